@@ -1,0 +1,2 @@
+//! Facade.
+pub use unweight_format as format;
