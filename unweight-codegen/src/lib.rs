@@ -1,1 +1,2 @@
-//! Placeholder head, replaced below.
+//! Variant specs to CUDA sources.
+pub mod abi;

@@ -1,0 +1,95 @@
+// The argument structs of every kernel: the contract between the host (unweight-codegen/src/abi.rs, field for field) and the
+// device. Each kernel takes exactly one of them, by value, as a __grid_constant__ parameter.
+//
+// Layouts: docs/format.md part A. `n` output features (rows), `k` input features (columns), tile = 64x64,
+// t = tile_row * tile_cols + tile_col. All pointers are device pointers, 16-byte aligned at least (128 for TMA sources).
+#pragma once
+
+namespace uw {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+
+static_assert(sizeof(u64) == 8 && sizeof(u32) == 4 && sizeof(u16) == 2, "LP64 model expected");
+
+// A CUtensorMap: opaque to the device, 64-byte aligned, 128 bytes.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+// uint4 of the CUDA headers under a name that also exists on a CPU.
+struct alignas(16) TileMetadata {
+    u32 start_word;           // first 32-bit word of the tile in encoded_exp
+    u32 verbatim_row_offset;  // first row of the tile in verbatim_exponents
+    u32 verbatim_low;         // bitmask of verbatim rows 0..31
+    u32 verbatim_high;        // bitmask of verbatim rows 32..63
+};
+
+// Preprocess family: decode_full, decode_exponent, decode_palette. Read-only input is a Huffman tensor.
+struct DecodeArgs {
+    const u8* sign_mantissa;          // [n, k]; used by decode_full only
+    const u32* encoded_exp;           // [encoded_words]
+    const u8* row_lengths;            // [tiles, 64], bits - 64
+    const TileMetadata* tile_metadata;// [tiles]
+    const u8* verbatim_exponents;     // [verbatim_rows, 64]
+    const u8* palette;                // [16]
+    const u8* code_lengths;           // [16]
+    void* output;                     // full: bf16 [n, k] row-major; exponent: u8 [tiles, 64, 64]; palette: u8 [tiles, 64, 32]
+    u32* work_counter;                // zeroed before the launch; tiles are claimed from it (may be unused by a plan)
+    u32* fault;                       // set to 1 + tile where a tile's metadata is out of bounds (the tile is skipped)
+    u64 encoded_words;
+    u32 verbatim_rows;
+    u32 n;
+    u32 k;
+    u32 tile_rows;
+    u32 tile_cols;
+    u32 reserved;
+};
+
+// Report family: reconstructive matmul Y[m, n] = X[m, k] * W[n, k]^T (+ Y when the epilogue is store_add).
+// n is a multiple of 64 * N tiles, k a multiple of 64; m is any.
+struct MatmulArgs {
+    TensorMap x;                      // bf16 [m, k], box 64 (k) x 64 (m), 128-byte swizzle, zero fill
+    TensorMap sign_mantissa;          // u8 [n, k], box 64 x 64, no swizzle
+    const u8* exponents;              // exponent source: u8 [tiles, 64, 64]; palette source: u8 [tiles, 64, 32]
+    const TileMetadata* tile_metadata;// palette source only
+    const u8* verbatim_exponents;     // palette source only: [verbatim_rows, 64]
+    const u8* palette;                // palette source only: [16]
+    void* y;                          // bf16 [m, n] row-major
+    u32 verbatim_rows;
+    u32 m;
+    u32 n;
+    u32 k;
+    u32 tile_cols;                    // k / 64
+    u32 reserved;
+};
+
+// Encoding family (report section 4): the six stages and palette packing share one struct.
+struct EncodeArgs {
+    const u16* weights;               // bf16 [n, k] row-major
+    u8* sign_mantissa;                // [n, k]
+    u32* histogram;                   // [256], zeroed before `stats`
+    u8* palette;                      // [16]
+    u8* code_lengths;                 // [16]
+    u32* encode_table;                // [256]: code (LSB-first) | length << 16 | palette index << 24; length 0: not in the palette
+    u32* decode_table;                // [2^code_limit]: exponent | length << 8 | palette index << 16
+    u8* row_lengths;                  // [tiles, 64]
+    TileMetadata* tile_metadata;      // [tiles]; `rows` writes word counts and row counts, `scan` turns them into offsets
+    u32* encoded_exp;                 // [capacity_words], zeroed before `write`
+    u8* verbatim_exponents;           // [capacity_rows, 64]
+    u8* palette_index;                // [tiles, 64, 32], stage `palette` only
+    u64* totals;                      // [4]: words (before padding to 4), verbatim rows, max verbatim rows in a tile, fault
+    u64* scan_state;                  // scratch of `scan`, zeroed; [scan blocks * 4]
+    u64 capacity_words;
+    u32 capacity_rows;
+    u32 code_limit;
+    u32 n;
+    u32 k;
+    u32 tile_rows;
+    u32 tile_cols;
+};
+
+}  // namespace uw
