@@ -1,0 +1,87 @@
+// Thread identity, warp exchange and bit operations: one wrapper per instruction.
+#pragma once
+
+#include "unweight/ptx/types.cuh"
+
+#ifndef UW_CPU
+
+namespace uw::ptx {
+
+UW_DEVICE u32 thread_index() { return threadIdx.x; }
+UW_DEVICE u32 block_index() { return blockIdx.x; }
+UW_DEVICE u32 grid_size() { return gridDim.x; }
+UW_DEVICE u32 lane_index() {
+    u32 lane;
+    asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
+// Warp index of the block through a shuffle, so that the compiler knows it to be the same in the whole warp and
+// keeps branches on it free of divergence handling.
+UW_DEVICE u32 uniform_warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
+
+// True in exactly one lane of a converged warp.
+UW_DEVICE bool elect_one() {
+    u32 chosen;
+    asm volatile(
+        "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(chosen));
+    return chosen != 0;
+}
+
+UW_DEVICE void sync_warp() { __syncwarp(); }
+UW_DEVICE u32 shuffle(u32 value, u32 source_lane) { return __shfl_sync(0xffffffffu, value, source_lane); }
+UW_DEVICE u32 shuffle_xor(u32 value, u32 lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+// Lane l receives lane l - delta; lanes below delta keep their own value.
+UW_DEVICE u32 shuffle_up(u32 value, u32 delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
+UW_DEVICE u32 shuffle_down(u32 value, u32 delta) { return __shfl_down_sync(0xffffffffu, value, delta); }
+UW_DEVICE u32 warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+UW_DEVICE u32 match_any(u32 value) { return __match_any_sync(0xffffffffu, value); }
+
+UW_DEVICE u32 popcount(u32 value) { return __popc(value); }
+UW_DEVICE u32 count_leading_zeros(u32 value) { return __clz(value); }
+UW_DEVICE u32 find_first_set(u32 value) { return __ffs(value); }
+UW_DEVICE u32 bit_reverse(u32 value) { return __brev(value); }
+
+// prmt.b32 in its default mode: output byte i is byte `selector nibble i & 7` of {b, a}; with bit 3 of the nibble set it is
+// that byte's sign, replicated. __byte_perm masks the selector to 3 bits and so cannot express the second half.
+UW_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
+    u32 d;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+    return d;
+}
+
+// Bitwise function of three words; kTable is indexed by (a << 2 | b << 1 | c).
+template <u32 kTable>
+UW_DEVICE u32 lop3(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(kTable));
+    return d;
+}
+
+// (high:low >> (shift & 31)), low word; and (high:low << (shift & 31)), high word.
+UW_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 shift) { return __funnelshift_r(low, high, shift); }
+UW_DEVICE u32 funnel_shift_left(u32 low, u32 high, u32 shift) { return __funnelshift_l(low, high, shift); }
+
+// {high, low} rounded to nearest even, low in the lower half.
+UW_DEVICE u32 pack_bf16x2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+UW_DEVICE float float_from_bits(u32 bits) { return __uint_as_float(bits); }
+UW_DEVICE u32 bits_from_float(float value) { return __float_as_uint(value); }
+
+// Stops the kernel with an error.
+UW_DEVICE void trap() { asm volatile("trap;"); }
+
+}  // namespace uw::ptx
+
+#endif  // UW_CPU
+
+namespace uw::ptx {
+
+// mask ? a : b, bit by bit.
+UW_DEVICE u32 bit_select(u32 mask, u32 a, u32 b) { return lop3<0xCA>(mask, a, b); }
+
+}  // namespace uw::ptx
