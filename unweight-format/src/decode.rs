@@ -1,0 +1,440 @@
+//! The fast decoder: several symbols a lookup, four streams at a time, parallel over tile rows.
+//!
+//! ```text
+//! for each tile                                   oracle: one bit at a time
+//!   cut its coded rows into four streams          (row lengths give every start)
+//!   until a stream is nearly done:
+//!     for each stream: load 57+ bits, then look up `window` bits 3..5 times: up to 6 exponents each
+//!   finish each stream symbol by symbol           (so that no bit of a neighbour is consumed)
+//! join exponents with sign_mantissa row by row    (vectorised by the compiler)
+//! ```
+//! Optimisations, in the order in which they paid: multi-symbol entries; four independent chains; decoding a strip of
+//! tiles before joining, so that reads and writes of whole rows are sequential; compiling for the processor found.
+
+use rayon::prelude::*;
+
+use crate::{
+    Code, CodecError, Grid, HuffmanTensor, PaletteTensor, bf16,
+    layout::{CODE_LENGTH_MAX, PALETTE_TILE_BYTES, ROW_BITS_MAX, TILE, WORDS_ALIGN},
+    tensor::low_bits,
+};
+
+/// Decodes to little-endian BF16 bytes.
+///
+/// # Errors
+/// A coded row's codes do not use exactly its stored bits.
+pub fn to_vec<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Vec<u8>, CodecError> {
+    let mut out = vec![0; tensor.grid().elements() * 2];
+    huffman(tensor, &mut out)?;
+    Ok(out)
+}
+
+/// Decodes into `out`, on the current rayon pool.
+///
+/// # Errors
+/// `out` is not `n * k * 2` bytes long, or as [`to_vec`].
+pub fn huffman<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
+    let grid = tensor.grid();
+    check_out(grid, out)?;
+    let table = Table::new(tensor.code());
+    out.par_chunks_mut(TILE * grid.cols() * 2)
+        .enumerate()
+        .try_for_each_init(Scratch::default, |scratch, (tile_row, out)| {
+            huffman_tile_row(tensor, &table, scratch, tile_row, out)
+        })
+}
+
+/// Decodes one tile row (up to 64 rows of the matrix) into `out`.
+fn huffman_tile_row<B: AsRef<[u8]>>(
+    tensor: &HuffmanTensor<B>,
+    table: &Table,
+    scratch: &mut Scratch,
+    tile_row: usize,
+    out: &mut [u8],
+) -> Result<(), CodecError> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("bmi2")
+        {
+            // SAFETY: the processor has the instructions.
+            return unsafe { huffman_tile_row_avx512(tensor, table, scratch, tile_row, out) };
+        }
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi2") {
+            // SAFETY: the processor has the instructions.
+            return unsafe { huffman_tile_row_avx2(tensor, table, scratch, tile_row, out) };
+        }
+    }
+    huffman_tile_row_any(tensor, table, scratch, tile_row, out)
+}
+
+/// The same code for another instruction set.
+macro_rules! compile_for {
+    ($name:ident, $features:literal) => {
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = $features)]
+        fn $name<B: AsRef<[u8]>>(
+            tensor: &HuffmanTensor<B>,
+            table: &Table,
+            scratch: &mut Scratch,
+            tile_row: usize,
+            out: &mut [u8],
+        ) -> Result<(), CodecError> {
+            huffman_tile_row_any(tensor, table, scratch, tile_row, out)
+        }
+    };
+}
+compile_for!(huffman_tile_row_avx512, "avx512f,avx512bw,avx512vl,bmi1,bmi2,lzcnt,popcnt");
+compile_for!(huffman_tile_row_avx2, "avx2,bmi1,bmi2,lzcnt,popcnt");
+
+/// Tiles decoded before they are joined: 64 rows of 1024 exponents are 64 KiB, which the L2 cache holds.
+const STRIP: usize = 16;
+const STREAMS: usize = 4;
+/// Symbols of a stream, and room for the overhang of its last multi-symbol store.
+const STREAM_BYTES: usize = TILE * TILE / STREAMS + TILE;
+/// A tile's words and how far a damaged stream can read past them: 16 rows of 64 codes of 15 bits.
+const TILE_BYTES: usize =
+    (TILE * ROW_BITS_MAX as usize).div_ceil(8) + (TILE * TILE / STREAMS + TILE) * CODE_LENGTH_MAX as usize / 8 + 16;
+
+struct Scratch {
+    words: Box<[u8; TILE_BYTES]>,
+    streams: Box<[[u8; STREAM_BYTES]; STREAMS]>,
+    /// Exponents of the strip, `[64][STRIP * 64]`.
+    strip: Vec<[u8; STRIP * TILE]>,
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self {
+            words: Box::new([0; TILE_BYTES]),
+            streams: Box::new([[0; STREAM_BYTES]; STREAMS]),
+            strip: vec![[0; STRIP * TILE]; TILE],
+        }
+    }
+}
+
+#[inline(always)]
+fn huffman_tile_row_any<B: AsRef<[u8]>>(
+    tensor: &HuffmanTensor<B>,
+    table: &Table,
+    scratch: &mut Scratch,
+    tile_row: usize,
+    out: &mut [u8],
+) -> Result<(), CodecError> {
+    let grid = tensor.grid();
+    let (rows, cols) = (grid.rows_in(tile_row), grid.cols());
+    for strip in (0..grid.tile_cols()).step_by(STRIP) {
+        for tile_col in strip..grid.tile_cols().min(strip + STRIP) {
+            decode_tile(tensor, table, scratch, tile_row * grid.tile_cols() + tile_col, (tile_col - strip) * TILE)?;
+        }
+        let (first, last) = (strip * TILE, cols.min((strip + STRIP) * TILE));
+        for row in 0..rows {
+            let sign_mantissa = &tensor.sign_mantissa()[(tile_row * TILE + row) * cols..][first..last];
+            let target = &mut out[row * cols * 2..][first * 2..last * 2];
+            join(sign_mantissa, &scratch.strip[row][..last - first], target);
+        }
+    }
+    Ok(())
+}
+
+/// Joins rows of any length: 64 elements at a time, then one by one.
+#[inline(always)]
+fn join(sign_mantissa: &[u8], exponents: &[u8], out: &mut [u8]) {
+    let mut out = out.chunks_exact_mut(2 * TILE);
+    let (mut s, mut e) = (sign_mantissa.chunks_exact(TILE), exponents.chunks_exact(TILE));
+    for ((s, e), out) in (&mut s).zip(&mut e).zip(&mut out) {
+        let mut joined = [0u16; TILE];
+        for i in 0..TILE {
+            joined[i] = bf16::join(s[i], e[i]).to_le();
+        }
+        out.copy_from_slice(bytemuck::bytes_of(&joined));
+    }
+    for ((&s, &e), out) in s.remainder().iter().zip(e.remainder()).zip(out.into_remainder().chunks_exact_mut(2)) {
+        out.copy_from_slice(&bf16::join(s, e).to_le_bytes());
+    }
+}
+
+/// Decodes the exponents of one tile into columns `column..column + 64` of the strip.
+#[inline(always)]
+fn decode_tile<B: AsRef<[u8]>>(
+    tensor: &HuffmanTensor<B>,
+    table: &Table,
+    scratch: &mut Scratch,
+    tile: usize,
+    column: usize,
+) -> Result<(), CodecError> {
+    let grid = tensor.grid();
+    let metadata = tensor.metadata(tile);
+    let rows = grid.rows_in(tile / grid.tile_cols());
+    let bitmask = metadata.bitmask();
+    let coded_rows = (low_bits(rows) & !bitmask).count_ones() as usize;
+    let ends = tensor.row_end_offsets(tile);
+
+    // The metadata was validated: the tile's words lie inside the section.
+    let bytes = (u32::from(ends[TILE - 1]).div_ceil(32) * 4) as usize;
+    let source = &tensor.encoded_exp()[metadata.start_word as usize * 4..][..bytes];
+    scratch.words[..bytes].copy_from_slice(source);
+
+    // Stream s holds the coded rows [s * coded_rows / 4, (s + 1) * coded_rows / 4).
+    let first_row = |s: usize| s * coded_rows / STREAMS;
+    let mut streams = [Stream::default(); STREAMS];
+    let mut coded = 0;
+    for row in 0..rows {
+        if bitmask >> row & 1 == 0 {
+            coded += 1;
+            for (s, stream) in streams.iter_mut().enumerate() {
+                if coded == first_row(s) {
+                    stream.bit = ends[row].into();
+                }
+                if coded == first_row(s + 1) {
+                    stream.end_bit = ends[row].into();
+                }
+            }
+        }
+    }
+    for (s, stream) in streams.iter_mut().enumerate() {
+        stream.symbols = (first_row(s + 1) - first_row(s)) * TILE;
+        if first_row(s) == 0 {
+            stream.bit = 0;
+        }
+        if first_row(s + 1) == 0 {
+            stream.end_bit = 0;
+        }
+    }
+    match table.window {
+        ..=11 => decode_streams::<5>(&scratch.words, table, &mut streams, &mut scratch.streams),
+        12..=14 => decode_streams::<4>(&scratch.words, table, &mut streams, &mut scratch.streams),
+        _ => decode_streams::<3>(&scratch.words, table, &mut streams, &mut scratch.streams),
+    }
+    if streams.iter().any(|s| s.bit != s.end_bit) {
+        return Err(blame(tensor, tile));
+    }
+
+    let (mut stream, mut at) = (0, 0);
+    let mut verbatim = metadata.verbatim_row_offset as usize;
+    for row in 0..rows {
+        let target = &mut scratch.strip[row][column..column + TILE];
+        if bitmask >> row & 1 == 1 {
+            target.copy_from_slice(&tensor.verbatim_exponents()[verbatim * TILE..][..TILE]);
+            verbatim += 1;
+        } else {
+            while at == streams[stream].symbols {
+                (stream, at) = (stream + 1, 0);
+            }
+            target.copy_from_slice(&scratch.streams[stream][at..at + TILE]);
+            at += TILE;
+        }
+    }
+    Ok(())
+}
+
+/// A run of coded rows of one tile.
+#[derive(Clone, Copy, Default)]
+struct Stream {
+    /// Next bit, from the tile's start.
+    bit: u32,
+    /// Where the run must end.
+    end_bit: u32,
+    /// Symbols in the run.
+    symbols: usize,
+    /// Symbols decoded.
+    done: usize,
+}
+
+/// Decodes four runs. `LOOKUPS` windows fit the 57 bits that a refill gives at least.
+#[inline(always)]
+fn decode_streams<const LOOKUPS: usize>(
+    words: &[u8; TILE_BYTES],
+    table: &Table,
+    streams: &mut [Stream; STREAMS],
+    out: &mut [[u8; STREAM_BYTES]; STREAMS],
+) {
+    let mask = (1u64 << table.window) - 1;
+    let entries = table.entries.as_slice();
+    assert!(entries.len() > mask as usize);
+    let refill = |bit: u32| {
+        let at = (bit / 8) as usize;
+        u64::from_le_bytes(words[at..at + 8].try_into().expect("8 bytes")) >> (bit % 8)
+    };
+    let store = |out: &mut [u8; STREAM_BYTES], at: usize, entry: u64| {
+        out[at..at + 8].copy_from_slice(&entry.to_le_bytes());
+    };
+    let left = |streams: &[Stream; STREAMS]| streams.iter().map(|s| s.symbols - s.done).min().unwrap_or(0);
+    // No step can overshoot: it yields at most MULTI_MAX symbols a lookup.
+    loop {
+        let steps = left(streams) / (LOOKUPS * MULTI_MAX);
+        if steps == 0 {
+            break;
+        }
+        for _ in 0..steps {
+            for (stream, out) in streams.iter_mut().zip(out.iter_mut()) {
+                let mut bits = refill(stream.bit);
+                for _ in 0..LOOKUPS {
+                    let entry = entries[(bits & mask) as usize];
+                    store(out, stream.done, entry);
+                    let used = (entry >> 56) as u32;
+                    bits >>= used;
+                    stream.bit += used;
+                    stream.done += (entry >> 48 & 0xff) as usize;
+                }
+            }
+        }
+    }
+    for (stream, out) in streams.iter_mut().zip(out.iter_mut()) {
+        while stream.symbols - stream.done >= MULTI_MAX {
+            let entry = entries[(refill(stream.bit) & mask) as usize];
+            store(out, stream.done, entry);
+            stream.bit += (entry >> 56) as u32;
+            stream.done += (entry >> 48 & 0xff) as usize;
+        }
+        let mut bits = refill(stream.bit);
+        while stream.done < stream.symbols {
+            // At most five symbols are left, and 57 bits hold three of the longest: refill each time.
+            let entry = entries[(bits & mask) as usize];
+            out[stream.done] = entry as u8;
+            stream.bit += u32::from(table.lengths[usize::from(entry as u8)]);
+            stream.done += 1;
+            bits = refill(stream.bit);
+        }
+    }
+}
+
+/// Most symbols of one table entry.
+const MULTI_MAX: usize = 6;
+
+/// Multi-symbol decode table: an entry is six exponents, then their number, then the bits they use.
+struct Table {
+    /// Bits of a lookup.
+    window: u32,
+    entries: Vec<u64>,
+    /// Code length by exponent.
+    lengths: [u8; 256],
+}
+
+impl Table {
+    /// 11 bits hold four symbols of trained weights on average, and 2^11 entries half of the L1 cache; longer codes need longer windows.
+    fn new(code: &Code) -> Self {
+        let flat = code.decode_table();
+        let window = code.max_length().max(11);
+        let entries = (0..1usize << window)
+            .map(|bits| {
+                let (mut entry, mut symbols, mut used) = ([0u8; 8], 0u8, 0u32);
+                for symbol in &mut entry[..MULTI_MAX] {
+                    // Bits above the window are unknown: a code that reaches into them is left to the next lookup.
+                    let next = flat[bits >> used & (flat.len() - 1)];
+                    if used + u32::from(next.length) > window {
+                        break;
+                    }
+                    *symbol = next.symbol;
+                    used += u32::from(next.length);
+                    symbols += 1;
+                }
+                (entry[6], entry[7]) = (symbols, used as u8);
+                u64::from_le_bytes(entry)
+            })
+            .collect();
+        let mut lengths = [0; 256];
+        flat.iter().for_each(|e| lengths[usize::from(e.symbol)] = e.length);
+        Self { window, entries, lengths }
+    }
+}
+
+/// Finds the row that a damaged tile breaks at, with the flat table.
+#[cold]
+fn blame<B: AsRef<[u8]>>(tensor: &HuffmanTensor<B>, tile: usize) -> CodecError {
+    let flat = tensor.code().decode_table();
+    let start = u64::from(tensor.metadata(tile).start_word) * 32;
+    let (bytes, bits) = (tensor.encoded_exp(), tensor.row_bits(tile));
+    let bit = |at: u64| bytes.get((at / 8) as usize).map_or(0, |b| usize::from(b >> (at % 8) & 1));
+    let mut at = start;
+    let mut end = start;
+    for (row, &row_bits) in bits.iter().enumerate().filter(|&(_, &bits)| bits > 0) {
+        end += u64::from(row_bits);
+        for _ in 0..TILE {
+            let window = (0..tensor.code().max_length()).fold(0, |w, i| w | bit(at + u64::from(i)) << i);
+            at += u64::from(flat[window].length);
+        }
+        if at != end {
+            return CodecError::Row { tile, row, reason: "its codes do not use its stored bits" };
+        }
+    }
+    CodecError::Row { tile, row: TILE - 1, reason: "its codes do not use its stored bits" }
+}
+
+/// Decodes packed palette indices into `out`, on the current rayon pool.
+///
+/// # Errors
+/// `out` is not `n * k * 2` bytes long.
+pub fn palette<B: AsRef<[u8]> + Sync>(tensor: &PaletteTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
+    let grid = tensor.grid();
+    check_out(grid, out)?;
+    let palette = tensor.palette();
+    // Both nibbles of a byte in one lookup.
+    let pairs: Vec<[u8; 2]> = (0..256).map(|b| [palette[b & 15], palette[b >> 4]]).collect();
+    out.par_chunks_mut(TILE * grid.cols() * 2).enumerate().for_each(|(tile_row, out)| {
+        let cols = grid.cols();
+        for tile_col in 0..grid.tile_cols() {
+            let tile = tile_row * grid.tile_cols() + tile_col;
+            let metadata = tensor.metadata(tile);
+            let packed = &tensor.palette_index()[tile * PALETTE_TILE_BYTES..][..PALETTE_TILE_BYTES];
+            let mut verbatim = metadata.verbatim_row_offset as usize;
+            let width = grid.cols_in(tile_col);
+            for row in 0..grid.rows_in(tile_row) {
+                let mut exponents = [0u8; TILE];
+                if metadata.bitmask() >> row & 1 == 1 {
+                    exponents.copy_from_slice(&tensor.verbatim_exponents()[verbatim * TILE..][..TILE]);
+                    verbatim += 1;
+                } else {
+                    for (pair, &byte) in exponents.chunks_exact_mut(2).zip(&packed[row * (TILE / 2)..][..TILE / 2]) {
+                        pair.copy_from_slice(&pairs[usize::from(byte)]);
+                    }
+                }
+                let at = row * cols + tile_col * TILE;
+                let sign_mantissa = &tensor.sign_mantissa()[tile_row * TILE * cols + at..][..width];
+                join(sign_mantissa, &exponents[..width], &mut out[at * 2..(at + width) * 2]);
+            }
+        }
+    });
+    Ok(())
+}
+
+/// Transcodes Huffman rows to packed palette indices; sign_mantissa and verbatim rows are copied (report section 5.3).
+///
+/// # Errors
+/// As [`to_vec`].
+pub fn transcode<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
+    let grid = tensor.grid();
+    let table = Table::new(tensor.code());
+    let index = tensor.code().palette().index();
+    let mut packed = vec![0u8; grid.tiles() * PALETTE_TILE_BYTES];
+    packed.par_chunks_mut(PALETTE_TILE_BYTES).enumerate().try_for_each_init(
+        Scratch::default,
+        |scratch, (tile, packed)| {
+            decode_tile(tensor, &table, scratch, tile, 0)?;
+            let bits = tensor.row_bits(tile);
+            for (row, packed) in packed.chunks_exact_mut(TILE / 2).enumerate().filter(|&(row, _)| bits[row] > 0) {
+                for (byte, pair) in packed.iter_mut().zip(scratch.strip[row][..TILE].chunks_exact(2)) {
+                    // A decoded symbol is in the palette; pad columns hold palette index 0.
+                    let nibble = |exponent: u8| index[usize::from(exponent)].unwrap_or(0);
+                    *byte = nibble(pair[0]) | nibble(pair[1]) << 4;
+                }
+            }
+            Ok(())
+        },
+    )?;
+    let mut metadata = tensor.tile_metadata().to_vec();
+    metadata.chunks_exact_mut(crate::TileMetadata::BYTES).for_each(|record| record[..4].fill(0));
+    let sections = [tensor.sign_mantissa().to_vec(), packed, metadata, tensor.verbatim_exponents().to_vec()];
+    Ok(PaletteTensor::from_encoder(grid, *tensor.code().palette(), sections))
+}
+
+fn check_out(grid: Grid, out: &[u8]) -> Result<(), CodecError> {
+    let expected = grid.elements() * 2;
+    if out.len() == expected {
+        return Ok(());
+    }
+    Err(CodecError::MatrixBytes { rows: grid.rows(), cols: grid.cols(), expected, got: out.len() })
+}
+
+const _: () = assert!(WORDS_ALIGN * 4 == 16, "sections end on 16 bytes, as the kernels' bulk copies need");

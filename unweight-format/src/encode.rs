@@ -1,0 +1,479 @@
+//! The fast encoder: two passes over the weights, parallel over bands of tile rows.
+//!
+//! 1. [`survey`]: histogram and content digest, one read of the weights.
+//! 2. [`huffman_with`] / [`palette_with`]: split, classify and code each tile, one more read.
+//!
+//! Tiles start on words (`docs/format.md` A.5), so bands are coded independently and joined by copying; the bytes do
+//! not depend on the number of threads. What makes it fast: a row of 64 elements is looked up and merged to eight
+//! 64-bit pieces in AVX-512 registers (`row_avx512`), so that only four appends a row are serial.
+
+use rayon::prelude::*;
+
+use crate::{
+    Code, CodeLimit, CodecError, Digest, Histogram, HuffmanTensor, Matrix, PaletteTensor, TileMetadata, bf16,
+    digest::LEAF_BYTES,
+    histogram::Counter,
+    layout::{PALETTE_TILE_BYTES, ROW_BITS_MAX, ROW_BITS_MIN, TILE, WORDS_ALIGN},
+};
+
+/// What one read of a tensor tells.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Survey {
+    /// Exponent counts (meaningless if the bytes are not BF16).
+    pub histogram: Histogram,
+    /// Digest of the bytes.
+    pub digest: Digest,
+}
+
+/// Histogram and digest of BF16 bytes in one read.
+pub fn survey(bytes: &[u8]) -> Survey {
+    const SPAN: usize = 16;
+    let mut leaves = vec![Digest::leaf(&[]); bytes.len().div_ceil(LEAF_BYTES)];
+    let counter = leaves
+        .par_chunks_mut(SPAN)
+        .zip(bytes.par_chunks(SPAN * LEAF_BYTES))
+        .fold(Counter::default, |mut counter, (digests, span)| {
+            for (digest, leaf) in digests.iter_mut().zip(span.chunks(LEAF_BYTES)) {
+                counter.add(leaf);
+                *digest = Digest::leaf(leaf);
+            }
+            counter
+        })
+        .map(Counter::finish)
+        .reduce(Histogram::default, |mut a, b| {
+            a.merge(&b);
+            a
+        });
+    Survey { histogram: counter, digest: Digest::of_leaves(&leaves) }
+}
+
+/// Encodes a matrix with its own optimal code under `limit`.
+///
+/// # Errors
+/// The coded words would exceed 2^32.
+pub fn huffman(matrix: Matrix<'_>, limit: CodeLimit) -> Result<HuffmanTensor<Vec<u8>>, CodecError> {
+    huffman_with(matrix, &own_code(matrix, limit))
+}
+
+/// Encodes a matrix to packed palette indices; `limit` matters only for which rows are verbatim (`docs/format.md` A.7).
+///
+/// # Errors
+/// As [`huffman`].
+pub fn palette(matrix: Matrix<'_>, limit: CodeLimit) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
+    palette_with(matrix, &own_code(matrix, limit))
+}
+
+fn own_code(matrix: Matrix<'_>, limit: CodeLimit) -> Code {
+    let histogram = survey(matrix.bytes()).histogram;
+    Code::from_histogram(&histogram, limit).expect("a matrix has elements")
+}
+
+/// Encodes a matrix with a given code, which need not be the tensor's own.
+///
+/// # Errors
+/// As [`huffman`].
+pub fn huffman_with(matrix: Matrix<'_>, code: &Code) -> Result<HuffmanTensor<Vec<u8>>, CodecError> {
+    let tables = Tables::new(code);
+    let [sign_mantissa, row_lengths, metadata, mut words, verbatim] = encode_bands::<true>(matrix, &tables, TILE)?;
+    words.resize(words.len().next_multiple_of(4 * WORDS_ALIGN), 0);
+    Ok(HuffmanTensor::from_encoder(matrix.grid(), *code, [sign_mantissa, words, row_lengths, metadata, verbatim]))
+}
+
+/// Packs palette indices; the rows that `code` cannot code are verbatim.
+///
+/// # Errors
+/// As [`huffman`].
+pub fn palette_with(matrix: Matrix<'_>, code: &Code) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
+    let tables = Tables::new(code);
+    let [sign_mantissa, packed, metadata, _, verbatim] = encode_bands::<false>(matrix, &tables, PALETTE_TILE_BYTES)?;
+    Ok(PaletteTensor::from_encoder(matrix.grid(), *code.palette(), [sign_mantissa, packed, metadata, verbatim]))
+}
+
+/// Lookup tables of one code.
+struct Tables {
+    code: Code,
+    /// Low byte of each exponent's code: all of it when `simd` holds.
+    codes: [u8; 256],
+    lengths: [u8; 256],
+    wide: [(u16, u8); 256],
+    nibbles: [u8; 256],
+    /// Codes of at most 8 bits, and a processor that has the instructions.
+    simd: bool,
+}
+
+impl Tables {
+    fn new(code: &Code) -> Self {
+        let wide = code.encode_table();
+        let mut nibbles = [0; 256];
+        for (i, &exponent) in code.palette().exponents().iter().enumerate() {
+            nibbles[usize::from(exponent)] = i as u8;
+        }
+        Self {
+            code: *code,
+            codes: wide.map(|(code, _)| code as u8),
+            lengths: wide.map(|(_, length)| length),
+            wide,
+            nibbles,
+            simd: code.max_length() <= 8 && has_avx512(),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx512() -> bool {
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vbmi")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn has_avx512() -> bool {
+    false
+}
+
+/// The variable-size output of one band of tile rows.
+#[derive(Default)]
+struct Band {
+    words: Vec<u8>,
+    verbatim: Vec<u8>,
+}
+
+/// Tiles of a band: enough to make a task worth its dispatch, few enough to balance (256 tiles are 2 MiB of weights).
+const BAND_TILES: usize = 256;
+
+/// Encodes band by band. `HUFFMAN`: coded rows go to the word stream and their lengths to `out` (64 bytes a tile);
+/// otherwise their packed indices go to `out` (2048 bytes a tile). Returns `sign_mantissa`, `out`, metadata, words, verbatim rows.
+fn encode_bands<const HUFFMAN: bool>(
+    matrix: Matrix<'_>,
+    tables: &Tables,
+    tile_bytes: usize,
+) -> Result<[Vec<u8>; 5], CodecError> {
+    let grid = matrix.grid();
+    let band_rows = (BAND_TILES / grid.tile_cols()).max(1);
+    let band_tiles = band_rows * grid.tile_cols();
+    let mut sign_mantissa = vec![0u8; grid.elements()];
+    let mut out = vec![0u8; grid.tiles() * tile_bytes];
+    let mut metadata = vec![0u8; grid.tiles() * TileMetadata::BYTES];
+    let bands: Vec<Band> = sign_mantissa
+        .par_chunks_mut(band_rows * TILE * grid.cols())
+        .zip(out.par_chunks_mut(band_tiles * tile_bytes))
+        .zip(metadata.par_chunks_mut(band_tiles * TileMetadata::BYTES))
+        .enumerate()
+        .map(|(band, ((sign_mantissa, out), metadata))| {
+            let mut job = Job { matrix, tables, first_tile_row: band * band_rows, sign_mantissa, out, metadata };
+            #[cfg(target_arch = "x86_64")]
+            if tables.simd {
+                // SAFETY: `simd` says that the processor has the instructions and that codes fit 8 bits.
+                return unsafe { job.run_avx512::<HUFFMAN>() };
+            }
+            job.run_portable::<HUFFMAN>()
+        })
+        .collect();
+    let word_bytes = bands.iter().map(|b| b.words.len() as u64).sum::<u64>();
+    if word_bytes / 4 > 1 << 32 {
+        return Err(CodecError::TooManyWords { words: word_bytes / 4 });
+    }
+    // The bands wrote offsets from their own start; move them to the tensor's.
+    let (mut words, mut rows) = (0u32, 0u32);
+    let starts: Vec<(u32, u32)> = bands
+        .iter()
+        .map(|band| {
+            let start = (words, rows);
+            // Wraps only past the last band of exactly 2^32 words, where it is not used.
+            words = words.wrapping_add((band.words.len() / 4) as u32);
+            rows += (band.verbatim.len() / TILE) as u32;
+            start
+        })
+        .collect();
+    metadata.par_chunks_mut(band_tiles * TileMetadata::BYTES).zip(&starts).for_each(|(chunk, &(words, rows))| {
+        for record in chunk.chunks_exact_mut(TileMetadata::BYTES) {
+            let mut tile = TileMetadata::read(record, 0);
+            tile.start_word = if HUFFMAN { tile.start_word.wrapping_add(words) } else { 0 };
+            tile.verbatim_row_offset += rows;
+            record.copy_from_slice(&tile.to_bytes());
+        }
+    });
+    let (words, verbatim) = rayon::join(
+        || concat(bands.iter().map(|b| b.words.as_slice())),
+        || concat(bands.iter().map(|b| b.verbatim.as_slice())),
+    );
+    Ok([sign_mantissa, out, metadata, words, verbatim])
+}
+
+/// Joins pieces with one allocation, copying them in parallel.
+fn concat<'a>(pieces: impl Iterator<Item = &'a [u8]> + Clone) -> Vec<u8> {
+    let total = pieces.clone().map(<[u8]>::len).sum();
+    // Room for the final padding of the word stream, so that it does not reallocate.
+    let mut joined = Vec::with_capacity(total + 4 * WORDS_ALIGN);
+    joined.resize(total, 0u8);
+    let mut rest = joined.as_mut_slice();
+    let targets: Vec<(&mut [u8], &[u8])> = pieces
+        .map(|piece| {
+            let (target, tail) = std::mem::take(&mut rest).split_at_mut(piece.len());
+            rest = tail;
+            (target, piece)
+        })
+        .collect();
+    targets.into_par_iter().for_each(|(target, piece)| target.copy_from_slice(piece));
+    joined
+}
+
+/// The work on one band: inputs, and the slices of the outputs that belong to it.
+struct Job<'a> {
+    matrix: Matrix<'a>,
+    tables: &'a Tables,
+    first_tile_row: usize,
+    sign_mantissa: &'a mut [u8],
+    out: &'a mut [u8],
+    metadata: &'a mut [u8],
+}
+
+/// Defines a whole-band function around a row function, so that the row function is inlined with its instruction set.
+macro_rules! band {
+    ($(#[$attribute:meta])* $name:ident, $row:path) => {
+        $(#[$attribute])*
+        fn $name<const HUFFMAN: bool>(&mut self) -> Band {
+            let grid = self.matrix.grid();
+            let cols = grid.cols();
+            let tiles = self.metadata.len() / TileMetadata::BYTES;
+            let mut band = Band::default();
+            if HUFFMAN {
+                // 2.9 bits a symbol; grows if a tensor needs more.
+                band.words.reserve(tiles * TILE * TILE * 29 / 80);
+            }
+            let mut writer = TileWriter::new();
+            for tile in 0..tiles {
+                let (tile_row, tile_col) = (self.first_tile_row + tile / grid.tile_cols(), tile % grid.tile_cols());
+                let width = grid.cols_in(tile_col);
+                let mut bitmask = 0u64;
+                let offset = (band.verbatim.len() / TILE) as u32;
+                writer.reset();
+                for row in 0..grid.rows_in(tile_row) {
+                    let at = (tile_row * TILE + row) * cols + tile_col * TILE;
+                    let source = &self.matrix.bytes()[at * 2..(at + width) * 2];
+                    let target = at - self.first_tile_row * TILE * cols;
+                    let target = &mut self.sign_mantissa[target..target + width];
+                    let mut exponents = [0u8; TILE];
+                    let bits = if width == TILE {
+                        let source = source.try_into().expect("64 elements");
+                        let target = target.try_into().expect("64 elements");
+                        $row(source, target, &mut exponents, self.tables, HUFFMAN.then_some(&mut writer))
+                    } else {
+                        let (mut padded, mut split) = ([0u8; TILE * 2], [0u8; TILE]);
+                        padded[..width * 2].copy_from_slice(source);
+                        let pad = bf16::join(0, self.tables.code.palette().exponents()[0]).to_le_bytes();
+                        padded[width * 2..].chunks_exact_mut(2).for_each(|p| p.copy_from_slice(&pad));
+                        let writer = HUFFMAN.then_some(&mut writer);
+                        let bits = $row(&padded, &mut split, &mut exponents, self.tables, writer);
+                        target.copy_from_slice(&split[..width]);
+                        if bits == 0 {
+                            exponents[width..].fill(0);
+                        }
+                        bits
+                    };
+                    if bits == 0 {
+                        bitmask |= 1 << row;
+                        band.verbatim.extend_from_slice(&exponents);
+                    } else if HUFFMAN {
+                        self.out[tile * TILE + row] = (bits - ROW_BITS_MIN) as u8;
+                    } else {
+                        let packed = &mut self.out[tile * PALETTE_TILE_BYTES + row * (TILE / 2)..][..TILE / 2];
+                        for (byte, pair) in packed.iter_mut().zip(exponents.chunks_exact(2)) {
+                            let nibble = |exponent: u8| self.tables.nibbles[usize::from(exponent)];
+                            *byte = nibble(pair[0]) | nibble(pair[1]) << 4;
+                        }
+                    }
+                }
+                let record = TileMetadata::new((band.words.len() / 4) as u32, offset, bitmask);
+                self.metadata[tile * TileMetadata::BYTES..][..TileMetadata::BYTES].copy_from_slice(&record.to_bytes());
+                band.words.extend_from_slice(writer.words());
+            }
+            band
+        }
+    };
+}
+
+impl Job<'_> {
+    band!(run_portable, row_portable);
+    band!(
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,bmi1,bmi2,lzcnt,popcnt")]
+        run_avx512,
+        row_avx512
+    );
+}
+
+/// Splits 64 elements, codes the exponents; returns the coded bits, or 0 if the row is verbatim.
+fn row_portable(
+    source: &[u8; TILE * 2],
+    sign_mantissa: &mut [u8; TILE],
+    exponents: &mut [u8; TILE],
+    tables: &Tables,
+    writer: Option<&mut TileWriter>,
+) -> u32 {
+    let mut bits = 0;
+    let mut coded = true;
+    for i in 0..TILE {
+        let element = u16::from_le_bytes([source[2 * i], source[2 * i + 1]]);
+        sign_mantissa[i] = bf16::sign_mantissa(element);
+        exponents[i] = bf16::exponent(element);
+        let length = tables.lengths[usize::from(exponents[i])];
+        coded &= length != 0;
+        bits += u32::from(length);
+    }
+    if !coded || bits > ROW_BITS_MAX {
+        return 0;
+    }
+    if let Some(writer) = writer {
+        // Three codes of at most 15 bits a store.
+        for triple in exponents.chunks(3) {
+            let (mut value, mut length) = (0u64, 0u32);
+            for &exponent in triple {
+                let (code, bits) = tables.wide[usize::from(exponent)];
+                value |= u64::from(code) << length;
+                length += u32::from(bits);
+            }
+            writer.append(value, length);
+        }
+    }
+    bits
+}
+
+/// As [`row_portable`], for codes of at most 8 bits.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,bmi1,bmi2,lzcnt,popcnt")]
+#[inline]
+fn row_avx512(
+    source: &[u8; TILE * 2],
+    sign_mantissa: &mut [u8; TILE],
+    exponents: &mut [u8; TILE],
+    tables: &Tables,
+    writer: Option<&mut TileWriter>,
+) -> u32 {
+    use std::arch::x86_64::*;
+
+    /// `table[byte]` for 64 bytes: two 128-entry permutes and a choice by the top bit.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    #[inline]
+    fn look_up(table: &[u8; 256], index: __m512i) -> __m512i {
+        let quarter = |i: usize| {
+            // SAFETY: four quarters of 64 bytes; the load needs no alignment.
+            unsafe { _mm512_loadu_si512(table.as_ptr().add(64 * i).cast()) }
+        };
+        let low = _mm512_permutex2var_epi8(quarter(0), index, quarter(1));
+        let high = _mm512_permutex2var_epi8(quarter(2), index, quarter(3));
+        _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high)
+    }
+
+    // SAFETY: `source` has 128 bytes; the loads need no alignment. The next tile's row is prefetched: a prefetch may
+    // take any address.
+    let (low, high) = unsafe {
+        _mm_prefetch::<_MM_HINT_T0>(source.as_ptr().wrapping_add(256).cast());
+        _mm_prefetch::<_MM_HINT_T0>(source.as_ptr().wrapping_add(320).cast());
+        (_mm512_loadu_si512(source.as_ptr().cast()), _mm512_loadu_si512(source.as_ptr().add(64).cast()))
+    };
+    let join_halves = |low: __m512i, high: __m512i| {
+        let (low, high) = (_mm512_cvtepi16_epi8(low), _mm512_cvtepi16_epi8(high));
+        _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
+    };
+    let exponent = join_halves(_mm512_srli_epi16::<7>(low), _mm512_srli_epi16::<7>(high));
+    let split = |x: __m512i| {
+        let mantissa = _mm512_and_si512(x, _mm512_set1_epi16(0x7f));
+        // mantissa | (x >> 8 & 0x80)
+        _mm512_ternarylogic_epi32::<0xf8>(mantissa, _mm512_srli_epi16::<8>(x), _mm512_set1_epi16(0x80))
+    };
+    // SAFETY: both targets have 64 bytes; the stores need no alignment.
+    unsafe {
+        _mm512_storeu_si512(sign_mantissa.as_mut_ptr().cast(), join_halves(split(low), split(high)));
+        _mm512_storeu_si512(exponents.as_mut_ptr().cast(), exponent);
+    }
+
+    let length = look_up(&tables.lengths, exponent);
+    if _mm512_cmpeq_epi8_mask(length, _mm512_setzero_si512()) != 0 {
+        return 0;
+    }
+    let bits = _mm512_reduce_add_epi64(_mm512_sad_epu8(length, _mm512_setzero_si512())) as u32;
+    if bits > ROW_BITS_MAX {
+        return 0;
+    }
+    let Some(writer) = writer else { return bits };
+    let code = look_up(&tables.codes, exponent);
+    // Merge neighbours three times: 64 codes of <= 8 bits -> 32 of <= 16 -> 16 of <= 32 -> 8 of <= 64.
+    let (even, lengths) = (_mm512_set1_epi16(0xff), length);
+    let first = _mm512_and_si512(lengths, even);
+    let code = _mm512_or_si512(_mm512_and_si512(code, even), _mm512_sllv_epi16(_mm512_srli_epi16::<8>(code), first));
+    let lengths = _mm512_add_epi16(first, _mm512_srli_epi16::<8>(lengths));
+    let even = _mm512_set1_epi32(0xffff);
+    let first = _mm512_and_si512(lengths, even);
+    let code = _mm512_or_si512(_mm512_and_si512(code, even), _mm512_sllv_epi32(_mm512_srli_epi32::<16>(code), first));
+    let lengths = _mm512_add_epi32(first, _mm512_srli_epi32::<16>(lengths));
+    let even = _mm512_set1_epi64(0xffff_ffff);
+    let first = _mm512_and_si512(lengths, even);
+    let code = _mm512_or_si512(_mm512_and_si512(code, even), _mm512_sllv_epi64(_mm512_srli_epi64::<32>(code), first));
+    let lengths = _mm512_add_epi64(first, _mm512_srli_epi64::<32>(lengths));
+    let (mut values, mut counts) = ([0u64; 8], [0u64; 8]);
+    // SAFETY: both arrays have 64 bytes; the stores need no alignment.
+    unsafe {
+        _mm512_storeu_si512(values.as_mut_ptr().cast(), code);
+        _mm512_storeu_si512(counts.as_mut_ptr().cast(), lengths);
+    }
+    for i in (0..8).step_by(2) {
+        let (a, b) = (counts[i] as u32, counts[i + 1] as u32);
+        if a + b <= TileWriter::APPEND_MAX {
+            writer.append(values[i] | values[i + 1] << a, a + b);
+        } else {
+            for (value, length) in [(values[i], a), (values[i + 1], b)] {
+                let low = length.min(32);
+                writer.append(value & 0xffff_ffff, low);
+                if length > 32 {
+                    writer.append(value >> 32, length - 32);
+                }
+            }
+        }
+    }
+    bits
+}
+
+/// The bits of one tile, LSB-first.
+struct TileWriter {
+    bytes: Box<[u8; Self::BYTES]>,
+    /// Bits that do not fill a byte yet.
+    partial: u64,
+    filled: u32,
+    at: usize,
+}
+
+impl TileWriter {
+    /// Most bits a single append takes: the store is of 64 bits, of which up to 7 are taken.
+    const APPEND_MAX: u32 = 56;
+    /// The longest tile and the overhang of the last store.
+    const BYTES: usize = (TILE * ROW_BITS_MAX as usize).div_ceil(8) + 8;
+
+    fn new() -> Self {
+        Self { bytes: Box::new([0; Self::BYTES]), partial: 0, filled: 0, at: 0 }
+    }
+
+    fn reset(&mut self) {
+        (self.partial, self.filled, self.at) = (0, 0, 0);
+    }
+
+    /// Appends the lowest `length` bits of `value`, whose other bits are 0. At most 64 * 319 bits a tile.
+    #[inline(always)]
+    fn append(&mut self, value: u64, length: u32) {
+        debug_assert!(length <= Self::APPEND_MAX && (length == 64 || value >> length == 0));
+        self.partial |= value << self.filled;
+        self.bytes[self.at..self.at + 8].copy_from_slice(&self.partial.to_le_bytes());
+        let filled = self.filled + length;
+        self.at += (filled / 8) as usize;
+        self.partial >>= filled / 8 * 8;
+        self.filled = filled % 8;
+    }
+
+    /// The bits so far, zero-filled to a word.
+    fn words(&mut self) -> &[u8] {
+        // The last store may end inside the last word: what follows there is of an earlier tile.
+        self.bytes[self.at..self.at + 8].copy_from_slice(&self.partial.to_le_bytes());
+        let bits = self.at * 8 + self.filled as usize;
+        &self.bytes[..bits.div_ceil(32) * 4]
+    }
+}

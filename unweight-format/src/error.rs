@@ -1,0 +1,79 @@
+//! Errors of the tensor codec. File and tensor names are added by the bundle layer.
+
+/// Why a tensor cannot be encoded, or a stored tensor cannot be trusted.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CodecError {
+    /// The bytes given do not hold the matrix that was announced.
+    #[error("a bf16 matrix [{rows}, {cols}] has {expected} bytes, got {got}")]
+    MatrixBytes {
+        /// Rows announced.
+        rows: usize,
+        /// Columns announced.
+        cols: usize,
+        /// Bytes such a matrix has (saturated).
+        expected: usize,
+        /// Bytes given.
+        got: usize,
+    },
+    /// A matrix without elements, or with a dimension of 2^32 and more, has no tiles.
+    #[error("a matrix [{rows}, {cols}] cannot be tiled (each dimension must be 1..=4294967295); store it raw")]
+    MatrixShape {
+        /// Rows.
+        rows: usize,
+        /// Columns.
+        cols: usize,
+    },
+    /// The code limit is not one that the format knows.
+    #[error("code limit {got} is outside 6..=15")]
+    CodeLimit {
+        /// The limit given.
+        got: u32,
+    },
+    /// The coded words exceed the reach of a tile's `start_word`.
+    #[error("coded exponents need {words} words, above the format's 2^32; store the tensor raw")]
+    TooManyWords {
+        /// Words needed.
+        words: u64,
+    },
+    /// A stored section has the wrong size.
+    #[error("section {section}: {got} bytes stored, the shape asks for {expected}")]
+    SectionBytes {
+        /// Section name.
+        section: &'static str,
+        /// Bytes that shape and metadata ask for.
+        expected: u64,
+        /// Bytes stored.
+        got: u64,
+    },
+    /// Stored palette or code lengths break invariant 3.
+    #[error("{section}: {reason}")]
+    Code {
+        /// `palette` or `code_lengths`.
+        section: &'static str,
+        /// What is wrong.
+        reason: &'static str,
+    },
+    /// A tile's metadata breaks invariant 1 or 2.
+    #[error("tile {tile}: {field} is {got}, the tiles before it give {expected}")]
+    TileMetadata {
+        /// Tile index.
+        tile: usize,
+        /// Field name.
+        field: &'static str,
+        /// Value that follows from the tiles before.
+        expected: u64,
+        /// Value stored.
+        got: u64,
+    },
+    /// A row's stored length differs from what its codes use, or a pad row is not empty.
+    #[error("tile {tile}, row {row}: {reason}")]
+    Row {
+        /// Tile index.
+        tile: usize,
+        /// Row in the tile.
+        row: usize,
+        /// What is wrong.
+        reason: &'static str,
+    },
+}

@@ -1,0 +1,214 @@
+//! The slow, obvious codec: one element, one bit at a time, straight from `docs/format.md`. It judges the fast one.
+
+use crate::{
+    Code, CodeLimit, CodecError, HuffmanTensor, Matrix, PaletteTensor, TileMetadata, bf16,
+    bitstream::{BitReader, BitWriter},
+    histogram::Histogram,
+    layout::{ROW_BITS_MAX, ROW_BITS_MIN, TILE, WORDS_ALIGN},
+    palette::Palette,
+};
+
+/// Encodes element by element.
+///
+/// # Errors
+/// As [`crate::encode::huffman`].
+pub fn encode_huffman(matrix: Matrix<'_>, limit: CodeLimit) -> Result<HuffmanTensor<Vec<u8>>, CodecError> {
+    let grid = matrix.grid();
+    let code = code_of(matrix, limit);
+    let index = code.palette().index();
+    let mut writer = BitWriter::default();
+    let (mut row_lengths, mut metadata, mut verbatim) = (Vec::new(), Vec::new(), Vec::new());
+    for tile_row in 0..grid.tile_rows() {
+        for tile_col in 0..grid.tile_cols() {
+            let start = u32::try_from(writer.bits() / 32)
+                .map_err(|_| CodecError::TooManyWords { words: writer.bits() / 32 })?;
+            let offset = (verbatim.len() / TILE) as u32;
+            let mut bitmask = 0u64;
+            for row in 0..TILE {
+                match row_of(matrix, &code, tile_row, tile_col, row) {
+                    Row::Pad => row_lengths.push(0),
+                    Row::Verbatim(exponents) => {
+                        row_lengths.push(0);
+                        bitmask |= 1 << row;
+                        verbatim.extend(exponents);
+                    }
+                    Row::Coded(exponents, bits) => {
+                        row_lengths.push((bits - ROW_BITS_MIN) as u8);
+                        for exponent in exponents {
+                            let i = index[usize::from(exponent)].expect("a coded row is in the palette");
+                            let (value, length) = code.code(i.into());
+                            writer.push(value, length);
+                        }
+                    }
+                }
+            }
+            writer.align_to_word();
+            metadata.extend(TileMetadata::new(start, offset, bitmask).to_bytes());
+        }
+    }
+    let mut words = writer.into_words();
+    words.resize(words.len().next_multiple_of(WORDS_ALIGN), 0);
+    let encoded = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+    Ok(HuffmanTensor::from_encoder(grid, code, [sign_mantissa(matrix), encoded, row_lengths, metadata, verbatim]))
+}
+
+/// Encodes element by element.
+///
+/// # Errors
+/// As [`crate::encode::palette`].
+pub fn encode_palette(matrix: Matrix<'_>, limit: CodeLimit) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
+    let grid = matrix.grid();
+    let code = code_of(matrix, limit);
+    let index = code.palette().index();
+    let (mut packed, mut metadata, mut verbatim) = (Vec::new(), Vec::new(), Vec::new());
+    for tile_row in 0..grid.tile_rows() {
+        for tile_col in 0..grid.tile_cols() {
+            let offset = (verbatim.len() / TILE) as u32;
+            let mut bitmask = 0u64;
+            for row in 0..TILE {
+                match row_of(matrix, &code, tile_row, tile_col, row) {
+                    Row::Pad => packed.extend([0; TILE / 2]),
+                    Row::Verbatim(exponents) => {
+                        packed.extend([0; TILE / 2]);
+                        bitmask |= 1 << row;
+                        verbatim.extend(exponents);
+                    }
+                    Row::Coded(exponents, _) => {
+                        let nibble = |e: u8| index[usize::from(e)].expect("a coded row is in the palette");
+                        packed.extend(exponents.chunks_exact(2).map(|e| nibble(e[0]) | nibble(e[1]) << 4));
+                    }
+                }
+            }
+            metadata.extend(TileMetadata::new(0, offset, bitmask).to_bytes());
+        }
+    }
+    Ok(PaletteTensor::from_encoder(grid, *code.palette(), [sign_mantissa(matrix), packed, metadata, verbatim]))
+}
+
+/// Decodes bit by bit, checking invariant 4.
+///
+/// # Errors
+/// A row's codes do not use its stored bits, or bits between tiles are not 0.
+pub fn decode_huffman<B: AsRef<[u8]>>(tensor: &HuffmanTensor<B>) -> Result<Vec<u8>, CodecError> {
+    let grid = tensor.grid();
+    let mut exponents = vec![0u8; grid.elements()];
+    for tile in 0..grid.tiles() {
+        let metadata = tensor.metadata(tile);
+        let bits = tensor.row_bits(tile);
+        let mut reader = BitReader::new(tensor.encoded_exp(), u64::from(metadata.start_word) * 32);
+        let mut verbatim_row = metadata.verbatim_row_offset as usize;
+        let (tile_row, tile_col) = (tile / grid.tile_cols(), tile % grid.tile_cols());
+        for row in 0..grid.rows_in(tile_row) {
+            let mut line = [0u8; TILE];
+            if metadata.bitmask() >> row & 1 == 1 {
+                line.copy_from_slice(&tensor.verbatim_exponents()[verbatim_row * TILE..][..TILE]);
+                verbatim_row += 1;
+            } else {
+                let end = reader.position() + u64::from(bits[row]);
+                for exponent in &mut line {
+                    *exponent = symbol(&mut reader, tensor.code(), tile, row)?;
+                }
+                if reader.position() != end {
+                    return Err(CodecError::Row { tile, row, reason: "its codes do not use its stored bits" });
+                }
+            }
+            let cols = grid.cols_in(tile_col);
+            let at = (tile_row * TILE + row) * grid.cols() + tile_col * TILE;
+            exponents[at..at + cols].copy_from_slice(&line[..cols]);
+        }
+        while !reader.position().is_multiple_of(32) {
+            if reader.bit() == Some(1) {
+                return Err(CodecError::Row { tile, row: TILE - 1, reason: "bits after the last code are not 0" });
+            }
+        }
+    }
+    Ok(joined(tensor.sign_mantissa(), &exponents))
+}
+
+/// Decodes nibble by nibble.
+pub fn decode_palette<B: AsRef<[u8]>>(tensor: &PaletteTensor<B>) -> Vec<u8> {
+    let grid = tensor.grid();
+    let palette = tensor.palette();
+    let mut exponents = vec![0u8; grid.elements()];
+    for tile in 0..grid.tiles() {
+        let metadata = tensor.metadata(tile);
+        let mut verbatim_row = metadata.verbatim_row_offset as usize;
+        let (tile_row, tile_col) = (tile / grid.tile_cols(), tile % grid.tile_cols());
+        for row in 0..grid.rows_in(tile_row) {
+            let verbatim = metadata.bitmask() >> row & 1 == 1;
+            for col in 0..grid.cols_in(tile_col) {
+                let packed = tensor.palette_index()[(tile * TILE + row) * (TILE / 2) + col / 2];
+                let exponent = if verbatim {
+                    tensor.verbatim_exponents()[verbatim_row * TILE + col]
+                } else {
+                    palette[usize::from(packed >> (4 * (col % 2)) & 15)]
+                };
+                exponents[(tile_row * TILE + row) * grid.cols() + tile_col * TILE + col] = exponent;
+            }
+            verbatim_row += usize::from(verbatim);
+        }
+    }
+    joined(tensor.sign_mantissa(), &exponents)
+}
+
+enum Row {
+    Pad,
+    Verbatim([u8; TILE]),
+    Coded([u8; TILE], u32),
+}
+
+fn row_of(matrix: Matrix<'_>, code: &Code, tile_row: usize, tile_col: usize, row: usize) -> Row {
+    let grid = matrix.grid();
+    if row >= grid.rows_in(tile_row) {
+        return Row::Pad;
+    }
+    let cols = grid.cols_in(tile_col);
+    let exponent = |col: usize| bf16::exponent(matrix.get(tile_row * TILE + row, tile_col * TILE + col));
+    let index = code.palette().index();
+    let lengths = code.lengths();
+    let bits: Option<u32> = (0..TILE)
+        .map(|col| if col < cols { index[usize::from(exponent(col))] } else { Some(0) })
+        .map(|i| i.map(|i| u32::from(lengths[usize::from(i)])))
+        .sum();
+    match bits {
+        Some(bits) if bits <= ROW_BITS_MAX => Row::Coded(
+            std::array::from_fn(|c| if c < cols { exponent(c) } else { code.palette().exponents()[0] }),
+            bits,
+        ),
+        _ => Row::Verbatim(std::array::from_fn(|c| if c < cols { exponent(c) } else { 0 })),
+    }
+}
+
+fn code_of(matrix: Matrix<'_>, limit: CodeLimit) -> Code {
+    let mut histogram = Histogram::default();
+    for element in matrix.bytes().chunks_exact(2) {
+        histogram.add(bf16::exponent(u16::from_le_bytes([element[0], element[1]])), 1);
+    }
+    debug_assert!(Palette::from_histogram(&histogram).is_some());
+    Code::from_histogram(&histogram, limit).expect("a matrix has elements")
+}
+
+fn sign_mantissa(matrix: Matrix<'_>) -> Vec<u8> {
+    matrix.bytes().chunks_exact(2).map(|e| bf16::sign_mantissa(u16::from_le_bytes([e[0], e[1]]))).collect()
+}
+
+fn joined(sign_mantissa: &[u8], exponents: &[u8]) -> Vec<u8> {
+    sign_mantissa.iter().zip(exponents).flat_map(|(&s, &e)| bf16::join(s, e).to_le_bytes()).collect()
+}
+
+fn symbol(reader: &mut BitReader<'_>, code: &Code, tile: usize, row: usize) -> Result<u8, CodecError> {
+    let (mut value, mut length) = (0, 0);
+    loop {
+        let bit = reader.bit().ok_or(CodecError::Row { tile, row, reason: "the coded words end inside it" })?;
+        value |= bit << length;
+        length += 1;
+        for (i, &exponent) in code.palette().exponents().iter().enumerate() {
+            if code.code(i) == (value, length) {
+                return Ok(exponent);
+            }
+        }
+        if length > 15 {
+            return Err(CodecError::Row { tile, row, reason: "it holds bits that are no code" });
+        }
+    }
+}
