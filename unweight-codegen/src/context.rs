@@ -1,0 +1,146 @@
+//! What each template sees: one typed struct per template, filled from the plan alone.
+//!
+//! | template | context |
+//! |---|---|
+//! | `kernels/decode.cu.tera` | [`DecodeContext`] |
+//! | `kernels/matmul.cu.tera` | [`MatmulContext`] |
+//! | `kernels/encode.cu.tera` | [`EncodeContext`] |
+//!
+//! `partials/head.tera` sees the [`Head`] that all of them carry. A field that no template reads is dead; a field that a template
+//! reads and the struct lacks is a render error.
+
+use crate::{
+    abi::{DecodeArgs, EncodeArgs, MatmulArgs},
+    plan::Plan,
+    spec::{DecodeOutput, DecodeSpec, EncodeSpec, EncodeStage, Epilogue, MatmulSpec, WeightSource},
+};
+use serde::Serialize;
+
+/// What every kernel says about itself and asserts.
+#[derive(Debug, Serialize)]
+pub struct Head {
+    /// Canonical name and entry point.
+    pub name: String,
+    /// What the kernel does, one line.
+    pub summary: String,
+    /// The grid rule, in words.
+    pub grid: String,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Blocks that must fit one SM: the second number of `__launch_bounds__`.
+    pub blocks_per_sm: u32,
+    /// Dynamic shared memory of a block.
+    pub smem_bytes: u32,
+    /// `sizeof` the argument struct on the host.
+    pub args_bytes: usize,
+}
+
+impl Head {
+    fn new<Args>(plan: &Plan, summary: String) -> Self {
+        Self {
+            name: plan.spec.to_string(),
+            summary,
+            grid: plan.launch.grid.to_string(),
+            threads: plan.launch.threads,
+            blocks_per_sm: plan.launch.blocks_per_sm,
+            smem_bytes: plan.smem.bytes(),
+            args_bytes: size_of::<Args>(),
+        }
+    }
+}
+
+/// Context of `decode.cu.tera`.
+#[derive(Debug, Serialize)]
+pub struct DecodeContext {
+    /// See [`Head`].
+    pub head: Head,
+    /// `Config::kOutput`: 0 full, 1 exponent, 2 palette.
+    pub output: u32,
+    /// `Config::kCodeLimit`, bits.
+    pub code_limit: u32,
+    /// `Config::kWarps`.
+    pub warps: u32,
+}
+
+impl DecodeContext {
+    /// The context of a decoder.
+    pub fn new(plan: &Plan, spec: &DecodeSpec) -> Self {
+        let (output, written) = match spec.output {
+            DecodeOutput::Full => (0, "bf16 [n, k], row-major"),
+            DecodeOutput::Exponent => (1, "u8 exponents [tiles, 64, 64]"),
+            DecodeOutput::Palette => (2, "packed 4-bit palette indices [tiles, 64, 32]"),
+        };
+        let code_limit = spec.code_limit.get();
+        let summary = format!("Huffman tensor with codes of at most {code_limit} bits -> {written}.");
+        Self { head: Head::new::<DecodeArgs>(plan, summary), output, code_limit, warps: plan.roles.warps() }
+    }
+}
+
+/// Context of `matmul.cu.tera`.
+#[derive(Debug, Serialize)]
+pub struct MatmulContext {
+    /// See [`Head`].
+    pub head: Head,
+    /// `Config::kPaletteSource`.
+    pub palette_source: bool,
+    /// `Config::kNTiles`.
+    pub n_tiles: u32,
+    /// `Config::kStages`.
+    pub stages: u32,
+    /// `Config::kVerbatimRows`.
+    pub verbatim_rows: u32,
+    /// `Config::kStoreAdd`.
+    pub store_add: bool,
+}
+
+impl MatmulContext {
+    /// The context of a matmul.
+    pub fn new(plan: &Plan, spec: &MatmulSpec) -> Self {
+        let product = match spec.epilogue {
+            Epilogue::Store => "Y[m,n] = X[m,k] * W[n,k]^T",
+            Epilogue::StoreAdd => "Y[m,n] += X[m,k] * W[n,k]^T",
+        };
+        let source = match spec.source {
+            WeightSource::Exponent => "decoded exponents".to_owned(),
+            WeightSource::Palette { verbatim } => {
+                format!("palette indices with room for {} verbatim rows per tile", verbatim.get())
+            }
+        };
+        let columns = 64 * spec.n_tiles.get();
+        let summary =
+            format!("{product}, W from {source}; 128 x {columns} of Y per block, {} stages.", spec.stages.get());
+        Self {
+            head: Head::new::<MatmulArgs>(plan, summary),
+            palette_source: matches!(spec.source, WeightSource::Palette { .. }),
+            n_tiles: spec.n_tiles.get(),
+            stages: spec.stages.get(),
+            verbatim_rows: spec.verbatim_rows(),
+            store_add: matches!(spec.epilogue, Epilogue::StoreAdd),
+        }
+    }
+}
+
+/// Context of `encode.cu.tera`.
+#[derive(Debug, Serialize)]
+pub struct EncodeContext {
+    /// See [`Head`].
+    pub head: Head,
+    /// The function of `uw::encode`.
+    pub function: &'static str,
+}
+
+impl EncodeContext {
+    /// The context of an encoder stage.
+    pub fn new(plan: &Plan, spec: &EncodeSpec) -> Self {
+        let summary = match spec.stage {
+            EncodeStage::Stats => "Elements -> sign_mantissa and the histogram of exponents.",
+            EncodeStage::Table => "Histogram -> palette, code lengths and encode table.",
+            EncodeStage::DecodeTable => "Palette and code lengths -> flat decode table.",
+            EncodeStage::Rows => "Elements -> row lengths, verbatim rows, and words and rows of each tile.",
+            EncodeStage::Scan => "Words and rows of each tile -> offsets and totals.",
+            EncodeStage::Write => "Elements and offsets -> bitstream and verbatim rows.",
+            EncodeStage::Palette => "Elements and offsets -> packed palette indices and verbatim rows.",
+        };
+        Self { head: Head::new::<EncodeArgs>(plan, summary.to_owned()), function: spec.stage.tag() }
+    }
+}

@@ -1,0 +1,104 @@
+//! What an architecture allows. No other file holds such a number.
+//!
+//! Source: CUDA C++ Programming Guide 13.0, "Compute Capabilities" (technical specifications for 9.0), and the PTX ISA 9.0.
+
+use crate::spec::Arch;
+
+/// The hardware limits that a plan is held against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ArchLimits {
+    /// Shared memory that one block may use, dynamic and static together.
+    pub smem_bytes_per_block: u32,
+    /// Shared memory of one SM.
+    pub smem_bytes_per_sm: u32,
+    /// Shared memory that the system takes from the SM for every resident block.
+    pub smem_reserved_bytes_per_block: u32,
+    /// Dynamic shared memory that needs no opt-in at load time.
+    pub smem_bytes_without_opt_in: u32,
+    /// 32-bit registers of one SM, which is also what one block may have.
+    pub registers_per_sm: u32,
+    /// 32-bit registers that one thread can address.
+    pub registers_per_thread: u32,
+    /// Threads of one block.
+    pub threads_per_block: u32,
+    /// Threads that one SM holds.
+    pub threads_per_sm: u32,
+    /// Blocks that one SM holds.
+    pub blocks_per_sm: u32,
+    /// Threads of a warp.
+    pub warp_threads: u32,
+    /// Warps of a warpgroup, the unit that issues WGMMA.
+    pub warpgroup_warps: u32,
+    /// Named barriers of a block, number 0 included, which `__syncthreads` uses.
+    pub named_barriers: u32,
+    /// Registers per thread that `setmaxnreg` takes: at least.
+    pub setmaxnreg_min: u32,
+    /// Registers per thread that `setmaxnreg` takes: at most.
+    pub setmaxnreg_max: u32,
+    /// Registers per thread that `setmaxnreg` takes: a multiple of.
+    pub setmaxnreg_step: u32,
+    /// The widest `n` of a WGMMA instruction.
+    pub wgmma_n_max: u32,
+}
+
+/// Hopper, compute capability 9.0.
+const SM90A: ArchLimits = ArchLimits {
+    smem_bytes_per_block: 232_448,
+    smem_bytes_per_sm: 233_472,
+    smem_reserved_bytes_per_block: 1024,
+    smem_bytes_without_opt_in: 49_152,
+    registers_per_sm: 65_536,
+    registers_per_thread: 255,
+    threads_per_block: 1024,
+    threads_per_sm: 2048,
+    blocks_per_sm: 32,
+    warp_threads: 32,
+    warpgroup_warps: 4,
+    named_barriers: 16,
+    setmaxnreg_min: 24,
+    setmaxnreg_max: 256,
+    setmaxnreg_step: 8,
+    wgmma_n_max: 256,
+};
+
+impl Arch {
+    /// The limits of this architecture.
+    pub const fn limits(self) -> &'static ArchLimits {
+        match self {
+            Self::Sm90a => &SM90A,
+        }
+    }
+}
+
+impl ArchLimits {
+    /// Registers per thread, a multiple of 8, that the compiler may use so that `blocks_per_sm` blocks of `threads` fit one SM.
+    pub const fn registers_for(&self, threads: u32, blocks_per_sm: u32) -> u32 {
+        let even = self.registers_per_sm / (threads * blocks_per_sm) / 8 * 8;
+        if even < self.registers_per_thread { even } else { self.registers_per_thread }
+    }
+
+    /// Blocks of `threads` threads and `smem_bytes` of shared memory that one SM holds, registers aside.
+    pub const fn blocks_by_smem_and_threads(&self, threads: u32, smem_bytes: u32) -> u32 {
+        let by_smem = self.smem_bytes_per_sm / (smem_bytes + self.smem_reserved_bytes_per_block);
+        let by_threads = self.threads_per_sm / threads;
+        let least = if by_smem < by_threads { by_smem } else { by_threads };
+        if least < self.blocks_per_sm { least } else { self.blocks_per_sm }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_agree_with_each_other() {
+        for arch in Arch::ALL {
+            let limits = arch.limits();
+            assert_eq!(limits.smem_bytes_per_block + limits.smem_reserved_bytes_per_block, limits.smem_bytes_per_sm);
+            assert_eq!(limits.blocks_by_smem_and_threads(1024, limits.smem_bytes_per_block), 1);
+            assert_eq!(limits.registers_for(384, 1), 168);
+            assert_eq!(limits.registers_for(32, 1), limits.registers_per_thread);
+            assert_eq!(limits.setmaxnreg_max % limits.setmaxnreg_step, 0);
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! A rendered kernel with everything that a compiler needs to read it.
+
+use crate::lint::{LintError, at};
+use std::collections::BTreeMap;
+
+/// A translation unit: equal specs give equal bytes, on every machine.
+///
+/// No path and no clock enters: `text`, `headers` and `options` are all that decides what is compiled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// The variant's canonical name, which is also the entry point.
+    pub name: String,
+    /// The rendered `.cu`.
+    pub text: String,
+    /// `(name, text)` of every header that `text` includes, directly or not, sorted by name; the names are what `#include` says.
+    pub headers: Vec<(&'static str, &'static str)>,
+    /// Compiler options without which the text does not mean what it says, in canonical order. Diagnostics are the compiler's own.
+    pub options: Vec<String>,
+}
+
+/// An `#include "name"` line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Include {
+    /// Counted from 1.
+    pub line: usize,
+    /// Between the quotes.
+    pub name: String,
+}
+
+/// The includes of a text. A system header is an error: NVRTC runs without a header path.
+///
+/// What only a build with `UW_CPU` sees is skipped: that is a host compiler, which runs the kernels on a CPU.
+pub(crate) fn includes(file: &str, text: &str) -> Result<Vec<Include>, LintError> {
+    let mut found = Vec::new();
+    // One entry per open conditional: (is it about UW_CPU, does it hide its lines from the device compiler)
+    let mut open: Vec<(bool, bool)> = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let Some(directive) = line.trim_start().strip_prefix('#').map(str::trim_start) else { continue };
+        let (word, rest) = directive.split_once(char::is_whitespace).unwrap_or((directive, ""));
+        let rest = rest.split("//").next().unwrap_or("").trim();
+        match word {
+            "ifdef" => open.push((rest == "UW_CPU", rest == "UW_CPU")),
+            "ifndef" => open.push((rest == "UW_CPU", false)),
+            "if" => open.push((false, false)),
+            "else" => {
+                if let Some((true, hides)) = open.last_mut() {
+                    *hides = !*hides;
+                }
+            }
+            "endif" => {
+                open.pop();
+            }
+            "include" if !open.iter().any(|(_, hides)| *hides) => {
+                let name = rest.strip_prefix('"').and_then(|quoted| quoted.split_once('"'));
+                let Some((name, _)) = name else {
+                    return Err(at(
+                        file,
+                        index + 1,
+                        format!("#include {rest}: a system header; kernels include \"unweight/...\" only"),
+                    ));
+                };
+                found.push(Include { line: index + 1, name: name.to_owned() });
+            }
+            _ => {}
+        }
+    }
+    Ok(found)
+}
+
+/// The headers that `text` reaches, sorted by name.
+pub(crate) fn closure(file: &str, text: &str) -> Result<Vec<(&'static str, &'static str)>, LintError> {
+    let mut reached: BTreeMap<&'static str, &'static str> = BTreeMap::new();
+    let mut open: Vec<(String, Include)> =
+        includes(file, text)?.into_iter().map(|include| (file.to_owned(), include)).collect();
+    while let Some((file, Include { line, name })) = open.pop() {
+        let Ok(index) = unweight_templates::headers().binary_search_by_key(&name.as_str(), |(known, _)| known) else {
+            return Err(at(&file, line, format!("#include \"{name}\" names no header of templates/include")));
+        };
+        let (name, text) = unweight_templates::headers()[index];
+        if reached.insert(name, text).is_none() {
+            open.extend(includes(name, text)?.into_iter().map(|include| (name.to_owned(), include)));
+        }
+    }
+    Ok(reached.into_iter().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn includes_are_read_as_a_preprocessor_would() {
+        let text = "#include \"a.cuh\"\n  #  include \"b.cuh\"  // why\n// #include \"no.cuh\"\n#ifdef UW_CPU\n#include <vector>\n#else\n#include \"c.cuh\"\n#endif\n#if 1\n#include \"d.cuh\"\n#endif\n#ifndef UW_CPU\n#else\n#include <map>\n#endif\n";
+        let found: Vec<_> = includes("x", text).unwrap().into_iter().map(|i| (i.line, i.name)).collect();
+        assert_eq!(found, [(1, "a.cuh".into()), (2, "b.cuh".into()), (7, "c.cuh".into()), (10, "d.cuh".into())]);
+        assert!(includes("x", "#include <vector>\n").unwrap_err().to_string().contains("system header"));
+    }
+
+    #[test]
+    fn the_closure_is_sorted_and_complete() {
+        let (name, _) = unweight_templates::headers()[0];
+        let reached = closure("x", &format!("#include \"{name}\"\n")).unwrap();
+        assert!(reached.iter().any(|(reached, _)| *reached == name));
+        assert!(reached.windows(2).all(|pair| pair[0].0 < pair[1].0));
+        let missing = closure("x", "\n#include \"unweight/none.cuh\"\n").unwrap_err();
+        assert_eq!((missing.file.as_str(), missing.line), ("x", 2));
+    }
+}

@@ -1,0 +1,249 @@
+//! The axes of a variant: each a small type that holds legal values only.
+//!
+//! A number outside an axis is an [`AxisError`]; whether a *combination* of legal values can exist is the plan's question
+//! ([`crate::plan::Plan::new`]).
+
+use crate::text::Message;
+use std::fmt;
+
+/// A value that its axis does not have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AxisError {
+    /// The axis as the macro and the messages call it.
+    pub axis: &'static str,
+    /// What was asked for.
+    pub value: u32,
+    /// The values that exist, in words.
+    pub allowed: &'static str,
+}
+
+impl AxisError {
+    /// The message of [`fmt::Display`], also in const context.
+    pub const fn message(&self) -> Message {
+        Message::new().str(self.axis).str(" = ").num(self.value).str(" is not supported; it must be ").str(self.allowed)
+    }
+}
+
+impl fmt::Display for AxisError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message())
+    }
+}
+
+impl std::error::Error for AxisError {}
+
+/// A newtype over a range of integers.
+macro_rules! range_axis {
+    ($(#[$doc:meta])* $name:ident, $axis:literal, $min:literal..=$max:literal, $allowed:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(u8);
+
+        impl $name {
+            /// The smallest value.
+            pub const MIN: Self = Self($min);
+            /// The largest value.
+            pub const MAX: Self = Self($max);
+
+            /// The value, if the axis has it.
+            pub const fn new(value: u32) -> Result<Self, AxisError> {
+                if value >= $min && value <= $max {
+                    Ok(Self(value as u8))
+                } else {
+                    Err(AxisError { axis: $axis, value, allowed: $allowed })
+                }
+            }
+
+            /// The value as a number.
+            pub const fn get(self) -> u32 {
+                self.0 as u32
+            }
+
+            /// All values, ascending.
+            pub fn all() -> impl DoubleEndedIterator<Item = Self> + Clone {
+                ($min..=$max).map(Self)
+            }
+        }
+    };
+}
+
+/// An enum whose values have tags in names.
+macro_rules! tag_axis {
+    ($(#[$doc:meta])* $name:ident { $($(#[$value_doc:meta])* $value:ident = $tag:literal),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum $name { $($(#[$value_doc])* $value),+ }
+
+        impl $name {
+            /// All values, in the order of their declaration.
+            pub const ALL: &'static [Self] = &[$(Self::$value),+];
+
+            /// The value as canonical names spell it.
+            pub const fn tag(self) -> &'static str {
+                match self { $(Self::$value => $tag),+ }
+            }
+
+            /// The value that canonical names spell so.
+            pub fn from_tag(tag: &str) -> Option<Self> {
+                match tag { $($tag => Some(Self::$value),)+ _ => None }
+            }
+        }
+    };
+}
+
+tag_axis! {
+    /// The architecture that a variant is compiled for.
+    Arch {
+        /// NVIDIA Hopper (H100, H200) with its architecture-specific instructions (WGMMA, `setmaxnreg`).
+        Sm90a = "sm90a",
+    }
+}
+
+impl Arch {
+    /// The name that NVRTC's `--gpu-architecture` takes.
+    pub const fn compiler_name(self) -> &'static str {
+        match self {
+            Self::Sm90a => "sm_90a",
+        }
+    }
+}
+
+tag_axis! {
+    /// What a decoder of the preprocess family writes (report section 7).
+    DecodeOutput {
+        /// bf16 `[n, k]`, row-major: the weights themselves.
+        Full = "full",
+        /// u8 `[tiles, 64, 64]`: one exponent byte per element.
+        Exponent = "exponent",
+        /// u8 `[tiles, 64, 32]`: packed 4-bit palette indices.
+        Palette = "palette",
+    }
+}
+
+tag_axis! {
+    /// A stage of the encoder (report section 4).
+    EncodeStage {
+        /// Splits the elements and counts exponents.
+        Stats = "stats",
+        /// Chooses the palette and the code.
+        Table = "table",
+        /// Expands the code to the flat decode table.
+        DecodeTable = "decode_table",
+        /// Row lengths, verbatim rows and tile sizes.
+        Rows = "rows",
+        /// Tile sizes to offsets.
+        Scan = "scan",
+        /// Writes the bitstream and the verbatim rows.
+        Write = "write",
+        /// Writes packed palette indices instead of a bitstream.
+        Palette = "palette",
+    }
+}
+
+tag_axis! {
+    /// What happens to the product (report section 8.2, finish stage).
+    Epilogue {
+        /// `Y = X W^T`.
+        Store = "store",
+        /// `Y = Y + X W^T`, added in fp32 and rounded once.
+        StoreAdd = "store_add",
+    }
+}
+
+range_axis! {
+    /// The longest code, in bits, that a decoder accepts: it sizes the decode table.
+    CodeLimit, "code_limit", 6..=15, "6..=15 (bits)"
+}
+
+range_axis! {
+    /// 64-row tiles of `W` that one CTA multiplies at a time: columns of `Y` in units of 64, and `n` of the WGMMA instruction.
+    NTiles, "n", 1..=4, "1..=4 (tiles of 64 output features; wgmma has n <= 256)"
+}
+
+range_axis! {
+    /// Stages of the shared-memory ring between producer and consumers.
+    Stages, "stages", 2..=8, "2..=8 (one stage cannot overlap loads with work; 8 fill the shared memory at n = 1)"
+}
+
+/// The most verbatim rows of a tile for which a palette variant has room (report: `MAX_VERBATIM_ROWS`).
+///
+/// A tensor needs the smallest budget that is not below its largest count of verbatim rows in a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct VerbatimRows(u8);
+
+impl VerbatimRows {
+    /// The budgets that exist.
+    pub const ALL: [Self; 6] = [Self(0), Self(4), Self(8), Self(16), Self(32), Self(64)];
+
+    /// The budget of exactly `rows` rows.
+    pub const fn new(rows: u32) -> Result<Self, AxisError> {
+        let mut i = 0;
+        while i < Self::ALL.len() {
+            if Self::ALL[i].get() == rows {
+                return Ok(Self::ALL[i]);
+            }
+            i += 1;
+        }
+        Err(AxisError { axis: "verbatim", value: rows, allowed: "0, 4, 8, 16, 32 or 64 (rows per tile)" })
+    }
+
+    /// The smallest budget that holds `rows` rows of one tile; `None` above 64, which no tile has.
+    ///
+    /// ```
+    /// # use unweight_codegen::spec::VerbatimRows;
+    /// assert_eq!(VerbatimRows::at_least(5).map(VerbatimRows::get), Some(8));
+    /// assert_eq!(VerbatimRows::at_least(65), None);
+    /// ```
+    pub fn at_least(rows: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|budget| budget.get() >= rows)
+    }
+
+    /// The budget in rows.
+    pub const fn get(self) -> u32 {
+        self.0 as u32
+    }
+}
+
+/// Where a matmul takes the exponents from (report section 8.3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum WeightSource {
+    /// Decoded exponents, u8 `[tiles, 64, 64]`.
+    Exponent,
+    /// Packed palette indices, u8 `[tiles, 64, 32]`, with verbatim rows beside them.
+    Palette {
+        /// Rows for which each stage has room.
+        verbatim: VerbatimRows,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_outside_an_axis_are_refused_in_words() {
+        assert_eq!(
+            CodeLimit::new(16).unwrap_err().to_string(),
+            "code_limit = 16 is not supported; it must be 6..=15 (bits)"
+        );
+        assert!(NTiles::new(0).is_err() && NTiles::new(5).is_err() && NTiles::new(u32::MAX).is_err());
+        assert!(Stages::new(1).is_err() && Stages::new(9).is_err());
+        assert!(VerbatimRows::new(7).is_err() && VerbatimRows::new(64).is_ok());
+    }
+
+    #[test]
+    fn budgets_are_rounded_up() {
+        for rows in 0..=64 {
+            let budget = VerbatimRows::at_least(rows).unwrap();
+            assert!(budget.get() >= rows && VerbatimRows::ALL.iter().all(|b| b.get() < rows || *b >= budget));
+        }
+    }
+
+    #[test]
+    fn tags_come_back() {
+        for stage in EncodeStage::ALL {
+            assert_eq!(EncodeStage::from_tag(stage.tag()), Some(*stage));
+        }
+        assert_eq!(EncodeStage::from_tag("Stats"), None);
+    }
+}

@@ -1,0 +1,210 @@
+//! Canonical names: symbol, cache folder, snapshot, log line and bench row are this one string.
+//!
+//! ```text
+//! uw_<arch>_decode_<full|exponent|palette>_l<code limit>
+//! uw_<arch>_matmul_exponent_n<n tiles>p<stages>_<store|store_add>
+//! uw_<arch>_matmul_palette_n<n tiles>p<stages>_v<verbatim rows>_<store|store_add>
+//! uw_<arch>_encode_<stats|table|decode_table|rows|scan|write|palette>
+//! ```
+//!
+//! `parse(name(x)) == x` for every spec, and a text that parses is the name of what it parses to: `l07` is not a name.
+
+use super::{
+    Arch, CodeLimit, DecodeOutput, EncodeStage, Epilogue, NTiles, Op, Stages, VariantSpec, VerbatimRows, WeightSource,
+};
+use crate::text::Name;
+use std::{fmt, str::FromStr};
+
+/// A text that is not the name of a variant.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "variant name {name:?}: {why}; names look like uw_sm90a_matmul_palette_n2p4_v8_store, uw_sm90a_decode_full_l7 or uw_sm90a_encode_stats"
+)]
+pub struct ParseNameError {
+    name: String,
+    why: String,
+}
+
+impl VariantSpec {
+    /// The canonical name, also in const context.
+    pub const fn name(&self) -> Name {
+        let name = Name::new().str("uw_").str(self.arch.tag());
+        match self.op {
+            Op::Decode(spec) => name.str("_decode_").str(spec.output.tag()).str("_l").num(spec.code_limit.get()),
+            Op::Matmul(spec) => {
+                let name = match spec.source {
+                    WeightSource::Exponent => name.str("_matmul_exponent_n"),
+                    WeightSource::Palette { .. } => name.str("_matmul_palette_n"),
+                };
+                let name = name.num(spec.n_tiles.get()).str("p").num(spec.stages.get());
+                let name = match spec.source {
+                    WeightSource::Exponent => name,
+                    WeightSource::Palette { verbatim } => name.str("_v").num(verbatim.get()),
+                };
+                name.str("_").str(spec.epilogue.tag())
+            }
+            Op::Encode(spec) => name.str("_encode_").str(spec.stage.tag()),
+        }
+    }
+}
+
+impl fmt::Display for VariantSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.name())
+    }
+}
+
+impl FromStr for VariantSpec {
+    type Err = ParseNameError;
+
+    fn from_str(name: &str) -> Result<Self, ParseNameError> {
+        let spec = parse(name).map_err(|why| ParseNameError { name: name.to_owned(), why })?;
+        if spec.name().as_str() == name {
+            Ok(spec)
+        } else {
+            Err(ParseNameError { name: name.to_owned(), why: format!("the canonical spelling is {spec}") })
+        }
+    }
+}
+
+fn parse(name: &str) -> Result<VariantSpec, String> {
+    let rest = name.strip_prefix("uw_").ok_or("it does not begin with uw_")?;
+    let (arch, rest) = cut(rest, "an architecture")?;
+    let arch = Arch::from_tag(arch).ok_or_else(|| format!("unknown architecture {arch:?}"))?;
+    let (family, rest) = cut(rest, "a family")?;
+    match family {
+        "decode" => {
+            let (output, limit) = cut(rest, "an output")?;
+            let output = DecodeOutput::from_tag(output).ok_or_else(|| format!("unknown decoder output {output:?}"))?;
+            let limit = CodeLimit::new(number(limit, "l")?).map_err(|e| e.to_string())?;
+            Ok(VariantSpec::decode(arch, output, limit))
+        }
+        "matmul" => {
+            let (source, rest) = cut(rest, "a source")?;
+            let (ring, rest) = cut(rest, "an epilogue")?;
+            let (n, stages) = ring.split_once('p').ok_or_else(|| format!("{ring:?} is not n<tiles>p<stages>"))?;
+            let n = NTiles::new(number(n, "n")?).map_err(|e| e.to_string())?;
+            let stages = Stages::new(number(stages, "")?).map_err(|e| e.to_string())?;
+            let (source, epilogue) = match source {
+                "exponent" => (WeightSource::Exponent, rest),
+                "palette" => {
+                    let (rows, rest) = cut(rest, "an epilogue")?;
+                    let verbatim = VerbatimRows::new(number(rows, "v")?).map_err(|e| e.to_string())?;
+                    (WeightSource::Palette { verbatim }, rest)
+                }
+                other => return Err(format!("unknown weight source {other:?}")),
+            };
+            let epilogue = Epilogue::from_tag(epilogue).ok_or_else(|| format!("unknown epilogue {epilogue:?}"))?;
+            Ok(VariantSpec::matmul(arch, source, n, stages, epilogue))
+        }
+        "encode" => {
+            let stage = EncodeStage::from_tag(rest).ok_or_else(|| format!("unknown encoder stage {rest:?}"))?;
+            Ok(VariantSpec::encode(arch, stage))
+        }
+        other => Err(format!("unknown family {other:?}")),
+    }
+}
+
+/// The part before the next `_` and what follows it.
+fn cut<'a>(text: &'a str, then: &str) -> Result<(&'a str, &'a str), String> {
+    text.split_once('_').ok_or_else(|| format!("{text:?} must be followed by {then}"))
+}
+
+fn number(text: &str, prefix: &str) -> Result<u32, String> {
+    let digits = text.strip_prefix(prefix).ok_or_else(|| format!("{text:?} does not begin with {prefix:?}"))?;
+    digits.parse().map_err(|_| format!("{digits:?} is not a number"))
+}
+
+impl serde::Serialize for VariantSpec {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.name())
+    }
+}
+
+impl<'de> serde::Deserialize<'de> for VariantSpec {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn any_spec() -> impl Strategy<Value = VariantSpec> {
+        let arch = || prop::sample::select(Arch::ALL);
+        let source = prop_oneof![
+            Just(WeightSource::Exponent),
+            prop::sample::select(&VerbatimRows::ALL[..]).prop_map(|verbatim| WeightSource::Palette { verbatim }),
+        ];
+        prop_oneof![
+            (arch(), prop::sample::select(DecodeOutput::ALL), 6..=15u32)
+                .prop_map(|(arch, output, limit)| VariantSpec::decode(arch, output, CodeLimit::new(limit).unwrap())),
+            (arch(), source, 1..=4u32, 2..=8u32, prop::sample::select(Epilogue::ALL)).prop_map(
+                |(arch, source, n, stages, epilogue)| {
+                    VariantSpec::matmul(arch, source, NTiles::new(n).unwrap(), Stages::new(stages).unwrap(), epilogue)
+                }
+            ),
+            (arch(), prop::sample::select(EncodeStage::ALL)).prop_map(|(arch, stage)| VariantSpec::encode(arch, stage)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn names_parse_back(spec in any_spec()) {
+            let name = spec.name();
+            prop_assert_eq!(name.parse::<VariantSpec>().unwrap(), spec);
+            prop_assert!(name.len() < 60, "a name must not come near the end of its buffer: {}", name);
+            prop_assert!(name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_'));
+            let json = serde_json::to_string(&spec).unwrap();
+            prop_assert_eq!(serde_json::from_str::<VariantSpec>(&json).unwrap(), spec);
+        }
+
+        #[test]
+        fn different_specs_have_different_names(a in any_spec(), b in any_spec()) {
+            prop_assert_eq!(a == b, a.name() == b.name());
+        }
+
+        #[test]
+        fn any_text_is_refused_or_canonical(text in "(uw_)?(sm90a_)?[a-z0-9_]{0,40}") {
+            if let Ok(spec) = text.parse::<VariantSpec>() {
+                prop_assert_eq!(spec.to_string(), text);
+            }
+        }
+    }
+
+    #[test]
+    fn the_names_that_documents_cite() {
+        for name in [
+            "uw_sm90a_matmul_palette_n2p4_v8_store",
+            "uw_sm90a_matmul_exponent_n2p4_store_add",
+            "uw_sm90a_decode_full_l7",
+            "uw_sm90a_decode_exponent_l12",
+            "uw_sm90a_encode_decode_table",
+        ] {
+            assert_eq!(name.parse::<VariantSpec>().unwrap().to_string(), name);
+        }
+    }
+
+    #[test]
+    fn what_is_no_name_says_why() {
+        for (name, why) in [
+            ("matmul", "does not begin with uw_"),
+            ("uw_sm80_encode_stats", "unknown architecture \"sm80\""),
+            ("uw_sm90a_decode_full_l07", "canonical spelling is uw_sm90a_decode_full_l7"),
+            ("uw_sm90a_decode_full_l5", "code_limit = 5"),
+            ("uw_sm90a_matmul_palette_n2p4_store", "must be followed by an epilogue"),
+            ("uw_sm90a_matmul_palette_n2p4_v3_store", "verbatim = 3"),
+            ("uw_sm90a_matmul_exponent_n9p4_store", "n = 9"),
+            ("uw_sm90a_matmul_exponent_n2p4_keep", "unknown epilogue \"keep\""),
+            ("uw_sm90a_matmul_bitmap_n2p4_store", "unknown weight source \"bitmap\""),
+            ("uw_sm90a_matmul_exponent_n99999999999p4_store", "is not a number"),
+            ("uw_sm90a_attention_x", "unknown family"),
+            ("", "does not begin"),
+        ] {
+            let message = name.parse::<VariantSpec>().unwrap_err().to_string();
+            assert!(message.contains(why), "{message}");
+        }
+    }
+}

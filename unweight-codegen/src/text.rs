@@ -1,0 +1,102 @@
+//! Text that a `const fn` can build.
+//!
+//! A spec that cannot exist must fail where it is written: in the const assertion that `#[unweight_variant]` emits. `format!` does
+//! not run there, so names and messages are built in an inline buffer, once, for the compile-time and the run-time error alike.
+
+use std::{fmt, ops::Deref};
+
+/// ASCII text of at most `N` bytes, held inline; what does not fit is cut off.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Text<const N: usize> {
+    bytes: [u8; N],
+    len: usize,
+}
+
+/// A canonical variant name; the longest one of today has 47 bytes.
+pub type Name = Text<64>;
+
+/// One line that says what is wrong.
+pub type Message = Text<320>;
+
+impl<const N: usize> Text<N> {
+    /// The empty text.
+    pub const fn new() -> Self {
+        Self { bytes: [0; N], len: 0 }
+    }
+
+    /// This text followed by `part`.
+    #[must_use]
+    pub const fn str(mut self, part: &str) -> Self {
+        let part = part.as_bytes();
+        let mut i = 0;
+        while i < part.len() && self.len < N {
+            // Only ASCII enters, so that cutting off never splits a character.
+            self.bytes[self.len] = if part[i].is_ascii() { part[i] } else { b'?' };
+            self.len += 1;
+            i += 1;
+        }
+        self
+    }
+
+    /// This text followed by `value` in decimal.
+    #[must_use]
+    pub const fn num(mut self, value: u32) -> Self {
+        let mut power = 1;
+        while value / power >= 10 {
+            power *= 10;
+        }
+        while power > 0 && self.len < N {
+            self.bytes[self.len] = b'0' + (value / power % 10) as u8;
+            self.len += 1;
+            power /= 10;
+        }
+        self
+    }
+
+    /// The text.
+    pub const fn as_str(&self) -> &str {
+        match std::str::from_utf8(self.bytes.split_at(self.len).0) {
+            Ok(text) => text,
+            Err(_) => "", // not reachable: only ASCII enters
+        }
+    }
+}
+
+impl<const N: usize> Default for Text<N> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<const N: usize> Deref for Text<N> {
+    type Target = str;
+    fn deref(&self) -> &str {
+        self.as_str()
+    }
+}
+
+impl<const N: usize> fmt::Display for Text<N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+impl<const N: usize> fmt::Debug for Text<N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self.as_str(), f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_and_cuts() {
+        const T: Text<16> = Text::new().str("a=").num(0).str(" b=").num(4_294_967_295);
+        assert_eq!(T.as_str(), "a=0 b=4294967295");
+        assert_eq!(Text::<4>::new().str("x").num(123_456).as_str(), "x123");
+        assert_eq!(Text::<4>::new().str("\u{e9}").as_str(), "??");
+        assert_eq!(Text::<4>::new().as_str(), "");
+    }
+}

@@ -1,0 +1,44 @@
+//! The tokens of the attribute: `key = value, ...`.
+
+use proc_macro2::TokenStream;
+use syn::{
+    Ident, LitInt, Path, Result, Token,
+    ext::IdentExt,
+    parse::{Parse, ParseStream, Parser},
+    punctuated::Punctuated,
+};
+
+/// One `key = value`.
+pub(crate) struct Pair {
+    pub key: Ident,
+    pub value: Value,
+}
+
+/// What may stand behind `=`.
+pub(crate) enum Value {
+    Int(LitInt),
+    Path(Path),
+}
+
+impl Parse for Pair {
+    fn parse(input: ParseStream<'_>) -> Result<Self> {
+        // `crate` is a keyword, so any word is read here and judged by name later.
+        let key = Ident::parse_any(input)?;
+        input.parse::<Token![=]>()?;
+        let value = if input.peek(LitInt) { Value::Int(input.parse()?) } else { Value::Path(parse_path(input, &key)?) };
+        Ok(Self { key, value })
+    }
+}
+
+fn parse_path(input: ParseStream<'_>, key: &Ident) -> Result<Path> {
+    let here = input.span();
+    input
+        .call(Path::parse_mod_style)
+        .map_err(|_| syn::Error::new(here, format!("`{key}` takes an integer, a word or a path")))
+}
+
+/// The pairs in the order in which they are written.
+pub(crate) fn parse(tokens: TokenStream) -> Result<Vec<Pair>> {
+    let pairs = Punctuated::<Pair, Token![,]>::parse_terminated.parse2(tokens)?;
+    Ok(pairs.into_iter().collect())
+}

@@ -1,0 +1,68 @@
+//! The `impl`, with the questions that only `unweight-codegen` can answer put as const assertions.
+
+use crate::ast::{Op, Source, Variant, Word};
+use proc_macro2::TokenStream;
+use quote::{quote, quote_spanned};
+use syn::{LitInt, Path};
+
+/// The item and its `impl Variant`.
+pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
+    let Variant { codegen, name, arch, op } = variant;
+    let arch = enum_value(codegen, quote!(Arch), arch);
+    let spec = match op {
+        Op::Matmul { n, stages, source, epilogue } => {
+            let source = match source {
+                Source::Exponent => quote!(#codegen::spec::WeightSource::Exponent),
+                Source::Palette { verbatim } => {
+                    let verbatim = axis_value(codegen, quote!(VerbatimRows), verbatim);
+                    quote!(#codegen::spec::WeightSource::Palette { verbatim: #verbatim })
+                }
+            };
+            let n = axis_value(codegen, quote!(NTiles), n);
+            let stages = axis_value(codegen, quote!(Stages), stages);
+            let epilogue = enum_value(codegen, quote!(Epilogue), epilogue);
+            quote!(#codegen::spec::VariantSpec::matmul(#arch, #source, #n, #stages, #epilogue))
+        }
+        Op::Decode { output, code_limit } => {
+            let output = enum_value(codegen, quote!(DecodeOutput), output);
+            let code_limit = axis_value(codegen, quote!(CodeLimit), code_limit);
+            quote!(#codegen::spec::VariantSpec::decode(#arch, #output, #code_limit))
+        }
+        Op::Encode { stage } => {
+            let stage = enum_value(codegen, quote!(EncodeStage), stage);
+            quote!(#codegen::spec::VariantSpec::encode(#arch, #stage))
+        }
+    };
+    quote! {
+        #item
+
+        #[automatically_derived]
+        impl #codegen::Variant for #name {
+            const SPEC: #codegen::spec::VariantSpec = {
+                let spec = #spec;
+                match #codegen::plan::Plan::new(&spec) {
+                    ::core::result::Result::Ok(_) => spec,
+                    ::core::result::Result::Err(error) => ::core::panic!("{}", error.message().as_str()),
+                }
+            };
+        }
+
+        // An associated constant that nobody reads is not evaluated; this one is.
+        const _: #codegen::spec::VariantSpec = <#name as #codegen::Variant>::SPEC;
+    }
+}
+
+/// A number as a value of its axis; a value that the axis does not have is an error at the number.
+fn axis_value(codegen: &Path, axis: TokenStream, number: &LitInt) -> TokenStream {
+    quote_spanned! {number.span()=>
+        match #codegen::spec::#axis::new(#number) {
+            ::core::result::Result::Ok(value) => value,
+            ::core::result::Result::Err(error) => ::core::panic!("{}", error.message().as_str()),
+        }
+    }
+}
+
+fn enum_value(codegen: &Path, name: TokenStream, word: &Word) -> TokenStream {
+    let value = &word.0;
+    quote!(#codegen::spec::#name::#value)
+}

@@ -1,0 +1,228 @@
+//! The rules of the attribute. Each error stands on the token that breaks the rule, and says what would be right.
+
+use crate::{
+    ast::{Op, Source, Variant, Word},
+    attr::{Pair, Value},
+};
+use proc_macro2::{Span, TokenStream};
+use syn::{Data, DeriveInput, Error, Fields, Ident, LitInt, Path, Result, parse_quote, parse2, spanned::Spanned};
+
+/// Keys of every operation.
+const COMMON: &[&str] = &["op", "arch", "crate"];
+const MATMUL: &[&str] = &["n", "stages", "source", "verbatim", "epilogue"];
+const DECODE: &[&str] = &["output", "code_limit"];
+const ENCODE: &[&str] = &["stage"];
+
+/// Words of the attribute and the values they stand for. Names and parsing live in `unweight_codegen::spec`; a test declares
+/// every word and compares the resulting canonical name.
+const ARCHES: &[(&str, &str)] = &[("sm90a", "Sm90a")];
+const EPILOGUES: &[(&str, &str)] = &[("store", "Store"), ("store_add", "StoreAdd")];
+const OUTPUTS: &[(&str, &str)] = &[("full", "Full"), ("exponent", "Exponent"), ("palette", "Palette")];
+const STAGES: &[(&str, &str)] = &[
+    ("stats", "Stats"),
+    ("table", "Table"),
+    ("decode_table", "DecodeTable"),
+    ("rows", "Rows"),
+    ("scan", "Scan"),
+    ("write", "Write"),
+    ("palette", "Palette"),
+];
+
+/// Verbatim rows of a palette variant that does not say: covers nearly every tile of trained weights.
+const DEFAULT_VERBATIM: u32 = 8;
+/// Code limit of a decoder that does not say: the encoder's default.
+const DEFAULT_CODE_LIMIT: u32 = 7;
+
+/// The pairs as a variant, or every rule they break.
+pub(crate) fn check(pairs: &[Pair], item: &TokenStream) -> Result<Variant> {
+    let mut errors = Errors(None);
+    let name = errors.keep(unit_struct(item));
+    for (index, pair) in pairs.iter().enumerate() {
+        if pairs[..index].iter().any(|earlier| earlier.key == pair.key) {
+            errors.push(Error::new(pair.key.span(), format!("`{}` is given twice", pair.key)));
+        }
+    }
+    let args = Args { pairs };
+    let op = errors.keep(operation(&args));
+    if let Some((op_name, allowed, _)) = &op {
+        for pair in pairs {
+            let key = pair.key.to_string();
+            if !allowed.contains(&key.as_str()) && !COMMON.contains(&key.as_str()) {
+                let keys = allowed.iter().chain(COMMON).copied().collect::<Vec<_>>().join(", ");
+                errors.push(Error::new(pair.key.span(), format!("op = {op_name} has no key `{key}`; it takes {keys}")));
+            }
+        }
+    }
+    let arch = errors.keep(args.word("arch", ARCHES, Some("sm90a")));
+    let codegen = errors.keep(crate_path(pairs));
+    let op = op.and_then(|(_, _, build)| errors.keep(build(&args)));
+    match (errors.0, name, arch, codegen, op) {
+        (None, Some(name), Some(arch), Some(codegen), Some(op)) => Ok(Variant { codegen, name, arch, op }),
+        (error, ..) => {
+            Err(error.unwrap_or_else(|| Error::new(Span::call_site(), "the attribute does not name a variant")))
+        }
+    }
+}
+
+/// The struct, which carries nothing: a variant is a value of the type system, not of the program.
+fn unit_struct(item: &TokenStream) -> Result<Ident> {
+    const PLACE: &str = "unweight_variant goes on a unit struct, such as `struct GateProjection;`";
+    // `DeriveInput` reads structs, enums and unions; syn reads functions and the rest only with its largest feature.
+    let item: DeriveInput = parse2(item.clone()).map_err(|_| Error::new_spanned(item, PLACE))?;
+    let Data::Struct(data) = &item.data else {
+        return Err(Error::new_spanned(&item, PLACE));
+    };
+    if !item.generics.params.is_empty() {
+        return Err(Error::new_spanned(
+            &item.generics,
+            "a variant is one spec, so its struct takes no generic parameters",
+        ));
+    }
+    match &data.fields {
+        Fields::Unit => Ok(item.ident.clone()),
+        fields => Err(Error::new_spanned(fields, format!("a variant has no fields; write `struct {};`", item.ident))),
+    }
+}
+
+type Build = fn(&Args<'_>) -> Result<Op>;
+
+/// The operation: its name, its keys and what reads them.
+fn operation(args: &Args<'_>) -> Result<(&'static str, &'static [&'static str], Build)> {
+    const OPS: &[(&str, &[&str], Build)] =
+        &[("matmul", MATMUL, matmul), ("decode", DECODE, decode), ("encode", ENCODE, encode)];
+    let Some((word, span)) = args.text("op")? else { return Ok(OPS[0]) };
+    match OPS.iter().find(|(name, ..)| *name == word) {
+        Some(op) => Ok(*op),
+        None => Err(Error::new(span, format!("unknown op `{word}`; it must be {}", one_of(OPS.iter().map(|op| op.0))))),
+    }
+}
+
+fn matmul(args: &Args<'_>) -> Result<Op> {
+    let source = match args.text("source")? {
+        None => Source::Palette { verbatim: args.int("verbatim", Some(DEFAULT_VERBATIM))? },
+        Some((word, _)) if word == "palette" => {
+            Source::Palette { verbatim: args.int("verbatim", Some(DEFAULT_VERBATIM))? }
+        }
+        Some((word, _)) if word == "exponent" => match args.find("verbatim") {
+            None => Source::Exponent,
+            Some(pair) => {
+                let message = "`verbatim` needs source = palette: decoded exponents have no verbatim rows";
+                return Err(Error::new(pair.key.span(), message));
+            }
+        },
+        Some((word, span)) => {
+            return Err(Error::new(span, format!("unknown source `{word}`; it must be palette or exponent")));
+        }
+    };
+    Ok(Op::Matmul {
+        n: args.int("n", None)?,
+        stages: args.int("stages", None)?,
+        source,
+        epilogue: args.word("epilogue", EPILOGUES, Some("store"))?,
+    })
+}
+
+fn decode(args: &Args<'_>) -> Result<Op> {
+    Ok(Op::Decode {
+        output: args.word("output", OUTPUTS, None)?,
+        code_limit: args.int("code_limit", Some(DEFAULT_CODE_LIMIT))?,
+    })
+}
+
+fn encode(args: &Args<'_>) -> Result<Op> {
+    Ok(Op::Encode { stage: args.word("stage", STAGES, None)? })
+}
+
+struct Args<'a> {
+    pairs: &'a [Pair],
+}
+
+impl Args<'_> {
+    fn find(&self, key: &str) -> Option<&Pair> {
+        self.pairs.iter().find(|pair| pair.key == key)
+    }
+
+    /// The value of a key as one word.
+    fn text(&self, key: &str) -> Result<Option<(String, Span)>> {
+        match self.find(key).map(|pair| &pair.value) {
+            None => Ok(None),
+            Some(Value::Path(path)) => match path.get_ident() {
+                Some(word) => Ok(Some((word.to_string(), word.span()))),
+                None => Err(Error::new(path.span(), format!("`{key}` takes one word"))),
+            },
+            Some(Value::Int(number)) => Err(Error::new(number.span(), format!("`{key}` takes a word"))),
+        }
+    }
+
+    /// The value of a key as a value of an enum.
+    fn word(&self, key: &str, words: &[(&str, &str)], default: Option<&str>) -> Result<Word> {
+        let (text, span) = match (self.text(key)?, default) {
+            (Some(found), _) => found,
+            (None, Some(default)) => (default.to_owned(), Span::call_site()),
+            (None, None) => return Err(missing(key, &one_of(words.iter().map(|word| word.0)))),
+        };
+        match words.iter().find(|(word, _)| *word == text) {
+            Some((_, value)) => Ok(Word(Ident::new(value, span))),
+            None => {
+                let words = one_of(words.iter().map(|word| word.0));
+                Err(Error::new(span, format!("unknown {key} `{text}`; it must be {words}")))
+            }
+        }
+    }
+
+    /// The value of a key as an unsigned number; its range is judged by the expansion.
+    fn int(&self, key: &str, default: Option<u32>) -> Result<LitInt> {
+        match self.find(key).map(|pair| &pair.value) {
+            Some(Value::Int(number)) => {
+                let value: u32 = number.base10_parse()?;
+                // Without the user's suffix: `2usize` must not become a type error of the expansion.
+                Ok(LitInt::new(&value.to_string(), number.span()))
+            }
+            Some(Value::Path(path)) => Err(Error::new(path.span(), format!("`{key}` takes an integer"))),
+            None => match default {
+                Some(value) => Ok(LitInt::new(&value.to_string(), Span::call_site())),
+                None => Err(missing(key, "an integer")),
+            },
+        }
+    }
+}
+
+/// Where the code generator is, as the user's crate sees it.
+pub(crate) fn crate_path(pairs: &[Pair]) -> Result<Path> {
+    let args = Args { pairs };
+    match args.find("crate").map(|pair| &pair.value) {
+        None => Ok(parse_quote!(::unweight_codegen)),
+        Some(Value::Path(path)) => Ok(path.clone()),
+        Some(Value::Int(number)) => Err(Error::new(number.span(), "`crate` takes a path, such as ::unweight::codegen")),
+    }
+}
+
+fn missing(key: &str, value: &str) -> Error {
+    Error::new(Span::call_site(), format!("`{key}` is missing; it takes {value}"))
+}
+
+/// "a, b or c"
+fn one_of<'a>(words: impl Iterator<Item = &'a str>) -> String {
+    let words: Vec<_> = words.collect();
+    match words.as_slice() {
+        [] => String::new(),
+        [only] => (*only).to_owned(),
+        [rest @ .., last] => format!("{} or {last}", rest.join(", ")),
+    }
+}
+
+/// Errors found so far, so that one build shows them all.
+struct Errors(Option<Error>);
+
+impl Errors {
+    fn push(&mut self, error: Error) {
+        match &mut self.0 {
+            Some(all) => all.combine(error),
+            none => *none = Some(error),
+        }
+    }
+
+    fn keep<T>(&mut self, result: Result<T>) -> Option<T> {
+        result.map_err(|error| self.push(error)).ok()
+    }
+}
