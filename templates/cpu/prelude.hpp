@@ -1,0 +1,100 @@
+// Force-included before a kernel source (`g++ -include prelude.hpp`): the CUDA dialect, the wrappers, and the C ABI of a test library.
+#pragma once
+
+#define UW_CPU 1
+#define __device__
+#define __host__
+#define __global__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+// Blocks run one after another, so a static object serves as the block's memory. Not for clusters and not for addresses: use dynamic_smem().
+#define __shared__ static
+
+#include "machine.hpp"
+#include "ptx.hpp"
+
+namespace uw::cpu {
+struct Dim3 {
+    u32 x, y, z;
+};
+inline Dim3 thread_idx() { return {self().thread, 0, 0}; }
+inline Dim3 block_idx() { return {self().block->index, 0, 0}; }
+inline Dim3 block_dim() { return {machine().block_threads, 1, 1}; }
+inline Dim3 grid_dim() { return {machine().grid, 1, 1}; }
+}  // namespace uw::cpu
+#define threadIdx (::uw::cpu::thread_idx())
+#define blockIdx (::uw::cpu::block_idx())
+#define blockDim (::uw::cpu::block_dim())
+#define gridDim (::uw::cpu::grid_dim())
+
+// The few intrinsics that kernels may use without a wrapper.
+inline void __syncthreads() { uw::ptx::sync_block(); }
+inline void __syncwarp() { uw::ptx::sync_warp(); }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
+inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }
+inline unsigned __brev(unsigned v) { return uw::ptx::bit_reverse(v); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) { return uw::ptx::prmt(a, b, s & 0x7777u); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned s) { return uw::ptx::funnel_shift_right(low, high, s); }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned s) { return uw::ptx::funnel_shift_left(low, high, s); }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline unsigned atomicAdd(unsigned* p, unsigned v) {
+    unsigned old = *p;
+    *p += v;
+    return old;
+}
+inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) {
+    unsigned long long old = *p;
+    *p += v;
+    return old;
+}
+inline unsigned atomicMax(unsigned* p, unsigned v) {
+    unsigned old = *p;
+    if (v > old) *p = v;
+    return old;
+}
+inline unsigned atomicOr(unsigned* p, unsigned v) {
+    unsigned old = *p;
+    *p |= v;
+    return old;
+}
+template <class T>
+inline T min(T a, T b) {
+    return b < a ? b : a;
+}
+template <class T>
+inline T max(T a, T b) {
+    return a < b ? b : a;
+}
+
+// ---- C ABI of a library built from a kernel source -----------------------------------------------------------------
+extern "C" {
+// Text of the last failed launch of this library.
+inline __attribute__((used, visibility("default"))) const char* uw_cpu_last_error() { return uw::cpu::machine().error.c_str(); }
+// Once any allocation is registered, every global access through a wrapper must lie inside one.
+inline __attribute__((used, visibility("default"))) void uw_cpu_register(const void* begin, unsigned long long bytes, const char* name) {
+    const char* p = static_cast<const char*>(begin);
+    uw::cpu::machine().allocations[p] = {p, bytes, name};
+}
+inline __attribute__((used, visibility("default"))) void uw_cpu_clear_registered() { uw::cpu::machine().allocations.clear(); }
+// Fills a tensor map: row-major [rows, columns], `row_bytes` from row to row, box [box_rows, box_columns], swizzle 0 or 128 bytes.
+inline __attribute__((used, visibility("default"))) void uw_cpu_tensor_map_2d(void* map, void* base, unsigned element_bytes, unsigned long long columns,
+                                                                              unsigned long long rows, unsigned long long row_bytes,
+                                                                              unsigned box_columns, unsigned box_rows, unsigned swizzle_bytes) {
+    uw::ptx::detail::Map m{uw::ptx::detail::Map::kMagic, static_cast<uw::u8*>(base), columns, rows, row_bytes,
+                           box_columns, box_rows, element_bytes, swizzle_bytes};
+    memset(map, 0, sizeof(uw::TensorMap));
+    memcpy(map, &m, sizeof m);
+}
+}
+
+// Exports `int SYMBOL(grid, block, smem_bytes, cluster, seed, args*)` for kernel KERNEL(ARGS). 0 = success.
+#define UW_CPU_EXPORT(SYMBOL, KERNEL, ARGS)                                                                                               \
+    extern "C" __attribute__((used, visibility("default"))) int SYMBOL(unsigned grid, unsigned block, unsigned smem_bytes, unsigned cluster, \
+                                                                       unsigned long long seed, const void* arguments) {                 \
+        return uw::cpu::run_grid(                                                                                                         \
+            grid, block, smem_bytes, cluster, seed, [](const void* a) { KERNEL(*static_cast<const ARGS*>(a)); }, arguments);              \
+    }

@@ -1,0 +1,465 @@
+// The wrappers of include/unweight/ptx on the machine of machine.hpp: same names, same meaning, same namespace.
+#pragma once
+
+#include "machine.hpp"
+#include "unweight/ptx/types.cuh"
+
+namespace uw::ptx {
+
+// ---- core.cuh ------------------------------------------------------------------------------------------------------
+inline u32 thread_index() { return cpu::self().thread; }
+inline u32 block_index() { return cpu::self().block->index; }
+inline u32 grid_size() { return cpu::machine().grid; }
+inline u32 lane_index() { return cpu::self().thread % 32; }
+inline u32 uniform_warp_index() { return cpu::self().thread / 32; }
+inline bool elect_one() { return lane_index() == 0; }
+
+namespace detail {
+struct Exchange {
+    u32 in, argument, out;
+};
+inline u32 exchange(const char* operation, u32 value, u32 argument, void (*finish)(void**)) {
+    Exchange e{value, argument, 0};
+    cpu::warp_collective(operation, &e, finish);
+    return e.out;
+}
+template <class Source>
+void pick(void** lanes, Source source) {
+    for (u32 l = 0; l < 32; ++l) {
+        Exchange* e = static_cast<Exchange*>(lanes[l]);
+        e->out = static_cast<Exchange*>(lanes[source(l, e->argument) % 32])->in;
+    }
+}
+}  // namespace detail
+
+inline void sync_warp() {
+    cpu::warp_collective("sync_warp", nullptr, [](void**) {});
+}
+inline u32 shuffle(u32 value, u32 source_lane) {
+    return detail::exchange("shuffle", value, source_lane, [](void** l) { detail::pick(l, [](u32, u32 a) { return a; }); });
+}
+inline u32 shuffle_xor(u32 value, u32 lane_mask) {
+    return detail::exchange("shuffle_xor", value, lane_mask, [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i ^ a; }); });
+}
+inline u32 shuffle_up(u32 value, u32 delta) {
+    return detail::exchange("shuffle_up", value, delta, [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i < a ? i : i - a; }); });
+}
+inline u32 shuffle_down(u32 value, u32 delta) {
+    return detail::exchange("shuffle_down", value, delta, [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i + a > 31 ? i : i + a; }); });
+}
+inline u32 warp_ballot(bool predicate) {
+    return detail::exchange("warp_ballot", predicate, 0, [](void** lanes) {
+        u32 bits = 0;
+        for (u32 l = 0; l < 32; ++l) bits |= static_cast<detail::Exchange*>(lanes[l])->in << l;
+        for (u32 l = 0; l < 32; ++l) static_cast<detail::Exchange*>(lanes[l])->out = bits;
+    });
+}
+inline u32 match_any(u32 value) {
+    return detail::exchange("match_any", value, 0, [](void** lanes) {
+        for (u32 l = 0; l < 32; ++l) {
+            detail::Exchange* e = static_cast<detail::Exchange*>(lanes[l]);
+            for (u32 o = 0; o < 32; ++o) e->out |= u32(static_cast<detail::Exchange*>(lanes[o])->in == e->in) << o;
+        }
+    });
+}
+
+inline u32 popcount(u32 v) { return static_cast<u32>(__builtin_popcount(v)); }
+inline u32 count_leading_zeros(u32 v) { return v == 0 ? 32 : static_cast<u32>(__builtin_clz(v)); }
+inline u32 find_first_set(u32 v) { return static_cast<u32>(__builtin_ffs(static_cast<int>(v))); }
+inline u32 bit_reverse(u32 v) {
+    u32 r = 0;
+    for (u32 i = 0; i < 32; ++i) r |= (v >> i & 1) << (31 - i);
+    return r;
+}
+inline u32 prmt(u32 a, u32 b, u32 selector) {
+    u64 bytes = u64(b) << 32 | a;
+    u32 d = 0;
+    for (u32 i = 0; i < 4; ++i) {
+        u32 nibble = selector >> (4 * i) & 15;
+        u32 byte = static_cast<u32>(bytes >> (8 * (nibble & 7))) & 255;
+        if (nibble & 8) byte = byte & 128 ? 255 : 0;
+        d |= byte << (8 * i);
+    }
+    return d;
+}
+template <u32 kTable>
+inline u32 lop3(u32 a, u32 b, u32 c) {
+    u32 d = 0;
+    for (u32 row = 0; row < 8; ++row)
+        if (kTable >> row & 1) d |= (row & 4 ? a : ~a) & (row & 2 ? b : ~b) & (row & 1 ? c : ~c);
+    return d;
+}
+inline u32 funnel_shift_right(u32 low, u32 high, u32 shift) { return static_cast<u32>((u64(high) << 32 | low) >> (shift & 31)); }
+inline u32 funnel_shift_left(u32 low, u32 high, u32 shift) { return static_cast<u32>((u64(high) << 32 | low) << (shift & 31) >> 32); }
+inline u32 bits_from_float(float v) {
+    u32 b;
+    memcpy(&b, &v, 4);
+    return b;
+}
+inline float float_from_bits(u32 b) {
+    float v;
+    memcpy(&v, &b, 4);
+    return v;
+}
+inline u32 bf16_bits(float v) {
+    u32 b = bits_from_float(v);
+    if (v != v) return 0x7fff;
+    return (b + 0x7fff + (b >> 16 & 1)) >> 16;
+}
+inline u32 pack_bf16x2(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+[[noreturn]] inline void trap() { cpu::fail("trap"); }
+
+// ---- memory.cuh ----------------------------------------------------------------------------------------------------
+inline u8* dynamic_smem() { return cpu::self().block->shared; }
+inline u32 smem_address(const void* pointer) {
+    cpu::Block& b = *cpu::self().block;
+    long long offset = static_cast<const u8*>(pointer) - b.shared;
+    if (offset < 0 || offset > cpu::machine().shared_bytes)
+        cpu::fail("smem_address: %p is not in dynamic shared memory (static __shared__ has no address here)", pointer);
+    return b.rank << cpu::kRankShift | (cpu::kSharedBase + static_cast<u32>(offset));
+}
+inline U32x4 load_shared_x4(u32 a) { return cpu::read_shared<U32x4>(a); }
+inline U32x2 load_shared_x2(u32 a) { return cpu::read_shared<U32x2>(a); }
+inline u32 load_shared(u32 a) { return cpu::read_shared<u32>(a); }
+inline u32 load_shared_u16(u32 a) { return cpu::read_shared<u16>(a); }
+inline u32 load_shared_u8(u32 a) { return cpu::read_shared<u8>(a); }
+inline void store_shared_x4(u32 a, U32x4 v) { cpu::write_shared(a, v); }
+inline void store_shared_x2(u32 a, U32x2 v) { cpu::write_shared(a, v); }
+inline void store_shared(u32 a, u32 v) { cpu::write_shared(a, v); }
+inline void store_shared_u16(u32 a, u32 v) { cpu::write_shared(a, static_cast<u16>(v)); }
+inline void store_shared_u8(u32 a, u32 v) { cpu::write_shared(a, static_cast<u8>(v)); }
+inline u32 atomic_add_shared(u32 a, u32 v) {
+    u32 old = cpu::read_shared<u32>(a);
+    cpu::write_shared(a, old + v);
+    return old;
+}
+inline void reduce_add_shared(u32 a, u32 v) { atomic_add_shared(a, v); }
+inline void reduce_or_shared(u32 a, u32 v) { cpu::write_shared(a, cpu::read_shared<u32>(a) | v); }
+
+inline U32x4 load_global_x4(const void* p) { return cpu::read_global<U32x4>(p); }
+inline u32 load_global(const void* p) { return cpu::read_global<u32>(p); }
+inline U32x4 load_global_nc_x4(const void* p) { return cpu::read_global<U32x4>(p); }
+inline U32x2 load_global_nc_x2(const void* p) { return cpu::read_global<U32x2>(p); }
+inline u32 load_global_nc(const void* p) { return cpu::read_global<u32>(p); }
+inline u32 load_global_nc_u16(const void* p) { return cpu::read_global<u16>(p); }
+inline u32 load_global_nc_u8(const void* p) { return cpu::read_global<u8>(p); }
+inline void store_global_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
+inline void store_global_x2(void* p, U32x2 v) { cpu::write_global(p, v); }
+inline void store_global(void* p, u32 v) { cpu::write_global(p, v); }
+inline void store_global_u16(void* p, u32 v) { cpu::write_global(p, static_cast<u16>(v)); }
+inline void store_global_u8(void* p, u32 v) { cpu::write_global(p, static_cast<u8>(v)); }
+inline void store_global_cs_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
+inline void store_global_cg_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
+inline u32 atomic_add_global(u32* p, u32 v) {
+    u32 old = cpu::read_global<u32>(p);
+    cpu::write_global(p, old + v);
+    return old;
+}
+inline u64 atomic_add_global_u64(u64* p, u64 v) {
+    u64 old = cpu::read_global<u64>(p);
+    cpu::write_global(p, old + v);
+    return old;
+}
+inline void reduce_add_global(u32* p, u32 v) { atomic_add_global(p, v); }
+inline void reduce_max_global_u64(u64* p, u64 v) {
+    if (cpu::read_global<u64>(p) < v) cpu::write_global(p, v);
+}
+inline void reduce_add_global_f32(float* p, float v) { cpu::write_global(p, cpu::read_global<float>(p) + v); }
+inline void store_release_global_u64(u64* p, u64 v) { cpu::write_global(p, v); }
+// The only load that others may be waiting behind: a turn of a polling loop.
+inline u64 load_acquire_global_u64(const u64* p) {
+    u64 v = cpu::read_global<u64>(p);
+    cpu::poll();
+    return v;
+}
+inline void fence_gpu() {}
+
+// ---- barrier.cuh ---------------------------------------------------------------------------------------------------
+inline void named_barrier_sync(u32 id, u32 threads) { cpu::named_barrier(id, threads, true); }
+inline void named_barrier_arrive(u32 id, u32 threads) { cpu::named_barrier(id, threads, false); }
+inline void sync_block() { cpu::named_barrier(0, cpu::machine().block_threads, true); }
+inline u32 cluster_rank() { return cpu::self().block->rank; }
+inline u32 cluster_size() { return cpu::machine().cluster; }
+inline void cluster_arrive() {
+    cpu::Machine& m = cpu::machine();
+    cpu::self().cluster_generation = m.cluster_generation;
+    if (++m.cluster_arrived == m.cluster * m.block_threads) {
+        m.cluster_arrived = 0;
+        ++m.cluster_generation;
+    }
+}
+inline void cluster_wait() {
+    cpu::Machine& m = cpu::machine();
+    u64 generation = cpu::self().cluster_generation;
+    cpu::wait_until([&m, generation] { return m.cluster_generation != generation; }, "cluster barrier");
+}
+inline u32 map_shared_rank(u32 address, u32 rank) {
+    return (address & ((1u << cpu::kRankShift) - 1)) | rank << cpu::kRankShift;
+}
+inline U32x4 load_cluster_x4(u32 a) { return cpu::read_shared<U32x4>(a); }
+inline void store_cluster_x4(u32 a, U32x4 v) { cpu::write_shared(a, v); }
+
+// ---- mbarrier.cuh --------------------------------------------------------------------------------------------------
+inline void mbarrier_init(u32 barrier, u32 arrivals) {
+    cpu::shared_at(barrier, 8, 8);
+    cpu::block_of(barrier).mbarriers[barrier & ((1u << cpu::kRankShift) - 1)] = cpu::Mbarrier{arrivals, arrivals, 0, 0};
+}
+inline void mbarrier_invalidate(u32 barrier) {
+    cpu::mbarrier_at(barrier);
+    cpu::block_of(barrier).mbarriers.erase(barrier & ((1u << cpu::kRankShift) - 1));
+}
+inline void mbarrier_arrive(u32 barrier) { cpu::mbarrier_arrive_at(barrier, 0); }
+inline void mbarrier_arrive_cluster(u32 barrier) { cpu::mbarrier_arrive_at(barrier, 0); }
+inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) { cpu::mbarrier_arrive_at(barrier, bytes); }
+inline void mbarrier_expect_tx(u32 barrier, u32 bytes) { cpu::mbarrier_at(barrier).bytes += static_cast<i32>(bytes); }
+inline bool mbarrier_try_wait_parity(u32 barrier, u32 parity) {
+    if (cpu::mbarrier_at(barrier).phase != parity) return true;
+    cpu::poll();
+    return cpu::mbarrier_at(barrier).phase != parity;
+}
+inline bool mbarrier_try_wait_parity_cluster(u32 barrier, u32 parity) { return mbarrier_try_wait_parity(barrier, parity); }
+inline void mbarrier_wait_parity(u32 barrier, u32 parity) {
+    cpu::Mbarrier& b = cpu::mbarrier_at(barrier);
+    cpu::wait_until([&b, parity] { return b.phase != parity; }, "mbarrier at offset %u, parity %u",
+                    (barrier & ((1u << cpu::kRankShift) - 1)) - cpu::kSharedBase, parity);
+}
+inline void mbarrier_wait_parity_cluster(u32 barrier, u32 parity) { mbarrier_wait_parity(barrier, parity); }
+
+// ---- fence.cuh -----------------------------------------------------------------------------------------------------
+inline void fence_proxy_async_shared() { cpu::fence_own_writes(); }
+inline void fence_proxy_async() { cpu::fence_own_writes(); }
+inline void fence_mbarrier_init() {}
+inline void fence_block() {}
+
+// ---- bulk.cuh ------------------------------------------------------------------------------------------------------
+namespace detail {
+// What templates/cpu puts in the 128 opaque bytes of a map.
+struct Map {
+    static constexpr u64 kMagic = 0x70616d2d75706375ull;
+    u64 magic;
+    u8* base;
+    u64 columns, rows, row_bytes;
+    u32 box_columns, box_rows, element_bytes, swizzle_bytes;
+};
+static_assert(sizeof(Map) <= sizeof(TensorMap));
+inline Map map_of(const TensorMap& opaque) {
+    Map map;
+    memcpy(&map, &opaque, sizeof map);
+    if (map.magic != Map::kMagic) cpu::fail("tensor map: not made by tensor_map_2d");
+    return map;
+}
+// Calls visit(shared pointer, global pointer or null when outside, bytes) for each 16 bytes (or element) of a box.
+template <class Visit>
+void each_piece(const Map& map, u32 column, u32 row, u32 shared, Visit visit) {
+    u32 box_row_bytes = map.box_columns * map.element_bytes;
+    for (u32 r = 0; r < map.box_rows; ++r) {
+        for (u32 b = 0; b < box_row_bytes; b += map.element_bytes) {
+            u32 address = shared + r * box_row_bytes + b;
+            if (map.swizzle_bytes == 128) address ^= (address >> 7 & 7) << 4;
+            u64 c = int64_t(i32(column)) + b / map.element_bytes, y = int64_t(i32(row)) + r;
+            bool inside = c < map.columns && y < map.rows;
+            visit(cpu::shared_at(address, map.element_bytes, map.element_bytes), inside ? map.base + y * map.row_bytes + c * map.element_bytes : nullptr,
+                  map.element_bytes);
+        }
+    }
+}
+inline void start_store(std::function<void()> apply) {
+    cpu::Fiber* f = &cpu::self();
+    u32 group = static_cast<u32>(f->bulk_groups.size()) - 1;
+    ++f->bulk_groups[group];
+    cpu::machine().pending.push_back({[f, group, apply] {
+                                          apply();
+                                          --f->bulk_groups[group];
+                                      },
+                                      false});
+}
+inline u32 map_box_bytes(const Map& m) { return m.box_columns * m.box_rows * m.element_bytes; }
+inline void check_map_address(const Map& m, u32 shared, const char* what) {
+    u32 alignment = m.swizzle_bytes == 128 ? 1024 : 128;
+    cpu::shared_at(shared, map_box_bytes(m), alignment);
+    (void)what;
+}
+}  // namespace detail
+
+template <L2 kPolicy = L2::kNormal>
+inline void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
+    if (bytes == 0 || bytes % 16 != 0) cpu::fail("bulk_load: %u bytes is not a positive multiple of 16", bytes);
+    cpu::check_global(source, bytes, 16, "bulk_load");
+    u8* to = cpu::shared_at(destination, bytes, 16);
+    cpu::mbarrier_at(barrier);
+    cpu::machine().pending.push_back({[to, source, bytes, barrier] {
+                                          memcpy(to, source, bytes);
+                                          cpu::mbarrier_bytes_landed(barrier, bytes);
+                                      },
+                                      true});
+}
+inline void bulk_store(void* destination, u32 source, u32 bytes) {
+    if (bytes == 0 || bytes % 16 != 0) cpu::fail("bulk_store: %u bytes is not a positive multiple of 16", bytes);
+    cpu::check_global(destination, bytes, 16, "bulk_store");
+    const u8* from = cpu::shared_at(source, bytes, 16);
+    u32 first = cpu::offset_of(source, bytes, 16);
+    for (u32 o = 0; o < bytes; o += 16) cpu::check_fenced(*cpu::self().block, first + o, "bulk_store");
+    detail::start_store([=] { memcpy(destination, from, bytes); });
+}
+template <L2 kPolicy = L2::kNormal>
+inline void tensor_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 row, u32 barrier) {
+    detail::Map map = detail::map_of(opaque);
+    detail::check_map_address(map, destination, "tensor_load_2d");
+    cpu::mbarrier_at(barrier);
+    cpu::machine().pending.push_back({[=] {
+                                          detail::each_piece(map, column, row, destination, [](u8* s, u8* g, u32 bytes) {
+                                              if (g) memcpy(s, g, bytes);
+                                              else memset(s, 0, bytes);
+                                          });
+                                          cpu::mbarrier_bytes_landed(barrier, detail::map_box_bytes(map));
+                                      },
+                                      true});
+}
+inline void tensor_store_2d(const TensorMap& opaque, u32 column, u32 row, u32 source) {
+    detail::Map map = detail::map_of(opaque);
+    detail::check_map_address(map, source, "tensor_store_2d");
+    detail::start_store([=] {
+        detail::each_piece(map, column, row, source, [](u8* s, u8* g, u32 bytes) {
+            if (g) memcpy(g, s, bytes);
+        });
+    });
+}
+inline void tensor_reduce_add_2d(const TensorMap& opaque, u32 column, u32 row, u32 source) {
+    detail::Map map = detail::map_of(opaque);
+    detail::check_map_address(map, source, "tensor_reduce_add_2d");
+    if (map.element_bytes != 2 && map.element_bytes != 4) cpu::fail("tensor_reduce_add_2d: bf16 or fp32 only");
+    detail::start_store([=] {
+        detail::each_piece(map, column, row, source, [](u8* s, u8* g, u32 bytes) {
+            if (!g) return;
+            if (bytes == 4) {
+                float a, b;
+                memcpy(&a, s, 4);
+                memcpy(&b, g, 4);
+                a += b;
+                memcpy(g, &a, 4);
+            } else {
+                u16 a, b;
+                memcpy(&a, s, 2);
+                memcpy(&b, g, 2);
+                u16 sum = static_cast<u16>(bf16_bits(cpu::bf16_to_float(a) + cpu::bf16_to_float(b)));
+                memcpy(g, &sum, 2);
+            }
+        });
+    });
+}
+inline void bulk_commit_group() { cpu::self().bulk_groups.push_back(0); }
+template <u32 kPending>
+inline void bulk_wait_group() {
+    cpu::Fiber* f = &cpu::self();
+    u64 closed = f->bulk_groups.size() - 1;
+    u64 must_finish = closed > kPending ? closed - kPending : 0;
+    cpu::wait_until(
+        [f, must_finish] {
+            for (u64 i = 0; i < must_finish; ++i)
+                if (f->bulk_groups[i] != 0) return false;
+            return true;
+        },
+        "bulk store groups");
+}
+template <u32 kPending>
+inline void bulk_wait_group_read() {
+    bulk_wait_group<kPending>();
+}
+inline void prefetch_tensor_map(const TensorMap&) {}
+
+// ---- control.cuh ---------------------------------------------------------------------------------------------------
+template <u32 kRegisters>
+inline void raise_registers() {}
+template <u32 kRegisters>
+inline void lower_registers() {}
+inline void grid_dependency_wait() {}
+inline void grid_launch_dependents() {}
+
+// ---- mma.cuh -------------------------------------------------------------------------------------------------------
+namespace detail {
+struct MmaLane {
+    float* d;
+    const u32* a;
+    const u32* b;
+};
+struct MatrixLane {
+    u32 address;
+    u32* values;
+};
+inline u16 half_of(u32 word, u32 high) { return static_cast<u16>(word >> (16 * high)); }
+template <bool kTransposed, bool kStore>
+void move_matrices(void** lanes) {
+    for (u32 matrix = 0; matrix < 4; ++matrix) {
+        for (u32 row = 0; row < 8; ++row) {
+            u32 address = static_cast<MatrixLane*>(lanes[matrix * 8 + row])->address;
+            u8* p = cpu::shared_at(address, 16, 16);
+            if (kStore) cpu::mark_unfenced(address, 16);
+            for (u32 column = 0; column < 8; ++column) {
+                u32 r = kTransposed ? column : row, c = kTransposed ? row : column;
+                u32& word = static_cast<MatrixLane*>(lanes[r * 4 + c / 2])->values[matrix];
+                u16 bits;
+                if (kStore) {
+                    bits = half_of(word, c % 2);
+                    memcpy(p + column * 2, &bits, 2);
+                } else {
+                    memcpy(&bits, p + column * 2, 2);
+                    word = (word & ~(0xffffu << (16 * (c % 2)))) | u32(bits) << (16 * (c % 2));
+                }
+            }
+        }
+    }
+}
+template <bool kTransposed>
+U32x4 load_matrices(u32 address) {
+    u32 v[4] = {};
+    MatrixLane lane{address, v};
+    cpu::warp_collective("load_matrix", &lane, move_matrices<kTransposed, false>);
+    return {v[0], v[1], v[2], v[3]};
+}
+template <bool kTransposed>
+void store_matrices(u32 address, U32x4 x) {
+    u32 v[4] = {x.x, x.y, x.z, x.w};
+    MatrixLane lane{address, v};
+    cpu::warp_collective("store_matrix", &lane, move_matrices<kTransposed, true>);
+}
+}  // namespace detail
+
+inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    detail::MmaLane lane{d, a, b};
+    cpu::warp_collective("mma", &lane, [](void** lanes) {
+        auto at = [&](u32 l) { return static_cast<detail::MmaLane*>(lanes[l]); };
+        for (u32 row = 0; row < 16; ++row) {
+            for (u32 column = 0; column < 8; ++column) {
+                float sum = 0;
+                for (u32 k = 0; k < 16; ++k) {
+                    u16 x = detail::half_of(at(row % 8 * 4 + k % 8 / 2)->a[row / 8 + k / 8 * 2], k % 2);
+                    u16 w = detail::half_of(at(column * 4 + k % 8 / 2)->b[k / 8], k % 2);
+                    sum += cpu::bf16_to_float(x) * cpu::bf16_to_float(w);
+                }
+                at(row % 8 * 4 + column / 2)->d[row / 8 * 2 + column % 2] += sum;
+            }
+        }
+    });
+}
+inline U32x4 load_matrix_x4(u32 a) { return detail::load_matrices<false>(a); }
+inline U32x4 load_matrix_transposed_x4(u32 a) { return detail::load_matrices<true>(a); }
+inline void store_matrix_x4(u32 a, U32x4 v) { detail::store_matrices<false>(a, v); }
+inline void store_matrix_transposed_x4(u32 a, U32x4 v) { detail::store_matrices<true>(a, v); }
+
+// ---- wgmma.cuh -----------------------------------------------------------------------------------------------------
+inline void wgmma_fence() {}
+inline void wgmma_commit_group() { cpu::wgmma_commit(); }
+template <u32 kPending>
+inline void wgmma_wait_group() {
+    cpu::wgmma_wait(kPending);
+}
+template <u64 kRegisters>
+inline void wgmma(float (&d)[kRegisters], u64 a, u64 b) {
+    cpu::wgmma_issue(kRegisters * 2, d, nullptr, a, b);
+}
+template <u64 kRegisters>
+inline void wgmma(float (&d)[kRegisters], const u32 (&a)[4], u64 b) {
+    cpu::wgmma_issue(kRegisters * 2, d, a, 0, b);
+}
+
+}  // namespace uw::ptx
