@@ -1,0 +1,143 @@
+// The decoder's lookup table in shared memory: stream bits -> symbols and how many bits they took.
+//
+// The stored code is 16 lengths over a palette (docs/format.md A.4); each block expands it at its start. Every entry is
+// terminal and takes at least one bit, whatever the lengths say, so a lookup can neither stall nor leave the table.
+//
+// Two shapes, chosen by the code limit L:
+//   L <= 7   pair table: 2^(2L) entries of two symbols each. Exactly two symbols a lookup, so the output stays static, and the chain
+//            lookup -> shift -> lookup is half as long. One copy: 32 lanes meet on a bank about 3.5 deep.
+//   L >= 8   one symbol a lookup, 2^L entries in up to 32 copies side by side, copy = lane % copies. With 32 copies (L <= 9)
+//            every lane has a bank of its own and no lookup conflicts; 16 copies (L = 10) make at most 2 lanes meet.
+//
+// Entry: byte 0 = bits taken; bytes 1 (and 2) = value(s). Value: the exponent, or for the palette output the index (a pair of indices
+// shares byte 1, the first in the low nibble). Entries are 4 bytes, or 2 where two suffice and size matters.
+#pragma once
+
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/memory.cuh"
+
+namespace uw::decode {
+
+constexpr u32 kOutputFull = 0, kOutputExponent = 1, kOutputPalette = 2;
+
+__device__ constexpr u32 log2_floor(u32 v) { return v <= 1 ? 0 : 1 + log2_floor(v / 2); }
+
+template <u32 kOutput, u32 kCodeLimit>
+struct Table {
+    static_assert(kOutput <= 2, "0 full, 1 exponent, 2 palette");
+    static_assert(kCodeLimit >= 6 && kCodeLimit <= 15, "code limits are 6..15");
+
+    static constexpr bool kPair = kCodeLimit <= 7;
+    static constexpr bool kPalette = kOutput == kOutputPalette;
+    static constexpr u32 kSymbols = kPair ? 2 : 1;  // per lookup
+    static constexpr u32 kIndexBits = kSymbols * kCodeLimit;
+    static constexpr u32 kEntryBytes = (kPair && kPalette) || kCodeLimit == 15 ? 2 : 4;
+    static constexpr u32 kMaxBytes = 65536;
+    static constexpr u32 kEntryTableBytes = kEntryBytes << kIndexBits;
+    static constexpr u32 kFit = kMaxBytes / kEntryTableBytes;
+    static constexpr u32 kCopies = kPair ? 1 : kFit > 32 ? 32 : kFit;
+    static constexpr u32 kBytes = kEntryTableBytes * kCopies;
+
+    // The window of stream bits is kept shifted left by kShift, so that masking it gives a byte offset.
+    static constexpr u32 kShift = log2_floor(kEntryBytes * kCopies);
+    static constexpr u32 kMask = ((1u << kIndexBits) - 1) << kShift;
+    static_assert(kShift + 2 * kIndexBits <= 32, "two lookups must fit one 32-bit window");
+
+    // Scratch while building: 16 code words, then for pairs the single-symbol entries.
+    static constexpr u32 kScratchBytes = 64 + (kPair ? 4u << kCodeLimit : 0);
+
+    static UW_DEVICE u32 lane_column(u32 lane) { return lane % kCopies * kEntryBytes; }
+
+    // `column` is lane_column; `window` holds the next bits from bit kShift on.
+    static UW_DEVICE u32 lookup(u32 table, u32 column, u32 window) {
+        u32 address = table + ((window & kMask) | column);
+        if constexpr (kEntryBytes == 2) return ptx::load_shared_u16(address);
+        return ptx::load_shared(address);
+    }
+
+    // The stored code as one lane of the first warp holds it: loaded early, expanded by `build`.
+    struct Code {
+        u32 length;    // of palette entry `lane`
+        u32 value;     // of palette entry `lane`
+        u32 fallback;  // value of palette entry 0
+    };
+
+    static UW_DEVICE Code fetch(const u8* palette, const u8* code_lengths, u32 lane) {
+        Code code = {0, lane, 0};
+        if (lane < 16) code.length = ptx::load_global_nc_u8(code_lengths + lane);
+        if constexpr (!kPalette) {
+            if (lane < 16) code.value = ptx::load_global_nc_u8(palette + lane);
+            code.fallback = ptx::load_global_nc_u8(palette);
+        }
+        return code;
+    }
+
+    // Expands the code; all threads of the block, which must meet before the first lookup.
+    static UW_DEVICE void build(u32 table, u32 scratch, const Code& code, u32 thread, u32 threads) {
+        // 1. Canonical codes, reversed: the recurrence of A.4, each lane keeping its own step.
+        if (thread < 32) {
+            u32 word = 0, length = ptx::shuffle(code.length, 0), own = 0;
+#pragma unroll 1
+            for (u32 i = 1; i < 16; ++i) {
+                u32 next = ptx::shuffle(code.length, i);
+                u32 step = next > length ? next - length : 0;
+                word = step < 16 ? (word + 1) << step : 0;
+                length = next;
+                own = i == thread ? word : own;
+            }
+            // An unused entry or a length beyond the limit of this kernel (the host refuses the latter beforehand) fills no slot.
+            bool usable = code.length >= 1 && code.length <= kCodeLimit;
+            u32 reversed = usable ? ptx::bit_reverse(own) >> (32 - code.length) : 0;
+            if (thread < 16) ptx::store_shared(scratch + 4 * thread, usable ? code.length | code.value << 8 | reversed << 16 : 0);
+        }
+        ptx::sync_block();
+        // 2. Single-symbol entries. Slots that no code reaches (a palette of one entry leaves half of them) give entry 0.
+        u32 singles = kPair ? scratch + 64 : table;
+        u32 fallback = 1 | code.fallback << 8;
+#pragma unroll 1
+        for (u32 slot = thread; slot < kSlots; slot += threads) store_entry(singles, slot, fallback);
+        ptx::sync_block();
+#pragma unroll 1
+        for (u32 i = 0; i < 16; ++i) {
+            u32 entry = ptx::load_shared(scratch + 4 * i);
+            u32 length = entry & 0xff;
+            if (length == 0) continue;
+#pragma unroll 1
+            for (u32 slot = thread; slot < kSlots >> length; slot += threads) {
+                // Slot numbers run over (rest of the index, copy); the code stands below the rest.
+                u32 rest = slot / kSingleCopies, copy = slot % kSingleCopies;
+                store_entry(singles, (entry >> 16 | rest << length) * kSingleCopies + copy, entry & 0xffff);
+            }
+        }
+        if constexpr (kPair) {
+            // 3. Pairs.
+            ptx::sync_block();
+#pragma unroll 2
+            for (u32 index = thread; index < 1u << kIndexBits; index += threads) {
+                u32 first = ptx::load_shared(singles + 4 * (index & ((1u << kCodeLimit) - 1)));
+                u32 second = ptx::load_shared(singles + 4 * (index >> (first & 0xff) & ((1u << kCodeLimit) - 1)));
+                u32 length = (first & 0xff) + (second & 0xff);
+                u32 a = first >> 8, b = second >> 8;
+                if constexpr (kEntryBytes == 2) {
+                    ptx::store_shared_u16(table + 2 * index, length | (a | b << 4) << 8);
+                } else {
+                    ptx::store_shared(table + 4 * index, length | a << 8 | b << 16);
+                }
+            }
+        }
+    }
+
+private:
+    static constexpr u32 kSingleCopies = kPair ? 1 : kCopies;
+    static constexpr u32 kSlots = kSingleCopies << kCodeLimit;
+
+    static UW_DEVICE void store_entry(u32 singles, u32 slot, u32 entry) {
+        if constexpr (kPair || kEntryBytes == 4) {
+            ptx::store_shared(singles + 4 * slot, entry);
+        } else {
+            ptx::store_shared_u16(singles + 2 * slot, entry);
+        }
+    }
+};
+
+}  // namespace uw::decode

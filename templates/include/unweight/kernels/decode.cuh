@@ -1,0 +1,337 @@
+// Preprocess family (report section 7): Huffman tensor -> bf16 matrix | exponent bytes | packed palette indices.
+//
+// Config   { static constexpr u32 kOutput /* 0 full, 1 exponent, 2 palette */, kCodeLimit /* 6..15 */, kWarps /* 1..32 */; }
+//          Default kWarps = 32. A tensor may be decoded by a kernel of its own longest code or of any larger limit.
+// Launch   threads = 32 * kWarps, grid = SMs (1 block per SM; any grid is right), dynamic shared memory = Smem<Config>::kBytes,
+//          __launch_bounds__(32 * kWarps, 1). `work_counter` is not used.
+//
+// Roles    every warp is alone: it takes every so many-th tile and shares nothing but the table with others. Its header (16 B metadata,
+//          64 B lengths) was loaded a tile ahead; one warp scan of the lengths gives all 64 rows' first bits. Then, for each half (32 rows):
+//          (1) a bulk copy brings the bits, started while the half before was being decoded; (2) each lane decodes a row from shared memory
+//          (decode/reader.cuh) into 16-byte pieces of a staging area; (3) the warp writes the staging area out, 16 bytes a lane, whole
+//          sectors side by side. Full output: sign-mantissa bytes are loaded before (2) and merged in (3).
+// Barriers 2 mbarriers per warp, one per half: 1 arrival (the copying lane, with the bytes expected); a phase per copy.
+//
+// Shared memory, in this order (bytes; Smem<Config>):
+//   table    Table::kBytes         palette: 32768 (L=7), 8192 (L=6); exponent, full: 65536 (L=7), 16384 (L=6);
+//                                  all outputs: 32768 (L=8), 65536 (L=9..15)
+//   scratch  1024                  code words and single-symbol entries while the table is built
+//   barriers 16 * kWarps           2 mbarriers a warp
+//   stage    2656 * kWarps         2 buffers of 1328 = 16 in front + 1312 (32 rows * 319 bits, rounded out to 16 B at both ends)
+//   output   palette: 1024 * kWarps; exponent, full: 2048 * kWarps
+// A row may be read up to 128 B past its bits when the stream lies; that ends inside `output` at the latest (>= 1024 B).
+//
+// Bytes    per element, 2.75 bits a code: read 0.34 + 0.016 + 0.004 (full: + 1), write palette 0.5, exponent 1, full 2.
+//          14336x4096: palette 50 MB, exponent 80 MB, full 198 MB.
+// Bound    (to be filled in)
+//
+// Safety   for any bytes: a tile whose metadata would leave encoded_exp or verbatim_exponents, or that marks a pad row, is skipped and
+//          *fault = 1 + tile; all else is static. Wrong codes give wrong bytes only.
+// Source   report sections 3.4, 6.2, 7. Changed: tables of two symbols or of one copy per bank, a tile per warp, word-aligned tiles
+//          and u8 row lengths (docs/decisions/0001-format.md).
+#pragma once
+
+#include "unweight/abi.cuh"
+#include "unweight/decode/reader.cuh"
+#include "unweight/ptx/bulk.cuh"
+#include "unweight/ptx/fence.cuh"
+#include "unweight/ptx/mbarrier.cuh"
+
+namespace uw::decode {
+
+constexpr u32 kTile = 64;
+constexpr u32 kRows = 32;            // of a half tile, one a lane
+constexpr u32 kRowBitsMin = 64;      // bias of row_lengths
+constexpr u32 kStageFront = 16;      // the window starts up to 7 bits before the first code
+constexpr u32 kStageBits = 1312;     // 32 * 319 bits = 319 words; + 1 (begins inside a word) + 3 + 3 (16-byte ends), to 16 B
+constexpr u32 kStageBytes = kStageFront + kStageBits;
+constexpr u32 kStages = 2;           // one a half
+
+template <class Config>
+struct Smem {
+    using Table = uw::decode::Table<Config::kOutput, Config::kCodeLimit>;
+    static constexpr u32 kRowBytes = Table::kPalette ? 32 : 64;
+    static constexpr u32 kTable = 0;
+    static constexpr u32 kScratch = kTable + Table::kBytes;
+    static constexpr u32 kBarriers = kScratch + 1024;
+    static constexpr u32 kStage = kBarriers + 8 * kStages * Config::kWarps;
+    static constexpr u32 kOutput = kStage + kStages * kStageBytes * Config::kWarps;
+    static constexpr u32 kBytes = kOutput + kRows * kRowBytes * Config::kWarps;
+    static_assert(Table::kScratchBytes <= 1024, "scratch");
+    static_assert(Config::kWarps >= 1 && Config::kWarps <= 32, "1..32 warps");
+    static_assert(kStage % 16 == 0 && kOutput % 16 == 0, "16-byte sections");
+};
+
+template <class Config>
+constexpr u32 kThreads = 32 * Config::kWarps;
+
+// What must be known of a tile before its bits can be fetched; loaded a tile ahead.
+struct Header {
+    TileMetadata metadata;
+    u32 length[2];  // row_lengths of rows `lane` and `lane + 32`
+};
+
+// A tile that passed the checks.
+struct Tile {
+    TileMetadata metadata;
+    u32 index;
+    u32 rows;    // matrix rows in it, 1..64
+    u32 begins;  // first bit, from the tile's start, of rows `lane` (low half) and `lane + 32` (high half)
+    u32 bits;    // of rows 0..31 (low half) and 32..63 (high half); 20416 at most in all
+    bool valid;
+};
+
+UW_DEVICE Header load_header(const DecodeArgs& args, u32 tile, u32 tiles, u32 lane) {
+    Header h = {};
+    if (tile < tiles) {
+        U32x4 m = ptx::load_global_nc_x4(args.tile_metadata + tile);
+        h.metadata = {m.x, m.y, m.z, m.w};
+        const u8* lengths = args.row_lengths + static_cast<u64>(tile) * kTile + lane;
+        h.length[0] = ptx::load_global_nc_u8(lengths);
+        h.length[1] = ptx::load_global_nc_u8(lengths + 32);
+    }
+    return h;
+}
+
+// The lowest `count` bits.
+UW_DEVICE u32 low_bits(u32 count) { return count >= 32 ? ~0u : (1u << count) - 1; }
+
+// Checks a tile and finds each row's first bit.
+UW_DEVICE Tile prepare(const DecodeArgs& args, const Header& h, u32 index, u32 tiles, u32 lane) {
+    Tile t = {};
+    if (index >= tiles) return t;
+    t.index = index;
+    t.metadata = h.metadata;
+    // Only the last tile row can be short; comparing saves a division per tile.
+    bool last_row = index >= (args.tile_rows - 1) * args.tile_cols;
+    t.rows = last_row ? args.n - (args.tile_rows - 1) * kTile : kTile;
+    u32 inside_low = low_bits(t.rows), inside_high = t.rows > 32 ? low_bits(t.rows - 32) : 0;
+
+    // Both halves in one scan: 64 * 319 fits 16 bits.
+    u32 low = (inside_low & ~h.metadata.verbatim_low) >> lane & 1 ? h.length[0] + kRowBitsMin : 0;
+    u32 high = (inside_high & ~h.metadata.verbatim_high) >> lane & 1 ? h.length[1] + kRowBitsMin : 0;
+    u32 own = low | high << 16;
+    u32 sum = own;
+#pragma unroll
+    for (u32 delta = 1; delta < 32; delta *= 2) {
+        u32 below = ptx::shuffle_up(sum, delta);
+        sum += lane >= delta ? below : 0;
+    }
+    t.bits = ptx::shuffle(sum, 31);
+    t.begins = sum - own + (t.bits << 16);
+
+    u32 words = ((t.bits & 0xffff) + (t.bits >> 16) + 31) / 32;
+    // The copy engine moves groups of 4 words, and the section ends on one (A.6).
+    u64 end = (static_cast<u64>(h.metadata.start_word) + words + 3) & ~3ull;
+    u64 verbatim_end = static_cast<u64>(h.metadata.verbatim_row_offset) + ptx::popcount(h.metadata.verbatim_low) +
+                       ptx::popcount(h.metadata.verbatim_high);
+    u32 pad_verbatim = (h.metadata.verbatim_low & ~inside_low) | (h.metadata.verbatim_high & ~inside_high);
+    t.valid = (words == 0 || end <= args.encoded_words) && verbatim_end <= args.verbatim_rows && pad_verbatim == 0;
+    if (!t.valid) {
+        t.bits = 0;
+        if (lane == 0) ptx::store_global(args.fault, 1 + index);
+    }
+    return t;
+}
+
+// Bits of a half, and of what lies before it.
+UW_DEVICE u32 half_bits(const Tile& t, u32 half) { return half ? t.bits >> 16 : t.bits & 0xffff; }
+UW_DEVICE u32 half_begin(const Tile& t, u32 half) { return half ? t.bits & 0xffff : 0; }
+
+// Starts the copy of a half's bits, if it has any.
+UW_DEVICE void fetch(const DecodeArgs& args, const Tile& t, u32 half, u32 stage, u32 barrier) {
+    u32 bits = half_bits(t, half), begin = half_begin(t, half);
+    if (bits == 0) return;
+    u64 first = t.metadata.start_word + static_cast<u64>(begin / 32);
+    u32 skew = first & 3;
+    u32 words = (begin % 32 + bits + 31) / 32;
+    if (ptx::elect_one()) {
+        u32 bytes = (skew + words + 3) / 4 * 16;
+        ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+        ptx::bulk_load<L2::kEvictFirst>(stage + kStageFront, args.encoded_exp + (first - skew), bytes, barrier);
+    }
+}
+
+// First bit of this lane's row of a half, from the start of the stage buffer.
+UW_DEVICE u32 stage_bit(const Tile& t, u32 half) {
+    u32 begin = half_begin(t, half);
+    u32 skew = (t.metadata.start_word + begin / 32) & 3;
+    u32 row = half ? t.begins >> 16 : t.begins & 0xffff;
+    return kStageFront * 8 + skew * 32 + row - (begin & ~31u);
+}
+
+// Staging: row r's 16-byte piece c stands at slot c ^ swizzle, so that the 8 lanes of a store phase meet 8 bank groups.
+template <u32 kRowBytes>
+UW_DEVICE u32 piece(u32 row, u32 c) {
+    if constexpr (kRowBytes == 64) return row * 64 + ((c ^ (row >> 1 & 3)) << 4);
+    return row * 32 + ((c ^ (row >> 2 & 1)) << 4);
+}
+
+// Full output: a lane's part of a half tile is rows lane / 8 + 4 i, columns lane % 8 * 8 and the 7 after them.
+constexpr u32 kCells = 8;
+
+struct Cells {
+    u64 first;    // element of cell 0
+    u32 rows;     // cells 0.. that are inside: i with lane / 8 + 4 i below this
+    u32 row;      // lane / 8
+    UW_DEVICE bool inside(u32 i) const { return row + 4 * i < rows; }
+};
+
+UW_DEVICE Cells cells(const DecodeArgs& args, const Tile& t, u32 half, u32 tile_row, u32 lane) {
+    u32 column = (t.index - tile_row * args.tile_cols) * kTile + lane % 8 * 8;
+    u32 row = lane / 8, left = t.rows > half * kRows ? t.rows - half * kRows : 0;
+    return {static_cast<u64>(tile_row * kTile + half * kRows + row) * args.k + column, column < args.k ? left : 0, row};
+}
+
+// Two elements: sign and mantissa from bytes kFirst, kFirst + 1 of `s`, exponents from those of `e`.
+template <u32 kFirst>
+UW_DEVICE u32 join(u32 s, u32 e) {
+    u32 exponents = ptx::prmt(e, 0, kFirst == 0 ? 0x4140 : 0x4342);
+    u32 rest = ptx::prmt(s, s, kFirst == 0 ? 0x1100 : 0x3322);
+    return ptx::bit_select(0x807f807f, rest, exponents << 7);
+}
+
+// Writes a half tile of bf16 whose rows start at any 2-byte boundary: two bytes a lane.
+template <u32 kRowBytes>
+UW_DEVICE void write_narrow(const DecodeArgs& args, const Tile& t, u32 half, u32 tile_row, u32 output, u32 lane) {
+    u32 tile_col = t.index - tile_row * args.tile_cols;
+#pragma unroll 1
+    for (u32 i = 0; i < kRows * 2; ++i) {
+        u32 row = i / 2, column = i % 2 * 32 + lane;
+        if (half * kRows + row >= t.rows || tile_col * kTile + column >= args.k) continue;
+        u64 at = static_cast<u64>(tile_row * kTile + half * kRows + row) * args.k + tile_col * kTile + column;
+        u32 e = ptx::load_shared_u8(output + piece<kRowBytes>(row, column / 16) + column % 16);
+        u32 s = ptx::load_global_nc_u8(args.sign_mantissa + at);
+        ptx::store_global_u16(static_cast<u8*>(args.output) + at * 2, (s & 0x80) << 8 | e << 7 | (s & 0x7f));
+    }
+}
+
+// Decodes a half tile whose bits are (or are about to be) in `stage` and writes it out.
+template <class Config>
+UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 lane, u32 table, u32 stage, u32 output, u32 barrier, u32& parity) {
+    using Layout = Smem<Config>;
+    using Table = typename Layout::Table;
+    constexpr u32 kRowBytes = Layout::kRowBytes;
+    constexpr u32 kPieces = kRowBytes / 16;
+
+    u32 tile_row = 0;
+    bool wide = false;
+    [[maybe_unused]] Cells part;
+    [[maybe_unused]] U32x2 sign_mantissa[kCells];
+    if constexpr (Config::kOutput == kOutputFull) {
+        tile_row = t.index / args.tile_cols;
+        wide = args.k % 8 == 0;
+        if (wide) {
+            // On their way while the row is decoded.
+            part = cells(args, t, half, tile_row, lane);
+#pragma unroll
+            for (u32 i = 0; i < kCells; ++i) {
+                sign_mantissa[i] = {};
+                if (part.inside(i)) sign_mantissa[i] = ptx::load_global_nc_x2(args.sign_mantissa + part.first + static_cast<u64>(4 * i) * args.k);
+            }
+        }
+    }
+
+    if (half_bits(t, half) != 0) {
+        ptx::mbarrier_wait_parity(barrier, parity >> half & 1);
+        parity ^= 1u << half;
+        Reader<Table> reader;
+        reader.open(stage, stage_bit(t, half), table, lane);
+#pragma unroll 1
+        for (u32 c = 0; c < kPieces; ++c) {
+            U32x4 bytes = reader.sixteen_bytes();
+            ptx::store_shared_x4(output + piece<kRowBytes>(lane, c), bytes);
+        }
+    }
+    u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
+    bool verbatim = mask >> lane & 1, pad = half * kRows + lane >= t.rows;
+    if (verbatim && !Table::kPalette) {
+        u32 before = ptx::popcount(mask & low_bits(lane)) + (half ? ptx::popcount(t.metadata.verbatim_low) : 0);
+        const u8* source = args.verbatim_exponents + (static_cast<u64>(t.metadata.verbatim_row_offset) + before) * kTile;
+#pragma unroll
+        for (u32 c = 0; c < kPieces; ++c) ptx::store_shared_x4(output + piece<kRowBytes>(lane, c), ptx::load_global_nc_x4(source + 16 * c));
+    } else if (verbatim || pad) {
+#pragma unroll
+        for (u32 c = 0; c < kPieces; ++c) ptx::store_shared_x4(output + piece<kRowBytes>(lane, c), U32x4{});
+    }
+    ptx::sync_warp();
+
+    if constexpr (Config::kOutput == kOutputFull) {
+        if (wide) {
+#pragma unroll
+            for (u32 i = 0; i < kCells; ++i) {
+                U32x2 e = ptx::load_shared_x2(output + piece<kRowBytes>(i * 4 + lane / 8, lane % 8 / 2) + lane % 2 * 8);
+                U32x2 s = sign_mantissa[i];
+                U32x4 v = {join<0>(s.x, e.x), join<2>(s.x, e.x), join<0>(s.y, e.y), join<2>(s.y, e.y)};
+                u64 at = part.first + static_cast<u64>(4 * i) * args.k;
+                if (part.inside(i)) ptx::store_global_x4(static_cast<u8*>(args.output) + at * 2, v);
+            }
+        } else {
+            write_narrow<kRowBytes>(args, t, half, tile_row, output, lane);
+        }
+    } else {
+        u8* out = static_cast<u8*>(args.output) + (static_cast<u64>(t.index) * kTile + half * kRows) * kRowBytes;
+#pragma unroll
+        for (u32 i = 0; i < kPieces; ++i) {
+            u32 index = i * 32 + lane;
+            U32x4 v = ptx::load_shared_x4(output + piece<kRowBytes>(index / kPieces, index % kPieces));
+            ptx::store_global_x4(out + 16 * index, v);
+        }
+    }
+    // Both the staging area and the stage buffer are about to be written again.
+    ptx::sync_warp();
+}
+
+template <class Config>
+UW_DEVICE void run(const DecodeArgs& args) {
+    using Layout = Smem<Config>;
+    using Table = typename Layout::Table;
+
+    u32 smem = ptx::smem_address(ptx::dynamic_smem());
+    u32 thread = ptx::thread_index(), lane = thread % 32, warp = ptx::uniform_warp_index();
+    u32 table = smem + Layout::kTable;
+    u32 stage = smem + Layout::kStage + warp * kStages * kStageBytes;
+    u32 output = smem + Layout::kOutput + warp * kRows * Layout::kRowBytes;
+    u32 barriers = smem + Layout::kBarriers + warp * kStages * 8;
+
+    u32 tiles = args.tile_rows * args.tile_cols;
+    u32 stride = ptx::grid_size() * Config::kWarps;
+    // Neighbouring tiles go to different blocks: the last, partial round then spreads over all SMs.
+    u32 index = warp * ptx::grid_size() + ptx::block_index();
+    typename Table::Code code = Table::fetch(args.palette, args.code_lengths, lane);
+    Header header = load_header(args, index, tiles, lane);
+
+    if (lane == 0) {
+        for (u32 i = 0; i < kStages; ++i) ptx::mbarrier_init(barriers + 8 * i, 1);
+        ptx::fence_mbarrier_init();
+        // The copy engine updates a barrier that ordinary stores made.
+        ptx::fence_proxy_async_shared();
+    }
+    ptx::sync_warp();
+
+    Tile tile = prepare(args, header, index, tiles, lane);
+    for (u32 half = 0; half < kStages; ++half) fetch(args, tile, half, stage + half * kStageBytes, barriers + 8 * half);
+    header = load_header(args, index + stride, tiles, lane);
+
+    Table::build(table, smem + Layout::kScratch, code, thread, kThreads<Config>);
+    ptx::sync_block();
+
+    u32 parity = 0;  // bit h: phase of buffer h
+#pragma unroll 1
+    for (; index < tiles; index += stride) {
+        Tile next = {};
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+            u32 buffer = stage + half * kStageBytes, barrier = barriers + 8 * half;
+            if (tile.valid) decode_half<Config>(args, tile, half, lane, table, buffer, output, barrier, parity);
+            if (half == 0) {
+                next = prepare(args, header, index + stride, tiles, lane);
+                header = load_header(args, index + 2 * stride, tiles, lane);
+            }
+            fetch(args, next, half, buffer, barrier);
+        }
+        tile = next;
+    }
+}
+
+}  // namespace uw::decode
