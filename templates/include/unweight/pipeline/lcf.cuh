@@ -1,0 +1,57 @@
+// The load-compute-finish skeleton of a persistent, warp-specialised kernel, after the shape of ThunderKittens' prototype of that name.
+//
+//   warpgroup 0     producer   kernel.load(task, warp)                      few registers, four warps with a job each (or none)
+//   warpgroups 1..  consumers  kernel.compute(task), kernel.finish(task)    many registers
+//
+// A kernel fills in
+//   Args, kConsumerWarpgroups, kProducerRegisters, kConsumerRegisters
+//   Kernel(args, shared address)   addresses only; every thread
+//   setup()                        one warp: barriers and descriptor prefetch
+//   tasks()                        how many; block b takes b, b + grid, ...
+//   load(task, warp), compute(task), finish(task)
+// The skeleton owns placement of roles, register budgets, the order of start-up and the task loop. It knows nothing about rings: a kernel's
+// cursors live in the kernel object, which every thread has a copy of.
+#pragma once
+
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/fence.cuh"
+#include "unweight/ptx/memory.cuh"
+
+namespace uw::pipeline {
+
+constexpr u32 kWarpgroupThreads = 128;
+constexpr u32 kWarpgroupWarps = 4;
+
+template <class Kernel>
+UW_DEVICE void run(const typename Kernel::Args& args) {
+    const u32 warp = ptx::uniform_warp_index();
+    Kernel kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    if (warp == 0) {
+        if (ptx::elect_one()) {
+            kernel.setup();
+            ptx::fence_mbarrier_init();
+        }
+        ptx::sync_warp();
+    }
+    ptx::sync_block();
+    // Everything above may overlap the kernel before; everything below may read what it wrote.
+    ptx::grid_dependency_wait();
+
+    const u32 tasks = kernel.tasks();
+    const u32 first = ptx::block_index(), stride = ptx::grid_size();
+    if (warp < kWarpgroupWarps) {
+        ptx::lower_registers<Kernel::kProducerRegisters>();
+        for (u32 task = first; task < tasks; task += stride) kernel.load(task, warp);
+        // The next kernel may start its prologue: it waits for the end of this grid before it reads results.
+        ptx::grid_launch_dependents();
+    } else {
+        ptx::raise_registers<Kernel::kConsumerRegisters>();
+        for (u32 task = first; task < tasks; task += stride) {
+            kernel.compute(task);
+            kernel.finish(task);
+        }
+    }
+}
+
+}  // namespace uw::pipeline
