@@ -1,1 +1,21 @@
-//! Placeholder head, replaced below.
+//! Compiles, caches, loads and launches Unweight's kernels.
+//!
+//! ```text
+//! CompileRequest --(compiler: NVRTC)--> Artifact {cubin, resources, log} --(driver)--> loaded kernel
+//!        |                                   ^
+//!        +---------- cache: by content ------+
+//! ```
+//!
+//! This crate owns everything that needs a compiler, a driver or a device. It does not know what a kernel means: that is
+//! `unweight_codegen`. Nothing here is linked against CUDA; every library is looked for at run time by [`toolchain`], and
+//! what is missing is an error that says where it was looked for and what to install.
+
+pub mod cache;
+pub mod compiler;
+pub mod cubin;
+pub mod env;
+pub mod error;
+pub mod nvrtc;
+pub mod toolchain;
+
+pub use error::Error;

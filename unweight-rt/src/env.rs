@@ -1,0 +1,402 @@
+//! Every environment variable that Unweight reads, in one table, parsed once.
+//!
+//! [`VARIABLES`] is what the documentation prints (docs/cache.md; a test holds the two equal). [`Env`] is the parsed form that
+//! the rest of the crate is given; no other module reads the environment, so a test can hand in any [`Env`] it likes.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// One documented variable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Variable {
+    /// Its name.
+    pub name: &'static str,
+    /// What it may hold.
+    pub values: &'static str,
+    /// What holds when it is unset or empty.
+    pub default: &'static str,
+    /// What it does.
+    pub meaning: &'static str,
+}
+
+/// Unweight's own variables, sorted by name.
+pub const VARIABLES: &[Variable] = &[
+    Variable {
+        name: "UNWEIGHT_CACHE_DIR",
+        values: "absolute path",
+        default: "`$XDG_CACHE_HOME/unweight`, else `$HOME/.cache/unweight`",
+        meaning: "root of the kernel cache",
+    },
+    Variable {
+        name: "UNWEIGHT_CACHE_MAX",
+        values: "bytes, with `K`, `M`, `G` for powers of 1024",
+        default: "`1G`",
+        meaning: "size down to which `cache prune` removes the least recently used kernels",
+    },
+    Variable {
+        name: "UNWEIGHT_CUBLAS",
+        values: "path of libcublas or of a folder that holds it",
+        default: "searched for",
+        meaning: "the cuBLAS to compare with; nothing else is tried when it is set",
+    },
+    Variable {
+        name: "UNWEIGHT_GPU",
+        values: "`auto`, `require`, `off`",
+        default: "`auto`",
+        meaning: "tests on a GPU: run if there is one, fail without one, or do not look",
+    },
+    Variable {
+        name: "UNWEIGHT_JIT",
+        values: "`auto`, `cache-only`, `off`",
+        default: "`auto`",
+        meaning: "compile what the cache lacks; never compile; compile always and touch no cache",
+    },
+    Variable {
+        name: "UNWEIGHT_JIT_THREADS",
+        values: "1 to 256",
+        default: "number of processors",
+        meaning: "kernels compiled at the same time",
+    },
+    Variable {
+        name: "UNWEIGHT_LOCK_SECONDS",
+        values: "0 to 3600",
+        default: "`60`",
+        meaning: "how long to wait for another process that compiles the same kernel",
+    },
+    Variable {
+        name: "UNWEIGHT_NCCL",
+        values: "path of libnccl or of a folder that holds it",
+        default: "searched for",
+        meaning: "the NCCL for several GPUs; nothing else is tried when it is set",
+    },
+    Variable {
+        name: "UNWEIGHT_NVRTC",
+        values: "path of libnvrtc or of a folder that holds it",
+        default: "searched for",
+        meaning: "the compiler to use; nothing else is tried when it is set",
+    },
+];
+
+/// What to do with a kernel that the cache does not hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum JitMode {
+    /// Compile it and keep it.
+    #[default]
+    Auto,
+    /// Fail, naming every kernel that is missing.
+    CacheOnly,
+    /// Compile every kernel in memory; neither read nor write the cache.
+    Off,
+}
+
+impl JitMode {
+    /// The value of `UNWEIGHT_JIT` that selects it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            JitMode::Auto => "auto",
+            JitMode::CacheOnly => "cache-only",
+            JitMode::Off => "off",
+        }
+    }
+}
+
+/// How the tests treat a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GpuPolicy {
+    /// Use one if it is there.
+    #[default]
+    Auto,
+    /// Fail without one.
+    Require,
+    /// Do not look for one.
+    Off,
+}
+
+/// A variable that holds something else than documented.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name}={value:?}: expected {expected}; correct or unset it")]
+pub struct EnvError {
+    /// The variable.
+    pub name: &'static str,
+    /// What it holds.
+    pub value: String,
+    /// What it may hold.
+    pub expected: &'static str,
+}
+
+/// Where other programs say that libraries live. Read for the toolchain search only.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SearchPaths {
+    /// Roots of Python environments, the active one first (`VIRTUAL_ENV`, `CONDA_PREFIX`, then from `PATH`).
+    pub python_prefixes: Vec<PathBuf>,
+    /// Folders that are themselves a Python path entry (`PYTHONPATH`).
+    pub python_path: Vec<PathBuf>,
+    /// CUDA toolkits (`CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`).
+    pub toolkits: Vec<PathBuf>,
+    /// The dynamic loader's folders (`LD_LIBRARY_PATH`).
+    pub loader_path: Vec<PathBuf>,
+}
+
+/// The parsed environment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Env {
+    /// Root of the kernel cache; `None` if nothing says where a user's caches live.
+    pub cache_dir: Option<PathBuf>,
+    /// Size that `prune` shrinks the cache to, in bytes.
+    pub cache_max_bytes: u64,
+    /// What to do with a kernel that the cache lacks.
+    pub jit: JitMode,
+    /// Kernels compiled at the same time.
+    pub jit_threads: usize,
+    /// How long to wait for another process that compiles the same kernel.
+    pub lock_timeout: Duration,
+    /// `UNWEIGHT_NVRTC`.
+    pub nvrtc: Option<PathBuf>,
+    /// `UNWEIGHT_CUBLAS`.
+    pub cublas: Option<PathBuf>,
+    /// `UNWEIGHT_NCCL`.
+    pub nccl: Option<PathBuf>,
+    /// `UNWEIGHT_GPU`.
+    pub gpu: GpuPolicy,
+    /// Where to look for libraries.
+    pub search: SearchPaths,
+}
+
+impl Env {
+    /// The process's environment, parsed on the first call and remembered.
+    pub fn process() -> Result<&'static Env, EnvError> {
+        static PROCESS: OnceLock<Result<Env, EnvError>> = OnceLock::new();
+        PROCESS.get_or_init(|| Env::parse(|name| std::env::var_os(name))).as_ref().map_err(Clone::clone)
+    }
+
+    /// Parses an environment given as a lookup. An empty value counts as unset.
+    pub fn parse(lookup: impl Fn(&str) -> Option<OsString>) -> Result<Env, EnvError> {
+        let get = |name: &str| lookup(name).filter(|value| !value.is_empty());
+        let path = |name: &str| get(name).map(PathBuf::from);
+        let cache_dir = match path("UNWEIGHT_CACHE_DIR") {
+            // A relative root would be a different cache in every working directory.
+            Some(dir) if dir.is_absolute() => Some(dir),
+            Some(dir) => return Err(bad("UNWEIGHT_CACHE_DIR", &dir.to_string_lossy())),
+            // The XDG specification has relative values ignored.
+            None => path("XDG_CACHE_HOME")
+                .filter(|dir| dir.is_absolute())
+                .or_else(|| path("HOME").filter(|dir| dir.is_absolute()).map(|home| home.join(".cache")))
+                .map(|dir| dir.join("unweight")),
+        };
+        Ok(Env {
+            cache_dir,
+            cache_max_bytes: parsed(&get, "UNWEIGHT_CACHE_MAX", 1 << 30, parse_bytes)?,
+            jit: parsed(&get, "UNWEIGHT_JIT", JitMode::Auto, |text| match text {
+                "auto" => Some(JitMode::Auto),
+                "cache-only" => Some(JitMode::CacheOnly),
+                "off" => Some(JitMode::Off),
+                _ => None,
+            })?,
+            jit_threads: parsed(
+                &get,
+                "UNWEIGHT_JIT_THREADS",
+                std::thread::available_parallelism().map_or(1, |count| count.get().min(256)),
+                |text| text.parse().ok().filter(|count| (1..=256).contains(count)),
+            )?,
+            lock_timeout: parsed(&get, "UNWEIGHT_LOCK_SECONDS", Duration::from_secs(60), |text| {
+                text.parse().ok().filter(|seconds| *seconds <= 3600).map(Duration::from_secs)
+            })?,
+            nvrtc: path("UNWEIGHT_NVRTC"),
+            cublas: path("UNWEIGHT_CUBLAS"),
+            nccl: path("UNWEIGHT_NCCL"),
+            gpu: parsed(&get, "UNWEIGHT_GPU", GpuPolicy::Auto, |text| match text {
+                "auto" => Some(GpuPolicy::Auto),
+                "require" => Some(GpuPolicy::Require),
+                "off" => Some(GpuPolicy::Off),
+                _ => None,
+            })?,
+            search: SearchPaths::parse(&get),
+        })
+    }
+
+    /// Names among `names` that look like Unweight's but are in no table: most likely misspelt.
+    ///
+    /// ```
+    /// # use unweight_rt::env::Env;
+    /// assert_eq!(Env::unknown(["UNWEIGHT_JTI", "UNWEIGHT_JIT", "PATH"]), ["UNWEIGHT_JTI"]);
+    /// ```
+    pub fn unknown<S: AsRef<str>>(names: impl IntoIterator<Item = S>) -> Vec<String> {
+        names
+            .into_iter()
+            .filter(|name| {
+                let name = name.as_ref();
+                name.starts_with("UNWEIGHT_") && VARIABLES.iter().all(|variable| variable.name != name)
+            })
+            .map(|name| name.as_ref().to_owned())
+            .collect()
+    }
+}
+
+impl SearchPaths {
+    fn parse(get: &impl Fn(&str) -> Option<OsString>) -> SearchPaths {
+        let list = |name: &str| -> Vec<PathBuf> {
+            get(name).map_or_else(Vec::new, |value| {
+                std::env::split_paths(&value).filter(|path| path.is_absolute()).collect()
+            })
+        };
+        let path = |name: &str| get(name).map(PathBuf::from);
+        let mut python_prefixes: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(path).collect();
+        for folder in list("PATH") {
+            // `<prefix>/bin/python3` belongs to `<prefix>`, and so does what a symlink there points to (a virtual environment
+            // made without activation).
+            if folder.ends_with("bin") && folder.join("python3").exists() {
+                python_prefixes.extend(folder.parent().map(Path::to_owned));
+                if let Ok(real) = folder.join("python3").canonicalize() {
+                    python_prefixes.extend(real.parent().and_then(Path::parent).map(Path::to_owned));
+                }
+            }
+            // pyenv puts scripts there; the version they run stands in a file beside.
+            if folder.ends_with("shims")
+                && folder.join("python3").exists()
+                && let Some(root) = folder.parent()
+            {
+                let versions = get("PYENV_VERSION")
+                    .and_then(|value| value.into_string().ok())
+                    .or_else(|| std::fs::read_to_string(root.join("version")).ok());
+                for version in versions.iter().flat_map(|text| text.split([':', '\n'])) {
+                    let version = version.trim();
+                    if !version.is_empty() && !version.contains('/') {
+                        python_prefixes.push(root.join("versions").join(version));
+                    }
+                }
+            }
+        }
+        // The user's own packages.
+        python_prefixes.extend(path("HOME").map(|home| home.join(".local")));
+        let mut toolkits: Vec<PathBuf> = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(path).collect();
+        toolkits.push(PathBuf::from("/usr/local/cuda"));
+        SearchPaths {
+            python_prefixes: unique(python_prefixes),
+            python_path: list("PYTHONPATH"),
+            toolkits: unique(toolkits),
+            loader_path: list("LD_LIBRARY_PATH"),
+        }
+    }
+}
+
+fn unique(paths: Vec<PathBuf>) -> Vec<PathBuf> {
+    let mut kept: Vec<PathBuf> = Vec::with_capacity(paths.len());
+    for path in paths {
+        if !kept.contains(&path) {
+            kept.push(path);
+        }
+    }
+    kept
+}
+
+fn bad(name: &'static str, value: &str) -> EnvError {
+    let expected =
+        VARIABLES.iter().find(|variable| variable.name == name).map_or("another value", |variable| variable.values);
+    EnvError { name, value: value.to_owned(), expected }
+}
+
+fn parsed<T>(
+    get: &impl Fn(&str) -> Option<OsString>,
+    name: &'static str,
+    default: T,
+    parse: impl Fn(&str) -> Option<T>,
+) -> Result<T, EnvError> {
+    match get(name) {
+        None => Ok(default),
+        Some(value) => {
+            value.to_str().and_then(|text| parse(text.trim())).ok_or_else(|| bad(name, &value.to_string_lossy()))
+        }
+    }
+}
+
+/// `"512M"` to bytes; powers of 1024.
+fn parse_bytes(text: &str) -> Option<u64> {
+    let (digits, shift) = match text.as_bytes().last()? {
+        b'K' | b'k' => (&text[..text.len() - 1], 10),
+        b'M' | b'm' => (&text[..text.len() - 1], 20),
+        b'G' | b'g' => (&text[..text.len() - 1], 30),
+        _ => (text, 0),
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(pairs: &[(&str, &str)]) -> Result<Env, EnvError> {
+        Env::parse(|name| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| OsString::from(value)))
+    }
+
+    #[test]
+    fn defaults_and_values() {
+        let env = with(&[("HOME", "/home/u")]).unwrap();
+        assert_eq!(env.cache_dir.as_deref(), Some(Path::new("/home/u/.cache/unweight")));
+        assert_eq!((env.jit, env.cache_max_bytes, env.gpu), (JitMode::Auto, 1 << 30, GpuPolicy::Auto));
+        let env = with(&[
+            ("HOME", "/home/u"),
+            ("XDG_CACHE_HOME", "/x"),
+            ("UNWEIGHT_JIT", "cache-only"),
+            ("UNWEIGHT_CACHE_MAX", "3M"),
+            ("UNWEIGHT_LOCK_SECONDS", "0"),
+            ("UNWEIGHT_JIT_THREADS", "3"),
+            ("UNWEIGHT_NVRTC", ""),
+        ])
+        .unwrap();
+        assert_eq!(env.cache_dir.as_deref(), Some(Path::new("/x/unweight")));
+        assert_eq!(env.jit, JitMode::CacheOnly);
+        assert_eq!(env.cache_max_bytes, 3 << 20);
+        assert_eq!(env.lock_timeout, Duration::ZERO);
+        assert_eq!(env.jit_threads, 3);
+        assert_eq!(env.nvrtc, None);
+        assert_eq!(with(&[]).unwrap().cache_dir, None);
+        // A relative XDG path is ignored, a relative path of our own refused.
+        assert_eq!(with(&[("XDG_CACHE_HOME", "rel")]).unwrap().cache_dir, None);
+    }
+
+    #[test]
+    fn a_wrong_value_names_the_variable_and_what_it_may_hold() {
+        for (name, value) in [
+            ("UNWEIGHT_JIT", "on"),
+            ("UNWEIGHT_CACHE_MAX", "lots"),
+            ("UNWEIGHT_CACHE_MAX", "99999999999G"),
+            ("UNWEIGHT_JIT_THREADS", "0"),
+            ("UNWEIGHT_LOCK_SECONDS", "3601"),
+            ("UNWEIGHT_GPU", "yes"),
+            ("UNWEIGHT_CACHE_DIR", "rel/ative"),
+        ] {
+            let error = with(&[(name, value)]).unwrap_err();
+            let text = error.to_string();
+            let row = VARIABLES.iter().find(|row| row.name == name).unwrap();
+            assert!(text.contains(name) && text.contains(value) && text.contains(row.values), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_table_is_sorted_and_complete() {
+        assert!(VARIABLES.windows(2).all(|pair| pair[0].name < pair[1].name));
+        // Every variable of the table is asked for by the parser, and no other of ours.
+        let asked = std::cell::RefCell::new(std::collections::BTreeSet::new());
+        Env::parse(|name| {
+            asked.borrow_mut().insert(name.to_owned());
+            None
+        })
+        .unwrap();
+        let ours: Vec<_> = asked.into_inner().into_iter().filter(|name| name.starts_with("UNWEIGHT_")).collect();
+        assert_eq!(ours, VARIABLES.iter().map(|row| row.name).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn the_documented_table_is_this_table() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/cache.md");
+        let document = std::fs::read_to_string(&path).unwrap();
+        let documented: Vec<&str> = document.lines().filter(|line| line.starts_with("| `UNWEIGHT_")).collect();
+        let coded: Vec<String> = VARIABLES
+            .iter()
+            .map(|row| format!("| `{}` | {} | {} | {} |", row.name, row.values, row.default, row.meaning))
+            .collect();
+        assert_eq!(documented, coded, "docs/cache.md and env::VARIABLES differ");
+    }
+}

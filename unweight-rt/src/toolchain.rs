@@ -1,0 +1,584 @@
+//! Which NVIDIA libraries are on this machine, where, of which version, and why one is not.
+//!
+//! Nothing is loaded before it is asked for: [`find`] looks for one library and keeps it loaded for the life of the process.
+//! cudarc opens libraries by name and panics where one is missing, so whoever calls into cudarc calls [`require`] first. A
+//! library that lives outside the loader's path (a Python wheel, mostly) is loaded here by its absolute path; a later
+//! `dlopen` by SONAME, cudarc's or NVRTC's for its builtins, then meets the one already loaded.
+//!
+//! Order of search, first usable wins: the variable (`UNWEIGHT_NVRTC`, ...; nothing else is tried when it is set), Python
+//! wheels of the active environment, CUDA toolkits, `LD_LIBRARY_PATH`, the loader by name. Python itself is never run.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
+
+use crate::env::Env;
+
+/// A library that Unweight can use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Library {
+    /// libcuda: the driver.
+    Driver,
+    /// libnvrtc: the compiler.
+    Nvrtc,
+    /// libcublasLt, which cuBLAS needs.
+    CublasLt,
+    /// libcublas: the BF16 baseline.
+    Cublas,
+    /// libnccl: several GPUs.
+    Nccl,
+}
+
+impl Library {
+    /// All of them, in the order of a report.
+    pub const ALL: [Library; 5] = [Library::Driver, Library::Nvrtc, Library::CublasLt, Library::Cublas, Library::Nccl];
+
+    /// File name before `.so`.
+    pub const fn stem(self) -> &'static str {
+        match self {
+            Library::Driver => "libcuda",
+            Library::Nvrtc => "libnvrtc",
+            Library::CublasLt => "libcublasLt",
+            Library::Cublas => "libcublas",
+            Library::Nccl => "libnccl",
+        }
+    }
+
+    /// What does not work without it.
+    pub const fn disables(self) -> &'static str {
+        match self {
+            Library::Driver => "everything on the GPU; compressing and decompressing on the CPU work",
+            Library::Nvrtc => "compiling kernels; kernels that are in the cache still run",
+            Library::CublasLt | Library::Cublas => "the matmul of raw tensors and the BF16 baseline of the benchmarks",
+            Library::Nccl => "running on more than one GPU",
+        }
+    }
+
+    /// How to get it.
+    pub const fn remedy(self) -> &'static str {
+        match self {
+            Library::Driver => "install the NVIDIA driver; in a container, start it with the GPU passed through",
+            Library::Nvrtc => {
+                "`pip install nvidia-cuda-nvrtc` (13.0 or newer for a CUDA 13 driver, nvidia-cuda-nvrtc-cu12 for a CUDA 12 driver), \
+                 or set UNWEIGHT_NVRTC to a libnvrtc.so"
+            }
+            Library::CublasLt | Library::Cublas => {
+                "`pip install nvidia-cublas`, or set UNWEIGHT_CUBLAS to a folder that holds it"
+            }
+            Library::Nccl => "`pip install nvidia-nccl-cu13`, or set UNWEIGHT_NCCL to a libnccl.so.2",
+        }
+    }
+
+    /// SONAMEs to ask the loader for, newest first.
+    const fn sonames(self) -> &'static [&'static str] {
+        match self {
+            Library::Driver => &["libcuda.so.1"],
+            Library::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
+            Library::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
+            Library::Cublas => &["libcublas.so.13", "libcublas.so.12", "libcublas.so"],
+            Library::Nccl => &["libnccl.so.2", "libnccl.so"],
+        }
+    }
+
+    /// Folders below `site-packages` in which wheels install it.
+    const fn wheel_folders(self) -> &'static [&'static str] {
+        match self {
+            Library::Driver => &[],
+            Library::Nvrtc => &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
+            Library::CublasLt | Library::Cublas => &["nvidia/cu13/lib", "nvidia/cublas/lib"],
+            Library::Nccl => &["nvidia/nccl/lib"],
+        }
+    }
+
+    /// Symbols that this crate calls and that an old version lacks (cudarc would panic on the call).
+    const fn symbols(self) -> &'static [&'static str] {
+        match self {
+            Library::Driver => {
+                &["cuDriverGetVersion", "cuModuleLoadData", "cuTensorMapEncodeTiled", "cuLaunchKernelEx"]
+            }
+            Library::Nvrtc => &["nvrtcVersion", "nvrtcGetCUBINSize", "nvrtcGetCUBIN"],
+            Library::CublasLt => &["cublasLtMatmul"],
+            Library::Cublas => &["cublasGemmEx"],
+            Library::Nccl => &["ncclGetVersion"],
+        }
+    }
+
+    /// The first version that knows Hopper's `sm_90a`.
+    const fn oldest(self) -> Version {
+        match self {
+            Library::Driver | Library::Nvrtc | Library::CublasLt | Library::Cublas => Version { major: 12, minor: 0 },
+            Library::Nccl => Version { major: 2, minor: 18 },
+        }
+    }
+
+    fn variable(self, env: &Env) -> Option<(&'static str, &Path)> {
+        match self {
+            Library::Driver => None,
+            Library::Nvrtc => env.nvrtc.as_deref().map(|path| ("UNWEIGHT_NVRTC", path)),
+            Library::CublasLt => env
+                .cublas
+                .as_deref()
+                // A file names libcublas; its companion lies beside it.
+                .map(|path| if path.is_file() { path.parent().unwrap_or(path) } else { path })
+                .map(|path| ("UNWEIGHT_CUBLAS", path)),
+            Library::Cublas => env.cublas.as_deref().map(|path| ("UNWEIGHT_CUBLAS", path)),
+            Library::Nccl => env.nccl.as_deref().map(|path| ("UNWEIGHT_NCCL", path)),
+        }
+    }
+}
+
+/// A version as the library itself reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version {
+    /// Major.
+    pub major: u32,
+    /// Minor.
+    pub minor: u32,
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// By which rule a library was found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A variable named it.
+    Variable(&'static str),
+    /// A Python wheel below this `site-packages`.
+    Wheel(PathBuf),
+    /// A CUDA toolkit.
+    Toolkit(PathBuf),
+    /// `LD_LIBRARY_PATH` or the loader's own search.
+    Loader,
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Origin::Variable(name) => write!(f, "{name}"),
+            Origin::Wheel(site) => write!(f, "Python wheel in {}", site.display()),
+            Origin::Toolkit(root) => write!(f, "CUDA toolkit {}", root.display()),
+            Origin::Loader => write!(f, "the dynamic loader"),
+        }
+    }
+}
+
+/// A library that is loaded and usable.
+#[derive(Debug)]
+pub struct Found {
+    /// Which.
+    pub library: Library,
+    /// The file, as far as known.
+    pub path: PathBuf,
+    /// How it was found.
+    pub origin: Origin,
+    /// What it says it is. For the driver, the newest CUDA version it supports.
+    pub version: Version,
+    handle: &'static Handle,
+}
+
+impl Found {
+    /// The address of a function. `T` must be a function pointer type.
+    ///
+    /// # Safety
+    /// `T` is the symbol's true signature. The library stays loaded for the life of the process.
+    pub(crate) unsafe fn symbol<T: Copy>(&self, name: &str) -> Option<T> {
+        // SAFETY: the caller vouches for the type; the handle is never closed.
+        unsafe { symbol(self.handle, name) }
+    }
+}
+
+/// A place that was tried in vain.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tried {
+    /// The file or SONAME.
+    pub what: String,
+    /// What was wrong with it.
+    pub why: String,
+}
+
+/// A library that is not there or not usable.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub struct MissingLibrary {
+    /// Which.
+    pub library: Library,
+    /// Everything that was tried, in order.
+    pub tried: Vec<Tried>,
+}
+
+impl fmt::Display for MissingLibrary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} not usable (disables {}); {}",
+            self.library.stem(),
+            self.library.disables(),
+            self.library.remedy()
+        )?;
+        for Tried { what, why } in &self.tried {
+            write!(f, "\n  tried {what}: {why}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Looks for `library` and loads it for the life of the process.
+pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
+    let mut tried = Vec::new();
+    let missing = |tried| MissingLibrary { library, tried };
+    if library == Library::Cublas {
+        // libcublas needs libcublasLt by name; load it first so that it may lie anywhere.
+        if let Err(error) = find(Library::CublasLt, env) {
+            tried.extend(error.tried);
+        }
+    }
+    if let Some((name, path)) = library.variable(env) {
+        let files = files_at(library, path);
+        if files.is_empty() {
+            tried.push(Tried {
+                what: format!("{name}={}", path.display()),
+                why: format!("no {}.so* there", library.stem()),
+            });
+        }
+        return first_usable(library, files, &Origin::Variable(name), &mut tried).ok_or_else(|| missing(tried));
+    }
+    for site in site_packages(env) {
+        for folder in library.wheel_folders() {
+            let files = files_in(&site.join(folder), library.stem());
+            if let Some(found) = first_usable(library, files, &Origin::Wheel(site.clone()), &mut tried) {
+                return Ok(found);
+            }
+        }
+    }
+    // The driver is the machine's own; a toolkit holds only a stub of it.
+    if library != Library::Driver {
+        for root in &env.search.toolkits {
+            for folder in ["lib64", "lib", "targets/x86_64-linux/lib"] {
+                let files = files_in(&root.join(folder), library.stem());
+                if let Some(found) = first_usable(library, files, &Origin::Toolkit(root.clone()), &mut tried) {
+                    return Ok(found);
+                }
+            }
+        }
+    }
+    for folder in &env.search.loader_path {
+        if let Some(found) = first_usable(library, files_in(folder, library.stem()), &Origin::Loader, &mut tried) {
+            return Ok(found);
+        }
+    }
+    let names = library.sonames().iter().map(PathBuf::from).collect();
+    first_usable(library, names, &Origin::Loader, &mut tried).ok_or_else(|| missing(tried))
+}
+
+/// [`find`] for the process's own environment, once; the answer is remembered.
+///
+/// Call it before anything in cudarc that belongs to `library`.
+pub fn require(library: Library) -> Result<&'static Found, crate::Error> {
+    static ANSWERS: [OnceLock<Result<Found, MissingLibrary>>; Library::ALL.len()] =
+        [const { OnceLock::new() }; Library::ALL.len()];
+    let env = Env::process()?;
+    ANSWERS[library as usize].get_or_init(|| find(library, env)).as_ref().map_err(|error| error.clone().into())
+}
+
+/// What is there and what each lack disables: the body of `unweight doctor`.
+#[derive(Debug)]
+pub struct Report {
+    /// One answer per library, in the order of [`Library::ALL`].
+    pub libraries: Vec<Result<Found, MissingLibrary>>,
+    /// Libraries that are there but do not go together.
+    pub warnings: Vec<String>,
+}
+
+/// Probes every library.
+pub fn report(env: &Env) -> Report {
+    let libraries: Vec<_> = Library::ALL.into_iter().map(|library| find(library, env)).collect();
+    let version = |library: Library| libraries[library as usize].as_ref().ok().map(|found| found.version);
+    let mut warnings = Vec::new();
+    for library in [Library::Nvrtc, Library::Cublas] {
+        // A cubin of CUDA 13 does not load on a CUDA 12 driver; within one major version, it does.
+        if let (Some(own), Some(driver)) = (version(library), version(Library::Driver))
+            && own.major > driver.major
+        {
+            warnings.push(format!(
+                "{} {own} is newer than the driver's CUDA {driver}; what it makes may not load: \
+                 update the driver, or install {}'s {}.x version",
+                library.stem(),
+                library.stem(),
+                driver.major
+            ));
+        }
+    }
+    Report { libraries, warnings }
+}
+
+/// Folders in which Python packages of the environment's interpreters lie, existing ones only.
+fn site_packages(env: &Env) -> Vec<PathBuf> {
+    let mut sites: Vec<PathBuf> = env.search.python_path.clone();
+    for prefix in &env.search.python_prefixes {
+        for lib in ["lib", "lib64"] {
+            let mut versions: Vec<PathBuf> = list(&prefix.join(lib))
+                .into_iter()
+                .filter(|path| {
+                    path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("python3"))
+                })
+                .collect();
+            // python3.12 before python3.9.
+            versions.sort_by_key(|path| std::cmp::Reverse(numbers(&path.to_string_lossy())));
+            for version in versions {
+                sites.push(version.join("site-packages"));
+                sites.push(version.join("dist-packages"));
+            }
+        }
+    }
+    sites.retain(|site| site.join("nvidia").is_dir());
+    sites.dedup();
+    sites
+}
+
+/// Candidates for a variable's value: the file itself, or what lies in the folder, its `lib`, or the wheels below it.
+fn files_at(library: Library, path: &Path) -> Vec<PathBuf> {
+    if !path.is_dir() {
+        return if path.exists() { vec![path.to_owned()] } else { Vec::new() };
+    }
+    let below = ["", "lib64", "lib"].iter().chain(library.wheel_folders()).map(|folder| path.join(folder));
+    below.flat_map(|folder| files_in(&folder, library.stem())).collect()
+}
+
+/// `stem.so`, `stem.so.13`, ... in `folder`, the highest version first.
+fn files_in(folder: &Path, stem: &str) -> Vec<PathBuf> {
+    let mut files: Vec<PathBuf> = list(folder)
+        .into_iter()
+        .filter(|path| {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("");
+            name.strip_prefix(stem).and_then(|rest| rest.strip_prefix(".so")).is_some_and(|rest| {
+                rest.split('.').skip(1).all(is_number) && (rest.is_empty() || rest.starts_with('.'))
+            })
+        })
+        .collect();
+    files.sort_by_key(|path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        std::cmp::Reverse((numbers(&name), name))
+    });
+    // Links to one file are one candidate.
+    let mut seen = Vec::new();
+    files.retain(|path| {
+        let real = path.canonicalize().unwrap_or_else(|_| path.clone());
+        let new = !seen.contains(&real);
+        seen.push(real);
+        new
+    });
+    files
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// Numbers in a name, for ordering versions.
+fn numbers(text: &str) -> Vec<u64> {
+    text.split(|character: char| !character.is_ascii_digit()).filter_map(|digits| digits.parse().ok()).collect()
+}
+
+fn list(folder: &Path) -> Vec<PathBuf> {
+    std::fs::read_dir(folder)
+        .map_or_else(|_| Vec::new(), |entries| entries.filter_map(|entry| Some(entry.ok()?.path())).collect())
+}
+
+fn first_usable(library: Library, candidates: Vec<PathBuf>, origin: &Origin, tried: &mut Vec<Tried>) -> Option<Found> {
+    for path in candidates {
+        match load(library, &path, origin.clone()) {
+            Ok(found) => return Some(found),
+            Err(why) => tried.push(Tried { what: path.display().to_string(), why }),
+        }
+    }
+    None
+}
+
+fn load(library: Library, path: &Path, origin: Origin) -> Result<Found, String> {
+    // SAFETY: the libraries are NVIDIA's, named by their own file names or by the user; their initialisers have no
+    // preconditions. RTLD_LOCAL keeps their symbols from meddling with other libraries of the process.
+    let handle = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| error.to_string())?;
+    // Never closed: these libraries start threads and register exit handlers, and cudarc keeps pointers into them.
+    let handle: &'static Handle = Box::leak(Box::new(handle));
+    for name in library.symbols() {
+        // SAFETY: only the presence is looked at.
+        if unsafe { symbol::<unsafe extern "C" fn()>(handle, name) }.is_none() {
+            return Err(format!("has no {name}: too old or not {}", library.stem()));
+        }
+    }
+    let version = version_of(library, handle).ok_or("does not tell its version")?;
+    if version < library.oldest() {
+        return Err(format!("version {version} is older than {}", library.oldest()));
+    }
+    let path =
+        if path.is_absolute() { path.to_owned() } else { mapped_file(library).unwrap_or_else(|| path.to_owned()) };
+    if library == Library::Nvrtc {
+        preload_builtins(&path, version);
+    }
+    Ok(Found { library, path, origin, version, handle })
+}
+
+/// NVRTC opens its builtins by SONAME at the first compile, which fails if they lie outside the loader's path.
+fn preload_builtins(nvrtc: &Path, version: Version) {
+    let Some(folder) = nvrtc.canonicalize().ok().and_then(|path| path.parent().map(Path::to_owned)) else {
+        return;
+    };
+    let builtins = folder.join(format!("libnvrtc-builtins.so.{version}"));
+    // SAFETY: as in `load`. A failure is not an error here: NVRTC's own search may still find them, and its log says if not.
+    if let Ok(handle) = unsafe { Handle::open(Some(&builtins), RTLD_NOW | RTLD_LOCAL) } {
+        Box::leak(Box::new(handle));
+    }
+}
+
+/// The file that the loader chose for a library that was opened by name.
+fn mapped_file(library: Library) -> Option<PathBuf> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let prefix = format!("{}.so", library.stem());
+    maps.lines()
+        .filter_map(|line| line.find('/').map(|start| Path::new(&line[start..])))
+        .find(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(&prefix)))
+        .map(Path::to_owned)
+}
+
+/// # Safety
+/// `T` is a function pointer type and the symbol's true signature.
+unsafe fn symbol<T: Copy>(handle: &'static Handle, name: &str) -> Option<T> {
+    // SAFETY: the caller vouches for the type.
+    unsafe { handle.get::<T>(name.as_bytes()) }.ok().map(|symbol| *symbol)
+}
+
+fn version_of(library: Library, handle: &'static Handle) -> Option<Version> {
+    type IntOut = unsafe extern "C" fn(*mut i32) -> i32;
+    type TwoOut = unsafe extern "C" fn(*mut i32, *mut i32) -> i32;
+    type Property = unsafe extern "C" fn(i32, *mut i32) -> i32;
+    let one = |name: &str| -> Option<u32> {
+        let mut value = 0;
+        // SAFETY: `cuDriverGetVersion(int*)` and `ncclGetVersion(int*)` write one int and need no initialisation.
+        let status = unsafe { symbol::<IntOut>(handle, name)?(&mut value) };
+        (status == 0).then(|| u32::try_from(value).ok()).flatten()
+    };
+    let property = |name: &str, which: i32| -> Option<u32> {
+        let mut value = 0;
+        // SAFETY: `cublas[Lt]GetProperty(libraryPropertyType, int*)` writes one int and needs no handle.
+        let status = unsafe { symbol::<Property>(handle, name)?(which, &mut value) };
+        (status == 0).then(|| u32::try_from(value).ok()).flatten()
+    };
+    let (major, minor) = match library {
+        Library::Driver => {
+            let packed = one("cuDriverGetVersion")?;
+            (packed / 1000, packed % 1000 / 10)
+        }
+        Library::Nvrtc => {
+            let (mut major, mut minor) = (0, 0);
+            // SAFETY: `nvrtcVersion(int*, int*)` writes both.
+            let status = unsafe { symbol::<TwoOut>(handle, "nvrtcVersion")?(&mut major, &mut minor) };
+            if status != 0 {
+                return None;
+            }
+            (u32::try_from(major).ok()?, u32::try_from(minor).ok()?)
+        }
+        Library::CublasLt => (property("cublasLtGetProperty", 0)?, property("cublasLtGetProperty", 1)?),
+        Library::Cublas => (property("cublasGetProperty", 0)?, property("cublasGetProperty", 1)?),
+        Library::Nccl => {
+            // 2.8 and older packed as XYZZ, newer as XXYYZZ; the older ones are refused anyway.
+            let packed = one("ncclGetVersion")?;
+            if packed < 10_000 {
+                (packed / 1000, packed % 1000 / 100)
+            } else {
+                (packed / 10_000, packed % 10_000 / 100)
+            }
+        }
+    };
+    Some(Version { major, minor })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_is_indexed_by_the_discriminant() {
+        for (index, library) in Library::ALL.into_iter().enumerate() {
+            assert_eq!(library as usize, index);
+        }
+    }
+
+    #[test]
+    fn file_names_are_chosen_by_version_and_not_by_prefix() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in [
+            "libnvrtc.so",
+            "libnvrtc.so.9",
+            "libnvrtc.so.13",
+            "libnvrtc.so.12.4.127",
+            "libnvrtc.alt.so.13",
+            "libnvrtc-builtins.so.13.0",
+            "libnvrtc.so.13.bak",
+            "libnvrtc.sox",
+            "libnvrtc_static.a",
+        ] {
+            std::fs::write(folder.path().join(name), name).unwrap();
+        }
+        let names: Vec<String> = files_in(folder.path(), "libnvrtc")
+            .iter()
+            .map(|path| path.file_name().unwrap().to_string_lossy().into_owned())
+            .collect();
+        assert_eq!(names, ["libnvrtc.so.13", "libnvrtc.so.12.4.127", "libnvrtc.so.9", "libnvrtc.so"]);
+    }
+
+    #[test]
+    fn wheels_are_found_under_a_prefix_of_any_python_version() {
+        let prefix = tempfile::tempdir().unwrap();
+        for version in ["python3.9", "python3.12"] {
+            let folder = prefix.path().join("lib").join(version).join("site-packages/nvidia/cu13/lib");
+            std::fs::create_dir_all(&folder).unwrap();
+            // Not a library: the loader refuses it, and the reason must be told.
+            std::fs::write(folder.join("libnvrtc.so.13"), "not an ELF file").unwrap();
+        }
+        let mut env = Env::parse(|_| None).unwrap();
+        env.search.python_prefixes = vec![prefix.path().to_owned()];
+        let sites = site_packages(&env);
+        assert_eq!(sites.len(), 2);
+        assert!(sites[0].ends_with("python3.12/site-packages"), "{sites:?}");
+        if let Err(missing) = find(Library::Nvrtc, &env) {
+            let text = missing.to_string();
+            assert!(text.contains("python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13"), "{text}");
+            assert!(text.contains("pip install nvidia-cuda-nvrtc"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_variable_that_names_nothing_is_final() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut env = Env::parse(|name| std::env::var_os(name)).unwrap();
+        env.nvrtc = Some(folder.path().join("nowhere.so"));
+        let missing = find(Library::Nvrtc, &env).unwrap_err();
+        assert_eq!(missing.tried.len(), 1);
+        assert!(missing.to_string().contains("UNWEIGHT_NVRTC="), "{missing}");
+        env.nvrtc = Some(folder.path().to_owned());
+        let missing = find(Library::Nvrtc, &env).unwrap_err();
+        assert!(missing.to_string().contains("no libnvrtc.so* there"), "{missing}");
+    }
+
+    #[test]
+    fn another_library_under_the_name_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        // libc is on every Linux and has none of the symbols.
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let libc = maps
+            .lines()
+            .filter_map(|line| line.find('/').map(|start| &line[start..]))
+            .find(|path| path.contains("libc.so") || path.contains("libc-"))
+            .expect("libc is mapped");
+        std::os::unix::fs::symlink(libc, folder.path().join("libnvrtc.so.13")).unwrap();
+        let mut env = Env::parse(|_| None).unwrap();
+        env.nvrtc = Some(folder.path().to_owned());
+        let missing = find(Library::Nvrtc, &env).unwrap_err();
+        assert!(missing.tried[0].why.contains("has no nvrtcVersion"), "{missing}");
+    }
+}
