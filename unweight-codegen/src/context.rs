@@ -11,7 +11,7 @@
 
 use crate::{
     abi::{DecodeArgs, EncodeArgs, MatmulArgs},
-    plan::Plan,
+    plan::{Plan, SmemSection},
     spec::{DecodeOutput, DecodeSpec, EncodeSpec, EncodeStage, Epilogue, MatmulSpec, WeightSource},
 };
 use serde::Serialize;
@@ -31,8 +31,29 @@ pub struct Head {
     pub blocks_per_sm: u32,
     /// Dynamic shared memory of a block.
     pub smem_bytes: u32,
+    /// The sections of shared memory, in address order.
+    pub sections: Vec<Section>,
     /// `sizeof` the argument struct on the host.
     pub args_bytes: usize,
+}
+
+/// Where the kernel must have put a section of shared memory.
+#[derive(Debug, Serialize)]
+pub struct Section {
+    /// The constant of the kernel's `Smem` that holds the offset: `kSourceBarriers` for `source_barriers`.
+    pub constant: String,
+    /// Bytes from the start.
+    pub offset: u32,
+}
+
+impl Section {
+    fn new(section: &SmemSection) -> Self {
+        let camel = section.name.split('_').map(|word| match word.split_at_checked(1) {
+            Some((first, rest)) => first.to_ascii_uppercase() + rest,
+            None => String::new(),
+        });
+        Self { constant: format!("k{}", camel.collect::<String>()), offset: section.offset }
+    }
 }
 
 impl Head {
@@ -44,6 +65,7 @@ impl Head {
             threads: plan.launch.threads,
             blocks_per_sm: plan.launch.blocks_per_sm,
             smem_bytes: plan.smem.bytes(),
+            sections: plan.smem.sections().iter().map(Section::new).collect(),
             args_bytes: size_of::<Args>(),
         }
     }
@@ -91,6 +113,10 @@ pub struct MatmulContext {
     pub verbatim_rows: u32,
     /// `Config::kStoreAdd`.
     pub store_add: bool,
+    /// Registers per thread of the loading warpgroup.
+    pub producer_registers: u32,
+    /// Registers per thread of the multiplying warpgroups.
+    pub consumer_registers: u32,
 }
 
 impl MatmulContext {
@@ -107,6 +133,7 @@ impl MatmulContext {
             }
         };
         let columns = 64 * spec.n_tiles.get();
+        let mut registers = plan.roles.roles().filter_map(|role| role.registers);
         let summary =
             format!("{product}, W from {source}; 128 x {columns} of Y per block, {} stages.", spec.stages.get());
         Self {
@@ -116,6 +143,8 @@ impl MatmulContext {
             stages: spec.stages.get(),
             verbatim_rows: spec.verbatim_rows(),
             store_add: matches!(spec.epilogue, Epilogue::StoreAdd),
+            producer_registers: registers.next().unwrap_or_default(),
+            consumer_registers: registers.next().unwrap_or_default(),
         }
     }
 }

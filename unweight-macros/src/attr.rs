@@ -23,8 +23,10 @@ pub(crate) enum Value {
 impl Parse for Pair {
     fn parse(input: ParseStream<'_>) -> Result<Self> {
         // `crate` is a keyword, so any word is read here and judged by name later.
-        let key = Ident::parse_any(input)?;
-        input.parse::<Token![=]>()?;
+        let here = input.span();
+        let pair = |_| syn::Error::new(here, "expected `key = value`, such as `n = 2`");
+        let key = Ident::parse_any(input).map_err(pair)?;
+        input.parse::<Token![=]>().map_err(pair)?;
         let value = if input.peek(LitInt) { Value::Int(input.parse()?) } else { Value::Path(parse_path(input, &key)?) };
         Ok(Self { key, value })
     }

@@ -33,7 +33,7 @@ const DEFAULT_VERBATIM: u32 = 8;
 /// Code limit of a decoder that does not say: the encoder's default.
 const DEFAULT_CODE_LIMIT: u32 = 7;
 
-/// The pairs as a variant, or every rule they break.
+/// The pairs as a variant, or what is wrong with the item, the keys and each of `op`, `arch`, `crate` and the family's values.
 pub(crate) fn check(pairs: &[Pair], item: &TokenStream) -> Result<Variant> {
     let mut errors = Errors(None);
     let name = errors.keep(unit_struct(item));
@@ -174,7 +174,9 @@ impl Args<'_> {
     fn int(&self, key: &str, default: Option<u32>) -> Result<LitInt> {
         match self.find(key).map(|pair| &pair.value) {
             Some(Value::Int(number)) => {
-                let value: u32 = number.base10_parse()?;
+                let value: u32 = number
+                    .base10_parse()
+                    .map_err(|_| Error::new(number.span(), format!("`{key}` takes an integer up to {}", u32::MAX)))?;
                 // Without the user's suffix: `2usize` must not become a type error of the expansion.
                 Ok(LitInt::new(&value.to_string(), number.span()))
             }

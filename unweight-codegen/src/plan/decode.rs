@@ -1,16 +1,56 @@
-use super::{Grid, LaunchPlan, Plan, RolePlan, SmemPlan, Work};
-use crate::spec::{DecodeSpec, VariantSpec};
-pub(super) const fn plan(spec: &VariantSpec, _op: &DecodeSpec) -> Plan {
-    let warps = 8;
+//! The preprocess family: `templates/include/unweight/kernels/decode.cuh`.
+
+use super::{Grid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work};
+use crate::spec::{CodeLimit, DecodeOutput, DecodeSpec, VariantSpec};
+
+/// One block fills an SM: the table is then built and held once per SM.
+const BLOCKS_PER_SM: u32 = 1;
+const WARPS: u32 = 32;
+/// Buffers of a warp for the bits of a half tile.
+const STAGES: u32 = 2;
+/// 16 B in front, and 32 rows of at most 319 bits rounded out to 16 B at both ends.
+const STAGE_BYTES: u32 = 16 + 1312;
+const MBARRIER_BYTES: u32 = 8;
+/// Code words and single-symbol entries while the table is built.
+const SCRATCH_BYTES: u32 = 1024;
+/// Up to here a table is repeated, so that lanes look up in different banks.
+const TABLE_BYTES_MAX: u32 = 65_536;
+const TABLE_COPIES_MAX: u32 = 32;
+const ROWS_PER_UNIT: u32 = 32;
+
+/// Bytes of the lookup table. Up to 7 bits: one table of pairs, indexed by two codes. Above: single symbols, repeated.
+const fn table_bytes(output: DecodeOutput, limit: CodeLimit) -> u32 {
+    let bits = limit.get();
+    let palette = matches!(output, DecodeOutput::Palette);
+    if bits <= 7 {
+        return (if palette { 2 } else { 4 }) << (2 * bits);
+    }
+    let one = (if bits == 15 { 2 } else { 4 }) << bits;
+    let fit = TABLE_BYTES_MAX / one;
+    one * if fit < TABLE_COPIES_MAX { fit } else { TABLE_COPIES_MAX }
+}
+
+pub(super) const fn plan(spec: &VariantSpec, op: &DecodeSpec) -> Plan {
+    let row_bytes = match op.output {
+        DecodeOutput::Palette => 32,
+        DecodeOutput::Exponent | DecodeOutput::Full => 64,
+    };
+    let smem = SmemPlan::new()
+        .section("table", 1, table_bytes(op.output, op.code_limit), 16)
+        .section("scratch", 1, SCRATCH_BYTES, 16)
+        .section("barriers", STAGES * WARPS, MBARRIER_BYTES, 8)
+        .section("stage", STAGES * WARPS, STAGE_BYTES, 16)
+        .section("output", WARPS, ROWS_PER_UNIT * row_bytes, 16);
     Plan {
         spec: *spec,
-        smem: SmemPlan::new().section("table", 1, 1024, 16),
-        pipeline: None,
-        roles: RolePlan::one("decode", warps),
+        smem,
+        // Private to a warp, which knows its own progress: no barrier says that a stage is empty.
+        pipeline: Some(PipelinePlan { stages: STAGES, stage_bytes: STAGE_BYTES, full_arrivals: 1, empty_arrivals: 0 }),
+        roles: RolePlan::one("decode", WARPS),
         launch: LaunchPlan {
-            threads: warps * 32,
-            blocks_per_sm: 1,
-            grid: Grid::Persistent { work: Work::WeightTiles, per_block: warps, blocks_per_sm: 1 },
+            threads: WARPS * spec.arch.limits().warp_threads,
+            blocks_per_sm: BLOCKS_PER_SM,
+            grid: Grid::Persistent { work: Work::HalfTiles, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
         },
     }
 }

@@ -1,70 +1,147 @@
+//! The report's matmul family: `templates/include/unweight/kernels/matmul.cuh`.
+//!
+//! ```text
+//! bytes = fixed(n) + stages * stage(n)
+//! fixed = one more slot of X + three buffers of joined weights + their share of barriers
+//! stage = a slot of X + n * (sign-mantissa tile + exponent tile or (nibbles + verbatim rows + bitmask)) + four barriers
+//! ```
+
 use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Role, RolePlan, SmemPlan, Work};
 use crate::spec::{MatmulSpec, NTiles, Stages, VariantSpec, WeightSource};
 
-const fn stage_bytes(op: &MatmulSpec, n: u32) -> u32 {
-    let source = match op.source {
-        WeightSource::Exponent => 4096,
-        WeightSource::Palette { verbatim } => 2048 + 16 + 64 * verbatim.get(),
-    };
-    16384 + n * (4096 + source)
+/// Rows and columns of a stored tile, and the k step.
+const TILE: u32 = 64;
+/// Warpgroups that multiply, 64 rows of X each.
+const CONSUMER_WARPGROUPS: u32 = 2;
+const CONSUMER_WARPS: u32 = 4 * CONSUMER_WARPGROUPS;
+const PRODUCER_WARPS: u32 = 4;
+/// Registers per thread of the two roles; 128 x 40 + 256 x 232 = 384 x 168, what one block per SM leaves.
+const PRODUCER_REGISTERS: u32 = 40;
+const CONSUMER_REGISTERS: u32 = 232;
+const BLOCKS_PER_SM: u32 = 1;
+
+/// bf16 rows of X for both warpgroups.
+const X_SLOT_BYTES: u32 = CONSUMER_WARPGROUPS * TILE * TILE * 2;
+/// The tensor cores hold X longer than the sources are held, so its ring is deeper.
+const X_STAGES_MORE: u32 = 1;
+/// Joined weights, bf16: one buffer is filled while two are multiplied.
+const B_BUFFERS: u32 = 3;
+const B_TILE_BYTES: u32 = TILE * TILE * 2;
+const SIGN_TILE_BYTES: u32 = TILE * TILE;
+/// A full and an empty barrier.
+const RING_SLOT_BARRIER_BYTES: u32 = 2 * 8;
+/// Where a swizzled tile may begin.
+const SWIZZLE_ALIGN: u32 = 1024;
+
+/// What one tile of W needs in a stage beside its sign-mantissa bytes.
+struct Source {
+    exponent_bytes: u32,
+    verbatim_bytes: u32,
+    mask_bytes: u32,
 }
-const fn fixed_bytes(n: u32) -> u32 {
-    1024 + 2 * 8192 * n
+
+impl Source {
+    const fn new(op: &MatmulSpec) -> Self {
+        match op.source {
+            WeightSource::Exponent => Self { exponent_bytes: TILE * TILE, verbatim_bytes: 0, mask_bytes: 0 },
+            WeightSource::Palette { verbatim } => Self {
+                exponent_bytes: TILE * TILE / 2,
+                verbatim_bytes: verbatim.get() * TILE,
+                mask_bytes: if verbatim.get() > 0 { 8 } else { 0 },
+            },
+        }
+    }
+
+    const fn bytes(&self) -> u32 {
+        self.exponent_bytes + self.verbatim_bytes + self.mask_bytes
+    }
+}
+
+const fn smem(op: &MatmulSpec) -> SmemPlan {
+    let (n, stages) = (op.n_tiles.get(), op.stages.get());
+    let x_stages = stages + X_STAGES_MORE;
+    let source = Source::new(op);
+    SmemPlan::new()
+        .section("x", x_stages, X_SLOT_BYTES, SWIZZLE_ALIGN)
+        .section("b", B_BUFFERS, n * B_TILE_BYTES, SWIZZLE_ALIGN)
+        .section("sign", stages, n * SIGN_TILE_BYTES, 128)
+        .section("exponent", stages, n * source.exponent_bytes, 128)
+        .section("verbatim", stages, n * source.verbatim_bytes, 16)
+        .section("mask", stages, n * source.mask_bytes, 8)
+        .section("source_barriers", stages, RING_SLOT_BARRIER_BYTES, 8)
+        .section("x_barriers", x_stages, RING_SLOT_BARRIER_BYTES, 8)
+}
+
+/// What each stage costs.
+const fn stage_bytes(op: &MatmulSpec) -> u32 {
+    X_SLOT_BYTES + op.n_tiles.get() * (SIGN_TILE_BYTES + Source::new(op).bytes()) + 2 * RING_SLOT_BARRIER_BYTES
+}
+
+const fn fits(spec: &VariantSpec, op: &MatmulSpec) -> bool {
+    smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
+}
+
+/// The most stages that fit, all else being equal.
+const fn fitting_stages(spec: &VariantSpec, op: &MatmulSpec) -> Option<Stages> {
+    let mut stages = op.stages.get();
+    while let Ok(value) = Stages::new(stages - 1) {
+        if fits(spec, &MatmulSpec { stages: value, ..*op }) {
+            return Some(value);
+        }
+        stages -= 1;
+    }
+    None
+}
+
+/// The most tiles that fit, all else being equal.
+const fn fitting_n(spec: &VariantSpec, op: &MatmulSpec) -> Option<NTiles> {
+    let mut n = op.n_tiles.get();
+    while let Ok(value) = NTiles::new(n - 1) {
+        if fits(spec, &MatmulSpec { n_tiles: value, ..*op }) {
+            return Some(value);
+        }
+        n -= 1;
+    }
+    None
 }
 
 pub(super) const fn plan(spec: &VariantSpec, op: &MatmulSpec) -> Result<Plan, Infeasible> {
-    let limit = spec.arch.limits().smem_bytes_per_block;
-    let (n, stages) = (op.n_tiles.get(), op.stages.get());
-    let stage = stage_bytes(op, n);
-    let fixed = fixed_bytes(n);
-    if fixed + stages * stage > limit {
-        let mut fitting_stages = None;
-        let mut s = Stages::MIN.get();
-        while s < stages {
-            if let Ok(value) = Stages::new(s)
-                && fixed + s * stage <= limit
-            {
-                fitting_stages = Some(value);
-            }
-            s += 1;
-        }
-        let mut fitting_n = None;
-        let mut t = NTiles::MIN.get();
-        while t < n {
-            if let Ok(value) = NTiles::new(t)
-                && fixed_bytes(t) + stages * stage_bytes(op, t) <= limit
-            {
-                fitting_n = Some(value);
-            }
-            t += 1;
-        }
+    let smem = smem(op);
+    let stages = op.stages.get();
+    if !fits(spec, op) {
         return Err(Infeasible::SharedMemory {
             spec: *spec,
-            fixed_bytes: fixed,
+            fixed_bytes: smem.bytes() - stages * stage_bytes(op),
             stages,
-            stage_bytes: stage,
-            limit_bytes: limit,
-            fitting_stages,
-            fitting_n,
+            stage_bytes: stage_bytes(op),
+            limit_bytes: spec.arch.limits().smem_bytes_per_block,
+            fitting_stages: fitting_stages(spec, op),
+            fitting_n: fitting_n(spec, op),
         });
     }
-    let smem = SmemPlan::new().section("stages", stages, stage, 1024).section("rest", 1, fixed, 16);
+    let work = Work::OutputTiles { rows: CONSUMER_WARPGROUPS * TILE, columns: op.n_tiles.get() * TILE };
     Ok(Plan {
         spec: *spec,
         smem,
-        pipeline: Some(PipelinePlan { stages, stage_bytes: stage, full_arrivals: 1, empty_arrivals: 2 }),
+        // The ring of the weights: warp 0 arrives with the bytes, each consumer warp once its lanes have joined.
+        pipeline: Some(PipelinePlan {
+            stages,
+            stage_bytes: stage_bytes(op),
+            full_arrivals: 1,
+            empty_arrivals: CONSUMER_WARPS,
+        }),
         roles: RolePlan {
-            first: Role { name: "load", warps: 4, registers: Some(40) },
-            second: Some(Role { name: "compute", warps: 8, registers: Some(232) }),
+            first: Role { name: "load", warps: PRODUCER_WARPS, registers: Some(PRODUCER_REGISTERS) },
+            second: Some(Role {
+                name: "join and multiply",
+                warps: CONSUMER_WARPS,
+                registers: Some(CONSUMER_REGISTERS),
+            }),
         },
         launch: LaunchPlan {
-            threads: 384,
-            blocks_per_sm: 1,
-            grid: Grid::Persistent {
-                work: Work::OutputTiles { rows: 128, columns: 64 * n },
-                per_block: 1,
-                blocks_per_sm: 1,
-            },
+            threads: (PRODUCER_WARPS + CONSUMER_WARPS) * spec.arch.limits().warp_threads,
+            blocks_per_sm: BLOCKS_PER_SM,
+            grid: Grid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
         },
     })
 }

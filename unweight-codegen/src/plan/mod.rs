@@ -42,7 +42,7 @@ pub struct PipelinePlan {
     pub stage_bytes: u32,
     /// Arrivals that complete a stage's `full` barrier, besides the bytes it waits for.
     pub full_arrivals: u32,
-    /// Arrivals that complete a stage's `empty` barrier.
+    /// Arrivals that complete a stage's `empty` barrier; 0 where the ring belongs to one warp and needs none.
     pub empty_arrivals: u32,
 }
 

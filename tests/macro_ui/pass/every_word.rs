@@ -1,0 +1,35 @@
+//! Every word and number of the attribute, held against the canonical name: the macro's tables and the spec's agree.
+use unweight_codegen::Variant;
+use unweight_macros::unweight_variant;
+
+macro_rules! declare {
+    ($($name:literal: ($($attribute:tt)*)),+ $(,)?) => {$({
+        #[unweight_variant($($attribute)*)]
+        struct Declared;
+        assert_eq!(Declared::SPEC.name().as_str(), $name);
+    })+};
+}
+
+fn main() {
+    declare! {
+        "uw_sm90a_matmul_palette_n2p4_v8_store": (n = 2, stages = 4),
+        "uw_sm90a_matmul_palette_n1p2_v0_store_add": (n = 1, stages = 2, verbatim = 0, epilogue = store_add),
+        "uw_sm90a_matmul_palette_n2p2_v4_store": (source = palette, n = 2, stages = 2, verbatim = 4, epilogue = store),
+        "uw_sm90a_matmul_palette_n2p2_v16_store": (n = 2, stages = 2, verbatim = 16),
+        "uw_sm90a_matmul_palette_n2p2_v32_store": (n = 2, stages = 2, verbatim = 32),
+        "uw_sm90a_matmul_palette_n1p2_v64_store": (n = 1, stages = 2, verbatim = 64),
+        "uw_sm90a_matmul_exponent_n2p4_store_add":
+            (op = matmul, arch = sm90a, source = exponent, n = 2usize, stages = 4, epilogue = store_add),
+        "uw_sm90a_matmul_exponent_n1p3_store": (stages = 3, n = 1, source = exponent),
+        "uw_sm90a_decode_full_l7": (op = decode, output = full),
+        "uw_sm90a_decode_exponent_l12": (op = decode, output = exponent, code_limit = 12),
+        "uw_sm90a_decode_palette_l6": (op = decode, output = palette, code_limit = 6),
+        "uw_sm90a_encode_stats": (op = encode, stage = stats),
+        "uw_sm90a_encode_table": (op = encode, stage = table),
+        "uw_sm90a_encode_decode_table": (op = encode, stage = decode_table),
+        "uw_sm90a_encode_rows": (op = encode, stage = rows),
+        "uw_sm90a_encode_scan": (op = encode, stage = scan),
+        "uw_sm90a_encode_write": (op = encode, stage = write),
+        "uw_sm90a_encode_palette": (op = encode, stage = palette),
+    }
+}

@@ -1,0 +1,26 @@
+//! Writes the source of variants, and the headers they include, to a folder: `emit DIR [NAME_PART]`.
+//!
+//! What lies there compiles as it is: `nvcc -arch=sm_90a -std=c++17 -I DIR/include -cubin DIR/<name>.cu`.
+
+use std::{error::Error, fs, path::PathBuf};
+use unweight_codegen::{render, spec::catalog};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut arguments = std::env::args().skip(1);
+    let folder = PathBuf::from(arguments.next().ok_or("usage: emit DIR [NAME_PART]")?);
+    let part = arguments.next().unwrap_or_default();
+    fs::create_dir_all(&folder)?;
+    let mut count = 0;
+    for spec in catalog::all().iter().filter(|spec| spec.name().contains(&part)) {
+        let source = render(spec)?;
+        fs::write(folder.join(format!("{}.cu", source.name)), &source.text)?;
+        for (name, text) in source.headers {
+            let path = folder.join("include").join(name);
+            fs::create_dir_all(path.parent().ok_or("a header without a folder")?)?;
+            fs::write(path, text)?;
+        }
+        count += 1;
+    }
+    println!("{count} variants in {}", folder.display());
+    Ok(())
+}
