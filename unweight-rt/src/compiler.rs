@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
+use unweight_codegen::VariantSpec;
 
 use crate::cubin::{self, KernelResources};
 use crate::env::Env;
@@ -31,6 +32,19 @@ pub struct CompileRequest {
 }
 
 impl CompileRequest {
+    /// The request for a variant: its rendered source, with every header that it reaches.
+    pub fn render(spec: &VariantSpec) -> Result<CompileRequest, Error> {
+        let source = unweight_codegen::render(spec)?;
+        let own = |text: &&str| (*text).to_owned();
+        Ok(CompileRequest {
+            name: source.name,
+            source: source.text,
+            headers: source.headers.iter().map(|(name, text)| (own(name), own(text))).collect(),
+            options: source.options,
+            arch: spec.arch.compiler_name().to_owned(),
+        })
+    }
+
     /// Every option that reaches the compiler and can change its output, in order.
     ///
     /// A spill is a warning in the log, not an error: a newer compiler that spills a little still runs models. The tests

@@ -6,7 +6,7 @@
 //! .nv.info              per kernel: 0x2f registers, 0x11 frame bytes, 0x12 minimal stack bytes (payload: symbol u32, value u32)
 //! .nv.info.<kernel>     0x05 maximal threads (3 x u32), 0x10 required threads (3 x u32), 0x19 bytes of parameters (u16)
 //! .nv.shared.<kernel>   its size: static shared memory and 1024 bytes of the system's
-//! .text.<kernel>        16 bytes an instruction (sm_70 and newer); opcode = low 12 bits
+//! .text.<kernel>        16 bytes an instruction (sm_70 and newer); opcode = low 9 bits
 //! ```
 //!
 //! Attributes are `format u8, id u8` and then nothing (format 1), a byte (2), a half (3) or a size u16 with as many bytes (4).
@@ -27,22 +27,37 @@ const RESERVED_SMEM_BYTES: u64 = 1024;
 /// Machine number of CUDA in an ELF header.
 const EM_CUDA: u16 = 190;
 
-/// Low 12 bits of an instruction on `sm_90`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
+/// Which instruction: its low 9 bits on `sm_90`. Bits 9 to 11 tell the form of the operands (register, descriptor, constant, ...)
+/// and are left out, so that both forms of wgmma are one opcode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Opcode(pub u16);
 
 impl Opcode {
-    /// wgmma, both operands' descriptors or a register operand.
-    pub const HGMMA: [Opcode; 2] = [Opcode(0x9f0), Opcode(0x9f1)];
+    /// wgmma, with the A operand in shared memory (0x9f0) or in registers (0xdf0).
+    pub const HGMMA: Opcode = Opcode(0x1f0);
+    /// mma.sync of 16-bit floats.
+    pub const HMMA: Opcode = Opcode(0x03c);
     /// Load from local memory: a spill, or an array indexed at run time.
-    pub const LDL: Opcode = Opcode(0x983);
+    pub const LDL: Opcode = Opcode(0x183);
     /// Store to local memory.
-    pub const STL: Opcode = Opcode(0x387);
+    pub const STL: Opcode = Opcode(0x187);
+    /// ldmatrix.
+    pub const LDSM: Opcode = Opcode(0x03b);
+    /// stmatrix.
+    pub const STSM: Opcode = Opcode(0x044);
+    /// cp.async.bulk without a tensor map, either way.
+    pub const UBLKCP: Opcode = Opcode(0x1ba);
     /// TMA load of a tensor box.
-    pub const UTMALDG: Opcode = Opcode(0x5b4);
+    pub const UTMALDG: Opcode = Opcode(0x1b4);
+    /// TMA store of a tensor box.
+    pub const UTMASTG: Opcode = Opcode(0x1b5);
     /// setmaxnreg.
-    pub const USETMAXREG: Opcode = Opcode(0x9c8);
+    pub const USETMAXREG: Opcode = Opcode(0x1c8);
+
+    /// The opcode of an instruction's first two bytes.
+    pub const fn of(low: u16) -> Opcode {
+        Opcode(low & 0x1ff)
+    }
 }
 
 /// What a kernel takes of a multiprocessor.
@@ -243,7 +258,7 @@ fn read_code(info: &mut KernelInfo, code: &[u8], section: &str) -> Result<(), Cu
     }
     for instruction in instructions {
         let low = u16::from_le_bytes([instruction[0], instruction[1]]);
-        *info.opcodes.entry(Opcode(low & 0xfff)).or_default() += 1;
+        *info.opcodes.entry(Opcode::of(low)).or_default() += 1;
     }
     info.resources.instructions = instructions.len() as u64;
     info.resources.local_accesses = info.count(&[Opcode::LDL, Opcode::STL]);

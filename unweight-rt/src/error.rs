@@ -17,6 +17,9 @@ pub enum Error {
     /// A library is not there, or not usable.
     #[error(transparent)]
     Library(#[from] MissingLibrary),
+    /// There is no source for a variant.
+    #[error(transparent)]
+    Codegen(#[from] unweight_codegen::CodegenError),
     /// The compiler refused a source. Boxed: it carries the log and the source.
     #[error(transparent)]
     Compile(#[from] Box<CompileFailure>),
