@@ -13,6 +13,7 @@
 // shares byte 1, the first in the low nibble). Entries are 4 bytes, or 2 where two suffice and size matters.
 #pragma once
 
+#include "unweight/decode/canonical.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/memory.cuh"
 
@@ -74,21 +75,12 @@ struct Table {
 
     // Expands the code; all threads of the block, which must meet before the first lookup.
     static UW_DEVICE void build(u32 table, u32 scratch, const Code& code, u32 thread, u32 threads) {
-        // 1. Canonical codes, reversed: the recurrence of A.4, each lane keeping its own step.
+        // 1. Code words. An unused entry, or a length beyond the limit of this kernel (the host refuses the latter
+        // beforehand), fills no slot.
         if (thread < 32) {
-            u32 word = 0, length = ptx::shuffle(code.length, 0), own = 0;
-#pragma unroll 1
-            for (u32 i = 1; i < 16; ++i) {
-                u32 next = ptx::shuffle(code.length, i);
-                u32 step = next > length ? next - length : 0;
-                word = step < 16 ? (word + 1) << step : 0;
-                length = next;
-                own = i == thread ? word : own;
-            }
-            // An unused entry or a length beyond the limit of this kernel (the host refuses the latter beforehand) fills no slot.
+            u32 word = canonical_code(code.length, thread);
             bool usable = code.length >= 1 && code.length <= kCodeLimit;
-            u32 reversed = usable ? ptx::bit_reverse(own) >> (32 - code.length) : 0;
-            if (thread < 16) ptx::store_shared(scratch + 4 * thread, usable ? code.length | code.value << 8 | reversed << 16 : 0);
+            if (thread < 16) ptx::store_shared(scratch + 4 * thread, usable ? code.length | code.value << 8 | word << 16 : 0);
         }
         ptx::sync_block();
         // 2. Single-symbol entries. Slots that no code reaches (a palette of one entry leaves half of them) give entry 0.

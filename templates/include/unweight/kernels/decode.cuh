@@ -1,8 +1,9 @@
 // Preprocess family (report section 7): Huffman tensor -> bf16 matrix | exponent bytes | packed palette indices.
 //
 // Config   { static constexpr u32 kOutput /* 0 full, 1 exponent, 2 palette */, kCodeLimit /* 6..15 */, kWarps /* 1..32 */; }
-//          Default kWarps = 32. A tensor may be decoded by a kernel of its own longest code or of any larger limit.
-// Launch   threads = 32 * kWarps, grid = SMs (1 block per SM; any grid is right), dynamic shared memory = Smem<Config>::kBytes,
+//          kWarps = 32 for exponent and palette, 24 for full (whose prefetch needs the registers).
+//          A tensor may be decoded by a kernel of its own longest code or of any larger limit.
+// Launch   threads = 32 * kWarps, grid = min(tiles, SMs) (1 block per SM; any grid is right), dynamic shared memory = Smem<Config>::kBytes,
 //          __launch_bounds__(32 * kWarps, 1). `work_counter` is not used.
 //
 // Roles    every warp is alone: it takes every so many-th tile and shares nothing but the table with others. Its header (16 B metadata,
