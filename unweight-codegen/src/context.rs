@@ -156,6 +156,10 @@ pub struct EncodeContext {
     pub head: Head,
     /// The function of `uw::encode`.
     pub function: &'static str,
+    /// The constant of `uw::encode` that holds the threads of a block.
+    pub threads_constant: &'static str,
+    /// The constant of `uw::encode` that holds the bytes of shared memory, where there are any.
+    pub smem_constant: Option<&'static str>,
 }
 
 impl EncodeContext {
@@ -170,6 +174,20 @@ impl EncodeContext {
             EncodeStage::Write => "Elements and offsets -> bitstream and verbatim rows.",
             EncodeStage::Palette => "Elements and offsets -> packed palette indices and verbatim rows.",
         };
-        Self { head: Head::new::<EncodeArgs>(plan, summary.to_owned()), function: spec.stage.tag() }
+        let (threads_constant, smem_constant) = match spec.stage {
+            EncodeStage::Stats => ("kStatsThreads", Some("kStatsSmemBytes")),
+            EncodeStage::Table => ("kTableThreads", Some("kTableSmemBytes")),
+            EncodeStage::DecodeTable => ("kDecodeTableThreads", None),
+            EncodeStage::Rows => ("kTileThreads", Some("kRowsSmemBytes")),
+            EncodeStage::Scan => ("kScanThreads", Some("kScanSmemBytes")),
+            EncodeStage::Write => ("kTileThreads", Some("kWriteSmemBytes")),
+            EncodeStage::Palette => ("kTileThreads", Some("kPaletteSmemBytes")),
+        };
+        Self {
+            head: Head::new::<EncodeArgs>(plan, summary.to_owned()),
+            function: spec.stage.tag(),
+            threads_constant,
+            smem_constant,
+        }
     }
 }

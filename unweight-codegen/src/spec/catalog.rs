@@ -73,4 +73,58 @@ mod tests {
         assert_eq!(encoders().count(), 7);
         assert_eq!(matmuls().count(), 8 * 2 + 8 * 6 * 2);
     }
+
+    /// Table 6 of the report, (verbatim budget) -> does the ring fit?
+    fn table_6(budget: u32, n: u32, stages: u32) -> bool {
+        match budget {
+            0..=8 => true,
+            16 => stages <= 4,
+            32 => stages <= 2,
+            // "narrow N only" gives no number; N2P2 is what Table 5 recommends for large budgets.
+            _ => stages <= 2 && n <= 2,
+        }
+    }
+
+    /// Where our frontier is not the report's. docs/kernels.md explains each line.
+    #[test]
+    fn the_frontier_differs_from_table_6_exactly_as_documented() {
+        let mut differences = Vec::new();
+        for verbatim in VerbatimRows::ALL {
+            for (n, stages) in TABLE_5 {
+                let source = WeightSource::Palette { verbatim };
+                let ours = Plan::new(&VariantSpec::matmul(Arch::Sm90a, source, n, stages, Epilogue::Store)).is_ok();
+                let theirs = table_6(verbatim.get(), n.get(), stages.get());
+                if ours != theirs {
+                    differences.push((verbatim.get(), n.get(), stages.get(), ours));
+                }
+            }
+        }
+        assert_eq!(
+            differences,
+            [
+                (16, 1, 6, true),
+                (32, 1, 6, true),
+                (32, 1, 4, true),
+                (32, 2, 4, true),
+                (32, 2, 3, true),
+                (64, 1, 6, true),
+                (64, 1, 4, true),
+                (64, 2, 4, true),
+                (64, 2, 3, true),
+                (64, 3, 2, true),
+                (64, 4, 2, true),
+            ]
+        );
+    }
+
+    /// The sum decides, so rings beyond Table 5 must meet the limit somewhere.
+    #[test]
+    fn the_frontier_exists() {
+        let fits = |n: u32, stages: u32, rows: u32| {
+            let source = WeightSource::Palette { verbatim: VerbatimRows::new(rows).unwrap() };
+            let (n, stages) = (NTiles::new(n).unwrap(), Stages::new(stages).unwrap());
+            Plan::new(&VariantSpec::matmul(Arch::Sm90a, source, n, stages, Epilogue::Store)).is_ok()
+        };
+        assert!(fits(4, 2, 64) && !fits(4, 3, 8) && fits(1, 6, 64) && !fits(1, 8, 64) && fits(1, 8, 8));
+    }
 }
