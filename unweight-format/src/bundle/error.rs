@@ -1,0 +1,307 @@
+//! Everything that can go wrong with a model or a bundle, with file, tensor, offset, expected, got and next step.
+
+use std::{error::Error, io, path::PathBuf};
+
+use crate::{CodecError, safetensors::HeaderError};
+
+/// What an error means for whoever asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ErrorClass {
+    /// The bundle is damaged or does not match: its bytes are not those that were written.
+    Mismatch,
+    /// The work could not be done; nothing is known to be damaged.
+    Failed,
+    /// The work was asked to stop.
+    Interrupted,
+}
+
+impl ErrorClass {
+    /// Exit status of a command: 1, 2, 130.
+    pub const fn exit_code(self) -> u8 {
+        match self {
+            Self::Mismatch => 1,
+            Self::Failed => 2,
+            Self::Interrupted => 130,
+        }
+    }
+}
+
+/// Why a model or a bundle could not be read, written or trusted.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BundleError {
+    /// The system refused.
+    #[error("{}: cannot {action}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The disk is full, or will be.
+    #[error("{}: the disk is full: about {needed_bytes} bytes are needed, {free_bytes} are free; free some space, then run again with --resume", path.display())]
+    DiskFull {
+        /// Where.
+        path: PathBuf,
+        /// Bytes needed from now on.
+        needed_bytes: u64,
+        /// Bytes free.
+        free_bytes: u64,
+    },
+    /// A directory was expected.
+    #[error("{}: not a directory; give the directory that holds the model", path.display())]
+    NotADirectory {
+        /// The path given.
+        path: PathBuf,
+    },
+    /// The model has no `*.safetensors`.
+    #[error("{}: no *.safetensors file inside; nothing to compress", path.display())]
+    NoWeights {
+        /// The source.
+        path: PathBuf,
+    },
+    /// The output is there already.
+    #[error("{}: output exists; choose another name, or replace it with --force", path.display())]
+    OutputExists {
+        /// The output.
+        path: PathBuf,
+    },
+    /// Source and output overlap.
+    #[error("{}: the output is the source, or one lies inside the other ({}); choose an output elsewhere", output.display(), input.display())]
+    OutputOverlaps {
+        /// The output.
+        output: PathBuf,
+        /// The source.
+        input: PathBuf,
+    },
+    /// `<output>.partial` is something else.
+    #[error("{}: exists but was not made by an interrupted run; move it away", path.display())]
+    ForeignPartial {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// Another process is writing the same output.
+    #[error("{}: another process is writing this output; wait for it, or choose another output", path.display())]
+    Locked {
+        /// The partial directory.
+        path: PathBuf,
+    },
+    /// Cancelled.
+    #[error("interrupted; finished files are kept in {}: run again with --resume to go on from there", partial.display())]
+    Interrupted {
+        /// What is kept.
+        partial: PathBuf,
+    },
+    /// Cancelled while only reading.
+    #[error("interrupted")]
+    Cancelled,
+    /// A file that is neither a file nor a directory, or whose name cannot be stored.
+    #[error("{}: {reason}", path.display())]
+    Unstorable {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        reason: &'static str,
+    },
+    /// A safetensors header that cannot be trusted.
+    #[error("{}: not a valid safetensors file", path.display())]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and where.
+        source: HeaderError,
+    },
+    /// An index that cannot be read.
+    #[error("{}: not a valid safetensors index: {reason}", path.display())]
+    Index {
+        /// The index.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// Index and shards disagree.
+    #[error("{}: {reason}; fetch the model again, or correct the index", path.display())]
+    IndexDisagrees {
+        /// The index.
+        path: PathBuf,
+        /// How.
+        reason: String,
+    },
+    /// A source tensor has a name that the bundle needs.
+    #[error("{}: tensor '{tensor}': names with '.unweight.' or 'unweight.source_header' are reserved for bundles; is this a bundle already?", path.display())]
+    ReservedTensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+    },
+    /// A source file has a name that the bundle needs.
+    #[error("{}: the name is reserved for bundles; is this a bundle already? (decompress it, or move the file away)", path.display())]
+    ReservedFile {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A source file changed while it was read.
+    #[error("{}: changed while it was read ({expected} bytes, now {got}); run again when nothing writes to it", path.display())]
+    SourceChanged {
+        /// The file.
+        path: PathBuf,
+        /// Bytes at first.
+        expected: u64,
+        /// Bytes now.
+        got: u64,
+    },
+    /// A header would exceed what safetensors readers accept.
+    #[error(
+        "{file}: the bundle's header would have {got} bytes, above the {limit} that safetensors readers accept; split the file into more shards"
+    )]
+    HeaderTooLarge {
+        /// The file.
+        file: String,
+        /// Bytes it would have.
+        got: u64,
+        /// Most bytes allowed.
+        limit: u64,
+    },
+    /// A plan file that cannot be followed.
+    #[error("{}: {reason}", path.display())]
+    PlanFile {
+        /// The plan file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// The thread pool could not be started.
+    #[error("cannot start {threads} threads: {reason}")]
+    Threads {
+        /// Threads asked for.
+        threads: usize,
+        /// Why.
+        reason: String,
+    },
+    /// Not a bundle at all.
+    #[error("{}: no unweight.json inside; this is not a bundle (compress makes one)", path.display())]
+    NotABundle {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// A format from the future.
+    #[error("{}: format version {major}.{minor} is newer than this program's {supported}; update the program", path.display())]
+    NewerVersion {
+        /// The manifest.
+        path: PathBuf,
+        /// Major version found.
+        major: u32,
+        /// Minor version found.
+        minor: u32,
+        /// Major version understood.
+        supported: u32,
+    },
+    /// The manifest is damaged.
+    #[error("{}: manifest: {reason}", path.display())]
+    Manifest {
+        /// The manifest.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// A part of a bundle file is not what the manifest says.
+    #[error(
+        "{file}: {what} at byte {offset}: expected {expected}, got {got}; the file is damaged: fetch or compress it again"
+    )]
+    Mismatch {
+        /// The file, relative to the bundle.
+        file: String,
+        /// Tensor and section, or another part.
+        what: String,
+        /// First byte of the part in the file.
+        offset: u64,
+        /// What the manifest says.
+        expected: String,
+        /// What was found.
+        got: String,
+    },
+    /// A bundle file has another size.
+    #[error("{file}: expected {expected} bytes, got {got}; the file is {}", if got < expected { "truncated" } else { "too long" })]
+    FileSize {
+        /// The file.
+        file: String,
+        /// Bytes by the manifest.
+        expected: u64,
+        /// Bytes found.
+        got: u64,
+    },
+    /// A bundle file is not there.
+    #[error("{file}: missing, but listed in unweight.json")]
+    MissingFile {
+        /// The file.
+        file: String,
+    },
+    /// A file that the manifest does not list.
+    #[error("{file}: not listed in unweight.json; it is no part of the bundle: move it away")]
+    ExtraFile {
+        /// The file.
+        file: String,
+    },
+    /// Stored sections that break the tensor format.
+    #[error("{file}: tensor '{tensor}' at byte {offset}")]
+    Codec {
+        /// The file.
+        file: String,
+        /// The tensor.
+        tensor: String,
+        /// Its first byte in the file.
+        offset: u64,
+        /// What is wrong.
+        source: CodecError,
+    },
+    /// The bundle has no tensor of this name.
+    #[error("no tensor '{name}' in the bundle")]
+    UnknownTensor {
+        /// The name.
+        name: String,
+    },
+    /// Several files of the bundle have a tensor of this name.
+    #[error("tensor '{name}' is in {} files ({}); name the file, too", files.len(), files.join(", "))]
+    AmbiguousTensor {
+        /// The name.
+        name: String,
+        /// The files.
+        files: Vec<String>,
+    },
+}
+
+impl BundleError {
+    /// Damage, failure or interruption: what exit codes are made from.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            Self::Manifest { .. }
+            | Self::Mismatch { .. }
+            | Self::FileSize { .. }
+            | Self::MissingFile { .. }
+            | Self::ExtraFile { .. }
+            | Self::Codec { .. } => ErrorClass::Mismatch,
+            Self::Interrupted { .. } | Self::Cancelled => ErrorClass::Interrupted,
+            _ => ErrorClass::Failed,
+        }
+    }
+
+    pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { action, path, source }
+    }
+}
+
+/// The message with its causes.
+pub(crate) fn chain(error: &BundleError) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}

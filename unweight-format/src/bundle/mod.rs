@@ -1,0 +1,32 @@
+//! A model as a bundle: a directory that standard safetensors tools open, a third smaller (`docs/format.md`, part B).
+//!
+//! ```text
+//! source/                                      bundle/
+//!   config.json, tokenizer.json, ... --copy-->   config.json, ...
+//!   model.safetensors.index.json  --rewrite-->   model.safetensors.index.json (+ .source: as it was)
+//!   model-00001-of-00002.safetensors --encode--> model-00001-of-00002.safetensors
+//!   model-00002-of-00002.safetensors             model-00002-of-00002.safetensors
+//!                                                unweight.json: what everything was and is, and its digests
+//! ```
+//! [`compress`] makes one, [`plan`] predicts it, [`decompress`] gives back the files byte for byte, [`verify`] checks every
+//! byte, and [`Bundle`] reads tensors for a runtime. The source is never written to; an output appears under its name when it is complete.
+
+mod compress;
+mod decompress;
+mod error;
+pub(crate) mod options;
+mod progress;
+mod read;
+mod report;
+mod verify;
+
+pub use compress::{compress, plan};
+pub use decompress::decompress;
+pub use error::{BundleError, ErrorClass};
+pub use options::{CompressOptions, DecompressOptions, Encoding, Profile, Scope, UnknownName, VerifyAfter};
+pub use progress::{Progress, Silent};
+pub use read::{Bundle, BundleTensor};
+pub use report::{
+    CompressReport, DecompressReport, EncodingTotal, FileReport, PlanReport, Problem, TensorReport, VerifyReport,
+};
+pub use verify::verify;

@@ -1,0 +1,199 @@
+//! What a user may ask for.
+
+use std::path::PathBuf;
+
+use crate::CodeLimit;
+
+/// An enum whose values have one name each: in options, manifests and reports.
+macro_rules! named {
+    ($(#[$doc:meta])* $enum:ident, $what:literal { $($(#[$variant_doc:meta])* $variant:ident = $name:literal,)+ }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, ::serde::Serialize, ::serde::Deserialize)]
+        #[non_exhaustive]
+        pub enum $enum {
+            $($(#[$variant_doc])* #[serde(rename = $name)] $variant,)+
+        }
+
+        impl $enum {
+            /// Every value.
+            pub const ALL: &[Self] = &[$(Self::$variant),+];
+
+            /// The name used in options, manifests and reports.
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name),+ }
+            }
+        }
+
+        impl ::std::fmt::Display for $enum {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                f.pad(self.name())
+            }
+        }
+
+        impl ::std::str::FromStr for $enum {
+            type Err = $crate::bundle::UnknownName;
+
+            fn from_str(text: &str) -> Result<Self, $crate::bundle::UnknownName> {
+                Self::ALL.iter().copied().find(|value| value.name() == text).ok_or_else(|| $crate::bundle::UnknownName {
+                    what: $what,
+                    got: text.chars().take(64).collect(),
+                    known: [$($name),+].join(", "),
+                })
+            }
+        }
+    };
+}
+pub(crate) use named;
+
+/// A name that is none of the known ones.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown {what} '{got}'; known: {known}")]
+pub struct UnknownName {
+    /// `profile`, `scope`, ...
+    pub what: &'static str,
+    /// The name given.
+    pub got: String,
+    /// The names there are.
+    pub known: String,
+}
+
+named! {
+    /// What a bundle is for.
+    Profile, "profile" {
+        /// Smallest: every eligible tensor in scope is Huffman-coded; may be transcoded when loaded.
+        Distribution = "distribution",
+        /// As the kernels run it (HHR-PPR): gate and up of hard layers Huffman, of easy layers palette, the rest raw.
+        Inference = "inference",
+        /// Every eligible tensor in scope as packed palette indices.
+        Palette = "palette",
+    }
+}
+
+impl Profile {
+    /// The scope that a profile has unless another is asked for.
+    pub const fn default_scope(self) -> Scope {
+        match self {
+            Self::Inference => Scope::Mlp,
+            Self::Distribution | Self::Palette => Scope::All,
+        }
+    }
+}
+
+named! {
+    /// Which roles may be compressed.
+    Scope, "scope" {
+        /// MLP projections: gate, up and down in all their spellings.
+        Mlp = "mlp",
+        /// MLP and attention projections.
+        Linear = "linear",
+        /// Every eligible tensor, of known role or not.
+        All = "all",
+    }
+}
+
+named! {
+    /// The form a tensor is stored in.
+    Encoding, "encoding" {
+        /// The original bytes.
+        Raw = "raw",
+        /// Huffman-coded exponents (`docs/format.md` A.6).
+        Huffman = "huffman",
+        /// Packed palette indices (`docs/format.md` A.7).
+        Palette = "palette",
+    }
+}
+
+named! {
+    /// What to decode again before a new bundle gets its final name.
+    VerifyAfter, "verification" {
+        /// Nothing: what was written is trusted.
+        None = "none",
+        /// In each file the first and the last tensor, the largest of each encoding, and every sixteenth.
+        Sample = "sample",
+        /// Every tensor.
+        Full = "full",
+    }
+}
+
+/// How to compress a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CompressOptions {
+    /// What the bundle is for.
+    pub profile: Profile,
+    /// Which roles may be compressed.
+    pub scope: Scope,
+    /// Longest Huffman code.
+    pub code_limit: CodeLimit,
+    /// Patterns (`*`, `?`) over tensor names; if there are any, a tensor must match one to be compressed.
+    pub include: Vec<String>,
+    /// Patterns over tensor names; a tensor that matches one stays raw.
+    pub exclude: Vec<String>,
+    /// A JSON file that overrides profile, scope and patterns: see [`PlanFile`](crate::plan::PlanFile).
+    pub plan_file: Option<PathBuf>,
+    /// Threads to encode with; `None` is all.
+    pub threads: Option<usize>,
+    /// Bytes that encoded tensors and buffers may occupy; `None` is 1 GiB. A tensor that needs more is encoded alone.
+    pub ram_bytes: Option<u64>,
+    /// Reuse the finished files of an interrupted run with the same options.
+    pub resume: bool,
+    /// Replace an existing output, once the new one is complete.
+    pub force: bool,
+    /// What to decode again at the end.
+    pub verify: VerifyAfter,
+    /// Also record the SHA-256 of every source file.
+    pub sha256: bool,
+}
+
+impl CompressOptions {
+    /// The defaults of a profile.
+    pub fn new(profile: Profile) -> Self {
+        Self {
+            profile,
+            scope: profile.default_scope(),
+            code_limit: CodeLimit::DEFAULT,
+            include: Vec::new(),
+            exclude: Vec::new(),
+            plan_file: None,
+            threads: None,
+            ram_bytes: None,
+            resume: false,
+            force: false,
+            verify: VerifyAfter::None,
+            sha256: false,
+        }
+    }
+}
+
+impl Default for CompressOptions {
+    fn default() -> Self {
+        Self::new(Profile::Distribution)
+    }
+}
+
+/// How to decompress a bundle.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DecompressOptions {
+    /// Threads to decode with; `None` is all.
+    pub threads: Option<usize>,
+    /// As for [`CompressOptions::ram_bytes`].
+    pub ram_bytes: Option<u64>,
+    /// Reuse the finished files of an interrupted run; each is checked against its digests first.
+    pub resume: bool,
+    /// Replace an existing output, once the new one is complete.
+    pub force: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip() {
+        for profile in Profile::ALL {
+            assert_eq!(profile.to_string().parse(), Ok(*profile));
+            assert_eq!(serde_json::to_string(profile).unwrap(), format!("\"{profile}\""));
+        }
+        let error = "zip".parse::<Encoding>().unwrap_err().to_string();
+        assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette");
+    }
+}

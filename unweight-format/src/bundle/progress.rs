@@ -1,0 +1,31 @@
+//! How long work tells what it is doing, and is told to stop.
+
+/// Receives progress and may stop the work. Called from several threads.
+pub trait Progress: Sync {
+    /// Work begins on this many bytes (of the original files).
+    fn start(&self, total_bytes: u64) {
+        let _ = total_bytes;
+    }
+    /// Work on a file begins.
+    fn file(&self, name: &str) {
+        let _ = name;
+    }
+    /// Work on a tensor begins.
+    fn tensor(&self, name: &str) {
+        let _ = name;
+    }
+    /// This many more bytes are done.
+    fn advance(&self, bytes: u64) {
+        let _ = bytes;
+    }
+    /// True stops the work with [`BundleError::Interrupted`](super::BundleError::Interrupted) at the next tensor.
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
+/// No progress, no cancelling.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Silent;
+
+impl Progress for Silent {}

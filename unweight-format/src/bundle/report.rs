@@ -1,0 +1,201 @@
+//! What was done or found, for people and for `--json`.
+
+use serde::Serialize;
+
+use super::{BundleError, Encoding};
+use crate::{Digest, roles::Role};
+
+/// One tensor of a plan or a bundle.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TensorReport {
+    /// Source file, relative.
+    pub file: String,
+    /// Tensor name.
+    pub name: String,
+    /// What the tensor is for, by its name.
+    pub role: Role,
+    /// Layer, by its name.
+    pub layer: Option<u32>,
+    /// safetensors dtype.
+    pub dtype: String,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// The form it is stored in.
+    pub encoding: Encoding,
+    /// Why it is stored raw.
+    pub reason: Option<String>,
+    /// Elements.
+    pub elements: u64,
+    /// Bytes in the source.
+    pub original_bytes: u64,
+    /// Bytes in the bundle (predicted in a plan).
+    pub stored_bytes: u64,
+    /// Stored bits per element; 0 for a tensor without elements.
+    pub bits_per_element: f64,
+}
+
+/// Sums over the tensors of one encoding.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct EncodingTotal {
+    /// The encoding.
+    pub encoding: Encoding,
+    /// Tensors.
+    pub tensors: u64,
+    /// Elements.
+    pub elements: u64,
+    /// Bytes in the source.
+    pub original_bytes: u64,
+    /// Bytes in the bundle.
+    pub stored_bytes: u64,
+}
+
+/// What [`plan`](super::plan) predicts.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct PlanReport {
+    /// Every tensor.
+    pub tensors: Vec<TensorReport>,
+    /// Totals by encoding.
+    pub encodings: Vec<EncodingTotal>,
+    /// Source files: weights, indexes and others.
+    pub files: u64,
+    /// Bytes of all source files.
+    pub original_bytes: u64,
+    /// Bytes of all files of the bundle (predicted).
+    pub stored_bytes: u64,
+    /// `stored_bytes / original_bytes`.
+    pub ratio: f64,
+    /// Wall-clock seconds.
+    pub seconds: f64,
+}
+
+/// What [`compress`](super::compress) did.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CompressReport {
+    /// Every tensor.
+    pub tensors: Vec<TensorReport>,
+    /// Totals by encoding.
+    pub encodings: Vec<EncodingTotal>,
+    /// Source files: weights, indexes and others.
+    pub files: u64,
+    /// Files taken over from an interrupted run.
+    pub resumed_files: Vec<String>,
+    /// Bytes of all source files.
+    pub original_bytes: u64,
+    /// Bytes of all files of the bundle.
+    pub stored_bytes: u64,
+    /// `stored_bytes / original_bytes`.
+    pub ratio: f64,
+    /// Tensors decoded again and compared ([`VerifyAfter`](super::VerifyAfter)).
+    pub verified_tensors: u64,
+    /// Wall-clock seconds.
+    pub seconds: f64,
+    /// Most resident memory of the process so far, bytes; `None` where the system does not tell.
+    pub peak_rss_bytes: Option<u64>,
+    /// Digest of the manifest: it names the bundle.
+    pub manifest_digest: Digest,
+}
+
+/// A file that [`decompress`](super::decompress) rebuilt.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct FileReport {
+    /// Name, relative.
+    pub name: String,
+    /// Bytes.
+    pub bytes: u64,
+    /// Digest of its contents (`docs/format.md` B.4), as checked.
+    pub digest: Digest,
+    /// SHA-256, checked, if the bundle holds one.
+    pub sha256: Option<String>,
+    /// Taken over from an interrupted run.
+    pub resumed: bool,
+}
+
+/// What [`decompress`](super::decompress) did.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct DecompressReport {
+    /// Every file of the source, rebuilt.
+    pub files: Vec<FileReport>,
+    /// Tensors decoded or copied.
+    pub tensors: u64,
+    /// Bytes of all files.
+    pub bytes: u64,
+    /// Bytes of the bundle that were read.
+    pub stored_bytes: u64,
+    /// Wall-clock seconds.
+    pub seconds: f64,
+    /// Most resident memory of the process so far, bytes; `None` where the system does not tell.
+    pub peak_rss_bytes: Option<u64>,
+}
+
+/// Something in a bundle that is not as it should be.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Problem {
+    /// File, relative.
+    pub file: String,
+    /// Tensor, if it is about one.
+    pub tensor: Option<String>,
+    /// The whole message.
+    pub message: String,
+}
+
+impl Problem {
+    pub(crate) fn new(error: &BundleError, file: &str, tensor: Option<&str>) -> Self {
+        Self { file: file.into(), tensor: tensor.map(Into::into), message: super::error::chain(error) }
+    }
+}
+
+/// What [`verify`](super::verify) found.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct VerifyReport {
+    /// Everything found wrong; empty for a sound bundle.
+    pub problems: Vec<Problem>,
+    /// Files checked.
+    pub files: u64,
+    /// Tensors decoded and compared with their digests.
+    pub tensors: u64,
+    /// Bytes of the bundle read.
+    pub stored_bytes: u64,
+    /// Bytes decoded.
+    pub original_bytes: u64,
+    /// The source directory was compared, too.
+    pub against_source: bool,
+    /// Wall-clock seconds.
+    pub seconds: f64,
+    /// Most resident memory of the process so far, bytes; `None` where the system does not tell.
+    pub peak_rss_bytes: Option<u64>,
+}
+
+impl VerifyReport {
+    /// Nothing was found wrong.
+    pub fn is_ok(&self) -> bool {
+        self.problems.is_empty()
+    }
+}
+
+pub(crate) fn totals(tensors: &[TensorReport]) -> Vec<EncodingTotal> {
+    Encoding::ALL
+        .iter()
+        .map(|&encoding| {
+            let zero = EncodingTotal { encoding, tensors: 0, elements: 0, original_bytes: 0, stored_bytes: 0 };
+            tensors.iter().filter(|t| t.encoding == encoding).fold(zero, |sum, t| EncodingTotal {
+                encoding,
+                tensors: sum.tensors + 1,
+                elements: sum.elements + t.elements,
+                original_bytes: sum.original_bytes + t.original_bytes,
+                stored_bytes: sum.stored_bytes + t.stored_bytes,
+            })
+        })
+        .filter(|total| total.tensors > 0)
+        .collect()
+}
+
+pub(crate) fn ratio(stored: u64, original: u64) -> f64 {
+    if original == 0 { 1.0 } else { stored as f64 / original as f64 }
+}
+
+/// High-water mark of resident memory, from `/proc/self/status`.
+pub(crate) fn peak_rss_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib << 10)
+}

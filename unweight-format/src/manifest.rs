@@ -1,0 +1,496 @@
+//! `unweight.json`: what every file of a bundle was and is (`docs/format.md` B.3).
+//!
+//! It holds no time, no path and no machine: the same model and options give the same bytes.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    CodeLimit, Digest, Grid, Section,
+    bundle::{BundleError, Encoding, Profile, Scope},
+    roles::Role,
+    safetensors::Dtype,
+};
+
+/// File name of the manifest.
+pub const FILE_NAME: &str = "unweight.json";
+/// `format` of every manifest.
+pub const FORMAT: &str = "unweight";
+/// The version that this crate writes, and the newest major version that it reads.
+pub const VERSION: Version = Version { major: 1, minor: 0 };
+/// Largest manifest that is read, bytes.
+pub const BYTES_MAX: u64 = 1 << 30;
+/// Name of the U8 tensor in every bundle shard that holds length and header of the source file.
+pub const SOURCE_HEADER: &str = "unweight.source_header";
+/// Between a tensor's name and its section's.
+pub const SECTION_INFIX: &str = ".unweight.";
+/// What the name of an index gets for the copy of the source's own.
+pub const INDEX_SOURCE_SUFFIX: &str = ".source";
+
+const DIGEST_KEY: &[u8] = b"\"manifest_digest\":\"";
+const DIGEST_DIGITS: usize = 32;
+
+/// A format version. A reader of `major` reads every `minor` of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Version {
+    /// Changes when old readers cannot read new bundles.
+    pub major: u32,
+    /// Changes when they can, but miss something.
+    pub minor: u32,
+}
+
+/// What a bundle is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// [`FORMAT`].
+    pub format: String,
+    /// Format version.
+    pub version: Version,
+    /// Program and version that wrote the bundle.
+    pub creator: String,
+    /// How it was encoded.
+    pub options: Options,
+    /// Every file of the source, by name.
+    pub files: Vec<FileEntry>,
+    /// Layers in the order they run.
+    pub layers: Vec<Layer>,
+    /// Digest of the manifest's own bytes with these 32 digits as zeros.
+    pub manifest_digest: Digest,
+}
+
+/// The options that decide a bundle's bytes, beside per-tensor choices.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Options {
+    /// Profile.
+    pub profile: Profile,
+    /// Scope.
+    pub scope: Scope,
+    /// Longest Huffman code, bits.
+    pub code_limit: u32,
+}
+
+/// A file of the source.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum FileEntry {
+    /// A safetensors file.
+    Weights(WeightsFile),
+    /// A safetensors index; the bundle has one of the same name for the stored tensors and the source's as `<name>.source`.
+    Index(IndexFile),
+    /// Any other file, copied.
+    Copied(CopiedFile),
+}
+
+/// A safetensors file and the bundle shard of the same name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WeightsFile {
+    /// Relative path, `/` between parts.
+    pub name: String,
+    /// Bytes of the source file.
+    pub size: u64,
+    /// Digest of the digests (as text, 32 digits each) of the source's header and tensors, in order.
+    pub digest: Digest,
+    /// SHA-256 of the source file, if asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<String>,
+    /// Bytes of the source's length and header.
+    pub header_bytes: u64,
+    /// Digest of the source's length and header.
+    pub header_digest: Digest,
+    /// Bytes of the bundle shard.
+    pub shard_size: u64,
+    /// Bytes of the shard's length and header.
+    pub shard_header_bytes: u64,
+    /// Digest of the shard's length and header.
+    pub shard_header_digest: Digest,
+    /// Tensors in the order of the source's data.
+    pub tensors: Vec<TensorEntry>,
+}
+
+/// A safetensors index.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IndexFile {
+    /// Relative path.
+    pub name: String,
+    /// Bytes of the source's index.
+    pub size: u64,
+    /// Digest of the source's index.
+    pub digest: Digest,
+    /// SHA-256 of the source's index, if asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<String>,
+    /// Bytes of the bundle's index.
+    pub stored_size: u64,
+    /// Digest of the bundle's index.
+    pub stored_digest: Digest,
+}
+
+/// A copied file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopiedFile {
+    /// Relative path.
+    pub name: String,
+    /// Bytes.
+    pub size: u64,
+    /// Digest of the contents.
+    pub digest: Digest,
+    /// SHA-256, if asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<String>,
+}
+
+/// A tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorEntry {
+    /// Name in the source.
+    pub name: String,
+    /// Type in the source.
+    pub dtype: Dtype,
+    /// Shape in the source.
+    pub shape: Vec<usize>,
+    /// What it is for, by its name.
+    pub role: Role,
+    /// Layer, by its name.
+    pub layer: Option<u32>,
+    /// Stored form.
+    pub encoding: Encoding,
+    /// Why it is stored raw.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Rows of the matrix it is coded as; absent if raw.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rows: Option<usize>,
+    /// Columns of the matrix it is coded as; absent if raw.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cols: Option<usize>,
+    /// Digest of the original bytes.
+    pub digest: Digest,
+    /// Stored sections in stored order; empty if raw (the stored bytes are the original ones).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sections: Vec<SectionEntry>,
+}
+
+/// A stored section of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SectionEntry {
+    /// Section.
+    #[serde(with = "section_names")]
+    pub name: Section,
+    /// Bytes.
+    pub bytes: u64,
+    /// Digest of the stored bytes.
+    pub digest: Digest,
+}
+
+/// Sections by the names of the specification.
+mod section_names {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    use crate::Section;
+
+    pub(super) fn serialize<S: Serializer>(section: &Section, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(section.name())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Section, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        let mut known = Section::HUFFMAN.iter().chain(&Section::PALETTE).copied();
+        known.find(|s| s.name() == name).ok_or_else(|| D::Error::custom("unknown section name"))
+    }
+}
+
+/// How a runtime treats a layer (report section 6).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Layer {
+    /// Layer number in tensor names.
+    pub index: u32,
+    /// How it runs.
+    pub mode: LayerMode,
+    /// The next hard layer, whose decoding this one hides.
+    pub next_hard: Option<u32>,
+}
+
+/// How a layer runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LayerMode {
+    /// The first: nothing runs before it that could hide work, so its weights are ready.
+    Bootstrap,
+    /// Its weights are used as palette indices, without preprocessing.
+    Easy,
+    /// Its weights are decoded while easy layers run.
+    Hard,
+}
+
+impl FileEntry {
+    /// Relative path.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Weights(file) => &file.name,
+            Self::Index(file) => &file.name,
+            Self::Copied(file) => &file.name,
+        }
+    }
+
+    /// Bytes of the source file.
+    pub fn size(&self) -> u64 {
+        match self {
+            Self::Weights(file) => file.size,
+            Self::Index(file) => file.size,
+            Self::Copied(file) => file.size,
+        }
+    }
+
+    /// Digest of the source file.
+    pub fn digest(&self) -> Digest {
+        match self {
+            Self::Weights(file) => file.digest,
+            Self::Index(file) => file.digest,
+            Self::Copied(file) => file.digest,
+        }
+    }
+
+    /// SHA-256 of the source file.
+    pub fn sha256(&self) -> Option<&str> {
+        match self {
+            Self::Weights(file) => file.sha256.as_deref(),
+            Self::Index(file) => file.sha256.as_deref(),
+            Self::Copied(file) => file.sha256.as_deref(),
+        }
+    }
+
+    /// The weights, if it is a safetensors file.
+    pub fn weights(&self) -> Option<&WeightsFile> {
+        if let Self::Weights(file) = self { Some(file) } else { None }
+    }
+
+    /// Names and bytes of the files it has in the bundle.
+    pub fn stored(&self) -> Vec<(String, u64)> {
+        match self {
+            Self::Weights(file) => vec![(file.name.clone(), file.shard_size)],
+            Self::Index(file) => {
+                vec![(file.name.clone(), file.stored_size), (format!("{}{INDEX_SOURCE_SUFFIX}", file.name), file.size)]
+            }
+            Self::Copied(file) => vec![(file.name.clone(), file.size)],
+        }
+    }
+}
+
+impl WeightsFile {
+    /// The digest that stands for the whole source file.
+    pub fn digest_of(header: Digest, tensors: &[TensorEntry]) -> Digest {
+        let mut bytes = header.to_string().into_bytes();
+        tensors.iter().for_each(|t| bytes.extend_from_slice(t.digest.to_string().as_bytes()));
+        Digest::of(&bytes)
+    }
+}
+
+impl TensorEntry {
+    /// Bytes of the original; `None` if they cannot be counted.
+    pub fn original_bytes(&self) -> Option<u64> {
+        self.dtype.tensor_bytes(&self.shape)
+    }
+
+    /// Bytes stored (saturating).
+    pub fn stored_bytes(&self) -> u64 {
+        match self.encoding {
+            Encoding::Raw => self.original_bytes().unwrap_or(u64::MAX),
+            _ => self.sections.iter().fold(0u64, |sum, s| sum.saturating_add(s.bytes)),
+        }
+    }
+
+    /// The matrix that it is coded as; `None` if it is raw or its rows and columns are not valid.
+    pub fn grid(&self) -> Option<Grid> {
+        Grid::new(self.rows?, self.cols?).ok()
+    }
+
+    /// The sections that its encoding asks for.
+    pub fn expected_sections(&self) -> &'static [Section] {
+        sections_of(self.encoding)
+    }
+
+    /// Why the fields contradict each other, if they do.
+    fn contradiction(&self) -> Option<String> {
+        let Some(original) = self.original_bytes() else {
+            return Some(format!("the bytes of {} {:?} cannot be counted", self.dtype, self.shape));
+        };
+        if self.encoding == Encoding::Raw {
+            let coded = self.rows.is_some() || self.cols.is_some() || !self.sections.is_empty();
+            return coded.then(|| "a raw tensor has rows, cols or sections".into());
+        }
+        if self.dtype != Dtype::Bf16 {
+            return Some(format!("{} cannot be {}", self.dtype, self.encoding));
+        }
+        let (rows, cols) = (self.rows.unwrap_or(0), self.cols.unwrap_or(0));
+        let Some(grid) = self.grid() else { return Some(format!("[{rows}, {cols}] is no matrix")) };
+        if grid.elements() as u64 * 2 != original {
+            return Some(format!("[{rows}, {cols}] does not have the elements of {:?}", self.shape));
+        }
+        if !self.sections.iter().map(|s| &s.name).eq(self.expected_sections()) {
+            return Some("its sections are not those of its encoding, in order".into());
+        }
+        self.sections.iter().find_map(|section| {
+            let name = section.name.name();
+            let element = section.name.element_bytes() as u64;
+            match section.name.fixed_bytes(grid) {
+                Some(expected) if expected as u64 != section.bytes => {
+                    Some(format!("section {name} has {} bytes, [{rows}, {cols}] asks for {expected}", section.bytes))
+                }
+                // A raw form that is smaller bounds every section.
+                _ if section.bytes > original => Some(format!("section {name} is larger than the tensor")),
+                _ if section.bytes % element != 0 => Some(format!("section {name} ends inside an element")),
+                _ if section.name == Section::VerbatimExponents && section.bytes % 64 != 0 => {
+                    Some(format!("section {name} ends inside a row"))
+                }
+                _ => None,
+            }
+        })
+    }
+}
+
+/// The sections of an encoding, in stored order.
+pub fn sections_of(encoding: Encoding) -> &'static [Section] {
+    match encoding {
+        Encoding::Raw => &[],
+        Encoding::Huffman => &Section::HUFFMAN,
+        Encoding::Palette => &Section::PALETTE,
+    }
+}
+
+/// Name of a stored section of a tensor.
+pub fn section_name(tensor: &str, section: Section) -> String {
+    format!("{tensor}{SECTION_INFIX}{}", section.name())
+}
+
+impl Manifest {
+    /// A manifest of this version, with its digest not yet known.
+    pub(crate) fn new(options: Options, files: Vec<FileEntry>, layers: Vec<Layer>) -> Self {
+        Self {
+            format: FORMAT.into(),
+            version: VERSION,
+            creator: concat!("unweight ", env!("CARGO_PKG_VERSION")).into(),
+            options,
+            files,
+            layers,
+            manifest_digest: Digest::leaf(&[]),
+        }
+    }
+
+    /// The bytes of `unweight.json`, with `manifest_digest` set in them and in `self`.
+    pub(crate) fn seal(&mut self) -> Vec<u8> {
+        let mut bytes = serde_json::to_vec(self).expect("a manifest is strings, numbers and lists");
+        let at = digest_digits(&bytes).expect("the manifest has the key");
+        bytes[at.clone()].fill(b'0');
+        self.manifest_digest = Digest::of(&bytes);
+        bytes[at].copy_from_slice(self.manifest_digest.to_string().as_bytes());
+        bytes
+    }
+
+    /// Reads and checks the bytes of `unweight.json`; `path` is named in errors.
+    ///
+    /// # Errors
+    /// The digest is not that of the bytes, the version is newer, or the fields contradict each other.
+    pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, BundleError> {
+        let fail = |reason: String| BundleError::Manifest { path: path.into(), reason };
+        let at = digest_digits(bytes).ok_or_else(|| fail("it has no manifest_digest; it is damaged".into()))?;
+        let stored = String::from_utf8_lossy(&bytes[at.clone()]).into_owned();
+        let mut zeroed = bytes.to_vec();
+        zeroed[at].fill(b'0');
+        let digest = Digest::of(&zeroed);
+        if digest.to_string() != stored {
+            return Err(fail(format!("its digest is {digest}, it says {stored}; it is damaged")));
+        }
+        // The version first: a newer manifest may have fields of another shape.
+        #[derive(Deserialize)]
+        struct Head {
+            format: String,
+            version: Version,
+        }
+        let parse_error =
+            |error: serde_json::Error| fail(format!("at line {}, column {}: {error}", error.line(), error.column()));
+        let head: Head = serde_json::from_slice(bytes).map_err(parse_error)?;
+        if head.format != FORMAT {
+            return Err(fail(format!("its format is '{}', not '{FORMAT}'", head.format.escape_default())));
+        }
+        if head.version.major > VERSION.major {
+            let Version { major, minor } = head.version;
+            return Err(BundleError::NewerVersion { path: path.into(), major, minor, supported: VERSION.major });
+        }
+        let manifest: Self = serde_json::from_slice(bytes).map_err(parse_error)?;
+        manifest.check().map_err(fail)?;
+        Ok(manifest)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        CodeLimit::new(self.options.code_limit).map_err(|e| e.to_string())?;
+        let mut names = std::collections::HashSet::new();
+        for file in &self.files {
+            let name = file.name();
+            check_name(name).map_err(|reason| format!("file '{}': {reason}", name.escape_default()))?;
+            for (stored, _) in file.stored() {
+                if stored == FILE_NAME || !names.insert(stored.clone()) {
+                    return Err(format!("file '{}' is listed twice", stored.escape_default()));
+                }
+            }
+            if let Some(weights) = file.weights() {
+                check_weights(weights).map_err(|reason| format!("file '{}': {reason}", name.escape_default()))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_weights(file: &WeightsFile) -> Result<(), String> {
+    let mut names = std::collections::HashSet::new();
+    let (mut source, mut shard) = (file.header_bytes, file.shard_header_bytes.checked_add(file.header_bytes));
+    for tensor in &file.tensors {
+        let fail = |reason: String| format!("tensor '{}': {reason}", tensor.name.escape_default());
+        if !names.insert(tensor.name.as_str()) || is_reserved(&tensor.name) {
+            return Err(fail("its name is reserved or listed twice".into()));
+        }
+        if let Some(reason) = tensor.contradiction() {
+            return Err(fail(reason));
+        }
+        let original = tensor.original_bytes().unwrap_or(u64::MAX);
+        source = source.checked_add(original).ok_or_else(|| fail("the file's bytes cannot be counted".into()))?;
+        shard = shard.and_then(|sum| sum.checked_add(tensor.stored_bytes()));
+    }
+    if source != file.size {
+        return Err(format!("its header and tensors have {source} bytes, its size is {}", file.size));
+    }
+    if shard != Some(file.shard_size) {
+        return Err(format!("its stored parts do not add up to its shard_size {}", file.shard_size));
+    }
+    if WeightsFile::digest_of(file.header_digest, &file.tensors) != file.digest {
+        return Err("its digest is not that of its parts".into());
+    }
+    Ok(())
+}
+
+/// True for names that a bundle needs for itself.
+pub fn is_reserved(tensor: &str) -> bool {
+    tensor.contains(SECTION_INFIX) || tensor.contains(SOURCE_HEADER)
+}
+
+/// A relative path of plain names.
+pub(crate) fn check_name(name: &str) -> Result<(), &'static str> {
+    if name.is_empty() || name.len() > 4096 {
+        return Err("a file name has 1 to 4096 bytes");
+    }
+    if name.split('/').any(|part| matches!(part, "" | "." | "..")) {
+        return Err("a file name is relative, without '.', '..' and empty parts");
+    }
+    if name.contains(['\\', '\0']) || name.chars().any(char::is_control) || name.as_bytes().get(1) == Some(&b':') {
+        return Err("a file name has no backslash, drive letter or control character");
+    }
+    Ok(())
+}
+
+/// Where the 32 digits of `manifest_digest` are: behind the last such key, which is the one at the end.
+fn digest_digits(bytes: &[u8]) -> Option<std::ops::Range<usize>> {
+    let start = bytes.windows(DIGEST_KEY.len()).rposition(|window| window == DIGEST_KEY)? + DIGEST_KEY.len();
+    let digits = start..start + DIGEST_DIGITS;
+    bytes.get(digits.clone())?;
+    Some(digits)
+}

@@ -1,0 +1,593 @@
+//! Headers of safetensors files: read with suspicion, written with room to spare.
+//!
+//! ```text
+//! 0        8                    8 + n                      end
+//! | u64 n  | n bytes of JSON    | tensors, without holes   |
+//! ```
+//! The crate reads headers itself because it needs what the usual library hides: the order of the data, the bytes of the header as
+//! they are, and an error that names tensor and offset.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    fmt,
+    io::Read,
+};
+
+use serde::{
+    Deserialize, Deserializer, Serialize,
+    de::{DeserializeSeed, MapAccess, Visitor},
+};
+
+use crate::bundle::options::named;
+
+/// Largest header accepted of a source file, bytes.
+pub const SOURCE_HEADER_MAX: u64 = 25_000_000;
+/// Largest header that safetensors readers accept, bytes: the limit for the files of a bundle, which name every section.
+pub const HEADER_MAX: u64 = 100_000_000;
+/// Bytes of the length before the header.
+pub const LENGTH_BYTES: u64 = 8;
+
+named! {
+    /// Element types of safetensors 0.8.
+    Dtype, "dtype" {
+        /// One byte.
+        Bool = "BOOL",
+        /// 4-bit float.
+        F4 = "F4",
+        /// 6-bit float.
+        F6E2M3 = "F6_E2M3",
+        /// 6-bit float.
+        F6E3M2 = "F6_E3M2",
+        /// Unsigned byte.
+        U8 = "U8",
+        /// Signed byte.
+        I8 = "I8",
+        /// 8-bit float.
+        F8E5M2 = "F8_E5M2",
+        /// 8-bit float.
+        F8E4M3 = "F8_E4M3",
+        /// 8-bit exponent.
+        F8E8M0 = "F8_E8M0",
+        /// 8-bit float.
+        F8E4M3Fnuz = "F8_E4M3FNUZ",
+        /// 8-bit float.
+        F8E5M2Fnuz = "F8_E5M2FNUZ",
+        /// 16-bit integer.
+        I16 = "I16",
+        /// Unsigned 16-bit integer.
+        U16 = "U16",
+        /// IEEE half.
+        F16 = "F16",
+        /// Brain float: what Unweight compresses.
+        Bf16 = "BF16",
+        /// 32-bit integer.
+        I32 = "I32",
+        /// Unsigned 32-bit integer.
+        U32 = "U32",
+        /// IEEE single.
+        F32 = "F32",
+        /// Complex of two singles.
+        C64 = "C64",
+        /// IEEE double.
+        F64 = "F64",
+        /// 64-bit integer.
+        I64 = "I64",
+        /// Unsigned 64-bit integer.
+        U64 = "U64",
+    }
+}
+
+impl Dtype {
+    /// Bits of an element.
+    pub const fn bits(self) -> u64 {
+        match self {
+            Self::F4 => 4,
+            Self::F6E2M3 | Self::F6E3M2 => 6,
+            Self::Bool
+            | Self::U8
+            | Self::I8
+            | Self::F8E5M2
+            | Self::F8E4M3
+            | Self::F8E8M0
+            | Self::F8E4M3Fnuz
+            | Self::F8E5M2Fnuz => 8,
+            Self::I16 | Self::U16 | Self::F16 | Self::Bf16 => 16,
+            Self::I32 | Self::U32 | Self::F32 => 32,
+            Self::C64 | Self::F64 | Self::I64 | Self::U64 => 64,
+        }
+    }
+
+    /// Bytes of a tensor; `None` if they cannot be counted or do not end on a byte.
+    pub fn tensor_bytes(self, shape: &[usize]) -> Option<u64> {
+        // Zeros first: a shape with one has no elements, whatever the other dimensions would multiply to.
+        if shape.contains(&0) {
+            return Some(0);
+        }
+        let elements = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(u64::try_from(d).ok()?))?;
+        let bits = elements.checked_mul(self.bits())?;
+        (bits % 8 == 0).then_some(bits / 8)
+    }
+}
+
+/// Why a header cannot be trusted. Offsets count from the start of the file.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum HeaderError {
+    /// Not even a length.
+    #[error("{got} bytes hold no header; a safetensors file has at least 10")]
+    NoLength {
+        /// Bytes in the file.
+        got: u64,
+    },
+    /// The length says too much.
+    #[error(
+        "at byte 0: a header of {got} bytes is above the limit of {limit}; this is no safetensors file, or a damaged one"
+    )]
+    TooLarge {
+        /// Bytes announced.
+        got: u64,
+        /// Most bytes accepted.
+        limit: u64,
+    },
+    /// The header ends behind the file.
+    #[error(
+        "at byte 0: a header of {header_bytes} bytes in a file of {file_bytes}; the file is truncated, or no safetensors file"
+    )]
+    Truncated {
+        /// Bytes announced.
+        header_bytes: u64,
+        /// Bytes in the file.
+        file_bytes: u64,
+    },
+    /// The header is not the JSON that it should be.
+    #[error("at byte {offset}: {reason}")]
+    Json {
+        /// Where.
+        offset: u64,
+        /// What the parser says.
+        reason: String,
+    },
+    /// An element type that nobody knows.
+    #[error("tensor '{tensor}': unknown dtype '{dtype}'")]
+    Dtype {
+        /// The tensor.
+        tensor: String,
+        /// The type given.
+        dtype: String,
+    },
+    /// Shape and offsets disagree.
+    #[error("tensor '{tensor}' at byte {offset}: {dtype} {shape:?} has {expected} bytes, its offsets hold {got}")]
+    TensorBytes {
+        /// The tensor.
+        tensor: String,
+        /// Its first byte in the file.
+        offset: u64,
+        /// Its type.
+        dtype: Dtype,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Bytes by type and shape.
+        expected: u64,
+        /// Bytes by its offsets.
+        got: u64,
+    },
+    /// A shape beyond counting, or one that does not end on a byte.
+    #[error("tensor '{tensor}': the bytes of {dtype} {shape:?} cannot be counted")]
+    Shape {
+        /// The tensor.
+        tensor: String,
+        /// Its type.
+        dtype: Dtype,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// Data with a hole or an overlap.
+    #[error("tensor '{tensor}': its data starts at byte {got}, that before it ends at byte {expected} ({})", if got > expected { "a hole" } else { "an overlap" })]
+    Offsets {
+        /// The tensor.
+        tensor: String,
+        /// Where the data before ends.
+        expected: u64,
+        /// Where the tensor starts.
+        got: u64,
+    },
+    /// Offsets that run backwards.
+    #[error("tensor '{tensor}': its data ends ({end}) before it starts ({begin})")]
+    Backwards {
+        /// The tensor.
+        tensor: String,
+        /// Start, relative to the data.
+        begin: u64,
+        /// End, relative to the data.
+        end: u64,
+    },
+    /// The data ends before or behind the file.
+    #[error("the tensors end at byte {expected}, the file at byte {got}; it is {}", if got < expected { "truncated" } else { "too long" })]
+    End {
+        /// End of the tensors.
+        expected: u64,
+        /// Bytes in the file.
+        got: u64,
+    },
+}
+
+/// One tensor of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Name.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// First byte in the file.
+    pub offset: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+impl TensorInfo {
+    /// Elements.
+    pub fn elements(&self) -> u64 {
+        self.shape.iter().map(|&d| d as u64).product()
+    }
+}
+
+/// A checked header: every tensor has the bytes that its shape asks for, and together they fill the file without holes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Header {
+    /// `__metadata__`, in the header's order.
+    pub metadata: Vec<(String, String)>,
+    /// Tensors in the order of their data.
+    pub tensors: Vec<TensorInfo>,
+    /// Length and JSON: where the data begins.
+    pub data_offset: u64,
+}
+
+impl Header {
+    /// Reads the header of a file of `file_bytes`; returns it with its own bytes, length included.
+    ///
+    /// # Errors
+    /// The reader fails (outer), or the header cannot be trusted (inner).
+    pub fn read(
+        mut reader: impl Read,
+        file_bytes: u64,
+        limit: u64,
+    ) -> std::io::Result<Result<(Self, Vec<u8>), HeaderError>> {
+        if file_bytes < LENGTH_BYTES {
+            return Ok(Err(HeaderError::NoLength { got: file_bytes }));
+        }
+        let mut bytes = vec![0; LENGTH_BYTES as usize];
+        reader.read_exact(&mut bytes)?;
+        let header_bytes = match header_bytes(&bytes, file_bytes, limit) {
+            Ok(header_bytes) => header_bytes,
+            Err(error) => return Ok(Err(error)),
+        };
+        bytes.resize((LENGTH_BYTES + header_bytes) as usize, 0);
+        reader.read_exact(&mut bytes[LENGTH_BYTES as usize..])?;
+        Ok(Self::parse(&bytes, file_bytes, limit).map(|header| (header, bytes)))
+    }
+
+    /// Parses the start of a file of `file_bytes`; `bytes` holds at least length and header.
+    ///
+    /// # Errors
+    /// The header cannot be trusted.
+    pub fn parse(bytes: &[u8], file_bytes: u64, limit: u64) -> Result<Self, HeaderError> {
+        let header_bytes = header_bytes(bytes, file_bytes, limit)?;
+        let truncated = || HeaderError::Truncated { header_bytes, file_bytes: bytes.len() as u64 };
+        let data_offset = LENGTH_BYTES + header_bytes;
+        let json = bytes.get(LENGTH_BYTES as usize..data_offset as usize).ok_or_else(truncated)?;
+        let Entries { metadata, tensors } = serde_json::from_slice(json).map_err(|error| HeaderError::Json {
+            offset: LENGTH_BYTES + json_offset(json, &error),
+            reason: error.to_string(),
+        })?;
+        let mut checked =
+            tensors.into_iter().map(|(name, entry)| entry.check(name, data_offset)).collect::<Result<Vec<_>, _>>()?;
+        checked.sort_by_key(|t| (t.offset, t.bytes));
+        let mut end = data_offset;
+        for tensor in &checked {
+            if tensor.offset != end {
+                return Err(HeaderError::Offsets { tensor: tensor.name.clone(), expected: end, got: tensor.offset });
+            }
+            // `check` made sure that this is countable.
+            end += tensor.bytes;
+        }
+        if end != file_bytes {
+            return Err(HeaderError::End { expected: end, got: file_bytes });
+        }
+        Ok(Self { metadata, tensors: checked, data_offset })
+    }
+}
+
+fn header_bytes(bytes: &[u8], file_bytes: u64, limit: u64) -> Result<u64, HeaderError> {
+    let Some(length) = bytes.first_chunk::<{ LENGTH_BYTES as usize }>() else {
+        return Err(HeaderError::NoLength { got: bytes.len() as u64 });
+    };
+    let header_bytes = u64::from_le_bytes(*length);
+    if header_bytes > limit {
+        return Err(HeaderError::TooLarge { got: header_bytes, limit });
+    }
+    if header_bytes > file_bytes.saturating_sub(LENGTH_BYTES) {
+        return Err(HeaderError::Truncated { header_bytes, file_bytes });
+    }
+    Ok(header_bytes)
+}
+
+/// Byte of the JSON text that the parser stopped at.
+pub(crate) fn json_offset(json: &[u8], error: &serde_json::Error) -> u64 {
+    let lines = json.split_inclusive(|&b| b == b'\n').take(error.line().saturating_sub(1));
+    let before: usize = lines.map(<[u8]>::len).sum();
+    (before + error.column()).saturating_sub(1) as u64
+}
+
+/// The JSON object, in order, without duplicates.
+#[derive(Default)]
+struct Entries {
+    metadata: Vec<(String, String)>,
+    tensors: Vec<(String, Entry)>,
+}
+
+#[derive(Deserialize)]
+struct Entry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+impl Entry {
+    fn check(self, name: String, data_offset: u64) -> Result<TensorInfo, HeaderError> {
+        let Ok(dtype) = self.dtype.parse::<Dtype>() else {
+            return Err(HeaderError::Dtype { tensor: name, dtype: self.dtype.chars().take(64).collect() });
+        };
+        let (begin, end) = self.data_offsets;
+        let countable = end.checked_add(data_offset).is_some();
+        if end < begin || !countable {
+            return Err(HeaderError::Backwards { tensor: name, begin, end });
+        }
+        let shape: Option<Vec<usize>> = self.shape.iter().map(|&d| usize::try_from(d).ok()).collect();
+        let shape = shape.unwrap_or_else(|| vec![usize::MAX; self.shape.len()]);
+        let Some(expected) = dtype.tensor_bytes(&shape) else {
+            return Err(HeaderError::Shape { tensor: name, dtype, shape });
+        };
+        let (offset, bytes) = (begin + data_offset, end - begin);
+        if expected != bytes {
+            return Err(HeaderError::TensorBytes { tensor: name, offset, dtype, shape, expected, got: bytes });
+        }
+        Ok(TensorInfo { name, dtype, shape, offset, bytes })
+    }
+}
+
+/// An object as an ordered list; a key that appears twice is an error.
+pub(crate) struct Ordered<T>(pub(crate) Vec<(String, T)>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Ordered<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Pairs<T>(std::marker::PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Pairs<T> {
+            type Value = Vec<(String, T)>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let (mut pairs, mut seen) = (Vec::new(), HashSet::new());
+                while let Some(key) = map.next_key_seed(Key(&mut seen))? {
+                    pairs.push((key, map.next_value()?));
+                }
+                Ok(pairs)
+            }
+        }
+        deserializer.deserialize_map(Pairs(std::marker::PhantomData)).map(Self)
+    }
+}
+
+/// A key that was not seen before.
+struct Key<'a>(&'a mut HashSet<String>);
+
+impl<'de> DeserializeSeed<'de> for Key<'_> {
+    type Value = String;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<String, D::Error> {
+        let key = String::deserialize(deserializer)?;
+        if self.0.insert(key.clone()) {
+            return Ok(key);
+        }
+        Err(serde::de::Error::custom(format!("the name '{key}' appears twice")))
+    }
+}
+
+impl<'de> Deserialize<'de> for Entries {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Object;
+        impl<'de> Visitor<'de> for Object {
+            type Value = Entries;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries, A::Error> {
+                let (mut entries, mut seen) = (Entries::default(), HashSet::new());
+                while let Some(key) = map.next_key_seed(Key(&mut seen))? {
+                    if key == "__metadata__" {
+                        let pairs: Option<Ordered<String>> = map.next_value()?;
+                        entries.metadata = pairs.map(|pairs| pairs.0).unwrap_or_default();
+                    } else {
+                        entries.tensors.push((key, map.next_value()?));
+                    }
+                }
+                Ok(entries)
+            }
+        }
+        deserializer.deserialize_map(Object)
+    }
+}
+
+/// A header to be written: `metadata` and tensors `(name, dtype, shape, bytes)` in the order of their data, padded with spaces
+/// so that the data begins on a multiple of 64 bytes and, if `at_least` is more, there.
+pub(crate) fn header_to_bytes<'a>(
+    metadata: &BTreeMap<String, String>,
+    tensors: impl Iterator<Item = (&'a str, Dtype, &'a [usize], u64)>,
+    at_least: u64,
+) -> Vec<u8> {
+    #[derive(Serialize)]
+    struct Stored<'a> {
+        dtype: Dtype,
+        shape: &'a [usize],
+        data_offsets: [u64; 2],
+    }
+    let json = |value: &dyn erased::Json| value.to_json();
+    let mut text = format!("{{\"__metadata__\":{}", json(metadata));
+    let mut begin = 0;
+    for (name, dtype, shape, bytes) in tensors {
+        let end = begin + bytes;
+        text.push(',');
+        text.push_str(&json(&name));
+        text.push(':');
+        text.push_str(&json(&Stored { dtype, shape, data_offsets: [begin, end] }));
+        begin = end;
+    }
+    text.push('}');
+    let data_offset = (LENGTH_BYTES + text.len() as u64).next_multiple_of(64).max(at_least);
+    let header_bytes = data_offset - LENGTH_BYTES;
+    let mut bytes = header_bytes.to_le_bytes().to_vec();
+    bytes.extend_from_slice(text.as_bytes());
+    bytes.resize(data_offset as usize, b' ');
+    bytes
+}
+
+mod erased {
+    /// Values whose JSON cannot fail: strings, numbers and maps with string keys.
+    pub(super) trait Json {
+        fn to_json(&self) -> String;
+    }
+
+    impl<T: serde::Serialize> Json for T {
+        fn to_json(&self) -> String {
+            serde_json::to_string(self).expect("strings and numbers serialise")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn file(json: &str, data: usize) -> Vec<u8> {
+        let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(json.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        bytes
+    }
+
+    fn parse(json: &str, data: usize) -> Result<Header, HeaderError> {
+        let bytes = file(json, data);
+        Header::parse(&bytes, bytes.len() as u64, SOURCE_HEADER_MAX)
+    }
+
+    #[test]
+    fn order_metadata_and_trailing_spaces() {
+        let json = r#"{"b":{"dtype":"BF16","shape":[2,3],"data_offsets":[4,16]},"__metadata__":{"z":"1","a":"2"},"a":{"shape":[],"dtype":"F32","data_offsets":[0,4]},"empty":{"dtype":"I64","shape":[0,9],"data_offsets":[4,4]}}   "#;
+        let header = parse(json, 16).unwrap();
+        let names: Vec<&str> = header.tensors.iter().map(|t| t.name.as_str()).collect();
+        assert_eq!(names, ["a", "empty", "b"], "the order of the data");
+        assert_eq!(header.metadata, [("z".into(), "1".into()), ("a".into(), "2".into())]);
+        assert_eq!(header.tensors[2].offset, 8 + json.len() as u64 + 4);
+    }
+
+    #[test]
+    fn each_fault_has_its_error() {
+        let one = |offsets: &str, shape: &str, dtype: &str| {
+            format!(r#"{{"t":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}"#)
+        };
+        assert!(parse(&one("[0,8]", "[4]", "BF16"), 8).is_ok());
+        assert!(matches!(parse(&one("[0,8]", "[4]", "BF16"), 7), Err(HeaderError::End { .. })));
+        assert!(matches!(parse(&one("[0,8]", "[4]", "BF16"), 9), Err(HeaderError::End { .. })));
+        assert!(matches!(
+            parse(&one("[0,6]", "[4]", "BF16"), 6),
+            Err(HeaderError::TensorBytes { expected: 8, got: 6, .. })
+        ));
+        assert!(matches!(parse(&one("[2,10]", "[4]", "BF16"), 10), Err(HeaderError::Offsets { .. })));
+        assert!(matches!(parse(&one("[8,0]", "[4]", "BF16"), 8), Err(HeaderError::Backwards { .. })));
+        assert!(matches!(
+            parse(&one("[0,18446744073709551615]", "[4]", "BF16"), 8),
+            Err(HeaderError::Backwards { .. })
+        ));
+        assert!(matches!(parse(&one("[0,8]", "[4294967296,4294967296]", "BF16"), 8), Err(HeaderError::Shape { .. })));
+        assert!(matches!(parse(&one("[0,2]", "[3]", "F4"), 2), Err(HeaderError::Shape { .. })));
+        assert!(matches!(parse(&one("[0,8]", "[4]", "BF17"), 8), Err(HeaderError::Dtype { .. })));
+        assert!(matches!(parse(&one("[0,8]", "[-4]", "BF16"), 8), Err(HeaderError::Json { .. })));
+        let twice = r#"{"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"t":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}"#;
+        let error = parse(twice, 2).unwrap_err();
+        assert!(
+            matches!(&error, HeaderError::Json { .. }) && error.to_string().contains("'t' appears twice"),
+            "{error}"
+        );
+        let twice = r#"{"__metadata__":{"a":"1","a":"2"}}"#;
+        assert!(parse(twice, 0).unwrap_err().to_string().contains("'a' appears twice"));
+        let overlap = r#"{"t":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"u":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}"#;
+        assert!(matches!(
+            parse(overlap, 3),
+            Err(HeaderError::Offsets { expected: 113, got: 112, .. }) | Err(HeaderError::Offsets { .. })
+        ));
+        assert!(matches!(Header::parse(&[1, 2], 2, 9), Err(HeaderError::NoLength { got: 2 })));
+        assert!(matches!(Header::parse(&[255; 16], 16, 9), Err(HeaderError::TooLarge { limit: 9, .. })));
+        let mut long = file("{}", 0);
+        long[0] = 3;
+        assert!(matches!(Header::parse(&long, 10, 9), Err(HeaderError::Truncated { header_bytes: 3, file_bytes: 10 })));
+        let mut utf8 = file(r#"{"__metadata__":{"a":"x"}}"#, 0);
+        utf8[30] = 0xff;
+        assert!(matches!(Header::parse(&utf8, utf8.len() as u64, 99), Err(HeaderError::Json { .. })));
+    }
+
+    #[test]
+    fn what_is_written_reads_back_here_and_in_the_reference_library() {
+        let metadata = BTreeMap::from([("format".to_string(), "unweight".to_string())]);
+        let shape = [2usize, 3];
+        let tensors = [("a \"quoted\"", Dtype::Bf16, shape.as_slice(), 12u64), ("b", Dtype::U8, &shape[..0], 1)];
+        for at_least in [0, 640] {
+            let mut bytes = header_to_bytes(&metadata, tensors.into_iter(), at_least);
+            assert_eq!(bytes.len() % 64, 0);
+            assert!(bytes.len() as u64 >= at_least);
+            bytes.resize(bytes.len() + 13, 7);
+            let header = Header::parse(&bytes, bytes.len() as u64, HEADER_MAX).unwrap();
+            assert_eq!((header.tensors[0].name.as_str(), header.tensors[1].bytes), ("a \"quoted\"", 1));
+            let reference = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            assert_eq!(reference.tensor("b").unwrap().data(), [7]);
+        }
+    }
+
+    #[test]
+    fn every_dtype_of_the_reference_library_is_known() {
+        for dtype in Dtype::ALL {
+            let bytes = dtype.tensor_bytes(&[8]).unwrap();
+            let json = format!(r#"{{"t":{{"dtype":"{dtype}","shape":[8],"data_offsets":[0,{bytes}]}}}}"#);
+            let bytes = file(&json, bytes as usize);
+            Header::parse(&bytes, bytes.len() as u64, HEADER_MAX).unwrap();
+            safetensors::SafeTensors::deserialize(&bytes).unwrap_or_else(|e| panic!("{dtype}: {e}"));
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+        #[test]
+        fn any_bytes_parse_or_fail_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), json in ".{0,120}") {
+            let _ = Header::parse(&bytes, bytes.len() as u64, SOURCE_HEADER_MAX);
+            let _ = parse(&json, 3);
+        }
+
+        #[test]
+        fn a_damaged_header_is_no_more_than_an_error(at in 0usize..200, to: u8) {
+            let json = r#"{"b":{"dtype":"BF16","shape":[2,3],"data_offsets":[4,16]},"__metadata__":{"z":"1"},"a":{"shape":[],"dtype":"F32","data_offsets":[0,4]}}"#;
+            let mut bytes = file(json, 16);
+            let at = at % bytes.len();
+            bytes[at] = to;
+            // Whatever we accept, the reference library accepts.
+            if Header::parse(&bytes, bytes.len() as u64, SOURCE_HEADER_MAX).is_ok() {
+                prop_assert!(safetensors::SafeTensors::deserialize(&bytes).is_ok());
+            }
+        }
+    }
+}
