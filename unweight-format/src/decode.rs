@@ -14,7 +14,7 @@
 use rayon::prelude::*;
 
 use crate::{
-    Code, CodecError, Grid, HuffmanTensor, PaletteTensor, bf16,
+    Code, CodecError, Grid, HuffmanTensor, PaletteTensor, bf16, buffer,
     layout::{CODE_LENGTH_MAX, PALETTE_TILE_BYTES, ROW_BITS_MAX, TILE, WORDS_ALIGN},
     tensor::low_bits,
 };
@@ -24,7 +24,7 @@ use crate::{
 /// # Errors
 /// A coded row's codes do not use exactly its stored bits.
 pub fn to_vec<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Vec<u8>, CodecError> {
-    let mut out = vec![0; tensor.grid().elements() * 2];
+    let mut out = buffer::zeroed(tensor.grid().elements() * 2);
     huffman(tensor, &mut out)?;
     Ok(out)
 }
@@ -91,11 +91,12 @@ compile_for!(huffman_tile_row_avx2, "avx2,bmi1,bmi2,lzcnt,popcnt");
 /// Tiles decoded before they are joined: 64 rows of 1024 exponents are 64 KiB, which the L2 cache holds.
 const STRIP: usize = 16;
 const STREAMS: usize = 4;
-/// Symbols of a stream, and room for the overhang of its last multi-symbol store.
-const STREAM_BYTES: usize = TILE * TILE / STREAMS + TILE;
-/// A tile's words and how far a damaged stream can read past them: 16 rows of 64 codes of 15 bits.
-const TILE_BYTES: usize =
-    (TILE * ROW_BITS_MAX as usize).div_ceil(8) + (TILE * TILE / STREAMS + TILE) * CODE_LENGTH_MAX as usize / 8 + 16;
+/// Twice what indices can reach, a power of two: symbols of a run and the overhang of its last store.
+const STREAM_BYTES: usize = 2 * (TILE * TILE / STREAMS + TILE).next_power_of_two();
+/// Likewise: a tile's words and how far a damaged run can read past them (16 rows of 64 codes of 15 bits).
+const TILE_BYTES: usize = 2
+    * ((TILE * ROW_BITS_MAX as usize).div_ceil(8) + TILE * TILE / STREAMS * CODE_LENGTH_MAX as usize / 8 + 16)
+        .next_power_of_two();
 
 struct Scratch {
     words: Box<[u8; TILE_BYTES]>,
@@ -202,10 +203,11 @@ fn decode_tile<B: AsRef<[u8]>>(
             stream.end_bit = 0;
         }
     }
-    match table.window {
-        ..=11 => decode_streams::<5>(&scratch.words, table, &mut streams, &mut scratch.streams),
-        12..=14 => decode_streams::<4>(&scratch.words, table, &mut streams, &mut scratch.streams),
-        _ => decode_streams::<3>(&scratch.words, table, &mut streams, &mut scratch.streams),
+    let (words, out) = (&scratch.words, &mut scratch.streams);
+    match table.entries.len() {
+        0x800 => decode_streams::<0x800, 5>(words, table, &mut streams, out),
+        0x1000 => decode_streams::<0x1000, 4>(words, table, &mut streams, out),
+        _ => decode_streams::<0x8000, 3>(words, table, &mut streams, out),
     }
     if streams.iter().any(|s| s.bit != s.end_bit) {
         return Err(blame(tensor, tile));
@@ -242,101 +244,148 @@ struct Stream {
     done: usize,
 }
 
-/// Decodes four runs. `LOOKUPS` windows fit the 57 bits that a refill gives at least.
+/// Decodes four runs. `LOOKUPS` windows of `log2(ENTRIES)` bits fit the 57 bits that a refill gives at least.
 #[inline(always)]
-fn decode_streams<const LOOKUPS: usize>(
+fn decode_streams<const ENTRIES: usize, const LOOKUPS: usize>(
     words: &[u8; TILE_BYTES],
     table: &Table,
     streams: &mut [Stream; STREAMS],
     out: &mut [[u8; STREAM_BYTES]; STREAMS],
 ) {
-    let mask = (1u64 << table.window) - 1;
-    let entries = table.entries.as_slice();
-    assert!(entries.len() > mask as usize);
+    const { assert!(ENTRIES.is_power_of_two() && ENTRIES.ilog2() as usize * LOOKUPS <= 57) };
+    let entries: &[Entry; ENTRIES] = table.entries.as_slice().try_into().expect("the table of this window");
+    let look_up = |bits: u64| entries[bits as usize & (ENTRIES - 1)];
+    // These masks are never felt (a run reads at most 16 rows of 64 codes of 15 bits past the longest tile, and stores
+    // at most 8 bytes past its symbols); they tell the compiler what the arrays' sizes were chosen for.
     let refill = |bit: u32| {
-        let at = (bit / 8) as usize;
+        let at = (bit / 8) as usize & (TILE_BYTES / 2 - 1);
         u64::from_le_bytes(words[at..at + 8].try_into().expect("8 bytes")) >> (bit % 8)
     };
-    let store = |out: &mut [u8; STREAM_BYTES], at: usize, entry: u64| {
-        out[at..at + 8].copy_from_slice(&entry.to_le_bytes());
+    let store = |out: &mut [u8; STREAM_BYTES], at: usize, entry: Entry| {
+        let at = at & (STREAM_BYTES / 2 - 1);
+        out[at..at + 8].copy_from_slice(&entry.symbols().to_le_bytes());
     };
-    let left = |streams: &[Stream; STREAMS]| streams.iter().map(|s| s.symbols - s.done).min().unwrap_or(0);
-    // No step can overshoot: it yields at most MULTI_MAX symbols a lookup.
+    // Locals, so that they live in registers.
+    let mut bit = streams.map(|s| s.bit);
+    let mut done = streams.map(|s| s.done);
+    let symbols = streams.map(|s| s.symbols);
     loop {
-        let steps = left(streams) / (LOOKUPS * MULTI_MAX);
+        let left = (0..STREAMS).map(|s| symbols[s] - done[s]).min().unwrap_or(0);
+        // No step can overshoot: it yields at most MULTI_MAX symbols a lookup.
+        let steps = left / (LOOKUPS * MULTI_MAX);
         if steps == 0 {
             break;
         }
         for _ in 0..steps {
-            for (stream, out) in streams.iter_mut().zip(out.iter_mut()) {
-                let mut bits = refill(stream.bit);
-                for _ in 0..LOOKUPS {
-                    let entry = entries[(bits & mask) as usize];
-                    store(out, stream.done, entry);
-                    let used = (entry >> 56) as u32;
-                    bits >>= used;
-                    stream.bit += used;
-                    stream.done += (entry >> 48 & 0xff) as usize;
+            let mut bits = bit.map(refill);
+            let mut used = [0u64; STREAMS];
+            for _ in 0..LOOKUPS {
+                for s in 0..STREAMS {
+                    let entry = look_up(bits[s]);
+                    store(&mut out[s], done[s], entry);
+                    bits[s] = bits[s].wrapping_shr(entry.0 as u32);
+                    // Whole entries are added up: their lowest bytes, the bits used, come to at most 57.
+                    used[s] = used[s].wrapping_add(entry.0);
+                    done[s] += entry.count();
                 }
+            }
+            for s in 0..STREAMS {
+                bit[s] += used[s] as u32 & 0xff;
             }
         }
     }
-    for (stream, out) in streams.iter_mut().zip(out.iter_mut()) {
-        while stream.symbols - stream.done >= MULTI_MAX {
-            let entry = entries[(refill(stream.bit) & mask) as usize];
-            store(out, stream.done, entry);
-            stream.bit += (entry >> 56) as u32;
-            stream.done += (entry >> 48 & 0xff) as usize;
+    // Still together while all of them have symbols for one more lookup.
+    while (0..STREAMS).all(|s| symbols[s] - done[s] >= MULTI_MAX) {
+        for s in 0..STREAMS {
+            let entry = look_up(refill(bit[s]));
+            store(&mut out[s], done[s], entry);
+            bit[s] += entry.bits();
+            done[s] += entry.count();
         }
-        let mut bits = refill(stream.bit);
-        while stream.done < stream.symbols {
-            // At most five symbols are left, and 57 bits hold three of the longest: refill each time.
-            let entry = entries[(bits & mask) as usize];
-            out[stream.done] = entry as u8;
-            stream.bit += u32::from(table.lengths[usize::from(entry as u8)]);
-            stream.done += 1;
-            bits = refill(stream.bit);
+    }
+    for s in 0..STREAMS {
+        while symbols[s] - done[s] >= MULTI_MAX {
+            let entry = look_up(refill(bit[s]));
+            store(&mut out[s], done[s], entry);
+            bit[s] += entry.bits();
+            done[s] += entry.count();
         }
+        // At most five symbols are left: one by one, so that no bit behind the run is consumed.
+        while done[s] < symbols[s] {
+            let symbol = look_up(refill(bit[s])).symbols() as u8;
+            out[s][done[s]] = symbol;
+            bit[s] += u32::from(table.lengths[usize::from(symbol)]);
+            done[s] += 1;
+        }
+    }
+    for (s, stream) in streams.iter_mut().enumerate() {
+        (stream.bit, stream.done) = (bit[s], done[s]);
     }
 }
 
 /// Most symbols of one table entry.
 const MULTI_MAX: usize = 6;
 
-/// Multi-symbol decode table: an entry is six exponents, then their number, then the bits they use.
+/// One entry of the multi-symbol table: byte 0 the bits used, bytes 1..=6 the exponents, byte 7 their number. The bits
+/// are lowest because a shift takes its amount from there without extracting it.
+#[derive(Clone, Copy, Default)]
+struct Entry(u64);
+
+impl Entry {
+    #[inline(always)]
+    fn bits(self) -> u32 {
+        self.0 as u32 & 0xff
+    }
+
+    /// The exponents, first one lowest, followed by bytes of no meaning.
+    #[inline(always)]
+    fn symbols(self) -> u64 {
+        self.0 >> 8
+    }
+
+    #[inline(always)]
+    fn count(self) -> usize {
+        (self.0 >> 56) as usize
+    }
+}
+
+/// Multi-symbol decode table: up to six symbols a lookup.
 struct Table {
-    /// Bits of a lookup.
-    window: u32,
-    entries: Vec<u64>,
+    entries: Vec<Entry>,
     /// Code length by exponent.
     lengths: [u8; 256],
 }
 
 impl Table {
-    /// 11 bits hold four symbols of trained weights on average, and 2^11 entries half of the L1 cache; longer codes need longer windows.
+    /// A window of 11 bits holds four symbols of trained weights on average, and its table half of the L1 cache. Codes
+    /// above 11 bits need 12 or 15.
     fn new(code: &Code) -> Self {
         let flat = code.decode_table();
-        let window = code.max_length().max(11);
+        let window = match code.max_length() {
+            ..=11 => 11,
+            12 => 12,
+            _ => CODE_LENGTH_MAX,
+        };
         let entries = (0..1usize << window)
             .map(|bits| {
-                let (mut entry, mut symbols, mut used) = ([0u8; 8], 0u8, 0u32);
-                for symbol in &mut entry[..MULTI_MAX] {
+                let (mut entry, mut count, mut used) = ([0u8; 8], 0, 0);
+                while count < MULTI_MAX {
                     // Bits above the window are unknown: a code that reaches into them is left to the next lookup.
                     let next = flat[bits >> used & (flat.len() - 1)];
                     if used + u32::from(next.length) > window {
                         break;
                     }
-                    *symbol = next.symbol;
+                    count += 1;
+                    entry[count] = next.symbol;
                     used += u32::from(next.length);
-                    symbols += 1;
                 }
-                (entry[6], entry[7]) = (symbols, used as u8);
-                u64::from_le_bytes(entry)
+                (entry[0], entry[7]) = (used as u8, count as u8);
+                Entry(u64::from_le_bytes(entry))
             })
             .collect();
         let mut lengths = [0; 256];
         flat.iter().for_each(|e| lengths[usize::from(e.symbol)] = e.length);
-        Self { window, entries, lengths }
+        Self { entries, lengths }
     }
 }
 
@@ -407,7 +456,7 @@ pub fn transcode<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Pal
     let grid = tensor.grid();
     let table = Table::new(tensor.code());
     let index = tensor.code().palette().index();
-    let mut packed = vec![0u8; grid.tiles() * PALETTE_TILE_BYTES];
+    let mut packed = buffer::zeroed(grid.tiles() * PALETTE_TILE_BYTES);
     packed.par_chunks_mut(PALETTE_TILE_BYTES).enumerate().try_for_each_init(
         Scratch::default,
         |scratch, (tile, packed)| {

@@ -10,10 +10,10 @@
 use rayon::prelude::*;
 
 use crate::{
-    Code, CodeLimit, CodecError, Digest, Histogram, HuffmanTensor, Matrix, PaletteTensor, TileMetadata, bf16,
+    Code, CodeLimit, CodecError, Digest, Histogram, HuffmanTensor, Matrix, PaletteTensor, TileMetadata, bf16, buffer,
     digest::LEAF_BYTES,
     histogram::Counter,
-    layout::{PALETTE_TILE_BYTES, ROW_BITS_MAX, ROW_BITS_MIN, TILE, WORDS_ALIGN},
+    layout::{PALETTE_TILE_BYTES, ROW_BITS_MAX, ROW_BITS_MIN, TILE, TILE_WORDS_MAX, WORDS_ALIGN},
 };
 
 /// What one read of a tensor tells.
@@ -132,9 +132,9 @@ fn has_avx512() -> bool {
 }
 
 /// The variable-size output of one band of tile rows.
-#[derive(Default)]
 struct Band {
-    words: Vec<u8>,
+    /// Bytes of the band's arena in use.
+    word_bytes: usize,
     verbatim: Vec<u8>,
 }
 
@@ -151,16 +151,22 @@ fn encode_bands<const HUFFMAN: bool>(
     let grid = matrix.grid();
     let band_rows = (BAND_TILES / grid.tile_cols()).max(1);
     let band_tiles = band_rows * grid.tile_cols();
-    let mut sign_mantissa = vec![0u8; grid.elements()];
-    let mut out = vec![0u8; grid.tiles() * tile_bytes];
-    let mut metadata = vec![0u8; grid.tiles() * TileMetadata::BYTES];
+    let mut sign_mantissa = buffer::zeroed(grid.elements());
+    let mut out = buffer::zeroed(grid.tiles() * tile_bytes);
+    let mut metadata = buffer::zeroed(grid.tiles() * TileMetadata::BYTES);
+    // Room for the longest tiles; only what is used is ever touched, and the pieces move together at the end.
+    let mut words = buffer::zeroed(if HUFFMAN { grid.tiles() * TILE_WORDS_MAX * 4 + WORDS_ALIGN * 4 } else { 0 });
+    let arena = if HUFFMAN { band_tiles * TILE_WORDS_MAX * 4 } else { 1 };
+    let nothing: &mut [u8] = &mut vec![0; if HUFFMAN { 0 } else { grid.tile_rows().div_ceil(band_rows) }];
+    let arenas = if HUFFMAN { words.as_mut_slice() } else { nothing };
     let bands: Vec<Band> = sign_mantissa
         .par_chunks_mut(band_rows * TILE * grid.cols())
         .zip(out.par_chunks_mut(band_tiles * tile_bytes))
         .zip(metadata.par_chunks_mut(band_tiles * TileMetadata::BYTES))
+        .zip(arenas.par_chunks_mut(arena))
         .enumerate()
-        .map(|(band, ((sign_mantissa, out), metadata))| {
-            let mut job = Job { matrix, tables, first_tile_row: band * band_rows, sign_mantissa, out, metadata };
+        .map(|(band, (((sign_mantissa, out), metadata), words))| {
+            let mut job = Job { matrix, tables, first_tile_row: band * band_rows, sign_mantissa, out, metadata, words };
             #[cfg(target_arch = "x86_64")]
             if tables.simd {
                 // SAFETY: `simd` says that the processor has the instructions and that codes fit 8 bits.
@@ -169,53 +175,43 @@ fn encode_bands<const HUFFMAN: bool>(
             job.run_portable::<HUFFMAN>()
         })
         .collect();
-    let word_bytes = bands.iter().map(|b| b.words.len() as u64).sum::<u64>();
+    let word_bytes: u64 = bands.iter().map(|b| b.word_bytes as u64).sum();
     if word_bytes / 4 > 1 << 32 {
         return Err(CodecError::TooManyWords { words: word_bytes / 4 });
     }
     // The bands wrote offsets from their own start; move them to the tensor's.
-    let (mut words, mut rows) = (0u32, 0u32);
+    let (mut start_word, mut start_row) = (0u32, 0u32);
     let starts: Vec<(u32, u32)> = bands
         .iter()
         .map(|band| {
-            let start = (words, rows);
+            let start = (start_word, start_row);
             // Wraps only past the last band of exactly 2^32 words, where it is not used.
-            words = words.wrapping_add((band.words.len() / 4) as u32);
-            rows += (band.verbatim.len() / TILE) as u32;
+            start_word = start_word.wrapping_add((band.word_bytes / 4) as u32);
+            start_row += (band.verbatim.len() / TILE) as u32;
             start
         })
         .collect();
     metadata.par_chunks_mut(band_tiles * TileMetadata::BYTES).zip(&starts).for_each(|(chunk, &(words, rows))| {
         for record in chunk.chunks_exact_mut(TileMetadata::BYTES) {
             let mut tile = TileMetadata::read(record, 0);
-            tile.start_word = if HUFFMAN { tile.start_word.wrapping_add(words) } else { 0 };
+            tile.start_word = tile.start_word.wrapping_add(words);
             tile.verbatim_row_offset += rows;
             record.copy_from_slice(&tile.to_bytes());
         }
     });
-    let (words, verbatim) = rayon::join(
-        || concat(bands.iter().map(|b| b.words.as_slice())),
-        || concat(bands.iter().map(|b| b.verbatim.as_slice())),
-    );
+    if HUFFMAN {
+        let mut end = 0;
+        for (i, band) in bands.iter().enumerate() {
+            words.copy_within(i * arena..i * arena + band.word_bytes, end);
+            end += band.word_bytes;
+        }
+        let padded = end.next_multiple_of(4 * WORDS_ALIGN);
+        words[end..padded].fill(0);
+        words.truncate(padded);
+        words.shrink_to_fit();
+    }
+    let verbatim = bands.iter().flat_map(|b| b.verbatim.iter().copied()).collect();
     Ok([sign_mantissa, out, metadata, words, verbatim])
-}
-
-/// Joins pieces with one allocation, copying them in parallel.
-fn concat<'a>(pieces: impl Iterator<Item = &'a [u8]> + Clone) -> Vec<u8> {
-    let total = pieces.clone().map(<[u8]>::len).sum();
-    // Room for the final padding of the word stream, so that it does not reallocate.
-    let mut joined = Vec::with_capacity(total + 4 * WORDS_ALIGN);
-    joined.resize(total, 0u8);
-    let mut rest = joined.as_mut_slice();
-    let targets: Vec<(&mut [u8], &[u8])> = pieces
-        .map(|piece| {
-            let (target, tail) = std::mem::take(&mut rest).split_at_mut(piece.len());
-            rest = tail;
-            (target, piece)
-        })
-        .collect();
-    targets.into_par_iter().for_each(|(target, piece)| target.copy_from_slice(piece));
-    joined
 }
 
 /// The work on one band: inputs, and the slices of the outputs that belong to it.
@@ -226,6 +222,8 @@ struct Job<'a> {
     sign_mantissa: &'a mut [u8],
     out: &'a mut [u8],
     metadata: &'a mut [u8],
+    /// Where the band's coded words go, from the start.
+    words: &'a mut [u8],
 }
 
 /// Defines a whole-band function around a row function, so that the row function is inlined with its instruction set.
@@ -236,11 +234,7 @@ macro_rules! band {
             let grid = self.matrix.grid();
             let cols = grid.cols();
             let tiles = self.metadata.len() / TileMetadata::BYTES;
-            let mut band = Band::default();
-            if HUFFMAN {
-                // 2.9 bits a symbol; grows if a tensor needs more.
-                band.words.reserve(tiles * TILE * TILE * 29 / 80);
-            }
+            let mut band = Band { word_bytes: 0, verbatim: Vec::new() };
             let mut writer = TileWriter::new();
             for tile in 0..tiles {
                 let (tile_row, tile_col) = (self.first_tile_row + tile / grid.tile_cols(), tile % grid.tile_cols());
@@ -284,9 +278,13 @@ macro_rules! band {
                         }
                     }
                 }
-                let record = TileMetadata::new((band.words.len() / 4) as u32, offset, bitmask);
+                let record = TileMetadata::new((band.word_bytes / 4) as u32, offset, bitmask);
                 self.metadata[tile * TileMetadata::BYTES..][..TileMetadata::BYTES].copy_from_slice(&record.to_bytes());
-                band.words.extend_from_slice(writer.words());
+                if HUFFMAN {
+                    let words = writer.words();
+                    self.words[band.word_bytes..band.word_bytes + words.len()].copy_from_slice(words);
+                    band.word_bytes += words.len();
+                }
             }
             band
         }

@@ -1,0 +1,29 @@
+//! Large buffers that do not cost a page fault every 4 KiB.
+
+/// Below this, a buffer is left to the allocator's habits.
+const HUGE_FROM: usize = 4 << 20;
+
+/// `len` zero bytes. Large ones ask the kernel for huge pages before they are touched: faulting in fresh 4 KiB pages
+/// costs more than encoding does (measured: 46 of 90 ms for 117 MB on a virtual machine).
+pub(crate) fn zeroed(len: usize) -> Vec<u8> {
+    let mut bytes = vec![0u8; len];
+    advise(&mut bytes);
+    bytes
+}
+
+#[cfg(target_os = "linux")]
+fn advise(memory: &mut [u8]) {
+    const PAGE: usize = 4096;
+    let range = memory.as_mut_ptr_range();
+    let (start, end) = (range.start.addr().next_multiple_of(PAGE), range.end.addr() / PAGE * PAGE);
+    if end.saturating_sub(start) >= HUGE_FROM {
+        let first = range.start.wrapping_add(start - range.start.addr());
+        // SAFETY: whole pages inside an allocation that is exclusively ours; huge pages do not change its contents.
+        let advice = unsafe { rustix::mm::madvise(first.cast(), end - start, rustix::mm::Advice::LinuxHugepage) };
+        // A kernel without huge pages is slower, not wrong.
+        _ = advice;
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn advise(_: &mut [u8]) {}
