@@ -13,9 +13,19 @@
 pub mod cache;
 pub mod compiler;
 pub mod cubin;
+pub mod cublas;
+pub mod decoder;
+pub mod device;
+pub mod dispatch;
+pub mod encoder;
 pub mod env;
 pub mod error;
+pub mod launch;
+pub mod matmul;
+pub mod module;
 pub mod nvrtc;
+pub mod tensor;
+pub mod tma;
 pub mod toolchain;
 
 pub use error::Error;
