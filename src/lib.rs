@@ -1,2 +1,42 @@
-//! Facade.
+//! Lossless BF16 weight compression, and the generated Hopper kernels that run from it.
+//!
+//! A BF16 weight spends 8 of its 16 bits on an exponent that carries fewer than 3 bits of information. Unweight stores
+//! the exponents coded and the rest as it is: about two thirds of the space, and every bit comes back.
+//!
+//! This package is a facade: each crate behind it can be used alone.
+//!
+//! | module | crate | what it does | needs |
+//! |---|---|---|---|
+//! | [`format`](mod@format) | `unweight-format` | tensor codec and model bundles, on the CPU | nothing |
+#![cfg_attr(
+    feature = "cuda",
+    doc = "| [`codegen`] | `unweight-codegen` | kernel specs to specialised CUDA source | nothing |",
+    doc = "| [`rt`] | `unweight-rt` | compiles, caches, loads and launches kernels | NVRTC to compile, a driver to launch |"
+)]
+//!
+//! Features, both on by default: `cuda` brings `codegen` and `rt` (nothing is linked against CUDA), `cli` the
+//! `unweight` binary. A program that only reads bundles on the CPU turns the default features off.
+//!
+//! A model to a bundle and back:
+//! ```
+//! use unweight::format::bundle::{self, CompressOptions, DecompressOptions, Silent};
+//! # use unweight::format::demo_model::{self, DemoOptions};
+//! # let home = tempfile::tempdir()?;
+//! # let (model, bundle_dir, restored) = (home.path().join("model"), home.path().join("bundle"), home.path().join("restored"));
+//! # let small = DemoOptions { layers: 2, hidden: 64, intermediate: 192, heads: 4, kv_heads: 2, vocab: 256, ..DemoOptions::default() };
+//! # demo_model::write(&model, &small)?;
+//! let report = bundle::compress(&model, &bundle_dir, &CompressOptions::default(), &Silent)?;
+//! println!("{:.1} % of the original", report.ratio * 100.0);
+//! assert!(bundle::verify(&bundle_dir, Some(&model), &Silent)?.is_ok());
+//! bundle::decompress(&bundle_dir, &restored, &DecompressOptions::default(), &Silent)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
 pub use unweight_format as format;
+
+#[cfg(feature = "cuda")]
+pub use unweight_codegen as codegen;
+#[cfg(feature = "cuda")]
+pub use unweight_macros::unweight_variant;
+#[cfg(feature = "cuda")]
+pub use unweight_rt as rt;

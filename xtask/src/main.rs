@@ -1,2 +1,53 @@
-//! Project tasks.
-fn main() {}
+//! Project tasks, run as `cargo xtask <task>`.
+
+mod gpu_pack;
+mod peers;
+mod run;
+mod setup;
+mod test;
+
+use std::process::ExitCode;
+
+const HELP: &str = "\
+project tasks
+
+usage: cargo xtask <task>
+
+  test [ARGS]         prepare what the tests need, then run every test; ARGS go to `cargo test` instead of --workspace
+  setup               only prepare: Python with safetensors and numpy, the NVRTC wheel, g++
+  gpu-pack            gather stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
+                        --with-nvrtc  put libnvrtc beside them
+  bench-peers [MODEL] measure the codec beside ZipNN and zstd on a Gaussian tensor and on MODEL's BF16 matrices
+                        --rounds N    measurements of each, at least 7 (default 7)
+  help                this text
+";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let (task, rest) = match arguments.split_first() {
+        Some((task, rest)) => (task.as_str(), rest),
+        None => ("help", &[][..]),
+    };
+    let result = match task {
+        "test" => test::run(rest),
+        "setup" => run::no_arguments(rest).and_then(|()| setup::prepare()).map(|environment| {
+            for (name, value) in environment.variables() {
+                println!("export {name}={}", value.display());
+            }
+        }),
+        "gpu-pack" => gpu_pack::run(rest),
+        "bench-peers" => peers::run(rest),
+        "help" | "-h" | "--help" => {
+            print!("{HELP}");
+            Ok(())
+        }
+        other => Err(format!("no task '{other}'; see `cargo xtask help`")),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("xtask: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}

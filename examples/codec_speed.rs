@@ -1,0 +1,113 @@
+//! Times the codec in memory on raw BF16 matrices, for comparison with peers (`cargo xtask bench-peers`).
+//!
+//! ```text
+//! codec_speed FILE N,K[;N,K...] [--threads T] [--rounds R] [--on-demand]
+//! ```
+//! `FILE` holds the matrices one after the other. Each round encodes and decodes all of them, one at a time, into fresh memory, and
+//! prints one line of JSON. Encoding includes reading the digest of the original and digesting every section; decoding includes
+//! validating the sections and comparing the digest of the result. With `--on-demand` a round waits for a line on stdin, so that
+//! rounds can be interleaved with those of another program.
+
+use std::{borrow::Cow, error::Error, hint::black_box, io::BufRead, process::ExitCode, time::Instant};
+
+use rayon::prelude::*;
+use unweight::format::{Code, CodeLimit, Digest, Grid, HuffmanTensor, Matrix, Section, decode, encode};
+
+struct Stored {
+    tensor: HuffmanTensor<Vec<u8>>,
+    digest: Digest,
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("codec_speed: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
+    let (mut threads, mut rounds, mut on_demand) = (1, 7, false);
+    let mut positional = Vec::new();
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--threads" => threads = arguments.next().ok_or("--threads needs a number")?.parse()?,
+            "--rounds" => rounds = arguments.next().ok_or("--rounds needs a number")?.parse()?,
+            "--on-demand" => on_demand = true,
+            _ => positional.push(argument),
+        }
+    }
+    let [file, shapes] = positional.try_into().map_err(|_| "usage: codec_speed FILE N,K[;N,K...] [OPTIONS]")?;
+    let bytes = std::fs::read(&file).map_err(|error| format!("{file}: {error}"))?;
+    let matrices = split(&bytes, &shapes)?;
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
+    // The first use of a pool starts its threads; that is no part of the codec.
+    pool.broadcast(|_| ());
+    if on_demand {
+        for line in std::io::stdin().lock().lines() {
+            line?;
+            round(&pool, &matrices, threads)?;
+        }
+    } else {
+        for _ in 0..rounds {
+            round(&pool, &matrices, threads)?;
+        }
+    }
+    Ok(())
+}
+
+fn round(pool: &rayon::ThreadPool, matrices: &[Matrix<'_>], threads: usize) -> Result<(), Box<dyn Error>> {
+    let start = Instant::now();
+    let stored = pool.install(|| matrices.iter().map(|&matrix| store(matrix)).collect::<Result<Vec<_>, _>>())?;
+    let encode_seconds = start.elapsed().as_secs_f64();
+    let stored_bytes: u64 = stored.iter().map(|stored| stored.tensor.coded_bytes()).sum();
+    let start = Instant::now();
+    let restored = pool.install(|| stored.iter().map(restore).collect::<Result<Vec<_>, _>>())?;
+    let decode_seconds = start.elapsed().as_secs_f64();
+    for (matrix, restored) in matrices.iter().zip(&restored) {
+        if matrix.bytes() != black_box(restored.as_slice()) {
+            return Err("a matrix came back changed".into());
+        }
+    }
+    let original_bytes: usize = matrices.iter().map(|matrix| matrix.bytes().len()).sum();
+    println!(
+        "{{\"threads\": {threads}, \"original_bytes\": {original_bytes}, \"stored_bytes\": {stored_bytes}, \
+         \"encode_seconds\": {encode_seconds}, \"decode_seconds\": {decode_seconds}}}"
+    );
+    Ok(())
+}
+
+fn store(matrix: Matrix<'_>) -> Result<Stored, String> {
+    let survey = encode::survey(matrix.bytes());
+    let code = Code::from_histogram(&survey.histogram, CodeLimit::DEFAULT).ok_or("a matrix without elements")?;
+    let tensor = encode::huffman_with(matrix, &code).map_err(|error| error.to_string())?;
+    let sections: Vec<_> = Section::HUFFMAN.iter().filter_map(|&section| tensor.section(section)).collect();
+    black_box(sections.par_iter().map(|bytes| Digest::of(bytes)).collect::<Vec<_>>());
+    drop(sections);
+    Ok(Stored { tensor, digest: survey.digest })
+}
+
+fn restore(stored: &Stored) -> Result<Vec<u8>, String> {
+    // As a reader does it: nothing is trusted before the sections are validated.
+    let section = |section| stored.tensor.section(section).unwrap_or(Cow::Borrowed(&[]));
+    let tensor = HuffmanTensor::from_sections(stored.tensor.grid(), section).map_err(|error| error.to_string())?;
+    let bytes = decode::to_vec(&tensor).map_err(|error| error.to_string())?;
+    if Digest::of(&bytes) == stored.digest { Ok(bytes) } else { Err("digest mismatch".to_owned()) }
+}
+
+fn split<'a>(mut bytes: &'a [u8], shapes: &str) -> Result<Vec<Matrix<'a>>, Box<dyn Error>> {
+    let mut matrices = Vec::new();
+    for shape in shapes.split(';') {
+        let (rows, cols) = shape.split_once(',').ok_or_else(|| format!("shape '{shape}': expected N,K"))?;
+        let grid = Grid::new(rows.trim().parse()?, cols.trim().parse()?)?;
+        let (own, rest) = bytes
+            .split_at_checked(grid.elements() * 2)
+            .ok_or_else(|| format!("shape {shape}: needs {} bytes, {} are left", grid.elements() * 2, bytes.len()))?;
+        matrices.push(Matrix::new(own, grid.rows(), grid.cols())?);
+        bytes = rest;
+    }
+    if bytes.is_empty() { Ok(matrices) } else { Err(format!("{} bytes are in no matrix", bytes.len()).into()) }
+}

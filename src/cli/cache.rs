@@ -1,0 +1,222 @@
+//! `unweight cache`.
+
+use std::{path::PathBuf, time::SystemTime};
+
+use clap::{Args, Subcommand};
+use serde::Serialize;
+use unweight::rt::{
+    cache::{Removed, Store},
+    env::Env,
+};
+
+use super::{
+    failure::{Failure, Result},
+    output::{self, Output, Table},
+    size,
+};
+
+/// Subcommands of `cache`.
+#[derive(Subcommand)]
+pub enum Cache {
+    /// Print where the cache is
+    Dir,
+    /// List the kernels in it, the least recently used first
+    Ls,
+    /// Read every kernel and compare digests: exit 1 if one is damaged
+    Verify(Verify),
+    /// Remove damaged kernels, leftovers, and the least recently used kernels above a size
+    Prune(Prune),
+    /// Remove every kernel
+    Clear,
+}
+
+/// Arguments of `cache verify`.
+#[derive(Args)]
+pub struct Verify {
+    /// Remove what is damaged
+    #[arg(long)]
+    evict: bool,
+}
+
+/// Arguments of `cache prune`.
+#[derive(Args)]
+pub struct Prune {
+    /// Size to shrink it to, such as 200M [default: UNWEIGHT_CACHE_MAX, else 1G]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    max: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Dir<'a> {
+    dir: &'a PathBuf,
+    exists: bool,
+}
+
+#[derive(Serialize)]
+struct Ls {
+    entries: Vec<Entry>,
+    bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Entry {
+    folder: String,
+    bytes: u64,
+    idle_seconds: u64,
+    name: Option<String>,
+    compiler: Option<String>,
+    damage: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Verified {
+    good: usize,
+    damaged: Vec<Damaged>,
+    evicted: usize,
+}
+
+#[derive(Serialize)]
+struct Damaged {
+    folder: String,
+    reason: String,
+}
+
+#[derive(Serialize)]
+struct RemovedReport {
+    entries: usize,
+    bytes: u64,
+    leftovers: usize,
+    failed: usize,
+}
+
+impl Cache {
+    /// As in the JSON.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Dir => "cache dir",
+            Self::Ls => "cache ls",
+            Self::Verify(_) => "cache verify",
+            Self::Prune(_) => "cache prune",
+            Self::Clear => "cache clear",
+        }
+    }
+
+    /// Runs it.
+    pub fn run(&self, output: Output) -> Result<()> {
+        let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
+        let dir = env.cache_dir.as_ref().ok_or_else(|| {
+            Failure::new("nothing says where the cache is", "set UNWEIGHT_CACHE_DIR, XDG_CACHE_HOME or HOME")
+        })?;
+        if matches!(self, Self::Dir) {
+            let report = Dir { dir, exists: dir.is_dir() };
+            return output.result(self.name(), &report, |out| writeln!(out, "{}", dir.display()));
+        }
+        // Looking must not create.
+        let store = match dir.is_dir() {
+            true => Some(Store::open(dir).map_err(Failure::other)?),
+            false => None,
+        };
+        let failed = || Failure::io(format!("{}: cannot be read", dir.display()));
+        match self {
+            Self::Dir => Ok(()),
+            Self::Ls => {
+                let report = ls(store.as_ref()).map_err(failed())?;
+                output.result(self.name(), &report, |out| report.write(out))
+            }
+            Self::Verify(arguments) => {
+                let found = store.map(|store| store.verify(arguments.evict)).transpose().map_err(failed())?;
+                let found = found.unwrap_or_default();
+                let damaged = found.damaged.into_iter().map(|(folder, reason)| Damaged { folder, reason }).collect();
+                let report = Verified { good: found.good, damaged, evicted: found.evicted };
+                output.summary(self.name(), &report, |out| {
+                    for entry in &report.damaged {
+                        writeln!(out, "{}: {}", entry.folder, entry.reason)?;
+                    }
+                    let damaged = report.damaged.len();
+                    writeln!(out, "{} good, {damaged} damaged, {} removed", report.good, report.evicted)
+                })?;
+                match report.damaged.len() - report.evicted {
+                    0 => Ok(()),
+                    left => Err(Failure::mismatch(
+                        format!("{}: {left} damaged kernels", dir.display()),
+                        "`unweight cache verify --evict` removes them; they are compiled again when they are needed",
+                    )
+                    .reported()),
+                }
+            }
+            Self::Prune(arguments) => {
+                let max = arguments.max.unwrap_or(env.cache_max_bytes);
+                let removed = store.map(|store| store.prune(max)).transpose().map_err(failed())?;
+                report_removed(self.name(), removed.unwrap_or_default(), dir, output)
+            }
+            Self::Clear => {
+                let removed = store.map(|store| store.clear()).transpose().map_err(failed())?;
+                report_removed(self.name(), removed.unwrap_or_default(), dir, output)
+            }
+        }
+    }
+}
+
+fn ls(store: Option<&Store>) -> std::io::Result<Ls> {
+    let listed = store.map(Store::ls).transpose()?.unwrap_or_default();
+    let entries: Vec<_> = listed
+        .into_iter()
+        .map(|listed| {
+            let idle = SystemTime::now().duration_since(listed.last_used).unwrap_or_default();
+            let (meta, damage) = match listed.meta {
+                Ok(meta) => (Some(meta), None),
+                Err(damage) => (None, Some(damage)),
+            };
+            Entry {
+                folder: listed.folder,
+                bytes: listed.bytes,
+                idle_seconds: idle.as_secs(),
+                compiler: meta.as_ref().map(|meta| meta.compiler.to_string()),
+                name: meta.map(|meta| meta.name),
+                damage,
+            }
+        })
+        .collect();
+    Ok(Ls { bytes: entries.iter().map(|entry| entry.bytes).sum(), entries })
+}
+
+impl Ls {
+    fn write(&self, out: &mut dyn std::io::Write) -> std::io::Result<()> {
+        let mut table = Table::new(&["kernel", "compiler", ">size", ">last used"]);
+        for entry in &self.entries {
+            let damaged = || format!("{} (damaged: {})", entry.folder, entry.damage.as_deref().unwrap_or("unknown"));
+            table.row([
+                entry.name.clone().unwrap_or_else(damaged),
+                entry.compiler.clone().unwrap_or_default(),
+                output::bytes(entry.bytes),
+                ago(entry.idle_seconds),
+            ]);
+        }
+        table.write(out)?;
+        writeln!(out, "{} kernels, {}", self.entries.len(), output::bytes(self.bytes))
+    }
+}
+
+fn ago(seconds: u64) -> String {
+    match seconds {
+        0..=119 => format!("{seconds} s ago"),
+        120..=7199 => format!("{} min ago", seconds / 60),
+        7200..=172_799 => format!("{} h ago", seconds / 3600),
+        _ => format!("{} days ago", seconds / 86_400),
+    }
+}
+
+fn report_removed(command: &str, removed: Removed, dir: &std::path::Path, output: Output) -> Result<()> {
+    let Removed { entries, bytes, leftovers, failed } = removed;
+    let report = RemovedReport { entries, bytes, leftovers, failed };
+    output.summary(command, &report, |out| {
+        writeln!(out, "{entries} kernels removed, {}; {leftovers} leftovers removed", output::bytes(bytes))
+    })?;
+    match failed {
+        0 => Ok(()),
+        _ => Err(Failure::new(
+            format!("{}: {failed} kernels could not be removed", dir.display()),
+            "check who owns the folder; `unweight cache ls` shows what is left",
+        )),
+    }
+}

@@ -1,0 +1,77 @@
+//! `unweight compress`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use unweight::format::bundle::{self, CompressOptions, VerifyAfter};
+
+use super::{
+    failure::Result,
+    output::{self, Output},
+    progress::Bar,
+    select::{self, Select},
+    size,
+};
+
+/// Arguments of `compress`.
+#[derive(Args)]
+pub struct Compress {
+    /// Directory of the model: *.safetensors and whatever lies beside them
+    source: PathBuf,
+    /// Directory of the bundle; must not exist, unless --force
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+    #[command(flatten)]
+    select: Select,
+    /// Memory for tensors in work, such as 4G [default: 1G]; a larger tensor is worked on alone
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    ram: Option<u64>,
+    /// Go on after an interrupted run with the same options
+    #[arg(long)]
+    resume: bool,
+    /// Replace an existing output, once the new one is complete
+    #[arg(long)]
+    force: bool,
+    /// What to decode again before the bundle gets its name: none, sample or full
+    #[arg(long, value_name = "HOW", default_value = "sample", value_parser = verify_after)]
+    verify: VerifyAfter,
+    /// Also record the SHA-256 of every source file
+    #[arg(long)]
+    sha256: bool,
+}
+
+impl Compress {
+    /// Runs it.
+    pub fn run(&self, output: Output) -> Result<()> {
+        let options = CompressOptions {
+            ram_bytes: self.ram,
+            resume: self.resume,
+            force: self.force,
+            verify: self.verify,
+            sha256: self.sha256,
+            ..self.select.options()
+        };
+        let bar = Bar::new(output, "compressing")?;
+        let report = bundle::compress(&self.source, &self.output, &options, &bar)?;
+        bar.finish();
+        if !report.resumed_files.is_empty() {
+            output.note(format_args!("reused from the interrupted run: {}", report.resumed_files.join(", ")));
+        }
+        output.summary("compress", &report, |out| {
+            select::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
+            writeln!(
+                out,
+                "{}: {} files, {} ({}), {} tensors checked again",
+                self.output.display(),
+                report.files,
+                output::seconds(report.seconds),
+                output::rate(report.original_bytes, report.seconds),
+                report.verified_tensors,
+            )
+        })
+    }
+}
+
+fn verify_after(text: &str) -> std::result::Result<VerifyAfter, String> {
+    text.parse().map_err(|error: bundle::UnknownName| error.to_string())
+}

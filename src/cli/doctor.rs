@@ -1,0 +1,189 @@
+//! `unweight doctor`.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use serde::Serialize;
+use unweight::rt::{
+    cache::Store,
+    env::Env,
+    toolchain::{self, Library},
+};
+
+use super::{
+    failure::{Failure, Result},
+    output::{self, Output},
+};
+
+/// Arguments of `doctor`.
+#[derive(Args)]
+pub struct Doctor {}
+
+#[derive(Serialize)]
+struct Report {
+    cpu: Cpu,
+    libraries: Vec<LibraryReport>,
+    cache: CacheReport,
+    jit: &'static str,
+    warnings: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct Cpu {
+    arch: &'static str,
+    threads: usize,
+    memory_bytes: Option<u64>,
+    avx512: bool,
+}
+
+#[derive(Serialize)]
+struct LibraryReport {
+    name: &'static str,
+    found: bool,
+    version: Option<String>,
+    path: Option<String>,
+    origin: Option<String>,
+    disables: Option<&'static str>,
+    remedy: Option<&'static str>,
+    tried: Vec<Tried>,
+}
+
+#[derive(Serialize)]
+struct Tried {
+    what: String,
+    why: String,
+}
+
+#[derive(Serialize)]
+struct CacheReport {
+    dir: Option<String>,
+    kernels: usize,
+    bytes: u64,
+    /// Why it cannot be used, if it cannot.
+    unusable: Option<String>,
+}
+
+impl Doctor {
+    /// Runs it. A lack is no failure: it is what was asked about.
+    pub fn run(&self, output: Output) -> Result<()> {
+        let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
+        let probed = toolchain::report(env);
+        let mut warnings = probed.warnings;
+        let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        warnings.extend(Env::unknown(names).into_iter().map(|name| format!("{name}: no such variable; misspelt?")));
+        let report = Report {
+            cpu: cpu(),
+            libraries: Library::ALL
+                .into_iter()
+                .zip(probed.libraries)
+                .map(|(which, found)| library(which, found))
+                .collect(),
+            cache: cache(env),
+            jit: env.jit.name(),
+            warnings,
+        };
+        output.result("doctor", &report, |out| report.write(out, output.verbose > 0))
+    }
+}
+
+impl Report {
+    fn write(&self, out: &mut dyn Write, verbose: bool) -> io::Result<()> {
+        let memory = self.cpu.memory_bytes.map_or_else(|| "unknown memory".to_owned(), output::bytes);
+        let simd = if self.cpu.avx512 { "AVX-512" } else { "no AVX-512: encoding is slower" };
+        writeln!(out, "[ok] CPU: {}, {} threads, {memory}, {simd}", self.cpu.arch, self.cpu.threads)?;
+        for library in &self.libraries {
+            match (&library.version, &library.path) {
+                (Some(version), Some(path)) => {
+                    let origin = library.origin.as_deref().unwrap_or_default();
+                    writeln!(out, "[ok] {} {version}: {path} ({origin})", library.name)?;
+                }
+                _ => {
+                    writeln!(out, "[--] {}: not found", library.name)?;
+                    writeln!(out, "     disables: {}", library.disables.unwrap_or_default())?;
+                    writeln!(out, "     remedy: {}", library.remedy.unwrap_or_default())?;
+                }
+            }
+            // A library that is there and cannot be used is worth a line each; names that simply are not there are not.
+            for tried in &library.tried {
+                if verbose || (!library.found && tried.what.starts_with('/')) {
+                    writeln!(out, "     tried {}: {}", tried.what, tried.why)?;
+                }
+            }
+        }
+        match (&self.cache.dir, &self.cache.unusable) {
+            (Some(dir), None) => {
+                let size = output::bytes(self.cache.bytes);
+                writeln!(out, "[ok] cache: {dir}, {} kernels, {size}, UNWEIGHT_JIT={}", self.cache.kernels, self.jit)?;
+            }
+            (_, why) => writeln!(out, "[--] cache: {}", why.as_deref().unwrap_or("none"))?,
+        }
+        self.warnings.iter().try_for_each(|warning| writeln!(out, "[!!] {warning}"))
+    }
+}
+
+fn cpu() -> Cpu {
+    #[cfg(target_arch = "x86_64")]
+    let avx512 = is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vbmi");
+    #[cfg(not(target_arch = "x86_64"))]
+    let avx512 = false;
+    Cpu {
+        arch: std::env::consts::ARCH,
+        threads: std::thread::available_parallelism().map_or(1, usize::from),
+        memory_bytes: memory_bytes(),
+        avx512,
+    }
+}
+
+fn memory_bytes() -> Option<u64> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib << 10)
+}
+
+fn library(which: Library, found: std::result::Result<toolchain::Found, toolchain::MissingLibrary>) -> LibraryReport {
+    let absent = LibraryReport {
+        name: which.stem(),
+        found: false,
+        version: None,
+        path: None,
+        origin: None,
+        disables: None,
+        remedy: None,
+        tried: Vec::new(),
+    };
+    match found {
+        Ok(found) => LibraryReport {
+            found: true,
+            version: Some(found.version.to_string()),
+            path: Some(found.path.display().to_string()),
+            origin: Some(found.origin.to_string()),
+            ..absent
+        },
+        Err(missing) => LibraryReport {
+            disables: Some(which.disables()),
+            remedy: Some(which.remedy()),
+            tried: missing.tried.into_iter().map(|tried| Tried { what: tried.what, why: tried.why }).collect(),
+            ..absent
+        },
+    }
+}
+
+fn cache(env: &Env) -> CacheReport {
+    let mut report = CacheReport { dir: None, kernels: 0, bytes: 0, unusable: None };
+    let Some(dir) = &env.cache_dir else {
+        report.unusable = Some("set UNWEIGHT_CACHE_DIR, XDG_CACHE_HOME or HOME".to_owned());
+        return report;
+    };
+    report.dir = Some(dir.display().to_string());
+    // Looking must not create: a folder that is not there yet is as good as an empty one.
+    if dir.exists() {
+        match Store::open(dir).map_err(|error| error.to_string()).and_then(|s| s.ls().map_err(|e| e.to_string())) {
+            Ok(listed) => {
+                report.kernels = listed.len();
+                report.bytes = listed.iter().map(|entry| entry.bytes).sum();
+            }
+            Err(why) => report.unusable = Some(why),
+        }
+    }
+    report
+}

@@ -1,0 +1,231 @@
+//! Errors as the command line shows them: what, where, why, what to do next; one plain form.
+
+use std::{
+    error::Error,
+    fmt,
+    io::{self, IsTerminal},
+};
+
+use miette::{Diagnostic, ReportHandler};
+use serde::Serialize;
+use unweight::format::bundle::{BundleError, ErrorClass};
+
+/// Whatever ends a command.
+#[derive(Debug)]
+pub struct Failure {
+    message: String,
+    help: Option<String>,
+    cause: Option<Box<dyn Error + Send + Sync>>,
+    class: Class,
+    reported: bool,
+}
+
+/// Why a command failed; decides the exit status.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Class {
+    /// Data is not what it should be: 1.
+    Mismatch,
+    /// The work could not be done: 2.
+    Failed,
+    /// A signal ended it: 130.
+    Interrupted,
+    /// Whoever reads our output has gone: 0, without a word.
+    Gone,
+}
+
+impl Class {
+    /// The exit status.
+    pub fn exit_code(self) -> u8 {
+        match self {
+            Self::Mismatch => ErrorClass::Mismatch.exit_code(),
+            Self::Failed => ErrorClass::Failed.exit_code(),
+            Self::Interrupted => ErrorClass::Interrupted.exit_code(),
+            Self::Gone => 0,
+        }
+    }
+}
+
+/// What a command returns.
+pub type Result<T> = std::result::Result<T, Failure>;
+
+impl Failure {
+    /// A failure with what to do next.
+    pub fn new(message: impl Into<String>, help: impl Into<String>) -> Self {
+        Self { message: message.into(), help: Some(help.into()), cause: None, class: Class::Failed, reported: false }
+    }
+
+    /// A failure of the system on `what`.
+    pub fn io(what: impl fmt::Display) -> impl FnOnce(io::Error) -> Self {
+        move |error| Self {
+            message: what.to_string(),
+            help: None,
+            cause: Some(error.into()),
+            class: Class::Failed,
+            reported: false,
+        }
+    }
+
+    /// Any error, whose own message says what to do.
+    pub fn other(error: impl Error + Send + Sync + 'static) -> Self {
+        Self::from_error(error, Class::Failed)
+    }
+
+    /// Data that is not what it should be.
+    pub fn mismatch(message: impl Into<String>, help: impl Into<String>) -> Self {
+        Self { class: Class::Mismatch, ..Self::new(message, help) }
+    }
+
+    /// For a command whose own report, already on stdout, says what is wrong: `--json` adds nothing to it.
+    pub fn reported(self) -> Self {
+        Self { reported: true, ..self }
+    }
+
+    /// See [`Failure::reported`].
+    pub fn is_reported(&self) -> bool {
+        self.reported
+    }
+
+    /// See [`Class`].
+    pub fn class(&self) -> Class {
+        self.class
+    }
+
+    fn from_error(error: impl Error + Send + Sync + 'static, class: Class) -> Self {
+        // The library's messages read "what; what to do next"; the last part is the help.
+        let text = error.to_string();
+        let (message, help) = match text.rsplit_once("; ") {
+            Some((message, help)) if !help.contains('\n') => (message.to_owned(), Some(help.to_owned())),
+            _ => (text, None),
+        };
+        Self {
+            message,
+            help,
+            cause: error.source().map(|cause| Box::new(Texts::of(cause)) as _),
+            class,
+            reported: false,
+        }
+    }
+
+    /// Message, causes and help for `--json`.
+    pub fn to_json(&self) -> serde_json::Value {
+        serde_json::json!({
+            "class": self.class,
+            "message": self.message,
+            "causes": causes(self),
+            "help": self.help,
+        })
+    }
+}
+
+/// A chain of causes as text: the library's errors own no `'static` sources to keep.
+#[derive(Debug)]
+struct Texts {
+    text: String,
+    next: Option<Box<Texts>>,
+}
+
+impl Texts {
+    fn of(error: &dyn Error) -> Self {
+        Self { text: error.to_string(), next: error.source().map(|next| Box::new(Self::of(next))) }
+    }
+}
+
+impl fmt::Display for Texts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl Error for Texts {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.next.as_deref().map(|next| next as _)
+    }
+}
+
+fn causes(error: &dyn Error) -> Vec<String> {
+    let mut texts = Vec::new();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        texts.push(error.to_string());
+        cause = error.source();
+    }
+    texts
+}
+
+impl From<BundleError> for Failure {
+    fn from(error: BundleError) -> Self {
+        let class = match error.class() {
+            ErrorClass::Mismatch => Class::Mismatch,
+            ErrorClass::Failed => Class::Failed,
+            ErrorClass::Interrupted => Class::Interrupted,
+        };
+        Self::from_error(error, class)
+    }
+}
+
+/// Errors of writing to stdout.
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        let class = if error.kind() == io::ErrorKind::BrokenPipe { Class::Gone } else { Class::Failed };
+        Self {
+            message: "cannot write to stdout".to_owned(),
+            help: None,
+            cause: Some(error.into()),
+            class,
+            reported: false,
+        }
+    }
+}
+
+impl From<unweight::rt::Error> for Failure {
+    fn from(error: unweight::rt::Error) -> Self {
+        Self::other(error)
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl Error for Failure {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.cause.as_deref().map(|cause| cause as _)
+    }
+}
+
+impl Diagnostic for Failure {
+    fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
+        self.help.as_ref().map(|help| Box::new(help) as _)
+    }
+}
+
+/// Prints a diagnostic as `error:`, `cause:` and `help:` lines.
+struct Plain {
+    colour: bool,
+}
+
+impl ReportHandler for Plain {
+    fn debug(&self, error: &dyn Diagnostic, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (on, off) = if self.colour { ("\x1b[1;31m", "\x1b[0m") } else { ("", "") };
+        write!(f, "{on}error:{off} {error}")?;
+        let mut cause = error.source();
+        while let Some(error) = cause {
+            write!(f, "\n  cause: {error}")?;
+            cause = error.source();
+        }
+        if let Some(help) = error.help() {
+            write!(f, "\n  help: {help}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Makes [`Plain`] the form of every report.
+pub fn install_handler() {
+    let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    // Fails only if a handler is set already; nothing else sets one.
+    let _ = miette::set_hook(Box::new(move |_| Box::new(Plain { colour })));
+}

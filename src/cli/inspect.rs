@@ -1,0 +1,221 @@
+//! `unweight inspect`.
+
+use std::{fs, io::Write, path::PathBuf};
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use unweight::format::{
+    CodecError, CompressedTensor, Histogram,
+    bundle::{Bundle, BundleError, BundleTensor, Progress, TensorReport},
+    decode,
+    manifest::{Layer, LayerMode, Options},
+    plan::matches,
+};
+
+use super::{
+    failure::{Failure, Result},
+    output::Output,
+    plot,
+    progress::Bar,
+    select,
+};
+
+/// Arguments of `inspect`.
+#[derive(Args)]
+pub struct Inspect {
+    /// Directory of the bundle
+    bundle: PathBuf,
+    /// Only tensors whose name matches; * and ? are wildcards; may be repeated
+    #[arg(long, value_name = "GLOB")]
+    tensor: Vec<String>,
+    /// Print the table as comma-separated values
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+    /// Draw the distribution of exponents, or the bits per element of each tensor
+    #[arg(long, value_name = "WHAT", requires = "svg")]
+    plot: Option<Plot>,
+    /// File for the drawing
+    #[arg(long, value_name = "FILE", requires = "plot")]
+    svg: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Plot {
+    Exponents,
+    Ratio,
+}
+
+#[derive(Serialize)]
+struct Report<'a> {
+    creator: &'a str,
+    format_version: String,
+    options: &'a Options,
+    manifest_digest: String,
+    layers: &'a [Layer],
+    tensors: Vec<TensorReport>,
+    original_bytes: u64,
+    stored_bytes: u64,
+    /// BF16 exponents of the tensors by value, if they were drawn.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    exponent_counts: Option<Vec<u64>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    exponent_entropy_bits: Option<f64>,
+}
+
+impl Inspect {
+    /// Runs it.
+    pub fn run(&self, output: Output) -> Result<()> {
+        let bundle = Bundle::open(&self.bundle)?;
+        let manifest = bundle.manifest();
+        let chosen = |name: &str| self.tensor.is_empty() || self.tensor.iter().any(|pattern| matches(pattern, name));
+        let tensors: Vec<TensorReport> =
+            bundle.tensors().filter(|tensor| chosen(&tensor.entry.name)).map(row).collect();
+        if tensors.is_empty() && !self.tensor.is_empty() {
+            return Err(Failure::new(
+                format!("{}: no tensor matches {}", self.bundle.display(), self.tensor.join(", ")),
+                "`unweight inspect BUNDLE` lists the names",
+            ));
+        }
+        let mut report = Report {
+            creator: &manifest.creator,
+            format_version: format!("{}.{}", manifest.version.major, manifest.version.minor),
+            options: &manifest.options,
+            manifest_digest: manifest.manifest_digest.to_string(),
+            layers: &manifest.layers,
+            original_bytes: tensors.iter().map(|tensor| tensor.original_bytes).sum(),
+            stored_bytes: tensors.iter().map(|tensor| tensor.stored_bytes).sum(),
+            tensors,
+            exponent_counts: None,
+            exponent_entropy_bits: None,
+        };
+        if let (Some(plot), Some(file)) = (self.plot, &self.svg) {
+            let svg = match plot {
+                Plot::Exponents => {
+                    let histogram = exponents(&bundle, &report.tensors, output)?;
+                    report.exponent_counts = Some(histogram.counts().to_vec());
+                    report.exponent_entropy_bits = Some(histogram.entropy_bits());
+                    plot::exponents(&histogram)?
+                }
+                Plot::Ratio => plot::ratio(&report.tensors)?,
+            };
+            fs::write(file, svg).map_err(Failure::io(file.display()))?;
+            output.note(format_args!("{}: drawn", file.display()));
+            // The drawing was asked for; the table only with --json or --csv.
+            if !output.json && !self.csv {
+                return Ok(());
+            }
+        }
+        output.result("inspect", &report, |out| if self.csv { csv(&report.tensors, out) } else { report.write(out) })
+    }
+}
+
+impl Report<'_> {
+    fn write(&self, out: &mut dyn Write) -> std::io::Result<()> {
+        let Options { profile, scope, code_limit } = self.options;
+        writeln!(
+            out,
+            "format {}, by {}, profile {profile}, scope {scope}, codes up to {code_limit} bits, manifest {}",
+            self.format_version, self.creator, self.manifest_digest
+        )?;
+        let layers = |mode| self.layers.iter().filter(|layer| layer.mode == mode).count();
+        let (hard, easy) = (layers(LayerMode::Hard), layers(LayerMode::Easy));
+        writeln!(out, "layers: {} bootstrap, {easy} easy, {hard} hard\n", layers(LayerMode::Bootstrap))?;
+        select::tensors(&self.tensors).write(out)?;
+        let totals =
+            format!("\n{} tensors: {}", self.tensors.len(), select::percent(self.stored_bytes, self.original_bytes));
+        writeln!(out, "{totals} of {} bytes", self.original_bytes)
+    }
+}
+
+fn row(tensor: BundleTensor<'_>) -> TensorReport {
+    let BundleTensor { file, entry } = tensor;
+    let elements = entry.shape.iter().map(|&extent| extent as u64).product();
+    let stored_bytes = entry.stored_bytes();
+    TensorReport {
+        file: file.to_owned(),
+        name: entry.name.clone(),
+        role: entry.role,
+        layer: entry.layer,
+        dtype: entry.dtype.to_string(),
+        shape: entry.shape.clone(),
+        encoding: entry.encoding,
+        reason: entry.reason.clone(),
+        elements,
+        // Known: opening the bundle has checked the shapes.
+        original_bytes: entry.original_bytes().unwrap_or(0),
+        stored_bytes,
+        bits_per_element: if elements == 0 { 0.0 } else { stored_bytes as f64 * 8.0 / elements as f64 },
+    }
+}
+
+/// Exponents of the BF16 tensors among `tensors`.
+fn exponents(bundle: &Bundle, tensors: &[TensorReport], output: Output) -> Result<Histogram> {
+    let tensors: Vec<_> = tensors.iter().filter(|tensor| tensor.dtype == "BF16").collect();
+    let bar = Bar::new(output, "reading")?;
+    bar.start(tensors.iter().map(|tensor| tensor.original_bytes).sum());
+    let mut sum = Histogram::default();
+    for tensor in tensors {
+        if bar.cancelled() {
+            return Err(BundleError::Cancelled.into());
+        }
+        bar.tensor(&tensor.name);
+        let damaged = |source: CodecError| {
+            let name = format!("{}: tensor '{}': {source}", tensor.file, tensor.name);
+            Failure::mismatch(name, "`unweight verify` tells more")
+        };
+        let histogram = match bundle.tensor(&tensor.name)? {
+            CompressedTensor::Raw(bytes) => Histogram::of(bytes),
+            CompressedTensor::Huffman(stored) => Histogram::of(&decode::to_vec(&stored).map_err(damaged)?),
+            CompressedTensor::Palette(stored) => {
+                let mut bytes = vec![0; stored.grid().elements() * 2];
+                decode::palette(&stored, &mut bytes).map_err(damaged)?;
+                Histogram::of(&bytes)
+            }
+        };
+        sum.merge(&histogram);
+        bar.advance(tensor.original_bytes);
+    }
+    Ok(sum)
+}
+
+fn csv(tensors: &[TensorReport], out: &mut dyn Write) -> std::io::Result<()> {
+    writeln!(
+        out,
+        "file,name,role,layer,dtype,shape,encoding,reason,elements,original_bytes,stored_bytes,bits_per_element"
+    )?;
+    for tensor in tensors {
+        let shape: Vec<_> = tensor.shape.iter().map(ToString::to_string).collect();
+        let cells = [
+            tensor.file.clone(),
+            tensor.name.clone(),
+            tensor.role.to_string(),
+            tensor.layer.map_or_else(String::new, |layer| layer.to_string()),
+            tensor.dtype.clone(),
+            shape.join("x"),
+            tensor.encoding.to_string(),
+            tensor.reason.clone().unwrap_or_default(),
+            tensor.elements.to_string(),
+            tensor.original_bytes.to_string(),
+            tensor.stored_bytes.to_string(),
+            format!("{:.6}", tensor.bits_per_element),
+        ];
+        writeln!(out, "{}", cells.map(|cell| quoted(&cell)).join(","))?;
+    }
+    Ok(())
+}
+
+/// A cell as RFC 4180 has it.
+fn quoted(cell: &str) -> String {
+    if cell.contains([',', '"', '\n', '\r']) { format!("\"{}\"", cell.replace('"', "\"\"")) } else { cell.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::quoted;
+
+    #[test]
+    fn cells_are_quoted_where_they_must_be() {
+        assert_eq!(quoted("plain"), "plain");
+        assert_eq!(quoted("a,\"b\""), "\"a,\"\"b\"\"\"");
+    }
+}

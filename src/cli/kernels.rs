@@ -1,0 +1,346 @@
+//! `unweight kernels`.
+
+use std::{
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+};
+
+use clap::{Args, Subcommand};
+use serde::Serialize;
+use unweight::{
+    codegen::{
+        self,
+        plan::Plan,
+        spec::{Op, VariantSpec, catalog},
+    },
+    format::plan::matches,
+    rt::{
+        cache::{CacheState, KernelCache, Progress},
+        compiler::{CompileRequest, Compiler, NvrtcCompiler},
+        cubin::{self, KernelResources, Opcode},
+        env::{Env, JitMode},
+    },
+};
+
+use super::{
+    failure::{Failure, Result},
+    output::{self, Output, Table},
+    select,
+};
+
+/// Subcommands of `kernels`.
+#[derive(Subcommand)]
+pub enum Kernels {
+    /// List the kernels that ship, with what each takes of a multiprocessor
+    List(Names),
+    /// Print a kernel's CUDA source, or write sources, headers and plans to a directory
+    Emit(Emit),
+    /// Compile kernels into the cache
+    Compile(Compile),
+    /// Compile kernels aside and look at the machine code: exit 1 where one spills or waits where it should not
+    Check(Names),
+}
+
+/// Which kernels.
+#[derive(Args)]
+pub struct Names {
+    /// Names; * and ? are wildcards [default: all that ship]
+    #[arg(value_name = "NAME")]
+    names: Vec<String>,
+}
+
+/// Arguments of `kernels emit`.
+#[derive(Args)]
+pub struct Emit {
+    #[command(flatten)]
+    names: Names,
+    /// Write <NAME>.cu, <NAME>.plan.txt and the headers here, instead of one source to stdout
+    #[arg(short, long, value_name = "DIR")]
+    output: Option<PathBuf>,
+}
+
+/// Arguments of `kernels compile`.
+#[derive(Args)]
+pub struct Compile {
+    #[command(flatten)]
+    names: Names,
+    /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
+    #[arg(long, value_name = "N", value_parser = select::threads)]
+    threads: Option<usize>,
+}
+
+#[derive(Serialize)]
+struct Listed {
+    name: String,
+    family: &'static str,
+    smem_bytes: u32,
+    threads: u32,
+    stages: Option<u32>,
+}
+
+#[derive(Serialize)]
+struct Emitted {
+    name: String,
+    text: String,
+    options: Vec<String>,
+    headers: Vec<&'static str>,
+}
+
+#[derive(Serialize)]
+struct Compiled {
+    name: String,
+    /// `hit` or `compiled`.
+    state: &'static str,
+    compile_ms: f64,
+    cubin_bytes: usize,
+    compiler: String,
+    resources: KernelResources,
+}
+
+#[derive(Serialize)]
+struct Checked {
+    name: String,
+    resources: KernelResources,
+    wgmma_instructions: u64,
+    tma_loads: u64,
+    problems: Vec<String>,
+}
+
+/// The reports are lists; JSON wants an object.
+#[derive(Serialize)]
+struct Of<T> {
+    kernels: Vec<T>,
+}
+
+impl Kernels {
+    /// As in the JSON.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::List(_) => "kernels list",
+            Self::Emit(_) => "kernels emit",
+            Self::Compile(_) => "kernels compile",
+            Self::Check(_) => "kernels check",
+        }
+    }
+
+    /// Runs it.
+    pub fn run(&self, output: Output) -> Result<()> {
+        match self {
+            Self::List(names) => list(names, output),
+            Self::Emit(arguments) => emit(arguments, output),
+            Self::Compile(arguments) => compile(arguments, output),
+            Self::Check(names) => check(names, output),
+        }
+    }
+}
+
+impl Names {
+    fn specs(&self) -> Result<Vec<VariantSpec>> {
+        let shipped = catalog::all();
+        if self.names.is_empty() {
+            return Ok(shipped);
+        }
+        let mut specs = Vec::new();
+        for name in &self.names {
+            let before = specs.len();
+            if name.contains(['*', '?']) {
+                specs.extend(shipped.iter().filter(|spec| matches(name, &spec.to_string())));
+            } else {
+                // A name says everything, so a kernel need not be among those that ship.
+                specs.push(name.parse().map_err(Failure::other)?);
+            }
+            if specs.len() == before {
+                let help = "`unweight kernels list` shows the names";
+                return Err(Failure::new(format!("no kernel matches '{name}'"), help));
+            }
+        }
+        Ok(specs)
+    }
+}
+
+fn plan(spec: &VariantSpec) -> Result<Plan> {
+    Plan::new(spec).map_err(Failure::other)
+}
+
+fn list(names: &Names, output: Output) -> Result<()> {
+    let listed = |spec: VariantSpec| {
+        let plan = plan(&spec)?;
+        Ok(Listed {
+            name: spec.to_string(),
+            family: match spec.op {
+                Op::Decode(_) => "decode",
+                Op::Matmul(_) => "matmul",
+                Op::Encode(_) => "encode",
+            },
+            smem_bytes: plan.smem.bytes(),
+            threads: plan.launch.threads,
+            stages: plan.pipeline.map(|pipeline| pipeline.stages),
+        })
+    };
+    let report = Of { kernels: names.specs()?.into_iter().map(listed).collect::<Result<Vec<_>>>()? };
+    output.result("kernels list", &report, |out| {
+        let mut table = Table::new(&["kernel", "family", ">shared memory, B", ">threads", ">stages"]);
+        for kernel in &report.kernels {
+            table.row([
+                kernel.name.clone(),
+                kernel.family.to_owned(),
+                kernel.smem_bytes.to_string(),
+                kernel.threads.to_string(),
+                kernel.stages.map_or_else(String::new, |stages| stages.to_string()),
+            ]);
+        }
+        table.write(out)
+    })
+}
+
+fn emit(arguments: &Emit, output: Output) -> Result<()> {
+    let specs = arguments.names.specs()?;
+    if arguments.output.is_none() && specs.len() != 1 && !output.json {
+        return Err(Failure::new(
+            format!("{} kernels, and stdout takes one", specs.len()),
+            "name one (`unweight kernels list`), or write all of them with -o DIR",
+        ));
+    }
+    let mut kernels = Vec::new();
+    for spec in &specs {
+        let source = codegen::render(spec).map_err(|error| Failure::from(unweight::rt::Error::from(error)))?;
+        if let Some(folder) = &arguments.output {
+            write(&folder.join(format!("{}.cu", source.name)), &source.text)?;
+            write(&folder.join(format!("{}.plan.txt", source.name)), &plan(spec)?.to_string())?;
+            for (name, text) in &source.headers {
+                write(&folder.join("include").join(name), text)?;
+            }
+        }
+        let headers = source.headers.iter().map(|(name, _)| *name).collect();
+        kernels.push(Emitted { name: source.name, text: source.text, options: source.options, headers });
+    }
+    match &arguments.output {
+        None => output
+            .result("kernels emit", &Of { kernels }, |_| Ok(()))
+            .and_then(|()| if output.json { Ok(()) } else { print_one(&specs) }),
+        Some(folder) => output.summary("kernels emit", &Of { kernels }, |out| {
+            writeln!(
+                out,
+                "{}: {} kernels; compile with -I {}",
+                folder.display(),
+                specs.len(),
+                folder.join("include").display()
+            )
+        }),
+    }
+}
+
+fn print_one(specs: &[VariantSpec]) -> Result<()> {
+    for spec in specs {
+        let source = codegen::render(spec).map_err(|error| Failure::from(unweight::rt::Error::from(error)))?;
+        std::io::stdout().lock().write_all(source.text.as_bytes())?;
+    }
+    Ok(())
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    fs::create_dir_all(folder).map_err(Failure::io(folder.display()))?;
+    fs::write(path, text).map_err(Failure::io(path.display()))
+}
+
+fn compile(arguments: &Compile, output: Output) -> Result<()> {
+    let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
+    if env.jit == JitMode::Off {
+        return Err(Failure::new("UNWEIGHT_JIT=off keeps no kernels", "unset it, or use `unweight kernels check`"));
+    }
+    let specs = arguments.names.specs()?;
+    let requests = specs.iter().map(CompileRequest::render).collect::<std::result::Result<Vec<_>, _>>()?;
+    let cache = KernelCache::open(env);
+    cache.store().map_err(|unusable| Failure::other(unusable.clone()))?;
+    let progress = |progress: &Progress<'_>| {
+        let artifact = progress.artifact;
+        output.note(format_args!(
+            "[{:>3}/{}] {} {:.0} ms{}",
+            progress.done,
+            progress.total,
+            artifact.name,
+            artifact.elapsed.as_secs_f64() * 1e3,
+            if artifact.state.is_hit() { " (cached)" } else { "" },
+        ));
+    };
+    let artifacts = cache.compile_all(&requests, arguments.threads.unwrap_or(env.jit_threads), &progress)?;
+    let kernels: Vec<_> = artifacts
+        .into_iter()
+        .map(|artifact| Compiled {
+            name: artifact.name,
+            state: match artifact.state {
+                CacheState::Hit | CacheState::HitAfterWait => "hit",
+                CacheState::Compiled { .. } => "compiled",
+            },
+            compile_ms: artifact.elapsed.as_secs_f64() * 1e3,
+            cubin_bytes: artifact.cubin.len(),
+            compiler: artifact.compiler.to_string(),
+            resources: artifact.resources,
+        })
+        .collect();
+    let hits = kernels.iter().filter(|kernel| kernel.state == "hit").count();
+    let bytes: usize = kernels.iter().map(|kernel| kernel.cubin_bytes).sum();
+    let report = Of { kernels };
+    output.summary("kernels compile", &report, |out| {
+        let (total, bytes) = (report.kernels.len(), output::bytes(bytes as u64));
+        writeln!(out, "{total} kernels ready, {} compiled, {hits} from the cache, {bytes}", total - hits)
+    })
+}
+
+fn check(names: &Names, output: Output) -> Result<()> {
+    let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
+    let compiler = NvrtcCompiler::new(env);
+    compiler.identity()?;
+    let mut kernels = Vec::new();
+    for spec in names.specs()? {
+        let request = CompileRequest::render(&spec)?;
+        let compiled = compiler.compile(&request)?;
+        let info = cubin::read(&compiled.cubin).map_err(Failure::other)?;
+        let kernel = info.kernel(&request.name).map_err(Failure::other)?;
+        let mut problems = Vec::new();
+        if kernel.spills() {
+            problems.push(format!("spills registers: {} B of stack", compiled.resources.stack_bytes));
+        }
+        // ptxas says so where it serialises wgmma or ignores setmaxnreg.
+        problems
+            .extend(compiled.log.lines().filter(|line| line.contains("Potential Performance Loss")).map(str::to_owned));
+        let checked = Checked {
+            wgmma_instructions: kernel.count(&[Opcode::HGMMA]),
+            tma_loads: kernel.count(&[Opcode::UTMALDG]),
+            name: request.name,
+            resources: compiled.resources,
+            problems,
+        };
+        for problem in &checked.problems {
+            output.note(format_args!("{}: {problem}", checked.name));
+        }
+        kernels.push(checked);
+    }
+    let report = Of { kernels };
+    output.summary("kernels check", &report, |out| {
+        let mut table =
+            Table::new(&["kernel", ">registers", ">stack, B", ">instructions", ">wgmma", ">TMA loads", "result"]);
+        for kernel in &report.kernels {
+            table.row([
+                kernel.name.clone(),
+                kernel.resources.registers.to_string(),
+                kernel.resources.stack_bytes.to_string(),
+                kernel.resources.instructions.to_string(),
+                kernel.wgmma_instructions.to_string(),
+                kernel.tma_loads.to_string(),
+                if kernel.problems.is_empty() { "good" } else { "bad" }.to_owned(),
+            ]);
+        }
+        table.write(out)
+    })?;
+    match report.kernels.iter().filter(|kernel| !kernel.problems.is_empty()).count() {
+        0 => Ok(()),
+        bad => Err(Failure::mismatch(
+            format!("{bad} of {} kernels are not as they should be", report.kernels.len()),
+            "`unweight kernels emit NAME` prints the source",
+        )
+        .reported()),
+    }
+}

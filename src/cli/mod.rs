@@ -1,0 +1,127 @@
+//! The command line: arguments, and where each command lives.
+//!
+//! Data goes to stdout, everything else to stderr. Exit status: 0 done, 1 data is not what it should be, 2 the work could
+//! not be done (wrong usage included), 130 interrupted. `docs/cli.md` lists the keys of `--json`.
+
+mod cache;
+mod completions;
+mod compress;
+mod decompress;
+mod demo;
+mod doctor;
+mod failure;
+mod inspect;
+mod kernels;
+mod output;
+mod plan;
+mod plot;
+mod progress;
+mod select;
+mod size;
+mod verify;
+
+use std::{io::Write, process::ExitCode};
+
+use clap::{ArgAction, Parser, Subcommand};
+
+use failure::{Class, Result};
+use output::Output;
+
+/// Stores BF16 language model weights losslessly in about two thirds of the space.
+#[derive(Parser)]
+#[command(name = "unweight", version, propagate_version = true, max_term_width = 120)]
+pub struct Cli {
+    /// Print one JSON object on stdout (docs/cli.md lists the keys)
+    #[arg(long, global = true, help_heading = "Everywhere")]
+    json: bool,
+    /// Print only what was asked for, and errors
+    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = "Everywhere")]
+    quiet: bool,
+    /// Name each file on stderr; twice: each tensor
+    #[arg(short, long, global = true, action = ArgAction::Count, help_heading = "Everywhere")]
+    verbose: u8,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Compress a model directory to a bundle
+    Compress(compress::Compress),
+    /// Predict what compress would do, from headers and samples
+    Plan(plan::Plan),
+    /// Rebuild the original files, byte for byte
+    Decompress(decompress::Decompress),
+    /// Check every byte of a bundle: exit 0 sound, 1 damaged, 2 could not check
+    Verify(verify::Verify),
+    /// Show a bundle tensor by tensor; draw or list its statistics
+    Inspect(inspect::Inspect),
+    /// Make a small model, compress it, verify, decompress and compare
+    Demo(demo::Demo),
+    /// List, print, compile and check the GPU kernels
+    #[command(subcommand)]
+    Kernels(kernels::Kernels),
+    /// Look after the cache of compiled kernels
+    #[command(subcommand)]
+    Cache(cache::Cache),
+    /// Show what this machine has, and what each lack disables
+    Doctor(doctor::Doctor),
+    /// Print a completion script for a shell
+    Completions(completions::Completions),
+}
+
+impl Command {
+    /// As in the JSON.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Compress(_) => "compress",
+            Self::Plan(_) => "plan",
+            Self::Decompress(_) => "decompress",
+            Self::Verify(_) => "verify",
+            Self::Inspect(_) => "inspect",
+            Self::Demo(_) => "demo",
+            Self::Kernels(command) => command.name(),
+            Self::Cache(command) => command.name(),
+            Self::Doctor(_) => "doctor",
+            Self::Completions(_) => "completions",
+        }
+    }
+
+    fn run(&self, output: Output) -> Result<()> {
+        match self {
+            Self::Compress(command) => command.run(output),
+            Self::Plan(command) => command.run(output),
+            Self::Decompress(command) => command.run(output),
+            Self::Verify(command) => command.run(output),
+            Self::Inspect(command) => command.run(output),
+            Self::Demo(command) => command.run(output),
+            Self::Kernels(command) => command.run(output),
+            Self::Cache(command) => command.run(output),
+            Self::Doctor(command) => command.run(output),
+            Self::Completions(command) => command.run(output),
+        }
+    }
+}
+
+/// Parses the arguments and runs the command.
+pub fn main() -> ExitCode {
+    failure::install_handler();
+    let cli = Cli::parse();
+    let output = Output { json: cli.json, quiet: cli.quiet, verbose: cli.verbose };
+    let Err(failure) = cli.command.run(output) else { return ExitCode::SUCCESS };
+    let class = failure.class();
+    if class != Class::Gone {
+        let (report, reported) = (failure.to_json(), failure.is_reported());
+        // stderr may be closed; the exit status still tells.
+        let _ = writeln!(std::io::stderr(), "{:?}", miette::Report::new(failure));
+        if output.json && !reported {
+            let document = serde_json::json!({
+                "command": cli.command.name(),
+                "unweight_version": env!("CARGO_PKG_VERSION"),
+                "error": report,
+            });
+            let _ = writeln!(std::io::stdout(), "{document:#}");
+        }
+    }
+    ExitCode::from(class.exit_code())
+}

@@ -1,0 +1,185 @@
+//! What goes to stdout, and what is worth saying on stderr.
+
+use std::{
+    fmt::Display,
+    io::{self, Write},
+};
+
+use serde::Serialize;
+
+use super::failure::Result;
+
+/// How a command speaks.
+#[derive(Debug, Clone, Copy)]
+pub struct Output {
+    /// One JSON document on stdout instead of text.
+    pub json: bool,
+    /// Only what was asked for, and errors.
+    pub quiet: bool,
+    /// 1: name files; 2: name tensors.
+    pub verbose: u8,
+}
+
+#[derive(Serialize)]
+struct Envelope<'a, T> {
+    command: &'a str,
+    unweight_version: &'a str,
+    #[serde(flatten)]
+    report: &'a T,
+}
+
+impl Output {
+    /// Prints the result of `command`: a JSON object with the report's keys, or the text that `text` writes.
+    pub fn result<T: Serialize>(
+        self,
+        command: &str,
+        report: &T,
+        text: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> Result<()> {
+        let mut out = io::BufWriter::new(io::stdout().lock());
+        if self.json {
+            let envelope = Envelope { command, unweight_version: env!("CARGO_PKG_VERSION"), report };
+            serde_json::to_writer_pretty(&mut out, &envelope).map_err(io::Error::from)?;
+            writeln!(out)?;
+        } else {
+            text(&mut out)?;
+        }
+        out.flush()?;
+        Ok(())
+    }
+
+    /// As [`Output::result`], for a summary nobody asked for: `-q` leaves the text away.
+    pub fn summary<T: Serialize>(
+        self,
+        command: &str,
+        report: &T,
+        text: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> Result<()> {
+        if self.quiet && !self.json { Ok(()) } else { self.result(command, report, text) }
+    }
+
+    /// A remark on stderr.
+    pub fn note(self, text: impl Display) {
+        if !self.quiet {
+            // Nobody to tell is no reason to fail.
+            let _ = writeln!(io::stderr(), "{text}");
+        }
+    }
+}
+
+/// Bytes for people: three digits and a binary unit.
+pub fn bytes(count: u64) -> String {
+    let units = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    if count < 1024 {
+        return format!("{count} B");
+    }
+    let mut value = count as f64 / 1024.0;
+    let mut unit = 0;
+    // 1023.5 and up would print as 1024.
+    while value >= 1023.5 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    let digits = if value < 9.995 {
+        2
+    } else if value < 99.95 {
+        1
+    } else {
+        0
+    };
+    format!("{value:.digits$} {}", units[unit])
+}
+
+/// Seconds for people.
+pub fn seconds(value: f64) -> String {
+    if value < 9.995 {
+        format!("{value:.2} s")
+    } else if value < 120.0 {
+        format!("{value:.1} s")
+    } else {
+        format!("{:.0} min {:02.0} s", (value / 60.0).floor(), value % 60.0)
+    }
+}
+
+/// `bytes` in `seconds`, for people.
+pub fn rate(count: u64, seconds: f64) -> String {
+    if seconds > 0.0 { format!("{}/s", bytes((count as f64 / seconds) as u64)) } else { "-".to_owned() }
+}
+
+/// A shape as `[n, k]`.
+pub fn shape(shape: &[usize]) -> String {
+    format!("[{}]", shape.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
+}
+
+/// Rows of aligned columns. A column is right-aligned if its heading starts with `>`.
+pub struct Table {
+    headings: Vec<String>,
+    right: Vec<bool>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// A table with these headings.
+    pub fn new(headings: &[&str]) -> Self {
+        Self {
+            headings: headings.iter().map(|heading| heading.trim_start_matches('>').to_owned()).collect(),
+            right: headings.iter().map(|heading| heading.starts_with('>')).collect(),
+            rows: Vec::new(),
+        }
+    }
+
+    /// Appends a row of as many cells as there are headings.
+    pub fn row<const N: usize>(&mut self, cells: [String; N]) {
+        debug_assert_eq!(N, self.headings.len());
+        self.rows.push(cells.into());
+    }
+
+    /// Writes it with two spaces between columns and none at the end of a line.
+    pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        let width = |column: usize| {
+            let cells = self.rows.iter().chain([&self.headings]).map(|row| row[column].chars().count());
+            cells.max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..self.headings.len()).map(width).collect();
+        for row in [&self.headings].into_iter().chain(&self.rows) {
+            let mut line = String::new();
+            for ((cell, &width), &right) in row.iter().zip(&widths).zip(&self.right) {
+                let cell = if right { format!("{cell:>width$}  ") } else { format!("{cell:<width$}  ") };
+                line.push_str(&cell);
+            }
+            writeln!(out, "{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_have_three_digits() {
+        let cases = [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.00 KiB"),
+            (10 << 20, "10.0 MiB"),
+            (1 << 30, "1.00 GiB"),
+            ((1 << 30) - 1, "1.00 GiB"),
+            (117_440_512, "112 MiB"),
+        ];
+        for (count, text) in cases {
+            assert_eq!(bytes(count), text);
+        }
+    }
+
+    #[test]
+    fn columns_line_up() {
+        let mut table = Table::new(&["name", ">bytes"]);
+        table.row(["a".into(), "12".into()]);
+        table.row(["longer".into(), "1".into()]);
+        let mut out = Vec::new();
+        table.write(&mut out).unwrap();
+        assert_eq!(String::from_utf8(out).unwrap(), "name    bytes\na          12\nlonger      1\n");
+    }
+}

@@ -1,0 +1,132 @@
+//! Drawings as SVG: text stays text, so no font is needed here.
+
+use plotters::{
+    coord::Shift,
+    prelude::{
+        BLACK, ChartBuilder, Color, DrawingArea, IntoDrawingArea, PathElement, RGBColor, Rectangle, SVGBackend,
+        SeriesLabelPosition, WHITE,
+    },
+};
+use unweight::format::{
+    Histogram,
+    bundle::{Encoding, TensorReport},
+};
+
+use super::failure::{Failure, Result};
+
+const SIZE: (u32, u32) = (960, 480);
+const FONT: &str = "sans-serif";
+/// Told apart by colour-blind readers, and in print.
+const RAW: RGBColor = RGBColor(0xbb, 0xbb, 0xbb);
+const HUFFMAN: RGBColor = RGBColor(0x00, 0x72, 0xb2);
+const PALETTE: RGBColor = RGBColor(0xe6, 0x9f, 0x00);
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+/// How often each exponent occurs.
+pub fn exponents(histogram: &Histogram) -> Result<String> {
+    let used: Vec<u32> = (0..256).filter(|&exponent| histogram.count(exponent as u8) > 0).collect();
+    let (Some(&first), Some(&last)) = (used.first(), used.last()) else {
+        return Err(Failure::new("no BF16 elements to draw", "choose other tensors with --tensor"));
+    };
+    let total = histogram.total() as f64;
+    let share = |exponent: u32| histogram.count(exponent as u8) as f64 * 100.0 / total;
+    let highest = used.iter().map(|&exponent| share(exponent)).fold(0.0, f64::max);
+    let caption = format!(
+        "BF16 exponents: {:.3} bits of information in 8 ({} elements)",
+        histogram.entropy_bits(),
+        histogram.total()
+    );
+    draw(|area| {
+        let mut chart = ChartBuilder::on(area)
+            .caption(caption, (FONT, 18))
+            .margin(12)
+            .x_label_area_size(40)
+            .y_label_area_size(56)
+            .build_cartesian_2d(f64::from(first) - 0.5..f64::from(last) + 0.5, 0.0..highest * 1.05)
+            .map_err(text)?;
+        chart
+            .configure_mesh()
+            .disable_x_mesh()
+            .x_desc("exponent (biased by 127)")
+            .y_desc("share of elements, %")
+            .x_label_formatter(&|x| format!("{x:.0}"))
+            .y_label_formatter(&|y| format!("{y:.0}"))
+            .draw()
+            .map_err(text)?;
+        let bars = used.iter().map(|&exponent| {
+            let middle = f64::from(exponent);
+            Rectangle::new([(middle - 0.4, 0.0), (middle + 0.4, share(exponent))], HUFFMAN.filled())
+        });
+        chart.draw_series(bars).map_err(text)?;
+        Ok(())
+    })
+}
+
+/// Stored bits per element of each tensor, in the bundle's order.
+pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
+    let highest = tensors.iter().map(|tensor| tensor.bits_per_element).fold(16.0, f64::max);
+    let original: u64 = tensors.iter().map(|tensor| tensor.original_bytes).sum();
+    let stored: u64 = tensors.iter().map(|tensor| tensor.stored_bytes).sum();
+    if original == 0 {
+        return Err(Failure::new("no tensors to draw", "choose other tensors with --tensor"));
+    }
+    let caption =
+        format!("{} tensors: {:.1} % of {original} bytes", tensors.len(), stored as f64 * 100.0 / original as f64);
+    draw(|area| {
+        let mut chart = ChartBuilder::on(area)
+            .caption(caption, (FONT, 18))
+            .margin(12)
+            .x_label_area_size(40)
+            .y_label_area_size(56)
+            .build_cartesian_2d(0.0..tensors.len() as f64, 0.0..highest * 1.05)
+            .map_err(text)?;
+        chart
+            .configure_mesh()
+            .disable_x_mesh()
+            .x_desc("tensor, in the order of the bundle")
+            .y_desc("stored bits per element")
+            .x_label_formatter(&|x| format!("{x:.0}"))
+            .y_label_formatter(&|y| format!("{y:.0}"))
+            .draw()
+            .map_err(text)?;
+        for (encoding, colour) in [(Encoding::Raw, RAW), (Encoding::Huffman, HUFFMAN), (Encoding::Palette, PALETTE)] {
+            let own = || tensors.iter().enumerate().filter(|(_, tensor)| tensor.encoding == encoding);
+            if own().next().is_none() {
+                continue;
+            }
+            let bars = own().map(|(index, tensor)| {
+                Rectangle::new([(index as f64, 0.0), (index as f64 + 1.0, tensor.bits_per_element)], colour.filled())
+            });
+            let series = chart.draw_series(bars).map_err(text)?;
+            series
+                .label(encoding.name())
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(8)));
+        }
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::LowerRight)
+            .background_style(WHITE.filled())
+            .border_style(BLACK)
+            .label_font((FONT, 14))
+            .draw()
+            .map_err(text)
+    })
+}
+
+fn draw(on: impl FnOnce(&Area<'_>) -> std::result::Result<(), String>) -> Result<String> {
+    let mut svg = String::new();
+    let drawn = {
+        let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+        area.fill(&WHITE).map_err(text).and_then(|()| on(&area)).and_then(|()| area.present().map_err(text))
+    };
+    match drawn {
+        Ok(()) => Ok(svg),
+        Err(why) => Err(Failure::new(format!("cannot draw: {why}"), "use --json or --csv and draw it elsewhere")),
+    }
+}
+
+/// The backend's errors borrow what is drawn on.
+fn text(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}

@@ -1,0 +1,137 @@
+//! What `plan` and `compress` have in common: which tensors become what.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use unweight::format::{
+    CodeLimit,
+    bundle::{CompressOptions, EncodingTotal, Profile, Scope, TensorReport},
+};
+
+use super::output::{self, Table};
+
+/// Options that decide the form of each tensor.
+#[derive(Args)]
+pub struct Select {
+    /// What the bundle is for: distribution (smallest), inference (as the kernels run it) or palette
+    #[arg(long, value_name = "PROFILE", default_value = "distribution", value_parser = profile)]
+    profile: Profile,
+    /// Tensors to compress: mlp, linear (mlp and attention) or all [default: all; with --profile inference: mlp]
+    #[arg(long, value_name = "SCOPE", value_parser = scope)]
+    scope: Option<Scope>,
+    /// Longest Huffman code in bits, 6 to 15: short codes decode faster, long ones are smaller
+    #[arg(long, value_name = "BITS", value_parser = code_limit, default_value_t = CodeLimit::DEFAULT.bits())]
+    code_limit: u32,
+    /// Compress only tensors whose name matches; * and ? are wildcards; may be repeated
+    #[arg(long, value_name = "GLOB")]
+    include: Vec<String>,
+    /// Leave tensors raw whose name matches; may be repeated
+    #[arg(long, value_name = "GLOB")]
+    exclude: Vec<String>,
+    /// JSON file that says the encoding of single tensors (docs/format.md, part B)
+    #[arg(long, value_name = "FILE")]
+    plan: Option<PathBuf>,
+    /// Threads [default: all processors]
+    #[arg(long, value_name = "N", value_parser = threads)]
+    threads: Option<usize>,
+}
+
+impl Select {
+    /// As the library takes them.
+    pub fn options(&self) -> CompressOptions {
+        CompressOptions {
+            scope: self.scope.unwrap_or(self.profile.default_scope()),
+            code_limit: u8::try_from(self.code_limit)
+                .ok()
+                .and_then(|bits| CodeLimit::new(bits.into()).ok())
+                .unwrap_or(CodeLimit::DEFAULT),
+            include: self.include.clone(),
+            exclude: self.exclude.clone(),
+            plan_file: self.plan.clone(),
+            threads: self.threads,
+            ..CompressOptions::new(self.profile)
+        }
+    }
+}
+
+fn profile(text: &str) -> Result<Profile, String> {
+    text.parse().map_err(|error: unweight::format::bundle::UnknownName| error.to_string())
+}
+
+fn scope(text: &str) -> Result<Scope, String> {
+    text.parse().map_err(|error: unweight::format::bundle::UnknownName| error.to_string())
+}
+
+/// Parses a thread count.
+pub fn threads(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count @ 1..=1024) => Ok(count),
+        _ => Err("write a number from 1 to 1024".to_owned()),
+    }
+}
+
+fn code_limit(text: &str) -> Result<u32, String> {
+    let bits: u32 = text.parse().map_err(|_| "write a number from 6 to 15".to_owned())?;
+    CodeLimit::new(bits).map(CodeLimit::bits).map_err(|error| error.to_string())
+}
+
+/// A line per encoding and one for everything.
+pub fn totals(encodings: &[EncodingTotal], original_bytes: u64, stored_bytes: u64) -> Table {
+    let mut table = Table::new(&["encoding", ">tensors", ">original", ">stored", ">bits/element", ">ratio"]);
+    for total in encodings {
+        let bits = if total.elements == 0 { 0.0 } else { total.stored_bytes as f64 * 8.0 / total.elements as f64 };
+        table.row([
+            total.encoding.to_string(),
+            total.tensors.to_string(),
+            output::bytes(total.original_bytes),
+            output::bytes(total.stored_bytes),
+            format!("{bits:.3}"),
+            percent(total.stored_bytes, total.original_bytes),
+        ]);
+    }
+    table.row([
+        "all files".to_owned(),
+        encodings.iter().map(|total| total.tensors).sum::<u64>().to_string(),
+        output::bytes(original_bytes),
+        output::bytes(stored_bytes),
+        String::new(),
+        percent(stored_bytes, original_bytes),
+    ]);
+    table
+}
+
+/// A line per tensor.
+pub fn tensors(tensors: &[TensorReport]) -> Table {
+    let mut table = Table::new(&[
+        "tensor",
+        "role",
+        ">layer",
+        "dtype",
+        "shape",
+        "encoding",
+        ">original",
+        ">stored",
+        ">bits/element",
+        "why raw",
+    ]);
+    for tensor in tensors {
+        table.row([
+            tensor.name.clone(),
+            tensor.role.to_string(),
+            tensor.layer.map_or_else(String::new, |layer| layer.to_string()),
+            tensor.dtype.clone(),
+            output::shape(&tensor.shape),
+            tensor.encoding.to_string(),
+            output::bytes(tensor.original_bytes),
+            output::bytes(tensor.stored_bytes),
+            format!("{:.3}", tensor.bits_per_element),
+            tensor.reason.clone().unwrap_or_default(),
+        ]);
+    }
+    table
+}
+
+/// `part` of `whole` in percent.
+pub fn percent(part: u64, whole: u64) -> String {
+    if whole == 0 { "-".to_owned() } else { format!("{:.1} %", part as f64 * 100.0 / whole as f64) }
+}

@@ -1,0 +1,163 @@
+//! `cargo xtask gpu-pack`: what a GPU machine without Rust needs, in `.gpu/`.
+//!
+//! ```text
+//! .gpu/bin/unweight      the command line
+//! .gpu/tests/gpu_*       one binary per GPU test file
+//! .gpu/nvrtc/            libnvrtc and its builtins, with --with-nvrtc
+//! .gpu/run.sh            correctness, then timing; results as JSON in $OUT
+//! ```
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use serde_json::Value;
+
+use crate::{
+    run::{cargo, root, succeeds},
+    setup,
+};
+
+const RUN_SH: &str = r#"#!/bin/sh
+# Runs the GPU tests, then the kernel benchmark. Results go to $OUT (default: ./out):
+#   correctness.json   {"test binary": "ok" | "failed", ...}, and one log per binary
+#   doctor.json        what the machine has
+#   kernels.json       the benchmark; not run after a failed test, whose figures would mean nothing
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+out=${OUT:-$here/out}
+mkdir -p "$out"
+export UNWEIGHT_GPU=require
+if [ -z "${UNWEIGHT_NVRTC:-}" ] && [ -d "$here/nvrtc" ]; then
+    export UNWEIGHT_NVRTC="$here/nvrtc"
+fi
+"$here/bin/unweight" doctor --json >"$out/doctor.json"
+failed=0
+separator=''
+printf '{' >"$out/correctness.json"
+for test in "$here"/tests/gpu_*; do
+    [ -x "$test" ] || continue
+    name=$(basename "$test")
+    # One thread: tests share one device, and its memory.
+    if (cd "$here" && "$test" --test-threads=1) >"$out/$name.log" 2>&1; then
+        result=ok
+    else
+        result=failed
+        failed=1
+        tail -n 40 "$out/$name.log"
+    fi
+    printf '%s: %s\n' "$name" "$result"
+    printf '%s"%s": "%s"' "$separator" "$name" "$result" >>"$out/correctness.json"
+    separator=', '
+done
+printf '}\n' >>"$out/correctness.json"
+[ "$failed" -eq 0 ] || exit 1
+@BENCH@"#;
+
+/// Builds and gathers.
+pub fn run(arguments: &[String]) -> Result<(), String> {
+    let with_nvrtc = match arguments {
+        [] => false,
+        [only] if only == "--with-nvrtc" => true,
+        [other, ..] => return Err(format!("unexpected argument '{other}'; see `cargo xtask help`")),
+    };
+    let pack = root().join(".gpu");
+    let io = |path: &Path| {
+        let path = path.to_owned();
+        move |error: std::io::Error| format!("{}: {error}", path.display())
+    };
+    match fs::remove_dir_all(&pack) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(io(&pack)(error)),
+        _ => {}
+    }
+    for folder in ["bin", "tests"] {
+        fs::create_dir_all(pack.join(folder)).map_err(io(&pack))?;
+    }
+    let binaries = executables(&["build", "--release", "--package", "unweight", "--bin", "unweight"])?;
+    let tests = gpu_tests()?;
+    let tests = if tests.is_empty() {
+        eprintln!("no tests/gpu_*.rs: the pack holds the command line only");
+        Vec::new()
+    } else {
+        let mut arguments = vec!["test", "--release", "--no-run", "--package", "unweight"];
+        tests.iter().for_each(|name| arguments.extend(["--test", name]));
+        // Building a test also builds the binary; it is in the pack already.
+        executables(&arguments)?.into_iter().filter(|(name, _)| name.starts_with("gpu_")).collect()
+    };
+    for (folder, files) in [("bin", &binaries), ("tests", &tests)] {
+        for (name, path) in files {
+            let target = pack.join(folder).join(name);
+            fs::copy(path, &target).map_err(io(path))?;
+            if !succeeds(Command::new("strip").arg(&target)) {
+                eprintln!("{name}: not stripped (no working `strip`); it is larger than it need be");
+            }
+        }
+    }
+    if with_nvrtc {
+        let library = setup::prepare()?.nvrtc;
+        let from = library.parent().ok_or("libnvrtc lies in no folder")?;
+        let to = pack.join("nvrtc");
+        fs::create_dir_all(&to).map_err(io(&to))?;
+        for entry in fs::read_dir(from).map_err(io(from))? {
+            let path = entry.map_err(io(from))?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            // The wheel also holds `.alt` libraries, which nothing here opens.
+            if name.starts_with("libnvrtc") && !name.contains(".alt.") {
+                fs::copy(&path, to.join(&name)).map_err(io(&path))?;
+            }
+        }
+    }
+    let script = pack.join("run.sh");
+    fs::write(&script, RUN_SH.replace("@BENCH@", bench_step(&binaries)))
+        .and_then(|()| fs::set_permissions(&script, fs::Permissions::from_mode(0o755)))
+        .map_err(io(&script))?;
+    println!(
+        "{}: {} test binaries; copy it to the GPU machine and run `OUT=results ./run.sh`",
+        pack.display(),
+        tests.len()
+    );
+    Ok(())
+}
+
+/// The timing step, if this build of the command line has the command.
+fn bench_step(binaries: &[(String, PathBuf)]) -> &'static str {
+    let has = binaries.iter().any(|(_, path)| succeeds(Command::new(path).args(["bench", "kernels", "--help"])));
+    if has { "exec \"$here/bin/unweight\" bench kernels --json >\"$out/kernels.json\"\n" } else { "" }
+}
+
+/// Names of the test targets for a GPU.
+fn gpu_tests() -> Result<Vec<String>, String> {
+    let folder = root().join("tests");
+    let entries = fs::read_dir(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| {
+            let name = entry.ok()?.file_name().into_string().ok()?;
+            Some(name.strip_suffix(".rs")?.to_owned()).filter(|name| name.starts_with("gpu_"))
+        })
+        .collect();
+    names.sort();
+    Ok(names)
+}
+
+/// Runs cargo and returns (target name, file) of each executable it made.
+fn executables(arguments: &[&str]) -> Result<Vec<(String, PathBuf)>, String> {
+    let mut command = cargo();
+    command.args(arguments).arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
+    eprintln!("$ cargo {}", arguments.join(" "));
+    let output = command.stderr(Stdio::inherit()).output().map_err(|error| format!("cargo: {error}"))?;
+    if !output.status.success() {
+        return Err(format!("`cargo {}` failed: {}", arguments.join(" "), output.status));
+    }
+    let messages = String::from_utf8_lossy(&output.stdout);
+    Ok(messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok())
+        .filter_map(|message| {
+            let file = message.get("executable")?.as_str()?.to_owned();
+            Some((message.get("target")?.get("name")?.as_str()?.to_owned(), file.into()))
+        })
+        .collect())
+}

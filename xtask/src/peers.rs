@@ -1,0 +1,28 @@
+//! `cargo xtask bench-peers`: the codec beside its peers, in one run (benches/peers.py measures and prints).
+
+use std::process::Command;
+
+use crate::{
+    run::{self, cargo, root},
+    setup,
+};
+
+/// Installs the peers in `target/peers-venv`, builds our side, and measures.
+pub fn run(arguments: &[String]) -> Result<(), String> {
+    // Without its dependencies: ZipNN asks for torch, gigabytes that its path for bytes does not use (peers.py says more).
+    let python = setup::python(
+        "peers-venv",
+        &[&["--no-deps", "zipnn==0.5.4"], &["zstandard", "numpy", "safetensors"]],
+        "import zipnn_core, zstandard, numpy, safetensors",
+    )?;
+    run::run(cargo().args(["build", "--release", "--package", "unweight", "--example", "codec_speed"]))?;
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), Into::into);
+    run::run(
+        Command::new(python)
+            .current_dir(root())
+            .arg("benches/peers.py")
+            .arg("--codec-speed")
+            .arg(target.join("release/examples/codec_speed"))
+            .args(arguments),
+    )
+}

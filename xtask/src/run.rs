@@ -1,0 +1,50 @@
+//! Running commands, and where things are.
+
+use std::{
+    env,
+    ffi::OsStr,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+/// The workspace root.
+pub fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace")
+}
+
+/// What the tasks prepare. Always under the workspace, also where `CARGO_TARGET_DIR` points elsewhere: tests look here.
+pub fn prepared(name: &str) -> PathBuf {
+    root().join("target").join(name)
+}
+
+/// The cargo that runs this.
+pub fn cargo() -> Command {
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root());
+    command
+}
+
+/// Shows the command and runs it; anything but success is an error.
+pub fn run(command: &mut Command) -> Result<(), String> {
+    eprintln!("$ {}", shown(command));
+    let status = command.status().map_err(|error| format!("{}: {error}", shown(command)))?;
+    if status.success() { Ok(()) } else { Err(format!("`{}` failed: {status}", shown(command))) }
+}
+
+/// Whether the command runs and succeeds; its output is not shown.
+pub fn succeeds(command: &mut Command) -> bool {
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|s| s.success())
+}
+
+/// Refuses arguments.
+pub fn no_arguments(arguments: &[String]) -> Result<(), String> {
+    match arguments.first() {
+        None => Ok(()),
+        Some(argument) => Err(format!("unexpected argument '{argument}'; see `cargo xtask help`")),
+    }
+}
+
+fn shown(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(OsStr::to_string_lossy).collect::<Vec<_>>().join(" ")
+}

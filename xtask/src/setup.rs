@@ -1,0 +1,155 @@
+//! Prepares what the tests need beyond Rust: a Python with the stock `safetensors`, libnvrtc, and a C++ compiler.
+//!
+//! Nothing is installed outside `target/`, with one exception: a missing `python3` or `g++` is installed by `apt-get` where that
+//! is possible without asking (Debian or Ubuntu, as root). What is there already is left as it is, so a second run costs a second.
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use crate::run::{prepared, run, succeeds};
+
+/// The CUDA 13.0 compiler: the version that the catalogue's resource figures were reviewed with.
+const NVRTC_WHEEL: &str = "nvidia-cuda-nvrtc==13.0.88";
+const NVRTC_FILE: &str = "nvidia/cu13/lib/libnvrtc.so.13";
+
+/// Where the prepared things are.
+pub struct Environment {
+    /// A Python that imports safetensors and numpy.
+    pub python: PathBuf,
+    /// libnvrtc.
+    pub nvrtc: PathBuf,
+}
+
+impl Environment {
+    /// As the tests want them.
+    pub fn variables(&self) -> [(&'static str, &Path); 2] {
+        [("UNWEIGHT_PYTHON", &self.python), ("UNWEIGHT_NVRTC", &self.nvrtc)]
+    }
+}
+
+/// Prepares everything; what the caller's environment names already is taken from there.
+pub fn prepare() -> Result<Environment, String> {
+    gxx()?;
+    let python = match std::env::var_os("UNWEIGHT_PYTHON") {
+        Some(python) => python.into(),
+        None => python("test-venv", &[&["safetensors>=0.4", "numpy>=1.24"]], "import safetensors.numpy, numpy")?,
+    };
+    let nvrtc = match std::env::var_os("UNWEIGHT_NVRTC") {
+        Some(nvrtc) => nvrtc.into(),
+        None => nvrtc()?,
+    };
+    Ok(Environment { python, nvrtc })
+}
+
+/// A Python under `target/<name>/bin/python3` that passes `check` after each of `installs` was given to `pip install`.
+pub fn python(name: &str, installs: &[&[&str]], check: &str) -> Result<PathBuf, String> {
+    let home = prepared(name);
+    let python = home.join("bin/python3");
+    if succeeds(Command::new(&python).args(["-c", check])) {
+        return Ok(python);
+    }
+    let host = host_python()?;
+    remove(&home)?;
+    if succeeds(Command::new(&host).args(["-m", "venv"]).arg(&home)) {
+        for arguments in installs {
+            let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"];
+            run(Command::new(&python).args(pip).args(*arguments))?;
+        }
+    } else {
+        // Debian ships Python without ensurepip. A folder of packages and a launcher serve as well as a virtual environment.
+        remove(&home)?;
+        let mut path = Vec::new();
+        for (index, arguments) in installs.iter().enumerate() {
+            let site = home.join(format!("site-{index}"));
+            pip_install(&host, &site, arguments)?;
+            path.push(site.display().to_string());
+        }
+        let bin = home.join("bin");
+        fs::create_dir_all(&bin).map_err(|error| format!("{}: {error}", bin.display()))?;
+        let launcher = format!("#!/bin/sh\nPYTHONPATH='{}' exec {host} \"$@\"\n", path.join(":"));
+        fs::write(&python, launcher)
+            .and_then(|()| fs::set_permissions(&python, fs::Permissions::from_mode(0o755)))
+            .map_err(|error| format!("{}: {error}", python.display()))?;
+    }
+    if succeeds(Command::new(&python).args(["-c", check])) {
+        return Ok(python);
+    }
+    Err(format!("{} was prepared, but `{check}` fails in it; run that by hand to see why", python.display()))
+}
+
+fn nvrtc() -> Result<PathBuf, String> {
+    let home = prepared("nvrtc");
+    let library = home.join(NVRTC_FILE);
+    if !library.is_file() {
+        remove(&home)?;
+        pip_install(&host_python()?, &home, &["--no-deps", NVRTC_WHEEL])?;
+    }
+    if library.is_file() {
+        return Ok(library);
+    }
+    Err(format!(
+        "{NVRTC_WHEEL} holds no {NVRTC_FILE}: is this Linux on x86_64 or aarch64? else set UNWEIGHT_NVRTC to a libnvrtc.so"
+    ))
+}
+
+/// Installs into a folder. pip fills the folder last, but a kill while it does so would leave a part of it, so: aside, then rename.
+fn pip_install(python: &str, folder: &Path, arguments: &[&str]) -> Result<(), String> {
+    if !succeeds(Command::new(python).args(["-m", "pip", "--version"])) {
+        apt_install("python3-pip", &format!("{python} has no pip"))?;
+    }
+    let aside = folder.with_extension("new");
+    remove(&aside)?;
+    run(Command::new(python)
+        .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target"])
+        .arg(&aside)
+        .args(arguments))
+    .map_err(|error| format!("{error}; pip needs a network or an index that it can reach"))?;
+    let parent = folder.parent().expect("a folder under target");
+    fs::create_dir_all(parent)
+        .and_then(|()| fs::rename(&aside, folder))
+        .map_err(|error| format!("{}: {error}", folder.display()))
+}
+
+fn host_python() -> Result<String, String> {
+    let python = "python3";
+    if !succeeds(Command::new(python).arg("--version")) {
+        apt_install("python3 python3-pip python3-venv", "no python3 on PATH")?;
+    }
+    Ok(python.to_owned())
+}
+
+/// The kernels also run on the CPU, compiled by g++ against a prelude.
+fn gxx() -> Result<(), String> {
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned());
+    if succeeds(Command::new(&compiler).arg("--version")) {
+        return Ok(());
+    }
+    apt_install("g++", &format!("no {compiler} on PATH"))
+}
+
+fn apt_install(packages: &str, why: &str) -> Result<(), String> {
+    let by_hand = || format!("{why}; install it (Debian, Ubuntu: `apt-get install {packages}`) and run this again");
+    let root = Command::new("id").arg("-u").output().is_ok_and(|output| output.stdout.trim_ascii() == b"0");
+    if !root || !succeeds(Command::new("apt-get").arg("--version")) {
+        return Err(by_hand());
+    }
+    let apt = || {
+        let mut command = Command::new("apt-get");
+        command.env("DEBIAN_FRONTEND", "noninteractive").arg("-qq");
+        command
+    };
+    run(apt().arg("update"))
+        .and_then(|()| run(apt().args(["install", "--yes", "--no-install-recommends"]).args(packages.split(' '))))
+        .map_err(|error| format!("{}: {error}", by_hand()))
+}
+
+fn remove(folder: &Path) -> Result<(), String> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(format!("{}: {error}", folder.display())),
+        _ => Ok(()),
+    }
+}
