@@ -281,8 +281,9 @@ inline void check_map_address(const Map& m, u32 shared, const char* what) {
 }
 }  // namespace detail
 
-template <L2 kPolicy = L2::kNormal>
-inline void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
+inline u64 l2_policy(L2) { return 0; }
+
+inline void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64 = 0) {
     if (bytes == 0 || bytes % 16 != 0) cpu::fail("bulk_load: %u bytes is not a positive multiple of 16", bytes);
     cpu::check_global(source, bytes, 16, "bulk_load");
     u8* to = cpu::shared_at(destination, bytes, 16);
@@ -293,6 +294,10 @@ inline void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrie
                                       },
                                       true});
 }
+template <L2 kPolicy>
+inline void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
+    bulk_load(destination, source, bytes, barrier);
+}
 inline void bulk_store(void* destination, u32 source, u32 bytes) {
     if (bytes == 0 || bytes % 16 != 0) cpu::fail("bulk_store: %u bytes is not a positive multiple of 16", bytes);
     cpu::check_global(destination, bytes, 16, "bulk_store");
@@ -301,8 +306,7 @@ inline void bulk_store(void* destination, u32 source, u32 bytes) {
     for (u32 o = 0; o < bytes; o += 16) cpu::check_fenced(*cpu::self().block, first + o, "bulk_store");
     detail::start_store([=] { memcpy(destination, from, bytes); });
 }
-template <L2 kPolicy = L2::kNormal>
-inline void tensor_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 row, u32 barrier) {
+inline void tensor_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 row, u32 barrier, u64 = 0) {
     detail::Map map = detail::map_of(opaque);
     detail::check_map_address(map, destination, "tensor_load_2d");
     cpu::mbarrier_at(barrier);

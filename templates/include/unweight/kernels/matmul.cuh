@@ -142,6 +142,7 @@ struct Kernel {
 
     UW_DEVICE void load_activations(u32 row) {
         const bool leader = ptx::elect_one();
+        const u64 policy = ptx::l2_policy(L2::kEvictLast);
         const bool both = row + kTile < args.m;
         const u32 bytes = both ? 2 * S::kXTileBytes : S::kXTileBytes;
         for (u32 step = 0; step < steps(); ++step) {
@@ -150,8 +151,8 @@ struct Kernel {
                 const u32 barrier = activations.full(x_cursor.slot);
                 const u32 slot = shared + S::kX + x_cursor.slot * S::kXSlotBytes;
                 ptx::mbarrier_arrive_expect_tx(barrier, bytes);
-                ptx::tensor_load_2d<L2::kEvictLast>(slot, args.x, step * kTile, row, barrier);
-                if (both) ptx::tensor_load_2d<L2::kEvictLast>(slot + S::kXTileBytes, args.x, step * kTile, row + kTile, barrier);
+                ptx::tensor_load_2d(slot, args.x, step * kTile, row, barrier, policy);
+                if (both) ptx::tensor_load_2d(slot + S::kXTileBytes, args.x, step * kTile, row + kTile, barrier, policy);
             }
             ptx::sync_warp();
             x_cursor.advance();
@@ -177,6 +178,8 @@ struct Kernel {
     UW_DEVICE void load_sources(u32 column) {
         const u32 lane = ptx::lane_index();
         const bool leader = ptx::elect_one();
+        // Weights that no other task reads should not push out what others do.
+        const u64 policy = ptx::l2_policy(m_tasks() == 1 ? L2::kEvictFirst : L2::kNormal);
         const u32 tile_row = column / kTile;
         [[maybe_unused]] Verbatim now{0, 0, 0}, next{0, 0, 0};
         if constexpr (S::kHasVerbatim) next = load_metadata(tile_row, 0, lane);
@@ -192,10 +195,10 @@ struct Kernel {
                 const u32 exponent = shared + S::kExponent + slot * S::kExponentSlotBytes;
 #pragma unroll
                 for (u32 j = 0; j < kNTiles; ++j) {
-                    ptx::tensor_load_2d(sign + j * S::kSignTileBytes, args.sign_mantissa, step * kTile, column + j * kTile, barrier);
+                    ptx::tensor_load_2d(sign + j * S::kSignTileBytes, args.sign_mantissa, step * kTile, column + j * kTile, barrier, policy);
                     const u64 tile = u64(tile_row + j) * args.tile_cols + step;
                     ptx::bulk_load(exponent + j * S::kExponentTileBytes, args.exponents + tile * S::kExponentTileBytes,
-                                   S::kExponentTileBytes, barrier);
+                                   S::kExponentTileBytes, barrier, policy);
                 }
             }
             ptx::sync_warp();

@@ -10,27 +10,35 @@
 
 namespace uw::ptx {
 
-template <L2 kPolicy>
-UW_DEVICE u64 l2_policy() {
-    u64 policy = 0;
-    if constexpr (kPolicy == L2::kEvictFirst) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    if constexpr (kPolicy == L2::kEvictLast) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+// A cache policy for the loads below. Made once per thread: it costs an instruction.
+UW_DEVICE u64 l2_policy(L2 wanted) {
+    u64 policy;
+    if (wanted == L2::kEvictFirst) {
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    } else if (wanted == L2::kEvictLast) {
+        asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    } else {
+        asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    }
     return policy;
 }
 
 // global -> shared.
-template <L2 kPolicy = L2::kNormal>
 UW_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
-    if constexpr (kPolicy == L2::kNormal) {
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
-                     "l"(source), "r"(bytes), "r"(barrier)
-                     : "memory");
-    } else {
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
-            "l"(source), "r"(bytes), "r"(barrier), "l"(l2_policy<kPolicy>())
-            : "memory");
-    }
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination), "l"(source),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+UW_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+template <L2 kPolicy>
+UW_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
+    bulk_load(destination, source, bytes, barrier, l2_policy(kPolicy));
 }
 
 // shared -> global; part of the current bulk group.
@@ -39,20 +47,17 @@ UW_DEVICE void bulk_store(void* destination, u32 source, u32 bytes) {
 }
 
 // Box at (column, row) of a 2-D map -> shared, in the map's swizzle; outside the tensor it reads zero and counts all bytes of the box.
-template <L2 kPolicy = L2::kNormal>
 UW_DEVICE void tensor_load_2d(u32 destination, const TensorMap& map, u32 column, u32 row, u32 barrier) {
-    if constexpr (kPolicy == L2::kNormal) {
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-                         destination),
-                     "l"(&map), "r"(column), "r"(row), "r"(barrier)
-                     : "memory");
-    } else {
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], "
-            "%5;" ::"r"(destination),
-            "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(l2_policy<kPolicy>())
-            : "memory");
-    }
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(destination),
+                 "l"(&map), "r"(column), "r"(row), "r"(barrier)
+                 : "memory");
+}
+UW_DEVICE void tensor_load_2d(u32 destination, const TensorMap& map, u32 column, u32 row, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+            destination),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+        : "memory");
 }
 
 // Shared -> box of a 2-D map; outside the tensor nothing is written.
