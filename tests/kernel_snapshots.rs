@@ -145,10 +145,10 @@ fn the_document_shows_the_catalogue() {
     for (mark, text) in
         [("counts", counts), ("matmul", matmul_table()), ("decode", decode_table()), ("encode", encode_table())]
     {
-        let (begin, end) = (format!("<!-- {mark}: generated -->\n"), format!("\n<!-- {mark}: end -->"));
+        let (begin, end) = (format!("<!-- {mark}: generated -->\n"), format!("<!-- {mark}: end -->"));
         let from = now.find(&begin).unwrap_or_else(|| panic!("docs/kernels.md lacks {begin:?}")) + begin.len();
         let to = from + now[from..].find(&end).unwrap_or_else(|| panic!("docs/kernels.md lacks {end:?}"));
-        now.replace_range(from..to, &text);
+        now.replace_range(from..to, &format!("{text}\n"));
     }
     if writing() {
         fs::write(&path, now).expect("docs/kernels.md can be written");

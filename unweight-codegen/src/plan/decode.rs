@@ -45,7 +45,13 @@ pub(super) const fn plan(spec: &VariantSpec, op: &DecodeSpec) -> Plan {
         spec: *spec,
         smem,
         // Private to a warp, which knows its own progress: no barrier says that a stage is empty.
-        pipeline: Some(PipelinePlan { stages: STAGES, stage_bytes: STAGE_BYTES, full_arrivals: 1, empty_arrivals: 0 }),
+        pipeline: Some(PipelinePlan {
+            rings: WARPS,
+            stages: STAGES,
+            stage_bytes: STAGE_BYTES,
+            full_arrivals: 1,
+            empty_arrivals: 0,
+        }),
         roles: RolePlan::one("decode", WARPS),
         launch: LaunchPlan {
             threads: WARPS * spec.arch.limits().warp_threads,

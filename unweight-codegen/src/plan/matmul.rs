@@ -125,6 +125,7 @@ pub(super) const fn plan(spec: &VariantSpec, op: &MatmulSpec) -> Result<Plan, In
         smem,
         // The ring of the weights: warp 0 arrives with the bytes, each consumer warp once its lanes have joined.
         pipeline: Some(PipelinePlan {
+            rings: 1,
             stages,
             stage_bytes: stage_bytes(op),
             full_arrivals: 1,

@@ -36,7 +36,9 @@ pub struct Plan {
 /// A ring of shared-memory stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PipelinePlan {
-    /// Stages.
+    /// Rings side by side: 1 for the block, or one per warp.
+    pub rings: u32,
+    /// Stages of a ring.
     pub stages: u32,
     /// Shared memory of one stage.
     pub stage_bytes: u32,
@@ -173,11 +175,15 @@ impl fmt::Display for Plan {
                 None => writeln!(f)?,
             }
         }
-        if let Some(PipelinePlan { stages, stage_bytes, full_arrivals, empty_arrivals }) = self.pipeline {
-            writeln!(
+        if let Some(PipelinePlan { rings, stages, stage_bytes, full_arrivals, empty_arrivals }) = self.pipeline {
+            write!(
                 f,
-                "pipeline {stages} stages of {stage_bytes} B, full after {full_arrivals} + bytes, empty after {empty_arrivals}"
+                "pipeline {rings} x {stages} stages of {stage_bytes} B; full: {full_arrivals} arrival and the bytes"
             )?;
+            match empty_arrivals {
+                0 => writeln!(f, "; empty: known to the warp")?,
+                _ => writeln!(f, "; empty: {empty_arrivals} arrivals")?,
+            }
         }
         writeln!(f, "shared memory")?;
         self.smem.fmt(f)

@@ -80,8 +80,8 @@ mod tests {
             0..=8 => true,
             16 => stages <= 4,
             32 => stages <= 2,
-            // "narrow N only" gives no number; N2P2 is what Table 5 recommends for large budgets.
-            _ => stages <= 2 && n <= 2,
+            // "narrow N only": Table 5 calls N = 1 narrow and N = 2 standard.
+            _ => stages <= 2 && n == 1,
         }
     }
 
@@ -111,6 +111,7 @@ mod tests {
                 (64, 1, 4, true),
                 (64, 2, 4, true),
                 (64, 2, 3, true),
+                (64, 2, 2, true),
                 (64, 3, 2, true),
                 (64, 4, 2, true),
             ]
@@ -125,6 +126,6 @@ mod tests {
             let (n, stages) = (NTiles::new(n).unwrap(), Stages::new(stages).unwrap());
             Plan::new(&VariantSpec::matmul(Arch::Sm90a, source, n, stages, Epilogue::Store)).is_ok()
         };
-        assert!(fits(4, 2, 64) && !fits(4, 3, 8) && fits(1, 6, 64) && !fits(1, 8, 64) && fits(1, 8, 8));
+        assert!(fits(4, 2, 64) && !fits(4, 3, 8) && fits(1, 6, 64) && fits(1, 8, 16) && !fits(1, 8, 32));
     }
 }

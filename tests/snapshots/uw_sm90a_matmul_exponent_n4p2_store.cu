@@ -1,0 +1,41 @@
+// uw_sm90a_matmul_exponent_n4p2_store
+// Y[m,n] = X[m,k] * W[n,k]^T, W from decoded exponents; 128 x 256 of Y per block, 2 stages.
+//
+// 384 threads, at least 1 block per SM, 213072 B of dynamic shared memory.
+// Grid: persistent, min(128 x 256 tiles of Y, SMs x 1).
+// Rendered by unweight-codegen; edit templates/, not this text.
+#include "unweight/abi.cuh"
+#include "unweight/kernels/matmul.cuh"
+
+namespace {
+
+struct Config {
+    static constexpr bool kPaletteSource = false;
+    static constexpr uw::u32 kNTiles = 4;
+    static constexpr uw::u32 kStages = 2;
+    static constexpr uw::u32 kVerbatimRows = 0;
+    static constexpr bool kStoreAdd = false;
+};
+
+using Smem = uw::matmul::Smem<Config>;
+using Kernel = uw::matmul::Kernel<Config>;
+
+}  // namespace
+
+static_assert(sizeof(uw::MatmulArgs) == 320, "MatmulArgs: host and device disagree");
+static_assert(Smem::kX == 0, "shared memory: plan and kernel disagree");
+static_assert(Smem::kB == 49152, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSign == 147456, "shared memory: plan and kernel disagree");
+static_assert(Smem::kExponent == 180224, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSourceBarriers == 212992, "shared memory: plan and kernel disagree");
+static_assert(Smem::kXBarriers == 213024, "shared memory: plan and kernel disagree");
+static_assert(Smem::kBytes == 213072, "shared memory: plan and kernel disagree");
+static_assert(Kernel::kProducerRegisters == 40, "registers: plan and kernel disagree");
+static_assert(Kernel::kConsumerRegisters == 232, "registers: plan and kernel disagree");
+static_assert(uw::matmul::kMinBlocksPerSm == 1, "blocks per SM: plan and kernel disagree");
+static_assert(uw::matmul::kThreads == 384, "threads: plan and kernel disagree");
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+uw_sm90a_matmul_exponent_n4p2_store(const __grid_constant__ uw::MatmulArgs args) {
+    uw::matmul::run<Config>(args);
+}

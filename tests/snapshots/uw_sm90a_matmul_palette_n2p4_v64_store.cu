@@ -1,0 +1,43 @@
+// uw_sm90a_matmul_palette_n2p4_v64_store
+// Y[m,n] = X[m,k] * W[n,k]^T, W from palette indices with room for 64 verbatim rows per tile; 128 x 128 of Y per block, 4 stages.
+//
+// 384 threads, at least 1 block per SM, 213200 B of dynamic shared memory.
+// Grid: persistent, min(128 x 128 tiles of Y, SMs x 1).
+// Rendered by unweight-codegen; edit templates/, not this text.
+#include "unweight/abi.cuh"
+#include "unweight/kernels/matmul.cuh"
+
+namespace {
+
+struct Config {
+    static constexpr bool kPaletteSource = true;
+    static constexpr uw::u32 kNTiles = 2;
+    static constexpr uw::u32 kStages = 4;
+    static constexpr uw::u32 kVerbatimRows = 64;
+    static constexpr bool kStoreAdd = false;
+};
+
+using Smem = uw::matmul::Smem<Config>;
+using Kernel = uw::matmul::Kernel<Config>;
+
+}  // namespace
+
+static_assert(sizeof(uw::MatmulArgs) == 320, "MatmulArgs: host and device disagree");
+static_assert(Smem::kX == 0, "shared memory: plan and kernel disagree");
+static_assert(Smem::kB == 81920, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSign == 131072, "shared memory: plan and kernel disagree");
+static_assert(Smem::kExponent == 163840, "shared memory: plan and kernel disagree");
+static_assert(Smem::kVerbatim == 180224, "shared memory: plan and kernel disagree");
+static_assert(Smem::kMask == 212992, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSourceBarriers == 213056, "shared memory: plan and kernel disagree");
+static_assert(Smem::kXBarriers == 213120, "shared memory: plan and kernel disagree");
+static_assert(Smem::kBytes == 213200, "shared memory: plan and kernel disagree");
+static_assert(Kernel::kProducerRegisters == 40, "registers: plan and kernel disagree");
+static_assert(Kernel::kConsumerRegisters == 232, "registers: plan and kernel disagree");
+static_assert(uw::matmul::kMinBlocksPerSm == 1, "blocks per SM: plan and kernel disagree");
+static_assert(uw::matmul::kThreads == 384, "threads: plan and kernel disagree");
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+uw_sm90a_matmul_palette_n2p4_v64_store(const __grid_constant__ uw::MatmulArgs args) {
+    uw::matmul::run<Config>(args);
+}

@@ -1,0 +1,43 @@
+// uw_sm90a_matmul_palette_n3p2_v32_store_add
+// Y[m,n] += X[m,k] * W[n,k]^T, W from palette indices with room for 32 verbatim rows per tile; 128 x 192 of Y per block, 2 stages.
+//
+// 384 threads, at least 1 block per SM, 172160 B of dynamic shared memory.
+// Grid: persistent, min(128 x 192 tiles of Y, SMs x 1).
+// Rendered by unweight-codegen; edit templates/, not this text.
+#include "unweight/abi.cuh"
+#include "unweight/kernels/matmul.cuh"
+
+namespace {
+
+struct Config {
+    static constexpr bool kPaletteSource = true;
+    static constexpr uw::u32 kNTiles = 3;
+    static constexpr uw::u32 kStages = 2;
+    static constexpr uw::u32 kVerbatimRows = 32;
+    static constexpr bool kStoreAdd = true;
+};
+
+using Smem = uw::matmul::Smem<Config>;
+using Kernel = uw::matmul::Kernel<Config>;
+
+}  // namespace
+
+static_assert(sizeof(uw::MatmulArgs) == 320, "MatmulArgs: host and device disagree");
+static_assert(Smem::kX == 0, "shared memory: plan and kernel disagree");
+static_assert(Smem::kB == 49152, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSign == 122880, "shared memory: plan and kernel disagree");
+static_assert(Smem::kExponent == 147456, "shared memory: plan and kernel disagree");
+static_assert(Smem::kVerbatim == 159744, "shared memory: plan and kernel disagree");
+static_assert(Smem::kMask == 172032, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSourceBarriers == 172080, "shared memory: plan and kernel disagree");
+static_assert(Smem::kXBarriers == 172112, "shared memory: plan and kernel disagree");
+static_assert(Smem::kBytes == 172160, "shared memory: plan and kernel disagree");
+static_assert(Kernel::kProducerRegisters == 40, "registers: plan and kernel disagree");
+static_assert(Kernel::kConsumerRegisters == 232, "registers: plan and kernel disagree");
+static_assert(uw::matmul::kMinBlocksPerSm == 1, "blocks per SM: plan and kernel disagree");
+static_assert(uw::matmul::kThreads == 384, "threads: plan and kernel disagree");
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+uw_sm90a_matmul_palette_n3p2_v32_store_add(const __grid_constant__ uw::MatmulArgs args) {
+    uw::matmul::run<Config>(args);
+}
