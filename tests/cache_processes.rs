@@ -194,7 +194,7 @@ fn a_process_killed_at_any_moment_leaves_only_whole_entries() {
     let bench = Bench::new();
     let mut partial = 0;
     for round in 0..24u64 {
-        let mut victim = bench.command(1, 0).spawn().unwrap();
+        let mut victim = bench.command(3, 0).spawn().unwrap();
         // From before its first entry to after its last, in steps smaller than a store takes.
         let start = Instant::now();
         while bench.compiles().is_empty() && start.elapsed() < Duration::from_secs(20) {

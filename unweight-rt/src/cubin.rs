@@ -4,7 +4,8 @@
 //!
 //! ```text
 //! .nv.info              per kernel: 0x2f registers, 0x11 frame bytes, 0x12 minimal stack bytes (payload: symbol u32, value u32)
-//! .nv.info.<kernel>     0x05 maximal threads (3 x u32), 0x10 required threads (3 x u32), 0x19 bytes of parameters (u16)
+//! .nv.info.<kernel>     0x05 maximal threads (3 x u32), 0x10 required threads (3 x u32), 0x17 a parameter (its size: bits
+//!                       18 and up of the third word)
 //! .nv.shared.<kernel>   its size: static shared memory and 1024 bytes of the system's
 //! .text.<kernel>        16 bytes an instruction (sm_70 and newer); opcode = low 9 bits
 //! ```
@@ -63,7 +64,7 @@ impl Opcode {
 /// What a kernel takes of a multiprocessor.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelResources {
-    /// Registers per thread; with setmaxnreg, the raised number.
+    /// Registers per thread at launch.
     pub registers: u32,
     /// Bytes of local frame per thread.
     pub frame_bytes: u32,
@@ -73,7 +74,7 @@ pub struct KernelResources {
     pub max_threads: u32,
     /// Static shared memory, without the 1024 bytes that the system reserves. What is asked for at launch comes on top.
     pub static_smem_bytes: u64,
-    /// Bytes of parameters.
+    /// Bytes of all parameters, without what aligns them.
     pub param_bytes: u32,
     /// Instructions.
     pub instructions: u64,
@@ -229,7 +230,10 @@ pub fn read(bytes: &[u8]) -> Result<CubinInfo, CubinError> {
                             what: "thread counts are not three words with a product below 2^32",
                         })?;
                     }
-                    0x19 => resources.param_bytes = u32::from(attribute.half),
+                    0x17 => {
+                        let size = word(attribute.payload, 2).map_or(0, |word| word >> 18);
+                        resources.param_bytes = resources.param_bytes.saturating_add(size);
+                    }
                     _ => {}
                 }
             }
@@ -267,8 +271,6 @@ fn read_code(info: &mut KernelInfo, code: &[u8], section: &str) -> Result<(), Cu
 
 struct Attribute<'a> {
     id: u8,
-    /// The value of formats 2 and 3.
-    half: u16,
     /// The bytes of format 4.
     payload: &'a [u8],
     offset: usize,
@@ -300,7 +302,7 @@ fn attributes<'a>(bytes: &'a [u8], section: &'a str) -> impl Iterator<Item = Res
             return damaged("an attribute's payload is cut off");
         };
         offset = start + 4 + size;
-        Some(Ok(Attribute { id: head[1], half, payload, offset: start }))
+        Some(Ok(Attribute { id: head[1], payload, offset: start }))
     })
 }
 
