@@ -82,6 +82,42 @@ pub struct MatmulArgs {
     pub reserved: u32,
 }
 
+/// Arguments of the register-sourced family (`fused_small`, `fused_wide`).
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct FusedArgs {
+    /// bf16 `[m, k]`, box 64 x the variant's batch tile, 128-byte swizzle, zero fill.
+    pub x: TensorMap,
+    /// bf16 `[m, n]`, for variants that store by the copy engine.
+    pub y_map: TensorMap,
+    /// u8 `[tiles, 6144]`.
+    pub packed: u64,
+    /// u32 `[tiles, 4]`.
+    pub escape_heads: u64,
+    /// u32 `[escape_words]`.
+    pub escapes: u64,
+    /// bf16 `[m, n]`.
+    pub y: u64,
+    /// f32 partial sums; its size follows from the plan.
+    pub workspace: u64,
+    /// u32, zeroed once; every launch leaves them zero.
+    pub counters: u64,
+    /// `2^(base - 112)`.
+    pub scale: f32,
+    /// Words in `escapes`.
+    pub escape_words: u32,
+    /// Batch rows.
+    pub m: u32,
+    /// Output features, a multiple of 64.
+    pub n: u32,
+    /// Input features, a multiple of 64.
+    pub k: u32,
+    /// `k / 64`.
+    pub tile_cols: u32,
+    /// 0.
+    pub reserved: [u32; 14],
+}
+
 /// Arguments of the encoding family: all stages share one struct.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
@@ -132,4 +168,5 @@ pub struct EncodeArgs {
 
 const _: () = assert!(size_of::<DecodeArgs>() == 112);
 const _: () = assert!(size_of::<MatmulArgs>() == 320);
+const _: () = assert!(size_of::<FusedArgs>() == 384);
 const _: () = assert!(size_of::<EncodeArgs>() == 144);

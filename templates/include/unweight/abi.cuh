@@ -67,6 +67,25 @@ struct MatmulArgs {
     u32 reserved;
 };
 
+// Register-sourced family (docs/format.md A.9): Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits. n and k are multiples of 64, m is any.
+struct FusedArgs {
+    TensorMap x;                      // bf16 [m, k], box 64 (k) x the variant's batch tile, 128-byte swizzle, zero fill
+    TensorMap y_map;                  // bf16 [m, n], for variants that store by the copy engine
+    const u8* packed;                 // [tiles, 6144]
+    const u32* escape_heads;          // [tiles, 4]: one per block of 16 rows
+    const u32* escapes;               // [escape_words]: lists of row blocks with more than one escape
+    void* y;                          // bf16 [m, n] row-major
+    float* workspace;                 // partial sums of split or streamed k; its size follows from the plan
+    u32* counters;                    // zeroed once; every launch leaves them zero
+    float scale;                      // 2^(base - 112): the factor between the operands and the weights
+    u32 escape_words;
+    u32 m;
+    u32 n;
+    u32 k;
+    u32 tile_cols;                    // k / 64
+    u32 reserved[14];
+};
+
 // Encoding family (report section 4): the six stages and palette packing share one struct.
 struct EncodeArgs {
     const u16* weights;               // bf16 [n, k] row-major
