@@ -22,15 +22,22 @@
 
 pub mod bf16;
 pub mod bitstream;
+pub mod bundle;
+mod buffer;
 pub mod decode;
+pub mod demo_model;
 pub mod digest;
 pub mod encode;
 pub mod error;
 pub mod histogram;
 pub mod huffman;
 pub mod layout;
+pub mod manifest;
 pub mod oracle;
 pub mod palette;
+pub mod plan;
+pub mod roles;
+pub mod safetensors;
 pub mod tensor;
 pub mod tile;
 

@@ -424,11 +424,11 @@ impl<'de> Deserialize<'de> for Entries {
     }
 }
 
-/// A header to be written: `metadata` and tensors `(name, dtype, shape, bytes)` in the order of their data, padded with spaces
+/// A header to be written: `metadata` and tensors `(name, dtype, shape, [begin, end])` in the order of their data, padded with spaces
 /// so that the data begins on a multiple of 64 bytes and, if `at_least` is more, there.
 pub(crate) fn header_to_bytes<'a>(
     metadata: &BTreeMap<String, String>,
-    tensors: impl Iterator<Item = (&'a str, Dtype, &'a [usize], u64)>,
+    tensors: impl Iterator<Item = (&'a str, Dtype, &'a [usize], [u64; 2])>,
     at_least: u64,
 ) -> Vec<u8> {
     #[derive(Serialize)]
@@ -439,14 +439,11 @@ pub(crate) fn header_to_bytes<'a>(
     }
     let json = |value: &dyn erased::Json| value.to_json();
     let mut text = format!("{{\"__metadata__\":{}", json(metadata));
-    let mut begin = 0;
-    for (name, dtype, shape, bytes) in tensors {
-        let end = begin + bytes;
+    for (name, dtype, shape, data_offsets) in tensors {
         text.push(',');
         text.push_str(&json(&name));
         text.push(':');
-        text.push_str(&json(&Stored { dtype, shape, data_offsets: [begin, end] }));
-        begin = end;
+        text.push_str(&json(&Stored { dtype, shape, data_offsets }));
     }
     text.push('}');
     let data_offset = (LENGTH_BYTES + text.len() as u64).next_multiple_of(64).max(at_least);
@@ -546,7 +543,8 @@ mod tests {
     fn what_is_written_reads_back_here_and_in_the_reference_library() {
         let metadata = BTreeMap::from([("format".to_string(), "unweight".to_string())]);
         let shape = [2usize, 3];
-        let tensors = [("a \"quoted\"", Dtype::Bf16, shape.as_slice(), 12u64), ("b", Dtype::U8, &shape[..0], 1)];
+        let tensors =
+            [("a \"quoted\"", Dtype::Bf16, shape.as_slice(), [0, 12]), ("b", Dtype::U8, &shape[..0], [12, 13])];
         for at_least in [0, 640] {
             let mut bytes = header_to_bytes(&metadata, tensors.into_iter(), at_least);
             assert_eq!(bytes.len() % 64, 0);

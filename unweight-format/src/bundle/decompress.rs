@@ -1,11 +1,282 @@
-use super::*;
-use std::path::Path;
-/// Rebuilds the source files of a bundle byte for byte.
+//! A bundle back to the files it was made from.
+//!
+//! Consecutive tensors are decoded into one buffer, which is a piece of the source file: it is compared with the tensors' digests
+//! and handed to a writer thread, which hands the buffer back.
+
+use std::{
+    collections::HashSet,
+    fs::File,
+    os::unix::fs::FileExt,
+    path::Path,
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
+    time::Instant,
+};
+
+use super::{
+    BundleError, DecompressOptions, DecompressReport, FileReport, Progress,
+    files::{self, Contents, Mapped},
+    pipeline::{Gate, batches, on_threads},
+    read::{Shard, check_sizes, read_manifest},
+    report::peak_rss_bytes,
+    stage::Stage,
+};
+use crate::{
+    Digest,
+    buffer::zeroed,
+    manifest::{FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile},
+};
+
+/// Rebuilds the source files of a bundle, byte for byte.
+///
+/// Every byte is compared with the digests taken when the bundle was made. The output appears under its name when it is
+/// complete; until then everything is in `<output>.partial`.
+///
+/// # Errors
+/// The bundle is damaged, the output exists or cannot be written, or `progress` asked to stop.
 pub fn decompress(
     bundle: &Path,
-    _output: &Path,
-    _options: &DecompressOptions,
-    _progress: &dyn Progress,
+    output: &Path,
+    options: &DecompressOptions,
+    progress: &dyn Progress,
 ) -> Result<DecompressReport, BundleError> {
-    Err(BundleError::NotADirectory { path: bundle.into() })
+    let started = Instant::now();
+    let manifest = read_manifest(bundle)?;
+    // Every file before any is decoded: a missing shard is known at once.
+    for file in &manifest.files {
+        check_sizes(bundle, file)?;
+        if let FileEntry::Weights(file) = file {
+            Shard::open(bundle, file.clone())?;
+        }
+    }
+    let stage = Stage::open(bundle, output, options.force, options.resume)?;
+    let job = Job { bundle, options, progress, stage: &stage };
+    let files = on_threads(options.threads, || job.run(&manifest))?;
+    stage.finish()?;
+    Ok(DecompressReport {
+        tensors: manifest.files.iter().filter_map(FileEntry::weights).map(|f| f.tensors.len() as u64).sum(),
+        bytes: files.iter().map(|f| f.bytes).sum(),
+        files,
+        stored_bytes: manifest.files.iter().flat_map(FileEntry::stored).map(|(_, bytes)| bytes).sum(),
+        seconds: started.elapsed().as_secs_f64(),
+        peak_rss_bytes: peak_rss_bytes(),
+    })
+}
+
+struct Job<'a> {
+    bundle: &'a Path,
+    options: &'a DecompressOptions,
+    progress: &'a dyn Progress,
+    stage: &'a Stage,
+}
+
+impl Job<'_> {
+    fn run(&self, manifest: &Manifest) -> Result<Vec<FileReport>, BundleError> {
+        let resumed: HashSet<String> = if self.options.resume {
+            manifest.files.iter().filter(|f| self.is_finished(f)).map(|f| f.name().to_string()).collect()
+        } else {
+            HashSet::new()
+        };
+        self.stage.keep_only(&resumed)?;
+        let total: u64 = manifest.files.iter().map(FileEntry::size).sum();
+        let left = manifest.files.iter().filter(|f| !resumed.contains(f.name())).map(FileEntry::size).sum();
+        self.stage.reserve(left)?;
+        self.progress.start(total);
+        manifest
+            .files
+            .iter()
+            .map(|file| {
+                self.check_cancelled()?;
+                self.progress.file(file.name());
+                let resumed = resumed.contains(file.name());
+                if resumed {
+                    self.progress.advance(file.size());
+                } else {
+                    self.rebuild(file)?;
+                }
+                Ok(FileReport {
+                    name: file.name().into(),
+                    bytes: file.size(),
+                    digest: file.digest(),
+                    sha256: file.sha256().map(Into::into),
+                    resumed,
+                })
+            })
+            .collect()
+    }
+
+    fn check_cancelled(&self) -> Result<(), BundleError> {
+        if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
+    }
+
+    /// True if an interrupted run has rebuilt this file; its bytes are compared with their digests.
+    fn is_finished(&self, file: &FileEntry) -> bool {
+        let path = self.stage.tree().join(file.name());
+        if path.metadata().map(|m| m.len()).ok() != Some(file.size()) {
+            return false;
+        }
+        match file {
+            FileEntry::Weights(weights) => compare_source(&path, weights).is_ok_and(|problem| problem.is_none()),
+            _ => files::read_through(&path, false, |_| Ok(())).is_ok_and(|contents| contents.digest == file.digest()),
+        }
+    }
+
+    fn rebuild(&self, file: &FileEntry) -> Result<(), BundleError> {
+        match file {
+            FileEntry::Weights(weights) => self.weights(weights),
+            FileEntry::Index(_) => self.copy(file, &format!("{}{INDEX_SOURCE_SUFFIX}", file.name())),
+            FileEntry::Copied(_) => self.copy(file, file.name()),
+        }
+    }
+
+    fn copy(&self, file: &FileEntry, stored: &str) -> Result<(), BundleError> {
+        let advance = |bytes| {
+            self.progress.advance(bytes);
+            self.check_cancelled()
+        };
+        let contents =
+            self.stage.copy_checked(&self.bundle.join(stored), file.name(), file.sha256().is_some(), advance, |got| {
+                check_contents(file, stored, got)
+            });
+        contents.map(|_| ())
+    }
+
+    /// Rebuilds one safetensors file.
+    fn weights(&self, file: &WeightsFile) -> Result<(), BundleError> {
+        let shard = Shard::open(self.bundle, file.clone())?;
+        let header = shard.source_header()?;
+        let work = self.stage.work().join("file");
+        let target = File::create(&work).map_err(self.stage.write_error(&work))?;
+        let write = |bytes: &[u8], at: u64| {
+            target.write_all_at(bytes, at).map_err(self.stage.write_error(&work))?;
+            self.stage.wrote(bytes.len() as u64);
+            Ok(())
+        };
+        write(header, 0)?;
+        let gate = Gate::new(self.options.ram_bytes);
+        let failed = AtomicBool::new(false);
+        let (sender, receiver) = mpsc::channel::<(Vec<u8>, usize, u64)>();
+        let (give_back, free) = mpsc::channel::<Vec<u8>>();
+        thread::scope(|scope| {
+            let (gate, failed) = (&gate, &failed);
+            let writer = scope.spawn(move || {
+                let mut result = Ok(());
+                for (buffer, bytes, at) in receiver {
+                    if result.is_ok() {
+                        result = write(&buffer[..bytes], at);
+                        failed.store(result.is_err(), Ordering::Relaxed);
+                    }
+                    // One who no longer wants the buffer has let go of the other end.
+                    _ = give_back.send(buffer);
+                    gate.leave(bytes as u64);
+                }
+                result
+            });
+            let decode_all = || {
+                let mut at = file.header_bytes;
+                let sizes = (0..file.tensors.len()).map(|index| shard.original_bytes(index));
+                for batch in batches(sizes, self.options.ram_bytes) {
+                    self.check_cancelled()?;
+                    if failed.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
+                    // The coded form is mapped, the decoded one in the buffer.
+                    gate.enter(2 * bytes);
+                    let mut buffer = reusable(&free, bytes as usize);
+                    let results = shard.decode_batch(batch.clone(), &mut buffer[..bytes as usize], |entry| {
+                        self.progress.tensor(&entry.name);
+                    });
+                    shard.release(batch);
+                    gate.leave(bytes);
+                    results.into_iter().collect::<Result<(), _>>()?;
+                    self.progress.advance(bytes);
+                    if sender.send((buffer, bytes as usize, at)).is_err() {
+                        break;
+                    }
+                    at += bytes;
+                }
+                Ok(())
+            };
+            let decoded = decode_all();
+            drop(sender);
+            let written = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            decoded?;
+            written
+        })?;
+        target.sync_all().map_err(self.stage.write_error(&work))?;
+        if let Some(expected) = &file.sha256 {
+            let got = files::sha256(&work)?;
+            if got != *expected {
+                return Err(BundleError::Mismatch {
+                    file: file.name.clone(),
+                    what: "SHA-256 of the rebuilt file".into(),
+                    offset: 0,
+                    expected: expected.clone(),
+                    got,
+                });
+            }
+        }
+        self.progress.advance(file.header_bytes);
+        self.stage.accept(&work, &file.name)
+    }
+}
+
+/// A buffer that the writer gave back, if it is large enough but not wasteful; fresh pages cost more than decoding.
+fn reusable(free: &mpsc::Receiver<Vec<u8>>, bytes: usize) -> Vec<u8> {
+    let mut found = None;
+    while let Ok(buffer) = free.try_recv() {
+        if buffer.len() >= bytes && buffer.len() / 4 <= bytes {
+            found = Some(buffer);
+        }
+    }
+    found.unwrap_or_else(|| zeroed(bytes))
+}
+
+/// Compares what was read of a stored file with the manifest.
+pub(crate) fn check_contents(file: &FileEntry, stored: &str, got: &Contents) -> Result<(), BundleError> {
+    let fail = |what: &str, expected: String, got: String| {
+        Err(BundleError::Mismatch { file: stored.into(), what: what.into(), offset: 0, expected, got })
+    };
+    if got.bytes != file.size() {
+        return Err(BundleError::FileSize { file: stored.into(), expected: file.size(), got: got.bytes });
+    }
+    if got.digest != file.digest() {
+        return fail("contents", file.digest().to_string(), got.digest.to_string());
+    }
+    match (file.sha256(), &got.sha256) {
+        (Some(expected), Some(got)) if expected != got => fail("SHA-256", expected.into(), got.clone()),
+        _ => Ok(()),
+    }
+}
+
+/// Compares a source file (or a rebuilt one) with what the manifest says: the first difference, if any.
+pub(crate) fn compare_source(path: &Path, file: &WeightsFile) -> Result<Option<BundleError>, BundleError> {
+    let bytes = path.metadata().map_err(BundleError::io("look at the file", path))?.len();
+    if bytes != file.size {
+        return Ok(Some(BundleError::FileSize { file: file.name.clone(), expected: file.size, got: bytes }));
+    }
+    let map = Mapped::open(path, bytes)?;
+    let mut at = 0;
+    let header = ("header".to_string(), file.header_bytes, file.header_digest);
+    let tensors =
+        file.tensors.iter().map(|t| (format!("tensor '{}'", t.name), t.original_bytes().unwrap_or(0), t.digest));
+    for (what, bytes, expected) in std::iter::once(header).chain(tensors) {
+        let got = Digest::of(map.slice(at, bytes));
+        if got != expected {
+            return Ok(Some(BundleError::Mismatch {
+                file: file.name.clone(),
+                what,
+                offset: at,
+                expected: expected.to_string(),
+                got: got.to_string(),
+            }));
+        }
+        map.release(at..at + bytes);
+        at += bytes;
+    }
+    Ok(None)
 }

@@ -40,15 +40,27 @@ pub enum BundleError {
         /// The system's answer.
         source: io::Error,
     },
-    /// The disk is full, or will be.
-    #[error("{}: the disk is full: about {needed_bytes} bytes are needed, {free_bytes} are free; free some space, then run again with --resume", path.display())]
-    DiskFull {
+    /// The disk has no room for the output.
+    #[error("{}: about {needed_bytes} bytes are needed and {free_bytes} are free; free some space, or choose another disk", path.display())]
+    NoRoom {
         /// Where.
+        path: PathBuf,
+        /// Bytes needed.
+        needed_bytes: u64,
+        /// Bytes free.
+        free_bytes: u64,
+    },
+    /// The disk became full, or a file too large for it.
+    #[error("{}: no room to write, about {needed_bytes} more bytes are needed and {free_bytes} are free; free some space, then run again with --resume", path.display())]
+    DiskFull {
+        /// The file that was written.
         path: PathBuf,
         /// Bytes needed from now on.
         needed_bytes: u64,
         /// Bytes free.
         free_bytes: u64,
+        /// The system's answer.
+        source: io::Error,
     },
     /// A directory was expected.
     #[error("{}: not a directory; give the directory that holds the model", path.display())]
@@ -170,6 +182,12 @@ pub enum BundleError {
     PlanFile {
         /// The plan file.
         path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// A demo model that cannot be.
+    #[error("demo model: {reason}")]
+    DemoShape {
         /// Why.
         reason: String,
     },

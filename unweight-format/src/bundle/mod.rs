@@ -14,10 +14,14 @@
 mod compress;
 mod decompress;
 mod error;
+mod files;
 pub(crate) mod options;
+mod pipeline;
 mod progress;
 mod read;
 mod report;
+mod source;
+mod stage;
 mod verify;
 
 pub use compress::{compress, plan};

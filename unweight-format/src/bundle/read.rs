@@ -1,43 +1,366 @@
-use super::*;
-use crate::{
-    CompressedTensor,
-    manifest::{Manifest, TensorEntry},
+//! Reading a bundle: every size and header is checked when it is opened, every section when it is parsed.
+
+use std::{
+    collections::{HashMap, HashSet},
+    ops::Range,
+    path::{Path, PathBuf},
 };
-use std::path::{Path, PathBuf};
+
+use rayon::prelude::*;
+
+use super::{BundleError, Encoding, files, files::Mapped};
+use crate::{
+    CompressedTensor, Digest, HuffmanTensor, PaletteTensor, Section, decode,
+    manifest::{self, FileEntry, Manifest, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
+    safetensors::{Dtype, HEADER_MAX, Header, TensorInfo},
+};
+
 /// An open bundle.
+///
+/// Opening checks the manifest, the size of every file and the header of every shard; the weights themselves are checked by
+/// [`verify`](super::verify), and structurally by [`Bundle::tensor`].
 #[derive(Debug)]
 pub struct Bundle {
-    dir: PathBuf,
     manifest: Manifest,
+    shards: Vec<Shard>,
+    /// Tensor name to (shard, tensor) in each file that has it.
+    by_name: HashMap<String, Vec<(usize, usize)>>,
 }
+
 /// A tensor of a bundle.
 #[derive(Debug, Clone, Copy)]
 pub struct BundleTensor<'a> {
-    /// File it is in.
+    /// Name of the file it is in.
     pub file: &'a str,
     /// What the manifest says about it.
     pub entry: &'a TensorEntry,
 }
+
 impl Bundle {
-    /// Opens a bundle: manifest, sizes and headers of all shards are checked.
+    /// Opens a bundle.
+    ///
+    /// # Errors
+    /// There is no manifest, it is damaged or newer, or a file of the bundle is missing or has another size or header.
     pub fn open(dir: &Path) -> Result<Self, BundleError> {
-        Err(BundleError::NotADirectory { path: dir.into() })
-    }
-    /// The manifest.
-    pub fn manifest(&self) -> &Manifest {
-        let _ = &self.dir;
-        &self.manifest
-    }
-    /// A tensor by name.
-    pub fn tensor(&self, name: &str) -> Result<CompressedTensor<&[u8]>, BundleError> {
-        Err(BundleError::UnknownTensor { name: name.into() })
-    }
-    /// Every tensor, in file and data order.
-    pub fn tensors(&self) -> impl Iterator<Item = BundleTensor<'_>> {
-        self.manifest
+        let manifest = read_manifest(dir)?;
+        for file in &manifest.files {
+            check_sizes(dir, file)?;
+        }
+        let shards = manifest
             .files
             .iter()
-            .filter_map(|f| f.weights())
-            .flat_map(|f| f.tensors.iter().map(|entry| BundleTensor { file: &f.name, entry }))
+            .filter_map(FileEntry::weights)
+            .map(|file| Shard::open(dir, file.clone()))
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut by_name: HashMap<String, Vec<(usize, usize)>> = HashMap::new();
+        for (s, shard) in shards.iter().enumerate() {
+            for (t, tensor) in shard.file.tensors.iter().enumerate() {
+                by_name.entry(tensor.name.clone()).or_default().push((s, t));
+            }
+        }
+        Ok(Self { manifest, shards, by_name })
     }
+
+    /// The manifest.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Every tensor, in the order of files and of their data.
+    pub fn tensors(&self) -> impl Iterator<Item = BundleTensor<'_>> {
+        self.shards
+            .iter()
+            .flat_map(|shard| shard.file.tensors.iter().map(|entry| BundleTensor { file: &shard.file.name, entry }))
+    }
+
+    /// A tensor in its stored form, borrowed from the mapped file; its offsets may be trusted (invariants 1-3).
+    ///
+    /// # Errors
+    /// No file has it, several have it ([`Bundle::tensor_in`] tells them apart), or its sections are not valid.
+    pub fn tensor(&self, name: &str) -> Result<CompressedTensor<&[u8]>, BundleError> {
+        let (shard, tensor) = self.find(name)?;
+        self.shards[shard].tensor(tensor)
+    }
+
+    /// A tensor of one file.
+    ///
+    /// # Errors
+    /// The file does not have it, or its sections are not valid.
+    pub fn tensor_in(&self, file: &str, name: &str) -> Result<CompressedTensor<&[u8]>, BundleError> {
+        let places = self.by_name.get(name).map_or(&[][..], Vec::as_slice);
+        match places.iter().find(|(shard, _)| self.shards[*shard].file.name == file) {
+            Some(&(shard, tensor)) => self.shards[shard].tensor(tensor),
+            None => Err(BundleError::UnknownTensor { name: format!("{file}: {name}") }),
+        }
+    }
+
+    /// What the manifest says about a tensor.
+    ///
+    /// # Errors
+    /// No file has it, or several have it.
+    pub fn entry(&self, name: &str) -> Result<&TensorEntry, BundleError> {
+        let (shard, tensor) = self.find(name)?;
+        Ok(&self.shards[shard].file.tensors[tensor])
+    }
+
+    /// The original little-endian bytes of a tensor, compared with their digest.
+    ///
+    /// # Errors
+    /// As [`Bundle::tensor`], or the weights are damaged.
+    pub fn decode(&self, name: &str) -> Result<Vec<u8>, BundleError> {
+        let (shard, tensor) = self.find(name)?;
+        let mut out = crate::buffer::zeroed(self.shards[shard].original_bytes(tensor) as usize);
+        self.shards[shard].decode(tensor, &mut out)?;
+        Ok(out)
+    }
+
+    fn find(&self, name: &str) -> Result<(usize, usize), BundleError> {
+        match self.by_name.get(name).map(Vec::as_slice) {
+            None | Some([]) => Err(BundleError::UnknownTensor { name: name.into() }),
+            Some(&[place]) => Ok(place),
+            Some(places) => Err(BundleError::AmbiguousTensor {
+                name: name.into(),
+                files: places.iter().map(|&(shard, _)| self.shards[shard].file.name.clone()).collect(),
+            }),
+        }
+    }
+}
+
+/// Reads and checks `unweight.json`.
+pub(crate) fn read_manifest(dir: &Path) -> Result<Manifest, BundleError> {
+    if !dir.metadata().map_err(BundleError::io("open the bundle", dir))?.is_dir() {
+        return Err(BundleError::NotADirectory { path: dir.into() });
+    }
+    let path = dir.join(manifest::FILE_NAME);
+    if !path.exists() {
+        return Err(BundleError::NotABundle { path: dir.into() });
+    }
+    let bytes = files::read_small(&path, manifest::BYTES_MAX)?;
+    Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))
+}
+
+/// Checks that the stored files of an entry are there with the sizes that the manifest says.
+pub(crate) fn check_sizes(dir: &Path, entry: &FileEntry) -> Result<(), BundleError> {
+    entry.stored().into_iter().try_for_each(|(file, expected)| match dir.join(&file).metadata() {
+        Ok(metadata) if !metadata.is_file() || metadata.len() != expected => {
+            Err(BundleError::FileSize { file, expected, got: metadata.len() })
+        }
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Err(BundleError::MissingFile { file }),
+        Err(source) => Err(BundleError::Io { action: "look at the file", path: dir.join(file), source }),
+    })
+}
+
+/// A mapped shard whose header agrees with the manifest.
+#[derive(Debug)]
+pub(crate) struct Shard {
+    pub(crate) file: WeightsFile,
+    map: Mapped,
+    /// Per tensor: where its sections are, or the one range of a raw tensor.
+    places: Vec<Vec<Range<u64>>>,
+    source_header: Range<u64>,
+}
+
+impl Shard {
+    pub(crate) fn open(dir: &Path, file: WeightsFile) -> Result<Self, BundleError> {
+        check_sizes(dir, &FileEntry::Weights(file.clone()))?;
+        let path: PathBuf = dir.join(&file.name);
+        let map = Mapped::open(&path, file.shard_size)?;
+        let mismatch = |what: String, offset, expected: String, got: String| BundleError::Mismatch {
+            file: file.name.clone(),
+            what,
+            offset,
+            expected,
+            got,
+        };
+        if file.shard_header_bytes > file.shard_size {
+            let got = file.shard_size.to_string();
+            return Err(mismatch("header".into(), 0, format!("{} bytes", file.shard_header_bytes), got));
+        }
+        let header_bytes = map.slice(0, file.shard_header_bytes);
+        let digest = Digest::of(header_bytes);
+        if digest != file.shard_header_digest {
+            return Err(mismatch("header".into(), 0, file.shard_header_digest.to_string(), digest.to_string()));
+        }
+        let header = Header::parse(header_bytes, file.shard_size, HEADER_MAX)
+            .map_err(|source| BundleError::Header { path: file.name.clone().into(), source })?;
+        let stored: HashMap<&str, &TensorInfo> = header.tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+        let mut seen = HashSet::new();
+        let mut place = |name: &str, dtype: Dtype, shape: &[usize], bytes: u64| match stored.get(name) {
+            Some(t) if t.dtype == dtype && t.shape == shape && t.bytes == bytes => {
+                seen.insert(t.offset);
+                Ok(t.offset..t.offset + t.bytes)
+            }
+            Some(t) => Err(mismatch(
+                format!("'{name}'"),
+                t.offset,
+                format!("{dtype} {shape:?}, {bytes} bytes"),
+                format!("{} {:?}, {} bytes", t.dtype, t.shape, t.bytes),
+            )),
+            None => Err(mismatch(format!("'{name}'"), 0, "an entry in the header".into(), "none".into())),
+        };
+        let places = file
+            .tensors
+            .iter()
+            .map(|tensor| {
+                let Some(grid) = tensor.grid().filter(|_| tensor.encoding != Encoding::Raw) else {
+                    // The manifest was checked: its bytes can be counted.
+                    let bytes = tensor.original_bytes().unwrap_or(0);
+                    return Ok(vec![place(&tensor.name, tensor.dtype, &tensor.shape, bytes)?]);
+                };
+                let section = |section: &manifest::SectionEntry| {
+                    let shape = section.name.shape(grid, section.bytes as usize);
+                    place(&section_name(&tensor.name, section.name), dtype_of(section.name), &shape, section.bytes)
+                };
+                tensor.sections.iter().map(section).collect()
+            })
+            .collect::<Result<Vec<Vec<_>>, BundleError>>()?;
+        let source_header = place(SOURCE_HEADER, Dtype::U8, &[file.header_bytes as usize], file.header_bytes)?;
+        let expected = places.iter().map(Vec::len).sum::<usize>() + 1;
+        if stored.len() != expected {
+            let got = format!("{} entries", stored.len());
+            return Err(mismatch("header".into(), 0, format!("{expected} entries"), got));
+        }
+        Ok(Self { map, places, source_header, file })
+    }
+
+    /// Length and header of the source file, checked.
+    pub(crate) fn source_header(&self) -> Result<&[u8], BundleError> {
+        let range = self.source_header.clone();
+        self.check(range.clone(), self.file.header_digest, || format!("'{SOURCE_HEADER}'"))?;
+        Ok(self.map.slice(range.start, range.end - range.start))
+    }
+
+    pub(crate) fn original_bytes(&self, tensor: usize) -> u64 {
+        self.file.tensors[tensor].original_bytes().unwrap_or(0)
+    }
+
+    /// Where a raw tensor lies in the shard.
+    fn bytes(&self, range: &Range<u64>) -> &[u8] {
+        self.map.slice(range.start, range.end - range.start)
+    }
+
+    pub(crate) fn tensor(&self, index: usize) -> Result<CompressedTensor<&[u8]>, BundleError> {
+        let entry = &self.file.tensors[index];
+        let places = &self.places[index];
+        let Some(grid) = entry.grid().filter(|_| entry.encoding != Encoding::Raw) else {
+            return Ok(CompressedTensor::Raw(self.bytes(&places[0])));
+        };
+        let section = |section: Section| {
+            let at = entry.sections.iter().position(|s| s.name == section);
+            at.map_or(&[][..], |at| self.bytes(&places[at]))
+        };
+        let tensor = match entry.encoding {
+            Encoding::Palette => PaletteTensor::from_sections(grid, section).map(CompressedTensor::Palette),
+            _ => HuffmanTensor::from_sections(grid, section).map(CompressedTensor::Huffman),
+        };
+        tensor.map_err(|source| self.codec_error(index, source))
+    }
+
+    fn codec_error(&self, index: usize, source: crate::CodecError) -> BundleError {
+        BundleError::Codec {
+            file: self.file.name.clone(),
+            tensor: self.file.tensors[index].name.clone(),
+            offset: self.places[index].iter().map(|place| place.start).min().unwrap_or(0),
+            source,
+        }
+    }
+
+    /// Decodes a tensor into `out` and compares it with its digest; a difference is blamed on the section that has one.
+    pub(crate) fn decode(&self, index: usize, out: &mut [u8]) -> Result<(), BundleError> {
+        let decoded = self.tensor(index).and_then(|tensor| {
+            match &tensor {
+                CompressedTensor::Raw(bytes) => {
+                    copy(bytes, out);
+                    Ok(())
+                }
+                CompressedTensor::Huffman(tensor) => decode::huffman(tensor, out),
+                CompressedTensor::Palette(tensor) => decode::palette(tensor, out),
+            }
+            .map_err(|source| self.codec_error(index, source))
+        });
+        let entry = &self.file.tensors[index];
+        let digest = decoded.as_ref().map(|()| Digest::of(out));
+        if digest.as_ref().is_ok_and(|digest| *digest == entry.digest) {
+            return Ok(());
+        }
+        // Which section is it? If none, the manifest and the shard are of different bundles.
+        self.check_sections(index)?;
+        let got = digest.map_err(|_| ());
+        decoded?;
+        Err(BundleError::Mismatch {
+            file: self.file.name.clone(),
+            what: format!("tensor '{}', decoded", entry.name),
+            offset: self.places[index][0].start,
+            expected: entry.digest.to_string(),
+            got: got.map_or_else(|()| "nothing".into(), |digest| digest.to_string()),
+        })
+    }
+
+    /// Compares every stored section of a tensor with its digest.
+    pub(crate) fn check_sections(&self, index: usize) -> Result<(), BundleError> {
+        let entry = &self.file.tensors[index];
+        if entry.encoding == Encoding::Raw {
+            return self.check(self.places[index][0].clone(), entry.digest, || format!("tensor '{}'", entry.name));
+        }
+        entry.sections.iter().zip(&self.places[index]).try_for_each(|(section, place)| {
+            self.check(place.clone(), section.digest, || {
+                format!("tensor '{}', section {}", entry.name, section.name.name())
+            })
+        })
+    }
+
+    fn check(&self, place: Range<u64>, expected: Digest, what: impl Fn() -> String) -> Result<(), BundleError> {
+        let got = Digest::of(self.bytes(&place));
+        if got == expected {
+            return Ok(());
+        }
+        Err(BundleError::Mismatch {
+            file: self.file.name.clone(),
+            what: what(),
+            offset: place.start,
+            expected: expected.to_string(),
+            got: got.to_string(),
+        })
+    }
+
+    /// Gives the memory of a tensor's sections back.
+    pub(crate) fn release(&self, tensors: Range<usize>) {
+        self.places[tensors].iter().flatten().for_each(|place| self.map.release(place.clone()));
+    }
+
+    /// Decodes consecutive tensors into one buffer, which is then a piece of the source file.
+    pub(crate) fn decode_batch(
+        &self,
+        tensors: Range<usize>,
+        out: &mut [u8],
+        each: impl Fn(&TensorEntry) + Sync,
+    ) -> Vec<Result<(), BundleError>> {
+        let mut rest = out;
+        let pieces: Vec<(usize, &mut [u8])> = tensors
+            .map(|index| {
+                let (piece, tail) = std::mem::take(&mut rest).split_at_mut(self.original_bytes(index) as usize);
+                rest = tail;
+                (index, piece)
+            })
+            .collect();
+        pieces
+            .into_par_iter()
+            .map(|(index, piece)| {
+                each(&self.file.tensors[index]);
+                self.decode(index, piece)
+            })
+            .collect()
+    }
+}
+
+/// Copies on the current pool.
+fn copy(from: &[u8], to: &mut [u8]) {
+    const PIECE: usize = 1 << 20;
+    to.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE)).for_each(|(to, from)| to.copy_from_slice(from));
+}
+
+/// safetensors type of a section.
+pub(crate) fn dtype_of(section: Section) -> Dtype {
+    if section.element_bytes() == 4 { Dtype::U32 } else { Dtype::U8 }
 }

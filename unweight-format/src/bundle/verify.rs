@@ -1,6 +1,188 @@
-use super::*;
-use std::path::Path;
-/// Checks every byte of a bundle, and optionally compares it with the source.
-pub fn verify(bundle: &Path, _against: Option<&Path>, _progress: &dyn Progress) -> Result<VerifyReport, BundleError> {
-    Err(BundleError::NotADirectory { path: bundle.into() })
+//! Checking every byte of a bundle.
+
+use std::{collections::HashSet, path::Path, time::Instant};
+
+use rayon::prelude::*;
+
+use super::{
+    BundleError, ErrorClass, Problem, Progress, VerifyReport,
+    decompress::{check_contents, compare_source},
+    files,
+    pipeline::batches,
+    read::{Shard, check_sizes, read_manifest},
+    report::peak_rss_bytes,
+};
+use crate::{
+    buffer::zeroed,
+    manifest::{self, FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile},
+};
+
+/// Checks every byte of a bundle: the manifest, all sizes and headers, every section, and every tensor decoded; that nothing is
+/// missing and nothing is there that does not belong. With `against`, every source file is compared, too.
+///
+/// What is wrong is collected in the report.
+///
+/// # Errors
+/// There is no readable manifest ([`ErrorClass::Mismatch`] if it is damaged), the system refuses to read a file, or `progress` asked to stop.
+pub fn verify(bundle: &Path, against: Option<&Path>, progress: &dyn Progress) -> Result<VerifyReport, BundleError> {
+    let started = Instant::now();
+    let manifest = read_manifest(bundle)?;
+    let mut report = VerifyReport {
+        problems: Vec::new(),
+        files: 0,
+        tensors: 0,
+        stored_bytes: 0,
+        original_bytes: 0,
+        against_source: against.is_some(),
+        seconds: 0.0,
+        peak_rss_bytes: None,
+    };
+    let total: u64 = manifest.files.iter().map(FileEntry::size).sum();
+    progress.start(total * if against.is_some() { 2 } else { 1 });
+    extra_files(bundle, &manifest, &mut report)?;
+    for file in &manifest.files {
+        progress.file(file.name());
+        report.files += 1;
+        let checked = check_sizes(bundle, file).and_then(|()| match file {
+            FileEntry::Weights(weights) => check_shard(bundle, weights, progress, &mut report),
+            FileEntry::Index(index) => {
+                let (stored, original) = (&index.name, format!("{}{INDEX_SOURCE_SUFFIX}", index.name));
+                let got = files::read_through(&bundle.join(stored), false, |_| Ok(()))?;
+                if got.digest != index.stored_digest {
+                    return Err(BundleError::Mismatch {
+                        file: stored.clone(),
+                        what: "contents".into(),
+                        offset: 0,
+                        expected: index.stored_digest.to_string(),
+                        got: got.digest.to_string(),
+                    });
+                }
+                let source = read_stored(bundle, file, &original, progress)?;
+                report.stored_bytes += got.bytes + source;
+                Ok(())
+            }
+            FileEntry::Copied(copied) => {
+                report.stored_bytes += read_stored(bundle, file, &copied.name, progress)?;
+                Ok(())
+            }
+        });
+        note(&mut report, file.name(), None, checked)?;
+        if let Some(source) = against {
+            let compared = compare(source, file, progress);
+            note(&mut report, file.name(), None, compared)?;
+        }
+    }
+    if let Some(source) = against {
+        let known: HashSet<&str> = manifest.files.iter().map(FileEntry::name).collect();
+        for (name, _) in files::walk(source)?.into_iter().filter(|(name, _)| !known.contains(name.as_str())) {
+            let message = format!("{name}: in the source, but not in the bundle");
+            report.problems.push(Problem { file: name, tensor: None, message });
+        }
+    }
+    report.seconds = started.elapsed().as_secs_f64();
+    report.peak_rss_bytes = peak_rss_bytes();
+    Ok(report)
+}
+
+/// Notes what is wrong with the bundle; passes on what only kept us from checking.
+fn note(
+    report: &mut VerifyReport,
+    file: &str,
+    tensor: Option<&str>,
+    result: Result<(), BundleError>,
+) -> Result<(), BundleError> {
+    match result {
+        Err(error) if error.class() == ErrorClass::Mismatch || matches!(error, BundleError::Header { .. }) => {
+            report.problems.push(Problem::new(&error, file, tensor));
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+fn read_stored(bundle: &Path, file: &FileEntry, stored: &str, progress: &dyn Progress) -> Result<u64, BundleError> {
+    let got = files::read_through(&bundle.join(stored), file.sha256().is_some(), |chunk| {
+        progress.advance(chunk.len() as u64);
+        check_cancelled(progress)
+    })?;
+    check_contents(file, stored, &got)?;
+    Ok(got.bytes)
+}
+
+fn check_cancelled(progress: &dyn Progress) -> Result<(), BundleError> {
+    if progress.cancelled() { Err(BundleError::Cancelled) } else { Ok(()) }
+}
+
+fn extra_files(bundle: &Path, manifest: &Manifest, report: &mut VerifyReport) -> Result<(), BundleError> {
+    let known: HashSet<String> = manifest.files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect();
+    for (file, path) in files::walk(bundle)? {
+        if file == manifest::FILE_NAME {
+            report.files += 1;
+            report.stored_bytes += path.metadata().map_err(BundleError::io("look at the file", &path))?.len();
+        } else if !known.contains(&file) {
+            let error = BundleError::ExtraFile { file: file.clone() };
+            report.problems.push(Problem::new(&error, &file, None));
+        }
+    }
+    Ok(())
+}
+
+fn check_shard(
+    bundle: &Path,
+    file: &WeightsFile,
+    progress: &dyn Progress,
+    report: &mut VerifyReport,
+) -> Result<(), BundleError> {
+    let shard = Shard::open(bundle, file.clone())?;
+    report.stored_bytes += file.shard_size;
+    let header = shard.source_header().map(|_| ());
+    note(report, &file.name, None, header)?;
+    let mut buffer = Vec::new();
+    for batch in batches((0..file.tensors.len()).map(|index| shard.original_bytes(index)), None) {
+        check_cancelled(progress)?;
+        let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
+        if buffer.len() < bytes as usize {
+            // The old one first: both would be more than the bound allows.
+            drop(std::mem::take(&mut buffer));
+            buffer = zeroed(bytes as usize);
+        }
+        let sections: Vec<_> = batch.clone().into_par_iter().map(|index| shard.check_sections(index)).collect();
+        let decoded = shard.decode_batch(batch.clone(), &mut buffer[..bytes as usize], |entry| {
+            progress.tensor(&entry.name);
+        });
+        for ((index, sections), decoded) in batch.clone().zip(sections).zip(decoded) {
+            let tensor = file.tensors[index].name.as_str();
+            // A damaged section says more than the tensor that was decoded from it.
+            note(report, &file.name, Some(tensor), sections.and(decoded))?;
+            report.tensors += 1;
+        }
+        report.original_bytes += bytes;
+        shard.release(batch);
+        progress.advance(bytes);
+    }
+    progress.advance(file.header_bytes);
+    Ok(())
+}
+
+fn compare(source: &Path, file: &FileEntry, progress: &dyn Progress) -> Result<(), BundleError> {
+    let path = source.join(file.name());
+    if !path.exists() {
+        return Err(BundleError::Mismatch {
+            file: file.name().into(),
+            what: "the source file".into(),
+            offset: 0,
+            expected: format!("{} bytes", file.size()),
+            got: "no such file in the source".into(),
+        });
+    }
+    check_cancelled(progress)?;
+    let problem = match file {
+        FileEntry::Weights(weights) => compare_source(&path, weights)?,
+        _ => {
+            let got = files::read_through(&path, file.sha256().is_some(), |_| Ok(()))?;
+            check_contents(file, file.name(), &got).err()
+        }
+    };
+    progress.advance(file.size());
+    problem.map_or(Ok(()), Err)
 }

@@ -1,0 +1,192 @@
+//! The model to compress: every file found and every header checked before anything is read or written.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    fs::File,
+    path::{Path, PathBuf},
+    time::UNIX_EPOCH,
+};
+
+use serde::Deserialize;
+
+use super::{BundleError, files};
+use crate::{
+    manifest,
+    safetensors::{Header, Ordered, SOURCE_HEADER_MAX},
+};
+
+/// Largest index, bytes.
+const INDEX_MAX: u64 = 100_000_000;
+
+/// A checked model directory.
+#[derive(Debug)]
+pub(crate) struct Source {
+    /// Sorted by name.
+    pub(crate) files: Vec<SourceFile>,
+}
+
+#[derive(Debug)]
+pub(crate) struct SourceFile {
+    /// Relative name.
+    pub(crate) name: String,
+    pub(crate) path: PathBuf,
+    pub(crate) bytes: u64,
+    /// Modification time, nanoseconds: only to notice that a source changed between an interrupted run and its resumption.
+    pub(crate) modified_ns: u128,
+    pub(crate) kind: Kind,
+}
+
+#[derive(Debug)]
+pub(crate) enum Kind {
+    Weights {
+        header: Header,
+        /// Length and header as they are.
+        header_bytes: Vec<u8>,
+    },
+    Index(Index),
+    Copied,
+}
+
+#[derive(Debug)]
+pub(crate) struct Index {
+    pub(crate) metadata: Option<serde_json::Value>,
+    /// Tensor to file, relative to the index.
+    pub(crate) weight_map: BTreeMap<String, String>,
+}
+
+impl Source {
+    /// Finds and checks the files of a model.
+    pub(crate) fn open(root: &Path) -> Result<Self, BundleError> {
+        let not_there = BundleError::io("open the model directory", root);
+        if !root.metadata().map_err(not_there)?.is_dir() {
+            return Err(BundleError::NotADirectory { path: root.into() });
+        }
+        let source = Self::scan(root)?;
+        if !source.files.iter().any(|f| matches!(f.kind, Kind::Weights { .. })) {
+            return Err(BundleError::NoWeights { path: root.into() });
+        }
+        let names: HashSet<&str> = source.files.iter().map(|f| f.name.as_str()).collect();
+        for file in &source.files {
+            if file.name == manifest::FILE_NAME {
+                return Err(BundleError::ReservedFile { path: file.path.clone() });
+            }
+            let index = file.name.strip_suffix(manifest::INDEX_SOURCE_SUFFIX).filter(|name| files::is_index(name));
+            if index.is_some_and(|index| names.contains(index)) {
+                return Err(BundleError::ReservedFile { path: file.path.clone() });
+            }
+        }
+        source.files.iter().try_for_each(|file| match &file.kind {
+            Kind::Index(index) => source.check_index(file, index),
+            _ => Ok(()),
+        })?;
+        Ok(source)
+    }
+
+    fn scan(root: &Path) -> Result<Self, BundleError> {
+        let files = files::walk(root)?
+            .into_iter()
+            .map(|(name, path)| {
+                let metadata = path.metadata().map_err(BundleError::io("look at the file", &path))?;
+                let bytes = metadata.len();
+                let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+                let kind = if files::is_weights(&name) {
+                    read_header(&path, bytes)?
+                } else if files::is_index(&name) {
+                    Kind::Index(read_index(&path)?)
+                } else {
+                    Kind::Copied
+                };
+                Ok(SourceFile { name, path, bytes, modified_ns: modified.map_or(0, |d| d.as_nanos()), kind })
+            })
+            .collect::<Result<Vec<_>, BundleError>>()?;
+        Ok(Self { files })
+    }
+
+    fn check_index(&self, file: &SourceFile, index: &Index) -> Result<(), BundleError> {
+        let fail = |reason: String| Err(BundleError::IndexDisagrees { path: file.path.clone(), reason });
+        let dir = file.name.rfind('/').map_or("", |slash| &file.name[..=slash]);
+        let shards: HashMap<&str, &Header> = self
+            .files
+            .iter()
+            .filter_map(|f| match &f.kind {
+                Kind::Weights { header, .. } => Some((f.name.strip_prefix(dir)?, header)),
+                _ => None,
+            })
+            .collect();
+        let names: HashMap<&str, HashSet<&str>> = index
+            .weight_map
+            .values()
+            .map(String::as_str)
+            .collect::<HashSet<_>>()
+            .into_iter()
+            .filter_map(|shard| Some((shard, shards.get(shard)?.tensors.iter().map(|t| t.name.as_str()).collect())))
+            .collect();
+        for (tensor, shard) in &index.weight_map {
+            match names.get(shard.as_str()) {
+                None => return fail(format!("the shard '{shard}' of tensor '{tensor}' is missing")),
+                Some(names) if !names.contains(tensor.as_str()) => {
+                    return fail(format!("tensor '{tensor}' is listed in '{shard}', but is not there"));
+                }
+                Some(_) => {}
+            }
+        }
+        let mut ordered: Vec<_> = names.iter().collect();
+        ordered.sort_by_key(|(shard, _)| **shard);
+        for (shard, names) in ordered {
+            let mut unlisted: Vec<_> =
+                names.iter().filter(|name| index.weight_map.get(**name).is_none_or(|listed| listed != shard)).collect();
+            unlisted.sort();
+            if let Some(tensor) = unlisted.first() {
+                return fail(format!("tensor '{tensor}' is in '{shard}', but not listed there"));
+            }
+        }
+        // A stray shard of the same family: `x-00003-of-00002` beside an index of `x-0000?-of-00002`.
+        let families: HashSet<(&str, &str)> = names.keys().filter_map(|shard| family(shard)).collect();
+        let mut stray: Vec<_> = shards
+            .keys()
+            .filter(|shard| !names.contains_key(**shard) && family(shard).is_some_and(|f| families.contains(&f)))
+            .collect();
+        stray.sort();
+        match stray.first() {
+            None => Ok(()),
+            Some(shard) => fail(format!("the shard '{shard}' belongs to it by its name, but is not listed")),
+        }
+    }
+}
+
+/// `model-00001-of-00002.safetensors` is of the family (`model`, `00002`).
+fn family(name: &str) -> Option<(&str, &str)> {
+    let (rest, total) = name.strip_suffix(".safetensors")?.rsplit_once("-of-")?;
+    let (prefix, number) = rest.rsplit_once('-')?;
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    (digits(total) && digits(number)).then_some((prefix, total))
+}
+
+fn read_header(path: &Path, bytes: u64) -> Result<Kind, BundleError> {
+    let file = File::open(path).map_err(BundleError::io("open the file", path))?;
+    let (header, header_bytes) = Header::read(&file, bytes, SOURCE_HEADER_MAX)
+        .map_err(BundleError::io("read the header", path))?
+        .map_err(|source| BundleError::Header { path: path.into(), source })?;
+    match header.tensors.iter().find(|t| manifest::is_reserved(&t.name)) {
+        None => Ok(Kind::Weights { header, header_bytes }),
+        Some(tensor) => Err(BundleError::ReservedTensor { path: path.into(), tensor: tensor.name.clone() }),
+    }
+}
+
+fn read_index(path: &Path) -> Result<Index, BundleError> {
+    #[derive(Deserialize)]
+    struct Stored {
+        metadata: Option<serde_json::Value>,
+        weight_map: Ordered<String>,
+    }
+    let fail = |reason| BundleError::Index { path: path.into(), reason };
+    let bytes = files::read_small(path, INDEX_MAX)?;
+    let stored: Stored = serde_json::from_slice(&bytes).map_err(|error| fail(error.to_string()))?;
+    if let Some((tensor, shard)) = stored.weight_map.0.iter().find(|(_, shard)| manifest::check_name(shard).is_err()) {
+        return Err(fail(format!(
+            "tensor '{tensor}' is said to be in '{}', which is no plain file name",
+            shard.escape_default()
+        )));
+    }
+    Ok(Index { metadata: stored.metadata, weight_map: stored.weight_map.0.into_iter().collect() })
+}
