@@ -411,6 +411,25 @@ impl<T: Pod> DeviceBuffer<T> {
         unsafe { result::memset_d8_async(self.address, byte, self.bytes(), stream.raw()) }.call("filling device memory")
     }
 
+    /// Sets the bytes behind the last element, so that a kernel that writes past the end shows in [`DeviceBuffer::padding`].
+    pub fn fill_padding(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
+        self.device.bind()?;
+        // SAFETY: `zeroed` allocates at least this many bytes behind the elements.
+        unsafe { result::memset_d8_async(self.address + self.bytes() as u64, byte, Self::PAD_BYTES, stream.raw()) }
+            .call("filling device memory")
+    }
+
+    /// The [`DeviceBuffer::PAD_BYTES`] behind the last element, once everything before on `stream` is done.
+    pub fn padding(&self, stream: &Stream) -> Result<Vec<u8>, DeviceError> {
+        let mut host = vec![0u8; Self::PAD_BYTES];
+        self.device.bind()?;
+        // SAFETY: as in `fill_padding`; `host` lives until the wait below.
+        unsafe { result::memcpy_dtoh_async(&mut host, self.address + self.bytes() as u64, stream.raw()) }
+            .call("copying from the device")?;
+        stream.synchronize()?;
+        Ok(host)
+    }
+
     /// Copies all elements from a buffer of the same length, in stream order.
     pub fn copy_from(&mut self, stream: &Stream, source: &Self) -> Result<(), DeviceError> {
         if source.len != self.len {

@@ -10,6 +10,7 @@
 //! `unweight_codegen`. Nothing here is linked against CUDA; every library is looked for at run time by [`toolchain`], and
 //! what is missing is an error that says where it was looked for and what to install.
 
+pub mod bench;
 pub mod cache;
 pub mod compiler;
 pub mod cubin;

@@ -1,0 +1,107 @@
+//! The GPU encoder against the CPU encoder: the same bytes in every section.
+
+#[path = "support/gpu.rs"]
+mod gpu;
+
+use gpu::{SHAPES, Weights, gpu, stream};
+use unweight_codegen::spec::EncodeStage;
+use unweight_format::{Code, CodeLimit, Histogram, Matrix, PaletteTensor, Section, encode};
+use unweight_rt::{
+    dispatch::Kernels,
+    encoder::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
+};
+
+fn same_bytes(
+    kernels: &Kernels,
+    encoder: &GpuEncoder,
+    limit: CodeLimit,
+    bytes: &[u8],
+    shape: (usize, usize),
+    what: &str,
+) {
+    let stream = stream(kernels);
+    let matrix = Matrix::new(bytes, shape.0, shape.1).unwrap();
+    let mut buffers = EncodeBuffers::new(&stream, matrix.grid()).unwrap();
+    // What a stage forgets to write is not zero.
+    buffers.poison(&stream, 0xff).unwrap();
+    buffers.set_weights(&stream, matrix).unwrap();
+    encoder.enqueue(&stream, &mut buffers, &HUFFMAN_STAGES).unwrap();
+    let expected = encode::huffman(matrix, limit).unwrap();
+    let totals = buffers.totals(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    assert_eq!(totals.max_verbatim_rows, u64::from(expected.max_verbatim_rows()), "{what}");
+    assert_eq!(totals.verbatim_rows as usize * 64, expected.verbatim_exponents().len(), "{what}");
+    let got = buffers.huffman(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    for section in Section::HUFFMAN {
+        assert!(got.section(section) == expected.section(section), "{what}: section {section:?} differs");
+    }
+
+    encoder.enqueue(&stream, &mut buffers, &[EncodeStage::DecodeTable]).unwrap();
+    let table = buffers.decode_table(&stream, limit).unwrap();
+    let code = Code::from_histogram(&Histogram::of(bytes), limit).unwrap();
+    let flat = code.decode_table();
+    for (slot, entry) in table.iter().enumerate() {
+        let want = flat[slot % flat.len()];
+        let want = u32::from(want.symbol) | u32::from(want.length) << 8 | u32::from(want.palette_index) << 16;
+        assert_eq!(*entry, want, "{what}: decode table slot {slot}");
+    }
+
+    buffers.poison(&stream, 0xff).unwrap();
+    encoder.enqueue(&stream, &mut buffers, &PALETTE_STAGES).unwrap();
+    let got: PaletteTensor<_> = buffers.palette(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let expected = encode::palette_with(matrix, &code).unwrap();
+    for section in Section::PALETTE {
+        assert!(got.section(section) == expected.section(section), "{what}: palette section {section:?} differs");
+    }
+}
+
+#[test]
+fn every_kind_of_weight_in_every_shape() {
+    let Some(kernels) = gpu() else { return };
+    let limit = CodeLimit::DEFAULT;
+    let encoder = GpuEncoder::new(kernels, limit).unwrap();
+    for weights in Weights::ALL {
+        for (seed, shape) in SHAPES.into_iter().enumerate() {
+            let bytes = weights.bytes(shape.0, shape.1, seed as u64);
+            same_bytes(kernels, &encoder, limit, &bytes, shape, &format!("{weights:?} {shape:?}"));
+        }
+    }
+}
+
+#[test]
+fn every_code_limit() {
+    let Some(kernels) = gpu() else { return };
+    for bits in 6..=15 {
+        let limit = CodeLimit::new(bits).unwrap();
+        let encoder = GpuEncoder::new(kernels, limit).unwrap();
+        for weights in [Weights::Normal, Weights::HeavyTailed, Weights::LongRows, Weights::AnyBits] {
+            let bytes = weights.bytes(190, 260, u64::from(bits));
+            same_bytes(kernels, &encoder, limit, &bytes, (190, 260), &format!("{weights:?} limit {bits}"));
+        }
+    }
+}
+
+#[test]
+fn all_bit_patterns_in_every_arrangement() {
+    let Some(kernels) = gpu() else { return };
+    let limit = CodeLimit::DEFAULT;
+    let encoder = GpuEncoder::new(kernels, limit).unwrap();
+    let bytes = Weights::AllPatterns.bytes(256, 256, 0);
+    for shape in [(256, 256), (1024, 64), (64, 1024), (1, 65536), (65536, 1), (2048, 32)] {
+        same_bytes(kernels, &encoder, limit, &bytes, shape, &format!("all patterns {shape:?}"));
+    }
+}
+
+#[test]
+fn a_matrix_of_many_scan_blocks() {
+    let Some(kernels) = gpu() else { return };
+    let limit = CodeLimit::DEFAULT;
+    let encoder = GpuEncoder::new(kernels, limit).unwrap();
+    // 4,097 tiles and a remainder on both sides.
+    let shape = (4097, 4031);
+    let bytes = unweight_rt::bench::normal_bf16(shape.0 * shape.1, 0.02, 9);
+    same_bytes(kernels, &encoder, limit, &bytes, shape, "4097 x 4031");
+    let stream = stream(kernels);
+    let matrix = Matrix::new(&bytes, shape.0, shape.1).unwrap();
+    assert_eq!(encoder.encode(&stream, matrix).unwrap(), encode::huffman(matrix, limit).unwrap());
+    assert_eq!(encoder.encode_palette(&stream, matrix).unwrap(), encode::palette(matrix, limit).unwrap());
+}
