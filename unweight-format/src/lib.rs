@@ -34,6 +34,7 @@ pub mod huffman;
 pub mod layout;
 pub mod manifest;
 pub mod oracle;
+pub mod packed;
 pub mod palette;
 pub mod plan;
 pub mod roles;
