@@ -298,16 +298,17 @@ fn a_warm_cache_gives_the_same_bytes_without_a_compile() {
     let cold = KernelCache::new(policy(JitMode::Auto), Some(dir.path()), Arc::new(compiler()));
     let cold = cold.compile_all(&requests, 2, &|_| {}).unwrap();
     assert!(cold.iter().all(|artifact| !artifact.state.is_hit()));
-    // A compiler of its own, so that looking for the library counts as well.
+    // A compiler of its own, so that looking for the library counts as well; it is loaded already.
     let start = Instant::now();
     let warm = KernelCache::new(policy(JitMode::Auto), Some(dir.path()), Arc::new(compiler()));
     let warm = warm.compile_all(&requests, 2, &|_| {}).unwrap();
     let elapsed = start.elapsed();
+    println!("warm start of {} kernels: {elapsed:?}", warm.len());
     for (cold, warm) in cold.iter().zip(&warm) {
         assert_eq!(warm.state, CacheState::Hit);
         assert_eq!((&warm.cubin, &warm.resources, &warm.log), (&cold.cubin, &cold.resources, &cold.log));
     }
-    // 3 ms on an idle machine; the margin is for a busy one.
+    // Below 1 ms on two idle x86-64 cores; the margin is for a busy machine.
     assert!(elapsed < Duration::from_millis(500), "a warm start took {elapsed:?}");
     // Another compile gives the same bytes: that is why content can be the key.
     let again = KernelCache::new(policy(JitMode::Off), None, Arc::new(compiler()));

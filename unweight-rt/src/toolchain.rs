@@ -266,7 +266,9 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
             }
         }
     }
-    for folder in &env.search.loader_path {
+    // By folder first, because the loader only tries the SONAMEs that it is asked for. Not for the driver: a folder may hold a
+    // toolkit's stub of it.
+    for folder in env.search.loader_path.iter().filter(|_| library != Library::Driver) {
         if let Some(found) = first_usable(library, files_in(folder, library.stem()), &Origin::Loader, &mut tried) {
             return Ok(found);
         }
@@ -403,20 +405,21 @@ fn load(library: Library, path: &Path, origin: Origin) -> Result<Found, String> 
     // SAFETY: the libraries are NVIDIA's, named by their own file names or by the user; their initialisers have no
     // preconditions. RTLD_LOCAL keeps their symbols from meddling with other libraries of the process.
     let handle = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| error.to_string())?;
-    // Never closed: these libraries start threads and register exit handlers, and cudarc keeps pointers into them.
-    let handle: &'static Handle = Box::leak(Box::new(handle));
     for name in library.symbols() {
         // SAFETY: only the presence is looked at.
-        if unsafe { symbol::<unsafe extern "C" fn()>(handle, name) }.is_none() {
+        if unsafe { symbol::<unsafe extern "C" fn()>(&handle, name) }.is_none() {
             return Err(format!("has no {name}: too old or not {}", library.stem()));
         }
     }
-    let version = version_of(library, handle).ok_or("does not tell its version")?;
+    let version = version_of(library, &handle).ok_or("does not tell its version")?;
     if version < library.oldest() {
         return Err(format!("version {version} is older than {}", library.oldest()));
     }
     let path =
         if path.is_absolute() { path.to_owned() } else { mapped_file(library).unwrap_or_else(|| path.to_owned()) };
+    // What was refused above is closed again, so that its SONAME is free for a better one. What is used is never closed: these
+    // libraries start threads and register exit handlers, and cudarc keeps pointers into them.
+    let handle: &'static Handle = Box::leak(Box::new(handle));
     if library == Library::Nvrtc {
         preload_builtins(&path, version);
     }
@@ -447,12 +450,12 @@ fn mapped_file(library: Library) -> Option<PathBuf> {
 
 /// # Safety
 /// `T` is a function pointer type and the symbol's true signature.
-unsafe fn symbol<T: Copy>(handle: &'static Handle, name: &str) -> Option<T> {
+unsafe fn symbol<T: Copy>(handle: &Handle, name: &str) -> Option<T> {
     // SAFETY: the caller vouches for the type.
     unsafe { handle.get::<T>(name.as_bytes()) }.ok().map(|symbol| *symbol)
 }
 
-fn version_of(library: Library, handle: &'static Handle) -> Option<Version> {
+fn version_of(library: Library, handle: &Handle) -> Option<Version> {
     type IntOut = unsafe extern "C" fn(*mut i32) -> i32;
     type TwoOut = unsafe extern "C" fn(*mut i32, *mut i32) -> i32;
     type Property = unsafe extern "C" fn(i32, *mut i32) -> i32;
