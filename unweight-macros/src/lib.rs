@@ -1,14 +1,18 @@
 //! `#[unweight_variant(...)]`: a kernel variant declared as a type.
 //!
-//! ```ignore
+//! ```
+//! use unweight_codegen::Variant;
 //! use unweight_macros::unweight_variant;
 //!
-//! /// Two tiles of W per CTA, four stages; palette source with room for 8 verbatim rows, plain store.
+//! /// Two tiles of W per block, four stages; palette source with room for 8 verbatim rows, plain store.
 //! #[unweight_variant(n = 2, stages = 4)]
 //! struct GateProjection;
 //!
 //! #[unweight_variant(op = decode, output = full, code_limit = 7)]
 //! struct FullDecode;
+//!
+//! assert_eq!(GateProjection::SPEC.to_string(), "uw_sm90a_matmul_palette_n2p4_v8_store");
+//! assert_eq!(FullDecode::SPEC.to_string(), "uw_sm90a_decode_full_l7");
 //! ```
 //!
 //! The struct then implements `unweight_codegen::Variant`: its spec is a constant, checked where it is written.

@@ -1,6 +1,6 @@
 //! `#[unweight_variant]` as a user sees it: every rule has a program that breaks it, with the compiler's words beside it.
 //!
-//! `TRYBUILD=overwrite cargo test --test macro_ui` accepts new messages; read them before you commit them.
+//! `TRYBUILD=overwrite cargo test -p unweight-macros` accepts new messages; read them before you commit them.
 
 #[test]
 fn programs_compile_or_fail_with_the_right_words() {
