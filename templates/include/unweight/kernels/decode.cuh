@@ -149,7 +149,7 @@ UW_DEVICE void fetch(const DecodeArgs& args, const Tile& t, u32 half, u32 stage,
     if (ptx::elect_one()) {
         u32 bytes = (skew + words + 3) / 4 * 16;
         ptx::mbarrier_arrive_expect_tx(barrier, bytes);
-        ptx::bulk_load<L2::kEvictFirst>(stage + kStageFront, args.encoded_exp + (first - skew), bytes, barrier);
+        ptx::bulk_load(stage + kStageFront, args.encoded_exp + (first - skew), bytes, barrier);
     }
 }
 
