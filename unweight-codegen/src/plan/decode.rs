@@ -5,8 +5,7 @@ use crate::spec::{CodeLimit, DecodeOutput, DecodeSpec, VariantSpec};
 
 /// One block fills an SM: the table is then built and held once per SM.
 const BLOCKS_PER_SM: u32 = 1;
-const WARPS: u32 = 32;
-/// Buffers of a warp for the bits of a half tile.
+/// Buffers of a warp for the bits of a tile: one per half.
 const STAGES: u32 = 2;
 /// 16 B in front, and 32 rows of at most 319 bits rounded out to 16 B at both ends.
 const STAGE_BYTES: u32 = 16 + 1312;
@@ -16,7 +15,8 @@ const SCRATCH_BYTES: u32 = 1024;
 /// Up to here a table is repeated, so that lanes look up in different banks.
 const TABLE_BYTES_MAX: u32 = 65_536;
 const TABLE_COPIES_MAX: u32 = 32;
-const ROWS_PER_UNIT: u32 = 32;
+/// A half tile, one row per lane, is staged before it is written.
+const ROWS_PER_HALF: u32 = 32;
 
 /// Bytes of the lookup table. Up to 7 bits: one table of pairs, indexed by two codes. Above: single symbols, repeated.
 const fn table_bytes(output: DecodeOutput, limit: CodeLimit) -> u32 {
@@ -31,32 +31,34 @@ const fn table_bytes(output: DecodeOutput, limit: CodeLimit) -> u32 {
 }
 
 pub(super) const fn plan(spec: &VariantSpec, op: &DecodeSpec) -> Plan {
-    let row_bytes = match op.output {
-        DecodeOutput::Palette => 32,
-        DecodeOutput::Exponent | DecodeOutput::Full => 64,
+    // `full` keeps sign-mantissa bytes in registers while it decodes: 32 warps would spill.
+    let (warps, row_bytes) = match op.output {
+        DecodeOutput::Full => (24, 64),
+        DecodeOutput::Exponent => (32, 64),
+        DecodeOutput::Palette => (32, 32),
     };
     let smem = SmemPlan::new()
         .section("table", 1, table_bytes(op.output, op.code_limit), 16)
         .section("scratch", 1, SCRATCH_BYTES, 16)
-        .section("barriers", STAGES * WARPS, MBARRIER_BYTES, 8)
-        .section("stage", STAGES * WARPS, STAGE_BYTES, 16)
-        .section("output", WARPS, ROWS_PER_UNIT * row_bytes, 16);
+        .section("barriers", STAGES * warps, MBARRIER_BYTES, 8)
+        .section("stage", STAGES * warps, STAGE_BYTES, 16)
+        .section("output", warps, ROWS_PER_HALF * row_bytes, 16);
     Plan {
         spec: *spec,
         smem,
         // Private to a warp, which knows its own progress: no barrier says that a stage is empty.
         pipeline: Some(PipelinePlan {
-            rings: WARPS,
+            rings: warps,
             stages: STAGES,
             stage_bytes: STAGE_BYTES,
             full_arrivals: 1,
             empty_arrivals: 0,
         }),
-        roles: RolePlan::one("decode", WARPS),
+        roles: RolePlan::one("decode", warps),
         launch: LaunchPlan {
-            threads: WARPS * spec.arch.limits().warp_threads,
+            threads: warps * spec.arch.limits().warp_threads,
             blocks_per_sm: BLOCKS_PER_SM,
-            grid: Grid::Persistent { work: Work::HalfTiles, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
+            grid: Grid::Persistent { work: Work::WeightTiles, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
         },
     }
 }

@@ -18,8 +18,6 @@ pub struct Problem {
 pub enum Work {
     /// 64x64 tiles of W: `ceil(n/64) * ceil(k/64)`.
     WeightTiles,
-    /// Upper and lower halves of those tiles, 32 rows each.
-    HalfTiles,
     /// `rows` x `columns` of Y: `ceil(m/rows) * ceil(n/columns)`.
     OutputTiles {
         /// Batch rows of one unit.
@@ -58,7 +56,6 @@ impl Work {
         let Problem { m, n, k } = problem;
         match self {
             Self::WeightTiles => n.div_ceil(64) as u64 * k.div_ceil(64) as u64,
-            Self::HalfTiles => 2 * Self::WeightTiles.units(problem),
             Self::OutputTiles { rows, columns } => m.div_ceil(rows) as u64 * n.div_ceil(columns) as u64,
         }
     }
@@ -93,7 +90,6 @@ impl fmt::Display for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::WeightTiles => f.write_str("tiles of W"),
-            Self::HalfTiles => f.write_str("half tiles of W"),
             Self::OutputTiles { rows, columns } => write!(f, "{rows} x {columns} tiles of Y"),
         }
     }
