@@ -119,6 +119,34 @@ fn every_edge_remainder_survives() {
     }
 }
 
+/// `docs/format.md` A.10.
+#[test]
+fn the_specification_s_worked_example() {
+    let weights = [0x3f80u16, 0xbfc0, 0x3f00, 0x3e80, 0x3f80, 0x3f40];
+    let bytes: Vec<u8> = weights.iter().flat_map(|w| w.to_le_bytes()).collect();
+    check(&bytes, 2, 3, CodeLimit::DEFAULT);
+    let matrix = Matrix::new(&bytes, 2, 3).unwrap();
+    let tensor = encode::huffman(matrix, CodeLimit::DEFAULT).unwrap();
+    let padded = |start: &[u8], len: usize| [start, &vec![0; len - start.len()]].concat();
+    let expected = |section| match section {
+        Section::Palette => padded(&[0x7f, 0x7e, 0x7d], 16),
+        Section::CodeLengths => padded(&[1, 2, 2], 16),
+        Section::TileMetadata => padded(&[], 16),
+        Section::RowLengths => padded(&[1, 2], 64),
+        Section::EncodedExp => padded(&[4, 0, 0, 0, 0, 0, 0, 0, 0x16], 32),
+        Section::SignMantissa => vec![0, 0xc0, 0, 0, 0, 0x40],
+        _ => vec![],
+    };
+    for section in Section::HUFFMAN {
+        assert_eq!(tensor.section(section).unwrap().as_ref(), expected(section), "{section:?}");
+    }
+    assert_eq!(tensor.row_end_offsets(0)[..3], [65, 131, 131]);
+    let palette = encode::palette(matrix, CodeLimit::DEFAULT).unwrap();
+    assert_eq!(palette.palette_index()[..2], [0, 1]);
+    assert_eq!(palette.palette_index()[32..34], [2, 1]);
+    assert_eq!(palette.palette_index().iter().filter(|&&byte| byte != 0).count(), 3);
+}
+
 #[test]
 fn rows_longer_than_319_bits_are_verbatim() {
     let bytes = weights(Weights::LongRows, 128, 128, 3);
