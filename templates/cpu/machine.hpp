@@ -33,7 +33,7 @@ namespace uw::cpu {
 constexpr u32 kStackBytes = 256 * 1024;
 constexpr u32 kSharedBase = 1024;    // address of the first byte of dynamic shared memory; 0 stays invalid
 constexpr u32 kRankShift = 24;       // block rank in the cluster, above the 16 MiB window of one block
-constexpr u32 kSpinLimit = 2000000;  // passes in which fibers only polled
+constexpr u32 kSpinLimit = 10000;    // passes in which fibers only polled
 
 struct Block;
 struct Warp;

@@ -11,6 +11,25 @@
 // Blocks run one after another, so a static object serves as the block's memory. Not for clusters and not for addresses: use dynamic_smem().
 #define __shared__ static
 
+#include <csetjmp>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <string>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unordered_map>
+#include <vector>
+
+// To the end of the kernel source. Without it, statics of inline functions (the machine itself, a kernel's __shared__ objects) would be one object for
+// all kernel libraries of a process: GNU ld's unique symbols ignore RTLD_LOCAL.
+#pragma GCC visibility push(hidden)
+
 #include "machine.hpp"
 #include "ptx.hpp"
 
