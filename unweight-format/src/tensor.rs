@@ -273,7 +273,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
 #[derive(Clone, PartialEq, Eq)]
 pub struct PaletteTensor<B> {
     grid: Grid,
-    palette: Palette,
+    palette: [u8; PALETTE_MAX],
     sign_mantissa: B,
     palette_index: B,
     tile_metadata: B,
@@ -281,17 +281,17 @@ pub struct PaletteTensor<B> {
 }
 
 impl<B: AsRef<[u8]>> PaletteTensor<B> {
-    /// Reads stored sections; `palette_len` is the number of palette entries in use.
+    /// Reads stored sections.
     ///
     /// # Errors
     /// A section has the wrong size, invariant 2 does not hold, a `start_word` is not 0, or the palette is not valid.
     pub fn from_sections(grid: Grid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
         let stored = small(section(Section::Palette), Section::Palette, grid)?;
+        // Unused entries are 0, and so may be the last one in use: nothing tells them apart, and nothing needs to.
+        Palette::from_stored(stored, stored.iter().rposition(|&e| e != 0).map_or(1, |last| last + 1))?;
         let tensor = Self {
             grid,
-            // Entries in use are distinct, so at most one of them is 0: the length is found by the last non-zero entry,
-            // and a palette that ends with exponent 0 keeps it because unused entries decode to 0 as well.
-            palette: Palette::from_stored(stored, used_entries(stored))?,
+            palette: stored,
             sign_mantissa: section(Section::SignMantissa),
             palette_index: section(Section::PaletteIndex),
             tile_metadata: section(Section::TileMetadata),
@@ -306,7 +306,7 @@ impl<B: AsRef<[u8]>> PaletteTensor<B> {
     /// Assembles what an encoder made.
     pub(crate) fn from_encoder(grid: Grid, palette: Palette, sections: [B; 4]) -> Self {
         let [sign_mantissa, palette_index, tile_metadata, verbatim_exponents] = sections;
-        Self { grid, palette, sign_mantissa, palette_index, tile_metadata, verbatim_exponents }
+        Self { grid, palette: palette.stored(), sign_mantissa, palette_index, tile_metadata, verbatim_exponents }
     }
 
     /// Shape and tiling.
@@ -316,7 +316,7 @@ impl<B: AsRef<[u8]>> PaletteTensor<B> {
 
     /// The palette's 16 stored entries.
     pub fn palette(&self) -> [u8; PALETTE_MAX] {
-        self.palette.stored()
+        self.palette
     }
 
     /// Metadata of a tile (`start_word` is 0).
@@ -335,7 +335,7 @@ impl<B: AsRef<[u8]>> PaletteTensor<B> {
             Section::TileMetadata => Borrowed(self.tile_metadata.as_ref()),
             Section::VerbatimExponents => Borrowed(self.verbatim_exponents.as_ref()),
             Section::PaletteIndex => Borrowed(self.palette_index.as_ref()),
-            Section::Palette => Owned(self.palette.stored().to_vec()),
+            Section::Palette => Owned(self.palette.to_vec()),
             Section::EncodedExp | Section::RowLengths | Section::CodeLengths => return None,
         })
     }
@@ -403,10 +403,6 @@ pub enum CompressedTensor<B: AsRef<[u8]>> {
 /// The lowest `n` bits set, n in 0..=64.
 pub(crate) fn low_bits(n: usize) -> u64 {
     if n >= 64 { u64::MAX } else { (1 << n) - 1 }
-}
-
-fn used_entries(stored: [u8; PALETTE_MAX]) -> usize {
-    stored.iter().rposition(|&e| e != 0).map_or(1, |last| last + 1)
 }
 
 fn small<B: AsRef<[u8]>>(bytes: B, section: Section, grid: Grid) -> Result<[u8; PALETTE_MAX], CodecError> {

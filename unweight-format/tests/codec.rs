@@ -112,6 +112,13 @@ fn every_bit_pattern_survives() {
 }
 
 #[test]
+fn a_palette_may_end_with_exponent_zero() {
+    let exponents = [130u16, 130, 130, 129, 129, 0];
+    let bytes: Vec<u8> = exponents.iter().flat_map(|e| (e << 7 | 5).to_le_bytes()).collect();
+    check(&bytes, 2, 3, CodeLimit::DEFAULT);
+}
+
+#[test]
 fn every_edge_remainder_survives() {
     for edge in [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129] {
         check(&weights(Weights::Normal, edge, 70, 1), edge, 70, CodeLimit::DEFAULT);
