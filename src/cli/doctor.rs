@@ -6,6 +6,7 @@ use clap::Args;
 use serde::Serialize;
 use unweight::rt::{
     cache::Store,
+    device::{Device, DeviceInfo},
     env::Env,
     toolchain::{self, Library},
 };
@@ -23,6 +24,7 @@ pub struct Doctor {}
 struct Report {
     cpu: Cpu,
     libraries: Vec<LibraryReport>,
+    devices: Vec<DeviceReport>,
     cache: CacheReport,
     jit: &'static str,
     warnings: Vec<String>,
@@ -34,6 +36,14 @@ struct Cpu {
     threads: usize,
     memory_bytes: Option<u64>,
     avx512: bool,
+}
+
+/// A GPU, or why it cannot be used.
+#[derive(Serialize)]
+#[serde(rename_all = "snake_case")]
+enum DeviceReport {
+    Usable(DeviceInfo),
+    Unusable(String),
 }
 
 #[derive(Serialize)]
@@ -78,6 +88,7 @@ impl Doctor {
                 .zip(probed.libraries)
                 .map(|(which, found)| library(which, found))
                 .collect(),
+            devices: devices(),
             cache: cache(env),
             jit: env.jit.name(),
             warnings,
@@ -108,6 +119,15 @@ impl Report {
                 if verbose || (!library.found && tried.what.starts_with('/')) {
                     writeln!(out, "     tried {}: {}", tried.what, tried.why)?;
                 }
+            }
+        }
+        for device in &self.devices {
+            match device {
+                DeviceReport::Usable(DeviceInfo { ordinal, name, arch, sms, memory_bytes, driver, .. }) => {
+                    let (arch, memory) = (arch.compiler_name(), output::bytes(*memory_bytes));
+                    writeln!(out, "[ok] GPU {ordinal}: {name}, {arch}, {sms} SMs, {memory}, CUDA {driver}")?;
+                }
+                DeviceReport::Unusable(why) => writeln!(out, "[--] {why}")?,
             }
         }
         match (&self.cache.dir, &self.cache.unusable) {
@@ -165,6 +185,23 @@ fn library(which: Library, found: std::result::Result<toolchain::Found, toolchai
             tried: missing.tried.into_iter().map(|tried| Tried { what: tried.what, why: tried.why }).collect(),
             ..absent
         },
+    }
+}
+
+fn devices() -> Vec<DeviceReport> {
+    // Without a driver there is nothing to say that the library's line has not said.
+    if toolchain::require(Library::Driver).is_err() {
+        return Vec::new();
+    }
+    match Device::count() {
+        Ok(0) => vec![DeviceReport::Unusable("no GPU: the driver is there and sees none".to_owned())],
+        Ok(count) => (0..count)
+            .map(|ordinal| match Device::open(ordinal) {
+                Ok(device) => DeviceReport::Usable(device.info().clone()),
+                Err(error) => DeviceReport::Unusable(format!("GPU {ordinal}: {error}")),
+            })
+            .collect(),
+        Err(error) => vec![DeviceReport::Unusable(format!("no GPU: {error}"))],
     }
 }
 

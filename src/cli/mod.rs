@@ -3,6 +3,7 @@
 //! Data goes to stdout, everything else to stderr. Exit status: 0 done, 1 data is not what it should be, 2 the work could
 //! not be done (wrong usage included), 130 interrupted. `docs/cli.md` lists the keys of `--json`.
 
+mod bench;
 mod cache;
 mod completions;
 mod compress;
@@ -61,6 +62,9 @@ enum Command {
     /// List, print, compile and check the GPU kernels
     #[command(subcommand)]
     Kernels(kernels::Kernels),
+    /// Measure on this machine
+    #[command(subcommand)]
+    Bench(bench::Bench),
     /// Look after the cache of compiled kernels
     #[command(subcommand)]
     Cache(cache::Cache),
@@ -81,6 +85,7 @@ impl Command {
             Self::Inspect(_) => "inspect",
             Self::Demo(_) => "demo",
             Self::Kernels(command) => command.name(),
+            Self::Bench(command) => command.name(),
             Self::Cache(command) => command.name(),
             Self::Doctor(_) => "doctor",
             Self::Completions(_) => "completions",
@@ -96,6 +101,7 @@ impl Command {
             Self::Inspect(command) => command.run(output),
             Self::Demo(command) => command.run(output),
             Self::Kernels(command) => command.run(output),
+            Self::Bench(command) => command.run(output),
             Self::Cache(command) => command.run(output),
             Self::Doctor(command) => command.run(output),
             Self::Completions(command) => command.run(output),
