@@ -2,7 +2,7 @@
 // Huffman tensor with codes of at most 12 bits -> u8 exponents [tiles, 64, 64].
 //
 // 1024 threads, at least 1 block per SM, 217600 B of dynamic shared memory.
-// Grid: persistent, min(half tiles of W, SMs x 1).
+// Grid: persistent, min(tiles of W, SMs x 1).
 // Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/kernels/decode.cuh"
