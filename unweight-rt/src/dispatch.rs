@@ -21,7 +21,10 @@ use unweight_codegen::{
     render,
     spec::{Arch, CodeLimit, DecodeOutput, Epilogue, NTiles, Stages, VerbatimRows, WeightSource, catalog},
 };
-use unweight_format::{CompressedTensor, HuffmanTensor, PaletteTensor};
+use unweight_format::{
+    CompressedTensor, HuffmanTensor, PaletteTensor,
+    bundle::{Bundle, BundleError},
+};
 
 use crate::{
     cache::{KernelCache, Progress},
@@ -254,6 +257,19 @@ pub fn reachable<'a>(
         }
     }
     variants.into_iter().collect()
+}
+
+/// The coded tensors of a bundle, each kind once. Reads every tensor's metadata, and with it checks them.
+///
+/// # Errors
+/// A tensor is damaged; the error names it.
+pub fn bundle_weights(bundle: &Bundle) -> Result<Vec<StoredWeight>, BundleError> {
+    let mut weights = Vec::new();
+    for tensor in bundle.tensors() {
+        let weight = StoredWeight::of(&bundle.tensor_in(tensor.file, &tensor.entry.name)?);
+        weights.extend(weight.filter(|weight| !weights.contains(weight)));
+    }
+    Ok(weights)
 }
 
 /// What a compiler is asked for a variant.

@@ -69,7 +69,7 @@ impl LoadedKernel {
             ));
         }
         let registers = function.num_regs().call("reading a kernel's attribute")?.unsigned_abs();
-        if plan.smem.bytes() > spec.arch.limits().smem_bytes_without_opt_in {
+        if smem_bytes > u64::from(spec.arch.limits().smem_bytes_without_opt_in) {
             function
                 .set_attribute(
                     Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
