@@ -30,10 +30,15 @@
 //               + 16 * (kStages + kXStages), kXStages = kStages + 1. Every Table 5 variant fits 232448 B at every verbatim budget.
 // Global reads per step: kNTiles * (8192 | 6144 + 16 + 64 per verbatim row) + 8192 per active warpgroup (L2 after the first).
 //
-// Bound. Shared memory: a step with both warpgroups active moves 80 KB (kNTiles = 4) for wgmma and 96 (palette) .. 112 KB (exponents) for copies and
-// reconstruction, 1375 .. 1500 cycles at 128 B per cycle against 1024 cycles of tensor core; with one active warpgroup and kNTiles = 2,
-// 576 .. 640 cycles, about the time HBM needs for the bytes.
-// SASS of the step loop is counted in docs; see `kernels check`.
+// Instructions of the step loop per consumer thread, from the SASS (CUDA 13.0.88, sm_90a, store, no verbatim rows; a thread joins 16 * kNTiles weights):
+//                    kNTiles = 1     2     4     per tile                                   fixed
+//   exponent                 111   139   195     28 = 24 to join + 2 LDS.128 + 2 STS.128    83 (waits, barrier, descriptors, 4 HGMMA)
+//   palette                  131   177   269     46 = 42 to join + 2 loads + 2 STS.128      85
+//   A verbatim budget adds 4 per tile, and about 50 for a warp whose 8 rows hold a verbatim one. No spills; the producer needs 25 registers.
+// Bound, predicted and not yet measured. Shared memory at 128 B per cycle: a step with both warpgroups active moves 80 KB (kNTiles = 4) for wgmma and
+// 96 (palette) .. 112 KB (exponents) for copies and joining: 1375 .. 1500 cycles against 1024 of tensor core and 540 .. 700 of integer pipe. With one
+// active warpgroup and kNTiles = 2 it is 576 .. 640 cycles, about the time HBM needs for the bytes. The grid has 32 .. 64 CTAs where n = 4096 and
+// m <= 128: such shapes want a split along k, which this family does not have.
 //
 // Sources: report section 8 (roles, sources, variants); ThunderKittens (load-compute-finish). Changed: weights are joined while earlier wgmma run, X has its own
 // ring, the palette lookup has no mux (mma/reconstruct.cuh), and tiles are ordered for reuse of W.
