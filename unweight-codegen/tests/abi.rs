@@ -3,7 +3,7 @@
 //! The rendered sources assert `sizeof`; two fields of one size that changed places would pass there and be caught here.
 
 use std::mem::offset_of;
-use unweight_codegen::abi::{DecodeArgs, EncodeArgs, MatmulArgs};
+use unweight_codegen::abi::{DecodeArgs, EncodeArgs, FusedArgs, MatmulArgs};
 
 /// (name, offset, bytes) of each field, in order.
 type Layout = Vec<(String, usize, usize)>;
@@ -20,10 +20,16 @@ fn device(name: &str) -> (Layout, usize) {
         let (bytes, align) = match kind {
             pointer if pointer.ends_with('*') => (8, 8),
             "u64" => (8, 8),
-            "u32" => (4, 4),
+            "u32" | "float" => (4, 4),
             "TensorMap" => (128, 64),
             other => panic!("{name}.{field}: type {other} is not known to this test"),
         };
+        // `reserved[14]` is an array.
+        let (field, count) = match field.split_once('[') {
+            Some((field, count)) => (field, count.trim_end_matches(']').parse().expect("a number of elements")),
+            None => (field, 1),
+        };
+        let bytes = bytes * count;
         let offset = end.next_multiple_of(align);
         layout.push((field.to_owned(), offset, bytes));
         end = offset + bytes;
@@ -63,12 +69,21 @@ fn host_and_device_agree_on_every_field() {
             x, sign_mantissa, exponents, tile_metadata, verbatim_exponents, palette, y, verbatim_rows, m, n, k,
             tile_cols, reserved,
         }
+        FusedArgs {
+            x, y_map, packed, escape_heads, escapes, y, workspace, counters, scale, escape_words, m, n, k, tile_cols,
+            reserved,
+        }
         EncodeArgs {
             weights, sign_mantissa, histogram, palette, code_lengths, encode_table, decode_table, row_lengths,
             tile_metadata, encoded_exp, verbatim_exponents, palette_index, totals, scan_state, capacity_words,
             capacity_rows, code_limit, n, k, tile_rows, tile_cols,
         }
     };
+    let text = unweight_templates::header("unweight/abi.cuh").expect("abi.cuh is embedded");
+    let listed: Vec<_> = host.iter().map(|(name, ..)| format!("struct {name} {{")).collect();
+    let declared: Vec<_> =
+        text.lines().filter(|line| line.starts_with("struct ") && line.ends_with("Args {")).collect();
+    assert_eq!(listed, declared, "the list above is in the order of abi.cuh and complete");
     for (name, mut layout, bytes) in host {
         // `repr(C)`: the order of offsets is the order of declaration.
         layout.sort_by_key(|(_, offset, _)| *offset);
