@@ -27,6 +27,9 @@ struct Kernels {
 /// Launches take turns: the prelude's fibers are not made for several threads.
 static MACHINE: Mutex<()> = Mutex::new(());
 
+/// The prelude hides what is not exported.
+const VISIBLE: &str = "#define UW_CPU_VISIBLE extern \"C\" __attribute__((used, visibility(\"default\")))\n";
+
 /// `(header, from, to)`: a bug to plant.
 type Edit<'a> = (&'a str, &'a str, &'a str);
 
@@ -296,7 +299,7 @@ impl Output {
 }
 
 fn decode_source(variants: impl IntoIterator<Item = (Output, u32, u32)>) -> String {
-    let mut source = String::from("#include \"unweight/kernels/decode.cuh\"\n");
+    let mut source = format!("#include \"unweight/kernels/decode.cuh\"\n{VISIBLE}");
     for (output, limit, warps) in variants {
         let (index, name) = (output as u32, format!("{output:?}_{limit}_{warps}"));
         writeln!(
@@ -304,7 +307,7 @@ fn decode_source(variants: impl IntoIterator<Item = (Output, u32, u32)>) -> Stri
             "struct C_{name} {{ static constexpr uw::u32 kOutput = {index}, kCodeLimit = {limit}, kWarps = {warps}; }};\n\
              void k_{name}(const uw::DecodeArgs& args) {{ uw::decode::run<C_{name}>(args); }}\n\
              UW_CPU_EXPORT({name}, k_{name}, uw::DecodeArgs)\n\
-             extern \"C\" unsigned smem_{name}() {{ return uw::decode::Smem<C_{name}>::kBytes; }}"
+             UW_CPU_VISIBLE unsigned smem_{name}() {{ return uw::decode::Smem<C_{name}>::kBytes; }}"
         )
         .unwrap();
     }
@@ -606,14 +609,14 @@ const STAGES: [(&str, &str, &str); 7] = [
 ];
 
 fn encode_source() -> String {
-    let mut source = String::from("#include \"unweight/kernels/encode.cuh\"\nusing namespace uw::encode;\n");
+    let mut source = format!("#include \"unweight/kernels/encode.cuh\"\n{VISIBLE}using namespace uw::encode;\n");
     for (stage, threads, smem) in STAGES {
         writeln!(
             source,
             "void k_{stage}(const uw::EncodeArgs& args) {{ uw::encode::{stage}(args); }}\n\
              UW_CPU_EXPORT(run_{stage}, k_{stage}, uw::EncodeArgs)\n\
-             extern \"C\" unsigned threads_{stage}() {{ return {threads}; }}\n\
-             extern \"C\" unsigned smem_{stage}() {{ return {smem}; }}"
+             UW_CPU_VISIBLE unsigned threads_{stage}() {{ return {threads}; }}\n\
+             UW_CPU_VISIBLE unsigned smem_{stage}() {{ return {smem}; }}"
         )
         .unwrap();
     }
