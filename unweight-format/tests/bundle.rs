@@ -1,0 +1,451 @@
+//! Whole models through the bundle and back, and everything that must be refused.
+
+mod common;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::Path,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use common::{Scratch, header, read_tree, real_model, safetensors_file, small_model, tensor};
+use unweight_format::{
+    CompressedTensor,
+    bundle::{
+        Bundle, BundleError, CompressOptions, DecompressOptions, Encoding, ErrorClass, Profile, Progress, Scope,
+        Silent, VerifyAfter, compress, decompress, plan, verify,
+    },
+    demo_model::{self, DemoOptions},
+    manifest::LayerMode,
+};
+
+fn round_trip(source: &Path, options: &CompressOptions) -> BTreeMap<String, Vec<u8>> {
+    let scratch = Scratch::new();
+    let (bundle, back) = (scratch.path("bundle"), scratch.path("back"));
+    let report = compress(source, &bundle, options, &Silent).unwrap();
+    let files = read_tree(&bundle);
+    assert_eq!(files.values().map(|f| f.len() as u64).sum::<u64>(), report.stored_bytes);
+    let verified = verify(&bundle, Some(source), &Silent).unwrap();
+    assert!(verified.is_ok(), "{:?}", verified.problems);
+    assert_eq!(verified.stored_bytes, report.stored_bytes);
+    let rebuilt = decompress(&bundle, &back, &DecompressOptions::default(), &Silent).unwrap();
+    assert!(read_tree(source) == read_tree(&back), "the files come back byte for byte");
+    assert_eq!(rebuilt.bytes, report.original_bytes);
+    assert_eq!(rebuilt.files.len() as u64, report.files);
+    assert!(!scratch.path("bundle.partial").exists() && !scratch.path("back.partial").exists());
+    files
+}
+
+#[test]
+fn real_weights_round_trip_in_every_profile() {
+    let scratch = Scratch::new();
+    let source = real_model(&scratch);
+    for &profile in Profile::ALL {
+        for &scope in Scope::ALL {
+            let mut options = CompressOptions::new(profile);
+            options.scope = scope;
+            options.verify = VerifyAfter::Full;
+            options.sha256 = true;
+            round_trip(&source, &options);
+        }
+    }
+}
+
+#[test]
+fn real_weights_shrink_to_two_thirds() {
+    let scratch = Scratch::new();
+    let report = compress(&real_model(&scratch), &scratch.path("b"), &CompressOptions::default(), &Silent).unwrap();
+    assert!((0.65..0.72).contains(&report.ratio), "{}", report.ratio);
+    assert!(report.encodings.iter().any(|e| e.encoding == Encoding::Huffman));
+    let raw: Vec<_> = report.tensors.iter().filter(|t| t.encoding == Encoding::Raw).collect();
+    assert!(raw.iter().all(|t| t.reason.is_some()));
+    assert!(report.tensors.iter().filter(|t| t.encoding != Encoding::Raw).all(|t| t.stored_bytes < t.original_bytes));
+}
+
+#[test]
+fn a_plan_predicts_what_compressing_gives() {
+    let scratch = Scratch::new();
+    let source = scratch.path("model");
+    demo_model::write(&source, &DemoOptions { layers: 3, vocab: 2048, ..DemoOptions::default() }).unwrap();
+    for &profile in Profile::ALL {
+        let options = CompressOptions::new(profile);
+        let planned = plan(&source, &options).unwrap();
+        let done = compress(&source, &scratch.path(profile.name()), &options, &Silent).unwrap();
+        assert!((planned.ratio - done.ratio).abs() < 0.01, "{profile}: {} {}", planned.ratio, done.ratio);
+        for (planned, done) in planned.tensors.iter().zip(&done.tensors) {
+            assert_eq!((&planned.name, planned.encoding, &planned.reason), (&done.name, done.encoding, &done.reason));
+            let error = planned.stored_bytes as f64 / done.stored_bytes as f64 - 1.0;
+            assert!(error.abs() < 0.02, "{}: {} {}", done.name, planned.stored_bytes, done.stored_bytes);
+        }
+    }
+}
+
+#[test]
+fn the_inference_profile_is_hhr_ppr() {
+    let scratch = Scratch::new();
+    let (source, bundle) = (scratch.path("model"), scratch.path("bundle"));
+    let demo = DemoOptions {
+        layers: 4,
+        hidden: 128,
+        intermediate: 256,
+        heads: 4,
+        kv_heads: 2,
+        vocab: 256,
+        shards: 1,
+        ..DemoOptions::default()
+    };
+    demo_model::write(&source, &demo).unwrap();
+    compress(&source, &bundle, &CompressOptions::new(Profile::Inference), &Silent).unwrap();
+    let bundle = Bundle::open(&bundle).unwrap();
+    let form = |name: &str| match bundle.tensor(&format!("model.layers.{name}_proj.weight")).unwrap() {
+        CompressedTensor::Raw(_) => 'R',
+        CompressedTensor::Huffman(_) => 'H',
+        CompressedTensor::Palette(_) => 'P',
+    };
+    let layer = |i: usize| ["gate", "up", "down"].map(|p| form(&format!("{i}.mlp.{p}"))).iter().collect::<String>();
+    assert_eq!([0, 1, 2, 3].map(layer), ["RRR", "PPR", "HHR", "PPR"]);
+    assert_eq!(form("1.self_attn.q"), 'R');
+    let layers: Vec<_> = bundle.manifest().layers.iter().map(|l| (l.index, l.mode, l.next_hard)).collect();
+    use LayerMode::{Bootstrap, Easy, Hard};
+    assert_eq!(layers, [(0, Bootstrap, Some(2)), (1, Easy, Some(2)), (2, Hard, None), (3, Easy, None)]);
+    let source = fs::read(source.join("model.safetensors")).unwrap();
+    let decoded = bundle.decode("model.layers.2.mlp.up_proj.weight").unwrap();
+    assert!(source.windows(decoded.len()).any(|window| window == decoded));
+    assert!(matches!(bundle.tensor("nothing"), Err(BundleError::UnknownTensor { .. })));
+}
+
+#[test]
+fn the_bytes_do_not_depend_on_threads_or_memory() {
+    let scratch = Scratch::new();
+    let source = scratch.path("model");
+    demo_model::write(&source, &DemoOptions { layers: 2, vocab: 512, experts: 2, shards: 3, ..DemoOptions::default() })
+        .unwrap();
+    let with = |name: &str, threads, ram_bytes| {
+        let options = CompressOptions { threads: Some(threads), ram_bytes, ..CompressOptions::default() };
+        compress(&source, &scratch.path(name), &options, &Silent).unwrap();
+        read_tree(&scratch.path(name))
+    };
+    let one = with("one", 1, None);
+    assert!(one == with("three", 3, None));
+    assert!(one == with("little", 2, Some(1 << 20)));
+}
+
+#[test]
+fn every_dtype_and_odd_shape_survives_and_sections_stay_aligned() {
+    let scratch = Scratch::new();
+    let source = scratch.path("model");
+    fs::create_dir_all(source.join("sub/deep")).unwrap();
+    let weights = |n: usize, seed: u64| common::weights(n, seed);
+    let file = safetensors_file(
+        &[("format", "pt"), ("unweight_version", "mine"), ("note", "\u{e9}\"\\")],
+        &[
+            tensor("scalar", "BF16", &[], &weights(1, 1)),
+            tensor("odd", "BF16", &[129, 131], &weights(129 * 131, 2)),
+            tensor("bias", "BF16", &[3], &weights(3, 3)),
+            tensor("m.weight", "BF16", &[256, 256], &weights(256 * 256, 4)),
+            tensor("empty", "BF16", &[0, 64], &[]),
+            tensor("conv", "BF16", &[32, 16, 3, 3], &weights(32 * 16 * 9, 5)),
+            tensor("tiny", "BF16", &[2, 2], &weights(4, 6)),
+            tensor("ones", "BF16", &[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 96, 80], &weights(96 * 80, 7)),
+            tensor("noise", "BF16", &[100, 100], &common::noise(20_000)),
+            tensor("mask", "BOOL", &[5], &[1, 0, 1, 1, 0]),
+            tensor("f32", "F32", &[2, 2], &[0; 16]),
+            tensor("f64", "F64", &[1], &[1; 8]),
+            tensor("i64", "I64", &[3], &[2; 24]),
+            tensor("fp4", "F4", &[3, 2], &[3; 3]),
+        ],
+    );
+    fs::write(source.join("odd.safetensors"), &file).unwrap();
+    fs::write(source.join("sub/deep/also.safetensors"), &file).unwrap();
+    fs::write(source.join("only-header.safetensors"), safetensors_file(&[], &[])).unwrap();
+    fs::write(source.join("empty.bin"), []).unwrap();
+    fs::write(source.join("sub/README \u{2603}"), "text").unwrap();
+    for &profile in Profile::ALL {
+        let mut options = CompressOptions::new(profile);
+        options.scope = Scope::All;
+        let files = round_trip(&source, &options);
+        let bytes = &files["odd.safetensors"];
+        let json = header(bytes);
+        let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap());
+        assert_eq!(data % 64, 0);
+        for (name, entry) in json.as_object().unwrap().iter().filter(|(name, _)| *name != "__metadata__") {
+            let at = entry["data_offsets"][0].as_u64().unwrap();
+            let element = match entry["dtype"].as_str().unwrap() {
+                "U32" => 16,
+                "BF16" => 2,
+                "F32" => 4,
+                "F64" | "I64" => 8,
+                _ => 1,
+            };
+            assert_eq!(at % element, 0, "{profile}: {name}");
+        }
+        let metadata = &json["__metadata__"];
+        assert_eq!(metadata["format"], "unweight");
+        assert_eq!(metadata["unweight.source.format"], "pt");
+        assert_eq!(metadata["unweight.source.unweight_version"], "mine");
+        assert_eq!(metadata["note"], "\u{e9}\"\\");
+    }
+}
+
+#[test]
+fn a_name_in_two_files_is_ambiguous_until_the_file_is_named() {
+    let scratch = Scratch::new();
+    let (source, bundle) = (scratch.path("model"), scratch.path("bundle"));
+    fs::create_dir(&source).unwrap();
+    let file = safetensors_file(&[], &[tensor("t", "BF16", &[64, 64], &common::weights(4096, 1))]);
+    fs::write(source.join("a.safetensors"), &file).unwrap();
+    fs::write(source.join("b.safetensors"), &file).unwrap();
+    compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
+    let bundle = Bundle::open(&bundle).unwrap();
+    assert!(matches!(bundle.tensor("t"), Err(BundleError::AmbiguousTensor { .. })));
+    assert!(matches!(bundle.tensor_in("b.safetensors", "t"), Ok(CompressedTensor::Huffman(_))));
+    assert_eq!(bundle.tensors().count(), 2);
+}
+
+#[test]
+fn symbolic_links_are_followed_as_caches_have_them() {
+    use std::os::unix::fs::symlink;
+    let scratch = Scratch::new();
+    let (blobs, source) = (scratch.path("blobs"), scratch.path("snapshot"));
+    small_model(&blobs);
+    fs::create_dir(&source).unwrap();
+    for name in read_tree(&blobs).keys() {
+        symlink(blobs.join(name), source.join(name)).unwrap();
+    }
+    round_trip(&source, &CompressOptions::default());
+    symlink(&source, source.join("again")).unwrap();
+    let error = compress(&source, &scratch.path("b"), &CompressOptions::default(), &Silent).unwrap_err();
+    assert!(error.to_string().contains("loop of symbolic links"), "{error}");
+    fs::remove_file(source.join("again")).unwrap();
+    symlink("nowhere", source.join("gone.safetensors")).unwrap();
+    let error = compress(&source, &scratch.path("b"), &CompressOptions::default(), &Silent).unwrap_err();
+    assert!(error.to_string().contains("gone.safetensors"), "{error}");
+}
+
+#[test]
+fn patterns_and_plan_files_decide() {
+    let scratch = Scratch::new();
+    let source = scratch.path("model");
+    small_model(&source);
+    let plan_file = scratch.path("plan.json");
+    fs::write(&plan_file, r#"{"rules": [{"match": "*.1.mlp.*", "encoding": "palette"}]}"#).unwrap();
+    let options = CompressOptions {
+        exclude: vec!["*embed*".into()],
+        plan_file: Some(plan_file.clone()),
+        ..CompressOptions::default()
+    };
+    let report = compress(&source, &scratch.path("b"), &options, &Silent).unwrap();
+    let of = |name: &str| report.tensors.iter().find(|t| t.name == name).unwrap();
+    assert_eq!(of("model.embed_tokens.weight").reason.as_deref(), Some("excluded"));
+    assert_eq!(of("model.layers.1.mlp.up_proj.weight").encoding, Encoding::Palette);
+    assert_eq!(of("model.layers.0.mlp.up_proj.weight").encoding, Encoding::Huffman);
+    for (text, expected) in [
+        (r#"{"rules": [{"match": "nothing*", "encoding": "raw"}]}"#, "no tensor matches 'nothing*'"),
+        (r#"{"rules": [{"match": "*", "encoding": "zip"}]}"#, "zip"),
+        ("[", "a plan file is"),
+    ] {
+        fs::write(&plan_file, text).unwrap();
+        let error = compress(&source, &scratch.path("c"), &options, &Silent).unwrap_err().to_string();
+        assert!(error.contains(expected) && error.contains("plan.json"), "{error}");
+    }
+}
+
+fn refused(source: &Path, expected: &[&str]) {
+    let scratch = Scratch::new();
+    for error in [
+        compress(source, &scratch.path("out"), &CompressOptions::default(), &Silent).map(|_| ()).unwrap_err(),
+        plan(source, &CompressOptions::default()).map(|_| ()).unwrap_err(),
+    ] {
+        let text = common::chain(&error);
+        assert!(expected.iter().all(|part| text.contains(part)), "{text:?} misses one of {expected:?}");
+        assert_eq!(error.class(), ErrorClass::Failed);
+    }
+    assert!(!scratch.path("out").exists());
+}
+
+#[test]
+fn unsound_sources_are_refused() {
+    let scratch = Scratch::new();
+    let case = |name: &str, files: &[(&str, Vec<u8>)], expected: &[&str]| {
+        let dir = scratch.path(name);
+        fs::create_dir(&dir).unwrap();
+        for (file, bytes) in files {
+            fs::write(dir.join(file), bytes).unwrap();
+        }
+        refused(&dir, expected);
+    };
+    let good = safetensors_file(&[], &[tensor("t", "BF16", &[64, 64], &common::weights(4096, 1))]);
+    let other = safetensors_file(&[], &[tensor("u", "BF16", &[64, 64], &common::weights(4096, 2))]);
+    case("none", &[("config.json", b"{}".to_vec())], &["no *.safetensors"]);
+    case("short", &[("a.safetensors", vec![1, 2, 3])], &["a.safetensors", "3 bytes hold no header"]);
+    case("huge", &[("a.safetensors", vec![0xff; 64])], &["a.safetensors", "above the limit of 25000000"]);
+    case("cut", &[("a.safetensors", good[..good.len() - 1].to_vec())], &["a.safetensors", "truncated"]);
+    case("long", &[("a.safetensors", [&good[..], &[0]].concat())], &["a.safetensors", "too long"]);
+    let mut damaged = good.clone();
+    damaged[8] = b'[';
+    case("json", &[("a.safetensors", damaged)], &["a.safetensors", "at byte"]);
+    let reserved = safetensors_file(&[], &[tensor("x.unweight.palette", "U8", &[1], &[1])]);
+    case("reserved", &[("a.safetensors", reserved)], &["a.safetensors", "x.unweight.palette", "reserved"]);
+    case("manifest", &[("a.safetensors", good.clone()), ("unweight.json", vec![])], &["unweight.json", "reserved"]);
+    let index = |entries: &[(&str, &str)]| {
+        let map: BTreeMap<_, _> = entries.iter().copied().collect();
+        serde_json::to_vec(&serde_json::json!({ "metadata": {}, "weight_map": map })).unwrap()
+    };
+    let (one, two, three) =
+        ("m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors", "m-00003-of-00002.safetensors");
+    let with = |entries: &[(&str, &str)], shards: &[&str]| {
+        let mut files: Vec<(String, Vec<u8>)> = vec![("m.safetensors.index.json".into(), index(entries))];
+        for shard in shards {
+            files.push((shard.to_string(), if *shard == one { good.clone() } else { other.clone() }));
+        }
+        files
+    };
+    let indexed = |name: &str, entries: &[(&str, &str)], shards: &[&str], expected: &[&str]| {
+        let files = with(entries, shards);
+        let files: Vec<(&str, Vec<u8>)> = files.iter().map(|(n, b)| (n.as_str(), b.clone())).collect();
+        case(name, &files, expected);
+    };
+    indexed("missing shard", &[("t", one), ("u", two)], &[one], &["index.json", two, "'u'", "missing"]);
+    indexed("missing tensor", &[("t", one), ("v", two)], &[one, two], &["'v'", two, "not there"]);
+    indexed("unlisted tensor", &[("t", one)], &[one, two], &["'m-00002-of-00002.safetensors'", "not listed"]);
+    indexed("wrong shard", &[("t", one), ("u", one)], &[one, two], &["'u'", one, "not there"]);
+    indexed("extra shard", &[("t", one), ("u", two)], &[one, two, three], &[three, "not listed"]);
+    indexed("path", &[("t", "../x.safetensors")], &[one], &["../x.safetensors", "no plain file name"]);
+    case(
+        "index json",
+        &[("a.safetensors", good.clone()), ("a.safetensors.index.json", b"{".to_vec())],
+        &["index.json", "not a valid"],
+    );
+    let dir = scratch.path("directory");
+    fs::create_dir_all(dir.join("a.safetensors")).unwrap();
+    refused(&dir, &["a.safetensors", "a directory"]);
+    refused(&scratch.path("absent"), &["absent"]);
+    fs::write(scratch.path("file"), "x").unwrap();
+    refused(&scratch.path("file"), &["not a directory"]);
+}
+
+#[test]
+fn outputs_are_protected() {
+    let scratch = Scratch::new();
+    let (source, out) = (scratch.path("model"), scratch.path("out"));
+    small_model(&source);
+    let options = CompressOptions::default();
+    let before = read_tree(&source);
+    for inside in [source.clone(), source.join("sub/b"), scratch.dir().to_path_buf()] {
+        let forced = CompressOptions { force: true, ..options.clone() };
+        let error = compress(&source, &inside, &forced, &Silent).unwrap_err();
+        assert!(matches!(error, BundleError::OutputOverlaps { .. }), "{error}");
+    }
+    fs::create_dir(&out).unwrap();
+    fs::write(out.join("precious"), "x").unwrap();
+    let error = compress(&source, &out, &options, &Silent).unwrap_err();
+    assert!(matches!(error, BundleError::OutputExists { .. }), "{error}");
+    assert_eq!(fs::read(out.join("precious")).unwrap(), b"x");
+
+    let forced = CompressOptions { force: true, ..options.clone() };
+    compress(&source, &out, &forced, &Silent).unwrap();
+    assert!(!out.join("precious").exists() && verify(&out, None, &Silent).unwrap().is_ok());
+
+    let partial = scratch.path("second.partial");
+    fs::create_dir(&partial).unwrap();
+    fs::write(partial.join("mine"), "x").unwrap();
+    let error = compress(&source, &scratch.path("second"), &options, &Silent).unwrap_err();
+    assert!(matches!(error, BundleError::ForeignPartial { .. }), "{error}");
+    assert!(partial.join("mine").exists());
+    assert!(read_tree(&source) == before, "the source is never written to");
+}
+
+/// Cancels after a number of bytes; tries to start a second writer when it does.
+struct CancelAfter<F: Fn() + Sync> {
+    bytes: u64,
+    done: AtomicU64,
+    then: F,
+}
+
+impl<F: Fn() + Sync> Progress for CancelAfter<F> {
+    fn advance(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn cancelled(&self) -> bool {
+        let cancelled = self.done.load(Ordering::Relaxed) >= self.bytes;
+        if cancelled {
+            (self.then)();
+        }
+        cancelled
+    }
+}
+
+#[test]
+fn an_interrupted_run_locks_and_resumes_to_the_same_bytes() {
+    let scratch = Scratch::new();
+    let (source, out) = (scratch.path("model"), scratch.path("out"));
+    demo_model::write(&source, &DemoOptions { layers: 2, vocab: 512, shards: 4, ..DemoOptions::default() }).unwrap();
+    let options = CompressOptions::default();
+    compress(&source, &scratch.path("whole"), &options, &Silent).unwrap();
+    let total: u64 = read_tree(&source).values().map(|f| f.len() as u64).sum();
+    let progress = CancelAfter {
+        bytes: total * 6 / 10,
+        done: AtomicU64::new(0),
+        then: || {
+            let error = compress(&source, &out, &options, &Silent).unwrap_err();
+            assert!(matches!(error, BundleError::Locked { .. }), "{error}");
+        },
+    };
+    let error = compress(&source, &out, &options, &progress).unwrap_err();
+    assert!(matches!(error, BundleError::Interrupted { .. }) && error.to_string().contains("--resume"), "{error}");
+    assert_eq!(error.class().exit_code(), 130);
+    assert!(!out.exists());
+
+    // A finished shard whose bytes were damaged since is not taken over.
+    let tree = scratch.path("out.partial/tree");
+    let finished: Vec<_> = read_tree(&tree).into_keys().filter(|name| name.ends_with(".safetensors")).collect();
+    assert!(finished.len() >= 2, "{finished:?}");
+    let mut bytes = fs::read(tree.join(&finished[0])).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(tree.join(&finished[0]), bytes).unwrap();
+
+    let report = compress(&source, &out, &CompressOptions { resume: true, ..options }, &Silent).unwrap();
+    assert_eq!(report.resumed_files, finished[1..]);
+    assert!(read_tree(&out) == read_tree(&scratch.path("whole")));
+
+    let progress = CancelAfter { bytes: total * 6 / 10, done: AtomicU64::new(0), then: || {} };
+    let back = scratch.path("back");
+    let error = decompress(&out, &back, &DecompressOptions::default(), &progress).unwrap_err();
+    assert_eq!(error.class(), ErrorClass::Interrupted);
+    let resume = DecompressOptions { resume: true, ..DecompressOptions::default() };
+    let report = decompress(&out, &back, &resume, &Silent).unwrap();
+    assert!(report.files.iter().any(|f| f.resumed) && report.files.iter().any(|f| !f.resumed));
+    assert!(read_tree(&back) == read_tree(&source));
+}
+
+#[test]
+fn a_resumed_run_with_other_options_or_source_starts_anew() {
+    let scratch = Scratch::new();
+    let (source, out) = (scratch.path("model"), scratch.path("out"));
+    demo_model::write(&source, &DemoOptions { layers: 1, vocab: 512, shards: 3, ..DemoOptions::default() }).unwrap();
+    let total: u64 = read_tree(&source).values().map(|f| f.len() as u64).sum();
+    let interrupt = || {
+        let progress = CancelAfter { bytes: total * 9 / 10, done: AtomicU64::new(0), then: || {} };
+        compress(&source, &out, &CompressOptions::default(), &progress).unwrap_err()
+    };
+    interrupt();
+    let other = CompressOptions { resume: true, ..CompressOptions::new(Profile::Palette) };
+    let report = compress(&source, &out, &other, &Silent).unwrap();
+    assert_eq!(report.resumed_files, [""; 0]);
+    fs::remove_dir_all(&out).unwrap();
+
+    interrupt();
+    // Other weights under the same header.
+    let shard = source.join("model-00001-of-00003.safetensors");
+    let mut bytes = fs::read(&shard).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 0x55;
+    fs::write(&shard, bytes).unwrap();
+    let resume = CompressOptions { resume: true, ..CompressOptions::default() };
+    let report = compress(&source, &out, &resume, &Silent).unwrap();
+    assert!(!report.resumed_files.iter().any(|f| f.contains("00001")), "{:?}", report.resumed_files);
+    assert!(verify(&out, Some(&source), &Silent).unwrap().is_ok());
+}
