@@ -17,7 +17,7 @@
 // Registers: launch 384 x 168 = 64512 = 128 x 40 (producer) + 256 x 232 (consumers).
 //
 // One step t of a consumer, with up to two wgmma groups in flight:
-//   join(t) -> B[t%3] | release sources(t) | proxy fence | load sources(t+1) into registers | wait wgmma(t-2) | barrier | release X(t-2) | wgmma(t) on X(t), B[t%3]
+//   join(t) -> B[t%3] | release sources(t) | load sources(t+1) into registers | proxy fence | wait wgmma(t-2) | barrier | release X(t-2) | wgmma(t) on X(t), B[t%3]
 // Three B buffers, because join(t+1) starts while wgmma(t) is queued behind wgmma(t-1): with two, the tensor cores would fall idle at each barrier.
 //
 // Barriers
@@ -329,8 +329,9 @@ struct Kernel {
             ptx::sync_warp();
             if (p.lane == 0) sources.release(source_cursor.slot);
             source_cursor.advance();
-            ptx::fence_proxy_async_shared();
+            // Before the fence, which waits for every outstanding access of the thread: loads and stores then drain together.
             if (step + 1 < last_steps) fetch(staged, p);
+            ptx::fence_proxy_async_shared();
             if constexpr (kActive) ptx::wgmma_wait_group<1>();
             ptx::named_barrier_sync(kConsumers, kConsumerThreads);
             if (step >= 2) {
