@@ -62,10 +62,10 @@ pub fn compress(
 ) -> Result<CompressReport, BundleError> {
     let started = Instant::now();
     let planner = Planner::new(options)?;
-    // The output first: a name that is taken is known at once, a large source is not.
-    let stage = Stage::open(source, output, options.force, options.resume)?;
+    Stage::check(source, output, options.force)?;
     let model = Source::open(source)?;
     planner.check_rules(tensor_names(&model))?;
+    let stage = Stage::open(source, output, options.force, options.resume)?;
     let job = Job { options, planner: &planner, stage: &stage, progress };
     let result = on_threads(options.threads, || job.run(&model));
     let (manifest, resumed_files, stored_bytes, verified_tensors) = result?;

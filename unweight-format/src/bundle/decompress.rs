@@ -45,6 +45,7 @@ pub fn decompress(
 ) -> Result<DecompressReport, BundleError> {
     let started = Instant::now();
     let manifest = read_manifest(bundle)?;
+    Stage::check(bundle, output, options.force)?;
     // Every file before any is decoded: a missing shard is known at once.
     for file in &manifest.files {
         check_sizes(bundle, file)?;

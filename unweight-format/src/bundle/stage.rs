@@ -31,6 +31,13 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
+    /// Fails if `output` is taken or overlaps `input`; touches nothing.
+    pub(crate) fn check(input: &Path, output: &Path, force: bool) -> Result<(), BundleError> {
+        let output = std::path::absolute(output).map_err(BundleError::io("resolve the path", output))?;
+        check_output(&output, force)?;
+        check_overlap(input, &output)
+    }
+
     /// Prepares to make `output` from `input`. Nothing is written before it is sure that the output may be.
     pub(crate) fn open(input: &Path, output: &Path, force: bool, resume: bool) -> Result<Self, BundleError> {
         let output = std::path::absolute(output).map_err(BundleError::io("resolve the path", output))?;
