@@ -259,9 +259,12 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
 
     if constexpr (Config::kOutput == kOutputFull) {
         if (wide) {
+            // The swizzle repeats every 8 rows.
+            u32 from[2] = {output + piece<kRowBytes>(lane / 8, lane % 8 / 2) + lane % 2 * 8,
+                           output + piece<kRowBytes>(lane / 8 + 4, lane % 8 / 2) + lane % 2 * 8};
 #pragma unroll
             for (u32 i = 0; i < kCells; ++i) {
-                U32x2 e = ptx::load_shared_x2(output + piece<kRowBytes>(i * 4 + lane / 8, lane % 8 / 2) + lane % 2 * 8);
+                U32x2 e = ptx::load_shared_x2(from[i % 2] + i / 2 * 512);
                 U32x2 s = sign_mantissa[i];
                 U32x4 v = {join<0>(s.x, e.x), join<2>(s.x, e.x), join<0>(s.y, e.y), join<2>(s.y, e.y)};
                 u64 at = part.first + static_cast<u64>(4 * i) * args.k;
@@ -271,13 +274,11 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
             write_narrow<kRowBytes>(args, t, half, tile_row, output, lane);
         }
     } else {
-        u8* out = static_cast<u8*>(args.output) + (static_cast<u64>(t.index) * kTile + half * kRows) * kRowBytes;
+        // 32 pieces further on, the swizzle is the same: one address each, and constant steps.
+        u8* out = static_cast<u8*>(args.output) + (static_cast<u64>(t.index) * kTile + half * kRows) * kRowBytes + lane * 16;
+        u32 from = output + piece<kRowBytes>(lane / kPieces, lane % kPieces);
 #pragma unroll
-        for (u32 i = 0; i < kPieces; ++i) {
-            u32 index = i * 32 + lane;
-            U32x4 v = ptx::load_shared_x4(output + piece<kRowBytes>(index / kPieces, index % kPieces));
-            ptx::store_global_x4(out + 16 * index, v);
-        }
+        for (u32 i = 0; i < kPieces; ++i) ptx::store_global_x4(out + 512 * i, ptx::load_shared_x4(from + 512 * i));
     }
     // Both the staging area and the stage buffer are about to be written again.
     ptx::sync_warp();

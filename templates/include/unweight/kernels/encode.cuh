@@ -241,23 +241,26 @@ UW_DEVICE TilePlace place(const EncodeArgs& args, u32 tile) {
 }
 
 // Eight elements of one row, two a word; pad columns hold the exponent of palette entry 0, as A.5 codes them.
+// kWide: k is a multiple of 8, so that eight elements are aligned and wholly inside or outside.
+template <bool kWide>
 UW_DEVICE U32x4 load_eight(const EncodeArgs& args, const TilePlace& p, u32 row, u32 segment, u32 pad) {
     U32x4 v = {pad, pad, pad, pad};
     if (row >= p.rows) return v;
     u32 column = p.column + segment * 8;
     const u16* source = args.weights + static_cast<u64>(p.row + row) * args.k + column;
-    if (args.k % 8 == 0) {
+    if constexpr (kWide) {
         if (column < args.k) v = ptx::load_global_nc_x4(source);
-        return v;
-    }
-    u32 words[4];
+    } else {
+        u32 words[4];
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-        u32 low = column + 2 * i < args.k ? ptx::load_global_nc_u16(source + 2 * i) : pad & 0xffff;
-        u32 high = column + 2 * i + 1 < args.k ? ptx::load_global_nc_u16(source + 2 * i + 1) : pad >> 16;
-        words[i] = low | high << 16;
+        for (u32 i = 0; i < 4; ++i) {
+            u32 low = column + 2 * i < args.k ? ptx::load_global_nc_u16(source + 2 * i) : pad & 0xffff;
+            u32 high = column + 2 * i + 1 < args.k ? ptx::load_global_nc_u16(source + 2 * i + 1) : pad >> 16;
+            words[i] = low | high << 16;
+        }
+        v = {words[0], words[1], words[2], words[3]};
     }
-    return {words[0], words[1], words[2], words[3]};
+    return v;
 }
 
 UW_DEVICE u32 pad_pair(const EncodeArgs& args) {
@@ -307,7 +310,8 @@ UW_DEVICE void store_verbatim(const EncodeArgs& args, const TilePlace& p, const 
 
 // ---- rows: row lengths, bitmask, words and verbatim rows of each tile ------------------------------------------------
 
-UW_DEVICE void rows(const EncodeArgs& args) {
+template <bool kWide>
+UW_DEVICE void rows_of(const EncodeArgs& args) {
     // Length of each exponent's code; outside the palette one that no row survives.
     constexpr u32 kNoCode = 512;
     u32 table = ptx::smem_address(ptx::dynamic_smem());
@@ -326,7 +330,7 @@ UW_DEVICE void rows(const EncodeArgs& args) {
         for (u32 batch = 0; batch < kSteps / kBatch; ++batch) {
             U32x4 v[kBatch];
 #pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight(args, p, (batch * kBatch + i) * 4 + group, segment, pad);
+            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight<kWide>(args, p, (batch * kBatch + i) * 4 + group, segment, pad);
 #pragma unroll
             for (u32 i = 0; i < kBatch; ++i) {
                 u32 step = batch * kBatch + i;
@@ -356,6 +360,14 @@ UW_DEVICE void rows(const EncodeArgs& args) {
             u32 count = ptx::popcount(mask[0]) + ptx::popcount(mask[1]);
             ptx::store_global_x4(args.tile_metadata + tile, U32x4{words, count, mask[0], mask[1]});
         }
+    }
+}
+
+UW_DEVICE void rows(const EncodeArgs& args) {
+    if (args.k % 8 == 0) {
+        rows_of<true>(args);
+    } else {
+        rows_of<false>(args);
     }
 }
 
@@ -473,7 +485,8 @@ UW_DEVICE u32 join_pair(u32 table, u32 pair, u32& length) {
     return (a & 0xffff) | (b & 0xffff) << length_a;
 }
 
-UW_DEVICE void write(const EncodeArgs& args) {
+template <bool kWide>
+UW_DEVICE void write_of(const EncodeArgs& args) {
     u32 table = ptx::smem_address(ptx::dynamic_smem());
     u32 thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32, segment = lane % 8, group = lane / 8;
     u32 stream = table + 1024 + warp * kTileBufferWords * 4;
@@ -508,7 +521,7 @@ UW_DEVICE void write(const EncodeArgs& args) {
         for (u32 batch = 0; batch < kSteps / kBatch; ++batch) {
             U32x4 v[kBatch];
 #pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight(args, p, (batch * kBatch + i) * 4 + group, segment, pad);
+            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight<kWide>(args, p, (batch * kBatch + i) * 4 + group, segment, pad);
 #pragma unroll
             for (u32 i = 0; i < kBatch; ++i) {
                 u32 row = (batch * kBatch + i) * 4 + group;
@@ -547,10 +560,19 @@ UW_DEVICE void write(const EncodeArgs& args) {
     }
 }
 
+UW_DEVICE void write(const EncodeArgs& args) {
+    if (args.k % 8 == 0) {
+        write_of<true>(args);
+    } else {
+        write_of<false>(args);
+    }
+}
+
 // ---- palette: packed indices and verbatim rows -----------------------------------------------------------------------
 
 // Also sets start_word to 0 (docs/format.md A.7), so a metadata array serves one form.
-UW_DEVICE void palette(const EncodeArgs& args) {
+template <bool kWide>
+UW_DEVICE void palette_of(const EncodeArgs& args) {
     u32 table = ptx::smem_address(ptx::dynamic_smem());
     u32 thread = ptx::thread_index(), lane = thread % 32, segment = lane % 8, group = lane / 8;
     ptx::store_shared(table + 4 * thread, ptx::load_global_nc(args.encode_table + thread) >> 24);
@@ -567,7 +589,7 @@ UW_DEVICE void palette(const EncodeArgs& args) {
         for (u32 batch = 0; batch < kSteps / kBatch; ++batch) {
             U32x4 v[kBatch];
 #pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight(args, p, (batch * kBatch + i) * 4 + group, segment, pad);
+            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight<kWide>(args, p, (batch * kBatch + i) * 4 + group, segment, pad);
 #pragma unroll
             for (u32 i = 0; i < kBatch; ++i) {
                 u32 row = (batch * kBatch + i) * 4 + group;
@@ -582,6 +604,14 @@ UW_DEVICE void palette(const EncodeArgs& args) {
         // All lanes have read the record.
         ptx::sync_warp();
         if (lane == 0) ptx::store_global(args.tile_metadata + tile, 0);
+    }
+}
+
+UW_DEVICE void palette(const EncodeArgs& args) {
+    if (args.k % 8 == 0) {
+        palette_of<true>(args);
+    } else {
+        palette_of<false>(args);
     }
 }
 
