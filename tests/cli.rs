@@ -1,0 +1,554 @@
+//! The `unweight` binary from outside: output, JSON keys, exit status, errors, signals.
+#![cfg(feature = "cli")]
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+    sync::OnceLock,
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
+use tempfile::TempDir;
+use unweight::format::{
+    bundle::{self, CompressOptions, Silent},
+    demo_model::{self, DemoOptions},
+};
+
+/// The command with nothing of the caller's environment that would change what it prints.
+fn unweight(arguments: &[&str]) -> Command {
+    let mut command = Command::new(assert_cmd::cargo::cargo_bin!("unweight"));
+    command.args(arguments).env_remove("NO_COLOR").env_remove("UNWEIGHT_JIT");
+    command
+}
+
+/// Runs in `folder` and expects `status`.
+fn run(folder: &Path, arguments: &[&str], status: i32) -> Output {
+    let output = unweight(arguments).current_dir(folder).output().unwrap();
+    assert_eq!(
+        output.status.code(),
+        Some(status),
+        "unweight {arguments:?}\n{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    output
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {}", stdout(output)))
+}
+
+fn tiny() -> DemoOptions {
+    DemoOptions {
+        layers: 3,
+        hidden: 128,
+        intermediate: 320,
+        heads: 4,
+        kv_heads: 2,
+        vocab: 512,
+        ..DemoOptions::default()
+    }
+}
+
+/// A model and its bundle, made once and never changed: `model`, `bundle`.
+fn fixture() -> &'static Path {
+    static HOME: OnceLock<TempDir> = OnceLock::new();
+    HOME.get_or_init(|| {
+        let home = tempfile::tempdir().unwrap();
+        demo_model::write(&home.path().join("model"), &tiny()).unwrap();
+        let options = CompressOptions::default();
+        bundle::compress(&home.path().join("model"), &home.path().join("bundle"), &options, &Silent).unwrap();
+        home
+    })
+    .path()
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+/// A copy of the fixture's bundle with one bit flipped near the end of its first shard; the shard's name.
+fn damaged(home: &Path) -> String {
+    copy(&fixture().join("bundle"), &home.join("bundle"));
+    let shard = shards(&home.join("bundle"))[0].clone();
+    let mut bytes = fs::read(&shard).unwrap();
+    let at = bytes.len() - 100;
+    bytes[at] ^= 4;
+    fs::write(&shard, bytes).unwrap();
+    shard.file_name().unwrap().to_str().unwrap().to_owned()
+}
+
+fn shards(folder: &Path) -> Vec<PathBuf> {
+    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut shards: Vec<_> = files.filter(|file| file.extension().is_some_and(|e| e == "safetensors")).collect();
+    shards.sort();
+    shards
+}
+
+fn same(a: &Path, b: &Path) {
+    let names =
+        |folder: &Path| -> BTreeSet<_> { fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name()).collect() };
+    assert_eq!(names(a), names(b));
+    for name in names(a) {
+        assert!(fs::read(a.join(&name)).unwrap() == fs::read(b.join(&name)).unwrap(), "{name:?} differs");
+    }
+}
+
+// ---- commands ----
+
+#[test]
+fn there_and_back() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let output = run(home.path(), &["compress", "model", "-o", "bundle", "--verify", "full", "--sha256"], 0);
+    assert!(stdout(&output).contains("huffman"), "{}", stdout(&output));
+    assert_eq!(stderr(&output), "", "no terminal, no progress");
+    run(home.path(), &["verify", "bundle", "--against", "model"], 0);
+    let output = run(home.path(), &["decompress", "bundle", "-o", "restored"], 0);
+    assert!(stdout(&output).contains("sha256:"));
+    same(&home.path().join("model"), &home.path().join("restored"));
+}
+
+#[test]
+fn options_reach_the_library() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let encodings = |arguments: &[&str]| {
+        let mut all = vec!["plan", "model", "--json"];
+        all.extend(arguments);
+        let report = json(&run(home.path(), &all, 0));
+        let mut found = BTreeMap::new();
+        for tensor in report["tensors"].as_array().unwrap() {
+            *found.entry(tensor["encoding"].as_str().unwrap().to_owned()).or_insert(0) += 1;
+        }
+        found
+    };
+    let all = encodings(&[]);
+    assert!(all["huffman"] > 0 && !all.contains_key("palette"));
+    assert!(encodings(&["--scope", "mlp"])["huffman"] < all["huffman"]);
+    assert_eq!(encodings(&["--exclude", "*"]).keys().collect::<Vec<_>>(), ["raw"]);
+    assert!(encodings(&["--include", "*gate_proj*"])["huffman"] < all["huffman"]);
+    assert_eq!(encodings(&["--profile", "palette"])["palette"], all["huffman"]);
+    let inference = encodings(&["--profile", "inference"]);
+    assert!(inference["huffman"] > 0 && inference["palette"] > 0);
+    fs::write(home.path().join("rules.json"), r#"{"rules": [{"match": "*", "encoding": "raw"}]}"#).unwrap();
+    assert_eq!(encodings(&["--plan", "rules.json"]).keys().collect::<Vec<_>>(), ["raw"]);
+}
+
+#[test]
+fn threads_and_memory_do_not_change_the_bytes() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    run(home.path(), &["compress", "model", "-o", "one", "--threads", "1", "--ram", "1M"], 0);
+    run(home.path(), &["compress", "model", "-o", "four", "--threads", "4"], 0);
+    same(&home.path().join("one"), &home.path().join("four"));
+}
+
+#[test]
+fn verify_says_where_the_damage_is() {
+    let home = tempfile::tempdir().unwrap();
+    let shard = damaged(home.path());
+    let output = run(home.path(), &["verify", "bundle"], 1);
+    assert!(stdout(&output).contains(&shard) && stdout(&output).contains("expected"), "{}", stdout(&output));
+    assert!(stderr(&output).starts_with("error: bundle: 1 problem\n  help: "), "{}", stderr(&output));
+    // With --json there is one object, and it is the report.
+    let report = json(&run(home.path(), &["verify", "bundle", "--json"], 1));
+    assert_eq!(report["problems"][0]["file"], shard);
+    // A damaged bundle is not decompressed, and leaves nothing under the name.
+    run(home.path(), &["decompress", "bundle", "-o", "restored"], 1);
+    assert!(!home.path().join("restored").exists());
+    // Against another source.
+    let other = tempfile::tempdir().unwrap();
+    demo_model::write(&other.path().join("model"), &DemoOptions { seed: 9, ..tiny() }).unwrap();
+    let bundle = fixture().join("bundle");
+    run(other.path(), &["verify", bundle.to_str().unwrap(), "--against", "model"], 1);
+}
+
+#[test]
+fn inspect_lists_and_draws() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = fixture().join("bundle");
+    let bundle = bundle.to_str().unwrap();
+    let table = stdout(&run(home.path(), &["inspect", bundle], 0));
+    assert!(table.contains("model.layers.1.mlp.gate_proj.weight") && table.contains("[320, 128]"), "{table}");
+    let one = stdout(&run(home.path(), &["inspect", bundle, "--tensor", "*.1.mlp.gate*", "--csv"], 0));
+    let lines: Vec<_> = one.lines().collect();
+    assert_eq!(lines.len(), 2, "{one}");
+    assert_eq!(lines[0].split(',').count(), lines[1].split(',').count());
+    assert!(lines[1].contains(",model.layers.1.mlp.gate_proj.weight,gate,1,BF16,320x128,huffman,"), "{one}");
+    for (plot, words) in [("exponents", "bits of information"), ("ratio", "stored bits per element")] {
+        let output = run(home.path(), &["inspect", bundle, "--plot", plot, "--svg", "plot.svg"], 0);
+        assert_eq!(stdout(&output), "");
+        let svg = fs::read_to_string(home.path().join("plot.svg")).unwrap();
+        assert!(svg.starts_with("<svg") && svg.contains("<text") && svg.contains(words), "{plot}");
+    }
+    let output = run(home.path(), &["inspect", bundle, "--tensor", "nothing*"], 2);
+    assert!(stderr(&output).contains("no tensor matches nothing*"));
+    run(home.path(), &["inspect", bundle, "--plot", "ratio"], 2);
+}
+
+#[test]
+fn exponents_are_counted_whatever_the_encoding() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let counts = |profile: &str| {
+        run(home.path(), &["compress", "model", "-o", profile, "--profile", profile], 0);
+        let arguments = ["inspect", profile, "--plot", "exponents", "--svg", "plot.svg", "--json"];
+        json(&run(home.path(), &arguments, 0))["exponent_counts"].clone()
+    };
+    let expected = counts("distribution");
+    let total: u64 = expected.as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).sum();
+    assert!(total > 400_000, "{total}");
+    assert_eq!(counts("palette"), expected);
+    assert_eq!(counts("inference"), expected);
+}
+
+#[test]
+fn demo_goes_all_the_way() {
+    let home = tempfile::tempdir().unwrap();
+    let output = run(home.path(), &["demo", "--size", "2M", "--dir", "kept"], 0);
+    assert!(stdout(&output).contains("identical, byte for byte"), "{}", stdout(&output));
+    same(&home.path().join("kept/model"), &home.path().join("kept/restored"));
+    let output = run(home.path(), &["demo", "--size", "2M", "--dir", "kept"], 2);
+    assert!(stderr(&output).contains("not empty"));
+}
+
+#[test]
+fn completions_name_every_command() {
+    let home = tempfile::tempdir().unwrap();
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = stdout(&run(home.path(), &["completions", shell], 0));
+        for command in ["compress", "decompress", "verify", "inspect", "kernels", "doctor"] {
+            assert!(script.contains(command), "{shell}: {command}");
+        }
+    }
+}
+
+#[test]
+fn kernels_are_listed_and_emitted() {
+    let home = tempfile::tempdir().unwrap();
+    let report = json(&run(home.path(), &["kernels", "list", "--json"], 0));
+    let kernels = report["kernels"].as_array().unwrap();
+    assert!(kernels.len() > 30);
+    let name = kernels[0]["name"].as_str().unwrap();
+    let source = stdout(&run(home.path(), &["kernels", "emit", name], 0));
+    assert!(source.contains(name) && source.contains("__global__"), "{source}");
+    run(home.path(), &["kernels", "emit", "uw_sm90a_encode_*", "-o", "out"], 0);
+    assert!(home.path().join("out/uw_sm90a_encode_stats.cu").is_file());
+    assert!(home.path().join("out/uw_sm90a_encode_stats.plan.txt").is_file());
+    assert!(home.path().join("out/include/unweight").is_dir());
+    let output = run(home.path(), &["kernels", "emit"], 2);
+    assert!(stderr(&output).contains("stdout takes one"));
+    run(home.path(), &["kernels", "list", "uw_sm90a_nothing"], 2);
+    run(home.path(), &["kernels", "list", "nothing*"], 2);
+}
+
+#[test]
+fn kernels_are_compiled_once_and_looked_after() {
+    assert!(
+        std::env::var_os("UNWEIGHT_NVRTC").is_some(),
+        "this test needs NVRTC: run `cargo xtask test`, which fetches it, or set UNWEIGHT_NVRTC"
+    );
+    let home = tempfile::tempdir().unwrap();
+    let cache = home.path().join("cache");
+    let cached = |arguments: &[&str], status: i32| {
+        let output = unweight(arguments).env("UNWEIGHT_CACHE_DIR", &cache).output().unwrap();
+        assert_eq!(output.status.code(), Some(status), "{arguments:?} {}", stderr(&output));
+        output
+    };
+    assert_eq!(json(&cached(&["cache", "dir", "--json"], 0))["exists"], false);
+    cached(&["cache", "ls"], 0);
+    assert!(!cache.exists(), "looking must not create");
+    let compile = ["kernels", "compile", "uw_sm90a_encode_stats", "uw_sm90a_encode_table", "--json"];
+    let states = |output: &Output| {
+        let kernels = json(output)["kernels"].as_array().unwrap().clone();
+        kernels.into_iter().map(|kernel| kernel["state"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let first = cached(&compile, 0);
+    assert_eq!(states(&first), ["compiled", "compiled"]);
+    assert!(stderr(&first).contains("2/2"), "a line per kernel");
+    documented("kernels compile", &json(&first));
+    let second = cached(&compile, 0);
+    assert_eq!(states(&second), ["hit", "hit"]);
+    let listed = json(&cached(&["cache", "ls", "--json"], 0));
+    documented("cache ls", &listed);
+    assert_eq!(listed["entries"].as_array().unwrap().len(), 2);
+    let folder = listed["entries"][0]["folder"].as_str().unwrap();
+    let cubin = cache.join("entries").join(folder).join("kernel.cubin");
+    let mut bytes = fs::read(&cubin).unwrap();
+    bytes[1000] ^= 1;
+    fs::write(&cubin, bytes).unwrap();
+    let verified = json(&cached(&["cache", "verify", "--json"], 1));
+    documented("cache verify", &verified);
+    assert_eq!((&verified["good"], &verified["damaged"][0]["folder"]), (&1.into(), &folder.into()));
+    cached(&["cache", "verify", "--evict"], 0);
+    let pruned = json(&cached(&["cache", "prune", "--max", "1", "--json"], 0));
+    documented("cache prune", &pruned);
+    assert_eq!(pruned["entries"], 1);
+    documented("cache clear", &json(&cached(&["cache", "clear", "--json"], 0)));
+    let checked = json(&cached(&["kernels", "check", "uw_sm90a_encode_stats", "--json"], 0));
+    documented("kernels check", &checked);
+    assert_eq!(checked["kernels"][0]["problems"].as_array().unwrap().len(), 0);
+}
+
+// ---- JSON ----
+
+/// Holds the keys of an output against the table of docs/cli.md, both ways; rows that begin with "(" are optional.
+fn documented(command: &str, output: &Value) {
+    assert_eq!(output["command"], command);
+    assert_eq!(output["unweight_version"], env!("CARGO_PKG_VERSION"));
+    let mut found = BTreeSet::new();
+    keys(output, "", &mut found);
+    let expected = table(command);
+    for key in found.iter().filter(|key| !["command", "unweight_version"].contains(&key.as_str())) {
+        let known = |key: &str| expected.contains_key(key) || expected.contains_key(&format!("{key}[]"));
+        // What a GPU looks like depends on the machine.
+        assert!(known(key) || key.starts_with("devices[]."), "docs/cli.md, {command}: `{key}` is not documented");
+    }
+    for (key, optional) in expected {
+        let empty = || key.split_once("[]").is_some_and(|(list, _)| output[list].as_array().is_some_and(Vec::is_empty));
+        let nested = || {
+            key.matches("[]").count() > 1 || key.contains('.') && key.contains("[]") && is_deeply_empty(output, &key)
+        };
+        assert!(
+            found.contains(&key) || optional || empty() || nested(),
+            "docs/cli.md, {command}: `{key}` is not printed"
+        );
+    }
+}
+
+/// Whether some list on the way to `key` is empty.
+fn is_deeply_empty(output: &Value, key: &str) -> bool {
+    let mut at = output;
+    for part in key.split('.') {
+        let list = part.strip_suffix("[]");
+        at = &at[list.unwrap_or(part)];
+        if list.is_some() {
+            match at.as_array().and_then(|items| items.first()) {
+                Some(first) => at = first,
+                None => return true,
+            }
+        }
+    }
+    false
+}
+
+/// Leaves of an object, lists of objects by all their elements.
+fn keys(value: &Value, at: &str, found: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(object) => {
+            for (key, value) in object {
+                keys(value, &if at.is_empty() { key.clone() } else { format!("{at}.{key}") }, found);
+            }
+        }
+        Value::Array(items) if items.iter().any(Value::is_object) => {
+            items.iter().for_each(|item| keys(item, &format!("{at}[]"), found));
+        }
+        _ => {
+            found.insert(at.to_owned());
+        }
+    }
+}
+
+/// Keys of a heading's table, with whether they are optional; references to other headings are followed.
+fn table(heading: &str) -> BTreeMap<String, bool> {
+    let text = include_str!("../docs/cli.md");
+    let (_, rest) = text.split_once(&format!("\n### {heading}\n")).unwrap_or_else(|| panic!("no heading {heading}"));
+    let mut found = BTreeMap::new();
+    for line in rest.lines().take_while(|line| !line.starts_with('#')).filter(|line| line.starts_with("| `")) {
+        let mut cells = line.split('|').map(str::trim);
+        let (key, meaning) = (cells.nth(1).unwrap().trim_matches('`'), cells.next().unwrap());
+        match meaning.split_once("](#").and_then(|(_, rest)| rest.split_once(')')) {
+            Some((other, _)) => {
+                found.extend(table(other).into_iter().map(|(inner, optional)| (format!("{key}.{inner}"), optional)));
+            }
+            None => {
+                found.insert(key.to_owned(), meaning.starts_with('('));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn json_is_as_documented() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let cases: [(&str, &[&str]); 11] = [
+        ("plan", &["model"]),
+        ("compress", &["model", "-o", "bundle"]),
+        ("verify", &["bundle"]),
+        ("inspect", &["bundle"]),
+        ("decompress", &["bundle", "-o", "restored"]),
+        ("demo", &["--size", "1M"]),
+        ("doctor", &[]),
+        ("kernels list", &[]),
+        ("kernels emit", &["uw_sm90a_encode_stats"]),
+        ("cache dir", &[]),
+        ("cache clear", &[]),
+    ];
+    for (command, arguments) in cases {
+        let mut all: Vec<_> = command.split(' ').collect();
+        all.extend(arguments);
+        all.push("--json");
+        let output =
+            unweight(&all).current_dir(&home).env("UNWEIGHT_CACHE_DIR", home.path().join("cache")).output().unwrap();
+        assert!(output.status.success(), "{command}: {}", stderr(&output));
+        documented(command, &json(&output));
+    }
+    // The lists that a sound bundle leaves empty.
+    let broken = tempfile::tempdir().unwrap();
+    damaged(broken.path());
+    documented("verify", &json(&run(broken.path(), &["verify", "bundle", "--json"], 1)));
+}
+
+#[test]
+fn failures_are_json_too() {
+    let home = tempfile::tempdir().unwrap();
+    let report = json(&run(home.path(), &["verify", "nowhere", "--json"], 2));
+    assert_eq!(report["command"], "verify");
+    let mut found = BTreeSet::new();
+    keys(&report["error"], "", &mut found);
+    assert_eq!(found, table("error").into_keys().collect());
+    assert_eq!(report["error"]["class"], "failed");
+}
+
+// ---- conventions ----
+
+#[test]
+fn quiet_and_verbose() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let output = run(home.path(), &["compress", "model", "-o", "quiet", "-q"], 0);
+    assert_eq!((stdout(&output).as_str(), stderr(&output).as_str()), ("", ""));
+    // What was asked for is printed in any case.
+    assert!(!stdout(&run(home.path(), &["inspect", "quiet", "-q"], 0)).is_empty());
+    assert!(!stdout(&run(home.path(), &["verify", "quiet", "-q", "--json"], 0)).is_empty());
+    let output = run(home.path(), &["compress", "model", "-o", "loud", "-vv"], 0);
+    assert!(stderr(&output).contains("model-00001-of-00002.safetensors"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("model.layers.1.mlp.gate_proj.weight"), "{}", stderr(&output));
+    run(home.path(), &["compress", "model", "-o", "both", "-q", "-v"], 2);
+}
+
+#[test]
+fn nothing_is_coloured_without_a_terminal() {
+    let home = tempfile::tempdir().unwrap();
+    for no_color in [None, Some("1")] {
+        for arguments in [&["verify", "nowhere"][..], &["--nonsense"], &["--help"]] {
+            let mut command = unweight(arguments);
+            command.current_dir(&home);
+            no_color.map(|value| command.env("NO_COLOR", value));
+            let output = command.output().unwrap();
+            let text = [output.stdout, output.stderr].concat();
+            assert!(!text.is_empty() && !text.contains(&0x1b), "{arguments:?}");
+        }
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_error() {
+    let mut child = unweight(&["kernels", "list"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{:?}", output.status);
+    assert_eq!(stderr(&output), "");
+}
+
+#[test]
+fn mistakes_are_explained() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    fs::create_dir(home.path().join("empty")).unwrap();
+    fs::create_dir(home.path().join("exists")).unwrap();
+    fs::create_dir(home.path().join("short")).unwrap();
+    fs::write(home.path().join("short/model.safetensors"), [9, 0, 0, 0, 0, 0, 0, 0, b'{', b'}']).unwrap();
+    fs::write(home.path().join("rules.json"), "{").unwrap();
+    let cases: [(&[&str], &[&str]); 12] = [
+        (&["compress", "nowhere", "-o", "out"], &["nowhere"]),
+        (&["compress", "empty", "-o", "out"], &["empty", "no *.safetensors"]),
+        (&["compress", "model", "-o", "exists"], &["exists", "--force"]),
+        (&["compress", "model", "-o", "model/inside"], &["model", "elsewhere"]),
+        (&["compress", "short", "-o", "out"], &["short/model.safetensors", "cause: "]),
+        (&["compress", "model", "-o", "out", "--plan", "rules.json"], &["rules.json"]),
+        (&["compress", "model", "-o", "out", "--ram", "lots"], &["lots", "4G"]),
+        (&["compress", "model", "-o", "out", "--code-limit", "16"], &["16"]),
+        (&["compress", "model", "-o", "out", "--profile", "zip"], &["zip", "distribution"]),
+        (&["compress", "model"], &["--output"]),
+        (&["verify", "model"], &["model", "not a bundle"]),
+        (&["decompress", "empty", "-o", "out"], &["empty", "not a bundle"]),
+    ];
+    for (arguments, words) in cases {
+        let output = run(home.path(), arguments, 2);
+        assert_eq!(stdout(&output), "", "{arguments:?}");
+        let text = stderr(&output);
+        assert!(text.starts_with("error: "), "{text}");
+        words.iter().for_each(|word| assert!(text.contains(word), "{arguments:?} should mention {word}: {text}"));
+        assert!(!home.path().join("out").exists());
+    }
+}
+
+#[test]
+fn an_interrupted_run_is_resumed() {
+    let home = tempfile::tempdir().unwrap();
+    // Large enough to be caught in the act, in many files so that some are finished.
+    let options = DemoOptions {
+        layers: 12,
+        hidden: 1024,
+        intermediate: 2816,
+        heads: 16,
+        kv_heads: 4,
+        vocab: 4096,
+        shards: 24,
+        ..tiny()
+    };
+    demo_model::write(&home.path().join("model"), &options).unwrap();
+    run(home.path(), &["compress", "model", "-o", "expected", "--threads", "1"], 0);
+    let mut interrupted = false;
+    // Where a loaded machine lets a run finish before the signal comes, the next one is asked earlier.
+    for finished_files in [6, 2, 1] {
+        let arguments = ["compress", "model", "-o", "bundle", "--threads", "1", "--verify", "none"];
+        let child =
+            unweight(&arguments).current_dir(&home).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let partial = home.path().join("bundle.partial");
+        let start = Instant::now();
+        let done = || if partial.is_dir() { shards(&partial).len() } else { 0 };
+        while done() < finished_files
+            && !home.path().join("bundle").exists()
+            && start.elapsed() < Duration::from_secs(60)
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let pid = rustix::process::Pid::from_child(&child);
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
+        let output = child.wait_with_output().unwrap();
+        if output.status.success() {
+            fs::remove_dir_all(home.path().join("bundle")).unwrap();
+            continue;
+        }
+        assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+        assert!(stderr(&output).contains("--resume"), "{}", stderr(&output));
+        assert!(!home.path().join("bundle").exists(), "nothing half-written under the final name");
+        interrupted = true;
+        break;
+    }
+    assert!(interrupted, "no run could be interrupted");
+    let report = json(&run(home.path(), &["compress", "model", "-o", "bundle", "--resume", "--json"], 0));
+    assert!(!report["resumed_files"].as_array().unwrap().is_empty());
+    same(&home.path().join("expected"), &home.path().join("bundle"));
+    assert!(!home.path().join("bundle.partial").exists());
+}
