@@ -826,7 +826,7 @@ fn planted_bugs_in_the_encoder_are_caught() {
             "package before an equal leaf",
             (ENCODE, "i < packages && other_package < leaf", "i < packages && other_package <= leaf"),
         ),
-        ("pad columns verbatim", (ENCODE, "if (valid < 4) low", "if (valid < 0) low")),
+        ("pad columns verbatim", (ENCODE, "if (p.valid < 4) low", "if (p.valid < 0) low")),
         ("rows of 320 bits coded", (ENCODE, "kRowBitsMax = 319", "kRowBitsMax = 640")),
         ("third word of a code dropped", (ENCODE, "if (last != 0) ptx::reduce_or_shared(address + 8, last);", "")),
         (

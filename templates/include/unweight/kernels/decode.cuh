@@ -24,7 +24,14 @@
 //
 // Bytes    per element, 2.75 bits a code: read 0.34 + 0.016 + 0.004 (full: + 1), write palette 0.5, exponent 1, full 2.
 //          14336x4096: palette 50 MB, exponent 80 MB, full 198 MB.
-// Bound    (to be filled in)
+// Bound    predictions for 14336x4096 (445 k elements an SM), L = 7, to be replaced by measurements:
+//          instructions (SASS, NVRTC 13.0): inner loop 3.6 per element (115 per 32 symbols, 58 per 16), all in 6.3 palette, 7.0
+//          exponent, about 11 full; of the inner 3.6 about 2.1 are on the half-rate integer pipe.
+//          shared memory: on N(0, 0.02^2) a pair lookup takes 3.8 wavefronts of 32 lanes and the refill of 4 symbols 2.1 (simulated): 2.4
+//          per element, 34 k cycles an SM, 17-19 us. That is what should limit palette and exponent; memory's floor is 12 and 19 us.
+//          With start-up (table, first copies: about 4 us): palette 23 us, exponent 26 us. Full: memory, floor 48 us, 56 us.
+//          Considered: one symbol a lookup in 32 copies for L = 7 too: 1.6 wavefronts, but twice the instructions (what L = 8, 9 do);
+//          11-bit pairs in 32 copies with an escape: 0.25 % of the pairs, so 8 % of the warp's lookups would diverge.
 //
 // Safety   for any bytes: a tile whose metadata would leave encoded_exp or verbatim_exponents, or that marks a pad row, is skipped and
 //          *fault = 1 + tile; all else is static. Wrong codes give wrong bytes only.

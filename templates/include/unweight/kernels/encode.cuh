@@ -10,8 +10,10 @@
 // decode_table  256      1          128                        0             -                                   0, 3
 // rows          256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.016                           118, 31
 // scan          256      1          ceil(tiles / 1024)         1024          16 B a tile, twice                  0.5, 4
-// write         256      4          min(tiles / 8, 4 SMs)      21504         2 + 0.34                            138, 40
+// write         256      4          min(tiles / 8, 4 SMs)      21504         2 + 0.34                            138, 45
 // palette       256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.5                             147, 38
+// Predictions; instructions per element (SASS): stats 5, rows 7.5, write 17, palette about 9. `write` is nearer to the integer pipe's limit
+// (10 of the 17 are half-rate: 37 us) than the others; if it is slow, that is where to look.
 // (tiles / 8 rounded up; 4 SMs = 4 blocks on each multiprocessor; any grid is right except for scan.)
 //
 // Zeroed before: histogram (stats), scan_state (scan), encoded_exp (write). scan_state: 4 u64 per block of scan.
@@ -227,35 +229,38 @@ UW_DEVICE void decode_table(const EncodeArgs& args) {
 // A step handles 4 rows: lane -> row 4 * step + lane / 8, columns lane % 8 * 8 and the 7 after them.
 
 constexpr u32 kSteps = 16;
-constexpr u32 kBatch = 4;  // steps whose loads are in flight together
+// Steps whose loads are in flight together; element-wise loads need the registers themselves.
+template <bool kWide>
+constexpr u32 kBatchOf = kWide ? 4 : 1;
 
 struct TilePlace {
-    u32 row, column;  // of its first element in the matrix
-    u32 rows;         // matrix rows in it
+    u32 rows;           // matrix rows in it
+    u32 valid;          // columns that a lane has inside the matrix, 0..8
+    const u16* source;  // a lane's first element in step 0
 };
 
-UW_DEVICE TilePlace place(const EncodeArgs& args, u32 tile) {
-    u32 tile_row = tile / args.tile_cols, row = tile_row * kTile;
-    u32 left = args.n - row;
-    return {row, (tile - tile_row * args.tile_cols) * kTile, left < kTile ? left : kTile};
+UW_DEVICE TilePlace place(const EncodeArgs& args, u32 tile, u32 lane) {
+    u32 tile_row = tile / args.tile_cols, row = tile_row * kTile, left = args.n - row;
+    u32 column = (tile - tile_row * args.tile_cols) * kTile + lane % 8 * 8;
+    u32 inside = column < args.k ? args.k - column : 0;
+    return {left < kTile ? left : kTile, inside < 8 ? inside : 8, args.weights + static_cast<u64>(row + lane / 8) * args.k + column};
 }
 
 // Eight elements of one row, two a word; pad columns hold the exponent of palette entry 0, as A.5 codes them.
 // kWide: k is a multiple of 8, so that eight elements are aligned and wholly inside or outside.
 template <bool kWide>
-UW_DEVICE U32x4 load_eight(const EncodeArgs& args, const TilePlace& p, u32 row, u32 segment, u32 pad) {
+UW_DEVICE U32x4 load_eight(const EncodeArgs& args, const TilePlace& p, u32 step, u32 group, u32 pad) {
     U32x4 v = {pad, pad, pad, pad};
-    if (row >= p.rows) return v;
-    u32 column = p.column + segment * 8;
-    const u16* source = args.weights + static_cast<u64>(p.row + row) * args.k + column;
+    if (step * 4 + group >= p.rows) return v;
+    const u16* source = p.source + static_cast<u64>(step * 4) * args.k;
     if constexpr (kWide) {
-        if (column < args.k) v = ptx::load_global_nc_x4(source);
+        if (p.valid != 0) v = ptx::load_global_nc_x4(source);
     } else {
         u32 words[4];
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
-            u32 low = column + 2 * i < args.k ? ptx::load_global_nc_u16(source + 2 * i) : pad & 0xffff;
-            u32 high = column + 2 * i + 1 < args.k ? ptx::load_global_nc_u16(source + 2 * i + 1) : pad >> 16;
+            u32 low = 2 * i < p.valid ? ptx::load_global_nc_u16(source + 2 * i) : pad & 0xffff;
+            u32 high = 2 * i + 1 < p.valid ? ptx::load_global_nc_u16(source + 2 * i + 1) : pad >> 16;
             words[i] = low | high << 16;
         }
         v = {words[0], words[1], words[2], words[3]};
@@ -274,12 +279,10 @@ UW_DEVICE u32 entry_low(u32 table, u32 pair) { return ptx::load_shared(table + (
 UW_DEVICE u32 entry_high(u32 table, u32 pair) { return ptx::load_shared(table + (pair >> 21 & 0x3fc)); }
 
 // Exponent bytes of eight elements; pad columns 0.
-UW_DEVICE U32x2 exponent_bytes(const EncodeArgs& args, const TilePlace& p, u32 segment, const U32x4& v) {
+UW_DEVICE U32x2 exponent_bytes(const TilePlace& p, const U32x4& v) {
     u32 low = ptx::prmt(v.x >> 7, v.y >> 7, 0x6420), high = ptx::prmt(v.z >> 7, v.w >> 7, 0x6420);
-    u32 column = p.column + segment * 8;
-    u32 valid = column < args.k ? args.k - column : 0;
-    if (valid < 4) low &= (1u << valid * 8) - 1;
-    if (valid < 8) high &= valid > 4 ? (1u << (valid - 4) * 8) - 1 : 0;
+    if (p.valid < 4) low &= (1u << p.valid * 8) - 1;
+    if (p.valid < 8) high &= p.valid > 4 ? (1u << (p.valid - 4) * 8) - 1 : 0;
     return {low, high};
 }
 
@@ -305,13 +308,14 @@ UW_DEVICE bool rows_fit(const EncodeArgs& args, const TileMetadata& m, u32 lane)
 
 UW_DEVICE void store_verbatim(const EncodeArgs& args, const TilePlace& p, const TileMetadata& m, u32 row, u32 segment, const U32x4& v) {
     u64 at = static_cast<u64>(m.verbatim_row_offset) + rows_before(m, row);
-    ptx::store_global_x2(args.verbatim_exponents + at * kTile + segment * 8, exponent_bytes(args, p, segment, v));
+    ptx::store_global_x2(args.verbatim_exponents + at * kTile + segment * 8, exponent_bytes(p, v));
 }
 
 // ---- rows: row lengths, bitmask, words and verbatim rows of each tile ------------------------------------------------
 
 template <bool kWide>
 UW_DEVICE void rows_of(const EncodeArgs& args) {
+    constexpr u32 kBatch = kBatchOf<kWide>;
     // Length of each exponent's code; outside the palette one that no row survives.
     constexpr u32 kNoCode = 512;
     u32 table = ptx::smem_address(ptx::dynamic_smem());
@@ -324,13 +328,13 @@ UW_DEVICE void rows_of(const EncodeArgs& args) {
 
     u32 tiles = args.tile_rows * args.tile_cols, stride = ptx::grid_size() * kTileWarps;
     for (u32 tile = ptx::block_index() * kTileWarps + thread / 32; tile < tiles; tile += stride) {
-        TilePlace p = place(args, tile);
+        TilePlace p = place(args, tile, lane);
         u32 kept[2] = {0, 0};  // bits of rows 4 * segment + group, and 32 more
 #pragma unroll
         for (u32 batch = 0; batch < kSteps / kBatch; ++batch) {
             U32x4 v[kBatch];
 #pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight<kWide>(args, p, (batch * kBatch + i) * 4 + group, segment, pad);
+            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight<kWide>(args, p, batch * kBatch + i, group, pad);
 #pragma unroll
             for (u32 i = 0; i < kBatch; ++i) {
                 u32 step = batch * kBatch + i;
@@ -487,6 +491,7 @@ UW_DEVICE u32 join_pair(u32 table, u32 pair, u32& length) {
 
 template <bool kWide>
 UW_DEVICE void write_of(const EncodeArgs& args) {
+    constexpr u32 kBatch = kBatchOf<kWide>;
     u32 table = ptx::smem_address(ptx::dynamic_smem());
     u32 thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32, segment = lane % 8, group = lane / 8;
     u32 stream = table + 1024 + warp * kTileBufferWords * 4;
@@ -497,7 +502,7 @@ UW_DEVICE void write_of(const EncodeArgs& args) {
 
     u32 tiles = args.tile_rows * args.tile_cols, stride = ptx::grid_size() * kTileWarps;
     for (u32 tile = ptx::block_index() * kTileWarps + warp; tile < tiles; tile += stride) {
-        TilePlace p = place(args, tile);
+        TilePlace p = place(args, tile, lane);
         TileMetadata m = load_metadata(args, tile);
         const u8* lengths = args.row_lengths + static_cast<u64>(tile) * kTile + lane;
         // Rows `lane` and `lane + 32` in one scan, as the decoder does.
@@ -513,7 +518,6 @@ UW_DEVICE void write_of(const EncodeArgs& args) {
         u32 words = ((total & 0xffff) + (total >> 16) + 31) / 32;
         bool words_ok = static_cast<u64>(m.start_word) + words <= args.capacity_words;
         if (!words_ok && lane == 0) ptx::reduce_max_global_u64(args.totals + 3, 1);
-        bool rows_ok = rows_fit(args, m, lane);
 
         for (u32 at = lane * 4; at < words; at += 128) ptx::store_shared_x4(stream + at * 4, U32x4{});
         ptx::sync_warp();
@@ -521,7 +525,7 @@ UW_DEVICE void write_of(const EncodeArgs& args) {
         for (u32 batch = 0; batch < kSteps / kBatch; ++batch) {
             U32x4 v[kBatch];
 #pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight<kWide>(args, p, (batch * kBatch + i) * 4 + group, segment, pad);
+            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight<kWide>(args, p, batch * kBatch + i, group, pad);
 #pragma unroll
             for (u32 i = 0; i < kBatch; ++i) {
                 u32 row = (batch * kBatch + i) * 4 + group;
@@ -543,7 +547,9 @@ UW_DEVICE void write_of(const EncodeArgs& args) {
                 if (row >= p.rows) {
                     // A pad row has no bits.
                 } else if (is_verbatim(m, row)) {
-                    if (rows_ok) store_verbatim(args, p, m, row, segment, v[i]);
+                    // Rare: the record is read again rather than kept in registers.
+                    TileMetadata again = load_metadata(args, tile);
+                    if (rows_fit(args, again, segment)) store_verbatim(args, p, again, row, segment, v[i]);
                 } else if (all <= 64) {
                     put(stream, position, left | (left_length < 64 ? right << left_length : 0));
                 } else {
@@ -554,7 +560,8 @@ UW_DEVICE void write_of(const EncodeArgs& args) {
         }
         ptx::sync_warp();
         if (words_ok) {
-            for (u32 at = lane; at < words; at += 32) ptx::store_global(args.encoded_exp + m.start_word + at, ptx::load_shared(stream + at * 4));
+            u32* out = args.encoded_exp + load_metadata(args, tile).start_word;
+            for (u32 at = lane; at < words; at += 32) ptx::store_global(out + at, ptx::load_shared(stream + at * 4));
         }
         ptx::sync_warp();
     }
@@ -573,6 +580,7 @@ UW_DEVICE void write(const EncodeArgs& args) {
 // Also sets start_word to 0 (docs/format.md A.7), so a metadata array serves one form.
 template <bool kWide>
 UW_DEVICE void palette_of(const EncodeArgs& args) {
+    constexpr u32 kBatch = kBatchOf<kWide>;
     u32 table = ptx::smem_address(ptx::dynamic_smem());
     u32 thread = ptx::thread_index(), lane = thread % 32, segment = lane % 8, group = lane / 8;
     ptx::store_shared(table + 4 * thread, ptx::load_global_nc(args.encode_table + thread) >> 24);
@@ -581,7 +589,7 @@ UW_DEVICE void palette_of(const EncodeArgs& args) {
 
     u32 tiles = args.tile_rows * args.tile_cols, stride = ptx::grid_size() * kTileWarps;
     for (u32 tile = ptx::block_index() * kTileWarps + thread / 32; tile < tiles; tile += stride) {
-        TilePlace p = place(args, tile);
+        TilePlace p = place(args, tile, lane);
         TileMetadata m = load_metadata(args, tile);
         bool rows_ok = rows_fit(args, m, lane);
         u8* out = args.palette_index + static_cast<u64>(tile) * kTile * 32;
@@ -589,7 +597,7 @@ UW_DEVICE void palette_of(const EncodeArgs& args) {
         for (u32 batch = 0; batch < kSteps / kBatch; ++batch) {
             U32x4 v[kBatch];
 #pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight<kWide>(args, p, (batch * kBatch + i) * 4 + group, segment, pad);
+            for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight<kWide>(args, p, batch * kBatch + i, group, pad);
 #pragma unroll
             for (u32 i = 0; i < kBatch; ++i) {
                 u32 row = (batch * kBatch + i) * 4 + group;
