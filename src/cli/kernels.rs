@@ -55,7 +55,7 @@ pub struct Names {
 pub struct Emit {
     #[command(flatten)]
     names: Names,
-    /// Write <NAME>.cu, <NAME>.plan.txt and the headers here, instead of one source to stdout
+    /// Write NAME.cu, NAME.plan.txt and the headers here, instead of one source to stdout
     #[arg(short, long, value_name = "DIR")]
     output: Option<PathBuf>,
 }
