@@ -143,6 +143,18 @@ fn by_budget() -> Vec<(u32, Vec<VariantSpec>)> {
         .collect()
 }
 
+/// Needs no GPU: the tests below are as good as these weights.
+#[test]
+fn the_weights_have_the_verbatim_rows_that_they_are_asked_for() {
+    for (budget, specs) in by_budget() {
+        assert!(!specs.is_empty());
+        let bytes = weights(N, K, budget, 7 + u64::from(budget));
+        let tensor = encode::huffman(Matrix::new(&bytes, N, K).unwrap(), CodeLimit::DEFAULT).unwrap();
+        assert_eq!(tensor.max_verbatim_rows(), budget);
+        assert_eq!(tensor.code().palette().exponents().len(), 16, "every palette entry is in use");
+    }
+}
+
 #[test]
 fn every_variant_reconstructs_every_weight_exactly() {
     let Some(kernels) = gpu() else { return };
