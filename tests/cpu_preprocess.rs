@@ -126,6 +126,7 @@ struct Launch {
 
 #[derive(Clone, Copy)]
 #[repr(align(128))]
+#[expect(dead_code, reason = "read as bytes, through a pointer")]
 struct Line([u8; LINE]);
 
 const LINE: usize = 128;
@@ -244,7 +245,7 @@ fn cases() -> Vec<Case> {
         exponent << 7 | random.next() as u16 & 0x807f
     }));
     cases.push(Case::new("one exponent", 70, 72, |_| 0x3f80 | random.next() as u16 & 0x807f));
-    cases.push(Case::new("two exponents", 64, 130, |i| 0x3f80 + ((i as u16 % 3) / 2 << 7)));
+    cases.push(Case::new("two exponents", 64, 130, |i| 0x3f80 + (((i as u16 % 3) / 2) << 7)));
     // Every bit pattern: all rows verbatim.
     cases.push(Case::new("all patterns", 256, 256, |i| i as u16));
     // Every bit pattern once more, but sorted by exponent, so that 16 exponents fill rows of their own.
