@@ -105,10 +105,10 @@ impl DemoOptions {
         if let Some((name, value)) = positive.iter().find(|(_, value)| !(1..=1 << 24).contains(value)) {
             return fail(format!("{name} is {value}, it must be 1..=16777216"));
         }
-        if self.hidden % self.heads != 0 {
+        if !self.hidden.is_multiple_of(self.heads) {
             return fail(format!("{} heads do not divide hidden {}", self.heads, self.hidden));
         }
-        if self.heads % self.kv_heads != 0 {
+        if !self.heads.is_multiple_of(self.kv_heads) {
             return fail(format!("{} kv_heads do not divide {} heads", self.kv_heads, self.heads));
         }
         if self.layers > 1000 || self.experts > 1000 || self.shards > 1000 {

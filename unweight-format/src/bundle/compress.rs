@@ -11,7 +11,7 @@ use std::{
     collections::{BTreeMap, HashSet},
     fs::{self, File},
     os::unix::fs::FileExt,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{
         atomic::{AtomicBool, Ordering},
         mpsc,
@@ -230,6 +230,13 @@ struct Record {
     file: WeightsFile,
 }
 
+/// A shard that is written but may not be on the disk yet.
+struct Written {
+    file: File,
+    work: PathBuf,
+    record: Record,
+}
+
 impl Job<'_> {
     /// Fills the stage. Returns the manifest, the files taken over, the bundle's bytes and the tensors verified.
     fn run(&self, model: &Source) -> Result<(Manifest, Vec<String>, u64, u64), BundleError> {
@@ -255,52 +262,64 @@ impl Job<'_> {
         self.stage.keep_only(&keep)?;
 
         self.progress.start(total);
-        let mut files = Vec::with_capacity(model.files.len());
-        for file in &model.files {
-            self.check_cancelled()?;
-            self.progress.file(&file.name);
-            files.push(match &file.kind {
-                Kind::Weights { header, header_bytes } => FileEntry::Weights(match resumed.remove(&file.name) {
-                    Some(entry) => {
-                        self.progress.advance(file.bytes);
-                        entry
+        let mut files = thread::scope(|scope| {
+            let mut files = Vec::with_capacity(model.files.len());
+            // A shard is settled while the next one is encoded: waiting for the disk costs no encoding time.
+            let mut settling: Option<thread::ScopedJoinHandle<'_, Result<(), BundleError>>> = None;
+            for file in &model.files {
+                self.check_cancelled()?;
+                self.progress.file(&file.name);
+                files.push(match &file.kind {
+                    Kind::Weights { header, header_bytes } => FileEntry::Weights(match resumed.remove(&file.name) {
+                        Some(entry) => {
+                            self.progress.advance(file.bytes);
+                            entry
+                        }
+                        None => {
+                            let shard = self.weights(file, header, header_bytes)?;
+                            let entry = shard.record.file.clone();
+                            settling.take().map_or(Ok(()), join)?;
+                            settling = Some(scope.spawn(move || self.settle(shard)));
+                            entry
+                        }
+                    }),
+                    Kind::Index(_) => {
+                        let contents = self.stage.copy(
+                            &file.path,
+                            &format!("{}{INDEX_SOURCE_SUFFIX}", file.name),
+                            self.options.sha256,
+                            |bytes| {
+                                self.progress.advance(bytes);
+                                self.check_cancelled()
+                            },
+                        )?;
+                        // Its stored form is written when the stored names of all shards are known.
+                        FileEntry::Index(IndexFile {
+                            name: file.name.clone(),
+                            size: contents.bytes,
+                            digest: contents.digest,
+                            sha256: contents.sha256,
+                            stored_size: 0,
+                            stored_digest: contents.digest,
+                        })
                     }
-                    None => self.weights(file, header, header_bytes)?,
-                }),
-                Kind::Index(_) => {
-                    let contents = self.stage.copy(
-                        &file.path,
-                        &format!("{}{INDEX_SOURCE_SUFFIX}", file.name),
-                        self.options.sha256,
-                        |bytes| {
+                    Kind::Copied => {
+                        let contents = self.stage.copy(&file.path, &file.name, self.options.sha256, |bytes| {
                             self.progress.advance(bytes);
                             self.check_cancelled()
-                        },
-                    )?;
-                    // Its stored form is written when the stored names of all shards are known.
-                    FileEntry::Index(IndexFile {
-                        name: file.name.clone(),
-                        size: contents.bytes,
-                        digest: contents.digest,
-                        sha256: contents.sha256,
-                        stored_size: 0,
-                        stored_digest: contents.digest,
-                    })
-                }
-                Kind::Copied => {
-                    let contents = self.stage.copy(&file.path, &file.name, self.options.sha256, |bytes| {
-                        self.progress.advance(bytes);
-                        self.check_cancelled()
-                    })?;
-                    FileEntry::Copied(CopiedFile {
-                        name: file.name.clone(),
-                        size: contents.bytes,
-                        digest: contents.digest,
-                        sha256: contents.sha256,
-                    })
-                }
-            });
-        }
+                        })?;
+                        FileEntry::Copied(CopiedFile {
+                            name: file.name.clone(),
+                            size: contents.bytes,
+                            digest: contents.digest,
+                            sha256: contents.sha256,
+                        })
+                    }
+                });
+            }
+            settling.map_or(Ok(()), join)?;
+            Ok::<_, BundleError>(files)
+        })?;
         let resumed_files: Vec<String> =
             keep.into_iter().collect::<std::collections::BTreeSet<_>>().into_iter().collect();
         self.indexes(model, &mut files)?;
@@ -345,7 +364,7 @@ impl Job<'_> {
         )
     }
 
-    fn record_path(&self, name: &str) -> std::path::PathBuf {
+    fn record_path(&self, name: &str) -> PathBuf {
         self.stage.records().join(format!("{}.json", Digest::of(name.as_bytes())))
     }
 
@@ -369,8 +388,8 @@ impl Job<'_> {
         Some(shard.file)
     }
 
-    /// Compresses one safetensors file.
-    fn weights(&self, file: &SourceFile, header: &Header, header_bytes: &[u8]) -> Result<WeightsFile, BundleError> {
+    /// Compresses one safetensors file; what is written has yet to be settled.
+    fn weights(&self, file: &SourceFile, header: &Header, header_bytes: &[u8]) -> Result<Written, BundleError> {
         let map = Mapped::open(&file.path, file.bytes)?;
         let decisions: Vec<Decision> =
             header.tensors.iter().map(|t| self.planner.decide(&t.name, t.dtype, &t.shape)).collect();
@@ -381,7 +400,10 @@ impl Job<'_> {
             }
         }
         let reserved = header_bound(&metadata, header, &decisions, file.bytes, header_bytes.len() as u64);
-        let work = self.stage.work().join("shard");
+        if reserved > HEADER_MAX {
+            return Err(BundleError::HeaderTooLarge { file: file.name.clone(), got: reserved, limit: HEADER_MAX });
+        }
+        let work = self.stage.work().join(format!("shard-{}", Digest::of(file.name.as_bytes())));
         let mut target = Target {
             file: File::create(&work).map_err(self.stage.write_error(&work))?,
             path: &work,
@@ -453,16 +475,8 @@ impl Job<'_> {
             header_bytes.len() as u64,
         ));
         let shard_header = target.finish(&metadata, reserved)?;
-        if shard_header.len() as u64 > HEADER_MAX {
-            return Err(BundleError::HeaderTooLarge {
-                file: file.name.clone(),
-                got: shard_header.len() as u64,
-                limit: HEADER_MAX,
-            });
-        }
-        let shard_size = target.at;
+        let (shard_size, target) = (target.at, target.file);
         map.check_unchanged()?;
-        self.stage.accept(&work, &file.name)?;
 
         let header_digest = Digest::of(header_bytes);
         let entry = WeightsFile {
@@ -483,11 +497,17 @@ impl Job<'_> {
             source_modified_ns: file.modified_ns,
             file: entry,
         };
-        let path = self.record_path(&file.name);
-        let json = serde_json::to_vec(&record).expect("a record is strings, numbers and lists");
-        files::write_durably(&path, &json).map_err(self.stage.write_error(&path))?;
         self.progress.advance(header_bytes.len() as u64);
-        Ok(record.file)
+        Ok(Written { file: target, work, record })
+    }
+
+    /// Waits until a shard is on the disk, gives it its name, and notes that for `--resume`.
+    fn settle(&self, shard: Written) -> Result<(), BundleError> {
+        shard.file.sync_all().map_err(self.stage.write_error(&shard.work))?;
+        self.stage.accept(&shard.work, &shard.record.file.name)?;
+        let path = self.record_path(&shard.record.file.name);
+        let json = serde_json::to_vec(&shard.record).expect("a record is strings, numbers and lists");
+        files::write_durably(&path, &json).map_err(self.stage.write_error(&path))
     }
 
     fn encode<'a>(&self, bytes: &'a [u8], info: &'a TensorInfo, decision: &Decision) -> Encoded<'a> {
@@ -666,7 +686,7 @@ impl Target<'_> {
     fn put(&mut self, encoded: &Encoded<'_>, deferred: &mut Vec<Deferred>) -> Result<(), BundleError> {
         let info = encoded.info;
         let mut place = |target: &mut Self, part: Part, bytes: &[u8], sign_mantissa| {
-            if part.bytes % ALIGN != 0 {
+            if !part.bytes.is_multiple_of(ALIGN) {
                 deferred.push(Deferred { part, offset: info.offset, source_bytes: info.bytes, sign_mantissa });
                 return Ok(());
             }
@@ -708,7 +728,7 @@ impl Target<'_> {
         Ok(())
     }
 
-    /// Writes the header before the data and waits until all of it is on the disk.
+    /// Writes the header before the data.
     fn finish(&mut self, metadata: &BTreeMap<String, String>, reserved: u64) -> Result<Vec<u8>, BundleError> {
         let mut begin = 0;
         let entries = self.parts.iter().map(|part| {
@@ -719,7 +739,6 @@ impl Target<'_> {
         let header = header_to_bytes(metadata, entries, reserved);
         assert_eq!(header.len() as u64, reserved, "the reserved header bounds the real one");
         self.file.write_all_at(&header, 0).map_err(self.stage.write_error(self.path))?;
-        self.file.sync_all().map_err(self.stage.write_error(self.path))?;
         Ok(header)
     }
 }

@@ -1,0 +1,48 @@
+#![no_main]
+//! Headers, manifests and shards from anywhere.
+
+use std::{fs, path::PathBuf, sync::LazyLock};
+
+use libfuzzer_sys::fuzz_target;
+use unweight_format::{
+    Digest,
+    bundle::Bundle,
+    safetensors::{Header, SOURCE_HEADER_MAX},
+};
+
+static DIR: LazyLock<PathBuf> = LazyLock::new(|| tempfile::tempdir().expect("a directory").keep());
+
+/// Puts the right digest in, as an attacker would.
+fn seal(manifest: &mut [u8]) {
+    const KEY: &[u8] = b"\"manifest_digest\":\"";
+    let Some(at) = manifest.windows(KEY.len()).rposition(|window| window == KEY) else { return };
+    let at = at + KEY.len();
+    if let Some(digits) = manifest.get_mut(at..at + 32) {
+        digits.fill(b'0');
+        let digest = Digest::of(manifest).to_string();
+        manifest[at..at + 32].copy_from_slice(digest.as_bytes());
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&mode, data)) = data.split_first() else { return };
+    if mode == 0 {
+        _ = Header::parse(data, data.len() as u64, SOURCE_HEADER_MAX);
+        return;
+    }
+    let Some((length, data)) = data.split_first_chunk::<4>() else { return };
+    let (manifest, shard) = data.split_at((u32::from_le_bytes(*length) as usize).min(data.len()));
+    let mut manifest = manifest.to_vec();
+    seal(&mut manifest);
+    fs::write(DIR.join("unweight.json"), manifest).expect("written");
+    // A new file: the old one may still be mapped.
+    _ = fs::remove_file(DIR.join("t.safetensors"));
+    fs::write(DIR.join("t.safetensors"), shard).expect("written");
+    if let Ok(bundle) = Bundle::open(&DIR) {
+        let names: Vec<String> = bundle.tensors().map(|t| t.entry.name.clone()).collect();
+        for name in names {
+            _ = bundle.tensor(&name);
+            _ = bundle.decode(&name);
+        }
+    }
+});

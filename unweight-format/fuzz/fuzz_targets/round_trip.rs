@@ -1,0 +1,24 @@
+#![no_main]
+//! Any weights of any small shape come back, and both encoders agree.
+
+use libfuzzer_sys::fuzz_target;
+use unweight_format::{CodeLimit, Matrix, decode, encode, oracle};
+
+fuzz_target!(|data: &[u8]| {
+    let [cols, limit, weights @ ..] = data else { return };
+    let cols = usize::from(*cols) + 1;
+    let rows = weights.len() / 2 / cols;
+    let weights = &weights[..rows * cols * 2];
+    let Ok(matrix) = Matrix::new(weights, rows, cols) else { return };
+    let limit = CodeLimit::new(6 + u32::from(*limit) % 10).expect("6..=15");
+    let fast = encode::huffman(matrix, limit).expect("small");
+    let slow = oracle::encode_huffman(matrix, limit).expect("small");
+    assert!(fast == slow, "encoders differ");
+    assert!(decode::to_vec(&fast).expect("valid") == weights);
+    assert!(oracle::decode_huffman(&fast).expect("valid") == weights);
+    let palette = encode::palette(matrix, limit).expect("small");
+    assert!(decode::transcode(&fast).expect("valid") == palette);
+    let mut out = vec![0; weights.len()];
+    decode::palette(&palette, &mut out).expect("valid");
+    assert!(out == weights);
+});
