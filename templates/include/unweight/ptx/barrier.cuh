@@ -40,6 +40,11 @@ UW_DEVICE U32x4 load_cluster_x4(u32 address) {
                  : "memory");
     return v;
 }
+UW_DEVICE U32x2 load_cluster_x2(u32 address) {
+    U32x2 v;
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
 UW_DEVICE void store_cluster_x4(u32 address, U32x4 v) {
     asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");

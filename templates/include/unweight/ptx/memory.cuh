@@ -103,6 +103,8 @@ UW_DEVICE u32 load_global_nc_u8(const void* p) {
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+// Brings the line of `p` to L2.
+UW_DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 UW_DEVICE void store_global_x4(void* p, U32x4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

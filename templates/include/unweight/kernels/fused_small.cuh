@@ -1,0 +1,393 @@
+// HEAD
+#pragma once
+
+#include "unweight/fused/escapes.cuh"
+#include "unweight/fused/packed.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/bulk.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/fence.cuh"
+#include "unweight/ptx/mbarrier.cuh"
+#include "unweight/ptx/mma.cuh"
+#include "unweight/smem/tile.cuh"
+
+namespace uw::fused_small {
+
+using fused::kSteps;
+using fused::kTile;
+
+constexpr u32 kBatchFragment = 8;  // the n dimension of m16n8k16
+
+template <class Config>
+constexpr u32 kThreads = Config::kWarps * 32;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kRows = Config::kRowBlocks * fused::kBlockRows;
+    static constexpr u32 kXBytes = Config::kBatchTile * smem::kSwizzleBytes;
+    static constexpr u32 kWBytes = Config::kRowBlocks * fused::kBlockBytes;
+    static constexpr u32 kStageBytes = kXBytes + kWBytes;
+    // One warp's ring: X of all stages, then W of all stages.
+    static constexpr u32 kRingBytes =
+        (Config::kStages * kStageBytes + smem::kSwizzlePeriodBytes - 1) / smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
+    // One warp's sums, fp32 [batch][row].
+    static constexpr u32 kSumBytes = Config::kBatchTile * kRows * 4;
+    // In a stream the rings are being refilled while sums are reduced; otherwise a warp's sums lie over its drained ring.
+    static constexpr u32 kSumPitchBytes = Config::kStream ? kSumBytes : kRingBytes;
+
+    static constexpr u32 kRings = 0;
+    static constexpr u32 kSums = Config::kStream ? Config::kWarps * kRingBytes : 0;
+    static constexpr u32 kBarriers = Config::kWarps * (kRingBytes + (Config::kStream ? kSumBytes : 0));
+    static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
+
+    static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
+    static_assert(kSumBytes <= kSumPitchBytes, "a warp's sums lie over its ring");
+};
+
+template <class Config>
+struct Kernel {
+    using S = Smem<Config>;
+    static constexpr u32 kFragments = Config::kBatchTile / kBatchFragment;
+    static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;                                                         // warps that share a row group's k
+    static constexpr u32 kNoColumn = ~0u;
+    // Row blocks whose multiply chains run side by side. With four fragments and more a row block has chains enough of its own.
+    static constexpr u32 kChains = Config::kRowBlocks > 1 && kFragments < 4 ? 2 : 1;
+    static constexpr u32 kHeadBatch = 32;                                                                                    // tiles whose heads one load of a warp brings
+    static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
+    static_assert(Config::kRowBlocks >= 1 && Config::kRowBlocks <= 8, "a warp keeps the sums of up to 8 row blocks");
+    static_assert(S::kRows % (2 * Config::kCluster) == 0, "blocks of a cluster store whole pairs of rows");
+
+    const FusedArgs& args;
+    const u32 shared, warp, lane;
+    const u32 ring, barriers;
+    const u32 k_warp;                 // this warp among the kKWarps
+    const u32 batch_tiles, cluster, batch;  // this cluster; first batch row of its tile
+    const u32 first_block, blocks, tasks;  // this cluster's row blocks, and in how many tasks it works them off
+    const u32 tiles;                  // columns of tiles times tasks; this warp takes k_warp, k_warp + kKWarps, ...
+    const u64 x_policy, w_policy;
+
+    // The next tile to load.
+    u32 load_slot = 0, load_index, load_task = 0, load_column;
+    // The next tile to compute: its slot, and its index among the cluster's tiles.
+    u32 slot = 0, parity = 0, index;
+
+    float sums[Config::kRowBlocks][kFragments][4];
+
+    UW_DEVICE Kernel(const FusedArgs& a, u32 shared_address)
+        : args(a),
+          shared(shared_address),
+          warp(ptx::uniform_warp_index()),
+          lane(ptx::lane_index()),
+          ring(shared_address + S::kRings + warp * S::kRingBytes),
+          barriers(shared_address + S::kBarriers + warp * Config::kStages * 8),
+          k_warp(Config::kCluster > 1 ? ptx::cluster_rank() * Config::kWarps + warp : warp),
+          batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
+          cluster(ptx::block_index() / Config::kCluster),
+          batch(cluster % batch_tiles * Config::kBatchTile),
+          first_block(block_share(cluster / batch_tiles)),
+          blocks(block_share(cluster / batch_tiles + 1) - first_block),
+          tasks(Config::kStream ? (blocks + Config::kRowBlocks - 1) / Config::kRowBlocks : blocks != 0),
+          tiles(tasks * a.tile_cols),
+          x_policy(ptx::l2_policy(L2::kEvictLast)),
+          w_policy(ptx::l2_policy(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal)),
+          load_index(k_warp),
+          load_column(k_warp),
+          index(k_warp) {
+        if constexpr (Config::kStream) wrap_load();
+    }
+
+    UW_DEVICE u32 x_slot(u32 s) const { return ring + s * S::kXBytes; }
+    UW_DEVICE u32 w_slot(u32 s) const { return ring + Config::kStages * S::kXBytes + s * S::kWBytes; }
+
+    // ---- work ------------------------------------------------------------------------------------------------------
+    // Row blocks are dealt out in order and as evenly as they divide, so that every multiprocessor streams to the end.
+    UW_DEVICE u32 block_share(u32 i) const { return i * (args.n / fused::kBlockRows) / (ptx::grid_size() / Config::kCluster / batch_tiles); }
+    UW_DEVICE u32 task_first(u32 task) const { return first_block + (Config::kStream ? task * blocks / tasks : task * blocks); }
+    UW_DEVICE u32 task_blocks(u32 task) const { return task_first(task + 1) - task_first(task); }
+
+    // ---- load ------------------------------------------------------------------------------------------------------
+    // One lane: the task's row blocks of one column of tiles. Blocks of one tile are neighbours in memory, so a copy brings up to four.
+    UW_DEVICE void load_w() const {
+        u32 block = task_first(load_task), left = task_blocks(load_task), to = w_slot(load_slot);
+        do {
+            const u32 inside = block % fused::kTileBlocks, whole = fused::kTileBlocks - inside;
+            const u32 here = Config::kRowBlocks == 1 ? 1 : left < whole ? left : whole;
+            const u64 tile = u64(block / fused::kTileBlocks) * args.tile_cols + load_column;
+            ptx::bulk_load(to, args.packed + tile * fused::kTileBytes + inside * fused::kBlockBytes, here * fused::kBlockBytes, barriers + load_slot * 8,
+                           w_policy);
+            block += here;
+            left -= here;
+            to += here * fused::kBlockBytes;
+        } while (left != 0);
+    }
+    UW_DEVICE u32 load_bytes() const { return S::kXBytes + task_blocks(load_task) * fused::kBlockBytes; }
+    UW_DEVICE void load_x(u32 s, u32 column) const { ptx::tensor_load_2d(x_slot(s), args.x, column * kTile, batch, barriers + s * 8, x_policy); }
+
+    UW_DEVICE void wrap_load() {
+        while (load_column >= args.tile_cols && load_index < tiles) {
+            load_column -= args.tile_cols;
+            ++load_task;
+        }
+    }
+    UW_DEVICE void advance_load() {
+        load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
+        load_index += kKWarps;
+        load_column += kKWarps;
+        if constexpr (Config::kStream) wrap_load();
+    }
+    // By a converged warp whose lanes have read the slot.
+    UW_DEVICE void load_next() {
+        if (load_index >= tiles) return;
+        if (ptx::elect_one()) {
+            ptx::mbarrier_arrive_expect_tx(barriers + load_slot * 8, load_bytes());
+            load_x(load_slot, load_column);
+            load_w();
+        }
+        advance_load();
+    }
+
+    // Fills the ring, weights first: they do not depend on the kernel before, and they come from further away. X does.
+    UW_DEVICE void start() {
+        if (ptx::elect_one()) {
+#pragma unroll
+            for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barriers + s * 8, 1);
+            ptx::fence_mbarrier_init();
+        }
+        ptx::sync_warp();
+        if constexpr (Config::kDependent) ptx::grid_launch_dependents();
+        u32 columns[Config::kStages];
+#pragma unroll
+        for (u32 s = 0; s < Config::kStages; ++s) {
+            columns[s] = kNoColumn;
+            if (load_index < tiles) {
+                columns[s] = load_column;
+                if (ptx::elect_one()) {
+                    ptx::mbarrier_arrive_expect_tx(barriers + s * 8, load_bytes());
+                    load_w();
+                }
+                advance_load();
+            }
+        }
+        if constexpr (Config::kDependent) ptx::grid_dependency_wait();
+#pragma unroll
+        for (u32 s = 0; s < Config::kStages; ++s) {
+            if (columns[s] != kNoColumn) {
+                if (ptx::elect_one()) load_x(s, columns[s]);
+            }
+        }
+    }
+
+    // ---- compute ---------------------------------------------------------------------------------------------------
+    // Escape heads of up to kHeadBatch tiles: lane l holds those of the warp's tile `first + l`.
+    struct Heads {
+        u32 words[Config::kRowBlocks];
+        u32 tiles;  // bit l: lane l's tile has an escape
+    };
+    UW_DEVICE void load_heads(Heads& heads) const {
+        const u32 mine = index + lane * kKWarps;
+        const u32 task = Config::kStream ? mine / args.tile_cols : 0, column = mine - task * args.tile_cols;
+        const u32 first = mine < tiles ? task_first(task) : 0, count = mine < tiles ? task_blocks(task) : 0;
+#pragma unroll
+        for (u32 b = 0; b < Config::kRowBlocks; ++b) {
+            const u32 block = first + b;
+            const u64 tile = u64(block / fused::kTileBlocks) * args.tile_cols + column;
+            heads.words[b] = b < count ? ptx::load_global_nc(args.escape_heads + tile * fused::kTileBlocks + block % fused::kTileBlocks) : 0;
+        }
+    }
+    // Once their words are there.
+    UW_DEVICE void digest_heads(Heads& heads) const {
+        u32 any = 0;
+        // Lists are rare and far away: have them near when their tile comes.
+#pragma unroll
+        for (u32 b = 0; b < Config::kRowBlocks; ++b) {
+            any |= heads.words[b];
+            const u32 list = heads.words[b] & ~fused::kListHead;
+            if (list != heads.words[b] && list < args.escape_words) ptx::prefetch_l2(args.escapes + list);
+        }
+        heads.tiles = ptx::warp_ballot(any != 0);
+    }
+
+    UW_DEVICE void load_x_fragments(u32 (&x)[kFragments][kSteps][2]) const {
+#pragma unroll
+        for (u32 f = 0; f < kFragments; ++f) {
+#pragma unroll
+            for (u32 half = 0; half < kSteps / 2; ++half) {
+                const u32 row = f * kBatchFragment + lane % 8, chunk = half * 4 + lane / 8;
+                const U32x4 v = ptx::load_matrix_x4(x_slot(slot) + smem::Bf16Tile<Config::kBatchTile>::offset(row, chunk));
+                x[f][2 * half][0] = v.x;
+                x[f][2 * half][1] = v.y;
+                x[f][2 * half + 1][0] = v.z;
+                x[f][2 * half + 1][1] = v.w;
+            }
+        }
+    }
+
+    // `turn`: the tile's place in `heads`. Two bodies, so that the common one has no branch among its operands.
+    template <bool kPatch>
+    UW_DEVICE void compute_tile(const Heads& heads, u32 turn, u32 task) {
+        u32 x[kFragments][kSteps][2];
+        load_x_fragments(x);
+#pragma unroll
+        for (u32 first = 0; first < Config::kRowBlocks; first += kChains) {
+            fused::Operands operands[kChains];
+#pragma unroll
+            for (u32 c = 0; c < kChains; ++c) {
+                if (first + c < Config::kRowBlocks) operands[c] = fused::Operands(fused::PackedBlock(w_slot(slot) + (first + c) * fused::kBlockBytes, lane));
+            }
+            if (first + kChains >= Config::kRowBlocks) {
+                // All of the slot is in registers.
+                ptx::sync_warp();
+                load_next();
+            }
+            if constexpr (kPatch) {
+#pragma unroll
+                for (u32 c = 0; c < kChains; ++c) {
+                    if (first + c >= Config::kRowBlocks) break;
+                    fused::patch_escapes(operands[c], ptx::shuffle(heads.words[first + c], turn), args.escapes, args.escape_words, lane);
+                }
+            }
+            if constexpr (Config::kDumpOperands) {
+#pragma unroll
+                for (u32 c = 0; c < kChains; ++c) {
+                    if (first + c < task_blocks(task)) dump(operands[c], task_first(task) + first + c);
+                }
+            }
+#pragma unroll
+            for (u32 s = 0; s < kSteps; ++s) {
+#pragma unroll
+                for (u32 c = 0; c < kChains; ++c) {
+                    if (first + c >= Config::kRowBlocks) break;
+                    const u32(&p)[kSteps * 4] = operands[c].p;
+                    const u32 a[4] = {p[4 * s], p[4 * s + 1], p[4 * s + 2], p[4 * s + 3]};
+#pragma unroll
+                    for (u32 f = 0; f < kFragments; ++f) ptx::mma_m16n8k16(sums[first + c][f], a, x[f][s]);
+                }
+            }
+        }
+    }
+
+    UW_DEVICE void compute(const Heads& heads, u32 turn, u32 task) {
+        ptx::mbarrier_wait_parity(barriers + slot * 8, parity);
+        if (Config::kEscapes && (heads.tiles >> turn & 1)) {
+            compute_tile<Config::kEscapes>(heads, turn, task);
+        } else {
+            compute_tile<false>(heads, turn, task);
+        }
+        slot = slot + 1 == Config::kStages ? 0 : slot + 1;
+        parity ^= slot == 0;
+    }
+
+    // Debugging: what enters the tensor cores, u32 [tile][row block][step][register][lane] in the workspace.
+    UW_DEVICE void dump(const fused::Operands& operands, u32 block) const {
+        const u64 tile = u64(block / fused::kTileBlocks) * args.tile_cols + index % args.tile_cols;
+        u32* out = reinterpret_cast<u32*>(args.workspace) + (tile * fused::kTileBlocks + block % fused::kTileBlocks) * (kSteps * 4 * 32) + lane;
+#pragma unroll
+        for (u32 r = 0; r < kSteps * 4; ++r) ptx::store_global(out + r * 32, operands.p[r]);
+    }
+
+    // ---- reduce ----------------------------------------------------------------------------------------------------
+    // Bytes of (batch b, row r) in a warp's sums: bits 3 and 4 of the word are flipped so that the fragment's (2t, g) hit 32 banks.
+    UW_DEVICE static u32 sum_offset(u32 b, u32 r) { return ((b * S::kRows + r) ^ (b / 2 % 4 * 8)) * 4; }
+
+    UW_DEVICE void meet() const {
+        if constexpr (Config::kCluster > 1) {
+            ptx::cluster_arrive();
+            ptx::cluster_wait();
+        } else {
+            ptx::sync_block();
+        }
+    }
+
+    UW_DEVICE void reduce(u32 task) {
+        const u32 left = args.m - batch;
+        const u32 valid = left < Config::kBatchTile ? left : Config::kBatchTile;
+        if constexpr (Config::kStream) meet();  // the sums of the task before have been read
+        const u32 own = shared + S::kSums + warp * S::kSumPitchBytes;
+        const u32 g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (u32 f = 0; f < kFragments; ++f) {
+            if (f * kBatchFragment >= valid) break;
+#pragma unroll
+            for (u32 b = 0; b < Config::kRowBlocks; ++b) {
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) {
+                    ptx::store_shared(own + sum_offset(f * kBatchFragment + 2 * t + i % 2, b * fused::kBlockRows + g + i / 2 * 8),
+                                      ptx::bits_from_float(sums[b][f][i]));
+                }
+            }
+        }
+        meet();
+        // Block `rank` of the cluster owns its share of the rows; a unit is two rows of one batch row.
+        constexpr u32 kShare = S::kRows / Config::kCluster, kPairs = kShare / 2;
+        const u32 rank = Config::kCluster > 1 ? ptx::cluster_rank() : 0;
+        const u32 rows = task_blocks(task) * fused::kBlockRows, first_row = task_first(task) * fused::kBlockRows;
+        for (u32 unit = warp * 32 + lane; unit < valid * kPairs; unit += kThreads<Config>) {
+            const u32 b = unit / kPairs, r = rank * kShare + unit % kPairs * 2;
+            if (r >= rows) continue;
+            const u32 offset = shared + S::kSums + sum_offset(b, r);
+            float low = 0.0f, high = 0.0f;
+#pragma unroll
+            for (u32 c = 0; c < Config::kCluster; ++c) {
+                const u32 address = Config::kCluster > 1 ? ptx::map_shared_rank(offset, c) : offset;
+#pragma unroll
+                for (u32 w = 0; w < Config::kWarps; ++w) {
+                    const u32 from = address + w * S::kSumPitchBytes;
+                    const U32x2 v = Config::kCluster > 1 ? ptx::load_cluster_x2(from) : ptx::load_shared_x2(from);
+                    low += ptx::float_from_bits(v.x);
+                    high += ptx::float_from_bits(v.y);
+                }
+            }
+            low *= args.scale;
+            high *= args.scale;
+            u16* y = static_cast<u16*>(args.y) + u64(batch + b) * args.n + first_row + r;
+            if constexpr (Config::kStoreAdd) {
+                const u32 old = ptx::load_global(y);
+                low += ptx::float_from_bits(old << 16);
+                high += ptx::float_from_bits(old & 0xffff0000u);
+            }
+            ptx::store_global(y, ptx::pack_bf16x2(low, high));
+        }
+    }
+
+    // ---- the warp's life -------------------------------------------------------------------------------------------
+    UW_DEVICE void run() {
+        Heads heads;
+        // Small and far away: asked for before the weights fill the queues.
+        if constexpr (Config::kEscapes) load_heads(heads);
+        start();
+        u32 turn = 0;
+        for (u32 task = 0; task < tasks; ++task) {
+#pragma unroll
+            for (u32 b = 0; b < Config::kRowBlocks; ++b) {
+#pragma unroll
+                for (u32 f = 0; f < kFragments; ++f) {
+#pragma unroll
+                    for (u32 j = 0; j < 4; ++j) sums[b][f][j] = 0.0f;
+                }
+            }
+            for (const u32 end = (task + 1) * args.tile_cols; index < end; index += kKWarps) {
+                if constexpr (Config::kEscapes) {
+                    if (turn == kHeadBatch) {
+                        load_heads(heads);
+                        turn = 0;
+                    }
+                    if (turn == 0) digest_heads(heads);
+                }
+                compute(heads, turn, task);
+                ++turn;
+            }
+            reduce(task);
+        }
+        // Peers may still be reading this block's sums.
+        if constexpr (Config::kCluster > 1) meet();
+    }
+};
+
+template <class Config>
+UW_DEVICE void run(const FusedArgs& args) {
+    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    kernel.run();
+}
+
+}  // namespace uw::fused_small
