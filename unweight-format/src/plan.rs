@@ -1,6 +1,6 @@
 //! Which tensor is stored in which form, and what that will cost.
 //!
-//! [`assign`] decides by name, type and shape alone; the encoder may still turn a coded tensor back to raw, if it would not
+//! [`Planner::decide`] decides by name, type and shape alone; the encoder may still turn a coded tensor back to raw, if it would not
 //! shrink. [`predict_bytes`] says how large a coded tensor becomes, from a histogram.
 
 use std::{
