@@ -172,7 +172,10 @@ fn every_variant_reconstructs_every_weight_exactly() {
         let w = halves(&bytes);
         let mut y = DeviceMatrix::zeroed(&stream, m as u32, N as u32).unwrap();
         for spec in &specs {
-            for stored in [false, true] {
+            // Only a palette source is stored in another form than it is decoded to.
+            let forms_of_source: &[bool] =
+                if spec_of(spec).source == WeightSource::Exponent { &[false] } else { &[false, true] };
+            for &stored in forms_of_source {
                 start(&stream, spec, &mut y, &before);
                 run(kernels, &stream, spec, &forms, stored, &x, &mut y);
                 let got = y.data().to_host(&stream).unwrap();
