@@ -6,6 +6,7 @@
 use std::{
     collections::HashSet,
     fs::File,
+    ops::Range,
     os::unix::fs::FileExt,
     path::Path,
     sync::{
@@ -160,7 +161,18 @@ impl Job<'_> {
         let gate = Gate::new(self.options.ram_bytes);
         let failed = AtomicBool::new(false);
         let (sender, receiver) = mpsc::channel::<(Vec<u8>, usize, u64)>();
+        let sizes = || (0..file.tensors.len()).map(|index| shard.original_bytes(index));
+        let batches = batches(sizes(), self.options.ram_bytes);
+        let batch_bytes = |batch: &Range<usize>| batch.clone().map(|index| shard.original_bytes(index)).sum::<u64>();
+        // Two buffers take turns, one decoded to while the other is written: fresh pages for each batch would cost more than
+        // decoding. A batch too large for two of its size gets one of its own.
+        let pooled_max = gate.limit() / 2;
+        let pooled = batches.iter().map(batch_bytes).filter(|&bytes| bytes <= pooled_max).max().unwrap_or(0);
         let (give_back, free) = mpsc::channel::<Vec<u8>>();
+        for _ in 0..2 {
+            // The other end is at hand.
+            _ = give_back.send(zeroed(pooled as usize));
+        }
         thread::scope(|scope| {
             let (gate, failed) = (&gate, &failed);
             let writer = scope.spawn(move || {
@@ -170,24 +182,26 @@ impl Job<'_> {
                         result = write(&buffer[..bytes], at);
                         failed.store(result.is_err(), Ordering::Relaxed);
                     }
-                    // One who no longer wants the buffer has let go of the other end.
-                    _ = give_back.send(buffer);
+                    if buffer.len() as u64 == pooled {
+                        // Who no longer wants the buffer has let go of the other end.
+                        _ = give_back.send(buffer);
+                    }
                     gate.leave(bytes as u64);
                 }
                 result
             });
             let decode_all = || {
                 let mut at = file.header_bytes;
-                let sizes = (0..file.tensors.len()).map(|index| shard.original_bytes(index));
-                for batch in batches(sizes, self.options.ram_bytes) {
+                for batch in batches {
                     self.check_cancelled()?;
                     if failed.load(Ordering::Relaxed) {
                         break;
                     }
-                    let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
+                    let bytes = batch_bytes(&batch);
                     // The coded form is mapped, the decoded one in the buffer.
                     gate.enter(2 * bytes);
-                    let mut buffer = reusable(&free, bytes as usize);
+                    let buffer = if bytes <= pooled { free.recv().ok() } else { Some(zeroed(bytes as usize)) };
+                    let Some(mut buffer) = buffer else { break };
                     let results = shard.decode_batch(batch.clone(), &mut buffer[..bytes as usize], |entry| {
                         self.progress.tensor(&entry.name);
                     });
@@ -224,17 +238,6 @@ impl Job<'_> {
         self.progress.advance(file.header_bytes);
         self.stage.accept(&work, &file.name)
     }
-}
-
-/// A buffer that the writer gave back, if it is large enough but not wasteful; fresh pages cost more than decoding.
-fn reusable(free: &mpsc::Receiver<Vec<u8>>, bytes: usize) -> Vec<u8> {
-    let mut found = None;
-    while let Ok(buffer) = free.try_recv() {
-        if buffer.len() >= bytes && buffer.len() / 4 <= bytes {
-            found = Some(buffer);
-        }
-    }
-    found.unwrap_or_else(|| zeroed(bytes))
 }
 
 /// Compares what was read of a stored file with the manifest.

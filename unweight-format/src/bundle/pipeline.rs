@@ -58,6 +58,11 @@ impl Gate {
         Self { limit: ram_bytes.unwrap_or(DEFAULT_RAM_BYTES), used: Mutex::new(0), changed: Condvar::new() }
     }
 
+    /// Bytes that may be in flight.
+    pub(crate) fn limit(&self) -> u64 {
+        self.limit
+    }
+
     /// Waits until `bytes` fit; what exceeds the limit by itself waits until it is alone.
     pub(crate) fn enter(&self, bytes: u64) {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
