@@ -5,7 +5,7 @@
 //! ```
 //! Without a bundle it makes a small one. Needs a Hopper GPU and libnvrtc; says what is missing otherwise.
 
-use std::{error::Error, path::Path, process::ExitCode, sync::Arc};
+use std::{error::Error, path::Path, process::ExitCode};
 
 use unweight::{
     codegen::Variant,
@@ -34,6 +34,9 @@ struct Transcode;
 #[unweight_variant(n = 2, stages = 4, verbatim = 16, crate = ::unweight::codegen)]
 struct Project;
 
+/// The runtime's, the format's and the file system's errors alike.
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
 /// Batch rows.
 const M: usize = 17;
 
@@ -47,7 +50,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run() -> Result<(), Box<dyn Error>> {
+fn run() -> Result<()> {
     let made = tempfile::tempdir()?;
     let folder = match std::env::args_os().nth(1) {
         Some(folder) => folder.into(),
@@ -77,7 +80,7 @@ fn run() -> Result<(), Box<dyn Error>> {
     let mut indices =
         DeviceBuffer::zeroed(&stream, output_bytes(tensor.grid(), unweight::codegen::spec::DecodeOutput::Palette))?;
     transcode.palette(&stream, &weights, &mut indices)?;
-    let project = Matmul::new(Arc::clone(&kernels.get(&Project::SPEC)?))?;
+    let project = Matmul::new(kernels.get(&Project::SPEC)?)?;
     project.palette(&stream, &on_device, weights.as_palette(&indices), &mut y)?;
     transcode.check(&stream)?;
 
@@ -97,7 +100,7 @@ fn run() -> Result<(), Box<dyn Error>> {
 }
 
 /// A small model, compressed with the distribution profile: every eligible tensor is Huffman-coded.
-fn demo_bundle(home: &Path) -> Result<std::path::PathBuf, Box<dyn Error>> {
+fn demo_bundle(home: &Path) -> Result<std::path::PathBuf> {
     let (model, folder) = (home.join("model"), home.join("bundle"));
     let small = DemoOptions { layers: 2, hidden: 512, intermediate: 1536, vocab: 1024, ..DemoOptions::default() };
     demo_model::write(&model, &small)?;
@@ -106,7 +109,7 @@ fn demo_bundle(home: &Path) -> Result<std::path::PathBuf, Box<dyn Error>> {
 }
 
 /// The first tensor that the declared variants can take.
-fn first_that_fits(bundle: &Bundle) -> Result<(String, HuffmanTensor<&[u8]>), Box<dyn Error>> {
+fn first_that_fits(bundle: &Bundle) -> Result<(String, HuffmanTensor<&[u8]>)> {
     for entry in bundle.tensors() {
         let name = &entry.entry.name;
         if let CompressedTensor::Huffman(tensor) = bundle.tensor(name)? {
