@@ -22,8 +22,8 @@
 
 pub mod bf16;
 pub mod bitstream;
-pub mod bundle;
 mod buffer;
+pub mod bundle;
 pub mod decode;
 pub mod demo_model;
 pub mod digest;
