@@ -21,8 +21,10 @@ use crate::{
 
 /// Decodes to little-endian BF16 bytes.
 ///
+/// Row lengths are checked by quarter tiles, which is what the decoder's streams are; the oracle checks every row.
+///
 /// # Errors
-/// A coded row's codes do not use exactly its stored bits.
+/// Coded rows' codes do not use exactly their stored bits.
 pub fn to_vec<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Vec<u8>, CodecError> {
     let mut out = buffer::zeroed(tensor.grid().elements() * 2);
     huffman(tensor, &mut out)?;
@@ -181,15 +183,15 @@ fn decode_tile<B: AsRef<[u8]>>(
     let first_row = |s: usize| s * coded_rows / STREAMS;
     let mut streams = [Stream::default(); STREAMS];
     let mut coded = 0;
-    for row in 0..rows {
+    for (row, &end) in ends.iter().enumerate().take(rows) {
         if bitmask >> row & 1 == 0 {
             coded += 1;
             for (s, stream) in streams.iter_mut().enumerate() {
                 if coded == first_row(s) {
-                    stream.bit = ends[row].into();
+                    stream.bit = end.into();
                 }
                 if coded == first_row(s + 1) {
-                    stream.end_bit = ends[row].into();
+                    stream.end_bit = end.into();
                 }
             }
         }

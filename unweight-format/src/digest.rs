@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn streams_and_slices_agree() {
-        let bytes: Vec<u8> = (0..3 * LEAF_BYTES + 5).map(|i| (i * i >> 3) as u8).collect();
+        let bytes: Vec<u8> = (0..3 * LEAF_BYTES + 5).map(|i| ((i * i) >> 3) as u8).collect();
         for len in [0, 1, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1, bytes.len()] {
             for step in [700_001, LEAF_BYTES, bytes.len() + 1] {
                 let mut digester = Digester::default();

@@ -98,13 +98,13 @@ pub fn decode_huffman<B: AsRef<[u8]>>(tensor: &HuffmanTensor<B>) -> Result<Vec<u
         let mut reader = BitReader::new(tensor.encoded_exp(), u64::from(metadata.start_word) * 32);
         let mut verbatim_row = metadata.verbatim_row_offset as usize;
         let (tile_row, tile_col) = (tile / grid.tile_cols(), tile % grid.tile_cols());
-        for row in 0..grid.rows_in(tile_row) {
+        for (row, &row_bits) in bits.iter().enumerate().take(grid.rows_in(tile_row)) {
             let mut line = [0u8; TILE];
             if metadata.bitmask() >> row & 1 == 1 {
                 line.copy_from_slice(&tensor.verbatim_exponents()[verbatim_row * TILE..][..TILE]);
                 verbatim_row += 1;
             } else {
-                let end = reader.position() + u64::from(bits[row]);
+                let end = reader.position() + u64::from(row_bits);
                 for exponent in &mut line {
                     *exponent = symbol(&mut reader, tensor.code(), tile, row)?;
                 }
