@@ -468,6 +468,20 @@ fn a_reader_that_goes_away_is_no_error() {
 }
 
 #[test]
+fn a_missing_gpu_is_explained() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    if unweight_rt::device::Device::open(0).is_ok() {
+        run(home.path(), &["compress", "model", "-o", "out", "--device", "cuda"], 0);
+        return;
+    }
+    let output = run(home.path(), &["compress", "model", "-o", "out", "--device", "cuda"], 2);
+    let text = stderr(&output);
+    assert!(text.starts_with("error: ") && text.contains("libcuda"), "{text}");
+    assert!(!home.path().join("out").exists() && !home.path().join("out.partial").exists());
+}
+
+#[test]
 fn mistakes_are_explained() {
     let home = tempfile::tempdir().unwrap();
     copy(&fixture().join("model"), &home.path().join("model"));

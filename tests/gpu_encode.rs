@@ -5,10 +5,15 @@ mod gpu;
 
 use gpu::{SHAPES, Weights, gpu, stream};
 use unweight_codegen::spec::EncodeStage;
-use unweight_format::{Code, CodeLimit, Histogram, Matrix, PaletteTensor, Section, encode};
+use unweight_format::{
+    Code, CodeLimit, Histogram, Matrix, PaletteTensor, Section,
+    bundle::{self, CompressOptions, Profile, Silent},
+    demo_model::{self, DemoOptions},
+    encode,
+};
 use unweight_rt::{
     dispatch::Kernels,
-    encoder::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
+    encoder::{BundleEncoder, EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
 };
 
 fn same_bytes(
@@ -104,4 +109,38 @@ fn a_matrix_of_many_scan_blocks() {
     let matrix = Matrix::new(&bytes, shape.0, shape.1).unwrap();
     assert_eq!(encoder.encode(&stream, matrix).unwrap(), encode::huffman(matrix, limit).unwrap());
     assert_eq!(encoder.encode_palette(&stream, matrix).unwrap(), encode::palette(matrix, limit).unwrap());
+}
+
+#[test]
+fn a_bundle_does_not_tell_who_encoded_it() {
+    let Some(kernels) = gpu() else { return };
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("model");
+    let demo = DemoOptions {
+        layers: 3,
+        hidden: 320,
+        intermediate: 704,
+        heads: 5,
+        kv_heads: 5,
+        vocab: 1000,
+        ..DemoOptions::default()
+    };
+    demo_model::write(&model, &demo).unwrap();
+    for profile in Profile::ALL {
+        let options = CompressOptions::new(*profile);
+        let encoder = BundleEncoder::new(&kernels, options.code_limit).unwrap();
+        let paths = ["cpu", "gpu"].map(|name| home.path().join(format!("{name}-{profile}")));
+        bundle::compress(&model, &paths[0], &options, &Silent).unwrap();
+        bundle::compress_with(&model, &paths[1], &options, &encoder, &Silent).unwrap();
+        let names = |path: &std::path::Path| {
+            let mut names: Vec<_> = std::fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name()).collect();
+            names.sort();
+            names
+        };
+        assert_eq!(names(&paths[0]), names(&paths[1]));
+        for name in names(&paths[0]) {
+            let [cpu, gpu] = [0, 1].map(|i: usize| std::fs::read(paths[i].join(&name)).unwrap());
+            assert!(cpu == gpu, "{profile}: {} differs", name.display());
+        }
+    }
 }

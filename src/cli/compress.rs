@@ -2,11 +2,14 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
-use unweight::format::bundle::{self, CompressOptions, VerifyAfter};
+use clap::{Args, ValueEnum};
+use unweight::{
+    format::bundle::{self, CompressOptions, CpuEncoder, Encoder, VerifyAfter},
+    rt::{device, dispatch::Kernels, encoder::BundleEncoder, env::Env},
+};
 
 use super::{
-    failure::Result,
+    failure::{Failure, Result},
     output::{self, Output},
     progress::Bar,
     select::{self, Select},
@@ -38,6 +41,30 @@ pub struct Compress {
     /// Also record the SHA-256 of every source file
     #[arg(long)]
     sha256: bool,
+    /// Who codes the tensors; the bundle is the same
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    device: Device,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Device {
+    Cpu,
+    /// The first GPU
+    Cuda,
+}
+
+impl Device {
+    fn encoder(self, options: &CompressOptions) -> Result<Box<dyn Encoder>> {
+        Ok(match self {
+            Self::Cpu => Box::new(CpuEncoder),
+            Self::Cuda => {
+                let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
+                let device = device::Device::open(0).map_err(Failure::other)?;
+                let kernels = Kernels::open(&device, env);
+                Box::new(BundleEncoder::new(&kernels, options.code_limit).map_err(Failure::other)?)
+            }
+        })
+    }
 }
 
 impl Compress {
@@ -51,8 +78,9 @@ impl Compress {
             sha256: self.sha256,
             ..self.select.options()
         };
+        let encoder = self.device.encoder(&options)?;
         let bar = Bar::new(output, "compressing")?;
-        let report = bundle::compress(&self.source, &self.output, &options, &bar)?;
+        let report = bundle::compress_with(&self.source, &self.output, &options, encoder.as_ref(), &bar)?;
         bar.finish();
         if !report.resumed_files.is_empty() {
             output.note(format_args!("reused from the interrupted run: {}", report.resumed_files.join(", ")));

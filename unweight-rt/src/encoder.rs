@@ -7,7 +7,7 @@
 //! Everything a stage needs of the one before is on the device; the host looks at the totals once, at the end. Buffers are sized for the
 //! worst case (319 bits a row, every row verbatim), so that nothing has to be measured before it can be written.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use unweight_codegen::{
     abi::EncodeArgs,
@@ -15,7 +15,8 @@ use unweight_codegen::{
     spec::{EncodeStage, Op, VariantSpec},
 };
 use unweight_format::{
-    CodeLimit, Grid, HuffmanTensor, Matrix, PaletteTensor, Section, TileMetadata,
+    CodeLimit, CompressedTensor, Digest, Grid, HuffmanTensor, Matrix, PaletteTensor, Section, TileMetadata,
+    bundle::{Encoder, EncoderError, Encoding},
     layout::{TILE_WORDS_MAX, WORDS_ALIGN},
 };
 
@@ -43,6 +44,51 @@ const SCAN_TILES_MIN: usize = 256;
 pub struct GpuEncoder {
     kernels: Vec<Arc<LoadedKernel>>,
     limit: CodeLimit,
+}
+
+/// The encoder of a device as [`bundle::compress_with`](unweight_format::bundle::compress_with) takes it: digests on the CPU, the rest on the GPU,
+/// one tensor at a time.
+#[derive(Debug)]
+pub struct BundleEncoder {
+    encoder: GpuEncoder,
+    stream: Mutex<Stream>,
+}
+
+impl BundleEncoder {
+    /// Compiles or finds the encoder's kernels.
+    ///
+    /// # Errors
+    /// The device or the compiler is missing, or failed.
+    pub fn new(kernels: &Kernels, limit: CodeLimit) -> Result<Self, DeviceError> {
+        Ok(Self { encoder: GpuEncoder::new(kernels, limit)?, stream: Mutex::new(kernels.device().stream()?) })
+    }
+}
+
+impl Encoder for BundleEncoder {
+    fn encode(
+        &self,
+        matrix: Matrix<'_>,
+        encoding: Encoding,
+        limit: CodeLimit,
+    ) -> Result<(Digest, CompressedTensor<Vec<u8>>), EncoderError> {
+        if limit != self.encoder.limit {
+            let reason = format!("made for code limit {}, asked for {}", self.encoder.limit.bits(), limit.bits());
+            return Err(EncoderError::Failed(reason.into()));
+        }
+        let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
+        let digest = Digest::of(matrix.bytes());
+        // A panic of another thread leaves the stream as usable as it was.
+        let stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let tensor = match encoding {
+            Encoding::Raw => CompressedTensor::Raw(matrix.bytes().to_vec()),
+            Encoding::Huffman => CompressedTensor::Huffman(self.encoder.encode(&stream, matrix).map_err(failed)?),
+            Encoding::Palette => {
+                CompressedTensor::Palette(self.encoder.encode_palette(&stream, matrix).map_err(failed)?)
+            }
+            other => return Err(EncoderError::Failed(format!("no kernel makes the form '{other}'").into())),
+        };
+        Ok((digest, tensor))
+    }
 }
 
 /// Device memory for encoding matrices of one shape.

@@ -24,7 +24,8 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    BundleError, CompressOptions, CompressReport, Encoding, PlanReport, Progress, TensorReport, VerifyAfter,
+    BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, EncoderError, Encoding, PlanReport, Progress,
+    TensorReport, VerifyAfter,
     files::{self, Mapped},
     pipeline::{Gate, batches, on_threads},
     read::{Shard, dtype_of},
@@ -33,7 +34,7 @@ use super::{
     stage::Stage,
 };
 use crate::{
-    Code, CodecError, Digest, HuffmanTensor, Matrix, PaletteTensor, Section, bf16, encode,
+    CompressedTensor, Digest, HuffmanTensor, Matrix, PaletteTensor, Section, bf16,
     manifest::{
         self, CopiedFile, FileEntry, INDEX_SOURCE_SUFFIX, IndexFile, Manifest, Options, SOURCE_HEADER, SectionEntry,
         TensorEntry, VERSION, WeightsFile, section_name,
@@ -60,13 +61,27 @@ pub fn compress(
     options: &CompressOptions,
     progress: &dyn Progress,
 ) -> Result<CompressReport, BundleError> {
+    compress_with(source, output, options, &CpuEncoder, progress)
+}
+
+/// [`compress`] with another encoder.
+///
+/// # Errors
+/// As [`compress`], or the encoder failed.
+pub fn compress_with(
+    source: &Path,
+    output: &Path,
+    options: &CompressOptions,
+    encoder: &dyn Encoder,
+    progress: &dyn Progress,
+) -> Result<CompressReport, BundleError> {
     let started = Instant::now();
     let planner = Planner::new(options)?;
     Stage::check(source, output, options.force)?;
     let model = Source::open(source)?;
     planner.check_rules(tensor_names(&model))?;
     let stage = Stage::open(source, output, options.force, options.resume)?;
-    let job = Job { options, planner: &planner, stage: &stage, progress };
+    let job = Job { options, planner: &planner, stage: &stage, encoder, progress };
     let result = on_threads(options.threads, || job.run(&model));
     let (manifest, resumed_files, stored_bytes, verified_tensors) = result?;
     stage.finish()?;
@@ -217,6 +232,7 @@ struct Job<'a> {
     options: &'a CompressOptions,
     planner: &'a Planner,
     stage: &'a Stage,
+    encoder: &'a dyn Encoder,
     progress: &'a dyn Progress,
 }
 
@@ -446,8 +462,8 @@ impl Job<'_> {
                     let encoded: Vec<Encoded<'_>> = infos
                         .par_iter()
                         .zip(&decisions[batch])
-                        .map(|(info, decision)| self.encode(map.slice(info.offset, info.bytes), info, decision))
-                        .collect();
+                        .map(|(info, decision)| self.encode(file, map.slice(info.offset, info.bytes), info, decision))
+                        .collect::<Result<_, _>>()?;
                     let held: u64 = encoded.iter().map(|e| e.held_bytes).sum();
                     gate.leave(cost.saturating_sub(held));
                     for encoded in encoded {
@@ -510,9 +526,16 @@ impl Job<'_> {
         files::write_durably(&path, &json).map_err(self.stage.write_error(&path))
     }
 
-    fn encode<'a>(&self, bytes: &'a [u8], info: &'a TensorInfo, decision: &Decision) -> Encoded<'a> {
+    fn encode<'a>(
+        &self,
+        file: &SourceFile,
+        bytes: &'a [u8],
+        info: &'a TensorInfo,
+        decision: &Decision,
+    ) -> Result<Encoded<'a>, BundleError> {
         self.progress.tensor(&info.name);
-        let (digest, form, stored) = encode_tensor(bytes, decision.form, self.options);
+        let (digest, form, stored) = encode_tensor(bytes, decision.form, self.options, self.encoder)
+            .map_err(|source| BundleError::Encoder { file: file.name.clone(), tensor: info.name.clone(), source })?;
         let sections: Vec<SectionEntry> = manifest::sections_of(form.encoding())
             .par_iter()
             .filter_map(|&section| {
@@ -535,7 +558,7 @@ impl Job<'_> {
             sections,
         };
         self.progress.advance(info.bytes);
-        Encoded { info, entry, stored, held_bytes }
+        Ok(Encoded { info, entry, stored, held_bytes })
     }
 
     /// Writes the indexes for the stored names.
@@ -598,6 +621,14 @@ enum Stored<'a> {
 }
 
 impl Stored<'_> {
+    fn coded_bytes(&self) -> u64 {
+        match self {
+            Self::Raw(bytes) => bytes.len() as u64,
+            Self::Huffman(tensor) => tensor.coded_bytes(),
+            Self::Palette(tensor) => tensor.coded_bytes(),
+        }
+    }
+
     fn section(&self, section: Section) -> Option<std::borrow::Cow<'_, [u8]>> {
         match self {
             Self::Raw(_) => None,
@@ -616,30 +647,23 @@ struct Encoded<'a> {
 }
 
 /// Digest and stored form of a tensor; what would not shrink becomes raw.
-fn encode_tensor<'a>(bytes: &'a [u8], form: Form, options: &CompressOptions) -> (Digest, Form, Stored<'a>) {
-    let raw = |digest, reason| (digest, Form::Raw(reason), Stored::Raw(bytes));
-    let Some(grid) = form.grid() else { return (Digest::of(bytes), form, Stored::Raw(bytes)) };
-    let survey = encode::survey(bytes);
-    let encoded = || -> Result<Option<(u64, Stored<'a>)>, CodecError> {
-        let matrix = Matrix::new(bytes, grid.rows(), grid.cols())?;
-        let Some(code) = Code::from_histogram(&survey.histogram, options.code_limit) else { return Ok(None) };
-        Ok(Some(match form {
-            Form::Palette(_) => {
-                let tensor = encode::palette_with(matrix, &code)?;
-                (tensor.coded_bytes(), Stored::Palette(tensor))
-            }
-            _ => {
-                let tensor = encode::huffman_with(matrix, &code)?;
-                (tensor.coded_bytes(), Stored::Huffman(tensor))
-            }
-        }))
+fn encode_tensor<'a>(
+    bytes: &'a [u8],
+    form: Form,
+    options: &CompressOptions,
+    encoder: &dyn Encoder,
+) -> Result<(Digest, Form, Stored<'a>), EncoderError> {
+    let raw = |digest, reason| Ok((digest, Form::Raw(reason), Stored::Raw(bytes)));
+    let Some(grid) = form.grid() else { return Ok((Digest::of(bytes), form, Stored::Raw(bytes))) };
+    let matrix = Matrix::new(bytes, grid.rows(), grid.cols())?;
+    let (digest, stored) = match encoder.encode(matrix, form.encoding(), options.code_limit) {
+        Ok((digest, CompressedTensor::Huffman(tensor))) => (digest, Stored::Huffman(tensor)),
+        Ok((digest, CompressedTensor::Palette(tensor))) => (digest, Stored::Palette(tensor)),
+        Ok((digest, CompressedTensor::Raw(_))) => return raw(digest, Reason::NotSmaller),
+        Err(EncoderError::TooLarge) => return raw(Digest::of(bytes), Reason::TooLarge),
+        Err(error) => return Err(error),
     };
-    match encoded() {
-        Ok(Some((coded_bytes, stored))) if coded_bytes < bytes.len() as u64 => (survey.digest, form, stored),
-        Ok(_) => raw(survey.digest, Reason::NotSmaller),
-        // Only words beyond 2^32 are left as a reason.
-        Err(_) => raw(survey.digest, Reason::TooLarge),
-    }
+    if stored.coded_bytes() < bytes.len() as u64 { Ok((digest, form, stored)) } else { raw(digest, Reason::NotSmaller) }
 }
 
 /// A part of a shard as its header names it.

@@ -30,6 +30,16 @@ impl ErrorClass {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BundleError {
+    /// The encoder failed on a tensor.
+    #[error("{file}, tensor '{tensor}': the encoder failed; run again with --device cpu")]
+    Encoder {
+        /// The source file.
+        file: String,
+        /// The tensor.
+        tensor: String,
+        /// What the encoder says.
+        source: super::EncoderError,
+    },
     /// The system refused.
     #[error("{}: cannot {action}", path.display())]
     Io {

@@ -13,6 +13,7 @@
 
 mod compress;
 mod decompress;
+mod encoder;
 mod error;
 mod files;
 pub(crate) mod options;
@@ -24,8 +25,9 @@ mod source;
 mod stage;
 mod verify;
 
-pub use compress::{compress, plan};
+pub use compress::{compress, compress_with, plan};
 pub use decompress::decompress;
+pub use encoder::{CpuEncoder, Encoder, EncoderError};
 pub use error::{BundleError, ErrorClass};
 pub use options::{CompressOptions, DecompressOptions, Encoding, Profile, Scope, UnknownName, VerifyAfter};
 pub use progress::{Progress, Silent};
