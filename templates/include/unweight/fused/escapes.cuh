@@ -14,41 +14,40 @@ namespace uw::fused {
 constexpr u32 kListHead = 1u << 31;
 constexpr u32 kBlockElements = kBlockRows * kTile;
 
-// Every lane sees the same record; the lane that holds the element rewrites one half of one register. Selects, not an index, keep the operands in registers.
+// `record` is the same in all lanes; the lane that holds the element rewrites one half of one register. Compile-time indices keep the operands in
+// registers: a branch that the warp takes together finds the step, a select the register.
 UW_DEVICE void patch(Operands& operands, u32 record, u32 lane) {
-    const u32 target = (record >> 16 & 31) == lane ? record >> 21 & 15 : 16;
+    const u32 step = record >> 23 & 3;
+    const u32 target = (record >> 16 & 31) == lane ? record >> 21 & 3 : 4;
     const u32 selector = record >> 25 & 1 ? 0x5410 : 0x3254;  // {value, old.low} or {old.high, value}
 #pragma unroll
-    for (u32 r = 0; r < kSteps * 4; ++r) {
-        const u32 patched = ptx::prmt(operands.p[r], record, selector);
-        operands.p[r] = target == r ? patched : operands.p[r];
+    for (u32 s = 0; s < kSteps; ++s) {
+        if (s != step) continue;
+#pragma unroll
+        for (u32 r = 0; r < 4; ++r) {
+            u32& operand = operands.p[4 * s + r];
+            const u32 patched = ptx::prmt(operand, record, selector);
+            operand = target == r ? patched : operand;
+        }
     }
 }
 
-// The words of a list that may be read: count is held to the elements of a row block and to the section's end.
-UW_DEVICE u32 list_records(const u32* escapes, u32 escape_words, u32 index) {
-    if (index >= escape_words) return 0;
-    u32 count = ptx::load_global_nc(escapes + index);
-    const u32 left = escape_words - index - 1;
-    count = count < left ? count : left;
-    return count < kBlockElements ? count : kBlockElements;
-}
-
-// By a converged warp; `head` is the same in all lanes.
-UW_DEVICE void patch_escapes(Operands& operands, u32 head, const u32* escapes, u32 escape_words, u32 lane) {
-    if (head == 0) return;
-    if ((head & kListHead) == 0) {
-        patch(operands, head, lane);
-        return;
-    }
+// The records of one row block, spread over the warp: lane 0 holds the count, lane i record i - 1. Read ahead of the operands, so that a list, which
+// is far away, comes while the weights do. `head` is the same in all lanes and not 0.
+UW_DEVICE u32 read_records(u32 head, const u32* escapes, u32 escape_words, u32 lane) {
+    if ((head & kListHead) == 0) return lane == 0 ? 1 : head;
     const u32 index = head & ~kListHead;
-    const u32 count = list_records(escapes, escape_words, index);
-    for (u32 first = 0; first < count; first += 32) {
-        const u32 left = count - first;
-        const u32 mine = lane < left ? ptx::load_global_nc(escapes + index + 1 + first + lane) : 0;
-        const u32 batch = left < 32 ? left : 32;
-        for (u32 i = 0; i < batch; ++i) patch(operands, ptx::shuffle(mine, i), lane);
-    }
+    return index < escape_words && lane < escape_words - index ? ptx::load_global_nc(escapes + index + lane) : 0;
+}
+
+// Past the warp's 31 records the list is read again, one by one: a row block of 1024 elements seldom has so many.
+UW_DEVICE void apply_records(Operands& operands, u32 records, u32 head, const u32* escapes, u32 escape_words, u32 lane) {
+    u32 count = ptx::shuffle(records, 0);
+    count = count < kBlockElements ? count : kBlockElements;
+    for (u32 i = 1; i <= count && i < 32; ++i) patch(operands, ptx::shuffle(records, i), lane);
+    if (count < 32) return;
+    const u32 index = head & ~kListHead;
+    for (u32 i = 32; i <= count && i < escape_words - index; ++i) patch(operands, ptx::load_global_nc(escapes + index + i), lane);
 }
 
 }  // namespace uw::fused

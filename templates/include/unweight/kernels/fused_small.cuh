@@ -58,6 +58,14 @@ struct Kernel {
     static_assert(Config::kRowBlocks >= 1 && Config::kRowBlocks <= 8, "a warp keeps the sums of up to 8 row blocks");
     static_assert(S::kRows % (2 * Config::kCluster) == 0, "blocks of a cluster store whole pairs of rows");
 
+    // Blocks of one tile are neighbours in memory, so one copy brings up to four; a task of 16-row blocks spans up to kPieces tiles.
+    static constexpr u32 kPieces = (Config::kRowBlocks + fused::kTileBlocks - 2) / fused::kTileBlocks + 1;
+    struct Pieces {
+        const u8* source[kPieces];  // in column 0 of the tiles
+        u32 bytes[kPieces];
+        u32 slot_bytes;  // with X
+    };
+
     const FusedArgs& args;
     const u32 shared, warp, lane;
     const u32 ring, barriers;
@@ -69,6 +77,7 @@ struct Kernel {
 
     // The next tile to load.
     u32 load_slot = 0, load_index, load_task = 0, load_column;
+    Pieces load_pieces;
     // The next tile to compute: its slot, and its index among the cluster's tiles.
     u32 slot = 0, parity = 0, index;
 
@@ -94,6 +103,7 @@ struct Kernel {
           load_index(k_warp),
           load_column(k_warp),
           index(k_warp) {
+        if (tiles != 0) set_load_task(0);
         if constexpr (Config::kStream) wrap_load();
     }
 
@@ -107,27 +117,37 @@ struct Kernel {
     UW_DEVICE u32 task_blocks(u32 task) const { return task_first(task + 1) - task_first(task); }
 
     // ---- load ------------------------------------------------------------------------------------------------------
-    // One lane: the task's row blocks of one column of tiles. Blocks of one tile are neighbours in memory, so a copy brings up to four.
-    UW_DEVICE void load_w() const {
-        u32 block = task_first(load_task), left = task_blocks(load_task), to = w_slot(load_slot);
-        do {
+    UW_DEVICE void set_load_task(u32 task) {
+        load_task = task;
+        u32 block = task_first(task), left = task_blocks(task);
+        load_pieces.slot_bytes = S::kXBytes + left * fused::kBlockBytes;
+#pragma unroll
+        for (u32 i = 0; i < kPieces; ++i) {
             const u32 inside = block % fused::kTileBlocks, whole = fused::kTileBlocks - inside;
-            const u32 here = Config::kRowBlocks == 1 ? 1 : left < whole ? left : whole;
-            const u64 tile = u64(block / fused::kTileBlocks) * args.tile_cols + load_column;
-            ptx::bulk_load(to, args.packed + tile * fused::kTileBytes + inside * fused::kBlockBytes, here * fused::kBlockBytes, barriers + load_slot * 8,
-                           w_policy);
+            const u32 here = left < whole ? left : whole;
+            load_pieces.source[i] =
+                args.packed + u64(block / fused::kTileBlocks) * args.tile_cols * fused::kTileBytes + inside * fused::kBlockBytes;
+            load_pieces.bytes[i] = here * fused::kBlockBytes;
             block += here;
             left -= here;
-            to += here * fused::kBlockBytes;
-        } while (left != 0);
+        }
     }
-    UW_DEVICE u32 load_bytes() const { return S::kXBytes + task_blocks(load_task) * fused::kBlockBytes; }
+    // One lane: the task's row blocks of one column of tiles.
+    UW_DEVICE void load_w() const {
+        u32 to = w_slot(load_slot);
+#pragma unroll
+        for (u32 i = 0; i < kPieces; ++i) {
+            if (i > 0 && load_pieces.bytes[i] == 0) break;
+            ptx::bulk_load(to, load_pieces.source[i] + u64(load_column) * fused::kTileBytes, load_pieces.bytes[i], barriers + load_slot * 8, w_policy);
+            to += load_pieces.bytes[i];
+        }
+    }
     UW_DEVICE void load_x(u32 s, u32 column) const { ptx::tensor_load_2d(x_slot(s), args.x, column * kTile, batch, barriers + s * 8, x_policy); }
 
     UW_DEVICE void wrap_load() {
         while (load_column >= args.tile_cols && load_index < tiles) {
             load_column -= args.tile_cols;
-            ++load_task;
+            set_load_task(load_task + 1);
         }
     }
     UW_DEVICE void advance_load() {
@@ -140,7 +160,7 @@ struct Kernel {
     UW_DEVICE void load_next() {
         if (load_index >= tiles) return;
         if (ptx::elect_one()) {
-            ptx::mbarrier_arrive_expect_tx(barriers + load_slot * 8, load_bytes());
+            ptx::mbarrier_arrive_expect_tx(barriers + load_slot * 8, load_pieces.slot_bytes);
             load_x(load_slot, load_column);
             load_w();
         }
@@ -153,6 +173,7 @@ struct Kernel {
 #pragma unroll
             for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barriers + s * 8, 1);
             ptx::fence_mbarrier_init();
+            ptx::prefetch_tensor_map(args.x);
         }
         ptx::sync_warp();
         if constexpr (Config::kDependent) ptx::grid_launch_dependents();
@@ -163,7 +184,7 @@ struct Kernel {
             if (load_index < tiles) {
                 columns[s] = load_column;
                 if (ptx::elect_one()) {
-                    ptx::mbarrier_arrive_expect_tx(barriers + s * 8, load_bytes());
+                    ptx::mbarrier_arrive_expect_tx(barriers + s * 8, load_pieces.slot_bytes);
                     load_w();
                 }
                 advance_load();
@@ -182,7 +203,8 @@ struct Kernel {
     // Escape heads of up to kHeadBatch tiles: lane l holds those of the warp's tile `first + l`.
     struct Heads {
         u32 words[Config::kRowBlocks];
-        u32 tiles;  // bit l: lane l's tile has an escape
+        u32 blocks[Config::kRowBlocks];  // bit l: lane l's tile has an escape in that row block
+        u32 tiles;                       // bit l: in any
     };
     UW_DEVICE void load_heads(Heads& heads) const {
         const u32 mine = index + lane * kKWarps;
@@ -201,11 +223,12 @@ struct Kernel {
         // Lists are rare and far away: have them near when their tile comes.
 #pragma unroll
         for (u32 b = 0; b < Config::kRowBlocks; ++b) {
-            any |= heads.words[b];
+            heads.blocks[b] = ptx::warp_ballot(heads.words[b] != 0);
+            any |= heads.blocks[b];
             const u32 list = heads.words[b] & ~fused::kListHead;
             if (list != heads.words[b] && list < args.escape_words) ptx::prefetch_l2(args.escapes + list);
         }
-        heads.tiles = ptx::warp_ballot(any != 0);
+        heads.tiles = any;
     }
 
     UW_DEVICE void load_x_fragments(u32 (&x)[kFragments][kSteps][2]) const {
@@ -226,6 +249,16 @@ struct Kernel {
     // `turn`: the tile's place in `heads`. Two bodies, so that the common one has no branch among its operands.
     template <bool kPatch>
     UW_DEVICE void compute_tile(const Heads& heads, u32 turn, u32 task) {
+        u32 records[Config::kRowBlocks];
+        if constexpr (kPatch) {
+#pragma unroll
+            for (u32 b = 0; b < Config::kRowBlocks; ++b) {
+                if (heads.blocks[b] >> turn & 1) {
+                    records[b] = fused::read_records(ptx::shuffle(heads.words[b], turn), args.escapes, args.escape_words, lane);
+                }
+            }
+        }
+        ptx::mbarrier_wait_parity(barriers + slot * 8, parity);
         u32 x[kFragments][kSteps][2];
         load_x_fragments(x);
 #pragma unroll
@@ -243,8 +276,9 @@ struct Kernel {
             if constexpr (kPatch) {
 #pragma unroll
                 for (u32 c = 0; c < kChains; ++c) {
-                    if (first + c >= Config::kRowBlocks) break;
-                    fused::patch_escapes(operands[c], ptx::shuffle(heads.words[first + c], turn), args.escapes, args.escape_words, lane);
+                    if (first + c >= Config::kRowBlocks || (heads.blocks[first + c] >> turn & 1) == 0) continue;
+                    fused::apply_records(operands[c], records[first + c], ptx::shuffle(heads.words[first + c], turn), args.escapes, args.escape_words,
+                                         lane);
                 }
             }
             if constexpr (Config::kDumpOperands) {
@@ -268,7 +302,6 @@ struct Kernel {
     }
 
     UW_DEVICE void compute(const Heads& heads, u32 turn, u32 task) {
-        ptx::mbarrier_wait_parity(barriers + slot * 8, parity);
         if (Config::kEscapes && (heads.tiles >> turn & 1)) {
             compute_tile<Config::kEscapes>(heads, turn, task);
         } else {
