@@ -66,12 +66,40 @@ struct Kernel {
         u32 slot_bytes;  // with X
     };
 
+    // Row blocks are dealt out in order and evenly, the first clusters getting what does not divide, so that every multiprocessor streams to the end.
+    // Clusters that share weights are neighbours.
+    struct Share {
+        u32 batch;  // first batch row
+        u32 first, blocks;
+
+        UW_DEVICE Share(const FusedArgs& a, u32 batch_tiles) {
+            u32 groups = ptx::grid_size() / Config::kCluster, group = ptx::block_index() / Config::kCluster;
+            batch = 0;
+            if (batch_tiles > 1) {
+                batch = group % batch_tiles * Config::kBatchTile;
+                group /= batch_tiles;
+                groups /= batch_tiles;
+            }
+            const u32 all = a.n / fused::kBlockRows, each = all / groups, more = all - each * groups;
+            first = group * each + (group < more ? group : more);
+            blocks = each + (group < more);
+        }
+    };
+
+    // Escape heads of up to kHeadBatch tiles: lane l holds those of the warp's tile `first + l`.
+    struct Heads {
+        u32 words[Config::kRowBlocks];
+        u32 blocks[Config::kRowBlocks];  // bit l: lane l's tile has an escape in that row block
+        u32 tiles;                       // bit l: in any
+    };
+
     const FusedArgs& args;
     const u32 shared, warp, lane;
     const u32 ring, barriers;
     const u32 k_warp;                 // this warp among the kKWarps
-    const u32 batch_tiles, cluster, batch;  // this cluster; first batch row of its tile
-    const u32 first_block, blocks, tasks;  // this cluster's row blocks, and in how many tasks it works them off
+    const u32 batch_tiles;
+    const Share share;                // this cluster's part of the matrix
+    const u32 tasks;                  // in how many tasks it works its row blocks off
     const u32 tiles;                  // columns of tiles times tasks; this warp takes k_warp, k_warp + kKWarps, ...
     const u64 x_policy, w_policy;
 
@@ -92,11 +120,8 @@ struct Kernel {
           barriers(shared_address + S::kBarriers + warp * Config::kStages * 8),
           k_warp(Config::kCluster > 1 ? ptx::cluster_rank() * Config::kWarps + warp : warp),
           batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
-          cluster(ptx::block_index() / Config::kCluster),
-          batch(cluster % batch_tiles * Config::kBatchTile),
-          first_block(block_share(cluster / batch_tiles)),
-          blocks(block_share(cluster / batch_tiles + 1) - first_block),
-          tasks(Config::kStream ? (blocks + Config::kRowBlocks - 1) / Config::kRowBlocks : blocks != 0),
+          share(a, batch_tiles),
+          tasks(Config::kStream ? (share.blocks + Config::kRowBlocks - 1) / Config::kRowBlocks : share.blocks != 0),
           tiles(tasks * a.tile_cols),
           x_policy(ptx::l2_policy(L2::kEvictLast)),
           w_policy(ptx::l2_policy(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal)),
@@ -111,9 +136,7 @@ struct Kernel {
     UW_DEVICE u32 w_slot(u32 s) const { return ring + Config::kStages * S::kXBytes + s * S::kWBytes; }
 
     // ---- work ------------------------------------------------------------------------------------------------------
-    // Row blocks are dealt out in order and as evenly as they divide, so that every multiprocessor streams to the end.
-    UW_DEVICE u32 block_share(u32 i) const { return i * (args.n / fused::kBlockRows) / (ptx::grid_size() / Config::kCluster / batch_tiles); }
-    UW_DEVICE u32 task_first(u32 task) const { return first_block + (Config::kStream ? task * blocks / tasks : task * blocks); }
+    UW_DEVICE u32 task_first(u32 task) const { return share.first + (Config::kStream ? task * share.blocks / tasks : task * share.blocks); }
     UW_DEVICE u32 task_blocks(u32 task) const { return task_first(task + 1) - task_first(task); }
 
     // ---- load ------------------------------------------------------------------------------------------------------
@@ -142,7 +165,7 @@ struct Kernel {
             to += load_pieces.bytes[i];
         }
     }
-    UW_DEVICE void load_x(u32 s, u32 column) const { ptx::tensor_load_2d(x_slot(s), args.x, column * kTile, batch, barriers + s * 8, x_policy); }
+    UW_DEVICE void load_x(u32 s, u32 column) const { ptx::tensor_load_2d(x_slot(s), args.x, column * kTile, share.batch, barriers + s * 8, x_policy); }
 
     UW_DEVICE void wrap_load() {
         while (load_column >= args.tile_cols && load_index < tiles) {
@@ -168,12 +191,11 @@ struct Kernel {
     }
 
     // Fills the ring, weights first: they do not depend on the kernel before, and they come from further away. X does.
-    UW_DEVICE void start() {
+    UW_DEVICE void start(Heads& heads) {
         if (ptx::elect_one()) {
 #pragma unroll
             for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barriers + s * 8, 1);
             ptx::fence_mbarrier_init();
-            ptx::prefetch_tensor_map(args.x);
         }
         ptx::sync_warp();
         if constexpr (Config::kDependent) ptx::grid_launch_dependents();
@@ -190,6 +212,8 @@ struct Kernel {
                 advance_load();
             }
         }
+        if (ptx::elect_one()) ptx::prefetch_tensor_map(args.x);
+        if constexpr (Config::kEscapes) load_heads(heads);
         if constexpr (Config::kDependent) ptx::grid_dependency_wait();
 #pragma unroll
         for (u32 s = 0; s < Config::kStages; ++s) {
@@ -200,12 +224,6 @@ struct Kernel {
     }
 
     // ---- compute ---------------------------------------------------------------------------------------------------
-    // Escape heads of up to kHeadBatch tiles: lane l holds those of the warp's tile `first + l`.
-    struct Heads {
-        u32 words[Config::kRowBlocks];
-        u32 blocks[Config::kRowBlocks];  // bit l: lane l's tile has an escape in that row block
-        u32 tiles;                       // bit l: in any
-    };
     UW_DEVICE void load_heads(Heads& heads) const {
         const u32 mine = index + lane * kKWarps;
         const u32 task = Config::kStream ? mine / args.tile_cols : 0, column = mine - task * args.tile_cols;
@@ -333,7 +351,7 @@ struct Kernel {
     }
 
     UW_DEVICE void reduce(u32 task) {
-        const u32 left = args.m - batch;
+        const u32 left = args.m - share.batch;
         const u32 valid = left < Config::kBatchTile ? left : Config::kBatchTile;
         if constexpr (Config::kStream) meet();  // the sums of the task before have been read
         const u32 own = shared + S::kSums + warp * S::kSumPitchBytes;
@@ -373,7 +391,7 @@ struct Kernel {
             }
             low *= args.scale;
             high *= args.scale;
-            u16* y = static_cast<u16*>(args.y) + u64(batch + b) * args.n + first_row + r;
+            u16* y = static_cast<u16*>(args.y) + u64(share.batch + b) * args.n + first_row + r;
             if constexpr (Config::kStoreAdd) {
                 const u32 old = ptx::load_global(y);
                 low += ptx::float_from_bits(old << 16);
@@ -386,9 +404,7 @@ struct Kernel {
     // ---- the warp's life -------------------------------------------------------------------------------------------
     UW_DEVICE void run() {
         Heads heads;
-        // Small and far away: asked for before the weights fill the queues.
-        if constexpr (Config::kEscapes) load_heads(heads);
-        start();
+        start(heads);
         u32 turn = 0;
         for (u32 task = 0; task < tasks; ++task) {
 #pragma unroll
