@@ -32,13 +32,14 @@ impl Config {
 
     /// The sum stated in the head of kernels/matmul.cuh.
     fn smem_bytes(&self) -> usize {
-        let x_stages = self.stages + 1;
+        let (x_bytes, x_slots) =
+            if self.n_tiles == 2 { (3 * 256 * 128, 12) } else { ((self.stages + 1) * 16384, self.stages + 1) };
         let exponents = if self.palette { 2048 } else { 4096 };
         let verbatim = if self.palette && self.verbatim_rows > 0 { self.verbatim_rows * 64 + 8 } else { 0 };
-        x_stages * 16384
+        x_bytes
             + 3 * self.n_tiles * 8192
             + self.stages * self.n_tiles * (4096 + exponents + verbatim)
-            + 16 * (self.stages + x_stages)
+            + 16 * (self.stages + x_slots)
     }
 
     fn source(&self) -> String {
@@ -416,12 +417,13 @@ enum Symptom {
 #[test]
 fn planted_bugs_are_caught() {
     use Symptom::{Error, Wrong};
-    let matmul = "unweight/kernels/matmul.cuh";
+    let matmul = "unweight/kernels/matmul/batch_rows.cuh";
+    let sources = "unweight/kernels/matmul/sources.cuh";
     let ring = "unweight/pipeline/ring.cuh";
     let bugs = [
         (
             Edit {
-                header: matmul,
+                header: sources,
                 from: "S::kSignSlotBytes + S::kExponentSlotBytes);",
                 to: "S::kSignSlotBytes + S::kExponentSlotBytes + 16);",
             },
@@ -444,7 +446,11 @@ fn planted_bugs_are_caught() {
             Error("deadlock"),
         ),
         (
-            Edit { header: matmul, from: "sources.init(1, kConsumerWarps)", to: "sources.init(1, kConsumerWarps + 1)" },
+            Edit {
+                header: sources,
+                from: "sources.init(1, kConsumerWarps)",
+                to: "sources.init(1, kConsumerWarps + 1)",
+            },
             Error("deadlock"),
         ),
         (
@@ -457,7 +463,7 @@ fn planted_bugs_are_caught() {
         ),
         (
             Edit {
-                header: matmul,
+                header: sources,
                 from: "const u32 below = (1u << (row % 32)) - 1;",
                 to: "const u32 below = (2u << (row % 32)) - 1;",
             },
@@ -471,7 +477,7 @@ fn planted_bugs_are_caught() {
             Edit { header: matmul, from: "            if constexpr (kActive) ptx::wgmma_wait_group<1>();\n", to: "" },
             Wrong,
         ),
-        (Edit { header: matmul, from: "constexpr u32 kBBuffers = 3;", to: "constexpr u32 kBBuffers = 2;" }, Wrong),
+        (Edit { header: sources, from: "constexpr u32 kBBuffers = 3;", to: "constexpr u32 kBBuffers = 2;" }, Wrong),
         (
             Edit {
                 header: "unweight/mma/reconstruct.cuh",

@@ -133,9 +133,12 @@ impl MatmulContext {
             }
         };
         let columns = 64 * spec.n_tiles.get();
+        let rows = if spec.n_tiles.get() == 2 { 256 } else { 128 };
         let mut registers = plan.roles.roles().filter_map(|role| role.registers);
-        let summary =
-            format!("{product}, W from {source}; 128 x {columns} of Y per block, {} stages.", spec.stages.get());
+        let summary = format!(
+            "{product}, W from {source}; up to {rows} x {columns} of Y per block, {} stages.",
+            spec.stages.get()
+        );
         Self {
             head: Head::new::<MatmulArgs>(plan, summary),
             palette_source: matches!(spec.source, WeightSource::Palette { .. }),

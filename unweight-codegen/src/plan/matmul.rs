@@ -2,9 +2,12 @@
 //!
 //! ```text
 //! bytes = fixed(n) + stages * stage(n)
-//! fixed = one more slot of X + three buffers of joined weights + their share of barriers
-//! stage = a slot of X + n * (sign-mantissa tile + exponent tile or (nibbles + verbatim rows + bitmask)) + four barriers
+//! fixed = X that no stage pays for + three buffers of joined weights + the barriers of that X
+//! stage = n * (sign-mantissa tile + exponent tile or (nibbles + verbatim rows + bitmask)) + two barriers + its share of X
 //! ```
+//!
+//! With two tiles the weights own the rows of wgmma (`weight_rows`): X has a ring of 768 rows, whatever the stages are. With 1, 3 or
+//! 4 (`batch_rows`) X has 128 rows per stage, and one slot more.
 
 use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Role, RolePlan, SmemPlan, Work};
 use crate::spec::{MatmulSpec, NTiles, Stages, VariantSpec, WeightSource};
@@ -20,10 +23,13 @@ const PRODUCER_REGISTERS: u32 = 40;
 const CONSUMER_REGISTERS: u32 = 232;
 const BLOCKS_PER_SM: u32 = 1;
 
-/// bf16 rows of X for both warpgroups.
-const X_SLOT_BYTES: u32 = CONSUMER_WARPGROUPS * TILE * TILE * 2;
+/// 64 rows and 64 columns of X, bf16.
+const X_BOX_BYTES: u32 = TILE * TILE * 2;
 /// The tensor cores hold X longer than the sources are held, so its ring is deeper.
 const X_STAGES_MORE: u32 = 1;
+/// Slots of X where the weights own the rows: three of 256 rows, six of 128 or twelve of 64, as the batch asks.
+const WEIGHT_ROWS_X_SLOTS: u32 = 3;
+const WEIGHT_ROWS_X_BOXES: u32 = 4;
 /// Joined weights, bf16: one buffer is filled while two are multiplied.
 const B_BUFFERS: u32 = 3;
 const B_TILE_BYTES: u32 = TILE * TILE * 2;
@@ -32,6 +38,37 @@ const SIGN_TILE_BYTES: u32 = TILE * TILE;
 const RING_SLOT_BARRIER_BYTES: u32 = 2 * 8;
 /// Where a swizzled tile may begin.
 const SWIZZLE_ALIGN: u32 = 1024;
+
+/// The ring of X.
+struct Activations {
+    slots: u32,
+    slot_bytes: u32,
+    /// Slots that have barriers: a slot can be as small as one box.
+    barriers: u32,
+    /// Of those, what each stage adds: slots, or none.
+    slots_per_stage: u32,
+}
+
+impl Activations {
+    const fn new(op: &MatmulSpec) -> Self {
+        if weights_own_rows(op) {
+            Self {
+                slots: WEIGHT_ROWS_X_SLOTS,
+                slot_bytes: WEIGHT_ROWS_X_BOXES * X_BOX_BYTES,
+                barriers: WEIGHT_ROWS_X_SLOTS * WEIGHT_ROWS_X_BOXES,
+                slots_per_stage: 0,
+            }
+        } else {
+            let slots = op.stages.get() + X_STAGES_MORE;
+            Self { slots, slot_bytes: CONSUMER_WARPGROUPS * X_BOX_BYTES, barriers: slots, slots_per_stage: 1 }
+        }
+    }
+}
+
+/// A warpgroup owns a tile of W and computes a part of Y transposed.
+const fn weights_own_rows(op: &MatmulSpec) -> bool {
+    op.n_tiles.get() == CONSUMER_WARPGROUPS
+}
 
 /// What one tile of W needs in a stage beside its sign-mantissa bytes.
 struct Source {
@@ -59,22 +96,25 @@ impl Source {
 
 const fn smem(op: &MatmulSpec) -> SmemPlan {
     let (n, stages) = (op.n_tiles.get(), op.stages.get());
-    let x_stages = stages + X_STAGES_MORE;
+    let x = Activations::new(op);
     let source = Source::new(op);
     SmemPlan::new()
-        .section("x", x_stages, X_SLOT_BYTES, SWIZZLE_ALIGN)
+        .section("x", x.slots, x.slot_bytes, SWIZZLE_ALIGN)
         .section("b", B_BUFFERS, n * B_TILE_BYTES, SWIZZLE_ALIGN)
         .section("sign", stages, n * SIGN_TILE_BYTES, 128)
         .section("exponent", stages, n * source.exponent_bytes, 128)
         .section("verbatim", stages, n * source.verbatim_bytes, 16)
         .section("mask", stages, n * source.mask_bytes, 8)
         .section("source_barriers", stages, RING_SLOT_BARRIER_BYTES, 8)
-        .section("x_barriers", x_stages, RING_SLOT_BARRIER_BYTES, 8)
+        .section("x_barriers", x.barriers, RING_SLOT_BARRIER_BYTES, 8)
 }
 
 /// What each stage costs.
 const fn stage_bytes(op: &MatmulSpec) -> u32 {
-    X_SLOT_BYTES + op.n_tiles.get() * (SIGN_TILE_BYTES + Source::new(op).bytes()) + 2 * RING_SLOT_BARRIER_BYTES
+    let x = Activations::new(op);
+    op.n_tiles.get() * (SIGN_TILE_BYTES + Source::new(op).bytes())
+        + RING_SLOT_BARRIER_BYTES
+        + x.slots_per_stage * (x.slot_bytes + RING_SLOT_BARRIER_BYTES)
 }
 
 const fn fits(spec: &VariantSpec, op: &MatmulSpec) -> bool {
@@ -119,7 +159,9 @@ pub(super) const fn plan(spec: &VariantSpec, op: &MatmulSpec) -> Result<Plan, In
             fitting_n: fitting_n(spec, op),
         });
     }
-    let work = Work::OutputTiles { rows: CONSUMER_WARPGROUPS * TILE, columns: op.n_tiles.get() * TILE };
+    // The finest cut: where the weights own the rows, a task can be as small as one box of X.
+    let rows = if weights_own_rows(op) { TILE } else { CONSUMER_WARPGROUPS * TILE };
+    let work = Work::OutputTiles { rows, columns: op.n_tiles.get() * TILE };
     Ok(Plan {
         spec: *spec,
         smem,
