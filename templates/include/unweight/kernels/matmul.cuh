@@ -42,6 +42,12 @@
 // has left the queue, so a warpgroup that joins does not multiply: that, not bytes, is what is left.
 //
 // Measured, us, n x k = 14336 x 4096, exponent / palette v8 (NVIDIA H200, driver 580.159.04, CUDA 13.0.88, rotated weights):
+//   m                1           16          64          128         256         512           1024
+//   cuBLAS (BF16)    30.6        30.2        33.3        33.2        42.7        86.6          154.4
+//   n2p4             39.0/42.8   41.1/43.4   34.7/42.0   38.5/48.2   57.3/62.5   111.5/122.7   208.0/232.7
+//   n4p2             57.9/67.4   58.4/67.7   58.5/67.6   65.9/79.2   68.6/82.3   132.6/161.6   267.1/325.4
+//   n1p6             54.9/56.2   60.6/59.9   42.9/52.0   55.9/65.7   108/127     189/222       387/456
+// With n = 4096 the grid has 32 blocks (n2) or 64 (n1) where m <= 128: such shapes want a split along k, which this family does not have.
 //
 // Sources: report section 8 (roles, sources, variants); ThunderKittens (load-compute-finish). Changed: weights are joined while earlier wgmma run, X has its own
 // ring, the palette lookup has no mux (mma/reconstruct.cuh), tiles are ordered for reuse of W, and with two tiles the operands change places.
