@@ -1,5 +1,5 @@
 // uw_sm90a_matmul_exponent_n1p2_store
-// Y[m,n] = X[m,k] * W[n,k]^T, W from decoded exponents; 128 x 64 of Y per block, 2 stages.
+// Y[m,n] = X[m,k] * W[n,k]^T, W from decoded exponents; up to 128 x 64 of Y per block, 2 stages.
 //
 // 384 threads, at least 1 block per SM, 90192 B of dynamic shared memory.
 // Grid: persistent, min(128 x 64 tiles of Y, SMs x 1).

@@ -1,5 +1,5 @@
 // uw_sm90a_matmul_palette_n1p6_v64_store_add
-// Y[m,n] += X[m,k] * W[n,k]^T, W from palette indices with room for 64 verbatim rows per tile; 128 x 64 of Y per block, 6 stages.
+// Y[m,n] += X[m,k] * W[n,k]^T, W from palette indices with room for 64 verbatim rows per tile; up to 128 x 64 of Y per block, 6 stages.
 //
 // 384 threads, at least 1 block per SM, 200960 B of dynamic shared memory.
 // Grid: persistent, min(128 x 64 tiles of Y, SMs x 1).

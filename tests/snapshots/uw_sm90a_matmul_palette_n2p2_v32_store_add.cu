@@ -1,8 +1,8 @@
 // uw_sm90a_matmul_palette_n2p2_v32_store_add
-// Y[m,n] += X[m,k] * W[n,k]^T, W from palette indices with room for 32 verbatim rows per tile; 128 x 128 of Y per block, 2 stages.
+// Y[m,n] += X[m,k] * W[n,k]^T, W from palette indices with room for 32 verbatim rows per tile; up to 256 x 128 of Y per block, 2 stages.
 //
-// 384 threads, at least 1 block per SM, 131184 B of dynamic shared memory.
-// Grid: persistent, min(128 x 128 tiles of Y, SMs x 1).
+// 384 threads, at least 1 block per SM, 180480 B of dynamic shared memory.
+// Grid: persistent, min(64 x 128 tiles of Y, SMs x 1).
 // Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/kernels/matmul.cuh"
@@ -24,14 +24,14 @@ using Kernel = uw::matmul::Kernel<Config>;
 
 static_assert(sizeof(uw::MatmulArgs) == 320, "MatmulArgs: host and device disagree");
 static_assert(Smem::kX == 0, "shared memory: plan and kernel disagree");
-static_assert(Smem::kB == 49152, "shared memory: plan and kernel disagree");
-static_assert(Smem::kSign == 98304, "shared memory: plan and kernel disagree");
-static_assert(Smem::kExponent == 114688, "shared memory: plan and kernel disagree");
-static_assert(Smem::kVerbatim == 122880, "shared memory: plan and kernel disagree");
-static_assert(Smem::kMask == 131072, "shared memory: plan and kernel disagree");
-static_assert(Smem::kSourceBarriers == 131104, "shared memory: plan and kernel disagree");
-static_assert(Smem::kXBarriers == 131136, "shared memory: plan and kernel disagree");
-static_assert(Smem::kBytes == 131184, "shared memory: plan and kernel disagree");
+static_assert(Smem::kB == 98304, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSign == 147456, "shared memory: plan and kernel disagree");
+static_assert(Smem::kExponent == 163840, "shared memory: plan and kernel disagree");
+static_assert(Smem::kVerbatim == 172032, "shared memory: plan and kernel disagree");
+static_assert(Smem::kMask == 180224, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSourceBarriers == 180256, "shared memory: plan and kernel disagree");
+static_assert(Smem::kXBarriers == 180288, "shared memory: plan and kernel disagree");
+static_assert(Smem::kBytes == 180480, "shared memory: plan and kernel disagree");
 static_assert(Kernel::kProducerRegisters == 40, "registers: plan and kernel disagree");
 static_assert(Kernel::kConsumerRegisters == 232, "registers: plan and kernel disagree");
 static_assert(uw::matmul::kMinBlocksPerSm == 1, "blocks per SM: plan and kernel disagree");

@@ -1,8 +1,8 @@
 // uw_sm90a_matmul_palette_n2p3_v8_store_add
-// Y[m,n] += X[m,k] * W[n,k]^T, W from palette indices with room for 8 verbatim rows per tile; 128 x 128 of Y per block, 3 stages.
+// Y[m,n] += X[m,k] * W[n,k]^T, W from palette indices with room for 8 verbatim rows per tile; up to 256 x 128 of Y per block, 3 stages.
 //
-// 384 threads, at least 1 block per SM, 154784 B of dynamic shared memory.
-// Grid: persistent, min(128 x 128 tiles of Y, SMs x 1).
+// 384 threads, at least 1 block per SM, 187680 B of dynamic shared memory.
+// Grid: persistent, min(64 x 128 tiles of Y, SMs x 1).
 // Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/kernels/matmul.cuh"
@@ -24,14 +24,14 @@ using Kernel = uw::matmul::Kernel<Config>;
 
 static_assert(sizeof(uw::MatmulArgs) == 320, "MatmulArgs: host and device disagree");
 static_assert(Smem::kX == 0, "shared memory: plan and kernel disagree");
-static_assert(Smem::kB == 65536, "shared memory: plan and kernel disagree");
-static_assert(Smem::kSign == 114688, "shared memory: plan and kernel disagree");
-static_assert(Smem::kExponent == 139264, "shared memory: plan and kernel disagree");
-static_assert(Smem::kVerbatim == 151552, "shared memory: plan and kernel disagree");
-static_assert(Smem::kMask == 154624, "shared memory: plan and kernel disagree");
-static_assert(Smem::kSourceBarriers == 154672, "shared memory: plan and kernel disagree");
-static_assert(Smem::kXBarriers == 154720, "shared memory: plan and kernel disagree");
-static_assert(Smem::kBytes == 154784, "shared memory: plan and kernel disagree");
+static_assert(Smem::kB == 98304, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSign == 147456, "shared memory: plan and kernel disagree");
+static_assert(Smem::kExponent == 172032, "shared memory: plan and kernel disagree");
+static_assert(Smem::kVerbatim == 184320, "shared memory: plan and kernel disagree");
+static_assert(Smem::kMask == 187392, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSourceBarriers == 187440, "shared memory: plan and kernel disagree");
+static_assert(Smem::kXBarriers == 187488, "shared memory: plan and kernel disagree");
+static_assert(Smem::kBytes == 187680, "shared memory: plan and kernel disagree");
 static_assert(Kernel::kProducerRegisters == 40, "registers: plan and kernel disagree");
 static_assert(Kernel::kConsumerRegisters == 232, "registers: plan and kernel disagree");
 static_assert(uw::matmul::kMinBlocksPerSm == 1, "blocks per SM: plan and kernel disagree");

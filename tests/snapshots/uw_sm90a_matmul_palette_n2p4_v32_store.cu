@@ -1,8 +1,8 @@
 // uw_sm90a_matmul_palette_n2p4_v32_store
-// Y[m,n] = X[m,k] * W[n,k]^T, W from palette indices with room for 32 verbatim rows per tile; 128 x 128 of Y per block, 4 stages.
+// Y[m,n] = X[m,k] * W[n,k]^T, W from palette indices with room for 32 verbatim rows per tile; up to 256 x 128 of Y per block, 4 stages.
 //
-// 384 threads, at least 1 block per SM, 196816 B of dynamic shared memory.
-// Grid: persistent, min(128 x 128 tiles of Y, SMs x 1).
+// 384 threads, at least 1 block per SM, 213312 B of dynamic shared memory.
+// Grid: persistent, min(64 x 128 tiles of Y, SMs x 1).
 // Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/kernels/matmul.cuh"
@@ -24,14 +24,14 @@ using Kernel = uw::matmul::Kernel<Config>;
 
 static_assert(sizeof(uw::MatmulArgs) == 320, "MatmulArgs: host and device disagree");
 static_assert(Smem::kX == 0, "shared memory: plan and kernel disagree");
-static_assert(Smem::kB == 81920, "shared memory: plan and kernel disagree");
-static_assert(Smem::kSign == 131072, "shared memory: plan and kernel disagree");
-static_assert(Smem::kExponent == 163840, "shared memory: plan and kernel disagree");
-static_assert(Smem::kVerbatim == 180224, "shared memory: plan and kernel disagree");
-static_assert(Smem::kMask == 196608, "shared memory: plan and kernel disagree");
-static_assert(Smem::kSourceBarriers == 196672, "shared memory: plan and kernel disagree");
-static_assert(Smem::kXBarriers == 196736, "shared memory: plan and kernel disagree");
-static_assert(Smem::kBytes == 196816, "shared memory: plan and kernel disagree");
+static_assert(Smem::kB == 98304, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSign == 147456, "shared memory: plan and kernel disagree");
+static_assert(Smem::kExponent == 180224, "shared memory: plan and kernel disagree");
+static_assert(Smem::kVerbatim == 196608, "shared memory: plan and kernel disagree");
+static_assert(Smem::kMask == 212992, "shared memory: plan and kernel disagree");
+static_assert(Smem::kSourceBarriers == 213056, "shared memory: plan and kernel disagree");
+static_assert(Smem::kXBarriers == 213120, "shared memory: plan and kernel disagree");
+static_assert(Smem::kBytes == 213312, "shared memory: plan and kernel disagree");
 static_assert(Kernel::kProducerRegisters == 40, "registers: plan and kernel disagree");
 static_assert(Kernel::kConsumerRegisters == 232, "registers: plan and kernel disagree");
 static_assert(uw::matmul::kMinBlocksPerSm == 1, "blocks per SM: plan and kernel disagree");

@@ -1,5 +1,5 @@
 // uw_sm90a_matmul_palette_n4p2_v0_store
-// Y[m,n] = X[m,k] * W[n,k]^T, W from palette indices with room for 0 verbatim rows per tile; 128 x 256 of Y per block, 2 stages.
+// Y[m,n] = X[m,k] * W[n,k]^T, W from palette indices with room for 0 verbatim rows per tile; up to 128 x 256 of Y per block, 2 stages.
 //
 // 384 threads, at least 1 block per SM, 196688 B of dynamic shared memory.
 // Grid: persistent, min(128 x 256 tiles of Y, SMs x 1).
