@@ -143,6 +143,7 @@ inline U32x2 load_global_nc_x2(const void* p) { return cpu::read_global<U32x2>(p
 inline u32 load_global_nc(const void* p) { return cpu::read_global<u32>(p); }
 inline u32 load_global_nc_u16(const void* p) { return cpu::read_global<u16>(p); }
 inline u32 load_global_nc_u8(const void* p) { return cpu::read_global<u8>(p); }
+inline void prefetch_l2(const void*) {}
 inline void store_global_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
 inline void store_global_x2(void* p, U32x2 v) { cpu::write_global(p, v); }
 inline void store_global(void* p, u32 v) { cpu::write_global(p, v); }
@@ -196,6 +197,7 @@ inline void cluster_wait() {
 inline u32 map_shared_rank(u32 address, u32 rank) {
     return (address & ((1u << cpu::kRankShift) - 1)) | rank << cpu::kRankShift;
 }
+inline U32x2 load_cluster_x2(u32 a) { return cpu::read_shared<U32x2>(a); }
 inline U32x4 load_cluster_x4(u32 a) { return cpu::read_shared<U32x4>(a); }
 inline void store_cluster_x4(u32 a, U32x4 v) { cpu::write_shared(a, v); }
 

@@ -1,4 +1,48 @@
-// HEAD
+// Register-sourced matmul for small batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight (docs/format.md, A.9). The *weight* is the A
+// operand of mma.m16n8k16 and goes shared memory -> registers -> tensor core, decoded on the way with 9 integer operations per 8 weights; the batch is the
+// n dimension, so a batch of 8 pads nothing. An element outside the window is replaced by its exact operand before the multiply: what the tensor cores see
+// are the weights times 2^(112 - base), bit for bit, and the fp32 sums are multiplied once by FusedArgs::scale.
+//
+// Config
+//   u32  kRowBlocks      1..8     16-row blocks of one task: a warp's A fragments and sums
+//   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...
+//   u32  kStages         1..      slots of each warp's private ring
+//   u32  kBatchTile      8 * 1..8 rows of X per cluster; sums take kRowBlocks * kBatchTile / 2 registers
+//   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
+//   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
+//   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
+//   bool kDependent      programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are touched after it
+//   bool kStream         a cluster works off several tasks, its rings running on across them
+//   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]
+//
+// Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster blocks along x, m >= 1, and
+//   grid = groups * ceil(m / kBatchTile) * kCluster. The n / 16 row blocks are dealt to the groups in order, evenly up to one. Without kStream
+//   ceil((n / 16) / groups) <= kRowBlocks; with it any number of groups will do.
+//   Best: as many blocks as fill every multiprocessor once (132 or 264 on an H200), and shared memory or registers such that no more fit. Under dependent launch
+//   a half-full multiprocessor takes blocks of the next kernel early, unevenly: 128 blocks where 264 fit ran 26.0 us, 132 ran 21.5 (4096x14336, m = 8).
+//
+// Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile, 128-byte swizzle, zero past the batch) and
+// its task's row blocks of one tile column, up to four neighbours a bulk copy (L2 evict_first). Nothing crosses warps until the reduction.
+// One step: wait | ldmatrix X | per row block 3 x 16 bytes a lane, decode | refill the slot | patch | 4 * kBatchTile / 8 mma.
+//
+// Barriers: full [kWarps][kStages], 1 arrival + bytes of X and W. A slot is empty when its own warp has read it (__syncwarp), so there is no empty barrier.
+//   Per task the block (or cluster) meets once between writing and reading sums; kStream: once more before writing; clusters: once more before exit.
+//
+// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + kRowBlocks * 1536)) + 8 * kStages), kStream: + kWarps * kRowBlocks * kBatchTile * 64.
+//   Without kStream a warp's sums (fp32 [batch][row]) lie over its own drained ring.
+// Global reads per tile column: kRowBlocks * (1536 + 4) + 128 * min(m, kBatchTile) (X: L2 after the first), and 4 * (1 + records) per list.
+//
+// Bound: device memory, n * k * 1.5 bytes. On one H200 (driver 580.159, CUDA 13.0, November 2026, .5 % of 64-element row segments with an escape, round-robin with
+// cuBLAS 13 on 460 MB of rotating weights, see docs/decisions/0004-register-sourced-kernels.md):
+//   us (times cuBLAS)      m = 1         8             16            32            64        | 8, ordinary launch
+//   14336x4096   dependent  21.0 (1.44)   21.1 (1.44)   22.4 (1.38)   23.8 (1.32)   28.0 (1.20) | 24.0 (1.27)
+//   28672x4096              41.5 (1.37)   41.4 (1.39)   42.5 (1.36)   46.5 (1.27)   55.3 (1.13) | 44.3 (1.30)
+//   4096x14336              21.0 (1.53)   20.8 (1.56)   21.4 (1.53)   23.0 (1.46)   27.9 (1.30) | 23.5 (1.38)
+//   4096x4096                7.3 (1.82)    7.3 (1.84)    7.8 (1.73)    8.5 (1.62)   10.1 (1.20) |  9.3 (1.43)
+// Where the rest goes (14336x4096, m = 8): streaming the same copies without any computation takes 21.6 us (19.7 dependent), 88 MB at the rate of the slope
+// between n = 14336 and 28672 (4.6 TB/s) 19.1; what remains is launch, ramp and the last tiles' latency.
+//
+// SASS: 233 instructions per 64x64 tile at kBatchTile = 8 (144 decode, 16 mma, 14 loads, the rest refill and control); integer pipe about 5 us of 20.
 #pragma once
 
 #include "unweight/fused/escapes.cuh"
@@ -49,11 +93,11 @@ template <class Config>
 struct Kernel {
     using S = Smem<Config>;
     static constexpr u32 kFragments = Config::kBatchTile / kBatchFragment;
-    static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;                                                         // warps that share a row group's k
+    static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that share a task's k
     static constexpr u32 kNoColumn = ~0u;
     // Row blocks whose multiply chains run side by side. With four fragments and more a row block has chains enough of its own.
     static constexpr u32 kChains = Config::kRowBlocks > 1 && kFragments < 4 ? 2 : 1;
-    static constexpr u32 kHeadBatch = 32;                                                                                    // tiles whose heads one load of a warp brings
+    static constexpr u32 kHeadBatch = 32;  // tiles whose heads one load of a warp brings: one a lane
     static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
     static_assert(Config::kRowBlocks >= 1 && Config::kRowBlocks <= 8, "a warp keeps the sums of up to 8 row blocks");
     static_assert(S::kRows % (2 * Config::kCluster) == 0, "blocks of a cluster store whole pairs of rows");
@@ -86,7 +130,7 @@ struct Kernel {
         }
     };
 
-    // Escape heads of up to kHeadBatch tiles: lane l holds those of the warp's tile `first + l`.
+    // Escape heads of the warp's next kHeadBatch tiles, one tile a lane.
     struct Heads {
         u32 words[Config::kRowBlocks];
         u32 blocks[Config::kRowBlocks];  // bit l: lane l's tile has an escape in that row block
@@ -96,11 +140,11 @@ struct Kernel {
     const FusedArgs& args;
     const u32 shared, warp, lane;
     const u32 ring, barriers;
-    const u32 k_warp;                 // this warp among the kKWarps
+    const u32 k_warp;  // this warp among the kKWarps
     const u32 batch_tiles;
-    const Share share;                // this cluster's part of the matrix
-    const u32 tasks;                  // in how many tasks it works its row blocks off
-    const u32 tiles;                  // columns of tiles times tasks; this warp takes k_warp, k_warp + kKWarps, ...
+    const Share share;  // this cluster's part of the matrix
+    const u32 tasks;    // in how many tasks it works its row blocks off
+    const u32 tiles;    // columns of tiles times tasks; this warp takes k_warp, k_warp + kKWarps, ...
     const u64 x_policy, w_policy;
 
     // The next tile to load.
@@ -190,7 +234,7 @@ struct Kernel {
         advance_load();
     }
 
-    // Fills the ring, weights first: they do not depend on the kernel before, and they come from further away. X does.
+    // Fills the ring, weights before anything else: they do not depend on the kernel before and come from furthest away. X does and waits.
     UW_DEVICE void start(Heads& heads) {
         if (ptx::elect_one()) {
 #pragma unroll
@@ -235,10 +279,9 @@ struct Kernel {
             heads.words[b] = b < count ? ptx::load_global_nc(args.escape_heads + tile * fused::kTileBlocks + block % fused::kTileBlocks) : 0;
         }
     }
-    // Once their words are there.
+    // Apart from the load, so that the words travel while the warp does other things. Lists are rare and far away: have them near when their tile comes.
     UW_DEVICE void digest_heads(Heads& heads) const {
         u32 any = 0;
-        // Lists are rare and far away: have them near when their tile comes.
 #pragma unroll
         for (u32 b = 0; b < Config::kRowBlocks; ++b) {
             heads.blocks[b] = ptx::warp_ballot(heads.words[b] != 0);
@@ -264,7 +307,8 @@ struct Kernel {
         }
     }
 
-    // `turn`: the tile's place in `heads`. Two bodies, so that the common one has no branch among its operands.
+    // `turn`: the tile's place in `heads`. Two bodies, so that the common one has no branch among its operands. A task with fewer than kRowBlocks blocks
+    // multiplies what an earlier tile left in the slot and drops the sums: a branch would cost every task more than the multiply costs this one.
     template <bool kPatch>
     UW_DEVICE void compute_tile(const Heads& heads, u32 turn, u32 task) {
         u32 records[Config::kRowBlocks];
@@ -284,7 +328,8 @@ struct Kernel {
             fused::Operands operands[kChains];
 #pragma unroll
             for (u32 c = 0; c < kChains; ++c) {
-                if (first + c < Config::kRowBlocks) operands[c] = fused::Operands(fused::PackedBlock(w_slot(slot) + (first + c) * fused::kBlockBytes, lane));
+                if (first + c >= Config::kRowBlocks) break;
+                operands[c] = fused::Operands(fused::PackedBlock(w_slot(slot) + (first + c) * fused::kBlockBytes, lane));
             }
             if (first + kChains >= Config::kRowBlocks) {
                 // All of the slot is in registers.
@@ -295,8 +340,8 @@ struct Kernel {
 #pragma unroll
                 for (u32 c = 0; c < kChains; ++c) {
                     if (first + c >= Config::kRowBlocks || (heads.blocks[first + c] >> turn & 1) == 0) continue;
-                    fused::apply_records(operands[c], records[first + c], ptx::shuffle(heads.words[first + c], turn), args.escapes, args.escape_words,
-                                         lane);
+                    const u32 head = ptx::shuffle(heads.words[first + c], turn);
+                    fused::apply_records(operands[c], records[first + c], head, args.escapes, args.escape_words, lane);
                 }
             }
             if constexpr (Config::kDumpOperands) {
