@@ -339,6 +339,8 @@ fn exponent_source_matches_the_reference() {
 #[test]
 fn palette_source_matches_the_reference() {
     check(Config::palette(2, 3, 8), &BATCHES);
+    // Four tasks of up to 256 rows on a grid of 2 and 3: with 3, the last one is cut in two.
+    check(Config::palette(2, 2, 4), &[(300, 256, 128)]);
     check(Config::palette(1, 6, 0), &[(17, 64, 256), (65, 128, 64)]);
     // More steps than one batch of metadata (32 / 3).
     check(Config::palette(3, 2, 64), &[(65, 192, 768)]);
@@ -487,8 +489,43 @@ fn planted_bugs_are_caught() {
             Wrong,
         ),
     ];
-    let config = Config::palette(1, 2, 8);
-    let problem = Problem::random(&config, 130, 128, 384, 3);
+    catches(&Config::palette(1, 2, 8), bugs.into());
+}
+
+#[test]
+fn planted_bugs_are_caught_where_the_weights_own_the_rows() {
+    use Symptom::{Error, Wrong};
+    let header = "unweight/kernels/matmul/weight_rows.cuh";
+    let bugs = [
+        (
+            Edit { header, from: "            ptx::fence_proxy_async_shared();\n", to: "" },
+            Error("without fence.proxy.async"),
+        ),
+        (Edit { header, from: "            ptx::wgmma_wait_group<1>();\n", to: "" }, Wrong),
+        (
+            Edit {
+                header,
+                from: "activations.init(1, kConsumerWarpgroups)",
+                to: "activations.init(1, kConsumerWarpgroups + 1)",
+            },
+            Error("deadlock"),
+        ),
+        (Edit { header, from: "over % count * rows", to: "over / count * rows" }, Wrong),
+        (
+            Edit {
+                header,
+                from: "matrix_chunk = p.warp * 2 + p.lane / 8 % 2",
+                to: "matrix_chunk = p.warp * 2 + p.lane / 16",
+            },
+            Wrong,
+        ),
+        (Edit { header, from: "k_step = rotated(step, t.column)", to: "k_step = step" }, Wrong),
+    ];
+    catches(&Config::palette(2, 2, 8), bugs.into());
+}
+
+fn catches(config: &Config, bugs: Vec<(Edit, Symptom)>) {
+    let problem = Problem::random(config, 130, 256, 384, 3);
     for (edit, symptom) in bugs {
         let what = format!("{} -> {}", edit.from.trim(), edit.to.trim());
         // Fewer B buffers change the sum that the source asserts.
@@ -500,10 +537,10 @@ fn planted_bugs_are_caught() {
         // A race shows in some interleavings only.
         let mut seen = Vec::new();
         let caught = (0..8).any(|seed| {
-            let outcome = problem.run(&config, &mut kernel, 2, seed).map(|y| problem.mismatches(&config, &y));
+            let outcome = problem.run(config, &mut kernel, 4, seed).map(|y| problem.mismatches(config, &y));
             let caught = match (&symptom, &outcome) {
-                (Error(text), Err(e)) => e.contains(text),
-                (Wrong, Ok(wrong)) => *wrong > 0,
+                (Symptom::Error(text), Err(e)) => e.contains(text),
+                (Symptom::Wrong, Ok(wrong)) => *wrong > 0,
                 _ => false,
             };
             seen.push(outcome);
