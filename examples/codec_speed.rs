@@ -3,15 +3,17 @@
 //! ```text
 //! codec_speed FILE N,K[;N,K...] [--threads T] [--rounds R] [--on-demand]
 //! ```
-//! `FILE` holds the matrices one after the other. Each round encodes and decodes all of them, one at a time, into fresh memory, and
-//! prints one line of JSON. Encoding includes reading the digest of the original and digesting every section; decoding includes
-//! validating the sections and comparing the digest of the result. With `--on-demand` a round waits for a line on stdin, so that
-//! rounds can be interleaved with those of another program.
+//! `FILE` holds the matrices one after the other. Each round encodes and decodes all of them, shared out among the threads as
+//! bundles do it, into memory of their own, and prints one line of JSON. Encoding includes the digest of the original and those of
+//! every section; decoding includes validating the sections and comparing the digest of the result. With `--on-demand` a round
+//! waits for a line on stdin, so that rounds can be interleaved with those of another program.
 
 use std::{borrow::Cow, error::Error, hint::black_box, io::BufRead, process::ExitCode, time::Instant};
 
 use rayon::prelude::*;
-use unweight::format::{Code, CodeLimit, Digest, Grid, HuffmanTensor, Matrix, Section, decode, encode};
+use unweight::format::{
+    Code, CodeLimit, Digest, Grid, HuffmanTensor, Matrix, Section, decode, encode, keep_freed_memory,
+};
 
 struct Stored {
     tensor: HuffmanTensor<Vec<u8>>,
@@ -29,6 +31,8 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), Box<dyn Error>> {
+    // As the command line does.
+    keep_freed_memory();
     let (mut threads, mut rounds, mut on_demand) = (1, 7, false);
     let mut positional = Vec::new();
     let mut arguments = std::env::args().skip(1);
@@ -61,11 +65,11 @@ fn run() -> Result<(), Box<dyn Error>> {
 
 fn round(pool: &rayon::ThreadPool, matrices: &[Matrix<'_>], threads: usize) -> Result<(), Box<dyn Error>> {
     let start = Instant::now();
-    let stored = pool.install(|| matrices.iter().map(|&matrix| store(matrix)).collect::<Result<Vec<_>, _>>())?;
+    let stored = pool.install(|| matrices.par_iter().map(|&matrix| store(matrix)).collect::<Result<Vec<_>, _>>())?;
     let encode_seconds = start.elapsed().as_secs_f64();
     let stored_bytes: u64 = stored.iter().map(|stored| stored.tensor.coded_bytes()).sum();
     let start = Instant::now();
-    let restored = pool.install(|| stored.iter().map(restore).collect::<Result<Vec<_>, _>>())?;
+    let restored = pool.install(|| stored.par_iter().map(restore).collect::<Result<Vec<_>, _>>())?;
     let decode_seconds = start.elapsed().as_secs_f64();
     for (matrix, restored) in matrices.iter().zip(&restored) {
         if matrix.bytes() != black_box(restored.as_slice()) {

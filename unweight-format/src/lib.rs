@@ -42,6 +42,7 @@ pub mod safetensors;
 pub mod tensor;
 pub mod tile;
 
+pub use buffer::keep_freed_memory;
 pub use digest::Digest;
 pub use error::CodecError;
 pub use histogram::Histogram;
