@@ -4,8 +4,8 @@
 //! StoredWeight, m --pipelines()--> Pipeline {decoder, matmul}  --Kernels::get--> Arc<LoadedKernel>
 //! weights of a bundle --reachable()--> every variant that any batch can ask for --Kernels::prepare--> compiled, in parallel
 //! ```
-//! The choice is a pure function of shapes and statistics: the report's heuristics, for use before anything has been measured on the
-//! machine at hand.
+//! The choice is a pure function of shapes and statistics, for use before anything has been measured on the machine at hand. It is the
+//! report's heuristic (section 8.4) as far as measurements on an H200 bear it out (docs/decisions/0003-matmul-log.md).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -34,12 +34,13 @@ use crate::{
     module::LoadedKernel,
 };
 
-/// Batches below this prefer deep rings, others wide outputs (report section 8.4).
-pub const WIDE_BATCH: u32 = 256;
+/// Multiprocessors of an H100 or H200 (SXM). While one-tile columns of a problem do not outnumber them, the narrow and deep N1P6
+/// is fastest: anything wider leaves some of them idle (4096x14336 at batch 1: 69 us, N2P4 94).
+const SMS: u32 = 132;
 
-/// Batches above this decode whole matrices for cuBLAS: the sums of the report's Tables 10 and 11 for 14336x4096 are 280 us
-/// (exponents) to 287 us (whole) at 256 and 396 us to 329 us at 512.
-pub const WHOLE_BATCH: u32 = 256;
+/// Batches above this decode whole matrices for cuBLAS: decoding and multiplying 14336x4096 takes 147 us by exponents and 157 us whole
+/// at 512, 243 and 224 at 1024 (H200, docs/benchmarks.md).
+pub const WHOLE_BATCH: u32 = 512;
 
 /// What dispatch has to know of a stored weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -158,10 +159,11 @@ pub enum Source {
     },
 }
 
-/// The matmul variants that can compute a problem, best guess first (report section 8.4).
+/// The matmul variants that can compute a problem, best guess first.
 ///
-/// The heuristic's three rings come first, the rest of Table 5 after them in its order, so that every `n` that is a multiple of 64 has
-/// one. Empty if no variant takes the shape: `n` or `k` is no multiple of 64.
+/// N1P6 comes first where it keeps all multiprocessors at most once busy, else the report's small-batch order N2P4, N2P3, N2P2: its
+/// wide rings for batches from 256 on (N4P2, N3P2) were never best here. The rest of Table 5 follows in its order, so that every `n`
+/// that is a multiple of 64 has one. Empty if no variant takes the shape: `n` or `k` is no multiple of 64.
 ///
 /// ```
 /// use unweight_codegen::{plan::Problem, spec::{Arch, Epilogue}};
@@ -172,8 +174,8 @@ pub enum Source {
 ///         .iter().map(|spec| spec.to_string()).collect()
 /// };
 /// assert_eq!(names(1, 14336)[0], "uw_sm90a_matmul_palette_n2p4_v8_store");
-/// assert_eq!(names(256, 14336)[0], "uw_sm90a_matmul_palette_n4p2_v8_store");
-/// assert_eq!(names(256, 192)[0], "uw_sm90a_matmul_palette_n3p2_v8_store");
+/// assert_eq!(names(1024, 14336)[0], "uw_sm90a_matmul_palette_n2p4_v8_store");
+/// assert_eq!(names(256, 4096)[0], "uw_sm90a_matmul_palette_n1p6_v8_store");
 /// assert!(names(1, 100).is_empty());
 /// ```
 pub fn candidates(arch: Arch, source: Source, problem: Problem, epilogue: Epilogue) -> Vec<VariantSpec> {
@@ -188,7 +190,8 @@ pub fn candidates(arch: Arch, source: Source, problem: Problem, epilogue: Epilog
             None => return Vec::new(),
         },
     };
-    let preferred: [(u32, u32); 3] = if m < WIDE_BATCH { [(2, 4), (2, 3), (2, 2)] } else { [(4, 2), (3, 2), (2, 4)] };
+    let preferred: [(u32, u32); 4] =
+        if m <= narrow_batch(n) { [(1, 6), (2, 4), (2, 3), (2, 2)] } else { [(2, 4), (2, 3), (2, 2), (1, 6)] };
     let rank = |ring: &(NTiles, Stages)| {
         preferred
             .iter()
@@ -204,6 +207,11 @@ pub fn candidates(arch: Arch, source: Source, problem: Problem, epilogue: Epilog
         .map(|(tiles, stages)| VariantSpec::matmul(arch, source, tiles, stages, epilogue))
         .filter(|spec| Plan::new(spec).is_ok())
         .collect()
+}
+
+/// The largest batch whose tasks of 128 rows by one tile do not outnumber the multiprocessors.
+fn narrow_batch(n: u32) -> u32 {
+    128 * (SMS / n.div_ceil(64).max(1))
 }
 
 /// The decoder for codes of up to `code_bits` bits: of all that can, the one with the smallest table. `None` above 15 bits.
@@ -245,15 +253,14 @@ pub fn reachable<'a>(
     weights: impl IntoIterator<Item = &'a StoredWeight>,
     batches: RangeInclusive<u32>,
 ) -> Vec<VariantSpec> {
-    // The choice changes at these batches only.
-    let mut turns =
-        BTreeSet::from([*batches.start(), *batches.end(), WIDE_BATCH - 1, WIDE_BATCH, WHOLE_BATCH, WHOLE_BATCH + 1]);
-    turns.retain(|m| batches.contains(m));
     let weights: std::collections::HashSet<&StoredWeight> = weights.into_iter().collect();
     let mut variants = BTreeSet::new();
     for weight in weights {
-        for m in &turns {
-            variants.extend(pipelines(arch, weight, *m).first().into_iter().flat_map(Pipeline::variants));
+        // The choice changes at these batches only.
+        let narrow = narrow_batch(weight.n);
+        let turns = [*batches.start(), *batches.end(), narrow, narrow + 1, WHOLE_BATCH, WHOLE_BATCH + 1];
+        for m in turns.into_iter().filter(|m| batches.contains(m)) {
+            variants.extend(pipelines(arch, weight, m).first().into_iter().flat_map(Pipeline::variants));
         }
     }
     variants.into_iter().collect()
@@ -386,12 +393,12 @@ mod tests {
     }
 
     #[test]
-    fn the_heuristic_is_the_reports() {
+    fn narrow_rings_where_they_fit_the_machine_else_the_reports_small_batch_order() {
         assert_eq!(rings(Source::Exponent, 1, 14336)[..3], ["n2p4", "n2p3", "n2p2"]);
-        assert_eq!(rings(Source::Exponent, 255, 4096)[..3], ["n2p4", "n2p3", "n2p2"]);
-        // 14336 is no multiple of 192.
-        assert_eq!(rings(Source::Exponent, 256, 14336)[..2], ["n4p2", "n2p4"]);
-        assert_eq!(rings(Source::Exponent, 1024, 768)[..3], ["n4p2", "n3p2", "n2p4"]);
+        assert_eq!(rings(Source::Exponent, 1024, 14336)[..3], ["n2p4", "n2p3", "n2p2"]);
+        // 64 one-tile columns: two rows of tasks fit 132 multiprocessors, three do not.
+        assert_eq!(rings(Source::Exponent, 256, 4096)[..2], ["n1p6", "n2p4"]);
+        assert_eq!(rings(Source::Exponent, 257, 4096)[..2], ["n2p4", "n2p3"]);
     }
 
     #[test]
