@@ -1,7 +1,7 @@
 // uw_sm90a_decode_full_l10
 // Huffman tensor with codes of at most 10 bits -> bf16 [n, k], row-major.
 //
-// 768 threads, at least 1 block per SM, 179840 B of dynamic shared memory.
+// 1024 threads, at least 1 block per SM, 184832 B of dynamic shared memory.
 // Grid: persistent, min(tiles of W, SMs x 1).
 // Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
@@ -12,7 +12,7 @@ namespace {
 struct Config {
     static constexpr uw::u32 kOutput = 0;
     static constexpr uw::u32 kCodeLimit = 10;
-    static constexpr uw::u32 kWarps = 24;
+    static constexpr uw::u32 kWarps = 32;
 };
 
 using Smem = uw::decode::Smem<Config>;
@@ -23,12 +23,12 @@ static_assert(sizeof(uw::DecodeArgs) == 112, "DecodeArgs: host and device disagr
 static_assert(Smem::kTable == 0, "shared memory: plan and kernel disagree");
 static_assert(Smem::kScratch == 65536, "shared memory: plan and kernel disagree");
 static_assert(Smem::kBarriers == 66560, "shared memory: plan and kernel disagree");
-static_assert(Smem::kStage == 66944, "shared memory: plan and kernel disagree");
-static_assert(Smem::kOutput == 130688, "shared memory: plan and kernel disagree");
-static_assert(Smem::kBytes == 179840, "shared memory: plan and kernel disagree");
-static_assert(uw::decode::kThreads<Config> == 768, "threads: plan and kernel disagree");
+static_assert(Smem::kStage == 67072, "shared memory: plan and kernel disagree");
+static_assert(Smem::kOutput == 152064, "shared memory: plan and kernel disagree");
+static_assert(Smem::kBytes == 184832, "shared memory: plan and kernel disagree");
+static_assert(uw::decode::kThreads<Config> == 1024, "threads: plan and kernel disagree");
 
-extern "C" __global__ void __launch_bounds__(768, 1)
+extern "C" __global__ void __launch_bounds__(1024, 1)
 uw_sm90a_decode_full_l10(const __grid_constant__ uw::DecodeArgs args) {
     uw::decode::run<Config>(args);
 }

@@ -97,7 +97,7 @@ struct EncodeArgs {
     u32* decode_table;                // [2^code_limit]: exponent | length << 8 | palette index << 16
     u8* row_lengths;                  // [tiles, 64]
     TileMetadata* tile_metadata;      // [tiles]; `rows` writes word counts and row counts, `scan` turns them into offsets
-    u32* encoded_exp;                 // [capacity_words], zeroed before `write`
+    u32* encoded_exp;                 // [capacity_words]
     u8* verbatim_exponents;           // [capacity_rows, 64]
     u8* palette_index;                // [tiles, 64, 32], stage `palette` only
     u64* totals;                      // [4]: words (before padding to 4), verbatim rows, max verbatim rows in a tile, fault

@@ -5,6 +5,7 @@ use crate::spec::{CodeLimit, DecodeOutput, DecodeSpec, VariantSpec};
 
 /// One block fills an SM: the table is then built and held once per SM.
 const BLOCKS_PER_SM: u32 = 1;
+const WARPS: u32 = 32;
 /// Buffers of a warp for the bits of a tile: one per half.
 const STAGES: u32 = 2;
 /// 16 B in front, and 32 rows of at most 319 bits rounded out to 16 B at both ends.
@@ -21,9 +22,8 @@ const ROWS_PER_HALF: u32 = 32;
 /// Bytes of the lookup table. Up to 7 bits: one table of pairs, indexed by two codes. Above: single symbols, repeated.
 const fn table_bytes(output: DecodeOutput, limit: CodeLimit) -> u32 {
     let bits = limit.get();
-    let palette = matches!(output, DecodeOutput::Palette);
     if bits <= 7 {
-        return (if palette { 2 } else { 4 }) << (2 * bits);
+        return (if matches!(output, DecodeOutput::Exponent) { 4 } else { 2 }) << (2 * bits);
     }
     let one = (if bits == 15 { 2 } else { 4 }) << bits;
     let fit = TABLE_BYTES_MAX / one;
@@ -31,12 +31,9 @@ const fn table_bytes(output: DecodeOutput, limit: CodeLimit) -> u32 {
 }
 
 pub(super) const fn plan(spec: &VariantSpec, op: &DecodeSpec) -> Plan {
-    // `full` keeps sign-mantissa bytes in registers while it decodes: 32 warps would spill.
-    let (warps, row_bytes) = match op.output {
-        DecodeOutput::Full => (24, 64),
-        DecodeOutput::Exponent => (32, 64),
-        DecodeOutput::Palette => (32, 32),
-    };
+    // `full` decodes to indices, too: its table and staging area are then half as large, and 32 warps fit their registers.
+    let row_bytes = if matches!(op.output, DecodeOutput::Exponent) { 64 } else { 32 };
+    let warps = WARPS;
     let smem = SmemPlan::new()
         .section("table", 1, table_bytes(op.output, op.code_limit), 16)
         .section("scratch", 1, SCRATCH_BYTES, 16)

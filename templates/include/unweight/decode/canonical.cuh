@@ -9,7 +9,7 @@ namespace uw {
 // rules give some word of at most 15 bits.
 UW_DEVICE u32 canonical_code(u32 length, u32 lane) {
     u32 word = 0, before = ptx::shuffle(length, 0), own = 0;
-#pragma unroll 1
+#pragma unroll
     for (u32 i = 1; i < 16; ++i) {
         u32 next = ptx::shuffle(length, i);
         u32 step = next > before ? next - before : 0;

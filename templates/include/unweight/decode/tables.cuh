@@ -9,8 +9,8 @@
 //   L >= 8   one symbol a lookup, 2^L entries in up to 32 copies side by side, copy = lane % copies. With 32 copies (L <= 9)
 //            every lane has a bank of its own and no lookup conflicts; 16 copies (L = 10) make at most 2 lanes meet.
 //
-// Entry: byte 0 = bits taken; bytes 1 (and 2) = value(s). Value: the exponent, or for the palette output the index (a pair of indices
-// shares byte 1, the first in the low nibble). Entries are 4 bytes, or 2 where two suffice and size matters.
+// Entry: byte 0 = bits taken; bytes 1 (and 2) = value(s). Value: the exponent, or for the palette and full outputs the index (a pair of
+// indices shares byte 1, the first in the low nibble). Entries are 4 bytes, or 2 where two suffice and size matters.
 #pragma once
 
 #include "unweight/decode/canonical.cuh"
@@ -29,7 +29,7 @@ struct Table {
     static_assert(kCodeLimit >= 6 && kCodeLimit <= 15, "code limits are 6..15");
 
     static constexpr bool kPair = kCodeLimit <= 7;
-    static constexpr bool kPalette = kOutput == kOutputPalette;
+    static constexpr bool kPalette = kOutput != kOutputExponent;
     static constexpr u32 kSymbols = kPair ? 2 : 1;  // per lookup
     static constexpr u32 kIndexBits = kSymbols * kCodeLimit;
     static constexpr u32 kEntryBytes = (kPair && kPalette) || kCodeLimit == 15 ? 2 : 4;
@@ -84,32 +84,48 @@ struct Table {
         }
         ptx::sync_block();
         // 2. Single-symbol entries. Slots that no code reaches (a palette of one entry leaves half of them) give entry 0.
-        u32 singles = kPair ? scratch + 64 : table;
         u32 fallback = 1 | code.fallback << 8;
-#pragma unroll 1
-        for (u32 slot = thread; slot < kSlots; slot += threads) store_entry(singles, slot, fallback);
-        ptx::sync_block();
-#pragma unroll 1
-        for (u32 i = 0; i < 16; ++i) {
-            u32 entry = ptx::load_shared(scratch + 4 * i);
-            u32 length = entry & 0xff;
-            if (length == 0) continue;
-#pragma unroll 1
-            for (u32 slot = thread; slot < kSlots >> length; slot += threads) {
-                // Slot numbers run over (rest of the index, copy); the code stands below the rest.
-                u32 rest = slot / kSingleCopies, copy = slot % kSingleCopies;
-                store_entry(singles, (entry >> 16 | rest << length) * kSingleCopies + copy, entry & 0xffff);
-            }
-        }
         if constexpr (kPair) {
-            // 3. Pairs.
-            ptx::sync_block();
-#pragma unroll 2
-            for (u32 index = thread; index < 1u << kIndexBits; index += threads) {
-                u32 first = ptx::load_shared(singles + 4 * (index & ((1u << kCodeLimit) - 1)));
-                u32 second = ptx::load_shared(singles + 4 * (index >> (first & 0xff) & ((1u << kCodeLimit) - 1)));
-                u32 length = (first & 0xff) + (second & 0xff);
-                u32 a = first >> 8, b = second >> 8;
+            build_pairs(table, scratch, fallback, thread, threads);
+        } else {
+            build_singles(table, scratch, fallback, thread, threads);
+        }
+    }
+
+private:
+    static constexpr u32 kSlots = kCopies << kCodeLimit;
+
+    // Few enough for a slot to look for its code.
+    static UW_DEVICE void build_pairs(u32 table, u32 scratch, u32 fallback, u32 thread, u32 threads) {
+        u32 singles = scratch + 64;
+        constexpr u32 kMaskOne = (1u << kCodeLimit) - 1;
+#pragma unroll 1
+        for (u32 slot = thread; slot <= kMaskOne; slot += threads) {
+            u32 found = fallback;
+#pragma unroll
+            for (u32 i = 0; i < 16; i += 4) {
+                U32x4 e = ptx::load_shared_x4(scratch + 4 * i);
+                found = match(e.x, slot, match(e.y, slot, match(e.z, slot, match(e.w, slot, found))));
+            }
+            ptx::store_shared(singles + 4 * slot, found);
+        }
+        ptx::sync_block();
+        // Four at a time, for their loads to overlap.
+        constexpr u32 kEntries = 1u << kIndexBits, kBatch = 4;
+#pragma unroll 1
+        for (u32 base = thread; base < kEntries; base += kBatch * threads) {
+            u32 first[kBatch], second[kBatch];
+#pragma unroll
+            for (u32 j = 0; j < kBatch; ++j) first[j] = ptx::load_shared(singles + 4 * ((base + j * threads) & kMaskOne));
+#pragma unroll
+            for (u32 j = 0; j < kBatch; ++j) {
+                second[j] = ptx::load_shared(singles + 4 * ((base + j * threads) >> (first[j] & 0xff) & kMaskOne));
+            }
+#pragma unroll
+            for (u32 j = 0; j < kBatch; ++j) {
+                u32 index = base + j * threads, length = (first[j] & 0xff) + (second[j] & 0xff);
+                u32 a = first[j] >> 8, b = second[j] >> 8;
+                if (index >= kEntries) continue;
                 if constexpr (kEntryBytes == 2) {
                     ptx::store_shared_u16(table + 2 * index, length | (a | b << 4) << 8);
                 } else {
@@ -119,15 +135,35 @@ struct Table {
         }
     }
 
-private:
-    static constexpr u32 kSingleCopies = kPair ? 1 : kCopies;
-    static constexpr u32 kSlots = kSingleCopies << kCodeLimit;
+    // `found`, unless `slot` begins with the code of `entry`.
+    static UW_DEVICE u32 match(u32 entry, u32 slot, u32 found) {
+        u32 length = entry & 0xff;
+        return length != 0 && (slot & ((1u << length) - 1)) == entry >> 16 ? entry & 0xffff : found;
+    }
 
-    static UW_DEVICE void store_entry(u32 singles, u32 slot, u32 entry) {
-        if constexpr (kPair || kEntryBytes == 4) {
-            ptx::store_shared(singles + 4 * slot, entry);
+    static UW_DEVICE void build_singles(u32 table, u32 scratch, u32 fallback, u32 thread, u32 threads) {
+#pragma unroll 1
+        for (u32 slot = thread; slot < kSlots; slot += threads) store_entry(table, slot, fallback);
+        ptx::sync_block();
+#pragma unroll 1
+        for (u32 i = 0; i < 16; ++i) {
+            u32 entry = ptx::load_shared(scratch + 4 * i);
+            u32 length = entry & 0xff;
+            if (length == 0) continue;
+#pragma unroll 1
+            for (u32 slot = thread; slot < kSlots >> length; slot += threads) {
+                // Slot numbers run over (rest of the index, copy); the code stands below the rest.
+                u32 rest = slot / kCopies, copy = slot % kCopies;
+                store_entry(table, (entry >> 16 | rest << length) * kCopies + copy, entry & 0xffff);
+            }
+        }
+    }
+
+    static UW_DEVICE void store_entry(u32 table, u32 slot, u32 entry) {
+        if constexpr (kEntryBytes == 4) {
+            ptx::store_shared(table + 4 * slot, entry);
         } else {
-            ptx::store_shared_u16(singles + 2 * slot, entry);
+            ptx::store_shared_u16(table + 2 * slot, entry);
         }
     }
 };

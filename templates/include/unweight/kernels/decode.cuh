@@ -1,37 +1,40 @@
 // Preprocess family (report section 7): Huffman tensor -> bf16 matrix | exponent bytes | packed palette indices.
 //
-// Config   { static constexpr u32 kOutput /* 0 full, 1 exponent, 2 palette */, kCodeLimit /* 6..15 */, kWarps /* 1..32 */; }
-//          kWarps = 32 for exponent and palette, 24 for full (whose prefetch needs the registers).
+// Config   { static constexpr u32 kOutput /* 0 full, 1 exponent, 2 palette */, kCodeLimit /* 6..15 */, kWarps /* 1..32, planned: 32 */; }
 //          A tensor may be decoded by a kernel of its own longest code or of any larger limit.
 // Launch   threads = 32 * kWarps, grid = min(tiles, SMs) (1 block per SM; any grid is right), dynamic shared memory = Smem<Config>::kBytes,
 //          __launch_bounds__(32 * kWarps, 1). `work_counter` is not used.
 //
-// Roles    every warp is alone: it takes every so many-th tile and shares nothing but the table with others. Its header (16 B metadata,
-//          64 B lengths) was loaded a tile ahead; one warp scan of the lengths gives all 64 rows' first bits. Then, for each half (32 rows):
-//          (1) a bulk copy brings the bits, started while the half before was being decoded; (2) each lane decodes a row from shared memory
-//          (decode/reader.cuh) into 16-byte pieces of a staging area; (3) the warp writes the staging area out, 16 bytes a lane, whole
-//          sectors side by side. Full output: sign-mantissa bytes are loaded before (2) and merged in (3).
+// Roles    every warp is alone: it takes every so many-th tile and shares nothing but the table with others; a last round too short for
+//          all warps is dealt out in half tiles. A tile's header (16 B metadata, 64 B lengths) was loaded a tile ahead; one warp scan of the
+//          lengths gives all 64 rows' first bits. Then, for each half (32 rows): (1) a bulk copy brings the bits, started while the half before
+//          was being decoded; (2) each lane decodes a row from shared memory (decode/reader.cuh) into 16-byte pieces of a staging area;
+//          (3) the warp writes the staging area out, 16 bytes a lane, whole sectors side by side. Full output decodes to palette indices;
+//          its sign-mantissa bytes are loaded before (2) and joined with the exponents (mma/reconstruct.cuh) in (3).
 // Barriers 2 mbarriers per warp, one per half: 1 arrival (the copying lane, with the bytes expected); a phase per copy.
 //
 // Shared memory, in this order (bytes; Smem<Config>):
-//   table    Table::kBytes         palette: 32768 (L=7), 8192 (L=6); exponent, full: 65536 (L=7), 16384 (L=6);
+//   table    Table::kBytes         palette, full: 32768 (L=7), 8192 (L=6); exponent: 65536 (L=7), 16384 (L=6);
 //                                  all outputs: 32768 (L=8), 65536 (L=9..15)
 //   scratch  1024                  code words and single-symbol entries while the table is built
 //   barriers 16 * kWarps           2 mbarriers a warp
 //   stage    2656 * kWarps         2 buffers of 1328 = 16 in front + 1312 (32 rows * 319 bits, rounded out to 16 B at both ends)
-//   output   palette: 1024 * kWarps; exponent, full: 2048 * kWarps
+//   output   palette, full: 1024 * kWarps; exponent: 2048 * kWarps
 // A row may be read up to 128 B past its bits when the stream lies; that ends inside `output` at the latest (>= 1024 B).
 //
 // Bytes    per element, 2.75 bits a code: read 0.34 + 0.016 + 0.004 (full: + 1), write palette 0.5, exponent 1, full 2.
 //          14336x4096: palette 50 MB, exponent 80 MB, full 198 MB.
-// Bound    predictions for 14336x4096 (445 k elements an SM), L = 7, to be replaced by measurements:
-//          instructions (SASS, NVRTC 13.0): inner loop 3.6 per element (115 per 32 symbols, 58 per 16), all in 6.3 palette, 7.0
-//          exponent, about 11 full; of the inner 3.6 about 2.1 are on the half-rate integer pipe.
-//          shared memory: on N(0, 0.02^2) a pair lookup takes 3.8 wavefronts of 32 lanes and the refill of 4 symbols 2.1 (simulated): 2.4
-//          per element, 34 k cycles an SM, 17-19 us. That is what should limit palette and exponent; memory's floor is 12 and 19 us.
-//          With start-up (table, first copies: about 4 us): palette 23 us, exponent 26 us. Full: memory, floor 48 us, 56 us.
-//          Considered: one symbol a lookup in 32 copies for L = 7 too: 1.6 wavefronts, but twice the instructions (what L = 8, 9 do);
-//          11-bit pairs in 32 copies with an escape: 0.25 % of the pairs, so 8 % of the warp's lookups would diverge.
+// Speed    one H200, driver 580.159, CUDA 13.0, 2026-11-20; medians of graph replays over 5 rotated copies, 14336x4096, N(0, 0.02^2), us:
+//                       L = 6    7      8
+//            palette      28.1   29.7   31.3
+//            exponent     32.4   33.9   34.4
+//            full         64.2   66.8   68.4
+// Bound    L = 7 (ncu). Palette and exponent: shared memory, 77 and 76 % of its wavefronts over the whole run (a pair lookup of 32 lanes
+//          meets 3.5 deep), issue 44 and 39 %; the main stall is short_scoreboard (9.5 and 10.7).
+//          Full: device memory. Without the decoding it takes 63.7 us, without the memory 39. 198 MB move at 3.0 TB/s: 59 % of the bytes are
+//          writes, and a tile reads 64-byte pieces of sign_mantissa's rows; over the same bytes laid out tile by tile it takes 58.8 us (56.3
+//          without decoding, 61.5 if only the reads are so).
+//          What else was tried: docs/decisions/0005-preprocess-log.md.
 //
 // Safety   for any bytes: a tile whose metadata would leave encoded_exp or verbatim_exponents, or that marks a pad row, is skipped and
 //          *fault = 1 + tile; all else is static. Wrong codes give wrong bytes only.
@@ -41,6 +44,7 @@
 
 #include "unweight/abi.cuh"
 #include "unweight/decode/reader.cuh"
+#include "unweight/mma/reconstruct.cuh"
 #include "unweight/ptx/bulk.cuh"
 #include "unweight/ptx/fence.cuh"
 #include "unweight/ptx/mbarrier.cuh"
@@ -54,6 +58,7 @@ constexpr u32 kStageFront = 16;      // the window starts up to 7 bits before th
 constexpr u32 kStageBits = 1312;     // 32 * 319 bits = 319 words; + 1 (begins inside a word) + 3 + 3 (16-byte ends), to 16 B
 constexpr u32 kStageBytes = kStageFront + kStageBits;
 constexpr u32 kStages = 2;           // one a half
+constexpr u32 kScratchPalette = 1008;  // place in `scratch` of full's 16 palette entries
 
 template <class Config>
 struct Smem {
@@ -65,7 +70,7 @@ struct Smem {
     static constexpr u32 kStage = kBarriers + 8 * kStages * Config::kWarps;
     static constexpr u32 kOutput = kStage + kStages * kStageBytes * Config::kWarps;
     static constexpr u32 kBytes = kOutput + kRows * kRowBytes * Config::kWarps;
-    static_assert(Table::kScratchBytes <= 1024, "scratch");
+    static_assert(Table::kScratchBytes <= kScratchPalette, "scratch");
     static_assert(Config::kWarps >= 1 && Config::kWarps <= 32, "1..32 warps");
     static_assert(kStage % 16 == 0 && kOutput % 16 == 0, "16-byte sections");
 };
@@ -79,22 +84,35 @@ struct Header {
     u32 length[2];  // row_lengths of rows `lane` and `lane + 32`
 };
 
+// What a warp does in one round.
+struct Work {
+    u32 tile;
+    u32 halves;  // bit h: half h is this warp's
+};
+
+// A last round that would keep no more than half of the warps busy is dealt out in half tiles.
+UW_DEVICE Work work(u32 round_begin, u32 warp, u32 tiles, u32 warps) {
+    u32 left = tiles > round_begin ? tiles - round_begin : 0;
+    if (2 * left > warps) return {round_begin + warp, warp < left ? 3u : 0u};
+    return {round_begin + warp / 2, warp < 2 * left ? 1u << (warp & 1) : 0u};
+}
+
 // A tile that passed the checks.
 struct Tile {
     TileMetadata metadata;
     u32 index;
+    u32 halves;  // to be decoded; 0: nothing, or a tile that failed
     u32 rows;    // matrix rows in it, 1..64
     u32 begins;  // first bit, from the tile's start, of rows `lane` (low half) and `lane + 32` (high half)
     u32 bits;    // of rows 0..31 (low half) and 32..63 (high half); 20416 at most in all
-    bool valid;
 };
 
-UW_DEVICE Header load_header(const DecodeArgs& args, u32 tile, u32 tiles, u32 lane) {
+UW_DEVICE Header load_header(const DecodeArgs& args, const Work& w, u32 lane) {
     Header h = {};
-    if (tile < tiles) {
-        U32x4 m = ptx::load_global_nc_x4(args.tile_metadata + tile);
+    if (w.halves != 0) {
+        U32x4 m = ptx::load_global_nc_x4(args.tile_metadata + w.tile);
         h.metadata = {m.x, m.y, m.z, m.w};
-        const u8* lengths = args.row_lengths + static_cast<u64>(tile) * kTile + lane;
+        const u8* lengths = args.row_lengths + static_cast<u64>(w.tile) * kTile + lane;
         h.length[0] = ptx::load_global_nc_u8(lengths);
         h.length[1] = ptx::load_global_nc_u8(lengths + 32);
     }
@@ -105,13 +123,14 @@ UW_DEVICE Header load_header(const DecodeArgs& args, u32 tile, u32 tiles, u32 la
 UW_DEVICE u32 low_bits(u32 count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
 // Checks a tile and finds each row's first bit.
-UW_DEVICE Tile prepare(const DecodeArgs& args, const Header& h, u32 index, u32 tiles, u32 lane) {
+UW_DEVICE Tile prepare(const DecodeArgs& args, const Header& h, const Work& w, u32 lane) {
     Tile t = {};
-    if (index >= tiles) return t;
-    t.index = index;
+    if (w.halves == 0) return t;
+    t.index = w.tile;
+    t.halves = w.halves;
     t.metadata = h.metadata;
     // Only the last tile row can be short; comparing saves a division per tile.
-    bool last_row = index >= (args.tile_rows - 1) * args.tile_cols;
+    bool last_row = w.tile >= (args.tile_rows - 1) * args.tile_cols;
     t.rows = last_row ? args.n - (args.tile_rows - 1) * kTile : kTile;
     u32 inside_low = low_bits(t.rows), inside_high = t.rows > 32 ? low_bits(t.rows - 32) : 0;
 
@@ -134,10 +153,10 @@ UW_DEVICE Tile prepare(const DecodeArgs& args, const Header& h, u32 index, u32 t
     u64 verbatim_end = static_cast<u64>(h.metadata.verbatim_row_offset) + ptx::popcount(h.metadata.verbatim_low) +
                        ptx::popcount(h.metadata.verbatim_high);
     u32 pad_verbatim = (h.metadata.verbatim_low & ~inside_low) | (h.metadata.verbatim_high & ~inside_high);
-    t.valid = (words == 0 || end <= args.encoded_words) && verbatim_end <= args.verbatim_rows && pad_verbatim == 0;
-    if (!t.valid) {
-        t.bits = 0;
-        if (lane == 0) ptx::store_global(args.fault, 1 + index);
+    bool valid = (words == 0 || end <= args.encoded_words) && verbatim_end <= args.verbatim_rows && pad_verbatim == 0;
+    if (!valid) {
+        t.halves = 0;
+        if (lane == 0) ptx::store_global(args.fault, 1 + w.tile);
     }
     return t;
 }
@@ -149,7 +168,7 @@ UW_DEVICE u32 half_begin(const Tile& t, u32 half) { return half ? t.bits & 0xfff
 // Starts the copy of a half's bits, if it has any.
 UW_DEVICE void fetch(const DecodeArgs& args, const Tile& t, u32 half, u32 stage, u32 barrier) {
     u32 bits = half_bits(t, half), begin = half_begin(t, half);
-    if (bits == 0) return;
+    if ((t.halves >> half & 1) == 0 || bits == 0) return;
     u64 first = t.metadata.start_word + static_cast<u64>(begin / 32);
     u32 skew = first & 3;
     u32 words = (begin % 32 + bits + 31) / 32;
@@ -191,32 +210,68 @@ UW_DEVICE Cells cells(const DecodeArgs& args, const Tile& t, u32 half, u32 tile_
     return {static_cast<u64>(tile_row * kTile + half * kRows + row) * args.k + column, column < args.k ? left : 0, row};
 }
 
-// Two elements: sign and mantissa from bytes kFirst, kFirst + 1 of `s`, exponents from those of `e`.
-template <u32 kFirst>
-UW_DEVICE u32 join(u32 s, u32 e) {
-    u32 exponents = ptx::prmt(e, 0, kFirst == 0 ? 0x4140 : 0x4342);
-    u32 rest = ptx::prmt(s, s, kFirst == 0 ? 0x1100 : 0x3322);
-    return ptx::bit_select(0x807f807f, rest, exponents << 7);
+// The record of a verbatim row of a half.
+UW_DEVICE const u8* verbatim_row(const DecodeArgs& args, const Tile& t, u32 half, u32 row) {
+    u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
+    u32 before = ptx::popcount(mask & low_bits(row)) + (half ? ptx::popcount(t.metadata.verbatim_low) : 0);
+    return args.verbatim_exponents + (static_cast<u64>(t.metadata.verbatim_row_offset) + before) * kTile;
 }
 
 // Writes a half tile of bf16 whose rows start at any 2-byte boundary: two bytes a lane.
 template <u32 kRowBytes>
 UW_DEVICE void write_narrow(const DecodeArgs& args, const Tile& t, u32 half, u32 tile_row, u32 output, u32 lane) {
     u32 tile_col = t.index - tile_row * args.tile_cols;
+    u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
 #pragma unroll 1
     for (u32 i = 0; i < kRows * 2; ++i) {
         u32 row = i / 2, column = i % 2 * 32 + lane;
         if (half * kRows + row >= t.rows || tile_col * kTile + column >= args.k) continue;
         u64 at = static_cast<u64>(tile_row * kTile + half * kRows + row) * args.k + tile_col * kTile + column;
-        u32 e = ptx::load_shared_u8(output + piece<kRowBytes>(row, column / 16) + column % 16);
-        u32 s = ptx::load_global_nc_u8(args.sign_mantissa + at);
+        const u8* exponent = verbatim_row(args, t, half, row) + column;
+        if ((mask >> row & 1) == 0) {
+            u32 pair = ptx::load_shared_u8(output + piece<kRowBytes>(row, column / 32) + column % 32 / 2);
+            exponent = args.palette + (pair >> column % 2 * 4 & 15);
+        }
+        u32 e = ptx::load_global_nc_u8(exponent), s = ptx::load_global_nc_u8(args.sign_mantissa + at);
         ptx::store_global_u16(static_cast<u8*>(args.output) + at * 2, (s & 0x80) << 8 | e << 7 | (s & 0x7f));
+    }
+}
+
+// Writes a half tile of bf16 from its indices and the sign-mantissa bytes already on their way, 16 bytes a lane.
+template <u32 kRowBytes>
+UW_DEVICE void write_wide(const DecodeArgs& args, const Tile& t, u32 half, u32 tile_row, u32 output,
+                          const U32x2 (&sign_mantissa)[kCells], u32 palette, u32 lane) {
+    // Found again rather than kept: registers are short while a row is decoded.
+    Cells part = cells(args, t, half, tile_row, lane);
+    u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
+    mma::PaletteTable table(ptx::load_shared_x4(palette));
+    // The swizzle repeats every 8 rows.
+    u32 from[2] = {output + piece<kRowBytes>(part.row, lane % 8 / 4) + lane % 4 * 4,
+                   output + piece<kRowBytes>(part.row + 4, lane % 8 / 4) + lane % 4 * 4};
+#pragma unroll
+    for (u32 i = 0; i < kCells; ++i) {
+        u32 indices = ptx::load_shared(from[i % 2] + i / 2 * 8 * kRowBytes), flipped = indices ^ 0x88888888u;
+        U32x2 s = sign_mantissa[i];
+        U32x4 v;
+        table.join(s.x, indices, flipped, v.x, v.y);
+        table.join(s.y, indices >> 16, flipped >> 16, v.z, v.w);
+        if (part.inside(i)) {
+            u32 row = part.row + 4 * i;
+            if (mask >> row & 1) {
+                U32x2 e = ptx::load_global_nc_x2(verbatim_row(args, t, half, row) + lane % 8 * 8);
+                mma::join_exponents(s.x, e.x, v.x, v.y);
+                mma::join_exponents(s.y, e.y, v.z, v.w);
+            }
+            u64 at = part.first + static_cast<u64>(4 * i) * args.k;
+            ptx::store_global_x4(static_cast<u8*>(args.output) + at * 2, v);
+        }
     }
 }
 
 // Decodes a half tile whose bits are (or are about to be) in `stage` and writes it out.
 template <class Config>
-UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 lane, u32 table, u32 stage, u32 output, u32 barrier, u32& parity) {
+UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 lane, u32 table, u32 palette, u32 stage,
+                           u32 output, u32 barrier, u32& parity) {
     using Layout = Smem<Config>;
     using Table = typename Layout::Table;
     constexpr u32 kRowBytes = Layout::kRowBytes;
@@ -224,14 +279,13 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
 
     u32 tile_row = 0;
     bool wide = false;
-    [[maybe_unused]] Cells part;
     [[maybe_unused]] U32x2 sign_mantissa[kCells];
     if constexpr (Config::kOutput == kOutputFull) {
         tile_row = t.index / args.tile_cols;
         wide = args.k % 8 == 0;
         if (wide) {
             // On their way while the row is decoded.
-            part = cells(args, t, half, tile_row, lane);
+            Cells part = cells(args, t, half, tile_row, lane);
 #pragma unroll
             for (u32 i = 0; i < kCells; ++i) {
                 sign_mantissa[i] = {};
@@ -254,8 +308,7 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
     u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
     bool verbatim = mask >> lane & 1, pad = half * kRows + lane >= t.rows;
     if (verbatim && !Table::kPalette) {
-        u32 before = ptx::popcount(mask & low_bits(lane)) + (half ? ptx::popcount(t.metadata.verbatim_low) : 0);
-        const u8* source = args.verbatim_exponents + (static_cast<u64>(t.metadata.verbatim_row_offset) + before) * kTile;
+        const u8* source = verbatim_row(args, t, half, lane);
 #pragma unroll
         for (u32 c = 0; c < kPieces; ++c) ptx::store_shared_x4(output + piece<kRowBytes>(lane, c), ptx::load_global_nc_x4(source + 16 * c));
     } else if (verbatim || pad) {
@@ -266,17 +319,7 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
 
     if constexpr (Config::kOutput == kOutputFull) {
         if (wide) {
-            // The swizzle repeats every 8 rows.
-            u32 from[2] = {output + piece<kRowBytes>(lane / 8, lane % 8 / 2) + lane % 2 * 8,
-                           output + piece<kRowBytes>(lane / 8 + 4, lane % 8 / 2) + lane % 2 * 8};
-#pragma unroll
-            for (u32 i = 0; i < kCells; ++i) {
-                U32x2 e = ptx::load_shared_x2(from[i % 2] + i / 2 * 512);
-                U32x2 s = sign_mantissa[i];
-                U32x4 v = {join<0>(s.x, e.x), join<2>(s.x, e.x), join<0>(s.y, e.y), join<2>(s.y, e.y)};
-                u64 at = part.first + static_cast<u64>(4 * i) * args.k;
-                if (part.inside(i)) ptx::store_global_x4(static_cast<u8*>(args.output) + at * 2, v);
-            }
+            write_wide<kRowBytes>(args, t, half, tile_row, output, sign_mantissa, palette, lane);
         } else {
             write_narrow<kRowBytes>(args, t, half, tile_row, output, lane);
         }
@@ -302,13 +345,14 @@ UW_DEVICE void run(const DecodeArgs& args) {
     u32 stage = smem + Layout::kStage + warp * kStages * kStageBytes;
     u32 output = smem + Layout::kOutput + warp * kRows * Layout::kRowBytes;
     u32 barriers = smem + Layout::kBarriers + warp * kStages * 8;
+    u32 palette = smem + Layout::kScratch + kScratchPalette;
 
-    u32 tiles = args.tile_rows * args.tile_cols;
-    u32 stride = ptx::grid_size() * Config::kWarps;
+    u32 tiles = args.tile_rows * args.tile_cols, warps = ptx::grid_size() * Config::kWarps;
     // Neighbouring tiles go to different blocks: the last, partial round then spreads over all SMs.
-    u32 index = warp * ptx::grid_size() + ptx::block_index();
+    u32 own = warp * ptx::grid_size() + ptx::block_index(), round = 0;
     typename Table::Code code = Table::fetch(args.palette, args.code_lengths, lane);
-    Header header = load_header(args, index, tiles, lane);
+    Work now = work(round, own, tiles, warps);
+    Header header = load_header(args, now, lane);
 
     if (lane == 0) {
         for (u32 i = 0; i < kStages; ++i) ptx::mbarrier_init(barriers + 8 * i, 1);
@@ -316,26 +360,29 @@ UW_DEVICE void run(const DecodeArgs& args) {
         // The copy engine updates a barrier that ordinary stores made.
         ptx::fence_proxy_async_shared();
     }
+    if (Config::kOutput == kOutputFull && thread == 0) ptx::store_shared_x4(palette, ptx::load_global_nc_x4(args.palette));
     ptx::sync_warp();
 
-    Tile tile = prepare(args, header, index, tiles, lane);
+    Tile tile = prepare(args, header, now, lane);
     for (u32 half = 0; half < kStages; ++half) fetch(args, tile, half, stage + half * kStageBytes, barriers + 8 * half);
-    header = load_header(args, index + stride, tiles, lane);
+    Work later = work(warps, own, tiles, warps);
+    header = load_header(args, later, lane);
 
     Table::build(table, smem + Layout::kScratch, code, thread, kThreads<Config>);
     ptx::sync_block();
 
     u32 parity = 0;  // bit h: phase of buffer h
 #pragma unroll 1
-    for (; index < tiles; index += stride) {
+    for (; round < tiles; round += warps) {
         Tile next = {};
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             u32 buffer = stage + half * kStageBytes, barrier = barriers + 8 * half;
-            if (tile.valid) decode_half<Config>(args, tile, half, lane, table, buffer, output, barrier, parity);
+            if (tile.halves >> half & 1) decode_half<Config>(args, tile, half, lane, table, palette, buffer, output, barrier, parity);
             if (half == 0) {
-                next = prepare(args, header, index + stride, tiles, lane);
-                header = load_header(args, index + 2 * stride, tiles, lane);
+                next = prepare(args, header, later, lane);
+                later = work(round + 2 * warps, own, tiles, warps);
+                header = load_header(args, later, lane);
             }
             fetch(args, next, half, buffer, barrier);
         }

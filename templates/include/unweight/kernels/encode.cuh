@@ -4,19 +4,20 @@
 //   Huffman tensor   stats, table, decode_table (only if the flat table is wanted), rows, scan, write
 //   palette tensor   stats, table, rows, scan, palette
 //
-// stage         threads  blocks/SM  grid                       dynamic smem  reads + writes, bytes per element   14336x4096: MB, predicted us
-// stats         512      4          min(tiles, 4 SMs)          32768         2 + 1                               176, 42
-// table         256      1          1                          4096          -                                   0, 6
-// decode_table  256      1          128                        0             -                                   0, 3
-// rows          256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.016                           118, 31
-// scan          256      1          ceil(tiles / 1024)         1024          16 B a tile, twice                  0.5, 4
-// write         256      4          min(tiles / 8, 4 SMs)      21504         2 + 0.34                            138, 45
-// palette       256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.5                             147, 38
-// Predictions; instructions per element (SASS): stats 5, rows 7.5, write 17, palette about 9. `write` is nearer to the integer pipe's limit
-// (10 of the 17 are half-rate: 37 us) than the others; if it is slow, that is where to look.
+// stage         threads  blocks/SM  grid                       dynamic smem  reads + writes, bytes per element   14336x4096, L = 7: MB, us
+// stats         512      4          min(tiles, 4 SMs)          32768         2 + 1                               176, 47.8
+// table         256      1          1                          4096          -                                   0, 5.6
+// decode_table  256      1          128                        0             -                                   0, not timed
+// rows          256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.016                           118, 30.9
+// scan          256      1          ceil(tiles / 1024)         1024          16 B a tile, twice                  0.5, 5.1
+// write         256      4          min(tiles / 8, 4 SMs)      21504         2 + 0.34                            138, 50.7
+// palette       256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.5                             147, not timed
+// All stages of a Huffman tensor and one fill for the zeroed buffers: 145.9 us (L = 8: 153.2, as write has a faster path for L <= 7). One
+// H200, driver 580.159, CUDA 13.0, 2026-11-20, medians of graph replays over 3 rotated inputs.
+// stats and rows run at 3.7 and 3.8 TB/s. write is bound by integer instructions: 17 per element, their pipe 67 % busy, memory 43 %.
 // (tiles / 8 rounded up; 4 SMs = 4 blocks on each multiprocessor; any grid is right except for scan.)
 //
-// Zeroed before: histogram (stats), scan_state (scan), encoded_exp (write). scan_state: 4 u64 per block of scan.
+// Zeroed before: histogram (stats), scan_state (scan). scan_state: 4 u64 per block of scan.
 // totals[3] becomes 1 if the coded words or the verbatim rows exceed the capacities (or 2^32 words); nothing is written past them.
 // Matrices are of any shape; k a multiple of 8 takes 16-byte loads in rows, write and palette.
 //
@@ -126,7 +127,7 @@ UW_DEVICE u32 package_merge(u64 leaf, u32 m, u32 limit, u32 lane, u32 scratch) {
 #pragma unroll 1
     for (u32 round = 0; round < limit; ++round) {
         u32 leaf_place = lane, package_place = lane;
-#pragma unroll 1
+#pragma unroll
         for (u32 i = 0; i < 16; ++i) {
             u64 other_leaf = shuffle_u64(leaf, i), other_package = shuffle_u64(package, i);
             leaf_place += i < packages && other_package < leaf;
@@ -377,16 +378,16 @@ UW_DEVICE void rows(const EncodeArgs& args) {
 
 // ---- scan: word and row counts of the tiles -> offsets ---------------------------------------------------------------
 //
-// One pass with decoupled look-back (Merrill and Garland 2016). A block takes a ticket, so that those it waits for already run. Its
-// 4 words of scan_state:  [0] its own sums: words (24 bits) | verbatim rows << 24 | most rows of a tile << 44 | 1 << 63
+// One pass: a block publishes the sums of its tiles and adds up those of all blocks before it, a block per thread. It takes a ticket, so that
+// those it waits for already run. Its 4 words of scan_state:
+//                         [0] its sums: words (24 bits) | verbatim rows << 24 | most rows of a tile << 44 | 1 << 63
 //                         [1] of block 0: the ticket counter
-//                         [2] words up to and with it << 1 | 1
-//                         [3] rows up to and with it << 8 | most rows << 1 | 1
-// Every word carries its own flag, so no order among them matters.
+// The word carries its own flag. (Running totals that blocks hand on, as in Merrill and Garland 2016, make a chain of round trips to L2:
+// 14 blocks took 9 us.)
 
 UW_DEVICE void scan(const EncodeArgs& args) {
-    u32 smem = ptx::smem_address(ptx::dynamic_smem());  // 8 warps x {words, rows, most}, then ticket and prefix
-    u32 shared_ticket = smem + 256, shared_prefix = smem + 264;
+    u32 smem = ptx::smem_address(ptx::dynamic_smem());  // 8 warps x {words, rows, most}, then the ticket
+    u32 shared_ticket = smem + 256;
     u32 thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
     if (thread == 0) ptx::store_shared(shared_ticket, static_cast<u32>(ptx::atomic_add_global_u64(args.scan_state + 1, 1)));
     ptx::sync_block();
@@ -425,42 +426,52 @@ UW_DEVICE void scan(const EncodeArgs& args) {
         block_most = t.z > block_most ? t.z : block_most;
     }
     if (thread == 0) {
-        u64* state = args.scan_state + static_cast<u64>(block) * 4;
-        ptx::store_release_global_u64(state, block_words | static_cast<u64>(block_rows) << 24 | static_cast<u64>(block_most) << 44 | 1ull << 63);
-        u64 words_total = 0, rows_total = 0;
-        u32 most_total = 0;
-        for (u32 other = block; other-- > 0;) {
-            const u64* behind = args.scan_state + static_cast<u64>(other) * 4;
-            u64 own = 0, words_with = 0, rows_with = 0;
-            do {
-                words_with = ptx::load_acquire_global_u64(behind + 2);
-                rows_with = ptx::load_acquire_global_u64(behind + 3);
-                own = ptx::load_acquire_global_u64(behind);
-            } while (own == 0);
-            bool all = (words_with & 1) != 0 && (rows_with & 1) != 0;
-            words_total += all ? words_with >> 1 : own & 0xffffff;
-            rows_total += all ? rows_with >> 8 : own >> 24 & 0xfffff;
-            u32 other_most = static_cast<u32>(all ? rows_with >> 1 : own >> 44) & 0x7f;
-            most_total = other_most > most_total ? other_most : most_total;
-            if (all) break;
-        }
-        store_shared_u64(shared_prefix, words_total);
-        store_shared_u64(shared_prefix + 8, rows_total);
-        words_total += block_words;
-        rows_total += block_rows;
-        most_total = block_most > most_total ? block_most : most_total;
-        ptx::store_release_global_u64(state + 2, words_total << 1 | 1);
-        ptx::store_release_global_u64(state + 3, rows_total << 8 | static_cast<u64>(most_total) << 1 | 1);
-        if (block == blocks - 1) {
-            args.totals[0] = words_total;
-            args.totals[1] = rows_total;
-            args.totals[2] = most_total;
-            args.totals[3] = words_total > args.capacity_words || words_total > 1ull << 32 || rows_total > args.capacity_rows;
-        }
+        ptx::store_release_global_u64(args.scan_state + static_cast<u64>(block) * 4,
+                                      block_words | static_cast<u64>(block_rows) << 24 | static_cast<u64>(block_most) << 44 | 1ull << 63);
+    }
+    u64 words_total = 0, rows_total = 0;
+    u32 most_total = 0;
+#pragma unroll 1
+    for (u32 other = thread; other < block; other += kScanThreads) {
+        u64 own = 0;
+        do {
+            own = ptx::load_acquire_global_u64(args.scan_state + static_cast<u64>(other) * 4);
+        } while (own == 0);
+        words_total += own & 0xffffff;
+        rows_total += own >> 24 & 0xfffff;
+        u32 other_most = static_cast<u32>(own >> 44) & 0x7f;
+        most_total = other_most > most_total ? other_most : most_total;
+    }
+#pragma unroll
+    for (u32 delta = 1; delta < 32; delta *= 2) {
+        words_total += shuffle_u64(words_total, lane ^ delta);
+        rows_total += shuffle_u64(rows_total, lane ^ delta);
+        u32 x = ptx::shuffle_xor(most_total, delta);
+        most_total = x > most_total ? x : most_total;
+    }
+    u32 before = smem + 512;  // 8 warps x {words, rows, most}
+    if (lane == 0) {
+        store_shared_u64(before + warp * 24, words_total);
+        store_shared_u64(before + warp * 24 + 8, rows_total);
+        store_shared_u64(before + warp * 24 + 16, most_total);
     }
     ptx::sync_block();
-    u32 word = static_cast<u32>(load_shared_u64(shared_prefix)) + words_before;
-    u32 row = static_cast<u32>(load_shared_u64(shared_prefix + 8)) + rows_before;
+    words_total = rows_total = 0;
+    for (u32 i = 0; i < kScanThreads / 32; ++i) {
+        words_total += load_shared_u64(before + i * 24);
+        rows_total += load_shared_u64(before + i * 24 + 8);
+        u32 x = static_cast<u32>(load_shared_u64(before + i * 24 + 16));
+        block_most = x > block_most ? x : block_most;
+    }
+    if (thread == 0 && block == blocks - 1) {
+        u64 all_words = words_total + block_words, all_rows = rows_total + block_rows;
+        args.totals[0] = all_words;
+        args.totals[1] = all_rows;
+        args.totals[2] = block_most;
+        args.totals[3] = all_words > args.capacity_words || all_words > 1ull << 32 || all_rows > args.capacity_rows;
+    }
+    u32 word = static_cast<u32>(words_total) + words_before;
+    u32 row = static_cast<u32>(rows_total) + rows_before;
 #pragma unroll
     for (u32 i = 0; i < kScanTilesPerThread; ++i) {
         if (first + i < tiles) ptx::store_global_x4(args.tile_metadata + first + i, U32x4{word, row, m[i].z, m[i].w});
@@ -489,12 +500,79 @@ UW_DEVICE u32 join_pair(u32 table, u32 pair, u32& length) {
     return (a & 0xffff) | (b & 0xffff) << length_a;
 }
 
-template <bool kWide>
+// Codes of eight elements, at most 120 bits, in two pieces of at most 60.
+struct Codes {
+    u64 left, right;
+    u32 left_length, length;  // of `left`; of both
+};
+
+UW_DEVICE Codes codes_of(u32 table, const U32x4& v) {
+    u32 length[4];
+    u32 pairs[4] = {join_pair(table, v.x, length[0]), join_pair(table, v.y, length[1]), join_pair(table, v.z, length[2]),
+                    join_pair(table, v.w, length[3])};
+    u32 left = length[0] + length[1];
+    return {pairs[0] | static_cast<u64>(pairs[1]) << length[0], pairs[2] | static_cast<u64>(pairs[3]) << length[2], left,
+            left + length[2] + length[3]};
+}
+
+// The same for codes of at most 7 bits: four fit a word. Words fill from the top, so that a funnel shift both makes room and
+// appends, and nothing needs a mask; the shift takes the count's low five bits.
+constexpr u32 kShortCode = 7;
+
+struct ShortCodes {
+    u32 high, low;  // the last `length` bits of high:low
+    u32 length;     // 8..56
+};
+
+UW_DEVICE u32 join_four(u32 table, u32 first, u32 second, u32& length) {
+    u32 e[4] = {entry_low(table, first), entry_high(table, first), entry_low(table, second), entry_high(table, second)};
+    u32 word = 0;
+    length = 0;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+        // Bits of the entry above the code fall off: the count is the code's length.
+        u32 count = e[i] >> 16;
+        word = ptx::funnel_shift_right(word, e[i], count);
+        length += count;
+    }
+    return word;
+}
+
+UW_DEVICE ShortCodes short_codes_of(u32 table, const U32x4& v) {
+    u32 left_length, right_length;
+    u32 left = join_four(table, v.x, v.y, left_length), right = join_four(table, v.z, v.w, right_length);
+    // right >> (32 - right_length), and the like of left: also where no element has a code.
+    u32 aligned = ptx::funnel_shift_left(right, 0, right_length), rest = ptx::funnel_shift_right(0, left, right_length);
+    return {ptx::funnel_shift_right(left, aligned, right_length), rest, left_length + right_length};
+}
+
+template <bool kShort>
+struct CodesOf {
+    using Type = Codes;
+};
+template <>
+struct CodesOf<true> {
+    using Type = ShortCodes;
+};
+
+// ORs the codes into a zeroed bitstream, before bit `end`.
+UW_DEVICE void put_before(u32 stream, u32 end, const ShortCodes& c) {
+    u32 address = stream + end / 32 * 4;
+    u32 last = ptx::funnel_shift_left(c.high, 0, end), middle = ptx::funnel_shift_left(c.low, c.high, end), first = c.low << end % 32;
+    if (last != 0) ptx::reduce_or_shared(address, last);
+    if (middle != 0) ptx::reduce_or_shared(address - 4, middle);
+    if (first != 0) ptx::reduce_or_shared(address - 8, first);
+}
+
+// kShort: no code is longer than kShortCode.
+template <bool kWide, bool kShort>
 UW_DEVICE void write_of(const EncodeArgs& args) {
     constexpr u32 kBatch = kBatchOf<kWide>;
     u32 table = ptx::smem_address(ptx::dynamic_smem());
     u32 thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32, segment = lane % 8, group = lane / 8;
     u32 stream = table + 1024 + warp * kTileBufferWords * 4;
+    using Coded = typename CodesOf<kShort>::Type;
+    constexpr u32 kTogether = kBatch < 2 ? 1 : 2;
     // Without the palette index: code | length << 16.
     ptx::store_shared(table + 4 * thread, ptx::load_global_nc(args.encode_table + thread) & 0xffffff);
     u32 pad = pad_pair(args);
@@ -527,34 +605,44 @@ UW_DEVICE void write_of(const EncodeArgs& args) {
 #pragma unroll
             for (u32 i = 0; i < kBatch; ++i) v[i] = load_eight<kWide>(args, p, batch * kBatch + i, group, pad);
 #pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) {
-                u32 row = (batch * kBatch + i) * 4 + group;
-                u32 length[4];
-                u32 pairs[4] = {join_pair(table, v[i].x, length[0]), join_pair(table, v[i].y, length[1]),
-                                join_pair(table, v[i].z, length[2]), join_pair(table, v[i].w, length[3])};
-                u64 left = pairs[0] | static_cast<u64>(pairs[1]) << length[0], right = pairs[2] | static_cast<u64>(pairs[3]) << length[2];
-                u32 left_length = length[0] + length[1], all = left_length + length[2] + length[3];
-                // Exclusive scan over the 8 lanes of the row.
-                u32 before = all;
+            for (u32 i = 0; i < kBatch; i += kTogether) {
+                Coded codes[kTogether];
+                u32 before = 0;
+#pragma unroll
+                for (u32 j = 0; j < kTogether; ++j) {
+                    if constexpr (kShort) {
+                        codes[j] = short_codes_of(table, v[i + j]);
+                    } else {
+                        codes[j] = codes_of(table, v[i + j]);
+                    }
+                    before |= codes[j].length << 16 * j;
+                }
+                // Inclusive scan over the 8 lanes of a row, two rows in one word.
 #pragma unroll
                 for (u32 delta = 1; delta < 8; delta *= 2) {
                     u32 below = ptx::shuffle_up(before, delta);
                     before += segment >= delta ? below : 0;
                 }
-                u32 begin = ptx::shuffle(begins, row % 32);
-                begin = row >= 32 ? begin >> 16 : begin & 0xffff;
-                u32 position = begin + before - all;
-                if (row >= p.rows) {
-                    // A pad row has no bits.
-                } else if (is_verbatim(m, row)) {
-                    // Rare: the record is read again rather than kept in registers.
-                    TileMetadata again = load_metadata(args, tile);
-                    if (rows_fit(args, again, segment)) store_verbatim(args, p, again, row, segment, v[i]);
-                } else if (all <= 64) {
-                    put(stream, position, left | (left_length < 64 ? right << left_length : 0));
-                } else {
-                    put(stream, position, left);
-                    put(stream, position + left_length, right);
+#pragma unroll
+                for (u32 j = 0; j < kTogether; ++j) {
+                    u32 row = (batch * kBatch + i + j) * 4 + group;
+                    u32 begin = ptx::shuffle(begins, row % 32);
+                    begin = row >= 32 ? begin >> 16 : begin & 0xffff;
+                    u32 end = begin + (before >> 16 * j & 0xffff);
+                    if (row >= p.rows) {
+                        // A pad row has no bits.
+                    } else if (is_verbatim(m, row)) {
+                        // Rare: the record is read again rather than kept in registers.
+                        TileMetadata again = load_metadata(args, tile);
+                        if (rows_fit(args, again, segment)) store_verbatim(args, p, again, row, segment, v[i + j]);
+                    } else if constexpr (kShort) {
+                        put_before(stream, end, codes[j]);
+                    } else if (codes[j].length <= 64) {
+                        put(stream, end - codes[j].length, codes[j].left | (codes[j].left_length < 64 ? codes[j].right << codes[j].left_length : 0));
+                    } else {
+                        put(stream, end - codes[j].length, codes[j].left);
+                        put(stream, end - codes[j].length + codes[j].left_length, codes[j].right);
+                    }
                 }
             }
         }
@@ -562,16 +650,24 @@ UW_DEVICE void write_of(const EncodeArgs& args) {
         if (words_ok) {
             u32* out = args.encoded_exp + load_metadata(args, tile).start_word;
             for (u32 at = lane; at < words; at += 32) ptx::store_global(out + at, ptx::load_shared(stream + at * 4));
+            // The section ends on 16 bytes (docs/format.md A.6).
+            u32 pads = 0 - (m.start_word + words) & 3;
+            if (tile == tiles - 1 && lane < pads && m.start_word + static_cast<u64>(words) + lane < args.capacity_words) {
+                ptx::store_global(out + words + lane, 0);
+            }
         }
         ptx::sync_warp();
     }
 }
 
 UW_DEVICE void write(const EncodeArgs& args) {
-    if (args.k % 8 == 0) {
-        write_of<true>(args);
+    bool wide = args.k % 8 == 0, is_short = args.code_limit <= kShortCode;
+    if (wide && is_short) {
+        write_of<true, true>(args);
+    } else if (wide) {
+        write_of<true, false>(args);
     } else {
-        write_of<false>(args);
+        write_of<false, false>(args);
     }
 }
 
