@@ -326,7 +326,7 @@ fn operands_are_the_weights() {
         }
         for word in problem.packed.escape_heads().chunks_exact(4) {
             let head = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
-            lists += u32::from(head >> 31);
+            lists += head >> 31;
         }
         assert!(lists > 3, "the data has too few lists: {lists}");
     }
