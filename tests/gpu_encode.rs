@@ -128,7 +128,7 @@ fn a_bundle_does_not_tell_who_encoded_it() {
     demo_model::write(&model, &demo).unwrap();
     for profile in Profile::ALL {
         let options = CompressOptions::new(*profile);
-        let encoder = BundleEncoder::new(&kernels, options.code_limit).unwrap();
+        let encoder = BundleEncoder::new(kernels, options.code_limit).unwrap();
         let paths = ["cpu", "gpu"].map(|name| home.path().join(format!("{name}-{profile}")));
         bundle::compress(&model, &paths[0], &options, &Silent).unwrap();
         bundle::compress_with(&model, &paths[1], &options, &encoder, &Silent).unwrap();

@@ -1,12 +1,12 @@
-//! The source and the plan of every catalogued variant, as files that a reviewer reads and a compiler takes.
+//! The source and the plan of every catalogued variant, as snapshots that a reviewer reads.
 //!
-//! `tests/snapshots/<variant>.cu` is exactly what is compiled (`-I templates/include`), `<variant>.plan` is how it is launched. The tables of
+//! `tests/snapshots/<variant>.cu.snap` is exactly what is compiled, `<variant>.plan.snap` is how it is launched. The tables of
 //! `docs/kernels.md` are generated from the same plans and held the same way.
 //!
-//! `UNWEIGHT_SNAPSHOTS=write cargo test --test kernel_snapshots` writes all of them anew; read the diff before you commit it.
-//! Files with their real extensions, compared here, do what a snapshot library would, and leave nothing pending or unreferenced.
+//! `INSTA_UPDATE=always cargo test --test kernel_snapshots` writes all of them anew (or `cargo insta review`, one by one); read the diff
+//! before you commit it. A snapshot without a variant fails the test, as a pending one does.
 
-use std::{collections::BTreeMap, fmt::Write as _, fs, path::PathBuf};
+use std::{collections::BTreeSet, fmt::Write as _, fs, path::PathBuf};
 use unweight_codegen::{
     plan::Plan,
     render,
@@ -18,22 +18,11 @@ fn root() -> PathBuf {
 }
 
 fn writing() -> bool {
-    std::env::var("UNWEIGHT_SNAPSHOTS").is_ok_and(|value| value == "write")
+    std::env::var("INSTA_UPDATE").is_ok_and(|value| value == "always")
 }
 
 fn plan(spec: &VariantSpec) -> Plan {
     Plan::new(spec).expect("the catalogue holds feasible variants")
-}
-
-/// File name -> contents, for the whole catalogue.
-fn expected() -> BTreeMap<String, String> {
-    let mut files = BTreeMap::new();
-    for spec in catalog::all() {
-        let source = render(&spec).unwrap_or_else(|error| panic!("{error}"));
-        files.insert(format!("{spec}.cu"), source.text);
-        files.insert(format!("{spec}.plan"), plan(&spec).to_string());
-    }
-    files
 }
 
 /// The first line in which two texts differ.
@@ -46,36 +35,29 @@ fn difference(kept: &str, now: &str) -> String {
 #[test]
 fn every_variant_renders_as_its_snapshot_and_no_snapshot_is_left_over() {
     let folder = root().join("tests/snapshots");
-    let expected = expected();
-    if writing() {
-        fs::remove_dir_all(&folder).ok();
-        fs::create_dir_all(&folder).expect("tests/snapshots can be made");
-        for (name, text) in &expected {
-            fs::write(folder.join(name), text).expect("a snapshot can be written");
+    let mut settings = insta::Settings::clone_current();
+    settings.set_snapshot_path(&folder);
+    settings.set_prepend_module_to_snapshot(false);
+    settings.set_omit_expression(true);
+    let mut names = BTreeSet::new();
+    settings.bind(|| {
+        for spec in catalog::all() {
+            let source = render(&spec).unwrap_or_else(|error| panic!("{error}"));
+            for (kind, text) in [("cu", source.text), ("plan", plan(&spec).to_string())] {
+                let name = format!("{spec}.{kind}");
+                insta::assert_snapshot!(name.as_str(), text);
+                names.insert(format!("{name}.snap"));
+            }
         }
-        return;
-    }
-    let mut kept = BTreeMap::new();
+    });
     for entry in fs::read_dir(&folder).expect("tests/snapshots is there") {
         let path = entry.expect("an entry of tests/snapshots").path();
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-        kept.insert(name, fs::read_to_string(&path).expect("a snapshot is text"));
-    }
-    let mut report = String::new();
-    for (name, now) in &expected {
-        match kept.remove(name) {
-            None => _ = writeln!(report, "{name}: no snapshot"),
-            Some(kept) if kept != *now => _ = writeln!(report, "{name}, {}", difference(&kept, now)),
-            Some(_) => {}
+        if !names.contains(&name) {
+            assert!(writing(), "{name}: pending, or of no variant in the catalogue; INSTA_UPDATE=always removes it");
+            fs::remove_file(&path).expect("a left-over snapshot can be removed");
         }
     }
-    for name in kept.keys() {
-        _ = writeln!(report, "{name}: no such variant in the catalogue");
-    }
-    assert!(
-        report.is_empty(),
-        "\n{report}\nUNWEIGHT_SNAPSHOTS=write cargo test --test kernel_snapshots accepts what is rendered now\n"
-    );
 }
 
 /// Shared memory of the matmul family: one row per ring of Table 5, one column per source and verbatim budget.
@@ -153,6 +135,6 @@ fn the_document_shows_the_catalogue() {
     if writing() {
         fs::write(&path, now).expect("docs/kernels.md can be written");
     } else {
-        assert!(kept == now, "docs/kernels.md, {}\nUNWEIGHT_SNAPSHOTS=write accepts", difference(&kept, &now));
+        assert!(kept == now, "docs/kernels.md, {}\nINSTA_UPDATE=always accepts", difference(&kept, &now));
     }
 }
