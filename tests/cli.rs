@@ -191,7 +191,7 @@ fn inspect_lists_and_draws() {
     assert_eq!(lines.len(), 2, "{one}");
     assert_eq!(lines[0].split(',').count(), lines[1].split(',').count());
     assert!(lines[1].contains(",model.layers.1.mlp.gate_proj.weight,gate,1,BF16,320x128,huffman,"), "{one}");
-    for (plot, words) in [("exponents", "bits of information"), ("ratio", "stored bits per element")] {
+    for (plot, words) in [("exponents", "bits of information"), ("ratio", "stored, % of the original")] {
         let output = run(home.path(), &["inspect", bundle, "--plot", plot, "--svg", "plot.svg"], 0);
         assert_eq!(stdout(&output), "");
         let svg = fs::read_to_string(home.path().join("plot.svg")).unwrap();

@@ -23,19 +23,24 @@ const PALETTE: RGBColor = RGBColor(0xe6, 0x9f, 0x00);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
+/// Exponents rarer than this would be bars without height on an axis that they make long: they are counted in the caption.
+const RARE: f64 = 1e-5;
+
 /// How often each exponent occurs.
 pub fn exponents(histogram: &Histogram) -> Result<String> {
-    let used: Vec<u32> = (0..256).filter(|&exponent| histogram.count(exponent as u8) > 0).collect();
+    let total = histogram.total() as f64;
+    let used: Vec<u32> = (0..256).filter(|&exponent| histogram.count(exponent as u8) as f64 > RARE * total).collect();
     let (Some(&first), Some(&last)) = (used.first(), used.last()) else {
         return Err(Failure::new("no BF16 elements to draw", "choose other tensors with --tensor"));
     };
-    let total = histogram.total() as f64;
+    let shown: u64 = used.iter().map(|&exponent| histogram.count(exponent as u8)).sum();
     let share = |exponent: u32| histogram.count(exponent as u8) as f64 * 100.0 / total;
     let highest = used.iter().map(|&exponent| share(exponent)).fold(0.0, f64::max);
     let caption = format!(
-        "BF16 exponents: {:.3} bits of information in 8 ({} elements)",
+        "BF16 exponents: {:.3} bits of information in 8 ({} elements; {} of rare exponents not drawn)",
         histogram.entropy_bits(),
-        histogram.total()
+        histogram.total(),
+        histogram.total() - shown
     );
     draw(|area| {
         let mut chart = ChartBuilder::on(area)
@@ -63,9 +68,8 @@ pub fn exponents(histogram: &Histogram) -> Result<String> {
     })
 }
 
-/// Stored bits per element of each tensor, in the bundle's order.
+/// Stored size of each tensor as a share of its original size, in the bundle's order.
 pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
-    let highest = tensors.iter().map(|tensor| tensor.bits_per_element).fold(16.0, f64::max);
     let original: u64 = tensors.iter().map(|tensor| tensor.original_bytes).sum();
     let stored: u64 = tensors.iter().map(|tensor| tensor.stored_bytes).sum();
     if original == 0 {
@@ -79,13 +83,13 @@ pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
             .margin(12)
             .x_label_area_size(40)
             .y_label_area_size(56)
-            .build_cartesian_2d(0.0..tensors.len() as f64, 0.0..highest * 1.05)
+            .build_cartesian_2d(0.0..tensors.len() as f64, 0.0..125.0)
             .map_err(text)?;
         chart
             .configure_mesh()
             .disable_x_mesh()
             .x_desc("tensor, in the order of the bundle")
-            .y_desc("stored bits per element")
+            .y_desc("stored, % of the original")
             .x_label_formatter(&|x| format!("{x:.0}"))
             .y_label_formatter(&|y| format!("{y:.0}"))
             .draw()
@@ -96,7 +100,9 @@ pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
                 continue;
             }
             let bars = own().map(|(index, tensor)| {
-                Rectangle::new([(index as f64, 0.0), (index as f64 + 1.0, tensor.bits_per_element)], colour.filled())
+                // A tensor without elements is drawn as what it is: all of nothing.
+                let share = tensor.stored_bytes as f64 * 100.0 / tensor.original_bytes.max(1) as f64;
+                Rectangle::new([(index as f64, 0.0), (index as f64 + 1.0, share)], colour.filled())
             });
             let series = chart.draw_series(bars).map_err(text)?;
             series
@@ -105,7 +111,7 @@ pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
         }
         chart
             .configure_series_labels()
-            .position(SeriesLabelPosition::LowerRight)
+            .position(SeriesLabelPosition::UpperRight)
             .background_style(WHITE.filled())
             .border_style(BLACK)
             .label_font((FONT, 14))
