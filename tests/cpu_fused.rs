@@ -4,7 +4,7 @@
 #[path = "support/cpu_kernel.rs"]
 mod cpu_kernel;
 
-use cpu_kernel::{CpuKernel, Edit, Launch, MapSpec};
+use cpu_kernel::{Aligned, CpuKernel, Edit, Launch, MapSpec, Random, bf16};
 use unweight_codegen::abi::{FusedArgs, TensorMap};
 use unweight_format::Histogram;
 use unweight_format::packed::{PackedTensor, pack};
@@ -77,52 +77,6 @@ impl Config {
             self.smem_bytes()
         );
         CpuKernel::build(&source, "fused", "uw::FusedArgs", edits)
-    }
-}
-
-/// xorshift64*: the tests need numbers, not quality.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-    fn below(&mut self, limit: u64) -> u64 {
-        (self.next() >> 33) % limit
-    }
-}
-
-fn bf16(bits: u16) -> f64 {
-    f64::from(f32::from_bits(u32::from(bits) << 16))
-}
-
-/// A buffer whose start is 128-byte aligned, as device allocations are.
-struct Aligned {
-    words: Vec<[u64; 16]>,
-    bytes: usize,
-}
-
-impl Aligned {
-    fn new(data: &[u8]) -> Self {
-        // One line of slack: the vector itself is only 8-byte aligned.
-        let words = vec![[0u64; 16]; data.len().div_ceil(128) + 1];
-        let mut aligned = Aligned { words, bytes: data.len() };
-        let shift = aligned.shift();
-        bytemuck::cast_slice_mut(&mut aligned.words)[shift..shift + data.len()].copy_from_slice(data);
-        aligned
-    }
-    fn shift(&self) -> usize {
-        self.words.as_ptr().cast::<u8>().align_offset(128)
-    }
-    fn slice(&self) -> &[u8] {
-        let shift = self.shift();
-        &bytemuck::cast_slice(&self.words)[shift..shift + self.bytes]
-    }
-    fn address(&self) -> u64 {
-        self.slice().as_ptr() as u64
     }
 }
 
