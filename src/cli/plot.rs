@@ -1,10 +1,13 @@
 //! Drawings as SVG: text stays text, so no font is needed here.
 
+use std::ops::Range;
+
 use plotters::{
-    coord::Shift,
+    chart::ChartContext,
+    coord::{Shift, types::RangedCoordf64},
     prelude::{
-        BLACK, ChartBuilder, Color, DrawingArea, IntoDrawingArea, PathElement, RGBColor, Rectangle, SVGBackend,
-        SeriesLabelPosition, WHITE,
+        BLACK, Cartesian2d, ChartBuilder, Color, DrawingArea, IntoDrawingArea, PathElement, RGBColor, Rectangle,
+        SVGBackend, SeriesLabelPosition, WHITE,
     },
 };
 use unweight::format::{
@@ -22,6 +25,7 @@ const HUFFMAN: RGBColor = RGBColor(0x00, 0x72, 0xb2);
 const PALETTE: RGBColor = RGBColor(0xe6, 0x9f, 0x00);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Chart<'b, 'a> = ChartContext<'b, SVGBackend<'a>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
 /// Exponents rarer than this would be bars without height on an axis that they make long: they are counted in the caption.
 const RARE: f64 = 1e-5;
@@ -43,22 +47,8 @@ pub fn exponents(histogram: &Histogram) -> Result<String> {
         histogram.total() - shown
     );
     draw(|area| {
-        let mut chart = ChartBuilder::on(area)
-            .caption(caption, (FONT, 18))
-            .margin(12)
-            .x_label_area_size(40)
-            .y_label_area_size(56)
-            .build_cartesian_2d(f64::from(first) - 0.5..f64::from(last) + 0.5, 0.0..highest * 1.05)
-            .map_err(text)?;
-        chart
-            .configure_mesh()
-            .disable_x_mesh()
-            .x_desc("exponent (biased by 127)")
-            .y_desc("share of elements, %")
-            .x_label_formatter(&|x| format!("{x:.0}"))
-            .y_label_formatter(&|y| format!("{y:.0}"))
-            .draw()
-            .map_err(text)?;
+        let x = f64::from(first) - 0.5..f64::from(last) + 0.5;
+        let mut chart = frame(area, caption, x, "exponent (biased by 127)", highest * 1.05, "share of elements, %")?;
         let bars = used.iter().map(|&exponent| {
             let middle = f64::from(exponent);
             Rectangle::new([(middle - 0.4, 0.0), (middle + 0.4, share(exponent))], HUFFMAN.filled())
@@ -78,22 +68,9 @@ pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
     let caption =
         format!("{} tensors: {:.1} % of {original} bytes", tensors.len(), stored as f64 * 100.0 / original as f64);
     draw(|area| {
-        let mut chart = ChartBuilder::on(area)
-            .caption(caption, (FONT, 18))
-            .margin(12)
-            .x_label_area_size(40)
-            .y_label_area_size(56)
-            .build_cartesian_2d(0.0..tensors.len() as f64, 0.0..125.0)
-            .map_err(text)?;
-        chart
-            .configure_mesh()
-            .disable_x_mesh()
-            .x_desc("tensor, in the order of the bundle")
-            .y_desc("stored, % of the original")
-            .x_label_formatter(&|x| format!("{x:.0}"))
-            .y_label_formatter(&|y| format!("{y:.0}"))
-            .draw()
-            .map_err(text)?;
+        let x = 0.0..tensors.len() as f64;
+        let mut chart =
+            frame(area, caption, x, "tensor, in the order of the bundle", 125.0, "stored, % of the original")?;
         for (encoding, colour) in [(Encoding::Raw, RAW), (Encoding::Huffman, HUFFMAN), (Encoding::Palette, PALETTE)] {
             let own = || tensors.iter().enumerate().filter(|(_, tensor)| tensor.encoding == encoding);
             if own().next().is_none() {
@@ -118,6 +95,34 @@ pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
             .draw()
             .map_err(text)
     })
+}
+
+/// Caption, axes and grid; `y` begins at 0.
+fn frame<'a, 'b>(
+    area: &Area<'a>,
+    caption: String,
+    x: Range<f64>,
+    x_name: &str,
+    y_end: f64,
+    y_name: &str,
+) -> std::result::Result<Chart<'b, 'a>, String> {
+    let mut chart = ChartBuilder::on(area)
+        .caption(caption, (FONT, 18))
+        .margin(12)
+        .x_label_area_size(40)
+        .y_label_area_size(56)
+        .build_cartesian_2d(x, 0.0..y_end)
+        .map_err(text)?;
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .x_desc(x_name)
+        .y_desc(y_name)
+        .x_label_formatter(&|x| format!("{x:.0}"))
+        .y_label_formatter(&|y| format!("{y:.0}"))
+        .draw()
+        .map_err(text)?;
+    Ok(chart)
 }
 
 fn draw(on: impl FnOnce(&Area<'_>) -> std::result::Result<(), String>) -> Result<String> {

@@ -1,29 +1,12 @@
 //! The fast codec against the oracle: same bytes out of the encoders, same weights out of the decoders.
 
+mod common;
+
+use common::Rng;
 use proptest::prelude::*;
 use unweight_format::{
     CodeLimit, CodecError, Grid, HuffmanTensor, Matrix, PaletteTensor, Section, TileMetadata, decode, encode, oracle,
 };
-
-/// A small deterministic generator (splitmix64), so that a failure names its seed.
-struct Rng(u64);
-
-impl Rng {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    fn uniform(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    fn normal(&mut self) -> f64 {
-        (-2.0 * self.uniform().max(1e-300).ln()).sqrt() * (std::f64::consts::TAU * self.uniform()).cos()
-    }
-}
 
 #[derive(Debug, Clone, Copy)]
 enum Weights {
