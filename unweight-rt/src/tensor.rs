@@ -4,7 +4,10 @@
 //! validated tensor; [`DeviceHuffman::from_sections`] takes anything, because decoders check what they follow.
 
 use bytemuck::Pod;
-use unweight_format::{Grid, HuffmanTensor, PaletteTensor, TileMetadata};
+use unweight_format::{
+    Grid, HuffmanTensor, PaletteTensor, TileMetadata,
+    packed::{self, PackedTensor, Window},
+};
 
 use crate::device::{DeviceBuffer, DeviceError, Stream};
 
@@ -282,6 +285,96 @@ impl ExponentView<'_> {
     }
 }
 
+/// A packed tensor on the device (`docs/format.md` A.9): what the register-sourced matmuls multiply with.
+#[derive(Debug)]
+pub struct DevicePacked {
+    grid: Grid,
+    window: Window,
+    packed: DeviceBuffer<u8>,
+    escape_heads: DeviceBuffer<u32>,
+    escapes: DeviceBuffer<u32>,
+}
+
+impl DevicePacked {
+    /// Copies a tensor to the device.
+    pub fn upload<B: AsRef<[u8]>>(stream: &Stream, tensor: &PackedTensor<B>) -> Result<Self, DeviceError> {
+        Self::new(
+            tensor.grid(),
+            tensor.window(),
+            DeviceBuffer::from_host(stream, tensor.packed())?,
+            DeviceBuffer::from_host(stream, &pods::<u32>(tensor.escape_heads())?)?,
+            DeviceBuffer::from_host(stream, &pods::<u32>(tensor.escapes())?)?,
+        )
+    }
+
+    /// Sections that are on the device, checked by nobody: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Only their sizes are held
+    /// against the grid; kernels bound what a head or a list leads to.
+    pub fn new(
+        grid: Grid,
+        window: Window,
+        packed: DeviceBuffer<u8>,
+        escape_heads: DeviceBuffer<u32>,
+        escapes: DeviceBuffer<u32>,
+    ) -> Result<Self, DeviceError> {
+        device_shape(grid)?;
+        if !grid.rows().is_multiple_of(64) || !grid.cols().is_multiple_of(64) {
+            let (rows, cols) = (grid.rows(), grid.cols());
+            return Err(DeviceError::Shape(format!("[{rows}, {cols}] cannot be packed: both must be multiples of 64")));
+        }
+        elements("packed", packed.len(), grid.tiles() * packed::TILE_BYTES)?;
+        elements("escape_heads", escape_heads.len(), grid.tiles() * packed::ROW_BLOCKS)?;
+        if u32::try_from(escapes.len()).is_err() {
+            return Err(DeviceError::Shape(format!(
+                "section escapes: {} words, kernels count in 32 bits",
+                escapes.len()
+            )));
+        }
+        Ok(Self { grid, window, packed, escape_heads, escapes })
+    }
+
+    /// The tensor on the host, checked.
+    ///
+    /// # Errors
+    /// What is on the device is no packed tensor.
+    pub fn download(&self, stream: &Stream) -> Result<PackedTensor<Vec<u8>>, DeviceError> {
+        let words = |buffer: &DeviceBuffer<u32>| -> Result<Vec<u8>, DeviceError> {
+            Ok(buffer.to_host(stream)?.iter().flat_map(|word| word.to_le_bytes()).collect())
+        };
+        let (heads, escapes) = (words(&self.escape_heads)?, words(&self.escapes)?);
+        Ok(PackedTensor::from_parts(self.grid, self.window, self.packed.to_host(stream)?, heads, escapes)?)
+    }
+
+    /// Shape and tiling.
+    pub fn grid(&self) -> Grid {
+        self.grid
+    }
+
+    /// The window.
+    pub fn window(&self) -> Window {
+        self.window
+    }
+
+    /// u8 `[tiles, 6144]`.
+    pub fn packed(&self) -> &DeviceBuffer<u8> {
+        &self.packed
+    }
+
+    /// u32 `[tiles, 4]`.
+    pub fn escape_heads(&self) -> &DeviceBuffer<u32> {
+        &self.escape_heads
+    }
+
+    /// u32 `[words]`: lists of escapes.
+    pub fn escapes(&self) -> &DeviceBuffer<u32> {
+        &self.escapes
+    }
+
+    /// Bytes of all sections.
+    pub fn bytes(&self) -> u64 {
+        (self.packed.bytes() + self.escape_heads.bytes() + self.escapes.bytes()) as u64
+    }
+}
+
 /// Kernels count tiles in 32 bits.
 fn device_shape(grid: Grid) -> Result<(), DeviceError> {
     if grid.tiles() < 1 << 31 {
@@ -296,10 +389,14 @@ fn device_shape(grid: Grid) -> Result<(), DeviceError> {
 }
 
 fn section(name: &str, bytes: &[u8], expected: usize) -> Result<(), DeviceError> {
-    if bytes.len() == expected {
+    elements(name, bytes.len(), expected)
+}
+
+fn elements(name: &str, got: usize, expected: usize) -> Result<(), DeviceError> {
+    if got == expected {
         Ok(())
     } else {
-        Err(DeviceError::Shape(format!("section {name}: {} bytes, the shape asks for {expected}", bytes.len())))
+        Err(DeviceError::Shape(format!("section {name}: {got} elements, the shape asks for {expected}")))
     }
 }
 
