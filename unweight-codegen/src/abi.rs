@@ -166,7 +166,38 @@ pub struct EncodeArgs {
     pub tile_cols: u32,
 }
 
+/// Arguments of the conversions of the packed form: all stages share one struct.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct PackedArgs {
+    /// bf16 `[n, k]`: read by `pack` and `lists`, written by `unpack`.
+    pub weights: u64,
+    /// u8 `[tiles, 6144]`.
+    pub packed: u64,
+    /// u32 `[tiles, 4]`.
+    pub escape_heads: u64,
+    /// u32 `[escape_words]`; unused by `pack`.
+    pub escapes: u64,
+    /// u32 `[ceil(tiles / 64)]`, zeroed before `pack`: words of the lists of 256 row blocks each.
+    pub group_words: u64,
+    /// u64, zeroed before `pack`: `!(row * k + column)` of the first element that no operand can stand for, 0 if there is none.
+    pub inexact: u64,
+    /// Words in `escapes`.
+    pub escape_words: u32,
+    /// Lowest exponent of the window, 1..=239.
+    pub base: u32,
+    /// Output features, a multiple of 64.
+    pub n: u32,
+    /// Input features, a multiple of 64.
+    pub k: u32,
+    /// `n / 64`.
+    pub tile_rows: u32,
+    /// `k / 64`.
+    pub tile_cols: u32,
+}
+
 const _: () = assert!(size_of::<DecodeArgs>() == 112);
 const _: () = assert!(size_of::<MatmulArgs>() == 320);
 const _: () = assert!(size_of::<FusedArgs>() == 384);
 const _: () = assert!(size_of::<EncodeArgs>() == 144);
+const _: () = assert!(size_of::<PackedArgs>() == 72);

@@ -5,14 +5,20 @@
 //! | `kernels/decode.cu.tera` | [`DecodeContext`] |
 //! | `kernels/matmul.cu.tera` | [`MatmulContext`] |
 //! | `kernels/encode.cu.tera` | [`EncodeContext`] |
+//! | `kernels/fused_small.cu.tera` | [`FusedSmallContext`] |
+//! | `kernels/fused_wide.cu.tera` | [`FusedWideContext`] |
+//! | `kernels/packed.cu.tera` | [`PackedContext`] |
 //!
 //! `partials/head.tera` sees the [`Head`] that all of them carry. A field that no template reads is dead; a field that a template
 //! reads and the struct lacks is a render error.
 
 use crate::{
-    abi::{DecodeArgs, EncodeArgs, MatmulArgs},
+    abi::{DecodeArgs, EncodeArgs, FusedArgs, MatmulArgs, PackedArgs},
     plan::{Plan, SmemSection},
-    spec::{DecodeOutput, DecodeSpec, EncodeSpec, EncodeStage, Epilogue, MatmulSpec, WeightSource},
+    spec::{
+        DecodeOutput, DecodeSpec, EncodeSpec, EncodeStage, Epilogue, FusedSmallSpec, FusedWideSpec, MatmulSpec,
+        PackedSpec, PackedStage, WeightSource,
+    },
 };
 use serde::Serialize;
 
@@ -98,6 +104,14 @@ impl DecodeContext {
     }
 }
 
+/// What a matmul computes.
+fn product(epilogue: Epilogue) -> &'static str {
+    match epilogue {
+        Epilogue::Store => "Y[m,n] = X[m,k] * W[n,k]^T",
+        Epilogue::StoreAdd => "Y[m,n] += X[m,k] * W[n,k]^T",
+    }
+}
+
 /// Context of `matmul.cu.tera`.
 #[derive(Debug, Serialize)]
 pub struct MatmulContext {
@@ -122,10 +136,7 @@ pub struct MatmulContext {
 impl MatmulContext {
     /// The context of a matmul.
     pub fn new(plan: &Plan, spec: &MatmulSpec) -> Self {
-        let product = match spec.epilogue {
-            Epilogue::Store => "Y[m,n] = X[m,k] * W[n,k]^T",
-            Epilogue::StoreAdd => "Y[m,n] += X[m,k] * W[n,k]^T",
-        };
+        let product = product(spec.epilogue);
         let source = match spec.source {
             WeightSource::Exponent => "decoded exponents".to_owned(),
             WeightSource::Palette { verbatim } => {
@@ -192,5 +203,137 @@ impl EncodeContext {
             threads_constant,
             smem_constant,
         }
+    }
+}
+
+/// What both kernels of the register-sourced family have in their `Config`.
+#[derive(Debug, Serialize)]
+pub struct FusedContext {
+    /// `Config::kBatchTile`.
+    pub batch_tile: u32,
+    /// `Config::kStages`.
+    pub stages: u32,
+    /// `Config::kEscapes`.
+    pub escapes: bool,
+    /// `Config::kStoreAdd`.
+    pub store_add: bool,
+    /// `Config::kDependent`.
+    pub dependent: bool,
+    /// `Config::kDumpOperands`.
+    pub dump: bool,
+}
+
+impl FusedContext {
+    /// How the weights are read and what is left out, in words.
+    fn summary(&self, epilogue: Epilogue, block: &str) -> String {
+        let escapes = if self.escapes { "exact escapes" } else { "no escapes" };
+        let dependent = if self.dependent { ", dependent launch" } else { "" };
+        let dump = if self.dump { ", operands dumped" } else { "" };
+        format!("{}, W packed to 12 bits, {escapes}; {block}{dependent}{dump}.", product(epilogue))
+    }
+}
+
+/// Context of `fused_small.cu.tera`.
+#[derive(Debug, Serialize)]
+pub struct FusedSmallContext {
+    /// See [`Head`].
+    pub head: Head,
+    /// See [`FusedContext`].
+    pub fused: FusedContext,
+    /// `Config::kRowBlocks`.
+    pub row_blocks: u32,
+    /// `Config::kWarps`.
+    pub warps: u32,
+    /// `Config::kCluster`.
+    pub cluster: u32,
+    /// `Config::kStream`.
+    pub stream: bool,
+}
+
+impl FusedSmallContext {
+    /// The context of a matmul for small batches.
+    pub fn new(plan: &Plan, spec: &FusedSmallSpec) -> Self {
+        let fused = FusedContext {
+            batch_tile: spec.batch_tile.get(),
+            stages: spec.stages.get(),
+            escapes: spec.escapes,
+            store_add: matches!(spec.epilogue, Epilogue::StoreAdd),
+            dependent: spec.dependent,
+            dump: spec.dump,
+        };
+        let (row_blocks, cluster) = (spec.row_blocks.get(), spec.cluster.get());
+        let group = if cluster == 1 { "block".to_owned() } else { format!("cluster of {cluster}") };
+        let tasks = if spec.stream { "task after task" } else { "one task" };
+        let block = format!(
+            "{} batch rows x {} of n per {group}, {tasks}, {} stages per warp",
+            fused.batch_tile,
+            16 * row_blocks,
+            fused.stages
+        );
+        let summary = fused.summary(spec.epilogue, &block);
+        Self {
+            head: Head::new::<FusedArgs>(plan, summary),
+            fused,
+            row_blocks,
+            warps: spec.warps.get(),
+            cluster,
+            stream: spec.stream,
+        }
+    }
+}
+
+/// Context of `fused_wide.cu.tera`.
+#[derive(Debug, Serialize)]
+pub struct FusedWideContext {
+    /// See [`Head`].
+    pub head: Head,
+    /// See [`FusedContext`].
+    pub fused: FusedContext,
+    /// `Config::kWarpgroups`.
+    pub warpgroups: u32,
+    /// `Config::kStreamK`.
+    pub stream_k: bool,
+}
+
+impl FusedWideContext {
+    /// The context of a matmul for large batches.
+    pub fn new(plan: &Plan, spec: &FusedWideSpec) -> Self {
+        let fused = FusedContext {
+            batch_tile: spec.batch_tile.get(),
+            stages: spec.stages.get(),
+            escapes: spec.escapes,
+            store_add: matches!(spec.epilogue, Epilogue::StoreAdd),
+            dependent: spec.dependent,
+            dump: spec.dump,
+        };
+        let warpgroups = spec.warpgroups.get();
+        let cut = if spec.stream_k { "k cut evenly" } else { "whole output tiles" };
+        let block =
+            format!("{} x {} of Y at a time, {cut}, {} stages", fused.batch_tile, 64 * warpgroups, fused.stages);
+        let summary = fused.summary(spec.epilogue, &block);
+        Self { head: Head::new::<FusedArgs>(plan, summary), fused, warpgroups, stream_k: spec.stream_k }
+    }
+}
+
+/// Context of `packed.cu.tera`.
+#[derive(Debug, Serialize)]
+pub struct PackedContext {
+    /// See [`Head`].
+    pub head: Head,
+    /// The function of `uw::packed`.
+    pub function: &'static str,
+    /// `Stage` in the constants of `uw::packed` that hold the threads of a block and its bytes of shared memory: `kStageThreads`.
+    pub constant: &'static str,
+}
+
+impl PackedContext {
+    /// The context of a conversion.
+    pub fn new(plan: &Plan, spec: &PackedSpec) -> Self {
+        let (constant, summary) = match spec.stage {
+            PackedStage::Pack => ("Pack", "bf16 [n, k] -> packed tiles, escape heads and sizes of the lists."),
+            PackedStage::Lists => ("Lists", "bf16 [n, k] and sizes of the lists -> lists of escapes and their places."),
+            PackedStage::Unpack => ("Unpack", "Packed tiles and escapes -> bf16 [n, k], row-major."),
+        };
+        Self { head: Head::new::<PackedArgs>(plan, summary.to_owned()), function: spec.stage.tag(), constant }
     }
 }

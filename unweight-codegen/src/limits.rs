@@ -25,6 +25,8 @@ pub struct ArchLimits {
     pub threads_per_sm: u32,
     /// Blocks that one SM holds.
     pub blocks_per_sm: u32,
+    /// Blocks of a cluster that every device of the architecture can place (the portable size).
+    pub blocks_per_cluster: u32,
     /// Threads of a warp.
     pub warp_threads: u32,
     /// Warps of a warpgroup, the unit that issues WGMMA.
@@ -52,6 +54,7 @@ const SM90A: ArchLimits = ArchLimits {
     threads_per_block: 1024,
     threads_per_sm: 2048,
     blocks_per_sm: 32,
+    blocks_per_cluster: 8,
     warp_threads: 32,
     warpgroup_warps: 4,
     named_barriers: 16,

@@ -12,8 +12,8 @@ pub struct Text<const N: usize> {
     len: usize,
 }
 
-/// A canonical variant name; the longest one of today has 47 bytes.
-pub type Name = Text<64>;
+/// A canonical variant name; the longest one that the axes allow has 65 bytes.
+pub type Name = Text<80>;
 
 /// One line that says what is wrong.
 pub type Message = Text<320>;
@@ -36,6 +36,12 @@ impl<const N: usize> Text<N> {
             i += 1;
         }
         self
+    }
+
+    /// This text followed by `part` if `present`.
+    #[must_use]
+    pub const fn flag(self, present: bool, part: &str) -> Self {
+        if present { self.str(part) } else { self }
     }
 
     /// This text followed by `value` in decimal.

@@ -3,7 +3,7 @@
 //! The rendered sources assert `sizeof`; two fields of one size that changed places would pass there and be caught here.
 
 use std::mem::offset_of;
-use unweight_codegen::abi::{DecodeArgs, EncodeArgs, FusedArgs, MatmulArgs};
+use unweight_codegen::abi::{DecodeArgs, EncodeArgs, FusedArgs, MatmulArgs, PackedArgs};
 
 /// (name, offset, bytes) of each field, in order.
 type Layout = Vec<(String, usize, usize)>;
@@ -77,6 +77,9 @@ fn host_and_device_agree_on_every_field() {
             weights, sign_mantissa, histogram, palette, code_lengths, encode_table, decode_table, row_lengths,
             tile_metadata, encoded_exp, verbatim_exponents, palette_index, totals, scan_state, capacity_words,
             capacity_rows, code_limit, n, k, tile_rows, tile_cols,
+        }
+        PackedArgs {
+            weights, packed, escape_heads, escapes, group_words, inexact, escape_words, base, n, k, tile_rows, tile_cols,
         }
     };
     let text = unweight_templates::header("unweight/abi.cuh").expect("abi.cuh is embedded");

@@ -18,7 +18,6 @@ use unweight_format::Grid;
 
 use crate::{
     device::{DeviceBuffer, DeviceError, Stream},
-    launch::LaunchOptions,
     module::LoadedKernel,
     tensor::{DeviceHuffman, DeviceMatrix},
 };
@@ -124,7 +123,7 @@ impl Decoder {
         let problem = Problem { m: 0, n: args.n, k: args.k };
         // SAFETY: the sections have the sizes that the grid asks for, or are bounded by the counts beside them; `output` was
         // checked by the callers. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(stream, problem, &args, LaunchOptions::default()) }
+        unsafe { self.kernel.launch(stream, problem, &args) }
     }
 }
 

@@ -23,7 +23,6 @@ use unweight_format::{
 use crate::{
     device::{DeviceBuffer, DeviceError, Stream},
     dispatch::Kernels,
-    launch::LaunchOptions,
     module::LoadedKernel,
 };
 
@@ -180,7 +179,7 @@ impl GpuEncoder {
         let problem = Problem { m: 0, n: args.n, k: args.k };
         let kernel = self.kernel(stage)?;
         // SAFETY: the buffers have the sizes that the grid and the capacities in `args` ask for. Dropping one waits for the kernel.
-        unsafe { kernel.launch(stream, problem, &args, LaunchOptions::default()) }
+        unsafe { kernel.launch(stream, problem, &args) }
     }
 
     /// The kernel of a stage.

@@ -1,4 +1,4 @@
-//! One launch: `cuLaunchKernelEx` with the plan's block and shared memory and the problem's grid.
+//! One launch: `cuLaunchKernelEx` with the plan's block, cluster and shared memory and the problem's grid.
 //!
 //! Raw on purpose: arguments hold device addresses, so [`LoadedKernel::launch`] is unsafe. [`decoder`](crate::decoder),
 //! [`matmul`](crate::matmul) and [`encoder`](crate::encoder) are what gives it buffers of the right sizes.
@@ -7,8 +7,8 @@ use std::{ffi::c_void, ptr};
 
 use cudarc::driver::sys;
 use unweight_codegen::{
-    abi::{DecodeArgs, EncodeArgs, MatmulArgs},
-    plan::Problem,
+    abi::{DecodeArgs, EncodeArgs, FusedArgs, MatmulArgs, PackedArgs},
+    plan::{LaunchPlan, Problem},
     spec::Op,
 };
 
@@ -38,17 +38,13 @@ macro_rules! kernel_args {
     )+};
 }
 
-kernel_args!(DecodeArgs => Op::Decode(_), MatmulArgs => Op::Matmul(_), EncodeArgs => Op::Encode(_));
-
-/// What a launch has beside its plan. The default has neither.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LaunchOptions {
-    /// Blocks per cluster along x; the grid must be a multiple of it. `None` for a kernel without clusters, or with a fixed cluster.
-    pub cluster: Option<u32>,
-    /// Programmatic dependent launch: blocks may start before the stream's previous kernel is done, and wait for it themselves
-    /// (`griddepcontrol.wait`). Only for kernels that do.
-    pub programmatic: bool,
-}
+kernel_args!(
+    DecodeArgs => Op::Decode(_),
+    MatmulArgs => Op::Matmul(_),
+    EncodeArgs => Op::Encode(_),
+    FusedArgs => Op::FusedSmall(_) | Op::FusedWide(_),
+    PackedArgs => Op::Packed(_),
+);
 
 impl LoadedKernel {
     /// Blocks of a launch for this problem.
@@ -73,13 +69,7 @@ impl LoadedKernel {
     ///
     /// # Errors
     /// Arguments of another family, a stream of another device, a grid that does not fit, or the driver's refusal.
-    pub unsafe fn launch<A: KernelArgs>(
-        &self,
-        stream: &Stream,
-        problem: Problem,
-        args: &A,
-        options: LaunchOptions,
-    ) -> Result<(), DeviceError> {
+    pub unsafe fn launch<A: KernelArgs>(&self, stream: &Stream, problem: Problem, args: &A) -> Result<(), DeviceError> {
         if !A::fits(&self.spec().op) {
             return self.refuse(format!("takes no {}", std::any::type_name::<A>()));
         }
@@ -92,10 +82,8 @@ impl LoadedKernel {
             return Ok(());
         }
         let mut attributes: Vec<sys::CUlaunchAttribute> = Vec::with_capacity(2);
-        if let Some(cluster) = options.cluster {
-            if cluster == 0 || !blocks.is_multiple_of(cluster) {
-                return self.refuse(format!("{blocks} blocks are no multiple of a cluster of {cluster}"));
-            }
+        let LaunchPlan { threads, cluster, dependent, .. } = self.plan().launch;
+        if cluster > 1 {
             attributes.push(sys::CUlaunchAttribute {
                 id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
                 pad: [0; 4],
@@ -104,7 +92,7 @@ impl LoadedKernel {
                 },
             });
         }
-        if options.programmatic {
+        if dependent {
             attributes.push(sys::CUlaunchAttribute {
                 id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
                 pad: [0; 4],
@@ -115,7 +103,7 @@ impl LoadedKernel {
             gridDimX: blocks,
             gridDimY: 1,
             gridDimZ: 1,
-            blockDimX: self.plan().launch.threads,
+            blockDimX: threads,
             blockDimY: 1,
             blockDimZ: 1,
             sharedMemBytes: self.plan().smem.bytes(),
@@ -144,7 +132,13 @@ mod tests {
     #[test]
     fn every_variant_takes_exactly_one_argument_struct() {
         for spec in catalog::all() {
-            let fits = [DecodeArgs::fits(&spec.op), MatmulArgs::fits(&spec.op), EncodeArgs::fits(&spec.op)];
+            let fits = [
+                DecodeArgs::fits(&spec.op),
+                MatmulArgs::fits(&spec.op),
+                EncodeArgs::fits(&spec.op),
+                FusedArgs::fits(&spec.op),
+                PackedArgs::fits(&spec.op),
+            ];
             assert_eq!(fits.iter().filter(|fits| **fits).count(), 1, "{spec}");
         }
     }

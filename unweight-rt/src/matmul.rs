@@ -11,7 +11,6 @@ use unweight_format::Grid;
 
 use crate::{
     device::{DeviceBuffer, DeviceError, Stream},
-    launch::LaunchOptions,
     module::LoadedKernel,
     tensor::{DeviceMatrix, ExponentView, PaletteView},
     tma::TensorMapParams,
@@ -120,7 +119,7 @@ impl Matmul {
             if m == 0 { Ok(bytemuck::Zeroable::zeroed()) } else { params.encode(device) }
         };
         Ok(MatmulArgs {
-            x: map(TensorMapParams::activations(x.data().address(), m, k))?,
+            x: map(TensorMapParams::activations(x.data().address(), m, k, 64))?,
             sign_mantissa: map(TensorMapParams::sign_mantissa(sign_mantissa.address(), n, k))?,
             exponents: 0,
             tile_metadata: 0,
@@ -141,6 +140,6 @@ impl Matmul {
     unsafe fn enqueue(&self, stream: &Stream, args: MatmulArgs) -> Result<(), DeviceError> {
         let problem = Problem { m: args.m, n: args.n, k: args.k };
         // SAFETY: the caller's promise. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(stream, problem, &args, LaunchOptions::default()) }
+        unsafe { self.kernel.launch(stream, problem, &args) }
     }
 }

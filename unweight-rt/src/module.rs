@@ -11,7 +11,7 @@ use cudarc::{
 };
 use unweight_codegen::{
     VariantSpec,
-    abi::{DecodeArgs, EncodeArgs, MatmulArgs},
+    abi::{DecodeArgs, EncodeArgs, FusedArgs, MatmulArgs, PackedArgs},
     plan::Plan,
     spec::Op,
 };
@@ -123,5 +123,7 @@ pub(crate) fn args_bytes(spec: &VariantSpec) -> usize {
         Op::Decode(_) => size_of::<DecodeArgs>(),
         Op::Matmul(_) => size_of::<MatmulArgs>(),
         Op::Encode(_) => size_of::<EncodeArgs>(),
+        Op::FusedSmall(_) | Op::FusedWide(_) => size_of::<FusedArgs>(),
+        Op::Packed(_) => size_of::<PackedArgs>(),
     }
 }

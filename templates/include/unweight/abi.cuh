@@ -89,7 +89,7 @@ struct FusedArgs {
 // Encoding family (report section 4): the six stages and palette packing share one struct.
 struct EncodeArgs {
     const u16* weights;               // bf16 [n, k] row-major
-    u8* sign_mantissa;                // [n, k]
+    u8* sign_mantissa;                // [n, k]; null: `stats` only counts
     u32* histogram;                   // [256], zeroed before `stats`
     u8* palette;                      // [16]
     u8* code_lengths;                 // [16]
@@ -105,6 +105,22 @@ struct EncodeArgs {
     u64 capacity_words;
     u32 capacity_rows;
     u32 code_limit;
+    u32 n;
+    u32 k;
+    u32 tile_rows;
+    u32 tile_cols;
+};
+
+// Conversions of the packed form (docs/format.md A.9): all stages share one struct. n and k are multiples of 64.
+struct PackedArgs {
+    u16* weights;                     // bf16 [n, k] row-major: read by pack and lists, written by unpack
+    u8* packed;                       // [tiles, 6144]
+    u32* escape_heads;                // [tiles, 4]
+    u32* escapes;                     // [escape_words]; unused by pack
+    u32* group_words;                 // [tiles / 64, rounded up], zeroed before pack: words of the lists of 256 row blocks each
+    u64* inexact;                     // zeroed before pack: ~(row * k + column) of the first element that no operand can stand for; 0: none
+    u32 escape_words;
+    u32 base;                         // lowest exponent of the window, 1..239
     u32 n;
     u32 k;
     u32 tile_rows;

@@ -52,10 +52,10 @@ pub(super) const fn plan(spec: &VariantSpec, op: &DecodeSpec) -> Plan {
             empty_arrivals: 0,
         }),
         roles: RolePlan::one("decode", warps),
-        launch: LaunchPlan {
-            threads: warps * spec.arch.limits().warp_threads,
-            blocks_per_sm: BLOCKS_PER_SM,
-            grid: Grid::Persistent { work: Work::WeightTiles, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
-        },
+        launch: LaunchPlan::ordinary(
+            warps * spec.arch.limits().warp_threads,
+            BLOCKS_PER_SM,
+            Grid::Persistent { work: Work::WeightTiles, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
+        ),
     }
 }

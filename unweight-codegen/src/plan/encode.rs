@@ -55,6 +55,6 @@ pub(super) const fn plan(spec: &VariantSpec, op: &EncodeSpec) -> Plan {
         smem,
         pipeline: None,
         roles: RolePlan::one("encode", warps),
-        launch: LaunchPlan { threads: warps * spec.arch.limits().warp_threads, blocks_per_sm, grid },
+        launch: LaunchPlan::ordinary(warps * spec.arch.limits().warp_threads, blocks_per_sm, grid),
     }
 }

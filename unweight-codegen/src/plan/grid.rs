@@ -48,7 +48,22 @@ pub enum Grid {
         /// Resident blocks of one SM.
         blocks_per_sm: u32,
     },
+    /// Groups of blocks to which the 16-row blocks of W are dealt evenly, once for every `batch_rows` of the batch: as few groups as
+    /// fill every SM a whole number of times, up to `blocks_per_sm`, and more only where a group could not take its share.
+    DealtRowBlocks {
+        /// Batch rows of a group.
+        batch_rows: u32,
+        /// Row blocks that a group can take; `None` if any number.
+        row_blocks: Option<u32>,
+        /// Blocks of a group.
+        cluster: u32,
+        /// Resident blocks of one SM.
+        blocks_per_sm: u32,
+    },
 }
+
+/// Rows of W that one fragment of the tensor cores holds.
+const BLOCK_ROWS: u32 = 16;
 
 impl Work {
     /// Units of a problem.
@@ -80,6 +95,23 @@ impl Grid {
                 let needed = work.units(problem).div_ceil(u64::from(per_block));
                 needed.min(u64::from(sms) * u64::from(blocks_per_sm))
             }
+            Self::DealtRowBlocks { batch_rows, row_blocks, cluster, blocks_per_sm } => {
+                let batch_tiles = u64::from(problem.m.div_ceil(batch_rows));
+                let all = u64::from(problem.n.div_ceil(BLOCK_ROWS));
+                if batch_tiles == 0 || all == 0 {
+                    return Some(0);
+                }
+                let copies = batch_tiles * u64::from(cluster);
+                let filling = |times: u32| (u64::from(sms) * u64::from(times) / copies).clamp(1, all);
+                let groups = match row_blocks.map(u64::from) {
+                    None => filling(blocks_per_sm),
+                    Some(most) => (1..=blocks_per_sm)
+                        .map(filling)
+                        .find(|groups| all.div_ceil(*groups) <= most)
+                        .unwrap_or(all.div_ceil(most)),
+                };
+                groups * copies
+            }
         };
         // 2^31 - 1: the limit of gridDim.x since compute capability 3.0.
         i32::try_from(blocks).ok().map(|blocks| blocks.unsigned_abs())
@@ -106,6 +138,18 @@ impl fmt::Display for Grid {
                 let units = if *per_block == 1 { work.to_string() } else { format!("{work} / {per_block}") };
                 write!(f, "persistent, min({units}, SMs x {blocks_per_sm})")
             }
+            Self::DealtRowBlocks { batch_rows, row_blocks, cluster, blocks_per_sm } => {
+                write!(f, "blocks of {BLOCK_ROWS} rows of W dealt to ")?;
+                match cluster {
+                    1 => f.write_str("blocks")?,
+                    _ => write!(f, "clusters of {cluster}")?,
+                }
+                match row_blocks {
+                    Some(most) => write!(f, ", at most {most} each, SMs x 1..={blocks_per_sm} if that will do")?,
+                    None => write!(f, ", SMs x {blocks_per_sm}")?,
+                }
+                write!(f, "; for each {batch_rows} batch rows")
+            }
         }
     }
 }
@@ -125,5 +169,56 @@ mod tests {
         let huge = Problem { m: 1, n: u32::MAX, k: u32::MAX };
         assert_eq!(persistent.blocks(huge, 132), Some(264));
         assert_eq!(Grid::Covering { work: Work::WeightTiles, per_block: 1 }.blocks(huge, 132), None);
+    }
+
+    /// The grids at which docs/decisions/0004 measured each shape: (n, row blocks of a group, cluster, blocks per SM) -> blocks.
+    #[test]
+    fn dealt_grids_are_those_that_were_measured() {
+        let cases = [
+            (1024, 1, 2, 2, 128),
+            (4096, 2, 1, 1, 132),
+            (4096, 2, 1, 2, 132),
+            (6144, 2, 1, 2, 264),
+            (6144, 3, 1, 2, 132),
+            (8192, 4, 1, 1, 132),
+            (8192, 2, 1, 2, 264),
+            (10240, 5, 1, 1, 132),
+            (10240, 3, 1, 2, 264),
+            (14336, 4, 1, 2, 264),
+            (28672, 4, 1, 2, 448),
+            (128_256, 4, 1, 2, 2004),
+        ];
+        for (n, most, cluster, blocks_per_sm, blocks) in cases {
+            let grid = Grid::DealtRowBlocks { batch_rows: 8, row_blocks: Some(most), cluster, blocks_per_sm };
+            assert_eq!(grid.blocks(Problem { m: 1, n, k: 4096 }, 132), Some(blocks), "n = {n}, {grid}");
+        }
+        let stream = Grid::DealtRowBlocks { batch_rows: 8, row_blocks: None, cluster: 1, blocks_per_sm: 2 };
+        assert_eq!(stream.blocks(Problem { m: 8, n: 28672, k: 64 }, 132), Some(264));
+    }
+
+    /// What a kernel relies on, on devices of any size: a group gets at most what it can take, and each batch tile as many groups.
+    #[test]
+    fn dealt_groups_can_take_their_share() {
+        for sms in [1, 7, 78, 114, 132] {
+            for cluster in [1, 2, 4, 8] {
+                for n in (64..=4096).step_by(64).chain([128_256]) {
+                    for (m, most) in [(1, 1), (8, 3), (9, 4), (1000, 8)] {
+                        let grid =
+                            Grid::DealtRowBlocks { batch_rows: 8, row_blocks: Some(most), cluster, blocks_per_sm: 2 };
+                        let blocks = grid.blocks(Problem { m, n, k: 64 }, sms).unwrap();
+                        let copies = cluster * m.div_ceil(8);
+                        assert_eq!(blocks % copies, 0);
+                        let groups = blocks / copies;
+                        assert!(
+                            groups >= 1 && groups <= n / 16 && (n / 16).div_ceil(groups) <= most,
+                            "{grid}: {groups}"
+                        );
+                    }
+                }
+            }
+        }
+        let grid = Grid::DealtRowBlocks { batch_rows: 8, row_blocks: Some(4), cluster: 1, blocks_per_sm: 2 };
+        assert_eq!(grid.blocks(Problem { m: 0, n: 64, k: 64 }, 132), Some(0));
+        assert_eq!(grid.blocks(Problem { m: u32::MAX, n: u32::MAX, k: 64 }, 132), None);
     }
 }

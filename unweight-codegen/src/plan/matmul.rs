@@ -122,11 +122,11 @@ const fn fits(spec: &VariantSpec, op: &MatmulSpec) -> bool {
 }
 
 /// The most stages that fit, all else being equal.
-const fn fitting_stages(spec: &VariantSpec, op: &MatmulSpec) -> Option<Stages> {
+const fn fitting_stages(spec: &VariantSpec, op: &MatmulSpec) -> Option<u32> {
     let mut stages = op.stages.get();
     while let Ok(value) = Stages::new(stages - 1) {
         if fits(spec, &MatmulSpec { stages: value, ..*op }) {
-            return Some(value);
+            return Some(value.get());
         }
         stages -= 1;
     }
@@ -134,11 +134,11 @@ const fn fitting_stages(spec: &VariantSpec, op: &MatmulSpec) -> Option<Stages> {
 }
 
 /// The most tiles that fit, all else being equal.
-const fn fitting_n(spec: &VariantSpec, op: &MatmulSpec) -> Option<NTiles> {
+const fn fitting_n(spec: &VariantSpec, op: &MatmulSpec) -> Option<(&'static str, u32)> {
     let mut n = op.n_tiles.get();
     while let Ok(value) = NTiles::new(n - 1) {
         if fits(spec, &MatmulSpec { n_tiles: value, ..*op }) {
-            return Some(value);
+            return Some(("n", value.get()));
         }
         n -= 1;
     }
@@ -156,7 +156,7 @@ pub(super) const fn plan(spec: &VariantSpec, op: &MatmulSpec) -> Result<Plan, In
             stage_bytes: stage_bytes(op),
             limit_bytes: spec.arch.limits().smem_bytes_per_block,
             fitting_stages: fitting_stages(spec, op),
-            fitting_n: fitting_n(spec, op),
+            fitting_other: fitting_n(spec, op),
         });
     }
     // The finest cut: where the weights own the rows, a task can be as small as one box of X.
@@ -181,10 +181,10 @@ pub(super) const fn plan(spec: &VariantSpec, op: &MatmulSpec) -> Result<Plan, In
                 registers: Some(CONSUMER_REGISTERS),
             }),
         },
-        launch: LaunchPlan {
-            threads: (PRODUCER_WARPS + CONSUMER_WARPS) * spec.arch.limits().warp_threads,
-            blocks_per_sm: BLOCKS_PER_SM,
-            grid: Grid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
-        },
+        launch: LaunchPlan::ordinary(
+            (PRODUCER_WARPS + CONSUMER_WARPS) * spec.arch.limits().warp_threads,
+            BLOCKS_PER_SM,
+            Grid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
+        ),
     })
 }

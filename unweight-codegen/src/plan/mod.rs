@@ -5,15 +5,18 @@
 
 mod decode;
 mod encode;
+mod fused_small;
+mod fused_wide;
 mod grid;
 mod matmul;
+mod packed;
 mod smem;
 
 pub use grid::{Grid, Problem, Work};
 pub use smem::{SmemPlan, SmemSection};
 
 use crate::{
-    spec::{NTiles, Op, Stages, VariantSpec},
+    spec::{Op, VariantSpec},
     text::Message,
 };
 use std::fmt;
@@ -91,6 +94,33 @@ pub struct LaunchPlan {
     pub blocks_per_sm: u32,
     /// How many blocks.
     pub grid: Grid,
+    /// Blocks of a cluster, along x; 1 for none.
+    pub cluster: u32,
+    /// Programmatic dependent launch: the kernel starts while the stream's previous one still runs, and waits for it itself.
+    pub dependent: bool,
+}
+
+impl LaunchPlan {
+    /// Without clusters, behind whatever the stream did before.
+    const fn ordinary(threads: u32, blocks_per_sm: u32, grid: Grid) -> Self {
+        Self { threads, blocks_per_sm, grid, cluster: 1, dependent: false }
+    }
+}
+
+/// Device memory that a launch needs beside its operands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WorkspacePlan {
+    /// Bytes behind `workspace`.
+    pub bytes: u64,
+    /// u32 behind `counters`, zero before the first launch; each launch leaves them zero.
+    pub counters: u64,
+}
+
+impl WorkspacePlan {
+    /// What a dump writes: the A operands of all of W, bf16, whichever block decodes them.
+    const fn operands(problem: Problem) -> Self {
+        Self { bytes: Work::WeightTiles.units(problem) * 64 * 64 * 2, counters: 0 }
+    }
 }
 
 /// Why a variant cannot exist.
@@ -110,28 +140,54 @@ pub enum Infeasible {
         /// The limit of the architecture.
         limit_bytes: u32,
         /// The most stages that would fit, all else being equal.
-        fitting_stages: Option<Stages>,
-        /// The most tiles that would fit, all else being equal.
-        fitting_n: Option<NTiles>,
+        fitting_stages: Option<u32>,
+        /// Another axis, and its largest value that would fit, all else being equal.
+        fitting_other: Option<(&'static str, u32)>,
+    },
+    /// The fp32 sums of a warp are left in its ring to be added up, and are more than the ring.
+    SumsExceedRing {
+        /// The variant.
+        spec: VariantSpec,
+        /// The sums of one warp.
+        sum_bytes: u32,
+        /// The ring of one warp.
+        ring_bytes: u32,
+        /// Stages with which the ring would hold them.
+        fitting_stages: u32,
     },
 }
 
 impl Infeasible {
     /// The message of [`fmt::Display`], also in const context.
     pub const fn message(&self) -> Message {
-        let Self::SharedMemory { spec, fixed_bytes, stages, stage_bytes, limit_bytes, fitting_stages, fitting_n } =
-            *self;
-        let text = Message::new().str("variant ").str(spec.name().as_str()).str(": shared memory ");
-        let text = text.num(fixed_bytes + stages * stage_bytes).str(" B = ").num(fixed_bytes).str(" + ");
-        let text = text.num(stages).str(" stages x ").num(stage_bytes).str(" exceeds the ");
-        let text = text.str(spec.arch.compiler_name()).str(" limit of ").num(limit_bytes).str(" B");
-        let text = match fitting_stages {
-            Some(stages) => text.str("; try stages <= ").num(stages.get()),
-            None => text.str("; no number of stages fits"),
-        };
-        match fitting_n {
-            Some(n) => text.str(" or n <= ").num(n.get()),
-            None => text,
+        match *self {
+            Self::SharedMemory {
+                spec,
+                fixed_bytes,
+                stages,
+                stage_bytes,
+                limit_bytes,
+                fitting_stages,
+                fitting_other,
+            } => {
+                let text = Message::new().str("variant ").str(spec.name().as_str()).str(": shared memory ");
+                let text = text.num(fixed_bytes + stages * stage_bytes).str(" B = ").num(fixed_bytes).str(" + ");
+                let text = text.num(stages).str(" stages x ").num(stage_bytes).str(" exceeds the ");
+                let text = text.str(spec.arch.compiler_name()).str(" limit of ").num(limit_bytes).str(" B");
+                let text = match fitting_stages {
+                    Some(stages) => text.str("; try stages <= ").num(stages),
+                    None => text.str("; no number of stages fits"),
+                };
+                match fitting_other {
+                    Some((axis, value)) => text.str(" or ").str(axis).str(" <= ").num(value),
+                    None => text,
+                }
+            }
+            Self::SumsExceedRing { spec, sum_bytes, ring_bytes, fitting_stages } => {
+                let text = Message::new().str("variant ").str(spec.name().as_str()).str(": the sums of a warp, ");
+                let text = text.num(sum_bytes).str(" B, exceed its ring of ").num(ring_bytes).str(" B");
+                text.str("; try stages >= ").num(fitting_stages).str(" or stream = true")
+            }
         }
     }
 }
@@ -159,6 +215,19 @@ impl Plan {
             Op::Decode(op) => Ok(decode::plan(spec, &op)),
             Op::Matmul(op) => matmul::plan(spec, &op),
             Op::Encode(op) => Ok(encode::plan(spec, &op)),
+            Op::FusedSmall(op) => fused_small::plan(spec, &op),
+            Op::FusedWide(op) => fused_wide::plan(spec, &op),
+            Op::Packed(op) => Ok(packed::plan(spec, &op)),
+        }
+    }
+
+    /// The workspace of a launch for this problem on a device with `sms` multiprocessors: for partial sums, or for the operands that a
+    /// dump writes.
+    pub fn workspace(&self, problem: Problem, sms: u32) -> WorkspacePlan {
+        match self.spec.op {
+            Op::FusedSmall(op) => fused_small::workspace(&op, problem),
+            Op::FusedWide(op) => fused_wide::workspace(&op, problem, sms),
+            Op::Decode(_) | Op::Matmul(_) | Op::Encode(_) | Op::Packed(_) => WorkspacePlan::default(),
         }
     }
 }
@@ -166,7 +235,11 @@ impl Plan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.spec)?;
-        writeln!(f, "launch   {} threads, at least {} per SM", self.launch.threads, self.launch.blocks_per_sm)?;
+        write!(f, "launch   {} threads, at least {} per SM", self.launch.threads, self.launch.blocks_per_sm)?;
+        if self.launch.cluster > 1 {
+            write!(f, ", clusters of {}", self.launch.cluster)?;
+        }
+        writeln!(f, "{}", if self.launch.dependent { ", dependent" } else { "" })?;
         writeln!(f, "grid     {}", self.launch.grid)?;
         for role in self.roles.roles() {
             write!(f, "role     {}: {} warps", role.name, role.warps)?;
@@ -222,6 +295,7 @@ mod tests {
             }
             // Registers that no role gave up are waited for without end.
             assert!(raised <= limits.registers_for(threads, blocks_per_sm) * threads, "{plan}");
+            assert!(limits.blocks_per_cluster.is_multiple_of(plan.launch.cluster), "{plan}");
             for pair in plan.smem.sections().windows(2) {
                 assert!(pair[0].offset + pair[0].bytes() <= pair[1].offset, "{plan}");
             }

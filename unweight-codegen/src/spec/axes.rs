@@ -67,6 +67,38 @@ macro_rules! range_axis {
     };
 }
 
+/// A newtype over a short list of integers.
+macro_rules! set_axis {
+    ($(#[$doc:meta])* $name:ident, $axis:literal, [$($value:literal),+], $allowed:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(u16);
+
+        impl $name {
+            /// The values that exist, ascending.
+            pub const ALL: [Self; [$($value),+].len()] = [$(Self($value)),+];
+
+            /// The value, if the axis has it.
+            pub const fn new(value: u32) -> Result<Self, AxisError> {
+                match value {
+                    $($value => Ok(Self($value)),)+
+                    _ => Err(AxisError { axis: $axis, value, allowed: $allowed }),
+                }
+            }
+
+            /// The smallest value that is not below `least`; `None` beyond the largest.
+            pub fn at_least(least: u32) -> Option<Self> {
+                Self::ALL.into_iter().find(|value| value.get() >= least)
+            }
+
+            /// The value as a number.
+            pub const fn get(self) -> u32 {
+                self.0 as u32
+            }
+        }
+    };
+}
+
 /// An enum whose values have tags in names.
 macro_rules! tag_axis {
     ($(#[$doc:meta])* $name:ident { $($(#[$value_doc:meta])* $value:ident = $tag:literal),+ $(,)? }) => {
@@ -141,6 +173,18 @@ tag_axis! {
 }
 
 tag_axis! {
+    /// A step of the conversions between BF16 and the packed form (docs/format.md A.9).
+    PackedStage {
+        /// BF16 to packed tiles and escape heads, and the words that the lists need.
+        Pack = "pack",
+        /// Writes the lists of row blocks with more than one escape.
+        Lists = "lists",
+        /// Packed form to BF16.
+        Unpack = "unpack",
+    }
+}
+
+tag_axis! {
     /// What happens to the product (report section 8.2, finish stage).
     Epilogue {
         /// `Y = X W^T`.
@@ -165,43 +209,46 @@ range_axis! {
     Stages, "stages", 2..=8, "2..=8 (one stage cannot overlap loads with work; 8 fill the shared memory at n = 1)"
 }
 
-/// The most verbatim rows of a tile for which a palette variant has room (report: `MAX_VERBATIM_ROWS`).
-///
-/// A tensor needs the smallest budget that is not below its largest count of verbatim rows in a tile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct VerbatimRows(u8);
-
-impl VerbatimRows {
-    /// The budgets that exist.
-    pub const ALL: [Self; 6] = [Self(0), Self(4), Self(8), Self(16), Self(32), Self(64)];
-
-    /// The budget of exactly `rows` rows.
-    pub const fn new(rows: u32) -> Result<Self, AxisError> {
-        let mut i = 0;
-        while i < Self::ALL.len() {
-            if Self::ALL[i].get() == rows {
-                return Ok(Self::ALL[i]);
-            }
-            i += 1;
-        }
-        Err(AxisError { axis: "verbatim", value: rows, allowed: "0, 4, 8, 16, 32 or 64 (rows per tile)" })
-    }
-
-    /// The smallest budget that holds `rows` rows of one tile; `None` above 64, which no tile has.
+set_axis! {
+    /// The most verbatim rows of a tile for which a palette variant has room (report: `MAX_VERBATIM_ROWS`).
     ///
-    /// ```
-    /// # use unweight_codegen::spec::VerbatimRows;
-    /// assert_eq!(VerbatimRows::at_least(5).map(VerbatimRows::get), Some(8));
-    /// assert_eq!(VerbatimRows::at_least(65), None);
-    /// ```
-    pub fn at_least(rows: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|budget| budget.get() >= rows)
-    }
+    /// A tensor needs the smallest budget that is not below its largest count of verbatim rows in a tile.
+    VerbatimRows, "verbatim", [0, 4, 8, 16, 32, 64], "0, 4, 8, 16, 32 or 64 (rows per tile)"
+}
 
-    /// The budget in rows.
-    pub const fn get(self) -> u32 {
-        self.0 as u32
-    }
+set_axis! {
+    /// Batch rows that a `fused_small` variant multiplies at a time: `n` of `mma.m16n8k16`, eight rows a fragment.
+    SmallBatchTile, "batch_tile", [8, 16, 32, 64], "8, 16, 32 or 64 (batch rows of op fused_small)"
+}
+
+set_axis! {
+    /// Batch rows of a `fused_wide` variant's tile of Y: `n` of WGMMA.
+    WideBatchTile, "batch_tile", [64, 128, 192, 256], "64, 128, 192 or 256 (batch rows of op fused_wide)"
+}
+
+set_axis! {
+    /// Blocks that share the k of one output tile and add their sums through distributed shared memory; 1 for none.
+    ClusterSize, "cluster", [1, 2, 4, 8], "1, 2, 4 or 8 (blocks; 8 is what every device of the architecture runs)"
+}
+
+range_axis! {
+    /// 16-row blocks of W that one task of a `fused_small` variant multiplies.
+    RowBlocks, "row_blocks", 1..=8, "1..=8 (blocks of 16 output features, whose sums one warp keeps)"
+}
+
+range_axis! {
+    /// Warps of a `fused_small` block; each has a ring of its own.
+    Warps, "warps", 1..=32, "1..=32 (a block has at most 1024 threads)"
+}
+
+range_axis! {
+    /// Warpgroups of a `fused_wide` block that multiply, 64 output features each.
+    Warpgroups, "warpgroups", 1..=3, "1..=3 (of 64 output features; a fourth loads)"
+}
+
+range_axis! {
+    /// Stages of a ring of the register-sourced family. One stage can pay: other warps' rings load while one is worked on.
+    FusedStages, "stages", 1..=16, "1..=16"
 }
 
 /// Where a matmul takes the exponents from (report section 8.3).
@@ -229,6 +276,13 @@ mod tests {
         assert!(NTiles::new(0).is_err() && NTiles::new(5).is_err() && NTiles::new(u32::MAX).is_err());
         assert!(Stages::new(1).is_err() && Stages::new(9).is_err());
         assert!(VerbatimRows::new(7).is_err() && VerbatimRows::new(64).is_ok());
+        assert_eq!(
+            WideBatchTile::new(8).unwrap_err().to_string(),
+            "batch_tile = 8 is not supported; it must be 64, 128, 192 or 256 (batch rows of op fused_wide)"
+        );
+        for value in 0..300 {
+            assert_eq!(WideBatchTile::new(value).is_ok(), WideBatchTile::ALL.iter().any(|tile| tile.get() == value));
+        }
     }
 
     #[test]
@@ -237,6 +291,8 @@ mod tests {
             let budget = VerbatimRows::at_least(rows).unwrap();
             assert!(budget.get() >= rows && VerbatimRows::ALL.iter().all(|b| b.get() < rows || *b >= budget));
         }
+        assert_eq!(VerbatimRows::at_least(65), None);
+        assert_eq!(SmallBatchTile::at_least(9).map(SmallBatchTile::get), Some(16));
     }
 
     #[test]

@@ -5,13 +5,16 @@
 //!         Table 5 (8 rings) x palette x verbatim {0,4,8,16,32,64}   x {store, store_add}
 //! decode  {full, exponent, palette} x code limits 6..=15
 //! encode  the six stages and palette packing
+//! fused_small  FUSED_SMALL (a shape per batch tile and n) x {ordinary, dependent} x {escapes x {store, store_add}, no escapes x store},
+//!              and a dump for each number of row blocks
 //! ```
 //!
 //! Combinations whose shared memory exceeds the architecture's limit are left out; nothing else is. A spec outside this list is
 //! as good as one inside: it is compiled on demand, only not shipped, snapshot or tuned.
 
 use super::{
-    Arch, CodeLimit, DecodeOutput, EncodeStage, Epilogue, NTiles, Stages, VariantSpec, VerbatimRows, WeightSource,
+    Arch, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, FusedSmallSpec, FusedStages, NTiles,
+    PackedStage, RowBlocks, SmallBatchTile, Stages, VariantSpec, VerbatimRows, Warps, WeightSource,
 };
 use crate::plan::Plan;
 
@@ -26,9 +29,59 @@ const fn ring(n: u32, stages: u32) -> (NTiles, Stages) {
     }
 }
 
+/// The shapes of the register-sourced family for small batches that measured best, by batch tile and within it by growing `n`
+/// (docs/decisions/0004-register-sourced-kernels.md).
+pub const FUSED_SMALL: [FusedSmallSpec; 21] = [
+    small(8, 1, 16, 2, 2),
+    small(8, 2, 16, 2, 1),
+    small(8, 2, 8, 3, 1),
+    small(8, 4, 16, 2, 1),
+    small(8, 5, 12, 2, 1),
+    small(8, 4, 8, 2, 1),
+    small(8, 4, 8, 1, 1),
+    small(16, 1, 8, 3, 2),
+    small(16, 2, 12, 2, 1),
+    small(16, 3, 8, 2, 1),
+    small(16, 2, 8, 2, 1),
+    small(16, 4, 8, 1, 1),
+    FusedSmallSpec { stream: true, ..small(16, 4, 8, 1, 1) },
+    small(32, 1, 8, 2, 2),
+    small(32, 2, 8, 2, 1),
+    small(32, 3, 6, 2, 1),
+    small(32, 4, 4, 2, 1),
+    small(64, 1, 8, 2, 2),
+    small(64, 2, 8, 2, 1),
+    small(64, 2, 4, 2, 1),
+    small(64, 4, 4, 2, 1),
+];
+
+const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluster: u32) -> FusedSmallSpec {
+    match (
+        SmallBatchTile::new(batch_tile),
+        RowBlocks::new(row_blocks),
+        Warps::new(warps),
+        FusedStages::new(stages),
+        ClusterSize::new(cluster),
+    ) {
+        (Ok(batch_tile), Ok(row_blocks), Ok(warps), Ok(stages), Ok(cluster)) => FusedSmallSpec {
+            batch_tile,
+            row_blocks,
+            warps,
+            stages,
+            cluster,
+            stream: false,
+            escapes: true,
+            dependent: false,
+            epilogue: Epilogue::Store,
+            dump: false,
+        },
+        _ => panic!("the shapes lie within the axes"),
+    }
+}
+
 /// Every shipped variant: family by family, and within a family in the order of the tables above.
 pub fn all() -> Vec<VariantSpec> {
-    let mut specs: Vec<_> = decoders().chain(encoders()).collect();
+    let mut specs: Vec<_> = decoders().chain(encoders()).chain(fused_small()).collect();
     specs.extend(matmuls().filter(|spec| Plan::new(spec).is_ok()));
     specs
 }
@@ -43,6 +96,32 @@ pub fn decoders() -> impl Iterator<Item = VariantSpec> {
 /// The encoding family.
 pub fn encoders() -> impl Iterator<Item = VariantSpec> {
     EncodeStage::ALL.iter().map(|stage| VariantSpec::encode(Arch::Sm90a, *stage))
+}
+
+/// The register-sourced family for small batches.
+pub fn fused_small() -> impl Iterator<Item = VariantSpec> {
+    let used = FUSED_SMALL.into_iter().flat_map(|shape| {
+        [false, true].into_iter().flat_map(move |dependent| {
+            [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)]
+                .map(|(escapes, epilogue)| FusedSmallSpec { escapes, dependent, epilogue, ..shape })
+        })
+    });
+    // The first shape of each number of row blocks: what differs between them is how row blocks are laid over tiles.
+    let dumps = RowBlocks::all().filter_map(|row_blocks| {
+        let shape = FUSED_SMALL.into_iter().find(|shape| shape.row_blocks == row_blocks)?;
+        Some(FusedSmallSpec { dump: true, ..shape })
+    });
+    used.chain(dumps).map(|spec| VariantSpec::fused_small(Arch::Sm90a, spec))
+}
+
+/// The register-sourced family for large batches.
+pub fn fused_wide() -> impl Iterator<Item = VariantSpec> {
+    std::iter::empty()
+}
+
+/// The conversions between BF16 and the packed form.
+pub fn packed() -> impl Iterator<Item = VariantSpec> {
+    PackedStage::ALL.iter().map(|stage| VariantSpec::packed(Arch::Sm90a, *stage))
 }
 
 /// The report's matmul family, feasible or not.

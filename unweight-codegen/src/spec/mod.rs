@@ -7,7 +7,10 @@
 //! VariantSpec ── arch
 //!             └─ op ── Decode { output, code_limit }
 //!                   ├─ Matmul { source, n_tiles, stages, epilogue }
-//!                   └─ Encode { stage }
+//!                   ├─ Encode { stage }
+//!                   ├─ FusedSmall { batch_tile, row_blocks, warps, stages, cluster, stream, escapes, dependent, epilogue, dump }
+//!                   ├─ FusedWide { batch_tile, warpgroups, stages, stream_k, escapes, dependent, epilogue, dump }
+//!                   └─ Packed { stage }
 //! ```
 //!
 //! A further consumer family is a further [`Op`]: its own spec struct, a plan function, a template and a context.
@@ -17,7 +20,8 @@ pub mod catalog;
 mod name;
 
 pub use axes::{
-    Arch, AxisError, CodeLimit, DecodeOutput, EncodeStage, Epilogue, NTiles, Stages, VerbatimRows, WeightSource,
+    Arch, AxisError, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, FusedStages, NTiles, PackedStage,
+    RowBlocks, SmallBatchTile, Stages, VerbatimRows, Warpgroups, Warps, WeightSource, WideBatchTile,
 };
 pub use name::ParseNameError;
 
@@ -46,6 +50,12 @@ pub enum Op {
     Matmul(MatmulSpec),
     /// BF16 to a Huffman or palette tensor (report section 4).
     Encode(EncodeSpec),
+    /// Register-sourced matmul for small batches, from a packed tensor.
+    FusedSmall(FusedSmallSpec),
+    /// Register-sourced matmul for large batches, from a packed tensor.
+    FusedWide(FusedWideSpec),
+    /// BF16 to a packed tensor and back.
+    Packed(PackedSpec),
 }
 
 /// A decoder of the preprocess family.
@@ -77,6 +87,61 @@ pub struct EncodeSpec {
     pub stage: EncodeStage,
 }
 
+/// A variant of the register-sourced family for small batches (`mma.m16n8k16`): every warp multiplies `row_blocks` blocks of 16 output
+/// features by `batch_tile` batch rows, and the warps of a cluster share k.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FusedSmallSpec {
+    /// Batch rows of a cluster.
+    pub batch_tile: SmallBatchTile,
+    /// Row blocks of a task.
+    pub row_blocks: RowBlocks,
+    /// Warps of a block.
+    pub warps: Warps,
+    /// Stages of each warp's ring.
+    pub stages: FusedStages,
+    /// Blocks that share k.
+    pub cluster: ClusterSize,
+    /// A cluster works off several tasks, its rings running on across them; otherwise one.
+    pub stream: bool,
+    /// Elements outside the window are replaced by their exact operands; otherwise the tensor must have none.
+    pub escapes: bool,
+    /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before it reads X.
+    pub dependent: bool,
+    /// Overwrite or add.
+    pub epilogue: Epilogue,
+    /// For tests: what enters the tensor cores is written to the workspace.
+    pub dump: bool,
+}
+
+/// A variant of the register-sourced family for large batches (`wgmma`): `64 * warpgroups` output features by `batch_tile` batch rows
+/// per output tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FusedWideSpec {
+    /// Batch rows of an output tile.
+    pub batch_tile: WideBatchTile,
+    /// Warpgroups that multiply.
+    pub warpgroups: Warpgroups,
+    /// Stages of the ring.
+    pub stages: FusedStages,
+    /// The k steps of all output tiles are cut evenly among the blocks; otherwise a block takes whole output tiles.
+    pub stream_k: bool,
+    /// As in [`FusedSmallSpec::escapes`].
+    pub escapes: bool,
+    /// As in [`FusedSmallSpec::dependent`].
+    pub dependent: bool,
+    /// Overwrite or add.
+    pub epilogue: Epilogue,
+    /// As in [`FusedSmallSpec::dump`].
+    pub dump: bool,
+}
+
+/// One kernel of the conversions between BF16 and the packed form.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PackedSpec {
+    /// Which one.
+    pub stage: PackedStage,
+}
+
 impl VariantSpec {
     /// A decoder.
     pub const fn decode(arch: Arch, output: DecodeOutput, code_limit: CodeLimit) -> Self {
@@ -91,6 +156,21 @@ impl VariantSpec {
     /// An encoder stage.
     pub const fn encode(arch: Arch, stage: EncodeStage) -> Self {
         Self { arch, op: Op::Encode(EncodeSpec { stage }) }
+    }
+
+    /// A register-sourced matmul for small batches.
+    pub const fn fused_small(arch: Arch, spec: FusedSmallSpec) -> Self {
+        Self { arch, op: Op::FusedSmall(spec) }
+    }
+
+    /// A register-sourced matmul for large batches.
+    pub const fn fused_wide(arch: Arch, spec: FusedWideSpec) -> Self {
+        Self { arch, op: Op::FusedWide(spec) }
+    }
+
+    /// A step of the conversions to and from the packed form.
+    pub const fn packed(arch: Arch, stage: PackedStage) -> Self {
+        Self { arch, op: Op::Packed(PackedSpec { stage }) }
     }
 }
 

@@ -5,12 +5,17 @@
 //! uw_<arch>_matmul_exponent_n<n tiles>p<stages>_<store|store_add>
 //! uw_<arch>_matmul_palette_n<n tiles>p<stages>_v<verbatim rows>_<store|store_add>
 //! uw_<arch>_encode_<stats|table|decode_table|rows|scan|write|palette>
+//! uw_<arch>_fused_small_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>[_stream][_esc][_pdl]_<store|store_add>[_dump]
+//! uw_<arch>_fused_wide_b<batch tile>_g<warpgroups>p<stages>[_streamk][_esc][_pdl]_<store|store_add>[_dump]
+//! uw_<arch>_packed_<pack|lists|unpack>
 //! ```
 //!
 //! `parse(name(x)) == x` for every spec, and a text that parses is the name of what it parses to: `l07` is not a name.
 
 use super::{
-    Arch, CodeLimit, DecodeOutput, EncodeStage, Epilogue, NTiles, Op, Stages, VariantSpec, VerbatimRows, WeightSource,
+    Arch, AxisError, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, FusedSmallSpec, FusedStages,
+    FusedWideSpec, NTiles, Op, PackedStage, RowBlocks, SmallBatchTile, Stages, VariantSpec, VerbatimRows, Warpgroups,
+    Warps, WeightSource, WideBatchTile,
 };
 use crate::text::Name;
 use std::{fmt, str::FromStr};
@@ -18,7 +23,7 @@ use std::{fmt, str::FromStr};
 /// A text that is not the name of a variant.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "variant name {name:?}: {why}; names look like uw_sm90a_matmul_palette_n2p4_v8_store, uw_sm90a_decode_full_l7 or uw_sm90a_encode_stats"
+    "variant name {name:?}: {why}; names look like uw_sm90a_matmul_palette_n2p4_v8_store, uw_sm90a_fused_small_b8_r4w8p2c1_esc_store or uw_sm90a_decode_full_l7"
 )]
 pub struct ParseNameError {
     name: String,
@@ -44,6 +49,37 @@ impl VariantSpec {
                 name.str("_").str(spec.epilogue.tag())
             }
             Op::Encode(spec) => name.str("_encode_").str(spec.stage.tag()),
+            Op::FusedSmall(spec) => name
+                .str("_fused_small_b")
+                .num(spec.batch_tile.get())
+                .str("_r")
+                .num(spec.row_blocks.get())
+                .str("w")
+                .num(spec.warps.get())
+                .str("p")
+                .num(spec.stages.get())
+                .str("c")
+                .num(spec.cluster.get())
+                .flag(spec.stream, "_stream")
+                .flag(spec.escapes, "_esc")
+                .flag(spec.dependent, "_pdl")
+                .str("_")
+                .str(spec.epilogue.tag())
+                .flag(spec.dump, "_dump"),
+            Op::FusedWide(spec) => name
+                .str("_fused_wide_b")
+                .num(spec.batch_tile.get())
+                .str("_g")
+                .num(spec.warpgroups.get())
+                .str("p")
+                .num(spec.stages.get())
+                .flag(spec.stream_k, "_streamk")
+                .flag(spec.escapes, "_esc")
+                .flag(spec.dependent, "_pdl")
+                .str("_")
+                .str(spec.epilogue.tag())
+                .flag(spec.dump, "_dump"),
+            Op::Packed(spec) => name.str("_packed_").str(spec.stage.tag()),
         }
     }
 }
@@ -76,20 +112,19 @@ fn parse(name: &str) -> Result<VariantSpec, String> {
         "decode" => {
             let (output, limit) = cut(rest, "an output")?;
             let output = DecodeOutput::from_tag(output).ok_or_else(|| format!("unknown decoder output {output:?}"))?;
-            let limit = CodeLimit::new(number(limit, "l")?).map_err(|e| e.to_string())?;
+            let limit = axis(CodeLimit::new(number(limit, "l")?))?;
             Ok(VariantSpec::decode(arch, output, limit))
         }
         "matmul" => {
             let (source, rest) = cut(rest, "a source")?;
             let (ring, rest) = cut(rest, "an epilogue")?;
-            let (n, stages) = ring.split_once('p').ok_or_else(|| format!("{ring:?} is not n<tiles>p<stages>"))?;
-            let n = NTiles::new(number(n, "n")?).map_err(|e| e.to_string())?;
-            let stages = Stages::new(number(stages, "")?).map_err(|e| e.to_string())?;
+            let [n, stages] = numbers(ring, ["n", "p"])?;
+            let (n, stages) = (axis(NTiles::new(n))?, axis(Stages::new(stages))?);
             let (source, epilogue) = match source {
                 "exponent" => (WeightSource::Exponent, rest),
                 "palette" => {
                     let (rows, rest) = cut(rest, "an epilogue")?;
-                    let verbatim = VerbatimRows::new(number(rows, "v")?).map_err(|e| e.to_string())?;
+                    let verbatim = axis(VerbatimRows::new(number(rows, "v")?))?;
                     (WeightSource::Palette { verbatim }, rest)
                 }
                 other => return Err(format!("unknown weight source {other:?}")),
@@ -101,8 +136,102 @@ fn parse(name: &str) -> Result<VariantSpec, String> {
             let stage = EncodeStage::from_tag(rest).ok_or_else(|| format!("unknown encoder stage {rest:?}"))?;
             Ok(VariantSpec::encode(arch, stage))
         }
+        "fused" => {
+            let (batch, rest) = cut(rest, "a batch tile")?;
+            match batch {
+                "small" => fused_small(arch, rest),
+                "wide" => fused_wide(arch, rest),
+                other => Err(format!("unknown family \"fused_{other}\"")),
+            }
+        }
+        "packed" => {
+            let stage = PackedStage::from_tag(rest).ok_or_else(|| format!("unknown packing stage {rest:?}"))?;
+            Ok(VariantSpec::packed(arch, stage))
+        }
         other => Err(format!("unknown family {other:?}")),
     }
+}
+
+fn fused_small(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
+    let (batch, rest) = cut(rest, "a block")?;
+    let (block, rest) = cut(rest, "an epilogue")?;
+    let [row_blocks, warps, stages, cluster] = numbers(block, ["r", "w", "p", "c"])?;
+    let (stream, rest) = flag(rest, "stream_");
+    let (escapes, rest) = flag(rest, "esc_");
+    let (dependent, rest) = flag(rest, "pdl_");
+    let (dump, epilogue) = ending(rest)?;
+    Ok(VariantSpec::fused_small(
+        arch,
+        FusedSmallSpec {
+            batch_tile: axis(SmallBatchTile::new(number(batch, "b")?))?,
+            row_blocks: axis(RowBlocks::new(row_blocks))?,
+            warps: axis(Warps::new(warps))?,
+            stages: axis(FusedStages::new(stages))?,
+            cluster: axis(ClusterSize::new(cluster))?,
+            stream,
+            escapes,
+            dependent,
+            epilogue,
+            dump,
+        },
+    ))
+}
+
+fn fused_wide(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
+    let (batch, rest) = cut(rest, "a block")?;
+    let (block, rest) = cut(rest, "an epilogue")?;
+    let [warpgroups, stages] = numbers(block, ["g", "p"])?;
+    let (stream_k, rest) = flag(rest, "streamk_");
+    let (escapes, rest) = flag(rest, "esc_");
+    let (dependent, rest) = flag(rest, "pdl_");
+    let (dump, epilogue) = ending(rest)?;
+    Ok(VariantSpec::fused_wide(
+        arch,
+        FusedWideSpec {
+            batch_tile: axis(WideBatchTile::new(number(batch, "b")?))?,
+            warpgroups: axis(Warpgroups::new(warpgroups))?,
+            stages: axis(FusedStages::new(stages))?,
+            stream_k,
+            escapes,
+            dependent,
+            epilogue,
+            dump,
+        },
+    ))
+}
+
+/// A flag that stands in front of the rest of the name, and that rest.
+fn flag<'a>(rest: &'a str, flag: &str) -> (bool, &'a str) {
+    match rest.strip_prefix(flag) {
+        Some(rest) => (true, rest),
+        None => (false, rest),
+    }
+}
+
+/// `<epilogue>[_dump]`.
+fn ending(rest: &str) -> Result<(bool, Epilogue), String> {
+    let (dump, epilogue) = match rest.strip_suffix("_dump") {
+        Some(epilogue) => (true, epilogue),
+        None => (false, rest),
+    };
+    Ok((dump, Epilogue::from_tag(epilogue).ok_or_else(|| format!("unknown epilogue {epilogue:?}"))?))
+}
+
+fn axis<T>(value: Result<T, AxisError>) -> Result<T, String> {
+    value.map_err(|error| error.to_string())
+}
+
+/// Numbers behind one letter each: `r4w8p2c1`.
+fn numbers<const N: usize>(text: &str, letters: [&str; N]) -> Result<[u32; N], String> {
+    let mut rest = text;
+    let mut values = [0; N];
+    for (value, letter) in values.iter_mut().zip(letters) {
+        let digits = rest.strip_prefix(letter).ok_or_else(|| format!("{text:?} lacks {letter}<number>"))?;
+        let end = digits.find(|c: char| !c.is_ascii_digit()).unwrap_or(digits.len());
+        *value = number(&digits[..end], "")?;
+        rest = &digits[end..];
+    }
+    if rest.is_empty() { Ok(values) } else { Err(format!("{text:?} ends in {rest:?}")) }
 }
 
 /// The part before the next `_` and what follows it.
@@ -147,7 +276,49 @@ mod tests {
                 }
             ),
             (arch(), prop::sample::select(EncodeStage::ALL)).prop_map(|(arch, stage)| VariantSpec::encode(arch, stage)),
+            (arch(), prop::sample::select(PackedStage::ALL)).prop_map(|(arch, stage)| VariantSpec::packed(arch, stage)),
+            (arch(), any_fused_small()).prop_map(|(arch, spec)| VariantSpec::fused_small(arch, spec)),
+            (arch(), any_fused_wide()).prop_map(|(arch, spec)| VariantSpec::fused_wide(arch, spec)),
         ]
+    }
+
+    fn any_fused_small() -> impl Strategy<Value = FusedSmallSpec> {
+        let block = (1..=8u32, 1..=32u32, 1..=16u32, prop::sample::select(&ClusterSize::ALL[..]));
+        let tile = prop::sample::select(&SmallBatchTile::ALL[..]);
+        let flags = any::<[bool; 4]>();
+        (tile, block, flags, prop::sample::select(Epilogue::ALL)).prop_map(
+            |(batch_tile, (row_blocks, warps, stages, cluster), [stream, escapes, dependent, dump], epilogue)| {
+                FusedSmallSpec {
+                    batch_tile,
+                    row_blocks: RowBlocks::new(row_blocks).unwrap(),
+                    warps: Warps::new(warps).unwrap(),
+                    stages: FusedStages::new(stages).unwrap(),
+                    cluster,
+                    stream,
+                    escapes,
+                    dependent,
+                    epilogue,
+                    dump,
+                }
+            },
+        )
+    }
+
+    fn any_fused_wide() -> impl Strategy<Value = FusedWideSpec> {
+        let tile = prop::sample::select(&WideBatchTile::ALL[..]);
+        let flags = any::<[bool; 4]>();
+        (tile, 1..=3u32, 1..=16u32, flags, prop::sample::select(Epilogue::ALL)).prop_map(
+            |(batch_tile, warpgroups, stages, [stream_k, escapes, dependent, dump], epilogue)| FusedWideSpec {
+                batch_tile,
+                warpgroups: Warpgroups::new(warpgroups).unwrap(),
+                stages: FusedStages::new(stages).unwrap(),
+                stream_k,
+                escapes,
+                dependent,
+                epilogue,
+                dump,
+            },
+        )
     }
 
     proptest! {
@@ -155,7 +326,7 @@ mod tests {
         fn names_parse_back(spec in any_spec()) {
             let name = spec.name();
             prop_assert_eq!(name.parse::<VariantSpec>().unwrap(), spec);
-            prop_assert!(name.len() < 60, "a name must not come near the end of its buffer: {}", name);
+            prop_assert!(name.len() <= 65, "a name must not come near the end of its buffer: {}", name);
             prop_assert!(name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_'));
             let json = serde_json::to_string(&spec).unwrap();
             prop_assert_eq!(serde_json::from_str::<VariantSpec>(&json).unwrap(), spec);
@@ -182,6 +353,10 @@ mod tests {
             "uw_sm90a_decode_full_l7",
             "uw_sm90a_decode_exponent_l12",
             "uw_sm90a_encode_decode_table",
+            "uw_sm90a_fused_small_b8_r4w8p2c1_esc_pdl_store",
+            "uw_sm90a_fused_small_b64_r8w32p16c8_stream_esc_pdl_store_add_dump",
+            "uw_sm90a_fused_wide_b128_g2p6_streamk_esc_store",
+            "uw_sm90a_packed_unpack",
         ] {
             assert_eq!(name.parse::<VariantSpec>().unwrap().to_string(), name);
         }
@@ -201,6 +376,15 @@ mod tests {
             ("uw_sm90a_matmul_bitmap_n2p4_store", "unknown weight source \"bitmap\""),
             ("uw_sm90a_matmul_exponent_n99999999999p4_store", "is not a number"),
             ("uw_sm90a_attention_x", "unknown family"),
+            ("uw_sm90a_packed_palette", "unknown packing stage \"palette\""),
+            ("uw_sm90a_fused_medium_b8_r4w8p2c1_store", "unknown family \"fused_medium\""),
+            ("uw_sm90a_fused_small_b12_r4w8p2c1_store", "batch_tile = 12"),
+            ("uw_sm90a_fused_small_b8_r4w8p2_store", "lacks c<number>"),
+            ("uw_sm90a_fused_small_b8_r4w8p2c1x_store", "ends in \"x\""),
+            ("uw_sm90a_fused_small_b8_r4w08p2c1_store", "canonical spelling is uw_sm90a_fused_small_b8_r4w8p2c1_store"),
+            ("uw_sm90a_fused_small_b8_r4w8p2c1_pdl_esc_store", "unknown epilogue \"esc_store\""),
+            ("uw_sm90a_fused_wide_b8_g2p4_store", "batch_tile = 8"),
+            ("uw_sm90a_fused_wide_b128_g4p4_store", "warpgroups = 4"),
             ("", "does not begin"),
         ] {
             let message = name.parse::<VariantSpec>().unwrap_err().to_string();

@@ -1,0 +1,32 @@
+//! The conversions between BF16 and the packed form: `templates/include/unweight/kernels/packed.cuh`.
+
+use super::{Grid, LaunchPlan, Plan, RolePlan, SmemPlan, Work};
+use crate::spec::{PackedSpec, PackedStage, VariantSpec};
+
+const WARPS: u32 = 8;
+const BLOCKS_PER_SM: u32 = 4;
+/// A warp takes a row block, a quarter of a tile.
+const TILES_PER_BLOCK: u32 = 2;
+/// One row block a thread.
+const LIST_TILES_PER_BLOCK: u32 = 64;
+
+pub(super) const fn plan(spec: &VariantSpec, op: &PackedSpec) -> Plan {
+    let work = Work::WeightTiles;
+    let none = SmemPlan::new();
+    let (smem, grid) = match op.stage {
+        PackedStage::Pack | PackedStage::Unpack => {
+            (none, Grid::Persistent { work, per_block: TILES_PER_BLOCK, blocks_per_sm: BLOCKS_PER_SM })
+        }
+        // Per warp its own words and those of the groups before.
+        PackedStage::Lists => {
+            (none.section("sums", WARPS, 8, 8), Grid::Covering { work, per_block: LIST_TILES_PER_BLOCK })
+        }
+    };
+    Plan {
+        spec: *spec,
+        smem,
+        pipeline: None,
+        roles: RolePlan::one("convert", WARPS),
+        launch: LaunchPlan::ordinary(WARPS * spec.arch.limits().warp_threads, BLOCKS_PER_SM, grid),
+    }
+}
