@@ -4,9 +4,9 @@
 mod gpu;
 
 use gpu::gpu;
-use unweight_rt::bench::{BenchOptions, Report, bench_kernels};
+use unweight_rt::bench::{BenchOptions, Report, Timing, bench_kernels};
 
-/// Small copies, few rounds: the numbers are not for records.
+/// Small problems: the numbers are not for records.
 fn quick() -> BenchOptions {
     BenchOptions {
         shapes: vec![(256, 320)],
@@ -14,15 +14,15 @@ fn quick() -> BenchOptions {
         decode: false,
         encode: false,
         matmul: false,
-        rounds: 5,
-        warmup_rounds: 2,
-        min_copies: 2,
-        rotate_bytes: 0,
         ..BenchOptions::default()
     }
 }
 
-fn check(report: &Report, rows: usize) {
+fn quick_timing() -> Timing {
+    Timing { rounds: 5, warmup_rounds: 2, min_copies: 2, rotate_bytes: 0, ..Timing::default() }
+}
+
+fn check(report: &Report<BenchOptions>, rows: usize) {
     println!("{report}");
     assert_eq!(report.rows.len(), rows);
     for row in &report.rows {
@@ -35,7 +35,7 @@ fn check(report: &Report, rows: usize) {
 fn decoders_and_encoder() {
     let Some(kernels) = gpu() else { return };
     let options = BenchOptions { decode: true, encode: true, ..quick() };
-    let report = bench_kernels(kernels, &options, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     // Three decoders; five stages of a Huffman tensor, each with those before it, and the palette encoder.
     check(&report, 3 + 6);
 }
@@ -44,7 +44,7 @@ fn decoders_and_encoder() {
 fn matmuls_beside_cublas() {
     let Some(kernels) = gpu() else { return };
     let options = BenchOptions { matmul: true, all_variants: true, ..quick() };
-    let report = bench_kernels(kernels, &options, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     // At each batch cuBLAS, and of both sources every ring of Table 5 but n = 3, which does not divide 256.
     check(&report, 2 * (1 + 2 * 7));
     assert!(report.rows.iter().all(|row| row.speedup_over_cublas.is_some()));
@@ -55,7 +55,7 @@ fn matmuls_beside_cublas() {
 #[ignore = "minutes on a GPU that nobody else uses"]
 fn record() {
     let Some(kernels) = gpu() else { return };
-    let report = bench_kernels(kernels, &BenchOptions::default(), &|line| println!("{line}"))
+    let report = bench_kernels(kernels, &BenchOptions::default(), &Timing::default(), &|line| println!("{line}"))
         .unwrap_or_else(|error| panic!("{error}"));
     println!("{report}");
     if let Some(folder) = std::env::var_os("OUT") {

@@ -1,8 +1,10 @@
 //! `unweight bench`.
 
+use std::{fs, path::PathBuf};
+
 use clap::{Args, Subcommand, ValueEnum};
 use unweight::rt::{
-    bench::{self, BenchOptions},
+    bench::{self, BenchOptions, MatmulOptions, Timing},
     device::Device,
     dispatch::Kernels,
     env::Env,
@@ -11,6 +13,7 @@ use unweight::rt::{
 use super::{
     failure::{Failure, Result},
     output::Output,
+    plot,
 };
 
 /// Subcommands of `bench`.
@@ -18,6 +21,8 @@ use super::{
 pub enum Bench {
     /// Time the kernels beside cuBLAS on this machine's GPU
     Kernels(KernelsBench),
+    /// Time matmuls from packed weights beside cuBLAS on this machine's GPU
+    Matmul(MatmulBench),
 }
 
 /// Arguments of `bench kernels`. What is left out is as in docs/benchmarks.md.
@@ -43,6 +48,47 @@ pub struct KernelsBench {
     device: usize,
 }
 
+/// Arguments of `bench matmul`. What is left out is as in docs/benchmarks.md.
+#[derive(Args)]
+pub struct MatmulBench {
+    /// Shape of the weights, multiples of 64; may be repeated
+    #[arg(long, value_name = "N,K", value_parser = shape)]
+    shape: Vec<(u32, u32)>,
+    /// Batch; may be repeated
+    #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    batch: Vec<u32>,
+    /// Share of 64-element row segments with an element outside the window of exponents, at least 0.005
+    #[arg(long, value_name = "SHARE", default_value_t = 0.005, value_parser = share)]
+    escapes: f64,
+    /// Only this kind of launch [default: both]
+    #[arg(long, value_name = "KIND")]
+    launch: Option<Launch>,
+    /// Time the N variants that the model finds fastest, beside the one that dispatch takes
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    candidates: usize,
+    /// Leave out the linears of a whole layer in one graph
+    #[arg(long)]
+    no_layer: bool,
+    /// Rounds that count
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    rounds: Option<u16>,
+    /// File for a drawing: times cuBLAS over the batch, a line per shape
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// File for the fastest variant of each problem, as dispatch reads it
+    #[arg(long, value_name = "FILE")]
+    save_table: Option<PathBuf>,
+    /// Number of the GPU
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Launch {
+    Ordinary,
+    Dependent,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Family {
     Decode,
@@ -55,18 +101,66 @@ impl Bench {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Kernels(_) => "bench kernels",
+            Self::Matmul(_) => "bench matmul",
         }
     }
 
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
-        let Self::Kernels(arguments) = self;
-        let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
-        let device = Device::open(arguments.device).map_err(Failure::other)?;
-        let kernels = Kernels::open(&device, env);
-        let options = arguments.options();
-        let report = bench::bench_kernels(&kernels, &options, &|line| output.note(line)).map_err(Failure::other)?;
-        output.result(self.name(), &report, |out| write!(out, "{report}"))
+        let note = |line: &str| output.note(line);
+        match self {
+            Self::Kernels(arguments) => {
+                let kernels = open(arguments.device)?;
+                let report = bench::bench_kernels(&kernels, &arguments.options(), &timing(arguments.rounds), &note)
+                    .map_err(Failure::other)?;
+                output.result(self.name(), &report, |out| write!(out, "{report}"))
+            }
+            Self::Matmul(arguments) => {
+                let kernels = open(arguments.device)?;
+                let report = bench::bench_matmul(&kernels, &arguments.options(), &timing(arguments.rounds), &note)
+                    .map_err(Failure::other)?;
+                if let Some(file) = &arguments.svg {
+                    fs::write(file, plot::speedups(&report.rows)?).map_err(Failure::io(file.display()))?;
+                    output.note(format_args!("{}: drawn", file.display()));
+                }
+                if let Some(file) = &arguments.save_table {
+                    let table = serde_json::to_string_pretty(&report.table()).map_err(Failure::other)?;
+                    fs::write(file, table + "\n").map_err(Failure::io(file.display()))?;
+                    output.note(format_args!("{}: written", file.display()));
+                }
+                output.result(self.name(), &report, |out| write!(out, "{report}"))
+            }
+        }
+    }
+}
+
+fn open(device: usize) -> Result<Kernels> {
+    let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
+    let device = Device::open(device).map_err(Failure::other)?;
+    Ok(Kernels::open(&device, env))
+}
+
+fn timing(rounds: Option<u16>) -> Timing {
+    Timing { rounds: rounds.map_or(Timing::default().rounds, usize::from), ..Timing::default() }
+}
+
+impl MatmulBench {
+    fn options(&self) -> MatmulOptions {
+        let mut options = MatmulOptions {
+            escapes: self.escapes,
+            ordinary: self.launch != Some(Launch::Dependent),
+            dependent: self.launch != Some(Launch::Ordinary),
+            candidates: self.candidates,
+            layer: !self.no_layer,
+            ..MatmulOptions::default()
+        };
+        if !self.shape.is_empty() {
+            options.shapes.clone_from(&self.shape);
+        }
+        if !self.batch.is_empty() {
+            options.batches.clone_from(&self.batch);
+        }
+        options
     }
 }
 
@@ -84,9 +178,6 @@ impl KernelsBench {
             options.encode = self.only.contains(&Family::Encode);
             options.matmul = self.only.contains(&Family::Matmul);
         }
-        if let Some(rounds) = self.rounds {
-            options.rounds = rounds.into();
-        }
         options
     }
 }
@@ -95,4 +186,11 @@ fn shape(text: &str) -> std::result::Result<(u32, u32), String> {
     let extent = |text: &str| text.trim().parse().ok().filter(|&extent: &u32| extent > 0);
     let (n, k) = text.split_once(',').ok_or("write it as N,K, such as 14336,4096")?;
     extent(n).zip(extent(k)).ok_or_else(|| format!("'{text}': both extents are numbers above 0"))
+}
+
+fn share(text: &str) -> std::result::Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|share| (0.005..=0.1).contains(share))
+        .ok_or_else(|| format!("'{text}' is not 0.005..=0.1"))
 }

@@ -1,19 +1,21 @@
 //! Drawings as SVG: text stays text, so no font is needed here.
 
-use std::ops::Range;
+use std::{collections::BTreeMap, ops::Range};
 
 use plotters::{
     chart::ChartContext,
     coord::{Shift, types::RangedCoordf64},
     prelude::{
-        BLACK, Cartesian2d, ChartBuilder, Color, DrawingArea, IntoDrawingArea, PathElement, RGBColor, Rectangle,
-        SVGBackend, SeriesLabelPosition, WHITE,
+        BLACK, Cartesian2d, ChartBuilder, Circle, Color, DrawingArea, IntoDrawingArea, PathElement, RGBColor,
+        Rectangle, SVGBackend, SeriesLabelPosition, WHITE,
     },
 };
 use unweight::format::{
     Histogram,
     bundle::{Encoding, TensorReport},
 };
+
+use unweight::rt::bench::Row;
 
 use super::failure::{Failure, Result};
 
@@ -48,7 +50,14 @@ pub fn exponents(histogram: &Histogram) -> Result<String> {
     );
     draw(|area| {
         let x = f64::from(first) - 0.5..f64::from(last) + 0.5;
-        let mut chart = frame(area, caption, x, "exponent (biased by 127)", highest * 1.05, "share of elements, %")?;
+        let mut chart = frame(
+            area,
+            caption,
+            x,
+            ("exponent (biased by 127)", &whole),
+            highest * 1.05,
+            ("share of elements, %", &whole),
+        )?;
         let bars = used.iter().map(|&exponent| {
             let middle = f64::from(exponent);
             Rectangle::new([(middle - 0.4, 0.0), (middle + 0.4, share(exponent))], HUFFMAN.filled())
@@ -69,8 +78,14 @@ pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
         format!("{} tensors: {:.1} % of {original} bytes", tensors.len(), stored as f64 * 100.0 / original as f64);
     draw(|area| {
         let x = 0.0..tensors.len() as f64;
-        let mut chart =
-            frame(area, caption, x, "tensor, in the order of the bundle", 125.0, "stored, % of the original")?;
+        let mut chart = frame(
+            area,
+            caption,
+            x,
+            ("tensor, in the order of the bundle", &whole),
+            125.0,
+            ("stored, % of the original", &whole),
+        )?;
         for (encoding, colour) in [(Encoding::Raw, RAW), (Encoding::Huffman, HUFFMAN), (Encoding::Palette, PALETTE)] {
             let own = || tensors.iter().enumerate().filter(|(_, tensor)| tensor.encoding == encoding);
             if own().next().is_none() {
@@ -86,15 +101,75 @@ pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
                 .label(encoding.name())
                 .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(8)));
         }
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperRight)
-            .background_style(WHITE.filled())
-            .border_style(BLACK)
-            .label_font((FONT, 14))
-            .draw()
-            .map_err(text)
+        legend(&mut chart)
     })
+}
+
+/// Times cuBLAS over the batch, a line per shape: what dispatch takes, under dependent launch where that was measured.
+pub fn speedups(rows: &[Row]) -> Result<String> {
+    const COLOURS: [RGBColor; 11] = [
+        RGBColor(0x00, 0x72, 0xb2),
+        RGBColor(0xe6, 0x9f, 0x00),
+        RGBColor(0x00, 0x9e, 0x73),
+        RGBColor(0xcc, 0x79, 0xa7),
+        RGBColor(0x56, 0xb4, 0xe9),
+        RGBColor(0xd5, 0x5e, 0x00),
+        RGBColor(0x88, 0x88, 0x88),
+        RGBColor(0x33, 0x22, 0x88),
+        RGBColor(0x88, 0x22, 0x55),
+        RGBColor(0x99, 0x99, 0x33),
+        RGBColor(0x00, 0x00, 0x00),
+    ];
+    // Per shape and batch the last of what dispatch takes: ordinary launches come before dependent ones.
+    let mut lines: Vec<(String, BTreeMap<u32, f64>)> = Vec::new();
+    for row in rows.iter().filter(|row| row.dispatched) {
+        let Some(speedup) = row.speedup_over_cublas else { continue };
+        let name = if row.n == 0 { "a whole layer".to_owned() } else { format!("{} x {}", row.n, row.k) };
+        match lines.iter_mut().find(|line| line.0 == name) {
+            Some((_, line)) => drop(line.insert(row.m, speedup)),
+            None => lines.push((name, BTreeMap::from([(row.m, speedup)]))),
+        }
+    }
+    let points = || lines.iter().flat_map(|(_, line)| line.iter());
+    let (Some(first), Some(last)) = (points().map(|(m, _)| *m).min(), points().map(|(m, _)| *m).max()) else {
+        return Err(Failure::new("no matmuls to draw", "measure at least one shape and batch"));
+    };
+    let highest = points().map(|(_, speedup)| *speedup).fold(1.0, f64::max);
+    let at = |m: u32| f64::from(m).log2();
+    draw(|area| {
+        let caption = "Matmul from packed weights: times cuBLAS, in the same rounds".to_owned();
+        let x = at(first) - 0.2..at(last) + 3.0;
+        let batch = |x: &f64| {
+            if x.fract().abs() < 1e-9 && *x <= at(last) { format!("{:.0}", x.exp2()) } else { String::new() }
+        };
+        let ratio = |y: &f64| format!("{y:.1}");
+        let mut chart = frame(area, caption, x, ("batch", &batch), highest * 1.05, ("times cuBLAS", &ratio))?;
+        let even = [(at(first), 1.0), (at(last), 1.0)];
+        chart.draw_series([PathElement::new(even, BLACK.stroke_width(1))]).map_err(text)?;
+        for ((name, line), colour) in lines.iter().zip(COLOURS.into_iter().cycle()) {
+            let points: Vec<(f64, f64)> = line.iter().map(|(m, speedup)| (at(*m), *speedup)).collect();
+            let dots = points.iter().map(|point| Circle::new(*point, 3, colour.filled()));
+            chart.draw_series(dots).map_err(text)?;
+            chart
+                .draw_series([PathElement::new(points.clone(), colour.stroke_width(2))])
+                .map_err(text)?
+                .label(name.clone())
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(3)));
+        }
+        legend(&mut chart)
+    })
+}
+
+/// Names of the series.
+fn legend<'b, 'a: 'b>(chart: &mut Chart<'b, 'a>) -> std::result::Result<(), String> {
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .background_style(WHITE.filled())
+        .border_style(BLACK)
+        .label_font((FONT, 14))
+        .draw()
+        .map_err(text)
 }
 
 /// Caption, axes and grid; `y` begins at 0.
@@ -102,9 +177,9 @@ fn frame<'a, 'b>(
     area: &Area<'a>,
     caption: String,
     x: Range<f64>,
-    x_name: &str,
+    (x_name, x_label): (&str, &dyn Fn(&f64) -> String),
     y_end: f64,
-    y_name: &str,
+    (y_name, y_label): (&str, &dyn Fn(&f64) -> String),
 ) -> std::result::Result<Chart<'b, 'a>, String> {
     let mut chart = ChartBuilder::on(area)
         .caption(caption, (FONT, 18))
@@ -118,11 +193,15 @@ fn frame<'a, 'b>(
         .disable_x_mesh()
         .x_desc(x_name)
         .y_desc(y_name)
-        .x_label_formatter(&|x| format!("{x:.0}"))
-        .y_label_formatter(&|y| format!("{y:.0}"))
+        .x_label_formatter(x_label)
+        .y_label_formatter(y_label)
         .draw()
         .map_err(text)?;
     Ok(chart)
+}
+
+fn whole(value: &f64) -> String {
+    format!("{value:.0}")
 }
 
 fn draw(on: impl FnOnce(&Area<'_>) -> std::result::Result<(), String>) -> Result<String> {

@@ -444,6 +444,13 @@ impl<T: Pod> DeviceBuffer<T> {
             .call("copying on the device")
     }
 
+    /// A copy of the elements in a buffer of their own.
+    pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
+        let mut copy = Self::zeroed(stream, self.len)?;
+        copy.copy_from(stream, self)?;
+        Ok(copy)
+    }
+
     fn check(&self, at: usize, len: usize) -> Result<(), DeviceError> {
         if at.checked_add(len).is_some_and(|end| end <= self.len) {
             Ok(())

@@ -7,6 +7,8 @@
 //! The choice is a pure function of shapes and statistics, for use before anything has been measured on the machine at hand. It is the
 //! report's heuristic (section 8.4) as far as measurements on an H200 bear it out (docs/decisions/0003-matmul-log.md).
 
+pub mod fused;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,

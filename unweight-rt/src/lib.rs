@@ -21,6 +21,7 @@ pub mod dispatch;
 pub mod encoder;
 pub mod env;
 pub mod error;
+pub mod fused;
 pub mod launch;
 pub mod matmul;
 pub mod module;

@@ -34,6 +34,11 @@ impl DeviceMatrix {
         Ok(Self { rows, cols, data: DeviceBuffer::from_host(stream, elements)? })
     }
 
+    /// A copy on the device.
+    pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
+        Ok(Self { data: self.data.duplicate(stream)?, ..*self })
+    }
+
     /// Rows.
     pub fn rows(&self) -> u32 {
         self.rows
@@ -290,6 +295,7 @@ impl ExponentView<'_> {
 pub struct DevicePacked {
     grid: Grid,
     window: Window,
+    has_escapes: bool,
     packed: DeviceBuffer<u8>,
     escape_heads: DeviceBuffer<u32>,
     escapes: DeviceBuffer<u32>,
@@ -298,17 +304,29 @@ pub struct DevicePacked {
 impl DevicePacked {
     /// Copies a tensor to the device.
     pub fn upload<B: AsRef<[u8]>>(stream: &Stream, tensor: &PackedTensor<B>) -> Result<Self, DeviceError> {
-        Self::new(
+        let heads = pods::<u32>(tensor.escape_heads())?;
+        let device = Self::new(
             tensor.grid(),
             tensor.window(),
             DeviceBuffer::from_host(stream, tensor.packed())?,
-            DeviceBuffer::from_host(stream, &pods::<u32>(tensor.escape_heads())?)?,
+            DeviceBuffer::from_host(stream, &heads)?,
             DeviceBuffer::from_host(stream, &pods::<u32>(tensor.escapes())?)?,
-        )
+        )?;
+        Ok(Self { has_escapes: heads.iter().any(|head| *head != 0), ..device })
+    }
+
+    /// A copy on the device.
+    pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
+        Ok(Self {
+            packed: self.packed.duplicate(stream)?,
+            escape_heads: self.escape_heads.duplicate(stream)?,
+            escapes: self.escapes.duplicate(stream)?,
+            ..*self
+        })
     }
 
     /// Sections that are on the device, checked by nobody: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Only their sizes are held
-    /// against the grid; kernels bound what a head or a list leads to.
+    /// against the grid; kernels bound what a head or a list leads to. Taken to have escapes.
     pub fn new(
         grid: Grid,
         window: Window,
@@ -329,7 +347,7 @@ impl DevicePacked {
                 escapes.len()
             )));
         }
-        Ok(Self { grid, window, packed, escape_heads, escapes })
+        Ok(Self { grid, window, has_escapes: true, packed, escape_heads, escapes })
     }
 
     /// The tensor on the host, checked.
@@ -352,6 +370,11 @@ impl DevicePacked {
     /// The window.
     pub fn window(&self) -> Window {
         self.window
+    }
+
+    /// Whether an element may lie outside the window.
+    pub fn has_escapes(&self) -> bool {
+        self.has_escapes
     }
 
     /// u8 `[tiles, 6144]`.

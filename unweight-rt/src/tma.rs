@@ -58,14 +58,14 @@ pub struct TensorMapParams {
 }
 
 impl TensorMapParams {
-    /// The activations: bf16 `[m, k]` in boxes of 64 x 64 with the 128-byte swizzle. Rows past `m` read as zeros, also where `m < 64`.
-    pub fn activations(address: u64, m: u32, k: u32) -> Self {
+    /// The activations: bf16 `[m, k]` in boxes of `box_rows` x 64 with the 128-byte swizzle. Rows past `m` read as zeros.
+    pub fn activations(address: u64, m: u32, k: u32, box_rows: u32) -> Self {
         Self {
             element: Element::Bf16,
             address,
             rows: m.into(),
             cols: k.into(),
-            box_rows: 64,
+            box_rows,
             box_cols: 64,
             swizzle: Swizzle::Bytes128,
         }
@@ -157,10 +157,10 @@ mod tests {
     #[test]
     fn maps_of_the_matmul_are_within_the_limits() {
         for m in [1, 2, 17, 64, 65, 1024] {
-            TensorMapParams::activations(0x7f00_0000_0100, m, 4096).check().unwrap();
+            TensorMapParams::activations(0x7f00_0000_0100, m, 4096, 64).check().unwrap();
         }
         TensorMapParams::sign_mantissa(256, 14336, 4096).check().unwrap();
-        let x = TensorMapParams::activations(256, 3, 512);
+        let x = TensorMapParams::activations(256, 3, 512, 64);
         assert_eq!((x.rows, x.cols, x.box_rows, x.box_cols), (3, 512, 64, 64));
         assert_eq!(x.element.bytes() * u64::from(x.box_cols), 128, "one swizzle row");
     }

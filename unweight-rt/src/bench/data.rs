@@ -1,0 +1,71 @@
+//! What the benchmarks compute with, and how far results are apart.
+
+/// Little-endian bytes as 16-bit values.
+pub fn halves(bytes: &[u8]) -> Vec<u16> {
+    bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
+}
+
+/// `|a - b| / |b|` over bf16 bit patterns, in double precision; NaN where `a` has a NaN.
+pub fn relative_error(a: &[u16], b: &[u16]) -> f64 {
+    let value = |bits: &u16| f64::from(f32::from_bits(u32::from(*bits) << 16));
+    let (difference, norm) = a.iter().zip(b).fold((0.0, 0.0), |(difference, norm), (a, b)| {
+        let (a, b) = (value(a), value(b));
+        (difference + (a - b) * (a - b), norm + b * b)
+    });
+    if norm == 0.0 { f64::sqrt(difference) } else { f64::sqrt(difference / norm) }
+}
+
+/// `count` bf16 elements from N(0, sigma^2), as bytes; the same for the same seed.
+///
+/// Box-Muller over splitmix64, rounded to nearest even.
+pub fn normal_bf16(count: usize, sigma: f64, seed: u64) -> Vec<u8> {
+    let mut state = seed;
+    let mut uniform = move || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        // 24 bits, never 0.
+        (((z ^ z >> 31) >> 40) as f32 + 0.5) / (1u64 << 24) as f32
+    };
+    let bf16 = |x: f32| {
+        let bits = x.to_bits();
+        ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
+    };
+    let mut bytes = Vec::with_capacity(count * 2 + 2);
+    while bytes.len() < count * 2 {
+        let radius = sigma as f32 * (-2.0 * uniform().ln()).sqrt();
+        let (sin, cos) = (std::f32::consts::TAU * uniform()).sin_cos();
+        bytes.extend(bf16(radius * cos).to_le_bytes());
+        bytes.extend(bf16(radius * sin).to_le_bytes());
+    }
+    bytes.truncate(count * 2);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_are_normal_and_deterministic() {
+        let bytes = normal_bf16(40_001, 0.02, 1);
+        assert_eq!(bytes.len(), 80_002);
+        assert_eq!(bytes, normal_bf16(40_001, 0.02, 1));
+        assert_ne!(bytes, normal_bf16(40_001, 0.02, 2));
+        let values: Vec<f64> = bytes
+            .chunks_exact(2)
+            .map(|b| f64::from(f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16)))
+            .collect();
+        let count = values.len() as f64;
+        let (mean, square) = (values.iter().sum::<f64>() / count, values.iter().map(|x| x * x).sum::<f64>() / count);
+        assert!(mean.abs() < 5e-4 && (square.sqrt() - 0.02).abs() < 5e-4, "{mean} {square}");
+    }
+
+    #[test]
+    fn errors_are_relative_and_a_nan_shows() {
+        let one = 0x3f80;
+        assert_eq!(relative_error(&[one, one], &[one, one]), 0.0);
+        assert_eq!(relative_error(&[0x4000, one], &[one, 0]), f64::sqrt(2.0));
+        assert!(relative_error(&[0xffff], &[one]).is_nan());
+    }
+}

@@ -1,0 +1,307 @@
+//! The report's families: decoders, encoder, reconstructive matmuls.
+
+use serde::Serialize;
+use unweight_codegen::{
+    VariantSpec,
+    plan::Problem,
+    spec::{Arch, DecodeOutput, EncodeStage, Epilogue},
+};
+use unweight_format::{CodeLimit, Grid, HuffmanTensor, Matrix, encode};
+
+use super::{
+    data::{halves, normal_bf16, relative_error},
+    timing::{Contender, Report, Row, Timer, Timing},
+};
+use crate::{
+    cublas::Cublas,
+    decoder::{Decoder, output_bytes},
+    device::{DeviceBuffer, DeviceError},
+    dispatch::{Kernels, Source, candidates, decoder},
+    encoder::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
+    matmul::Matmul,
+    tensor::{DeviceHuffman, DeviceMatrix},
+};
+
+/// What is measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct BenchOptions {
+    /// `[n, k]` of the weights.
+    pub shapes: Vec<(u32, u32)>,
+    /// Batches of the matmuls.
+    pub batches: Vec<u32>,
+    /// Measure the preprocess family.
+    pub decode: bool,
+    /// Measure the encoder.
+    pub encode: bool,
+    /// Measure the matmuls.
+    pub matmul: bool,
+    /// Every variant of Table 5 that fits the shape, rather than the heuristic's first choice.
+    pub all_variants: bool,
+    /// Code limit of the weights.
+    pub code_limit: u32,
+}
+
+impl Default for BenchOptions {
+    fn default() -> Self {
+        Self {
+            shapes: vec![(14336, 4096), (4096, 14336), (4096, 4096)],
+            batches: vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
+            decode: true,
+            encode: true,
+            matmul: true,
+            all_variants: false,
+            code_limit: CodeLimit::DEFAULT.bits(),
+        }
+    }
+}
+
+/// Measures everything that `options` asks for. `progress` hears a line for each group of contenders.
+///
+/// # Errors
+/// No cuBLAS, not enough memory, a kernel that cannot be made, or one whose output is wrong.
+pub fn bench_kernels(
+    kernels: &Kernels,
+    options: &BenchOptions,
+    timing: &Timing,
+    progress: &dyn Fn(&str),
+) -> Result<Report<BenchOptions>, DeviceError> {
+    let limit = CodeLimit::new(options.code_limit)?;
+    let stream = kernels.device().stream()?;
+    let timer = Timer { stream: &stream, timing };
+    let bench = Bench { kernels, timer, options, limit, arch: kernels.device().info().arch };
+    let elements = options.shapes.iter().map(|&(n, k)| n as usize * k as usize).max().unwrap_or(0);
+    progress(&format!("{elements} weights from N(0, 0.02^2)"));
+    let weights = normal_bf16(elements, 0.02, 1);
+    let mut rows = Vec::new();
+    for &(n, k) in &options.shapes {
+        let bytes = &weights[..n as usize * k as usize * 2];
+        let matrix = Matrix::new(bytes, n as usize, k as usize)?;
+        let tensor = encode::huffman(matrix, limit)?;
+        progress(&format!(
+            "{n} x {k}: {:.2} bits per weight",
+            tensor.coded_bytes() as f64 * 8.0 / (bytes.len() / 2) as f64
+        ));
+        if options.decode {
+            rows.extend(bench.decode(&tensor, bytes, progress)?);
+        }
+        if options.encode {
+            rows.extend(bench.encode(matrix, &tensor, progress)?);
+        }
+        if options.matmul {
+            rows.extend(bench.matmul(&tensor, progress)?);
+        }
+    }
+    Ok(Report { device: kernels.device().info().clone(), timing: timing.clone(), options: options.clone(), rows })
+}
+
+struct Bench<'a> {
+    kernels: &'a Kernels,
+    timer: Timer<'a>,
+    options: &'a BenchOptions,
+    limit: CodeLimit,
+    arch: Arch,
+}
+
+impl Bench<'_> {
+    fn decode(
+        &self,
+        tensor: &HuffmanTensor<Vec<u8>>,
+        original: &[u8],
+        progress: &dyn Fn(&str),
+    ) -> Result<Vec<Row>, DeviceError> {
+        let (grid, stream) = (tensor.grid(), self.timer.stream);
+        let specs =
+            DecodeOutput::ALL.iter().map(|&output| self.decoder_spec(output, tensor)).collect::<Result<Vec<_>, _>>()?;
+        self.kernels.prepare(&specs, &|_| {})?;
+        let coded = DeviceHuffman::upload(stream, tensor)?.coded_exponent_bytes();
+        // The palette transcoder moves least.
+        let copies = self.timer.copies(coded + output_bytes(grid, DecodeOutput::Palette));
+        let sources = (0..copies).map(|_| DeviceHuffman::upload(stream, tensor)).collect::<Result<Vec<_>, _>>()?;
+        let mut full: Vec<DeviceMatrix> =
+            self.timer.each(copies, |_| DeviceMatrix::zeroed(stream, grid.rows() as u32, grid.cols() as u32))?;
+        let mut exponents =
+            self.timer.each(copies, |_| DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Exponent)))?;
+        let mut indices =
+            self.timer.each(copies, |_| DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Palette)))?;
+        let mut contenders = Vec::new();
+        let mut decoders = Vec::new();
+        for (spec, &output) in specs.iter().zip(DecodeOutput::ALL) {
+            let mut decoder = Decoder::new(stream, self.kernels.get(spec)?)?;
+            let mut run = |copy: usize| match output {
+                DecodeOutput::Full => decoder.full(stream, &sources[copy], &mut full[copy]),
+                DecodeOutput::Exponent => decoder.exponent(stream, &sources[copy], &mut exponents[copy]),
+                DecodeOutput::Palette => decoder.palette(stream, &sources[copy], &mut indices[copy]),
+            };
+            (0..copies).try_for_each(&mut run)?;
+            let (graph, launches) = self.timer.record(copies, run)?;
+            decoder.check(stream)?;
+            decoders.push(decoder);
+            let sign_mantissa = if output == DecodeOutput::Full { grid.elements() } else { 0 };
+            let bytes = (coded + sign_mantissa + output_bytes(grid, output)) as u64;
+            contenders.push(Contender {
+                name: spec.to_string(),
+                graph,
+                launches,
+                bytes,
+                error: None,
+                dispatched: false,
+            });
+        }
+        if full[0].data().to_host(stream)? != halves(original) {
+            return Err(DeviceError::Shape("decode_full does not give the weights back; run the gpu tests".to_owned()));
+        }
+        let rows = self.timer.measure("decode", contenders, copies, problem(0, grid), progress);
+        // Graphs name the decoders' fault words and the buffers: they live until here.
+        drop((decoders, sources, full, exponents, indices));
+        rows
+    }
+
+    fn encode(
+        &self,
+        matrix: Matrix<'_>,
+        tensor: &HuffmanTensor<Vec<u8>>,
+        progress: &dyn Fn(&str),
+    ) -> Result<Vec<Row>, DeviceError> {
+        let (grid, stream) = (matrix.grid(), self.timer.stream);
+        let encoder = GpuEncoder::new(self.kernels, self.limit)?;
+        let copies = self.timer.copies(grid.elements() * 3);
+        let mut buffers = self.timer.each(copies, |_| {
+            let mut buffers = EncodeBuffers::new(stream, grid)?;
+            buffers.set_weights(stream, matrix)?;
+            Ok(buffers)
+        })?;
+        // Stages depend on those before, so each is measured as the end of a sequence; differences are the stages.
+        let huffman = (1..=HUFFMAN_STAGES.len()).map(|end| &HUFFMAN_STAGES[..end]);
+        let sequences: Vec<&[EncodeStage]> = huffman.chain([&PALETTE_STAGES[..]]).collect();
+        let coded = tensor.coded_bytes() - grid.elements() as u64;
+        let mut contenders = Vec::new();
+        for stages in sequences {
+            (0..copies).try_for_each(|copy| encoder.enqueue(stream, &mut buffers[copy], stages))?;
+            stream.synchronize()?;
+            let (graph, launches) =
+                self.timer.record(copies, |copy| encoder.enqueue(stream, &mut buffers[copy], stages))?;
+            let name = stages.iter().map(|stage| stage.tag()).collect::<Vec<_>>().join("+");
+            // One reading of the weights and one writing of the sections, which no encoder can do without.
+            let sections = match stages.last() {
+                Some(EncodeStage::Write) => coded,
+                Some(EncodeStage::Palette) => output_bytes(grid, DecodeOutput::Palette) as u64,
+                _ => 0,
+            };
+            let bytes = grid.elements() as u64 * 3 + sections;
+            contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: false });
+        }
+        encoder.enqueue(stream, &mut buffers[0], &HUFFMAN_STAGES)?;
+        if buffers[0].huffman(stream)?.encoded_exp() != tensor.encoded_exp() {
+            return Err(DeviceError::Shape(
+                "the GPU encoder's bits differ from the CPU's; run the gpu tests".to_owned(),
+            ));
+        }
+        let rows = self.timer.measure("encode", contenders, copies, problem(0, grid), progress);
+        drop(buffers);
+        rows
+    }
+
+    fn matmul(&self, tensor: &HuffmanTensor<Vec<u8>>, progress: &dyn Fn(&str)) -> Result<Vec<Row>, DeviceError> {
+        let (grid, stream) = (tensor.grid(), self.timer.stream);
+        let (n, k) = (grid.rows() as u32, grid.cols() as u32);
+        let copies = self.timer.copies(grid.elements() * 3 / 2);
+        let sources = self.timer.each(copies, |_| DeviceHuffman::upload(stream, tensor))?;
+        let decode = |output| -> Result<Decoder, DeviceError> {
+            Decoder::new(stream, self.kernels.get(&self.decoder_spec(output, tensor)?)?)
+        };
+        let (mut full, mut exponent, mut palette) =
+            (decode(DecodeOutput::Full)?, decode(DecodeOutput::Exponent)?, decode(DecodeOutput::Palette)?);
+        let whole = self.timer.each(copies, |copy| {
+            let mut whole = DeviceMatrix::zeroed(stream, n, k)?;
+            full.full(stream, &sources[copy], &mut whole)?;
+            Ok(whole)
+        })?;
+        let exponents = self.timer.each(copies, |copy| {
+            let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Exponent))?;
+            exponent.exponent(stream, &sources[copy], &mut bytes)?;
+            Ok(bytes)
+        })?;
+        let indices = self.timer.each(copies, |copy| {
+            let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Palette))?;
+            palette.palette(stream, &sources[copy], &mut bytes)?;
+            Ok(bytes)
+        })?;
+        for decoder in [&mut full, &mut exponent, &mut palette] {
+            decoder.check(stream)?;
+        }
+        let mut cublas = Cublas::new(stream)?;
+        let mut rows = Vec::new();
+        for &m in &self.options.batches {
+            let x = halves(&normal_bf16(m as usize * k as usize, 1.0, 2 + u64::from(m)));
+            let x = DeviceMatrix::from_host(stream, m, k, &x)?;
+            let mut y = DeviceMatrix::zeroed(stream, m, n)?;
+            let io = x.data().bytes() as u64 + y.data().bytes() as u64;
+
+            (0..copies).try_for_each(|copy| cublas.matmul(&x, &whole[copy], &mut y, false))?;
+            let expected = y.data().to_host(stream)?;
+            let graph = self.timer.record(copies, |copy| cublas.matmul(&x, &whole[copy], &mut y, false))?;
+            let mut contenders = vec![Contender::cublas(graph, io + whole[0].data().bytes() as u64)];
+            let specs = self.matmul_specs(tensor.max_verbatim_rows(), Problem { m, n, k });
+            self.kernels.prepare(&specs, &|_| {})?;
+            for (place, spec) in specs.into_iter().enumerate() {
+                let matmul = Matmul::new(self.kernels.get(&spec)?)?;
+                let is_exponent = spec.to_string().contains("_matmul_exponent_");
+                let weights = if is_exponent {
+                    sources[0].as_exponent(&exponents[0]).bytes()
+                } else {
+                    sources[0].as_palette(&indices[0]).bytes()
+                };
+                let run = |copy: usize, y: &mut DeviceMatrix| {
+                    let source: &DeviceHuffman = &sources[copy];
+                    if is_exponent {
+                        matmul.exponent(stream, &x, source.as_exponent(&exponents[copy]), y)
+                    } else {
+                        matmul.palette(stream, &x, source.as_palette(&indices[copy]), y)
+                    }
+                };
+                y.data_mut().fill_bytes(stream, 0xff)?;
+                run(copies - 1, &mut y)?;
+                let error = relative_error(&y.data().to_host(stream)?, &expected);
+                if error.is_nan() || error > 1e-2 {
+                    let what = format!("differs from cuBLAS by {error:.2e} at m = {m}, n = {n}, k = {k}");
+                    return Err(DeviceError::Launch { name: spec.to_string(), what });
+                }
+                let (graph, launches) = self.timer.record(copies, |copy| run(copy, &mut y))?;
+                let bytes = io + weights as u64;
+                let dispatched = place == 0;
+                contenders.push(Contender {
+                    name: spec.to_string(),
+                    graph,
+                    launches,
+                    bytes,
+                    error: Some(error),
+                    dispatched,
+                });
+            }
+            rows.extend(self.timer.measure("matmul", contenders, copies, problem(m, grid), progress)?);
+        }
+        Ok(rows)
+    }
+
+    fn matmul_specs(&self, max_verbatim_rows: u32, problem: Problem) -> Vec<VariantSpec> {
+        let sources = [Source::Exponent, Source::Palette { max_verbatim_rows }];
+        let of_source = |source| candidates(self.arch, source, problem, Epilogue::Store);
+        let count = if self.options.all_variants { usize::MAX } else { 1 };
+        sources.into_iter().flat_map(|source| of_source(source).into_iter().take(count)).collect()
+    }
+
+    fn decoder_spec<B: AsRef<[u8]>>(
+        &self,
+        output: DecodeOutput,
+        tensor: &HuffmanTensor<B>,
+    ) -> Result<VariantSpec, DeviceError> {
+        let bits = tensor.code().max_length();
+        decoder(self.arch, output, bits)
+            .ok_or_else(|| DeviceError::Shape(format!("no decoder takes codes of {bits} bits")))
+    }
+}
+
+/// A grid's dimensions fit 32 bits.
+fn problem(m: u32, grid: Grid) -> Problem {
+    Problem { m, n: grid.rows() as u32, k: grid.cols() as u32 }
+}

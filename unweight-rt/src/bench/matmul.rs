@@ -1,0 +1,326 @@
+//! The register-sourced matmuls beside cuBLAS: shape by shape and batch by batch, and all of a layer in one graph.
+
+use serde::Serialize;
+use unweight_codegen::{VariantSpec, plan::Problem, spec::Epilogue};
+use unweight_format::{Histogram, Matrix, packed};
+
+use super::{
+    data::{halves, normal_bf16, relative_error},
+    timing::{Contender, Report, Row, Timer, Timing},
+};
+use crate::{
+    cublas::Cublas,
+    device::DeviceError,
+    dispatch::{
+        Kernels,
+        fused::{FusedDispatch, FusedUse, MeasuredRow, MeasuredTable, candidates, is_dependent},
+    },
+    fused::{FusedMatmul, Workspace},
+    tensor::{DeviceMatrix, DevicePacked},
+};
+
+/// `[n, k]` of the linears of one Llama-3.1-8B layer, with q, k, v and gate, up merged as servers do it.
+pub const LLAMA_8B_LAYER: [(u32, u32); 4] = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)];
+
+/// What is measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct MatmulOptions {
+    /// `[n, k]` of the weights, multiples of 64.
+    pub shapes: Vec<(u32, u32)>,
+    /// Batches.
+    pub batches: Vec<u32>,
+    /// Share of 64-element row segments with an element outside the window. Normal weights have 0.005 of themselves; it cannot be less.
+    pub escapes: f64,
+    /// Measure ordinary launches.
+    pub ordinary: bool,
+    /// Measure programmatic dependent launches.
+    pub dependent: bool,
+    /// Variants that the model finds fastest, beside the one that dispatch takes.
+    pub candidates: usize,
+    /// Measure the linears of a whole layer in one graph too.
+    pub layer: bool,
+}
+
+impl Default for MatmulOptions {
+    fn default() -> Self {
+        Self {
+            shapes: vec![
+                (14336, 4096),
+                (28672, 4096),
+                (4096, 14336),
+                (4096, 4096),
+                (6144, 4096),
+                (1024, 4096),
+                (128256, 4096),
+                (28672, 8192),
+                (8192, 28672),
+                (8192, 8192),
+                (10240, 8192),
+            ],
+            batches: vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096],
+            escapes: 0.005,
+            ordinary: true,
+            dependent: true,
+            candidates: 0,
+            layer: true,
+        }
+    }
+}
+
+impl MatmulOptions {
+    fn launches(&self) -> impl Iterator<Item = bool> {
+        [(self.ordinary, false), (self.dependent, true)].into_iter().filter_map(|(wanted, mode)| wanted.then_some(mode))
+    }
+}
+
+/// Measures everything that `options` asks for. `progress` hears a line for each group of contenders.
+///
+/// # Errors
+/// No cuBLAS, not enough memory, a shape that cannot be packed, or a kernel whose output is wrong.
+pub fn bench_matmul(
+    kernels: &Kernels,
+    options: &MatmulOptions,
+    timing: &Timing,
+    progress: &dyn Fn(&str),
+) -> Result<Report<MatmulOptions>, DeviceError> {
+    let stream = kernels.device().stream()?;
+    let dispatch = FusedDispatch::of(kernels.device().info());
+    let bench = Bench {
+        kernels,
+        dispatch: &dispatch,
+        timer: Timer { stream: &stream, timing },
+        options,
+        weights: Weights::new(options),
+    };
+    let mut rows = Vec::new();
+    for &shape in &options.shapes {
+        rows.extend(bench.shape(shape, progress)?);
+    }
+    if options.layer {
+        rows.extend(bench.layer(&LLAMA_8B_LAYER, progress)?);
+    }
+    Ok(Report { device: kernels.device().info().clone(), timing: timing.clone(), options: options.clone(), rows })
+}
+
+impl Report<MatmulOptions> {
+    /// The fastest variant of each problem that was measured, as dispatch reads it.
+    pub fn table(&self) -> MeasuredTable {
+        let mut rows: Vec<(f64, MeasuredRow)> = Vec::new();
+        for row in self.rows.iter().filter(|row| row.family == FAMILY) {
+            let Ok(variant) = row.contender.parse::<VariantSpec>() else { continue };
+            let Some(dependent) = is_dependent(&variant) else { continue };
+            let measured = MeasuredRow { n: row.n, k: row.k, m: row.m, dependent, variant };
+            let same = |(_, other): &&mut (f64, MeasuredRow)| {
+                (other.n, other.k, other.m, other.dependent) == (row.n, row.k, row.m, dependent)
+            };
+            match rows.iter_mut().find(same) {
+                Some(best) if best.0 > row.median_us => *best = (row.median_us, measured),
+                Some(_) => {}
+                None => rows.push((row.median_us, measured)),
+            }
+        }
+        MeasuredTable { device: self.device.name.clone(), rows: rows.into_iter().map(|(_, row)| row).collect() }
+    }
+}
+
+const FAMILY: &str = "fused";
+
+/// Normal weights, a stretch of which serves every shape: what counts is where they lie, not that they differ.
+struct Weights {
+    bytes: Vec<u8>,
+}
+
+impl Weights {
+    const ELEMENTS: usize = 1 << 25;
+
+    fn new(options: &MatmulOptions) -> Self {
+        /// Share of row segments with an escape in N(0, 0.02^2): 76 elements in a million lie outside the best window.
+        const OWN_ESCAPES: f64 = 0.0049;
+        let mut bytes = normal_bf16(Self::ELEMENTS, 0.02, 1);
+        let more = (options.escapes - OWN_ESCAPES).max(0.0) / 64.0;
+        if more > 0.0 {
+            // Every `1 / more`-th element, moved about by its own bits, becomes 2^24 times smaller.
+            let stride = (1.0 / more) as usize;
+            for at in (0..Self::ELEMENTS - stride).step_by(stride) {
+                let at = at + usize::from(bytes[2 * at]) * stride / 256;
+                let value = u16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]]);
+                let smaller = value.saturating_sub(24 << 7) & 0x7fff | value & 0x8000;
+                bytes[2 * at..2 * at + 2].copy_from_slice(&smaller.to_le_bytes());
+            }
+        }
+        Self { bytes }
+    }
+
+    /// `[n, k]`, the stretch over and over.
+    fn matrix(&self, n: u32, k: u32) -> Vec<u8> {
+        let bytes = n as usize * k as usize * 2;
+        self.bytes.iter().copied().cycle().take(bytes).collect()
+    }
+}
+
+struct Bench<'a> {
+    kernels: &'a Kernels,
+    dispatch: &'a FusedDispatch,
+    timer: Timer<'a>,
+    options: &'a MatmulOptions,
+    weights: Weights,
+}
+
+/// A weight in both forms, several times over.
+struct Copies {
+    whole: Vec<DeviceMatrix>,
+    packed: Vec<DevicePacked>,
+    escapes: bool,
+}
+
+impl Bench<'_> {
+    fn copies(&self, (n, k): (u32, u32), progress: &dyn Fn(&str)) -> Result<Copies, DeviceError> {
+        let stream = self.timer.stream;
+        let bytes = self.weights.matrix(n, k);
+        let tensor = {
+            let matrix = Matrix::new(&bytes, n as usize, k as usize)?;
+            packed::pack(matrix, &Histogram::of(&bytes))
+                .map_err(|why| DeviceError::Shape(format!("[{n}, {k}] cannot be packed: {why:?}")))?
+        };
+        progress(&format!(
+            "{n} x {k}: {:.3} bits per weight",
+            tensor.stored_bytes() as f64 * 16.0 / bytes.len() as f64
+        ));
+        let count = self.timer.copies(bytes.len() * 3 / 4);
+        let first = DevicePacked::upload(stream, &tensor)?;
+        let escapes = first.has_escapes();
+        let whole = DeviceMatrix::from_host(stream, n, k, &halves(&bytes))?;
+        Ok(Copies {
+            whole: self.timer.each(count, |_| whole.duplicate(stream))?,
+            packed: self.timer.each(count, |_| first.duplicate(stream))?,
+            escapes,
+        })
+    }
+
+    fn wanted(&self, escapes: bool, dependent: bool) -> FusedUse {
+        FusedUse { escapes, dependent, epilogue: Epilogue::Store }
+    }
+
+    /// What is timed for a problem: the choice of dispatch first, then the model's.
+    fn variants(&self, problem: Problem, wanted: FusedUse) -> Vec<(VariantSpec, bool)> {
+        let info = self.kernels.device().info();
+        let choice = self.dispatch.choose(problem, wanted);
+        let others = candidates(info.arch, info.sms, problem, wanted).into_iter().map(|(spec, _)| spec);
+        let others = others.take(self.options.candidates).filter(|spec| Some(*spec) != choice);
+        choice.into_iter().map(|spec| (spec, true)).chain(others.map(|spec| (spec, false))).collect()
+    }
+
+    fn shape(&self, (n, k): (u32, u32), progress: &dyn Fn(&str)) -> Result<Vec<Row>, DeviceError> {
+        let stream = self.timer.stream;
+        let copies = self.copies((n, k), progress)?;
+        let count = copies.whole.len();
+        let mut cublas = Cublas::new(stream)?;
+        let mut rows = Vec::new();
+        for &m in &self.options.batches {
+            let problem = Problem { m, n, k };
+            let x = halves(&normal_bf16(m as usize * k as usize, 1.0, 2 + u64::from(m)));
+            let x = DeviceMatrix::from_host(stream, m, k, &x)?;
+            let mut y = DeviceMatrix::zeroed(stream, m, n)?;
+            let io = (x.data().bytes() + y.data().bytes()) as u64;
+
+            (0..count).try_for_each(|copy| cublas.matmul(&x, &copies.whole[copy], &mut y, false))?;
+            let expected = y.data().to_host(stream)?;
+            let graph = self.timer.record(count, |copy| cublas.matmul(&x, &copies.whole[copy], &mut y, false))?;
+            let mut contenders = vec![Contender::cublas(graph, io + copies.whole[0].data().bytes() as u64)];
+            // With each variant whether dispatch takes it: of each kind of launch the first.
+            let specs: Vec<(VariantSpec, bool)> = self
+                .options
+                .launches()
+                .flat_map(|dependent| self.variants(problem, self.wanted(copies.escapes, dependent)))
+                .collect();
+            self.kernels.prepare(&specs.iter().map(|(spec, _)| *spec).collect::<Vec<_>>(), &|_| {})?;
+            let mut workspace = Workspace::new(stream, specs.iter().map(|(spec, _)| (*spec, problem)))?;
+            for (spec, dispatched) in specs {
+                let matmul = FusedMatmul::new(self.kernels.get(&spec)?)?;
+                y.data_mut().fill_bytes(stream, 0xff)?;
+                matmul.enqueue(stream, &x, &copies.packed[count - 1], &mut y, &mut workspace)?;
+                let error = relative_error(&y.data().to_host(stream)?, &expected);
+                if error.is_nan() || error > 1e-2 {
+                    let what = format!("differs from cuBLAS by {error:.2e} at m = {m}, n = {n}, k = {k}");
+                    return Err(DeviceError::Launch { name: spec.to_string(), what });
+                }
+                let (graph, launches) = self
+                    .timer
+                    .record(count, |copy| matmul.enqueue(stream, &x, &copies.packed[copy], &mut y, &mut workspace))?;
+                let bytes = io + copies.packed[0].bytes();
+                let (name, error) = (spec.to_string(), Some(error));
+                contenders.push(Contender { name, graph, launches, bytes, error, dispatched });
+            }
+            rows.extend(self.timer.measure(FAMILY, contenders, count, problem, progress)?);
+        }
+        Ok(rows)
+    }
+
+    /// The linears of a layer one after the other, several layers in a graph; times are of one layer. Where the output of one has the shape
+    /// of the next one's input it *is* the input; where attention or an activation would stand between them, the input is another buffer.
+    fn layer(&self, shapes: &[(u32, u32)], progress: &dyn Fn(&str)) -> Result<Vec<Row>, DeviceError> {
+        let stream = self.timer.stream;
+        let weights = shapes.iter().map(|&shape| self.copies(shape, progress)).collect::<Result<Vec<_>, _>>()?;
+        let layers = weights.iter().map(|copies| copies.whole.len()).min().unwrap_or(0);
+        let mut cublas = Cublas::new(stream)?;
+        let mut rows = Vec::new();
+        for &m in &self.options.batches {
+            // The input of weight i is the output of the one before where the shapes allow it; `buffers[i]` is that input.
+            let mut buffers = self.timer.each(shapes.len(), |i| {
+                let k = shapes[i].1;
+                let x = halves(&normal_bf16(m as usize * k as usize, 1.0, u64::from(k)));
+                DeviceMatrix::from_host(stream, m, k, &x)
+            })?;
+            let mut spare = self.timer.each(shapes.len(), |i| DeviceMatrix::zeroed(stream, m, shapes[i].0))?;
+            let io: usize = buffers.iter().chain(&spare).map(|matrix| matrix.data().bytes()).sum();
+            let mut pass = |run: &mut dyn FnMut(usize, &DeviceMatrix, &mut DeviceMatrix) -> Result<(), DeviceError>| {
+                for (i, (n, _)) in shapes.iter().enumerate() {
+                    let next = (i + 1) % shapes.len();
+                    match buffers.get_disjoint_mut([i, next]) {
+                        Ok([x, y]) if y.cols() == *n => run(i, x, y)?,
+                        _ => run(i, &buffers[i], &mut spare[i])?,
+                    }
+                }
+                Ok(())
+            };
+            let whole = |i: usize| weights[i].whole[0].data().bytes();
+            let mut contenders = Vec::new();
+            let graph = self
+                .timer
+                .record(layers, |layer| pass(&mut |i, x, y| cublas.matmul(x, &weights[i].whole[layer], y, false)))?;
+            let bytes = io + (0..shapes.len()).map(whole).sum::<usize>();
+            contenders.push(Contender::cublas(graph, bytes as u64));
+            let mut workspaces = Vec::new();
+            for dependent in self.options.launches() {
+                let specs = shapes
+                    .iter()
+                    .zip(&weights)
+                    .map(|(&(n, k), copies)| {
+                        let problem = Problem { m, n, k };
+                        self.dispatch
+                            .choose(problem, self.wanted(copies.escapes, dependent))
+                            .map(|spec| (spec, problem))
+                            .ok_or_else(|| DeviceError::Shape(format!("no variant takes m = {m}, n = {n}, k = {k}")))
+                    })
+                    .collect::<Result<Vec<_>, _>>()?;
+                self.kernels.prepare(&specs.iter().map(|(spec, _)| *spec).collect::<Vec<_>>(), &|_| {})?;
+                let mut workspace = Workspace::new(stream, specs.iter().copied())?;
+                let matmuls = specs
+                    .iter()
+                    .map(|(spec, _)| FusedMatmul::new(self.kernels.get(spec)?))
+                    .collect::<Result<Vec<_>, _>>()?;
+                let (graph, launches) = self.timer.record(layers, |layer| {
+                    pass(&mut |i, x, y| matmuls[i].enqueue(stream, x, &weights[i].packed[layer], y, &mut workspace))
+                })?;
+                let bytes = io as u64 + weights.iter().map(|copies| copies.packed[0].bytes()).sum::<u64>();
+                let name = if dependent { "unweight dependent" } else { "unweight" }.to_owned();
+                contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: true });
+                workspaces.push(workspace);
+            }
+            let problem = Problem { m, n: 0, k: 0 };
+            rows.extend(self.timer.measure("layer", contenders, layers, problem, progress)?);
+            drop(workspaces);
+        }
+        Ok(rows)
+    }
+}

@@ -1,0 +1,339 @@
+//! Which register-sourced matmul computes a problem: a model of the machine, and a table of what was measured, which overrides it.
+//!
+//! The model counts what a launch cannot avoid: bytes from memory, X from the second-level cache, the steps of the multiprocessor that has
+//! most to do, and what a launch costs in itself. It is for shapes and machines that nobody has measured; `unweight bench matmul
+//! --save-table` writes a table for the machine at hand.
+
+use std::{collections::BTreeSet, path::Path, sync::OnceLock};
+
+use serde::{Deserialize, Serialize};
+use unweight_codegen::{
+    VariantSpec,
+    plan::{Plan, Problem},
+    spec::{Arch, Epilogue, FusedSmallSpec, FusedWideSpec, Op, catalog},
+};
+
+use crate::device::DeviceError;
+
+/// What a product is wanted for, beside its shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FusedUse {
+    /// The tensor has elements outside its window.
+    pub escapes: bool,
+    /// Programmatic dependent launch: the kernels of the stream before it may still run when it starts.
+    pub dependent: bool,
+    /// Overwrite or add.
+    pub epilogue: Epilogue,
+}
+
+impl FusedUse {
+    /// The variant of the same shape for this use; `None` if it is of another family.
+    fn of(self, spec: VariantSpec) -> Option<VariantSpec> {
+        let Self { escapes, dependent, epilogue } = self;
+        let op = match spec.op {
+            Op::FusedSmall(op) => Op::FusedSmall(FusedSmallSpec { escapes, dependent, epilogue, ..op }),
+            Op::FusedWide(op) => Op::FusedWide(FusedWideSpec { escapes, dependent, epilogue, ..op }),
+            _ => return None,
+        };
+        Some(VariantSpec { op, ..spec })
+    }
+}
+
+/// The catalogued shapes that can compute a problem, with the microseconds that the model predicts, fastest first.
+///
+/// Empty where `n` or `k` is no multiple of 64, or there is nothing to compute.
+pub fn candidates(arch: Arch, sms: u32, problem: Problem, wanted: FusedUse) -> Vec<(VariantSpec, f64)> {
+    let Problem { m, n, k } = problem;
+    if m == 0 || n == 0 || k == 0 || !n.is_multiple_of(64) || !k.is_multiple_of(64) {
+        return Vec::new();
+    }
+    let mut found: Vec<(VariantSpec, f64)> = shapes()
+        .iter()
+        .filter(|spec| spec.arch == arch)
+        .filter_map(|spec| Some((wanted.of(*spec)?, predicted_us(spec, problem, sms)?)))
+        .collect();
+    found.sort_by(|a, b| a.1.total_cmp(&b.1));
+    found
+}
+
+/// The catalogued variants without what [`FusedUse`] chooses.
+fn shapes() -> &'static [VariantSpec] {
+    static SHAPES: OnceLock<Vec<VariantSpec>> = OnceLock::new();
+    SHAPES.get_or_init(|| {
+        let plain = FusedUse { escapes: true, dependent: false, epilogue: Epilogue::Store };
+        let mut shapes: Vec<VariantSpec> = catalog::fused_small()
+            .chain(catalog::fused_wide())
+            .filter(|spec| !dumps(spec))
+            .filter_map(|spec| plain.of(spec))
+            .collect();
+        shapes.sort_unstable();
+        shapes.dedup();
+        shapes
+    })
+}
+
+/// Whether a register-sourced matmul is for dependent launch; `None` for other families.
+pub fn is_dependent(spec: &VariantSpec) -> Option<bool> {
+    match spec.op {
+        Op::FusedSmall(op) => Some(op.dependent),
+        Op::FusedWide(op) => Some(op.dependent),
+        _ => None,
+    }
+}
+
+fn dumps(spec: &VariantSpec) -> bool {
+    match spec.op {
+        Op::FusedSmall(op) => op.dump,
+        Op::FusedWide(op) => op.dump,
+        _ => false,
+    }
+}
+
+/// Plain reads of an H200 or H100's memory, bytes per us, with enough of them in flight.
+const MEMORY: f64 = 4.6e6;
+/// How long a byte is in flight at that rate, us: a ring that holds less than their product cannot reach it.
+const MEMORY_LATENCY_US: f64 = 1.2;
+/// X from the second-level cache as `fused_small` reads it, beside the weights: bytes per us that its time grows with.
+const CACHED_X: f64 = 22e6;
+/// What a launch costs beside its work, us: ramp, last tiles' latency, reduction.
+const LAUNCH_US: f64 = 4.2;
+/// The same where the next kernel's ramp hides it.
+const DEPENDENT_LAUNCH_US: f64 = 1.9;
+/// A step of `fused_wide`, 64 of k for 64 output features a warpgroup: us per warpgroup and batch row.
+const WIDE_STEP_US: f64 = 1.2e-3;
+/// Its output tile once, us per batch row: epilogue, or partial sums written and read.
+const WIDE_TILE_US: f64 = 8e-3;
+
+/// What the model says a launch takes; `None` for a variant that cannot exist or is of another family.
+pub fn predicted_us(spec: &VariantSpec, problem: Problem, sms: u32) -> Option<f64> {
+    let plan = Plan::new(spec).ok()?;
+    let Problem { m, n, k } = problem;
+    let weight_bytes = f64::from(n) * f64::from(k) * 1.5;
+    let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
+    let columns = f64::from(k / 64);
+    match spec.op {
+        Op::FusedSmall(op) => {
+            let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
+            let groups = blocks / (f64::from(op.cluster.get()) * batch_tiles);
+            let dealt = (f64::from(n / 16) / groups).ceil();
+            let resident = (blocks / f64::from(sms)).ceil().min(f64::from(plan.launch.blocks_per_sm));
+            let row_blocks = dealt.min(f64::from(op.row_blocks.get()));
+            let ring_bytes = f64::from(op.warps.get() * op.stages.get()) * row_blocks * 1536.0;
+            let in_flight = f64::from(sms) * resident * ring_bytes;
+            let memory = weight_bytes * batch_tiles / MEMORY.min(in_flight / MEMORY_LATENCY_US);
+            let x =
+                blocks / f64::from(op.cluster.get()) * f64::from(k) * f64::from(op.batch_tile.get()) * 2.0 / CACHED_X;
+            let launch = if op.dependent { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
+            Some(launch + memory + x)
+        }
+        Op::FusedWide(op) => {
+            let batch_tile = f64::from(op.batch_tile.get());
+            let rows = 64 * op.warpgroups.get();
+            let tiles = f64::from(n.div_ceil(rows)) * f64::from(m.div_ceil(op.batch_tile.get()));
+            let step = WIDE_STEP_US * batch_tile * f64::from(op.warpgroups.get());
+            let share = tiles / f64::from(sms);
+            let (steps, ends) = if op.stream_k {
+                (share * columns, share.ceil() + 1.0)
+            } else {
+                (share.ceil() * columns, share.ceil())
+            };
+            let launch = if op.dependent { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
+            Some(launch + (steps * step).max(weight_bytes / MEMORY) + ends * WIDE_TILE_US * batch_tile)
+        }
+        _ => None,
+    }
+}
+
+/// What was fastest where it was measured.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeasuredTable {
+    /// The device's name, as its driver says it. The table holds for such devices only.
+    pub device: String,
+    /// The fastest variant of each problem.
+    pub rows: Vec<MeasuredRow>,
+}
+
+/// A problem and its fastest variant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeasuredRow {
+    /// Output features.
+    pub n: u32,
+    /// Input features.
+    pub k: u32,
+    /// Batch rows.
+    pub m: u32,
+    /// Under programmatic dependent launch.
+    pub dependent: bool,
+    /// The variant; of its name, only the shape counts.
+    pub variant: VariantSpec,
+}
+
+impl MeasuredTable {
+    /// The table that ships: an H200.
+    pub fn builtin() -> &'static Self {
+        static TABLE: OnceLock<MeasuredTable> = OnceLock::new();
+        TABLE.get_or_init(|| serde_json::from_str(include_str!("h200.json")).unwrap_or_default())
+    }
+
+    /// A table that `unweight bench matmul --save-table` wrote.
+    ///
+    /// # Errors
+    /// The file cannot be read or is no table.
+    pub fn read(path: &Path) -> Result<Self, DeviceError> {
+        let refuse = |why: String| {
+            let path = path.display();
+            DeviceError::Shape(format!("{path}: {why}; write it anew with `unweight bench matmul --save-table`"))
+        };
+        let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
+        serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))
+    }
+
+    /// The variant that was fastest for the smallest measured batch that is not below `m`.
+    pub fn choose(&self, problem: Problem, wanted: FusedUse) -> Option<VariantSpec> {
+        self.rows
+            .iter()
+            .filter(|row| {
+                (row.n, row.k, row.dependent) == (problem.n, problem.k, wanted.dependent) && row.m >= problem.m
+            })
+            .min_by_key(|row| row.m)
+            .and_then(|row| wanted.of(row.variant))
+    }
+}
+
+/// Chooses variants for one device.
+#[derive(Clone, Debug)]
+pub struct FusedDispatch {
+    arch: Arch,
+    sms: u32,
+    table: MeasuredTable,
+}
+
+impl FusedDispatch {
+    /// The model alone.
+    pub fn model(arch: Arch, sms: u32) -> Self {
+        Self { arch, sms, table: MeasuredTable::default() }
+    }
+
+    /// The model, and the table that ships where it is of such a device.
+    pub fn of(device: &crate::device::DeviceInfo) -> Self {
+        Self::model(device.arch, device.sms).with_table(&device.name, MeasuredTable::builtin().clone())
+    }
+
+    /// With another table, if it is of a device of this name.
+    #[must_use]
+    pub fn with_table(mut self, device: &str, table: MeasuredTable) -> Self {
+        if table.device == device {
+            self.table = table;
+        }
+        self
+    }
+
+    /// The variant for a problem: what was measured, else what the model finds fastest. `None` where no variant takes the shape.
+    pub fn choose(&self, problem: Problem, wanted: FusedUse) -> Option<VariantSpec> {
+        let measured =
+            self.table.choose(problem, wanted).filter(|spec| spec.arch == self.arch && Plan::new(spec).is_ok());
+        measured.or_else(|| candidates(self.arch, self.sms, problem, wanted).first().map(|(spec, _)| *spec))
+    }
+
+    /// The choice for every batch of 1 to `max_batch`: each variant with the largest batch that takes it, ascending. Empty where no variant
+    /// takes the shape.
+    pub fn choices(&self, n: u32, k: u32, max_batch: u32, wanted: FusedUse) -> Vec<(u32, VariantSpec)> {
+        // Between two of these nothing changes: batch tiles are multiples of 8, those above 64 of 32.
+        let tiles = (8..=64).step_by(8).chain((96..max_batch).step_by(32)).filter(|m| *m < max_batch);
+        let measured =
+            self.table.rows.iter().filter(|row| (row.n, row.k) == (n, k) && row.m < max_batch).map(|row| row.m);
+        let ends: BTreeSet<u32> = tiles.chain(measured).chain([max_batch]).collect();
+        let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
+        for m in ends {
+            let Some(spec) = self.choose(Problem { m, n, k }, wanted) else { return Vec::new() };
+            match choices.last_mut() {
+                Some((last, same)) if *same == spec => *last = m,
+                _ => choices.push((m, spec)),
+            }
+        }
+        choices
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const USE: FusedUse = FusedUse { escapes: true, dependent: false, epilogue: Epilogue::Store };
+    const SHAPES: [(u32, u32); 9] = [
+        (64, 64),
+        (192, 320),
+        (1024, 4096),
+        (4096, 4096),
+        (6144, 4096),
+        (14336, 4096),
+        (4096, 14336),
+        (28672, 8192),
+        (128256, 4096),
+    ];
+
+    #[test]
+    fn every_batch_of_every_shape_has_a_variant_and_nothing_else_has() {
+        let dispatch = FusedDispatch::model(Arch::Sm90a, 132);
+        for (n, k) in SHAPES {
+            for m in (1..=130).chain([255, 256, 257, 1000, 4095, 4096]) {
+                let problem = Problem { m, n, k };
+                let spec = dispatch.choose(problem, USE).unwrap_or_else(|| panic!("{problem:?}"));
+                let plan = Plan::new(&spec).unwrap();
+                assert!(plan.launch.grid.blocks(problem, 132).is_some_and(|blocks| blocks > 0), "{spec} {problem:?}");
+            }
+        }
+        for (m, n, k) in [(0, 64, 64), (1, 100, 64), (1, 64, 100), (1, 0, 64), (1, 64, 0)] {
+            assert_eq!(dispatch.choose(Problem { m, n, k }, USE), None);
+        }
+    }
+
+    #[test]
+    fn ranges_of_batches_are_the_choices() {
+        let row =
+            |m, variant: &str| MeasuredRow { n: 4096, k: 4096, m, dependent: false, variant: variant.parse().unwrap() };
+        let table = MeasuredTable {
+            device: "H".to_owned(),
+            rows: vec![
+                row(5, "uw_sm90a_fused_small_b8_r2w8p2c1_esc_store"),
+                row(17, "uw_sm90a_fused_small_b32_r2w8p2c1_store"),
+            ],
+        };
+        let dispatch = FusedDispatch::model(Arch::Sm90a, 132).with_table("H", table);
+        for (n, k) in SHAPES {
+            let choices = dispatch.choices(n, k, 700, USE);
+            assert_eq!(choices.last().map(|(m, _)| *m), Some(700));
+            for m in 1..=700 {
+                let (_, range) = choices.iter().find(|(last, _)| m <= *last).unwrap();
+                assert_eq!(dispatch.choose(Problem { m, n, k }, USE), Some(*range), "m = {m}, {n} x {k}");
+            }
+        }
+        assert!(dispatch.choices(100, 64, 8, USE).is_empty());
+    }
+
+    #[test]
+    fn what_was_measured_overrides_the_model_on_its_device_only() {
+        let measured = "uw_sm90a_fused_small_b64_r1w4p2c1_esc_store";
+        let row = MeasuredRow { n: 4096, k: 4096, m: 16, dependent: true, variant: measured.parse().unwrap() };
+        let table = MeasuredTable { device: "H".to_owned(), rows: vec![row] };
+        let dispatch = |device| FusedDispatch::model(Arch::Sm90a, 132).with_table(device, table.clone());
+        let dependent = FusedUse { dependent: true, epilogue: Epilogue::StoreAdd, ..USE };
+        let at = |m| Problem { m, n: 4096, k: 4096 };
+        let chosen = dispatch("H").choose(at(9), dependent).unwrap();
+        assert_eq!(chosen.to_string(), "uw_sm90a_fused_small_b64_r1w4p2c1_esc_pdl_store_add");
+        assert_ne!(dispatch("H").choose(at(17), dependent), Some(chosen), "a larger batch was not measured");
+        assert_ne!(dispatch("H").choose(at(9), USE).unwrap().to_string(), measured, "nor an ordinary launch");
+        assert_ne!(dispatch("another").choose(at(9), dependent), Some(chosen));
+        let text = serde_json::to_string(&table).unwrap();
+        assert_eq!(serde_json::from_str::<MeasuredTable>(&text).unwrap(), table);
+    }
+
+    #[test]
+    fn the_table_that_ships_is_a_table() {
+        let table: MeasuredTable = serde_json::from_str(include_str!("h200.json")).unwrap();
+        assert_eq!(&table, MeasuredTable::builtin());
+        for row in &table.rows {
+            assert!(is_dependent(&row.variant) == Some(row.dependent) && Plan::new(&row.variant).is_ok(), "{row:?}");
+        }
+    }
+}
