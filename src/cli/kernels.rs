@@ -12,7 +12,7 @@ use unweight::{
     codegen::{
         self,
         plan::Plan,
-        spec::{Op, VariantSpec, catalog},
+        spec::{VariantSpec, catalog},
     },
     format::plan::matches,
     rt::{
@@ -168,14 +168,7 @@ fn list(names: &Names, output: Output) -> Result<()> {
         let plan = plan(&spec)?;
         Ok(Listed {
             name: spec.to_string(),
-            family: match spec.op {
-                Op::Decode(_) => "decode",
-                Op::Matmul(_) => "matmul",
-                Op::Encode(_) => "encode",
-                Op::FusedSmall(_) => "fused_small",
-                Op::FusedWide(_) => "fused_wide",
-                Op::Packed(_) => "packed",
-            },
+            family: spec.op.family(),
             smem_bytes: plan.smem.bytes(),
             threads: plan.launch.threads,
             stages: plan.pipeline.map(|pipeline| pipeline.stages),

@@ -19,6 +19,8 @@ const SWIZZLE_ALIGN: u32 = 1024;
 const MBARRIER_BYTES: u32 = 8;
 /// Two blocks of one kernel hide each other's start and end; with three of 8 warps the registers no longer hold the decode.
 const BLOCKS_PER_SM_MAX: u32 = 2;
+/// Below this many registers per thread one block has the SM for itself: even a single row block would be short of them.
+const REGISTERS_MIN: u32 = 80;
 
 /// X and W of one slot of a warp's ring.
 const fn slot_bytes(op: &FusedSmallSpec) -> u32 {
@@ -96,7 +98,10 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedSmallSpec) -> Result<Plan
     }
     let threads = warps * limits.warp_threads;
     let resident = limits.blocks_by_smem_and_threads(threads, smem.bytes());
-    let blocks_per_sm = if resident < BLOCKS_PER_SM_MAX { resident } else { BLOCKS_PER_SM_MAX };
+    let mut blocks_per_sm = if resident < BLOCKS_PER_SM_MAX { resident } else { BLOCKS_PER_SM_MAX };
+    while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < REGISTERS_MIN {
+        blocks_per_sm -= 1;
+    }
     Ok(Plan {
         spec: *spec,
         smem,

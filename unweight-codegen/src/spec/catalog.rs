@@ -1,16 +1,18 @@
 //! The variants that ship, as an explicit list.
 //!
 //! ```text
-//! matmul  Table 5 (8 rings) x exponent                              x {store, store_add}
-//!         Table 5 (8 rings) x palette x verbatim {0,4,8,16,32,64}   x {store, store_add}
-//! decode  {full, exponent, palette} x code limits 6..=15
-//! encode  the six stages and palette packing
-//! fused_small  FUSED_SMALL (a shape per batch tile and n) x {ordinary, dependent} x {escapes x {store, store_add}, no escapes x store},
-//!              and a dump for each number of row blocks
+//! matmul       Table 5 (8 rings) x exponent                              x {store, store_add}
+//!              Table 5 (8 rings) x palette x verbatim {0,4,8,16,32,64}   x {store, store_add}
+//! decode       {full, exponent, palette} x code limits 6..=15
+//! encode       the six stages and palette packing
+//! fused_small  FUSED_SMALL (21 shapes) x {ordinary, dependent} x escapes x {store, store_add}
+//!              those of batch tile 8   x {ordinary, dependent} x no escapes x store
+//!              one dump for each number of row blocks
+//! packed       pack, lists, unpack
 //! ```
 //!
-//! Combinations whose shared memory exceeds the architecture's limit are left out; nothing else is. A spec outside this list is
-//! as good as one inside: it is compiled on demand, only not shipped, snapshot or tuned.
+//! Of matmul, combinations whose shared memory exceeds the architecture's limit are left out. A spec outside this list is as good as one
+//! inside: it is compiled on demand, only not shipped, snapshot or tuned.
 
 use super::{
     Arch, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, FusedSmallSpec, FusedStages, NTiles,
@@ -81,7 +83,8 @@ const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluste
 
 /// Every shipped variant: family by family, and within a family in the order of the tables above.
 pub fn all() -> Vec<VariantSpec> {
-    let mut specs: Vec<_> = decoders().chain(encoders()).chain(fused_small()).collect();
+    let mut specs: Vec<_> =
+        decoders().chain(encoders()).chain(fused_small()).chain(fused_wide()).chain(packed()).collect();
     specs.extend(matmuls().filter(|spec| Plan::new(spec).is_ok()));
     specs
 }
@@ -101,10 +104,13 @@ pub fn encoders() -> impl Iterator<Item = VariantSpec> {
 /// The register-sourced family for small batches.
 pub fn fused_small() -> impl Iterator<Item = VariantSpec> {
     let used = FUSED_SMALL.into_iter().flat_map(|shape| {
-        [false, true].into_iter().flat_map(move |dependent| {
-            [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)]
-                .map(|(escapes, epilogue)| FusedSmallSpec { escapes, dependent, epilogue, ..shape })
-        })
+        let ways = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];
+        ways.into_iter()
+            // Without escapes there is less to hide and nothing to gain but at the smallest batches; beyond, some shapes spill.
+            .filter(move |(escapes, _)| *escapes || shape.batch_tile.get() == 8)
+            .flat_map(move |(escapes, epilogue)| {
+                [false, true].map(|dependent| FusedSmallSpec { escapes, dependent, epilogue, ..shape })
+            })
     });
     // The first shape of each number of row blocks: what differs between them is how row blocks are laid over tiles.
     let dumps = RowBlocks::all().filter_map(|row_blocks| {
@@ -151,6 +157,17 @@ mod tests {
         assert_eq!(decoders().count(), 3 * 10);
         assert_eq!(encoders().count(), 7);
         assert_eq!(matmuls().count(), 8 * 2 + 8 * 6 * 2);
+        assert_eq!(fused_small().count(), 21 * 2 * 2 + 7 * 2 + 5);
+        assert_eq!(packed().count(), 3);
+    }
+
+    /// As docs/decisions/0004 recommends them: the blocks that one SM holds decide the grid.
+    #[test]
+    fn small_shapes_have_the_blocks_per_sm_that_were_measured() {
+        let blocks = FUSED_SMALL.map(|shape| {
+            Plan::new(&VariantSpec::fused_small(Arch::Sm90a, shape)).expect("the shape fits").launch.blocks_per_sm
+        });
+        assert_eq!(blocks, [1, 1, 2, 1, 1, 2, 2, 2, 1, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 2, 2]);
     }
 
     /// Table 6 of the report, (verbatim budget) -> does the ring fit?

@@ -174,6 +174,20 @@ impl VariantSpec {
     }
 }
 
+impl Op {
+    /// The family as names spell it.
+    pub const fn family(&self) -> &'static str {
+        match self {
+            Self::Decode(_) => "decode",
+            Self::Matmul(_) => "matmul",
+            Self::Encode(_) => "encode",
+            Self::FusedSmall(_) => "fused_small",
+            Self::FusedWide(_) => "fused_wide",
+            Self::Packed(_) => "packed",
+        }
+    }
+}
+
 impl MatmulSpec {
     /// Verbatim rows for which a stage has room: 0 for the exponent source, which has none.
     pub const fn verbatim_rows(&self) -> u32 {

@@ -33,13 +33,13 @@ pub struct ParseNameError {
 impl VariantSpec {
     /// The canonical name, also in const context.
     pub const fn name(&self) -> Name {
-        let name = Name::new().str("uw_").str(self.arch.tag());
+        let name = Name::new().str("uw_").str(self.arch.tag()).str("_").str(self.op.family()).str("_");
         match self.op {
-            Op::Decode(spec) => name.str("_decode_").str(spec.output.tag()).str("_l").num(spec.code_limit.get()),
+            Op::Decode(spec) => name.str(spec.output.tag()).str("_l").num(spec.code_limit.get()),
             Op::Matmul(spec) => {
                 let name = match spec.source {
-                    WeightSource::Exponent => name.str("_matmul_exponent_n"),
-                    WeightSource::Palette { .. } => name.str("_matmul_palette_n"),
+                    WeightSource::Exponent => name.str("exponent_n"),
+                    WeightSource::Palette { .. } => name.str("palette_n"),
                 };
                 let name = name.num(spec.n_tiles.get()).str("p").num(spec.stages.get());
                 let name = match spec.source {
@@ -48,9 +48,9 @@ impl VariantSpec {
                 };
                 name.str("_").str(spec.epilogue.tag())
             }
-            Op::Encode(spec) => name.str("_encode_").str(spec.stage.tag()),
+            Op::Encode(spec) => name.str(spec.stage.tag()),
             Op::FusedSmall(spec) => name
-                .str("_fused_small_b")
+                .str("b")
                 .num(spec.batch_tile.get())
                 .str("_r")
                 .num(spec.row_blocks.get())
@@ -67,7 +67,7 @@ impl VariantSpec {
                 .str(spec.epilogue.tag())
                 .flag(spec.dump, "_dump"),
             Op::FusedWide(spec) => name
-                .str("_fused_wide_b")
+                .str("b")
                 .num(spec.batch_tile.get())
                 .str("_g")
                 .num(spec.warpgroups.get())
@@ -79,7 +79,7 @@ impl VariantSpec {
                 .str("_")
                 .str(spec.epilogue.tag())
                 .flag(spec.dump, "_dump"),
-            Op::Packed(spec) => name.str("_packed_").str(spec.stage.tag()),
+            Op::Packed(spec) => name.str(spec.stage.tag()),
         }
     }
 }
