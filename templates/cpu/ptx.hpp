@@ -167,7 +167,13 @@ inline void reduce_max_global_u64(u64* p, u64 v) {
 }
 inline void reduce_add_global_f32(float* p, float v) { cpu::write_global(p, cpu::read_global<float>(p) + v); }
 inline void store_release_global_u64(u64* p, u64 v) { cpu::write_global(p, v); }
-// The only load that others may be waiting behind: a turn of a polling loop.
+inline void store_release_global(u32* p, u32 v) { cpu::write_global(p, v); }
+// Loads that others may be waiting behind: a turn of a polling loop.
+inline u32 load_acquire_global(const u32* p) {
+    u32 v = cpu::read_global<u32>(p);
+    cpu::poll();
+    return v;
+}
 inline u64 load_acquire_global_u64(const u64* p) {
     u64 v = cpu::read_global<u64>(p);
     cpu::poll();

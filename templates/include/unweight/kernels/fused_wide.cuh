@@ -1,0 +1,492 @@
+// Register-sourced matmul for large batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight (docs/format.md, A.9). The *weight* is the A operand
+// of wgmma and comes from registers, decoded on the way with 9 integer operations per 8 weights; the batch is the n dimension. An element outside the window is
+// replaced by its exact operand before the multiply: what the tensor cores see are the weights times 2^(112 - base), bit for bit, and the fp32 sums are multiplied
+// once by FusedArgs::scale.
+//
+// Config
+//   u32  kBatchTile      32..256  rows of X in a tile of Y, the n of wgmma; a multiple of 32
+//   u32  kStages         2..      slots of the ring
+//   u32  kWarpgroups     1..3     that multiply, 64 output features (a row of tiles of W) each
+//   bool kStreamK        cut what does not fill a round of the grid evenly along k; without it a block takes whole tiles of Y
+//   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
+//   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
+//   bool kDependent      programmatic dependent launch: weights are asked for before griddepcontrol.wait, all else is touched after it
+//   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]; not with kStreamK
+//
+// Launch: kThreads<Config> = 128 * (kWarpgroups + 1) threads, Smem<Config>::kBytes of dynamic shared memory, m >= 1, no cluster, and with
+//   tiles = ceil(n / (64 * kWarpgroups)) * ceil(m / kBatchTile)
+//   grid  = min(tiles, multiprocessors); kStreamK: min(tiles * k / 64, multiprocessors): all blocks must be resident at once, one a multiprocessor.
+//   args.x: box 64 x kBatchTile. args.y_map: bf16 [m, n], box 64 (n) x 32 (m), 128-byte swizzle.
+//   kStreamK: workspace = grid * 64 * kWarpgroups * kBatchTile fp32, counters = grid * kWarpgroups u32 (zero before, zero after). Otherwise neither.
+//
+// Shared memory = kStages * (kBatchTile * 128 + kWarpgroups * 6144 + 16) + kWarpgroups * (kStoreBuffers * kStoreRows * 128 + 8), where kStoreRows is 64 if
+//   kBatchTile is a multiple of 64 above 64, else 32, and kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)). Sections: kX, kW, kStaging, kBarriers.
+//
+// Roles: warp 0 loads (an elected lane issues, per step of 64 k, one box of X and one 6144-byte copy of W per warpgroup); warps 1..3 leave; warpgroups 1.. decode
+// and multiply. One step of a warpgroup: wgmma on operands decoded before | the next step's 3 x 16 bytes a lane | wait for the step before | decode.
+#pragma once
+
+#include "unweight/fused/escapes.cuh"
+#include "unweight/fused/packed.cuh"
+#include "unweight/mma/descriptor.cuh"
+#include "unweight/pipeline/ring.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/bulk.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/fence.cuh"
+#include "unweight/ptx/mma.cuh"
+#include "unweight/ptx/wgmma.cuh"
+#include "unweight/smem/tile.cuh"
+
+namespace uw::fused_wide {
+
+using fused::kSteps;
+using fused::kTile;
+
+constexpr u32 kWarpgroupThreads = 128;
+constexpr u32 kWarpgroupWarps = 4;
+constexpr u32 kBoxRows = 32;  // of args.y_map
+
+template <class Config>
+constexpr u32 kThreads = (Config::kWarpgroups + 1) * kWarpgroupThreads;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kXBytes = Config::kBatchTile * smem::kSwizzleBytes;
+    static constexpr u32 kWBytes = Config::kWarpgroups * fused::kTileBytes;
+    // A warpgroup turns its part of Y over in pieces of kStoreRows batch rows by 64 features.
+    static constexpr u32 kStoreRows = Config::kBatchTile % 64 == 0 && Config::kBatchTile > 64 ? 64 : 32;
+    static constexpr u32 kPieces = Config::kBatchTile / kStoreRows;
+    static constexpr u32 kStoreBuffers = kPieces < 2 ? 2 : kPieces > 3 ? 3 : kPieces;
+    static constexpr u32 kPieceBytes = kStoreRows * smem::kSwizzleBytes;
+
+    static constexpr u32 kX = 0;
+    static constexpr u32 kW = kX + Config::kStages * kXBytes;
+    static constexpr u32 kStaging = kW + Config::kStages * kWBytes;
+    static constexpr u32 kBarriers = kStaging + Config::kWarpgroups * kStoreBuffers * kPieceBytes;
+    static constexpr u32 kOldBarriers = kBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;  // one a warpgroup: the old Y has landed
+    static constexpr u32 kBytes = kOldBarriers + Config::kWarpgroups * 8;
+
+    static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0 && kStaging % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
+};
+
+// A run of k steps of one tile of Y.
+struct Segment {
+    u32 tile, first, last;  // none: first == last
+    UW_DEVICE bool exists() const { return first != last; }
+};
+
+// Which segments a block works off, in order. Whole tiles go round the grid. With kStreamK the last round, if it is not full, and the one before it are laid end to end
+// and cut into even shares, one a block: a share begins with the end of a tile (its partial sums go to the workspace) and ends with the beginning of another,
+// whose owner adds the parts of the shares that follow. They were written at the start of those shares: nobody waits long.
+template <class Config>
+struct Schedule {
+    u32 steps;               // of one tile
+    u32 whole;               // tiles dealt whole
+    u32 streamed;            // steps of all others
+    u32 worker;              // the share of this block. Later shares to earlier blocks: the owner of a tile waits for blocks that have started before it.
+    u32 next_tile, at, end;  // the next whole tile; what is left of the share
+
+    UW_DEVICE Schedule(const FusedArgs& a, u32 tiles) : steps(a.tile_cols), whole(tiles), streamed(0), worker(0), next_tile(ptx::block_index()), at(0), end(0) {
+        if constexpr (Config::kStreamK) {
+            const u32 grid = ptx::grid_size(), rest = tiles % grid;
+            if (rest != 0) {
+                whole = tiles >= grid ? tiles - rest - grid : 0;
+                streamed = (tiles - whole) * steps;
+                worker = grid - 1 - ptx::block_index();
+                at = share_begin(worker);
+                end = share_begin(worker + 1);
+            }
+        }
+    }
+    UW_DEVICE u32 share_begin(u32 w) const { return static_cast<u32>(u64(w) * streamed / ptx::grid_size()); }
+
+    UW_DEVICE Segment next() {
+        if (next_tile < whole) {
+            const Segment s{next_tile, 0, steps};
+            next_tile += ptx::grid_size();
+            return s;
+        }
+        if (Config::kStreamK && at < end) {
+            const u32 tile = at / steps, first = at - tile * steps;
+            const u32 left = end - at, last = steps - first < left ? steps : first + left;
+            at += last - first;
+            return {whole + tile, first, last};
+        }
+        return {0, 0, 0};
+    }
+};
+
+template <class Config>
+struct Kernel {
+    using S = Smem<Config>;
+    using Ring = pipeline::Ring<Config::kStages>;
+    using OutputTile = smem::Bf16Tile<S::kStoreRows>;
+    static constexpr u32 kAccumulators = Config::kBatchTile / 2;
+    static constexpr u32 kTileRows = Config::kWarpgroups * kTile;
+    static constexpr u32 kPartialFloats = kTileRows * Config::kBatchTile;
+    static constexpr u32 kHeadBatch = 32;  // steps whose heads one load of a warp brings: one a lane
+    // Of 65536: two warpgroups 128 * (40 + 2 * 232), three 128 * (32 + 3 * 160). One needs no budget: 256 threads may have 255 each.
+    static constexpr bool kBudgets = Config::kWarpgroups > 1;
+    static constexpr u32 kProducerRegisters = Config::kWarpgroups == 2 ? 40 : 32;
+    static constexpr u32 kConsumerRegisters = Config::kWarpgroups == 2 ? 232 : 160;
+    static_assert(Config::kBatchTile % 32 == 0 && Config::kBatchTile >= 32 && Config::kBatchTile <= 256, "the n of wgmma in whole store boxes");
+    static_assert(Config::kWarpgroups >= 1 && Config::kWarpgroups <= 3, "registers for up to three warpgroups");
+    static_assert(Config::kStages >= 2, "a step is decoded while another multiplies");
+    static_assert(!(Config::kDumpOperands && Config::kStreamK), "both would use the workspace");
+
+    const FusedArgs& args;
+    const u32 shared;
+    const Ring ring;
+    const u32 batch_tiles;
+    pipeline::Cursor<Config::kStages> cursor;
+    Schedule<Config> schedule;
+
+    UW_DEVICE Kernel(const FusedArgs& a, u32 shared_address)
+        : args(a),
+          shared(shared_address),
+          ring{shared_address + S::kBarriers},
+          batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
+          schedule(a, batch_tiles * ((a.n + kTileRows - 1) / kTileRows)) {}
+
+    // Tiles of Y that share weights are neighbours: a round reads each weight once from memory and X from L2.
+    UW_DEVICE u32 batch_row(const Segment& s) const { return s.tile % batch_tiles * Config::kBatchTile; }
+    // The row of tiles of W that a warpgroup multiplies. Past the end it repeats the last one, and its sums are dropped.
+    UW_DEVICE u32 wanted_tile_row(const Segment& s, u32 warpgroup) const { return s.tile / batch_tiles * Config::kWarpgroups + warpgroup; }
+    UW_DEVICE u32 tile_row(const Segment& s, u32 warpgroup) const {
+        const u32 wanted = wanted_tile_row(s, warpgroup), last = args.n / kTile - 1;
+        return wanted < last ? wanted : last;
+    }
+    UW_DEVICE u32 x_slot(u32 slot) const { return shared + S::kX + slot * S::kXBytes; }
+    UW_DEVICE u32 w_slot(u32 slot) const { return shared + S::kW + slot * S::kWBytes; }
+
+    UW_DEVICE void setup() const {
+        ring.init(1, Config::kWarpgroups * kWarpgroupWarps);
+#pragma unroll
+        for (u32 g = 0; g < Config::kWarpgroups; ++g) ptx::mbarrier_init(shared + S::kOldBarriers + g * 8, 1);
+        ptx::fence_mbarrier_init();
+    }
+
+    // ---- load ------------------------------------------------------------------------------------------------------
+    UW_DEVICE void load_w(const Segment& s, u32 step, u32 slot, u64 policy) const {
+        ptx::mbarrier_arrive_expect_tx(ring.full(slot), S::kXBytes + S::kWBytes);
+#pragma unroll
+        for (u32 g = 0; g < Config::kWarpgroups; ++g) {
+            const u64 tile = u64(tile_row(s, g)) * args.tile_cols + step;
+            ptx::bulk_load(w_slot(slot) + g * fused::kTileBytes, args.packed + tile * fused::kTileBytes, fused::kTileBytes, ring.full(slot), policy);
+        }
+    }
+    UW_DEVICE void load_x(const Segment& s, u32 step, u32 slot, u64 policy) const {
+        ptx::tensor_load_2d(x_slot(slot), args.x, step * kTile, batch_row(s), ring.full(slot), policy);
+    }
+
+    // One lane.
+    UW_DEVICE void load() {
+        ptx::prefetch_tensor_map(args.x);
+        const u64 x_policy = ptx::l2_policy(L2::kEvictLast);
+        const u64 w_policy = ptx::l2_policy(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal);
+        Segment s = schedule.next();
+        // Weights do not depend on the kernel before, and come from furthest away: X does and waits.
+        u32 ahead = s.last - s.first;
+        ahead = ahead < Config::kStages ? ahead : Config::kStages;
+        for (u32 i = 0; i < ahead; ++i) load_w(s, s.first + i, i, w_policy);
+        if constexpr (Config::kDependent) ptx::grid_dependency_wait();
+        for (u32 i = 0; i < ahead; ++i) {
+            load_x(s, s.first + i, i, x_policy);
+            cursor.advance();
+        }
+        s.first += ahead;
+        for (;;) {
+            for (; s.first < s.last; ++s.first) {
+                ring.wait_empty(cursor);
+                load_w(s, s.first, cursor.slot, w_policy);
+                load_x(s, s.first, cursor.slot, x_policy);
+                cursor.advance();
+            }
+            s = schedule.next();
+            if (!s.exists()) break;
+        }
+    }
+
+    // ---- multiply --------------------------------------------------------------------------------------------------
+    struct Place {
+        u32 thread, warp, lane;  // inside the warpgroup
+        u32 warpgroup;
+
+        UW_DEVICE Place() {
+            const u32 consumer_warp = ptx::uniform_warp_index() - kWarpgroupWarps;
+            lane = ptx::lane_index();
+            warp = consumer_warp % kWarpgroupWarps;
+            warpgroup = consumer_warp / kWarpgroupWarps;
+            thread = warp * 32 + lane;
+        }
+    };
+
+    // One barrier per warpgroup. The numbers are literals: a barrier chosen at run time makes the compiler serialise wgmma.
+    UW_DEVICE static void sync_warpgroup(const Place& p) {
+        if (Config::kWarpgroups == 1 || p.warpgroup == 0) {
+            ptx::named_barrier_sync(1, kWarpgroupThreads);
+        } else if (Config::kWarpgroups == 2 || p.warpgroup == 1) {
+            ptx::named_barrier_sync(2, kWarpgroupThreads);
+        } else {
+            ptx::named_barrier_sync(3, kWarpgroupThreads);
+        }
+    }
+
+    // Escape heads of the warp's row block in 32 steps, one step a lane, and those of the 32 steps after, on their way.
+    struct Heads {
+        u32 words, next;
+        u32 steps;  // bit i: step i of the 32 has an escape
+    };
+
+    // What a warp has of a step before it decodes it.
+    struct Fetched {
+        fused::PackedBlock packed;
+        u32 head, records;
+    };
+
+    UW_DEVICE u32 load_heads(const Segment& s, u32 step, const Place& p) const {
+        const u32 mine = step + p.lane;
+        if (mine >= s.last) return 0;
+        const u64 tile = u64(tile_row(s, p.warpgroup)) * args.tile_cols + mine;
+        return ptx::load_global_nc(args.escape_heads + tile * fused::kTileBlocks + p.warp);
+    }
+
+    UW_DEVICE void turn_heads(Heads& heads, const Segment& s, u32 step, const Place& p) const {
+        heads.words = heads.next;
+        heads.next = load_heads(s, step + kHeadBatch, p);
+        heads.steps = ptx::warp_ballot(heads.words != 0);
+        // Lists are rare and far away: have them near when their step comes.
+        const u32 list = heads.words & ~fused::kListHead;
+        if (list != heads.words && list < args.escape_words) ptx::prefetch_l2(args.escapes + list);
+    }
+
+    UW_DEVICE Fetched fetch(const Segment& s, u32 step, Heads& heads, const Place& p) {
+        u32 head = 0, records = 0;
+        if constexpr (Config::kEscapes) {
+            const u32 turn = (step - s.first) % kHeadBatch;
+            if (turn == 0) turn_heads(heads, s, step, p);
+            if (heads.steps >> turn & 1) {
+                head = ptx::shuffle(heads.words, turn);
+                records = fused::read_records(head, args.escapes, args.escape_words, p.lane);
+            }
+        }
+        ring.wait_full(cursor);
+        return {fused::PackedBlock(w_slot(cursor.slot) + p.warpgroup * fused::kTileBytes + p.warp * fused::kBlockBytes, p.lane), head, records};
+    }
+
+    UW_DEVICE void decode(fused::Operands& operands, const Fetched& f, const Segment& s, u32 step, const Place& p) const {
+        operands = fused::Operands(f.packed);
+        if constexpr (Config::kEscapes) {
+            if (f.head != 0) fused::apply_records(operands, f.records, f.head, args.escapes, args.escape_words, p.lane);
+        }
+        if constexpr (Config::kDumpOperands) dump(operands, s, step, p);
+    }
+
+    // Debugging: what enters the tensor cores.
+    UW_DEVICE void dump(const fused::Operands& operands, const Segment& s, u32 step, const Place& p) const {
+        const u64 tile = u64(tile_row(s, p.warpgroup)) * args.tile_cols + step;
+        u32* out = reinterpret_cast<u32*>(args.workspace) + (tile * fused::kTileBlocks + p.warp) * (kSteps * 4 * 32) + p.lane;
+#pragma unroll
+        for (u32 r = 0; r < kSteps * 4; ++r) ptx::store_global(out + r * 32, operands.p[r]);
+    }
+
+    // One step, in flight when it returns.
+    UW_DEVICE void issue(float (&sums)[kAccumulators], const fused::Operands& operands) {
+        const u64 x = mma::k_major_descriptor(x_slot(cursor.slot));
+        ptx::wgmma_fence();
+#pragma unroll
+        for (u32 k16 = 0; k16 < kSteps; ++k16) {
+            const u32 a[4] = {operands.p[4 * k16], operands.p[4 * k16 + 1], operands.p[4 * k16 + 2], operands.p[4 * k16 + 3]};
+            ptx::wgmma(sums, a, x + k16 * mma::kDescriptorStepK16);
+        }
+        ptx::wgmma_commit_group();
+        cursor.advance();
+    }
+
+    UW_DEVICE void release(u32& slot, const Place& p) const {
+        if (p.lane == 0) ring.release(slot);
+        slot = slot + 1 == Config::kStages ? 0 : slot + 1;
+    }
+
+    // While one step multiplies, the next is decoded into the other set of operands.
+    UW_DEVICE void multiply(float (&sums)[kAccumulators], const Segment& s, Heads& heads, const Place& p) {
+        fused::Operands even, odd;
+        u32 step = s.first, released = cursor.slot;
+        decode(even, fetch(s, step, heads, p), s, step, p);
+        const auto advance = [&](fused::Operands& operands) {
+            ++step;
+            if (step == s.last) return false;
+            const Fetched f = fetch(s, step, heads, p);
+            ptx::wgmma_wait_group<1>();
+            if (step - s.first >= 2) release(released, p);
+            decode(operands, f, s, step, p);
+            return true;
+        };
+        for (;;) {
+            issue(sums, even);
+            if (!advance(odd)) break;
+            issue(sums, odd);
+            if (!advance(even)) break;
+        }
+        ptx::wgmma_wait_group<0>();
+        if (s.last - s.first >= 2) release(released, p);
+        release(released, p);
+    }
+
+    // ---- partial sums ----------------------------------------------------------------------------------------------
+    // A share's part of a tile that another share owns: [worker][warpgroup][4 sums][thread] fp32, and a flag per worker and warpgroup.
+    UW_DEVICE float* partial(u32 worker, const Place& p) const {
+        return args.workspace + u64(worker) * kPartialFloats + p.warpgroup * (kTile * Config::kBatchTile) + p.thread * 4;
+    }
+    UW_DEVICE u32* flag(u32 worker, const Place& p) const { return args.counters + worker * Config::kWarpgroups + p.warpgroup; }
+
+    UW_DEVICE void give(const float (&sums)[kAccumulators], const Place& p) const {
+        float* to = partial(schedule.worker, p);
+#pragma unroll
+        for (u32 i = 0; i < kAccumulators / 4; ++i) {
+            ptx::store_global_x4(to + i * (kWarpgroupThreads * 4), {ptx::bits_from_float(sums[4 * i]), ptx::bits_from_float(sums[4 * i + 1]),
+                                                                    ptx::bits_from_float(sums[4 * i + 2]), ptx::bits_from_float(sums[4 * i + 3])});
+        }
+        sync_warpgroup(p);
+        if (p.thread == 0) ptx::store_release_global(flag(schedule.worker, p), 1);
+    }
+
+    // The owner of a tile, which has its first steps, adds the others in order: the same bits in every run.
+    UW_DEVICE void take(float (&sums)[kAccumulators], const Segment& s, const Place& p) const {
+        const u32 end = (s.tile - schedule.whole + 1) * schedule.steps;
+        u32 worker = schedule.worker + 1;
+        for (u32 from = schedule.share_begin(worker); from < end; ++worker) {
+            const u32 to = schedule.share_begin(worker + 1);
+            if (to == from) continue;
+            from = to;
+            if (p.thread == 0) {
+                while (ptx::load_acquire_global(flag(worker, p)) == 0) {
+                }
+                ptx::store_global(flag(worker, p), 0);
+            }
+            sync_warpgroup(p);
+            const float* part = partial(worker, p);
+#pragma unroll
+            for (u32 i = 0; i < kAccumulators / 4; ++i) {
+                const U32x4 v = ptx::load_global_x4(part + i * (kWarpgroupThreads * 4));
+                sums[4 * i] += ptx::float_from_bits(v.x);
+                sums[4 * i + 1] += ptx::float_from_bits(v.y);
+                sums[4 * i + 2] += ptx::float_from_bits(v.z);
+                sums[4 * i + 3] += ptx::float_from_bits(v.w);
+            }
+        }
+    }
+
+    // ---- store -----------------------------------------------------------------------------------------------------
+    UW_DEVICE u32 old_barrier(const Place& p) const { return shared + S::kOldBarriers + p.warpgroup * 8; }
+
+    UW_DEVICE static void add_pair(float& low, float& high, u32 pair) {
+        low += ptx::float_from_bits(pair << 16);
+        high += ptx::float_from_bits(pair & 0xffff0000u);
+    }
+
+    // Pieces of kStoreRows batch rows by 64 features: transposed into shared memory and stored by the copy engine, which drops rows past m. Thread 0 starts every
+    // store. A buffer is written again after kStoreBuffers pieces, and thread 0 passes the barrier of the piece before only when its store has read it.
+    UW_DEVICE void store(float (&sums)[kAccumulators], const Segment& s, u32& piece, u32& old_parity, const Place& p) const {
+        const u32 column = wanted_tile_row(s, p.warpgroup) * kTile, row = batch_row(s);
+        if (column >= args.n) return;
+        // A fragment is 16 features by 8 rows of the batch. Transposed matrices: features 0..7 and 8..15 of one fragment, then of the next.
+        const u32 matrix_row = p.lane % 8 + p.lane / 16 * 8, matrix_chunk = p.warp * 2 + p.lane / 8 % 2;
+#pragma unroll
+        for (u32 i = 0; i < S::kPieces; ++i) {
+            const u32 first = row + i * S::kStoreRows;
+            if (first >= args.m) break;
+            const u32 staging = shared + S::kStaging + (p.warpgroup * S::kStoreBuffers + piece) * S::kPieceBytes;
+            piece = piece + 1 == S::kStoreBuffers ? 0 : piece + 1;
+            if constexpr (Config::kStoreAdd) {
+                if (p.thread == 0) {
+                    ptx::mbarrier_arrive_expect_tx(old_barrier(p), S::kPieceBytes);
+#pragma unroll
+                    for (u32 r = 0; r < S::kStoreRows; r += kBoxRows) {
+                        ptx::tensor_load_2d(staging + r * smem::kSwizzleBytes, args.y_map, column, first + r, old_barrier(p));
+                    }
+                }
+                ptx::mbarrier_wait_parity(old_barrier(p), old_parity);
+                old_parity ^= 1;
+            }
+#pragma unroll
+            for (u32 g = 0; g < S::kStoreRows / 16; ++g) {
+                const u32 address = staging + OutputTile::offset(g * 16 + matrix_row, matrix_chunk);
+                float* d = sums + (i * S::kStoreRows / 16 + g) * 8;
+#pragma unroll
+                for (u32 j = 0; j < 8; ++j) d[j] *= args.scale;
+                if constexpr (Config::kStoreAdd) {
+                    const U32x4 old = ptx::load_matrix_transposed_x4(address);
+                    add_pair(d[0], d[1], old.x);
+                    add_pair(d[2], d[3], old.y);
+                    add_pair(d[4], d[5], old.z);
+                    add_pair(d[6], d[7], old.w);
+                }
+                ptx::store_matrix_transposed_x4(address, {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]), ptx::pack_bf16x2(d[4], d[5]),
+                                                          ptx::pack_bf16x2(d[6], d[7])});
+            }
+            ptx::fence_proxy_async_shared();
+            if (p.thread == 0) ptx::bulk_wait_group_read<S::kStoreBuffers - 2>();
+            sync_warpgroup(p);
+            if (p.thread == 0) {
+#pragma unroll
+                for (u32 r = 0; r < S::kStoreRows; r += kBoxRows) {
+                    if (first + r < args.m) ptx::tensor_store_2d(args.y_map, column, first + r, staging + r * smem::kSwizzleBytes);
+                }
+                ptx::bulk_commit_group();
+            }
+        }
+    }
+
+    UW_DEVICE void consume() {
+        const Place p;
+        Heads heads{0, 0, 0};
+        u32 piece = 0, old_parity = 0;
+        Segment s = schedule.next();
+        if (Config::kEscapes) heads.next = load_heads(s, s.first, p);
+        if constexpr (Config::kDependent) ptx::grid_dependency_wait();
+        while (s.exists()) {
+            float sums[kAccumulators];
+#pragma unroll
+            for (u32 i = 0; i < kAccumulators; ++i) sums[i] = 0.0f;
+            multiply(sums, s, heads, p);
+            const Segment following = schedule.next();
+            if (Config::kEscapes) heads.next = load_heads(following, following.first, p);
+            if (Config::kStreamK && s.first != 0) {
+                give(sums, p);
+            } else {
+                if (Config::kStreamK && s.last != schedule.steps) take(sums, s, p);
+                store(sums, s, piece, old_parity, p);
+            }
+            s = following;
+        }
+        if (p.thread == 0) ptx::bulk_wait_group<0>();
+    }
+
+    UW_DEVICE void run() {
+        const u32 warp = ptx::uniform_warp_index();
+        if constexpr (Config::kDependent) ptx::grid_launch_dependents();
+        if (warp == 0) {
+            if (ptx::elect_one()) setup();
+            ptx::sync_warp();
+        }
+        ptx::sync_block();
+        if (warp < kWarpgroupWarps) {
+            if constexpr (kBudgets) ptx::lower_registers<kProducerRegisters>();
+            if (warp == 0 && ptx::elect_one()) load();
+        } else {
+            if constexpr (kBudgets) ptx::raise_registers<kConsumerRegisters>();
+            consume();
+        }
+    }
+};
+
+template <class Config>
+UW_DEVICE void run(const FusedArgs& args) {
+    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    kernel.run();
+}
+
+}  // namespace uw::fused_wide
