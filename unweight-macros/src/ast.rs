@@ -1,6 +1,6 @@
 //! A declared variant: words are resolved, numbers are not judged.
 
-use syn::{Ident, LitInt, Path};
+use syn::{Ident, LitBool, LitInt, Path};
 
 /// What the attribute says.
 pub(crate) struct Variant {
@@ -16,6 +16,18 @@ pub(crate) enum Op {
     Matmul { n: LitInt, stages: LitInt, source: Source, epilogue: Word },
     Decode { output: Word, code_limit: LitInt },
     Encode { stage: Word },
+    FusedSmall { batch_tile: LitInt, row_blocks: LitInt, warps: LitInt, cluster: LitInt, stream: LitBool, fused: Fused },
+    FusedWide { batch_tile: LitInt, warpgroups: LitInt, stream_k: LitBool, fused: Fused },
+    Packed { stage: Word },
+}
+
+/// What both register-sourced matmuls have.
+pub(crate) struct Fused {
+    pub stages: LitInt,
+    pub escapes: LitBool,
+    pub dependent: LitBool,
+    pub dump: LitBool,
+    pub epilogue: Word,
 }
 
 pub(crate) enum Source {

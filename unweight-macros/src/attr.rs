@@ -2,7 +2,7 @@
 
 use proc_macro2::TokenStream;
 use syn::{
-    Ident, LitInt, Path, Result, Token,
+    Ident, LitBool, LitInt, Path, Result, Token,
     ext::IdentExt,
     parse::{Parse, ParseStream, Parser},
     punctuated::Punctuated,
@@ -17,6 +17,7 @@ pub(crate) struct Pair {
 /// What may stand behind `=`.
 pub(crate) enum Value {
     Int(LitInt),
+    Bool(LitBool),
     Path(Path),
 }
 
@@ -27,7 +28,13 @@ impl Parse for Pair {
         let pair = |_| syn::Error::new(here, "expected `key = value`, such as `n = 2`");
         let key = Ident::parse_any(input).map_err(pair)?;
         input.parse::<Token![=]>().map_err(pair)?;
-        let value = if input.peek(LitInt) { Value::Int(input.parse()?) } else { Value::Path(parse_path(input, &key)?) };
+        let value = if input.peek(LitInt) {
+            Value::Int(input.parse()?)
+        } else if input.peek(LitBool) {
+            Value::Bool(input.parse()?)
+        } else {
+            Value::Path(parse_path(input, &key)?)
+        };
         Ok(Self { key, value })
     }
 }
@@ -36,7 +43,7 @@ fn parse_path(input: ParseStream<'_>, key: &Ident) -> Result<Path> {
     let here = input.span();
     input
         .call(Path::parse_mod_style)
-        .map_err(|_| syn::Error::new(here, format!("`{key}` takes an integer, a word or a path")))
+        .map_err(|_| syn::Error::new(here, format!("`{key}` takes an integer, true or false, a word or a path")))
 }
 
 /// The pairs in the order in which they are written.

@@ -1,6 +1,6 @@
 //! The `impl`, with the questions that only `unweight-codegen` can answer put as const assertions.
 
-use crate::ast::{Op, Source, Variant, Word};
+use crate::ast::{Fused, Op, Source, Variant, Word};
 use proc_macro2::TokenStream;
 use quote::{quote, quote_spanned};
 use syn::{LitInt, Path};
@@ -32,6 +32,40 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
             let stage = enum_value(codegen, quote!(EncodeStage), stage);
             quote!(#codegen::spec::VariantSpec::encode(#arch, #stage))
         }
+        Op::FusedSmall { batch_tile, row_blocks, warps, cluster, stream, fused } => {
+            let batch_tile = axis_value(codegen, quote!(SmallBatchTile), batch_tile);
+            let row_blocks = axis_value(codegen, quote!(RowBlocks), row_blocks);
+            let warps = axis_value(codegen, quote!(Warps), warps);
+            let cluster = axis_value(codegen, quote!(ClusterSize), cluster);
+            let fused = fused_fields(codegen, fused);
+            quote! {
+                #codegen::spec::VariantSpec::fused_small(#arch, #codegen::spec::FusedSmallSpec {
+                    batch_tile: #batch_tile,
+                    row_blocks: #row_blocks,
+                    warps: #warps,
+                    cluster: #cluster,
+                    stream: #stream,
+                    #fused
+                })
+            }
+        }
+        Op::FusedWide { batch_tile, warpgroups, stream_k, fused } => {
+            let batch_tile = axis_value(codegen, quote!(WideBatchTile), batch_tile);
+            let warpgroups = axis_value(codegen, quote!(Warpgroups), warpgroups);
+            let fused = fused_fields(codegen, fused);
+            quote! {
+                #codegen::spec::VariantSpec::fused_wide(#arch, #codegen::spec::FusedWideSpec {
+                    batch_tile: #batch_tile,
+                    warpgroups: #warpgroups,
+                    stream_k: #stream_k,
+                    #fused
+                })
+            }
+        }
+        Op::Packed { stage } => {
+            let stage = enum_value(codegen, quote!(PackedStage), stage);
+            quote!(#codegen::spec::VariantSpec::packed(#arch, #stage))
+        }
     };
     quote! {
         #item
@@ -50,6 +84,13 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
         // An associated constant that nobody reads is not evaluated; this one is.
         const _: #codegen::spec::VariantSpec = <#name as #codegen::Variant>::SPEC;
     }
+}
+
+fn fused_fields(codegen: &Path, fused: &Fused) -> TokenStream {
+    let Fused { stages, escapes, dependent, dump, epilogue } = fused;
+    let stages = axis_value(codegen, quote!(FusedStages), stages);
+    let epilogue = enum_value(codegen, quote!(Epilogue), epilogue);
+    quote!(stages: #stages, escapes: #escapes, dependent: #dependent, dump: #dump, epilogue: #epilogue)
 }
 
 /// A number as a value of its axis; a value that the axis does not have is an error at the number.

@@ -11,8 +11,13 @@
 //! #[unweight_variant(op = decode, output = full, code_limit = 7)]
 //! struct FullDecode;
 //!
+//! /// Batches of up to 8 from packed weights, launched before the kernel in front of it is done.
+//! #[unweight_variant(op = fused_small, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2, dependent = true)]
+//! struct TokenProjection;
+//!
 //! assert_eq!(GateProjection::SPEC.to_string(), "uw_sm90a_matmul_palette_n2p4_v8_store");
 //! assert_eq!(FullDecode::SPEC.to_string(), "uw_sm90a_decode_full_l7");
+//! assert_eq!(TokenProjection::SPEC.to_string(), "uw_sm90a_fused_small_b8_r4w8p2c1_esc_pdl_store");
 //! ```
 //!
 //! The struct then implements `unweight_codegen::Variant`: its spec is a constant, checked where it is written.
@@ -41,15 +46,27 @@ use proc_macro2::TokenStream as TokenStream2;
 ///
 /// | key | operations | values | default |
 /// |---|---|---|---|
-/// | `op` | all | `matmul`, `decode`, `encode` | `matmul` |
+/// | `op` | all | `matmul`, `decode`, `encode`, `fused_small`, `fused_wide`, `packed` | `matmul` |
 /// | `n` | matmul | 1..=4 tiles of 64 output features | |
 /// | `stages` | matmul | 2..=8 | |
+/// | | fused_small, fused_wide | 1..=16 | |
 /// | `source` | matmul | `palette`, `exponent` | `palette` |
 /// | `verbatim` | matmul, palette source | 0, 4, 8, 16, 32, 64 rows per tile | 8 |
-/// | `epilogue` | matmul | `store`, `store_add` | `store` |
+/// | `epilogue` | matmul, fused_small, fused_wide | `store`, `store_add` | `store` |
+/// | `batch_tile` | fused_small | 8, 16, 32, 64 batch rows | |
+/// | | fused_wide | 64, 128, 192, 256 batch rows | |
+/// | `row_blocks` | fused_small | 1..=8 blocks of 16 output features | |
+/// | `warps` | fused_small | 1..=32 | |
+/// | `cluster` | fused_small | 1, 2, 4, 8 blocks that share k | 1 |
+/// | `stream` | fused_small | `true`, `false` | `false` |
+/// | `warpgroups` | fused_wide | 1..=3, of 64 output features | 2 |
+/// | `stream_k` | fused_wide | `true`, `false` | `false` |
+/// | `escapes` | fused_small, fused_wide | `true`, `false` | `true` |
+/// | `dependent`, `dump` | fused_small, fused_wide | `true`, `false` | `false` |
 /// | `output` | decode | `full`, `exponent`, `palette` | |
 /// | `code_limit` | decode | 6..=15 bits | 7 |
 /// | `stage` | encode | `stats`, `table`, `decode_table`, `rows`, `scan`, `write`, `palette` | |
+/// | | packed | `pack`, `lists`, `unpack` | |
 /// | `arch` | all | `sm90a` | `sm90a` |
 /// | `crate` | all | path of the code generator | `::unweight_codegen` |
 ///

@@ -1,24 +1,30 @@
 //! The rules of the attribute. Each error stands on the token that breaks the rule, and says what would be right.
 
 use crate::{
-    ast::{Op, Source, Variant, Word},
+    ast::{Fused, Op, Source, Variant, Word},
     attr::{Pair, Value},
 };
 use proc_macro2::{Span, TokenStream};
-use syn::{Data, DeriveInput, Error, Fields, Ident, LitInt, Path, Result, parse_quote, parse2, spanned::Spanned};
+use syn::{
+    Data, DeriveInput, Error, Fields, Ident, LitBool, LitInt, Path, Result, parse_quote, parse2, spanned::Spanned,
+};
 
 /// Keys of every operation.
 const COMMON: &[&str] = &["op", "arch", "crate"];
 const MATMUL: &[&str] = &["n", "stages", "source", "verbatim", "epilogue"];
 const DECODE: &[&str] = &["output", "code_limit"];
-const ENCODE: &[&str] = &["stage"];
+const STAGE: &[&str] = &["stage"];
+const FUSED_SMALL: &[&str] =
+    &["batch_tile", "row_blocks", "warps", "stages", "cluster", "stream", "escapes", "dependent", "epilogue", "dump"];
+const FUSED_WIDE: &[&str] =
+    &["batch_tile", "warpgroups", "stages", "stream_k", "escapes", "dependent", "epilogue", "dump"];
 
 /// Words of the attribute and the values they stand for. Names and parsing live in `unweight_codegen::spec`; a test declares
 /// every word and compares the resulting canonical name.
 const ARCHES: &[(&str, &str)] = &[("sm90a", "Sm90a")];
 const EPILOGUES: &[(&str, &str)] = &[("store", "Store"), ("store_add", "StoreAdd")];
 const OUTPUTS: &[(&str, &str)] = &[("full", "Full"), ("exponent", "Exponent"), ("palette", "Palette")];
-const STAGES: &[(&str, &str)] = &[
+const ENCODE_STAGES: &[(&str, &str)] = &[
     ("stats", "Stats"),
     ("table", "Table"),
     ("decode_table", "DecodeTable"),
@@ -27,11 +33,14 @@ const STAGES: &[(&str, &str)] = &[
     ("write", "Write"),
     ("palette", "Palette"),
 ];
+const PACKED_STAGES: &[(&str, &str)] = &[("pack", "Pack"), ("lists", "Lists"), ("unpack", "Unpack")];
 
 /// Verbatim rows of a palette variant that does not say: covers nearly every tile of trained weights.
 const DEFAULT_VERBATIM: u32 = 8;
 /// Code limit of a decoder that does not say: the encoder's default.
 const DEFAULT_CODE_LIMIT: u32 = 7;
+/// Warpgroups that multiply in a wide matmul that does not say: 128 output features, as its shapes in the catalogue.
+const DEFAULT_WARPGROUPS: u32 = 2;
 
 /// The pairs as a variant, or what is wrong with the item, the keys and each of `op`, `arch`, `crate` and the family's values.
 pub(crate) fn check(pairs: &[Pair], item: &TokenStream) -> Result<Variant> {
@@ -88,8 +97,14 @@ type Build = fn(&Args<'_>) -> Result<Op>;
 
 /// The operation: its name, its keys and what reads them.
 fn operation(args: &Args<'_>) -> Result<(&'static str, &'static [&'static str], Build)> {
-    const OPS: &[(&str, &[&str], Build)] =
-        &[("matmul", MATMUL, matmul), ("decode", DECODE, decode), ("encode", ENCODE, encode)];
+    const OPS: &[(&str, &[&str], Build)] = &[
+        ("matmul", MATMUL, matmul),
+        ("decode", DECODE, decode),
+        ("encode", STAGE, encode),
+        ("fused_small", FUSED_SMALL, fused_small),
+        ("fused_wide", FUSED_WIDE, fused_wide),
+        ("packed", STAGE, packed),
+    ];
     let Some((word, span)) = args.text("op")? else { return Ok(OPS[0]) };
     match OPS.iter().find(|(name, ..)| *name == word) {
         Some(op) => Ok(*op),
@@ -130,7 +145,42 @@ fn decode(args: &Args<'_>) -> Result<Op> {
 }
 
 fn encode(args: &Args<'_>) -> Result<Op> {
-    Ok(Op::Encode { stage: args.word("stage", STAGES, None)? })
+    Ok(Op::Encode { stage: args.word("stage", ENCODE_STAGES, None)? })
+}
+
+fn fused_small(args: &Args<'_>) -> Result<Op> {
+    Ok(Op::FusedSmall {
+        batch_tile: args.int("batch_tile", None)?,
+        row_blocks: args.int("row_blocks", None)?,
+        warps: args.int("warps", None)?,
+        cluster: args.int("cluster", Some(1))?,
+        stream: args.bool("stream", false)?,
+        fused: fused(args)?,
+    })
+}
+
+fn fused_wide(args: &Args<'_>) -> Result<Op> {
+    Ok(Op::FusedWide {
+        batch_tile: args.int("batch_tile", None)?,
+        warpgroups: args.int("warpgroups", Some(DEFAULT_WARPGROUPS))?,
+        stream_k: args.bool("stream_k", false)?,
+        fused: fused(args)?,
+    })
+}
+
+/// Any tensor, any stream: with escapes, and launched behind whatever came before.
+fn fused(args: &Args<'_>) -> Result<Fused> {
+    Ok(Fused {
+        stages: args.int("stages", None)?,
+        escapes: args.bool("escapes", true)?,
+        dependent: args.bool("dependent", false)?,
+        dump: args.bool("dump", false)?,
+        epilogue: args.word("epilogue", EPILOGUES, Some("store"))?,
+    })
+}
+
+fn packed(args: &Args<'_>) -> Result<Op> {
+    Ok(Op::Packed { stage: args.word("stage", PACKED_STAGES, None)? })
 }
 
 struct Args<'a> {
@@ -151,6 +201,7 @@ impl Args<'_> {
                 None => Err(Error::new(path.span(), format!("`{key}` takes one word"))),
             },
             Some(Value::Int(number)) => Err(Error::new(number.span(), format!("`{key}` takes a word"))),
+            Some(Value::Bool(value)) => Err(Error::new(value.span(), format!("`{key}` takes a word"))),
         }
     }
 
@@ -180,6 +231,7 @@ impl Args<'_> {
                 // Without the user's suffix: `2usize` must not become a type error of the expansion.
                 Ok(LitInt::new(&value.to_string(), number.span()))
             }
+            Some(Value::Bool(value)) => Err(Error::new(value.span(), format!("`{key}` takes an integer"))),
             Some(Value::Path(path)) => Err(Error::new(path.span(), format!("`{key}` takes an integer"))),
             None => match default {
                 Some(value) => Ok(LitInt::new(&value.to_string(), Span::call_site())),
@@ -187,15 +239,28 @@ impl Args<'_> {
             },
         }
     }
+
+    /// The value of a key as true or false.
+    fn bool(&self, key: &str, default: bool) -> Result<LitBool> {
+        let wrong = |span| Err(Error::new(span, format!("`{key}` takes true or false")));
+        match self.find(key).map(|pair| &pair.value) {
+            Some(Value::Bool(value)) => Ok(value.clone()),
+            Some(Value::Int(number)) => wrong(number.span()),
+            Some(Value::Path(path)) => wrong(path.span()),
+            None => Ok(LitBool::new(default, Span::call_site())),
+        }
+    }
 }
 
 /// Where the code generator is, as the user's crate sees it.
 pub(crate) fn crate_path(pairs: &[Pair]) -> Result<Path> {
+    const CRATE: &str = "`crate` takes a path, such as ::unweight::codegen";
     let args = Args { pairs };
     match args.find("crate").map(|pair| &pair.value) {
         None => Ok(parse_quote!(::unweight_codegen)),
         Some(Value::Path(path)) => Ok(path.clone()),
-        Some(Value::Int(number)) => Err(Error::new(number.span(), "`crate` takes a path, such as ::unweight::codegen")),
+        Some(Value::Int(number)) => Err(Error::new(number.span(), CRATE)),
+        Some(Value::Bool(value)) => Err(Error::new(value.span(), CRATE)),
     }
 }
 

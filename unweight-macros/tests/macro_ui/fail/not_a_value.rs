@@ -1,4 +1,4 @@
-//! A value is an integer, a word or a path.
+//! A value is an integer, a switch, a word or a path.
 use unweight_macros::unweight_variant;
 
 #[unweight_variant(n = 2, stages = "4")]

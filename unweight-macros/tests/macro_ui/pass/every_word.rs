@@ -31,5 +31,24 @@ fn main() {
         "uw_sm90a_encode_scan": (op = encode, stage = scan),
         "uw_sm90a_encode_write": (op = encode, stage = write),
         "uw_sm90a_encode_palette": (op = encode, stage = palette),
+        "uw_sm90a_fused_small_b8_r4w8p2c1_esc_store":
+            (op = fused_small, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2),
+        "uw_sm90a_fused_small_b16_r1w8p3c2_stream_pdl_store_add_dump":
+            (op = fused_small, batch_tile = 16, row_blocks = 1, warps = 8, stages = 3, cluster = 2, stream = true,
+             escapes = false, dependent = true, epilogue = store_add, dump = true),
+        "uw_sm90a_fused_small_b32_r8w4p2c4_esc_store":
+            (op = fused_small, batch_tile = 32, row_blocks = 8, warps = 4, stages = 2, cluster = 4, stream = false,
+             escapes = true, dependent = false, epilogue = store, dump = false),
+        "uw_sm90a_fused_small_b64_r1w1p1c8_esc_store":
+            (op = fused_small, batch_tile = 64, row_blocks = 1, warps = 1, stages = 1, cluster = 8),
+        "uw_sm90a_fused_wide_b128_g2p6_esc_store": (op = fused_wide, batch_tile = 128, stages = 6),
+        "uw_sm90a_fused_wide_b64_g1p2_streamk_pdl_store_add_dump":
+            (op = fused_wide, batch_tile = 64, warpgroups = 1, stages = 2, stream_k = true, escapes = false,
+             dependent = true, epilogue = store_add, dump = true),
+        "uw_sm90a_fused_wide_b192_g3p4_esc_store": (op = fused_wide, batch_tile = 192, warpgroups = 3, stages = 4),
+        "uw_sm90a_fused_wide_b256_g2p4_esc_store": (op = fused_wide, batch_tile = 256, stages = 4),
+        "uw_sm90a_packed_pack": (op = packed, stage = pack),
+        "uw_sm90a_packed_lists": (op = packed, stage = lists),
+        "uw_sm90a_packed_unpack": (op = packed, stage = unpack),
     }
 }
