@@ -74,8 +74,10 @@ UW_DEVICE void stats(const EncodeArgs& args) {
     for (u64 chunk = warp; chunk < chunks; chunk += warps) {
         u64 at = chunk * 512 + lane * 8;
         U32x4 a = ptx::load_global_nc_x4(args.weights + at), b = ptx::load_global_nc_x4(args.weights + at + 256);
-        ptx::store_global_x2(args.sign_mantissa + at, {sign_mantissa_of(a.x, a.y), sign_mantissa_of(a.z, a.w)});
-        ptx::store_global_x2(args.sign_mantissa + at + 256, {sign_mantissa_of(b.x, b.y), sign_mantissa_of(b.z, b.w)});
+        if (args.sign_mantissa != nullptr) {
+            ptx::store_global_x2(args.sign_mantissa + at, {sign_mantissa_of(a.x, a.y), sign_mantissa_of(a.z, a.w)});
+            ptx::store_global_x2(args.sign_mantissa + at + 256, {sign_mantissa_of(b.x, b.y), sign_mantissa_of(b.z, b.w)});
+        }
         count_pair(column, a.x);
         count_pair(column, a.y);
         count_pair(column, a.z);
@@ -88,7 +90,7 @@ UW_DEVICE void stats(const EncodeArgs& args) {
 #pragma unroll 1
     for (u64 i = chunks * 512 + warp * 32 + lane; i < elements; i += warps * 32) {
         u32 x = ptx::load_global_nc_u16(args.weights + i);
-        ptx::store_global_u8(args.sign_mantissa + i, (x >> 8 & 0x80) | (x & 0x7f));
+        if (args.sign_mantissa != nullptr) ptx::store_global_u8(args.sign_mantissa + i, (x >> 8 & 0x80) | (x & 0x7f));
         ptx::reduce_add_shared(column + (x & 0x7f80), 1);
     }
     ptx::sync_block();
