@@ -293,6 +293,10 @@ pub struct FusedWideContext {
     pub warpgroups: u32,
     /// `Config::kStreamK`.
     pub stream_k: bool,
+    /// Registers per thread of the loading warpgroup, if it gives some up.
+    pub producer_registers: Option<u32>,
+    /// Registers per thread of the multiplying warpgroups, if they ask for more.
+    pub consumer_registers: Option<u32>,
 }
 
 impl FusedWideContext {
@@ -311,7 +315,15 @@ impl FusedWideContext {
         let block =
             format!("{} x {} of Y at a time, {cut}, {} stages", fused.batch_tile, 64 * warpgroups, fused.stages);
         let summary = fused.summary(spec.epilogue, &block);
-        Self { head: Head::new::<FusedArgs>(plan, summary), fused, warpgroups, stream_k: spec.stream_k }
+        let mut registers = plan.roles.roles().filter_map(|role| role.registers);
+        Self {
+            head: Head::new::<FusedArgs>(plan, summary),
+            fused,
+            warpgroups,
+            stream_k: spec.stream_k,
+            producer_registers: registers.next(),
+            consumer_registers: registers.next(),
+        }
     }
 }
 

@@ -37,7 +37,7 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
             let row_blocks = axis_value(codegen, quote!(RowBlocks), row_blocks);
             let warps = axis_value(codegen, quote!(Warps), warps);
             let cluster = axis_value(codegen, quote!(ClusterSize), cluster);
-            let fused = fused_fields(codegen, fused);
+            let fused = fused_fields(codegen, quote!(SmallStages), fused);
             quote! {
                 #codegen::spec::VariantSpec::fused_small(#arch, #codegen::spec::FusedSmallSpec {
                     batch_tile: #batch_tile,
@@ -52,7 +52,7 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
         Op::FusedWide { batch_tile, warpgroups, stream_k, fused } => {
             let batch_tile = axis_value(codegen, quote!(WideBatchTile), batch_tile);
             let warpgroups = axis_value(codegen, quote!(Warpgroups), warpgroups);
-            let fused = fused_fields(codegen, fused);
+            let fused = fused_fields(codegen, quote!(WideStages), fused);
             quote! {
                 #codegen::spec::VariantSpec::fused_wide(#arch, #codegen::spec::FusedWideSpec {
                     batch_tile: #batch_tile,
@@ -86,9 +86,9 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
     }
 }
 
-fn fused_fields(codegen: &Path, fused: &Fused) -> TokenStream {
+fn fused_fields(codegen: &Path, stages_axis: TokenStream, fused: &Fused) -> TokenStream {
     let Fused { stages, escapes, dependent, dump, epilogue } = fused;
-    let stages = axis_value(codegen, quote!(FusedStages), stages);
+    let stages = axis_value(codegen, stages_axis, stages);
     let epilogue = enum_value(codegen, quote!(Epilogue), epilogue);
     quote!(stages: #stages, escapes: #escapes, dependent: #dependent, dump: #dump, epilogue: #epilogue)
 }

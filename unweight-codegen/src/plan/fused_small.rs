@@ -7,7 +7,7 @@
 //! ```
 
 use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Problem, RolePlan, SmemPlan, WorkspacePlan};
-use crate::spec::{FusedSmallSpec, FusedStages, VariantSpec, Warps};
+use crate::spec::{FusedSmallSpec, SmallStages, VariantSpec, Warps};
 
 /// A row of X: 64 columns, bf16.
 const X_ROW_BYTES: u32 = 128;
@@ -52,7 +52,7 @@ const fn fits(spec: &VariantSpec, op: &FusedSmallSpec) -> bool {
 /// The most stages that fit, all else being equal.
 const fn fitting_stages(spec: &VariantSpec, op: &FusedSmallSpec) -> Option<u32> {
     let mut stages = op.stages.get();
-    while let Ok(value) = FusedStages::new(stages - 1) {
+    while let Ok(value) = SmallStages::new(stages - 1) {
         if fits(spec, &FusedSmallSpec { stages: value, ..*op }) {
             return Some(value.get());
         }

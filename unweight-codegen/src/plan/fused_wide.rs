@@ -1,36 +1,51 @@
 //! The register-sourced family for large batches: `templates/include/unweight/kernels/fused_wide.cuh`.
 //!
 //! ```text
-//! bytes = stages * (batch_tile * 128 + warpgroups * 6144 + 16)    X and packed weights of 64 k, a full and an empty barrier
+//! bytes   = stages * (batch_tile * 128 + warpgroups * 6144 + 16) + warpgroups * (buffers * store_rows * 128 + 8)
+//! buffers = pieces of store_rows batch rows in which a warpgroup stores its part of Y, 2 at least and 3 at most
 //! ```
 
 use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Problem, Role, RolePlan, SmemPlan, Work, WorkspacePlan};
-use crate::spec::{FusedStages, FusedWideSpec, VariantSpec, Warpgroups};
+use crate::spec::{FusedWideSpec, VariantSpec, Warpgroups, WideStages};
 
-/// A row of X: 64 columns, bf16.
-const X_ROW_BYTES: u32 = 128;
+/// A row of X, or of a piece of Y: 64 elements, bf16.
+const ROW_BYTES: u32 = 128;
 /// Rows and columns of a stored tile, 12 bits an element.
 const TILE: u32 = 64;
 const TILE_BYTES: u32 = 6144;
 const SWIZZLE_ALIGN: u32 = 1024;
 const BULK_ALIGN: u32 = 128;
 const MBARRIER_BYTES: u32 = 8;
-/// A full and an empty one.
-const BARRIERS_PER_STAGE: u32 = 2;
+/// A full and an empty barrier.
+const RING_SLOT_BARRIER_BYTES: u32 = 2 * MBARRIER_BYTES;
+/// One warpgroup, of which one lane works: `setmaxnreg` is for whole warpgroups.
 const PRODUCER_WARPS: u32 = 4;
+/// The registers of an SM are one block's.
 const BLOCKS_PER_SM: u32 = 1;
+
+/// Batch rows of a piece of Y.
+const fn store_rows(op: &FusedWideSpec) -> u32 {
+    if op.batch_tile.get().is_multiple_of(64) && op.batch_tile.get() > 64 { 64 } else { 32 }
+}
+
+/// Pieces of Y that a warpgroup has under way.
+const fn store_buffers(op: &FusedWideSpec) -> u32 {
+    if op.batch_tile.get() / store_rows(op) <= 2 { 2 } else { 3 }
+}
 
 /// X and W of one stage.
 const fn stage_bytes(op: &FusedWideSpec) -> u32 {
-    op.batch_tile.get() * X_ROW_BYTES + op.warpgroups.get() * TILE_BYTES
+    op.batch_tile.get() * ROW_BYTES + op.warpgroups.get() * TILE_BYTES
 }
 
 const fn smem(op: &FusedWideSpec) -> SmemPlan {
-    let stages = op.stages.get();
+    let (stages, warpgroups) = (op.stages.get(), op.warpgroups.get());
     SmemPlan::new()
-        .section("x", stages, op.batch_tile.get() * X_ROW_BYTES, SWIZZLE_ALIGN)
-        .section("w", stages, op.warpgroups.get() * TILE_BYTES, BULK_ALIGN)
-        .section("barriers", stages, BARRIERS_PER_STAGE * MBARRIER_BYTES, MBARRIER_BYTES)
+        .section("x", stages, op.batch_tile.get() * ROW_BYTES, SWIZZLE_ALIGN)
+        .section("w", stages, warpgroups * TILE_BYTES, BULK_ALIGN)
+        .section("staging", warpgroups * store_buffers(op), store_rows(op) * ROW_BYTES, SWIZZLE_ALIGN)
+        .section("barriers", stages, RING_SLOT_BARRIER_BYTES, MBARRIER_BYTES)
+        .section("old_barriers", warpgroups, MBARRIER_BYTES, MBARRIER_BYTES)
 }
 
 const fn fits(spec: &VariantSpec, op: &FusedWideSpec) -> bool {
@@ -40,7 +55,7 @@ const fn fits(spec: &VariantSpec, op: &FusedWideSpec) -> bool {
 /// The most stages that fit, all else being equal.
 const fn fitting_stages(spec: &VariantSpec, op: &FusedWideSpec) -> Option<u32> {
     let mut stages = op.stages.get();
-    while let Ok(value) = FusedStages::new(stages - 1) {
+    while let Ok(value) = WideStages::new(stages - 1) {
         if fits(spec, &FusedWideSpec { stages: value, ..*op }) {
             return Some(value.get());
         }
@@ -61,11 +76,27 @@ const fn fitting_warpgroups(spec: &VariantSpec, op: &FusedWideSpec) -> Option<(&
     None
 }
 
+/// Registers per thread of the loading and the multiplying warpgroups: 128 x (40 + 2 x 232) and 128 x (32 + 3 x 160) are 65536, what an
+/// SM has. With one warpgroup every thread has what it can address.
+const fn registers(op: &FusedWideSpec) -> (Option<u32>, Option<u32>) {
+    match op.warpgroups.get() {
+        1 => (None, None),
+        2 => (Some(40), Some(232)),
+        _ => (Some(32), Some(160)),
+    }
+}
+
 pub(super) const fn plan(spec: &VariantSpec, op: &FusedWideSpec) -> Result<Plan, Infeasible> {
     let limits = spec.arch.limits();
     let (smem, stages) = (smem(op), op.stages.get());
+    if op.dump && op.stream_k {
+        return Err(Infeasible::Conflict {
+            spec: *spec,
+            what: "dump and stream_k both need the workspace; leave one out",
+        });
+    }
     if !fits(spec, op) {
-        let stage_bytes = stage_bytes(op) + BARRIERS_PER_STAGE * MBARRIER_BYTES;
+        let stage_bytes = stage_bytes(op) + RING_SLOT_BARRIER_BYTES;
         return Err(Infeasible::SharedMemory {
             spec: *spec,
             fixed_bytes: smem.bytes() - stages * stage_bytes,
@@ -77,7 +108,9 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedWideSpec) -> Result<Plan,
         });
     }
     let consumer_warps = op.warpgroups.get() * limits.warpgroup_warps;
-    let work = Work::OutputTiles { rows: op.batch_tile.get(), columns: op.warpgroups.get() * TILE };
+    let (rows, columns) = (op.batch_tile.get(), op.warpgroups.get() * TILE);
+    let work = if op.stream_k { Work::OutputSteps { rows, columns } } else { Work::OutputTiles { rows, columns } };
+    let (producer_registers, consumer_registers) = registers(op);
     Ok(Plan {
         spec: *spec,
         smem,
@@ -89,8 +122,8 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedWideSpec) -> Result<Plan,
             empty_arrivals: consumer_warps,
         }),
         roles: RolePlan {
-            first: Role { name: "load", warps: PRODUCER_WARPS, registers: None },
-            second: Some(Role { name: "decode and multiply", warps: consumer_warps, registers: None }),
+            first: Role { name: "load", warps: PRODUCER_WARPS, registers: producer_registers },
+            second: Some(Role { name: "decode and multiply", warps: consumer_warps, registers: consumer_registers }),
         },
         launch: LaunchPlan {
             threads: (PRODUCER_WARPS + consumer_warps) * limits.warp_threads,
@@ -102,6 +135,14 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedWideSpec) -> Result<Plan,
     })
 }
 
-pub(super) fn workspace(op: &FusedWideSpec, problem: Problem, _sms: u32) -> WorkspacePlan {
-    if op.dump { WorkspacePlan::operands(problem) } else { WorkspacePlan::default() }
+/// Of a block whose share of k begins inside a tile of Y: fp32 sums of that tile, and a flag for each warpgroup.
+pub(super) fn workspace(op: &FusedWideSpec, problem: Problem, blocks: u64) -> WorkspacePlan {
+    if op.dump {
+        return WorkspacePlan::operands(problem);
+    }
+    if !op.stream_k {
+        return WorkspacePlan::default();
+    }
+    let tile_bytes = op.warpgroups.get() * TILE * op.batch_tile.get() * 4;
+    WorkspacePlan { bytes: blocks * u64::from(tile_bytes), counters: blocks * u64::from(op.warpgroups.get()) }
 }

@@ -25,6 +25,13 @@ pub enum Work {
         /// Output features of one unit.
         columns: u32,
     },
+    /// The steps of 64 of k of those: `ceil(k/64)` times as many.
+    OutputSteps {
+        /// Batch rows of a tile of Y.
+        rows: u32,
+        /// Output features of a tile of Y.
+        columns: u32,
+    },
 }
 
 /// How many blocks a launch has.
@@ -67,11 +74,16 @@ const BLOCK_ROWS: u32 = 16;
 
 impl Work {
     /// Units of a problem.
+    ///
+    /// Up to 2^64 - 1, more than any grid.
     pub const fn units(self, problem: Problem) -> u64 {
         let Problem { m, n, k } = problem;
         match self {
             Self::WeightTiles => n.div_ceil(64) as u64 * k.div_ceil(64) as u64,
             Self::OutputTiles { rows, columns } => m.div_ceil(rows) as u64 * n.div_ceil(columns) as u64,
+            Self::OutputSteps { rows, columns } => {
+                (m.div_ceil(rows) as u64 * n.div_ceil(columns) as u64).saturating_mul(k.div_ceil(64) as u64)
+            }
         }
     }
 }
@@ -123,6 +135,7 @@ impl fmt::Display for Work {
         match self {
             Self::WeightTiles => f.write_str("tiles of W"),
             Self::OutputTiles { rows, columns } => write!(f, "{rows} x {columns} tiles of Y"),
+            Self::OutputSteps { rows, columns } => write!(f, "{rows} x {columns} tiles of Y x k / 64"),
         }
     }
 }

@@ -155,6 +155,13 @@ pub enum Infeasible {
         /// Stages with which the ring would hold them.
         fitting_stages: u32,
     },
+    /// Two axes that exclude each other.
+    Conflict {
+        /// The variant.
+        spec: VariantSpec,
+        /// Which, why, and what to do.
+        what: &'static str,
+    },
 }
 
 impl Infeasible {
@@ -187,6 +194,9 @@ impl Infeasible {
                 let text = Message::new().str("variant ").str(spec.name().as_str()).str(": the sums of a warp, ");
                 let text = text.num(sum_bytes).str(" B, exceed its ring of ").num(ring_bytes).str(" B");
                 text.str("; try stages >= ").num(fitting_stages).str(" or stream = true")
+            }
+            Self::Conflict { spec, what } => {
+                Message::new().str("variant ").str(spec.name().as_str()).str(": ").str(what)
             }
         }
     }
@@ -226,7 +236,11 @@ impl Plan {
     pub fn workspace(&self, problem: Problem, sms: u32) -> WorkspacePlan {
         match self.spec.op {
             Op::FusedSmall(op) => fused_small::workspace(&op, problem),
-            Op::FusedWide(op) => fused_wide::workspace(&op, problem, sms),
+            // A grid that cannot be launched needs nothing.
+            Op::FusedWide(op) => {
+                let blocks = self.launch.grid.blocks(problem, sms).unwrap_or_default();
+                fused_wide::workspace(&op, problem, u64::from(blocks))
+            }
             Op::Decode(_) | Op::Matmul(_) | Op::Encode(_) | Op::Packed(_) => WorkspacePlan::default(),
         }
     }

@@ -222,8 +222,8 @@ set_axis! {
 }
 
 set_axis! {
-    /// Batch rows of a `fused_wide` variant's tile of Y: `n` of WGMMA.
-    WideBatchTile, "batch_tile", [64, 128, 192, 256], "64, 128, 192 or 256 (batch rows of op fused_wide)"
+    /// Batch rows of a `fused_wide` variant's tile of Y: `n` of WGMMA, in whole boxes of the copy engine.
+    WideBatchTile, "batch_tile", [32, 64, 96, 128, 160, 192, 224, 256], "a multiple of 32 up to 256 (batch rows of op fused_wide)"
 }
 
 set_axis! {
@@ -247,8 +247,13 @@ range_axis! {
 }
 
 range_axis! {
-    /// Stages of a ring of the register-sourced family. One stage can pay: other warps' rings load while one is worked on.
-    FusedStages, "stages", 1..=16, "1..=16"
+    /// Stages of each warp's ring in a `fused_small` block. One can do: other warps' rings load while one is worked on.
+    SmallStages, "stages", 1..=16, "1..=16 (stages of op fused_small)"
+}
+
+range_axis! {
+    /// Stages of the ring of a `fused_wide` block.
+    WideStages, "stages", 2..=16, "2..=16 (stages of op fused_wide: one step is decoded while another multiplies)"
 }
 
 /// Where a matmul takes the exponents from (report section 8.3).
@@ -278,7 +283,7 @@ mod tests {
         assert!(VerbatimRows::new(7).is_err() && VerbatimRows::new(64).is_ok());
         assert_eq!(
             WideBatchTile::new(8).unwrap_err().to_string(),
-            "batch_tile = 8 is not supported; it must be 64, 128, 192 or 256 (batch rows of op fused_wide)"
+            "batch_tile = 8 is not supported; it must be a multiple of 32 up to 256 (batch rows of op fused_wide)"
         );
         for value in 0..300 {
             assert_eq!(WideBatchTile::new(value).is_ok(), WideBatchTile::ALL.iter().any(|tile| tile.get() == value));

@@ -15,8 +15,9 @@
 //! inside: it is compiled on demand, only not shipped, snapshot or tuned.
 
 use super::{
-    Arch, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, FusedSmallSpec, FusedStages, NTiles,
-    PackedStage, RowBlocks, SmallBatchTile, Stages, VariantSpec, VerbatimRows, Warps, WeightSource,
+    Arch, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, FusedSmallSpec, FusedWideSpec, NTiles,
+    PackedStage, RowBlocks, SmallBatchTile, SmallStages, Stages, VariantSpec, VerbatimRows, Warpgroups, Warps,
+    WeightSource, WideBatchTile, WideStages,
 };
 use crate::plan::Plan;
 
@@ -62,7 +63,7 @@ const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluste
         SmallBatchTile::new(batch_tile),
         RowBlocks::new(row_blocks),
         Warps::new(warps),
-        FusedStages::new(stages),
+        SmallStages::new(stages),
         ClusterSize::new(cluster),
     ) {
         (Ok(batch_tile), Ok(row_blocks), Ok(warps), Ok(stages), Ok(cluster)) => FusedSmallSpec {
@@ -72,6 +73,35 @@ const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluste
             stages,
             cluster,
             stream: false,
+            escapes: true,
+            dependent: false,
+            epilogue: Epilogue::Store,
+            dump: false,
+        },
+        _ => panic!("the shapes lie within the axes"),
+    }
+}
+
+/// The shapes of the register-sourced family for large batches that measured best, by batch tile
+/// (docs/decisions/0004-register-sourced-kernels.md).
+pub const FUSED_WIDE: [FusedWideSpec; 8] = [
+    wide(64, 10, false),
+    wide(64, 10, true),
+    wide(128, 6, false),
+    wide(128, 6, true),
+    wide(192, 4, false),
+    wide(192, 4, true),
+    wide(256, 4, false),
+    wide(256, 4, true),
+];
+
+const fn wide(batch_tile: u32, stages: u32, stream_k: bool) -> FusedWideSpec {
+    match (WideBatchTile::new(batch_tile), WideStages::new(stages), Warpgroups::new(2)) {
+        (Ok(batch_tile), Ok(stages), Ok(warpgroups)) => FusedWideSpec {
+            batch_tile,
+            warpgroups,
+            stages,
+            stream_k,
             escapes: true,
             dependent: false,
             epilogue: Epilogue::Store,
@@ -122,7 +152,14 @@ pub fn fused_small() -> impl Iterator<Item = VariantSpec> {
 
 /// The register-sourced family for large batches.
 pub fn fused_wide() -> impl Iterator<Item = VariantSpec> {
-    std::iter::empty()
+    let used = FUSED_WIDE.into_iter().flat_map(|shape| {
+        [Epilogue::Store, Epilogue::StoreAdd]
+            .into_iter()
+            .flat_map(move |epilogue| [false, true].map(|dependent| FusedWideSpec { dependent, epilogue, ..shape }))
+    });
+    let dumps =
+        FUSED_WIDE.into_iter().filter(|shape| !shape.stream_k).map(|shape| FusedWideSpec { dump: true, ..shape });
+    used.chain(dumps).map(|spec| VariantSpec::fused_wide(Arch::Sm90a, spec))
 }
 
 /// The conversions between BF16 and the packed form.

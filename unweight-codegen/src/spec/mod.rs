@@ -20,8 +20,8 @@ pub mod catalog;
 mod name;
 
 pub use axes::{
-    Arch, AxisError, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, FusedStages, NTiles, PackedStage,
-    RowBlocks, SmallBatchTile, Stages, VerbatimRows, Warpgroups, Warps, WeightSource, WideBatchTile,
+    Arch, AxisError, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, NTiles, PackedStage, RowBlocks,
+    SmallBatchTile, SmallStages, Stages, VerbatimRows, Warpgroups, Warps, WeightSource, WideBatchTile, WideStages,
 };
 pub use name::ParseNameError;
 
@@ -98,7 +98,7 @@ pub struct FusedSmallSpec {
     /// Warps of a block.
     pub warps: Warps,
     /// Stages of each warp's ring.
-    pub stages: FusedStages,
+    pub stages: SmallStages,
     /// Blocks that share k.
     pub cluster: ClusterSize,
     /// A cluster works off several tasks, its rings running on across them; otherwise one.
@@ -122,7 +122,7 @@ pub struct FusedWideSpec {
     /// Warpgroups that multiply.
     pub warpgroups: Warpgroups,
     /// Stages of the ring.
-    pub stages: FusedStages,
+    pub stages: WideStages,
     /// The k steps of all output tiles are cut evenly among the blocks; otherwise a block takes whole output tiles.
     pub stream_k: bool,
     /// As in [`FusedSmallSpec::escapes`].

@@ -13,9 +13,9 @@
 //! `parse(name(x)) == x` for every spec, and a text that parses is the name of what it parses to: `l07` is not a name.
 
 use super::{
-    Arch, AxisError, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, FusedSmallSpec, FusedStages,
-    FusedWideSpec, NTiles, Op, PackedStage, RowBlocks, SmallBatchTile, Stages, VariantSpec, VerbatimRows, Warpgroups,
-    Warps, WeightSource, WideBatchTile,
+    Arch, AxisError, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, FusedSmallSpec, FusedWideSpec,
+    NTiles, Op, PackedStage, RowBlocks, SmallBatchTile, SmallStages, Stages, VariantSpec, VerbatimRows, Warpgroups,
+    Warps, WeightSource, WideBatchTile, WideStages,
 };
 use crate::text::Name;
 use std::{fmt, str::FromStr};
@@ -166,7 +166,7 @@ fn fused_small(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
             batch_tile: axis(SmallBatchTile::new(number(batch, "b")?))?,
             row_blocks: axis(RowBlocks::new(row_blocks))?,
             warps: axis(Warps::new(warps))?,
-            stages: axis(FusedStages::new(stages))?,
+            stages: axis(SmallStages::new(stages))?,
             cluster: axis(ClusterSize::new(cluster))?,
             stream,
             escapes,
@@ -190,7 +190,7 @@ fn fused_wide(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
         FusedWideSpec {
             batch_tile: axis(WideBatchTile::new(number(batch, "b")?))?,
             warpgroups: axis(Warpgroups::new(warpgroups))?,
-            stages: axis(FusedStages::new(stages))?,
+            stages: axis(WideStages::new(stages))?,
             stream_k,
             escapes,
             dependent,
@@ -292,7 +292,7 @@ mod tests {
                     batch_tile,
                     row_blocks: RowBlocks::new(row_blocks).unwrap(),
                     warps: Warps::new(warps).unwrap(),
-                    stages: FusedStages::new(stages).unwrap(),
+                    stages: SmallStages::new(stages).unwrap(),
                     cluster,
                     stream,
                     escapes,
@@ -307,11 +307,11 @@ mod tests {
     fn any_fused_wide() -> impl Strategy<Value = FusedWideSpec> {
         let tile = prop::sample::select(&WideBatchTile::ALL[..]);
         let flags = any::<[bool; 4]>();
-        (tile, 1..=3u32, 1..=16u32, flags, prop::sample::select(Epilogue::ALL)).prop_map(
+        (tile, 1..=3u32, 2..=16u32, flags, prop::sample::select(Epilogue::ALL)).prop_map(
             |(batch_tile, warpgroups, stages, [stream_k, escapes, dependent, dump], epilogue)| FusedWideSpec {
                 batch_tile,
                 warpgroups: Warpgroups::new(warpgroups).unwrap(),
-                stages: FusedStages::new(stages).unwrap(),
+                stages: WideStages::new(stages).unwrap(),
                 stream_k,
                 escapes,
                 dependent,
