@@ -109,6 +109,7 @@ fn product(epilogue: Epilogue) -> &'static str {
     match epilogue {
         Epilogue::Store => "Y[m,n] = X[m,k] * W[n,k]^T",
         Epilogue::StoreAdd => "Y[m,n] += X[m,k] * W[n,k]^T",
+        Epilogue::SiluMul => "Y[m,n/2] = silu(G) * U, G and U blocks of 16 columns in turn of X[m,k] * W[n,k]^T",
     }
 }
 
@@ -248,6 +249,8 @@ pub struct FusedSmallContext {
     pub cluster: u32,
     /// `Config::kStream`.
     pub stream: bool,
+    /// `Config::kSiluMul`.
+    pub silu_mul: bool,
 }
 
 impl FusedSmallContext {
@@ -278,6 +281,7 @@ impl FusedSmallContext {
             warps: spec.warps.get(),
             cluster,
             stream: spec.stream,
+            silu_mul: matches!(spec.epilogue, Epilogue::SiluMul),
         }
     }
 }

@@ -54,6 +54,7 @@ use proc_macro2::TokenStream as TokenStream2;
 /// | `source` | matmul | `palette`, `exponent` | `palette` |
 /// | `verbatim` | matmul, palette source | 0, 4, 8, 16, 32, 64 rows per tile | 8 |
 /// | `epilogue` | matmul, fused_small, fused_wide | `store`, `store_add` | `store` |
+/// | | fused_small, even `row_blocks` | `silu_mul` | |
 /// | `batch_tile` | fused_small | 8, 16, 32, 64 batch rows | |
 /// | | fused_wide | a multiple of 32 up to 256 batch rows | |
 /// | `row_blocks` | fused_small | 1..=8 blocks of 16 output features | |

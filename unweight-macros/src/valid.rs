@@ -22,7 +22,7 @@ const FUSED_WIDE: &[&str] =
 /// Words of the attribute and the values they stand for. Names and parsing live in `unweight_codegen::spec`; a test declares
 /// every word and compares the resulting canonical name.
 const ARCHES: &[(&str, &str)] = &[("sm90a", "Sm90a")];
-const EPILOGUES: &[(&str, &str)] = &[("store", "Store"), ("store_add", "StoreAdd")];
+const EPILOGUES: &[(&str, &str)] = &[("store", "Store"), ("store_add", "StoreAdd"), ("silu_mul", "SiluMul")];
 const OUTPUTS: &[(&str, &str)] = &[("full", "Full"), ("exponent", "Exponent"), ("palette", "Palette")];
 const ENCODE_STAGES: &[(&str, &str)] = &[
     ("stats", "Stats"),

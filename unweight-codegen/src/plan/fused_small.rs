@@ -7,7 +7,7 @@
 //! ```
 
 use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Problem, RolePlan, SmemPlan, WorkspacePlan};
-use crate::spec::{FusedSmallSpec, SmallStages, VariantSpec, Warps};
+use crate::spec::{Epilogue, FusedSmallSpec, SmallStages, VariantSpec, Warps};
 
 /// A row of X: 64 columns, bf16.
 const X_ROW_BYTES: u32 = 128;
@@ -21,6 +21,11 @@ const MBARRIER_BYTES: u32 = 8;
 const BLOCKS_PER_SM_MAX: u32 = 2;
 /// Below this many registers per thread one block has the SM for itself: even a single row block would be short of them.
 const REGISTERS_MIN: u32 = 80;
+
+/// Row blocks that one task must have together: of a gate and of its up.
+const fn together(op: &FusedSmallSpec) -> u32 {
+    if matches!(op.epilogue, Epilogue::SiluMul) { 2 } else { 1 }
+}
 
 /// X and W of one slot of a warp's ring.
 const fn slot_bytes(op: &FusedSmallSpec) -> u32 {
@@ -76,6 +81,10 @@ const fn fitting_warps(spec: &VariantSpec, op: &FusedSmallSpec) -> Option<(&'sta
 pub(super) const fn plan(spec: &VariantSpec, op: &FusedSmallSpec) -> Result<Plan, Infeasible> {
     let limits = spec.arch.limits();
     let (smem, warps, stages) = (smem(op), op.warps.get(), op.stages.get());
+    if !op.row_blocks.get().is_multiple_of(together(op)) {
+        let what = "epilogue = silu_mul takes row blocks in pairs; row_blocks must be even";
+        return Err(Infeasible::Conflict { spec: *spec, what });
+    }
     let stage_bytes = warps * (slot_bytes(op) + MBARRIER_BYTES);
     if !fits(spec, op) {
         return Err(Infeasible::SharedMemory {
@@ -118,7 +127,8 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedSmallSpec) -> Result<Plan
             blocks_per_sm,
             grid: Grid::DealtRowBlocks {
                 batch_rows: op.batch_tile.get(),
-                row_blocks: if op.stream { None } else { Some(op.row_blocks.get()) },
+                rows: together(op) * BLOCK_ROWS,
+                share: if op.stream { None } else { Some(op.row_blocks.get() / together(op)) },
                 cluster: op.cluster.get(),
                 blocks_per_sm,
             },

@@ -6,7 +6,7 @@
 //! ```
 
 use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Problem, Role, RolePlan, SmemPlan, Work, WorkspacePlan};
-use crate::spec::{FusedWideSpec, VariantSpec, Warpgroups, WideStages};
+use crate::spec::{Epilogue, FusedWideSpec, VariantSpec, Warpgroups, WideStages};
 
 /// A row of X, or of a piece of Y: 64 elements, bf16.
 const ROW_BYTES: u32 = 128;
@@ -89,6 +89,9 @@ const fn registers(op: &FusedWideSpec) -> (Option<u32>, Option<u32>) {
 pub(super) const fn plan(spec: &VariantSpec, op: &FusedWideSpec) -> Result<Plan, Infeasible> {
     let limits = spec.arch.limits();
     let (smem, stages) = (smem(op), op.stages.get());
+    if matches!(op.epilogue, Epilogue::SiluMul) {
+        return Err(Infeasible::without_silu_mul(spec));
+    }
     if op.dump && op.stream_k {
         return Err(Infeasible::Conflict {
             spec: *spec,

@@ -55,22 +55,21 @@ pub enum Grid {
         /// Resident blocks of one SM.
         blocks_per_sm: u32,
     },
-    /// Groups of blocks to which the 16-row blocks of W are dealt evenly, once for every `batch_rows` of the batch: as few groups as
-    /// fill every SM a whole number of times, up to `blocks_per_sm`, and more only where a group could not take its share.
+    /// Groups of blocks to which the rows of W are dealt evenly, once for every `batch_rows` of the batch: as few groups as fill every SM a
+    /// whole number of times, up to `blocks_per_sm`, and more only where a group could not take its share.
     DealtRowBlocks {
         /// Batch rows of a group.
         batch_rows: u32,
-        /// Row blocks that a group can take; `None` if any number.
-        row_blocks: Option<u32>,
+        /// Rows of W that are dealt together, a multiple of the 16 that a fragment of the tensor cores holds.
+        rows: u32,
+        /// How many of those a group can take; `None` if any number.
+        share: Option<u32>,
         /// Blocks of a group.
         cluster: u32,
         /// Resident blocks of one SM.
         blocks_per_sm: u32,
     },
 }
-
-/// Rows of W that one fragment of the tensor cores holds.
-const BLOCK_ROWS: u32 = 16;
 
 impl Work {
     /// Units of a problem.
@@ -107,15 +106,15 @@ impl Grid {
                 let needed = work.units(problem).div_ceil(u64::from(per_block));
                 needed.min(u64::from(sms) * u64::from(blocks_per_sm))
             }
-            Self::DealtRowBlocks { batch_rows, row_blocks, cluster, blocks_per_sm } => {
+            Self::DealtRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
                 let batch_tiles = u64::from(problem.m.div_ceil(batch_rows));
-                let all = u64::from(problem.n.div_ceil(BLOCK_ROWS));
+                let all = u64::from(problem.n.div_ceil(rows));
                 if batch_tiles == 0 || all == 0 {
                     return Some(0);
                 }
                 let copies = batch_tiles * u64::from(cluster);
                 let filling = |times: u32| (u64::from(sms) * u64::from(times) / copies).clamp(1, all);
-                let groups = match row_blocks.map(u64::from) {
+                let groups = match share.map(u64::from) {
                     None => filling(blocks_per_sm),
                     Some(most) => (1..=blocks_per_sm)
                         .map(filling)
@@ -151,13 +150,13 @@ impl fmt::Display for Grid {
                 let units = if *per_block == 1 { work.to_string() } else { format!("{work} / {per_block}") };
                 write!(f, "persistent, min({units}, SMs x {blocks_per_sm})")
             }
-            Self::DealtRowBlocks { batch_rows, row_blocks, cluster, blocks_per_sm } => {
-                write!(f, "blocks of {BLOCK_ROWS} rows of W dealt to ")?;
+            Self::DealtRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
+                write!(f, "blocks of {rows} rows of W dealt to ")?;
                 match cluster {
                     1 => f.write_str("blocks")?,
                     _ => write!(f, "clusters of {cluster}")?,
                 }
-                match row_blocks {
+                match share {
                     Some(most) => write!(f, ", at most {most} each, SMs x 1..={blocks_per_sm} if that will do")?,
                     None => write!(f, ", SMs x {blocks_per_sm}")?,
                 }
@@ -184,7 +183,7 @@ mod tests {
         assert_eq!(Grid::Covering { work: Work::WeightTiles, per_block: 1 }.blocks(huge, 132), None);
     }
 
-    /// The grids at which docs/decisions/0004 measured each shape: (n, row blocks of a group, cluster, blocks per SM) -> blocks.
+    /// The grids at which docs/decisions/0004 measured each shape: (n, row blocks a group can take, cluster, blocks per SM) -> blocks.
     #[test]
     fn dealt_grids_are_those_that_were_measured() {
         let cases = [
@@ -202,10 +201,10 @@ mod tests {
             (128_256, 4, 1, 2, 2004),
         ];
         for (n, most, cluster, blocks_per_sm, blocks) in cases {
-            let grid = Grid::DealtRowBlocks { batch_rows: 8, row_blocks: Some(most), cluster, blocks_per_sm };
+            let grid = Grid::DealtRowBlocks { batch_rows: 8, rows: 16, share: Some(most), cluster, blocks_per_sm };
             assert_eq!(grid.blocks(Problem { m: 1, n, k: 4096 }, 132), Some(blocks), "n = {n}, {grid}");
         }
-        let stream = Grid::DealtRowBlocks { batch_rows: 8, row_blocks: None, cluster: 1, blocks_per_sm: 2 };
+        let stream = Grid::DealtRowBlocks { batch_rows: 8, rows: 16, share: None, cluster: 1, blocks_per_sm: 2 };
         assert_eq!(stream.blocks(Problem { m: 8, n: 28672, k: 64 }, 132), Some(264));
     }
 
@@ -216,8 +215,13 @@ mod tests {
             for cluster in [1, 2, 4, 8] {
                 for n in (64..=4096).step_by(64).chain([128_256]) {
                     for (m, most) in [(1, 1), (8, 3), (9, 4), (1000, 8)] {
-                        let grid =
-                            Grid::DealtRowBlocks { batch_rows: 8, row_blocks: Some(most), cluster, blocks_per_sm: 2 };
+                        let grid = Grid::DealtRowBlocks {
+                            batch_rows: 8,
+                            rows: 16,
+                            share: Some(most),
+                            cluster,
+                            blocks_per_sm: 2,
+                        };
                         let blocks = grid.blocks(Problem { m, n, k: 64 }, sms).unwrap();
                         let copies = cluster * m.div_ceil(8);
                         assert_eq!(blocks % copies, 0);
@@ -230,7 +234,7 @@ mod tests {
                 }
             }
         }
-        let grid = Grid::DealtRowBlocks { batch_rows: 8, row_blocks: Some(4), cluster: 1, blocks_per_sm: 2 };
+        let grid = Grid::DealtRowBlocks { batch_rows: 8, rows: 16, share: Some(4), cluster: 1, blocks_per_sm: 2 };
         assert_eq!(grid.blocks(Problem { m: 0, n: 64, k: 64 }, 132), Some(0));
         assert_eq!(grid.blocks(Problem { m: u32::MAX, n: u32::MAX, k: 64 }, 132), None);
     }

@@ -10,7 +10,7 @@
 //! 4 (`batch_rows`) X has 128 rows per stage, and one slot more.
 
 use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Role, RolePlan, SmemPlan, Work};
-use crate::spec::{MatmulSpec, NTiles, Stages, VariantSpec, WeightSource};
+use crate::spec::{Epilogue, MatmulSpec, NTiles, Stages, VariantSpec, WeightSource};
 
 /// Rows and columns of a stored tile, and the k step.
 const TILE: u32 = 64;
@@ -148,6 +148,9 @@ const fn fitting_n(spec: &VariantSpec, op: &MatmulSpec) -> Option<(&'static str,
 pub(super) const fn plan(spec: &VariantSpec, op: &MatmulSpec) -> Result<Plan, Infeasible> {
     let smem = smem(op);
     let stages = op.stages.get();
+    if matches!(op.epilogue, Epilogue::SiluMul) {
+        return Err(Infeasible::without_silu_mul(spec));
+    }
     if !fits(spec, op) {
         return Err(Infeasible::SharedMemory {
             spec: *spec,

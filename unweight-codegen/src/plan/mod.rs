@@ -165,6 +165,11 @@ pub enum Infeasible {
 }
 
 impl Infeasible {
+    /// `epilogue = silu_mul` for a family that does not have it.
+    const fn without_silu_mul(spec: &VariantSpec) -> Self {
+        Self::Conflict { spec: *spec, what: "epilogue = silu_mul is of op = fused_small alone; take store" }
+    }
+
     /// The message of [`fmt::Display`], also in const context.
     pub const fn message(&self) -> Message {
         match *self {

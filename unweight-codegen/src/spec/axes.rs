@@ -191,6 +191,9 @@ tag_axis! {
         Store = "store",
         /// `Y = Y + X W^T`, added in fp32 and rounded once.
         StoreAdd = "store_add",
+        /// `Y = silu(G) * U`, where 16 columns of the product that are G's and the 16 of U that go with them take turns: half as many
+        /// output features. Of op `fused_small` only.
+        SiluMul = "silu_mul",
     }
 }
 

@@ -5,7 +5,7 @@
 //! uw_<arch>_matmul_exponent_n<n tiles>p<stages>_<store|store_add>
 //! uw_<arch>_matmul_palette_n<n tiles>p<stages>_v<verbatim rows>_<store|store_add>
 //! uw_<arch>_encode_<stats|table|decode_table|rows|scan|write|palette>
-//! uw_<arch>_fused_small_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>[_stream][_esc][_pdl]_<store|store_add>[_dump]
+//! uw_<arch>_fused_small_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>[_stream][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
 //! uw_<arch>_fused_wide_b<batch tile>_g<warpgroups>p<stages>[_streamk][_esc][_pdl]_<store|store_add>[_dump]
 //! uw_<arch>_packed_<pack|lists|unpack>
 //! ```
@@ -356,6 +356,7 @@ mod tests {
             "uw_sm90a_fused_small_b8_r4w8p2c1_esc_pdl_store",
             "uw_sm90a_fused_small_b64_r8w32p16c8_stream_esc_pdl_store_add_dump",
             "uw_sm90a_fused_wide_b128_g2p6_streamk_esc_store",
+            "uw_sm90a_fused_small_b8_r4w8p2c1_esc_silu_mul",
             "uw_sm90a_packed_unpack",
         ] {
             assert_eq!(name.parse::<VariantSpec>().unwrap().to_string(), name);
