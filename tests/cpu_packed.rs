@@ -11,7 +11,7 @@ use unweight_format::{Histogram, Matrix};
 
 const POISON: u8 = 0xa5;
 /// Row blocks of a block of `lists`.
-const GROUP_BLOCKS: usize = 256;
+const GROUP_BLOCKS: usize = 64;
 
 #[derive(Clone, Copy)]
 enum Stage {
@@ -35,7 +35,7 @@ void convert(const Call& call) {
     if (call.stage == 1) uw::packed::lists(call.args);
     if (call.stage == 2) uw::packed::unpack(call.args);
 }
-static_assert(uw::packed::kThreads == 256 && uw::packed::kListsSmemBytes == 64 && uw::packed::kGroupBlocks == 256, \"the test's launch\");
+static_assert(uw::packed::kThreads == 256 && uw::packed::kListsSmemBytes == 64 && uw::packed::kGroupBlocks == 64, \"the test's launch\");
 ";
 
 fn build(edits: &[Edit]) -> CpuKernel {
@@ -150,7 +150,7 @@ impl Case {
             (&group_words.0, "group_words"),
             (&inexact.0, "inexact"),
         ];
-        launch(kernel, Stage::Pack, 3, &args, &common)?;
+        launch(kernel, Stage::Pack, (self.tiles() as u32).div_ceil(2), &args, &common)?;
         let words = group_words.u32s().iter().sum::<u32>() as usize;
         let escapes = Buffer::new((words - short) * 4, POISON);
         args.escapes = escapes.0.address();
@@ -185,7 +185,7 @@ impl Case {
         };
         let buffers =
             [(&weights.0, "weights"), (&sections[0], "packed"), (&sections[1], "heads"), (&sections[2], "escapes")];
-        launch(kernel, Stage::Unpack, 2, &args, &buffers)?;
+        launch(kernel, Stage::Unpack, (self.tiles() as u32).div_ceil(2), &args, &buffers)?;
         Ok(weights.0.slice().to_vec())
     }
 
@@ -224,7 +224,7 @@ fn cases() -> Vec<Case> {
         Case::with(192, 128, 900, &SPECIAL),
         Case::with(64, 320, 500, &SPECIAL),
         Case::with(128, 192, 700, &[0, 0x8000]),
-        // Two groups of lists, the second not full.
+        // Several groups of lists, the last not full.
         Case::with(64, 64 * 67, 400, &SPECIAL[..4]),
     ];
     // Windows at both ends of the exponents. Below 17 an operand of Inf stays Inf, a subnormal becomes normal.
@@ -361,7 +361,7 @@ fn planted_bugs_are_caught() {
         ("container.p[i] &= ~(", "container.p[i] &= ~0u + 0 * ("),
         ("ptx::reduce_add_global(args.group_words + block / kGroupBlocks", "ptx::reduce_add_global(args.group_words"),
         ("ptx::popcount(highs & below);", "ptx::popcount(highs);"),
-        ("own + low, record_of", "own, record_of"),
+        ("list + own + low, weights", "list + own, weights"),
         ("at += (i < warp ? other.x : 0) + other.y;", "at += i < warp ? other.x : 0;"),
         ("if (i >= 32) {", "if (false) {"),
         ("ptx::reduce_max_global_u64(args.inexact, ~at)", "ptx::reduce_max_global_u64(args.inexact, at)"),

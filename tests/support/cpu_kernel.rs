@@ -2,6 +2,7 @@
 //!
 //! Needs `g++` (or the compiler named by `CXX`). A missing compiler is an error, not a skip: these tests are the only ones that run the
 //! kernels' function without a GPU.
+#![allow(dead_code)] // Each test binary uses a part of it.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};

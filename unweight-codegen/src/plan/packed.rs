@@ -7,15 +7,15 @@ const WARPS: u32 = 8;
 const BLOCKS_PER_SM: u32 = 4;
 /// A warp takes a row block, a quarter of a tile.
 const TILES_PER_BLOCK: u32 = 2;
-/// One row block a thread.
-const LIST_TILES_PER_BLOCK: u32 = 64;
+/// Eight row blocks a warp.
+const LIST_TILES_PER_BLOCK: u32 = 16;
 
 pub(super) const fn plan(spec: &VariantSpec, op: &PackedSpec) -> Plan {
     let work = Work::WeightTiles;
     let none = SmemPlan::new();
     let (smem, grid) = match op.stage {
         PackedStage::Pack | PackedStage::Unpack => {
-            (none, Grid::Persistent { work, per_block: TILES_PER_BLOCK, blocks_per_sm: BLOCKS_PER_SM })
+            (none, Grid::Covering { work, per_block: TILES_PER_BLOCK })
         }
         // Per warp its own words and those of the groups before.
         PackedStage::Lists => {

@@ -6,13 +6,12 @@
 //   back      unpack
 //
 // stage    threads  blocks/SM  grid                       dynamic smem  reads + writes, bytes per element
-// pack     256      4          min(row blocks / 8, SMs)   0             2 + 1.5
-// lists    256      4          ceil(row blocks / 256)     64            4 per row block twice; 2048 + 4 * records of a row block with a list
-// unpack   256      4          min(row blocks / 8, SMs)   0             1.5 + 2
-// (row blocks of 16 x 64 elements; any grid is right except for lists.)
+// pack     256      4          ceil(row blocks / 8)       0             2 + 1.5
+// lists    256      4          ceil(row blocks / 64)      64            4 per row block twice; 2048 + 12 * records of a row block with a list
+// unpack   256      4          ceil(row blocks / 8)       0             1.5 + 2
 //
 // Zeroed before pack: inexact, group_words. Between pack and lists a head with a list holds 1 << 31 | number of records; lists turns the number into
-// the index, so it runs once. The sums of 256 row blocks are kept apart while packing, and a block of lists adds up those before its own: no block waits.
+// the index, so it runs once. The sums of 64 row blocks are kept apart while packing, and a block of lists adds up those before its own: no block waits.
 //
 // Roles    a warp takes a row block: lane 4g + t moves 16 bytes of rows g and g + 8 at columns 8t and 32 + 8t, whole sectors, and four words change lanes within
 //          the quad (transpose), which leaves the fragments of the A operand in 16 registers. No shared memory, no barriers but in lists.
@@ -34,7 +33,8 @@ constexpr u32 kThreads = 256, kWarps = kThreads / 32;
 constexpr u32 kPackThreads = kThreads, kPackSmemBytes = 0;
 constexpr u32 kListsThreads = kThreads, kListsSmemBytes = kWarps * 8;
 constexpr u32 kUnpackThreads = kThreads, kUnpackSmemBytes = 0;
-constexpr u32 kGroupBlocks = kListsThreads;  // row blocks of a block of lists
+constexpr u32 kListBlocks = 8;  // row blocks of a warp of lists: few, since one list after the other is written
+constexpr u32 kGroupBlocks = kWarps * kListBlocks;
 
 constexpr u32 kSigns = 0x80008000;
 constexpr u32 kFree = 0x78007800;      // bits of a container word that carry P3
@@ -44,6 +44,8 @@ constexpr u32 kOneHead = 1u << 30;
 constexpr u32 kInexact = 1u << 16;     // above the 16 bits of a number
 
 // ---- row blocks in registers -----------------------------------------------------------------------------------------
+
+UW_DEVICE u32 row_blocks(const PackedArgs& args) { return args.tile_rows * args.tile_cols * fused::kTileBlocks; }
 
 // Where a row block begins in the matrix, lane 4g + t taking rows `row` = g and g + 8.
 struct Place {
@@ -152,13 +154,14 @@ UW_DEVICE u32 times_power_of_two(u32 value, i32 shift) {
     return sign | significand >> lost;
 }
 
-// The record of a lane's element. Its weight is read again: an index would push the registers to memory.
-UW_DEVICE u32 record_of(const PackedArgs& args, const Place& place, u32 element) {
-    const u64 at = place.element(args, element);
-    const u32 weight = ptx::load_global_nc_u16(args.weights + at);
-    const u32 operand = times_power_of_two(weight, static_cast<i32>(kOperandExponent) - static_cast<i32>(args.base));
-    if (operand & kInexact) ptx::reduce_max_global_u64(args.inexact, ~at);
-    return (operand & 0xffff) | place.lane << 16 | element / 2 << 21 | element % 2 << 25;
+// Of a record, all but the operand.
+UW_DEVICE u32 place_of(u32 element, u32 lane) { return lane << 16 | element / 2 << 21 | element % 2 << 25; }
+
+UW_DEVICE u32 operand_of(const PackedArgs& args, u32 weight) {
+    return times_power_of_two(weight, static_cast<i32>(kOperandExponent) - static_cast<i32>(args.base));
+}
+UW_DEVICE u32 weight_of(const PackedArgs& args, u32 operand) {
+    return times_power_of_two(operand, static_cast<i32>(args.base) - static_cast<i32>(kOperandExponent)) & 0xffff;
 }
 
 // ---- pack: containers, heads, words of the lists ---------------------------------------------------------------------
@@ -176,10 +179,16 @@ UW_DEVICE void pack_escapes(const PackedArgs& args, const Place& place, u32 bloc
     for (u32 i = 0; i < 16; ++i) {
         container.p[i] &= ~((mask >> 2 * i & 1) * kLowNibble | (mask >> (2 * i + 1) & 1) * (kLowNibble << 16));
     }
-    // All records, since each may turn out to be none.
+    // Weights are read again: an index would push the registers to memory. All of them, since each may turn out to have no operand.
     u32 record = 0;
 #pragma unroll 1
-    for (u32 left = mask; left != 0; left &= left - 1) record = record_of(args, place, ptx::find_first_set(left) - 1);
+    for (u32 left = mask; left != 0; left &= left - 1) {
+        const u32 element = ptx::find_first_set(left) - 1;
+        const u64 at = place.element(args, element);
+        const u32 operand = operand_of(args, ptx::load_global_nc_u16(args.weights + at));
+        if (operand & kInexact) ptx::reduce_max_global_u64(args.inexact, ~at);
+        record = (operand & 0xffff) | place_of(element, place.lane);
+    }
     const u32 own = ptx::popcount(mask), count = warp_sum(own);
     if (count == 1) {
         if (own == 1) ptx::store_global(args.escape_heads + block, kOneHead | record);
@@ -190,69 +199,70 @@ UW_DEVICE void pack_escapes(const PackedArgs& args, const Place& place, u32 bloc
 }
 
 UW_DEVICE void pack(const PackedArgs& args) {
-    const u32 lane = ptx::thread_index() % 32, bases = pair_of_exponents(args.base);
-    const u32 blocks = args.tile_rows * args.tile_cols * fused::kTileBlocks, stride = ptx::grid_size() * kWarps;
-#pragma unroll 1
-    for (u32 block = ptx::block_index() * kWarps + ptx::uniform_warp_index(); block < blocks; block += stride) {
-        const Place place(args, block, lane);
-        Operands container = contain(load_block(args, place), bases);
-        u32 outside = 0;
+    const u32 lane = ptx::thread_index() % 32, block = ptx::block_index() * kWarps + ptx::uniform_warp_index();
+    const u32 bases = pair_of_exponents(args.base);
+    if (block >= row_blocks(args)) return;
+    const Place place(args, block, lane);
+    Operands container = contain(load_block(args, place), bases);
+    u32 outside = 0;
 #pragma unroll
-        for (u32 i = 0; i < 16; ++i) outside |= container.p[i] & kFree;
-        if (ptx::warp_ballot(outside != 0) != 0) {
-            pack_escapes(args, place, block, container);
-        } else if (lane == 0) {
-            ptx::store_global(args.escape_heads + block, 0);
-        }
-        u32 words[12];
+    for (u32 i = 0; i < 16; ++i) outside |= container.p[i] & kFree;
+    if (ptx::warp_ballot(outside != 0) != 0) {
+        pack_escapes(args, place, block, container);
+    } else if (lane == 0) {
+        ptx::store_global(args.escape_heads + block, 0);
+    }
+    u32 words[12];
 #pragma unroll
-        for (u32 s = 0; s < fused::kSteps; ++s) {
-            const u32* p = container.p + 4 * s;
-            words[3 * s + 0] = ptx::bit_select(kFree, p[3] << 4, p[0]);
-            words[3 * s + 1] = ptx::bit_select(kFree, p[3] << 8, p[1]);
-            words[3 * s + 2] = ptx::bit_select(kFree, ptx::funnel_shift_right(p[3], p[3], 4), p[2]);
-        }
-        u8* to = args.packed + static_cast<u64>(block) * fused::kBlockBytes + lane * 16;
+    for (u32 s = 0; s < fused::kSteps; ++s) {
+        const u32* p = container.p + 4 * s;
+        words[3 * s + 0] = ptx::bit_select(kFree, p[3] << 4, p[0]);
+        words[3 * s + 1] = ptx::bit_select(kFree, p[3] << 8, p[1]);
+        words[3 * s + 2] = ptx::bit_select(kFree, ptx::funnel_shift_right(p[3], p[3], 4), p[2]);
+    }
+    u8* to = args.packed + static_cast<u64>(block) * fused::kBlockBytes + lane * 16;
 #pragma unroll
-        for (u32 j = 0; j < 3; ++j) {
-            ptx::store_global_x4(to + j * fused::kGroupBytes, U32x4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]});
-        }
+    for (u32 j = 0; j < 3; ++j) {
+        ptx::store_global_x4(to + j * fused::kGroupBytes, U32x4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]});
     }
 }
 
 // ---- lists: indices of the lists, and their records ------------------------------------------------------------------
 
-UW_DEVICE void store_escape(const PackedArgs& args, u32 at, u32 word) {
-    if (at < args.escape_words) ptx::store_global(args.escapes + at, word);
-}
-
-// In order of step, register, lane, half.
+// First the places with weights for operands, in order of step, register, lane, half; then the operands, all lanes at work.
 UW_DEVICE void write_list(const PackedArgs& args, const Place& place, u32 at) {
-    const u32 mask = escape_mask(contain(load_block(args, place), pair_of_exponents(args.base)));
-    const u32 below = (1u << place.lane) - 1;
-    u32 next = at + 1;
-#pragma unroll 1
-    for (u32 element = 0; element < 32; element += 2) {
-        const bool low = mask >> element & 1, high = mask >> element & 2;
+    const Operands weights = load_block(args, place);
+    const u32 mask = escape_mask(contain(weights, pair_of_exponents(args.base))), below = (1u << place.lane) - 1;
+    u32* const list = args.escapes + at;
+    const u32 room = at < args.escape_words ? args.escape_words - at : 0;
+    u32 next = 1;
+#pragma unroll
+    for (u32 i = 0; i < 16; ++i) {
+        const bool low = mask >> 2 * i & 1, high = mask >> 2 * i & 2;
         const u32 lows = ptx::warp_ballot(low), highs = ptx::warp_ballot(high);
         const u32 own = next + ptx::popcount(lows & below) + ptx::popcount(highs & below);
-        if (low) store_escape(args, own, record_of(args, place, element));
-        if (high) store_escape(args, own + low, record_of(args, place, element + 1));
+        if (low && own < room) ptx::store_global(list + own, (weights.p[i] & 0xffff) | place_of(2 * i, place.lane));
+        if (high && own + low < room) ptx::store_global(list + own + low, weights.p[i] >> 16 | place_of(2 * i + 1, place.lane));
         next += ptx::popcount(lows) + ptx::popcount(highs);
     }
-    if (place.lane == 0) store_escape(args, at, next - at - 1);
+    ptx::sync_warp();
+    for (u32 i = 1 + place.lane; i < next && i < room; i += 32) {
+        const u32 record = ptx::load_global(list + i);
+        ptx::store_global(list + i, (record & ~0xffffu) | (operand_of(args, record & 0xffff) & 0xffff));
+    }
+    if (place.lane == 0 && room != 0) ptx::store_global(list, next - 1);
 }
 
 UW_DEVICE void lists(const PackedArgs& args) {
     const u32 smem = ptx::smem_address(ptx::dynamic_smem());  // 8 warps x {words of its row blocks, words before the group}
     const u32 thread = ptx::thread_index(), lane = thread % 32, warp = ptx::uniform_warp_index(), group = ptx::block_index();
-    const u32 block = group * kGroupBlocks + thread, blocks = args.tile_rows * args.tile_cols * fused::kTileBlocks;
+    const u32 first = group * kGroupBlocks + warp * kListBlocks, block = first + lane;  // of the first lanes
     if (ptx::load_global(args.group_words + group) == 0) return;
 
     u32 before = 0;
 #pragma unroll 1
     for (u32 other = thread; other < group; other += kThreads) before += ptx::load_global(args.group_words + other);
-    const u32 head = block < blocks ? ptx::load_global(args.escape_heads + block) : 0;
+    const u32 head = lane < kListBlocks && block < row_blocks(args) ? ptx::load_global(args.escape_heads + block) : 0;
     const u32 words = head & fused::kListHead ? (head & ~fused::kListHead) + 1 : 0;
     u32 sum = words;
 #pragma unroll
@@ -271,7 +281,7 @@ UW_DEVICE void lists(const PackedArgs& args) {
     if (words != 0) ptx::store_global(args.escape_heads + block, fused::kListHead | at);
     for (u32 left = ptx::warp_ballot(words != 0); left != 0; left &= left - 1) {
         const u32 owner = ptx::find_first_set(left) - 1;
-        write_list(args, Place(args, block - lane + owner, lane), ptx::shuffle(at, owner));
+        write_list(args, Place(args, first + owner, lane), ptx::shuffle(at, owner));
     }
 }
 
@@ -289,40 +299,37 @@ UW_DEVICE void unpack_escapes(const PackedArgs& args, u32 head, u32 lane, Operan
             if (i >= args.escape_words - index) return;
             record = ptx::load_global_nc(args.escapes + index + i);
         }
-        const u32 weight = times_power_of_two(record & 0xffff, static_cast<i32>(args.base) - static_cast<i32>(kOperandExponent));
-        fused::patch(weights, (record & ~0xffffu) | (weight & 0xffff), lane);
+        fused::patch(weights, (record & ~0xffffu) | weight_of(args, record & 0xffff), lane);
     }
 }
 
 UW_DEVICE void unpack(const PackedArgs& args) {
-    const u32 lane = ptx::thread_index() % 32, bases = pair_of_exponents(args.base);
-    const u32 blocks = args.tile_rows * args.tile_cols * fused::kTileBlocks, stride = ptx::grid_size() * kWarps;
-#pragma unroll 1
-    for (u32 block = ptx::block_index() * kWarps + ptx::uniform_warp_index(); block < blocks; block += stride) {
-        const u8* from = args.packed + static_cast<u64>(block) * fused::kBlockBytes + lane * 16;
-        const u32 head = ptx::load_global_nc(args.escape_heads + block);
-        u32 words[12];
+    const u32 lane = ptx::thread_index() % 32, block = ptx::block_index() * kWarps + ptx::uniform_warp_index();
+    const u32 bases = pair_of_exponents(args.base);
+    if (block >= row_blocks(args)) return;
+    const u8* from = args.packed + static_cast<u64>(block) * fused::kBlockBytes + lane * 16;
+    const u32 head = ptx::load_global_nc(args.escape_heads + block);
+    u32 words[12];
 #pragma unroll
-        for (u32 j = 0; j < 3; ++j) {
-            const U32x4 v = ptx::load_global_nc_x4(from + j * fused::kGroupBytes);
-            words[4 * j + 0] = v.x;
-            words[4 * j + 1] = v.y;
-            words[4 * j + 2] = v.z;
-            words[4 * j + 3] = v.w;
-        }
-        Operands weights;
-#pragma unroll
-        for (u32 s = 0; s < fused::kSteps; ++s) {
-            const u32 w0 = words[3 * s], w1 = words[3 * s + 1], w2 = words[3 * s + 2];
-            u32* p = weights.p + 4 * s;
-            p[0] = (w0 & ~kFree) + bases;
-            p[1] = (w1 & ~kFree) + bases;
-            p[2] = (w2 & ~kFree) + bases;
-            p[3] = ((w0 & kFree) >> 4 | (w1 & kFree) >> 8 | ptx::funnel_shift_left(w2 & kFree, w2 & kFree, 4)) + bases;
-        }
-        if (head != 0) unpack_escapes(args, head, lane, weights);
-        store_block(args, Place(args, block, lane), weights);
+    for (u32 j = 0; j < 3; ++j) {
+        const U32x4 v = ptx::load_global_nc_x4(from + j * fused::kGroupBytes);
+        words[4 * j + 0] = v.x;
+        words[4 * j + 1] = v.y;
+        words[4 * j + 2] = v.z;
+        words[4 * j + 3] = v.w;
     }
+    Operands weights;
+#pragma unroll
+    for (u32 s = 0; s < fused::kSteps; ++s) {
+        const u32 w0 = words[3 * s], w1 = words[3 * s + 1], w2 = words[3 * s + 2];
+        u32* p = weights.p + 4 * s;
+        p[0] = (w0 & ~kFree) + bases;
+        p[1] = (w1 & ~kFree) + bases;
+        p[2] = (w2 & ~kFree) + bases;
+        p[3] = ((w0 & kFree) >> 4 | (w1 & kFree) >> 8 | ptx::funnel_shift_left(w2 & kFree, w2 & kFree, 4)) + bases;
+    }
+    if (head != 0) unpack_escapes(args, head, lane, weights);
+    store_block(args, Place(args, block, lane), weights);
 }
 
 }  // namespace uw::packed
