@@ -3,7 +3,7 @@
 use std::{hint::black_box, time::Duration};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use unweight_format::{Code, CodeLimit, Digest, Histogram, Matrix, decode, encode};
+use unweight_format::{Code, CodeLimit, Digest, Histogram, Matrix, decode, encode, packed};
 
 const ROWS: usize = 14336;
 const COLS: usize = 4096;
@@ -30,9 +30,11 @@ fn normal_weights() -> Vec<u8> {
 fn stages(c: &mut Criterion) {
     let bytes = normal_weights();
     let matrix = Matrix::new(&bytes, ROWS, COLS).expect("a matrix");
-    let code = Code::from_histogram(&Histogram::of(&bytes), CodeLimit::DEFAULT).expect("a code");
+    let histogram = Histogram::of(&bytes);
+    let code = Code::from_histogram(&histogram, CodeLimit::DEFAULT).expect("a code");
     let tensor = encode::huffman_with(matrix, &code).expect("encodes");
     let palette = encode::palette_with(matrix, &code).expect("encodes");
+    let packed = packed::pack(matrix, &histogram).expect("packs");
     let mut out = vec![0u8; bytes.len()];
     for threads in [1, 2] {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
@@ -48,8 +50,10 @@ fn stages(c: &mut Criterion) {
         stage("survey", &mut || drop(black_box(encode::survey(black_box(&bytes)))));
         stage("encode huffman", &mut || drop(black_box(encode::huffman_with(matrix, &code))));
         stage("encode palette", &mut || drop(black_box(encode::palette_with(matrix, &code))));
+        stage("pack", &mut || drop(black_box(packed::pack(matrix, &histogram))));
         stage("decode huffman", &mut || decode::huffman(&tensor, black_box(&mut out)).expect("decodes"));
         stage("decode palette", &mut || decode::palette(&palette, black_box(&mut out)).expect("decodes"));
+        stage("unpack", &mut || decode::packed(&packed, black_box(&mut out)).expect("unpacks"));
         stage("transcode", &mut || drop(black_box(decode::transcode(&tensor))));
         group.finish();
     }

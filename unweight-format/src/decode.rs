@@ -14,10 +14,32 @@
 use rayon::prelude::*;
 
 use crate::{
-    Code, CodecError, Grid, HuffmanTensor, PaletteTensor, bf16, buffer,
+    Code, CodecError, CompressedTensor, Grid, HuffmanTensor, PackedTensor, PaletteTensor, bf16, buffer,
     layout::{CODE_LENGTH_MAX, PALETTE_TILE_BYTES, ROW_BITS_MAX, TILE, WORDS_ALIGN},
     tensor::low_bits,
 };
+
+/// Decodes a tensor of any form into `out`, on the current rayon pool.
+///
+/// # Errors
+/// `out` has another size than the original, or as [`to_vec`].
+pub fn stored<B: AsRef<[u8]> + Sync>(tensor: &CompressedTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
+    match tensor {
+        CompressedTensor::Raw(bytes) => raw(bytes.as_ref(), out),
+        CompressedTensor::Huffman(tensor) => huffman(tensor, out),
+        CompressedTensor::Palette(tensor) => palette(tensor, out),
+        CompressedTensor::Packed(tensor) => packed(tensor, out),
+    }
+}
+
+fn raw(from: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
+    const PIECE: usize = 1 << 20;
+    if from.len() != out.len() {
+        return Err(CodecError::RawBytes { expected: from.len(), got: out.len() });
+    }
+    out.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE)).for_each(|(to, from)| to.copy_from_slice(from));
+    Ok(())
+}
 
 /// Decodes to little-endian BF16 bytes.
 ///
@@ -447,6 +469,16 @@ pub fn palette<B: AsRef<[u8]> + Sync>(tensor: &PaletteTensor<B>, out: &mut [u8])
             }
         }
     });
+    Ok(())
+}
+
+/// Decodes the packed resident form into `out`, on the current rayon pool.
+///
+/// # Errors
+/// `out` is not `n * k * 2` bytes long.
+pub fn packed<B: AsRef<[u8]> + Sync>(tensor: &PackedTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
+    check_out(tensor.grid(), out)?;
+    tensor.unpack_rows(out);
     Ok(())
 }
 

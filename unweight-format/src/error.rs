@@ -16,9 +16,25 @@ pub enum CodecError {
         /// Bytes given.
         got: usize,
     },
+    /// The buffer for a raw tensor has another size.
+    #[error("a raw tensor has {expected} bytes, the buffer {got}")]
+    RawBytes {
+        /// Bytes of the tensor.
+        expected: usize,
+        /// Bytes of the buffer.
+        got: usize,
+    },
     /// A matrix without elements, or with a dimension of 2^32 and more, has no tiles.
     #[error("a matrix [{rows}, {cols}] cannot be tiled (each dimension must be 1..=4294967295); store it raw")]
     MatrixShape {
+        /// Rows.
+        rows: usize,
+        /// Columns.
+        cols: usize,
+    },
+    /// The packed form has whole tiles only.
+    #[error("a packed matrix has rows and columns that are multiples of 64, got [{rows}, {cols}]")]
+    PackedShape {
         /// Rows.
         rows: usize,
         /// Columns.
@@ -46,10 +62,10 @@ pub enum CodecError {
         /// Bytes stored.
         got: u64,
     },
-    /// Stored palette or code lengths break invariant 3.
+    /// Stored palette, code lengths, window or padding that no encoder writes.
     #[error("{section}: {reason}")]
     Code {
-        /// `palette` or `code_lengths`.
+        /// Section name.
         section: &'static str,
         /// What is wrong.
         reason: &'static str,
@@ -66,12 +82,12 @@ pub enum CodecError {
         /// Value stored.
         got: u64,
     },
-    /// A row's stored length differs from what its codes use, or a pad row is not empty.
+    /// A row's stored length differs from what its codes use, a pad row is not empty, or a row block's escapes are not canonical.
     #[error("tile {tile}, row {row}: {reason}")]
     Row {
         /// Tile index.
         tile: usize,
-        /// Row in the tile.
+        /// Row in the tile; of a row block, the first.
         row: usize,
         /// What is wrong.
         reason: &'static str,

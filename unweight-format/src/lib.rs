@@ -7,6 +7,7 @@
 //! BF16 [n, k] --survey--> histogram, digest --Palette/Code--> encode --> HuffmanTensor | PaletteTensor
 //!                                                               ^                 |
 //!                                                               '---- decode <----'
+//!                          \--Window--> pack --> PackedTensor --> decode
 //! ```
 //! Beside every fast path stands [`oracle`]: slow, obvious, and the judge of both.
 //!
@@ -47,6 +48,7 @@ pub use digest::Digest;
 pub use error::CodecError;
 pub use histogram::Histogram;
 pub use huffman::{Code, CodeLimit};
+pub use packed::PackedTensor;
 pub use palette::Palette;
 pub use tensor::{CompressedTensor, HuffmanTensor, PaletteTensor, Section};
 pub use tile::{Grid, Matrix, TileMetadata};

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     CodeLimit, Digest, Grid, Section,
     bundle::{BundleError, Encoding, Profile, Scope},
+    packed,
     roles::Role,
     safetensors::Dtype,
 };
@@ -161,7 +162,7 @@ pub struct TensorEntry {
     pub layer: Option<u32>,
     /// Stored form.
     pub encoding: Encoding,
-    /// Why it is stored raw.
+    /// Why it is stored raw, or as palette in a resident bundle.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// Rows of the matrix it is coded as; absent if raw.
@@ -193,7 +194,7 @@ pub struct SectionEntry {
 mod section_names {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    use crate::Section;
+    use crate::{Section, bundle::Encoding};
 
     pub(super) fn serialize<S: Serializer>(section: &Section, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(section.name())
@@ -201,7 +202,7 @@ mod section_names {
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Section, D::Error> {
         let name = String::deserialize(deserializer)?;
-        let mut known = Section::HUFFMAN.iter().chain(&Section::PALETTE).copied();
+        let mut known = Encoding::ALL.iter().flat_map(|&encoding| super::sections_of(encoding)).copied();
         known.find(|s| s.name() == name).ok_or_else(|| D::Error::custom("unknown section name"))
     }
 }
@@ -333,6 +334,9 @@ impl TensorEntry {
         if grid.elements() as u64 * 2 != original {
             return Some(format!("[{rows}, {cols}] does not have the elements of {:?}", self.shape));
         }
+        if self.encoding == Encoding::Packed && packed::packable_shape(grid).is_err() {
+            return Some(format!("[{rows}, {cols}] cannot be packed: both must be multiples of 64"));
+        }
         if !self.sections.iter().map(|s| &s.name).eq(self.expected_sections()) {
             return Some("its sections are not those of its encoding, in order".into());
         }
@@ -349,6 +353,9 @@ impl TensorEntry {
                 _ if section.name == Section::VerbatimExponents && section.bytes % 64 != 0 => {
                     Some(format!("section {name} ends inside a row"))
                 }
+                _ if section.name == Section::Escapes && section.bytes % 16 != 0 => {
+                    Some(format!("section {name} is not padded to 16 bytes"))
+                }
                 _ => None,
             }
         })
@@ -361,6 +368,7 @@ pub fn sections_of(encoding: Encoding) -> &'static [Section] {
         Encoding::Raw => &[],
         Encoding::Huffman => &Section::HUFFMAN,
         Encoding::Palette => &Section::PALETTE,
+        Encoding::Packed => &Section::PACKED,
     }
 }
 
@@ -419,11 +427,14 @@ impl Manifest {
         if head.format != FORMAT {
             return Err(fail(format!("its format is '{}', not '{FORMAT}'", head.format.escape_default())));
         }
+        let newer = || BundleError::NewerVersion { path: path.into(), version: head.version, supported: VERSION };
         if head.version.major > VERSION.major {
-            let Version { major, minor } = head.version;
-            return Err(BundleError::NewerVersion { path: path.into(), major, minor, supported: VERSION.major });
+            return Err(newer());
         }
-        let manifest: Self = serde_json::from_slice(bytes).map_err(parse_error)?;
+        // Its digest is right: what cannot be read of a newer minor version is an encoding of that version.
+        let known = head.version <= VERSION;
+        let manifest: Self =
+            serde_json::from_slice(bytes).map_err(|error| if known { parse_error(error) } else { newer() })?;
         manifest.check().map_err(fail)?;
         Ok(manifest)
     }

@@ -1,10 +1,11 @@
 //! The slow, obvious codec: one element, one bit at a time, straight from `docs/format.md`. It judges the fast one.
 
 use crate::{
-    Code, CodeLimit, CodecError, HuffmanTensor, Matrix, PaletteTensor, TileMetadata, bf16,
+    Code, CodeLimit, CodecError, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, TileMetadata, bf16,
     bitstream::{BitReader, BitWriter},
     histogram::Histogram,
     layout::{ROW_BITS_MAX, ROW_BITS_MIN, TILE, WORDS_ALIGN},
+    packed::{self, Unpackable, Window},
     palette::Palette,
 };
 
@@ -83,6 +84,105 @@ pub fn encode_palette(matrix: Matrix<'_>, limit: CodeLimit) -> Result<PaletteTen
         }
     }
     Ok(PaletteTensor::from_encoder(grid, *code.palette(), [sign_mantissa(matrix), packed, metadata, verbatim]))
+}
+
+/// Packs half by half, in the order of the records.
+///
+/// # Errors
+/// As [`packed::pack`].
+pub fn pack(matrix: Matrix<'_>) -> Result<PackedTensor<Vec<u8>>, Unpackable> {
+    let grid = matrix.grid();
+    packed::packable_shape(grid)?;
+    let window = Window::covering(&histogram_of(matrix))?;
+    for (row, col) in (0..grid.rows()).flat_map(|row| (0..grid.cols()).map(move |col| (row, col))) {
+        let weight = matrix.get(row, col);
+        if window.nibble(bf16::exponent(weight)).is_none() && window.operand(weight).is_none() {
+            return Err(Unpackable::Operand { row, col });
+        }
+    }
+    let mut container = vec![0u8; grid.tiles() * packed::TILE_BYTES];
+    let (mut heads, mut lists) = (Vec::new(), Vec::<u32>::new());
+    for tile in 0..grid.tiles() {
+        for block in 0..packed::ROW_BLOCKS {
+            let mut records = Vec::new();
+            for (step, register, lane, half) in places() {
+                let (row, col) = packed::place(block, step, lane, register, half);
+                let weight = matrix.get(tile / grid.tile_cols() * TILE + row, tile % grid.tile_cols() * TILE + col);
+                let nibble = window.nibble(bf16::exponent(weight)).unwrap_or_else(|| {
+                    let operand = u32::from(window.operand(weight).expect("looked at above"));
+                    let place = 4 * step + register;
+                    records.push(operand | (lane as u32) << 16 | (place as u32) << 21 | (half as u32) << 25);
+                    0
+                });
+                let packed_half = u32::from(weight & 0x807f | u16::from(nibble) << 7) << (16 * half);
+                let parts: &[(usize, u32)] = match register {
+                    3 => &[
+                        (0, packed_half << 4 & packed::FREE),
+                        (1, packed_half << 8 & packed::FREE),
+                        (2, packed_half.rotate_right(4) & packed::FREE),
+                    ],
+                    _ => &[(register, packed_half)],
+                };
+                for &(word, bits) in parts {
+                    let at = tile * packed::TILE_BYTES + packed::word_offset(block, 3 * step + word, lane);
+                    container[at..at + 4].iter_mut().zip(bits.to_le_bytes()).for_each(|(byte, bits)| *byte |= bits);
+                }
+            }
+            heads.push(match records.as_slice() {
+                [] => 0,
+                [one] => 1 << 30 | one,
+                _ => 1 << 31 | lists.len() as u32,
+            });
+            if records.len() > 1 {
+                lists.push(records.len() as u32);
+                lists.extend(records);
+            }
+        }
+    }
+    lists.resize(lists.len().next_multiple_of(WORDS_ALIGN), 0);
+    let bytes = |words: &[u32]| words.iter().flat_map(|w| w.to_le_bytes()).collect();
+    Ok(PackedTensor::from_parts(grid, window, container, bytes(&heads), bytes(&lists)).expect("canonical"))
+}
+
+/// Step, register, lane and half of every operand of a row block.
+fn places() -> impl Iterator<Item = (usize, usize, usize, usize)> {
+    (0..packed::STEPS * 4 * packed::LANES * 2).map(|i| (i / 256, i / 64 % 4, i / 2 % 32, i % 2))
+}
+
+/// Unpacks half by half.
+pub fn unpack<B: AsRef<[u8]>>(tensor: &PackedTensor<B>) -> Vec<u8> {
+    let grid = tensor.grid();
+    let base = u16::from(tensor.window().base()) << 7;
+    let mut out = vec![0u8; grid.elements() * 2];
+    for tile in 0..grid.tiles() {
+        let mut put = |block, (step, register, lane, half), weight: u16| {
+            let (row, col) = packed::place(block, step, lane, register, half);
+            let (row, col) = (tile / grid.tile_cols() * TILE + row, tile % grid.tile_cols() * TILE + col);
+            let at = (row * grid.cols() + col) * 2;
+            out[at..at + 2].copy_from_slice(&weight.to_le_bytes());
+        };
+        for block in 0..packed::ROW_BLOCKS {
+            for (step, register, lane, half) in places() {
+                let word = |i: usize| {
+                    let at = tile * packed::TILE_BYTES + packed::word_offset(block, 3 * step + i, lane);
+                    u32::from_le_bytes(tensor.packed()[at..at + 4].try_into().expect("4 bytes"))
+                };
+                let pair = if register == 3 {
+                    let bits = |i: usize| word(i) & packed::FREE;
+                    bits(0) >> 4 | bits(1) >> 8 | bits(2).rotate_left(4)
+                } else {
+                    word(register) & !packed::FREE
+                };
+                put(block, (step, register, lane, half), (pair >> (16 * half)) as u16 + base);
+            }
+            for record in tensor.records(tile * packed::ROW_BLOCKS + block) {
+                let (lane, step, register, half) = packed::fields(record);
+                let weight = tensor.window().weight(record as u16).expect("checked when it was read");
+                put(block, (step, register, lane, half), weight);
+            }
+        }
+    }
+    out
 }
 
 /// Decodes bit by bit, checking invariant 4.
@@ -180,12 +280,17 @@ fn row_of(matrix: Matrix<'_>, code: &Code, tile_row: usize, tile_col: usize, row
 }
 
 fn code_of(matrix: Matrix<'_>, limit: CodeLimit) -> Code {
+    let histogram = histogram_of(matrix);
+    debug_assert!(Palette::from_histogram(&histogram).is_some());
+    Code::from_histogram(&histogram, limit).expect("a matrix has elements")
+}
+
+fn histogram_of(matrix: Matrix<'_>) -> Histogram {
     let mut histogram = Histogram::default();
     for element in matrix.bytes().chunks_exact(2) {
         histogram.add(bf16::exponent(u16::from_le_bytes([element[0], element[1]])), 1);
     }
-    debug_assert!(Palette::from_histogram(&histogram).is_some());
-    Code::from_histogram(&histogram, limit).expect("a matrix has elements")
+    histogram
 }
 
 fn sign_mantissa(matrix: Matrix<'_>) -> Vec<u8> {

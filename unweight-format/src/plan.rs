@@ -16,11 +16,12 @@ use crate::{
     bundle::{BundleError, CompressOptions, Encoding, Profile, Scope},
     layout::{ROW_BITS_MAX, TILE},
     manifest::{Layer, LayerMode},
+    packed::{self, Unpackable, Window},
     roles::{self, Role},
     safetensors::Dtype,
 };
 
-/// Why a tensor is stored raw.
+/// Why a tensor is stored raw, or as palette in place of packed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reason {
@@ -48,6 +49,10 @@ pub enum Reason {
     NoLayer,
     /// Coded it would not be smaller.
     NotSmaller,
+    /// It cannot be packed, and is palette.
+    Unpackable(Unpackable),
+    /// It cannot be packed, and as palette it would not be smaller.
+    UnpackableNotSmaller(Unpackable),
 }
 
 impl fmt::Display for Reason {
@@ -65,6 +70,8 @@ impl fmt::Display for Reason {
             Self::Down => f.write_str("down projection"),
             Self::NoLayer => f.write_str("in no layer"),
             Self::NotSmaller => f.write_str("not smaller when coded"),
+            Self::Unpackable(why) => write!(f, "not packed: {why}"),
+            Self::UnpackableNotSmaller(why) => write!(f, "not packed: {why}; not smaller as palette"),
         }
     }
 }
@@ -89,6 +96,10 @@ pub enum Form {
     Huffman(Grid),
     /// Palette.
     Palette(Grid),
+    /// Packed.
+    Packed(Grid),
+    /// Palette in place of packed, and why.
+    NotPacked(Grid, Unpackable),
 }
 
 impl Form {
@@ -97,20 +108,38 @@ impl Form {
         match self {
             Self::Raw(_) => Encoding::Raw,
             Self::Huffman(_) => Encoding::Huffman,
-            Self::Palette(_) => Encoding::Palette,
+            Self::Palette(_) | Self::NotPacked(..) => Encoding::Palette,
+            Self::Packed(_) => Encoding::Packed,
         }
     }
 
-    /// Why it is raw.
+    /// Why it is raw, or palette in place of packed.
     pub fn reason(self) -> Option<Reason> {
-        if let Self::Raw(reason) = self { Some(reason) } else { None }
+        match self {
+            Self::Raw(reason) => Some(reason),
+            Self::NotPacked(_, why) => Some(Reason::Unpackable(why)),
+            Self::Huffman(_) | Self::Palette(_) | Self::Packed(_) => None,
+        }
+    }
+
+    /// Raw, because this form would not be smaller.
+    pub fn not_smaller(self) -> Self {
+        Self::Raw(match self {
+            Self::NotPacked(_, why) => Reason::UnpackableNotSmaller(why),
+            _ => Reason::NotSmaller,
+        })
+    }
+
+    /// The packed form, or what takes its place for a shape that cannot be packed.
+    fn packed(grid: Grid) -> Self {
+        packed::packable_shape(grid).map_or_else(|why| Self::NotPacked(grid, why), |()| Self::Packed(grid))
     }
 
     /// The matrix it is coded as.
     pub fn grid(self) -> Option<Grid> {
         match self {
             Self::Raw(_) => None,
-            Self::Huffman(grid) | Self::Palette(grid) => Some(grid),
+            Self::Huffman(grid) | Self::Palette(grid) | Self::Packed(grid) | Self::NotPacked(grid, _) => Some(grid),
         }
     }
 }
@@ -191,6 +220,7 @@ impl Planner {
                 Ok(Encoding::Raw) => Form::Raw(Reason::PlanFile),
                 Ok(Encoding::Huffman) => Form::Huffman(grid),
                 Ok(Encoding::Palette) => Form::Palette(grid),
+                Ok(Encoding::Packed) => Form::packed(grid),
             },
         };
         Decision { role, layer, form }
@@ -218,6 +248,7 @@ impl Planner {
         match (self.profile, layer) {
             (Profile::Distribution, _) => Ok(Encoding::Huffman),
             (Profile::Palette, _) => Ok(Encoding::Palette),
+            (Profile::Resident, _) => Ok(Encoding::Packed),
             (Profile::Inference, None) => Err(Reason::NoLayer),
             (Profile::Inference, Some(_)) if role == Role::Down => Err(Reason::Down),
             (Profile::Inference, Some(layer)) => match mode(layer) {
@@ -265,11 +296,14 @@ fn mode(layer: u32) -> LayerMode {
     }
 }
 
-/// The layer plan of a model whose decisions are given. A palette bundle has nothing to decode, so all its layers are easy.
+/// The layer plan of a model whose decisions are given. A palette or resident bundle has nothing to decode, so all its layers are easy.
 pub fn layers<'a>(profile: Profile, decisions: impl Iterator<Item = &'a Decision>) -> Vec<Layer> {
     let indices: BTreeSet<u32> =
         decisions.filter(|d| d.role.is_mlp() || d.role.is_attention()).filter_map(|d| d.layer).collect();
-    let mode = |index| if profile == Profile::Palette { LayerMode::Easy } else { mode(index) };
+    let mode = |index| match profile {
+        Profile::Palette | Profile::Resident => LayerMode::Easy,
+        Profile::Distribution | Profile::Inference => mode(index),
+    };
     let mut next_hard = None;
     let mut layers: Vec<Layer> = indices
         .into_iter()
@@ -351,6 +385,17 @@ impl Sample {
     }
 }
 
+/// What a form becomes if all of the tensor is like the sample. Single escapes without an operand are not looked for.
+pub fn predict_form(form: Form, sample: &Sample) -> Form {
+    match form {
+        Form::Packed(grid) => match Window::covering(&sample.histogram) {
+            Ok(_) => form,
+            Err(why) => Form::NotPacked(grid, why),
+        },
+        _ => form,
+    }
+}
+
 /// Bytes of the sections of a tensor of this shape in this form, if all of it is like the sample.
 pub fn predict_bytes(grid: Grid, encoding: Encoding, sample: &Sample) -> u64 {
     let rows = (grid.rows() * grid.tile_cols()) as f64;
@@ -365,7 +410,18 @@ pub fn predict_bytes(grid: Grid, encoding: Encoding, sample: &Sample) -> u64 {
         Encoding::Raw => grid.elements() as u64 * 2,
         Encoding::Huffman => fixed(&Section::HUFFMAN) + (verbatim + words) as u64,
         Encoding::Palette => fixed(&Section::PALETTE) + verbatim as u64,
+        Encoding::Packed => fixed(&Section::PACKED) + escape_bytes(grid, &sample.histogram),
     }
+}
+
+/// Bytes of the lists of escapes, if escapes are scattered evenly: clustered ones take less.
+fn escape_bytes(grid: Grid, histogram: &Histogram) -> u64 {
+    let (_, outside) = Window::best(histogram);
+    let row_blocks = (grid.tiles() * packed::ROW_BLOCKS) as f64;
+    let mean = grid.elements() as f64 / row_blocks * outside as f64 / histogram.total().max(1) as f64;
+    // Poisson: a row block with two and more has a word for each and one for their number.
+    let (none, one) = ((-mean).exp(), mean * (-mean).exp());
+    (row_blocks * (mean - one + (1.0 - none - one))) as u64 * 4
 }
 
 const _: () = assert!(TileMetadata::BYTES == 16, "stated in docs/format.md A.6");

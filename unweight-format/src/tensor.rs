@@ -1,8 +1,12 @@
-//! A tensor in each of its stored forms (`docs/format.md` A.6 - A.8), owned or borrowed.
+//! A tensor in each of its stored forms (`docs/format.md` A.6 - A.9), owned or borrowed.
+
+use std::borrow::Cow;
 
 use crate::{
-    Code, CodecError, Grid, Palette, TileMetadata,
+    Code, CodecError, Grid, PackedTensor, Palette, TileMetadata,
+    bundle::Encoding,
     layout::{PALETTE_MAX, PALETTE_TILE_BYTES, ROW_BITS_MIN, TILE, WORDS_ALIGN},
+    packed,
 };
 
 /// A named part of a stored tensor.
@@ -24,6 +28,14 @@ pub enum Section {
     CodeLengths,
     /// u8 `[tiles, 64, 32]`.
     PaletteIndex,
+    /// u8 `[tiles, 6144]`.
+    Packed,
+    /// u32 `[tiles, 4]`.
+    EscapeHeads,
+    /// u32 `[words]`.
+    Escapes,
+    /// u8 `[16]`.
+    PackedWindow,
 }
 
 impl Section {
@@ -40,6 +52,8 @@ impl Section {
     /// The sections of a palette tensor, in stored order.
     pub const PALETTE: [Self; 5] =
         [Self::Palette, Self::TileMetadata, Self::VerbatimExponents, Self::PaletteIndex, Self::SignMantissa];
+    /// The sections of a packed tensor, in stored order.
+    pub const PACKED: [Self; 4] = [Self::PackedWindow, Self::EscapeHeads, Self::Escapes, Self::Packed];
 
     /// The field's name in the specification.
     pub const fn name(self) -> &'static str {
@@ -52,28 +66,34 @@ impl Section {
             Self::Palette => "palette",
             Self::CodeLengths => "code_lengths",
             Self::PaletteIndex => "palette_index",
+            Self::Packed => "packed",
+            Self::EscapeHeads => "escape_heads",
+            Self::Escapes => "escapes",
+            Self::PackedWindow => "packed_window",
         }
     }
 
     /// Bytes of one stored element: 4 for the u32 sections, 1 for the others.
     pub const fn element_bytes(self) -> usize {
-        if matches!(self, Self::EncodedExp | Self::TileMetadata) { 4 } else { 1 }
+        if matches!(self, Self::EncodedExp | Self::TileMetadata | Self::EscapeHeads | Self::Escapes) { 4 } else { 1 }
     }
 
     /// Shape of the stored section with `bytes` bytes in a tensor of this grid.
     pub fn shape(self, grid: Grid, bytes: usize) -> Vec<usize> {
         match self {
             Self::SignMantissa => vec![grid.rows(), grid.cols()],
-            Self::EncodedExp => vec![bytes / 4],
+            Self::EncodedExp | Self::Escapes => vec![bytes / 4],
             Self::RowLengths => vec![grid.tiles(), TILE],
-            Self::TileMetadata => vec![grid.tiles(), 4],
+            Self::TileMetadata | Self::EscapeHeads => vec![grid.tiles(), 4],
             Self::VerbatimExponents => vec![bytes / TILE, TILE],
             Self::Palette | Self::CodeLengths => vec![PALETTE_MAX],
             Self::PaletteIndex => vec![grid.tiles(), TILE, TILE / 2],
+            Self::Packed => vec![grid.tiles(), packed::TILE_BYTES],
+            Self::PackedWindow => vec![packed::WINDOW_BYTES],
         }
     }
 
-    /// Bytes that the grid alone determines; `None` for the two sections whose size depends on the weights.
+    /// Bytes that the grid alone determines; `None` for the sections whose size depends on the weights.
     pub fn fixed_bytes(self, grid: Grid) -> Option<usize> {
         match self {
             Self::SignMantissa => Some(grid.elements()),
@@ -81,14 +101,17 @@ impl Section {
             Self::TileMetadata => Some(grid.tiles() * TileMetadata::BYTES),
             Self::Palette | Self::CodeLengths => Some(PALETTE_MAX),
             Self::PaletteIndex => Some(grid.tiles() * PALETTE_TILE_BYTES),
-            Self::EncodedExp | Self::VerbatimExponents => None,
+            Self::Packed => Some(grid.tiles() * packed::TILE_BYTES),
+            Self::EscapeHeads => Some(grid.tiles() * packed::ROW_BLOCKS * 4),
+            Self::PackedWindow => Some(packed::WINDOW_BYTES),
+            Self::EncodedExp | Self::VerbatimExponents | Self::Escapes => None,
         }
     }
 
-    fn check<B: AsRef<[u8]>>(self, grid: Grid, bytes: &B) -> Result<(), CodecError> {
+    pub(crate) fn check<B: AsRef<[u8]>>(self, grid: Grid, bytes: &B) -> Result<(), CodecError> {
         let got = bytes.as_ref().len() as u64;
         let expected = match self {
-            Self::EncodedExp => got.next_multiple_of(4 * WORDS_ALIGN as u64),
+            Self::EncodedExp | Self::Escapes => got.next_multiple_of(4 * WORDS_ALIGN as u64),
             Self::VerbatimExponents => got.next_multiple_of(TILE as u64),
             _ => self.fixed_bytes(grid).expect("the other sections are fixed") as u64,
         };
@@ -217,8 +240,8 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
     }
 
     /// The bytes of one section.
-    pub fn section(&self, section: Section) -> Option<std::borrow::Cow<'_, [u8]>> {
-        use std::borrow::Cow::{Borrowed, Owned};
+    pub fn section(&self, section: Section) -> Option<Cow<'_, [u8]>> {
+        use Cow::{Borrowed, Owned};
         Some(match section {
             Section::SignMantissa => Borrowed(self.sign_mantissa.as_ref()),
             Section::EncodedExp => Borrowed(self.encoded_exp.as_ref()),
@@ -227,7 +250,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
             Section::VerbatimExponents => Borrowed(self.verbatim_exponents.as_ref()),
             Section::Palette => Owned(self.code.palette().stored().to_vec()),
             Section::CodeLengths => Owned(self.code.lengths().to_vec()),
-            Section::PaletteIndex => return None,
+            _ => return None,
         })
     }
 
@@ -328,15 +351,15 @@ impl<B: AsRef<[u8]>> PaletteTensor<B> {
     }
 
     /// The bytes of one section.
-    pub fn section(&self, section: Section) -> Option<std::borrow::Cow<'_, [u8]>> {
-        use std::borrow::Cow::{Borrowed, Owned};
+    pub fn section(&self, section: Section) -> Option<Cow<'_, [u8]>> {
+        use Cow::{Borrowed, Owned};
         Some(match section {
             Section::SignMantissa => Borrowed(self.sign_mantissa.as_ref()),
             Section::TileMetadata => Borrowed(self.tile_metadata.as_ref()),
             Section::VerbatimExponents => Borrowed(self.verbatim_exponents.as_ref()),
             Section::PaletteIndex => Borrowed(self.palette_index.as_ref()),
             Section::Palette => Owned(self.palette.to_vec()),
-            Section::EncodedExp | Section::RowLengths | Section::CodeLengths => return None,
+            _ => return None,
         })
     }
 
@@ -377,7 +400,7 @@ macro_rules! debug_sizes {
         impl<B: AsRef<[u8]>> std::fmt::Debug for $name<B> {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 let mut debug = f.debug_struct(stringify!($name));
-                debug.field("grid", &self.grid);
+                debug.field("grid", &self.grid());
                 for section in $sections {
                     debug.field(section.name(), &self.section(section).map_or(0, |bytes| bytes.len()));
                 }
@@ -388,6 +411,7 @@ macro_rules! debug_sizes {
 }
 debug_sizes!(HuffmanTensor, Section::HUFFMAN);
 debug_sizes!(PaletteTensor, Section::PALETTE);
+debug_sizes!(PackedTensor, Section::PACKED);
 
 /// A tensor in the form that was chosen for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -398,6 +422,40 @@ pub enum CompressedTensor<B: AsRef<[u8]>> {
     Huffman(HuffmanTensor<B>),
     /// Packed palette indices.
     Palette(PaletteTensor<B>),
+    /// The resident form.
+    Packed(PackedTensor<B>),
+}
+
+impl<B: AsRef<[u8]>> CompressedTensor<B> {
+    /// Its encoding.
+    pub fn encoding(&self) -> Encoding {
+        match self {
+            Self::Raw(_) => Encoding::Raw,
+            Self::Huffman(_) => Encoding::Huffman,
+            Self::Palette(_) => Encoding::Palette,
+            Self::Packed(_) => Encoding::Packed,
+        }
+    }
+
+    /// The bytes of one section; `None` if this form does not have it.
+    pub fn section(&self, section: Section) -> Option<Cow<'_, [u8]>> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Huffman(tensor) => tensor.section(section),
+            Self::Palette(tensor) => tensor.section(section),
+            Self::Packed(tensor) => tensor.section(section),
+        }
+    }
+
+    /// Bytes of all sections, or of the original.
+    pub fn stored_bytes(&self) -> u64 {
+        match self {
+            Self::Raw(bytes) => bytes.as_ref().len() as u64,
+            Self::Huffman(tensor) => tensor.coded_bytes(),
+            Self::Palette(tensor) => tensor.coded_bytes(),
+            Self::Packed(tensor) => tensor.stored_bytes(),
+        }
+    }
 }
 
 /// The lowest `n` bits set, n in 0..=64.

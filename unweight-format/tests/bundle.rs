@@ -102,6 +102,7 @@ fn the_inference_profile_is_hhr_ppr() {
         CompressedTensor::Raw(_) => 'R',
         CompressedTensor::Huffman(_) => 'H',
         CompressedTensor::Palette(_) => 'P',
+        CompressedTensor::Packed(_) => 'K',
     };
     let layer = |i: usize| ["gate", "up", "down"].map(|p| form(&format!("{i}.mlp.{p}"))).iter().collect::<String>();
     assert_eq!([0, 1, 2, 3].map(layer), ["RRR", "PPR", "HHR", "PPR"]);

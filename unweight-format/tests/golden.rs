@@ -64,6 +64,7 @@ fn valid_models_give_the_same_bytes_and_come_back() {
                 CompressedTensor::Raw(bytes) => bytes.to_vec(),
                 CompressedTensor::Huffman(tensor) => oracle::decode_huffman(&tensor).unwrap(),
                 CompressedTensor::Palette(tensor) => oracle::decode_palette(&tensor),
+                CompressedTensor::Packed(tensor) => oracle::unpack(&tensor),
             };
             assert_eq!(Digest::of(&bytes), t.entry.digest, "{name}: {}", t.entry.name);
         }

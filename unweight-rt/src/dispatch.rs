@@ -91,12 +91,14 @@ impl StoredWeight {
         Self { n: tensor.grid().rows() as u32, k: tensor.grid().cols() as u32, form }
     }
 
-    /// Of a tensor that needs kernels; `None` for a raw one.
+    /// Of a tensor that needs kernels of this table; `None` for a raw or packed one.
     pub fn of<B: AsRef<[u8]>>(tensor: &CompressedTensor<B>) -> Option<Self> {
         match tensor {
             CompressedTensor::Raw(_) => None,
             CompressedTensor::Huffman(tensor) => Some(Self::huffman(tensor)),
             CompressedTensor::Palette(tensor) => Some(Self::palette(tensor)),
+            // Packed tensors: their kernels are not chosen by this table.
+            CompressedTensor::Packed(_) => None,
         }
     }
 }

@@ -34,7 +34,7 @@ use super::{
     stage::Stage,
 };
 use crate::{
-    CompressedTensor, Digest, HuffmanTensor, Matrix, PaletteTensor, Section, bf16,
+    CompressedTensor, Digest, Matrix, Section, bf16,
     manifest::{
         self, CopiedFile, FileEntry, INDEX_SOURCE_SUFFIX, IndexFile, Manifest, Options, SOURCE_HEADER, SectionEntry,
         TensorEntry, VERSION, WeightsFile, section_name,
@@ -201,11 +201,12 @@ fn predict(
                     return report(&file.name, info, &decision, decision.form, info.bytes);
                 };
                 let sample = Sample::of(&pieces(map.slice(info.offset, info.bytes)), options.code_limit);
-                let bytes = plan::predict_bytes(grid, decision.form.encoding(), &sample);
+                let form = plan::predict_form(decision.form, &sample);
+                let bytes = plan::predict_bytes(grid, form.encoding(), &sample);
                 if bytes < info.bytes {
-                    report(&file.name, info, &decision, decision.form, bytes)
+                    report(&file.name, info, &decision, form, bytes)
                 } else {
-                    report(&file.name, info, &decision, Form::Raw(Reason::NotSmaller), info.bytes)
+                    report(&file.name, info, &decision, form.not_smaller(), info.bytes)
                 }
             })
             .collect();
@@ -616,24 +617,14 @@ fn sampled(file: &WeightsFile) -> HashSet<usize> {
 /// A tensor as it will be stored.
 enum Stored<'a> {
     Raw(&'a [u8]),
-    Huffman(HuffmanTensor<Vec<u8>>),
-    Palette(PaletteTensor<Vec<u8>>),
+    Coded(CompressedTensor<Vec<u8>>),
 }
 
 impl Stored<'_> {
-    fn coded_bytes(&self) -> u64 {
-        match self {
-            Self::Raw(bytes) => bytes.len() as u64,
-            Self::Huffman(tensor) => tensor.coded_bytes(),
-            Self::Palette(tensor) => tensor.coded_bytes(),
-        }
-    }
-
     fn section(&self, section: Section) -> Option<std::borrow::Cow<'_, [u8]>> {
         match self {
             Self::Raw(_) => None,
-            Self::Huffman(tensor) => tensor.section(section),
-            Self::Palette(tensor) => tensor.section(section),
+            Self::Coded(tensor) => tensor.section(section),
         }
     }
 }
@@ -646,24 +637,26 @@ struct Encoded<'a> {
     held_bytes: u64,
 }
 
-/// Digest and stored form of a tensor; what would not shrink becomes raw.
+/// Digest and stored form of a tensor; what cannot be packed becomes palette, and what would not shrink raw.
 fn encode_tensor<'a>(
     bytes: &'a [u8],
     form: Form,
     options: &CompressOptions,
     encoder: &dyn Encoder,
 ) -> Result<(Digest, Form, Stored<'a>), EncoderError> {
-    let raw = |digest, reason| Ok((digest, Form::Raw(reason), Stored::Raw(bytes)));
     let Some(grid) = form.grid() else { return Ok((Digest::of(bytes), form, Stored::Raw(bytes))) };
     let matrix = Matrix::new(bytes, grid.rows(), grid.cols())?;
-    let (digest, stored) = match encoder.encode(matrix, form.encoding(), options.code_limit) {
-        Ok((digest, CompressedTensor::Huffman(tensor))) => (digest, Stored::Huffman(tensor)),
-        Ok((digest, CompressedTensor::Palette(tensor))) => (digest, Stored::Palette(tensor)),
-        Ok((digest, CompressedTensor::Raw(_))) => return raw(digest, Reason::NotSmaller),
-        Err(EncoderError::TooLarge) => return raw(Digest::of(bytes), Reason::TooLarge),
-        Err(error) => return Err(error),
+    let encoded = match form {
+        Form::Packed(_) => encoder.pack(matrix).map(|(digest, tensor)| (digest, CompressedTensor::Packed(tensor))),
+        _ => encoder.encode(matrix, form.encoding(), options.code_limit),
     };
-    if stored.coded_bytes() < bytes.len() as u64 { Ok((digest, form, stored)) } else { raw(digest, Reason::NotSmaller) }
+    match encoded {
+        Ok((digest, tensor)) if tensor.stored_bytes() < bytes.len() as u64 => Ok((digest, form, Stored::Coded(tensor))),
+        Ok((digest, _)) => Ok((digest, form.not_smaller(), Stored::Raw(bytes))),
+        Err(EncoderError::Unpackable(why)) => encode_tensor(bytes, Form::NotPacked(grid, why), options, encoder),
+        Err(EncoderError::TooLarge) => Ok((Digest::of(bytes), Form::Raw(Reason::TooLarge), Stored::Raw(bytes))),
+        Err(error) => Err(error),
+    }
 }
 
 /// A part of a shard as its header names it.
@@ -781,7 +774,7 @@ fn header_bound(
     for (info, decision) in header.tensors.iter().zip(decisions) {
         match decision.form.grid() {
             None => parts.push((info.name.clone(), info.dtype, info.shape.clone())),
-            Some(grid) => parts.extend(manifest::sections_of(decision.form.encoding()).iter().map(|&section| {
+            Some(grid) => parts.extend(sections_at_most(decision.form).iter().map(|&section| {
                 let bytes = section.fixed_bytes(grid).unwrap_or(info.bytes as usize);
                 (section_name(&info.name, section), dtype_of(section), section.shape(grid, bytes))
             })),
@@ -794,6 +787,15 @@ fn header_bound(
     parts.push((SOURCE_HEADER.into(), Dtype::U8, vec![header_bytes as usize]));
     let entries = parts.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice(), [most, most]));
     header_to_bytes(metadata, entries, 0).len() as u64
+}
+
+/// The sections of a form or of what may take its place, whichever a header names at greater length: palette has one section
+/// more than packed, and longer names.
+fn sections_at_most(form: Form) -> &'static [Section] {
+    match form.encoding() {
+        Encoding::Packed => manifest::sections_of(Encoding::Palette),
+        encoding => manifest::sections_of(encoding),
+    }
 }
 
 /// The index of the stored names: the source's metadata with the stored size.

@@ -2,7 +2,7 @@
 
 use std::{error::Error, io, path::PathBuf};
 
-use crate::{CodecError, safetensors::HeaderError};
+use crate::{CodecError, manifest::Version, safetensors::HeaderError};
 
 /// What an error means for whoever asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -216,16 +216,14 @@ pub enum BundleError {
         path: PathBuf,
     },
     /// A format from the future.
-    #[error("{}: format version {major}.{minor} is newer than this program's {supported}; update the program", path.display())]
+    #[error("{}: format version {version} is newer than this program's {supported}; update the program", path.display())]
     NewerVersion {
         /// The manifest.
         path: PathBuf,
-        /// Major version found.
-        major: u32,
-        /// Minor version found.
-        minor: u32,
-        /// Major version understood.
-        supported: u32,
+        /// Version found.
+        version: Version,
+        /// Version understood.
+        supported: Version,
     },
     /// The manifest is damaged.
     #[error("{}: manifest: {reason}", path.display())]

@@ -66,6 +66,8 @@ named! {
         Inference = "inference",
         /// Every eligible tensor in scope as packed palette indices.
         Palette = "palette",
+        /// As it is resident on a GPU: every eligible tensor in scope packed, or palette where that cannot be.
+        Resident = "resident",
     }
 }
 
@@ -74,7 +76,7 @@ impl Profile {
     pub const fn default_scope(self) -> Scope {
         match self {
             Self::Inference => Scope::Mlp,
-            Self::Distribution | Self::Palette => Scope::All,
+            Self::Distribution | Self::Palette | Self::Resident => Scope::All,
         }
     }
 }
@@ -100,6 +102,8 @@ named! {
         Huffman = "huffman",
         /// Packed palette indices (`docs/format.md` A.7).
         Palette = "palette",
+        /// The 12-bit resident form (`docs/format.md` A.9).
+        Packed = "packed",
     }
 }
 
@@ -194,6 +198,6 @@ mod tests {
             assert_eq!(serde_json::to_string(profile).unwrap(), format!("\"{profile}\""));
         }
         let error = "zip".parse::<Encoding>().unwrap_err().to_string();
-        assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette");
+        assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette, packed");
     }
 }

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use super::{BundleError, Encoding, files, files::Mapped};
 use crate::{
-    CompressedTensor, Digest, HuffmanTensor, PaletteTensor, Section, decode,
+    CompressedTensor, Digest, HuffmanTensor, PackedTensor, PaletteTensor, Section, decode,
     manifest::{self, FileEntry, Manifest, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
     safetensors::{Dtype, HEADER_MAX, Header, TensorInfo},
 };
@@ -243,16 +243,17 @@ impl Shard {
     pub(crate) fn tensor(&self, index: usize) -> Result<CompressedTensor<&[u8]>, BundleError> {
         let entry = &self.file.tensors[index];
         let places = &self.places[index];
-        let Some(grid) = entry.grid().filter(|_| entry.encoding != Encoding::Raw) else {
-            return Ok(CompressedTensor::Raw(self.bytes(&places[0])));
-        };
+        // The manifest was checked: a raw tensor, and no other, has no rows and columns.
+        let Some(grid) = entry.grid() else { return Ok(CompressedTensor::Raw(self.bytes(&places[0]))) };
         let section = |section: Section| {
             let at = entry.sections.iter().position(|s| s.name == section);
             at.map_or(&[][..], |at| self.bytes(&places[at]))
         };
         let tensor = match entry.encoding {
+            Encoding::Raw => return Ok(CompressedTensor::Raw(self.bytes(&places[0]))),
+            Encoding::Huffman => HuffmanTensor::from_sections(grid, section).map(CompressedTensor::Huffman),
             Encoding::Palette => PaletteTensor::from_sections(grid, section).map(CompressedTensor::Palette),
-            _ => HuffmanTensor::from_sections(grid, section).map(CompressedTensor::Huffman),
+            Encoding::Packed => PackedTensor::from_sections(grid, section).map(CompressedTensor::Packed),
         };
         tensor.map_err(|source| self.codec_error(index, source))
     }
@@ -268,17 +269,9 @@ impl Shard {
 
     /// Decodes a tensor into `out` and compares it with its digest; a difference is blamed on the section that has one.
     pub(crate) fn decode(&self, index: usize, out: &mut [u8]) -> Result<(), BundleError> {
-        let decoded = self.tensor(index).and_then(|tensor| {
-            match &tensor {
-                CompressedTensor::Raw(bytes) => {
-                    copy(bytes, out);
-                    Ok(())
-                }
-                CompressedTensor::Huffman(tensor) => decode::huffman(tensor, out),
-                CompressedTensor::Palette(tensor) => decode::palette(tensor, out),
-            }
-            .map_err(|source| self.codec_error(index, source))
-        });
+        let decoded = self
+            .tensor(index)
+            .and_then(|tensor| decode::stored(&tensor, out).map_err(|source| self.codec_error(index, source)));
         let entry = &self.file.tensors[index];
         let digest = decoded.as_ref().map(|()| Digest::of(out));
         if digest.as_ref().is_ok_and(|digest| *digest == entry.digest) {
@@ -352,12 +345,6 @@ impl Shard {
             })
             .collect()
     }
-}
-
-/// Copies on the current pool.
-fn copy(from: &[u8], to: &mut [u8]) {
-    const PIECE: usize = 1 << 20;
-    to.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE)).for_each(|(to, from)| to.copy_from_slice(from));
 }
 
 /// safetensors type of a section.

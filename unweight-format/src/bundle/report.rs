@@ -22,7 +22,7 @@ pub struct TensorReport {
     pub shape: Vec<usize>,
     /// The form it is stored in.
     pub encoding: Encoding,
-    /// Why it is stored raw.
+    /// Why it is stored raw, or as palette in a resident bundle.
     pub reason: Option<String>,
     /// Elements.
     pub elements: u64,
