@@ -163,12 +163,11 @@ fn exponents(bundle: &Bundle, tensors: &[TensorReport], output: Output) -> Resul
             let name = format!("{}: tensor '{}': {source}", tensor.file, tensor.name);
             Failure::mismatch(name, "`unweight verify` tells more")
         };
-        let histogram = match bundle.tensor(&tensor.name)? {
+        let histogram = match bundle.tensor_in(&tensor.file, &tensor.name)? {
             CompressedTensor::Raw(bytes) => Histogram::of(bytes),
-            CompressedTensor::Huffman(stored) => Histogram::of(&decode::to_vec(&stored).map_err(damaged)?),
-            CompressedTensor::Palette(stored) => {
-                let mut bytes = vec![0; stored.grid().elements() * 2];
-                decode::palette(&stored, &mut bytes).map_err(damaged)?;
+            coded => {
+                let mut bytes = vec![0; tensor.original_bytes as usize];
+                decode::stored(&coded, &mut bytes).map_err(damaged)?;
                 Histogram::of(&bytes)
             }
         };

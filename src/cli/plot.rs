@@ -25,6 +25,7 @@ const FONT: &str = "sans-serif";
 const RAW: RGBColor = RGBColor(0xbb, 0xbb, 0xbb);
 const HUFFMAN: RGBColor = RGBColor(0x00, 0x72, 0xb2);
 const PALETTE: RGBColor = RGBColor(0xe6, 0x9f, 0x00);
+const PACKED: RGBColor = RGBColor(0x00, 0x9e, 0x73);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Chart<'b, 'a> = ChartContext<'b, SVGBackend<'a>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
@@ -86,7 +87,13 @@ pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
             125.0,
             ("stored, % of the original", &whole),
         )?;
-        for (encoding, colour) in [(Encoding::Raw, RAW), (Encoding::Huffman, HUFFMAN), (Encoding::Palette, PALETTE)] {
+        let colours = [
+            (Encoding::Raw, RAW),
+            (Encoding::Huffman, HUFFMAN),
+            (Encoding::Palette, PALETTE),
+            (Encoding::Packed, PACKED),
+        ];
+        for (encoding, colour) in colours {
             let own = || tensors.iter().enumerate().filter(|(_, tensor)| tensor.encoding == encoding);
             if own().next().is_none() {
                 continue;

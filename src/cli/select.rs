@@ -13,7 +13,7 @@ use super::output::{self, Table};
 /// Options that decide the form of each tensor.
 #[derive(Args)]
 pub struct Select {
-    /// What the bundle is for: distribution (smallest), inference (as the kernels run it) or palette
+    /// What the bundle is for: distribution (smallest), inference (hard and easy layers), palette, or resident (12 bits, fastest to run)
     #[arg(long, value_name = "PROFILE", default_value = "distribution", value_parser = profile)]
     profile: Profile,
     /// Tensors to compress: mlp, linear (mlp and attention) or all [default: all; with --profile inference: mlp]
@@ -112,7 +112,7 @@ pub fn tensors(tensors: &[TensorReport]) -> Table {
         ">original",
         ">stored",
         ">bits/element",
-        "why raw",
+        "reason",
     ]);
     for tensor in tensors {
         table.row([
