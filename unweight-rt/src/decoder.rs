@@ -56,7 +56,21 @@ impl Decoder {
                 grid.cols()
             ));
         }
-        self.enqueue(stream, DecodeOutput::Full, tensor, output.data_mut().address())
+        self.full_into(stream, tensor, output.data_mut())
+    }
+
+    /// As [`Decoder::full`], to the front of a buffer.
+    pub fn full_into(
+        &self,
+        stream: &Stream,
+        tensor: &DeviceHuffman,
+        output: &mut DeviceBuffer<u16>,
+    ) -> Result<(), DeviceError> {
+        let (room, needed) = (output.len(), tensor.grid().elements());
+        if room < needed {
+            return self.kernel.refuse(format!("output of {room} elements, the tensor has {needed}"));
+        }
+        self.enqueue(stream, DecodeOutput::Full, tensor, output.address())
     }
 
     /// Enqueues the decoding of exponents, u8 `[tiles, 64, 64]`. What it leaves in pad columns and rows is not specified.

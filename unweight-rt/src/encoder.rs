@@ -7,7 +7,7 @@
 //! Everything a stage needs of the one before is on the device; the host looks at the totals once, at the end. Buffers are sized for the
 //! worst case (319 bits a row, every row verbatim), so that nothing has to be measured before it can be written.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use unweight_codegen::{
     abi::EncodeArgs,
@@ -15,15 +15,19 @@ use unweight_codegen::{
     spec::{EncodeStage, Op, VariantSpec},
 };
 use unweight_format::{
-    CodeLimit, CompressedTensor, Digest, Grid, HuffmanTensor, Matrix, PaletteTensor, Section, TileMetadata,
+    CodeLimit, CompressedTensor, Digest, Grid, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section,
+    TileMetadata,
     bundle::{Encoder, EncoderError, Encoding},
     layout::{TILE_WORDS_MAX, WORDS_ALIGN},
+    packed,
 };
 
 use crate::{
     device::{DeviceBuffer, DeviceError, Stream},
     dispatch::Kernels,
     module::LoadedKernel,
+    packer::{PackError, Packer},
+    tensor::DeviceMatrix,
 };
 
 /// The stages of a Huffman tensor, in order.
@@ -50,7 +54,8 @@ pub struct GpuEncoder {
 #[derive(Debug)]
 pub struct BundleEncoder {
     encoder: GpuEncoder,
-    stream: Mutex<Stream>,
+    /// One tensor at a time.
+    device: Mutex<(Stream, Packer)>,
 }
 
 impl BundleEncoder {
@@ -59,7 +64,14 @@ impl BundleEncoder {
     /// # Errors
     /// The device or the compiler is missing, or failed.
     pub fn new(kernels: &Kernels, limit: CodeLimit) -> Result<Self, DeviceError> {
-        Ok(Self { encoder: GpuEncoder::new(kernels, limit)?, stream: Mutex::new(kernels.device().stream()?) })
+        let stream = kernels.device().stream()?;
+        let packer = Packer::new(&stream, kernels)?;
+        Ok(Self { encoder: GpuEncoder::new(kernels, limit)?, device: Mutex::new((stream, packer)) })
+    }
+
+    /// A panic of another thread leaves the stream as usable as it was, and the packer's memory is written before it is read.
+    fn device(&self) -> MutexGuard<'_, (Stream, Packer)> {
+        self.device.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -76,17 +88,30 @@ impl Encoder for BundleEncoder {
         }
         let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
         let digest = Digest::of(matrix.bytes());
-        // A panic of another thread leaves the stream as usable as it was.
-        let stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let (stream, _) = &*self.device();
         let tensor = match encoding {
             Encoding::Raw => CompressedTensor::Raw(matrix.bytes().to_vec()),
-            Encoding::Huffman => CompressedTensor::Huffman(self.encoder.encode(&stream, matrix).map_err(failed)?),
+            Encoding::Huffman => CompressedTensor::Huffman(self.encoder.encode(stream, matrix).map_err(failed)?),
             Encoding::Palette => {
-                CompressedTensor::Palette(self.encoder.encode_palette(&stream, matrix).map_err(failed)?)
+                CompressedTensor::Palette(self.encoder.encode_palette(stream, matrix).map_err(failed)?)
             }
             other => return Err(EncoderError::Failed(format!("no kernel makes the form '{other}'").into())),
         };
         Ok((digest, tensor))
+    }
+
+    fn pack(&self, matrix: Matrix<'_>) -> Result<(Digest, PackedTensor<Vec<u8>>), EncoderError> {
+        packed::packable_shape(matrix.grid())?;
+        let digest = Digest::of(matrix.bytes());
+        let (stream, packer) = &mut *self.device();
+        let mut packed = || -> Result<PackedTensor<Vec<u8>>, PackError> {
+            Ok(packer.pack(stream, &DeviceMatrix::upload(stream, matrix)?)?.download(stream)?)
+        };
+        match packed() {
+            Ok(tensor) => Ok((digest, tensor)),
+            Err(PackError::Unpackable(why)) => Err(why.into()),
+            Err(PackError::Device(error)) => Err(EncoderError::Failed(Box::new(error))),
+        }
     }
 }
 

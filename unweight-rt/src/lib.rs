@@ -26,6 +26,7 @@ pub mod launch;
 pub mod matmul;
 pub mod module;
 pub mod nvrtc;
+pub mod packer;
 pub mod tensor;
 pub mod tma;
 pub mod toolchain;

@@ -5,7 +5,7 @@
 
 use bytemuck::Pod;
 use unweight_format::{
-    Grid, HuffmanTensor, PaletteTensor, TileMetadata,
+    Grid, HuffmanTensor, Matrix, PaletteTensor, TileMetadata,
     packed::{self, PackedTensor, Window},
 };
 
@@ -37,6 +37,13 @@ impl DeviceMatrix {
     /// A copy on the device.
     pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
         Ok(Self { data: self.data.duplicate(stream)?, ..*self })
+    }
+
+    /// A copy of a matrix.
+    pub fn upload(stream: &Stream, matrix: Matrix<'_>) -> Result<Self, DeviceError> {
+        // A grid's dimensions fit 32 bits.
+        let (rows, cols) = (matrix.grid().rows() as u32, matrix.grid().cols() as u32);
+        Self::from_host(stream, rows, cols, &pods(matrix.bytes())?)
     }
 
     /// Rows.

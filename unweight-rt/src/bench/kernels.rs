@@ -1,4 +1,4 @@
-//! The report's families: decoders, encoder, reconstructive matmuls.
+//! The report's families: decoders, encoder, reconstructive matmuls; and the conversions of the packed form.
 
 use serde::Serialize;
 use unweight_codegen::{
@@ -6,7 +6,7 @@ use unweight_codegen::{
     plan::Problem,
     spec::{Arch, DecodeOutput, EncodeStage, Epilogue},
 };
-use unweight_format::{CodeLimit, Grid, HuffmanTensor, Matrix, encode};
+use unweight_format::{CodeLimit, Grid, HuffmanTensor, Matrix, encode, packed};
 
 use super::{
     data::{halves, normal_bf16, relative_error},
@@ -19,6 +19,7 @@ use crate::{
     dispatch::{Kernels, Source, candidates, decoder},
     encoder::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
     matmul::Matmul,
+    packer::{PackError, Packer},
     tensor::{DeviceHuffman, DeviceMatrix},
 };
 
@@ -33,6 +34,8 @@ pub struct BenchOptions {
     pub decode: bool,
     /// Measure the encoder.
     pub encode: bool,
+    /// Measure the conversions of the packed form.
+    pub packed: bool,
     /// Measure the matmuls.
     pub matmul: bool,
     /// Every variant of Table 5 that fits the shape, rather than the heuristic's first choice.
@@ -48,6 +51,7 @@ impl Default for BenchOptions {
             batches: vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
             decode: true,
             encode: true,
+            packed: true,
             matmul: true,
             all_variants: false,
             code_limit: CodeLimit::DEFAULT.bits(),
@@ -86,6 +90,9 @@ pub fn bench_kernels(
         }
         if options.encode {
             rows.extend(bench.encode(matrix, &tensor, progress)?);
+        }
+        if options.packed && packed::packable_shape(matrix.grid()).is_ok() {
+            rows.extend(bench.packed(matrix, progress)?);
         }
         if options.matmul {
             rows.extend(bench.matmul(&tensor, progress)?);
@@ -198,6 +205,48 @@ impl Bench<'_> {
         }
         let rows = self.timer.measure("encode", contenders, copies, problem(0, grid), progress);
         drop(buffers);
+        rows
+    }
+
+    fn packed(&self, matrix: Matrix<'_>, progress: &dyn Fn(&str)) -> Result<Vec<Row>, DeviceError> {
+        let (grid, stream) = (matrix.grid(), self.timer.stream);
+        let copies = self.timer.copies(grid.elements() * 2);
+        let weights = self.timer.each(copies, |_| DeviceMatrix::upload(stream, matrix))?;
+        let mut whole =
+            self.timer.each(copies, |_| DeviceMatrix::zeroed(stream, grid.rows() as u32, grid.cols() as u32))?;
+        let mut packer = Packer::new(stream, self.kernels)?;
+        let mut tensors = Vec::new();
+        for weights in &weights {
+            match packer.pack(stream, weights) {
+                Ok(tensor) => tensors.push(tensor),
+                Err(PackError::Device(error)) => return Err(error),
+                Err(PackError::Unpackable(why)) => {
+                    progress(&format!("packed form left out: {why}"));
+                    return Ok(Vec::new());
+                }
+            }
+        }
+        (0..copies).try_for_each(|copy| packer.unpack(stream, &tensors[copy], &mut whole[copy]))?;
+        if whole[copies - 1].data().to_host(stream)? != halves(matrix.bytes()) {
+            return Err(DeviceError::Shape("unpack does not give the weights back; run the gpu tests".to_owned()));
+        }
+        let (raw, stored) = (weights[0].data().bytes() as u64, tensors[0].bytes());
+        let mut contenders = Vec::new();
+        // Stages depend on those before, as in encoding. Lists read again only the row blocks that have one.
+        for (steps, name, bytes) in
+            [(1, "stats", raw), (2, "stats+pack", 2 * raw + stored), (3, "stats+pack+lists", 2 * raw + stored)]
+        {
+            let (graph, launches) =
+                self.timer.record(copies, |copy| packer.again(stream, &weights[copy], &mut tensors[copy], steps))?;
+            let name = name.to_owned();
+            contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: false });
+        }
+        let (graph, launches) =
+            self.timer.record(copies, |copy| packer.unpack(stream, &tensors[copy], &mut whole[copy]))?;
+        let name = "unpack".to_owned();
+        contenders.push(Contender { name, graph, launches, bytes: raw + stored, error: None, dispatched: false });
+        let rows = self.timer.measure("packed", contenders, copies, problem(0, grid), progress);
+        drop((packer, tensors, weights, whole));
         rows
     }
 
