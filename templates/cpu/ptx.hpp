@@ -106,7 +106,9 @@ inline u32 bf16_bits(float v) {
     if (v != v) return 0x7fff;
     return (b + 0x7fff + (b >> 16 & 1)) >> 16;
 }
+inline float exp2_approx(float v) { return __builtin_exp2f(v); }
 inline u32 pack_bf16x2(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+inline void pin(u32&) {}
 [[noreturn]] inline void trap() { cpu::fail("trap"); }
 
 // ---- memory.cuh ----------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ struct Operands {
         set<3>(packed);
     }
 
-private:
+    // One of the four.
     template <u32 kStep>
     UW_DEVICE void set(const PackedBlock& packed) {
         const Operand a = packed.operand<kStep>();

@@ -19,11 +19,13 @@
 //   args.x: box 64 x kBatchTile. args.y_map: bf16 [m, n], box 64 (n) x 32 (m), 128-byte swizzle.
 //   kStreamK: workspace = grid * 64 * kWarpgroups * kBatchTile fp32, counters = grid * kWarpgroups u32 (zero before, zero after). Otherwise neither.
 //
-// Shared memory = kStages * (kBatchTile * 128 + kWarpgroups * 6144 + 16) + kWarpgroups * (kStoreBuffers * kStoreRows * 128 + 8), where kStoreRows is 64 if
-//   kBatchTile is a multiple of 64 above 64, else 32, and kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)). Sections: kX, kW, kStaging, kBarriers.
+// Shared memory = kStages * (kBatchTile * 128 + kWarpgroups * (6144 + E) + 16) + kWarpgroups * (kStoreBuffers * kStoreRows * 128 + 8), where E is 256 with kEscapes,
+//   else 0, kStoreRows is 64 if kBatchTile is a multiple of 64 above 64, else 32, and kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)).
+//   Sections: kX, kW, kStaging, kRecords (with kEscapes), kBarriers.
 //
-// Roles: warp 0 loads (an elected lane issues, per step of 64 k, one box of X and one 6144-byte copy of W per warpgroup); warps 1..3 leave; warpgroups 1.. decode
-// and multiply. One step of a warpgroup: wgmma on operands decoded before | the next step's 3 x 16 bytes a lane | wait for the step before | decode.
+// Roles: warp 0 loads (an elected lane issues, per step of 64 k, one box of X and one 6144-byte copy of W per warpgroup); warps 1.. find the escapes, one warp for
+// each warpgroup that multiplies, and lay their records beside W; warpgroups 1.. decode and multiply. One step of a warpgroup, in quarters of 16 k: wgmma on operands
+// decoded before | a quarter of the next step's 3 x 16 bytes a lane, decoded | ... | the next step's records, if it has any.
 #pragma once
 
 #include "unweight/fused/escapes.cuh"
@@ -47,6 +49,11 @@ constexpr u32 kWarpgroupThreads = 128;
 constexpr u32 kWarpgroupWarps = 4;
 constexpr u32 kBoxRows = 32;  // of args.y_map
 
+// The escapes of a row block in a slot: their number, up to kSlotRecords records, and the index of the list for those that do not fit.
+constexpr u32 kSlotRecords = 14;
+constexpr u32 kBlockRecordBytes = (1 + kSlotRecords + 1) * 4;
+constexpr u32 kTileRecordBytes = fused::kTileBlocks * kBlockRecordBytes;
+
 template <class Config>
 constexpr u32 kThreads = (Config::kWarpgroups + 1) * kWarpgroupThreads;
 
@@ -64,7 +71,8 @@ struct Smem {
     static constexpr u32 kX = 0;
     static constexpr u32 kW = kX + Config::kStages * kXBytes;
     static constexpr u32 kStaging = kW + Config::kStages * kWBytes;
-    static constexpr u32 kBarriers = kStaging + Config::kWarpgroups * kStoreBuffers * kPieceBytes;
+    static constexpr u32 kRecords = kStaging + Config::kWarpgroups * kStoreBuffers * kPieceBytes;
+    static constexpr u32 kBarriers = kRecords + (Config::kEscapes ? Config::kStages * Config::kWarpgroups * kTileRecordBytes : 0);
     static constexpr u32 kOldBarriers = kBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;  // one a warpgroup: the old Y has landed
     static constexpr u32 kBytes = kOldBarriers + Config::kWarpgroups * 8;
 
@@ -126,7 +134,6 @@ struct Kernel {
     static constexpr u32 kAccumulators = Config::kBatchTile / 2;
     static constexpr u32 kTileRows = Config::kWarpgroups * kTile;
     static constexpr u32 kPartialFloats = kTileRows * Config::kBatchTile;
-    static constexpr u32 kHeadBatch = 32;  // steps whose heads one load of a warp brings: one a lane
     // Of 65536: two warpgroups 128 * (40 + 2 * 232), three 128 * (32 + 3 * 160). One needs no budget: 256 threads may have 255 each.
     static constexpr bool kBudgets = Config::kWarpgroups > 1;
     static constexpr u32 kProducerRegisters = Config::kWarpgroups == 2 ? 40 : 32;
@@ -134,6 +141,8 @@ struct Kernel {
     static_assert(Config::kBatchTile % 32 == 0 && Config::kBatchTile >= 32 && Config::kBatchTile <= 256, "the n of wgmma in whole store boxes");
     static_assert(Config::kWarpgroups >= 1 && Config::kWarpgroups <= 3, "registers for up to three warpgroups");
     static_assert(Config::kStages >= 2, "a step is decoded while another multiplies");
+    // Whether a step is taken from the ring a whole step before it is decoded: hides the latency of shared memory, and keeps one slot longer.
+    static constexpr bool kFetchEarly = Config::kStages > 4;
     static_assert(!(Config::kDumpOperands && Config::kStreamK), "both would use the workspace");
 
     const FusedArgs& args;
@@ -160,9 +169,10 @@ struct Kernel {
     }
     UW_DEVICE u32 x_slot(u32 slot) const { return shared + S::kX + slot * S::kXBytes; }
     UW_DEVICE u32 w_slot(u32 slot) const { return shared + S::kW + slot * S::kWBytes; }
+    UW_DEVICE u32 record_slot(u32 slot, u32 warpgroup) const { return shared + S::kRecords + (slot * Config::kWarpgroups + warpgroup) * kTileRecordBytes; }
 
     UW_DEVICE void setup() const {
-        ring.init(1, Config::kWarpgroups * kWarpgroupWarps);
+        ring.init(Config::kEscapes ? 1 + Config::kWarpgroups : 1, Config::kWarpgroups * kWarpgroupWarps);
 #pragma unroll
         for (u32 g = 0; g < Config::kWarpgroups; ++g) ptx::mbarrier_init(shared + S::kOldBarriers + g * 8, 1);
         ptx::fence_mbarrier_init();
@@ -209,6 +219,57 @@ struct Kernel {
         }
     }
 
+    // ---- escapes ---------------------------------------------------------------------------------------------------
+    // A warp: brings the records of one warpgroup's tiles next to the weights, ahead of the warps that multiply, for which every load from far away would be a stall
+    // of the tensor cores. Lane l holds the heads of step l of 32 and, on their way, of the 32 after.
+    UW_DEVICE void scout(u32 warpgroup) {
+        const u32 lane = ptx::lane_index();
+        for (Segment s = schedule.next(); s.exists(); s = schedule.next()) {
+            const u32* row = args.escape_heads + u64(tile_row(s, warpgroup)) * args.tile_cols * fused::kTileBlocks;
+            U32x4 heads{0, 0, 0, 0}, next = load_heads(row, s.first + lane, s);
+            u32 any = 0;
+            for (u32 step = s.first; step < s.last; ++step) {
+                const u32 turn = (step - s.first) % 32;
+                if (turn == 0) {
+                    heads = next;
+                    next = load_heads(row, step + 32 + lane, s);
+                    any = ptx::warp_ballot((heads.x | heads.y | heads.z | heads.w) != 0);
+                    prefetch_list(heads.x);
+                    prefetch_list(heads.y);
+                    prefetch_list(heads.z);
+                    prefetch_list(heads.w);
+                }
+                ring.wait_empty(cursor);
+                const u32 to = record_slot(cursor.slot, warpgroup);
+                if (any >> turn & 1) {
+                    const u32 mine[fused::kTileBlocks] = {ptx::shuffle(heads.x, turn), ptx::shuffle(heads.y, turn), ptx::shuffle(heads.z, turn),
+                                                          ptx::shuffle(heads.w, turn)};
+                    u32 records[fused::kTileBlocks];
+#pragma unroll
+                    for (u32 b = 0; b < fused::kTileBlocks; ++b) records[b] = mine[b] == 0 ? 0 : fused::read_records(mine[b], args.escapes, args.escape_words, lane);
+#pragma unroll
+                    for (u32 b = 0; b < fused::kTileBlocks; ++b) {
+                        const u32 word = lane == kSlotRecords + 1 ? mine[b] & ~fused::kListHead : records[b];
+                        if (lane <= kSlotRecords + 1) ptx::store_shared(to + b * kBlockRecordBytes + lane * 4, word);
+                    }
+                } else if (lane < fused::kTileBlocks) {
+                    ptx::store_shared(to + lane * kBlockRecordBytes, 0);
+                }
+                ptx::sync_warp();
+                if (lane == 0) ptx::mbarrier_arrive(ring.full(cursor.slot));
+                cursor.advance();
+            }
+        }
+    }
+    UW_DEVICE static U32x4 load_heads(const u32* row, u32 step, const Segment& s) {
+        return step < s.last ? ptx::load_global_nc_x4(row + step * fused::kTileBlocks) : U32x4{0, 0, 0, 0};
+    }
+    // Lists are rare and far away: have them near when their step comes.
+    UW_DEVICE void prefetch_list(u32 head) const {
+        const u32 list = head & ~fused::kListHead;
+        if (list != head && list < args.escape_words) ptx::prefetch_l2(args.escapes + list);
+    }
+
     // ---- multiply --------------------------------------------------------------------------------------------------
     struct Place {
         u32 thread, warp, lane;  // inside the warpgroup
@@ -234,52 +295,39 @@ struct Kernel {
         }
     }
 
-    // Escape heads of the warp's row block in 32 steps, one step a lane, and those of the 32 steps after, on their way.
-    struct Heads {
-        u32 words, next;
-        u32 steps;  // bit i: step i of the 32 has an escape
-    };
-
     // What a warp has of a step before it decodes it.
     struct Fetched {
         fused::PackedBlock packed;
-        u32 head, records;
+        u32 records, count;  // where its row block's escapes lie, and how many they are
     };
 
-    UW_DEVICE u32 load_heads(const Segment& s, u32 step, const Place& p) const {
-        const u32 mine = step + p.lane;
-        if (mine >= s.last) return 0;
-        const u64 tile = u64(tile_row(s, p.warpgroup)) * args.tile_cols + mine;
-        return ptx::load_global_nc(args.escape_heads + tile * fused::kTileBlocks + p.warp);
-    }
-
-    UW_DEVICE void turn_heads(Heads& heads, const Segment& s, u32 step, const Place& p) const {
-        heads.words = heads.next;
-        heads.next = load_heads(s, step + kHeadBatch, p);
-        heads.steps = ptx::warp_ballot(heads.words != 0);
-        // Lists are rare and far away: have them near when their step comes.
-        const u32 list = heads.words & ~fused::kListHead;
-        if (list != heads.words && list < args.escape_words) ptx::prefetch_l2(args.escapes + list);
-    }
-
-    UW_DEVICE Fetched fetch(const Segment& s, u32 step, Heads& heads, const Place& p) {
-        u32 head = 0, records = 0;
-        if constexpr (Config::kEscapes) {
-            const u32 turn = (step - s.first) % kHeadBatch;
-            if (turn == 0) turn_heads(heads, s, step, p);
-            if (heads.steps >> turn & 1) {
-                head = ptx::shuffle(heads.words, turn);
-                records = fused::read_records(head, args.escapes, args.escape_words, p.lane);
-            }
-        }
+    // Takes the next step from the ring, as far as registers.
+    UW_DEVICE Fetched fetch(const Place& p) {
         ring.wait_full(cursor);
-        return {fused::PackedBlock(w_slot(cursor.slot) + p.warpgroup * fused::kTileBytes + p.warp * fused::kBlockBytes, p.lane), head, records};
+        const u32 block = w_slot(cursor.slot) + p.warpgroup * fused::kTileBytes + p.warp * fused::kBlockBytes;
+        const u32 records = record_slot(cursor.slot, p.warpgroup) + p.warp * kBlockRecordBytes;
+        cursor.advance();
+        return {fused::PackedBlock(block, p.lane), records, Config::kEscapes ? ptx::load_shared(records) : 0};
     }
 
-    UW_DEVICE void decode(fused::Operands& operands, const Fetched& f, const Segment& s, u32 step, const Place& p) const {
-        operands = fused::Operands(f.packed);
-        if constexpr (Config::kEscapes) {
-            if (f.head != 0) fused::apply_records(operands, f.records, f.head, args.escapes, args.escape_words, p.lane);
+    // A quarter of a step. Not before the instructions that stand before it: they waited for the last reader of these registers.
+    template <u32 kStep>
+    UW_DEVICE static void decode(fused::Operands& operands, Fetched& f) {
+#pragma unroll
+        for (u32 i = 0; i < 3; ++i) ptx::pin(f.packed.words[3 * kStep + i]);
+        operands.template set<kStep>(f.packed);
+    }
+
+    UW_DEVICE void patch(fused::Operands& operands, const Fetched& f, const Segment& s, u32 step, const Place& p) const {
+        if (Config::kEscapes && f.count != 0) {
+            const u32 count = f.count < fused::kBlockElements ? f.count : fused::kBlockElements;
+            for (u32 i = 1; i <= count && i <= kSlotRecords; ++i) fused::patch(operands, ptx::load_shared(f.records + i * 4), p.lane);
+            if (count > kSlotRecords) {
+                const u32 index = ptx::load_shared(f.records + (kSlotRecords + 1) * 4);
+                for (u32 i = kSlotRecords + 1; i <= count && i < args.escape_words - index; ++i) {
+                    fused::patch(operands, ptx::load_global_nc(args.escapes + index + i), p.lane);
+                }
+            }
         }
         if constexpr (Config::kDumpOperands) dump(operands, s, step, p);
     }
@@ -292,47 +340,74 @@ struct Kernel {
         for (u32 r = 0; r < kSteps * 4; ++r) ptx::store_global(out + r * 32, operands.p[r]);
     }
 
-    // One step, in flight when it returns.
-    UW_DEVICE void issue(float (&sums)[kAccumulators], const fused::Operands& operands) {
-        const u64 x = mma::k_major_descriptor(x_slot(cursor.slot));
+    // A quarter of a step, in flight when it returns.
+    template <u32 kStep>
+    UW_DEVICE static void issue(float (&sums)[kAccumulators], const fused::Operands& operands, u64 x) {
+        const u32 a[4] = {operands.p[4 * kStep], operands.p[4 * kStep + 1], operands.p[4 * kStep + 2], operands.p[4 * kStep + 3]};
         ptx::wgmma_fence();
-#pragma unroll
-        for (u32 k16 = 0; k16 < kSteps; ++k16) {
-            const u32 a[4] = {operands.p[4 * k16], operands.p[4 * k16 + 1], operands.p[4 * k16 + 2], operands.p[4 * k16 + 3]};
-            ptx::wgmma(sums, a, x + k16 * mma::kDescriptorStepK16);
-        }
+        ptx::wgmma(sums, a, x + kStep * mma::kDescriptorStepK16);
         ptx::wgmma_commit_group();
-        cursor.advance();
     }
 
-    UW_DEVICE void release(u32& slot, const Place& p) const {
-        if (p.lane == 0) ring.release(slot);
-        slot = slot + 1 == Config::kStages ? 0 : slot + 1;
+    // Slots of X in the order of steps: the one to multiply, and the one to give back.
+    struct Slots {
+        u32 multiply, release;
+        UW_DEVICE static void next(u32& slot) { slot = slot + 1 == Config::kStages ? 0 : slot + 1; }
+    };
+    UW_DEVICE void release(Slots& slots, const Place& p) const {
+        if (p.lane == 0) ring.release(slots.release);
+        Slots::next(slots.release);
     }
 
-    // While one step multiplies, the next is decoded into the other set of operands.
-    UW_DEVICE void multiply(float (&sums)[kAccumulators], const Segment& s, Heads& heads, const Place& p) {
-        fused::Operands even, odd;
-        u32 step = s.first, released = cursor.slot;
-        decode(even, fetch(s, step, heads, p), s, step, p);
-        const auto advance = [&](fused::Operands& operands) {
-            ++step;
-            if (step == s.last) return false;
-            const Fetched f = fetch(s, step, heads, p);
-            ptx::wgmma_wait_group<1>();
-            if (step - s.first >= 2) release(released, p);
-            decode(operands, f, s, step, p);
-            return true;
-        };
-        for (;;) {
-            issue(sums, even);
-            if (!advance(odd)) break;
-            issue(sums, odd);
-            if (!advance(even)) break;
-        }
+    // Multiplies a step and decodes the next, quarter by quarter, so that the tensor cores always have work queued. Quarters of a warpgroup multiply in order:
+    // when the wait after quarter i leaves four in flight, quarter i of the step before has read its operands, whose registers take the next step's.
+    UW_DEVICE void overlap(float (&sums)[kAccumulators], const fused::Operands& operands, fused::Operands& following, Fetched& f, Slots& slots, const Segment& s, u32 step,
+                           const Place& p) {
+        const u64 x = mma::k_major_descriptor(x_slot(slots.multiply));
+        Slots::next(slots.multiply);
+        issue<0>(sums, operands, x);
+        if constexpr (!kFetchEarly) f = fetch(p);
+        ptx::wgmma_wait_group<kSteps>();
+        decode<0>(following, f);
+        issue<1>(sums, operands, x);
+        ptx::wgmma_wait_group<2>();  // all of the step before
+        if (step != s.first) release(slots, p);
+        decode<1>(following, f);
+        issue<2>(sums, operands, x);
+        decode<2>(following, f);
+        issue<3>(sums, operands, x);
+        decode<3>(following, f);
+        patch(following, f, s, step + 1, p);
+        if (kFetchEarly && step + 2 < s.last) f = fetch(p);
+    }
+
+    UW_DEVICE void multiply_last(float (&sums)[kAccumulators], const fused::Operands& operands, Slots& slots, const Segment& s, const Place& p) {
+        const u64 x = mma::k_major_descriptor(x_slot(slots.multiply));
+        issue<0>(sums, operands, x);
+        issue<1>(sums, operands, x);
+        issue<2>(sums, operands, x);
+        issue<3>(sums, operands, x);
         ptx::wgmma_wait_group<0>();
-        if (s.last - s.first >= 2) release(released, p);
-        release(released, p);
+        if (s.last - s.first > 1) release(slots, p);
+        release(slots, p);
+    }
+
+    UW_DEVICE void multiply(float (&sums)[kAccumulators], const Segment& s, const Place& p) {
+        fused::Operands even, odd;
+        u32 step = s.first;
+        Slots slots{cursor.slot, cursor.slot};
+        Fetched f = fetch(p);
+        even = fused::Operands(f.packed);
+        patch(even, f, s, step, p);
+        if (kFetchEarly && step + 1 < s.last) f = fetch(p);
+        for (;;) {
+            if (step + 1 == s.last) return multiply_last(sums, even, slots, s, p);
+            overlap(sums, even, odd, f, slots, s, step, p);
+            ++step;
+            if (step + 1 == s.last) return multiply_last(sums, odd, slots, s, p);
+            overlap(sums, odd, even, f, slots, s, step, p);
+            ++step;
+        }
     }
 
     // ---- partial sums ----------------------------------------------------------------------------------------------
@@ -356,17 +431,19 @@ struct Kernel {
     // The owner of a tile, which has its first steps, adds the others in order: the same bits in every run.
     UW_DEVICE void take(float (&sums)[kAccumulators], const Segment& s, const Place& p) const {
         const u32 end = (s.tile - schedule.whole + 1) * schedule.steps;
-        u32 worker = schedule.worker + 1;
-        for (u32 from = schedule.share_begin(worker); from < end; ++worker) {
-            const u32 to = schedule.share_begin(worker + 1);
-            if (to == from) continue;
-            from = to;
-            if (p.thread == 0) {
-                while (ptx::load_acquire_global(flag(worker, p)) == 0) {
-                }
-                ptx::store_global(flag(worker, p), 0);
+        const u32 first = schedule.worker + 1;
+        u32 last = first;
+        while (schedule.share_begin(last) < end) ++last;
+        // A thread per flag: their latencies overlap.
+        for (u32 worker = first + p.thread; worker < last; worker += kWarpgroupThreads) {
+            if (schedule.share_begin(worker) == schedule.share_begin(worker + 1)) continue;
+            while (ptx::load_acquire_global(flag(worker, p)) == 0) {
             }
-            sync_warpgroup(p);
+            ptx::store_global(flag(worker, p), 0);
+        }
+        sync_warpgroup(p);
+        for (u32 worker = first; worker < last; ++worker) {
+            if (schedule.share_begin(worker) == schedule.share_begin(worker + 1)) continue;
             const float* part = partial(worker, p);
 #pragma unroll
             for (u32 i = 0; i < kAccumulators / 4; ++i) {
@@ -442,25 +519,21 @@ struct Kernel {
 
     UW_DEVICE void consume() {
         const Place p;
-        Heads heads{0, 0, 0};
         u32 piece = 0, old_parity = 0;
         Segment s = schedule.next();
-        if (Config::kEscapes) heads.next = load_heads(s, s.first, p);
         if constexpr (Config::kDependent) ptx::grid_dependency_wait();
         while (s.exists()) {
             float sums[kAccumulators];
 #pragma unroll
             for (u32 i = 0; i < kAccumulators; ++i) sums[i] = 0.0f;
-            multiply(sums, s, heads, p);
-            const Segment following = schedule.next();
-            if (Config::kEscapes) heads.next = load_heads(following, following.first, p);
+            multiply(sums, s, p);
             if (Config::kStreamK && s.first != 0) {
                 give(sums, p);
             } else {
                 if (Config::kStreamK && s.last != schedule.steps) take(sums, s, p);
                 store(sums, s, piece, old_parity, p);
             }
-            s = following;
+            s = schedule.next();
         }
         if (p.thread == 0) ptx::bulk_wait_group<0>();
     }
@@ -475,7 +548,11 @@ struct Kernel {
         ptx::sync_block();
         if (warp < kWarpgroupWarps) {
             if constexpr (kBudgets) ptx::lower_registers<kProducerRegisters>();
-            if (warp == 0 && ptx::elect_one()) load();
+            if (warp == 0) {
+                if (ptx::elect_one()) load();
+            } else if (Config::kEscapes && warp <= Config::kWarpgroups) {
+                scout(warp - 1);
+            }
         } else {
             if constexpr (kBudgets) ptx::raise_registers<kConsumerRegisters>();
             consume();

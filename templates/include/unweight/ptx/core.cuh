@@ -69,8 +69,17 @@ UW_DEVICE u32 pack_bf16x2(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
     return d;
 }
+// 2^value, about 22 bits; subnormal results are 0.
+UW_DEVICE float exp2_approx(float value) {
+    float d;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(value));
+    return d;
+}
 UW_DEVICE float float_from_bits(u32 bits) { return __uint_as_float(bits); }
 UW_DEVICE u32 bits_from_float(float value) { return __float_as_uint(value); }
+
+// Nothing at run time: what is computed from `value` after it stays after it, also across other instructions that the compiler may not reorder.
+UW_DEVICE void pin(u32& value) { asm volatile("" : "+r"(value)); }
 
 // Stops the kernel with an error.
 UW_DEVICE void trap() { asm volatile("trap;"); }
