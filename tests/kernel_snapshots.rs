@@ -10,7 +10,10 @@ use std::{collections::BTreeSet, fmt::Write as _, fs, path::PathBuf};
 use unweight_codegen::{
     plan::Plan,
     render,
-    spec::{Arch, CodeLimit, DecodeOutput, EncodeStage, Epilogue, VariantSpec, VerbatimRows, WeightSource, catalog},
+    spec::{
+        Arch, CodeLimit, DecodeOutput, EncodeStage, Epilogue, PackedStage, VariantSpec, VerbatimRows, WeightSource,
+        catalog,
+    },
 };
 
 fn root() -> PathBuf {
@@ -101,12 +104,63 @@ fn decode_table() -> String {
     table
 }
 
-fn encode_table() -> String {
+/// A family of stages: one row each.
+fn stage_table(stages: impl Iterator<Item = (&'static str, VariantSpec)>) -> String {
     let mut table = "| stage | threads | grid | shared memory, B |\n|---|---:|---|---:|".to_owned();
-    for stage in EncodeStage::ALL {
-        let plan = plan(&VariantSpec::encode(Arch::Sm90a, *stage));
+    for (tag, spec) in stages {
+        let plan = plan(&spec);
         let (launch, bytes) = (plan.launch, plan.smem.bytes());
-        _ = write!(table, "\n| `{}` | {} | {} | {bytes} |", stage.tag(), launch.threads, launch.grid);
+        _ = write!(table, "\n| `{tag}` | {} | {} | {bytes} |", launch.threads, launch.grid);
+    }
+    table
+}
+
+fn encode_table() -> String {
+    stage_table(EncodeStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::encode(Arch::Sm90a, *stage))))
+}
+
+fn packed_table() -> String {
+    stage_table(PackedStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::packed(Arch::Sm90a, *stage))))
+}
+
+/// The shapes of the small-batch family.
+fn fused_small_table() -> String {
+    let mut table = "| batch tile | shape | output features per task | threads | blocks per SM | shared memory, B |\n\
+                     |---:|---|---:|---:|---:|---:|"
+        .to_owned();
+    for shape in catalog::FUSED_SMALL {
+        let plan = plan(&VariantSpec::fused_small(Arch::Sm90a, shape));
+        let (batch_tile, row_blocks, warps) = (shape.batch_tile.get(), shape.row_blocks.get(), shape.warps.get());
+        let (stages, cluster) = (shape.stages.get(), shape.cluster.get());
+        let stream = if shape.stream { "_stream" } else { "" };
+        let (launch, bytes) = (plan.launch, plan.smem.bytes());
+        _ = write!(
+            table,
+            "\n| {batch_tile} | r{row_blocks}w{warps}p{stages}c{cluster}{stream} | {} | {} | {} | {bytes} |",
+            16 * row_blocks,
+            launch.threads,
+            launch.blocks_per_sm
+        );
+    }
+    table
+}
+
+/// The shapes of the large-batch family.
+fn fused_wide_table() -> String {
+    let mut table =
+        "| batch tile | shape | output features | threads | shared memory, B |\n|---:|---|---:|---:|---:|".to_owned();
+    for shape in catalog::FUSED_WIDE {
+        let plan = plan(&VariantSpec::fused_wide(Arch::Sm90a, shape));
+        let (warpgroups, stages) = (shape.warpgroups.get(), shape.stages.get());
+        let stream_k = if shape.stream_k { "_streamk" } else { "" };
+        _ = write!(
+            table,
+            "\n| {} | g{warpgroups}p{stages}{stream_k} | {} | {} | {} |",
+            shape.batch_tile.get(),
+            64 * warpgroups,
+            plan.launch.threads,
+            plan.smem.bytes()
+        );
     }
     table
 }
@@ -116,17 +170,19 @@ fn the_document_shows_the_catalogue() {
     let path = root().join("docs/kernels.md");
     let kept = fs::read_to_string(&path).expect("docs/kernels.md is there");
     let mut now = kept.clone();
-    let count = |family: &str| catalog::all().iter().filter(|spec| spec.name().contains(family)).count();
-    let counts = format!(
-        "{} variants ship: {} matmul, {} decode, {} encode.",
-        catalog::all().len(),
-        count("_matmul_"),
-        count("sm90a_decode_"),
-        count("_encode_")
-    );
-    for (mark, text) in
-        [("counts", counts), ("matmul", matmul_table()), ("decode", decode_table()), ("encode", encode_table())]
-    {
+    let count = |family: &str| catalog::all().iter().filter(|spec| spec.op.family() == family).count();
+    let families = ["matmul", "fused_small", "fused_wide", "decode", "encode", "packed"];
+    let counts = families.map(|family| format!("{} {family}", count(family))).join(", ");
+    let counts = format!("{} variants ship: {counts}.", catalog::all().len());
+    for (mark, text) in [
+        ("counts", counts),
+        ("matmul", matmul_table()),
+        ("fused_small", fused_small_table()),
+        ("fused_wide", fused_wide_table()),
+        ("decode", decode_table()),
+        ("encode", encode_table()),
+        ("packed", packed_table()),
+    ] {
         let (begin, end) = (format!("<!-- {mark}: generated -->\n"), format!("<!-- {mark}: end -->"));
         let from = now.find(&begin).unwrap_or_else(|| panic!("docs/kernels.md lacks {begin:?}")) + begin.len();
         let to = from + now[from..].find(&end).unwrap_or_else(|| panic!("docs/kernels.md lacks {end:?}"));

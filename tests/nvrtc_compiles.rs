@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use unweight_codegen::abi::{DecodeArgs, EncodeArgs, MatmulArgs};
+use unweight_codegen::abi::{DecodeArgs, EncodeArgs, FusedArgs, MatmulArgs, PackedArgs};
 use unweight_codegen::plan::Plan;
 use unweight_codegen::spec::{Op, VariantSpec, catalog};
 use unweight_rt::Error;
@@ -283,11 +283,18 @@ fn policy(mode: JitMode) -> Policy {
 
 /// A kernel of each family.
 fn a_few() -> Vec<CompileRequest> {
-    let few: Vec<VariantSpec> = [catalog::decoders().next(), catalog::encoders().next(), catalog::matmuls().next()]
-        .into_iter()
-        .flatten()
-        .collect();
-    assert_eq!(few.len(), 3);
+    let few: Vec<VariantSpec> = [
+        catalog::decoders().next(),
+        catalog::encoders().next(),
+        catalog::matmuls().next(),
+        catalog::fused_small().next(),
+        catalog::fused_wide().next(),
+        catalog::packed().next(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    assert_eq!(few.len(), 6);
     few.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect()
 }
 
@@ -392,22 +399,31 @@ fn differences(plan: &Plan, kernel: &KernelInfo) -> Vec<String> {
         Op::Decode(_) => size_of::<DecodeArgs>(),
         Op::Encode(_) => size_of::<EncodeArgs>(),
         Op::Matmul(_) => size_of::<MatmulArgs>(),
+        Op::FusedSmall(_) | Op::FusedWide(_) => size_of::<FusedArgs>(),
+        Op::Packed(_) => size_of::<PackedArgs>(),
     };
     check(
         resources.param_bytes as usize == args_bytes,
         format!("{} bytes of parameters, abi {args_bytes}", resources.param_bytes),
     );
-    let expected: &[(&str, Opcode, bool)] = match plan.spec.op {
-        Op::Matmul(_) => &[
-            ("HGMMA", Opcode::HGMMA, true),
-            ("UTMALDG", Opcode::UTMALDG, true),
-            ("USETMAXREG", Opcode::USETMAXREG, raised),
-        ],
-        Op::Decode(_) | Op::Encode(_) => &[("HGMMA", Opcode::HGMMA, false), ("USETMAXREG", Opcode::USETMAXREG, raised)],
+    // (wgmma, mma, bulk copies of stretches, of tensors): what each family is built around, and what would show that it is not.
+    let (wgmma, mma, bulk, tensor) = match plan.spec.op {
+        Op::Matmul(_) => (true, false, true, true),
+        Op::FusedSmall(_) => (false, true, true, true),
+        Op::FusedWide(_) => (true, false, true, true),
+        Op::Decode(_) => (false, false, true, false),
+        Op::Encode(_) | Op::Packed(_) => (false, false, false, false),
     };
+    let expected = [
+        ("HGMMA", Opcode::HGMMA, wgmma),
+        ("HMMA", Opcode::HMMA, mma),
+        ("UBLKCP", Opcode::UBLKCP, bulk),
+        ("UTMALDG", Opcode::UTMALDG, tensor),
+        ("USETMAXREG", Opcode::USETMAXREG, raised),
+    ];
     for (name, opcode, meant) in expected {
-        let count = kernel.count(&[*opcode]);
-        check((count > 0) == *meant, format!("{count} {name}, {} expected", if *meant { "some" } else { "none" }));
+        let count = kernel.count(&[opcode]);
+        check((count > 0) == meant, format!("{count} {name}, {} expected", if meant { "some" } else { "none" }));
     }
     found
 }

@@ -268,7 +268,7 @@ impl FusedSmallContext {
         let group = if cluster == 1 { "block".to_owned() } else { format!("cluster of {cluster}") };
         let tasks = if spec.stream { "task after task" } else { "one task" };
         let block = format!(
-            "{} batch rows x {} of n per {group}, {tasks}, {} stages per warp",
+            "{} batch rows x {} of n per {group}, {tasks}, a ring of {} per warp",
             fused.batch_tile,
             16 * row_blocks,
             fused.stages
@@ -317,7 +317,7 @@ impl FusedWideContext {
         let warpgroups = spec.warpgroups.get();
         let cut = if spec.stream_k { "k cut evenly" } else { "whole output tiles" };
         let block =
-            format!("{} x {} of Y at a time, {cut}, {} stages", fused.batch_tile, 64 * warpgroups, fused.stages);
+            format!("{} x {} of Y at a time, {cut}, a ring of {}", fused.batch_tile, 64 * warpgroups, fused.stages);
         let summary = fused.summary(spec.epilogue, &block);
         let mut registers = plan.roles.roles().filter_map(|role| role.registers);
         Self {
