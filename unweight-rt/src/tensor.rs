@@ -43,7 +43,11 @@ impl DeviceMatrix {
     pub fn upload(stream: &Stream, matrix: Matrix<'_>) -> Result<Self, DeviceError> {
         // A grid's dimensions fit 32 bits.
         let (rows, cols) = (matrix.grid().rows() as u32, matrix.grid().cols() as u32);
-        Self::from_host(stream, rows, cols, &pods(matrix.bytes())?)
+        // Matrices of a file are almost always aligned; others are copied once more.
+        match bytemuck::try_cast_slice(matrix.bytes()) {
+            Ok(elements) => Self::from_host(stream, rows, cols, elements),
+            Err(_) => Self::from_host(stream, rows, cols, &pods(matrix.bytes())?),
+        }
     }
 
     /// Rows.
