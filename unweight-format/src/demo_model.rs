@@ -353,9 +353,10 @@ fn fill_row(out: &mut [u8], tensor: &Tensor, mut random: Random, mut of_tensor: 
             element.copy_from_slice(&bf16(value).to_le_bytes());
         }
     }
-    // A few exact zeros, and fewer subnormals.
+    // A few exact zeros, and fewer subnormals: one element in 4096.
     let elements = out.len() / 2;
-    for _ in 0..elements.div_ceil(4096) {
+    let rest = (elements % 4096) as f64 / 4096.0;
+    for _ in 0..elements / 4096 + usize::from(random.uniform() < rest) {
         let at = (random.next() % elements as u64) as usize * 2;
         let bits =
             if random.uniform() < 0.9 { (random.next() as u16) & 0x8000 } else { (random.next() as u16) & 0x807f };

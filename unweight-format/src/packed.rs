@@ -249,8 +249,14 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
                 if record >> 26 != 0 || place <= last {
                     return fail("its escapes are not in order");
                 }
-                if window.weight(record as u16).is_none() {
+                let Some(weight) = window.weight(record as u16) else {
                     return fail("an escape's operand has no weight");
+                };
+                if window.nibble(bf16::exponent(weight)).is_some() {
+                    return fail("an escape lies in the window");
+                }
+                if tensor.half(block, record) != weight & 0x807f {
+                    return fail("an escape's place does not hold its sign and mantissa");
                 }
                 last = place;
             }
@@ -355,6 +361,14 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
             }
         }
         operands
+    }
+
+    /// The half of the container in whose place a record is.
+    fn half(&self, block: usize, record: u32) -> u16 {
+        let (lane, step, register, half) = fields(record);
+        let bytes = &self.packed()[block / ROW_BLOCKS * TILE_BYTES..][..TILE_BYTES];
+        let words = words_of(bytes, block % ROW_BLOCKS, step, lane).map(|word| [word; 16]);
+        (registers_from(words)[register][0] >> (16 * half)) as u16
     }
 
     fn records_in(&self, block: usize) -> usize {

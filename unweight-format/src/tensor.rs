@@ -323,7 +323,29 @@ impl<B: AsRef<[u8]>> PaletteTensor<B> {
         Section::SignMantissa.check(grid, &tensor.sign_mantissa)?;
         Section::PaletteIndex.check(grid, &tensor.palette_index)?;
         check_metadata(grid, &tensor.tile_metadata, &tensor.verbatim_exponents, |_, _| Ok(0))?;
+        tensor.check_unused_indices()?;
         Ok(tensor)
+    }
+
+    /// Indices of verbatim rows, pad rows and pad columns are 0.
+    fn check_unused_indices(&self) -> Result<(), CodecError> {
+        for (tile, rows) in self.palette_index.as_ref().chunks_exact(PALETTE_TILE_BYTES).enumerate() {
+            let (tile_row, tile_col) = (tile / self.grid.tile_cols(), tile % self.grid.tile_cols());
+            let (bitmask, width) = (self.metadata(tile).bitmask(), self.grid.cols_in(tile_col));
+            let coded = low_bits(self.grid.rows_in(tile_row)) & !bitmask;
+            if coded == u64::MAX && width == TILE {
+                continue;
+            }
+            for (row, indices) in rows.chunks_exact(TILE / 2).enumerate() {
+                let used = if coded >> row & 1 == 1 { width } else { 0 };
+                let half_used = used % 2 == 1 && indices[used / 2] >> 4 != 0;
+                if half_used || indices[used.div_ceil(2)..].iter().any(|&pair| pair != 0) {
+                    let reason = "palette indices that stand for nothing are not 0";
+                    return Err(CodecError::Row { tile, row, reason });
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Assembles what an encoder made.

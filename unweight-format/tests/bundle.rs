@@ -11,10 +11,10 @@ use std::{
 
 use common::{Scratch, header, read_tree, real_model, safetensors_file, small_model, tensor};
 use unweight_format::{
-    CompressedTensor,
+    CodeLimit, CompressedTensor, Digest, Matrix,
     bundle::{
-        Bundle, BundleError, CompressOptions, DecompressOptions, Encoding, ErrorClass, Profile, Progress, Scope,
-        Silent, VerifyAfter, compress, decompress, plan, verify,
+        Bundle, BundleError, CompressOptions, CpuEncoder, DecompressOptions, Encoder, EncoderError, Encoding,
+        ErrorClass, Profile, Progress, Scope, Silent, VerifyAfter, compress, compress_with, decompress, plan, verify,
     },
     demo_model::{self, DemoOptions},
     manifest::LayerMode,
@@ -114,6 +114,111 @@ fn the_inference_profile_is_hhr_ppr() {
     let decoded = bundle.decode("model.layers.2.mlp.up_proj.weight").unwrap();
     assert!(source.windows(decoded.len()).any(|window| window == decoded));
     assert!(matches!(bundle.tensor("nothing"), Err(BundleError::UnknownTensor { .. })));
+}
+
+/// Normal weights with every `step`-th element replaced.
+fn sprinkled(elements: usize, step: usize, other: impl Fn(usize) -> u16) -> Vec<u8> {
+    let mut bytes = common::weights(elements, 21);
+    for (i, element) in bytes.chunks_exact_mut(2).enumerate().filter(|(i, _)| i % step == 0) {
+        element.copy_from_slice(&other(i / step).to_le_bytes());
+    }
+    bytes
+}
+
+/// What cannot be packed falls back by the rule of docs/format.md B.6, and everything comes back bit for bit.
+#[test]
+fn a_resident_bundle_packs_or_falls_back_and_says_why() {
+    let scratch = Scratch::new();
+    let source = scratch.path("model");
+    fs::create_dir(&source).unwrap();
+    let special = [0u16, 0x8000, 1, 0x807f, 0x7f80, 0xff80, 0x7f81, 0xffff, 0x0080];
+    let mut rng = common::Rng(22);
+    let wide: Vec<u8> = (0..128 * 128).flat_map(|_| (rng.next() as u16).to_le_bytes()).collect();
+    // Student t with one degree of freedom: 1.4 % outside any window.
+    let mut cauchy = || half::bf16::from_f64(0.001 * rng.normal() / rng.normal()).to_le_bytes();
+    let heavy: Vec<u8> = (0..128 * 128).flat_map(|_| cauchy()).collect();
+    let n = 128 * 128;
+    let (packed, palette, raw) = (Encoding::Packed, Encoding::Palette, Encoding::Raw);
+    let outside = "% of the elements lie outside the best window of 16 exponents, the limit is 0.39 %";
+    let cases: [(&str, [usize; 2], Vec<u8>, Encoding, &[&str]); 11] = [
+        ("normal", [128, 128], common::weights(n, 1), packed, &[]),
+        ("special", [128, 128], sprinkled(n, 400, |i| special[i % special.len()]), packed, &[]),
+        ("zeros below the limit", [128, 128], sprinkled(n, 300, |_| 0), packed, &[]),
+        ("one percent of zeros", [128, 128], sprinkled(n, 100, |_| 0), palette, &["not packed: ", outside]),
+        ("all zeros", [128, 128], vec![0; 2 * n], palette, &["not packed: 100.00 %"]),
+        ("subnormals", [128, 128], sprinkled(n, 50, |i| i as u16 & 0x7f), palette, &["not packed: ", outside]),
+        ("infinities", [128, 128], sprinkled(n, 60, |_| 0x7f80), palette, &["not packed: ", outside]),
+        ("heavy tails", [128, 128], heavy, palette, &["not packed: ", outside]),
+        ("any bits", [128, 128], wide, raw, &["not packed: ", outside, "; not smaller as palette"]),
+        (
+            "odd",
+            [130, 128],
+            common::weights(130 * 128, 2),
+            palette,
+            &["not packed: rows or columns are not a multiple of 64"],
+        ),
+        (
+            "huge",
+            [128, 128],
+            sprinkled(n, 9000, |_| 0x7f7f),
+            palette,
+            &["not packed: element [0, 0] has no exact operand"],
+        ),
+    ];
+    let tensors: Vec<_> = cases.iter().map(|(name, shape, bytes, ..)| tensor(name, "BF16", shape, bytes)).collect();
+    fs::write(source.join("model.safetensors"), safetensors_file(&[], &tensors)).unwrap();
+    let options = CompressOptions { verify: VerifyAfter::Full, ..CompressOptions::new(Profile::Resident) };
+    round_trip(&source, &options);
+    let planned = plan(&source, &options).unwrap();
+    let done = compress(&source, &scratch.path("b"), &options, &Silent).unwrap();
+    let bundle = Bundle::open(&scratch.path("b")).unwrap();
+    for (i, (name, _, bytes, encoding, reason)) in cases.iter().enumerate() {
+        let got = &done.tensors[i];
+        assert_eq!((got.name.as_str(), got.encoding), (*name, *encoding), "{:?}", got.reason);
+        let text = got.reason.as_deref().unwrap_or_default();
+        assert!(
+            text.is_empty() == reason.is_empty() && reason.iter().all(|part| text.contains(part)),
+            "{name}: {text}"
+        );
+        assert!(bundle.decode(name).unwrap() == *bytes, "{name}");
+        assert_eq!(bundle.entry(name).unwrap().reason, got.reason);
+        // A plan looks at samples: of such small tensors at all of them, but not for single elements.
+        if *name != "huge" {
+            assert_eq!((planned.tensors[i].encoding, &planned.tensors[i].reason), (*encoding, &got.reason), "{name}");
+        }
+    }
+    let with = |name: &str, threads| {
+        let options = CompressOptions { threads: Some(threads), ram_bytes: Some(1 << 20), ..options.clone() };
+        compress(&source, &scratch.path(name), &options, &Silent).unwrap();
+        read_tree(&scratch.path(name))
+    };
+    assert!(with("one", 1) == with("three", 3));
+}
+
+/// An encoder that cannot pack, as one without such a kernel.
+struct Unpacked;
+
+impl Encoder for Unpacked {
+    fn encode(
+        &self,
+        matrix: Matrix<'_>,
+        encoding: Encoding,
+        limit: CodeLimit,
+    ) -> Result<(Digest, CompressedTensor<Vec<u8>>), EncoderError> {
+        assert_ne!(encoding, Encoding::Packed, "packing has a method of its own");
+        CpuEncoder.encode(matrix, encoding, limit)
+    }
+}
+
+#[test]
+fn an_encoder_packs_on_the_cpu_unless_it_knows_better() {
+    let scratch = Scratch::new();
+    let source = scratch.path("model");
+    small_model(&source);
+    let options = CompressOptions::new(Profile::Resident);
+    compress(&source, &scratch.path("cpu"), &options, &Silent).unwrap();
+    compress_with(&source, &scratch.path("other"), &options, &Unpacked, &Silent).unwrap();
+    assert!(read_tree(&scratch.path("cpu")) == read_tree(&scratch.path("other")));
 }
 
 #[test]

@@ -55,7 +55,7 @@ fn refuses(bundle: &Path, scratch: &Scratch) -> String {
 #[test]
 fn every_flipped_bit_is_noticed_and_the_file_named() {
     let scratch = Scratch::new();
-    for profile in [Profile::Distribution, Profile::Inference] {
+    for profile in [Profile::Distribution, Profile::Inference, Profile::Resident] {
         let bundle = bundle(&scratch, profile);
         for (name, bytes) in read_tree(&bundle) {
             // Every byte of the lengths and of the first parts; later ones at a stride that is no power of two.
@@ -208,7 +208,7 @@ fn hostile_manifests_are_refused() {
     fs::write(bundle.join("unweight.json"), &sound).unwrap();
     reseal(&bundle, |m| m["version"]["major"] = 2.into());
     let error = Bundle::open(&bundle).unwrap_err();
-    assert!(error.to_string().contains("2.0 is newer than this program's 1"), "{error}");
+    assert!(error.to_string().contains("2.0 is newer than this program's 1.0; update"), "{error}");
     assert_eq!(error.class(), ErrorClass::Failed);
     fs::write(bundle.join("unweight.json"), &sound).unwrap();
     reseal(&bundle, |m| {
@@ -216,4 +216,41 @@ fn hostile_manifests_are_refused() {
         m["something_new"] = "x".into();
     });
     assert!(Bundle::open(&bundle).is_ok(), "a newer minor version is read");
+    reseal(&bundle, |m| coded(m)["encoding"] = "newer".into());
+    let error = Bundle::open(&bundle).unwrap_err();
+    assert!(error.to_string().contains("1.7 is newer than this program's 1.0; update"), "{error}");
+}
+
+#[test]
+fn hostile_manifests_of_packed_tensors_are_refused() {
+    let scratch = Scratch::new();
+    let bundle = bundle(&scratch, Profile::Resident);
+    let sound = fs::read(bundle.join("unweight.json")).unwrap();
+    type Change = fn(&mut serde_json::Value);
+    fn packed(manifest: &mut serde_json::Value) -> &mut serde_json::Value {
+        let files = manifest["files"].as_array_mut().unwrap();
+        let tensors = files.iter_mut().filter_map(|f| f.get_mut("tensors")).flat_map(|t| t.as_array_mut().unwrap());
+        tensors.into_iter().find(|t| t["encoding"] == "packed").unwrap()
+    }
+    let cases: &[(&str, Change)] = &[
+        ("both must be multiples of 64", |m| {
+            let tensor = packed(m);
+            let elements = tensor["rows"].as_u64().unwrap() * tensor["cols"].as_u64().unwrap();
+            (tensor["rows"], tensor["cols"]) = (32.into(), (elements / 32).into());
+        }),
+        ("asks for 16", |m| packed(m)["sections"][0]["bytes"] = 1.into()),
+        ("asks for", |m| packed(m)["sections"][3]["bytes"] = 6144.into()),
+        ("not padded to 16 bytes", |m| packed(m)["sections"][2]["bytes"] = 12.into()),
+        ("ends inside an element", |m| packed(m)["sections"][2]["bytes"] = 3.into()),
+        ("larger than the tensor", |m| packed(m)["sections"][2]["bytes"] = (1u64 << 60).into()),
+        ("sections are not", |m| packed(m)["encoding"] = "palette".into()),
+        ("cannot be packed", |m| packed(m)["dtype"] = "F16".into()),
+    ];
+    for (expected, change) in cases {
+        fs::write(bundle.join("unweight.json"), &sound).unwrap();
+        reseal(&bundle, change);
+        let text = faults(&bundle);
+        assert!(text.contains(expected), "{expected:?}: {text}");
+        refuses(&bundle, &scratch);
+    }
 }

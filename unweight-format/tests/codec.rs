@@ -5,7 +5,9 @@ mod common;
 use common::Rng;
 use proptest::prelude::*;
 use unweight_format::{
-    CodeLimit, CodecError, Grid, HuffmanTensor, Matrix, PaletteTensor, Section, TileMetadata, decode, encode, oracle,
+    CodeLimit, CodecError, Grid, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, TileMetadata,
+    decode, encode, oracle,
+    packed::{self, Unpackable, Window},
 };
 
 #[derive(Debug, Clone, Copy)]
@@ -76,6 +78,203 @@ fn kind() -> impl Strategy<Value = Weights> {
         Just(Weights::FewExponents),
         Just(Weights::LongRows),
     ]
+}
+
+/// Normal weights with one element in `one_in` replaced.
+fn sprinkled(rows: usize, cols: usize, one_in: u64, seed: u64, other: impl Fn(u64) -> u16) -> Vec<u8> {
+    let mut rng = Rng(seed);
+    let mut bytes = weights(Weights::Normal, rows, cols, seed ^ 1);
+    for element in bytes.chunks_exact_mut(2) {
+        if rng.next().is_multiple_of(one_in) {
+            element.copy_from_slice(&other(rng.next()).to_le_bytes());
+        }
+    }
+    bytes
+}
+
+/// Fast and slow packer agree, in the tensor or in the reason; every way back gives the weights.
+fn check_packed(bytes: &[u8], rows: usize, cols: usize) -> Result<PackedTensor<Vec<u8>>, Unpackable> {
+    let matrix = Matrix::new(bytes, rows, cols).unwrap();
+    let fast = packed::pack(matrix, &Histogram::of(bytes));
+    assert_eq!(fast, oracle::pack(matrix), "packers differ");
+    if let Ok(tensor) = &fast {
+        assert!(oracle::unpack(tensor) == bytes, "oracle");
+        assert!(tensor.unpack() == bytes, "fast");
+        let mut out = vec![0xaa; bytes.len()];
+        decode::packed(tensor, &mut out).unwrap();
+        assert!(out == bytes);
+        let sections = |s| tensor.section(s).unwrap().into_owned();
+        let stored = PackedTensor::from_sections(tensor.grid(), sections).unwrap();
+        assert_eq!(&stored, tensor);
+        assert_eq!(stored.stored_bytes(), Section::PACKED.map(|s| sections(s).len() as u64).iter().sum::<u64>());
+        assert!(Section::PACKED.iter().all(|&s| sections(s).len().is_multiple_of(16)), "aligned in a shard");
+    }
+    fast
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn the_fast_packer_equals_the_oracle(
+        kind in kind(), tile_rows in 1usize..=3, tile_cols in 1usize..=3, one_in in 60u64..2000, mask in prop_oneof![Just(0xffffu16), Just(0xbfff), Just(0x807f)], seed: u64,
+    ) {
+        let (rows, cols) = (64 * tile_rows, 64 * tile_cols);
+        _ = check_packed(&weights(kind, rows, cols, seed), rows, cols);
+        // Any bits (the largest have no operand), those below 2, zeros and subnormals.
+        _ = check_packed(&sprinkled(rows, cols, one_in, seed, |bits| bits as u16 & mask), rows, cols);
+    }
+}
+
+#[test]
+fn special_values_are_packed_bit_by_bit() {
+    let special = [0, 0x8000, 1, 0x8001, 0x007f, 0x7f80, 0xff80, 0x7f81, 0x7fc1, 0xffff, 0x0080, 0x7f7f, 0x4000];
+    let zero = |_| 0;
+    let cases: [(&str, u64, Box<dyn Fn(u64) -> u16>); 4] = [
+        ("exact zeros", 400, Box::new(zero)),
+        ("subnormals", 400, Box::new(|bits| bits as u16 & 0x807f)),
+        ("inf and nan", 400, Box::new(|bits| 0x7f80 | bits as u16 & 0x807f)),
+        ("all of them", 400, Box::new(move |bits| special[bits as usize % special.len()])),
+    ];
+    for (name, one_in, other) in cases {
+        // 0x7f7f has no operand once it is multiplied; window bases of such weights are at 112 and below.
+        let bytes = sprinkled(128, 192, one_in, 5, other);
+        match check_packed(&bytes, 128, 192) {
+            Ok(tensor) => assert!(tensor.escape_count() > 20 && tensor.max_escapes() > 1, "{name}"),
+            Err(why) => assert!(name == "all of them" && matches!(why, Unpackable::Operand { .. }), "{name}: {why}"),
+        }
+    }
+    // All exponents at once are too many for any window.
+    let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+    assert!(matches!(check_packed(&all, 256, 256), Err(Unpackable::Escapes { elements: 65536, .. })));
+}
+
+#[test]
+fn the_limit_of_escapes_is_one_in_256_exactly() {
+    let with_zeros = |zeros: usize| {
+        let mut bytes = weights(Weights::OneExponent, 64, 64, 8);
+        bytes.chunks_exact_mut(2).step_by(97).take(zeros).for_each(|element| element.fill(0));
+        check_packed(&bytes, 64, 64)
+    };
+    assert_eq!(with_zeros(16).unwrap().escape_count(), 16);
+    let why = with_zeros(17).unwrap_err();
+    assert_eq!(why, Unpackable::Escapes { outside: 17, elements: 4096 });
+    let text = "0.42 % of the elements lie outside the best window of 16 exponents, the limit is 0.39 %";
+    assert_eq!(why.to_string(), text);
+}
+
+#[test]
+fn the_first_element_without_an_operand_is_named_whatever_the_order_of_work() {
+    // Weights around 2^10: a subnormal has no operand. Two of them, in different tiles, row-major before tile order.
+    let mut bytes: Vec<u8> = (0..192 * 192).flat_map(|_| 0x4480u16.to_le_bytes()).collect();
+    for (row, col) in [(70, 3), (40, 190)] {
+        bytes[(row * 192 + col) * 2..][..2].copy_from_slice(&[1, 0]);
+    }
+    assert_eq!(check_packed(&bytes, 192, 192), Err(Unpackable::Operand { row: 40, col: 190 }));
+}
+
+#[test]
+fn packing_does_not_depend_on_the_number_of_threads() {
+    let (rows, cols) = (1024, 1088);
+    let bytes = sprinkled(rows, cols, 300, 6, |bits| bits as u16 & 0xbfff);
+    let bytes_of = |bytes: &[u8]| packed::pack(Matrix::new(bytes, rows, cols).unwrap(), &Histogram::of(bytes)).unwrap();
+    let pack = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| bytes_of(&bytes))
+    };
+    let one = pack(1);
+    assert_eq!(one, pack(2));
+    assert_eq!(one, pack(7));
+    assert!(one.unpack() == bytes, "several bands");
+}
+
+/// Sections of a packed tensor with one of them changed.
+fn tampered_packed(change: impl Fn(Section, &mut Vec<u8>)) -> Result<PackedTensor<Vec<u8>>, CodecError> {
+    let bytes = sprinkled(128, 128, 300, 9, |_| 0);
+    let tensor = packed::pack(Matrix::new(&bytes, 128, 128).unwrap(), &Histogram::of(&bytes)).unwrap();
+    PackedTensor::from_sections(tensor.grid(), |s| {
+        let mut section = tensor.section(s).unwrap().into_owned();
+        change(s, &mut section);
+        section
+    })
+}
+
+#[test]
+fn each_broken_rule_of_the_packed_form_has_its_error() {
+    assert!(tampered_packed(|_, _| {}).is_ok());
+    for section in Section::PACKED {
+        for change in [|bytes: &mut Vec<u8>| bytes.push(0), |bytes: &mut Vec<u8>| bytes.clear()] {
+            let wrong = tampered_packed(|s, bytes| {
+                if s == section {
+                    change(bytes)
+                }
+            });
+            let is_right = match section {
+                // Without lists, the first head that names one is wrong.
+                Section::Escapes => matches!(wrong, Err(CodecError::SectionBytes { .. } | CodecError::Row { .. })),
+                _ => matches!(wrong, Err(CodecError::SectionBytes { .. })),
+            };
+            assert!(is_right, "{section:?}: {wrong:?}");
+        }
+    }
+    type Change = fn(Section, &mut Vec<u8>);
+    let cases: [(&str, Change); 8] = [
+        ("1..=239", |s, b| {
+            if s == Section::PackedWindow {
+                b[0] = 0
+            }
+        }),
+        ("1..=239", |s, b| {
+            if s == Section::PackedWindow {
+                b[0] = 240
+            }
+        }),
+        ("must be 0", |s, b| {
+            if s == Section::PackedWindow {
+                b[15] = 1
+            }
+        }),
+        ("do not follow", |s, b| {
+            if s == Section::EscapeHeads {
+                let list = b.chunks_exact(4).position(|head| head[3] & 0x80 != 0).unwrap();
+                b[4 * list] ^= 1
+            }
+        }),
+        ("not 0, one record", |s, b| {
+            if s == Section::EscapeHeads {
+                b[0..4].copy_from_slice(&[1, 0, 0, 0])
+            }
+        }),
+        ("wrong length", |s, b| {
+            if s == Section::Escapes {
+                b[0..4].fill(0xff)
+            }
+        }),
+        ("not in order", |s, b| {
+            if s == Section::Escapes {
+                b.copy_within(4..8, 8)
+            }
+        }),
+        ("section escapes", |s, b| {
+            if s == Section::Escapes {
+                b.extend([0; 16])
+            }
+        }),
+    ];
+    for (message, change) in cases {
+        let error = tampered_packed(change).unwrap_err().to_string();
+        assert!(error.contains(message), "{message}: {error}");
+    }
+    // An operand that no weight has: multiplied back, it would be above the largest bf16.
+    let bytes: Vec<u8> = (0..4096).flat_map(|_| 0x7e80u16.to_le_bytes()).collect();
+    let tensor = packed::pack(Matrix::new(&bytes, 64, 64).unwrap(), &Histogram::of(&bytes)).unwrap();
+    assert!(tensor.window().base() > 112);
+    let mut heads = tensor.escape_heads().to_vec();
+    heads[..4].copy_from_slice(&(1u32 << 30 | 0x7f00).to_le_bytes());
+    let hostile = PackedTensor::from_parts(tensor.grid(), tensor.window(), tensor.packed().to_vec(), heads, Vec::new());
+    assert!(hostile.unwrap_err().to_string().contains("operand has no weight"));
+    let odd = Grid::new(64, 65).unwrap();
+    let refused = PackedTensor::from_parts(odd, Window::new(100).unwrap(), vec![0; 12288], vec![0; 32], Vec::new());
+    assert!(matches!(refused, Err(CodecError::PackedShape { rows: 64, cols: 65 })));
 }
 
 proptest! {
@@ -163,7 +362,7 @@ fn a_survey_counts_and_digests() {
     let bytes = weights(Weights::Normal, 1500, 1100, 5);
     let survey = encode::survey(&bytes);
     assert_eq!(survey.digest, unweight_format::Digest::of(&bytes));
-    assert_eq!(survey.histogram, unweight_format::Histogram::of(&bytes));
+    assert_eq!(survey.histogram, Histogram::of(&bytes));
 }
 
 /// Sections of a valid tensor with one of them changed.
