@@ -24,16 +24,31 @@ struct Config {
     batch_tile: usize,
     cluster: usize,
     store_add: bool,
+    silu_mul: bool,
     stream: bool,
     dump: bool,
 }
 
 impl Config {
     const fn new(row_blocks: usize, warps: usize, stages: usize, batch_tile: usize, cluster: usize) -> Self {
-        Config { row_blocks, warps, stages, batch_tile, cluster, store_add: false, stream: false, dump: false }
+        Config {
+            row_blocks,
+            warps,
+            stages,
+            batch_tile,
+            cluster,
+            store_add: false,
+            silu_mul: false,
+            stream: false,
+            dump: false,
+        }
     }
     const fn adding(mut self) -> Self {
         self.store_add = true;
+        self
+    }
+    const fn gated(mut self) -> Self {
+        self.silu_mul = true;
         self
     }
     const fn streaming(mut self) -> Self {
@@ -57,12 +72,17 @@ impl Config {
         (n / BLOCK_ROWS).div_ceil(self.row_blocks)
     }
 
+    /// Columns of Y.
+    fn columns(&self, n: usize) -> usize {
+        if self.silu_mul { n / 2 } else { n }
+    }
+
     fn build(&self, edits: &[Edit]) -> CpuKernel {
         let source = format!(
             "#include \"unweight/kernels/fused_small.cuh\"\n\
              struct Config {{\n\
              \x20   static constexpr uw::u32 kRowBlocks = {}, kWarps = {}, kStages = {}, kBatchTile = {}, kCluster = {};\n\
-             \x20   static constexpr bool kEscapes = true, kStoreAdd = {}, kDependent = true, kStream = {}, kDumpOperands = {};\n\
+             \x20   static constexpr bool kEscapes = true, kStoreAdd = {}, kSiluMul = {}, kDependent = true, kStream = {}, kDumpOperands = {};\n\
              }};\n\
              static_assert(uw::fused_small::Smem<Config>::kBytes == {});\n\
              extern \"C\" __global__ void fused(const __grid_constant__ uw::FusedArgs args) {{ uw::fused_small::run<Config>(args); }}\n",
@@ -72,6 +92,7 @@ impl Config {
             self.batch_tile,
             self.cluster,
             self.store_add,
+            self.silu_mul,
             self.stream,
             self.dump,
             self.smem_bytes()
@@ -118,7 +139,7 @@ impl Problem {
         let packed = pack(matrix, &Histogram::of(matrix.bytes())).unwrap();
         assert_eq!(packed.unpack(), bytes);
         let x = (0..m * k).map(|_| (random.next() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect();
-        let y = (0..m * n)
+        let y = (0..m * config.columns(n))
             .map(|_| if config.store_add { (random.next() as u16 & 0x807f) | 126 << 7 } else { GUARD })
             .collect();
         Problem { m, n, k, weights, packed, x, y }
@@ -140,6 +161,7 @@ impl Problem {
         let x = Aligned::new(bytemuck::cast_slice(&self.x));
         let mut y = self.y.clone();
         y.extend(std::iter::repeat_n(GUARD, GUARD_ROWS * self.n));
+        let stored = self.y.len();
         let y = Aligned::new(bytemuck::cast_slice(&y));
         let workspace = Aligned::new(&vec![0u8; if config.dump { self.n * self.k * 2 } else { 0 }]);
         kernel.clear_registered();
@@ -148,7 +170,7 @@ impl Problem {
             (heads.slice(), "escape_heads"),
             (escapes.slice(), "escapes"),
             (workspace.slice(), "workspace"),
-            (&y.slice()[..self.m * self.n * 2], "y"),
+            (&y.slice()[..stored * 2], "y"),
         ] {
             kernel.register(buffer, name);
         }
@@ -187,32 +209,44 @@ impl Problem {
         // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
         unsafe { kernel.launch(&launch, &args)? };
         let result: Vec<u16> = y.slice().chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect();
-        assert!(result[self.m * self.n..].iter().all(|&v| v == GUARD), "rows past m were written");
+        assert!(result[stored..].iter().all(|&v| v == GUARD), "rows past m were written");
         let operands =
             workspace.slice().chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect();
-        Ok(Outcome { y: result[..self.m * self.n].to_vec(), operands })
+        Ok(Outcome { y: result[..stored].to_vec(), operands })
     }
 
     /// Elements further from the float64 result than bf16 rounding and fp32 accumulation explain.
     fn mismatches(&self, config: &Config, y: &[u16]) -> usize {
         let x: Vec<f64> = self.x.iter().map(|&b| bf16(b)).collect();
         let w: Vec<f64> = self.weights.iter().map(|&b| bf16(b)).collect();
-        let mut bad = 0;
-        for (at, &got) in y.iter().enumerate() {
-            let (row, column) = (at / self.n, at % self.n);
-            let (mut sum, mut magnitude) = (0.0, 0.0);
-            for (a, b) in x[row * self.k..][..self.k].iter().zip(&w[column * self.k..][..self.k]) {
-                sum += a * b;
-                magnitude += (a * b).abs();
+        // The product of a batch row and a row of W, and the magnitudes that went into it.
+        let product = |row: usize, column: usize| {
+            let terms = x[row * self.k..][..self.k].iter().zip(&w[column * self.k..][..self.k]).map(|(a, b)| a * b);
+            terms.fold((0.0, 0.0), |(sum, magnitude): (f64, f64), term| (sum + term, magnitude + term.abs()))
+        };
+        let columns = config.columns(self.n);
+        let wrong = |(at, &got): (usize, &u16)| {
+            let (row, column) = (at / columns, at % columns);
+            let (mut sum, mut slack);
+            if config.silu_mul {
+                let gate_row = column / BLOCK_ROWS * 2 * BLOCK_ROWS + column % BLOCK_ROWS;
+                let ((gate, gate_size), (up, up_size)) = (product(row, gate_row), product(row, gate_row + BLOCK_ROWS));
+                sum = gate / (1.0 + (-gate).exp()) * up;
+                // The slope of silu is at most 1.1.
+                slack = (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + sum.abs() * 1e-5;
+            } else {
+                let magnitude;
+                (sum, magnitude) = product(row, column);
+                slack = magnitude * 1e-6;
             }
             if config.store_add {
                 sum += bf16(self.y[at]);
-                magnitude += bf16(self.y[at]).abs();
+                slack += bf16(self.y[at]).abs() * 1e-6;
             }
             let error = (bf16(got) - sum).abs();
-            bad += usize::from(error.is_nan() || error > sum.abs() / 256.0 + magnitude * 1e-6);
-        }
-        bad
+            error.is_nan() || error > sum.abs() / 256.0 + slack
+        };
+        y.iter().enumerate().filter(|element| wrong(*element)).count()
     }
 }
 
@@ -259,6 +293,13 @@ fn cluster_splits_k_and_adds() {
 #[test]
 fn stream_of_tasks() {
     check(Config::new(2, 2, 2, 8, 1).streaming(), &[(8, 192, 192), (10, 128, 64)]);
+}
+
+#[test]
+fn gate_and_up_become_one() {
+    check(Config::new(4, 2, 2, 8, 1).gated(), &[(3, 128, 320), (9, 320, 64)]);
+    check(Config::new(2, 3, 2, 16, 2).gated(), &[(16, 128, 448)]);
+    check(Config::new(4, 2, 2, 8, 1).gated().streaming(), &[(8, 320, 128)]);
 }
 
 #[test]
@@ -314,9 +355,10 @@ fn planted_bugs_are_caught() {
         (kernel, "parity ^= slot == 0;", "parity ^= 1;"),
         (kernel, "load_pieces.slot_bytes = S::kXBytes +", "load_pieces.slot_bytes = 0 *"),
         (kernel, "left -= here;", "left = 0;"),
+        (kernel, "gate + fused::kBlockRows, up_low", "gate, up_low"),
         (kernel, "half * 4 + lane / 8;", "half * 4 + lane / 8 % 2;"),
     ] {
-        let config = Config::new(3, 2, 3, 8, 1);
+        let config = if to.contains("gate") { Config::new(2, 2, 3, 8, 1).gated() } else { Config::new(3, 2, 3, 8, 1) };
         let mut kernel = config.build(&[Edit { header, from, to }]);
         let problem = Problem::random(&config, 8, 128, 640, 3);
         let caught = (1..=4).any(|seed| match problem.run(&config, &mut kernel, config.groups(128), seed, None) {

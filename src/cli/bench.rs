@@ -6,7 +6,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use unweight::rt::{
     bench::{self, BenchOptions, MatmulOptions, Timing},
     device::Device,
-    dispatch::Kernels,
+    dispatch::{Kernels, fused::MeasuredTable},
     env::Env,
 };
 
@@ -66,9 +66,12 @@ pub struct MatmulBench {
     /// Time the N variants that the model finds fastest, beside the one that dispatch takes
     #[arg(long, value_name = "N", default_value_t = 0)]
     candidates: usize,
-    /// Leave out the linears of a whole layer in one graph
-    #[arg(long)]
-    no_layer: bool,
+    /// What to measure
+    #[arg(long, value_name = "WHAT", default_value = "all")]
+    measure: Measure,
+    /// File that --save-table wrote, for dispatch to follow
+    #[arg(long, value_name = "FILE")]
+    table: Option<PathBuf>,
     /// Rounds that count
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     rounds: Option<u16>,
@@ -84,6 +87,16 @@ pub struct MatmulBench {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Measure {
+    /// Each shape by itself, and a layer
+    All,
+    /// Each shape by itself
+    Shapes,
+    /// The linears of one Llama-3.1-8B layer in one graph
+    Layer,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Launch {
     Ordinary,
     Dependent,
@@ -93,6 +106,7 @@ enum Launch {
 enum Family {
     Decode,
     Encode,
+    Packed,
     Matmul,
 }
 
@@ -117,7 +131,7 @@ impl Bench {
             }
             Self::Matmul(arguments) => {
                 let kernels = open(arguments.device)?;
-                let report = bench::bench_matmul(&kernels, &arguments.options(), &timing(arguments.rounds), &note)
+                let report = bench::bench_matmul(&kernels, &arguments.options()?, &timing(arguments.rounds), &note)
                     .map_err(Failure::other)?;
                 if let Some(file) = &arguments.svg {
                     fs::write(file, plot::speedups(&report.rows)?).map_err(Failure::io(file.display()))?;
@@ -145,22 +159,25 @@ fn timing(rounds: Option<u16>) -> Timing {
 }
 
 impl MatmulBench {
-    fn options(&self) -> MatmulOptions {
+    fn options(&self) -> Result<MatmulOptions> {
         let mut options = MatmulOptions {
             escapes: self.escapes,
             ordinary: self.launch != Some(Launch::Dependent),
             dependent: self.launch != Some(Launch::Ordinary),
             candidates: self.candidates,
-            layer: !self.no_layer,
+            layer: self.measure != Measure::Shapes,
+            table: self.table.as_deref().map(MeasuredTable::read).transpose().map_err(Failure::other)?,
             ..MatmulOptions::default()
         };
-        if !self.shape.is_empty() {
+        if self.measure == Measure::Layer {
+            options.shapes.clear();
+        } else if !self.shape.is_empty() {
             options.shapes.clone_from(&self.shape);
         }
         if !self.batch.is_empty() {
             options.batches.clone_from(&self.batch);
         }
-        options
+        Ok(options)
     }
 }
 
@@ -176,6 +193,7 @@ impl KernelsBench {
         if !self.only.is_empty() {
             options.decode = self.only.contains(&Family::Decode);
             options.encode = self.only.contains(&Family::Encode);
+            options.packed = self.only.contains(&Family::Packed);
             options.matmul = self.only.contains(&Family::Matmul);
         }
         options

@@ -132,7 +132,7 @@ impl FusedMatmul {
         let device = self.kernel.device();
         let args = FusedArgs {
             x: TensorMapParams::activations(x.data().address(), m, k, self.batch_tile).encode(device)?,
-            y_map: bytemuck::Zeroable::zeroed(),
+            y_map: TensorMapParams::product(y.data().address(), m, n).encode(device)?,
             packed: w.packed().address(),
             escape_heads: w.escape_heads().address(),
             escapes: w.escapes().address(),

@@ -71,6 +71,11 @@ impl TensorMapParams {
         }
     }
 
+    /// The product: bf16 `[m, n]` in boxes of 32 x 64 with the 128-byte swizzle. Rows past `m` are not written.
+    pub fn product(address: u64, m: u32, n: u32) -> Self {
+        Self::activations(address, m, n, 32)
+    }
+
     /// `sign_mantissa`: u8 `[n, k]` in boxes of 64 x 64, row after row.
     pub fn sign_mantissa(address: u64, n: u32, k: u32) -> Self {
         Self {

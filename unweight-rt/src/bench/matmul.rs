@@ -39,6 +39,8 @@ pub struct MatmulOptions {
     pub candidates: usize,
     /// Measure the linears of a whole layer in one graph too.
     pub layer: bool,
+    /// What was measured before, for dispatch to follow, instead of the table that ships.
+    pub table: Option<MeasuredTable>,
 }
 
 impl Default for MatmulOptions {
@@ -63,6 +65,7 @@ impl Default for MatmulOptions {
             dependent: true,
             candidates: 0,
             layer: true,
+            table: None,
         }
     }
 }
@@ -84,7 +87,11 @@ pub fn bench_matmul(
     progress: &dyn Fn(&str),
 ) -> Result<Report<MatmulOptions>, DeviceError> {
     let stream = kernels.device().stream()?;
-    let dispatch = FusedDispatch::of(kernels.device().info());
+    let info = kernels.device().info();
+    let dispatch = match &options.table {
+        Some(table) => FusedDispatch::model(info.arch, info.sms).with_table(&info.name, table.clone()),
+        None => FusedDispatch::of(info),
+    };
     let bench = Bench {
         kernels,
         dispatch: &dispatch,

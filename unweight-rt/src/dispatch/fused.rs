@@ -28,7 +28,7 @@ pub struct FusedUse {
 
 impl FusedUse {
     /// The variant of the same shape for this use; `None` if it is of another family.
-    fn of(self, spec: VariantSpec) -> Option<VariantSpec> {
+    pub fn of(self, spec: VariantSpec) -> Option<VariantSpec> {
         let Self { escapes, dependent, epilogue } = self;
         let op = match spec.op {
             Op::FusedSmall(op) => Op::FusedSmall(FusedSmallSpec { escapes, dependent, epilogue, ..op }),

@@ -11,6 +11,8 @@
 //   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
 //   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
 //   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
+//   bool kSiluMul        y[m, n / 2] = silu(gate) * up, in fp32 and rounded once: row blocks of W alternate between 16 rows of the gate's weights and the 16
+//                        of the up's that go with them (kRowBlocks even, no kStoreAdd)
 //   bool kDependent      programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are touched after it
 //   bool kStream         a cluster works off several tasks, its rings running on across them
 //   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]
@@ -45,6 +47,7 @@
 // SASS: 233 instructions per 64x64 tile at kBatchTile = 8 (144 decode, 16 mma, 14 loads, the rest refill and control); integer pipe about 5 us of 20.
 #pragma once
 
+#include "unweight/fused/activation.cuh"
 #include "unweight/fused/escapes.cuh"
 #include "unweight/fused/packed.cuh"
 #include "unweight/ptx/barrier.cuh"
@@ -100,7 +103,11 @@ struct Kernel {
     static constexpr u32 kHeadBatch = 32;  // tiles whose heads one load of a warp brings: one a lane
     static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
     static_assert(Config::kRowBlocks >= 1 && Config::kRowBlocks <= 8, "a warp keeps the sums of up to 8 row blocks");
-    static_assert(S::kRows % (2 * Config::kCluster) == 0, "blocks of a cluster store whole pairs of rows");
+    // Row blocks that belong together: a gate's and an up's.
+    static constexpr u32 kTogether = Config::kSiluMul ? 2 : 1;
+    static constexpr u32 kOutRows = S::kRows / kTogether;  // rows of Y^T that a task makes
+    static_assert(kOutRows % (2 * Config::kCluster) == 0, "blocks of a cluster store whole pairs of rows");
+    static_assert(Config::kRowBlocks % kTogether == 0 && !(Config::kSiluMul && Config::kStoreAdd), "a gate and its up are one task's, and overwrite");
 
     // Blocks of one tile are neighbours in memory, so one copy brings up to four; a task of 16-row blocks spans up to kPieces tiles.
     static constexpr u32 kPieces = (Config::kRowBlocks + fused::kTileBlocks - 2) / fused::kTileBlocks + 1;
@@ -124,9 +131,9 @@ struct Kernel {
                 group /= batch_tiles;
                 groups /= batch_tiles;
             }
-            const u32 all = a.n / fused::kBlockRows, each = all / groups, more = all - each * groups;
-            first = group * each + (group < more ? group : more);
-            blocks = each + (group < more);
+            const u32 all = a.n / (fused::kBlockRows * kTogether), each = all / groups, more = all - each * groups;
+            first = (group * each + (group < more ? group : more)) * kTogether;
+            blocks = (each + (group < more)) * kTogether;
         }
     };
 
@@ -180,7 +187,9 @@ struct Kernel {
     UW_DEVICE u32 w_slot(u32 s) const { return ring + Config::kStages * S::kXBytes + s * S::kWBytes; }
 
     // ---- work ------------------------------------------------------------------------------------------------------
-    UW_DEVICE u32 task_first(u32 task) const { return share.first + (Config::kStream ? task * share.blocks / tasks : task * share.blocks); }
+    UW_DEVICE u32 task_first(u32 task) const {
+        return share.first + (Config::kStream ? task * (share.blocks / kTogether) / tasks * kTogether : task * share.blocks);
+    }
     UW_DEVICE u32 task_blocks(u32 task) const { return task_first(task + 1) - task_first(task); }
 
     // ---- load ------------------------------------------------------------------------------------------------------
@@ -414,29 +423,25 @@ struct Kernel {
             }
         }
         meet();
-        // Block `rank` of the cluster owns its share of the rows; a unit is two rows of one batch row.
-        constexpr u32 kShare = S::kRows / Config::kCluster, kPairs = kShare / 2;
+        // Block `rank` of the cluster owns its share of the rows of Y^T; a unit is two of them for one batch row.
+        constexpr u32 kShare = kOutRows / Config::kCluster, kPairs = kShare / 2;
         const u32 rank = Config::kCluster > 1 ? ptx::cluster_rank() : 0;
-        const u32 rows = task_blocks(task) * fused::kBlockRows, first_row = task_first(task) * fused::kBlockRows;
+        const u32 rows = task_blocks(task) * fused::kBlockRows / kTogether, first_row = task_first(task) * fused::kBlockRows / kTogether;
         for (u32 unit = warp * 32 + lane; unit < valid * kPairs; unit += kThreads<Config>) {
             const u32 b = unit / kPairs, r = rank * kShare + unit % kPairs * 2;
             if (r >= rows) continue;
-            const u32 offset = shared + S::kSums + sum_offset(b, r);
-            float low = 0.0f, high = 0.0f;
-#pragma unroll
-            for (u32 c = 0; c < Config::kCluster; ++c) {
-                const u32 address = Config::kCluster > 1 ? ptx::map_shared_rank(offset, c) : offset;
-#pragma unroll
-                for (u32 w = 0; w < Config::kWarps; ++w) {
-                    const u32 from = address + w * S::kSumPitchBytes;
-                    const U32x2 v = Config::kCluster > 1 ? ptx::load_cluster_x2(from) : ptx::load_shared_x2(from);
-                    low += ptx::float_from_bits(v.x);
-                    high += ptx::float_from_bits(v.y);
-                }
+            float low, high;
+            if constexpr (Config::kSiluMul) {
+                const u32 gate = r / fused::kBlockRows * 2 * fused::kBlockRows + r % fused::kBlockRows;
+                float up_low, up_high;
+                total(b, gate, low, high);
+                total(b, gate + fused::kBlockRows, up_low, up_high);
+                low = fused::silu(low) * up_low;
+                high = fused::silu(high) * up_high;
+            } else {
+                total(b, r, low, high);
             }
-            low *= args.scale;
-            high *= args.scale;
-            u16* y = static_cast<u16*>(args.y) + u64(share.batch + b) * args.n + first_row + r;
+            u16* y = static_cast<u16*>(args.y) + u64(share.batch + b) * (args.n / kTogether) + first_row + r;
             if constexpr (Config::kStoreAdd) {
                 const u32 old = ptx::load_global(y);
                 low += ptx::float_from_bits(old << 16);
@@ -444,6 +449,24 @@ struct Kernel {
             }
             ptx::store_global(y, ptx::pack_bf16x2(low, high));
         }
+    }
+    // The sums of all warps of the cluster for batch row b, rows r and r + 1 of the task, scaled.
+    UW_DEVICE void total(u32 b, u32 r, float& low, float& high) const {
+        const u32 offset = shared + S::kSums + sum_offset(b, r);
+        low = high = 0.0f;
+#pragma unroll
+        for (u32 c = 0; c < Config::kCluster; ++c) {
+            const u32 address = Config::kCluster > 1 ? ptx::map_shared_rank(offset, c) : offset;
+#pragma unroll
+            for (u32 w = 0; w < Config::kWarps; ++w) {
+                const u32 from = address + w * S::kSumPitchBytes;
+                const U32x2 v = Config::kCluster > 1 ? ptx::load_cluster_x2(from) : ptx::load_shared_x2(from);
+                low += ptx::float_from_bits(v.x);
+                high += ptx::float_from_bits(v.y);
+            }
+        }
+        low *= args.scale;
+        high *= args.scale;
     }
 
     // ---- the warp's life -------------------------------------------------------------------------------------------
