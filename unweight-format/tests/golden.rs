@@ -21,7 +21,8 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
-const VALID: [(&str, Profile); 2] = [("single", Profile::Distribution), ("sharded", Profile::Inference)];
+const VALID: [(&str, Profile); 3] =
+    [("single", Profile::Distribution), ("sharded", Profile::Inference), ("resident", Profile::Resident)];
 
 /// Rows `| name | why | message |` of a section of the README.
 fn rows(section: &str) -> Vec<(String, String)> {
@@ -110,6 +111,16 @@ fn edge_weights() -> Vec<u8> {
     bytes
 }
 
+/// Weights with some zeros, subnormals, infinities and NaN, alone in a row block and several in one.
+fn escaping_weights(elements: usize) -> Vec<u8> {
+    let mut bytes = weights(elements, 14);
+    for (i, at) in [5, 700, 2100, 2101, 2900, 4500, 6000].into_iter().enumerate() {
+        let bits = [0x0000u16, 0x8000, 0x7fc1, 0x0001, 0xff80, 0x7f80, 0x807f][i];
+        bytes[2 * at..2 * at + 2].copy_from_slice(&bits.to_le_bytes());
+    }
+    bytes
+}
+
 #[test]
 #[ignore = "writes the golden files anew"]
 fn regenerate() {
@@ -143,6 +154,18 @@ fn regenerate() {
     }
     let index = serde_json::json!({ "metadata": { "total_size": 3 * 3 * 64 * 32 * 2 }, "weight_map": map });
     put(sharded.join("model.safetensors.index.json"), index.to_string().as_bytes());
+    let resident = golden().join("valid/resident/source");
+    put(
+        resident.join("model.safetensors"),
+        &safetensors_file(
+            &[],
+            &[
+                tensor("packed", "BF16", &[128, 64], &escaping_weights(128 * 64)),
+                tensor("odd", "BF16", &[70, 130], &weights(70 * 130, 15)),
+                tensor("zeros", "BF16", &[64, 64], &[0; 8192]),
+            ],
+        ),
+    );
     for (name, profile) in VALID {
         let dir = golden().join("valid").join(name);
         compress(&dir.join("source"), &dir.join("bundle"), &CompressOptions::new(profile), &Silent).unwrap();
@@ -192,8 +215,12 @@ fn regenerate() {
         scratch.path("p/t.safetensors"),
         &safetensors_file(&[], &[tensor("t", "BF16", &[128, 64], &weights(8192, 13))]),
     );
+    put(
+        scratch.path("r/t.safetensors"),
+        &safetensors_file(&[], &[tensor("t", "BF16", &[128, 64], &escaping_weights(128 * 64))]),
+    );
     type Change = fn(Section, &mut [u8]);
-    let streams: [(&str, Profile, Change); 9] = [
+    let streams: [(&str, Profile, Change); 16] = [
         ("start-word", Profile::Distribution, |s, b| {
             if s == Section::TileMetadata {
                 b[TileMetadata::BYTES] ^= 1
@@ -243,17 +270,66 @@ fn regenerate() {
                 b[0] = 1
             }
         }),
+        ("packed-window", Profile::Resident, |s, b| {
+            if s == Section::PackedWindow {
+                b[0] = 240
+            }
+        }),
+        ("packed-head", Profile::Resident, |s, b| {
+            if s == Section::EscapeHeads {
+                // The kind of the first list's head.
+                let list = b.chunks_exact(4).position(|head| head[3] & 0x80 != 0).unwrap();
+                b[4 * list + 3] = 0;
+                b[4 * list] = 9;
+            }
+        }),
+        ("packed-list-index", Profile::Resident, |s, b| {
+            if s == Section::EscapeHeads {
+                let list = b.chunks_exact(4).position(|head| head[3] & 0x80 != 0).unwrap();
+                b[4 * list] ^= 1;
+            }
+        }),
+        ("packed-list-length", Profile::Resident, |s, b| {
+            if s == Section::Escapes {
+                b[3] = 0x7f
+            }
+        }),
+        ("packed-order", Profile::Resident, |s, b| {
+            if s == Section::Escapes {
+                b[4..12].rotate_left(4)
+            }
+        }),
+        ("packed-place", Profile::Resident, |s, b| {
+            if s == Section::EscapeHeads {
+                // A single record moves to the next lane.
+                let one = b.chunks_exact(4).position(|head| head[3] & 0xc0 == 0x40).unwrap();
+                b[4 * one + 2] ^= 1;
+            }
+        }),
+        ("packed-padding", Profile::Resident, |s, b| {
+            if s == Section::Escapes {
+                *b.last_mut().unwrap() = 1
+            }
+        }),
     ];
     for (name, profile, change) in streams {
         let dir = golden().join("invalid/streams").join(name);
         fs::create_dir_all(dir.parent().unwrap()).unwrap();
-        let source = scratch.path(if profile == Profile::Palette { "p" } else { "m" });
+        let source = scratch.path(match profile {
+            Profile::Palette => "p",
+            Profile::Resident => "r",
+            _ => "m",
+        });
         compress(&source, &dir, &CompressOptions::new(profile), &Silent).unwrap();
         let (shard, manifest) = (dir.join("t.safetensors"), dir.join("unweight.json"));
         let mut bytes = fs::read(&shard).unwrap();
         let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest).unwrap()).unwrap();
         let (head, data) = (header(&bytes), 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize);
-        let sections = if profile == Profile::Palette { &Section::PALETTE[..] } else { &Section::HUFFMAN[..] };
+        let sections = match profile {
+            Profile::Palette => &Section::PALETTE[..],
+            Profile::Resident => &Section::PACKED,
+            _ => &Section::HUFFMAN,
+        };
         for (i, &section) in sections.iter().enumerate() {
             let offsets = &head[format!("t.unweight.{}", section.name())]["data_offsets"];
             let at = |i: usize| data + offsets[i].as_u64().unwrap() as usize;
