@@ -178,7 +178,7 @@ pub struct PackedArgs {
     pub escape_heads: u64,
     /// u32 `[escape_words]`; unused by `pack`.
     pub escapes: u64,
-    /// u32 `[ceil(tiles / 64)]`, zeroed before `pack`: words of the lists of 256 row blocks each.
+    /// u32 `[ceil(tiles / 16)]`, zeroed before `pack`: words of the lists of 64 row blocks each.
     pub group_words: u64,
     /// u64, zeroed before `pack`: `!(row * k + column)` of the first element that no operand can stand for, 0 if there is none.
     pub inexact: u64,

@@ -31,8 +31,6 @@ use crate::{
 
 /// u32 words of the scratch before the words of each group of row blocks: 256 counts, and a u64, the place of an element without operand.
 const SCRATCH_FIXED_WORDS: usize = 256 + 2;
-/// Tiles whose lists' words are summed apart: a block of the kernel `lists`.
-const GROUP_TILES: usize = 16;
 
 /// Why there is no packed tensor.
 #[derive(Debug, thiserror::Error)]
@@ -177,7 +175,7 @@ impl Packer {
             PackedArgs { packed: packed.address(), escape_heads: heads.address(), ..self.args(source, window) };
         // SAFETY: `source` and both sections have the sizes that the grid asks for, the scratch a word for each group.
         unsafe { self.pack.launch(stream, problem(grid), &args) }?;
-        let counted = self.scratch.read(stream, 256, 2 + groups(grid))?;
+        let counted = self.scratch.read(stream, 256, 2 + self.groups(grid)?)?;
         let inexact = u64::from(counted[0]) | u64::from(counted[1]) << 32;
         if inexact != 0 {
             let place = !inexact as usize;
@@ -202,11 +200,16 @@ impl Packer {
             let (n, k) = (grid.rows(), grid.cols());
             return Err(DeviceError::Shape(format!("[{n}, {k}] has 2^32 elements or more; split it")));
         }
-        let words = SCRATCH_FIXED_WORDS + groups(grid);
+        let words = SCRATCH_FIXED_WORDS + self.groups(grid)?;
         if self.scratch.len() < words {
             self.scratch = DeviceBuffer::zeroed(stream, words)?;
         }
         Ok(())
+    }
+
+    /// Groups of row blocks: blocks of `lists`, for each of which the words of its lists are summed apart.
+    fn groups(&self, grid: Grid) -> Result<usize, DeviceError> {
+        Ok(self.lists.blocks(problem(grid))? as usize)
     }
 
     /// Clears the scratch and counts exponents.
@@ -255,9 +258,4 @@ fn shape(grid: Grid) -> PackedArgs {
 
 fn problem(grid: Grid) -> Problem {
     Problem { m: 0, n: grid.rows() as u32, k: grid.cols() as u32 }
-}
-
-/// Blocks of the kernel `lists`.
-fn groups(grid: Grid) -> usize {
-    grid.tiles().div_ceil(GROUP_TILES)
 }

@@ -117,7 +117,7 @@ struct PackedArgs {
     u8* packed;                       // [tiles, 6144]
     u32* escape_heads;                // [tiles, 4]
     u32* escapes;                     // [escape_words]; unused by pack
-    u32* group_words;                 // [tiles / 64, rounded up], zeroed before pack: words of the lists of 256 row blocks each
+    u32* group_words;                 // [tiles / 16, rounded up], zeroed before pack: words of the lists of 64 row blocks each
     u64* inexact;                     // zeroed before pack: ~(row * k + column) of the first element that no operand can stand for; 0: none
     u32 escape_words;
     u32 base;                         // lowest exponent of the window, 1..239

@@ -14,9 +14,7 @@ pub(super) const fn plan(spec: &VariantSpec, op: &PackedSpec) -> Plan {
     let work = Work::WeightTiles;
     let none = SmemPlan::new();
     let (smem, grid) = match op.stage {
-        PackedStage::Pack | PackedStage::Unpack => {
-            (none, Grid::Covering { work, per_block: TILES_PER_BLOCK })
-        }
+        PackedStage::Pack | PackedStage::Unpack => (none, Grid::Covering { work, per_block: TILES_PER_BLOCK }),
         // Per warp its own words and those of the groups before.
         PackedStage::Lists => {
             (none.section("sums", WARPS, 8, 8), Grid::Covering { work, per_block: LIST_TILES_PER_BLOCK })

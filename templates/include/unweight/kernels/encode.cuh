@@ -47,7 +47,7 @@ constexpr u32 kWriteSmemBytes = 1024 + kTileWarps * kTileBufferWords * 4;
 constexpr u32 kScanThreads = 256, kScanTilesPerThread = 4, kScanSmemBytes = 1024;
 constexpr u32 kScanTiles = kScanThreads * kScanTilesPerThread;
 
-// ---- stats: sign_mantissa, and how often each exponent occurs -------------------------------------------------------
+// ---- stats: sign_mantissa (unless that is null), and how often each exponent occurs ---------------------------------
 
 // One increment per element. Counter (exponent, lane) stands at exponent * 128 + lane * 4: each lane has its own bank, and only
 // warps of the block meet in a counter. exponent * 128 is what the element's own bits 7..14 say.
