@@ -1,7 +1,7 @@
 //! The register-sourced family for large batches: `templates/include/unweight/kernels/fused_wide.cuh`.
 //!
 //! ```text
-//! bytes   = stages * (batch_tile * 128 + warpgroups * 6144 + 16) + warpgroups * (buffers * store_rows * 128 + 8)
+//! bytes   = stages * (batch_tile * 128 + warpgroups * (6144 + escapes * 256) + 16) + warpgroups * (buffers * store_rows * 128 + 8)
 //! buffers = pieces of store_rows batch rows in which a warpgroup stores its part of Y, 2 at least and 3 at most
 //! ```
 
@@ -13,12 +13,14 @@ const ROW_BYTES: u32 = 128;
 /// Rows and columns of a stored tile, 12 bits an element.
 const TILE: u32 = 64;
 const TILE_BYTES: u32 = 6144;
+/// Records of the escapes of a tile, beside it in a stage.
+const TILE_RECORD_BYTES: u32 = 256;
 const SWIZZLE_ALIGN: u32 = 1024;
 const BULK_ALIGN: u32 = 128;
 const MBARRIER_BYTES: u32 = 8;
 /// A full and an empty barrier.
 const RING_SLOT_BARRIER_BYTES: u32 = 2 * MBARRIER_BYTES;
-/// One warpgroup, of which one lane works: `setmaxnreg` is for whole warpgroups.
+/// One warpgroup, though at most four warps of it work: `setmaxnreg` is for whole warpgroups.
 const PRODUCER_WARPS: u32 = 4;
 /// The registers of an SM are one block's.
 const BLOCKS_PER_SM: u32 = 1;
@@ -33,9 +35,14 @@ const fn store_buffers(op: &FusedWideSpec) -> u32 {
     if op.batch_tile.get() / store_rows(op) <= 2 { 2 } else { 3 }
 }
 
-/// X and W of one stage.
+/// Records of one stage.
+const fn record_bytes(op: &FusedWideSpec) -> u32 {
+    if op.escapes { op.warpgroups.get() * TILE_RECORD_BYTES } else { 0 }
+}
+
+/// X, W and records of one stage.
 const fn stage_bytes(op: &FusedWideSpec) -> u32 {
-    op.batch_tile.get() * ROW_BYTES + op.warpgroups.get() * TILE_BYTES
+    op.batch_tile.get() * ROW_BYTES + op.warpgroups.get() * TILE_BYTES + record_bytes(op)
 }
 
 const fn smem(op: &FusedWideSpec) -> SmemPlan {
@@ -44,6 +51,7 @@ const fn smem(op: &FusedWideSpec) -> SmemPlan {
         .section("x", stages, op.batch_tile.get() * ROW_BYTES, SWIZZLE_ALIGN)
         .section("w", stages, warpgroups * TILE_BYTES, BULK_ALIGN)
         .section("staging", warpgroups * store_buffers(op), store_rows(op) * ROW_BYTES, SWIZZLE_ALIGN)
+        .section("records", stages, record_bytes(op), MBARRIER_BYTES)
         .section("barriers", stages, RING_SLOT_BARRIER_BYTES, MBARRIER_BYTES)
         .section("old_barriers", warpgroups, MBARRIER_BYTES, MBARRIER_BYTES)
 }
@@ -121,11 +129,12 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedWideSpec) -> Result<Plan,
             rings: 1,
             stages,
             stage_bytes: stage_bytes(op),
-            full_arrivals: 1,
+            // Of the lane that loads, and of the warps that bring records.
+            full_arrivals: if op.escapes { 1 + op.warpgroups.get() } else { 1 },
             empty_arrivals: consumer_warps,
         }),
         roles: RolePlan {
-            first: Role { name: "load", warps: PRODUCER_WARPS, registers: producer_registers },
+            first: Role { name: "load and find escapes", warps: PRODUCER_WARPS, registers: producer_registers },
             second: Some(Role { name: "decode and multiply", warps: consumer_warps, registers: consumer_registers }),
         },
         launch: LaunchPlan {

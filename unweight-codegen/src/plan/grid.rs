@@ -25,7 +25,8 @@ pub enum Work {
         /// Output features of one unit.
         columns: u32,
     },
-    /// The steps of 64 of k of those: `ceil(k/64)` times as many.
+    /// The steps of 64 of k of those: `ceil(k/64)` times as many. Blocks share them out in teams of one block for each of the
+    /// `ceil(m/rows)` batch tiles, so there are at least as many.
     OutputSteps {
         /// Batch rows of a tile of Y.
         rows: u32,
@@ -85,6 +86,14 @@ impl Work {
             }
         }
     }
+
+    /// Blocks without which nothing can begin.
+    const fn team(self, problem: Problem) -> u64 {
+        match self {
+            Self::OutputSteps { rows, .. } if problem.n != 0 && problem.k != 0 => problem.m.div_ceil(rows) as u64,
+            _ => 0,
+        }
+    }
 }
 
 impl Grid {
@@ -104,7 +113,7 @@ impl Grid {
             Self::Covering { work, per_block } => work.units(problem).div_ceil(u64::from(per_block)),
             Self::Persistent { work, per_block, blocks_per_sm } => {
                 let needed = work.units(problem).div_ceil(u64::from(per_block));
-                needed.min(u64::from(sms) * u64::from(blocks_per_sm))
+                needed.min(u64::from(sms) * u64::from(blocks_per_sm)).max(work.team(problem))
             }
             Self::DealtRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
                 let batch_tiles = u64::from(problem.m.div_ceil(batch_rows));
@@ -181,6 +190,16 @@ mod tests {
         let huge = Problem { m: 1, n: u32::MAX, k: u32::MAX };
         assert_eq!(persistent.blocks(huge, 132), Some(264));
         assert_eq!(Grid::Covering { work: Work::WeightTiles, per_block: 1 }.blocks(huge, 132), None);
+    }
+
+    #[test]
+    fn shares_of_k_have_a_block_for_every_batch_tile() {
+        let work = Work::OutputSteps { rows: 64, columns: 128 };
+        let grid = Grid::Persistent { work, per_block: 1, blocks_per_sm: 1 };
+        assert_eq!(grid.blocks(Problem { m: 1, n: 128, k: 4096 }, 132), Some(64));
+        assert_eq!(grid.blocks(Problem { m: 256, n: 4096, k: 4096 }, 132), Some(132));
+        assert_eq!(grid.blocks(Problem { m: 64 * 200, n: 64, k: 64 }, 132), Some(200));
+        assert_eq!(grid.blocks(Problem { m: 64, n: 0, k: 64 }, 132), Some(0));
     }
 
     /// The grids at which docs/decisions/0004 measured each shape: (n, row blocks a group can take, cluster, blocks per SM) -> blocks.

@@ -270,7 +270,8 @@ impl fmt::Display for Plan {
         if let Some(PipelinePlan { rings, stages, stage_bytes, full_arrivals, empty_arrivals }) = self.pipeline {
             write!(
                 f,
-                "pipeline {rings} x {stages} stages of {stage_bytes} B; full: {full_arrivals} arrival and the bytes"
+                "pipeline {rings} x {stages} stages of {stage_bytes} B; full: {full_arrivals} arrival{} and the bytes",
+                if full_arrivals == 1 { "" } else { "s" }
             )?;
             match empty_arrivals {
                 0 => writeln!(f, "; empty: known to the warp")?,
@@ -319,5 +320,34 @@ mod tests {
                 assert!(pair[0].offset + pair[0].bytes() <= pair[1].offset, "{plan}");
             }
         }
+    }
+
+    fn plan_of(name: &str) -> Plan {
+        Plan::new(&name.parse().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn workspaces_are_what_the_kernels_write() {
+        let problem = Problem { m: 100, n: 4096, k: 1024 };
+        let needs = |name: &str| plan_of(name).workspace(problem, 132);
+        assert_eq!(needs("uw_sm90a_fused_small_b8_r4w8p2c1_esc_store"), WorkspacePlan::default());
+        assert_eq!(needs("uw_sm90a_fused_wide_b128_g2p6_esc_store"), WorkspacePlan::default());
+        assert_eq!(needs("uw_sm90a_packed_pack"), WorkspacePlan::default());
+        // Every operand as the 16 bits that it is.
+        let operands = WorkspacePlan { bytes: 4096 * 1024 * 2, counters: 0 };
+        assert_eq!(needs("uw_sm90a_fused_small_b8_r4w8p2c1_esc_store_dump"), operands);
+        assert_eq!(needs("uw_sm90a_fused_wide_b128_g2p6_esc_store_dump"), operands);
+        // fp32 sums of 128 x 128 of Y for each block, and a counter for each of its warpgroups.
+        let sums = WorkspacePlan { bytes: 132 * 128 * 128 * 4, counters: 132 * 2 };
+        assert_eq!(needs("uw_sm90a_fused_wide_b128_g2p6_streamk_esc_store"), sums);
+    }
+
+    /// 16 rows of a gate and 16 of its up are dealt together.
+    #[test]
+    fn gates_and_ups_are_dealt_in_pairs() {
+        let blocks = |name: &str, n| plan_of(name).launch.grid.blocks(Problem { m: 1, n, k: 4096 }, 132);
+        assert_eq!(blocks("uw_sm90a_fused_small_b8_r2w8p3c1_esc_silu_mul", 4096), Some(128));
+        assert_eq!(blocks("uw_sm90a_fused_small_b8_r2w8p3c1_esc_store", 4096), Some(132));
+        assert_eq!(blocks("uw_sm90a_fused_small_b8_r4w8p2c1_esc_silu_mul", 28672), Some(448));
     }
 }
