@@ -144,10 +144,39 @@ fn options_reach_the_library() {
     assert_eq!(encodings(&["--exclude", "*"]).keys().collect::<Vec<_>>(), ["raw"]);
     assert!(encodings(&["--include", "*gate_proj*"])["huffman"] < all["huffman"]);
     assert_eq!(encodings(&["--profile", "palette"])["palette"], all["huffman"]);
+    let resident = encodings(&["--profile", "resident"]);
+    assert!(resident["packed"] > 0 && !resident.contains_key("huffman") && !resident.contains_key("palette"));
     let inference = encodings(&["--profile", "inference"]);
     assert!(inference["huffman"] > 0 && inference["palette"] > 0);
     fs::write(home.path().join("rules.json"), r#"{"rules": [{"match": "*", "encoding": "raw"}]}"#).unwrap();
     assert_eq!(encodings(&["--plan", "rules.json"]).keys().collect::<Vec<_>>(), ["raw"]);
+}
+
+/// Why a tensor is not packed stands in every table, and the bundle goes there and back.
+#[test]
+fn a_resident_bundle_says_what_is_not_packed() {
+    let home = tempfile::tempdir().unwrap();
+    demo_model::write(&home.path().join("model"), &DemoOptions { intermediate: 330, ..tiny() }).unwrap();
+    let arguments = ["compress", "model", "-o", "bundle", "--profile", "resident", "--verify", "full"];
+    assert!(stdout(&run(home.path(), &arguments, 0)).contains("packed"));
+    for arguments in [&["plan", "model", "--profile", "resident"][..], &["inspect", "bundle"]] {
+        let table = stdout(&run(home.path(), arguments, 0));
+        let line = |name: &str| table.lines().find(|line| line.contains(name)).unwrap().to_owned();
+        let gate = line("model.layers.1.mlp.gate_proj.weight");
+        assert!(
+            gate.contains("palette") && gate.contains("not packed: rows or columns are not a multiple of 64"),
+            "{gate}"
+        );
+        let q = line("model.layers.1.self_attn.q_proj.weight");
+        assert!(q.contains("packed") && !q.contains("not packed"), "{q}");
+    }
+    let csv = stdout(&run(home.path(), &["inspect", "bundle", "--tensor", "*.1.mlp.gate*", "--csv"], 0));
+    assert!(csv.contains(",palette,not packed: rows or columns are not a multiple of 64,"), "{csv}");
+    run(home.path(), &["inspect", "bundle", "--plot", "ratio", "--svg", "plot.svg"], 0);
+    assert!(fs::read_to_string(home.path().join("plot.svg")).unwrap().contains("packed"));
+    run(home.path(), &["verify", "bundle", "--against", "model"], 0);
+    run(home.path(), &["decompress", "bundle", "-o", "restored"], 0);
+    same(&home.path().join("model"), &home.path().join("restored"));
 }
 
 #[test]
@@ -216,6 +245,7 @@ fn exponents_are_counted_whatever_the_encoding() {
     assert!(total > 400_000, "{total}");
     assert_eq!(counts("palette"), expected);
     assert_eq!(counts("inference"), expected);
+    assert_eq!(counts("resident"), expected);
 }
 
 #[test]

@@ -2,7 +2,10 @@
 //! Stored sections from anywhere: arbitrary ones, and valid ones with bytes changed.
 
 use libfuzzer_sys::fuzz_target;
-use unweight_format::{CodeLimit, Grid, HuffmanTensor, Matrix, PaletteTensor, Section, decode, encode, oracle};
+use unweight_format::{
+    CodeLimit, Grid, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, decode, encode, oracle,
+    packed,
+};
 
 fn check_huffman(tensor: &HuffmanTensor<Vec<u8>>) {
     let (fast, slow) = (decode::to_vec(tensor), oracle::decode_huffman(tensor));
@@ -20,8 +23,22 @@ fn check_palette(tensor: &PaletteTensor<Vec<u8>>) {
     assert!(out == oracle::decode_palette(tensor));
 }
 
+fn check_packed(tensor: &PackedTensor<Vec<u8>>) {
+    let weights = tensor.unpack();
+    assert!(weights == oracle::unpack(tensor));
+    // The form is canonical: with the same window, the weights give the same bytes.
+    let matrix = Matrix::new(&weights, tensor.grid().rows(), tensor.grid().cols()).expect("the shape is right");
+    if let Ok(again) = packed::pack(matrix, &Histogram::of(&weights)) {
+        assert!(again.window() != tensor.window() || again == *tensor, "two forms of the same weights");
+    }
+    (0..tensor.grid().tiles()).for_each(|tile| drop(tensor.operands(tile)));
+}
+
 fuzz_target!(|data: &[u8]| {
     let [mode, rows, cols, data @ ..] = data else { return };
+    if mode & 4 != 0 {
+        return packed_sections(*mode, usize::from(rows % 3), usize::from(cols % 3), data);
+    }
     let Ok(grid) = Grid::new(usize::from(*rows) + 1, usize::from(*cols) + 1) else { return };
     if mode & 1 == 0 {
         // Sections cut from the input, sizes as the grid asks for where it does.
@@ -74,3 +91,43 @@ fuzz_target!(|data: &[u8]| {
         PaletteTensor::from_sections(grid, section).iter().for_each(check_palette);
     }
 });
+
+/// Packed tensors of up to 2 x 2 tiles; 0 tile rows or columns: a shape that cannot be packed.
+fn packed_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
+    let extent = |tiles: usize| if tiles == 0 { 65 } else { 64 * tiles };
+    let grid = Grid::new(extent(tile_rows), extent(tile_cols)).expect("small");
+    if mode & 1 == 0 {
+        let (&words, mut rest) = data.split_first().unwrap_or((&0, &[]));
+        let cut = |section: Section| {
+            let mut out = vec![0; section.fixed_bytes(grid).unwrap_or(usize::from(words) * 16)];
+            let n = rest.len().min(out.len());
+            out[..n].copy_from_slice(&rest[..n]);
+            rest = &rest[n..];
+            out
+        };
+        PackedTensor::from_sections(grid, cut).iter().for_each(check_packed);
+        return;
+    }
+    // A valid tensor with some escapes; then (section, offset, xor) from the input.
+    let weights: Vec<u8> = (0..grid.elements() as u32)
+        .flat_map(|i| {
+            let mixed = i.wrapping_mul(0x9e37_79b9) ^ u32::from(mode) << 8;
+            let exponent = 120 + (mixed >> 20).trailing_zeros().min(12) as u16;
+            let bits = if mixed % 300 == 0 { mixed as u16 & 0x9fff } else { mixed as u16 & 0x807f | exponent << 7 };
+            bits.to_le_bytes()
+        })
+        .collect();
+    let matrix = Matrix::new(&weights, grid.rows(), grid.cols()).expect("the shape is right");
+    let Ok(tensor) = packed::pack(matrix, &Histogram::of(&weights)) else { return };
+    let damaged = |section: Section| {
+        let mut bytes = tensor.section(section).map(|b| b.into_owned()).unwrap_or_default();
+        for change in data.chunks_exact(4).filter(|c| Section::PACKED[usize::from(c[0]) % 4] == section) {
+            if !bytes.is_empty() {
+                let at = usize::from(u16::from_le_bytes([change[1], change[2]])) % bytes.len();
+                bytes[at] ^= change[3];
+            }
+        }
+        bytes
+    };
+    PackedTensor::from_sections(grid, damaged).iter().for_each(check_packed);
+}

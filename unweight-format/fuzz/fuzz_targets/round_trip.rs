@@ -2,7 +2,7 @@
 //! Any weights of any small shape come back, and both encoders agree.
 
 use libfuzzer_sys::fuzz_target;
-use unweight_format::{CodeLimit, Matrix, decode, encode, oracle};
+use unweight_format::{CodeLimit, Histogram, Matrix, decode, encode, oracle, packed};
 
 fuzz_target!(|data: &[u8]| {
     let [cols, limit, weights @ ..] = data else { return };
@@ -21,4 +21,12 @@ fuzz_target!(|data: &[u8]| {
     let mut out = vec![0; weights.len()];
     decode::palette(&palette, &mut out).expect("valid");
     assert!(out == weights);
+    // Whole tiles of the same weights, repeated as often as it takes.
+    let whole: Vec<u8> = weights.iter().copied().cycle().take(64 * 128 * 2).collect();
+    let matrix = Matrix::new(&whole, 64, 128).expect("the shape is right");
+    let tensor = packed::pack(matrix, &Histogram::of(&whole));
+    assert!(tensor == oracle::pack(matrix), "packers differ");
+    if let Ok(tensor) = tensor {
+        assert!(tensor.unpack() == whole && oracle::unpack(&tensor) == whole);
+    }
 });
