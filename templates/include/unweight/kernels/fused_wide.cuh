@@ -17,7 +17,7 @@
 //   tiles = ceil(n / (64 * kWarpgroups)) * ceil(m / kBatchTile)
 //   grid  = min(tiles, multiprocessors); kStreamK: min(tiles * k / 64, multiprocessors): all blocks must be resident at once, one a multiprocessor.
 //   args.x: box 64 x kBatchTile. args.y_map: bf16 [m, n], box 64 (n) x 32 (m), 128-byte swizzle.
-//   kStreamK: workspace = grid * 64 * kWarpgroups * kBatchTile fp32, counters = grid * kWarpgroups u32 (zero before, zero after). Otherwise neither.
+//   kStreamK: workspace = 2 * grid * 64 * kWarpgroups * kBatchTile fp32, counters = 2 * grid * kWarpgroups u32 (zero before, zero after). Otherwise neither.
 //
 // Shared memory = kStages * (kBatchTile * 128 + kWarpgroups * (6144 + E) + 16) + kWarpgroups * (kStoreBuffers * kStoreRows * 128 + 8), where E is 256 with kEscapes,
 //   else 0, kStoreRows is 64 if kBatchTile is a multiple of 64 above 64, else 32, and kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)).
@@ -85,44 +85,70 @@ struct Segment {
     UW_DEVICE bool exists() const { return first != last; }
 };
 
-// Which segments a block works off, in order. Whole tiles go round the grid. With kStreamK the last round, if it is not full, and the one before it are laid end to end
-// and cut into even shares, one a block: a share begins with the end of a tile (its partial sums go to the workspace) and ends with the beginning of another,
-// whose owner adds the parts of the shares that follow. They were written at the start of those shares: nobody waits long.
+// Which segments a block works off, in order. Without kStreamK whole tiles go round the grid.
+//
+// With kStreamK blocks form teams, one block for each batch tile, that read the same weights at the same time, and rows of tiles go round the teams. The last round of
+// rows, if it is not full, and the one before it are laid end to end and cut into even shares, one a team: a share begins with the end of a row and ends with the
+// beginning of another, or lies inside one. A tile of Y whose k is shared is summed by those blocks for which it is the last of their share, each its pieces, so
+// that nobody waits for a block that has more to do; the others leave their sums in the workspace and go on.
 template <class Config>
 struct Schedule {
+    u32 batch_tiles;
     u32 steps;               // of one tile
-    u32 whole;               // tiles dealt whole
-    u32 streamed;            // steps of all others
-    u32 worker;              // the share of this block. Later shares to earlier blocks: the owner of a tile waits for blocks that have started before it.
-    u32 next_tile, at, end;  // the next whole tile; what is left of the share
+    u32 whole;               // rows dealt whole; without kStreamK tiles
+    u32 streamed;            // steps of all other rows
+    u32 stride;              // teams; without kStreamK blocks
+    u32 team, member;
+    u32 next_whole, at, end;  // the next whole row; what is left of the share
 
-    UW_DEVICE Schedule(const FusedArgs& a, u32 tiles) : steps(a.tile_cols), whole(tiles), streamed(0), worker(0), next_tile(ptx::block_index()), at(0), end(0) {
+    UW_DEVICE Schedule(const FusedArgs& a, u32 rows, u32 batches)
+        : batch_tiles(batches), steps(a.tile_cols), whole(rows * batches), streamed(0), stride(ptx::grid_size()), team(0), member(0), next_whole(ptx::block_index()), at(0), end(0) {
         if constexpr (Config::kStreamK) {
-            const u32 grid = ptx::grid_size(), rest = tiles % grid;
-            if (rest != 0) {
-                whole = tiles >= grid ? tiles - rest - grid : 0;
-                streamed = (tiles - whole) * steps;
-                worker = grid - 1 - ptx::block_index();
-                at = share_begin(worker);
-                end = share_begin(worker + 1);
+            whole = rows;
+            stride = ptx::grid_size() / batches;
+            if (stride > rows * steps) stride = rows * steps;
+            team = ptx::block_index() / batches;
+            member = ptx::block_index() % batches;
+            next_whole = team;
+            if (team >= stride) {
+                next_whole = rows;
+            } else if (rows % stride != 0) {
+                whole = rows > stride ? rows - rows % stride - stride : 0;
+                streamed = (rows - whole) * steps;
+                at = share_begin(team);
+                end = share_begin(team + 1);
             }
         }
     }
-    UW_DEVICE u32 share_begin(u32 w) const { return static_cast<u32>(u64(w) * streamed / ptx::grid_size()); }
+    UW_DEVICE u32 share_begin(u32 t) const { return static_cast<u32>(u64(t) * streamed / stride); }
 
     UW_DEVICE Segment next() {
-        if (next_tile < whole) {
-            const Segment s{next_tile, 0, steps};
-            next_tile += ptx::grid_size();
+        if (next_whole < whole) {
+            const Segment s{Config::kStreamK ? next_whole * batch_tiles + member : next_whole, 0, steps};
+            next_whole += stride;
             return s;
         }
         if (Config::kStreamK && at < end) {
-            const u32 tile = at / steps, first = at - tile * steps;
+            const u32 row = at / steps, first = at - row * steps;
             const u32 left = end - at, last = steps - first < left ? steps : first + left;
             at += last - first;
-            return {whole + tile, first, last};
+            return {(whole + row) * batch_tiles + member, first, last};
         }
         return {0, 0, 0};
+    }
+
+    // The teams that share a tile of Y: first_team..last_team, of which the first `summing` sum it.
+    struct Sharing {
+        u32 first_team, last_team, summing;
+    };
+    UW_DEVICE Sharing sharing(const Segment& s) const {
+        if (!Config::kStreamK || (s.first == 0 && s.last == steps)) return {team, team, 1};
+        const u32 begin = (s.tile / batch_tiles - whole) * steps;
+        Sharing sharing{team, team, 0};
+        while (share_begin(sharing.first_team) > begin) --sharing.first_team;
+        while (share_begin(sharing.last_team + 1) < begin + steps) ++sharing.last_team;
+        sharing.summing = sharing.last_team - sharing.first_team + (share_begin(sharing.last_team + 1) == begin + steps);
+        return sharing;
     }
 };
 
@@ -133,7 +159,6 @@ struct Kernel {
     using OutputTile = smem::Bf16Tile<S::kStoreRows>;
     static constexpr u32 kAccumulators = Config::kBatchTile / 2;
     static constexpr u32 kTileRows = Config::kWarpgroups * kTile;
-    static constexpr u32 kPartialFloats = kTileRows * Config::kBatchTile;
     // Of 65536: two warpgroups 128 * (40 + 2 * 232), three 128 * (32 + 3 * 160). One needs no budget: 256 threads may have 255 each.
     static constexpr bool kBudgets = Config::kWarpgroups > 1;
     static constexpr u32 kProducerRegisters = Config::kWarpgroups == 2 ? 40 : 32;
@@ -157,7 +182,7 @@ struct Kernel {
           shared(shared_address),
           ring{shared_address + S::kBarriers},
           batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
-          schedule(a, batch_tiles * ((a.n + kTileRows - 1) / kTileRows)) {}
+          schedule(a, (a.n + kTileRows - 1) / kTileRows, batch_tiles) {}
 
     // Tiles of Y that share weights are neighbours: a round reads each weight once from memory and X from L2.
     UW_DEVICE u32 batch_row(const Segment& s) const { return s.tile % batch_tiles * Config::kBatchTile; }
@@ -298,7 +323,8 @@ struct Kernel {
     // What a warp has of a step before it decodes it.
     struct Fetched {
         fused::PackedBlock packed;
-        u32 records, count;  // where its row block's escapes lie, and how many they are
+        u32 records;    // where its row block's escapes lie
+        u32 count, first;  // how many they are, and the first
     };
 
     // Takes the next step from the ring, as far as registers.
@@ -307,7 +333,8 @@ struct Kernel {
         const u32 block = w_slot(cursor.slot) + p.warpgroup * fused::kTileBytes + p.warp * fused::kBlockBytes;
         const u32 records = record_slot(cursor.slot, p.warpgroup) + p.warp * kBlockRecordBytes;
         cursor.advance();
-        return {fused::PackedBlock(block, p.lane), records, Config::kEscapes ? ptx::load_shared(records) : 0};
+        const U32x2 head = Config::kEscapes ? ptx::load_shared_x2(records) : U32x2{0, 0};
+        return {fused::PackedBlock(block, p.lane), records, head.x, head.y};
     }
 
     // A quarter of a step. Not before the instructions that stand before it: they waited for the last reader of these registers.
@@ -320,8 +347,9 @@ struct Kernel {
 
     UW_DEVICE void patch(fused::Operands& operands, const Fetched& f, const Segment& s, u32 step, const Place& p) const {
         if (Config::kEscapes && f.count != 0) {
+            fused::patch(operands, f.first, p.lane);
             const u32 count = f.count < fused::kBlockElements ? f.count : fused::kBlockElements;
-            for (u32 i = 1; i <= count && i <= kSlotRecords; ++i) fused::patch(operands, ptx::load_shared(f.records + i * 4), p.lane);
+            for (u32 i = 2; i <= count && i <= kSlotRecords; ++i) fused::patch(operands, ptx::load_shared(f.records + i * 4), p.lane);
             if (count > kSlotRecords) {
                 const u32 index = ptx::load_shared(f.records + (kSlotRecords + 1) * 4);
                 for (u32 i = kSlotRecords + 1; i <= count && i < args.escape_words - index; ++i) {
@@ -411,49 +439,57 @@ struct Kernel {
     }
 
     // ---- partial sums ----------------------------------------------------------------------------------------------
-    // A share's part of a tile that another share owns: [worker][warpgroup][4 sums][thread] fp32, and a flag per worker and warpgroup.
-    UW_DEVICE float* partial(u32 worker, const Place& p) const {
-        return args.workspace + u64(worker) * kPartialFloats + p.warpgroup * (kTile * Config::kBatchTile) + p.thread * 4;
+    // What a block gives, once of the tile whose end it has and once of the tile that it sums with others: [team][member][which][warpgroup][4 sums][thread] fp32,
+    // and for each warpgroup how many blocks have still to read it.
+    UW_DEVICE u32 giver(const typename Schedule<Config>::Sharing& sharing, u32 team, const Place& p) const {
+        const u32 which = team - sharing.first_team < sharing.summing;
+        return ((team * batch_tiles + schedule.member) * 2 + which) * Config::kWarpgroups + p.warpgroup;
     }
-    UW_DEVICE u32* flag(u32 worker, const Place& p) const { return args.counters + worker * Config::kWarpgroups + p.warpgroup; }
+    UW_DEVICE float* given(u32 giver, const Place& p) const { return args.workspace + u64(giver) * (kTile * Config::kBatchTile) + p.thread * 4; }
 
-    UW_DEVICE void give(const float (&sums)[kAccumulators], const Place& p) const {
-        float* to = partial(schedule.worker, p);
+    UW_DEVICE void give(const float (&sums)[kAccumulators], const typename Schedule<Config>::Sharing& sharing, u32 readers, const Place& p) const {
+        const u32 own = giver(sharing, schedule.team, p);
+        float* to = given(own, p);
 #pragma unroll
         for (u32 i = 0; i < kAccumulators / 4; ++i) {
             ptx::store_global_x4(to + i * (kWarpgroupThreads * 4), {ptx::bits_from_float(sums[4 * i]), ptx::bits_from_float(sums[4 * i + 1]),
                                                                     ptx::bits_from_float(sums[4 * i + 2]), ptx::bits_from_float(sums[4 * i + 3])});
         }
         sync_warpgroup(p);
-        if (p.thread == 0) ptx::store_release_global(flag(schedule.worker, p), 1);
+        if (p.thread == 0) ptx::store_release_global(args.counters + own, readers);
     }
 
-    // The owner of a tile, which has its first steps, adds the others in order: the same bits in every run.
-    UW_DEVICE void take(float (&sums)[kAccumulators], const Segment& s, const Place& p) const {
-        const u32 end = (s.tile - schedule.whole + 1) * schedule.steps;
-        const u32 first = schedule.worker + 1;
-        u32 last = first;
-        while (schedule.share_begin(last) < end) ++last;
-        // A thread per flag: their latencies overlap.
-        for (u32 worker = first + p.thread; worker < last; worker += kWarpgroupThreads) {
-            if (schedule.share_begin(worker) == schedule.share_begin(worker + 1)) continue;
-            while (ptx::load_acquire_global(flag(worker, p)) == 0) {
-            }
-            ptx::store_global(flag(worker, p), 0);
+    // Adds, in order, what the other teams gave to this block's pieces: the same bits in every run.
+    UW_DEVICE void take(float (&sums)[kAccumulators], const typename Schedule<Config>::Sharing& sharing, const Place& p) const {
+        // A thread per team: their latencies overlap.
+        const u32 mine = sharing.first_team + p.thread;
+        const bool waits = mine <= sharing.last_team && mine != schedule.team;
+        u32* flag = args.counters + giver(sharing, waits ? mine : schedule.team, p);
+        // By vote, so that warps stay whole in the eyes of the compiler, here and in the loop around.
+        while (ptx::warp_ballot(waits && ptx::load_acquire_global(flag) == 0) != 0) {
         }
         sync_warpgroup(p);
-        for (u32 worker = first; worker < last; ++worker) {
-            if (schedule.share_begin(worker) == schedule.share_begin(worker + 1)) continue;
-            const float* part = partial(worker, p);
+        constexpr u32 kPieceSums = S::kStoreRows / 2;
+        const u32 turn = schedule.team - sharing.first_team;
 #pragma unroll
-            for (u32 i = 0; i < kAccumulators / 4; ++i) {
-                const U32x4 v = ptx::load_global_x4(part + i * (kWarpgroupThreads * 4));
-                sums[4 * i] += ptx::float_from_bits(v.x);
-                sums[4 * i + 1] += ptx::float_from_bits(v.y);
-                sums[4 * i + 2] += ptx::float_from_bits(v.z);
-                sums[4 * i + 3] += ptx::float_from_bits(v.w);
+        for (u32 piece = 0; piece < S::kPieces; ++piece) {
+            if (piece % sharing.summing != turn) continue;
+            for (u32 team = sharing.first_team; team <= sharing.last_team; ++team) {
+                if (team == schedule.team) continue;
+                const float* from = given(giver(sharing, team, p), p) + piece * (kPieceSums * kWarpgroupThreads);
+#pragma unroll
+                for (u32 i = 0; i < kPieceSums / 4; ++i) {
+                    const U32x4 v = ptx::load_global_x4(from + i * (kWarpgroupThreads * 4));
+                    float* d = sums + piece * kPieceSums + 4 * i;
+                    d[0] += ptx::float_from_bits(v.x);
+                    d[1] += ptx::float_from_bits(v.y);
+                    d[2] += ptx::float_from_bits(v.z);
+                    d[3] += ptx::float_from_bits(v.w);
+                }
             }
         }
+        sync_warpgroup(p);
+        if (waits) ptx::reduce_add_global(flag, ~0u);
     }
 
     // ---- store -----------------------------------------------------------------------------------------------------
@@ -466,7 +502,7 @@ struct Kernel {
 
     // Pieces of kStoreRows batch rows by 64 features: transposed into shared memory and stored by the copy engine, which drops rows past m. Thread 0 starts every
     // store. A buffer is written again after kStoreBuffers pieces, and thread 0 passes the barrier of the piece before only when its store has read it.
-    UW_DEVICE void store(float (&sums)[kAccumulators], const Segment& s, u32& piece, u32& old_parity, const Place& p) const {
+    UW_DEVICE void store(float (&sums)[kAccumulators], const Segment& s, const typename Schedule<Config>::Sharing& sharing, u32& buffer, u32& old_parity, const Place& p) const {
         const u32 column = wanted_tile_row(s, p.warpgroup) * kTile, row = batch_row(s);
         if (column >= args.n) return;
         // A fragment is 16 features by 8 rows of the batch. Transposed matrices: features 0..7 and 8..15 of one fragment, then of the next.
@@ -475,8 +511,9 @@ struct Kernel {
         for (u32 i = 0; i < S::kPieces; ++i) {
             const u32 first = row + i * S::kStoreRows;
             if (first >= args.m) break;
-            const u32 staging = shared + S::kStaging + (p.warpgroup * S::kStoreBuffers + piece) * S::kPieceBytes;
-            piece = piece + 1 == S::kStoreBuffers ? 0 : piece + 1;
+            if (i % sharing.summing != schedule.team - sharing.first_team) continue;
+            const u32 staging = shared + S::kStaging + (p.warpgroup * S::kStoreBuffers + buffer) * S::kPieceBytes;
+            buffer = buffer + 1 == S::kStoreBuffers ? 0 : buffer + 1;
             if constexpr (Config::kStoreAdd) {
                 if (p.thread == 0) {
                     ptx::mbarrier_arrive_expect_tx(old_barrier(p), S::kPieceBytes);
@@ -519,7 +556,7 @@ struct Kernel {
 
     UW_DEVICE void consume() {
         const Place p;
-        u32 piece = 0, old_parity = 0;
+        u32 buffer = 0, old_parity = 0;
         Segment s = schedule.next();
         if constexpr (Config::kDependent) ptx::grid_dependency_wait();
         while (s.exists()) {
@@ -527,12 +564,14 @@ struct Kernel {
 #pragma unroll
             for (u32 i = 0; i < kAccumulators; ++i) sums[i] = 0.0f;
             multiply(sums, s, p);
-            if (Config::kStreamK && s.first != 0) {
-                give(sums, p);
-            } else {
-                if (Config::kStreamK && s.last != schedule.steps) take(sums, s, p);
-                store(sums, s, piece, old_parity, p);
+            const typename Schedule<Config>::Sharing sharing = schedule.sharing(s);
+            const bool sums_up = schedule.team - sharing.first_team < sharing.summing;
+            if constexpr (Config::kStreamK) {
+                const u32 readers = sharing.summing - sums_up;
+                if (readers != 0) give(sums, sharing, readers, p);
+                if (sums_up && sharing.first_team != sharing.last_team) take(sums, sharing, p);
             }
+            if (sums_up) store(sums, s, sharing, buffer, old_parity, p);
             s = schedule.next();
         }
         if (p.thread == 0) ptx::bulk_wait_group<0>();
