@@ -7,7 +7,10 @@
 //! encode       the six stages and palette packing
 //! fused_small  FUSED_SMALL (21 shapes) x {ordinary, dependent} x escapes x {store, store_add}
 //!              those of batch tile 8   x {ordinary, dependent} x no escapes x store
+//!              those of even row blocks x {ordinary, dependent} x escapes x silu_mul
 //!              one dump for each number of row blocks
+//! fused_wide   FUSED_WIDE (8 shapes)   x {ordinary, dependent} x escapes x {store, store_add}
+//!              a dump for each that takes whole tiles
 //! packed       pack, lists, unpack
 //! ```
 //!
@@ -113,8 +116,13 @@ const fn wide(batch_tile: u32, stages: u32, stream_k: bool) -> FusedWideSpec {
 
 /// Every shipped variant: family by family, and within a family in the order of the tables above.
 pub fn all() -> Vec<VariantSpec> {
-    let mut specs: Vec<_> =
-        decoders().chain(encoders()).chain(fused_small()).chain(fused_wide()).chain(packed()).collect();
+    let mut specs: Vec<_> = decoders()
+        .chain(encoders())
+        .chain(fused_small())
+        .chain(fused_silu_mul())
+        .chain(fused_wide())
+        .chain(packed())
+        .collect();
     specs.extend(matmuls().filter(|spec| Plan::new(spec).is_ok()));
     specs
 }
@@ -148,6 +156,17 @@ pub fn fused_small() -> impl Iterator<Item = VariantSpec> {
         Some(FusedSmallSpec { dump: true, ..shape })
     });
     used.chain(dumps).map(|spec| VariantSpec::fused_small(Arch::Sm90a, spec))
+}
+
+/// Of the same family, the gate and the up of an MLP as one matmul: every shape whose row blocks come in pairs.
+pub fn fused_silu_mul() -> impl Iterator<Item = VariantSpec> {
+    let shapes = FUSED_SMALL.into_iter().filter(|shape| shape.row_blocks.get() % 2 == 0);
+    shapes.flat_map(|shape| {
+        [false, true].map(|dependent| {
+            let spec = FusedSmallSpec { dependent, epilogue: Epilogue::SiluMul, ..shape };
+            VariantSpec::fused_small(Arch::Sm90a, spec)
+        })
+    })
 }
 
 /// The register-sourced family for large batches.
@@ -196,6 +215,8 @@ mod tests {
         assert_eq!(encoders().count(), 7);
         assert_eq!(matmuls().count(), 8 * 2 + 8 * 6 * 2);
         assert_eq!(fused_small().count(), 21 * 2 * 2 + 7 * 2 + 5);
+        assert_eq!(fused_silu_mul().count(), 14 * 2);
+        assert_eq!(fused_wide().count(), 8 * 2 * 2 + 4);
         assert_eq!(packed().count(), 3);
     }
 
