@@ -147,7 +147,10 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedWideSpec) -> Result<Plan,
     })
 }
 
-/// Of a block whose share of k begins inside a tile of Y: fp32 sums of that tile, and a flag for each warpgroup.
+/// Tiles of Y to which a block can leave a part of the sum: that in which its share of k begins, and that in which it ends.
+const SHARED_TILES: u64 = 2;
+
+/// fp32 sums of those tiles, and a counter for each warpgroup of each.
 pub(super) fn workspace(op: &FusedWideSpec, problem: Problem, blocks: u64) -> WorkspacePlan {
     if op.dump {
         return WorkspacePlan::operands(problem);
@@ -155,6 +158,6 @@ pub(super) fn workspace(op: &FusedWideSpec, problem: Problem, blocks: u64) -> Wo
     if !op.stream_k {
         return WorkspacePlan::default();
     }
-    let tile_bytes = op.warpgroups.get() * TILE * op.batch_tile.get() * 4;
-    WorkspacePlan { bytes: blocks * u64::from(tile_bytes), counters: blocks * u64::from(op.warpgroups.get()) }
+    let parts = SHARED_TILES * blocks * u64::from(op.warpgroups.get());
+    WorkspacePlan { bytes: parts * u64::from(TILE * op.batch_tile.get() * 4), counters: parts }
 }

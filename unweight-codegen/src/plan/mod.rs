@@ -337,8 +337,8 @@ mod tests {
         let operands = WorkspacePlan { bytes: 4096 * 1024 * 2, counters: 0 };
         assert_eq!(needs("uw_sm90a_fused_small_b8_r4w8p2c1_esc_store_dump"), operands);
         assert_eq!(needs("uw_sm90a_fused_wide_b128_g2p6_esc_store_dump"), operands);
-        // fp32 sums of 128 x 128 of Y for each block, and a counter for each of its warpgroups.
-        let sums = WorkspacePlan { bytes: 132 * 128 * 128 * 4, counters: 132 * 2 };
+        // fp32 sums of two tiles of 128 x 128 of Y for each block, and a counter for each warpgroup of each.
+        let sums = WorkspacePlan { bytes: 132 * 2 * 128 * 128 * 4, counters: 132 * 2 * 2 };
         assert_eq!(needs("uw_sm90a_fused_wide_b128_g2p6_streamk_esc_store"), sums);
     }
 
