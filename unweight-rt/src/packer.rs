@@ -259,3 +259,17 @@ fn shape(grid: Grid) -> PackedArgs {
 fn problem(grid: Grid) -> Problem {
     Problem { m: 0, n: grid.rows() as u32, k: grid.cols() as u32 }
 }
+
+#[cfg(test)]
+mod tests {
+    use unweight_codegen::spec::catalog;
+
+    use super::*;
+
+    #[test]
+    fn a_packer_consists_of_catalogued_variants() {
+        let variants = Packer::variants(Arch::Sm90a);
+        assert_eq!(variants.len(), 4);
+        assert!(variants.iter().all(|spec| catalog::all().contains(spec)), "{variants:?}");
+    }
+}
