@@ -11,6 +11,7 @@ use std::{
     fmt,
     marker::PhantomData,
     mem::size_of,
+    ptr,
     sync::{Arc, Mutex},
 };
 
@@ -442,6 +443,50 @@ impl<T: Pod> DeviceBuffer<T> {
         // SAFETY: both ranges are whole buffers of this many bytes.
         unsafe { result::memcpy_dtod_async(self.address, source.address, self.bytes(), stream.raw()) }
             .call("copying on the device")
+    }
+
+    /// Copies a matrix of `(rows, cols)` elements out of `source`, in stream order; a row follows another by the pitches, in elements.
+    pub fn copy_rows(
+        &mut self,
+        stream: &Stream,
+        pitch: usize,
+        source: &Self,
+        source_pitch: usize,
+        (rows, cols): (usize, usize),
+    ) -> Result<(), DeviceError> {
+        if rows == 0 || cols == 0 {
+            return Ok(());
+        }
+        let end = |pitch: usize| pitch.checked_mul(rows - 1).and_then(|start| start.checked_add(cols));
+        let fits = |end: Option<usize>, len: usize| end.is_some_and(|end| end <= len);
+        if cols > pitch.min(source_pitch) || !fits(end(pitch), self.len) || !fits(end(source_pitch), source.len) {
+            let (to, from) = (self.len, source.len);
+            return Err(DeviceError::Shape(format!(
+                "copy of {rows} x {cols} elements, pitch {source_pitch} of {from} to pitch {pitch} of {to}"
+            )));
+        }
+        self.device.bind()?;
+        let bytes = size_of::<T>();
+        let copy = sys::CUDA_MEMCPY2D_st {
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcDevice: source.address,
+            srcPitch: source_pitch * bytes,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstDevice: self.address,
+            dstPitch: pitch * bytes,
+            WidthInBytes: cols * bytes,
+            Height: rows,
+            srcXInBytes: 0,
+            srcY: 0,
+            srcHost: ptr::null(),
+            srcArray: ptr::null_mut(),
+            dstXInBytes: 0,
+            dstY: 0,
+            dstHost: ptr::null_mut(),
+            dstArray: ptr::null_mut(),
+        };
+        // SAFETY: both matrices lie inside their buffers, as checked above.
+        unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.raw()) }.result().call("copying rows on the device")
     }
 
     /// A copy of the elements in a buffer of their own.

@@ -24,10 +24,11 @@ use unweight_codegen::{
     spec::{Arch, CodeLimit, DecodeOutput, Epilogue, NTiles, Stages, VerbatimRows, WeightSource, catalog},
 };
 use unweight_format::{
-    CompressedTensor, HuffmanTensor, PaletteTensor,
+    CompressedTensor, HuffmanTensor, PackedTensor, PaletteTensor,
     bundle::{Bundle, BundleError},
 };
 
+use self::fused::{FusedDispatch, FusedUse};
 use crate::{
     cache::{KernelCache, Progress},
     compiler::CompileRequest,
@@ -72,6 +73,11 @@ pub enum StoredForm {
         /// Most verbatim rows of a tile.
         max_verbatim_rows: u32,
     },
+    /// The resident form.
+    Packed {
+        /// Whether an element may lie outside the window.
+        escapes: bool,
+    },
 }
 
 impl StoredWeight {
@@ -91,14 +97,19 @@ impl StoredWeight {
         Self { n: tensor.grid().rows() as u32, k: tensor.grid().cols() as u32, form }
     }
 
-    /// Of a tensor that needs kernels of this table; `None` for a raw or packed one.
+    /// Of a packed tensor.
+    pub fn packed<B: AsRef<[u8]>>(tensor: &PackedTensor<B>) -> Self {
+        let form = StoredForm::Packed { escapes: tensor.escape_heads().iter().any(|byte| *byte != 0) };
+        Self { n: tensor.grid().rows() as u32, k: tensor.grid().cols() as u32, form }
+    }
+
+    /// Of a tensor that needs kernels; `None` for a raw one.
     pub fn of<B: AsRef<[u8]>>(tensor: &CompressedTensor<B>) -> Option<Self> {
         match tensor {
             CompressedTensor::Raw(_) => None,
             CompressedTensor::Huffman(tensor) => Some(Self::huffman(tensor)),
             CompressedTensor::Palette(tensor) => Some(Self::palette(tensor)),
-            // Packed tensors: their kernels are not chosen by this table.
-            CompressedTensor::Packed(_) => None,
+            CompressedTensor::Packed(tensor) => Some(Self::packed(tensor)),
         }
     }
 }
@@ -132,6 +143,11 @@ pub enum Pipeline {
         /// Palette source.
         matmul: VariantSpec,
     },
+    /// Packed weights as stored, register-sourced matmul.
+    PackedMatmul {
+        /// The matmul.
+        matmul: VariantSpec,
+    },
     /// Decoded on the host when it is loaded, then cuBLAS: a palette tensor of a shape that no matmul takes.
     HostDecodeCublas,
 }
@@ -145,7 +161,7 @@ impl Pipeline {
             Self::ExponentMatmul { decode, matmul } | Self::TranscodeMatmul { decode, matmul } => {
                 (Some(decode), Some(matmul))
             }
-            Self::PaletteMatmul { matmul } => (Some(matmul), None),
+            Self::PaletteMatmul { matmul } | Self::PackedMatmul { matmul } => (Some(matmul), None),
         };
         first.into_iter().chain(second)
     }
@@ -234,6 +250,10 @@ pub fn pipelines(arch: Arch, weight: &StoredWeight, m: u32) -> Vec<Pipeline> {
             Some(matmul) => vec![Pipeline::PaletteMatmul { matmul }],
             None => vec![Pipeline::HostDecodeCublas],
         },
+        StoredForm::Packed { escapes } => {
+            let choice = FusedDispatch::model(arch, SMS).choose(problem, packed_use(escapes));
+            choice.map(|matmul| Pipeline::PackedMatmul { matmul }).into_iter().collect()
+        }
         StoredForm::Huffman { code_bits, max_verbatim_rows } => {
             let decode = |output| decoder(arch, output, code_bits);
             let full = decode(DecodeOutput::Full).map(|decode| Pipeline::FullDecodeCublas { decode });
@@ -249,6 +269,11 @@ pub fn pipelines(arch: Arch, weight: &StoredWeight, m: u32) -> Vec<Pipeline> {
     }
 }
 
+/// Packed weights in a pipeline: nothing is known of the kernel before it.
+fn packed_use(escapes: bool) -> FusedUse {
+    FusedUse { escapes, dependent: false, epilogue: Epilogue::Store }
+}
+
 /// Every variant that the default pipelines of these weights run for some batch in `batches`: exactly what must be compiled.
 ///
 /// Ordered and without repetition.
@@ -260,6 +285,12 @@ pub fn reachable<'a>(
     let weights: std::collections::HashSet<&StoredWeight> = weights.into_iter().collect();
     let mut variants = BTreeSet::new();
     for weight in weights {
+        if let StoredForm::Packed { escapes } = weight.form {
+            let choices =
+                FusedDispatch::model(arch, SMS).choices(weight.n, weight.k, *batches.end(), packed_use(escapes));
+            variants.extend(choices.into_iter().filter(|(most, _)| most >= batches.start()).map(|(_, spec)| spec));
+            continue;
+        }
         // The choice changes at these batches only.
         let narrow = narrow_batch(weight.n);
         let turns = [*batches.start(), *batches.end(), narrow, narrow + 1, WHOLE_BATCH, WHOLE_BATCH + 1];
@@ -465,9 +496,10 @@ mod tests {
             StoredWeight { n: 14336, k: 4096, form: huffman },
             StoredWeight { n: 4096, k: 14336, form: StoredForm::Palette { max_verbatim_rows: 2 } },
             StoredWeight { n: 1000, k: 30, form: huffman },
+            StoredWeight { n: 4096, k: 4096, form: StoredForm::Packed { escapes: true } },
             StoredWeight { n: 4096, k: 4096, form: StoredForm::Raw },
         ];
-        let batches = 1..=2048;
+        let batches = 9..=1100;
         let mut asked = BTreeSet::new();
         for weight in &weights {
             for m in batches.clone() {
@@ -475,7 +507,7 @@ mod tests {
             }
         }
         assert_eq!(reachable(ARCH, &weights, batches), asked.into_iter().collect::<Vec<_>>());
-        assert!(reachable(ARCH, &weights[4..], 1..=1).is_empty());
+        assert!(reachable(ARCH, &weights[5..], 1..=1).is_empty());
         // Only small batches: the variants for wide ones are not compiled.
         let names: Vec<_> = reachable(ARCH, &weights[..1], 1..=64).iter().map(ToString::to_string).collect();
         assert_eq!(names, ["uw_sm90a_decode_exponent_l7", "uw_sm90a_matmul_exponent_n2p4_store"]);

@@ -10,7 +10,7 @@ use unweight_codegen::{
     VariantSpec,
     abi::FusedArgs,
     plan::{Plan, Problem},
-    spec::Op,
+    spec::{Epilogue, Op},
 };
 
 use crate::{
@@ -72,17 +72,18 @@ pub struct FusedMatmul {
     kernel: Arc<LoadedKernel>,
     batch_tile: u32,
     exact_escapes: bool,
+    silu_mul: bool,
 }
 
 impl FusedMatmul {
     /// Wraps a kernel of `fused_small` or `fused_wide`.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
-        let (batch_tile, escapes) = match kernel.spec().op {
-            Op::FusedSmall(spec) => (spec.batch_tile.get(), spec.escapes),
-            Op::FusedWide(spec) => (spec.batch_tile.get(), spec.escapes),
+        let (batch_tile, exact_escapes, epilogue) = match kernel.spec().op {
+            Op::FusedSmall(spec) => (spec.batch_tile.get(), spec.escapes, spec.epilogue),
+            Op::FusedWide(spec) => (spec.batch_tile.get(), spec.escapes, spec.epilogue),
             _ => return kernel.refuse("is not a register-sourced matmul".to_owned()),
         };
-        Ok(Self { kernel, batch_tile, exact_escapes: escapes })
+        Ok(Self { kernel, batch_tile, exact_escapes, silu_mul: epilogue == Epilogue::SiluMul })
     }
 
     /// The kernel.
@@ -90,7 +91,7 @@ impl FusedMatmul {
         &self.kernel
     }
 
-    /// Enqueues the product. `y` is overwritten, or added to by a `store_add` variant.
+    /// Enqueues the product. `y` is overwritten, or added to by a `store_add` variant; of a `silu_mul` variant it is `[m, n / 2]`.
     ///
     /// # Errors
     /// Shapes that do not go together, weights with escapes for a variant without, a workspace that is too small, or the driver's refusal.
@@ -103,15 +104,32 @@ impl FusedMatmul {
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
         let grid = w.grid();
-        let (m, n, k) = (x.rows(), y.cols(), x.cols());
-        if (n as usize, k as usize) != (grid.rows(), grid.cols()) || y.rows() != m {
+        let columns = grid.rows() / if self.silu_mul { 2 } else { 1 };
+        if (y.cols() as usize, x.cols() as usize) != (columns, grid.cols()) || y.rows() != x.rows() {
             return self.kernel.refuse(format!(
-                "Y[{}, {n}] = X[{m}, {k}] * W[{}, {}]^T: the shapes do not go together",
+                "Y[{}, {}] from X[{}, {}] and W[{}, {}]: the shapes do not go together",
                 y.rows(),
+                y.cols(),
+                x.rows(),
+                x.cols(),
                 grid.rows(),
                 grid.cols()
             ));
         }
+        self.enqueue_at(stream, (x.data().address(), x.rows()), w, y.data_mut().address(), workspace)
+    }
+
+    /// As [`FusedMatmul::enqueue`], of rows and columns whose size the caller answers for.
+    pub(crate) fn enqueue_at(
+        &self,
+        stream: &Stream,
+        (x, m): (u64, u32),
+        w: &DevicePacked,
+        y: u64,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        // A grid's dimensions fit 32 bits.
+        let (n, k) = (w.grid().rows() as u32, w.grid().cols() as u32);
         if m == 0 || n == 0 || k == 0 {
             return Ok(());
         }
@@ -131,12 +149,12 @@ impl FusedMatmul {
         }
         let device = self.kernel.device();
         let args = FusedArgs {
-            x: TensorMapParams::activations(x.data().address(), m, k, self.batch_tile).encode(device)?,
-            y_map: TensorMapParams::product(y.data().address(), m, n).encode(device)?,
+            x: TensorMapParams::activations(x, m, k, self.batch_tile).encode(device)?,
+            y_map: TensorMapParams::product(y, m, n).encode(device)?,
             packed: w.packed().address(),
             escape_heads: w.escape_heads().address(),
             escapes: w.escapes().address(),
-            y: y.data_mut().address(),
+            y,
             workspace: workspace.partials.address(),
             counters: workspace.counters.address(),
             scale: w.window().scale(),

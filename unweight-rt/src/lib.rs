@@ -23,6 +23,7 @@ pub mod env;
 pub mod error;
 pub mod fused;
 pub mod launch;
+pub mod linear;
 pub mod matmul;
 pub mod module;
 pub mod nvrtc;

@@ -443,7 +443,7 @@ fn verbatim_rows(bytes: &[u8]) -> Result<(), DeviceError> {
 }
 
 /// The values in a section of any alignment.
-fn pods<T: Pod>(bytes: &[u8]) -> Result<Vec<T>, DeviceError> {
+pub(crate) fn pods<T: Pod>(bytes: &[u8]) -> Result<Vec<T>, DeviceError> {
     if !bytes.len().is_multiple_of(size_of::<T>()) {
         return Err(DeviceError::Shape(format!(
             "a section of {} bytes holds no whole number of {}-byte values",
