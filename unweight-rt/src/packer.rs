@@ -96,8 +96,8 @@ impl Packer {
         self.pack_source(stream, Source { grid, address: weights.data().address() })
     }
 
-    /// The packed form of a Huffman tensor, through a decoder of whole matrices. Waits for the stream. Allocates nothing but the result if no tensor
-    /// before was smaller.
+    /// The packed form of a Huffman tensor, through a decoder of whole matrices. Waits for the stream. Allocates nothing but the result if a tensor
+    /// before was as large.
     ///
     /// # Errors
     /// As for [`Packer::pack`]; `decoder` does not take the tensor, or met metadata that leave their sections.
@@ -189,6 +189,8 @@ impl Packer {
             args.escape_words = words as u32;
             // SAFETY: as above; the kernel writes no word past `escape_words`.
             unsafe { self.lists.launch(stream, problem(grid), &args) }?;
+            // The next tensor, perhaps on another stream, works in the same memory.
+            stream.synchronize()?;
         }
         Ok(DevicePacked::new(grid, window, packed, heads, escapes)?)
     }
