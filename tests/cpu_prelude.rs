@@ -1,7 +1,6 @@
 //! The CPU prelude itself: what it computes for matrix instructions, swizzled copies, clusters and stores, and that it
 //! reports every kind of mistake it promises to find (`templates/cpu/README.md`).
 
-#[allow(dead_code)] // the matmul test uses the rest
 #[path = "support/cpu_kernel.rs"]
 mod cpu_kernel;
 
