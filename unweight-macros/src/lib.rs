@@ -50,13 +50,13 @@ use proc_macro2::TokenStream as TokenStream2;
 /// | `n` | matmul | 1..=4 tiles of 64 output features | |
 /// | `stages` | matmul | 2..=8 | |
 /// | | fused_small | 1..=16 | |
-/// | | fused_wide | 2..=16 | |
+/// | | fused_wide | 3..=16 | |
 /// | `source` | matmul | `palette`, `exponent` | `palette` |
 /// | `verbatim` | matmul, palette source | 0, 4, 8, 16, 32, 64 rows per tile | 8 |
 /// | `epilogue` | matmul, fused_small, fused_wide | `store`, `store_add` | `store` |
 /// | | fused_small, even `row_blocks` | `silu_mul` | |
 /// | `batch_tile` | fused_small | 8, 16, 32, 64 batch rows | |
-/// | | fused_wide | a multiple of 32 up to 256 batch rows | |
+/// | | fused_wide | 32, 64, 128, 192, 256 batch rows | |
 /// | `row_blocks` | fused_small | 1..=8 blocks of 16 output features | |
 /// | `warps` | fused_small | 1..=32 | |
 /// | `cluster` | fused_small | 1, 2, 4, 8 blocks that share k | 1 |

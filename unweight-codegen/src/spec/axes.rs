@@ -225,8 +225,8 @@ set_axis! {
 }
 
 set_axis! {
-    /// Batch rows of a `fused_wide` variant's tile of Y: `n` of WGMMA, in whole boxes of the copy engine.
-    WideBatchTile, "batch_tile", [32, 64, 96, 128, 160, 192, 224, 256], "a multiple of 32 up to 256 (batch rows of op fused_wide)"
+    /// Batch rows of a `fused_wide` variant's tile of Y: `n` of WGMMA, whose widths are those of `ptx/wgmma.cuh`.
+    WideBatchTile, "batch_tile", [32, 64, 128, 192, 256], "32, 64, 128, 192 or 256 (batch rows of op fused_wide)"
 }
 
 set_axis! {
@@ -256,7 +256,7 @@ range_axis! {
 
 range_axis! {
     /// Stages of the ring of a `fused_wide` block.
-    WideStages, "stages", 2..=16, "2..=16 (stages of op fused_wide: one step is decoded while another multiplies)"
+    WideStages, "stages", 3..=16, "3..=16 (stages of op fused_wide: one step multiplies, one is decoded, one is read)"
 }
 
 /// Where a matmul takes the exponents from (report section 8.3).
@@ -286,7 +286,7 @@ mod tests {
         assert!(VerbatimRows::new(7).is_err() && VerbatimRows::new(64).is_ok());
         assert_eq!(
             WideBatchTile::new(8).unwrap_err().to_string(),
-            "batch_tile = 8 is not supported; it must be a multiple of 32 up to 256 (batch rows of op fused_wide)"
+            "batch_tile = 8 is not supported; it must be 32, 64, 128, 192 or 256 (batch rows of op fused_wide)"
         );
         for value in 0..300 {
             assert_eq!(WideBatchTile::new(value).is_ok(), WideBatchTile::ALL.iter().any(|tile| tile.get() == value));

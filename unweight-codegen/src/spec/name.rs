@@ -307,7 +307,7 @@ mod tests {
     fn any_fused_wide() -> impl Strategy<Value = FusedWideSpec> {
         let tile = prop::sample::select(&WideBatchTile::ALL[..]);
         let flags = any::<[bool; 4]>();
-        (tile, 1..=3u32, 2..=16u32, flags, prop::sample::select(Epilogue::ALL)).prop_map(
+        (tile, 1..=3u32, 3..=16u32, flags, prop::sample::select(Epilogue::ALL)).prop_map(
             |(batch_tile, warpgroups, stages, [stream_k, escapes, dependent, dump], epilogue)| FusedWideSpec {
                 batch_tile,
                 warpgroups: Warpgroups::new(warpgroups).unwrap(),

@@ -42,11 +42,12 @@ fn main() {
         "uw_sm90a_fused_small_b64_r1w1p1c8_esc_store":
             (op = fused_small, batch_tile = 64, row_blocks = 1, warps = 1, stages = 1, cluster = 8),
         "uw_sm90a_fused_wide_b128_g2p6_esc_store": (op = fused_wide, batch_tile = 128, stages = 6),
-        "uw_sm90a_fused_wide_b64_g1p2_streamk_pdl_store_add":
-            (op = fused_wide, batch_tile = 64, warpgroups = 1, stages = 2, stream_k = true, escapes = false,
+        "uw_sm90a_fused_wide_b64_g1p3_streamk_pdl_store_add":
+            (op = fused_wide, batch_tile = 64, warpgroups = 1, stages = 3, stream_k = true, escapes = false,
              dependent = true, epilogue = store_add, dump = false),
         "uw_sm90a_fused_wide_b192_g3p3_esc_store_dump":
             (op = fused_wide, batch_tile = 192, warpgroups = 3, stages = 3, dump = true),
+        "uw_sm90a_fused_wide_b32_g2p12_esc_store": (op = fused_wide, batch_tile = 32, stages = 12),
         "uw_sm90a_fused_wide_b256_g2p4_esc_store": (op = fused_wide, batch_tile = 256, stages = 4),
         "uw_sm90a_fused_small_b8_r2w8p3c1_esc_silu_mul":
             (op = fused_small, batch_tile = 8, row_blocks = 2, warps = 8, stages = 3, epilogue = silu_mul),
