@@ -46,7 +46,7 @@ impl Config {
     fn smem_bytes(&self) -> usize {
         let rows = if self.batch_tile > 64 && self.batch_tile.is_multiple_of(64) { 64 } else { 32 };
         let buffers = (self.batch_tile / rows).clamp(2, 3);
-        self.stages * (self.batch_tile * 128 + self.warpgroups * 6144 + 16)
+        self.stages * (self.batch_tile * 128 + self.warpgroups * (6144 + 256) + 16)
             + self.warpgroups * (buffers * rows * 128 + 8)
     }
 
@@ -141,9 +141,9 @@ impl Problem {
         let mut y = self.y.clone();
         y.extend(std::iter::repeat_n(GUARD, GUARD_ROWS * self.n));
         let y = Aligned::new(bytemuck::cast_slice(&y));
-        let partials = if config.stream_k { grid * TILE * config.warpgroups * config.batch_tile * 4 } else { 0 };
+        let partials = if config.stream_k { 2 * grid * TILE * config.warpgroups * config.batch_tile * 4 } else { 0 };
         let workspace = Aligned::new(&vec![0u8; if config.dump { self.n * self.k * 2 } else { partials }]);
-        let counters = Aligned::new(&vec![0u8; if config.stream_k { grid * config.warpgroups * 4 } else { 0 }]);
+        let counters = Aligned::new(&vec![0u8; if config.stream_k { 2 * grid * config.warpgroups * 4 } else { 0 }]);
         kernel.clear_registered();
         for (buffer, name) in [
             (packed.slice(), "packed"),
@@ -154,7 +154,7 @@ impl Problem {
         ] {
             kernel.register(buffer, name);
         }
-        let map = |kernel: &CpuKernel, data, columns: usize, box_rows: usize| {
+        let map = |kernel: &mut CpuKernel, data, columns: usize, box_rows: usize| {
             kernel.tensor_map(&MapSpec {
                 data,
                 element_bytes: 2,
@@ -186,7 +186,8 @@ impl Problem {
             grid: grid as u32,
             block: (128 * (config.warpgroups + 1)) as u32,
             smem_bytes: config.smem_bytes() as u32,
-            cluster: 1,
+            // Blocks that wait for each other have to run at the same time, and those of a cluster do.
+            cluster: if config.stream_k { grid as u32 } else { 1 },
             seed,
         };
         // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
@@ -242,12 +243,12 @@ fn whole_tiles() {
 
 #[test]
 fn batch_tile_128_stages_fewer_than_steps() {
-    check(Config::new(128, 2, 2), &[(127, 128, 320, 4), (129, 64, 128, 1)]);
+    check(Config::new(128, 3, 2), &[(127, 128, 320, 4), (129, 64, 128, 1)]);
 }
 
 #[test]
 fn batch_tile_256_one_warpgroup() {
-    check(Config::new(256, 2, 1), &[(250, 64, 128, 4)]);
+    check(Config::new(256, 3, 1), &[(250, 64, 128, 4)]);
 }
 
 #[test]
@@ -292,7 +293,7 @@ fn operands_are_the_weights() {
 
 #[test]
 fn hostile_escapes_stay_in_bounds() {
-    let config = Config::new(32, 2, 2);
+    let config = Config::new(32, 3, 2);
     let mut kernel = config.build(&[]);
     let problem = Problem::random(&config, 3, 128, 128, 9);
     let stored = (problem.packed.escapes().len() / 4) as u32;
@@ -317,9 +318,15 @@ fn planted_bugs_are_caught() {
         ("ptx::wgmma_wait_group<2>();", "ptx::wgmma_wait_group<4>();"),
         ("S::kXBytes + S::kWBytes);", "S::kXBytes);"),
         ("p.warp * fused::kBlockBytes", "0 * fused::kBlockBytes"),
-        // Shares of k: a part left out, or taken before it is there.
-        ("while (schedule.share_begin(last) < end) ++last;", "while (schedule.share_begin(last + 1) < end) ++last;"),
-        ("ptx::store_global(flag(worker, p), 0);", "if (false) return;"),
+        // Another row block's escapes.
+        ("p.warp * kBlockRecordBytes", "0 * kBlockRecordBytes"),
+        // Shares of k: a part left out, the sums of two tiles in one place, a flag left standing.
+        (
+            "(share_begin(sharing.last_team + 1) < begin + steps)",
+            "(share_begin(sharing.last_team + 2) < begin + steps)",
+        ),
+        ("const u32 which = team - sharing.first_team < sharing.summing;", "const u32 which = 0;"),
+        ("if (waits) ptx::reduce_add_global(flag, ~0u);", "if (waits) ptx::reduce_add_global(flag, 0);"),
         // The store: a buffer written while the copy engine reads it, no fence, the wrong half of a fragment.
         ("ptx::bulk_wait_group_read<S::kStoreBuffers - 2>();", "ptx::bulk_wait_group_read<S::kStoreBuffers>();"),
         ("p.warp * 2 + p.lane / 8 % 2", "p.warp * 2 + p.lane / 16"),
@@ -329,7 +336,7 @@ fn planted_bugs_are_caught() {
         let problem = Problem::random(&config, 128, 192, 320, 3);
         let caught = (1..=6).any(|seed| {
             let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                problem.run(&config, &mut kernel, 4, seed, None)
+                problem.run(&config, &mut kernel, 8, seed, None)
             }));
             !matches!(outcome, Ok(Ok(outcome)) if problem.mismatches(&config, &outcome.y) == 0)
         });

@@ -5,7 +5,7 @@
 //
 // Config
 //   u32  kBatchTile      32..256  rows of X in a tile of Y, the n of wgmma; a multiple of 32
-//   u32  kStages         2..      slots of the ring
+//   u32  kStages         3..      slots of the ring
 //   u32  kWarpgroups     1..3     that multiply, 64 output features (a row of tiles of W) each
 //   bool kStreamK        cut what does not fill a round of the grid evenly along k; without it a block takes whole tiles of Y
 //   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
@@ -159,15 +159,13 @@ struct Kernel {
     using OutputTile = smem::Bf16Tile<S::kStoreRows>;
     static constexpr u32 kAccumulators = Config::kBatchTile / 2;
     static constexpr u32 kTileRows = Config::kWarpgroups * kTile;
-    // Of 65536: two warpgroups 128 * (40 + 2 * 232), three 128 * (32 + 3 * 160). One needs no budget: 256 threads may have 255 each.
+    // Of 65536: two warpgroups 128 * (56 + 2 * 224), three 128 * (56 + 3 * 152). One needs no budget: 256 threads may have 255 each.
     static constexpr bool kBudgets = Config::kWarpgroups > 1;
-    static constexpr u32 kProducerRegisters = Config::kWarpgroups == 2 ? 40 : 32;
-    static constexpr u32 kConsumerRegisters = Config::kWarpgroups == 2 ? 232 : 160;
+    static constexpr u32 kProducerRegisters = 56;
+    static constexpr u32 kConsumerRegisters = Config::kWarpgroups == 2 ? 224 : 152;
     static_assert(Config::kBatchTile % 32 == 0 && Config::kBatchTile >= 32 && Config::kBatchTile <= 256, "the n of wgmma in whole store boxes");
     static_assert(Config::kWarpgroups >= 1 && Config::kWarpgroups <= 3, "registers for up to three warpgroups");
-    static_assert(Config::kStages >= 2, "a step is decoded while another multiplies");
-    // Whether a step is taken from the ring a whole step before it is decoded: hides the latency of shared memory, and keeps one slot longer.
-    static constexpr bool kFetchEarly = Config::kStages > 4;
+    static_assert(Config::kStages >= 3, "a step multiplies, one is decoded and one is read");
     static_assert(!(Config::kDumpOperands && Config::kStreamK), "both would use the workspace");
 
     const FusedArgs& args;
@@ -204,16 +202,27 @@ struct Kernel {
     }
 
     // ---- load ------------------------------------------------------------------------------------------------------
-    UW_DEVICE void load_w(const Segment& s, u32 step, u32 slot, u64 policy) const {
+    // Where a segment's weights and activations come from.
+    struct Sources {
+        const u8* w[Config::kWarpgroups];  // in step 0
+        u32 row;                           // of X
+    };
+    UW_DEVICE Sources sources(const Segment& s) const {
+        Sources from;
+#pragma unroll
+        for (u32 g = 0; g < Config::kWarpgroups; ++g) from.w[g] = args.packed + u64(tile_row(s, g)) * args.tile_cols * fused::kTileBytes;
+        from.row = batch_row(s);
+        return from;
+    }
+    UW_DEVICE void load_w(const Sources& from, u32 step, u32 slot, u64 policy) const {
         ptx::mbarrier_arrive_expect_tx(ring.full(slot), S::kXBytes + S::kWBytes);
 #pragma unroll
         for (u32 g = 0; g < Config::kWarpgroups; ++g) {
-            const u64 tile = u64(tile_row(s, g)) * args.tile_cols + step;
-            ptx::bulk_load(w_slot(slot) + g * fused::kTileBytes, args.packed + tile * fused::kTileBytes, fused::kTileBytes, ring.full(slot), policy);
+            ptx::bulk_load(w_slot(slot) + g * fused::kTileBytes, from.w[g] + u64(step) * fused::kTileBytes, fused::kTileBytes, ring.full(slot), policy);
         }
     }
-    UW_DEVICE void load_x(const Segment& s, u32 step, u32 slot, u64 policy) const {
-        ptx::tensor_load_2d(x_slot(slot), args.x, step * kTile, batch_row(s), ring.full(slot), policy);
+    UW_DEVICE void load_x(const Sources& from, u32 step, u32 slot, u64 policy) const {
+        ptx::tensor_load_2d(x_slot(slot), args.x, step * kTile, from.row, ring.full(slot), policy);
     }
 
     // One lane.
@@ -222,21 +231,25 @@ struct Kernel {
         const u64 x_policy = ptx::l2_policy(L2::kEvictLast);
         const u64 w_policy = ptx::l2_policy(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal);
         Segment s = schedule.next();
-        // Weights do not depend on the kernel before, and come from furthest away: X does and waits.
-        u32 ahead = s.last - s.first;
-        ahead = ahead < Config::kStages ? ahead : Config::kStages;
-        for (u32 i = 0; i < ahead; ++i) load_w(s, s.first + i, i, w_policy);
-        if constexpr (Config::kDependent) ptx::grid_dependency_wait();
-        for (u32 i = 0; i < ahead; ++i) {
-            load_x(s, s.first + i, i, x_policy);
-            cursor.advance();
+        if constexpr (Config::kDependent) {
+            // Weights do not depend on the kernel before, and come from furthest away: X does and waits.
+            const Sources from = sources(s);
+            u32 ahead = s.last - s.first;
+            ahead = ahead < Config::kStages ? ahead : Config::kStages;
+            for (u32 i = 0; i < ahead; ++i) load_w(from, s.first + i, i, w_policy);
+            ptx::grid_dependency_wait();
+            for (u32 i = 0; i < ahead; ++i) {
+                load_x(from, s.first + i, i, x_policy);
+                cursor.advance();
+            }
+            s.first += ahead;
         }
-        s.first += ahead;
         for (;;) {
+            const Sources from = sources(s);
             for (; s.first < s.last; ++s.first) {
                 ring.wait_empty(cursor);
-                load_w(s, s.first, cursor.slot, w_policy);
-                load_x(s, s.first, cursor.slot, x_policy);
+                load_w(from, s.first, cursor.slot, w_policy);
+                load_x(from, s.first, cursor.slot, x_policy);
                 cursor.advance();
             }
             s = schedule.next();
@@ -349,9 +362,11 @@ struct Kernel {
         if (Config::kEscapes && f.count != 0) {
             fused::patch(operands, f.first, p.lane);
             const u32 count = f.count < fused::kBlockElements ? f.count : fused::kBlockElements;
+#pragma unroll 1
             for (u32 i = 2; i <= count && i <= kSlotRecords; ++i) fused::patch(operands, ptx::load_shared(f.records + i * 4), p.lane);
             if (count > kSlotRecords) {
                 const u32 index = ptx::load_shared(f.records + (kSlotRecords + 1) * 4);
+#pragma unroll 1
                 for (u32 i = kSlotRecords + 1; i <= count && i < args.escape_words - index; ++i) {
                     fused::patch(operands, ptx::load_global_nc(args.escapes + index + i), p.lane);
                 }
@@ -387,14 +402,13 @@ struct Kernel {
         Slots::next(slots.release);
     }
 
-    // Multiplies a step and decodes the next, quarter by quarter, so that the tensor cores always have work queued. Quarters of a warpgroup multiply in order:
+    // Multiplies a step, decodes the next and reads the one after, quarter by quarter, so that the tensor cores always have work queued. Quarters of a warpgroup multiply in order:
     // when the wait after quarter i leaves four in flight, quarter i of the step before has read its operands, whose registers take the next step's.
     UW_DEVICE void overlap(float (&sums)[kAccumulators], const fused::Operands& operands, fused::Operands& following, Fetched& f, Slots& slots, const Segment& s, u32 step,
                            const Place& p) {
         const u64 x = mma::k_major_descriptor(x_slot(slots.multiply));
         Slots::next(slots.multiply);
         issue<0>(sums, operands, x);
-        if constexpr (!kFetchEarly) f = fetch(p);
         ptx::wgmma_wait_group<kSteps>();
         decode<0>(following, f);
         issue<1>(sums, operands, x);
@@ -406,7 +420,7 @@ struct Kernel {
         issue<3>(sums, operands, x);
         decode<3>(following, f);
         patch(following, f, s, step + 1, p);
-        if (kFetchEarly && step + 2 < s.last) f = fetch(p);
+        if (step + 2 < s.last) f = fetch(p);
     }
 
     UW_DEVICE void multiply_last(float (&sums)[kAccumulators], const fused::Operands& operands, Slots& slots, const Segment& s, const Place& p) {
@@ -427,7 +441,7 @@ struct Kernel {
         Fetched f = fetch(p);
         even = fused::Operands(f.packed);
         patch(even, f, s, step, p);
-        if (kFetchEarly && step + 1 < s.last) f = fetch(p);
+        if (step + 1 < s.last) f = fetch(p);
         for (;;) {
             if (step + 1 == s.last) return multiply_last(sums, even, slots, s, p);
             overlap(sums, even, odd, f, slots, s, step, p);
@@ -469,22 +483,34 @@ struct Kernel {
         while (ptx::warp_ballot(waits && ptx::load_acquire_global(flag) == 0) != 0) {
         }
         sync_warpgroup(p);
-        constexpr u32 kPieceSums = S::kStoreRows / 2;
+        constexpr u32 kPieceSums = S::kStoreRows / 2, kFlight = Config::kBatchTile > 192 ? 1 : Config::kBatchTile > 128 ? 2 : 4;
+        const u32 other = sharing.first_team == schedule.team ? sharing.last_team : sharing.first_team;
         const u32 turn = schedule.team - sharing.first_team;
 #pragma unroll
         for (u32 piece = 0; piece < S::kPieces; ++piece) {
             if (piece % sharing.summing != turn) continue;
-            for (u32 team = sharing.first_team; team <= sharing.last_team; ++team) {
-                if (team == schedule.team) continue;
-                const float* from = given(giver(sharing, team, p), p) + piece * (kPieceSums * kWarpgroupThreads);
+            // Some teams at a time, for their latencies to overlap; a place that no other team takes reads the first's and drops it.
+            for (u32 first = sharing.first_team; first <= sharing.last_team; first += kFlight) {
+                const float* from[kFlight];
+                bool counts[kFlight];
+#pragma unroll
+                for (u32 j = 0; j < kFlight; ++j) {
+                    counts[j] = first + j <= sharing.last_team && first + j != schedule.team;
+                    from[j] = given(giver(sharing, counts[j] ? first + j : other, p), p) + piece * (kPieceSums * kWarpgroupThreads);
+                }
 #pragma unroll
                 for (u32 i = 0; i < kPieceSums / 4; ++i) {
-                    const U32x4 v = ptx::load_global_x4(from + i * (kWarpgroupThreads * 4));
+                    U32x4 v[kFlight];
+#pragma unroll
+                    for (u32 j = 0; j < kFlight; ++j) v[j] = ptx::load_global_x4(from[j] + i * (kWarpgroupThreads * 4));
                     float* d = sums + piece * kPieceSums + 4 * i;
-                    d[0] += ptx::float_from_bits(v.x);
-                    d[1] += ptx::float_from_bits(v.y);
-                    d[2] += ptx::float_from_bits(v.z);
-                    d[3] += ptx::float_from_bits(v.w);
+#pragma unroll
+                    for (u32 j = 0; j < kFlight; ++j) {
+                        d[0] += counts[j] ? ptx::float_from_bits(v[j].x) : 0.0f;
+                        d[1] += counts[j] ? ptx::float_from_bits(v[j].y) : 0.0f;
+                        d[2] += counts[j] ? ptx::float_from_bits(v[j].z) : 0.0f;
+                        d[3] += counts[j] ? ptx::float_from_bits(v[j].w) : 0.0f;
+                    }
                 }
             }
         }
