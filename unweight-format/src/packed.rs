@@ -33,10 +33,10 @@ pub const WINDOW_BYTES: usize = 16;
 pub const OPERAND_EXPONENT: u8 = 112;
 /// More escapes than one element in this many, and the tensor is not packed.
 ///
-/// It is a limit of time, not of size. Size: at the limit a row block of 1024 elements has four escapes, 0.16 bits per element (1.3 %); the palette form
-/// takes the same 12.03 bits whatever the share of an exponent that is in its palette, such as that of many exact zeros, so beyond the limit nothing is lost by it.
-/// Time: an average of 0.4 escapes more a row block costs a matmul 0.6 of 21 us (`docs/decisions/0004`, 0.5 % to 3 % of row
-/// segments); extrapolated, four of them take it from 1.4 to 1.1 times the speed of raw weights, and six to no gain at all.
+/// It is a limit of time, not of size. Time: an average of 0.4 escapes more in a row block of 1024 elements costs a matmul 0.6 of 21 us
+/// (`docs/decisions/0004`, 0.5 % to 3 % of row segments); extrapolated, the four of this limit take it from 1.4 to 1.1 times the speed of raw weights, six to no gain.
+/// Size: four a row block are 0.16 bits per element (1.3 %). Beyond the limit the palette form is smaller if the escapes are of few exponents, such as
+/// exact zeros, which its palette takes in, and larger for heavy tails (`docs/benchmarks.md`, resident profile).
 pub const ESCAPES_ONE_IN: u64 = 256;
 
 pub(crate) const LANES: usize = 32;
@@ -520,7 +520,7 @@ fn pack_band(
             continue;
         }
         for (records, head) in records.iter_mut().zip(heads[i * ROW_BLOCKS * 4..].chunks_exact_mut(4)) {
-            if records.iter().any(|record| *record == NO_OPERAND) {
+            if records.contains(&NO_OPERAND) {
                 return None;
             }
             let value = match records.as_slice() {
@@ -615,7 +615,7 @@ fn pack_tile_any(
             });
             if outside.iter().any(|&any| any != 0) {
                 escaped = true;
-                add_escapes(window, group, &weights, records);
+                add_escapes(window, group, &weights, outside, records);
             }
             let words = words_from(halves.map(pairs));
             for j in 0..3 {
@@ -665,10 +665,10 @@ fn unpack_block_any(bytes: &[u8; BLOCK_BYTES], base: u8, out: &mut [u8], stride:
     }
 }
 
-/// Notes the escapes of a row group.
+/// Notes the escapes of a row group; `outside` is 0 for registers without any.
 #[cold]
-fn add_escapes(window: Window, group: usize, weights: &[[u16; HALVES]; 4], records: &mut Vec<u32>) {
-    for (register, weights) in weights.iter().enumerate() {
+fn add_escapes(window: Window, group: usize, weights: &[[u16; HALVES]; 4], outside: [u16; 4], records: &mut Vec<u32>) {
+    for (register, weights) in weights.iter().enumerate().filter(|&(register, _)| outside[register] != 0) {
         for (i, &weight) in weights.iter().enumerate() {
             if window.nibble(bf16::exponent(weight)).is_some() {
                 continue;

@@ -1,0 +1,143 @@
+//! What the packed form costs: bits per element, escapes and speed by distribution of the weights.
+//!
+//! ```text
+//! packed_costs           made weights, [4096, 4096]
+//! packed_costs BUNDLE    the packed tensors of a bundle: bits and escapes
+//! ```
+
+use std::{error::Error, path::Path, time::Instant};
+
+use unweight_format::{
+    Code, CodeLimit, CompressedTensor, Histogram, Matrix, PackedTensor, bundle::Bundle, decode, encode, packed,
+};
+
+const ROWS: usize = 4096;
+const COLS: usize = 4096;
+const ROUNDS: usize = 41;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    match std::env::args().nth(1) {
+        Some(bundle) => of_bundle(Path::new(&bundle)),
+        None => made(),
+    }
+}
+
+fn of_bundle(path: &Path) -> Result<(), Box<dyn Error>> {
+    let bundle = Bundle::open(path)?;
+    let (mut elements, mut bytes, mut escapes, mut most) = (0, 0, 0, 0);
+    for tensor in bundle.tensors() {
+        if let CompressedTensor::Packed(packed) = bundle.tensor_in(tensor.file, &tensor.entry.name)? {
+            elements += packed.grid().elements() as u64;
+            bytes += packed.stored_bytes();
+            escapes += packed.escape_count();
+            most = most.max(packed.max_escapes());
+            println!("{}: {}", tensor.entry.name, row(&packed));
+        }
+    }
+    let bits = bytes as f64 * 8.0 / elements as f64;
+    println!("all: {elements} elements, {bits:.4} bits, {escapes} escapes, at most {most} in a row block");
+    Ok(())
+}
+
+fn row<B: AsRef<[u8]>>(tensor: &PackedTensor<B>) -> String {
+    let elements = tensor.grid().elements() as f64;
+    let bits = tensor.stored_bytes() as f64 * 8.0 / elements;
+    let escapes = tensor.escape_count() as f64 * 1e6 / elements;
+    format!("{bits:.4} | {escapes:.1} | {}", tensor.max_escapes())
+}
+
+type Draw = fn(&mut Random) -> f32;
+
+fn made() -> Result<(), Box<dyn Error>> {
+    let cases: [(&str, Draw); 9] = [
+        ("N(0, 0.02^2)", |r| r.normal() * 0.02),
+        ("Student t, 5 degrees of freedom", |r| r.student(5) * 0.02),
+        ("Student t, 3", |r| r.student(3) * 0.02),
+        ("Student t, 2", |r| r.student(2) * 0.02),
+        ("Student t, 1", |r| r.student(1) * 0.02),
+        ("normal, 0.1 % exact zeros", |r| if r.uniform() < 0.001 { 0.0 } else { r.normal() * 0.02 }),
+        ("normal, 0.38 % exact zeros", |r| if r.uniform() < 0.0038 { 0.0 } else { r.normal() * 0.02 }),
+        ("normal, 1 % exact zeros", |r| if r.uniform() < 0.01 { 0.0 } else { r.normal() * 0.02 }),
+        ("normal, 0.1 % subnormals", |r| if r.uniform() < 0.001 { r.normal() * 1e-39 } else { r.normal() * 0.02 }),
+    ];
+    println!(
+        "| weights | packed: bits | escapes per million | most in a row block | palette: bits | |\n|---|---|---|---|---|---|"
+    );
+    for (name, draw) in cases {
+        let mut random = Random(1);
+        let bytes: Vec<u8> =
+            (0..ROWS * COLS).flat_map(|_| half::bf16::from_f32(draw(&mut random)).to_le_bytes()).collect();
+        let matrix = Matrix::new(&bytes, ROWS, COLS)?;
+        let histogram = Histogram::of(&bytes);
+        let palette = encode::palette(matrix, CodeLimit::DEFAULT)?.coded_bytes() as f64 * 8.0 / (ROWS * COLS) as f64;
+        match packed::pack(matrix, &histogram) {
+            Ok(tensor) => {
+                assert!(tensor.unpack() == bytes, "{name}: lossless");
+                println!("| {name} | {} | {palette:.4} | packed |", row(&tensor));
+                if name.starts_with("N(") || name.contains("0.38") {
+                    speed(name, matrix, &histogram, &tensor)?;
+                }
+            }
+            Err(why) => println!("| {name} | | | | {palette:.4} | {why} |"),
+        }
+    }
+    Ok(())
+}
+
+/// The fastest of all rounds, contenders in turns; histogram and code are given.
+fn speed(
+    name: &str,
+    matrix: Matrix<'_>,
+    histogram: &Histogram,
+    tensor: &PackedTensor<Vec<u8>>,
+) -> Result<(), Box<dyn Error>> {
+    let mut out = vec![0; matrix.bytes().len()];
+    let code = Code::from_histogram(histogram, CodeLimit::DEFAULT).ok_or("no elements")?;
+    let huffman = encode::huffman_with(matrix, &code)?;
+    for threads in [1, 2] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
+        let mut seconds = [const { Vec::new() }; 4];
+        for _ in 0..ROUNDS {
+            let mut timed = |at: usize, work: &mut (dyn FnMut() + Send)| {
+                let start = Instant::now();
+                pool.install(work);
+                seconds[at].push(start.elapsed().as_secs_f64());
+            };
+            timed(0, &mut || drop(packed::pack(matrix, histogram)));
+            timed(1, &mut || drop(encode::huffman_with(matrix, &code)));
+            timed(2, &mut || decode::packed(tensor, &mut out).expect("the size is right"));
+            timed(3, &mut || decode::huffman(&huffman, &mut out).expect("the size is right"));
+        }
+        let [pack, encode, unpack, decode] = seconds.map(|mut seconds| {
+            seconds.sort_by(f64::total_cmp);
+            matrix.bytes().len() as f64 / f64::from(1 << 30) / seconds[0]
+        });
+        println!(
+            "{name}, {threads} threads, GiB/s: pack {pack:.2}, encode huffman {encode:.2}, unpack {unpack:.2}, decode huffman {decode:.2}"
+        );
+    }
+    Ok(())
+}
+
+/// splitmix64.
+struct Random(u64);
+
+impl Random {
+    fn uniform(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ z >> 31) >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// Box-Muller.
+    fn normal(&mut self) -> f32 {
+        let radius = (-2.0 * self.uniform().max(1e-300).ln()).sqrt();
+        (radius * (std::f64::consts::TAU * self.uniform()).cos()) as f32
+    }
+
+    fn student(&mut self, degrees: u32) -> f32 {
+        let chi_squared: f32 = (0..degrees).map(|_| self.normal().powi(2)).sum();
+        self.normal() / (chi_squared / degrees as f32).sqrt()
+    }
+}
