@@ -84,13 +84,13 @@ const fn fitting_warpgroups(spec: &VariantSpec, op: &FusedWideSpec) -> Option<(&
     None
 }
 
-/// Registers per thread of the loading and the multiplying warpgroups: 128 x (40 + 2 x 232) and 128 x (32 + 3 x 160) are 65536, what an
-/// SM has. With one warpgroup every thread has what it can address.
+/// Registers per thread of the loading and the multiplying warpgroups: 128 x (56 + 2 x 224) and 128 x (56 + 3 x 152) fit the 65536 of an
+/// SM. With one warpgroup every thread has what it can address.
 const fn registers(op: &FusedWideSpec) -> (Option<u32>, Option<u32>) {
     match op.warpgroups.get() {
         1 => (None, None),
-        2 => (Some(40), Some(232)),
-        _ => (Some(32), Some(160)),
+        2 => (Some(56), Some(224)),
+        _ => (Some(56), Some(152)),
     }
 }
 
