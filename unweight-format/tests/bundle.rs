@@ -140,7 +140,9 @@ fn a_resident_bundle_packs_or_falls_back_and_says_why() {
     let n = 128 * 128;
     let (packed, palette, raw) = (Encoding::Packed, Encoding::Palette, Encoding::Raw);
     let outside = "% of the elements lie outside the best window of 16 exponents, the limit is 0.39 %";
-    let cases: [(&str, [usize; 2], Vec<u8>, Encoding, &[&str]); 11] = [
+    // Name, shape, weights, form, and what its reason says.
+    type Case<'a> = (&'a str, [usize; 2], Vec<u8>, Encoding, &'a [&'a str]);
+    let cases: [Case<'_>; 11] = [
         ("normal", [128, 128], common::weights(n, 1), packed, &[]),
         ("special", [128, 128], sprinkled(n, 400, |i| special[i % special.len()]), packed, &[]),
         ("zeros below the limit", [128, 128], sprinkled(n, 300, |_| 0), packed, &[]),
