@@ -25,8 +25,8 @@ pub enum Work {
         /// Output features of one unit.
         columns: u32,
     },
-    /// The steps of 64 of k of those: `ceil(k/64)` times as many. Blocks share them out in teams of one block for each of the
-    /// `ceil(m/rows)` batch tiles, so there are at least as many.
+    /// The steps of 64 of k of those, 128 of a tile at most: `min(ceil(k/64), 128)` times as many. Blocks share them out in teams of one
+    /// block for each of the `ceil(m/rows)` batch tiles, so there are at least as many.
     OutputSteps {
         /// Batch rows of a tile of Y.
         rows: u32,
@@ -34,6 +34,9 @@ pub enum Work {
         columns: u32,
     },
 }
+
+/// Blocks that can share one tile of Y: each thread of a warpgroup waits for the sums of one.
+const STEPS_MAX: u32 = 128;
 
 /// How many blocks a launch has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,7 +85,8 @@ impl Work {
             Self::WeightTiles => n.div_ceil(64) as u64 * k.div_ceil(64) as u64,
             Self::OutputTiles { rows, columns } => m.div_ceil(rows) as u64 * n.div_ceil(columns) as u64,
             Self::OutputSteps { rows, columns } => {
-                (m.div_ceil(rows) as u64 * n.div_ceil(columns) as u64).saturating_mul(k.div_ceil(64) as u64)
+                let steps = if k.div_ceil(64) < STEPS_MAX { k.div_ceil(64) } else { STEPS_MAX };
+                (m.div_ceil(rows) as u64 * n.div_ceil(columns) as u64).saturating_mul(steps as u64)
             }
         }
     }
@@ -143,7 +147,9 @@ impl fmt::Display for Work {
         match self {
             Self::WeightTiles => f.write_str("tiles of W"),
             Self::OutputTiles { rows, columns } => write!(f, "{rows} x {columns} tiles of Y"),
-            Self::OutputSteps { rows, columns } => write!(f, "{rows} x {columns} tiles of Y x k / 64"),
+            Self::OutputSteps { rows, columns } => {
+                write!(f, "{rows} x {columns} tiles of Y x min(k / 64, {STEPS_MAX})")
+            }
         }
     }
 }
@@ -197,6 +203,7 @@ mod tests {
         let work = Work::OutputSteps { rows: 64, columns: 128 };
         let grid = Grid::Persistent { work, per_block: 1, blocks_per_sm: 1 };
         assert_eq!(grid.blocks(Problem { m: 1, n: 128, k: 4096 }, 132), Some(64));
+        assert_eq!(grid.blocks(Problem { m: 1, n: 128, k: 16384 }, 132), Some(128));
         assert_eq!(grid.blocks(Problem { m: 256, n: 4096, k: 4096 }, 132), Some(132));
         assert_eq!(grid.blocks(Problem { m: 64 * 200, n: 64, k: 64 }, 132), Some(200));
         assert_eq!(grid.blocks(Problem { m: 64, n: 0, k: 64 }, 132), Some(0));
