@@ -34,13 +34,14 @@ use unweight_rt::{
 };
 
 fn catalogued(dump: bool) -> Vec<VariantSpec> {
-    catalog::fused_small().chain(catalog::fused_wide()).filter(|spec| traits(spec).dump == dump).collect()
+    let all = catalog::fused_small().chain(catalog::fused_silu_mul()).chain(catalog::fused_wide());
+    all.filter(|spec| traits(spec).dump == dump).collect()
 }
 
 struct Traits {
     batch_tile: u32,
     escapes: bool,
-    adds: bool,
+    epilogue: Epilogue,
     dump: bool,
 }
 
@@ -50,7 +51,7 @@ fn traits(spec: &VariantSpec) -> Traits {
         Op::FusedWide(op) => (op.batch_tile.get(), op.escapes, op.epilogue, op.dump),
         _ => panic!("{spec} is no register-sourced matmul"),
     };
-    Traits { batch_tile, escapes, adds: epilogue == Epilogue::StoreAdd, dump }
+    Traits { batch_tile, escapes, epilogue, dump }
 }
 
 /// A matrix whose exponents lie in a window of 16, but for one element in `one_in` (0: none): zeros, subnormals, larger and smaller ones.
@@ -104,13 +105,32 @@ impl Case {
         DeviceMatrix::from_host(stream, m, self.k as u32, &self.x[..m as usize * self.k]).unwrap()
     }
 
+    /// Columns of Y.
+    fn columns(&self, epilogue: Epilogue) -> usize {
+        if epilogue == Epilogue::SiluMul { self.n / 2 } else { self.n }
+    }
+
     /// Elements of `y` that neither one rounding nor fp32 accumulation explains; `before` was added to.
-    fn mismatches(&self, y: &[u16], before: Option<&[u16]>) -> usize {
+    fn mismatches(&self, y: &[u16], epilogue: Epilogue, before: &[u16]) -> usize {
+        let columns = self.columns(epilogue);
         let wrong = |at: usize, got: u16| {
-            let own = before.map_or(0.0, |before| value(before[at]));
-            let (sum, magnitude) = (self.exact[at].0 + own, self.exact[at].1 + own.abs());
+            let (row, column) = (at / columns, at % columns);
+            let (sum, slack) = match epilogue {
+                Epilogue::Store => (self.exact[at].0, self.exact[at].1 * 1e-6),
+                Epilogue::StoreAdd => {
+                    let old = value(before[at]);
+                    (self.exact[at].0 + old, (self.exact[at].1 + old.abs()) * 1e-6)
+                }
+                // 16 rows of the gate and 16 of the up in turn. The slope of silu is at most 1.1.
+                Epilogue::SiluMul => {
+                    let gate_at = row * self.n + column / 16 * 32 + column % 16;
+                    let ((gate, gate_size), (up, up_size)) = (self.exact[gate_at], self.exact[gate_at + 16]);
+                    let sum = gate / (1.0 + (-gate).exp()) * up;
+                    (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + sum.abs() * 1e-5)
+                }
+            };
             let error = (value(got) - sum).abs();
-            error.is_nan() || error > sum.abs() / 256.0 + magnitude * 1e-6
+            error.is_nan() || error > sum.abs() / 256.0 + slack
         };
         y.iter().enumerate().filter(|(at, got)| wrong(*at, **got)).count()
     }
@@ -151,19 +171,20 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
             let matmul = matmul(kernels, spec);
             for m in [1, tile - 1, tile, tile + 1, 2 * tile + 7] {
                 let x = case.input(&stream, m);
-                let mut y = DeviceMatrix::zeroed(&stream, m, case.n as u32).unwrap();
-                let before = traits.adds.then(|| &before[..m as usize * case.n]);
+                let columns = case.columns(traits.epilogue);
+                let mut y = DeviceMatrix::zeroed(&stream, m, columns as u32).unwrap();
                 let mut outputs = Vec::new();
                 for _ in 0..2 {
                     poison(&stream, y.data_mut());
-                    if let Some(before) = before {
-                        y.data_mut().write(&stream, 0, before).unwrap();
+                    if traits.epilogue == Epilogue::StoreAdd {
+                        y.data_mut().write(&stream, 0, &before[..m as usize * columns]).unwrap();
                     }
                     matmul.enqueue(&stream, &x, &w, &mut y, &mut workspace).unwrap();
                     outputs.push(y.data().to_host(&stream).unwrap_or_else(|error| panic!("{spec} m = {m}: {error}")));
                     guard_is_whole(&stream, y.data(), &spec.to_string());
                 }
-                assert_eq!(case.mismatches(&outputs[0], before), 0, "{spec} m = {m} {} x {}", case.n, case.k);
+                let wrong = case.mismatches(&outputs[0], traits.epilogue, &before);
+                assert_eq!(wrong, 0, "{spec} m = {m} {} x {}", case.n, case.k);
                 assert!(outputs[0] == outputs[1], "{spec} m = {m}: two runs differ");
             }
         }
@@ -278,10 +299,10 @@ fn unchecked_escapes_lead_nowhere() {
         )
         .unwrap();
         for spec in &specs {
-            let m = traits(spec).batch_tile;
+            let (m, columns) = (traits(spec).batch_tile, case.columns(traits(spec).epilogue));
             let mut workspace =
                 Workspace::new(&stream, [(*spec, Problem { m, n: case.n as u32, k: case.k as u32 })]).unwrap();
-            let mut y = DeviceMatrix::zeroed(&stream, m, case.n as u32).unwrap();
+            let mut y = DeviceMatrix::zeroed(&stream, m, columns as u32).unwrap();
             poison(&stream, y.data_mut());
             let matmul = matmul(kernels, spec);
             matmul.enqueue(&stream, &case.input(&stream, m), &w, &mut y, &mut workspace).unwrap();

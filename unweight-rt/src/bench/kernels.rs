@@ -140,7 +140,7 @@ impl Bench<'_> {
                 DecodeOutput::Palette => decoder.palette(stream, &sources[copy], &mut indices[copy]),
             };
             (0..copies).try_for_each(&mut run)?;
-            let (graph, launches) = self.timer.record(copies, run)?;
+            let (graph, launches) = self.timer.record(problem(0, grid), copies, run)?;
             decoder.check(stream)?;
             decoders.push(decoder);
             let sign_mantissa = if output == DecodeOutput::Full { grid.elements() } else { 0 };
@@ -185,8 +185,9 @@ impl Bench<'_> {
         for stages in sequences {
             (0..copies).try_for_each(|copy| encoder.enqueue(stream, &mut buffers[copy], stages))?;
             stream.synchronize()?;
-            let (graph, launches) =
-                self.timer.record(copies, |copy| encoder.enqueue(stream, &mut buffers[copy], stages))?;
+            let (graph, launches) = self
+                .timer
+                .record(problem(0, grid), copies, |copy| encoder.enqueue(stream, &mut buffers[copy], stages))?;
             let name = stages.iter().map(|stage| stage.tag()).collect::<Vec<_>>().join("+");
             // One reading of the weights and one writing of the sections, which no encoder can do without.
             let sections = match stages.last() {
@@ -236,13 +237,15 @@ impl Bench<'_> {
         for (steps, name, bytes) in
             [(1, "stats", raw), (2, "stats+pack", 2 * raw + stored), (3, "stats+pack+lists", 2 * raw + stored)]
         {
-            let (graph, launches) =
-                self.timer.record(copies, |copy| packer.again(stream, &weights[copy], &mut tensors[copy], steps))?;
+            let (graph, launches) = self.timer.record(problem(0, grid), copies, |copy| {
+                packer.again(stream, &weights[copy], &mut tensors[copy], steps)
+            })?;
             let name = name.to_owned();
             contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: false });
         }
-        let (graph, launches) =
-            self.timer.record(copies, |copy| packer.unpack(stream, &tensors[copy], &mut whole[copy]))?;
+        let (graph, launches) = self
+            .timer
+            .record(problem(0, grid), copies, |copy| packer.unpack(stream, &tensors[copy], &mut whole[copy]))?;
         let name = "unpack".to_owned();
         contenders.push(Contender { name, graph, launches, bytes: raw + stored, error: None, dispatched: false });
         let rows = self.timer.measure("packed", contenders, copies, problem(0, grid), progress);
@@ -288,7 +291,8 @@ impl Bench<'_> {
 
             (0..copies).try_for_each(|copy| cublas.matmul(&x, &whole[copy], &mut y, false))?;
             let expected = y.data().to_host(stream)?;
-            let graph = self.timer.record(copies, |copy| cublas.matmul(&x, &whole[copy], &mut y, false))?;
+            let graph =
+                self.timer.record(problem(m, grid), copies, |copy| cublas.matmul(&x, &whole[copy], &mut y, false))?;
             let mut contenders = vec![Contender::cublas(graph, io + whole[0].data().bytes() as u64)];
             let specs = self.matmul_specs(tensor.max_verbatim_rows(), Problem { m, n, k });
             self.kernels.prepare(&specs, &|_| {})?;
@@ -315,7 +319,7 @@ impl Bench<'_> {
                     let what = format!("differs from cuBLAS by {error:.2e} at m = {m}, n = {n}, k = {k}");
                     return Err(DeviceError::Launch { name: spec.to_string(), what });
                 }
-                let (graph, launches) = self.timer.record(copies, |copy| run(copy, &mut y))?;
+                let (graph, launches) = self.timer.record(problem(m, grid), copies, |copy| run(copy, &mut y))?;
                 let bytes = io + weights as u64;
                 let dispatched = place == 0;
                 contenders.push(Contender {
