@@ -26,6 +26,11 @@
 // Roles: warp 0 loads (an elected lane issues, per step of 64 k, one box of X and one 6144-byte copy of W per warpgroup); warps 1.. find the escapes, one warp for
 // each warpgroup that multiplies, and lay their records beside W; warpgroups 1.. decode and multiply. One step of a warpgroup, in quarters of 16 k: wgmma on operands
 // decoded before | a quarter of the next step's 3 x 16 bytes a lane, decoded | ... | the next step's records, if it has any.
+//
+// Barriers: full [kStages], 1 arrival and the bytes of X and W, with kEscapes 1 more a warpgroup; empty [kStages], one arrival a warp that multiplies; one a warpgroup for
+//   the old Y of kStoreAdd; named barriers 1..3, one a warpgroup.
+// Bound: the tensor cores at kBatchTile = 256 (1030 of 1024 cycles a step with two warpgroups), decoding's latency and memory below. On one H200, .5 % of row segments with
+//   an escape, see docs/decisions/0004-register-sourced-kernels.md, us (times cuBLAS 13): 14336x4096 at m = 64 / 128 / 256 / 2048: 25.4 (1.28) / 30.1 (1.12) / 47.1 (.96) / 357 (1.00).
 #pragma once
 
 #include "unweight/fused/escapes.cuh"
@@ -398,6 +403,7 @@ struct Kernel {
         UW_DEVICE static void next(u32& slot) { slot = slot + 1 == Config::kStages ? 0 : slot + 1; }
     };
     UW_DEVICE void release(Slots& slots, const Place& p) const {
+        ptx::sync_warp();
         if (p.lane == 0) ring.release(slots.release);
         Slots::next(slots.release);
     }
