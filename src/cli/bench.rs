@@ -209,6 +209,6 @@ fn shape(text: &str) -> std::result::Result<(u32, u32), String> {
 fn share(text: &str) -> std::result::Result<f64, String> {
     text.parse()
         .ok()
-        .filter(|share| (0.005..=0.1).contains(share))
-        .ok_or_else(|| format!("'{text}' is not 0.005..=0.1"))
+        .filter(|share| (0.005..=0.2).contains(share))
+        .ok_or_else(|| format!("'{text}' is not 0.005..=0.2"))
 }
