@@ -9,6 +9,27 @@
 //! ```
 //! Everything that a batch can ask for is compiled and allocated when a layer is loaded; [`Linear::enqueue`] only enqueues, so it may be captured
 //! into a graph. Shapes that are no multiples of 64 take a padded path: two copies beside the product.
+//!
+//! ```no_run
+//! use unweight_codegen::spec::Epilogue;
+//! use unweight_format::bundle::Bundle;
+//! use unweight_rt::{device::Device, dispatch::Kernels, env::Env, linear::{LoadOptions, Loader, Merge}, tensor::DeviceMatrix};
+//!
+//! let device = Device::open(0)?;
+//! let (kernels, stream) = (Kernels::open(&device, Env::process()?), device.stream()?);
+//! let bundle = Bundle::open("bundle".as_ref())?;
+//! let mut loader = Loader::new(&kernels, &stream, LoadOptions::default())?;
+//! let mlp = loader.merge(&bundle, &["mlp.gate_proj.weight", "mlp.up_proj.weight"], Merge::SiluMul)?;
+//! let down = loader.load(&bundle, "mlp.down_proj.weight")?;
+//! let mut scratch = loader.scratch(&stream)?;
+//!
+//! let (m, x) = (8, DeviceMatrix::zeroed(&stream, 8, mlp.k())?);
+//! let mut activated = DeviceMatrix::zeroed(&stream, m, mlp.n() / 2)?;
+//! let mut residual = DeviceMatrix::zeroed(&stream, m, down.n())?;
+//! mlp.enqueue(&stream, &x, &mut activated, Epilogue::SiluMul, &mut scratch)?;
+//! down.enqueue(&stream, &activated, &mut residual, Epilogue::StoreAdd, &mut scratch)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 use std::sync::Arc;
 

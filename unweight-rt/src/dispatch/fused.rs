@@ -28,11 +28,16 @@ pub struct FusedUse {
 
 impl FusedUse {
     /// The variant of the same shape for this use; `None` if it is of another family.
+    ///
+    /// Without escapes only variants of batch tile 8 ship: beyond it nothing is gained, and some shapes spill.
     pub fn of(self, spec: VariantSpec) -> Option<VariantSpec> {
         let Self { escapes, dependent, epilogue } = self;
         let op = match spec.op {
-            Op::FusedSmall(op) => Op::FusedSmall(FusedSmallSpec { escapes, dependent, epilogue, ..op }),
-            Op::FusedWide(op) => Op::FusedWide(FusedWideSpec { escapes, dependent, epilogue, ..op }),
+            Op::FusedSmall(op) => {
+                let escapes = escapes || op.batch_tile.get() > 8;
+                Op::FusedSmall(FusedSmallSpec { escapes, dependent, epilogue, ..op })
+            }
+            Op::FusedWide(op) => Op::FusedWide(FusedWideSpec { escapes: true, dependent, epilogue, ..op }),
             _ => return None,
         };
         Some(VariantSpec { op, ..spec })
