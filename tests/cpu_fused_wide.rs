@@ -20,6 +20,7 @@ struct Config {
     batch_tile: usize,
     stages: usize,
     warpgroups: usize,
+    cluster: usize,
     stream_k: bool,
     store_add: bool,
     dump: bool,
@@ -27,10 +28,14 @@ struct Config {
 
 impl Config {
     const fn new(batch_tile: usize, stages: usize, warpgroups: usize) -> Self {
-        Config { batch_tile, stages, warpgroups, stream_k: false, store_add: false, dump: false }
+        Config { batch_tile, stages, warpgroups, cluster: 1, stream_k: false, store_add: false, dump: false }
     }
     const fn streaming(mut self) -> Self {
         self.stream_k = true;
+        self
+    }
+    const fn clustered(mut self, cluster: usize) -> Self {
+        self.cluster = cluster;
         self
     }
     const fn adding(mut self) -> Self {
@@ -44,7 +49,8 @@ impl Config {
 
     /// The sum stated in the head of kernels/fused_wide.cuh.
     fn smem_bytes(&self) -> usize {
-        let rows = if self.batch_tile > 64 && self.batch_tile.is_multiple_of(64) { 64 } else { 32 };
+        let rows =
+            if self.cluster == 1 && self.batch_tile > 64 && self.batch_tile.is_multiple_of(64) { 64 } else { 32 };
         let buffers = (self.batch_tile / rows).clamp(2, 3);
         self.stages * (self.batch_tile * 128 + self.warpgroups * (6144 + 256) + 16)
             + self.warpgroups * (buffers * rows * 128 + 8)
@@ -55,6 +61,9 @@ impl Config {
     }
 
     fn grid(&self, m: usize, n: usize, k: usize, multiprocessors: usize) -> usize {
+        if self.cluster > 1 {
+            return self.tiles(m, n) * self.cluster;
+        }
         let units = self.tiles(m, n) * if self.stream_k { k / TILE } else { 1 };
         units.min(multiprocessors)
     }
@@ -63,7 +72,7 @@ impl Config {
         let source = format!(
             "#include \"unweight/kernels/fused_wide.cuh\"\n\
              struct Config {{\n\
-             \x20   static constexpr uw::u32 kBatchTile = {}, kStages = {}, kWarpgroups = {};\n\
+             \x20   static constexpr uw::u32 kBatchTile = {}, kStages = {}, kWarpgroups = {}, kCluster = {};\n\
              \x20   static constexpr bool kStreamK = {}, kEscapes = true, kStoreAdd = {}, kDependent = true, kDumpOperands = {};\n\
              }};\n\
              static_assert(uw::fused_wide::Smem<Config>::kBytes == {});\n\
@@ -71,6 +80,7 @@ impl Config {
             self.batch_tile,
             self.stages,
             self.warpgroups,
+            self.cluster,
             self.stream_k,
             self.store_add,
             self.dump,
@@ -187,7 +197,7 @@ impl Problem {
             block: (128 * (config.warpgroups + 1)) as u32,
             smem_bytes: config.smem_bytes() as u32,
             // Blocks that wait for each other have to run at the same time, and those of a cluster do.
-            cluster: if config.stream_k { grid as u32 } else { 1 },
+            cluster: if config.stream_k { grid as u32 } else { config.cluster as u32 },
             seed,
         };
         // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
@@ -268,6 +278,18 @@ fn shares_of_k() {
 #[test]
 fn shares_of_k_that_add() {
     check(Config::new(64, 3, 2).streaming().adding(), &[(64, 320, 256, 4), (70, 128, 128, 3)]);
+}
+
+#[test]
+fn clusters_of_2() {
+    check(Config::new(64, 3, 2).clustered(2), &[(1, 128, 128, 1), (65, 192, 448, 1)]);
+    check(Config::new(128, 5, 1).clustered(2).adding(), &[(128, 64, 192, 1)]);
+}
+
+#[test]
+fn clusters_of_4() {
+    check(Config::new(64, 4, 2).clustered(4), &[(64, 128, 256, 1), (33, 192, 576, 1)]);
+    check(Config::new(96, 4, 2).clustered(4).adding(), &[(97, 128, 448, 1)]);
 }
 
 #[test]

@@ -68,11 +68,13 @@ struct Smem {
     static constexpr u32 kXBytes = Config::kBatchTile * smem::kSwizzleBytes;
     static constexpr u32 kWBytes = Config::kWarpgroups * fused::kTileBytes;
     // A warpgroup turns its part of Y over in pieces of kStoreRows batch rows by 64 features.
-    static constexpr u32 kStoreRows = Config::kBatchTile % 64 == 0 && Config::kBatchTile > 64 ? 64 : 32;
+    static constexpr u32 kStoreRows = Config::kBatchTile % 64 == 0 && Config::kBatchTile > 64 && Config::kCluster == 1 ? 64 : 32;
     static constexpr u32 kPieces = Config::kBatchTile / kStoreRows;
     static constexpr u32 kStoreBuffers = kPieces < 2 ? 2 : kPieces > 3 ? 3 : kPieces;
     static constexpr u32 kPieceBytes = kStoreRows * smem::kSwizzleBytes;
 
+    static constexpr u32 kSums = 0;  // with kCluster, over the drained ring
+    static constexpr u32 kSumBytes = kTile * Config::kBatchTile * 4;  // of a warpgroup
     static constexpr u32 kX = 0;
     static constexpr u32 kW = kX + Config::kStages * kXBytes;
     static constexpr u32 kStaging = kW + Config::kStages * kWBytes;
@@ -82,6 +84,7 @@ struct Smem {
     static constexpr u32 kBytes = kOldBarriers + Config::kWarpgroups * 8;
 
     static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0 && kStaging % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
+    static_assert(Config::kCluster == 1 || kSums + Config::kWarpgroups * kSumBytes <= kStaging, "a cluster's sums fit over the ring");
 };
 
 // A run of k steps of one tile of Y.
@@ -124,10 +127,20 @@ struct Schedule {
                 end = share_begin(team + 1);
             }
         }
+        if constexpr (Config::kCluster > 1) {
+            stride = ptx::grid_size() / Config::kCluster;
+            team = ptx::cluster_rank();
+            next_whole = ptx::block_index() / Config::kCluster;
+        }
     }
     UW_DEVICE u32 share_begin(u32 t) const { return static_cast<u32>(u64(t) * streamed / stride); }
 
     UW_DEVICE Segment next() {
+        if (Config::kCluster > 1 && next_whole < whole) {
+            const Segment s{next_whole, team * steps / Config::kCluster, (team + 1) * steps / Config::kCluster};
+            next_whole += stride;
+            return s;
+        }
         if (next_whole < whole) {
             const Segment s{Config::kStreamK ? next_whole * batch_tiles + member : next_whole, 0, steps};
             next_whole += stride;
@@ -147,6 +160,7 @@ struct Schedule {
         u32 first_team, last_team, summing;
     };
     UW_DEVICE Sharing sharing(const Segment& s) const {
+        if constexpr (Config::kCluster > 1) return {0, Config::kCluster - 1, Config::kCluster};
         if (!Config::kStreamK || (s.first == 0 && s.last == steps)) return {team, team, 1};
         const u32 begin = (s.tile / batch_tiles - whole) * steps;
         Sharing sharing{team, team, 0};
@@ -479,6 +493,55 @@ struct Kernel {
         if (p.thread == 0) ptx::store_release_global(args.counters + own, readers);
     }
 
+    // The pieces of a shared tile that this block sums.
+    UW_DEVICE bool is_summed_here(const typename Schedule<Config>::Sharing& sharing, u32 piece, const Place& p) const {
+        const u32 turn = Config::kCluster > 1 ? p.warpgroup * S::kPieces + piece : piece;
+        return turn % sharing.summing == schedule.team - sharing.first_team;
+    }
+
+    // The same in a cluster: what is not this block's lies in its shared memory, [warpgroup][4 sums][thread] fp32, until all have met twice.
+    UW_DEVICE void exchange(float (&sums)[kAccumulators], const typename Schedule<Config>::Sharing& sharing, const Place& p) const {
+        constexpr u32 kPieceSums = S::kStoreRows / 2, kPeers = Config::kCluster - 1;
+        const u32 own = shared + S::kSums + p.warpgroup * S::kSumBytes + p.thread * 16;
+        ptx::named_barrier_sync(4, Config::kWarpgroups * kWarpgroupThreads);  // the other warpgroups have read the ring
+#pragma unroll
+        for (u32 piece = 0; piece < S::kPieces; ++piece) {
+            if (is_summed_here(sharing, piece, p)) continue;
+#pragma unroll
+            for (u32 i = 0; i < kPieceSums / 4; ++i) {
+                const float* d = sums + piece * kPieceSums + 4 * i;
+                ptx::store_shared_x4(own + (piece * kPieceSums / 4 + i) * (kWarpgroupThreads * 16),
+                                     {ptx::bits_from_float(d[0]), ptx::bits_from_float(d[1]), ptx::bits_from_float(d[2]), ptx::bits_from_float(d[3])});
+            }
+        }
+        meet();
+        u32 from[kPeers];
+#pragma unroll
+        for (u32 j = 0; j < kPeers; ++j) from[j] = ptx::map_shared_rank(own, j + (j >= schedule.team));
+#pragma unroll
+        for (u32 piece = 0; piece < S::kPieces; ++piece) {
+            if (!is_summed_here(sharing, piece, p)) continue;
+#pragma unroll
+            for (u32 i = 0; i < kPieceSums / 4; ++i) {
+                U32x4 v[kPeers];
+#pragma unroll
+                for (u32 j = 0; j < kPeers; ++j) v[j] = ptx::load_cluster_x4(from[j] + (piece * kPieceSums / 4 + i) * (kWarpgroupThreads * 16));
+                float* d = sums + piece * kPieceSums + 4 * i;
+#pragma unroll
+                for (u32 j = 0; j < kPeers; ++j) {
+                    d[0] += ptx::float_from_bits(v[j].x);
+                    d[1] += ptx::float_from_bits(v[j].y);
+                    d[2] += ptx::float_from_bits(v[j].z);
+                    d[3] += ptx::float_from_bits(v[j].w);
+                }
+            }
+        }
+    }
+    UW_DEVICE static void meet() {
+        ptx::cluster_arrive();
+        ptx::cluster_wait();
+    }
+
     // Adds, in order, what the other teams gave to this block's pieces: the same bits in every run.
     UW_DEVICE void take(float (&sums)[kAccumulators], const typename Schedule<Config>::Sharing& sharing, const Place& p) const {
         // A thread per team: their latencies overlap.
@@ -491,10 +554,9 @@ struct Kernel {
         sync_warpgroup(p);
         constexpr u32 kPieceSums = S::kStoreRows / 2, kFlight = Config::kBatchTile > 192 ? 1 : Config::kBatchTile > 128 ? 2 : 4;
         const u32 other = sharing.first_team == schedule.team ? sharing.last_team : sharing.first_team;
-        const u32 turn = schedule.team - sharing.first_team;
 #pragma unroll
         for (u32 piece = 0; piece < S::kPieces; ++piece) {
-            if (piece % sharing.summing != turn) continue;
+            if (!is_summed_here(sharing, piece, p)) continue;
             // Some teams at a time, for their latencies to overlap; a place that no other team takes reads the first's and drops it.
             for (u32 first = sharing.first_team; first <= sharing.last_team; first += kFlight) {
                 const float* from[kFlight];
@@ -543,7 +605,7 @@ struct Kernel {
         for (u32 i = 0; i < S::kPieces; ++i) {
             const u32 first = row + i * S::kStoreRows;
             if (first >= args.m) break;
-            if (i % sharing.summing != schedule.team - sharing.first_team) continue;
+            if (!is_summed_here(sharing, i, p)) continue;
             const u32 staging = shared + S::kStaging + (p.warpgroup * S::kStoreBuffers + buffer) * S::kPieceBytes;
             buffer = buffer + 1 == S::kStoreBuffers ? 0 : buffer + 1;
             if constexpr (Config::kStoreAdd) {
@@ -603,10 +665,15 @@ struct Kernel {
                 if (readers != 0) give(sums, sharing, readers, p);
                 if (sums_up && sharing.first_team != sharing.last_team) take(sums, sharing, p);
             }
+            if constexpr (Config::kCluster > 1) exchange(sums, sharing, p);
             if (sums_up) store(sums, s, sharing, buffer, old_parity, p);
             s = schedule.next();
         }
         if (p.thread == 0) ptx::bulk_wait_group<0>();
+        if constexpr (Config::kCluster > 1) {
+            ptx::sync_warp();
+            meet();  // peers may still be reading this block's sums
+        }
     }
 
     UW_DEVICE void run() {
@@ -623,6 +690,11 @@ struct Kernel {
                 if (ptx::elect_one()) load();
             } else if (Config::kEscapes && warp <= Config::kWarpgroups) {
                 scout(warp - 1);
+            }
+            if constexpr (Config::kCluster > 1) {
+                ptx::sync_warp();
+                meet();
+                meet();
             }
         } else {
             if constexpr (kBudgets) ptx::raise_registers<kConsumerRegisters>();
