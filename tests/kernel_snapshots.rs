@@ -152,10 +152,14 @@ fn fused_wide_table() -> String {
     for shape in catalog::FUSED_WIDE {
         let plan = plan(&VariantSpec::fused_wide(Arch::Sm90a, shape));
         let (warpgroups, stages) = (shape.warpgroups.get(), shape.stages.get());
+        let cluster = match shape.cluster.get() {
+            1 => String::new(),
+            cluster => format!("c{cluster}"),
+        };
         let stream_k = if shape.stream_k { "_streamk" } else { "" };
         _ = write!(
             table,
-            "\n| {} | g{warpgroups}p{stages}{stream_k} | {} | {} | {} |",
+            "\n| {} | g{warpgroups}p{stages}{cluster}{stream_k} | {} | {} | {} |",
             shape.batch_tile.get(),
             64 * warpgroups,
             plan.launch.threads,

@@ -371,6 +371,8 @@ fn variants_at_the_ends_of_the_axes_compile_to_their_plans() {
         "uw_sm90a_fused_wide_b256_g1p4_streamk_esc_pdl_store_add",
         "uw_sm90a_fused_wide_b128_g3p4_esc_store_dump",
         "uw_sm90a_fused_wide_b192_g2p4_streamk_store",
+        "uw_sm90a_fused_wide_b256_g2p4c8_esc_store_add",
+        "uw_sm90a_fused_wide_b32_g1p3c2_pdl_store",
     ];
     let specs: Vec<VariantSpec> = names.iter().map(|name| name.parse().unwrap()).collect();
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();

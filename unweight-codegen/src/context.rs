@@ -295,6 +295,8 @@ pub struct FusedWideContext {
     pub fused: FusedContext,
     /// `Config::kWarpgroups`.
     pub warpgroups: u32,
+    /// `Config::kCluster`.
+    pub cluster: u32,
     /// `Config::kStreamK`.
     pub stream_k: bool,
     /// Registers per thread of the loading warpgroup, if it gives some up.
@@ -315,7 +317,12 @@ impl FusedWideContext {
             dump: spec.dump,
         };
         let warpgroups = spec.warpgroups.get();
-        let cut = if spec.stream_k { "k cut evenly" } else { "whole output tiles" };
+        let cluster = spec.cluster.get();
+        let cut = match (cluster, spec.stream_k) {
+            (1, false) => "whole output tiles".to_owned(),
+            (1, true) => "k cut evenly".to_owned(),
+            _ => format!("by a cluster of {cluster} that shares k"),
+        };
         let block =
             format!("{} x {} of Y at a time, {cut}, a ring of {}", fused.batch_tile, 64 * warpgroups, fused.stages);
         let summary = fused.summary(spec.epilogue, &block);
@@ -324,6 +331,7 @@ impl FusedWideContext {
             head: Head::new::<FusedArgs>(plan, summary),
             fused,
             warpgroups,
+            cluster,
             stream_k: spec.stream_k,
             producer_registers: registers.next(),
             consumer_registers: registers.next(),

@@ -17,7 +17,7 @@ pub(crate) enum Op {
     Decode { output: Word, code_limit: LitInt },
     Encode { stage: Word },
     FusedSmall { batch_tile: LitInt, row_blocks: LitInt, warps: LitInt, cluster: LitInt, stream: LitBool, fused: Fused },
-    FusedWide { batch_tile: LitInt, warpgroups: LitInt, stream_k: LitBool, fused: Fused },
+    FusedWide { batch_tile: LitInt, warpgroups: LitInt, cluster: LitInt, stream_k: LitBool, fused: Fused },
     Packed { stage: Word },
 }
 

@@ -49,14 +49,16 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
                 })
             }
         }
-        Op::FusedWide { batch_tile, warpgroups, stream_k, fused } => {
+        Op::FusedWide { batch_tile, warpgroups, cluster, stream_k, fused } => {
             let batch_tile = axis_value(codegen, quote!(WideBatchTile), batch_tile);
             let warpgroups = axis_value(codegen, quote!(Warpgroups), warpgroups);
+            let cluster = axis_value(codegen, quote!(ClusterSize), cluster);
             let fused = fused_fields(codegen, quote!(WideStages), fused);
             quote! {
                 #codegen::spec::VariantSpec::fused_wide(#arch, #codegen::spec::FusedWideSpec {
                     batch_tile: #batch_tile,
                     warpgroups: #warpgroups,
+                    cluster: #cluster,
                     stream_k: #stream_k,
                     #fused
                 })

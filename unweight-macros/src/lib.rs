@@ -59,7 +59,7 @@ use proc_macro2::TokenStream as TokenStream2;
 /// | | fused_wide | 32, 64, 128, 192, 256 batch rows | |
 /// | `row_blocks` | fused_small | 1..=8 blocks of 16 output features | |
 /// | `warps` | fused_small | 1..=32 | |
-/// | `cluster` | fused_small | 1, 2, 4, 8 blocks that share k | 1 |
+/// | `cluster` | fused_small, fused_wide | 1, 2, 4, 8 blocks that share k | 1 |
 /// | `stream` | fused_small | `true`, `false` | `false` |
 /// | `warpgroups` | fused_wide | 1..=3, of 64 output features | 2 |
 /// | `stream_k` | fused_wide | `true`, `false` | `false` |

@@ -17,7 +17,7 @@ const STAGE: &[&str] = &["stage"];
 const FUSED_SMALL: &[&str] =
     &["batch_tile", "row_blocks", "warps", "stages", "cluster", "stream", "escapes", "dependent", "epilogue", "dump"];
 const FUSED_WIDE: &[&str] =
-    &["batch_tile", "warpgroups", "stages", "stream_k", "escapes", "dependent", "epilogue", "dump"];
+    &["batch_tile", "warpgroups", "stages", "cluster", "stream_k", "escapes", "dependent", "epilogue", "dump"];
 
 /// Words of the attribute and the values they stand for. Names and parsing live in `unweight_codegen::spec`; a test declares
 /// every word and compares the resulting canonical name.
@@ -163,6 +163,7 @@ fn fused_wide(args: &Args<'_>) -> Result<Op> {
     Ok(Op::FusedWide {
         batch_tile: args.int("batch_tile", None)?,
         warpgroups: args.int("warpgroups", Some(DEFAULT_WARPGROUPS))?,
+        cluster: args.int("cluster", Some(1))?,
         stream_k: args.bool("stream_k", false)?,
         fused: fused(args)?,
     })

@@ -55,8 +55,12 @@ impl LoadedKernel {
         match self.plan().launch.grid.blocks(problem, self.device().info().sms) {
             Some(blocks) => Ok(blocks),
             None => self.refuse(format!(
-                "m = {}, n = {}, k = {} needs more than 2^31 - 1 blocks; split the matrix",
-                problem.m, problem.n, problem.k
+                "m = {}, n = {}, k = {} needs more than 2^31 - 1 blocks, or has fewer than the {} steps of 64 of k that a cluster \
+                 shares; split the matrix or take a smaller cluster",
+                problem.m,
+                problem.n,
+                problem.k,
+                self.plan().launch.cluster
             )),
         }
     }

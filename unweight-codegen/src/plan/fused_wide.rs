@@ -27,7 +27,9 @@ const BLOCKS_PER_SM: u32 = 1;
 
 /// Batch rows of a piece of Y.
 const fn store_rows(op: &FusedWideSpec) -> u32 {
-    if op.batch_tile.get().is_multiple_of(64) && op.batch_tile.get() > 64 { 64 } else { 32 }
+    // In a cluster smaller pieces: they are shared out.
+    let large = op.batch_tile.get().is_multiple_of(64) && op.batch_tile.get() > 64 && op.cluster.get() == 1;
+    if large { 64 } else { 32 }
 }
 
 /// Pieces of Y that a warpgroup has under way.
@@ -43,6 +45,11 @@ const fn record_bytes(op: &FusedWideSpec) -> u32 {
 /// X, W and records of one stage.
 const fn stage_bytes(op: &FusedWideSpec) -> u32 {
     op.batch_tile.get() * ROW_BYTES + op.warpgroups.get() * TILE_BYTES + record_bytes(op)
+}
+
+/// X and W of all stages.
+const fn ring_bytes(op: &FusedWideSpec) -> u32 {
+    op.stages.get() * (stage_bytes(op) - record_bytes(op))
 }
 
 const fn smem(op: &FusedWideSpec) -> SmemPlan {
@@ -106,6 +113,18 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedWideSpec) -> Result<Plan,
             what: "dump and stream_k both need the workspace; leave one out",
         });
     }
+    if op.stream_k && op.cluster.get() > 1 {
+        return Err(Infeasible::Conflict {
+            spec: *spec,
+            what: "stream_k and cluster both share out k; take cluster = 1 or stream_k = false",
+        });
+    }
+    if op.cluster.get() > 1 && op.warpgroups.get() * TILE * op.batch_tile.get() * 4 > ring_bytes(op) {
+        return Err(Infeasible::Conflict {
+            spec: *spec,
+            what: "the fp32 sums that a cluster exchanges exceed the ring of X and W; take more stages or fewer warpgroups",
+        });
+    }
     if !fits(spec, op) {
         let stage_bytes = stage_bytes(op) + RING_SLOT_BARRIER_BYTES;
         return Err(Infeasible::SharedMemory {
@@ -121,6 +140,10 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedWideSpec) -> Result<Plan,
     let consumer_warps = op.warpgroups.get() * limits.warpgroup_warps;
     let (rows, columns) = (op.batch_tile.get(), op.warpgroups.get() * TILE);
     let work = if op.stream_k { Work::OutputSteps { rows, columns } } else { Work::OutputTiles { rows, columns } };
+    let grid = match op.cluster.get() {
+        1 => Grid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
+        cluster => Grid::Clusters { work, cluster },
+    };
     let (producer_registers, consumer_registers) = registers(op);
     Ok(Plan {
         spec: *spec,
@@ -140,8 +163,8 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedWideSpec) -> Result<Plan,
         launch: LaunchPlan {
             threads: (PRODUCER_WARPS + consumer_warps) * limits.warp_threads,
             blocks_per_sm: BLOCKS_PER_SM,
-            grid: Grid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
-            cluster: 1,
+            grid,
+            cluster: op.cluster.get(),
             dependent: op.dependent,
         },
     })

@@ -59,6 +59,13 @@ pub enum Grid {
         /// Resident blocks of one SM.
         blocks_per_sm: u32,
     },
+    /// A cluster for each unit, its blocks sharing the steps of 64 of k.
+    Clusters {
+        /// What is covered.
+        work: Work,
+        /// Blocks of a cluster, each with a step at least.
+        cluster: u32,
+    },
     /// Groups of blocks to which the rows of W are dealt evenly, once for every `batch_rows` of the batch: as few groups as fill every SM a
     /// whole number of times, up to `blocks_per_sm`, and more only where a group could not take its share.
     DealtRowBlocks {
@@ -103,7 +110,7 @@ impl Work {
 impl Grid {
     /// Blocks for a problem on a device with `sms` multiprocessors; 0 if there is nothing to do.
     ///
-    /// `None` if it is more than a grid may have (2^31 - 1).
+    /// `None` if it is more than a grid may have (2^31 - 1), or `k` has fewer steps than [`Grid::Clusters`] has blocks to share them.
     ///
     /// ```
     /// # use unweight_codegen::plan::{Grid, Problem, Work};
@@ -119,6 +126,11 @@ impl Grid {
                 let needed = work.units(problem).div_ceil(u64::from(per_block));
                 needed.min(u64::from(sms) * u64::from(blocks_per_sm)).max(work.team(problem))
             }
+            Self::Clusters { work, cluster } => match work.units(problem) {
+                0 => 0,
+                _ if problem.k.div_ceil(64) < cluster => return None,
+                units => units.saturating_mul(u64::from(cluster)),
+            },
             Self::DealtRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
                 let batch_tiles = u64::from(problem.m.div_ceil(batch_rows));
                 let all = u64::from(problem.n.div_ceil(rows));
@@ -165,6 +177,7 @@ impl fmt::Display for Grid {
                 let units = if *per_block == 1 { work.to_string() } else { format!("{work} / {per_block}") };
                 write!(f, "persistent, min({units}, SMs x {blocks_per_sm})")
             }
+            Self::Clusters { work, cluster } => write!(f, "a cluster of {cluster} for each of the {work}"),
             Self::DealtRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
                 write!(f, "blocks of {rows} rows of W dealt to ")?;
                 match cluster {
@@ -196,6 +209,11 @@ mod tests {
         let huge = Problem { m: 1, n: u32::MAX, k: u32::MAX };
         assert_eq!(persistent.blocks(huge, 132), Some(264));
         assert_eq!(Grid::Covering { work: Work::WeightTiles, per_block: 1 }.blocks(huge, 132), None);
+        let clusters = |cluster| Grid::Clusters { work: Work::OutputTiles { rows: 128, columns: 64 }, cluster };
+        assert_eq!(clusters(2).blocks(problem, 132), Some(12));
+        assert_eq!(clusters(4).blocks(problem, 132), None, "65 of k are two steps");
+        assert_eq!(clusters(4).blocks(nothing, 132), Some(0));
+        assert_eq!(clusters(64).blocks(huge, 132), None);
     }
 
     #[test]

@@ -9,8 +9,8 @@
 //!              those of batch tile 8   x {ordinary, dependent} x no escapes x store
 //!              those of even row blocks x {ordinary, dependent} x escapes x silu_mul
 //!              one dump for each number of row blocks
-//! fused_wide   FUSED_WIDE (8 shapes)   x {ordinary, dependent} x escapes x {store, store_add}
-//!              a dump for each that takes whole tiles
+//! fused_wide   FUSED_WIDE (14 shapes)  x {ordinary, dependent} x escapes x {store, store_add}
+//!              a dump for each whose blocks take whole tiles
 //! packed       pack, lists, unpack
 //! ```
 //!
@@ -88,24 +88,40 @@ const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluste
 
 /// The shapes of the register-sourced family for large batches that measured best, by batch tile
 /// (docs/decisions/0004-register-sourced-kernels.md).
-pub const FUSED_WIDE: [FusedWideSpec; 8] = [
+pub const FUSED_WIDE: [FusedWideSpec; 14] = [
     wide(64, 10, false),
     wide(64, 10, true),
+    clustered(64, 2, 10, 2),
     wide(128, 6, false),
     wide(128, 6, true),
+    clustered(128, 2, 6, 2),
+    clustered(128, 2, 6, 4),
+    clustered(128, 1, 8, 2),
+    clustered(128, 1, 8, 4),
     wide(192, 4, false),
     wide(192, 4, true),
     wide(256, 4, false),
     wide(256, 4, true),
+    clustered(256, 2, 4, 2),
 ];
 
 const fn wide(batch_tile: u32, stages: u32, stream_k: bool) -> FusedWideSpec {
-    match (WideBatchTile::new(batch_tile), WideStages::new(stages), Warpgroups::new(2)) {
-        (Ok(batch_tile), Ok(stages), Ok(warpgroups)) => FusedWideSpec {
+    FusedWideSpec { stream_k, ..clustered(batch_tile, 2, stages, 1) }
+}
+
+const fn clustered(batch_tile: u32, warpgroups: u32, stages: u32, cluster: u32) -> FusedWideSpec {
+    match (
+        WideBatchTile::new(batch_tile),
+        Warpgroups::new(warpgroups),
+        WideStages::new(stages),
+        ClusterSize::new(cluster),
+    ) {
+        (Ok(batch_tile), Ok(warpgroups), Ok(stages), Ok(cluster)) => FusedWideSpec {
             batch_tile,
             warpgroups,
             stages,
-            stream_k,
+            cluster,
+            stream_k: false,
             escapes: true,
             dependent: false,
             epilogue: Epilogue::Store,
@@ -177,8 +193,10 @@ pub fn fused_wide() -> impl Iterator<Item = VariantSpec> {
             .into_iter()
             .flat_map(move |epilogue| [false, true].map(|dependent| FusedWideSpec { dependent, epilogue, ..shape }))
     });
-    let dumps =
-        FUSED_WIDE.into_iter().filter(|shape| !shape.stream_k).map(|shape| FusedWideSpec { dump: true, ..shape });
+    let dumps = FUSED_WIDE
+        .into_iter()
+        .filter(|shape| !shape.stream_k && shape.cluster.get() == 1)
+        .map(|shape| FusedWideSpec { dump: true, ..shape });
     used.chain(dumps).map(|spec| VariantSpec::fused_wide(Arch::Sm90a, spec))
 }
 
@@ -217,7 +235,7 @@ mod tests {
         assert_eq!(matmuls().count(), 8 * 2 + 8 * 6 * 2);
         assert_eq!(fused_small().count(), 22 * 2 * 2 + 8 * 2 + 6);
         assert_eq!(fused_silu_mul().count(), 14 * 2);
-        assert_eq!(fused_wide().count(), 8 * 2 * 2 + 4);
+        assert_eq!(fused_wide().count(), 14 * 2 * 2 + 4);
         assert_eq!(packed().count(), 3);
     }
 

@@ -9,7 +9,7 @@
 //!                   ├─ Matmul { source, n_tiles, stages, epilogue }
 //!                   ├─ Encode { stage }
 //!                   ├─ FusedSmall { batch_tile, row_blocks, warps, stages, cluster, stream, escapes, dependent, epilogue, dump }
-//!                   ├─ FusedWide { batch_tile, warpgroups, stages, stream_k, escapes, dependent, epilogue, dump }
+//!                   ├─ FusedWide { batch_tile, warpgroups, stages, cluster, stream_k, escapes, dependent, epilogue, dump }
 //!                   └─ Packed { stage }
 //! ```
 //!
@@ -123,6 +123,8 @@ pub struct FusedWideSpec {
     pub warpgroups: Warpgroups,
     /// Stages of the ring.
     pub stages: WideStages,
+    /// Blocks that share the k of an output tile and each sum a part of it.
+    pub cluster: ClusterSize,
     /// The k steps of all output tiles are cut evenly among the blocks; otherwise a block takes whole output tiles.
     pub stream_k: bool,
     /// As in [`FusedSmallSpec::escapes`].

@@ -6,7 +6,7 @@
 //! uw_<arch>_matmul_palette_n<n tiles>p<stages>_v<verbatim rows>_<store|store_add>
 //! uw_<arch>_encode_<stats|table|decode_table|rows|scan|write|palette>
 //! uw_<arch>_fused_small_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>[_stream][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
-//! uw_<arch>_fused_wide_b<batch tile>_g<warpgroups>p<stages>[_streamk][_esc][_pdl]_<store|store_add>[_dump]
+//! uw_<arch>_fused_wide_b<batch tile>_g<warpgroups>p<stages>[c<cluster>][_streamk][_esc][_pdl]_<store|store_add>[_dump]
 //! uw_<arch>_packed_<pack|lists|unpack>
 //! ```
 //!
@@ -66,19 +66,20 @@ impl VariantSpec {
                 .str("_")
                 .str(spec.epilogue.tag())
                 .flag(spec.dump, "_dump"),
-            Op::FusedWide(spec) => name
-                .str("b")
-                .num(spec.batch_tile.get())
-                .str("_g")
-                .num(spec.warpgroups.get())
-                .str("p")
-                .num(spec.stages.get())
-                .flag(spec.stream_k, "_streamk")
-                .flag(spec.escapes, "_esc")
-                .flag(spec.dependent, "_pdl")
-                .str("_")
-                .str(spec.epilogue.tag())
-                .flag(spec.dump, "_dump"),
+            Op::FusedWide(spec) => {
+                let name = name.str("b").num(spec.batch_tile.get());
+                let name = name.str("_g").num(spec.warpgroups.get()).str("p").num(spec.stages.get());
+                let name = match spec.cluster.get() {
+                    1 => name,
+                    cluster => name.str("c").num(cluster),
+                };
+                name.flag(spec.stream_k, "_streamk")
+                    .flag(spec.escapes, "_esc")
+                    .flag(spec.dependent, "_pdl")
+                    .str("_")
+                    .str(spec.epilogue.tag())
+                    .flag(spec.dump, "_dump")
+            }
             Op::Packed(spec) => name.str(spec.stage.tag()),
         }
     }
@@ -180,7 +181,14 @@ fn fused_small(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
 fn fused_wide(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
     let (batch, rest) = cut(rest, "a block")?;
     let (block, rest) = cut(rest, "an epilogue")?;
-    let [warpgroups, stages] = numbers(block, ["g", "p"])?;
+    // Without a cluster the name does not mention it.
+    let (warpgroups, stages, cluster) = if block.contains('c') {
+        let [warpgroups, stages, cluster] = numbers(block, ["g", "p", "c"])?;
+        (warpgroups, stages, cluster)
+    } else {
+        let [warpgroups, stages] = numbers(block, ["g", "p"])?;
+        (warpgroups, stages, 1)
+    };
     let (stream_k, rest) = flag(rest, "streamk_");
     let (escapes, rest) = flag(rest, "esc_");
     let (dependent, rest) = flag(rest, "pdl_");
@@ -191,6 +199,7 @@ fn fused_wide(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
             batch_tile: axis(WideBatchTile::new(number(batch, "b")?))?,
             warpgroups: axis(Warpgroups::new(warpgroups))?,
             stages: axis(WideStages::new(stages))?,
+            cluster: axis(ClusterSize::new(cluster))?,
             stream_k,
             escapes,
             dependent,
@@ -306,12 +315,14 @@ mod tests {
 
     fn any_fused_wide() -> impl Strategy<Value = FusedWideSpec> {
         let tile = prop::sample::select(&WideBatchTile::ALL[..]);
+        let cluster = prop::sample::select(&ClusterSize::ALL[..]);
         let flags = any::<[bool; 4]>();
-        (tile, 1..=3u32, 3..=16u32, flags, prop::sample::select(Epilogue::ALL)).prop_map(
-            |(batch_tile, warpgroups, stages, [stream_k, escapes, dependent, dump], epilogue)| FusedWideSpec {
+        (tile, 1..=3u32, 3..=16u32, cluster, flags, prop::sample::select(Epilogue::ALL)).prop_map(
+            |(batch_tile, warpgroups, stages, cluster, [stream_k, escapes, dependent, dump], epilogue)| FusedWideSpec {
                 batch_tile,
                 warpgroups: Warpgroups::new(warpgroups).unwrap(),
                 stages: WideStages::new(stages).unwrap(),
+                cluster,
                 stream_k,
                 escapes,
                 dependent,
@@ -356,6 +367,7 @@ mod tests {
             "uw_sm90a_fused_small_b8_r4w8p2c1_esc_pdl_store",
             "uw_sm90a_fused_small_b64_r8w32p16c8_stream_esc_pdl_store_add_dump",
             "uw_sm90a_fused_wide_b128_g2p6_streamk_esc_store",
+            "uw_sm90a_fused_wide_b128_g2p6c2_esc_store",
             "uw_sm90a_fused_small_b8_r4w8p2c1_esc_silu_mul",
             "uw_sm90a_packed_unpack",
         ] {
@@ -386,6 +398,8 @@ mod tests {
             ("uw_sm90a_fused_small_b8_r4w8p2c1_pdl_esc_store", "unknown epilogue \"esc_store\""),
             ("uw_sm90a_fused_wide_b8_g2p4_store", "batch_tile = 8"),
             ("uw_sm90a_fused_wide_b128_g4p4_store", "warpgroups = 4"),
+            ("uw_sm90a_fused_wide_b128_g2p6c3_store", "cluster = 3"),
+            ("uw_sm90a_fused_wide_b128_g2p6c1_store", "canonical spelling is uw_sm90a_fused_wide_b128_g2p6_store"),
             ("", "does not begin"),
         ] {
             let message = name.parse::<VariantSpec>().unwrap_err().to_string();

@@ -116,6 +116,10 @@ const CLUSTER_US: f64 = 1.0;
 /// 64 of k for a tile of Y of two warpgroups, us: where decoding is the limit, and where multiplying is, a part that is always there and one for each
 /// batch row.
 const WIDE_STEP_US: (f64, f64, f64) = (0.30, 0.08, 2.4e-3);
+/// The same of a single warpgroup, whose waits nobody fills, as a share of that of two.
+const WIDE_LONE: f64 = 0.6;
+/// Of the multiprocessors, those that clusters of more than 2 can have: 120 of 132.
+const WIDE_CLUSTERED: f64 = 10.0 / 11.0;
 /// The end of a tile of Y, us.
 const WIDE_TILE_US: f64 = 1.4;
 /// Sums handed from block to block where tiles of Y are shared, us: always, and for each batch row of a tile.
@@ -154,9 +158,16 @@ pub fn predicted_us(spec: &VariantSpec, problem: Problem, sms: u32) -> Option<f6
             let batch_tile = f64::from(op.batch_tile.get());
             let tiles = f64::from(n.div_ceil(64 * op.warpgroups.get())) * f64::from(m.div_ceil(op.batch_tile.get()));
             let step = WIDE_STEP_US.0.max(WIDE_STEP_US.1 + WIDE_STEP_US.2 * batch_tile);
-            let tile = columns * step * f64::from(op.warpgroups.get()) / 2.0;
+            let warpgroups = f64::from(op.warpgroups.get());
+            let tile = columns * step * if warpgroups == 1.0 { WIDE_LONE } else { warpgroups / 2.0 };
             let share = tiles / sms_f;
-            let computed = if op.stream_k && share.fract() > 0.0 {
+            let cluster = f64::from(op.cluster.get());
+            let computed = if cluster > 1.0 {
+                plan.launch.grid.blocks(problem, sms)?;
+                let usable = if cluster > 2.0 { sms_f * WIDE_CLUSTERED } else { sms_f };
+                let rounds = (tiles / (usable / cluster).floor().max(1.0)).ceil();
+                rounds * (tile / cluster + WIDE_TILE_US + CLUSTER_US)
+            } else if op.stream_k && share.fract() > 0.0 {
                 share * tile + share.floor() * WIDE_TILE_US + WIDE_SHARE_US.0 + WIDE_SHARE_US.1 * batch_tile
             } else {
                 share.ceil() * (tile + WIDE_TILE_US)

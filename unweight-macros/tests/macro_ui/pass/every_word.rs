@@ -47,6 +47,8 @@ fn main() {
              dependent = true, epilogue = store_add, dump = false),
         "uw_sm90a_fused_wide_b192_g3p3_esc_store_dump":
             (op = fused_wide, batch_tile = 192, warpgroups = 3, stages = 3, dump = true),
+        "uw_sm90a_fused_wide_b128_g1p8c2_esc_store":
+            (op = fused_wide, batch_tile = 128, warpgroups = 1, stages = 8, cluster = 2),
         "uw_sm90a_fused_wide_b32_g2p12_esc_store": (op = fused_wide, batch_tile = 32, stages = 12),
         "uw_sm90a_fused_wide_b256_g2p4_esc_store": (op = fused_wide, batch_tile = 256, stages = 4),
         "uw_sm90a_fused_small_b8_r2w8p3c1_esc_silu_mul":
