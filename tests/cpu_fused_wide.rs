@@ -334,23 +334,28 @@ fn hostile_escapes_stay_in_bounds() {
 
 #[test]
 fn planted_bugs_are_caught() {
-    let kernel = "unweight/kernels/fused_wide.cuh";
-    for (from, to) in [
+    let streaming = Config::new(128, 3, 1).streaming();
+    let clustered = Config::new(64, 3, 2).clustered(2);
+    for (config, from, to) in [
         // The ring: a slot given back while it is read, sums read too early, a wrong byte count, another warp's weights.
-        ("if (step != s.first) release(slots, p);", "release(slots, p);"),
-        ("ptx::wgmma_wait_group<0>();", "ptx::wgmma_wait_group<4>();"),
-        ("S::kXBytes + S::kWBytes);", "S::kXBytes);"),
-        ("p.warp * fused::kBlockBytes", "0 * fused::kBlockBytes"),
+        (streaming, "if (step != s.first) release(slots, p);", "release(slots, p);"),
+        (streaming, "ptx::wgmma_wait_group<0>();", "ptx::wgmma_wait_group<4>();"),
+        (streaming, "S::kXBytes + S::kWBytes);", "S::kXBytes);"),
+        (streaming, "p.warp * fused::kBlockBytes", "0 * fused::kBlockBytes"),
         // Another row block's escapes.
-        ("p.warp * kBlockRecordBytes", "0 * kBlockRecordBytes"),
+        (streaming, "p.warp * kBlockRecordBytes", "0 * kBlockRecordBytes"),
         // Shares of k: a part left out, a flag left standing.
-        ("first + j <= sharing.last_team", "first + j < sharing.last_team"),
-        ("if (waits) ptx::reduce_add_global(flag, ~0u);", "if (waits) ptx::reduce_add_global(flag, 0);"),
+        (streaming, "first + j <= sharing.last_team", "first + j < sharing.last_team"),
+        (streaming, "if (waits) ptx::reduce_add_global(flag, ~0u);", "if (waits) ptx::reduce_add_global(flag, 0);"),
         // The store: the wrong half of a fragment.
-        ("p.warp * 2 + p.lane / 8 % 2", "p.warp * 2 + p.lane / 16"),
+        (streaming, "p.warp * 2 + p.lane / 8 % 2", "p.warp * 2 + p.lane / 16"),
+        // A cluster: sums written over X that another warpgroup reads, a peer's left out, steps taken twice.
+        (clustered, "ptx::named_barrier_sync(4, Config::kWarpgroups * kWarpgroupThreads);", "sync_warpgroup(p);"),
+        (clustered, "j + (j >= schedule.team)", "j"),
+        (clustered, "team * steps / Config::kCluster", "0"),
     ] {
-        let config = Config::new(128, 3, 1).streaming();
-        let mut kernel = config.build(&[Edit { header: kernel, from, to }]);
+        let header = "unweight/kernels/fused_wide.cuh";
+        let mut kernel = config.build(&[Edit { header, from, to }]);
         let problem = Problem::random(&config, 128, 128, 320, 3);
         let caught = (1..=4).any(|seed| {
             // In turn: all tiles in one block, whose ring and buffers go round, and tiles shared by several blocks.

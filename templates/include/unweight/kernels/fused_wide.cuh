@@ -7,28 +7,31 @@
 //   u32  kBatchTile      32..256  rows of X in a tile of Y, the n of wgmma; a multiple of 32
 //   u32  kStages         3..      slots of the ring
 //   u32  kWarpgroups     1..3     that multiply, 64 output features (a row of tiles of W) each
-//   bool kStreamK        cut what does not fill a round of the grid evenly along k; without it a block takes whole tiles of Y
+//   u32  kCluster        1..8     blocks that share the k of a tile of Y: each multiplies a run of its steps, and sums and stores a part of its pieces
+//   bool kStreamK        cut what does not fill a round of the grid evenly along k; without it a block takes whole tiles of Y; not with kCluster
 //   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
 //   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
 //   bool kDependent      programmatic dependent launch: weights are asked for before griddepcontrol.wait, all else is touched after it
 //   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]; not with kStreamK
 //
-// Launch: kThreads<Config> = 128 * (kWarpgroups + 1) threads, Smem<Config>::kBytes of dynamic shared memory, m >= 1, no cluster, and with
+// Launch: kThreads<Config> = 128 * (kWarpgroups + 1) threads, Smem<Config>::kBytes of dynamic shared memory, m >= 1, clusters of kCluster blocks along x, and with
 //   tiles = ceil(n / (64 * kWarpgroups)) * ceil(m / kBatchTile)
 //   grid  = min(tiles, multiprocessors); kStreamK: min(tiles * k / 64, multiprocessors): all blocks must be resident at once, one a multiprocessor.
+//   kCluster > 1: grid = tiles * kCluster, k >= 64 * kCluster. Clusters of 2 fill 132 multiprocessors, clusters of 4 no more than 120 of them: one cluster more is a round more.
 //   args.x: box 64 x kBatchTile. args.y_map: bf16 [m, n], box 64 (n) x 32 (m), 128-byte swizzle.
 //   kStreamK: workspace = 2 * grid * 64 * kWarpgroups * kBatchTile fp32, counters = 2 * grid * kWarpgroups u32 (zero before, zero after). Otherwise neither.
 //
 // Shared memory = kStages * (kBatchTile * 128 + kWarpgroups * (6144 + E) + 16) + kWarpgroups * (kStoreBuffers * kStoreRows * 128 + 8), where E is 256 with kEscapes,
-//   else 0, kStoreRows is 64 if kBatchTile is a multiple of 64 above 64, else 32, and kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)).
-//   Sections: kX, kW, kStaging, kRecords (with kEscapes), kBarriers.
+//   else 0, kStoreRows is 64 if kBatchTile is a multiple of 64 above 64 and there is no cluster, else 32, and kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)).
+//   Sections: kX, kW, kStaging, kRecords (with kEscapes), kBarriers. What the blocks of a cluster exchange lies over kX and kW.
 //
 // Roles: warp 0 loads (an elected lane issues, per step of 64 k, one box of X and one 6144-byte copy of W per warpgroup); warps 1.. find the escapes, one warp for
 // each warpgroup that multiplies, and lay their records beside W; warpgroups 1.. decode and multiply. One step of a warpgroup, in quarters of 16 k: wgmma on operands
 // decoded before | a quarter of the next step's 3 x 16 bytes a lane, decoded | ... | the next step's records, if it has any.
 //
 // Barriers: full [kStages], 1 arrival and the bytes of X and W, with kEscapes 1 more a warpgroup; empty [kStages], one arrival a warp that multiplies; one a warpgroup for
-//   the old Y of kStoreAdd; named barriers 1..3, one a warpgroup.
+//   the old Y of kStoreAdd; named barriers 1..3, one a warpgroup, and 4, all that multiply (kCluster).
+//   A cluster meets twice: when the sums lie in shared memory, and when they have been read.
 // Bound: the tensor cores at kBatchTile = 256 (1030 of 1024 cycles a step with two warpgroups), decoding's latency and memory below. On one H200, .5 % of row segments with
 //   an escape, see docs/decisions/0004-register-sourced-kernels.md, us (times cuBLAS 13): 14336x4096 at m = 64 / 128 / 256 / 2048: 25.4 (1.28) / 30.1 (1.12) / 47.1 (.96) / 357 (1.00).
 #pragma once
@@ -73,8 +76,10 @@ struct Smem {
     static constexpr u32 kStoreBuffers = kPieces < 2 ? 2 : kPieces > 3 ? 3 : kPieces;
     static constexpr u32 kPieceBytes = kStoreRows * smem::kSwizzleBytes;
 
-    static constexpr u32 kSums = 0;  // with kCluster, over the drained ring
+    // What a cluster exchanges, over the drained ring.
+    static constexpr u32 kSums = 0;
     static constexpr u32 kSumBytes = kTile * Config::kBatchTile * 4;  // of a warpgroup
+
     static constexpr u32 kX = 0;
     static constexpr u32 kW = kX + Config::kStages * kXBytes;
     static constexpr u32 kStaging = kW + Config::kStages * kWBytes;
@@ -99,6 +104,8 @@ struct Segment {
 // rows, if it is not full, and the one before it are laid end to end and cut into even shares, one a team: a share begins with the end of a row and ends with the
 // beginning of another, or lies inside one. A tile of Y whose k is shared is summed by those blocks for which it is the last of their share, each its pieces, so
 // that nobody waits for a block that has more to do; the others leave their sums in the workspace and go on.
+//
+// With kCluster a cluster has one tile, whose k its blocks share evenly, and each sums its pieces. The blocks are the teams of that tile.
 template <class Config>
 struct Schedule {
     u32 batch_tiles;
@@ -106,7 +113,7 @@ struct Schedule {
     u32 whole;               // rows dealt whole; without kStreamK tiles
     u32 streamed;            // steps of all other rows
     u32 stride;              // teams; without kStreamK blocks
-    u32 team, member;
+    u32 team, member;        // in a cluster the rank, and none
     u32 next_whole, at, end;  // the next whole row; what is left of the share
 
     UW_DEVICE Schedule(const FusedArgs& a, u32 rows, u32 batches)
@@ -128,7 +135,6 @@ struct Schedule {
             }
         }
         if constexpr (Config::kCluster > 1) {
-            stride = ptx::grid_size() / Config::kCluster;
             team = ptx::cluster_rank();
             next_whole = ptx::block_index() / Config::kCluster;
         }
@@ -138,7 +144,7 @@ struct Schedule {
     UW_DEVICE Segment next() {
         if (Config::kCluster > 1 && next_whole < whole) {
             const Segment s{next_whole, team * steps / Config::kCluster, (team + 1) * steps / Config::kCluster};
-            next_whole += stride;
+            next_whole = whole;
             return s;
         }
         if (next_whole < whole) {
@@ -186,6 +192,7 @@ struct Kernel {
     static_assert(Config::kWarpgroups >= 1 && Config::kWarpgroups <= 3, "registers for up to three warpgroups");
     static_assert(Config::kStages >= 3, "a step multiplies, one is decoded and one is read");
     static_assert(!(Config::kDumpOperands && Config::kStreamK), "both would use the workspace");
+    static_assert(Config::kCluster == 1 || !Config::kStreamK, "both share out k");
 
     const FusedArgs& args;
     const u32 shared;
@@ -493,17 +500,18 @@ struct Kernel {
         if (p.thread == 0) ptx::store_release_global(args.counters + own, readers);
     }
 
-    // The pieces of a shared tile that this block sums.
+    // The pieces of a shared tile that this block sums: in a cluster in turn through all warpgroups, so that each block has some even where a warpgroup has few.
     UW_DEVICE bool is_summed_here(const typename Schedule<Config>::Sharing& sharing, u32 piece, const Place& p) const {
         const u32 turn = Config::kCluster > 1 ? p.warpgroup * S::kPieces + piece : piece;
         return turn % sharing.summing == schedule.team - sharing.first_team;
     }
 
-    // The same in a cluster: what is not this block's lies in its shared memory, [warpgroup][4 sums][thread] fp32, until all have met twice.
+    // In a cluster: leaves what others sum in shared memory, [warpgroup][4 sums][thread] fp32, and adds to this block's pieces what the others left, in the order of
+    // their ranks: the same bits in every run.
     UW_DEVICE void exchange(float (&sums)[kAccumulators], const typename Schedule<Config>::Sharing& sharing, const Place& p) const {
         constexpr u32 kPieceSums = S::kStoreRows / 2, kPeers = Config::kCluster - 1;
         const u32 own = shared + S::kSums + p.warpgroup * S::kSumBytes + p.thread * 16;
-        ptx::named_barrier_sync(4, Config::kWarpgroups * kWarpgroupThreads);  // the other warpgroups have read the ring
+        ptx::named_barrier_sync(4, Config::kWarpgroups * kWarpgroupThreads);  // all have read X
 #pragma unroll
         for (u32 piece = 0; piece < S::kPieces; ++piece) {
             if (is_summed_here(sharing, piece, p)) continue;
@@ -694,7 +702,7 @@ struct Kernel {
             if constexpr (Config::kCluster > 1) {
                 ptx::sync_warp();
                 meet();
-                meet();
+                meet();  // as often as the warps that multiply
             }
         } else {
             if constexpr (kBudgets) ptx::raise_registers<kConsumerRegisters>();
