@@ -342,6 +342,18 @@ mod tests {
         assert_eq!(needs("uw_sm90a_fused_wide_b128_g2p6_streamk_esc_store"), sums);
     }
 
+    #[test]
+    fn clusters_of_large_batches_exclude_what_they_must() {
+        let why = |name: &str| Plan::new(&name.parse().unwrap()).unwrap_err().to_string();
+        assert!(why("uw_sm90a_fused_wide_b128_g2p6c2_streamk_esc_store").contains("both share out k"));
+        // 3 * 64 x 192 fp32 sums are 147456 B, three stages of X and W 129024 B.
+        assert!(why("uw_sm90a_fused_wide_b192_g3p3c2_esc_store").contains("exceed the ring"));
+        let plan = plan_of("uw_sm90a_fused_wide_b128_g2p6c4_esc_store");
+        let blocks = |k| plan.launch.grid.blocks(Problem { m: 129, n: 1024, k }, 132);
+        assert_eq!((plan.launch.cluster, blocks(256), blocks(192)), (4, Some(64), None));
+        assert_eq!(plan.workspace(Problem { m: 129, n: 1024, k: 256 }, 132), WorkspacePlan::default());
+    }
+
     /// 16 rows of a gate and 16 of its up are dealt together.
     #[test]
     fn gates_and_ups_are_dealt_in_pairs() {

@@ -162,17 +162,19 @@ pub fn predicted_us(spec: &VariantSpec, problem: Problem, sms: u32) -> Option<f6
             let tile = columns * step * if warpgroups == 1.0 { WIDE_LONE } else { warpgroups / 2.0 };
             let share = tiles / sms_f;
             let cluster = f64::from(op.cluster.get());
-            let computed = if cluster > 1.0 {
+            // What a cluster exchanges comes after all loads; elsewhere the next tile's loads go on while one ends.
+            let (computed, exchange) = if cluster > 1.0 {
                 plan.launch.grid.blocks(problem, sms)?;
                 let usable = if cluster > 2.0 { sms_f * WIDE_CLUSTERED } else { sms_f };
                 let rounds = (tiles / (usable / cluster).floor().max(1.0)).ceil();
-                rounds * (tile / cluster + WIDE_TILE_US + CLUSTER_US)
+                (rounds * tile / cluster, rounds * (WIDE_TILE_US + CLUSTER_US))
             } else if op.stream_k && share.fract() > 0.0 {
-                share * tile + share.floor() * WIDE_TILE_US + WIDE_SHARE_US.0 + WIDE_SHARE_US.1 * batch_tile
+                let handing = WIDE_SHARE_US.0 + WIDE_SHARE_US.1 * batch_tile;
+                (share * tile + share.floor() * WIDE_TILE_US + handing, 0.0)
             } else {
-                share.ceil() * (tile + WIDE_TILE_US)
+                (share.ceil() * (tile + WIDE_TILE_US), 0.0)
             };
-            Some(launch_us(op.dependent) + computed.max(weight_bytes / MEMORY))
+            Some(launch_us(op.dependent) + computed.max(weight_bytes / MEMORY) + exchange)
         }
         _ => None,
     }
@@ -329,6 +331,24 @@ mod tests {
         }
         for (m, n, k) in [(0, 64, 64), (1, 100, 64), (1, 64, 100), (1, 0, 64), (1, 64, 0)] {
             assert_eq!(dispatch.choose(Problem { m, n, k }, USE), None);
+        }
+    }
+
+    /// As docs/decisions/0004 measured them: a cluster where its tiles fill the machine once, none where they do not.
+    #[test]
+    fn the_model_takes_clusters_where_they_were_fastest() {
+        for (n, k, m, shape) in [
+            (4096, 4096, 128, "b128_g1p8c2"),
+            (4096, 4096, 256, "b128_g2p6c2"),
+            (8192, 8192, 128, "b128_g2p6c2"),
+            (8192, 8192, 256, "b256_g2p4c2"),
+            (4096, 14336, 512, "b256_g2p4c2"),
+            (1024, 4096, 128, "b128_g1p8c4"),
+            (1024, 4096, 256, "b128_g2p6c4"),
+            (14336, 4096, 2048, "b256_g2p4"),
+        ] {
+            let spec = FusedDispatch::model(Arch::Sm90a, 132).choose(Problem { m, n, k }, USE).unwrap();
+            assert_eq!(spec.to_string(), format!("uw_sm90a_fused_wide_{shape}_esc_store"), "{n} x {k}, m = {m}");
         }
     }
 
