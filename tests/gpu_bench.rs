@@ -4,7 +4,7 @@
 mod gpu;
 
 use gpu::gpu;
-use unweight_rt::bench::{BenchOptions, Report, Timing, bench_kernels};
+use unweight_rt::bench::{BenchOptions, MatmulOptions, Report, Timing, bench_kernels, bench_matmul};
 
 /// Small problems: the numbers are not for records.
 fn quick() -> BenchOptions {
@@ -13,6 +13,7 @@ fn quick() -> BenchOptions {
         batches: vec![1, 130],
         decode: false,
         encode: false,
+        packed: false,
         matmul: false,
         ..BenchOptions::default()
     }
@@ -48,6 +49,43 @@ fn matmuls_beside_cublas() {
     // At each batch cuBLAS, and of both sources every ring of Table 5 but n = 3, which does not divide 256.
     check(&report, 2 * (1 + 2 * 7));
     assert!(report.rows.iter().all(|row| row.speedup_over_cublas.is_some()));
+}
+
+#[test]
+fn conversions_of_the_packed_form() {
+    let Some(kernels) = gpu() else { return };
+    let options = BenchOptions { packed: true, ..quick() };
+    let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    // Three steps of packing, each with those before it, and unpacking.
+    check(&report, 4);
+}
+
+#[test]
+fn packed_matmuls_beside_cublas() {
+    let Some(kernels) = gpu() else { return };
+    let options = MatmulOptions {
+        shapes: vec![(256, 320), (192, 64)],
+        batches: vec![1, 70],
+        candidates: 3,
+        layer: false,
+        ..MatmulOptions::default()
+    };
+    let report = bench_matmul(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    // Of each problem and kind of launch what dispatch takes, once; at least one of the model's besides.
+    assert_eq!(report.rows.iter().filter(|row| row.dispatched).count(), 2 * 2 * 2);
+    assert!(report.rows.len() >= 2 * 2 * (1 + 2 * 3));
+    let table = report.table();
+    assert_eq!((table.rows.len(), table.device.as_str()), (2 * 2 * 2, report.device.name.as_str()));
+    for row in &table.rows {
+        let of = |contender: &str| {
+            let same = |other: &&unweight_rt::bench::Row| (other.n, other.k, other.m) == (row.n, row.k, row.m);
+            report.rows.iter().filter(same).find(|other| other.contender == contender).map(|row| row.median_us)
+        };
+        let best = of(&row.variant.to_string()).expect("the table names what was measured");
+        let launch = if row.dependent { "_pdl_" } else { "_esc_store" };
+        let others = report.rows.iter().filter(|other| (other.n, other.k, other.m) == (row.n, row.k, row.m));
+        assert!(others.filter(|other| other.contender.contains(launch)).all(|other| other.median_us >= best));
+    }
 }
 
 /// The record of docs/benchmarks.md: `gpu_bench record --ignored --nocapture`, JSON into `$OUT/kernels.json` where that is set.

@@ -114,7 +114,7 @@ pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
 
 /// Times cuBLAS over the batch, a line per shape: what dispatch takes, under dependent launch where that was measured.
 pub fn speedups(rows: &[Row]) -> Result<String> {
-    const COLOURS: [RGBColor; 11] = [
+    const COLOURS: [RGBColor; 12] = [
         RGBColor(0x00, 0x72, 0xb2),
         RGBColor(0xe6, 0x9f, 0x00),
         RGBColor(0x00, 0x9e, 0x73),
@@ -126,6 +126,7 @@ pub fn speedups(rows: &[Row]) -> Result<String> {
         RGBColor(0x88, 0x22, 0x55),
         RGBColor(0x99, 0x99, 0x33),
         RGBColor(0x00, 0x00, 0x00),
+        RGBColor(0x66, 0x33, 0x00),
     ];
     // Per shape and batch the last of what dispatch takes: ordinary launches come before dependent ones.
     let mut lines: Vec<(String, BTreeMap<u32, f64>)> = Vec::new();

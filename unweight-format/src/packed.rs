@@ -33,8 +33,8 @@ pub const WINDOW_BYTES: usize = 16;
 pub const OPERAND_EXPONENT: u8 = 112;
 /// More escapes than one element in this many, and the tensor is not packed.
 ///
-/// It is a limit of time, not of size. Time: an average of 0.4 escapes more in a row block of 1024 elements costs a matmul 0.6 of 21 us
-/// (`docs/decisions/0004`, 0.5 % to 3 % of row segments); extrapolated, the four of this limit take it from 1.4 to 1.1 times the speed of raw weights, six to no gain.
+/// It is a limit of time, not of size. Time, in matmuls on an H200 against raw weights (`docs/benchmarks.md`): at half of this limit (a tenth of row segments)
+/// packed weights are 1.2 to 1.4 times as fast up to batch 16 and 0.8 at 64 and above; close to it as fast up to batch 16, and 0.6 to 0.7 beyond.
 /// Size: four a row block are 0.16 bits per element (1.3 %). Beyond the limit the palette form is smaller if the escapes are of few exponents, such as
 /// exact zeros, which its palette takes in, and larger for heavy tails (`docs/benchmarks.md`, resident profile).
 pub const ESCAPES_ONE_IN: u64 = 256;

@@ -85,24 +85,27 @@ impl LoadedKernel {
         if blocks == 0 {
             return Ok(());
         }
-        let mut attributes: Vec<sys::CUlaunchAttribute> = Vec::with_capacity(2);
         let LaunchPlan { threads, cluster, dependent, .. } = self.plan().launch;
-        if cluster > 1 {
-            attributes.push(sys::CUlaunchAttribute {
-                id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-                pad: [0; 4],
-                value: sys::CUlaunchAttributeValue {
+        // An ignored entry stands where there is nothing to say, so that a launch allocates nothing.
+        let attribute = |wanted: bool, id, value| sys::CUlaunchAttribute {
+            id: if wanted { id } else { sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE },
+            pad: [0; 4],
+            value,
+        };
+        let mut attributes = [
+            attribute(
+                cluster > 1,
+                sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+                sys::CUlaunchAttributeValue {
                     clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 },
                 },
-            });
-        }
-        if dependent {
-            attributes.push(sys::CUlaunchAttribute {
-                id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-                pad: [0; 4],
-                value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-            });
-        }
+            ),
+            attribute(
+                dependent,
+                sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+            ),
+        ];
         let config = sys::CUlaunchConfig {
             gridDimX: blocks,
             gridDimY: 1,
@@ -113,7 +116,7 @@ impl LoadedKernel {
             sharedMemBytes: self.plan().smem.bytes(),
             hStream: stream.raw(),
             attrs: attributes.as_mut_ptr(),
-            // At most two.
+            // Two.
             numAttrs: attributes.len() as u32,
         };
         self.device().bind()?;

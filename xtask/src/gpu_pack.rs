@@ -22,10 +22,11 @@ use crate::{
 };
 
 const RUN_SH: &str = r#"#!/bin/sh
-# Runs the GPU tests, then the kernel benchmark. Results go to $OUT (default: ./out):
+# Runs the GPU tests, then the benchmarks. Results go to $OUT (default: ./out):
 #   correctness.json   {"test binary": "ok" | "failed", ...}, and one log per binary
 #   doctor.json        what the machine has
-#   kernels.json       the benchmark; not run after a failed test, whose figures would mean nothing
+#   kernels.json       the benchmarks; not run after a failed test, whose figures would mean nothing
+#   matmul.json, .svg
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/out}
@@ -55,7 +56,9 @@ for test in "$here"/tests/gpu_*; do
 done
 printf '}\n' >>"$out/correctness.json"
 [ "$failed" -eq 0 ] || exit 1
-@BENCH@"#;
+"$here/bin/unweight" bench kernels --json >"$out/kernels.json" || exit 1
+exec "$here/bin/unweight" bench matmul --json --svg "$out/matmul.svg" >"$out/matmul.json"
+"#;
 
 /// Builds and gathers.
 pub fn run(arguments: &[String]) -> Result<(), String> {
@@ -111,7 +114,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
         }
     }
     let script = pack.join("run.sh");
-    fs::write(&script, RUN_SH.replace("@BENCH@", bench_step(&binaries)))
+    fs::write(&script, RUN_SH)
         .and_then(|()| fs::set_permissions(&script, fs::Permissions::from_mode(0o755)))
         .map_err(io(&script))?;
     println!(
@@ -120,12 +123,6 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
         tests.len()
     );
     Ok(())
-}
-
-/// The timing step, if this build of the command line has the command.
-fn bench_step(binaries: &[(String, PathBuf)]) -> &'static str {
-    let has = binaries.iter().any(|(_, path)| succeeds(Command::new(path).args(["bench", "kernels", "--help"])));
-    if has { "exec \"$here/bin/unweight\" bench kernels --json >\"$out/kernels.json\"\n" } else { "" }
 }
 
 /// Names of the test targets for a GPU.

@@ -64,6 +64,8 @@ pub struct Row {
     pub p90_us: f64,
     /// Bytes that must be read or written.
     pub bytes: u64,
+    /// These bytes over the median, in units of 10^9 per second.
+    pub gb_per_s: f64,
     /// The time that these take at [`Timing::floor_gb_per_s`], us.
     pub floor_us: f64,
     /// `floor_us / median_us`: 1 is as fast as the memory.
@@ -180,6 +182,7 @@ impl Timer<'_> {
                     p10_us: at(0.1),
                     p90_us: at(0.9),
                     bytes: contender.bytes,
+                    gb_per_s: contender.bytes as f64 / (median_us * 1e3),
                     floor_us,
                     floor_fraction: floor_us / median_us,
                     speedup_over_cublas: None,
@@ -216,13 +219,13 @@ impl<Options> fmt::Display for Report<Options> {
         let DeviceInfo { name, sms, driver, .. } = &self.device;
         let Timing { rounds, floor_gb_per_s, .. } = &self.timing;
         writeln!(f, "{name}, {sms} SMs, CUDA {driver}; median of {rounds} rounds, floor at {floor_gb_per_s} GB/s\n")?;
-        writeln!(f, "| shape | m | contender | median us | p10 | p90 | of the floor | over cuBLAS | copies |")?;
-        writeln!(f, "|---|---|---|---|---|---|---|---|---|")?;
+        writeln!(f, "| shape | m | contender | median us | p10 | p90 | GB/s | of the floor | over cuBLAS | copies |")?;
+        writeln!(f, "|---|---|---|---|---|---|---|---|---|---|")?;
         for row in &self.rows {
             let speedup = row.speedup_over_cublas.map_or_else(String::new, |speedup| format!("{speedup:.2}"));
             writeln!(
                 f,
-                "| {}x{} | {} | {} | {:.1} | {:.1} | {:.1} | {:.0} % | {speedup} | {} |",
+                "| {}x{} | {} | {} | {:.1} | {:.1} | {:.1} | {:.0} | {:.0} % | {speedup} | {} |",
                 row.n,
                 row.k,
                 row.m,
@@ -230,6 +233,7 @@ impl<Options> fmt::Display for Report<Options> {
                 row.median_us,
                 row.p10_us,
                 row.p90_us,
+                row.gb_per_s,
                 row.floor_fraction * 100.0,
                 row.copies
             )?;
@@ -266,6 +270,7 @@ mod tests {
             p10_us: 9.0,
             p90_us: 11.0,
             bytes: 41_000,
+            gb_per_s: 4.1,
             floor_us: 0.01,
             floor_fraction: 0.001,
             speedup_over_cublas: Some(1.0),
@@ -276,6 +281,6 @@ mod tests {
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(json["rows"][0]["median_us"], 10.0);
         assert_eq!(json["device"]["arch"], "sm_90a");
-        assert!(report.to_string().contains("| 64x64 | 1 | cublas | 10.0 | 9.0 | 11.0 | 0 % | 1.00 | 5 |"));
+        assert!(report.to_string().contains("| 64x64 | 1 | cublas | 10.0 | 9.0 | 11.0 | 4 | 0 % | 1.00 | 5 |"));
     }
 }
