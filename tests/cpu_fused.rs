@@ -4,16 +4,12 @@
 #[path = "support/cpu_kernel.rs"]
 mod cpu_kernel;
 
-use cpu_kernel::{Aligned, CpuKernel, Edit, Launch, MapSpec, Random, bf16};
-use unweight_codegen::abi::{FusedArgs, TensorMap};
-use unweight_format::Histogram;
-use unweight_format::packed::{PackedTensor, pack};
-use unweight_format::tile::Matrix;
+#[path = "support/fused.rs"]
+mod fused;
 
-const TILE: usize = 64;
-const BLOCK_ROWS: usize = 16;
-const GUARD: u16 = 0x7fc1;
-const GUARD_ROWS: usize = 2;
+use cpu_kernel::{CpuKernel, Edit, Launch};
+use fused::{BLOCK_ROWS, Outcome, Problem, Setup};
+use unweight_codegen::spec::Epilogue;
 
 /// The fields of `Config` in kernels/fused_small.cuh.
 #[derive(Clone, Copy, Debug)]
@@ -23,32 +19,21 @@ struct Config {
     stages: usize,
     batch_tile: usize,
     cluster: usize,
-    store_add: bool,
-    silu_mul: bool,
+    epilogue: Epilogue,
     stream: bool,
     dump: bool,
 }
 
 impl Config {
     const fn new(row_blocks: usize, warps: usize, stages: usize, batch_tile: usize, cluster: usize) -> Self {
-        Config {
-            row_blocks,
-            warps,
-            stages,
-            batch_tile,
-            cluster,
-            store_add: false,
-            silu_mul: false,
-            stream: false,
-            dump: false,
-        }
+        Config { row_blocks, warps, stages, batch_tile, cluster, epilogue: Epilogue::Store, stream: false, dump: false }
     }
     const fn adding(mut self) -> Self {
-        self.store_add = true;
+        self.epilogue = Epilogue::StoreAdd;
         self
     }
     const fn gated(mut self) -> Self {
-        self.silu_mul = true;
+        self.epilogue = Epilogue::SiluMul;
         self
     }
     const fn streaming(mut self) -> Self {
@@ -72,11 +57,6 @@ impl Config {
         (n / BLOCK_ROWS).div_ceil(self.row_blocks)
     }
 
-    /// Columns of Y.
-    fn columns(&self, n: usize) -> usize {
-        if self.silu_mul { n / 2 } else { n }
-    }
-
     fn build(&self, edits: &[Edit]) -> CpuKernel {
         let source = format!(
             "#include \"unweight/kernels/fused_small.cuh\"\n\
@@ -91,8 +71,8 @@ impl Config {
             self.stages,
             self.batch_tile,
             self.cluster,
-            self.store_add,
-            self.silu_mul,
+            self.epilogue == Epilogue::StoreAdd,
+            self.epilogue == Epilogue::SiluMul,
             self.stream,
             self.dump,
             self.smem_bytes()
@@ -101,166 +81,39 @@ impl Config {
     }
 }
 
-struct Problem {
-    m: usize,
-    n: usize,
-    k: usize,
-    weights: Vec<u16>,
-    packed: PackedTensor<Vec<u8>>,
-    x: Vec<u16>,
-    y: Vec<u16>,
-}
-
-struct Outcome {
-    y: Vec<u16>,
-    operands: Vec<u32>,
-}
-
-impl Problem {
-    /// Weights with exponents 108..=123; one in 1000 lies outside: a zero, a subnormal, something larger or smaller. The first row block
-    /// holds a run of them: from 24,000 elements on, a list longer than a warp.
-    fn random(config: &Config, m: usize, n: usize, k: usize, seed: u64) -> Self {
-        let mut random = Random(seed | 1);
-        let weights: Vec<u16> = (0..n * k)
-            .map(|i| {
-                let r = random.next();
-                let dense = i / k == 5 && i % k < (n * k / 600).min(40);
-                let exponent = if dense || random.below(1000) == 0 {
-                    [0, 90, 100, 130][(r >> 32 & 3) as usize]
-                } else {
-                    108 + (r >> 20 & 15) as u16
-                };
-                let mantissa = if r >> 50 & 7 == 0 { 0 } else { 0x807f };
-                (r as u16 & (mantissa | 0x8000)) | exponent << 7
-            })
-            .collect();
-        let bytes: &[u8] = bytemuck::cast_slice(&weights);
-        let matrix = Matrix::new(bytes, n, k).unwrap();
-        let packed = pack(matrix, &Histogram::of(matrix.bytes())).unwrap();
-        assert_eq!(packed.unpack(), bytes);
-        let x = (0..m * k).map(|_| (random.next() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect();
-        let y = (0..m * config.columns(n))
-            .map(|_| if config.store_add { (random.next() as u16 & 0x807f) | 126 << 7 } else { GUARD })
-            .collect();
-        Problem { m, n, k, weights, packed, x, y }
+impl Config {
+    fn run(&self, kernel: &mut CpuKernel, problem: &Problem, groups: usize, seed: u64) -> Result<Outcome, String> {
+        problem.run(kernel, &self.setup(problem, groups, seed))
     }
 
-    fn run(
-        &self,
-        config: &Config,
-        kernel: &mut CpuKernel,
-        groups: usize,
-        seed: u64,
-        heads: Option<(&[u8], u32)>,
-    ) -> Result<Outcome, String> {
-        let packed = Aligned::new(self.packed.packed());
-        let (heads, escape_words) =
-            heads.unwrap_or((self.packed.escape_heads(), (self.packed.escapes().len() / 4) as u32));
-        let heads = Aligned::new(heads);
-        let escapes = Aligned::new(&self.packed.escapes()[..escape_words as usize * 4]);
-        let x = Aligned::new(bytemuck::cast_slice(&self.x));
-        let mut y = self.y.clone();
-        y.extend(std::iter::repeat_n(GUARD, GUARD_ROWS * self.n));
-        let stored = self.y.len();
-        let y = Aligned::new(bytemuck::cast_slice(&y));
-        let workspace = Aligned::new(&vec![0u8; if config.dump { self.n * self.k * 2 } else { 0 }]);
-        kernel.clear_registered();
-        for (buffer, name) in [
-            (packed.slice(), "packed"),
-            (heads.slice(), "escape_heads"),
-            (escapes.slice(), "escapes"),
-            (workspace.slice(), "workspace"),
-            (&y.slice()[..stored * 2], "y"),
-        ] {
-            kernel.register(buffer, name);
-        }
-        let args = FusedArgs {
-            x: kernel.tensor_map(&MapSpec {
-                data: x.slice(),
-                element_bytes: 2,
-                columns: self.k as u64,
-                rows: self.m as u64,
-                box_columns: 64,
-                box_rows: config.batch_tile as u32,
-                swizzle_bytes: 128,
-            }),
-            y_map: TensorMap([0; 16]),
-            packed: packed.address(),
-            escape_heads: heads.address(),
-            escapes: escapes.address(),
-            y: y.address(),
-            workspace: workspace.address(),
+    fn setup(&self, problem: &Problem, groups: usize, seed: u64) -> Setup {
+        Setup {
+            launch: Launch {
+                grid: (groups * problem.m.div_ceil(self.batch_tile) * self.cluster) as u32,
+                block: (self.warps * 32) as u32,
+                smem_bytes: self.smem_bytes() as u32,
+                cluster: self.cluster as u32,
+                seed,
+            },
+            batch_tile: self.batch_tile,
+            workspace_bytes: 0,
             counters: 0,
-            scale: self.packed.window().scale(),
-            escape_words,
-            m: self.m as u32,
-            n: self.n as u32,
-            k: self.k as u32,
-            tile_cols: (self.k / TILE) as u32,
-            reserved: [0; 14],
-        };
-        let launch = Launch {
-            grid: (groups * self.m.div_ceil(config.batch_tile) * config.cluster) as u32,
-            block: (config.warps * 32) as u32,
-            smem_bytes: config.smem_bytes() as u32,
-            cluster: config.cluster as u32,
-            seed,
-        };
-        // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
-        unsafe { kernel.launch(&launch, &args)? };
-        let result: Vec<u16> = y.slice().chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect();
-        assert!(result[stored..].iter().all(|&v| v == GUARD), "rows past m were written");
-        let operands =
-            workspace.slice().chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect();
-        Ok(Outcome { y: result[..stored].to_vec(), operands })
-    }
-
-    /// Elements further from the float64 result than bf16 rounding and fp32 accumulation explain.
-    fn mismatches(&self, config: &Config, y: &[u16]) -> usize {
-        let x: Vec<f64> = self.x.iter().map(|&b| bf16(b)).collect();
-        let w: Vec<f64> = self.weights.iter().map(|&b| bf16(b)).collect();
-        // The product of a batch row and a row of W, and the magnitudes that went into it.
-        let product = |row: usize, column: usize| {
-            let terms = x[row * self.k..][..self.k].iter().zip(&w[column * self.k..][..self.k]).map(|(a, b)| a * b);
-            terms.fold((0.0, 0.0), |(sum, magnitude): (f64, f64), term| (sum + term, magnitude + term.abs()))
-        };
-        let columns = config.columns(self.n);
-        let wrong = |(at, &got): (usize, &u16)| {
-            let (row, column) = (at / columns, at % columns);
-            let (mut sum, mut slack);
-            if config.silu_mul {
-                let gate_row = column / BLOCK_ROWS * 2 * BLOCK_ROWS + column % BLOCK_ROWS;
-                let ((gate, gate_size), (up, up_size)) = (product(row, gate_row), product(row, gate_row + BLOCK_ROWS));
-                sum = gate / (1.0 + (-gate).exp()) * up;
-                // The slope of silu is at most 1.1.
-                slack = (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + sum.abs() * 1e-5;
-            } else {
-                let magnitude;
-                (sum, magnitude) = product(row, column);
-                slack = magnitude * 1e-6;
-            }
-            if config.store_add {
-                sum += bf16(self.y[at]);
-                slack += bf16(self.y[at]).abs() * 1e-6;
-            }
-            let error = (bf16(got) - sum).abs();
-            error.is_nan() || error > sum.abs() / 256.0 + slack
-        };
-        y.iter().enumerate().filter(|element| wrong(*element)).count()
+            dump: self.dump,
+        }
     }
 }
 
 fn check(config: Config, shapes: &[(usize, usize, usize)]) {
     let mut kernel = config.build(&[]);
     for (i, &(m, n, k)) in shapes.iter().enumerate() {
-        let problem = Problem::random(&config, m, n, k, 31 + i as u64);
+        let problem = Problem::random(config.epilogue, (m, n, k), 31 + i as u64);
         for more in [0, 1] {
             let groups = config.groups(n) + more;
             let groups = if config.stream { 1 + more } else { groups };
-            let outcome = problem
-                .run(&config, &mut kernel, groups, 1000 * more as u64 + i as u64, None)
+            let outcome = config
+                .run(&mut kernel, &problem, groups, 1000 * more as u64 + i as u64)
                 .unwrap_or_else(|e| panic!("{config:?} m={m} n={n} k={k} groups={groups}: {e}"));
-            assert_eq!(problem.mismatches(&config, &outcome.y), 0, "{config:?} m={m} n={n} k={k} groups={groups}");
+            assert_eq!(problem.mismatches(&outcome), 0, "{config:?} m={m} n={n} k={k} groups={groups}");
         }
     }
 }
@@ -306,24 +159,9 @@ fn gate_and_up_become_one() {
 fn operands_are_the_weights() {
     for config in [Config::new(4, 2, 2, 8, 1).dumping(), Config::new(3, 2, 1, 8, 1).dumping()] {
         let mut kernel = config.build(&[]);
-        let problem = Problem::random(&config, 2, 128, 192, 5);
-        let outcome = problem.run(&config, &mut kernel, config.groups(128), 3, None).unwrap();
-        let tiles = 128 / TILE * (192 / TILE);
-        let mut lists = 0;
-        for tile in 0..tiles {
-            for (i, registers) in problem.packed.operands(tile).iter().enumerate() {
-                let (block, step, lane) = (i / 128, i / 32 % 4, i % 32);
-                for (register, &expected) in registers.iter().enumerate() {
-                    let got = outcome.operands[((tile * 4 + block) * 16 + step * 4 + register) * 32 + lane];
-                    assert_eq!(got, expected, "tile {tile} block {block} step {step} lane {lane} register {register}");
-                }
-            }
-        }
-        for word in problem.packed.escape_heads().chunks_exact(4) {
-            let head = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
-            lists += head >> 31;
-        }
-        assert!(lists > 3, "the data has too few lists: {lists}");
+        let problem = Problem::random(config.epilogue, (2, 128, 192), 5);
+        let outcome = config.run(&mut kernel, &problem, config.groups(128), 3).unwrap();
+        problem.assert_operands(&outcome);
     }
 }
 
@@ -331,19 +169,8 @@ fn operands_are_the_weights() {
 fn hostile_escapes_stay_in_bounds() {
     let config = Config::new(4, 2, 2, 8, 1);
     let mut kernel = config.build(&[]);
-    let problem = Problem::random(&config, 3, 128, 128, 9);
-    let stored = (problem.packed.escapes().len() / 4) as u32;
-    let mut random = Random(77);
-    for words in [0, 1, 2, stored / 2, stored] {
-        let heads: Vec<u8> = (0..problem.packed.escape_heads().len() / 4)
-            .flat_map(|_| {
-                let r = random.next();
-                let index = if r >> 60 & 1 == 0 { (r >> 8) as u32 } else { (r >> 8) as u32 % (stored + 2) };
-                (index | (r as u32 & 1) << 31).to_le_bytes()
-            })
-            .collect();
-        problem.run(&config, &mut kernel, 2, u64::from(words), Some((&heads, words))).unwrap();
-    }
+    let problem = Problem::random(config.epilogue, (3, 128, 128), 9);
+    problem.survives_hostile_escapes(&mut kernel, &config.setup(&problem, 2, 1));
 }
 
 #[test]
@@ -360,10 +187,10 @@ fn planted_bugs_are_caught() {
     ] {
         let config = if to.contains("gate") { Config::new(2, 2, 3, 8, 1).gated() } else { Config::new(3, 2, 3, 8, 1) };
         let mut kernel = config.build(&[Edit { header, from, to }]);
-        let problem = Problem::random(&config, 8, 128, 640, 3);
-        let caught = (1..=4).any(|seed| match problem.run(&config, &mut kernel, config.groups(128), seed, None) {
+        let problem = Problem::random(config.epilogue, (8, 128, 640), 3);
+        let caught = (1..=4).any(|seed| match config.run(&mut kernel, &problem, config.groups(128), seed) {
             Err(_) => true,
-            Ok(outcome) => problem.mismatches(&config, &outcome.y) > 0,
+            Ok(outcome) => problem.mismatches(&outcome) > 0,
         });
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }

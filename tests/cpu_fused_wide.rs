@@ -4,15 +4,12 @@
 #[path = "support/cpu_kernel.rs"]
 mod cpu_kernel;
 
-use cpu_kernel::{Aligned, CpuKernel, Edit, Launch, MapSpec, Random, bf16};
-use unweight_codegen::abi::FusedArgs;
-use unweight_format::Histogram;
-use unweight_format::packed::{PackedTensor, pack};
-use unweight_format::tile::Matrix;
+#[path = "support/fused.rs"]
+mod fused;
 
-const TILE: usize = 64;
-const GUARD: u16 = 0x7fc1;
-const GUARD_ROWS: usize = 2;
+use cpu_kernel::{CpuKernel, Edit, Launch};
+use fused::{Outcome, Problem, Setup, TILE};
+use unweight_codegen::spec::Epilogue;
 
 /// The fields of `Config` in kernels/fused_wide.cuh.
 #[derive(Clone, Copy, Debug)]
@@ -22,13 +19,13 @@ struct Config {
     warpgroups: usize,
     cluster: usize,
     stream_k: bool,
-    store_add: bool,
+    epilogue: Epilogue,
     dump: bool,
 }
 
 impl Config {
     const fn new(batch_tile: usize, stages: usize, warpgroups: usize) -> Self {
-        Config { batch_tile, stages, warpgroups, cluster: 1, stream_k: false, store_add: false, dump: false }
+        Config { batch_tile, stages, warpgroups, cluster: 1, stream_k: false, epilogue: Epilogue::Store, dump: false }
     }
     const fn streaming(mut self) -> Self {
         self.stream_k = true;
@@ -39,7 +36,7 @@ impl Config {
         self
     }
     const fn adding(mut self) -> Self {
-        self.store_add = true;
+        self.epilogue = Epilogue::StoreAdd;
         self
     }
     const fn dumping(mut self) -> Self {
@@ -82,7 +79,7 @@ impl Config {
             self.warpgroups,
             self.cluster,
             self.stream_k,
-            self.store_add,
+            self.epilogue == Epilogue::StoreAdd,
             self.dump,
             self.smem_bytes()
         );
@@ -90,146 +87,34 @@ impl Config {
     }
 }
 
-struct Problem {
-    m: usize,
-    n: usize,
-    k: usize,
-    weights: Vec<u16>,
-    packed: PackedTensor<Vec<u8>>,
-    x: Vec<u16>,
-    y: Vec<u16>,
-}
-
-struct Outcome {
-    y: Vec<u16>,
-    operands: Vec<u32>,
-}
-
-impl Problem {
-    /// Weights with exponents 108..=123; one in 1000 lies outside: a zero, a subnormal, something larger or smaller. The first row block
-    /// holds a run of them: from 24,000 elements on, a list longer than a warp.
-    fn random(config: &Config, m: usize, n: usize, k: usize, seed: u64) -> Self {
-        let mut random = Random(seed | 1);
-        let weights: Vec<u16> = (0..n * k)
-            .map(|i| {
-                let r = random.next();
-                let dense = i / k == 5 && i % k < (n * k / 600).min(40);
-                let exponent = if dense || random.below(1000) == 0 {
-                    [0, 90, 100, 130][(r >> 32 & 3) as usize]
-                } else {
-                    108 + (r >> 20 & 15) as u16
-                };
-                let mantissa = if r >> 50 & 7 == 0 { 0 } else { 0x807f };
-                (r as u16 & (mantissa | 0x8000)) | exponent << 7
-            })
-            .collect();
-        let bytes: &[u8] = bytemuck::cast_slice(&weights);
-        let matrix = Matrix::new(bytes, n, k).unwrap();
-        let packed = pack(matrix, &Histogram::of(matrix.bytes())).unwrap();
-        let x = (0..m * k).map(|_| (random.next() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect();
-        let y = (0..m * n)
-            .map(|_| if config.store_add { (random.next() as u16 & 0x807f) | 126 << 7 } else { GUARD })
-            .collect();
-        Problem { m, n, k, weights, packed, x, y }
-    }
-
+impl Config {
     fn run(
         &self,
-        config: &Config,
         kernel: &mut CpuKernel,
+        problem: &Problem,
         multiprocessors: usize,
         seed: u64,
-        heads: Option<(&[u8], u32)>,
     ) -> Result<Outcome, String> {
-        let grid = config.grid(self.m, self.n, self.k, multiprocessors);
-        let packed = Aligned::new(self.packed.packed());
-        let (heads, escape_words) =
-            heads.unwrap_or((self.packed.escape_heads(), (self.packed.escapes().len() / 4) as u32));
-        let heads = Aligned::new(heads);
-        let escapes = Aligned::new(&self.packed.escapes()[..escape_words as usize * 4]);
-        let x = Aligned::new(bytemuck::cast_slice(&self.x));
-        let mut y = self.y.clone();
-        y.extend(std::iter::repeat_n(GUARD, GUARD_ROWS * self.n));
-        let y = Aligned::new(bytemuck::cast_slice(&y));
-        let partials = if config.stream_k { 2 * grid * TILE * config.warpgroups * config.batch_tile * 4 } else { 0 };
-        let workspace = Aligned::new(&vec![0u8; if config.dump { self.n * self.k * 2 } else { partials }]);
-        let counters = Aligned::new(&vec![0u8; if config.stream_k { 2 * grid * config.warpgroups * 4 } else { 0 }]);
-        kernel.clear_registered();
-        for (buffer, name) in [
-            (packed.slice(), "packed"),
-            (heads.slice(), "escape_heads"),
-            (escapes.slice(), "escapes"),
-            (workspace.slice(), "workspace"),
-            (counters.slice(), "counters"),
-        ] {
-            kernel.register(buffer, name);
-        }
-        let map = |kernel: &mut CpuKernel, data, columns: usize, box_rows: usize| {
-            kernel.tensor_map(&MapSpec {
-                data,
-                element_bytes: 2,
-                columns: columns as u64,
-                rows: self.m as u64,
-                box_columns: 64,
-                box_rows: box_rows as u32,
-                swizzle_bytes: 128,
-            })
-        };
-        let args = FusedArgs {
-            x: map(kernel, x.slice(), self.k, config.batch_tile),
-            y_map: map(kernel, &y.slice()[..self.m * self.n * 2], self.n, 32),
-            packed: packed.address(),
-            escape_heads: heads.address(),
-            escapes: escapes.address(),
-            y: y.address(),
-            workspace: workspace.address(),
-            counters: counters.address(),
-            scale: self.packed.window().scale(),
-            escape_words,
-            m: self.m as u32,
-            n: self.n as u32,
-            k: self.k as u32,
-            tile_cols: (self.k / TILE) as u32,
-            reserved: [0; 14],
-        };
-        let launch = Launch {
-            grid: grid as u32,
-            block: (128 * (config.warpgroups + 1)) as u32,
-            smem_bytes: config.smem_bytes() as u32,
-            // Blocks that wait for each other have to run at the same time, and those of a cluster do.
-            cluster: if config.stream_k { grid as u32 } else { config.cluster as u32 },
-            seed,
-        };
-        // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
-        unsafe { kernel.launch(&launch, &args)? };
-        assert!(counters.slice().iter().all(|&byte| byte == 0), "counters were left set");
-        let result: Vec<u16> = y.slice().chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect();
-        assert!(result[self.m * self.n..].iter().all(|&v| v == GUARD), "rows past m were written");
-        let operands =
-            workspace.slice().chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect();
-        Ok(Outcome { y: result[..self.m * self.n].to_vec(), operands })
+        problem.run(kernel, &self.setup(problem, multiprocessors, seed))
     }
 
-    /// Elements further from the float64 result than bf16 rounding and fp32 accumulation explain.
-    fn mismatches(&self, config: &Config, y: &[u16]) -> usize {
-        let x: Vec<f64> = self.x.iter().map(|&b| bf16(b)).collect();
-        let w: Vec<f64> = self.weights.iter().map(|&b| bf16(b)).collect();
-        let mut bad = 0;
-        for (at, &got) in y.iter().enumerate() {
-            let (row, column) = (at / self.n, at % self.n);
-            let (mut sum, mut magnitude) = (0.0, 0.0);
-            for (a, b) in x[row * self.k..][..self.k].iter().zip(&w[column * self.k..][..self.k]) {
-                sum += a * b;
-                magnitude += (a * b).abs();
-            }
-            if config.store_add {
-                sum += bf16(self.y[at]);
-                magnitude += bf16(self.y[at]).abs();
-            }
-            let error = (bf16(got) - sum).abs();
-            bad += usize::from(error.is_nan() || error > sum.abs() / 256.0 + magnitude * 1e-6);
+    fn setup(&self, problem: &Problem, multiprocessors: usize, seed: u64) -> Setup {
+        let grid = self.grid(problem.m, problem.n, problem.k, multiprocessors);
+        let shared = if self.stream_k { 2 * grid * self.warpgroups } else { 0 };
+        Setup {
+            launch: Launch {
+                grid: grid as u32,
+                block: (128 * (self.warpgroups + 1)) as u32,
+                smem_bytes: self.smem_bytes() as u32,
+                // Blocks that wait for each other have to run at the same time, and those of a cluster do.
+                cluster: if self.stream_k { grid as u32 } else { self.cluster as u32 },
+                seed,
+            },
+            batch_tile: self.batch_tile,
+            workspace_bytes: shared * TILE * self.batch_tile * 4,
+            counters: shared,
+            dump: self.dump,
         }
-        bad
     }
 }
 
@@ -237,11 +122,11 @@ impl Problem {
 fn check(config: Config, shapes: &[(usize, usize, usize, usize)]) {
     let mut kernel = config.build(&[]);
     for (i, &(m, n, k, multiprocessors)) in shapes.iter().enumerate() {
-        let problem = Problem::random(&config, m, n, k, 31 + i as u64);
-        let outcome = problem
-            .run(&config, &mut kernel, multiprocessors, i as u64, None)
+        let problem = Problem::random(config.epilogue, (m, n, k), 31 + i as u64);
+        let outcome = config
+            .run(&mut kernel, &problem, multiprocessors, i as u64)
             .unwrap_or_else(|e| panic!("{config:?} m={m} n={n} k={k} multiprocessors={multiprocessors}: {e}"));
-        let bad = problem.mismatches(&config, &outcome.y);
+        let bad = problem.mismatches(&outcome);
         assert_eq!(bad, 0, "{config:?} m={m} n={n} k={k} multiprocessors={multiprocessors}");
     }
 }
@@ -296,40 +181,17 @@ fn clusters_of_4() {
 fn operands_are_the_weights() {
     let config = Config::new(64, 4, 2).dumping();
     let mut kernel = config.build(&[]);
-    let problem = Problem::random(&config, 2, 192, 192, 5);
-    let outcome = problem.run(&config, &mut kernel, 3, 3, None).unwrap();
-    let tiles = 192 / TILE * (192 / TILE);
-    for tile in 0..tiles {
-        for (i, registers) in problem.packed.operands(tile).iter().enumerate() {
-            let (block, step, lane) = (i / 128, i / 32 % 4, i % 32);
-            for (register, &expected) in registers.iter().enumerate() {
-                let got = outcome.operands[((tile * 4 + block) * 16 + step * 4 + register) * 32 + lane];
-                assert_eq!(got, expected, "tile {tile} block {block} step {step} lane {lane} register {register}");
-            }
-        }
-    }
-    let heads = problem.packed.escape_heads().chunks_exact(4);
-    let lists = heads.filter(|word| word[3] >> 7 == 1).count();
-    assert!(lists > 3, "the data has too few lists: {lists}");
+    let problem = Problem::random(config.epilogue, (2, 192, 192), 5);
+    let outcome = config.run(&mut kernel, &problem, 3, 3).unwrap();
+    problem.assert_operands(&outcome);
 }
 
 #[test]
 fn hostile_escapes_stay_in_bounds() {
     let config = Config::new(32, 3, 2);
     let mut kernel = config.build(&[]);
-    let problem = Problem::random(&config, 3, 128, 128, 9);
-    let stored = (problem.packed.escapes().len() / 4) as u32;
-    let mut random = Random(77);
-    for words in [0, 1, 2, stored / 2, stored] {
-        let heads: Vec<u8> = (0..problem.packed.escape_heads().len() / 4)
-            .flat_map(|_| {
-                let r = random.next();
-                let index = if r >> 60 & 1 == 0 { (r >> 8) as u32 } else { (r >> 8) as u32 % (stored + 2) };
-                (index | (r as u32 & 1) << 31).to_le_bytes()
-            })
-            .collect();
-        problem.run(&config, &mut kernel, 2, u64::from(words), Some((&heads, words))).unwrap();
-    }
+    let problem = Problem::random(config.epilogue, (3, 128, 128), 9);
+    problem.survives_hostile_escapes(&mut kernel, &config.setup(&problem, 2, 1));
 }
 
 #[test]
@@ -356,14 +218,14 @@ fn planted_bugs_are_caught() {
     ] {
         let header = "unweight/kernels/fused_wide.cuh";
         let mut kernel = config.build(&[Edit { header, from, to }]);
-        let problem = Problem::random(&config, 128, 128, 320, 3);
+        let problem = Problem::random(config.epilogue, (128, 128, 320), 3);
         let caught = (1..=4).any(|seed| {
             // In turn: all tiles in one block, whose ring and buffers go round, and tiles shared by several blocks.
             let multiprocessors = if seed % 2 == 1 { 1 } else { 5 };
             let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                problem.run(&config, &mut kernel, multiprocessors, seed, None)
+                config.run(&mut kernel, &problem, multiprocessors, seed)
             }));
-            !matches!(outcome, Ok(Ok(outcome)) if problem.mismatches(&config, &outcome.y) == 0)
+            !matches!(outcome, Ok(Ok(outcome)) if problem.mismatches(&outcome) == 0)
         });
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }
