@@ -404,12 +404,19 @@ impl<T: Pod> DeviceBuffer<T> {
 
     /// Sets every byte of the elements, in stream order.
     pub fn fill_bytes(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
+        self.fill_front(stream, self.len, byte)
+    }
+
+    /// Sets every byte of the first `len` elements, in stream order.
+    pub fn fill_front(&mut self, stream: &Stream, len: usize, byte: u8) -> Result<(), DeviceError> {
+        self.check(0, len)?;
         self.device.bind()?;
-        if self.len == 0 {
+        if len == 0 {
             return Ok(());
         }
-        // SAFETY: the range is the buffer. Any bytes are a valid `T: Pod`.
-        unsafe { result::memset_d8_async(self.address, byte, self.bytes(), stream.raw()) }.call("filling device memory")
+        // SAFETY: the range lies inside the buffer. Any bytes are a valid `T: Pod`.
+        unsafe { result::memset_d8_async(self.address, byte, len * size_of::<T>(), stream.raw()) }
+            .call("filling device memory")
     }
 
     /// Sets the bytes behind the last element, so that a kernel that writes past the end shows in [`DeviceBuffer::padding`].

@@ -31,7 +31,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-use std::sync::Arc;
+use std::collections::HashMap;
 
 use unweight_codegen::{
     VariantSpec,
@@ -110,10 +110,11 @@ pub struct Loader<'k> {
     packer: Packer,
     dispatch: FusedDispatch,
     options: LoadOptions,
-    /// What the scratch memory of the layers loaded so far must serve.
-    launches: Vec<(VariantSpec, Problem)>,
+    /// Of each shape and use loaded so far, what dispatch chose: layers of a model have few shapes.
+    choices: HashMap<(u32, u32, FusedUse), Vec<(u32, VariantSpec)>>,
     padded_x: usize,
     padded_y: usize,
+    needs_cublas: bool,
 }
 
 impl<'k> Loader<'k> {
@@ -128,9 +129,10 @@ impl<'k> Loader<'k> {
             packer: Packer::new(stream, kernels)?,
             dispatch: FusedDispatch::of(kernels.device().info()),
             options,
-            launches: Vec::new(),
+            choices: HashMap::new(),
             padded_x: 0,
             padded_y: 0,
+            needs_cublas: false,
         })
     }
 
@@ -159,7 +161,7 @@ impl<'k> Loader<'k> {
                             let mut whole = DeviceMatrix::zeroed(&self.stream, n, k)?;
                             decoder.full(&self.stream, &tensor, &mut whole)?;
                             decoder.check(&self.stream)?;
-                            return Ok(Linear::whole(whole, (n, k)));
+                            return Ok(self.whole(whole));
                         }
                     }
                 }
@@ -220,11 +222,15 @@ impl<'k> Loader<'k> {
     /// # Errors
     /// Not enough memory, or no cuBLAS where a layer needs it.
     pub fn scratch(&self, stream: &Stream) -> Result<Scratch, DeviceError> {
+        let launches = self.choices.iter().flat_map(|((n, k, _), ranges)| {
+            // The largest batch of a range needs most.
+            ranges.iter().map(|(last, spec)| (*spec, Problem { m: *last, n: *n, k: *k }))
+        });
         Ok(Scratch {
-            workspace: Workspace::new(stream, self.launches.iter().copied())?,
+            workspace: Workspace::new(stream, launches)?,
             x: DeviceBuffer::zeroed(stream, self.padded_x)?,
             y: DeviceBuffer::zeroed(stream, self.padded_y)?,
-            cublas: Cublas::new(stream).ok(),
+            cublas: if self.needs_cublas { Some(Cublas::new(stream)?) } else { None },
         })
     }
 
@@ -240,9 +246,15 @@ impl<'k> Loader<'k> {
                 Err(unsuitable("merge", format!("a gate with its up cannot be packed: {why}; load them apart")))
             }
             Err(PackError::Unpackable(_)) => {
-                Ok(Linear::whole(DeviceMatrix::from_host(&self.stream, n, k, &pods(bytes)?)?, (n, k)))
+                Ok(self.whole(DeviceMatrix::from_host(&self.stream, n, k, &pods(bytes)?)?))
             }
         }
+    }
+
+    /// A layer for cuBLAS.
+    fn whole(&mut self, weights: DeviceMatrix) -> Linear {
+        self.needs_cublas = true;
+        Linear { n: weights.rows(), k: weights.cols(), weights: Weights::Whole(weights) }
     }
 
     /// Every kernel that some batch asks for, loaded; what it needs of the scratch memory, noted.
@@ -256,11 +268,11 @@ impl<'k> Loader<'k> {
         let mut choices = Vec::new();
         for epilogue in epilogues {
             let wanted = FusedUse { escapes: packed.has_escapes(), dependent: self.options.dependent, epilogue };
-            let ranges = self.dispatch.choices(n, k, self.options.max_batch, wanted);
+            let choose = || self.dispatch.choices(n, k, self.options.max_batch, wanted);
+            let ranges = self.choices.entry((n, k, wanted)).or_insert_with(choose);
             let specs: Vec<VariantSpec> = ranges.iter().map(|(_, spec)| *spec).collect();
             self.kernels.prepare(&specs, &|_| {})?;
-            for (last, spec) in ranges {
-                self.launches.push((spec, Problem { m: last, n, k }));
+            for &mut (last, spec) in ranges {
                 choices.push(Choice { epilogue, last, matmul: FusedMatmul::new(self.kernels.get(&spec)?)? });
             }
         }
@@ -296,7 +308,7 @@ enum Weights {
         /// By epilogue, ascending in the largest batch.
         choices: Vec<Choice>,
     },
-    Whole(Arc<DeviceMatrix>),
+    Whole(DeviceMatrix),
 }
 
 /// A kernel for batches up to `last`.
@@ -308,10 +320,6 @@ struct Choice {
 }
 
 impl Linear {
-    fn whole(weights: DeviceMatrix, (n, k): (u32, u32)) -> Self {
-        Self { n, k, weights: Weights::Whole(Arc::new(weights)) }
-    }
-
     /// Output features; of a gate and an up, both.
     pub fn n(&self) -> u32 {
         self.n
@@ -374,7 +382,9 @@ impl Linear {
         let (packed, choices) = match &self.weights {
             Weights::Whole(whole) => {
                 let Some(cublas) = &mut scratch.cublas else {
-                    return Err(DeviceError::Shape("these weights are not packed, and there is no cuBLAS".to_owned()));
+                    return Err(DeviceError::Shape(
+                        "the scratch memory was made before this layer was loaded".to_owned(),
+                    ));
                 };
                 return cublas.matmul(x, whole, y, epilogue == Epilogue::StoreAdd);
             }
@@ -395,7 +405,7 @@ impl Linear {
         }
         let (rows, k, n) = (m as usize, self.k as usize, self.n as usize);
         // Columns past k must be zeros: they are multiplied with what pads the weights.
-        scratch.x.fill_bytes(stream, 0)?;
+        scratch.x.fill_front(stream, rows * padded_k, 0)?;
         scratch.x.copy_rows(stream, padded_k, x.data(), k, (rows, k))?;
         if epilogue == Epilogue::StoreAdd {
             scratch.y.copy_rows(stream, padded_n, y.data(), n, (rows, n))?;
