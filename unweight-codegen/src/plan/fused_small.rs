@@ -6,7 +6,7 @@
 //! sums  = row_blocks * batch_tile * 64                fp32; without `stream` they lie over the drained ring
 //! ```
 
-use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Problem, RolePlan, SmemPlan, WorkspacePlan};
+use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Problem, RolePlan, SmemPlan, WorkspacePlan, named};
 use crate::spec::{Epilogue, FusedSmallSpec, SmallStages, VariantSpec, Warps};
 
 /// A row of X: 64 columns, bf16.
@@ -54,30 +54,6 @@ const fn fits(spec: &VariantSpec, op: &FusedSmallSpec) -> bool {
     smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
 }
 
-/// The most stages that fit, all else being equal.
-const fn fitting_stages(spec: &VariantSpec, op: &FusedSmallSpec) -> Option<u32> {
-    let mut stages = op.stages.get();
-    while let Ok(value) = SmallStages::new(stages - 1) {
-        if fits(spec, &FusedSmallSpec { stages: value, ..*op }) {
-            return Some(value.get());
-        }
-        stages -= 1;
-    }
-    None
-}
-
-/// The most warps that fit, all else being equal.
-const fn fitting_warps(spec: &VariantSpec, op: &FusedSmallSpec) -> Option<(&'static str, u32)> {
-    let mut warps = op.warps.get();
-    while let Ok(value) = Warps::new(warps - 1) {
-        if fits(spec, &FusedSmallSpec { warps: value, ..*op }) {
-            return Some(("warps", value.get()));
-        }
-        warps -= 1;
-    }
-    None
-}
-
 pub(super) const fn plan(spec: &VariantSpec, op: &FusedSmallSpec) -> Result<Plan, Infeasible> {
     let limits = spec.arch.limits();
     let (smem, warps, stages) = (smem(op), op.warps.get(), op.stages.get());
@@ -93,8 +69,8 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedSmallSpec) -> Result<Plan
             stages,
             stage_bytes,
             limit_bytes: limits.smem_bytes_per_block,
-            fitting_stages: fitting_stages(spec, op),
-            fitting_other: fitting_warps(spec, op),
+            fitting_stages: most_fitting!(fits(spec, op), FusedSmallSpec { stages: SmallStages }),
+            fitting_other: named("warps", most_fitting!(fits(spec, op), FusedSmallSpec { warps: Warps })),
         });
     }
     if !op.stream && sum_bytes(op) > ring_bytes(op) {

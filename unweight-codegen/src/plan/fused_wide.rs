@@ -5,7 +5,9 @@
 //! buffers = pieces of store_rows batch rows in which a warpgroup stores its part of Y, 2 at least and 3 at most
 //! ```
 
-use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Problem, Role, RolePlan, SmemPlan, Work, WorkspacePlan};
+use super::{
+    Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Problem, Role, RolePlan, SmemPlan, Work, WorkspacePlan, named,
+};
 use crate::spec::{Epilogue, FusedWideSpec, VariantSpec, Warpgroups, WideStages};
 
 /// A row of X, or of a piece of Y: 64 elements, bf16.
@@ -67,30 +69,6 @@ const fn fits(spec: &VariantSpec, op: &FusedWideSpec) -> bool {
     smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
 }
 
-/// The most stages that fit, all else being equal.
-const fn fitting_stages(spec: &VariantSpec, op: &FusedWideSpec) -> Option<u32> {
-    let mut stages = op.stages.get();
-    while let Ok(value) = WideStages::new(stages - 1) {
-        if fits(spec, &FusedWideSpec { stages: value, ..*op }) {
-            return Some(value.get());
-        }
-        stages -= 1;
-    }
-    None
-}
-
-/// The most warpgroups that fit, all else being equal.
-const fn fitting_warpgroups(spec: &VariantSpec, op: &FusedWideSpec) -> Option<(&'static str, u32)> {
-    let mut warpgroups = op.warpgroups.get();
-    while let Ok(value) = Warpgroups::new(warpgroups - 1) {
-        if fits(spec, &FusedWideSpec { warpgroups: value, ..*op }) {
-            return Some(("warpgroups", value.get()));
-        }
-        warpgroups -= 1;
-    }
-    None
-}
-
 /// Registers per thread of the loading and the multiplying warpgroups: 128 x (56 + 2 x 224) and 128 x (56 + 3 x 152) fit the 65536 of an
 /// SM. With one warpgroup every thread has what it can address.
 const fn registers(op: &FusedWideSpec) -> (Option<u32>, Option<u32>) {
@@ -133,8 +111,8 @@ pub(super) const fn plan(spec: &VariantSpec, op: &FusedWideSpec) -> Result<Plan,
             stages,
             stage_bytes,
             limit_bytes: limits.smem_bytes_per_block,
-            fitting_stages: fitting_stages(spec, op),
-            fitting_other: fitting_warpgroups(spec, op),
+            fitting_stages: most_fitting!(fits(spec, op), FusedWideSpec { stages: WideStages }),
+            fitting_other: named("warpgroups", most_fitting!(fits(spec, op), FusedWideSpec { warpgroups: Warpgroups })),
         });
     }
     let consumer_warps = op.warpgroups.get() * limits.warpgroup_warps;

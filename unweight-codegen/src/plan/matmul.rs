@@ -9,7 +9,7 @@
 //! With two tiles the weights own the rows of wgmma (`weight_rows`): X has a ring of 768 rows, whatever the stages are. With 1, 3 or
 //! 4 (`batch_rows`) X has 128 rows per stage, and one slot more.
 
-use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Role, RolePlan, SmemPlan, Work};
+use super::{Grid, Infeasible, LaunchPlan, PipelinePlan, Plan, Role, RolePlan, SmemPlan, Work, named};
 use crate::spec::{Epilogue, MatmulSpec, NTiles, Stages, VariantSpec, WeightSource};
 
 /// Rows and columns of a stored tile, and the k step.
@@ -121,30 +121,6 @@ const fn fits(spec: &VariantSpec, op: &MatmulSpec) -> bool {
     smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
 }
 
-/// The most stages that fit, all else being equal.
-const fn fitting_stages(spec: &VariantSpec, op: &MatmulSpec) -> Option<u32> {
-    let mut stages = op.stages.get();
-    while let Ok(value) = Stages::new(stages - 1) {
-        if fits(spec, &MatmulSpec { stages: value, ..*op }) {
-            return Some(value.get());
-        }
-        stages -= 1;
-    }
-    None
-}
-
-/// The most tiles that fit, all else being equal.
-const fn fitting_n(spec: &VariantSpec, op: &MatmulSpec) -> Option<(&'static str, u32)> {
-    let mut n = op.n_tiles.get();
-    while let Ok(value) = NTiles::new(n - 1) {
-        if fits(spec, &MatmulSpec { n_tiles: value, ..*op }) {
-            return Some(("n", value.get()));
-        }
-        n -= 1;
-    }
-    None
-}
-
 pub(super) const fn plan(spec: &VariantSpec, op: &MatmulSpec) -> Result<Plan, Infeasible> {
     let smem = smem(op);
     let stages = op.stages.get();
@@ -158,8 +134,8 @@ pub(super) const fn plan(spec: &VariantSpec, op: &MatmulSpec) -> Result<Plan, In
             stages,
             stage_bytes: stage_bytes(op),
             limit_bytes: spec.arch.limits().smem_bytes_per_block,
-            fitting_stages: fitting_stages(spec, op),
-            fitting_other: fitting_n(spec, op),
+            fitting_stages: most_fitting!(fits(spec, op), MatmulSpec { stages: Stages }),
+            fitting_other: named("n", most_fitting!(fits(spec, op), MatmulSpec { n_tiles: NTiles })),
         });
     }
     // The finest cut: where the weights own the rows, a task can be as small as one box of X.

@@ -3,6 +3,28 @@
 //! Pure `const fn`s of a spec. Each kernel header states the same numbers, and the rendered source holds one against the other with
 //! `static_assert`, so neither can drift. Whether a variant can exist is decided here and nowhere else.
 
+/// Of the values of an axis below the spec's own, the largest that fits, all else being equal. A macro, because a const fn takes no closure.
+macro_rules! most_fitting {
+    ($fits:ident($spec:ident, $op:ident), $op_type:ident { $field:ident: $axis:ident }) => {{
+        let mut value = $op.$field.get();
+        loop {
+            match $axis::new(value - 1) {
+                Ok(less) if $fits($spec, &$op_type { $field: less, ..*$op }) => break Some(less.get()),
+                Ok(_) => value -= 1,
+                Err(_) => break None,
+            }
+        }
+    }};
+}
+
+/// A value with the axis that it is of, as messages call it.
+const fn named(axis: &'static str, value: Option<u32>) -> Option<(&'static str, u32)> {
+    match value {
+        Some(value) => Some((axis, value)),
+        None => None,
+    }
+}
+
 mod decode;
 mod encode;
 mod fused_small;
