@@ -540,7 +540,7 @@ mod tests {
         };
         let (inference, layers) = ratio(Profile::Inference, Scope::Mlp);
         assert!((inference - 87.3).abs() < 0.2, "inference: {inference}");
-        // The report's own 68.1 - 68.6 % per projection give 77.8; ours stores 8 bits a row less (docs/decisions/0001).
+        // The report's own 68.1 - 68.6 % per projection give 77.8; ours stores 8 bits a row less (docs/adr/0001).
         let (distribution, _) = ratio(Profile::Distribution, Scope::Mlp);
         assert!((78.4 - 1.3..=78.4).contains(&distribution), "distribution: {distribution}");
 

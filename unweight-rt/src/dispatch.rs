@@ -5,7 +5,7 @@
 //! weights of a bundle --reachable()--> every variant that any batch can ask for --Kernels::prepare--> compiled, in parallel
 //! ```
 //! The choice is a pure function of shapes and statistics, for use before anything has been measured on the machine at hand. It is the
-//! report's heuristic (section 8.4) as far as measurements on an H200 bear it out (docs/decisions/0003-matmul-log.md).
+//! report's heuristic (section 8.4) as far as measurements on an H200 bear it out (docs/adr/0003-matmul-log.md).
 
 pub mod fused;
 

@@ -227,7 +227,7 @@ mod tests {
         assert_eq!(grid.blocks(Problem { m: 64, n: 0, k: 64 }, 132), Some(0));
     }
 
-    /// The grids at which docs/decisions/0004 measured each shape: (n, row blocks a group can take, cluster, blocks per SM) -> blocks.
+    /// The grids at which docs/adr/0004 measured each shape: (n, row blocks a group can take, cluster, blocks per SM) -> blocks.
     #[test]
     fn dealt_grids_are_those_that_were_measured() {
         let cases = [

@@ -34,12 +34,12 @@
 //          Full: device memory. Without the decoding it takes 63.7 us, without the memory 39. 198 MB move at 3.0 TB/s: 59 % of the bytes are
 //          writes, and a tile reads 64-byte pieces of sign_mantissa's rows; over the same bytes laid out tile by tile it takes 58.8 us (56.3
 //          without decoding, 61.5 if only the reads are so).
-//          What else was tried: docs/decisions/0005-preprocess-log.md.
+//          What else was tried: docs/adr/0005-preprocess-log.md.
 //
 // Safety   for any bytes: a tile whose metadata would leave encoded_exp or verbatim_exponents, or that marks a pad row, is skipped and
 //          *fault = 1 + tile; all else is static. Wrong codes give wrong bytes only.
 // Source   report sections 3.4, 6.2, 7. Changed: tables of two symbols or of one copy per bank, a tile per warp, word-aligned tiles
-//          and u8 row lengths (docs/decisions/0001-format.md).
+//          and u8 row lengths (docs/adr/0001-format.md).
 #pragma once
 
 #include "unweight/abi.cuh"

@@ -35,7 +35,7 @@
 // Global reads per tile column: kRowBlocks * (1536 + 4) + 128 * min(m, kBatchTile) (X: L2 after the first), and 4 * (1 + records) per list.
 //
 // Bound: device memory, n * k * 1.5 bytes. On one H200 (driver 580.159, CUDA 13.0, November 2026, .5 % of 64-element row segments with an escape, round-robin with
-// cuBLAS 13 on 460 MB of rotating weights, see docs/decisions/0004-register-sourced-kernels.md):
+// cuBLAS 13 on 460 MB of rotating weights, see docs/adr/0004-register-sourced-kernels.md):
 //   us (times cuBLAS)      m = 1         8             16            32            64        | 8, ordinary launch
 //   14336x4096   dependent  21.0 (1.44)   21.1 (1.44)   22.4 (1.38)   23.8 (1.32)   28.0 (1.20) | 24.0 (1.27)
 //   28672x4096              41.5 (1.37)   41.4 (1.39)   42.5 (1.36)   46.5 (1.27)   55.3 (1.13) | 44.3 (1.30)

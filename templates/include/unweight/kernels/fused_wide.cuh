@@ -33,7 +33,7 @@
 //   the old Y of kStoreAdd; named barriers 1..3, one a warpgroup, and 4, all that multiply (kCluster).
 //   A cluster meets twice: when the sums lie in shared memory, and when they have been read.
 // Bound: the tensor cores at kBatchTile = 256 (1030 of 1024 cycles a step with two warpgroups), decoding's latency and memory below. On one H200, .5 % of row segments with
-//   an escape, see docs/decisions/0004-register-sourced-kernels.md, us (times cuBLAS 13): 14336x4096 at m = 64 / 128 / 256 / 2048: 25.4 (1.28) / 30.1 (1.12) / 47.1 (.96) / 357 (1.00).
+//   an escape, see docs/adr/0004-register-sourced-kernels.md, us (times cuBLAS 13): 14336x4096 at m = 64 / 128 / 256 / 2048: 25.4 (1.28) / 30.1 (1.12) / 47.1 (.96) / 357 (1.00).
 #pragma once
 
 #include "unweight/fused/escapes.cuh"

@@ -38,7 +38,7 @@
 // Global reads per step: kNTiles * (8192 | 6144 + 16 + 64 per verbatim row) + 8192 per 64 rows of X (L2 after the first).
 //
 // Bound: shared memory at 128 B per cycle, and the latency of a join. Per 128 x 256 x 64 of product (1024 cycles of tensor core) batch_rows n4 moves 80 KB for wgmma and 64 KB for
-// joining (exponents), weight_rows 80 and 32; measured steps are 1740 and 1480 cycles (docs/decisions/0003-matmul-log.md). A wgmma is issued only when the one before it
+// joining (exponents), weight_rows 80 and 32; measured steps are 1740 and 1480 cycles (docs/adr/0003-matmul-log.md). A wgmma is issued only when the one before it
 // has left the queue, so a warpgroup that joins does not multiply: that, not bytes, is what is left.
 //
 // Measured, us, n x k = 14336 x 4096, exponent / palette v8 (NVIDIA H200, driver 580.159.04, CUDA 13.0.88, rotated weights):

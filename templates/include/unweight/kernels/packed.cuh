@@ -16,7 +16,7 @@
 //            pack    55.4 (3.7 TB/s)       56.1    57.2   66.4     17.8
 //            lists   -                     4.0     12.9   55.9     4.2
 //            unpack  54.4 (3.8 TB/s)       54.4    55.1   55.5     16.6
-// Bound    device memory. What else was tried: docs/decisions/0005-preprocess-log.md.
+// Bound    device memory. What else was tried: docs/adr/0005-preprocess-log.md.
 //
 // Zeroed before pack: inexact, group_words. Between pack and lists a head with a list holds 1 << 31 | number of records; lists turns the number into
 // the index, so it runs once. The sums of 64 row blocks are kept apart while packing, and a block of lists adds up those before its own: no block waits.
