@@ -5,8 +5,8 @@ use std::{fs, path::PathBuf};
 use clap::{Args, Subcommand, ValueEnum};
 use unweight::rt::{
     bench::{self, BenchOptions, MatmulOptions, Timing},
+    choose::{KernelSet, model::MeasuredTable},
     device::Device,
-    dispatch::{Kernels, fused::MeasuredTable},
     env::Env,
 };
 
@@ -20,7 +20,7 @@ use super::{
 #[derive(Subcommand)]
 pub enum Bench {
     /// Time the kernels beside cuBLAS on this machine's GPU
-    Kernels(KernelsBench),
+    KernelSet(KernelsBench),
     /// Time matmuls from packed weights beside cuBLAS on this machine's GPU
     Matmul(MatmulBench),
 }
@@ -114,7 +114,7 @@ impl Bench {
     /// As in the JSON.
     pub fn name(&self) -> &'static str {
         match self {
-            Self::Kernels(_) => "bench kernels",
+            Self::KernelSet(_) => "bench kernels",
             Self::Matmul(_) => "bench matmul",
         }
     }
@@ -123,7 +123,7 @@ impl Bench {
     pub fn run(&self, output: Output) -> Result<()> {
         let note = |line: &str| output.note(line);
         match self {
-            Self::Kernels(arguments) => {
+            Self::KernelSet(arguments) => {
                 let kernels = open(arguments.device)?;
                 let report = bench::bench_kernels(&kernels, &arguments.options(), &timing(arguments.rounds), &note)
                     .map_err(Failure::other)?;
@@ -148,10 +148,10 @@ impl Bench {
     }
 }
 
-fn open(device: usize) -> Result<Kernels> {
+fn open(device: usize) -> Result<KernelSet> {
     let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
     let device = Device::open(device).map_err(Failure::other)?;
-    Ok(Kernels::open(&device, env))
+    Ok(KernelSet::open(&device, env))
 }
 
 fn timing(rounds: Option<u16>) -> Timing {
@@ -163,7 +163,7 @@ impl MatmulBench {
         let mut options = MatmulOptions {
             escapes: self.escapes,
             ordinary: self.launch != Some(Launch::Dependent),
-            dependent: self.launch != Some(Launch::Ordinary),
+            pdl: self.launch != Some(Launch::Ordinary),
             candidates: self.candidates,
             layer: self.measure != Measure::Shapes,
             table: self.table.as_deref().map(MeasuredTable::read).transpose().map_err(Failure::other)?,

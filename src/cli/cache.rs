@@ -5,8 +5,8 @@ use std::{path::PathBuf, time::SystemTime};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 use unweight::rt::{
-    cache::{Removed, Store},
     env::Env,
+    jit::cache::{Removed, Store},
 };
 
 use super::{

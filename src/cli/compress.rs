@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use unweight::{
     format::bundle::{self, CompressOptions, CpuEncoder, Encoder, VerifyAfter},
-    rt::{device, dispatch::Kernels, encoder::BundleEncoder, env::Env},
+    rt::{choose::KernelSet, device, env::Env, ops::encode::BundleEncoder},
 };
 
 use super::{
@@ -60,7 +60,7 @@ impl Device {
             Self::Cuda => {
                 let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
                 let device = device::Device::open(0).map_err(Failure::other)?;
-                let kernels = Kernels::open(&device, env);
+                let kernels = KernelSet::open(&device, env);
                 Box::new(BundleEncoder::new(&kernels, options.code_limit).map_err(Failure::other)?)
             }
         })

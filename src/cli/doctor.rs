@@ -5,10 +5,10 @@ use std::io::{self, Write};
 use clap::Args;
 use serde::Serialize;
 use unweight::rt::{
-    cache::Store,
     device::{Device, DeviceInfo},
     env::Env,
-    toolchain::{self, Library},
+    jit::cache::Store,
+    jit::toolchain::{self, Library},
 };
 
 use super::{

@@ -53,7 +53,7 @@ pub struct DecodeArgs {
 /// Arguments of the report's reconstructive matmul.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
-pub struct MatmulArgs {
+pub struct GemmReconArgs {
     /// bf16 `[m, k]`, box 64 x 64, 128-byte swizzle, zero fill.
     pub x: TensorMap,
     /// u8 `[n, k]`, box 64 x 64, no swizzle.
@@ -82,10 +82,10 @@ pub struct MatmulArgs {
     pub reserved: u32,
 }
 
-/// Arguments of the register-sourced family (`fused_small`, `fused_wide`).
+/// Arguments of the register-sourced family (`gemm_mma`, `gemm_wgmma`).
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[repr(C)]
-pub struct FusedArgs {
+pub struct GemmPackedArgs {
     /// bf16 `[m, k]`, box 64 x the variant's batch tile, 128-byte swizzle, zero fill.
     pub x: TensorMap,
     /// bf16 `[m, n]`, for variants that store by the copy engine.
@@ -169,7 +169,7 @@ pub struct EncodeArgs {
 /// Arguments of the conversions of the packed form: all stages share one struct.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
-pub struct PackedArgs {
+pub struct RepackArgs {
     /// bf16 `[n, k]`: read by `pack` and `lists`, written by `unpack`.
     pub weights: u64,
     /// u8 `[tiles, 6144]`.
@@ -197,7 +197,7 @@ pub struct PackedArgs {
 }
 
 const _: () = assert!(size_of::<DecodeArgs>() == 112);
-const _: () = assert!(size_of::<MatmulArgs>() == 320);
-const _: () = assert!(size_of::<FusedArgs>() == 384);
+const _: () = assert!(size_of::<GemmReconArgs>() == 320);
+const _: () = assert!(size_of::<GemmPackedArgs>() == 384);
 const _: () = assert!(size_of::<EncodeArgs>() == 144);
-const _: () = assert!(size_of::<PackedArgs>() == 72);
+const _: () = assert!(size_of::<RepackArgs>() == 72);

@@ -3,21 +3,21 @@
 //! | template | context |
 //! |---|---|
 //! | `kernels/decode.cu.tera` | [`DecodeContext`] |
-//! | `kernels/matmul.cu.tera` | [`MatmulContext`] |
+//! | `kernels/gemm_recon.cu.tera` | [`GemmReconContext`] |
 //! | `kernels/encode.cu.tera` | [`EncodeContext`] |
-//! | `kernels/fused_small.cu.tera` | [`FusedSmallContext`] |
-//! | `kernels/fused_wide.cu.tera` | [`FusedWideContext`] |
-//! | `kernels/packed.cu.tera` | [`PackedContext`] |
+//! | `kernels/gemm_mma.cu.tera` | [`GemmMmaContext`] |
+//! | `kernels/gemm_wgmma.cu.tera` | [`GemmWgmmaContext`] |
+//! | `kernels/repack.cu.tera` | [`RepackContext`] |
 //!
 //! `partials/head.tera` sees the [`Head`] that all of them carry. A field that no template reads is dead; a field that a template
 //! reads and the struct lacks is a render error.
 
 use crate::{
-    abi::{DecodeArgs, EncodeArgs, FusedArgs, MatmulArgs, PackedArgs},
+    abi::{DecodeArgs, EncodeArgs, GemmPackedArgs, GemmReconArgs, RepackArgs},
     plan::{Plan, SmemSection},
     spec::{
-        DecodeOutput, DecodeSpec, EncodeSpec, EncodeStage, Epilogue, FusedSmallSpec, FusedWideSpec, MatmulSpec,
-        PackedSpec, PackedStage, WeightSource,
+        DecodeOutput, DecodeSpec, EncodeSpec, EncodeStage, Epilogue, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec,
+        RepackSpec, RepackStage, WeightSource,
     },
 };
 use serde::Serialize;
@@ -115,7 +115,7 @@ fn product(epilogue: Epilogue) -> &'static str {
 
 /// Context of `matmul.cu.tera`.
 #[derive(Debug, Serialize)]
-pub struct MatmulContext {
+pub struct GemmReconContext {
     /// See [`Head`].
     pub head: Head,
     /// `Config::kPaletteSource`.
@@ -134,9 +134,9 @@ pub struct MatmulContext {
     pub consumer_registers: u32,
 }
 
-impl MatmulContext {
+impl GemmReconContext {
     /// The context of a matmul.
-    pub fn new(plan: &Plan, spec: &MatmulSpec) -> Self {
+    pub fn new(plan: &Plan, spec: &GemmReconSpec) -> Self {
         let product = product(spec.epilogue);
         let source = match spec.source {
             WeightSource::Exponent => "decoded exponents".to_owned(),
@@ -152,7 +152,7 @@ impl MatmulContext {
             spec.stages.get()
         );
         Self {
-            head: Head::new::<MatmulArgs>(plan, summary),
+            head: Head::new::<GemmReconArgs>(plan, summary),
             palette_source: matches!(spec.source, WeightSource::Palette { .. }),
             n_tiles: spec.n_tiles.get(),
             stages: spec.stages.get(),
@@ -209,7 +209,7 @@ impl EncodeContext {
 
 /// What both kernels of the register-sourced family have in their `Config`.
 #[derive(Debug, Serialize)]
-pub struct FusedContext {
+pub struct GemmPackedContext {
     /// `Config::kBatchTile`.
     pub batch_tile: u32,
     /// `Config::kStages`.
@@ -218,81 +218,81 @@ pub struct FusedContext {
     pub escapes: bool,
     /// `Config::kStoreAdd`.
     pub store_add: bool,
-    /// `Config::kDependent`.
-    pub dependent: bool,
+    /// `Config::kPdl`.
+    pub pdl: bool,
     /// `Config::kDumpOperands`.
     pub dump: bool,
 }
 
-impl FusedContext {
+impl GemmPackedContext {
     /// How the weights are read and what is left out, in words.
     fn summary(&self, epilogue: Epilogue, block: &str) -> String {
         let escapes = if self.escapes { "exact escapes" } else { "no escapes" };
-        let dependent = if self.dependent { ", dependent launch" } else { "" };
+        let pdl = if self.pdl { ", dependent launch" } else { "" };
         let dump = if self.dump { ", operands dumped" } else { "" };
-        format!("{}, W packed to 12 bits, {escapes}; {block}{dependent}{dump}.", product(epilogue))
+        format!("{}, W packed to 12 bits, {escapes}; {block}{pdl}{dump}.", product(epilogue))
     }
 }
 
-/// Context of `fused_small.cu.tera`.
+/// Context of `gemm_mma.cu.tera`.
 #[derive(Debug, Serialize)]
-pub struct FusedSmallContext {
+pub struct GemmMmaContext {
     /// See [`Head`].
     pub head: Head,
-    /// See [`FusedContext`].
-    pub fused: FusedContext,
+    /// See [`GemmPackedContext`].
+    pub packed: GemmPackedContext,
     /// `Config::kRowBlocks`.
     pub row_blocks: u32,
     /// `Config::kWarps`.
     pub warps: u32,
     /// `Config::kCluster`.
     pub cluster: u32,
-    /// `Config::kStream`.
-    pub stream: bool,
+    /// `Config::kPersistent`.
+    pub persistent: bool,
     /// `Config::kSiluMul`.
     pub silu_mul: bool,
 }
 
-impl FusedSmallContext {
+impl GemmMmaContext {
     /// The context of a matmul for small batches.
-    pub fn new(plan: &Plan, spec: &FusedSmallSpec) -> Self {
-        let fused = FusedContext {
+    pub fn new(plan: &Plan, spec: &GemmMmaSpec) -> Self {
+        let packed = GemmPackedContext {
             batch_tile: spec.batch_tile.get(),
             stages: spec.stages.get(),
             escapes: spec.escapes,
             store_add: matches!(spec.epilogue, Epilogue::StoreAdd),
-            dependent: spec.dependent,
+            pdl: spec.pdl,
             dump: spec.dump,
         };
         let (row_blocks, cluster) = (spec.row_blocks.get(), spec.cluster.get());
         let group = if cluster == 1 { "block".to_owned() } else { format!("cluster of {cluster}") };
-        let tasks = if spec.stream { "task after task" } else { "one task" };
+        let tasks = if spec.persistent { "task after task" } else { "one task" };
         let block = format!(
             "{} batch rows x {} of n per {group}, {tasks}, a ring of {} per warp",
-            fused.batch_tile,
+            packed.batch_tile,
             16 * row_blocks,
-            fused.stages
+            packed.stages
         );
-        let summary = fused.summary(spec.epilogue, &block);
+        let summary = packed.summary(spec.epilogue, &block);
         Self {
-            head: Head::new::<FusedArgs>(plan, summary),
-            fused,
+            head: Head::new::<GemmPackedArgs>(plan, summary),
+            packed,
             row_blocks,
             warps: spec.warps.get(),
             cluster,
-            stream: spec.stream,
+            persistent: spec.persistent,
             silu_mul: matches!(spec.epilogue, Epilogue::SiluMul),
         }
     }
 }
 
-/// Context of `fused_wide.cu.tera`.
+/// Context of `gemm_wgmma.cu.tera`.
 #[derive(Debug, Serialize)]
-pub struct FusedWideContext {
+pub struct GemmWgmmaContext {
     /// See [`Head`].
     pub head: Head,
-    /// See [`FusedContext`].
-    pub fused: FusedContext,
+    /// See [`GemmPackedContext`].
+    pub packed: GemmPackedContext,
     /// `Config::kWarpgroups`.
     pub warpgroups: u32,
     /// `Config::kCluster`.
@@ -305,15 +305,15 @@ pub struct FusedWideContext {
     pub consumer_registers: Option<u32>,
 }
 
-impl FusedWideContext {
+impl GemmWgmmaContext {
     /// The context of a matmul for large batches.
-    pub fn new(plan: &Plan, spec: &FusedWideSpec) -> Self {
-        let fused = FusedContext {
+    pub fn new(plan: &Plan, spec: &GemmWgmmaSpec) -> Self {
+        let packed = GemmPackedContext {
             batch_tile: spec.batch_tile.get(),
             stages: spec.stages.get(),
             escapes: spec.escapes,
             store_add: matches!(spec.epilogue, Epilogue::StoreAdd),
-            dependent: spec.dependent,
+            pdl: spec.pdl,
             dump: spec.dump,
         };
         let warpgroups = spec.warpgroups.get();
@@ -324,12 +324,12 @@ impl FusedWideContext {
             _ => format!("by a cluster of {cluster} that shares k"),
         };
         let block =
-            format!("{} x {} of Y at a time, {cut}, a ring of {}", fused.batch_tile, 64 * warpgroups, fused.stages);
-        let summary = fused.summary(spec.epilogue, &block);
+            format!("{} x {} of Y at a time, {cut}, a ring of {}", packed.batch_tile, 64 * warpgroups, packed.stages);
+        let summary = packed.summary(spec.epilogue, &block);
         let mut registers = plan.roles.roles().filter_map(|role| role.registers);
         Self {
-            head: Head::new::<FusedArgs>(plan, summary),
-            fused,
+            head: Head::new::<GemmPackedArgs>(plan, summary),
+            packed,
             warpgroups,
             cluster,
             stream_k: spec.stream_k,
@@ -339,9 +339,9 @@ impl FusedWideContext {
     }
 }
 
-/// Context of `packed.cu.tera`.
+/// Context of `repack.cu.tera`.
 #[derive(Debug, Serialize)]
-pub struct PackedContext {
+pub struct RepackContext {
     /// See [`Head`].
     pub head: Head,
     /// The function of `uw::packed`.
@@ -350,14 +350,14 @@ pub struct PackedContext {
     pub constant: &'static str,
 }
 
-impl PackedContext {
+impl RepackContext {
     /// The context of a conversion.
-    pub fn new(plan: &Plan, spec: &PackedSpec) -> Self {
+    pub fn new(plan: &Plan, spec: &RepackSpec) -> Self {
         let (constant, summary) = match spec.stage {
-            PackedStage::Pack => ("Pack", "bf16 [n, k] -> packed tiles, escape heads and sizes of the lists."),
-            PackedStage::Lists => ("Lists", "bf16 [n, k] and sizes of the lists -> lists of escapes and their places."),
-            PackedStage::Unpack => ("Unpack", "Packed tiles and escapes -> bf16 [n, k], row-major."),
+            RepackStage::Pack => ("Pack", "bf16 [n, k] -> packed tiles, escape heads and sizes of the lists."),
+            RepackStage::Lists => ("Lists", "bf16 [n, k] and sizes of the lists -> lists of escapes and their places."),
+            RepackStage::Unpack => ("Unpack", "Packed tiles and escapes -> bf16 [n, k], row-major."),
         };
-        Self { head: Head::new::<PackedArgs>(plan, summary.to_owned()), function: spec.stage.tag(), constant }
+        Self { head: Head::new::<RepackArgs>(plan, summary.to_owned()), function: spec.stage.tag(), constant }
     }
 }

@@ -8,7 +8,7 @@
 //! escaped. A value that a context lacks is an error of the template's line, never an empty string.
 
 use crate::{
-    context::{DecodeContext, EncodeContext, FusedSmallContext, FusedWideContext, MatmulContext, PackedContext},
+    context::{DecodeContext, EncodeContext, GemmMmaContext, GemmReconContext, GemmWgmmaContext, RepackContext},
     error::CodegenError,
     lint,
     plan::Plan,
@@ -56,11 +56,11 @@ pub fn render(spec: &VariantSpec) -> Result<Source, CodegenError> {
     let plan = Plan::new(spec)?;
     let text = match spec.op {
         Op::Decode(decode) => text(spec, "decode.cu.tera", &DecodeContext::new(&plan, &decode))?,
-        Op::Matmul(matmul) => text(spec, "matmul.cu.tera", &MatmulContext::new(&plan, &matmul))?,
+        Op::GemmRecon(matmul) => text(spec, "gemm_recon.cu.tera", &GemmReconContext::new(&plan, &matmul))?,
         Op::Encode(encode) => text(spec, "encode.cu.tera", &EncodeContext::new(&plan, &encode))?,
-        Op::FusedSmall(small) => text(spec, "fused_small.cu.tera", &FusedSmallContext::new(&plan, &small))?,
-        Op::FusedWide(wide) => text(spec, "fused_wide.cu.tera", &FusedWideContext::new(&plan, &wide))?,
-        Op::Packed(packed) => text(spec, "packed.cu.tera", &PackedContext::new(&plan, &packed))?,
+        Op::GemmMma(small) => text(spec, "gemm_mma.cu.tera", &GemmMmaContext::new(&plan, &small))?,
+        Op::GemmWgmma(wide) => text(spec, "gemm_wgmma.cu.tera", &GemmWgmmaContext::new(&plan, &wide))?,
+        Op::Repack(packed) => text(spec, "repack.cu.tera", &RepackContext::new(&plan, &packed))?,
     };
     let name = spec.name();
     lint::kernel(&name, &text)?;

@@ -3,7 +3,7 @@
 //! The rendered sources assert `sizeof`; two fields of one size that changed places would pass there and be caught here.
 
 use std::mem::offset_of;
-use unweight_codegen::abi::{DecodeArgs, EncodeArgs, FusedArgs, MatmulArgs, PackedArgs};
+use unweight_codegen::abi::{DecodeArgs, EncodeArgs, GemmPackedArgs, GemmReconArgs, RepackArgs};
 
 /// (name, offset, bytes) of each field, in order.
 type Layout = Vec<(String, usize, usize)>;
@@ -65,11 +65,11 @@ fn host_and_device_agree_on_every_field() {
             sign_mantissa, encoded_exp, row_lengths, tile_metadata, verbatim_exponents, palette, code_lengths, output,
             work_counter, fault, encoded_words, verbatim_rows, n, k, tile_rows, tile_cols, reserved,
         }
-        MatmulArgs {
+        GemmReconArgs {
             x, sign_mantissa, exponents, tile_metadata, verbatim_exponents, palette, y, verbatim_rows, m, n, k,
             tile_cols, reserved,
         }
-        FusedArgs {
+        GemmPackedArgs {
             x, y_map, packed, escape_heads, escapes, y, workspace, counters, scale, escape_words, m, n, k, tile_cols,
             reserved,
         }
@@ -78,7 +78,7 @@ fn host_and_device_agree_on_every_field() {
             tile_metadata, encoded_exp, verbatim_exponents, palette_index, totals, scan_state, capacity_words,
             capacity_rows, code_limit, n, k, tile_rows, tile_cols,
         }
-        PackedArgs {
+        RepackArgs {
             weights, packed, escape_heads, escapes, group_words, inexact, escape_words, base, n, k, tile_rows, tile_cols,
         }
     };

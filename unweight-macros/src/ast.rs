@@ -13,19 +13,44 @@ pub(crate) struct Variant {
 }
 
 pub(crate) enum Op {
-    Matmul { n: LitInt, stages: LitInt, source: Source, epilogue: Word },
-    Decode { output: Word, code_limit: LitInt },
-    Encode { stage: Word },
-    FusedSmall { batch_tile: LitInt, row_blocks: LitInt, warps: LitInt, cluster: LitInt, stream: LitBool, fused: Fused },
-    FusedWide { batch_tile: LitInt, warpgroups: LitInt, cluster: LitInt, stream_k: LitBool, fused: Fused },
-    Packed { stage: Word },
+    GemmRecon {
+        n: LitInt,
+        stages: LitInt,
+        source: Source,
+        epilogue: Word,
+    },
+    Decode {
+        output: Word,
+        code_limit: LitInt,
+    },
+    Encode {
+        stage: Word,
+    },
+    GemmMma {
+        batch_tile: LitInt,
+        row_blocks: LitInt,
+        warps: LitInt,
+        cluster: LitInt,
+        persistent: LitBool,
+        packed: PackedKeys,
+    },
+    GemmWgmma {
+        batch_tile: LitInt,
+        warpgroups: LitInt,
+        cluster: LitInt,
+        stream_k: LitBool,
+        packed: PackedKeys,
+    },
+    Repack {
+        stage: Word,
+    },
 }
 
 /// What both register-sourced matmuls have.
-pub(crate) struct Fused {
+pub(crate) struct PackedKeys {
     pub stages: LitInt,
     pub escapes: LitBool,
-    pub dependent: LitBool,
+    pub pdl: LitBool,
     pub dump: LitBool,
     pub epilogue: Word,
 }

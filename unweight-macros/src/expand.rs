@@ -1,6 +1,6 @@
 //! The `impl`, with the questions that only `unweight-codegen` can answer put as const assertions.
 
-use crate::ast::{Fused, Op, Source, Variant, Word};
+use crate::ast::{Op, PackedKeys, Source, Variant, Word};
 use proc_macro2::TokenStream;
 use quote::{quote, quote_spanned};
 use syn::{LitInt, Path};
@@ -10,7 +10,7 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
     let Variant { codegen, name, arch, op } = variant;
     let arch = enum_value(codegen, quote!(Arch), arch);
     let spec = match op {
-        Op::Matmul { n, stages, source, epilogue } => {
+        Op::GemmRecon { n, stages, source, epilogue } => {
             let source = match source {
                 Source::Exponent => quote!(#codegen::spec::WeightSource::Exponent),
                 Source::Palette { verbatim } => {
@@ -21,7 +21,7 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
             let n = axis_value(codegen, quote!(NTiles), n);
             let stages = axis_value(codegen, quote!(Stages), stages);
             let epilogue = enum_value(codegen, quote!(Epilogue), epilogue);
-            quote!(#codegen::spec::VariantSpec::matmul(#arch, #source, #n, #stages, #epilogue))
+            quote!(#codegen::spec::VariantSpec::gemm_recon(#arch, #source, #n, #stages, #epilogue))
         }
         Op::Decode { output, code_limit } => {
             let output = enum_value(codegen, quote!(DecodeOutput), output);
@@ -32,41 +32,41 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
             let stage = enum_value(codegen, quote!(EncodeStage), stage);
             quote!(#codegen::spec::VariantSpec::encode(#arch, #stage))
         }
-        Op::FusedSmall { batch_tile, row_blocks, warps, cluster, stream, fused } => {
+        Op::GemmMma { batch_tile, row_blocks, warps, cluster, persistent, packed } => {
             let batch_tile = axis_value(codegen, quote!(SmallBatchTile), batch_tile);
             let row_blocks = axis_value(codegen, quote!(RowBlocks), row_blocks);
             let warps = axis_value(codegen, quote!(Warps), warps);
             let cluster = axis_value(codegen, quote!(ClusterSize), cluster);
-            let fused = fused_fields(codegen, quote!(SmallStages), fused);
+            let packed = packed_fields(codegen, quote!(SmallStages), packed);
             quote! {
-                #codegen::spec::VariantSpec::fused_small(#arch, #codegen::spec::FusedSmallSpec {
+                #codegen::spec::VariantSpec::gemm_mma(#arch, #codegen::spec::GemmMmaSpec {
                     batch_tile: #batch_tile,
                     row_blocks: #row_blocks,
                     warps: #warps,
                     cluster: #cluster,
-                    stream: #stream,
-                    #fused
+                    persistent: #persistent,
+                    #packed
                 })
             }
         }
-        Op::FusedWide { batch_tile, warpgroups, cluster, stream_k, fused } => {
+        Op::GemmWgmma { batch_tile, warpgroups, cluster, stream_k, packed } => {
             let batch_tile = axis_value(codegen, quote!(WideBatchTile), batch_tile);
             let warpgroups = axis_value(codegen, quote!(Warpgroups), warpgroups);
             let cluster = axis_value(codegen, quote!(ClusterSize), cluster);
-            let fused = fused_fields(codegen, quote!(WideStages), fused);
+            let packed = packed_fields(codegen, quote!(WideStages), packed);
             quote! {
-                #codegen::spec::VariantSpec::fused_wide(#arch, #codegen::spec::FusedWideSpec {
+                #codegen::spec::VariantSpec::gemm_wgmma(#arch, #codegen::spec::GemmWgmmaSpec {
                     batch_tile: #batch_tile,
                     warpgroups: #warpgroups,
                     cluster: #cluster,
                     stream_k: #stream_k,
-                    #fused
+                    #packed
                 })
             }
         }
-        Op::Packed { stage } => {
-            let stage = enum_value(codegen, quote!(PackedStage), stage);
-            quote!(#codegen::spec::VariantSpec::packed(#arch, #stage))
+        Op::Repack { stage } => {
+            let stage = enum_value(codegen, quote!(RepackStage), stage);
+            quote!(#codegen::spec::VariantSpec::repack(#arch, #stage))
         }
     };
     quote! {
@@ -88,11 +88,11 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
     }
 }
 
-fn fused_fields(codegen: &Path, stages_axis: TokenStream, fused: &Fused) -> TokenStream {
-    let Fused { stages, escapes, dependent, dump, epilogue } = fused;
+fn packed_fields(codegen: &Path, stages_axis: TokenStream, packed: &PackedKeys) -> TokenStream {
+    let PackedKeys { stages, escapes, pdl, dump, epilogue } = packed;
     let stages = axis_value(codegen, stages_axis, stages);
     let epilogue = enum_value(codegen, quote!(Epilogue), epilogue);
-    quote!(stages: #stages, escapes: #escapes, dependent: #dependent, dump: #dump, epilogue: #epilogue)
+    quote!(stages: #stages, escapes: #escapes, pdl: #pdl, dump: #dump, epilogue: #epilogue)
 }
 
 /// A number as a value of its axis; a value that the axis does not have is an error at the number.

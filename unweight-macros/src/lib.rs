@@ -12,12 +12,12 @@
 //! struct FullDecode;
 //!
 //! /// Batches of up to 8 from packed weights, launched before the kernel in front of it is done.
-//! #[unweight_variant(op = fused_small, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2, dependent = true)]
+//! #[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2, pdl = true)]
 //! struct TokenProjection;
 //!
-//! assert_eq!(GateProjection::SPEC.to_string(), "uw_sm90a_matmul_palette_n2p4_v8_store");
+//! assert_eq!(GateProjection::SPEC.to_string(), "uw_sm90a_gemm_recon_palette_n2p4_v8_store");
 //! assert_eq!(FullDecode::SPEC.to_string(), "uw_sm90a_decode_full_l7");
-//! assert_eq!(TokenProjection::SPEC.to_string(), "uw_sm90a_fused_small_b8_r4w8p2c1_esc_pdl_store");
+//! assert_eq!(TokenProjection::SPEC.to_string(), "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_pdl_store");
 //! ```
 //!
 //! The struct then implements `unweight_codegen::Variant`: its spec is a constant, checked where it is written.
@@ -46,25 +46,25 @@ use proc_macro2::TokenStream as TokenStream2;
 ///
 /// | key | operations | values | default |
 /// |---|---|---|---|
-/// | `op` | all | `matmul`, `decode`, `encode`, `fused_small`, `fused_wide`, `packed` | `matmul` |
+/// | `op` | all | `matmul`, `decode`, `encode`, `gemm_mma`, `gemm_wgmma`, `packed` | `matmul` |
 /// | `n` | matmul | 1..=4 tiles of 64 output features | |
 /// | `stages` | matmul | 2..=8 | |
-/// | | fused_small | 1..=16 | |
-/// | | fused_wide | 3..=16 | |
+/// | | gemm_mma | 1..=16 | |
+/// | | gemm_wgmma | 3..=16 | |
 /// | `source` | matmul | `palette`, `exponent` | `palette` |
 /// | `verbatim` | matmul, palette source | 0, 4, 8, 16, 32, 64 rows per tile | 8 |
-/// | `epilogue` | matmul, fused_small, fused_wide | `store`, `store_add` | `store` |
-/// | | fused_small, even `row_blocks` | `silu_mul` | |
-/// | `batch_tile` | fused_small | 8, 16, 32, 64 batch rows | |
-/// | | fused_wide | 32, 64, 128, 192, 256 batch rows | |
-/// | `row_blocks` | fused_small | 1..=8 blocks of 16 output features | |
-/// | `warps` | fused_small | 1..=32 | |
-/// | `cluster` | fused_small, fused_wide | 1, 2, 4, 8 blocks that share k | 1 |
-/// | `stream` | fused_small | `true`, `false` | `false` |
-/// | `warpgroups` | fused_wide | 1..=3, of 64 output features | 2 |
-/// | `stream_k` | fused_wide | `true`, `false` | `false` |
-/// | `escapes` | fused_small, fused_wide | `true`, `false` | `true` |
-/// | `dependent`, `dump` | fused_small, fused_wide | `true`, `false` | `false` |
+/// | `epilogue` | matmul, gemm_mma, gemm_wgmma | `store`, `store_add` | `store` |
+/// | | gemm_mma, even `row_blocks` | `silu_mul` | |
+/// | `batch_tile` | gemm_mma | 8, 16, 32, 64 batch rows | |
+/// | | gemm_wgmma | 32, 64, 128, 192, 256 batch rows | |
+/// | `row_blocks` | gemm_mma | 1..=8 blocks of 16 output features | |
+/// | `warps` | gemm_mma | 1..=32 | |
+/// | `cluster` | gemm_mma, gemm_wgmma | 1, 2, 4, 8 blocks that share k | 1 |
+/// | `persistent` | gemm_mma | `true`, `false` | `false` |
+/// | `warpgroups` | gemm_wgmma | 1..=3, of 64 output features | 2 |
+/// | `stream_k` | gemm_wgmma | `true`, `false` | `false` |
+/// | `escapes` | gemm_mma, gemm_wgmma | `true`, `false` | `true` |
+/// | `pdl`, `dump` | gemm_mma, gemm_wgmma | `true`, `false` | `false` |
 /// | `output` | decode | `full`, `exponent`, `palette` | |
 /// | `code_limit` | decode | 6..=15 bits | 7 |
 /// | `stage` | encode | `stats`, `table`, `decode_table`, `rows`, `scan`, `write`, `palette` | |

@@ -1,7 +1,7 @@
 //! The rules of the attribute. Each error stands on the token that breaks the rule, and says what would be right.
 
 use crate::{
-    ast::{Fused, Op, Source, Variant, Word},
+    ast::{Op, PackedKeys, Source, Variant, Word},
     attr::{Pair, Value},
 };
 use proc_macro2::{Span, TokenStream};
@@ -11,13 +11,13 @@ use syn::{
 
 /// Keys of every operation.
 const COMMON: &[&str] = &["op", "arch", "crate"];
-const MATMUL: &[&str] = &["n", "stages", "source", "verbatim", "epilogue"];
+const GEMM_RECON: &[&str] = &["n", "stages", "source", "verbatim", "epilogue"];
 const DECODE: &[&str] = &["output", "code_limit"];
 const STAGE: &[&str] = &["stage"];
-const FUSED_SMALL: &[&str] =
-    &["batch_tile", "row_blocks", "warps", "stages", "cluster", "stream", "escapes", "dependent", "epilogue", "dump"];
-const FUSED_WIDE: &[&str] =
-    &["batch_tile", "warpgroups", "stages", "cluster", "stream_k", "escapes", "dependent", "epilogue", "dump"];
+const GEMM_MMA: &[&str] =
+    &["batch_tile", "row_blocks", "warps", "stages", "cluster", "persistent", "escapes", "pdl", "epilogue", "dump"];
+const GEMM_WGMMA: &[&str] =
+    &["batch_tile", "warpgroups", "stages", "cluster", "stream_k", "escapes", "pdl", "epilogue", "dump"];
 
 /// Words of the attribute and the values they stand for. Names and parsing live in `unweight_codegen::spec`; a test declares
 /// every word and compares the resulting canonical name.
@@ -33,7 +33,7 @@ const ENCODE_STAGES: &[(&str, &str)] = &[
     ("write", "Write"),
     ("palette", "Palette"),
 ];
-const PACKED_STAGES: &[(&str, &str)] = &[("pack", "Pack"), ("lists", "Lists"), ("unpack", "Unpack")];
+const REPACK_STAGES: &[(&str, &str)] = &[("pack", "Pack"), ("lists", "Lists"), ("unpack", "Unpack")];
 
 /// Verbatim rows of a palette variant that does not say: covers nearly every tile of trained weights.
 const DEFAULT_VERBATIM: u32 = 8;
@@ -98,12 +98,12 @@ type Build = fn(&Args<'_>) -> Result<Op>;
 /// The operation: its name, its keys and what reads them.
 fn operation(args: &Args<'_>) -> Result<(&'static str, &'static [&'static str], Build)> {
     const OPS: &[(&str, &[&str], Build)] = &[
-        ("matmul", MATMUL, matmul),
+        ("gemm_recon", GEMM_RECON, gemm_recon),
         ("decode", DECODE, decode),
         ("encode", STAGE, encode),
-        ("fused_small", FUSED_SMALL, fused_small),
-        ("fused_wide", FUSED_WIDE, fused_wide),
-        ("packed", STAGE, packed),
+        ("gemm_mma", GEMM_MMA, gemm_mma),
+        ("gemm_wgmma", GEMM_WGMMA, gemm_wgmma),
+        ("repack", STAGE, repack),
     ];
     let Some((word, span)) = args.text("op")? else { return Ok(OPS[0]) };
     match OPS.iter().find(|(name, ..)| *name == word) {
@@ -112,7 +112,7 @@ fn operation(args: &Args<'_>) -> Result<(&'static str, &'static [&'static str], 
     }
 }
 
-fn matmul(args: &Args<'_>) -> Result<Op> {
+fn gemm_recon(args: &Args<'_>) -> Result<Op> {
     let source = match args.text("source")? {
         None => Source::Palette { verbatim: args.int("verbatim", Some(DEFAULT_VERBATIM))? },
         Some((word, _)) if word == "palette" => {
@@ -129,7 +129,7 @@ fn matmul(args: &Args<'_>) -> Result<Op> {
             return Err(Error::new(span, format!("unknown source `{word}`; it must be palette or exponent")));
         }
     };
-    Ok(Op::Matmul {
+    Ok(Op::GemmRecon {
         n: args.int("n", None)?,
         stages: args.int("stages", None)?,
         source,
@@ -148,40 +148,40 @@ fn encode(args: &Args<'_>) -> Result<Op> {
     Ok(Op::Encode { stage: args.word("stage", ENCODE_STAGES, None)? })
 }
 
-fn fused_small(args: &Args<'_>) -> Result<Op> {
-    Ok(Op::FusedSmall {
+fn gemm_mma(args: &Args<'_>) -> Result<Op> {
+    Ok(Op::GemmMma {
         batch_tile: args.int("batch_tile", None)?,
         row_blocks: args.int("row_blocks", None)?,
         warps: args.int("warps", None)?,
         cluster: args.int("cluster", Some(1))?,
-        stream: args.bool("stream", false)?,
-        fused: fused(args)?,
+        persistent: args.bool("persistent", false)?,
+        packed: packed(args)?,
     })
 }
 
-fn fused_wide(args: &Args<'_>) -> Result<Op> {
-    Ok(Op::FusedWide {
+fn gemm_wgmma(args: &Args<'_>) -> Result<Op> {
+    Ok(Op::GemmWgmma {
         batch_tile: args.int("batch_tile", None)?,
         warpgroups: args.int("warpgroups", Some(DEFAULT_WARPGROUPS))?,
         cluster: args.int("cluster", Some(1))?,
         stream_k: args.bool("stream_k", false)?,
-        fused: fused(args)?,
+        packed: packed(args)?,
     })
 }
 
 /// Any tensor, any stream: with escapes, and launched behind whatever came before.
-fn fused(args: &Args<'_>) -> Result<Fused> {
-    Ok(Fused {
+fn packed(args: &Args<'_>) -> Result<PackedKeys> {
+    Ok(PackedKeys {
         stages: args.int("stages", None)?,
         escapes: args.bool("escapes", true)?,
-        dependent: args.bool("dependent", false)?,
+        pdl: args.bool("pdl", false)?,
         dump: args.bool("dump", false)?,
         epilogue: args.word("epilogue", EPILOGUES, Some("store"))?,
     })
 }
 
-fn packed(args: &Args<'_>) -> Result<Op> {
-    Ok(Op::Packed { stage: args.word("stage", PACKED_STAGES, None)? })
+fn repack(args: &Args<'_>) -> Result<Op> {
+    Ok(Op::Repack { stage: args.word("stage", REPACK_STAGES, None)? })
 }
 
 struct Args<'a> {

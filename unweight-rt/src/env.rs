@@ -42,12 +42,6 @@ pub const VARIABLES: &[Variable] = &[
         meaning: "the cuBLAS to compare with; nothing else is tried when it is set",
     },
     Variable {
-        name: "UNWEIGHT_GPU",
-        values: "`auto`, `require`, `off`",
-        default: "`auto`",
-        meaning: "tests on a GPU: run if there is one, fail without one, or do not look",
-    },
-    Variable {
         name: "UNWEIGHT_JIT",
         values: "`auto`, `cache-only`, `off`",
         default: "`auto`",
@@ -102,18 +96,6 @@ impl JitMode {
     }
 }
 
-/// How the tests treat a GPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum GpuPolicy {
-    /// Use one if it is there.
-    #[default]
-    Auto,
-    /// Fail without one.
-    Require,
-    /// Do not look for one.
-    Off,
-}
-
 /// A variable that holds something else than documented.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name}={value:?}: expected {expected}; correct or unset it")]
@@ -148,7 +130,7 @@ pub struct Env {
     pub cache_max_bytes: u64,
     /// What to do with a kernel that the cache lacks.
     pub jit: JitMode,
-    /// Kernels compiled at the same time.
+    /// KernelSet compiled at the same time.
     pub jit_threads: usize,
     /// How long to wait for another process that compiles the same kernel.
     pub lock_timeout: Duration,
@@ -158,8 +140,6 @@ pub struct Env {
     pub cublas: Option<PathBuf>,
     /// `UNWEIGHT_NCCL`.
     pub nccl: Option<PathBuf>,
-    /// `UNWEIGHT_GPU`.
-    pub gpu: GpuPolicy,
     /// Where to look for libraries.
     pub search: SearchPaths,
 }
@@ -206,12 +186,6 @@ impl Env {
             nvrtc: path("UNWEIGHT_NVRTC"),
             cublas: path("UNWEIGHT_CUBLAS"),
             nccl: path("UNWEIGHT_NCCL"),
-            gpu: parsed(&get, "UNWEIGHT_GPU", GpuPolicy::Auto, |text| match text {
-                "auto" => Some(GpuPolicy::Auto),
-                "require" => Some(GpuPolicy::Require),
-                "off" => Some(GpuPolicy::Off),
-                _ => None,
-            })?,
             search: SearchPaths::parse(&get),
         })
     }
@@ -334,7 +308,7 @@ mod tests {
     fn defaults_and_values() {
         let env = with(&[("HOME", "/home/u")]).unwrap();
         assert_eq!(env.cache_dir.as_deref(), Some(Path::new("/home/u/.cache/unweight")));
-        assert_eq!((env.jit, env.cache_max_bytes, env.gpu), (JitMode::Auto, 1 << 30, GpuPolicy::Auto));
+        assert_eq!((env.jit, env.cache_max_bytes), (JitMode::Auto, 1 << 30));
         let env = with(&[
             ("HOME", "/home/u"),
             ("XDG_CACHE_HOME", "/x"),
@@ -364,7 +338,6 @@ mod tests {
             ("UNWEIGHT_CACHE_MAX", "99999999999G"),
             ("UNWEIGHT_JIT_THREADS", "0"),
             ("UNWEIGHT_LOCK_SECONDS", "3601"),
-            ("UNWEIGHT_GPU", "yes"),
             ("UNWEIGHT_CACHE_DIR", "rel/ative"),
         ] {
             let error = with(&[(name, value)]).unwrap_err();

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! .gpu/bin/unweight      the command line
-//! .gpu/tests/gpu_*       one binary per GPU test file
+//! .gpu/tests/gpu         the GPU tests
 //! .gpu/nvrtc/            libnvrtc and its builtins, with --with-nvrtc
 //! .gpu/run.sh            correctness, then timing; results as JSON in $OUT
 //! ```
@@ -23,39 +23,24 @@ use crate::{
 
 const RUN_SH: &str = r#"#!/bin/sh
 # Runs the GPU tests, then the benchmarks. Results go to $OUT (default: ./out):
-#   correctness.json   {"test binary": "ok" | "failed", ...}, and one log per binary
+#   gpu.log            the tests; a figure after a failed test would mean nothing, so they come first
 #   doctor.json        what the machine has
-#   kernels.json       the benchmarks; not run after a failed test, whose figures would mean nothing
+#   kernels.json       the benchmarks
 #   matmul.json, .svg
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/out}
 mkdir -p "$out"
-export UNWEIGHT_GPU=require
 if [ -z "${UNWEIGHT_NVRTC:-}" ] && [ -d "$here/nvrtc" ]; then
     export UNWEIGHT_NVRTC="$here/nvrtc"
 fi
 "$here/bin/unweight" doctor --json >"$out/doctor.json"
-failed=0
-separator=''
-printf '{' >"$out/correctness.json"
-for test in "$here"/tests/gpu_*; do
-    [ -x "$test" ] || continue
-    name=$(basename "$test")
-    # One thread: tests share one device, and its memory.
-    if (cd "$here" && "$test" --test-threads=1) >"$out/$name.log" 2>&1; then
-        result=ok
-    else
-        result=failed
-        failed=1
-        tail -n 40 "$out/$name.log"
-    fi
-    printf '%s: %s\n' "$name" "$result"
-    printf '%s"%s": "%s"' "$separator" "$name" "$result" >>"$out/correctness.json"
-    separator=', '
-done
-printf '}\n' >>"$out/correctness.json"
-[ "$failed" -eq 0 ] || exit 1
+# One thread: tests share one device, and its memory.
+if ! (cd "$here" && ./tests/gpu --include-ignored --test-threads=1) >"$out/gpu.log" 2>&1; then
+    tail -n 60 "$out/gpu.log"
+    exit 1
+fi
+tail -n 3 "$out/gpu.log"
 "$here/bin/unweight" bench kernels --json >"$out/kernels.json" || exit 1
 exec "$here/bin/unweight" bench matmul --json --svg "$out/matmul.svg" >"$out/matmul.json"
 "#;
@@ -80,16 +65,9 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
         fs::create_dir_all(pack.join(folder)).map_err(io(&pack))?;
     }
     let binaries = executables(&["build", "--release", "--package", "unweight", "--bin", "unweight"])?;
-    let tests = gpu_tests()?;
-    let tests = if tests.is_empty() {
-        eprintln!("no tests/gpu_*.rs: the pack holds the command line only");
-        Vec::new()
-    } else {
-        let mut arguments = vec!["test", "--release", "--no-run", "--package", "unweight"];
-        tests.iter().for_each(|name| arguments.extend(["--test", name]));
-        // Building a test also builds the binary; it is in the pack already.
-        executables(&arguments)?.into_iter().filter(|(name, _)| name.starts_with("gpu_")).collect()
-    };
+    let arguments = ["test", "--release", "--no-run", "--package", "unweight", "--test", "gpu"];
+    // Building a test also builds the binary; it is in the pack already.
+    let tests: Vec<_> = executables(&arguments)?.into_iter().filter(|(name, _)| name == "gpu").collect();
     for (folder, files) in [("bin", &binaries), ("tests", &tests)] {
         for (name, path) in files {
             let target = pack.join(folder).join(name);
@@ -117,26 +95,8 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     fs::write(&script, RUN_SH)
         .and_then(|()| fs::set_permissions(&script, fs::Permissions::from_mode(0o755)))
         .map_err(io(&script))?;
-    println!(
-        "{}: {} test binaries; copy it to the GPU machine and run `OUT=results ./run.sh`",
-        pack.display(),
-        tests.len()
-    );
+    println!("{}: copy it to the GPU machine and run `OUT=results ./run.sh` there", pack.display());
     Ok(())
-}
-
-/// Names of the test targets for a GPU.
-fn gpu_tests() -> Result<Vec<String>, String> {
-    let folder = root().join("tests");
-    let entries = fs::read_dir(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-    let mut names: Vec<String> = entries
-        .filter_map(|entry| {
-            let name = entry.ok()?.file_name().into_string().ok()?;
-            Some(name.strip_suffix(".rs")?.to_owned()).filter(|name| name.starts_with("gpu_"))
-        })
-        .collect();
-    names.sort();
-    Ok(names)
 }
 
 /// Runs cargo and returns (target name, file) of each executable it made.

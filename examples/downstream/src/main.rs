@@ -18,7 +18,7 @@ use unweight::{
         bench::{halves, normal_bf16},
         decoder::{Decoder, output_bytes},
         device::{Device, DeviceBuffer},
-        dispatch::Kernels,
+        dispatch::KernelSet,
         env::Env,
         matmul::Matmul,
         tensor::{DeviceHuffman, DeviceMatrix},
@@ -63,7 +63,7 @@ fn run() -> Result<()> {
 
     // Compile, or take from the cache, exactly what was declared.
     let device = Device::open(0)?;
-    let kernels = Kernels::open(&device, Env::process()?);
+    let kernels = KernelSet::open(&device, Env::process()?);
     let prepared = kernels.prepare(&[Transcode::SPEC, Project::SPEC], &|progress| {
         println!("  {} in {:.0} ms", progress.artifact.name, progress.artifact.elapsed.as_secs_f64() * 1e3);
     })?;

@@ -51,7 +51,7 @@ struct DecodeArgs {
 
 // Report family: reconstructive matmul Y[m, n] = X[m, k] * W[n, k]^T (+ Y when the epilogue is store_add).
 // n is a multiple of 64 * N tiles, k a multiple of 64; m is any.
-struct MatmulArgs {
+struct GemmReconArgs {
     TensorMap x;                      // bf16 [m, k], box 64 (k) x 64 (m), 128-byte swizzle, zero fill
     TensorMap sign_mantissa;          // u8 [n, k], box 64 x 64, no swizzle
     const u8* exponents;              // exponent source: u8 [tiles, 64, 64]; palette source: u8 [tiles, 64, 32]
@@ -68,7 +68,7 @@ struct MatmulArgs {
 };
 
 // Register-sourced family (docs/format.md A.9): Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits. n and k are multiples of 64, m is any.
-struct FusedArgs {
+struct GemmPackedArgs {
     TensorMap x;                      // bf16 [m, k], box 64 (k) x the variant's batch tile, 128-byte swizzle, zero fill
     TensorMap y_map;                  // bf16 [m, n], for variants that store by the copy engine
     const u8* packed;                 // [tiles, 6144]
@@ -112,7 +112,7 @@ struct EncodeArgs {
 };
 
 // Conversions of the packed form (docs/format.md A.9): all stages share one struct. n and k are multiples of 64.
-struct PackedArgs {
+struct RepackArgs {
     u16* weights;                     // bf16 [n, k] row-major: read by pack and lists, written by unpack
     u8* packed;                       // [tiles, 6144]
     u32* escape_heads;                // [tiles, 4]

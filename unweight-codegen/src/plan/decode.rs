@@ -1,6 +1,6 @@
 //! The preprocess family: `templates/include/unweight/kernels/decode.cuh`.
 
-use super::{Grid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work};
+use super::{LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work};
 use crate::spec::{CodeLimit, DecodeOutput, DecodeSpec, VariantSpec};
 
 /// One block fills an SM: the table is then built and held once per SM.
@@ -55,7 +55,7 @@ pub(super) const fn plan(spec: &VariantSpec, op: &DecodeSpec) -> Plan {
         launch: LaunchPlan::ordinary(
             warps * spec.arch.limits().warp_threads,
             BLOCKS_PER_SM,
-            Grid::Persistent { work: Work::WeightTiles, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
+            LaunchGrid::Persistent { work: Work::WeightTiles, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
         ),
     }
 }

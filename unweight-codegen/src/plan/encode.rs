@@ -1,6 +1,6 @@
 //! The encoding family: `templates/include/unweight/kernels/encode.cuh`.
 
-use super::{Grid, LaunchPlan, Plan, RolePlan, SmemPlan, Work};
+use super::{LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work};
 use crate::spec::{EncodeSpec, EncodeStage, VariantSpec};
 
 /// 256 counters, one column per lane.
@@ -17,17 +17,18 @@ const SCAN_TILES_PER_BLOCK: u32 = 1024;
 const DECODE_TABLE_BLOCKS: u32 = 128;
 
 pub(super) const fn plan(spec: &VariantSpec, op: &EncodeSpec) -> Plan {
-    let tiles = Grid::Persistent { work: Work::WeightTiles, per_block: TILE_WARPS, blocks_per_sm: TILE_BLOCKS_PER_SM };
+    let tiles =
+        LaunchGrid::Persistent { work: Work::WeightTiles, per_block: TILE_WARPS, blocks_per_sm: TILE_BLOCKS_PER_SM };
     let none = SmemPlan::new();
     let (smem, warps, blocks_per_sm, grid) = match op.stage {
         EncodeStage::Stats => (
             none.section("histogram", HISTOGRAM_COUNTERS, LANES * 4, 16),
             16,
             4,
-            Grid::Persistent { work: Work::WeightTiles, per_block: 1, blocks_per_sm: 4 },
+            LaunchGrid::Persistent { work: Work::WeightTiles, per_block: 1, blocks_per_sm: 4 },
         ),
-        EncodeStage::Table => (none.section("work", 1, 4096, 16), 8, 1, Grid::Fixed(1)),
-        EncodeStage::DecodeTable => (none, 8, 1, Grid::Fixed(DECODE_TABLE_BLOCKS)),
+        EncodeStage::Table => (none.section("work", 1, 4096, 16), 8, 1, LaunchGrid::Fixed(1)),
+        EncodeStage::DecodeTable => (none, 8, 1, LaunchGrid::Fixed(DECODE_TABLE_BLOCKS)),
         EncodeStage::Rows | EncodeStage::Palette => {
             (none.section("exponent_table", 1, EXPONENT_TABLE_BYTES, 16), TILE_WARPS, TILE_BLOCKS_PER_SM, tiles)
         }
@@ -36,7 +37,7 @@ pub(super) const fn plan(spec: &VariantSpec, op: &EncodeSpec) -> Plan {
             8,
             1,
             // Blocks wait for the sums of those before them, each for its own tiles: no other number is right.
-            Grid::Covering { work: Work::WeightTiles, per_block: SCAN_TILES_PER_BLOCK },
+            LaunchGrid::Covering { work: Work::WeightTiles, per_block: SCAN_TILES_PER_BLOCK },
         ),
         EncodeStage::Write => (
             none.section("exponent_table", 1, EXPONENT_TABLE_BYTES, 16).section(

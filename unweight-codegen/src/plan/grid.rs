@@ -4,7 +4,7 @@ use std::fmt;
 
 /// The size of the problem that a launch is for, in the terms of `docs/format.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Problem {
+pub struct GemmShape {
     /// Batch rows; 0 for kernels without a batch.
     pub m: u32,
     /// Output features.
@@ -40,7 +40,7 @@ const STEPS_MAX: u32 = 128;
 
 /// How many blocks a launch has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Grid {
+pub enum LaunchGrid {
     /// This many, whatever the problem.
     Fixed(u32),
     /// One block for every `per_block` units.
@@ -86,8 +86,8 @@ impl Work {
     /// Units of a problem.
     ///
     /// Up to 2^64 - 1, more than any grid.
-    pub const fn units(self, problem: Problem) -> u64 {
-        let Problem { m, n, k } = problem;
+    pub const fn units(self, problem: GemmShape) -> u64 {
+        let GemmShape { m, n, k } = problem;
         match self {
             Self::WeightTiles => n.div_ceil(64) as u64 * k.div_ceil(64) as u64,
             Self::OutputTiles { rows, columns } => m.div_ceil(rows) as u64 * n.div_ceil(columns) as u64,
@@ -99,7 +99,7 @@ impl Work {
     }
 
     /// Blocks without which nothing can begin.
-    const fn team(self, problem: Problem) -> u64 {
+    const fn team(self, problem: GemmShape) -> u64 {
         match self {
             Self::OutputSteps { rows, .. } if problem.n != 0 && problem.k != 0 => problem.m.div_ceil(rows) as u64,
             _ => 0,
@@ -107,18 +107,18 @@ impl Work {
     }
 }
 
-impl Grid {
+impl LaunchGrid {
     /// Blocks for a problem on a device with `sms` multiprocessors; 0 if there is nothing to do.
     ///
-    /// `None` if it is more than a grid may have (2^31 - 1), or `k` has fewer steps than [`Grid::Clusters`] has blocks to share them.
+    /// `None` if it is more than a grid may have (2^31 - 1), or `k` has fewer steps than [`LaunchGrid::Clusters`] has blocks to share them.
     ///
     /// ```
-    /// # use unweight_codegen::plan::{Grid, Problem, Work};
-    /// let grid = Grid::Persistent { work: Work::OutputTiles { rows: 128, columns: 128 }, per_block: 1, blocks_per_sm: 1 };
-    /// assert_eq!(grid.blocks(Problem { m: 1, n: 4096, k: 4096 }, 132), Some(32));
-    /// assert_eq!(grid.blocks(Problem { m: 300, n: 14336, k: 4096 }, 132), Some(132));
+    /// # use unweight_codegen::plan::{LaunchGrid, GemmShape, Work};
+    /// let grid = LaunchGrid::Persistent { work: Work::OutputTiles { rows: 128, columns: 128 }, per_block: 1, blocks_per_sm: 1 };
+    /// assert_eq!(grid.blocks(GemmShape { m: 1, n: 4096, k: 4096 }, 132), Some(32));
+    /// assert_eq!(grid.blocks(GemmShape { m: 300, n: 14336, k: 4096 }, 132), Some(132));
     /// ```
-    pub fn blocks(self, problem: Problem, sms: u32) -> Option<u32> {
+    pub fn blocks(self, problem: GemmShape, sms: u32) -> Option<u32> {
         let blocks = match self {
             Self::Fixed(blocks) => u64::from(blocks),
             Self::Covering { work, per_block } => work.units(problem).div_ceil(u64::from(per_block)),
@@ -166,7 +166,7 @@ impl fmt::Display for Work {
     }
 }
 
-impl fmt::Display for Grid {
+impl fmt::Display for LaunchGrid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Fixed(1) => f.write_str("1 block"),
@@ -200,16 +200,16 @@ mod tests {
 
     #[test]
     fn grids_cover_the_work_and_stay_within_the_limit() {
-        let problem = Problem { m: 129, n: 130, k: 65 };
-        assert_eq!(Grid::Covering { work: Work::WeightTiles, per_block: 4 }.blocks(problem, 132), Some(2));
+        let problem = GemmShape { m: 129, n: 130, k: 65 };
+        assert_eq!(LaunchGrid::Covering { work: Work::WeightTiles, per_block: 4 }.blocks(problem, 132), Some(2));
         assert_eq!(Work::OutputTiles { rows: 128, columns: 64 }.units(problem), 6);
-        let nothing = Problem { m: 0, n: 0, k: 0 };
-        let persistent = Grid::Persistent { work: Work::WeightTiles, per_block: 4, blocks_per_sm: 2 };
+        let nothing = GemmShape { m: 0, n: 0, k: 0 };
+        let persistent = LaunchGrid::Persistent { work: Work::WeightTiles, per_block: 4, blocks_per_sm: 2 };
         assert_eq!(persistent.blocks(nothing, 132), Some(0));
-        let huge = Problem { m: 1, n: u32::MAX, k: u32::MAX };
+        let huge = GemmShape { m: 1, n: u32::MAX, k: u32::MAX };
         assert_eq!(persistent.blocks(huge, 132), Some(264));
-        assert_eq!(Grid::Covering { work: Work::WeightTiles, per_block: 1 }.blocks(huge, 132), None);
-        let clusters = |cluster| Grid::Clusters { work: Work::OutputTiles { rows: 128, columns: 64 }, cluster };
+        assert_eq!(LaunchGrid::Covering { work: Work::WeightTiles, per_block: 1 }.blocks(huge, 132), None);
+        let clusters = |cluster| LaunchGrid::Clusters { work: Work::OutputTiles { rows: 128, columns: 64 }, cluster };
         assert_eq!(clusters(2).blocks(problem, 132), Some(12));
         assert_eq!(clusters(4).blocks(problem, 132), None, "65 of k are two steps");
         assert_eq!(clusters(4).blocks(nothing, 132), Some(0));
@@ -219,12 +219,12 @@ mod tests {
     #[test]
     fn shares_of_k_have_a_block_for_every_batch_tile() {
         let work = Work::OutputSteps { rows: 64, columns: 128 };
-        let grid = Grid::Persistent { work, per_block: 1, blocks_per_sm: 1 };
-        assert_eq!(grid.blocks(Problem { m: 1, n: 128, k: 4096 }, 132), Some(64));
-        assert_eq!(grid.blocks(Problem { m: 1, n: 128, k: 16384 }, 132), Some(128));
-        assert_eq!(grid.blocks(Problem { m: 256, n: 4096, k: 4096 }, 132), Some(132));
-        assert_eq!(grid.blocks(Problem { m: 64 * 200, n: 64, k: 64 }, 132), Some(200));
-        assert_eq!(grid.blocks(Problem { m: 64, n: 0, k: 64 }, 132), Some(0));
+        let grid = LaunchGrid::Persistent { work, per_block: 1, blocks_per_sm: 1 };
+        assert_eq!(grid.blocks(GemmShape { m: 1, n: 128, k: 4096 }, 132), Some(64));
+        assert_eq!(grid.blocks(GemmShape { m: 1, n: 128, k: 16384 }, 132), Some(128));
+        assert_eq!(grid.blocks(GemmShape { m: 256, n: 4096, k: 4096 }, 132), Some(132));
+        assert_eq!(grid.blocks(GemmShape { m: 64 * 200, n: 64, k: 64 }, 132), Some(200));
+        assert_eq!(grid.blocks(GemmShape { m: 64, n: 0, k: 64 }, 132), Some(0));
     }
 
     /// The grids at which docs/adr/0004 measured each shape: (n, row blocks a group can take, cluster, blocks per SM) -> blocks.
@@ -245,11 +245,12 @@ mod tests {
             (128_256, 4, 1, 2, 2004),
         ];
         for (n, most, cluster, blocks_per_sm, blocks) in cases {
-            let grid = Grid::DealtRowBlocks { batch_rows: 8, rows: 16, share: Some(most), cluster, blocks_per_sm };
-            assert_eq!(grid.blocks(Problem { m: 1, n, k: 4096 }, 132), Some(blocks), "n = {n}, {grid}");
+            let grid =
+                LaunchGrid::DealtRowBlocks { batch_rows: 8, rows: 16, share: Some(most), cluster, blocks_per_sm };
+            assert_eq!(grid.blocks(GemmShape { m: 1, n, k: 4096 }, 132), Some(blocks), "n = {n}, {grid}");
         }
-        let stream = Grid::DealtRowBlocks { batch_rows: 8, rows: 16, share: None, cluster: 1, blocks_per_sm: 2 };
-        assert_eq!(stream.blocks(Problem { m: 8, n: 28672, k: 64 }, 132), Some(264));
+        let stream = LaunchGrid::DealtRowBlocks { batch_rows: 8, rows: 16, share: None, cluster: 1, blocks_per_sm: 2 };
+        assert_eq!(stream.blocks(GemmShape { m: 8, n: 28672, k: 64 }, 132), Some(264));
     }
 
     /// What a kernel relies on, on devices of any size: a group gets at most what it can take, and each batch tile as many groups.
@@ -259,14 +260,14 @@ mod tests {
             for cluster in [1, 2, 4, 8] {
                 for n in (64..=4096).step_by(64).chain([128_256]) {
                     for (m, most) in [(1, 1), (8, 3), (9, 4), (1000, 8)] {
-                        let grid = Grid::DealtRowBlocks {
+                        let grid = LaunchGrid::DealtRowBlocks {
                             batch_rows: 8,
                             rows: 16,
                             share: Some(most),
                             cluster,
                             blocks_per_sm: 2,
                         };
-                        let blocks = grid.blocks(Problem { m, n, k: 64 }, sms).unwrap();
+                        let blocks = grid.blocks(GemmShape { m, n, k: 64 }, sms).unwrap();
                         let copies = cluster * m.div_ceil(8);
                         assert_eq!(blocks % copies, 0);
                         let groups = blocks / copies;
@@ -278,8 +279,8 @@ mod tests {
                 }
             }
         }
-        let grid = Grid::DealtRowBlocks { batch_rows: 8, rows: 16, share: Some(4), cluster: 1, blocks_per_sm: 2 };
-        assert_eq!(grid.blocks(Problem { m: 0, n: 64, k: 64 }, 132), Some(0));
-        assert_eq!(grid.blocks(Problem { m: u32::MAX, n: u32::MAX, k: 64 }, 132), None);
+        let grid = LaunchGrid::DealtRowBlocks { batch_rows: 8, rows: 16, share: Some(4), cluster: 1, blocks_per_sm: 2 };
+        assert_eq!(grid.blocks(GemmShape { m: 0, n: 64, k: 64 }, 132), Some(0));
+        assert_eq!(grid.blocks(GemmShape { m: u32::MAX, n: u32::MAX, k: 64 }, 132), None);
     }
 }

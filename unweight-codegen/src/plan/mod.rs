@@ -27,14 +27,14 @@ const fn named(axis: &'static str, value: Option<u32>) -> Option<(&'static str, 
 
 mod decode;
 mod encode;
-mod fused_small;
-mod fused_wide;
+mod gemm_mma;
+mod gemm_recon;
+mod gemm_wgmma;
 mod grid;
-mod matmul;
-mod packed;
+mod repack;
 mod smem;
 
-pub use grid::{Grid, Problem, Work};
+pub use grid::{GemmShape, LaunchGrid, Work};
 pub use smem::{SmemPlan, SmemSection};
 
 use crate::{
@@ -115,17 +115,17 @@ pub struct LaunchPlan {
     /// Blocks that must fit one SM: the second number of `__launch_bounds__`.
     pub blocks_per_sm: u32,
     /// How many blocks.
-    pub grid: Grid,
+    pub grid: LaunchGrid,
     /// Blocks of a cluster, along x; 1 for none.
     pub cluster: u32,
     /// Programmatic dependent launch: the kernel starts while the stream's previous one still runs, and waits for it itself.
-    pub dependent: bool,
+    pub pdl: bool,
 }
 
 impl LaunchPlan {
     /// Without clusters, behind whatever the stream did before.
-    const fn ordinary(threads: u32, blocks_per_sm: u32, grid: Grid) -> Self {
-        Self { threads, blocks_per_sm, grid, cluster: 1, dependent: false }
+    const fn ordinary(threads: u32, blocks_per_sm: u32, grid: LaunchGrid) -> Self {
+        Self { threads, blocks_per_sm, grid, cluster: 1, pdl: false }
     }
 }
 
@@ -140,7 +140,7 @@ pub struct WorkspacePlan {
 
 impl WorkspacePlan {
     /// What a dump writes: the A operands of all of W, bf16, whichever block decodes them.
-    const fn operands(problem: Problem) -> Self {
+    const fn operands(problem: GemmShape) -> Self {
         Self { bytes: Work::WeightTiles.units(problem) * 64 * 64 * 2, counters: 0 }
     }
 }
@@ -189,7 +189,7 @@ pub enum Infeasible {
 impl Infeasible {
     /// `epilogue = silu_mul` for a family that does not have it.
     const fn without_silu_mul(spec: &VariantSpec) -> Self {
-        Self::Conflict { spec: *spec, what: "epilogue = silu_mul is of op = fused_small alone; take store" }
+        Self::Conflict { spec: *spec, what: "epilogue = silu_mul is of op = gemm_mma alone; take store" }
     }
 
     /// The message of [`fmt::Display`], also in const context.
@@ -220,7 +220,7 @@ impl Infeasible {
             Self::SumsExceedRing { spec, sum_bytes, ring_bytes, fitting_stages } => {
                 let text = Message::new().str("variant ").str(spec.name().as_str()).str(": the sums of a warp, ");
                 let text = text.num(sum_bytes).str(" B, exceed its ring of ").num(ring_bytes).str(" B");
-                text.str("; try stages >= ").num(fitting_stages).str(" or stream = true")
+                text.str("; try stages >= ").num(fitting_stages).str(" or persistent = true")
             }
             Self::Conflict { spec, what } => {
                 Message::new().str("variant ").str(spec.name().as_str()).str(": ").str(what)
@@ -242,7 +242,7 @@ impl Plan {
     ///
     /// ```
     /// # use unweight_codegen::{plan::Plan, spec::*};
-    /// let six_stages: VariantSpec = "uw_sm90a_matmul_palette_n4p6_v8_store".parse()?;
+    /// let six_stages: VariantSpec = "uw_sm90a_gemm_recon_palette_n4p6_v8_store".parse()?;
     /// let why = Plan::new(&six_stages).unwrap_err().to_string();
     /// assert!(why.contains("exceeds the sm_90a limit of 232448 B; try stages <= "), "{why}");
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -250,25 +250,25 @@ impl Plan {
     pub const fn new(spec: &VariantSpec) -> Result<Self, Infeasible> {
         match spec.op {
             Op::Decode(op) => Ok(decode::plan(spec, &op)),
-            Op::Matmul(op) => matmul::plan(spec, &op),
+            Op::GemmRecon(op) => gemm_recon::plan(spec, &op),
             Op::Encode(op) => Ok(encode::plan(spec, &op)),
-            Op::FusedSmall(op) => fused_small::plan(spec, &op),
-            Op::FusedWide(op) => fused_wide::plan(spec, &op),
-            Op::Packed(op) => Ok(packed::plan(spec, &op)),
+            Op::GemmMma(op) => gemm_mma::plan(spec, &op),
+            Op::GemmWgmma(op) => gemm_wgmma::plan(spec, &op),
+            Op::Repack(op) => Ok(repack::plan(spec, &op)),
         }
     }
 
     /// The workspace of a launch for this problem on a device with `sms` multiprocessors: for partial sums, or for the operands that a
     /// dump writes.
-    pub fn workspace(&self, problem: Problem, sms: u32) -> WorkspacePlan {
+    pub fn workspace(&self, problem: GemmShape, sms: u32) -> WorkspacePlan {
         match self.spec.op {
-            Op::FusedSmall(op) => fused_small::workspace(&op, problem),
+            Op::GemmMma(op) => gemm_mma::workspace(&op, problem),
             // A grid that cannot be launched needs nothing.
-            Op::FusedWide(op) => {
+            Op::GemmWgmma(op) => {
                 let blocks = self.launch.grid.blocks(problem, sms).unwrap_or_default();
-                fused_wide::workspace(&op, problem, u64::from(blocks))
+                gemm_wgmma::workspace(&op, problem, u64::from(blocks))
             }
-            Op::Decode(_) | Op::Matmul(_) | Op::Encode(_) | Op::Packed(_) => WorkspacePlan::default(),
+            Op::Decode(_) | Op::GemmRecon(_) | Op::Encode(_) | Op::Repack(_) => WorkspacePlan::default(),
         }
     }
 }
@@ -280,7 +280,7 @@ impl fmt::Display for Plan {
         if self.launch.cluster > 1 {
             write!(f, ", clusters of {}", self.launch.cluster)?;
         }
-        writeln!(f, "{}", if self.launch.dependent { ", dependent" } else { "" })?;
+        writeln!(f, "{}", if self.launch.pdl { ", pdl" } else { "" })?;
         writeln!(f, "grid     {}", self.launch.grid)?;
         for role in self.roles.roles() {
             write!(f, "role     {}: {} warps", role.name, role.warps)?;
@@ -350,38 +350,38 @@ mod tests {
 
     #[test]
     fn workspaces_are_what_the_kernels_write() {
-        let problem = Problem { m: 100, n: 4096, k: 1024 };
+        let problem = GemmShape { m: 100, n: 4096, k: 1024 };
         let needs = |name: &str| plan_of(name).workspace(problem, 132);
-        assert_eq!(needs("uw_sm90a_fused_small_b8_r4w8p2c1_esc_store"), WorkspacePlan::default());
-        assert_eq!(needs("uw_sm90a_fused_wide_b128_g2p6_esc_store"), WorkspacePlan::default());
-        assert_eq!(needs("uw_sm90a_packed_pack"), WorkspacePlan::default());
+        assert_eq!(needs("uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store"), WorkspacePlan::default());
+        assert_eq!(needs("uw_sm90a_gemm_wgmma_b128_g2p6_esc_store"), WorkspacePlan::default());
+        assert_eq!(needs("uw_sm90a_repack_pack"), WorkspacePlan::default());
         // Every operand as the 16 bits that it is.
         let operands = WorkspacePlan { bytes: 4096 * 1024 * 2, counters: 0 };
-        assert_eq!(needs("uw_sm90a_fused_small_b8_r4w8p2c1_esc_store_dump"), operands);
-        assert_eq!(needs("uw_sm90a_fused_wide_b128_g2p6_esc_store_dump"), operands);
+        assert_eq!(needs("uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store_dump"), operands);
+        assert_eq!(needs("uw_sm90a_gemm_wgmma_b128_g2p6_esc_store_dump"), operands);
         // fp32 sums of two tiles of 128 x 128 of Y for each block, and a counter for each warpgroup of each.
         let sums = WorkspacePlan { bytes: 132 * 2 * 128 * 128 * 4, counters: 132 * 2 * 2 };
-        assert_eq!(needs("uw_sm90a_fused_wide_b128_g2p6_streamk_esc_store"), sums);
+        assert_eq!(needs("uw_sm90a_gemm_wgmma_b128_g2p6_streamk_esc_store"), sums);
     }
 
     #[test]
     fn clusters_of_large_batches_exclude_what_they_must() {
         let why = |name: &str| Plan::new(&name.parse().unwrap()).unwrap_err().to_string();
-        assert!(why("uw_sm90a_fused_wide_b128_g2p6c2_streamk_esc_store").contains("both share out k"));
+        assert!(why("uw_sm90a_gemm_wgmma_b128_g2p6c2_streamk_esc_store").contains("both share out k"));
         // 3 * 64 x 192 fp32 sums are 147456 B, three stages of X and W 129024 B.
-        assert!(why("uw_sm90a_fused_wide_b192_g3p3c2_esc_store").contains("exceed the ring"));
-        let plan = plan_of("uw_sm90a_fused_wide_b128_g2p6c4_esc_store");
-        let blocks = |k| plan.launch.grid.blocks(Problem { m: 129, n: 1024, k }, 132);
+        assert!(why("uw_sm90a_gemm_wgmma_b192_g3p3c2_esc_store").contains("exceed the ring"));
+        let plan = plan_of("uw_sm90a_gemm_wgmma_b128_g2p6c4_esc_store");
+        let blocks = |k| plan.launch.grid.blocks(GemmShape { m: 129, n: 1024, k }, 132);
         assert_eq!((plan.launch.cluster, blocks(256), blocks(192)), (4, Some(64), None));
-        assert_eq!(plan.workspace(Problem { m: 129, n: 1024, k: 256 }, 132), WorkspacePlan::default());
+        assert_eq!(plan.workspace(GemmShape { m: 129, n: 1024, k: 256 }, 132), WorkspacePlan::default());
     }
 
     /// 16 rows of a gate and 16 of its up are dealt together.
     #[test]
     fn gates_and_ups_are_dealt_in_pairs() {
-        let blocks = |name: &str, n| plan_of(name).launch.grid.blocks(Problem { m: 1, n, k: 4096 }, 132);
-        assert_eq!(blocks("uw_sm90a_fused_small_b8_r2w8p3c1_esc_silu_mul", 4096), Some(128));
-        assert_eq!(blocks("uw_sm90a_fused_small_b8_r2w8p3c1_esc_store", 4096), Some(132));
-        assert_eq!(blocks("uw_sm90a_fused_small_b8_r4w8p2c1_esc_silu_mul", 28672), Some(448));
+        let blocks = |name: &str, n| plan_of(name).launch.grid.blocks(GemmShape { m: 1, n, k: 4096 }, 132);
+        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul", 4096), Some(128));
+        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store", 4096), Some(132));
+        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_silu_mul", 28672), Some(448));
     }
 }

@@ -174,7 +174,7 @@ tag_axis! {
 
 tag_axis! {
     /// A step of the conversions between BF16 and the packed form (docs/format.md A.9).
-    PackedStage {
+    RepackStage {
         /// BF16 to packed tiles and escape heads, and the words that the lists need.
         Pack = "pack",
         /// Writes the lists of row blocks with more than one escape.
@@ -192,7 +192,7 @@ tag_axis! {
         /// `Y = Y + X W^T`, added in fp32 and rounded once.
         StoreAdd = "store_add",
         /// `Y = silu(G) * U`, where 16 columns of the product that are G's and the 16 of U that go with them take turns: half as many
-        /// output features. Of op `fused_small` only.
+        /// output features. Of op `gemm_mma` only.
         SiluMul = "silu_mul",
     }
 }
@@ -220,13 +220,13 @@ set_axis! {
 }
 
 set_axis! {
-    /// Batch rows that a `fused_small` variant multiplies at a time: `n` of `mma.m16n8k16`, eight rows a fragment.
-    SmallBatchTile, "batch_tile", [8, 16, 32, 64], "8, 16, 32 or 64 (batch rows of op fused_small)"
+    /// Batch rows that a `gemm_mma` variant multiplies at a time: `n` of `mma.m16n8k16`, eight rows a fragment.
+    SmallBatchTile, "batch_tile", [8, 16, 32, 64], "8, 16, 32 or 64 (batch rows of op gemm_mma)"
 }
 
 set_axis! {
-    /// Batch rows of a `fused_wide` variant's tile of Y: `n` of WGMMA, whose widths are those of `ptx/wgmma.cuh`.
-    WideBatchTile, "batch_tile", [32, 64, 128, 192, 256], "32, 64, 128, 192 or 256 (batch rows of op fused_wide)"
+    /// Batch rows of a `gemm_wgmma` variant's tile of Y: `n` of WGMMA, whose widths are those of `ptx/wgmma.cuh`.
+    WideBatchTile, "batch_tile", [32, 64, 128, 192, 256], "32, 64, 128, 192 or 256 (batch rows of op gemm_wgmma)"
 }
 
 set_axis! {
@@ -235,28 +235,28 @@ set_axis! {
 }
 
 range_axis! {
-    /// 16-row blocks of W that one task of a `fused_small` variant multiplies.
+    /// 16-row blocks of W that one task of a `gemm_mma` variant multiplies.
     RowBlocks, "row_blocks", 1..=8, "1..=8 (blocks of 16 output features, whose sums one warp keeps)"
 }
 
 range_axis! {
-    /// Warps of a `fused_small` block; each has a ring of its own.
+    /// Warps of a `gemm_mma` block; each has a ring of its own.
     Warps, "warps", 1..=32, "1..=32 (a block has at most 1024 threads)"
 }
 
 range_axis! {
-    /// Warpgroups of a `fused_wide` block that multiply, 64 output features each.
+    /// Warpgroups of a `gemm_wgmma` block that multiply, 64 output features each.
     Warpgroups, "warpgroups", 1..=3, "1..=3 (of 64 output features; a fourth loads)"
 }
 
 range_axis! {
-    /// Stages of each warp's ring in a `fused_small` block. One can do: other warps' rings load while one is worked on.
-    SmallStages, "stages", 1..=16, "1..=16 (stages of op fused_small)"
+    /// Stages of each warp's ring in a `gemm_mma` block. One can do: other warps' rings load while one is worked on.
+    SmallStages, "stages", 1..=16, "1..=16 (stages of op gemm_mma)"
 }
 
 range_axis! {
-    /// Stages of the ring of a `fused_wide` block.
-    WideStages, "stages", 3..=16, "3..=16 (stages of op fused_wide: one step multiplies, one is decoded, one is read)"
+    /// Stages of the ring of a `gemm_wgmma` block.
+    WideStages, "stages", 3..=16, "3..=16 (stages of op gemm_wgmma: one step multiplies, one is decoded, one is read)"
 }
 
 /// Where a matmul takes the exponents from (report section 8.3).
@@ -286,7 +286,7 @@ mod tests {
         assert!(VerbatimRows::new(7).is_err() && VerbatimRows::new(64).is_ok());
         assert_eq!(
             WideBatchTile::new(8).unwrap_err().to_string(),
-            "batch_tile = 8 is not supported; it must be 32, 64, 128, 192 or 256 (batch rows of op fused_wide)"
+            "batch_tile = 8 is not supported; it must be 32, 64, 128, 192 or 256 (batch rows of op gemm_wgmma)"
         );
         for value in 0..300 {
             assert_eq!(WideBatchTile::new(value).is_ok(), WideBatchTile::ALL.iter().any(|tile| tile.get() == value));

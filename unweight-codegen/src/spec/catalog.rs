@@ -5,11 +5,11 @@
 //!              Table 5 (8 rings) x palette x verbatim {0,4,8,16,32,64}   x {store, store_add}
 //! decode       {full, exponent, palette} x code limits 6..=15
 //! encode       the six stages and palette packing
-//! fused_small  FUSED_SMALL (23 shapes) x {ordinary, dependent} x escapes x {store, store_add}
+//! gemm_mma  GEMM_MMA (23 shapes) x {ordinary, dependent} x escapes x {store, store_add}
 //!              those of batch tile 8   x {ordinary, dependent} x no escapes x store
 //!              those of even row blocks x {ordinary, dependent} x escapes x silu_mul
 //!              one dump for each number of row blocks
-//! fused_wide   FUSED_WIDE (14 shapes)  x {ordinary, dependent} x escapes x {store, store_add}
+//! gemm_wgmma   GEMM_WGMMA (14 shapes)  x {ordinary, dependent} x escapes x {store, store_add}
 //!              a dump for each whose blocks take whole tiles
 //! packed       pack, lists, unpack
 //! ```
@@ -18,9 +18,9 @@
 //! inside: it is compiled on demand, only not shipped, snapshot or tuned.
 
 use super::{
-    Arch, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, FusedSmallSpec, FusedWideSpec, NTiles,
-    PackedStage, RowBlocks, SmallBatchTile, SmallStages, Stages, VariantSpec, VerbatimRows, Warpgroups, Warps,
-    WeightSource, WideBatchTile, WideStages,
+    Arch, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, GemmMmaSpec, GemmWgmmaSpec, NTiles, RepackStage,
+    RowBlocks, SmallBatchTile, SmallStages, Stages, VariantSpec, VerbatimRows, Warpgroups, Warps, WeightSource,
+    WideBatchTile, WideStages,
 };
 use crate::plan::Plan;
 
@@ -36,8 +36,8 @@ const fn ring(n: u32, stages: u32) -> (NTiles, Stages) {
 }
 
 /// The shapes of the register-sourced family for small batches that measured best, by batch tile and within it by growing `n`
-/// (docs/adr/0004-register-sourced-kernels.md).
-pub const FUSED_SMALL: [FusedSmallSpec; 23] = [
+/// (docs/decisions/0004-register-sourced-kernels.md).
+pub const GEMM_MMA: [GemmMmaSpec; 23] = [
     small(8, 1, 16, 2, 2),
     small(8, 2, 16, 2, 1),
     small(8, 2, 8, 3, 1),
@@ -51,7 +51,7 @@ pub const FUSED_SMALL: [FusedSmallSpec; 23] = [
     small(16, 3, 8, 2, 1),
     small(16, 2, 8, 2, 1),
     small(16, 4, 8, 1, 1),
-    FusedSmallSpec { stream: true, ..small(16, 4, 8, 1, 1) },
+    GemmMmaSpec { persistent: true, ..small(16, 4, 8, 1, 1) },
     small(32, 1, 8, 2, 2),
     small(32, 2, 8, 2, 1),
     small(32, 3, 6, 2, 1),
@@ -63,7 +63,7 @@ pub const FUSED_SMALL: [FusedSmallSpec; 23] = [
     small(64, 4, 4, 2, 1),
 ];
 
-const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluster: u32) -> FusedSmallSpec {
+const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluster: u32) -> GemmMmaSpec {
     match (
         SmallBatchTile::new(batch_tile),
         RowBlocks::new(row_blocks),
@@ -71,15 +71,15 @@ const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluste
         SmallStages::new(stages),
         ClusterSize::new(cluster),
     ) {
-        (Ok(batch_tile), Ok(row_blocks), Ok(warps), Ok(stages), Ok(cluster)) => FusedSmallSpec {
+        (Ok(batch_tile), Ok(row_blocks), Ok(warps), Ok(stages), Ok(cluster)) => GemmMmaSpec {
             batch_tile,
             row_blocks,
             warps,
             stages,
             cluster,
-            stream: false,
+            persistent: false,
             escapes: true,
-            dependent: false,
+            pdl: false,
             epilogue: Epilogue::Store,
             dump: false,
         },
@@ -88,8 +88,8 @@ const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluste
 }
 
 /// The shapes of the register-sourced family for large batches that measured best, by batch tile
-/// (docs/adr/0004-register-sourced-kernels.md).
-pub const FUSED_WIDE: [FusedWideSpec; 14] = [
+/// (docs/decisions/0004-register-sourced-kernels.md).
+pub const GEMM_WGMMA: [GemmWgmmaSpec; 14] = [
     wide(64, 10, false),
     wide(64, 10, true),
     clustered(64, 2, 10, 2),
@@ -106,25 +106,25 @@ pub const FUSED_WIDE: [FusedWideSpec; 14] = [
     clustered(256, 2, 4, 2),
 ];
 
-const fn wide(batch_tile: u32, stages: u32, stream_k: bool) -> FusedWideSpec {
-    FusedWideSpec { stream_k, ..clustered(batch_tile, 2, stages, 1) }
+const fn wide(batch_tile: u32, stages: u32, stream_k: bool) -> GemmWgmmaSpec {
+    GemmWgmmaSpec { stream_k, ..clustered(batch_tile, 2, stages, 1) }
 }
 
-const fn clustered(batch_tile: u32, warpgroups: u32, stages: u32, cluster: u32) -> FusedWideSpec {
+const fn clustered(batch_tile: u32, warpgroups: u32, stages: u32, cluster: u32) -> GemmWgmmaSpec {
     match (
         WideBatchTile::new(batch_tile),
         Warpgroups::new(warpgroups),
         WideStages::new(stages),
         ClusterSize::new(cluster),
     ) {
-        (Ok(batch_tile), Ok(warpgroups), Ok(stages), Ok(cluster)) => FusedWideSpec {
+        (Ok(batch_tile), Ok(warpgroups), Ok(stages), Ok(cluster)) => GemmWgmmaSpec {
             batch_tile,
             warpgroups,
             stages,
             cluster,
             stream_k: false,
             escapes: true,
-            dependent: false,
+            pdl: false,
             epilogue: Epilogue::Store,
             dump: false,
         },
@@ -136,12 +136,12 @@ const fn clustered(batch_tile: u32, warpgroups: u32, stages: u32, cluster: u32) 
 pub fn all() -> Vec<VariantSpec> {
     let mut specs: Vec<_> = decoders()
         .chain(encoders())
-        .chain(fused_small())
-        .chain(fused_silu_mul())
-        .chain(fused_wide())
-        .chain(packed())
+        .chain(gemm_mma())
+        .chain(gemm_mma_silu_mul())
+        .chain(gemm_wgmma())
+        .chain(repack())
         .collect();
-    specs.extend(matmuls().filter(|spec| Plan::new(spec).is_ok()));
+    specs.extend(gemm_recon().filter(|spec| Plan::new(spec).is_ok()));
     specs
 }
 
@@ -158,62 +158,62 @@ pub fn encoders() -> impl Iterator<Item = VariantSpec> {
 }
 
 /// The register-sourced family for small batches.
-pub fn fused_small() -> impl Iterator<Item = VariantSpec> {
-    let used = FUSED_SMALL.into_iter().flat_map(|shape| {
+pub fn gemm_mma() -> impl Iterator<Item = VariantSpec> {
+    let used = GEMM_MMA.into_iter().flat_map(|shape| {
         let ways = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];
         ways.into_iter()
             // Without escapes there is less to hide and nothing to gain but at the smallest batches; beyond, some shapes spill.
             .filter(move |(escapes, _)| *escapes || shape.batch_tile.get() == 8)
             .flat_map(move |(escapes, epilogue)| {
-                [false, true].map(|dependent| FusedSmallSpec { escapes, dependent, epilogue, ..shape })
+                [false, true].map(|pdl| GemmMmaSpec { escapes, pdl, epilogue, ..shape })
             })
     });
     // The first shape of each number of row blocks: what differs between them is how row blocks are laid over tiles.
     let dumps = RowBlocks::all().filter_map(|row_blocks| {
-        let shape = FUSED_SMALL.into_iter().find(|shape| shape.row_blocks == row_blocks)?;
-        Some(FusedSmallSpec { dump: true, ..shape })
+        let shape = GEMM_MMA.into_iter().find(|shape| shape.row_blocks == row_blocks)?;
+        Some(GemmMmaSpec { dump: true, ..shape })
     });
-    used.chain(dumps).map(|spec| VariantSpec::fused_small(Arch::Sm90a, spec))
+    used.chain(dumps).map(|spec| VariantSpec::gemm_mma(Arch::Sm90a, spec))
 }
 
 /// Of the same family, the gate and the up of an MLP as one matmul: every shape whose row blocks come in pairs.
-pub fn fused_silu_mul() -> impl Iterator<Item = VariantSpec> {
-    let shapes = FUSED_SMALL.into_iter().filter(|shape| shape.row_blocks.get() % 2 == 0);
+pub fn gemm_mma_silu_mul() -> impl Iterator<Item = VariantSpec> {
+    let shapes = GEMM_MMA.into_iter().filter(|shape| shape.row_blocks.get() % 2 == 0);
     shapes.flat_map(|shape| {
-        [false, true].map(|dependent| {
-            let spec = FusedSmallSpec { dependent, epilogue: Epilogue::SiluMul, ..shape };
-            VariantSpec::fused_small(Arch::Sm90a, spec)
+        [false, true].map(|pdl| {
+            let spec = GemmMmaSpec { pdl, epilogue: Epilogue::SiluMul, ..shape };
+            VariantSpec::gemm_mma(Arch::Sm90a, spec)
         })
     })
 }
 
 /// The register-sourced family for large batches.
-pub fn fused_wide() -> impl Iterator<Item = VariantSpec> {
-    let used = FUSED_WIDE.into_iter().flat_map(|shape| {
+pub fn gemm_wgmma() -> impl Iterator<Item = VariantSpec> {
+    let used = GEMM_WGMMA.into_iter().flat_map(|shape| {
         [Epilogue::Store, Epilogue::StoreAdd]
             .into_iter()
-            .flat_map(move |epilogue| [false, true].map(|dependent| FusedWideSpec { dependent, epilogue, ..shape }))
+            .flat_map(move |epilogue| [false, true].map(|pdl| GemmWgmmaSpec { pdl, epilogue, ..shape }))
     });
-    let dumps = FUSED_WIDE
+    let dumps = GEMM_WGMMA
         .into_iter()
         .filter(|shape| !shape.stream_k && shape.cluster.get() == 1)
-        .map(|shape| FusedWideSpec { dump: true, ..shape });
-    used.chain(dumps).map(|spec| VariantSpec::fused_wide(Arch::Sm90a, spec))
+        .map(|shape| GemmWgmmaSpec { dump: true, ..shape });
+    used.chain(dumps).map(|spec| VariantSpec::gemm_wgmma(Arch::Sm90a, spec))
 }
 
 /// The conversions between BF16 and the packed form.
-pub fn packed() -> impl Iterator<Item = VariantSpec> {
-    PackedStage::ALL.iter().map(|stage| VariantSpec::packed(Arch::Sm90a, *stage))
+pub fn repack() -> impl Iterator<Item = VariantSpec> {
+    RepackStage::ALL.iter().map(|stage| VariantSpec::repack(Arch::Sm90a, *stage))
 }
 
 /// The report's matmul family, feasible or not.
-pub fn matmuls() -> impl Iterator<Item = VariantSpec> {
+pub fn gemm_recon() -> impl Iterator<Item = VariantSpec> {
     let sources = std::iter::once(WeightSource::Exponent)
         .chain(VerbatimRows::ALL.into_iter().map(|verbatim| WeightSource::Palette { verbatim }));
     sources.flat_map(|source| {
         TABLE_5.into_iter().flat_map(move |(n, stages)| {
             [Epilogue::Store, Epilogue::StoreAdd]
-                .map(|epilogue| VariantSpec::matmul(Arch::Sm90a, source, n, stages, epilogue))
+                .map(|epilogue| VariantSpec::gemm_recon(Arch::Sm90a, source, n, stages, epilogue))
         })
     })
 }
@@ -233,18 +233,18 @@ mod tests {
     fn the_list_covers_the_axes() {
         assert_eq!(decoders().count(), 3 * 10);
         assert_eq!(encoders().count(), 7);
-        assert_eq!(matmuls().count(), 8 * 2 + 8 * 6 * 2);
-        assert_eq!(fused_small().count(), 23 * 2 * 2 + 8 * 2 + 6);
-        assert_eq!(fused_silu_mul().count(), 14 * 2);
-        assert_eq!(fused_wide().count(), 14 * 2 * 2 + 4);
-        assert_eq!(packed().count(), 3);
+        assert_eq!(gemm_recon().count(), 8 * 2 + 8 * 6 * 2);
+        assert_eq!(gemm_mma().count(), 23 * 2 * 2 + 8 * 2 + 6);
+        assert_eq!(gemm_mma_silu_mul().count(), 14 * 2);
+        assert_eq!(gemm_wgmma().count(), 14 * 2 * 2 + 4);
+        assert_eq!(repack().count(), 3);
     }
 
-    /// As docs/adr/0004 recommends them: the blocks that one SM holds decide the grid.
+    /// As docs/decisions/0004 recommends them: the blocks that one SM holds decide the grid.
     #[test]
     fn small_shapes_have_the_blocks_per_sm_that_were_measured() {
-        let blocks = FUSED_SMALL.map(|shape| {
-            Plan::new(&VariantSpec::fused_small(Arch::Sm90a, shape)).expect("the shape fits").launch.blocks_per_sm
+        let blocks = GEMM_MMA.map(|shape| {
+            Plan::new(&VariantSpec::gemm_mma(Arch::Sm90a, shape)).expect("the shape fits").launch.blocks_per_sm
         });
         assert_eq!(blocks, [1, 1, 2, 1, 1, 2, 2, 2, 2, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 2, 2]);
     }
@@ -267,7 +267,7 @@ mod tests {
         for verbatim in VerbatimRows::ALL {
             for (n, stages) in TABLE_5 {
                 let source = WeightSource::Palette { verbatim };
-                let ours = Plan::new(&VariantSpec::matmul(Arch::Sm90a, source, n, stages, Epilogue::Store)).is_ok();
+                let ours = Plan::new(&VariantSpec::gemm_recon(Arch::Sm90a, source, n, stages, Epilogue::Store)).is_ok();
                 let theirs = table_6(verbatim.get(), n.get(), stages.get());
                 if ours != theirs {
                     differences.push((verbatim.get(), n.get(), stages.get(), ours));
@@ -299,7 +299,7 @@ mod tests {
         let fits = |n: u32, stages: u32, rows: u32| {
             let source = WeightSource::Palette { verbatim: VerbatimRows::new(rows).unwrap() };
             let (n, stages) = (NTiles::new(n).unwrap(), Stages::new(stages).unwrap());
-            Plan::new(&VariantSpec::matmul(Arch::Sm90a, source, n, stages, Epilogue::Store)).is_ok()
+            Plan::new(&VariantSpec::gemm_recon(Arch::Sm90a, source, n, stages, Epilogue::Store)).is_ok()
         };
         assert!(fits(4, 2, 64) && !fits(4, 3, 8) && fits(1, 6, 64) && fits(1, 8, 16) && !fits(1, 8, 32));
     }

@@ -6,11 +6,11 @@
 //! ```text
 //! VariantSpec ── arch
 //!             └─ op ── Decode { output, code_limit }
-//!                   ├─ Matmul { source, n_tiles, stages, epilogue }
+//!                   ├─ GemmRecon { source, n_tiles, stages, epilogue }
 //!                   ├─ Encode { stage }
-//!                   ├─ FusedSmall { batch_tile, row_blocks, warps, stages, cluster, stream, escapes, dependent, epilogue, dump }
-//!                   ├─ FusedWide { batch_tile, warpgroups, stages, cluster, stream_k, escapes, dependent, epilogue, dump }
-//!                   └─ Packed { stage }
+//!                   ├─ GemmMma { batch_tile, row_blocks, warps, stages, cluster, persistent, escapes, pdl, epilogue, dump }
+//!                   ├─ GemmWgmma { batch_tile, warpgroups, stages, cluster, stream_k, escapes, pdl, epilogue, dump }
+//!                   └─ Repack { stage }
 //! ```
 //!
 //! A further consumer family is a further [`Op`]: its own spec struct, a plan function, a template and a context.
@@ -20,7 +20,7 @@ pub mod catalog;
 mod name;
 
 pub use axes::{
-    Arch, AxisError, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, NTiles, PackedStage, RowBlocks,
+    Arch, AxisError, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, NTiles, RepackStage, RowBlocks,
     SmallBatchTile, SmallStages, Stages, VerbatimRows, Warpgroups, Warps, WeightSource, WideBatchTile, WideStages,
 };
 pub use name::ParseNameError;
@@ -29,8 +29,8 @@ pub use name::ParseNameError;
 ///
 /// ```
 /// # use unweight_codegen::spec::VariantSpec;
-/// let spec: VariantSpec = "uw_sm90a_matmul_palette_n2p4_v8_store".parse()?;
-/// assert_eq!(spec.name().as_str(), "uw_sm90a_matmul_palette_n2p4_v8_store");
+/// let spec: VariantSpec = "uw_sm90a_gemm_recon_palette_n2p4_v8_store".parse()?;
+/// assert_eq!(spec.name().as_str(), "uw_sm90a_gemm_recon_palette_n2p4_v8_store");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -47,15 +47,15 @@ pub enum Op {
     /// Huffman tensor to a form that a consumer reads (report section 7).
     Decode(DecodeSpec),
     /// Reconstructive matmul `Y[m,n] = X[m,k] * W[n,k]^T` (report section 8).
-    Matmul(MatmulSpec),
+    GemmRecon(GemmReconSpec),
     /// BF16 to a Huffman or palette tensor (report section 4).
     Encode(EncodeSpec),
     /// Register-sourced matmul for small batches, from a packed tensor.
-    FusedSmall(FusedSmallSpec),
+    GemmMma(GemmMmaSpec),
     /// Register-sourced matmul for large batches, from a packed tensor.
-    FusedWide(FusedWideSpec),
+    GemmWgmma(GemmWgmmaSpec),
     /// BF16 to a packed tensor and back.
-    Packed(PackedSpec),
+    Repack(RepackSpec),
 }
 
 /// A decoder of the preprocess family.
@@ -69,7 +69,7 @@ pub struct DecodeSpec {
 
 /// A variant of the report's matmul family: 128 batch rows by `64 * n_tiles` output features per CTA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct MatmulSpec {
+pub struct GemmReconSpec {
     /// Where the exponents come from.
     pub source: WeightSource,
     /// Tiles of `W` side by side.
@@ -90,7 +90,7 @@ pub struct EncodeSpec {
 /// A variant of the register-sourced family for small batches (`mma.m16n8k16`): every warp multiplies `row_blocks` blocks of 16 output
 /// features by `batch_tile` batch rows, and the warps of a cluster share k.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct FusedSmallSpec {
+pub struct GemmMmaSpec {
     /// Batch rows of a cluster.
     pub batch_tile: SmallBatchTile,
     /// Row blocks of a task.
@@ -102,11 +102,11 @@ pub struct FusedSmallSpec {
     /// Blocks that share k.
     pub cluster: ClusterSize,
     /// A cluster works off several tasks, its rings running on across them; otherwise one.
-    pub stream: bool,
+    pub persistent: bool,
     /// Elements outside the window are replaced by their exact operands; otherwise the tensor must have none.
     pub escapes: bool,
     /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before it reads X.
-    pub dependent: bool,
+    pub pdl: bool,
     /// Overwrite or add.
     pub epilogue: Epilogue,
     /// For tests: what enters the tensor cores is written to the workspace.
@@ -116,7 +116,7 @@ pub struct FusedSmallSpec {
 /// A variant of the register-sourced family for large batches (`wgmma`): `64 * warpgroups` output features by `batch_tile` batch rows
 /// per output tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct FusedWideSpec {
+pub struct GemmWgmmaSpec {
     /// Batch rows of an output tile.
     pub batch_tile: WideBatchTile,
     /// Warpgroups that multiply.
@@ -127,21 +127,21 @@ pub struct FusedWideSpec {
     pub cluster: ClusterSize,
     /// The k steps of all output tiles are cut evenly among the blocks; otherwise a block takes whole output tiles.
     pub stream_k: bool,
-    /// As in [`FusedSmallSpec::escapes`].
+    /// As in [`GemmMmaSpec::escapes`].
     pub escapes: bool,
-    /// As in [`FusedSmallSpec::dependent`].
-    pub dependent: bool,
+    /// As in [`GemmMmaSpec::dependent`].
+    pub pdl: bool,
     /// Overwrite or add.
     pub epilogue: Epilogue,
-    /// As in [`FusedSmallSpec::dump`].
+    /// As in [`GemmMmaSpec::dump`].
     pub dump: bool,
 }
 
 /// One kernel of the conversions between BF16 and the packed form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct PackedSpec {
+pub struct RepackSpec {
     /// Which one.
-    pub stage: PackedStage,
+    pub stage: RepackStage,
 }
 
 impl VariantSpec {
@@ -151,8 +151,14 @@ impl VariantSpec {
     }
 
     /// A matmul.
-    pub const fn matmul(arch: Arch, source: WeightSource, n_tiles: NTiles, stages: Stages, epilogue: Epilogue) -> Self {
-        Self { arch, op: Op::Matmul(MatmulSpec { source, n_tiles, stages, epilogue }) }
+    pub const fn gemm_recon(
+        arch: Arch,
+        source: WeightSource,
+        n_tiles: NTiles,
+        stages: Stages,
+        epilogue: Epilogue,
+    ) -> Self {
+        Self { arch, op: Op::GemmRecon(GemmReconSpec { source, n_tiles, stages, epilogue }) }
     }
 
     /// An encoder stage.
@@ -161,18 +167,18 @@ impl VariantSpec {
     }
 
     /// A register-sourced matmul for small batches.
-    pub const fn fused_small(arch: Arch, spec: FusedSmallSpec) -> Self {
-        Self { arch, op: Op::FusedSmall(spec) }
+    pub const fn gemm_mma(arch: Arch, spec: GemmMmaSpec) -> Self {
+        Self { arch, op: Op::GemmMma(spec) }
     }
 
     /// A register-sourced matmul for large batches.
-    pub const fn fused_wide(arch: Arch, spec: FusedWideSpec) -> Self {
-        Self { arch, op: Op::FusedWide(spec) }
+    pub const fn gemm_wgmma(arch: Arch, spec: GemmWgmmaSpec) -> Self {
+        Self { arch, op: Op::GemmWgmma(spec) }
     }
 
     /// A step of the conversions to and from the packed form.
-    pub const fn packed(arch: Arch, stage: PackedStage) -> Self {
-        Self { arch, op: Op::Packed(PackedSpec { stage }) }
+    pub const fn repack(arch: Arch, stage: RepackStage) -> Self {
+        Self { arch, op: Op::Repack(RepackSpec { stage }) }
     }
 }
 
@@ -181,16 +187,16 @@ impl Op {
     pub const fn family(&self) -> &'static str {
         match self {
             Self::Decode(_) => "decode",
-            Self::Matmul(_) => "matmul",
+            Self::GemmRecon(_) => "gemm_recon",
             Self::Encode(_) => "encode",
-            Self::FusedSmall(_) => "fused_small",
-            Self::FusedWide(_) => "fused_wide",
-            Self::Packed(_) => "packed",
+            Self::GemmMma(_) => "gemm_mma",
+            Self::GemmWgmma(_) => "gemm_wgmma",
+            Self::Repack(_) => "repack",
         }
     }
 }
 
-impl MatmulSpec {
+impl GemmReconSpec {
     /// Verbatim rows for which a stage has room: 0 for the exponent source, which has none.
     pub const fn verbatim_rows(&self) -> u32 {
         match self.source {

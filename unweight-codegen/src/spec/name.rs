@@ -2,20 +2,20 @@
 //!
 //! ```text
 //! uw_<arch>_decode_<full|exponent|palette>_l<code limit>
-//! uw_<arch>_matmul_exponent_n<n tiles>p<stages>_<store|store_add>
-//! uw_<arch>_matmul_palette_n<n tiles>p<stages>_v<verbatim rows>_<store|store_add>
+//! uw_<arch>_gemm_recon_exponent_n<n tiles>p<stages>_<store|store_add>
+//! uw_<arch>_gemm_recon_palette_n<n tiles>p<stages>_v<verbatim rows>_<store|store_add>
 //! uw_<arch>_encode_<stats|table|decode_table|rows|scan|write|palette>
-//! uw_<arch>_fused_small_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>[_stream][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
-//! uw_<arch>_fused_wide_b<batch tile>_g<warpgroups>p<stages>[c<cluster>][_streamk][_esc][_pdl]_<store|store_add>[_dump]
-//! uw_<arch>_packed_<pack|lists|unpack>
+//! uw_<arch>_gemm_mma_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>[_persistent][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
+//! uw_<arch>_gemm_wgmma_b<batch tile>_g<warpgroups>p<stages>[c<cluster>][_streamk][_esc][_pdl]_<store|store_add>[_dump]
+//! uw_<arch>_repack_<pack|lists|unpack>
 //! ```
 //!
 //! `parse(name(x)) == x` for every spec, and a text that parses is the name of what it parses to: `l07` is not a name.
 
 use super::{
-    Arch, AxisError, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, FusedSmallSpec, FusedWideSpec,
-    NTiles, Op, PackedStage, RowBlocks, SmallBatchTile, SmallStages, Stages, VariantSpec, VerbatimRows, Warpgroups,
-    Warps, WeightSource, WideBatchTile, WideStages,
+    Arch, AxisError, ClusterSize, CodeLimit, DecodeOutput, EncodeStage, Epilogue, GemmMmaSpec, GemmWgmmaSpec, NTiles,
+    Op, RepackStage, RowBlocks, SmallBatchTile, SmallStages, Stages, VariantSpec, VerbatimRows, Warpgroups, Warps,
+    WeightSource, WideBatchTile, WideStages,
 };
 use crate::text::Name;
 use std::{fmt, str::FromStr};
@@ -23,7 +23,7 @@ use std::{fmt, str::FromStr};
 /// A text that is not the name of a variant.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "variant name {name:?}: {why}; names look like uw_sm90a_matmul_palette_n2p4_v8_store, uw_sm90a_fused_small_b8_r4w8p2c1_esc_store or uw_sm90a_decode_full_l7"
+    "variant name {name:?}: {why}; names look like uw_sm90a_gemm_recon_palette_n2p4_v8_store, uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store or uw_sm90a_decode_full_l7"
 )]
 pub struct ParseNameError {
     name: String,
@@ -36,7 +36,7 @@ impl VariantSpec {
         let name = Name::new().str("uw_").str(self.arch.tag()).str("_").str(self.op.family()).str("_");
         match self.op {
             Op::Decode(spec) => name.str(spec.output.tag()).str("_l").num(spec.code_limit.get()),
-            Op::Matmul(spec) => {
+            Op::GemmRecon(spec) => {
                 let name = match spec.source {
                     WeightSource::Exponent => name.str("exponent_n"),
                     WeightSource::Palette { .. } => name.str("palette_n"),
@@ -49,7 +49,7 @@ impl VariantSpec {
                 name.str("_").str(spec.epilogue.tag())
             }
             Op::Encode(spec) => name.str(spec.stage.tag()),
-            Op::FusedSmall(spec) => name
+            Op::GemmMma(spec) => name
                 .str("b")
                 .num(spec.batch_tile.get())
                 .str("_r")
@@ -60,13 +60,13 @@ impl VariantSpec {
                 .num(spec.stages.get())
                 .str("c")
                 .num(spec.cluster.get())
-                .flag(spec.stream, "_stream")
+                .flag(spec.persistent, "_persistent")
                 .flag(spec.escapes, "_esc")
-                .flag(spec.dependent, "_pdl")
+                .flag(spec.pdl, "_pdl")
                 .str("_")
                 .str(spec.epilogue.tag())
                 .flag(spec.dump, "_dump"),
-            Op::FusedWide(spec) => {
+            Op::GemmWgmma(spec) => {
                 let name = name.str("b").num(spec.batch_tile.get());
                 let name = name.str("_g").num(spec.warpgroups.get()).str("p").num(spec.stages.get());
                 let name = match spec.cluster.get() {
@@ -75,12 +75,12 @@ impl VariantSpec {
                 };
                 name.flag(spec.stream_k, "_streamk")
                     .flag(spec.escapes, "_esc")
-                    .flag(spec.dependent, "_pdl")
+                    .flag(spec.pdl, "_pdl")
                     .str("_")
                     .str(spec.epilogue.tag())
                     .flag(spec.dump, "_dump")
             }
-            Op::Packed(spec) => name.str(spec.stage.tag()),
+            Op::Repack(spec) => name.str(spec.stage.tag()),
         }
     }
 }
@@ -116,69 +116,71 @@ fn parse(name: &str) -> Result<VariantSpec, String> {
             let limit = axis(CodeLimit::new(number(limit, "l")?))?;
             Ok(VariantSpec::decode(arch, output, limit))
         }
-        "matmul" => {
-            let (source, rest) = cut(rest, "a source")?;
-            let (ring, rest) = cut(rest, "an epilogue")?;
-            let [n, stages] = numbers(ring, ["n", "p"])?;
-            let (n, stages) = (axis(NTiles::new(n))?, axis(Stages::new(stages))?);
-            let (source, epilogue) = match source {
-                "exponent" => (WeightSource::Exponent, rest),
-                "palette" => {
-                    let (rows, rest) = cut(rest, "an epilogue")?;
-                    let verbatim = axis(VerbatimRows::new(number(rows, "v")?))?;
-                    (WeightSource::Palette { verbatim }, rest)
-                }
-                other => return Err(format!("unknown weight source {other:?}")),
-            };
-            let epilogue = Epilogue::from_tag(epilogue).ok_or_else(|| format!("unknown epilogue {epilogue:?}"))?;
-            Ok(VariantSpec::matmul(arch, source, n, stages, epilogue))
-        }
         "encode" => {
             let stage = EncodeStage::from_tag(rest).ok_or_else(|| format!("unknown encoder stage {rest:?}"))?;
             Ok(VariantSpec::encode(arch, stage))
         }
-        "fused" => {
-            let (batch, rest) = cut(rest, "a batch tile")?;
-            match batch {
-                "small" => fused_small(arch, rest),
-                "wide" => fused_wide(arch, rest),
-                other => Err(format!("unknown family \"fused_{other}\"")),
+        "gemm" => {
+            let (kind, rest) = cut(rest, "a kind of matmul")?;
+            match kind {
+                "recon" => gemm_recon(arch, rest),
+                "mma" => gemm_mma(arch, rest),
+                "wgmma" => gemm_wgmma(arch, rest),
+                other => Err(format!("unknown family \"gemm_{other}\"")),
             }
         }
-        "packed" => {
-            let stage = PackedStage::from_tag(rest).ok_or_else(|| format!("unknown packing stage {rest:?}"))?;
-            Ok(VariantSpec::packed(arch, stage))
+        "repack" => {
+            let stage = RepackStage::from_tag(rest).ok_or_else(|| format!("unknown packing stage {rest:?}"))?;
+            Ok(VariantSpec::repack(arch, stage))
         }
         other => Err(format!("unknown family {other:?}")),
     }
 }
 
-fn fused_small(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
+fn gemm_recon(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
+    let (source, rest) = cut(rest, "a source")?;
+    let (ring, rest) = cut(rest, "an epilogue")?;
+    let [n, stages] = numbers(ring, ["n", "p"])?;
+    let (n, stages) = (axis(NTiles::new(n))?, axis(Stages::new(stages))?);
+    let (source, epilogue) = match source {
+        "exponent" => (WeightSource::Exponent, rest),
+        "palette" => {
+            let (rows, rest) = cut(rest, "an epilogue")?;
+            let verbatim = axis(VerbatimRows::new(number(rows, "v")?))?;
+            (WeightSource::Palette { verbatim }, rest)
+        }
+        other => return Err(format!("unknown weight source {other:?}")),
+    };
+    let epilogue = Epilogue::from_tag(epilogue).ok_or_else(|| format!("unknown epilogue {epilogue:?}"))?;
+    Ok(VariantSpec::gemm_recon(arch, source, n, stages, epilogue))
+}
+
+fn gemm_mma(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
     let (batch, rest) = cut(rest, "a block")?;
     let (block, rest) = cut(rest, "an epilogue")?;
     let [row_blocks, warps, stages, cluster] = numbers(block, ["r", "w", "p", "c"])?;
-    let (stream, rest) = flag(rest, "stream_");
+    let (persistent, rest) = flag(rest, "persistent_");
     let (escapes, rest) = flag(rest, "esc_");
-    let (dependent, rest) = flag(rest, "pdl_");
+    let (pdl, rest) = flag(rest, "pdl_");
     let (dump, epilogue) = ending(rest)?;
-    Ok(VariantSpec::fused_small(
+    Ok(VariantSpec::gemm_mma(
         arch,
-        FusedSmallSpec {
+        GemmMmaSpec {
             batch_tile: axis(SmallBatchTile::new(number(batch, "b")?))?,
             row_blocks: axis(RowBlocks::new(row_blocks))?,
             warps: axis(Warps::new(warps))?,
             stages: axis(SmallStages::new(stages))?,
             cluster: axis(ClusterSize::new(cluster))?,
-            stream,
+            persistent,
             escapes,
-            dependent,
+            pdl,
             epilogue,
             dump,
         },
     ))
 }
 
-fn fused_wide(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
+fn gemm_wgmma(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
     let (batch, rest) = cut(rest, "a block")?;
     let (block, rest) = cut(rest, "an epilogue")?;
     // Without a cluster the name does not mention it.
@@ -191,18 +193,18 @@ fn fused_wide(arch: Arch, rest: &str) -> Result<VariantSpec, String> {
     };
     let (stream_k, rest) = flag(rest, "streamk_");
     let (escapes, rest) = flag(rest, "esc_");
-    let (dependent, rest) = flag(rest, "pdl_");
+    let (pdl, rest) = flag(rest, "pdl_");
     let (dump, epilogue) = ending(rest)?;
-    Ok(VariantSpec::fused_wide(
+    Ok(VariantSpec::gemm_wgmma(
         arch,
-        FusedWideSpec {
+        GemmWgmmaSpec {
             batch_tile: axis(WideBatchTile::new(number(batch, "b")?))?,
             warpgroups: axis(Warpgroups::new(warpgroups))?,
             stages: axis(WideStages::new(stages))?,
             cluster: axis(ClusterSize::new(cluster))?,
             stream_k,
             escapes,
-            dependent,
+            pdl,
             epilogue,
             dump,
         },
@@ -281,31 +283,37 @@ mod tests {
                 .prop_map(|(arch, output, limit)| VariantSpec::decode(arch, output, CodeLimit::new(limit).unwrap())),
             (arch(), source, 1..=4u32, 2..=8u32, prop::sample::select(Epilogue::ALL)).prop_map(
                 |(arch, source, n, stages, epilogue)| {
-                    VariantSpec::matmul(arch, source, NTiles::new(n).unwrap(), Stages::new(stages).unwrap(), epilogue)
+                    VariantSpec::gemm_recon(
+                        arch,
+                        source,
+                        NTiles::new(n).unwrap(),
+                        Stages::new(stages).unwrap(),
+                        epilogue,
+                    )
                 }
             ),
             (arch(), prop::sample::select(EncodeStage::ALL)).prop_map(|(arch, stage)| VariantSpec::encode(arch, stage)),
-            (arch(), prop::sample::select(PackedStage::ALL)).prop_map(|(arch, stage)| VariantSpec::packed(arch, stage)),
-            (arch(), any_fused_small()).prop_map(|(arch, spec)| VariantSpec::fused_small(arch, spec)),
-            (arch(), any_fused_wide()).prop_map(|(arch, spec)| VariantSpec::fused_wide(arch, spec)),
+            (arch(), prop::sample::select(RepackStage::ALL)).prop_map(|(arch, stage)| VariantSpec::repack(arch, stage)),
+            (arch(), any_gemm_mma()).prop_map(|(arch, spec)| VariantSpec::gemm_mma(arch, spec)),
+            (arch(), any_gemm_wgmma()).prop_map(|(arch, spec)| VariantSpec::gemm_wgmma(arch, spec)),
         ]
     }
 
-    fn any_fused_small() -> impl Strategy<Value = FusedSmallSpec> {
+    fn any_gemm_mma() -> impl Strategy<Value = GemmMmaSpec> {
         let block = (1..=8u32, 1..=32u32, 1..=16u32, prop::sample::select(&ClusterSize::ALL[..]));
         let tile = prop::sample::select(&SmallBatchTile::ALL[..]);
         let flags = any::<[bool; 4]>();
         (tile, block, flags, prop::sample::select(Epilogue::ALL)).prop_map(
-            |(batch_tile, (row_blocks, warps, stages, cluster), [stream, escapes, dependent, dump], epilogue)| {
-                FusedSmallSpec {
+            |(batch_tile, (row_blocks, warps, stages, cluster), [persistent, escapes, pdl, dump], epilogue)| {
+                GemmMmaSpec {
                     batch_tile,
                     row_blocks: RowBlocks::new(row_blocks).unwrap(),
                     warps: Warps::new(warps).unwrap(),
                     stages: SmallStages::new(stages).unwrap(),
                     cluster,
-                    stream,
+                    persistent,
                     escapes,
-                    dependent,
+                    pdl,
                     epilogue,
                     dump,
                 }
@@ -313,19 +321,19 @@ mod tests {
         )
     }
 
-    fn any_fused_wide() -> impl Strategy<Value = FusedWideSpec> {
+    fn any_gemm_wgmma() -> impl Strategy<Value = GemmWgmmaSpec> {
         let tile = prop::sample::select(&WideBatchTile::ALL[..]);
         let cluster = prop::sample::select(&ClusterSize::ALL[..]);
         let flags = any::<[bool; 4]>();
         (tile, 1..=3u32, 3..=16u32, cluster, flags, prop::sample::select(Epilogue::ALL)).prop_map(
-            |(batch_tile, warpgroups, stages, cluster, [stream_k, escapes, dependent, dump], epilogue)| FusedWideSpec {
+            |(batch_tile, warpgroups, stages, cluster, [stream_k, escapes, pdl, dump], epilogue)| GemmWgmmaSpec {
                 batch_tile,
                 warpgroups: Warpgroups::new(warpgroups).unwrap(),
                 stages: WideStages::new(stages).unwrap(),
                 cluster,
                 stream_k,
                 escapes,
-                dependent,
+                pdl,
                 epilogue,
                 dump,
             },
@@ -359,17 +367,17 @@ mod tests {
     #[test]
     fn the_names_that_documents_cite() {
         for name in [
-            "uw_sm90a_matmul_palette_n2p4_v8_store",
-            "uw_sm90a_matmul_exponent_n2p4_store_add",
+            "uw_sm90a_gemm_recon_palette_n2p4_v8_store",
+            "uw_sm90a_gemm_recon_exponent_n2p4_store_add",
             "uw_sm90a_decode_full_l7",
             "uw_sm90a_decode_exponent_l12",
             "uw_sm90a_encode_decode_table",
-            "uw_sm90a_fused_small_b8_r4w8p2c1_esc_pdl_store",
-            "uw_sm90a_fused_small_b64_r8w32p16c8_stream_esc_pdl_store_add_dump",
-            "uw_sm90a_fused_wide_b128_g2p6_streamk_esc_store",
-            "uw_sm90a_fused_wide_b128_g2p6c2_esc_store",
-            "uw_sm90a_fused_small_b8_r4w8p2c1_esc_silu_mul",
-            "uw_sm90a_packed_unpack",
+            "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_pdl_store",
+            "uw_sm90a_gemm_mma_b64_r8w32p16c8_persistent_esc_pdl_store_add_dump",
+            "uw_sm90a_gemm_wgmma_b128_g2p6_streamk_esc_store",
+            "uw_sm90a_gemm_wgmma_b128_g2p6c2_esc_store",
+            "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_silu_mul",
+            "uw_sm90a_repack_unpack",
         ] {
             assert_eq!(name.parse::<VariantSpec>().unwrap().to_string(), name);
         }
@@ -382,24 +390,24 @@ mod tests {
             ("uw_sm80_encode_stats", "unknown architecture \"sm80\""),
             ("uw_sm90a_decode_full_l07", "canonical spelling is uw_sm90a_decode_full_l7"),
             ("uw_sm90a_decode_full_l5", "code_limit = 5"),
-            ("uw_sm90a_matmul_palette_n2p4_store", "must be followed by an epilogue"),
-            ("uw_sm90a_matmul_palette_n2p4_v3_store", "verbatim = 3"),
-            ("uw_sm90a_matmul_exponent_n9p4_store", "n = 9"),
-            ("uw_sm90a_matmul_exponent_n2p4_keep", "unknown epilogue \"keep\""),
-            ("uw_sm90a_matmul_bitmap_n2p4_store", "unknown weight source \"bitmap\""),
-            ("uw_sm90a_matmul_exponent_n99999999999p4_store", "is not a number"),
+            ("uw_sm90a_gemm_recon_palette_n2p4_store", "must be followed by an epilogue"),
+            ("uw_sm90a_gemm_recon_palette_n2p4_v3_store", "verbatim = 3"),
+            ("uw_sm90a_gemm_recon_exponent_n9p4_store", "n = 9"),
+            ("uw_sm90a_gemm_recon_exponent_n2p4_keep", "unknown epilogue \"keep\""),
+            ("uw_sm90a_gemm_recon_bitmap_n2p4_store", "unknown weight source \"bitmap\""),
+            ("uw_sm90a_gemm_recon_exponent_n99999999999p4_store", "is not a number"),
             ("uw_sm90a_attention_x", "unknown family"),
-            ("uw_sm90a_packed_palette", "unknown packing stage \"palette\""),
-            ("uw_sm90a_fused_medium_b8_r4w8p2c1_store", "unknown family \"fused_medium\""),
-            ("uw_sm90a_fused_small_b12_r4w8p2c1_store", "batch_tile = 12"),
-            ("uw_sm90a_fused_small_b8_r4w8p2_store", "lacks c<number>"),
-            ("uw_sm90a_fused_small_b8_r4w8p2c1x_store", "ends in \"x\""),
-            ("uw_sm90a_fused_small_b8_r4w08p2c1_store", "canonical spelling is uw_sm90a_fused_small_b8_r4w8p2c1_store"),
-            ("uw_sm90a_fused_small_b8_r4w8p2c1_pdl_esc_store", "unknown epilogue \"esc_store\""),
-            ("uw_sm90a_fused_wide_b8_g2p4_store", "batch_tile = 8"),
-            ("uw_sm90a_fused_wide_b128_g4p4_store", "warpgroups = 4"),
-            ("uw_sm90a_fused_wide_b128_g2p6c3_store", "cluster = 3"),
-            ("uw_sm90a_fused_wide_b128_g2p6c1_store", "canonical spelling is uw_sm90a_fused_wide_b128_g2p6_store"),
+            ("uw_sm90a_repack_palette", "unknown packing stage \"palette\""),
+            ("uw_sm90a_gemm_medium_b8_r4w8p2c1_store", "unknown family \"gemm_medium\""),
+            ("uw_sm90a_gemm_mma_b12_r4w8p2c1_store", "batch_tile = 12"),
+            ("uw_sm90a_gemm_mma_b8_r4w8p2_store", "lacks c<number>"),
+            ("uw_sm90a_gemm_mma_b8_r4w8p2c1x_store", "ends in \"x\""),
+            ("uw_sm90a_gemm_mma_b8_r4w08p2c1_store", "canonical spelling is uw_sm90a_gemm_mma_b8_r4w8p2c1_store"),
+            ("uw_sm90a_gemm_mma_b8_r4w8p2c1_pdl_esc_store", "unknown epilogue \"esc_store\""),
+            ("uw_sm90a_gemm_wgmma_b8_g2p4_store", "batch_tile = 8"),
+            ("uw_sm90a_gemm_wgmma_b128_g4p4_store", "warpgroups = 4"),
+            ("uw_sm90a_gemm_wgmma_b128_g2p6c3_store", "cluster = 3"),
+            ("uw_sm90a_gemm_wgmma_b128_g2p6c1_store", "canonical spelling is uw_sm90a_gemm_wgmma_b128_g2p6_store"),
             ("", "does not begin"),
         ] {
             let message = name.parse::<VariantSpec>().unwrap_err().to_string();

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
-    plan::Problem,
+    plan::GemmShape,
     spec::{Arch, DecodeOutput, EncodeStage, Epilogue},
 };
 use unweight_format::{CodeLimit, Grid, HuffmanTensor, Matrix, encode, packed};
@@ -13,14 +13,14 @@ use super::{
     timing::{Contender, Report, Row, Timer, Timing},
 };
 use crate::{
-    cublas::Cublas,
-    decoder::{Decoder, output_bytes},
+    choose::{KernelSet, Source, candidates, decoder},
     device::{DeviceBuffer, DeviceError},
-    dispatch::{Kernels, Source, candidates, decoder},
-    encoder::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
-    matmul::Matmul,
-    packer::{PackError, Packer},
-    tensor::{DeviceHuffman, DeviceMatrix},
+    ops::cublas::Cublas,
+    ops::decode::{Decoder, output_bytes},
+    ops::encode::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
+    ops::gemm_recon::Matmul,
+    ops::repack::{PackError, Packer},
+    weight::{DeviceHuffman, DeviceMatrix},
 };
 
 /// What is measured.
@@ -64,7 +64,7 @@ impl Default for BenchOptions {
 /// # Errors
 /// No cuBLAS, not enough memory, a kernel that cannot be made, or one whose output is wrong.
 pub fn bench_kernels(
-    kernels: &Kernels,
+    kernels: &KernelSet,
     options: &BenchOptions,
     timing: &Timing,
     progress: &dyn Fn(&str),
@@ -102,7 +102,7 @@ pub fn bench_kernels(
 }
 
 struct Bench<'a> {
-    kernels: &'a Kernels,
+    kernels: &'a KernelSet,
     timer: Timer<'a>,
     options: &'a BenchOptions,
     limit: CodeLimit,
@@ -294,7 +294,7 @@ impl Bench<'_> {
             let graph =
                 self.timer.record(problem(m, grid), copies, |copy| cublas.matmul(&x, &whole[copy], &mut y, false))?;
             let mut contenders = vec![Contender::cublas(graph, io + whole[0].data().bytes() as u64)];
-            let specs = self.matmul_specs(tensor.max_verbatim_rows(), Problem { m, n, k });
+            let specs = self.matmul_specs(tensor.max_verbatim_rows(), GemmShape { m, n, k });
             self.kernels.prepare(&specs, &|_| {})?;
             for (place, spec) in specs.into_iter().enumerate() {
                 let matmul = Matmul::new(self.kernels.get(&spec)?)?;
@@ -336,7 +336,7 @@ impl Bench<'_> {
         Ok(rows)
     }
 
-    fn matmul_specs(&self, max_verbatim_rows: u32, problem: Problem) -> Vec<VariantSpec> {
+    fn matmul_specs(&self, max_verbatim_rows: u32, problem: GemmShape) -> Vec<VariantSpec> {
         let sources = [Source::Exponent, Source::Palette { max_verbatim_rows }];
         let of_source = |source| candidates(self.arch, source, problem, Epilogue::Store);
         let count = if self.options.all_variants { usize::MAX } else { 1 };
@@ -355,6 +355,6 @@ impl Bench<'_> {
 }
 
 /// A grid's dimensions fit 32 bits.
-fn problem(m: u32, grid: Grid) -> Problem {
-    Problem { m, n: grid.rows() as u32, k: grid.cols() as u32 }
+fn problem(m: u32, grid: Grid) -> GemmShape {
+    GemmShape { m, n: grid.rows() as u32, k: grid.cols() as u32 }
 }

@@ -1,7 +1,7 @@
 //! The register-sourced matmuls beside cuBLAS: shape by shape and batch by batch, and all of a layer in one graph.
 
 use serde::Serialize;
-use unweight_codegen::{VariantSpec, plan::Problem, spec::Epilogue};
+use unweight_codegen::{VariantSpec, plan::GemmShape, spec::Epilogue};
 use unweight_format::{Histogram, Matrix, packed};
 
 use super::{
@@ -9,14 +9,14 @@ use super::{
     timing::{Contender, Report, Row, Timer, Timing},
 };
 use crate::{
-    cublas::Cublas,
-    device::{DeviceError, Stream},
-    dispatch::{
-        Kernels,
-        fused::{FusedDispatch, FusedUse, MeasuredRow, MeasuredTable, candidates, is_dependent},
+    choose::{
+        KernelSet,
+        model::{MeasuredRow, MeasuredTable, PackedChooser, PackedUse, candidates, is_pdl},
     },
-    fused::{FusedMatmul, Workspace},
-    tensor::{DeviceMatrix, DevicePacked},
+    device::{DeviceError, Stream},
+    ops::cublas::Cublas,
+    ops::gemm_packed::{PackedGemm, Workspace},
+    weight::{DeviceMatrix, DevicePacked},
 };
 
 /// `[n, k]` of the linears of one Llama-3.1-8B layer, with q, k, v and gate, up merged as servers do it.
@@ -34,7 +34,7 @@ pub struct MatmulOptions {
     /// Measure ordinary launches.
     pub ordinary: bool,
     /// Measure programmatic dependent launches.
-    pub dependent: bool,
+    pub pdl: bool,
     /// Variants that the model finds fastest, beside the one that dispatch takes.
     pub candidates: usize,
     /// Measure the linears of a whole layer in one graph too.
@@ -62,7 +62,7 @@ impl Default for MatmulOptions {
             batches: vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096],
             escapes: 0.005,
             ordinary: true,
-            dependent: true,
+            pdl: true,
             candidates: 0,
             layer: true,
             table: None,
@@ -72,7 +72,7 @@ impl Default for MatmulOptions {
 
 impl MatmulOptions {
     fn launches(&self) -> impl Iterator<Item = bool> {
-        [(self.ordinary, false), (self.dependent, true)].into_iter().filter_map(|(wanted, mode)| wanted.then_some(mode))
+        [(self.ordinary, false), (self.pdl, true)].into_iter().filter_map(|(wanted, mode)| wanted.then_some(mode))
     }
 }
 
@@ -81,7 +81,7 @@ impl MatmulOptions {
 /// # Errors
 /// No cuBLAS, not enough memory, a shape that cannot be packed, or a kernel whose output is wrong.
 pub fn bench_matmul(
-    kernels: &Kernels,
+    kernels: &KernelSet,
     options: &MatmulOptions,
     timing: &Timing,
     progress: &dyn Fn(&str),
@@ -89,8 +89,8 @@ pub fn bench_matmul(
     let stream = kernels.device().stream()?;
     let info = kernels.device().info();
     let dispatch = match &options.table {
-        Some(table) => FusedDispatch::model(info.arch, info.sms).with_table(&info.name, table.clone()),
-        None => FusedDispatch::of(info),
+        Some(table) => PackedChooser::model(info.arch, info.sms).with_table(&info.name, table.clone()),
+        None => PackedChooser::of(info),
     };
     let bench = Bench {
         kernels,
@@ -115,10 +115,10 @@ impl Report<MatmulOptions> {
         let mut rows: Vec<(f64, MeasuredRow)> = Vec::new();
         for row in self.rows.iter().filter(|row| row.family == FAMILY) {
             let Ok(variant) = row.contender.parse::<VariantSpec>() else { continue };
-            let Some(dependent) = is_dependent(&variant) else { continue };
-            let measured = MeasuredRow { n: row.n, k: row.k, m: row.m, dependent, variant };
+            let Some(pdl) = is_pdl(&variant) else { continue };
+            let measured = MeasuredRow { n: row.n, k: row.k, m: row.m, pdl, variant };
             let same = |(_, other): &&mut (f64, MeasuredRow)| {
-                (other.n, other.k, other.m, other.dependent) == (row.n, row.k, row.m, dependent)
+                (other.n, other.k, other.m, other.pdl) == (row.n, row.k, row.m, pdl)
             };
             match rows.iter_mut().find(same) {
                 Some(best) if best.0 > row.median_us => *best = (row.median_us, measured),
@@ -130,7 +130,7 @@ impl Report<MatmulOptions> {
     }
 }
 
-const FAMILY: &str = "fused";
+const FAMILY: &str = "gemm_packed";
 /// Up to this batch there are kernels made for a gate and an up in one.
 const GATED_BATCH: u32 = 64;
 
@@ -180,8 +180,8 @@ fn sample(stream: &Stream, y: &DeviceMatrix) -> Result<Vec<u16>, DeviceError> {
 }
 
 struct Bench<'a> {
-    kernels: &'a Kernels,
-    dispatch: &'a FusedDispatch,
+    kernels: &'a KernelSet,
+    dispatch: &'a PackedChooser,
     timer: Timer<'a>,
     options: &'a MatmulOptions,
     weights: Weights,
@@ -218,12 +218,12 @@ impl Bench<'_> {
         })
     }
 
-    fn wanted(&self, escapes: bool, dependent: bool) -> FusedUse {
-        FusedUse { escapes, dependent, epilogue: Epilogue::Store }
+    fn wanted(&self, escapes: bool, pdl: bool) -> PackedUse {
+        PackedUse { escapes, pdl, epilogue: Epilogue::Store }
     }
 
     /// What is timed for a problem: the choice of dispatch first, then the model's.
-    fn variants(&self, problem: Problem, wanted: FusedUse) -> Vec<(VariantSpec, bool)> {
+    fn variants(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, bool)> {
         let info = self.kernels.device().info();
         let choice = self.dispatch.choose(problem, wanted);
         let others = candidates(info.arch, info.sms, problem, wanted).into_iter().map(|(spec, _)| spec);
@@ -238,7 +238,7 @@ impl Bench<'_> {
         let mut cublas = Cublas::new(stream)?;
         let mut rows = Vec::new();
         for &m in &self.options.batches {
-            let problem = Problem { m, n, k };
+            let problem = GemmShape { m, n, k };
             let x = halves(&normal_bf16(m as usize * k as usize, 1.0, 2 + u64::from(m)));
             let x = DeviceMatrix::from_host(stream, m, k, &x)?;
             let mut y = DeviceMatrix::zeroed(stream, m, n)?;
@@ -253,12 +253,12 @@ impl Bench<'_> {
             let specs: Vec<(VariantSpec, bool)> = self
                 .options
                 .launches()
-                .flat_map(|dependent| self.variants(problem, self.wanted(copies.escapes, dependent)))
+                .flat_map(|pdl| self.variants(problem, self.wanted(copies.escapes, pdl)))
                 .collect();
             self.kernels.prepare(&specs.iter().map(|(spec, _)| *spec).collect::<Vec<_>>(), &|_| {})?;
             let mut workspace = Workspace::new(stream, specs.iter().map(|(spec, _)| (*spec, problem)))?;
             for (spec, dispatched) in specs {
-                let matmul = FusedMatmul::new(self.kernels.get(&spec)?)?;
+                let matmul = PackedGemm::new(self.kernels.get(&spec)?)?;
                 y.data_mut().fill_bytes(stream, 0xff)?;
                 matmul.enqueue(stream, &x, &copies.packed[count - 1], &mut y, &mut workspace)?;
                 let error = relative_error(&sample(stream, &y)?, &expected);
@@ -288,7 +288,7 @@ impl Bench<'_> {
         let mut cublas = Cublas::new(stream)?;
         let mut rows = Vec::new();
         for &m in &self.options.batches {
-            let problem = Problem { m, n: 0, k: 0 };
+            let problem = GemmShape { m, n: 0, k: 0 };
             // The input of weight i is the output of the one before where the shapes allow it; `buffers[i]` is that input.
             let mut buffers = self.timer.each(shapes.len(), |i| {
                 let k = shapes[i].1;
@@ -317,15 +317,14 @@ impl Bench<'_> {
             let bytes = io + (0..shapes.len()).map(whole).sum::<usize>();
             contenders.push(Contender::cublas(graph, bytes as u64));
             let mut workspaces = Vec::new();
-            let gated = self.options.launches().filter(|_| m <= GATED_BATCH).map(|dependent| (dependent, true));
-            let ways: Vec<(bool, bool)> =
-                self.options.launches().map(|dependent| (dependent, false)).chain(gated).collect();
-            for (dependent, gated) in ways {
+            let gated = self.options.launches().filter(|_| m <= GATED_BATCH).map(|pdl| (pdl, true));
+            let ways: Vec<(bool, bool)> = self.options.launches().map(|pdl| (pdl, false)).chain(gated).collect();
+            for (pdl, gated) in ways {
                 let specs = (0..shapes.len())
                     .map(|i| {
-                        let problem = Problem { m, n: shapes[i].0, k: shapes[i].1 };
+                        let problem = GemmShape { m, n: shapes[i].0, k: shapes[i].1 };
                         let epilogue = if gated && gate_and_up(i) { Epilogue::SiluMul } else { Epilogue::Store };
-                        let wanted = FusedUse { epilogue, ..self.wanted(weights[i].escapes, dependent) };
+                        let wanted = PackedUse { epilogue, ..self.wanted(weights[i].escapes, pdl) };
                         self.dispatch
                             .choose(problem, wanted)
                             .map(|spec| (spec, problem))
@@ -334,21 +333,19 @@ impl Bench<'_> {
                     .collect::<Result<Vec<_>, _>>()?;
                 self.kernels.prepare(&specs.iter().map(|(spec, _)| *spec).collect::<Vec<_>>(), &|_| {})?;
                 let mut workspace = Workspace::new(stream, specs.iter().copied())?;
-                let matmuls = specs
-                    .iter()
-                    .map(|(spec, _)| FusedMatmul::new(self.kernels.get(spec)?))
-                    .collect::<Result<Vec<_>, _>>()?;
+                let matmuls = specs.iter().map(|(spec, _)| PackedGemm::new(self.kernels.get(spec)?)).collect::<Result<
+                    Vec<_>,
+                    _,
+                >>(
+                )?;
                 let (graph, launches) = self.timer.record(problem, layers, |layer| {
                     pass(gated, &mut |i, x, y| {
                         matmuls[i].enqueue(stream, x, &weights[i].packed[layer], y, &mut workspace)
                     })
                 })?;
                 let bytes = io as u64 + weights.iter().map(|copies| copies.packed[0].bytes()).sum::<u64>();
-                let name = format!(
-                    "unweight{}{}",
-                    if dependent { " dependent" } else { "" },
-                    if gated { ", silu_mul" } else { "" }
-                );
+                let name =
+                    format!("unweight{}{}", if pdl { " pdl" } else { "" }, if gated { ", silu_mul" } else { "" });
                 contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: !gated });
                 workspaces.push(workspace);
             }

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use serde::Serialize;
-use unweight_codegen::plan::Problem;
+use unweight_codegen::plan::GemmShape;
 
 use crate::device::{DeviceError, DeviceInfo, Graph, Stream};
 
@@ -119,7 +119,7 @@ impl Timer<'_> {
     /// A graph that runs over all copies, several times if they are few, and how many launches it has.
     pub fn record(
         &self,
-        problem: Problem,
+        problem: GemmShape,
         copies: usize,
         mut run: impl FnMut(usize) -> Result<(), DeviceError>,
     ) -> Result<(Graph, usize), DeviceError> {
@@ -139,7 +139,7 @@ impl Timer<'_> {
         family: &'static str,
         contenders: Vec<Contender>,
         copies: usize,
-        problem: Problem,
+        problem: GemmShape,
         progress: &dyn Fn(&str),
     ) -> Result<Vec<Row>, DeviceError> {
         let rounds = self.timing.rounds.max(1);

@@ -43,7 +43,7 @@
 #pragma once
 
 #include "unweight/abi.cuh"
-#include "unweight/decode/reader.cuh"
+#include "unweight/form/huffman/reader.cuh"
 #include "unweight/mma/reconstruct.cuh"
 #include "unweight/ptx/bulk.cuh"
 #include "unweight/ptx/fence.cuh"

@@ -27,7 +27,7 @@
 #pragma once
 
 #include "unweight/abi.cuh"
-#include "unweight/decode/canonical.cuh"
+#include "unweight/form/huffman/canonical.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/memory.cuh"
 

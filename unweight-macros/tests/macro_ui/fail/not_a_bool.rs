@@ -1,7 +1,7 @@
 //! A switch is on or off.
 use unweight_macros::unweight_variant;
 
-#[unweight_variant(op = fused_small, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2, dependent = yes)]
+#[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2, pdl = yes)]
 struct Down;
 
 fn main() {}

@@ -12,15 +12,15 @@ macro_rules! declare {
 
 fn main() {
     declare! {
-        "uw_sm90a_matmul_palette_n2p4_v8_store": (n = 2, stages = 4),
-        "uw_sm90a_matmul_palette_n1p2_v0_store_add": (n = 1, stages = 2, verbatim = 0, epilogue = store_add),
-        "uw_sm90a_matmul_palette_n2p2_v4_store": (source = palette, n = 2, stages = 2, verbatim = 4, epilogue = store),
-        "uw_sm90a_matmul_palette_n2p2_v16_store": (n = 2, stages = 2, verbatim = 16),
-        "uw_sm90a_matmul_palette_n2p2_v32_store": (n = 2, stages = 2, verbatim = 32),
-        "uw_sm90a_matmul_palette_n1p2_v64_store": (n = 1, stages = 2, verbatim = 64),
-        "uw_sm90a_matmul_exponent_n2p4_store_add":
+        "uw_sm90a_gemm_recon_palette_n2p4_v8_store": (n = 2, stages = 4),
+        "uw_sm90a_gemm_recon_palette_n1p2_v0_store_add": (n = 1, stages = 2, verbatim = 0, epilogue = store_add),
+        "uw_sm90a_gemm_recon_palette_n2p2_v4_store": (source = palette, n = 2, stages = 2, verbatim = 4, epilogue = store),
+        "uw_sm90a_gemm_recon_palette_n2p2_v16_store": (n = 2, stages = 2, verbatim = 16),
+        "uw_sm90a_gemm_recon_palette_n2p2_v32_store": (n = 2, stages = 2, verbatim = 32),
+        "uw_sm90a_gemm_recon_palette_n1p2_v64_store": (n = 1, stages = 2, verbatim = 64),
+        "uw_sm90a_gemm_recon_exponent_n2p4_store_add":
             (op = matmul, arch = sm90a, source = exponent, n = 2usize, stages = 4, epilogue = store_add),
-        "uw_sm90a_matmul_exponent_n1p3_store": (stages = 3, n = 1, source = exponent),
+        "uw_sm90a_gemm_recon_exponent_n1p3_store": (stages = 3, n = 1, source = exponent),
         "uw_sm90a_decode_full_l7": (op = decode, output = full),
         "uw_sm90a_decode_exponent_l12": (op = decode, output = exponent, code_limit = 12),
         "uw_sm90a_decode_palette_l6": (op = decode, output = palette, code_limit = 6),
@@ -31,30 +31,30 @@ fn main() {
         "uw_sm90a_encode_scan": (op = encode, stage = scan),
         "uw_sm90a_encode_write": (op = encode, stage = write),
         "uw_sm90a_encode_palette": (op = encode, stage = palette),
-        "uw_sm90a_fused_small_b8_r4w8p2c1_esc_store":
-            (op = fused_small, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2),
-        "uw_sm90a_fused_small_b16_r1w8p3c2_stream_pdl_store_add_dump":
-            (op = fused_small, batch_tile = 16, row_blocks = 1, warps = 8, stages = 3, cluster = 2, stream = true,
-             escapes = false, dependent = true, epilogue = store_add, dump = true),
-        "uw_sm90a_fused_small_b32_r8w4p2c4_esc_store":
-            (op = fused_small, batch_tile = 32, row_blocks = 8, warps = 4, stages = 2, cluster = 4, stream = false,
-             escapes = true, dependent = false, epilogue = store, dump = false),
-        "uw_sm90a_fused_small_b64_r1w1p1c8_esc_store":
-            (op = fused_small, batch_tile = 64, row_blocks = 1, warps = 1, stages = 1, cluster = 8),
-        "uw_sm90a_fused_wide_b128_g2p6_esc_store": (op = fused_wide, batch_tile = 128, stages = 6),
-        "uw_sm90a_fused_wide_b64_g1p3_streamk_pdl_store_add":
-            (op = fused_wide, batch_tile = 64, warpgroups = 1, stages = 3, stream_k = true, escapes = false,
-             dependent = true, epilogue = store_add, dump = false),
-        "uw_sm90a_fused_wide_b192_g3p3_esc_store_dump":
-            (op = fused_wide, batch_tile = 192, warpgroups = 3, stages = 3, dump = true),
-        "uw_sm90a_fused_wide_b128_g1p8c2_esc_store":
-            (op = fused_wide, batch_tile = 128, warpgroups = 1, stages = 8, cluster = 2),
-        "uw_sm90a_fused_wide_b32_g2p12_esc_store": (op = fused_wide, batch_tile = 32, stages = 12),
-        "uw_sm90a_fused_wide_b256_g2p4_esc_store": (op = fused_wide, batch_tile = 256, stages = 4),
-        "uw_sm90a_fused_small_b8_r2w8p3c1_esc_silu_mul":
-            (op = fused_small, batch_tile = 8, row_blocks = 2, warps = 8, stages = 3, epilogue = silu_mul),
-        "uw_sm90a_packed_pack": (op = packed, stage = pack),
-        "uw_sm90a_packed_lists": (op = packed, stage = lists),
-        "uw_sm90a_packed_unpack": (op = packed, stage = unpack),
+        "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store":
+            (op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2),
+        "uw_sm90a_gemm_mma_b16_r1w8p3c2_stream_pdl_store_add_dump":
+            (op = gemm_mma, batch_tile = 16, row_blocks = 1, warps = 8, stages = 3, cluster = 2, persistent = true,
+             escapes = false, pdl = true, epilogue = store_add, dump = true),
+        "uw_sm90a_gemm_mma_b32_r8w4p2c4_esc_store":
+            (op = gemm_mma, batch_tile = 32, row_blocks = 8, warps = 4, stages = 2, cluster = 4, persistent = false,
+             escapes = true, pdl = false, epilogue = store, dump = false),
+        "uw_sm90a_gemm_mma_b64_r1w1p1c8_esc_store":
+            (op = gemm_mma, batch_tile = 64, row_blocks = 1, warps = 1, stages = 1, cluster = 8),
+        "uw_sm90a_gemm_wgmma_b128_g2p6_esc_store": (op = gemm_wgmma, batch_tile = 128, stages = 6),
+        "uw_sm90a_gemm_wgmma_b64_g1p3_streamk_pdl_store_add":
+            (op = gemm_wgmma, batch_tile = 64, warpgroups = 1, stages = 3, stream_k = true, escapes = false,
+             pdl = true, epilogue = store_add, dump = false),
+        "uw_sm90a_gemm_wgmma_b192_g3p3_esc_store_dump":
+            (op = gemm_wgmma, batch_tile = 192, warpgroups = 3, stages = 3, dump = true),
+        "uw_sm90a_gemm_wgmma_b128_g1p8c2_esc_store":
+            (op = gemm_wgmma, batch_tile = 128, warpgroups = 1, stages = 8, cluster = 2),
+        "uw_sm90a_gemm_wgmma_b32_g2p12_esc_store": (op = gemm_wgmma, batch_tile = 32, stages = 12),
+        "uw_sm90a_gemm_wgmma_b256_g2p4_esc_store": (op = gemm_wgmma, batch_tile = 256, stages = 4),
+        "uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul":
+            (op = gemm_mma, batch_tile = 8, row_blocks = 2, warps = 8, stages = 3, epilogue = silu_mul),
+        "uw_sm90a_repack_pack": (op = packed, stage = pack),
+        "uw_sm90a_repack_lists": (op = packed, stage = lists),
+        "uw_sm90a_repack_unpack": (op = packed, stage = unpack),
     }
 }

@@ -1,0 +1,510 @@
+// Register-sourced matmul for small batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight (docs/format.md, A.9). The *weight* is the A
+// operand of mma.m16n8k16 and goes shared memory -> registers -> tensor core, decoded on the way with 9 integer operations per 8 weights; the batch is the
+// n dimension, so a batch of 8 pads nothing. An element outside the window is replaced by its exact operand before the multiply: what the tensor cores see
+// are the weights times 2^(112 - base), bit for bit, and the fp32 sums are multiplied once by GemmPackedArgs::scale.
+//
+// Config
+//   u32  kRowBlocks      1..8     16-row blocks of one task: a warp's A fragments and sums
+//   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...
+//   u32  kStages         1..      slots of each warp's private ring
+//   u32  kBatchTile      8 * 1..8 rows of X per cluster; sums take kRowBlocks * kBatchTile / 2 registers
+//   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
+//   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
+//   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
+//   bool kSiluMul        y[m, n / 2] = silu(gate) * up, in fp32 and rounded once: row blocks of W alternate between 16 rows of the gate's weights and the 16
+//                        of the up's that go with them (kRowBlocks even, no kStoreAdd)
+//   bool kPdl      programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are touched after it
+//   bool kPersistent         a cluster works off several tasks, its rings running on across them
+//   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]
+//
+// Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster blocks along x, m >= 1, and
+//   grid = groups * ceil(m / kBatchTile) * kCluster. The n / 16 row blocks are dealt to the groups in order, evenly up to one. Without kPersistent
+//   ceil((n / 16) / groups) <= kRowBlocks; with it any number of groups will do.
+//   Best: as many blocks as fill every multiprocessor once (132 or 264 on an H200), and shared memory or registers such that no more fit. Under dependent launch
+//   a half-full multiprocessor takes blocks of the next kernel early, unevenly: 128 blocks where 264 fit ran 26.0 us, 132 ran 21.5 (4096x14336, m = 8).
+//
+// Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile, 128-byte swizzle, zero past the batch) and
+// its task's row blocks of one tile column, up to four neighbours a bulk copy (L2 evict_first). Nothing crosses warps until the reduction.
+// One step: wait | ldmatrix X | per row block 3 x 16 bytes a lane, decode | refill the slot | patch | 4 * kBatchTile / 8 mma.
+//
+// Barriers: full [kWarps][kStages], 1 arrival + bytes of X and W. A slot is empty when its own warp has read it (__syncwarp), so there is no empty barrier.
+//   Per task the block (or cluster) meets once between writing and reading sums; kPersistent: once more before writing; clusters: once more before exit.
+//
+// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + kRowBlocks * 1536)) + 8 * kStages), kPersistent: + kWarps * kRowBlocks * kBatchTile * 64.
+//   Without kPersistent a warp's sums (fp32 [batch][row]) lie over its own drained ring.
+// Global reads per tile column: kRowBlocks * (1536 + 4) + 128 * min(m, kBatchTile) (X: L2 after the first), and 4 * (1 + records) per list.
+//
+// Bound: device memory, n * k * 1.5 bytes. On one H200 (driver 580.159, CUDA 13.0, November 2026, .5 % of 64-element row segments with an escape, round-robin with
+// cuBLAS 13 on 460 MB of rotating weights, see docs/adr/0004-register-sourced-kernels.md):
+//   us (times cuBLAS)      m = 1         8             16            32            64        | 8, ordinary launch
+//   14336x4096   dependent  21.0 (1.44)   21.1 (1.44)   22.4 (1.38)   23.8 (1.32)   28.0 (1.20) | 24.0 (1.27)
+//   28672x4096              41.5 (1.37)   41.4 (1.39)   42.5 (1.36)   46.5 (1.27)   55.3 (1.13) | 44.3 (1.30)
+//   4096x14336              21.0 (1.53)   20.8 (1.56)   21.4 (1.53)   23.0 (1.46)   27.9 (1.30) | 23.5 (1.38)
+//   4096x4096                7.3 (1.82)    7.3 (1.84)    7.8 (1.73)    8.5 (1.62)   10.1 (1.20) |  9.3 (1.43)
+// Where the rest goes (14336x4096, m = 8): streaming the same copies without any computation takes 21.6 us (19.7 dependent), 88 MB at the rate of the slope
+// between n = 14336 and 28672 (4.6 TB/s) 19.1; what remains is launch, ramp and the last tiles' latency.
+//
+// SASS: 233 instructions per 64x64 tile at kBatchTile = 8 (144 decode, 16 mma, 14 loads, the rest refill and control); integer pipe about 5 us of 20.
+#pragma once
+
+#include "unweight/epilogue/activation.cuh"
+#include "unweight/form/escapes.cuh"
+#include "unweight/form/packed.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/bulk.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/fence.cuh"
+#include "unweight/ptx/mbarrier.cuh"
+#include "unweight/ptx/mma.cuh"
+#include "unweight/smem/tile.cuh"
+
+namespace uw::gemm_mma {
+
+using packed::kSteps;
+using packed::kTile;
+
+constexpr u32 kBatchFragment = 8;  // the n dimension of m16n8k16
+
+template <class Config>
+constexpr u32 kThreads = Config::kWarps * 32;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kRows = Config::kRowBlocks * packed::kBlockRows;
+    static constexpr u32 kXBytes = Config::kBatchTile * smem::kSwizzleBytes;
+    static constexpr u32 kWBytes = Config::kRowBlocks * packed::kBlockBytes;
+    static constexpr u32 kStageBytes = kXBytes + kWBytes;
+    // One warp's ring: X of all stages, then W of all stages.
+    static constexpr u32 kRingBytes =
+        (Config::kStages * kStageBytes + smem::kSwizzlePeriodBytes - 1) / smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
+    // One warp's sums, fp32 [batch][row].
+    static constexpr u32 kSumBytes = Config::kBatchTile * kRows * 4;
+    // In a stream the rings are being refilled while sums are reduced; otherwise a warp's sums lie over its drained ring.
+    static constexpr u32 kSumPitchBytes = Config::kPersistent ? kSumBytes : kRingBytes;
+
+    static constexpr u32 kRings = 0;
+    static constexpr u32 kSums = Config::kPersistent ? Config::kWarps * kRingBytes : 0;
+    static constexpr u32 kBarriers = Config::kWarps * (kRingBytes + (Config::kPersistent ? kSumBytes : 0));
+    static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
+
+    static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
+    static_assert(kSumBytes <= kSumPitchBytes, "a warp's sums lie over its ring");
+};
+
+template <class Config>
+struct Kernel {
+    using S = Smem<Config>;
+    static constexpr u32 kFragments = Config::kBatchTile / kBatchFragment;
+    static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that share a task's k
+    static constexpr u32 kNoColumn = ~0u;
+    // Row blocks whose multiply chains run side by side. With four fragments and more a row block has chains enough of its own.
+    static constexpr u32 kChains = Config::kRowBlocks > 1 && kFragments < 4 ? 2 : 1;
+    static constexpr u32 kHeadBatch = 32;  // tiles whose heads one load of a warp brings: one a lane
+    static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
+    static_assert(Config::kRowBlocks >= 1 && Config::kRowBlocks <= 8, "a warp keeps the sums of up to 8 row blocks");
+    // Row blocks that belong together: a gate's and an up's.
+    static constexpr u32 kTogether = Config::kSiluMul ? 2 : 1;
+    static constexpr u32 kOutRows = S::kRows / kTogether;  // rows of Y^T that a task makes
+    static_assert(kOutRows % (2 * Config::kCluster) == 0, "blocks of a cluster store whole pairs of rows");
+    static_assert(Config::kRowBlocks % kTogether == 0 && !(Config::kSiluMul && Config::kStoreAdd), "a gate and its up are one task's, and overwrite");
+
+    // Blocks of one tile are neighbours in memory, so one copy brings up to four; a task of 16-row blocks spans up to kPieces tiles.
+    static constexpr u32 kPieces = (Config::kRowBlocks + packed::kTileBlocks - 2) / packed::kTileBlocks + 1;
+    struct Pieces {
+        const u8* source[kPieces];  // in column 0 of the tiles
+        u32 bytes[kPieces];
+        u32 slot_bytes;  // with X
+    };
+
+    // Row blocks are dealt out in order and evenly, the first clusters getting what does not divide, so that every multiprocessor streams to the end.
+    // Clusters that share weights are neighbours.
+    struct Share {
+        u32 batch;  // first batch row
+        u32 first, blocks;
+
+        UW_DEVICE Share(const GemmPackedArgs& a, u32 batch_tiles) {
+            u32 groups = ptx::grid_size() / Config::kCluster, group = ptx::block_index() / Config::kCluster;
+            batch = 0;
+            if (batch_tiles > 1) {
+                batch = group % batch_tiles * Config::kBatchTile;
+                group /= batch_tiles;
+                groups /= batch_tiles;
+            }
+            const u32 all = a.n / (packed::kBlockRows * kTogether), each = all / groups, more = all - each * groups;
+            first = (group * each + (group < more ? group : more)) * kTogether;
+            blocks = (each + (group < more)) * kTogether;
+        }
+    };
+
+    // Escape heads of the warp's next kHeadBatch tiles, one tile a lane.
+    struct Heads {
+        u32 words[Config::kRowBlocks];
+        u32 blocks[Config::kRowBlocks];  // bit l: lane l's tile has an escape in that row block
+        u32 tiles;                       // bit l: in any
+    };
+
+    const GemmPackedArgs& args;
+    const u32 shared, warp, lane;
+    const u32 ring, barriers;
+    const u32 k_warp;  // this warp among the kKWarps
+    const u32 batch_tiles;
+    const Share share;  // this cluster's part of the matrix
+    const u32 tasks;    // in how many tasks it works its row blocks off
+    const u32 tiles;    // columns of tiles times tasks; this warp takes k_warp, k_warp + kKWarps, ...
+    const u64 x_policy, w_policy;
+
+    // The next tile to load.
+    u32 load_slot = 0, load_index, load_task = 0, load_column;
+    Pieces load_pieces;
+    // The next tile to compute: its slot, and its index among the cluster's tiles.
+    u32 slot = 0, parity = 0, index;
+
+    float sums[Config::kRowBlocks][kFragments][4];
+
+    UW_DEVICE Kernel(const GemmPackedArgs& a, u32 shared_address)
+        : args(a),
+          shared(shared_address),
+          warp(ptx::uniform_warp_index()),
+          lane(ptx::lane_index()),
+          ring(shared_address + S::kRings + warp * S::kRingBytes),
+          barriers(shared_address + S::kBarriers + warp * Config::kStages * 8),
+          k_warp(Config::kCluster > 1 ? ptx::cluster_rank() * Config::kWarps + warp : warp),
+          batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
+          share(a, batch_tiles),
+          tasks(Config::kPersistent ? (share.blocks + Config::kRowBlocks - 1) / Config::kRowBlocks : share.blocks != 0),
+          tiles(tasks * a.tile_cols),
+          x_policy(ptx::l2_policy(L2::kEvictLast)),
+          w_policy(ptx::l2_policy(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal)),
+          load_index(k_warp),
+          load_column(k_warp),
+          index(k_warp) {
+        if (tiles != 0) set_load_task(0);
+        if constexpr (Config::kPersistent) wrap_load();
+    }
+
+    UW_DEVICE u32 x_slot(u32 s) const { return ring + s * S::kXBytes; }
+    UW_DEVICE u32 w_slot(u32 s) const { return ring + Config::kStages * S::kXBytes + s * S::kWBytes; }
+
+    // ---- work ------------------------------------------------------------------------------------------------------
+    UW_DEVICE u32 task_first(u32 task) const {
+        return share.first + (Config::kPersistent ? task * (share.blocks / kTogether) / tasks * kTogether : task * share.blocks);
+    }
+    UW_DEVICE u32 task_blocks(u32 task) const { return task_first(task + 1) - task_first(task); }
+
+    // ---- load ------------------------------------------------------------------------------------------------------
+    UW_DEVICE void set_load_task(u32 task) {
+        load_task = task;
+        u32 block = task_first(task), left = task_blocks(task);
+        load_pieces.slot_bytes = S::kXBytes + left * packed::kBlockBytes;
+#pragma unroll
+        for (u32 i = 0; i < kPieces; ++i) {
+            const u32 inside = block % packed::kTileBlocks, whole = packed::kTileBlocks - inside;
+            const u32 here = left < whole ? left : whole;
+            load_pieces.source[i] =
+                args.packed + u64(block / packed::kTileBlocks) * args.tile_cols * packed::kTileBytes + inside * packed::kBlockBytes;
+            load_pieces.bytes[i] = here * packed::kBlockBytes;
+            block += here;
+            left -= here;
+        }
+    }
+    // One lane: the task's row blocks of one column of tiles.
+    UW_DEVICE void load_w() const {
+        u32 to = w_slot(load_slot);
+#pragma unroll
+        for (u32 i = 0; i < kPieces; ++i) {
+            if (i > 0 && load_pieces.bytes[i] == 0) break;
+            ptx::bulk_load(to, load_pieces.source[i] + u64(load_column) * packed::kTileBytes, load_pieces.bytes[i], barriers + load_slot * 8, w_policy);
+            to += load_pieces.bytes[i];
+        }
+    }
+    UW_DEVICE void load_x(u32 s, u32 column) const { ptx::tensor_load_2d(x_slot(s), args.x, column * kTile, share.batch, barriers + s * 8, x_policy); }
+
+    UW_DEVICE void wrap_load() {
+        while (load_column >= args.tile_cols && load_index < tiles) {
+            load_column -= args.tile_cols;
+            set_load_task(load_task + 1);
+        }
+    }
+    UW_DEVICE void advance_load() {
+        load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
+        load_index += kKWarps;
+        load_column += kKWarps;
+        if constexpr (Config::kPersistent) wrap_load();
+    }
+    // By a converged warp whose lanes have read the slot.
+    UW_DEVICE void load_next() {
+        if (load_index >= tiles) return;
+        if (ptx::elect_one()) {
+            ptx::mbarrier_arrive_expect_tx(barriers + load_slot * 8, load_pieces.slot_bytes);
+            load_x(load_slot, load_column);
+            load_w();
+        }
+        advance_load();
+    }
+
+    // Fills the ring, weights before anything else: they do not depend on the kernel before and come from furthest away. X does and waits.
+    UW_DEVICE void start(Heads& heads) {
+        if (ptx::elect_one()) {
+#pragma unroll
+            for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barriers + s * 8, 1);
+            ptx::fence_mbarrier_init();
+        }
+        ptx::sync_warp();
+        if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+        u32 columns[Config::kStages];
+#pragma unroll
+        for (u32 s = 0; s < Config::kStages; ++s) {
+            columns[s] = kNoColumn;
+            if (load_index < tiles) {
+                columns[s] = load_column;
+                if (ptx::elect_one()) {
+                    ptx::mbarrier_arrive_expect_tx(barriers + s * 8, load_pieces.slot_bytes);
+                    load_w();
+                }
+                advance_load();
+            }
+        }
+        if (ptx::elect_one()) ptx::prefetch_tensor_map(args.x);
+        if constexpr (Config::kEscapes) load_heads(heads);
+        if constexpr (Config::kPdl) ptx::grid_dependency_wait();
+#pragma unroll
+        for (u32 s = 0; s < Config::kStages; ++s) {
+            if (columns[s] != kNoColumn) {
+                if (ptx::elect_one()) load_x(s, columns[s]);
+            }
+        }
+    }
+
+    // ---- compute ---------------------------------------------------------------------------------------------------
+    UW_DEVICE void load_heads(Heads& heads) const {
+        const u32 mine = index + lane * kKWarps;
+        const u32 task = Config::kPersistent ? mine / args.tile_cols : 0, column = mine - task * args.tile_cols;
+        const u32 first = mine < tiles ? task_first(task) : 0, count = mine < tiles ? task_blocks(task) : 0;
+#pragma unroll
+        for (u32 b = 0; b < Config::kRowBlocks; ++b) {
+            const u32 block = first + b;
+            const u64 tile = u64(block / packed::kTileBlocks) * args.tile_cols + column;
+            heads.words[b] = b < count ? ptx::load_global_nc(args.escape_heads + tile * packed::kTileBlocks + block % packed::kTileBlocks) : 0;
+        }
+    }
+    // Apart from the load, so that the words travel while the warp does other things. Lists are rare and far away: have them near when their tile comes.
+    UW_DEVICE void digest_heads(Heads& heads) const {
+        u32 any = 0;
+#pragma unroll
+        for (u32 b = 0; b < Config::kRowBlocks; ++b) {
+            heads.blocks[b] = ptx::warp_ballot(heads.words[b] != 0);
+            any |= heads.blocks[b];
+            const u32 list = heads.words[b] & ~packed::kListHead;
+            if (list != heads.words[b] && list < args.escape_words) ptx::prefetch_l2(args.escapes + list);
+        }
+        heads.tiles = any;
+    }
+
+    UW_DEVICE void load_x_fragments(u32 (&x)[kFragments][kSteps][2]) const {
+#pragma unroll
+        for (u32 f = 0; f < kFragments; ++f) {
+#pragma unroll
+            for (u32 half = 0; half < kSteps / 2; ++half) {
+                const u32 row = f * kBatchFragment + lane % 8, chunk = half * 4 + lane / 8;
+                const U32x4 v = ptx::load_matrix_x4(x_slot(slot) + smem::Bf16Tile<Config::kBatchTile>::offset(row, chunk));
+                x[f][2 * half][0] = v.x;
+                x[f][2 * half][1] = v.y;
+                x[f][2 * half + 1][0] = v.z;
+                x[f][2 * half + 1][1] = v.w;
+            }
+        }
+    }
+
+    // `turn`: the tile's place in `heads`. Two bodies, so that the common one has no branch among its operands. A task with fewer than kRowBlocks blocks
+    // multiplies what an earlier tile left in the slot and drops the sums: a branch would cost every task more than the multiply costs this one.
+    template <bool kPatch>
+    UW_DEVICE void compute_tile(const Heads& heads, u32 turn, u32 task) {
+        u32 records[Config::kRowBlocks];
+        if constexpr (kPatch) {
+#pragma unroll
+            for (u32 b = 0; b < Config::kRowBlocks; ++b) {
+                if (heads.blocks[b] >> turn & 1) {
+                    records[b] = packed::read_records(ptx::shuffle(heads.words[b], turn), args.escapes, args.escape_words, lane);
+                }
+            }
+        }
+        ptx::mbarrier_wait_parity(barriers + slot * 8, parity);
+        u32 x[kFragments][kSteps][2];
+        load_x_fragments(x);
+#pragma unroll
+        for (u32 first = 0; first < Config::kRowBlocks; first += kChains) {
+            packed::Operands operands[kChains];
+#pragma unroll
+            for (u32 c = 0; c < kChains; ++c) {
+                if (first + c >= Config::kRowBlocks) break;
+                operands[c] = packed::Operands(packed::PackedBlock(w_slot(slot) + (first + c) * packed::kBlockBytes, lane));
+            }
+            if (first + kChains >= Config::kRowBlocks) {
+                // All of the slot is in registers.
+                ptx::sync_warp();
+                load_next();
+            }
+            if constexpr (kPatch) {
+#pragma unroll
+                for (u32 c = 0; c < kChains; ++c) {
+                    if (first + c >= Config::kRowBlocks || (heads.blocks[first + c] >> turn & 1) == 0) continue;
+                    const u32 head = ptx::shuffle(heads.words[first + c], turn);
+                    packed::apply_records(operands[c], records[first + c], head, args.escapes, args.escape_words, lane);
+                }
+            }
+            if constexpr (Config::kDumpOperands) {
+#pragma unroll
+                for (u32 c = 0; c < kChains; ++c) {
+                    if (first + c < task_blocks(task)) dump(operands[c], task_first(task) + first + c);
+                }
+            }
+#pragma unroll
+            for (u32 s = 0; s < kSteps; ++s) {
+#pragma unroll
+                for (u32 c = 0; c < kChains; ++c) {
+                    if (first + c >= Config::kRowBlocks) break;
+                    const u32(&p)[kSteps * 4] = operands[c].p;
+                    const u32 a[4] = {p[4 * s], p[4 * s + 1], p[4 * s + 2], p[4 * s + 3]};
+#pragma unroll
+                    for (u32 f = 0; f < kFragments; ++f) ptx::mma_m16n8k16(sums[first + c][f], a, x[f][s]);
+                }
+            }
+        }
+    }
+
+    UW_DEVICE void compute(const Heads& heads, u32 turn, u32 task) {
+        if (Config::kEscapes && (heads.tiles >> turn & 1)) {
+            compute_tile<Config::kEscapes>(heads, turn, task);
+        } else {
+            compute_tile<false>(heads, turn, task);
+        }
+        slot = slot + 1 == Config::kStages ? 0 : slot + 1;
+        parity ^= slot == 0;
+    }
+
+    // Debugging: what enters the tensor cores, u32 [tile][row block][step][register][lane] in the workspace.
+    UW_DEVICE void dump(const packed::Operands& operands, u32 block) const {
+        const u64 tile = u64(block / packed::kTileBlocks) * args.tile_cols + index % args.tile_cols;
+        u32* out = reinterpret_cast<u32*>(args.workspace) + (tile * packed::kTileBlocks + block % packed::kTileBlocks) * (kSteps * 4 * 32) + lane;
+#pragma unroll
+        for (u32 r = 0; r < kSteps * 4; ++r) ptx::store_global(out + r * 32, operands.p[r]);
+    }
+
+    // ---- reduce ----------------------------------------------------------------------------------------------------
+    // Bytes of (batch b, row r) in a warp's sums: bits 3 and 4 of the word are flipped so that the fragment's (2t, g) hit 32 banks.
+    UW_DEVICE static u32 sum_offset(u32 b, u32 r) { return ((b * S::kRows + r) ^ (b / 2 % 4 * 8)) * 4; }
+
+    UW_DEVICE void meet() const {
+        if constexpr (Config::kCluster > 1) {
+            ptx::cluster_arrive();
+            ptx::cluster_wait();
+        } else {
+            ptx::sync_block();
+        }
+    }
+
+    UW_DEVICE void reduce(u32 task) {
+        const u32 left = args.m - share.batch;
+        const u32 valid = left < Config::kBatchTile ? left : Config::kBatchTile;
+        if constexpr (Config::kPersistent) meet();  // the sums of the task before have been read
+        const u32 own = shared + S::kSums + warp * S::kSumPitchBytes;
+        const u32 g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (u32 f = 0; f < kFragments; ++f) {
+            if (f * kBatchFragment >= valid) break;
+#pragma unroll
+            for (u32 b = 0; b < Config::kRowBlocks; ++b) {
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) {
+                    ptx::store_shared(own + sum_offset(f * kBatchFragment + 2 * t + i % 2, b * packed::kBlockRows + g + i / 2 * 8),
+                                      ptx::bits_from_float(sums[b][f][i]));
+                }
+            }
+        }
+        meet();
+        // Block `rank` of the cluster owns its share of the rows of Y^T; a unit is two of them for one batch row.
+        constexpr u32 kShare = kOutRows / Config::kCluster, kPairs = kShare / 2;
+        const u32 rank = Config::kCluster > 1 ? ptx::cluster_rank() : 0;
+        const u32 rows = task_blocks(task) * packed::kBlockRows / kTogether, first_row = task_first(task) * packed::kBlockRows / kTogether;
+        for (u32 unit = warp * 32 + lane; unit < valid * kPairs; unit += kThreads<Config>) {
+            const u32 b = unit / kPairs, r = rank * kShare + unit % kPairs * 2;
+            if (r >= rows) continue;
+            float low, high;
+            if constexpr (Config::kSiluMul) {
+                const u32 gate = r / packed::kBlockRows * 2 * packed::kBlockRows + r % packed::kBlockRows;
+                float up_low, up_high;
+                total(b, gate, low, high);
+                total(b, gate + packed::kBlockRows, up_low, up_high);
+                low = packed::silu(low) * up_low;
+                high = packed::silu(high) * up_high;
+            } else {
+                total(b, r, low, high);
+            }
+            u16* y = static_cast<u16*>(args.y) + u64(share.batch + b) * (args.n / kTogether) + first_row + r;
+            if constexpr (Config::kStoreAdd) {
+                const u32 old = ptx::load_global(y);
+                low += ptx::float_from_bits(old << 16);
+                high += ptx::float_from_bits(old & 0xffff0000u);
+            }
+            ptx::store_global(y, ptx::pack_bf16x2(low, high));
+        }
+    }
+    // The sums of all warps of the cluster for batch row b, rows r and r + 1 of the task, scaled.
+    UW_DEVICE void total(u32 b, u32 r, float& low, float& high) const {
+        const u32 offset = shared + S::kSums + sum_offset(b, r);
+        low = high = 0.0f;
+#pragma unroll
+        for (u32 c = 0; c < Config::kCluster; ++c) {
+            const u32 address = Config::kCluster > 1 ? ptx::map_shared_rank(offset, c) : offset;
+#pragma unroll
+            for (u32 w = 0; w < Config::kWarps; ++w) {
+                const u32 from = address + w * S::kSumPitchBytes;
+                const U32x2 v = Config::kCluster > 1 ? ptx::load_cluster_x2(from) : ptx::load_shared_x2(from);
+                low += ptx::float_from_bits(v.x);
+                high += ptx::float_from_bits(v.y);
+            }
+        }
+        low *= args.scale;
+        high *= args.scale;
+    }
+
+    // ---- the warp's life -------------------------------------------------------------------------------------------
+    UW_DEVICE void run() {
+        Heads heads;
+        start(heads);
+        u32 turn = 0;
+        for (u32 task = 0; task < tasks; ++task) {
+#pragma unroll
+            for (u32 b = 0; b < Config::kRowBlocks; ++b) {
+#pragma unroll
+                for (u32 f = 0; f < kFragments; ++f) {
+#pragma unroll
+                    for (u32 j = 0; j < 4; ++j) sums[b][f][j] = 0.0f;
+                }
+            }
+            for (const u32 end = (task + 1) * args.tile_cols; index < end; index += kKWarps) {
+                if constexpr (Config::kEscapes) {
+                    if (turn == kHeadBatch) {
+                        load_heads(heads);
+                        turn = 0;
+                    }
+                    if (turn == 0) digest_heads(heads);
+                }
+                compute(heads, turn, task);
+                ++turn;
+            }
+            reduce(task);
+        }
+        // Peers may still be reading this block's sums.
+        if constexpr (Config::kCluster > 1) meet();
+    }
+};
+
+template <class Config>
+UW_DEVICE void run(const GemmPackedArgs& args) {
+    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    kernel.run();
+}
+
+}  // namespace uw::gemm_mma

@@ -1,0 +1,150 @@
+// What both shapes of the reconstructive matmul share: the sources of W, from global memory to their ring, and the order of the k steps.
+#pragma once
+
+#include "unweight/mma/descriptor.cuh"
+#include "unweight/mma/reconstruct.cuh"
+#include "unweight/pipeline/lcf.cuh"
+#include "unweight/pipeline/ring.cuh"
+#include "unweight/ptx/bulk.cuh"
+#include "unweight/ptx/wgmma.cuh"
+#include "unweight/smem/tile.cuh"
+
+namespace uw::gemm_recon {
+
+constexpr u32 kThreads = 384;
+constexpr u32 kMinBlocksPerSm = 1;
+constexpr u32 kTile = 64;             // rows and columns of a stored tile; the k step
+constexpr u32 kConsumerWarpgroups = 2;
+constexpr u32 kConsumerThreads = kConsumerWarpgroups * 128;
+constexpr u32 kConsumerWarps = kConsumerThreads / 32;
+constexpr u32 kBBuffers = 3;
+
+// Sizes in shared memory that do not depend on who owns the rows of wgmma.
+template <class Config>
+struct SourceSizes {
+    static constexpr u32 kBoxBytes = kTile * kTile * 2;  // 64 rows of X, or one joined tile of W
+    static constexpr u32 kBBytes = Config::kNTiles * kBoxBytes;
+    static constexpr u32 kSignTileBytes = kTile * kTile;
+    static constexpr u32 kSignSlotBytes = Config::kNTiles * kSignTileBytes;
+    static constexpr u32 kExponentTileBytes = Config::kPaletteSource ? kTile * kTile / 2 : kTile * kTile;
+    static constexpr u32 kExponentSlotBytes = Config::kNTiles * kExponentTileBytes;
+    static constexpr bool kHasVerbatim = Config::kPaletteSource && Config::kVerbatimRows > 0;
+    static constexpr u32 kVerbatimTileBytes = kHasVerbatim ? Config::kVerbatimRows * kTile : 0;
+    static constexpr u32 kVerbatimSlotBytes = Config::kNTiles * kVerbatimTileBytes;
+    static constexpr u32 kMaskSlotBytes = kHasVerbatim ? Config::kNTiles * 8 : 0;
+};
+
+// S: the offsets, on top of SourceSizes. The base of either kernel.
+template <class Config, class S>
+struct SourceRing {
+    static constexpr u32 kNTiles = Config::kNTiles;
+    static constexpr u32 kTaskColumns = kNTiles * kTile;
+    static constexpr u32 kMetadataBatch = 32 / kNTiles;  // steps whose metadata one load of a warp brings
+    static_assert(Config::kStages >= 2, "one stage is read while another is filled");
+    static_assert(kNTiles >= 1 && kNTiles <= 4, "wgmma takes up to 256 columns");
+    static_assert(Config::kVerbatimRows <= kTile, "a tile has 64 rows");
+
+    const GemmReconArgs& args;
+    const u32 shared;
+    const pipeline::Ring<Config::kStages> sources;
+    pipeline::Cursor<Config::kStages> source_cursor;
+
+    UW_DEVICE SourceRing(const GemmReconArgs& a, u32 shared_address) : args(a), shared(shared_address), sources{shared_address + S::kSourceBarriers} {}
+
+    UW_DEVICE void setup_sources() const {
+        sources.init(1, kConsumerWarps);
+        ptx::prefetch_tensor_map(args.x);
+        ptx::prefetch_tensor_map(args.sign_mantissa);
+    }
+
+    UW_DEVICE u32 steps() const { return args.tile_cols; }
+
+    // Neighbouring blocks walk k from different places: in step they would all ask for the same lines of X at the same time, at m = 1 a single one.
+    // It fixes the order of each sum, which depends on the column and on nothing else. `step` may be past the end by less than one round.
+    UW_DEVICE u32 rotated(u32 step, u32 column) const {
+        const u32 s = step + column / kTaskColumns * 5 % steps();
+        return s >= steps() ? s - steps() : s;
+    }
+
+    // The part of a TileMetadata that the matmul needs.
+    struct Verbatim {
+        u32 offset, low, high;
+    };
+
+    // Lane j * kMetadataBatch + i holds the metadata of n tile j at step `step + i`; other lanes, and steps past the end, hold none.
+    UW_DEVICE Verbatim load_metadata(u32 tile_row, u32 step, u32 lane) const {
+        Verbatim v{0, 0, 0};
+        const u32 j = lane / kMetadataBatch, i = lane % kMetadataBatch;
+        if (j < kNTiles && step + i < steps()) {
+            const U32x4 word = ptx::load_global_nc_x4(args.tile_metadata + (u64(tile_row + j) * args.tile_cols + rotated(step + i, tile_row * kTile)));
+            v = {word.y, word.z, word.w};
+        }
+        return v;
+    }
+
+    UW_DEVICE void load_sources(u32 column, bool once) {
+        const u32 lane = ptx::lane_index();
+        const bool leader = ptx::elect_one();
+        // Weights that no other task reads should not push out what others do.
+        const u64 policy = ptx::l2_policy(once ? L2::kEvictFirst : L2::kNormal);
+        const u32 tile_row = column / kTile;
+        [[maybe_unused]] Verbatim now{0, 0, 0}, next{0, 0, 0};
+        if constexpr (S::kHasVerbatim) next = load_metadata(tile_row, 0, lane);
+        [[maybe_unused]] u32 in_batch = kMetadataBatch;
+        for (u32 step = 0; step < steps(); ++step) {
+            sources.wait_empty(source_cursor);
+            const u32 slot = source_cursor.slot;
+            const u32 barrier = sources.full(slot), k_step = rotated(step, column);
+            if (leader) {
+                // The phase cannot end before the arrival below.
+                ptx::mbarrier_expect_tx(barrier, S::kSignSlotBytes + S::kExponentSlotBytes);
+                const u32 sign = shared + S::kSign + slot * S::kSignSlotBytes;
+                const u32 exponent = shared + S::kExponent + slot * S::kExponentSlotBytes;
+#pragma unroll
+                for (u32 j = 0; j < kNTiles; ++j) {
+                    ptx::tensor_load_2d(sign + j * S::kSignTileBytes, args.sign_mantissa, k_step * kTile, column + j * kTile, barrier, policy);
+                    const u64 tile = u64(tile_row + j) * args.tile_cols + k_step;
+                    ptx::bulk_load(exponent + j * S::kExponentTileBytes, args.exponents + tile * S::kExponentTileBytes,
+                                   S::kExponentTileBytes, barrier, policy);
+                }
+            }
+            ptx::sync_warp();
+            if constexpr (S::kHasVerbatim) {
+                if (in_batch == kMetadataBatch) {
+                    in_batch = 0;
+                    now = next;
+                    next = load_metadata(tile_row, step + kMetadataBatch, lane);
+                }
+                if (lane % kMetadataBatch == in_batch && lane / kMetadataBatch < kNTiles) load_verbatim(now, lane / kMetadataBatch, slot);
+                ++in_batch;
+                ptx::sync_warp();
+            }
+            if (leader) ptx::mbarrier_arrive(barrier);
+            source_cursor.advance();
+        }
+    }
+
+    // One lane: the mask and the rows of n tile j. Neither buffer nor store is overrun, whatever the metadata says.
+    UW_DEVICE void load_verbatim(const Verbatim& v, u32 j, u32 slot) const {
+        const u32 mask = shared + S::kMask + slot * S::kMaskSlotBytes + j * 8;
+        ptx::store_shared_x2(mask, {v.low, v.high});
+        u32 rows = ptx::popcount(v.low) + ptx::popcount(v.high);
+        if (rows == 0) return;
+        rows = rows < Config::kVerbatimRows ? rows : Config::kVerbatimRows;
+        const u32 stored = v.offset < args.verbatim_rows ? args.verbatim_rows - v.offset : 0;
+        rows = rows < stored ? rows : stored;
+        if (rows == 0) return;
+        const u32 barrier = sources.full(slot);
+        ptx::mbarrier_expect_tx(barrier, rows * kTile);
+        ptx::bulk_load(shared + S::kVerbatim + slot * S::kVerbatimSlotBytes + j * S::kVerbatimTileBytes,
+                       args.verbatim_exponents + u64(v.offset) * kTile, rows * kTile, barrier);
+    }
+
+    // Which of a tile's verbatim rows is `row`, whose bit is set.
+    UW_DEVICE static u32 verbatim_index(U32x2 mask, u32 row) {
+        const u32 below = (1u << (row % 32)) - 1;
+        return row < 32 ? ptx::popcount(mask.x & below) : ptx::popcount(mask.x) + ptx::popcount(mask.y & below);
+    }
+};
+
+}  // namespace uw::gemm_recon

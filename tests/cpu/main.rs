@@ -1,0 +1,10 @@
+//! The kernels' function on a CPU: what is rendered, built by a C++ compiler against `templates/cpu`, held against the oracle.
+
+mod gemm_mma;
+mod gemm_recon;
+mod gemm_wgmma;
+mod harness;
+mod packed_problem;
+mod prelude;
+mod preprocess;
+mod repack;

@@ -1,0 +1,217 @@
+//! What the CPU tests of the register-sourced matmuls share: a problem with escapes, its launch, and what its results are held against.
+
+use unweight_codegen::{abi::GemmPackedArgs, spec::Epilogue};
+use unweight_format::{
+    Histogram,
+    packed::{PackedTensor, pack},
+    tile::Matrix,
+};
+
+use crate::harness::{Aligned, CpuKernel, Launch, MapSpec, Random, bf16};
+
+pub const TILE: usize = 64;
+/// Rows of W that one warp multiplies at a time.
+pub const BLOCK_ROWS: usize = 16;
+const GUARD: u16 = 0x7fc1;
+const GUARD_ROWS: usize = 2;
+
+/// Weights, inputs and what Y holds before.
+pub struct Problem {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub packed: PackedTensor<Vec<u8>>,
+    epilogue: Epilogue,
+    weights: Vec<u16>,
+    x: Vec<u16>,
+    y: Vec<u16>,
+}
+
+/// How a kernel is launched for a problem.
+pub struct Setup {
+    pub launch: Launch,
+    pub batch_tile: usize,
+    /// Bytes of the workspace, unless operands are dumped to it.
+    pub workspace_bytes: usize,
+    pub counters: usize,
+    pub dump: bool,
+}
+
+pub struct Outcome {
+    pub y: Vec<u16>,
+    operands: Vec<u32>,
+}
+
+impl Problem {
+    /// Weights with exponents 108..=123; one in 1000 lies outside: a zero, a subnormal, something larger or smaller. The first row block
+    /// holds a run of them: from 24,000 elements on, a list longer than a warp.
+    pub fn random(epilogue: Epilogue, (m, n, k): (usize, usize, usize), seed: u64) -> Self {
+        let mut random = Random(seed | 1);
+        let weights: Vec<u16> = (0..n * k)
+            .map(|i| {
+                let r = random.next();
+                let dense = i / k == 5 && i % k < (n * k / 600).min(40);
+                let exponent = if dense || random.below(1000) == 0 {
+                    [0, 90, 100, 130][(r >> 32 & 3) as usize]
+                } else {
+                    108 + (r >> 20 & 15) as u16
+                };
+                let mantissa = if r >> 50 & 7 == 0 { 0 } else { 0x807f };
+                (r as u16 & (mantissa | 0x8000)) | exponent << 7
+            })
+            .collect();
+        let bytes: &[u8] = bytemuck::cast_slice(&weights);
+        let matrix = Matrix::new(bytes, n, k).unwrap();
+        let packed = pack(matrix, &Histogram::of(matrix.bytes())).unwrap();
+        let x = (0..m * k).map(|_| (random.next() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect();
+        let old = |random: &mut Random| (random.next() as u16 & 0x807f) | 126 << 7;
+        let adds = epilogue == Epilogue::StoreAdd;
+        let y = (0..m * columns(epilogue, n)).map(|_| if adds { old(&mut random) } else { GUARD }).collect();
+        Self { m, n, k, packed, epilogue, weights, x, y }
+    }
+
+    pub fn run(&self, kernel: &mut CpuKernel, setup: &Setup) -> Result<Outcome, String> {
+        let words = (self.packed.escapes().len() / 4) as u32;
+        self.run_with(kernel, setup, self.packed.escape_heads(), words)
+    }
+
+    /// With other heads, and only the first words of the lists.
+    fn run_with(
+        &self,
+        kernel: &mut CpuKernel,
+        setup: &Setup,
+        heads: &[u8],
+        escape_words: u32,
+    ) -> Result<Outcome, String> {
+        let packed = Aligned::new(self.packed.packed());
+        let heads = Aligned::new(heads);
+        let escapes = Aligned::new(&self.packed.escapes()[..escape_words as usize * 4]);
+        let x = Aligned::new(bytemuck::cast_slice(&self.x));
+        let mut y = self.y.clone();
+        y.extend(std::iter::repeat_n(GUARD, GUARD_ROWS * self.n));
+        let stored = self.y.len();
+        let y = Aligned::new(bytemuck::cast_slice(&y));
+        let dump_bytes = self.n * self.k * 2;
+        let workspace = Aligned::new(&vec![0u8; if setup.dump { dump_bytes } else { setup.workspace_bytes }]);
+        let counters = Aligned::new(&vec![0u8; setup.counters * 4]);
+        kernel.clear_registered();
+        for (buffer, name) in [
+            (packed.slice(), "packed"),
+            (heads.slice(), "escape_heads"),
+            (escapes.slice(), "escapes"),
+            (workspace.slice(), "workspace"),
+            (counters.slice(), "counters"),
+            (&y.slice()[..stored * 2], "y"),
+        ] {
+            kernel.register(buffer, name);
+        }
+        let map = |kernel: &mut CpuKernel, data, columns: usize, box_rows: usize| {
+            kernel.tensor_map(&MapSpec {
+                data,
+                element_bytes: 2,
+                columns: columns as u64,
+                rows: self.m as u64,
+                box_columns: 64,
+                box_rows: box_rows as u32,
+                swizzle_bytes: 128,
+            })
+        };
+        let args = GemmPackedArgs {
+            x: map(kernel, x.slice(), self.k, setup.batch_tile),
+            y_map: map(kernel, &y.slice()[..stored * 2], columns(self.epilogue, self.n), 32),
+            packed: packed.address(),
+            escape_heads: heads.address(),
+            escapes: escapes.address(),
+            y: y.address(),
+            workspace: workspace.address(),
+            counters: counters.address(),
+            scale: self.packed.window().scale(),
+            escape_words,
+            m: self.m as u32,
+            n: self.n as u32,
+            k: self.k as u32,
+            tile_cols: (self.k / TILE) as u32,
+            reserved: [0; 14],
+        };
+        // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
+        unsafe { kernel.launch(&setup.launch, &args)? };
+        assert!(counters.slice().iter().all(|&byte| byte == 0), "counters were left set");
+        let result: Vec<u16> = y.slice().chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect();
+        assert!(result[stored..].iter().all(|&v| v == GUARD), "rows past m were written");
+        let operands =
+            workspace.slice().chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect();
+        Ok(Outcome { y: result[..stored].to_vec(), operands })
+    }
+
+    /// Random heads, and lists that end anywhere: nothing out of bounds is read.
+    pub fn survives_hostile_escapes(&self, kernel: &mut CpuKernel, setup: &Setup) {
+        let stored = (self.packed.escapes().len() / 4) as u32;
+        let mut random = Random(77);
+        for words in [0, 1, 2, stored / 2, stored] {
+            let heads: Vec<u8> = (0..self.packed.escape_heads().len() / 4)
+                .flat_map(|_| {
+                    let r = random.next();
+                    let index = if r >> 60 & 1 == 0 { (r >> 8) as u32 } else { (r >> 8) as u32 % (stored + 2) };
+                    (index | (r as u32 & 1) << 31).to_le_bytes()
+                })
+                .collect();
+            self.run_with(kernel, setup, &heads, words).unwrap();
+        }
+    }
+
+    /// Elements further from the float64 result than bf16 rounding and fp32 accumulation explain.
+    pub fn mismatches(&self, outcome: &Outcome) -> usize {
+        let x: Vec<f64> = self.x.iter().map(|&b| bf16(b)).collect();
+        let w: Vec<f64> = self.weights.iter().map(|&b| bf16(b)).collect();
+        // The product of a batch row and a row of W, and the magnitudes that went into it.
+        let product = |row: usize, column: usize| {
+            let terms = x[row * self.k..][..self.k].iter().zip(&w[column * self.k..][..self.k]).map(|(a, b)| a * b);
+            terms.fold((0.0, 0.0), |(sum, magnitude): (f64, f64), term| (sum + term, magnitude + term.abs()))
+        };
+        let columns = columns(self.epilogue, self.n);
+        let wrong = |(at, &got): (usize, &u16)| {
+            let (row, column) = (at / columns, at % columns);
+            let (sum, slack) = match self.epilogue {
+                Epilogue::Store => {
+                    let (sum, magnitude) = product(row, column);
+                    (sum, magnitude * 1e-6)
+                }
+                Epilogue::StoreAdd => {
+                    let ((sum, magnitude), old) = (product(row, column), bf16(self.y[at]));
+                    (sum + old, (magnitude + old.abs()) * 1e-6)
+                }
+                // The slope of silu is at most 1.1.
+                Epilogue::SiluMul => {
+                    let gate_row = column / BLOCK_ROWS * 2 * BLOCK_ROWS + column % BLOCK_ROWS;
+                    let ((gate, gate_size), (up, up_size)) =
+                        (product(row, gate_row), product(row, gate_row + BLOCK_ROWS));
+                    let sum = gate / (1.0 + (-gate).exp()) * up;
+                    (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + sum.abs() * 1e-5)
+                }
+            };
+            let error = (bf16(got) - sum).abs();
+            error.is_nan() || error > sum.abs() / 256.0 + slack
+        };
+        outcome.y.iter().enumerate().filter(|element| wrong(*element)).count()
+    }
+
+    /// What a dump left in the workspace is the oracle's operands, among them those of lists.
+    pub fn assert_operands(&self, outcome: &Outcome) {
+        for tile in 0..self.packed.grid().tiles() {
+            for (i, registers) in self.packed.operands(tile).iter().enumerate() {
+                let (block, step, lane) = (i / 128, i / 32 % 4, i % 32);
+                for (register, &expected) in registers.iter().enumerate() {
+                    let got = outcome.operands[((tile * 4 + block) * 16 + step * 4 + register) * 32 + lane];
+                    assert_eq!(got, expected, "tile {tile} block {block} step {step} lane {lane} register {register}");
+                }
+            }
+        }
+        let lists = self.packed.escape_heads().chunks_exact(4).filter(|head| head[3] >> 7 == 1).count();
+        assert!(lists > 3, "the data has too few lists: {lists}");
+    }
+}
+
+/// Columns of Y.
+fn columns(epilogue: Epilogue, n: usize) -> usize {
+    if epilogue == Epilogue::SiluMul { n / 2 } else { n }
+}

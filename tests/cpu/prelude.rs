@@ -1,0 +1,288 @@
+//! The CPU prelude itself: what it computes for matrix instructions, swizzled copies, clusters and stores, and that it
+//! reports every kind of mistake it promises to find (`templates/cpu/README.md`).
+
+use crate::harness::{CpuKernel, Launch, MapSpec};
+use bytemuck::{Pod, Zeroable};
+use unweight_codegen::abi::TensorMap;
+
+/// Two maps, two inputs, two outputs: enough for every kernel here.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Args {
+    a: TensorMap,
+    b: TensorMap,
+    input: u64,
+    output: u64,
+    second: u64,
+    padding: [u64; 5],
+}
+
+const HEAD: &str = r#"
+#include "unweight/mma/descriptor.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/bulk.cuh"
+#include "unweight/ptx/fence.cuh"
+#include "unweight/ptx/mbarrier.cuh"
+#include "unweight/ptx/memory.cuh"
+#include "unweight/ptx/mma.cuh"
+#include "unweight/ptx/wgmma.cuh"
+#include "unweight/smem/tile.cuh"
+using namespace uw;
+using namespace uw::ptx;
+struct Args { TensorMap a, b; void* input; float* output; float* second; u64 padding[5]; };
+static_assert(sizeof(Args) == 320);
+extern "C" __global__ void test(const __grid_constant__ Args args) {
+    const u32 shared = smem_address(dynamic_smem());
+    const u32 thread = thread_index(), lane = lane_index();
+    (void)shared, (void)thread, (void)lane;
+"#;
+
+fn build(body: &str) -> CpuKernel {
+    CpuKernel::build(&format!("{HEAD}{body}\n}}\n"), "test", "Args", &[])
+}
+
+fn launch(block: u32, cluster: u32, seed: u64) -> Launch {
+    Launch { grid: cluster, block, smem_bytes: 32 * 1024, cluster, seed }
+}
+
+fn bf16(value: f32) -> u16 {
+    (value.to_bits() >> 16) as u16
+}
+
+/// Small integers are exact in bf16, and so are their sums in fp32.
+fn matrix(rows: usize, columns: usize, seed: usize) -> (Vec<f32>, Vec<u16>) {
+    let values: Vec<f32> = (0..rows * columns).map(|i| ((i * 7919 + seed * 31) % 17) as f32 - 8.0).collect();
+    let bits = values.iter().map(|&v| bf16(v)).collect();
+    (values, bits)
+}
+
+fn product(a: &[f32], b: &[f32], m: usize, n: usize, k: usize) -> Vec<f32> {
+    let mut d = vec![0.0; m * n];
+    for i in 0..m {
+        for j in 0..n {
+            d[i * n + j] = (0..k).map(|x| a[i * k + x] * b[j * k + x]).sum();
+        }
+    }
+    d
+}
+
+#[test]
+fn wgmma_from_descriptors_and_from_registers() {
+    let mut kernel = build(
+        r#"
+    const u32 bar = shared + 16384;
+    if (thread == 0) mbarrier_init(bar, 1);
+    sync_block();
+    if (thread == 0) {
+        mbarrier_arrive_expect_tx(bar, 16384);
+        tensor_load_2d(shared, args.a, 0, 0, bar);
+        tensor_load_2d(shared + 8192, args.b, 0, 0, bar);
+    }
+    mbarrier_wait_parity(bar, 0);
+    float d[32] = {}, e[32] = {};
+    wgmma_fence();
+    for (u32 s = 0; s < 4; ++s) wgmma(d, mma::k_major_descriptor(shared + 32 * s), mma::k_major_descriptor(shared + 8192 + 32 * s));
+    wgmma_commit_group();
+    const smem::Bf16Tile<64> x{shared};
+    u32 a[4][4];
+    for (u32 s = 0; s < 4; ++s) {
+        const U32x4 f = load_matrix_x4(x.chunk(thread / 32 * 16 + lane % 16, s * 2 + lane / 16));
+        a[s][0] = f.x, a[s][1] = f.y, a[s][2] = f.z, a[s][3] = f.w;
+    }
+    wgmma_fence();
+    for (u32 s = 0; s < 4; ++s) wgmma(e, a[s], mma::k_major_descriptor(shared + 8192 + 32 * s));
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    for (u32 i = 0; i < 32; ++i) {
+        const u32 row = thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        args.output[row * 64 + column] = d[i];
+        args.second[row * 64 + column] = e[i];
+    }"#,
+    );
+    let ((a, a_bits), (b, b_bits)) = (matrix(60, 64, 1), matrix(64, 64, 2));
+    let map = |kernel: &mut CpuKernel, bits: &[u16], rows| {
+        kernel.tensor_map(&MapSpec {
+            data: bytemuck::cast_slice(bits),
+            element_bytes: 2,
+            columns: 64,
+            rows,
+            box_columns: 64,
+            box_rows: 64,
+            swizzle_bytes: 128,
+        })
+    };
+    // Four rows of A lie past the tensor and must read as zero.
+    let expected = [product(&a, &b, 60, 64, 64), vec![0.0; 4 * 64]].concat();
+    for seed in 0..4 {
+        let (mut d, mut e) = (vec![f32::NAN; 64 * 64], vec![f32::NAN; 64 * 64]);
+        let args = Args {
+            a: map(&mut kernel, &a_bits, 60),
+            b: map(&mut kernel, &b_bits, 64),
+            input: 0,
+            output: d.as_mut_ptr() as u64,
+            second: e.as_mut_ptr() as u64,
+            padding: [0; 5],
+        };
+        // SAFETY: `d` and `e` hold the 64 x 64 floats that the kernel writes.
+        unsafe { kernel.launch(&launch(128, 1, seed), &args).unwrap() };
+        assert_eq!(d, expected);
+        assert_eq!(e, expected);
+    }
+}
+
+#[test]
+fn warp_mma_with_matrix_loads() {
+    let mut kernel = build(
+        r#"
+    // input: A[16,16] then B[8,16]; staged row by row, 32 bytes each.
+    for (u32 i = lane; i < 48; i += 32) store_shared_x4(shared + i * 16, load_global_x4(static_cast<u8*>(args.input) + i * 16));
+    sync_warp();
+    const U32x4 f = load_matrix_x4(shared + lane % 16 * 32 + lane / 16 * 16);
+    const U32x4 g = load_matrix_x4(shared + 512 + lane % 8 * 32 + lane / 8 % 2 * 16);
+    float d[4] = {};
+    const u32 a[4] = {f.x, f.y, f.z, f.w}, b[2] = {g.x, g.y};
+    mma_m16n8k16(d, a, b);
+    for (u32 i = 0; i < 4; ++i) args.output[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
+    // Store the A fragment transposed and load it back transposed.
+    store_matrix_transposed_x4(shared + 1024 + lane * 16, f);
+    sync_warp();
+    const U32x4 h = load_matrix_transposed_x4(shared + 1024 + lane * 16);
+    args.second[lane] = h.x == f.x && h.y == f.y && h.z == f.z && h.w == f.w;"#,
+    );
+    let ((a, a_bits), (b, b_bits)) = (matrix(16, 16, 3), matrix(8, 16, 4));
+    let input = [a_bits, b_bits].concat();
+    let mut aligned = vec![0u128; input.len() / 8];
+    bytemuck::cast_slice_mut::<_, u16>(&mut aligned).copy_from_slice(&input);
+    let (mut d, mut same) = (vec![f32::NAN; 128], vec![0f32; 32]);
+    let args = Args {
+        input: aligned.as_ptr() as u64,
+        output: d.as_mut_ptr() as u64,
+        second: same.as_mut_ptr() as u64,
+        ..Args::zeroed()
+    };
+    // SAFETY: the buffers have the sizes that the kernel reads and writes.
+    unsafe { kernel.launch(&launch(32, 1, 1), &args).unwrap() };
+    assert_eq!(d, product(&a, &b, 16, 8, 16));
+    assert_eq!(same, vec![1.0; 32]);
+}
+
+#[test]
+fn blocks_of_a_cluster_reach_each_other() {
+    let mut kernel = build(
+        r#"
+    const u32 rank = cluster_rank(), peer = rank ^ 1, bar = shared + 1024;
+    if (thread == 0) mbarrier_init(bar, 32);
+    sync_block();
+    cluster_arrive();
+    cluster_wait();
+    store_cluster_x4(map_shared_rank(shared + thread * 16, peer), {rank, thread, 7, 8});
+    mbarrier_arrive_cluster(map_shared_rank(bar, peer));
+    mbarrier_wait_parity_cluster(bar, 0);
+    const U32x4 v = load_shared_x4(shared + thread * 16);
+    args.output[rank * 32 + thread] = v.x * 100 + v.y;
+    cluster_arrive();
+    cluster_wait();"#,
+    );
+    let mut out = vec![f32::NAN; 64];
+    let args = Args { output: out.as_mut_ptr() as u64, ..Args::zeroed() };
+    // SAFETY: 2 x 32 floats.
+    unsafe { kernel.launch(&launch(32, 2, 9), &args).unwrap() };
+    let expected: Vec<f32> = (0..64).map(|i| if i < 32 { 100.0 + i as f32 } else { (i - 32) as f32 }).collect();
+    assert_eq!(out, expected);
+}
+
+#[test]
+fn tensor_stores_clip_and_add() {
+    let mut kernel = build(
+        r#"
+    // An 8x8 box of floats at column 4, row 6 of a 12x10 matrix: 6 by 6 of it lie inside.
+    for (u32 i = thread; i < 64; i += 32) store_shared(shared + i * 4, bits_from_float(float(i)));
+    fence_proxy_async_shared();
+    sync_block();
+    if (thread == 0) {
+        tensor_store_2d(args.a, 4, 6, shared);
+        bulk_commit_group();
+        bulk_wait_group<0>();
+        tensor_reduce_add_2d(args.a, 4, 6, shared);
+        bulk_store(args.output, shared, 256);
+        bulk_commit_group();
+        bulk_wait_group<0>();
+    }"#,
+    );
+    let target = vec![-1f32; 12 * 10];
+    let linear = vec![0u128; 16];
+    let a = kernel.tensor_map(&MapSpec {
+        data: bytemuck::cast_slice(&target),
+        element_bytes: 4,
+        columns: 10,
+        rows: 12,
+        box_columns: 8,
+        box_rows: 8,
+        swizzle_bytes: 0,
+    });
+    let args = Args { a, output: linear.as_ptr() as u64, ..Args::zeroed() };
+    // SAFETY: the map covers `target`, and `linear` holds 256 bytes.
+    unsafe { kernel.launch(&launch(32, 1, 4), &args).unwrap() };
+    // Written behind the compiler's back: read through the pointers again.
+    let (target, linear) = (std::hint::black_box(target), std::hint::black_box(linear));
+    for row in 0..12 {
+        for column in 0..10 {
+            let inside = row >= 6 && column >= 4;
+            let expected = if inside { 2.0 * ((row - 6) * 8 + column - 4) as f32 } else { -1.0 };
+            assert_eq!(target[row * 10 + column], expected, "({row}, {column})");
+        }
+    }
+    let linear: &[f32] = bytemuck::cast_slice(&linear);
+    assert!(linear.iter().enumerate().all(|(i, &v)| v == i as f32));
+}
+
+#[test]
+fn mistakes_are_reported() {
+    // (body, what the report must say)
+    let cases = [
+        (
+            "if (thread == 0) mbarrier_init(shared, 2); sync_block(); if (thread == 0) mbarrier_arrive(shared); mbarrier_wait_parity(shared, 0);",
+            "1 of 2 arrivals",
+        ),
+        ("if (thread < 32) named_barrier_sync(3, 64);", "named barrier 3"),
+        ("mbarrier_arrive(shared);", "never initialised"),
+        ("store_shared_x4(shared + 8, {0, 0, 0, 0});", "not 16-byte aligned"),
+        ("store_shared(shared + 32 * 1024, 1);", "outside the block's 32768 bytes"),
+        ("load_global(static_cast<u8*>(args.input) + 64);", "outside its 64 bytes"),
+        (
+            "if (thread == 0) { mbarrier_init(shared, 1); bulk_load(shared + 128, static_cast<u8*>(args.input) + 16, 64, shared); }",
+            "outside its 64 bytes",
+        ),
+        (
+            "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_arrive_expect_tx(shared, 64); bulk_load(shared + 128, args.input, 64, shared); }",
+            "in flight",
+        ),
+        (
+            "if (thread == 0) { store_shared(shared, 1); bulk_store(args.input, shared, 16); }",
+            "without fence.proxy.async",
+        ),
+        ("if (thread == 0) { bulk_load(shared, args.input, 20, shared); }", "multiple of 16"),
+        ("if (lane == 0) sync_warp(); else shuffle(1, 2);", "not converged"),
+        (
+            "if (thread == 0) mbarrier_init(shared, 1); sync_block(); while (!mbarrier_try_wait_parity(shared, 0)) {}",
+            "livelock",
+        ),
+        (
+            "float d[4] = {}; wgmma(d, mma::k_major_descriptor(shared), mma::k_major_descriptor(shared)); wgmma_commit_group();",
+            "nobody waited for",
+        ),
+        ("trap();", "trap"),
+    ];
+    // One library for all: compiling is what takes time.
+    let arms: String =
+        cases.iter().enumerate().map(|(i, (body, _))| format!("case {i}: {{ {body} break; }}\n")).collect();
+    let mut kernel = build(&format!("switch (args.padding[0]) {{\n{arms}}}"));
+    let input = vec![0u128; 4];
+    kernel.register(bytemuck::cast_slice(&input), "input");
+    for (i, (body, report)) in cases.iter().enumerate() {
+        let args = Args { input: input.as_ptr() as u64, padding: [i as u64, 0, 0, 0, 0], ..Args::zeroed() };
+        // SAFETY: the wrappers check every access against `input`; nothing is accessed through plain pointers.
+        let error = unsafe { kernel.launch(&launch(128, 1, 1), &args) }.expect_err(body);
+        assert!(error.contains(report), "{body}\nshould report `{report}`, said: {error}");
+    }
+}

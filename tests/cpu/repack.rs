@@ -1,0 +1,374 @@
+//! The conversions of the packed form, run on the CPU prelude against `unweight_format::packed`: the same bytes, any bytes survived, and planted
+//! bugs that must be caught.
+
+use crate::harness::{Aligned, CpuKernel, Edit, Launch, Random};
+use unweight_codegen::abi::{EncodeArgs, RepackArgs};
+use unweight_format::packed::{PackedTensor, TILE_BYTES, Unpackable, Window, pack};
+use unweight_format::{Histogram, Matrix};
+
+const POISON: u8 = 0xa5;
+/// Row blocks of a block of `lists`.
+const GROUP_BLOCKS: usize = 64;
+
+#[derive(Clone, Copy)]
+enum Stage {
+    Pack,
+    Lists,
+    Unpack,
+}
+
+/// The stage travels with the arguments, so that one library holds all of them.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Call {
+    args: RepackArgs,
+    stage: u64,
+}
+
+const SOURCE: &str = "#include \"unweight/kernels/repack.cuh\"
+struct Call { uw::RepackArgs args; uw::u64 stage; };
+void convert(const Call& call) {
+    if (call.stage == 0) uw::repack::pack(call.args);
+    if (call.stage == 1) uw::repack::lists(call.args);
+    if (call.stage == 2) uw::repack::unpack(call.args);
+}
+static_assert(uw::repack::kThreads == 256 && uw::repack::kListsSmemBytes == 64 && uw::repack::kGroupBlocks == 64, \"the test's launch\");
+";
+
+fn build(edits: &[Edit]) -> CpuKernel {
+    CpuKernel::build(SOURCE, "convert", "Call", edits)
+}
+
+/// Memory that a kernel may write.
+struct Buffer(Aligned);
+
+impl Buffer {
+    fn new(bytes: usize, fill: u8) -> Self {
+        Self(Aligned::new(&vec![fill; bytes]))
+    }
+    fn u32s(&self) -> Vec<u32> {
+        self.0.slice().chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+}
+
+fn launch(
+    kernel: &mut CpuKernel,
+    stage: Stage,
+    grid: u32,
+    args: &RepackArgs,
+    buffers: &[(&Aligned, &str)],
+) -> Result<(), String> {
+    kernel.clear_registered();
+    for (buffer, name) in buffers.iter().filter(|(buffer, _)| !buffer.slice().is_empty()) {
+        kernel.register(buffer.slice(), name);
+    }
+    let launch = Launch { grid, block: 256, smem_bytes: 64, cluster: 1, seed: 7 };
+    // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
+    unsafe { kernel.launch(&launch, &Call { args: *args, stage: stage as u64 }) }
+}
+
+struct Case {
+    n: usize,
+    k: usize,
+    bytes: Vec<u8>,
+}
+
+/// What the stages leave behind.
+struct Outcome {
+    packed: Vec<u8>,
+    heads: Vec<u8>,
+    escapes: Vec<u8>,
+    /// Place in the matrix.
+    inexact: Option<usize>,
+}
+
+impl Case {
+    fn new(n: usize, k: usize, element: impl FnMut(usize) -> u16) -> Self {
+        Self { n, k, bytes: (0..n * k).map(element).flat_map(u16::to_le_bytes).collect() }
+    }
+
+    /// Exponents 108..=123, and every so many elements one of `odd`; a run of them in row 21, so that a list is longer than a warp.
+    fn with(n: usize, k: usize, every: u64, odd: &[u16]) -> Self {
+        let mut random = Random(n as u64 * 31 + every);
+        let run = if odd.is_empty() { 0 } else { (n * k / 1000).min(40) };
+        Self::new(n, k, |i| {
+            let r = random.next();
+            if i / k == 21 && i % k < run || !odd.is_empty() && random.below(every) == 0 {
+                odd[(r >> 40) as usize % odd.len()]
+            } else {
+                (r as u16 & 0x807f) | (108 + (r >> 20 & 15) as u16) << 7
+            }
+        })
+    }
+
+    fn matrix(&self) -> Matrix<'_> {
+        Matrix::new(&self.bytes, self.n, self.k).unwrap()
+    }
+
+    fn oracle(&self) -> PackedTensor<Vec<u8>> {
+        pack(self.matrix(), &Histogram::of(&self.bytes)).unwrap()
+    }
+
+    fn tiles(&self) -> usize {
+        self.n / 64 * (self.k / 64)
+    }
+
+    fn args(&self, window: Window) -> RepackArgs {
+        RepackArgs {
+            base: window.base().into(),
+            n: self.n as u32,
+            k: self.k as u32,
+            tile_rows: (self.n / 64) as u32,
+            tile_cols: (self.k / 64) as u32,
+            ..RepackArgs::default()
+        }
+    }
+
+    /// `pack` and `lists` as a host runs them; `short`: words that the list is given too few.
+    fn pack(&self, kernel: &mut CpuKernel, window: Window, short: usize) -> Result<Outcome, String> {
+        let weights = Aligned::new(&self.bytes);
+        let packed = Buffer::new(self.tiles() * TILE_BYTES, POISON);
+        let heads = Buffer::new(self.tiles() * 16, POISON);
+        let groups = (self.tiles() * 4).div_ceil(GROUP_BLOCKS);
+        let group_words = Buffer::new(groups * 4, 0);
+        let inexact = Buffer::new(8, 0);
+        let mut args = RepackArgs {
+            weights: weights.address(),
+            packed: packed.0.address(),
+            escape_heads: heads.0.address(),
+            group_words: group_words.0.address(),
+            inexact: inexact.0.address(),
+            ..self.args(window)
+        };
+        let common = [
+            (&weights, "weights"),
+            (&packed.0, "packed"),
+            (&heads.0, "heads"),
+            (&group_words.0, "group_words"),
+            (&inexact.0, "inexact"),
+        ];
+        launch(kernel, Stage::Pack, (self.tiles() as u32).div_ceil(2), &args, &common)?;
+        let words = group_words.u32s().iter().sum::<u32>() as usize;
+        let escapes = Buffer::new((words - short) * 4, POISON);
+        args.escapes = escapes.0.address();
+        args.escape_words = (words - short) as u32;
+        launch(kernel, Stage::Lists, groups as u32, &args, &[&common[..], &[(&escapes.0, "escapes")]].concat())?;
+        let inexact = u64::from_le_bytes(inexact.0.slice().try_into().unwrap());
+        Ok(Outcome {
+            packed: packed.0.slice().to_vec(),
+            heads: heads.0.slice().to_vec(),
+            escapes: escapes.0.slice().to_vec(),
+            inexact: (inexact != 0).then_some(!inexact as usize),
+        })
+    }
+
+    fn unpack(
+        &self,
+        kernel: &mut CpuKernel,
+        window: Window,
+        packed: &[u8],
+        heads: &[u8],
+        escapes: &[u8],
+    ) -> Result<Vec<u8>, String> {
+        let weights = Buffer::new(self.bytes.len(), POISON);
+        let sections = [packed, heads, escapes].map(Aligned::new);
+        let args = RepackArgs {
+            weights: weights.0.address(),
+            packed: sections[0].address(),
+            escape_heads: sections[1].address(),
+            escapes: sections[2].address(),
+            escape_words: (escapes.len() / 4) as u32,
+            ..self.args(window)
+        };
+        let buffers =
+            [(&weights.0, "weights"), (&sections[0], "packed"), (&sections[1], "heads"), (&sections[2], "escapes")];
+        launch(kernel, Stage::Unpack, (self.tiles() as u32).div_ceil(2), &args, &buffers)?;
+        Ok(weights.0.slice().to_vec())
+    }
+
+    /// Both ways against the oracle.
+    fn check(&self, kernel: &mut CpuKernel) -> Result<PackedTensor<Vec<u8>>, String> {
+        let oracle = self.oracle();
+        let same = |what: &str, got: &[u8], expected: &[u8]| match got.iter().zip(expected).position(|(a, b)| a != b) {
+            _ if got.len() != expected.len() => {
+                Err(format!("{}x{}: {what} has {} bytes, not {}", self.n, self.k, got.len(), expected.len()))
+            }
+            Some(at) => Err(format!("{}x{}: {what} differs at byte {at}", self.n, self.k)),
+            None => Ok(()),
+        };
+        let got = self.pack(kernel, oracle.window(), 0)?;
+        if let Some(at) = got.inexact {
+            return Err(format!("{}x{}: no operand for element {at}", self.n, self.k));
+        }
+        same("packed", &got.packed, oracle.packed())?;
+        same("escape_heads", &got.heads, oracle.escape_heads())?;
+        same("escapes", &got.escapes, oracle.escapes())?;
+        let back = self.unpack(kernel, oracle.window(), &got.packed, &got.heads, &got.escapes)?;
+        same("weights", &back, &self.bytes)?;
+        Ok(oracle)
+    }
+}
+
+/// Zeros, subnormals, infinities, NaNs with payloads, the smallest normal, one of the largest, and neighbours of the window.
+const SPECIAL: [u16; 16] = [
+    0x0000, 0x8000, 0x0001, 0x807f, 0x0040, 0x7f80, 0xff80, 0x7fc1, 0xffff, 0x7f81, 0x0080, 0x7d7f, 0x35ff, 0xb580,
+    0x3e00, 0xbe7f,
+];
+
+fn cases() -> Vec<Case> {
+    let mut cases = vec![
+        Case::with(64, 64, 1, &[]),
+        Case::with(192, 128, 900, &SPECIAL),
+        Case::with(64, 320, 500, &SPECIAL),
+        Case::with(128, 192, 700, &[0, 0x8000]),
+        // Several groups of lists, the last not full.
+        Case::with(64, 64 * 67, 400, &SPECIAL[..4]),
+    ];
+    // Windows at both ends of the exponents. Below 17 an operand of Inf stays Inf, a subnormal becomes normal.
+    for base in [1u16, 2, 9, 112, 113, 120, 238, 239] {
+        let mut random = Random(u64::from(base));
+        cases.push(Case::new(64, 128, |i| match i % 600 {
+            77 => [0u16, 0x8000, 0x7f80, 0xffc3][i / 600 % 4],
+            // Scaled by up to 2^-8, seven bits are lost at most: an even significand survives.
+            400 if base <= 120 => (base + 16) << 7,
+            _ => (random.next() as u16 & 0x807f) | (base + (random.below(16) as u16)) << 7,
+        }));
+    }
+    cases
+}
+
+#[test]
+fn packing_and_unpacking_equal_the_cpu() {
+    let mut kernel = build(&[]);
+    let (mut alone, mut lists, mut longest) = (0, 0, 0);
+    for case in cases() {
+        let oracle = case.check(&mut kernel).unwrap();
+        for head in oracle.escape_heads().chunks_exact(4) {
+            let head = u32::from_le_bytes(head.try_into().unwrap());
+            if head >> 31 == 1 {
+                let at = (head & !(1 << 31)) as usize * 4;
+                longest = longest.max(u32::from_le_bytes(oracle.escapes()[at..at + 4].try_into().unwrap()));
+            }
+            lists += head >> 31;
+            alone += head >> 30 & 1;
+        }
+    }
+    assert!(alone > 30 && lists > 30 && longest > 32, "the data has too few escapes: {alone}, {lists}, {longest}");
+}
+
+#[test]
+fn an_element_without_exact_operand_is_named() {
+    let mut kernel = build(&[]);
+    // In a window above 112 the smallest subnormals lose their bits; 200 * 64 of the first row block come late in the tile's order.
+    for (places, base) in [(vec![70], 113u16), (vec![9000, 8191, 8256], 128), (vec![64 * 20 + 3, 5], 239)] {
+        let case = Case::new(64, 192, |i| if places.contains(&i) { 1 } else { (base + i as u16 % 16) << 7 });
+        let window = Window::new(base as u8).unwrap();
+        let got = case.pack(&mut kernel, window, 0).unwrap();
+        assert_eq!(got.inexact, places.iter().min().copied());
+        let oracle = pack(case.matrix(), &Histogram::of(&case.bytes));
+        assert!(matches!(oracle, Err(Unpackable::Operand { .. })), "{oracle:?}");
+    }
+    // Above: a large exponent in a window below 112 overflows.
+    let case = Case::new(64, 64, |i| if i == 4095 { 200 << 7 } else { (20 + i as u16 % 16) << 7 });
+    assert_eq!(case.pack(&mut kernel, Window::new(20).unwrap(), 0).unwrap().inexact, Some(4095));
+    assert!(pack(case.matrix(), &Histogram::of(&case.bytes)).is_err());
+}
+
+#[test]
+fn lists_stay_within_their_words() {
+    let mut kernel = build(&[]);
+    let case = Case::with(64, 320, 500, &SPECIAL);
+    let oracle = case.oracle();
+    let words = oracle.escapes().len() / 4;
+    for short in [1, words / 2, words] {
+        let got = case.pack(&mut kernel, oracle.window(), short).unwrap();
+        assert_eq!(got.escapes, oracle.escapes()[..(words - short) * 4]);
+        assert_eq!(got.heads, oracle.escape_heads());
+    }
+}
+
+#[test]
+fn unpacking_any_bytes_stays_in_bounds() {
+    let mut kernel = build(&[]);
+    let case = Case::with(128, 128, 500, &SPECIAL);
+    let oracle = case.oracle();
+    let mut random = Random(77);
+    let mut noise = |bytes: usize| -> Vec<u8> { (0..bytes).map(|_| random.next() as u8).collect() };
+    let stored = oracle.escapes().len() / 4;
+    for words in [0, 1, 2, 70, stored] {
+        let (packed, escapes) = (noise(oracle.packed().len()), noise(words * 4));
+        // Half of the indices near the section, so that the bound is met from both sides.
+        let heads: Vec<u8> = noise(oracle.escape_heads().len())
+            .chunks_exact(4)
+            .flat_map(|head| {
+                let head = u32::from_le_bytes(head.try_into().unwrap());
+                let index = if head & 2 == 0 { head >> 1 } else { (head >> 4) % (words as u32 + 2) };
+                (index | head << 31).to_le_bytes()
+            })
+            .collect();
+        for base in [1, 112, 239] {
+            case.unpack(&mut kernel, Window::new(base).unwrap(), &packed, &heads, &escapes).unwrap();
+        }
+    }
+    // Counts that promise more than a row block has.
+    let escapes: Vec<u8> = (0..2000u32).flat_map(|i| (if i == 0 { u32::MAX } else { i << 16 }).to_le_bytes()).collect();
+    let heads: Vec<u8> = std::iter::repeat_n((1u32 << 31).to_le_bytes(), case.tiles() * 4).flatten().collect();
+    case.unpack(&mut kernel, oracle.window(), oracle.packed(), &heads, &escapes).unwrap();
+}
+
+#[test]
+fn stats_count_without_sign_mantissa() {
+    let source = "#include \"unweight/kernels/encode.cuh\"\n";
+    let mut kernel = CpuKernel::build(source, "uw::encode::stats", "uw::EncodeArgs", &[]);
+    let case = Case::with(64, 192, 500, &SPECIAL);
+    let weights = Aligned::new(&case.bytes);
+    let histogram = Buffer::new(1024, 0);
+    kernel.register(weights.slice(), "weights");
+    kernel.register(histogram.0.slice(), "histogram");
+    let args = EncodeArgs {
+        weights: weights.address(),
+        histogram: histogram.0.address(),
+        n: case.n as u32,
+        k: case.k as u32,
+        ..EncodeArgs::default()
+    };
+    let launch = Launch { grid: 2, block: 512, smem_bytes: 256 * 32 * 4, cluster: 1, seed: 1 };
+    // SAFETY: both buffers outlive the launch, and the kernel reaches them through checked wrappers only.
+    unsafe { kernel.launch(&launch, &args) }.unwrap();
+    let expected = Histogram::of(&case.bytes);
+    for (exponent, &count) in histogram.u32s().iter().enumerate() {
+        assert_eq!(u64::from(count), expected.count(exponent as u8), "exponent {exponent}");
+    }
+}
+
+#[test]
+fn planted_bugs_are_caught() {
+    let header = "unweight/kernels/repack.cuh";
+    for (from, to) in [
+        ("ptx::shuffle_xor(upper ? v[i] : v[j], distance)", "ptx::shuffle_xor(upper ? v[j] : v[i], distance)"),
+        (
+            "return 4 * (i / 2 * 2 + j / 2) + 2 * (j % 2) + i % 2;",
+            "return 4 * (i / 2 * 2 + j / 2) + j % 2 + i % 2 * 2;",
+        ),
+        ("(pair | kSigns) - bases", "pair - bases"),
+        ("(container.p[i] & kFree >> 16 << 16) != 0 ? 2u", "(container.p[i] & kFree >> 16 << 16) != 0 ? 1u"),
+        ("exponent == 0 ? 1 : exponent", "exponent"),
+        ("if (exponent == 0xff || (value & 0x7fff) == 0)", "if ((value & 0x7fff) == 0)"),
+        ("(significand & ((1u << lost) - 1)) != 0", "false"),
+        ("container.p[i] &= ~(", "container.p[i] &= ~0u + 0 * ("),
+        ("ptx::reduce_add_global(args.group_words + block / kGroupBlocks", "ptx::reduce_add_global(args.group_words"),
+        ("ptx::popcount(highs & below);", "ptx::popcount(highs);"),
+        ("list + own + low, weights", "list + own, weights"),
+        ("at += (i < warp ? other.x : 0) + other.y;", "at += i < warp ? other.x : 0;"),
+        ("if (i >= 32) {", "if (false) {"),
+        ("ptx::reduce_max_global_u64(args.inexact, ~at)", "ptx::reduce_max_global_u64(args.inexact, at)"),
+    ] {
+        let mut kernel = build(&[Edit { header, from, to }]);
+        let caught = cases().iter().any(|case| case.check(&mut kernel).is_err()) || {
+            // Odd subnormals and halves of them: what is lost is one bit.
+            let case = Case::new(64, 64, |i| if i == 70 || i == 700 { 3 } else { (113 + i as u16 % 16) << 7 });
+            !matches!(case.pack(&mut kernel, Window::new(113).unwrap(), 0), Ok(got) if got.inexact == Some(70))
+        };
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}

@@ -1,0 +1,105 @@
+//! The benchmark itself on a GPU: small problems, every family, a report whose numbers can be true.
+
+use crate::harness::gpu;
+use unweight_rt::bench::{BenchOptions, MatmulOptions, Report, Timing, bench_kernels, bench_matmul};
+
+/// Small problems: the numbers are not for records.
+fn quick() -> BenchOptions {
+    BenchOptions {
+        shapes: vec![(256, 320)],
+        batches: vec![1, 130],
+        decode: false,
+        encode: false,
+        packed: false,
+        matmul: false,
+        ..BenchOptions::default()
+    }
+}
+
+fn quick_timing() -> Timing {
+    Timing { rounds: 5, warmup_rounds: 2, min_copies: 2, rotate_bytes: 0, ..Timing::default() }
+}
+
+fn check(report: &Report<BenchOptions>, rows: usize) {
+    println!("{report}");
+    assert_eq!(report.rows.len(), rows);
+    for row in &report.rows {
+        assert!(row.p10_us > 0.0 && row.p10_us <= row.median_us && row.median_us <= row.p90_us, "{row}");
+        assert!(row.bytes > 0 && row.copies >= 2, "{row}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn decoders_and_encoder() {
+    let kernels = gpu();
+    let options = BenchOptions { decode: true, encode: true, ..quick() };
+    let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    // Three decoders; five stages of a Huffman tensor, each with those before it, and the palette encoder.
+    check(&report, 3 + 6);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn matmuls_beside_cublas() {
+    let kernels = gpu();
+    let options = BenchOptions { matmul: true, all_variants: true, ..quick() };
+    let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    // At each batch cuBLAS, and of both sources every ring of Table 5 but n = 3, which does not divide 256.
+    check(&report, 2 * (1 + 2 * 7));
+    assert!(report.rows.iter().all(|row| row.speedup_over_cublas.is_some()));
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn conversions_of_the_packed_form() {
+    let kernels = gpu();
+    let options = BenchOptions { packed: true, ..quick() };
+    let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    // Three steps of packing, each with those before it, and unpacking.
+    check(&report, 4);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn packed_matmuls_beside_cublas() {
+    let kernels = gpu();
+    let options = MatmulOptions {
+        shapes: vec![(256, 320), (192, 64)],
+        batches: vec![1, 70],
+        candidates: 3,
+        layer: false,
+        ..MatmulOptions::default()
+    };
+    let report = bench_matmul(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    // Of each problem and kind of launch what dispatch takes, once; at least one of the model's besides.
+    assert_eq!(report.rows.iter().filter(|row| row.dispatched).count(), 2 * 2 * 2);
+    assert!(report.rows.len() >= 2 * 2 * (1 + 2 * 3));
+    let table = report.table();
+    assert_eq!((table.rows.len(), table.device.as_str()), (2 * 2 * 2, report.device.name.as_str()));
+    for row in &table.rows {
+        let of = |contender: &str| {
+            let same = |other: &&unweight_rt::bench::Row| (other.n, other.k, other.m) == (row.n, row.k, row.m);
+            report.rows.iter().filter(same).find(|other| other.contender == contender).map(|row| row.median_us)
+        };
+        let best = of(&row.variant.to_string()).expect("the table names what was measured");
+        let launch = if row.pdl { "_pdl_" } else { "_esc_store" };
+        let others = report.rows.iter().filter(|other| (other.n, other.k, other.m) == (row.n, row.k, row.m));
+        assert!(others.filter(|other| other.contender.contains(launch)).all(|other| other.median_us >= best));
+    }
+}
+
+/// The record of docs/benchmarks.md: `gpu_bench record --ignored --nocapture`, JSON into `$OUT/kernels.json` where that is set.
+#[test]
+#[ignore = "needs a GPU"]
+#[ignore = "minutes on a GPU that nobody else uses"]
+fn record() {
+    let kernels = gpu();
+    let report = bench_kernels(kernels, &BenchOptions::default(), &Timing::default(), &|line| println!("{line}"))
+        .unwrap_or_else(|error| panic!("{error}"));
+    println!("{report}");
+    if let Some(folder) = std::env::var_os("OUT") {
+        let path = std::path::Path::new(&folder).join("kernels.json");
+        std::fs::write(path, serde_json::to_vec_pretty(&report).unwrap()).unwrap();
+    }
+}

@@ -1,0 +1,162 @@
+//! The three decoders on the GPU: bit-exact, on every shape, for every code limit.
+
+use crate::harness::{SHAPES, Weights, gpu, guard_is_whole, poison, stream};
+use unweight_codegen::spec::{Arch, DecodeOutput};
+use unweight_format::{CodeLimit, Matrix, bf16, decode, encode};
+use unweight_rt::{
+    bench::halves,
+    choose::{self, KernelSet},
+    device::{DeviceBuffer, Stream},
+    ops::decode::{Decoder, output_bytes},
+    weight::{DeviceHuffman, DeviceMatrix},
+};
+
+fn decoder(kernels: &KernelSet, stream: &Stream, output: DecodeOutput, bits: u32) -> Decoder {
+    let spec = choose::decoder(Arch::Sm90a, output, bits).unwrap();
+    Decoder::new(stream, kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
+}
+
+/// All three decoders, of `bits` code bits, on one matrix.
+fn exact(
+    kernels: &KernelSet,
+    bytes: &[u8],
+    (rows, cols): (usize, usize),
+    limit: CodeLimit,
+    bits: Option<u32>,
+    what: &str,
+) {
+    let stream = stream(kernels);
+    let tensor = encode::huffman(Matrix::new(bytes, rows, cols).unwrap(), limit).unwrap();
+    let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
+    let bits = bits.unwrap_or(device.code_bits());
+    let grid = tensor.grid();
+
+    let mut full = decoder(kernels, &stream, DecodeOutput::Full, bits);
+    let mut whole = DeviceMatrix::zeroed(&stream, rows as u32, cols as u32).unwrap();
+    poison(&stream, whole.data_mut());
+    full.full(&stream, &device, &mut whole).unwrap();
+    full.check(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let got = whole.data().to_host(&stream).unwrap();
+    let wrong = got.iter().zip(halves(bytes)).position(|(got, want)| *got != want);
+    assert_eq!(wrong, None, "{what}: full, element");
+    guard_is_whole(&stream, whole.data(), what);
+
+    let mut exponent = decoder(kernels, &stream, DecodeOutput::Exponent, bits);
+    let mut exponents = DeviceBuffer::zeroed(&stream, output_bytes(grid, DecodeOutput::Exponent)).unwrap();
+    poison(&stream, &mut exponents);
+    exponent.exponent(&stream, &device, &mut exponents).unwrap();
+    exponent.check(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let got = exponents.to_host(&stream).unwrap();
+    for row in 0..rows {
+        for col in 0..cols {
+            let tile = row / 64 * grid.tile_cols() + col / 64;
+            let at = (row * cols + col) * 2;
+            let want = bf16::exponent(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+            assert_eq!(got[tile * 4096 + row % 64 * 64 + col % 64], want, "{what}: exponent ({row}, {col})");
+        }
+    }
+    guard_is_whole(&stream, &exponents, what);
+
+    let mut palette = decoder(kernels, &stream, DecodeOutput::Palette, bits);
+    let mut indices = DeviceBuffer::zeroed(&stream, output_bytes(grid, DecodeOutput::Palette)).unwrap();
+    poison(&stream, &mut indices);
+    palette.palette(&stream, &device, &mut indices).unwrap();
+    palette.check(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let want = decode::transcode(&tensor).unwrap();
+    let wrong = indices.to_host(&stream).unwrap().iter().zip(want.palette_index()).position(|(got, want)| got != want);
+    assert_eq!(wrong, None, "{what}: palette index, byte");
+    guard_is_whole(&stream, &indices, what);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_kind_of_weight_in_every_shape() {
+    let kernels = gpu();
+    for weights in Weights::ALL {
+        for (seed, shape) in SHAPES.into_iter().enumerate() {
+            let bytes = weights.bytes(shape.0, shape.1, 100 + seed as u64);
+            exact(kernels, &bytes, shape, CodeLimit::DEFAULT, None, &format!("{weights:?} {shape:?}"));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_code_limit() {
+    let kernels = gpu();
+    let specs: Vec<_> = unweight_codegen::spec::catalog::decoders().collect();
+    kernels.prepare(&specs, &|_| {}).unwrap();
+    for bits in 6..=15 {
+        let limit = CodeLimit::new(bits).unwrap();
+        for weights in [Weights::Normal, Weights::HeavyTailed, Weights::LongRows, Weights::AnyBits] {
+            let bytes = weights.bytes(190, 257, u64::from(bits));
+            exact(kernels, &bytes, (190, 257), limit, Some(bits), &format!("{weights:?} limit {bits}"));
+        }
+        // A decoder for longer codes takes shorter ones.
+        let bytes = Weights::Normal.bytes(130, 66, u64::from(bits));
+        let six = CodeLimit::new(6).unwrap();
+        exact(kernels, &bytes, (130, 66), six, Some(bits), &format!("limit 6 through {bits}"));
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn all_bit_patterns_in_every_arrangement() {
+    let kernels = gpu();
+    let bytes = Weights::AllPatterns.bytes(256, 256, 0);
+    for shape in [(256, 256), (1024, 64), (64, 1024), (1, 65536), (65536, 1), (2048, 32)] {
+        exact(kernels, &bytes, shape, CodeLimit::DEFAULT, None, &format!("all patterns {shape:?}"));
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_edge_remainder() {
+    let kernels = gpu();
+    for edge in 1..=130 {
+        let bytes = Weights::HeavyTailed.bytes(edge, 70, edge as u64);
+        exact(kernels, &bytes, (edge, 70), CodeLimit::DEFAULT, None, &format!("{edge} x 70"));
+        exact(kernels, &bytes, (70, edge), CodeLimit::DEFAULT, None, &format!("70 x {edge}"));
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_large_matrix_decodes_the_same_again_and_again() {
+    let kernels = gpu();
+    let shape = (4096, 4096);
+    let bytes = unweight_rt::bench::normal_bf16(shape.0 * shape.1, 0.02, 3);
+    exact(kernels, &bytes, shape, CodeLimit::DEFAULT, None, "4096 x 4096");
+    let stream = stream(kernels);
+    let tensor = encode::huffman(Matrix::new(&bytes, shape.0, shape.1).unwrap(), CodeLimit::DEFAULT).unwrap();
+    let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
+    let mut full = decoder(kernels, &stream, DecodeOutput::Full, device.code_bits());
+    let mut whole = DeviceMatrix::zeroed(&stream, 4096, 4096).unwrap();
+    for _ in 0..20 {
+        poison(&stream, whole.data_mut());
+        full.full(&stream, &device, &mut whole).unwrap();
+        full.check(&stream).unwrap();
+        assert!(whole.data().to_host(&stream).unwrap() == halves(&bytes));
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_does_not_go_together_is_refused_before_the_launch() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let bytes = Weights::Normal.bytes(64, 64, 1);
+    let tensor = encode::huffman(Matrix::new(&bytes, 64, 64).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
+    let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
+    assert!(device.code_bits() > 6);
+    let mut whole = DeviceMatrix::zeroed(&stream, 64, 64).unwrap();
+    let short = decoder(kernels, &stream, DecodeOutput::Full, 6).full(&stream, &device, &mut whole).unwrap_err();
+    assert!(short.to_string().contains("codes of up to 6 bits"), "{short}");
+    let full = decoder(kernels, &stream, DecodeOutput::Full, 15);
+    let mut small = DeviceMatrix::zeroed(&stream, 64, 63).unwrap();
+    let shape = full.full(&stream, &device, &mut small).unwrap_err();
+    assert!(shape.to_string().contains("[64, 63]"), "{shape}");
+    let mut bytes = DeviceBuffer::zeroed(&stream, 4096).unwrap();
+    let output = full.exponent(&stream, &device, &mut bytes).unwrap_err();
+    assert!(output.to_string().contains("does not write exponent"), "{output}");
+}

@@ -1,0 +1,148 @@
+//! The GPU encoder against the CPU encoder: the same bytes in every section.
+
+use crate::harness::{SHAPES, Weights, gpu, stream};
+use unweight_codegen::spec::EncodeStage;
+use unweight_format::{
+    Code, CodeLimit, Histogram, Matrix, PaletteTensor, Section,
+    bundle::{self, CompressOptions, Profile, Silent},
+    demo_model::{self, DemoOptions},
+    encode,
+};
+use unweight_rt::{
+    choose::KernelSet,
+    ops::encode::{BundleEncoder, EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
+};
+
+fn same_bytes(
+    kernels: &KernelSet,
+    encoder: &GpuEncoder,
+    limit: CodeLimit,
+    bytes: &[u8],
+    shape: (usize, usize),
+    what: &str,
+) {
+    let stream = stream(kernels);
+    let matrix = Matrix::new(bytes, shape.0, shape.1).unwrap();
+    let mut buffers = EncodeBuffers::new(&stream, matrix.grid()).unwrap();
+    // What a stage forgets to write is not zero.
+    buffers.poison(&stream, 0xff).unwrap();
+    buffers.set_weights(&stream, matrix).unwrap();
+    encoder.enqueue(&stream, &mut buffers, &HUFFMAN_STAGES).unwrap();
+    let expected = encode::huffman(matrix, limit).unwrap();
+    let totals = buffers.totals(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    assert_eq!(totals.max_verbatim_rows, u64::from(expected.max_verbatim_rows()), "{what}");
+    assert_eq!(totals.verbatim_rows as usize * 64, expected.verbatim_exponents().len(), "{what}");
+    let got = buffers.huffman(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    for section in Section::HUFFMAN {
+        assert!(got.section(section) == expected.section(section), "{what}: section {section:?} differs");
+    }
+
+    encoder.enqueue(&stream, &mut buffers, &[EncodeStage::DecodeTable]).unwrap();
+    let table = buffers.decode_table(&stream, limit).unwrap();
+    let code = Code::from_histogram(&Histogram::of(bytes), limit).unwrap();
+    let flat = code.decode_table();
+    for (slot, entry) in table.iter().enumerate() {
+        let want = flat[slot % flat.len()];
+        let want = u32::from(want.symbol) | u32::from(want.length) << 8 | u32::from(want.palette_index) << 16;
+        assert_eq!(*entry, want, "{what}: decode table slot {slot}");
+    }
+
+    buffers.poison(&stream, 0xff).unwrap();
+    encoder.enqueue(&stream, &mut buffers, &PALETTE_STAGES).unwrap();
+    let got: PaletteTensor<_> = buffers.palette(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let expected = encode::palette_with(matrix, &code).unwrap();
+    for section in Section::PALETTE {
+        assert!(got.section(section) == expected.section(section), "{what}: palette section {section:?} differs");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_kind_of_weight_in_every_shape() {
+    let kernels = gpu();
+    let limit = CodeLimit::DEFAULT;
+    let encoder = GpuEncoder::new(kernels, limit).unwrap();
+    for weights in Weights::ALL {
+        for (seed, shape) in SHAPES.into_iter().enumerate() {
+            let bytes = weights.bytes(shape.0, shape.1, seed as u64);
+            same_bytes(kernels, &encoder, limit, &bytes, shape, &format!("{weights:?} {shape:?}"));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_code_limit() {
+    let kernels = gpu();
+    for bits in 6..=15 {
+        let limit = CodeLimit::new(bits).unwrap();
+        let encoder = GpuEncoder::new(kernels, limit).unwrap();
+        for weights in [Weights::Normal, Weights::HeavyTailed, Weights::LongRows, Weights::AnyBits] {
+            let bytes = weights.bytes(190, 260, u64::from(bits));
+            same_bytes(kernels, &encoder, limit, &bytes, (190, 260), &format!("{weights:?} limit {bits}"));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn all_bit_patterns_in_every_arrangement() {
+    let kernels = gpu();
+    let limit = CodeLimit::DEFAULT;
+    let encoder = GpuEncoder::new(kernels, limit).unwrap();
+    let bytes = Weights::AllPatterns.bytes(256, 256, 0);
+    for shape in [(256, 256), (1024, 64), (64, 1024), (1, 65536), (65536, 1), (2048, 32)] {
+        same_bytes(kernels, &encoder, limit, &bytes, shape, &format!("all patterns {shape:?}"));
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_matrix_of_many_scan_blocks() {
+    let kernels = gpu();
+    let limit = CodeLimit::DEFAULT;
+    let encoder = GpuEncoder::new(kernels, limit).unwrap();
+    // 4,097 tiles and a remainder on both sides.
+    let shape = (4097, 4031);
+    let bytes = unweight_rt::bench::normal_bf16(shape.0 * shape.1, 0.02, 9);
+    same_bytes(kernels, &encoder, limit, &bytes, shape, "4097 x 4031");
+    let stream = stream(kernels);
+    let matrix = Matrix::new(&bytes, shape.0, shape.1).unwrap();
+    assert_eq!(encoder.encode(&stream, matrix).unwrap(), encode::huffman(matrix, limit).unwrap());
+    assert_eq!(encoder.encode_palette(&stream, matrix).unwrap(), encode::palette(matrix, limit).unwrap());
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_bundle_does_not_tell_who_encoded_it() {
+    let kernels = gpu();
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("model");
+    let demo = DemoOptions {
+        layers: 3,
+        hidden: 320,
+        intermediate: 704,
+        heads: 5,
+        kv_heads: 5,
+        vocab: 1000,
+        ..DemoOptions::default()
+    };
+    demo_model::write(&model, &demo).unwrap();
+    for profile in Profile::ALL {
+        let options = CompressOptions::new(*profile);
+        let encoder = BundleEncoder::new(kernels, options.code_limit).unwrap();
+        let paths = ["cpu", "gpu"].map(|name| home.path().join(format!("{name}-{profile}")));
+        bundle::compress(&model, &paths[0], &options, &Silent).unwrap();
+        bundle::compress_with(&model, &paths[1], &options, &encoder, &Silent).unwrap();
+        let names = |path: &std::path::Path| {
+            let mut names: Vec<_> = std::fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name()).collect();
+            names.sort();
+            names
+        };
+        assert_eq!(names(&paths[0]), names(&paths[1]));
+        for name in names(&paths[0]) {
+            let [cpu, gpu] = [0, 1].map(|i: usize| std::fs::read(paths[i].join(&name)).unwrap());
+            assert!(cpu == gpu, "{profile}: {} differs", name.display());
+        }
+    }
+}

@@ -1,0 +1,335 @@
+//! Every catalogued register-sourced matmul on the GPU.
+//!
+//! - What enters the tensor cores is the oracle's operand, bit for bit (variants with `_dump`).
+//! - Results lie within fp32 accumulation and one rounding of a double-precision product, at every edge of the batch tile.
+//! - The same input gives the same bits, run after run, and in a chain under dependent launch the same as one after the other.
+//! - Heads and lists that nobody has checked lead nowhere.
+//!
+//! Outputs start as NaN, with guards behind them.
+
+use std::sync::OnceLock;
+
+use crate::harness::{Rng, bf16, gpu, guard_is_whole, poison, refusal, stream, value};
+use rayon::prelude::*;
+use unweight_codegen::{
+    VariantSpec,
+    plan::GemmShape,
+    spec::{Arch, Epilogue, Op, catalog},
+};
+use unweight_format::{
+    Histogram, Matrix,
+    packed::{PackedTensor, pack},
+};
+use unweight_rt::{
+    choose::{
+        KernelSet,
+        model::{PackedChooser, PackedUse},
+    },
+    device::{DeviceBuffer, Stream},
+    ops::gemm_packed::{PackedGemm, Workspace},
+    weight::{DeviceMatrix, DevicePacked},
+};
+
+fn catalogued(dump: bool) -> Vec<VariantSpec> {
+    let all = catalog::gemm_mma().chain(catalog::gemm_mma_silu_mul()).chain(catalog::gemm_wgmma());
+    all.filter(|spec| traits(spec).dump == dump).collect()
+}
+
+struct Traits {
+    batch_tile: u32,
+    escapes: bool,
+    epilogue: Epilogue,
+    dump: bool,
+}
+
+fn traits(spec: &VariantSpec) -> Traits {
+    let (batch_tile, escapes, epilogue, dump) = match spec.op {
+        Op::GemmMma(op) => (op.batch_tile.get(), op.escapes, op.epilogue, op.dump),
+        Op::GemmWgmma(op) => (op.batch_tile.get(), op.escapes, op.epilogue, op.dump),
+        _ => panic!("{spec} is no register-sourced matmul"),
+    };
+    Traits { batch_tile, escapes, epilogue, dump }
+}
+
+/// A matrix whose exponents lie in a window of 16, but for one element in `one_in` (0: none): zeros, subnormals, larger and smaller ones.
+/// Row 5 has a run of them, longer than a warp, where there are any.
+fn weights(n: usize, k: usize, one_in: usize, seed: u64) -> Vec<u16> {
+    let mut rng = Rng(seed);
+    (0..n * k)
+        .map(|at| {
+            let outside = one_in > 0 && (rng.below(one_in) == 0 || at / k == 5 && at % k < (n * k / 600).min(40));
+            let exponent = if outside { [0, 90, 100, 130][rng.below(4)] } else { 108 + rng.below(16) as u16 };
+            // Half of those with exponent 0 are zeros, the others subnormals.
+            let mantissa = if rng.below(2) == 0 { 0x7f } else { 0 };
+            (rng.next() as u16 & (0x8000 | mantissa)) | exponent << 7
+        })
+        .collect()
+}
+
+/// A weight with inputs, and their product in double precision.
+struct Case {
+    n: usize,
+    k: usize,
+    tensor: PackedTensor<Vec<u8>>,
+    x: Vec<u16>,
+    /// For each element of Y the product, and the sum of the magnitudes that went into it.
+    exact: Vec<(f64, f64)>,
+}
+
+/// Batches of every case: beyond the largest batch tile.
+const ROWS: usize = 530;
+
+impl Case {
+    fn new(n: usize, k: usize, one_in: usize, seed: u64) -> Self {
+        let w = weights(n, k, one_in, seed);
+        let bytes: &[u8] = bytemuck::cast_slice(&w);
+        let tensor = pack(Matrix::new(bytes, n, k).unwrap(), &Histogram::of(bytes)).unwrap();
+        let mut rng = Rng(seed ^ 0x5555);
+        let x: Vec<u16> = (0..ROWS * k).map(|_| bf16(rng.normal())).collect();
+        let (xs, ws): (Vec<f64>, Vec<f64>) =
+            (x.iter().map(|b| value(*b)).collect(), w.iter().map(|b| value(*b)).collect());
+        let exact = (0..ROWS * n)
+            .into_par_iter()
+            .map(|at| {
+                let terms = xs[at / n * k..][..k].iter().zip(&ws[at % n * k..][..k]).map(|(x, w)| x * w);
+                terms.fold((0.0, 0.0), |(sum, magnitude), term| (sum + term, magnitude + term.abs()))
+            })
+            .collect();
+        Self { n, k, tensor, x, exact }
+    }
+
+    fn input(&self, stream: &Stream, m: u32) -> DeviceMatrix {
+        DeviceMatrix::from_host(stream, m, self.k as u32, &self.x[..m as usize * self.k]).unwrap()
+    }
+
+    /// Columns of Y.
+    fn columns(&self, epilogue: Epilogue) -> usize {
+        if epilogue == Epilogue::SiluMul { self.n / 2 } else { self.n }
+    }
+
+    /// Elements of `y` that neither one rounding nor fp32 accumulation explains; `before` was added to.
+    fn mismatches(&self, y: &[u16], epilogue: Epilogue, before: &[u16]) -> usize {
+        let columns = self.columns(epilogue);
+        let wrong = |at: usize, got: u16| {
+            let (row, column) = (at / columns, at % columns);
+            let (sum, slack) = match epilogue {
+                Epilogue::Store => (self.exact[at].0, self.exact[at].1 * 1e-6),
+                Epilogue::StoreAdd => {
+                    let old = value(before[at]);
+                    (self.exact[at].0 + old, (self.exact[at].1 + old.abs()) * 1e-6)
+                }
+                // 16 rows of the gate and 16 of the up in turn. The slope of silu is at most 1.1.
+                Epilogue::SiluMul => {
+                    let gate_at = row * self.n + column / 16 * 32 + column % 16;
+                    let ((gate, gate_size), (up, up_size)) = (self.exact[gate_at], self.exact[gate_at + 16]);
+                    let sum = gate / (1.0 + (-gate).exp()) * up;
+                    (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + sum.abs() * 1e-5)
+                }
+            };
+            let error = (value(got) - sum).abs();
+            error.is_nan() || error > sum.abs() / 256.0 + slack
+        };
+        y.iter().enumerate().filter(|(at, got)| wrong(*at, **got)).count()
+    }
+}
+
+/// Odd numbers of tiles and of row blocks per block, with escapes; the same without.
+fn cases() -> &'static [Case; 3] {
+    static CASES: OnceLock<[Case; 3]> = OnceLock::new();
+    CASES.get_or_init(|| [Case::new(320, 448, 300, 1), Case::new(1088, 640, 1000, 2), Case::new(320, 448, 0, 3)])
+}
+
+fn ready(kernels: &KernelSet, specs: &[VariantSpec]) {
+    kernels.prepare(specs, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+}
+
+fn matmul(kernels: &KernelSet, spec: &VariantSpec) -> PackedGemm {
+    PackedGemm::new(kernels.get(spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_variant_at_every_edge_of_its_batch_tile() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let specs = catalogued(false);
+    ready(kernels, &specs);
+    for case in cases() {
+        let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
+        let problem = |m| GemmShape { m, n: case.n as u32, k: case.k as u32 };
+        let mut rng = Rng(99);
+        let before: Vec<u16> = (0..ROWS * case.n).map(|_| bf16(rng.normal())).collect();
+        for spec in &specs {
+            let traits = traits(spec);
+            if w.has_escapes() && !traits.escapes {
+                continue;
+            }
+            let tile = traits.batch_tile;
+            let mut workspace = Workspace::new(&stream, [(*spec, problem(ROWS as u32))]).unwrap();
+            let matmul = matmul(kernels, spec);
+            for m in [1, tile - 1, tile, tile + 1, 2 * tile + 7] {
+                let x = case.input(&stream, m);
+                let columns = case.columns(traits.epilogue);
+                let mut y = DeviceMatrix::zeroed(&stream, m, columns as u32).unwrap();
+                let mut outputs = Vec::new();
+                for _ in 0..2 {
+                    poison(&stream, y.data_mut());
+                    if traits.epilogue == Epilogue::StoreAdd {
+                        y.data_mut().write(&stream, 0, &before[..m as usize * columns]).unwrap();
+                    }
+                    matmul.enqueue(&stream, &x, &w, &mut y, &mut workspace).unwrap();
+                    outputs.push(y.data().to_host(&stream).unwrap_or_else(|error| panic!("{spec} m = {m}: {error}")));
+                    guard_is_whole(&stream, y.data(), &spec.to_string());
+                }
+                let wrong = case.mismatches(&outputs[0], traits.epilogue, &before);
+                assert_eq!(wrong, 0, "{spec} m = {m} {} x {}", case.n, case.k);
+                assert!(outputs[0] == outputs[1], "{spec} m = {m}: two runs differ");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn operands_are_the_weights_bit_for_bit() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let specs = catalogued(true);
+    ready(kernels, &specs);
+    let case = &cases()[0];
+    let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
+    for spec in &specs {
+        let (m, n, k) = (3, case.n as u32, case.k as u32);
+        let mut workspace = Workspace::new(&stream, [(*spec, GemmShape { m, n, k })]).unwrap();
+        let mut y = DeviceMatrix::zeroed(&stream, m, n).unwrap();
+        matmul(kernels, spec).enqueue(&stream, &case.input(&stream, m), &w, &mut y, &mut workspace).unwrap();
+        let bytes = workspace.partials().to_host(&stream).unwrap();
+        let dumped: Vec<u32> = bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect();
+        for tile in 0..case.tensor.grid().tiles() {
+            for (i, registers) in case.tensor.operands(tile).iter().enumerate() {
+                let (block, step, lane) = (i / 128, i / 32 % 4, i % 32);
+                for (register, expected) in registers.iter().enumerate() {
+                    let got = dumped[((tile * 4 + block) * 16 + step * 4 + register) * 32 + lane];
+                    let place = format!("tile {tile} block {block} step {step} lane {lane} register {register}");
+                    assert_eq!(got, *expected, "{spec}: {place}");
+                }
+            }
+        }
+    }
+}
+
+/// A chain `x -> W x -> W (W x) ...` in a graph: under dependent launch each kernel starts while the one that makes its input still runs.
+#[test]
+#[ignore = "needs a GPU"]
+fn dependent_launches_wait_for_their_input() {
+    const LINKS: usize = 24;
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let (n, info) = (1024usize, kernels.device().info());
+    // Small weights, so that a chain of products stays finite.
+    let mut rng = Rng(5);
+    let w: Vec<u16> = (0..n * n).map(|_| bf16(rng.normal() / 32.0)).collect();
+    let bytes: &[u8] = bytemuck::cast_slice(&w);
+    let tensor = pack(Matrix::new(bytes, n, n).unwrap(), &Histogram::of(bytes)).unwrap();
+    let w = DevicePacked::upload(&stream, &tensor).unwrap();
+    let dispatch = PackedChooser::of(info);
+    for m in [1, 8, 16, 31, 64, 100, 256, 300] {
+        let problem = GemmShape { m, n: n as u32, k: n as u32 };
+        let first: Vec<u16> = (0..m as usize * n).map(|_| bf16(rng.normal())).collect();
+        let results: Vec<Vec<u16>> = [false, true]
+            .into_iter()
+            .map(|pdl| {
+                let wanted = PackedUse { escapes: true, pdl, epilogue: Epilogue::Store };
+                // The same shape of kernel both times: sums in the same order.
+                let shape = dispatch.choose(problem, PackedUse { pdl: true, ..wanted }).unwrap();
+                let spec = wanted.of(shape).unwrap();
+                let matmul = matmul(kernels, &spec);
+                let mut workspace = Workspace::new(&stream, [(spec, problem)]).unwrap();
+                let mut x = DeviceMatrix::from_host(&stream, m, n as u32, &first).unwrap();
+                let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();
+                poison(&stream, y.data_mut());
+                let graph = stream
+                    .capture(|| {
+                        for link in 0..LINKS {
+                            let (from, to) = if link % 2 == 0 { (&x, &mut y) } else { (&y, &mut x) };
+                            matmul.enqueue(&stream, from, &w, to, &mut workspace)?;
+                        }
+                        Ok(())
+                    })
+                    .unwrap();
+                for _ in 0..3 {
+                    x.data_mut().write(&stream, 0, &first).unwrap();
+                    // SAFETY: all buffers are alive.
+                    unsafe { graph.launch() }.unwrap();
+                }
+                x.data().to_host(&stream).unwrap()
+            })
+            .collect();
+        assert!(results[0].iter().all(|bits| value(*bits).is_finite()) && results[0].iter().any(|bits| *bits != 0));
+        assert!(results[0] == results[1], "m = {m}: a pdl chain differs from an ordinary one");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn unchecked_escapes_lead_nowhere() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let case = &cases()[0];
+    let specs: Vec<VariantSpec> = catalogued(false).into_iter().filter(|spec| traits(spec).escapes).collect();
+    ready(kernels, &specs);
+    let stored = case.tensor.escapes().len() / 4;
+    let words = |bytes: &[u8]| -> Vec<u32> {
+        bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect()
+    };
+    let lists = words(case.tensor.escapes());
+    let mut rng = Rng(17);
+    for kept in [0, 1, stored / 2, stored] {
+        let heads: Vec<u32> = (0..case.tensor.grid().tiles() * 4)
+            .map(|_| {
+                let index = if rng.below(2) == 0 { rng.next() as u32 } else { rng.below(stored + 2) as u32 };
+                index | (rng.below(2) as u32) << 31
+            })
+            .collect();
+        let w = DevicePacked::new(
+            case.tensor.grid(),
+            case.tensor.window(),
+            DeviceBuffer::from_host(&stream, case.tensor.packed()).unwrap(),
+            DeviceBuffer::from_host(&stream, &heads).unwrap(),
+            DeviceBuffer::from_host(&stream, &lists[..kept]).unwrap(),
+        )
+        .unwrap();
+        for spec in &specs {
+            let (m, columns) = (traits(spec).batch_tile, case.columns(traits(spec).epilogue));
+            let mut workspace =
+                Workspace::new(&stream, [(*spec, GemmShape { m, n: case.n as u32, k: case.k as u32 })]).unwrap();
+            let mut y = DeviceMatrix::zeroed(&stream, m, columns as u32).unwrap();
+            poison(&stream, y.data_mut());
+            let matmul = matmul(kernels, spec);
+            matmul.enqueue(&stream, &case.input(&stream, m), &w, &mut y, &mut workspace).unwrap();
+            stream.synchronize().unwrap_or_else(|error| panic!("{spec}: {error}"));
+            guard_is_whole(&stream, y.data(), &spec.to_string());
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_does_not_fit_is_refused() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let case = &cases()[0];
+    let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
+    let wanted = PackedUse { escapes: false, pdl: false, epilogue: Epilogue::Store };
+    let problem = GemmShape { m: 4, n: case.n as u32, k: case.k as u32 };
+    let spec = PackedChooser::model(Arch::Sm90a, 132).choose(problem, wanted).unwrap();
+    let mut workspace = Workspace::new(&stream, [(spec, problem)]).unwrap();
+    let mut y = DeviceMatrix::zeroed(&stream, 4, case.n as u32).unwrap();
+    let x = case.input(&stream, 4);
+    let message = refusal(matmul(kernels, &spec).enqueue(&stream, &x, &w, &mut y, &mut workspace)).unwrap();
+    assert!(message.contains("_esc"), "{message}");
+    let spec = PackedUse { escapes: true, ..wanted }.of(spec).unwrap();
+    let mut narrow = DeviceMatrix::zeroed(&stream, 4, case.n as u32 - 64).unwrap();
+    let message = refusal(matmul(kernels, &spec).enqueue(&stream, &x, &w, &mut narrow, &mut workspace)).unwrap();
+    assert!(message.contains("do not go together"), "{message}");
+}

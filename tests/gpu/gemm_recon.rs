@@ -1,0 +1,335 @@
+//! Every catalogued matmul variant on the GPU: exact where it can be, close to a double-precision reference, close to cuBLAS.
+//!
+//! - One-hot rows of X pick out single weights, so Y is W^T to the bit: every reconstructed weight of every variant is seen.
+//! - Random X at batches around every tile boundary, against float64.
+//! - Outputs start as NaN, with guards behind them.
+
+use crate::harness::{Rng, bf16, gpu, guard_is_whole, poison, stream, value};
+use rayon::prelude::*;
+use unweight_codegen::{
+    VariantSpec,
+    plan::GemmShape,
+    spec::{Arch, DecodeOutput, Epilogue, GemmReconSpec, Op, WeightSource, catalog},
+};
+use unweight_format::{CodeLimit, HuffmanTensor, Matrix, decode, encode};
+use unweight_rt::{
+    bench::{halves, normal_bf16, relative_error},
+    choose::{self, KernelSet, Source, candidates},
+    device::{DeviceBuffer, Stream},
+    ops::cublas::Cublas,
+    ops::decode::{Decoder, output_bytes},
+    ops::gemm_recon::Matmul,
+    weight::{DeviceHuffman, DeviceMatrix, DevicePalette},
+};
+
+const BATCHES: [u32; 10] = [1, 2, 17, 64, 65, 128, 129, 256, 1000, 1024];
+/// A multiple of 64 times 1, 2, 3 and 4.
+const N: usize = 768;
+const K: usize = 512;
+
+/// Finite weights whose most laden tile has exactly `verbatim` verbatim rows.
+///
+/// Sixteen exponents are everywhere; a row with a seventeenth is verbatim. The sixteen span 2^-19 to 2^-4, so that one-hot rows see
+/// every palette entry.
+fn weights(n: usize, k: usize, verbatim: u32, seed: u64) -> Vec<u8> {
+    let mut rng = Rng(seed);
+    let mut bits: Vec<u16> =
+        (0..n * k).map(|_| (rng.next() as u16 & 0x807f) | (108 + rng.below(16) as u16) << 7).collect();
+    if verbatim > 0 {
+        for tile in 0..(n / 64) * (k / 64) {
+            // Different counts from tile to tile, the largest in the first and the last.
+            let last = (n / 64) * (k / 64) - 1;
+            let count = if tile == 0 || tile == last { verbatim as usize } else { rng.below(verbatim as usize + 1) };
+            let (row, col) = (tile / (k / 64) * 64, tile % (k / 64) * 64);
+            let mut rows: Vec<usize> = (0..64).collect();
+            for i in 0..count {
+                let j = i + rng.below(64 - i);
+                rows.swap(i, j);
+                let exponent: u16 = if rng.below(2) == 0 { 125 } else { 90 };
+                let at = (row + rows[i]) * k + col + rng.below(64);
+                bits[at] = (bits[at] & 0x807f) | exponent << 7;
+            }
+        }
+    }
+    bits.into_iter().flat_map(u16::to_le_bytes).collect()
+}
+
+/// Weights in every form that a matmul takes.
+struct Forms {
+    tensor: HuffmanTensor<Vec<u8>>,
+    huffman: DeviceHuffman,
+    palette: DevicePalette,
+    exponents: DeviceBuffer<u8>,
+    /// Transcoded on the device: metadata with word offsets, unlike those of `palette`.
+    indices: DeviceBuffer<u8>,
+    whole: DeviceMatrix,
+}
+
+fn forms(kernels: &KernelSet, stream: &Stream, bytes: &[u8], n: usize, k: usize) -> Forms {
+    let tensor = encode::huffman(Matrix::new(bytes, n, k).unwrap(), CodeLimit::DEFAULT).unwrap();
+    let huffman = DeviceHuffman::upload(stream, &tensor).unwrap();
+    let palette = DevicePalette::upload(stream, &decode::transcode(&tensor).unwrap()).unwrap();
+    let decoder = |output| {
+        let spec = choose::decoder(Arch::Sm90a, output, huffman.code_bits()).unwrap();
+        Decoder::new(stream, kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
+    };
+    let mut exponents = DeviceBuffer::zeroed(stream, output_bytes(tensor.grid(), DecodeOutput::Exponent)).unwrap();
+    let mut exponent = decoder(DecodeOutput::Exponent);
+    exponent.exponent(stream, &huffman, &mut exponents).unwrap();
+    exponent.check(stream).unwrap();
+    let mut indices = DeviceBuffer::zeroed(stream, output_bytes(tensor.grid(), DecodeOutput::Palette)).unwrap();
+    let mut transcode = decoder(DecodeOutput::Palette);
+    transcode.palette(stream, &huffman, &mut indices).unwrap();
+    transcode.check(stream).unwrap();
+    let whole = DeviceMatrix::from_host(stream, n as u32, k as u32, &halves(bytes)).unwrap();
+    Forms { tensor, huffman, palette, exponents, indices, whole }
+}
+
+fn spec_of(spec: &VariantSpec) -> GemmReconSpec {
+    let Op::GemmRecon(matmul) = spec.op else { panic!("{spec} is no matmul") };
+    matmul
+}
+
+/// Runs a variant on the forms; `stored` takes a palette source as stored rather than as transcoded.
+fn run(
+    kernels: &KernelSet,
+    stream: &Stream,
+    spec: &VariantSpec,
+    forms: &Forms,
+    stored: bool,
+    x: &DeviceMatrix,
+    y: &mut DeviceMatrix,
+) {
+    let matmul = Matmul::new(kernels.get(spec).unwrap_or_else(|error| panic!("{error}"))).unwrap();
+    match spec_of(spec).source {
+        WeightSource::Exponent => matmul.exponent(stream, x, forms.huffman.as_exponent(&forms.exponents), y),
+        WeightSource::Palette { .. } if stored => matmul.palette(stream, x, forms.palette.view(), y),
+        WeightSource::Palette { .. } => matmul.palette(stream, x, forms.huffman.as_palette(&forms.indices), y),
+    }
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+/// What an output starts as: NaN where it is overwritten, known values where it is added to.
+fn start(stream: &Stream, spec: &VariantSpec, y: &mut DeviceMatrix, before: &[u16]) {
+    poison(stream, y.data_mut());
+    if spec_of(spec).epilogue == Epilogue::StoreAdd {
+        y.data_mut().write(stream, 0, before).unwrap();
+    }
+}
+
+/// `X[m, k] * W[n, k]^T` in double precision.
+fn reference(x: &[u16], w: &[u16], m: usize, n: usize, k: usize) -> Vec<f64> {
+    let (x, w): (Vec<f64>, Vec<f64>) = (x.iter().map(|b| value(*b)).collect(), w.iter().map(|b| value(*b)).collect());
+    (0..m * n)
+        .into_par_iter()
+        .map(|at| {
+            let (x, w) = (&x[at / n * k..][..k], &w[at % n * k..][..k]);
+            x.iter().zip(w).map(|(x, w)| x * w).sum()
+        })
+        .collect()
+}
+
+fn by_budget() -> Vec<(u32, Vec<VariantSpec>)> {
+    let all: Vec<_> = catalog::all().into_iter().filter(|spec| matches!(spec.op, Op::GemmRecon(_))).collect();
+    [0, 4, 8, 16, 32, 64]
+        .into_iter()
+        .map(|budget| {
+            let specs = all.iter().filter(|spec| spec_of(spec).verbatim_rows() == budget).copied();
+            (budget, specs.collect())
+        })
+        .collect()
+}
+
+/// Needs no GPU: the tests below are as good as these weights.
+#[test]
+fn the_weights_have_the_verbatim_rows_that_they_are_asked_for() {
+    for (budget, specs) in by_budget() {
+        assert!(!specs.is_empty());
+        let bytes = weights(N, K, budget, 7 + u64::from(budget));
+        let tensor = encode::huffman(Matrix::new(&bytes, N, K).unwrap(), CodeLimit::DEFAULT).unwrap();
+        assert_eq!(tensor.max_verbatim_rows(), budget);
+        assert_eq!(tensor.code().palette().exponents().len(), 16, "every palette entry is in use");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_variant_reconstructs_every_weight_exactly() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    // One-hot rows: m = k, and a ragged last tile of rows that repeat the first ones.
+    let m = K + 7;
+    let x: Vec<u16> = (0..m * K).map(|at| if at / K % K == at % K { 0x3f80 } else { 0 }).collect();
+    let x = DeviceMatrix::from_host(&stream, m as u32, K as u32, &x).unwrap();
+    let before: Vec<u16> = vec![bf16(0.5); m * N];
+    for (budget, specs) in by_budget() {
+        let bytes = weights(N, K, budget, 7 + u64::from(budget));
+        let forms = forms(kernels, &stream, &bytes, N, K);
+        assert_eq!(forms.tensor.max_verbatim_rows(), budget, "the weights that this test is for");
+        kernels.prepare(&specs, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+        let w = halves(&bytes);
+        let mut y = DeviceMatrix::zeroed(&stream, m as u32, N as u32).unwrap();
+        for spec in &specs {
+            // Only a palette source is stored in another form than it is decoded to.
+            let forms_of_source: &[bool] =
+                if spec_of(spec).source == WeightSource::Exponent { &[false] } else { &[false, true] };
+            for &stored in forms_of_source {
+                start(&stream, spec, &mut y, &before);
+                run(kernels, &stream, spec, &forms, stored, &x, &mut y);
+                let got = y.data().to_host(&stream).unwrap();
+                let add = spec_of(spec).epilogue == Epilogue::StoreAdd;
+                for (at, got) in got.iter().enumerate() {
+                    let weight = w[at % N * K + at / N % K];
+                    let want = if add { bf16(0.5 + value(weight)) } else { weight };
+                    // A sum that begins with +0 makes +0 of -0.
+                    let same = *got == want || value(*got) == 0.0 && value(want) == 0.0;
+                    assert!(
+                        same,
+                        "{spec} (stored: {stored}): y[{}, {}] = {got:#06x}, want {want:#06x}",
+                        at / N,
+                        at % N
+                    );
+                }
+                guard_is_whole(&stream, y.data(), &spec.to_string());
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_variant_at_every_batch_against_float64_and_cublas() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let most = BATCHES[BATCHES.len() - 1] as usize;
+    let x = halves(&normal_bf16(most * K, 1.0, 11));
+    let before = halves(&normal_bf16(most * N, 1.0, 12));
+    for (budget, specs) in by_budget() {
+        let bytes = weights(N, K, budget, 70 + u64::from(budget));
+        let forms = forms(kernels, &stream, &bytes, N, K);
+        let w = halves(&bytes);
+        // Rows do not depend on each other: every batch is the first rows of the largest.
+        let exact = reference(&x, &w, most, N, K);
+        let norm: Vec<f64> = {
+            let magnitude = |v: &[u16]| v.iter().map(|bits| bits & 0x7fff).collect::<Vec<_>>();
+            reference(&magnitude(&x), &magnitude(&w), most, N, K)
+        };
+        kernels.prepare(&specs, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+        for m in BATCHES {
+            let count = m as usize * N;
+            let x = DeviceMatrix::from_host(&stream, m, K as u32, &x[..m as usize * K]).unwrap();
+            let mut y = DeviceMatrix::zeroed(&stream, m, N as u32).unwrap();
+            let mut cublas = Cublas::new(&stream).unwrap();
+            cublas.matmul(&x, &forms.whole, &mut y, false).unwrap();
+            let by_cublas = y.data().to_host(&stream).unwrap();
+            for spec in &specs {
+                start(&stream, spec, &mut y, &before[..count]);
+                run(kernels, &stream, spec, &forms, false, &x, &mut y);
+                let got = y.data().to_host(&stream).unwrap();
+                let add = spec_of(spec).epilogue == Epilogue::StoreAdd;
+                let (mut difference, mut size) = (0.0, 0.0);
+                for at in 0..count {
+                    let want = exact[at] + if add { value(before[at]) } else { 0.0 };
+                    let error = value(got[at]) - want;
+                    // bf16 rounding of the result (2^-9) and fp32 accumulation of K products (K * 2^-24, generously).
+                    let bound = want.abs() * 2f64.powi(-8) + norm[at] * K as f64 * 2f64.powi(-23);
+                    assert!(
+                        error.abs() <= bound,
+                        "{spec} m = {m}: y[{}, {}] = {}, want {want} +- {bound}",
+                        at / N,
+                        at % N,
+                        value(got[at])
+                    );
+                    difference += error * error;
+                    size += want * want;
+                }
+                let relative = f64::sqrt(difference / size);
+                assert!(relative < 1e-2, "{spec} m = {m}: relative error {relative:.2e}");
+                if !add {
+                    let relative = relative_error(&got, &by_cublas);
+                    assert!(relative < 1e-2, "{spec} m = {m}: differs from cuBLAS by {relative:.2e}");
+                }
+                guard_is_whole(&stream, y.data(), &spec.to_string());
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_default_variants_on_large_shapes_against_cublas() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    for (n, k) in [(4096, 4096), (14336, 4096), (4096, 14336)] {
+        let bytes = normal_bf16(n * k, 0.02, 21);
+        let forms = forms(kernels, &stream, &bytes, n, k);
+        let mut cublas = Cublas::new(&stream).unwrap();
+        for m in [1u32, 64, 200, 256, 1024] {
+            let x = halves(&normal_bf16(m as usize * k, 1.0, 22));
+            let x = DeviceMatrix::from_host(&stream, m, k as u32, &x).unwrap();
+            let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();
+            cublas.matmul(&x, &forms.whole, &mut y, false).unwrap();
+            let expected = y.data().to_host(&stream).unwrap();
+            let problem = GemmShape { m, n: n as u32, k: k as u32 };
+            let max_verbatim_rows = forms.huffman.max_verbatim_rows();
+            for source in [Source::Exponent, Source::Palette { max_verbatim_rows }] {
+                for spec in candidates(Arch::Sm90a, source, problem, Epilogue::Store).into_iter().take(3) {
+                    poison(&stream, y.data_mut());
+                    run(kernels, &stream, &spec, &forms, false, &x, &mut y);
+                    let error = relative_error(&y.data().to_host(&stream).unwrap(), &expected);
+                    assert!(error < 1e-2, "{spec} m = {m}, {n} x {k}: differs from cuBLAS by {error:.2e}");
+                    guard_is_whole(&stream, y.data(), &spec.to_string());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_same_launch_gives_the_same_bits() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let bytes = weights(N, K, 8, 31);
+    let forms = forms(kernels, &stream, &bytes, N, K);
+    let x = halves(&normal_bf16(129 * K, 1.0, 32));
+    let x = DeviceMatrix::from_host(&stream, 129, K as u32, &x).unwrap();
+    let problem = GemmShape { m: 129, n: N as u32, k: K as u32 };
+    for spec in candidates(Arch::Sm90a, Source::Palette { max_verbatim_rows: 8 }, problem, Epilogue::Store) {
+        let mut y = DeviceMatrix::zeroed(&stream, 129, N as u32).unwrap();
+        let mut first = None;
+        for _ in 0..10 {
+            poison(&stream, y.data_mut());
+            run(kernels, &stream, &spec, &forms, false, &x, &mut y);
+            let got = y.data().to_host(&stream).unwrap();
+            assert!(*first.get_or_insert_with(|| got.clone()) == got, "{spec} is not deterministic");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_does_not_go_together_is_refused_before_the_launch() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let bytes = weights(N, K, 16, 41);
+    let forms = forms(kernels, &stream, &bytes, N, K);
+    let x = DeviceMatrix::zeroed(&stream, 3, K as u32).unwrap();
+    let matmul = |name: &str| Matmul::new(kernels.get(&name.parse().unwrap()).unwrap()).unwrap();
+    let mut y = DeviceMatrix::zeroed(&stream, 3, N as u32).unwrap();
+    let palette = forms.huffman.as_palette(&forms.indices);
+
+    let small = matmul("uw_sm90a_gemm_recon_palette_n2p4_v8_store").palette(&stream, &x, palette, &mut y).unwrap_err();
+    assert!(small.to_string().contains("room for 8 verbatim rows in a tile, the tensor has 16"), "{small}");
+    let kind = matmul("uw_sm90a_gemm_recon_exponent_n2p4_store").palette(&stream, &x, palette, &mut y).unwrap_err();
+    assert!(kind.to_string().contains("takes an exponent source"), "{kind}");
+    let mut wrong = DeviceMatrix::zeroed(&stream, 4, N as u32).unwrap();
+    let v16 = matmul("uw_sm90a_gemm_recon_palette_n2p4_v16_store");
+    let shape = v16.palette(&stream, &x, palette, &mut wrong).unwrap_err();
+    assert!(shape.to_string().contains("do not go together"), "{shape}");
+
+    // A batch of nothing is nothing to do.
+    let (none, mut nothing) = (DeviceMatrix::zeroed(&stream, 0, K as u32), DeviceMatrix::zeroed(&stream, 0, N as u32));
+    v16.palette(&stream, &none.unwrap(), palette, nothing.as_mut().unwrap()).unwrap();
+    stream.synchronize().unwrap();
+}

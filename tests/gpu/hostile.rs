@@ -1,0 +1,275 @@
+//! Sections that lie, through every decoder and the matmul: no error of the driver, nothing written past an output, and the device as
+//! healthy as before. Meant to be run under `compute-sanitizer` as well.
+
+use crate::harness::{Rng, Weights, gpu, guard_is_whole, poison, refusal, stream};
+use unweight_codegen::spec::{Arch, DecodeOutput};
+use unweight_format::{CodeLimit, Grid, HuffmanTensor, Matrix, TileMetadata, encode};
+use unweight_rt::{
+    bench::{halves, normal_bf16},
+    choose::{self, KernelSet},
+    device::{DeviceBuffer, DeviceError, Stream},
+    ops::decode::{Decoder, output_bytes},
+    ops::gemm_recon::Matmul,
+    weight::{DeviceHuffman, DeviceMatrix, DevicePalette, HuffmanSections, PaletteSections},
+};
+
+/// Owned sections, to be damaged.
+#[derive(Clone)]
+struct Sections {
+    grid: Grid,
+    sign_mantissa: Vec<u8>,
+    encoded_exp: Vec<u8>,
+    row_lengths: Vec<u8>,
+    tile_metadata: Vec<u8>,
+    verbatim_exponents: Vec<u8>,
+    palette: [u8; 16],
+    code_lengths: [u8; 16],
+}
+
+impl Sections {
+    fn of(tensor: &HuffmanTensor<Vec<u8>>) -> Self {
+        Self {
+            grid: tensor.grid(),
+            sign_mantissa: tensor.sign_mantissa().to_vec(),
+            encoded_exp: tensor.encoded_exp().to_vec(),
+            row_lengths: tensor.row_lengths().to_vec(),
+            tile_metadata: tensor.tile_metadata().to_vec(),
+            verbatim_exponents: tensor.verbatim_exponents().to_vec(),
+            palette: tensor.code().palette().stored(),
+            code_lengths: tensor.code().lengths(),
+        }
+    }
+
+    fn upload(&self, stream: &Stream) -> DeviceHuffman {
+        let sections = HuffmanSections {
+            sign_mantissa: &self.sign_mantissa,
+            encoded_exp: &self.encoded_exp,
+            row_lengths: &self.row_lengths,
+            tile_metadata: &self.tile_metadata,
+            verbatim_exponents: &self.verbatim_exponents,
+            palette: self.palette,
+            code_lengths: self.code_lengths,
+        };
+        DeviceHuffman::from_sections(stream, self.grid, &sections).unwrap()
+    }
+
+    fn metadata(&mut self, tile: usize, change: impl Fn(&mut TileMetadata)) {
+        let mut record = TileMetadata::read(&self.tile_metadata, tile);
+        change(&mut record);
+        self.tile_metadata[tile * TileMetadata::BYTES..][..TileMetadata::BYTES].copy_from_slice(&record.to_bytes());
+    }
+}
+
+/// Runs one decoder over damaged sections: `Ok(true)` if it reported a fault.
+fn survives(
+    kernels: &KernelSet,
+    stream: &Stream,
+    sections: &Sections,
+    output: DecodeOutput,
+    bits: u32,
+    what: &str,
+) -> bool {
+    let spec = choose::decoder(Arch::Sm90a, output, bits).unwrap();
+    let mut decoder = Decoder::new(stream, kernels.get(&spec).unwrap()).unwrap();
+    let device = sections.upload(stream);
+    let what = format!("{spec}: {what}");
+    let refused = match output {
+        DecodeOutput::Full => {
+            let (rows, cols) = (sections.grid.rows() as u32, sections.grid.cols() as u32);
+            let mut whole = DeviceMatrix::zeroed(stream, rows, cols).unwrap();
+            poison(stream, whole.data_mut());
+            let refused = refusal(decoder.full(stream, &device, &mut whole));
+            guard_is_whole(stream, whole.data(), &what);
+            refused
+        }
+        DecodeOutput::Exponent | DecodeOutput::Palette => {
+            let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(sections.grid, output)).unwrap();
+            poison(stream, &mut bytes);
+            let refused = refusal(match output {
+                DecodeOutput::Exponent => decoder.exponent(stream, &device, &mut bytes),
+                _ => decoder.palette(stream, &device, &mut bytes),
+            });
+            guard_is_whole(stream, &bytes, &what);
+            refused
+        }
+    };
+    stream.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
+    match decoder.check(stream) {
+        Ok(()) => refused.is_some(),
+        Err(DeviceError::Fault { tile, .. }) => {
+            assert!((tile as usize) < sections.grid.tiles(), "{what}: fault in tile {tile}");
+            true
+        }
+        Err(error) => panic!("{what}: {error}"),
+    }
+}
+
+fn tensor(rows: usize, cols: usize, limit: u32) -> HuffmanTensor<Vec<u8>> {
+    let bytes = Weights::HeavyTailed.bytes(rows, cols, 5);
+    encode::huffman(Matrix::new(&bytes, rows, cols).unwrap(), CodeLimit::new(limit).unwrap()).unwrap()
+}
+
+const LIMITS: [u32; 5] = [6, 7, 8, 11, 15];
+
+fn each_decoder(mut body: impl FnMut(DecodeOutput, u32)) {
+    for &output in DecodeOutput::ALL {
+        for bits in LIMITS {
+            body(output, bits);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn metadata_that_leave_their_section_are_reported() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    each_decoder(|output, bits| {
+        // The last tile row and column are ragged.
+        let good = Sections::of(&tensor(200, 150, bits));
+        let (tiles, words) = (good.grid.tiles(), (good.encoded_exp.len() / 4) as u32);
+        assert!(!survives(kernels, &stream, &good, output, bits, "undamaged"));
+        for tile in [0, tiles / 2, tiles - 1] {
+            for start in [words, words - 1, words + 1, u32::MAX, u32::MAX - 100, 1 << 31] {
+                let mut bad = good.clone();
+                bad.metadata(tile, |m| {
+                    m.start_word = start;
+                    // Some row must be coded for a start to matter.
+                    (m.verbatim_low, m.verbatim_high) = (0, 0);
+                });
+                let what = format!("tile {tile} starts at word {start} of {words}");
+                assert!(survives(kernels, &stream, &bad, output, bits, &what), "no fault: {what}");
+            }
+            let rows = (good.verbatim_exponents.len() / 64) as u32;
+            for offset in [rows, u32::MAX, u32::MAX - 3, 1 << 31] {
+                let mut bad = good.clone();
+                bad.metadata(tile, |m| {
+                    m.verbatim_row_offset = offset;
+                    m.verbatim_low |= 1;
+                });
+                let what = format!("tile {tile}: verbatim row {offset} of {rows}");
+                let fault = survives(kernels, &stream, &bad, output, bits, &what);
+                // The transcoder does not read verbatim rows; whether it looks at their offset is its own affair.
+                assert!(fault || output == DecodeOutput::Palette, "no fault: {what}");
+            }
+        }
+        let mut bad = good.clone();
+        bad.metadata(tiles - 1, |m| m.verbatim_high = u32::MAX);
+        survives(kernels, &stream, &bad, output, bits, "pad rows are verbatim");
+    });
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn lengths_and_codes_that_lie_stay_inside() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    each_decoder(|output, bits| {
+        let good = Sections::of(&tensor(200, 150, bits));
+        let run = |bad: &Sections, what: &str| survives(kernels, &stream, bad, output, bits, what);
+        for length in [0, 1, 254, 255] {
+            let mut bad = good.clone();
+            bad.row_lengths.fill(length);
+            run(&bad, &format!("all row lengths {length}"));
+        }
+        for byte in [0x00, 0xff, 0x55] {
+            let mut bad = good.clone();
+            bad.encoded_exp.fill(byte);
+            run(&bad, &format!("all bits {byte:#04x}"));
+        }
+        for lengths in [[0u8; 16], [1; 16], [bits as u8; 16], std::array::from_fn(|i| 15 - i as u8), [255; 16]] {
+            let mut bad = good.clone();
+            bad.code_lengths = lengths;
+            run(&bad, &format!("code lengths {lengths:?}"));
+        }
+        let mut bad = good.clone();
+        bad.palette = [255; 16];
+        run(&bad, "palette of one exponent, sixteen times");
+        let mut bad = good.clone();
+        bad.encoded_exp.clear();
+        assert!(run(&bad, "no bits at all"), "no fault without any bits");
+        let mut bad = good.clone();
+        bad.encoded_exp.truncate(bad.encoded_exp.len() / 2 / 16 * 16);
+        assert!(run(&bad, "half of the bits"), "no fault with half of the bits");
+        let mut bad = good.clone();
+        bad.verbatim_exponents.clear();
+        for tile in 0..bad.grid.tiles() {
+            bad.metadata(tile, |m| (m.verbatim_low, m.verbatim_high) = (u32::MAX, u32::MAX));
+        }
+        run(&bad, "every row verbatim, no verbatim rows");
+    });
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn random_damage() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    each_decoder(|output, bits| {
+        let good = Sections::of(&tensor(190, 130, bits));
+        for seed in 0..24 {
+            let mut rng = Rng(seed);
+            let mut bad = good.clone();
+            for _ in 0..1 + rng.below(20) {
+                let value = rng.next() as u8;
+                let target: &mut [u8] = match rng.below(6) {
+                    0 | 1 => &mut bad.tile_metadata,
+                    2 => &mut bad.row_lengths,
+                    3 => &mut bad.encoded_exp,
+                    4 => &mut bad.palette,
+                    _ => &mut bad.code_lengths,
+                };
+                let at = rng.below(target.len());
+                target[at] = value;
+            }
+            survives(kernels, &stream, &bad, output, bits, &format!("random damage {seed}"));
+        }
+        // What came before has left the device able to do its work.
+        assert!(!survives(kernels, &stream, &good, output, bits, "undamaged, afterwards"));
+    });
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_palette_source_that_lies_stays_inside() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let (n, k, m) = (256usize, 256usize, 70u32);
+    let bytes = Weights::HeavyTailed.bytes(n, k, 6);
+    let tensor = encode::palette(Matrix::new(&bytes, n, k).unwrap(), CodeLimit::DEFAULT).unwrap();
+    let x = DeviceMatrix::from_host(&stream, m, k as u32, &halves(&normal_bf16(m as usize * k, 1.0, 8))).unwrap();
+    let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();
+    let rows = tensor.verbatim_exponents().len() / 64;
+    let tiles = tensor.grid().tiles();
+    let record = |offset: u32, mask: u64| TileMetadata::new(0, offset, mask).to_bytes();
+    let lies: Vec<(String, Vec<u8>)> = [0, 1, rows as u32, u32::MAX, u32::MAX - 63, 1 << 31]
+        .into_iter()
+        .flat_map(|offset| {
+            [1u64, 1 << 63, 0xffff, u64::MAX].map(|mask| {
+                let metadata: Vec<u8> = (0..tiles).flat_map(|_| record(offset, mask)).collect();
+                (format!("verbatim rows {mask:#x} from {offset} of {rows}"), metadata)
+            })
+        })
+        .collect();
+    for name in ["n2p4_v64_store", "n4p2_v64_store", "n1p2_v64_store_add", "n2p4_v16_store"] {
+        let spec = format!("uw_sm90a_gemm_recon_palette_{name}").parse().unwrap();
+        let matmul = Matmul::new(kernels.get(&spec).unwrap()).unwrap();
+        for (what, metadata) in &lies {
+            for verbatim in [tensor.verbatim_exponents(), &[]] {
+                let sections = PaletteSections {
+                    sign_mantissa: tensor.sign_mantissa(),
+                    palette_index: tensor.palette_index(),
+                    tile_metadata: metadata,
+                    verbatim_exponents: verbatim,
+                    palette: tensor.palette(),
+                };
+                let device = DevicePalette::from_sections(&stream, tensor.grid(), &sections).unwrap();
+                poison(&stream, y.data_mut());
+                // More rows than the budget is refused; wrong offsets are the kernel's to survive.
+                refusal(matmul.palette(&stream, &x, device.view(), &mut y));
+                stream.synchronize().unwrap_or_else(|error| panic!("{spec}: {what}: {error}"));
+                guard_is_whole(&stream, y.data(), what);
+            }
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! From nothing to loaded kernels: the time of a whole bundle with a cold cache, and of a new process with a warm one.
+
+use std::{path::Path, process::Command, sync::Arc, time::Instant};
+
+use crate::harness::gpu;
+use unweight_codegen::spec::Arch;
+use unweight_rt::{
+    choose::{KernelSet, StoredForm, StoredWeight, reachable, request},
+    device::Device,
+    device::module::LoadedKernel,
+    env::{Env, GpuPolicy, JitMode},
+    jit::cache::{KernelCache, Policy},
+    jit::compiler::NvrtcCompiler,
+};
+
+/// Where the warm child finds its cache.
+const CHILD: &str = "UNWEIGHT_TEST_WARM_CACHE";
+
+/// The projections of an 8 B Llama-shaped bundle, with the statistics that trained weights have.
+fn bundle() -> Vec<StoredWeight> {
+    let huffman = |max_verbatim_rows| StoredForm::Huffman { code_bits: 7, max_verbatim_rows };
+    let palette = |max_verbatim_rows| StoredForm::Palette { max_verbatim_rows };
+    vec![
+        StoredWeight { n: 14336, k: 4096, form: huffman(3) },
+        StoredWeight { n: 14336, k: 4096, form: huffman(11) },
+        StoredWeight { n: 4096, k: 14336, form: huffman(5) },
+        StoredWeight { n: 14336, k: 4096, form: palette(4) },
+        StoredWeight { n: 4096, k: 14336, form: palette(20) },
+        StoredWeight { n: 4096, k: 4096, form: huffman(0) },
+        StoredWeight { n: 1024, k: 4096, form: huffman(2) },
+    ]
+}
+
+fn cache(env: &Env, dir: &Path) -> KernelCache {
+    let policy = Policy { mode: JitMode::Auto, lock_timeout: env.lock_timeout };
+    KernelCache::new(policy, Some(dir), Arc::new(NvrtcCompiler::new(env)))
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_cold_bundle_takes_seconds_and_a_warm_one_milliseconds() {
+    let kernels = gpu();
+    let env = Env::process().unwrap();
+    let device = kernels.device();
+    let specs = reachable(Arch::Sm90a, &bundle(), 1..=1024);
+    let home = tempfile::tempdir().unwrap();
+
+    let start = Instant::now();
+    let mut requests = specs.iter().map(request).collect::<Result<Vec<_>, _>>().unwrap();
+    // NVRTC keeps a cache of its own where there is a driver; a cold start has neither.
+    requests.iter_mut().for_each(|request| request.options.push("--no-cache".to_owned()));
+    let line = |progress: &unweight_rt::jit::cache::Progress<'_>| {
+        let ms = progress.artifact.elapsed.as_secs_f64() * 1e3;
+        let registers = progress.artifact.resources.registers;
+        println!("  {}/{} {} {ms:.0} ms, {registers} registers", progress.done, progress.total, progress.artifact.name);
+    };
+    let cold = cache(env, &home.path().join("cold"));
+    let artifacts = cold.compile_all(&requests, env.jit_threads, &line).unwrap_or_else(|error| panic!("{error}"));
+    let loaded: Vec<_> = specs
+        .iter()
+        .zip(&artifacts)
+        .map(|(spec, artifact)| LoadedKernel::load(device, spec, artifact).unwrap_or_else(|error| panic!("{error}")))
+        .collect();
+    let cold_ms = start.elapsed().as_secs_f64() * 1e3;
+    println!("cold: {} kernels in {cold_ms:.0} ms on {} threads", loaded.len(), env.jit_threads);
+
+    let dir = home.path().join("warm");
+    let first = KernelSet::new(device, cache(env, &dir), env.jit_threads).prepare(&specs, &|_| {}).unwrap();
+    assert_eq!((first.loaded, first.compiled), (specs.len(), specs.len()));
+    let again = KernelSet::new(device, cache(env, &dir), env.jit_threads).prepare(&specs, &|_| {}).unwrap();
+    assert_eq!((again.loaded, again.compiled), (specs.len(), 0), "a second start compiles nothing");
+    println!("warm, same process: {:.1} ms", again.elapsed.as_secs_f64() * 1e3);
+
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["warm_child", "--exact", "--nocapture", "--test-threads=1"])
+        .env(CHILD, &dir)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&child.stdout).into_owned();
+    assert!(child.status.success(), "{text}\n{}", String::from_utf8_lossy(&child.stderr));
+    let warm_ms: f64 = text
+        .lines()
+        .find_map(|line| line.split_once("warm_ms="))
+        .and_then(|(_, rest)| rest.trim().parse().ok())
+        .unwrap_or_else(|| panic!("no time in {text}"));
+    println!("warm, new process: {warm_ms:.1} ms");
+
+    // The targets are for the machine that the records come from.
+    if env.gpu == GpuPolicy::Require {
+        assert!(cold_ms < 3000.0, "cold: {cold_ms:.0} ms, target 3000");
+        assert!(warm_ms < 50.0, "warm: {warm_ms:.1} ms, target 50");
+    }
+}
+
+/// Not a test of its own: what the test above starts as a new process.
+#[test]
+fn warm_child() {
+    let Some(dir) = std::env::var_os(CHILD) else { return };
+    let env = Env::process().unwrap();
+    // The context is the application's own, kernels or not.
+    let device = Device::open(0).unwrap();
+    let specs = reachable(Arch::Sm90a, &bundle(), 1..=1024);
+    let start = Instant::now();
+    let prepared =
+        KernelSet::new(&device, cache(env, Path::new(&dir)), env.jit_threads).prepare(&specs, &|_| {}).unwrap();
+    let elapsed = start.elapsed();
+    assert_eq!(prepared.compiled, 0);
+    println!("warm_ms={:.3}", elapsed.as_secs_f64() * 1e3);
+}

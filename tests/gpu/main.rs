@@ -1,0 +1,12 @@
+//! The kernels on a GPU. Ignored unless asked for: `cargo test --test gpu -- --include-ignored --test-threads=1`.
+
+mod bench;
+mod decode;
+mod encode;
+mod gemm_packed;
+mod gemm_recon;
+mod harness;
+mod hostile;
+mod jit;
+mod linear;
+mod repack;

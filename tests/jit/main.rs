@@ -1,0 +1,5 @@
+//! From a spec to a cubin: reviewed sources, the real compiler, the cache under many processes.
+
+mod cache_processes;
+mod nvrtc;
+mod snapshots;

@@ -1,0 +1,455 @@
+//! Every shipped kernel through the real compiler, on a machine without a GPU.
+//!
+//! What a compile alone can prove: it compiles for sm_90a; nothing spills; the assembler did not serialise a wgmma or ignore a
+//! setmaxnreg ("Potential Performance Loss"); registers, threads, shared memory and parameters are those of the plan; the
+//! instructions that a kernel is built around are there. The first tests hold the instruments themselves: each of these
+//! conditions is seen when it is violated.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use unweight_codegen::abi::{DecodeArgs, EncodeArgs, GemmPackedArgs, GemmReconArgs, RepackArgs};
+use unweight_codegen::plan::Plan;
+use unweight_codegen::spec::{Op, VariantSpec, catalog};
+use unweight_rt::Error;
+use unweight_rt::env::{Env, JitMode};
+use unweight_rt::jit::cache::{CacheState, KernelCache, Policy};
+use unweight_rt::jit::compiler::{CompileRequest, Compiler, NvrtcCompiler};
+use unweight_rt::jit::cubin::{self, KernelInfo, Opcode};
+
+/// The compiler, or a failure that says how to get it: without it these tests would show nothing.
+fn compiler() -> NvrtcCompiler {
+    let env = Env::process().unwrap_or_else(|error| panic!("{error}"));
+    let compiler = NvrtcCompiler::new(env);
+    if let Err(error) = compiler.nvrtc() {
+        panic!(
+            "these tests need NVRTC (no GPU): run `cargo xtask test`, which installs the Python wheel nvidia-cuda-nvrtc into \
+             target/nvrtc, or set UNWEIGHT_NVRTC to a libnvrtc.so or a folder that holds it\n{error}"
+        );
+    }
+    compiler
+}
+
+fn inline(name: &str, source: &str) -> CompileRequest {
+    CompileRequest {
+        name: name.to_owned(),
+        source: source.to_owned(),
+        headers: Vec::new(),
+        options: Vec::new(),
+        arch: "sm_90a".to_owned(),
+    }
+}
+
+/// Compiles and reads the kernel; the log beside it.
+fn examine(compiler: &NvrtcCompiler, request: &CompileRequest) -> (KernelInfo, String) {
+    let compiled = compiler.compile(request).unwrap_or_else(|error| panic!("{error}"));
+    let info = cubin::read(&compiled.cubin).unwrap();
+    let kernel = info.kernel(&request.name).unwrap().clone();
+    assert_eq!(kernel.resources, compiled.resources);
+    (kernel, compiled.log)
+}
+
+/// What no shipped kernel may show.
+fn faults(kernel: &KernelInfo, log: &str) -> Vec<String> {
+    let mut faults = Vec::new();
+    if kernel.spills() {
+        let resources = &kernel.resources;
+        faults.push(format!(
+            "{} accesses to local memory, {} stack bytes",
+            resources.local_accesses, resources.stack_bytes
+        ));
+    }
+    if log.contains("spill") {
+        faults.push("the log speaks of spills".to_owned());
+    }
+    if log.contains("Potential Performance Loss") {
+        faults.push("Potential Performance Loss".to_owned());
+    }
+    if !faults.is_empty() && !log.is_empty() {
+        faults.push(log.to_owned());
+    }
+    faults
+}
+
+/// Source of a kernel around one line of inline assembly or CUDA.
+fn around(body: &str) -> String {
+    format!(
+        "struct alignas(64) Map {{ unsigned long long opaque[16]; }};\n\
+         extern \"C\" __global__ void __launch_bounds__(128, 4)\n\
+         k(float* x, unsigned a, unsigned b, unsigned long long g, const __grid_constant__ Map m) {{\n{body}\n}}\n"
+    )
+}
+
+#[test]
+fn each_opcode_is_that_of_its_instruction() {
+    let compiler = compiler();
+    let mma = |operand: &str, inputs: &str| {
+        format!(
+            "float d0 = 0, d1 = 0, d2 = 0, d3 = 0;\n\
+             asm volatile(\"wgmma.fence.sync.aligned;\");\n\
+             asm volatile(\"{{.reg .pred p; setp.ne.b32 p, %5, 0;\"\n\
+             \"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%0,%1,%2,%3}}, {operand}, 0;}}\"\n\
+             : \"+f\"(d0), \"+f\"(d1), \"+f\"(d2), \"+f\"(d3) : \"l\"(g), \"r\"(b){inputs});\n\
+             asm volatile(\"wgmma.commit_group.sync.aligned;\");\n\
+             asm volatile(\"wgmma.wait_group.sync.aligned 0;\");\n\
+             x[1] = d0 + d1 + d2 + d3;"
+        )
+    };
+    let bulk = "cp.async.bulk";
+    let table: Vec<(Opcode, u64, String)> = vec![
+        (Opcode::HGMMA, 1, mma("%4, %4, p, 1, 1, 0", "")),
+        (Opcode::HGMMA, 1, mma("{%6,%6,%6,%6}, %4, p, 1, 1", ", \"r\"(a)")),
+        (
+            Opcode::HMMA,
+            1,
+            "float d0 = 0, d1 = 0, d2 = 0, d3 = 0;\n\
+             asm volatile(\"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%4,%4,%4},{%4,%4},{%0,%1,%2,%3};\"\n\
+             : \"+f\"(d0), \"+f\"(d1), \"+f\"(d2), \"+f\"(d3) : \"r\"(b));\nx[1] = d0 + d1 + d2 + d3;"
+                .to_owned(),
+        ),
+        (
+            Opcode::UBLKCP,
+            1,
+            format!(
+                "asm volatile(\"{bulk}.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];\"\n\
+                 :: \"r\"(a), \"l\"(g), \"r\"(b), \"r\"(a + 64) : \"memory\");"
+            ),
+        ),
+        (
+            Opcode::UBLKCP,
+            1,
+            format!(
+                "asm volatile(\"{bulk}.global.shared::cta.bulk_group [%0],[%1],%2;\" :: \"l\"(g), \"r\"(a), \"r\"(b) : \"memory\");"
+            ),
+        ),
+        (
+            Opcode::UTMALDG,
+            1,
+            format!(
+                "asm volatile(\"{bulk}.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{{%2,%2}}],[%3];\"\n\
+                 :: \"r\"(a), \"l\"(&m), \"r\"(b), \"r\"(a + 64) : \"memory\");"
+            ),
+        ),
+        (
+            Opcode::UTMASTG,
+            1,
+            format!(
+                "asm volatile(\"{bulk}.tensor.2d.global.shared::cta.tile.bulk_group [%0,{{%2,%2}}],[%1];\"\n\
+                 :: \"l\"(&m), \"r\"(a), \"r\"(b) : \"memory\");"
+            ),
+        ),
+        (Opcode::USETMAXREG, 1, "asm volatile(\"setmaxnreg.dec.sync.aligned.u32 40;\"); x[threadIdx.x] = 1;".to_owned()),
+        (
+            Opcode::LDSM,
+            1,
+            "unsigned r, s, u, v;\n\
+             asm volatile(\"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];\"\n\
+             : \"=r\"(r), \"=r\"(s), \"=r\"(u), \"=r\"(v) : \"r\"(a));\nx[3] = r + s + u + v;"
+                .to_owned(),
+        ),
+        (
+            Opcode::STSM,
+            1,
+            "asm volatile(\"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0],{%1,%1,%1,%1};\" :: \"r\"(a), \"r\"(b) : \"memory\");"
+                .to_owned(),
+        ),
+        (Opcode::LDL, 1, "volatile float y[64]; for (int i = 0; i < 64; i++) y[(i * b) & 63] = x[i]; x[2] = y[a & 63];".to_owned()),
+    ];
+    let every = [
+        Opcode::HGMMA,
+        Opcode::HMMA,
+        Opcode::UBLKCP,
+        Opcode::UTMALDG,
+        Opcode::UTMASTG,
+        Opcode::USETMAXREG,
+        Opcode::LDSM,
+        Opcode::STSM,
+        Opcode::LDL,
+        Opcode::STL,
+    ];
+    let (plain, _) = examine(&compiler, &inline("k", &around("x[threadIdx.x] = 1;")));
+    assert_eq!(plain.count(&every), 0, "{:?}", plain.opcodes);
+    for (opcode, count, body) in table {
+        let (kernel, _) = examine(&compiler, &inline("k", &around(&body)));
+        assert_eq!(kernel.count(&[opcode]), count, "{opcode:?} in\n{body}\n{:?}", kernel.opcodes);
+        // And no other opcode of the list is mistaken for it; an array in local memory is both stored to and loaded from.
+        let others: Vec<Opcode> = every
+            .into_iter()
+            .filter(|other| *other != opcode && !(opcode == Opcode::LDL && *other == Opcode::STL))
+            .collect();
+        assert_eq!(kernel.count(&others), 0, "{opcode:?} in\n{body}\n{:?}", kernel.opcodes);
+    }
+}
+
+#[test]
+fn resources_are_read_as_the_source_states_them() {
+    let source = "extern \"C\" __global__ void __launch_bounds__(192) k(double* x, int a) {\n\
+                  __shared__ double s[100]; s[threadIdx.x % 100] = x[threadIdx.x]; __syncthreads();\n\
+                  x[threadIdx.x] = s[a]; }";
+    let (kernel, log) = examine(&compiler(), &inline("k", source));
+    let resources = &kernel.resources;
+    assert_eq!((resources.max_threads, resources.static_smem_bytes, resources.param_bytes), (192, 800, 12));
+    assert!((4..=64).contains(&resources.registers), "{resources:?}");
+    assert_eq!(faults(&kernel, &log), [""; 0]);
+}
+
+#[test]
+fn a_spill_is_seen() {
+    // 64 values that live across a barrier, in 32 registers.
+    let source = "extern \"C\" __global__ void k(float* x) {\n\
+                  float v[64];\n\
+                  #pragma unroll\n\
+                  for (int i = 0; i < 64; i++) v[i] = x[i * 1024 + threadIdx.x];\n\
+                  __syncthreads();\n\
+                  #pragma unroll\n\
+                  for (int i = 0; i < 64; i++) x[i * 1024 + threadIdx.x] = v[i] * v[(i + 1) % 64] + v[(i + 17) % 64];\n\
+                  }";
+    let compiler = compiler();
+    let (kernel, log) = examine(&compiler, &inline("k", source));
+    assert_eq!(faults(&kernel, &log), [""; 0]);
+    let narrow = CompileRequest { options: vec!["--maxrregcount=32".to_owned()], ..inline("k", source) };
+    let (kernel, log) = examine(&compiler, &narrow);
+    let found = faults(&kernel, &log).join("\n");
+    assert!(found.contains("accesses to local memory") && found.contains("the log speaks of spills"), "{found}");
+}
+
+#[test]
+fn a_serialised_wgmma_is_seen() {
+    // The accumulators are read while the product is still running.
+    let body = "float d0 = 0, d1 = 0, d2 = 0, d3 = 0;\n\
+        asm volatile(\"wgmma.fence.sync.aligned;\");\n\
+        for (int i = 0; i < 4; i++) {\n\
+        asm volatile(\"{.reg .pred p; setp.ne.b32 p, %5, 0;\"\n\
+        \"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0,%1,%2,%3}, %4, %4, p, 1, 1, 0, 0;}\"\n\
+        : \"+f\"(d0), \"+f\"(d1), \"+f\"(d2), \"+f\"(d3) : \"l\"(g), \"r\"(b));\n\
+        asm volatile(\"wgmma.commit_group.sync.aligned;\");\n\
+        d0 += 1.0f; x[threadIdx.x] = d1;\n\
+        }\n\
+        asm volatile(\"wgmma.wait_group.sync.aligned 0;\");\n\
+        x[1] = d0 + d1 + d2 + d3;";
+    let (kernel, log) = examine(&compiler(), &inline("k", &around(body)));
+    let found = faults(&kernel, &log).join("\n");
+    assert!(found.contains("Potential Performance Loss"), "{found}\n{log}");
+}
+
+#[test]
+fn an_ignored_setmaxnreg_is_seen() {
+    // Without a bound on the registers at entry, there is nothing to trade.
+    let source = "extern \"C\" __global__ void k(float* x) {\n\
+                  asm volatile(\"setmaxnreg.dec.sync.aligned.u32 40;\"); x[threadIdx.x] = 1; }";
+    let (kernel, log) = examine(&compiler(), &inline("k", source));
+    assert_eq!(kernel.count(&[Opcode::USETMAXREG]), 0);
+    let found = faults(&kernel, &log).join("\n");
+    assert!(found.contains("Potential Performance Loss") && found.contains("setmaxnreg"), "{found}\n{log}");
+}
+
+#[test]
+fn a_wrong_source_is_shown_at_its_line_and_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = KernelCache::new(policy(JitMode::Auto), Some(&dir.path().join("cache")), Arc::new(compiler()));
+    let request = CompileRequest {
+        headers: vec![(
+            "unweight/wrong.cuh".to_owned(),
+            "#pragma once\n// two\n__device__ int f() { return missing; }\n// four\n".to_owned(),
+        )],
+        ..inline(
+            "uw_wrong",
+            "#include \"unweight/wrong.cuh\"\n// a comment\nextern \"C\" __global__ void uw_wrong() { undefined(); }\n",
+        )
+    };
+    let error = cache.get(&request).unwrap_err();
+    let text = error.to_string();
+    let Error::Compile(failure) = &error else { panic!("{text}") };
+    let places: Vec<_> = failure.excerpts.iter().map(|excerpt| (excerpt.file.as_str(), excerpt.line)).collect();
+    assert_eq!(places, [("unweight/wrong.cuh", 3), ("uw_wrong.cu", 3)], "{text}");
+    assert!(text.contains(">    3 | __device__ int f() { return missing; }"), "{text}");
+    assert!(text.contains("identifier \"undefined\" is undefined"), "{text}");
+    let kept = failure.kept.as_ref().unwrap();
+    assert_eq!(std::fs::read_to_string(kept.join("kernel.cu")).unwrap(), request.source);
+    assert_eq!(std::fs::read_to_string(kept.join("log.txt")).unwrap(), failure.log());
+    // An option that does not exist, and an architecture for which there is no binary, are told as such.
+    let good = inline("k", &around(""));
+    let error =
+        cache.get(&CompileRequest { options: vec!["--no-such-option".to_owned()], ..good.clone() }).unwrap_err();
+    assert!(error.to_string().contains("no-such-option"), "{error}");
+    let error = cache.get(&CompileRequest { arch: "compute_90a".to_owned(), ..good }).unwrap_err();
+    assert!(error.to_string().contains("sm_90a"), "{error}");
+}
+
+fn policy(mode: JitMode) -> Policy {
+    Policy { mode, lock_timeout: Duration::from_secs(60) }
+}
+
+/// A kernel of each family.
+fn a_few() -> Vec<CompileRequest> {
+    let few: Vec<VariantSpec> = [
+        catalog::decoders().next(),
+        catalog::encoders().next(),
+        catalog::gemm_recon().next(),
+        catalog::gemm_mma().next(),
+        catalog::gemm_wgmma().next(),
+        catalog::repack().next(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    assert_eq!(few.len(), 6);
+    few.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect()
+}
+
+#[test]
+fn a_warm_cache_gives_the_same_bytes_without_a_compile() {
+    let dir = tempfile::tempdir().unwrap();
+    let requests = a_few();
+    let cold = KernelCache::new(policy(JitMode::Auto), Some(dir.path()), Arc::new(compiler()));
+    let cold = cold.compile_all(&requests, 2, &|_| {}).unwrap();
+    assert!(cold.iter().all(|artifact| !artifact.state.is_hit()));
+    // A compiler of its own, so that looking for the library counts as well; it is loaded already.
+    let start = Instant::now();
+    let warm = KernelCache::new(policy(JitMode::Auto), Some(dir.path()), Arc::new(compiler()));
+    let warm = warm.compile_all(&requests, 2, &|_| {}).unwrap();
+    let elapsed = start.elapsed();
+    println!("warm start of {} kernels: {elapsed:?}", warm.len());
+    for (cold, warm) in cold.iter().zip(&warm) {
+        assert_eq!(warm.state, CacheState::Hit);
+        assert_eq!((&warm.cubin, &warm.resources, &warm.log), (&cold.cubin, &cold.resources, &cold.log));
+    }
+    // Below 1 ms on two idle x86-64 cores; the margin is for a busy machine.
+    assert!(elapsed < Duration::from_millis(500), "a warm start took {elapsed:?}");
+    // Another compile gives the same bytes: that is why content can be the key.
+    let again = KernelCache::new(policy(JitMode::Off), None, Arc::new(compiler()));
+    let again = again.compile_all(&requests, 2, &|_| {}).unwrap();
+    for (cold, again) in cold.iter().zip(&again) {
+        assert_eq!(cold.cubin, again.cubin, "{}", cold.name);
+    }
+}
+
+#[test]
+fn every_catalogued_variant_compiles_to_its_plan() {
+    let env = Env::process().unwrap();
+    let specs = catalog::all();
+    assert!(specs.len() > 50, "{} variants", specs.len());
+    let requests: Vec<CompileRequest> = specs
+        .iter()
+        .map(|spec| CompileRequest::render(spec).unwrap_or_else(|error| panic!("{spec}: {error}")))
+        .collect();
+    let cache = KernelCache::new(policy(JitMode::Off), None, Arc::new(compiler()));
+    let start = Instant::now();
+    let artifacts = cache.compile_all(&requests, env.jit_threads, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    println!(
+        "{} variants compiled in {:.1} s on {} threads",
+        specs.len(),
+        start.elapsed().as_secs_f64(),
+        env.jit_threads
+    );
+    let mut wrong: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (spec, artifact) in specs.iter().zip(&artifacts) {
+        let info = cubin::read(&artifact.cubin).unwrap();
+        assert_eq!(info.kernels.len(), 1, "{spec}: one entry per translation unit");
+        let kernel = info.kernel(&artifact.name).unwrap();
+        let mut found = faults(kernel, &artifact.log);
+        found.extend(differences(&Plan::new(spec).unwrap(), kernel));
+        if !found.is_empty() {
+            wrong.insert(artifact.name.clone(), found);
+        }
+    }
+    let report: String = wrong.iter().map(|(name, found)| format!("\n{name}:\n  {}", found.join("\n  "))).collect();
+    assert!(wrong.is_empty(), "{} of {} variants:{report}", wrong.len(), specs.len());
+}
+
+/// Whoever names a variant gets it: plan and kernel agree beyond the catalogue, too. It may spill, which is why it is not shipped.
+#[test]
+fn variants_at_the_ends_of_the_axes_compile_to_their_plans() {
+    let names = [
+        "uw_sm90a_gemm_mma_b8_r8w4p2c1_esc_store",
+        "uw_sm90a_gemm_mma_b8_r1w32p2c1_esc_store",
+        "uw_sm90a_gemm_mma_b16_r2w4p2c8_pdl_silu_mul",
+        "uw_sm90a_gemm_mma_b64_r1w1p16c4_stream_store_add",
+        "uw_sm90a_gemm_wgmma_b32_g1p3_esc_store",
+        "uw_sm90a_gemm_wgmma_b32_g1p16_store_add",
+        "uw_sm90a_gemm_wgmma_b256_g1p4_streamk_esc_pdl_store_add",
+        "uw_sm90a_gemm_wgmma_b128_g3p4_esc_store_dump",
+        "uw_sm90a_gemm_wgmma_b192_g2p4_streamk_store",
+        "uw_sm90a_gemm_wgmma_b256_g2p4c8_esc_store_add",
+        "uw_sm90a_gemm_wgmma_b32_g1p3c2_pdl_store",
+    ];
+    let specs: Vec<VariantSpec> = names.iter().map(|name| name.parse().unwrap()).collect();
+    let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
+    let cache = KernelCache::new(policy(JitMode::Off), None, Arc::new(compiler()));
+    let artifacts = cache.compile_all(&requests, 2, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    for (spec, artifact) in specs.iter().zip(&artifacts) {
+        let info = cubin::read(&artifact.cubin).unwrap();
+        assert_eq!(differences(&Plan::new(spec).unwrap(), info.kernel(&artifact.name).unwrap()), [""; 0], "{spec}");
+    }
+}
+
+/// Where a kernel is not what its plan says.
+fn differences(plan: &Plan, kernel: &KernelInfo) -> Vec<String> {
+    let resources = &kernel.resources;
+    let limits = plan.spec.arch.limits();
+    let mut found = Vec::new();
+    let mut check = |holds: bool, text: String| {
+        if !holds {
+            found.push(text);
+        }
+    };
+    check(
+        resources.max_threads == plan.launch.threads,
+        format!("compiled for {} threads, plan {}", resources.max_threads, plan.launch.threads),
+    );
+    let fitting = limits.registers_for(plan.launch.threads, plan.launch.blocks_per_sm);
+    check(
+        resources.registers <= fitting,
+        format!(
+            "{} registers, {fitting} fit for {} blocks of {} threads per SM",
+            resources.registers, plan.launch.blocks_per_sm, plan.launch.threads
+        ),
+    );
+    // Roles trade registers within what the launch allocates. If they ask for more, setmaxnreg waits for ever.
+    let raised = plan.roles.roles().any(|role| role.registers.is_some());
+    let traded: u32 = plan
+        .roles
+        .roles()
+        .map(|role| role.registers.unwrap_or(resources.registers) * role.warps * limits.warp_threads)
+        .sum();
+    let allocated = resources.registers * plan.launch.threads;
+    check(traded <= allocated, format!("roles ask for {traded} registers, the launch allocates {allocated}"));
+    // All shared memory is asked for at launch, by the plan's sections: none is static.
+    check(resources.static_smem_bytes == 0, format!("{} bytes of static shared memory", resources.static_smem_bytes));
+    check(
+        plan.smem.bytes() <= limits.smem_bytes_per_block,
+        format!("{} bytes of shared memory, limit {}", plan.smem.bytes(), limits.smem_bytes_per_block),
+    );
+    let args_bytes = match plan.spec.op {
+        Op::Decode(_) => size_of::<DecodeArgs>(),
+        Op::Encode(_) => size_of::<EncodeArgs>(),
+        Op::GemmRecon(_) => size_of::<GemmReconArgs>(),
+        Op::GemmMma(_) | Op::GemmWgmma(_) => size_of::<GemmPackedArgs>(),
+        Op::Repack(_) => size_of::<RepackArgs>(),
+    };
+    check(
+        resources.param_bytes as usize == args_bytes,
+        format!("{} bytes of parameters, abi {args_bytes}", resources.param_bytes),
+    );
+    // (wgmma, mma, bulk copies of stretches, of tensors): what each family is built around, and what would show that it is not.
+    let (wgmma, mma, bulk, tensor) = match plan.spec.op {
+        Op::GemmRecon(_) => (true, false, true, true),
+        Op::GemmMma(_) => (false, true, true, true),
+        Op::GemmWgmma(_) => (true, false, true, true),
+        Op::Decode(_) => (false, false, true, false),
+        Op::Encode(_) | Op::Repack(_) => (false, false, false, false),
+    };
+    let expected = [
+        ("HGMMA", Opcode::HGMMA, wgmma),
+        ("HMMA", Opcode::HMMA, mma),
+        ("UBLKCP", Opcode::UBLKCP, bulk),
+        ("UTMALDG", Opcode::UTMALDG, tensor),
+        ("USETMAXREG", Opcode::USETMAXREG, raised),
+    ];
+    for (name, opcode, meant) in expected {
+        let count = kernel.count(&[opcode]);
+        check((count > 0) == meant, format!("{count} {name}, {} expected", if meant { "some" } else { "none" }));
+    }
+    found
+}

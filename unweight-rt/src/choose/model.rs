@@ -1,0 +1,419 @@
+//! Which register-sourced matmul computes a problem: a model of the machine, and a table of what was measured, which overrides it.
+//!
+//! The model counts what a launch cannot avoid: bytes from memory, X from the second-level cache, the steps of the multiprocessor that has
+//! most to do, and what a launch costs in itself. It is for shapes and machines that nobody has measured; `unweight bench matmul
+//! --save-table` writes a table for the machine at hand.
+
+use std::{collections::BTreeSet, path::Path, sync::OnceLock};
+
+use serde::{Deserialize, Serialize};
+use unweight_codegen::{
+    VariantSpec,
+    plan::{GemmShape, Plan},
+    spec::{Arch, Epilogue, GemmMmaSpec, GemmWgmmaSpec, Op, catalog},
+};
+
+use crate::device::DeviceError;
+
+/// What a product is wanted for, beside its shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PackedUse {
+    /// The tensor has elements outside its window.
+    pub escapes: bool,
+    /// Programmatic dependent launch: the kernels of the stream before it may still run when it starts.
+    pub pdl: bool,
+    /// Overwrite or add.
+    pub epilogue: Epilogue,
+}
+
+impl PackedUse {
+    /// The variant of the same shape for this use; `None` if it is of another family.
+    ///
+    /// Without escapes only variants of batch tile 8 ship: beyond it nothing is gained, and some shapes spill.
+    pub fn of(self, spec: VariantSpec) -> Option<VariantSpec> {
+        let Self { escapes, pdl, epilogue } = self;
+        let op = match spec.op {
+            Op::GemmMma(op) => {
+                let escapes = escapes || op.batch_tile.get() > 8;
+                Op::GemmMma(GemmMmaSpec { escapes, pdl, epilogue, ..op })
+            }
+            Op::GemmWgmma(op) => Op::GemmWgmma(GemmWgmmaSpec { escapes: true, pdl, epilogue, ..op }),
+            _ => return None,
+        };
+        Some(VariantSpec { op, ..spec })
+    }
+}
+
+/// The catalogued shapes that can compute a problem, with the microseconds that the model predicts, fastest first.
+///
+/// Empty where `n` or `k` is no multiple of 64, or there is nothing to compute.
+pub fn candidates(arch: Arch, sms: u32, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
+    let GemmShape { m, n, k } = problem;
+    if m == 0 || n == 0 || k == 0 || !n.is_multiple_of(64) || !k.is_multiple_of(64) {
+        return Vec::new();
+    }
+    let mut found: Vec<(VariantSpec, f64)> = shapes()
+        .iter()
+        .filter(|spec| spec.arch == arch)
+        .filter_map(|shape| {
+            let spec = wanted.of(*shape)?;
+            Some((spec, predicted_us(&spec, problem, sms)?))
+        })
+        .collect();
+    found.sort_by(|a, b| a.1.total_cmp(&b.1));
+    found
+}
+
+/// The catalogued variants without what [`PackedUse`] chooses.
+fn shapes() -> &'static [VariantSpec] {
+    static SHAPES: OnceLock<Vec<VariantSpec>> = OnceLock::new();
+    SHAPES.get_or_init(|| {
+        let plain = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
+        let mut shapes: Vec<VariantSpec> = catalog::gemm_mma()
+            .chain(catalog::gemm_wgmma())
+            .filter(|spec| !dumps(spec))
+            .filter_map(|spec| plain.of(spec))
+            .collect();
+        shapes.sort_unstable();
+        shapes.dedup();
+        shapes
+    })
+}
+
+/// Whether a register-sourced matmul is for dependent launch; `None` for other families.
+pub fn is_pdl(spec: &VariantSpec) -> Option<bool> {
+    match spec.op {
+        Op::GemmMma(op) => Some(op.pdl),
+        Op::GemmWgmma(op) => Some(op.pdl),
+        _ => None,
+    }
+}
+
+fn dumps(spec: &VariantSpec) -> bool {
+    match spec.op {
+        Op::GemmMma(op) => op.dump,
+        Op::GemmWgmma(op) => op.dump,
+        _ => false,
+    }
+}
+
+/// Plain reads of an H200's memory, bytes per us, with enough of them in flight.
+const MEMORY: f64 = 4.6e6;
+/// What one multiprocessor can read of it.
+const MEMORY_PER_SM: f64 = 60e3;
+/// How long a byte is in flight at the full rate, us: rings that hold less than their product cannot reach it.
+const MEMORY_LATENCY_US: f64 = 1.2;
+/// What a launch costs beside its work, us: ramp, last tiles' latency, reduction.
+const LAUNCH_US: f64 = 4.2;
+/// The same where the kernel before hides the ramp.
+const DEPENDENT_LAUNCH_US: f64 = 1.9;
+/// X from the second-level cache as `gemm_mma` reads it beside the weights: bytes per us that its time grows with.
+const CACHED_X: f64 = 22e6;
+/// A row block by 64 of k: us for the decode, and for each 8 batch rows.
+const SMALL_STEP_US: (f64, f64) = (2.6e-3, 1.6e-3);
+/// Where not all blocks fit at once, the last to come keep some multiprocessors waiting, us: all of each one, or half.
+const SMALL_WAVE_US: (f64, f64) = (2.0, 0.4);
+/// What meeting across a cluster costs, us.
+const CLUSTER_US: f64 = 1.0;
+/// Up to this batch `gemm_wgmma` multiplies mostly zeros and was hardly ever best.
+const SMALL_BATCH: u32 = 32;
+/// A launch of `gemm_wgmma` beside its steps, us.
+const WIDE_LAUNCH_US: f64 = 5.5;
+/// And the rate at which it reads weights, bytes per us.
+const WIDE_MEMORY: f64 = 4.4e6;
+/// A step of a single warpgroup, whose waits nobody fills, as a share of that of two.
+const WIDE_LONE: f64 = 0.6;
+/// Of the multiprocessors, those that clusters of more than 2 can have: 120 of 132.
+const WIDE_CLUSTERED: f64 = 10.0 / 11.0;
+
+/// What the model says a launch takes, us; `None` for a variant that cannot exist, is of another family or is out of the question at this
+/// batch. The constants were fitted to an H200 (docs/decisions/0004-register-sourced-kernels.md): over the 334 problems measured there, the
+/// variant that it finds fastest took 1.1 % longer than the best on average, 25 % at most; clusters of `gemm_wgmma` joined later.
+pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Option<f64> {
+    let plan = Plan::new(spec).ok()?;
+    let GemmShape { m, n, k } = problem;
+    let weight_bytes = f64::from(n) * f64::from(k) * 1.5;
+    let (sms_f, columns) = (f64::from(sms), f64::from(k) / 64.0);
+    match spec.op {
+        Op::GemmMma(op) => {
+            let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
+            let (batch_tile, cluster) = (f64::from(op.batch_tile.get()), f64::from(op.cluster.get()));
+            let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
+            let groups = blocks / (cluster * batch_tiles);
+            let dealt = (f64::from(n / 16) / groups).ceil();
+            let per_sm = f64::from(plan.launch.blocks_per_sm);
+            let (active, resident) = (sms_f.min(blocks), (blocks / sms_f).ceil().min(per_sm));
+            let row_blocks = dealt.min(f64::from(op.row_blocks.get()));
+            let in_flight = active * resident * f64::from(op.warps.get() * op.stages.get()) * row_blocks * 1536.0;
+            let rate = MEMORY.min(in_flight / MEMORY_LATENCY_US).min(active * MEMORY_PER_SM);
+            let x = groups * batch_tiles * f64::from(k) * batch_tile * 2.0 / CACHED_X;
+            let steps = (blocks / sms_f).ceil() * dealt * columns / cluster;
+            let computed = steps * (SMALL_STEP_US.0 + SMALL_STEP_US.1 * batch_tile / 8.0);
+            let waves = (blocks / (sms_f * per_sm)).ceil() - 1.0;
+            let waiting = waves * if per_sm == 1.0 { SMALL_WAVE_US.0 } else { SMALL_WAVE_US.1 };
+            let meeting = if cluster > 1.0 { CLUSTER_US } else { 0.0 };
+            // The fewer bytes are in flight, the longer the last of them are waited for.
+            let tail = 3e6 / in_flight;
+            let launch = if op.pdl { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
+            Some(launch + (weight_bytes * batch_tiles / rate + x).max(computed) + waiting + meeting + tail)
+        }
+        Op::GemmWgmma(op) if m > SMALL_BATCH => {
+            let tiles = f64::from(n.div_ceil(64 * op.warpgroups.get())) * f64::from(m.div_ceil(op.batch_tile.get()));
+            let cluster = f64::from(op.cluster.get());
+            // A cluster for each tile of Y, of which no more are resident than fit.
+            plan.launch.grid.blocks(problem, sms)?;
+            let usable = if cluster > 2.0 { sms_f * WIDE_CLUSTERED } else { sms_f };
+            let share = tiles / (usable / cluster).floor().max(1.0);
+            let cost = WideCost::of(op.batch_tile.get());
+            let warpgroups = f64::from(op.warpgroups.get());
+            let step = if share <= 1.0 { cost.step_us } else { cost.warm_step_us }
+                * if warpgroups == 1.0 { WIDE_LONE } else { warpgroups / 2.0 };
+            let work = if op.stream_k && share.fract() > 0.0 {
+                cost.share_us + share * columns * step
+            } else {
+                share.ceil() * columns * step / cluster
+            };
+            // What a cluster exchanges comes after all its loads.
+            let exchange = if cluster > 1.0 { share.ceil() * CLUSTER_US } else { 0.0 };
+            let hidden = if op.pdl { LAUNCH_US - DEPENDENT_LAUNCH_US } else { 0.0 };
+            Some(WIDE_LAUNCH_US - hidden + work.max(weight_bytes / WIDE_MEMORY) + exchange)
+        }
+        _ => None,
+    }
+}
+
+/// What the work of `gemm_wgmma` costs at a batch tile, for two warpgroups.
+struct WideCost {
+    /// 64 of k for one tile of Y, us.
+    step_us: f64,
+    /// The same where a multiprocessor has several tiles, and the card grows warm.
+    warm_step_us: f64,
+    /// Sums handed from block to block where tiles are shared, us.
+    share_us: f64,
+}
+
+impl WideCost {
+    fn of(batch_tile: u32) -> Self {
+        let (step_us, warm_step_us, share_us) = match batch_tile {
+            0..=64 => (0.30, 0.31, 6.0),
+            65..=128 => (0.37, 0.43, 6.0),
+            129..=192 => (0.50, 0.60, 8.0),
+            _ => (0.64, 0.79, 9.0),
+        };
+        Self { step_us, warm_step_us, share_us }
+    }
+}
+
+/// What was fastest where it was measured.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeasuredTable {
+    /// The device's name, as its driver says it. The table holds for such devices only.
+    pub device: String,
+    /// The fastest variant of each problem.
+    pub rows: Vec<MeasuredRow>,
+}
+
+/// A problem and its fastest variant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeasuredRow {
+    /// Output features.
+    pub n: u32,
+    /// Input features.
+    pub k: u32,
+    /// Batch rows.
+    pub m: u32,
+    /// Under programmatic dependent launch.
+    pub pdl: bool,
+    /// The variant; of its name, only the shape counts.
+    pub variant: VariantSpec,
+}
+
+impl MeasuredTable {
+    /// The table that ships: an H200.
+    pub fn builtin() -> &'static Self {
+        static TABLE: OnceLock<MeasuredTable> = OnceLock::new();
+        TABLE.get_or_init(|| serde_json::from_str(include_str!("h200.json")).unwrap_or_default())
+    }
+
+    /// A table that `unweight bench matmul --save-table` wrote.
+    ///
+    /// # Errors
+    /// The file cannot be read or is no table.
+    pub fn read(path: &Path) -> Result<Self, DeviceError> {
+        let refuse = |why: String| {
+            let path = path.display();
+            DeviceError::Shape(format!("{path}: {why}; write it anew with `unweight bench matmul --save-table`"))
+        };
+        let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
+        serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))
+    }
+
+    /// The variant that was fastest for the smallest measured batch that is not below `m`.
+    pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
+        self.rows
+            .iter()
+            .filter(|row| (row.n, row.k, row.pdl) == (problem.n, problem.k, wanted.pdl) && row.m >= problem.m)
+            .min_by_key(|row| row.m)
+            .and_then(|row| wanted.of(row.variant))
+    }
+}
+
+/// Chooses variants for one device.
+#[derive(Clone, Debug)]
+pub struct PackedChooser {
+    arch: Arch,
+    sms: u32,
+    table: MeasuredTable,
+}
+
+impl PackedChooser {
+    /// The model alone.
+    pub fn model(arch: Arch, sms: u32) -> Self {
+        Self { arch, sms, table: MeasuredTable::default() }
+    }
+
+    /// The model, and the table that ships where it is of such a device.
+    pub fn of(device: &crate::device::DeviceInfo) -> Self {
+        Self::model(device.arch, device.sms).with_table(&device.name, MeasuredTable::builtin().clone())
+    }
+
+    /// With another table, if it is of a device of this name.
+    #[must_use]
+    pub fn with_table(mut self, device: &str, table: MeasuredTable) -> Self {
+        if table.device == device {
+            self.table = table;
+        }
+        self
+    }
+
+    /// The variant for a problem: what was measured, else what the model finds fastest. `None` where no variant takes the shape.
+    pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
+        let measured =
+            self.table.choose(problem, wanted).filter(|spec| spec.arch == self.arch && Plan::new(spec).is_ok());
+        measured.or_else(|| candidates(self.arch, self.sms, problem, wanted).first().map(|(spec, _)| *spec))
+    }
+
+    /// The choice for every batch of 1 to `max_batch`: each variant with the largest batch that takes it, ascending. Empty where no variant
+    /// takes the shape.
+    pub fn choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
+        // Between two of these nothing changes: all batch tiles are multiples of 8.
+        let tiles = (8..max_batch).step_by(8);
+        let measured =
+            self.table.rows.iter().filter(|row| (row.n, row.k) == (n, k) && row.m < max_batch).map(|row| row.m);
+        let ends: BTreeSet<u32> = tiles.chain(measured).chain([max_batch]).collect();
+        let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
+        for m in ends {
+            let Some(spec) = self.choose(GemmShape { m, n, k }, wanted) else { return Vec::new() };
+            match choices.last_mut() {
+                Some((last, same)) if *same == spec => *last = m,
+                _ => choices.push((m, spec)),
+            }
+        }
+        choices
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const USE: PackedUse = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
+    const SHAPES: [(u32, u32); 9] = [
+        (64, 64),
+        (192, 320),
+        (1024, 4096),
+        (4096, 4096),
+        (6144, 4096),
+        (14336, 4096),
+        (4096, 14336),
+        (28672, 8192),
+        (128256, 4096),
+    ];
+
+    #[test]
+    fn every_batch_of_every_shape_has_a_variant_and_nothing_else_has() {
+        let dispatch = PackedChooser::model(Arch::Sm90a, 132);
+        for (n, k) in SHAPES {
+            for m in (1..=130).chain([255, 256, 257, 1000, 4095, 4096]) {
+                let problem = GemmShape { m, n, k };
+                let spec = dispatch.choose(problem, USE).unwrap_or_else(|| panic!("{problem:?}"));
+                let plan = Plan::new(&spec).unwrap();
+                assert!(plan.launch.grid.blocks(problem, 132).is_some_and(|blocks| blocks > 0), "{spec} {problem:?}");
+            }
+        }
+        // A gate with its up, at every batch.
+        let gated = PackedUse { pdl: true, epilogue: Epilogue::SiluMul, ..USE };
+        for m in [1, 8, 9, 64, 65, 300] {
+            let spec = dispatch.choose(GemmShape { m, n: 192, k: 128 }, gated).unwrap();
+            assert!(spec.to_string().ends_with("_esc_pdl_silu_mul") && Plan::new(&spec).is_ok(), "{spec}");
+        }
+        for (m, n, k) in [(0, 64, 64), (1, 100, 64), (1, 64, 100), (1, 0, 64), (1, 64, 0)] {
+            assert_eq!(dispatch.choose(GemmShape { m, n, k }, USE), None);
+        }
+    }
+
+    /// As docs/decisions/0004 measured them: clusters where their tiles fill the machine once.
+    #[test]
+    fn the_model_takes_clusters_where_they_were_fastest() {
+        for (n, k, m, shape) in [
+            (4096, 4096, 128, "b128_g1p8c2"),
+            (4096, 4096, 256, "b128_g2p6c2"),
+            (8192, 8192, 128, "b128_g2p6c2"),
+            (8192, 8192, 256, "b256_g2p4c2"),
+            (4096, 14336, 512, "b256_g2p4c2"),
+            (1024, 4096, 128, "b128_g1p8c4"),
+            (1024, 4096, 256, "b128_g2p6c4"),
+        ] {
+            let spec = PackedChooser::model(Arch::Sm90a, 132).choose(GemmShape { m, n, k }, USE).unwrap();
+            assert_eq!(spec.to_string(), format!("uw_sm90a_gemm_wgmma_{shape}_esc_store"), "{n} x {k}, m = {m}");
+        }
+    }
+
+    #[test]
+    fn ranges_of_batches_are_the_choices() {
+        let row = |m, variant: &str| MeasuredRow { n: 4096, k: 4096, m, pdl: false, variant: variant.parse().unwrap() };
+        let table = MeasuredTable {
+            device: "H".to_owned(),
+            rows: vec![
+                row(5, "uw_sm90a_gemm_mma_b8_r2w8p2c1_esc_store"),
+                row(17, "uw_sm90a_gemm_mma_b32_r2w8p2c1_store"),
+            ],
+        };
+        let dispatch = PackedChooser::model(Arch::Sm90a, 132).with_table("H", table);
+        for (n, k) in SHAPES {
+            let choices = dispatch.choices(n, k, 700, USE);
+            assert_eq!(choices.last().map(|(m, _)| *m), Some(700));
+            for m in 1..=700 {
+                let (_, range) = choices.iter().find(|(last, _)| m <= *last).unwrap();
+                assert_eq!(dispatch.choose(GemmShape { m, n, k }, USE), Some(*range), "m = {m}, {n} x {k}");
+            }
+        }
+        assert!(dispatch.choices(100, 64, 8, USE).is_empty());
+    }
+
+    #[test]
+    fn what_was_measured_overrides_the_model_on_its_device_only() {
+        let measured = "uw_sm90a_gemm_mma_b64_r1w4p2c1_esc_store";
+        let row = MeasuredRow { n: 4096, k: 4096, m: 16, pdl: true, variant: measured.parse().unwrap() };
+        let table = MeasuredTable { device: "H".to_owned(), rows: vec![row] };
+        let dispatch = |device| PackedChooser::model(Arch::Sm90a, 132).with_table(device, table.clone());
+        let pdl = PackedUse { pdl: true, epilogue: Epilogue::StoreAdd, ..USE };
+        let at = |m| GemmShape { m, n: 4096, k: 4096 };
+        let chosen = dispatch("H").choose(at(9), pdl).unwrap();
+        assert_eq!(chosen.to_string(), "uw_sm90a_gemm_mma_b64_r1w4p2c1_esc_pdl_store_add");
+        assert_ne!(dispatch("H").choose(at(17), pdl), Some(chosen), "a larger batch was not measured");
+        assert_ne!(dispatch("H").choose(at(9), USE).unwrap().to_string(), measured, "nor an ordinary launch");
+        assert_ne!(dispatch("another").choose(at(9), pdl), Some(chosen));
+        let text = serde_json::to_string(&table).unwrap();
+        assert_eq!(serde_json::from_str::<MeasuredTable>(&text).unwrap(), table);
+    }
+
+    #[test]
+    fn the_table_that_ships_is_a_table() {
+        let table: MeasuredTable = serde_json::from_str(include_str!("h200.json")).unwrap();
+        assert_eq!(&table, MeasuredTable::builtin());
+        for row in &table.rows {
+            assert!(is_pdl(&row.variant) == Some(row.pdl) && Plan::new(&row.variant).is_ok(), "{row:?}");
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! A compiled kernel in a device's context.
+//!
+//! [`LoadedKernel`] is an artifact that the driver has taken: its plan is held against what the compiler and the driver say of it, once,
+//! so that a launch need only look at numbers that the problem brings.
+
+use std::fmt;
+
+use cudarc::{
+    driver::{CudaFunction, sys::CUfunction_attribute_enum as Attribute},
+    nvrtc::Ptx,
+};
+use unweight_codegen::{
+    VariantSpec,
+    abi::{DecodeArgs, EncodeArgs, GemmPackedArgs, GemmReconArgs, RepackArgs},
+    plan::Plan,
+    spec::Op,
+};
+
+use crate::{
+    device::{Call, Device, DeviceError},
+    jit::cache::Artifact,
+};
+
+/// A kernel that can be launched on its device.
+pub struct LoadedKernel {
+    device: Device,
+    plan: Plan,
+    registers: u32,
+    /// Keeps the module loaded.
+    function: CudaFunction,
+}
+
+impl LoadedKernel {
+    /// Loads an artifact of `spec`. About 0.1 ms.
+    ///
+    /// # Errors
+    /// The artifact is of another variant, disagrees with the plan, or the driver refuses it.
+    pub fn load(device: &Device, spec: &VariantSpec, artifact: &Artifact) -> Result<Self, DeviceError> {
+        let name = spec.name();
+        let refuse = |what: String| Err(DeviceError::Launch { name: name.to_string(), what });
+        let plan = Plan::new(spec).map_err(unweight_codegen::CodegenError::from)?;
+        if artifact.name != name.as_str() {
+            return refuse(format!("the artifact is of {}", artifact.name));
+        }
+        if device.info().arch != spec.arch {
+            let arch = device.info().arch.compiler_name();
+            return refuse(format!("compiled for {}, the device is {arch}", spec.arch.compiler_name()));
+        }
+        let args_bytes = args_bytes(spec);
+        if artifact.resources.param_bytes as usize != args_bytes {
+            return refuse(format!(
+                "takes {} B of arguments, this version passes {args_bytes}; clear the kernel cache",
+                artifact.resources.param_bytes
+            ));
+        }
+        let smem_bytes = u64::from(plan.smem.bytes()) + artifact.resources.static_smem_bytes;
+        if smem_bytes > u64::from(device.info().smem_bytes_per_block) {
+            let limit = device.info().smem_bytes_per_block;
+            return refuse(format!("shared memory {smem_bytes} B exceeds the device's limit {limit} B"));
+        }
+        // The driver takes a pointer without a length: `cubin::read` has checked the ELF tables when the artifact was made or found.
+        let module = device.context().load_module(Ptx::from_binary(artifact.cubin.to_vec())).call("loading a cubin")?;
+        let function = module.load_function(&name).call("finding a kernel in its cubin")?;
+        let threads = function.max_threads_per_block().call("reading a kernel's attribute")?.unsigned_abs();
+        if threads < plan.launch.threads {
+            return refuse(format!(
+                "{} threads per block planned, the kernel runs with {threads}",
+                plan.launch.threads
+            ));
+        }
+        let registers = function.num_regs().call("reading a kernel's attribute")?.unsigned_abs();
+        if smem_bytes > u64::from(spec.arch.limits().smem_bytes_without_opt_in) {
+            function
+                .set_attribute(
+                    Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    // Below the device's limit, which is an i32.
+                    plan.smem.bytes().cast_signed(),
+                )
+                .call("raising the shared memory of a kernel")?;
+        }
+        Ok(Self { device: device.clone(), plan, registers, function })
+    }
+
+    /// The variant.
+    pub fn spec(&self) -> &VariantSpec {
+        &self.plan.spec
+    }
+
+    /// Its plan.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Where it is loaded.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Registers per thread.
+    pub fn registers(&self) -> u32 {
+        self.registers
+    }
+
+    pub(crate) fn function(&self) -> &CudaFunction {
+        &self.function
+    }
+
+    /// An error that names this kernel.
+    pub(crate) fn refuse<T>(&self, what: String) -> Result<T, DeviceError> {
+        Err(DeviceError::Launch { name: self.spec().to_string(), what })
+    }
+}
+
+impl fmt::Debug for LoadedKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LoadedKernel({})", self.spec())
+    }
+}
+
+/// Bytes of the argument struct of a family.
+pub(crate) fn args_bytes(spec: &VariantSpec) -> usize {
+    match spec.op {
+        Op::Decode(_) => size_of::<DecodeArgs>(),
+        Op::GemmRecon(_) => size_of::<GemmReconArgs>(),
+        Op::Encode(_) => size_of::<EncodeArgs>(),
+        Op::GemmMma(_) | Op::GemmWgmma(_) => size_of::<GemmPackedArgs>(),
+        Op::Repack(_) => size_of::<RepackArgs>(),
+    }
+}

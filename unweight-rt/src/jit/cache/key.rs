@@ -1,0 +1,152 @@
+//! What a cached kernel is the kernel *of*.
+//!
+//! A [`Key`] has two halves. The [`SourceKey`] is a digest over everything that goes into a compiler; the compiler's identity
+//! is what goes over it. They are kept apart so that a machine without a compiler can still find a kernel that another
+//! machine compiled. No path, time or host name takes part. docs/cache.md holds the list, field by field.
+
+use std::fmt;
+
+use crate::jit::compiler::{CompileRequest, CompilerId};
+
+/// Raised whenever the meaning of an entry changes; older entries are then simply never found.
+pub const SCHEMA: u32 = 1;
+
+/// What the compiler is asked to make. There is one kind today; it takes part in the digest so that a second one cannot collide.
+const OUTPUT_KIND: &str = "cubin";
+
+/// BLAKE3 over a request.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SourceKey([u8; 32]);
+
+impl SourceKey {
+    /// Digests schema, output kind, arch, name, source, headers and canonical options, in this order.
+    ///
+    /// Every string is preceded by its length and every list by its count, so that no two requests give the same bytes.
+    /// Headers are taken by name: their order in the request means nothing to the compiler.
+    pub fn of(request: &CompileRequest) -> SourceKey {
+        let mut hasher = blake3::Hasher::new_derive_key("unweight kernel cache: source key");
+        hasher.update(&SCHEMA.to_le_bytes());
+        for text in [OUTPUT_KIND, &request.arch, &request.name, &request.source] {
+            add(&mut hasher, text);
+        }
+        let mut headers: Vec<&(String, String)> = request.headers.iter().collect();
+        headers.sort();
+        hasher.update(&(headers.len() as u64).to_le_bytes());
+        for (name, text) in headers {
+            add(&mut hasher, name);
+            add(&mut hasher, text);
+        }
+        let options = request.canonical_options();
+        hasher.update(&(options.len() as u64).to_le_bytes());
+        for option in &options {
+            add(&mut hasher, option);
+        }
+        SourceKey(*hasher.finalize().as_bytes())
+    }
+}
+
+fn add(hasher: &mut blake3::Hasher, text: &str) {
+    hasher.update(&(text.len() as u64).to_le_bytes());
+    hasher.update(text.as_bytes());
+}
+
+impl fmt::Display for SourceKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for SourceKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SourceKey({self})")
+    }
+}
+
+/// A cached kernel's identity.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Key {
+    /// The variant's canonical name, checked to be fit for a folder.
+    pub name: String,
+    /// What was compiled.
+    pub source: SourceKey,
+    /// By whom.
+    pub compiler: CompilerId,
+}
+
+impl Key {
+    /// The entry's folder: `<name>.<32 digits of the source key>.<compiler>`. Readable, and unique: the name is part of the
+    /// digest, 128 bits of it suffice against accident, and `meta.json` holds all 256.
+    pub fn folder(&self) -> String {
+        let compiler: String = self
+            .compiler
+            .to_string()
+            .chars()
+            .map(
+                |character| if character.is_ascii_alphanumeric() || ".-".contains(character) { character } else { '_' },
+            )
+            .take(60)
+            .collect();
+        format!("{}{compiler}", folder_prefix(&self.name, &self.source))
+    }
+}
+
+/// What the folders of one source begin with, whichever compiler made them.
+pub(crate) fn folder_prefix(name: &str, source: &SourceKey) -> String {
+    let digits = source.to_string();
+    format!("{name}.{}.", &digits[..32])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request() -> CompileRequest {
+        CompileRequest {
+            name: "uw_k".to_owned(),
+            source: "source".to_owned(),
+            headers: vec![("a".to_owned(), "text a".to_owned()), ("b".to_owned(), "text b".to_owned())],
+            options: vec!["-DX".to_owned()],
+            arch: "sm_90a".to_owned(),
+        }
+    }
+
+    #[test]
+    fn every_field_takes_part_and_order_of_headers_does_not() {
+        let base = SourceKey::of(&request());
+        let changed = |change: fn(&mut CompileRequest)| {
+            let mut request = request();
+            change(&mut request);
+            SourceKey::of(&request)
+        };
+        let keys = [
+            changed(|request| request.name.push('x')),
+            changed(|request| request.source.push('x')),
+            changed(|request| request.arch = "sm_90".to_owned()),
+            changed(|request| request.headers[0].0.push('x')),
+            changed(|request| request.headers[0].1.push('x')),
+            changed(|request| drop(request.headers.pop())),
+            changed(|request| request.options.push("-DY".to_owned())),
+            changed(|request| request.options.clear()),
+            // The same letters, cut elsewhere.
+            changed(|request| request.headers[0] = ("at".to_owned(), "ext a".to_owned())),
+        ];
+        for (index, key) in keys.iter().enumerate() {
+            assert_ne!(*key, base, "change {index} was not seen");
+            assert!(!keys[..index].contains(key), "change {index} collides");
+        }
+        assert_eq!(changed(|request| request.headers.reverse()), base);
+        assert_eq!(SourceKey::of(&request()), base);
+    }
+
+    #[test]
+    fn the_folder_is_readable_and_depends_on_the_compiler() {
+        let key = |version: &str| Key {
+            name: "uw_k".to_owned(),
+            source: SourceKey::of(&request()),
+            compiler: CompilerId { name: "nvrtc".to_owned(), version: version.to_owned(), build: "65be/..".to_owned() },
+        };
+        let folder = key("13.0").folder();
+        assert!(folder.starts_with("uw_k.") && folder.ends_with(".nvrtc13.0-65be_.."), "{folder}");
+        assert_ne!(folder, key("12.9").folder());
+    }
+}

@@ -1,0 +1,375 @@
+//! KernelSet that have been compiled once: found by content, compiled at most once, never an obstacle.
+//!
+//! ```text
+//! get(request) -- look --> hit
+//!                  |absent or damaged
+//!                  v
+//!            lock the key (or give up on locking) -- look again --> hit, made while we waited
+//!                  v
+//!            evict what is damaged, compile, store aside + rename, unlock --> the bytes just compiled
+//! ```
+//!
+//! What may go wrong with a folder (read-only, full, damaged, somebody else's, a process killed half-way) is a miss with a
+//! reason, never an error: [`CacheState`] tells it. The caller of a compile always gets the bytes of its own compile, also
+//! where another process stored the same kernel first. docs/cache.md describes the whole.
+
+mod key;
+mod lock;
+mod prune;
+mod store;
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+pub use key::{Key, SCHEMA, SourceKey};
+pub use prune::{Listed, Removed, Verified};
+pub use store::{Entry, FileRecord, Kept, Lookup, Meta, Store, Unusable};
+
+use crate::env::{Env, JitMode};
+use crate::jit::compiler::{CompileRequest, Compiler, CompilerId, NvrtcCompiler};
+use crate::jit::cubin::KernelResources;
+use crate::jit::error::Error;
+use lock::Lock;
+
+/// A kernel that is ready to be loaded.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Artifact {
+    /// Its canonical name, and its symbol.
+    pub name: String,
+    /// The binary.
+    pub cubin: Arc<[u8]>,
+    /// What it takes of a multiprocessor.
+    pub resources: KernelResources,
+    /// What the compiler said when it was made.
+    pub log: String,
+    /// Who made it.
+    pub compiler: CompilerId,
+    /// How it came here.
+    pub state: CacheState,
+    /// How long it took to come here.
+    pub elapsed: Duration,
+}
+
+/// How an artifact came to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CacheState {
+    /// It was in the store.
+    Hit,
+    /// It was not, but another thread or process stored it while we waited for the lock.
+    HitAfterWait,
+    /// It was compiled.
+    Compiled {
+        /// Why.
+        why: Miss,
+        /// What became of it.
+        kept: Kept,
+    },
+}
+
+impl CacheState {
+    /// Whether no compile was needed.
+    pub fn is_hit(&self) -> bool {
+        !matches!(self, CacheState::Compiled { .. })
+    }
+}
+
+/// Why a kernel was compiled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Miss {
+    /// The store did not hold it.
+    Absent,
+    /// The store held a damaged entry, which was removed if that was possible.
+    Damaged(String),
+    /// Somebody else compiled the same kernel for longer than the timeout.
+    LockTimeout(Duration),
+    /// There is no usable store.
+    NoStore(String),
+    /// `UNWEIGHT_JIT=off`.
+    Off,
+}
+
+/// One line of progress: a kernel that is ready.
+#[derive(Clone, Debug)]
+pub struct Progress<'a> {
+    /// How many are ready, this one included.
+    pub done: usize,
+    /// How many there are.
+    pub total: usize,
+    /// The kernel.
+    pub artifact: &'a Artifact,
+}
+
+/// How a [`KernelCache`] behaves.
+#[derive(Clone, Debug)]
+pub struct Policy {
+    /// What to do with a kernel that the store lacks.
+    pub mode: JitMode,
+    /// How long to wait for another process that compiles the same kernel.
+    pub lock_timeout: Duration,
+}
+
+/// The store and the compiler behind it.
+pub struct KernelCache {
+    policy: Policy,
+    store: Result<Store, Unusable>,
+    compiler: Arc<dyn Compiler>,
+}
+
+impl KernelCache {
+    /// The user's cache with NVRTC behind it. Loads nothing yet; NVRTC is looked for at the first kernel.
+    pub fn open(env: &Env) -> KernelCache {
+        let policy = Policy { mode: env.jit, lock_timeout: env.lock_timeout };
+        KernelCache::new(policy, env.cache_dir.as_deref(), Arc::new(NvrtcCompiler::new(env)))
+    }
+
+    /// A cache in `dir` with `compiler` behind it. With `UNWEIGHT_JIT=off`, the folder is not even looked at.
+    pub fn new(policy: Policy, dir: Option<&Path>, compiler: Arc<dyn Compiler>) -> KernelCache {
+        let store = match (policy.mode, dir) {
+            (JitMode::Off, _) => {
+                Err(Unusable { root: dir.unwrap_or(Path::new("")).to_owned(), why: "UNWEIGHT_JIT=off".to_owned() })
+            }
+            (_, Some(dir)) => Store::open(dir),
+            (_, None) => Err(Unusable {
+                root: Path::new("").to_owned(),
+                why: "neither UNWEIGHT_CACHE_DIR, XDG_CACHE_HOME nor HOME says where caches live".to_owned(),
+            }),
+        };
+        KernelCache { policy, store, compiler }
+    }
+
+    /// The store, or why there is none.
+    pub fn store(&self) -> Result<&Store, &Unusable> {
+        self.store.as_ref()
+    }
+
+    /// The compiler.
+    pub fn compiler(&self) -> &dyn Compiler {
+        &*self.compiler
+    }
+
+    /// One kernel, from the store or compiled.
+    pub fn get(&self, request: &CompileRequest) -> Result<Artifact, Error> {
+        let mut artifacts = self.compile_all(std::slice::from_ref(request), 1, &|_| {})?;
+        // One request gives one artifact; an empty answer would be a defect in `compile_all`.
+        artifacts.pop().ok_or_else(|| Error::NotCached {
+            missing: vec![request.name.clone()],
+            cache_dir: None,
+            why: "no answer".to_owned(),
+        })
+    }
+
+    /// Every kernel of `requests`, in their order, compiling what the store lacks on up to `threads` threads.
+    ///
+    /// Equal requests are compiled once. `progress` is called once per different kernel as it becomes ready, from the thread
+    /// that made it but never by two at a time. If several kernels fail, all failures are told ([`Error::Several`]); kernels
+    /// that were ready by then are in the store. Where nothing may or can be compiled, [`Error::NotCached`] lists *every*
+    /// kernel that is missing, and nothing is called back.
+    pub fn compile_all(
+        &self,
+        requests: &[CompileRequest],
+        threads: usize,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<Vec<Artifact>, Error> {
+        let mut unique: Vec<(&CompileRequest, SourceKey)> = Vec::new();
+        let mut seen: HashMap<SourceKey, usize> = HashMap::new();
+        let mut order = Vec::with_capacity(requests.len());
+        for request in requests {
+            let source = SourceKey::of(request);
+            order.push(*seen.entry(source).or_insert_with(|| {
+                unique.push((request, source));
+                unique.len() - 1
+            }));
+        }
+        let results = match self.source_of_kernels() {
+            KernelSet::StoreOnly(why) => {
+                let found = self.all_from_store(&unique, why)?;
+                for (index, artifact) in found.iter().enumerate() {
+                    progress(&Progress { done: index + 1, total: found.len(), artifact });
+                }
+                found
+            }
+            KernelSet::CompiledBy(compiler) => self.all_compiled(&unique, &compiler, threads, progress)?,
+        };
+        Ok(order.into_iter().map(|index| results[index].clone()).collect())
+    }
+
+    fn source_of_kernels(&self) -> KernelSet {
+        if self.policy.mode == JitMode::CacheOnly {
+            return KernelSet::StoreOnly(
+                "UNWEIGHT_JIT=cache-only; compile them where the cache may be written, with UNWEIGHT_JIT=auto"
+                    .to_owned(),
+            );
+        }
+        match self.compiler.identity() {
+            Ok(compiler) => KernelSet::CompiledBy(compiler),
+            // Without a compiler there is no telling which compiler's kernels would have been right: any that was given this
+            // very source is.
+            Err(error) => KernelSet::StoreOnly(error.to_string()),
+        }
+    }
+
+    fn all_from_store(&self, unique: &[(&CompileRequest, SourceKey)], why: String) -> Result<Vec<Artifact>, Error> {
+        let mut missing = Vec::new();
+        let mut found = Vec::new();
+        for (request, source) in unique {
+            let start = Instant::now();
+            match self.store.as_ref().map(|store| store.get_any(&request.name, source)) {
+                Ok(Lookup::Hit(entry)) => found.push(from_entry(*entry, CacheState::Hit, start)),
+                Ok(Lookup::Absent) => missing.push(request.name.clone()),
+                Ok(Lookup::Damaged(damage)) => missing.push(format!("{} (damaged: {damage})", request.name)),
+                Err(unusable) => missing.push(format!("{} ({unusable})", request.name)),
+            }
+        }
+        if missing.is_empty() {
+            return Ok(found);
+        }
+        let cache_dir = self.store.as_ref().ok().map(|store| store.root().to_owned());
+        Err(Error::NotCached { missing, cache_dir, why })
+    }
+
+    fn all_compiled(
+        &self,
+        unique: &[(&CompileRequest, SourceKey)],
+        compiler: &CompilerId,
+        threads: usize,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<Vec<Artifact>, Error> {
+        let total = unique.len();
+        let next = AtomicUsize::new(0);
+        let done = Mutex::new(0usize);
+        let results: Vec<Mutex<Option<Result<Artifact, Error>>>> = (0..total).map(|_| Mutex::new(None)).collect();
+        let work = || {
+            loop {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                let Some((request, source)) = unique.get(index) else { break };
+                let result = self.one(request, *source, compiler);
+                if let Ok(artifact) = &result {
+                    let mut done = done.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                    *done += 1;
+                    progress(&Progress { done: *done, total, artifact });
+                }
+                *results[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(result);
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..threads.clamp(1, 256).min(total) {
+                // NVRTC recurses deeply on nested templates; 2 MiB, the default, is not what it was tested with. A thread that
+                // cannot be started is work for the others.
+                let _ = std::thread::Builder::new()
+                    .name("unweight-jit".to_owned())
+                    .stack_size(16 << 20)
+                    .spawn_scoped(scope, work);
+            }
+        });
+        // Where not even one thread could be started, or for what such a thread left over.
+        work();
+        let mut artifacts = Vec::with_capacity(total);
+        let mut failures = Vec::new();
+        for result in results {
+            match result.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()) {
+                Some(Ok(artifact)) => artifacts.push(artifact),
+                Some(Err(error)) => failures.push(error),
+                // Every index below `total` was taken by one of the workers, which writes its result or panics.
+                None => unreachable!("a kernel was neither compiled nor refused"),
+            }
+        }
+        match failures.len() {
+            0 => Ok(artifacts),
+            1 => Err(failures.remove(0)),
+            _ => Err(Error::Several(failures)),
+        }
+    }
+
+    fn one(&self, request: &CompileRequest, source: SourceKey, compiler: &CompilerId) -> Result<Artifact, Error> {
+        let start = Instant::now();
+        let name = request.checked_name().map_err(Error::BadName)?.to_owned();
+        let key = Key { name, source, compiler: compiler.clone() };
+        let store = match &self.store {
+            Ok(store) => store,
+            Err(_) if self.policy.mode == JitMode::Off => return self.compile(request, &key, None, Miss::Off, start),
+            Err(unusable) => return self.compile(request, &key, None, Miss::NoStore(unusable.to_string()), start),
+        };
+        if let Lookup::Hit(entry) = store.get(&key) {
+            return Ok(from_entry(*entry, CacheState::Hit, start));
+        }
+        let folder = key.folder();
+        let lock = lock::acquire(&store.lock_path(&folder), self.policy.lock_timeout);
+        // Whoever held the lock has stored the kernel, most likely.
+        let why = match store.get(&key) {
+            Lookup::Hit(entry) => {
+                let waited = !matches!(lock, Lock::Held { waited: false, .. } | Lock::Unavailable);
+                let state = if waited { CacheState::HitAfterWait } else { CacheState::Hit };
+                return Ok(from_entry(*entry, state, start));
+            }
+            Lookup::Damaged(damage) => {
+                store.evict(&folder);
+                Miss::Damaged(damage)
+            }
+            Lookup::Absent => match &lock {
+                Lock::TimedOut(timeout) => Miss::LockTimeout(*timeout),
+                Lock::Held { .. } | Lock::Unavailable => Miss::Absent,
+            },
+        };
+        // `lock` is held until here, so that waiters find the entry in place.
+        let result = self.compile(request, &key, Some(store), why, start);
+        drop(lock);
+        result
+    }
+
+    fn compile(
+        &self,
+        request: &CompileRequest,
+        key: &Key,
+        store: Option<&Store>,
+        why: Miss,
+        start: Instant,
+    ) -> Result<Artifact, Error> {
+        let compile_start = Instant::now();
+        let compiled = match self.compiler.compile(request) {
+            Ok(compiled) => compiled,
+            Err(Error::Compile(mut failure)) => {
+                failure.kept = store.and_then(|store| store.keep_failure(key, request, &failure));
+                return Err(Error::Compile(failure));
+            }
+            Err(other) => return Err(other),
+        };
+        let compile_us = u64::try_from(compile_start.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let kept = match store {
+            Some(store) => store.put(key, request, &compiled, compile_us),
+            None => Kept::NotStored("no store".to_owned()),
+        };
+        Ok(Artifact {
+            name: key.name.clone(),
+            cubin: compiled.cubin.into(),
+            resources: compiled.resources,
+            log: compiled.log,
+            compiler: key.compiler.clone(),
+            state: CacheState::Compiled { why, kept },
+            elapsed: start.elapsed(),
+        })
+    }
+}
+
+enum KernelSet {
+    /// Nothing can be compiled, for this reason.
+    StoreOnly(String),
+    CompiledBy(CompilerId),
+}
+
+fn from_entry(entry: Entry, state: CacheState, start: Instant) -> Artifact {
+    Artifact {
+        name: entry.meta.name,
+        cubin: entry.cubin.into(),
+        resources: entry.meta.resources,
+        log: entry.meta.log,
+        compiler: entry.meta.compiler,
+        state,
+        elapsed: start.elapsed(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

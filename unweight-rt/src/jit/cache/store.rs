@@ -1,0 +1,476 @@
+//! Entries on disk.
+//!
+//! ```text
+//! <root>/                 0700, the user's own
+//!   entries/<folder>/     one complete kernel, never changed once it is there (key.rs names the folder)
+//!     kernel.cubin        what the driver loads
+//!     kernel.cu           what was compiled, for whoever wants to read it
+//!     meta.json           sizes and digests of both, the key in full, resources, log
+//!   building/             entries under construction, and entries on their way out
+//!   locks/<folder>.lock   see lock.rs
+//!   failed/<folder>/      sources that did not compile, with headers, options and log
+//! ```
+//!
+//! An entry is built aside, flushed and renamed into place, so it is there completely or not at all. Every read checks the
+//! digests. Nothing here returns an error to a caller that wants a kernel: trouble is a [`Lookup::Damaged`] or
+//! [`Kept::NotStored`] that says what it was, and the kernel is compiled as if there were no cache.
+
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, File};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+
+use crate::jit::compiler::{CompileFailure, CompileRequest, Compiled, CompilerId};
+use crate::jit::cubin::KernelResources;
+
+use super::key::{Key, SCHEMA, SourceKey, folder_prefix};
+
+/// A `meta.json` larger than this is not ours.
+const META_LIMIT_BYTES: u64 = 4 << 20;
+/// Nor is a cubin larger than this.
+const CUBIN_LIMIT_BYTES: u64 = 256 << 20;
+/// A construction site that nobody holds and that is older than this was left by a process that died. The age spares one
+/// that was made this instant and is not locked yet.
+const ABANDONED_AFTER: Duration = Duration::from_secs(600);
+/// A use is noted at most this often: a warm start should not write to every entry.
+const USE_NOTED_EVERY: Duration = Duration::from_secs(60);
+
+/// A cache folder that can be read at least.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Store {
+    root: PathBuf,
+}
+
+/// A cache folder that cannot be used at all.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("cache folder {} not used: {why}", .root.display())]
+pub struct Unusable {
+    /// The folder.
+    pub root: PathBuf,
+    /// Why.
+    pub why: String,
+}
+
+/// Size and digest of a file of an entry.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRecord {
+    /// Its length.
+    pub bytes: u64,
+    /// Its BLAKE3 digest in hexadecimal.
+    pub blake3: String,
+}
+
+impl FileRecord {
+    fn of(bytes: &[u8]) -> FileRecord {
+        FileRecord { bytes: bytes.len() as u64, blake3: blake3::hash(bytes).to_hex().to_string() }
+    }
+}
+
+/// What `meta.json` says about an entry.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Meta {
+    /// [`SCHEMA`] of the writer.
+    pub schema: u32,
+    /// The variant.
+    pub name: String,
+    /// The source key in full.
+    pub source_key: String,
+    /// The compiler.
+    pub compiler: CompilerId,
+    /// The architecture.
+    pub arch: String,
+    /// Canonical options.
+    pub options: Vec<String>,
+    /// BLAKE3 of each header.
+    pub headers: BTreeMap<String, String>,
+    /// `kernel.cubin`.
+    pub cubin: FileRecord,
+    /// `kernel.cu`.
+    pub source: FileRecord,
+    /// What the kernel takes of a multiprocessor.
+    pub resources: KernelResources,
+    /// What the compiler said.
+    pub log: String,
+    /// How long the compile took, in microseconds.
+    pub compile_us: u64,
+}
+
+/// `meta.json`: an entry's description, and a digest over it so that a flipped bit in a number is seen as well.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MetaFile {
+    entry: Meta,
+    blake3: String,
+}
+
+/// A complete, checked entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Its description.
+    pub meta: Meta,
+    /// Its binary.
+    pub cubin: Vec<u8>,
+}
+
+/// What a look into the store found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Lookup {
+    /// A complete, checked entry.
+    Hit(Box<Entry>),
+    /// Nothing.
+    Absent,
+    /// Something that is not a good entry.
+    Damaged(String),
+}
+
+/// What became of a new kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kept {
+    /// It is in the store.
+    Stored,
+    /// Another process stored the same kernel first.
+    LostRace,
+    /// It is not in the store; the kernel itself is as good as any.
+    NotStored(String),
+}
+
+impl Store {
+    /// Opens the folder, creating it with mode 0700 if it is not there.
+    ///
+    /// Refuses a folder that somebody else could write to: what lies in it is code that is going to be run.
+    pub fn open(root: &Path) -> Result<Store, Unusable> {
+        let unusable = |why: String| Unusable { root: root.to_owned(), why };
+        if !root.is_dir() {
+            if let Some(parent) = root.parent() {
+                std::fs::create_dir_all(parent).map_err(|error| unusable(format!("{}: {error}", parent.display())))?;
+            }
+            match DirBuilder::new().mode(0o700).create(root) {
+                Ok(()) => {}
+                // Another process was faster.
+                Err(error) if error.kind() == ErrorKind::AlreadyExists && root.is_dir() => {}
+                Err(error) => return Err(unusable(error.to_string())),
+            }
+        }
+        let metadata = std::fs::metadata(root).map_err(|error| unusable(error.to_string()))?;
+        let user = rustix::process::geteuid().as_raw();
+        if metadata.uid() != user && metadata.uid() != 0 {
+            return Err(unusable(format!(
+                "it belongs to user {}, not to this user ({user}) or root; set UNWEIGHT_CACHE_DIR to a folder of your own",
+                metadata.uid()
+            )));
+        }
+        if metadata.mode() & 0o002 != 0 {
+            return Err(unusable(format!(
+                "anybody can write to it (mode {:04o}), and its content is run; `chmod o-w` it",
+                metadata.mode() & 0o7777
+            )));
+        }
+        for folder in ["entries", "building", "locks"] {
+            // A read-only store still serves what it holds.
+            let _ = DirBuilder::new().mode(0o700).create(root.join(folder));
+        }
+        Ok(Store { root: root.to_owned() })
+    }
+
+    /// The folder.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Where complete entries are.
+    pub(crate) fn entries(&self) -> PathBuf {
+        self.root.join("entries")
+    }
+
+    pub(crate) fn building(&self) -> PathBuf {
+        self.root.join("building")
+    }
+
+    pub(crate) fn lock_path(&self, folder: &str) -> PathBuf {
+        self.root.join("locks").join(format!("{folder}.lock"))
+    }
+
+    /// Looks for an entry, checks it and notes its use.
+    pub fn get(&self, key: &Key) -> Lookup {
+        self.get_folder(&key.folder(), |meta| {
+            if meta.name == key.name && meta.source_key == key.source.to_string() && meta.compiler == key.compiler {
+                Ok(())
+            } else {
+                Err("meta.json is that of another kernel".to_owned())
+            }
+        })
+    }
+
+    /// Looks for an entry of this source by whichever compiler: the newest version that is undamaged.
+    pub fn get_any(&self, name: &str, source: &SourceKey) -> Lookup {
+        let prefix = folder_prefix(name, source);
+        let mut folders: Vec<String> = std::fs::read_dir(self.entries())
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+            .filter(|folder| folder.starts_with(&prefix))
+            .collect();
+        folders.sort_by_key(|folder| {
+            let version: Vec<u64> = folder[prefix.len()..]
+                .split(|character: char| !character.is_ascii_digit())
+                .filter_map(|digits| digits.parse().ok())
+                .take(2)
+                .collect();
+            std::cmp::Reverse((version, folder.clone()))
+        });
+        let mut result = Lookup::Absent;
+        for folder in folders {
+            match self.get_folder(&folder, |meta| {
+                if meta.source_key == source.to_string() {
+                    Ok(())
+                } else {
+                    Err("meta.json is that of another kernel".to_owned())
+                }
+            }) {
+                hit @ Lookup::Hit(_) => return hit,
+                other => result = other,
+            }
+        }
+        result
+    }
+
+    fn get_folder(&self, folder: &str, check: impl Fn(&Meta) -> Result<(), String>) -> Lookup {
+        let path = self.entries().join(folder);
+        // Not `exists()`: a dangling link or a file in the entry's place must be recognised, to be evicted.
+        match std::fs::symlink_metadata(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Lookup::Absent,
+            _ => {}
+        }
+        let read = || -> Result<Entry, String> {
+            let meta = read_meta(&path)?;
+            check(&meta)?;
+            let cubin = read_file(&path, "kernel.cubin", &meta.cubin)?;
+            Ok(Entry { meta, cubin })
+        };
+        match read() {
+            Ok(entry) => {
+                note_use(&path.join("meta.json"));
+                Lookup::Hit(Box::new(entry))
+            }
+            // It may have been pruned between the two looks.
+            Err(_) if !path.exists() && std::fs::symlink_metadata(&path).is_err() => Lookup::Absent,
+            Err(why) => Lookup::Damaged(why),
+        }
+    }
+
+    /// Puts a kernel in place: builds aside, flushes, renames.
+    pub fn put(&self, key: &Key, request: &CompileRequest, compiled: &Compiled, compile_us: u64) -> Kept {
+        let meta = Meta {
+            schema: SCHEMA,
+            name: key.name.clone(),
+            source_key: key.source.to_string(),
+            compiler: key.compiler.clone(),
+            arch: request.arch.clone(),
+            options: request.canonical_options(),
+            headers: request
+                .headers
+                .iter()
+                .map(|(name, text)| (name.clone(), blake3::hash(text.as_bytes()).to_hex().to_string()))
+                .collect(),
+            cubin: FileRecord::of(&compiled.cubin),
+            source: FileRecord::of(request.source.as_bytes()),
+            resources: compiled.resources.clone(),
+            log: compiled.log.clone(),
+            compile_us,
+        };
+        let folder = key.folder();
+        let place = self.entries().join(&folder);
+        let result = (|| -> Result<Kept, String> {
+            let say = |what: &str| {
+                let what = what.to_owned();
+                move |error: std::io::Error| format!("{what}: {error}")
+            };
+            let site = tempfile::Builder::new()
+                .prefix(&format!("{folder}."))
+                .tempdir_in(self.building())
+                .map_err(say("cannot create a folder"))?;
+            // Held until the end: tells `sweep` that somebody is at work. The lock goes with the folder, not with its name.
+            let handle = File::open(site.path()).map_err(say("cannot open a new folder"))?;
+            handle.try_lock().map_err(|error| format!("cannot lock a new folder: {error}"))?;
+            write_file(&site.path().join("kernel.cubin"), &compiled.cubin).map_err(say("kernel.cubin"))?;
+            write_file(&site.path().join("kernel.cu"), request.source.as_bytes()).map_err(say("kernel.cu"))?;
+            write_file(&site.path().join("meta.json"), &meta_bytes(&meta)).map_err(say("meta.json"))?;
+            handle.sync_all().map_err(say("cannot flush"))?;
+            match std::fs::rename(site.path(), &place) {
+                Ok(()) => {
+                    // Nothing is left under the temporary name.
+                    let _ = site.keep();
+                    // Without this flush a power cut may lose the entry, not damage it: failing here changes nothing.
+                    let _ = File::open(self.entries()).and_then(|entries| entries.sync_all());
+                    Ok(Kept::Stored)
+                }
+                Err(error) => match self.get(key) {
+                    Lookup::Hit(_) => Ok(Kept::LostRace),
+                    Lookup::Damaged(why) => Err(format!("a damaged entry is in the way and cannot be removed: {why}")),
+                    Lookup::Absent => Err(format!("cannot rename into place: {error}")),
+                },
+            }
+        })();
+        result.unwrap_or_else(Kept::NotStored)
+    }
+
+    /// Takes an entry out. True if it is gone.
+    ///
+    /// It leaves under another name first, so that no reader meets half of it.
+    pub(crate) fn evict(&self, folder: &str) -> bool {
+        let place = self.entries().join(folder);
+        let Ok(site) = tempfile::Builder::new().prefix("evicted.").tempdir_in(self.building()) else {
+            return false;
+        };
+        // What cannot be removed altogether stays in `building` and is swept later.
+        std::fs::rename(&place, site.path().join("entry")).is_ok()
+    }
+
+    /// Keeps what did not compile where its author can look at it. The folder, if it could be written.
+    pub(crate) fn keep_failure(
+        &self,
+        key: &Key,
+        request: &CompileRequest,
+        failure: &CompileFailure,
+    ) -> Option<PathBuf> {
+        let folder = self.root.join("failed").join(key.folder());
+        let write = || -> std::io::Result<()> {
+            std::fs::create_dir_all(folder.join("include"))?;
+            std::fs::write(folder.join("kernel.cu"), &request.source)?;
+            std::fs::write(folder.join("log.txt"), failure.log())?;
+            std::fs::write(folder.join("options.txt"), request.canonical_options().join("\n") + "\n")?;
+            for (name, text) in &request.headers {
+                let relative = Path::new(name);
+                // A header's name comes from a source; it must not lead out of the folder.
+                if relative.components().all(|component| matches!(component, Component::Normal(_))) {
+                    let path = folder.join("include").join(relative);
+                    if let Some(parent) = path.parent() {
+                        std::fs::create_dir_all(parent)?;
+                    }
+                    std::fs::write(path, text)?;
+                }
+            }
+            Ok(())
+        };
+        write().is_ok().then_some(folder)
+    }
+
+    /// Checks an entry in full, its source text included. Its description if it is good.
+    pub(crate) fn check(&self, folder: &str) -> Result<Meta, String> {
+        let path = self.entries().join(folder);
+        let meta = read_meta(&path)?;
+        read_file(&path, "kernel.cubin", &meta.cubin)?;
+        read_file(&path, "kernel.cu", &meta.source)?;
+        let prefix = format!("{}.{}.", meta.name, meta.source_key.get(..32).unwrap_or("?"));
+        if !folder.starts_with(&prefix) {
+            return Err("meta.json is that of another kernel".to_owned());
+        }
+        Ok(meta)
+    }
+
+    /// The description alone, for a listing.
+    pub(crate) fn describe(&self, folder: &str) -> Result<Meta, String> {
+        read_meta(&self.entries().join(folder))
+    }
+
+    /// Removes construction sites that nobody works on any more. How many.
+    pub(crate) fn sweep(&self, older_than: Duration) -> usize {
+        let mut swept = 0;
+        for entry in std::fs::read_dir(self.building()).into_iter().flatten().flatten() {
+            let path = entry.path();
+            let age =
+                entry.metadata().and_then(|metadata| metadata.modified()).ok().and_then(|time| time.elapsed().ok());
+            let abandoned = age.is_some_and(|age| age >= older_than)
+                && File::open(&path).is_ok_and(|handle| handle.try_lock().is_ok());
+            if abandoned && remove(&path).is_ok() {
+                swept += 1;
+            }
+        }
+        swept
+    }
+
+    /// [`Store::sweep`] with the age that is right while others are at work.
+    pub(crate) fn sweep_abandoned(&self) -> usize {
+        self.sweep(ABANDONED_AFTER)
+    }
+}
+
+/// Removes a file or a folder with all that is in it.
+pub(crate) fn remove(path: &Path) -> std::io::Result<()> {
+    if std::fs::symlink_metadata(path)?.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) }
+}
+
+fn meta_bytes(meta: &Meta) -> Vec<u8> {
+    // Serialising plain structs into memory has no way to fail.
+    let body = serde_json::to_vec(meta).unwrap_or_default();
+    let file = MetaFile { entry: meta.clone(), blake3: blake3::hash(&body).to_hex().to_string() };
+    let mut bytes = serde_json::to_vec_pretty(&file).unwrap_or_default();
+    bytes.push(b'\n');
+    bytes
+}
+
+fn read_meta(folder: &Path) -> Result<Meta, String> {
+    let bytes = read_bounded(&folder.join("meta.json"), META_LIMIT_BYTES).map_err(|why| format!("meta.json: {why}"))?;
+    let file: MetaFile = serde_json::from_slice(&bytes).map_err(|error| format!("meta.json: {error}"))?;
+    let body = serde_json::to_vec(&file.entry).map_err(|error| format!("meta.json: {error}"))?;
+    if blake3::hash(&body).to_hex().as_str() != file.blake3 {
+        return Err("meta.json: its digest does not match its content".to_owned());
+    }
+    if file.entry.schema != SCHEMA {
+        return Err(format!("meta.json: schema {}, expected {SCHEMA}", file.entry.schema));
+    }
+    Ok(file.entry)
+}
+
+fn read_file(folder: &Path, name: &str, record: &FileRecord) -> Result<Vec<u8>, String> {
+    let bytes = read_bounded(&folder.join(name), CUBIN_LIMIT_BYTES).map_err(|why| format!("{name}: {why}"))?;
+    let found = FileRecord::of(&bytes);
+    if found.bytes != record.bytes {
+        return Err(format!("{name}: {} bytes, expected {}", found.bytes, record.bytes));
+    }
+    if found.blake3 != record.blake3 {
+        return Err(format!("{name}: BLAKE3 {}, expected {}", found.blake3, record.blake3));
+    }
+    Ok(bytes)
+}
+
+fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, String> {
+    let say = |error: std::io::Error| error.to_string();
+    let file = File::open(path).map_err(say)?;
+    let metadata = file.metadata().map_err(say)?;
+    // A FIFO would block, a device never end.
+    if !metadata.is_file() {
+        return Err("not a file".to_owned());
+    }
+    if metadata.len() > limit {
+        return Err(format!("{} bytes, limit {limit}", metadata.len()));
+    }
+    let mut bytes = Vec::with_capacity(usize::try_from(metadata.len()).unwrap_or(0));
+    file.take(limit).read_to_end(&mut bytes).map_err(say)?;
+    Ok(bytes)
+}
+
+fn write_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let mut file = File::create_new(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
+}
+
+/// Notes the time of use as the modification time of `meta.json`. Access times are off on most machines.
+fn note_use(meta: &Path) {
+    let note = || -> std::io::Result<()> {
+        let now = SystemTime::now();
+        let noted = std::fs::metadata(meta)?.modified()?;
+        if now.duration_since(noted).is_ok_and(|age| age >= USE_NOTED_EVERY) {
+            File::options().append(true).open(meta)?.set_modified(now)?;
+        }
+        Ok(())
+    };
+    // A read-only store serves as well.
+    let _ = note();
+}

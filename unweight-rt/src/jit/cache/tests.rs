@@ -1,0 +1,437 @@
+//! The cache in one process. tests/jit/cache_processes.rs has many.
+
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+
+use tempfile::TempDir;
+
+use super::*;
+use crate::jit::compiler::FakeCompiler;
+
+fn request(name: &str) -> CompileRequest {
+    CompileRequest {
+        name: name.to_owned(),
+        source: format!("source of {name}"),
+        headers: vec![("unweight/h.cuh".to_owned(), "header".to_owned()), ("../evil.cuh".to_owned(), "x".to_owned())],
+        options: Vec::new(),
+        arch: "sm_90a".to_owned(),
+    }
+}
+
+fn policy(mode: JitMode) -> Policy {
+    Policy { mode, lock_timeout: Duration::from_secs(20) }
+}
+
+struct Fixture {
+    _dir: TempDir,
+    root: PathBuf,
+    compiler: Arc<FakeCompiler>,
+}
+
+impl Fixture {
+    fn new() -> Fixture {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("cache");
+        Fixture { _dir: dir, root, compiler: Arc::new(FakeCompiler::default()) }
+    }
+
+    fn cache(&self) -> KernelCache {
+        self.with(JitMode::Auto)
+    }
+
+    fn with(&self, mode: JitMode) -> KernelCache {
+        KernelCache::new(policy(mode), Some(&self.root), self.compiler.clone())
+    }
+
+    /// The folder of the only entry.
+    fn entry(&self) -> PathBuf {
+        let mut entries: Vec<_> =
+            std::fs::read_dir(self.root.join("entries")).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert_eq!(entries.len(), 1, "{entries:?}");
+        entries.remove(0)
+    }
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn cold_then_warm() {
+    let fixture = Fixture::new();
+    let first = fixture.cache().get(&request("uw_a")).unwrap();
+    assert_eq!(first.state, CacheState::Compiled { why: Miss::Absent, kept: Kept::Stored });
+    let second = fixture.cache().get(&request("uw_a")).unwrap();
+    assert_eq!(second.state, CacheState::Hit);
+    assert_eq!(&*second.cubin, FakeCompiler::output(&request("uw_a")));
+    assert_eq!((&second.cubin, &second.resources, &second.name), (&first.cubin, &first.resources, &first.name));
+    assert_eq!(fixture.compiler.calls(), 1);
+    assert_eq!(names(&fixture.entry()), ["kernel.cu", "kernel.cubin", "meta.json"]);
+    assert_eq!(std::fs::read_to_string(fixture.entry().join("kernel.cu")).unwrap(), "source of uw_a");
+    assert!(names(&fixture.root.join("building")).is_empty());
+}
+
+#[test]
+fn the_root_belongs_to_its_user_alone() {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    let fixture = Fixture::new();
+    fixture.cache().get(&request("uw_a")).unwrap();
+    assert_eq!(std::fs::metadata(&fixture.root).unwrap().mode() & 0o777, 0o700);
+    // Opened to the world, its content is not trusted any more.
+    std::fs::set_permissions(&fixture.root, std::fs::Permissions::from_mode(0o707)).unwrap();
+    let artifact = fixture.cache().get(&request("uw_a")).unwrap();
+    let CacheState::Compiled { why: Miss::NoStore(why), kept: Kept::NotStored(_) } = artifact.state else {
+        panic!("{:?}", artifact.state)
+    };
+    assert!(why.contains("chmod o-w"), "{why}");
+}
+
+#[test]
+fn every_kind_of_damage_is_evicted_and_rebuilt_once() {
+    type Harm = fn(&Path);
+    let harms: &[(&str, Harm)] = &[
+        ("flipped cubin bit", |entry| flip(&entry.join("kernel.cubin"), 17)),
+        ("short cubin", |entry| truncate(&entry.join("kernel.cubin"), 100)),
+        ("empty cubin", |entry| truncate(&entry.join("kernel.cubin"), 0)),
+        ("no cubin", |entry| std::fs::remove_file(entry.join("kernel.cubin")).unwrap()),
+        ("truncated meta", |entry| truncate(&entry.join("meta.json"), 40)),
+        ("empty meta", |entry| truncate(&entry.join("meta.json"), 0)),
+        ("no meta", |entry| std::fs::remove_file(entry.join("meta.json")).unwrap()),
+        ("changed number in meta", |entry| {
+            let path = entry.join("meta.json");
+            let text = std::fs::read_to_string(&path).unwrap();
+            let changed = text.replace("\"registers\": 32", "\"registers\": 33");
+            assert_ne!(text, changed);
+            std::fs::write(path, changed).unwrap();
+        }),
+        ("huge meta", |entry| {
+            std::fs::File::options().write(true).open(entry.join("meta.json")).unwrap().set_len(1 << 40).unwrap()
+        }),
+        ("a folder for the cubin", |entry| {
+            std::fs::remove_file(entry.join("kernel.cubin")).unwrap();
+            std::fs::create_dir(entry.join("kernel.cubin")).unwrap();
+        }),
+        ("a file for the entry", |entry| {
+            std::fs::remove_dir_all(entry).unwrap();
+            std::fs::write(entry, "x").unwrap();
+        }),
+        ("a dangling link for the entry", |entry| {
+            std::fs::remove_dir_all(entry).unwrap();
+            std::os::unix::fs::symlink("/nonexistent", entry).unwrap();
+        }),
+    ];
+    for (what, harm) in harms {
+        let fixture = Fixture::new();
+        fixture.cache().get(&request("uw_a")).unwrap();
+        harm(&fixture.entry());
+        let rebuilt = fixture.cache().get(&request("uw_a")).unwrap();
+        assert!(
+            matches!(&rebuilt.state, CacheState::Compiled { why: Miss::Damaged(_), kept: Kept::Stored }),
+            "{what}: {:?}",
+            rebuilt.state
+        );
+        assert_eq!(&*rebuilt.cubin, FakeCompiler::output(&request("uw_a")), "{what}");
+        assert_eq!(fixture.cache().get(&request("uw_a")).unwrap().state, CacheState::Hit, "{what}");
+        assert_eq!(fixture.compiler.calls(), 2, "{what}");
+        assert!(names(&fixture.root.join("building")).is_empty(), "{what}");
+    }
+}
+
+fn flip(path: &Path, at: usize) {
+    let mut bytes = std::fs::read(path).unwrap();
+    bytes[at] ^= 4;
+    std::fs::write(path, bytes).unwrap();
+}
+
+fn truncate(path: &Path, len: u64) {
+    std::fs::File::options().write(true).open(path).unwrap().set_len(len).unwrap();
+}
+
+#[test]
+fn an_entry_under_another_kernels_name_is_damage() {
+    let fixture = Fixture::new();
+    fixture.cache().get(&request("uw_a")).unwrap();
+    let a = fixture.entry();
+    let key = Key {
+        name: "uw_b".to_owned(),
+        source: SourceKey::of(&request("uw_b")),
+        compiler: fixture.compiler.identity().unwrap(),
+    };
+    std::fs::rename(&a, fixture.root.join("entries").join(key.folder())).unwrap();
+    let cache = fixture.cache();
+    let verified = cache.store().unwrap().verify(false).unwrap();
+    assert_eq!((verified.good, verified.damaged.len()), (0, 1));
+    let artifact = cache.get(&request("uw_b")).unwrap();
+    assert!(matches!(artifact.state, CacheState::Compiled { why: Miss::Damaged(_), kept: Kept::Stored }));
+    assert_eq!(artifact.name, "uw_b");
+}
+
+#[test]
+fn a_root_that_cannot_be_is_a_miss_with_a_reason() {
+    let fixture = Fixture::new();
+    // A file stands where the folder should be; unlike a mode, this also stops root.
+    std::fs::write(&fixture.root, "").unwrap();
+    for dir in [Some(fixture.root.clone()), Some(fixture.root.join("below")), None] {
+        let cache = KernelCache::new(policy(JitMode::Auto), dir.as_deref(), fixture.compiler.clone());
+        let artifact = cache.get(&request("uw_a")).unwrap();
+        assert!(
+            matches!(&artifact.state, CacheState::Compiled { why: Miss::NoStore(_), kept: Kept::NotStored(_) }),
+            "{:?}",
+            artifact.state
+        );
+        assert_eq!(&*artifact.cubin, FakeCompiler::output(&request("uw_a")));
+    }
+}
+
+#[test]
+fn a_store_that_cannot_be_written_still_serves() {
+    let fixture = Fixture::new();
+    fixture.cache().get(&request("uw_a")).unwrap();
+    // As on a read-only file system, for root too: nothing can be created in a file.
+    for folder in ["building", "locks"] {
+        std::fs::remove_dir_all(fixture.root.join(folder)).unwrap();
+        std::fs::write(fixture.root.join(folder), "").unwrap();
+    }
+    assert_eq!(fixture.cache().get(&request("uw_a")).unwrap().state, CacheState::Hit);
+    let other = fixture.cache().get(&request("uw_b")).unwrap();
+    assert!(
+        matches!(&other.state, CacheState::Compiled { why: Miss::Absent, kept: Kept::NotStored(_) }),
+        "{:?}",
+        other.state
+    );
+    // A damaged entry that cannot be removed is compiled around, not used.
+    flip(&fixture.entry().join("kernel.cubin"), 0);
+    let damaged = fixture.cache().get(&request("uw_a")).unwrap();
+    assert!(
+        matches!(&damaged.state, CacheState::Compiled { why: Miss::Damaged(_), kept: Kept::NotStored(_) }),
+        "{:?}",
+        damaged.state
+    );
+    assert_eq!(&*damaged.cubin, FakeCompiler::output(&request("uw_a")));
+}
+
+#[test]
+fn many_threads_compile_each_kernel_once_and_tell_of_each() {
+    let mut fixture = Fixture::new();
+    fixture.compiler = Arc::new(FakeCompiler::new("1.0", Duration::from_millis(3)));
+    // Every kernel is asked for twice.
+    let requests: Vec<_> = (0..40).map(|index| request(&format!("uw_{}", index % 20))).collect();
+    let told = Mutex::new(Vec::new());
+    let inside = AtomicBool::new(false);
+    let artifacts = fixture
+        .cache()
+        .compile_all(&requests, 8, &|progress| {
+            assert!(!inside.swap(true, Ordering::SeqCst), "two callbacks at a time");
+            assert_eq!(progress.total, 20);
+            told.lock().unwrap().push((progress.done, progress.artifact.name.clone()));
+            inside.store(false, Ordering::SeqCst);
+        })
+        .unwrap();
+    for (request, artifact) in requests.iter().zip(&artifacts) {
+        assert_eq!(artifact.name, request.name);
+        assert_eq!(&*artifact.cubin, FakeCompiler::output(request));
+    }
+    assert_eq!(fixture.compiler.calls(), 20);
+    let told = told.into_inner().unwrap();
+    assert_eq!(told.iter().map(|(done, _)| *done).collect::<Vec<_>>(), (1..=20).collect::<Vec<_>>());
+    // The second time, exactly the two missing ones are compiled.
+    let more: Vec<_> = (0..22).map(|index| request(&format!("uw_{index}"))).collect();
+    let artifacts = fixture.cache().compile_all(&more, 8, &|_| {}).unwrap();
+    assert_eq!(artifacts.iter().filter(|artifact| artifact.state.is_hit()).count(), 20);
+    assert_eq!(fixture.compiler.calls(), 22);
+}
+
+#[test]
+fn threads_with_a_cache_each_share_one_compile() {
+    let mut fixture = Fixture::new();
+    fixture.compiler = Arc::new(FakeCompiler::new("1.0", Duration::from_millis(50)));
+    let states: Vec<CacheState> = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            (0..16).map(|_| scope.spawn(|| fixture.cache().get(&request("uw_a")).unwrap().state)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(fixture.compiler.calls(), 1);
+    assert_eq!(states.iter().filter(|state| !state.is_hit()).count(), 1);
+    assert!(states.contains(&CacheState::HitAfterWait), "{states:?}");
+}
+
+#[test]
+fn who_cannot_have_the_lock_compiles_without_it() {
+    let fixture = Fixture::new();
+    let cache = KernelCache::new(
+        Policy { mode: JitMode::Auto, lock_timeout: Duration::from_millis(20) },
+        Some(&fixture.root),
+        fixture.compiler.clone(),
+    );
+    let key = Key {
+        name: "uw_a".to_owned(),
+        source: SourceKey::of(&request("uw_a")),
+        compiler: fixture.compiler.identity().unwrap(),
+    };
+    let lock = lock::acquire(&cache.store().unwrap().lock_path(&key.folder()), Duration::ZERO);
+    assert!(matches!(lock, Lock::Held { .. }));
+    let artifact = cache.get(&request("uw_a")).unwrap();
+    let expected = Miss::LockTimeout(Duration::from_millis(20));
+    assert_eq!(artifact.state, CacheState::Compiled { why: expected, kept: Kept::Stored });
+}
+
+#[test]
+fn the_loser_of_a_race_keeps_its_own_bytes() {
+    let fixture = Fixture::new();
+    let cache = fixture.cache();
+    let store = cache.store().unwrap();
+    let key = Key {
+        name: "uw_a".to_owned(),
+        source: SourceKey::of(&request("uw_a")),
+        compiler: fixture.compiler.identity().unwrap(),
+    };
+    let compiled = fixture.compiler.compile(&request("uw_a")).unwrap();
+    assert_eq!(store.put(&key, &request("uw_a"), &compiled, 1), Kept::Stored);
+    assert_eq!(store.put(&key, &request("uw_a"), &compiled, 1), Kept::LostRace);
+    assert!(names(&store.building()).is_empty());
+}
+
+#[test]
+fn cache_only_names_every_missing_kernel_and_compiles_none() {
+    let fixture = Fixture::new();
+    fixture.cache().get(&request("uw_b")).unwrap();
+    let requests = [request("uw_a"), request("uw_b"), request("uw_c")];
+    let error = fixture.with(JitMode::CacheOnly).compile_all(&requests, 4, &|_| panic!("called")).unwrap_err();
+    let Error::NotCached { missing, .. } = &error else { panic!("{error}") };
+    assert_eq!(missing, &["uw_a", "uw_c"]);
+    assert!(error.to_string().contains("UNWEIGHT_JIT=cache-only"), "{error}");
+    assert_eq!(fixture.compiler.calls(), 1);
+    assert_eq!(fixture.with(JitMode::CacheOnly).get(&request("uw_b")).unwrap().state, CacheState::Hit);
+}
+
+#[test]
+fn without_a_compiler_any_compilers_kernel_of_the_same_source_serves() {
+    struct NoCompiler;
+    impl Compiler for NoCompiler {
+        fn identity(&self) -> Result<CompilerId, Error> {
+            Err(Error::BadName("nobody is here".to_owned()))
+        }
+        fn compile(&self, _: &CompileRequest) -> Result<crate::jit::compiler::Compiled, Error> {
+            panic!("asked to compile")
+        }
+    }
+    let mut fixture = Fixture::new();
+    for version in ["1.9", "1.10", "1.2"] {
+        fixture.compiler = Arc::new(FakeCompiler::new(version, Duration::ZERO));
+        fixture.cache().get(&request("uw_a")).unwrap();
+    }
+    let cache = KernelCache::new(policy(JitMode::Auto), Some(&fixture.root), Arc::new(NoCompiler));
+    assert_eq!(cache.get(&request("uw_a")).unwrap().compiler.version, "1.10");
+    let error = cache.get(&request("uw_b")).unwrap_err().to_string();
+    assert!(error.contains("uw_b") && error.contains("nobody is here"), "{error}");
+    // The newest one damaged: the next newest serves.
+    let newest = names(&fixture.root.join("entries")).into_iter().find(|name| name.contains("1.10")).unwrap();
+    flip(&fixture.root.join("entries").join(newest).join("kernel.cubin"), 3);
+    assert_eq!(cache.get(&request("uw_a")).unwrap().compiler.version, "1.9");
+}
+
+#[test]
+fn off_touches_no_disk() {
+    let fixture = Fixture::new();
+    for _ in 0..2 {
+        let artifact = fixture.with(JitMode::Off).get(&request("uw_a")).unwrap();
+        assert!(matches!(artifact.state, CacheState::Compiled { why: Miss::Off, .. }));
+    }
+    assert_eq!(fixture.compiler.calls(), 2);
+    assert!(!fixture.root.exists());
+}
+
+#[test]
+fn failures_are_told_all_and_kept_with_their_sources() {
+    let fixture = Fixture::new();
+    let bad = |name: &str| CompileRequest { source: "#error\n".to_owned(), ..request(name) };
+    let error = fixture.cache().compile_all(&[bad("uw_x"), request("uw_a"), bad("uw_y")], 2, &|_| {}).unwrap_err();
+    let Error::Several(errors) = &error else { panic!("{error}") };
+    assert_eq!(errors.len(), 2);
+    let Error::Compile(failure) = &errors[0] else { panic!("{error}") };
+    assert_eq!(failure.name, "uw_x");
+    let kept = failure.kept.as_ref().unwrap();
+    assert_eq!(std::fs::read_to_string(kept.join("kernel.cu")).unwrap(), "#error\n");
+    assert_eq!(std::fs::read_to_string(kept.join("include/unweight/h.cuh")).unwrap(), "header");
+    assert!(std::fs::read_to_string(kept.join("log.txt")).unwrap().contains("#error directive"));
+    assert!(!kept.join("evil.cuh").exists(), "a header's name led out of its folder");
+    assert!(error.to_string().contains("uw_y"), "{error}");
+    // The good one was stored all the same, and a failure is tried again, not remembered.
+    assert_eq!(fixture.cache().get(&request("uw_a")).unwrap().state, CacheState::Hit);
+    assert!(fixture.cache().get(&bad("uw_x")).is_err());
+    assert_eq!(fixture.compiler.calls(), 4);
+    assert!(matches!(fixture.cache().get(&bad("../x")), Err(Error::BadName(_))));
+}
+
+#[test]
+fn listing_verifying_pruning_clearing() {
+    let fixture = Fixture::new();
+    let cache = fixture.cache();
+    let store = cache.store().unwrap();
+    assert!(store.ls().unwrap().is_empty());
+    let all: Vec<_> = (0..4).map(|index| request(&format!("uw_{index}"))).collect();
+    cache.compile_all(&all, 1, &|_| {}).unwrap();
+    // uw_2 was used last, uw_0 longest ago.
+    let now = std::time::SystemTime::now();
+    for (age, name) in [(400, "uw_0."), (300, "uw_1."), (100, "uw_2."), (200, "uw_3.")] {
+        let folder = names(&store.entries()).into_iter().find(|folder| folder.starts_with(name)).unwrap();
+        let meta = std::fs::File::options().append(true).open(store.entries().join(folder).join("meta.json")).unwrap();
+        meta.set_modified(now - Duration::from_secs(age)).unwrap();
+    }
+    let order = |store: &Store| -> Vec<String> {
+        store.ls().unwrap().into_iter().map(|listed| listed.meta.unwrap().name).collect()
+    };
+    assert_eq!(order(store), ["uw_0", "uw_1", "uw_3", "uw_2"]);
+    // A hit is a use.
+    cache.get(&request("uw_0")).unwrap();
+    assert_eq!(order(store), ["uw_1", "uw_3", "uw_2", "uw_0"]);
+
+    // Entries differ by a few bytes: how long each was compiled is written down in digits.
+    let bytes: Vec<u64> = store.ls().unwrap().iter().map(|listed| listed.bytes).collect();
+    assert!(bytes.iter().all(|bytes| *bytes > 4096));
+    assert_eq!(store.prune(u64::MAX).unwrap(), Removed::default());
+    let removed = store.prune(bytes[1..].iter().sum()).unwrap();
+    assert_eq!((removed.entries, removed.bytes, removed.failed), (1, bytes[0], 0));
+    assert_eq!(order(store), ["uw_3", "uw_2", "uw_0"]);
+
+    let victim = store.ls().unwrap().remove(1);
+    flip(&store.entries().join(&victim.folder).join("kernel.cu"), 2);
+    let verified = store.verify(false).unwrap();
+    assert_eq!((verified.good, verified.evicted), (2, 0));
+    assert_eq!(verified.damaged[0].0, victim.folder);
+    assert!(verified.damaged[0].1.starts_with("kernel.cu: BLAKE3"), "{verified:?}");
+    assert_eq!(store.verify(true).unwrap().evicted, 1);
+    assert_eq!(store.verify(true).unwrap(), Verified { good: 2, ..Verified::default() });
+
+    // A stranger's file in the root survives everything.
+    std::fs::write(fixture.root.join("README"), "mine").unwrap();
+    std::fs::create_dir(store.building().join("uw_9.dead")).unwrap();
+    let removed = store.clear().unwrap();
+    assert_eq!((removed.entries, removed.leftovers, removed.failed), (2, 1, 0));
+    assert_eq!(names(&fixture.root), ["README", "building", "entries", "locks"]);
+    for folder in ["building", "entries", "locks"] {
+        assert!(names(&fixture.root.join(folder)).is_empty(), "{folder}");
+    }
+    assert!(!cache.get(&request("uw_0")).unwrap().state.is_hit());
+}
+
+#[test]
+fn remains_of_the_dead_are_swept_and_sites_at_work_are_not() {
+    let fixture = Fixture::new();
+    let cache = fixture.cache();
+    let store = cache.store().unwrap();
+    for name in ["young", "old", "busy"] {
+        std::fs::create_dir(store.building().join(name)).unwrap();
+    }
+    let busy = std::fs::File::open(store.building().join("busy")).unwrap();
+    busy.try_lock().unwrap();
+    for name in ["old", "busy"] {
+        let folder = std::fs::File::open(store.building().join(name)).unwrap();
+        folder.set_modified(std::time::SystemTime::now() - Duration::from_secs(3600)).unwrap();
+    }
+    assert_eq!(store.prune(u64::MAX).unwrap().leftovers, 1);
+    assert_eq!(names(&store.building()), ["busy", "young"]);
+}

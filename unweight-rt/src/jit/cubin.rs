@@ -1,0 +1,410 @@
+//! Reads what a compiled kernel needs, and which instructions it holds, from a cubin.
+//!
+//! A cubin is a 64-bit little-endian ELF file of machine 190. Of its sections this module reads
+//!
+//! ```text
+//! .nv.info              per kernel: 0x2f registers, 0x11 frame bytes, 0x12 minimal stack bytes (payload: symbol u32, value u32)
+//! .nv.info.<kernel>     0x05 maximal threads (3 x u32), 0x10 required threads (3 x u32), 0x17 a parameter (its size: bits
+//!                       18 and up of the third word)
+//! .nv.shared.<kernel>   its size: static shared memory and 1024 bytes of the system's
+//! .text.<kernel>        16 bytes an instruction (sm_70 and newer); opcode = low 9 bits
+//! ```
+//!
+//! Attributes are `format u8, id u8` and then nothing (format 1), a byte (2), a half (3) or a size u16 with as many bytes (4).
+//! The vendor documents neither; ids and opcodes were found by compiling kernels that hold a known instruction
+//! (tests/jit/nvrtc.rs repeats that). Every offset is checked: hostile bytes are an error, never a panic.
+
+use std::collections::BTreeMap;
+
+use object::LittleEndian;
+use object::elf::{FileHeader64, SHT_NOBITS};
+use object::read::elf::{FileHeader, SectionHeader, Sym};
+use serde::{Deserialize, Serialize};
+
+/// Of a section `.nv.shared.<kernel>`, what the system keeps for itself on sm_80 and newer. It stands in front of the kernel's
+/// own and is not part of any limit that a kernel is held to.
+const RESERVED_SMEM_BYTES: u64 = 1024;
+
+/// Machine number of CUDA in an ELF header.
+const EM_CUDA: u16 = 190;
+
+/// Which instruction: its low 9 bits on `sm_90`. Bits 9 to 11 tell the form of the operands (register, descriptor, constant, ...)
+/// and are left out, so that both forms of wgmma are one opcode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Opcode(pub u16);
+
+impl Opcode {
+    /// wgmma, with the A operand in shared memory (0x9f0) or in registers (0xdf0).
+    pub const HGMMA: Opcode = Opcode(0x1f0);
+    /// mma.sync of 16-bit floats.
+    pub const HMMA: Opcode = Opcode(0x03c);
+    /// Load from local memory: a spill, or an array indexed at run time.
+    pub const LDL: Opcode = Opcode(0x183);
+    /// Store to local memory.
+    pub const STL: Opcode = Opcode(0x187);
+    /// ldmatrix.
+    pub const LDSM: Opcode = Opcode(0x03b);
+    /// stmatrix.
+    pub const STSM: Opcode = Opcode(0x044);
+    /// cp.async.bulk without a tensor map, either way.
+    pub const UBLKCP: Opcode = Opcode(0x1ba);
+    /// TMA load of a tensor box.
+    pub const UTMALDG: Opcode = Opcode(0x1b4);
+    /// TMA store of a tensor box.
+    pub const UTMASTG: Opcode = Opcode(0x1b5);
+    /// setmaxnreg.
+    pub const USETMAXREG: Opcode = Opcode(0x1c8);
+
+    /// The opcode of an instruction's first two bytes.
+    pub const fn of(low: u16) -> Opcode {
+        Opcode(low & 0x1ff)
+    }
+}
+
+/// What a kernel takes of a multiprocessor.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KernelResources {
+    /// Registers per thread at launch.
+    pub registers: u32,
+    /// Bytes of local frame per thread.
+    pub frame_bytes: u32,
+    /// Bytes of stack per thread. Greater than 0 where the compiler spilled.
+    pub stack_bytes: u32,
+    /// Threads per block that the kernel was compiled for (`__launch_bounds__`); 0 if it does not say.
+    pub max_threads: u32,
+    /// Static shared memory, without the 1024 bytes that the system reserves. What is asked for at launch comes on top.
+    pub static_smem_bytes: u64,
+    /// Bytes of all parameters, without what aligns them.
+    pub param_bytes: u32,
+    /// Instructions.
+    pub instructions: u64,
+    /// Loads from and stores to local memory among them.
+    pub local_accesses: u64,
+}
+
+/// One kernel of a cubin.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KernelInfo {
+    /// Its symbol.
+    pub name: String,
+    /// What it takes.
+    pub resources: KernelResources,
+    /// How often each opcode stands in its code.
+    pub opcodes: BTreeMap<Opcode, u64>,
+}
+
+impl KernelInfo {
+    /// How many instructions have any of these opcodes.
+    pub fn count(&self, opcodes: &[Opcode]) -> u64 {
+        opcodes.iter().filter_map(|opcode| self.opcodes.get(opcode)).sum()
+    }
+
+    /// Whether any register went to memory.
+    pub fn spills(&self) -> bool {
+        self.resources.local_accesses > 0 || self.resources.stack_bytes > 0
+    }
+}
+
+/// A cubin's kernels, in the order of their sections.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CubinInfo {
+    /// At least one.
+    pub kernels: Vec<KernelInfo>,
+}
+
+impl CubinInfo {
+    /// The kernel of this name.
+    pub fn kernel(&self, name: &str) -> Result<&KernelInfo, CubinError> {
+        self.kernels.iter().find(|kernel| kernel.name == name).ok_or_else(|| CubinError::NoSuchKernel {
+            name: name.to_owned(),
+            present: self.kernels.iter().map(|kernel| kernel.name.clone()).collect(),
+        })
+    }
+}
+
+/// Bytes that are no cubin, or a damaged one.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CubinError {
+    /// Not an ELF file, or its tables lead out of it.
+    #[error("not a readable cubin: {0}; delete it and compile again")]
+    Elf(String),
+    /// An ELF file for something else.
+    #[error("ELF machine {found}, expected {EM_CUDA} (CUDA)")]
+    Machine {
+        /// The header's machine number.
+        found: u16,
+    },
+    /// A section's content contradicts itself.
+    #[error("cubin section {section} is damaged at byte {offset}: {what}; delete it and compile again")]
+    Section {
+        /// The section.
+        section: String,
+        /// Offset inside it.
+        offset: usize,
+        /// What is wrong.
+        what: &'static str,
+    },
+    /// No kernel at all.
+    #[error("the cubin holds no kernel")]
+    Empty,
+    /// Not the kernel that was asked for.
+    #[error("the cubin holds no kernel {name}, only {}", .present.join(", "))]
+    NoSuchKernel {
+        /// What was asked for.
+        name: String,
+        /// What is there.
+        present: Vec<String>,
+    },
+}
+
+impl From<object::read::Error> for CubinError {
+    fn from(error: object::read::Error) -> CubinError {
+        CubinError::Elf(error.to_string())
+    }
+}
+
+/// Reads a cubin.
+pub fn read(bytes: &[u8]) -> Result<CubinInfo, CubinError> {
+    // The ELF structures are read in place, which asks for 8-byte alignment; a caller's slice may begin anywhere.
+    let aligned;
+    let bytes = if (bytes.as_ptr() as usize).is_multiple_of(8) {
+        bytes
+    } else {
+        aligned = Aligned::copy_of(bytes);
+        aligned.bytes()
+    };
+    let header = FileHeader64::<LittleEndian>::parse(bytes)?;
+    let endian = header.endian()?;
+    let machine = header.e_machine(endian).0;
+    if machine != EM_CUDA {
+        return Err(CubinError::Machine { found: machine });
+    }
+    let sections = header.sections(endian, bytes)?;
+    let symbols = sections.symbols(endian, bytes, object::elf::SHT_SYMTAB)?;
+
+    let mut kernels: Vec<KernelInfo> = Vec::new();
+    let mut by_name: BTreeMap<String, usize> = BTreeMap::new();
+    for section in sections.iter() {
+        let name = text(sections.section_name(endian, section)?);
+        if let Some(kernel) = name.strip_prefix(".text.") {
+            let code = section.data(endian, bytes)?;
+            let mut info = KernelInfo { name: kernel.to_owned(), ..KernelInfo::default() };
+            read_code(&mut info, code, &name)?;
+            if by_name.insert(kernel.to_owned(), kernels.len()).is_none() {
+                kernels.push(info);
+            }
+        }
+    }
+    for section in sections.iter() {
+        let name = text(sections.section_name(endian, section)?);
+        if name == ".nv.info" {
+            for attribute in attributes(section.data(endian, bytes)?, &name) {
+                let attribute = attribute?;
+                let (Some(symbol), Some(value)) = (word(attribute.payload, 0), word(attribute.payload, 1)) else {
+                    continue;
+                };
+                let symbol = symbols.symbol(object::SymbolIndex(symbol as usize))?;
+                let kernel = text(symbol.name(endian, symbols.strings())?);
+                // Device functions that are not inlined have numbers of their own.
+                let Some(index) = by_name.get(&kernel) else { continue };
+                let resources = &mut kernels[*index].resources;
+                match attribute.id {
+                    0x2f => resources.registers = value,
+                    0x11 => resources.frame_bytes = value,
+                    0x12 => resources.stack_bytes = value,
+                    _ => {}
+                }
+            }
+        } else if let Some(index) = name.strip_prefix(".nv.info.").and_then(|kernel| by_name.get(kernel)) {
+            let resources = &mut kernels[*index].resources;
+            for attribute in attributes(section.data(endian, bytes)?, &name) {
+                let attribute = attribute?;
+                match attribute.id {
+                    0x05 | 0x10 => {
+                        let threads = (0..3)
+                            .map(|dimension| word(attribute.payload, dimension))
+                            .try_fold(1u32, |product, side| product.checked_mul(side?));
+                        resources.max_threads = threads.ok_or(CubinError::Section {
+                            section: name.clone(),
+                            offset: attribute.offset,
+                            what: "thread counts are not three words with a product below 2^32",
+                        })?;
+                    }
+                    0x17 => {
+                        let size = word(attribute.payload, 2).map_or(0, |word| word >> 18);
+                        resources.param_bytes = resources.param_bytes.saturating_add(size);
+                    }
+                    _ => {}
+                }
+            }
+        } else if let Some(index) = name.strip_prefix(".nv.shared.").and_then(|kernel| by_name.get(kernel)) {
+            // No bytes in the file: the size is all there is.
+            if section.sh_type(endian) == SHT_NOBITS {
+                kernels[*index].resources.static_smem_bytes =
+                    section.sh_size(endian).saturating_sub(RESERVED_SMEM_BYTES);
+            }
+        }
+    }
+    if kernels.is_empty() {
+        return Err(CubinError::Empty);
+    }
+    Ok(CubinInfo { kernels })
+}
+
+fn read_code(info: &mut KernelInfo, code: &[u8], section: &str) -> Result<(), CubinError> {
+    let (instructions, rest) = code.as_chunks::<16>();
+    if !rest.is_empty() {
+        return Err(CubinError::Section {
+            section: section.to_owned(),
+            offset: code.len() - rest.len(),
+            what: "code is no multiple of 16 bytes",
+        });
+    }
+    for instruction in instructions {
+        let low = u16::from_le_bytes([instruction[0], instruction[1]]);
+        *info.opcodes.entry(Opcode::of(low)).or_default() += 1;
+    }
+    info.resources.instructions = instructions.len() as u64;
+    info.resources.local_accesses = info.count(&[Opcode::LDL, Opcode::STL]);
+    Ok(())
+}
+
+struct Attribute<'a> {
+    id: u8,
+    /// The bytes of format 4.
+    payload: &'a [u8],
+    offset: usize,
+}
+
+fn attributes<'a>(bytes: &'a [u8], section: &'a str) -> impl Iterator<Item = Result<Attribute<'a>, CubinError>> {
+    let mut offset = 0;
+    std::iter::from_fn(move || {
+        if offset == bytes.len() {
+            return None;
+        }
+        let start = offset;
+        let damaged = |what| Some(Err(CubinError::Section { section: section.to_owned(), offset: start, what }));
+        let Some(head) = bytes.get(start..start + 4) else {
+            offset = bytes.len();
+            return damaged("an attribute is cut off");
+        };
+        let half = u16::from_le_bytes([head[2], head[3]]);
+        let size = match head[0] {
+            1..=3 => 0,
+            4 => usize::from(half),
+            _ => {
+                offset = bytes.len();
+                return damaged("an attribute has an unknown format");
+            }
+        };
+        let Some(payload) = bytes.get(start + 4..start + 4 + size) else {
+            offset = bytes.len();
+            return damaged("an attribute's payload is cut off");
+        };
+        offset = start + 4 + size;
+        Some(Ok(Attribute { id: head[1], payload, offset: start }))
+    })
+}
+
+fn word(payload: &[u8], index: usize) -> Option<u32> {
+    let bytes = payload.get(4 * index..4 * index + 4)?;
+    Some(u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// A copy of some bytes at an address that is a multiple of 8.
+struct Aligned {
+    words: Vec<u64>,
+    len: usize,
+}
+
+impl Aligned {
+    fn copy_of(bytes: &[u8]) -> Aligned {
+        let words = bytes
+            .chunks(8)
+            .map(|chunk| {
+                let mut word = [0; 8];
+                word[..chunk.len()].copy_from_slice(chunk);
+                u64::from_ne_bytes(word)
+            })
+            .collect();
+        Aligned { words, len: bytes.len() }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &object::pod::bytes_of_slice(&self.words)[..self.len]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A cubin that NVRTC 13.0 made for sm_90a of:
+    /// `extern "C" __global__ void __launch_bounds__(96) k(float* x) { __shared__ float s[64]; s[threadIdx.x & 63] = x[threadIdx.x];
+    /// __syncthreads(); x[threadIdx.x] = s[63 - (threadIdx.x & 63)]; }`
+    const CUBIN: &[u8] = include_bytes!("../testdata/shared.cubin");
+
+    #[test]
+    fn a_real_cubin() {
+        let info = read(CUBIN).unwrap();
+        assert_eq!(info.kernels.len(), 1);
+        let kernel = info.kernel("k").unwrap();
+        let resources = &kernel.resources;
+        assert!((8..=32).contains(&resources.registers), "{resources:?}");
+        assert_eq!(resources.max_threads, 96);
+        assert_eq!(resources.static_smem_bytes, 256);
+        assert_eq!(resources.param_bytes, 8);
+        assert_eq!((resources.stack_bytes, resources.local_accesses), (0, 0));
+        assert_eq!(resources.instructions, kernel.opcodes.values().sum::<u64>());
+        assert!(!kernel.spills());
+        let error = info.kernel("other").unwrap_err();
+        assert_eq!(error.to_string(), "the cubin holds no kernel other, only k");
+    }
+
+    #[test]
+    fn any_alignment() {
+        let mut shifted = vec![0u8; CUBIN.len() + 8];
+        for shift in 0..8 {
+            shifted[shift..shift + CUBIN.len()].copy_from_slice(CUBIN);
+            assert_eq!(read(&shifted[shift..shift + CUBIN.len()]), read(CUBIN));
+        }
+    }
+
+    #[test]
+    fn every_truncation_of_what_is_read_is_an_error() {
+        // Section table: offset at byte 40 of the header, entries of 64 bytes, their number at byte 60. Program headers, which
+        // nobody reads here, may follow.
+        let offset = u64::from_le_bytes(CUBIN[40..48].try_into().unwrap()) as usize;
+        let sections = usize::from(u16::from_le_bytes(CUBIN[60..62].try_into().unwrap()));
+        let end = offset + 64 * sections;
+        assert!(end > 3000 && end <= CUBIN.len());
+        for len in 0..end {
+            assert!(read(&CUBIN[..len]).is_err(), "{len} bytes were accepted");
+        }
+    }
+
+    #[test]
+    fn no_damaged_byte_causes_a_panic() {
+        let mut refused = 0;
+        for index in 0..CUBIN.len() {
+            for flip in [0x01, 0x80, 0xff] {
+                let mut bytes = CUBIN.to_vec();
+                bytes[index] ^= flip;
+                refused += usize::from(read(&bytes).is_err());
+            }
+        }
+        assert!(refused > 100, "only {refused} refused");
+    }
+
+    #[test]
+    fn other_files_are_told_apart() {
+        assert!(matches!(read(b"text"), Err(CubinError::Elf(_))));
+        let mut other = CUBIN.to_vec();
+        other[18] = 62; // x86-64
+        assert_eq!(read(&other), Err(CubinError::Machine { found: 62 }));
+    }
+}

@@ -1,0 +1,10 @@
+//! From a source to a cubin: the libraries that are there, the compiler, and the cache of what it made.
+//!
+//! Nothing here opens a device.
+
+pub mod cache;
+pub mod compiler;
+pub mod cubin;
+pub mod error;
+pub mod nvrtc;
+pub mod toolchain;

@@ -1,0 +1,3 @@
+//! Layers: weights of a bundle with the kernels that every batch asks for.
+
+pub mod linear;

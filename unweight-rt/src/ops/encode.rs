@@ -1,0 +1,398 @@
+//! The encoder on the GPU: BF16 to the bytes that the CPU encoder makes (report section 4).
+//!
+//! ```text
+//! weights --stats--> sign_mantissa, histogram --table--> palette, code --rows--> row lengths, verbatim rows
+//!                                                                        --scan--> offsets --write--> bits, verbatim exponents
+//! ```
+//! Everything a stage needs of the one before is on the device; the host looks at the totals once, at the end. Buffers are sized for the
+//! worst case (319 bits a row, every row verbatim), so that nothing has to be measured before it can be written.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use unweight_codegen::{
+    abi::EncodeArgs,
+    plan::GemmShape,
+    spec::{EncodeStage, Op, VariantSpec},
+};
+use unweight_format::{
+    CodeLimit, CompressedTensor, Digest, Grid, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section,
+    TileMetadata,
+    bundle::{Encoder, EncoderError, Encoding},
+    layout::{TILE_WORDS_MAX, WORDS_ALIGN},
+    packed,
+};
+
+use crate::{
+    choose::KernelSet,
+    device::module::LoadedKernel,
+    device::{DeviceBuffer, DeviceError, Stream},
+    ops::repack::{PackError, Packer},
+    weight::DeviceMatrix,
+};
+
+/// The stages of a Huffman tensor, in order.
+pub const HUFFMAN_STAGES: [EncodeStage; 5] =
+    [EncodeStage::Stats, EncodeStage::Table, EncodeStage::Rows, EncodeStage::Scan, EncodeStage::Write];
+/// The stages of a palette tensor, in order.
+pub const PALETTE_STAGES: [EncodeStage; 5] =
+    [EncodeStage::Stats, EncodeStage::Table, EncodeStage::Rows, EncodeStage::Scan, EncodeStage::Palette];
+
+/// u32 words: 256 of the histogram, 8 of the four totals, then 8 for each block of `scan`.
+const SCRATCH_FIXED_WORDS: usize = 256 + 8;
+/// Tiles of one block of `scan`: no smaller than the kernel's, so that the scratch is never too small.
+const SCAN_TILES_MIN: usize = 256;
+
+/// The encoder kernels of one device, for one code limit.
+#[derive(Debug)]
+pub struct GpuEncoder {
+    kernels: Vec<Arc<LoadedKernel>>,
+    limit: CodeLimit,
+}
+
+/// The encoder of a device as [`bundle::compress_with`](unweight_format::bundle::compress_with) takes it: digests on the CPU, the rest on the GPU,
+/// one tensor at a time.
+#[derive(Debug)]
+pub struct BundleEncoder {
+    encoder: GpuEncoder,
+    /// One tensor at a time.
+    device: Mutex<(Stream, Packer)>,
+}
+
+impl BundleEncoder {
+    /// Compiles or finds the encoder's kernels.
+    ///
+    /// # Errors
+    /// The device or the compiler is missing, or failed.
+    pub fn new(kernels: &KernelSet, limit: CodeLimit) -> Result<Self, DeviceError> {
+        let stream = kernels.device().stream()?;
+        let packer = Packer::new(&stream, kernels)?;
+        Ok(Self { encoder: GpuEncoder::new(kernels, limit)?, device: Mutex::new((stream, packer)) })
+    }
+
+    /// A panic of another thread leaves the stream as usable as it was, and the packer's memory is written before it is read.
+    fn device(&self) -> MutexGuard<'_, (Stream, Packer)> {
+        self.device.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Encoder for BundleEncoder {
+    fn encode(
+        &self,
+        matrix: Matrix<'_>,
+        encoding: Encoding,
+        limit: CodeLimit,
+    ) -> Result<(Digest, CompressedTensor<Vec<u8>>), EncoderError> {
+        if limit != self.encoder.limit {
+            let reason = format!("made for code limit {}, asked for {}", self.encoder.limit.bits(), limit.bits());
+            return Err(EncoderError::Failed(reason.into()));
+        }
+        let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
+        let digest = Digest::of(matrix.bytes());
+        let (stream, _) = &*self.device();
+        let tensor = match encoding {
+            Encoding::Raw => CompressedTensor::Raw(matrix.bytes().to_vec()),
+            Encoding::Huffman => CompressedTensor::Huffman(self.encoder.encode(stream, matrix).map_err(failed)?),
+            Encoding::Palette => {
+                CompressedTensor::Palette(self.encoder.encode_palette(stream, matrix).map_err(failed)?)
+            }
+            other => return Err(EncoderError::Failed(format!("no kernel makes the form '{other}'").into())),
+        };
+        Ok((digest, tensor))
+    }
+
+    fn pack(&self, matrix: Matrix<'_>) -> Result<(Digest, PackedTensor<Vec<u8>>), EncoderError> {
+        packed::packable_shape(matrix.grid())?;
+        let digest = Digest::of(matrix.bytes());
+        let (stream, packer) = &mut *self.device();
+        let mut packed = || -> Result<PackedTensor<Vec<u8>>, PackError> {
+            Ok(packer.pack(stream, &DeviceMatrix::upload(stream, matrix)?)?.download(stream)?)
+        };
+        match packed() {
+            Ok(tensor) => Ok((digest, tensor)),
+            Err(PackError::Unpackable(why)) => Err(why.into()),
+            Err(PackError::Device(error)) => Err(EncoderError::Failed(Box::new(error))),
+        }
+    }
+}
+
+/// Device memory for encoding matrices of one shape.
+#[derive(Debug)]
+pub struct EncodeBuffers {
+    grid: Grid,
+    weights: DeviceBuffer<u8>,
+    sign_mantissa: DeviceBuffer<u8>,
+    scratch: DeviceBuffer<u32>,
+    palette: DeviceBuffer<u8>,
+    code_lengths: DeviceBuffer<u8>,
+    encode_table: DeviceBuffer<u32>,
+    decode_table: DeviceBuffer<u32>,
+    row_lengths: DeviceBuffer<u8>,
+    tile_metadata: DeviceBuffer<TileMetadata>,
+    encoded_exp: DeviceBuffer<u32>,
+    verbatim_exponents: DeviceBuffer<u8>,
+    palette_index: DeviceBuffer<u8>,
+}
+
+/// What the encoder counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EncodeTotals {
+    /// Words of coded bits, before padding.
+    pub words: u64,
+    /// Verbatim rows.
+    pub verbatim_rows: u64,
+    /// Most verbatim rows of one tile.
+    pub max_verbatim_rows: u64,
+}
+
+impl GpuEncoder {
+    /// The variants that an encoder consists of.
+    pub fn variants(device_arch: unweight_codegen::spec::Arch) -> Vec<VariantSpec> {
+        EncodeStage::ALL.iter().map(|stage| VariantSpec::encode(device_arch, *stage)).collect()
+    }
+
+    /// Compiles or finds the encoder's kernels.
+    pub fn new(kernels: &KernelSet, limit: CodeLimit) -> Result<Self, DeviceError> {
+        let variants = Self::variants(kernels.device().info().arch);
+        kernels.prepare(&variants, &|_| {})?;
+        Ok(Self { kernels: variants.iter().map(|spec| kernels.get(spec)).collect::<Result<_, _>>()?, limit })
+    }
+
+    /// The tensor of a matrix: the same bytes as [`unweight_format::encode::huffman`].
+    ///
+    /// # Errors
+    /// More than 2^32 words (store such a tensor raw), or the device failed.
+    pub fn encode(&self, stream: &Stream, matrix: Matrix<'_>) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
+        let mut buffers = EncodeBuffers::new(stream, matrix.grid())?;
+        buffers.set_weights(stream, matrix)?;
+        self.enqueue(stream, &mut buffers, &HUFFMAN_STAGES)?;
+        buffers.huffman(stream)
+    }
+
+    /// The palette tensor of a matrix: the same bytes as [`unweight_format::encode::palette`].
+    pub fn encode_palette(&self, stream: &Stream, matrix: Matrix<'_>) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
+        let mut buffers = EncodeBuffers::new(stream, matrix.grid())?;
+        buffers.set_weights(stream, matrix)?;
+        self.enqueue(stream, &mut buffers, &PALETTE_STAGES)?;
+        buffers.palette(stream)
+    }
+
+    /// Enqueues stages over buffers whose weights are set. Allocates nothing, so it can be captured.
+    pub fn enqueue(
+        &self,
+        stream: &Stream,
+        buffers: &mut EncodeBuffers,
+        stages: &[EncodeStage],
+    ) -> Result<(), DeviceError> {
+        for stage in stages {
+            self.enqueue_stage(stream, buffers, *stage)?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues one stage, and the clearing of the scratch before `stats`.
+    pub fn enqueue_stage(
+        &self,
+        stream: &Stream,
+        buffers: &mut EncodeBuffers,
+        stage: EncodeStage,
+    ) -> Result<(), DeviceError> {
+        if matches!(stage, EncodeStage::Stats) {
+            // Histogram, totals and the scan's state are one buffer, so that clearing them is one node of a graph.
+            buffers.scratch.fill_bytes(stream, 0)?;
+        }
+        let args = buffers.args(self.limit);
+        let problem = GemmShape { m: 0, n: args.n, k: args.k };
+        let kernel = self.kernel(stage)?;
+        // SAFETY: the buffers have the sizes that the grid and the capacities in `args` ask for. Dropping one waits for the kernel.
+        unsafe { kernel.launch(stream, problem, &args) }
+    }
+
+    /// The kernel of a stage.
+    pub fn kernel(&self, stage: EncodeStage) -> Result<&LoadedKernel, DeviceError> {
+        let of_stage =
+            |kernel: &&Arc<LoadedKernel>| matches!(kernel.spec().op, Op::Encode(spec) if spec.stage == stage);
+        match self.kernels.iter().find(of_stage) {
+            Some(kernel) => Ok(kernel),
+            None => Err(DeviceError::Shape(format!("the encoder has no stage {}", stage.tag()))),
+        }
+    }
+}
+
+impl EncodeBuffers {
+    /// Buffers for matrices of this shape.
+    pub fn new(stream: &Stream, grid: Grid) -> Result<Self, DeviceError> {
+        let tiles = grid.tiles();
+        // Rows are counted in 32 bits, words in 64.
+        if u32::try_from(tiles * 64).is_err() {
+            let (n, k) = (grid.rows(), grid.cols());
+            return Err(DeviceError::Shape(format!("[{n}, {k}] has more than 2^32 tile rows; encode it on the CPU")));
+        }
+        Ok(Self {
+            grid,
+            weights: DeviceBuffer::zeroed(stream, grid.elements() * 2)?,
+            sign_mantissa: DeviceBuffer::zeroed(stream, grid.elements())?,
+            scratch: DeviceBuffer::zeroed(stream, SCRATCH_FIXED_WORDS + 8 * tiles.div_ceil(SCAN_TILES_MIN))?,
+            palette: DeviceBuffer::zeroed(stream, 16)?,
+            code_lengths: DeviceBuffer::zeroed(stream, 16)?,
+            encode_table: DeviceBuffer::zeroed(stream, 256)?,
+            decode_table: DeviceBuffer::zeroed(stream, 1 << 15)?,
+            row_lengths: DeviceBuffer::zeroed(stream, tiles * 64)?,
+            tile_metadata: DeviceBuffer::zeroed(stream, tiles)?,
+            encoded_exp: DeviceBuffer::zeroed(stream, tiles * TILE_WORDS_MAX)?,
+            verbatim_exponents: DeviceBuffer::zeroed(stream, tiles * 64 * 64)?,
+            palette_index: DeviceBuffer::zeroed(stream, tiles * 64 * 32)?,
+        })
+    }
+
+    /// Copies a matrix of the buffers' shape to the device.
+    pub fn set_weights(&mut self, stream: &Stream, matrix: Matrix<'_>) -> Result<(), DeviceError> {
+        if matrix.grid() != self.grid {
+            return Err(DeviceError::Shape(format!("buffers for {:?}, got {:?}", self.grid, matrix.grid())));
+        }
+        self.weights.write(stream, 0, matrix.bytes())
+    }
+
+    /// Fills every output with a byte, so that what a stage leaves unwritten shows.
+    pub fn poison(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
+        for buffer in [
+            &mut self.sign_mantissa,
+            &mut self.palette,
+            &mut self.code_lengths,
+            &mut self.row_lengths,
+            &mut self.verbatim_exponents,
+            &mut self.palette_index,
+        ] {
+            buffer.fill_bytes(stream, byte)?;
+        }
+        for buffer in [&mut self.scratch, &mut self.encode_table, &mut self.decode_table, &mut self.encoded_exp] {
+            buffer.fill_bytes(stream, byte)?;
+        }
+        self.tile_metadata.fill_bytes(stream, byte)
+    }
+
+    /// Waits for the stages and reads what they counted.
+    ///
+    /// # Errors
+    /// The coded words exceed the format's 2^32.
+    pub fn totals(&self, stream: &Stream) -> Result<EncodeTotals, DeviceError> {
+        let words = self.scratch.read(stream, 256, 8)?;
+        let total = |i: usize| u64::from(words[2 * i]) | u64::from(words[2 * i + 1]) << 32;
+        let totals = EncodeTotals { words: total(0), verbatim_rows: total(1), max_verbatim_rows: total(2) };
+        let rows = self.grid.tiles() as u64 * 64;
+        // Capacities are the worst case, so a fault can only be the format's own limit, or a kernel gone wrong.
+        if total(3) != 0 || totals.words > self.encoded_exp.len() as u64 || totals.verbatim_rows > rows {
+            return Err(unweight_format::CodecError::TooManyWords { words: totals.words }.into());
+        }
+        Ok(totals)
+    }
+
+    /// The flat decode table that stage `decode_table` wrote: exponent | length << 8 | palette index << 16, `2^limit` entries.
+    pub fn decode_table(&self, stream: &Stream, limit: CodeLimit) -> Result<Vec<u32>, DeviceError> {
+        self.decode_table.read(stream, 0, 1 << limit.bits())
+    }
+
+    /// Waits for the stages of a Huffman tensor and reads it back. The sections are validated.
+    pub fn huffman(&self, stream: &Stream) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
+        let totals = self.totals(stream)?;
+        // `write` stores every word of a tile whole; the padding behind the last is the host's.
+        let mut words = self.encoded_exp.read(stream, 0, totals.words as usize)?;
+        words.resize(words.len().next_multiple_of(WORDS_ALIGN), 0);
+        let mut sections = self.common(stream, totals)?;
+        let mut failed = None;
+        let tensor = HuffmanTensor::from_sections(self.grid, |section| match section {
+            Section::EncodedExp => bytemuck::cast_slice(&words).to_vec(),
+            Section::RowLengths => keep(&mut failed, self.row_lengths.to_host(stream)),
+            Section::CodeLengths => keep(&mut failed, self.code_lengths.to_host(stream)),
+            other => sections.take(other),
+        });
+        finish(failed, tensor)
+    }
+
+    /// Waits for the stages of a palette tensor and reads it back. The sections are validated.
+    pub fn palette(&self, stream: &Stream) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
+        let totals = self.totals(stream)?;
+        let mut sections = self.common(stream, totals)?;
+        // The scan counted the words that a Huffman tensor would have; a palette tensor has none.
+        for record in sections.tile_metadata.chunks_exact_mut(TileMetadata::BYTES) {
+            record[..4].fill(0);
+        }
+        let mut failed = None;
+        let tensor = PaletteTensor::from_sections(self.grid, |section| match section {
+            Section::PaletteIndex => keep(&mut failed, self.palette_index.to_host(stream)),
+            other => sections.take(other),
+        });
+        finish(failed, tensor)
+    }
+
+    fn common(&self, stream: &Stream, totals: EncodeTotals) -> Result<Common, DeviceError> {
+        Ok(Common {
+            sign_mantissa: self.sign_mantissa.to_host(stream)?,
+            tile_metadata: bytemuck::cast_slice(&self.tile_metadata.to_host(stream)?).to_vec(),
+            verbatim_exponents: self.verbatim_exponents.read(stream, 0, totals.verbatim_rows as usize * 64)?,
+            palette: self.palette.to_host(stream)?,
+        })
+    }
+
+    fn args(&mut self, limit: CodeLimit) -> EncodeArgs {
+        EncodeArgs {
+            weights: self.weights.address(),
+            sign_mantissa: self.sign_mantissa.address(),
+            histogram: self.scratch.address(),
+            palette: self.palette.address(),
+            code_lengths: self.code_lengths.address(),
+            encode_table: self.encode_table.address(),
+            decode_table: self.decode_table.address(),
+            row_lengths: self.row_lengths.address(),
+            tile_metadata: self.tile_metadata.address(),
+            encoded_exp: self.encoded_exp.address(),
+            verbatim_exponents: self.verbatim_exponents.address(),
+            palette_index: self.palette_index.address(),
+            totals: self.scratch.address() + 256 * 4,
+            scan_state: self.scratch.address() + SCRATCH_FIXED_WORDS as u64 * 4,
+            capacity_words: self.encoded_exp.len() as u64,
+            // Fits: checked when the buffers were made, as do the dimensions of any grid.
+            capacity_rows: (self.grid.tiles() * 64) as u32,
+            code_limit: limit.bits(),
+            n: self.grid.rows() as u32,
+            k: self.grid.cols() as u32,
+            tile_rows: self.grid.tile_rows() as u32,
+            tile_cols: self.grid.tile_cols() as u32,
+        }
+    }
+}
+
+/// Sections that both forms have.
+struct Common {
+    sign_mantissa: Vec<u8>,
+    tile_metadata: Vec<u8>,
+    verbatim_exponents: Vec<u8>,
+    palette: Vec<u8>,
+}
+
+impl Common {
+    fn take(&mut self, section: Section) -> Vec<u8> {
+        match section {
+            Section::SignMantissa => std::mem::take(&mut self.sign_mantissa),
+            Section::TileMetadata => std::mem::take(&mut self.tile_metadata),
+            Section::VerbatimExponents => std::mem::take(&mut self.verbatim_exponents),
+            Section::Palette => std::mem::take(&mut self.palette),
+            // The callers answer for the sections of one form only.
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// The value, or an empty one with the error remembered: a section is asked for where no error can be returned.
+fn keep(failed: &mut Option<DeviceError>, read: Result<Vec<u8>, DeviceError>) -> Vec<u8> {
+    read.unwrap_or_else(|error| {
+        failed.get_or_insert(error);
+        Vec::new()
+    })
+}
+
+fn finish<T>(failed: Option<DeviceError>, tensor: Result<T, unweight_format::CodecError>) -> Result<T, DeviceError> {
+    match failed {
+        Some(error) => Err(error),
+        None => Ok(tensor?),
+    }
+}

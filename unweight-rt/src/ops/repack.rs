@@ -1,0 +1,277 @@
+//! The conversions of the packed form on the GPU (`docs/format.md` A.9): the bytes that the CPU makes.
+//!
+//! ```text
+//! DeviceMatrix ---stats---> 256 counts --host: window--> pack --> containers, heads --host: words of the lists--> lists --> DevicePacked
+//! DeviceHuffman --full----> scratch ---> as above
+//! DevicePacked --unpack---> DeviceMatrix
+//! ```
+//! Packing reads the weights twice, and a third time where a row block has a list. The host looks twice: at the counts, by which the same code as on the
+//! CPU chooses the window or refuses, and at the sizes of the lists, so that nothing is allocated that is not needed.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    VariantSpec,
+    abi::{EncodeArgs, RepackArgs},
+    plan::GemmShape,
+    spec::{Arch, EncodeStage, RepackStage},
+};
+use unweight_format::{
+    Grid, Histogram,
+    packed::{self, Unpackable, Window},
+};
+
+use crate::{
+    choose::KernelSet,
+    device::module::LoadedKernel,
+    device::{DeviceBuffer, DeviceError, Stream},
+    ops::decode::Decoder,
+    weight::{DeviceHuffman, DeviceMatrix, DevicePacked},
+};
+
+/// u32 words of the scratch before the words of each group of row blocks: 256 counts, and a u64, the place of an element without operand.
+const SCRATCH_FIXED_WORDS: usize = 256 + 2;
+
+/// Why there is no packed tensor.
+#[derive(Debug, thiserror::Error)]
+pub enum PackError {
+    /// The matrix stays in another form.
+    #[error(transparent)]
+    Unpackable(#[from] Unpackable),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// The conversion kernels of one device, with the memory they work in.
+#[derive(Debug)]
+pub struct Packer {
+    stats: Arc<LoadedKernel>,
+    pack: Arc<LoadedKernel>,
+    lists: Arc<LoadedKernel>,
+    unpack: Arc<LoadedKernel>,
+    scratch: DeviceBuffer<u32>,
+    /// Decoded weights, while a tensor is transcoded.
+    decoded: DeviceBuffer<u16>,
+}
+
+/// Weights on the device, row-major.
+#[derive(Clone, Copy)]
+struct Source {
+    grid: Grid,
+    address: u64,
+}
+
+impl Packer {
+    /// The variants that a packer consists of.
+    pub fn variants(arch: Arch) -> Vec<VariantSpec> {
+        let stages = RepackStage::ALL.iter().map(|&stage| VariantSpec::repack(arch, stage));
+        stages.chain([VariantSpec::encode(arch, EncodeStage::Stats)]).collect()
+    }
+
+    /// Compiles or finds the kernels. Memory grows with the largest tensor that is packed.
+    ///
+    /// # Errors
+    /// The device or the compiler is missing, or failed.
+    pub fn new(stream: &Stream, kernels: &KernelSet) -> Result<Self, DeviceError> {
+        let arch = kernels.device().info().arch;
+        kernels.prepare(&Self::variants(arch), &|_| {})?;
+        let stage = |stage| kernels.get(&VariantSpec::repack(arch, stage));
+        Ok(Self {
+            stats: kernels.get(&VariantSpec::encode(arch, EncodeStage::Stats))?,
+            pack: stage(RepackStage::Pack)?,
+            lists: stage(RepackStage::Lists)?,
+            unpack: stage(RepackStage::Unpack)?,
+            scratch: DeviceBuffer::zeroed(stream, SCRATCH_FIXED_WORDS)?,
+            decoded: DeviceBuffer::zeroed(stream, 0)?,
+        })
+    }
+
+    /// The packed form of a matrix: the same bytes as [`unweight_format::packed::pack`]. Waits for the stream.
+    ///
+    /// # Errors
+    /// [`PackError`]; what is not packed and why is said there.
+    pub fn pack(&mut self, stream: &Stream, weights: &DeviceMatrix) -> Result<DevicePacked, PackError> {
+        let grid = Grid::new(weights.rows() as usize, weights.cols() as usize).map_err(DeviceError::from)?;
+        self.pack_source(stream, Source { grid, address: weights.data().address() })
+    }
+
+    /// The packed form of a Huffman tensor, through a decoder of whole matrices. Waits for the stream. Allocates nothing but the result if a tensor
+    /// before was as large.
+    ///
+    /// # Errors
+    /// As for [`Packer::pack`]; `decoder` does not take the tensor, or met metadata that leave their sections.
+    pub fn transcode(
+        &mut self,
+        stream: &Stream,
+        decoder: &mut Decoder,
+        tensor: &DeviceHuffman,
+    ) -> Result<DevicePacked, PackError> {
+        let grid = tensor.grid();
+        packed::packable_shape(grid)?;
+        if self.decoded.len() < grid.elements() {
+            self.decoded = DeviceBuffer::zeroed(stream, grid.elements())?;
+        }
+        decoder.full_into(stream, tensor, &mut self.decoded)?;
+        decoder.check(stream)?;
+        let source = Source { grid, address: self.decoded.address() };
+        self.pack_source(stream, source)
+    }
+
+    /// Enqueues the unpacking of a tensor.
+    ///
+    /// # Errors
+    /// `output` has another shape.
+    pub fn unpack(&self, stream: &Stream, tensor: &DevicePacked, output: &mut DeviceMatrix) -> Result<(), DeviceError> {
+        let grid = tensor.grid();
+        let (rows, cols) = (output.rows() as usize, output.cols() as usize);
+        if (rows, cols) != (grid.rows(), grid.cols()) {
+            let (n, k) = (grid.rows(), grid.cols());
+            return self.unpack.refuse(format!("output [{rows}, {cols}] for a tensor [{n}, {k}]"));
+        }
+        let args = self.args(Source { grid, address: output.data_mut().address() }, tensor.window());
+        // SAFETY: the sections have the sizes that the grid asks for or the count beside them, `output` has the grid's shape, and the kernel follows no
+        // index unchecked. Dropping a buffer waits for the kernel.
+        unsafe { self.unpack.launch(stream, problem(grid), &with_sections(args, tensor)) }
+    }
+
+    /// Enqueues the first `steps` of stats, pack and lists once more, over what this packer made of these weights. Allocates nothing, so it can be captured.
+    pub(crate) fn again(
+        &mut self,
+        stream: &Stream,
+        weights: &DeviceMatrix,
+        tensor: &mut DevicePacked,
+        steps: usize,
+    ) -> Result<(), DeviceError> {
+        let grid = tensor.grid();
+        if (weights.rows() as usize, weights.cols() as usize) != (grid.rows(), grid.cols()) {
+            return self.pack.refuse("weights and tensor have different shapes".to_owned());
+        }
+        let source = Source { grid, address: weights.data().address() };
+        self.reserve(stream, grid)?;
+        self.enqueue_stats(stream, source)?;
+        let args = with_sections(self.args(source, tensor.window()), tensor);
+        for kernel in [&self.pack, &self.lists].into_iter().take(steps - 1) {
+            // SAFETY: source and sections have the grid's sizes, the scratch a word for each group; `lists` writes no word past `escape_words`.
+            unsafe { kernel.launch(stream, problem(grid), &args) }?;
+        }
+        Ok(())
+    }
+
+    fn pack_source(&mut self, stream: &Stream, source: Source) -> Result<DevicePacked, PackError> {
+        let grid = source.grid;
+        packed::packable_shape(grid)?;
+        self.reserve(stream, grid)?;
+        self.enqueue_stats(stream, source)?;
+        let mut histogram = Histogram::default();
+        for (exponent, count) in self.scratch.read(stream, 0, 256)?.into_iter().enumerate() {
+            histogram.add(exponent as u8, count.into());
+        }
+        let window = Window::covering(&histogram)?;
+
+        let packed = DeviceBuffer::zeroed(stream, grid.tiles() * packed::TILE_BYTES)?;
+        let heads = DeviceBuffer::zeroed(stream, grid.tiles() * packed::ROW_BLOCKS)?;
+        let mut args =
+            RepackArgs { packed: packed.address(), escape_heads: heads.address(), ..self.args(source, window) };
+        // SAFETY: `source` and both sections have the sizes that the grid asks for, the scratch a word for each group.
+        unsafe { self.pack.launch(stream, problem(grid), &args) }?;
+        let counted = self.scratch.read(stream, 256, 2 + self.groups(grid)?)?;
+        let inexact = u64::from(counted[0]) | u64::from(counted[1]) << 32;
+        if inexact != 0 {
+            let place = !inexact as usize;
+            return Err(Unpackable::Operand { row: place / grid.cols(), col: place % grid.cols() }.into());
+        }
+        let words = counted[2..].iter().map(|&words| words as usize).sum::<usize>();
+        let escapes = DeviceBuffer::zeroed(stream, words)?;
+        if words > 0 {
+            args.escapes = escapes.address();
+            // Less than 2^27: a list has at most 1.5 words for an escape, escapes are at most one in 256 of less than 2^32 elements.
+            args.escape_words = words as u32;
+            // SAFETY: as above; the kernel writes no word past `escape_words`.
+            unsafe { self.lists.launch(stream, problem(grid), &args) }?;
+            // The next tensor, perhaps on another stream, works in the same memory.
+            stream.synchronize()?;
+        }
+        Ok(DevicePacked::new(grid, window, packed, heads, escapes)?)
+    }
+
+    /// Memory for the counts of a matrix.
+    fn reserve(&mut self, stream: &Stream, grid: Grid) -> Result<(), DeviceError> {
+        // KernelSet count row blocks and elements of one exponent in 32 bits.
+        if u32::try_from(grid.elements()).is_err() {
+            let (n, k) = (grid.rows(), grid.cols());
+            return Err(DeviceError::Shape(format!("[{n}, {k}] has 2^32 elements or more; split it")));
+        }
+        let words = SCRATCH_FIXED_WORDS + self.groups(grid)?;
+        if self.scratch.len() < words {
+            self.scratch = DeviceBuffer::zeroed(stream, words)?;
+        }
+        Ok(())
+    }
+
+    /// Groups of row blocks: blocks of `lists`, for each of which the words of its lists are summed apart.
+    fn groups(&self, grid: Grid) -> Result<usize, DeviceError> {
+        Ok(self.lists.blocks(problem(grid))? as usize)
+    }
+
+    /// Clears the scratch and counts exponents.
+    fn enqueue_stats(&mut self, stream: &Stream, source: Source) -> Result<(), DeviceError> {
+        self.scratch.fill_bytes(stream, 0)?;
+        let RepackArgs { n, k, tile_rows, tile_cols, .. } = shape(source.grid);
+        let (weights, histogram) = (source.address, self.scratch.address());
+        let args = EncodeArgs { weights, histogram, n, k, tile_rows, tile_cols, ..EncodeArgs::default() };
+        // SAFETY: `source` has the grid's elements, the histogram 256 counts; without sign_mantissa nothing else is touched.
+        unsafe { self.stats.launch(stream, problem(source.grid), &args) }
+    }
+
+    fn args(&self, weights: Source, window: Window) -> RepackArgs {
+        RepackArgs {
+            weights: weights.address,
+            inexact: self.scratch.address() + 256 * 4,
+            group_words: self.scratch.address() + SCRATCH_FIXED_WORDS as u64 * 4,
+            base: window.base().into(),
+            ..shape(weights.grid)
+        }
+    }
+}
+
+fn with_sections(args: RepackArgs, tensor: &DevicePacked) -> RepackArgs {
+    RepackArgs {
+        packed: tensor.packed().address(),
+        escape_heads: tensor.escape_heads().address(),
+        escapes: tensor.escapes().address(),
+        // A count below 2^32: checked when the tensor was made.
+        escape_words: tensor.escapes().len() as u32,
+        ..args
+    }
+}
+
+/// Shape and nothing else.
+fn shape(grid: Grid) -> RepackArgs {
+    RepackArgs {
+        // A grid's dimensions fit 32 bits.
+        n: grid.rows() as u32,
+        k: grid.cols() as u32,
+        tile_rows: grid.tile_rows() as u32,
+        tile_cols: grid.tile_cols() as u32,
+        ..RepackArgs::default()
+    }
+}
+
+fn problem(grid: Grid) -> GemmShape {
+    GemmShape { m: 0, n: grid.rows() as u32, k: grid.cols() as u32 }
+}
+
+#[cfg(test)]
+mod tests {
+    use unweight_codegen::spec::catalog;
+
+    use super::*;
+
+    #[test]
+    fn a_packer_consists_of_catalogued_variants() {
+        let variants = Packer::variants(Arch::Sm90a);
+        assert_eq!(variants.len(), 4);
+        assert!(variants.iter().all(|spec| catalog::all().contains(spec)), "{variants:?}");
+    }
+}
