@@ -88,18 +88,3 @@ fn packed_matmuls_beside_cublas() {
         assert!(others.filter(|other| other.contender.contains(launch)).all(|other| other.median_us >= best));
     }
 }
-
-/// The record of docs/benchmarks.md: `gpu_bench record --ignored --nocapture`, JSON into `$OUT/kernels.json` where that is set.
-#[test]
-#[ignore = "needs a GPU"]
-#[ignore = "minutes on a GPU that nobody else uses"]
-fn record() {
-    let kernels = gpu();
-    let report = bench_kernels(kernels, &BenchOptions::default(), &Timing::default(), &|line| println!("{line}"))
-        .unwrap_or_else(|error| panic!("{error}"));
-    println!("{report}");
-    if let Some(folder) = std::env::var_os("OUT") {
-        let path = std::path::Path::new(&folder).join("kernels.json");
-        std::fs::write(path, serde_json::to_vec_pretty(&report).unwrap()).unwrap();
-    }
-}

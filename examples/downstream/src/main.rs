@@ -16,12 +16,12 @@ use unweight::{
     },
     rt::{
         bench::{halves, normal_bf16},
-        decoder::{Decoder, output_bytes},
+        choose::KernelSet,
         device::{Device, DeviceBuffer},
-        dispatch::KernelSet,
         env::Env,
-        matmul::Matmul,
-        tensor::{DeviceHuffman, DeviceMatrix},
+        ops::decode::{Decoder, output_bytes},
+        ops::gemm_recon::Matmul,
+        weight::{DeviceHuffman, DeviceMatrix},
     },
     unweight_variant,
 };

@@ -346,7 +346,7 @@ mod tests {
     /// A cubin that NVRTC 13.0 made for sm_90a of:
     /// `extern "C" __global__ void __launch_bounds__(96) k(float* x) { __shared__ float s[64]; s[threadIdx.x & 63] = x[threadIdx.x];
     /// __syncthreads(); x[threadIdx.x] = s[63 - (threadIdx.x & 63)]; }`
-    const CUBIN: &[u8] = include_bytes!("../testdata/shared.cubin");
+    const CUBIN: &[u8] = include_bytes!("../../testdata/shared.cubin");
 
     #[test]
     fn a_real_cubin() {
