@@ -46,7 +46,7 @@ use proc_macro2::TokenStream as TokenStream2;
 ///
 /// | key | operations | values | default |
 /// |---|---|---|---|
-/// | `op` | all | `matmul`, `decode`, `encode`, `gemm_mma`, `gemm_wgmma`, `packed` | `matmul` |
+/// | `op` | all | `matmul`, `decode`, `encode`, `gemm_mma`, `gemm_wgmma`, `packed` | `gemm_recon` |
 /// | `n` | matmul | 1..=4 tiles of 64 output features | |
 /// | `stages` | matmul | 2..=8 | |
 /// | | gemm_mma | 1..=16 | |

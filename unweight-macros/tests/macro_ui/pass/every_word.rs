@@ -19,7 +19,7 @@ fn main() {
         "uw_sm90a_gemm_recon_palette_n2p2_v32_store": (n = 2, stages = 2, verbatim = 32),
         "uw_sm90a_gemm_recon_palette_n1p2_v64_store": (n = 1, stages = 2, verbatim = 64),
         "uw_sm90a_gemm_recon_exponent_n2p4_store_add":
-            (op = matmul, arch = sm90a, source = exponent, n = 2usize, stages = 4, epilogue = store_add),
+            (op = gemm_recon, arch = sm90a, source = exponent, n = 2usize, stages = 4, epilogue = store_add),
         "uw_sm90a_gemm_recon_exponent_n1p3_store": (stages = 3, n = 1, source = exponent),
         "uw_sm90a_decode_full_l7": (op = decode, output = full),
         "uw_sm90a_decode_exponent_l12": (op = decode, output = exponent, code_limit = 12),
@@ -53,8 +53,8 @@ fn main() {
         "uw_sm90a_gemm_wgmma_b256_g2p4_esc_store": (op = gemm_wgmma, batch_tile = 256, stages = 4),
         "uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul":
             (op = gemm_mma, batch_tile = 8, row_blocks = 2, warps = 8, stages = 3, epilogue = silu_mul),
-        "uw_sm90a_repack_pack": (op = packed, stage = pack),
-        "uw_sm90a_repack_lists": (op = packed, stage = lists),
-        "uw_sm90a_repack_unpack": (op = packed, stage = unpack),
+        "uw_sm90a_repack_pack": (op = repack, stage = pack),
+        "uw_sm90a_repack_lists": (op = repack, stage = lists),
+        "uw_sm90a_repack_unpack": (op = repack, stage = unpack),
     }
 }
