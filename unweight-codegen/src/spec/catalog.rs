@@ -36,7 +36,7 @@ const fn ring(n: u32, stages: u32) -> (NTiles, Stages) {
 }
 
 /// The shapes of the register-sourced family for small batches that measured best, by batch tile and within it by growing `n`
-/// (docs/decisions/0004-register-sourced-kernels.md).
+/// (docs/adr/0004-register-sourced-kernels.md).
 pub const GEMM_MMA: [GemmMmaSpec; 23] = [
     small(8, 1, 16, 2, 2),
     small(8, 2, 16, 2, 1),
@@ -88,7 +88,7 @@ const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluste
 }
 
 /// The shapes of the register-sourced family for large batches that measured best, by batch tile
-/// (docs/decisions/0004-register-sourced-kernels.md).
+/// (docs/adr/0004-register-sourced-kernels.md).
 pub const GEMM_WGMMA: [GemmWgmmaSpec; 14] = [
     wide(64, 10, false),
     wide(64, 10, true),
@@ -240,7 +240,7 @@ mod tests {
         assert_eq!(repack().count(), 3);
     }
 
-    /// As docs/decisions/0004 recommends them: the blocks that one SM holds decide the grid.
+    /// As docs/adr/0004 recommends them: the blocks that one SM holds decide the grid.
     #[test]
     fn small_shapes_have_the_blocks_per_sm_that_were_measured() {
         let blocks = GEMM_MMA.map(|shape| {

@@ -127,7 +127,7 @@ const WIDE_LONE: f64 = 0.6;
 const WIDE_CLUSTERED: f64 = 10.0 / 11.0;
 
 /// What the model says a launch takes, us; `None` for a variant that cannot exist, is of another family or is out of the question at this
-/// batch. The constants were fitted to an H200 (docs/decisions/0004-register-sourced-kernels.md): over the 334 problems measured there, the
+/// batch. The constants were fitted to an H200 (docs/adr/0004-register-sourced-kernels.md): over the 334 problems measured there, the
 /// variant that it finds fastest took 1.1 % longer than the best on average, 25 % at most; clusters of `gemm_wgmma` joined later.
 pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Option<f64> {
     let plan = Plan::new(spec).ok()?;
@@ -352,7 +352,7 @@ mod tests {
         }
     }
 
-    /// As docs/decisions/0004 measured them: clusters where their tiles fill the machine once.
+    /// As docs/adr/0004 measured them: clusters where their tiles fill the machine once.
     #[test]
     fn the_model_takes_clusters_where_they_were_fastest() {
         for (n, k, m, shape) in [
