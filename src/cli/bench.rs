@@ -20,7 +20,7 @@ use super::{
 #[derive(Subcommand)]
 pub enum Bench {
     /// Time the kernels beside cuBLAS on this machine's GPU
-    KernelSet(KernelsBench),
+    Kernels(KernelsBench),
     /// Time matmuls from packed weights beside cuBLAS on this machine's GPU
     Matmul(MatmulBench),
 }
@@ -114,7 +114,7 @@ impl Bench {
     /// As in the JSON.
     pub fn name(&self) -> &'static str {
         match self {
-            Self::KernelSet(_) => "bench kernels",
+            Self::Kernels(_) => "bench kernels",
             Self::Matmul(_) => "bench matmul",
         }
     }
@@ -123,7 +123,7 @@ impl Bench {
     pub fn run(&self, output: Output) -> Result<()> {
         let note = |line: &str| output.note(line);
         match self {
-            Self::KernelSet(arguments) => {
+            Self::Kernels(arguments) => {
                 let kernels = open(arguments.device)?;
                 let report = bench::bench_kernels(&kernels, &arguments.options(), &timing(arguments.rounds), &note)
                     .map_err(Failure::other)?;

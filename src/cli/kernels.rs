@@ -31,7 +31,7 @@ use super::{
 
 /// Subcommands of `kernels`.
 #[derive(Subcommand)]
-pub enum KernelSet {
+pub enum Kernels {
     /// List the kernels that ship, with what each takes of a multiprocessor
     List(Names),
     /// Print a kernel's CUDA source, or write sources, headers and plans to a directory
@@ -65,7 +65,7 @@ pub struct Emit {
 pub struct Compile {
     #[command(flatten)]
     names: Names,
-    /// KernelSet compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
+    /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
 }
@@ -113,7 +113,7 @@ struct Of<T> {
     kernels: Vec<T>,
 }
 
-impl KernelSet {
+impl Kernels {
     /// As in the JSON.
     pub fn name(&self) -> &'static str {
         match self {

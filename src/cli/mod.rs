@@ -61,7 +61,7 @@ enum Command {
     Demo(demo::Demo),
     /// List, print, compile and check the GPU kernels
     #[command(subcommand)]
-    KernelSet(kernels::KernelSet),
+    Kernels(kernels::Kernels),
     /// Measure on this machine
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -84,7 +84,7 @@ impl Command {
             Self::Verify(_) => "verify",
             Self::Inspect(_) => "inspect",
             Self::Demo(_) => "demo",
-            Self::KernelSet(command) => command.name(),
+            Self::Kernels(command) => command.name(),
             Self::Bench(command) => command.name(),
             Self::Cache(command) => command.name(),
             Self::Doctor(_) => "doctor",
@@ -100,7 +100,7 @@ impl Command {
             Self::Verify(command) => command.run(output),
             Self::Inspect(command) => command.run(output),
             Self::Demo(command) => command.run(output),
-            Self::KernelSet(command) => command.run(output),
+            Self::Kernels(command) => command.run(output),
             Self::Bench(command) => command.run(output),
             Self::Cache(command) => command.run(output),
             Self::Doctor(command) => command.run(output),

@@ -1,4 +1,4 @@
-//! What the GPU tests share: the device , weights of every kind, a small generator.
+//! What the GPU tests share: the device, weights of every kind, a small generator.
 
 use std::sync::OnceLock;
 

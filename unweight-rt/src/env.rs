@@ -130,7 +130,7 @@ pub struct Env {
     pub cache_max_bytes: u64,
     /// What to do with a kernel that the cache lacks.
     pub jit: JitMode,
-    /// KernelSet compiled at the same time.
+    /// Kernels compiled at the same time.
     pub jit_threads: usize,
     /// How long to wait for another process that compiles the same kernel.
     pub lock_timeout: Duration,

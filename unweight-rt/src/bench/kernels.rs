@@ -298,7 +298,7 @@ impl Bench<'_> {
             self.kernels.prepare(&specs, &|_| {})?;
             for (place, spec) in specs.into_iter().enumerate() {
                 let matmul = Matmul::new(self.kernels.get(&spec)?)?;
-                let is_exponent = spec.to_string().contains("_matmul_exponent_");
+                let is_exponent = spec.to_string().contains("_gemm_recon_exponent_");
                 let weights = if is_exponent {
                     sources[0].as_exponent(&exponents[0]).bytes()
                 } else {

@@ -337,9 +337,9 @@ pub struct KernelSet {
 /// What [`KernelSet::prepare`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prepared {
-    /// KernelSet that were loaded; the others were already.
+    /// Kernels that were loaded; the others were already.
     pub loaded: usize,
-    /// KernelSet among them that were compiled; the others were in the cache.
+    /// Kernels among them that were compiled; the others were in the cache.
     pub compiled: usize,
     /// How long it all took.
     pub elapsed: Duration,

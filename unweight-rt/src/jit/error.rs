@@ -31,7 +31,7 @@ pub enum Error {
         /// What is wrong with it.
         source: CubinError,
     },
-    /// KernelSet that the cache does not hold and that may not or cannot be compiled.
+    /// Kernels that the cache does not hold and that may not or cannot be compiled.
     #[error("{}", describe_missing(.missing, .cache_dir.as_deref(), .why))]
     NotCached {
         /// Every missing kernel.

@@ -22,7 +22,7 @@ use crate::{
 
 /// Memory for partial sums, shared by all kernels of one stream.
 ///
-/// KernelSet on different streams need workspaces of their own.
+/// Kernels on different streams need workspaces of their own.
 #[derive(Debug)]
 pub struct Workspace {
     partials: DeviceBuffer<u8>,

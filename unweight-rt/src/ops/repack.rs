@@ -197,7 +197,7 @@ impl Packer {
 
     /// Memory for the counts of a matrix.
     fn reserve(&mut self, stream: &Stream, grid: Grid) -> Result<(), DeviceError> {
-        // KernelSet count row blocks and elements of one exponent in 32 bits.
+        // Kernels count row blocks and elements of one exponent in 32 bits.
         if u32::try_from(grid.elements()).is_err() {
             let (n, k) = (grid.rows(), grid.cols());
             return Err(DeviceError::Shape(format!("[{n}, {k}] has 2^32 elements or more; split it")));

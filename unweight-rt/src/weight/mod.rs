@@ -409,7 +409,7 @@ impl DevicePacked {
     }
 }
 
-/// KernelSet count tiles in 32 bits.
+/// Kernels count tiles in 32 bits.
 fn device_shape(grid: Grid) -> Result<(), DeviceError> {
     if grid.tiles() < 1 << 31 {
         Ok(())

@@ -1,4 +1,4 @@
-//! KernelSet that have been compiled once: found by content, compiled at most once, never an obstacle.
+//! Kernels that have been compiled once: found by content, compiled at most once, never an obstacle.
 //!
 //! ```text
 //! get(request) -- look --> hit
@@ -184,30 +184,30 @@ impl KernelCache {
             }));
         }
         let results = match self.source_of_kernels() {
-            KernelSet::StoreOnly(why) => {
+            Supply::StoreOnly(why) => {
                 let found = self.all_from_store(&unique, why)?;
                 for (index, artifact) in found.iter().enumerate() {
                     progress(&Progress { done: index + 1, total: found.len(), artifact });
                 }
                 found
             }
-            KernelSet::CompiledBy(compiler) => self.all_compiled(&unique, &compiler, threads, progress)?,
+            Supply::CompiledBy(compiler) => self.all_compiled(&unique, &compiler, threads, progress)?,
         };
         Ok(order.into_iter().map(|index| results[index].clone()).collect())
     }
 
-    fn source_of_kernels(&self) -> KernelSet {
+    fn source_of_kernels(&self) -> Supply {
         if self.policy.mode == JitMode::CacheOnly {
-            return KernelSet::StoreOnly(
+            return Supply::StoreOnly(
                 "UNWEIGHT_JIT=cache-only; compile them where the cache may be written, with UNWEIGHT_JIT=auto"
                     .to_owned(),
             );
         }
         match self.compiler.identity() {
-            Ok(compiler) => KernelSet::CompiledBy(compiler),
+            Ok(compiler) => Supply::CompiledBy(compiler),
             // Without a compiler there is no telling which compiler's kernels would have been right: any that was given this
             // very source is.
-            Err(error) => KernelSet::StoreOnly(error.to_string()),
+            Err(error) => Supply::StoreOnly(error.to_string()),
         }
     }
 
@@ -353,7 +353,7 @@ impl KernelCache {
     }
 }
 
-enum KernelSet {
+enum Supply {
     /// Nothing can be compiled, for this reason.
     StoreOnly(String),
     CompiledBy(CompilerId),

@@ -32,13 +32,13 @@ pub struct Verified {
 /// What [`Store::prune`] or [`Store::clear`] removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Removed {
-    /// KernelSet.
+    /// Kernels.
     pub entries: usize,
     /// Bytes of these kernels.
     pub bytes: u64,
     /// Remains of processes that died, and kept sources that did not compile.
     pub leftovers: usize,
-    /// KernelSet that should have gone and could not be removed.
+    /// Kernels that should have gone and could not be removed.
     pub failed: usize,
 }
 
