@@ -365,7 +365,7 @@ fn variants_at_the_ends_of_the_axes_compile_to_their_plans() {
         "uw_sm90a_gemm_mma_b8_r8w4p2c1_esc_store",
         "uw_sm90a_gemm_mma_b8_r1w32p2c1_esc_store",
         "uw_sm90a_gemm_mma_b16_r2w4p2c8_pdl_silu_mul",
-        "uw_sm90a_gemm_mma_b64_r1w1p16c4_stream_store_add",
+        "uw_sm90a_gemm_mma_b64_r1w1p16c4_persistent_store_add",
         "uw_sm90a_gemm_wgmma_b32_g1p3_esc_store",
         "uw_sm90a_gemm_wgmma_b32_g1p16_store_add",
         "uw_sm90a_gemm_wgmma_b256_g1p4_streamk_esc_pdl_store_add",

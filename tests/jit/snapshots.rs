@@ -1,12 +1,23 @@
-//! The source and the plan of every catalogued variant, as snapshots that a reviewer reads.
+//! What is generated, as files that a reviewer reads: `tests/snapshots`.
 //!
-//! `tests/snapshots/<variant>.cu.snap` is exactly what is compiled, `<variant>.plan.snap` is how it is launched. The tables of
-//! `docs/kernels.md` are generated from the same plans and held the same way.
+//! ```text
+//! <family>.cu          exactly what is compiled, for the first variant of the family in the catalogue; where a template branches,
+//! <family>.2.cu ...    also for the first that takes another way through it
+//! <family>.plans.txt   a line for each variant: how it is launched, shared memory by section, digest of its text
+//! ```
 //!
-//! `INSTA_UPDATE=always cargo test --test kernel_snapshots` writes all of them anew (or `cargo insta review`, one by one); read the diff
-//! before you commit it. A snapshot without a variant fails the test, as a pending one does.
+//! So a change of a template is read once, and the table says which variants it changes. The tables of `docs/kernels.md` are generated
+//! from the same plans and held the same way. The compiler sees what was reviewed: `nvrtc.rs` renders the same catalogue.
+//!
+//! `INSTA_UPDATE=always cargo test --test jit snapshots` writes all of them anew; read the diff before you commit it.
 
-use std::{collections::BTreeSet, fmt::Write as _, fs, path::PathBuf};
+use similar::TextDiff;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+    fs,
+    path::{Path, PathBuf},
+};
 use unweight_codegen::{
     plan::Plan,
     render,
@@ -20,51 +31,163 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
+/// insta's word for it, so that one variable writes inline snapshots and these files alike.
 fn writing() -> bool {
     std::env::var("INSTA_UPDATE").is_ok_and(|value| value == "always")
+}
+
+/// Writes the file, or says how its text differs from `now`.
+fn difference(path: &Path, now: &str) -> Option<String> {
+    let kept = fs::read_to_string(path).unwrap_or_default();
+    if kept == now {
+        return None;
+    }
+    if writing() {
+        fs::write(path, now).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        return None;
+    }
+    let name = path.strip_prefix(root()).unwrap_or(path).display().to_string();
+    let diff = TextDiff::from_lines(kept.as_str(), now);
+    Some(diff.unified_diff().context_radius(1).header(&name, "as generated now").to_string())
+}
+
+/// Fails with all differences together.
+fn none(differences: Vec<String>) {
+    let accept = "INSTA_UPDATE=always cargo test --test jit snapshots";
+    assert!(differences.is_empty(), "{}\n`{accept}` accepts", differences.join("\n"));
 }
 
 fn plan(spec: &VariantSpec) -> Plan {
     Plan::new(spec).expect("the catalogue holds feasible variants")
 }
 
-/// The first line in which two texts differ.
-fn difference(kept: &str, now: &str) -> String {
-    let line = kept.lines().zip(now.lines()).take_while(|(kept, now)| kept == now).count();
-    let show = |text: &str| text.lines().nth(line).unwrap_or("(end)").to_owned();
-    format!("line {}:\n  kept: {}\n  now:  {}", line + 1, show(kept), show(now))
+/// The catalogue by family, in its order.
+fn families() -> BTreeMap<&'static str, Vec<VariantSpec>> {
+    let mut families = BTreeMap::<_, Vec<_>>::new();
+    for spec in catalog::all() {
+        families.entry(spec.op.family()).or_default().push(spec);
+    }
+    families
+}
+
+/// The lines of a template as the text around their values; a line that only directs tera has none. Longest text first, so that the
+/// first that fits a rendered line is the one that gave it.
+fn template_lines(family: &str) -> Vec<Vec<&'static str>> {
+    let head = unweight_templates::partials().iter().find(|(name, _)| *name == "head.tera").expect("the partial").1;
+    let body = unweight_templates::kernel(&format!("{family}.cu.tera")).expect("a family has a template").trim_end();
+    let lines = head.lines().chain(body.lines()).filter(|line| !line.starts_with("<%"));
+    let around = |line: &'static str| line.split("<$").map(|part| part.split_once("$>").map_or(part, |(_, text)| text));
+    let mut lines: Vec<Vec<_>> = lines.map(|line| around(line).collect()).collect();
+    lines.sort_by_key(|parts| std::cmp::Reverse(parts.concat().len()));
+    lines.dedup();
+    lines
+}
+
+/// Whether the rendered line is that of the template with values in its gaps.
+fn comes_from(line: &str, template: &[&str]) -> bool {
+    let [first, middle @ .., last] = template else { return [line] == template };
+    let Some(mut rest) = line.strip_prefix(first).and_then(|rest| rest.strip_suffix(last)) else { return false };
+    middle.iter().all(|part| match rest.split_once(part) {
+        Some((_, after)) => {
+            rest = after;
+            true
+        }
+        None => false,
+    })
+}
+
+/// Which lines of the template a rendered text has: one way through its branches.
+fn way(text: &str, template: &[Vec<&str>]) -> BTreeSet<usize> {
+    let of = |line| template.iter().position(|known| comes_from(line, known));
+    text.lines().map(|line| of(line).unwrap_or_else(|| panic!("no line of the template gives {line:?}"))).collect()
+}
+
+/// A line for each variant.
+fn plans(specs: &[VariantSpec]) -> String {
+    let mut table =
+        "# text             threads blocks/SM cluster shared, B variant, grid, roles, ring, shared memory\n".to_owned();
+    for spec in specs {
+        let text = render(spec).unwrap_or_else(|error| panic!("{error}")).text;
+        let digest = blake3::hash(text.as_bytes()).to_hex();
+        let Plan { smem, pipeline, roles, launch, .. } = plan(spec);
+        let (threads, blocks_per_sm, cluster) = (launch.threads, launch.blocks_per_sm, launch.cluster);
+        let pdl = if launch.pdl { ", pdl" } else { "" };
+        _ = write!(table, "{} {threads:>9} {blocks_per_sm:>9} {cluster:>7} {:>9} ", &digest[..16], smem.bytes());
+        _ = write!(table, "{spec}: {}{pdl}", launch.grid);
+        for role in roles.roles() {
+            let registers = role.registers.map(|registers| format!(" of {registers} registers")).unwrap_or_default();
+            _ = write!(table, "; {} warps {}{registers}", role.warps, role.name);
+        }
+        if let Some(ring) = pipeline {
+            _ = write!(table, "; {} x {} stages of {} B", ring.rings, ring.stages, ring.stage_bytes);
+            _ = write!(table, ", full {} empty {}", ring.full_arrivals, ring.empty_arrivals);
+        }
+        for (index, section) in smem.sections().iter().enumerate() {
+            let comma = if index == 0 { ";" } else { "," };
+            _ = write!(table, "{comma} {}@{} {}x{}", section.name, section.offset, section.count, section.bytes_each);
+        }
+        table.push('\n');
+    }
+    table
 }
 
 #[test]
-fn every_variant_renders_as_its_snapshot_and_no_snapshot_is_left_over() {
+fn what_is_generated_is_what_was_reviewed() {
     let folder = root().join("tests/snapshots");
-    let mut settings = insta::Settings::clone_current();
-    settings.set_snapshot_path(&folder);
-    settings.set_prepend_module_to_snapshot(false);
-    settings.set_omit_expression(true);
-    let mut names = BTreeSet::new();
-    settings.bind(|| {
-        for spec in catalog::all() {
-            let source = render(&spec).unwrap_or_else(|error| panic!("{error}"));
-            for (kind, text) in [("cu", source.text), ("plan", plan(&spec).to_string())] {
-                let name = format!("{spec}.{kind}");
-                insta::assert_snapshot!(name.as_str(), text);
-                names.insert(format!("{name}.snap"));
+    let mut files = BTreeMap::new();
+    for (family, specs) in families() {
+        files.insert(format!("{family}.plans.txt"), plans(&specs));
+        let template = template_lines(family);
+        let mut ways = BTreeSet::new();
+        for spec in &specs {
+            let text = render(spec).unwrap_or_else(|error| panic!("{error}")).text;
+            if ways.insert(way(&text, &template)) {
+                let number = if ways.len() == 1 { String::new() } else { format!(".{}", ways.len()) };
+                files.insert(format!("{family}{number}.cu"), text);
             }
         }
-    });
+        let taken: BTreeSet<_> = ways.into_iter().flatten().collect();
+        let dead = (0..template.len()).find(|line| !taken.contains(line));
+        assert_eq!(dead.map(|line| &template[line]), None, "{family}: a line of the template that no variant has");
+    }
+    let mut differences: Vec<_> =
+        files.iter().filter_map(|(name, text)| difference(&folder.join(name), text)).collect();
     for entry in fs::read_dir(&folder).expect("tests/snapshots is there") {
         let path = entry.expect("an entry of tests/snapshots").path();
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-        if !names.contains(&name) {
-            assert!(writing(), "{name}: pending, or of no variant in the catalogue; INSTA_UPDATE=always removes it");
-            fs::remove_file(&path).expect("a left-over snapshot can be removed");
+        match files.contains_key(&name) {
+            true => {}
+            false if writing() => fs::remove_file(&path).expect("a left-over snapshot can be removed"),
+            false => differences.push(format!("tests/snapshots/{name} is of no family")),
         }
     }
+    none(differences);
 }
 
-/// Shared memory of the matmul family: one row per ring of Table 5, one column per source and verbatim budget.
-fn matmul_table() -> String {
+/// A plan as text.
+#[test]
+fn a_plan_reads_as_this() {
+    let spec: VariantSpec = "uw_sm90a_gemm_wgmma_b128_g2p6c2_esc_pdl_store".parse().expect("a name");
+    insta::assert_snapshot!(plan(&spec), @r"
+    uw_sm90a_gemm_wgmma_b128_g2p6c2_esc_pdl_store
+    launch   384 threads, at least 1 per SM, clusters of 2, pdl
+    grid     a cluster of 2 for each of the 128 x 128 tiles of Y
+    role     load and find escapes: 4 warps, 56 registers
+    role     decode and multiply: 8 warps, 224 registers
+    pipeline 1 x 6 stages of 29184 B; full: 3 arrivals and the bytes; empty: 8 arrivals
+    shared memory
+      x                    at      0   6 x  16384 =  98304 B
+      w                    at  98304   6 x  12288 =  73728 B
+      staging              at 172032   6 x   4096 =  24576 B
+      records              at 196608   6 x    512 =   3072 B
+      barriers             at 199680   6 x     16 =     96 B
+      old_barriers         at 199776   2 x      8 =     16 B
+      sum                                        = 199792 B
+    ");
+}
+
+/// Shared memory of the reconstructive matmul: one row per ring of Table 5, one column per source and verbatim budget.
+fn gemm_recon_table() -> String {
     let sources: Vec<_> = std::iter::once(WeightSource::Exponent)
         .chain(VerbatimRows::ALL.into_iter().map(|verbatim| WeightSource::Palette { verbatim }))
         .collect();
@@ -172,29 +295,22 @@ fn gemm_wgmma_table() -> String {
 #[test]
 fn the_document_shows_the_catalogue() {
     let path = root().join("docs/kernels.md");
-    let kept = fs::read_to_string(&path).expect("docs/kernels.md is there");
-    let mut now = kept.clone();
-    let count = |family: &str| catalog::all().iter().filter(|spec| spec.op.family() == family).count();
-    let families = ["matmul", "gemm_mma", "gemm_wgmma", "decode", "encode", "packed"];
-    let counts = families.map(|family| format!("{} {family}", count(family))).join(", ");
-    let counts = format!("{} variants ship: {counts}.", catalog::all().len());
+    let mut now = fs::read_to_string(&path).expect("docs/kernels.md is there");
+    let counts: Vec<_> = families().iter().map(|(family, specs)| format!("{} {family}", specs.len())).collect();
+    let counts = format!("{} variants ship: {}.", catalog::all().len(), counts.join(", "));
     for (mark, text) in [
         ("counts", counts),
-        ("matmul", matmul_table()),
+        ("gemm_recon", gemm_recon_table()),
         ("gemm_mma", gemm_mma_table()),
         ("gemm_wgmma", gemm_wgmma_table()),
         ("decode", decode_table()),
         ("encode", encode_table()),
-        ("packed", repack_table()),
+        ("repack", repack_table()),
     ] {
         let (begin, end) = (format!("<!-- {mark}: generated -->\n"), format!("<!-- {mark}: end -->"));
         let from = now.find(&begin).unwrap_or_else(|| panic!("docs/kernels.md lacks {begin:?}")) + begin.len();
         let to = from + now[from..].find(&end).unwrap_or_else(|| panic!("docs/kernels.md lacks {end:?}"));
         now.replace_range(from..to, &format!("{text}\n"));
     }
-    if writing() {
-        fs::write(&path, now).expect("docs/kernels.md can be written");
-    } else {
-        assert!(kept == now, "docs/kernels.md, {}\nINSTA_UPDATE=always accepts", difference(&kept, &now));
-    }
+    none(difference(&path, &now).into_iter().collect());
 }

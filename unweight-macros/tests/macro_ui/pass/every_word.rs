@@ -33,7 +33,7 @@ fn main() {
         "uw_sm90a_encode_palette": (op = encode, stage = palette),
         "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store":
             (op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2),
-        "uw_sm90a_gemm_mma_b16_r1w8p3c2_stream_pdl_store_add_dump":
+        "uw_sm90a_gemm_mma_b16_r1w8p3c2_persistent_pdl_store_add_dump":
             (op = gemm_mma, batch_tile = 16, row_blocks = 1, warps = 8, stages = 3, cluster = 2, persistent = true,
              escapes = false, pdl = true, epilogue = store_add, dump = true),
         "uw_sm90a_gemm_mma_b32_r8w4p2c4_esc_store":
