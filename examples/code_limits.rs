@@ -7,7 +7,7 @@
 
 use std::{error::Error, process::ExitCode};
 
-use unweight::format::{Code, CodeLimit, Histogram, Matrix, encode};
+use unweight::format::{Code, CodeLimit, Histogram, Matrix, huffman, testing::Weights};
 
 fn main() -> ExitCode {
     match run() {
@@ -22,7 +22,7 @@ fn main() -> ExitCode {
 fn run() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (bytes, rows, cols) = match arguments.as_slice() {
-        [] => (normal(4096 * 4096), 4096, 4096),
+        [] => (Weights::TRAINED.bytes(4096 * 4096, 0), 4096, 4096),
         [file, shape] => {
             let (rows, cols) = shape.split_once(',').ok_or("write the shape as N,K")?;
             (std::fs::read(file).map_err(|error| format!("{file}: {error}"))?, rows.parse()?, cols.parse()?)
@@ -36,29 +36,10 @@ fn run() -> Result<(), Box<dyn Error>> {
     println!("|---|---|---|---|");
     for bits in 6..=15 {
         let code = Code::from_histogram(&histogram, CodeLimit::new(bits)?).ok_or("no elements")?;
-        let tensor = encode::huffman_with(matrix, &code)?;
+        let tensor = huffman::encode_with(matrix, &code)?;
         let whole = tensor.coded_bytes() as f64 * 8.0 / matrix.grid().elements() as f64;
         let verbatim = tensor.verbatim_exponents().len() / 64;
         println!("| {bits} | {:.4} | {whole:.4} | {verbatim} |", code.mean_bits(&histogram));
     }
     Ok(())
-}
-
-/// Box-Muller over splitmix64.
-fn normal(elements: usize) -> Vec<u8> {
-    let mut state = 0u64;
-    let mut uniform = move || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ z >> 31) >> 11) as f64 / (1u64 << 53) as f64
-    };
-    (0..elements)
-        .flat_map(|_| {
-            let radius = (-2.0 * uniform().max(1e-300).ln()).sqrt();
-            let bits = ((0.02 * radius * (std::f64::consts::TAU * uniform()).cos()) as f32).to_bits();
-            // Rounded to the nearest, ties to even.
-            (((bits + (0x7fff + (bits >> 16 & 1))) >> 16) as u16).to_le_bytes()
-        })
-        .collect()
 }

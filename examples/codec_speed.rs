@@ -12,7 +12,7 @@ use std::{borrow::Cow, error::Error, hint::black_box, io::BufRead, process::Exit
 
 use rayon::prelude::*;
 use unweight::format::{
-    Code, CodeLimit, Digest, Grid, HuffmanTensor, Matrix, Section, decode, encode, keep_freed_memory,
+    Code, CodeLimit, Digest, FormId, HuffmanTensor, Matrix, Survey, TileGrid, huffman, keep_freed_memory,
 };
 
 struct Stored {
@@ -85,10 +85,11 @@ fn round(pool: &rayon::ThreadPool, matrices: &[Matrix<'_>], threads: usize) -> R
 }
 
 fn store(matrix: Matrix<'_>) -> Result<Stored, String> {
-    let survey = encode::survey(matrix.bytes());
+    let survey = Survey::of(matrix.bytes());
     let code = Code::from_histogram(&survey.histogram, CodeLimit::DEFAULT).ok_or("a matrix without elements")?;
-    let tensor = encode::huffman_with(matrix, &code).map_err(|error| error.to_string())?;
-    let sections: Vec<_> = Section::HUFFMAN.iter().filter_map(|&section| tensor.section(section)).collect();
+    let tensor = huffman::encode_with(matrix, &code).map_err(|error| error.to_string())?;
+    let sections: Vec<_> =
+        FormId::HUFFMAN.form().sections().iter().filter_map(|&section| tensor.section(section)).collect();
     black_box(sections.par_iter().map(|bytes| Digest::of(bytes)).collect::<Vec<_>>());
     drop(sections);
     Ok(Stored { tensor, digest: survey.digest })
@@ -98,7 +99,7 @@ fn restore(stored: &Stored) -> Result<Vec<u8>, String> {
     // As a reader does it: nothing is trusted before the sections are validated.
     let section = |section| stored.tensor.section(section).unwrap_or(Cow::Borrowed(&[]));
     let tensor = HuffmanTensor::from_sections(stored.tensor.grid(), section).map_err(|error| error.to_string())?;
-    let bytes = decode::to_vec(&tensor).map_err(|error| error.to_string())?;
+    let bytes = huffman::decode(&tensor).map_err(|error| error.to_string())?;
     if Digest::of(&bytes) == stored.digest { Ok(bytes) } else { Err("digest mismatch".to_owned()) }
 }
 
@@ -106,7 +107,7 @@ fn split<'a>(mut bytes: &'a [u8], shapes: &str) -> Result<Vec<Matrix<'a>>, Box<d
     let mut matrices = Vec::new();
     for shape in shapes.split(';') {
         let (rows, cols) = shape.split_once(',').ok_or_else(|| format!("shape '{shape}': expected N,K"))?;
-        let grid = Grid::new(rows.trim().parse()?, cols.trim().parse()?)?;
+        let grid = TileGrid::new(rows.trim().parse()?, cols.trim().parse()?)?;
         let (own, rest) = bytes
             .split_at_checked(grid.elements() * 2)
             .ok_or_else(|| format!("shape {shape}: needs {} bytes, {} are left", grid.elements() * 2, bytes.len()))?;

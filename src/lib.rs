@@ -20,7 +20,7 @@
 //! A model to a bundle and back:
 //! ```
 //! use unweight::format::bundle::{self, CompressOptions, DecompressOptions, Silent};
-//! # use unweight::format::demo_model::{self, DemoOptions};
+//! # use unweight::format::testing::demo_model::{self, DemoOptions};
 //! # let home = tempfile::tempdir()?;
 //! # let (model, bundle_dir, restored) = (home.path().join("model"), home.path().join("bundle"), home.path().join("restored"));
 //! # let small = DemoOptions { layers: 2, hidden: 64, intermediate: 192, heads: 4, kv_heads: 2, vocab: 256, ..DemoOptions::default() };

@@ -14,7 +14,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 use unweight::format::{
     bundle::{self, CompressOptions, Silent},
-    demo_model::{self, DemoOptions},
+    testing::demo_model::{self, DemoOptions},
 };
 
 /// The command with nothing of the caller's environment that would change what it prints.

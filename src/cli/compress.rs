@@ -86,7 +86,7 @@ impl Compress {
             output.note(format_args!("reused from the interrupted run: {}", report.resumed_files.join(", ")));
         }
         output.summary("compress", &report, |out| {
-            select::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
+            select::totals(&report.forms, report.original_bytes, report.stored_bytes).write(out)?;
             writeln!(
                 out,
                 "{}: {} files, {} ({}), {} tensors checked again",

@@ -5,11 +5,10 @@ use std::{fs, io::Write, path::PathBuf};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use unweight::format::{
-    CodecError, CompressedTensor, Histogram,
+    CodecError, Histogram, Section,
+    bundle::manifest::{Layer, LayerMode, Options},
     bundle::{Bundle, BundleError, BundleTensor, Progress, TensorReport},
-    decode,
-    manifest::{Layer, LayerMode, Options},
-    plan::matches,
+    glob::matches,
 };
 
 use super::{
@@ -138,7 +137,7 @@ fn row(tensor: BundleTensor<'_>) -> TensorReport {
         layer: entry.layer,
         dtype: entry.dtype.to_string(),
         shape: entry.shape.clone(),
-        encoding: entry.encoding,
+        form: entry.form,
         reason: entry.reason.clone(),
         elements,
         // Known: opening the bundle has checked the shapes.
@@ -163,11 +162,12 @@ fn exponents(bundle: &Bundle, tensors: &[TensorReport], output: Output) -> Resul
             let name = format!("{}: tensor '{}': {source}", tensor.file, tensor.name);
             Failure::mismatch(name, "`unweight verify` tells more")
         };
-        let histogram = match bundle.tensor_in(&tensor.file, &tensor.name)? {
-            CompressedTensor::Raw(bytes) => Histogram::of(bytes),
-            coded => {
+        let stored = bundle.tensor_in(&tensor.file, &tensor.name)?;
+        let histogram = match stored.section(Section::RAW) {
+            Some(bytes) => Histogram::of(bytes),
+            None => {
                 let mut bytes = vec![0; tensor.original_bytes as usize];
-                decode::stored(&coded, &mut bytes).map_err(damaged)?;
+                stored.decode(&mut bytes).map_err(damaged)?;
                 Histogram::of(&bytes)
             }
         };
@@ -191,7 +191,7 @@ fn csv(tensors: &[TensorReport], out: &mut dyn Write) -> std::io::Result<()> {
             tensor.layer.map_or_else(String::new, |layer| layer.to_string()),
             tensor.dtype.clone(),
             shape.join("x"),
-            tensor.encoding.to_string(),
+            tensor.form.to_string(),
             tensor.reason.clone().unwrap_or_default(),
             tensor.elements.to_string(),
             tensor.original_bytes.to_string(),

@@ -14,7 +14,7 @@ use unweight::{
         plan::Plan,
         spec::{VariantSpec, catalog},
     },
-    format::plan::matches,
+    format::glob::matches,
     rt::{
         env::{Env, JitMode},
         jit::cache::{CacheState, KernelCache, Progress},

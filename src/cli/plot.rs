@@ -10,10 +10,7 @@ use plotters::{
         Rectangle, SVGBackend, SeriesLabelPosition, WHITE,
     },
 };
-use unweight::format::{
-    Histogram,
-    bundle::{Encoding, TensorReport},
-};
+use unweight::format::{Histogram, bundle::TensorReport, form::FORMS};
 
 use unweight::rt::bench::Row;
 
@@ -22,7 +19,17 @@ use super::failure::{Failure, Result};
 const SIZE: (u32, u32) = (960, 480);
 const FONT: &str = "sans-serif";
 /// Told apart by colour-blind readers, and in print.
-const RAW: RGBColor = RGBColor(0xbb, 0xbb, 0xbb);
+/// One a form, in their order.
+const FORM_COLOURS: [RGBColor; 8] = [
+    RGBColor(0xbb, 0xbb, 0xbb),
+    HUFFMAN,
+    PALETTE,
+    PACKED,
+    RGBColor(0xcc, 0x79, 0xa7),
+    RGBColor(0x56, 0xb4, 0xe9),
+    RGBColor(0xd5, 0x5e, 0x00),
+    RGBColor(0xf0, 0xe4, 0x42),
+];
 const HUFFMAN: RGBColor = RGBColor(0x00, 0x72, 0xb2);
 const PALETTE: RGBColor = RGBColor(0xe6, 0x9f, 0x00);
 const PACKED: RGBColor = RGBColor(0x00, 0x9e, 0x73);
@@ -87,14 +94,8 @@ pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
             125.0,
             ("stored, % of the original", &whole),
         )?;
-        let colours = [
-            (Encoding::Raw, RAW),
-            (Encoding::Huffman, HUFFMAN),
-            (Encoding::Palette, PALETTE),
-            (Encoding::Packed, PACKED),
-        ];
-        for (encoding, colour) in colours {
-            let own = || tensors.iter().enumerate().filter(|(_, tensor)| tensor.encoding == encoding);
+        for (form, &colour) in FORMS.iter().map(|form| form.id()).zip(FORM_COLOURS.iter().cycle()) {
+            let own = || tensors.iter().enumerate().filter(|(_, tensor)| tensor.form == form);
             if own().next().is_none() {
                 continue;
             }
@@ -105,7 +106,7 @@ pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
             });
             let series = chart.draw_series(bars).map_err(text)?;
             series
-                .label(encoding.name())
+                .label(form.name())
                 .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(8)));
         }
         legend(&mut chart)

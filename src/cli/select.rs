@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use unweight::format::{
     CodeLimit,
-    bundle::{CompressOptions, EncodingTotal, Profile, Scope, TensorReport},
+    bundle::{CompressOptions, FormTotal, Profile, Scope, TensorReport},
 };
 
 use super::output::{self, Table};
@@ -76,12 +76,12 @@ fn code_limit(text: &str) -> Result<u32, String> {
 }
 
 /// A line per encoding and one for everything.
-pub fn totals(encodings: &[EncodingTotal], original_bytes: u64, stored_bytes: u64) -> Table {
+pub fn totals(forms: &[FormTotal], original_bytes: u64, stored_bytes: u64) -> Table {
     let mut table = Table::new(&["encoding", ">tensors", ">original", ">stored", ">bits/element", ">ratio"]);
-    for total in encodings {
+    for total in forms {
         let bits = if total.elements == 0 { 0.0 } else { total.stored_bytes as f64 * 8.0 / total.elements as f64 };
         table.row([
-            total.encoding.to_string(),
+            total.form.to_string(),
             total.tensors.to_string(),
             output::bytes(total.original_bytes),
             output::bytes(total.stored_bytes),
@@ -91,7 +91,7 @@ pub fn totals(encodings: &[EncodingTotal], original_bytes: u64, stored_bytes: u6
     }
     table.row([
         "all files".to_owned(),
-        encodings.iter().map(|total| total.tensors).sum::<u64>().to_string(),
+        forms.iter().map(|total| total.tensors).sum::<u64>().to_string(),
         output::bytes(original_bytes),
         output::bytes(stored_bytes),
         String::new(),
@@ -121,7 +121,7 @@ pub fn tensors(tensors: &[TensorReport]) -> Table {
             tensor.layer.map_or_else(String::new, |layer| layer.to_string()),
             tensor.dtype.clone(),
             output::shape(&tensor.shape),
-            tensor.encoding.to_string(),
+            tensor.form.to_string(),
             output::bytes(tensor.original_bytes),
             output::bytes(tensor.stored_bytes),
             format!("{:.3}", tensor.bits_per_element),

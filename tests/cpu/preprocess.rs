@@ -14,7 +14,7 @@ use std::{
 use libloading::{Library, Symbol};
 use tempfile::TempDir;
 use unweight_codegen::abi::{DecodeArgs, EncodeArgs};
-use unweight_format::{CodeLimit, HuffmanTensor, Matrix, Section, bf16, oracle};
+use unweight_format::{CodeLimit, FormId, HuffmanTensor, Matrix, Section, bf16, oracle};
 
 // ---- building and launching ----------------------------------------------------------------------------------------
 
@@ -331,7 +331,8 @@ struct Sections {
 
 impl Sections {
     fn of(tensor: &HuffmanTensor<Vec<u8>>) -> Self {
-        let sections = Section::HUFFMAN.iter().map(|&s| (s, tensor.section(s).unwrap().into_owned())).collect();
+        let sections =
+            FormId::HUFFMAN.form().sections().iter().map(|&s| (s, tensor.section(s).unwrap().into_owned())).collect();
         Self { n: tensor.grid().rows() as u32, k: tensor.grid().cols() as u32, sections }
     }
 
@@ -362,18 +363,18 @@ impl Sections {
         let find = |name: &str| &buffers.iter().find(|(n, _)| *n == name).unwrap().1;
         let section = |s: Section| find(s.name());
         let args = DecodeArgs {
-            sign_mantissa: section(Section::SignMantissa).address(),
-            encoded_exp: section(Section::EncodedExp).address(),
-            row_lengths: section(Section::RowLengths).address(),
-            tile_metadata: section(Section::TileMetadata).address(),
-            verbatim_exponents: section(Section::VerbatimExponents).address(),
-            palette: section(Section::Palette).address(),
-            code_lengths: section(Section::CodeLengths).address(),
+            sign_mantissa: section(Section::SIGN_MANTISSA).address(),
+            encoded_exp: section(Section::ENCODED_EXP).address(),
+            row_lengths: section(Section::ROW_LENGTHS).address(),
+            tile_metadata: section(Section::TILE_METADATA).address(),
+            verbatim_exponents: section(Section::VERBATIM_EXPONENTS).address(),
+            palette: section(Section::PALETTE).address(),
+            code_lengths: section(Section::CODE_LENGTHS).address(),
             output: find("output").address(),
             work_counter: find("work_counter").address(),
             fault: find("fault").address(),
-            encoded_words: section(Section::EncodedExp).bytes as u64 / 4,
-            verbatim_rows: (section(Section::VerbatimExponents).bytes / 64) as u32,
+            encoded_words: section(Section::ENCODED_EXP).bytes as u64 / 4,
+            verbatim_rows: (section(Section::VERBATIM_EXPONENTS).bytes / 64) as u32,
             n: self.n,
             k: self.k,
             tile_rows,
@@ -468,7 +469,7 @@ fn tampered_metadata_is_a_fault_and_nothing_else() {
     let tensor = case.encode(7);
     let tile = 5;
     let field = |s: &mut Sections, index: usize, value: u32| {
-        s.get(Section::TileMetadata)[tile * 16 + index * 4..][..4].copy_from_slice(&value.to_le_bytes());
+        s.get(Section::TILE_METADATA)[tile * 16 + index * 4..][..4].copy_from_slice(&value.to_le_bytes());
     };
     let last_row_tile = 2 * tensor.grid().tile_cols(); // rows 128 and 129 of 130
     type Tamper<'a> = Box<dyn Fn(&mut Sections) + 'a>;
@@ -481,14 +482,14 @@ fn tampered_metadata_is_a_fault_and_nothing_else() {
             "a verbatim pad row",
             last_row_tile,
             Box::new(|s| {
-                s.get(Section::TileMetadata)[last_row_tile * 16 + 12..][..4].copy_from_slice(&1u32.to_le_bytes())
+                s.get(Section::TILE_METADATA)[last_row_tile * 16 + 12..][..4].copy_from_slice(&1u32.to_le_bytes())
             }),
         ),
         (
             "words missing at the end",
             tensor.grid().tiles() - 1,
             Box::new(|s| {
-                let words = s.get(Section::EncodedExp);
+                let words = s.get(Section::ENCODED_EXP);
                 words.truncate(words.len() - 16);
             }),
         ),
@@ -497,7 +498,7 @@ fn tampered_metadata_is_a_fault_and_nothing_else() {
             tensor.grid().tiles() - 1,
             Box::new(|s| {
                 // The last tile that has a verbatim row is not necessarily the last tile: take all of them away.
-                s.get(Section::VerbatimExponents).clear();
+                s.get(Section::VERBATIM_EXPONENTS).clear();
             }),
         ),
     ];
@@ -539,11 +540,11 @@ fn hostile_bytes_neither_crash_nor_hang() {
         for round in 0..12u64 {
             let mut sections = Sections::of(&tensor);
             for section in [
-                Section::EncodedExp,
-                Section::RowLengths,
-                Section::TileMetadata,
-                Section::Palette,
-                Section::CodeLengths,
+                Section::ENCODED_EXP,
+                Section::ROW_LENGTHS,
+                Section::TILE_METADATA,
+                Section::PALETTE,
+                Section::CODE_LENGTHS,
             ] {
                 let bytes = sections.get(section);
                 let flips = if round % 3 == 0 { bytes.len() } else { 3 };

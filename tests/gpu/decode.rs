@@ -2,7 +2,7 @@
 
 use crate::harness::{SHAPES, Weights, gpu, guard_is_whole, poison, stream};
 use unweight_codegen::spec::{Arch, DecodeOutput};
-use unweight_format::{CodeLimit, Matrix, bf16, decode, encode};
+use unweight_format::{CodeLimit, Matrix, bf16, huffman};
 use unweight_rt::{
     bench::halves,
     choose::{self, KernelSet},
@@ -26,7 +26,7 @@ fn exact(
     what: &str,
 ) {
     let stream = stream(kernels);
-    let tensor = encode::huffman(Matrix::new(bytes, rows, cols).unwrap(), limit).unwrap();
+    let tensor = huffman::encode(Matrix::new(bytes, rows, cols).unwrap(), limit).unwrap();
     let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
     let bits = bits.unwrap_or(device.code_bits());
     let grid = tensor.grid();
@@ -62,7 +62,7 @@ fn exact(
     poison(&stream, &mut indices);
     palette.palette(&stream, &device, &mut indices).unwrap();
     palette.check(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
-    let want = decode::transcode(&tensor).unwrap();
+    let want = huffman::transcode(&tensor).unwrap();
     let wrong = indices.to_host(&stream).unwrap().iter().zip(want.palette_index()).position(|(got, want)| got != want);
     assert_eq!(wrong, None, "{what}: palette index, byte");
     guard_is_whole(&stream, &indices, what);
@@ -128,7 +128,7 @@ fn a_large_matrix_decodes_the_same_again_and_again() {
     let bytes = unweight_rt::bench::normal_bf16(shape.0 * shape.1, 0.02, 3);
     exact(kernels, &bytes, shape, CodeLimit::DEFAULT, None, "4096 x 4096");
     let stream = stream(kernels);
-    let tensor = encode::huffman(Matrix::new(&bytes, shape.0, shape.1).unwrap(), CodeLimit::DEFAULT).unwrap();
+    let tensor = huffman::encode(Matrix::new(&bytes, shape.0, shape.1).unwrap(), CodeLimit::DEFAULT).unwrap();
     let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
     let mut full = decoder(kernels, &stream, DecodeOutput::Full, device.code_bits());
     let mut whole = DeviceMatrix::zeroed(&stream, 4096, 4096).unwrap();
@@ -146,7 +146,7 @@ fn what_does_not_go_together_is_refused_before_the_launch() {
     let kernels = gpu();
     let stream = stream(kernels);
     let bytes = Weights::Normal.bytes(64, 64, 1);
-    let tensor = encode::huffman(Matrix::new(&bytes, 64, 64).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
+    let tensor = huffman::encode(Matrix::new(&bytes, 64, 64).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
     let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
     assert!(device.code_bits() > 6);
     let mut whole = DeviceMatrix::zeroed(&stream, 64, 64).unwrap();

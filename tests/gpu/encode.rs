@@ -3,10 +3,10 @@
 use crate::harness::{SHAPES, Weights, gpu, stream};
 use unweight_codegen::spec::EncodeStage;
 use unweight_format::{
-    Code, CodeLimit, Histogram, Matrix, PaletteTensor, Section,
+    Code, CodeLimit, FormId, Histogram, Matrix, PaletteTensor,
     bundle::{self, CompressOptions, Profile, Silent},
-    demo_model::{self, DemoOptions},
-    encode,
+    huffman, palette,
+    testing::demo_model::{self, DemoOptions},
 };
 use unweight_rt::{
     choose::KernelSet,
@@ -28,12 +28,12 @@ fn same_bytes(
     buffers.poison(&stream, 0xff).unwrap();
     buffers.set_weights(&stream, matrix).unwrap();
     encoder.enqueue(&stream, &mut buffers, &HUFFMAN_STAGES).unwrap();
-    let expected = encode::huffman(matrix, limit).unwrap();
+    let expected = huffman::encode(matrix, limit).unwrap();
     let totals = buffers.totals(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
     assert_eq!(totals.max_verbatim_rows, u64::from(expected.max_verbatim_rows()), "{what}");
     assert_eq!(totals.verbatim_rows as usize * 64, expected.verbatim_exponents().len(), "{what}");
     let got = buffers.huffman(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
-    for section in Section::HUFFMAN {
+    for &section in FormId::HUFFMAN.form().sections() {
         assert!(got.section(section) == expected.section(section), "{what}: section {section:?} differs");
     }
 
@@ -50,8 +50,8 @@ fn same_bytes(
     buffers.poison(&stream, 0xff).unwrap();
     encoder.enqueue(&stream, &mut buffers, &PALETTE_STAGES).unwrap();
     let got: PaletteTensor<_> = buffers.palette(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
-    let expected = encode::palette_with(matrix, &code).unwrap();
-    for section in Section::PALETTE {
+    let expected = palette::encode_with(matrix, &code).unwrap();
+    for &section in FormId::PALETTE.form().sections() {
         assert!(got.section(section) == expected.section(section), "{what}: palette section {section:?} differs");
     }
 }
@@ -108,8 +108,8 @@ fn a_matrix_of_many_scan_blocks() {
     same_bytes(kernels, &encoder, limit, &bytes, shape, "4097 x 4031");
     let stream = stream(kernels);
     let matrix = Matrix::new(&bytes, shape.0, shape.1).unwrap();
-    assert_eq!(encoder.encode(&stream, matrix).unwrap(), encode::huffman(matrix, limit).unwrap());
-    assert_eq!(encoder.encode_palette(&stream, matrix).unwrap(), encode::palette(matrix, limit).unwrap());
+    assert_eq!(encoder.encode(&stream, matrix).unwrap(), huffman::encode(matrix, limit).unwrap());
+    assert_eq!(encoder.encode_palette(&stream, matrix).unwrap(), palette::encode(matrix, limit).unwrap());
 }
 
 #[test]

@@ -11,7 +11,7 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{Arch, DecodeOutput, Epilogue, GemmReconSpec, Op, WeightSource, catalog},
 };
-use unweight_format::{CodeLimit, HuffmanTensor, Matrix, decode, encode};
+use unweight_format::{CodeLimit, HuffmanTensor, Matrix, huffman};
 use unweight_rt::{
     bench::{halves, normal_bf16, relative_error},
     choose::{self, KernelSet, Source, candidates},
@@ -66,9 +66,9 @@ struct Forms {
 }
 
 fn forms(kernels: &KernelSet, stream: &Stream, bytes: &[u8], n: usize, k: usize) -> Forms {
-    let tensor = encode::huffman(Matrix::new(bytes, n, k).unwrap(), CodeLimit::DEFAULT).unwrap();
+    let tensor = huffman::encode(Matrix::new(bytes, n, k).unwrap(), CodeLimit::DEFAULT).unwrap();
     let huffman = DeviceHuffman::upload(stream, &tensor).unwrap();
-    let palette = DevicePalette::upload(stream, &decode::transcode(&tensor).unwrap()).unwrap();
+    let palette = DevicePalette::upload(stream, &huffman::transcode(&tensor).unwrap()).unwrap();
     let decoder = |output| {
         let spec = choose::decoder(Arch::Sm90a, output, huffman.code_bits()).unwrap();
         Decoder::new(stream, kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
@@ -146,7 +146,7 @@ fn the_weights_have_the_verbatim_rows_that_they_are_asked_for() {
     for (budget, specs) in by_budget() {
         assert!(!specs.is_empty());
         let bytes = weights(N, K, budget, 7 + u64::from(budget));
-        let tensor = encode::huffman(Matrix::new(&bytes, N, K).unwrap(), CodeLimit::DEFAULT).unwrap();
+        let tensor = huffman::encode(Matrix::new(&bytes, N, K).unwrap(), CodeLimit::DEFAULT).unwrap();
         assert_eq!(tensor.max_verbatim_rows(), budget);
         assert_eq!(tensor.code().palette().exponents().len(), 16, "every palette entry is in use");
     }

@@ -3,7 +3,7 @@
 
 use crate::harness::{Rng, Weights, gpu, guard_is_whole, poison, refusal, stream};
 use unweight_codegen::spec::{Arch, DecodeOutput};
-use unweight_format::{CodeLimit, Grid, HuffmanTensor, Matrix, TileMetadata, encode};
+use unweight_format::{CodeLimit, HuffmanTensor, Matrix, TileGrid, TileMetadata, huffman, palette};
 use unweight_rt::{
     bench::{halves, normal_bf16},
     choose::{self, KernelSet},
@@ -16,7 +16,7 @@ use unweight_rt::{
 /// Owned sections, to be damaged.
 #[derive(Clone)]
 struct Sections {
-    grid: Grid,
+    grid: TileGrid,
     sign_mantissa: Vec<u8>,
     encoded_exp: Vec<u8>,
     row_lengths: Vec<u8>,
@@ -106,7 +106,7 @@ fn survives(
 
 fn tensor(rows: usize, cols: usize, limit: u32) -> HuffmanTensor<Vec<u8>> {
     let bytes = Weights::HeavyTailed.bytes(rows, cols, 5);
-    encode::huffman(Matrix::new(&bytes, rows, cols).unwrap(), CodeLimit::new(limit).unwrap()).unwrap()
+    huffman::encode(Matrix::new(&bytes, rows, cols).unwrap(), CodeLimit::new(limit).unwrap()).unwrap()
 }
 
 const LIMITS: [u32; 5] = [6, 7, 8, 11, 15];
@@ -236,7 +236,7 @@ fn a_palette_source_that_lies_stays_inside() {
     let stream = stream(kernels);
     let (n, k, m) = (256usize, 256usize, 70u32);
     let bytes = Weights::HeavyTailed.bytes(n, k, 6);
-    let tensor = encode::palette(Matrix::new(&bytes, n, k).unwrap(), CodeLimit::DEFAULT).unwrap();
+    let tensor = palette::encode(Matrix::new(&bytes, n, k).unwrap(), CodeLimit::DEFAULT).unwrap();
     let x = DeviceMatrix::from_host(&stream, m, k as u32, &halves(&normal_bf16(m as usize * k, 1.0, 8))).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();
     let rows = tensor.verbatim_exponents().len() / 64;

@@ -3,7 +3,7 @@
 use crate::harness::{GUARD, Rng, Weights, gpu, guard_is_whole, poison, refusal, stream};
 use unweight_codegen::spec::DecodeOutput;
 use unweight_format::{
-    CodeLimit, Grid, Histogram, Matrix, encode,
+    CodeLimit, Histogram, Matrix, TileGrid, huffman,
     packed::{self, PackedTensor, TILE_BYTES, Unpackable, Window},
 };
 use unweight_rt::{
@@ -203,7 +203,7 @@ fn huffman_tensors_are_transcoded_in_any_order_of_sizes() {
         let mut decoder = Decoder::new(&stream, kernels.get(&spec).unwrap()).unwrap();
         for (seed, shape) in [(320, 1024), (64, 64), (1984, 2112), (704, 192)].into_iter().enumerate() {
             let bytes = sprinkled(shape, 300 + 900 * seed, seed as u64);
-            let huffman = encode::huffman(Matrix::new(&bytes, shape.0, shape.1).unwrap(), limit).unwrap();
+            let huffman = huffman::encode(Matrix::new(&bytes, shape.0, shape.1).unwrap(), limit).unwrap();
             let huffman = DeviceHuffman::upload(&stream, &huffman).unwrap();
             let what = format!("limit {} {shape:?}", limit.bits());
             match (packer.transcode(&stream, &mut decoder, &huffman), pack_on_cpu(&bytes, shape)) {
@@ -233,7 +233,7 @@ fn unpacking_any_bytes_stays_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
     let packer = packer(kernels, &stream);
-    let grid = Grid::new(256, 320).unwrap();
+    let grid = TileGrid::new(256, 320).unwrap();
     let mut rng = Rng(3);
     for round in 0..60 {
         let words = [0, 1, 2, 31, 1000][round % 5];

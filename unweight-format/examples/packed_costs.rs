@@ -8,7 +8,7 @@
 use std::{error::Error, path::Path, time::Instant};
 
 use unweight_format::{
-    Code, CodeLimit, CompressedTensor, Histogram, Matrix, PackedTensor, bundle::Bundle, decode, encode, packed,
+    Code, CodeLimit, Histogram, Matrix, PackedTensor, bundle::Bundle, huffman, packed, palette, testing::Random,
 };
 
 const ROWS: usize = 4096;
@@ -26,7 +26,7 @@ fn of_bundle(path: &Path) -> Result<(), Box<dyn Error>> {
     let bundle = Bundle::open(path)?;
     let (mut elements, mut bytes, mut escapes, mut most) = (0, 0, 0, 0);
     for tensor in bundle.tensors() {
-        if let CompressedTensor::Packed(packed) = bundle.tensor_in(tensor.file, &tensor.entry.name)? {
+        if let Some(packed) = PackedTensor::of(bundle.tensor_in(tensor.file, &tensor.entry.name)?) {
             elements += packed.grid().elements() as u64;
             bytes += packed.stored_bytes();
             escapes += packed.escape_count();
@@ -46,7 +46,7 @@ fn row<B: AsRef<[u8]>>(tensor: &PackedTensor<B>) -> String {
     format!("{bits:.4} | {escapes:.1} | {}", tensor.max_escapes())
 }
 
-type Draw = fn(&mut Random) -> f32;
+type Draw = fn(&mut Random) -> f64;
 
 fn made() -> Result<(), Box<dyn Error>> {
     let cases: [(&str, Draw); 9] = [
@@ -64,12 +64,12 @@ fn made() -> Result<(), Box<dyn Error>> {
         "| weights | packed: bits | escapes per million | most in a row block | palette: bits | |\n|---|---|---|---|---|---|"
     );
     for (name, draw) in cases {
-        let mut random = Random(1);
+        let mut random = Random::new(1);
         let bytes: Vec<u8> =
-            (0..ROWS * COLS).flat_map(|_| half::bf16::from_f32(draw(&mut random)).to_le_bytes()).collect();
+            (0..ROWS * COLS).flat_map(|_| half::bf16::from_f64(draw(&mut random)).to_le_bytes()).collect();
         let matrix = Matrix::new(&bytes, ROWS, COLS)?;
         let histogram = Histogram::of(&bytes);
-        let palette = encode::palette(matrix, CodeLimit::DEFAULT)?.coded_bytes() as f64 * 8.0 / (ROWS * COLS) as f64;
+        let palette = palette::encode(matrix, CodeLimit::DEFAULT)?.coded_bytes() as f64 * 8.0 / (ROWS * COLS) as f64;
         match packed::pack(matrix, &histogram) {
             Ok(tensor) => {
                 assert!(tensor.unpack() == bytes, "{name}: lossless");
@@ -93,7 +93,7 @@ fn speed(
 ) -> Result<(), Box<dyn Error>> {
     let mut out = vec![0; matrix.bytes().len()];
     let code = Code::from_histogram(histogram, CodeLimit::DEFAULT).ok_or("no elements")?;
-    let huffman = encode::huffman_with(matrix, &code)?;
+    let huffman = huffman::encode_with(matrix, &code)?;
     for threads in [1, 2] {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
         let mut seconds = [const { Vec::new() }; 4];
@@ -104,9 +104,9 @@ fn speed(
                 seconds[at].push(start.elapsed().as_secs_f64());
             };
             timed(0, &mut || drop(packed::pack(matrix, histogram)));
-            timed(1, &mut || drop(encode::huffman_with(matrix, &code)));
-            timed(2, &mut || decode::packed(tensor, &mut out).expect("the size is right"));
-            timed(3, &mut || decode::huffman(&huffman, &mut out).expect("the size is right"));
+            timed(1, &mut || drop(huffman::encode_with(matrix, &code)));
+            timed(2, &mut || packed::decode_into(tensor, &mut out).expect("the size is right"));
+            timed(3, &mut || huffman::decode_into(&huffman, &mut out).expect("the size is right"));
         }
         let [pack, encode, unpack, decode] = seconds.map(|mut seconds| {
             seconds.sort_by(f64::total_cmp);
@@ -117,27 +117,4 @@ fn speed(
         );
     }
     Ok(())
-}
-
-/// splitmix64.
-struct Random(u64);
-
-impl Random {
-    fn uniform(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ z >> 31) >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    /// Box-Muller.
-    fn normal(&mut self) -> f32 {
-        let radius = (-2.0 * self.uniform().max(1e-300).ln()).sqrt();
-        (radius * (std::f64::consts::TAU * self.uniform()).cos()) as f32
-    }
-
-    fn student(&mut self, degrees: u32) -> f32 {
-        let chi_squared: f32 = (0..degrees).map(|_| self.normal().powi(2)).sum();
-        self.normal() / (chi_squared / degrees as f32).sqrt()
-    }
 }

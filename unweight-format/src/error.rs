@@ -52,6 +52,14 @@ pub enum CodecError {
         /// Words needed.
         words: u64,
     },
+    /// A stored tensor has too few or too many sections.
+    #[error("{got} sections stored, the form has {expected}")]
+    Sections {
+        /// Sections of the form.
+        expected: usize,
+        /// Sections given.
+        got: usize,
+    },
     /// A stored section has the wrong size.
     #[error("section {section}: {got} bytes stored, the shape asks for {expected}")]
     SectionBytes {

@@ -4,51 +4,40 @@
 //! nothing of CUDA, kernels or launch geometry.
 //!
 //! ```text
-//! BF16 [n, k] --survey--> histogram, digest --Palette/Code--> encode --> HuffmanTensor | PaletteTensor
-//!                                                               ^                 |
-//!                                                               '---- decode <----'
-//!                          \--Window--> pack --> PackedTensor --> decode
+//! bits      bytes, tiles, histograms, digests
+//!   ^
+//! form      raw, huffman, palette, packed: one file each, one list; oracle judges them
+//!   ^
+//! model     safetensors, names to roles, a form per tensor
+//!   ^
+//! bundle    compress, decompress, verify, read            testing (feature)  random weights, a demo model
 //! ```
-//! Beside every fast path stands [`oracle`]: slow, obvious, and the judge of both.
 //!
 //! ```
-//! use unweight_format::{CodeLimit, Matrix, decode, encode};
+//! use unweight_format::{CodeLimit, Matrix, huffman};
 //! let bf16: Vec<u8> = (0..128 * 64u32).flat_map(|i| (0x3c00 + (i * 37 % 512) as u16).to_le_bytes()).collect();
 //! let matrix = Matrix::new(&bf16, 128, 64)?;
-//! let tensor = encode::huffman(matrix, CodeLimit::DEFAULT)?;
+//! let tensor = huffman::encode(matrix, CodeLimit::DEFAULT)?;
 //! assert!(tensor.coded_bytes() < bf16.len() as u64);
-//! assert_eq!(decode::to_vec(&tensor)?, bf16);
+//! assert_eq!(huffman::decode(&tensor)?, bf16);
 //! # Ok::<(), unweight_format::CodecError>(())
 //! ```
 
-pub mod bf16;
-pub mod bitstream;
-mod buffer;
+mod bits;
 pub mod bundle;
-pub mod decode;
-pub mod demo_model;
-pub mod digest;
-pub mod encode;
 pub mod error;
-pub mod histogram;
-pub mod huffman;
-pub mod layout;
-pub mod manifest;
-pub mod oracle;
-pub mod packed;
-pub mod palette;
-pub mod plan;
-pub mod roles;
-pub mod safetensors;
-pub mod tensor;
-pub mod tile;
+pub mod form;
+mod model;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 
-pub use buffer::keep_freed_memory;
+pub use bits::{bf16, bitstream, digest, histogram, keep_freed_memory, layout, named, tile};
 pub use digest::Digest;
 pub use error::CodecError;
+pub use form::{FormId, Section, StoredTensor, Survey, huffman, oracle, packed, palette};
 pub use histogram::Histogram;
-pub use huffman::{Code, CodeLimit};
+pub use huffman::{Code, CodeLimit, HuffmanTensor};
+pub use model::{glob, plan, roles, safetensors};
 pub use packed::PackedTensor;
-pub use palette::Palette;
-pub use tensor::{CompressedTensor, HuffmanTensor, PaletteTensor, Section};
-pub use tile::{Grid, Matrix, TileMetadata};
+pub use palette::{Palette, PaletteTensor};
+pub use tile::{Matrix, TileGrid, TileMetadata};

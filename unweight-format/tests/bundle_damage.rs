@@ -233,7 +233,7 @@ fn hostile_manifests_of_packed_tensors_are_refused() {
         tensors.into_iter().find(|t| t["encoding"] == "packed").unwrap()
     }
     let cases: &[(&str, Change)] = &[
-        ("both must be multiples of 64", |m| {
+        ("cannot be packed: rows or columns are not a multiple of 64", |m| {
             let tensor = packed(m);
             let elements = tensor["rows"].as_u64().unwrap() * tensor["cols"].as_u64().unwrap();
             tensor["rows"] = 32.into();
@@ -241,8 +241,8 @@ fn hostile_manifests_of_packed_tensors_are_refused() {
         }),
         ("asks for 16", |m| packed(m)["sections"][0]["bytes"] = 1.into()),
         ("asks for", |m| packed(m)["sections"][3]["bytes"] = 6143.into()),
-        ("not padded to 16 bytes", |m| packed(m)["sections"][2]["bytes"] = 12.into()),
-        ("ends inside an element", |m| packed(m)["sections"][2]["bytes"] = 3.into()),
+        ("12 bytes stored, the shape asks for 16", |m| packed(m)["sections"][2]["bytes"] = 12.into()),
+        ("3 bytes stored, the shape asks for 16", |m| packed(m)["sections"][2]["bytes"] = 3.into()),
         ("larger than the tensor", |m| packed(m)["sections"][2]["bytes"] = (1u64 << 60).into()),
         ("sections are not", |m| packed(m)["encoding"] = "palette".into()),
         ("cannot be packed", |m| packed(m)["dtype"] = "F16".into()),

@@ -14,7 +14,7 @@ use std::{
 use common::{Scratch, chain, read_tree};
 use unweight_format::{
     bundle::{CompressOptions, Progress, Silent, compress, verify},
-    demo_model::{self, DemoOptions},
+    testing::demo_model::{self, DemoOptions},
 };
 
 const CHILD: &str = "UNWEIGHT_TEST_CHILD";

@@ -2,12 +2,13 @@
 
 mod common;
 
-use common::Rng;
 use proptest::prelude::*;
 use unweight_format::{
-    CodeLimit, CodecError, Grid, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, TileMetadata,
-    decode, encode, oracle,
+    CodeLimit, CodecError, FormId, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, Survey,
+    TileGrid, TileMetadata, huffman, oracle,
     packed::{self, Unpackable, Window},
+    palette,
+    testing::Random,
 };
 
 #[derive(Debug, Clone, Copy)]
@@ -22,20 +23,20 @@ enum Weights {
 }
 
 fn weights(kind: Weights, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
-    let mut rng = Rng(seed);
+    let mut rng = Random::new(seed);
     let bf16 = |x: f64| half::bf16::from_f64(x).to_bits();
     (0..rows * cols)
         .flat_map(|i| {
             let bits = match kind {
                 Weights::Normal => bf16(rng.normal() * 0.02),
                 Weights::HeavyTailed => bf16(rng.normal() * 0.02 / rng.uniform().max(1e-9).powi(2)),
-                Weights::AnyBits => rng.next() as u16,
-                Weights::OneExponent => 0x3f00 | (rng.next() as u16 & 0x807f),
-                Weights::FewExponents => (rng.next() as u16 & 0x807f) | ((120 + rng.next() as u16 % 3) << 7),
+                Weights::AnyBits => rng.bits() as u16,
+                Weights::OneExponent => 0x3f00 | (rng.bits() as u16 & 0x807f),
+                Weights::FewExponents => (rng.bits() as u16 & 0x807f) | ((120 + rng.bits() as u16 % 3) << 7),
                 Weights::LongRows => {
                     let rare = i / cols % 64 == 5;
-                    let exponent = if rare { 100 + rng.next() % 16 } else { 100 + rng.next() % 2 };
-                    (rng.next() as u16 & 0x807f) | (exponent as u16) << 7
+                    let exponent = if rare { 100 + rng.bits() % 16 } else { 100 + rng.bits() % 2 };
+                    (rng.bits() as u16 & 0x807f) | (exponent as u16) << 7
                 }
             };
             bits.to_le_bytes()
@@ -45,9 +46,9 @@ fn weights(kind: Weights, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
 
 fn check(bytes: &[u8], rows: usize, cols: usize, limit: CodeLimit) {
     let matrix = Matrix::new(bytes, rows, cols).unwrap();
-    let fast = encode::huffman(matrix, limit).unwrap();
+    let fast = huffman::encode(matrix, limit).unwrap();
     let slow = oracle::encode_huffman(matrix, limit).unwrap();
-    for section in Section::HUFFMAN {
+    for &section in FormId::HUFFMAN.form().sections() {
         assert!(fast.section(section) == slow.section(section), "encoders differ in {section:?}: {fast:?} {slow:?}");
     }
     assert_eq!(fast, slow, "encoders differ");
@@ -56,14 +57,14 @@ fn check(bytes: &[u8], rows: usize, cols: usize, limit: CodeLimit) {
             .unwrap();
     assert_eq!(stored, fast, "stored sections read back");
     assert!(oracle::decode_huffman(&fast).unwrap() == bytes, "oracle decoder");
-    assert!(decode::to_vec(&fast).unwrap() == bytes, "fast decoder");
+    assert!(huffman::decode(&fast).unwrap() == bytes, "fast decoder");
 
-    let fast_palette = encode::palette(matrix, limit).unwrap();
+    let fast_palette = palette::encode(matrix, limit).unwrap();
     assert_eq!(fast_palette, oracle::encode_palette(matrix, limit).unwrap(), "palette encoders differ");
-    assert_eq!(decode::transcode(&fast).unwrap(), fast_palette, "transcoding gives the same bytes");
+    assert_eq!(huffman::transcode(&fast).unwrap(), fast_palette, "transcoding gives the same bytes");
     assert!(oracle::decode_palette(&fast_palette) == bytes);
     let mut out = vec![0xaa; bytes.len()];
-    decode::palette(&fast_palette, &mut out).unwrap();
+    palette::decode_into(&fast_palette, &mut out).unwrap();
     assert!(out == bytes);
     let stored = PaletteTensor::from_sections(fast.grid(), |s| fast_palette.section(s).unwrap().into_owned()).unwrap();
     assert_eq!(stored, fast_palette);
@@ -82,11 +83,11 @@ fn kind() -> impl Strategy<Value = Weights> {
 
 /// Normal weights with one element in `one_in` replaced.
 fn sprinkled(rows: usize, cols: usize, one_in: u64, seed: u64, other: impl Fn(u64) -> u16) -> Vec<u8> {
-    let mut rng = Rng(seed);
+    let mut rng = Random::new(seed);
     let mut bytes = weights(Weights::Normal, rows, cols, seed ^ 1);
     for element in bytes.chunks_exact_mut(2) {
-        if rng.next().is_multiple_of(one_in) {
-            element.copy_from_slice(&other(rng.next()).to_le_bytes());
+        if rng.bits().is_multiple_of(one_in) {
+            element.copy_from_slice(&other(rng.bits()).to_le_bytes());
         }
     }
     bytes
@@ -101,13 +102,14 @@ fn check_packed(bytes: &[u8], rows: usize, cols: usize) -> Result<PackedTensor<V
         assert!(oracle::unpack(tensor) == bytes, "oracle");
         assert!(tensor.unpack() == bytes, "fast");
         let mut out = vec![0xaa; bytes.len()];
-        decode::packed(tensor, &mut out).unwrap();
+        packed::decode_into(tensor, &mut out).unwrap();
         assert!(out == bytes);
+        let all = FormId::PACKED.form().sections();
         let sections = |s| tensor.section(s).unwrap().into_owned();
         let stored = PackedTensor::from_sections(tensor.grid(), sections).unwrap();
         assert_eq!(&stored, tensor);
-        assert_eq!(stored.stored_bytes(), Section::PACKED.map(|s| sections(s).len() as u64).iter().sum::<u64>());
-        assert!(Section::PACKED.iter().all(|&s| sections(s).len().is_multiple_of(16)), "aligned in a shard");
+        assert_eq!(stored.stored_bytes(), all.iter().map(|&s| sections(s).len() as u64).sum::<u64>());
+        assert!(all.iter().all(|&s| sections(s).len().is_multiple_of(16)), "aligned in a shard");
     }
     fast
 }
@@ -202,7 +204,7 @@ fn tampered_packed(change: impl Fn(Section, &mut Vec<u8>)) -> Result<PackedTenso
 #[test]
 fn each_broken_rule_of_the_packed_form_has_its_error() {
     assert!(tampered_packed(|_, _| {}).is_ok());
-    for section in Section::PACKED {
+    for &section in FormId::PACKED.form().sections() {
         for change in [|bytes: &mut Vec<u8>| bytes.push(0), |bytes: &mut Vec<u8>| bytes.clear()] {
             let wrong = tampered_packed(|s, bytes| {
                 if s == section {
@@ -211,7 +213,7 @@ fn each_broken_rule_of_the_packed_form_has_its_error() {
             });
             let is_right = match section {
                 // Without lists, the first head that names one is wrong.
-                Section::Escapes => matches!(wrong, Err(CodecError::SectionBytes { .. } | CodecError::Row { .. })),
+                Section::ESCAPES => matches!(wrong, Err(CodecError::SectionBytes { .. } | CodecError::Row { .. })),
                 _ => matches!(wrong, Err(CodecError::SectionBytes { .. })),
             };
             assert!(is_right, "{section:?}: {wrong:?}");
@@ -220,43 +222,43 @@ fn each_broken_rule_of_the_packed_form_has_its_error() {
     type Change = fn(Section, &mut Vec<u8>);
     let cases: [(&str, Change); 8] = [
         ("1..=239", |s, b| {
-            if s == Section::PackedWindow {
+            if s == Section::PACKED_WINDOW {
                 b[0] = 0
             }
         }),
         ("1..=239", |s, b| {
-            if s == Section::PackedWindow {
+            if s == Section::PACKED_WINDOW {
                 b[0] = 240
             }
         }),
         ("must be 0", |s, b| {
-            if s == Section::PackedWindow {
+            if s == Section::PACKED_WINDOW {
                 b[15] = 1
             }
         }),
         ("do not follow", |s, b| {
-            if s == Section::EscapeHeads {
+            if s == Section::ESCAPE_HEADS {
                 let list = b.chunks_exact(4).position(|head| head[3] & 0x80 != 0).unwrap();
                 b[4 * list] ^= 1
             }
         }),
         ("not 0, one record", |s, b| {
-            if s == Section::EscapeHeads {
+            if s == Section::ESCAPE_HEADS {
                 b[0..4].copy_from_slice(&[1, 0, 0, 0])
             }
         }),
         ("wrong length", |s, b| {
-            if s == Section::Escapes {
+            if s == Section::ESCAPES {
                 b[0..4].fill(0xff)
             }
         }),
         ("not in order", |s, b| {
-            if s == Section::Escapes {
+            if s == Section::ESCAPES {
                 b.copy_within(4..8, 8)
             }
         }),
         ("section escapes", |s, b| {
-            if s == Section::Escapes {
+            if s == Section::ESCAPES {
                 b.extend([0; 16])
             }
         }),
@@ -273,7 +275,7 @@ fn each_broken_rule_of_the_packed_form_has_its_error() {
     heads[..4].copy_from_slice(&(1u32 << 30 | 0x7f00).to_le_bytes());
     let hostile = PackedTensor::from_parts(tensor.grid(), tensor.window(), tensor.packed().to_vec(), heads, Vec::new());
     assert!(hostile.unwrap_err().to_string().contains("operand has no weight"));
-    let odd = Grid::new(64, 65).unwrap();
+    let odd = TileGrid::new(64, 65).unwrap();
     let refused = PackedTensor::from_parts(odd, Window::new(100).unwrap(), vec![0; 12288], vec![0; 32], Vec::new());
     assert!(matches!(refused, Err(CodecError::PackedShape { rows: 64, cols: 65 })));
 }
@@ -316,22 +318,22 @@ fn the_specification_s_worked_example() {
     let bytes: Vec<u8> = weights.iter().flat_map(|w| w.to_le_bytes()).collect();
     check(&bytes, 2, 3, CodeLimit::DEFAULT);
     let matrix = Matrix::new(&bytes, 2, 3).unwrap();
-    let tensor = encode::huffman(matrix, CodeLimit::DEFAULT).unwrap();
+    let tensor = huffman::encode(matrix, CodeLimit::DEFAULT).unwrap();
     let padded = |start: &[u8], len: usize| [start, &vec![0; len - start.len()]].concat();
     let expected = |section| match section {
-        Section::Palette => padded(&[0x7f, 0x7e, 0x7d], 16),
-        Section::CodeLengths => padded(&[1, 2, 2], 16),
-        Section::TileMetadata => padded(&[], 16),
-        Section::RowLengths => padded(&[1, 2], 64),
-        Section::EncodedExp => padded(&[4, 0, 0, 0, 0, 0, 0, 0, 0x16], 32),
-        Section::SignMantissa => vec![0, 0xc0, 0, 0, 0, 0x40],
+        Section::PALETTE => padded(&[0x7f, 0x7e, 0x7d], 16),
+        Section::CODE_LENGTHS => padded(&[1, 2, 2], 16),
+        Section::TILE_METADATA => padded(&[], 16),
+        Section::ROW_LENGTHS => padded(&[1, 2], 64),
+        Section::ENCODED_EXP => padded(&[4, 0, 0, 0, 0, 0, 0, 0, 0x16], 32),
+        Section::SIGN_MANTISSA => vec![0, 0xc0, 0, 0, 0, 0x40],
         _ => vec![],
     };
-    for section in Section::HUFFMAN {
+    for &section in FormId::HUFFMAN.form().sections() {
         assert_eq!(tensor.section(section).unwrap().as_ref(), expected(section), "{section:?}");
     }
     assert_eq!(tensor.row_end_offsets(0)[..3], [65, 131, 131]);
-    let palette = encode::palette(matrix, CodeLimit::DEFAULT).unwrap();
+    let palette = palette::encode(matrix, CodeLimit::DEFAULT).unwrap();
     assert_eq!(palette.palette_index()[..2], [0, 1]);
     assert_eq!(palette.palette_index()[32..34], [2, 1]);
     assert_eq!(palette.palette_index().iter().filter(|&&byte| byte != 0).count(), 3);
@@ -341,7 +343,7 @@ fn the_specification_s_worked_example() {
 fn rows_longer_than_319_bits_are_verbatim() {
     let bytes = weights(Weights::LongRows, 128, 128, 3);
     check(&bytes, 128, 128, CodeLimit::new(15).unwrap());
-    let tensor = encode::huffman(Matrix::new(&bytes, 128, 128).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
+    let tensor = huffman::encode(Matrix::new(&bytes, 128, 128).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
     assert_eq!(tensor.metadata(0).bitmask(), 1 << 5, "its exponents are all in the palette, it is long");
     assert_eq!(tensor.max_verbatim_rows(), 1);
 }
@@ -351,7 +353,7 @@ fn the_bytes_do_not_depend_on_the_number_of_threads() {
     let bytes = weights(Weights::Normal, 640, 1030, 4);
     let encode = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        pool.install(|| encode::huffman(Matrix::new(&bytes, 640, 1030).unwrap(), CodeLimit::DEFAULT).unwrap())
+        pool.install(|| huffman::encode(Matrix::new(&bytes, 640, 1030).unwrap(), CodeLimit::DEFAULT).unwrap())
     };
     let one = encode(1);
     assert_eq!(one, encode(2));
@@ -361,7 +363,7 @@ fn the_bytes_do_not_depend_on_the_number_of_threads() {
 #[test]
 fn a_survey_counts_and_digests() {
     let bytes = weights(Weights::Normal, 1500, 1100, 5);
-    let survey = encode::survey(&bytes);
+    let survey = Survey::of(&bytes);
     assert_eq!(survey.digest, unweight_format::Digest::of(&bytes));
     assert_eq!(survey.histogram, Histogram::of(&bytes));
 }
@@ -369,7 +371,7 @@ fn a_survey_counts_and_digests() {
 /// Sections of a valid tensor with one of them changed.
 fn tampered(change: impl Fn(Section, &mut Vec<u8>)) -> Result<HuffmanTensor<Vec<u8>>, CodecError> {
     let bytes = weights(Weights::HeavyTailed, 130, 192, 6);
-    let tensor = encode::huffman(Matrix::new(&bytes, 130, 192).unwrap(), CodeLimit::DEFAULT).unwrap();
+    let tensor = huffman::encode(Matrix::new(&bytes, 130, 192).unwrap(), CodeLimit::DEFAULT).unwrap();
     HuffmanTensor::from_sections(tensor.grid(), |s| {
         let mut section = tensor.section(s).unwrap().into_owned();
         change(s, &mut section);
@@ -380,7 +382,7 @@ fn tampered(change: impl Fn(Section, &mut Vec<u8>)) -> Result<HuffmanTensor<Vec<
 #[test]
 fn each_broken_invariant_has_its_error() {
     assert!(tampered(|_, _| {}).is_ok());
-    for section in Section::HUFFMAN {
+    for &section in FormId::HUFFMAN.form().sections() {
         let longer = tampered(|s, bytes| {
             if s == section {
                 bytes.push(0)
@@ -395,13 +397,13 @@ fn each_broken_invariant_has_its_error() {
         assert!(matches!(empty, Err(CodecError::SectionBytes { .. })), "{section:?}: {empty:?}");
     }
     let start = tampered(|s, bytes| {
-        if s == Section::TileMetadata {
+        if s == Section::TILE_METADATA {
             bytes[TileMetadata::BYTES] ^= 1
         }
     });
     assert!(matches!(start, Err(CodecError::TileMetadata { tile: 1, field: "start_word", .. })), "{start:?}");
     let offset = tampered(|s, bytes| {
-        if s == Section::TileMetadata {
+        if s == Section::TILE_METADATA {
             bytes[TileMetadata::BYTES + 4] ^= 1
         }
     });
@@ -411,31 +413,31 @@ fn each_broken_invariant_has_its_error() {
     );
     // Tiles 6..9 have two rows of the matrix: row 5 is padding.
     let pad = tampered(|s, bytes| {
-        if s == Section::TileMetadata {
+        if s == Section::TILE_METADATA {
             bytes[6 * TileMetadata::BYTES + 8] |= 1 << 5
         }
     });
     assert!(matches!(pad, Err(CodecError::Row { tile: 6, row: 5, .. })), "{pad:?}");
     let pad = tampered(|s, bytes| {
-        if s == Section::RowLengths {
+        if s == Section::ROW_LENGTHS {
             bytes[6 * 64 + 63] = 1
         }
     });
     assert!(matches!(pad, Err(CodecError::Row { tile: 6, row: 63, .. })), "{pad:?}");
     let longer = tampered(|s, bytes| {
-        if s == Section::EncodedExp {
+        if s == Section::ENCODED_EXP {
             bytes.extend([0; 16])
         }
     });
     assert!(matches!(longer, Err(CodecError::SectionBytes { section: "encoded_exp", .. })), "{longer:?}");
     let twice = tampered(|s, bytes| {
-        if s == Section::Palette {
+        if s == Section::PALETTE {
             bytes[1] = bytes[0]
         }
     });
     assert!(matches!(twice, Err(CodecError::Code { section: "palette", .. })), "{twice:?}");
     let kraft = tampered(|s, bytes| {
-        if s == Section::CodeLengths {
+        if s == Section::CODE_LENGTHS {
             bytes[0] += 1
         }
     });
@@ -445,19 +447,19 @@ fn each_broken_invariant_has_its_error() {
 #[test]
 fn damaged_codes_are_noticed_or_decode_to_other_weights_but_never_panic() {
     let bytes = weights(Weights::Normal, 130, 192, 7);
-    let tensor = encode::huffman(Matrix::new(&bytes, 130, 192).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
+    let tensor = huffman::encode(Matrix::new(&bytes, 130, 192).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
     let words = tensor.encoded_exp().len();
     let mut noticed = 0;
     for at in (0..words).step_by(7) {
         let damaged = HuffmanTensor::from_sections(tensor.grid(), |s| {
             let mut section = tensor.section(s).unwrap().into_owned();
-            if s == Section::EncodedExp {
+            if s == Section::ENCODED_EXP {
                 section[at] ^= 0x10;
             }
             section
         })
         .unwrap();
-        let (fast, slow) = (decode::to_vec(&damaged), oracle::decode_huffman(&damaged));
+        let (fast, slow) = (huffman::decode(&damaged), oracle::decode_huffman(&damaged));
         match &fast {
             Err(_) => noticed += 1,
             Ok(decoded) => {
@@ -466,7 +468,7 @@ fn damaged_codes_are_noticed_or_decode_to_other_weights_but_never_panic() {
         }
         // The oracle also looks at single rows and at the bits between tiles.
         assert!(fast.is_ok() || slow.is_err(), "the fast decoder may not be the stricter one");
-        let _ = decode::transcode(&damaged);
+        let _ = huffman::transcode(&damaged);
     }
     assert!(noticed > 0);
 }
@@ -476,11 +478,11 @@ fn wrong_buffers_are_refused() {
     assert!(matches!(Matrix::new(&[0; 8], 2, 3), Err(CodecError::MatrixBytes { expected: 12, got: 8, .. })));
     assert!(matches!(Matrix::new(&[], 0, 3), Err(CodecError::MatrixShape { .. })));
     let bytes = weights(Weights::Normal, 4, 4, 8);
-    let tensor = encode::huffman(Matrix::new(&bytes, 4, 4).unwrap(), CodeLimit::DEFAULT).unwrap();
+    let tensor = huffman::encode(Matrix::new(&bytes, 4, 4).unwrap(), CodeLimit::DEFAULT).unwrap();
     assert!(matches!(
-        decode::huffman(&tensor, &mut [0; 31]),
+        huffman::decode_into(&tensor, &mut [0; 31]),
         Err(CodecError::MatrixBytes { expected: 32, got: 31, .. })
     ));
     assert!(matches!(CodeLimit::new(5), Err(CodecError::CodeLimit { got: 5 })));
-    assert!(Grid::new(usize::MAX, 2).is_err());
+    assert!(TileGrid::new(usize::MAX, 2).is_err());
 }

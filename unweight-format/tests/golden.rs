@@ -11,9 +11,9 @@ use std::{
 
 use common::{Scratch, chain, header, read_tree, safetensors_file, tensor, weights};
 use unweight_format::{
-    CompressedTensor, Digest, Matrix, Section, TileMetadata,
+    Digest, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, TileMetadata,
     bundle::{Bundle, CompressOptions, DecompressOptions, Profile, Silent, compress, decompress, verify},
-    encode, oracle,
+    huffman, oracle,
     safetensors::{Header, SOURCE_HEADER_MAX},
 };
 
@@ -61,11 +61,13 @@ fn valid_models_give_the_same_bytes_and_come_back() {
         // The slow decoder reads the stored bytes, too.
         let open = Bundle::open(&expected).unwrap();
         for t in open.tensors() {
-            let bytes = match open.tensor(&t.entry.name).unwrap() {
-                CompressedTensor::Raw(bytes) => bytes.to_vec(),
-                CompressedTensor::Huffman(tensor) => oracle::decode_huffman(&tensor).unwrap(),
-                CompressedTensor::Palette(tensor) => oracle::decode_palette(&tensor),
-                CompressedTensor::Packed(tensor) => oracle::unpack(&tensor),
+            let tensor = open.tensor(&t.entry.name).unwrap();
+            let bytes = match tensor.form() {
+                FormId::RAW => tensor.section(Section::RAW).unwrap().to_vec(),
+                FormId::HUFFMAN => oracle::decode_huffman(&HuffmanTensor::of(tensor).unwrap()).unwrap(),
+                FormId::PALETTE => oracle::decode_palette(&PaletteTensor::of(tensor).unwrap()),
+                FormId::PACKED => oracle::unpack(&PackedTensor::of(tensor).unwrap()),
+                other => panic!("no oracle for {other}"),
             };
             assert_eq!(Digest::of(&bytes), t.entry.digest, "{name}: {}", t.entry.name);
         }
@@ -222,42 +224,42 @@ fn regenerate() {
     type Change = fn(Section, &mut [u8]);
     let streams: [(&str, Profile, Change); 16] = [
         ("start-word", Profile::Distribution, |s, b| {
-            if s == Section::TileMetadata {
+            if s == Section::TILE_METADATA {
                 b[TileMetadata::BYTES] ^= 1
             }
         }),
         ("verbatim-offset", Profile::Distribution, |s, b| {
-            if s == Section::TileMetadata {
+            if s == Section::TILE_METADATA {
                 b[2 * TileMetadata::BYTES + 4] ^= 1
             }
         }),
         ("pad-row-verbatim", Profile::Distribution, |s, b| {
-            if s == Section::TileMetadata {
+            if s == Section::TILE_METADATA {
                 b[3 * TileMetadata::BYTES + 15] ^= 0x80
             }
         }),
         ("pad-row-coded", Profile::Distribution, |s, b| {
-            if s == Section::RowLengths {
+            if s == Section::ROW_LENGTHS {
                 b[3 * 64 + 63] = 1
             }
         }),
         ("palette-twice", Profile::Distribution, |s, b| {
-            if s == Section::Palette {
+            if s == Section::PALETTE {
                 b[1] = b[0]
             }
         }),
         ("incomplete-code", Profile::Distribution, |s, b| {
-            if s == Section::CodeLengths {
+            if s == Section::CODE_LENGTHS {
                 b[15] += 1
             }
         }),
         ("decreasing-lengths", Profile::Distribution, |s, b| {
-            if s == Section::CodeLengths {
+            if s == Section::CODE_LENGTHS {
                 b.swap(0, 15)
             }
         }),
         ("row-length", Profile::Distribution, |s, b| {
-            if s == Section::RowLengths {
+            if s == Section::ROW_LENGTHS {
                 // The tile's bits stay the same.
                 let first = (0..64).find(|&row| b[row] > 0).unwrap();
                 let last = (0..64).rfind(|&row| b[row] > 0).unwrap();
@@ -266,17 +268,17 @@ fn regenerate() {
             }
         }),
         ("palette-start-word", Profile::Palette, |s, b| {
-            if s == Section::TileMetadata {
+            if s == Section::TILE_METADATA {
                 b[0] = 1
             }
         }),
         ("packed-window", Profile::Resident, |s, b| {
-            if s == Section::PackedWindow {
+            if s == Section::PACKED_WINDOW {
                 b[0] = 240
             }
         }),
         ("packed-head", Profile::Resident, |s, b| {
-            if s == Section::EscapeHeads {
+            if s == Section::ESCAPE_HEADS {
                 // The kind of the first list's head.
                 let list = b.chunks_exact(4).position(|head| head[3] & 0x80 != 0).unwrap();
                 b[4 * list + 3] = 0;
@@ -284,30 +286,30 @@ fn regenerate() {
             }
         }),
         ("packed-list-index", Profile::Resident, |s, b| {
-            if s == Section::EscapeHeads {
+            if s == Section::ESCAPE_HEADS {
                 let list = b.chunks_exact(4).position(|head| head[3] & 0x80 != 0).unwrap();
                 b[4 * list] ^= 1;
             }
         }),
         ("packed-list-length", Profile::Resident, |s, b| {
-            if s == Section::Escapes {
+            if s == Section::ESCAPES {
                 b[3] = 0x7f
             }
         }),
         ("packed-order", Profile::Resident, |s, b| {
-            if s == Section::Escapes {
+            if s == Section::ESCAPES {
                 b[4..12].rotate_left(4)
             }
         }),
         ("packed-place", Profile::Resident, |s, b| {
-            if s == Section::EscapeHeads {
+            if s == Section::ESCAPE_HEADS {
                 // A single record moves to the next lane.
                 let one = b.chunks_exact(4).position(|head| head[3] & 0xc0 == 0x40).unwrap();
                 b[4 * one + 2] ^= 1;
             }
         }),
         ("packed-padding", Profile::Resident, |s, b| {
-            if s == Section::Escapes {
+            if s == Section::ESCAPES {
                 *b.last_mut().unwrap() = 1
             }
         }),
@@ -326,10 +328,11 @@ fn regenerate() {
         let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest).unwrap()).unwrap();
         let (head, data) = (header(&bytes), 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize);
         let sections = match profile {
-            Profile::Palette => &Section::PALETTE[..],
-            Profile::Resident => &Section::PACKED,
-            _ => &Section::HUFFMAN,
+            Profile::Palette => FormId::PALETTE,
+            Profile::Resident => FormId::PACKED,
+            _ => FormId::HUFFMAN,
         };
+        let sections = sections.form().sections();
         for (i, &section) in sections.iter().enumerate() {
             let offsets = &head[format!("t.unweight.{}", section.name())]["data_offsets"];
             let at = |i: usize| data + offsets[i].as_u64().unwrap() as usize;
@@ -346,6 +349,6 @@ fn regenerate() {
     }
     let matrix = edge_weights();
     assert!(
-        encode::huffman(Matrix::new(&matrix, 70, 130).unwrap(), Default::default()).unwrap().max_verbatim_rows() > 0
+        huffman::encode(Matrix::new(&matrix, 70, 130).unwrap(), Default::default()).unwrap().max_verbatim_rows() > 0
     );
 }

@@ -10,9 +10,9 @@ use std::{error::Error, path::Path, process::ExitCode};
 use unweight::{
     codegen::Variant,
     format::{
-        CompressedTensor, HuffmanTensor,
+        HuffmanTensor,
         bundle::{self, Bundle, CompressOptions, Profile, Silent},
-        demo_model::{self, DemoOptions},
+        testing::demo_model::{self, DemoOptions},
     },
     rt::{
         bench::{halves, normal_bf16},
@@ -112,7 +112,7 @@ fn demo_bundle(home: &Path) -> Result<std::path::PathBuf> {
 fn first_that_fits(bundle: &Bundle) -> Result<(String, HuffmanTensor<&[u8]>)> {
     for entry in bundle.tensors() {
         let name = &entry.entry.name;
-        if let CompressedTensor::Huffman(tensor) = bundle.tensor(name)? {
+        if let Some(tensor) = HuffmanTensor::of(bundle.tensor(name)?) {
             let (n, k) = (tensor.grid().rows(), tensor.grid().cols());
             let fits = n.is_multiple_of(128) && k.is_multiple_of(64);
             if fits && tensor.code().max_length() <= 7 && tensor.max_verbatim_rows() <= 16 {

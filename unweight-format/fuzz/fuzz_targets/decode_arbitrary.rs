@@ -3,23 +3,23 @@
 
 use libfuzzer_sys::fuzz_target;
 use unweight_format::{
-    CodeLimit, Grid, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, decode, encode, oracle,
+    CodeLimit, TileGrid, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, decode, encode, oracle,
     packed,
 };
 
 fn check_huffman(tensor: &HuffmanTensor<Vec<u8>>) {
-    let (fast, slow) = (decode::to_vec(tensor), oracle::decode_huffman(tensor));
+    let (fast, slow) = (huffman::decode(tensor), oracle::decode_huffman(tensor));
     match (&fast, &slow) {
         (Ok(fast), Ok(slow)) => assert!(fast == slow, "both accept, and differ"),
         (Err(error), Ok(_)) => panic!("only the fast decoder refuses: {error}"),
         _ => {}
     }
-    _ = decode::transcode(tensor);
+    _ = huffman::transcode(tensor);
 }
 
 fn check_palette(tensor: &PaletteTensor<Vec<u8>>) {
     let mut out = vec![0; tensor.grid().elements() * 2];
-    decode::palette(tensor, &mut out).expect("a palette tensor has nothing left to fail on");
+    palette::decode_into(tensor, &mut out).expect("a palette tensor has nothing left to fail on");
     assert!(out == oracle::decode_palette(tensor));
 }
 
@@ -39,7 +39,7 @@ fuzz_target!(|data: &[u8]| {
     if mode & 4 != 0 {
         return packed_sections(*mode, usize::from(rows % 3), usize::from(cols % 3), data);
     }
-    let Ok(grid) = Grid::new(usize::from(*rows) + 1, usize::from(*cols) + 1) else { return };
+    let Ok(grid) = TileGrid::new(usize::from(*rows) + 1, usize::from(*cols) + 1) else { return };
     if mode & 1 == 0 {
         // Sections cut from the input, sizes as the grid asks for where it does.
         let mut rest = data;
@@ -47,7 +47,7 @@ fuzz_target!(|data: &[u8]| {
             let bytes = section.fixed_bytes(grid).unwrap_or_else(|| {
                 let (&n, tail) = rest.split_first().unwrap_or((&0, &[]));
                 rest = tail;
-                usize::from(n) * if section == Section::EncodedExp { 16 } else { 64 }
+                usize::from(n) * if section == Section::ENCODED_EXP { 16 } else { 64 }
             });
             let mut out = vec![0; bytes];
             let n = rest.len().min(bytes);
@@ -72,7 +72,7 @@ fuzz_target!(|data: &[u8]| {
         .collect();
     let matrix = Matrix::new(&weights, grid.rows(), grid.cols()).expect("the shape is right");
     let limit = CodeLimit::new(6 + u32::from(mode >> 4) % 10).expect("6..=15");
-    let tensor = encode::huffman(matrix, limit).expect("small");
+    let tensor = huffman::encode(matrix, limit).expect("small");
     let damaged = |section: Section, mut bytes: Vec<u8>| {
         for change in data.chunks_exact(4).filter(|c| usize::from(c[0]) % 8 == section as usize) {
             if !bytes.is_empty() {
@@ -86,7 +86,7 @@ fuzz_target!(|data: &[u8]| {
         let section = |s| damaged(s, tensor.section(s).map(|b| b.into_owned()).unwrap_or_default());
         HuffmanTensor::from_sections(grid, section).iter().for_each(check_huffman);
     } else {
-        let palette = decode::transcode(&tensor).expect("valid");
+        let palette = huffman::transcode(&tensor).expect("valid");
         let section = |s| damaged(s, palette.section(s).map(|b| b.into_owned()).unwrap_or_default());
         PaletteTensor::from_sections(grid, section).iter().for_each(check_palette);
     }
@@ -95,7 +95,7 @@ fuzz_target!(|data: &[u8]| {
 /// Packed tensors of up to 2 x 2 tiles; 0 tile rows or columns: a shape that cannot be packed.
 fn packed_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
     let extent = |tiles: usize| if tiles == 0 { 65 } else { 64 * tiles };
-    let grid = Grid::new(extent(tile_rows), extent(tile_cols)).expect("small");
+    let grid = TileGrid::new(extent(tile_rows), extent(tile_cols)).expect("small");
     if mode & 1 == 0 {
         let (&words, mut rest) = data.split_first().unwrap_or((&0, &[]));
         let cut = |section: Section| {

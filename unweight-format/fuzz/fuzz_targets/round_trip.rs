@@ -11,15 +11,15 @@ fuzz_target!(|data: &[u8]| {
     let weights = &weights[..rows * cols * 2];
     let Ok(matrix) = Matrix::new(weights, rows, cols) else { return };
     let limit = CodeLimit::new(6 + u32::from(*limit) % 10).expect("6..=15");
-    let fast = encode::huffman(matrix, limit).expect("small");
+    let fast = huffman::encode(matrix, limit).expect("small");
     let slow = oracle::encode_huffman(matrix, limit).expect("small");
     assert!(fast == slow, "encoders differ");
-    assert!(decode::to_vec(&fast).expect("valid") == weights);
+    assert!(huffman::decode(&fast).expect("valid") == weights);
     assert!(oracle::decode_huffman(&fast).expect("valid") == weights);
-    let palette = encode::palette(matrix, limit).expect("small");
-    assert!(decode::transcode(&fast).expect("valid") == palette);
+    let palette = palette::encode(matrix, limit).expect("small");
+    assert!(huffman::transcode(&fast).expect("valid") == palette);
     let mut out = vec![0; weights.len()];
-    decode::palette(&palette, &mut out).expect("valid");
+    palette::decode_into(&palette, &mut out).expect("valid");
     assert!(out == weights);
     // Whole tiles of the same weights, repeated as often as it takes.
     let whole: Vec<u8> = weights.iter().copied().cycle().take(64 * 128 * 2).collect();

@@ -24,22 +24,23 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, EncoderError, Encoding, PlanReport, Progress,
+    BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, EncoderError, PlanReport, Progress,
     TensorReport, VerifyAfter,
     files::{self, Mapped},
     pipeline::{Gate, batches, on_threads},
-    read::{Shard, dtype_of},
+    read::Shard,
     report::{peak_rss_bytes, ratio, totals},
     source::{Index, Kind, Source, SourceFile},
     stage::Stage,
 };
 use crate::{
-    CompressedTensor, Digest, Matrix, Section, bf16,
-    manifest::{
+    Digest, FormId, Matrix, Section, StoredTensor, bf16,
+    bundle::manifest::{
         self, CopiedFile, FileEntry, INDEX_SOURCE_SUFFIX, IndexFile, Manifest, Options, SOURCE_HEADER, SectionEntry,
         TensorEntry, VERSION, WeightsFile, section_name,
     },
-    plan::{self, Decision, Form, Planner, Reason, Sample},
+    form::{FORMS, Sample},
+    plan::{self, Choice, Decision, Planner},
     safetensors::{Dtype, HEADER_MAX, Header, TensorInfo, header_to_bytes},
 };
 
@@ -88,7 +89,7 @@ pub fn compress_with(
     let tensors = tensor_reports(&manifest);
     let original_bytes = model.files.iter().map(|f| f.bytes).sum();
     Ok(CompressReport {
-        encodings: totals(&tensors),
+        forms: totals(&tensors),
         tensors,
         files: model.files.len() as u64,
         resumed_files,
@@ -114,7 +115,7 @@ pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, Bund
     let (tensors, stored_bytes) = on_threads(options.threads, || predict(&model, &planner, options))?;
     let original_bytes = model.files.iter().map(|f| f.bytes).sum();
     Ok(PlanReport {
-        encodings: totals(&tensors),
+        forms: totals(&tensors),
         tensors,
         files: model.files.len() as u64,
         original_bytes,
@@ -132,7 +133,7 @@ fn tensor_names(model: &Source) -> impl Iterator<Item = &str> + Clone {
     tensors.map(|t| t.name.as_str())
 }
 
-fn report(file: &str, info: &TensorInfo, decision: &Decision, form: Form, stored_bytes: u64) -> TensorReport {
+fn report(file: &str, info: &TensorInfo, decision: &Decision, choice: &Choice, stored_bytes: u64) -> TensorReport {
     let elements = info.elements();
     TensorReport {
         file: file.into(),
@@ -141,8 +142,8 @@ fn report(file: &str, info: &TensorInfo, decision: &Decision, form: Form, stored
         layer: decision.layer,
         dtype: info.dtype.to_string(),
         shape: info.shape.clone(),
-        encoding: form.encoding(),
-        reason: form.reason().map(|reason| reason.to_string()),
+        form: choice.form(),
+        reason: choice.reason(),
         elements,
         original_bytes: info.bytes,
         stored_bytes,
@@ -168,7 +169,7 @@ pub(crate) fn tensor_reports(manifest: &Manifest) -> Vec<TensorReport> {
                     layer: t.layer,
                     dtype: t.dtype.to_string(),
                     shape: t.shape.clone(),
-                    encoding: t.encoding,
+                    form: t.form,
                     reason: t.reason.clone(),
                     elements,
                     original_bytes: t.original_bytes().unwrap_or(0),
@@ -197,22 +198,20 @@ fn predict(
             .par_iter()
             .map(|info| {
                 let decision = planner.decide(&info.name, info.dtype, &info.shape);
-                let Some(grid) = decision.form.grid() else {
-                    return report(&file.name, info, &decision, decision.form, info.bytes);
-                };
+                if decision.choice.grid().is_none() {
+                    return report(&file.name, info, &decision, &decision.choice, info.bytes);
+                }
                 let sample = Sample::of(&pieces(map.slice(info.offset, info.bytes)), options.code_limit);
-                let form = plan::predict_form(decision.form, &sample);
-                let bytes = plan::predict_bytes(grid, form.encoding(), &sample);
-                if bytes < info.bytes {
-                    report(&file.name, info, &decision, form, bytes)
-                } else {
-                    report(&file.name, info, &decision, form.not_smaller(), info.bytes)
+                match plan::predict(decision.choice.clone(), &sample) {
+                    (choice, Some(bytes)) if bytes < info.bytes => report(&file.name, info, &decision, &choice, bytes),
+                    (choice, Some(_)) => report(&file.name, info, &decision, &choice.not_smaller(), info.bytes),
+                    (choice, None) => report(&file.name, info, &decision, &choice, info.bytes),
                 }
             })
             .collect();
         map.release(0..file.bytes);
         // Shard header and manifest name every section once each, about 1.5 KB a tensor with its digests.
-        let coded = tensors.iter().filter(|t| t.encoding != Encoding::Raw).count() as u64;
+        let coded = tensors.iter().filter(|t| t.form != FormId::RAW).count() as u64;
         stored_bytes += 2 * header.data_offset + 1500 * coded;
         stored_bytes += tensors.iter().map(|t| t.stored_bytes).sum::<u64>();
         reports.extend(tensors);
@@ -340,13 +339,8 @@ impl Job<'_> {
         let resumed_files: Vec<String> =
             keep.into_iter().collect::<std::collections::BTreeSet<_>>().into_iter().collect();
         self.indexes(model, &mut files)?;
-        let decisions: Vec<Decision> = files
-            .iter()
-            .filter_map(FileEntry::weights)
-            .flat_map(|file| &file.tensors)
-            .map(|t| self.planner.decide(&t.name, t.dtype, &t.shape))
-            .collect();
-        let layers = plan::layers(self.options.profile, decisions.iter());
+        let tensors = files.iter().filter_map(FileEntry::weights).flat_map(|file| &file.tensors);
+        let layers = plan::layers(tensors.map(|t| (t.role, t.layer, t.form)));
         let options = Options {
             profile: self.options.profile,
             scope: self.options.scope,
@@ -535,14 +529,15 @@ impl Job<'_> {
         decision: &Decision,
     ) -> Result<Encoded<'a>, BundleError> {
         self.progress.tensor(&info.name);
-        let (digest, form, stored) = encode_tensor(bytes, decision.form, self.options, self.encoder)
+        let (digest, choice, stored) = encode_tensor(bytes, decision.choice.clone(), self.options, self.encoder)
             .map_err(|source| BundleError::Encoder { file: file.name.clone(), tensor: info.name.clone(), source })?;
-        let sections: Vec<SectionEntry> = manifest::sections_of(form.encoding())
-            .par_iter()
-            .filter_map(|&section| {
-                let bytes = stored.section(section)?;
-                Some(SectionEntry { name: section, bytes: bytes.len() as u64, digest: Digest::of(&bytes) })
-            })
+        let coded: Vec<(Section, &[u8])> = match &stored {
+            Stored::Raw(_) => Vec::new(),
+            Stored::Coded(tensor) => tensor.sections().collect(),
+        };
+        let sections: Vec<SectionEntry> = coded
+            .into_par_iter()
+            .map(|(name, bytes)| SectionEntry { name, bytes: bytes.len() as u64, digest: Digest::of(bytes) })
             .collect();
         let held_bytes = if sections.is_empty() { info.bytes } else { sections.iter().map(|s| s.bytes).sum::<u64>() };
         let entry = TensorEntry {
@@ -551,10 +546,10 @@ impl Job<'_> {
             shape: info.shape.clone(),
             role: decision.role,
             layer: decision.layer,
-            encoding: form.encoding(),
-            reason: form.reason().map(|reason| reason.to_string()),
-            rows: form.grid().map(|grid| grid.rows()),
-            cols: form.grid().map(|grid| grid.cols()),
+            form: choice.form(),
+            reason: choice.reason(),
+            rows: choice.grid().map(|grid| grid.rows()),
+            cols: choice.grid().map(|grid| grid.cols()),
             digest,
             sections,
         };
@@ -589,7 +584,7 @@ impl Job<'_> {
             let sample = sampled(file);
             for index in (0..file.tensors.len()).filter(|index| all || sample.contains(index)) {
                 self.check_cancelled()?;
-                let mut out = crate::buffer::zeroed(shard.original_bytes(index) as usize);
+                let mut out = crate::bits::zeroed(shard.original_bytes(index) as usize);
                 shard.decode(index, &mut out)?;
                 shard.release(index..index + 1);
                 verified += 1;
@@ -603,12 +598,12 @@ fn join<T>(handle: thread::ScopedJoinHandle<'_, T>) -> T {
     handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// First and last, the largest of each encoding, and every sixteenth.
+/// First and last, the largest of each form, and every sixteenth.
 fn sampled(file: &WeightsFile) -> HashSet<usize> {
     let mut chosen: HashSet<usize> = (0..file.tensors.len()).step_by(16).collect();
     chosen.extend(file.tensors.len().checked_sub(1));
-    for &encoding in Encoding::ALL {
-        let of_this = file.tensors.iter().enumerate().filter(|(_, t)| t.encoding == encoding);
+    for form in FORMS {
+        let of_this = file.tensors.iter().enumerate().filter(|(_, t)| t.form == form.id());
         chosen.extend(of_this.max_by_key(|(_, t)| t.original_bytes()).map(|(index, _)| index));
     }
     chosen
@@ -617,16 +612,7 @@ fn sampled(file: &WeightsFile) -> HashSet<usize> {
 /// A tensor as it will be stored.
 enum Stored<'a> {
     Raw(&'a [u8]),
-    Coded(CompressedTensor<Vec<u8>>),
-}
-
-impl Stored<'_> {
-    fn section(&self, section: Section) -> Option<std::borrow::Cow<'_, [u8]>> {
-        match self {
-            Self::Raw(_) => None,
-            Self::Coded(tensor) => tensor.section(section),
-        }
-    }
+    Coded(StoredTensor<Vec<u8>>),
 }
 
 /// A tensor on its way to the writer.
@@ -637,26 +623,25 @@ struct Encoded<'a> {
     held_bytes: u64,
 }
 
-/// Digest and stored form of a tensor; what cannot be packed becomes palette, and what would not shrink raw.
+/// Digest and stored form of a tensor: the form chosen, what takes its place if it does not fit, or raw if it would not shrink.
 fn encode_tensor<'a>(
     bytes: &'a [u8],
-    form: Form,
+    mut choice: Choice,
     options: &CompressOptions,
     encoder: &dyn Encoder,
-) -> Result<(Digest, Form, Stored<'a>), EncoderError> {
-    let Some(grid) = form.grid() else { return Ok((Digest::of(bytes), form, Stored::Raw(bytes))) };
-    let matrix = Matrix::new(bytes, grid.rows(), grid.cols())?;
-    let encoded = match form {
-        Form::Packed(_) => encoder.pack(matrix).map(|(digest, tensor)| (digest, CompressedTensor::Packed(tensor))),
-        _ => encoder.encode(matrix, form.encoding(), options.code_limit),
-    };
-    match encoded {
-        Ok((digest, tensor)) if tensor.stored_bytes() < bytes.len() as u64 => Ok((digest, form, Stored::Coded(tensor))),
-        Ok((digest, _)) => Ok((digest, form.not_smaller(), Stored::Raw(bytes))),
-        Err(EncoderError::Unpackable(why)) => encode_tensor(bytes, Form::NotPacked(grid, why), options, encoder),
-        Err(EncoderError::TooLarge) => Ok((Digest::of(bytes), Form::Raw(Reason::TooLarge), Stored::Raw(bytes))),
-        Err(error) => Err(error),
+) -> Result<(Digest, Choice, Stored<'a>), EncoderError> {
+    while let Some(grid) = choice.grid() {
+        let matrix = Matrix::new(bytes, grid.rows(), grid.cols())?;
+        match encoder.encode(matrix, choice.form(), options.code_limit) {
+            Ok((digest, tensor)) if tensor.stored_bytes() < bytes.len() as u64 => {
+                return Ok((digest, choice, Stored::Coded(tensor)));
+            }
+            Ok((digest, _)) => return Ok((digest, choice.not_smaller(), Stored::Raw(bytes))),
+            Err(EncoderError::Unfit(why)) => choice = choice.unfit(why),
+            Err(error) => return Err(error),
+        }
     }
+    Ok((Digest::of(bytes), choice, Stored::Raw(bytes)))
 }
 
 /// A part of a shard as its header names it.
@@ -676,10 +661,17 @@ impl Part {
 /// A part that waits for the end of the shard because it would misalign what follows.
 struct Deferred {
     part: Part,
-    /// The source's bytes: those of a raw tensor, or those whose sign_mantissa is meant.
-    offset: u64,
-    source_bytes: u64,
-    sign_mantissa: bool,
+    contents: Contents,
+}
+
+/// Where the bytes of a part come from that is written later.
+enum Contents {
+    /// From the source: a raw tensor.
+    Raw { offset: u64 },
+    /// From the source: `bytes` bytes whose sign_mantissa is meant. Half of a large tensor would be much to hold.
+    SignMantissa { offset: u64, bytes: u64 },
+    /// Small sections of other kinds, held.
+    Held(Vec<u8>),
 }
 
 /// The shard being written.
@@ -702,24 +694,30 @@ impl Target<'_> {
 
     fn put(&mut self, encoded: &Encoded<'_>, deferred: &mut Vec<Deferred>) -> Result<(), BundleError> {
         let info = encoded.info;
-        let mut place = |target: &mut Self, part: Part, bytes: &[u8], sign_mantissa| {
+        let mut place = |target: &mut Self, part: Part, bytes: &[u8], contents: &dyn Fn() -> Contents| {
             if !part.bytes.is_multiple_of(ALIGN) {
-                deferred.push(Deferred { part, offset: info.offset, source_bytes: info.bytes, sign_mantissa });
+                deferred.push(Deferred { part, contents: contents() });
                 return Ok(());
             }
             target.parts.push(part);
             target.write(bytes)
         };
-        if let Stored::Raw(bytes) = encoded.stored {
-            let part = Part::new(info.name.clone(), info.dtype, info.shape.clone(), info.bytes);
-            return place(self, part, bytes, false);
-        }
-        let Some(grid) = encoded.entry.grid() else { return Ok(()) };
-        for section in &encoded.entry.sections {
-            let bytes = encoded.stored.section(section.name).unwrap_or_default();
-            let shape = section.name.shape(grid, bytes.len());
-            let part = Part::new(section_name(&info.name, section.name), dtype_of(section.name), shape, section.bytes);
-            place(self, part, &bytes, section.name == Section::SignMantissa)?;
+        let (offset, source_bytes) = (info.offset, info.bytes);
+        let (tensor, grid) = match (&encoded.stored, encoded.entry.grid()) {
+            (Stored::Coded(tensor), Some(grid)) => (tensor, grid),
+            (Stored::Raw(bytes), _) => {
+                let part = Part::new(info.name.clone(), info.dtype, info.shape.clone(), info.bytes);
+                return place(self, part, bytes, &|| Contents::Raw { offset });
+            }
+            (Stored::Coded(_), None) => return Ok(()),
+        };
+        for (section, bytes) in tensor.sections() {
+            let shape = section.shape(grid, bytes.len());
+            let part = Part::new(section_name(&info.name, section), section.dtype(), shape, bytes.len() as u64);
+            place(self, part, bytes, &|| match section {
+                Section::SIGN_MANTISSA => Contents::SignMantissa { offset, bytes: source_bytes },
+                _ => Contents::Held(bytes.to_vec()),
+            })?;
         }
         Ok(())
     }
@@ -729,17 +727,25 @@ impl Target<'_> {
         const CHUNK: usize = 4 << 20;
         deferred.sort_by_key(|d| std::cmp::Reverse(d.part.dtype.bits()));
         for item in deferred {
-            debug_assert!(item.offset >= header.data_offset);
-            let source = map.slice(item.offset, item.source_bytes);
-            for chunk in source.chunks(CHUNK) {
-                if item.sign_mantissa {
+            let (offset, bytes, split) = match item.contents {
+                Contents::Held(bytes) => {
+                    self.write(&bytes)?;
+                    self.parts.push(item.part);
+                    continue;
+                }
+                Contents::Raw { offset } => (offset, item.part.bytes, false),
+                Contents::SignMantissa { offset, bytes } => (offset, bytes, true),
+            };
+            debug_assert!(offset >= header.data_offset);
+            for chunk in map.slice(offset, bytes).chunks(CHUNK) {
+                if split {
                     let split = |e: &[u8]| bf16::sign_mantissa(u16::from_le_bytes([e[0], e[1]]));
                     self.write(&chunk.chunks_exact(2).map(split).collect::<Vec<u8>>())?;
                 } else {
                     self.write(chunk)?;
                 }
             }
-            map.release(item.offset..item.offset + item.source_bytes);
+            map.release(offset..offset + bytes);
             self.parts.push(item.part);
         }
         Ok(())
@@ -772,30 +778,35 @@ fn header_bound(
     let most = file_bytes;
     let mut parts = Vec::new();
     for (info, decision) in header.tensors.iter().zip(decisions) {
-        match decision.form.grid() {
-            None => parts.push((info.name.clone(), info.dtype, info.shape.clone())),
-            Some(grid) => parts.extend(sections_at_most(decision.form).iter().map(|&section| {
+        let raw = || (info.name.clone(), info.dtype, info.shape.clone());
+        let Some(grid) = decision.choice.grid() else {
+            parts.push(raw());
+            continue;
+        };
+        // Of the form and of what may take its place, whichever a header names at greater length.
+        let named = |form: FormId| -> Vec<(String, Dtype, Vec<usize>)> {
+            let sections = form.form().sections().iter().map(|&section| {
                 let bytes = section.fixed_bytes(grid).unwrap_or(info.bytes as usize);
-                (section_name(&info.name, section), dtype_of(section), section.shape(grid, bytes))
-            })),
-        }
-        // It may fall back to raw, and a shape of many dimensions may be longer than the names of all sections.
-        if decision.form.grid().is_some() && info.shape.len() > 8 {
-            parts.push((info.name.clone(), info.dtype, info.shape.clone()));
+                (section_name(&info.name, section), section.dtype(), section.shape(grid, bytes))
+            });
+            sections.collect()
+        };
+        let chain = std::iter::successors(Some(decision.choice.form()), |form| Some(form.form().fallback()));
+        let coded = chain.take_while(|form| *form != FormId::RAW).map(named);
+        parts.extend(coded.max_by_key(|parts| header_bytes_of(&BTreeMap::new(), parts, most)).unwrap_or_default());
+        // Raw takes the place of every form, and a shape of many dimensions may be longer than the names of all sections.
+        if info.shape.len() > 8 {
+            parts.push(raw());
         }
     }
     parts.push((SOURCE_HEADER.into(), Dtype::U8, vec![header_bytes as usize]));
-    let entries = parts.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice(), [most, most]));
-    header_to_bytes(metadata, entries, 0).len() as u64
+    header_bytes_of(metadata, &parts, most)
 }
 
-/// The sections of a form or of what may take its place, whichever a header names at greater length: palette has one section
-/// more than packed, and longer names.
-fn sections_at_most(form: Form) -> &'static [Section] {
-    match form.encoding() {
-        Encoding::Packed => manifest::sections_of(Encoding::Palette),
-        encoding => manifest::sections_of(encoding),
-    }
+/// Bytes of a header with these parts, all at offset `most`.
+fn header_bytes_of(metadata: &BTreeMap<String, String>, parts: &[(String, Dtype, Vec<usize>)], most: u64) -> u64 {
+    let entries = parts.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice(), [most, most]));
+    header_to_bytes(metadata, entries, 0).len() as u64
 }
 
 /// The index of the stored names: the source's metadata with the stored size.
@@ -820,8 +831,8 @@ fn stored_index(index: &Index, name: &str, shards: &BTreeMap<String, WeightsFile
 }
 
 fn stored_names(tensor: &TensorEntry) -> Vec<String> {
-    match tensor.encoding {
-        Encoding::Raw => vec![tensor.name.clone()],
+    match tensor.form {
+        FormId::RAW => vec![tensor.name.clone()],
         _ => tensor.sections.iter().map(|s| section_name(&tensor.name, s.name)).collect(),
     }
 }

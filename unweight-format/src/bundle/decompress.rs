@@ -27,8 +27,8 @@ use super::{
 };
 use crate::{
     Digest,
-    buffer::zeroed,
-    manifest::{FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile},
+    bits::zeroed,
+    bundle::manifest::{FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile},
 };
 
 /// Rebuilds the source files of a bundle, byte for byte.

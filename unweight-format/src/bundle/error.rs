@@ -2,7 +2,7 @@
 
 use std::{error::Error, io, path::PathBuf};
 
-use crate::{CodecError, manifest::Version, safetensors::HeaderError};
+use crate::{CodecError, bundle::manifest::Version, safetensors::HeaderError};
 
 /// What an error means for whoever asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -11,7 +11,7 @@ use memmap2::{Mmap, UncheckedAdvice};
 use sha2::{Digest as _, Sha256};
 
 use super::BundleError;
-use crate::{Digest, digest::Digester, manifest};
+use crate::{Digest, bundle::manifest, digest::Digester};
 
 /// Bytes moved at a time.
 const CHUNK: usize = 4 << 20;

@@ -16,6 +16,7 @@ mod decompress;
 mod encoder;
 mod error;
 mod files;
+pub mod manifest;
 pub(crate) mod options;
 mod pipeline;
 mod progress;
@@ -25,14 +26,15 @@ mod source;
 mod stage;
 mod verify;
 
+pub use crate::named::UnknownName;
 pub use compress::{compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
 pub use error::{BundleError, ErrorClass};
-pub use options::{CompressOptions, DecompressOptions, Encoding, Profile, Scope, UnknownName, VerifyAfter};
+pub use options::{CompressOptions, DecompressOptions, Profile, Scope, VerifyAfter};
 pub use progress::{Progress, Silent};
 pub use read::{Bundle, BundleTensor};
 pub use report::{
-    CompressReport, DecompressReport, EncodingTotal, FileReport, PlanReport, Problem, TensorReport, VerifyReport,
+    CompressReport, DecompressReport, FileReport, FormTotal, PlanReport, Problem, TensorReport, VerifyReport,
 };
 pub use verify::verify;

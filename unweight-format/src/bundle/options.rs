@@ -2,60 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::CodeLimit;
-
-/// An enum whose values have one name each: in options, manifests and reports.
-macro_rules! named {
-    ($(#[$doc:meta])* $enum:ident, $what:literal { $($(#[$variant_doc:meta])* $variant:ident = $name:literal,)+ }) => {
-        $(#[$doc])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, ::serde::Serialize, ::serde::Deserialize)]
-        #[non_exhaustive]
-        pub enum $enum {
-            $($(#[$variant_doc])* #[serde(rename = $name)] $variant,)+
-        }
-
-        impl $enum {
-            /// Every value.
-            pub const ALL: &[Self] = &[$(Self::$variant),+];
-
-            /// The name used in options, manifests and reports.
-            pub const fn name(self) -> &'static str {
-                match self { $(Self::$variant => $name),+ }
-            }
-        }
-
-        impl ::std::fmt::Display for $enum {
-            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
-                f.pad(self.name())
-            }
-        }
-
-        impl ::std::str::FromStr for $enum {
-            type Err = $crate::bundle::UnknownName;
-
-            fn from_str(text: &str) -> Result<Self, $crate::bundle::UnknownName> {
-                Self::ALL.iter().copied().find(|value| value.name() == text).ok_or_else(|| $crate::bundle::UnknownName {
-                    what: $what,
-                    got: text.chars().take(64).collect(),
-                    known: [$($name),+].join(", "),
-                })
-            }
-        }
-    };
-}
-pub(crate) use named;
-
-/// A name that is none of the known ones.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown {what} '{got}'; known: {known}")]
-pub struct UnknownName {
-    /// `profile`, `scope`, ...
-    pub what: &'static str,
-    /// The name given.
-    pub got: String,
-    /// The names there are.
-    pub known: String,
-}
+use crate::{CodeLimit, bits::named::named};
 
 named! {
     /// What a bundle is for.
@@ -94,25 +41,11 @@ named! {
 }
 
 named! {
-    /// The form a tensor is stored in.
-    Encoding, "encoding" {
-        /// The original bytes.
-        Raw = "raw",
-        /// Huffman-coded exponents (`docs/format.md` A.6).
-        Huffman = "huffman",
-        /// Packed palette indices (`docs/format.md` A.7).
-        Palette = "palette",
-        /// The 12-bit resident form (`docs/format.md` A.9).
-        Packed = "packed",
-    }
-}
-
-named! {
     /// What to decode again before a new bundle gets its final name.
     VerifyAfter, "verification" {
         /// Nothing: what was written is trusted.
         None = "none",
-        /// In each file the first and the last tensor, the largest of each encoding, and every sixteenth.
+        /// In each file the first and the last tensor, the largest of each form, and every sixteenth.
         Sample = "sample",
         /// Every tensor.
         Full = "full",
@@ -197,7 +130,7 @@ mod tests {
             assert_eq!(profile.to_string().parse(), Ok(*profile));
             assert_eq!(serde_json::to_string(profile).unwrap(), format!("\"{profile}\""));
         }
-        let error = "zip".parse::<Encoding>().unwrap_err().to_string();
+        let error = "zip".parse::<crate::FormId>().unwrap_err().to_string();
         assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette, packed");
     }
 }

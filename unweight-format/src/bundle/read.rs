@@ -8,10 +8,10 @@ use std::{
 
 use rayon::prelude::*;
 
-use super::{BundleError, Encoding, files, files::Mapped};
+use super::{BundleError, files, files::Mapped};
 use crate::{
-    CompressedTensor, Digest, HuffmanTensor, PackedTensor, PaletteTensor, Section, decode,
-    manifest::{self, FileEntry, Manifest, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
+    Digest, FormId, StoredTensor,
+    bundle::manifest::{self, FileEntry, Manifest, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
     safetensors::{Dtype, HEADER_MAX, Header, TensorInfo},
 };
 
@@ -77,7 +77,7 @@ impl Bundle {
     ///
     /// # Errors
     /// No file has it, several have it ([`Bundle::tensor_in`] tells them apart), or its sections are not valid.
-    pub fn tensor(&self, name: &str) -> Result<CompressedTensor<&[u8]>, BundleError> {
+    pub fn tensor(&self, name: &str) -> Result<StoredTensor<&[u8]>, BundleError> {
         let (shard, tensor) = self.find(name)?;
         self.shards[shard].tensor(tensor)
     }
@@ -86,7 +86,7 @@ impl Bundle {
     ///
     /// # Errors
     /// The file does not have it, or its sections are not valid.
-    pub fn tensor_in(&self, file: &str, name: &str) -> Result<CompressedTensor<&[u8]>, BundleError> {
+    pub fn tensor_in(&self, file: &str, name: &str) -> Result<StoredTensor<&[u8]>, BundleError> {
         let places = self.by_name.get(name).map_or(&[][..], Vec::as_slice);
         match places.iter().find(|(shard, _)| self.shards[*shard].file.name == file) {
             Some(&(shard, tensor)) => self.shards[shard].tensor(tensor),
@@ -109,7 +109,7 @@ impl Bundle {
     /// As [`Bundle::tensor`], or the weights are damaged.
     pub fn decode(&self, name: &str) -> Result<Vec<u8>, BundleError> {
         let (shard, tensor) = self.find(name)?;
-        let mut out = crate::buffer::zeroed(self.shards[shard].original_bytes(tensor) as usize);
+        let mut out = crate::bits::zeroed(self.shards[shard].original_bytes(tensor) as usize);
         self.shards[shard].decode(tensor, &mut out)?;
         Ok(out)
     }
@@ -203,14 +203,14 @@ impl Shard {
             .tensors
             .iter()
             .map(|tensor| {
-                let Some(grid) = tensor.grid().filter(|_| tensor.encoding != Encoding::Raw) else {
+                let Some(grid) = tensor.grid().filter(|_| tensor.form != FormId::RAW) else {
                     // The manifest was checked: its bytes can be counted.
                     let bytes = tensor.original_bytes().unwrap_or(0);
                     return Ok(vec![place(&tensor.name, tensor.dtype, &tensor.shape, bytes)?]);
                 };
                 let section = |section: &manifest::SectionEntry| {
                     let shape = section.name.shape(grid, section.bytes as usize);
-                    place(&section_name(&tensor.name, section.name), dtype_of(section.name), &shape, section.bytes)
+                    place(&section_name(&tensor.name, section.name), section.name.dtype(), &shape, section.bytes)
                 };
                 tensor.sections.iter().map(section).collect()
             })
@@ -240,22 +240,13 @@ impl Shard {
         self.map.slice(range.start, range.end - range.start)
     }
 
-    pub(crate) fn tensor(&self, index: usize) -> Result<CompressedTensor<&[u8]>, BundleError> {
+    pub(crate) fn tensor(&self, index: usize) -> Result<StoredTensor<&[u8]>, BundleError> {
         let entry = &self.file.tensors[index];
         let places = &self.places[index];
         // The manifest was checked: a raw tensor, and no other, has no rows and columns.
-        let Some(grid) = entry.grid() else { return Ok(CompressedTensor::Raw(self.bytes(&places[0]))) };
-        let section = |section: Section| {
-            let at = entry.sections.iter().position(|s| s.name == section);
-            at.map_or(&[][..], |at| self.bytes(&places[at]))
-        };
-        let tensor = match entry.encoding {
-            Encoding::Raw => return Ok(CompressedTensor::Raw(self.bytes(&places[0]))),
-            Encoding::Huffman => HuffmanTensor::from_sections(grid, section).map(CompressedTensor::Huffman),
-            Encoding::Palette => PaletteTensor::from_sections(grid, section).map(CompressedTensor::Palette),
-            Encoding::Packed => PackedTensor::from_sections(grid, section).map(CompressedTensor::Packed),
-        };
-        tensor.map_err(|source| self.codec_error(index, source))
+        let Some(grid) = entry.grid() else { return Ok(StoredTensor::raw(self.bytes(&places[0]))) };
+        let sections = places.iter().map(|place| self.bytes(place)).collect();
+        StoredTensor::new(entry.form, grid, sections).map_err(|source| self.codec_error(index, source))
     }
 
     fn codec_error(&self, index: usize, source: crate::CodecError) -> BundleError {
@@ -269,9 +260,8 @@ impl Shard {
 
     /// Decodes a tensor into `out` and compares it with its digest; a difference is blamed on the section that has one.
     pub(crate) fn decode(&self, index: usize, out: &mut [u8]) -> Result<(), BundleError> {
-        let decoded = self
-            .tensor(index)
-            .and_then(|tensor| decode::stored(&tensor, out).map_err(|source| self.codec_error(index, source)));
+        let decoded =
+            self.tensor(index).and_then(|tensor| tensor.decode(out).map_err(|source| self.codec_error(index, source)));
         let entry = &self.file.tensors[index];
         let digest = decoded.as_ref().map(|()| Digest::of(out));
         if digest.as_ref().is_ok_and(|digest| *digest == entry.digest) {
@@ -293,7 +283,7 @@ impl Shard {
     /// Compares every stored section of a tensor with its digest.
     pub(crate) fn check_sections(&self, index: usize) -> Result<(), BundleError> {
         let entry = &self.file.tensors[index];
-        if entry.encoding == Encoding::Raw {
+        if entry.form == FormId::RAW {
             return self.check(self.places[index][0].clone(), entry.digest, || format!("tensor '{}'", entry.name));
         }
         entry.sections.iter().zip(&self.places[index]).try_for_each(|(section, place)| {
@@ -345,9 +335,4 @@ impl Shard {
             })
             .collect()
     }
-}
-
-/// safetensors type of a section.
-pub(crate) fn dtype_of(section: Section) -> Dtype {
-    if section.element_bytes() == 4 { Dtype::U32 } else { Dtype::U8 }
 }

@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 
-use super::{BundleError, Encoding};
-use crate::{Digest, roles::Role};
+use super::BundleError;
+use crate::{Digest, FormId, form::FORMS, roles::Role};
 
 /// One tensor of a plan or a bundle.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -21,7 +21,8 @@ pub struct TensorReport {
     /// Shape.
     pub shape: Vec<usize>,
     /// The form it is stored in.
-    pub encoding: Encoding,
+    #[serde(rename = "encoding")]
+    pub form: FormId,
     /// Why it is stored raw, or as palette in a resident bundle.
     pub reason: Option<String>,
     /// Elements.
@@ -34,11 +35,12 @@ pub struct TensorReport {
     pub bits_per_element: f64,
 }
 
-/// Sums over the tensors of one encoding.
+/// Sums over the tensors of one form.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct EncodingTotal {
-    /// The encoding.
-    pub encoding: Encoding,
+pub struct FormTotal {
+    /// The form.
+    #[serde(rename = "encoding")]
+    pub form: FormId,
     /// Tensors.
     pub tensors: u64,
     /// Elements.
@@ -54,8 +56,9 @@ pub struct EncodingTotal {
 pub struct PlanReport {
     /// Every tensor.
     pub tensors: Vec<TensorReport>,
-    /// Totals by encoding.
-    pub encodings: Vec<EncodingTotal>,
+    /// Totals by form.
+    #[serde(rename = "encodings")]
+    pub forms: Vec<FormTotal>,
     /// Source files: weights, indexes and others.
     pub files: u64,
     /// Bytes of all source files.
@@ -73,8 +76,9 @@ pub struct PlanReport {
 pub struct CompressReport {
     /// Every tensor.
     pub tensors: Vec<TensorReport>,
-    /// Totals by encoding.
-    pub encodings: Vec<EncodingTotal>,
+    /// Totals by form.
+    #[serde(rename = "encodings")]
+    pub forms: Vec<FormTotal>,
     /// Source files: weights, indexes and others.
     pub files: u64,
     /// Files taken over from an interrupted run.
@@ -172,13 +176,14 @@ impl VerifyReport {
     }
 }
 
-pub(crate) fn totals(tensors: &[TensorReport]) -> Vec<EncodingTotal> {
-    Encoding::ALL
+pub(crate) fn totals(tensors: &[TensorReport]) -> Vec<FormTotal> {
+    FORMS
         .iter()
-        .map(|&encoding| {
-            let zero = EncodingTotal { encoding, tensors: 0, elements: 0, original_bytes: 0, stored_bytes: 0 };
-            tensors.iter().filter(|t| t.encoding == encoding).fold(zero, |sum, t| EncodingTotal {
-                encoding,
+        .map(|form| {
+            let form = form.id();
+            let zero = FormTotal { form, tensors: 0, elements: 0, original_bytes: 0, stored_bytes: 0 };
+            tensors.iter().filter(|t| t.form == form).fold(zero, |sum, t| FormTotal {
+                form,
                 tensors: sum.tensors + 1,
                 elements: sum.elements + t.elements,
                 original_bytes: sum.original_bytes + t.original_bytes,

@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use super::{BundleError, files};
 use crate::{
-    manifest,
+    bundle::manifest,
     safetensors::{Header, Ordered, SOURCE_HEADER_MAX},
 };
 

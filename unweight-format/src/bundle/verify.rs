@@ -13,8 +13,8 @@ use super::{
     report::peak_rss_bytes,
 };
 use crate::{
-    buffer::zeroed,
-    manifest::{self, FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile},
+    bits::zeroed,
+    bundle::manifest::{self, FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile},
 };
 
 /// Checks every byte of a bundle: the manifest, all sizes and headers, every section, and every tensor decoded; that nothing is

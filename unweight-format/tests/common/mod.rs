@@ -10,7 +10,10 @@ use std::{
 
 use unweight_format::{
     bundle::BundleError,
-    demo_model::{self, DemoOptions},
+    testing::{
+        Random, Weights,
+        demo_model::{self, DemoOptions},
+    },
 };
 
 /// A directory that goes with the test.
@@ -84,36 +87,14 @@ pub fn small_model(dir: &Path) {
     demo_model::write(dir, &demo).unwrap();
 }
 
-/// A small deterministic generator (splitmix64), so that a failure names its seed.
-pub struct Rng(pub u64);
-
-impl Rng {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    pub fn uniform(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    pub fn normal(&mut self) -> f64 {
-        (-2.0 * self.uniform().max(1e-300).ln()).sqrt() * (std::f64::consts::TAU * self.uniform()).cos()
-    }
-}
-
 /// BF16 elements like trained weights.
 pub fn weights(elements: usize, seed: u64) -> Vec<u8> {
-    let mut rng = Rng(seed);
-    (0..elements).flat_map(|_| half::bf16::from_f64(rng.normal() * 0.02).to_le_bytes()).collect()
+    Weights::TRAINED.bytes(elements, seed)
 }
 
 /// Bytes that do not compress.
 pub fn noise(bytes: usize) -> Vec<u8> {
-    let mut rng = Rng(9);
-    (0..bytes).map(|_| rng.next() as u8).collect()
+    Random::new(9).bytes(bytes)
 }
 
 pub struct Tensor {

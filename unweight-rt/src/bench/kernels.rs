@@ -6,7 +6,7 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{Arch, DecodeOutput, EncodeStage, Epilogue},
 };
-use unweight_format::{CodeLimit, Grid, HuffmanTensor, Matrix, encode, packed};
+use unweight_format::{CodeLimit, HuffmanTensor, Matrix, TileGrid, huffman, packed};
 
 use super::{
     data::{halves, normal_bf16, relative_error},
@@ -80,7 +80,7 @@ pub fn bench_kernels(
     for &(n, k) in &options.shapes {
         let bytes = &weights[..n as usize * k as usize * 2];
         let matrix = Matrix::new(bytes, n as usize, k as usize)?;
-        let tensor = encode::huffman(matrix, limit)?;
+        let tensor = huffman::encode(matrix, limit)?;
         progress(&format!(
             "{n} x {k}: {:.2} bits per weight",
             tensor.coded_bytes() as f64 * 8.0 / (bytes.len() / 2) as f64
@@ -355,6 +355,6 @@ impl Bench<'_> {
 }
 
 /// A grid's dimensions fit 32 bits.
-fn problem(m: u32, grid: Grid) -> GemmShape {
+fn problem(m: u32, grid: TileGrid) -> GemmShape {
     GemmShape { m, n: grid.rows() as u32, k: grid.cols() as u32 }
 }

@@ -24,7 +24,7 @@ use unweight_codegen::{
     spec::{Arch, CodeLimit, DecodeOutput, Epilogue, NTiles, Stages, VerbatimRows, WeightSource, catalog},
 };
 use unweight_format::{
-    CompressedTensor, HuffmanTensor, PackedTensor, PaletteTensor,
+    FormId, HuffmanTensor, PackedTensor, PaletteTensor, StoredTensor,
     bundle::{Bundle, BundleError},
 };
 
@@ -104,12 +104,13 @@ impl StoredWeight {
     }
 
     /// Of a tensor that needs kernels; `None` for a raw one.
-    pub fn of<B: AsRef<[u8]>>(tensor: &CompressedTensor<B>) -> Option<Self> {
-        match tensor {
-            CompressedTensor::Raw(_) => None,
-            CompressedTensor::Huffman(tensor) => Some(Self::huffman(tensor)),
-            CompressedTensor::Palette(tensor) => Some(Self::palette(tensor)),
-            CompressedTensor::Packed(tensor) => Some(Self::packed(tensor)),
+    pub fn of<B: AsRef<[u8]>>(tensor: &StoredTensor<B>) -> Option<Self> {
+        let view = tensor.borrowed();
+        match tensor.form() {
+            FormId::HUFFMAN => HuffmanTensor::of(view).map(|tensor| Self::huffman(&tensor)),
+            FormId::PALETTE => PaletteTensor::of(view).map(|tensor| Self::palette(&tensor)),
+            FormId::PACKED => PackedTensor::of(view).map(|tensor| Self::packed(&tensor)),
+            _ => None,
         }
     }
 }

@@ -39,7 +39,7 @@ use unweight_codegen::{
     spec::{DecodeOutput, Epilogue},
 };
 use unweight_format::{
-    CompressedTensor, Histogram,
+    FormId, Histogram, HuffmanTensor, PackedTensor,
     bundle::{Bundle, BundleError},
     packed::Window,
     safetensors::Dtype,
@@ -143,12 +143,15 @@ impl<'k> Loader<'k> {
     pub fn load(&mut self, bundle: &Bundle, name: &str) -> Result<Linear, LoadError> {
         let (n, k) = extents(bundle, name)?;
         if n.is_multiple_of(64) && k.is_multiple_of(64) {
-            match bundle.tensor(name)? {
-                CompressedTensor::Packed(tensor) => {
+            let tensor = bundle.tensor(name)?;
+            match tensor.form() {
+                FormId::PACKED => {
+                    let Some(tensor) = PackedTensor::of(tensor) else { unreachable!("its form was asked") };
                     let packed = DevicePacked::upload(&self.stream, &tensor)?;
                     return self.packed(packed, (n, k), Epilogue::Store);
                 }
-                CompressedTensor::Huffman(tensor) => {
+                FormId::HUFFMAN => {
+                    let Some(tensor) = HuffmanTensor::of(tensor) else { unreachable!("its form was asked") };
                     let bits = tensor.code().max_length();
                     let spec = decoder(self.kernels.device().info().arch, DecodeOutput::Full, bits)
                         .ok_or_else(|| unsuitable(name, format!("no decoder takes codes of {bits} bits")))?;
@@ -165,7 +168,8 @@ impl<'k> Loader<'k> {
                         }
                     }
                 }
-                CompressedTensor::Raw(_) | CompressedTensor::Palette(_) => {}
+                // Any other form is decoded on the host.
+                _ => {}
             }
         }
         let bytes = bundle.decode(name)?;

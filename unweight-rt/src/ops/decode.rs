@@ -14,7 +14,7 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{DecodeOutput, DecodeSpec, Op},
 };
-use unweight_format::Grid;
+use unweight_format::TileGrid;
 
 use crate::{
     device::module::LoadedKernel,
@@ -107,7 +107,7 @@ impl Decoder {
         }
     }
 
-    fn check_output(&self, grid: Grid, output: DecodeOutput, bytes: usize) -> Result<(), DeviceError> {
+    fn check_output(&self, grid: TileGrid, output: DecodeOutput, bytes: usize) -> Result<(), DeviceError> {
         let expected = output_bytes(grid, output);
         if bytes == expected {
             Ok(())
@@ -142,7 +142,7 @@ impl Decoder {
 }
 
 /// Bytes that a decoder writes.
-pub fn output_bytes(grid: Grid, output: DecodeOutput) -> usize {
+pub fn output_bytes(grid: TileGrid, output: DecodeOutput) -> usize {
     match output {
         DecodeOutput::Full => grid.elements() * 2,
         DecodeOutput::Exponent => grid.tiles() * 64 * 64,

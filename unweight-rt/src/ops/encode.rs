@@ -15,11 +15,10 @@ use unweight_codegen::{
     spec::{EncodeStage, Op, VariantSpec},
 };
 use unweight_format::{
-    CodeLimit, CompressedTensor, Digest, Grid, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section,
+    CodeLimit, Digest, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, StoredTensor, TileGrid,
     TileMetadata,
-    bundle::{Encoder, EncoderError, Encoding},
+    bundle::{CpuEncoder, Encoder, EncoderError},
     layout::{TILE_WORDS_MAX, WORDS_ALIGN},
-    packed,
 };
 
 use crate::{
@@ -79,46 +78,41 @@ impl Encoder for BundleEncoder {
     fn encode(
         &self,
         matrix: Matrix<'_>,
-        encoding: Encoding,
+        form: FormId,
         limit: CodeLimit,
-    ) -> Result<(Digest, CompressedTensor<Vec<u8>>), EncoderError> {
+    ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
+        form.form().fits(matrix.grid())?;
         if limit != self.encoder.limit {
             let reason = format!("made for code limit {}, asked for {}", self.encoder.limit.bits(), limit.bits());
             return Err(EncoderError::Failed(reason.into()));
         }
         let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
         let digest = Digest::of(matrix.bytes());
-        let (stream, _) = &*self.device();
-        let tensor = match encoding {
-            Encoding::Raw => CompressedTensor::Raw(matrix.bytes().to_vec()),
-            Encoding::Huffman => CompressedTensor::Huffman(self.encoder.encode(stream, matrix).map_err(failed)?),
-            Encoding::Palette => {
-                CompressedTensor::Palette(self.encoder.encode_palette(stream, matrix).map_err(failed)?)
+        let (stream, packer) = &mut *self.device();
+        let tensor = match form {
+            FormId::HUFFMAN => self.encoder.encode(stream, matrix).map_err(failed)?.into(),
+            FormId::PALETTE => self.encoder.encode_palette(stream, matrix).map_err(failed)?.into(),
+            FormId::PACKED => {
+                let mut packed = || -> Result<PackedTensor<Vec<u8>>, PackError> {
+                    Ok(packer.pack(stream, &DeviceMatrix::upload(stream, matrix)?)?.download(stream)?)
+                };
+                match packed() {
+                    Ok(tensor) => tensor.into(),
+                    Err(PackError::Unpackable(why)) => return Err(why.into()),
+                    Err(PackError::Device(error)) => return Err(failed(error)),
+                }
             }
-            other => return Err(EncoderError::Failed(format!("no kernel makes the form '{other}'").into())),
+            // A form without a kernel is the CPU's.
+            _ => return CpuEncoder.encode(matrix, form, limit),
         };
         Ok((digest, tensor))
-    }
-
-    fn pack(&self, matrix: Matrix<'_>) -> Result<(Digest, PackedTensor<Vec<u8>>), EncoderError> {
-        packed::packable_shape(matrix.grid())?;
-        let digest = Digest::of(matrix.bytes());
-        let (stream, packer) = &mut *self.device();
-        let mut packed = || -> Result<PackedTensor<Vec<u8>>, PackError> {
-            Ok(packer.pack(stream, &DeviceMatrix::upload(stream, matrix)?)?.download(stream)?)
-        };
-        match packed() {
-            Ok(tensor) => Ok((digest, tensor)),
-            Err(PackError::Unpackable(why)) => Err(why.into()),
-            Err(PackError::Device(error)) => Err(EncoderError::Failed(Box::new(error))),
-        }
     }
 }
 
 /// Device memory for encoding matrices of one shape.
 #[derive(Debug)]
 pub struct EncodeBuffers {
-    grid: Grid,
+    grid: TileGrid,
     weights: DeviceBuffer<u8>,
     sign_mantissa: DeviceBuffer<u8>,
     scratch: DeviceBuffer<u32>,
@@ -157,7 +151,7 @@ impl GpuEncoder {
         Ok(Self { kernels: variants.iter().map(|spec| kernels.get(spec)).collect::<Result<_, _>>()?, limit })
     }
 
-    /// The tensor of a matrix: the same bytes as [`unweight_format::encode::huffman`].
+    /// The tensor of a matrix: the same bytes as [`unweight_format::huffman::encode`].
     ///
     /// # Errors
     /// More than 2^32 words (store such a tensor raw), or the device failed.
@@ -168,7 +162,7 @@ impl GpuEncoder {
         buffers.huffman(stream)
     }
 
-    /// The palette tensor of a matrix: the same bytes as [`unweight_format::encode::palette`].
+    /// The palette tensor of a matrix: the same bytes as [`unweight_format::palette::encode`].
     pub fn encode_palette(&self, stream: &Stream, matrix: Matrix<'_>) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
         let mut buffers = EncodeBuffers::new(stream, matrix.grid())?;
         buffers.set_weights(stream, matrix)?;
@@ -220,7 +214,7 @@ impl GpuEncoder {
 
 impl EncodeBuffers {
     /// Buffers for matrices of this shape.
-    pub fn new(stream: &Stream, grid: Grid) -> Result<Self, DeviceError> {
+    pub fn new(stream: &Stream, grid: TileGrid) -> Result<Self, DeviceError> {
         let tiles = grid.tiles();
         // Rows are counted in 32 bits, words in 64.
         if u32::try_from(tiles * 64).is_err() {
@@ -300,9 +294,9 @@ impl EncodeBuffers {
         let mut sections = self.common(stream, totals)?;
         let mut failed = None;
         let tensor = HuffmanTensor::from_sections(self.grid, |section| match section {
-            Section::EncodedExp => bytemuck::cast_slice(&words).to_vec(),
-            Section::RowLengths => keep(&mut failed, self.row_lengths.to_host(stream)),
-            Section::CodeLengths => keep(&mut failed, self.code_lengths.to_host(stream)),
+            Section::ENCODED_EXP => bytemuck::cast_slice(&words).to_vec(),
+            Section::ROW_LENGTHS => keep(&mut failed, self.row_lengths.to_host(stream)),
+            Section::CODE_LENGTHS => keep(&mut failed, self.code_lengths.to_host(stream)),
             other => sections.take(other),
         });
         finish(failed, tensor)
@@ -318,7 +312,7 @@ impl EncodeBuffers {
         }
         let mut failed = None;
         let tensor = PaletteTensor::from_sections(self.grid, |section| match section {
-            Section::PaletteIndex => keep(&mut failed, self.palette_index.to_host(stream)),
+            Section::PALETTE_INDEX => keep(&mut failed, self.palette_index.to_host(stream)),
             other => sections.take(other),
         });
         finish(failed, tensor)
@@ -372,10 +366,10 @@ struct Common {
 impl Common {
     fn take(&mut self, section: Section) -> Vec<u8> {
         match section {
-            Section::SignMantissa => std::mem::take(&mut self.sign_mantissa),
-            Section::TileMetadata => std::mem::take(&mut self.tile_metadata),
-            Section::VerbatimExponents => std::mem::take(&mut self.verbatim_exponents),
-            Section::Palette => std::mem::take(&mut self.palette),
+            Section::SIGN_MANTISSA => std::mem::take(&mut self.sign_mantissa),
+            Section::TILE_METADATA => std::mem::take(&mut self.tile_metadata),
+            Section::VERBATIM_EXPONENTS => std::mem::take(&mut self.verbatim_exponents),
+            Section::PALETTE => std::mem::take(&mut self.palette),
             // The callers answer for the sections of one form only.
             _ => Vec::new(),
         }

@@ -7,7 +7,7 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{GemmReconSpec, Op, WeightSource},
 };
-use unweight_format::Grid;
+use unweight_format::TileGrid;
 
 use crate::{
     device::module::LoadedKernel,
@@ -96,7 +96,7 @@ impl Matmul {
     fn args(
         &self,
         x: &DeviceMatrix,
-        grid: Grid,
+        grid: TileGrid,
         sign_mantissa: &DeviceBuffer<u8>,
         y: &mut DeviceMatrix,
     ) -> Result<GemmReconArgs, DeviceError> {

@@ -17,7 +17,7 @@ use unweight_codegen::{
     spec::{Arch, EncodeStage, RepackStage},
 };
 use unweight_format::{
-    Grid, Histogram,
+    Histogram, TileGrid,
     packed::{self, Unpackable, Window},
 };
 
@@ -58,7 +58,7 @@ pub struct Packer {
 /// Weights on the device, row-major.
 #[derive(Clone, Copy)]
 struct Source {
-    grid: Grid,
+    grid: TileGrid,
     address: u64,
 }
 
@@ -92,7 +92,7 @@ impl Packer {
     /// # Errors
     /// [`PackError`]; what is not packed and why is said there.
     pub fn pack(&mut self, stream: &Stream, weights: &DeviceMatrix) -> Result<DevicePacked, PackError> {
-        let grid = Grid::new(weights.rows() as usize, weights.cols() as usize).map_err(DeviceError::from)?;
+        let grid = TileGrid::new(weights.rows() as usize, weights.cols() as usize).map_err(DeviceError::from)?;
         self.pack_source(stream, Source { grid, address: weights.data().address() })
     }
 
@@ -196,7 +196,7 @@ impl Packer {
     }
 
     /// Memory for the counts of a matrix.
-    fn reserve(&mut self, stream: &Stream, grid: Grid) -> Result<(), DeviceError> {
+    fn reserve(&mut self, stream: &Stream, grid: TileGrid) -> Result<(), DeviceError> {
         // Kernels count row blocks and elements of one exponent in 32 bits.
         if u32::try_from(grid.elements()).is_err() {
             let (n, k) = (grid.rows(), grid.cols());
@@ -210,7 +210,7 @@ impl Packer {
     }
 
     /// Groups of row blocks: blocks of `lists`, for each of which the words of its lists are summed apart.
-    fn groups(&self, grid: Grid) -> Result<usize, DeviceError> {
+    fn groups(&self, grid: TileGrid) -> Result<usize, DeviceError> {
         Ok(self.lists.blocks(problem(grid))? as usize)
     }
 
@@ -247,7 +247,7 @@ fn with_sections(args: RepackArgs, tensor: &DevicePacked) -> RepackArgs {
 }
 
 /// Shape and nothing else.
-fn shape(grid: Grid) -> RepackArgs {
+fn shape(grid: TileGrid) -> RepackArgs {
     RepackArgs {
         // A grid's dimensions fit 32 bits.
         n: grid.rows() as u32,
@@ -258,7 +258,7 @@ fn shape(grid: Grid) -> RepackArgs {
     }
 }
 
-fn problem(grid: Grid) -> GemmShape {
+fn problem(grid: TileGrid) -> GemmShape {
     GemmShape { m: 0, n: grid.rows() as u32, k: grid.cols() as u32 }
 }
 

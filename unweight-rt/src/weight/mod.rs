@@ -5,7 +5,7 @@
 
 use bytemuck::Pod;
 use unweight_format::{
-    Grid, HuffmanTensor, Matrix, PaletteTensor, TileMetadata,
+    HuffmanTensor, Matrix, PaletteTensor, TileGrid, TileMetadata,
     packed::{self, PackedTensor, Window},
 };
 
@@ -93,7 +93,7 @@ pub struct HuffmanSections<'a> {
 /// A Huffman tensor on the device.
 #[derive(Debug)]
 pub struct DeviceHuffman {
-    grid: Grid,
+    grid: TileGrid,
     code_bits: u32,
     max_verbatim_rows: u32,
     pub(crate) sign_mantissa: DeviceBuffer<u8>,
@@ -121,7 +121,7 @@ impl DeviceHuffman {
     }
 
     /// Copies sections that nobody has checked. Only their sizes are held against the grid; decoders bound the rest.
-    pub fn from_sections(stream: &Stream, grid: Grid, sections: &HuffmanSections<'_>) -> Result<Self, DeviceError> {
+    pub fn from_sections(stream: &Stream, grid: TileGrid, sections: &HuffmanSections<'_>) -> Result<Self, DeviceError> {
         device_shape(grid)?;
         section("sign_mantissa", sections.sign_mantissa, grid.elements())?;
         section("row_lengths", sections.row_lengths, grid.tiles() * 64)?;
@@ -143,7 +143,7 @@ impl DeviceHuffman {
     }
 
     /// Shape and tiling.
-    pub fn grid(&self) -> Grid {
+    pub fn grid(&self) -> TileGrid {
         self.grid
     }
 
@@ -194,7 +194,7 @@ impl DeviceHuffman {
 /// A palette tensor on the device.
 #[derive(Debug)]
 pub struct DevicePalette {
-    grid: Grid,
+    grid: TileGrid,
     max_verbatim_rows: u32,
     sign_mantissa: DeviceBuffer<u8>,
     palette_index: DeviceBuffer<u8>,
@@ -217,7 +217,7 @@ impl DevicePalette {
     }
 
     /// Copies sections that nobody has checked. Only their sizes are held against the grid; the matmul bounds the rest.
-    pub fn from_sections(stream: &Stream, grid: Grid, sections: &PaletteSections<'_>) -> Result<Self, DeviceError> {
+    pub fn from_sections(stream: &Stream, grid: TileGrid, sections: &PaletteSections<'_>) -> Result<Self, DeviceError> {
         device_shape(grid)?;
         section("sign_mantissa", sections.sign_mantissa, grid.elements())?;
         section("palette_index", sections.palette_index, grid.tiles() * 2048)?;
@@ -267,7 +267,7 @@ pub struct PaletteSections<'a> {
 /// Weights as the palette source of a matmul.
 #[derive(Clone, Copy, Debug)]
 pub struct PaletteView<'a> {
-    pub(crate) grid: Grid,
+    pub(crate) grid: TileGrid,
     pub(crate) max_verbatim_rows: u32,
     pub(crate) sign_mantissa: &'a DeviceBuffer<u8>,
     pub(crate) palette_index: &'a DeviceBuffer<u8>,
@@ -279,7 +279,7 @@ pub struct PaletteView<'a> {
 /// Weights as the exponent source of a matmul.
 #[derive(Clone, Copy, Debug)]
 pub struct ExponentView<'a> {
-    pub(crate) grid: Grid,
+    pub(crate) grid: TileGrid,
     pub(crate) sign_mantissa: &'a DeviceBuffer<u8>,
     pub(crate) exponents: &'a DeviceBuffer<u8>,
 }
@@ -304,7 +304,7 @@ impl ExponentView<'_> {
 /// A packed tensor on the device (`docs/format.md` A.9): what the register-sourced matmuls multiply with.
 #[derive(Debug)]
 pub struct DevicePacked {
-    grid: Grid,
+    grid: TileGrid,
     window: Window,
     has_escapes: bool,
     packed: DeviceBuffer<u8>,
@@ -339,7 +339,7 @@ impl DevicePacked {
     /// Sections that are on the device, checked by nobody: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Only their sizes are held
     /// against the grid; kernels bound what a head or a list leads to. Taken to have escapes.
     pub fn new(
-        grid: Grid,
+        grid: TileGrid,
         window: Window,
         packed: DeviceBuffer<u8>,
         escape_heads: DeviceBuffer<u32>,
@@ -374,7 +374,7 @@ impl DevicePacked {
     }
 
     /// Shape and tiling.
-    pub fn grid(&self) -> Grid {
+    pub fn grid(&self) -> TileGrid {
         self.grid
     }
 
@@ -410,7 +410,7 @@ impl DevicePacked {
 }
 
 /// Kernels count tiles in 32 bits.
-fn device_shape(grid: Grid) -> Result<(), DeviceError> {
+fn device_shape(grid: TileGrid) -> Result<(), DeviceError> {
     if grid.tiles() < 1 << 31 {
         Ok(())
     } else {

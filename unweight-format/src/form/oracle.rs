@@ -12,7 +12,7 @@ use crate::{
 /// Encodes element by element.
 ///
 /// # Errors
-/// As [`crate::encode::huffman`].
+/// As [`crate::huffman::encode`].
 pub fn encode_huffman(matrix: Matrix<'_>, limit: CodeLimit) -> Result<HuffmanTensor<Vec<u8>>, CodecError> {
     let grid = matrix.grid();
     let code = code_of(matrix, limit);
@@ -56,7 +56,7 @@ pub fn encode_huffman(matrix: Matrix<'_>, limit: CodeLimit) -> Result<HuffmanTen
 /// Encodes element by element.
 ///
 /// # Errors
-/// As [`crate::encode::palette`].
+/// As [`crate::palette::encode`].
 pub fn encode_palette(matrix: Matrix<'_>, limit: CodeLimit) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
     let grid = matrix.grid();
     let code = code_of(matrix, limit);

@@ -1,7 +1,7 @@
 //! Length-limited canonical Huffman codes over palette indices (report section 3.4; `docs/format.md` A.4).
 
 use crate::{
-    CodecError, Histogram, Palette,
+    CodecError, Histogram, Matrix, Palette,
     layout::{CODE_LENGTH_MAX, PALETTE_MAX},
 };
 
@@ -50,6 +50,11 @@ impl Code {
         let palette = Palette::from_histogram(histogram)?;
         let weights: Vec<u64> = palette.exponents().iter().map(|&e| histogram.count(e)).collect();
         Some(Self::assemble(palette, package_merge(&weights, limit.bits())))
+    }
+
+    /// The optimal code of a matrix under `limit`.
+    pub(crate) fn of(matrix: Matrix<'_>, limit: CodeLimit) -> Self {
+        Self::from_histogram(&Histogram::of(matrix.bytes()), limit).expect("a matrix has elements")
     }
 
     /// Reads stored sections.

@@ -9,6 +9,7 @@ use std::{collections::BTreeMap, fs, io::Write, path::Path, sync::LazyLock};
 use rayon::prelude::*;
 use serde_json::json;
 
+use super::{Random, bf16};
 use crate::{
     bundle::BundleError,
     roles::{self, Role},
@@ -265,8 +266,8 @@ fn write_shard(path: &Path, all: &[Tensor], range: std::ops::Range<usize>, seed:
                 fill_row(
                     out,
                     tensor,
-                    Random::new(&[seed, index as u64, (first + row) as u64]),
-                    Random::new(&[seed, index as u64]),
+                    Random::at(&[seed, index as u64, (first + row) as u64]),
+                    Random::at(&[seed, index as u64]),
                 );
             });
             write(&buffer)?;
@@ -275,41 +276,12 @@ fn write_shard(path: &Path, all: &[Tensor], range: std::ops::Range<usize>, seed:
     Ok(header.len() as u64 + begin)
 }
 
-/// splitmix64.
-struct Random(u64);
-
-impl Random {
-    fn new(seeds: &[u64]) -> Self {
-        let mut random = Self(0x6a09_e667_f3bc_c908);
-        for &seed in seeds {
-            random.0 ^= seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            random.0 = random.next();
-        }
-        random
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    fn uniform(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    fn normal(&mut self) -> f64 {
-        (-2.0 * self.uniform().max(1e-300).ln()).sqrt() * (std::f64::consts::TAU * self.uniform()).cos()
-    }
-}
-
 /// 2^16 equally likely values of a distribution: one draw costs 16 random bits and a load.
 type Quantiles = Box<[f32]>;
 
 /// Draws, so that the table has the tails that a sample of its size has.
 static NORMAL: LazyLock<Quantiles> = LazyLock::new(|| {
-    let mut random = Random::new(&[1]);
+    let mut random = Random::at(&[1]);
     (0..1 << 16).map(|_| random.normal() as f32).collect()
 });
 
@@ -347,7 +319,7 @@ fn fill_row(out: &mut [u8], tensor: &Tensor, mut random: Random, mut of_tensor: 
     let heavy = matches!(role, Role::O | Role::Down) || role == Role::Gate && layer.is_some_and(|l| l % 4 == 3);
     let quantiles = if heavy { &*HEAVY } else { &*NORMAL };
     for group in out.chunks_mut(8) {
-        let bits = random.next();
+        let bits = random.bits();
         for (i, element) in group.chunks_exact_mut(2).enumerate() {
             let value = quantiles[usize::from((bits >> (16 * i)) as u16)] * scale;
             element.copy_from_slice(&bf16(value).to_le_bytes());
@@ -357,17 +329,11 @@ fn fill_row(out: &mut [u8], tensor: &Tensor, mut random: Random, mut of_tensor: 
     let elements = out.len() / 2;
     let rest = (elements % 4096) as f64 / 4096.0;
     for _ in 0..elements / 4096 + usize::from(random.uniform() < rest) {
-        let at = (random.next() % elements as u64) as usize * 2;
+        let at = (random.bits() % elements as u64) as usize * 2;
         let bits =
-            if random.uniform() < 0.9 { (random.next() as u16) & 0x8000 } else { (random.next() as u16) & 0x807f };
+            if random.uniform() < 0.9 { (random.bits() as u16) & 0x8000 } else { (random.bits() as u16) & 0x807f };
         out[at..at + 2].copy_from_slice(&bits.to_le_bytes());
     }
-}
-
-/// Rounds to the nearest BF16, ties to even; the values here are finite.
-fn bf16(value: f32) -> u16 {
-    let bits = value.to_bits();
-    ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
 }
 
 #[cfg(test)]
@@ -413,7 +379,7 @@ mod tests {
 
     #[test]
     fn rounding_agrees_with_the_reference_library() {
-        let mut random = Random::new(&[3]);
+        let mut random = Random::at(&[3]);
         for _ in 0..100_000 {
             let value = (random.normal() * (10.0 * random.normal()).exp2()) as f32;
             assert_eq!(bf16(value), half::bf16::from_f32(value).to_bits(), "{value}");

@@ -1,7 +1,7 @@
 //! The fast encoder: two passes over the weights, parallel over bands of tile rows.
 //!
-//! 1. [`survey`]: histogram and content digest, one read of the weights.
-//! 2. [`huffman_with`] / [`palette_with`]: split, classify and code each tile, one more read.
+//! 1. [`Survey`](crate::Survey): histogram and content digest, one read of the weights.
+//! 2. [`bands`]: split, classify and code each tile, one more read.
 //!
 //! Tiles start on words (`docs/format.md` A.5), so bands are coded independently and joined by copying; the bytes do
 //! not depend on the number of threads. What makes it fast: a row of 64 elements is looked up and merged to eight
@@ -10,84 +10,10 @@
 use rayon::prelude::*;
 
 use crate::{
-    Code, CodeLimit, CodecError, Digest, Histogram, HuffmanTensor, Matrix, PaletteTensor, TileMetadata, bf16, buffer,
-    digest::LEAF_BYTES,
-    histogram::Counter,
+    Code, CodecError, Matrix, TileMetadata, bf16,
+    bits::zeroed,
     layout::{PALETTE_TILE_BYTES, ROW_BITS_MAX, ROW_BITS_MIN, TILE, TILE_WORDS_MAX, WORDS_ALIGN},
 };
-
-/// What one read of a tensor tells.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Survey {
-    /// Exponent counts (meaningless if the bytes are not BF16).
-    pub histogram: Histogram,
-    /// Digest of the bytes.
-    pub digest: Digest,
-}
-
-/// Histogram and digest of BF16 bytes in one read.
-pub fn survey(bytes: &[u8]) -> Survey {
-    const SPAN: usize = 16;
-    let mut leaves = vec![Digest::leaf(&[]); bytes.len().div_ceil(LEAF_BYTES)];
-    let counter = leaves
-        .par_chunks_mut(SPAN)
-        .zip(bytes.par_chunks(SPAN * LEAF_BYTES))
-        .fold(Counter::default, |mut counter, (digests, span)| {
-            for (digest, leaf) in digests.iter_mut().zip(span.chunks(LEAF_BYTES)) {
-                counter.add(leaf);
-                *digest = Digest::leaf(leaf);
-            }
-            counter
-        })
-        .map(Counter::finish)
-        .reduce(Histogram::default, |mut a, b| {
-            a.merge(&b);
-            a
-        });
-    Survey { histogram: counter, digest: Digest::of_leaves(&leaves) }
-}
-
-/// Encodes a matrix with its own optimal code under `limit`.
-///
-/// # Errors
-/// The coded words would exceed 2^32.
-pub fn huffman(matrix: Matrix<'_>, limit: CodeLimit) -> Result<HuffmanTensor<Vec<u8>>, CodecError> {
-    huffman_with(matrix, &own_code(matrix, limit))
-}
-
-/// Encodes a matrix to packed palette indices; `limit` matters only for which rows are verbatim (`docs/format.md` A.7).
-///
-/// # Errors
-/// As [`huffman`].
-pub fn palette(matrix: Matrix<'_>, limit: CodeLimit) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
-    palette_with(matrix, &own_code(matrix, limit))
-}
-
-fn own_code(matrix: Matrix<'_>, limit: CodeLimit) -> Code {
-    let histogram = survey(matrix.bytes()).histogram;
-    Code::from_histogram(&histogram, limit).expect("a matrix has elements")
-}
-
-/// Encodes a matrix with a given code, which need not be the tensor's own.
-///
-/// # Errors
-/// As [`huffman`].
-pub fn huffman_with(matrix: Matrix<'_>, code: &Code) -> Result<HuffmanTensor<Vec<u8>>, CodecError> {
-    let tables = Tables::new(code);
-    let [sign_mantissa, row_lengths, metadata, mut words, verbatim] = encode_bands::<true>(matrix, &tables, TILE)?;
-    words.resize(words.len().next_multiple_of(4 * WORDS_ALIGN), 0);
-    Ok(HuffmanTensor::from_encoder(matrix.grid(), *code, [sign_mantissa, words, row_lengths, metadata, verbatim]))
-}
-
-/// Packs palette indices; the rows that `code` cannot code are verbatim.
-///
-/// # Errors
-/// As [`huffman`].
-pub fn palette_with(matrix: Matrix<'_>, code: &Code) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
-    let tables = Tables::new(code);
-    let [sign_mantissa, packed, metadata, _, verbatim] = encode_bands::<false>(matrix, &tables, PALETTE_TILE_BYTES)?;
-    Ok(PaletteTensor::from_encoder(matrix.grid(), *code.palette(), [sign_mantissa, packed, metadata, verbatim]))
-}
 
 /// Lookup tables of one code.
 struct Tables {
@@ -141,21 +67,22 @@ struct Band {
 /// Tiles of a band: enough to make a task worth its dispatch, few enough to balance (256 tiles are 2 MiB of weights).
 const BAND_TILES: usize = 256;
 
-/// Encodes band by band. `HUFFMAN`: coded rows go to the word stream and their lengths to `out` (64 bytes a tile);
+/// Encodes band by band, for the forms of tiles with verbatim rows. `HUFFMAN`: coded rows go to the word stream and their lengths to `out` (64 bytes a tile);
 /// otherwise their packed indices go to `out` (2048 bytes a tile). Returns `sign_mantissa`, `out`, metadata, words, verbatim rows.
-fn encode_bands<const HUFFMAN: bool>(
+pub(crate) fn bands<const HUFFMAN: bool>(
     matrix: Matrix<'_>,
-    tables: &Tables,
+    code: &Code,
     tile_bytes: usize,
 ) -> Result<[Vec<u8>; 5], CodecError> {
+    let tables = &Tables::new(code);
     let grid = matrix.grid();
     let band_rows = (BAND_TILES / grid.tile_cols()).max(1);
     let band_tiles = band_rows * grid.tile_cols();
-    let mut sign_mantissa = buffer::zeroed(grid.elements());
-    let mut out = buffer::zeroed(grid.tiles() * tile_bytes);
-    let mut metadata = buffer::zeroed(grid.tiles() * TileMetadata::BYTES);
+    let mut sign_mantissa = zeroed(grid.elements());
+    let mut out = zeroed(grid.tiles() * tile_bytes);
+    let mut metadata = zeroed(grid.tiles() * TileMetadata::BYTES);
     // Room for the longest tiles; only what is used is ever touched, and the pieces move together at the end.
-    let mut words = buffer::zeroed(if HUFFMAN { grid.tiles() * TILE_WORDS_MAX * 4 + WORDS_ALIGN * 4 } else { 0 });
+    let mut words = zeroed(if HUFFMAN { grid.tiles() * TILE_WORDS_MAX * 4 + WORDS_ALIGN * 4 } else { 0 });
     let arena = if HUFFMAN { band_tiles * TILE_WORDS_MAX * 4 } else { 1 };
     let nothing: &mut [u8] = &mut vec![0; if HUFFMAN { 0 } else { grid.tile_rows().div_ceil(band_rows) }];
     let arenas = if HUFFMAN { words.as_mut_slice() } else { nothing };

@@ -16,21 +16,77 @@ use std::borrow::Cow;
 
 use rayon::prelude::*;
 
+use super::{
+    Extent, Form, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit,
+    sample::fixed_bytes,
+    tiles::{check_out, debug_sizes},
+};
+pub use crate::layout::{
+    OPERAND_EXPONENT, PACKED_TILE_BYTES as TILE_BYTES, PACKED_WINDOW_BYTES as WINDOW_BYTES, ROW_BLOCKS,
+};
 use crate::{
-    CodecError, Grid, Histogram, Matrix, Section, bf16, buffer,
-    layout::{TILE, WORDS_ALIGN},
+    CodeLimit, CodecError, Histogram, Matrix, TileGrid, bf16,
+    bits::zeroed,
+    layout::{PACKED_BLOCK_BYTES as BLOCK_BYTES, SECTION_ALIGN, TILE, WINDOW_BASE_MAX, WINDOW_BASE_MIN, WORDS_ALIGN},
+    safetensors::Dtype,
 };
 
-/// Bytes of one packed tile: 64 * 64 * 12 bits.
-pub const TILE_BYTES: usize = TILE * TILE * 3 / 2;
-/// Row blocks of a tile, 16 rows each.
-pub const ROW_BLOCKS: usize = 4;
-/// Bytes of a row block in a packed tile.
-const BLOCK_BYTES: usize = TILE_BYTES / ROW_BLOCKS;
-/// Bytes of `packed_window`.
-pub const WINDOW_BYTES: usize = 16;
-/// Exponent of an operand with nibble 0: a multiple of 16, so that the nibble is merged by `or`.
-pub const OPERAND_EXPONENT: u8 = 112;
+/// The packed form.
+#[derive(Debug, Clone, Copy)]
+pub struct Packed;
+
+impl FormId {
+    /// The 12-bit resident form.
+    pub const PACKED: Self = Self::new("packed");
+}
+
+impl Section {
+    /// u8 `[tiles, 6144]`: the container.
+    pub const PACKED: Self = Self::new("packed", Dtype::U8, &[Extent::Tiles, Extent::Fixed(TILE_BYTES)]);
+    /// u32 `[tiles, 4]`: one a row block.
+    pub const ESCAPE_HEADS: Self = Self::new("escape_heads", Dtype::U32, &[Extent::Tiles, Extent::Fixed(ROW_BLOCKS)]);
+    /// u32 `[words]`: lists of escapes.
+    pub const ESCAPES: Self = Self::new("escapes", Dtype::U32, &[Extent::Open]).padded_to(SECTION_ALIGN);
+    /// u8 `[16]`: base of the window.
+    pub const PACKED_WINDOW: Self = Self::new("packed_window", Dtype::U8, &[Extent::Fixed(WINDOW_BYTES)]);
+}
+
+impl Form for Packed {
+    const ID: FormId = FormId::PACKED;
+    const SECTIONS: &'static [Section] =
+        &[Section::PACKED_WINDOW, Section::ESCAPE_HEADS, Section::ESCAPES, Section::PACKED];
+    const FALLBACK: FormId = FormId::PALETTE;
+
+    fn fits(grid: TileGrid) -> Result<(), Unfit> {
+        Ok(packable_shape(grid)?)
+    }
+
+    /// Single escapes without an operand are not looked for.
+    fn predict(grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
+        Self::fits(grid)?;
+        Window::covering(sample.histogram())?;
+        Ok(fixed_bytes(Self::SECTIONS, grid) + escape_bytes(grid, sample.histogram()))
+    }
+
+    fn check(grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
+        PackedTensor::from_sections(grid, |section| sections.get(section)).map(|_| ())
+    }
+
+    fn encode(matrix: Matrix<'_>, survey: &Survey, _: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+        Ok(pack(matrix, &survey.histogram)?.into_sections())
+    }
+
+    fn decode(grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
+        decode_into(&PackedTensor::from_sections(grid, |section| sections.get(section))?, out)
+    }
+}
+
+impl From<Unpackable> for Unfit {
+    fn from(why: Unpackable) -> Self {
+        Self::new(why)
+    }
+}
+
 /// More escapes than one element in this many, and the tensor is not packed.
 ///
 /// It is a limit of time, not of size. Time, in matmuls on an H200 against raw weights (`docs/benchmarks.md`): at half of this limit (a tenth of row segments)
@@ -58,7 +114,7 @@ impl Window {
     /// The window that covers most elements, of equals the lowest, with the number of elements outside.
     pub fn best(histogram: &Histogram) -> (Self, u64) {
         let covered = |base: u8| (base..base + 16).map(|e| histogram.count(e)).sum::<u64>();
-        let base = (1..=239u8).rev().max_by_key(|&base| covered(base)).expect("239 windows");
+        let base = (WINDOW_BASE_MIN..=WINDOW_BASE_MAX).rev().max_by_key(|&base| covered(base)).expect("239 windows");
         (Self { base }, histogram.total() - covered(base))
     }
 
@@ -95,7 +151,7 @@ impl Window {
     /// # Errors
     /// `base` is not in 1..=239.
     pub fn new(base: u8) -> Result<Self, CodecError> {
-        if (1..=239).contains(&base) {
+        if (WINDOW_BASE_MIN..=WINDOW_BASE_MAX).contains(&base) {
             Ok(Self { base })
         } else {
             Err(CodecError::Code { section: "packed_window", reason: "the base must be 1..=239" })
@@ -187,7 +243,7 @@ fn percent(part: u64, whole: u64) -> f64 {
 /// A packed matrix. `B` owns or borrows the bytes; constructing one validates it, so every index inside may be trusted.
 #[derive(Clone)]
 pub struct PackedTensor<B> {
-    grid: Grid,
+    grid: TileGrid,
     window: Window,
     packed: B,
     escape_heads: B,
@@ -201,13 +257,13 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
     ///
     /// # Errors
     /// As [`PackedTensor::from_parts`], or the window is not valid.
-    pub fn from_sections(grid: Grid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
-        let window = section(Section::PackedWindow);
-        Section::PackedWindow.check(grid, &window)?;
+    pub fn from_sections(grid: TileGrid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
+        let window = section(Section::PACKED_WINDOW);
+        Section::PACKED_WINDOW.check(grid, &window)?;
         let window = Window::from_stored(window.as_ref().try_into().expect("its size was checked"))?;
-        let (packed, heads) = (section(Section::Packed), section(Section::EscapeHeads));
-        let escapes = section(Section::Escapes);
-        Section::Escapes.check(grid, &escapes)?;
+        let (packed, heads) = (section(Section::PACKED), section(Section::ESCAPE_HEADS));
+        let escapes = section(Section::ESCAPES);
+        Section::ESCAPES.check(grid, &escapes)?;
         Self::from_parts(grid, window, packed, heads, escapes)
     }
 
@@ -215,13 +271,19 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
     ///
     /// # Errors
     /// The shape cannot be packed, a section has the wrong size, or a head or list is not canonical.
-    pub fn from_parts(grid: Grid, window: Window, packed: B, escape_heads: B, escapes: B) -> Result<Self, CodecError> {
+    pub fn from_parts(
+        grid: TileGrid,
+        window: Window,
+        packed: B,
+        escape_heads: B,
+        escapes: B,
+    ) -> Result<Self, CodecError> {
         let (rows, cols) = (grid.rows(), grid.cols());
         if !rows.is_multiple_of(TILE) || !cols.is_multiple_of(TILE) {
             return Err(CodecError::PackedShape { rows, cols });
         }
-        Section::Packed.check(grid, &packed)?;
-        Section::EscapeHeads.check(grid, &escape_heads)?;
+        Section::PACKED.check(grid, &packed)?;
+        Section::ESCAPE_HEADS.check(grid, &escape_heads)?;
         let mut tensor = Self { grid, window, packed, escape_heads, escapes, escape_words: 0 };
         let list_words = tensor.escapes.as_ref().len() / 4;
         for block in 0..grid.tiles() * ROW_BLOCKS {
@@ -283,7 +345,7 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
     }
 
     /// Shape and tiling.
-    pub fn grid(&self) -> Grid {
+    pub fn grid(&self) -> TileGrid {
         self.grid
     }
 
@@ -310,24 +372,24 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
     /// The bytes of one section.
     pub fn section(&self, section: Section) -> Option<Cow<'_, [u8]>> {
         Some(match section {
-            Section::Packed => Cow::Borrowed(self.packed()),
-            Section::EscapeHeads => Cow::Borrowed(self.escape_heads()),
-            Section::Escapes if self.escapes.as_ref().len().is_multiple_of(4 * WORDS_ALIGN) => {
+            Section::PACKED => Cow::Borrowed(self.packed()),
+            Section::ESCAPE_HEADS => Cow::Borrowed(self.escape_heads()),
+            Section::ESCAPES if self.escapes.as_ref().len().is_multiple_of(4 * WORDS_ALIGN) => {
                 Cow::Borrowed(self.escapes.as_ref())
             }
-            Section::Escapes => {
+            Section::ESCAPES => {
                 let mut padded = self.escapes().to_vec();
                 padded.resize(padded.len().next_multiple_of(4 * WORDS_ALIGN), 0);
                 Cow::Owned(padded)
             }
-            Section::PackedWindow => Cow::Owned(self.window.stored().to_vec()),
+            Section::PACKED_WINDOW => Cow::Owned(self.window.stored().to_vec()),
             _ => return None,
         })
     }
 
     /// Bytes of all sections.
     pub fn stored_bytes(&self) -> u64 {
-        Section::PACKED.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
+        Packed::SECTIONS.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
     }
 
     /// Elements outside the window.
@@ -397,7 +459,7 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
     where
         B: Sync,
     {
-        let mut out = buffer::zeroed(self.grid.elements() * 2);
+        let mut out = zeroed(self.grid.elements() * 2);
         self.unpack_rows(&mut out);
         out
     }
@@ -429,6 +491,30 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
     }
 }
 
+impl PackedTensor<Vec<u8>> {
+    /// In stored order.
+    fn into_sections(mut self) -> Vec<Vec<u8>> {
+        self.escapes.resize(self.escapes.len().next_multiple_of(SECTION_ALIGN), 0);
+        vec![self.window.stored().to_vec(), self.escape_heads, self.escapes, self.packed]
+    }
+}
+
+impl<B: AsRef<[u8]>> PackedTensor<B> {
+    /// The view of a stored tensor; `None` if it has another form. [`StoredTensor::borrowed`] keeps the tensor.
+    pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
+        let (grid, section) = tensor.take(FormId::PACKED)?;
+        Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))
+    }
+}
+
+impl From<PackedTensor<Vec<u8>>> for StoredTensor<Vec<u8>> {
+    fn from(tensor: PackedTensor<Vec<u8>>) -> Self {
+        Self::trusted(FormId::PACKED, tensor.grid, tensor.into_sections())
+    }
+}
+
+debug_sizes!(PackedTensor, Packed::SECTIONS);
+
 impl<B: AsRef<[u8]>> PartialEq for PackedTensor<B> {
     fn eq(&self, other: &Self) -> bool {
         let parts = |t: &Self| (t.grid, t.window);
@@ -449,7 +535,7 @@ pub fn pack(matrix: Matrix<'_>, histogram: &Histogram) -> Result<PackedTensor<Ve
     let grid = matrix.grid();
     packable_shape(grid)?;
     let window = Window::covering(histogram)?;
-    let mut packed = buffer::zeroed(grid.tiles() * TILE_BYTES);
+    let mut packed = zeroed(grid.tiles() * TILE_BYTES);
     let mut heads = vec![0; grid.tiles() * ROW_BLOCKS * 4];
     let bands: Vec<Option<Vec<u32>>> = packed
         .par_chunks_mut(BAND_TILES * TILE_BYTES)
@@ -485,11 +571,31 @@ pub fn pack(matrix: Matrix<'_>, histogram: &Histogram) -> Result<PackedTensor<Ve
     Ok(PackedTensor { grid, window, packed, escape_heads: heads, escapes, escape_words: words })
 }
 
+/// Bytes of the lists of escapes, if escapes are scattered evenly: clustered ones take less.
+fn escape_bytes(grid: TileGrid, histogram: &Histogram) -> u64 {
+    let (_, outside) = Window::best(histogram);
+    let row_blocks = (grid.tiles() * ROW_BLOCKS) as f64;
+    let mean = grid.elements() as f64 / row_blocks * outside as f64 / histogram.total().max(1) as f64;
+    // Poisson: a row block with two and more has a word for each and one for their number.
+    let (none, one) = ((-mean).exp(), mean * (-mean).exp());
+    (row_blocks * (mean - one + (1.0 - none - one))) as u64 * 4
+}
+
+/// Decodes the packed resident form into `out`, on the current rayon pool.
+///
+/// # Errors
+/// `out` is not `n * k * 2` bytes long.
+pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &PackedTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
+    check_out(tensor.grid(), out)?;
+    tensor.unpack_rows(out);
+    Ok(())
+}
+
 /// Whether a matrix of this shape can be packed.
 ///
 /// # Errors
 /// [`Unpackable::Shape`].
-pub fn packable_shape(grid: Grid) -> Result<(), Unpackable> {
+pub fn packable_shape(grid: TileGrid) -> Result<(), Unpackable> {
     let whole = grid.rows().is_multiple_of(TILE) && grid.cols().is_multiple_of(TILE);
     if whole { Ok(()) } else { Err(Unpackable::Shape) }
 }
@@ -747,14 +853,16 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::Random;
 
     fn weights(rows: usize, cols: usize, outliers: impl Fn(usize) -> Option<u16>) -> Vec<u8> {
-        let mut state = 7u64;
+        // One sign and mantissa after another; exponents 106 - 121, the highest most often.
+        let mut random = Random::new(7);
         (0..rows * cols)
             .flat_map(|i| {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                let exponent = 121 - (state >> 40 & 0xffff | 1 << 15).trailing_zeros() as u16;
-                let bits = (state >> 20) as u16 & 0x807f | exponent.max(106) << 7;
+                let bits = random.bits();
+                let exponent = 121 - (bits >> 40 & 0xffff | 1 << 15).trailing_zeros() as u16;
+                let bits = bits as u16 & 0x807f | exponent.max(106) << 7;
                 outliers(i).unwrap_or(bits).to_le_bytes()
             })
             .collect()

@@ -14,32 +14,11 @@
 use rayon::prelude::*;
 
 use crate::{
-    Code, CodecError, CompressedTensor, Grid, HuffmanTensor, PackedTensor, PaletteTensor, bf16, buffer,
-    layout::{CODE_LENGTH_MAX, PALETTE_TILE_BYTES, ROW_BITS_MAX, TILE, WORDS_ALIGN},
-    tensor::low_bits,
+    Code, CodecError, HuffmanTensor, PaletteTensor,
+    bits::zeroed,
+    form::tiles::{check_out, join, low_bits},
+    layout::{CODE_LENGTH_MAX, PALETTE_TILE_BYTES, ROW_BITS_MAX, TILE},
 };
-
-/// Decodes a tensor of any form into `out`, on the current rayon pool.
-///
-/// # Errors
-/// `out` has another size than the original, or as [`to_vec`].
-pub fn stored<B: AsRef<[u8]> + Sync>(tensor: &CompressedTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
-    match tensor {
-        CompressedTensor::Raw(bytes) => raw(bytes.as_ref(), out),
-        CompressedTensor::Huffman(tensor) => huffman(tensor, out),
-        CompressedTensor::Palette(tensor) => palette(tensor, out),
-        CompressedTensor::Packed(tensor) => packed(tensor, out),
-    }
-}
-
-fn raw(from: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
-    const PIECE: usize = 1 << 20;
-    if from.len() != out.len() {
-        return Err(CodecError::RawBytes { expected: from.len(), got: out.len() });
-    }
-    out.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE)).for_each(|(to, from)| to.copy_from_slice(from));
-    Ok(())
-}
 
 /// Decodes to little-endian BF16 bytes.
 ///
@@ -47,17 +26,17 @@ fn raw(from: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
 ///
 /// # Errors
 /// Coded rows' codes do not use exactly their stored bits.
-pub fn to_vec<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Vec<u8>, CodecError> {
-    let mut out = buffer::zeroed(tensor.grid().elements() * 2);
-    huffman(tensor, &mut out)?;
+pub fn decode<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Vec<u8>, CodecError> {
+    let mut out = zeroed(tensor.grid().elements() * 2);
+    decode_into(tensor, &mut out)?;
     Ok(out)
 }
 
 /// Decodes into `out`, on the current rayon pool.
 ///
 /// # Errors
-/// `out` is not `n * k * 2` bytes long, or as [`to_vec`].
-pub fn huffman<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
+/// `out` is not `n * k * 2` bytes long, or as [`decode`].
+pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
     let grid = tensor.grid();
     check_out(grid, out)?;
     let table = Table::new(tensor.code());
@@ -161,23 +140,6 @@ fn huffman_tile_row_any<B: AsRef<[u8]>>(
         }
     }
     Ok(())
-}
-
-/// Joins rows of any length: 64 elements at a time, then one by one.
-#[inline(always)]
-fn join(sign_mantissa: &[u8], exponents: &[u8], out: &mut [u8]) {
-    let mut out = out.chunks_exact_mut(2 * TILE);
-    let (mut s, mut e) = (sign_mantissa.chunks_exact(TILE), exponents.chunks_exact(TILE));
-    for ((s, e), out) in (&mut s).zip(&mut e).zip(&mut out) {
-        let mut joined = [0u16; TILE];
-        for i in 0..TILE {
-            joined[i] = bf16::join(s[i], e[i]).to_le();
-        }
-        out.copy_from_slice(bytemuck::bytes_of(&joined));
-    }
-    for ((&s, &e), out) in s.remainder().iter().zip(e.remainder()).zip(out.into_remainder().chunks_exact_mut(2)) {
-        out.copy_from_slice(&bf16::join(s, e).to_le_bytes());
-    }
 }
 
 /// Decodes the exponents of one tile into columns `column..column + 64` of the strip.
@@ -435,62 +397,15 @@ fn blame<B: AsRef<[u8]>>(tensor: &HuffmanTensor<B>, tile: usize) -> CodecError {
     CodecError::Row { tile, row: TILE - 1, reason: "its codes do not use its stored bits" }
 }
 
-/// Decodes packed palette indices into `out`, on the current rayon pool.
-///
-/// # Errors
-/// `out` is not `n * k * 2` bytes long.
-pub fn palette<B: AsRef<[u8]> + Sync>(tensor: &PaletteTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
-    let grid = tensor.grid();
-    check_out(grid, out)?;
-    let palette = tensor.palette();
-    // Both nibbles of a byte in one lookup.
-    let pairs: Vec<[u8; 2]> = (0..256).map(|b| [palette[b & 15], palette[b >> 4]]).collect();
-    out.par_chunks_mut(TILE * grid.cols() * 2).enumerate().for_each(|(tile_row, out)| {
-        let cols = grid.cols();
-        for tile_col in 0..grid.tile_cols() {
-            let tile = tile_row * grid.tile_cols() + tile_col;
-            let metadata = tensor.metadata(tile);
-            let packed = &tensor.palette_index()[tile * PALETTE_TILE_BYTES..][..PALETTE_TILE_BYTES];
-            let mut verbatim = metadata.verbatim_row_offset as usize;
-            let width = grid.cols_in(tile_col);
-            for row in 0..grid.rows_in(tile_row) {
-                let mut exponents = [0u8; TILE];
-                if metadata.bitmask() >> row & 1 == 1 {
-                    exponents.copy_from_slice(&tensor.verbatim_exponents()[verbatim * TILE..][..TILE]);
-                    verbatim += 1;
-                } else {
-                    for (pair, &byte) in exponents.chunks_exact_mut(2).zip(&packed[row * (TILE / 2)..][..TILE / 2]) {
-                        pair.copy_from_slice(&pairs[usize::from(byte)]);
-                    }
-                }
-                let at = row * cols + tile_col * TILE;
-                let sign_mantissa = &tensor.sign_mantissa()[tile_row * TILE * cols + at..][..width];
-                join(sign_mantissa, &exponents[..width], &mut out[at * 2..(at + width) * 2]);
-            }
-        }
-    });
-    Ok(())
-}
-
-/// Decodes the packed resident form into `out`, on the current rayon pool.
-///
-/// # Errors
-/// `out` is not `n * k * 2` bytes long.
-pub fn packed<B: AsRef<[u8]> + Sync>(tensor: &PackedTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
-    check_out(tensor.grid(), out)?;
-    tensor.unpack_rows(out);
-    Ok(())
-}
-
 /// Transcodes Huffman rows to packed palette indices; sign_mantissa and verbatim rows are copied (report section 5.3).
 ///
 /// # Errors
-/// As [`to_vec`].
+/// As [`decode`].
 pub fn transcode<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
     let grid = tensor.grid();
     let table = Table::new(tensor.code());
     let index = tensor.code().palette().index();
-    let mut packed = buffer::zeroed(grid.tiles() * PALETTE_TILE_BYTES);
+    let mut packed = zeroed(grid.tiles() * PALETTE_TILE_BYTES);
     packed.par_chunks_mut(PALETTE_TILE_BYTES).enumerate().try_for_each_init(
         Scratch::default,
         |scratch, (tile, packed)| {
@@ -511,13 +426,3 @@ pub fn transcode<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Pal
     let sections = [tensor.sign_mantissa().to_vec(), packed, metadata, tensor.verbatim_exponents().to_vec()];
     Ok(PaletteTensor::from_encoder(grid, *tensor.code().palette(), sections))
 }
-
-fn check_out(grid: Grid, out: &[u8]) -> Result<(), CodecError> {
-    let expected = grid.elements() * 2;
-    if out.len() == expected {
-        return Ok(());
-    }
-    Err(CodecError::MatrixBytes { rows: grid.rows(), cols: grid.cols(), expected, got: out.len() })
-}
-
-const _: () = assert!(WORDS_ALIGN * 4 == 16, "sections end on 16 bytes, as the kernels' bulk copies need");

@@ -2,20 +2,23 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::{CodecError, layout::TILE};
+use crate::{
+    CodecError,
+    layout::{TILE, TILE_METADATA_BYTES},
+};
 
 /// A BF16 matrix `[rows, cols]`, row-major, little-endian, of any alignment.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix<'a> {
     bytes: &'a [u8],
-    grid: Grid,
+    grid: TileGrid,
 }
 
 impl<'a> Matrix<'a> {
     /// # Errors
     /// The matrix has no elements or too many rows or columns, or `bytes` is not `rows * cols * 2` long.
     pub fn new(bytes: &'a [u8], rows: usize, cols: usize) -> Result<Self, CodecError> {
-        let grid = Grid::new(rows, cols)?;
+        let grid = TileGrid::new(rows, cols)?;
         if grid.elements().checked_mul(2) != Some(bytes.len()) {
             let expected = grid.elements().saturating_mul(2);
             return Err(CodecError::MatrixBytes { rows, cols, expected, got: bytes.len() });
@@ -29,7 +32,7 @@ impl<'a> Matrix<'a> {
     }
 
     /// Shape and tiling.
-    pub fn grid(&self) -> Grid {
+    pub fn grid(&self) -> TileGrid {
         self.grid
     }
 
@@ -46,12 +49,12 @@ impl<'a> Matrix<'a> {
 
 /// Shape of a matrix and of its tiling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Grid {
+pub struct TileGrid {
     rows: usize,
     cols: usize,
 }
 
-impl Grid {
+impl TileGrid {
     /// # Errors
     /// A dimension is 0 or does not fit 32 bits, or the elements do not fit the address space.
     pub fn new(rows: usize, cols: usize) -> Result<Self, CodecError> {
@@ -68,12 +71,12 @@ impl Grid {
 
     /// The rank-2 shape of a tensor of any rank (`docs/format.md` A.1); `None` for rank 0 and 1 and tensors without elements.
     pub fn fold(shape: &[usize]) -> Option<Self> {
-        let padded_area = |grid: &Grid| grid.tiles();
+        let padded_area = |grid: &TileGrid| grid.tiles();
         (1..shape.len())
             .rev()
             .filter_map(|split| {
                 let product = |dims: &[usize]| dims.iter().try_fold(1usize, |p, &d| p.checked_mul(d));
-                Grid::new(product(&shape[..split])?, product(&shape[split..])?).ok()
+                TileGrid::new(product(&shape[..split])?, product(&shape[split..])?).ok()
             })
             .min_by_key(padded_area)
     }
@@ -166,13 +169,15 @@ impl TileMetadata {
     }
 }
 
+const _: () = assert!(TileMetadata::BYTES == TILE_METADATA_BYTES, "stated in docs/format.md A.6");
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn folding_follows_the_specification() {
-        let fold = |shape: &[usize]| Grid::fold(shape).map(|g| (g.rows(), g.cols()));
+        let fold = |shape: &[usize]| TileGrid::fold(shape).map(|g| (g.rows(), g.cols()));
         assert_eq!(fold(&[128, 64]), Some((128, 64)));
         assert_eq!(fold(&[8, 128, 256]), Some((8 * 128, 256)), "experts");
         assert_eq!(fold(&[64, 64, 3, 3]), Some((64, 64 * 9)), "a convolution: trailing dimensions together");
@@ -184,11 +189,11 @@ mod tests {
 
     #[test]
     fn edges() {
-        let grid = Grid::new(65, 130).unwrap();
+        let grid = TileGrid::new(65, 130).unwrap();
         assert_eq!((grid.tile_rows(), grid.tile_cols(), grid.tiles()), (2, 3, 6));
         assert_eq!((grid.rows_in(0), grid.rows_in(1), grid.cols_in(2)), (64, 1, 2));
         assert!(Matrix::new(&[0; 10], 2, 3).is_err());
-        assert!(Grid::new(1 << 32, 1).is_err());
+        assert!(TileGrid::new(1 << 32, 1).is_err());
     }
 
     #[test]

@@ -7,9 +7,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    CodeLimit, Digest, Grid, Section,
-    bundle::{BundleError, Encoding, Profile, Scope},
-    packed,
+    CodeLimit, Digest, FormId, Section, TileGrid,
+    bundle::{BundleError, Profile, Scope},
     roles::Role,
     safetensors::Dtype,
 };
@@ -161,7 +160,8 @@ pub struct TensorEntry {
     /// Layer, by its name.
     pub layer: Option<u32>,
     /// Stored form.
-    pub encoding: Encoding,
+    #[serde(rename = "encoding")]
+    pub form: FormId,
     /// Why it is stored raw, or as palette in a resident bundle.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
@@ -194,7 +194,7 @@ pub struct SectionEntry {
 mod section_names {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    use crate::{Section, bundle::Encoding};
+    use crate::{Section, form::FORMS};
 
     pub(super) fn serialize<S: Serializer>(section: &Section, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(section.name())
@@ -202,8 +202,8 @@ mod section_names {
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Section, D::Error> {
         let name = String::deserialize(deserializer)?;
-        let mut known = Encoding::ALL.iter().flat_map(|&encoding| super::sections_of(encoding)).copied();
-        known.find(|s| s.name() == name).ok_or_else(|| D::Error::custom("unknown section name"))
+        let mut known = FORMS.iter().flat_map(|form| form.sections()).copied();
+        known.find(|s| s.name() == name && !name.is_empty()).ok_or_else(|| D::Error::custom("unknown section name"))
     }
 }
 
@@ -301,20 +301,15 @@ impl TensorEntry {
 
     /// Bytes stored (saturating).
     pub fn stored_bytes(&self) -> u64 {
-        match self.encoding {
-            Encoding::Raw => self.original_bytes().unwrap_or(u64::MAX),
+        match self.form {
+            FormId::RAW => self.original_bytes().unwrap_or(u64::MAX),
             _ => self.sections.iter().fold(0u64, |sum, s| sum.saturating_add(s.bytes)),
         }
     }
 
     /// The matrix that it is coded as; `None` if it is raw or its rows and columns are not valid.
-    pub fn grid(&self) -> Option<Grid> {
-        Grid::new(self.rows?, self.cols?).ok()
-    }
-
-    /// The sections that its encoding asks for.
-    pub fn expected_sections(&self) -> &'static [Section] {
-        sections_of(self.encoding)
+    pub fn grid(&self) -> Option<TileGrid> {
+        TileGrid::new(self.rows?, self.cols?).ok()
     }
 
     /// Why the fields contradict each other, if they do.
@@ -322,53 +317,32 @@ impl TensorEntry {
         let Some(original) = self.original_bytes() else {
             return Some(format!("the bytes of {} {:?} cannot be counted", self.dtype, self.shape));
         };
-        if self.encoding == Encoding::Raw {
+        if self.form == FormId::RAW {
             let coded = self.rows.is_some() || self.cols.is_some() || !self.sections.is_empty();
             return coded.then(|| "a raw tensor has rows, cols or sections".into());
         }
         if self.dtype != Dtype::Bf16 {
-            return Some(format!("{} cannot be {}", self.dtype, self.encoding));
+            return Some(format!("{} cannot be {}", self.dtype, self.form));
         }
         let (rows, cols) = (self.rows.unwrap_or(0), self.cols.unwrap_or(0));
         let Some(grid) = self.grid() else { return Some(format!("[{rows}, {cols}] is no matrix")) };
         if grid.elements() as u64 * 2 != original {
             return Some(format!("[{rows}, {cols}] does not have the elements of {:?}", self.shape));
         }
-        if self.encoding == Encoding::Packed && packed::packable_shape(grid).is_err() {
-            return Some(format!("[{rows}, {cols}] cannot be packed: both must be multiples of 64"));
+        if let Err(why) = self.form.form().fits(grid) {
+            return Some(format!("[{rows}, {cols}] cannot be {}: {why}", self.form));
         }
-        if !self.sections.iter().map(|s| &s.name).eq(self.expected_sections()) {
+        if !self.sections.iter().map(|s| &s.name).eq(self.form.form().sections()) {
             return Some("its sections are not those of its encoding, in order".into());
         }
         self.sections.iter().find_map(|section| {
-            let name = section.name.name();
-            let element = section.name.element_bytes() as u64;
-            match section.name.fixed_bytes(grid) {
-                Some(expected) if expected as u64 != section.bytes => {
-                    Some(format!("section {name} has {} bytes, [{rows}, {cols}] asks for {expected}", section.bytes))
-                }
-                // A raw form that is smaller bounds every section.
-                _ if section.bytes > original => Some(format!("section {name} is larger than the tensor")),
-                _ if section.bytes % element != 0 => Some(format!("section {name} ends inside an element")),
-                _ if section.name == Section::VerbatimExponents && section.bytes % 64 != 0 => {
-                    Some(format!("section {name} ends inside a row"))
-                }
-                _ if section.name == Section::Escapes && section.bytes % 16 != 0 => {
-                    Some(format!("section {name} is not padded to 16 bytes"))
-                }
-                _ => None,
+            // A raw form that is smaller bounds every section.
+            if section.bytes > original {
+                return Some(format!("section {} is larger than the tensor", section.name.name()));
             }
+            let size = section.name.check_bytes(grid, section.bytes);
+            size.err().map(|error| format!("[{rows}, {cols}]: {error}"))
         })
-    }
-}
-
-/// The sections of an encoding, in stored order.
-pub fn sections_of(encoding: Encoding) -> &'static [Section] {
-    match encoding {
-        Encoding::Raw => &[],
-        Encoding::Huffman => &Section::HUFFMAN,
-        Encoding::Palette => &Section::PALETTE,
-        Encoding::Packed => &Section::PACKED,
     }
 }
 

@@ -3,7 +3,7 @@
 //! One table of name endings covers the common families; there is no per-model file, and a name that no line matches is
 //! [`Role::Other`], which is compressed all the same unless the scope is narrower than everything.
 
-use crate::bundle::options::named;
+use crate::bits::named::named;
 
 named! {
     /// What a tensor is for.

@@ -169,16 +169,11 @@ impl Counter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::Random;
 
     #[test]
     fn fast_counting_agrees_with_the_obvious_one() {
-        let mut state = 1u64;
-        let bytes: Vec<u8> = (0..(1 << 19) + 13)
-            .map(|_| {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                (state >> 56) as u8
-            })
-            .collect();
+        let bytes = Random::new(1).bytes((1 << 19) + 13);
         let mut obvious = Histogram::default();
         for element in bytes.chunks_exact(2) {
             obvious.add(bf16::exponent(u16::from_le_bytes([element[0], element[1]])), 1);

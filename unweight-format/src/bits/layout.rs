@@ -1,0 +1,43 @@
+//! Constants of the format, shared with the kernels.
+
+/// Rows and columns of a tile.
+pub const TILE: usize = 64;
+/// Elements of a tile.
+pub const TILE_ELEMENTS: usize = TILE * TILE;
+/// Most entries of a palette.
+pub const PALETTE_MAX: usize = 16;
+/// Longest code that any encoder may use, bits (report section 3.4).
+pub const CODE_LENGTH_MAX: u32 = 15;
+/// A coded row has 64 symbols of at least one bit: the bias of `row_lengths`.
+pub const ROW_BITS_MIN: u32 = 64;
+/// A row that would need more bits is verbatim; the bound makes a row's length fit one byte.
+pub const ROW_BITS_MAX: u32 = ROW_BITS_MIN + u8::MAX as u32;
+/// Most 32-bit words of one tile.
+pub const TILE_WORDS_MAX: usize = (TILE * ROW_BITS_MAX as usize).div_ceil(32);
+/// `encoded_exp` is padded with zero words to a multiple of this many.
+pub const WORDS_ALIGN: usize = 4;
+/// Bytes of one tile of `palette_index`.
+pub const PALETTE_TILE_BYTES: usize = TILE_ELEMENTS / 2;
+/// Bytes of one tile of `packed`: 64 * 64 * 12 bits.
+pub const PACKED_TILE_BYTES: usize = TILE_ELEMENTS * 3 / 2;
+/// Row blocks of a packed tile, 16 rows each.
+pub const ROW_BLOCKS: usize = 4;
+/// Bytes of a row block in a packed tile.
+pub const PACKED_BLOCK_BYTES: usize = PACKED_TILE_BYTES / ROW_BLOCKS;
+/// Bytes of `packed_window`.
+pub const PACKED_WINDOW_BYTES: usize = 16;
+/// Exponent of a packed operand with nibble 0: a multiple of 16, so that the nibble is merged by `or`.
+pub const OPERAND_EXPONENT: u8 = 112;
+/// Lowest and highest base of a window of 16 exponents.
+pub const WINDOW_BASE_MIN: u8 = 1;
+/// See [`WINDOW_BASE_MIN`]: the window ends below the exponent of Inf and NaN.
+pub const WINDOW_BASE_MAX: u8 = 239;
+/// Bytes of one record of `tile_metadata`.
+pub const TILE_METADATA_BYTES: usize = 16;
+/// Bytes that a section of variable size is padded to, as the kernels' bulk copies need.
+pub const SECTION_ALIGN: usize = 4 * WORDS_ALIGN;
+
+const _: () = assert!(TILE == 64, "the verbatim bitmask is a u64");
+const _: () = assert!(TILE * ROW_BITS_MAX as usize <= u16::MAX as usize, "row_end_offsets fit u16");
+const _: () = assert!(PACKED_TILE_BYTES == 6144 && PACKED_BLOCK_BYTES == 1536, "stated in docs/format.md A.9");
+const _: () = assert!(SECTION_ALIGN == 16, "sections end on 16 bytes, as the kernels' bulk copies need");

@@ -1,0 +1,14 @@
+//! Bits and bytes: what every form is made of. Nothing here knows a form, a file or a model.
+
+pub mod bf16;
+pub mod bitstream;
+mod buffer;
+pub mod digest;
+pub mod dtype;
+pub mod histogram;
+pub mod layout;
+pub mod named;
+pub mod tile;
+
+pub use buffer::keep_freed_memory;
+pub(crate) use buffer::zeroed;

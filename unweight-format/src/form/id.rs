@@ -1,0 +1,66 @@
+//! Names of forms.
+
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+
+use super::{DynForm, FORMS};
+use crate::named::UnknownName;
+
+/// The name of a form: the key of [`FORMS`]. Each form's file has its constant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FormId(&'static str);
+
+impl FormId {
+    /// The id of a form with this name, lowercase.
+    pub const fn new(name: &'static str) -> Self {
+        Self(name)
+    }
+
+    /// As in manifests, plan files and reports.
+    pub const fn name(self) -> &'static str {
+        self.0
+    }
+
+    /// The form.
+    ///
+    /// # Panics
+    /// It is not in [`FORMS`]: an id that was read, or is a form's constant, always is.
+    pub fn form(self) -> &'static dyn DynForm {
+        self.find().unwrap_or_else(|| panic!("the form '{self}' is not in FORMS"))
+    }
+
+    fn find(self) -> Option<&'static dyn DynForm> {
+        FORMS.iter().copied().find(|form| form.id() == self)
+    }
+}
+
+impl fmt::Display for FormId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.0)
+    }
+}
+
+impl FromStr for FormId {
+    type Err = UnknownName;
+
+    fn from_str(text: &str) -> Result<Self, UnknownName> {
+        FORMS.iter().map(|form| form.id()).find(|id| id.0 == text).ok_or_else(|| UnknownName {
+            what: "encoding",
+            got: text.chars().take(64).collect(),
+            known: FORMS.iter().map(|form| form.id().0).collect::<Vec<_>>().join(", "),
+        })
+    }
+}
+
+impl Serialize for FormId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for FormId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        <std::borrow::Cow<'_, str>>::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    }
+}

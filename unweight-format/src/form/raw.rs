@@ -1,0 +1,55 @@
+//! Raw: the tensor's bytes (`docs/format.md` A.8). What fits no other form, or would not shrink.
+
+use rayon::prelude::*;
+
+use super::{Extent, Form, FormId, Sample, Section, Sections, Survey, Unfit};
+use crate::{CodeLimit, CodecError, Matrix, TileGrid, safetensors::Dtype};
+
+/// The raw form.
+#[derive(Debug, Clone, Copy)]
+pub struct Raw;
+
+impl FormId {
+    /// The original bytes.
+    pub const RAW: Self = Self::new("raw");
+}
+
+impl Section {
+    /// BF16 `[n, k]`: a raw tensor, which in a shard goes by its own name.
+    pub const RAW: Self = Self::new("", Dtype::Bf16, &[Extent::Rows, Extent::Cols]);
+}
+
+impl Form for Raw {
+    const ID: FormId = FormId::RAW;
+    const SECTIONS: &'static [Section] = &[Section::RAW];
+
+    fn fits(_: TileGrid) -> Result<(), Unfit> {
+        Ok(())
+    }
+
+    fn predict(grid: TileGrid, _: &Sample) -> Result<u64, Unfit> {
+        Ok(grid.elements() as u64 * 2)
+    }
+
+    fn check(_: TileGrid, _: &Sections<'_>) -> Result<(), CodecError> {
+        Ok(())
+    }
+
+    fn encode(matrix: Matrix<'_>, _: &Survey, _: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+        Ok(vec![matrix.bytes().to_vec()])
+    }
+
+    fn decode(_: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
+        copy(sections.get(Section::RAW), out)
+    }
+}
+
+/// Copies in parallel.
+pub(crate) fn copy(from: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
+    const PIECE: usize = 1 << 20;
+    if from.len() != out.len() {
+        return Err(CodecError::RawBytes { expected: from.len(), got: out.len() });
+    }
+    out.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE)).for_each(|(to, from)| to.copy_from_slice(from));
+    Ok(())
+}

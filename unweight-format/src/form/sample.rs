@@ -1,0 +1,76 @@
+//! Predicting: what a sample of a tensor tells about all of it.
+
+use super::Section;
+use crate::{
+    Code, CodeLimit, Histogram, TileGrid, bf16,
+    layout::{ROW_BITS_MAX, TILE},
+};
+
+/// What a sample of a tensor tells about all of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sample {
+    histogram: Histogram,
+    /// Rows of 64 elements in the sample.
+    rows: u64,
+    /// Of these, how many the code of the sample makes verbatim.
+    verbatim_rows: u64,
+    /// Coded bits of the others.
+    coded_bits: u64,
+}
+
+impl Sample {
+    /// Samples contiguous pieces of BF16 elements; each is cut in rows of 64, an incomplete one at its end is not counted.
+    pub fn of(pieces: &[&[u8]], limit: CodeLimit) -> Self {
+        let mut histogram = Histogram::default();
+        pieces.iter().for_each(|piece| histogram.merge(&Histogram::of(piece)));
+        let mut sample = Self { histogram, rows: 0, verbatim_rows: 0, coded_bits: 0 };
+        let Some(code) = Code::from_histogram(&sample.histogram, limit) else { return sample };
+        let table = code.encode_table();
+        for row in pieces.iter().flat_map(|piece| piece.chunks_exact(2 * TILE)) {
+            let mut coded = true;
+            let bits: u32 = row
+                .chunks_exact(2)
+                .map(|e| table[usize::from(bf16::exponent(u16::from_le_bytes([e[0], e[1]])))].1)
+                .inspect(|&length| coded &= length > 0)
+                .map(u32::from)
+                .sum();
+            sample.rows += 1;
+            if coded && bits <= ROW_BITS_MAX {
+                sample.coded_bits += u64::from(bits);
+            } else {
+                sample.verbatim_rows += 1;
+            }
+        }
+        if sample.rows == 0 {
+            // Less than a row: as many bits as its elements' codes.
+            sample.rows = 1;
+            sample.coded_bits = (code.mean_bits(&sample.histogram) * TILE as f64) as u64;
+        }
+        sample
+    }
+
+    /// Exponents of the sample.
+    pub fn histogram(&self) -> &Histogram {
+        &self.histogram
+    }
+
+    /// Bytes of the verbatim rows of a matrix like the sample.
+    pub fn verbatim_bytes(&self, grid: TileGrid) -> f64 {
+        self.share(grid, self.verbatim_rows) * TILE as f64
+    }
+
+    /// Bytes of the coded rows of a matrix like the sample, with what is lost at the end of tiles.
+    pub fn coded_bytes(&self, grid: TileGrid) -> f64 {
+        // A tile ends on a word: 16 bits are lost on average.
+        self.share(grid, self.coded_bits) / 8.0 + grid.tiles() as f64 * 2.0
+    }
+
+    fn share(&self, grid: TileGrid, part: u64) -> f64 {
+        (grid.rows() * grid.tile_cols()) as f64 * part as f64 / self.rows.max(1) as f64
+    }
+}
+
+/// Bytes of the sections whose size the grid alone determines.
+pub fn fixed_bytes(sections: &[Section], grid: TileGrid) -> u64 {
+    sections.iter().filter_map(|section| section.fixed_bytes(grid)).map(|bytes| bytes as u64).sum()
+}

@@ -1,0 +1,129 @@
+//! Sections: the named parts that a form stores.
+
+use crate::{CodecError, TileGrid, layout::TILE, safetensors::Dtype};
+
+/// One extent of a section's shape.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Extent {
+    /// Rows of the matrix.
+    Rows,
+    /// Columns of the matrix.
+    Cols,
+    /// Its tiles.
+    Tiles,
+    /// Always the same.
+    Fixed(usize),
+    /// As many as the weights need.
+    Open,
+}
+
+/// A named part of a stored tensor: its type, its shape and what follows from them.
+///
+/// Each form's file has the constants of its sections; those of several forms are in `form/tiles.rs`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Section {
+    name: &'static str,
+    dtype: Dtype,
+    shape: &'static [Extent],
+    multiple: usize,
+}
+
+impl Section {
+    /// A section of this type and shape. At most one extent is [`Extent::Open`].
+    pub const fn new(name: &'static str, dtype: Dtype, shape: &'static [Extent]) -> Self {
+        Self { name, dtype, shape, multiple: 1 }
+    }
+
+    /// With zeros up to a multiple of `bytes`.
+    pub const fn padded_to(self, bytes: usize) -> Self {
+        Self { multiple: bytes, ..self }
+    }
+
+    /// The field's name in the specification; empty for the one of a raw tensor, which goes by the tensor's name.
+    pub const fn name(self) -> &'static str {
+        self.name
+    }
+
+    /// Its safetensors type.
+    pub const fn dtype(self) -> Dtype {
+        self.dtype
+    }
+
+    /// Bytes of one stored element.
+    pub const fn element_bytes(self) -> usize {
+        self.dtype.bits() as usize / 8
+    }
+
+    /// Shape of the stored section with `bytes` bytes in a tensor of this grid.
+    pub fn shape(self, grid: TileGrid, bytes: usize) -> Vec<usize> {
+        let unit = self.unit(grid);
+        self.shape.iter().map(|extent| self.extent(*extent, grid).unwrap_or(bytes / unit)).collect()
+    }
+
+    /// Bytes that the grid alone determines; `None` for the sections whose size depends on the weights.
+    pub fn fixed_bytes(self, grid: TileGrid) -> Option<usize> {
+        (!self.shape.contains(&Extent::Open)).then(|| self.unit(grid))
+    }
+
+    /// Whether a section of `bytes` bytes can belong to a tensor of this grid.
+    ///
+    /// # Errors
+    /// It cannot; the error says how many it would have to have.
+    pub fn check_bytes(self, grid: TileGrid, bytes: u64) -> Result<(), CodecError> {
+        let expected = match self.fixed_bytes(grid) {
+            Some(fixed) => fixed as u64,
+            None => {
+                let unit = self.unit(grid).next_multiple_of(self.multiple) as u64;
+                bytes.div_ceil(unit).saturating_mul(unit)
+            }
+        };
+        if bytes == expected {
+            Ok(())
+        } else {
+            Err(CodecError::SectionBytes { section: self.name, expected, got: bytes })
+        }
+    }
+
+    pub(crate) fn check<B: AsRef<[u8]>>(self, grid: TileGrid, bytes: &B) -> Result<(), CodecError> {
+        self.check_bytes(grid, bytes.as_ref().len() as u64)
+    }
+
+    /// Bytes of all known extents.
+    fn unit(self, grid: TileGrid) -> usize {
+        // A grid's padded elements, four bytes each, fit the address space; no section has more.
+        self.shape.iter().filter_map(|extent| self.extent(*extent, grid)).product::<usize>() * self.element_bytes()
+    }
+
+    fn extent(self, extent: Extent, grid: TileGrid) -> Option<usize> {
+        match extent {
+            Extent::Rows => Some(grid.rows()),
+            Extent::Cols => Some(grid.cols()),
+            Extent::Tiles => Some(grid.tiles()),
+            Extent::Fixed(extent) => Some(extent),
+            Extent::Open => None,
+        }
+    }
+}
+
+/// Stored sections of one tensor, borrowed, in the order of its form.
+#[derive(Debug, Clone)]
+pub struct Sections<'a>(Vec<(Section, &'a [u8])>);
+
+impl<'a> Sections<'a> {
+    /// # Errors
+    /// A section has a size that the grid does not allow, or there are too few or too many.
+    pub fn new(form: &'static [Section], grid: TileGrid, bytes: Vec<&'a [u8]>) -> Result<Self, CodecError> {
+        if form.len() != bytes.len() {
+            return Err(CodecError::Sections { expected: form.len(), got: bytes.len() });
+        }
+        form.iter().zip(&bytes).try_for_each(|(section, bytes)| section.check(grid, bytes))?;
+        Ok(Self(form.iter().copied().zip(bytes).collect()))
+    }
+
+    /// The bytes of a section; empty if the form does not have it.
+    pub fn get(&self, section: Section) -> &'a [u8] {
+        self.0.iter().find(|(own, _)| *own == section).map_or(&[], |(_, bytes)| bytes)
+    }
+}
+
+const _: () = assert!(TILE == 64, "shapes of sections in docs/format.md");

@@ -1,0 +1,118 @@
+//! A tensor in whatever form it is stored.
+
+use std::fmt;
+
+use super::{DynForm, FormId, Section, Sections, raw};
+use crate::{CodecError, TileGrid};
+
+/// A stored tensor: its form, the matrix that it is, and the bytes of its sections, owned (`Vec<u8>`) or borrowed (`&[u8]`).
+///
+/// Constructing one validates it, so that every offset inside may be trusted.
+#[derive(Clone)]
+pub struct StoredTensor<B> {
+    form: &'static dyn DynForm,
+    /// `None` for a tensor that is no matrix, which is always raw.
+    grid: Option<TileGrid>,
+    sections: Vec<B>,
+}
+
+impl<B: AsRef<[u8]>> StoredTensor<B> {
+    /// Reads the sections of a matrix, in the form's order.
+    ///
+    /// # Errors
+    /// As [`Form::check`](super::Form::check).
+    pub fn new(form: FormId, grid: TileGrid, sections: Vec<B>) -> Result<Self, CodecError> {
+        let tensor = Self::trusted(form, grid, sections);
+        tensor.form.check(grid, &tensor.checked(grid)?)?;
+        Ok(tensor)
+    }
+
+    /// What an encoder made, or a typed view holds.
+    pub(crate) fn trusted(form: FormId, grid: TileGrid, sections: Vec<B>) -> Self {
+        Self { form: form.form(), grid: Some(grid), sections }
+    }
+
+    /// The original bytes of a tensor of any type and shape.
+    pub fn raw(bytes: B) -> Self {
+        Self { form: &raw::Raw, grid: None, sections: vec![bytes] }
+    }
+
+    /// Its form.
+    pub fn form(&self) -> FormId {
+        self.form.id()
+    }
+
+    /// The matrix that it is; `None` for raw tensors whose shape nobody asked for.
+    pub fn grid(&self) -> Option<TileGrid> {
+        self.grid
+    }
+
+    /// Its sections, in stored order.
+    pub fn sections(&self) -> impl Iterator<Item = (Section, &[u8])> {
+        self.form.sections().iter().copied().zip(self.sections.iter().map(AsRef::as_ref))
+    }
+
+    /// The bytes of one section; `None` if the form does not have it.
+    pub fn section(&self, section: Section) -> Option<&[u8]> {
+        self.sections().find(|(own, _)| *own == section).map(|(_, bytes)| bytes)
+    }
+
+    /// Bytes of all sections.
+    pub fn stored_bytes(&self) -> u64 {
+        self.sections.iter().map(|bytes| bytes.as_ref().len() as u64).sum()
+    }
+
+    /// Decodes to the original bytes, on the current rayon pool.
+    ///
+    /// # Errors
+    /// `out` has another size than the original, or the codes are not those of any matrix.
+    pub fn decode(&self, out: &mut [u8]) -> Result<(), CodecError> {
+        match self.grid {
+            Some(grid) => self.form.decode(grid, &self.checked(grid)?, out),
+            None => raw::copy(self.sections[0].as_ref(), out),
+        }
+    }
+
+    /// The same tensor, its bytes borrowed.
+    pub fn borrowed(&self) -> StoredTensor<&[u8]> {
+        let sections = self.sections.iter().map(AsRef::as_ref).collect();
+        StoredTensor { form: self.form, grid: self.grid, sections }
+    }
+
+    /// Takes a matrix of this form apart: its grid, and its sections by name. `None` if it has another form.
+    pub(crate) fn take(self, form: FormId) -> Option<(TileGrid, impl FnMut(Section) -> B)> {
+        let grid = self.grid.filter(|_| self.form.id() == form)?;
+        let mut sections: Vec<Option<B>> = self.sections.into_iter().map(Some).collect();
+        let own = self.form.sections();
+        let take = move |section| {
+            let at = own.iter().position(|own| *own == section);
+            at.and_then(|at| sections[at].take()).expect("a view takes each of its form's sections once")
+        };
+        Some((grid, take))
+    }
+
+    fn checked(&self, grid: TileGrid) -> Result<Sections<'_>, CodecError> {
+        Sections::new(self.form.sections(), grid, self.sections.iter().map(AsRef::as_ref).collect())
+    }
+}
+
+impl<B: AsRef<[u8]>> PartialEq for StoredTensor<B> {
+    fn eq(&self, other: &Self) -> bool {
+        let head = |t: &Self| (t.form.id(), t.grid);
+        head(self) == head(other) && self.sections().eq(other.sections())
+    }
+}
+
+impl<B: AsRef<[u8]>> Eq for StoredTensor<B> {}
+
+/// Sizes, not megabytes.
+impl<B: AsRef<[u8]>> fmt::Debug for StoredTensor<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut debug = f.debug_struct("StoredTensor");
+        debug.field("form", &self.form()).field("grid", &self.grid);
+        for (section, bytes) in self.sections() {
+            debug.field(if section.name().is_empty() { "bytes" } else { section.name() }, &bytes.len());
+        }
+        debug.finish()
+    }
+}

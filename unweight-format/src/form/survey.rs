@@ -1,0 +1,38 @@
+//! One read of a tensor before it is encoded.
+
+use rayon::prelude::*;
+
+use crate::{Digest, Histogram, digest::LEAF_BYTES, histogram::Counter};
+
+/// What one read of a tensor tells.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Survey {
+    /// Exponent counts (meaningless if the bytes are not BF16).
+    pub histogram: Histogram,
+    /// Digest of the bytes.
+    pub digest: Digest,
+}
+
+impl Survey {
+    /// Histogram and digest of BF16 bytes in one read.
+    pub fn of(bytes: &[u8]) -> Self {
+        const SPAN: usize = 16;
+        let mut leaves = vec![Digest::leaf(&[]); bytes.len().div_ceil(LEAF_BYTES)];
+        let counter = leaves
+            .par_chunks_mut(SPAN)
+            .zip(bytes.par_chunks(SPAN * LEAF_BYTES))
+            .fold(Counter::default, |mut counter, (digests, span)| {
+                for (digest, leaf) in digests.iter_mut().zip(span.chunks(LEAF_BYTES)) {
+                    counter.add(leaf);
+                    *digest = Digest::leaf(leaf);
+                }
+                counter
+            })
+            .map(Counter::finish)
+            .reduce(Histogram::default, |mut a, b| {
+                a.merge(&b);
+                a
+            });
+        Survey { histogram: counter, digest: Digest::of_leaves(&leaves) }
+    }
+}

@@ -1,0 +1,449 @@
+//! Which tensor is stored in which form, and what that will cost.
+//!
+//! [`Planner::decide`] decides by name, type and shape alone; the encoder may still turn a coded tensor back to raw, if it would not
+//! shrink. [`predict`] says how large a coded tensor becomes, from a sample.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    FormId, TileGrid,
+    bundle::{
+        BundleError, CompressOptions, Profile, Scope,
+        manifest::{Layer, LayerMode},
+    },
+    form::{Sample, Unfit},
+    glob::matches,
+    roles::{self, Role},
+    safetensors::Dtype,
+};
+
+/// Why a tensor is stored raw.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Reason {
+    /// Not BF16.
+    Dtype(Dtype),
+    /// Rank 0 or 1.
+    Rank(usize),
+    /// No elements.
+    Empty,
+    /// Dimensions beyond the format's.
+    TooLarge,
+    /// The scope does not cover its role.
+    Scope(Scope, Role),
+    /// An exclude pattern names it.
+    Excluded,
+    /// No include pattern names it.
+    NotIncluded,
+    /// The plan file says so.
+    PlanFile,
+    /// The inference profile keeps the first layer ready.
+    Bootstrap,
+    /// The inference profile keeps down projections raw.
+    Down,
+    /// The inference profile keeps what is in no layer raw.
+    NoLayer,
+    /// In this form it would not be smaller.
+    NotSmaller(FormId),
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Dtype(dtype) => write!(f, "{dtype}, not BF16"),
+            Self::Rank(rank) => write!(f, "rank {rank}"),
+            Self::Empty => f.write_str("no elements"),
+            Self::TooLarge => f.write_str("a dimension above 2^32 - 1"),
+            Self::Scope(scope, role) => write!(f, "role {role} is outside scope {scope}"),
+            Self::Excluded => f.write_str("excluded"),
+            Self::NotIncluded => f.write_str("not included"),
+            Self::PlanFile => f.write_str("plan file"),
+            Self::Bootstrap => f.write_str("bootstrap layer"),
+            Self::Down => f.write_str("down projection"),
+            Self::NoLayer => f.write_str("in no layer"),
+            Self::NotSmaller(_) => f.write_str("not smaller when coded"),
+        }
+    }
+}
+
+/// What is decided for a tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Decision {
+    /// By its name.
+    pub role: Role,
+    /// By its name.
+    pub layer: Option<u32>,
+    /// The form, and the matrix it is coded as.
+    pub choice: Choice,
+}
+
+/// A form with what it needs, and why it is not the form that was asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    form: FormId,
+    grid: Option<TileGrid>,
+    /// The forms that did not fit, in the order in which they were tried.
+    misfits: Vec<(FormId, Unfit)>,
+    raw: Option<Reason>,
+}
+
+impl Choice {
+    /// Raw, and why.
+    pub fn raw(reason: Reason) -> Self {
+        Self { form: FormId::RAW, grid: None, misfits: Vec::new(), raw: Some(reason) }
+    }
+
+    /// A form for a matrix, or what takes its place if it does not fit the shape.
+    pub fn of(form: FormId, grid: TileGrid) -> Self {
+        let choice = Self { form, grid: Some(grid), misfits: Vec::new(), raw: None };
+        match form.form().fits(grid) {
+            Ok(()) => choice,
+            Err(why) => choice.unfit(why),
+        }
+    }
+
+    /// What takes the place of a form that does not fit.
+    pub fn unfit(mut self, why: Unfit) -> Self {
+        self.misfits.push((self.form, why));
+        self.form = self.form.form().fallback();
+        match self.grid {
+            // A form that nothing takes the place of ends here: raw fits everything.
+            Some(grid) if self.form != FormId::RAW => match self.form.form().fits(grid) {
+                Ok(()) => self,
+                Err(why) => self.unfit(why),
+            },
+            _ => Self { grid: None, ..self },
+        }
+    }
+
+    /// Raw, because this form would not be smaller.
+    pub fn not_smaller(self) -> Self {
+        Self { form: FormId::RAW, grid: None, raw: Some(Reason::NotSmaller(self.form)), ..self }
+    }
+
+    /// The form.
+    pub fn form(&self) -> FormId {
+        self.form
+    }
+
+    /// The matrix it is coded as; `None` if it is raw.
+    pub fn grid(&self) -> Option<TileGrid> {
+        self.grid
+    }
+
+    /// Why it is raw, or in another form than was asked for.
+    pub fn reason(&self) -> Option<String> {
+        let mut parts: Vec<String> = self.misfits.iter().map(|(form, why)| format!("not {form}: {why}")).collect();
+        match self.raw {
+            Some(Reason::NotSmaller(form)) if !parts.is_empty() => parts.push(format!("not smaller as {form}")),
+            Some(reason) => parts.push(reason.to_string()),
+            None => {}
+        }
+        (!parts.is_empty()).then(|| parts.join("; "))
+    }
+}
+
+/// Overrides from a file: `{"rules": [{"match": "model.layers.0.*", "encoding": "raw"}, ...]}`.
+///
+/// A later rule overrides an earlier one; a rule overrides profile, scope, include and exclude. Type and shape are stronger
+/// than any rule: only BF16 tensors of rank 2 and up are ever coded.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PlanFile {
+    /// The rules.
+    pub rules: Vec<Rule>,
+}
+
+/// One override.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rule {
+    /// Pattern (`*`, `?`) over tensor names.
+    #[serde(rename = "match")]
+    pub pattern: String,
+    /// The form to store matching tensors in.
+    #[serde(rename = "encoding")]
+    pub form: FormId,
+}
+
+impl PlanFile {
+    /// Reads a plan file.
+    ///
+    /// # Errors
+    /// It cannot be read, or is not such JSON.
+    pub fn read(path: &Path) -> Result<Self, BundleError> {
+        let text = std::fs::read(path).map_err(BundleError::io("read the plan file", path))?;
+        serde_json::from_slice(&text).map_err(|error| BundleError::PlanFile {
+            path: path.into(),
+            reason: format!(
+                "{error}; a plan file is {{\"rules\": [{{\"match\": \"model.layers.0.*\", \"encoding\": \"raw\"}}]}}"
+            ),
+        })
+    }
+}
+
+/// Everything that decides about a tensor.
+#[derive(Debug, Clone)]
+pub struct Planner {
+    profile: Profile,
+    scope: Scope,
+    include: Vec<String>,
+    exclude: Vec<String>,
+    rules: Vec<Rule>,
+    plan_file: Option<PathBuf>,
+}
+
+impl Planner {
+    /// Reads the plan file that the options name, if any.
+    ///
+    /// # Errors
+    /// As [`PlanFile::read`].
+    pub fn new(options: &CompressOptions) -> Result<Self, BundleError> {
+        let rules = options.plan_file.as_deref().map(PlanFile::read).transpose()?.unwrap_or_default().rules;
+        Ok(Self {
+            profile: options.profile,
+            scope: options.scope,
+            include: options.include.clone(),
+            exclude: options.exclude.clone(),
+            rules,
+            plan_file: options.plan_file.clone(),
+        })
+    }
+
+    /// Decides about one tensor.
+    pub fn decide(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Decision {
+        let (role, layer) = roles::of(name);
+        let wanted = eligible(dtype, shape).and_then(|grid| Ok((self.wanted(name, role, layer)?, grid)));
+        let choice = match wanted {
+            Err(reason) => Choice::raw(reason),
+            Ok((FormId::RAW, _)) => Choice::raw(Reason::PlanFile),
+            Ok((form, grid)) => Choice::of(form, grid),
+        };
+        Decision { role, layer, choice }
+    }
+
+    fn wanted(&self, name: &str, role: Role, layer: Option<u32>) -> Result<FormId, Reason> {
+        if let Some(rule) = self.rules.iter().rev().find(|rule| matches(&rule.pattern, name)) {
+            return Ok(rule.form);
+        }
+        let any = |patterns: &[String]| patterns.iter().any(|pattern| matches(pattern, name));
+        if any(&self.exclude) {
+            return Err(Reason::Excluded);
+        }
+        if !self.include.is_empty() && !any(&self.include) {
+            return Err(Reason::NotIncluded);
+        }
+        let in_scope = match self.scope {
+            Scope::Mlp => role.is_mlp(),
+            Scope::Linear => role.is_mlp() || role.is_attention(),
+            Scope::All => true,
+        };
+        if !in_scope {
+            return Err(Reason::Scope(self.scope, role));
+        }
+        match (self.profile, layer) {
+            (Profile::Distribution, _) => Ok(FormId::HUFFMAN),
+            (Profile::Palette, _) => Ok(FormId::PALETTE),
+            (Profile::Resident, _) => Ok(FormId::PACKED),
+            (Profile::Inference, None) => Err(Reason::NoLayer),
+            (Profile::Inference, Some(_)) if role == Role::Down => Err(Reason::Down),
+            (Profile::Inference, Some(layer)) => match mode(layer) {
+                LayerMode::Bootstrap => Err(Reason::Bootstrap),
+                LayerMode::Hard => Ok(FormId::HUFFMAN),
+                LayerMode::Easy => Ok(FormId::PALETTE),
+            },
+        }
+    }
+
+    /// Refuses a plan file with a rule that no tensor matches: a misspelt name would silently do nothing.
+    ///
+    /// # Errors
+    /// There is such a rule.
+    pub fn check_rules<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> Result<(), BundleError> {
+        match self.rules.iter().find(|rule| !names.clone().any(|name| matches(&rule.pattern, name))) {
+            None => Ok(()),
+            Some(rule) => Err(BundleError::PlanFile {
+                path: self.plan_file.clone().unwrap_or_default(),
+                reason: format!("no tensor matches '{}'", rule.pattern),
+            }),
+        }
+    }
+}
+
+fn eligible(dtype: Dtype, shape: &[usize]) -> Result<TileGrid, Reason> {
+    if dtype != Dtype::Bf16 {
+        return Err(Reason::Dtype(dtype));
+    }
+    if shape.contains(&0) {
+        return Err(Reason::Empty);
+    }
+    if shape.len() < 2 {
+        return Err(Reason::Rank(shape.len()));
+    }
+    TileGrid::fold(shape).ok_or(Reason::TooLarge)
+}
+
+/// How the inference profile has a layer run, by its number (report section 6): the first is the bootstrap, then easy and hard ones take turns.
+fn mode(layer: u32) -> LayerMode {
+    match layer {
+        0 => LayerMode::Bootstrap,
+        n if n % 2 == 0 => LayerMode::Hard,
+        _ => LayerMode::Easy,
+    }
+}
+
+/// The layer plan of a model (`docs/format.md` B.6), from layer, role and form of every tensor that is stored. Only the tensors of projections count.
+///
+/// A layer with a tensor that has to be decoded before it is multiplied with is hard. The first layer is the bootstrap if all its tensors are
+/// raw and a later one is hard. Every other layer is easy.
+pub fn layers(tensors: impl Iterator<Item = (Role, Option<u32>, FormId)>) -> Vec<Layer> {
+    // Has a hard form; has a coded form.
+    let mut forms: BTreeMap<u32, (bool, bool)> = BTreeMap::new();
+    for (_, layer, form) in tensors.filter(|(role, ..)| role.is_mlp() || role.is_attention()) {
+        let Some(layer) = layer else { continue };
+        let (hard, coded) = forms.entry(layer).or_default();
+        *hard |= form.form().is_hard();
+        *coded |= form != FormId::RAW;
+    }
+    let first = forms.keys().next().copied();
+    let mut next_hard = None;
+    let mut layers: Vec<Layer> = forms
+        .into_iter()
+        .rev()
+        .map(|(index, (hard, coded))| {
+            let mode = match next_hard {
+                _ if hard => LayerMode::Hard,
+                Some(_) if !coded && Some(index) == first => LayerMode::Bootstrap,
+                _ => LayerMode::Easy,
+            };
+            let layer = Layer { index, mode, next_hard };
+            if hard {
+                next_hard = Some(index);
+            }
+            layer
+        })
+        .collect();
+    layers.reverse();
+    layers
+}
+
+/// What a choice becomes if all of the tensor is like the sample, and the bytes of its sections; `None` if it is raw.
+pub fn predict(mut choice: Choice, sample: &Sample) -> (Choice, Option<u64>) {
+    while let Some(grid) = choice.grid() {
+        match choice.form().form().predict(grid, sample) {
+            Ok(bytes) => return (choice, Some(bytes)),
+            Err(why) => choice = choice.unfit(why),
+        }
+    }
+    (choice, None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{CodeLimit, testing::Weights};
+
+    fn planner(profile: Profile, scope: Scope, rules: &[(&str, FormId)]) -> Planner {
+        let rules = rules.iter().map(|&(pattern, form)| Rule { pattern: pattern.into(), form }).collect();
+        Planner { profile, scope, include: vec![], exclude: vec![], rules, plan_file: None }
+    }
+
+    #[test]
+    fn type_and_shape_come_first() {
+        let all = planner(Profile::Distribution, Scope::All, &[("*", FormId::HUFFMAN)]);
+        let form = |dtype, shape: &[usize]| all.decide("x", dtype, shape).choice;
+        assert_eq!(form(Dtype::F16, &[64, 64]), Choice::raw(Reason::Dtype(Dtype::F16)));
+        assert_eq!(form(Dtype::Bf16, &[64]), Choice::raw(Reason::Rank(1)));
+        assert_eq!(form(Dtype::Bf16, &[]), Choice::raw(Reason::Rank(0)));
+        assert_eq!(form(Dtype::Bf16, &[0, 64]), Choice::raw(Reason::Empty));
+        assert_eq!(form(Dtype::Bf16, &[1 << 40, 1]), Choice::raw(Reason::TooLarge));
+        assert_eq!(form(Dtype::Bf16, &[8, 4, 64]), Choice::of(FormId::HUFFMAN, TileGrid::new(32, 64).unwrap()));
+    }
+
+    #[test]
+    fn rules_override_patterns_and_patterns_narrow() {
+        let mut planner =
+            planner(Profile::Palette, Scope::Mlp, &[("*.0.*", FormId::RAW), ("*.0.mlp.*", FormId::HUFFMAN)]);
+        planner.exclude = vec!["*up_proj*".into()];
+        planner.include = vec!["*_proj*".into()];
+        let form = |name: &str| planner.decide(name, Dtype::Bf16, &[64, 64]).choice;
+        let grid = TileGrid::new(64, 64).unwrap();
+        assert_eq!(form("layers.0.mlp.up_proj"), Choice::of(FormId::HUFFMAN, grid), "the later rule wins");
+        assert_eq!(form("layers.0.x"), Choice::raw(Reason::PlanFile));
+        assert_eq!(form("layers.1.mlp.up_proj"), Choice::raw(Reason::Excluded));
+        assert_eq!(form("layers.1.mlp.gate_proj"), Choice::of(FormId::PALETTE, grid));
+        assert_eq!(form("layers.1.self_attn.q_proj"), Choice::raw(Reason::Scope(Scope::Mlp, Role::Q)));
+        assert_eq!(form("lm_head"), Choice::raw(Reason::NotIncluded));
+        assert!(planner.check_rules(["layers.0.mlp.x"].into_iter()).is_ok());
+        let error = planner.check_rules(["layers.0.x"].into_iter()).unwrap_err().to_string();
+        assert!(error.contains("no tensor matches '*.0.mlp.*'"), "{error}");
+    }
+
+    /// Names and shapes of Llama 3.1 8B.
+    fn llama_8b() -> Vec<(String, Vec<usize>)> {
+        let mut tensors = vec![
+            ("model.embed_tokens.weight".into(), vec![128_256, 4096]),
+            ("lm_head.weight".into(), vec![128_256, 4096]),
+            ("model.norm.weight".into(), vec![4096]),
+        ];
+        for layer in 0..32 {
+            for (name, shape) in [
+                ("self_attn.q_proj", vec![4096, 4096]),
+                ("self_attn.k_proj", vec![1024, 4096]),
+                ("self_attn.v_proj", vec![1024, 4096]),
+                ("self_attn.o_proj", vec![4096, 4096]),
+                ("mlp.gate_proj", vec![14336, 4096]),
+                ("mlp.up_proj", vec![14336, 4096]),
+                ("mlp.down_proj", vec![4096, 14336]),
+                ("input_layernorm", vec![4096]),
+                ("post_attention_layernorm", vec![4096]),
+            ] {
+                tensors.push((format!("model.layers.{layer}.{name}.weight"), shape));
+            }
+        }
+        tensors
+    }
+
+    /// Report, Table 8: the inference bundle has 87.3 % of the size, the distribution bundle of the MLP 78.4 %.
+    #[test]
+    fn table_8_of_the_report() {
+        let weights = Weights::TRAINED.bytes(1 << 18, 1);
+        let sample = Sample::of(&[&weights], CodeLimit::DEFAULT);
+        let tensors = llama_8b();
+        let ratio = |profile, scope| {
+            let planner = planner(profile, scope, &[]);
+            let (mut original, mut stored) = (0, 0);
+            let decisions: Vec<Decision> =
+                tensors.iter().map(|(name, shape)| planner.decide(name, Dtype::Bf16, shape)).collect();
+            for ((_, shape), decision) in tensors.iter().zip(&decisions) {
+                let bytes = Dtype::Bf16.tensor_bytes(shape).unwrap();
+                original += bytes;
+                stored += predict(decision.choice.clone(), &sample).1.unwrap_or(bytes);
+            }
+            assert!((original as f64 / (1u64 << 30) as f64 - 14.97).abs() < 0.02, "the report's GB are GiB");
+            (
+                stored as f64 / original as f64 * 100.0,
+                layers(decisions.iter().map(|d| (d.role, d.layer, d.choice.form()))),
+            )
+        };
+        let (inference, layers) = ratio(Profile::Inference, Scope::Mlp);
+        assert!((inference - 87.3).abs() < 0.2, "inference: {inference}");
+        // The report's own 68.1 - 68.6 % per projection give 77.8; ours stores 8 bits a row less (docs/adr/0001).
+        let (distribution, _) = ratio(Profile::Distribution, Scope::Mlp);
+        assert!((78.4 - 1.3..=78.4).contains(&distribution), "distribution: {distribution}");
+
+        let count = |mode| layers.iter().filter(|l| l.mode == mode).count();
+        assert_eq!((count(LayerMode::Bootstrap), count(LayerMode::Hard), count(LayerMode::Easy)), (1, 15, 16));
+        let next: Vec<Option<u32>> = layers.iter().map(|l| l.next_hard).collect();
+        assert_eq!(
+            (next[0], next[1], next[2], next[29], next[30], next[31]),
+            (Some(2), Some(2), Some(4), Some(30), None, None)
+        );
+    }
+}

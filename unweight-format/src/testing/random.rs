@@ -1,0 +1,181 @@
+//! Random numbers and random weights: the one generator of this repository. The same seed gives the same bytes, on every machine.
+
+/// splitmix64. Small and deterministic, so that a failure names its seed; good enough for weights, and for nothing secret.
+#[derive(Debug, Clone)]
+pub struct Random(u64);
+
+impl Random {
+    /// A generator that starts from `seed`.
+    pub const fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// A generator for a place that several numbers name, such as seed, tensor and row.
+    pub fn at(place: &[u64]) -> Self {
+        let mut random = Self(0x6a09_e667_f3bc_c908);
+        for &number in place {
+            random.0 ^= number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            random.0 = random.bits();
+        }
+        random
+    }
+
+    /// The next 64 bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    /// A number below `bound`, which is not 0. (The bias is below `bound / 2^64`.)
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.bits() % bound
+    }
+
+    /// In 0..1, 53 bits.
+    pub fn uniform(&mut self) -> f64 {
+        (self.bits() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// From the normal distribution N(0, 1), by Box and Muller.
+    pub fn normal(&mut self) -> f64 {
+        (-2.0 * self.uniform().max(1e-300).ln()).sqrt() * (std::f64::consts::TAU * self.uniform()).cos()
+    }
+
+    /// From Student's t distribution, by its definition.
+    pub fn student(&mut self, degrees: u32) -> f64 {
+        let chi_squared: f64 = (0..degrees).map(|_| self.normal().powi(2)).sum();
+        self.normal() / (chi_squared / f64::from(degrees)).sqrt()
+    }
+
+    /// `count` bytes that do not compress.
+    pub fn bytes(&mut self, count: usize) -> Vec<u8> {
+        (0..count).map(|_| self.bits() as u8).collect()
+    }
+}
+
+/// A kind of BF16 weights.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum Weights {
+    /// N(0, sigma^2): 0.02 is a trained projection.
+    Gaussian {
+        /// Standard deviation.
+        sigma: f64,
+    },
+    /// Student's t with 2 degrees of freedom, times 0.02: exponents far from each other.
+    HeavyTails,
+    /// Zeros of both signs.
+    Zeros,
+    /// Subnormals of both signs; no zeros.
+    Subnormals,
+    /// Inf and NaN, of every sign and payload.
+    NonFinite,
+    /// Each of the 65,536 bit patterns in turn, from one that the seed chooses.
+    AllPatterns,
+    /// Any bits.
+    Noise,
+}
+
+impl Weights {
+    /// A trained projection.
+    pub const TRAINED: Self = Self::Gaussian { sigma: 0.02 };
+
+    /// Every kind.
+    pub const ALL: [Self; 7] = [
+        Self::TRAINED,
+        Self::HeavyTails,
+        Self::Zeros,
+        Self::Subnormals,
+        Self::NonFinite,
+        Self::AllPatterns,
+        Self::Noise,
+    ];
+
+    /// `elements` weights, two bytes each, little-endian.
+    pub fn bytes(self, elements: usize, seed: u64) -> Vec<u8> {
+        self.iter(seed).take(elements).flat_map(u16::to_le_bytes).collect()
+    }
+
+    /// Weights without an end.
+    pub fn iter(self, seed: u64) -> impl Iterator<Item = u16> {
+        let mut random = Random::new(seed);
+        let mut pattern = random.bits() as u16;
+        let mut random = Random::new(seed);
+        std::iter::repeat_with(move || match self {
+            Self::Gaussian { sigma } => bf16((random.normal() * sigma) as f32),
+            Self::HeavyTails => bf16((random.student(2) * 0.02) as f32),
+            Self::Zeros => random.bits() as u16 & 0x8000,
+            Self::Subnormals => random.bits() as u16 & 0x8000 | 1 + random.below(127) as u16,
+            Self::NonFinite => random.bits() as u16 | 0x7f80,
+            Self::AllPatterns => {
+                pattern = pattern.wrapping_add(1);
+                pattern
+            }
+            Self::Noise => random.bits() as u16,
+        })
+    }
+}
+
+/// Replaces about one element in `one_in`, at random, by weights of another kind.
+pub fn sprinkle(weights: &mut [u8], one_in: u64, with: Weights, seed: u64) {
+    let (mut random, mut others) = (Random::new(seed), with.iter(seed ^ 1));
+    for element in weights.chunks_exact_mut(2) {
+        if random.below(one_in) == 0 {
+            element.copy_from_slice(&others.next().unwrap_or(0).to_le_bytes());
+        }
+    }
+}
+
+/// Rounds to the nearest BF16, ties to even; Inf stays Inf, and NaN some NaN.
+pub fn bf16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    if value.is_nan() {
+        return (bits >> 16) as u16 | 1;
+    }
+    (bits + (0x7fff + (bits >> 16 & 1)) >> 16) as u16
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn seeds_decide() {
+        // splitmix64 from 0, as published with the generator.
+        let mut random = Random::new(0);
+        assert_eq!([random.bits(), random.bits()], [0xe220_a839_7b1d_cdaf, 0x6e78_9e6a_a1b9_65f4]);
+        for kind in Weights::ALL {
+            assert_eq!(kind.bytes(100, 3), kind.bytes(100, 3));
+            assert_ne!(kind.bytes(100, 3), kind.bytes(100, 4), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn kinds_are_what_they_say() {
+        let of = |kind: Weights| kind.iter(5).take(1 << 16);
+        assert!(of(Weights::Zeros).all(|w| w & 0x7fff == 0));
+        assert!(of(Weights::Subnormals).all(|w| w & 0x7f80 == 0 && w & 0x7f != 0));
+        assert!(of(Weights::NonFinite).all(|w| w & 0x7f80 == 0x7f80));
+        assert_eq!(of(Weights::AllPatterns).collect::<HashSet<u16>>().len(), 1 << 16);
+        let values: Vec<f64> = of(Weights::TRAINED).map(|w| half::bf16::from_bits(w).to_f64()).collect();
+        let deviation = (values.iter().map(|v| v * v).sum::<f64>() / values.len() as f64).sqrt();
+        assert!((deviation - 0.02).abs() < 0.001, "{deviation}");
+        let largest = |kind| of(kind).map(|w| half::bf16::from_bits(w).to_f64().abs()).fold(0.0, f64::max);
+        assert!(largest(Weights::HeavyTails) > 10.0 * largest(Weights::TRAINED));
+    }
+
+    #[test]
+    fn rounding_is_that_of_half() {
+        for bits in
+            (0..=u16::MAX).flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001].map(|low| u32::from(high) << 16 | low))
+        {
+            let value = f32::from_bits(bits);
+            let (got, expected) = (bf16(value), half::bf16::from_f32(value));
+            assert!(got == expected.to_bits() || expected.is_nan() && half::bf16::from_bits(got).is_nan(), "{bits:#x}");
+        }
+    }
+}
