@@ -113,6 +113,18 @@ fn the_inference_profile_is_hhr_ppr() {
     let layers: Vec<_> = bundle.manifest().layers.iter().map(|l| (l.index, l.mode, l.next_hard)).collect();
     use unweight_format::bundle::manifest::LayerMode::{Bootstrap, Easy, Hard};
     assert_eq!(layers, [(0, Bootstrap, Some(2)), (1, Easy, Some(2)), (2, Hard, None), (3, Easy, None)]);
+    // The plan follows the forms that are there, whatever the profile.
+    let modes = |options: CompressOptions| {
+        let made = scratch.path("other");
+        compress(&source, &made, &CompressOptions { force: true, ..options }, &Silent).unwrap();
+        Bundle::open(&made).unwrap().manifest().layers.iter().map(|l| l.mode).collect::<Vec<_>>()
+    };
+    assert_eq!(modes(CompressOptions::new(Profile::Distribution)), [Hard; 4]);
+    assert_eq!(modes(CompressOptions::new(Profile::Palette)), [Easy; 4]);
+    assert_eq!(modes(CompressOptions::new(Profile::Resident)), [Easy; 4]);
+    let exclude = vec!["*.0.*".into(), "*.2.*".into()];
+    let excluded = CompressOptions { exclude, ..CompressOptions::new(Profile::Distribution) };
+    assert_eq!(modes(excluded), [Bootstrap, Hard, Easy, Hard], "raw layers have nothing to decode");
     let source = fs::read(source.join("model.safetensors")).unwrap();
     let decoded = bundle.decode("model.layers.2.mlp.up_proj.weight").unwrap();
     assert!(source.windows(decoded.len()).any(|window| window == decoded));

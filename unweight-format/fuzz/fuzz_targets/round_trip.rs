@@ -2,7 +2,7 @@
 //! Any weights of any small shape come back, and both encoders agree.
 
 use libfuzzer_sys::fuzz_target;
-use unweight_format::{CodeLimit, Histogram, Matrix, decode, encode, oracle, packed};
+use unweight_format::{CodeLimit, Histogram, Matrix, huffman, oracle, packed, palette};
 
 fuzz_target!(|data: &[u8]| {
     let [cols, limit, weights @ ..] = data else { return };

@@ -222,11 +222,11 @@ pub struct Layer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LayerMode {
-    /// The first: nothing runs before it that could hide work, so its weights are ready.
+    /// The first, and raw: nothing runs before it that could hide work.
     Bootstrap,
-    /// Its weights are used as palette indices, without preprocessing.
+    /// Its weights are used as they are stored.
     Easy,
-    /// Its weights are decoded while easy layers run.
+    /// Its weights have to be decoded, best while easy layers run.
     Hard,
 }
 

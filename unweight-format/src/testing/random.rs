@@ -107,7 +107,7 @@ impl Weights {
             Self::Gaussian { sigma } => bf16((random.normal() * sigma) as f32),
             Self::HeavyTails => bf16((random.student(2) * 0.02) as f32),
             Self::Zeros => random.bits() as u16 & 0x8000,
-            Self::Subnormals => random.bits() as u16 & 0x8000 | 1 + random.below(127) as u16,
+            Self::Subnormals => random.bits() as u16 & 0x8000 | (1 + random.below(127) as u16),
             Self::NonFinite => random.bits() as u16 | 0x7f80,
             Self::AllPatterns => {
                 pattern = pattern.wrapping_add(1);
@@ -134,7 +134,7 @@ pub fn bf16(value: f32) -> u16 {
     if value.is_nan() {
         return (bits >> 16) as u16 | 1;
     }
-    (bits + (0x7fff + (bits >> 16 & 1)) >> 16) as u16
+    ((bits + (0x7fff + (bits >> 16 & 1))) >> 16) as u16
 }
 
 #[cfg(test)]
