@@ -37,6 +37,6 @@ pub use unweight_format as format;
 #[cfg(feature = "cuda")]
 pub use unweight_codegen as codegen;
 #[cfg(feature = "cuda")]
-pub use unweight_macros::unweight_variant;
+pub use unweight_macros::facade_unweight_variant as unweight_variant;
 #[cfg(feature = "cuda")]
 pub use unweight_rt as rt;

@@ -27,3 +27,4 @@ pub use error::CodegenError;
 pub use render::render;
 pub use source::Source;
 pub use spec::{Variant, VariantSpec};
+pub use unweight_macros::unweight_variant;

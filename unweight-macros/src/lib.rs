@@ -1,8 +1,7 @@
 //! `#[unweight_variant(...)]`: a kernel variant declared as a type.
 //!
 //! ```
-//! use unweight_codegen::Variant;
-//! use unweight_macros::unweight_variant;
+//! use unweight_codegen::{Variant, unweight_variant};
 //!
 //! /// Two tiles of W per block, four stages; palette source with room for 8 verbatim rows, plain store.
 //! #[unweight_variant(n = 2, stages = 4)]
@@ -41,6 +40,7 @@ mod valid;
 
 use proc_macro::TokenStream;
 use proc_macro2::TokenStream as TokenStream2;
+use syn::{Path, parse_quote};
 
 /// Implements `Variant` for a unit struct.
 ///
@@ -70,17 +70,31 @@ use proc_macro2::TokenStream as TokenStream2;
 /// | `stage` | encode | `stats`, `table`, `decode_table`, `rows`, `scan`, `write`, `palette` | |
 /// | | packed | `pack`, `lists`, `unpack` | |
 /// | `arch` | all | `sm90a` | `sm90a` |
-/// | `crate` | all | path of the code generator | `::unweight_codegen` |
+/// | `crate` | all | path of the code generator | see below |
 ///
-/// Users of the facade write `crate = ::unweight::codegen`. A spec that cannot exist is a compile error that names the sum,
-/// the limit and what would fit.
+/// The default of `crate` is where the attribute comes from: `::unweight::codegen` for `unweight::unweight_variant`. Only a crate
+/// that renames its dependency says it: `crate = ::renamed::codegen`. A spec that cannot exist is a compile error that names the
+/// sum, the limit and what would fit.
 #[proc_macro_attribute]
 pub fn unweight_variant(attribute: TokenStream, item: TokenStream) -> TokenStream {
-    let item = TokenStream2::from(item);
-    let expanded = match attr::parse(attribute.into()) {
-        Ok(pairs) => match valid::check(&pairs, &item) {
+    variant(attribute.into(), item.into(), parse_quote!(::unweight_codegen))
+}
+
+/// [`macro@unweight_variant`] as the facade `unweight` exports it, for crates that depend on nothing else.
+///
+/// An attribute cannot learn through which crate it was reached, and reading the user's `Cargo.toml` would cost every user a TOML
+/// parser and fail in workspaces, tests and examples that inherit. So each way in has its own attribute.
+#[proc_macro_attribute]
+pub fn facade_unweight_variant(attribute: TokenStream, item: TokenStream) -> TokenStream {
+    variant(attribute.into(), item.into(), parse_quote!(::unweight::codegen))
+}
+
+/// The expansion, with the path of the code generator for an attribute that does not say it.
+fn variant(attribute: TokenStream2, item: TokenStream2, codegen: Path) -> TokenStream {
+    let expanded = match attr::parse(attribute) {
+        Ok(pairs) => match valid::check(&pairs, &item, &codegen) {
             Ok(variant) => expand::expand(&item, &variant),
-            Err(error) => fallback::expand(&item, valid::crate_path(&pairs).ok().as_ref(), &error),
+            Err(error) => fallback::expand(&item, valid::crate_path(&pairs, &codegen).ok().as_ref(), &error),
         },
         Err(error) => fallback::expand(&item, None, &error),
     };

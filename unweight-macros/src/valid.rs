@@ -5,9 +5,7 @@ use crate::{
     attr::{Pair, Value},
 };
 use proc_macro2::{Span, TokenStream};
-use syn::{
-    Data, DeriveInput, Error, Fields, Ident, LitBool, LitInt, Path, Result, parse_quote, parse2, spanned::Spanned,
-};
+use syn::{Data, DeriveInput, Error, Fields, Ident, LitBool, LitInt, Path, Result, parse2, spanned::Spanned};
 
 /// Keys of every operation.
 const COMMON: &[&str] = &["op", "arch", "crate"];
@@ -43,7 +41,7 @@ const DEFAULT_CODE_LIMIT: u32 = 7;
 const DEFAULT_WARPGROUPS: u32 = 2;
 
 /// The pairs as a variant, or what is wrong with the item, the keys and each of `op`, `arch`, `crate` and the family's values.
-pub(crate) fn check(pairs: &[Pair], item: &TokenStream) -> Result<Variant> {
+pub(crate) fn check(pairs: &[Pair], item: &TokenStream, codegen: &Path) -> Result<Variant> {
     let mut errors = Errors(None);
     let name = errors.keep(unit_struct(item));
     for (index, pair) in pairs.iter().enumerate() {
@@ -63,7 +61,7 @@ pub(crate) fn check(pairs: &[Pair], item: &TokenStream) -> Result<Variant> {
         }
     }
     let arch = errors.keep(args.word("arch", ARCHES, Some("sm90a")));
-    let codegen = errors.keep(crate_path(pairs));
+    let codegen = errors.keep(crate_path(pairs, codegen));
     let op = op.and_then(|(_, _, build)| errors.keep(build(&args)));
     match (errors.0, name, arch, codegen, op) {
         (None, Some(name), Some(arch), Some(codegen), Some(op)) => Ok(Variant { codegen, name, arch, op }),
@@ -253,12 +251,12 @@ impl Args<'_> {
     }
 }
 
-/// Where the code generator is, as the user's crate sees it.
-pub(crate) fn crate_path(pairs: &[Pair]) -> Result<Path> {
+/// Where the code generator is, as the user's crate sees it: `default` where the attribute does not say.
+pub(crate) fn crate_path(pairs: &[Pair], default: &Path) -> Result<Path> {
     const CRATE: &str = "`crate` takes a path, such as ::unweight::codegen";
     let args = Args { pairs };
     match args.find("crate").map(|pair| &pair.value) {
-        None => Ok(parse_quote!(::unweight_codegen)),
+        None => Ok(default.clone()),
         Some(Value::Path(path)) => Ok(path.clone()),
         Some(Value::Int(number)) => Err(Error::new(number.span(), CRATE)),
         Some(Value::Bool(value)) => Err(Error::new(value.span(), CRATE)),

@@ -27,11 +27,11 @@ use unweight::{
 };
 
 /// Huffman bits to palette indices, for codes of up to 7 bits (the default of `unweight compress`).
-#[unweight_variant(op = decode, output = palette, code_limit = 7, crate = ::unweight::codegen)]
+#[unweight_variant(op = decode, output = palette, code_limit = 7)]
 struct Transcode;
 
 /// 128 output features per block, a ring of four stages, room for 16 verbatim rows in each tile.
-#[unweight_variant(n = 2, stages = 4, verbatim = 16, crate = ::unweight::codegen)]
+#[unweight_variant(n = 2, stages = 4, verbatim = 16)]
 struct Project;
 
 /// The runtime's, the format's and the file system's errors alike.
