@@ -7,7 +7,8 @@
 //
 // What it finds: deadlocks (with who waits for what), reads of data that has not arrived, wrong byte and arrival counts, buffers overwritten
 // while an asynchronous reader still needs them, misaligned or out-of-bounds shared accesses, out-of-bounds global accesses through wrappers
-// (when allocations are registered), generic writes that wgmma or a bulk store reads without fence.proxy.async.
+// (when allocations are registered), generic writes that wgmma or a bulk store reads without fence.proxy.async, copies into shared memory that ordinary loads
+// have read and nobody has released.
 // What it cannot find: wgmma.fence left out, weak memory ordering, register budgets, speed.
 #pragma once
 
@@ -59,6 +60,12 @@ struct Fiber {
     u64 cluster_generation = 0;  // when this thread last arrived at the cluster barrier
     // Shared 16-byte granules written by ordinary stores since the thread's last proxy fence.
     std::vector<u32> unfenced;
+    // Granules of its own block that its ordinary loads have read and that nobody has released to the copy engine, in order; of them, how many it had read
+    // when it last met its warp, and its block (or a part of it).
+    std::deque<u32> reading;
+    u64 released = 0, met_warp = 0, met_block = 0;  // counted from the first load on
+    std::vector<u64> read_at;                       // per granule: the number of its last load, counted from 1
+    u64 loads() const { return released + reading.size(); }
 };
 
 struct Warp {
@@ -101,6 +108,7 @@ struct Block {
     u32 rank = 0;  // in its cluster
     u8* shared = nullptr;
     std::vector<u8> unfenced;  // per 16-byte granule
+    std::vector<u32> readers;  // per 16-byte granule: unreleased loads of threads, and of warps that have met
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     NamedBarrier named[16];
@@ -228,10 +236,54 @@ inline void check_fenced(Block& b, u32 offset, const char* reader) {
     if (b.unfenced[offset / 16]) fail("%s reads shared offset %u, written by an ordinary store without fence.proxy.async", reader, offset);
 }
 
+// Ordinary loads. What a thread has loaded may still be in flight until it is released: by a proxy fence of the thread's own, or by an arrival on an mbarrier,
+// its own or one of a thread that it has met since. A copy into bytes with such loads is a race that a GPU shows a few times in a hundred launches.
+inline void mark_read(u32 address, u32 bytes) {
+    Block& b = block_of(address);
+    Fiber& f = self();
+    if (&b != f.block || b.mbarriers.empty()) return;  // nothing is ever copied into a block without mbarriers
+    if (f.read_at.empty()) f.read_at.assign(b.readers.size(), 0);
+    u32 first = (address & ((1u << kRankShift) - 1)) - kSharedBase;
+    for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g) {
+        if (f.read_at[g] > f.released && f.read_at[g] > f.met_warp && f.read_at[g] > f.met_block) continue;
+        f.reading.push_back(g);
+        f.read_at[g] = f.loads();
+        ++b.readers[g];
+    }
+}
+// Releases a thread's loads up to number `last`.
+inline void release_reads(Fiber& f, u64 last) {
+    for (; f.released < last; ++f.released) {
+        --f.block->readers[f.reading.front()];
+        f.reading.pop_front();
+    }
+}
+inline void release_own_reads() { release_reads(self(), self().loads()); }
+// An arrival releases the thread's loads, and those that others had made when they met it.
+inline void release_reads_by_arrival() {
+    release_own_reads();
+    for (Fiber* other : machine().fibers) {
+        if (other->block != self().block || other->reading.empty()) continue;
+        u64 warp = other->warp == self().warp ? other->met_warp : 0;
+        release_reads(*other, warp > other->met_block ? warp : other->met_block);
+    }
+}
+inline void check_refill(u32 address, u32 bytes, const char* writer) {
+    Block& b = block_of(address);
+    u32 first = offset_of(address, bytes, 1);
+    for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g) {
+        if (b.readers[g])
+            fail("%s refills shared offset %u, which ordinary loads have read and nobody has released (fence.proxy.async by every reader, or an arrival on an mbarrier)",
+                 writer, g * 16);
+        if (b.unfenced[g]) fail("%s refills shared offset %u, written by an ordinary store without fence.proxy.async", writer, g * 16);
+    }
+}
+
 template <class T>
 T read_shared(u32 address) {
     T value;
     memcpy(&value, shared_at(address, sizeof(T), sizeof(T)), sizeof(T));
+    mark_read(address, sizeof(T));
     return value;
 }
 template <class T>
@@ -280,6 +332,7 @@ inline void named_barrier(u32 id, u32 threads, bool wait) {
         b.arrived = 0;
         ++b.generation;
     }
+    self().met_block = self().loads();
     if (wait) wait_until([&b, generation] { return b.generation != generation; }, "named barrier %u (%u threads)", id, threads);
 }
 
@@ -546,6 +599,7 @@ inline int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 se
                 b->shared = static_cast<u8*>(aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
                 memset(b->shared, 0xCB, shared_bytes);  // garbage, as on the device
                 b->unfenced.assign(shared_bytes / 16 + 2, 0);
+                b->readers.assign(shared_bytes / 16 + 2, 0);
                 b->warps.resize(threads / 32);
                 b->warpgroups.resize((threads + 127) / 128);
                 m.blocks.push_back(b);

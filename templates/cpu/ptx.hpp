@@ -33,6 +33,7 @@ void pick(void** lanes, Source source) {
 }  // namespace detail
 
 inline void sync_warp() {
+    cpu::self().met_warp = cpu::self().loads();
     cpu::warp_collective("sync_warp", nullptr, [](void**) {});
 }
 inline u32 shuffle(u32 value, u32 source_lane) {
@@ -218,8 +219,12 @@ inline void mbarrier_invalidate(u32 barrier) {
     cpu::mbarrier_at(barrier);
     cpu::block_of(barrier).mbarriers.erase(barrier & ((1u << cpu::kRankShift) - 1));
 }
-inline void mbarrier_arrive(u32 barrier) { cpu::mbarrier_arrive_at(barrier, 0); }
-inline void mbarrier_arrive_cluster(u32 barrier) { cpu::mbarrier_arrive_at(barrier, 0); }
+inline void mbarrier_arrive(u32 barrier) {
+    cpu::release_reads_by_arrival();
+    cpu::mbarrier_arrive_at(barrier, 0);
+}
+inline void mbarrier_arrive_cluster(u32 barrier) { mbarrier_arrive(barrier); }
+// What starts a copy announces it this way, on the barrier that the copy itself completes: that releases nothing.
 inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) { cpu::mbarrier_arrive_at(barrier, bytes); }
 inline void mbarrier_expect_tx(u32 barrier, u32 bytes) { cpu::mbarrier_at(barrier).bytes += static_cast<i32>(bytes); }
 inline bool mbarrier_try_wait_parity(u32 barrier, u32 parity) {
@@ -236,8 +241,11 @@ inline void mbarrier_wait_parity(u32 barrier, u32 parity) {
 inline void mbarrier_wait_parity_cluster(u32 barrier, u32 parity) { mbarrier_wait_parity(barrier, parity); }
 
 // ---- fence.cuh -----------------------------------------------------------------------------------------------------
-inline void fence_proxy_async_shared() { cpu::fence_own_writes(); }
-inline void fence_proxy_async() { cpu::fence_own_writes(); }
+inline void fence_proxy_async_shared() {
+    cpu::fence_own_writes();
+    cpu::release_own_reads();
+}
+inline void fence_proxy_async() { fence_proxy_async_shared(); }
 inline void fence_mbarrier_init() {}
 inline void fence_block() {}
 
@@ -297,6 +305,7 @@ inline void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrie
     if (bytes == 0 || bytes % 16 != 0) cpu::fail("bulk_load: %u bytes is not a positive multiple of 16", bytes);
     cpu::check_global(source, bytes, 16, "bulk_load");
     u8* to = cpu::shared_at(destination, bytes, 16);
+    cpu::check_refill(destination, bytes, "bulk_load");
     cpu::mbarrier_at(barrier);
     cpu::machine().pending.push_back({[to, source, bytes, barrier] {
                                           memcpy(to, source, bytes);
@@ -319,6 +328,7 @@ inline void bulk_store(void* destination, u32 source, u32 bytes) {
 inline void tensor_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 row, u32 barrier, u64 = 0) {
     detail::Map map = detail::map_of(opaque);
     detail::check_map_address(map, destination, "tensor_load_2d");
+    cpu::check_refill(destination, detail::map_box_bytes(map), "tensor_load_2d");
     cpu::mbarrier_at(barrier);
     cpu::machine().pending.push_back({[=] {
                                           detail::each_piece(map, column, row, destination, [](u8* s, u8* g, u32 bytes) {
@@ -427,6 +437,7 @@ template <bool kTransposed>
 U32x4 load_matrices(u32 address) {
     u32 v[4] = {};
     MatrixLane lane{address, v};
+    cpu::mark_read(address, 16);
     cpu::warp_collective("load_matrix", &lane, move_matrices<kTransposed, false>);
     return {v[0], v[1], v[2], v[3]};
 }

@@ -236,6 +236,34 @@ fn tensor_stores_clip_and_add() {
     assert!(linear.iter().enumerate().all(|(i, &v)| v == i as f32));
 }
 
+/// Every lane of the first warp has loaded bytes that a copy brought.
+const LOADED: &str = "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_init(shared + 8, 1); \
+     mbarrier_arrive_expect_tx(shared, 64); bulk_load(shared + 128, args.input, 64, shared); } sync_block(); \
+     if (thread >= 32) break; mbarrier_wait_parity(shared, 0); load_shared_x4(shared + 128 + lane % 4 * 16); ";
+/// A copy over them.
+const REFILL: &str = "if (thread == 0) { mbarrier_arrive_expect_tx(shared, 64); bulk_load(shared + 128, args.input, 64, shared); } \
+     mbarrier_wait_parity(shared, 1);";
+
+#[test]
+fn released_memory_may_be_refilled() {
+    let ways = [
+        "fence_proxy_async_shared(); sync_warp(); REFILL",
+        "sync_warp(); if (lane == 0) mbarrier_arrive(shared + 8); mbarrier_wait_parity(shared + 8, 0); REFILL",
+    ];
+    let arms: String = ways
+        .iter()
+        .enumerate()
+        .map(|(i, way)| format!("case {i}: {{ {LOADED} {} break; }}\n", way.replace("REFILL", REFILL)))
+        .collect();
+    let mut kernel = build(&format!("switch (args.padding[0]) {{\n{arms}}}"));
+    let input = vec![0u128; 4];
+    for (i, way) in ways.iter().enumerate() {
+        let args = Args { input: input.as_ptr() as u64, padding: [i as u64, 0, 0, 0, 0], ..Args::zeroed() };
+        // SAFETY: the copies read 64 bytes of `input`; everything else is shared memory.
+        unsafe { kernel.launch(&launch(128, 1, 1), &args) }.unwrap_or_else(|error| panic!("{way}: {error}"));
+    }
+}
+
 #[test]
 fn mistakes_are_reported() {
     // (body, what the report must say)
@@ -272,7 +300,20 @@ fn mistakes_are_reported() {
             "nobody waited for",
         ),
         ("trap();", "trap"),
-    ];
+        // What ordinary loads have read is not the copy engine's to overwrite ...
+        ("LOADED sync_warp(); REFILL", "nobody has released"),
+        ("LOADED named_barrier_sync(1, 32); REFILL", "nobody has released"),
+        // ... unless every reader has fenced.
+        ("LOADED if (lane < 31) fence_proxy_async_shared(); sync_warp(); REFILL", "nobody has released"),
+        ("LOADED fence_proxy_async_shared(); load_shared(shared + 128); sync_warp(); REFILL", "nobody has released"),
+        // An arrival speaks for those that have met, not for those that have not.
+        ("LOADED if (lane == 0) mbarrier_arrive(shared + 8); sync_warp(); REFILL", "nobody has released"),
+        (
+            "if (thread == 0) { mbarrier_init(shared, 1); store_shared(shared + 128, 1); bulk_load(shared + 128, args.input, 64, shared); }",
+            "written by an ordinary store",
+        ),
+    ]
+    .map(|(body, report)| (body.replace("LOADED", LOADED).replace("REFILL", REFILL), report));
     // One library for all: compiling is what takes time.
     let arms: String =
         cases.iter().enumerate().map(|(i, (body, _))| format!("case {i}: {{ {body} break; }}\n")).collect();

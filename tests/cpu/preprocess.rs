@@ -569,7 +569,8 @@ fn planted_bugs_in_the_decoder_are_caught() {
     const DECODE: &str = "unweight/kernels/decode.cuh";
     const READER: &str = "unweight/form/huffman/reader.cuh";
     const TABLES: &str = "unweight/form/huffman/tables.cuh";
-    let bugs: [(&str, Edit<'_>); 9] = [
+    let bugs: [(&str, Edit<'_>); 10] = [
+        ("refills while loads are in flight", (DECODE, "pipeline::release_to_copy_engine();", "ptx::sync_warp();")),
         (
             "expects too few bytes",
             (DECODE, "mbarrier_arrive_expect_tx(barrier, bytes)", "mbarrier_arrive_expect_tx(barrier, bytes - 16)"),

@@ -45,6 +45,7 @@
 #include "unweight/abi.cuh"
 #include "unweight/form/huffman/reader.cuh"
 #include "unweight/mma/reconstruct.cuh"
+#include "unweight/pipeline/ring.cuh"
 #include "unweight/ptx/bulk.cuh"
 #include "unweight/ptx/fence.cuh"
 #include "unweight/ptx/mbarrier.cuh"
@@ -330,8 +331,8 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) ptx::store_global_x4(out + 512 * i, ptx::load_shared_x4(from + 512 * i));
     }
-    // Both the staging area and the stage buffer are about to be written again.
-    ptx::sync_warp();
+    // The staging area is about to be written again by the warp, and the stage buffer by the copy engine.
+    pipeline::release_to_copy_engine();
 }
 
 template <class Config>

@@ -27,7 +27,8 @@
 // its task's row blocks of one tile column, up to four neighbours a bulk copy (L2 evict_first). Nothing crosses warps until the reduction.
 // One step: wait | ldmatrix X | per row block 3 x 16 bytes a lane, decode | refill the slot | patch | 4 * kBatchTile / 8 mma.
 //
-// Barriers: full [kWarps][kStages], 1 arrival + bytes of X and W. A slot is empty when its own warp has read it (__syncwarp), so there is no empty barrier.
+// Barriers: full [kWarps][kStages], 1 arrival + bytes of X and W. A warp refills its own slots, so there is no empty barrier: it
+//   releases a slot to the copy engine (pipeline::release_to_copy_engine: a proxy fence of every lane, then __syncwarp) before it starts the next copy.
 //   Per task the block (or cluster) meets once between writing and reading sums; kPersistent: once more before writing; clusters: once more before exit.
 //
 // Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + kRowBlocks * 1536)) + 8 * kStages), kPersistent: + kWarps * kRowBlocks * kBatchTile * 64.
@@ -50,6 +51,7 @@
 #include "unweight/epilogue/activation.cuh"
 #include "unweight/form/escapes.cuh"
 #include "unweight/form/packed.cuh"
+#include "unweight/pipeline/ring.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/bulk.cuh"
 #include "unweight/ptx/control.cuh"
@@ -232,7 +234,7 @@ struct Kernel {
         load_column += kKWarps;
         if constexpr (Config::kPersistent) wrap_load();
     }
-    // By a converged warp whose lanes have read the slot.
+    // By a converged warp that has released the slot to the copy engine.
     UW_DEVICE void load_next() {
         if (load_index >= tiles) return;
         if (ptx::elect_one()) {
@@ -341,8 +343,8 @@ struct Kernel {
                 operands[c] = packed::Operands(packed::PackedBlock(w_slot(slot) + (first + c) * packed::kBlockBytes, lane));
             }
             if (first + kChains >= Config::kRowBlocks) {
-                // All of the slot is in registers.
-                ptx::sync_warp();
+                // The slot's loads have been issued, but nothing has needed their values yet: they may still be in flight.
+                pipeline::release_to_copy_engine();
                 load_next();
             }
             if constexpr (kPatch) {
