@@ -24,17 +24,8 @@
 //
 // Bytes    per element, 2.75 bits a code: read 0.34 + 0.016 + 0.004 (full: + 1), write palette 0.5, exponent 1, full 2.
 //          14336x4096: palette 50 MB, exponent 80 MB, full 198 MB.
-// Speed    one H200, driver 580.159, CUDA 13.0, 2026-11-20; medians of graph replays over 5 rotated copies, 14336x4096, N(0, 0.02^2), us:
-//                       L = 6    7      8
-//            palette      28.1   29.7   31.3
-//            exponent     32.4   33.9   34.4
-//            full         64.2   66.8   68.4
-// Bound    L = 7 (ncu). Palette and exponent: shared memory, 77 and 76 % of its wavefronts over the whole run (a pair lookup of 32 lanes
-//          meets 3.5 deep), issue 44 and 39 %; the main stall is short_scoreboard (9.5 and 10.7).
-//          Full: device memory. Without the decoding it takes 63.7 us, without the memory 39. 198 MB move at 3.0 TB/s: 59 % of the bytes are
-//          writes, and a tile reads 64-byte pieces of sign_mantissa's rows; over the same bytes laid out tile by tile it takes 58.8 us (56.3
-//          without decoding, 61.5 if only the reads are so).
-//          What else was tried: docs/adr/0005-preprocess-log.md.
+// Bound    palette and exponent: shared memory (a pair lookup of 32 lanes meets in 3 to 4 wavefronts); full: device memory. Figures: docs/records; what else was
+//          tried: docs/adr/0005-preprocess-log.md.
 //
 // Safety   for any bytes: a tile whose metadata would leave encoded_exp or verbatim_exponents, or that marks a pad row, is skipped and
 //          *fault = 1 + tile; all else is static. Wrong codes give wrong bytes only.

@@ -4,17 +4,15 @@
 //   Huffman tensor   stats, table, decode_table (only if the flat table is wanted), rows, scan, write
 //   palette tensor   stats, table, rows, scan, palette
 //
-// stage         threads  blocks/SM  grid                       dynamic smem  reads + writes, bytes per element   14336x4096, L = 7: MB, us
-// stats         512      4          min(tiles, 4 SMs)          32768         2 + 1                               176, 47.8
-// table         256      1          1                          4096          -                                   0, 5.6
-// decode_table  256      1          128                        0             -                                   0, not timed
-// rows          256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.016                           118, 30.9
-// scan          256      1          ceil(tiles / 1024)         1024          16 B a tile, twice                  0.5, 5.1
-// write         256      4          min(tiles / 8, 4 SMs)      21504         2 + 0.34                            138, 50.7
-// palette       256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.5                             147, not timed
-// All stages of a Huffman tensor and one fill for the zeroed buffers: 145.9 us (L = 8: 153.2, as write has a faster path for L <= 7). One
-// H200, driver 580.159, CUDA 13.0, 2026-11-20, medians of graph replays over 3 rotated inputs.
-// stats and rows run at 3.7 and 3.8 TB/s. write is bound by integer instructions: 17 per element, their pipe 67 % busy, memory 43 %.
+// stage         threads  blocks/SM  grid                       dynamic smem  reads + writes, bytes per element
+// stats         512      4          min(tiles, 4 SMs)          32768         2 + 1
+// table         256      1          1                          4096          -
+// decode_table  256      1          128                        0             -
+// rows          256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.016
+// scan          256      1          ceil(tiles / 1024)         1024          16 B a tile, twice
+// write         256      4          min(tiles / 8, 4 SMs)      21504         2 + 0.34
+// palette       256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.5
+// write is bound by integer instructions (17 per element), stats and rows by device memory. Figures: docs/records.
 // (tiles / 8 rounded up; 4 SMs = 4 blocks on each multiprocessor; any grid is right except for scan.)
 //
 // Zeroed before: histogram (stats), scan_state (scan). scan_state: 4 u64 per block of scan.
@@ -384,8 +382,7 @@ UW_DEVICE void rows(const EncodeArgs& args) {
 // those it waits for already run. Its 4 words of scan_state:
 //                         [0] its sums: words (24 bits) | verbatim rows << 24 | most rows of a tile << 44 | 1 << 63
 //                         [1] of block 0: the ticket counter
-// The word carries its own flag. (Running totals that blocks hand on, as in Merrill and Garland 2016, make a chain of round trips to L2:
-// 14 blocks took 9 us.)
+// The word carries its own flag. (Running totals that blocks hand on, as in Merrill and Garland 2016, make a chain of round trips to L2.)
 
 UW_DEVICE void scan(const EncodeArgs& args) {
     u32 smem = ptx::smem_address(ptx::dynamic_smem());  // 8 warps x {words, rows, most}, then the ticket

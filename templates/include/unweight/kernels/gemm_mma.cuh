@@ -21,7 +21,7 @@
 //   grid = groups * ceil(m / kBatchTile) * kCluster. The n / 16 row blocks are dealt to the groups in order, evenly up to one. Without kPersistent
 //   ceil((n / 16) / groups) <= kRowBlocks; with it any number of groups will do.
 //   Best: as many blocks as fill every multiprocessor once (132 or 264 on an H200), and shared memory or registers such that no more fit. Under dependent launch
-//   a half-full multiprocessor takes blocks of the next kernel early, unevenly: 128 blocks where 264 fit ran 26.0 us, 132 ran 21.5 (4096x14336, m = 8).
+//   a half-full multiprocessor takes blocks of the next kernel early, and unevenly.
 //
 // Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile, 128-byte swizzle, zero past the batch) and
 // its task's row blocks of one tile column, up to four neighbours a bulk copy (L2 evict_first). Nothing crosses warps until the reduction.
@@ -35,17 +35,7 @@
 //   Without kPersistent a warp's sums (fp32 [batch][row]) lie over its own drained ring.
 // Global reads per tile column: kRowBlocks * (1536 + 4) + 128 * min(m, kBatchTile) (X: L2 after the first), and 4 * (1 + records) per list.
 //
-// Bound: device memory, n * k * 1.5 bytes. On one H200 (driver 580.159, CUDA 13.0, November 2026, .5 % of 64-element row segments with an escape, round-robin with
-// cuBLAS 13 on 460 MB of rotating weights, see docs/adr/0004-register-sourced-kernels.md):
-//   us (times cuBLAS)      m = 1         8             16            32            64        | 8, ordinary launch
-//   14336x4096   dependent  21.0 (1.44)   21.1 (1.44)   22.4 (1.38)   23.8 (1.32)   28.0 (1.20) | 24.0 (1.27)
-//   28672x4096              41.5 (1.37)   41.4 (1.39)   42.5 (1.36)   46.5 (1.27)   55.3 (1.13) | 44.3 (1.30)
-//   4096x14336              21.0 (1.53)   20.8 (1.56)   21.4 (1.53)   23.0 (1.46)   27.9 (1.30) | 23.5 (1.38)
-//   4096x4096                7.3 (1.82)    7.3 (1.84)    7.8 (1.73)    8.5 (1.62)   10.1 (1.20) |  9.3 (1.43)
-// Where the rest goes (14336x4096, m = 8): streaming the same copies without any computation takes 21.6 us (19.7 dependent), 88 MB at the rate of the slope
-// between n = 14336 and 28672 (4.6 TB/s) 19.1; what remains is launch, ramp and the last tiles' latency.
-//
-// SASS: 233 instructions per 64x64 tile at kBatchTile = 8 (144 decode, 16 mma, 14 loads, the rest refill and control); integer pipe about 5 us of 20.
+// Bound: device memory, n * k * 1.5 bytes. Figures: docs/records; what was tried: docs/adr/0004-register-sourced-kernels.md.
 #pragma once
 
 #include "unweight/epilogue/activation.cuh"

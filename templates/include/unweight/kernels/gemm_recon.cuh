@@ -37,17 +37,10 @@
 // Every Table 5 variant fits 232448 B at every verbatim budget.
 // Global reads per step: kNTiles * (8192 | 6144 + 16 + 64 per verbatim row) + 8192 per 64 rows of X (L2 after the first).
 //
-// Bound: shared memory at 128 B per cycle, and the latency of a join. Per 128 x 256 x 64 of product (1024 cycles of tensor core) batch_rows n4 moves 80 KB for wgmma and 64 KB for
-// joining (exponents), weight_rows 80 and 32; measured steps are 1740 and 1480 cycles (docs/adr/0003-matmul-log.md). A wgmma is issued only when the one before it
-// has left the queue, so a warpgroup that joins does not multiply: that, not bytes, is what is left.
-//
-// Measured, us, n x k = 14336 x 4096, exponent / palette v8 (NVIDIA H200, driver 580.159.04, CUDA 13.0.88, rotated weights):
-//   m                1           16          64          128         256         512           1024
-//   cuBLAS (BF16)    30.6        30.2        33.3        33.2        42.7        86.6          154.4
-//   n2p4             39.0/42.8   41.1/43.4   34.7/42.0   38.5/48.2   57.3/62.5   111.5/122.7   208.0/232.7
-//   n4p2             57.9/67.4   58.4/67.7   58.5/67.6   65.9/79.2   68.6/82.3   132.6/161.6   267.1/325.4
-//   n1p6             54.9/56.2   60.6/59.9   42.9/52.0   55.9/65.7   108/127     189/222       387/456
-// With n = 4096 the grid has 32 blocks (n2) or 64 (n1) where m <= 128: such shapes want a split along k, which this family does not have.
+// Bound: shared memory at 128 B per cycle, and the latency of a join. Per 128 x 256 x 64 of product batch_rows n4 moves 80 KB for wgmma and 64 KB for joining
+// (exponents), weight_rows 80 and 32. A wgmma is issued only when the one before it has left the queue, so a warpgroup that joins does not multiply: that, not
+// bytes, is what is left. With n = 4096 the grid has 32 blocks (n2) or 64 (n1) where m <= 128: such shapes want a split along k, which this family does not have.
+// Figures: docs/records; what was tried: docs/adr/0003-matmul-log.md.
 //
 // Sources: report section 8 (roles, sources, variants); ThunderKittens (load-compute-finish). Changed: weights are joined while earlier wgmma run, X has its own
 // ring, the palette lookup has no mux (mma/reconstruct.cuh), tiles are ordered for reuse of W, and with two tiles the operands change places.

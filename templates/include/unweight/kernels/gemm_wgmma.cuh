@@ -32,8 +32,8 @@
 // Barriers: full [kStages], 1 arrival and the bytes of X and W, with kEscapes 1 more a warpgroup; empty [kStages], one arrival a warp that multiplies; one a warpgroup for
 //   the old Y of kStoreAdd; named barriers 1..3, one a warpgroup, and 4, all that multiply (kCluster).
 //   A cluster meets twice: when the sums lie in shared memory, and when they have been read.
-// Bound: the tensor cores at kBatchTile = 256 (1030 of 1024 cycles a step with two warpgroups), decoding's latency and memory below. On one H200, .5 % of row segments with
-//   an escape, see docs/adr/0004-register-sourced-kernels.md, us (times cuBLAS 13): 14336x4096 at m = 64 / 128 / 256 / 2048: 25.4 (1.28) / 30.1 (1.12) / 47.1 (.96) / 357 (1.00).
+// Bound: the tensor cores at kBatchTile = 256 with two warpgroups, decoding's latency and memory below. Figures: docs/records; what was tried:
+//   docs/adr/0004-register-sourced-kernels.md.
 #pragma once
 
 #include "unweight/form/escapes.cuh"
@@ -273,7 +273,7 @@ struct Kernel {
         for (;;) {
             const Sources from = sources(s);
             for (; s.first < s.last; ++s.first) {
-                ring.wait_empty(cursor);
+                ring.wait_empty(cursor);  // every warp that multiplies has released the slot: its loads of W and its wgmma on X are done
                 load_w(from, s.first, cursor.slot, w_policy);
                 load_x(from, s.first, cursor.slot, x_policy);
                 cursor.advance();
@@ -303,7 +303,7 @@ struct Kernel {
                     prefetch_list(heads.z);
                     prefetch_list(heads.w);
                 }
-                ring.wait_empty(cursor);
+                ring.wait_empty(cursor);  // the records of this slot have been read
                 const u32 to = record_slot(cursor.slot, warpgroup);
                 if (any >> turn & 1) {
                     const u32 mine[packed::kTileBlocks] = {ptx::shuffle(heads.x, turn), ptx::shuffle(heads.y, turn), ptx::shuffle(heads.z, turn),
@@ -423,6 +423,8 @@ struct Kernel {
         u32 multiply, release;
         UW_DEVICE static void next(u32& slot) { slot = slot + 1 == Config::kStages ? 0 : slot + 1; }
     };
+    // After the wait for the wgmma that read X of the slot, and after W and records were decoded, that is, after their loads returned. The warp's arrival on
+    // `empty` orders all of it before the copies that refill the slot.
     UW_DEVICE void release(Slots& slots, const Place& p) const {
         ptx::sync_warp();
         if (p.lane == 0) ring.release(slots.release);
@@ -617,6 +619,8 @@ struct Kernel {
             const u32 staging = shared + S::kStaging + (p.warpgroup * S::kStoreBuffers + buffer) * S::kPieceBytes;
             buffer = buffer + 1 == S::kStoreBuffers ? 0 : buffer + 1;
             if constexpr (Config::kStoreAdd) {
+                // The buffer was last written by all threads, each of which fenced before the barrier that led to its store, and thread 0 has waited for that
+                // store to have read it.
                 if (p.thread == 0) {
                     ptx::mbarrier_arrive_expect_tx(old_barrier(p), S::kPieceBytes);
 #pragma unroll

@@ -10,12 +10,6 @@
 // lists    256      4          ceil(row blocks / 64)      64            4 per row block twice; 2048 + 12 * records of a row block with a list
 // unpack   256      4          ceil(row blocks / 8)       0             1.5 + 2
 //
-// Speed    one H200, driver 580.159, CUDA 13.0, 2026-11-20; medians of graph replays over 4 rotated copies, us, by the share of 64-element row segments with an
-//          escape (20 %: the limit of one element in 256, nearly). encode::stats takes 33 on 14336x4096, 13 on 4096x4096.
-//                    14336x4096, none      0.5 %   3 %    20 %     4096x4096 (`unweight bench kernels`)
-//            pack    55.4 (3.7 TB/s)       56.1    57.2   66.4     17.8
-//            lists   -                     4.0     12.9   55.9     4.2
-//            unpack  54.4 (3.8 TB/s)       54.4    55.1   55.5     16.6
 // Bound    device memory. What else was tried: docs/adr/0005-preprocess-log.md.
 //
 // Zeroed before pack: inexact, group_words. Between pack and lists a head with a list holds 1 << 31 | number of records; lists turns the number into

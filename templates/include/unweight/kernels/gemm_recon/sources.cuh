@@ -92,7 +92,7 @@ struct SourceRing {
         if constexpr (S::kHasVerbatim) next = load_metadata(tile_row, 0, lane);
         [[maybe_unused]] u32 in_batch = kMetadataBatch;
         for (u32 step = 0; step < steps(); ++step) {
-            sources.wait_empty(source_cursor);
+            sources.wait_empty(source_cursor);  // each consumer warp has arrived after it joined what it loaded
             const u32 slot = source_cursor.slot;
             const u32 barrier = sources.full(slot), k_step = rotated(step, column);
             if (leader) {

@@ -113,7 +113,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         const u64 policy = ptx::l2_policy(L2::kEvictLast);
         const u32 boxes = (t.rows + kTile - 1) / kTile;
         for (u32 step = 0; step < steps(); ++step) {
-            ptx::mbarrier_wait_parity(activations.empty(x_slot), x_parity ^ 1);
+            ptx::mbarrier_wait_parity(activations.empty(x_slot), x_parity ^ 1);  // the wgmma that read the slot are done, in both warpgroups
             if (leader) {
                 const u32 barrier = activations.full(x_slot), slot = slot_address(x_slot), k_step = rotated(step, t.column);
                 ptx::mbarrier_arrive_expect_tx(barrier, boxes * S::kBoxBytes);
