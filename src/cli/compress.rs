@@ -70,14 +70,14 @@ impl Device {
 impl Compress {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
-        let options = CompressOptions {
-            ram_bytes: self.ram,
-            resume: self.resume,
-            force: self.force,
-            verify: self.verify,
-            sha256: self.sha256,
-            ..self.select.options()
-        };
+        let options = self
+            .select
+            .options()
+            .ram_bytes(self.ram)
+            .resume(self.resume)
+            .force(self.force)
+            .verify(self.verify)
+            .sha256(self.sha256);
         let encoder = self.device.encoder(&options)?;
         let bar = Bar::new(output, "compressing")?;
         let report = bundle::compress_with(&self.source, &self.output, &options, encoder.as_ref(), &bar)?;

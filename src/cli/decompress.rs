@@ -37,8 +37,11 @@ pub struct Decompress {
 impl Decompress {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
-        let options =
-            DecompressOptions { threads: self.threads, ram_bytes: self.ram, resume: self.resume, force: self.force };
+        let options = DecompressOptions::default()
+            .threads(self.threads)
+            .ram_bytes(self.ram)
+            .resume(self.resume)
+            .force(self.force);
         let bar = Bar::new(output, "decompressing")?;
         let report = bundle::decompress(&self.bundle, &self.output, &options, &bar)?;
         bar.finish();

@@ -10,7 +10,7 @@ use std::{
 use clap::Args;
 use serde::Serialize;
 use unweight::format::{
-    bundle::{self, CompressOptions, CompressReport, DecompressOptions, DecompressReport, VerifyAfter, VerifyReport},
+    bundle::{self, CompressReport, DecompressOptions, DecompressReport, VerifyAfter, VerifyReport},
     testing::demo_model::{self, DemoOptions, DemoReport},
 };
 
@@ -118,7 +118,7 @@ impl Demo {
         let model = demo_model::write(&model_dir, &shape(self.size, self.seed))?;
         let write_seconds = start.elapsed().as_secs_f64();
 
-        let options = CompressOptions { ram_bytes: self.ram, verify: VerifyAfter::None, ..self.select.options() };
+        let options = self.select.options().ram_bytes(self.ram).verify(VerifyAfter::None);
         let bar = Bar::new(output, "compressing")?;
         let compress = bundle::compress(&model_dir, &bundle_dir, &options, &bar)?;
         bar.finish();
@@ -131,8 +131,7 @@ impl Demo {
         }
 
         let bar = Bar::new(output, "decompressing")?;
-        let options =
-            DecompressOptions { threads: options.threads, ram_bytes: self.ram, ..DecompressOptions::default() };
+        let options = DecompressOptions::default().threads(options.threads).ram_bytes(self.ram);
         let decompress = bundle::decompress(&bundle_dir, &restored_dir, &options, &bar)?;
         bar.finish();
 

@@ -8,7 +8,7 @@ use std::{
 
 use miette::{Diagnostic, ReportHandler};
 use serde::Serialize;
-use unweight::format::bundle::{BundleError, ErrorClass};
+use unweight::format::bundle::{BundleError, ErrorClass, Remedy};
 
 /// Whatever ends a command.
 #[derive(Debug)]
@@ -38,9 +38,9 @@ impl Class {
     /// The exit status.
     pub fn exit_code(self) -> u8 {
         match self {
-            Self::Mismatch => ErrorClass::Mismatch.exit_code(),
-            Self::Failed => ErrorClass::Failed.exit_code(),
-            Self::Interrupted => ErrorClass::Interrupted.exit_code(),
+            Self::Mismatch => 1,
+            Self::Failed => 2,
+            Self::Interrupted => 130,
             Self::Gone => 0,
         }
     }
@@ -160,8 +160,22 @@ impl From<BundleError> for Failure {
             ErrorClass::Failed => Class::Failed,
             ErrorClass::Interrupted => Class::Interrupted,
         };
-        Self::from_error(error, class)
+        let help = error.remedy().and_then(worded);
+        let failure = Self::from_error(error, class);
+        Self { help: help.map(Into::into).or(failure.help), ..failure }
     }
+}
+
+/// A remedy in words of the command line.
+fn worded(remedy: Remedy) -> Option<&'static str> {
+    Some(match remedy {
+        Remedy::Overwrite => "choose another name, or replace it with --force",
+        Remedy::Resume => "run again with --resume to go on from there",
+        Remedy::FreeAndResume => "free some space, then run again with --resume",
+        Remedy::CpuEncoder => "run again with --device cpu",
+        Remedy::FewerThreads => "ask for fewer with --threads, or allow more processes (ulimit -u)",
+        _ => return None,
+    })
 }
 
 /// Errors of writing to stdout.

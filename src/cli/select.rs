@@ -39,18 +39,18 @@ pub struct Select {
 impl Select {
     /// As the library takes them.
     pub fn options(&self) -> CompressOptions {
-        CompressOptions {
-            scope: self.scope.unwrap_or(self.profile.default_scope()),
-            code_limit: u8::try_from(self.code_limit)
-                .ok()
-                .and_then(|bits| CodeLimit::new(bits.into()).ok())
-                .unwrap_or(CodeLimit::DEFAULT),
-            include: self.include.clone(),
-            exclude: self.exclude.clone(),
-            plan_file: self.plan.clone(),
-            threads: self.threads,
-            ..CompressOptions::new(self.profile)
-        }
+        CompressOptions::new(self.profile)
+            .scope(self.scope.unwrap_or(self.profile.default_scope()))
+            .code_limit(
+                u8::try_from(self.code_limit)
+                    .ok()
+                    .and_then(|bits| CodeLimit::new(bits.into()).ok())
+                    .unwrap_or(CodeLimit::DEFAULT),
+            )
+            .include(self.include.clone())
+            .exclude(self.exclude.clone())
+            .plan_file(self.plan.clone())
+            .threads(self.threads)
     }
 }
 

@@ -44,7 +44,7 @@ fn model(folder: &Path) {
 
 fn bundle_of(home: &Path, profile: Profile) -> Bundle {
     let folder = home.join(format!("{profile:?}"));
-    let options = CompressOptions { force: true, ..CompressOptions::new(profile) };
+    let options = CompressOptions::new(profile).force(true);
     bundle::compress(&home.join("model"), &folder, &options, &Silent).unwrap();
     Bundle::open(&folder).unwrap()
 }

@@ -14,7 +14,7 @@ use unweight_format::{
     CodeLimit, Digest, FormId, Matrix, StoredTensor,
     bundle::{
         Bundle, BundleError, CompressOptions, CpuEncoder, DecompressOptions, Encoder, EncoderError, ErrorClass,
-        Profile, Progress, Scope, Silent, VerifyAfter, compress, compress_with, decompress, plan, verify,
+        Profile, Progress, Remedy, Scope, Silent, VerifyAfter, compress, compress_with, decompress, plan, verify,
     },
     form::Unfit,
     testing::{
@@ -116,14 +116,14 @@ fn the_inference_profile_is_hhr_ppr() {
     // The plan follows the forms that are there, whatever the profile.
     let modes = |options: CompressOptions| {
         let made = scratch.path("other");
-        compress(&source, &made, &CompressOptions { force: true, ..options }, &Silent).unwrap();
+        compress(&source, &made, &options.force(true), &Silent).unwrap();
         Bundle::open(&made).unwrap().manifest().layers.iter().map(|l| l.mode).collect::<Vec<_>>()
     };
     assert_eq!(modes(CompressOptions::new(Profile::Distribution)), [Hard; 4]);
     assert_eq!(modes(CompressOptions::new(Profile::Palette)), [Easy; 4]);
     assert_eq!(modes(CompressOptions::new(Profile::Resident)), [Easy; 4]);
     let exclude = vec!["*.0.*".into(), "*.2.*".into()];
-    let excluded = CompressOptions { exclude, ..CompressOptions::new(Profile::Distribution) };
+    let excluded = CompressOptions::new(Profile::Distribution).exclude(exclude);
     assert_eq!(modes(excluded), [Bootstrap, Hard, Easy, Hard], "raw layers have nothing to decode");
     let source = fs::read(source.join("model.safetensors")).unwrap();
     let decoded = bundle.decode("model.layers.2.mlp.up_proj.weight").unwrap();
@@ -184,7 +184,7 @@ fn a_resident_bundle_packs_or_falls_back_and_says_why() {
     ];
     let tensors: Vec<_> = cases.iter().map(|(name, shape, bytes, ..)| tensor(name, "BF16", shape, bytes)).collect();
     fs::write(source.join("model.safetensors"), safetensors_file(&[], &tensors)).unwrap();
-    let options = CompressOptions { verify: VerifyAfter::Full, ..CompressOptions::new(Profile::Resident) };
+    let options = CompressOptions::new(Profile::Resident).verify(VerifyAfter::Full);
     round_trip(&source, &options);
     let planned = plan(&source, &options).unwrap();
     let done = compress(&source, &scratch.path("b"), &options, &Silent).unwrap();
@@ -205,7 +205,7 @@ fn a_resident_bundle_packs_or_falls_back_and_says_why() {
         }
     }
     let with = |name: &str, threads| {
-        let options = CompressOptions { threads: Some(threads), ram_bytes: Some(1 << 20), ..options.clone() };
+        let options = options.clone().threads(Some(threads)).ram_bytes(Some(1 << 20));
         compress(&source, &scratch.path(name), &options, &Silent).unwrap();
         read_tree(&scratch.path(name))
     };
@@ -248,7 +248,7 @@ fn the_bytes_do_not_depend_on_threads_or_memory() {
     demo_model::write(&source, &DemoOptions { layers: 2, vocab: 512, experts: 2, shards: 3, ..DemoOptions::default() })
         .unwrap();
     let with = |name: &str, threads, ram_bytes| {
-        let options = CompressOptions { threads: Some(threads), ram_bytes, ..CompressOptions::default() };
+        let options = CompressOptions::default().threads(Some(threads)).ram_bytes(ram_bytes);
         compress(&source, &scratch.path(name), &options, &Silent).unwrap();
         read_tree(&scratch.path(name))
     };
@@ -356,11 +356,7 @@ fn patterns_and_plan_files_decide() {
     small_model(&source);
     let plan_file = scratch.path("plan.json");
     fs::write(&plan_file, r#"{"rules": [{"match": "*.1.mlp.*", "encoding": "palette"}]}"#).unwrap();
-    let options = CompressOptions {
-        exclude: vec!["*embed*".into()],
-        plan_file: Some(plan_file.clone()),
-        ..CompressOptions::default()
-    };
+    let options = CompressOptions::default().exclude(vec!["*embed*".into()]).plan_file(Some(plan_file.clone()));
     let report = compress(&source, &scratch.path("b"), &options, &Silent).unwrap();
     let of = |name: &str| report.tensors.iter().find(|t| t.name == name).unwrap();
     assert_eq!(of("model.embed_tokens.weight").reason.as_deref(), Some("excluded"));
@@ -459,7 +455,7 @@ fn outputs_are_protected() {
     let options = CompressOptions::default();
     let before = read_tree(&source);
     for inside in [source.clone(), source.join("sub/b"), scratch.dir().to_path_buf()] {
-        let forced = CompressOptions { force: true, ..options.clone() };
+        let forced = options.clone().force(true);
         let error = compress(&source, &inside, &forced, &Silent).unwrap_err();
         assert!(matches!(error, BundleError::OutputOverlaps { .. }), "{error}");
     }
@@ -469,7 +465,7 @@ fn outputs_are_protected() {
     assert!(matches!(error, BundleError::OutputExists { .. }), "{error}");
     assert_eq!(fs::read(out.join("precious")).unwrap(), b"x");
 
-    let forced = CompressOptions { force: true, ..options.clone() };
+    let forced = options.clone().force(true);
     compress(&source, &out, &forced, &Silent).unwrap();
     assert!(!out.join("precious").exists() && verify(&out, None, &Silent).unwrap().is_ok());
 
@@ -520,8 +516,8 @@ fn an_interrupted_run_locks_and_resumes_to_the_same_bytes() {
         },
     };
     let error = compress(&source, &out, &options, &progress).unwrap_err();
-    assert!(matches!(error, BundleError::Interrupted { .. }) && error.to_string().contains("--resume"), "{error}");
-    assert_eq!(error.class().exit_code(), 130);
+    assert!(matches!(error, BundleError::Interrupted { .. }) && error.remedy() == Some(Remedy::Resume), "{error}");
+    assert_eq!(error.class(), ErrorClass::Interrupted);
     assert!(!out.exists());
 
     // A finished shard whose bytes were damaged since is not taken over.
@@ -533,7 +529,7 @@ fn an_interrupted_run_locks_and_resumes_to_the_same_bytes() {
     bytes[middle] ^= 1;
     fs::write(tree.join(&finished[0]), bytes).unwrap();
 
-    let report = compress(&source, &out, &CompressOptions { resume: true, ..options }, &Silent).unwrap();
+    let report = compress(&source, &out, &options.resume(true), &Silent).unwrap();
     assert_eq!(report.resumed_files, finished[1..]);
     assert!(read_tree(&out) == read_tree(&scratch.path("whole")));
 
@@ -541,7 +537,7 @@ fn an_interrupted_run_locks_and_resumes_to_the_same_bytes() {
     let back = scratch.path("back");
     let error = decompress(&out, &back, &DecompressOptions::default(), &progress).unwrap_err();
     assert_eq!(error.class(), ErrorClass::Interrupted);
-    let resume = DecompressOptions { resume: true, ..DecompressOptions::default() };
+    let resume = DecompressOptions::default().resume(true);
     let report = decompress(&out, &back, &resume, &Silent).unwrap();
     assert!(report.files.iter().any(|f| f.resumed) && report.files.iter().any(|f| !f.resumed));
     assert!(read_tree(&back) == read_tree(&source));
@@ -558,7 +554,7 @@ fn a_resumed_run_with_other_options_or_source_starts_anew() {
         compress(&source, &out, &CompressOptions::default(), &progress).unwrap_err()
     };
     interrupt();
-    let other = CompressOptions { resume: true, ..CompressOptions::new(Profile::Palette) };
+    let other = CompressOptions::new(Profile::Palette).resume(true);
     let report = compress(&source, &out, &other, &Silent).unwrap();
     assert_eq!(report.resumed_files, [""; 0]);
     fs::remove_dir_all(&out).unwrap();
@@ -570,7 +566,7 @@ fn a_resumed_run_with_other_options_or_source_starts_anew() {
     let last = bytes.len() - 1;
     bytes[last] ^= 0x55;
     fs::write(&shard, bytes).unwrap();
-    let resume = CompressOptions { resume: true, ..CompressOptions::default() };
+    let resume = CompressOptions::default().resume(true);
     let report = compress(&source, &out, &resume, &Silent).unwrap();
     assert!(!report.resumed_files.iter().any(|f| f.contains("00001")), "{:?}", report.resumed_files);
     assert!(verify(&out, Some(&source), &Silent).unwrap().is_ok());

@@ -55,13 +55,16 @@ fn child() {
     } else {
         compress(&root.join("model"), &root.join("out"), &options, &Silent)
     };
-    println!("child says: {}", result.map_or_else(|error| chain(&error), |_| "done".into()));
+    println!(
+        "child says: {}",
+        result.map_or_else(|error| format!("{} {:?}", chain(&error), error.remedy()), |_| "done".into())
+    );
 }
 
 fn resume_and_compare(scratch: &Scratch) {
     let (source, out, whole) = (scratch.path("model"), scratch.path("out"), scratch.path("whole"));
     assert!(!out.exists(), "nothing half written under the final name");
-    let resume = CompressOptions { resume: true, ..CompressOptions::default() };
+    let resume = CompressOptions::default().resume(true);
     let report = compress(&source, &out, &resume, &Silent).unwrap();
     assert!(!report.resumed_files.is_empty());
     compress(&source, &whole, &CompressOptions::default(), &Silent).unwrap();
@@ -114,7 +117,7 @@ fn a_full_disk_is_said_and_what_was_done_is_kept() {
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
-    for part in ["child says:", "no room to write", "more bytes are needed", "are free", "--resume", "shard"] {
+    for part in ["child says:", "no room to write", "more bytes are needed", "are free", "FreeAndResume", "shard"] {
         assert!(text.contains(part), "{text} {}", String::from_utf8_lossy(&output.stderr));
     }
     resume_and_compare(&scratch);

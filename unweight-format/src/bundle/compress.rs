@@ -512,7 +512,7 @@ impl Job<'_> {
         Ok(Written { file: target, work, record })
     }
 
-    /// Waits until a shard is on the disk, gives it its name, and notes that for `--resume`.
+    /// Waits until a shard is on the disk, gives it its name, and notes that for a later run.
     fn settle(&self, shard: Written) -> Result<(), BundleError> {
         shard.file.sync_all().map_err(self.stage.write_error(&shard.work))?;
         self.stage.accept(&shard.work, &shard.record.file.name)?;

@@ -15,15 +15,20 @@ pub enum ErrorClass {
     Interrupted,
 }
 
-impl ErrorClass {
-    /// Exit status of a command: 1, 2, 130.
-    pub const fn exit_code(self) -> u8 {
-        match self {
-            Self::Mismatch => 1,
-            Self::Failed => 2,
-            Self::Interrupted => 130,
-        }
-    }
+/// What a caller can ask for next, where that is a choice of this library's options. Whoever talks to people words it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Remedy {
+    /// Choose another output, or allow this one to be replaced ([`CompressOptions::force`](super::CompressOptions::force)).
+    Overwrite,
+    /// Finished files are kept: resume ([`CompressOptions::resume`](super::CompressOptions::resume)).
+    Resume,
+    /// Free some space, then resume.
+    FreeAndResume,
+    /// Use [`CpuEncoder`](super::CpuEncoder): every encoder gives the same bytes.
+    CpuEncoder,
+    /// Use fewer threads ([`CompressOptions::threads`](super::CompressOptions::threads)), or allow this user more processes.
+    FewerThreads,
 }
 
 /// Why a model or a bundle could not be read, written or trusted.
@@ -31,7 +36,7 @@ impl ErrorClass {
 #[non_exhaustive]
 pub enum BundleError {
     /// The encoder failed on a tensor.
-    #[error("{file}, tensor '{tensor}': the encoder failed; run again with --device cpu")]
+    #[error("{file}, tensor '{tensor}': the encoder failed")]
     Encoder {
         /// The source file.
         file: String,
@@ -61,7 +66,7 @@ pub enum BundleError {
         free_bytes: u64,
     },
     /// The disk became full, or a file too large for it.
-    #[error("{}: no room to write, about {needed_bytes} more bytes are needed and {free_bytes} are free; free some space, then run again with --resume", path.display())]
+    #[error("{}: no room to write, about {needed_bytes} more bytes are needed and {free_bytes} are free", path.display())]
     DiskFull {
         /// The file that was written.
         path: PathBuf,
@@ -85,7 +90,7 @@ pub enum BundleError {
         path: PathBuf,
     },
     /// The output is there already.
-    #[error("{}: output exists; choose another name, or replace it with --force", path.display())]
+    #[error("{}: output exists", path.display())]
     OutputExists {
         /// The output.
         path: PathBuf,
@@ -111,7 +116,7 @@ pub enum BundleError {
         path: PathBuf,
     },
     /// Cancelled.
-    #[error("interrupted; finished files are kept in {}: run again with --resume to go on from there", partial.display())]
+    #[error("interrupted; finished files are kept in {}", partial.display())]
     Interrupted {
         /// What is kept.
         partial: PathBuf,
@@ -300,7 +305,19 @@ pub enum BundleError {
 }
 
 impl BundleError {
-    /// Damage, failure or interruption: what exit codes are made from.
+    /// What can be asked for next.
+    pub fn remedy(&self) -> Option<Remedy> {
+        match self {
+            Self::OutputExists { .. } => Some(Remedy::Overwrite),
+            Self::Interrupted { .. } => Some(Remedy::Resume),
+            Self::DiskFull { .. } => Some(Remedy::FreeAndResume),
+            Self::Encoder { .. } => Some(Remedy::CpuEncoder),
+            Self::Threads { .. } => Some(Remedy::FewerThreads),
+            _ => None,
+        }
+    }
+
+    /// Damage, failure or interruption.
     pub fn class(&self) -> ErrorClass {
         match self {
             Self::Manifest { .. }

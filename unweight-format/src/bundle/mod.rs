@@ -30,7 +30,7 @@ pub use crate::named::UnknownName;
 pub use compress::{compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
-pub use error::{BundleError, ErrorClass};
+pub use error::{BundleError, ErrorClass, Remedy};
 pub use options::{CompressOptions, DecompressOptions, Profile, Scope, VerifyAfter};
 pub use progress::{Progress, Silent};
 pub use read::{Bundle, BundleTensor};

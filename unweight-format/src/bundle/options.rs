@@ -52,33 +52,56 @@ named! {
     }
 }
 
-/// How to compress a model.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CompressOptions {
-    /// What the bundle is for.
-    pub profile: Profile,
-    /// Which roles may be compressed.
-    pub scope: Scope,
-    /// Longest Huffman code.
-    pub code_limit: CodeLimit,
-    /// Patterns (`*`, `?`) over tensor names; if there are any, a tensor must match one to be compressed.
-    pub include: Vec<String>,
-    /// Patterns over tensor names; a tensor that matches one stays raw.
-    pub exclude: Vec<String>,
-    /// A JSON file that overrides profile, scope and patterns: see [`PlanFile`](crate::plan::PlanFile).
-    pub plan_file: Option<PathBuf>,
-    /// Threads to encode with; `None` is all.
-    pub threads: Option<usize>,
-    /// Bytes that encoded tensors and buffers may occupy; `None` is 1 GiB. A tensor that needs more is encoded alone.
-    pub ram_bytes: Option<u64>,
-    /// Reuse the finished files of an interrupted run with the same options.
-    pub resume: bool,
-    /// Replace an existing output, once the new one is complete.
-    pub force: bool,
-    /// What to decode again at the end.
-    pub verify: VerifyAfter,
-    /// Also record the SHA-256 of every source file.
-    pub sha256: bool,
+/// Fields of options, each with a method of its name that sets it.
+macro_rules! options {
+    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)+ }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct $name {
+            $($(#[$field_doc])* pub $field: $type,)+
+        }
+
+        impl $name {
+            $(
+                $(#[$field_doc])*
+                #[must_use]
+                pub fn $field(self, $field: impl Into<$type>) -> Self {
+                    Self { $field: $field.into(), ..self }
+                }
+            )+
+        }
+    };
+}
+
+options! {
+    /// How to compress a model: `CompressOptions::new(Profile::Palette).threads(4).resume(true)`.
+    CompressOptions {
+        /// What the bundle is for.
+        profile: Profile,
+        /// Which roles may be compressed.
+        scope: Scope,
+        /// Longest Huffman code.
+        code_limit: CodeLimit,
+        /// Patterns (`*`, `?`) over tensor names; if there are any, a tensor must match one to be compressed.
+        include: Vec<String>,
+        /// Patterns over tensor names; a tensor that matches one stays raw.
+        exclude: Vec<String>,
+        /// A JSON file that overrides profile, scope and patterns: see [`PlanFile`](crate::plan::PlanFile).
+        plan_file: Option<PathBuf>,
+        /// Threads to encode with; `None` is all.
+        threads: Option<usize>,
+        /// Bytes that encoded tensors and buffers may occupy; `None` is 1 GiB. A tensor that needs more is encoded alone.
+        ram_bytes: Option<u64>,
+        /// Reuse the finished files of an interrupted run with the same options.
+        resume: bool,
+        /// Replace an existing bundle (or an empty directory), once the new one is complete.
+        force: bool,
+        /// What to decode again at the end.
+        verify: VerifyAfter,
+        /// Also record the SHA-256 of every source file.
+        sha256: bool,
+    }
 }
 
 impl CompressOptions {
@@ -107,17 +130,19 @@ impl Default for CompressOptions {
     }
 }
 
-/// How to decompress a bundle.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct DecompressOptions {
-    /// Threads to decode with; `None` is all.
-    pub threads: Option<usize>,
-    /// As for [`CompressOptions::ram_bytes`].
-    pub ram_bytes: Option<u64>,
-    /// Reuse the finished files of an interrupted run; each is checked against its digests first.
-    pub resume: bool,
-    /// Replace an existing output, once the new one is complete.
-    pub force: bool,
+options! {
+    /// How to decompress a bundle.
+    #[derive(Default)]
+    DecompressOptions {
+        /// Threads to decode with; `None` is all.
+        threads: Option<usize>,
+        /// As for [`CompressOptions::ram_bytes`].
+        ram_bytes: Option<u64>,
+        /// Reuse the finished files of an interrupted run; each is checked against its digests first.
+        resume: bool,
+        /// Replace an existing output, once the new one is complete: one that `decompress` made, or an empty directory.
+        force: bool,
+    }
 }
 
 #[cfg(test)]

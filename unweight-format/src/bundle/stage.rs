@@ -4,7 +4,7 @@
 //! <output>.partial/lock      held while a process works here
 //!                  work/     files being written
 //!                  tree/     finished files; becomes <output> in one rename
-//!                  records/  what is known of finished shards, for --resume
+//!                  records/  what is known of finished shards, for a later run
 //! ```
 
 use std::{
