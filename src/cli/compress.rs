@@ -36,7 +36,7 @@ pub struct Compress {
     #[arg(long)]
     force: bool,
     /// What to decode again before the bundle gets its name: none, sample or full
-    #[arg(long, value_name = "HOW", default_value = "sample", value_parser = verify_after)]
+    #[arg(long, value_name = "HOW", default_value = "full", value_parser = verify_after)]
     verify: VerifyAfter,
     /// Also record the SHA-256 of every source file
     #[arg(long)]

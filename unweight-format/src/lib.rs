@@ -26,6 +26,7 @@
 mod bits;
 pub mod bundle;
 pub mod error;
+mod failpoint;
 pub mod form;
 mod model;
 #[cfg(any(test, feature = "testing"))]
@@ -34,6 +35,8 @@ pub mod testing;
 pub use bits::{bf16, bitstream, digest, histogram, keep_freed_memory, layout, named, tile};
 pub use digest::Digest;
 pub use error::CodecError;
+#[cfg(feature = "failpoints")]
+pub use failpoint::FAILPOINTS;
 pub use form::{FormId, Section, StoredTensor, Survey, huffman, oracle, packed, palette};
 pub use histogram::Histogram;
 pub use huffman::{Code, CodeLimit, HuffmanTensor};

@@ -465,9 +465,28 @@ fn outputs_are_protected() {
     assert!(matches!(error, BundleError::OutputExists { .. }), "{error}");
     assert_eq!(fs::read(out.join("precious")).unwrap(), b"x");
 
+    // Not even by force: nothing says that it may go.
     let forced = options.clone().force(true);
+    let error = compress(&source, &out, &forced, &Silent).unwrap_err();
+    assert!(matches!(&error, BundleError::NotReplaceable { file, .. } if file == "precious"), "{error}");
+    fs::remove_file(out.join("precious")).unwrap();
     compress(&source, &out, &forced, &Silent).unwrap();
-    assert!(!out.join("precious").exists() && verify(&out, None, &Silent).unwrap().is_ok());
+    compress(&source, &out, &forced, &Silent).unwrap();
+    assert!(verify(&out, None, &Silent).unwrap().is_ok());
+    // A bundle with a file of somebody else's.
+    fs::write(out.join("precious"), "x").unwrap();
+    let error = compress(&source, &out, &forced, &Silent).unwrap_err();
+    assert!(matches!(error, BundleError::NotReplaceable { .. }), "{error}");
+    fs::remove_file(out.join("precious")).unwrap();
+    // What decompress made is replaced by decompress, and only that.
+    let (back, forced) = (scratch.path("back"), DecompressOptions::default().force(true));
+    decompress(&out, &back, &DecompressOptions::default(), &Silent).unwrap();
+    decompress(&out, &back, &forced, &Silent).unwrap();
+    fs::write(back.join("precious"), "x").unwrap();
+    let error = decompress(&out, &back, &forced, &Silent).unwrap_err();
+    assert!(matches!(error, BundleError::NotReplaceable { .. }), "{error}");
+    assert!(compress(&source, &back, &options.clone().force(true), &Silent).is_err(), "a model is no bundle");
+    assert_eq!(fs::read(back.join("precious")).unwrap(), b"x");
 
     let partial = scratch.path("second.partial");
     fs::create_dir(&partial).unwrap();

@@ -109,7 +109,7 @@ fn demo_bundle(home: &Path) -> Result<std::path::PathBuf> {
 }
 
 /// The first tensor that the declared variants can take.
-fn first_that_fits(bundle: &Bundle) -> Result<(String, HuffmanTensor<&[u8]>)> {
+fn first_that_fits(bundle: &Bundle) -> Result<(String, HuffmanTensor<Vec<u8>>)> {
     for entry in bundle.tensors() {
         let name = &entry.entry.name;
         if let Some(tensor) = HuffmanTensor::of(bundle.tensor(name)?) {

@@ -11,6 +11,36 @@ pub(crate) fn zeroed(len: usize) -> Vec<u8> {
     bytes
 }
 
+/// As [`zeroed`]; `None` where the system has no memory for them.
+pub(crate) fn try_zeroed(len: usize) -> Option<Vec<u8>> {
+    let layout = std::alloc::Layout::array::<u8>(len).ok()?;
+    if len == 0 {
+        return Some(Vec::new());
+    }
+    // SAFETY: the layout is not empty.
+    let start = unsafe { std::alloc::alloc_zeroed(layout) };
+    if start.is_null() {
+        return None;
+    }
+    // SAFETY: `len` initialised bytes of the global allocator, with the layout that a vector of this capacity has.
+    let mut bytes = unsafe { Vec::from_raw_parts(start, len, len) };
+    advise(&mut bytes);
+    Some(bytes)
+}
+
+/// Memory of this machine: what a single buffer cannot exceed. (Allocations of more may succeed, and end the process when they are touched.)
+pub(crate) fn memory_bytes() -> u64 {
+    #[cfg(target_os = "linux")]
+    {
+        let info = rustix::system::sysinfo();
+        u64::from(info.mem_unit).saturating_mul(info.totalram as u64)
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        u64::MAX
+    }
+}
+
 #[cfg(target_os = "linux")]
 fn advise(memory: &mut [u8]) {
     const PAGE: usize = 4096;

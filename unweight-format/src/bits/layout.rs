@@ -4,6 +4,8 @@
 pub const TILE: usize = 64;
 /// Elements of a tile.
 pub const TILE_ELEMENTS: usize = TILE * TILE;
+/// Most elements of a tensor that is not raw: a bound of what a reader must hold at once (32 GiB of weights).
+pub const ELEMENTS_MAX: u64 = 1 << 34;
 /// Most entries of a palette.
 pub const PALETTE_MAX: usize = 16;
 /// Longest code that any encoder may use, bits (report section 3.4).

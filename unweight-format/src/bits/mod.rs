@@ -11,4 +11,4 @@ pub mod named;
 pub mod tile;
 
 pub use buffer::keep_freed_memory;
-pub(crate) use buffer::zeroed;
+pub(crate) use buffer::{memory_bytes, try_zeroed, zeroed};

@@ -8,8 +8,9 @@
 //! source's header. So every section that a kernel or a stock reader wants aligned is, without padding.
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, HashSet},
-    fs::{self, File},
+    fs::File,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{
@@ -22,16 +23,17 @@ use std::{
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
 
 use super::{
     BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, EncoderError, PlanReport, Progress,
     TensorReport, VerifyAfter,
-    files::{self, Mapped},
-    pipeline::{Gate, batches, on_threads},
+    files::{self, Contents, Input},
+    pipeline::{Gate, Work, batches, join, on_threads, spawn},
     read::Shard,
     report::{peak_rss_bytes, ratio, totals},
     source::{Index, Kind, Source, SourceFile},
-    stage::Stage,
+    stage::{Replaceable, Stage},
 };
 use crate::{
     Digest, FormId, Matrix, Section, StoredTensor, bf16,
@@ -41,14 +43,14 @@ use crate::{
     },
     form::{FORMS, Sample},
     plan::{self, Choice, Decision, Planner},
-    safetensors::{Dtype, HEADER_MAX, Header, TensorInfo, header_to_bytes},
+    safetensors::{self, Dtype, HEADER_MAX, Header, TensorInfo, header_to_bytes},
 };
 
 /// Every section starts on a multiple of this many bytes, unless what is before it cannot be moved.
 const ALIGN: u64 = 16;
 /// A tensor is sampled for a prediction in this many pieces of this many bytes.
-const SAMPLE_PIECES: usize = 8;
-const SAMPLE_BYTES: usize = 128 << 10;
+const SAMPLE_PIECES: u64 = 8;
+const SAMPLE_BYTES: u64 = 128 << 10;
 
 /// Compresses a model directory to a bundle.
 ///
@@ -78,10 +80,11 @@ pub fn compress_with(
 ) -> Result<CompressReport, BundleError> {
     let started = Instant::now();
     let planner = Planner::new(options)?;
-    Stage::check(source, output, options.force)?;
+    let replaceable = options.force.then_some(Replaceable::Bundle);
+    Stage::check(source, output, replaceable.as_ref())?;
     let model = Source::open(source)?;
     planner.check_rules(tensor_names(&model))?;
-    let stage = Stage::open(source, output, options.force, options.resume)?;
+    let stage = Stage::open(source, output, replaceable, options.resume)?;
     let job = Job { options, planner: &planner, stage: &stage, encoder, progress };
     let result = on_threads(options.threads, || job.run(&model));
     let (manifest, resumed_files, stored_bytes, verified_tensors) = result?;
@@ -161,7 +164,7 @@ pub(crate) fn tensor_reports(manifest: &Manifest) -> Vec<TensorReport> {
     files
         .flat_map(|file| {
             file.tensors.iter().map(|t| {
-                let elements = t.shape.iter().map(|&d| d as u64).product();
+                let elements = safetensors::elements(&t.shape);
                 TensorReport {
                     file: file.name.clone(),
                     name: t.name.clone(),
@@ -192,24 +195,26 @@ fn predict(
             stored_bytes += if matches!(file.kind, Kind::Index(_)) { 4 * file.bytes } else { file.bytes };
             continue;
         };
-        let map = Mapped::open(&file.path, file.bytes)?;
+        let input = Input::open_same(&file.path, &file.stamp)?;
         let tensors: Vec<TensorReport> = header
             .tensors
             .par_iter()
             .map(|info| {
                 let decision = planner.decide(&info.name, info.dtype, &info.shape);
                 if decision.choice.grid().is_none() {
-                    return report(&file.name, info, &decision, &decision.choice, info.bytes);
+                    return Ok(report(&file.name, info, &decision, &decision.choice, info.bytes));
                 }
-                let sample = Sample::of(&pieces(map.slice(info.offset, info.bytes)), options.code_limit);
-                match plan::predict(decision.choice.clone(), &sample) {
+                let pieces = pieces(info.bytes).into_iter().map(|(at, bytes)| input.read(info.offset + at, bytes));
+                let pieces = pieces.collect::<Result<Vec<_>, _>>()?;
+                let pieces: Vec<&[u8]> = pieces.iter().map(Vec::as_slice).collect();
+                let sample = Sample::of(&pieces, options.code_limit);
+                Ok(match plan::predict(decision.choice.clone(), &sample) {
                     (choice, Some(bytes)) if bytes < info.bytes => report(&file.name, info, &decision, &choice, bytes),
                     (choice, Some(_)) => report(&file.name, info, &decision, &choice.not_smaller(), info.bytes),
                     (choice, None) => report(&file.name, info, &decision, &choice, info.bytes),
-                }
+                })
             })
-            .collect();
-        map.release(0..file.bytes);
+            .collect::<Result<_, BundleError>>()?;
         // Shard header and manifest name every section once each, about 1.5 KB a tensor with its digests.
         let coded = tensors.iter().filter(|t| t.form != FormId::RAW).count() as u64;
         stored_bytes += 2 * header.data_offset + 1500 * coded;
@@ -219,13 +224,13 @@ fn predict(
     Ok((reports, stored_bytes))
 }
 
-/// Pieces spread evenly over a tensor, each on a multiple of 64 elements; all of a small one.
-fn pieces(bytes: &[u8]) -> Vec<&[u8]> {
-    if bytes.len() <= SAMPLE_PIECES * SAMPLE_BYTES {
-        return vec![bytes];
+/// Pieces (offset, bytes) spread evenly over a tensor, each on a multiple of 64 elements; all of a small one.
+fn pieces(bytes: u64) -> Vec<(u64, u64)> {
+    if bytes <= SAMPLE_PIECES * SAMPLE_BYTES {
+        return vec![(0, bytes)];
     }
-    let step = (bytes.len() - SAMPLE_BYTES) / (SAMPLE_PIECES - 1) / 128 * 128;
-    (0..SAMPLE_PIECES).map(|i| &bytes[i * step..][..SAMPLE_BYTES]).collect()
+    let step = (bytes - SAMPLE_BYTES) / (SAMPLE_PIECES - 1) / 128 * 128;
+    (0..SAMPLE_PIECES).map(|i| (i * step, SAMPLE_BYTES)).collect()
 }
 
 struct Job<'a> {
@@ -236,14 +241,33 @@ struct Job<'a> {
     progress: &'a dyn Progress,
 }
 
-/// What is kept of a finished shard until the bundle is complete.
+/// What is kept of a finished shard until the bundle is complete. It names no time and no path of the source: a later run compares the source's
+/// bytes with the digests.
 #[derive(Serialize, Deserialize)]
-struct Record {
+pub(crate) struct Record {
     /// Everything that decides the shard's bytes beside the source.
     options: String,
-    source_bytes: u64,
-    source_modified_ns: u128,
     file: WeightsFile,
+}
+
+impl Record {
+    /// The digest of the JSON text, then that text.
+    fn to_bytes(&self) -> Vec<u8> {
+        let json = serde_json::to_vec(self).expect("a record is strings, numbers and lists");
+        [Digest::of(&json).to_string().as_bytes(), b"\n", &json].concat()
+    }
+
+    /// `None` for anything that [`Record::to_bytes`] did not write, or a damaged one: the shard is then made again.
+    pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
+        let (digest, json) = bytes.split_at_checked(33)?;
+        let (digest, end) = digest.split_at(32);
+        if end != b"\n" || Digest::of(json).to_string().as_bytes() != digest {
+            return None;
+        }
+        let record: Self = serde_json::from_slice(json).ok()?;
+        manifest::check_weights(&record.file).ok()?;
+        Some(record)
+    }
 }
 
 /// A shard that is written but may not be on the disk yet.
@@ -260,7 +284,8 @@ impl Job<'_> {
         let mut resumed = BTreeMap::new();
         if self.options.resume {
             for file in &model.files {
-                if let Some(entry) = self.resumable(file) {
+                self.check_cancelled()?;
+                if let Some(entry) = self.resumable(file)? {
                     resumed.insert(file.name.clone(), entry);
                 }
             }
@@ -300,15 +325,7 @@ impl Job<'_> {
                         }
                     }),
                     Kind::Index(_) => {
-                        let contents = self.stage.copy(
-                            &file.path,
-                            &format!("{}{INDEX_SOURCE_SUFFIX}", file.name),
-                            self.options.sha256,
-                            |bytes| {
-                                self.progress.advance(bytes);
-                                self.check_cancelled()
-                            },
-                        )?;
+                        let contents = self.copy(file, &format!("{}{INDEX_SOURCE_SUFFIX}", file.name))?;
                         // Its stored form is written when the stored names of all shards are known.
                         FileEntry::Index(IndexFile {
                             name: file.name.clone(),
@@ -320,10 +337,7 @@ impl Job<'_> {
                         })
                     }
                     Kind::Copied => {
-                        let contents = self.stage.copy(&file.path, &file.name, self.options.sha256, |bytes| {
-                            self.progress.advance(bytes);
-                            self.check_cancelled()
-                        })?;
+                        let contents = self.copy(file, &file.name)?;
                         FileEntry::Copied(CopiedFile {
                             name: file.name.clone(),
                             size: contents.bytes,
@@ -358,6 +372,15 @@ impl Job<'_> {
         if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
     }
 
+    /// Copies a file that is no weights.
+    fn copy(&self, file: &SourceFile, name: &str) -> Result<Contents, BundleError> {
+        let advance = |bytes| {
+            self.progress.advance(bytes);
+            self.check_cancelled()
+        };
+        self.stage.copy(&Input::open_same(&file.path, &file.stamp)?, name, self.options.sha256, advance, |_| Ok(()))
+    }
+
     /// The options that a shard depends on, as text.
     fn fingerprint(&self) -> String {
         let o = self.options;
@@ -375,33 +398,56 @@ impl Job<'_> {
         )
     }
 
-    fn record_path(&self, name: &str) -> PathBuf {
-        self.stage.records().join(format!("{}.json", Digest::of(name.as_bytes())))
-    }
-
-    /// The entry of a shard that an interrupted run finished, if options and source are the same and its bytes are sound.
-    fn resumable(&self, file: &SourceFile) -> Option<WeightsFile> {
-        let Kind::Weights { header_bytes, .. } = &file.kind else { return None };
-        let record: Record = serde_json::from_slice(&fs::read(self.record_path(&file.name)).ok()?).ok()?;
-        let same = record.options == self.fingerprint()
-            && record.file.name == file.name
-            && (record.source_bytes, record.source_modified_ns) == (file.bytes, file.modified_ns)
-            && record.file.header_digest == Digest::of(header_bytes);
+    /// The entry of a shard that an interrupted run finished, if it is of this very source and these options, and its bytes are sound.
+    ///
+    /// The source is read for that, which takes a fraction of encoding it: name, size and time of a file do not tell one model from another.
+    fn resumable(&self, file: &SourceFile) -> Result<Option<WeightsFile>, BundleError> {
+        let Kind::Weights { header, header_bytes } = &file.kind else { return Ok(None) };
+        let Ok(bytes) = files::read_small(&self.stage.record(&file.name), manifest::BYTES_MAX) else { return Ok(None) };
+        let Some(Record { options, file: entry }) = Record::parse(&bytes) else { return Ok(None) };
+        let planned = |(t, info): (&TensorEntry, &TensorInfo)| {
+            let decision = self.planner.decide(&info.name, info.dtype, &info.shape);
+            (&t.name, t.dtype, &t.shape, t.role, t.layer)
+                == (&info.name, info.dtype, &info.shape, decision.role, decision.layer)
+        };
+        let same = options == self.fingerprint()
+            && (&entry.name, entry.size, entry.sha256.is_some()) == (&file.name, file.bytes, self.options.sha256)
+            && entry.header_digest == Digest::of(header_bytes)
+            && entry.tensors.len() == header.tensors.len()
+            && entry.tensors.iter().zip(&header.tensors).all(planned);
         if !same {
-            return None;
+            return Ok(None);
         }
-        let shard = Shard::open(&self.stage.tree(), record.file).ok()?;
-        shard.source_header().ok()?;
-        for index in 0..shard.file.tensors.len() {
-            shard.check_sections(index).ok()?;
-            shard.release(index..index + 1);
+        let input = Input::open_same(&file.path, &file.stamp)?;
+        let mut sha = entry.sha256.is_some().then(Sha256::new);
+        if let Some(sha) = &mut sha {
+            sha.update(header_bytes);
         }
-        Some(shard.file)
+        for (t, info) in entry.tensors.iter().zip(&header.tensors) {
+            let digest = input.stream(info.offset, info.bytes, |piece| {
+                if let Some(sha) = &mut sha {
+                    sha.update(piece);
+                }
+                self.check_cancelled()
+            })?;
+            if digest != t.digest {
+                return Ok(None);
+            }
+        }
+        input.check_unchanged()?;
+        if sha.map(files::hex) != entry.sha256 {
+            return Ok(None);
+        }
+        // Last, the shard itself: a section that was damaged since makes it worthless.
+        let Ok(shard) = Shard::open(&self.stage.tree(), entry) else { return Ok(None) };
+        let sound = shard.source_header().is_ok()
+            && (0..shard.file.tensors.len()).into_par_iter().all(|index| shard.is_sound(index));
+        Ok(sound.then_some(shard.file))
     }
 
     /// Compresses one safetensors file; what is written has yet to be settled.
     fn weights(&self, file: &SourceFile, header: &Header, header_bytes: &[u8]) -> Result<Written, BundleError> {
-        let map = Mapped::open(&file.path, file.bytes)?;
+        let input = Input::open_same(&file.path, &file.stamp)?;
         let decisions: Vec<Decision> =
             header.tensors.iter().map(|t| self.planner.decide(&t.name, t.dtype, &t.shape)).collect();
         let mut metadata: BTreeMap<String, String> = header.metadata.iter().cloned().collect();
@@ -416,51 +462,98 @@ impl Job<'_> {
         }
         let work = self.stage.work().join(format!("shard-{}", Digest::of(file.name.as_bytes())));
         let mut target = Target {
-            file: File::create(&work).map_err(self.stage.write_error(&work))?,
+            file: files::create(&work).map_err(self.stage.write_error(&work))?,
             path: &work,
             stage: self.stage,
             at: reserved,
             parts: Vec::new(),
         };
 
-        let (gate, failed) = (Gate::new(self.options.ram_bytes), AtomicBool::new(false));
+        let gate = Gate::new(self.options.ram_bytes);
+        let failed = AtomicBool::new(false);
         let (sender, receiver) = mpsc::channel::<Encoded<'_>>();
+        let tensors = header.tensors.iter().zip(&decisions);
+        let all = batches(tensors.map(|(t, d)| (t.bytes, d.choice.grid().is_none())), self.options.ram_bytes);
         let mut entries = Vec::with_capacity(header.tensors.len());
-        let (entries, deferred, sha256) = thread::scope(|scope| {
-            let sha256 = self.options.sha256.then(|| scope.spawn(|| files::sha256(&file.path)));
-            let (gate, map, target, failed) = (&gate, &map, &mut target, &failed);
-            let writer = scope.spawn(move || {
+        // One hash over what is encoded, in the order of the file: it cannot be of other bytes.
+        let mut sha = self.options.sha256.then(Sha256::new);
+        if let Some(sha) = &mut sha {
+            sha.update(header_bytes);
+        }
+        let deferred = thread::scope(|scope| {
+            let (gate, input, target, failed) = (&gate, &input, &mut target, &failed);
+            let writer = spawn(scope, move || {
                 let (mut result, mut deferred) = (Ok(()), Vec::new());
                 // After a failure the rest is taken in all the same, so that nobody waits at the gate for ever.
                 for encoded in receiver {
                     if result.is_ok() {
-                        result = target.put(&encoded, &mut deferred);
+                        result = target.put(&encoded, &mut deferred, input);
                         failed.store(result.is_err(), Ordering::Relaxed);
                     }
                     let held = encoded.held_bytes;
-                    map.release(encoded.info.offset..encoded.info.offset + encoded.info.bytes);
                     drop(encoded);
                     gate.leave(held);
                 }
                 result.map(|()| deferred)
-            });
-            let mut encode_all = || {
-                for batch in batches(header.tensors.iter().map(|t| t.bytes), self.options.ram_bytes) {
+            })?;
+            // The next batch is read while this one is encoded. Two buffers take turns.
+            let (give_back, free) = mpsc::channel::<Vec<u8>>();
+            for _ in 0..2 {
+                // The other end is at hand.
+                _ = give_back.send(Vec::new());
+            }
+            let (read, batches) = mpsc::sync_channel::<Result<(Work, u64, Vec<u8>), BundleError>>(0);
+            let reader = spawn(scope, move || {
+                for work in all {
+                    let bytes = match &work {
+                        Work::Batch(batch) => header.tensors[batch.clone()].iter().map(|t| t.bytes).sum::<u64>(),
+                        Work::Pieces(_) => 0,
+                    };
+                    // The source and its encoded form, which is no larger.
+                    gate.enter(bytes.saturating_mul(2));
+                    let Ok(mut buffer) = free.recv() else { break };
+                    let filled = match &work {
+                        Work::Batch(batch) => fill(&mut buffer, input, &header.tensors[batch.start], bytes, &file.path),
+                        Work::Pieces(_) => Ok(()),
+                    };
+                    if read.send(filled.map(|()| (work, bytes, buffer))).is_err() {
+                        break;
+                    }
+                }
+            })?;
+            let encode_all = || {
+                for batch in batches {
+                    let (work, bytes, buffer) = batch?;
                     self.check_cancelled()?;
                     if failed.load(Ordering::Relaxed) {
                         break;
                     }
-                    let infos = &header.tensors[batch.clone()];
-                    // The source and its encoded form, which is no larger.
-                    let cost = infos.iter().map(|t| 2 * t.bytes).sum::<u64>();
-                    gate.enter(cost);
-                    let encoded: Vec<Encoded<'_>> = infos
-                        .par_iter()
-                        .zip(&decisions[batch])
-                        .map(|(info, decision)| self.encode(file, map.slice(info.offset, info.bytes), info, decision))
-                        .collect::<Result<_, _>>()?;
+                    let encoded = match work {
+                        Work::Pieces(index) => {
+                            let (info, decision) = (&header.tensors[index], &decisions[index]);
+                            vec![self.pieces(input, info, decision, sha.as_mut())?]
+                        }
+                        Work::Batch(batch) => {
+                            let infos = &header.tensors[batch.clone()];
+                            let first = infos[0].offset;
+                            let encode = || {
+                                infos
+                                    .par_iter()
+                                    .zip(&decisions[batch])
+                                    .map(|(info, decision)| {
+                                        let at = (info.offset - first) as usize;
+                                        self.encode(file, &buffer[at..at + info.bytes as usize], info, decision)
+                                    })
+                                    .collect::<Result<Vec<_>, _>>()
+                            };
+                            let hash = || sha.as_mut().map(|sha| sha.update(&buffer[..bytes as usize]));
+                            rayon::join(encode, hash).0?
+                        }
+                    };
+                    // The reader may have gone: there was nothing left to read.
+                    _ = give_back.send(buffer);
                     let held: u64 = encoded.iter().map(|e| e.held_bytes).sum();
-                    gate.leave(cost.saturating_sub(held));
+                    gate.leave(bytes.saturating_mul(2).saturating_sub(held));
                     for encoded in encoded {
                         entries.push(encoded.entry.clone());
                         if sender.send(encoded).is_err() {
@@ -471,13 +564,17 @@ impl Job<'_> {
                 Ok(())
             };
             let encoded = encode_all();
+            // A reader that waits at the gate or for a buffer goes on, and finds that nobody listens.
             drop(sender);
             let deferred = join(writer);
+            gate.open();
+            drop(give_back);
+            join(reader);
             encoded?;
-            let sha256 = sha256.map(join).transpose()?;
-            Ok::<_, BundleError>((entries, deferred?, sha256))
+            deferred
         })?;
-        target.put_deferred(deferred, &map, header)?;
+        let sha256 = sha.map(files::hex);
+        target.put_deferred(deferred, &input)?;
         target.write(header_bytes)?;
         target.parts.push(Part::new(
             SOURCE_HEADER.into(),
@@ -487,7 +584,7 @@ impl Job<'_> {
         ));
         let shard_header = target.finish(&metadata, reserved)?;
         let (shard_size, target) = (target.at, target.file);
-        map.check_unchanged()?;
+        input.check_unchanged()?;
 
         let header_digest = Digest::of(header_bytes);
         let entry = WeightsFile {
@@ -502,12 +599,7 @@ impl Job<'_> {
             shard_header_digest: Digest::of(&shard_header),
             tensors: entries,
         };
-        let record = Record {
-            options: self.fingerprint(),
-            source_bytes: file.bytes,
-            source_modified_ns: file.modified_ns,
-            file: entry,
-        };
+        let record = Record { options: self.fingerprint(), file: entry };
         self.progress.advance(header_bytes.len() as u64);
         Ok(Written { file: target, work, record })
     }
@@ -516,15 +608,33 @@ impl Job<'_> {
     fn settle(&self, shard: Written) -> Result<(), BundleError> {
         shard.file.sync_all().map_err(self.stage.write_error(&shard.work))?;
         self.stage.accept(&shard.work, &shard.record.file.name)?;
-        let path = self.record_path(&shard.record.file.name);
-        let json = serde_json::to_vec(&shard.record).expect("a record is strings, numbers and lists");
-        files::write_durably(&path, &json).map_err(self.stage.write_error(&path))
+        self.stage.put_record(&shard.record.file.name, &shard.record.to_bytes())
+    }
+
+    /// A large raw tensor: its digest now, its bytes when it is written.
+    fn pieces<'a>(
+        &self,
+        input: &Input,
+        info: &'a TensorInfo,
+        decision: &Decision,
+        mut sha: Option<&mut Sha256>,
+    ) -> Result<Encoded<'a>, BundleError> {
+        self.progress.tensor(&info.name);
+        let digest = input.stream(info.offset, info.bytes, |piece| {
+            if let Some(sha) = &mut sha {
+                sha.update(piece);
+            }
+            self.progress.advance(piece.len() as u64);
+            self.check_cancelled()
+        })?;
+        let entry = entry(info, decision, &decision.choice, digest, Vec::new());
+        Ok(Encoded { info, entry, stored: Stored::Later, held_bytes: 0 })
     }
 
     fn encode<'a>(
         &self,
         file: &SourceFile,
-        bytes: &'a [u8],
+        bytes: &[u8],
         info: &'a TensorInfo,
         decision: &Decision,
     ) -> Result<Encoded<'a>, BundleError> {
@@ -532,27 +642,15 @@ impl Job<'_> {
         let (digest, choice, stored) = encode_tensor(bytes, decision.choice.clone(), self.options, self.encoder)
             .map_err(|source| BundleError::Encoder { file: file.name.clone(), tensor: info.name.clone(), source })?;
         let coded: Vec<(Section, &[u8])> = match &stored {
-            Stored::Raw(_) => Vec::new(),
             Stored::Coded(tensor) => tensor.sections().collect(),
+            _ => Vec::new(),
         };
         let sections: Vec<SectionEntry> = coded
             .into_par_iter()
             .map(|(name, bytes)| SectionEntry { name, bytes: bytes.len() as u64, digest: Digest::of(bytes) })
             .collect();
         let held_bytes = if sections.is_empty() { info.bytes } else { sections.iter().map(|s| s.bytes).sum::<u64>() };
-        let entry = TensorEntry {
-            name: info.name.clone(),
-            dtype: info.dtype,
-            shape: info.shape.clone(),
-            role: decision.role,
-            layer: decision.layer,
-            form: choice.form(),
-            reason: choice.reason(),
-            rows: choice.grid().map(|grid| grid.rows()),
-            cols: choice.grid().map(|grid| grid.cols()),
-            digest,
-            sections,
-        };
+        let entry = entry(info, decision, &choice, digest, sections);
         self.progress.advance(info.bytes);
         Ok(Encoded { info, entry, stored, held_bytes })
     }
@@ -582,20 +680,59 @@ impl Job<'_> {
             shard.source_header()?;
             let all = self.options.verify == VerifyAfter::Full;
             let sample = sampled(file);
-            for index in (0..file.tensors.len()).filter(|index| all || sample.contains(index)) {
+            let chosen = |index: &usize| all || sample.contains(index);
+            for work in shard.work(self.options.ram_bytes) {
                 self.check_cancelled()?;
-                let mut out = crate::bits::zeroed(shard.original_bytes(index) as usize);
-                shard.decode(index, &mut out)?;
-                shard.release(index..index + 1);
-                verified += 1;
+                let batch = match work {
+                    Work::Pieces(index) if chosen(&index) => {
+                        shard.stream(index, |_| self.check_cancelled())?;
+                        verified += 1;
+                        continue;
+                    }
+                    Work::Pieces(_) => continue,
+                    Work::Batch(batch) => batch,
+                };
+                let chosen: Vec<usize> = batch.filter(chosen).collect();
+                chosen
+                    .par_iter()
+                    .try_for_each(|&index| shard.decode(index, &mut shard.buffer(shard.original_bytes(index))?))?;
+                verified += chosen.len() as u64;
             }
         }
         Ok(verified)
     }
 }
 
-fn join<T>(handle: thread::ScopedJoinHandle<'_, T>) -> T {
-    handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+/// Reads consecutive tensors, `bytes` in all, to the start of a buffer.
+fn fill(buffer: &mut Vec<u8>, input: &Input, first: &TensorInfo, bytes: u64, path: &Path) -> Result<(), BundleError> {
+    if (buffer.len() as u64) < bytes {
+        // The old one first: both would be more than the bound allows.
+        drop(std::mem::take(buffer));
+        *buffer = files::buffer(bytes, path)?;
+    }
+    input.read_at(first.offset, &mut buffer[..bytes as usize])
+}
+
+fn entry(
+    info: &TensorInfo,
+    decision: &Decision,
+    choice: &Choice,
+    digest: Digest,
+    sections: Vec<SectionEntry>,
+) -> TensorEntry {
+    TensorEntry {
+        name: info.name.clone(),
+        dtype: info.dtype,
+        shape: info.shape.clone(),
+        role: decision.role,
+        layer: decision.layer,
+        form: choice.form(),
+        reason: choice.reason(),
+        rows: choice.grid().map(|grid| grid.rows()),
+        cols: choice.grid().map(|grid| grid.cols()),
+        digest,
+        sections,
+    }
 }
 
 /// First and last, the largest of each form, and every sixteenth.
@@ -610,8 +747,10 @@ fn sampled(file: &WeightsFile) -> HashSet<usize> {
 }
 
 /// A tensor as it will be stored.
-enum Stored<'a> {
-    Raw(&'a [u8]),
+enum Stored {
+    Raw(Vec<u8>),
+    /// Raw, and too large to be held: it is read again when it is written, and compared with its digest.
+    Later,
     Coded(StoredTensor<Vec<u8>>),
 }
 
@@ -619,29 +758,29 @@ enum Stored<'a> {
 struct Encoded<'a> {
     info: &'a TensorInfo,
     entry: TensorEntry,
-    stored: Stored<'a>,
+    stored: Stored,
     held_bytes: u64,
 }
 
 /// Digest and stored form of a tensor: the form chosen, what takes its place if it does not fit, or raw if it would not shrink.
-fn encode_tensor<'a>(
-    bytes: &'a [u8],
+fn encode_tensor(
+    bytes: &[u8],
     mut choice: Choice,
     options: &CompressOptions,
     encoder: &dyn Encoder,
-) -> Result<(Digest, Choice, Stored<'a>), EncoderError> {
+) -> Result<(Digest, Choice, Stored), EncoderError> {
     while let Some(grid) = choice.grid() {
         let matrix = Matrix::new(bytes, grid.rows(), grid.cols())?;
         match encoder.encode(matrix, choice.form(), options.code_limit) {
             Ok((digest, tensor)) if tensor.stored_bytes() < bytes.len() as u64 => {
                 return Ok((digest, choice, Stored::Coded(tensor)));
             }
-            Ok((digest, _)) => return Ok((digest, choice.not_smaller(), Stored::Raw(bytes))),
+            Ok((digest, _)) => return Ok((digest, choice.not_smaller(), Stored::Raw(bytes.to_vec()))),
             Err(EncoderError::Unfit(why)) => choice = choice.unfit(why),
             Err(error) => return Err(error),
         }
     }
-    Ok((Digest::of(bytes), choice, Stored::Raw(bytes)))
+    Ok((Digest::of(bytes), choice, Stored::Raw(bytes.to_vec())))
 }
 
 /// A part of a shard as its header names it.
@@ -661,15 +800,15 @@ impl Part {
 /// A part that waits for the end of the shard because it would misalign what follows.
 struct Deferred {
     part: Part,
-    contents: Contents,
+    contents: Pending,
 }
 
 /// Where the bytes of a part come from that is written later.
-enum Contents {
-    /// From the source: a raw tensor.
-    Raw { offset: u64 },
-    /// From the source: `bytes` bytes whose sign_mantissa is meant. Half of a large tensor would be much to hold.
-    SignMantissa { offset: u64, bytes: u64 },
+enum Pending {
+    /// From the source, from `offset` on: a raw tensor with this digest.
+    Raw { offset: u64, digest: Digest },
+    /// From the source: the sign_mantissa of the `bytes` bytes from `offset` on, which have this digest. Half of a large tensor would be much to hold.
+    SignMantissa { offset: u64, bytes: u64, digest: Digest },
     /// Small sections of other kinds, held.
     Held(Vec<u8>),
 }
@@ -692,63 +831,74 @@ impl Target<'_> {
         Ok(())
     }
 
-    fn put(&mut self, encoded: &Encoded<'_>, deferred: &mut Vec<Deferred>) -> Result<(), BundleError> {
-        let info = encoded.info;
-        let mut place = |target: &mut Self, part: Part, bytes: &[u8], contents: &dyn Fn() -> Contents| {
-            if !part.bytes.is_multiple_of(ALIGN) {
-                deferred.push(Deferred { part, contents: contents() });
-                return Ok(());
-            }
-            target.parts.push(part);
-            target.write(bytes)
-        };
-        let (offset, source_bytes) = (info.offset, info.bytes);
+    fn put(&mut self, encoded: &Encoded<'_>, deferred: &mut Vec<Deferred>, input: &Input) -> Result<(), BundleError> {
+        let (info, digest, offset) = (encoded.info, encoded.entry.digest, encoded.info.offset);
         let (tensor, grid) = match (&encoded.stored, encoded.entry.grid()) {
             (Stored::Coded(tensor), Some(grid)) => (tensor, grid),
-            (Stored::Raw(bytes), _) => {
+            (stored, _) => {
                 let part = Part::new(info.name.clone(), info.dtype, info.shape.clone(), info.bytes);
-                return place(self, part, bytes, &|| Contents::Raw { offset });
+                match stored {
+                    _ if !part.bytes.is_multiple_of(ALIGN) => {
+                        deferred.push(Deferred { part, contents: Pending::Raw { offset, digest } });
+                        return Ok(());
+                    }
+                    Stored::Raw(bytes) => self.write(bytes)?,
+                    _ => self.write_again(input, offset, info.bytes, digest, |piece| Cow::Borrowed(piece))?,
+                }
+                self.parts.push(part);
+                return Ok(());
             }
-            (Stored::Coded(_), None) => return Ok(()),
         };
         for (section, bytes) in tensor.sections() {
             let shape = section.shape(grid, bytes.len());
             let part = Part::new(section_name(&info.name, section), section.dtype(), shape, bytes.len() as u64);
-            place(self, part, bytes, &|| match section {
-                Section::SIGN_MANTISSA => Contents::SignMantissa { offset, bytes: source_bytes },
-                _ => Contents::Held(bytes.to_vec()),
-            })?;
+            if part.bytes.is_multiple_of(ALIGN) {
+                self.write(bytes)?;
+                self.parts.push(part);
+            } else {
+                let contents = match section {
+                    Section::SIGN_MANTISSA => Pending::SignMantissa { offset, bytes: info.bytes, digest },
+                    _ => Pending::Held(bytes.to_vec()),
+                };
+                deferred.push(Deferred { part, contents });
+            }
         }
         Ok(())
     }
 
     /// Writes what waited, largest elements first, so that each keeps its own alignment.
-    fn put_deferred(&mut self, mut deferred: Vec<Deferred>, map: &Mapped, header: &Header) -> Result<(), BundleError> {
-        const CHUNK: usize = 4 << 20;
+    fn put_deferred(&mut self, mut deferred: Vec<Deferred>, input: &Input) -> Result<(), BundleError> {
         deferred.sort_by_key(|d| std::cmp::Reverse(d.part.dtype.bits()));
         for item in deferred {
-            let (offset, bytes, split) = match item.contents {
-                Contents::Held(bytes) => {
-                    self.write(&bytes)?;
-                    self.parts.push(item.part);
-                    continue;
+            match item.contents {
+                Pending::Held(bytes) => self.write(&bytes)?,
+                Pending::Raw { offset, digest } => {
+                    self.write_again(input, offset, item.part.bytes, digest, |piece| Cow::Borrowed(piece))?;
                 }
-                Contents::Raw { offset } => (offset, item.part.bytes, false),
-                Contents::SignMantissa { offset, bytes } => (offset, bytes, true),
-            };
-            debug_assert!(offset >= header.data_offset);
-            for chunk in map.slice(offset, bytes).chunks(CHUNK) {
-                if split {
+                Pending::SignMantissa { offset, bytes, digest } => {
                     let split = |e: &[u8]| bf16::sign_mantissa(u16::from_le_bytes([e[0], e[1]]));
-                    self.write(&chunk.chunks_exact(2).map(split).collect::<Vec<u8>>())?;
-                } else {
-                    self.write(chunk)?;
+                    // A piece is an even number of bytes, as the tensor is.
+                    self.write_again(input, offset, bytes, digest, |piece| {
+                        Cow::Owned(piece.chunks_exact(2).map(split).collect())
+                    })?;
                 }
             }
-            map.release(offset..offset + bytes);
             self.parts.push(item.part);
         }
         Ok(())
+    }
+
+    /// Writes what becomes of bytes of the source that were read before: they must still be the same.
+    fn write_again(
+        &mut self,
+        input: &Input,
+        offset: u64,
+        bytes: u64,
+        expected: Digest,
+        form: impl Fn(&[u8]) -> Cow<'_, [u8]>,
+    ) -> Result<(), BundleError> {
+        let got = input.stream(offset, bytes, |piece| self.write(&form(piece)))?;
+        if got == expected { Ok(()) } else { Err(input.changed()) }
     }
 
     /// Writes the header before the data.

@@ -5,7 +5,6 @@
 
 use std::{
     collections::HashSet,
-    fs::File,
     ops::Range,
     os::unix::fs::FileExt,
     path::Path,
@@ -19,17 +18,13 @@ use std::{
 
 use super::{
     BundleError, DecompressOptions, DecompressReport, FileReport, Progress,
-    files::{self, Contents, Mapped},
-    pipeline::{Gate, batches, on_threads},
+    files::{self, CHUNK, Contents, Input},
+    pipeline::{Gate, Work, join, on_threads, spawn},
     read::{Shard, check_sizes, read_manifest},
     report::peak_rss_bytes,
-    stage::Stage,
+    stage::{Replaceable, Stage},
 };
-use crate::{
-    Digest,
-    bits::zeroed,
-    bundle::manifest::{FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile},
-};
+use crate::bundle::manifest::{FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile};
 
 /// Rebuilds the source files of a bundle, byte for byte.
 ///
@@ -46,7 +41,9 @@ pub fn decompress(
 ) -> Result<DecompressReport, BundleError> {
     let started = Instant::now();
     let manifest = read_manifest(bundle)?;
-    Stage::check(bundle, output, options.force)?;
+    let names = || manifest.files.iter().map(|file| file.name().to_string()).collect();
+    let replaceable = options.force.then(|| Replaceable::Files(names()));
+    Stage::check(bundle, output, replaceable.as_ref())?;
     // Every file before any is decoded: a missing shard is known at once.
     for file in &manifest.files {
         check_sizes(bundle, file)?;
@@ -54,7 +51,7 @@ pub fn decompress(
             Shard::open(bundle, file.clone())?;
         }
     }
-    let stage = Stage::open(bundle, output, options.force, options.resume)?;
+    let stage = Stage::open(bundle, output, replaceable, options.resume)?;
     let job = Job { bundle, options, progress, stage: &stage };
     let files = on_threads(options.threads, || job.run(&manifest))?;
     stage.finish()?;
@@ -139,11 +136,9 @@ impl Job<'_> {
             self.progress.advance(bytes);
             self.check_cancelled()
         };
-        let contents =
-            self.stage.copy_checked(&self.bundle.join(stored), file.name(), file.sha256().is_some(), advance, |got| {
-                check_contents(file, stored, got)
-            });
-        contents.map(|_| ())
+        let from = Input::open(&self.bundle.join(stored))?;
+        let check = |got: &Contents| check_contents(file, stored, got);
+        self.stage.copy(&from, file.name(), file.sha256().is_some(), advance, check).map(|_| ())
     }
 
     /// Rebuilds one safetensors file.
@@ -151,31 +146,34 @@ impl Job<'_> {
         let shard = Shard::open(self.bundle, file.clone())?;
         let header = shard.source_header()?;
         let work = self.stage.work().join("file");
-        let target = File::create(&work).map_err(self.stage.write_error(&work))?;
+        let target = files::create(&work).map_err(self.stage.write_error(&work))?;
         let write = |bytes: &[u8], at: u64| {
             target.write_all_at(bytes, at).map_err(self.stage.write_error(&work))?;
             self.stage.wrote(bytes.len() as u64);
             Ok(())
         };
-        write(header, 0)?;
+        write(&header, 0)?;
         let gate = Gate::new(self.options.ram_bytes);
         let failed = AtomicBool::new(false);
         let (sender, receiver) = mpsc::channel::<(Vec<u8>, usize, u64)>();
-        let sizes = || (0..file.tensors.len()).map(|index| shard.original_bytes(index));
-        let batches = batches(sizes(), self.options.ram_bytes);
+        let all = shard.work(self.options.ram_bytes);
         let batch_bytes = |batch: &Range<usize>| batch.clone().map(|index| shard.original_bytes(index)).sum::<u64>();
         // Two buffers take turns, one decoded to while the other is written: fresh pages for each batch would cost more than
         // decoding. A batch too large for two of its size gets one of its own.
-        let pooled_max = gate.limit() / 2;
-        let pooled = batches.iter().map(batch_bytes).filter(|&bytes| bytes <= pooled_max).max().unwrap_or(0);
+        let pooled_max = (gate.limit() / 2).max(CHUNK as u64);
+        let sizes = all.iter().map(|work| match work {
+            Work::Batch(batch) => batch_bytes(batch),
+            Work::Pieces(_) => CHUNK as u64,
+        });
+        let pooled = sizes.filter(|&bytes| bytes <= pooled_max).max().unwrap_or(0);
         let (give_back, free) = mpsc::channel::<Vec<u8>>();
         for _ in 0..2 {
             // The other end is at hand.
-            _ = give_back.send(zeroed(pooled as usize));
+            _ = give_back.send(shard.buffer(pooled)?);
         }
         thread::scope(|scope| {
             let (gate, failed) = (&gate, &failed);
-            let writer = scope.spawn(move || {
+            let writer = spawn(scope, move || {
                 let mut result = Ok(());
                 for (buffer, bytes, at) in receiver {
                     if result.is_ok() {
@@ -189,23 +187,40 @@ impl Job<'_> {
                     gate.leave(bytes as u64);
                 }
                 result
-            });
+            })?;
             let decode_all = || {
                 let mut at = file.header_bytes;
-                for batch in batches {
+                for work in all {
                     self.check_cancelled()?;
                     if failed.load(Ordering::Relaxed) {
                         break;
                     }
+                    let batch = match work {
+                        Work::Batch(batch) => batch,
+                        Work::Pieces(index) => {
+                            self.progress.tensor(&file.tensors[index].name);
+                            shard.stream(index, |piece| {
+                                self.check_cancelled()?;
+                                gate.enter(piece.len() as u64);
+                                // Both ends live as long as the writer, which hands every buffer back.
+                                let mut buffer = free.recv().unwrap_or_else(|_| vec![0; piece.len()]);
+                                buffer[..piece.len()].copy_from_slice(piece);
+                                _ = sender.send((buffer, piece.len(), at));
+                                at += piece.len() as u64;
+                                self.progress.advance(piece.len() as u64);
+                                Ok(())
+                            })?;
+                            continue;
+                        }
+                    };
                     let bytes = batch_bytes(&batch);
-                    // The coded form is mapped, the decoded one in the buffer.
-                    gate.enter(2 * bytes);
-                    let buffer = if bytes <= pooled { free.recv().ok() } else { Some(zeroed(bytes as usize)) };
+                    // The coded form, and what it becomes.
+                    gate.enter(bytes.saturating_mul(2));
+                    let buffer = if bytes <= pooled { free.recv().ok() } else { Some(shard.buffer(bytes)?) };
                     let Some(mut buffer) = buffer else { break };
-                    let results = shard.decode_batch(batch.clone(), &mut buffer[..bytes as usize], |entry| {
+                    let results = shard.decode_batch(batch, &mut buffer[..bytes as usize], |entry| {
                         self.progress.tensor(&entry.name);
                     });
-                    shard.release(batch);
                     gate.leave(bytes);
                     results.into_iter().collect::<Result<(), _>>()?;
                     self.progress.advance(bytes);
@@ -218,26 +233,31 @@ impl Job<'_> {
             };
             let decoded = decode_all();
             drop(sender);
-            let written = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let written = join(writer);
             decoded?;
             written
         })?;
         target.sync_all().map_err(self.stage.write_error(&work))?;
         if let Some(expected) = &file.sha256 {
-            let got = files::sha256(&work)?;
-            if got != *expected {
-                return Err(BundleError::Mismatch {
-                    file: file.name.clone(),
-                    what: "SHA-256 of the rebuilt file".into(),
-                    offset: 0,
-                    expected: expected.clone(),
-                    got,
-                });
-            }
+            check_sha256(file, expected, files::sha256(&work)?)?;
         }
         self.progress.advance(file.header_bytes);
         self.stage.accept(&work, &file.name)
     }
+}
+
+/// Compares the SHA-256 of a rebuilt file with the manifest's.
+pub(crate) fn check_sha256(file: &WeightsFile, expected: &str, got: String) -> Result<(), BundleError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(BundleError::Mismatch {
+        file: file.name.clone(),
+        what: "SHA-256 of the rebuilt file".into(),
+        offset: 0,
+        expected: expected.into(),
+        got,
+    })
 }
 
 /// Compares what was read of a stored file with the manifest.
@@ -259,17 +279,17 @@ pub(crate) fn check_contents(file: &FileEntry, stored: &str, got: &Contents) -> 
 
 /// Compares a source file (or a rebuilt one) with what the manifest says: the first difference, if any.
 pub(crate) fn compare_source(path: &Path, file: &WeightsFile) -> Result<Option<BundleError>, BundleError> {
-    let bytes = path.metadata().map_err(BundleError::io("look at the file", path))?.len();
+    let input = Input::open(path)?;
+    let bytes = input.stamp().bytes;
     if bytes != file.size {
         return Ok(Some(BundleError::FileSize { file: file.name.clone(), expected: file.size, got: bytes }));
     }
-    let map = Mapped::open(path, bytes)?;
     let mut at = 0;
     let header = ("header".to_string(), file.header_bytes, file.header_digest);
     let tensors =
         file.tensors.iter().map(|t| (format!("tensor '{}'", t.name), t.original_bytes().unwrap_or(0), t.digest));
     for (what, bytes, expected) in std::iter::once(header).chain(tensors) {
-        let got = Digest::of(map.slice(at, bytes));
+        let got = input.stream(at, bytes, |_| Ok(()))?;
         if got != expected {
             return Ok(Some(BundleError::Mismatch {
                 file: file.name.clone(),
@@ -279,7 +299,6 @@ pub(crate) fn compare_source(path: &Path, file: &WeightsFile) -> Result<Option<B
                 got: got.to_string(),
             }));
         }
-        map.release(at..at + bytes);
         at += bytes;
     }
     Ok(None)

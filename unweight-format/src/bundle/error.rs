@@ -104,10 +104,20 @@ pub enum BundleError {
         input: PathBuf,
     },
     /// `<output>.partial` is something else.
-    #[error("{}: exists but was not made by an interrupted run; move it away", path.display())]
+    #[error("{}: not left by an interrupted run of this user ({reason}); move it away", path.display())]
     ForeignPartial {
-        /// The directory.
+        /// The directory, or what is in it.
         path: PathBuf,
+        /// What tells.
+        reason: &'static str,
+    },
+    /// The output may be replaced, and holds what would not be written anew.
+    #[error("{}: holds '{}', which is not of what would replace it; move it away, or choose another output", path.display(), file.escape_debug())]
+    NotReplaceable {
+        /// The output.
+        path: PathBuf,
+        /// The first such file.
+        file: String,
     },
     /// Another process is writing the same output.
     #[error("{}: another process is writing this output; wait for it, or choose another output", path.display())]
@@ -171,14 +181,42 @@ pub enum BundleError {
         path: PathBuf,
     },
     /// A source file changed while it was read.
-    #[error("{}: changed while it was read ({expected} bytes, now {got}); run again when nothing writes to it", path.display())]
+    #[error("{}: changed while it was read ({change}); run again when nothing writes to it", path.display())]
     SourceChanged {
         /// The file.
         path: PathBuf,
-        /// Bytes at first.
-        expected: u64,
-        /// Bytes now.
+        /// How it differs.
+        change: &'static str,
+    },
+    /// The system could not read on.
+    #[error("{}: cannot read at byte {offset}; look at the disk, or fetch the file again", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// First byte of the piece that could not be read.
+        offset: u64,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// A file above a limit of the format.
+    #[error("{}: {got} bytes, above the limit of {limit}; it is not what its name says", path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Most bytes.
+        limit: u64,
+        /// Its bytes.
         got: u64,
+    },
+    /// A tensor that does not fit in memory.
+    #[error("{}: {needed_bytes} bytes of memory are needed at once, this machine has {memory_bytes}; work on it on a larger machine", path.display())]
+    Memory {
+        /// The file.
+        path: PathBuf,
+        /// Bytes needed.
+        needed_bytes: u64,
+        /// Bytes of memory.
+        memory_bytes: u64,
     },
     /// A header would exceed what safetensors readers accept.
     #[error(

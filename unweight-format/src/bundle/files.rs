@@ -1,69 +1,163 @@
-//! Files: mapped for reading, copied with their digests, walked by relative name.
+//! Files: opened once, read by offset, copied with their digests, walked by relative name.
 
 use std::{
     fs::{self, File},
-    io::{Read, Write},
-    ops::Range,
+    io::{self, Write},
+    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
-use memmap2::{Mmap, UncheckedAdvice};
 use sha2::{Digest as _, Sha256};
 
 use super::BundleError;
-use crate::{Digest, bundle::manifest, digest::Digester};
+use crate::{Digest, bits, bundle::manifest, digest::Digester};
 
 /// Bytes moved at a time.
-const CHUNK: usize = 4 << 20;
+pub(crate) const CHUNK: usize = 4 << 20;
 
-/// A file mapped for reading.
-///
-/// The mapping follows the file: a process that truncates it while it is mapped ends this one with SIGBUS. Weights are not
-/// written to while they are read; [`Mapped::check_unchanged`] notices when they were.
-#[derive(Debug)]
-pub(crate) struct Mapped {
-    map: Mmap,
-    path: PathBuf,
+/// What tells one state of a file from another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    pub(crate) bytes: u64,
+    /// Device and inode: a file that was put in this one's place has others.
+    identity: (u64, u64),
+    /// Seconds and nanoseconds. A writer can set the first back, not the second.
+    modified: (i64, i64),
+    changed: (i64, i64),
 }
 
-impl Mapped {
-    /// Maps a file that must have `bytes` bytes.
-    pub(crate) fn open(path: &Path, bytes: u64) -> Result<Self, BundleError> {
-        let file = File::open(path).map_err(BundleError::io("open the file", path))?;
-        // SAFETY: the map is only read, and only as bytes; see the type's note on truncation.
-        let map = unsafe { Mmap::map(&file) }.map_err(BundleError::io("map the file", path))?;
-        if map.len() as u64 != bytes {
-            return Err(BundleError::SourceChanged { path: path.into(), expected: bytes, got: map.len() as u64 });
-        }
-        Ok(Self { map, path: path.into() })
-    }
-
-    /// Bytes `offset..offset + bytes`; the caller has checked them against the file's size.
-    pub(crate) fn slice(&self, offset: u64, bytes: u64) -> &[u8] {
-        &self.map[offset as usize..(offset + bytes) as usize]
-    }
-
-    /// Gives the memory of these bytes back; they are read from the file again when touched.
-    pub(crate) fn release(&self, range: Range<u64>) {
-        let (offset, bytes) = (range.start as usize, range.end.saturating_sub(range.start) as usize);
-        if bytes > 0 {
-            // SAFETY: the pages of a shared read-only map of a file; their contents are those of the file before and after.
-            let advised = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) };
-            // Only memory is at stake.
-            _ = advised;
+impl Stamp {
+    fn of(metadata: &fs::Metadata) -> Self {
+        Self {
+            bytes: metadata.len(),
+            identity: (metadata.dev(), metadata.ino()),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+            changed: (metadata.ctime(), metadata.ctime_nsec()),
         }
     }
 
-    /// Fails if the file has another size by now.
+    /// What differs from a later stamp, if anything.
+    fn difference(&self, later: &Self) -> Option<&'static str> {
+        if self.identity != later.identity {
+            return Some("another file has its name now");
+        }
+        if self.bytes != later.bytes {
+            return Some("its size is another now");
+        }
+        (self != later).then_some("it was written to")
+    }
+}
+
+/// A file open for reading.
+///
+/// Bytes are copied out of it, never mapped: a file that is truncated, or on a disk that fails, is an error with an offset, not a signal.
+#[derive(Debug)]
+pub(crate) struct Input {
+    file: File,
+    path: PathBuf,
+    stamp: Stamp,
+}
+
+impl Input {
+    /// Opens a regular file; anything else is refused without waiting for it.
+    pub(crate) fn open(path: &Path) -> Result<Self, BundleError> {
+        // A FIFO without a writer would block the call.
+        let file = File::options()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)
+            .map_err(BundleError::io("open the file", path))?;
+        let metadata = file.metadata().map_err(BundleError::io("look at the file", path))?;
+        if !metadata.is_file() {
+            return Err(BundleError::Unstorable { path: path.into(), reason: "not a regular file; move it away" });
+        }
+        Ok(Self { file, path: path.into(), stamp: Stamp::of(&metadata) })
+    }
+
+    /// Opens a file that must be as it was when it was looked at before.
+    pub(crate) fn open_same(path: &Path, stamp: &Stamp) -> Result<Self, BundleError> {
+        let input = Self::open(path)?;
+        match stamp.difference(&input.stamp) {
+            None => Ok(input),
+            Some(change) => Err(BundleError::SourceChanged { path: path.into(), change }),
+        }
+    }
+
+    /// As it was when it was opened.
+    pub(crate) fn stamp(&self) -> Stamp {
+        self.stamp
+    }
+
+    /// The file, at its start.
+    pub(crate) fn reader(&self) -> &File {
+        &self.file
+    }
+
+    /// Fills `out` from `offset` on.
+    pub(crate) fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<(), BundleError> {
+        // Piece by piece, so that the error names the offset.
+        for (i, piece) in out.chunks_mut(CHUNK).enumerate() {
+            let offset = offset + (i * CHUNK) as u64;
+            self.file.read_exact_at(piece, offset).map_err(|source| BundleError::Read {
+                path: self.path.clone(),
+                offset,
+                source,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// `bytes` bytes from `offset` on.
+    pub(crate) fn read(&self, offset: u64, bytes: u64) -> Result<Vec<u8>, BundleError> {
+        let mut out = buffer(bytes, &self.path)?;
+        self.read_at(offset, &mut out)?;
+        Ok(out)
+    }
+
+    /// Hands `bytes` bytes from `offset` on to `each`, in pieces and in order; returns their digest.
+    pub(crate) fn stream(
+        &self,
+        offset: u64,
+        bytes: u64,
+        mut each: impl FnMut(&[u8]) -> Result<(), BundleError>,
+    ) -> Result<Digest, BundleError> {
+        let (mut digester, mut done) = (Digester::default(), 0);
+        let mut piece = vec![0; CHUNK.min(usize::try_from(bytes).unwrap_or(CHUNK))];
+        while done < bytes {
+            let next = &mut piece[..(bytes - done).min(CHUNK as u64) as usize];
+            self.read_at(offset + done, next)?;
+            digester.update(next);
+            each(next)?;
+            done += next.len() as u64;
+        }
+        Ok(digester.finish())
+    }
+
+    /// The error for bytes that are not those that were read before.
+    pub(crate) fn changed(&self) -> BundleError {
+        BundleError::SourceChanged { path: self.path.clone(), change: "it was written to" }
+    }
+
+    /// Fails if the file is no longer as it was when it was opened, or another one has its name.
     pub(crate) fn check_unchanged(&self) -> Result<(), BundleError> {
-        let got = fs::metadata(&self.path).map_err(BundleError::io("look at the file", &self.path))?.len();
-        let expected = self.map.len() as u64;
-        if got == expected {
-            Ok(())
-        } else {
-            Err(BundleError::SourceChanged { path: self.path.clone(), expected, got })
+        let named = fs::metadata(&self.path).map_err(BundleError::io("look at the file", &self.path))?;
+        let own = self.file.metadata().map_err(BundleError::io("look at the file", &self.path))?;
+        for now in [own, named] {
+            if let Some(change) = self.stamp.difference(&Stamp::of(&now)) {
+                return Err(BundleError::SourceChanged { path: self.path.clone(), change });
+            }
         }
+        Ok(())
     }
+}
+
+/// `bytes` zero bytes, or an error that says for what they were needed.
+pub(crate) fn buffer(bytes: u64, path: &Path) -> Result<Vec<u8>, BundleError> {
+    let error = || BundleError::Memory { path: path.into(), needed_bytes: bytes, memory_bytes: bits::memory_bytes() };
+    if bytes > bits::memory_bytes() {
+        return Err(error());
+    }
+    bits::try_zeroed(usize::try_from(bytes).map_err(|_| error())?).ok_or_else(error)
 }
 
 /// What was read of a whole file.
@@ -78,59 +172,60 @@ pub(crate) struct Contents {
 pub(crate) fn read_through(
     path: &Path,
     sha256: bool,
+    each: impl FnMut(&[u8]) -> Result<(), BundleError>,
+) -> Result<Contents, BundleError> {
+    let input = Input::open(path)?;
+    let contents = read_input(&input, sha256, each)?;
+    input.check_unchanged()?;
+    Ok(contents)
+}
+
+/// As [`read_through`], of a file that is open.
+pub(crate) fn read_input(
+    input: &Input,
+    sha256: bool,
     mut each: impl FnMut(&[u8]) -> Result<(), BundleError>,
 ) -> Result<Contents, BundleError> {
-    let mut file = File::open(path).map_err(BundleError::io("open the file", path))?;
-    let (mut digester, mut sha, mut bytes) = (Digester::default(), sha256.then(Sha256::new), 0);
-    let mut chunk = vec![0; CHUNK];
-    loop {
-        let got = file.read(&mut chunk).map_err(BundleError::io("read the file", path))?;
-        if got == 0 {
-            break;
-        }
-        digester.update(&chunk[..got]);
+    let mut sha = sha256.then(Sha256::new);
+    let bytes = input.stamp().bytes;
+    let digest = input.stream(0, bytes, |chunk| {
         if let Some(sha) = &mut sha {
-            sha.update(&chunk[..got]);
+            sha.update(chunk);
         }
-        each(&chunk[..got])?;
-        bytes += got as u64;
-    }
-    Ok(Contents { bytes, digest: digester.finish(), sha256: sha.map(hex) })
+        each(chunk)
+    })?;
+    Ok(Contents { bytes, digest, sha256: sha.map(hex) })
 }
 
 /// SHA-256 of a file, as 64 digits.
 pub(crate) fn sha256(path: &Path) -> Result<String, BundleError> {
-    let mut file = File::open(path).map_err(BundleError::io("open the file", path))?;
-    let (mut sha, mut chunk) = (Sha256::new(), vec![0; CHUNK]);
-    loop {
-        match file.read(&mut chunk).map_err(BundleError::io("read the file", path))? {
-            0 => return Ok(hex(sha)),
-            got => sha.update(&chunk[..got]),
-        }
-    }
+    Ok(read_through(path, true, |_| Ok(()))?.sha256.unwrap_or_default())
 }
 
-fn hex(sha: Sha256) -> String {
+/// As 64 digits.
+pub(crate) fn hex(sha: Sha256) -> String {
     sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Reads a file of at most `limit` bytes.
 pub(crate) fn read_small(path: &Path, limit: u64) -> Result<Vec<u8>, BundleError> {
-    let file = File::open(path).map_err(BundleError::io("open the file", path))?;
-    let mut bytes = Vec::new();
-    file.take(limit + 1).read_to_end(&mut bytes).map_err(BundleError::io("read the file", path))?;
-    if bytes.len() as u64 > limit {
-        let source = std::io::Error::other(format!("it has more than {limit} bytes"));
-        return Err(BundleError::Io { action: "read the file", path: path.into(), source });
+    let input = Input::open(path)?;
+    if input.stamp().bytes > limit {
+        return Err(BundleError::TooLarge { path: path.into(), limit, got: input.stamp().bytes });
     }
-    Ok(bytes)
+    input.read(0, input.stamp().bytes)
 }
 
 /// Writes a file and waits until it is on the disk.
-pub(crate) fn write_durably(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let mut file = File::create(path)?;
+pub(crate) fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = create(path)?;
     file.write_all(bytes)?;
     file.sync_all()
+}
+
+/// Makes a file that was not there: a name that is taken, be it by a link, is an error.
+pub(crate) fn create(path: &Path) -> io::Result<File> {
+    File::options().write(true).create_new(true).open(path)
 }
 
 /// Waits until a directory's entries are on the disk.

@@ -9,6 +9,8 @@ use serde::{Deserialize, Serialize};
 use crate::{
     CodeLimit, Digest, FormId, Section, TileGrid,
     bundle::{BundleError, Profile, Scope},
+    digest::Digester,
+    layout::ELEMENTS_MAX,
     roles::Role,
     safetensors::Dtype,
 };
@@ -19,8 +21,10 @@ pub const FILE_NAME: &str = "unweight.json";
 pub const FORMAT: &str = "unweight";
 /// The version that this crate writes, and the newest major version that it reads.
 pub const VERSION: Version = Version { major: 1, minor: 0 };
-/// Largest manifest that is read, bytes.
-pub const BYTES_MAX: u64 = 1 << 30;
+/// Largest manifest that is read, bytes: some 100,000 tensors.
+pub const BYTES_MAX: u64 = 128 << 20;
+/// Most extents of a shape.
+pub const RANK_MAX: usize = 64;
 /// Name of the U8 tensor in every bundle shard that holds length and header of the source file.
 pub const SOURCE_HEADER: &str = "unweight.source_header";
 /// Between a tensor's name and its section's.
@@ -78,7 +82,7 @@ pub struct Options {
 
 /// A file of the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "snake_case")]
+#[serde(tag = "kind", rename_all = "snake_case", try_from = "FlatEntry")]
 pub enum FileEntry {
     /// A safetensors file.
     Weights(WeightsFile),
@@ -86,6 +90,82 @@ pub enum FileEntry {
     Index(IndexFile),
     /// Any other file, copied.
     Copied(CopiedFile),
+}
+
+/// The fields of every kind of file. Deserialising [`FileEntry`] through serde's tags would hold every value of an entry as a tree first, sixteen times
+/// its bytes.
+#[derive(Deserialize)]
+struct FlatEntry {
+    kind: String,
+    name: String,
+    size: u64,
+    digest: Digest,
+    sha256: Option<String>,
+    stored_size: Option<u64>,
+    stored_digest: Option<Digest>,
+    header_bytes: Option<u64>,
+    header_digest: Option<Digest>,
+    shard_size: Option<u64>,
+    shard_header_bytes: Option<u64>,
+    shard_header_digest: Option<Digest>,
+    tensors: Option<Vec<TensorEntry>>,
+}
+
+impl TryFrom<FlatEntry> for FileEntry {
+    type Error = String;
+
+    fn try_from(flat: FlatEntry) -> Result<Self, String> {
+        let FlatEntry { kind, name, size, digest, sha256, .. } = flat;
+        let missing = |field: &str| format!("file '{}' has no {field}", name.escape_default());
+        Ok(match kind.as_str() {
+            "weights" => Self::Weights(WeightsFile {
+                header_bytes: flat.header_bytes.ok_or_else(|| missing("header_bytes"))?,
+                header_digest: flat.header_digest.ok_or_else(|| missing("header_digest"))?,
+                shard_size: flat.shard_size.ok_or_else(|| missing("shard_size"))?,
+                shard_header_bytes: flat.shard_header_bytes.ok_or_else(|| missing("shard_header_bytes"))?,
+                shard_header_digest: flat.shard_header_digest.ok_or_else(|| missing("shard_header_digest"))?,
+                tensors: flat.tensors.ok_or_else(|| missing("tensors"))?,
+                name,
+                size,
+                digest,
+                sha256,
+            }),
+            "index" => Self::Index(IndexFile {
+                stored_size: flat.stored_size.ok_or_else(|| missing("stored_size"))?,
+                stored_digest: flat.stored_digest.ok_or_else(|| missing("stored_digest"))?,
+                name,
+                size,
+                digest,
+                sha256,
+            }),
+            "copied" => Self::Copied(CopiedFile { name, size, digest, sha256 }),
+            other => return Err(format!("unknown kind '{}'", other.escape_default())),
+        })
+    }
+}
+
+/// A shape of at most [`RANK_MAX`] extents: a longer one would take eight bytes of memory for two of text.
+fn shape_of<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<usize>, D::Error> {
+    struct Extents;
+    impl<'de> serde::de::Visitor<'de> for Extents {
+        type Value = Vec<usize>;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(f, "a shape of at most {RANK_MAX} extents")
+        }
+
+        fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut list: A) -> Result<Vec<usize>, A::Error> {
+            let mut shape = Vec::new();
+            while let Some(extent) = list.next_element()? {
+                if shape.len() == RANK_MAX {
+                    return Err(serde::de::Error::invalid_length(RANK_MAX + 1, &self));
+                }
+                shape.push(extent);
+            }
+            Ok(shape)
+        }
+    }
+    deserializer.deserialize_seq(Extents)
 }
 
 /// A safetensors file and the bundle shard of the same name.
@@ -154,6 +234,7 @@ pub struct TensorEntry {
     /// Type in the source.
     pub dtype: Dtype,
     /// Shape in the source.
+    #[serde(deserialize_with = "shape_of")]
     pub shape: Vec<usize>,
     /// What it is for, by its name.
     pub role: Role,
@@ -329,6 +410,9 @@ impl TensorEntry {
         if grid.elements() as u64 * 2 != original {
             return Some(format!("[{rows}, {cols}] does not have the elements of {:?}", self.shape));
         }
+        if grid.elements() as u64 > ELEMENTS_MAX {
+            return Some(format!("[{rows}, {cols}] has more than {ELEMENTS_MAX} elements: only a raw tensor may"));
+        }
         if let Err(why) = self.form.form().fits(grid) {
             return Some(format!("[{rows}, {cols}] cannot be {}: {why}", self.form));
         }
@@ -383,9 +467,10 @@ impl Manifest {
         let fail = |reason: String| BundleError::Manifest { path: path.into(), reason };
         let at = digest_digits(bytes).ok_or_else(|| fail("it has no manifest_digest; it is damaged".into()))?;
         let stored = String::from_utf8_lossy(&bytes[at.clone()]).into_owned();
-        let mut zeroed = bytes.to_vec();
-        zeroed[at].fill(b'0');
-        let digest = Digest::of(&zeroed);
+        // As if the digits were zeros, without a copy of it all.
+        let mut digester = Digester::default();
+        [&bytes[..at.start], &[b'0'; DIGEST_DIGITS], &bytes[at.end..]].iter().for_each(|part| digester.update(part));
+        let digest = digester.finish();
         if digest.to_string() != stored {
             return Err(fail(format!("its digest is {digest}, it says {stored}; it is damaged")));
         }
@@ -415,7 +500,9 @@ impl Manifest {
 
     fn check(&self) -> Result<(), String> {
         CodeLimit::new(self.options.code_limit).map_err(|e| e.to_string())?;
-        let mut names = std::collections::HashSet::new();
+        let mut names = std::collections::BTreeSet::new();
+        // Sums of all sizes, so that nobody who adds them up has to look.
+        let (mut source, mut stored_bytes) = (0u64, 0u64);
         for file in &self.files {
             let name = file.name();
             check_name(name).map_err(|reason| format!("file '{}': {reason}", name.escape_default()))?;
@@ -427,12 +514,27 @@ impl Manifest {
             if let Some(weights) = file.weights() {
                 check_weights(weights).map_err(|reason| format!("file '{}': {reason}", name.escape_default()))?;
             }
+            let sum = |sum: u64, bytes: u64| sum.checked_add(bytes).filter(|&sum| sum <= i64::MAX as u64);
+            let stored = file.stored().iter().try_fold(stored_bytes, |all, (_, bytes)| sum(all, *bytes));
+            let Some((all, stored)) = sum(source, file.size()).zip(stored) else {
+                return Err(format!("file '{}': the sizes up to it add up to more than 2^63", name.escape_default()));
+            };
+            (source, stored_bytes) = (all, stored);
+        }
+        // A file cannot be a directory, too.
+        for name in &names {
+            for (slash, _) in name.match_indices('/') {
+                if names.contains(&name[..slash]) {
+                    let (file, name) = (name[..slash].escape_default(), name.escape_default());
+                    return Err(format!("file '{file}' would have to be the directory of '{name}'"));
+                }
+            }
         }
         Ok(())
     }
 }
 
-fn check_weights(file: &WeightsFile) -> Result<(), String> {
+pub(crate) fn check_weights(file: &WeightsFile) -> Result<(), String> {
     let mut names = std::collections::HashSet::new();
     let (mut source, mut shard) = (file.header_bytes, file.shard_header_bytes.checked_add(file.header_bytes));
     for tensor in &file.tensors {
@@ -468,6 +570,9 @@ pub fn is_reserved(tensor: &str) -> bool {
 pub(crate) fn check_name(name: &str) -> Result<(), &'static str> {
     if name.is_empty() || name.len() > 4096 {
         return Err("a file name has 1 to 4096 bytes");
+    }
+    if name.split('/').any(|part| part.len() > 255) {
+        return Err("a part of a file name has at most 255 bytes");
     }
     if name.split('/').any(|part| matches!(part, "" | "." | "..")) {
         return Err("a file name is relative, without '.', '..' and empty parts");

@@ -97,7 +97,7 @@ options! {
         resume: bool,
         /// Replace an existing bundle (or an empty directory), once the new one is complete.
         force: bool,
-        /// What to decode again at the end.
+        /// What to read back and decode before the bundle gets its name; everything, unless said otherwise.
         verify: VerifyAfter,
         /// Also record the SHA-256 of every source file.
         sha256: bool,
@@ -118,7 +118,7 @@ impl CompressOptions {
             ram_bytes: None,
             resume: false,
             force: false,
-            verify: VerifyAfter::None,
+            verify: VerifyAfter::Full,
             sha256: false,
         }
     }

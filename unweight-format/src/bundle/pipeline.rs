@@ -1,8 +1,14 @@
 //! What compressing, decompressing and verifying share: threads, batches of tensors, and a bound on the bytes in flight.
 
 use std::{
+    io,
+    num::NonZero,
     ops::Range,
-    sync::{Condvar, Mutex, PoisonError},
+    sync::{
+        Condvar, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
 };
 
 use super::BundleError;
@@ -13,36 +19,74 @@ const DEFAULT_RAM_BYTES: u64 = 768 << 20;
 /// enough that writing overlaps with encoding.
 const BATCH_BYTES: u64 = 64 << 20;
 
-/// Runs `work` on a pool of `threads` (`None`: the pool that is there).
+/// A raw tensor above this is moved in pieces, so that it costs no memory however large it is.
+pub(crate) const RAW_WHOLE_MAX: u64 = 64 << 20;
+
+/// Runs `work` on a pool of `threads` (`None`: one for each processor).
+///
+/// The pool is this call's own: where threads cannot be made, that is an error, not the panic of a pool that starts by itself.
 pub(crate) fn on_threads<T: Send>(
     threads: Option<usize>,
     work: impl FnOnce() -> Result<T, BundleError> + Send,
 ) -> Result<T, BundleError> {
-    let Some(threads) = threads else { return work() };
+    if threads.is_none() && rayon::current_thread_index().is_some() {
+        return work();
+    }
+    let threads = threads.map_or_else(|| thread::available_parallelism().map_or(1, NonZero::get), |n| n.max(1));
+    let failed = |reason: String| BundleError::Threads { threads, reason };
     let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads.max(1))
+        .num_threads(threads)
         .thread_name(|i| format!("unweight-{i}"))
         .build()
-        .map_err(|error| BundleError::Threads { threads, reason: error.to_string() })?;
+        .map_err(|error| failed(error.to_string()))?;
     pool.install(work)
 }
 
-/// Cuts a sequence of sizes in batches: as many as fit `BATCH_BYTES` (and the memory allowed), at least one.
-pub(crate) fn batches(sizes: impl Iterator<Item = u64>, ram_bytes: Option<u64>) -> Vec<Range<usize>> {
+/// A thread of a scope, or an error where none can be made.
+pub(crate) fn spawn<'scope, 'env, T: Send + 'scope>(
+    scope: &'scope thread::Scope<'scope, 'env>,
+    work: impl FnOnce() -> T + Send + 'scope,
+) -> Result<thread::ScopedJoinHandle<'scope, T>, BundleError> {
+    let failed = |error: io::Error| BundleError::Threads { threads: 1, reason: error.to_string() };
+    thread::Builder::new().spawn_scoped(scope, work).map_err(failed)
+}
+
+/// What a thread returned; its panic goes on here.
+pub(crate) fn join<T>(handle: thread::ScopedJoinHandle<'_, T>) -> T {
+    handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// Consecutive tensors that are worked on together, or one that is moved in pieces.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Work {
+    /// These, in memory.
+    Batch(Range<usize>),
+    /// A raw tensor above [`RAW_WHOLE_MAX`].
+    Pieces(usize),
+}
+
+/// Cuts a sequence of (bytes, is raw) in batches: as many as fit `BATCH_BYTES` (and the memory allowed), at least one.
+pub(crate) fn batches(tensors: impl Iterator<Item = (u64, bool)>, ram_bytes: Option<u64>) -> Vec<Work> {
     let limit = BATCH_BYTES.min(ram_bytes.unwrap_or(DEFAULT_RAM_BYTES) / 4);
-    let (mut batches, mut start, mut sum, mut end) = (Vec::new(), 0, 0u64, 0);
-    for size in sizes {
-        if end > start && sum.saturating_add(size) > limit {
-            batches.push(start..end);
+    let (mut work, mut start, mut sum, mut end) = (Vec::new(), 0, 0u64, 0);
+    for (bytes, raw) in tensors {
+        let pieces = raw && bytes > RAW_WHOLE_MAX;
+        if end > start && (pieces || sum.saturating_add(bytes) > limit) {
+            work.push(Work::Batch(start..end));
             (start, sum) = (end, 0);
         }
-        sum = sum.saturating_add(size);
         end += 1;
+        if pieces {
+            work.push(Work::Pieces(end - 1));
+            start = end;
+        } else {
+            sum = sum.saturating_add(bytes);
+        }
     }
     if end > start {
-        batches.push(start..end);
+        work.push(Work::Batch(start..end));
     }
-    batches
+    work
 }
 
 /// Bounds the bytes in flight between threads.
@@ -51,11 +95,17 @@ pub(crate) struct Gate {
     limit: u64,
     used: Mutex<u64>,
     changed: Condvar,
+    opened: AtomicBool,
 }
 
 impl Gate {
     pub(crate) fn new(ram_bytes: Option<u64>) -> Self {
-        Self { limit: ram_bytes.unwrap_or(DEFAULT_RAM_BYTES), used: Mutex::new(0), changed: Condvar::new() }
+        Self {
+            limit: ram_bytes.unwrap_or(DEFAULT_RAM_BYTES),
+            used: Mutex::new(0),
+            changed: Condvar::new(),
+            opened: AtomicBool::new(false),
+        }
     }
 
     /// Bytes that may be in flight.
@@ -66,10 +116,17 @@ impl Gate {
     /// Waits until `bytes` fit; what exceeds the limit by itself waits until it is alone.
     pub(crate) fn enter(&self, bytes: u64) {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        while *used > 0 && used.saturating_add(bytes) > self.limit {
+        while *used > 0 && used.saturating_add(bytes) > self.limit && !self.opened.load(Ordering::Relaxed) {
             used = self.changed.wait(used).unwrap_or_else(PoisonError::into_inner);
         }
         *used = used.saturating_add(bytes);
+    }
+
+    /// Lets everyone through from now on: nothing more will be worked on.
+    pub(crate) fn open(&self) {
+        *self.used.lock().unwrap_or_else(PoisonError::into_inner) = 0;
+        self.opened.store(true, Ordering::Relaxed);
+        self.changed.notify_all();
     }
 
     /// Gives bytes back.
@@ -87,9 +144,18 @@ mod tests {
     #[test]
     fn batches_cover_everything_in_order() {
         let sizes = [1u64, 2, 64 << 20, 1, 63 << 20, 2 << 20, 0];
-        assert_eq!(batches(sizes.into_iter(), None), [0..2, 2..3, 3..5, 5..7]);
-        assert!(batches(std::iter::empty(), None).is_empty());
-        assert_eq!(batches([5, 5].into_iter(), Some(4)), [0..1, 1..2]);
+        let coded = |sizes: &[u64], ram| {
+            let work = batches(sizes.iter().map(|&bytes| (bytes, false)), ram);
+            work.into_iter()
+                .map(|work| if let Work::Batch(range) = work { range } else { panic!() })
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(coded(&sizes, None), [0..2, 2..3, 3..5, 5..7]);
+        assert!(coded(&[], None).is_empty());
+        assert_eq!(coded(&[5, 5], Some(4)), [0..1, 1..2]);
+        let raw = [(1, true), (u64::MAX, true), (RAW_WHOLE_MAX, true), (1, false)];
+        use Work::{Batch, Pieces};
+        assert_eq!(batches(raw.into_iter(), None), [Batch(0..1), Pieces(1), Batch(2..3), Batch(3..4)]);
     }
 
     #[test]

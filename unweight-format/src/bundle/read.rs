@@ -8,17 +8,21 @@ use std::{
 
 use rayon::prelude::*;
 
-use super::{BundleError, files, files::Mapped};
+use super::{
+    BundleError,
+    files::{self, Input},
+    pipeline::{Work, batches},
+};
 use crate::{
     Digest, FormId, StoredTensor,
     bundle::manifest::{self, FileEntry, Manifest, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
-    safetensors::{Dtype, HEADER_MAX, Header, TensorInfo},
+    safetensors::{Dtype, HEADER_MAX, Header, LENGTH_BYTES, TensorInfo},
 };
 
 /// An open bundle.
 ///
-/// Opening checks the manifest, the size of every file and the header of every shard; the weights themselves are checked by
-/// [`verify`](super::verify), and structurally by [`Bundle::tensor`].
+/// Opening checks the manifest, the size of every file and the header of every shard. Weights are read, and compared with their digests,
+/// when they are asked for.
 #[derive(Debug)]
 pub struct Bundle {
     manifest: Manifest,
@@ -73,11 +77,11 @@ impl Bundle {
             .flat_map(|shard| shard.file.tensors.iter().map(|entry| BundleTensor { file: &shard.file.name, entry }))
     }
 
-    /// A tensor in its stored form, borrowed from the mapped file; its offsets may be trusted (invariants 1-3).
+    /// A tensor in its stored form: every section has its digest, and its offsets may be trusted (invariants 1-3).
     ///
     /// # Errors
-    /// No file has it, several have it ([`Bundle::tensor_in`] tells them apart), or its sections are not valid.
-    pub fn tensor(&self, name: &str) -> Result<StoredTensor<&[u8]>, BundleError> {
+    /// No file has it, several have it ([`Bundle::tensor_in`] tells them apart), it cannot be read, or its sections are damaged.
+    pub fn tensor(&self, name: &str) -> Result<StoredTensor<Vec<u8>>, BundleError> {
         let (shard, tensor) = self.find(name)?;
         self.shards[shard].tensor(tensor)
     }
@@ -85,8 +89,8 @@ impl Bundle {
     /// A tensor of one file.
     ///
     /// # Errors
-    /// The file does not have it, or its sections are not valid.
-    pub fn tensor_in(&self, file: &str, name: &str) -> Result<StoredTensor<&[u8]>, BundleError> {
+    /// The file does not have it, or as [`Bundle::tensor`].
+    pub fn tensor_in(&self, file: &str, name: &str) -> Result<StoredTensor<Vec<u8>>, BundleError> {
         let places = self.by_name.get(name).map_or(&[][..], Vec::as_slice);
         match places.iter().find(|(shard, _)| self.shards[*shard].file.name == file) {
             Some(&(shard, tensor)) => self.shards[shard].tensor(tensor),
@@ -109,8 +113,9 @@ impl Bundle {
     /// As [`Bundle::tensor`], or the weights are damaged.
     pub fn decode(&self, name: &str) -> Result<Vec<u8>, BundleError> {
         let (shard, tensor) = self.find(name)?;
-        let mut out = crate::bits::zeroed(self.shards[shard].original_bytes(tensor) as usize);
-        self.shards[shard].decode(tensor, &mut out)?;
+        let shard = &self.shards[shard];
+        let mut out = shard.buffer(shard.original_bytes(tensor))?;
+        shard.decode(tensor, &mut out)?;
         Ok(out)
     }
 
@@ -151,11 +156,11 @@ pub(crate) fn check_sizes(dir: &Path, entry: &FileEntry) -> Result<(), BundleErr
     })
 }
 
-/// A mapped shard whose header agrees with the manifest.
+/// An open shard whose header agrees with the manifest.
 #[derive(Debug)]
 pub(crate) struct Shard {
     pub(crate) file: WeightsFile,
-    map: Mapped,
+    input: Input,
     /// Per tensor: where its sections are, or the one range of a raw tensor.
     places: Vec<Vec<Range<u64>>>,
     source_header: Range<u64>,
@@ -165,7 +170,11 @@ impl Shard {
     pub(crate) fn open(dir: &Path, file: WeightsFile) -> Result<Self, BundleError> {
         check_sizes(dir, &FileEntry::Weights(file.clone()))?;
         let path: PathBuf = dir.join(&file.name);
-        let map = Mapped::open(&path, file.shard_size)?;
+        let input = Input::open(&path)?;
+        if input.stamp().bytes != file.shard_size {
+            let (expected, got) = (file.shard_size, input.stamp().bytes);
+            return Err(BundleError::FileSize { file: file.name, expected, got });
+        }
         let mismatch = |what: String, offset, expected: String, got: String| BundleError::Mismatch {
             file: file.name.clone(),
             what,
@@ -177,12 +186,16 @@ impl Shard {
             let got = file.shard_size.to_string();
             return Err(mismatch("header".into(), 0, format!("{} bytes", file.shard_header_bytes), got));
         }
-        let header_bytes = map.slice(0, file.shard_header_bytes);
-        let digest = Digest::of(header_bytes);
+        let most = HEADER_MAX + LENGTH_BYTES;
+        if file.shard_header_bytes > most {
+            return Err(BundleError::TooLarge { path, limit: most, got: file.shard_header_bytes });
+        }
+        let header_bytes = input.read(0, file.shard_header_bytes)?;
+        let digest = Digest::of(&header_bytes);
         if digest != file.shard_header_digest {
             return Err(mismatch("header".into(), 0, file.shard_header_digest.to_string(), digest.to_string()));
         }
-        let header = Header::parse(header_bytes, file.shard_size, HEADER_MAX)
+        let header = Header::parse(&header_bytes, file.shard_size, HEADER_MAX)
             .map_err(|source| BundleError::Header { path: file.name.clone().into(), source })?;
         let stored: HashMap<&str, &TensorInfo> = header.tensors.iter().map(|t| (t.name.as_str(), t)).collect();
         let mut seen = HashSet::new();
@@ -221,31 +234,41 @@ impl Shard {
             let got = format!("{} entries", stored.len());
             return Err(mismatch("header".into(), 0, format!("{expected} entries"), got));
         }
-        Ok(Self { map, places, source_header, file })
+        Ok(Self { input, places, source_header, file })
     }
 
     /// Length and header of the source file, checked.
-    pub(crate) fn source_header(&self) -> Result<&[u8], BundleError> {
-        let range = self.source_header.clone();
-        self.check(range.clone(), self.file.header_digest, || format!("'{SOURCE_HEADER}'"))?;
-        Ok(self.map.slice(range.start, range.end - range.start))
+    pub(crate) fn source_header(&self) -> Result<Vec<u8>, BundleError> {
+        self.part(self.source_header.clone(), self.file.header_digest, || format!("'{SOURCE_HEADER}'"))
     }
 
     pub(crate) fn original_bytes(&self, tensor: usize) -> u64 {
         self.file.tensors[tensor].original_bytes().unwrap_or(0)
     }
 
-    /// Where a raw tensor lies in the shard.
-    fn bytes(&self, range: &Range<u64>) -> &[u8] {
-        self.map.slice(range.start, range.end - range.start)
+    /// The tensors, in portions that fit in memory.
+    pub(crate) fn work(&self, ram_bytes: Option<u64>) -> Vec<Work> {
+        let tensors = self.file.tensors.iter();
+        batches(tensors.map(|t| (t.original_bytes().unwrap_or(0), t.form == FormId::RAW)), ram_bytes)
     }
 
-    pub(crate) fn tensor(&self, index: usize) -> Result<StoredTensor<&[u8]>, BundleError> {
+    pub(crate) fn buffer(&self, bytes: u64) -> Result<Vec<u8>, BundleError> {
+        files::buffer(bytes, Path::new(&self.file.name))
+    }
+
+    /// A tensor whose every section has its digest and may be trusted.
+    pub(crate) fn tensor(&self, index: usize) -> Result<StoredTensor<Vec<u8>>, BundleError> {
         let entry = &self.file.tensors[index];
-        let places = &self.places[index];
         // The manifest was checked: a raw tensor, and no other, has no rows and columns.
-        let Some(grid) = entry.grid() else { return Ok(StoredTensor::raw(self.bytes(&places[0]))) };
-        let sections = places.iter().map(|place| self.bytes(place)).collect();
+        let Some(grid) = entry.grid() else {
+            let place = self.places[index][0].clone();
+            return self.part(place, entry.digest, || format!("tensor '{}'", entry.name)).map(StoredTensor::raw);
+        };
+        let sections = entry.sections.iter().zip(&self.places[index]).map(|(section, place)| {
+            let what = || format!("tensor '{}', section {}", entry.name, section.name.name());
+            self.part(place.clone(), section.digest, what)
+        });
+        let sections = sections.collect::<Result<Vec<_>, _>>()?;
         StoredTensor::new(entry.form, grid, sections).map_err(|source| self.codec_error(index, source))
     }
 
@@ -258,58 +281,63 @@ impl Shard {
         }
     }
 
-    /// Decodes a tensor into `out` and compares it with its digest; a difference is blamed on the section that has one.
+    /// Whether every stored section has its digest.
+    pub(crate) fn is_sound(&self, index: usize) -> bool {
+        let entry = &self.file.tensors[index];
+        let digests = entry.sections.iter().map(|section| section.digest).chain([entry.digest]);
+        self.places[index].iter().zip(digests).all(|(place, expected)| {
+            let got = self.input.stream(place.start, place.end - place.start, |_| Ok(()));
+            got.is_ok_and(|got| got == expected)
+        })
+    }
+
+    /// Decodes a tensor into `out`: every stored section is compared with its digest, and so is what comes out.
     pub(crate) fn decode(&self, index: usize, out: &mut [u8]) -> Result<(), BundleError> {
-        let decoded =
-            self.tensor(index).and_then(|tensor| tensor.decode(out).map_err(|source| self.codec_error(index, source)));
-        let entry = &self.file.tensors[index];
-        let digest = decoded.as_ref().map(|()| Digest::of(out));
-        if digest.as_ref().is_ok_and(|digest| *digest == entry.digest) {
-            return Ok(());
-        }
-        // Which section is it? If none, the manifest and the shard are of different bundles.
-        self.check_sections(index)?;
-        let got = digest.map_err(|_| ());
-        decoded?;
-        Err(BundleError::Mismatch {
-            file: self.file.name.clone(),
-            what: format!("tensor '{}', decoded", entry.name),
-            offset: self.places[index][0].start,
-            expected: entry.digest.to_string(),
-            got: got.map_or_else(|()| "nothing".into(), |digest| digest.to_string()),
-        })
-    }
-
-    /// Compares every stored section of a tensor with its digest.
-    pub(crate) fn check_sections(&self, index: usize) -> Result<(), BundleError> {
-        let entry = &self.file.tensors[index];
+        let (entry, place) = (&self.file.tensors[index], self.places[index][0].start);
         if entry.form == FormId::RAW {
-            return self.check(self.places[index][0].clone(), entry.digest, || format!("tensor '{}'", entry.name));
+            self.input.read_at(place, out)?;
+            return self.compare(Digest::of(out), entry.digest, place, || format!("tensor '{}'", entry.name));
         }
-        entry.sections.iter().zip(&self.places[index]).try_for_each(|(section, place)| {
-            self.check(place.clone(), section.digest, || {
-                format!("tensor '{}', section {}", entry.name, section.name.name())
-            })
-        })
+        self.tensor(index)?.decode(out).map_err(|source| self.codec_error(index, source))?;
+        // Its sections are those of the manifest: if this differs, the manifest was made up.
+        self.compare(Digest::of(out), entry.digest, place, || format!("tensor '{}', decoded", entry.name))
     }
 
-    fn check(&self, place: Range<u64>, expected: Digest, what: impl Fn() -> String) -> Result<(), BundleError> {
-        let got = Digest::of(self.bytes(&place));
+    /// Hands a raw tensor on in pieces, and compares it with its digest at the end.
+    pub(crate) fn stream(
+        &self,
+        index: usize,
+        each: impl FnMut(&[u8]) -> Result<(), BundleError>,
+    ) -> Result<(), BundleError> {
+        let (entry, place) = (&self.file.tensors[index], &self.places[index][0]);
+        let got = self.input.stream(place.start, place.end - place.start, each)?;
+        self.compare(got, entry.digest, place.start, || format!("tensor '{}'", entry.name))
+    }
+
+    /// The bytes of a part of the shard, compared with their digest.
+    fn part(&self, place: Range<u64>, expected: Digest, what: impl Fn() -> String) -> Result<Vec<u8>, BundleError> {
+        let bytes = self.input.read(place.start, place.end - place.start)?;
+        self.compare(Digest::of(&bytes), expected, place.start, what)?;
+        Ok(bytes)
+    }
+
+    fn compare(
+        &self,
+        got: Digest,
+        expected: Digest,
+        offset: u64,
+        what: impl Fn() -> String,
+    ) -> Result<(), BundleError> {
         if got == expected {
             return Ok(());
         }
         Err(BundleError::Mismatch {
             file: self.file.name.clone(),
             what: what(),
-            offset: place.start,
+            offset,
             expected: expected.to_string(),
             got: got.to_string(),
         })
-    }
-
-    /// Gives the memory of a tensor's sections back.
-    pub(crate) fn release(&self, tensors: Range<usize>) {
-        self.places[tensors].iter().flatten().for_each(|place| self.map.release(place.clone()));
     }
 
     /// Decodes consecutive tensors into one buffer, which is then a piece of the source file.

@@ -2,14 +2,15 @@
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
-    fs::File,
     path::{Path, PathBuf},
-    time::UNIX_EPOCH,
 };
 
 use serde::Deserialize;
 
-use super::{BundleError, files};
+use super::{
+    BundleError,
+    files::{self, Input, Stamp},
+};
 use crate::{
     bundle::manifest,
     safetensors::{Header, Ordered, SOURCE_HEADER_MAX},
@@ -31,8 +32,8 @@ pub(crate) struct SourceFile {
     pub(crate) name: String,
     pub(crate) path: PathBuf,
     pub(crate) bytes: u64,
-    /// Modification time, nanoseconds: only to notice that a source changed between an interrupted run and its resumption.
-    pub(crate) modified_ns: u128,
+    /// As it was when its header was read: whatever is read later must be of the same file.
+    pub(crate) stamp: Stamp,
     pub(crate) kind: Kind,
 }
 
@@ -86,17 +87,16 @@ impl Source {
         let files = files::walk(root)?
             .into_iter()
             .map(|(name, path)| {
-                let metadata = path.metadata().map_err(BundleError::io("look at the file", &path))?;
-                let bytes = metadata.len();
-                let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+                let input = Input::open(&path)?;
                 let kind = if files::is_weights(&name) {
-                    read_header(&path, bytes)?
+                    read_header(&path, &input)?
                 } else if files::is_index(&name) {
-                    Kind::Index(read_index(&path)?)
+                    Kind::Index(read_index(&path, &input)?)
                 } else {
                     Kind::Copied
                 };
-                Ok(SourceFile { name, path, bytes, modified_ns: modified.map_or(0, |d| d.as_nanos()), kind })
+                let stamp = input.stamp();
+                Ok(SourceFile { name, path, bytes: stamp.bytes, stamp, kind })
             })
             .collect::<Result<Vec<_>, BundleError>>()?;
         Ok(Self { files })
@@ -162,9 +162,8 @@ fn family(name: &str) -> Option<(&str, &str)> {
     (digits(total) && digits(number)).then_some((prefix, total))
 }
 
-fn read_header(path: &Path, bytes: u64) -> Result<Kind, BundleError> {
-    let file = File::open(path).map_err(BundleError::io("open the file", path))?;
-    let (header, header_bytes) = Header::read(&file, bytes, SOURCE_HEADER_MAX)
+fn read_header(path: &Path, input: &Input) -> Result<Kind, BundleError> {
+    let (header, header_bytes) = Header::read(input.reader(), input.stamp().bytes, SOURCE_HEADER_MAX)
         .map_err(BundleError::io("read the header", path))?
         .map_err(|source| BundleError::Header { path: path.into(), source })?;
     match header.tensors.iter().find(|t| manifest::is_reserved(&t.name)) {
@@ -173,14 +172,18 @@ fn read_header(path: &Path, bytes: u64) -> Result<Kind, BundleError> {
     }
 }
 
-fn read_index(path: &Path) -> Result<Index, BundleError> {
+fn read_index(path: &Path, input: &Input) -> Result<Index, BundleError> {
     #[derive(Deserialize)]
     struct Stored {
         metadata: Option<serde_json::Value>,
         weight_map: Ordered<String>,
     }
     let fail = |reason| BundleError::Index { path: path.into(), reason };
-    let bytes = files::read_small(path, INDEX_MAX)?;
+    let got = input.stamp().bytes;
+    if got > INDEX_MAX {
+        return Err(BundleError::TooLarge { path: path.into(), limit: INDEX_MAX, got });
+    }
+    let bytes = input.read(0, got)?;
     let stored: Stored = serde_json::from_slice(&bytes).map_err(|error| fail(error.to_string()))?;
     if let Some((tensor, shard)) = stored.weight_map.0.iter().find(|(_, shard)| manifest::check_name(shard).is_err()) {
         return Err(fail(format!(

@@ -1,4 +1,4 @@
-//! Where an output grows until it is complete.
+//! Where an output grows until it is complete. `docs/adr/0007-staging-protocol.md` is the protocol.
 //!
 //! ```text
 //! <output>.partial/lock      held while a process works here
@@ -6,25 +6,42 @@
 //!                  tree/     finished files; becomes <output> in one rename
 //!                  records/  what is known of finished shards, for a later run
 //! ```
+//! The folder is this user's alone, and nothing in it is a link: what was planted there could make a run write or delete elsewhere.
 
 use std::{
+    collections::HashSet,
     ffi::OsString,
-    fs::{self, File, TryLockError},
+    fs::{self, DirBuilder, File, TryLockError},
     io,
-    os::unix::fs::MetadataExt,
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
 };
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 
-use super::{BundleError, files};
+use super::{
+    BundleError,
+    files::{self, Input},
+    manifest::{self, FileEntry},
+};
+use crate::{Digest, failpoint::failpoint};
+
+/// Which existing directory may be replaced. An empty one always may.
+#[derive(Debug)]
+pub(crate) enum Replaceable {
+    /// A bundle: its manifest is whole, and lists every file.
+    Bundle,
+    /// A directory that holds only files of these names: all of them are written anew.
+    Files(HashSet<String>),
+}
 
 #[derive(Debug)]
 pub(crate) struct Stage {
     output: PathBuf,
     partial: PathBuf,
-    force: bool,
+    /// What may be replaced, if anything.
+    replaceable: Option<Replaceable>,
     /// Bytes still to be written, as far as known: for the message when the disk is full.
     left_bytes: AtomicU64,
     _lock: File,
@@ -32,14 +49,19 @@ pub(crate) struct Stage {
 
 impl Stage {
     /// Fails if `output` is taken or overlaps `input`; touches nothing.
-    pub(crate) fn check(input: &Path, output: &Path, force: bool) -> Result<(), BundleError> {
+    pub(crate) fn check(input: &Path, output: &Path, replaceable: Option<&Replaceable>) -> Result<(), BundleError> {
         let output = std::path::absolute(output).map_err(BundleError::io("resolve the path", output))?;
-        check_output(&output, force)?;
-        check_overlap(input, &output)
+        check_overlap(input, &output)?;
+        check_output(&output, replaceable)
     }
 
     /// Prepares to make `output` from `input`. Nothing is written before it is sure that the output may be.
-    pub(crate) fn open(input: &Path, output: &Path, force: bool, resume: bool) -> Result<Self, BundleError> {
+    pub(crate) fn open(
+        input: &Path,
+        output: &Path,
+        replaceable: Option<Replaceable>,
+        resume: bool,
+    ) -> Result<Self, BundleError> {
         let output = std::path::absolute(output).map_err(BundleError::io("resolve the path", output))?;
         let (Some(parent), Some(name)) = (output.parent(), output.file_name()) else {
             return Err(BundleError::Unstorable { path: output, reason: "not a name for an output" });
@@ -47,23 +69,29 @@ impl Stage {
         let mut partial_name = OsString::from(name);
         partial_name.push(".partial");
         let partial = parent.join(partial_name);
-        check_output(&output, force)?;
         check_overlap(input, &output)?;
+        check_output(&output, replaceable.as_ref())?;
         fs::create_dir_all(parent).map_err(BundleError::io("create the directory", parent))?;
         // Once it exists, links on the way to the output are known.
         check_overlap(input, &output)?;
         let lock = lock(&partial)?;
+        failpoint("locked");
+        check_own(&partial)?;
         // Whoever held the lock may have finished this very output.
-        check_output(&output, force)?;
-        let stage = Self { output, partial, force, left_bytes: AtomicU64::new(0), _lock: lock };
+        check_output(&output, replaceable.as_ref())?;
+        let stage = Self { output, partial, replaceable, left_bytes: AtomicU64::new(0), _lock: lock };
         if !resume {
-            remove(&stage.tree())?;
+            // Records first: without its record, a finished shard is not taken over.
             remove(&stage.records())?;
+            failpoint("records-removed");
+            remove(&stage.tree())?;
         }
         remove(&stage.work())?;
+        failpoint("cleared");
         for dir in [stage.tree(), stage.work(), stage.records()] {
             fs::create_dir_all(&dir).map_err(BundleError::io("create the directory", &dir))?;
         }
+        failpoint("prepared");
         Ok(stage)
     }
 
@@ -75,8 +103,23 @@ impl Stage {
         self.partial.join("work")
     }
 
-    pub(crate) fn records(&self) -> PathBuf {
+    fn records(&self) -> PathBuf {
         self.partial.join("records")
+    }
+
+    /// Where the record of a finished shard is.
+    pub(crate) fn record(&self, name: &str) -> PathBuf {
+        self.records().join(format!("{}.json", Digest::of(name.as_bytes())))
+    }
+
+    /// Notes that a shard is finished.
+    pub(crate) fn put_record(&self, name: &str, bytes: &[u8]) -> Result<(), BundleError> {
+        let (work, record) = (self.work().join("record"), self.record(name));
+        files::write_durably(&work, bytes).map_err(self.write_error(&work))?;
+        failpoint("before-record");
+        fs::rename(&work, &record).map_err(self.write_error(&record))?;
+        failpoint("recorded");
+        files::sync_dir(&self.records())
     }
 
     pub(crate) fn interrupted(&self) -> BundleError {
@@ -124,7 +167,9 @@ impl Stage {
         if let Some(parent) = target.parent() {
             fs::create_dir_all(parent).map_err(self.write_error(parent))?;
         }
+        failpoint("before-accept");
         fs::rename(work, &target).map_err(self.write_error(&target))?;
+        failpoint("accepted");
         target.parent().map_or(Ok(()), files::sync_dir)
     }
 
@@ -136,21 +181,10 @@ impl Stage {
         self.accept(&work, name)
     }
 
-    /// Copies a file to `tree`.
+    /// Copies a file to `tree` if `check` accepts what was read.
     pub(crate) fn copy(
         &self,
-        from: &Path,
-        name: &str,
-        sha256: bool,
-        advance: impl FnMut(u64) -> Result<(), BundleError>,
-    ) -> Result<files::Contents, BundleError> {
-        self.copy_checked(from, name, sha256, advance, |_| Ok(()))
-    }
-
-    /// Copies a file to `tree` if `check` accepts what was read.
-    pub(crate) fn copy_checked(
-        &self,
-        from: &Path,
+        from: &Input,
         name: &str,
         sha256: bool,
         mut advance: impl FnMut(u64) -> Result<(), BundleError>,
@@ -158,12 +192,13 @@ impl Stage {
     ) -> Result<files::Contents, BundleError> {
         use std::io::Write;
         let work = self.work().join("file");
-        let mut file = File::create(&work).map_err(self.write_error(&work))?;
-        let contents = files::read_through(from, sha256, |chunk| {
+        let mut file = files::create(&work).map_err(self.write_error(&work))?;
+        let contents = files::read_input(from, sha256, |chunk| {
             file.write_all(chunk).map_err(self.write_error(&work))?;
             self.wrote(chunk.len() as u64);
             advance(chunk.len() as u64)
         })?;
+        from.check_unchanged()?;
         check(&contents)?;
         file.sync_all().map_err(self.write_error(&work))?;
         self.accept(&work, name)?;
@@ -171,24 +206,30 @@ impl Stage {
     }
 
     /// Removes files of `tree` that are not in `names`: what an interrupted run left that this one does not want.
-    pub(crate) fn keep_only(&self, names: &std::collections::HashSet<String>) -> Result<(), BundleError> {
+    pub(crate) fn keep_only(&self, names: &HashSet<String>) -> Result<(), BundleError> {
         for (name, path) in files::walk(&self.tree())? {
             if !names.contains(&name) {
                 fs::remove_file(&path).map_err(BundleError::io("remove the file", &path))?;
             }
         }
+        failpoint("kept");
         Ok(())
     }
 
     /// Gives the complete tree its name.
     pub(crate) fn finish(self) -> Result<(), BundleError> {
         let tree = self.tree();
+        remove_empty_dirs(&tree)?;
         sync_dirs(&tree)?;
+        failpoint("synced");
+        // An output that came to be since the start is as precious as one before it.
+        check_output(&self.output, self.replaceable.as_ref())?;
         let old = self.partial.join("replaced");
-        let renamed = if self.force && self.output.symlink_metadata().is_ok() {
+        let renamed = if self.replaceable.is_some() && self.output.symlink_metadata().is_ok() {
             // One step where the system can swap two names; else the old output waits aside until the new one is there.
             renameat_with(CWD, &tree, CWD, &self.output, RenameFlags::EXCHANGE).map_err(io::Error::from).or_else(|_| {
                 fs::rename(&self.output, &old)?;
+                failpoint("set-aside");
                 fs::rename(&tree, &self.output)
             })
         } else {
@@ -202,25 +243,70 @@ impl Stage {
             }
         };
         renamed.map_err(BundleError::io("rename the finished output to its name", &self.output))?;
+        failpoint("published");
         if let Some(parent) = self.output.parent() {
             files::sync_dir(parent)?;
         }
-        for dir in [tree, old, self.work(), self.records()] {
+        // Records first: what is left without them is never taken for finished work.
+        for dir in [self.records(), tree, old, self.work()] {
             remove(&dir)?;
         }
+        failpoint("tidied");
         let lock = self.partial.join("lock");
         fs::remove_file(&lock).map_err(BundleError::io("remove the file", &lock))?;
+        failpoint("unlocked");
         fs::remove_dir(&self.partial).map_err(BundleError::io("remove the directory", &self.partial))
     }
 }
 
-fn check_output(output: &Path, force: bool) -> Result<(), BundleError> {
-    match output.symlink_metadata() {
-        Err(_) => Ok(()),
-        Ok(metadata) if force && metadata.is_dir() => Ok(()),
-        Ok(_) if force => Err(BundleError::NotADirectory { path: output.into() }),
-        Ok(_) => Err(BundleError::OutputExists { path: output.into() }),
+fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), BundleError> {
+    let metadata = match output.symlink_metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other.map_err(BundleError::io("look at the output", output))?,
+    };
+    let Some(replaceable) = replaceable else { return Err(BundleError::OutputExists { path: output.into() }) };
+    if !metadata.is_dir() {
+        return Err(BundleError::NotADirectory { path: output.into() });
     }
+    let foreign = |file: String| BundleError::NotReplaceable { path: output.into(), file };
+    let own: HashSet<String> = match replaceable {
+        Replaceable::Files(names) => names.clone(),
+        Replaceable::Bundle => {
+            let path = output.join(manifest::FILE_NAME);
+            let manifest = files::read_small(&path, manifest::BYTES_MAX)
+                .and_then(|bytes| manifest::Manifest::parse(&bytes, &path))
+                .map(|manifest| manifest.files);
+            let stored =
+                manifest.unwrap_or_default().iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect();
+            // Without a whole manifest nothing is known, and nothing but an empty directory is replaced.
+            let mut stored: HashSet<String> = stored;
+            if !stored.is_empty() {
+                stored.insert(manifest::FILE_NAME.into());
+            }
+            stored
+        }
+    };
+    match entries(output, "")?.into_iter().find(|(name, _)| !own.contains(name)) {
+        None => Ok(()),
+        Some((name, _)) => Err(foreign(name)),
+    }
+}
+
+/// Every entry below a directory that is not a directory; links are entries, and are not followed.
+fn entries(dir: &Path, prefix: &str) -> Result<Vec<(String, fs::Metadata)>, BundleError> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))? {
+        let entry = entry.map_err(BundleError::io("list the directory", dir))?;
+        let metadata = entry.metadata().map_err(BundleError::io("look at the file", entry.path()))?;
+        let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+        if metadata.is_dir() {
+            found.extend(entries(&entry.path(), &format!("{name}/"))?);
+        }
+        if !metadata.is_dir() {
+            found.push((name, metadata));
+        }
+    }
+    Ok(found)
 }
 
 fn check_overlap(input: &Path, output: &Path) -> Result<(), BundleError> {
@@ -236,26 +322,77 @@ fn check_overlap(input: &Path, output: &Path) -> Result<(), BundleError> {
     Ok(())
 }
 
+/// Fails unless the folder and everything in it belong to this user, who alone may write to it, and are directories and regular files.
+fn check_own(partial: &Path) -> Result<(), BundleError> {
+    let own = rustix::process::geteuid().as_raw();
+    let foreign = |path: &Path, reason| Err(BundleError::ForeignPartial { path: path.into(), reason });
+    let metadata = partial.symlink_metadata().map_err(BundleError::io("look at the directory", partial))?;
+    if !metadata.is_dir() {
+        return foreign(partial, "not a directory");
+    }
+    if metadata.uid() != own {
+        return foreign(partial, "another user made it");
+    }
+    if metadata.mode() & 0o022 != 0 {
+        return foreign(partial, "other users may write to it");
+    }
+    for (name, metadata) in entries(partial, "")? {
+        if metadata.uid() != own {
+            return foreign(&partial.join(name), "another user made it");
+        }
+        if !metadata.is_file() {
+            return foreign(&partial.join(name), "neither a file nor a directory");
+        }
+    }
+    Ok(())
+}
+
 fn lock(partial: &Path) -> Result<File, BundleError> {
     let path = partial.join("lock");
     loop {
-        let exists = partial.symlink_metadata().is_ok();
-        if exists && !path.exists() {
-            let empty = fs::read_dir(partial).is_ok_and(|mut entries| entries.next().is_none());
-            // Made by us if it is empty (a crash between the two steps), somebody else's otherwise.
-            if !empty {
-                return Err(BundleError::ForeignPartial { path: partial.into() });
+        match DirBuilder::new().mode(0o700).create(partial) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                // Ours if it is empty (a crash between the two steps) or has a lock, somebody else's otherwise.
+                let mut names = match fs::read_dir(partial) {
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                    Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+                        return Err(BundleError::ForeignPartial { path: partial.into(), reason: "not a directory" });
+                    }
+                    other => other.map_err(BundleError::io("list the directory", partial))?,
+                };
+                if names.next().is_some() && path.symlink_metadata().is_err() && partial.symlink_metadata().is_ok() {
+                    let reason = "it has no lock of an interrupted run";
+                    return Err(BundleError::ForeignPartial { path: partial.into(), reason });
+                }
+                // Before anything in it is opened.
+                match partial.symlink_metadata() {
+                    Err(_) => continue,
+                    Ok(metadata) if metadata.uid() != rustix::process::geteuid().as_raw() => {
+                        let reason = "another user made it";
+                        return Err(BundleError::ForeignPartial { path: partial.into(), reason });
+                    }
+                    Ok(metadata) if !metadata.is_dir() => {
+                        return Err(BundleError::ForeignPartial { path: partial.into(), reason: "not a directory" });
+                    }
+                    Ok(_) => {}
+                }
             }
-        }
-        match fs::create_dir(partial) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             other => other.map_err(BundleError::io("create the directory", partial))?,
         }
-        let file = match File::options().create(true).append(true).open(&path) {
+        failpoint("created");
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let file = match File::options().create(true).append(true).custom_flags(flags).open(&path) {
             // The holder has just finished and removed the directory.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            // A link, or a FIFO that nobody reads.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ELOOP | libc::ENXIO)) => {
+                return Err(BundleError::ForeignPartial { path, reason: "not a regular file" });
+            }
             other => other.map_err(BundleError::io("open the lock", &path))?,
         };
+        if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
+            return Err(BundleError::ForeignPartial { path, reason: "not a regular file" });
+        }
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Err(BundleError::Locked { path: partial.into() }),
@@ -265,12 +402,28 @@ fn lock(partial: &Path) -> Result<File, BundleError> {
         }
         // The file may have been removed by its holder between opening and locking.
         let same = |a: fs::Metadata, b: fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
-        if let (Ok(held), Ok(named)) = (file.metadata(), path.metadata())
+        if let (Ok(held), Ok(named)) = (file.metadata(), path.symlink_metadata())
             && same(held, named)
         {
             return Ok(file);
         }
     }
+}
+
+/// Removes directories that hold no file: those of files that an earlier run had finished and this one does not have.
+fn remove_empty_dirs(dir: &Path) -> Result<bool, BundleError> {
+    let mut empty = true;
+    for entry in fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))? {
+        let entry = entry.map_err(BundleError::io("list the directory", dir))?;
+        let path = entry.path();
+        let is_dir = entry.file_type().map_err(BundleError::io("look at the file", &path))?.is_dir();
+        if is_dir && remove_empty_dirs(&path)? {
+            fs::remove_dir(&path).map_err(BundleError::io("remove the directory", &path))?;
+        } else {
+            empty = false;
+        }
+    }
+    Ok(empty)
 }
 
 fn remove(dir: &Path) -> Result<(), BundleError> {

@@ -2,20 +2,17 @@
 
 use std::{collections::HashSet, path::Path, time::Instant};
 
-use rayon::prelude::*;
+use sha2::{Digest as _, Sha256};
 
 use super::{
     BundleError, ErrorClass, Problem, Progress, VerifyReport,
-    decompress::{check_contents, compare_source},
+    decompress::{check_contents, check_sha256, compare_source},
     files,
-    pipeline::batches,
+    pipeline::{Work, on_threads},
     read::{Shard, check_sizes, read_manifest},
     report::peak_rss_bytes,
 };
-use crate::{
-    bits::zeroed,
-    bundle::manifest::{self, FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile},
-};
+use crate::bundle::manifest::{self, FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile};
 
 /// Checks every byte of a bundle: the manifest, all sizes and headers, every section, and every tensor decoded; that nothing is
 /// missing and nothing is there that does not belong. With `against`, every source file is compared, too.
@@ -25,6 +22,10 @@ use crate::{
 /// # Errors
 /// There is no readable manifest ([`ErrorClass::Mismatch`] if it is damaged), the system refuses to read a file, or `progress` asked to stop.
 pub fn verify(bundle: &Path, against: Option<&Path>, progress: &dyn Progress) -> Result<VerifyReport, BundleError> {
+    on_threads(None, || check(bundle, against, progress))
+}
+
+fn check(bundle: &Path, against: Option<&Path>, progress: &dyn Progress) -> Result<VerifyReport, BundleError> {
     let started = Instant::now();
     let manifest = read_manifest(bundle)?;
     let mut report = VerifyReport {
@@ -38,7 +39,7 @@ pub fn verify(bundle: &Path, against: Option<&Path>, progress: &dyn Progress) ->
         peak_rss_bytes: None,
     };
     let total: u64 = manifest.files.iter().map(FileEntry::size).sum();
-    progress.start(total * if against.is_some() { 2 } else { 1 });
+    progress.start(total.saturating_mul(if against.is_some() { 2 } else { 1 }));
     extra_files(bundle, &manifest, &mut report)?;
     for file in &manifest.files {
         progress.file(file.name());
@@ -135,33 +136,61 @@ fn check_shard(
 ) -> Result<(), BundleError> {
     let shard = Shard::open(bundle, file.clone())?;
     report.stored_bytes += file.shard_size;
-    let header = shard.source_header().map(|_| ());
-    note(report, &file.name, None, header)?;
+    let header = shard.source_header();
+    // What decompress would compare at the end: the SHA-256 of header and tensors, as far as all of them are sound.
+    let mut sha = file.sha256.is_some().then(Sha256::new);
+    let found = report.problems.len();
+    if let (Ok(header), Some(sha)) = (&header, &mut sha) {
+        sha.update(header);
+    }
+    note(report, &file.name, None, header.map(|_| ()))?;
     let mut buffer = Vec::new();
-    for batch in batches((0..file.tensors.len()).map(|index| shard.original_bytes(index)), None) {
+    for work in shard.work(None) {
         check_cancelled(progress)?;
+        let batch = match work {
+            Work::Pieces(index) => {
+                let entry = &file.tensors[index];
+                progress.tensor(&entry.name);
+                let checked = shard.stream(index, |piece| {
+                    if let Some(sha) = &mut sha {
+                        sha.update(piece);
+                    }
+                    progress.advance(piece.len() as u64);
+                    check_cancelled(progress)
+                });
+                note(report, &file.name, Some(&entry.name), checked)?;
+                report.tensors += 1;
+                report.original_bytes += shard.original_bytes(index);
+                continue;
+            }
+            Work::Batch(batch) => batch,
+        };
         let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
-        if buffer.len() < bytes as usize {
+        if (buffer.len() as u64) < bytes {
             // The old one first: both would be more than the bound allows.
             drop(std::mem::take(&mut buffer));
-            buffer = zeroed(bytes as usize);
+            buffer = shard.buffer(bytes)?;
         }
-        let sections: Vec<_> = batch.clone().into_par_iter().map(|index| shard.check_sections(index)).collect();
         let decoded = shard.decode_batch(batch.clone(), &mut buffer[..bytes as usize], |entry| {
             progress.tensor(&entry.name);
         });
-        for ((index, sections), decoded) in batch.clone().zip(sections).zip(decoded) {
-            let tensor = file.tensors[index].name.as_str();
-            // A damaged section says more than the tensor that was decoded from it.
-            note(report, &file.name, Some(tensor), sections.and(decoded))?;
+        if let Some(sha) = &mut sha {
+            sha.update(&buffer[..bytes as usize]);
+        }
+        for (index, decoded) in batch.zip(decoded) {
+            note(report, &file.name, Some(&file.tensors[index].name), decoded)?;
             report.tensors += 1;
         }
         report.original_bytes += bytes;
-        shard.release(batch);
         progress.advance(bytes);
     }
     progress.advance(file.header_bytes);
-    Ok(())
+    match (sha, &file.sha256) {
+        (Some(sha), Some(expected)) if report.problems.len() == found => {
+            note(report, &file.name, None, check_sha256(file, expected, files::hex(sha)))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn compare(source: &Path, file: &FileEntry, progress: &dyn Progress) -> Result<(), BundleError> {

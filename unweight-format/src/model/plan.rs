@@ -19,6 +19,7 @@ use crate::{
     },
     form::{Sample, Unfit},
     glob::matches,
+    layout::ELEMENTS_MAX,
     roles::{self, Role},
     safetensors::Dtype,
 };
@@ -59,7 +60,7 @@ impl fmt::Display for Reason {
             Self::Dtype(dtype) => write!(f, "{dtype}, not BF16"),
             Self::Rank(rank) => write!(f, "rank {rank}"),
             Self::Empty => f.write_str("no elements"),
-            Self::TooLarge => f.write_str("a dimension above 2^32 - 1"),
+            Self::TooLarge => f.write_str("more than 2^34 elements, or a dimension above 2^32 - 1"),
             Self::Scope(scope, role) => write!(f, "role {role} is outside scope {scope}"),
             Self::Excluded => f.write_str("excluded"),
             Self::NotIncluded => f.write_str("not included"),
@@ -286,7 +287,8 @@ fn eligible(dtype: Dtype, shape: &[usize]) -> Result<TileGrid, Reason> {
     if shape.len() < 2 {
         return Err(Reason::Rank(shape.len()));
     }
-    TileGrid::fold(shape).ok_or(Reason::TooLarge)
+    let grid = TileGrid::fold(shape).ok_or(Reason::TooLarge)?;
+    if grid.elements() as u64 > ELEMENTS_MAX { Err(Reason::TooLarge) } else { Ok(grid) }
 }
 
 /// How the inference profile has a layer run, by its number (report section 6): the first is the bootstrap, then easy and hard ones take turns.

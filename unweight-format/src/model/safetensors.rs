@@ -147,8 +147,13 @@ pub struct TensorInfo {
 impl TensorInfo {
     /// Elements.
     pub fn elements(&self) -> u64 {
-        self.shape.iter().map(|&d| d as u64).product()
+        elements(&self.shape)
     }
+}
+
+/// Elements of a shape (saturating): 0 if an extent is, whatever the others would multiply to.
+pub fn elements(shape: &[usize]) -> u64 {
+    if shape.contains(&0) { 0 } else { shape.iter().fold(1, |n, &d| n.saturating_mul(d as u64)) }
 }
 
 /// A checked header: every tensor has the bytes that its shape asks for, and together they fill the file without holes.
@@ -207,7 +212,7 @@ impl Header {
             if tensor.offset != end {
                 return Err(HeaderError::Offsets { tensor: tensor.name.clone(), expected: end, got: tensor.offset });
             }
-            // `check` made sure that this is countable.
+            // Each tensor ends at a countable byte (`check`), and this one starts at `end`.
             end += tensor.bytes;
         }
         if end != file_bytes {
