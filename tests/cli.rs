@@ -594,3 +594,166 @@ fn an_interrupted_run_is_resumed() {
     same(&home.path().join("expected"), &home.path().join("bundle"));
     assert!(!home.path().join("bundle.partial").exists());
 }
+
+// ---- nothing lost, nobody fooled ----
+
+#[test]
+fn wrong_usage_is_json_too() {
+    let home = tempfile::tempdir().unwrap();
+    for arguments in [&["verify", "--json"][..], &["--json", "verify", "b", "--nonsense"]] {
+        let output = run(home.path(), arguments, 2);
+        let report = json(&output);
+        assert_eq!((&report["command"], &report["error"]["class"]), (&"verify".into(), &"failed".into()));
+        assert!(!report["error"]["message"].as_str().unwrap().is_empty(), "{report}");
+        assert!(stderr(&output).starts_with("error: "));
+    }
+    assert_eq!(stdout(&run(home.path(), &["verify"], 2)), "");
+}
+
+/// A safetensors file with one BF16 matrix.
+fn one_matrix(path: &Path, name: &str) {
+    let header = serde_json::json!({ name: { "dtype": "BF16", "shape": [64, 64], "data_offsets": [0, 8192] } });
+    let header = header.to_string();
+    let weights = unweight::format::testing::Weights::TRAINED.bytes(4096, 1);
+    let length = (header.len() as u64).to_le_bytes();
+    fs::write(path, [&length[..], header.as_bytes(), &weights].concat()).unwrap();
+}
+
+#[test]
+fn names_cannot_control_the_terminal() {
+    let home = tempfile::tempdir().unwrap();
+    fs::create_dir(home.path().join("model")).unwrap();
+    one_matrix(&home.path().join("model/a.safetensors"), "evil\x1b[2J\x07\0\u{9b}31m\u{202e}.mlp.up_proj.weight");
+    let commands: [(&[&str], i32); 7] = [
+        (&["plan", "model", "-vv"], 0),
+        (&["compress", "model", "-o", "bundle", "-vv"], 0),
+        (&["inspect", "bundle"], 0),
+        (&["inspect", "bundle", "--csv"], 0),
+        (&["verify", "bundle", "-vv"], 0),
+        (&["decompress", "bundle", "-o", "back", "-vv"], 0),
+        (&["inspect", "bundle", "--tensor", "\x1b]0;x\x07"], 2),
+    ];
+    let check = |output: &Output, what: &str| {
+        let text = stdout(output) + &stderr(output);
+        let harmful = |c: char| c.is_control() && !matches!(c, '\n' | '\t') || c == '\u{202e}';
+        assert!(!text.contains(harmful), "{what}: {text:?}");
+        text
+    };
+    for (arguments, status) in commands {
+        check(&run(home.path(), arguments, status), &format!("{arguments:?}"));
+    }
+    assert!(check(&run(home.path(), &["inspect", "bundle"], 0), "inspect").contains("evil\\u{1b}[2J"));
+    // The name in an error, too.
+    let shard = home.path().join("bundle/a.safetensors");
+    let mut bytes = fs::read(&shard).unwrap();
+    let at = bytes.len() - 3000;
+    bytes[at] ^= 1;
+    fs::write(&shard, bytes).unwrap();
+    check(&run(home.path(), &["verify", "bundle"], 1), "verify");
+    check(&run(home.path(), &["decompress", "bundle", "-o", "again"], 1), "decompress");
+}
+
+#[test]
+fn a_drawing_replaces_nothing_but_a_drawing() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    run(home.path(), &["compress", "model", "-o", "bundle"], 0);
+    let shard = "bundle/model-00001-of-00002.safetensors";
+    let before = fs::read(home.path().join(shard)).unwrap();
+    let output = run(home.path(), &["inspect", "bundle", "--plot", "ratio", "--svg", shard], 2);
+    assert!(stderr(&output).contains("is no drawing"), "{}", stderr(&output));
+    assert!(fs::read(home.path().join(shard)).unwrap() == before);
+    for _ in 0..2 {
+        run(home.path(), &["inspect", "bundle", "--plot", "ratio", "--svg", "x.svg"], 0);
+    }
+}
+
+#[test]
+fn a_file_limit_is_a_full_disk_not_the_end() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    // In KiB; the shards of the model have more.
+    let output = Command::new("bash")
+        .args(["-c", "ulimit -f 64; exec \"$0\" compress model -o bundle"])
+        .arg(assert_cmd::cargo::cargo_bin!("unweight"))
+        .current_dir(&home)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2), "{:?} {}", output.status, stderr(&output));
+    assert!(
+        stderr(&output).contains("no room to write") && stderr(&output).contains("--resume"),
+        "{}",
+        stderr(&output)
+    );
+    run(home.path(), &["compress", "model", "-o", "bundle", "--resume"], 0);
+}
+
+#[test]
+fn each_signal_has_its_exit_status() {
+    use rustix::process::Signal;
+    let home = tempfile::tempdir().unwrap();
+    let model = DemoOptions {
+        layers: 12,
+        hidden: 512,
+        intermediate: 1408,
+        heads: 8,
+        kv_heads: 2,
+        vocab: 4096,
+        shards: 24,
+        ..tiny()
+    };
+    demo_model::write(&home.path().join("model"), &model).unwrap();
+    for (signal, status) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+        // A loaded machine may let a run finish before it is asked to stop.
+        let stopped = (0..20).any(|attempt| {
+            let _ = fs::remove_dir_all(home.path().join("out"));
+            let _ = fs::remove_dir_all(home.path().join("out.partial"));
+            let child = unweight(&["compress", "model", "-o", "out", "--threads", "1", "--json"])
+                .current_dir(&home)
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap();
+            while !home.path().join("out.partial/work").exists() && !home.path().join("out").exists() {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            std::thread::sleep(Duration::from_millis(attempt));
+            rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
+            let output = child.wait_with_output().unwrap();
+            if output.status.success() {
+                return false;
+            }
+            assert_eq!(output.status.code(), Some(status), "{}", stderr(&output));
+            assert_eq!(json(&output)["error"]["class"], "interrupted");
+            true
+        });
+        assert!(stopped, "{signal:?}");
+    }
+}
+
+#[test]
+fn a_demo_asks_for_room_and_tidies_up_after_killed_ones() {
+    let home = tempfile::tempdir().unwrap();
+    let demo = |size: &str| {
+        let mut command = unweight(&["demo", "--size", size]);
+        command.env("TMPDIR", home.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    let output = demo("900T").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("are free"), "{}", stderr(&output));
+    let left = || fs::read_dir(home.path()).unwrap().count();
+    assert_eq!(left(), 0, "nothing is written before");
+    let mut child = demo("256M").spawn().unwrap();
+    let start = Instant::now();
+    while left() == 0 && start.elapsed() < Duration::from_secs(30) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // Until it has its lock.
+    std::thread::sleep(Duration::from_millis(50));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(left(), 1, "what a kill leaves");
+    assert!(demo("1M").status().unwrap().success());
+    assert_eq!(left(), 0, "the next demo removes it");
+}

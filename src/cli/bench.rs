@@ -134,7 +134,7 @@ impl Bench {
                 let report = bench::bench_matmul(&kernels, &arguments.options()?, &timing(arguments.rounds), &note)
                     .map_err(Failure::other)?;
                 if let Some(file) = &arguments.svg {
-                    fs::write(file, plot::speedups(&report.rows)?).map_err(Failure::io(file.display()))?;
+                    plot::save(file, &plot::speedups(&report.rows)?)?;
                     output.note(format_args!("{}: drawn", file.display()));
                 }
                 if let Some(file) = &arguments.save_table {

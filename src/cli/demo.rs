@@ -2,13 +2,15 @@
 
 use std::{
     fs::{self, File},
-    io::{BufReader, Read},
+    io::{self, BufReader, Read},
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     time::Instant,
 };
 
 use clap::Args;
 use serde::Serialize;
+use tempfile::TempDir;
 use unweight::format::{
     bundle::{self, CompressReport, DecompressOptions, DecompressReport, VerifyAfter, VerifyReport},
     testing::demo_model::{self, DemoOptions, DemoReport},
@@ -58,6 +60,7 @@ impl Demo {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
         let temporary;
+        check_room(self.dir.as_deref(), self.size)?;
         let home = match &self.dir {
             Some(dir) => {
                 fs::create_dir_all(dir).map_err(Failure::io(dir.display()))?;
@@ -67,11 +70,8 @@ impl Demo {
                 dir.as_path()
             }
             None => {
-                temporary = tempfile::Builder::new()
-                    .prefix("unweight-demo-")
-                    .tempdir()
-                    .map_err(Failure::io("cannot make a temporary directory"))?;
-                temporary.path()
+                temporary = Temporary::new().map_err(Failure::io("cannot make a temporary directory"))?;
+                temporary.dir.path()
             }
         };
         let report = self.steps(home, output)?;
@@ -152,6 +152,62 @@ impl Demo {
     }
 }
 
+/// A temporary directory that the next demo removes if this one is killed.
+struct Temporary {
+    dir: TempDir,
+    /// Locked as long as the process lives, however it ends.
+    _lock: File,
+}
+
+impl Temporary {
+    const PREFIX: &str = "unweight-demo-";
+
+    fn new() -> io::Result<Self> {
+        Self::remove_abandoned(&std::env::temp_dir());
+        let dir = tempfile::Builder::new().prefix(Self::PREFIX).tempdir()?;
+        let lock = File::options().write(true).create_new(true).open(dir.path().join("lock"))?;
+        lock.lock()?;
+        Ok(Self { dir, _lock: lock })
+    }
+
+    /// Removes what killed demos of this user left. What cannot be looked at or removed stays.
+    fn remove_abandoned(home: &Path) {
+        let own = rustix::process::geteuid().as_raw();
+        for entry in fs::read_dir(home).into_iter().flatten().flatten() {
+            let ours = entry.file_name().to_string_lossy().starts_with(Self::PREFIX)
+                && entry.metadata().is_ok_and(|metadata| metadata.is_dir() && metadata.uid() == own);
+            let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
+            let mut options = File::options();
+            let lock = options.read(true).custom_flags(flags.bits() as i32).open(entry.path().join("lock"));
+            if ours && lock.is_ok_and(|lock| lock.try_lock().is_ok()) {
+                let _ = fs::remove_dir_all(entry.path());
+            }
+        }
+    }
+}
+
+/// Fails if a demo of this size cannot fit: the model, at most as much for the bundle, and the rebuilt files.
+fn check_room(dir: Option<&Path>, size: u64) -> Result<()> {
+    let home = dir.map_or_else(std::env::temp_dir, Path::to_path_buf);
+    let existing = home.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("."));
+    // A system that does not tell is asked by writing.
+    let Ok(stat) = rustix::fs::statvfs(existing) else { return Ok(()) };
+    let (free, needed) = (stat.f_bavail.saturating_mul(stat.f_frsize), size.saturating_mul(3));
+    if free >= needed {
+        return Ok(());
+    }
+    Err(Failure::new(
+        format!(
+            "{}: a demo of {} needs about {}, and {} are free",
+            existing.display(),
+            output::bytes(size),
+            output::bytes(needed),
+            output::bytes(free)
+        ),
+        "choose a smaller --size, or a --dir on another disk",
+    ))
+}
+
 /// The widest Llama shape of at least eight layers that has about `bytes` bytes.
 fn shape(bytes: u64, seed: u64) -> DemoOptions {
     // In units of hidden^2 elements: 2.5 for attention with a quarter as many key and value heads, 3 * 2.75 for the MLP; two
@@ -213,7 +269,7 @@ fn compare_file(expected: &Path, got: &Path) -> Result<u64> {
 }
 
 /// Reads until the buffer is full or the file ends.
-fn fill(file: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {
+fn fill(file: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     let mut done = 0;
     while done < buffer.len() {
         match file.read(&mut buffer[done..])? {

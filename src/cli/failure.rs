@@ -6,6 +6,7 @@ use std::{
     io::{self, IsTerminal},
 };
 
+use super::{output::printable, progress};
 use miette::{Diagnostic, ReportHandler};
 use serde::Serialize;
 use unweight::format::bundle::{BundleError, ErrorClass, Remedy};
@@ -28,7 +29,7 @@ pub enum Class {
     Mismatch,
     /// The work could not be done: 2.
     Failed,
-    /// A signal ended it: 130.
+    /// A signal ended it: 128 and its number.
     Interrupted,
     /// Whoever reads our output has gone: 0, without a word.
     Gone,
@@ -40,7 +41,7 @@ impl Class {
         match self {
             Self::Mismatch => 1,
             Self::Failed => 2,
-            Self::Interrupted => 130,
+            Self::Interrupted => 128 + progress::signal().unwrap_or(2),
             Self::Gone => 0,
         }
     }
@@ -224,14 +225,14 @@ struct Plain {
 impl ReportHandler for Plain {
     fn debug(&self, error: &dyn Diagnostic, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (on, off) = if self.colour { ("\x1b[1;31m", "\x1b[0m") } else { ("", "") };
-        write!(f, "{on}error:{off} {error}")?;
+        write!(f, "{on}error:{off} {}", printable(&error.to_string()))?;
         let mut cause = error.source();
         while let Some(error) = cause {
-            write!(f, "\n  cause: {error}")?;
+            write!(f, "\n  cause: {}", printable(&error.to_string()))?;
             cause = error.source();
         }
         if let Some(help) = error.help() {
-            write!(f, "\n  help: {help}")?;
+            write!(f, "\n  help: {}", printable(&help.to_string()))?;
         }
         Ok(())
     }

@@ -1,11 +1,11 @@
 //! `unweight inspect`.
 
-use std::{fs, io::Write, path::PathBuf};
+use std::{io::Write, path::PathBuf};
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use unweight::format::{
-    CodecError, Histogram, Section,
+    Histogram,
     bundle::manifest::{Layer, LayerMode, Options},
     bundle::{Bundle, BundleError, BundleTensor, Progress, TensorReport},
     glob::matches,
@@ -97,7 +97,7 @@ impl Inspect {
                 }
                 Plot::Ratio => plot::ratio(&report.tensors)?,
             };
-            fs::write(file, svg).map_err(Failure::io(file.display()))?;
+            plot::save(file, &svg)?;
             output.note(format_args!("{}: drawn", file.display()));
             // The drawing was asked for; the table only with --json or --csv.
             if !output.json && !self.csv {
@@ -158,19 +158,7 @@ fn exponents(bundle: &Bundle, tensors: &[TensorReport], output: Output) -> Resul
             return Err(BundleError::Cancelled.into());
         }
         bar.tensor(&tensor.name);
-        let damaged = |source: CodecError| {
-            let name = format!("{}: tensor '{}': {source}", tensor.file, tensor.name);
-            Failure::mismatch(name, "`unweight verify` tells more")
-        };
-        let stored = bundle.tensor_in(&tensor.file, &tensor.name)?;
-        let histogram = match stored.section(Section::RAW) {
-            Some(bytes) => Histogram::of(bytes),
-            None => {
-                let mut bytes = vec![0; tensor.original_bytes as usize];
-                stored.decode(&mut bytes).map_err(damaged)?;
-                Histogram::of(&bytes)
-            }
-        };
+        let histogram = Histogram::of(&bundle.decode_in(&tensor.file, &tensor.name)?);
         sum.merge(&histogram);
         bar.advance(tensor.original_bytes);
     }

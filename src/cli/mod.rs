@@ -1,7 +1,7 @@
 //! The command line: arguments, and where each command lives.
 //!
 //! Data goes to stdout, everything else to stderr. Exit status: 0 done, 1 data is not what it should be, 2 the work could
-//! not be done (wrong usage included), 130 interrupted. `docs/cli.md` lists the keys of `--json`.
+//! not be done (wrong usage included), 128 and the number of the signal that interrupted. `docs/cli.md` lists the keys of `--json`.
 
 mod bench;
 mod cache;
@@ -109,10 +109,36 @@ impl Command {
     }
 }
 
+/// Prints help, or what is wrong with the arguments; as a JSON object where one was asked for.
+fn usage(error: &clap::Error) -> ExitCode {
+    // stdout or stderr may be closed; the exit status still tells.
+    let _ = error.print();
+    if error.use_stderr() && std::env::args_os().any(|argument| argument == "--json") {
+        let text = error.render().to_string();
+        let (message, help) = text.split_once("\n\n").unwrap_or((&text, ""));
+        let document = serde_json::json!({
+            "command": std::env::args().skip(1).find(|argument| !argument.starts_with('-')),
+            "unweight_version": env!("CARGO_PKG_VERSION"),
+            "error": {
+                "class": Class::Failed,
+                "message": message.trim_start_matches("error: ").trim_end(),
+                "causes": [],
+                "help": Some(help.trim_end()).filter(|help| !help.is_empty()),
+            },
+        });
+        let _ = writeln!(std::io::stdout(), "{document:#}");
+    }
+    ExitCode::from(if error.use_stderr() { Class::Failed.exit_code() } else { 0 })
+}
+
 /// Parses the arguments and runs the command.
 pub fn main() -> ExitCode {
     failure::install_handler();
-    let cli = Cli::parse();
+    progress::survive_file_limit();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage(&error),
+    };
     let output = Output { json: cli.json, quiet: cli.quiet, verbose: cli.verbose };
     let Err(failure) = cli.command.run(output) else { return ExitCode::SUCCESS };
     let class = failure.class();

@@ -1,6 +1,7 @@
 //! What goes to stdout, and what is worth saying on stderr.
 
 use std::{
+    borrow::Cow,
     fmt::Display,
     io::{self, Write},
 };
@@ -42,13 +43,15 @@ impl Output {
             serde_json::to_writer_pretty(&mut out, &envelope).map_err(io::Error::from)?;
             writeln!(out)?;
         } else {
-            text(&mut out)?;
+            let mut plain = Vec::new();
+            text(&mut plain)?;
+            out.write_all(printable(&String::from_utf8_lossy(&plain)).as_bytes())?;
         }
         out.flush()?;
         Ok(())
     }
 
-    /// As [`Output::result`], for a summary nobody asked for: `-q` leaves the text away.
+    /// As [`Output::result`], for a summary nobody asked for: with `-q` the text is not printed.
     pub fn summary<T: Serialize>(
         self,
         command: &str,
@@ -62,9 +65,30 @@ impl Output {
     pub fn note(self, text: impl Display) {
         if !self.quiet {
             // Nobody to tell is no reason to fail.
-            let _ = writeln!(io::stderr(), "{text}");
+            let _ = writeln!(io::stderr(), "{}", printable(&text.to_string()));
         }
     }
+}
+
+/// Text without characters that would control a terminal, or turn the direction of a line: names of tensors and files are anybody's. They are
+/// written as escapes; line ends and tabs stay.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let harmful = |c: char| {
+        c.is_control() && !matches!(c, '\n' | '\t') || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    if !text.contains(harmful) {
+        return Cow::Borrowed(text);
+    }
+    text.chars()
+        .fold(String::with_capacity(text.len()), |mut clean, c| {
+            if harmful(c) {
+                clean.extend(c.escape_default())
+            } else {
+                clean.push(c)
+            }
+            clean
+        })
+        .into()
 }
 
 /// Bytes for people: three digits and a binary unit.
@@ -171,6 +195,12 @@ mod tests {
         for (count, text) in cases {
             assert_eq!(bytes(count), text);
         }
+    }
+
+    #[test]
+    fn control_characters_are_written_out() {
+        assert_eq!(printable("a\tb\n"), "a\tb\n");
+        assert_eq!(printable("\x1b[2J\x07\0\r\u{9b}x\u{202e}é"), "\\u{1b}[2J\\u{7}\\u{0}\\r\\u{9b}x\\u{202e}é");
     }
 
     #[test]

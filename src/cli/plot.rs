@@ -1,6 +1,12 @@
 //! Drawings as SVG: text stays text, so no font is needed here.
 
-use std::{collections::BTreeMap, ops::Range};
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::Read,
+    ops::Range,
+    path::Path,
+};
 
 use plotters::{
     chart::ChartContext,
@@ -39,6 +45,21 @@ type Chart<'b, 'a> = ChartContext<'b, SVGBackend<'a>, Cartesian2d<RangedCoordf64
 
 /// Exponents rarer than this would be bars without height on an axis that they make long: they are counted in the caption.
 const RARE: f64 = 1e-5;
+
+/// Writes a drawing. A file that is there is replaced if it is a drawing, too: a slip of the fingers must not cost a shard.
+pub fn save(path: &Path, svg: &str) -> Result<()> {
+    if path.symlink_metadata().is_ok() {
+        let mut start = [0; 256];
+        let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
+        let read = if is_file { File::open(path).and_then(|mut file| file.read(&mut start)) } else { Ok(0) };
+        let read = read.map_err(Failure::io(path.display()))?;
+        if !is_file || !start[..read].windows(4).any(|window| window == b"<svg") {
+            let message = format!("{}: exists, and is no drawing", path.display());
+            return Err(Failure::new(message, "choose another name for --svg, or remove the file"));
+        }
+    }
+    fs::write(path, svg).map_err(Failure::io(path.display()))
+}
 
 /// How often each exponent occurs.
 pub fn exponents(histogram: &Histogram) -> Result<String> {

@@ -1,19 +1,20 @@
 //! Progress on stderr, and the signals that end it.
 
 use std::{
+    fmt,
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use unweight::format::bundle::Progress;
 
 use super::{
     failure::{Failure, Result},
-    output::Output,
+    output::{Output, printable},
 };
 
 /// A bar on a terminal; without one, nothing but what `-v` asks for.
@@ -24,12 +25,18 @@ pub struct Bar {
 }
 
 impl Bar {
-    /// A bar labelled with what is being done. From here on SIGINT and SIGTERM ask the work to stop.
+    /// A bar labelled with what is being done. From here on SIGINT, SIGTERM and SIGHUP ask the work to stop.
     pub fn new(output: Output, label: &'static str) -> Result<Self> {
-        let target = if output.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
-        let bar = ProgressBar::with_draw_target(Some(0), target).with_prefix(label);
-        let template = "{prefix} [{bar:30}] {bytes}/{total_bytes}  {bytes_per_sec}  ETA {eta}  {wide_msg}";
-        let style = ProgressStyle::with_template(template).map_err(Failure::other)?;
+        // Drawn from `start` on: before that there is no total, and a bar of nothing is a full one.
+        let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::hidden()).with_prefix(label);
+        let template = "{prefix} [{bar:30}] {bytes}/{total_bytes}  {bytes_per_sec}  ETA {left}  {wide_msg}";
+        // The first files are no measure of the rest.
+        let left = |state: &ProgressState, text: &mut dyn fmt::Write| {
+            let known = state.elapsed() > Duration::from_secs(2) && state.pos() > 0;
+            // A bar that cannot be written is not drawn.
+            let _ = if known { write!(text, "{:#}", HumanDuration(state.eta())) } else { text.write_str("-") };
+        };
+        let style = ProgressStyle::with_template(template).map_err(Failure::other)?.with_key("left", left);
         bar.set_style(style.progress_chars("=> "));
         Ok(Self { bar, cancelled: cancel_flag()?, output })
     }
@@ -50,6 +57,9 @@ impl Progress for Bar {
     fn start(&self, total_bytes: u64) {
         self.bar.reset();
         self.bar.set_length(total_bytes);
+        if !self.output.quiet {
+            self.bar.set_draw_target(ProgressDrawTarget::stderr());
+        }
         if !self.bar.is_hidden() {
             self.bar.enable_steady_tick(Duration::from_millis(200));
         }
@@ -65,7 +75,7 @@ impl Progress for Bar {
         if self.output.verbose > 1 {
             self.bar.suspend(|| self.output.note(format_args!("  {name}")));
         }
-        self.bar.set_message(name.to_owned());
+        self.bar.set_message(printable(name).into_owned());
     }
 
     fn advance(&self, bytes: u64) {
@@ -77,16 +87,33 @@ impl Progress for Bar {
     }
 }
 
-/// Set by the first SIGINT or SIGTERM; the second one ends the process at once.
+const SIGNALS: [i32; 3] = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP];
+static SIGNAL: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
+
+/// The signal that asked to stop, if any.
+pub fn signal() -> Option<u8> {
+    SIGNAL.get().and_then(|signal| u8::try_from(signal.load(Ordering::Relaxed)).ok()).filter(|&signal| signal > 0)
+}
+
+/// A write beyond the limit of file sizes is to fail like one on a full disk, not to end the process.
+pub fn survive_file_limit() {
+    let unused = Arc::new(AtomicBool::new(false));
+    // Without a handler the default stays: the process ends, and nothing half-written has a final name.
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, unused);
+}
+
+/// Set by the first of [`SIGNALS`]; the second one ends the process at once.
 fn cancel_flag() -> Result<Arc<AtomicBool>> {
     static FLAG: OnceLock<Arc<AtomicBool>> = OnceLock::new();
     if let Some(flag) = FLAG.get() {
         return Ok(Arc::clone(flag));
     }
     let flag = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+    let number = SIGNAL.get_or_init(Arc::default);
+    for signal in SIGNALS {
         // Handlers run in the order of registration: the flag must be looked at before it is set.
         signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&flag))
+            .and_then(|_| signal_hook::flag::register_usize(signal, Arc::clone(number), signal as usize))
             .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&flag)))
             .map_err(Failure::io("cannot listen to signals"))?;
     }

@@ -39,6 +39,15 @@ pub fn decompress(
     options: &DecompressOptions,
     progress: &dyn Progress,
 ) -> Result<DecompressReport, BundleError> {
+    on_threads(options.threads, || run(bundle, output, options, progress))
+}
+
+fn run(
+    bundle: &Path,
+    output: &Path,
+    options: &DecompressOptions,
+    progress: &dyn Progress,
+) -> Result<DecompressReport, BundleError> {
     let started = Instant::now();
     let manifest = read_manifest(bundle)?;
     let names = || manifest.files.iter().map(|file| file.name().to_string()).collect();
@@ -53,7 +62,7 @@ pub fn decompress(
     }
     let stage = Stage::open(bundle, output, replaceable, options.resume)?;
     let job = Job { bundle, options, progress, stage: &stage };
-    let files = on_threads(options.threads, || job.run(&manifest))?;
+    let files = job.run(&manifest)?;
     stage.finish()?;
     Ok(DecompressReport {
         tensors: manifest.files.iter().filter_map(FileEntry::weights).map(|f| f.tensors.len() as u64).sum(),

@@ -5,7 +5,7 @@ use std::{
     num::NonZero,
     ops::Range,
     sync::{
-        Condvar, Mutex, PoisonError,
+        Condvar, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -22,9 +22,9 @@ const BATCH_BYTES: u64 = 64 << 20;
 /// A raw tensor above this is moved in pieces, so that it costs no memory however large it is.
 pub(crate) const RAW_WHOLE_MAX: u64 = 64 << 20;
 
-/// Runs `work` on a pool of `threads` (`None`: one for each processor).
+/// Runs `work` on a pool of `threads` (`None`: one for each processor, of a pool that all calls share).
 ///
-/// The pool is this call's own: where threads cannot be made, that is an error, not the panic of a pool that starts by itself.
+/// Where threads cannot be made, that is an error, not the panic of rayon's own pool, which starts by itself.
 pub(crate) fn on_threads<T: Send>(
     threads: Option<usize>,
     work: impl FnOnce() -> Result<T, BundleError> + Send,
@@ -32,14 +32,22 @@ pub(crate) fn on_threads<T: Send>(
     if threads.is_none() && rayon::current_thread_index().is_some() {
         return work();
     }
-    let threads = threads.map_or_else(|| thread::available_parallelism().map_or(1, NonZero::get), |n| n.max(1));
-    let failed = |reason: String| BundleError::Threads { threads, reason };
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .thread_name(|i| format!("unweight-{i}"))
-        .build()
-        .map_err(|error| failed(error.to_string()))?;
-    pool.install(work)
+    static SHARED: OnceLock<rayon::ThreadPool> = OnceLock::new();
+    match threads {
+        Some(threads) => pool(threads.max(1))?.install(work),
+        None => match SHARED.get() {
+            Some(shared) => shared.install(work),
+            None => {
+                let new = pool(thread::available_parallelism().map_or(1, NonZero::get))?;
+                SHARED.get_or_init(|| new).install(work)
+            }
+        },
+    }
+}
+
+fn pool(threads: usize) -> Result<rayon::ThreadPool, BundleError> {
+    let builder = rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("unweight-{i}"));
+    builder.build().map_err(|error| BundleError::Threads { threads, reason: error.to_string() })
 }
 
 /// A thread of a scope, or an error where none can be made.

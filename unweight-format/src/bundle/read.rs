@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use super::{
     BundleError,
     files::{self, Input},
-    pipeline::{Work, batches},
+    pipeline::{Work, batches, on_threads},
 };
 use crate::{
     Digest, FormId, StoredTensor,
@@ -46,6 +46,10 @@ impl Bundle {
     /// # Errors
     /// There is no manifest, it is damaged or newer, or a file of the bundle is missing or has another size or header.
     pub fn open(dir: &Path) -> Result<Self, BundleError> {
+        on_threads(None, || Self::open_here(dir))
+    }
+
+    fn open_here(dir: &Path) -> Result<Self, BundleError> {
         let manifest = read_manifest(dir)?;
         for file in &manifest.files {
             check_sizes(dir, file)?;
@@ -83,7 +87,7 @@ impl Bundle {
     /// No file has it, several have it ([`Bundle::tensor_in`] tells them apart), it cannot be read, or its sections are damaged.
     pub fn tensor(&self, name: &str) -> Result<StoredTensor<Vec<u8>>, BundleError> {
         let (shard, tensor) = self.find(name)?;
-        self.shards[shard].tensor(tensor)
+        on_threads(None, || self.shards[shard].tensor(tensor))
     }
 
     /// A tensor of one file.
@@ -91,11 +95,8 @@ impl Bundle {
     /// # Errors
     /// The file does not have it, or as [`Bundle::tensor`].
     pub fn tensor_in(&self, file: &str, name: &str) -> Result<StoredTensor<Vec<u8>>, BundleError> {
-        let places = self.by_name.get(name).map_or(&[][..], Vec::as_slice);
-        match places.iter().find(|(shard, _)| self.shards[*shard].file.name == file) {
-            Some(&(shard, tensor)) => self.shards[shard].tensor(tensor),
-            None => Err(BundleError::UnknownTensor { name: format!("{file}: {name}") }),
-        }
+        let (shard, tensor) = self.find_in(file, name)?;
+        on_threads(None, || self.shards[shard].tensor(tensor))
     }
 
     /// What the manifest says about a tensor.
@@ -112,11 +113,30 @@ impl Bundle {
     /// # Errors
     /// As [`Bundle::tensor`], or the weights are damaged.
     pub fn decode(&self, name: &str) -> Result<Vec<u8>, BundleError> {
-        let (shard, tensor) = self.find(name)?;
+        self.decode_at(self.find(name)?)
+    }
+
+    /// As [`Bundle::decode`], of one file.
+    ///
+    /// # Errors
+    /// As [`Bundle::tensor_in`], or the weights are damaged.
+    pub fn decode_in(&self, file: &str, name: &str) -> Result<Vec<u8>, BundleError> {
+        self.decode_at(self.find_in(file, name)?)
+    }
+
+    fn decode_at(&self, (shard, tensor): (usize, usize)) -> Result<Vec<u8>, BundleError> {
         let shard = &self.shards[shard];
-        let mut out = shard.buffer(shard.original_bytes(tensor))?;
-        shard.decode(tensor, &mut out)?;
-        Ok(out)
+        on_threads(None, || {
+            let mut out = shard.buffer(shard.original_bytes(tensor))?;
+            shard.decode(tensor, &mut out)?;
+            Ok(out)
+        })
+    }
+
+    fn find_in(&self, file: &str, name: &str) -> Result<(usize, usize), BundleError> {
+        let places = self.by_name.get(name).map_or(&[][..], Vec::as_slice);
+        let place = places.iter().find(|(shard, _)| self.shards[*shard].file.name == file).copied();
+        place.ok_or_else(|| BundleError::UnknownTensor { name: format!("{file}: {name}") })
     }
 
     fn find(&self, name: &str) -> Result<(usize, usize), BundleError> {
