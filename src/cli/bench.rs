@@ -4,11 +4,12 @@ use std::{fs, path::PathBuf};
 
 use clap::{Args, Subcommand, ValueEnum};
 use unweight::rt::{
-    bench::{self, BenchOptions, MatmulOptions, Timing},
-    choose::{KernelSet, model::MeasuredTable},
-    device::Device,
+    Remedy,
+    choose::model::MeasuredTable,
+    device::{Device, KernelSet},
     env::Env,
 };
+use unweight_bench::{self as bench, BenchOptions, MatmulOptions, Timing};
 
 use super::{
     failure::{Failure, Result},
@@ -125,14 +126,12 @@ impl Bench {
         match self {
             Self::Kernels(arguments) => {
                 let kernels = open(arguments.device)?;
-                let report = bench::bench_kernels(&kernels, &arguments.options(), &timing(arguments.rounds), &note)
-                    .map_err(Failure::other)?;
+                let report = bench::bench_kernels(&kernels, &arguments.options(), &timing(arguments.rounds), &note)?;
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Matmul(arguments) => {
                 let kernels = open(arguments.device)?;
-                let report = bench::bench_matmul(&kernels, &arguments.options()?, &timing(arguments.rounds), &note)
-                    .map_err(Failure::other)?;
+                let report = bench::bench_matmul(&kernels, &arguments.options()?, &timing(arguments.rounds), &note)?;
                 if let Some(file) = &arguments.svg {
                     plot::save(file, &plot::speedups(&report.rows)?)?;
                     output.note(format_args!("{}: drawn", file.display()));
@@ -150,25 +149,28 @@ impl Bench {
 
 fn open(device: usize) -> Result<KernelSet> {
     let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
-    let device = Device::open(device).map_err(Failure::other)?;
+    let device = Device::open(device)?;
     Ok(KernelSet::open(&device, env))
 }
 
 fn timing(rounds: Option<u16>) -> Timing {
-    Timing { rounds: rounds.map_or(Timing::default().rounds, usize::from), ..Timing::default() }
+    let timing = Timing::default();
+    match rounds {
+        Some(rounds) => timing.rounds(rounds.into()),
+        None => timing,
+    }
 }
 
 impl MatmulBench {
     fn options(&self) -> Result<MatmulOptions> {
-        let mut options = MatmulOptions {
-            escapes: self.escapes,
-            ordinary: self.launch != Some(Launch::Dependent),
-            pdl: self.launch != Some(Launch::Ordinary),
-            candidates: self.candidates,
-            layer: self.measure != Measure::Shapes,
-            table: self.table.as_deref().map(MeasuredTable::read).transpose().map_err(Failure::other)?,
-            ..MatmulOptions::default()
-        };
+        let table = self.table.as_deref().map(MeasuredTable::read).transpose();
+        let mut options = MatmulOptions::default()
+            .escapes(self.escapes)
+            .ordinary(self.launch != Some(Launch::Dependent))
+            .pdl(self.launch != Some(Launch::Ordinary))
+            .candidates(self.candidates)
+            .layer(self.measure != Measure::Shapes)
+            .table(table.map_err(|error| Failure::remedied(error, Remedy::MeasureTable))?);
         if self.measure == Measure::Layer {
             options.shapes.clear();
         } else if !self.shape.is_empty() {
@@ -183,7 +185,7 @@ impl MatmulBench {
 
 impl KernelsBench {
     fn options(&self) -> BenchOptions {
-        let mut options = BenchOptions { all_variants: self.all_variants, ..BenchOptions::default() };
+        let mut options = BenchOptions::default().all_variants(self.all_variants);
         if !self.shape.is_empty() {
             options.shapes.clone_from(&self.shape);
         }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use unweight::{
     format::bundle::{self, CompressOptions, CpuEncoder, Encoder, VerifyAfter},
-    rt::{choose::KernelSet, device, env::Env, ops::encode::BundleEncoder},
+    rt::{device, device::KernelSet, env::Env, ops::encode::BundleEncoder},
 };
 
 use super::{
@@ -59,9 +59,9 @@ impl Device {
             Self::Cpu => Box::new(CpuEncoder),
             Self::Cuda => {
                 let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
-                let device = device::Device::open(0).map_err(Failure::other)?;
+                let device = device::Device::open(0)?;
                 let kernels = KernelSet::open(&device, env);
-                Box::new(BundleEncoder::new(&kernels, options.code_limit).map_err(Failure::other)?)
+                Box::new(BundleEncoder::new(&kernels, options.code_limit)?)
             }
         })
     }

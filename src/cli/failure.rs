@@ -9,7 +9,10 @@ use std::{
 use super::{output::printable, progress};
 use miette::{Diagnostic, ReportHandler};
 use serde::Serialize;
-use unweight::format::bundle::{BundleError, ErrorClass, Remedy};
+use unweight::{
+    format::bundle::{BundleError, ErrorClass, Remedy},
+    rt,
+};
 
 /// Whatever ends a command.
 #[derive(Debug)]
@@ -70,6 +73,13 @@ impl Failure {
     /// Any error, whose own message says what to do.
     pub fn other(error: impl Error + Send + Sync + 'static) -> Self {
         Self::from_error(error, Class::Failed)
+    }
+
+    /// An error with what to do about it.
+    pub fn remedied(error: impl Error + Send + Sync + 'static, remedy: rt::Remedy) -> Self {
+        let Some(help) = words(remedy) else { return Self::other(error) };
+        // The whole of its message: what to do is said here.
+        Self { message: error.to_string(), help: Some(help.to_owned()), ..Self::other(error) }
     }
 
     /// Data that is not what it should be.
@@ -193,10 +203,33 @@ impl From<io::Error> for Failure {
     }
 }
 
-impl From<unweight::rt::Error> for Failure {
-    fn from(error: unweight::rt::Error) -> Self {
-        Self::other(error)
-    }
+/// The runtime's errors name a remedy; how it is done here is said here.
+macro_rules! from_runtime {
+    ($($error:ty),+ $(,)?) => {$(
+        impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                match error.remedy() {
+                    Some(remedy) => Self::remedied(error, remedy),
+                    None => Self::other(error),
+                }
+            }
+        }
+    )+};
+}
+
+from_runtime!(rt::Error, rt::device::DeviceError, unweight_bench::BenchError);
+
+/// A remedy in words of the command line; `None` where the error's own message says it.
+fn words(remedy: rt::Remedy) -> Option<&'static str> {
+    Some(match remedy {
+        rt::Remedy::ClearKernelCache => "`unweight cache clear` removes the kernels of another version",
+        rt::Remedy::CompileKernels => {
+            "`unweight kernels compile` makes them where there is a compiler and UNWEIGHT_JIT is auto"
+        }
+        rt::Remedy::VerifyBundle => "`unweight verify` finds the damaged tensor",
+        rt::Remedy::MeasureTable => "`unweight bench matmul --save-table FILE` measures a table",
+        _ => return None,
+    })
 }
 
 impl fmt::Display for Failure {

@@ -18,7 +18,7 @@ use plotters::{
 };
 use unweight::format::{Histogram, bundle::TensorReport, form::FORMS};
 
-use unweight::rt::bench::Row;
+use unweight_bench::Row;
 
 use super::failure::{Failure, Result};
 

@@ -359,7 +359,6 @@ impl Sections {
         let mut buffers: Vec<(&str, Buffer)> = self.sections.iter().map(|(s, b)| (s.name(), Buffer::of(b))).collect();
         buffers.push(("output", Buffer::new(out_bytes)));
         buffers.push(("fault", Buffer::zeroed(4)));
-        buffers.push(("work_counter", Buffer::zeroed(4)));
         let find = |name: &str| &buffers.iter().find(|(n, _)| *n == name).unwrap().1;
         let section = |s: Section| find(s.name());
         let args = DecodeArgs {
@@ -371,7 +370,6 @@ impl Sections {
             palette: section(Section::PALETTE).address(),
             code_lengths: section(Section::CODE_LENGTHS).address(),
             output: find("output").address(),
-            work_counter: find("work_counter").address(),
             fault: find("fault").address(),
             encoded_words: section(Section::ENCODED_EXP).bytes as u64 / 4,
             verbatim_rows: (section(Section::VERBATIM_EXPONENTS).bytes / 64) as u32,

@@ -1,23 +1,15 @@
 //! The benchmark itself on a GPU: small problems, every family, a report whose numbers can be true.
 
 use crate::harness::gpu;
-use unweight_rt::bench::{BenchOptions, MatmulOptions, Report, Timing, bench_kernels, bench_matmul};
+use unweight_bench::{BenchOptions, MatmulOptions, Report, Timing, bench_kernels, bench_matmul};
 
 /// Small problems: the numbers are not for records.
 fn quick() -> BenchOptions {
-    BenchOptions {
-        shapes: vec![(256, 320)],
-        batches: vec![1, 130],
-        decode: false,
-        encode: false,
-        packed: false,
-        matmul: false,
-        ..BenchOptions::default()
-    }
+    BenchOptions::nothing().shapes(vec![(256, 320)]).batches(vec![1, 130])
 }
 
 fn quick_timing() -> Timing {
-    Timing { rounds: 5, warmup_rounds: 2, min_copies: 2, rotate_bytes: 0, ..Timing::default() }
+    Timing::default().rounds(5).warmup_rounds(2).min_copies(2).rotate_bytes(0)
 }
 
 fn check(report: &Report<BenchOptions>, rows: usize) {
@@ -33,7 +25,7 @@ fn check(report: &Report<BenchOptions>, rows: usize) {
 #[ignore = "needs a GPU"]
 fn decoders_and_encoder() {
     let kernels = gpu();
-    let options = BenchOptions { decode: true, encode: true, ..quick() };
+    let options = quick().decode(true).encode(true);
     let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     // Three decoders; five stages of a Huffman tensor, each with those before it, and the palette encoder.
     check(&report, 3 + 6);
@@ -43,7 +35,7 @@ fn decoders_and_encoder() {
 #[ignore = "needs a GPU"]
 fn matmuls_beside_cublas() {
     let kernels = gpu();
-    let options = BenchOptions { matmul: true, all_variants: true, ..quick() };
+    let options = quick().matmul(true).all_variants(true);
     let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     // At each batch cuBLAS, and of both sources every ring of Table 5 but n = 3, which does not divide 256.
     check(&report, 2 * (1 + 2 * 7));
@@ -54,7 +46,7 @@ fn matmuls_beside_cublas() {
 #[ignore = "needs a GPU"]
 fn conversions_of_the_packed_form() {
     let kernels = gpu();
-    let options = BenchOptions { packed: true, ..quick() };
+    let options = quick().packed(true);
     let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     // Three steps of packing, each with those before it, and unpacking.
     check(&report, 4);
@@ -64,13 +56,8 @@ fn conversions_of_the_packed_form() {
 #[ignore = "needs a GPU"]
 fn packed_matmuls_beside_cublas() {
     let kernels = gpu();
-    let options = MatmulOptions {
-        shapes: vec![(256, 320), (192, 64)],
-        batches: vec![1, 70],
-        candidates: 3,
-        layer: false,
-        ..MatmulOptions::default()
-    };
+    let options =
+        MatmulOptions::default().shapes(vec![(256, 320), (192, 64)]).batches(vec![1, 70]).candidates(3).layer(false);
     let report = bench_matmul(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     // Of each problem and kind of launch what dispatch takes, once; at least one of the model's besides.
     assert_eq!(report.rows.iter().filter(|row| row.dispatched).count(), 2 * 2 * 2);
@@ -79,7 +66,7 @@ fn packed_matmuls_beside_cublas() {
     assert_eq!((table.rows.len(), table.device.as_str()), (2 * 2 * 2, report.device.name.as_str()));
     for row in &table.rows {
         let of = |contender: &str| {
-            let same = |other: &&unweight_rt::bench::Row| (other.n, other.k, other.m) == (row.n, row.k, row.m);
+            let same = |other: &&unweight_bench::Row| (other.n, other.k, other.m) == (row.n, row.k, row.m);
             report.rows.iter().filter(same).find(|other| other.contender == contender).map(|row| row.median_us)
         };
         let best = of(&row.variant.to_string()).expect("the table names what was measured");

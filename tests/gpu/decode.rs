@@ -1,19 +1,19 @@
 //! The three decoders on the GPU: bit-exact, on every shape, for every code limit.
 
-use crate::harness::{SHAPES, Weights, gpu, guard_is_whole, poison, stream};
+use crate::harness::{SHAPES, Weights, gpu, guard_is_whole, lane, poison, refused, stream};
+use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::spec::{Arch, DecodeOutput};
 use unweight_format::{CodeLimit, Matrix, bf16, huffman};
 use unweight_rt::{
-    bench::halves,
-    choose::{self, KernelSet},
-    device::{DeviceBuffer, Stream},
+    choose,
+    device::{DeviceBuffer, KernelSet, MatrixMut, Refusal},
     ops::decode::{Decoder, output_bytes},
     weight::{DeviceHuffman, DeviceMatrix},
 };
 
-fn decoder(kernels: &KernelSet, stream: &Stream, output: DecodeOutput, bits: u32) -> Decoder {
+fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32) -> Decoder {
     let spec = choose::decoder(Arch::Sm90a, output, bits).unwrap();
-    Decoder::new(stream, kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
+    Decoder::new(kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
 }
 
 /// All three decoders, of `bits` code bits, on one matrix.
@@ -30,22 +30,23 @@ fn exact(
     let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
     let bits = bits.unwrap_or(device.code_bits());
     let grid = tensor.grid();
+    let mut lane = lane(&stream);
 
-    let mut full = decoder(kernels, &stream, DecodeOutput::Full, bits);
+    let full = decoder(kernels, DecodeOutput::Full, bits);
     let mut whole = DeviceMatrix::zeroed(&stream, rows as u32, cols as u32).unwrap();
-    poison(&stream, whole.data_mut());
-    full.full(&stream, &device, &mut whole).unwrap();
-    full.check(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
-    let got = whole.data().to_host(&stream).unwrap();
+    poison(&stream, &mut whole);
+    full.full(&mut lane, &device, whole.view_mut()).unwrap();
+    lane.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
+    let got = whole.to_host(&stream).unwrap();
     let wrong = got.iter().zip(halves(bytes)).position(|(got, want)| *got != want);
     assert_eq!(wrong, None, "{what}: full, element");
-    guard_is_whole(&stream, whole.data(), what);
+    guard_is_whole(&stream, &whole, what);
 
-    let mut exponent = decoder(kernels, &stream, DecodeOutput::Exponent, bits);
+    let exponent = decoder(kernels, DecodeOutput::Exponent, bits);
     let mut exponents = DeviceBuffer::zeroed(&stream, output_bytes(grid, DecodeOutput::Exponent)).unwrap();
     poison(&stream, &mut exponents);
-    exponent.exponent(&stream, &device, &mut exponents).unwrap();
-    exponent.check(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    exponent.exponent(&mut lane, &device, &mut exponents).unwrap();
+    lane.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
     let got = exponents.to_host(&stream).unwrap();
     for row in 0..rows {
         for col in 0..cols {
@@ -57,11 +58,11 @@ fn exact(
     }
     guard_is_whole(&stream, &exponents, what);
 
-    let mut palette = decoder(kernels, &stream, DecodeOutput::Palette, bits);
+    let palette = decoder(kernels, DecodeOutput::Palette, bits);
     let mut indices = DeviceBuffer::zeroed(&stream, output_bytes(grid, DecodeOutput::Palette)).unwrap();
     poison(&stream, &mut indices);
-    palette.palette(&stream, &device, &mut indices).unwrap();
-    palette.check(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    palette.palette(&mut lane, &device, &mut indices).unwrap();
+    lane.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
     let want = huffman::transcode(&tensor).unwrap();
     let wrong = indices.to_host(&stream).unwrap().iter().zip(want.palette_index()).position(|(got, want)| got != want);
     assert_eq!(wrong, None, "{what}: palette index, byte");
@@ -125,18 +126,19 @@ fn every_edge_remainder() {
 fn a_large_matrix_decodes_the_same_again_and_again() {
     let kernels = gpu();
     let shape = (4096, 4096);
-    let bytes = unweight_rt::bench::normal_bf16(shape.0 * shape.1, 0.02, 3);
+    let bytes = normal_bf16(shape.0 * shape.1, 0.02, 3);
     exact(kernels, &bytes, shape, CodeLimit::DEFAULT, None, "4096 x 4096");
     let stream = stream(kernels);
     let tensor = huffman::encode(Matrix::new(&bytes, shape.0, shape.1).unwrap(), CodeLimit::DEFAULT).unwrap();
     let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
-    let mut full = decoder(kernels, &stream, DecodeOutput::Full, device.code_bits());
+    let full = decoder(kernels, DecodeOutput::Full, device.code_bits());
     let mut whole = DeviceMatrix::zeroed(&stream, 4096, 4096).unwrap();
+    let mut lane = lane(&stream);
     for _ in 0..20 {
-        poison(&stream, whole.data_mut());
-        full.full(&stream, &device, &mut whole).unwrap();
-        full.check(&stream).unwrap();
-        assert!(whole.data().to_host(&stream).unwrap() == halves(&bytes));
+        poison(&stream, &mut whole);
+        full.full(&mut lane, &device, whole.view_mut()).unwrap();
+        lane.synchronize().unwrap();
+        assert!(whole.to_host(&stream).unwrap() == halves(&bytes));
     }
 }
 
@@ -150,13 +152,24 @@ fn what_does_not_go_together_is_refused_before_the_launch() {
     let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
     assert!(device.code_bits() > 6);
     let mut whole = DeviceMatrix::zeroed(&stream, 64, 64).unwrap();
-    let short = decoder(kernels, &stream, DecodeOutput::Full, 6).full(&stream, &device, &mut whole).unwrap_err();
-    assert!(short.to_string().contains("codes of up to 6 bits"), "{short}");
-    let full = decoder(kernels, &stream, DecodeOutput::Full, 15);
+    let mut lane = lane(&stream);
+    let short = decoder(kernels, DecodeOutput::Full, 6);
+    let bits = device.code_bits();
+    assert_eq!(refused(short.full(&mut lane, &device, whole.view_mut())), Refusal::CodeBits { limit: 6, bits });
+    let full = decoder(kernels, DecodeOutput::Full, 15);
     let mut small = DeviceMatrix::zeroed(&stream, 64, 63).unwrap();
-    let shape = full.full(&stream, &device, &mut small).unwrap_err();
-    assert!(shape.to_string().contains("[64, 63]"), "{shape}");
+    let shape = Refusal::Output { output: [64, 63], tensor: [64, 64] };
+    assert_eq!(refused(full.full(&mut lane, &device, small.view_mut())), shape);
+    // Rows with a gap between them.
+    let mut wide = DeviceBuffer::zeroed(&stream, 64 * 72).unwrap();
+    let apart = MatrixMut::new(&mut wide, 64, 64, 72).unwrap();
+    assert!(matches!(refused(full.full(&mut lane, &device, apart)), Refusal::Pitch { pitch: 72, .. }));
     let mut bytes = DeviceBuffer::zeroed(&stream, 4096).unwrap();
-    let output = full.exponent(&stream, &device, &mut bytes).unwrap_err();
-    assert!(output.to_string().contains("does not write exponent"), "{output}");
+    let other = Refusal::Decodes { writes: DecodeOutput::Full, asked: DecodeOutput::Exponent };
+    assert_eq!(refused(full.exponent(&mut lane, &device, &mut bytes)), other);
+    let mut few = DeviceBuffer::zeroed(&stream, 2047).unwrap();
+    let palette = decoder(kernels, DecodeOutput::Palette, 15);
+    let elements = Refusal::Elements { buffer: "the output", got: 2047, expected: 2048 };
+    assert_eq!(refused(palette.palette(&mut lane, &device, &mut few)), elements);
+    lane.synchronize().unwrap();
 }

@@ -9,7 +9,7 @@ use unweight_format::{
     testing::demo_model::{self, DemoOptions},
 };
 use unweight_rt::{
-    choose::KernelSet,
+    device::KernelSet,
     ops::encode::{BundleEncoder, EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
 };
 
@@ -25,20 +25,20 @@ fn same_bytes(
     let matrix = Matrix::new(bytes, shape.0, shape.1).unwrap();
     let mut buffers = EncodeBuffers::new(&stream, matrix.grid()).unwrap();
     // What a stage forgets to write is not zero.
-    buffers.poison(&stream, 0xff).unwrap();
-    buffers.set_weights(&stream, matrix).unwrap();
-    encoder.enqueue(&stream, &mut buffers, &HUFFMAN_STAGES).unwrap();
+    buffers.poison(0xff).unwrap();
+    buffers.set_weights(matrix).unwrap();
+    encoder.enqueue(&mut buffers, &HUFFMAN_STAGES).unwrap();
     let expected = huffman::encode(matrix, limit).unwrap();
-    let totals = buffers.totals(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let totals = buffers.totals().unwrap_or_else(|error| panic!("{what}: {error}"));
     assert_eq!(totals.max_verbatim_rows, u64::from(expected.max_verbatim_rows()), "{what}");
     assert_eq!(totals.verbatim_rows as usize * 64, expected.verbatim_exponents().len(), "{what}");
-    let got = buffers.huffman(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let got = buffers.huffman().unwrap_or_else(|error| panic!("{what}: {error}"));
     for &section in FormId::HUFFMAN.form().sections() {
         assert!(got.section(section) == expected.section(section), "{what}: section {section:?} differs");
     }
 
-    encoder.enqueue(&stream, &mut buffers, &[EncodeStage::DecodeTable]).unwrap();
-    let table = buffers.decode_table(&stream, limit).unwrap();
+    encoder.enqueue(&mut buffers, &[EncodeStage::DecodeTable]).unwrap();
+    let table = buffers.decode_table(limit).unwrap();
     let code = Code::from_histogram(&Histogram::of(bytes), limit).unwrap();
     let flat = code.decode_table();
     for (slot, entry) in table.iter().enumerate() {
@@ -47,9 +47,9 @@ fn same_bytes(
         assert_eq!(*entry, want, "{what}: decode table slot {slot}");
     }
 
-    buffers.poison(&stream, 0xff).unwrap();
-    encoder.enqueue(&stream, &mut buffers, &PALETTE_STAGES).unwrap();
-    let got: PaletteTensor<_> = buffers.palette(&stream).unwrap_or_else(|error| panic!("{what}: {error}"));
+    buffers.poison(0xff).unwrap();
+    encoder.enqueue(&mut buffers, &PALETTE_STAGES).unwrap();
+    let got: PaletteTensor<_> = buffers.palette().unwrap_or_else(|error| panic!("{what}: {error}"));
     let expected = palette::encode_with(matrix, &code).unwrap();
     for &section in FormId::PALETTE.form().sections() {
         assert!(got.section(section) == expected.section(section), "{what}: palette section {section:?} differs");
@@ -104,7 +104,7 @@ fn a_matrix_of_many_scan_blocks() {
     let encoder = GpuEncoder::new(kernels, limit).unwrap();
     // 4,097 tiles and a remainder on both sides.
     let shape = (4097, 4031);
-    let bytes = unweight_rt::bench::normal_bf16(shape.0 * shape.1, 0.02, 9);
+    let bytes = unweight_bench::normal_bf16(shape.0 * shape.1, 0.02, 9);
     same_bytes(kernels, &encoder, limit, &bytes, shape, "4097 x 4031");
     let stream = stream(kernels);
     let matrix = Matrix::new(&bytes, shape.0, shape.1).unwrap();

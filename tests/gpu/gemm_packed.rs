@@ -9,7 +9,7 @@
 
 use std::sync::OnceLock;
 
-use crate::harness::{Rng, bf16, gpu, guard_is_whole, poison, refusal, stream, value};
+use crate::harness::{Rng, bf16, gpu, guard_is_whole, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight_codegen::{
     VariantSpec,
@@ -21,12 +21,10 @@ use unweight_format::{
     packed::{PackedTensor, pack},
 };
 use unweight_rt::{
-    choose::{
-        KernelSet,
-        model::{PackedChooser, PackedUse},
-    },
-    device::{DeviceBuffer, Stream},
-    ops::gemm_packed::{PackedGemm, Workspace},
+    choose::model::{PackedChooser, PackedUse},
+    device::{DeviceBuffer, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream},
+    ops::gemm_packed::{PackedGemm, lane_size},
+    ops::lane::Lane,
     weight::{DeviceMatrix, DevicePacked},
 };
 
@@ -53,7 +51,7 @@ fn traits(spec: &VariantSpec) -> Traits {
 
 /// A matrix whose exponents lie in a window of 16, but for one element in `one_in` (0: none): zeros, subnormals, larger and smaller ones.
 /// Row 5 has a run of them, longer than a warp, where there are any.
-fn weights(n: usize, k: usize, one_in: usize, seed: u64) -> Vec<u16> {
+pub fn weights(n: usize, k: usize, one_in: usize, seed: u64) -> Vec<u16> {
     let mut rng = Rng(seed);
     (0..n * k)
         .map(|at| {
@@ -143,6 +141,12 @@ fn ready(kernels: &KernelSet, specs: &[VariantSpec]) {
     kernels.prepare(specs, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
 }
 
+/// A lane for launches of this variant up to this problem.
+pub fn lane(stream: &Stream, spec: &VariantSpec, problem: GemmShape) -> Lane {
+    let sms = stream.device().info().sms;
+    Lane::new(stream, lane_size(spec, problem, sms).unwrap()).unwrap()
+}
+
 fn matmul(kernels: &KernelSet, spec: &VariantSpec) -> PackedGemm {
     PackedGemm::new(kernels.get(spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
 }
@@ -165,7 +169,7 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
                 continue;
             }
             let tile = traits.batch_tile;
-            let mut workspace = Workspace::new(&stream, [(*spec, problem(ROWS as u32))]).unwrap();
+            let mut lane = lane(&stream, spec, problem(ROWS as u32));
             let matmul = matmul(kernels, spec);
             for m in [1, tile - 1, tile, tile + 1, 2 * tile + 7] {
                 let x = case.input(&stream, m);
@@ -173,13 +177,13 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
                 let mut y = DeviceMatrix::zeroed(&stream, m, columns as u32).unwrap();
                 let mut outputs = Vec::new();
                 for _ in 0..2 {
-                    poison(&stream, y.data_mut());
+                    poison(&stream, &mut y);
                     if traits.epilogue == Epilogue::StoreAdd {
-                        y.data_mut().write(&stream, 0, &before[..m as usize * columns]).unwrap();
+                        y.write(&stream, 0, &before[..m as usize * columns]).unwrap();
                     }
-                    matmul.enqueue(&stream, &x, &w, &mut y, &mut workspace).unwrap();
-                    outputs.push(y.data().to_host(&stream).unwrap_or_else(|error| panic!("{spec} m = {m}: {error}")));
-                    guard_is_whole(&stream, y.data(), &spec.to_string());
+                    matmul.enqueue(&mut lane, x.view(), &w, y.view_mut()).unwrap();
+                    outputs.push(y.to_host(&stream).unwrap_or_else(|error| panic!("{spec} m = {m}: {error}")));
+                    guard_is_whole(&stream, &y, &spec.to_string());
                 }
                 let wrong = case.mismatches(&outputs[0], traits.epilogue, &before);
                 assert_eq!(wrong, 0, "{spec} m = {m} {} x {}", case.n, case.k);
@@ -200,10 +204,11 @@ fn operands_are_the_weights_bit_for_bit() {
     let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
     for spec in &specs {
         let (m, n, k) = (3, case.n as u32, case.k as u32);
-        let mut workspace = Workspace::new(&stream, [(*spec, GemmShape { m, n, k })]).unwrap();
+        let mut lane = lane(&stream, spec, GemmShape { m, n, k });
         let mut y = DeviceMatrix::zeroed(&stream, m, n).unwrap();
-        matmul(kernels, spec).enqueue(&stream, &case.input(&stream, m), &w, &mut y, &mut workspace).unwrap();
-        let bytes = workspace.partials().to_host(&stream).unwrap();
+        let x = case.input(&stream, m);
+        matmul(kernels, spec).enqueue(&mut lane, x.view(), &w, y.view_mut()).unwrap();
+        let bytes = lane.partials().to_host(&stream).unwrap();
         let dumped: Vec<u32> = bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect();
         for tile in 0..case.tensor.grid().tiles() {
             for (i, registers) in case.tensor.operands(tile).iter().enumerate() {
@@ -244,25 +249,25 @@ fn dependent_launches_wait_for_their_input() {
                 let shape = dispatch.choose(problem, PackedUse { pdl: true, ..wanted }).unwrap();
                 let spec = wanted.of(shape).unwrap();
                 let matmul = matmul(kernels, &spec);
-                let mut workspace = Workspace::new(&stream, [(spec, problem)]).unwrap();
+                let mut lane = lane(&stream, &spec, problem);
                 let mut x = DeviceMatrix::from_host(&stream, m, n as u32, &first).unwrap();
                 let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();
-                poison(&stream, y.data_mut());
+                poison(&stream, &mut y);
                 let graph = stream
                     .capture(|| {
                         for link in 0..LINKS {
                             let (from, to) = if link % 2 == 0 { (&x, &mut y) } else { (&y, &mut x) };
-                            matmul.enqueue(&stream, from, &w, to, &mut workspace)?;
+                            matmul.enqueue(&mut lane, from.view(), &w, to.view_mut())?;
                         }
                         Ok(())
                     })
                     .unwrap();
                 for _ in 0..3 {
-                    x.data_mut().write(&stream, 0, &first).unwrap();
+                    x.write(&stream, 0, &first).unwrap();
                     // SAFETY: all buffers are alive.
                     unsafe { graph.launch() }.unwrap();
                 }
-                x.data().to_host(&stream).unwrap()
+                x.to_host(&stream).unwrap()
             })
             .collect();
         assert!(results[0].iter().all(|bits| value(*bits).is_finite()) && results[0].iter().any(|bits| *bits != 0));
@@ -301,14 +306,14 @@ fn unchecked_escapes_lead_nowhere() {
         .unwrap();
         for spec in &specs {
             let (m, columns) = (traits(spec).batch_tile, case.columns(traits(spec).epilogue));
-            let mut workspace =
-                Workspace::new(&stream, [(*spec, GemmShape { m, n: case.n as u32, k: case.k as u32 })]).unwrap();
+            let mut lane = lane(&stream, spec, GemmShape { m, n: case.n as u32, k: case.k as u32 });
             let mut y = DeviceMatrix::zeroed(&stream, m, columns as u32).unwrap();
-            poison(&stream, y.data_mut());
+            poison(&stream, &mut y);
             let matmul = matmul(kernels, spec);
-            matmul.enqueue(&stream, &case.input(&stream, m), &w, &mut y, &mut workspace).unwrap();
+            let x = case.input(&stream, m);
+            matmul.enqueue(&mut lane, x.view(), &w, y.view_mut()).unwrap();
             stream.synchronize().unwrap_or_else(|error| panic!("{spec}: {error}"));
-            guard_is_whole(&stream, y.data(), &spec.to_string());
+            guard_is_whole(&stream, &y, &spec.to_string());
         }
     }
 }
@@ -323,13 +328,92 @@ fn what_does_not_fit_is_refused() {
     let wanted = PackedUse { escapes: false, pdl: false, epilogue: Epilogue::Store };
     let problem = GemmShape { m: 4, n: case.n as u32, k: case.k as u32 };
     let spec = PackedChooser::model(Arch::Sm90a, 132).choose(problem, wanted).unwrap();
-    let mut workspace = Workspace::new(&stream, [(spec, problem)]).unwrap();
+    let mut lane = lane(&stream, &spec, problem);
     let mut y = DeviceMatrix::zeroed(&stream, 4, case.n as u32).unwrap();
     let x = case.input(&stream, 4);
-    let message = refusal(matmul(kernels, &spec).enqueue(&stream, &x, &w, &mut y, &mut workspace)).unwrap();
-    assert!(message.contains("_esc"), "{message}");
-    let spec = PackedUse { escapes: true, ..wanted }.of(spec).unwrap();
+    let plain = matmul(kernels, &spec);
+    assert_eq!(refused(plain.enqueue(&mut lane, x.view(), &w, y.view_mut())), Refusal::Escapes);
+    let matmul = matmul(kernels, &PackedUse { escapes: true, ..wanted }.of(spec).unwrap());
     let mut narrow = DeviceMatrix::zeroed(&stream, 4, case.n as u32 - 64).unwrap();
-    let message = refusal(matmul(kernels, &spec).enqueue(&stream, &x, &w, &mut narrow, &mut workspace)).unwrap();
-    assert!(message.contains("do not go together"), "{message}");
+    let shape = refused(matmul.enqueue(&mut lane, x.view(), &w, narrow.view_mut()));
+    assert!(matches!(shape, Refusal::Shape { .. }), "{shape}");
+    // Rows with gaps between them.
+    let (columns, pitch) = (case.n as u32, case.n as u64 + 8);
+    let mut wide = DeviceBuffer::zeroed(&stream, 4 * pitch as usize).unwrap();
+    let gaps = MatrixMut::new(&mut wide, 4, columns, pitch).unwrap();
+    assert!(matches!(refused(matmul.enqueue(&mut lane, x.view(), &w, gaps)), Refusal::Pitch { operand: "y", .. }));
+
+    // Memory of somebody else, as another framework would hand it over.
+    let (device, at, in_w) = (kernels.device(), x.data().address(), w.packed().address());
+    // SAFETY: inside the allocations of `x` and `w`, which live through the test; every launch is refused.
+    let (odd, over, inside) = unsafe {
+        (
+            MatrixRef::from_raw(device, at + 2, 3, case.k as u32, case.k as u64).unwrap(),
+            MatrixMut::from_raw(device, at, 4, columns, columns.into()).unwrap(),
+            MatrixMut::from_raw(device, in_w, 4, columns, columns.into()).unwrap(),
+        )
+    };
+    let mut three = DeviceMatrix::zeroed(&stream, 3, columns).unwrap();
+    let unaligned = refused(matmul.enqueue(&mut lane, odd, &w, three.view_mut()));
+    assert!(matches!(unaligned, Refusal::Alignment { operand: "x", bytes: 16, .. }), "{unaligned}");
+    let overlap = |other| Refusal::Overlap { written: "y", other };
+    assert_eq!(refused(matmul.enqueue(&mut lane, x.view(), &w, over)), overlap("x"));
+    assert_eq!(refused(matmul.enqueue(&mut lane, x.view(), &w, inside)), overlap("packed"));
+    stream.synchronize().unwrap();
+}
+
+/// X inside a wider matrix: its rows are apart.
+#[test]
+#[ignore = "needs a GPU"]
+fn rows_of_x_may_be_apart() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let case = &cases()[0];
+    let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
+    let (m, n, k, pitch) = (70u32, case.n as u32, case.k as u32, case.k + 24);
+    let problem = GemmShape { m, n, k };
+    let mut apart = vec![0x7fc0u16; m as usize * pitch];
+    for (row, from) in apart.chunks_exact_mut(pitch).zip(case.x.chunks_exact(case.k)) {
+        row[..case.k].copy_from_slice(from);
+    }
+    let apart = DeviceBuffer::from_host(&stream, &apart).unwrap();
+    let chooser = PackedChooser::of(kernels.device().info());
+    for m in [1, 33, m] {
+        let wanted = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
+        let spec = chooser.choose(GemmShape { m, ..problem }, wanted).unwrap();
+        let (matmul, mut lane) = (matmul(kernels, &spec), lane(&stream, &spec, problem));
+        let mut y = DeviceMatrix::zeroed(&stream, m, n).unwrap();
+        poison(&stream, &mut y);
+        let x = MatrixRef::new(&apart, m, k, pitch as u64).unwrap();
+        matmul.enqueue(&mut lane, x, &w, y.view_mut()).unwrap();
+        let got = y.to_host(&stream).unwrap();
+        assert_eq!(case.mismatches(&got, Epilogue::Store, &[]), 0, "{spec} m = {m}");
+        guard_is_whole(&stream, &y, &spec.to_string());
+    }
+}
+
+/// A lane that is too small for stream-K is refused and written nowhere; once it is reserved, the same launch runs.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_lane_that_is_too_small_is_refused() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let case = &cases()[1];
+    let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
+    let spec = "uw_sm90a_gemm_wgmma_b128_g2p6_streamk_esc_store".parse().unwrap();
+    let (m, matmul) = (200, matmul(kernels, &spec));
+    let (x, mut y) = (case.input(&stream, m), DeviceMatrix::zeroed(&stream, m, case.n as u32).unwrap());
+    let need = matmul.lane_size(m, &w);
+    assert!(need.workspace_bytes > 0 && need.counters > 0);
+    let mut lane = Lane::new(&stream, LaneSize::default()).unwrap();
+    poison(&stream, &mut y);
+    let have = lane.size();
+    let small = refused(matmul.enqueue(&mut lane, x.view(), &w, y.view_mut()));
+    assert_eq!(small, Refusal::LaneTooSmall { need, have });
+    assert!(y.to_host(&stream).unwrap().iter().all(|bits| *bits == 0xffff), "a refused launch has written");
+    let captured = stream.capture(|| lane.reserve(need));
+    assert_eq!(captured.err().and_then(|error| error.refusal().cloned()), Some(Refusal::Capturing));
+    lane.reserve(need).unwrap();
+    matmul.enqueue(&mut lane, x.view(), &w, y.view_mut()).unwrap();
+    assert_eq!(case.mismatches(&y.to_host(&stream).unwrap(), Epilogue::Store, &[]), 0);
 }

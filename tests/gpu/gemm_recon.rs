@@ -4,8 +4,9 @@
 //! - Random X at batches around every tile boundary, against float64.
 //! - Outputs start as NaN, with guards behind them.
 
-use crate::harness::{Rng, bf16, gpu, guard_is_whole, poison, stream, value};
+use crate::harness::{Rng, bf16, gpu, guard_is_whole, lane, poison, refused, stream, value};
 use rayon::prelude::*;
+use unweight_bench::{halves, normal_bf16, relative_error};
 use unweight_codegen::{
     VariantSpec,
     plan::GemmShape,
@@ -13,9 +14,8 @@ use unweight_codegen::{
 };
 use unweight_format::{CodeLimit, HuffmanTensor, Matrix, huffman};
 use unweight_rt::{
-    bench::{halves, normal_bf16, relative_error},
-    choose::{self, KernelSet, Source, candidates},
-    device::{DeviceBuffer, Stream},
+    choose::{self, Source, candidates},
+    device::{DeviceBuffer, KernelSet, Refusal, Stream},
     ops::cublas::Cublas,
     ops::decode::{Decoder, output_bytes},
     ops::gemm_recon::Matmul,
@@ -71,16 +71,15 @@ fn forms(kernels: &KernelSet, stream: &Stream, bytes: &[u8], n: usize, k: usize)
     let palette = DevicePalette::upload(stream, &huffman::transcode(&tensor).unwrap()).unwrap();
     let decoder = |output| {
         let spec = choose::decoder(Arch::Sm90a, output, huffman.code_bits()).unwrap();
-        Decoder::new(stream, kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
+        Decoder::new(kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
     };
     let mut exponents = DeviceBuffer::zeroed(stream, output_bytes(tensor.grid(), DecodeOutput::Exponent)).unwrap();
-    let mut exponent = decoder(DecodeOutput::Exponent);
-    exponent.exponent(stream, &huffman, &mut exponents).unwrap();
-    exponent.check(stream).unwrap();
+    let mut lane = lane(stream);
+    decoder(DecodeOutput::Exponent).exponent(&mut lane, &huffman, &mut exponents).unwrap();
+    lane.synchronize().unwrap();
     let mut indices = DeviceBuffer::zeroed(stream, output_bytes(tensor.grid(), DecodeOutput::Palette)).unwrap();
-    let mut transcode = decoder(DecodeOutput::Palette);
-    transcode.palette(stream, &huffman, &mut indices).unwrap();
-    transcode.check(stream).unwrap();
+    decoder(DecodeOutput::Palette).palette(&mut lane, &huffman, &mut indices).unwrap();
+    lane.synchronize().unwrap();
     let whole = DeviceMatrix::from_host(stream, n as u32, k as u32, &halves(bytes)).unwrap();
     Forms { tensor, huffman, palette, exponents, indices, whole }
 }
@@ -101,19 +100,20 @@ fn run(
     y: &mut DeviceMatrix,
 ) {
     let matmul = Matmul::new(kernels.get(spec).unwrap_or_else(|error| panic!("{error}"))).unwrap();
+    let (lane, x, y) = (&mut lane(stream), x.view(), y.view_mut());
     match spec_of(spec).source {
-        WeightSource::Exponent => matmul.exponent(stream, x, forms.huffman.as_exponent(&forms.exponents), y),
-        WeightSource::Palette { .. } if stored => matmul.palette(stream, x, forms.palette.view(), y),
-        WeightSource::Palette { .. } => matmul.palette(stream, x, forms.huffman.as_palette(&forms.indices), y),
+        WeightSource::Exponent => matmul.exponent(lane, x, forms.huffman.as_exponent(&forms.exponents), y),
+        WeightSource::Palette { .. } if stored => matmul.palette(lane, x, forms.palette.view(), y),
+        WeightSource::Palette { .. } => matmul.palette(lane, x, forms.huffman.as_palette(&forms.indices), y),
     }
     .unwrap_or_else(|error| panic!("{error}"));
 }
 
 /// What an output starts as: NaN where it is overwritten, known values where it is added to.
 fn start(stream: &Stream, spec: &VariantSpec, y: &mut DeviceMatrix, before: &[u16]) {
-    poison(stream, y.data_mut());
+    poison(stream, y);
     if spec_of(spec).epilogue == Epilogue::StoreAdd {
-        y.data_mut().write(stream, 0, before).unwrap();
+        y.write(stream, 0, before).unwrap();
     }
 }
 
@@ -176,7 +176,7 @@ fn every_variant_reconstructs_every_weight_exactly() {
             for &stored in forms_of_source {
                 start(&stream, spec, &mut y, &before);
                 run(kernels, &stream, spec, &forms, stored, &x, &mut y);
-                let got = y.data().to_host(&stream).unwrap();
+                let got = y.to_host(&stream).unwrap();
                 let add = spec_of(spec).epilogue == Epilogue::StoreAdd;
                 for (at, got) in got.iter().enumerate() {
                     let weight = w[at % N * K + at / N % K];
@@ -190,7 +190,7 @@ fn every_variant_reconstructs_every_weight_exactly() {
                         at % N
                     );
                 }
-                guard_is_whole(&stream, y.data(), &spec.to_string());
+                guard_is_whole(&stream, &y, &spec.to_string());
             }
         }
     }
@@ -220,12 +220,12 @@ fn every_variant_at_every_batch_against_float64_and_cublas() {
             let x = DeviceMatrix::from_host(&stream, m, K as u32, &x[..m as usize * K]).unwrap();
             let mut y = DeviceMatrix::zeroed(&stream, m, N as u32).unwrap();
             let mut cublas = Cublas::new(&stream).unwrap();
-            cublas.matmul(&x, &forms.whole, &mut y, false).unwrap();
-            let by_cublas = y.data().to_host(&stream).unwrap();
+            cublas.matmul(x.view(), forms.whole.view(), y.view_mut(), false).unwrap();
+            let by_cublas = y.to_host(&stream).unwrap();
             for spec in &specs {
                 start(&stream, spec, &mut y, &before[..count]);
                 run(kernels, &stream, spec, &forms, false, &x, &mut y);
-                let got = y.data().to_host(&stream).unwrap();
+                let got = y.to_host(&stream).unwrap();
                 let add = spec_of(spec).epilogue == Epilogue::StoreAdd;
                 let (mut difference, mut size) = (0.0, 0.0);
                 for at in 0..count {
@@ -249,7 +249,7 @@ fn every_variant_at_every_batch_against_float64_and_cublas() {
                     let relative = relative_error(&got, &by_cublas);
                     assert!(relative < 1e-2, "{spec} m = {m}: differs from cuBLAS by {relative:.2e}");
                 }
-                guard_is_whole(&stream, y.data(), &spec.to_string());
+                guard_is_whole(&stream, &y, &spec.to_string());
             }
         }
     }
@@ -268,17 +268,17 @@ fn the_default_variants_on_large_shapes_against_cublas() {
             let x = halves(&normal_bf16(m as usize * k, 1.0, 22));
             let x = DeviceMatrix::from_host(&stream, m, k as u32, &x).unwrap();
             let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();
-            cublas.matmul(&x, &forms.whole, &mut y, false).unwrap();
-            let expected = y.data().to_host(&stream).unwrap();
+            cublas.matmul(x.view(), forms.whole.view(), y.view_mut(), false).unwrap();
+            let expected = y.to_host(&stream).unwrap();
             let problem = GemmShape { m, n: n as u32, k: k as u32 };
             let max_verbatim_rows = forms.huffman.max_verbatim_rows();
             for source in [Source::Exponent, Source::Palette { max_verbatim_rows }] {
                 for spec in candidates(Arch::Sm90a, source, problem, Epilogue::Store).into_iter().take(3) {
-                    poison(&stream, y.data_mut());
+                    poison(&stream, &mut y);
                     run(kernels, &stream, &spec, &forms, false, &x, &mut y);
-                    let error = relative_error(&y.data().to_host(&stream).unwrap(), &expected);
+                    let error = relative_error(&y.to_host(&stream).unwrap(), &expected);
                     assert!(error < 1e-2, "{spec} m = {m}, {n} x {k}: differs from cuBLAS by {error:.2e}");
-                    guard_is_whole(&stream, y.data(), &spec.to_string());
+                    guard_is_whole(&stream, &y, &spec.to_string());
                 }
             }
         }
@@ -299,9 +299,9 @@ fn the_same_launch_gives_the_same_bits() {
         let mut y = DeviceMatrix::zeroed(&stream, 129, N as u32).unwrap();
         let mut first = None;
         for _ in 0..10 {
-            poison(&stream, y.data_mut());
+            poison(&stream, &mut y);
             run(kernels, &stream, &spec, &forms, false, &x, &mut y);
-            let got = y.data().to_host(&stream).unwrap();
+            let got = y.to_host(&stream).unwrap();
             assert!(*first.get_or_insert_with(|| got.clone()) == got, "{spec} is not deterministic");
         }
     }
@@ -319,17 +319,22 @@ fn what_does_not_go_together_is_refused_before_the_launch() {
     let mut y = DeviceMatrix::zeroed(&stream, 3, N as u32).unwrap();
     let palette = forms.huffman.as_palette(&forms.indices);
 
-    let small = matmul("uw_sm90a_gemm_recon_palette_n2p4_v8_store").palette(&stream, &x, palette, &mut y).unwrap_err();
-    assert!(small.to_string().contains("room for 8 verbatim rows in a tile, the tensor has 16"), "{small}");
-    let kind = matmul("uw_sm90a_gemm_recon_exponent_n2p4_store").palette(&stream, &x, palette, &mut y).unwrap_err();
-    assert!(kind.to_string().contains("takes an exponent source"), "{kind}");
+    let mut lane = lane(&stream);
+
+    let v8 = matmul("uw_sm90a_gemm_recon_palette_n2p4_v8_store");
+    let small = refused(v8.palette(&mut lane, x.view(), palette, y.view_mut()));
+    assert_eq!(small, Refusal::VerbatimRows { room: 8, rows: 16 });
+    let exponent = matmul("uw_sm90a_gemm_recon_exponent_n2p4_store");
+    let kind = refused(exponent.palette(&mut lane, x.view(), palette, y.view_mut()));
+    assert_eq!(kind, Refusal::Source { takes: "exponent", got: "palette" });
     let mut wrong = DeviceMatrix::zeroed(&stream, 4, N as u32).unwrap();
     let v16 = matmul("uw_sm90a_gemm_recon_palette_n2p4_v16_store");
-    let shape = v16.palette(&stream, &x, palette, &mut wrong).unwrap_err();
-    assert!(shape.to_string().contains("do not go together"), "{shape}");
+    let shape = refused(v16.palette(&mut lane, x.view(), palette, wrong.view_mut()));
+    assert!(matches!(shape, Refusal::Shape { y: [4, _], x: [3, _], .. }), "{shape}");
 
     // A batch of nothing is nothing to do.
-    let (none, mut nothing) = (DeviceMatrix::zeroed(&stream, 0, K as u32), DeviceMatrix::zeroed(&stream, 0, N as u32));
-    v16.palette(&stream, &none.unwrap(), palette, nothing.as_mut().unwrap()).unwrap();
+    let none = DeviceMatrix::zeroed(&stream, 0, K as u32).unwrap();
+    let mut nothing = DeviceMatrix::zeroed(&stream, 0, N as u32).unwrap();
+    v16.palette(&mut lane, none.view(), palette, nothing.view_mut()).unwrap();
     stream.synchronize().unwrap();
 }

@@ -3,9 +3,10 @@
 use std::sync::OnceLock;
 
 use unweight_rt::{
-    choose::KernelSet,
-    device::{Device, DeviceBuffer, DeviceError, Stream},
+    device::{Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, Refusal, Stream},
     env::Env,
+    ops::lane::Lane,
+    weight::DeviceMatrix,
 };
 
 /// The GPU of this machine. Tests that ask for it are ignored unless they are asked for, and then fail where there is none.
@@ -24,16 +25,55 @@ pub fn stream(kernels: &KernelSet) -> Stream {
 /// Behind every output of a test.
 pub const GUARD: u8 = 0xa5;
 
-/// Fills an output with NaN (all ones) and what lies behind it with the guard.
-pub fn poison<T: bytemuck::Pod>(stream: &Stream, buffer: &mut DeviceBuffer<T>) {
-    buffer.fill_bytes(stream, 0xff).expect("poison");
-    buffer.fill_padding(stream, GUARD).expect("guard");
+/// A lane for launches that need nothing beside their operands.
+pub fn lane(stream: &Stream) -> Lane {
+    Lane::new(stream, LaneSize::default()).expect("a lane")
 }
 
-pub fn guard_is_whole<T: bytemuck::Pod>(stream: &Stream, buffer: &DeviceBuffer<T>, what: &str) {
-    let padding = buffer.padding(stream).expect("guard");
-    let written = padding.iter().position(|byte| *byte != GUARD);
+/// An output that can be filled, with what lies behind it.
+pub trait Output {
+    fn poison(&mut self, stream: &Stream);
+    fn padding(&self, stream: &Stream) -> Vec<u8>;
+}
+
+impl<T: bytemuck::Pod> Output for DeviceBuffer<T> {
+    fn poison(&mut self, stream: &Stream) {
+        self.fill_bytes(stream, 0xff).expect("poison");
+        self.fill_padding(stream, GUARD).expect("guard");
+    }
+
+    fn padding(&self, stream: &Stream) -> Vec<u8> {
+        DeviceBuffer::padding(self, stream).expect("guard")
+    }
+}
+
+impl Output for DeviceMatrix {
+    fn poison(&mut self, stream: &Stream) {
+        self.fill_bytes(stream, 0xff).expect("poison");
+        self.fill_padding(stream, GUARD).expect("guard");
+    }
+
+    fn padding(&self, stream: &Stream) -> Vec<u8> {
+        self.data().padding(stream).expect("guard")
+    }
+}
+
+/// Fills an output with NaN (all ones) and what lies behind it with the guard.
+pub fn poison(stream: &Stream, output: &mut impl Output) {
+    output.poison(stream);
+}
+
+pub fn guard_is_whole(stream: &Stream, output: &impl Output, what: &str) {
+    let written = output.padding(stream).iter().position(|byte| *byte != GUARD);
     assert_eq!(written, None, "{what} wrote past the end of its output");
+}
+
+/// Why a result that must be a refusal is one.
+pub fn refused<T>(result: Result<T, DeviceError>) -> Refusal {
+    match result {
+        Ok(_) => panic!("not refused"),
+        Err(error) => error.refusal().cloned().unwrap_or_else(|| panic!("not a refusal: {error}")),
+    }
 }
 
 /// The message of a result that must be an error of the runtime's own, not of the driver.

@@ -1,13 +1,13 @@
 //! Sections that lie, through every decoder and the matmul: no error of the driver, nothing written past an output, and the device as
 //! healthy as before. Meant to be run under `compute-sanitizer` as well.
 
-use crate::harness::{Rng, Weights, gpu, guard_is_whole, poison, refusal, stream};
+use crate::harness::{Rng, Weights, gpu, guard_is_whole, lane, poison, refusal, stream};
+use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::spec::{Arch, DecodeOutput};
 use unweight_format::{CodeLimit, HuffmanTensor, Matrix, TileGrid, TileMetadata, huffman, palette};
 use unweight_rt::{
-    bench::{halves, normal_bf16},
-    choose::{self, KernelSet},
-    device::{DeviceBuffer, DeviceError, Stream},
+    choose,
+    device::{DeviceBuffer, DeviceError, KernelSet, Stream},
     ops::decode::{Decoder, output_bytes},
     ops::gemm_recon::Matmul,
     weight::{DeviceHuffman, DeviceMatrix, DevicePalette, HuffmanSections, PaletteSections},
@@ -70,33 +70,34 @@ fn survives(
     what: &str,
 ) -> bool {
     let spec = choose::decoder(Arch::Sm90a, output, bits).unwrap();
-    let mut decoder = Decoder::new(stream, kernels.get(&spec).unwrap()).unwrap();
+    let decoder = Decoder::new(kernels.get(&spec).unwrap()).unwrap();
+    let mut lane = lane(stream);
     let device = sections.upload(stream);
     let what = format!("{spec}: {what}");
     let refused = match output {
         DecodeOutput::Full => {
             let (rows, cols) = (sections.grid.rows() as u32, sections.grid.cols() as u32);
             let mut whole = DeviceMatrix::zeroed(stream, rows, cols).unwrap();
-            poison(stream, whole.data_mut());
-            let refused = refusal(decoder.full(stream, &device, &mut whole));
-            guard_is_whole(stream, whole.data(), &what);
+            poison(stream, &mut whole);
+            let refused = refusal(decoder.full(&mut lane, &device, whole.view_mut()));
+            guard_is_whole(stream, &whole, &what);
             refused
         }
         DecodeOutput::Exponent | DecodeOutput::Palette => {
             let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(sections.grid, output)).unwrap();
             poison(stream, &mut bytes);
             let refused = refusal(match output {
-                DecodeOutput::Exponent => decoder.exponent(stream, &device, &mut bytes),
-                _ => decoder.palette(stream, &device, &mut bytes),
+                DecodeOutput::Exponent => decoder.exponent(&mut lane, &device, &mut bytes),
+                _ => decoder.palette(&mut lane, &device, &mut bytes),
             });
             guard_is_whole(stream, &bytes, &what);
             refused
         }
     };
     stream.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
-    match decoder.check(stream) {
+    match lane.synchronize() {
         Ok(()) => refused.is_some(),
-        Err(DeviceError::Fault { tile, .. }) => {
+        Err(DeviceError::Fault { tile }) => {
             assert!((tile as usize) < sections.grid.tiles(), "{what}: fault in tile {tile}");
             true
         }
@@ -239,6 +240,7 @@ fn a_palette_source_that_lies_stays_inside() {
     let tensor = palette::encode(Matrix::new(&bytes, n, k).unwrap(), CodeLimit::DEFAULT).unwrap();
     let x = DeviceMatrix::from_host(&stream, m, k as u32, &halves(&normal_bf16(m as usize * k, 1.0, 8))).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();
+    let mut lane = lane(&stream);
     let rows = tensor.verbatim_exponents().len() / 64;
     let tiles = tensor.grid().tiles();
     let record = |offset: u32, mask: u64| TileMetadata::new(0, offset, mask).to_bytes();
@@ -264,11 +266,11 @@ fn a_palette_source_that_lies_stays_inside() {
                     palette: tensor.palette(),
                 };
                 let device = DevicePalette::from_sections(&stream, tensor.grid(), &sections).unwrap();
-                poison(&stream, y.data_mut());
+                poison(&stream, &mut y);
                 // More rows than the budget is refused; wrong offsets are the kernel's to survive.
-                refusal(matmul.palette(&stream, &x, device.view(), &mut y));
+                refusal(matmul.palette(&mut lane, x.view(), device.view(), y.view_mut()));
                 stream.synchronize().unwrap_or_else(|error| panic!("{spec}: {what}: {error}"));
-                guard_is_whole(&stream, y.data(), what);
+                guard_is_whole(&stream, &y, what);
             }
         }
     }

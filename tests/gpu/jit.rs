@@ -5,12 +5,12 @@ use std::{path::Path, process::Command, sync::Arc, time::Instant};
 use crate::harness::gpu;
 use unweight_codegen::spec::Arch;
 use unweight_rt::{
-    choose::{KernelSet, StoredForm, StoredWeight, reachable, request},
-    device::Device,
+    choose::{StoredForm, StoredWeight, reachable},
     device::module::LoadedKernel,
+    device::{Device, KernelSet},
     env::{Env, JitMode},
     jit::cache::{KernelCache, Policy},
-    jit::compiler::NvrtcCompiler,
+    jit::compiler::{CompileRequest, NvrtcCompiler},
 };
 
 /// Where the warm child finds its cache.
@@ -46,7 +46,7 @@ fn a_cold_bundle_takes_seconds_and_a_warm_one_milliseconds() {
     let home = tempfile::tempdir().unwrap();
 
     let start = Instant::now();
-    let mut requests = specs.iter().map(request).collect::<Result<Vec<_>, _>>().unwrap();
+    let mut requests = specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().unwrap();
     // NVRTC keeps a cache of its own where there is a driver; a cold start has neither.
     requests.iter_mut().for_each(|request| request.options.push("--no-cache".to_owned()));
     let line = |progress: &unweight_rt::jit::cache::Progress<'_>| {

@@ -2,14 +2,18 @@
 
 use std::{fs, path::Path};
 
-use crate::harness::{Rng, Weights, bf16, gpu, guard_is_whole, poison, stream, value};
+use crate::harness::{Rng, Weights, bf16, gpu, guard_is_whole, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight::format::bundle::{self, Bundle, CompressOptions, Profile, Silent};
+use unweight_bench::halves;
 use unweight_codegen::spec::Epilogue;
 use unweight_rt::{
-    bench::halves,
-    device::Stream,
-    layer::linear::{Linear, LoadError, LoadOptions, Loader, Merge, Scratch},
+    device::{DeviceError, LaneSize, Refusal, Stream},
+    layer::{
+        linear::Linear,
+        loader::{LoadError, LoadOptions, Loader, Merge, Unsuitable},
+    },
+    ops::lane::Lane,
     weight::DeviceMatrix,
 };
 
@@ -69,7 +73,7 @@ fn product(x: &[Vec<f64>], w: &[Vec<f64>]) -> Vec<(f64, f64)> {
 
 struct Run<'a> {
     stream: &'a Stream,
-    scratch: Scratch,
+    lane: Lane,
 }
 
 impl Run<'_> {
@@ -79,21 +83,20 @@ impl Run<'_> {
         let x = DeviceMatrix::from_host(self.stream, m, layer.k(), &x[..(m * layer.k()) as usize]).unwrap();
         let mut y = DeviceMatrix::zeroed(self.stream, m, columns).unwrap();
         let start = |y: &mut DeviceMatrix| {
-            poison(self.stream, y.data_mut());
+            poison(self.stream, y);
             if let Some(before) = before {
-                y.data_mut().write(self.stream, 0, before).unwrap();
+                y.write(self.stream, 0, before).unwrap();
             }
         };
         start(&mut y);
-        layer.enqueue(self.stream, &x, &mut y, epilogue, &mut self.scratch).unwrap();
-        let direct = y.data().to_host(self.stream).unwrap();
-        guard_is_whole(self.stream, y.data(), "a layer");
-        let graph =
-            self.stream.capture(|| layer.enqueue(self.stream, &x, &mut y, epilogue, &mut self.scratch)).unwrap();
+        layer.enqueue(&mut self.lane, x.view(), y.view_mut(), epilogue).unwrap();
+        let direct = y.to_host(self.stream).unwrap();
+        guard_is_whole(self.stream, &y, "a layer");
+        let graph = self.stream.capture(|| layer.enqueue(&mut self.lane, x.view(), y.view_mut(), epilogue)).unwrap();
         start(&mut y);
         // SAFETY: everything that the graph names is alive.
         unsafe { graph.launch() }.unwrap();
-        assert!(y.data().to_host(self.stream).unwrap() == direct, "a captured layer gives other bits");
+        assert!(y.to_host(self.stream).unwrap() == direct, "a captured layer gives other bits");
         direct
     }
 }
@@ -121,10 +124,10 @@ fn every_stored_form_becomes_a_layer() {
         [(Profile::Resident, true), (Profile::Resident, false), (Profile::Distribution, true), (Profile::Palette, true)]
     {
         let bundle = bundle_of(home.path(), profile);
-        let mut loader = Loader::new(kernels, &stream, LoadOptions { max_batch: MAX_BATCH, pdl }).unwrap();
+        let mut loader = Loader::new(kernels, &stream, LoadOptions::default().max_batch(MAX_BATCH).pdl(pdl)).unwrap();
         let layers: Vec<Linear> =
             TENSORS.iter().map(|(name, ..)| loader.load(&bundle, name).unwrap_or_else(|e| panic!("{e}"))).collect();
-        let mut run = Run { stream: &stream, scratch: loader.scratch(&stream).unwrap() };
+        let mut run = Run { stream: &stream, lane: loader.lane(&stream).unwrap() };
         for (layer, (name, n, k, kind)) in layers.iter().zip(TENSORS) {
             assert_eq!((layer.n() as usize, layer.k() as usize), (n, k));
             assert_eq!(layer.is_packed(), kind != Weights::HeavyTailed, "{name} in a bundle of profile {profile:?}");
@@ -158,12 +161,12 @@ fn merged_weights_are_one_layer() {
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
     let bundle = bundle_of(home.path(), Profile::Resident);
-    let options = LoadOptions { max_batch: MAX_BATCH, ..LoadOptions::default() };
+    let options = LoadOptions::default().max_batch(MAX_BATCH);
     let mut loader = Loader::new(kernels, &stream, options).unwrap();
     let [q, k, gate, up] = [0, 1, 2, 3].map(|i: usize| TENSORS[i].0);
     let qk = loader.merge(&bundle, &[q, k], Merge::Rows).unwrap();
     let mlp = loader.merge(&bundle, &[gate, up], Merge::SiluMul).unwrap();
-    let mut run = Run { stream: &stream, scratch: loader.scratch(&stream).unwrap() };
+    let mut run = Run { stream: &stream, lane: loader.lane(&stream).unwrap() };
     let mut rng = Rng(9);
     let x: Vec<u16> = (0..MAX_BATCH as usize * 128).map(|_| bf16(rng.normal() * 8.0)).collect();
     let of = |name: &str| rows(&bundle.decode(name).unwrap(), 128);
@@ -180,16 +183,18 @@ fn merged_weights_are_one_layer() {
         });
         close(&y, exact, "gate and up");
     }
-    let refused = |names: &[&str], merge, words: &str| match Loader::new(kernels, &stream, LoadOptions::default())
+    let unsuitable = |names: &[&str], merge| match Loader::new(kernels, &stream, LoadOptions::default())
         .unwrap()
         .merge(&bundle, names, merge)
     {
-        Err(LoadError::Unsuitable { what, .. }) => assert!(what.contains(words), "{what}"),
+        Err(LoadError::Unsuitable { why, .. }) => why,
         other => panic!("{:?}", other.map(|layer| layer.n())),
     };
-    refused(&[q, TENSORS[4].0], Merge::Rows, "72 columns");
-    refused(&[gate, q], Merge::SiluMul, "same multiple of 32 rows");
-    refused(&[gate], Merge::SiluMul, "2 tensors");
+    let columns = Unsuitable::Columns { cols: 72, first: q.to_owned(), first_cols: 128 };
+    assert_eq!(unsuitable(&[q, TENSORS[4].0], Merge::Rows), columns);
+    assert_eq!(unsuitable(&[gate, q], Merge::SiluMul), Unsuitable::Pair { gate: 96, up: 192, k: 128 });
+    assert_eq!(unsuitable(&[gate], Merge::SiluMul), Unsuitable::NotAPair { count: 1 });
+    assert_eq!(unsuitable(&[], Merge::Rows), Unsuitable::Nothing);
 }
 
 #[test]
@@ -200,17 +205,86 @@ fn what_a_layer_was_not_loaded_for_is_refused() {
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
     let bundle = bundle_of(home.path(), Profile::Resident);
-    let mut loader = Loader::new(kernels, &stream, LoadOptions { max_batch: 4, pdl: false }).unwrap();
+    let mut loader = Loader::new(kernels, &stream, LoadOptions::default().max_batch(4).pdl(false)).unwrap();
     let layer = loader.load(&bundle, TENSORS[0].0).unwrap();
-    let mut scratch = loader.scratch(&stream).unwrap();
+    let mut lane = loader.lane(&stream).unwrap();
     let x = DeviceMatrix::zeroed(&stream, 5, 128).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, 5, 192).unwrap();
-    let mut message = |y: &mut DeviceMatrix, epilogue| {
-        crate::harness::refusal(layer.enqueue(&stream, &x, y, epilogue, &mut scratch)).expect("a refusal")
-    };
-    assert!(message(&mut y, Epilogue::Store).contains("loaded for 4"));
-    let mut half = DeviceMatrix::zeroed(&stream, 5, 96).unwrap();
-    assert!(message(&mut half, Epilogue::SiluMul).contains("silu_mul"));
-    assert!(message(&mut half, Epilogue::Store).contains("do not go together"));
+    let batch = refused(layer.enqueue(&mut lane, x.view(), y.view_mut(), Epilogue::Store));
+    assert_eq!(batch, Refusal::Batch { m: 5, max_batch: 4 });
+    let few = DeviceMatrix::zeroed(&stream, 4, 128).unwrap();
+    let mut half = DeviceMatrix::zeroed(&stream, 4, 96).unwrap();
+    let asked = Epilogue::SiluMul;
+    let epilogue = refused(layer.enqueue(&mut lane, few.view(), half.view_mut(), asked));
+    assert_eq!(epilogue, Refusal::Epilogue { asked, loaded: Epilogue::Store });
+    let shape = refused(layer.enqueue(&mut lane, few.view(), half.view_mut(), Epilogue::Store));
+    assert!(matches!(shape, Refusal::Shape { y: [4, 96], x: [4, 128], .. }), "{shape}");
     assert!(loader.load(&bundle, "layers.9.weight").is_err());
+}
+
+/// A lane of another loader lacks what a padded layer and one for cuBLAS need: refused, with nothing written, until it is reserved.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_lane_of_another_loader_is_refused_before_anything_is_written() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let home = tempfile::tempdir().unwrap();
+    model(&home.path().join("model"));
+    let bundle = bundle_of(home.path(), Profile::Resident);
+    let options = LoadOptions::default().max_batch(300);
+    let mut loader = Loader::new(kernels, &stream, options).unwrap();
+    let mut other = Loader::new(kernels, &stream, LoadOptions::default().max_batch(8)).unwrap();
+    // Fewer rows of the same padded layer, and no cuBLAS.
+    other.load(&bundle, TENSORS[4].0).unwrap();
+    for (name, n, k, kind) in [TENSORS[4], TENSORS[5]] {
+        let layer = loader.load(&bundle, name).unwrap();
+        let mut lane = other.lane(&stream).unwrap();
+        let x = DeviceMatrix::zeroed(&stream, 300, k as u32).unwrap();
+        let mut y = DeviceMatrix::zeroed(&stream, 300, n as u32).unwrap();
+        poison(&stream, &mut y);
+        let run = |lane: &mut Lane, y: &mut DeviceMatrix| -> Result<(), DeviceError> {
+            layer.enqueue(lane, x.view(), y.view_mut(), Epilogue::Store)
+        };
+        let have = lane.size();
+        let small = refused(run(&mut lane, &mut y));
+        let Refusal::LaneTooSmall { need, .. } = small else { panic!("{small}") };
+        assert!(have.check(need).is_err() && layer.lane_size().check(need).is_ok(), "{name}");
+        assert_eq!(need.cublas, kind == Weights::HeavyTailed, "{name}");
+        assert!(y.to_host(&stream).unwrap().iter().all(|bits| *bits == 0xffff), "{name}: a refused launch has written");
+        lane.reserve(layer.lane_size()).unwrap();
+        run(&mut lane, &mut y).unwrap();
+        assert!(y.to_host(&stream).unwrap().iter().all(|bits| *bits == 0), "{name}: zeros times weights");
+        guard_is_whole(&stream, &y, name);
+    }
+}
+
+/// A lane that grows keeps what graphs were captured with.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_graph_outlives_the_growth_of_its_lane() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let home = tempfile::tempdir().unwrap();
+    model(&home.path().join("model"));
+    let bundle = bundle_of(home.path(), Profile::Resident);
+    let mut loader = Loader::new(kernels, &stream, LoadOptions::default().max_batch(64)).unwrap();
+    let (_, n, k, _) = TENSORS[4];
+    let layer = loader.load(&bundle, TENSORS[4].0).unwrap();
+    let mut rng = Rng(10);
+    let x: Vec<u16> = (0..64 * k).map(|_| bf16(rng.normal())).collect();
+    let x = DeviceMatrix::from_host(&stream, 64, k as u32, &x).unwrap();
+    let mut y = DeviceMatrix::zeroed(&stream, 64, n as u32).unwrap();
+    let mut lane = loader.lane(&stream).unwrap();
+    layer.enqueue(&mut lane, x.view(), y.view_mut(), Epilogue::Store).unwrap();
+    let first = y.to_host(&stream).unwrap();
+    let graph = stream.capture(|| layer.enqueue(&mut lane, x.view(), y.view_mut(), Epilogue::Store)).unwrap();
+    lane.reserve(lane.size().max(layer.lane_size()).with_cublas()).unwrap();
+    let mut more = LaneSize::default();
+    (more.padded_x, more.padded_y, more.workspace_bytes) = (1 << 22, 1 << 22, 1 << 22);
+    lane.reserve(more).unwrap();
+    poison(&stream, &mut y);
+    // SAFETY: `x`, `y` and the lane are alive, and nothing else runs.
+    unsafe { graph.launch() }.unwrap();
+    assert!(y.to_host(&stream).unwrap() == first, "the graph runs with what it was captured with");
+    lane.synchronize().unwrap();
 }

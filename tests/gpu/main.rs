@@ -10,3 +10,4 @@ mod hostile;
 mod jit;
 mod linear;
 mod repack;
+mod streams;

@@ -1,14 +1,14 @@
 //! The conversions of the packed form on the GPU against the CPU's: the same bytes, the same refusals, and the weights back, bit for bit.
 
-use crate::harness::{GUARD, Rng, Weights, gpu, guard_is_whole, poison, refusal, stream};
+use crate::harness::{GUARD, Rng, Weights, gpu, guard_is_whole, poison, refused, stream};
 use unweight_codegen::spec::DecodeOutput;
 use unweight_format::{
     CodeLimit, Histogram, Matrix, TileGrid, huffman,
     packed::{self, PackedTensor, TILE_BYTES, Unpackable, Window},
 };
 use unweight_rt::{
-    choose::{KernelSet, decoder},
-    device::{DeviceBuffer, Stream},
+    choose::decoder,
+    device::{DeviceBuffer, KernelSet, Refusal, Stream},
     ops::decode::Decoder,
     ops::repack::{PackError, Packer},
     weight::{DeviceHuffman, DeviceMatrix, DevicePacked},
@@ -46,7 +46,7 @@ fn check(
 ) -> Result<DevicePacked, Unpackable> {
     let weights = DeviceMatrix::upload(stream, Matrix::new(bytes, shape.0, shape.1).unwrap()).unwrap();
     let expected = pack_on_cpu(bytes, shape);
-    let packed = match packer.pack(stream, &weights) {
+    let packed = match packer.pack(weights.view()) {
         Ok(packed) => packed,
         Err(PackError::Unpackable(why)) => {
             assert_eq!(expected.err(), Some(why), "{what}");
@@ -56,12 +56,12 @@ fn check(
     };
     same(stream, &packed, &expected.unwrap_or_else(|why| panic!("{what}: the CPU says {why}")), what);
     let mut back = DeviceMatrix::zeroed(stream, shape.0 as u32, shape.1 as u32).unwrap();
-    poison(stream, back.data_mut());
-    packer.unpack(stream, &packed, &mut back).unwrap();
-    let back_bytes: Vec<u8> = back.data().to_host(stream).unwrap().iter().flat_map(|w| w.to_le_bytes()).collect();
+    poison(stream, &mut back);
+    packer.unpack(&packed, back.view_mut()).unwrap();
+    let back_bytes: Vec<u8> = back.to_host(stream).unwrap().iter().flat_map(|w| w.to_le_bytes()).collect();
     let wrong = back_bytes.iter().zip(bytes).position(|(a, b)| a != b);
     assert_eq!(wrong, None, "{what}: first byte of the weights that does not come back");
-    guard_is_whole(stream, back.data(), what);
+    guard_is_whole(stream, &back, what);
     Ok(packed)
 }
 
@@ -186,8 +186,8 @@ fn shapes_that_are_no_multiples_of_64_are_refused() {
     }
     let packed = check(&stream, &mut packer, &sprinkled((64, 128), 1000, 1), (64, 128), "64 x 128").unwrap();
     let mut other = DeviceMatrix::zeroed(&stream, 128, 64).unwrap();
-    let message = refusal(packer.unpack(&stream, &packed, &mut other)).unwrap();
-    assert!(message.contains("output [128, 64] for a tensor [64, 128]"), "{message}");
+    let shape = Refusal::Output { output: [128, 64], tensor: [64, 128] };
+    assert_eq!(refused(packer.unpack(&packed, other.view_mut())), shape);
 }
 
 #[test]
@@ -200,13 +200,13 @@ fn huffman_tensors_are_transcoded_in_any_order_of_sizes() {
     for limit in [6, 8, 12] {
         let limit = CodeLimit::new(limit).unwrap();
         let spec = decoder(arch, DecodeOutput::Full, limit.bits()).unwrap();
-        let mut decoder = Decoder::new(&stream, kernels.get(&spec).unwrap()).unwrap();
+        let decoder = Decoder::new(kernels.get(&spec).unwrap()).unwrap();
         for (seed, shape) in [(320, 1024), (64, 64), (1984, 2112), (704, 192)].into_iter().enumerate() {
             let bytes = sprinkled(shape, 300 + 900 * seed, seed as u64);
             let huffman = huffman::encode(Matrix::new(&bytes, shape.0, shape.1).unwrap(), limit).unwrap();
             let huffman = DeviceHuffman::upload(&stream, &huffman).unwrap();
             let what = format!("limit {} {shape:?}", limit.bits());
-            match (packer.transcode(&stream, &mut decoder, &huffman), pack_on_cpu(&bytes, shape)) {
+            match (packer.transcode(&decoder, &huffman), pack_on_cpu(&bytes, shape)) {
                 (Ok(packed), Ok(expected)) => same(&stream, &packed, &expected, &what),
                 (Err(PackError::Unpackable(why)), expected) => assert_eq!(expected.err(), Some(why), "{what}"),
                 (got, expected) => panic!("{what}: {:?}, the CPU says {:?}", got.err(), expected.err()),
@@ -257,9 +257,9 @@ fn unpacking_any_bytes_stays_in_bounds() {
         )
         .unwrap();
         let mut output = DeviceMatrix::zeroed(&stream, 256, 320).unwrap();
-        output.data_mut().fill_padding(&stream, GUARD).unwrap();
-        packer.unpack(&stream, &tensor, &mut output).unwrap();
+        output.fill_padding(&stream, GUARD).unwrap();
+        packer.unpack(&tensor, output.view_mut()).unwrap();
         stream.synchronize().unwrap();
-        guard_is_whole(&stream, output.data(), "unpack of noise");
+        guard_is_whole(&stream, &output, "unpack of noise");
     }
 }

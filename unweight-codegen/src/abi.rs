@@ -30,8 +30,6 @@ pub struct DecodeArgs {
     pub code_lengths: u64,
     /// full: bf16 `[n, k]`; exponent: u8 `[tiles, 64, 64]`; palette: u8 `[tiles, 64, 32]`.
     pub output: u64,
-    /// u32, zeroed before the launch.
-    pub work_counter: u64,
     /// u32; 1 + tile where a tile's metadata is out of bounds.
     pub fault: u64,
     /// Words in `encoded_exp`.
@@ -196,7 +194,7 @@ pub struct RepackArgs {
     pub tile_cols: u32,
 }
 
-const _: () = assert!(size_of::<DecodeArgs>() == 112);
+const _: () = assert!(size_of::<DecodeArgs>() == 104);
 const _: () = assert!(size_of::<GemmReconArgs>() == 320);
 const _: () = assert!(size_of::<GemmPackedArgs>() == 384);
 const _: () = assert!(size_of::<EncodeArgs>() == 144);

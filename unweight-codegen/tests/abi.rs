@@ -63,7 +63,7 @@ fn host_and_device_agree_on_every_field() {
     let host = layouts! {
         DecodeArgs {
             sign_mantissa, encoded_exp, row_lengths, tile_metadata, verbatim_exponents, palette, code_lengths, output,
-            work_counter, fault, encoded_words, verbatim_rows, n, k, tile_rows, tile_cols, reserved,
+            fault, encoded_words, verbatim_rows, n, k, tile_rows, tile_cols, reserved,
         }
         GemmReconArgs {
             x, sign_mantissa, exponents, tile_metadata, verbatim_exponents, palette, y, verbatim_rows, m, n, k,

@@ -10,13 +10,14 @@
 //! `unweight_codegen`. Nothing here is linked against CUDA; every library is looked for at run time by [`jit::toolchain`], and
 //! what is missing is an error that says where it was looked for and what to install.
 
-pub mod bench;
 pub mod choose;
 pub mod device;
 pub mod env;
 pub mod jit;
 pub mod layer;
 pub mod ops;
+pub mod remedy;
 pub mod weight;
 
 pub use jit::error::Error;
+pub use remedy::Remedy;

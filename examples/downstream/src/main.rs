@@ -15,12 +15,11 @@ use unweight::{
         testing::demo_model::{self, DemoOptions},
     },
     rt::{
-        bench::{halves, normal_bf16},
-        choose::KernelSet,
-        device::{Device, DeviceBuffer},
+        device::{Device, DeviceBuffer, KernelSet, LaneSize},
         env::Env,
         ops::decode::{Decoder, output_bytes},
         ops::gemm_recon::Matmul,
+        ops::lane::Lane,
         weight::{DeviceHuffman, DeviceMatrix},
     },
     unweight_variant,
@@ -71,24 +70,28 @@ fn run() -> Result<()> {
 
     let stream = device.stream()?;
     let weights = DeviceHuffman::upload(&stream, &tensor)?;
-    let x = halves(&normal_bf16(M * k, 1.0, 1));
+    // Any finite numbers: 1.0 to 1.99, with both signs.
+    let x: Vec<u16> = (0..M * k).map(|i| 0x3f80 | (i * 37 % 128) as u16 | ((i % 3 == 0) as u16) << 15).collect();
     let on_device = DeviceMatrix::from_host(&stream, M as u32, k as u32, &x)?;
     let mut y = DeviceMatrix::zeroed(&stream, M as u32, n as u32)?;
 
     // Transcode, then multiply: the weights never exist as BF16 in device memory.
-    let mut transcode = Decoder::new(&stream, kernels.get(&Transcode::SPEC)?)?;
+    let mut lane = Lane::new(&stream, LaneSize::default())?;
+    let transcode = Decoder::new(kernels.get(&Transcode::SPEC)?)?;
     let mut indices =
         DeviceBuffer::zeroed(&stream, output_bytes(tensor.grid(), unweight::codegen::spec::DecodeOutput::Palette))?;
-    transcode.palette(&stream, &weights, &mut indices)?;
+    transcode.palette(&mut lane, &weights, &mut indices)?;
     let project = Matmul::new(kernels.get(&Project::SPEC)?)?;
-    project.palette(&stream, &on_device, weights.as_palette(&indices), &mut y)?;
-    transcode.check(&stream)?;
+    project.palette(&mut lane, on_device.view(), weights.as_palette(&indices), y.view_mut())?;
+    // Waits, and says whether the decoder met metadata that lead out of their sections.
+    lane.synchronize()?;
 
     // Compare with the product in double precision.
-    let w = halves(&bundle.decode(&name)?);
+    let w: Vec<u16> =
+        bundle.decode(&name)?.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect();
     let value = |bits: u16| f64::from(f32::from_bits(u32::from(bits) << 16));
     let (mut difference, mut norm) = (0.0, 0.0);
-    for (at, got) in y.data().to_host(&stream)?.into_iter().enumerate() {
+    for (at, got) in y.to_host(&stream)?.into_iter().enumerate() {
         let (x, w) = (&x[at / n * k..][..k], &w[at % n * k..][..k]);
         let want: f64 = x.iter().zip(w).map(|(x, w)| value(*x) * value(*w)).sum();
         difference += (value(got) - want).powi(2);

@@ -38,7 +38,6 @@ struct DecodeArgs {
     const u8* palette;                // [16]
     const u8* code_lengths;           // [16]
     void* output;                     // full: bf16 [n, k] row-major; exponent: u8 [tiles, 64, 64]; palette: u8 [tiles, 64, 32]
-    u32* work_counter;                // zeroed before the launch; tiles are claimed from it (may be unused by a plan)
     u32* fault;                       // set to 1 + tile where a tile's metadata is out of bounds (the tile is skipped)
     u64 encoded_words;
     u32 verbatim_rows;

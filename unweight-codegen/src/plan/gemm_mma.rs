@@ -112,6 +112,7 @@ pub(super) const fn plan(spec: &VariantSpec, op: &GemmMmaSpec) -> Result<Plan, I
             },
             cluster: op.cluster.get(),
             pdl: op.pdl,
+            co_resident: false,
         },
     })
 }

@@ -145,6 +145,7 @@ pub(super) const fn plan(spec: &VariantSpec, op: &GemmWgmmaSpec) -> Result<Plan,
             grid,
             cluster: op.cluster.get(),
             pdl: op.pdl,
+            co_resident: op.stream_k,
         },
     })
 }

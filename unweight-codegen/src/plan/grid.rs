@@ -108,6 +108,14 @@ impl Work {
 }
 
 impl LaunchGrid {
+    /// Teams into which the blocks of a launch divide, where they share tiles of Y in teams ([`Work::OutputSteps`]); otherwise 0.
+    pub(super) fn teams(self, problem: GemmShape, blocks: u32) -> u64 {
+        match self {
+            Self::Persistent { work, .. } => u64::from(blocks).checked_div(work.team(problem)).unwrap_or(0),
+            _ => 0,
+        }
+    }
+
     /// Blocks for a problem on a device with `sms` multiprocessors; 0 if there is nothing to do.
     ///
     /// `None` if it is more than a grid may have (2^31 - 1), or `k` has fewer steps than [`LaunchGrid::Clusters`] has blocks to share them.
@@ -225,6 +233,10 @@ mod tests {
         assert_eq!(grid.blocks(GemmShape { m: 256, n: 4096, k: 4096 }, 132), Some(132));
         assert_eq!(grid.blocks(GemmShape { m: 64 * 200, n: 64, k: 64 }, 132), Some(200));
         assert_eq!(grid.blocks(GemmShape { m: 64, n: 0, k: 64 }, 132), Some(0));
+        // Blocks of one team have whole tiles, however many they are.
+        assert_eq!(grid.teams(GemmShape { m: 64 * 200, n: 64, k: 64 }, 200), 1);
+        assert_eq!(grid.teams(GemmShape { m: 256, n: 4096, k: 4096 }, 132), 33);
+        assert_eq!(grid.teams(GemmShape { m: 0, n: 0, k: 0 }, 0), 0);
     }
 
     /// The grids at which docs/adr/0004 measured each shape: (n, row blocks a group can take, cluster, blocks per SM) -> blocks.

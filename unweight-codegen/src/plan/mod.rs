@@ -120,12 +120,19 @@ pub struct LaunchPlan {
     pub cluster: u32,
     /// Programmatic dependent launch: the kernel starts while the stream's previous one still runs, and waits for it itself.
     pub pdl: bool,
+    /// Blocks may wait for other blocks of their grid: all must be resident at once ([`LaunchPlan::blocks_wait`]).
+    pub co_resident: bool,
 }
 
 impl LaunchPlan {
     /// Without clusters, behind whatever the stream did before.
     const fn ordinary(threads: u32, blocks_per_sm: u32, grid: LaunchGrid) -> Self {
-        Self { threads, blocks_per_sm, grid, cluster: 1, pdl: false }
+        Self { threads, blocks_per_sm, grid, cluster: 1, pdl: false, co_resident: false }
+    }
+
+    /// Whether, in a grid of `blocks`, some wait for others. A grid of a single team shares no tile of Y, so nobody waits.
+    pub fn blocks_wait(&self, problem: GemmShape, blocks: u32) -> bool {
+        self.co_resident && self.grid.teams(problem, blocks) > 1
     }
 }
 

@@ -9,18 +9,11 @@
 
 pub mod model;
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt,
-    ops::RangeInclusive,
-    sync::{Arc, Mutex},
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeSet, ops::RangeInclusive};
 
 use unweight_codegen::{
     VariantSpec,
     plan::{GemmShape, Plan},
-    render,
     spec::{Arch, CodeLimit, DecodeOutput, Epilogue, NTiles, Stages, VerbatimRows, WeightSource, catalog},
 };
 use unweight_format::{
@@ -29,13 +22,6 @@ use unweight_format::{
 };
 
 use self::model::{PackedChooser, PackedUse};
-use crate::{
-    device::module::LoadedKernel,
-    device::{Device, DeviceError},
-    env::Env,
-    jit::cache::{KernelCache, Progress},
-    jit::compiler::CompileRequest,
-};
 
 /// Multiprocessors of an H100 or H200 (SXM). While one-tile columns of a problem do not outnumber them, the narrow and deep N1P6
 /// is fastest: anything wider leaves some of them idle (4096x14336 at batch 1: 69 us, N2P4 94).
@@ -315,108 +301,6 @@ pub fn bundle_weights(bundle: &Bundle) -> Result<Vec<StoredWeight>, BundleError>
     Ok(weights)
 }
 
-/// What a compiler is asked for a variant.
-pub fn request(spec: &VariantSpec) -> Result<CompileRequest, DeviceError> {
-    let source = render(spec)?;
-    Ok(CompileRequest {
-        name: source.name,
-        source: source.text,
-        headers: source.headers.into_iter().map(|(name, text)| (name.to_owned(), text.to_owned())).collect(),
-        options: source.options,
-        arch: spec.arch.compiler_name().to_owned(),
-    })
-}
-
-/// The kernels of one device: compiled or found at most once, loaded at most once, shared.
-pub struct KernelSet {
-    device: Device,
-    cache: KernelCache,
-    threads: usize,
-    loaded: Mutex<BTreeMap<VariantSpec, Arc<LoadedKernel>>>,
-}
-
-/// What [`KernelSet::prepare`] did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Prepared {
-    /// Kernels that were loaded; the others were already.
-    pub loaded: usize,
-    /// Kernels among them that were compiled; the others were in the cache.
-    pub compiled: usize,
-    /// How long it all took.
-    pub elapsed: Duration,
-}
-
-impl KernelSet {
-    /// The user's cache and compiler, as the environment has them.
-    pub fn open(device: &Device, env: &Env) -> Self {
-        Self::new(device, KernelCache::open(env), env.jit_threads)
-    }
-
-    /// A given cache; up to `threads` kernels are compiled at a time.
-    pub fn new(device: &Device, cache: KernelCache, threads: usize) -> Self {
-        Self { device: device.clone(), cache, threads, loaded: Mutex::default() }
-    }
-
-    /// The device.
-    pub fn device(&self) -> &Device {
-        &self.device
-    }
-
-    /// Makes every variant ready, compiling what the cache lacks in parallel; `progress` hears of each that was not loaded yet.
-    ///
-    /// # Errors
-    /// Every kernel that could not be made is told; those that could are in the cache.
-    pub fn prepare(
-        &self,
-        specs: &[VariantSpec],
-        progress: &(dyn Fn(&Progress<'_>) + Sync),
-    ) -> Result<Prepared, DeviceError> {
-        let start = Instant::now();
-        let missing: BTreeSet<VariantSpec> = {
-            let loaded = self.lock();
-            specs.iter().filter(|spec| !loaded.contains_key(spec)).copied().collect()
-        };
-        let missing: Vec<VariantSpec> = missing.into_iter().collect();
-        let requests = missing.iter().map(request).collect::<Result<Vec<_>, _>>()?;
-        let artifacts = self.cache.compile_all(&requests, self.threads, progress)?;
-        let compiled = artifacts.iter().filter(|artifact| !artifact.state.is_hit()).count();
-        for (spec, artifact) in missing.iter().zip(&artifacts) {
-            let kernel = Arc::new(LoadedKernel::load(&self.device, spec, artifact)?);
-            // Another thread may have been faster: the first stays, so that equal specs give one kernel.
-            self.lock().entry(*spec).or_insert(kernel);
-        }
-        Ok(Prepared { loaded: missing.len(), compiled, elapsed: start.elapsed() })
-    }
-
-    /// A kernel, compiled or loaded now if it has to be.
-    pub fn get(&self, spec: &VariantSpec) -> Result<Arc<LoadedKernel>, DeviceError> {
-        if let Some(kernel) = self.try_get(spec) {
-            return Ok(kernel);
-        }
-        self.prepare(std::slice::from_ref(spec), &|_| {})?;
-        self.try_get(spec).ok_or_else(|| DeviceError::Launch {
-            name: spec.to_string(),
-            what: "was prepared and is not there".to_owned(),
-        })
-    }
-
-    /// A kernel that is ready; never compiles.
-    pub fn try_get(&self, spec: &VariantSpec) -> Option<Arc<LoadedKernel>> {
-        self.lock().get(spec).cloned()
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<VariantSpec, Arc<LoadedKernel>>> {
-        // A thread that died while it held the lock has left the map whole: an entry is there or not.
-        self.loaded.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-}
-
-impl fmt::Debug for KernelSet {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "KernelSet({} loaded on device {})", self.lock().len(), self.device.info().ordinal)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -425,7 +309,7 @@ mod tests {
 
     fn rings(source: Source, m: u32, n: u32) -> Vec<String> {
         let specs = candidates(ARCH, source, GemmShape { m, n, k: 512 }, Epilogue::Store);
-        specs.iter().map(|spec| spec.to_string().split('_').nth(4).unwrap().to_owned()).collect()
+        specs.iter().map(|spec| spec.to_string().split('_').nth(5).unwrap().to_owned()).collect()
     }
 
     #[test]
@@ -512,13 +396,5 @@ mod tests {
         // Only small batches: the variants for wide ones are not compiled.
         let names: Vec<_> = reachable(ARCH, &weights[..1], 1..=64).iter().map(ToString::to_string).collect();
         assert_eq!(names, ["uw_sm90a_decode_exponent_l7", "uw_sm90a_gemm_recon_exponent_n2p4_store"]);
-    }
-
-    #[test]
-    fn requests_carry_the_source_and_all_its_headers() {
-        let request = request(&decoder(ARCH, DecodeOutput::Full, 7).unwrap()).unwrap();
-        assert_eq!(request.name, "uw_sm90a_decode_full_l7");
-        assert!(request.source.contains(&request.name) && request.headers.len() > 3);
-        assert_eq!(request.arch, "sm_90a");
     }
 }

@@ -1,10 +1,14 @@
 //! Which register-sourced matmul computes a problem: a model of the machine, and a table of what was measured, which overrides it.
 //!
 //! The model counts what a launch cannot avoid: bytes from memory, X from the second-level cache, the steps of the multiprocessor that has
-//! most to do, and what a launch costs in itself. It is for shapes and machines that nobody has measured; `unweight bench matmul
-//! --save-table` writes a table for the machine at hand.
+//! most to do, and what a launch costs in itself. It is for shapes and machines that nobody has measured; a benchmark writes a table for the
+//! machine at hand.
 
-use std::{collections::BTreeSet, path::Path, sync::OnceLock};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    sync::OnceLock,
+};
 
 use serde::{Deserialize, Serialize};
 use unweight_codegen::{
@@ -12,8 +16,6 @@ use unweight_codegen::{
     plan::{GemmShape, Plan},
     spec::{Arch, Epilogue, GemmMmaSpec, GemmWgmmaSpec, Op, catalog},
 };
-
-use crate::device::DeviceError;
 
 /// What a product is wanted for, beside its shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -204,6 +206,28 @@ impl WideCost {
     }
 }
 
+/// Why there is no table. Both are mended by measuring one ([`Remedy::MeasureTable`](crate::Remedy::MeasureTable)).
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TableError {
+    /// The file cannot be read.
+    #[error("{}: cannot be read: {source}", .path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file is no table.
+    #[error("{}: is no table of measurements: {source}", .path.display())]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+}
+
 /// What was fastest where it was measured.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeasuredTable {
@@ -235,17 +259,14 @@ impl MeasuredTable {
         TABLE.get_or_init(|| serde_json::from_str(include_str!("h200.json")).unwrap_or_default())
     }
 
-    /// A table that `unweight bench matmul --save-table` wrote.
+    /// A table from a file of JSON.
     ///
     /// # Errors
-    /// The file cannot be read or is no table.
-    pub fn read(path: &Path) -> Result<Self, DeviceError> {
-        let refuse = |why: String| {
-            let path = path.display();
-            DeviceError::Shape(format!("{path}: {why}; write it anew with `unweight bench matmul --save-table`"))
-        };
-        let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
-        serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))
+    /// [`TableError`].
+    pub fn read(path: &Path) -> Result<Self, TableError> {
+        let text =
+            std::fs::read_to_string(path).map_err(|source| TableError::Read { path: path.to_owned(), source })?;
+        serde_json::from_str(&text).map_err(|source| TableError::Parse { path: path.to_owned(), source })
     }
 
     /// The variant that was fastest for the smallest measured batch that is not below `m`.

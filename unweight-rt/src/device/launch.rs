@@ -1,21 +1,21 @@
 //! One launch: `cuLaunchKernelEx` with the plan's block, cluster and shared memory and the problem's grid.
 //!
-//! Raw on purpose: arguments hold device addresses, so [`LoadedKernel::launch`] is unsafe. [`decoder`](crate::ops::decode),
-//! [`matmul`](crate::ops::gemm_recon) and [`encoder`](crate::ops::encode) are what gives it buffers of the right sizes.
+//! Raw on purpose: arguments hold device addresses, so [`LoadedKernel::launch`] is unsafe. [`ops`](crate::ops) gives it operands of the right
+//! sizes.
+//!
+//! Kernels whose blocks wait for each other ([`LaunchPlan::co_resident`], stream-K) are launched cooperatively: the driver refuses a grid
+//! that does not fit the device, and runs all its blocks at once whatever other streams do (docs/adr/0009-stream-k.md).
 
 use std::{ffi::c_void, ptr};
 
 use cudarc::driver::sys;
 use unweight_codegen::{
     abi::{DecodeArgs, EncodeArgs, GemmPackedArgs, GemmReconArgs, RepackArgs},
-    plan::{GemmShape, LaunchPlan},
+    plan::{GemmShape, LaunchPlan, Plan},
     spec::Op,
 };
 
-use crate::{
-    device::module::LoadedKernel,
-    device::{Call, DeviceError, Stream},
-};
+use crate::device::{Call, DeviceError, Refusal, Stream, module::LoadedKernel};
 
 /// The argument struct of a kernel family. Sealed: the families are those of `unweight_codegen::abi`.
 pub trait KernelArgs: bytemuck::Pod + private::Sealed {
@@ -46,23 +46,41 @@ kernel_args!(
     RepackArgs => Op::Repack(_),
 );
 
+/// Whether a launch must be cooperative: its blocks wait for each other. `resident` blocks fit the device at once.
+///
+/// # Errors
+/// [`Refusal::Residency`]: they do not all fit, and the first ones would wait for ever.
+pub(crate) fn cooperative(plan: &Plan, problem: GemmShape, blocks: u32, resident: u32) -> Result<bool, Refusal> {
+    if !plan.launch.blocks_wait(problem, blocks) {
+        return Ok(false);
+    }
+    if blocks > resident { Err(Refusal::Residency { blocks, resident }) } else { Ok(true) }
+}
+
+/// Blocks of a launch for this problem on a device of `sms` multiprocessors.
+///
+/// # Errors
+/// [`Refusal::Grid`]: more than a grid may have.
+pub(crate) fn blocks(plan: &Plan, problem: GemmShape, sms: u32) -> Result<u32, Refusal> {
+    plan.launch.grid.blocks(problem, sms).ok_or(Refusal::Grid { problem, cluster: plan.launch.cluster })
+}
+
 impl LoadedKernel {
     /// Blocks of a launch for this problem.
     ///
     /// # Errors
     /// More than a grid may have.
     pub fn blocks(&self, problem: GemmShape) -> Result<u32, DeviceError> {
-        match self.plan().launch.grid.blocks(problem, self.device().info().sms) {
-            Some(blocks) => Ok(blocks),
-            None => self.refuse(format!(
-                "m = {}, n = {}, k = {} needs more than 2^31 - 1 blocks, or has fewer than the {} steps of 64 of k that a cluster \
-                 shares; split the matrix or take a smaller cluster",
-                problem.m,
-                problem.n,
-                problem.k,
-                self.plan().launch.cluster
-            )),
-        }
+        blocks(self.plan(), problem, self.device().info().sms).or_else(|refusal| self.refuse(refusal))
+    }
+
+    /// Whether this problem can be launched: grid and residency, before anything is enqueued.
+    ///
+    /// # Errors
+    /// [`Refusal::Grid`], [`Refusal::Residency`].
+    pub(crate) fn check_grid(&self, problem: GemmShape) -> Result<(), Refusal> {
+        let blocks = blocks(self.plan(), problem, self.device().info().sms)?;
+        cooperative(self.plan(), problem, blocks, self.resident_blocks()).map(drop)
     }
 
     /// Enqueues the kernel. A problem without work enqueues nothing.
@@ -80,16 +98,19 @@ impl LoadedKernel {
         args: &A,
     ) -> Result<(), DeviceError> {
         if !A::fits(&self.spec().op) {
-            return self.refuse(format!("takes no {}", std::any::type_name::<A>()));
+            let given = std::any::type_name::<A>();
+            return self.refuse(Refusal::Arguments { given: given.rsplit("::").next().unwrap_or(given) });
         }
-        if stream.device().info().ordinal != self.device().info().ordinal {
-            let (own, other) = (self.device().info().ordinal, stream.device().info().ordinal);
-            return self.refuse(format!("is loaded on device {own}, the stream is of device {other}"));
+        let (own, other) = (self.device().ordinal(), stream.device().ordinal());
+        if own != other {
+            return self.refuse(Refusal::OtherDevice { operand: "the stream", own, other });
         }
         let blocks = self.blocks(problem)?;
         if blocks == 0 {
             return Ok(());
         }
+        let cooperative = cooperative(self.plan(), problem, blocks, self.resident_blocks())
+            .or_else(|refusal| self.refuse(refusal))?;
         let LaunchPlan { threads, cluster, pdl, .. } = self.plan().launch;
         // An ignored entry stands where there is nothing to say, so that a launch allocates nothing.
         let attribute = |wanted: bool, id, value| sys::CUlaunchAttribute {
@@ -110,6 +131,11 @@ impl LoadedKernel {
                 sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
                 sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
             ),
+            attribute(
+                cooperative,
+                sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+                sys::CUlaunchAttributeValue { cooperative: 1 },
+            ),
         ];
         let config = sys::CUlaunchConfig {
             gridDimX: blocks,
@@ -121,7 +147,7 @@ impl LoadedKernel {
             sharedMemBytes: self.plan().smem.bytes(),
             hStream: stream.raw(),
             attrs: attributes.as_mut_ptr(),
-            // Two.
+            // Three.
             numAttrs: attributes.len() as u32,
         };
         self.device().bind()?;
@@ -153,5 +179,31 @@ mod tests {
             ];
             assert_eq!(fits.iter().filter(|fits| **fits).count(), 1, "{spec}");
         }
+    }
+
+    /// What waits for other blocks of its grid is launched cooperatively or not at all.
+    #[test]
+    fn blocks_that_wait_for_each_other_are_resident_or_refused() {
+        let mut waiting = 0;
+        for spec in catalog::all() {
+            let plan = Plan::new(&spec).unwrap();
+            for m in [1, 64, 129, 1000, 4096] {
+                for (n, k) in [(64, 64), (1024, 4096), (4096, 4096), (28672, 8192)] {
+                    let problem = GemmShape { m, n, k };
+                    let Ok(blocks) = blocks(&plan, problem, 132) else { continue };
+                    match cooperative(&plan, problem, blocks, 132) {
+                        Ok(true) => {
+                            waiting += 1;
+                            assert!(plan.launch.co_resident && blocks <= 132, "{spec} {problem:?}");
+                            let few = cooperative(&plan, problem, blocks, blocks - 1);
+                            assert_eq!(few, Err(Refusal::Residency { blocks, resident: blocks - 1 }), "{spec}");
+                        }
+                        Ok(false) => assert!(!plan.launch.blocks_wait(problem, blocks), "{spec} {problem:?}"),
+                        Err(refusal) => panic!("{spec} {problem:?}: {refusal}"),
+                    }
+                }
+            }
+        }
+        assert!(waiting > 100, "{waiting}");
     }
 }

@@ -17,7 +17,7 @@ use unweight_codegen::{
 };
 
 use crate::{
-    device::{Call, Device, DeviceError},
+    device::{Call, Device, DeviceError, Refusal},
     jit::cache::Artifact,
 };
 
@@ -26,6 +26,7 @@ pub struct LoadedKernel {
     device: Device,
     plan: Plan,
     registers: u32,
+    resident_blocks: u32,
     /// Keeps the module loaded.
     function: CudaFunction,
 }
@@ -37,36 +38,30 @@ impl LoadedKernel {
     /// The artifact is of another variant, disagrees with the plan, or the driver refuses it.
     pub fn load(device: &Device, spec: &VariantSpec, artifact: &Artifact) -> Result<Self, DeviceError> {
         let name = spec.name();
-        let refuse = |what: String| Err(DeviceError::Launch { name: name.to_string(), what });
+        let refuse = |refusal| Err(DeviceError::Kernel { kernel: name.to_string(), refusal });
         let plan = Plan::new(spec).map_err(unweight_codegen::CodegenError::from)?;
         if artifact.name != name.as_str() {
-            return refuse(format!("the artifact is of {}", artifact.name));
+            return refuse(Refusal::Artifact { found: artifact.name.clone(), wanted: name.to_string() });
         }
         if device.info().arch != spec.arch {
-            let arch = device.info().arch.compiler_name();
-            return refuse(format!("compiled for {}, the device is {arch}", spec.arch.compiler_name()));
+            let arch = |arch: unweight_codegen::spec::Arch| format!("for {}", arch.compiler_name());
+            return refuse(Refusal::Artifact { found: arch(spec.arch), wanted: arch(device.info().arch) });
         }
-        let args_bytes = args_bytes(spec);
-        if artifact.resources.param_bytes as usize != args_bytes {
-            return refuse(format!(
-                "takes {} B of arguments, this version passes {args_bytes}; clear the kernel cache",
-                artifact.resources.param_bytes
-            ));
+        let (takes, passes) = (artifact.resources.param_bytes.into(), args_bytes(spec) as u64);
+        if takes != passes {
+            return refuse(Refusal::ArgumentBytes { takes, passes });
         }
         let smem_bytes = u64::from(plan.smem.bytes()) + artifact.resources.static_smem_bytes;
-        if smem_bytes > u64::from(device.info().smem_bytes_per_block) {
-            let limit = device.info().smem_bytes_per_block;
-            return refuse(format!("shared memory {smem_bytes} B exceeds the device's limit {limit} B"));
+        let limit = device.info().smem_bytes_per_block.into();
+        if smem_bytes > limit {
+            return refuse(Refusal::SharedMemory { need: smem_bytes, limit });
         }
         // The driver takes a pointer without a length: `cubin::read` has checked the ELF tables when the artifact was made or found.
         let module = device.context().load_module(Ptx::from_binary(artifact.cubin.to_vec())).call("loading a cubin")?;
         let function = module.load_function(&name).call("finding a kernel in its cubin")?;
-        let threads = function.max_threads_per_block().call("reading a kernel's attribute")?.unsigned_abs();
-        if threads < plan.launch.threads {
-            return refuse(format!(
-                "{} threads per block planned, the kernel runs with {threads}",
-                plan.launch.threads
-            ));
+        let runs = function.max_threads_per_block().call("reading a kernel's attribute")?.unsigned_abs();
+        if runs < plan.launch.threads {
+            return refuse(Refusal::Threads { planned: plan.launch.threads, runs });
         }
         let registers = function.num_regs().call("reading a kernel's attribute")?.unsigned_abs();
         if smem_bytes > u64::from(spec.arch.limits().smem_bytes_without_opt_in) {
@@ -78,7 +73,12 @@ impl LoadedKernel {
                 )
                 .call("raising the shared memory of a kernel")?;
         }
-        Ok(Self { device: device.clone(), plan, registers, function })
+        // After the line above: what a block may have decides how many fit.
+        let per_sm = function
+            .occupancy_max_active_blocks_per_multiprocessor(plan.launch.threads, plan.smem.bytes() as usize, None)
+            .call("asking how many blocks fit a multiprocessor")?;
+        let resident_blocks = per_sm.saturating_mul(device.info().sms);
+        Ok(Self { device: device.clone(), plan, registers, resident_blocks, function })
     }
 
     /// The variant.
@@ -101,13 +101,18 @@ impl LoadedKernel {
         self.registers
     }
 
+    /// Blocks that the whole device holds at once, of kernels without clusters.
+    pub fn resident_blocks(&self) -> u32 {
+        self.resident_blocks
+    }
+
     pub(crate) fn function(&self) -> &CudaFunction {
         &self.function
     }
 
     /// An error that names this kernel.
-    pub(crate) fn refuse<T>(&self, what: String) -> Result<T, DeviceError> {
-        Err(DeviceError::Launch { name: self.spec().to_string(), what })
+    pub(crate) fn refuse<T>(&self, refusal: Refusal) -> Result<T, DeviceError> {
+        Err(DeviceError::Kernel { kernel: self.spec().to_string(), refusal })
     }
 }
 

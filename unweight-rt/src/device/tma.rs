@@ -8,7 +8,7 @@ use std::{ffi::c_void, ptr};
 use cudarc::driver::sys;
 use unweight_codegen::abi::TensorMap;
 
-use crate::device::{Call, Device, DeviceError};
+use crate::device::{Call, Device, DeviceError, Refusal, error::MapRule, view::Place};
 
 /// Element type of a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,8 +47,10 @@ pub struct TensorMapParams {
     pub address: u64,
     /// Rows of the matrix.
     pub rows: u64,
-    /// Columns; a row must be a multiple of 16 bytes.
+    /// Columns.
     pub cols: u64,
+    /// Elements from one row to the next; a multiple of 16 bytes.
+    pub pitch: u64,
     /// Rows of a box.
     pub box_rows: u32,
     /// Columns of a box.
@@ -59,12 +61,13 @@ pub struct TensorMapParams {
 
 impl TensorMapParams {
     /// The activations: bf16 `[m, k]` in boxes of `box_rows` x 64 with the 128-byte swizzle. Rows past `m` read as zeros.
-    pub fn activations(address: u64, m: u32, k: u32, box_rows: u32) -> Self {
+    pub(crate) fn activations(x: &Place, box_rows: u32) -> Self {
         Self {
             element: Element::Bf16,
-            address,
-            rows: m.into(),
-            cols: k.into(),
+            address: x.address,
+            rows: x.rows.into(),
+            cols: x.cols.into(),
+            pitch: x.pitch,
             box_rows,
             box_cols: 64,
             swizzle: Swizzle::Bytes128,
@@ -72,8 +75,8 @@ impl TensorMapParams {
     }
 
     /// The product: bf16 `[m, n]` in boxes of 32 x 64 with the 128-byte swizzle. Rows past `m` are not written.
-    pub fn product(address: u64, m: u32, n: u32) -> Self {
-        Self::activations(address, m, n, 32)
+    pub(crate) fn product(y: &Place) -> Self {
+        Self::activations(y, 32)
     }
 
     /// `sign_mantissa`: u8 `[n, k]` in boxes of 64 x 64, row after row.
@@ -83,6 +86,7 @@ impl TensorMapParams {
             address,
             rows: n.into(),
             cols: k.into(),
+            pitch: k.into(),
             box_rows: 64,
             box_cols: 64,
             swizzle: Swizzle::None,
@@ -92,27 +96,21 @@ impl TensorMapParams {
     /// What the hardware would not take.
     ///
     /// Source: CUDA driver API 13.0, `cuTensorMapEncodeTiled`.
-    pub fn check(&self) -> Result<(), DeviceError> {
-        let refuse =
-            |what: String| Err(DeviceError::Shape(format!("tensor map [{}, {}]: {what}", self.rows, self.cols)));
-        if self.address == 0 || !self.address.is_multiple_of(16) {
-            return refuse(format!("address {:#x} is not 16-byte aligned", self.address));
+    pub fn check(&self) -> Result<(), Refusal> {
+        let hold = |holds: bool, value: u64, rule| {
+            if holds { Ok(()) } else { Err(Refusal::TensorMap { rows: self.rows, cols: self.cols, value, rule }) }
+        };
+        hold(self.address != 0 && self.address.is_multiple_of(16), self.address, MapRule::Aligned)?;
+        for extent in [self.rows, self.cols] {
+            hold((1..=1 << 32).contains(&extent), extent, MapRule::Extent)?;
         }
-        if self.rows == 0 || self.cols == 0 || self.rows > 1 << 32 || self.cols > 1 << 32 {
-            return refuse("each dimension must be 1..=2^32".to_owned());
-        }
-        let pitch = self.cols * self.element.bytes();
-        if !pitch.is_multiple_of(16) || pitch >= 1 << 40 {
-            return refuse(format!("a row of {pitch} bytes is not a multiple of 16 below 2^40; pad the columns"));
-        }
-        if !(1..=256).contains(&self.box_rows) || !(1..=256).contains(&self.box_cols) {
-            return refuse(format!("a box of {} x {}: each side must be 1..=256", self.box_rows, self.box_cols));
+        let pitch = self.pitch.saturating_mul(self.element.bytes());
+        hold(self.pitch >= self.cols && pitch.is_multiple_of(16) && pitch < 1 << 40, pitch, MapRule::Pitch)?;
+        for side in [self.box_rows, self.box_cols] {
+            hold((1..=256).contains(&side), side.into(), MapRule::BoxSide)?;
         }
         let inner = u64::from(self.box_cols) * self.element.bytes();
-        if !inner.is_multiple_of(16) || self.swizzle == Swizzle::Bytes128 && inner > 128 {
-            return refuse(format!("a box row of {inner} bytes: a multiple of 16, at most 128 with the swizzle"));
-        }
-        Ok(())
+        hold(inner.is_multiple_of(16) && (self.swizzle == Swizzle::None || inner <= 128), inner, MapRule::BoxRow)
     }
 
     /// The map, as kernels take it.
@@ -122,7 +120,7 @@ impl TensorMapParams {
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         let dims = [self.cols, self.rows];
         // Of the dimensions but the innermost.
-        let strides = [self.cols * self.element.bytes()];
+        let strides = [self.pitch * self.element.bytes()];
         let boxes = [self.box_cols, self.box_rows];
         let steps = [1u32, 1];
         // SAFETY: the arrays have rank 2 (strides: rank - 1) and live through the call. The address is only recorded.
@@ -159,26 +157,38 @@ impl TensorMapParams {
 mod tests {
     use super::*;
 
+    fn activations(rows: u32, cols: u32, pitch: u64) -> TensorMapParams {
+        TensorMapParams::activations(&Place::new(0, 0x7f00_0000_0100, rows, cols, pitch, u64::MAX).unwrap(), 64)
+    }
+
     #[test]
     fn maps_of_the_matmul_are_within_the_limits() {
         for m in [1, 2, 17, 64, 65, 1024] {
-            TensorMapParams::activations(0x7f00_0000_0100, m, 4096, 64).check().unwrap();
+            assert_eq!(activations(m, 4096, 4096).check(), Ok(()));
+            assert_eq!(activations(m, 4096, 6144).check(), Ok(()), "columns of a wider matrix");
         }
-        TensorMapParams::sign_mantissa(256, 14336, 4096).check().unwrap();
-        let x = TensorMapParams::activations(256, 3, 512, 64);
+        assert_eq!(TensorMapParams::sign_mantissa(256, 14336, 4096).check(), Ok(()));
+        let x = activations(3, 512, 512);
         assert_eq!((x.rows, x.cols, x.box_rows, x.box_cols), (3, 512, 64, 64));
         assert_eq!(x.element.bytes() * u64::from(x.box_cols), 128, "one swizzle row");
     }
 
     #[test]
-    fn what_the_hardware_refuses_is_refused_in_words() {
+    fn what_the_hardware_refuses_is_refused_with_the_rule() {
         let good = TensorMapParams::sign_mantissa(256, 64, 64);
-        let message = |params: TensorMapParams| params.check().unwrap_err().to_string();
-        assert!(message(TensorMapParams { address: 8, ..good }).contains("16-byte aligned"));
-        assert!(message(TensorMapParams { cols: 72, ..good }).contains("72 bytes"));
-        assert!(message(TensorMapParams { rows: 0, ..good }).contains("1..=2^32"));
-        assert!(message(TensorMapParams { box_rows: 257, ..good }).contains("257"));
+        let broken = |params: TensorMapParams| match params.check() {
+            Err(Refusal::TensorMap { value, rule, .. }) => (value, rule),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(broken(TensorMapParams { address: 8, ..good }), (8, MapRule::Aligned));
+        assert_eq!(broken(TensorMapParams { address: 0, ..good }), (0, MapRule::Aligned));
+        assert_eq!(broken(TensorMapParams { cols: 72, pitch: 72, ..good }), (72, MapRule::Pitch));
+        assert_eq!(broken(TensorMapParams { pitch: 48, ..good }), (48, MapRule::Pitch), "rows that overlap");
+        assert_eq!(broken(TensorMapParams { rows: 0, ..good }), (0, MapRule::Extent));
+        assert_eq!(broken(TensorMapParams { box_rows: 257, ..good }), (257, MapRule::BoxSide));
         let wide = TensorMapParams { element: Element::Bf16, box_cols: 128, swizzle: Swizzle::Bytes128, ..good };
-        assert!(message(wide).contains("at most 128"));
+        assert_eq!(broken(wide), (256, MapRule::BoxRow));
+        let text = TensorMapParams { cols: 72, pitch: 72, ..good }.check().unwrap_err().to_string();
+        assert!(text.contains("[64, 72]: 72 is not a pitch in bytes that is a multiple of 16"), "{text}");
     }
 }

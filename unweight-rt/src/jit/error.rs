@@ -6,6 +6,7 @@ use crate::env::EnvError;
 use crate::jit::compiler::CompileFailure;
 use crate::jit::cubin::CubinError;
 use crate::jit::toolchain::MissingLibrary;
+use crate::remedy::Remedy;
 
 /// Why there is no kernel.
 #[derive(Debug, thiserror::Error)]
@@ -47,6 +48,18 @@ pub enum Error {
     /// More than one kernel failed.
     #[error("{} kernels failed:\n{}", .0.len(), list(.0))]
     Several(Vec<Error>),
+}
+
+impl Error {
+    /// What to do about it, where one thing is to be done.
+    pub fn remedy(&self) -> Option<Remedy> {
+        match self {
+            Self::Library(missing) => Some(Remedy::Install(missing.library)),
+            Self::NotCached { .. } => Some(Remedy::CompileKernels),
+            Self::Several(errors) => errors.iter().find_map(Self::remedy),
+            _ => None,
+        }
+    }
 }
 
 impl From<CompileFailure> for Error {

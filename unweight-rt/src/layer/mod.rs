@@ -1,3 +1,4 @@
-//! Layers: weights of a bundle with the kernels that every batch asks for.
+//! Layers out of bundles: a loader that makes them, and what they are when they are loaded.
 
 pub mod linear;
+pub mod loader;

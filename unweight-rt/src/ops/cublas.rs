@@ -5,9 +5,9 @@ use std::{ffi::c_void, fmt, ptr};
 use cudarc::cublas::{result, sys};
 
 use crate::{
-    device::{DeviceBuffer, DeviceError, Stream},
+    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, Stream},
     jit::toolchain::{self, Library},
-    weight::DeviceMatrix,
+    ops::check_product,
 };
 
 /// What NVIDIA recommends for Hopper. Given explicitly, so that a captured graph does not name memory of the library's own.
@@ -23,6 +23,8 @@ pub struct Cublas {
 
 // SAFETY: a handle may move between threads; it must not be used by two at a time, which `&mut self` of `matmul` rules out.
 unsafe impl Send for Cublas {}
+// SAFETY: a shared reference reaches nothing of the handle.
+unsafe impl Sync for Cublas {}
 
 impl Cublas {
     /// A handle with its workspace.
@@ -45,33 +47,36 @@ impl Cublas {
         Ok(cublas)
     }
 
-    /// Enqueues `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` where `add`; fp32 accumulation.
+    /// Enqueues `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` where `add`, on the handle's stream; fp32 accumulation. Any pitches.
+    ///
+    /// # Errors
+    /// Operands that do not agree, overlap or lie on another device, an extent above 2^31 - 1, or cuBLAS's refusal.
     pub fn matmul(
         &mut self,
-        x: &DeviceMatrix,
-        w: &DeviceMatrix,
-        y: &mut DeviceMatrix,
+        x: MatrixRef<'_>,
+        w: MatrixRef<'_>,
+        y: MatrixMut<'_>,
         add: bool,
     ) -> Result<(), DeviceError> {
-        let (m, n, k) = (x.rows(), w.rows(), x.cols());
-        if w.cols() != k || (y.rows(), y.cols()) != (m, n) {
-            let (yr, yc, wc) = (y.rows(), y.cols(), w.cols());
-            return Err(DeviceError::Shape(format!(
-                "Y[{yr}, {yc}] = X[{m}, {k}] * W[{n}, {wc}]^T does not go together"
-            )));
+        let own = self.stream.device().ordinal();
+        let (x, w, y) = (x.place(), w.place(), y.place());
+        check_product(own, x, w.shape(), w.rows.into(), y, [("the weights", w.span())])?;
+        w.check_device("the weights", own)?;
+        if y.rows == 0 || y.cols == 0 {
+            return Ok(());
         }
-        let int = |value: u32| {
-            i32::try_from(value).map_err(|_| DeviceError::Shape(format!("dimension {value} exceeds cuBLAS's 2^31 - 1")))
+        let int = |what, value: u64| {
+            let limit = i32::MAX as u64;
+            i32::try_from(value).map_err(|_| Refusal::TooLarge { what, value, limit })
         };
-        let (m, n, k) = (int(m)?, int(n)?, int(k)?);
-        if m == 0 || n == 0 || k == 0 {
-            return Err(DeviceError::Shape(format!("a matmul of m = {m}, n = {n}, k = {k} has nothing to do")));
-        }
+        let (m, n, k) = (int("m", y.rows.into())?, int("n", y.cols.into())?, int("k", x.cols.into())?);
+        let pitch = |place: &crate::device::view::Place| int("a pitch", place.pitch.max(1));
+        let (x_pitch, w_pitch, y_pitch) = (pitch(x)?, pitch(w)?, pitch(y)?);
         self.stream.device().bind()?;
         let (alpha, beta) = (1.0f32, if add { 1.0f32 } else { 0.0 });
         let bf16 = sys::cudaDataType::CUDA_R_16BF;
         // cuBLAS is column-major: Y^T [n, m] = W [n, k] * X^T [k, m], where W as stored is its own transpose.
-        // SAFETY: the matrices have these shapes (checked above); alpha and beta are host memory, the handle's pointer mode.
+        // SAFETY: the views were held against their memory when they were made and have these shapes and pitches; alpha and beta are host memory, the handle's pointer mode.
         unsafe {
             result::gemm_ex(
                 self.handle,
@@ -81,16 +86,16 @@ impl Cublas {
                 m,
                 k,
                 ptr::from_ref(&alpha).cast(),
-                w.data().address() as *const c_void,
+                w.address as *const c_void,
                 bf16,
-                k,
-                x.data().address() as *const c_void,
+                w_pitch,
+                x.address as *const c_void,
                 bf16,
-                k,
+                x_pitch,
                 ptr::from_ref(&beta).cast(),
-                y.data_mut().address() as *mut c_void,
+                y.address as *mut c_void,
                 bf16,
-                n,
+                y_pitch,
                 sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT,
             )

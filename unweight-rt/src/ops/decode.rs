@@ -5,7 +5,8 @@
 //!               --exponent-> u8 [tiles, 64, 64]       --> matmul, exponent source
 //!               --palette--> u8 [tiles, 64, 32]       --> matmul, palette source
 //! ```
-//! A decoder only enqueues. Tiles whose metadata lead out of their sections are left out and reported by [`Decoder::check`].
+//! A decoder only enqueues. Tiles whose metadata lead out of their sections are left out and reported by
+//! [`Lane::synchronize`](crate::ops::lane::Lane::synchronize).
 
 use std::sync::Arc;
 
@@ -17,26 +18,32 @@ use unweight_codegen::{
 use unweight_format::TileGrid;
 
 use crate::{
-    device::module::LoadedKernel,
-    device::{DeviceBuffer, DeviceError, Stream},
-    weight::{DeviceHuffman, DeviceMatrix},
+    device::{
+        DeviceBuffer, DeviceError, MatrixMut, Refusal,
+        module::LoadedKernel,
+        view::{check_apart, check_device},
+    },
+    ops::lane::Lane,
+    weight::{self, DeviceHuffman},
 };
 
-/// A decoder kernel with its fault word.
-#[derive(Debug)]
+/// A decoder kernel.
+#[derive(Clone, Debug)]
 pub struct Decoder {
     kernel: Arc<LoadedKernel>,
     spec: DecodeSpec,
-    fault: DeviceBuffer<u32>,
 }
 
 impl Decoder {
     /// Wraps a kernel of the preprocess family.
-    pub fn new(stream: &Stream, kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::Decode(spec) = kernel.spec().op else {
-            return kernel.refuse("is not a decoder".to_owned());
+            return kernel.refuse(Refusal::Family { wanted: "a decoder" });
         };
-        Ok(Self { fault: DeviceBuffer::zeroed(stream, 1)?, kernel, spec })
+        Ok(Self { kernel, spec })
     }
 
     /// The kernel.
@@ -44,100 +51,86 @@ impl Decoder {
         &self.kernel
     }
 
-    /// Enqueues the decoding of the weights themselves, `[n, k]` bf16.
-    pub fn full(&self, stream: &Stream, tensor: &DeviceHuffman, output: &mut DeviceMatrix) -> Result<(), DeviceError> {
-        let grid = tensor.grid();
-        if (output.rows() as usize, output.cols() as usize) != (grid.rows(), grid.cols()) {
-            return self.kernel.refuse(format!(
-                "output [{}, {}] for a tensor [{}, {}]",
-                output.rows(),
-                output.cols(),
-                grid.rows(),
-                grid.cols()
-            ));
-        }
-        self.full_into(stream, tensor, output.data_mut())
-    }
-
-    /// As [`Decoder::full`], to the front of a buffer.
-    pub fn full_into(
-        &self,
-        stream: &Stream,
-        tensor: &DeviceHuffman,
-        output: &mut DeviceBuffer<u16>,
-    ) -> Result<(), DeviceError> {
-        let (room, needed) = (output.len(), tensor.grid().elements());
-        if room < needed {
-            return self.kernel.refuse(format!("output of {room} elements, the tensor has {needed}"));
-        }
-        self.enqueue(stream, DecodeOutput::Full, tensor, output.address())
+    /// Enqueues the decoding of the weights themselves, `[n, k]` bf16 without gaps.
+    ///
+    /// # Errors
+    /// An output of another shape or pitch, codes that are too long, another device, or the driver's refusal.
+    pub fn full(&self, lane: &mut Lane, tensor: &DeviceHuffman, output: MatrixMut<'_>) -> Result<(), DeviceError> {
+        let (place, wanted) = (output.place(), weight::shape(tensor.grid()));
+        let check = || {
+            if place.shape() != wanted {
+                return Err(Refusal::Output { output: place.shape(), tensor: wanted });
+            }
+            place.check_dense("the output")?;
+            place.check_aligned("the output")?;
+            place.check_device("the output", self.kernel.device().ordinal())?;
+            check_apart(("the output", place.span()), tensor.spans())
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        self.enqueue(lane, DecodeOutput::Full, tensor, place.address)
     }
 
     /// Enqueues the decoding of exponents, u8 `[tiles, 64, 64]`. What it leaves in pad columns and rows is not specified.
+    ///
+    /// # Errors
+    /// As for [`Decoder::full`].
     pub fn exponent(
         &self,
-        stream: &Stream,
+        lane: &mut Lane,
         tensor: &DeviceHuffman,
         output: &mut DeviceBuffer<u8>,
     ) -> Result<(), DeviceError> {
-        self.check_output(tensor.grid(), DecodeOutput::Exponent, output.len())?;
-        self.enqueue(stream, DecodeOutput::Exponent, tensor, output.address())
+        self.enqueue_bytes(lane, DecodeOutput::Exponent, tensor, output)
     }
 
     /// Enqueues the transcoding to packed palette indices, u8 `[tiles, 64, 32]`.
+    ///
+    /// # Errors
+    /// As for [`Decoder::full`].
     pub fn palette(
         &self,
-        stream: &Stream,
+        lane: &mut Lane,
         tensor: &DeviceHuffman,
         output: &mut DeviceBuffer<u8>,
     ) -> Result<(), DeviceError> {
-        self.check_output(tensor.grid(), DecodeOutput::Palette, output.len())?;
-        self.enqueue(stream, DecodeOutput::Palette, tensor, output.address())
+        self.enqueue_bytes(lane, DecodeOutput::Palette, tensor, output)
     }
 
-    /// Waits for the stream and says whether any decoder run before left a tile out; clears the report.
-    pub fn check(&mut self, stream: &Stream) -> Result<(), DeviceError> {
-        let fault = self.fault.read(stream, 0, 1)?;
-        match fault.first() {
-            None | Some(0) => Ok(()),
-            Some(tile) => {
-                self.fault.write(stream, 0, &[0])?;
-                Err(DeviceError::Fault { name: self.kernel.spec().to_string(), tile: tile - 1 })
-            }
-        }
-    }
-
-    fn check_output(&self, grid: TileGrid, output: DecodeOutput, bytes: usize) -> Result<(), DeviceError> {
-        let expected = output_bytes(grid, output);
-        if bytes == expected {
-            Ok(())
-        } else {
-            self.kernel.refuse(format!("output of {bytes} B, the tensor needs {expected}"))
-        }
+    fn enqueue_bytes(
+        &self,
+        lane: &mut Lane,
+        what: DecodeOutput,
+        tensor: &DeviceHuffman,
+        output: &mut DeviceBuffer<u8>,
+    ) -> Result<(), DeviceError> {
+        weight::elements("the output", output.len(), output_bytes(tensor.grid(), what))
+            .and_then(|()| check_device("the output", output.device().ordinal(), self.kernel.device().ordinal()))
+            .or_else(|refusal| self.kernel.refuse(refusal))?;
+        self.enqueue(lane, what, tensor, output.address())
     }
 
     fn enqueue(
         &self,
-        stream: &Stream,
-        output: DecodeOutput,
+        lane: &mut Lane,
+        asked: DecodeOutput,
         tensor: &DeviceHuffman,
         address: u64,
     ) -> Result<(), DeviceError> {
-        if self.spec.output != output {
-            return self.kernel.refuse(format!("does not write {}", output.tag()));
+        let (writes, limit) = (self.spec.output, self.spec.code_limit.get());
+        if writes != asked {
+            return self.kernel.refuse(Refusal::Decodes { writes, asked });
         }
-        if tensor.code_bits() > self.spec.code_limit.get() {
-            return self.kernel.refuse(format!(
-                "decodes codes of up to {} bits, the tensor has {}",
-                self.spec.code_limit.get(),
-                tensor.code_bits()
-            ));
+        if tensor.code_bits() > limit {
+            return self.kernel.refuse(Refusal::CodeBits { limit, bits: tensor.code_bits() });
         }
-        let args = args(tensor, address, self.fault.address());
+        let own = self.kernel.device().ordinal();
+        check_device("the tensor", tensor.device().ordinal(), own).or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = args(tensor, address, lane.fault_address());
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
         // SAFETY: the sections have the sizes that the grid asks for, or are bounded by the counts beside them; `output` was
-        // checked by the callers. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(stream, problem, &args) }
+        // checked by the callers; the lane's fault word lives as long as the lane, on whose stream this runs (a lane of another device is
+        // refused by `launch`). Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(lane.stream(), problem, &args) }
     }
 }
 
@@ -161,8 +154,6 @@ fn args(tensor: &DeviceHuffman, output: u64, fault: u64) -> DecodeArgs {
         palette: tensor.palette.address(),
         code_lengths: tensor.code_lengths.address(),
         output,
-        // Tiles are dealt out by number: no counter to be cleared before each launch.
-        work_counter: 0,
         fault,
         encoded_words: tensor.encoded_exp.len() as u64,
         // Counts below 2^32: checked when the tensor was uploaded.

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use unweight_codegen::{
     abi::EncodeArgs,
     plan::GemmShape,
-    spec::{EncodeStage, Op, VariantSpec},
+    spec::{EncodeStage, VariantSpec},
 };
 use unweight_format::{
     CodeLimit, Digest, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, StoredTensor, TileGrid,
@@ -22,11 +22,9 @@ use unweight_format::{
 };
 
 use crate::{
-    choose::KernelSet,
-    device::module::LoadedKernel,
-    device::{DeviceBuffer, DeviceError, Stream},
+    device::{DeviceBuffer, DeviceError, KernelSet, Refusal, Stream, module::LoadedKernel, view::check_device},
     ops::repack::{PackError, Packer},
-    weight::DeviceMatrix,
+    weight::{self, DeviceMatrix},
 };
 
 /// The stages of a Huffman tensor, in order.
@@ -53,8 +51,8 @@ pub struct GpuEncoder {
 #[derive(Debug)]
 pub struct BundleEncoder {
     encoder: GpuEncoder,
-    /// One tensor at a time.
-    device: Mutex<(Stream, Packer)>,
+    /// One tensor at a time, on the packer's stream.
+    device: Mutex<Packer>,
 }
 
 impl BundleEncoder {
@@ -63,13 +61,12 @@ impl BundleEncoder {
     /// # Errors
     /// The device or the compiler is missing, or failed.
     pub fn new(kernels: &KernelSet, limit: CodeLimit) -> Result<Self, DeviceError> {
-        let stream = kernels.device().stream()?;
-        let packer = Packer::new(&stream, kernels)?;
-        Ok(Self { encoder: GpuEncoder::new(kernels, limit)?, device: Mutex::new((stream, packer)) })
+        let packer = Packer::new(&kernels.device().stream()?, kernels)?;
+        Ok(Self { encoder: GpuEncoder::new(kernels, limit)?, device: Mutex::new(packer) })
     }
 
     /// A panic of another thread leaves the stream as usable as it was, and the packer's memory is written before it is read.
-    fn device(&self) -> MutexGuard<'_, (Stream, Packer)> {
+    fn device(&self) -> MutexGuard<'_, Packer> {
         self.device.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -88,13 +85,14 @@ impl Encoder for BundleEncoder {
         }
         let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
         let digest = Digest::of(matrix.bytes());
-        let (stream, packer) = &mut *self.device();
+        let mut packer = self.device();
         let tensor = match form {
-            FormId::HUFFMAN => self.encoder.encode(stream, matrix).map_err(failed)?.into(),
-            FormId::PALETTE => self.encoder.encode_palette(stream, matrix).map_err(failed)?.into(),
+            FormId::HUFFMAN => self.encoder.encode(packer.stream(), matrix).map_err(failed)?.into(),
+            FormId::PALETTE => self.encoder.encode_palette(packer.stream(), matrix).map_err(failed)?.into(),
             FormId::PACKED => {
                 let mut packed = || -> Result<PackedTensor<Vec<u8>>, PackError> {
-                    Ok(packer.pack(stream, &DeviceMatrix::upload(stream, matrix)?)?.download(stream)?)
+                    let weights = DeviceMatrix::upload(packer.stream(), matrix)?;
+                    Ok(packer.pack(weights.view())?.download(packer.stream())?)
                 };
                 match packed() {
                     Ok(tensor) => tensor.into(),
@@ -109,9 +107,10 @@ impl Encoder for BundleEncoder {
     }
 }
 
-/// Device memory for encoding matrices of one shape.
+/// Device memory for encoding matrices of one shape. Its stages run on one stream, in order.
 #[derive(Debug)]
 pub struct EncodeBuffers {
+    stream: Stream,
     grid: TileGrid,
     weights: DeviceBuffer<u8>,
     sign_mantissa: DeviceBuffer<u8>,
@@ -157,58 +156,46 @@ impl GpuEncoder {
     /// More than 2^32 words (store such a tensor raw), or the device failed.
     pub fn encode(&self, stream: &Stream, matrix: Matrix<'_>) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
         let mut buffers = EncodeBuffers::new(stream, matrix.grid())?;
-        buffers.set_weights(stream, matrix)?;
-        self.enqueue(stream, &mut buffers, &HUFFMAN_STAGES)?;
-        buffers.huffman(stream)
+        buffers.set_weights(matrix)?;
+        self.enqueue(&mut buffers, &HUFFMAN_STAGES)?;
+        buffers.huffman()
     }
 
     /// The palette tensor of a matrix: the same bytes as [`unweight_format::palette::encode`].
     pub fn encode_palette(&self, stream: &Stream, matrix: Matrix<'_>) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
         let mut buffers = EncodeBuffers::new(stream, matrix.grid())?;
-        buffers.set_weights(stream, matrix)?;
-        self.enqueue(stream, &mut buffers, &PALETTE_STAGES)?;
-        buffers.palette(stream)
+        buffers.set_weights(matrix)?;
+        self.enqueue(&mut buffers, &PALETTE_STAGES)?;
+        buffers.palette()
     }
 
     /// Enqueues stages over buffers whose weights are set. Allocates nothing, so it can be captured.
-    pub fn enqueue(
-        &self,
-        stream: &Stream,
-        buffers: &mut EncodeBuffers,
-        stages: &[EncodeStage],
-    ) -> Result<(), DeviceError> {
+    pub fn enqueue(&self, buffers: &mut EncodeBuffers, stages: &[EncodeStage]) -> Result<(), DeviceError> {
         for stage in stages {
-            self.enqueue_stage(stream, buffers, *stage)?;
+            self.enqueue_stage(buffers, *stage)?;
         }
         Ok(())
     }
 
     /// Enqueues one stage, and the clearing of the scratch before `stats`.
-    pub fn enqueue_stage(
-        &self,
-        stream: &Stream,
-        buffers: &mut EncodeBuffers,
-        stage: EncodeStage,
-    ) -> Result<(), DeviceError> {
+    pub fn enqueue_stage(&self, buffers: &mut EncodeBuffers, stage: EncodeStage) -> Result<(), DeviceError> {
+        let kernel = self.kernel(stage);
+        let (own, other) = (kernel.device().ordinal(), buffers.stream.device().ordinal());
+        check_device("the buffers", other, own).or_else(|refusal| kernel.refuse(refusal))?;
         if matches!(stage, EncodeStage::Stats) {
             // Histogram, totals and the scan's state are one buffer, so that clearing them is one node of a graph.
-            buffers.scratch.fill_bytes(stream, 0)?;
+            buffers.scratch.fill_bytes(&buffers.stream, 0)?;
         }
         let args = buffers.args(self.limit);
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        let kernel = self.kernel(stage)?;
         // SAFETY: the buffers have the sizes that the grid and the capacities in `args` ask for. Dropping one waits for the kernel.
-        unsafe { kernel.launch(stream, problem, &args) }
+        unsafe { kernel.launch(&buffers.stream, problem, &args) }
     }
 
     /// The kernel of a stage.
-    pub fn kernel(&self, stage: EncodeStage) -> Result<&LoadedKernel, DeviceError> {
-        let of_stage =
-            |kernel: &&Arc<LoadedKernel>| matches!(kernel.spec().op, Op::Encode(spec) if spec.stage == stage);
-        match self.kernels.iter().find(of_stage) {
-            Some(kernel) => Ok(kernel),
-            None => Err(DeviceError::Shape(format!("the encoder has no stage {}", stage.tag()))),
-        }
+    pub fn kernel(&self, stage: EncodeStage) -> &LoadedKernel {
+        // One for each of `EncodeStage::ALL`, in its order: `variants`.
+        &self.kernels[EncodeStage::ALL.iter().position(|other| *other == stage).unwrap_or_default()]
     }
 }
 
@@ -218,10 +205,11 @@ impl EncodeBuffers {
         let tiles = grid.tiles();
         // Rows are counted in 32 bits, words in 64.
         if u32::try_from(tiles * 64).is_err() {
-            let (n, k) = (grid.rows(), grid.cols());
-            return Err(DeviceError::Shape(format!("[{n}, {k}] has more than 2^32 tile rows; encode it on the CPU")));
+            let (value, limit) = (tiles as u64 * 64, u32::MAX.into());
+            return Err(Refusal::TooLarge { what: "tile rows", value, limit }.into());
         }
         Ok(Self {
+            stream: stream.clone(),
             grid,
             weights: DeviceBuffer::zeroed(stream, grid.elements() * 2)?,
             sign_mantissa: DeviceBuffer::zeroed(stream, grid.elements())?,
@@ -239,15 +227,17 @@ impl EncodeBuffers {
     }
 
     /// Copies a matrix of the buffers' shape to the device.
-    pub fn set_weights(&mut self, stream: &Stream, matrix: Matrix<'_>) -> Result<(), DeviceError> {
+    pub fn set_weights(&mut self, matrix: Matrix<'_>) -> Result<(), DeviceError> {
         if matrix.grid() != self.grid {
-            return Err(DeviceError::Shape(format!("buffers for {:?}, got {:?}", self.grid, matrix.grid())));
+            let (output, tensor) = (weight::shape(self.grid), weight::shape(matrix.grid()));
+            return Err(Refusal::Output { output, tensor }.into());
         }
-        self.weights.write(stream, 0, matrix.bytes())
+        self.weights.write(&self.stream, 0, matrix.bytes())
     }
 
     /// Fills every output with a byte, so that what a stage leaves unwritten shows.
-    pub fn poison(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
+    pub fn poison(&mut self, byte: u8) -> Result<(), DeviceError> {
+        let stream = &self.stream;
         for buffer in [
             &mut self.sign_mantissa,
             &mut self.palette,
@@ -268,8 +258,8 @@ impl EncodeBuffers {
     ///
     /// # Errors
     /// The coded words exceed the format's 2^32.
-    pub fn totals(&self, stream: &Stream) -> Result<EncodeTotals, DeviceError> {
-        let words = self.scratch.read(stream, 256, 8)?;
+    pub fn totals(&self) -> Result<EncodeTotals, DeviceError> {
+        let words = self.scratch.read(&self.stream, 256, 8)?;
         let total = |i: usize| u64::from(words[2 * i]) | u64::from(words[2 * i + 1]) << 32;
         let totals = EncodeTotals { words: total(0), verbatim_rows: total(1), max_verbatim_rows: total(2) };
         let rows = self.grid.tiles() as u64 * 64;
@@ -281,49 +271,49 @@ impl EncodeBuffers {
     }
 
     /// The flat decode table that stage `decode_table` wrote: exponent | length << 8 | palette index << 16, `2^limit` entries.
-    pub fn decode_table(&self, stream: &Stream, limit: CodeLimit) -> Result<Vec<u32>, DeviceError> {
-        self.decode_table.read(stream, 0, 1 << limit.bits())
+    pub fn decode_table(&self, limit: CodeLimit) -> Result<Vec<u32>, DeviceError> {
+        self.decode_table.read(&self.stream, 0, 1 << limit.bits())
     }
 
     /// Waits for the stages of a Huffman tensor and reads it back. The sections are validated.
-    pub fn huffman(&self, stream: &Stream) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
-        let totals = self.totals(stream)?;
+    pub fn huffman(&self) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
+        let totals = self.totals()?;
         // `write` stores every word of a tile whole; the padding behind the last is the host's.
-        let mut words = self.encoded_exp.read(stream, 0, totals.words as usize)?;
+        let mut words = self.encoded_exp.read(&self.stream, 0, totals.words as usize)?;
         words.resize(words.len().next_multiple_of(WORDS_ALIGN), 0);
-        let mut sections = self.common(stream, totals)?;
+        let mut sections = self.common(totals)?;
         let mut failed = None;
         let tensor = HuffmanTensor::from_sections(self.grid, |section| match section {
             Section::ENCODED_EXP => bytemuck::cast_slice(&words).to_vec(),
-            Section::ROW_LENGTHS => keep(&mut failed, self.row_lengths.to_host(stream)),
-            Section::CODE_LENGTHS => keep(&mut failed, self.code_lengths.to_host(stream)),
+            Section::ROW_LENGTHS => keep(&mut failed, self.row_lengths.to_host(&self.stream)),
+            Section::CODE_LENGTHS => keep(&mut failed, self.code_lengths.to_host(&self.stream)),
             other => sections.take(other),
         });
         finish(failed, tensor)
     }
 
     /// Waits for the stages of a palette tensor and reads it back. The sections are validated.
-    pub fn palette(&self, stream: &Stream) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
-        let totals = self.totals(stream)?;
-        let mut sections = self.common(stream, totals)?;
+    pub fn palette(&self) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
+        let totals = self.totals()?;
+        let mut sections = self.common(totals)?;
         // The scan counted the words that a Huffman tensor would have; a palette tensor has none.
         for record in sections.tile_metadata.chunks_exact_mut(TileMetadata::BYTES) {
             record[..4].fill(0);
         }
         let mut failed = None;
         let tensor = PaletteTensor::from_sections(self.grid, |section| match section {
-            Section::PALETTE_INDEX => keep(&mut failed, self.palette_index.to_host(stream)),
+            Section::PALETTE_INDEX => keep(&mut failed, self.palette_index.to_host(&self.stream)),
             other => sections.take(other),
         });
         finish(failed, tensor)
     }
 
-    fn common(&self, stream: &Stream, totals: EncodeTotals) -> Result<Common, DeviceError> {
+    fn common(&self, totals: EncodeTotals) -> Result<Common, DeviceError> {
         Ok(Common {
-            sign_mantissa: self.sign_mantissa.to_host(stream)?,
-            tile_metadata: bytemuck::cast_slice(&self.tile_metadata.to_host(stream)?).to_vec(),
-            verbatim_exponents: self.verbatim_exponents.read(stream, 0, totals.verbatim_rows as usize * 64)?,
-            palette: self.palette.to_host(stream)?,
+            sign_mantissa: self.sign_mantissa.to_host(&self.stream)?,
+            tile_metadata: bytemuck::cast_slice(&self.tile_metadata.to_host(&self.stream)?).to_vec(),
+            verbatim_exponents: self.verbatim_exponents.read(&self.stream, 0, totals.verbatim_rows as usize * 64)?,
+            palette: self.palette.to_host(&self.stream)?,
         })
     }
 

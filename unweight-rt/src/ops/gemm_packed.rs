@@ -14,76 +14,82 @@ use unweight_codegen::{
 };
 
 use crate::{
-    device::module::LoadedKernel,
-    device::tma::TensorMapParams,
-    device::{DeviceBuffer, DeviceError, Stream},
-    weight::{DeviceMatrix, DevicePacked},
+    device::{
+        DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
+        module::LoadedKernel,
+        tma::TensorMapParams,
+        view::{Place, check_device},
+        workspace::Workspace,
+    },
+    ops::{check_product, lane::Lane},
+    weight::{self, DevicePacked},
 };
 
-/// Memory for partial sums, shared by all kernels of one stream.
+/// What a launch of this variant needs of a lane.
 ///
-/// Kernels on different streams need workspaces of their own.
-#[derive(Debug)]
-pub struct Workspace {
-    partials: DeviceBuffer<u8>,
-    counters: DeviceBuffer<u32>,
+/// # Errors
+/// A variant that cannot exist.
+pub fn lane_size(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Result<LaneSize, DeviceError> {
+    let plan = Plan::new(spec).map_err(unweight_codegen::CodegenError::from)?;
+    Ok(plan.workspace(problem, sms).into())
 }
 
-impl Workspace {
-    /// What the largest of these launches needs.
-    ///
-    /// # Errors
-    /// A variant that cannot exist, or not enough memory.
-    pub fn new(
-        stream: &Stream,
-        launches: impl IntoIterator<Item = (VariantSpec, GemmShape)>,
-    ) -> Result<Self, DeviceError> {
-        let sms = stream.device().info().sms;
-        let (mut bytes, mut counters) = (0, 0);
-        for (spec, problem) in launches {
-            let plan = Plan::new(&spec).map_err(unweight_codegen::CodegenError::from)?;
-            let needs = plan.workspace(problem, sms);
-            bytes = bytes.max(needs.bytes);
-            counters = counters.max(needs.counters);
-        }
-        let size = |value: u64| {
-            usize::try_from(value).map_err(|_| DeviceError::Shape(format!("a workspace of {value} does not fit")))
+/// What the kernel of a variant takes, beside the shapes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Takes {
+    batch_tile: u32,
+    escapes: bool,
+    epilogue: Epilogue,
+}
+
+impl Takes {
+    fn of(spec: &VariantSpec) -> Result<Self, Refusal> {
+        let (batch_tile, escapes, epilogue) = match spec.op {
+            Op::GemmMma(op) => (op.batch_tile.get(), op.escapes, op.epilogue),
+            Op::GemmWgmma(op) => (op.batch_tile.get(), op.escapes, op.epilogue),
+            _ => return Err(Refusal::Family { wanted: "a register-sourced matmul" }),
         };
-        Ok(Self {
-            partials: DeviceBuffer::zeroed(stream, size(bytes)?)?,
-            counters: DeviceBuffer::zeroed(stream, size(counters)?)?,
-        })
+        Ok(Self { batch_tile, escapes, epilogue })
     }
 
-    /// Bytes on the device.
-    pub fn bytes(&self) -> usize {
-        self.partials.bytes() + self.counters.bytes()
+    /// Columns of `Y` from `n` rows of weights.
+    fn columns(self, n: u64) -> u64 {
+        if self.epilogue == Epilogue::SiluMul { n / 2 } else { n }
     }
 
-    /// The partial sums; a `_dump` variant leaves its operands here.
-    pub fn partials(&self) -> &DeviceBuffer<u8> {
-        &self.partials
+    /// Whether operands at these places, beside the lane's memory, can be multiplied.
+    fn check(self, own: usize, x: &Place, w: &Weights, y: &Place) -> Result<(), Refusal> {
+        check_product(own, x, w.shape, self.columns(w.shape[0]), y, w.spans.iter().cloned())?;
+        // The copy engine reads X, and writes Y of some variants; others write rows of n one after the other.
+        x.check_rows_aligned("x")?;
+        y.check_rows_aligned("y")?;
+        y.check_dense("y")?;
+        if w.has_escapes && !self.escapes { Err(Refusal::Escapes) } else { Ok(()) }
     }
+}
+
+/// What is looked at of packed weights.
+struct Weights {
+    shape: [u64; 2],
+    spans: [(&'static str, std::ops::Range<u64>); 3],
+    has_escapes: bool,
 }
 
 /// A register-sourced matmul kernel.
 #[derive(Clone, Debug)]
 pub struct PackedGemm {
     kernel: Arc<LoadedKernel>,
-    batch_tile: u32,
-    exact_escapes: bool,
-    silu_mul: bool,
+    takes: Takes,
 }
 
 impl PackedGemm {
     /// Wraps a kernel of `gemm_mma` or `gemm_wgmma`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
-        let (batch_tile, exact_escapes, epilogue) = match kernel.spec().op {
-            Op::GemmMma(spec) => (spec.batch_tile.get(), spec.escapes, spec.epilogue),
-            Op::GemmWgmma(spec) => (spec.batch_tile.get(), spec.escapes, spec.epilogue),
-            _ => return kernel.refuse("is not a register-sourced matmul".to_owned()),
-        };
-        Ok(Self { kernel, batch_tile, exact_escapes, silu_mul: epilogue == Epilogue::SiluMul })
+        let takes = Takes::of(kernel.spec()).or_else(|refusal| kernel.refuse(refusal))?;
+        Ok(Self { kernel, takes })
     }
 
     /// The kernel.
@@ -91,70 +97,63 @@ impl PackedGemm {
         &self.kernel
     }
 
-    /// Enqueues the product. `y` is overwritten, or added to by a `store_add` variant; of a `silu_mul` variant it is `[m, n / 2]`.
-    ///
-    /// # Errors
-    /// Shapes that do not go together, weights with escapes for a variant without, a workspace that is too small, or the driver's refusal.
-    pub fn enqueue(
-        &self,
-        stream: &Stream,
-        x: &DeviceMatrix,
-        w: &DevicePacked,
-        y: &mut DeviceMatrix,
-        workspace: &mut Workspace,
-    ) -> Result<(), DeviceError> {
-        let grid = w.grid();
-        let columns = grid.rows() / if self.silu_mul { 2 } else { 1 };
-        if (y.cols() as usize, x.cols() as usize) != (columns, grid.cols()) || y.rows() != x.rows() {
-            return self.kernel.refuse(format!(
-                "Y[{}, {}] from X[{}, {}] and W[{}, {}]: the shapes do not go together",
-                y.rows(),
-                y.cols(),
-                x.rows(),
-                x.cols(),
-                grid.rows(),
-                grid.cols()
-            ));
-        }
-        self.enqueue_at(stream, (x.data().address(), x.rows()), w, y.data_mut().address(), workspace)
+    /// What a launch at batch `m` needs of a lane.
+    pub fn lane_size(&self, m: u32, w: &DevicePacked) -> LaneSize {
+        self.kernel.plan().workspace(problem(m, w), self.kernel.device().info().sms).into()
     }
 
-    /// As [`PackedGemm::enqueue`], of rows and columns whose size the caller answers for.
-    pub(crate) fn enqueue_at(
+    /// Enqueues the product on the lane's stream. `y` is overwritten, or added to by a `store_add` variant; of a `silu_mul` variant it is
+    /// `[m, n / 2]`. Rows of `x` may be apart, by a multiple of 8 elements; those of `y` are not.
+    ///
+    /// # Errors
+    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel takes; weights with escapes for a
+    /// variant without; a lane that is too small; blocks that would wait for each other and do not fit the device; or the driver's refusal.
+    pub fn enqueue(
+        &self,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
+        w: &DevicePacked,
+        y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let (stream, workspace, _) = lane.parts();
+        self.enqueue_in(stream, workspace, x, w, y)
+    }
+
+    /// Everything that can be refused at these operands, without enqueuing anything.
+    pub(crate) fn check(&self, have: LaneSize, x: &Place, w: &DevicePacked, y: &Place) -> Result<(), DeviceError> {
+        let check = || {
+            let own = self.kernel.device().ordinal();
+            let weights = Weights { shape: weight::shape(w.grid()), spans: w.spans(), has_escapes: w.has_escapes() };
+            self.takes.check(own, x, &weights, y)?;
+            check_device("the weights", w.device().ordinal(), own)?;
+            have.check(self.lane_size(x.rows, w))?;
+            self.kernel.check_grid(problem(x.rows, w))
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))
+    }
+
+    pub(crate) fn enqueue_in(
         &self,
         stream: &Stream,
-        (x, m): (u64, u32),
-        w: &DevicePacked,
-        y: u64,
         workspace: &mut Workspace,
+        x: MatrixRef<'_>,
+        w: &DevicePacked,
+        y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        // A grid's dimensions fit 32 bits.
-        let (n, k) = (w.grid().rows() as u32, w.grid().cols() as u32);
+        let (x, y) = (x.place(), y.place());
+        self.check(workspace.size(), x, w, y)?;
+        let GemmShape { m, n, k } = problem(x.rows, w);
         if m == 0 || n == 0 || k == 0 {
             return Ok(());
         }
-        if !self.exact_escapes && w.has_escapes() {
-            return self.kernel.refuse("has no escapes, the tensor has; take a variant with _esc".to_owned());
-        }
-        let problem = GemmShape { m, n, k };
-        let needs = self.kernel.plan().workspace(problem, self.kernel.device().info().sms);
-        if needs.bytes > workspace.partials.len() as u64 || needs.counters > workspace.counters.len() as u64 {
-            return self.kernel.refuse(format!(
-                "needs a workspace of {} B and {} counters for m = {m}, n = {n}, k = {k}; there are {} B and {}",
-                needs.bytes,
-                needs.counters,
-                workspace.partials.len(),
-                workspace.counters.len()
-            ));
-        }
         let device = self.kernel.device();
         let args = GemmPackedArgs {
-            x: TensorMapParams::activations(x, m, k, self.batch_tile).encode(device)?,
-            y_map: TensorMapParams::product(y, m, n).encode(device)?,
+            x: TensorMapParams::activations(x, self.takes.batch_tile).encode(device)?,
+            y_map: TensorMapParams::product(y).encode(device)?,
             packed: w.packed().address(),
             escape_heads: w.escape_heads().address(),
             escapes: w.escapes().address(),
-            y,
+            y: y.address,
             workspace: workspace.partials.address(),
             counters: workspace.counters.address(),
             scale: w.window().scale(),
@@ -166,7 +165,77 @@ impl PackedGemm {
             tile_cols: k / 64,
             reserved: [0; 14],
         };
-        // SAFETY: shapes and sizes are checked above; the kernel bounds what heads and lists lead to. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(stream, problem, &args) }
+        // SAFETY: `check` has held shapes, pitches, places and the workspace's size against this problem; the views were held against their
+        // memory when they were made; the kernel bounds what heads and lists lead to. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(stream, GemmShape { m, n, k }, &args) }
+    }
+}
+
+fn problem(m: u32, w: &DevicePacked) -> GemmShape {
+    // A grid's dimensions fit 32 bits.
+    GemmShape { m, n: w.grid().rows() as u32, k: w.grid().cols() as u32 }
+}
+
+#[cfg(test)]
+mod tests {
+    use unweight_codegen::spec::{Arch, EncodeStage};
+
+    use super::*;
+    use crate::device::error::PitchRule;
+
+    fn takes(name: &str) -> Takes {
+        Takes::of(&name.parse().unwrap()).unwrap()
+    }
+
+    fn weights(n: u64, k: u64, has_escapes: bool) -> Weights {
+        let spans = [("packed", 0x10_0000..0x20_0000), ("escape_heads", 0..0), ("escapes", 0x30_0000..0x30_0100)];
+        Weights { shape: [n, k], spans, has_escapes }
+    }
+
+    fn place(address: u64, rows: u32, cols: u32, pitch: u64) -> Place {
+        Place::new(0, address, rows, cols, pitch, u64::MAX).unwrap()
+    }
+
+    #[test]
+    fn operands_that_the_kernel_does_not_take_are_refused() {
+        let plain = takes("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store");
+        let (x, y) = (place(0x1000, 5, 128, 128), place(0x8000, 5, 192, 192));
+        let w = weights(192, 128, true);
+        assert_eq!(plain.check(0, &x, &w, &y), Ok(()));
+        assert_eq!(plain.check(0, &place(0x1000, 5, 128, 136), &w, &y), Ok(()), "rows of X may be apart");
+        assert_eq!(
+            plain.check(0, &place(0x1000, 5, 128, 132), &w, &y),
+            Err(Refusal::Pitch { operand: "x", pitch: 132, wanted: PitchRule::MultipleOf(8) })
+        );
+        assert_eq!(
+            plain.check(0, &x, &w, &place(0x8000, 5, 192, 200)),
+            Err(Refusal::Pitch { operand: "y", pitch: 200, wanted: PitchRule::Columns(192) })
+        );
+        for (operand, x, y) in [("x", place(0x1002, 5, 128, 128), y), ("y", x, place(0x8008, 5, 192, 192))] {
+            assert!(matches!(
+                plain.check(0, &x, &w, &y),
+                Err(Refusal::Alignment { operand: named, bytes: 16, .. }) if named == operand
+            ));
+        }
+        let inside = place(0x10_8000, 5, 192, 192);
+        let overlap = Refusal::Overlap { written: "y", other: "packed" };
+        assert_eq!(plain.check(0, &x, &w, &inside), Err(overlap));
+        assert_eq!(takes("uw_sm90a_gemm_mma_b8_r2w8p3c1_store").check(0, &x, &w, &y), Err(Refusal::Escapes));
+        assert!(matches!(plain.check(0, &x, &weights(192, 64, true), &y), Err(Refusal::Shape { .. })));
+    }
+
+    #[test]
+    fn a_gate_and_an_up_make_half_the_columns() {
+        let gated = takes("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul");
+        let x = place(0x1000, 5, 128, 128);
+        assert_eq!(gated.check(0, &x, &weights(192, 128, true), &place(0x8000, 5, 96, 96)), Ok(()));
+        let whole = gated.check(0, &x, &weights(192, 128, true), &place(0x8000, 5, 192, 192));
+        assert_eq!(whole, Err(Refusal::Shape { y: [5, 192], x: [5, 128], w: [192, 128] }));
+    }
+
+    #[test]
+    fn a_kernel_of_another_family_is_refused() {
+        let other = Takes::of(&VariantSpec::encode(Arch::Sm90a, EncodeStage::Stats));
+        assert_eq!(other, Err(Refusal::Family { wanted: "a register-sourced matmul" }));
     }
 }

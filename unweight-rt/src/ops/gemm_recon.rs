@@ -1,6 +1,6 @@
 //! The report's reconstructive matmul on device tensors: `Y[m, n] = X[m, k] * W[n, k]^T` (report section 8).
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use unweight_codegen::{
     abi::GemmReconArgs,
@@ -10,10 +10,14 @@ use unweight_codegen::{
 use unweight_format::TileGrid;
 
 use crate::{
-    device::module::LoadedKernel,
-    device::tma::TensorMapParams,
-    device::{DeviceBuffer, DeviceError, Stream},
-    weight::{DeviceMatrix, ExponentView, PaletteView},
+    device::{
+        DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal,
+        module::LoadedKernel,
+        tma::TensorMapParams,
+        view::{Place, check_device},
+    },
+    ops::{check_product, lane::Lane},
+    weight::{self, ExponentView, PaletteView},
 };
 
 /// A matmul kernel.
@@ -23,12 +27,35 @@ pub struct Matmul {
     spec: GemmReconSpec,
 }
 
+/// What the kernel of a variant asks of its operands.
+fn check(
+    spec: &GemmReconSpec,
+    own: usize,
+    x: &Place,
+    w: [u64; 2],
+    y: &Place,
+    read: impl IntoIterator<Item = (&'static str, Range<u64>)>,
+) -> Result<(), Refusal> {
+    check_product(own, x, w, w[0], y, read)?;
+    for (extent, value, of) in [("n", y.cols, 64 * spec.n_tiles.get()), ("k", x.cols, 64)] {
+        if !value.is_multiple_of(of) {
+            return Err(Refusal::Multiple { extent, value, of });
+        }
+    }
+    x.check_rows_aligned("x")?;
+    y.check_aligned("y")?;
+    y.check_dense("y")
+}
+
 impl Matmul {
     /// Wraps a kernel of the matmul family.
+    ///
+    /// # Errors
+    /// A kernel of another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::GemmRecon(spec) => Ok(Self { kernel, spec }),
-            _ => kernel.refuse("is not a matmul".to_owned()),
+            _ => kernel.refuse(Refusal::Family { wanted: "a reconstructive matmul" }),
         }
     }
 
@@ -37,95 +64,94 @@ impl Matmul {
         &self.kernel
     }
 
-    /// Enqueues the product with weights of decoded exponents. `y` is overwritten, or added to by a `store_add` variant.
+    /// Enqueues the product with weights of decoded exponents on the lane's stream. `y` is overwritten, or added to by a `store_add` variant.
+    ///
+    /// # Errors
+    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel takes; or the driver's refusal.
     pub fn exponent(
         &self,
-        stream: &Stream,
-        x: &DeviceMatrix,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
         w: ExponentView<'_>,
-        y: &mut DeviceMatrix,
+        y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        if self.spec.source != WeightSource::Exponent {
-            return self.kernel.refuse("takes a palette source".to_owned());
+        if let WeightSource::Palette { .. } = self.spec.source {
+            return self.kernel.refuse(Refusal::Source { takes: "palette", got: "exponent" });
         }
-        self.size("exponents", w.exponents.len(), w.grid.tiles() * 4096)?;
-        let mut args = self.args(x, w.grid, w.sign_mantissa, y)?;
-        args.exponents = w.exponents.address();
-        // SAFETY: `args` and the line above: shapes and sizes are checked.
-        unsafe { self.enqueue(stream, args) }
+        let exponents = Expected { name: "exponents", buffer: w.exponents, bytes: w.grid.tiles() * 4096 };
+        let args = self.args(x, w.grid, w.sign_mantissa, exponents, &[], y)?;
+        // SAFETY: `args` has held shapes, sizes and places against this problem.
+        unsafe { self.enqueue(lane, args) }
     }
 
-    /// Enqueues the product with weights of palette indices. `y` is overwritten, or added to by a `store_add` variant.
+    /// Enqueues the product with weights of palette indices on the lane's stream. `y` is overwritten, or added to by a `store_add` variant.
+    ///
+    /// # Errors
+    /// As for [`Matmul::exponent`], and weights with more verbatim rows in a tile than the variant has room for.
     pub fn palette(
         &self,
-        stream: &Stream,
-        x: &DeviceMatrix,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
         w: PaletteView<'_>,
-        y: &mut DeviceMatrix,
+        y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let WeightSource::Palette { verbatim } = self.spec.source else {
-            return self.kernel.refuse("takes an exponent source".to_owned());
+        let WeightSource::Palette { .. } = self.spec.source else {
+            return self.kernel.refuse(Refusal::Source { takes: "exponent", got: "palette" });
         };
-        if w.max_verbatim_rows > verbatim.get() {
-            return self.kernel.refuse(format!(
-                "has room for {} verbatim rows in a tile, the tensor has {}; take a larger budget",
-                verbatim.get(),
-                w.max_verbatim_rows
-            ));
+        let (room, rows) = (self.spec.verbatim_rows(), w.max_verbatim_rows);
+        if rows > room {
+            return self.kernel.refuse(Refusal::VerbatimRows { room, rows });
         }
-        self.size("palette_index", w.palette_index.len(), w.grid.tiles() * 2048)?;
-        let mut args = self.args(x, w.grid, w.sign_mantissa, y)?;
-        args.exponents = w.palette_index.address();
+        let indices = Expected { name: "palette_index", buffer: w.palette_index, bytes: w.grid.tiles() * 2048 };
+        let read = [
+            ("tile_metadata", w.tile_metadata.span()),
+            ("verbatim_exponents", w.verbatim_exponents.span()),
+            ("palette", w.palette.span()),
+        ];
+        let mut args = self.args(x, w.grid, w.sign_mantissa, indices, &read, y)?;
         args.tile_metadata = w.tile_metadata.address();
         args.verbatim_exponents = w.verbatim_exponents.address();
         args.palette = w.palette.address();
         // Below 2^32: checked when the tensor was uploaded.
         args.verbatim_rows = (w.verbatim_exponents.len() / 64) as u32;
         // SAFETY: `args` and the lines above: shapes and sizes are checked; the kernel bounds verbatim rows by their count.
-        unsafe { self.enqueue(stream, args) }
-    }
-
-    fn size(&self, name: &str, got: usize, expected: usize) -> Result<(), DeviceError> {
-        if got == expected {
-            Ok(())
-        } else {
-            self.kernel.refuse(format!("{name} has {got} B, the weights need {expected}"))
-        }
+        unsafe { self.enqueue(lane, args) }
     }
 
     fn args(
         &self,
-        x: &DeviceMatrix,
+        x: MatrixRef<'_>,
         grid: TileGrid,
         sign_mantissa: &DeviceBuffer<u8>,
-        y: &mut DeviceMatrix,
+        exponents: Expected<'_>,
+        read: &[(&'static str, Range<u64>)],
+        y: MatrixMut<'_>,
     ) -> Result<GemmReconArgs, DeviceError> {
-        let (m, n, k) = (x.rows(), y.cols(), x.cols());
-        if (n as usize, k as usize) != (grid.rows(), grid.cols()) || y.rows() != m {
-            return self.kernel.refuse(format!(
-                "Y[{}, {n}] = X[{m}, {k}] * W[{}, {}]^T: the shapes do not go together",
-                y.rows(),
-                grid.rows(),
-                grid.cols()
-            ));
-        }
-        let step = 64 * self.spec.n_tiles.get();
-        if !n.is_multiple_of(step) || !k.is_multiple_of(64) {
-            return self.kernel.refuse(format!("n = {n} must be a multiple of {step} and k = {k} of 64"));
-        }
+        let (x, y) = (x.place(), y.place());
+        let own = self.kernel.device().ordinal();
+        let check_all = || {
+            let Expected { name, buffer, bytes } = exponents;
+            weight::elements(name, buffer.len(), bytes)?;
+            check_device(name, buffer.device().ordinal(), own)?;
+            check_device("sign_mantissa", sign_mantissa.device().ordinal(), own)?;
+            let spans = [("sign_mantissa", sign_mantissa.span()), (name, buffer.span())];
+            check(&self.spec, own, x, weight::shape(grid), y, spans.into_iter().chain(read.iter().cloned()))
+        };
+        check_all().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let (m, n, k) = (x.rows, y.cols, x.cols);
         let device = self.kernel.device();
         // A batch without rows has no tensor map and, below, no blocks.
         let map = |params: TensorMapParams| {
             if m == 0 { Ok(bytemuck::Zeroable::zeroed()) } else { params.encode(device) }
         };
         Ok(GemmReconArgs {
-            x: map(TensorMapParams::activations(x.data().address(), m, k, 64))?,
+            x: map(TensorMapParams::activations(x, 64))?,
             sign_mantissa: map(TensorMapParams::sign_mantissa(sign_mantissa.address(), n, k))?,
-            exponents: 0,
+            exponents: exponents.buffer.address(),
             tile_metadata: 0,
             verbatim_exponents: 0,
             palette: 0,
-            y: y.data_mut().address(),
+            y: y.address,
             verbatim_rows: 0,
             m,
             n,
@@ -137,9 +163,44 @@ impl Matmul {
 
     /// # Safety
     /// The addresses name memory of the sizes that the shape asks for.
-    unsafe fn enqueue(&self, stream: &Stream, args: GemmReconArgs) -> Result<(), DeviceError> {
+    unsafe fn enqueue(&self, lane: &Lane, args: GemmReconArgs) -> Result<(), DeviceError> {
         let problem = GemmShape { m: args.m, n: args.n, k: args.k };
         // SAFETY: the caller's promise. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(stream, problem, &args) }
+        unsafe { self.kernel.launch(lane.stream(), problem, &args) }
+    }
+}
+
+/// A buffer of a weight with the bytes that its grid asks for.
+#[derive(Clone, Copy)]
+struct Expected<'a> {
+    name: &'static str,
+    buffer: &'a DeviceBuffer<u8>,
+    bytes: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operands_that_the_kernel_does_not_take_are_refused() {
+        let spec: unweight_codegen::VariantSpec = "uw_sm90a_gemm_recon_exponent_n2p4_store".parse().unwrap();
+        let Op::GemmRecon(spec) = spec.op else { panic!("{spec}") };
+        let place = |address, rows, cols, pitch| Place::new(0, address, rows, cols, pitch, u64::MAX).unwrap();
+        let (x, y) = (place(0x1000, 5, 192, 192), place(0x8000, 5, 128, 128));
+        let check = |x: &Place, w, y: &Place| check(&spec, 0, x, w, y, [("exponents", 0x10_0000..0x20_0000)]);
+        assert_eq!(check(&x, [128, 192], &y), Ok(()));
+        assert_eq!(check(&place(0x1000, 5, 192, 256), [128, 192], &y), Ok(()), "rows of X may be apart");
+        let narrow = place(0x8000, 5, 64, 64);
+        let multiple = Refusal::Multiple { extent: "n", value: 64, of: 128 };
+        assert_eq!(check(&x, [64, 192], &narrow), Err(multiple));
+        let odd = place(0x1000, 5, 200, 200);
+        let multiple = Refusal::Multiple { extent: "k", value: 200, of: 64 };
+        assert_eq!(check(&odd, [128, 200], &y), Err(multiple));
+        let apart = place(0x8000, 5, 128, 192);
+        assert!(matches!(check(&x, [128, 192], &apart), Err(Refusal::Pitch { operand: "y", .. })));
+        let inside = place(0x10_8000, 5, 128, 128);
+        let overlap = Refusal::Overlap { written: "y", other: "exponents" };
+        assert_eq!(check(&x, [128, 192], &inside), Err(overlap));
     }
 }

@@ -22,11 +22,13 @@ use unweight_format::{
 };
 
 use crate::{
-    choose::KernelSet,
-    device::module::LoadedKernel,
-    device::{DeviceBuffer, DeviceError, Stream},
-    ops::decode::Decoder,
-    weight::{DeviceHuffman, DeviceMatrix, DevicePacked},
+    device::{
+        DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
+        module::LoadedKernel,
+        view::{Place, check_apart, check_device},
+    },
+    ops::{decode::Decoder, lane::Lane},
+    weight::{self, DeviceHuffman, DevicePacked},
 };
 
 /// u32 words of the scratch before the words of each group of row blocks: 256 counts, and a u64, the place of an element without operand.
@@ -43,9 +45,10 @@ pub enum PackError {
     Device(#[from] DeviceError),
 }
 
-/// The conversion kernels of one device, with the memory they work in.
+/// The conversion kernels of one device, with the memory they work in and the lane they run on.
 #[derive(Debug)]
 pub struct Packer {
+    lane: Lane,
     stats: Arc<LoadedKernel>,
     pack: Arc<LoadedKernel>,
     lists: Arc<LoadedKernel>,
@@ -69,7 +72,7 @@ impl Packer {
         stages.chain([VariantSpec::encode(arch, EncodeStage::Stats)]).collect()
     }
 
-    /// Compiles or finds the kernels. Memory grows with the largest tensor that is packed.
+    /// Compiles or finds the kernels. All work goes to `stream`. Memory grows with the largest tensor that is packed.
     ///
     /// # Errors
     /// The device or the compiler is missing, or failed.
@@ -78,6 +81,7 @@ impl Packer {
         kernels.prepare(&Self::variants(arch), &|_| {})?;
         let stage = |stage| kernels.get(&VariantSpec::repack(arch, stage));
         Ok(Self {
+            lane: Lane::new(stream, LaneSize::default())?,
             stats: kernels.get(&VariantSpec::encode(arch, EncodeStage::Stats))?,
             pack: stage(RepackStage::Pack)?,
             lists: stage(RepackStage::Lists)?,
@@ -87,13 +91,18 @@ impl Packer {
         })
     }
 
-    /// The packed form of a matrix: the same bytes as [`unweight_format::packed::pack`]. Waits for the stream.
+    /// The stream that all of its work goes to.
+    pub fn stream(&self) -> &Stream {
+        self.lane.stream()
+    }
+
+    /// The packed form of a matrix without gaps: the same bytes as [`unweight_format::packed::pack`]. Waits for the stream.
     ///
     /// # Errors
     /// [`PackError`]; what is not packed and why is said there.
-    pub fn pack(&mut self, stream: &Stream, weights: &DeviceMatrix) -> Result<DevicePacked, PackError> {
-        let grid = TileGrid::new(weights.rows() as usize, weights.cols() as usize).map_err(DeviceError::from)?;
-        self.pack_source(stream, Source { grid, address: weights.data().address() })
+    pub fn pack(&mut self, weights: MatrixRef<'_>) -> Result<DevicePacked, PackError> {
+        let source = self.source("weights", weights.place())?;
+        self.pack_source(source)
     }
 
     /// The packed form of a Huffman tensor, through a decoder of whole matrices. Waits for the stream. Allocates nothing but the result if a tensor
@@ -101,68 +110,107 @@ impl Packer {
     ///
     /// # Errors
     /// As for [`Packer::pack`]; `decoder` does not take the tensor, or met metadata that leave their sections.
-    pub fn transcode(
-        &mut self,
-        stream: &Stream,
-        decoder: &mut Decoder,
-        tensor: &DeviceHuffman,
-    ) -> Result<DevicePacked, PackError> {
+    pub fn transcode(&mut self, decoder: &Decoder, tensor: &DeviceHuffman) -> Result<DevicePacked, PackError> {
         let grid = tensor.grid();
         packed::packable_shape(grid)?;
         if self.decoded.len() < grid.elements() {
-            self.decoded = DeviceBuffer::zeroed(stream, grid.elements())?;
+            self.decoded = DeviceBuffer::zeroed(self.lane.stream(), grid.elements())?;
         }
-        decoder.full_into(stream, tensor, &mut self.decoded)?;
-        decoder.check(stream)?;
-        let source = Source { grid, address: self.decoded.address() };
-        self.pack_source(stream, source)
+        // A grid's dimensions fit 32 bits.
+        let (rows, cols) = (grid.rows() as u32, grid.cols() as u32);
+        let output = MatrixMut::new(&mut self.decoded, rows, cols, cols.into()).map_err(DeviceError::from)?;
+        let source = Source { grid, address: output.place().address };
+        decoder.full(&mut self.lane, tensor, output)?;
+        self.lane.synchronize()?;
+        self.pack_source(source)
     }
 
-    /// Enqueues the unpacking of a tensor.
+    /// The weights of a Huffman tensor, decoded. Waits for the stream.
     ///
     /// # Errors
-    /// `output` has another shape.
-    pub fn unpack(&self, stream: &Stream, tensor: &DevicePacked, output: &mut DeviceMatrix) -> Result<(), DeviceError> {
-        let grid = tensor.grid();
-        let (rows, cols) = (output.rows() as usize, output.cols() as usize);
-        if (rows, cols) != (grid.rows(), grid.cols()) {
-            let (n, k) = (grid.rows(), grid.cols());
-            return self.unpack.refuse(format!("output [{rows}, {cols}] for a tensor [{n}, {k}]"));
-        }
-        let args = self.args(Source { grid, address: output.data_mut().address() }, tensor.window());
-        // SAFETY: the sections have the sizes that the grid asks for or the count beside them, `output` has the grid's shape, and the kernel follows no
-        // index unchecked. Dropping a buffer waits for the kernel.
-        unsafe { self.unpack.launch(stream, problem(grid), &with_sections(args, tensor)) }
+    /// `decoder` does not take the tensor or the output, or met metadata that leave their sections.
+    pub fn decode(
+        &mut self,
+        decoder: &Decoder,
+        tensor: &DeviceHuffman,
+        output: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        decoder.full(&mut self.lane, tensor, output)?;
+        self.lane.synchronize()
     }
 
-    /// Enqueues the first `steps` of stats, pack and lists once more, over what this packer made of these weights. Allocates nothing, so it can be captured.
-    pub(crate) fn again(
+    /// Enqueues the unpacking of a tensor to a matrix without gaps.
+    ///
+    /// # Errors
+    /// `output` has another shape, overlaps the tensor, or lies on another device.
+    pub fn unpack(&self, tensor: &DevicePacked, output: MatrixMut<'_>) -> Result<(), DeviceError> {
+        let (grid, place) = (tensor.grid(), output.place());
+        let check = || {
+            if place.shape() != weight::shape(grid) {
+                return Err(Refusal::Output { output: place.shape(), tensor: weight::shape(grid) });
+            }
+            self.check_place("the output", place)?;
+            check_device("the tensor", tensor.device().ordinal(), self.own())?;
+            check_apart(("the output", place.span()), tensor.spans())
+        };
+        check().or_else(|refusal| self.unpack.refuse(refusal))?;
+        let args = self.args(Source { grid, address: place.address }, tensor.window());
+        // SAFETY: the sections have the sizes that the grid asks for or the count beside them, `output` has the grid's shape, and the kernel follows no
+        // index unchecked. Dropping a buffer waits for the kernel.
+        unsafe { self.unpack.launch(self.lane.stream(), problem(grid), &with_sections(args, tensor)) }
+    }
+
+    /// Enqueues the first `steps` of stats, pack and lists once more, over what this packer made of these weights: for measuring them. Allocates nothing if
+    /// a tensor before was as large, so it can be captured.
+    ///
+    /// # Errors
+    /// Weights and tensor do not agree or lie on another device.
+    #[doc(hidden)]
+    pub fn again(
         &mut self,
-        stream: &Stream,
-        weights: &DeviceMatrix,
+        weights: MatrixRef<'_>,
         tensor: &mut DevicePacked,
         steps: usize,
     ) -> Result<(), DeviceError> {
+        let source = self.source("weights", weights.place())?;
         let grid = tensor.grid();
-        if (weights.rows() as usize, weights.cols() as usize) != (grid.rows(), grid.cols()) {
-            return self.pack.refuse("weights and tensor have different shapes".to_owned());
+        if source.grid != grid {
+            let (output, tensor) = (weights.place().shape(), weight::shape(grid));
+            return self.pack.refuse(Refusal::Output { output, tensor });
         }
-        let source = Source { grid, address: weights.data().address() };
-        self.reserve(stream, grid)?;
-        self.enqueue_stats(stream, source)?;
+        check_device("the tensor", tensor.device().ordinal(), self.own())?;
+        self.reserve(grid)?;
+        self.enqueue_stats(source)?;
         let args = with_sections(self.args(source, tensor.window()), tensor);
-        for kernel in [&self.pack, &self.lists].into_iter().take(steps - 1) {
+        for kernel in [&self.pack, &self.lists].into_iter().take(steps.saturating_sub(1)) {
             // SAFETY: source and sections have the grid's sizes, the scratch a word for each group; `lists` writes no word past `escape_words`.
-            unsafe { kernel.launch(stream, problem(grid), &args) }?;
+            unsafe { kernel.launch(self.lane.stream(), problem(grid), &args) }?;
         }
         Ok(())
     }
 
-    fn pack_source(&mut self, stream: &Stream, source: Source) -> Result<DevicePacked, PackError> {
+    fn own(&self) -> usize {
+        self.pack.device().ordinal()
+    }
+
+    fn check_place(&self, operand: &'static str, place: &Place) -> Result<(), Refusal> {
+        place.check_dense(operand)?;
+        place.check_aligned(operand)?;
+        place.check_device(operand, self.own())
+    }
+
+    fn source(&self, operand: &'static str, place: &Place) -> Result<Source, DeviceError> {
+        self.check_place(operand, place).or_else(|refusal| self.pack.refuse(refusal))?;
+        let grid = TileGrid::new(place.rows as usize, place.cols as usize)?;
+        Ok(Source { grid, address: place.address })
+    }
+
+    fn pack_source(&mut self, source: Source) -> Result<DevicePacked, PackError> {
         let grid = source.grid;
         packed::packable_shape(grid)?;
-        self.reserve(stream, grid)?;
-        self.enqueue_stats(stream, source)?;
+        self.reserve(grid)?;
+        self.enqueue_stats(source)?;
+        let stream = self.lane.stream();
         let mut histogram = Histogram::default();
         for (exponent, count) in self.scratch.read(stream, 0, 256)?.into_iter().enumerate() {
             histogram.add(exponent as u8, count.into());
@@ -189,22 +237,21 @@ impl Packer {
             args.escape_words = words as u32;
             // SAFETY: as above; the kernel writes no word past `escape_words`.
             unsafe { self.lists.launch(stream, problem(grid), &args) }?;
-            // The next tensor, perhaps on another stream, works in the same memory.
             stream.synchronize()?;
         }
         Ok(DevicePacked::new(grid, window, packed, heads, escapes)?)
     }
 
     /// Memory for the counts of a matrix.
-    fn reserve(&mut self, stream: &Stream, grid: TileGrid) -> Result<(), DeviceError> {
+    fn reserve(&mut self, grid: TileGrid) -> Result<(), DeviceError> {
         // Kernels count row blocks and elements of one exponent in 32 bits.
         if u32::try_from(grid.elements()).is_err() {
-            let (n, k) = (grid.rows(), grid.cols());
-            return Err(DeviceError::Shape(format!("[{n}, {k}] has 2^32 elements or more; split it")));
+            let (value, limit) = (grid.elements() as u64, u32::MAX.into());
+            return Err(Refusal::TooLarge { what: "elements", value, limit }.into());
         }
         let words = SCRATCH_FIXED_WORDS + self.groups(grid)?;
         if self.scratch.len() < words {
-            self.scratch = DeviceBuffer::zeroed(stream, words)?;
+            self.scratch = DeviceBuffer::zeroed(self.lane.stream(), words)?;
         }
         Ok(())
     }
@@ -215,7 +262,8 @@ impl Packer {
     }
 
     /// Clears the scratch and counts exponents.
-    fn enqueue_stats(&mut self, stream: &Stream, source: Source) -> Result<(), DeviceError> {
+    fn enqueue_stats(&mut self, source: Source) -> Result<(), DeviceError> {
+        let stream = self.lane.stream();
         self.scratch.fill_bytes(stream, 0)?;
         let RepackArgs { n, k, tile_rows, tile_cols, .. } = shape(source.grid);
         let (weights, histogram) = (source.address, self.scratch.address());

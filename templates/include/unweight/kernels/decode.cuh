@@ -3,7 +3,7 @@
 // Config   { static constexpr u32 kOutput /* 0 full, 1 exponent, 2 palette */, kCodeLimit /* 6..15 */, kWarps /* 1..32, planned: 32 */; }
 //          A tensor may be decoded by a kernel of its own longest code or of any larger limit.
 // Launch   threads = 32 * kWarps, grid = min(tiles, SMs) (1 block per SM; any grid is right), dynamic shared memory = Smem<Config>::kBytes,
-//          __launch_bounds__(32 * kWarps, 1). `work_counter` is not used.
+//          __launch_bounds__(32 * kWarps, 1).
 //
 // Roles    every warp is alone: it takes every so many-th tile and shares nothing but the table with others; a last round too short for
 //          all warps is dealt out in half tiles. A tile's header (16 B metadata, 64 B lengths) was loaded a tile ahead; one warp scan of the

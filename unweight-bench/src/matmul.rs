@@ -4,19 +4,18 @@ use serde::Serialize;
 use unweight_codegen::{VariantSpec, plan::GemmShape, spec::Epilogue};
 use unweight_format::{Histogram, Matrix, packed};
 
-use super::{
+use unweight_rt::{
+    choose::model::{MeasuredRow, MeasuredTable, PackedChooser, PackedUse, candidates, is_pdl},
+    device::{DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Stream},
+    ops::gemm_packed::{PackedGemm, lane_size},
+    ops::lane::Lane,
+    weight::{DeviceMatrix, DevicePacked},
+};
+
+use crate::{
+    BenchError,
     data::{halves, normal_bf16, relative_error},
     timing::{Contender, Report, Row, Timer, Timing},
-};
-use crate::{
-    choose::{
-        KernelSet,
-        model::{MeasuredRow, MeasuredTable, PackedChooser, PackedUse, candidates, is_pdl},
-    },
-    device::{DeviceError, Stream},
-    ops::cublas::Cublas,
-    ops::gemm_packed::{PackedGemm, Workspace},
-    weight::{DeviceMatrix, DevicePacked},
 };
 
 /// `[n, k]` of the linears of one Llama-3.1-8B layer, with q, k, v and gate, up merged as servers do it.
@@ -24,6 +23,7 @@ pub const LLAMA_8B_LAYER: [(u32, u32); 4] = [(6144, 4096), (4096, 4096), (28672,
 
 /// What is measured.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct MatmulOptions {
     /// `[n, k]` of the weights, multiples of 64.
     pub shapes: Vec<(u32, u32)>,
@@ -71,6 +71,54 @@ impl Default for MatmulOptions {
 }
 
 impl MatmulOptions {
+    /// `[n, k]` of the weights, multiples of 64.
+    #[must_use]
+    pub fn shapes(self, shapes: Vec<(u32, u32)>) -> Self {
+        Self { shapes, ..self }
+    }
+
+    /// Batches.
+    #[must_use]
+    pub fn batches(self, batches: Vec<u32>) -> Self {
+        Self { batches, ..self }
+    }
+
+    /// Share of 64-element row segments with an element outside the window.
+    #[must_use]
+    pub fn escapes(self, escapes: f64) -> Self {
+        Self { escapes, ..self }
+    }
+
+    /// Measure ordinary launches.
+    #[must_use]
+    pub fn ordinary(self, ordinary: bool) -> Self {
+        Self { ordinary, ..self }
+    }
+
+    /// Measure programmatic dependent launches.
+    #[must_use]
+    pub fn pdl(self, pdl: bool) -> Self {
+        Self { pdl, ..self }
+    }
+
+    /// Variants that the model finds fastest, beside the one that dispatch takes.
+    #[must_use]
+    pub fn candidates(self, candidates: usize) -> Self {
+        Self { candidates, ..self }
+    }
+
+    /// Measure the linears of a whole layer in one graph too.
+    #[must_use]
+    pub fn layer(self, layer: bool) -> Self {
+        Self { layer, ..self }
+    }
+
+    /// What was measured before, for dispatch to follow.
+    #[must_use]
+    pub fn table(self, table: Option<MeasuredTable>) -> Self {
+        Self { table, ..self }
+    }
+
     fn launches(&self) -> impl Iterator<Item = bool> {
         [(self.ordinary, false), (self.pdl, true)].into_iter().filter_map(|(wanted, mode)| wanted.then_some(mode))
     }
@@ -85,7 +133,7 @@ pub fn bench_matmul(
     options: &MatmulOptions,
     timing: &Timing,
     progress: &dyn Fn(&str),
-) -> Result<Report<MatmulOptions>, DeviceError> {
+) -> Result<Report<MatmulOptions>, BenchError> {
     let stream = kernels.device().stream()?;
     let info = kernels.device().info();
     let dispatch = match &options.table {
@@ -172,12 +220,15 @@ fn sample(stream: &Stream, y: &DeviceMatrix) -> Result<Vec<u16>, DeviceError> {
     const END: usize = 1 << 21;
     let len = y.data().len();
     if len <= 2 * END {
-        return y.data().to_host(stream);
+        return y.to_host(stream);
     }
     let mut ends = y.data().read(stream, 0, END)?;
     ends.extend(y.data().read(stream, len - END, END)?);
     Ok(ends)
 }
+
+/// A product of weight `i`.
+type Run<'a> = dyn FnMut(usize, MatrixRef<'_>, MatrixMut<'_>) -> Result<(), DeviceError> + 'a;
 
 struct Bench<'a> {
     kernels: &'a KernelSet,
@@ -195,13 +246,12 @@ struct Copies {
 }
 
 impl Bench<'_> {
-    fn copies(&self, (n, k): (u32, u32), progress: &dyn Fn(&str)) -> Result<Copies, DeviceError> {
+    fn copies(&self, (n, k): (u32, u32), progress: &dyn Fn(&str)) -> Result<Copies, BenchError> {
         let stream = self.timer.stream;
         let bytes = self.weights.matrix(n, k);
         let tensor = {
             let matrix = Matrix::new(&bytes, n as usize, k as usize)?;
-            packed::pack(matrix, &Histogram::of(&bytes))
-                .map_err(|why| DeviceError::Shape(format!("[{n}, {k}] cannot be packed: {why:?}")))?
+            packed::pack(matrix, &Histogram::of(&bytes)).map_err(|why| BenchError::Unpackable { n, k, why })?
         };
         progress(&format!(
             "{n} x {k}: {:.3} bits per weight",
@@ -231,24 +281,25 @@ impl Bench<'_> {
         choice.into_iter().map(|spec| (spec, true)).chain(others.map(|spec| (spec, false))).collect()
     }
 
-    fn shape(&self, (n, k): (u32, u32), progress: &dyn Fn(&str)) -> Result<Vec<Row>, DeviceError> {
+    fn shape(&self, (n, k): (u32, u32), progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let copies = self.copies((n, k), progress)?;
         let count = copies.whole.len();
-        let mut cublas = Cublas::new(stream)?;
+        let mut lane = Lane::new(stream, LaneSize::default().with_cublas())?;
         let mut rows = Vec::new();
         for &m in &self.options.batches {
             let problem = GemmShape { m, n, k };
             let x = halves(&normal_bf16(m as usize * k as usize, 1.0, 2 + u64::from(m)));
             let x = DeviceMatrix::from_host(stream, m, k, &x)?;
             let mut y = DeviceMatrix::zeroed(stream, m, n)?;
-            let io = (x.data().bytes() + y.data().bytes()) as u64;
+            let io = (x.bytes() + y.bytes()) as u64;
 
-            (0..count).try_for_each(|copy| cublas.matmul(&x, &copies.whole[copy], &mut y, false))?;
+            let cublas = lane.cublas()?;
+            let mut run = |copy: usize| cublas.matmul(x.view(), copies.whole[copy].view(), y.view_mut(), false);
+            (0..count).try_for_each(&mut run)?;
+            let graph = self.timer.record(problem, count, run)?;
             let expected = sample(stream, &y)?;
-            let graph =
-                self.timer.record(problem, count, |copy| cublas.matmul(&x, &copies.whole[copy], &mut y, false))?;
-            let mut contenders = vec![Contender::cublas(graph, io + copies.whole[0].data().bytes() as u64)];
+            let mut contenders = vec![Contender::cublas(graph, io + copies.whole[0].bytes() as u64)];
             // With each variant whether dispatch takes it: of each kind of launch the first.
             let specs: Vec<(VariantSpec, bool)> = self
                 .options
@@ -256,18 +307,15 @@ impl Bench<'_> {
                 .flat_map(|pdl| self.variants(problem, self.wanted(copies.escapes, pdl)))
                 .collect();
             self.kernels.prepare(&specs.iter().map(|(spec, _)| *spec).collect::<Vec<_>>(), &|_| {})?;
-            let mut workspace = Workspace::new(stream, specs.iter().map(|(spec, _)| (*spec, problem)))?;
+            self.reserve(&mut lane, specs.iter().map(|(spec, _)| (*spec, problem)))?;
             for (spec, dispatched) in specs {
                 let matmul = PackedGemm::new(self.kernels.get(&spec)?)?;
-                y.data_mut().fill_bytes(stream, 0xff)?;
-                matmul.enqueue(stream, &x, &copies.packed[count - 1], &mut y, &mut workspace)?;
+                y.fill_bytes(stream, 0xff)?;
+                matmul.enqueue(&mut lane, x.view(), &copies.packed[count - 1], y.view_mut())?;
                 let error = relative_error(&sample(stream, &y)?, &expected);
-                if error.is_nan() || error > 1e-2 {
-                    let what = format!("differs from cuBLAS by {error:.2e} at m = {m}, n = {n}, k = {k}");
-                    return Err(DeviceError::Launch { name: spec.to_string(), what });
-                }
+                BenchError::check_product(&spec.to_string(), problem, error)?;
                 let (graph, launches) = self.timer.record(problem, count, |copy| {
-                    matmul.enqueue(stream, &x, &copies.packed[copy], &mut y, &mut workspace)
+                    matmul.enqueue(&mut lane, x.view(), &copies.packed[copy], y.view_mut())
                 })?;
                 let bytes = io + copies.packed[0].bytes();
                 let (name, error) = (spec.to_string(), Some(error));
@@ -278,14 +326,27 @@ impl Bench<'_> {
         Ok(rows)
     }
 
+    /// Room on a lane for the largest of these launches.
+    fn reserve(
+        &self,
+        lane: &mut Lane,
+        launches: impl IntoIterator<Item = (VariantSpec, GemmShape)>,
+    ) -> Result<(), BenchError> {
+        let sms = self.kernels.device().info().sms;
+        for (spec, problem) in launches {
+            lane.reserve(lane_size(&spec, problem, sms)?)?;
+        }
+        Ok(())
+    }
+
     /// The linears of a layer one after the other, several layers in a graph; times are of one layer. Where the output of one has the shape
     /// of the next one's input it *is* the input; where attention or an activation would stand between them, the input is another buffer. What is
     /// called `silu_mul` computes the activation of gate and up, too, which cuBLAS leaves to a kernel that is not counted here.
-    fn layer(&self, shapes: &[(u32, u32)], progress: &dyn Fn(&str)) -> Result<Vec<Row>, DeviceError> {
+    fn layer(&self, shapes: &[(u32, u32)], progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let weights = shapes.iter().map(|&shape| self.copies(shape, progress)).collect::<Result<Vec<_>, _>>()?;
         let layers = weights.iter().map(|copies| copies.whole.len()).min().unwrap_or(0);
-        let mut cublas = Cublas::new(stream)?;
+        let mut lane = Lane::new(stream, LaneSize::default().with_cublas())?;
         let mut rows = Vec::new();
         for &m in &self.options.batches {
             let problem = GemmShape { m, n: 0, k: 0 };
@@ -296,27 +357,27 @@ impl Bench<'_> {
                 DeviceMatrix::from_host(stream, m, k, &x)
             })?;
             let mut spare = self.timer.each(shapes.len(), |i| DeviceMatrix::zeroed(stream, m, shapes[i].0))?;
-            let io: usize = buffers.iter().chain(&spare).map(|matrix| matrix.data().bytes()).sum();
+            let io: usize = buffers.iter().chain(&spare).map(DeviceMatrix::bytes).sum();
             // With `gated`, gate and up become one: then their output is an input, too.
             let gate_and_up = |i: usize| shapes[(i + 1) % shapes.len()].1 * 2 == shapes[i].0;
-            let mut pass = |gated: bool, run: &mut dyn FnMut(usize, &DeviceMatrix, &mut DeviceMatrix) -> Result<(), DeviceError>| {
+            let mut pass = |gated: bool, run: &mut Run<'_>| {
                 for (i, (n, _)) in shapes.iter().enumerate() {
                     let next = (i + 1) % shapes.len();
                     match buffers.get_disjoint_mut([i, next]) {
-                        Ok([x, y]) if y.cols() == *n || gated && gate_and_up(i) => run(i, x, y)?,
-                        _ => run(i, &buffers[i], &mut spare[i])?,
+                        Ok([x, y]) if y.cols() == *n || gated && gate_and_up(i) => run(i, x.view(), y.view_mut())?,
+                        _ => run(i, buffers[i].view(), spare[i].view_mut())?,
                     }
                 }
                 Ok(())
             };
-            let whole = |i: usize| weights[i].whole[0].data().bytes();
+            let whole = |i: usize| weights[i].whole[0].bytes();
             let mut contenders = Vec::new();
+            let cublas = lane.cublas()?;
             let graph = self.timer.record(problem, layers, |layer| {
-                pass(false, &mut |i, x, y| cublas.matmul(x, &weights[i].whole[layer], y, false))
+                pass(false, &mut |i, x, y| cublas.matmul(x, weights[i].whole[layer].view(), y, false))
             })?;
             let bytes = io + (0..shapes.len()).map(whole).sum::<usize>();
             contenders.push(Contender::cublas(graph, bytes as u64));
-            let mut workspaces = Vec::new();
             let gated = self.options.launches().filter(|_| m <= GATED_BATCH).map(|pdl| (pdl, true));
             let ways: Vec<(bool, bool)> = self.options.launches().map(|pdl| (pdl, false)).chain(gated).collect();
             for (pdl, gated) in ways {
@@ -328,29 +389,25 @@ impl Bench<'_> {
                         self.dispatch
                             .choose(problem, wanted)
                             .map(|spec| (spec, problem))
-                            .ok_or_else(|| DeviceError::Shape(format!("no variant takes {problem:?}")))
+                            .ok_or(BenchError::NoVariant(problem))
                     })
                     .collect::<Result<Vec<_>, _>>()?;
                 self.kernels.prepare(&specs.iter().map(|(spec, _)| *spec).collect::<Vec<_>>(), &|_| {})?;
-                let mut workspace = Workspace::new(stream, specs.iter().copied())?;
+                self.reserve(&mut lane, specs.iter().copied())?;
                 let matmuls = specs.iter().map(|(spec, _)| PackedGemm::new(self.kernels.get(spec)?)).collect::<Result<
                     Vec<_>,
                     _,
                 >>(
                 )?;
                 let (graph, launches) = self.timer.record(problem, layers, |layer| {
-                    pass(gated, &mut |i, x, y| {
-                        matmuls[i].enqueue(stream, x, &weights[i].packed[layer], y, &mut workspace)
-                    })
+                    pass(gated, &mut |i, x, y| matmuls[i].enqueue(&mut lane, x, &weights[i].packed[layer], y))
                 })?;
                 let bytes = io as u64 + weights.iter().map(|copies| copies.packed[0].bytes()).sum::<u64>();
                 let name =
                     format!("unweight{}{}", if pdl { " pdl" } else { "" }, if gated { ", silu_mul" } else { "" });
                 contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: !gated });
-                workspaces.push(workspace);
             }
             rows.extend(self.timer.measure("layer", contenders, layers, problem, progress)?);
-            drop(workspaces);
         }
         Ok(rows)
     }

@@ -4,27 +4,30 @@ use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
     plan::GemmShape,
-    spec::{Arch, DecodeOutput, EncodeStage, Epilogue},
+    spec::{Arch, DecodeOutput, EncodeStage, Epilogue, Op, WeightSource},
 };
 use unweight_format::{CodeLimit, HuffmanTensor, Matrix, TileGrid, huffman, packed};
 
-use super::{
-    data::{halves, normal_bf16, relative_error},
-    timing::{Contender, Report, Row, Timer, Timing},
-};
-use crate::{
-    choose::{KernelSet, Source, candidates, decoder},
-    device::{DeviceBuffer, DeviceError},
-    ops::cublas::Cublas,
+use unweight_rt::{
+    choose::{Source, candidates, decoder},
+    device::{DeviceBuffer, KernelSet, LaneSize},
     ops::decode::{Decoder, output_bytes},
     ops::encode::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
     ops::gemm_recon::Matmul,
+    ops::lane::Lane,
     ops::repack::{PackError, Packer},
     weight::{DeviceHuffman, DeviceMatrix},
 };
 
+use crate::{
+    BenchError,
+    data::{halves, normal_bf16, relative_error},
+    timing::{Contender, Report, Row, Timer, Timing},
+};
+
 /// What is measured.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct BenchOptions {
     /// `[n, k]` of the weights.
     pub shapes: Vec<(u32, u32)>,
@@ -59,6 +62,62 @@ impl Default for BenchOptions {
     }
 }
 
+impl BenchOptions {
+    /// No family: those to be measured are added.
+    #[must_use]
+    pub fn nothing() -> Self {
+        Self { decode: false, encode: false, packed: false, matmul: false, ..Self::default() }
+    }
+
+    /// `[n, k]` of the weights.
+    #[must_use]
+    pub fn shapes(self, shapes: Vec<(u32, u32)>) -> Self {
+        Self { shapes, ..self }
+    }
+
+    /// Batches of the matmuls.
+    #[must_use]
+    pub fn batches(self, batches: Vec<u32>) -> Self {
+        Self { batches, ..self }
+    }
+
+    /// Measure the preprocess family.
+    #[must_use]
+    pub fn decode(self, decode: bool) -> Self {
+        Self { decode, ..self }
+    }
+
+    /// Measure the encoder.
+    #[must_use]
+    pub fn encode(self, encode: bool) -> Self {
+        Self { encode, ..self }
+    }
+
+    /// Measure the conversions of the packed form.
+    #[must_use]
+    pub fn packed(self, packed: bool) -> Self {
+        Self { packed, ..self }
+    }
+
+    /// Measure the matmuls.
+    #[must_use]
+    pub fn matmul(self, matmul: bool) -> Self {
+        Self { matmul, ..self }
+    }
+
+    /// Every variant of Table 5 that fits the shape, rather than the heuristic's first choice.
+    #[must_use]
+    pub fn all_variants(self, all_variants: bool) -> Self {
+        Self { all_variants, ..self }
+    }
+
+    /// Code limit of the weights.
+    #[must_use]
+    pub fn code_limit(self, code_limit: u32) -> Self {
+        Self { code_limit, ..self }
+    }
+}
+
 /// Measures everything that `options` asks for. `progress` hears a line for each group of contenders.
 ///
 /// # Errors
@@ -68,7 +127,7 @@ pub fn bench_kernels(
     options: &BenchOptions,
     timing: &Timing,
     progress: &dyn Fn(&str),
-) -> Result<Report<BenchOptions>, DeviceError> {
+) -> Result<Report<BenchOptions>, BenchError> {
     let limit = CodeLimit::new(options.code_limit)?;
     let stream = kernels.device().stream()?;
     let timer = Timer { stream: &stream, timing };
@@ -115,7 +174,7 @@ impl Bench<'_> {
         tensor: &HuffmanTensor<Vec<u8>>,
         original: &[u8],
         progress: &dyn Fn(&str),
-    ) -> Result<Vec<Row>, DeviceError> {
+    ) -> Result<Vec<Row>, BenchError> {
         let (grid, stream) = (tensor.grid(), self.timer.stream);
         let specs =
             DecodeOutput::ALL.iter().map(|&output| self.decoder_spec(output, tensor)).collect::<Result<Vec<_>, _>>()?;
@@ -131,18 +190,17 @@ impl Bench<'_> {
         let mut indices =
             self.timer.each(copies, |_| DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Palette)))?;
         let mut contenders = Vec::new();
-        let mut decoders = Vec::new();
+        let mut lane = Lane::new(stream, LaneSize::default())?;
         for (spec, &output) in specs.iter().zip(DecodeOutput::ALL) {
-            let mut decoder = Decoder::new(stream, self.kernels.get(spec)?)?;
+            let decoder = Decoder::new(self.kernels.get(spec)?)?;
             let mut run = |copy: usize| match output {
-                DecodeOutput::Full => decoder.full(stream, &sources[copy], &mut full[copy]),
-                DecodeOutput::Exponent => decoder.exponent(stream, &sources[copy], &mut exponents[copy]),
-                DecodeOutput::Palette => decoder.palette(stream, &sources[copy], &mut indices[copy]),
+                DecodeOutput::Full => decoder.full(&mut lane, &sources[copy], full[copy].view_mut()),
+                DecodeOutput::Exponent => decoder.exponent(&mut lane, &sources[copy], &mut exponents[copy]),
+                DecodeOutput::Palette => decoder.palette(&mut lane, &sources[copy], &mut indices[copy]),
             };
             (0..copies).try_for_each(&mut run)?;
             let (graph, launches) = self.timer.record(problem(0, grid), copies, run)?;
-            decoder.check(stream)?;
-            decoders.push(decoder);
+            lane.synchronize()?;
             let sign_mantissa = if output == DecodeOutput::Full { grid.elements() } else { 0 };
             let bytes = (coded + sign_mantissa + output_bytes(grid, output)) as u64;
             contenders.push(Contender {
@@ -154,12 +212,12 @@ impl Bench<'_> {
                 dispatched: false,
             });
         }
-        if full[0].data().to_host(stream)? != halves(original) {
-            return Err(DeviceError::Shape("decode_full does not give the weights back; run the gpu tests".to_owned()));
+        if full[0].to_host(stream)? != halves(original) {
+            return Err(BenchError::WrongBits { kernel: "decode_full" });
         }
         let rows = self.timer.measure("decode", contenders, copies, problem(0, grid), progress);
-        // Graphs name the decoders' fault words and the buffers: they live until here.
-        drop((decoders, sources, full, exponents, indices));
+        // Graphs name the lane's fault word and the buffers: they live until here.
+        drop((lane, sources, full, exponents, indices));
         rows
     }
 
@@ -168,13 +226,13 @@ impl Bench<'_> {
         matrix: Matrix<'_>,
         tensor: &HuffmanTensor<Vec<u8>>,
         progress: &dyn Fn(&str),
-    ) -> Result<Vec<Row>, DeviceError> {
+    ) -> Result<Vec<Row>, BenchError> {
         let (grid, stream) = (matrix.grid(), self.timer.stream);
         let encoder = GpuEncoder::new(self.kernels, self.limit)?;
         let copies = self.timer.copies(grid.elements() * 3);
         let mut buffers = self.timer.each(copies, |_| {
             let mut buffers = EncodeBuffers::new(stream, grid)?;
-            buffers.set_weights(stream, matrix)?;
+            buffers.set_weights(matrix)?;
             Ok(buffers)
         })?;
         // Stages depend on those before, so each is measured as the end of a sequence; differences are the stages.
@@ -183,11 +241,10 @@ impl Bench<'_> {
         let coded = tensor.coded_bytes() - grid.elements() as u64;
         let mut contenders = Vec::new();
         for stages in sequences {
-            (0..copies).try_for_each(|copy| encoder.enqueue(stream, &mut buffers[copy], stages))?;
+            (0..copies).try_for_each(|copy| encoder.enqueue(&mut buffers[copy], stages))?;
             stream.synchronize()?;
-            let (graph, launches) = self
-                .timer
-                .record(problem(0, grid), copies, |copy| encoder.enqueue(stream, &mut buffers[copy], stages))?;
+            let (graph, launches) =
+                self.timer.record(problem(0, grid), copies, |copy| encoder.enqueue(&mut buffers[copy], stages))?;
             let name = stages.iter().map(|stage| stage.tag()).collect::<Vec<_>>().join("+");
             // One reading of the weights and one writing of the sections, which no encoder can do without.
             let sections = match stages.last() {
@@ -198,18 +255,16 @@ impl Bench<'_> {
             let bytes = grid.elements() as u64 * 3 + sections;
             contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: false });
         }
-        encoder.enqueue(stream, &mut buffers[0], &HUFFMAN_STAGES)?;
-        if buffers[0].huffman(stream)?.encoded_exp() != tensor.encoded_exp() {
-            return Err(DeviceError::Shape(
-                "the GPU encoder's bits differ from the CPU's; run the gpu tests".to_owned(),
-            ));
+        encoder.enqueue(&mut buffers[0], &HUFFMAN_STAGES)?;
+        if buffers[0].huffman()?.encoded_exp() != tensor.encoded_exp() {
+            return Err(BenchError::WrongBits { kernel: "the encoder" });
         }
         let rows = self.timer.measure("encode", contenders, copies, problem(0, grid), progress);
         drop(buffers);
         rows
     }
 
-    fn packed(&self, matrix: Matrix<'_>, progress: &dyn Fn(&str)) -> Result<Vec<Row>, DeviceError> {
+    fn packed(&self, matrix: Matrix<'_>, progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let (grid, stream) = (matrix.grid(), self.timer.stream);
         let copies = self.timer.copies(grid.elements() * 2);
         let weights = self.timer.each(copies, |_| DeviceMatrix::upload(stream, matrix))?;
@@ -218,34 +273,34 @@ impl Bench<'_> {
         let mut packer = Packer::new(stream, self.kernels)?;
         let mut tensors = Vec::new();
         for weights in &weights {
-            match packer.pack(stream, weights) {
+            match packer.pack(weights.view()) {
                 Ok(tensor) => tensors.push(tensor),
-                Err(PackError::Device(error)) => return Err(error),
+                Err(PackError::Device(error)) => return Err(error.into()),
                 Err(PackError::Unpackable(why)) => {
                     progress(&format!("packed form left out: {why}"));
                     return Ok(Vec::new());
                 }
             }
         }
-        (0..copies).try_for_each(|copy| packer.unpack(stream, &tensors[copy], &mut whole[copy]))?;
-        if whole[copies - 1].data().to_host(stream)? != halves(matrix.bytes()) {
-            return Err(DeviceError::Shape("unpack does not give the weights back; run the gpu tests".to_owned()));
+        (0..copies).try_for_each(|copy| packer.unpack(&tensors[copy], whole[copy].view_mut()))?;
+        if whole[copies - 1].to_host(stream)? != halves(matrix.bytes()) {
+            return Err(BenchError::WrongBits { kernel: "unpack" });
         }
-        let (raw, stored) = (weights[0].data().bytes() as u64, tensors[0].bytes());
+        let (raw, stored) = (weights[0].bytes() as u64, tensors[0].bytes());
         let mut contenders = Vec::new();
         // Stages depend on those before, as in encoding. Lists read again only the row blocks that have one.
         for (steps, name, bytes) in
             [(1, "stats", raw), (2, "stats+pack", 2 * raw + stored), (3, "stats+pack+lists", 2 * raw + stored)]
         {
             let (graph, launches) = self.timer.record(problem(0, grid), copies, |copy| {
-                packer.again(stream, &weights[copy], &mut tensors[copy], steps)
+                packer.again(weights[copy].view(), &mut tensors[copy], steps)
             })?;
             let name = name.to_owned();
             contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: false });
         }
         let (graph, launches) = self
             .timer
-            .record(problem(0, grid), copies, |copy| packer.unpack(stream, &tensors[copy], &mut whole[copy]))?;
+            .record(problem(0, grid), copies, |copy| packer.unpack(&tensors[copy], whole[copy].view_mut()))?;
         let name = "unpack".to_owned();
         contenders.push(Contender { name, graph, launches, bytes: raw + stored, error: None, dispatched: false });
         let rows = self.timer.measure("packed", contenders, copies, problem(0, grid), progress);
@@ -253,72 +308,68 @@ impl Bench<'_> {
         rows
     }
 
-    fn matmul(&self, tensor: &HuffmanTensor<Vec<u8>>, progress: &dyn Fn(&str)) -> Result<Vec<Row>, DeviceError> {
+    fn matmul(&self, tensor: &HuffmanTensor<Vec<u8>>, progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let (grid, stream) = (tensor.grid(), self.timer.stream);
         let (n, k) = (grid.rows() as u32, grid.cols() as u32);
         let copies = self.timer.copies(grid.elements() * 3 / 2);
         let sources = self.timer.each(copies, |_| DeviceHuffman::upload(stream, tensor))?;
-        let decode = |output| -> Result<Decoder, DeviceError> {
-            Decoder::new(stream, self.kernels.get(&self.decoder_spec(output, tensor)?)?)
+        let decode = |output| -> Result<Decoder, BenchError> {
+            Ok(Decoder::new(self.kernels.get(&self.decoder_spec(output, tensor)?)?)?)
         };
-        let (mut full, mut exponent, mut palette) =
+        let (full, exponent, palette) =
             (decode(DecodeOutput::Full)?, decode(DecodeOutput::Exponent)?, decode(DecodeOutput::Palette)?);
+        let mut lane = Lane::new(stream, LaneSize::default().with_cublas())?;
         let whole = self.timer.each(copies, |copy| {
             let mut whole = DeviceMatrix::zeroed(stream, n, k)?;
-            full.full(stream, &sources[copy], &mut whole)?;
+            full.full(&mut lane, &sources[copy], whole.view_mut())?;
             Ok(whole)
         })?;
         let exponents = self.timer.each(copies, |copy| {
             let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Exponent))?;
-            exponent.exponent(stream, &sources[copy], &mut bytes)?;
+            exponent.exponent(&mut lane, &sources[copy], &mut bytes)?;
             Ok(bytes)
         })?;
         let indices = self.timer.each(copies, |copy| {
             let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Palette))?;
-            palette.palette(stream, &sources[copy], &mut bytes)?;
+            palette.palette(&mut lane, &sources[copy], &mut bytes)?;
             Ok(bytes)
         })?;
-        for decoder in [&mut full, &mut exponent, &mut palette] {
-            decoder.check(stream)?;
-        }
-        let mut cublas = Cublas::new(stream)?;
+        lane.synchronize()?;
         let mut rows = Vec::new();
         for &m in &self.options.batches {
             let x = halves(&normal_bf16(m as usize * k as usize, 1.0, 2 + u64::from(m)));
             let x = DeviceMatrix::from_host(stream, m, k, &x)?;
             let mut y = DeviceMatrix::zeroed(stream, m, n)?;
-            let io = x.data().bytes() as u64 + y.data().bytes() as u64;
+            let io = x.bytes() as u64 + y.bytes() as u64;
 
-            (0..copies).try_for_each(|copy| cublas.matmul(&x, &whole[copy], &mut y, false))?;
-            let expected = y.data().to_host(stream)?;
-            let graph =
-                self.timer.record(problem(m, grid), copies, |copy| cublas.matmul(&x, &whole[copy], &mut y, false))?;
-            let mut contenders = vec![Contender::cublas(graph, io + whole[0].data().bytes() as u64)];
+            let cublas = lane.cublas()?;
+            let mut run = |copy: usize| cublas.matmul(x.view(), whole[copy].view(), y.view_mut(), false);
+            (0..copies).try_for_each(&mut run)?;
+            let graph = self.timer.record(problem(m, grid), copies, run)?;
+            let expected = y.to_host(stream)?;
+            let mut contenders = vec![Contender::cublas(graph, io + whole[0].bytes() as u64)];
             let specs = self.matmul_specs(tensor.max_verbatim_rows(), GemmShape { m, n, k });
             self.kernels.prepare(&specs, &|_| {})?;
             for (place, spec) in specs.into_iter().enumerate() {
                 let matmul = Matmul::new(self.kernels.get(&spec)?)?;
-                let is_exponent = spec.to_string().contains("_gemm_recon_exponent_");
+                let is_exponent = matches!(spec.op, Op::GemmRecon(op) if op.source == WeightSource::Exponent);
                 let weights = if is_exponent {
                     sources[0].as_exponent(&exponents[0]).bytes()
                 } else {
                     sources[0].as_palette(&indices[0]).bytes()
                 };
-                let run = |copy: usize, y: &mut DeviceMatrix| {
+                let mut run = |copy: usize, y: &mut DeviceMatrix| {
                     let source: &DeviceHuffman = &sources[copy];
                     if is_exponent {
-                        matmul.exponent(stream, &x, source.as_exponent(&exponents[copy]), y)
+                        matmul.exponent(&mut lane, x.view(), source.as_exponent(&exponents[copy]), y.view_mut())
                     } else {
-                        matmul.palette(stream, &x, source.as_palette(&indices[copy]), y)
+                        matmul.palette(&mut lane, x.view(), source.as_palette(&indices[copy]), y.view_mut())
                     }
                 };
-                y.data_mut().fill_bytes(stream, 0xff)?;
+                y.fill_bytes(stream, 0xff)?;
                 run(copies - 1, &mut y)?;
-                let error = relative_error(&y.data().to_host(stream)?, &expected);
-                if error.is_nan() || error > 1e-2 {
-                    let what = format!("differs from cuBLAS by {error:.2e} at m = {m}, n = {n}, k = {k}");
-                    return Err(DeviceError::Launch { name: spec.to_string(), what });
-                }
+                let error = relative_error(&y.to_host(stream)?, &expected);
+                BenchError::check_product(&spec.to_string(), GemmShape { m, n, k }, error)?;
                 let (graph, launches) = self.timer.record(problem(m, grid), copies, |copy| run(copy, &mut y))?;
                 let bytes = io + weights as u64;
                 let dispatched = place == 0;
@@ -347,10 +398,9 @@ impl Bench<'_> {
         &self,
         output: DecodeOutput,
         tensor: &HuffmanTensor<B>,
-    ) -> Result<VariantSpec, DeviceError> {
+    ) -> Result<VariantSpec, BenchError> {
         let bits = tensor.code().max_length();
-        decoder(self.arch, output, bits)
-            .ok_or_else(|| DeviceError::Shape(format!("no decoder takes codes of {bits} bits")))
+        decoder(self.arch, output, bits).ok_or(BenchError::CodeBits { bits })
     }
 }
 

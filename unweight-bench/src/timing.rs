@@ -5,10 +5,13 @@ use std::fmt;
 use serde::Serialize;
 use unweight_codegen::plan::GemmShape;
 
-use crate::device::{DeviceError, DeviceInfo, Graph, Stream};
+use unweight_rt::device::{DeviceError, DeviceInfo, Graph, Stream};
+
+use crate::BenchError;
 
 /// How often, and with what memory behind it.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct Timing {
     /// Rounds that count.
     pub rounds: usize,
@@ -25,6 +28,32 @@ pub struct Timing {
 impl Default for Timing {
     fn default() -> Self {
         Self { rounds: 60, warmup_rounds: 10, min_copies: 5, rotate_bytes: 440_000_000, floor_gb_per_s: 4100.0 }
+    }
+}
+
+impl Timing {
+    /// Rounds that count.
+    #[must_use]
+    pub fn rounds(self, rounds: usize) -> Self {
+        Self { rounds, ..self }
+    }
+
+    /// Rounds before them that do not.
+    #[must_use]
+    pub fn warmup_rounds(self, warmup_rounds: usize) -> Self {
+        Self { warmup_rounds, ..self }
+    }
+
+    /// Least copies of the weights.
+    #[must_use]
+    pub fn min_copies(self, min_copies: usize) -> Self {
+        Self { min_copies, ..self }
+    }
+
+    /// Least bytes of all copies together.
+    #[must_use]
+    pub fn rotate_bytes(self, rotate_bytes: usize) -> Self {
+        Self { rotate_bytes, ..self }
     }
 }
 
@@ -79,7 +108,7 @@ pub struct Row {
 }
 
 /// A graph with what it is called and moves.
-pub(super) struct Contender {
+pub(crate) struct Contender {
     pub name: String,
     pub graph: Graph,
     /// Launches of the kernel in the graph.
@@ -97,7 +126,7 @@ impl Contender {
 }
 
 /// The stream that is measured on.
-pub(super) struct Timer<'a> {
+pub(crate) struct Timer<'a> {
     pub stream: &'a Stream,
     pub timing: &'a Timing,
 }
@@ -141,7 +170,7 @@ impl Timer<'_> {
         copies: usize,
         problem: GemmShape,
         progress: &dyn Fn(&str),
-    ) -> Result<Vec<Row>, DeviceError> {
+    ) -> Result<Vec<Row>, BenchError> {
         let rounds = self.timing.rounds.max(1);
         let mut times: Vec<Vec<f64>> = vec![Vec::with_capacity(rounds); contenders.len()];
         let launch = |contender: &Contender| {

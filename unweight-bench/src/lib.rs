@@ -11,11 +11,13 @@
 //! A graph node costs about 0.9 us on an H200, for every contender alike; it is part of the times.
 
 mod data;
+mod error;
 mod kernels;
 mod matmul;
 mod timing;
 
 pub use data::{halves, normal_bf16, relative_error};
+pub use error::BenchError;
 pub use kernels::{BenchOptions, bench_kernels};
 pub use matmul::{LLAMA_8B_LAYER, MatmulOptions, bench_matmul};
 pub use timing::{Report, Row, Timing};

@@ -1,0 +1,144 @@
+//! Several streams at once: launches whose blocks wait for each other neither hang nor change their bits.
+
+use std::{
+    sync::mpsc::{RecvTimeoutError, channel},
+    thread,
+    time::Duration,
+};
+
+use crate::{
+    gemm_packed::{lane, weights},
+    harness::{Rng, bf16, gpu, guard_is_whole, poison, stream},
+};
+use unweight_codegen::{
+    VariantSpec,
+    plan::{GemmShape, Plan},
+    spec::catalog,
+};
+use unweight_format::{Histogram, Matrix, packed::pack};
+use unweight_rt::{
+    device::{KernelSet, Stream},
+    ops::{gemm_packed::PackedGemm, lane::Lane},
+    weight::{DeviceMatrix, DevicePacked},
+};
+
+/// Ends the process if it is not dropped in time: blocks that wait for each other for ever cannot be interrupted.
+struct Deadline(Option<std::sync::mpsc::Sender<()>>);
+
+impl Deadline {
+    fn seconds(seconds: u64, what: &'static str) -> Self {
+        let (done, wait) = channel::<()>();
+        thread::spawn(move || {
+            if wait.recv_timeout(Duration::from_secs(seconds)) == Err(RecvTimeoutError::Timeout) {
+                eprintln!("{what}: not done after {seconds} s: blocks wait for blocks that never run");
+                std::process::abort();
+            }
+        });
+        Self(Some(done))
+    }
+}
+
+impl Drop for Deadline {
+    fn drop(&mut self) {
+        self.0.take();
+    }
+}
+
+/// Every catalogued variant whose blocks wait for each other at this problem.
+fn waiting(problem: GemmShape, sms: u32) -> Vec<VariantSpec> {
+    let waits = |spec: &VariantSpec| {
+        let plan = Plan::new(spec).unwrap();
+        plan.launch.grid.blocks(problem, sms).is_some_and(|blocks| plan.launch.blocks_wait(problem, blocks))
+    };
+    catalog::gemm_wgmma().filter(waits).collect()
+}
+
+/// A product with its own stream, lane and output.
+struct Runner {
+    matmul: PackedGemm,
+    stream: Stream,
+    lane: Lane,
+    y: DeviceMatrix,
+}
+
+impl Runner {
+    fn new(kernels: &KernelSet, spec: &VariantSpec, problem: GemmShape) -> Self {
+        let stream = stream(kernels);
+        let matmul = PackedGemm::new(kernels.get(spec).unwrap_or_else(|error| panic!("{error}"))).unwrap();
+        let mut y = DeviceMatrix::zeroed(&stream, problem.m, problem.n).unwrap();
+        poison(&stream, &mut y);
+        Self { matmul, lane: lane(&stream, spec, problem), y, stream }
+    }
+
+    fn enqueue(&mut self, x: &DeviceMatrix, w: &DevicePacked) {
+        self.matmul.enqueue(&mut self.lane, x.view(), w, self.y.view_mut()).unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    fn bits(&self) -> Vec<u16> {
+        self.y.to_host(&self.stream).unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+/// Fills all multiprocessors, and shares tiles of Y at every batch tile.
+const PROBLEM: GemmShape = GemmShape { m: 300, n: 1088, k: 4096 };
+const LAUNCHES: usize = 1000;
+const ROUNDS: usize = 10;
+
+#[test]
+#[ignore = "needs a GPU"]
+fn stream_k_on_two_streams_at_once_gives_the_bits_that_it_gives_alone() {
+    let _deadline = Deadline::seconds(300, "stream-K on two streams");
+    let kernels = gpu();
+    let specs: Vec<VariantSpec> = waiting(PROBLEM, kernels.device().info().sms)
+        .into_iter()
+        // Those that add would not give the same bits twice.
+        .filter(|spec| spec.to_string().ends_with("_store"))
+        .collect();
+    assert!(specs.len() >= 4, "{specs:?}");
+    kernels.prepare(&specs, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    let setup = stream(kernels);
+    let GemmShape { m, n, k } = PROBLEM;
+    let bits = weights(n as usize, k as usize, 1000, 4);
+    let bytes: &[u8] = bytemuck::cast_slice(&bits);
+    let tensor = pack(Matrix::new(bytes, n as usize, k as usize).unwrap(), &Histogram::of(bytes)).unwrap();
+    let w = DevicePacked::upload(&setup, &tensor).unwrap();
+    let mut rng = Rng(6);
+    let x: Vec<u16> = (0..m * k).map(|_| bf16(rng.normal())).collect();
+    let x = DeviceMatrix::from_host(&setup, m, k, &x).unwrap();
+    setup.synchronize().unwrap();
+
+    for (place, spec) in specs.iter().enumerate() {
+        let mut one = Runner::new(kernels, spec, PROBLEM);
+        let mut other = Runner::new(kernels, &specs[(place + 1) % specs.len()], PROBLEM);
+        let alone = [&mut one, &mut other].map(|runner| {
+            runner.enqueue(&x, &w);
+            runner.bits()
+        });
+        for _ in 0..ROUNDS {
+            for _ in 0..LAUNCHES / ROUNDS {
+                one.enqueue(&x, &w);
+                other.enqueue(&x, &w);
+            }
+            for (runner, alone) in [&one, &other].into_iter().zip(&alone) {
+                assert!(runner.bits() == *alone, "{spec} beside another: other bits than alone");
+            }
+        }
+        // The same as graphs, which the driver schedules by itself.
+        let graphs = [&mut one, &mut other].map(|runner| {
+            let Runner { matmul, stream, lane, y } = runner;
+            stream
+                .capture(|| (0..20).try_for_each(|_| matmul.enqueue(lane, x.view(), &w, y.view_mut())))
+                .unwrap_or_else(|error| panic!("{spec}: {error}"))
+        });
+        for _ in 0..LAUNCHES / 20 {
+            for graph in &graphs {
+                // SAFETY: operands, outputs and lanes are alive, and each lane's work stays on its stream.
+                unsafe { graph.launch() }.unwrap_or_else(|error| panic!("{spec}: {error}"));
+            }
+        }
+        for (runner, alone) in [&one, &other].into_iter().zip(&alone) {
+            assert!(runner.bits() == *alone, "{spec} in a graph beside another: other bits than alone");
+            guard_is_whole(&runner.stream, &runner.y, &spec.to_string());
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Why a measurement was not made.
+
+use unweight_codegen::plan::GemmShape;
+use unweight_format::{CodecError, packed::Unpackable};
+use unweight_rt::{
+    Remedy,
+    device::{DeviceError, Refusal},
+};
+
+/// Why there is no report. A kernel whose output is wrong is never timed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BenchError {
+    /// The device, the compiler or the driver failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// Weights that cannot be coded.
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+    /// Weights that have no packed form.
+    #[error("[{n}, {k}] cannot be packed: {why}")]
+    Unpackable {
+        /// Output features.
+        n: u32,
+        /// Input features.
+        k: u32,
+        /// Why.
+        why: Unpackable,
+    },
+    /// A conversion that does not give back what it should.
+    #[error("{kernel} does not give the CPU's bits; run the GPU tests")]
+    WrongBits {
+        /// The kernel, or the operation.
+        kernel: &'static str,
+    },
+    /// A product that is too far from cuBLAS's.
+    #[error(
+        "{kernel} differs from cuBLAS by {error:.2e} at m = {}, n = {}, k = {}, where {limit:.0e} is allowed; run the GPU tests",
+        .problem.m, .problem.n, .problem.k
+    )]
+    WrongProduct {
+        /// The variant.
+        kernel: String,
+        /// The problem.
+        problem: GemmShape,
+        /// `|y - y_cublas| / |y_cublas|`.
+        error: f64,
+        /// What is allowed.
+        limit: f64,
+    },
+    /// A problem that no variant takes.
+    #[error("no variant takes m = {}, n = {}, k = {}; both n and k must be multiples of 64", .0.m, .0.n, .0.k)]
+    NoVariant(GemmShape),
+    /// Longer codes than any decoder takes.
+    #[error("no decoder takes codes of {bits} bits; the limit is 15")]
+    CodeBits {
+        /// The longest code.
+        bits: u32,
+    },
+}
+
+impl From<Refusal> for BenchError {
+    fn from(refusal: Refusal) -> Self {
+        Self::Device(refusal.into())
+    }
+}
+
+impl BenchError {
+    /// What to do about it, where one thing is to be done.
+    pub fn remedy(&self) -> Option<Remedy> {
+        match self {
+            Self::Device(error) => error.remedy(),
+            _ => None,
+        }
+    }
+
+    /// Refuses a product that is further from cuBLAS's than two bf16 products may be.
+    pub(crate) fn check_product(kernel: &str, problem: GemmShape, error: f64) -> Result<(), Self> {
+        const LIMIT: f64 = 1e-2;
+        if error <= LIMIT {
+            return Ok(());
+        }
+        // NaN, too.
+        Err(Self::WrongProduct { kernel: kernel.to_owned(), problem, error, limit: LIMIT })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_product_is_not_timed() {
+        let problem = GemmShape { m: 3, n: 64, k: 128 };
+        assert!(BenchError::check_product("k", problem, 1e-3).is_ok());
+        for error in [0.02, f64::NAN, f64::INFINITY] {
+            let refused = BenchError::check_product("k", problem, error).unwrap_err().to_string();
+            assert!(refused.contains("m = 3, n = 64, k = 128, where 1e-2"), "{refused}");
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Memory of a device.
+
+use std::{fmt, marker::PhantomData, mem::size_of, ops::Range};
+
+use bytemuck::Pod;
+use cudarc::driver::result;
+
+use crate::device::{Call, Device, DeviceError, Refusal, Stream};
+
+/// `[T]` on the device, 256-byte aligned.
+///
+/// Behind its last element lie at least [`DeviceBuffer::PAD_BYTES`] allocated bytes: bulk copies round their ends up to 16 bytes
+/// and may read (never write) past a section.
+pub struct DeviceBuffer<T> {
+    device: Device,
+    address: u64,
+    len: usize,
+    marker: PhantomData<T>,
+}
+
+// SAFETY: an address and a length; the memory itself is reached through streams, which the driver serialises.
+unsafe impl<T: Send> Send for DeviceBuffer<T> {}
+// SAFETY: shared references only copy out of the memory or hand its address to kernels.
+unsafe impl<T: Sync> Sync for DeviceBuffer<T> {}
+
+impl<T: Pod> DeviceBuffer<T> {
+    /// Bytes behind the last element that may be read.
+    pub const PAD_BYTES: usize = 256;
+
+    /// `len` elements of zeros, the padding included.
+    pub fn zeroed(stream: &Stream, len: usize) -> Result<Self, DeviceError> {
+        let device = stream.device().clone();
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .and_then(|bytes| bytes.checked_add(2 * Self::PAD_BYTES - 1))
+            .map(|bytes| bytes / Self::PAD_BYTES * Self::PAD_BYTES)
+            .ok_or(Refusal::TooLarge {
+                what: "elements",
+                value: len as u64,
+                limit: (usize::MAX / size_of::<T>().max(1)) as u64,
+            })?;
+        device.bind()?;
+        // SAFETY: the memory is set below, before anything can read it.
+        let address = unsafe { result::malloc_sync(bytes) }.call("allocating device memory")?;
+        let buffer = Self { device, address, len, marker: PhantomData };
+        // SAFETY: the range was just allocated. `T: Pod` is valid with zeros.
+        unsafe { result::memset_d8_async(address, 0, bytes, stream.raw()) }.call("clearing device memory")?;
+        Ok(buffer)
+    }
+
+    /// A copy of `host`. Waits for the copy.
+    pub fn from_host(stream: &Stream, host: &[T]) -> Result<Self, DeviceError> {
+        let mut buffer = Self::zeroed(stream, host.len())?;
+        buffer.write(stream, 0, host)?;
+        Ok(buffer)
+    }
+
+    /// Overwrites elements from `at` on. Waits for the copy.
+    pub fn write(&mut self, stream: &Stream, at: usize, host: &[T]) -> Result<(), DeviceError> {
+        self.check(at, host.len())?;
+        if host.is_empty() {
+            return Ok(());
+        }
+        self.device.bind()?;
+        // SAFETY: the range lies inside the buffer, and `host` lives until the wait below.
+        unsafe { result::memcpy_htod_async(self.address + (at * size_of::<T>()) as u64, host, stream.raw()) }
+            .call("copying to the device")?;
+        stream.synchronize()
+    }
+
+    /// The elements, once everything before on `stream` is done.
+    pub fn to_host(&self, stream: &Stream) -> Result<Vec<T>, DeviceError> {
+        self.read(stream, 0, self.len)
+    }
+
+    /// `len` elements from `at` on, once everything before on `stream` is done.
+    pub fn read(&self, stream: &Stream, at: usize, len: usize) -> Result<Vec<T>, DeviceError> {
+        self.check(at, len)?;
+        let mut host = vec![T::zeroed(); len];
+        if len > 0 {
+            self.device.bind()?;
+            // SAFETY: the range lies inside the buffer, and `host` lives until the wait below.
+            unsafe { result::memcpy_dtoh_async(&mut host, self.address + (at * size_of::<T>()) as u64, stream.raw()) }
+                .call("copying from the device")?;
+        }
+        stream.synchronize()?;
+        Ok(host)
+    }
+
+    /// Sets every byte of the elements, in stream order.
+    pub fn fill_bytes(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
+        self.fill_front(stream, self.len, byte)
+    }
+
+    /// Sets every byte of the first `len` elements, in stream order.
+    pub fn fill_front(&mut self, stream: &Stream, len: usize, byte: u8) -> Result<(), DeviceError> {
+        self.check(0, len)?;
+        self.device.bind()?;
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: the range lies inside the buffer. Any bytes are a valid `T: Pod`.
+        unsafe { result::memset_d8_async(self.address, byte, len * size_of::<T>(), stream.raw()) }
+            .call("filling device memory")
+    }
+
+    /// Sets the bytes behind the last element, so that a kernel that writes past the end shows in [`DeviceBuffer::padding`].
+    pub fn fill_padding(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
+        self.device.bind()?;
+        // SAFETY: `zeroed` allocates at least this many bytes behind the elements.
+        unsafe { result::memset_d8_async(self.address + self.bytes() as u64, byte, Self::PAD_BYTES, stream.raw()) }
+            .call("filling device memory")
+    }
+
+    /// The [`DeviceBuffer::PAD_BYTES`] behind the last element, once everything before on `stream` is done.
+    pub fn padding(&self, stream: &Stream) -> Result<Vec<u8>, DeviceError> {
+        let mut host = vec![0u8; Self::PAD_BYTES];
+        self.device.bind()?;
+        // SAFETY: as in `fill_padding`; `host` lives until the wait below.
+        unsafe { result::memcpy_dtoh_async(&mut host, self.address + self.bytes() as u64, stream.raw()) }
+            .call("copying from the device")?;
+        stream.synchronize()?;
+        Ok(host)
+    }
+
+    /// Copies all elements from a buffer of the same length, in stream order.
+    pub fn copy_from(&mut self, stream: &Stream, source: &Self) -> Result<(), DeviceError> {
+        if source.len != self.len {
+            let (got, expected) = (source.len as u64, self.len as u64);
+            return Err(Refusal::Elements { buffer: "the source of a copy", got, expected }.into());
+        }
+        self.device.bind()?;
+        if self.len == 0 {
+            return Ok(());
+        }
+        // SAFETY: both ranges are whole buffers of this many bytes.
+        unsafe { result::memcpy_dtod_async(self.address, source.address, self.bytes(), stream.raw()) }
+            .call("copying on the device")
+    }
+
+    /// A copy of the elements in a buffer of their own.
+    pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
+        let mut copy = Self::zeroed(stream, self.len)?;
+        copy.copy_from(stream, self)?;
+        Ok(copy)
+    }
+
+    fn check(&self, at: usize, len: usize) -> Result<(), DeviceError> {
+        if at.checked_add(len).is_some_and(|end| end <= self.len) {
+            Ok(())
+        } else {
+            Err(Refusal::Range { at: at as u64, len: len as u64, have: self.len as u64 }.into())
+        }
+    }
+}
+
+impl<T> DeviceBuffer<T> {
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes of the elements.
+    pub fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+
+    /// The device that it lies on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The device address, for a kernel's arguments.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// The addresses of the elements.
+    pub(crate) fn span(&self) -> Range<u64> {
+        // An allocation ends inside the address space.
+        self.address..self.address + self.bytes() as u64
+    }
+}
+
+impl<T> Drop for DeviceBuffer<T> {
+    fn drop(&mut self) {
+        // Nothing can be done about a failure here; the context keeps it and reports it at the next call.
+        let context = self.device.context();
+        context.record_err(context.bind_to_thread());
+        // SAFETY: allocated by `zeroed`, freed once. `cuMemFree` waits for kernels that still use it.
+        context.record_err(unsafe { result::free_sync(self.address) });
+    }
+}
+
+impl<T> fmt::Debug for DeviceBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceBuffer<{}>[{}]", std::any::type_name::<T>(), self.len)
+    }
+}

@@ -1,0 +1,156 @@
+//! A device and its context.
+
+use std::{fmt, sync::Arc};
+
+use cudarc::driver::{CudaContext, result, sys::CUdevice_attribute_enum as Attribute};
+use serde::Serialize;
+use unweight_codegen::spec::Arch;
+
+use crate::{
+    device::{Call, DeviceError, Stream},
+    jit::toolchain::{self, Library},
+};
+
+/// What a device is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DeviceInfo {
+    /// CUDA's number for it.
+    pub ordinal: usize,
+    /// The vendor's name.
+    pub name: String,
+    /// The architecture that kernels are compiled for.
+    #[serde(serialize_with = "arch_name")]
+    pub arch: Arch,
+    /// Multiprocessors.
+    pub sms: u32,
+    /// Second-level cache.
+    pub l2_bytes: u64,
+    /// Shared memory that one block may opt in to.
+    pub smem_bytes_per_block: u32,
+    /// Memory of the device.
+    pub memory_bytes: u64,
+    /// The CUDA version that the driver supports.
+    pub driver: String,
+}
+
+fn arch_name<S: serde::Serializer>(arch: &Arch, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(arch.compiler_name())
+}
+
+/// A GPU with its context. Cheap to clone; all clones are the same.
+#[derive(Clone)]
+pub struct Device(Arc<Shared>);
+
+struct Shared {
+    context: Arc<CudaContext>,
+    info: DeviceInfo,
+}
+
+impl Device {
+    /// How many CUDA devices the machine has.
+    ///
+    /// # Errors
+    /// There is no usable driver.
+    pub fn count() -> Result<usize, DeviceError> {
+        toolchain::require(Library::Driver)?;
+        result::init().call("initialising the driver")?;
+        Ok(CudaContext::device_count().call("counting devices")?.unsigned_abs() as usize)
+    }
+
+    /// Opens a device: its primary context, shared with whatever else the process runs on it.
+    ///
+    /// # Errors
+    /// No driver, no such device, or a device without kernels.
+    pub fn open(ordinal: usize) -> Result<Self, DeviceError> {
+        let count = Self::count()?;
+        if ordinal >= count {
+            return Err(DeviceError::Ordinal { ordinal, count });
+        }
+        let driver = toolchain::require(Library::Driver)?.version.to_string();
+        let context = CudaContext::new(ordinal).call("creating a context")?;
+        let attribute = |attribute| context.attribute(attribute).call("reading a device attribute");
+        let count_of = |which| attribute(which).map(i32::unsigned_abs);
+        let name = context.name().call("reading the device's name")?;
+        let (major, minor) = context.compute_capability().call("reading the compute capability")?;
+        let arch = match (major, minor) {
+            (9, 0) => Arch::Sm90a,
+            _ => return Err(DeviceError::Arch { name, major, minor }),
+        };
+        let info = DeviceInfo {
+            ordinal,
+            name,
+            arch,
+            sms: count_of(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            l2_bytes: count_of(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?.into(),
+            smem_bytes_per_block: count_of(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            memory_bytes: context.total_mem().call("reading the device's memory")? as u64,
+            driver,
+        };
+        Ok(Self(Arc::new(Shared { context, info })))
+    }
+
+    /// What it is.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.0.info
+    }
+
+    /// A new stream that does not wait for the default stream.
+    pub fn stream(&self) -> Result<Stream, DeviceError> {
+        let inner = self.context().new_stream().call("creating a stream")?;
+        Ok(Stream::new(self, inner))
+    }
+
+    /// A stream of somebody else, as a raw `CUstream` (or `cudaStream_t`; null is the default stream).
+    ///
+    /// # Safety
+    /// The stream belongs to this device's primary context and outlives every use of what is returned.
+    pub unsafe fn borrow_stream(&self, raw: *mut std::ffi::c_void) -> Stream {
+        // SAFETY: the caller's promise.
+        let inner = unsafe { self.context().wrap_borrowed_stream(raw.cast()) };
+        Stream::new(self, inner)
+    }
+
+    /// CUDA's number for it.
+    pub fn ordinal(&self) -> usize {
+        self.info().ordinal
+    }
+
+    /// Waits for everything on the device.
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        self.context().synchronize().call("waiting for the device")
+    }
+
+    /// Free and total memory, bytes.
+    pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
+        self.context().mem_get_info().call("reading the free memory")
+    }
+
+    pub(crate) fn context(&self) -> &Arc<CudaContext> {
+        &self.0.context
+    }
+
+    pub(crate) fn bind(&self) -> Result<(), DeviceError> {
+        self.context().bind_to_thread().call("binding the context")
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.info().fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_without_a_driver_gives_an_error_that_says_what_is_missing() {
+        // Where there is a GPU, the other arm is what is tested.
+        match Device::open(0) {
+            Ok(device) => assert!(device.info().sms > 0),
+            Err(DeviceError::Toolchain(error)) => assert!(error.to_string().contains("libcuda"), "{error}"),
+            Err(error) => assert!(!error.to_string().is_empty()),
+        }
+    }
+}

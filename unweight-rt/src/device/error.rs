@@ -1,0 +1,430 @@
+//! What the runtime refuses, and why: every error before a launch is one of these, with the numbers that do not agree.
+
+use unweight_codegen::{
+    CodegenError,
+    plan::GemmShape,
+    spec::{DecodeOutput, Epilogue},
+};
+use unweight_format::CodecError;
+
+use crate::{device::workspace::LaneSize, remedy::Remedy};
+
+/// Why something on the device did not happen.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// A library is missing, or a kernel could not be compiled or found.
+    #[error(transparent)]
+    Toolchain(#[from] crate::Error),
+    /// A variant cannot exist or be rendered.
+    #[error(transparent)]
+    Codegen(#[from] CodegenError),
+    /// What came back from the device, or was to go there, is no valid tensor.
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+    /// The driver refused a call.
+    #[error("{call}: {text}")]
+    Driver {
+        /// What was asked for.
+        call: &'static str,
+        /// The driver's status.
+        code: u32,
+        /// The driver's words for it.
+        text: String,
+    },
+    /// cuBLAS refused a call.
+    #[error("{call}: cuBLAS status {status}")]
+    Cublas {
+        /// What was asked for.
+        call: &'static str,
+        /// cuBLAS's status.
+        status: String,
+    },
+    /// No kernel is made for such a device.
+    #[error("{name} has compute capability {major}.{minor}; kernels exist for 9.0 (sm_90a: H100, H200, GH200) only")]
+    Arch {
+        /// The device's name.
+        name: String,
+        /// Major number of its compute capability.
+        major: i32,
+        /// Minor number.
+        minor: i32,
+    },
+    /// There is no device of this number.
+    #[error("device {ordinal} does not exist; this machine has {count} (CUDA_VISIBLE_DEVICES hides some)")]
+    Ordinal {
+        /// What was asked for.
+        ordinal: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// A kernel does not take what it was given. Nothing was enqueued.
+    #[error("{kernel}: {refusal}")]
+    Kernel {
+        /// The variant.
+        kernel: String,
+        /// Why.
+        refusal: Refusal,
+    },
+    /// An operation does not take what it was given. Nothing was enqueued.
+    #[error(transparent)]
+    Operand(#[from] Refusal),
+    /// A decoder met metadata that lead out of their sections and left the tile out.
+    #[error("tile {tile} of a decoded tensor has metadata that leave their section; its output is not valid")]
+    Fault {
+        /// The last such tile to be reported.
+        tile: u32,
+    },
+}
+
+impl DeviceError {
+    /// Why operands were refused, if that is what this is.
+    pub fn refusal(&self) -> Option<&Refusal> {
+        match self {
+            Self::Kernel { refusal, .. } | Self::Operand(refusal) => Some(refusal),
+            _ => None,
+        }
+    }
+
+    /// What to do about it, where one thing is to be done.
+    pub fn remedy(&self) -> Option<Remedy> {
+        match self {
+            Self::Toolchain(error) => error.remedy(),
+            Self::Kernel { refusal: Refusal::ArgumentBytes { .. } | Refusal::Artifact { .. }, .. } => {
+                Some(Remedy::ClearKernelCache)
+            }
+            Self::Fault { .. } => Some(Remedy::VerifyBundle),
+            _ => None,
+        }
+    }
+}
+
+/// Why operands, or a kernel's artifact, are refused. Sizes are of the operands: `[rows, columns]` in elements unless said otherwise.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    // ---- products ----
+    /// The operands of a product.
+    #[error("Y{y:?} = X{x:?} * W{w:?}^T: the shapes do not agree")]
+    Shape {
+        /// The output.
+        y: [u64; 2],
+        /// The input.
+        x: [u64; 2],
+        /// The weights, `[n, k]`.
+        w: [u64; 2],
+    },
+    /// An extent that is not a multiple of what the kernel works in.
+    #[error("{extent} = {value} must be a multiple of {of}; pad the weights")]
+    Multiple {
+        /// `n` or `k`.
+        extent: &'static str,
+        /// Its value.
+        value: u32,
+        /// What it must be a multiple of.
+        of: u32,
+    },
+    /// A batch above the one that a layer was loaded for.
+    #[error("a batch of {m}: this layer was loaded for {max_batch} at most; raise LoadOptions::max_batch")]
+    Batch {
+        /// Batch rows.
+        m: u32,
+        /// The most that was loaded for.
+        max_batch: u32,
+    },
+    /// An epilogue that a layer was not loaded for.
+    #[error("the weights were not loaded for the epilogue {}; ask for {}", .asked.tag(), .loaded.tag())]
+    Epilogue {
+        /// What was asked for.
+        asked: Epilogue,
+        /// One that was loaded.
+        loaded: Epilogue,
+    },
+    /// Weights with escapes, for a kernel without.
+    #[error("has no escapes, the tensor has; take a variant with _esc")]
+    Escapes,
+    /// More verbatim rows in a tile than the kernel has room for.
+    #[error("has room for {room} verbatim rows per tile, the weights have {rows}; take a variant with more")]
+    VerbatimRows {
+        /// Of the kernel.
+        room: u32,
+        /// Of the weights.
+        rows: u32,
+    },
+    /// A kernel for another source of weights.
+    #[error("takes weights as {takes}, got {got}")]
+    Source {
+        /// `exponent` or `palette`.
+        takes: &'static str,
+        /// The other.
+        got: &'static str,
+    },
+
+    // ---- views ----
+    /// A matrix that its memory cannot hold.
+    #[error("a matrix [{rows}, {cols}] of pitch {pitch} needs {need} elements, the memory has {have}")]
+    Extent {
+        /// Rows.
+        rows: u32,
+        /// Columns.
+        cols: u32,
+        /// Elements from one row to the next.
+        pitch: u64,
+        /// What it needs; `u64::MAX` where that does not fit 64 bits.
+        need: u64,
+        /// What there is.
+        have: u64,
+    },
+    /// Rows that overlap each other.
+    #[error("rows of {cols} elements overlap at pitch {pitch}; the pitch must be at least the columns")]
+    PitchBelowColumns {
+        /// Columns.
+        cols: u32,
+        /// Elements from one row to the next.
+        pitch: u64,
+    },
+    /// A pitch that the operation does not take.
+    #[error("{operand} has pitch {pitch}, which must be {wanted}; copy it to a matrix of its own")]
+    Pitch {
+        /// `x` or `y`.
+        operand: &'static str,
+        /// Elements from one row to the next.
+        pitch: u64,
+        /// What it must be.
+        wanted: PitchRule,
+    },
+    /// An address that copies of 16 bytes cannot begin at.
+    #[error("{operand} lies at {address:#x}, which is not {bytes}-byte aligned")]
+    Alignment {
+        /// `x` or `y`.
+        operand: &'static str,
+        /// Device address.
+        address: u64,
+        /// What it must be a multiple of.
+        bytes: u64,
+    },
+    /// Something that is written overlaps something that is read.
+    #[error("{written} overlaps {other}: a kernel would read what it writes; give {written} memory of its own")]
+    Overlap {
+        /// What is written.
+        written: &'static str,
+        /// What it overlaps.
+        other: &'static str,
+    },
+    /// Operands on another device than the kernel.
+    #[error("{operand} is on device {other}, the kernel on device {own}")]
+    OtherDevice {
+        /// What is elsewhere.
+        operand: &'static str,
+        /// Where the kernel is.
+        own: usize,
+        /// Where the operand is.
+        other: usize,
+    },
+    /// The output of a conversion has another shape than its tensor.
+    #[error("output {output:?} for a tensor {tensor:?}")]
+    Output {
+        /// Of the output.
+        output: [u64; 2],
+        /// Of the tensor.
+        tensor: [u64; 2],
+    },
+    /// A buffer that does not have the size that a tensor asks for.
+    #[error("{buffer} has {got} elements, the shape asks for {expected}")]
+    Elements {
+        /// The buffer or section.
+        buffer: &'static str,
+        /// What it has.
+        got: u64,
+        /// What it must have.
+        expected: u64,
+    },
+    /// Bytes that are no whole number of values.
+    #[error("{section} has {bytes} B, which is no whole number of {unit} B")]
+    Partial {
+        /// The section.
+        section: &'static str,
+        /// Its bytes.
+        bytes: u64,
+        /// Bytes of one value.
+        unit: u64,
+    },
+    /// A part of a buffer that it does not have.
+    #[error("elements {at}..{at}+{len} of a buffer of {have}")]
+    Range {
+        /// The first element.
+        at: u64,
+        /// How many.
+        len: u64,
+        /// Of the buffer.
+        have: u64,
+    },
+    /// A count that kernels or the address space cannot hold.
+    #[error("{what} = {value} exceeds the limit of {limit}; split the matrix")]
+    TooLarge {
+        /// What is counted.
+        what: &'static str,
+        /// How many there are.
+        value: u64,
+        /// How many there may be.
+        limit: u64,
+    },
+
+    // ---- lanes and launches ----
+    /// A lane that was made for smaller launches.
+    #[error("needs a lane of {need}, this one has {have}; reserve it for the layer first")]
+    LaneTooSmall {
+        /// What the launch needs.
+        need: LaneSize,
+        /// What the lane has.
+        have: LaneSize,
+    },
+    /// Memory cannot be had while work is recorded.
+    #[error("a lane cannot grow while its stream is captured; reserve it before the capture")]
+    Capturing,
+    /// A grid that cannot be launched.
+    #[error(
+        "m = {}, n = {}, k = {} needs more than 2^31 - 1 blocks, or has fewer than the {cluster} steps of 64 of k that a \
+         cluster shares; split the matrix or take a smaller cluster",
+        .problem.m, .problem.n, .problem.k
+    )]
+    Grid {
+        /// The problem.
+        problem: GemmShape,
+        /// Blocks of a cluster.
+        cluster: u32,
+    },
+    /// Blocks that wait for each other, more than run at once.
+    #[error(
+        "{blocks} blocks that wait for each other, of which {resident} run at once; take a variant without stream-K"
+    )]
+    Residency {
+        /// Of the grid.
+        blocks: u32,
+        /// What the device holds.
+        resident: u32,
+    },
+    /// Arguments of another family.
+    #[error("takes no {given}")]
+    Arguments {
+        /// The argument struct.
+        given: &'static str,
+    },
+    /// A kernel of another family.
+    #[error("is not {wanted}")]
+    Family {
+        /// What was asked for.
+        wanted: &'static str,
+    },
+    /// A decoder of another output.
+    #[error("writes {}, asked for {}", .writes.tag(), .asked.tag())]
+    Decodes {
+        /// What the kernel writes.
+        writes: DecodeOutput,
+        /// What was asked for.
+        asked: DecodeOutput,
+    },
+    /// Longer codes than a decoder takes.
+    #[error("decodes codes of up to {limit} bits, the tensor has {bits}")]
+    CodeBits {
+        /// Of the kernel.
+        limit: u32,
+        /// Of the tensor.
+        bits: u32,
+    },
+
+    // ---- artifacts ----
+    /// An artifact of another variant, or for another architecture.
+    #[error("the artifact is {found}, wanted {wanted}")]
+    Artifact {
+        /// What it is.
+        found: String,
+        /// What was asked for.
+        wanted: String,
+    },
+    /// An artifact whose arguments are not those of this version.
+    #[error("takes {takes} B of arguments, this version passes {passes} B")]
+    ArgumentBytes {
+        /// By the artifact.
+        takes: u64,
+        /// By this version.
+        passes: u64,
+    },
+    /// More shared memory than the device has for a block.
+    #[error("shared memory {need} B exceeds the device's limit {limit} B")]
+    SharedMemory {
+        /// What a block needs.
+        need: u64,
+        /// What it may have.
+        limit: u64,
+    },
+    /// More threads than the kernel can run with.
+    #[error("{planned} threads per block planned, the kernel runs with {runs}")]
+    Threads {
+        /// By the plan.
+        planned: u32,
+        /// By the driver.
+        runs: u32,
+    },
+
+    // ---- tensor maps ----
+    /// A matrix that the copy engine cannot see.
+    #[error("tensor map [{rows}, {cols}]: {value} is not {rule}")]
+    TensorMap {
+        /// Rows of the matrix.
+        rows: u64,
+        /// Columns.
+        cols: u64,
+        /// What does not fit.
+        value: u64,
+        /// What it must be.
+        rule: MapRule,
+    },
+}
+
+/// What a pitch must be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PitchRule {
+    /// The rows follow each other without a gap.
+    Columns(u32),
+    /// A multiple of this many elements.
+    MultipleOf(u64),
+}
+
+impl std::fmt::Display for PitchRule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Columns(cols) => write!(f, "its {cols} columns"),
+            Self::MultipleOf(of) => write!(f, "a multiple of {of} elements"),
+        }
+    }
+}
+
+/// A rule of `cuTensorMapEncodeTiled`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MapRule {
+    /// The address.
+    Aligned,
+    /// Rows and columns.
+    Extent,
+    /// Bytes from one row to the next.
+    Pitch,
+    /// A side of a box.
+    BoxSide,
+    /// Bytes of a row of a box.
+    BoxRow,
+}
+
+impl std::fmt::Display for MapRule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Aligned => "an address that is 16-byte aligned",
+            Self::Extent => "an extent of 1..=2^32",
+            Self::Pitch => "a pitch in bytes that is a multiple of 16 below 2^40; pad the columns",
+            Self::BoxSide => "a side of a box, 1..=256",
+            Self::BoxRow => "bytes of a box row: a multiple of 16, at most 128 with the swizzle",
+        })
+    }
+}

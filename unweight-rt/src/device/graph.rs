@@ -1,0 +1,32 @@
+//! Recorded work.
+
+use std::sync::{Mutex, PoisonError};
+
+use cudarc::driver::CudaGraph;
+
+use crate::device::{Call, DeviceError};
+
+/// Work that was recorded once and can be run again, on the stream that recorded it.
+///
+/// The memory that it names must be alive when it runs; what enqueues into a capture says so.
+pub struct Graph(Mutex<CudaGraph>);
+
+// SAFETY: the driver lets any thread use a graph as long as no two do at the same time; the mutex sees to that.
+unsafe impl Send for Graph {}
+// SAFETY: as above.
+unsafe impl Sync for Graph {}
+
+impl Graph {
+    pub(super) fn new(graph: CudaGraph) -> Self {
+        Self(Mutex::new(graph))
+    }
+
+    /// Enqueues the recorded work.
+    ///
+    /// # Safety
+    /// Every buffer and lane that the recorded work reads or writes is still alive, and no other stream works with them meanwhile.
+    pub unsafe fn launch(&self) -> Result<(), DeviceError> {
+        let graph = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        graph.launch().call("launching a graph")
+    }
+}

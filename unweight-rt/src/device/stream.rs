@@ -1,0 +1,93 @@
+//! Streams: work in order.
+
+use std::{fmt, sync::Arc};
+
+use cudarc::driver::{CudaEvent, CudaStream, sys};
+
+use crate::device::{Call, Device, DeviceError, Graph};
+
+/// Work in order. What is enqueued runs later: [`Stream::synchronize`] waits and reports what failed.
+#[derive(Clone)]
+pub struct Stream {
+    device: Device,
+    inner: Arc<CudaStream>,
+}
+
+impl Stream {
+    pub(super) fn new(device: &Device, inner: Arc<CudaStream>) -> Self {
+        Self { device: device.clone(), inner }
+    }
+
+    /// The device that it belongs to.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Waits for everything enqueued.
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        self.inner.synchronize().call("waiting for a stream")
+    }
+
+    /// Marks a place in the stream whose time can be read.
+    pub fn event(&self) -> Result<Event, DeviceError> {
+        let event = self.inner.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).call("recording an event")?;
+        Ok(Event(event))
+    }
+
+    /// Records what `enqueue` puts on this stream into a graph instead of running it.
+    ///
+    /// `enqueue` must not allocate, wait or copy to the host; what this crate enqueues for a product does none of it. If it fails, the
+    /// recording is thrown away.
+    pub fn capture(&self, enqueue: impl FnOnce() -> Result<(), DeviceError>) -> Result<Graph, DeviceError> {
+        self.inner
+            .begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            .call("beginning a capture")?;
+        let enqueued = enqueue();
+        let ended = self.inner.end_capture(sys::CUgraphInstantiate_flags(0)).call("ending a capture");
+        enqueued?;
+        match ended? {
+            Some(graph) => {
+                graph.upload().call("uploading a graph")?;
+                Ok(Graph::new(graph))
+            }
+            None => {
+                Err(DeviceError::Driver { call: "ending a capture", code: 0, text: "no graph came back".to_owned() })
+            }
+        }
+    }
+
+    /// Whether work is being recorded.
+    pub fn is_capturing(&self) -> Result<bool, DeviceError> {
+        let status = self.inner.capture_status().call("asking whether a stream is captured")?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// Waits for whatever another stream has enqueued by now before anything that comes later on this one.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn wait_for(&self, other: &Stream) -> Result<(), DeviceError> {
+        self.inner.join(&other.inner).call("waiting for another stream")
+    }
+
+    pub(crate) fn raw(&self) -> sys::CUstream {
+        self.inner.cu_stream()
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Stream({:p} of device {})", self.raw(), self.device.info().ordinal)
+    }
+}
+
+/// A place in a stream.
+#[derive(Debug)]
+pub struct Event(CudaEvent);
+
+impl Event {
+    /// Microseconds from this place to a later one; waits for both.
+    pub fn elapsed_us(&self, later: &Event) -> Result<f64, DeviceError> {
+        Ok(f64::from(self.0.elapsed_ms(&later.0).call("reading a time")?) * 1e3)
+    }
+}

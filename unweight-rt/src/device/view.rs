@@ -1,0 +1,375 @@
+//! Matrices inside device memory: what launches take.
+//!
+//! A view is a place (device, address, rows, columns, pitch) that has been held against the memory it lies in, and that borrows this memory:
+//! what a view says cannot become untrue while it exists. Memory of somebody else is viewed by [`MatrixRef::from_raw`], whose caller answers
+//! for it.
+//!
+//! No safe call takes an address:
+//! ```compile_fail,E0133
+//! # use unweight_rt::device::{Device, MatrixRef};
+//! fn anywhere(device: &Device) -> MatrixRef<'_> {
+//!     MatrixRef::from_raw(device, 0x7f00_0000_0000, 8, 4096, 4096).unwrap()
+//! }
+//! ```
+//! ```
+//! # use unweight_rt::device::{Device, MatrixRef};
+//! fn of_a_tensor(device: &Device, address: u64) -> MatrixRef<'_> {
+//!     // SAFETY: the tensor is contiguous bf16 [8, 4096] on this device and outlives the work that reads it.
+//!     unsafe { MatrixRef::from_raw(device, address, 8, 4096, 4096) }.unwrap()
+//! }
+//! ```
+
+use std::{marker::PhantomData, ops::Range, ptr};
+
+use cudarc::driver::sys;
+
+use crate::device::{Call, Device, DeviceBuffer, DeviceError, Refusal, Stream, error::PitchRule};
+
+/// Bytes of a bf16.
+const ELEMENT: u64 = 2;
+/// Bytes that a thread, or the copy engine, moves at a time.
+const COPY: u64 = 16;
+
+/// Where a matrix lies. Its last element's end is inside the address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub device: usize,
+    pub address: u64,
+    pub rows: u32,
+    pub cols: u32,
+    /// Elements.
+    pub pitch: u64,
+}
+
+impl Place {
+    /// Checks a place in `have` elements of memory.
+    pub fn new(device: usize, address: u64, rows: u32, cols: u32, pitch: u64, have: u64) -> Result<Self, Refusal> {
+        let place = Self { device, address, rows, cols, pitch };
+        if pitch < u64::from(cols) {
+            return Err(Refusal::PitchBelowColumns { cols, pitch });
+        }
+        let need = place
+            .elements()
+            .filter(|elements| elements.checked_mul(ELEMENT).and_then(|bytes| bytes.checked_add(address)).is_some());
+        match need {
+            Some(need) if need <= have => Ok(place),
+            _ => Err(Refusal::Extent { rows, cols, pitch, need: need.unwrap_or(u64::MAX), have }),
+        }
+    }
+
+    /// The front of a buffer, without gaps.
+    pub fn of(buffer: &DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<Self, Refusal> {
+        Self::new(buffer.device().ordinal(), buffer.address(), rows, cols, cols.into(), buffer.len() as u64)
+    }
+
+    /// From the first element to the last.
+    fn elements(&self) -> Option<u64> {
+        if self.rows == 0 || self.cols == 0 {
+            return Some(0);
+        }
+        self.pitch.checked_mul(u64::from(self.rows) - 1)?.checked_add(self.cols.into())
+    }
+
+    /// The addresses from the first element to the last; what lies between rows is among them.
+    pub fn span(&self) -> Range<u64> {
+        // Checked when it was made.
+        self.address..self.address + self.elements().unwrap_or(0) * ELEMENT
+    }
+
+    /// As a message shows it.
+    pub fn shape(&self) -> [u64; 2] {
+        [self.rows.into(), self.cols.into()]
+    }
+
+    /// That copies of 16 bytes can begin at its first element.
+    pub fn check_aligned(&self, operand: &'static str) -> Result<(), Refusal> {
+        if self.address.is_multiple_of(COPY) {
+            Ok(())
+        } else {
+            Err(Refusal::Alignment { operand, address: self.address, bytes: COPY })
+        }
+    }
+
+    /// That copies of 16 bytes can begin at each of its rows.
+    pub fn check_rows_aligned(&self, operand: &'static str) -> Result<(), Refusal> {
+        self.check_aligned(operand)?;
+        const OF: u64 = COPY / ELEMENT;
+        if self.pitch.is_multiple_of(OF) {
+            Ok(())
+        } else {
+            Err(Refusal::Pitch { operand, pitch: self.pitch, wanted: PitchRule::MultipleOf(OF) })
+        }
+    }
+
+    /// That its rows follow each other without a gap.
+    pub fn check_dense(&self, operand: &'static str) -> Result<(), Refusal> {
+        if self.rows <= 1 || self.pitch == u64::from(self.cols) {
+            Ok(())
+        } else {
+            Err(Refusal::Pitch { operand, pitch: self.pitch, wanted: PitchRule::Columns(self.cols) })
+        }
+    }
+
+    /// That it lies on `own`.
+    pub fn check_device(&self, operand: &'static str, own: usize) -> Result<(), Refusal> {
+        check_device(operand, self.device, own)
+    }
+}
+
+/// That an operand lies on `own`.
+pub(crate) fn check_device(operand: &'static str, other: usize, own: usize) -> Result<(), Refusal> {
+    if other == own { Ok(()) } else { Err(Refusal::OtherDevice { operand, own, other }) }
+}
+
+/// That nothing which is read lies where `written` is. Conservative: between the rows of a view counts as inside.
+pub(crate) fn check_apart(
+    (written, to): (&'static str, Range<u64>),
+    read: impl IntoIterator<Item = (&'static str, Range<u64>)>,
+) -> Result<(), Refusal> {
+    for (other, from) in read {
+        let empty = to.is_empty() || from.is_empty();
+        if !empty && to.start < from.end && from.start < to.end {
+            return Err(Refusal::Overlap { written, other });
+        }
+    }
+    Ok(())
+}
+
+/// A BF16 matrix `[rows, cols]` to be read, row-major, `pitch` elements from one row to the next.
+#[derive(Clone, Copy, Debug)]
+pub struct MatrixRef<'a> {
+    place: Place,
+    memory: PhantomData<&'a [u16]>,
+}
+
+/// A BF16 matrix `[rows, cols]` to be written, row-major, `pitch` elements from one row to the next.
+#[derive(Debug)]
+pub struct MatrixMut<'a> {
+    place: Place,
+    memory: PhantomData<&'a mut [u16]>,
+}
+
+impl<'a> MatrixRef<'a> {
+    /// The front of a buffer.
+    ///
+    /// # Errors
+    /// [`Refusal::Extent`] if the buffer is shorter, [`Refusal::PitchBelowColumns`].
+    pub fn new(buffer: &'a DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u64) -> Result<Self, Refusal> {
+        let place = Place::new(buffer.device().ordinal(), buffer.address(), rows, cols, pitch, buffer.len() as u64)?;
+        Ok(Self { place, memory: PhantomData })
+    }
+
+    /// Memory of somebody else, such as a tensor of another framework.
+    ///
+    /// # Safety
+    /// `address` is the device address of `rows` rows of `cols` bf16 on `device`, `pitch` elements apart. They stay allocated, and nobody
+    /// writes them, until the work that is given this view is done; in a capture, as often as the graph runs. No lifetime sees to that:
+    /// work is done when its stream says so.
+    ///
+    /// # Errors
+    /// [`Refusal::PitchBelowColumns`], or [`Refusal::Extent`] beyond the address space.
+    pub unsafe fn from_raw(
+        device: &'a Device,
+        address: u64,
+        rows: u32,
+        cols: u32,
+        pitch: u64,
+    ) -> Result<Self, Refusal> {
+        let place = Place::new(device.ordinal(), address, rows, cols, pitch, u64::MAX)?;
+        Ok(Self { place, memory: PhantomData })
+    }
+
+    /// A buffer that has exactly these rows and columns.
+    pub(crate) fn whole(buffer: &'a DeviceBuffer<u16>, rows: u32, cols: u32) -> Self {
+        let place =
+            Place { device: buffer.device().ordinal(), address: buffer.address(), rows, cols, pitch: cols.into() };
+        Self { place, memory: PhantomData }
+    }
+
+    pub(crate) fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> u32 {
+        self.place.rows
+    }
+
+    /// Columns.
+    pub fn cols(&self) -> u32 {
+        self.place.cols
+    }
+
+    /// Elements from one row to the next.
+    pub fn pitch(&self) -> u64 {
+        self.place.pitch
+    }
+}
+
+impl<'a> MatrixMut<'a> {
+    /// The front of a buffer.
+    ///
+    /// # Errors
+    /// [`Refusal::Extent`] if the buffer is shorter, [`Refusal::PitchBelowColumns`].
+    pub fn new(buffer: &'a mut DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u64) -> Result<Self, Refusal> {
+        let MatrixRef { place, .. } = MatrixRef::new(buffer, rows, cols, pitch)?;
+        Ok(Self { place, memory: PhantomData })
+    }
+
+    /// Memory of somebody else, such as a tensor of another framework.
+    ///
+    /// # Safety
+    /// As for [`MatrixRef::from_raw`], and nobody else reads or writes it either.
+    ///
+    /// # Errors
+    /// As for [`MatrixRef::from_raw`].
+    pub unsafe fn from_raw(
+        device: &'a Device,
+        address: u64,
+        rows: u32,
+        cols: u32,
+        pitch: u64,
+    ) -> Result<Self, Refusal> {
+        let place = Place::new(device.ordinal(), address, rows, cols, pitch, u64::MAX)?;
+        Ok(Self { place, memory: PhantomData })
+    }
+
+    /// A buffer that has exactly these rows and columns.
+    pub(crate) fn whole(buffer: &'a mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Self {
+        let MatrixRef { place, .. } = MatrixRef::whole(buffer, rows, cols);
+        Self { place, memory: PhantomData }
+    }
+
+    pub(crate) fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// To be read.
+    pub fn as_ref(&self) -> MatrixRef<'_> {
+        MatrixRef { place: self.place, memory: PhantomData }
+    }
+
+    /// The same for a shorter time.
+    pub fn reborrow(&mut self) -> MatrixMut<'_> {
+        MatrixMut { place: self.place, memory: PhantomData }
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> u32 {
+        self.place.rows
+    }
+
+    /// Columns.
+    pub fn cols(&self) -> u32 {
+        self.place.cols
+    }
+
+    /// Elements from one row to the next.
+    pub fn pitch(&self) -> u64 {
+        self.place.pitch
+    }
+
+    /// Enqueues a copy of a matrix of the same shape.
+    ///
+    /// # Errors
+    /// Another shape or device, matrices that overlap, or the driver's refusal.
+    pub fn copy_from(&mut self, stream: &Stream, source: MatrixRef<'_>) -> Result<(), DeviceError> {
+        let (to, from) = (&self.place, &source.place);
+        if to.shape() != from.shape() {
+            return Err(Refusal::Output { output: to.shape(), tensor: from.shape() }.into());
+        }
+        let own = stream.device().ordinal();
+        to.check_device("the target of a copy", own)?;
+        from.check_device("the source of a copy", own)?;
+        check_apart(("the target of a copy", to.span()), [("its source", from.span())])?;
+        if to.rows == 0 || to.cols == 0 {
+            return Ok(());
+        }
+        stream.device().bind()?;
+        let bytes =
+            |elements: u64| crate::device::workspace::length("bytes of a row", elements.saturating_mul(ELEMENT));
+        let copy = sys::CUDA_MEMCPY2D_st {
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcDevice: from.address,
+            srcPitch: bytes(from.pitch)?,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstDevice: to.address,
+            dstPitch: bytes(to.pitch)?,
+            WidthInBytes: bytes(to.cols.into())?,
+            Height: to.rows as usize,
+            srcXInBytes: 0,
+            srcY: 0,
+            srcHost: ptr::null(),
+            srcArray: ptr::null_mut(),
+            dstXInBytes: 0,
+            dstY: 0,
+            dstHost: ptr::null_mut(),
+            dstArray: ptr::null_mut(),
+        };
+        // SAFETY: both are matrices of this shape and pitch, held against their memory when the views were made.
+        unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.raw()) }.result().call("copying rows on the device")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ADDRESS: u64 = 0x7f00_0000_0000;
+
+    fn place(rows: u32, cols: u32, pitch: u64, have: u64) -> Result<Place, Refusal> {
+        Place::new(0, ADDRESS, rows, cols, pitch, have)
+    }
+
+    #[test]
+    fn a_view_needs_no_more_than_its_memory_has() {
+        assert_eq!(place(3, 64, 64, 192).unwrap().span(), ADDRESS..ADDRESS + 384);
+        // The last row may end where the memory does.
+        assert_eq!(place(3, 64, 100, 264).unwrap().span(), ADDRESS..ADDRESS + 528);
+        assert_eq!(
+            place(3, 64, 100, 263),
+            Err(Refusal::Extent { rows: 3, cols: 64, pitch: 100, need: 264, have: 263 })
+        );
+        assert_eq!(place(3, 64, 63, 1 << 20), Err(Refusal::PitchBelowColumns { cols: 64, pitch: 63 }));
+        assert!(place(0, 64, 64, 0).unwrap().span().is_empty() && place(5, 0, 0, 0).unwrap().span().is_empty());
+        // What does not fit 64 bits is no smaller for it.
+        assert!(matches!(place(u32::MAX, 1, u64::MAX, u64::MAX), Err(Refusal::Extent { need: u64::MAX, .. })));
+        assert!(matches!(
+            Place::new(0, u64::MAX - 10, 1, 64, 64, u64::MAX),
+            Err(Refusal::Extent { need: u64::MAX, .. })
+        ));
+    }
+
+    #[test]
+    fn rows_begin_where_copies_of_16_bytes_can() {
+        assert_eq!(place(3, 60, 64, 1 << 20).unwrap().check_rows_aligned("x"), Ok(()));
+        let odd = place(3, 60, 60, 1 << 20).unwrap().check_rows_aligned("x").unwrap_err();
+        assert_eq!(
+            odd.to_string(),
+            "x has pitch 60, which must be a multiple of 8 elements; copy it to a matrix of its own"
+        );
+        let odd = Place { address: ADDRESS + 2, ..place(3, 64, 64, 1 << 20).unwrap() };
+        assert!(matches!(odd.check_rows_aligned("x"), Err(Refusal::Alignment { operand: "x", bytes: 16, .. })));
+        assert_eq!(place(1, 64, 72, 64).unwrap().check_dense("y"), Ok(()), "one row has no gap");
+        let gap = place(2, 64, 72, 136).unwrap().check_dense("y").unwrap_err();
+        assert!(gap.to_string().contains("y has pitch 72, which must be its 64 columns"), "{gap}");
+    }
+
+    #[test]
+    fn what_is_written_overlaps_nothing_that_is_read() {
+        let apart = |a: Range<u64>, b: Range<u64>| check_apart(("y", a), [("x", b)]);
+        assert_eq!(apart(0..10, 10..20), Ok(()));
+        assert_eq!(apart(10..20, 0..10), Ok(()));
+        assert_eq!(apart(5..5, 0..10), Ok(()), "nothing is written");
+        for (a, b) in [(0..10, 9..20), (9..20, 0..10), (0..10, 3..4), (3..4, 0..10), (0..10, 0..10)] {
+            assert_eq!(apart(a, b), Err(Refusal::Overlap { written: "y", other: "x" }));
+        }
+    }
+
+    #[test]
+    fn an_operand_of_another_device_is_named() {
+        let there = place(1, 1, 1, 1).unwrap();
+        assert_eq!(there.check_device("x", 0), Ok(()));
+        assert_eq!(there.check_device("x", 1), Err(Refusal::OtherDevice { operand: "x", own: 1, other: 0 }));
+    }
+}

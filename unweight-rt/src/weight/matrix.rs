@@ -1,0 +1,115 @@
+//! BF16, as activations and raw weights are.
+
+use unweight_format::Matrix;
+
+use super::{elements, pods};
+use crate::device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, workspace::length};
+
+/// A BF16 matrix `[rows, cols]`, row-major, in memory of its own.
+///
+/// Its buffer always has the elements that its shape asks for, so nothing can exchange it:
+/// ```compile_fail,E0599
+/// # use unweight_rt::{device::DeviceBuffer, weight::DeviceMatrix};
+/// fn shrink(matrix: &mut DeviceMatrix, short: DeviceBuffer<u16>) {
+///     *matrix.data_mut() = short;
+/// }
+/// ```
+/// ```compile_fail,E0308
+/// # use unweight_rt::{device::DeviceBuffer, weight::DeviceMatrix};
+/// fn shrink(matrix: &mut DeviceMatrix, mut short: DeviceBuffer<u16>) {
+///     std::mem::swap(matrix.data(), &mut short);
+/// }
+/// ```
+/// What can be done is to write its elements:
+/// ```
+/// # use unweight_rt::{device::{DeviceError, Stream}, weight::DeviceMatrix};
+/// fn fill(stream: &Stream, matrix: &mut DeviceMatrix, elements: &[u16]) -> Result<(), DeviceError> {
+///     matrix.write(stream, 0, elements)
+/// }
+/// ```
+#[derive(Debug)]
+pub struct DeviceMatrix {
+    rows: u32,
+    cols: u32,
+    data: DeviceBuffer<u16>,
+}
+
+impl DeviceMatrix {
+    /// A matrix of zeros.
+    pub fn zeroed(stream: &Stream, rows: u32, cols: u32) -> Result<Self, DeviceError> {
+        let data = DeviceBuffer::zeroed(stream, length("elements", u64::from(rows) * u64::from(cols))?)?;
+        Ok(Self { rows, cols, data })
+    }
+
+    /// A copy of `elements`, bit patterns of bf16.
+    pub fn from_host(stream: &Stream, rows: u32, cols: u32, bits: &[u16]) -> Result<Self, DeviceError> {
+        elements("a matrix", bits.len(), length("elements", u64::from(rows) * u64::from(cols))?)?;
+        Ok(Self { rows, cols, data: DeviceBuffer::from_host(stream, bits)? })
+    }
+
+    /// A copy on the device.
+    pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
+        Ok(Self { data: self.data.duplicate(stream)?, ..*self })
+    }
+
+    /// A copy of a matrix.
+    pub fn upload(stream: &Stream, matrix: Matrix<'_>) -> Result<Self, DeviceError> {
+        // A grid's dimensions fit 32 bits.
+        let (rows, cols) = (matrix.grid().rows() as u32, matrix.grid().cols() as u32);
+        // Matrices of a file are almost always aligned; others are copied once more.
+        match bytemuck::try_cast_slice(matrix.bytes()) {
+            Ok(bits) => Self::from_host(stream, rows, cols, bits),
+            Err(_) => Self::from_host(stream, rows, cols, &pods(matrix.bytes())?),
+        }
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> u32 {
+        self.rows
+    }
+
+    /// Columns.
+    pub fn cols(&self) -> u32 {
+        self.cols
+    }
+
+    /// Bytes of the elements.
+    pub fn bytes(&self) -> usize {
+        self.data.bytes()
+    }
+
+    /// The elements.
+    pub fn data(&self) -> &DeviceBuffer<u16> {
+        &self.data
+    }
+
+    /// The matrix, to be read by a launch.
+    pub fn view(&self) -> MatrixRef<'_> {
+        MatrixRef::whole(&self.data, self.rows, self.cols)
+    }
+
+    /// The matrix, to be written by a launch.
+    pub fn view_mut(&mut self) -> MatrixMut<'_> {
+        MatrixMut::whole(&mut self.data, self.rows, self.cols)
+    }
+
+    /// The elements, once everything before on `stream` is done.
+    pub fn to_host(&self, stream: &Stream) -> Result<Vec<u16>, DeviceError> {
+        self.data.to_host(stream)
+    }
+
+    /// Overwrites elements from `at` on, row after row. Waits for the copy.
+    pub fn write(&mut self, stream: &Stream, at: usize, bits: &[u16]) -> Result<(), DeviceError> {
+        self.data.write(stream, at, bits)
+    }
+
+    /// Sets every byte of the elements, in stream order.
+    pub fn fill_bytes(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
+        self.data.fill_bytes(stream, byte)
+    }
+
+    /// As [`DeviceBuffer::fill_padding`].
+    pub fn fill_padding(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
+        self.data.fill_padding(stream, byte)
+    }
+}

@@ -1,0 +1,129 @@
+//! The resident form, 12 bits a weight (`docs/format.md` A.9): what the register-sourced matmuls multiply with.
+
+use std::ops::Range;
+
+use unweight_format::{
+    TileGrid,
+    packed::{self, PackedTensor, Window},
+};
+
+use super::{count, device_shape, elements, pods};
+use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Stream, view::check_device};
+
+/// A packed tensor on the device (`docs/format.md` A.9): what the register-sourced matmuls multiply with.
+#[derive(Debug)]
+pub struct DevicePacked {
+    grid: TileGrid,
+    window: Window,
+    has_escapes: bool,
+    packed: DeviceBuffer<u8>,
+    escape_heads: DeviceBuffer<u32>,
+    escapes: DeviceBuffer<u32>,
+}
+
+impl DevicePacked {
+    /// Copies a tensor to the device.
+    pub fn upload<B: AsRef<[u8]>>(stream: &Stream, tensor: &PackedTensor<B>) -> Result<Self, DeviceError> {
+        let heads = pods::<u32>(tensor.escape_heads())?;
+        let device = Self::new(
+            tensor.grid(),
+            tensor.window(),
+            DeviceBuffer::from_host(stream, tensor.packed())?,
+            DeviceBuffer::from_host(stream, &heads)?,
+            DeviceBuffer::from_host(stream, &pods::<u32>(tensor.escapes())?)?,
+        )?;
+        Ok(Self { has_escapes: heads.iter().any(|head| *head != 0), ..device })
+    }
+
+    /// A copy on the device.
+    pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
+        Ok(Self {
+            packed: self.packed.duplicate(stream)?,
+            escape_heads: self.escape_heads.duplicate(stream)?,
+            escapes: self.escapes.duplicate(stream)?,
+            ..*self
+        })
+    }
+
+    /// Sections that are on the device, checked by nobody: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Only their sizes are held
+    /// against the grid; kernels bound what a head or a list leads to. Taken to have escapes.
+    pub fn new(
+        grid: TileGrid,
+        window: Window,
+        packed: DeviceBuffer<u8>,
+        escape_heads: DeviceBuffer<u32>,
+        escapes: DeviceBuffer<u32>,
+    ) -> Result<Self, DeviceError> {
+        device_shape(grid)?;
+        for (extent, value) in [("n", grid.rows()), ("k", grid.cols())] {
+            if !value.is_multiple_of(64) {
+                // A grid's dimensions fit 32 bits.
+                return Err(Refusal::Multiple { extent, value: value as u32, of: 64 }.into());
+            }
+        }
+        elements("packed", packed.len(), grid.tiles() * packed::TILE_BYTES)?;
+        elements("escape_heads", escape_heads.len(), grid.tiles() * packed::ROW_BLOCKS)?;
+        count("words of escapes", escapes.len())?;
+        let own = packed.device().ordinal();
+        check_device("escape_heads", escape_heads.device().ordinal(), own)?;
+        check_device("escapes", escapes.device().ordinal(), own)?;
+        Ok(Self { grid, window, has_escapes: true, packed, escape_heads, escapes })
+    }
+
+    /// The tensor on the host, checked.
+    ///
+    /// # Errors
+    /// What is on the device is no packed tensor.
+    pub fn download(&self, stream: &Stream) -> Result<PackedTensor<Vec<u8>>, DeviceError> {
+        let words = |buffer: &DeviceBuffer<u32>| -> Result<Vec<u8>, DeviceError> {
+            Ok(buffer.to_host(stream)?.iter().flat_map(|word| word.to_le_bytes()).collect())
+        };
+        let (heads, escapes) = (words(&self.escape_heads)?, words(&self.escapes)?);
+        Ok(PackedTensor::from_parts(self.grid, self.window, self.packed.to_host(stream)?, heads, escapes)?)
+    }
+
+    /// Where it lies.
+    pub fn device(&self) -> &Device {
+        self.packed.device()
+    }
+
+    /// The addresses of its sections.
+    pub(crate) fn spans(&self) -> [(&'static str, Range<u64>); 3] {
+        [("packed", self.packed.span()), ("escape_heads", self.escape_heads.span()), ("escapes", self.escapes.span())]
+    }
+
+    /// Shape and tiling.
+    pub fn grid(&self) -> TileGrid {
+        self.grid
+    }
+
+    /// The window.
+    pub fn window(&self) -> Window {
+        self.window
+    }
+
+    /// Whether an element may lie outside the window.
+    pub fn has_escapes(&self) -> bool {
+        self.has_escapes
+    }
+
+    /// u8 `[tiles, 6144]`.
+    pub fn packed(&self) -> &DeviceBuffer<u8> {
+        &self.packed
+    }
+
+    /// u32 `[tiles, 4]`.
+    pub fn escape_heads(&self) -> &DeviceBuffer<u32> {
+        &self.escape_heads
+    }
+
+    /// u32 `[words]`: lists of escapes.
+    pub fn escapes(&self) -> &DeviceBuffer<u32> {
+        &self.escapes
+    }
+
+    /// Bytes of all sections.
+    pub fn bytes(&self) -> u64 {
+        (self.packed.bytes() + self.escape_heads.bytes() + self.escapes.bytes()) as u64
+    }
+}
