@@ -19,7 +19,7 @@ using Smem = uw::decode::Smem<Config>;
 
 }  // namespace
 
-static_assert(sizeof(uw::DecodeArgs) == 112, "DecodeArgs: host and device disagree");
+static_assert(sizeof(uw::DecodeArgs) == 104, "DecodeArgs: host and device disagree");
 static_assert(Smem::kTable == 0, "shared memory: plan and kernel disagree");
 static_assert(Smem::kScratch == 8192, "shared memory: plan and kernel disagree");
 static_assert(Smem::kBarriers == 9216, "shared memory: plan and kernel disagree");
