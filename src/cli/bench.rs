@@ -9,7 +9,7 @@ use unweight::rt::{
     device::{Device, KernelSet},
     env::Env,
 };
-use unweight_bench::{self as bench, BenchOptions, MatmulOptions, Timing};
+use unweight_bench::{self as bench, BenchOptions, MatmulOptions, Plant, StressOptions, Timing};
 
 use super::{
     failure::{Failure, Result},
@@ -24,6 +24,8 @@ pub enum Bench {
     Kernels(KernelsBench),
     /// Time matmuls from packed weights beside cuBLAS on this machine's GPU
     Matmul(MatmulBench),
+    /// Launch every kernel thousands of times under load: the same bits, and the right ones
+    Stress(StressBench),
 }
 
 /// Arguments of `bench kernels`. What is left out is as in docs/benchmarks.md.
@@ -87,6 +89,32 @@ pub struct MatmulBench {
     device: usize,
 }
 
+/// Arguments of `bench stress`.
+#[derive(Args)]
+pub struct StressBench {
+    /// Launches of each variant on each problem
+    #[arg(long, value_name = "N", default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..))]
+    launches: u32,
+    /// Only variants whose name contains this; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    only: Vec<String>,
+    /// Without load from another stream
+    #[arg(long)]
+    no_load: bool,
+    /// Put a fault into the kernels, to see that the run finds it
+    #[arg(long, value_name = "FAULT")]
+    plant: Option<Fault>,
+    /// Number of the GPU
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Fault {
+    /// A slot is refilled without a fence, while its loads may be in flight
+    UnfencedRefill,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Measure {
     /// Each shape by itself, and a layer
@@ -117,6 +145,7 @@ impl Bench {
         match self {
             Self::Kernels(_) => "bench kernels",
             Self::Matmul(_) => "bench matmul",
+            Self::Stress(_) => "bench stress",
         }
     }
 
@@ -142,6 +171,27 @@ impl Bench {
                     output.note(format_args!("{}: written", file.display()));
                 }
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
+            }
+            Self::Stress(arguments) => {
+                let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
+                let kernels = open(arguments.device)?;
+                let plant = arguments.plant.map(|Fault::UnfencedRefill| Plant::UnfencedRefill);
+                let options = StressOptions::default()
+                    .launches(arguments.launches)
+                    .only(arguments.only.clone())
+                    .load(!arguments.no_load)
+                    .plant(plant);
+                let report = bench::stress(&kernels, env, &options, &note).map_err(Failure::other)?;
+                output.result(self.name(), &report, |out| write!(out, "{report}"))?;
+                if report.is_clean() {
+                    return Ok(());
+                }
+                let (differing, wrong) = (report.differing, report.wrong);
+                Err(Failure::mismatch(
+                    format!("{differing} launches differ from the first, {wrong} first outputs are wrong"),
+                    "do not use these kernels on this card; report this with the output of `unweight doctor --json`",
+                )
+                .reported())
             }
         }
     }

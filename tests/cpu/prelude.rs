@@ -256,7 +256,7 @@ fn released_memory_may_be_refilled() {
         .map(|(i, way)| format!("case {i}: {{ {LOADED} {} break; }}\n", way.replace("REFILL", REFILL)))
         .collect();
     let mut kernel = build(&format!("switch (args.padding[0]) {{\n{arms}}}"));
-    let input = vec![0u128; 4];
+    let input = [0u128; 4];
     for (i, way) in ways.iter().enumerate() {
         let args = Args { input: input.as_ptr() as u64, padding: [i as u64, 0, 0, 0, 0], ..Args::zeroed() };
         // SAFETY: the copies read 64 bytes of `input`; everything else is shared memory.

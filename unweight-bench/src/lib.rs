@@ -14,10 +14,12 @@ mod data;
 mod error;
 mod kernels;
 mod matmul;
+mod stress;
 mod timing;
 
 pub use data::{halves, normal_bf16, relative_error};
 pub use error::BenchError;
 pub use kernels::{BenchOptions, bench_kernels};
 pub use matmul::{LLAMA_8B_LAYER, MatmulOptions, bench_matmul};
+pub use stress::{Plant, StressOptions, StressReport, StressRow, stress};
 pub use timing::{Report, Row, Timing};

@@ -21,6 +21,7 @@ pub mod graph;
 pub mod kernels;
 pub mod launch;
 pub mod module;
+pub mod raw;
 pub mod stream;
 pub mod tma;
 pub mod view;

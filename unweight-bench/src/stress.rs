@@ -1,0 +1,987 @@
+//! Thousands of launches of every kernel under load: the same input must give the same bits, and the first ones must be right.
+//!
+//! A race between a kernel and the copy engine shows in a few of a hundred launches, only while many loads are in flight, and in no sanitizer. So:
+//! every catalogued variant, on matrices of small and odd size too, at and beside each edge of its batch tile, launched [`StressOptions::launches`] times
+//! while another stream keeps memory and shared memory busy. Outputs are poisoned before each launch and compared on the device with those of the first,
+//! which are held against double precision (products) or the CPU's bytes (everything else).
+//!
+//! ```text
+//! reset [runs] --> launch run 0, 1, .. (directly, later as one graph) --> compare each with the first      stream 1
+//! load, load, load, ...                                                                                   stream 2, from another thread
+//! ```
+
+use std::{
+    cell::RefCell,
+    ffi::c_void,
+    fmt,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Instant,
+};
+
+use rayon::prelude::*;
+use serde::Serialize;
+use unweight_codegen::{
+    VariantSpec,
+    abi::{DecodeArgs, GemmPackedArgs, GemmReconArgs, RepackArgs, TensorMap},
+    plan::{GemmShape, Plan},
+    spec::{DecodeOutput, Epilogue, Op, RepackStage, WeightSource, catalog},
+};
+use unweight_format::{
+    CodeLimit, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, TileGrid, TileMetadata, huffman, packed,
+    palette,
+};
+
+use super::data::{halves, normal_bf16};
+use crate::{
+    choose::KernelSet,
+    device::{
+        DeviceBuffer, DeviceError, DeviceInfo, Graph, Stream, module::LoadedKernel, raw::RawKernel,
+        tma::TensorMapParams,
+    },
+    env::Env,
+    jit::{cache::KernelCache, compiler::CompileRequest},
+    ops::encode::GpuEncoder,
+    weight::pods,
+};
+
+/// A fault put into the kernels on purpose, to see that the run finds what it is there to find.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Plant {
+    /// A warp refills its slot without a fence, while its own loads may be in flight.
+    UnfencedRefill,
+}
+
+/// What is run.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct StressOptions {
+    /// Launches of each variant on each problem.
+    pub launches: u32,
+    /// Only variants whose name contains one of these; empty: all.
+    pub only: Vec<String>,
+    /// Keep memory and shared memory busy from another stream.
+    pub load: bool,
+    /// A fault to be found.
+    pub plant: Option<Plant>,
+}
+
+impl Default for StressOptions {
+    fn default() -> Self {
+        Self { launches: 2000, only: Vec::new(), load: true, plant: None }
+    }
+}
+
+impl StressOptions {
+    /// With this many launches of each variant on each problem.
+    #[must_use]
+    pub fn launches(mut self, launches: u32) -> Self {
+        self.launches = launches.max(1);
+        self
+    }
+
+    /// Only variants whose name contains one of these.
+    #[must_use]
+    pub fn only(mut self, names: Vec<String>) -> Self {
+        self.only = names;
+        self
+    }
+
+    /// With or without load from another stream.
+    #[must_use]
+    pub fn load(mut self, load: bool) -> Self {
+        self.load = load;
+        self
+    }
+
+    /// With a fault in the kernels.
+    #[must_use]
+    pub fn plant(mut self, plant: Option<Plant>) -> Self {
+        self.plant = plant;
+        self
+    }
+
+    fn wants(&self, name: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|part| name.contains(part.as_str()))
+    }
+}
+
+/// What a stress run found.
+#[derive(Clone, Debug, Serialize)]
+pub struct StressReport {
+    /// The device.
+    pub device: DeviceInfo,
+    /// What was asked for.
+    pub options: StressOptions,
+    /// Launches in all.
+    pub launches: u64,
+    /// Launches whose output was not that of the first.
+    pub differing: u64,
+    /// Problems whose first output was wrong.
+    pub wrong: u64,
+    /// Seconds.
+    pub seconds: f64,
+    /// A row for each variant and problem.
+    pub rows: Vec<StressRow>,
+}
+
+/// A variant on a problem.
+#[derive(Clone, Debug, Serialize)]
+pub struct StressRow {
+    /// Name of the variant, or of the encoder.
+    pub variant: String,
+    /// Batch rows; 0 without a batch.
+    pub m: u32,
+    /// Output features.
+    pub n: u32,
+    /// Input features.
+    pub k: u32,
+    /// Launches.
+    pub launches: u32,
+    /// Of them, those whose output was not that of the first.
+    pub differing: u32,
+    /// What is wrong with the first output.
+    pub wrong: Option<String>,
+}
+
+impl StressReport {
+    /// Whether every launch of every variant gave the right bits.
+    pub fn is_clean(&self) -> bool {
+        self.differing == 0 && self.wrong == 0
+    }
+}
+
+/// A line for each row that is not clean, by variant, and the sums.
+impl fmt::Display for StressReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for row in self.rows.iter().filter(|row| row.differing > 0 || row.wrong.is_some()) {
+            let StressRow { variant, m, n, k, launches, differing, wrong } = row;
+            write!(f, "{variant}  m = {m}, n = {n}, k = {k}: {differing} of {launches} launches differ")?;
+            match wrong {
+                Some(wrong) => writeln!(f, "; the first is wrong: {wrong}")?,
+                None => writeln!(f)?,
+            }
+        }
+        let variants: std::collections::BTreeSet<&str> = self.rows.iter().map(|row| row.variant.as_str()).collect();
+        let (device, problems, launches) = (&self.device.name, self.rows.len(), self.launches);
+        writeln!(
+            f,
+            "{device}: {} variants, {problems} problems, {launches} launches in {:.0} s: {} differ, {} first outputs wrong",
+            variants.len(),
+            self.seconds,
+            self.differing,
+            self.wrong
+        )
+    }
+}
+
+/// Runs everything that `options` ask for. `progress` hears a line for each family and shape.
+///
+/// # Errors
+/// A kernel cannot be made or launched. A wrong output is no error: the report says it.
+pub fn stress(
+    kernels: &KernelSet,
+    env: &Env,
+    options: &StressOptions,
+    progress: &dyn Fn(&str),
+) -> Result<StressReport, DeviceError> {
+    let start = Instant::now();
+    let stream = kernels.device().stream()?;
+    let run = Run { kernels, cache: KernelCache::open(env), threads: env.jit_threads, stream: &stream, options };
+    let load = Load::new(&run)?;
+    let stop = AtomicBool::new(false);
+    let rows = std::thread::scope(|scope| {
+        let loading = options.load.then(|| scope.spawn(|| load.keep_busy(&stop)));
+        let rows = run.all(progress);
+        stop.store(true, Ordering::Relaxed);
+        if let Some(loading) = loading {
+            loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        }
+        rows
+    })?;
+    Ok(StressReport {
+        device: kernels.device().info().clone(),
+        options: options.clone(),
+        launches: rows.iter().map(|row| u64::from(row.launches)).sum(),
+        differing: rows.iter().map(|row| u64::from(row.differing)).sum(),
+        wrong: rows.iter().filter(|row| row.wrong.is_some()).count() as u64,
+        seconds: start.elapsed().as_secs_f64(),
+        rows,
+    })
+}
+
+/// Launches between two comparisons. More are in flight at once than the device holds.
+const RUNS: u32 = 16;
+/// Of a problem's launches, those that are not replayed from a graph: one in this many.
+const DIRECT: u32 = 4;
+
+/// `[n, k]` of the weights: one tile; few and many columns; k and v projections of small models; odd numbers of tiles, which no block shape divides.
+const SHAPES: [(u32, u32); 6] = [(64, 64), (256, 4096), (1024, 4096), (192, 320), (1088, 704), (4096, 1024)];
+
+struct Run<'a> {
+    kernels: &'a KernelSet,
+    cache: KernelCache,
+    threads: usize,
+    stream: &'a Stream,
+    options: &'a StressOptions,
+}
+
+type Launch<'a> = Box<dyn Fn(&Stream, u64) -> Result<(), DeviceError> + 'a>;
+type Check<'a> = Box<dyn Fn(&[u8]) -> Option<String> + 'a>;
+
+/// Something to be launched over and over.
+struct Subject<'a> {
+    name: String,
+    shape: GemmShape,
+    /// `RUNS` outputs of `bytes`, one behind the other.
+    outputs: DeviceBuffer<u8>,
+    bytes: usize,
+    /// What the outputs hold before a launch that adds to them; without it they are poisoned.
+    before: Option<DeviceBuffer<u8>>,
+    /// Enqueues a launch whose output is at this address.
+    launch: Launch<'a>,
+    /// What is wrong with an output.
+    check: Check<'a>,
+}
+
+impl Run<'_> {
+    fn all(&self, progress: &dyn Fn(&str)) -> Result<Vec<StressRow>, DeviceError> {
+        let compare = self.raw("uw_stress_compare", "UW_COMPARE")?;
+        let mut rows = Vec::new();
+        for shape in SHAPES {
+            let start = Instant::now();
+            let before = rows.len();
+            self.shape(shape, &compare, &mut rows)?;
+            let found: u32 = rows[before..].iter().map(|row: &StressRow| row.differing).sum();
+            progress(&format!(
+                "{} x {}: {} problems, {found} launches differ, {:.0} s",
+                shape.0,
+                shape.1,
+                rows.len() - before,
+                start.elapsed().as_secs_f64()
+            ));
+        }
+        rows.extend(self.encoders()?);
+        Ok(rows)
+    }
+
+    /// A kernel of `stress.cu`.
+    fn raw(&self, name: &str, define: &str) -> Result<RawKernel, DeviceError> {
+        let request = CompileRequest {
+            name: name.to_owned(),
+            source: include_str!("stress.cu").to_owned(),
+            headers: Vec::new(),
+            options: vec![format!("-D{define}")],
+            arch: self.kernels.device().info().arch.compiler_name().to_owned(),
+        };
+        RawKernel::load(self.kernels.device(), &self.cache.get(&request)?)
+    }
+
+    /// The kernels of these variants, in their order, with the fault where one is to be planted.
+    fn loaded(&self, specs: &[VariantSpec]) -> Result<Vec<LoadedKernel>, DeviceError> {
+        let mut requests = specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>()?;
+        if let Some(Plant::UnfencedRefill) = self.options.plant {
+            requests.iter_mut().for_each(take_out_the_fence);
+        }
+        let artifacts = self.cache.compile_all(&requests, self.threads, &|_| {})?;
+        specs
+            .iter()
+            .zip(&artifacts)
+            .map(|(spec, artifact)| LoadedKernel::load(self.kernels.device(), spec, artifact))
+            .collect()
+    }
+
+    fn shape(&self, shape: (u32, u32), compare: &RawKernel, rows: &mut Vec<StressRow>) -> Result<(), DeviceError> {
+        let specs: Vec<VariantSpec> =
+            catalog::all().into_iter().filter(|spec| self.options.wants(spec.name().as_str())).collect();
+        let loaded = self.loaded(&specs)?;
+        let weights = Weights::new(self.stream, shape)?;
+        for (spec, kernel) in specs.iter().zip(&loaded) {
+            match spec.op {
+                Op::GemmMma(_) | Op::GemmWgmma(_) | Op::GemmRecon(_) => {
+                    for m in batches(spec) {
+                        let shape = GemmShape { m, n: shape.0, k: shape.1 };
+                        if !takes(spec, shape, self.kernels.device().info().sms) {
+                            continue;
+                        }
+                        let subject = match spec.op {
+                            Op::GemmRecon(_) => self.recon(kernel, &weights, shape)?,
+                            _ => self.packed(kernel, &weights, shape)?,
+                        };
+                        rows.push(self.subject(subject, compare)?);
+                    }
+                }
+                Op::Decode(_) => {
+                    if let Some(subject) = self.decode(kernel, &weights)? {
+                        rows.push(self.subject(subject, compare)?);
+                    }
+                }
+                Op::Repack(_) => {
+                    let subject = self.repack(kernel, &weights)?;
+                    rows.push(self.subject(subject, compare)?);
+                }
+                // One depends on the other: run together, below.
+                Op::Encode(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Resets, launches and compares until enough was launched.
+    fn subject(&self, mut subject: Subject<'_>, compare: &RawKernel) -> Result<StressRow, DeviceError> {
+        let stream = self.stream;
+        let Subject { name, shape, outputs, bytes, before, launch, check } = &mut subject;
+        let (bytes, base) = (*bytes, outputs.address());
+        let address = |run: u32| base + u64::from(run) * bytes as u64;
+        outputs.fill_padding(stream, GUARD)?;
+        let reset = |outputs: &mut DeviceBuffer<u8>| match &*before {
+            Some(before) => outputs.copy_from(stream, before),
+            None => outputs.fill_bytes(stream, 0xff),
+        };
+        reset(outputs)?;
+        (0..RUNS).try_for_each(|run| launch(stream, address(run)))?;
+        let first = outputs.read(stream, 0, bytes)?;
+        let expected = DeviceBuffer::from_host(stream, &first)?;
+        let mut wrong = check(&first);
+
+        let differing = DeviceBuffer::<u32>::zeroed(stream, 1)?;
+        let hold = || -> Result<(), DeviceError> {
+            let (mut runs, mut want) = (base, expected.address());
+            let (mut pieces, mut count) = (bytes as u64 / 16, differing.address());
+            let mut arguments = [
+                (&raw mut runs).cast::<c_void>(),
+                (&raw mut want).cast(),
+                (&raw mut pieces).cast(),
+                (&raw mut count).cast(),
+            ];
+            // SAFETY: `RUNS` outputs and the expected one have `bytes` each; the counter is one u32. All of them live through the wait below.
+            unsafe { compare.launch(stream, (RUNS, 1024), 0, &mut arguments) }
+        };
+        hold()?;
+        let rounds = self.options.launches.div_ceil(RUNS).max(2);
+        let graph: Graph = stream.capture(|| (0..RUNS).try_for_each(|run| launch(stream, address(run))))?;
+        for round in 1..rounds {
+            reset(outputs)?;
+            if round % DIRECT == 0 {
+                (0..RUNS).try_for_each(|run| launch(stream, address(run)))?;
+            } else {
+                // SAFETY: all that the launches name lives through the wait below.
+                unsafe { graph.launch() }?;
+            }
+            hold()?;
+        }
+        let differing = differing.read(stream, 0, 1)?[0];
+        if outputs.padding(stream)?.iter().any(|byte| *byte != GUARD) {
+            wrong = Some("it wrote past the end of its output".to_owned());
+        }
+        let GemmShape { m, n, k } = *shape;
+        Ok(StressRow { variant: name.clone(), m, n, k, launches: rounds * RUNS, differing, wrong })
+    }
+
+    fn packed<'a>(
+        &'a self,
+        kernel: &'a LoadedKernel,
+        weights: &'a Weights,
+        shape: GemmShape,
+    ) -> Result<Subject<'a>, DeviceError> {
+        let (batch_tile, escapes, epilogue, dump) = match kernel.spec().op {
+            Op::GemmMma(op) => (op.batch_tile.get(), op.escapes, op.epilogue, op.dump),
+            Op::GemmWgmma(op) => (op.batch_tile.get(), op.escapes, op.epilogue, op.dump),
+            _ => return kernel.refuse("is no matmul of packed weights".to_owned()),
+        };
+        let GemmShape { m, n, k } = shape;
+        let tensor = if escapes { &weights.with_escapes } else { &weights.without_escapes };
+        let columns = if epilogue == Epilogue::SiluMul { n / 2 } else { n };
+        let needs = kernel.plan().workspace(shape, kernel.device().info().sms);
+        let workspace = DeviceBuffer::<u8>::zeroed(self.stream, needs.bytes as usize)?;
+        let counters = DeviceBuffer::<u32>::zeroed(self.stream, needs.counters as usize)?;
+        let args = GemmPackedArgs {
+            x: TensorMapParams::activations(weights.x.address(), m, k, batch_tile).encode(kernel.device())?,
+            y_map: TensorMap([0; 16]),
+            packed: tensor.packed.address(),
+            escape_heads: tensor.escape_heads.address(),
+            escapes: tensor.escapes.address(),
+            y: 0,
+            workspace: workspace.address(),
+            counters: counters.address(),
+            scale: tensor.scale,
+            escape_words: tensor.escapes.len() as u32,
+            m,
+            n,
+            k,
+            tile_cols: k / 64,
+            reserved: [0; 14],
+        };
+        let launch = move |stream: &Stream, y: u64| {
+            let y_map = TensorMapParams::product(y, m, columns).encode(kernel.device())?;
+            // Moved in: it must live as long as this.
+            let _kept = (&workspace, &counters);
+            // SAFETY: every section, the workspace and the output have the sizes that the shape asks for, and live until the stream is waited for.
+            unsafe { kernel.launch(stream, shape, &GemmPackedArgs { y, y_map, ..args }) }
+        };
+        let exact = if escapes { &weights.exact } else { &weights.exact_without_escapes };
+        self.product(kernel, (shape, columns), epilogue, (weights, exact), Box::new(launch)).map(|mut subject| {
+            if dump {
+                subject.name += " (product)";
+            }
+            subject
+        })
+    }
+
+    fn recon<'a>(
+        &'a self,
+        kernel: &'a LoadedKernel,
+        weights: &'a Weights,
+        shape: GemmShape,
+    ) -> Result<Subject<'a>, DeviceError> {
+        let Op::GemmRecon(spec) = kernel.spec().op else {
+            return kernel.refuse("is no reconstructive matmul".to_owned());
+        };
+        let GemmShape { m, n, k } = shape;
+        let budget = if let WeightSource::Palette { verbatim } = spec.source { verbatim.get() } else { 64 };
+        let (source, exact) = if budget < weights.few_rows.max_verbatim_rows {
+            (&weights.no_rows, &weights.exact_without_escapes)
+        } else {
+            (&weights.few_rows, &weights.exact_few_rows)
+        };
+        let palette = matches!(spec.source, WeightSource::Palette { .. });
+        let args = GemmReconArgs {
+            x: TensorMapParams::activations(weights.x.address(), m, k, 64).encode(kernel.device())?,
+            sign_mantissa: TensorMapParams::sign_mantissa(source.sign_mantissa.address(), n, k)
+                .encode(kernel.device())?,
+            exponents: if palette { source.indices.address() } else { source.exponents.address() },
+            tile_metadata: source.tile_metadata.address(),
+            verbatim_exponents: source.verbatim.address(),
+            palette: source.palette.address(),
+            y: 0,
+            verbatim_rows: source.verbatim.len() as u32 / 64,
+            m,
+            n,
+            k,
+            tile_cols: k / 64,
+            reserved: 0,
+        };
+        let launch = move |stream: &Stream, y: u64| {
+            // SAFETY: as above.
+            unsafe { kernel.launch(stream, shape, &GemmReconArgs { y, ..args }) }
+        };
+        self.product(kernel, (shape, n), spec.epilogue, (weights, exact), Box::new(launch))
+    }
+
+    fn product<'a>(
+        &'a self,
+        kernel: &LoadedKernel,
+        (shape, columns): (GemmShape, u32),
+        epilogue: Epilogue,
+        (weights, exact): (&'a Weights, &'a [(f64, f64)]),
+        launch: Launch<'a>,
+    ) -> Result<Subject<'a>, DeviceError> {
+        let elements = shape.m as usize * columns as usize;
+        let bytes = elements * 2;
+        let before = (epilogue == Epilogue::StoreAdd)
+            .then(|| DeviceBuffer::from_host(self.stream, &weights.old[..bytes].repeat(RUNS as usize)))
+            .transpose()?;
+        let check = move |y: &[u8]| mismatch(y, shape, epilogue, exact, &weights.old);
+        Ok(Subject {
+            name: kernel.spec().to_string(),
+            shape,
+            outputs: DeviceBuffer::zeroed(self.stream, bytes * RUNS as usize)?,
+            bytes,
+            before,
+            launch,
+            check: Box::new(check),
+        })
+    }
+
+    fn decode<'a>(
+        &'a self,
+        kernel: &'a LoadedKernel,
+        weights: &'a Weights,
+    ) -> Result<Option<Subject<'a>>, DeviceError> {
+        let Op::Decode(spec) = kernel.spec().op else { return kernel.refuse("is no decoder".to_owned()) };
+        let tensor = huffman::encode(weights.matrix()?, CodeLimit::new(spec.code_limit.get())?)?;
+        let (bytes, expected) = match spec.output {
+            DecodeOutput::Full => (weights.bytes.len(), Some(weights.bytes.clone())),
+            // Indices of verbatim rows are 0, and the shapes here have no padding.
+            DecodeOutput::Palette => {
+                let palette = palette::encode_with(weights.matrix()?, tensor.code())?;
+                (palette.palette_index().len(), Some(palette.palette_index().to_vec()))
+            }
+            DecodeOutput::Exponent => (weights.bytes.len() / 2, Some(exponents_by_tile(weights.matrix()?))),
+        };
+        let sections = HuffmanOnDevice::upload(self.stream, &tensor)?;
+        let fault = DeviceBuffer::<u32>::zeroed(self.stream, 1)?;
+        let grid = tensor.grid();
+        let args = sections.args(grid, fault.address());
+        let shape = GemmShape { m: 0, n: args.n, k: args.k };
+        let launch = move |stream: &Stream, output: u64| {
+            let _kept = (&sections, &fault);
+            // SAFETY: as above.
+            unsafe { kernel.launch(stream, shape, &DecodeArgs { output, ..args }) }
+        };
+        Ok(Some(Subject {
+            name: kernel.spec().to_string(),
+            shape,
+            outputs: DeviceBuffer::zeroed(self.stream, bytes * RUNS as usize)?,
+            bytes,
+            before: None,
+            launch: Box::new(launch),
+            check: Box::new(move |got| differs(got, expected.as_deref())),
+        }))
+    }
+
+    /// Each stage over buffers of its own: of `pack` the tiles are looked at, of `lists` the lists, of `unpack` the weights.
+    fn repack<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, DeviceError> {
+        let Op::Repack(spec) = kernel.spec().op else { return kernel.refuse("is no conversion".to_owned()) };
+        let stream = self.stream;
+        let tensor = &weights.with_escapes;
+        let (n, k) = weights.shape;
+        let tiles = (n / 64) as usize * (k / 64) as usize;
+        let whole = DeviceBuffer::from_host(stream, &weights.bytes)?;
+        // What pack leaves for lists: of a row block with a list the number of its records. Made once, by pack itself.
+        let heads = DeviceBuffer::<u32>::zeroed(stream, tiles * 4)?;
+        let group_words = DeviceBuffer::<u32>::zeroed(stream, tiles.div_ceil(16))?;
+        let inexact = DeviceBuffer::<u64>::zeroed(stream, 1)?;
+        let scratch = DeviceBuffer::<u8>::zeroed(stream, tiles * packed::TILE_BYTES)?;
+        let args = RepackArgs {
+            weights: whole.address(),
+            packed: scratch.address(),
+            escape_heads: heads.address(),
+            escapes: tensor.escapes.address(),
+            group_words: group_words.address(),
+            inexact: inexact.address(),
+            escape_words: tensor.escapes.len() as u32,
+            base: u32::from(tensor.host.window().base()),
+            n,
+            k,
+            tile_rows: n / 64,
+            tile_cols: k / 64,
+        };
+        let shape = GemmShape { m: 0, n, k };
+        let (bytes, expected): (usize, Vec<u8>) = match spec.stage {
+            RepackStage::Pack => (tiles * packed::TILE_BYTES, tensor.host.packed().to_vec()),
+            RepackStage::Lists => (tensor.host.escapes().len(), tensor.host.escapes().to_vec()),
+            RepackStage::Unpack => (weights.bytes.len(), weights.bytes.clone()),
+        };
+        if spec.stage == RepackStage::Lists {
+            let arch = self.kernels.device().info().arch;
+            let pack = self.kernels.get(&VariantSpec::repack(arch, RepackStage::Pack))?;
+            // SAFETY: the buffers above have the sizes that the shape asks for.
+            unsafe { pack.launch(stream, shape, &args) }?;
+        }
+        let counted = heads.duplicate(stream)?;
+        let heads = RefCell::new(heads);
+        let launch = move |stream: &Stream, output: u64| {
+            let _kept = (&whole, &heads, &group_words, &inexact, &scratch, &counted);
+            let args = match spec.stage {
+                RepackStage::Pack => RepackArgs { packed: output, ..args },
+                RepackStage::Lists => RepackArgs { escapes: output, ..args },
+                RepackStage::Unpack => RepackArgs {
+                    weights: output,
+                    packed: tensor.packed.address(),
+                    escape_heads: tensor.escape_heads.address(),
+                    ..args
+                },
+            };
+            if spec.stage == RepackStage::Lists {
+                // `lists` turns numbers of records into indices, so it runs once on each set of heads.
+                heads.borrow_mut().copy_from(stream, &counted)?;
+            }
+            // SAFETY: as above.
+            unsafe { kernel.launch(stream, shape, &args) }
+        };
+        // Words behind the last list are zeros of the format, not of the kernel.
+        let before = (spec.stage == RepackStage::Lists)
+            .then(|| DeviceBuffer::zeroed(stream, bytes * RUNS as usize))
+            .transpose()?;
+        Ok(Subject {
+            name: kernel.spec().to_string(),
+            shape,
+            outputs: DeviceBuffer::zeroed(stream, bytes * RUNS as usize)?,
+            bytes,
+            before,
+            launch: Box::new(launch),
+            check: Box::new(move |got| differs(got, Some(&expected))),
+        })
+    }
+
+    /// All stages of the encoder together, to both forms, compared on the host.
+    fn encoders(&self) -> Result<Vec<StressRow>, DeviceError> {
+        let name = "uw_sm90a_encode";
+        if !self.options.wants(name) {
+            return Ok(Vec::new());
+        }
+        let (n, k) = (320u32, 448u32);
+        let bytes = normal_bf16(n as usize * k as usize, 0.02, 77);
+        let matrix = Matrix::new(&bytes, n as usize, k as usize)?;
+        let encoder = GpuEncoder::new(self.kernels, CodeLimit::DEFAULT)?;
+        let huffman = huffman::encode(matrix, CodeLimit::DEFAULT)?;
+        let palette = palette::encode(matrix, CodeLimit::DEFAULT)?;
+        let mut rows = Vec::new();
+        for form in ["huffman", "palette"] {
+            let mut differing = 0;
+            for _ in 0..self.options.launches {
+                let same = match form {
+                    "huffman" => encoder.encode(self.stream, matrix)? == huffman,
+                    _ => encoder.encode_palette(self.stream, matrix)? == palette,
+                };
+                differing += u32::from(!same);
+            }
+            let variant = format!("{name}, all stages to {form}");
+            rows.push(StressRow { variant, m: 0, n, k, launches: self.options.launches, differing, wrong: None });
+        }
+        Ok(rows)
+    }
+}
+
+/// Behind every output.
+const GUARD: u8 = 0xa5;
+
+/// Batches at and beside the edges of a variant's batch tile, and one in its third tile.
+fn batches(spec: &VariantSpec) -> Vec<u32> {
+    let tile = match spec.op {
+        Op::GemmMma(op) => op.batch_tile.get(),
+        Op::GemmWgmma(op) => op.batch_tile.get(),
+        // Slots of 64, 128 or 256 rows, as the batch asks.
+        _ => 64,
+    };
+    let mut batches = vec![1, tile - 1, tile, tile + 1, 2 * tile + tile / 2 + 1];
+    if matches!(spec.op, Op::GemmRecon(_)) {
+        batches.extend([128, 129, 257]);
+    }
+    batches.retain(|m| *m <= ROWS);
+    batches
+}
+
+/// Whether a variant can compute a problem at all.
+fn takes(spec: &VariantSpec, shape: GemmShape, sms: u32) -> bool {
+    let divides = match spec.op {
+        Op::GemmRecon(op) => shape.n.is_multiple_of(64 * op.n_tiles.get()),
+        _ => true,
+    };
+    divides && Plan::new(spec).is_ok_and(|plan| plan.launch.grid.blocks(shape, sms).is_some_and(|blocks| blocks > 0))
+}
+
+/// The largest batch.
+const ROWS: u32 = 656;
+
+/// Weights of one shape in every form, inputs, and products in double precision.
+struct Weights {
+    shape: (u32, u32),
+    bytes: Vec<u8>,
+    x: DeviceBuffer<u16>,
+    /// bf16 that outputs hold before they are added to.
+    old: Vec<u8>,
+    with_escapes: PackedOnDevice,
+    without_escapes: PackedOnDevice,
+    few_rows: ReconOnDevice,
+    no_rows: ReconOnDevice,
+    /// For each element of Y the product, and the sum of the magnitudes that went into it.
+    exact: Vec<(f64, f64)>,
+    exact_without_escapes: Vec<(f64, f64)>,
+    exact_few_rows: Vec<(f64, f64)>,
+}
+
+struct PackedOnDevice {
+    host: PackedTensor<Vec<u8>>,
+    packed: DeviceBuffer<u8>,
+    escape_heads: DeviceBuffer<u32>,
+    escapes: DeviceBuffer<u32>,
+    scale: f32,
+}
+
+impl PackedOnDevice {
+    fn new(stream: &Stream, bytes: &[u8], (n, k): (u32, u32)) -> Result<Self, DeviceError> {
+        let matrix = Matrix::new(bytes, n as usize, k as usize)?;
+        let host = packed::pack(matrix, &Histogram::of(bytes))
+            .map_err(|why| DeviceError::Shape(format!("[{n}, {k}] cannot be packed: {why:?}")))?;
+        Ok(Self {
+            packed: DeviceBuffer::from_host(stream, host.packed())?,
+            escape_heads: DeviceBuffer::from_host(stream, &pods::<u32>(host.escape_heads())?)?,
+            escapes: DeviceBuffer::from_host(stream, &pods::<u32>(host.escapes())?)?,
+            scale: host.window().scale(),
+            host,
+        })
+    }
+}
+
+/// A palette tensor and its exponents.
+struct ReconOnDevice {
+    max_verbatim_rows: u32,
+    sign_mantissa: DeviceBuffer<u8>,
+    exponents: DeviceBuffer<u8>,
+    indices: DeviceBuffer<u8>,
+    tile_metadata: DeviceBuffer<TileMetadata>,
+    verbatim: DeviceBuffer<u8>,
+    palette: DeviceBuffer<u8>,
+}
+
+impl ReconOnDevice {
+    fn new(stream: &Stream, bytes: &[u8], (n, k): (u32, u32)) -> Result<Self, DeviceError> {
+        let matrix = Matrix::new(bytes, n as usize, k as usize)?;
+        let tensor: PaletteTensor<Vec<u8>> = palette::encode(matrix, CodeLimit::DEFAULT)?;
+        Ok(Self {
+            max_verbatim_rows: tensor.max_verbatim_rows(),
+            sign_mantissa: DeviceBuffer::from_host(stream, tensor.sign_mantissa())?,
+            exponents: DeviceBuffer::from_host(stream, &exponents_by_tile(matrix))?,
+            indices: DeviceBuffer::from_host(stream, tensor.palette_index())?,
+            tile_metadata: DeviceBuffer::from_host(stream, &pods::<TileMetadata>(tensor.tile_metadata())?)?,
+            verbatim: DeviceBuffer::from_host(stream, tensor.verbatim_exponents())?,
+            palette: DeviceBuffer::from_host(stream, &tensor.palette())?,
+        })
+    }
+}
+
+struct HuffmanOnDevice {
+    sign_mantissa: DeviceBuffer<u8>,
+    encoded_exp: DeviceBuffer<u32>,
+    row_lengths: DeviceBuffer<u8>,
+    tile_metadata: DeviceBuffer<TileMetadata>,
+    verbatim: DeviceBuffer<u8>,
+    palette: DeviceBuffer<u8>,
+    code_lengths: DeviceBuffer<u8>,
+}
+
+impl HuffmanOnDevice {
+    fn upload(stream: &Stream, tensor: &HuffmanTensor<Vec<u8>>) -> Result<Self, DeviceError> {
+        Ok(Self {
+            sign_mantissa: DeviceBuffer::from_host(stream, tensor.sign_mantissa())?,
+            encoded_exp: DeviceBuffer::from_host(stream, &pods::<u32>(tensor.encoded_exp())?)?,
+            row_lengths: DeviceBuffer::from_host(stream, tensor.row_lengths())?,
+            tile_metadata: DeviceBuffer::from_host(stream, &pods::<TileMetadata>(tensor.tile_metadata())?)?,
+            verbatim: DeviceBuffer::from_host(stream, tensor.verbatim_exponents())?,
+            palette: DeviceBuffer::from_host(stream, &tensor.code().palette().stored())?,
+            code_lengths: DeviceBuffer::from_host(stream, &tensor.code().lengths())?,
+        })
+    }
+
+    fn args(&self, grid: TileGrid, fault: u64) -> DecodeArgs {
+        DecodeArgs {
+            sign_mantissa: self.sign_mantissa.address(),
+            encoded_exp: self.encoded_exp.address(),
+            row_lengths: self.row_lengths.address(),
+            tile_metadata: self.tile_metadata.address(),
+            verbatim_exponents: self.verbatim.address(),
+            palette: self.palette.address(),
+            code_lengths: self.code_lengths.address(),
+            fault,
+            encoded_words: self.encoded_exp.len() as u64,
+            verbatim_rows: self.verbatim.len() as u32 / 64,
+            n: grid.rows() as u32,
+            k: grid.cols() as u32,
+            tile_rows: grid.tile_rows() as u32,
+            tile_cols: grid.tile_cols() as u32,
+            ..DecodeArgs::default()
+        }
+    }
+}
+
+impl Weights {
+    fn new(stream: &Stream, (n, k): (u32, u32)) -> Result<Self, DeviceError> {
+        let elements = n as usize * k as usize;
+        let seed = u64::from(n) << 32 | u64::from(k);
+        let few_rows = normal_bf16(elements, 0.02, seed);
+        // Every 389th element lies far outside of any window: zeros, subnormals, large ones; row 5 begins with a run of them, longer than a warp.
+        let mut bytes = few_rows.clone();
+        let mut inside = halves(&few_rows);
+        for (at, element) in bytes.chunks_exact_mut(2).enumerate() {
+            let dense = at / k as usize == 5 && at % (k as usize) < (elements / 600).min(40);
+            if dense || at % 389 == 7 {
+                let bits = u16::from_le_bytes([element[0], element[1]]);
+                let exponent = [0u16, 90, 100, 130][(bits & 3) as usize];
+                let mantissa = if bits & 4 == 0 { 0x7f } else { 0 };
+                element.copy_from_slice(&((bits & (0x8000 | mantissa)) | exponent << 7).to_le_bytes());
+            }
+        }
+        for element in &mut inside {
+            let exponent = (*element >> 7 & 0xff).clamp(108, 123);
+            *element = *element & 0x807f | exponent << 7;
+        }
+        let without: Vec<u8> = inside.iter().flat_map(|bits| bits.to_le_bytes()).collect();
+        let x = normal_bf16(ROWS as usize * k as usize, 1.0, seed ^ 0x55);
+        let old = normal_bf16(ROWS as usize * n as usize, 1.0, seed ^ 0xaa);
+        Ok(Self {
+            shape: (n, k),
+            exact: products(&x, &bytes, (n, k)),
+            exact_without_escapes: products(&x, &without, (n, k)),
+            exact_few_rows: products(&x, &few_rows, (n, k)),
+            with_escapes: PackedOnDevice::new(stream, &bytes, (n, k))?,
+            without_escapes: PackedOnDevice::new(stream, &without, (n, k))?,
+            few_rows: ReconOnDevice::new(stream, &few_rows, (n, k))?,
+            no_rows: ReconOnDevice::new(stream, &without, (n, k))?,
+            x: DeviceBuffer::from_host(stream, &halves(&x))?,
+            old,
+            bytes,
+        })
+    }
+
+    fn matrix(&self) -> Result<Matrix<'_>, DeviceError> {
+        Ok(Matrix::new(&self.bytes, self.shape.0 as usize, self.shape.1 as usize)?)
+    }
+}
+
+fn value(bits: u16) -> f64 {
+    f64::from(f32::from_bits(u32::from(bits) << 16))
+}
+
+fn products(x: &[u8], w: &[u8], (n, k): (u32, u32)) -> Vec<(f64, f64)> {
+    let values = |bytes: &[u8]| halves(bytes).into_iter().map(value).collect::<Vec<f64>>();
+    let (x, w, n, k) = (values(x), values(w), n as usize, k as usize);
+    (0..ROWS as usize * n)
+        .into_par_iter()
+        .map(|at| {
+            let terms = x[at / n * k..][..k].iter().zip(&w[at % n * k..][..k]).map(|(x, w)| x * w);
+            terms.fold((0.0, 0.0), |(sum, magnitude), term| (sum + term, magnitude + term.abs()))
+        })
+        .collect()
+}
+
+/// The exponents, u8 `[tiles, 64, 64]`, of a matrix of whole tiles.
+fn exponents_by_tile(matrix: Matrix<'_>) -> Vec<u8> {
+    let (grid, bytes) = (matrix.grid(), matrix.bytes());
+    let (rows, cols) = (grid.rows(), grid.cols());
+    let mut exponents = Vec::with_capacity(rows * cols);
+    for tile in 0..grid.tiles() {
+        let (row, col) = (tile / grid.tile_cols() * 64, tile % grid.tile_cols() * 64);
+        for at in (row..row + 64).flat_map(|row| (col..col + 64).map(move |col| row * cols + col)) {
+            exponents.push((u16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]]) >> 7) as u8);
+        }
+    }
+    exponents
+}
+
+/// The first element that neither one rounding nor fp32 accumulation explains.
+fn mismatch(
+    y: &[u8],
+    GemmShape { n, .. }: GemmShape,
+    epilogue: Epilogue,
+    exact: &[(f64, f64)],
+    old: &[u8],
+) -> Option<String> {
+    let n = n as usize;
+    let columns = if epilogue == Epilogue::SiluMul { n / 2 } else { n };
+    let old = |at: usize| value(u16::from_le_bytes([old[2 * at], old[2 * at + 1]]));
+    halves(y).iter().enumerate().find_map(|(at, got)| {
+        let (row, column) = (at / columns, at % columns);
+        let (sum, slack) = match epilogue {
+            Epilogue::Store => (exact[at].0, exact[at].1 * 1e-6),
+            Epilogue::StoreAdd => (exact[at].0 + old(at), (exact[at].1 + old(at).abs()) * 1e-6),
+            // 16 rows of the gate and 16 of the up in turn. The slope of silu is at most 1.1.
+            Epilogue::SiluMul => {
+                let gate_at = row * n + column / 16 * 32 + column % 16;
+                let ((gate, gate_size), (up, up_size)) = (exact[gate_at], exact[gate_at + 16]);
+                let sum = gate / (1.0 + (-gate).exp()) * up;
+                (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + sum.abs() * 1e-5)
+            }
+        };
+        let error = (value(*got) - sum).abs();
+        (error.is_nan() || error > sum.abs() / 256.0 + slack)
+            .then(|| format!("row {row}, column {column}: {} instead of {sum}", value(*got)))
+    })
+}
+
+fn differs(got: &[u8], expected: Option<&[u8]>) -> Option<String> {
+    let at = expected?.iter().zip(got).position(|(want, got)| want != got)?;
+    Some(format!("byte {at} is {:#04x}, the CPU's {:#04x}", got[at], expected?[at]))
+}
+
+/// Work on another stream.
+struct Load {
+    kernel: RawKernel,
+    stream: Stream,
+    memory: DeviceBuffer<u8>,
+    blocks: u32,
+}
+
+impl Load {
+    /// More than the second-level cache holds.
+    const BYTES: usize = 256 << 20;
+    const ROUNDS: u32 = 256;
+
+    fn new(run: &Run<'_>) -> Result<Self, DeviceError> {
+        let stream = run.kernels.device().stream()?;
+        Ok(Self {
+            kernel: run.raw("uw_stress_load", "UW_LOAD")?,
+            memory: DeviceBuffer::zeroed(&stream, Self::BYTES)?,
+            blocks: run.kernels.device().info().sms,
+            stream,
+        })
+    }
+
+    /// Until told to stop: launches with and without shared memory in turn, some ahead.
+    fn keep_busy(&self, stop: &AtomicBool) -> Result<(), DeviceError> {
+        while !stop.load(Ordering::Relaxed) {
+            for i in 0..32u32 {
+                let shared = if i % 2 == 0 { 0 } else { 16 << 10 };
+                let (mut memory, mut pieces) = (self.memory.address(), Self::BYTES as u64 / 16);
+                let (mut rounds, mut shared_pieces) = (Self::ROUNDS, shared / 16);
+                let mut arguments = [
+                    (&raw mut memory).cast::<c_void>(),
+                    (&raw mut pieces).cast(),
+                    (&raw mut rounds).cast(),
+                    (&raw mut shared_pieces).cast(),
+                ];
+                // SAFETY: the kernel stays within `pieces` of memory and `shared_pieces` of shared memory; the memory lives through the wait below.
+                unsafe { self.kernel.launch(&self.stream, (self.blocks / 2, 256), shared, &mut arguments) }?;
+            }
+            self.stream.synchronize()?;
+        }
+        Ok(())
+    }
+}
+
+/// Takes the fence out of the hand-over of a slot.
+fn take_out_the_fence(request: &mut CompileRequest) {
+    const FENCE: &str = "    ptx::fence_proxy_async_shared();\n";
+    for (name, text) in &mut request.headers {
+        if name == "unweight/pipeline/ring.cuh" {
+            assert_eq!(text.matches(FENCE).count(), 1, "the header has one hand-over");
+            *text = text.replace(FENCE, "");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_variant_meets_every_edge_of_its_batch_tile() {
+        for spec in catalog::all() {
+            let tile = match spec.op {
+                Op::GemmMma(op) => op.batch_tile.get(),
+                Op::GemmWgmma(op) => op.batch_tile.get(),
+                _ => continue,
+            };
+            let batches = batches(&spec);
+            assert!([1, tile - 1, tile, tile + 1].iter().all(|m| batches.contains(m)), "{spec}: {batches:?}");
+            let problems = SHAPES.iter().flat_map(|&(n, k)| batches.iter().map(move |&m| GemmShape { m, n, k }));
+            assert!(problems.filter(|shape| takes(&spec, *shape, 132)).count() >= 3 * batches.len(), "{spec}");
+        }
+    }
+
+    #[test]
+    fn the_fault_is_planted_in_every_kernel_that_hands_slots_over() {
+        for spec in catalog::all() {
+            let clean = CompileRequest::render(&spec).unwrap();
+            let mut faulty = clean.clone();
+            take_out_the_fence(&mut faulty);
+            if matches!(spec.op, Op::GemmMma(_) | Op::Decode(_)) {
+                assert_ne!(clean, faulty, "{spec}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_wrong_element_is_named() {
+        let shape = GemmShape { m: 1, n: 64, k: 64 };
+        let exact = vec![(1.0, 4.0); 64];
+        let mut y: Vec<u8> = [0x80, 0x3f].repeat(64);
+        assert_eq!(mismatch(&y, shape, Epilogue::Store, &exact, &[]), None);
+        y[2 * 9] = 0x83;
+        let wrong = mismatch(&y, shape, Epilogue::Store, &exact, &[]).unwrap();
+        assert!(wrong.starts_with("row 0, column 9"), "{wrong}");
+        y[2 * 9..][..2].copy_from_slice(&[0xff, 0xff]);
+        assert!(mismatch(&y, shape, Epilogue::Store, &exact, &[]).unwrap().contains("NaN"));
+    }
+}

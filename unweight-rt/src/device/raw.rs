@@ -1,0 +1,63 @@
+//! A kernel of somebody else's making: compiled and cached as ours are, without a spec or a plan.
+
+use std::{ffi::c_void, ptr};
+
+use cudarc::{driver::CudaFunction, driver::sys, nvrtc::Ptx};
+
+use crate::{
+    device::{Call, Device, DeviceError, Stream},
+    jit::cache::Artifact,
+};
+
+/// A kernel of which nothing is known but its symbol.
+#[derive(Debug)]
+pub struct RawKernel {
+    device: Device,
+    /// Keeps the module loaded.
+    function: CudaFunction,
+}
+
+impl RawKernel {
+    /// Loads the kernel that the artifact is named after.
+    ///
+    /// # Errors
+    /// The driver refuses it.
+    pub fn load(device: &Device, artifact: &Artifact) -> Result<Self, DeviceError> {
+        let module = device.context().load_module(Ptx::from_binary(artifact.cubin.to_vec())).call("loading a cubin")?;
+        let function = module.load_function(&artifact.name).call("finding a kernel in its cubin")?;
+        Ok(Self { device: device.clone(), function })
+    }
+
+    /// Enqueues `blocks` blocks of `threads` threads with `smem_bytes` of dynamic shared memory (48 KiB at most).
+    ///
+    /// # Safety
+    /// `arguments` point to values of the kernel's parameters, in order, and what they name lives until the kernel is done.
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        (blocks, threads): (u32, u32),
+        smem_bytes: u32,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), DeviceError> {
+        self.device.bind()?;
+        let function = self.function.cu_function();
+        // SAFETY: the caller's promise; the driver copies the arguments during the call.
+        unsafe {
+            sys::cuLaunchKernel(
+                function,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                smem_bytes,
+                stream.raw(),
+                arguments.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        }
+        .result()
+        .call("launching a kernel")
+    }
+}
