@@ -781,18 +781,8 @@ impl Weights {
         let elements = n as usize * k as usize;
         let seed = u64::from(n) << 32 | u64::from(k);
         let few_rows = normal_bf16(elements, 0.02, seed);
-        // Every 389th element lies far outside of any window: zeros, subnormals, large ones; row 5 begins with a run of them, longer than a warp.
-        let mut bytes = few_rows.clone();
+        let bytes = with_outsiders(&few_rows, k);
         let mut inside = halves(&few_rows);
-        for (at, element) in bytes.chunks_exact_mut(2).enumerate() {
-            let dense = at / k as usize == 5 && at % (k as usize) < (elements / 600).min(40);
-            if dense || at % 389 == 7 {
-                let bits = u16::from_le_bytes([element[0], element[1]]);
-                let exponent = [0u16, 90, 100, 130][(bits & 3) as usize];
-                let mantissa = if bits & 4 == 0 { 0x7f } else { 0 };
-                element.copy_from_slice(&((bits & (0x8000 | mantissa)) | exponent << 7).to_le_bytes());
-            }
-        }
         for element in &mut inside {
             let exponent = (*element >> 7 & 0xff).clamp(108, 123);
             *element = *element & 0x807f | exponent << 7;
@@ -818,6 +808,22 @@ impl Weights {
     fn matrix(&self) -> Result<Matrix<'_>, DeviceError> {
         Ok(Matrix::new(&self.bytes, self.shape.0 as usize, self.shape.1 as usize)?)
     }
+}
+
+/// The same weights with every 499th element far outside of any window: zeros, subnormals, large ones. Row 5 begins with a run of them, longer than a warp
+/// in all but the smallest matrices.
+fn with_outsiders(weights: &[u8], k: u32) -> Vec<u8> {
+    let (mut bytes, elements) = (weights.to_vec(), weights.len() / 2);
+    for (at, element) in bytes.chunks_exact_mut(2).enumerate() {
+        let dense = at / k as usize == 5 && at % (k as usize) < (elements / 1000).min(40);
+        if dense || at % 499 == 7 {
+            let bits = u16::from_le_bytes([element[0], element[1]]);
+            let exponent = [0u16, 90, 100, 130][(bits & 3) as usize];
+            let mantissa = if bits & 4 == 0 { 0x7f } else { 0 };
+            element.copy_from_slice(&((bits & (0x8000 | mantissa)) | exponent << 7).to_le_bytes());
+        }
+    }
+    bytes
 }
 
 fn value(bits: u16) -> f64 {
@@ -969,6 +975,16 @@ mod tests {
             if matches!(spec.op, Op::GemmMma(_) | Op::Decode(_)) {
                 assert_ne!(clean, faulty, "{spec}");
             }
+        }
+    }
+
+    #[test]
+    fn weights_of_every_shape_can_be_packed_and_have_escapes() {
+        for (n, k) in SHAPES {
+            let bytes = with_outsiders(&normal_bf16(n as usize * k as usize, 0.02, 1), k);
+            let matrix = Matrix::new(&bytes, n as usize, k as usize).unwrap();
+            let tensor = packed::pack(matrix, &Histogram::of(&bytes)).unwrap();
+            assert!(tensor.escape_count() > 8 && !tensor.escapes().is_empty(), "[{n}, {k}]");
         }
     }
 
