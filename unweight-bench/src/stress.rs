@@ -151,16 +151,29 @@ impl StressReport {
     }
 }
 
-/// A line for each row that is not clean, by variant, and the sums.
+impl StressRow {
+    /// Whether every launch gave the right bits.
+    pub fn is_clean(&self) -> bool {
+        self.differing == 0 && self.wrong.is_none()
+    }
+}
+
+impl fmt::Display for StressRow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { variant, m, n, k, launches, differing, wrong } = self;
+        write!(f, "{variant}  m = {m}, n = {n}, k = {k}: {differing} of {launches} launches differ")?;
+        match wrong {
+            Some(wrong) => write!(f, "; the first is wrong: {wrong}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A line for each row that is not clean, and the sums.
 impl fmt::Display for StressReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for row in self.rows.iter().filter(|row| row.differing > 0 || row.wrong.is_some()) {
-            let StressRow { variant, m, n, k, launches, differing, wrong } = row;
-            write!(f, "{variant}  m = {m}, n = {n}, k = {k}: {differing} of {launches} launches differ")?;
-            match wrong {
-                Some(wrong) => writeln!(f, "; the first is wrong: {wrong}")?,
-                None => writeln!(f)?,
-            }
+        for row in self.rows.iter().filter(|row| !row.is_clean()) {
+            writeln!(f, "{row}")?;
         }
         let variants: std::collections::BTreeSet<&str> = self.rows.iter().map(|row| row.variant.as_str()).collect();
         let (device, problems, launches) = (&self.device.name, self.rows.len(), self.launches);
@@ -251,15 +264,10 @@ impl Run<'_> {
         for shape in SHAPES {
             let start = Instant::now();
             let before = rows.len();
-            self.shape(shape, &compare, &mut rows)?;
-            let found: u32 = rows[before..].iter().map(|row: &StressRow| row.differing).sum();
-            progress(&format!(
-                "{} x {}: {} problems, {found} launches differ, {:.0} s",
-                shape.0,
-                shape.1,
-                rows.len() - before,
-                start.elapsed().as_secs_f64()
-            ));
+            self.shape(shape, &compare, &mut rows, progress)?;
+            let bad = rows[before..].iter().filter(|row| !row.is_clean()).count();
+            let (problems, seconds) = (rows.len() - before, start.elapsed().as_secs_f64());
+            progress(&format!("{} x {}: {problems} problems, {bad} not clean, {seconds:.0} s", shape.0, shape.1));
         }
         rows.extend(self.encoders()?);
         Ok(rows)
@@ -291,7 +299,19 @@ impl Run<'_> {
             .collect()
     }
 
-    fn shape(&self, shape: (u32, u32), compare: &RawKernel, rows: &mut Vec<StressRow>) -> Result<(), DeviceError> {
+    fn shape(
+        &self,
+        shape: (u32, u32),
+        compare: &RawKernel,
+        rows: &mut Vec<StressRow>,
+        progress: &dyn Fn(&str),
+    ) -> Result<(), DeviceError> {
+        let mut add = |row: StressRow| {
+            if !row.is_clean() {
+                progress(&row.to_string());
+            }
+            rows.push(row);
+        };
         let specs: Vec<VariantSpec> =
             catalog::all().into_iter().filter(|spec| self.options.wants(spec.name().as_str())).collect();
         let loaded = self.loaded(&specs)?;
@@ -308,17 +328,17 @@ impl Run<'_> {
                             Op::GemmRecon(_) => self.recon(kernel, &weights, shape)?,
                             _ => self.packed(kernel, &weights, shape)?,
                         };
-                        rows.push(self.subject(subject, compare)?);
+                        add(self.subject(subject, compare)?);
                     }
                 }
                 Op::Decode(_) => {
                     if let Some(subject) = self.decode(kernel, &weights)? {
-                        rows.push(self.subject(subject, compare)?);
+                        add(self.subject(subject, compare)?);
                     }
                 }
                 Op::Repack(_) => {
                     let subject = self.repack(kernel, &weights)?;
-                    rows.push(self.subject(subject, compare)?);
+                    add(self.subject(subject, compare)?);
                 }
                 // One depends on the other: run together, below.
                 Op::Encode(_) => {}
@@ -643,12 +663,9 @@ fn batches(spec: &VariantSpec) -> Vec<u32> {
         Op::GemmMma(op) => op.batch_tile.get(),
         Op::GemmWgmma(op) => op.batch_tile.get(),
         // Slots of 64, 128 or 256 rows, as the batch asks.
-        _ => 64,
+        _ => return vec![1, 63, 64, 65, 129, 257],
     };
     let mut batches = vec![1, tile - 1, tile, tile + 1, 2 * tile + tile / 2 + 1];
-    if matches!(spec.op, Op::GemmRecon(_)) {
-        batches.extend([128, 129, 257]);
-    }
     batches.retain(|m| *m <= ROWS);
     batches
 }
@@ -914,7 +931,7 @@ impl Load {
         })
     }
 
-    /// Until told to stop: launches with and without shared memory in turn, some ahead.
+    /// Until told to stop: launches with and without shared memory in turn, then as long a pause. Some races show under load, others without.
     fn keep_busy(&self, stop: &AtomicBool) -> Result<(), DeviceError> {
         while !stop.load(Ordering::Relaxed) {
             for i in 0..32u32 {
@@ -930,7 +947,9 @@ impl Load {
                 // SAFETY: the kernel stays within `pieces` of memory and `shared_pieces` of shared memory; the memory lives through the wait below.
                 unsafe { self.kernel.launch(&self.stream, (self.blocks / 2, 256), shared, &mut arguments) }?;
             }
+            let start = Instant::now();
             self.stream.synchronize()?;
+            std::thread::sleep(start.elapsed());
         }
         Ok(())
     }
