@@ -17,20 +17,24 @@ extern "C" __global__ void __launch_bounds__(1024, 1) uw_stress_compare(const ui
 #endif
 
 #ifdef UW_LOAD
-// Keeps device memory, the second-level cache and shared memory busy: what makes a race between copies and loads show.
-extern "C" __global__ void __launch_bounds__(256, 1) uw_stress_load(uint4* memory, u64 pieces, u32 rounds, u32 shared_pieces) {
-    extern __shared__ uint4 shared[];
+// Without shared words: streams memory, so that the copy engine and the second-level cache have other things to do. With them: keeps the multiprocessor's shared
+// memory busy with loads of 32 words from one bank, so that the loads of the block beside it stay in flight for long: what makes a race with the copy engine show.
+extern "C" __global__ void __launch_bounds__(256, 1) uw_stress_load(uint4* memory, u64 pieces, u32 rounds, u32 shared_words) {
+    extern __shared__ volatile u32 shared[];
+    if (shared_words != 0) {
+        for (u32 i = threadIdx.x; i < shared_words; i += blockDim.x) shared[i] = i * 2654435761u;
+        __syncthreads();
+        u32 sum = 0;
+        for (u32 round = 0; round < rounds * 8; ++round) sum ^= shared[(threadIdx.x * 32 + round) % shared_words];
+        if (sum == 0x12345678u) memory[threadIdx.x] = make_uint4(sum, sum, sum, sum);
+        return;
+    }
     u64 at = (u64(blockIdx.x) * 2654435761u + threadIdx.x) % pieces;
     uint4 sum = make_uint4(0, 0, 0, 0);
     for (u32 round = 0; round < rounds; ++round) {
         const uint4 v = memory[at];
         sum.x ^= v.x;
         sum.y += v.y;
-        if (shared_pieces != 0) {
-            shared[(threadIdx.x + round) % shared_pieces] = v;
-            __syncthreads();
-            sum.z ^= shared[(threadIdx.x * 7 + round) % shared_pieces].z;
-        }
         at = (at + u64(gridDim.x) * blockDim.x) % pieces;
     }
     if (sum.x == 0x12345678u && sum.y == 0x9abcdef0u) memory[at] = sum;

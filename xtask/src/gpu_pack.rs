@@ -22,9 +22,10 @@ use crate::{
 };
 
 const RUN_SH: &str = r#"#!/bin/sh
-# Runs the GPU tests, then the benchmarks. Results go to $OUT (default: ./out):
+# Runs the GPU tests and the stress run, then the benchmarks. Results go to $OUT (default: ./out):
 #   gpu.log            the tests; a figure after a failed test would mean nothing, so they come first
 #   doctor.json        what the machine has
+#   stress.json        every kernel thousands of times under load: minutes
 #   kernels.json       the benchmarks
 #   matmul.json, .svg
 set -u
@@ -41,6 +42,7 @@ if ! (cd "$here" && ./tests/gpu --include-ignored --test-threads=1) >"$out/gpu.l
     exit 1
 fi
 tail -n 3 "$out/gpu.log"
+"$here/bin/unweight" bench stress --json >"$out/stress.json" || exit 1
 "$here/bin/unweight" bench kernels --json >"$out/kernels.json" || exit 1
 exec "$here/bin/unweight" bench matmul --json --svg "$out/matmul.svg" >"$out/matmul.json"
 "#;
