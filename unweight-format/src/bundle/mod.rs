@@ -11,11 +11,11 @@
 //! [`compress`] makes one, [`plan`] predicts it, [`decompress`] gives back the files byte for byte, [`verify`] checks every
 //! byte, and [`Bundle`] reads tensors for a runtime. The source is never written to; an output appears under its name when it is complete.
 
-mod compress;
+pub(crate) mod compress;
 mod decompress;
 mod encoder;
 mod error;
-mod files;
+pub(crate) mod files;
 pub mod manifest;
 pub(crate) mod options;
 mod pipeline;

@@ -151,18 +151,16 @@ mod tests {
 
     #[test]
     fn batches_cover_everything_in_order() {
+        use Work::{Batch, Pieces};
         let sizes = [1u64, 2, 64 << 20, 1, 63 << 20, 2 << 20, 0];
         let coded = |sizes: &[u64], ram| {
             let work = batches(sizes.iter().map(|&bytes| (bytes, false)), ram);
-            work.into_iter()
-                .map(|work| if let Work::Batch(range) = work { range } else { panic!() })
-                .collect::<Vec<_>>()
+            work.into_iter().map(|work| if let Batch(range) = work { range } else { panic!() }).collect::<Vec<_>>()
         };
         assert_eq!(coded(&sizes, None), [0..2, 2..3, 3..5, 5..7]);
         assert!(coded(&[], None).is_empty());
         assert_eq!(coded(&[5, 5], Some(4)), [0..1, 1..2]);
         let raw = [(1, true), (u64::MAX, true), (RAW_WHOLE_MAX, true), (1, false)];
-        use Work::{Batch, Pieces};
         assert_eq!(batches(raw.into_iter(), None), [Batch(0..1), Pieces(1), Batch(2..3), Batch(3..4)]);
     }
 
@@ -170,7 +168,7 @@ mod tests {
     fn a_gate_bounds_but_never_blocks_a_single_one() {
         let gate = Gate::new(Some(10));
         gate.enter(100);
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             let waiting = scope.spawn(|| {
                 gate.enter(4);
                 gate.enter(6);

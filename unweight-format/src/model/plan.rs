@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     FormId, TileGrid,
     bundle::{
-        BundleError, CompressOptions, Profile, Scope,
+        BundleError, CompressOptions, Profile, Scope, files,
         manifest::{Layer, LayerMode},
     },
     form::{Sample, Unfit},
@@ -161,6 +161,9 @@ pub struct PlanFile {
     pub rules: Vec<Rule>,
 }
 
+/// Largest plan file, bytes.
+const PLAN_FILE_MAX: u64 = 16 << 20;
+
 /// One override.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -179,8 +182,15 @@ impl PlanFile {
     /// # Errors
     /// It cannot be read, or is not such JSON.
     pub fn read(path: &Path) -> Result<Self, BundleError> {
-        let text = std::fs::read(path).map_err(BundleError::io("read the plan file", path))?;
-        serde_json::from_slice(&text).map_err(|error| BundleError::PlanFile {
+        Self::parse(&files::read_small(path, PLAN_FILE_MAX)?, path)
+    }
+
+    /// Parses the text of a plan file; `path` is named in errors.
+    ///
+    /// # Errors
+    /// It is not such JSON.
+    pub fn parse(text: &[u8], path: &Path) -> Result<Self, BundleError> {
+        serde_json::from_slice(text).map_err(|error| BundleError::PlanFile {
             path: path.into(),
             reason: format!(
                 "{error}; a plan file is {{\"rules\": [{{\"match\": \"model.layers.0.*\", \"encoding\": \"raw\"}}]}}"

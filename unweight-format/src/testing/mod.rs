@@ -3,4 +3,9 @@
 pub mod demo_model;
 mod random;
 
+/// Whether a record of a finished shard would be looked at by a run that resumes: for a fuzz target.
+pub fn is_resume_record(bytes: &[u8]) -> bool {
+    crate::bundle::compress::Record::parse(bytes).is_some()
+}
+
 pub use random::{Random, Weights, bf16, sprinkle};
