@@ -757,3 +757,30 @@ fn a_demo_asks_for_room_and_tidies_up_after_killed_ones() {
     assert!(demo("1M").status().unwrap().success());
     assert_eq!(left(), 0, "the next demo removes it");
 }
+
+#[test]
+fn kernels_that_were_not_kept_are_not_called_ready() {
+    let home = tempfile::tempdir().unwrap();
+    let compile = |limit: &str, nvrtc: Option<&Path>| {
+        let script = format!("{limit} exec \"$0\" kernels compile uw_sm90a_encode_stats --json");
+        let mut command = Command::new("bash");
+        command.args(["-c", &script]).arg(assert_cmd::cargo::cargo_bin!("unweight"));
+        command.env("UNWEIGHT_CACHE_DIR", home.path().join("cache")).env_remove("UNWEIGHT_JIT");
+        nvrtc.map(|path| command.env("UNWEIGHT_NVRTC", path));
+        command.output().unwrap()
+    };
+    // In KiB: room for nothing. Not the end of the process, and no success.
+    let output = compile("ulimit -f 1;", None);
+    assert_eq!(output.status.code(), Some(2), "{:?} {}", output.status, stderr(&output));
+    assert!(stderr(&output).contains("not kept"), "{}", stderr(&output));
+    documented("kernels compile", &json(&output));
+    assert!(json(&output)["kernels"][0]["not_kept"].is_string());
+    let output = compile("", None);
+    assert!(output.status.success() && json(&output)["kernels"][0]["not_kept"].is_null());
+    // A FIFO as compiler is refused, not waited for.
+    let fifo = home.path().join("libnvrtc.so.13");
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    let output = compile("rm -rf \"$UNWEIGHT_CACHE_DIR\";", Some(&fifo));
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("not a regular file"), "{}", stderr(&output));
+}

@@ -17,7 +17,7 @@ use unweight::{
     format::glob::matches,
     rt::{
         env::{Env, JitMode},
-        jit::cache::{CacheState, KernelCache, Progress},
+        jit::cache::{CacheState, Kept, KernelCache, Progress},
         jit::compiler::{CompileRequest, Compiler, NvrtcCompiler},
         jit::cubin::{self, KernelResources, Opcode},
     },
@@ -92,6 +92,7 @@ struct Compiled {
     name: String,
     /// `hit` or `compiled`.
     state: &'static str,
+    not_kept: Option<String>,
     compile_ms: f64,
     cubin_bytes: usize,
     compiler: String,
@@ -266,6 +267,10 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         .into_iter()
         .map(|artifact| Compiled {
             name: artifact.name,
+            not_kept: match &artifact.state {
+                CacheState::Compiled { kept: Kept::NotStored(why), .. } => Some(why.clone()),
+                _ => None,
+            },
             state: match artifact.state {
                 CacheState::Hit | CacheState::HitAfterWait => "hit",
                 CacheState::Compiled { .. } => "compiled",
@@ -278,11 +283,21 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         .collect();
     let hits = kernels.iter().filter(|kernel| kernel.state == "hit").count();
     let bytes: usize = kernels.iter().map(|kernel| kernel.cubin_bytes).sum();
+    let lost: Vec<String> = kernels.iter().filter_map(|kernel: &Compiled| kernel.not_kept.clone()).collect();
     let report = Of { kernels };
     output.summary("kernels compile", &report, |out| {
         let (total, bytes) = (report.kernels.len(), output::bytes(bytes as u64));
-        writeln!(out, "{total} kernels ready, {} compiled, {hits} from the cache, {bytes}", total - hits)
-    })
+        writeln!(out, "{} kernels kept, {} compiled, {hits} from the cache, {bytes}", total - lost.len(), total - hits)
+    })?;
+    // What was asked for is kernels in the cache.
+    match lost.first() {
+        None => Ok(()),
+        Some(why) => Err(Failure::new(
+            format!("{} of {} kernels were compiled and not kept: {why}", lost.len(), report.kernels.len()),
+            "free some space, or set UNWEIGHT_CACHE_DIR to a folder that this user may write to",
+        )
+        .reported()),
+    }
 }
 
 fn check(names: &Names, output: Output) -> Result<()> {

@@ -3,8 +3,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use unweight_format::{
-    CodeLimit, FormId, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, TileGrid, huffman, oracle,
-    packed, palette,
+    CodeLimit, FormId, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, TileGrid, huffman,
+    oracle, packed, palette,
 };
 
 /// The sections of the forms with verbatim rows, as an input numbers them.
@@ -133,7 +133,9 @@ fn packed_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
     let Ok(tensor) = packed::pack(matrix, &Histogram::of(&weights)) else { return };
     let damaged = |section: Section| {
         let mut bytes = tensor.section(section).map(|b| b.into_owned()).unwrap_or_default();
-        for change in data.chunks_exact(4).filter(|c| FormId::PACKED.form().sections()[usize::from(c[0]) % 4] == section) {
+        for change in
+            data.chunks_exact(4).filter(|c| FormId::PACKED.form().sections()[usize::from(c[0]) % 4] == section)
+        {
             if !bytes.is_empty() {
                 let at = usize::from(u16::from_le_bytes([change[1], change[2]])) % bytes.len();
                 bytes[at] ^= change[3];

@@ -402,6 +402,10 @@ fn first_usable(library: Library, candidates: Vec<PathBuf>, origin: &Origin, tri
 }
 
 fn load(library: Library, path: &Path, origin: Origin) -> Result<Found, String> {
+    // The loader would wait for a FIFO. A bare name is looked up by the loader itself.
+    if path.components().count() > 1 && std::fs::metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
+        return Err("not a regular file".to_owned());
+    }
     // SAFETY: the libraries are NVIDIA's, named by their own file names or by the user; their initialisers have no
     // preconditions. RTLD_LOCAL keeps their symbols from meddling with other libraries of the process.
     let handle = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| error.to_string())?;

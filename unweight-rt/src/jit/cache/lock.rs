@@ -5,8 +5,11 @@
 //! compiles without it, and the rename in the store sorts out who was first.
 
 use std::fs::{File, OpenOptions, TryLockError};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
+
+use rustix::fs::OFlags;
 
 /// The outcome of trying to lock.
 #[derive(Debug)]
@@ -32,9 +35,12 @@ pub fn acquire(path: &Path, timeout: Duration) -> Lock {
     let mut pause = Duration::from_millis(1);
     let mut waited = false;
     loop {
-        let file = match OpenOptions::new().create(true).truncate(false).write(true).open(path) {
-            Ok(file) => file,
-            Err(_) => return Lock::Unavailable,
+        // A link would never be what the name is, and a FIFO without a reader would block.
+        let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
+        let open = OpenOptions::new().create(true).truncate(false).write(true).custom_flags(flags).open(path);
+        let file = match open {
+            Ok(file) if file.metadata().is_ok_and(|metadata| metadata.is_file()) => file,
+            _ => return Lock::Unavailable,
         };
         loop {
             match file.try_lock() {

@@ -124,7 +124,8 @@ impl Store {
             }
         }
         removed.leftovers = self.sweep(Duration::ZERO) + self.remove_failures();
-        for file in std::fs::read_dir(self.root().join("locks")).into_iter().flatten().flatten() {
+        let locks = std::fs::read_dir(self.root().join("locks")).into_iter().flatten().flatten();
+        for file in locks.filter(|file| is_ours(&file.file_name().to_string_lossy())) {
             // One that somebody holds stays: he is compiling.
             if matches!(lock::acquire(&file.path(), Duration::ZERO), Lock::Held { .. }) {
                 let _ = std::fs::remove_file(file.path());
@@ -135,7 +136,9 @@ impl Store {
 
     fn remove_failures(&self) -> usize {
         let failed = self.root().join("failed");
-        std::fs::read_dir(failed).into_iter().flatten().flatten().filter(|entry| remove(&entry.path()).is_ok()).count()
+        let entries = std::fs::read_dir(failed).into_iter().flatten().flatten();
+        let ours = entries.filter(|entry| is_ours(&entry.file_name().to_string_lossy()));
+        ours.filter(|entry| remove(&entry.path()).is_ok()).count()
     }
 
     fn folders(&self) -> std::io::Result<Vec<String>> {
@@ -146,12 +149,18 @@ impl Store {
         };
         let mut folders = Vec::new();
         for entry in entries {
-            // Names of ours are ASCII; anything else was not made by the store and is not touched.
-            if let Ok(folder) = entry?.file_name().into_string() {
+            // Names of ours begin with a kernel's; anything else was not made by the store and is not touched.
+            let entry = entry?;
+            if let Some(folder) = entry.file_name().into_string().ok().filter(|name| is_ours(name)) {
                 folders.push(folder);
             }
         }
         folders.sort();
         Ok(folders)
     }
+}
+
+/// Whether a name in a folder of the store is one that it gives: all begin with the name of a kernel.
+pub(super) fn is_ours(name: &str) -> bool {
+    name.starts_with("uw_")
 }

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! <root>/                 0700, the user's own
+//!   CACHEDIR.TAG          says that the folder is a kernel cache; without it nothing here is read or removed
 //!   entries/<folder>/     one complete kernel, never changed once it is there (key.rs names the folder)
 //!     kernel.cubin        what the driver loads
 //!     kernel.cu           what was compiled, for whoever wants to read it
@@ -18,16 +19,18 @@
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File};
 use std::io::{ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::jit::compiler::{CompileFailure, CompileRequest, Compiled, CompilerId};
 use crate::jit::cubin::KernelResources;
 
 use super::key::{Key, SCHEMA, SourceKey, folder_prefix};
+use super::prune::is_ours;
 
 /// A `meta.json` larger than this is not ours.
 const META_LIMIT_BYTES: u64 = 4 << 20;
@@ -36,6 +39,10 @@ const CUBIN_LIMIT_BYTES: u64 = 256 << 20;
 /// A construction site that nobody holds and that is older than this was left by a process that died. The age spares one
 /// that was made this instant and is not locked yet.
 const ABANDONED_AFTER: Duration = Duration::from_secs(600);
+/// The file that makes a folder a kernel cache: the Cache Directory Tagging Specification's, so that backups leave it out, with a line of our own.
+const TAG: &str = "CACHEDIR.TAG";
+const TAG_TEXT: &str = "Signature: 8a477f597d28d172789f06886806bc55\n\
+    # unweight kernel cache. Everything in this folder may be removed; `unweight cache clear` does.\n";
 /// A use is noted at most this often: a warm start should not write to every entry.
 const USE_NOTED_EVERY: Duration = Duration::from_secs(60);
 
@@ -164,17 +171,64 @@ impl Store {
                 metadata.uid()
             )));
         }
-        if metadata.mode() & 0o002 != 0 {
-            return Err(unusable(format!(
-                "anybody can write to it (mode {:04o}), and its content is run; `chmod o-w` it",
-                metadata.mode() & 0o7777
-            )));
+        for folder in ["", "entries"] {
+            // What is not there yet is made below.
+            let Ok(metadata) = std::fs::metadata(root.join(folder)) else { continue };
+            if metadata.mode() & 0o002 != 0 {
+                return Err(unusable(format!(
+                    "anybody can write to {} (mode {:04o}), and its content is run; `chmod o-w` it",
+                    root.join(folder).display(),
+                    metadata.mode() & 0o7777
+                )));
+            }
         }
+        Self::tag(root).map_err(unusable)?;
         for folder in ["entries", "building", "locks"] {
             // A read-only store still serves what it holds.
             let _ = DirBuilder::new().mode(0o700).create(root.join(folder));
         }
         Ok(Store { root: root.to_owned() })
+    }
+
+    /// Makes sure that the folder is a kernel cache, or an empty one, which becomes it. A mistaken `UNWEIGHT_CACHE_DIR` names a folder whose `entries`
+    /// or `failed` are somebody's work.
+    fn tag(root: &Path) -> Result<(), String> {
+        let tag = root.join(TAG);
+        match read_bounded(&tag, 4096) {
+            Ok(text) if text == TAG_TEXT.as_bytes() => return Ok(()),
+            Ok(_) => {
+                return Err(format!("{TAG} in it is of another program; set UNWEIGHT_CACHE_DIR to another folder"));
+            }
+            Err(_) if tag.symlink_metadata().is_ok() => return Err(format!("{TAG} in it cannot be read")),
+            Err(_) => {}
+        }
+        let mut entries = std::fs::read_dir(root).map_err(|error| error.to_string())?;
+        // Another process may be making the same folder: what it has made so far is the tag's temporary file.
+        let foreign = entries.find(|entry| {
+            entry.as_ref().map_or(true, |entry| !entry.file_name().to_string_lossy().starts_with(".tag-"))
+        });
+        match foreign {
+            // It may have got its tag since.
+            Some(_) if read_bounded(&tag, 4096).is_ok_and(|text| text == TAG_TEXT.as_bytes()) => Ok(()),
+            Some(entry) => {
+                let name = entry.map(|entry| entry.file_name().to_string_lossy().into_owned()).unwrap_or_default();
+                Err(format!(
+                    "it holds '{name}' and no {TAG}, so it is no kernel cache; set UNWEIGHT_CACHE_DIR to a new folder"
+                ))
+            }
+            None => {
+                let write = || -> std::io::Result<()> {
+                    let mut file = tempfile::Builder::new().prefix(".tag-").tempfile_in(root)?;
+                    file.write_all(TAG_TEXT.as_bytes())?;
+                    // Whoever was first wrote the same.
+                    file.persist(&tag)?;
+                    Ok(())
+                };
+                // An empty folder that cannot be written to serves as one: it holds nothing.
+                let _ = write();
+                Ok(())
+            }
+        }
     }
 
     /// The folder.
@@ -383,6 +437,10 @@ impl Store {
         let mut swept = 0;
         for entry in std::fs::read_dir(self.building()).into_iter().flatten().flatten() {
             let path = entry.path();
+            let name = entry.file_name();
+            if !is_ours(&name.to_string_lossy()) && !name.to_string_lossy().starts_with("evicted.") {
+                continue;
+            }
             let age =
                 entry.metadata().and_then(|metadata| metadata.modified()).ok().and_then(|time| time.elapsed().ok());
             let abandoned = age.is_some_and(|age| age >= older_than)
@@ -441,9 +499,10 @@ fn read_file(folder: &Path, name: &str, record: &FileRecord) -> Result<Vec<u8>, 
 
 fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, String> {
     let say = |error: std::io::Error| error.to_string();
-    let file = File::open(path).map_err(say)?;
+    // A FIFO would block, a device never end, and a link leads to what was not written here.
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
+    let file = File::options().read(true).custom_flags(flags).open(path).map_err(say)?;
     let metadata = file.metadata().map_err(say)?;
-    // A FIFO would block, a device never end.
     if !metadata.is_file() {
         return Err("not a file".to_owned());
     }

@@ -411,7 +411,7 @@ fn listing_verifying_pruning_clearing() {
     std::fs::create_dir(store.building().join("uw_9.dead")).unwrap();
     let removed = store.clear().unwrap();
     assert_eq!((removed.entries, removed.leftovers, removed.failed), (2, 1, 0));
-    assert_eq!(names(&fixture.root), ["README", "building", "entries", "locks"]);
+    assert_eq!(names(&fixture.root), ["CACHEDIR.TAG", "README", "building", "entries", "locks"]);
     for folder in ["building", "entries", "locks"] {
         assert!(names(&fixture.root.join(folder)).is_empty(), "{folder}");
     }
@@ -423,15 +423,91 @@ fn remains_of_the_dead_are_swept_and_sites_at_work_are_not() {
     let fixture = Fixture::new();
     let cache = fixture.cache();
     let store = cache.store().unwrap();
-    for name in ["young", "old", "busy"] {
+    for name in ["uw_young", "uw_old", "uw_busy"] {
         std::fs::create_dir(store.building().join(name)).unwrap();
     }
-    let busy = std::fs::File::open(store.building().join("busy")).unwrap();
+    let busy = std::fs::File::open(store.building().join("uw_busy")).unwrap();
     busy.try_lock().unwrap();
-    for name in ["old", "busy"] {
+    for name in ["uw_old", "uw_busy"] {
         let folder = std::fs::File::open(store.building().join(name)).unwrap();
         folder.set_modified(std::time::SystemTime::now() - Duration::from_secs(3600)).unwrap();
     }
     assert_eq!(store.prune(u64::MAX).unwrap().leftovers, 1);
-    assert_eq!(names(&store.building()), ["busy", "young"]);
+    assert_eq!(names(&store.building()), ["uw_busy", "uw_young"]);
+}
+
+#[test]
+fn a_folder_of_somebody_else_s_work_is_no_cache() {
+    let home = tempfile::tempdir().unwrap();
+    let mistaken = home.path().join("thesis");
+    for folder in ["entries/chapter", "failed/attempt", "building/uw_house", "locks"] {
+        std::fs::create_dir_all(mistaken.join(folder)).unwrap();
+    }
+    std::fs::write(mistaken.join("locks/door"), "").unwrap();
+    let unusable = Store::open(&mistaken).unwrap_err();
+    assert!(unusable.why.contains("no kernel cache") && unusable.why.contains("UNWEIGHT_CACHE_DIR"), "{unusable}");
+    assert_eq!(names(&mistaken).len(), 4);
+    // With the tag in it, still only what the store could have made is touched.
+    let own = home.path().join("cache");
+    let store = Store::open(&own).unwrap();
+    assert!(own.join("CACHEDIR.TAG").is_file());
+    for folder in ["entries/chapter", "failed/attempt", "failed/uw_x", "building/house", "building/uw_dead"] {
+        std::fs::create_dir_all(own.join(folder)).unwrap();
+    }
+    std::fs::write(own.join("locks/door"), "").unwrap();
+    store.prune(0).unwrap();
+    store.clear().unwrap();
+    for kept in ["entries/chapter", "failed/attempt", "building/house", "locks/door"] {
+        assert!(own.join(kept).exists(), "{kept}");
+    }
+    assert!(!own.join("failed/uw_x").exists() && !own.join("building/uw_dead").exists());
+    // A tag of another program.
+    std::fs::write(own.join("CACHEDIR.TAG"), "Signature: 8a477f597d28d172789f06886806bc55").unwrap();
+    assert!(Store::open(&own).is_err());
+}
+
+#[test]
+fn entries_that_anybody_can_write_are_not_run() {
+    use std::os::unix::fs::PermissionsExt;
+    let home = tempfile::tempdir().unwrap();
+    let root = home.path().join("cache");
+    Store::open(&root).unwrap();
+    std::fs::set_permissions(root.join("entries"), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let unusable = Store::open(&root).unwrap_err();
+    assert!(unusable.why.contains("anybody can write") && unusable.why.contains("entries"), "{unusable}");
+}
+
+#[test]
+fn nothing_waits_for_a_fifo_or_goes_round_in_a_link() {
+    let fixture = Fixture::new();
+    let cache = fixture.cache();
+    let request = request("uw_a");
+    cache.get(&request).unwrap();
+    let fifo = |path: &Path| {
+        let _ = std::fs::remove_file(path);
+        assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+    };
+    let start = Instant::now();
+    for file in ["meta.json", "kernel.cubin"] {
+        fifo(&fixture.entry().join(file));
+        assert!(
+            matches!(cache.get(&request).unwrap().state, CacheState::Compiled { why: Miss::Damaged(_), .. }),
+            "{file}"
+        );
+        assert!(cache.get(&request).unwrap().state.is_hit(), "{file}");
+    }
+    let store = cache.store().unwrap();
+    let folder = names(&store.entries()).remove(0);
+    let lock = store.lock_path(&folder);
+    for plant in [&fifo as &dyn Fn(&Path), &|path: &Path| {
+        let _ = std::fs::remove_file(path);
+        std::os::unix::fs::symlink("elsewhere", path).unwrap();
+    }] {
+        plant(&lock);
+        assert!(store.evict(&folder));
+        let state = cache.get(&request).unwrap().state;
+        assert!(matches!(state, CacheState::Compiled { why: Miss::Absent, kept: Kept::Stored }), "{state:?}");
+    }
+    assert!(!store.root().join("locks/elsewhere").exists(), "the link was not followed");
+    assert!(start.elapsed() < Duration::from_secs(20));
 }
