@@ -85,7 +85,7 @@ fn every_kind_of_weight_in_every_shape() {
 #[ignore = "needs a GPU"]
 fn every_code_limit() {
     let kernels = gpu();
-    let specs: Vec<_> = unweight_codegen::spec::catalog::decoders().collect();
+    let specs: Vec<_> = unweight_codegen::spec::catalog::of::<unweight_codegen::spec::DecodeSpec>().collect();
     kernels.prepare(&specs, &|_| {}).unwrap();
     for bits in 6..=15 {
         let limit = CodeLimit::new(bits).unwrap();

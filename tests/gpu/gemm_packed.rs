@@ -29,7 +29,7 @@ use unweight_rt::{
 };
 
 fn catalogued(dump: bool) -> Vec<VariantSpec> {
-    let all = catalog::gemm_mma().chain(catalog::gemm_mma_silu_mul()).chain(catalog::gemm_wgmma());
+    let all = catalog::of::<GemmMmaSpec>().chain(catalog::of::<GemmWgmmaSpec>());
     all.filter(|spec| traits(spec).dump == dump).collect()
 }
 

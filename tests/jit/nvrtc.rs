@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use unweight_codegen::abi::{DecodeArgs, EncodeArgs, GemmPackedArgs, GemmReconArgs, RepackArgs};
+use unweight_codegen::family::{FAMILIES, Instruction};
 use unweight_codegen::plan::Plan;
-use unweight_codegen::spec::{Op, VariantSpec, catalog};
+use unweight_codegen::spec::{VariantSpec, catalog};
 use unweight_rt::Error;
 use unweight_rt::env::{Env, JitMode};
 use unweight_rt::jit::cache::{CacheState, KernelCache, Policy};
@@ -283,19 +283,10 @@ fn policy(mode: JitMode) -> Policy {
 
 /// A kernel of each family.
 fn a_few() -> Vec<CompileRequest> {
-    let few: Vec<VariantSpec> = [
-        catalog::decoders().next(),
-        catalog::encoders().next(),
-        catalog::gemm_recon().next(),
-        catalog::gemm_mma().next(),
-        catalog::gemm_wgmma().next(),
-        catalog::repack().next(),
-    ]
-    .into_iter()
-    .flatten()
-    .collect();
-    assert_eq!(few.len(), 6);
-    few.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect()
+    let first = FAMILIES.iter().filter_map(|family| (family.catalogue)().first().copied());
+    let few: Vec<_> = first.map(|spec| CompileRequest::render(&spec).unwrap()).collect();
+    assert_eq!(few.len(), FAMILIES.len());
+    few
 }
 
 #[test]
@@ -421,30 +412,19 @@ fn differences(plan: &Plan, kernel: &KernelInfo) -> Vec<String> {
         plan.smem.bytes() <= limits.smem_bytes_per_block,
         format!("{} bytes of shared memory, limit {}", plan.smem.bytes(), limits.smem_bytes_per_block),
     );
-    let args_bytes = match plan.spec.op {
-        Op::Decode(_) => size_of::<DecodeArgs>(),
-        Op::Encode(_) => size_of::<EncodeArgs>(),
-        Op::GemmRecon(_) => size_of::<GemmReconArgs>(),
-        Op::GemmMma(_) | Op::GemmWgmma(_) => size_of::<GemmPackedArgs>(),
-        Op::Repack(_) => size_of::<RepackArgs>(),
-    };
+    let family = plan.spec.op.info();
+    let args_bytes = family.args.bytes;
     check(
         resources.param_bytes as usize == args_bytes,
         format!("{} bytes of parameters, abi {args_bytes}", resources.param_bytes),
     );
-    // (wgmma, mma, bulk copies of stretches, of tensors): what each family is built around, and what would show that it is not.
-    let (wgmma, mma, bulk, tensor) = match plan.spec.op {
-        Op::GemmRecon(_) => (true, false, true, true),
-        Op::GemmMma(_) => (false, true, true, true),
-        Op::GemmWgmma(_) => (true, false, true, true),
-        Op::Decode(_) => (false, false, true, false),
-        Op::Encode(_) | Op::Repack(_) => (false, false, false, false),
-    };
+    // What the family is built around, and what would show that it is not.
+    let has = |instruction| family.instructions.contains(&instruction);
     let expected = [
-        ("HGMMA", Opcode::HGMMA, wgmma),
-        ("HMMA", Opcode::HMMA, mma),
-        ("UBLKCP", Opcode::UBLKCP, bulk),
-        ("UTMALDG", Opcode::UTMALDG, tensor),
+        ("HGMMA", Opcode::HGMMA, has(Instruction::Wgmma)),
+        ("HMMA", Opcode::HMMA, has(Instruction::Mma)),
+        ("UBLKCP", Opcode::UBLKCP, has(Instruction::BulkCopy)),
+        ("UTMALDG", Opcode::UTMALDG, has(Instruction::TensorCopy)),
         ("USETMAXREG", Opcode::USETMAXREG, raised),
     ];
     for (name, opcode, meant) in expected {

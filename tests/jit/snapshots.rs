@@ -19,6 +19,7 @@ use std::{
     path::{Path, PathBuf},
 };
 use unweight_codegen::{
+    family::FAMILIES,
     plan::Plan,
     render,
     spec::{
@@ -61,21 +62,19 @@ fn plan(spec: &VariantSpec) -> Plan {
     Plan::new(spec).expect("the catalogue holds feasible variants")
 }
 
-/// The catalogue by family, in its order.
-fn families() -> BTreeMap<&'static str, Vec<VariantSpec>> {
-    let mut families = BTreeMap::<_, Vec<_>>::new();
-    for spec in catalog::all() {
-        families.entry(spec.op.family()).or_default().push(spec);
-    }
-    families
+/// The catalogue by family.
+fn families() -> impl Iterator<Item = (&'static str, Vec<VariantSpec>)> {
+    FAMILIES.iter().map(|family| (family.name, (family.catalogue)()))
 }
 
-/// The lines of a template as the text around their values; a line that only directs tera has none. Longest text first, so that the
-/// first that fits a rendered line is the one that gave it.
+/// The lines of a template and of what it includes, as the text around their values; a line that only directs tera has none. Longest
+/// text first, so that the first that fits a rendered line is the one that gave it.
 fn template_lines(family: &str) -> Vec<Vec<&'static str>> {
-    let head = unweight_templates::partials().iter().find(|(name, _)| *name == "head.tera").expect("the partial").1;
-    let body = unweight_templates::kernel(&format!("{family}.cu.tera")).expect("a family has a template").trim_end();
-    let lines = head.lines().chain(body.lines()).filter(|line| !line.starts_with("<%"));
+    let body = unweight_templates::kernel(&format!("{family}.cu.tera")).expect("a family has a template");
+    let included =
+        unweight_templates::partials().iter().filter(|(name, _)| body.contains(&format!("include {name:?}")));
+    let texts = included.map(|(_, text)| *text).chain([body]);
+    let lines = texts.flat_map(|text| text.trim_end().lines()).filter(|line| !line.starts_with("<%"));
     let around = |line: &'static str| line.split("<$").map(|part| part.split_once("$>").map_or(part, |(_, text)| text));
     let mut lines: Vec<Vec<_>> = lines.map(|line| around(line).collect()).collect();
     lines.sort_by_key(|parts| std::cmp::Reverse(parts.concat().len()));
@@ -296,7 +295,7 @@ fn gemm_wgmma_table() -> String {
 fn the_document_shows_the_catalogue() {
     let path = root().join("docs/kernels.md");
     let mut now = fs::read_to_string(&path).expect("docs/kernels.md is there");
-    let counts: Vec<_> = families().iter().map(|(family, specs)| format!("{} {family}", specs.len())).collect();
+    let counts: Vec<_> = families().map(|(family, specs)| format!("{} {family}", specs.len())).collect();
     let counts = format!("{} variants ship: {}.", catalog::all().len(), counts.join(", "));
     for (mark, text) in [
         ("counts", counts),

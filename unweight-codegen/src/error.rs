@@ -13,7 +13,7 @@ pub enum CodegenError {
     #[error("template {template} for variant {variant}: {message}")]
     Template {
         /// File name in `templates/kernels`.
-        template: &'static str,
+        template: String,
         /// Canonical name.
         variant: String,
         /// tera's report, with line and caret.

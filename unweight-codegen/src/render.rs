@@ -1,23 +1,27 @@
 //! Spec to source: the only file that names tera.
 //!
 //! ```text
-//! spec --Plan::new--> plan --context--> typed struct --tera--> text --lint--> Source
+//! spec --Plan::new--> plan --Head, Family::context--> typed struct --tera--> text --lint--> Source
 //! ```
+//!
+//! `kernels/<family>.cu.tera` sees the [`Head`] that all have and the fields of its family's context. A field that no template reads is
+//! dead; a field that a template reads and the struct lacks is a render error.
 //!
 //! Templates use the delimiters `<% %>`, `<$ $>` and `<# #>`, because CUDA and PTX are full of braces, brackets and `<<`. Nothing is
 //! escaped. A value that a context lacks is an error of the template's line, never an empty string.
 
 use crate::{
-    context::{DecodeContext, EncodeContext, GemmMmaContext, GemmReconContext, GemmWgmmaContext, RepackContext},
     error::CodegenError,
+    family::Context as FamilyContext,
     lint,
-    plan::Plan,
+    plan::{Plan, SmemSection},
     source::{Source, closure},
-    spec::{Op, VariantSpec},
+    spec::VariantSpec,
 };
 use serde::Serialize;
 use std::sync::LazyLock;
 use tera::{Context, Delimiters, Tera};
+use unweight_format::layout;
 
 /// Templates are parsed once; a parse error is kept and reported by every render.
 static ENGINE: LazyLock<Result<Tera, String>> = LazyLock::new(|| {
@@ -54,14 +58,7 @@ fn engine<'a>(templates: impl Iterator<Item = (&'a str, &'a str)>) -> tera::Tera
 /// ```
 pub fn render(spec: &VariantSpec) -> Result<Source, CodegenError> {
     let plan = Plan::new(spec)?;
-    let text = match spec.op {
-        Op::Decode(decode) => text(spec, "decode.cu.tera", &DecodeContext::new(&plan, &decode))?,
-        Op::GemmRecon(matmul) => text(spec, "gemm_recon.cu.tera", &GemmReconContext::new(&plan, &matmul))?,
-        Op::Encode(encode) => text(spec, "encode.cu.tera", &EncodeContext::new(&plan, &encode))?,
-        Op::GemmMma(small) => text(spec, "gemm_mma.cu.tera", &GemmMmaContext::new(&plan, &small))?,
-        Op::GemmWgmma(wide) => text(spec, "gemm_wgmma.cu.tera", &GemmWgmmaContext::new(&plan, &wide))?,
-        Op::Repack(packed) => text(spec, "repack.cu.tera", &RepackContext::new(&plan, &packed))?,
-    };
+    let text = text(&plan)?;
     let name = spec.name();
     lint::kernel(&name, &text)?;
     Ok(Source { headers: closure(&name, &text)?, name: name.to_string(), text, options: options(spec) })
@@ -72,11 +69,93 @@ fn options(spec: &VariantSpec) -> Vec<String> {
     vec![format!("--gpu-architecture={}", spec.arch.compiler_name()), "--std=c++17".to_owned()]
 }
 
-fn text(spec: &VariantSpec, template: &'static str, context: &impl Serialize) -> Result<String, CodegenError> {
-    let failed = |message: String| CodegenError::Template { template, variant: spec.to_string(), message };
+fn text(plan: &Plan) -> Result<String, CodegenError> {
+    let template = format!("{}.cu.tera", plan.spec.op.family());
+    let failed =
+        |message| CodegenError::Template { template: template.clone(), variant: plan.spec.to_string(), message };
     let engine = ENGINE.as_ref().map_err(|message| failed(message.clone()))?;
-    let context = Context::from_serialize(context).map_err(|error| failed(error.to_string()))?;
-    engine.render(template, &context).map_err(|error| failed(error.to_string()))
+    let seen = Seen { head: Head::new(plan), own: FamilyContext(plan) };
+    let context = Context::from_serialize(&seen).map_err(|error| failed(error.to_string()))?;
+    engine.render(&template, &context).map_err(|error| failed(error.to_string()))
+}
+
+/// What a template sees.
+#[derive(Serialize)]
+struct Seen<'a> {
+    head: Head,
+    #[serde(flatten)]
+    own: FamilyContext<'a>,
+}
+
+/// What every kernel says about itself and asserts.
+#[derive(Serialize)]
+struct Head {
+    /// Canonical name and entry point.
+    name: String,
+    /// What the kernel does, one line.
+    summary: String,
+    /// The grid rule, in words.
+    grid: String,
+    /// Threads of a block.
+    threads: u32,
+    /// Blocks that must fit one SM: the second number of `__launch_bounds__`.
+    blocks_per_sm: u32,
+    /// Dynamic shared memory of a block.
+    smem_bytes: u32,
+    /// The sections of shared memory, in address order.
+    sections: Vec<Section>,
+    /// `sizeof` the argument struct on the host.
+    args_bytes: usize,
+    /// Sizes of the forms.
+    layout: Layout,
+}
+
+/// Where the kernel must have put a section of shared memory.
+#[derive(Serialize)]
+struct Section {
+    /// The constant of the kernel's `Smem` that holds the offset: `kSourceBarriers` for `source_barriers`.
+    constant: String,
+    /// Bytes from the start.
+    offset: u32,
+}
+
+/// `unweight_format::layout`, against which the headers are asserted.
+#[derive(Serialize)]
+struct Layout {
+    tile: usize,
+    packed_tile_bytes: usize,
+    packed_block_bytes: usize,
+}
+
+impl Head {
+    fn new(plan: &Plan) -> Self {
+        let op = plan.spec.op;
+        Self {
+            name: plan.spec.to_string(),
+            summary: op.summary(plan),
+            grid: plan.launch.grid.to_string(),
+            threads: plan.launch.threads,
+            blocks_per_sm: plan.launch.blocks_per_sm,
+            smem_bytes: plan.smem.bytes(),
+            sections: plan.smem.sections().iter().map(Section::new).collect(),
+            args_bytes: op.info().args.bytes,
+            layout: Layout {
+                tile: layout::TILE,
+                packed_tile_bytes: layout::PACKED_TILE_BYTES,
+                packed_block_bytes: layout::PACKED_BLOCK_BYTES,
+            },
+        }
+    }
+}
+
+impl Section {
+    fn new(section: &SmemSection) -> Self {
+        let camel = section.name.split('_').map(|word| match word.split_at_checked(1) {
+            Some((first, rest)) => first.to_ascii_uppercase() + rest,
+            None => String::new(),
+        });
+        Self { constant: format!("k{}", camel.collect::<String>()), offset: section.offset }
+    }
 }
 
 #[cfg(test)]

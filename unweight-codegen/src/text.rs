@@ -12,7 +12,7 @@ pub struct Text<const N: usize> {
     len: usize,
 }
 
-/// A canonical variant name; the longest one that the axes allow has 65 bytes.
+/// A canonical variant name; the longest one that the axes allow has 66 bytes.
 pub type Name = Text<80>;
 
 /// One line that says what is wrong.
@@ -42,6 +42,16 @@ impl<const N: usize> Text<N> {
     #[must_use]
     pub const fn flag(self, present: bool, part: &str) -> Self {
         if present { self.str(part) } else { self }
+    }
+
+    /// This text followed by what stands before item `index` of `count`: "a, b or c".
+    #[must_use]
+    pub const fn listed(self, index: usize, count: usize) -> Self {
+        match index {
+            0 => self,
+            _ if index + 1 == count => self.str(" or "),
+            _ => self.str(", "),
+        }
     }
 
     /// This text followed by `value` in decimal.
@@ -93,6 +103,25 @@ impl<const N: usize> fmt::Debug for Text<N> {
     }
 }
 
+/// Whether two texts are equal, in const context.
+pub const fn same(a: &str, b: &str) -> bool {
+    let (a, b) = (a.as_bytes(), b.as_bytes());
+    let mut i = 0;
+    while i < a.len() && i < b.len() && a[i] == b[i] {
+        i += 1;
+    }
+    i == a.len() && i == b.len()
+}
+
+/// "a, b or c"
+pub(crate) fn one_of(words: &[&str]) -> String {
+    match words {
+        [] => String::new(),
+        [only] => (*only).to_owned(),
+        [rest @ .., last] => format!("{} or {last}", rest.join(", ")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -104,5 +133,14 @@ mod tests {
         assert_eq!(Text::<4>::new().str("x").num(123_456).as_str(), "x123");
         assert_eq!(Text::<4>::new().str("\u{e9}").as_str(), "??");
         assert_eq!(Text::<4>::new().as_str(), "");
+    }
+
+    #[test]
+    fn lists_and_comparisons() {
+        for words in [&["a"][..], &["a", "b"], &["a", "b", "c"]] {
+            let text = (0..words.len()).fold(Text::<16>::new(), |text, i| text.listed(i, words.len()).str(words[i]));
+            assert_eq!(text.as_str(), one_of(words));
+        }
+        assert!(same("", "") && same("op", "op") && !same("op", "o") && !same("op", "opt") && !same("op", "of"));
     }
 }

@@ -1,17 +1,18 @@
-//! `abi.rs` and `abi.cuh` state one layout: every field of every argument struct has the same name, place and size in both.
+//! Argument structs on both sides: every field has the same name, place and size in the family's Rust file and in the header.
 //!
 //! The rendered sources assert `sizeof`; two fields of one size that changed places would pass there and be caught here.
 
-use std::mem::offset_of;
-use unweight_codegen::abi::{DecodeArgs, EncodeArgs, GemmPackedArgs, GemmReconArgs, RepackArgs};
+use std::collections::BTreeSet;
+use unweight_codegen::family::FAMILIES;
 
 /// (name, offset, bytes) of each field, in order.
 type Layout = Vec<(String, usize, usize)>;
 
-/// The struct `name` of `abi.cuh`, laid out as C++ does on a 64-bit system.
+/// The struct `name` of the headers, laid out as C++ does on a 64-bit system.
 fn device(name: &str) -> (Layout, usize) {
-    let text = unweight_templates::header("unweight/abi.cuh").expect("abi.cuh is embedded");
-    let body = text.split_once(&format!("struct {name} {{\n")).expect("the struct is in abi.cuh").1;
+    let head = format!("struct {name} {{\n");
+    let mut bodies = unweight_templates::headers().iter().filter_map(|(_, text)| Some(text.split_once(&head)?.1));
+    let body = bodies.next().unwrap_or_else(|| panic!("no header has a {head}"));
     let body = body.split_once("\n};").expect("the struct ends").0;
     let (mut layout, mut end, mut align_all) = (Layout::new(), 0usize, 1);
     for line in body.lines() {
@@ -38,58 +39,20 @@ fn device(name: &str) -> (Layout, usize) {
     (layout, end.next_multiple_of(align_all))
 }
 
-/// A field's size, from a function that returns a reference to it.
-fn bytes_of<S, F>(_: fn(&S) -> &F) -> usize {
-    size_of::<F>()
-}
-
-// The pattern without `..` makes the compiler check that the list is complete.
-macro_rules! layouts {
-    ($($args:ident { $($field:ident),+ $(,)? })+) => {
-        [$({
-            let _complete = |args: $args| { let $args { $($field: _),+ } = args; };
-            let layout: Layout = vec![$((
-                stringify!($field).to_owned(),
-                offset_of!($args, $field),
-                bytes_of(|args: &$args| &args.$field),
-            )),+];
-            (stringify!($args), layout, size_of::<$args>())
-        }),+]
-    };
-}
-
 #[test]
 fn host_and_device_agree_on_every_field() {
-    let host = layouts! {
-        DecodeArgs {
-            sign_mantissa, encoded_exp, row_lengths, tile_metadata, verbatim_exponents, palette, code_lengths, output,
-            fault, encoded_words, verbatim_rows, n, k, tile_rows, tile_cols, reserved,
-        }
-        GemmReconArgs {
-            x, sign_mantissa, exponents, tile_metadata, verbatim_exponents, palette, y, verbatim_rows, m, n, k,
-            tile_cols, reserved,
-        }
-        GemmPackedArgs {
-            x, y_map, packed, escape_heads, escapes, y, workspace, counters, scale, escape_words, m, n, k, tile_cols,
-            reserved,
-        }
-        EncodeArgs {
-            weights, sign_mantissa, histogram, palette, code_lengths, encode_table, decode_table, row_lengths,
-            tile_metadata, encoded_exp, verbatim_exponents, palette_index, totals, scan_state, capacity_words,
-            capacity_rows, code_limit, n, k, tile_rows, tile_cols,
-        }
-        RepackArgs {
-            weights, packed, escape_heads, escapes, group_words, inexact, escape_words, base, n, k, tile_rows, tile_cols,
-        }
-    };
-    let text = unweight_templates::header("unweight/abi.cuh").expect("abi.cuh is embedded");
-    let listed: Vec<_> = host.iter().map(|(name, ..)| format!("struct {name} {{")).collect();
-    let declared: Vec<_> =
-        text.lines().filter(|line| line.starts_with("struct ") && line.ends_with("Args {")).collect();
-    assert_eq!(listed, declared, "the list above is in the order of abi.cuh and complete");
-    for (name, mut layout, bytes) in host {
-        // `repr(C)`: the order of offsets is the order of declaration.
-        layout.sort_by_key(|(_, offset, _)| *offset);
-        assert_eq!((layout, bytes), device(name), "{name}");
+    for args in FAMILIES.iter().map(|family| family.args) {
+        let host = args.fields.iter().map(|field| (field.name.to_owned(), field.offset, field.bytes)).collect();
+        assert_eq!((host, args.bytes), device(args.name), "{}", args.name);
     }
+}
+
+/// A struct that no family takes is dead.
+#[test]
+fn every_struct_of_the_headers_is_one_of_a_family() {
+    let taken: BTreeSet<_> = FAMILIES.iter().map(|family| family.args.name).collect();
+    let lines = unweight_templates::headers().iter().flat_map(|(_, text)| text.lines());
+    let names = lines.filter_map(|line| line.strip_prefix("struct ")?.strip_suffix("Args {"));
+    let declared: BTreeSet<_> = names.map(|name| format!("{name}Args")).collect();
+    assert_eq!(declared, taken.into_iter().map(str::to_owned).collect());
 }

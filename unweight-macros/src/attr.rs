@@ -1,6 +1,7 @@
 //! The tokens of the attribute: `key = value, ...`.
 
 use proc_macro2::TokenStream;
+use quote::ToTokens;
 use syn::{
     Ident, LitBool, LitInt, Path, Result, Token,
     ext::IdentExt,
@@ -44,6 +45,16 @@ fn parse_path(input: ParseStream<'_>, key: &Ident) -> Result<Path> {
     input
         .call(Path::parse_mod_style)
         .map_err(|_| syn::Error::new(here, format!("`{key}` takes an integer, true or false, a word or a path")))
+}
+
+impl ToTokens for Value {
+    fn to_tokens(&self, tokens: &mut TokenStream) {
+        match self {
+            Self::Int(value) => value.to_tokens(tokens),
+            Self::Bool(value) => value.to_tokens(tokens),
+            Self::Path(value) => value.to_tokens(tokens),
+        }
+    }
 }
 
 /// The pairs in the order in which they are written.

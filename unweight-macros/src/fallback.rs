@@ -16,8 +16,7 @@ pub(crate) fn expand(item: &TokenStream, codegen: Option<&Path>, error: &Error) 
             quote! {
                 #[automatically_derived]
                 impl #generics #codegen::Variant for #name #arguments #bounds {
-                    const SPEC: #codegen::spec::VariantSpec =
-                        #codegen::spec::VariantSpec::encode(#codegen::spec::Arch::Sm90a, #codegen::spec::EncodeStage::Stats);
+                    const SPEC: #codegen::spec::VariantSpec = #codegen::spec::VariantSpec::SOME;
                 }
             }
         }

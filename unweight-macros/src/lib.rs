@@ -22,17 +22,15 @@
 //! The struct then implements `unweight_codegen::Variant`: its spec is a constant, checked where it is written.
 //!
 //! ```text
-//! attr   tokens of the attribute -> key = value pairs, with spans
-//! valid  pairs + item -> ast, or errors on the user's own tokens
-//! ast    one declared variant
-//! expand ast -> impl Variant, with const assertions
+//! attr     tokens of the attribute -> key = value pairs, with spans
+//! valid    pairs + item -> variant, or errors on the user's own tokens
+//! expand   variant -> impl Variant, with const assertions
 //! fallback what is emitted beside errors, so that they do not multiply
 //! ```
 //!
-//! The macro judges syntax. What a number may be, and which combinations exist, is known to `unweight-codegen` alone: the
-//! expansion calls its `const fn`s and shows their message at the token or the attribute.
+//! The attribute judges syntax and knows no family. Which keys there are, what a value may be, and which combinations exist, is known to
+//! `unweight-codegen` alone: the expansion calls its `const fn`s and shows their message at the token or the attribute.
 
-mod ast;
 mod attr;
 mod expand;
 mod fallback;
@@ -44,33 +42,8 @@ use syn::{Path, parse_quote};
 
 /// Implements `Variant` for a unit struct.
 ///
-/// | key | operations | values | default |
-/// |---|---|---|---|
-/// | `op` | all | `matmul`, `decode`, `encode`, `gemm_mma`, `gemm_wgmma`, `packed` | `gemm_recon` |
-/// | `n` | matmul | 1..=4 tiles of 64 output features | |
-/// | `stages` | matmul | 2..=8 | |
-/// | | gemm_mma | 1..=16 | |
-/// | | gemm_wgmma | 3..=16 | |
-/// | `source` | matmul | `palette`, `exponent` | `palette` |
-/// | `verbatim` | matmul, palette source | 0, 4, 8, 16, 32, 64 rows per tile | 8 |
-/// | `epilogue` | matmul, gemm_mma, gemm_wgmma | `store`, `store_add` | `store` |
-/// | | gemm_mma, even `row_blocks` | `silu_mul` | |
-/// | `batch_tile` | gemm_mma | 8, 16, 32, 64 batch rows | |
-/// | | gemm_wgmma | 32, 64, 128, 192, 256 batch rows | |
-/// | `row_blocks` | gemm_mma | 1..=8 blocks of 16 output features | |
-/// | `warps` | gemm_mma | 1..=32 | |
-/// | `cluster` | gemm_mma, gemm_wgmma | 1, 2, 4, 8 blocks that share k | 1 |
-/// | `persistent` | gemm_mma | `true`, `false` | `false` |
-/// | `warpgroups` | gemm_wgmma | 1..=3, of 64 output features | 2 |
-/// | `stream_k` | gemm_wgmma | `true`, `false` | `false` |
-/// | `escapes` | gemm_mma, gemm_wgmma | `true`, `false` | `true` |
-/// | `pdl`, `dump` | gemm_mma, gemm_wgmma | `true`, `false` | `false` |
-/// | `output` | decode | `full`, `exponent`, `palette` | |
-/// | `code_limit` | decode | 6..=15 bits | 7 |
-/// | `stage` | encode | `stats`, `table`, `decode_table`, `rows`, `scan`, `write`, `palette` | |
-/// | | packed | `pack`, `lists`, `unpack` | |
-/// | `arch` | all | `sm90a` | `sm90a` |
-/// | `crate` | all | path of the code generator | see below |
+/// `op` names the kernel family, `gemm_recon` if it is left out; `arch` the architecture, `sm90a`; `crate` where the code generator is.
+/// The other keys are the axes of the family, listed with their values and defaults in `docs/adding-a-variant.md`.
 ///
 /// The default of `crate` is where the attribute comes from: `::unweight::codegen` for `unweight::unweight_variant`. Only a crate
 /// that renames its dependency says it: `crate = ::renamed::codegen`. A spec that cannot exist is a compile error that names the
@@ -92,10 +65,13 @@ pub fn facade_unweight_variant(attribute: TokenStream, item: TokenStream) -> Tok
 /// The expansion, with the path of the code generator for an attribute that does not say it.
 fn variant(attribute: TokenStream2, item: TokenStream2, codegen: Path) -> TokenStream {
     let expanded = match attr::parse(attribute) {
-        Ok(pairs) => match valid::check(&pairs, &item, &codegen) {
-            Ok(variant) => expand::expand(&item, &variant),
-            Err(error) => fallback::expand(&item, valid::crate_path(&pairs, &codegen).ok().as_ref(), &error),
-        },
+        Ok(pairs) => {
+            let place = valid::crate_path(&pairs, &codegen).ok();
+            match valid::check(pairs, &item, &codegen) {
+                Ok(variant) => expand::expand(&item, &variant),
+                Err(error) => fallback::expand(&item, place.as_ref(), &error),
+            }
+        }
         Err(error) => fallback::expand(&item, None, &error),
     };
     expanded.into()

@@ -3,6 +3,17 @@
 //! Pure `const fn`s of a spec. Each kernel header states the same numbers, and the rendered source holds one against the other with
 //! `static_assert`, so neither can drift. Whether a variant can exist is decided here and nowhere else.
 
+mod grid;
+mod roles;
+mod smem;
+
+pub use grid::{GemmShape, LaunchGrid, Work};
+pub use roles::{PipelinePlan, Role, RolePlan};
+pub use smem::{SmemPlan, SmemSection};
+
+use crate::{spec::VariantSpec, text::Message};
+use std::fmt;
+
 /// Of the values of an axis below the spec's own, the largest that fits, all else being equal. A macro, because a const fn takes no closure.
 macro_rules! most_fitting {
     ($fits:ident($spec:ident, $op:ident), $op_type:ident { $field:ident: $axis:ident }) => {{
@@ -17,33 +28,17 @@ macro_rules! most_fitting {
     }};
 }
 
+pub(crate) use most_fitting;
+
 /// A value with the axis that it is of, as messages call it.
-const fn named(axis: &'static str, value: Option<u32>) -> Option<(&'static str, u32)> {
+pub(crate) const fn named(axis: &'static str, value: Option<u32>) -> Option<(&'static str, u32)> {
     match value {
         Some(value) => Some((axis, value)),
         None => None,
     }
 }
 
-mod decode;
-mod encode;
-mod gemm_mma;
-mod gemm_recon;
-mod gemm_wgmma;
-mod grid;
-mod repack;
-mod smem;
-
-pub use grid::{GemmShape, LaunchGrid, Work};
-pub use smem::{SmemPlan, SmemSection};
-
-use crate::{
-    spec::{Op, VariantSpec},
-    text::Message,
-};
-use std::fmt;
-
-/// Everything that launching and reviewing a variant needs. Its `Display` is the plan file of the snapshots.
+/// Everything that launching and reviewing a variant needs. Its `Display` is for people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// The variant.
@@ -56,55 +51,6 @@ pub struct Plan {
     pub roles: RolePlan,
     /// Block and grid.
     pub launch: LaunchPlan,
-}
-
-/// A ring of shared-memory stages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PipelinePlan {
-    /// Rings side by side: 1 for the block, or one per warp.
-    pub rings: u32,
-    /// Stages of a ring.
-    pub stages: u32,
-    /// Shared memory of one stage.
-    pub stage_bytes: u32,
-    /// Arrivals that complete a stage's `full` barrier, besides the bytes it waits for.
-    pub full_arrivals: u32,
-    /// Arrivals that complete a stage's `empty` barrier; 0 where the ring belongs to one warp and needs none.
-    pub empty_arrivals: u32,
-}
-
-/// Warps with one task.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Role {
-    /// The task.
-    pub name: &'static str,
-    /// Warps that have it.
-    pub warps: u32,
-    /// Registers per thread that the role asks for with `setmaxnreg`; `None` where it keeps those of the launch.
-    pub registers: Option<u32>,
-}
-
-/// The roles of a block, in the order of their warps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RolePlan {
-    first: Role,
-    second: Option<Role>,
-}
-
-impl RolePlan {
-    const fn one(name: &'static str, warps: u32) -> Self {
-        Self { first: Role { name, warps, registers: None }, second: None }
-    }
-
-    /// The roles.
-    pub fn roles(&self) -> impl Iterator<Item = &Role> {
-        std::iter::once(&self.first).chain(&self.second)
-    }
-
-    /// Warps of all roles.
-    pub fn warps(&self) -> u32 {
-        self.roles().map(|role| role.warps).sum()
-    }
 }
 
 /// Block and grid.
@@ -126,7 +72,7 @@ pub struct LaunchPlan {
 
 impl LaunchPlan {
     /// Without clusters, behind whatever the stream did before.
-    const fn ordinary(threads: u32, blocks_per_sm: u32, grid: LaunchGrid) -> Self {
+    pub(crate) const fn ordinary(threads: u32, blocks_per_sm: u32, grid: LaunchGrid) -> Self {
         Self { threads, blocks_per_sm, grid, cluster: 1, pdl: false, co_resident: false }
     }
 
@@ -147,7 +93,7 @@ pub struct WorkspacePlan {
 
 impl WorkspacePlan {
     /// What a dump writes: the A operands of all of W, bf16, whichever block decodes them.
-    const fn operands(problem: GemmShape) -> Self {
+    pub(crate) const fn operands(problem: GemmShape) -> Self {
         Self { bytes: Work::WeightTiles.units(problem) * 64 * 64 * 2, counters: 0 }
     }
 }
@@ -195,7 +141,7 @@ pub enum Infeasible {
 
 impl Infeasible {
     /// `epilogue = silu_mul` for a family that does not have it.
-    const fn without_silu_mul(spec: &VariantSpec) -> Self {
+    pub(crate) const fn without_silu_mul(spec: &VariantSpec) -> Self {
         Self::Conflict { spec: *spec, what: "epilogue = silu_mul is of op = gemm_mma alone; take store" }
     }
 
@@ -255,28 +201,13 @@ impl Plan {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub const fn new(spec: &VariantSpec) -> Result<Self, Infeasible> {
-        match spec.op {
-            Op::Decode(op) => Ok(decode::plan(spec, &op)),
-            Op::GemmRecon(op) => gemm_recon::plan(spec, &op),
-            Op::Encode(op) => Ok(encode::plan(spec, &op)),
-            Op::GemmMma(op) => gemm_mma::plan(spec, &op),
-            Op::GemmWgmma(op) => gemm_wgmma::plan(spec, &op),
-            Op::Repack(op) => Ok(repack::plan(spec, &op)),
-        }
+        spec.op.plan(spec)
     }
 
     /// The workspace of a launch for this problem on a device with `sms` multiprocessors: for partial sums, or for the operands that a
     /// dump writes.
     pub fn workspace(&self, problem: GemmShape, sms: u32) -> WorkspacePlan {
-        match self.spec.op {
-            Op::GemmMma(op) => gemm_mma::workspace(&op, problem),
-            // A grid that cannot be launched needs nothing.
-            Op::GemmWgmma(op) => {
-                let blocks = self.launch.grid.blocks(problem, sms).unwrap_or_default();
-                gemm_wgmma::workspace(&op, problem, u64::from(blocks))
-            }
-            Op::Decode(_) | Op::GemmRecon(_) | Op::Encode(_) | Op::Repack(_) => WorkspacePlan::default(),
-        }
+        self.spec.op.workspace(self, problem, sms)
     }
 }
 
@@ -381,14 +312,5 @@ mod tests {
         let blocks = |k| plan.launch.grid.blocks(GemmShape { m: 129, n: 1024, k }, 132);
         assert_eq!((plan.launch.cluster, blocks(256), blocks(192)), (4, Some(64), None));
         assert_eq!(plan.workspace(GemmShape { m: 129, n: 1024, k: 256 }, 132), WorkspacePlan::default());
-    }
-
-    /// 16 rows of a gate and 16 of its up are dealt together.
-    #[test]
-    fn gates_and_ups_are_dealt_in_pairs() {
-        let blocks = |name: &str, n| plan_of(name).launch.grid.blocks(GemmShape { m: 1, n, k: 4096 }, 132);
-        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul", 4096), Some(128));
-        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store", 4096), Some(132));
-        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_silu_mul", 28672), Some(448));
     }
 }

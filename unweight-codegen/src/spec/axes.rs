@@ -2,6 +2,9 @@
 //!
 //! A number outside an axis is an [`AxisError`]; whether a *combination* of legal values can exist is the plan's question
 //! ([`crate::plan::Plan::new`]).
+//!
+//! A family lists its axes once, by `axes!` or by hand, as a table of [`Axis`]. Names (`spec/name.rs`) and attributes
+//! (`spec/pairs.rs`) are read and written from that table, so neither knows a family.
 
 use crate::text::Message;
 use std::fmt;
@@ -9,7 +12,7 @@ use std::fmt;
 /// A value that its axis does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AxisError {
-    /// The axis as the macro and the messages call it.
+    /// The axis as the attribute and the messages call it.
     pub axis: &'static str,
     /// What was asked for.
     pub value: u32,
@@ -32,6 +35,97 @@ impl fmt::Display for AxisError {
 
 impl std::error::Error for AxisError {}
 
+/// The values of an axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Values {
+    /// Every number from the first to the second.
+    Range(u32, u32),
+    /// These numbers.
+    Set(&'static [u32]),
+    /// These words; a value is a place in the list.
+    Words(&'static [&'static str]),
+    /// Off or on, 0 or 1.
+    Flag,
+}
+
+/// One axis of a family: how attributes and names spell it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Axis {
+    /// Its key in attributes.
+    pub key: &'static str,
+    /// What stands before the value in a name; all of it for a flag.
+    pub mark: &'static str,
+    /// What it can be.
+    pub values: Values,
+    /// The same in words; empty for words and flags, which say it themselves.
+    pub allowed: &'static str,
+    /// What an attribute that does not mention it means; `None` if it must.
+    pub default: Option<u32>,
+    /// The value that names leave out.
+    pub unnamed: Option<u32>,
+    /// Where it exists, if not everywhere.
+    pub only: Option<Only>,
+}
+
+/// An axis that exists only beside a certain value of an earlier one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Only {
+    /// Place of the earlier axis in its family's list.
+    pub axis: usize,
+    /// Its value.
+    pub value: u32,
+    /// Why there is nothing to say elsewhere.
+    pub why: &'static str,
+}
+
+/// The most axes of a family.
+pub(crate) const AXES_MAX: usize = 12;
+
+/// The values of a variant, in the order of its family's axes; 0 where an axis does not exist, and behind the last.
+pub(crate) type Raw = [u32; AXES_MAX];
+
+impl Axis {
+    /// A switch. An axis needs its mark.
+    pub(crate) const fn flag(key: &'static str) -> Self {
+        Self { key, mark: "", values: Values::Flag, allowed: "", default: None, unnamed: None, only: None }
+    }
+
+    /// Numbers. An axis needs its mark.
+    pub(crate) const fn number(key: &'static str, values: Values, allowed: &'static str) -> Self {
+        Self { values, allowed, ..Self::flag(key) }
+    }
+
+    /// Words. An axis needs its mark.
+    pub(crate) const fn words(key: &'static str, words: &'static [&'static str]) -> Self {
+        Self { values: Values::Words(words), ..Self::flag(key) }
+    }
+
+    /// Whether the axis exists beside these values.
+    pub(crate) const fn exists(&self, raw: &Raw) -> bool {
+        match self.only {
+            Some(only) => raw[only.axis] == only.value,
+            None => true,
+        }
+    }
+
+    /// The number, if the axis has it.
+    pub(crate) const fn check(&self, value: u32) -> Result<u32, AxisError> {
+        let known = match self.values {
+            Values::Range(min, max) => value >= min && value <= max,
+            Values::Set(all) => {
+                let mut i = 0;
+                while i < all.len() && all[i] != value {
+                    i += 1;
+                }
+                i < all.len()
+            }
+            Values::Words(words) => (value as usize) < words.len(),
+            Values::Flag => value <= 1,
+        };
+        if known { Ok(value) } else { Err(AxisError { axis: self.key, value, allowed: self.allowed }) }
+    }
+}
+
 /// A newtype over a range of integers.
 macro_rules! range_axis {
     ($(#[$doc:meta])* $name:ident, $axis:literal, $min:literal..=$max:literal, $allowed:literal) => {
@@ -40,18 +134,27 @@ macro_rules! range_axis {
         pub struct $name(u8);
 
         impl $name {
+            pub(crate) const AXIS: $crate::spec::Axis =
+                $crate::spec::Axis::number($axis, $crate::spec::Values::Range($min, $max), $allowed);
             /// The smallest value.
             pub const MIN: Self = Self($min);
             /// The largest value.
             pub const MAX: Self = Self($max);
 
             /// The value, if the axis has it.
-            pub const fn new(value: u32) -> Result<Self, AxisError> {
-                if value >= $min && value <= $max {
-                    Ok(Self(value as u8))
-                } else {
-                    Err(AxisError { axis: $axis, value, allowed: $allowed })
+            pub const fn new(value: u32) -> Result<Self, $crate::spec::AxisError> {
+                match Self::AXIS.check(value) {
+                    Ok(value) => Ok(Self(value as u8)),
+                    Err(error) => Err(error),
                 }
+            }
+
+            pub(crate) const fn of_raw(raw: u32) -> Self {
+                Self(raw as u8)
+            }
+
+            pub(crate) const fn raw(self) -> u32 {
+                self.get()
             }
 
             /// The value as a number.
@@ -75,15 +178,25 @@ macro_rules! set_axis {
         pub struct $name(u16);
 
         impl $name {
+            pub(crate) const AXIS: $crate::spec::Axis =
+                $crate::spec::Axis::number($axis, $crate::spec::Values::Set(&[$($value),+]), $allowed);
             /// The values that exist, ascending.
             pub const ALL: [Self; [$($value),+].len()] = [$(Self($value)),+];
 
             /// The value, if the axis has it.
-            pub const fn new(value: u32) -> Result<Self, AxisError> {
-                match value {
-                    $($value => Ok(Self($value)),)+
-                    _ => Err(AxisError { axis: $axis, value, allowed: $allowed }),
+            pub const fn new(value: u32) -> Result<Self, $crate::spec::AxisError> {
+                match Self::AXIS.check(value) {
+                    Ok(value) => Ok(Self(value as u16)),
+                    Err(error) => Err(error),
                 }
+            }
+
+            pub(crate) const fn of_raw(raw: u32) -> Self {
+                Self(raw as u16)
+            }
+
+            pub(crate) const fn raw(self) -> u32 {
+                self.get()
             }
 
             /// The smallest value that is not below `least`; `None` beyond the largest.
@@ -99,14 +212,15 @@ macro_rules! set_axis {
     };
 }
 
-/// An enum whose values have tags in names.
-macro_rules! tag_axis {
-    ($(#[$doc:meta])* $name:ident { $($(#[$value_doc:meta])* $value:ident = $tag:literal),+ $(,)? }) => {
+/// An enum whose values have words in names and attributes.
+macro_rules! word_axis {
+    ($(#[$doc:meta])* $name:ident, $axis:literal { $($(#[$value_doc:meta])* $value:ident = $tag:literal),+ $(,)? }) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum $name { $($(#[$value_doc])* $value),+ }
 
         impl $name {
+            pub(crate) const AXIS: $crate::spec::Axis = $crate::spec::Axis::words($axis, &[$($tag),+]);
             /// All values, in the order of their declaration.
             pub const ALL: &'static [Self] = &[$(Self::$value),+];
 
@@ -119,13 +233,75 @@ macro_rules! tag_axis {
             pub fn from_tag(tag: &str) -> Option<Self> {
                 match tag { $($tag => Some(Self::$value),)+ _ => None }
             }
+
+            pub(crate) const fn of_raw(raw: u32) -> Self {
+                Self::ALL[raw as usize]
+            }
+
+            #[allow(dead_code, reason = "the architecture is an axis of no family")]
+            pub(crate) const fn raw(self) -> u32 {
+                self as u32
+            }
         }
     };
 }
 
-tag_axis! {
+/// The spec of a family, field by field in the order of names: `field: Type "mark" [= default [unnamed]]`.
+///
+/// A type is one of the axes, or `flag`. `unnamed`: names leave the default out. Writes the struct, its table of [`Axis`], and the way
+/// to and from [`Raw`].
+macro_rules! axes {
+    (
+        $(#[$doc:meta])*
+        pub struct $name:ident {
+            $($(#[$field_doc:meta])* $field:ident: $kind:tt $mark:literal $(= $default:tt $($unnamed:ident)?)?),+ $(,)?
+        }
+    ) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name { $($(#[$field_doc])* pub $field: axes!(@type $kind)),+ }
+
+        impl $name {
+            pub(crate) const AXES: &'static [$crate::spec::Axis] = &[$($crate::spec::Axis {
+                mark: $mark,
+                $(default: Some(axes!(@default $kind $default)), $(unnamed: axes!(@$unnamed $kind $default),)?)?
+                ..axes!(@axis $kind $field)
+            }),+];
+
+            pub(crate) const fn values(&self) -> $crate::spec::Raw {
+                let (mut raw, mut i) = ([0; $crate::spec::AXES_MAX], 0);
+                $(raw[i] = axes!(@raw $kind (self.$field)); i += 1;)+
+                assert!(i == Self::AXES.len());
+                raw
+            }
+
+            pub(crate) const fn of(raw: &$crate::spec::Raw) -> Self {
+                let mut i = 0;
+                $(let $field = axes!(@of $kind (raw[i])); i += 1;)+
+                assert!(i == Self::AXES.len());
+                Self { $($field),+ }
+            }
+        }
+    };
+    (@type flag) => { bool };
+    (@type $axis:ident) => { $axis };
+    (@axis flag $field:ident) => { $crate::spec::Axis::flag(stringify!($field)) };
+    (@axis $axis:ident $field:ident) => { $axis::AXIS };
+    (@default flag $value:tt) => { $value as u32 };
+    (@default $axis:ident $value:literal) => { $value };
+    (@default $axis:ident $value:ident) => { $axis::$value.raw() };
+    (@unnamed $kind:tt $default:tt) => { Some(axes!(@default $kind $default)) };
+    (@raw flag ($value:expr)) => { $value as u32 };
+    (@raw $axis:ident ($value:expr)) => { $value.raw() };
+    (@of flag ($raw:expr)) => { $raw != 0 };
+    (@of $axis:ident ($raw:expr)) => { $axis::of_raw($raw) };
+}
+
+pub(crate) use {axes, range_axis, set_axis, word_axis};
+
+word_axis! {
     /// The architecture that a variant is compiled for.
-    Arch {
+    Arch, "arch" {
         /// NVIDIA Hopper (H100, H200) with its architecture-specific instructions (WGMMA, `setmaxnreg`).
         Sm90a = "sm90a",
     }
@@ -140,53 +316,9 @@ impl Arch {
     }
 }
 
-tag_axis! {
-    /// What a decoder of the preprocess family writes (report section 7).
-    DecodeOutput {
-        /// bf16 `[n, k]`, row-major: the weights themselves.
-        Full = "full",
-        /// u8 `[tiles, 64, 64]`: one exponent byte per element.
-        Exponent = "exponent",
-        /// u8 `[tiles, 64, 32]`: packed 4-bit palette indices.
-        Palette = "palette",
-    }
-}
-
-tag_axis! {
-    /// A stage of the encoder (report section 4).
-    EncodeStage {
-        /// Splits the elements and counts exponents.
-        Stats = "stats",
-        /// Chooses the palette and the code.
-        Table = "table",
-        /// Expands the code to the flat decode table.
-        DecodeTable = "decode_table",
-        /// Row lengths, verbatim rows and tile sizes.
-        Rows = "rows",
-        /// Tile sizes to offsets.
-        Scan = "scan",
-        /// Writes the bitstream and the verbatim rows.
-        Write = "write",
-        /// Writes packed palette indices instead of a bitstream.
-        Palette = "palette",
-    }
-}
-
-tag_axis! {
-    /// A step of the conversions between BF16 and the packed form (docs/format.md A.9).
-    RepackStage {
-        /// BF16 to packed tiles and escape heads, and the words that the lists need.
-        Pack = "pack",
-        /// Writes the lists of row blocks with more than one escape.
-        Lists = "lists",
-        /// Packed form to BF16.
-        Unpack = "unpack",
-    }
-}
-
-tag_axis! {
+word_axis! {
     /// What happens to the product (report section 8.2, finish stage).
-    Epilogue {
+    Epilogue, "epilogue" {
         /// `Y = X W^T`.
         Store = "store",
         /// `Y = Y + X W^T`, added in fp32 and rounded once.
@@ -197,36 +329,15 @@ tag_axis! {
     }
 }
 
-range_axis! {
-    /// The longest code, in bits, that a decoder accepts: it sizes the decode table.
-    CodeLimit, "code_limit", 6..=15, "6..=15 (bits)"
-}
-
-range_axis! {
-    /// 64-row tiles of `W` that one CTA multiplies at a time: columns of `Y` in units of 64, and `n` of the WGMMA instruction.
-    NTiles, "n", 1..=4, "1..=4 (tiles of 64 output features; wgmma has n <= 256)"
-}
-
-range_axis! {
-    /// Stages of the shared-memory ring between producer and consumers.
-    Stages, "stages", 2..=8, "2..=8 (one stage cannot overlap loads with work; 8 fill the shared memory at n = 1)"
-}
-
-set_axis! {
-    /// The most verbatim rows of a tile for which a palette variant has room (report: `MAX_VERBATIM_ROWS`).
-    ///
-    /// A tensor needs the smallest budget that is not below its largest count of verbatim rows in a tile.
-    VerbatimRows, "verbatim", [0, 4, 8, 16, 32, 64], "0, 4, 8, 16, 32 or 64 (rows per tile)"
-}
-
-set_axis! {
-    /// Batch rows that a `gemm_mma` variant multiplies at a time: `n` of `mma.m16n8k16`, eight rows a fragment.
-    SmallBatchTile, "batch_tile", [8, 16, 32, 64], "8, 16, 32 or 64 (batch rows of op gemm_mma)"
-}
-
-set_axis! {
-    /// Batch rows of a `gemm_wgmma` variant's tile of Y: `n` of WGMMA, whose widths are those of `ptx/wgmma.cuh`.
-    WideBatchTile, "batch_tile", [32, 64, 128, 192, 256], "32, 64, 128, 192 or 256 (batch rows of op gemm_wgmma)"
+impl Epilogue {
+    /// What is computed, in the head of a source.
+    pub(crate) const fn formula(self) -> &'static str {
+        match self {
+            Self::Store => "Y[m,n] = X[m,k] * W[n,k]^T",
+            Self::StoreAdd => "Y[m,n] += X[m,k] * W[n,k]^T",
+            Self::SiluMul => "Y[m,n/2] = silu(G) * U, G and U blocks of 16 columns in turn of X[m,k] * W[n,k]^T",
+        }
+    }
 }
 
 set_axis! {
@@ -234,46 +345,9 @@ set_axis! {
     ClusterSize, "cluster", [1, 2, 4, 8], "1, 2, 4 or 8 (blocks; 8 is what every device of the architecture runs)"
 }
 
-range_axis! {
-    /// 16-row blocks of W that one task of a `gemm_mma` variant multiplies.
-    RowBlocks, "row_blocks", 1..=8, "1..=8 (blocks of 16 output features, whose sums one warp keeps)"
-}
-
-range_axis! {
-    /// Warps of a `gemm_mma` block; each has a ring of its own.
-    Warps, "warps", 1..=32, "1..=32 (a block has at most 1024 threads)"
-}
-
-range_axis! {
-    /// Warpgroups of a `gemm_wgmma` block that multiply, 64 output features each.
-    Warpgroups, "warpgroups", 1..=3, "1..=3 (of 64 output features; a fourth loads)"
-}
-
-range_axis! {
-    /// Stages of each warp's ring in a `gemm_mma` block. One can do: other warps' rings load while one is worked on.
-    SmallStages, "stages", 1..=16, "1..=16 (stages of op gemm_mma)"
-}
-
-range_axis! {
-    /// Stages of the ring of a `gemm_wgmma` block.
-    WideStages, "stages", 3..=16, "3..=16 (stages of op gemm_wgmma: one step multiplies, one is decoded, one is read)"
-}
-
-/// Where a matmul takes the exponents from (report section 8.3).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum WeightSource {
-    /// Decoded exponents, u8 `[tiles, 64, 64]`.
-    Exponent,
-    /// Packed palette indices, u8 `[tiles, 64, 32]`, with verbatim rows beside them.
-    Palette {
-        /// Rows for which each stage has room.
-        verbatim: VerbatimRows,
-    },
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::spec::{CodeLimit, EncodeStage, NTiles, SmallBatchTile, Stages, VerbatimRows, WideBatchTile};
 
     #[test]
     fn values_outside_an_axis_are_refused_in_words() {

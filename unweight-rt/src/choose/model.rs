@@ -71,8 +71,8 @@ fn shapes() -> &'static [VariantSpec] {
     static SHAPES: OnceLock<Vec<VariantSpec>> = OnceLock::new();
     SHAPES.get_or_init(|| {
         let plain = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
-        let mut shapes: Vec<VariantSpec> = catalog::gemm_mma()
-            .chain(catalog::gemm_wgmma())
+        let mut shapes: Vec<VariantSpec> = catalog::of::<GemmMmaSpec>()
+            .chain(catalog::of::<GemmWgmmaSpec>())
             .filter(|spec| !dumps(spec))
             .filter_map(|spec| plain.of(spec))
             .collect();

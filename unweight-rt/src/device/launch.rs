@@ -10,60 +10,11 @@ use std::{ffi::c_void, ptr};
 
 use cudarc::driver::sys;
 use unweight_codegen::{
-    abi::{DecodeArgs, EncodeArgs, GemmPackedArgs, GemmReconArgs, RepackArgs},
+    abi::KernelArgs,
     plan::{GemmShape, LaunchPlan, Plan},
-    spec::Op,
 };
 
 use crate::device::{Call, DeviceError, Refusal, Stream, module::LoadedKernel};
-
-/// The argument struct of a kernel family. Sealed: the families are those of `unweight_codegen::abi`.
-pub trait KernelArgs: bytemuck::Pod + private::Sealed {
-    /// Whether kernels of this operation take it.
-    fn fits(op: &Op) -> bool;
-}
-
-mod private {
-    pub trait Sealed {}
-}
-
-macro_rules! kernel_args {
-    ($($args:ty => $op:pat),+ $(,)?) => {$(
-        impl private::Sealed for $args {}
-        impl KernelArgs for $args {
-            fn fits(op: &Op) -> bool {
-                matches!(op, $op)
-            }
-        }
-    )+};
-}
-
-kernel_args!(
-    DecodeArgs => Op::Decode(_),
-    GemmReconArgs => Op::GemmRecon(_),
-    EncodeArgs => Op::Encode(_),
-    GemmPackedArgs => Op::GemmMma(_) | Op::GemmWgmma(_),
-    RepackArgs => Op::Repack(_),
-);
-
-/// Whether a launch must be cooperative: its blocks wait for each other. `resident` blocks fit the device at once.
-///
-/// # Errors
-/// [`Refusal::Residency`]: they do not all fit, and the first ones would wait for ever.
-pub(crate) fn cooperative(plan: &Plan, problem: GemmShape, blocks: u32, resident: u32) -> Result<bool, Refusal> {
-    if !plan.launch.blocks_wait(problem, blocks) {
-        return Ok(false);
-    }
-    if blocks > resident { Err(Refusal::Residency { blocks, resident }) } else { Ok(true) }
-}
-
-/// Blocks of a launch for this problem on a device of `sms` multiprocessors.
-///
-/// # Errors
-/// [`Refusal::Grid`]: more than a grid may have.
-pub(crate) fn blocks(plan: &Plan, problem: GemmShape, sms: u32) -> Result<u32, Refusal> {
-    plan.launch.grid.blocks(problem, sms).ok_or(Refusal::Grid { problem, cluster: plan.launch.cluster })
-}
 
 impl LoadedKernel {
     /// Blocks of a launch for this problem.
@@ -97,8 +48,8 @@ impl LoadedKernel {
         problem: GemmShape,
         args: &A,
     ) -> Result<(), DeviceError> {
-        if !A::fits(&self.spec().op) {
-            let given = std::any::type_name::<A>();
+        if !self.spec().op.takes::<A>() {
+            let given = A::NAME;
             return self.refuse(Refusal::Arguments { given: given.rsplit("::").next().unwrap_or(given) });
         }
         let (own, other) = (self.device().ordinal(), stream.device().ordinal());
@@ -166,20 +117,6 @@ impl LoadedKernel {
 mod tests {
     use super::*;
     use unweight_codegen::spec::catalog;
-
-    #[test]
-    fn every_variant_takes_exactly_one_argument_struct() {
-        for spec in catalog::all() {
-            let fits = [
-                DecodeArgs::fits(&spec.op),
-                GemmReconArgs::fits(&spec.op),
-                EncodeArgs::fits(&spec.op),
-                GemmPackedArgs::fits(&spec.op),
-                RepackArgs::fits(&spec.op),
-            ];
-            assert_eq!(fits.iter().filter(|fits| **fits).count(), 1, "{spec}");
-        }
-    }
 
     /// What waits for other blocks of its grid is launched cooperatively or not at all.
     #[test]

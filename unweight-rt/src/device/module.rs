@@ -11,9 +11,7 @@ use cudarc::{
 };
 use unweight_codegen::{
     VariantSpec,
-    abi::{DecodeArgs, EncodeArgs, GemmPackedArgs, GemmReconArgs, RepackArgs},
     plan::Plan,
-    spec::Op,
 };
 
 use crate::{
@@ -47,7 +45,7 @@ impl LoadedKernel {
             let arch = |arch: unweight_codegen::spec::Arch| format!("for {}", arch.compiler_name());
             return refuse(Refusal::Artifact { found: arch(spec.arch), wanted: arch(device.info().arch) });
         }
-        let (takes, passes) = (artifact.resources.param_bytes.into(), args_bytes(spec) as u64);
+        let (takes, passes) = (artifact.resources.param_bytes.into(), spec.op.info().args.bytes as u64);
         if takes != passes {
             return refuse(Refusal::ArgumentBytes { takes, passes });
         }
@@ -119,16 +117,5 @@ impl LoadedKernel {
 impl fmt::Debug for LoadedKernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "LoadedKernel({})", self.spec())
-    }
-}
-
-/// Bytes of the argument struct of a family.
-pub(crate) fn args_bytes(spec: &VariantSpec) -> usize {
-    match spec.op {
-        Op::Decode(_) => size_of::<DecodeArgs>(),
-        Op::GemmRecon(_) => size_of::<GemmReconArgs>(),
-        Op::Encode(_) => size_of::<EncodeArgs>(),
-        Op::GemmMma(_) | Op::GemmWgmma(_) => size_of::<GemmPackedArgs>(),
-        Op::Repack(_) => size_of::<RepackArgs>(),
     }
 }

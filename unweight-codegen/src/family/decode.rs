@@ -1,0 +1,186 @@
+//! Huffman tensor to a form that a consumer reads (report section 7): `templates/include/unweight/kernels/decode.cuh`.
+
+use super::{EXPONENTS, Edge, Family, Instruction};
+use crate::{
+    abi::args,
+    plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work},
+    spec::{Arch, VariantSpec, axes, range_axis, word_axis},
+};
+use serde::Serialize;
+use unweight_format::FormId;
+
+word_axis! {
+    /// What a decoder of the preprocess family writes (report section 7).
+    DecodeOutput, "output" {
+        /// bf16 `[n, k]`, row-major: the weights themselves.
+        Full = "full",
+        /// u8 `[tiles, 64, 64]`: one exponent byte per element.
+        Exponent = "exponent",
+        /// u8 `[tiles, 64, 32]`: packed 4-bit palette indices.
+        Palette = "palette",
+    }
+}
+
+range_axis! {
+    /// The longest code, in bits, that a decoder accepts: it sizes the decode table.
+    CodeLimit, "code_limit", 6..=15, "6..=15 (bits)"
+}
+
+axes! {
+    /// A decoder of the preprocess family.
+    pub struct DecodeSpec {
+        /// What is written.
+        output: DecodeOutput "",
+        /// The longest code accepted; of an attribute that does not say, the encoder's default.
+        code_limit: CodeLimit "_l" = 7,
+    }
+}
+
+args! {
+    /// Arguments of the preprocess family.
+    pub struct DecodeArgs {
+        /// `[n, k]` u8; read by `decode_full` only.
+        pub sign_mantissa: u64,
+        /// `[encoded_words]` u32.
+        pub encoded_exp: u64,
+        /// `[tiles, 64]` u8, bits - 64.
+        pub row_lengths: u64,
+        /// `[tiles]` of 16 bytes.
+        pub tile_metadata: u64,
+        /// `[verbatim_rows, 64]` u8.
+        pub verbatim_exponents: u64,
+        /// `[16]` u8.
+        pub palette: u64,
+        /// `[16]` u8.
+        pub code_lengths: u64,
+        /// full: bf16 `[n, k]`; exponent: u8 `[tiles, 64, 64]`; palette: u8 `[tiles, 64, 32]`.
+        pub output: u64,
+        /// u32; 1 + tile where a tile's metadata is out of bounds.
+        pub fault: u64,
+        /// Words in `encoded_exp`.
+        pub encoded_words: u64,
+        /// Rows in `verbatim_exponents`.
+        pub verbatim_rows: u32,
+        /// Output features.
+        pub n: u32,
+        /// Input features.
+        pub k: u32,
+        /// `ceil(n / 64)`.
+        pub tile_rows: u32,
+        /// `ceil(k / 64)`.
+        pub tile_cols: u32,
+        /// 0.
+        pub reserved: u32,
+    }
+}
+
+impl VariantSpec {
+    /// A decoder.
+    pub const fn decode(arch: Arch, output: DecodeOutput, code_limit: CodeLimit) -> Self {
+        Self { arch, op: super::Op::Decode(DecodeSpec { output, code_limit }) }
+    }
+}
+
+/// One block fills an SM: the table is then built and held once per SM.
+const BLOCKS_PER_SM: u32 = 1;
+const WARPS: u32 = 32;
+/// Buffers of a warp for the bits of a tile: one per half.
+const STAGES: u32 = 2;
+/// 16 B in front, and 32 rows of at most 319 bits rounded out to 16 B at both ends.
+const STAGE_BYTES: u32 = 16 + 1312;
+const MBARRIER_BYTES: u32 = 8;
+/// Code words and single-symbol entries while the table is built.
+const SCRATCH_BYTES: u32 = 1024;
+/// Up to here a table is repeated, so that lanes look up in different banks.
+const TABLE_BYTES_MAX: u32 = 65_536;
+const TABLE_COPIES_MAX: u32 = 32;
+/// A half tile, one row per lane, is staged before it is written.
+const ROWS_PER_HALF: u32 = 32;
+
+/// Bytes of the lookup table. Up to 7 bits: one table of pairs, indexed by two codes. Above: single symbols, repeated.
+const fn table_bytes(output: DecodeOutput, limit: CodeLimit) -> u32 {
+    let bits = limit.get();
+    if bits <= 7 {
+        return (if matches!(output, DecodeOutput::Exponent) { 4 } else { 2 }) << (2 * bits);
+    }
+    let one = (if bits == 15 { 2 } else { 4 }) << bits;
+    let fit = TABLE_BYTES_MAX / one;
+    one * if fit < TABLE_COPIES_MAX { fit } else { TABLE_COPIES_MAX }
+}
+
+impl DecodeSpec {
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let op = self;
+        // `full` decodes to indices, too: its table and staging area are then half as large, and 32 warps fit their registers.
+        let row_bytes = if matches!(op.output, DecodeOutput::Exponent) { 64 } else { 32 };
+        let warps = WARPS;
+        let smem = SmemPlan::new()
+            .section("table", 1, table_bytes(op.output, op.code_limit), 16)
+            .section("scratch", 1, SCRATCH_BYTES, 16)
+            .section("barriers", STAGES * warps, MBARRIER_BYTES, 8)
+            .section("stage", STAGES * warps, STAGE_BYTES, 16)
+            .section("output", warps, ROWS_PER_HALF * row_bytes, 16);
+        Ok(Plan {
+            spec: *spec,
+            smem,
+            // Private to a warp, which knows its own progress: no barrier says that a stage is empty.
+            pipeline: Some(PipelinePlan {
+                rings: warps,
+                stages: STAGES,
+                stage_bytes: STAGE_BYTES,
+                full_arrivals: 1,
+                empty_arrivals: 0,
+            }),
+            roles: RolePlan::one("decode", warps),
+            launch: LaunchPlan::ordinary(
+                warps * spec.arch.limits().warp_threads,
+                BLOCKS_PER_SM,
+                LaunchGrid::Persistent { work: Work::WeightTiles, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
+            ),
+        })
+    }
+}
+
+impl Family for DecodeSpec {
+    type Args = DecodeArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[
+        Edge { from: FormId::HUFFMAN, to: FormId::RAW },
+        Edge { from: FormId::HUFFMAN, to: EXPONENTS },
+        Edge { from: FormId::HUFFMAN, to: FormId::PALETTE },
+    ];
+    const INSTRUCTIONS: &'static [Instruction] = &[Instruction::BulkCopy];
+
+    fn edges(&self) -> &'static [Edge] {
+        let index = self.output as usize;
+        &Self::EDGES[index..=index]
+    }
+
+    fn summary(&self, _: &Plan) -> String {
+        let written = match self.output {
+            DecodeOutput::Full => "bf16 [n, k], row-major",
+            DecodeOutput::Exponent => "u8 exponents [tiles, 64, 64]",
+            DecodeOutput::Palette => "packed 4-bit palette indices [tiles, 64, 32]",
+        };
+        format!("Huffman tensor with codes of at most {} bits -> {written}.", self.code_limit.get())
+    }
+
+    fn context(&self, plan: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            /// `Config::kOutput`: 0 full, 1 exponent, 2 palette.
+            output: u32,
+            /// `Config::kCodeLimit`, bits.
+            code_limit: u32,
+            /// `Config::kWarps`.
+            warps: u32,
+        }
+        Context { output: self.output.raw(), code_limit: self.code_limit.get(), warps: plan.roles.warps() }
+    }
+
+    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+        DecodeOutput::ALL
+            .iter()
+            .flat_map(|output| CodeLimit::all().map(|limit| VariantSpec::decode(Arch::Sm90a, *output, limit)))
+    }
+}

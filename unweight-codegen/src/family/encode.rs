@@ -1,0 +1,208 @@
+//! BF16 to a Huffman or palette tensor (report section 4): `templates/include/unweight/kernels/encode.cuh`.
+
+use super::{Edge, Family, Instruction};
+use crate::{
+    abi::args,
+    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
+    spec::{Arch, VariantSpec, axes, word_axis},
+};
+use serde::Serialize;
+use unweight_format::FormId;
+
+word_axis! {
+    /// A stage of the encoder (report section 4).
+    EncodeStage, "stage" {
+        /// Splits the elements and counts exponents.
+        Stats = "stats",
+        /// Chooses the palette and the code.
+        Table = "table",
+        /// Expands the code to the flat decode table.
+        DecodeTable = "decode_table",
+        /// Row lengths, verbatim rows and tile sizes.
+        Rows = "rows",
+        /// Tile sizes to offsets.
+        Scan = "scan",
+        /// Writes the bitstream and the verbatim rows.
+        Write = "write",
+        /// Writes packed palette indices instead of a bitstream.
+        Palette = "palette",
+    }
+}
+
+axes! {
+    /// One encoder kernel.
+    pub struct EncodeSpec {
+        /// Which one.
+        stage: EncodeStage "",
+    }
+}
+
+args! {
+    /// Arguments of the encoding family: all stages share one struct.
+    pub struct EncodeArgs {
+        /// bf16 `[n, k]`.
+        pub weights: u64,
+        /// u8 `[n, k]`.
+        pub sign_mantissa: u64,
+        /// u32 `[256]`, zeroed before `stats`.
+        pub histogram: u64,
+        /// u8 `[16]`.
+        pub palette: u64,
+        /// u8 `[16]`.
+        pub code_lengths: u64,
+        /// u32 `[256]`: code | length << 16 | palette index << 24.
+        pub encode_table: u64,
+        /// u32 `[2^code_limit]`: exponent | length << 8 | palette index << 16.
+        pub decode_table: u64,
+        /// u8 `[tiles, 64]`.
+        pub row_lengths: u64,
+        /// `[tiles]` of 16 bytes.
+        pub tile_metadata: u64,
+        /// u32 `[capacity_words]`, zeroed before `write`.
+        pub encoded_exp: u64,
+        /// u8 `[capacity_rows, 64]`.
+        pub verbatim_exponents: u64,
+        /// u8 `[tiles, 64, 32]`, stage `palette` only.
+        pub palette_index: u64,
+        /// u64 `[4]`: words, verbatim rows, most verbatim rows in a tile, fault.
+        pub totals: u64,
+        /// u64 scratch of `scan`, zeroed.
+        pub scan_state: u64,
+        /// Words that fit in `encoded_exp`.
+        pub capacity_words: u64,
+        /// Rows that fit in `verbatim_exponents`.
+        pub capacity_rows: u32,
+        /// Code limit L.
+        pub code_limit: u32,
+        /// Output features.
+        pub n: u32,
+        /// Input features.
+        pub k: u32,
+        /// `ceil(n / 64)`.
+        pub tile_rows: u32,
+        /// `ceil(k / 64)`.
+        pub tile_cols: u32,
+    }
+}
+
+impl VariantSpec {
+    /// An encoder stage.
+    pub const fn encode(arch: Arch, stage: EncodeStage) -> Self {
+        Self { arch, op: super::Op::Encode(EncodeSpec { stage }) }
+    }
+}
+
+/// 256 counters, one column per lane.
+const HISTOGRAM_COUNTERS: u32 = 256;
+const LANES: u32 = 32;
+/// Stages that take a tile per warp.
+const TILE_WARPS: u32 = 8;
+const TILE_BLOCKS_PER_SM: u32 = 4;
+/// What those stages look up per exponent.
+const EXPONENT_TABLE_BYTES: u32 = 256 * 4;
+/// A tile has at most 64 * 319 bits = 638 words, rounded up to 16 B.
+const TILE_BUFFER_BYTES: u32 = 640 * 4;
+const SCAN_TILES_PER_BLOCK: u32 = 1024;
+const DECODE_TABLE_BLOCKS: u32 = 128;
+
+impl EncodeSpec {
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let op = self;
+        let tiles =
+            LaunchGrid::Persistent { work: Work::WeightTiles, per_block: TILE_WARPS, blocks_per_sm: TILE_BLOCKS_PER_SM };
+        let none = SmemPlan::new();
+        let (smem, warps, blocks_per_sm, grid) = match op.stage {
+            EncodeStage::Stats => (
+                none.section("histogram", HISTOGRAM_COUNTERS, LANES * 4, 16),
+                16,
+                4,
+                LaunchGrid::Persistent { work: Work::WeightTiles, per_block: 1, blocks_per_sm: 4 },
+            ),
+            EncodeStage::Table => (none.section("work", 1, 4096, 16), 8, 1, LaunchGrid::Fixed(1)),
+            EncodeStage::DecodeTable => (none, 8, 1, LaunchGrid::Fixed(DECODE_TABLE_BLOCKS)),
+            EncodeStage::Rows | EncodeStage::Palette => {
+                (none.section("exponent_table", 1, EXPONENT_TABLE_BYTES, 16), TILE_WARPS, TILE_BLOCKS_PER_SM, tiles)
+            }
+            EncodeStage::Scan => (
+                none.section("work", 1, 1024, 16),
+                8,
+                1,
+                // Blocks wait for the sums of those before them, each for its own tiles: no other number is right.
+                LaunchGrid::Covering { work: Work::WeightTiles, per_block: SCAN_TILES_PER_BLOCK },
+            ),
+            EncodeStage::Write => (
+                none.section("exponent_table", 1, EXPONENT_TABLE_BYTES, 16).section(
+                    "tile",
+                    TILE_WARPS,
+                    TILE_BUFFER_BYTES,
+                    16,
+                ),
+                TILE_WARPS,
+                TILE_BLOCKS_PER_SM,
+                tiles,
+            ),
+        };
+        Ok(Plan {
+            spec: *spec,
+            smem,
+            pipeline: None,
+            roles: RolePlan::one("encode", warps),
+            launch: LaunchPlan::ordinary(warps * spec.arch.limits().warp_threads, blocks_per_sm, grid),
+        })
+    }
+}
+
+impl Family for EncodeSpec {
+    type Args = EncodeArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] =
+        &[Edge { from: FormId::RAW, to: FormId::HUFFMAN }, Edge { from: FormId::RAW, to: FormId::PALETTE }];
+    const INSTRUCTIONS: &'static [Instruction] = &[];
+
+    fn edges(&self) -> &'static [Edge] {
+        match self.stage {
+            EncodeStage::Write => &Self::EDGES[..1],
+            EncodeStage::Palette => &Self::EDGES[1..],
+            _ => Self::EDGES,
+        }
+    }
+
+    fn summary(&self, _: &Plan) -> String {
+        let summary = match self.stage {
+            EncodeStage::Stats => "Elements -> sign_mantissa and the histogram of exponents.",
+            EncodeStage::Table => "Histogram -> palette, code lengths and encode table.",
+            EncodeStage::DecodeTable => "Palette and code lengths -> flat decode table.",
+            EncodeStage::Rows => "Elements -> row lengths, verbatim rows, and words and rows of each tile.",
+            EncodeStage::Scan => "Words and rows of each tile -> offsets and totals.",
+            EncodeStage::Write => "Elements and offsets -> bitstream and verbatim rows.",
+            EncodeStage::Palette => "Elements and offsets -> packed palette indices and verbatim rows.",
+        };
+        summary.to_owned()
+    }
+
+    fn context(&self, _: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            /// The function of `uw::encode`.
+            function: &'static str,
+            /// The constant of `uw::encode` that holds the threads of a block.
+            threads_constant: &'static str,
+            /// The constant of `uw::encode` that holds the bytes of shared memory, where there are any.
+            smem_constant: Option<&'static str>,
+        }
+        let (threads_constant, smem_constant) = match self.stage {
+            EncodeStage::Stats => ("kStatsThreads", Some("kStatsSmemBytes")),
+            EncodeStage::Table => ("kTableThreads", Some("kTableSmemBytes")),
+            EncodeStage::DecodeTable => ("kDecodeTableThreads", None),
+            EncodeStage::Rows => ("kTileThreads", Some("kRowsSmemBytes")),
+            EncodeStage::Scan => ("kScanThreads", Some("kScanSmemBytes")),
+            EncodeStage::Write => ("kTileThreads", Some("kWriteSmemBytes")),
+            EncodeStage::Palette => ("kTileThreads", Some("kPaletteSmemBytes")),
+        };
+        Context { function: self.stage.tag(), threads_constant, smem_constant }
+    }
+
+    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+        EncodeStage::ALL.iter().map(|stage| VariantSpec::encode(Arch::Sm90a, *stage))
+    }
+}

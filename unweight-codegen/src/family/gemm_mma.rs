@@ -1,0 +1,406 @@
+//! Register-sourced matmul for small batches, from packed weights: `templates/include/unweight/kernels/gemm_mma.cuh`.
+//!
+//! ```text
+//! bytes = warps * (align1024(stages * stage) + 8 * stages + stream * sums)
+//! stage = batch_tile * 128 + row_blocks * 1536        X of 64 k, packed weights of 64 k
+//! sums  = row_blocks * batch_tile * 64                fp32; without `persistent` they lie over the drained ring
+//! ```
+
+use super::{Edge, Family, Instruction, Op, PRODUCT};
+use crate::{
+    abi::{TensorMap, args},
+    plan::{
+        GemmShape, Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, WorkspacePlan,
+        most_fitting, named,
+    },
+    spec::{Arch, ClusterSize, Epilogue, VariantSpec, axes, range_axis, set_axis},
+};
+use serde::Serialize;
+use unweight_format::{FormId, layout};
+
+set_axis! {
+    /// Batch rows that a `gemm_mma` variant multiplies at a time: `n` of `mma.m16n8k16`, eight rows a fragment.
+    SmallBatchTile, "batch_tile", [8, 16, 32, 64], "8, 16, 32 or 64 (batch rows of op gemm_mma)"
+}
+
+range_axis! {
+    /// 16-row blocks of W that one task of a `gemm_mma` variant multiplies.
+    RowBlocks, "row_blocks", 1..=8, "1..=8 (blocks of 16 output features, whose sums one warp keeps)"
+}
+
+range_axis! {
+    /// Warps of a `gemm_mma` block; each has a ring of its own.
+    Warps, "warps", 1..=32, "1..=32 (a block has at most 1024 threads)"
+}
+
+range_axis! {
+    /// Stages of each warp's ring in a `gemm_mma` block. One can do: other warps' rings load while one is worked on.
+    SmallStages, "stages", 1..=16, "1..=16 (stages of op gemm_mma)"
+}
+
+axes! {
+    /// A variant of the register-sourced family for small batches (`mma.m16n8k16`): every warp multiplies `row_blocks` blocks of 16
+    /// output features by `batch_tile` batch rows, and the warps of a cluster share k.
+    pub struct GemmMmaSpec {
+        /// Batch rows of a cluster.
+        batch_tile: SmallBatchTile "b",
+        /// Row blocks of a task.
+        row_blocks: RowBlocks "_r",
+        /// Warps of a block.
+        warps: Warps "w",
+        /// Stages of each warp's ring.
+        stages: SmallStages "p",
+        /// Blocks that share k.
+        cluster: ClusterSize "c" = 1,
+        /// A cluster works off several tasks, its rings running on across them; otherwise one.
+        persistent: flag "_persistent" = false,
+        /// Elements outside the window are replaced by their exact operands; otherwise the tensor must have none.
+        escapes: flag "_esc" = true,
+        /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before it reads X.
+        pdl: flag "_pdl" = false,
+        /// Overwrite or add.
+        epilogue: Epilogue "_" = Store,
+        /// For tests: what enters the tensor cores is written to the workspace.
+        dump: flag "_dump" = false,
+    }
+}
+
+args! {
+    /// Arguments of the register-sourced family (`gemm_mma`, `gemm_wgmma`).
+    pub struct GemmPackedArgs {
+        /// bf16 `[m, k]`, box 64 x the variant's batch tile, 128-byte swizzle, zero fill.
+        pub x: TensorMap,
+        /// bf16 `[m, n]`, for variants that store by the copy engine.
+        pub y_map: TensorMap,
+        /// u8 `[tiles, 6144]`.
+        pub packed: u64,
+        /// u32 `[tiles, 4]`.
+        pub escape_heads: u64,
+        /// u32 `[escape_words]`.
+        pub escapes: u64,
+        /// bf16 `[m, n]`.
+        pub y: u64,
+        /// f32 partial sums; its size follows from the plan.
+        pub workspace: u64,
+        /// u32, zeroed once; every launch leaves them zero.
+        pub counters: u64,
+        /// `2^(base - 112)`.
+        pub scale: f32,
+        /// Words in `escapes`.
+        pub escape_words: u32,
+        /// Batch rows.
+        pub m: u32,
+        /// Output features, a multiple of 64.
+        pub n: u32,
+        /// Input features, a multiple of 64.
+        pub k: u32,
+        /// `k / 64`.
+        pub tile_cols: u32,
+        /// 0.
+        pub reserved: [u32; 14],
+    }
+}
+
+impl VariantSpec {
+    /// A register-sourced matmul for small batches.
+    pub const fn gemm_mma(arch: Arch, spec: GemmMmaSpec) -> Self {
+        Self { arch, op: Op::GemmMma(spec) }
+    }
+}
+
+/// The shapes of the register-sourced family for small batches that measured best, by batch tile and within it by growing `n`
+/// (docs/adr/0004-register-sourced-kernels.md).
+pub const SHAPES: [GemmMmaSpec; 23] = [
+    small(8, 1, 16, 2, 2),
+    small(8, 2, 16, 2, 1),
+    small(8, 2, 8, 3, 1),
+    small(8, 4, 16, 2, 1),
+    small(8, 5, 12, 2, 1),
+    small(8, 4, 8, 2, 1),
+    small(8, 4, 8, 1, 1),
+    small(8, 7, 8, 1, 1),
+    small(16, 1, 8, 3, 2),
+    small(16, 2, 12, 2, 1),
+    small(16, 3, 8, 2, 1),
+    small(16, 2, 8, 2, 1),
+    small(16, 4, 8, 1, 1),
+    GemmMmaSpec { persistent: true, ..small(16, 4, 8, 1, 1) },
+    small(32, 1, 8, 2, 2),
+    small(32, 2, 8, 2, 1),
+    small(32, 3, 6, 2, 1),
+    small(32, 4, 4, 2, 1),
+    small(32, 7, 4, 1, 1),
+    small(64, 1, 8, 2, 2),
+    small(64, 2, 8, 2, 1),
+    small(64, 2, 4, 2, 1),
+    small(64, 4, 4, 2, 1),
+];
+
+const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluster: u32) -> GemmMmaSpec {
+    match (
+        SmallBatchTile::new(batch_tile),
+        RowBlocks::new(row_blocks),
+        Warps::new(warps),
+        SmallStages::new(stages),
+        ClusterSize::new(cluster),
+    ) {
+        (Ok(batch_tile), Ok(row_blocks), Ok(warps), Ok(stages), Ok(cluster)) => GemmMmaSpec {
+            batch_tile,
+            row_blocks,
+            warps,
+            stages,
+            cluster,
+            persistent: false,
+            escapes: true,
+            pdl: false,
+            epilogue: Epilogue::Store,
+            dump: false,
+        },
+        _ => panic!("the shapes lie within the axes"),
+    }
+}
+
+/// A row of X: 64 columns, bf16.
+const X_ROW_BYTES: u32 = 128;
+/// 16 rows and 64 columns of W, 12 bits each.
+const BLOCK_BYTES: u32 = layout::PACKED_BLOCK_BYTES as u32;
+const BLOCK_ROWS: u32 = 16;
+/// Where the copy engine's swizzle repeats, and with it each ring.
+const SWIZZLE_ALIGN: u32 = 1024;
+const MBARRIER_BYTES: u32 = 8;
+/// Two blocks of one kernel hide each other's start and end; with three of 8 warps the registers no longer hold the decode.
+const BLOCKS_PER_SM_MAX: u32 = 2;
+/// Below this many registers per thread one block has the SM for itself: even a single row block would be short of them.
+const REGISTERS_MIN: u32 = 80;
+
+/// Row blocks that one task must have together: of a gate and of its up.
+const fn together(op: &GemmMmaSpec) -> u32 {
+    if matches!(op.epilogue, Epilogue::SiluMul) { 2 } else { 1 }
+}
+
+/// X and W of one slot of a warp's ring.
+const fn slot_bytes(op: &GemmMmaSpec) -> u32 {
+    op.batch_tile.get() * X_ROW_BYTES + op.row_blocks.get() * BLOCK_BYTES
+}
+
+/// One warp's ring.
+const fn ring_bytes(op: &GemmMmaSpec) -> u32 {
+    (op.stages.get() * slot_bytes(op)).next_multiple_of(SWIZZLE_ALIGN)
+}
+
+/// One warp's sums, fp32.
+const fn sum_bytes(op: &GemmMmaSpec) -> u32 {
+    op.row_blocks.get() * BLOCK_ROWS * op.batch_tile.get() * 4
+}
+
+const fn smem(op: &GemmMmaSpec) -> SmemPlan {
+    let warps = op.warps.get();
+    SmemPlan::new()
+        .section("rings", warps, ring_bytes(op), SWIZZLE_ALIGN)
+        .section("sums", if op.persistent { warps } else { 0 }, sum_bytes(op), SWIZZLE_ALIGN)
+        .section("barriers", warps * op.stages.get(), MBARRIER_BYTES, MBARRIER_BYTES)
+}
+
+const fn fits(spec: &VariantSpec, op: &GemmMmaSpec) -> bool {
+    smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
+}
+
+impl GemmMmaSpec {
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let op = self;
+        let limits = spec.arch.limits();
+        let (smem, warps, stages) = (smem(op), op.warps.get(), op.stages.get());
+        if !op.row_blocks.get().is_multiple_of(together(op)) {
+            let what = "epilogue = silu_mul takes row blocks in pairs; row_blocks must be even";
+            return Err(Infeasible::Conflict { spec: *spec, what });
+        }
+        let stage_bytes = warps * (slot_bytes(op) + MBARRIER_BYTES);
+        if !fits(spec, op) {
+            return Err(Infeasible::SharedMemory {
+                spec: *spec,
+                fixed_bytes: smem.bytes() - stages * stage_bytes,
+                stages,
+                stage_bytes,
+                limit_bytes: limits.smem_bytes_per_block,
+                fitting_stages: most_fitting!(fits(spec, op), GemmMmaSpec { stages: SmallStages }),
+                fitting_other: named("warps", most_fitting!(fits(spec, op), GemmMmaSpec { warps: Warps })),
+            });
+        }
+        if !op.persistent && sum_bytes(op) > ring_bytes(op) {
+            return Err(Infeasible::SumsExceedRing {
+                spec: *spec,
+                sum_bytes: sum_bytes(op),
+                ring_bytes: ring_bytes(op),
+                fitting_stages: sum_bytes(op).div_ceil(slot_bytes(op)),
+            });
+        }
+        let threads = warps * limits.warp_threads;
+        let resident = limits.blocks_by_smem_and_threads(threads, smem.bytes());
+        let mut blocks_per_sm = if resident < BLOCKS_PER_SM_MAX { resident } else { BLOCKS_PER_SM_MAX };
+        while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < REGISTERS_MIN {
+            blocks_per_sm -= 1;
+        }
+        Ok(Plan {
+            spec: *spec,
+            smem,
+            pipeline: Some(PipelinePlan {
+                rings: warps,
+                stages,
+                stage_bytes: slot_bytes(op),
+                full_arrivals: 1,
+                empty_arrivals: 0,
+            }),
+            roles: RolePlan::one("load, decode and multiply", warps),
+            launch: LaunchPlan {
+                threads,
+                blocks_per_sm,
+                grid: LaunchGrid::DealtRowBlocks {
+                    batch_rows: op.batch_tile.get(),
+                    rows: together(op) * BLOCK_ROWS,
+                    share: if op.persistent { None } else { Some(op.row_blocks.get() / together(op)) },
+                    cluster: op.cluster.get(),
+                    blocks_per_sm,
+                },
+                cluster: op.cluster.get(),
+                pdl: op.pdl,
+                co_resident: false,
+            },
+        })
+    }
+}
+
+/// What both kernels that read packed weights have in their `Config`.
+#[derive(Serialize)]
+pub(super) struct PackedContext {
+    /// `Config::kBatchTile`.
+    pub batch_tile: u32,
+    /// `Config::kStages`.
+    pub stages: u32,
+    /// `Config::kEscapes`.
+    pub escapes: bool,
+    /// `Config::kStoreAdd`.
+    pub store_add: bool,
+    /// `Config::kPdl`.
+    pub pdl: bool,
+    /// `Config::kDumpOperands`.
+    pub dump: bool,
+}
+
+impl PackedContext {
+    /// How the weights are read and what is left out, in words.
+    pub fn summary(&self, epilogue: Epilogue, block: &str) -> String {
+        let escapes = if self.escapes { "exact escapes" } else { "no escapes" };
+        let pdl = if self.pdl { ", dependent launch" } else { "" };
+        let dump = if self.dump { ", operands dumped" } else { "" };
+        format!("{}, W packed to 12 bits, {escapes}; {block}{pdl}{dump}.", epilogue.formula())
+    }
+}
+
+impl GemmMmaSpec {
+    fn packed(&self) -> PackedContext {
+        PackedContext {
+            batch_tile: self.batch_tile.get(),
+            stages: self.stages.get(),
+            escapes: self.escapes,
+            store_add: matches!(self.epilogue, Epilogue::StoreAdd),
+            pdl: self.pdl,
+            dump: self.dump,
+        }
+    }
+}
+
+impl Family for GemmMmaSpec {
+    type Args = GemmPackedArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[Edge { from: FormId::PACKED, to: PRODUCT }];
+    const INSTRUCTIONS: &'static [Instruction] = &[Instruction::Mma, Instruction::BulkCopy, Instruction::TensorCopy];
+
+    fn summary(&self, _: &Plan) -> String {
+        let (batch_tile, rows, stages) =
+            (self.batch_tile.get(), BLOCK_ROWS * self.row_blocks.get(), self.stages.get());
+        let group = match self.cluster.get() {
+            1 => "block".to_owned(),
+            cluster => format!("cluster of {cluster}"),
+        };
+        let tasks = if self.persistent { "task after task" } else { "one task" };
+        let block = format!("{batch_tile} batch rows x {rows} of n per {group}, {tasks}, a ring of {stages} per warp");
+        self.packed().summary(self.epilogue, &block)
+    }
+
+    fn context(&self, _: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            packed: PackedContext,
+            /// `Config::kRowBlocks`.
+            row_blocks: u32,
+            /// `Config::kWarps`.
+            warps: u32,
+            /// `Config::kCluster`.
+            cluster: u32,
+            /// `Config::kPersistent`.
+            persistent: bool,
+            /// `Config::kSiluMul`.
+            silu_mul: bool,
+        }
+        Context {
+            packed: self.packed(),
+            row_blocks: self.row_blocks.get(),
+            warps: self.warps.get(),
+            cluster: self.cluster.get(),
+            persistent: self.persistent,
+            silu_mul: matches!(self.epilogue, Epilogue::SiluMul),
+        }
+    }
+
+    fn workspace(&self, _: &Plan, problem: GemmShape, _: u32) -> WorkspacePlan {
+        if self.dump { WorkspacePlan::operands(problem) } else { WorkspacePlan::default() }
+    }
+
+    /// Each shape with escapes, ordinary and dependent, as `store` and `store_add`; those of batch tile 8 also without escapes; those
+    /// of even row blocks as `silu_mul`; a dump for each number of row blocks.
+    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+        let used = SHAPES.into_iter().flat_map(|shape| {
+            let ways = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];
+            ways.into_iter()
+                // Without escapes there is less to hide and nothing to gain but at the smallest batches; beyond, some shapes spill.
+                .filter(move |(escapes, _)| *escapes || shape.batch_tile.get() == 8)
+                .flat_map(move |(escapes, epilogue)| {
+                    [false, true].map(|pdl| GemmMmaSpec { escapes, pdl, epilogue, ..shape })
+                })
+        });
+        // The first shape of each number of row blocks: what differs between them is how row blocks are laid over tiles.
+        let dumps = RowBlocks::all().filter_map(|row_blocks| {
+            let shape = SHAPES.into_iter().find(|shape| shape.row_blocks == row_blocks)?;
+            Some(GemmMmaSpec { dump: true, ..shape })
+        });
+        // The gate and the up of an MLP as one matmul: row blocks come in pairs.
+        let gated = SHAPES.into_iter().filter(|shape| shape.row_blocks.get().is_multiple_of(2)).flat_map(|shape| {
+            [false, true].map(|pdl| GemmMmaSpec { pdl, epilogue: Epilogue::SiluMul, ..shape })
+        });
+        used.chain(dumps).chain(gated).map(|spec| VariantSpec::gemm_mma(Arch::Sm90a, spec))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As docs/adr/0004 recommends them: the blocks that one SM holds decide the grid.
+    #[test]
+    fn small_shapes_have_the_blocks_per_sm_that_were_measured() {
+        let blocks = SHAPES.map(|shape| {
+            Plan::new(&VariantSpec::gemm_mma(Arch::Sm90a, shape)).expect("the shape fits").launch.blocks_per_sm
+        });
+        assert_eq!(blocks, [1, 1, 2, 1, 1, 2, 2, 2, 2, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 2, 2]);
+    }
+
+    /// 16 rows of a gate and 16 of its up are dealt together.
+    #[test]
+    fn gates_and_ups_are_dealt_in_pairs() {
+        let plan = |name: &str| Plan::new(&name.parse().unwrap()).unwrap();
+        let blocks = |name: &str, n| plan(name).launch.grid.blocks(GemmShape { m: 1, n, k: 4096 }, 132);
+        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul", 4096), Some(128));
+        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store", 4096), Some(132));
+        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_silu_mul", 28672), Some(448));
+    }
+}

@@ -1,0 +1,459 @@
+//! The report's matmul (section 8): `templates/include/unweight/kernels/gemm_recon.cuh`.
+//!
+//! ```text
+//! bytes = fixed(n) + stages * stage(n)
+//! fixed = X that no stage pays for + three buffers of joined weights + the barriers of that X
+//! stage = n * (sign-mantissa tile + exponent tile or (nibbles + verbatim rows + bitmask)) + two barriers + its share of X
+//! ```
+//!
+//! With two tiles the weights own the rows of wgmma (`weight_rows`): X has a ring of 768 rows, whatever the stages are. With 1, 3 or
+//! 4 (`batch_rows`) X has 128 rows per stage, and one slot more.
+
+use super::{EXPONENTS, Edge, Family, Instruction, Op, PRODUCT};
+use crate::{
+    abi::{TensorMap, args},
+    plan::{
+        Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, Role, RolePlan, SmemPlan, Work, most_fitting, named,
+    },
+    spec::{AXES_MAX, Arch, Axis, Epilogue, Only, Raw, VariantSpec, range_axis, set_axis},
+};
+use serde::Serialize;
+use unweight_format::{FormId, layout};
+
+range_axis! {
+    /// 64-row tiles of `W` that one CTA multiplies at a time: columns of `Y` in units of 64, and `n` of the WGMMA instruction.
+    NTiles, "n", 1..=4, "1..=4 (tiles of 64 output features; wgmma has n <= 256)"
+}
+
+range_axis! {
+    /// Stages of the shared-memory ring between producer and consumers.
+    Stages, "stages", 2..=8, "2..=8 (one stage cannot overlap loads with work; 8 fill the shared memory at n = 1)"
+}
+
+set_axis! {
+    /// The most verbatim rows of a tile for which a palette variant has room (report: `MAX_VERBATIM_ROWS`).
+    ///
+    /// A tensor needs the smallest budget that is not below its largest count of verbatim rows in a tile.
+    VerbatimRows, "verbatim", [0, 4, 8, 16, 32, 64], "0, 4, 8, 16, 32 or 64 (rows per tile)"
+}
+
+/// Where a matmul takes the exponents from (report section 8.3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum WeightSource {
+    /// Decoded exponents, u8 `[tiles, 64, 64]`.
+    Exponent,
+    /// Packed palette indices, u8 `[tiles, 64, 32]`, with verbatim rows beside them.
+    Palette {
+        /// Rows for which each stage has room.
+        verbatim: VerbatimRows,
+    },
+}
+
+/// A variant of the report's matmul family: 128 batch rows by `64 * n_tiles` output features per CTA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct GemmReconSpec {
+    /// Where the exponents come from.
+    pub source: WeightSource,
+    /// Tiles of `W` side by side.
+    pub n_tiles: NTiles,
+    /// Stages of the ring.
+    pub stages: Stages,
+    /// Overwrite or add.
+    pub epilogue: Epilogue,
+}
+
+/// As in [`GemmReconSpec::AXES`].
+const PALETTE: u32 = 1;
+
+/// By hand and not by `axes!`, because the budget of verbatim rows is the palette source's own.
+impl GemmReconSpec {
+    pub(crate) const AXES: &'static [Axis] = &[
+        Axis { default: Some(PALETTE), ..Axis::words("source", &["exponent", "palette"]) },
+        Axis { mark: "_n", ..NTiles::AXIS },
+        Axis { mark: "p", ..Stages::AXIS },
+        Axis {
+            mark: "_v",
+            // Covers nearly every tile of trained weights.
+            default: Some(8),
+            only: Some(Only { axis: 0, value: PALETTE, why: "decoded exponents have no verbatim rows" }),
+            ..VerbatimRows::AXIS
+        },
+        Axis { mark: "_", default: Some(Epilogue::Store.raw()), ..Epilogue::AXIS },
+    ];
+
+    pub(crate) const fn values(&self) -> Raw {
+        let mut raw = [0; AXES_MAX];
+        if let WeightSource::Palette { verbatim } = self.source {
+            raw[0] = PALETTE;
+            raw[3] = verbatim.raw();
+        }
+        raw[1] = self.n_tiles.raw();
+        raw[2] = self.stages.raw();
+        raw[4] = self.epilogue.raw();
+        raw
+    }
+
+    pub(crate) const fn of(raw: &Raw) -> Self {
+        let source = match raw[0] {
+            PALETTE => WeightSource::Palette { verbatim: VerbatimRows::of_raw(raw[3]) },
+            _ => WeightSource::Exponent,
+        };
+        let (n_tiles, stages) = (NTiles::of_raw(raw[1]), Stages::of_raw(raw[2]));
+        Self { source, n_tiles, stages, epilogue: Epilogue::of_raw(raw[4]) }
+    }
+
+    /// Verbatim rows for which a stage has room: 0 for the exponent source, which has none.
+    pub const fn verbatim_rows(&self) -> u32 {
+        match self.source {
+            WeightSource::Exponent => 0,
+            WeightSource::Palette { verbatim } => verbatim.get(),
+        }
+    }
+}
+
+args! {
+    /// Arguments of the report's reconstructive matmul.
+    pub struct GemmReconArgs {
+        /// bf16 `[m, k]`, box 64 x 64, 128-byte swizzle, zero fill.
+        pub x: TensorMap,
+        /// u8 `[n, k]`, box 64 x 64, no swizzle.
+        pub sign_mantissa: TensorMap,
+        /// Exponent source: u8 `[tiles, 64, 64]`; palette source: u8 `[tiles, 64, 32]`.
+        pub exponents: u64,
+        /// Palette source only: `[tiles]` of 16 bytes.
+        pub tile_metadata: u64,
+        /// Palette source only: u8 `[verbatim_rows, 64]`.
+        pub verbatim_exponents: u64,
+        /// Palette source only: u8 `[16]`.
+        pub palette: u64,
+        /// bf16 `[m, n]`.
+        pub y: u64,
+        /// Rows in `verbatim_exponents`.
+        pub verbatim_rows: u32,
+        /// Batch rows.
+        pub m: u32,
+        /// Output features, a multiple of 64 times the variant's N tiles.
+        pub n: u32,
+        /// Input features, a multiple of 64.
+        pub k: u32,
+        /// `k / 64`.
+        pub tile_cols: u32,
+        /// 0.
+        pub reserved: u32,
+    }
+}
+
+impl VariantSpec {
+    /// A matmul.
+    pub const fn gemm_recon(
+        arch: Arch,
+        source: WeightSource,
+        n_tiles: NTiles,
+        stages: Stages,
+        epilogue: Epilogue,
+    ) -> Self {
+        Self { arch, op: Op::GemmRecon(GemmReconSpec { source, n_tiles, stages, epilogue }) }
+    }
+}
+
+/// The rings of the report's Table 5 as (N tiles, stages), in its order.
+pub const TABLE_5: [(NTiles, Stages); 8] =
+    [ring(1, 6), ring(1, 4), ring(1, 2), ring(2, 4), ring(2, 3), ring(2, 2), ring(3, 2), ring(4, 2)];
+
+const fn ring(n: u32, stages: u32) -> (NTiles, Stages) {
+    match (NTiles::new(n), Stages::new(stages)) {
+        (Ok(n), Ok(stages)) => (n, stages),
+        _ => panic!("Table 5 lies within the axes"),
+    }
+}
+
+/// Rows and columns of a stored tile, and the k step.
+const TILE: u32 = layout::TILE as u32;
+/// Warpgroups that multiply, 64 rows of X each.
+const CONSUMER_WARPGROUPS: u32 = 2;
+const CONSUMER_WARPS: u32 = 4 * CONSUMER_WARPGROUPS;
+const PRODUCER_WARPS: u32 = 4;
+/// Registers per thread of the two roles; 128 x 40 + 256 x 232 = 384 x 168, what one block per SM leaves.
+const PRODUCER_REGISTERS: u32 = 40;
+const CONSUMER_REGISTERS: u32 = 232;
+const BLOCKS_PER_SM: u32 = 1;
+
+/// 64 rows and 64 columns of X, bf16.
+const X_BOX_BYTES: u32 = TILE * TILE * 2;
+/// The tensor cores hold X longer than the sources are held, so its ring is deeper.
+const X_STAGES_MORE: u32 = 1;
+/// Slots of X where the weights own the rows: three of 256 rows, six of 128 or twelve of 64, as the batch asks.
+const WEIGHT_ROWS_X_SLOTS: u32 = 3;
+const WEIGHT_ROWS_X_BOXES: u32 = 4;
+/// Joined weights, bf16: one buffer is filled while two are multiplied.
+const B_BUFFERS: u32 = 3;
+const B_TILE_BYTES: u32 = TILE * TILE * 2;
+const SIGN_TILE_BYTES: u32 = TILE * TILE;
+/// A full and an empty barrier.
+const RING_SLOT_BARRIER_BYTES: u32 = 2 * 8;
+/// Where a swizzled tile may begin.
+const SWIZZLE_ALIGN: u32 = 1024;
+
+/// The ring of X.
+struct Activations {
+    slots: u32,
+    slot_bytes: u32,
+    /// Slots that have barriers: a slot can be as small as one box.
+    barriers: u32,
+    /// Of those, what each stage adds: slots, or none.
+    slots_per_stage: u32,
+}
+
+impl Activations {
+    const fn new(op: &GemmReconSpec) -> Self {
+        if weights_own_rows(op) {
+            Self {
+                slots: WEIGHT_ROWS_X_SLOTS,
+                slot_bytes: WEIGHT_ROWS_X_BOXES * X_BOX_BYTES,
+                barriers: WEIGHT_ROWS_X_SLOTS * WEIGHT_ROWS_X_BOXES,
+                slots_per_stage: 0,
+            }
+        } else {
+            let slots = op.stages.get() + X_STAGES_MORE;
+            Self { slots, slot_bytes: CONSUMER_WARPGROUPS * X_BOX_BYTES, barriers: slots, slots_per_stage: 1 }
+        }
+    }
+}
+
+/// A warpgroup owns a tile of W and computes a part of Y transposed.
+const fn weights_own_rows(op: &GemmReconSpec) -> bool {
+    op.n_tiles.get() == CONSUMER_WARPGROUPS
+}
+
+/// What one tile of W needs in a stage beside its sign-mantissa bytes.
+struct Source {
+    exponent_bytes: u32,
+    verbatim_bytes: u32,
+    mask_bytes: u32,
+}
+
+impl Source {
+    const fn new(op: &GemmReconSpec) -> Self {
+        match op.source {
+            WeightSource::Exponent => Self { exponent_bytes: TILE * TILE, verbatim_bytes: 0, mask_bytes: 0 },
+            WeightSource::Palette { verbatim } => Self {
+                exponent_bytes: TILE * TILE / 2,
+                verbatim_bytes: verbatim.get() * TILE,
+                mask_bytes: if verbatim.get() > 0 { 8 } else { 0 },
+            },
+        }
+    }
+
+    const fn bytes(&self) -> u32 {
+        self.exponent_bytes + self.verbatim_bytes + self.mask_bytes
+    }
+}
+
+const fn smem(op: &GemmReconSpec) -> SmemPlan {
+    let (n, stages) = (op.n_tiles.get(), op.stages.get());
+    let x = Activations::new(op);
+    let source = Source::new(op);
+    SmemPlan::new()
+        .section("x", x.slots, x.slot_bytes, SWIZZLE_ALIGN)
+        .section("b", B_BUFFERS, n * B_TILE_BYTES, SWIZZLE_ALIGN)
+        .section("sign", stages, n * SIGN_TILE_BYTES, 128)
+        .section("exponent", stages, n * source.exponent_bytes, 128)
+        .section("verbatim", stages, n * source.verbatim_bytes, 16)
+        .section("mask", stages, n * source.mask_bytes, 8)
+        .section("source_barriers", stages, RING_SLOT_BARRIER_BYTES, 8)
+        .section("x_barriers", x.barriers, RING_SLOT_BARRIER_BYTES, 8)
+}
+
+/// What each stage costs.
+const fn stage_bytes(op: &GemmReconSpec) -> u32 {
+    let x = Activations::new(op);
+    op.n_tiles.get() * (SIGN_TILE_BYTES + Source::new(op).bytes())
+        + RING_SLOT_BARRIER_BYTES
+        + x.slots_per_stage * (x.slot_bytes + RING_SLOT_BARRIER_BYTES)
+}
+
+const fn fits(spec: &VariantSpec, op: &GemmReconSpec) -> bool {
+    smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
+}
+
+impl GemmReconSpec {
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let op = self;
+        let smem = smem(op);
+        let stages = op.stages.get();
+        if matches!(op.epilogue, Epilogue::SiluMul) {
+            return Err(Infeasible::without_silu_mul(spec));
+        }
+        if !fits(spec, op) {
+            return Err(Infeasible::SharedMemory {
+                spec: *spec,
+                fixed_bytes: smem.bytes() - stages * stage_bytes(op),
+                stages,
+                stage_bytes: stage_bytes(op),
+                limit_bytes: spec.arch.limits().smem_bytes_per_block,
+                fitting_stages: most_fitting!(fits(spec, op), GemmReconSpec { stages: Stages }),
+                fitting_other: named("n", most_fitting!(fits(spec, op), GemmReconSpec { n_tiles: NTiles })),
+            });
+        }
+        // The finest cut: where the weights own the rows, a task can be as small as one box of X.
+        let rows = if weights_own_rows(op) { TILE } else { CONSUMER_WARPGROUPS * TILE };
+        let work = Work::OutputTiles { rows, columns: op.n_tiles.get() * TILE };
+        Ok(Plan {
+            spec: *spec,
+            smem,
+            // The ring of the weights: warp 0 arrives with the bytes, each consumer warp once its lanes have joined.
+            pipeline: Some(PipelinePlan {
+                rings: 1,
+                stages,
+                stage_bytes: stage_bytes(op),
+                full_arrivals: 1,
+                empty_arrivals: CONSUMER_WARPS,
+            }),
+            roles: RolePlan {
+                first: Role { name: "load", warps: PRODUCER_WARPS, registers: Some(PRODUCER_REGISTERS) },
+                second: Some(Role {
+                    name: "join and multiply",
+                    warps: CONSUMER_WARPS,
+                    registers: Some(CONSUMER_REGISTERS),
+                }),
+            },
+            launch: LaunchPlan::ordinary(
+                (PRODUCER_WARPS + CONSUMER_WARPS) * spec.arch.limits().warp_threads,
+                BLOCKS_PER_SM,
+                LaunchGrid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
+            ),
+        })
+    }
+}
+
+impl Family for GemmReconSpec {
+    type Args = GemmReconArgs;
+    const AXES: &'static [Axis] = Self::AXES;
+    const EDGES: &'static [Edge] =
+        &[Edge { from: EXPONENTS, to: PRODUCT }, Edge { from: FormId::PALETTE, to: PRODUCT }];
+    const INSTRUCTIONS: &'static [Instruction] =
+        &[Instruction::Wgmma, Instruction::BulkCopy, Instruction::TensorCopy];
+
+    fn edges(&self) -> &'static [Edge] {
+        match self.source {
+            WeightSource::Exponent => &Self::EDGES[..1],
+            WeightSource::Palette { .. } => &Self::EDGES[1..],
+        }
+    }
+
+    fn summary(&self, _: &Plan) -> String {
+        let source = match self.source {
+            WeightSource::Exponent => "decoded exponents".to_owned(),
+            WeightSource::Palette { verbatim } => {
+                format!("palette indices with room for {} verbatim rows per tile", verbatim.get())
+            }
+        };
+        let (product, stages) = (self.epilogue.formula(), self.stages.get());
+        let rows = if weights_own_rows(self) { 256 } else { 128 };
+        let columns = TILE * self.n_tiles.get();
+        format!("{product}, W from {source}; up to {rows} x {columns} of Y per block, {stages} stages.")
+    }
+
+    fn context(&self, plan: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            /// `Config::kPaletteSource`.
+            palette_source: bool,
+            /// `Config::kNTiles`.
+            n_tiles: u32,
+            /// `Config::kStages`.
+            stages: u32,
+            /// `Config::kVerbatimRows`.
+            verbatim_rows: u32,
+            /// `Config::kStoreAdd`.
+            store_add: bool,
+            /// Registers per thread of the loading warpgroup.
+            producer_registers: Option<u32>,
+            /// Registers per thread of the multiplying warpgroups.
+            consumer_registers: Option<u32>,
+        }
+        let mut registers = plan.roles.roles().filter_map(|role| role.registers);
+        Context {
+            palette_source: matches!(self.source, WeightSource::Palette { .. }),
+            n_tiles: self.n_tiles.get(),
+            stages: self.stages.get(),
+            verbatim_rows: self.verbatim_rows(),
+            store_add: matches!(self.epilogue, Epilogue::StoreAdd),
+            producer_registers: registers.next(),
+            consumer_registers: registers.next(),
+        }
+    }
+
+    /// Table 5 x every source and epilogue, as far as it fits.
+    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+        let sources = std::iter::once(WeightSource::Exponent)
+            .chain(VerbatimRows::ALL.into_iter().map(|verbatim| WeightSource::Palette { verbatim }));
+        let all = sources.flat_map(|source| {
+            TABLE_5.into_iter().flat_map(move |(n, stages)| {
+                [Epilogue::Store, Epilogue::StoreAdd]
+                    .map(|epilogue| VariantSpec::gemm_recon(Arch::Sm90a, source, n, stages, epilogue))
+            })
+        });
+        all.filter(|spec| Plan::new(spec).is_ok())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Table 6 of the report, (verbatim budget) -> does the ring fit?
+    fn table_6(budget: u32, n: u32, stages: u32) -> bool {
+        match budget {
+            0..=8 => true,
+            16 => stages <= 4,
+            32 => stages <= 2,
+            // "narrow N only": Table 5 calls N = 1 narrow and N = 2 standard.
+            _ => stages <= 2 && n == 1,
+        }
+    }
+
+    /// Where our frontier is not the report's. docs/kernels.md explains each line.
+    #[test]
+    fn the_frontier_differs_from_table_6_exactly_as_documented() {
+        let mut differences = Vec::new();
+        for verbatim in VerbatimRows::ALL {
+            for (n, stages) in TABLE_5 {
+                let source = WeightSource::Palette { verbatim };
+                let ours = Plan::new(&VariantSpec::gemm_recon(Arch::Sm90a, source, n, stages, Epilogue::Store)).is_ok();
+                let theirs = table_6(verbatim.get(), n.get(), stages.get());
+                if ours != theirs {
+                    differences.push((verbatim.get(), n.get(), stages.get(), ours));
+                }
+            }
+        }
+        assert_eq!(
+            differences,
+            [
+                (16, 1, 6, true),
+                (32, 1, 6, true),
+                (32, 1, 4, true),
+                (32, 2, 4, true),
+                (32, 2, 3, true),
+                (64, 1, 6, true),
+                (64, 1, 4, true),
+                (64, 2, 4, true),
+                (64, 2, 3, true),
+                (64, 2, 2, true),
+                (64, 3, 2, true),
+                (64, 4, 2, true),
+            ]
+        );
+    }
+
+    /// The sum decides, so rings beyond Table 5 must meet the limit somewhere.
+    #[test]
+    fn the_frontier_exists() {
+        let fits = |n: u32, stages: u32, rows: u32| {
+            let source = WeightSource::Palette { verbatim: VerbatimRows::new(rows).unwrap() };
+            let (n, stages) = (NTiles::new(n).unwrap(), Stages::new(stages).unwrap());
+            Plan::new(&VariantSpec::gemm_recon(Arch::Sm90a, source, n, stages, Epilogue::Store)).is_ok()
+        };
+        assert!(fits(4, 2, 64) && !fits(4, 3, 8) && fits(1, 6, 64) && fits(1, 8, 16) && !fits(1, 8, 32));
+    }
+}

@@ -1,0 +1,344 @@
+//! Register-sourced matmul for large batches, from packed weights: `templates/include/unweight/kernels/gemm_wgmma.cuh`.
+//!
+//! ```text
+//! bytes   = stages * (batch_tile * 128 + warpgroups * (6144 + escapes * 256) + 16) + warpgroups * (buffers * store_rows * 128 + 8)
+//! buffers = pieces of store_rows batch rows in which a warpgroup stores its part of Y, 2 at least and 3 at most
+//! ```
+
+use super::{
+    Edge, Family, Instruction, Op, PRODUCT,
+    gemm_mma::{GemmPackedArgs, PackedContext},
+};
+use crate::{
+    plan::{
+        GemmShape, Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, Role, RolePlan, SmemPlan, Work,
+        WorkspacePlan, most_fitting, named,
+    },
+    spec::{Arch, ClusterSize, Epilogue, VariantSpec, axes, range_axis, set_axis},
+};
+use serde::Serialize;
+use unweight_format::{FormId, layout};
+
+set_axis! {
+    /// Batch rows of a `gemm_wgmma` variant's tile of Y: `n` of WGMMA, whose widths are those of `ptx/wgmma.cuh`.
+    WideBatchTile, "batch_tile", [32, 64, 128, 192, 256], "32, 64, 128, 192 or 256 (batch rows of op gemm_wgmma)"
+}
+
+range_axis! {
+    /// Warpgroups of a `gemm_wgmma` block that multiply, 64 output features each.
+    Warpgroups, "warpgroups", 1..=3, "1..=3 (of 64 output features; a fourth loads)"
+}
+
+range_axis! {
+    /// Stages of the ring of a `gemm_wgmma` block.
+    WideStages, "stages", 3..=16, "3..=16 (stages of op gemm_wgmma: one step multiplies, one is decoded, one is read)"
+}
+
+axes! {
+    /// A variant of the register-sourced family for large batches (`wgmma`): `64 * warpgroups` output features by `batch_tile` batch
+    /// rows per output tile.
+    pub struct GemmWgmmaSpec {
+        /// Batch rows of an output tile.
+        batch_tile: WideBatchTile "b",
+        /// Warpgroups that multiply.
+        warpgroups: Warpgroups "_g" = 2,
+        /// Stages of the ring.
+        stages: WideStages "p",
+        /// Blocks that share the k of an output tile and each sum a part of it.
+        cluster: ClusterSize "c" = 1 unnamed,
+        /// The k steps of all output tiles are cut evenly among the blocks; otherwise a block takes whole output tiles.
+        stream_k: flag "_streamk" = false,
+        /// As in [`GemmMmaSpec::escapes`](super::GemmMmaSpec::escapes).
+        escapes: flag "_esc" = true,
+        /// As in [`GemmMmaSpec::pdl`](super::GemmMmaSpec::pdl).
+        pdl: flag "_pdl" = false,
+        /// Overwrite or add.
+        epilogue: Epilogue "_" = Store,
+        /// As in [`GemmMmaSpec::dump`](super::GemmMmaSpec::dump).
+        dump: flag "_dump" = false,
+    }
+}
+
+impl VariantSpec {
+    /// A register-sourced matmul for large batches.
+    pub const fn gemm_wgmma(arch: Arch, spec: GemmWgmmaSpec) -> Self {
+        Self { arch, op: Op::GemmWgmma(spec) }
+    }
+}
+
+/// The shapes of the register-sourced family for large batches that measured best, by batch tile
+/// (docs/adr/0004-register-sourced-kernels.md).
+pub const SHAPES: [GemmWgmmaSpec; 14] = [
+    wide(64, 10, false),
+    wide(64, 10, true),
+    clustered(64, 2, 10, 2),
+    wide(128, 6, false),
+    wide(128, 6, true),
+    clustered(128, 2, 6, 2),
+    clustered(128, 2, 6, 4),
+    clustered(128, 1, 8, 2),
+    clustered(128, 1, 8, 4),
+    wide(192, 4, false),
+    wide(192, 4, true),
+    wide(256, 4, false),
+    wide(256, 4, true),
+    clustered(256, 2, 4, 2),
+];
+
+const fn wide(batch_tile: u32, stages: u32, stream_k: bool) -> GemmWgmmaSpec {
+    GemmWgmmaSpec { stream_k, ..clustered(batch_tile, 2, stages, 1) }
+}
+
+const fn clustered(batch_tile: u32, warpgroups: u32, stages: u32, cluster: u32) -> GemmWgmmaSpec {
+    match (
+        WideBatchTile::new(batch_tile),
+        Warpgroups::new(warpgroups),
+        WideStages::new(stages),
+        ClusterSize::new(cluster),
+    ) {
+        (Ok(batch_tile), Ok(warpgroups), Ok(stages), Ok(cluster)) => GemmWgmmaSpec {
+            batch_tile,
+            warpgroups,
+            stages,
+            cluster,
+            stream_k: false,
+            escapes: true,
+            pdl: false,
+            epilogue: Epilogue::Store,
+            dump: false,
+        },
+        _ => panic!("the shapes lie within the axes"),
+    }
+}
+
+/// A row of X, or of a piece of Y: 64 elements, bf16.
+const ROW_BYTES: u32 = 128;
+/// Rows and columns of a stored tile, 12 bits an element.
+const TILE: u32 = layout::TILE as u32;
+const TILE_BYTES: u32 = layout::PACKED_TILE_BYTES as u32;
+/// Records of the escapes of a tile, beside it in a stage.
+const TILE_RECORD_BYTES: u32 = 256;
+const SWIZZLE_ALIGN: u32 = 1024;
+const BULK_ALIGN: u32 = 128;
+const MBARRIER_BYTES: u32 = 8;
+/// A full and an empty barrier.
+const RING_SLOT_BARRIER_BYTES: u32 = 2 * MBARRIER_BYTES;
+/// One warpgroup, though at most four warps of it work: `setmaxnreg` is for whole warpgroups.
+const PRODUCER_WARPS: u32 = 4;
+/// The registers of an SM are one block's.
+const BLOCKS_PER_SM: u32 = 1;
+
+/// Batch rows of a piece of Y.
+const fn store_rows(op: &GemmWgmmaSpec) -> u32 {
+    // In a cluster smaller pieces: they are shared out.
+    let large = op.batch_tile.get().is_multiple_of(64) && op.batch_tile.get() > 64 && op.cluster.get() == 1;
+    if large { 64 } else { 32 }
+}
+
+/// Pieces of Y that a warpgroup has under way.
+const fn store_buffers(op: &GemmWgmmaSpec) -> u32 {
+    if op.batch_tile.get() / store_rows(op) <= 2 { 2 } else { 3 }
+}
+
+/// Records of one stage.
+const fn record_bytes(op: &GemmWgmmaSpec) -> u32 {
+    if op.escapes { op.warpgroups.get() * TILE_RECORD_BYTES } else { 0 }
+}
+
+/// X, W and records of one stage.
+const fn stage_bytes(op: &GemmWgmmaSpec) -> u32 {
+    op.batch_tile.get() * ROW_BYTES + op.warpgroups.get() * TILE_BYTES + record_bytes(op)
+}
+
+/// X and W of all stages.
+const fn ring_bytes(op: &GemmWgmmaSpec) -> u32 {
+    op.stages.get() * (stage_bytes(op) - record_bytes(op))
+}
+
+const fn smem(op: &GemmWgmmaSpec) -> SmemPlan {
+    let (stages, warpgroups) = (op.stages.get(), op.warpgroups.get());
+    SmemPlan::new()
+        .section("x", stages, op.batch_tile.get() * ROW_BYTES, SWIZZLE_ALIGN)
+        .section("w", stages, warpgroups * TILE_BYTES, BULK_ALIGN)
+        .section("staging", warpgroups * store_buffers(op), store_rows(op) * ROW_BYTES, SWIZZLE_ALIGN)
+        .section("records", stages, record_bytes(op), MBARRIER_BYTES)
+        .section("barriers", stages, RING_SLOT_BARRIER_BYTES, MBARRIER_BYTES)
+        .section("old_barriers", warpgroups, MBARRIER_BYTES, MBARRIER_BYTES)
+}
+
+const fn fits(spec: &VariantSpec, op: &GemmWgmmaSpec) -> bool {
+    smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
+}
+
+/// Registers per thread of the loading and the multiplying warpgroups: 128 x (56 + 2 x 224) and 128 x (56 + 3 x 152) fit the 65536 of an
+/// SM. With one warpgroup every thread has what it can address.
+const fn registers(op: &GemmWgmmaSpec) -> (Option<u32>, Option<u32>) {
+    match op.warpgroups.get() {
+        1 => (None, None),
+        2 => (Some(56), Some(224)),
+        _ => (Some(56), Some(152)),
+    }
+}
+
+impl GemmWgmmaSpec {
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let op = self;
+        let limits = spec.arch.limits();
+        let (smem, stages) = (smem(op), op.stages.get());
+        if matches!(op.epilogue, Epilogue::SiluMul) {
+            return Err(Infeasible::without_silu_mul(spec));
+        }
+        if op.dump && op.stream_k {
+            return Err(Infeasible::Conflict {
+                spec: *spec,
+                what: "dump and stream_k both need the workspace; leave one out",
+            });
+        }
+        if op.stream_k && op.cluster.get() > 1 {
+            return Err(Infeasible::Conflict {
+                spec: *spec,
+                what: "stream_k and cluster both share out k; take cluster = 1 or stream_k = false",
+            });
+        }
+        if op.cluster.get() > 1 && op.warpgroups.get() * TILE * op.batch_tile.get() * 4 > ring_bytes(op) {
+            return Err(Infeasible::Conflict {
+                spec: *spec,
+                what: "the fp32 sums that a cluster exchanges exceed the ring of X and W; take more stages or fewer warpgroups",
+            });
+        }
+        if !fits(spec, op) {
+            let stage_bytes = stage_bytes(op) + RING_SLOT_BARRIER_BYTES;
+            return Err(Infeasible::SharedMemory {
+                spec: *spec,
+                fixed_bytes: smem.bytes() - stages * stage_bytes,
+                stages,
+                stage_bytes,
+                limit_bytes: limits.smem_bytes_per_block,
+                fitting_stages: most_fitting!(fits(spec, op), GemmWgmmaSpec { stages: WideStages }),
+                fitting_other: named("warpgroups", most_fitting!(fits(spec, op), GemmWgmmaSpec { warpgroups: Warpgroups })),
+            });
+        }
+        let consumer_warps = op.warpgroups.get() * limits.warpgroup_warps;
+        let (rows, columns) = (op.batch_tile.get(), op.warpgroups.get() * TILE);
+        let work = if op.stream_k { Work::OutputSteps { rows, columns } } else { Work::OutputTiles { rows, columns } };
+        let grid = match op.cluster.get() {
+            1 => LaunchGrid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
+            cluster => LaunchGrid::Clusters { work, cluster },
+        };
+        let (producer_registers, consumer_registers) = registers(op);
+        Ok(Plan {
+            spec: *spec,
+            smem,
+            pipeline: Some(PipelinePlan {
+                rings: 1,
+                stages,
+                stage_bytes: stage_bytes(op),
+                // Of the lane that loads, and of the warps that bring records.
+                full_arrivals: if op.escapes { 1 + op.warpgroups.get() } else { 1 },
+                empty_arrivals: consumer_warps,
+            }),
+            roles: RolePlan {
+                first: Role { name: "load and find escapes", warps: PRODUCER_WARPS, registers: producer_registers },
+                second: Some(Role { name: "decode and multiply", warps: consumer_warps, registers: consumer_registers }),
+            },
+            launch: LaunchPlan {
+                threads: (PRODUCER_WARPS + consumer_warps) * limits.warp_threads,
+                blocks_per_sm: BLOCKS_PER_SM,
+                grid,
+                cluster: op.cluster.get(),
+                pdl: op.pdl,
+                co_resident: op.stream_k,
+            },
+        })
+    }
+}
+
+/// Tiles of Y to which a block can leave a part of the sum: that in which its share of k begins, and that in which it ends.
+const SHARED_TILES: u64 = 2;
+
+
+impl GemmWgmmaSpec {
+    fn packed(&self) -> PackedContext {
+        PackedContext {
+            batch_tile: self.batch_tile.get(),
+            stages: self.stages.get(),
+            escapes: self.escapes,
+            store_add: matches!(self.epilogue, Epilogue::StoreAdd),
+            pdl: self.pdl,
+            dump: self.dump,
+        }
+    }
+}
+
+impl Family for GemmWgmmaSpec {
+    type Args = GemmPackedArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[Edge { from: FormId::PACKED, to: PRODUCT }];
+    const INSTRUCTIONS: &'static [Instruction] =
+        &[Instruction::Wgmma, Instruction::BulkCopy, Instruction::TensorCopy];
+
+    fn summary(&self, _: &Plan) -> String {
+        let cut = match (self.cluster.get(), self.stream_k) {
+            (1, false) => "whole output tiles".to_owned(),
+            (1, true) => "k cut evenly".to_owned(),
+            (cluster, _) => format!("by a cluster of {cluster} that shares k"),
+        };
+        let (rows, columns, stages) = (self.batch_tile.get(), TILE * self.warpgroups.get(), self.stages.get());
+        let block = format!("{rows} x {columns} of Y at a time, {cut}, a ring of {stages}");
+        self.packed().summary(self.epilogue, &block)
+    }
+
+    fn context(&self, plan: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            packed: PackedContext,
+            /// `Config::kWarpgroups`.
+            warpgroups: u32,
+            /// `Config::kCluster`.
+            cluster: u32,
+            /// `Config::kStreamK`.
+            stream_k: bool,
+            /// Registers per thread of the loading warpgroup, if it gives some up.
+            producer_registers: Option<u32>,
+            /// Registers per thread of the multiplying warpgroups, if they ask for more.
+            consumer_registers: Option<u32>,
+        }
+        let mut registers = plan.roles.roles().filter_map(|role| role.registers);
+        Context {
+            packed: self.packed(),
+            warpgroups: self.warpgroups.get(),
+            cluster: self.cluster.get(),
+            stream_k: self.stream_k,
+            producer_registers: registers.next(),
+            consumer_registers: registers.next(),
+        }
+    }
+
+    /// fp32 sums of the tiles that a block shares, and a counter for each warpgroup of each.
+    fn workspace(&self, plan: &Plan, problem: GemmShape, sms: u32) -> WorkspacePlan {
+        if self.dump {
+            return WorkspacePlan::operands(problem);
+        }
+        if !self.stream_k {
+            return WorkspacePlan::default();
+        }
+        // A grid that cannot be launched needs nothing.
+        let blocks = plan.launch.grid.blocks(problem, sms).unwrap_or_default();
+        let parts = SHARED_TILES * u64::from(blocks) * u64::from(self.warpgroups.get());
+        WorkspacePlan { bytes: parts * u64::from(TILE * self.batch_tile.get() * 4), counters: parts }
+    }
+
+    /// Each shape with escapes, ordinary and dependent, as `store` and `store_add`; a dump for each whose blocks take whole tiles.
+    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+        let used = SHAPES.into_iter().flat_map(|shape| {
+            [Epilogue::Store, Epilogue::StoreAdd]
+                .into_iter()
+                .flat_map(move |epilogue| [false, true].map(|pdl| GemmWgmmaSpec { pdl, epilogue, ..shape }))
+        });
+        let dumps = SHAPES
+            .into_iter()
+            .filter(|shape| !shape.stream_k && shape.cluster.get() == 1)
+            .map(|shape| GemmWgmmaSpec { dump: true, ..shape });
+        used.chain(dumps).map(|spec| VariantSpec::gemm_wgmma(Arch::Sm90a, spec))
+    }
+}

@@ -1,0 +1,269 @@
+//! The kernel families: one file each, and the list of them.
+//!
+//! ```text
+//! family/<f>.rs                        axes! (spec, names, attribute), args! (the kernel's argument struct), const fn plan, and
+//!                                      Family: forms it turns into each other, instructions, context of its template, what ships
+//! templates/kernels/<f>.cu.tera        the entry point
+//! templates/include/.../<f>.cuh        the body
+//! ```
+//!
+//! A family turns one form of a weight into another, or into a product: an [`Edge`] of the graph of forms. Everything that is about all
+//! families (names, attributes, plans, rendering, the catalogue, argument checks) goes through the list at the end of this file, so
+//! another family is a file and a line. docs/adr/0008-families.md counts the edits.
+
+use crate::{
+    abi::{Field, KernelArgs},
+    plan::{GemmShape, Infeasible, Plan, WorkspacePlan},
+    spec::{Axis, Raw, VariantSpec},
+};
+use serde::{Serialize, Serializer};
+use unweight_format::FormId;
+
+/// Decoded exponents, u8 `[tiles, 64, 64]`, beside the sign-mantissa bytes: a form that only a device holds and no bundle stores.
+pub const EXPONENTS: FormId = FormId::new("exponents");
+/// `Y`: where the graph ends. Not a form of the weight.
+pub const PRODUCT: FormId = FormId::new("product");
+
+/// What a family makes of what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Edge {
+    /// The form that is read.
+    pub from: FormId,
+    /// The form that is written, or [`PRODUCT`].
+    pub to: FormId,
+}
+
+/// An instruction that a family is built around: compiled code without it is not that family's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Instruction {
+    /// `wgmma.mma_async`.
+    Wgmma,
+    /// `mma.sync`.
+    Mma,
+    /// `cp.async.bulk` of a stretch of memory.
+    BulkCopy,
+    /// `cp.async.bulk.tensor`.
+    TensorCopy,
+}
+
+/// A family: a spec of its axes and what follows from it.
+///
+/// Beside this, a spec has what a const context asks for, which a trait cannot give: `plan`, and `values` and `of`, which `axes!` writes.
+pub trait Family: Copy {
+    /// The struct that its kernels take.
+    type Args: KernelArgs;
+    /// Its axes, in the order of names.
+    const AXES: &'static [Axis];
+    /// What its variants make of what.
+    const EDGES: &'static [Edge];
+    /// The instructions that all of its variants have; of the others in [`Instruction`] they have none.
+    const INSTRUCTIONS: &'static [Instruction];
+
+    /// What this variant makes of what. A stage among several belongs to every edge that needs it.
+    fn edges(&self) -> &'static [Edge] {
+        Self::EDGES
+    }
+
+    /// What the kernel does, one line.
+    fn summary(&self, plan: &Plan) -> String;
+
+    /// What its template sees beside the head.
+    fn context(&self, plan: &Plan) -> impl Serialize;
+
+    /// Device memory of a launch beside its operands, on a device with `sms` multiprocessors.
+    fn workspace(&self, _plan: &Plan, _problem: GemmShape, _sms: u32) -> WorkspacePlan {
+        WorkspacePlan::default()
+    }
+
+    /// The variants that ship.
+    fn catalogue() -> impl Iterator<Item = VariantSpec>;
+}
+
+/// A family as data.
+#[derive(Clone, Copy, Debug)]
+pub struct FamilyInfo {
+    /// As in names and attributes, and the stem of its files.
+    pub name: &'static str,
+    /// See [`Family::AXES`].
+    pub axes: &'static [Axis],
+    /// See [`Family::EDGES`].
+    pub edges: &'static [Edge],
+    /// See [`Family::INSTRUCTIONS`].
+    pub instructions: &'static [Instruction],
+    /// See [`Family::Args`].
+    pub args: ArgsInfo,
+    /// See [`Family::catalogue`].
+    pub catalogue: fn() -> Vec<VariantSpec>,
+}
+
+/// An argument struct as data.
+#[derive(Clone, Copy, Debug)]
+pub struct ArgsInfo {
+    /// See [`KernelArgs::NAME`].
+    pub name: &'static str,
+    /// Its size.
+    pub bytes: usize,
+    /// See [`KernelArgs::FIELDS`].
+    pub fields: &'static [Field],
+}
+
+impl FamilyInfo {
+    const fn of<F: Family>(name: &'static str) -> Self {
+        let args = ArgsInfo { name: F::Args::NAME, bytes: size_of::<F::Args>(), fields: F::Args::FIELDS };
+        let catalogue = || F::catalogue().collect();
+        Self { name, axes: F::AXES, edges: F::EDGES, instructions: F::INSTRUCTIONS, args, catalogue }
+    }
+}
+
+/// Writes what is about all families.
+macro_rules! families {
+    ($($(#[$doc:meta])* $module:ident: $variant:ident($spec:ident)),+ $(,)?) => {
+        $(pub mod $module;)+
+        $(pub use $module::$spec;)+
+
+        /// Every family, in the order of reports.
+        pub const FAMILIES: &[FamilyInfo] = &[$(FamilyInfo::of::<$spec>(stringify!($module))),+];
+
+        /// The operation of a kernel, with the axes of its family.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Op { $($(#[$doc])* $variant($spec)),+ }
+
+        /// Places in the list.
+        #[derive(Clone, Copy)]
+        #[allow(non_camel_case_types)]
+        enum Place { $($module),+ }
+
+        impl Op {
+            /// Place of its family in [`FAMILIES`].
+            const fn place(&self) -> usize {
+                match self { $(Self::$variant(_) => Place::$module as usize),+ }
+            }
+
+            /// The values of its axes.
+            pub(crate) const fn values(&self) -> Raw {
+                match self { $(Self::$variant(spec) => spec.values()),+ }
+            }
+
+            /// The operation of the family at a place in [`FAMILIES`] with these values.
+            pub(crate) const fn of(place: usize, raw: &Raw) -> Self {
+                $(if place == Place::$module as usize {
+                    return Self::$variant($spec::of(raw));
+                })+
+                panic!("a place in FAMILIES")
+            }
+
+            pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+                match self { $(Self::$variant(op) => op.plan(spec)),+ }
+            }
+
+            /// See [`Family::edges`].
+            pub fn edges(&self) -> &'static [Edge] {
+                match self { $(Self::$variant(op) => op.edges()),+ }
+            }
+
+            pub(crate) fn summary(&self, plan: &Plan) -> String {
+                match self { $(Self::$variant(op) => op.summary(plan)),+ }
+            }
+
+            pub(crate) fn workspace(&self, plan: &Plan, problem: GemmShape, sms: u32) -> WorkspacePlan {
+                match self { $(Self::$variant(op) => op.workspace(plan, problem, sms)),+ }
+            }
+        }
+
+        impl Serialize for Context<'_> {
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                match self.0.spec.op { $(Op::$variant(op) => op.context(self.0).serialize(serializer)),+ }
+            }
+        }
+    };
+}
+
+/// [`Family::context`] of a plan's variant.
+pub(crate) struct Context<'a>(pub &'a Plan);
+
+impl Op {
+    /// Its family.
+    pub const fn info(&self) -> &'static FamilyInfo {
+        &FAMILIES[self.place()]
+    }
+
+    /// The family as names spell it.
+    pub const fn family(&self) -> &'static str {
+        self.info().name
+    }
+
+    /// Whether kernels of this operation take this struct.
+    pub fn takes<A: KernelArgs>(&self) -> bool {
+        self.info().args.name == A::NAME
+    }
+}
+
+families! {
+    /// Huffman tensor to a form that a consumer reads (report section 7).
+    decode: Decode(DecodeSpec),
+    /// BF16 to a Huffman or palette tensor (report section 4).
+    encode: Encode(EncodeSpec),
+    /// BF16 to a packed tensor and back.
+    repack: Repack(RepackSpec),
+    /// Reconstructive matmul `Y[m,n] = X[m,k] * W[n,k]^T` (report section 8).
+    gemm_recon: GemmRecon(GemmReconSpec),
+    /// Register-sourced matmul for small batches, from a packed tensor.
+    gemm_mma: GemmMma(GemmMmaSpec),
+    /// Register-sourced matmul for large batches, from a packed tensor.
+    gemm_wgmma: GemmWgmma(GemmWgmmaSpec),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::catalog;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn no_variant_is_listed_twice_and_every_family_ships_what_fits() {
+        let specs = catalog::all();
+        assert_eq!(specs.iter().collect::<BTreeSet<_>>().len(), specs.len());
+        for family in FAMILIES {
+            let own = (family.catalogue)();
+            assert!(!own.is_empty() && own.iter().all(|spec| spec.op.family() == family.name), "{}", family.name);
+            assert!(own.iter().all(|spec| Plan::new(spec).is_ok()), "{}", family.name);
+        }
+    }
+
+    /// Every edge that a family states is one of its variants', and the other way round.
+    #[test]
+    fn edges_of_a_family_are_those_of_its_variants() {
+        for family in FAMILIES {
+            let own: Vec<_> = (family.catalogue)().iter().flat_map(|spec| spec.op.edges()).collect();
+            assert!(family.edges.iter().all(|edge| own.contains(&edge)), "{}", family.name);
+            assert!(own.iter().all(|edge| family.edges.contains(edge)), "{}", family.name);
+        }
+    }
+
+    /// A form that bundles store and no kernel reads would be stuck; raw weights need none.
+    #[test]
+    fn every_end_of_an_edge_is_a_form() {
+        let stored = |id: FormId| unweight_format::form::FORMS.iter().any(|form| form.id() == id);
+        for Edge { from, to } in FAMILIES.iter().flat_map(|family| family.edges) {
+            assert!(stored(*from) || *from == EXPONENTS, "{from}");
+            assert!(stored(*to) || *to == EXPONENTS || *to == PRODUCT, "{to}");
+        }
+    }
+
+    #[test]
+    fn axes_are_written_as_they_are_read() {
+        for family in FAMILIES {
+            let marks: BTreeSet<_> = family.axes.iter().map(|axis| axis.key).collect();
+            assert_eq!(marks.len(), family.axes.len(), "{}: a key is used twice", family.name);
+            for (i, axis) in family.axes.iter().enumerate() {
+                assert!(
+                    axis.only.is_none_or(|only| only.axis < i),
+                    "{}: {} depends on a later axis",
+                    family.name,
+                    axis.key
+                );
+                assert!(axis.default.is_none_or(|value| axis.check(value).is_ok()), "{}: {}", family.name, axis.key);
+            }
+        }
+    }
+}

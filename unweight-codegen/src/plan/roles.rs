@@ -1,0 +1,50 @@
+//! Who does what in a block, and the ring between loads and work.
+
+/// A ring of shared-memory stages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PipelinePlan {
+    /// Rings side by side: 1 for the block, or one per warp.
+    pub rings: u32,
+    /// Stages of a ring.
+    pub stages: u32,
+    /// Shared memory of one stage.
+    pub stage_bytes: u32,
+    /// Arrivals that complete a stage's `full` barrier, besides the bytes it waits for.
+    pub full_arrivals: u32,
+    /// Arrivals that complete a stage's `empty` barrier; 0 where the ring belongs to one warp and needs none.
+    pub empty_arrivals: u32,
+}
+
+/// Warps with one task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Role {
+    /// The task.
+    pub name: &'static str,
+    /// Warps that have it.
+    pub warps: u32,
+    /// Registers per thread that the role asks for with `setmaxnreg`; `None` where it keeps those of the launch.
+    pub registers: Option<u32>,
+}
+
+/// The roles of a block, in the order of their warps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RolePlan {
+    pub(crate) first: Role,
+    pub(crate) second: Option<Role>,
+}
+
+impl RolePlan {
+    pub(crate) const fn one(name: &'static str, warps: u32) -> Self {
+        Self { first: Role { name, warps, registers: None }, second: None }
+    }
+
+    /// The roles.
+    pub fn roles(&self) -> impl Iterator<Item = &Role> {
+        std::iter::once(&self.first).chain(&self.second)
+    }
+
+    /// Warps of all roles.
+    pub fn warps(&self) -> u32 {
+        self.roles().map(|role| role.warps).sum()
+    }
+}
