@@ -1,13 +1,20 @@
-//! Builds a kernel source against the CPU prelude (`templates/cpu`) and runs it.
+//! Builds kernels against the CPU prelude (`templates/cpu`) and runs them.
+//!
+//! A kernel is what is rendered for its spec, launched as its plan says: the same text that the device compiler gets, the same block,
+//! shared memory, cluster and grid. Only [`CpuKernel::source`] takes a text, for the tests of the prelude itself.
 //!
 //! Needs `g++` (or the compiler named by `CXX`). A missing compiler is an error, not a skip: these tests are the only ones that run the
 //! kernels' function without a GPU.
 
+use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::path::{Path, PathBuf};
+use std::fmt::Write as _;
+use std::path::Path;
 use std::process::Command;
 
-use unweight_codegen::abi::TensorMap;
+use unweight_codegen::abi::{KernelArgs, TensorMap};
+use unweight_codegen::plan::{GemmShape, LaunchGrid, Plan, Work};
+use unweight_codegen::{VariantSpec, render};
 
 type LaunchFn = unsafe extern "C" fn(u32, u32, u32, u32, u64, *const c_void) -> c_int;
 type ErrorFn = unsafe extern "C" fn() -> *const c_char;
@@ -44,9 +51,20 @@ pub struct Launch {
     pub seed: u64,
 }
 
-/// A compiled kernel. The machine inside is one per library and not reentrant: `&mut` everywhere.
+/// A problem on a device of this many multiprocessors.
+#[derive(Clone, Copy, Debug)]
+pub struct Run {
+    pub problem: GemmShape,
+    pub sms: u32,
+    /// As in [`Launch::seed`].
+    pub seed: u64,
+}
+
+/// Compiled kernels. The machine inside is one per library and not reentrant: `&mut` everywhere.
 pub struct CpuKernel {
-    launch: LaunchFn,
+    /// Empty for a hand-written source.
+    plans: Vec<Plan>,
+    launch: Vec<LaunchFn>,
     last_error: ErrorFn,
     register: RegisterFn,
     clear_registered: ClearFn,
@@ -55,60 +73,73 @@ pub struct CpuKernel {
     _directory: tempfile::TempDir,
 }
 
-fn templates() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("templates")
-}
-
-fn copy_tree(from: &Path, to: &Path) {
-    std::fs::create_dir_all(to).unwrap();
-    for entry in std::fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        let target = to.join(entry.file_name());
-        if entry.file_type().unwrap().is_dir() {
-            copy_tree(&entry.path(), &target);
-        } else {
-            std::fs::copy(entry.path(), target).unwrap();
-        }
-    }
-}
-
 impl CpuKernel {
-    /// `source` is a complete kernel translation unit; `kernel` its entry, taking `args` (a C++ type).
-    pub fn build(source: &str, kernel: &str, args: &str, edits: &[Edit]) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let mut include = templates().join("include");
-        if !edits.is_empty() {
-            let copy = directory.path().join("include");
-            copy_tree(&include, &copy);
-            for edit in edits {
-                let path = copy.join(edit.header);
-                let text = std::fs::read_to_string(&path).unwrap();
-                assert_eq!(text.matches(edit.from).count(), 1, "`{}` must occur once in {}", edit.from, edit.header);
-                std::fs::write(&path, text.replace(edit.from, edit.to)).unwrap();
-            }
-            include = copy;
+    /// The kernel of a variant, as it is rendered.
+    pub fn of(spec: &VariantSpec, edits: &[Edit]) -> Self {
+        Self::all(&[*spec], edits)
+    }
+
+    /// Kernels of several variants in one library.
+    pub fn all(specs: &[VariantSpec], edits: &[Edit]) -> Self {
+        let (mut includes, mut bodies, mut exports) = (BTreeSet::new(), String::new(), String::new());
+        for (i, spec) in specs.iter().enumerate() {
+            let text = render(spec).unwrap_or_else(|error| panic!("{error}")).text;
+            includes.extend(text.lines().filter(|line| line.starts_with("#include")).map(str::to_owned));
+            // Each text has a `Config` of its own. The headers are there before the first of these namespaces opens.
+            _ = writeln!(bodies, "namespace k{i} {{\n{text}}}");
+            _ = writeln!(exports, "UW_CPU_EXPORT(uw_test_launch_{i}, k{i}::{spec}, uw::{})", spec.op.info().args.name);
         }
-        let file = directory.path().join("kernel.cu");
-        std::fs::write(&file, format!("{source}\nUW_CPU_EXPORT(uw_test_launch, {kernel}, {args})\n")).unwrap();
-        let library = directory.path().join("kernel.so");
+        let includes: Vec<_> = includes.into_iter().collect();
+        let mut built = Self::build(&format!("{}\n{bodies}{exports}", includes.join("\n")), specs.len(), edits);
+        built.plans = specs.iter().map(|spec| Plan::new(spec).unwrap()).collect();
+        built
+    }
+
+    /// A complete translation unit with the entry `kernel`, which takes `args` (a C++ type).
+    pub fn source(source: &str, kernel: &str, args: &str) -> Self {
+        Self::build(&format!("{source}\nUW_CPU_EXPORT(uw_test_launch_0, {kernel}, {args})\n"), 1, &[])
+    }
+
+    fn build(source: &str, kernels: usize, edits: &[Edit]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let include = directory.path().join("include");
+        for (name, text) in unweight_templates::headers() {
+            let mut text = (*text).to_owned();
+            for edit in edits.iter().filter(|edit| edit.header == *name) {
+                assert_eq!(text.matches(edit.from).count(), 1, "`{}` must occur once in {name}", edit.from);
+                text = text.replace(edit.from, edit.to);
+            }
+            let path = include.join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        let (file, library) = (directory.path().join("kernel.cu"), directory.path().join("kernel.so"));
+        std::fs::write(&file, source).unwrap();
         let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".into());
-        let output = Command::new(&compiler)
-            .args(["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-x", "c++", "-include", "prelude.hpp", "-I"])
-            .arg(templates().join("cpu"))
-            .arg("-I")
-            .arg(&include)
+        let mut command = Command::new(&compiler);
+        // Objects of several libraries must not become one, as the loader does with GNU's unique symbols.
+        command.args(["-O1", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", "-w", "-x", "c++"]);
+        if !edits.is_empty() {
+            // A planted bug may be one that the source would refuse; here it is to be found by what it does.
+            command.arg("-Dstatic_assert(...)=");
+        }
+        command.args(["-include", "prelude.hpp", "-I"]);
+        command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("templates/cpu")).arg("-I").arg(&include);
+        let output = command
             .arg("-o")
             .arg(&library)
             .arg(&file)
             .output()
             .unwrap_or_else(|e| panic!("cannot run `{compiler}`: {e}; install g++ (C++17) or set CXX"));
         assert!(output.status.success(), "{compiler} failed:\n{}", String::from_utf8_lossy(&output.stderr));
-        // SAFETY: the library was just built from the prelude, which exports these five functions with these signatures;
+        // SAFETY: the library was just built from the prelude, which exports these functions with these signatures;
         // its only initialisers are C++ static objects.
         unsafe {
             let loaded = libloading::Library::new(&library).unwrap();
+            let entry = |i| *loaded.get::<LaunchFn>(format!("uw_test_launch_{i}").as_bytes()).unwrap();
             CpuKernel {
-                launch: *loaded.get::<LaunchFn>(b"uw_test_launch").unwrap(),
+                plans: Vec::new(),
+                launch: (0..kernels).map(entry).collect(),
                 last_error: *loaded.get::<ErrorFn>(b"uw_cpu_last_error").unwrap(),
                 register: *loaded.get::<RegisterFn>(b"uw_cpu_register").unwrap(),
                 clear_registered: *loaded.get::<ClearFn>(b"uw_cpu_clear_registered").unwrap(),
@@ -154,23 +185,52 @@ impl CpuKernel {
         map
     }
 
-    /// Runs the kernel to its end, or says what stopped it.
+    /// Runs the kernel of a hand-written source to its end, or says what stopped it.
     ///
     /// # Safety
     /// Every address in `args` must be valid for the accesses the kernel makes through plain pointers; accesses through wrappers are
     /// checked against registered buffers.
     pub unsafe fn launch<A: bytemuck::Pod>(&mut self, launch: &Launch, args: &A) -> Result<(), String> {
-        // SAFETY: `args` has the layout of the kernel's argument struct (abi.rs); the rest is the caller's promise.
-        let status = unsafe {
-            (self.launch)(
-                launch.grid,
-                launch.block,
-                launch.smem_bytes,
-                launch.cluster,
-                launch.seed,
-                (&raw const *args).cast(),
-            )
-        };
+        assert!(self.plans.is_empty(), "a rendered kernel is launched by its plan");
+        // SAFETY: the caller's promise.
+        unsafe { self.enqueue(0, launch, args) }
+    }
+
+    /// Runs the kernel of a variant as its plan says. It may touch only `buffers`.
+    ///
+    /// # Safety
+    /// As [`CpuKernel::launch`].
+    pub unsafe fn run<A: KernelArgs>(
+        &mut self,
+        spec: &VariantSpec,
+        run: Run,
+        args: &A,
+        buffers: &[(&str, &[u8])],
+    ) -> Result<(), String> {
+        assert!(spec.op.takes::<A>(), "{spec} takes no {}", A::NAME);
+        let at =
+            self.plans.iter().position(|plan| plan.spec == *spec).unwrap_or_else(|| panic!("{spec} was not built"));
+        let plan = self.plans[at].launch;
+        let grid = plan.grid.blocks(run.problem, run.sms).unwrap_or_else(|| panic!("{spec}: {run:?} has no grid"));
+        // Blocks that wait for each other have to run at the same time: on the machine, those of a cluster do.
+        let waits = matches!(plan.grid, LaunchGrid::Persistent { work: Work::OutputSteps { .. }, .. });
+        let cluster = if waits { grid } else { plan.cluster };
+        let smem_bytes = self.plans[at].smem.bytes();
+        self.clear_registered();
+        for (name, buffer) in buffers.iter().filter(|(_, buffer)| !buffer.is_empty()) {
+            self.register(buffer, name);
+        }
+        let launch = Launch { grid, block: plan.threads, smem_bytes, cluster, seed: run.seed };
+        // SAFETY: the caller's promise.
+        unsafe { self.enqueue(at, &launch, args) }
+    }
+
+    /// # Safety
+    /// As [`CpuKernel::launch`].
+    unsafe fn enqueue<A: bytemuck::Pod>(&mut self, at: usize, launch: &Launch, args: &A) -> Result<(), String> {
+        let Launch { grid, block, smem_bytes, cluster, seed } = *launch;
+        // SAFETY: `args` has the layout of the kernel's argument struct; the rest is the caller's promise.
+        let status = unsafe { (self.launch[at])(grid, block, smem_bytes, cluster, seed, (&raw const *args).cast()) };
         if status == 0 {
             return Ok(());
         }
@@ -179,22 +239,9 @@ impl CpuKernel {
     }
 }
 
-/// xorshift64*: the tests need numbers, not quality.
-pub struct Random(pub u64);
-
-impl Random {
-    /// The next 64 bits.
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-
-    /// A number below `limit`.
-    pub fn below(&mut self, limit: u64) -> u64 {
-        (self.next() >> 33) % limit
-    }
+/// The variant with this name; `uw_sm90a_` is left out.
+pub fn spec(name: &str) -> VariantSpec {
+    format!("uw_sm90a_{name}").parse().unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// The value of BF16 bits.
@@ -202,32 +249,65 @@ pub fn bf16(bits: u16) -> f64 {
     f64::from(f32::from_bits(u32::from(bits) << 16))
 }
 
-/// A buffer whose start is 128-byte aligned, as device allocations are.
-pub struct Aligned {
-    words: Vec<[u64; 16]>,
+/// Memory of an exact size whose start is 128-byte aligned, as device allocations are. Never at null, so that an empty section has an
+/// address.
+pub struct Buffer {
+    lines: Vec<Line>,
     bytes: usize,
 }
 
-impl Aligned {
-    /// A copy of `data`.
-    pub fn new(data: &[u8]) -> Self {
-        // One line of slack: the vector itself is only 8-byte aligned.
-        let words = vec![[0u64; 16]; data.len().div_ceil(128) + 1];
-        let mut aligned = Aligned { words, bytes: data.len() };
-        let shift = aligned.shift();
-        bytemuck::cast_slice_mut(&mut aligned.words)[shift..shift + data.len()].copy_from_slice(data);
-        aligned
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(128))]
+struct Line([u64; 16]);
+
+impl Buffer {
+    /// What memory holds before anyone wrote it.
+    pub const POISON: u8 = 0xa5;
+
+    /// Filled with one byte.
+    pub fn filled(bytes: usize, fill: u8) -> Self {
+        Self { lines: vec![Line([u64::from_ne_bytes([fill; 8]); 16]); bytes.div_ceil(size_of::<Line>())], bytes }
     }
-    fn shift(&self) -> usize {
-        self.words.as_ptr().cast::<u8>().align_offset(128)
+
+    /// Not written yet.
+    pub fn new(bytes: usize) -> Self {
+        Self::filled(bytes, Self::POISON)
     }
+
+    /// Zeros.
+    pub fn zeroed(bytes: usize) -> Self {
+        Self::filled(bytes, 0)
+    }
+
+    /// A copy.
+    pub fn of(data: &[u8]) -> Self {
+        let mut buffer = Self::new(data.len());
+        bytemuck::cast_slice_mut(&mut buffer.lines)[..data.len()].copy_from_slice(data);
+        buffer
+    }
+
     /// The bytes.
     pub fn slice(&self) -> &[u8] {
-        let shift = self.shift();
-        &bytemuck::cast_slice(&self.words)[shift..shift + self.bytes]
+        &bytemuck::cast_slice(&self.lines)[..self.bytes]
     }
+
     /// Where the kernel finds them.
     pub fn address(&self) -> u64 {
-        self.slice().as_ptr() as u64
+        self.lines.as_ptr() as u64
+    }
+
+    /// As little-endian numbers.
+    pub fn u16s(&self) -> Vec<u16> {
+        self.slice().chunks_exact(2).map(|b| u16::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    /// As little-endian numbers.
+    pub fn u32s(&self) -> Vec<u32> {
+        self.slice().chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    /// As little-endian numbers.
+    pub fn u64s(&self) -> Vec<u64> {
+        self.slice().chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().unwrap())).collect()
     }
 }

@@ -1,17 +1,23 @@
 //! What the CPU tests of the register-sourced matmuls share: a problem with escapes, its launch, and what its results are held against.
 
-use unweight_codegen::{abi::GemmPackedArgs, spec::Epilogue};
+use unweight_codegen::{
+    VariantSpec,
+    abi::GemmPackedArgs,
+    plan::{GemmShape, Plan},
+    spec::{Epilogue, Op},
+};
 use unweight_format::{
     Histogram,
     packed::{PackedTensor, pack},
+    testing::Random,
     tile::Matrix,
 };
 
-use crate::harness::{Aligned, CpuKernel, Launch, MapSpec, Random, bf16};
+use crate::harness::{Buffer, CpuKernel, MapSpec, Run, bf16};
 
-pub const TILE: usize = 64;
+const TILE: usize = 64;
 /// Rows of W that one warp multiplies at a time.
-pub const BLOCK_ROWS: usize = 16;
+const BLOCK_ROWS: usize = 16;
 const GUARD: u16 = 0x7fc1;
 const GUARD_ROWS: usize = 2;
 
@@ -27,16 +33,6 @@ pub struct Problem {
     y: Vec<u16>,
 }
 
-/// How a kernel is launched for a problem.
-pub struct Setup {
-    pub launch: Launch,
-    pub batch_tile: usize,
-    /// Bytes of the workspace, unless operands are dumped to it.
-    pub workspace_bytes: usize,
-    pub counters: usize,
-    pub dump: bool,
-}
-
 pub struct Outcome {
     pub y: Vec<u16>,
     operands: Vec<u32>,
@@ -45,11 +41,12 @@ pub struct Outcome {
 impl Problem {
     /// Weights with exponents 108..=123; one in 1000 lies outside: a zero, a subnormal, something larger or smaller. The first row block
     /// holds a run of them: from 24,000 elements on, a list longer than a warp.
-    pub fn random(epilogue: Epilogue, (m, n, k): (usize, usize, usize), seed: u64) -> Self {
-        let mut random = Random(seed | 1);
+    pub fn random(spec: &VariantSpec, (m, n, k): (usize, usize, usize), seed: u64) -> Self {
+        let (_, epilogue) = traits(spec);
+        let mut random = Random::new(seed);
         let weights: Vec<u16> = (0..n * k)
             .map(|i| {
-                let r = random.next();
+                let r = random.bits();
                 let dense = i / k == 5 && i % k < (n * k / 600).min(40);
                 let exponent = if dense || random.below(1000) == 0 {
                     [0, 90, 100, 130][(r >> 32 & 3) as usize]
@@ -63,62 +60,55 @@ impl Problem {
         let bytes: &[u8] = bytemuck::cast_slice(&weights);
         let matrix = Matrix::new(bytes, n, k).unwrap();
         let packed = pack(matrix, &Histogram::of(matrix.bytes())).unwrap();
-        let x = (0..m * k).map(|_| (random.next() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect();
-        let old = |random: &mut Random| (random.next() as u16 & 0x807f) | 126 << 7;
+        let x = (0..m * k).map(|_| (random.bits() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect();
+        let old = |random: &mut Random| (random.bits() as u16 & 0x807f) | 126 << 7;
         let adds = epilogue == Epilogue::StoreAdd;
         let y = (0..m * columns(epilogue, n)).map(|_| if adds { old(&mut random) } else { GUARD }).collect();
         Self { m, n, k, packed, epilogue, weights, x, y }
     }
 
-    pub fn run(&self, kernel: &mut CpuKernel, setup: &Setup) -> Result<Outcome, String> {
+    /// Y, and what was left in the workspace, on a device of this many multiprocessors.
+    pub fn run(&self, kernel: &mut CpuKernel, spec: &VariantSpec, sms: u32, seed: u64) -> Result<Outcome, String> {
         let words = (self.packed.escapes().len() / 4) as u32;
-        self.run_with(kernel, setup, self.packed.escape_heads(), words)
+        self.run_with(kernel, spec, (sms, seed), self.packed.escape_heads(), words)
     }
 
     /// With other heads, and only the first words of the lists.
     fn run_with(
         &self,
         kernel: &mut CpuKernel,
-        setup: &Setup,
+        spec: &VariantSpec,
+        (sms, seed): (u32, u64),
         heads: &[u8],
         escape_words: u32,
     ) -> Result<Outcome, String> {
-        let packed = Aligned::new(self.packed.packed());
-        let heads = Aligned::new(heads);
-        let escapes = Aligned::new(&self.packed.escapes()[..escape_words as usize * 4]);
-        let x = Aligned::new(bytemuck::cast_slice(&self.x));
+        let problem = GemmShape { m: self.m as u32, n: self.n as u32, k: self.k as u32 };
+        let needs = Plan::new(spec).unwrap().workspace(problem, sms);
+        let packed = Buffer::of(self.packed.packed());
+        let heads = Buffer::of(heads);
+        let escapes = Buffer::of(&self.packed.escapes()[..escape_words as usize * 4]);
+        let x = Buffer::of(bytemuck::cast_slice(&self.x));
         let mut y = self.y.clone();
         y.extend(std::iter::repeat_n(GUARD, GUARD_ROWS * self.n));
         let stored = self.y.len();
-        let y = Aligned::new(bytemuck::cast_slice(&y));
-        let dump_bytes = self.n * self.k * 2;
-        let workspace = Aligned::new(&vec![0u8; if setup.dump { dump_bytes } else { setup.workspace_bytes }]);
-        let counters = Aligned::new(&vec![0u8; setup.counters * 4]);
-        kernel.clear_registered();
-        for (buffer, name) in [
-            (packed.slice(), "packed"),
-            (heads.slice(), "escape_heads"),
-            (escapes.slice(), "escapes"),
-            (workspace.slice(), "workspace"),
-            (counters.slice(), "counters"),
-            (&y.slice()[..stored * 2], "y"),
-        ] {
-            kernel.register(buffer, name);
-        }
-        let map = |kernel: &mut CpuKernel, data, columns: usize, box_rows: usize| {
+        let y = Buffer::of(bytemuck::cast_slice(&y));
+        let workspace = Buffer::new(needs.bytes as usize);
+        let counters = Buffer::zeroed(needs.counters as usize * 4);
+        let map = |kernel: &mut CpuKernel, data, columns: usize, box_rows: u32| {
             kernel.tensor_map(&MapSpec {
                 data,
                 element_bytes: 2,
                 columns: columns as u64,
                 rows: self.m as u64,
                 box_columns: 64,
-                box_rows: box_rows as u32,
+                box_rows,
                 swizzle_bytes: 128,
             })
         };
+        let (batch_tile, epilogue) = traits(spec);
         let args = GemmPackedArgs {
-            x: map(kernel, x.slice(), self.k, setup.batch_tile),
-            y_map: map(kernel, &y.slice()[..stored * 2], columns(self.epilogue, self.n), 32),
+            x: map(kernel, x.slice(), self.k, batch_tile),
+            y_map: map(kernel, &y.slice()[..stored * 2], columns(epilogue, self.n), 32),
             packed: packed.address(),
             escape_heads: heads.address(),
             escapes: escapes.address(),
@@ -127,35 +117,42 @@ impl Problem {
             counters: counters.address(),
             scale: self.packed.window().scale(),
             escape_words,
-            m: self.m as u32,
-            n: self.n as u32,
-            k: self.k as u32,
+            m: problem.m,
+            n: problem.n,
+            k: problem.k,
             tile_cols: (self.k / TILE) as u32,
             reserved: [0; 14],
         };
+        let buffers = [
+            ("packed", packed.slice()),
+            ("escape_heads", heads.slice()),
+            ("escapes", escapes.slice()),
+            ("workspace", workspace.slice()),
+            ("counters", counters.slice()),
+            ("y", &y.slice()[..stored * 2]),
+        ];
         // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
-        unsafe { kernel.launch(&setup.launch, &args)? };
+        unsafe { kernel.run(spec, Run { problem, sms, seed }, &args, &buffers)? };
         assert!(counters.slice().iter().all(|&byte| byte == 0), "counters were left set");
-        let result: Vec<u16> = y.slice().chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect();
+        let mut result = y.u16s();
         assert!(result[stored..].iter().all(|&v| v == GUARD), "rows past m were written");
-        let operands =
-            workspace.slice().chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect();
-        Ok(Outcome { y: result[..stored].to_vec(), operands })
+        result.truncate(stored);
+        Ok(Outcome { y: result, operands: workspace.u32s() })
     }
 
     /// Random heads, and lists that end anywhere: nothing out of bounds is read.
-    pub fn survives_hostile_escapes(&self, kernel: &mut CpuKernel, setup: &Setup) {
+    pub fn survives_hostile_escapes(&self, kernel: &mut CpuKernel, spec: &VariantSpec, sms: u32) {
         let stored = (self.packed.escapes().len() / 4) as u32;
-        let mut random = Random(77);
+        let mut random = Random::new(77);
         for words in [0, 1, 2, stored / 2, stored] {
             let heads: Vec<u8> = (0..self.packed.escape_heads().len() / 4)
                 .flat_map(|_| {
-                    let r = random.next();
+                    let r = random.bits();
                     let index = if r >> 60 & 1 == 0 { (r >> 8) as u32 } else { (r >> 8) as u32 % (stored + 2) };
                     (index | (r as u32 & 1) << 31).to_le_bytes()
                 })
                 .collect();
-            self.run_with(kernel, setup, &heads, words).unwrap();
+            self.run_with(kernel, spec, (sms, 1), &heads, words).unwrap();
         }
     }
 
@@ -208,6 +205,15 @@ impl Problem {
         }
         let lists = self.packed.escape_heads().chunks_exact(4).filter(|head| head[3] >> 7 == 1).count();
         assert!(lists > 3, "the data has too few lists: {lists}");
+    }
+}
+
+/// Batch tile and epilogue.
+fn traits(spec: &VariantSpec) -> (u32, Epilogue) {
+    match spec.op {
+        Op::GemmMma(op) => (op.batch_tile.get(), op.epilogue),
+        Op::GemmWgmma(op) => (op.batch_tile.get(), op.epilogue),
+        _ => panic!("{spec} does not read packed weights"),
     }
 }
 

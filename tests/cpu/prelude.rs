@@ -38,7 +38,7 @@ extern "C" __global__ void test(const __grid_constant__ Args args) {
 "#;
 
 fn build(body: &str) -> CpuKernel {
-    CpuKernel::build(&format!("{HEAD}{body}\n}}\n"), "test", "Args", &[])
+    CpuKernel::source(&format!("{HEAD}{body}\n}}\n"), "test", "Args")
 }
 
 fn launch(block: u32, cluster: u32, seed: u64) -> Launch {

@@ -1,70 +1,38 @@
 //! The conversions of the packed form, run on the CPU prelude against `unweight_format::packed`: the same bytes, any bytes survived, and planted
 //! bugs that must be caught.
 
-use crate::harness::{Aligned, CpuKernel, Edit, Launch, Random};
-use unweight_codegen::abi::{EncodeArgs, RepackArgs};
+use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
+use unweight_codegen::{
+    VariantSpec,
+    abi::{EncodeArgs, RepackArgs},
+    plan::GemmShape,
+    spec::{Arch, RepackStage},
+};
 use unweight_format::packed::{PackedTensor, TILE_BYTES, Unpackable, Window, pack};
-use unweight_format::{Histogram, Matrix};
+use unweight_format::{Histogram, Matrix, testing::Random};
 
-const POISON: u8 = 0xa5;
 /// Row blocks of a block of `lists`.
 const GROUP_BLOCKS: usize = 64;
 
-#[derive(Clone, Copy)]
-enum Stage {
-    Pack,
-    Lists,
-    Unpack,
+fn variant(stage: RepackStage) -> VariantSpec {
+    VariantSpec::repack(Arch::Sm90a, stage)
 }
 
-/// The stage travels with the arguments, so that one library holds all of them.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct Call {
-    args: RepackArgs,
-    stage: u64,
-}
-
-const SOURCE: &str = "#include \"unweight/kernels/repack.cuh\"
-struct Call { uw::RepackArgs args; uw::u64 stage; };
-void convert(const Call& call) {
-    if (call.stage == 0) uw::repack::pack(call.args);
-    if (call.stage == 1) uw::repack::lists(call.args);
-    if (call.stage == 2) uw::repack::unpack(call.args);
-}
-static_assert(uw::repack::kThreads == 256 && uw::repack::kListsSmemBytes == 64 && uw::repack::kGroupBlocks == 64, \"the test's launch\");
-";
-
+/// All stages.
 fn build(edits: &[Edit]) -> CpuKernel {
-    CpuKernel::build(SOURCE, "convert", "Call", edits)
-}
-
-/// Memory that a kernel may write.
-struct Buffer(Aligned);
-
-impl Buffer {
-    fn new(bytes: usize, fill: u8) -> Self {
-        Self(Aligned::new(&vec![fill; bytes]))
-    }
-    fn u32s(&self) -> Vec<u32> {
-        self.0.slice().chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
-    }
+    let stages: Vec<_> = RepackStage::ALL.iter().map(|&stage| variant(stage)).collect();
+    CpuKernel::all(&stages, edits)
 }
 
 fn launch(
     kernel: &mut CpuKernel,
-    stage: Stage,
-    grid: u32,
+    stage: RepackStage,
     args: &RepackArgs,
-    buffers: &[(&Aligned, &str)],
+    buffers: &[(&str, &[u8])],
 ) -> Result<(), String> {
-    kernel.clear_registered();
-    for (buffer, name) in buffers.iter().filter(|(buffer, _)| !buffer.slice().is_empty()) {
-        kernel.register(buffer.slice(), name);
-    }
-    let launch = Launch { grid, block: 256, smem_bytes: 64, cluster: 1, seed: 7 };
+    let run = Run { problem: GemmShape { m: 0, n: args.n, k: args.k }, sms: 2, seed: 7 };
     // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-    unsafe { kernel.launch(&launch, &Call { args: *args, stage: stage as u64 }) }
+    unsafe { kernel.run(&variant(stage), run, args, buffers) }
 }
 
 struct Case {
@@ -89,10 +57,10 @@ impl Case {
 
     /// Exponents 108..=123, and every so many elements one of `odd`; a run of them in row 21, so that a list is longer than a warp.
     fn with(n: usize, k: usize, every: u64, odd: &[u16]) -> Self {
-        let mut random = Random(n as u64 * 31 + every);
+        let mut random = Random::new(n as u64 * 31 + every);
         let run = if odd.is_empty() { 0 } else { (n * k / 1000).min(40) };
         Self::new(n, k, |i| {
-            let r = random.next();
+            let r = random.bits();
             if i / k == 21 && i % k < run || !odd.is_empty() && random.below(every) == 0 {
                 odd[(r >> 40) as usize % odd.len()]
             } else {
@@ -126,38 +94,39 @@ impl Case {
 
     /// `pack` and `lists` as a host runs them; `short`: words that the list is given too few.
     fn pack(&self, kernel: &mut CpuKernel, window: Window, short: usize) -> Result<Outcome, String> {
-        let weights = Aligned::new(&self.bytes);
-        let packed = Buffer::new(self.tiles() * TILE_BYTES, POISON);
-        let heads = Buffer::new(self.tiles() * 16, POISON);
+        let weights = Buffer::of(&self.bytes);
+        let packed = Buffer::new(self.tiles() * TILE_BYTES);
+        let heads = Buffer::new(self.tiles() * 16);
         let groups = (self.tiles() * 4).div_ceil(GROUP_BLOCKS);
-        let group_words = Buffer::new(groups * 4, 0);
-        let inexact = Buffer::new(8, 0);
+        let group_words = Buffer::zeroed(groups * 4);
+        let inexact = Buffer::zeroed(8);
         let mut args = RepackArgs {
             weights: weights.address(),
-            packed: packed.0.address(),
-            escape_heads: heads.0.address(),
-            group_words: group_words.0.address(),
-            inexact: inexact.0.address(),
+            packed: packed.address(),
+            escape_heads: heads.address(),
+            group_words: group_words.address(),
+            inexact: inexact.address(),
             ..self.args(window)
         };
-        let common = [
-            (&weights, "weights"),
-            (&packed.0, "packed"),
-            (&heads.0, "heads"),
-            (&group_words.0, "group_words"),
-            (&inexact.0, "inexact"),
+        let mut buffers = vec![
+            ("weights", weights.slice()),
+            ("packed", packed.slice()),
+            ("heads", heads.slice()),
+            ("group_words", group_words.slice()),
+            ("inexact", inexact.slice()),
         ];
-        launch(kernel, Stage::Pack, (self.tiles() as u32).div_ceil(2), &args, &common)?;
+        launch(kernel, RepackStage::Pack, &args, &buffers)?;
         let words = group_words.u32s().iter().sum::<u32>() as usize;
-        let escapes = Buffer::new((words - short) * 4, POISON);
-        args.escapes = escapes.0.address();
+        let escapes = Buffer::new((words - short) * 4);
+        args.escapes = escapes.address();
         args.escape_words = (words - short) as u32;
-        launch(kernel, Stage::Lists, groups as u32, &args, &[&common[..], &[(&escapes.0, "escapes")]].concat())?;
-        let inexact = u64::from_le_bytes(inexact.0.slice().try_into().unwrap());
+        buffers.push(("escapes", escapes.slice()));
+        launch(kernel, RepackStage::Lists, &args, &buffers)?;
+        let inexact = inexact.u64s()[0];
         Ok(Outcome {
-            packed: packed.0.slice().to_vec(),
-            heads: heads.0.slice().to_vec(),
-            escapes: escapes.0.slice().to_vec(),
+            packed: packed.slice().to_vec(),
+            heads: heads.slice().to_vec(),
+            escapes: escapes.slice().to_vec(),
             inexact: (inexact != 0).then_some(!inexact as usize),
         })
     }
@@ -170,20 +139,24 @@ impl Case {
         heads: &[u8],
         escapes: &[u8],
     ) -> Result<Vec<u8>, String> {
-        let weights = Buffer::new(self.bytes.len(), POISON);
-        let sections = [packed, heads, escapes].map(Aligned::new);
+        let weights = Buffer::new(self.bytes.len());
+        let [packed, heads, escapes] = [packed, heads, escapes].map(Buffer::of);
         let args = RepackArgs {
-            weights: weights.0.address(),
-            packed: sections[0].address(),
-            escape_heads: sections[1].address(),
-            escapes: sections[2].address(),
-            escape_words: (escapes.len() / 4) as u32,
+            weights: weights.address(),
+            packed: packed.address(),
+            escape_heads: heads.address(),
+            escapes: escapes.address(),
+            escape_words: (escapes.slice().len() / 4) as u32,
             ..self.args(window)
         };
-        let buffers =
-            [(&weights.0, "weights"), (&sections[0], "packed"), (&sections[1], "heads"), (&sections[2], "escapes")];
-        launch(kernel, Stage::Unpack, (self.tiles() as u32).div_ceil(2), &args, &buffers)?;
-        Ok(weights.0.slice().to_vec())
+        let buffers = [
+            ("weights", weights.slice()),
+            ("packed", packed.slice()),
+            ("heads", heads.slice()),
+            ("escapes", escapes.slice()),
+        ];
+        launch(kernel, RepackStage::Unpack, &args, &buffers)?;
+        Ok(weights.slice().to_vec())
     }
 
     /// Both ways against the oracle.
@@ -226,12 +199,12 @@ fn cases() -> Vec<Case> {
     ];
     // Windows at both ends of the exponents. Below 17 an operand of Inf stays Inf, a subnormal becomes normal.
     for base in [1u16, 2, 9, 112, 113, 120, 238, 239] {
-        let mut random = Random(u64::from(base));
+        let mut random = Random::new(u64::from(base));
         cases.push(Case::new(64, 128, |i| match i % 600 {
             77 => [0u16, 0x8000, 0x7f80, 0xffc3][i / 600 % 4],
             // Scaled by up to 2^-8, seven bits are lost at most: an even significand survives.
             400 if base <= 120 => (base + 16) << 7,
-            _ => (random.next() as u16 & 0x807f) | (base + (random.below(16) as u16)) << 7,
+            _ => (random.bits() as u16 & 0x807f) | (base + (random.below(16) as u16)) << 7,
         }));
     }
     cases
@@ -292,8 +265,8 @@ fn unpacking_any_bytes_stays_in_bounds() {
     let mut kernel = build(&[]);
     let case = Case::with(128, 128, 500, &SPECIAL);
     let oracle = case.oracle();
-    let mut random = Random(77);
-    let mut noise = |bytes: usize| -> Vec<u8> { (0..bytes).map(|_| random.next() as u8).collect() };
+    let mut random = Random::new(77);
+    let mut noise = |bytes: usize| random.bytes(bytes);
     let stored = oracle.escapes().len() / 4;
     for words in [0, 1, 2, 70, stored] {
         let (packed, escapes) = (noise(oracle.packed().len()), noise(words * 4));
@@ -318,23 +291,22 @@ fn unpacking_any_bytes_stays_in_bounds() {
 
 #[test]
 fn stats_count_without_sign_mantissa() {
-    let source = "#include \"unweight/kernels/encode.cuh\"\n";
-    let mut kernel = CpuKernel::build(source, "uw::encode::stats", "uw::EncodeArgs", &[]);
+    let spec = spec("encode_stats");
+    let mut kernel = CpuKernel::of(&spec, &[]);
     let case = Case::with(64, 192, 500, &SPECIAL);
-    let weights = Aligned::new(&case.bytes);
-    let histogram = Buffer::new(1024, 0);
-    kernel.register(weights.slice(), "weights");
-    kernel.register(histogram.0.slice(), "histogram");
+    let weights = Buffer::of(&case.bytes);
+    let histogram = Buffer::zeroed(1024);
     let args = EncodeArgs {
         weights: weights.address(),
-        histogram: histogram.0.address(),
+        histogram: histogram.address(),
         n: case.n as u32,
         k: case.k as u32,
         ..EncodeArgs::default()
     };
-    let launch = Launch { grid: 2, block: 512, smem_bytes: 256 * 32 * 4, cluster: 1, seed: 1 };
+    let run = Run { problem: GemmShape { m: 0, n: args.n, k: args.k }, sms: 2, seed: 1 };
+    let buffers = [("weights", weights.slice()), ("histogram", histogram.slice())];
     // SAFETY: both buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-    unsafe { kernel.launch(&launch, &args) }.unwrap();
+    unsafe { kernel.run(&spec, run, &args, &buffers) }.unwrap();
     let expected = Histogram::of(&case.bytes);
     for (exponent, &count) in histogram.u32s().iter().enumerate() {
         assert_eq!(u64::from(count), expected.count(exponent as u8), "exponent {exponent}");

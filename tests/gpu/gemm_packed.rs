@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use unweight_codegen::{
     VariantSpec,
     plan::GemmShape,
-    spec::{Arch, Epilogue, Op, catalog},
+    spec::{Arch, Epilogue, GemmMmaSpec, GemmWgmmaSpec, Op, catalog},
 };
 use unweight_format::{
     Histogram, Matrix,

@@ -23,8 +23,8 @@ use unweight_codegen::{
     plan::Plan,
     render,
     spec::{
-        Arch, CodeLimit, DecodeOutput, EncodeStage, Epilogue, RepackStage, VariantSpec, VerbatimRows, WeightSource,
-        catalog,
+        Arch, CodeLimit, DecodeOutput, EncodeStage, Epilogue, RepackStage, Values, VariantSpec, VerbatimRows,
+        WeightSource, catalog,
     },
 };
 
@@ -291,6 +291,14 @@ fn gemm_wgmma_table() -> String {
     table
 }
 
+/// Puts text between the marks of a document.
+fn put(document: &mut String, name: &str, mark: &str, text: &str) {
+    let (begin, end) = (format!("<!-- {mark}: generated -->\n"), format!("<!-- {mark}: end -->"));
+    let from = document.find(&begin).unwrap_or_else(|| panic!("{name} lacks {begin:?}")) + begin.len();
+    let to = from + document[from..].find(&end).unwrap_or_else(|| panic!("{name} lacks {end:?}"));
+    document.replace_range(from..to, &format!("{text}\n"));
+}
+
 #[test]
 fn the_document_shows_the_catalogue() {
     let path = root().join("docs/kernels.md");
@@ -306,10 +314,43 @@ fn the_document_shows_the_catalogue() {
         ("encode", encode_table()),
         ("repack", repack_table()),
     ] {
-        let (begin, end) = (format!("<!-- {mark}: generated -->\n"), format!("<!-- {mark}: end -->"));
-        let from = now.find(&begin).unwrap_or_else(|| panic!("docs/kernels.md lacks {begin:?}")) + begin.len();
-        let to = from + now[from..].find(&end).unwrap_or_else(|| panic!("docs/kernels.md lacks {end:?}"));
-        now.replace_range(from..to, &format!("{text}\n"));
+        put(&mut now, "docs/kernels.md", mark, &text);
     }
+    none(difference(&path, &now).into_iter().collect());
+}
+
+/// The keys of the attribute: one row for each axis of each family.
+fn key_table() -> String {
+    let mut table = "| op | key | values | default |\n|---|---|---|---|".to_owned();
+    for family in FAMILIES {
+        for (index, axis) in family.axes.iter().enumerate() {
+            let op = if index == 0 { family.name } else { "" };
+            let words = |words: &[&str]| words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");
+            let mut values = match axis.values {
+                Values::Words(all) => words(all),
+                Values::Flag => words(&["true", "false"]),
+                Values::Range(..) | Values::Set(_) => axis.allowed.to_owned(),
+            };
+            if let Some(only) = axis.only {
+                let of = family.axes[only.axis];
+                let Values::Words(words) = of.values else { panic!("{}: depends on a number", axis.key) };
+                _ = write!(values, "; with `{} = {}`", of.key, words[only.value as usize]);
+            }
+            let default = axis.default.map(|value| match axis.values {
+                Values::Words(words) => format!("`{}`", words[value as usize]),
+                Values::Flag => format!("`{}`", value != 0),
+                Values::Range(..) | Values::Set(_) => value.to_string(),
+            });
+            _ = write!(table, "\n| {op} | `{}` | {values} | {} |", axis.key, default.unwrap_or_default());
+        }
+    }
+    table
+}
+
+#[test]
+fn the_document_shows_the_keys_of_the_attribute() {
+    let path = root().join("docs/adding-a-variant.md");
+    let mut now = fs::read_to_string(&path).expect("docs/adding-a-variant.md is there");
+    put(&mut now, "docs/adding-a-variant.md", "keys", &key_table());
     none(difference(&path, &now).into_iter().collect());
 }

@@ -26,6 +26,9 @@ using Kernel = uw::gemm_wgmma::Kernel<Config>;
 
 }  // namespace
 
+static_assert(uw::packed::kTile == 64, "tiles: format and kernel disagree");
+static_assert(uw::packed::kTileBytes == 6144, "packed tiles: format and kernel disagree");
+static_assert(uw::packed::kBlockBytes == 1536, "row blocks: format and kernel disagree");
 static_assert(sizeof(uw::GemmPackedArgs) == 384, "GemmPackedArgs: host and device disagree");
 static_assert(Smem::kX == 0, "shared memory: plan and kernel disagree");
 static_assert(Smem::kW == 81920, "shared memory: plan and kernel disagree");

@@ -7,6 +7,9 @@
 #include "unweight/abi.cuh"
 #include "unweight/kernels/repack.cuh"
 
+static_assert(uw::packed::kTile == 64, "tiles: format and kernel disagree");
+static_assert(uw::packed::kTileBytes == 6144, "packed tiles: format and kernel disagree");
+static_assert(uw::packed::kBlockBytes == 1536, "row blocks: format and kernel disagree");
 static_assert(sizeof(uw::RepackArgs) == 72, "RepackArgs: host and device disagree");
 static_assert(uw::repack::kPackSmemBytes == 0, "shared memory: plan and kernel disagree");
 static_assert(uw::repack::kPackThreads == 256, "threads: plan and kernel disagree");
