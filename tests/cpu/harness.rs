@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::Command;
 
 use unweight_codegen::abi::{KernelArgs, TensorMap};
-use unweight_codegen::plan::{GemmShape, LaunchGrid, Plan, Work};
+use unweight_codegen::plan::{GemmShape, Plan};
 use unweight_codegen::{VariantSpec, render};
 
 type LaunchFn = unsafe extern "C" fn(u32, u32, u32, u32, u64, *const c_void) -> c_int;
@@ -213,8 +213,7 @@ impl CpuKernel {
         let plan = self.plans[at].launch;
         let grid = plan.grid.blocks(run.problem, run.sms).unwrap_or_else(|| panic!("{spec}: {run:?} has no grid"));
         // Blocks that wait for each other have to run at the same time: on the machine, those of a cluster do.
-        let waits = matches!(plan.grid, LaunchGrid::Persistent { work: Work::OutputSteps { .. }, .. });
-        let cluster = if waits { grid } else { plan.cluster };
+        let cluster = if plan.co_resident { grid } else { plan.cluster };
         let smem_bytes = self.plans[at].smem.bytes();
         self.clear_registered();
         for (name, buffer) in buffers.iter().filter(|(_, buffer)| !buffer.is_empty()) {

@@ -13,7 +13,7 @@ use crate::{
 use unweight_codegen::{
     VariantSpec,
     plan::{GemmShape, Plan},
-    spec::catalog,
+    spec::{GemmWgmmaSpec, catalog},
 };
 use unweight_format::{Histogram, Matrix, packed::pack};
 use unweight_rt::{
@@ -50,7 +50,7 @@ fn waiting(problem: GemmShape, sms: u32) -> Vec<VariantSpec> {
         let plan = Plan::new(spec).unwrap();
         plan.launch.grid.blocks(problem, sms).is_some_and(|blocks| plan.launch.blocks_wait(problem, blocks))
     };
-    catalog::gemm_wgmma().filter(waits).collect()
+    catalog::of::<GemmWgmmaSpec>().filter(waits).collect()
 }
 
 /// A product with its own stream, lane and output.

@@ -3,6 +3,8 @@
 //! The attribute knows no family: it hands over what it read, asks [`check`] about each pair so that an error stands on the user's own
 //! token, and [`check_all`] about the whole. What neither complains of, [`spec`] gives.
 
+#![expect(clippy::result_large_err, reason = "a message is held inline: a const context has no heap")]
+
 use super::{Arch, Axis, Only, Raw, Values, VariantSpec, axes::AXES_MAX};
 use crate::{
     family::{FAMILIES, Op},

@@ -16,6 +16,25 @@ use unweight_codegen::{
 
 use crate::device::{Call, DeviceError, Refusal, Stream, module::LoadedKernel};
 
+/// Whether a launch must be cooperative: its blocks wait for each other. `resident` blocks fit the device at once.
+///
+/// # Errors
+/// [`Refusal::Residency`]: they do not all fit, and the first ones would wait for ever.
+pub(crate) fn cooperative(plan: &Plan, problem: GemmShape, blocks: u32, resident: u32) -> Result<bool, Refusal> {
+    if !plan.launch.blocks_wait(problem, blocks) {
+        return Ok(false);
+    }
+    if blocks > resident { Err(Refusal::Residency { blocks, resident }) } else { Ok(true) }
+}
+
+/// Blocks of a launch for this problem on a device of `sms` multiprocessors.
+///
+/// # Errors
+/// [`Refusal::Grid`]: more than a grid may have.
+pub(crate) fn blocks(plan: &Plan, problem: GemmShape, sms: u32) -> Result<u32, Refusal> {
+    plan.launch.grid.blocks(problem, sms).ok_or(Refusal::Grid { problem, cluster: plan.launch.cluster })
+}
+
 impl LoadedKernel {
     /// Blocks of a launch for this problem.
     ///
@@ -49,8 +68,7 @@ impl LoadedKernel {
         args: &A,
     ) -> Result<(), DeviceError> {
         if !self.spec().op.takes::<A>() {
-            let given = A::NAME;
-            return self.refuse(Refusal::Arguments { given: given.rsplit("::").next().unwrap_or(given) });
+            return self.refuse(Refusal::Arguments { given: A::NAME });
         }
         let (own, other) = (self.device().ordinal(), stream.device().ordinal());
         if own != other {

@@ -9,10 +9,7 @@ use cudarc::{
     driver::{CudaFunction, sys::CUfunction_attribute_enum as Attribute},
     nvrtc::Ptx,
 };
-use unweight_codegen::{
-    VariantSpec,
-    plan::Plan,
-};
+use unweight_codegen::{VariantSpec, plan::Plan};
 
 use crate::{
     device::{Call, Device, DeviceError, Refusal},

@@ -1,0 +1,123 @@
+//! The arrows of docs/architecture.md: who may name whom.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Every package of the repository that is published, by folder, and what of the workspace it may depend on.
+const CRATES: [(&str, &[&str]); 7] = [
+    ("unweight-format", &[]),
+    ("templates", &[]),
+    ("unweight-macros", &[]),
+    ("unweight-codegen", &["unweight-format", "unweight-macros", "unweight-templates"]),
+    ("unweight-rt", &["unweight-format", "unweight-codegen"]),
+    ("unweight-bench", &["unweight-format", "unweight-codegen", "unweight-rt"]),
+    (".", &["unweight-format", "unweight-codegen", "unweight-macros", "unweight-rt", "unweight-bench"]),
+];
+
+/// Who alone may name a dependency.
+const OWNERS: [(&str, &str); 7] = [
+    ("tera", "unweight-codegen"),
+    ("syn", "unweight-macros"),
+    ("cudarc", "unweight-rt"),
+    ("clap", "."),
+    ("indicatif", "."),
+    ("miette", "."),
+    ("plotters", "."),
+];
+
+/// Names under `[dependencies]`.
+fn dependencies(folder: &str) -> Vec<String> {
+    let text = read(&root().join(folder).join("Cargo.toml"));
+    let section = text.split("\n[dependencies]\n").nth(1).unwrap_or_default();
+    let lines = section.lines().take_while(|line| !line.starts_with('['));
+    let names = lines.filter_map(|line| line.split(['.', ' ', '=']).next()).filter(|name| !name.is_empty());
+    names.filter(|name| !name.starts_with('#')).map(str::to_owned).collect()
+}
+
+#[test]
+fn crates_name_only_those_above_them() {
+    for (folder, allowed) in CRATES {
+        for name in dependencies(folder).iter().filter(|name| name.starts_with("unweight")) {
+            assert!(allowed.contains(&name.as_str()), "{folder}/Cargo.toml depends on {name}");
+        }
+    }
+}
+
+#[test]
+fn what_one_crate_owns_no_other_names() {
+    let named: BTreeMap<_, _> = CRATES.map(|(folder, _)| (folder, dependencies(folder))).into();
+    for (name, owner) in OWNERS {
+        for (folder, names) in &named {
+            assert_eq!(names.iter().any(|n| n == name), *folder == owner, "{folder}/Cargo.toml: {name}");
+        }
+    }
+}
+
+/// (file, line number, line) of all Rust below a folder, without comments and without test modules, which stand at the end.
+fn code(folder: &str) -> Vec<(PathBuf, usize, String)> {
+    let (mut folders, mut lines) = (vec![root().join(folder)], Vec::new());
+    assert!(folders[0].is_dir(), "{folder} is gone: renew this test");
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).expect("a folder of sources") {
+            let path = entry.expect("an entry").path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = read(&path);
+                let own = text.lines().take_while(|line| *line != "#[cfg(test)]").enumerate();
+                let own = own.filter(|(_, line)| !line.trim_start().starts_with("//"));
+                lines.extend(own.map(|(index, line)| (path.clone(), index + 1, line.to_owned())));
+            }
+        }
+    }
+    lines
+}
+
+/// Lines that hold one of the words.
+fn found(folder: &str, words: &[&str]) -> Vec<String> {
+    let hits = code(folder).into_iter().filter(|(.., line)| words.iter().any(|word| line.contains(word)));
+    hits.map(|(path, number, line)| format!("{}:{number}: {}", path.display(), line.trim())).collect()
+}
+
+/// Compiling and choosing must run where there is no device.
+#[test]
+fn the_runtime_compiles_and_chooses_without_a_device() {
+    for (room, never) in [
+        ("unweight-rt/src/jit", &["crate::device", "crate::choose", "crate::weight", "crate::ops", "crate::layer"][..]),
+        ("unweight-rt/src/choose", &["crate::device", "crate::ops", "crate::layer"]),
+        ("unweight-rt/src/device", &["crate::ops", "crate::layer", "crate::weight"]),
+        ("unweight-rt/src/weight", &["crate::ops", "crate::layer"]),
+        ("unweight-rt/src/ops", &["crate::layer"]),
+    ] {
+        assert_eq!(found(room, never), [""; 0], "{room}");
+    }
+}
+
+/// A family knows plans and specs; how text is made of them is for `render` alone.
+#[test]
+fn one_file_names_the_template_engine() {
+    let files: Vec<_> = found("unweight-codegen/src", &["tera::", "use tera"]);
+    assert!(!files.is_empty() && files.iter().all(|line| line.contains("render.rs")), "{files:?}");
+}
+
+/// A library's error carries a typed remedy; what to type is the binary's to say.
+#[test]
+fn libraries_have_no_words_of_the_command_line() {
+    let words = ["--force", "--resume", "--json", "--threads", "--ram", "--scope", "--profile", "--sha256", "--plan"];
+    let words: Vec<_> =
+        words.into_iter().chain(["exit status", "exit code", "unweight cache", "unweight kernels"]).collect();
+    for (folder, _) in CRATES.iter().filter(|(folder, _)| *folder != ".") {
+        assert_eq!(found(&format!("{folder}/src"), &words), [""; 0], "{folder}");
+    }
+}
