@@ -237,7 +237,7 @@ fn dependent_launches_wait_for_their_input() {
     let bytes: &[u8] = bytemuck::cast_slice(&w);
     let tensor = pack(Matrix::new(bytes, n, n).unwrap(), &Histogram::of(bytes)).unwrap();
     let w = DevicePacked::upload(&stream, &tensor).unwrap();
-    let dispatch = PackedChooser::of(info);
+    let dispatch = PackedChooser::of(info.arch, info.sms, &info.name);
     for m in [1, 8, 16, 31, 64, 100, 256, 300] {
         let problem = GemmShape { m, n: n as u32, k: n as u32 };
         let first: Vec<u16> = (0..m as usize * n).map(|_| bf16(rng.normal())).collect();
@@ -377,7 +377,8 @@ fn rows_of_x_may_be_apart() {
         row[..case.k].copy_from_slice(from);
     }
     let apart = DeviceBuffer::from_host(&stream, &apart).unwrap();
-    let chooser = PackedChooser::of(kernels.device().info());
+    let info = kernels.device().info();
+    let chooser = PackedChooser::of(info.arch, info.sms, &info.name);
     for m in [1, 33, m] {
         let wanted = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
         let spec = chooser.choose(GemmShape { m, ..problem }, wanted).unwrap();

@@ -138,7 +138,7 @@ pub fn bench_matmul(
     let info = kernels.device().info();
     let dispatch = match &options.table {
         Some(table) => PackedChooser::model(info.arch, info.sms).with_table(&info.name, table.clone()),
-        None => PackedChooser::of(info),
+        None => PackedChooser::of(info.arch, info.sms, &info.name),
     };
     let bench = Bench {
         kernels,

@@ -293,9 +293,9 @@ impl PackedChooser {
         Self { arch, sms, table: MeasuredTable::default() }
     }
 
-    /// The model, and the table that ships where it is of such a device.
-    pub fn of(device: &crate::device::DeviceInfo) -> Self {
-        Self::model(device.arch, device.sms).with_table(&device.name, MeasuredTable::builtin().clone())
+    /// The model, and the table that ships if it is of a device of this name.
+    pub fn of(arch: Arch, sms: u32, device: &str) -> Self {
+        Self::model(arch, sms).with_table(device, MeasuredTable::builtin().clone())
     }
 
     /// With another table, if it is of a device of this name.

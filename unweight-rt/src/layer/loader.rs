@@ -198,10 +198,11 @@ impl<'k> Loader<'k> {
     /// # Errors
     /// The kernels of [`Packer`] cannot be made.
     pub fn new(kernels: &'k KernelSet, stream: &Stream, options: LoadOptions) -> Result<Self, DeviceError> {
+        let info = kernels.device().info();
         Ok(Self {
             kernels,
             packer: Packer::new(stream, kernels)?,
-            dispatch: PackedChooser::of(kernels.device().info()),
+            dispatch: PackedChooser::of(info.arch, info.sms, &info.name),
             options,
             choices: HashMap::new(),
             lane_size: LaneSize::default(),
