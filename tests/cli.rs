@@ -784,3 +784,34 @@ fn kernels_that_were_not_kept_are_not_called_ready() {
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("not a regular file"), "{}", stderr(&output));
 }
+
+#[test]
+fn nothing_compressed_is_said_loudly() {
+    let home = tempfile::tempdir().unwrap();
+    fs::create_dir(home.path().join("f16")).unwrap();
+    one_matrix(&home.path().join("f16/a.safetensors"), "model.layers.0.mlp.up_proj.weight");
+    let path = home.path().join("f16/a.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    let at = bytes.windows(6).position(|window| window == b"\"BF16\"").unwrap();
+    // One byte shorter; a space takes its place.
+    let header = [&bytes[..at], b"\"F16\" ", &bytes[at + 6..]].concat();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    fs::write(&path, header).unwrap();
+    let cases: [(&[&str], &str); 4] = [
+        (&["compress", "f16", "-o", "a"], "only BF16 is compressed"),
+        (&["plan", "f16"], "only BF16 is compressed"),
+        (&["compress", "model", "-o", "b", "--include", "nothing"], "matches --include"),
+        (&["compress", "model", "-o", "c", "--exclude", "*"], "--exclude matches"),
+    ];
+    for (arguments, help) in cases {
+        let output = run(home.path(), arguments, 0);
+        let text = stderr(&output);
+        assert!(text.contains("warning: nothing was compressed") && text.contains(help), "{arguments:?}: {text}");
+    }
+    let report = json(&run(home.path(), &["compress", "f16", "-o", "d", "--json"], 0));
+    assert_eq!(report["coded_tensors"], 0);
+    assert!(report["saved_bytes"].as_i64().unwrap() < 0);
+    let output = run(home.path(), &["compress", "model", "-o", "e", "--json"], 0);
+    assert!(json(&output)["coded_tensors"].as_u64().unwrap() > 0 && !stderr(&output).contains("warning"));
+    assert!(json(&output)["saved_bytes"].as_i64().unwrap() > 0);
+}

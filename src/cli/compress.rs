@@ -85,6 +85,9 @@ impl Compress {
         if !report.resumed_files.is_empty() {
             output.note(format_args!("reused from the interrupted run: {}", report.resumed_files.join(", ")));
         }
+        if let Some(remark) = select::nothing_coded(&report.tensors) {
+            output.note(remark);
+        }
         output.summary("compress", &report, |out| {
             select::totals(&report.forms, report.original_bytes, report.stored_bytes).write(out)?;
             writeln!(

@@ -24,6 +24,9 @@ impl Plan {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
         let report = bundle::plan(&self.source, &self.select.options())?;
+        if let Some(remark) = select::nothing_coded(&report.tensors) {
+            output.note(remark);
+        }
         output.result("plan", &report, |out| {
             select::tensors(&report.tensors).write(out)?;
             writeln!(out)?;

@@ -1,10 +1,10 @@
 //! What `plan` and `compress` have in common: which tensors become what.
 
-use std::path::PathBuf;
+use std::{collections::BTreeMap, path::PathBuf};
 
 use clap::Args;
 use unweight::format::{
-    CodeLimit,
+    CodeLimit, FormId,
     bundle::{CompressOptions, FormTotal, Profile, Scope, TensorReport},
 };
 
@@ -73,6 +73,33 @@ pub fn threads(text: &str) -> Result<usize, String> {
 fn code_limit(text: &str) -> Result<u32, String> {
     let bits: u32 = text.parse().map_err(|_| "write a number from 6 to 15".to_owned())?;
     CodeLimit::new(bits).map(CodeLimit::bits).map_err(|error| error.to_string())
+}
+
+/// What to say where nothing was coded: why most bytes are raw, and what would help.
+pub fn nothing_coded(tensors: &[TensorReport]) -> Option<String> {
+    if tensors.iter().any(|tensor| tensor.form != FormId::RAW) {
+        return None;
+    }
+    let mut bytes: BTreeMap<&str, u64> = BTreeMap::new();
+    for tensor in tensors {
+        *bytes.entry(tensor.reason.as_deref().unwrap_or("raw")).or_default() += tensor.original_bytes;
+    }
+    let all: u64 = bytes.values().sum();
+    let (reason, most) = bytes.into_iter().max_by_key(|(_, bytes)| *bytes)?;
+    let help = match reason {
+        reason if reason.ends_with("not BF16") => {
+            "only BF16 is compressed: start from the BF16 weights of this model, if there are any"
+        }
+        "not included" => "no tensor that could be compressed matches --include; `unweight plan` lists the names",
+        "excluded" => "--exclude matches every tensor that could be compressed; `unweight plan` lists the names",
+        "plan file" => "the rules of --plan keep every tensor raw",
+        reason if reason.contains("outside scope") => "a wider --scope covers more: linear, or all",
+        _ => "`unweight plan` says why, tensor by tensor",
+    };
+    Some(format!(
+        "warning: nothing was compressed: {} of the bytes are raw ({reason})\n  help: {help}",
+        percent(most, all)
+    ))
 }
 
 /// A line per encoding and one for everything.

@@ -31,7 +31,7 @@ use super::{
     files::{self, Contents, Input},
     pipeline::{Gate, Work, batches, join, on_threads, spawn},
     read::Shard,
-    report::{peak_rss_bytes, ratio, totals},
+    report::{coded, peak_rss_bytes, ratio, saved, totals},
     source::{Index, Kind, Source, SourceFile},
     stage::{Replaceable, Stage},
 };
@@ -93,6 +93,8 @@ pub fn compress_with(
     let original_bytes = model.files.iter().map(|f| f.bytes).sum();
     Ok(CompressReport {
         forms: totals(&tensors),
+        coded_tensors: coded(&tensors),
+        saved_bytes: saved(original_bytes, stored_bytes),
         tensors,
         files: model.files.len() as u64,
         resumed_files,
@@ -119,6 +121,8 @@ pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, Bund
     let original_bytes = model.files.iter().map(|f| f.bytes).sum();
     Ok(PlanReport {
         forms: totals(&tensors),
+        coded_tensors: coded(&tensors),
+        saved_bytes: saved(original_bytes, stored_bytes),
         tensors,
         files: model.files.len() as u64,
         original_bytes,

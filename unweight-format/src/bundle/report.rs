@@ -65,6 +65,10 @@ pub struct PlanReport {
     pub original_bytes: u64,
     /// Bytes of all files of the bundle (predicted).
     pub stored_bytes: u64,
+    /// Tensors that are not raw.
+    pub coded_tensors: u64,
+    /// `original_bytes - stored_bytes`; below 0 where headers and manifest cost more than coding saves.
+    pub saved_bytes: i64,
     /// `stored_bytes / original_bytes`.
     pub ratio: f64,
     /// Wall-clock seconds.
@@ -87,6 +91,10 @@ pub struct CompressReport {
     pub original_bytes: u64,
     /// Bytes of all files of the bundle.
     pub stored_bytes: u64,
+    /// Tensors that are not raw.
+    pub coded_tensors: u64,
+    /// `original_bytes - stored_bytes`; below 0 where headers and manifest cost more than coding saves.
+    pub saved_bytes: i64,
     /// `stored_bytes / original_bytes`.
     pub ratio: f64,
     /// Tensors decoded again and compared ([`VerifyAfter`](super::VerifyAfter)).
@@ -192,6 +200,15 @@ pub(crate) fn totals(tensors: &[TensorReport]) -> Vec<FormTotal> {
         })
         .filter(|total| total.tensors > 0)
         .collect()
+}
+
+pub(crate) fn coded(tensors: &[TensorReport]) -> u64 {
+    tensors.iter().filter(|t| t.form != FormId::RAW).count() as u64
+}
+
+/// What is saved; sizes are below 2^63.
+pub(crate) fn saved(original: u64, stored: u64) -> i64 {
+    original as i64 - stored as i64
 }
 
 pub(crate) fn ratio(stored: u64, original: u64) -> f64 {
