@@ -13,7 +13,7 @@ pub enum CodegenError {
     #[error("template {template} for variant {variant}: {message}")]
     Template {
         /// File name in `templates/kernels`.
-        template: String,
+        template: &'static str,
         /// Canonical name.
         variant: String,
         /// tera's report, with line and caret.

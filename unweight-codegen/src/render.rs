@@ -70,13 +70,12 @@ fn options(spec: &VariantSpec) -> Vec<String> {
 }
 
 fn text(plan: &Plan) -> Result<String, CodegenError> {
-    let template = format!("{}.cu.tera", plan.spec.op.family());
-    let failed =
-        |message| CodegenError::Template { template: template.clone(), variant: plan.spec.to_string(), message };
+    let template = plan.spec.op.info().template;
+    let failed = |message| CodegenError::Template { template, variant: plan.spec.to_string(), message };
     let engine = ENGINE.as_ref().map_err(|message| failed(message.clone()))?;
     let seen = Seen { head: Head::new(plan), own: FamilyContext(plan) };
     let context = Context::from_serialize(&seen).map_err(|error| failed(error.to_string()))?;
-    engine.render(&template, &context).map_err(|error| failed(error.to_string()))
+    engine.render(template, &context).map_err(|error| failed(error.to_string()))
 }
 
 /// What a template sees.

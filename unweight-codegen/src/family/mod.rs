@@ -84,6 +84,8 @@ pub trait Family: Copy {
 pub struct FamilyInfo {
     /// As in names and attributes, and the stem of its files.
     pub name: &'static str,
+    /// The file in `templates/kernels`.
+    pub template: &'static str,
     /// See [`Family::AXES`].
     pub axes: &'static [Axis],
     /// See [`Family::EDGES`].
@@ -108,10 +110,10 @@ pub struct ArgsInfo {
 }
 
 impl FamilyInfo {
-    const fn of<F: Family>(name: &'static str) -> Self {
+    const fn of<F: Family>(name: &'static str, template: &'static str) -> Self {
         let args = ArgsInfo { name: F::Args::NAME, bytes: size_of::<F::Args>(), fields: F::Args::FIELDS };
         let catalogue = || F::catalogue().collect();
-        Self { name, axes: F::AXES, edges: F::EDGES, instructions: F::INSTRUCTIONS, args, catalogue }
+        Self { name, template, axes: F::AXES, edges: F::EDGES, instructions: F::INSTRUCTIONS, args, catalogue }
     }
 }
 
@@ -122,7 +124,7 @@ macro_rules! families {
         $(pub use $module::$spec;)+
 
         /// Every family, in the order of reports.
-        pub const FAMILIES: &[FamilyInfo] = &[$(FamilyInfo::of::<$spec>(stringify!($module))),+];
+        pub const FAMILIES: &[FamilyInfo] = &[$(FamilyInfo::of::<$spec>(stringify!($module), concat!(stringify!($module), ".cu.tera"))),+];
 
         /// The operation of a kernel, with the axes of its family.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -42,7 +42,7 @@ const ABANDONED_AFTER: Duration = Duration::from_secs(600);
 /// The file that makes a folder a kernel cache: the Cache Directory Tagging Specification's, so that backups leave it out, with a line of our own.
 const TAG: &str = "CACHEDIR.TAG";
 const TAG_TEXT: &str = "Signature: 8a477f597d28d172789f06886806bc55\n\
-    # unweight kernel cache. Everything in this folder may be removed; `unweight cache clear` does.\n";
+    # unweight kernel cache. Everything in this folder may be removed at any time.\n";
 /// A use is noted at most this often: a warm start should not write to every entry.
 const USE_NOTED_EVERY: Duration = Duration::from_secs(60);
 
