@@ -40,3 +40,20 @@ pub use unweight_codegen as codegen;
 pub use unweight_macros::facade_unweight_variant as unweight_variant;
 #[cfg(feature = "cuda")]
 pub use unweight_rt as rt;
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    /// README shows a part of an example that is compiled where it stands.
+    #[test]
+    fn the_example_of_the_readme_is_one_that_compiles() {
+        let (readme, compiled) = (include_str!("../README.md"), include_str!("../unweight-rt/src/layer/linear.rs"));
+        let block = readme.split("```rust").find(|block| block.contains("Loader::new")).expect("an example");
+        let block = block.split("```").next().unwrap_or_default();
+        let lines: Vec<&str> = block.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        assert!(lines.len() >= 6, "{block}");
+        for line in lines {
+            let code = line.split("   //").next().unwrap_or(line).trim();
+            assert!(compiled.contains(&format!("//! {code}")), "the example of `layer::linear` has no line {code:?}");
+        }
+    }
+}

@@ -815,3 +815,34 @@ fn nothing_compressed_is_said_loudly() {
     assert!(json(&output)["coded_tensors"].as_u64().unwrap() > 0 && !stderr(&output).contains("warning"));
     assert!(json(&output)["saved_bytes"].as_i64().unwrap() > 0);
 }
+
+#[test]
+fn kernels_of_a_bundle_are_compiled_ahead() {
+    assert!(
+        std::env::var_os("UNWEIGHT_NVRTC").is_some(),
+        "this test needs NVRTC: run `cargo xtask test`, which fetches it, or set UNWEIGHT_NVRTC"
+    );
+    let home = tempfile::tempdir().unwrap();
+    demo_model::write(&home.path().join("model"), &tiny()).unwrap();
+    run(home.path(), &["compress", "model", "-o", "bundle", "--profile", "resident"], 0);
+    let cache = home.path().join("cache");
+    let compile = || {
+        let arguments = ["kernels", "compile", "--bundle", "bundle", "--max-batch", "8", "--json"];
+        let output = unweight(&arguments).current_dir(home.path()).env("UNWEIGHT_CACHE_DIR", &cache).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        output
+    };
+    let first = compile();
+    let kernels = json(&first)["kernels"].as_array().unwrap().clone();
+    let names: Vec<&str> = kernels.iter().map(|kernel| kernel["name"].as_str().unwrap()).collect();
+    // The packer's, and for merged gates and ups, and for what has no escapes, matmuls of batches up to 8; nothing for larger ones.
+    for part in ["repack_pack", "repack_unpack", "encode_stats", "_silu_mul", "_store_add", "_esc_pdl_store"] {
+        assert!(names.iter().any(|name| name.contains(part)), "no {part} in {names:?}");
+    }
+    assert!(names.iter().all(|name| !name.contains("_gemm_wgmma_") && !name.contains("_decode_")), "{names:?}");
+    assert!(stderr(&first).contains(&format!("{0}/{0}", names.len())), "a line per kernel");
+    let second = json(&compile());
+    assert!(second["kernels"].as_array().unwrap().iter().all(|kernel| kernel["state"] == "hit"), "{second}");
+    run(home.path(), &["kernels", "compile", "--bundle", "bundle", "uw_sm90a_encode_stats"], 2);
+    run(home.path(), &["kernels", "compile", "--max-batch", "8"], 2);
+}

@@ -5,7 +5,7 @@ use std::{fs, path::PathBuf};
 use clap::{Args, Subcommand, ValueEnum};
 use unweight::rt::{
     Remedy,
-    choose::model::MeasuredTable,
+    choose::table::MeasuredTable,
     device::{Device, KernelSet},
     env::Env,
 };

@@ -14,12 +14,15 @@ use unweight::{
         plan::Plan,
         spec::{VariantSpec, catalog},
     },
-    format::glob::matches,
+    format::{bundle::Bundle, glob::matches},
     rt::{
+        choose::model::PackedChooser,
+        device::{Device, DeviceInfo},
         env::{Env, JitMode},
         jit::cache::{CacheState, Kept, KernelCache, Progress},
         jit::compiler::{CompileRequest, Compiler, NvrtcCompiler},
         jit::cubin::{self, KernelResources, Opcode},
+        layer::loader::{LoadOptions, reachable},
     },
 };
 
@@ -65,6 +68,16 @@ pub struct Emit {
 pub struct Compile {
     #[command(flatten)]
     names: Names,
+    /// Only what loading this bundle and running its layers can ask for
+    #[arg(long, value_name = "BUNDLE", conflicts_with = "names")]
+    bundle: Option<PathBuf>,
+    /// With --bundle: the largest batch that layers are loaded for
+    #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch, requires = "bundle",
+          value_parser = clap::value_parser!(u32).range(1..=65536))]
+    max_batch: u32,
+    /// With --bundle: kernels for ordinary launches, not for programmatic dependent ones
+    #[arg(long, requires = "bundle")]
+    no_pdl: bool,
     /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
@@ -242,12 +255,32 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Failure::io(path.display()))
 }
 
+/// Of this machine's GPU; of an H200 where there is none, as when an image is built.
+fn chooser(output: Output) -> PackedChooser {
+    match Device::open(0) {
+        Ok(device) => {
+            let DeviceInfo { arch, sms, name, .. } = device.info();
+            PackedChooser::of(*arch, *sms, name)
+        }
+        Err(_) => {
+            output.note("no GPU here: kernels as an H200 chooses them");
+            PackedChooser::h200()
+        }
+    }
+}
+
 fn compile(arguments: &Compile, output: Output) -> Result<()> {
     let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
     if env.jit == JitMode::Off {
         return Err(Failure::new("UNWEIGHT_JIT=off keeps no kernels", "unset it, or use `unweight kernels check`"));
     }
-    let specs = arguments.names.specs()?;
+    let specs = match &arguments.bundle {
+        None => arguments.names.specs()?,
+        Some(folder) => {
+            let options = LoadOptions::default().max_batch(arguments.max_batch).pdl(!arguments.no_pdl);
+            reachable(&Bundle::open(folder)?, options, chooser(output))
+        }
+    };
     let requests = specs.iter().map(CompileRequest::render).collect::<std::result::Result<Vec<_>, _>>()?;
     let cache = KernelCache::open(env);
     cache.store().map_err(|unusable| Failure::other(unusable.clone()))?;

@@ -5,14 +5,14 @@ use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::spec::{Arch, DecodeOutput};
 use unweight_format::{CodeLimit, Matrix, bf16, huffman};
 use unweight_rt::{
-    choose,
+    choose::graph,
     device::{DeviceBuffer, KernelSet, MatrixMut, Refusal},
     ops::decode::{Decoder, output_bytes},
     weight::{DeviceHuffman, DeviceMatrix},
 };
 
 fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32) -> Decoder {
-    let spec = choose::decoder(Arch::Sm90a, output, bits).unwrap();
+    let spec = graph::decoder(Arch::Sm90a, output, bits).unwrap();
     Decoder::new(kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
 }
 

@@ -14,7 +14,10 @@ use unweight_codegen::{
 };
 use unweight_format::{CodeLimit, HuffmanTensor, Matrix, huffman};
 use unweight_rt::{
-    choose::{self, Source, candidates},
+    choose::{
+        graph,
+        recon::{Source, candidates},
+    },
     device::{DeviceBuffer, KernelSet, Refusal, Stream},
     ops::cublas::Cublas,
     ops::decode::{Decoder, output_bytes},
@@ -70,7 +73,7 @@ fn forms(kernels: &KernelSet, stream: &Stream, bytes: &[u8], n: usize, k: usize)
     let huffman = DeviceHuffman::upload(stream, &tensor).unwrap();
     let palette = DevicePalette::upload(stream, &huffman::transcode(&tensor).unwrap()).unwrap();
     let decoder = |output| {
-        let spec = choose::decoder(Arch::Sm90a, output, huffman.code_bits()).unwrap();
+        let spec = graph::decoder(Arch::Sm90a, output, huffman.code_bits()).unwrap();
         Decoder::new(kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
     };
     let mut exponents = DeviceBuffer::zeroed(stream, output_bytes(tensor.grid(), DecodeOutput::Exponent)).unwrap();

@@ -6,7 +6,7 @@ use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::spec::{Arch, DecodeOutput};
 use unweight_format::{CodeLimit, HuffmanTensor, Matrix, TileGrid, TileMetadata, huffman, palette};
 use unweight_rt::{
-    choose,
+    choose::graph,
     device::{DeviceBuffer, DeviceError, KernelSet, Stream},
     ops::decode::{Decoder, output_bytes},
     ops::gemm_recon::Matmul,
@@ -69,7 +69,7 @@ fn survives(
     bits: u32,
     what: &str,
 ) -> bool {
-    let spec = choose::decoder(Arch::Sm90a, output, bits).unwrap();
+    let spec = graph::decoder(Arch::Sm90a, output, bits).unwrap();
     let decoder = Decoder::new(kernels.get(&spec).unwrap()).unwrap();
     let mut lane = lane(stream);
     let device = sections.upload(stream);

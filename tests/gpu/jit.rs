@@ -1,11 +1,18 @@
 //! From nothing to loaded kernels: the time of a whole bundle with a cold cache, and of a new process with a warm one.
 
-use std::{path::Path, process::Command, sync::Arc, time::Instant};
+use std::{collections::BTreeSet, path::Path, process::Command, sync::Arc, time::Instant};
 
 use crate::harness::gpu;
-use unweight_codegen::spec::Arch;
+use unweight_codegen::{
+    VariantSpec,
+    plan::GemmShape,
+    spec::{Arch, DecodeOutput, Epilogue},
+};
 use unweight_rt::{
-    choose::{StoredForm, StoredWeight, reachable},
+    choose::{
+        graph::decoder,
+        recon::{Source, candidates},
+    },
     device::module::LoadedKernel,
     device::{Device, KernelSet},
     env::{Env, JitMode},
@@ -16,19 +23,26 @@ use unweight_rt::{
 /// Where the warm child finds its cache.
 const CHILD: &str = "UNWEIGHT_TEST_WARM_CACHE";
 
-/// The projections of an 8 B Llama-shaped bundle, with the statistics that trained weights have.
-fn bundle() -> Vec<StoredWeight> {
-    let huffman = |max_verbatim_rows| StoredForm::Huffman { code_bits: 7, max_verbatim_rows };
-    let palette = |max_verbatim_rows| StoredForm::Palette { max_verbatim_rows };
-    vec![
-        StoredWeight { n: 14336, k: 4096, form: huffman(3) },
-        StoredWeight { n: 14336, k: 4096, form: huffman(11) },
-        StoredWeight { n: 4096, k: 14336, form: huffman(5) },
-        StoredWeight { n: 14336, k: 4096, form: palette(4) },
-        StoredWeight { n: 4096, k: 14336, form: palette(20) },
-        StoredWeight { n: 4096, k: 4096, form: huffman(0) },
-        StoredWeight { n: 1024, k: 4096, form: huffman(2) },
-    ]
+/// What an 8 B Llama-shaped bundle of the report's forms takes at batches up to 1024, kept as it is stored: a decoder and the matmuls of each shape.
+fn specs() -> Vec<VariantSpec> {
+    let mut specs: BTreeSet<VariantSpec> = [DecodeOutput::Exponent, DecodeOutput::Full]
+        .into_iter()
+        .filter_map(|output| decoder(Arch::Sm90a, output, 7))
+        .collect();
+    let palette = |max_verbatim_rows| Source::Palette { max_verbatim_rows };
+    for (n, k, source) in [
+        (14336, 4096, Source::Exponent),
+        (4096, 14336, Source::Exponent),
+        (4096, 4096, Source::Exponent),
+        (1024, 4096, Source::Exponent),
+        (14336, 4096, palette(4)),
+        (4096, 14336, palette(20)),
+    ] {
+        for m in [1, 128, 129, 256, 257, 512, 1024] {
+            specs.extend(candidates(Arch::Sm90a, source, GemmShape { m, n, k }, Epilogue::Store).first());
+        }
+    }
+    specs.into_iter().collect()
 }
 
 fn cache(env: &Env, dir: &Path) -> KernelCache {
@@ -42,7 +56,7 @@ fn a_cold_bundle_takes_seconds_and_a_warm_one_milliseconds() {
     let kernels = gpu();
     let env = Env::process().unwrap();
     let device = kernels.device();
-    let specs = reachable(Arch::Sm90a, &bundle(), 1..=1024);
+    let specs = specs();
     let home = tempfile::tempdir().unwrap();
 
     let start = Instant::now();
@@ -97,7 +111,7 @@ fn warm_child() {
     let env = Env::process().unwrap();
     // The context is the application's own, kernels or not.
     let device = Device::open(0).unwrap();
-    let specs = reachable(Arch::Sm90a, &bundle(), 1..=1024);
+    let specs = specs();
     let start = Instant::now();
     let prepared =
         KernelSet::new(&device, cache(env, Path::new(&dir)), env.jit_threads).prepare(&specs, &|_| {}).unwrap();

@@ -1,6 +1,10 @@
 //! Layers out of real bundles: every stored form, padded shapes, weights that cannot be packed, merged weights, any batch, captured.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::Path,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 use crate::harness::{Rng, Weights, bf16, gpu, guard_is_whole, poison, refused, stream, value};
 use rayon::prelude::*;
@@ -8,10 +12,13 @@ use unweight::format::bundle::{self, Bundle, CompressOptions, Profile, Silent};
 use unweight_bench::halves;
 use unweight_codegen::spec::Epilogue;
 use unweight_rt::{
-    device::{DeviceError, LaneSize, Refusal, Stream},
+    choose::model::PackedChooser,
+    device::{Device, DeviceError, KernelSet, LaneSize, Refusal, Stream},
+    env::Env,
+    jit::cache::Progress,
     layer::{
         linear::Linear,
-        loader::{LoadError, LoadOptions, Loader, Merge, Unsuitable},
+        loader::{LoadError, LoadOptions, Loader, Merge, Unsuitable, reachable},
     },
     ops::lane::Lane,
     weight::DeviceMatrix,
@@ -71,6 +78,10 @@ fn product(x: &[Vec<f64>], w: &[Vec<f64>]) -> Vec<(f64, f64)> {
         .collect()
 }
 
+fn loader<'a>(kernels: &'a KernelSet, stream: &Stream, bundle: &'a Bundle, options: LoadOptions) -> Loader<'a> {
+    Loader::new(kernels, stream, bundle, options, &|_| {}).unwrap_or_else(|error| panic!("{error}")).0
+}
+
 struct Run<'a> {
     stream: &'a Stream,
     lane: Lane,
@@ -124,9 +135,10 @@ fn every_stored_form_becomes_a_layer() {
         [(Profile::Resident, true), (Profile::Resident, false), (Profile::Distribution, true), (Profile::Palette, true)]
     {
         let bundle = bundle_of(home.path(), profile);
-        let mut loader = Loader::new(kernels, &stream, LoadOptions::default().max_batch(MAX_BATCH).pdl(pdl)).unwrap();
+        let options = LoadOptions::default().max_batch(MAX_BATCH).pdl(pdl);
+        let mut loader = loader(kernels, &stream, &bundle, options);
         let layers: Vec<Linear> =
-            TENSORS.iter().map(|(name, ..)| loader.load(&bundle, name).unwrap_or_else(|e| panic!("{e}"))).collect();
+            TENSORS.iter().map(|(name, ..)| loader.load(name).unwrap_or_else(|e| panic!("{e}"))).collect();
         let mut run = Run { stream: &stream, lane: loader.lane(&stream).unwrap() };
         for (layer, (name, n, k, kind)) in layers.iter().zip(TENSORS) {
             assert_eq!((layer.n() as usize, layer.k() as usize), (n, k));
@@ -162,10 +174,10 @@ fn merged_weights_are_one_layer() {
     model(&home.path().join("model"));
     let bundle = bundle_of(home.path(), Profile::Resident);
     let options = LoadOptions::default().max_batch(MAX_BATCH);
-    let mut loader = Loader::new(kernels, &stream, options).unwrap();
+    let mut loader = loader(kernels, &stream, &bundle, options);
     let [q, k, gate, up] = [0, 1, 2, 3].map(|i: usize| TENSORS[i].0);
-    let qk = loader.merge(&bundle, &[q, k], Merge::Rows).unwrap();
-    let mlp = loader.merge(&bundle, &[gate, up], Merge::SiluMul).unwrap();
+    let qk = loader.merge(&[q, k], Merge::Rows).unwrap();
+    let mlp = loader.merge(&[gate, up], Merge::SiluMul).unwrap();
     let mut run = Run { stream: &stream, lane: loader.lane(&stream).unwrap() };
     let mut rng = Rng(9);
     let x: Vec<u16> = (0..MAX_BATCH as usize * 128).map(|_| bf16(rng.normal() * 8.0)).collect();
@@ -183,10 +195,7 @@ fn merged_weights_are_one_layer() {
         });
         close(&y, exact, "gate and up");
     }
-    let unsuitable = |names: &[&str], merge| match Loader::new(kernels, &stream, LoadOptions::default())
-        .unwrap()
-        .merge(&bundle, names, merge)
-    {
+    let mut unsuitable = |names: &[&str], merge| match loader.merge(names, merge) {
         Err(LoadError::Unsuitable { why, .. }) => why,
         other => panic!("{:?}", other.map(|layer| layer.n())),
     };
@@ -205,8 +214,8 @@ fn what_a_layer_was_not_loaded_for_is_refused() {
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
     let bundle = bundle_of(home.path(), Profile::Resident);
-    let mut loader = Loader::new(kernels, &stream, LoadOptions::default().max_batch(4).pdl(false)).unwrap();
-    let layer = loader.load(&bundle, TENSORS[0].0).unwrap();
+    let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(4).pdl(false));
+    let layer = loader.load(TENSORS[0].0).unwrap();
     let mut lane = loader.lane(&stream).unwrap();
     let x = DeviceMatrix::zeroed(&stream, 5, 128).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, 5, 192).unwrap();
@@ -219,7 +228,7 @@ fn what_a_layer_was_not_loaded_for_is_refused() {
     assert_eq!(epilogue, Refusal::Epilogue { asked, loaded: Epilogue::Store });
     let shape = refused(layer.enqueue(&mut lane, few.view(), half.view_mut(), Epilogue::Store));
     assert!(matches!(shape, Refusal::Shape { y: [4, 96], x: [4, 128], .. }), "{shape}");
-    assert!(loader.load(&bundle, "layers.9.weight").is_err());
+    assert!(loader.load("layers.9.weight").is_err());
 }
 
 /// A lane of another loader lacks what a padded layer and one for cuBLAS need: refused, with nothing written, until it is reserved.
@@ -232,12 +241,12 @@ fn a_lane_of_another_loader_is_refused_before_anything_is_written() {
     model(&home.path().join("model"));
     let bundle = bundle_of(home.path(), Profile::Resident);
     let options = LoadOptions::default().max_batch(300);
-    let mut loader = Loader::new(kernels, &stream, options).unwrap();
-    let mut other = Loader::new(kernels, &stream, LoadOptions::default().max_batch(8)).unwrap();
+    let mut loader = loader(kernels, &stream, &bundle, options);
+    let mut other = self::loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
     // Fewer rows of the same padded layer, and no cuBLAS.
-    other.load(&bundle, TENSORS[4].0).unwrap();
+    other.load(TENSORS[4].0).unwrap();
     for (name, n, k, kind) in [TENSORS[4], TENSORS[5]] {
-        let layer = loader.load(&bundle, name).unwrap();
+        let layer = loader.load(name).unwrap();
         let mut lane = other.lane(&stream).unwrap();
         let x = DeviceMatrix::zeroed(&stream, 300, k as u32).unwrap();
         let mut y = DeviceMatrix::zeroed(&stream, 300, n as u32).unwrap();
@@ -267,9 +276,9 @@ fn a_graph_outlives_the_growth_of_its_lane() {
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
     let bundle = bundle_of(home.path(), Profile::Resident);
-    let mut loader = Loader::new(kernels, &stream, LoadOptions::default().max_batch(64)).unwrap();
+    let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(64));
     let (_, n, k, _) = TENSORS[4];
-    let layer = loader.load(&bundle, TENSORS[4].0).unwrap();
+    let layer = loader.load(TENSORS[4].0).unwrap();
     let mut rng = Rng(10);
     let x: Vec<u16> = (0..64 * k).map(|_| bf16(rng.normal())).collect();
     let x = DeviceMatrix::from_host(&stream, 64, k as u32, &x).unwrap();
@@ -287,4 +296,38 @@ fn a_graph_outlives_the_growth_of_its_lane() {
     unsafe { graph.launch() }.unwrap();
     assert!(y.to_host(&stream).unwrap() == first, "the graph runs with what it was captured with");
     lane.synchronize().unwrap();
+}
+
+/// All that a bundle can reach is there before the first layer, with a line of progress a kernel, and loading adds nothing.
+#[test]
+#[ignore = "needs a GPU"]
+fn loading_compiles_nothing_that_was_not_reached_before() {
+    let device = Device::open(0).unwrap();
+    let stream = device.stream().unwrap();
+    let home = tempfile::tempdir().unwrap();
+    model(&home.path().join("model"));
+    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette] {
+        let bundle = bundle_of(home.path(), profile);
+        // A set of its own, so that no test before has loaded anything.
+        let kernels = KernelSet::open(&device, Env::process().unwrap());
+        let lines = AtomicUsize::new(0);
+        let line = |_: &Progress<'_>| {
+            lines.fetch_add(1, Ordering::Relaxed);
+        };
+        let options = LoadOptions::default().max_batch(MAX_BATCH);
+        let (mut loader, prepared) = Loader::new(&kernels, &stream, &bundle, options, &line).unwrap();
+        assert_eq!(lines.load(Ordering::Relaxed), prepared.loaded, "{profile:?}");
+        let info = device.info();
+        let chooser = PackedChooser::of(info.arch, info.sms, &info.name);
+        assert_eq!(kernels.len(), reachable(&bundle, options, chooser).len(), "{profile:?}");
+        let before = kernels.len();
+        for (name, ..) in TENSORS {
+            loader.load(name).unwrap_or_else(|error| panic!("{error}"));
+        }
+        let [q, k, gate, up] = [0, 1, 2, 3].map(|i: usize| TENSORS[i].0);
+        loader.merge(&[gate, up], Merge::SiluMul).unwrap();
+        assert_eq!(kernels.len(), before, "{profile:?}: a kernel was made when a layer was loaded");
+        // q and k alone are no merge of a server's: this one may come late, and works.
+        loader.merge(&[q, k], Merge::Rows).unwrap();
+    }
 }

@@ -7,7 +7,7 @@ use unweight_format::{
     packed::{self, PackedTensor, TILE_BYTES, Unpackable, Window},
 };
 use unweight_rt::{
-    choose::decoder,
+    choose::graph::decoder,
     device::{DeviceBuffer, KernelSet, Refusal, Stream},
     ops::decode::Decoder,
     ops::repack::{PackError, Packer},

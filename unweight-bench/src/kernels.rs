@@ -9,7 +9,10 @@ use unweight_codegen::{
 use unweight_format::{CodeLimit, HuffmanTensor, Matrix, TileGrid, huffman, packed};
 
 use unweight_rt::{
-    choose::{Source, candidates, decoder},
+    choose::{
+        graph::decoder,
+        recon::{Source, candidates},
+    },
     device::{DeviceBuffer, KernelSet, LaneSize},
     ops::decode::{Decoder, output_bytes},
     ops::encode::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},

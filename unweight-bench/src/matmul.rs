@@ -5,7 +5,10 @@ use unweight_codegen::{VariantSpec, plan::GemmShape, spec::Epilogue};
 use unweight_format::{Histogram, Matrix, packed};
 
 use unweight_rt::{
-    choose::model::{MeasuredRow, MeasuredTable, PackedChooser, PackedUse, candidates, is_pdl},
+    choose::{
+        model::{PackedChooser, PackedUse, candidates, is_pdl},
+        table::{MeasuredRow, MeasuredTable},
+    },
     device::{DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Stream},
     ops::gemm_packed::{PackedGemm, lane_size},
     ops::lane::Lane,

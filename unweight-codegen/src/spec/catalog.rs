@@ -2,7 +2,7 @@
 //!
 //! A spec outside of it is as good as one inside: it is compiled on demand, only not shipped and not held by snapshots.
 
-use super::VariantSpec;
+use super::{Arch, EncodeStage, RepackStage, VariantSpec};
 use crate::family::{FAMILIES, Family};
 
 pub use crate::family::{gemm_mma::SHAPES as GEMM_MMA, gemm_recon::TABLE_5, gemm_wgmma::SHAPES as GEMM_WGMMA};
@@ -20,4 +20,10 @@ pub fn all() -> Vec<VariantSpec> {
 /// ```
 pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
     F::catalogue()
+}
+
+/// What packing a matrix and unpacking it runs: the counts of the encoder, and the conversions.
+pub fn packing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+    let conversions = RepackStage::ALL.iter().map(move |stage| VariantSpec::repack(arch, *stage));
+    conversions.chain([VariantSpec::encode(arch, EncodeStage::Stats)])
 }

@@ -89,6 +89,16 @@ impl KernelSet {
         self.load(spec, &artifact)
     }
 
+    /// Kernels that are loaded.
+    pub fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    /// Whether none is.
+    pub fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+
     /// A kernel that is ready; never compiles.
     pub fn try_get(&self, spec: &VariantSpec) -> Option<Arc<LoadedKernel>> {
         self.lock().get(spec).cloned()

@@ -10,6 +10,7 @@
 //! use unweight_rt::{
 //!     device::{Device, KernelSet},
 //!     env::Env,
+//!     jit::cache::Progress,
 //!     layer::loader::{LoadOptions, Loader, Merge},
 //!     weight::DeviceMatrix,
 //! };
@@ -17,9 +18,10 @@
 //! let device = Device::open(0)?;
 //! let (kernels, stream) = (KernelSet::open(&device, Env::process()?), device.stream()?);
 //! let bundle = Bundle::open("bundle".as_ref())?;
-//! let mut loader = Loader::new(&kernels, &stream, LoadOptions::default())?;
-//! let mlp = loader.merge(&bundle, &["mlp.gate_proj.weight", "mlp.up_proj.weight"], Merge::SiluMul)?;
-//! let down = loader.load(&bundle, "mlp.down_proj.weight")?;
+//! let progress = |kernel: &Progress<'_>| eprintln!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name);
+//! let (mut loader, _) = Loader::new(&kernels, &stream, &bundle, LoadOptions::default(), &progress)?;
+//! let mlp = loader.merge(&["mlp.gate_proj.weight", "mlp.up_proj.weight"], Merge::SiluMul)?;
+//! let down = loader.load("mlp.down_proj.weight")?;
 //! let mut lane = loader.lane(&stream)?;
 //!
 //! let (m, x) = (8, DeviceMatrix::zeroed(&stream, 8, mlp.k())?);
@@ -42,6 +44,7 @@
 use unweight_codegen::{VariantSpec, spec::Epilogue};
 
 use crate::{
+    choose::reachable::Choice,
     device::{
         DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal,
         view::{Place, check_device},
@@ -63,17 +66,9 @@ enum Weights {
     Packed {
         packed: DevicePacked,
         /// By epilogue, ascending in the largest batch. Never empty.
-        choices: Vec<Choice>,
+        choices: Vec<Choice<PackedGemm>>,
     },
     Whole(DeviceMatrix),
-}
-
-/// A kernel for batches up to `last`.
-#[derive(Debug)]
-pub(crate) struct Choice {
-    pub(crate) epilogue: Epilogue,
-    pub(crate) last: u32,
-    pub(crate) matmul: PackedGemm,
 }
 
 /// Of the kernels of a layer, by epilogue and ascending in the largest batch, the one for this batch.
@@ -102,7 +97,7 @@ impl Linear {
     }
 
     /// Packed weights whose first `n` rows and `k` columns count.
-    pub(crate) fn packed((n, k): (u32, u32), packed: DevicePacked, choices: Vec<Choice>) -> Self {
+    pub(crate) fn packed((n, k): (u32, u32), packed: DevicePacked, choices: Vec<Choice<PackedGemm>>) -> Self {
         Self { n, k, weights: Weights::Packed { packed, choices } }
     }
 
@@ -134,7 +129,7 @@ impl Linear {
         match &self.weights {
             Weights::Packed { choices, .. } => {
                 let choice = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue).ok()?;
-                Some(*choice.matmul.kernel().spec())
+                Some(*choice.kernel.kernel().spec())
             }
             Weights::Whole(_) => None,
         }
@@ -147,7 +142,7 @@ impl Linear {
             Weights::Packed { packed, choices } => choices
                 .iter()
                 // The largest batch of a range needs most.
-                .map(|choice| choice.matmul.lane_size(choice.last, packed).max(self.padding(packed, choice.last)))
+                .map(|choice| choice.kernel.lane_size(choice.last, packed).max(self.padding(packed, choice.last)))
                 .fold(LaneSize::default(), LaneSize::max),
         }
     }
@@ -186,7 +181,7 @@ impl Linear {
         let choice = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue)?;
         let padding = self.padding(packed, m);
         if padding == LaneSize::default() {
-            return choice.matmul.enqueue(lane, x, packed, y);
+            return choice.kernel.enqueue(lane, x, packed, y);
         }
         let own = packed.device().ordinal();
         let operands = [u64::from(self.n), self.k.into()];
@@ -201,7 +196,7 @@ impl Linear {
         let (stream, workspace, padded) = lane.parts();
         let padded_x = Place::of(&padded.x, m, padded_k)?;
         let padded_y = Place::of(&padded.y, m, padded_n)?;
-        choice.matmul.check(workspace.size(), &padded_x, packed, &padded_y)?;
+        choice.kernel.check(workspace.size(), &padded_x, packed, &padded_y)?;
 
         // Columns past k must be zeros: they are multiplied with what pads the weights. Below the elements that the lane has.
         padded.x.fill_front(stream, m as usize * padded_k as usize, 0)?;
@@ -209,7 +204,7 @@ impl Linear {
         if epilogue == Epilogue::StoreAdd {
             front(&mut padded.y, m, self.n, padded_n)?.copy_from(stream, y.as_ref())?;
         }
-        choice.matmul.enqueue_in(
+        choice.kernel.enqueue_in(
             stream,
             workspace,
             MatrixRef::new(&padded.x, m, padded_k, padded_k.into())?,

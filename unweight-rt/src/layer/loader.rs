@@ -8,12 +8,9 @@
 //! what cannot be packed --------------+--> BF16 --> cuBLAS
 //! ```
 
-use std::collections::HashMap;
+use std::sync::Arc;
 
-use unweight_codegen::{
-    VariantSpec,
-    spec::{DecodeOutput, Epilogue},
-};
+use unweight_codegen::{VariantSpec, spec::DecodeOutput};
 use unweight_format::{
     FormId, Histogram, HuffmanTensor, PackedTensor,
     bundle::{Bundle, BundleError},
@@ -23,11 +20,13 @@ use unweight_format::{
 
 use crate::{
     choose::{
-        decoder,
-        model::{PackedChooser, PackedUse},
+        graph::Step,
+        model::PackedChooser,
+        reachable::{self, Choice, KernelSource, Wanted, Weight},
     },
-    device::{DeviceError, KernelSet, LaneSize, Refusal, Stream},
-    layer::linear::{Choice, Linear},
+    device::{DeviceError, DeviceInfo, KernelSet, LaneSize, Prepared, Refusal, Stream, module::LoadedKernel},
+    jit::cache::Progress,
+    layer::linear::Linear,
     ops::{
         decode::Decoder,
         gemm_packed::PackedGemm,
@@ -51,7 +50,7 @@ pub enum LoadError {
         name: String,
         /// What failed.
         #[source]
-        source: DeviceError,
+        source: Box<DeviceError>,
     },
     /// The tensors are no weights of a linear layer, or do not become one.
     #[error("{name}: {why}")]
@@ -126,11 +125,19 @@ pub enum Unsuitable {
     /// A gate and an up that cuBLAS would have to multiply, which has no such epilogue.
     #[error("a gate with its up cannot be packed: {0}; load them apart")]
     Unpackable(Unpackable),
-    /// Longer codes than any decoder takes.
-    #[error("no decoder takes codes of {bits} bits; the limit is 15")]
+    /// Sections of another form than the manifest says.
+    #[error("is not the {form} tensor that the manifest says; the bundle is damaged")]
+    OtherForm {
+        /// By the manifest.
+        form: FormId,
+    },
+    /// Longer codes than the bundle says.
+    #[error("has codes of {bits} bits, the manifest says {limit} at most; the bundle is damaged")]
     CodeBits {
         /// The longest code.
         bits: u32,
+        /// By the manifest.
+        limit: u32,
     },
 }
 
@@ -183,69 +190,100 @@ pub enum Merge {
 /// Loads layers onto one device.
 pub struct Loader<'k> {
     kernels: &'k KernelSet,
+    bundle: &'k Bundle,
     packer: Packer,
-    dispatch: PackedChooser,
-    options: LoadOptions,
-    /// Of each shape and use loaded so far, what dispatch chose: layers of a model have few shapes.
-    choices: HashMap<(u32, u32, PackedUse), Vec<(u32, VariantSpec)>>,
+    wanted: Wanted,
     /// What the layers so far need.
     lane_size: LaneSize,
 }
 
+/// Every kernel that a loader with these options can ask for, for any tensor of this bundle, alone or merged as servers do it. Reads the manifest only;
+/// needs no device.
+pub fn reachable(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Vec<VariantSpec> {
+    wanted(bundle, options, chooser).reachable(reachable::weights(bundle))
+}
+
+fn wanted(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Wanted {
+    let LoadOptions { max_batch, pdl } = options;
+    Wanted { chooser, max_batch, pdl, code_limit: bundle.manifest().options.code_limit }
+}
+
+fn chooser(device: &DeviceInfo) -> PackedChooser {
+    PackedChooser::of(device.arch, device.sms, &device.name)
+}
+
+impl KernelSource for KernelSet {
+    type Kernel = Arc<LoadedKernel>;
+    type Error = DeviceError;
+
+    fn take(&self, specs: &[VariantSpec]) -> Result<Vec<Arc<LoadedKernel>>, DeviceError> {
+        self.prepare(specs, &|_| {})?;
+        specs.iter().map(|spec| self.get(spec)).collect()
+    }
+}
+
 impl<'k> Loader<'k> {
-    /// A loader that works on `stream`. Its layers run on any stream of the device, on a lane each.
+    /// A loader of this bundle's layers, which works on `stream`. Its layers run on any stream of the device, on a lane each.
+    ///
+    /// Every kernel that the bundle can reach ([`reachable`]) is compiled or found first, in parallel; `progress` hears of each. Nothing is compiled
+    /// later but for merges that [`reachable::weights`](crate::choose::reachable::weights) does not foresee.
     ///
     /// # Errors
-    /// The kernels of [`Packer`] cannot be made.
-    pub fn new(kernels: &'k KernelSet, stream: &Stream, options: LoadOptions) -> Result<Self, DeviceError> {
-        let info = kernels.device().info();
-        Ok(Self {
-            kernels,
-            packer: Packer::new(stream, kernels)?,
-            dispatch: PackedChooser::of(info.arch, info.sms, &info.name),
-            options,
-            choices: HashMap::new(),
-            lane_size: LaneSize::default(),
-        })
+    /// A kernel cannot be made, or the device failed.
+    pub fn new(
+        kernels: &'k KernelSet,
+        stream: &Stream,
+        bundle: &'k Bundle,
+        options: LoadOptions,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<(Self, Prepared), DeviceError> {
+        let wanted = wanted(bundle, options, chooser(kernels.device().info()));
+        let prepared = kernels.prepare(&wanted.reachable(reachable::weights(bundle)), progress)?;
+        let loader =
+            Self { packer: Packer::new(stream, kernels)?, kernels, bundle, wanted, lane_size: LaneSize::default() };
+        Ok((loader, prepared))
     }
 
     /// Loads a tensor `[n, k]`.
     ///
     /// # Errors
     /// [`LoadError`].
-    pub fn load(&mut self, bundle: &Bundle, name: &str) -> Result<Linear, LoadError> {
+    pub fn load(&mut self, name: &str) -> Result<Linear, LoadError> {
+        let bundle = self.bundle;
         let shape = extents(bundle, name)?;
-        let tiled = shape.0.is_multiple_of(64) && shape.1.is_multiple_of(64);
         let device = in_tensor(name);
-        let tensor = bundle.tensor(name)?;
-        let (packed, huffman) = match tensor.form() {
-            FormId::PACKED if tiled => (PackedTensor::of(tensor), None),
-            FormId::HUFFMAN if tiled => (None, HuffmanTensor::of(tensor)),
-            // Any other form is decoded on the host.
-            _ => (None, None),
-        };
-        let layer = match (packed, huffman) {
-            (Some(tensor), _) => {
+        let weight = Weight::stored(shape.0, shape.1, bundle.entry(name)?.form);
+        match weight.route().first().map(|edge| edge.step) {
+            Some(Step::GemmPacked) if weight.padded() == Some(shape) => {
+                let Some(tensor) = PackedTensor::of(bundle.tensor(name)?) else {
+                    return Err(unsuitable(name, Unsuitable::OtherForm { form: bundle.entry(name)?.form }));
+                };
                 let packed = DevicePacked::upload(self.packer.stream(), &tensor).map_err(&device)?;
-                self.packed(packed, shape, Epilogue::Store).map_err(&device)?
+                let layer = self.packed(packed, &weight).map_err(&device)?;
+                Ok(self.noted(layer))
             }
-            (_, Some(tensor)) => {
-                let bits = tensor.code().max_length();
-                let spec = decoder(self.kernels.device().info().arch, DecodeOutput::Full, bits)
-                    .ok_or_else(|| unsuitable(name, Unsuitable::CodeBits { bits }))?;
+            Some(Step::Decode(DecodeOutput::Full)) => {
+                let Some(tensor) = HuffmanTensor::of(bundle.tensor(name)?) else {
+                    return Err(unsuitable(name, Unsuitable::OtherForm { form: bundle.entry(name)?.form }));
+                };
+                let (bits, limit) = (tensor.code().max_length(), self.wanted.code_limit);
+                let spec = self.wanted.decoder().filter(|_| bits <= limit);
+                let spec = spec.ok_or_else(|| unsuitable(name, Unsuitable::CodeBits { bits, limit }))?;
                 let tensor = DeviceHuffman::upload(self.packer.stream(), &tensor).map_err(&device)?;
-                self.huffman(&spec, &tensor, shape).map_err(&device)?
+                let layer = self.huffman(&spec, &tensor, &weight).map_err(&device)?;
+                Ok(self.noted(layer))
             }
-            _ => return self.bf16(name, &bundle.decode(name)?, shape, Epilogue::Store),
-        };
-        Ok(self.noted(layer))
+            // Raw, and any form that the host decodes.
+            _ => self.bf16(name, &bundle.decode(name)?, &weight),
+        }
     }
 
     /// Loads several tensors as one layer.
     ///
     /// # Errors
     /// [`LoadError`]; the tensors have different `k`, or a gate and an up do not have the same multiple of 32 rows.
-    pub fn merge(&mut self, bundle: &Bundle, names: &[&str], merge: Merge) -> Result<Linear, LoadError> {
+    pub fn merge(&mut self, names: &[&str], merge: Merge) -> Result<Linear, LoadError> {
+        let bundle = self.bundle;
         let Some(&first) = names.first() else {
             return Err(unsuitable("merge", Unsuitable::Nothing));
         };
@@ -280,9 +318,9 @@ impl<'k> Loader<'k> {
                     turns.extend_from_slice(gate);
                     turns.extend_from_slice(up);
                 }
-                self.bf16(first, &turns, (n, k), Epilogue::SiluMul)
+                self.bf16(first, &turns, &Weight::merged(n, k, true))
             }
-            _ => self.bf16(first, &parts.concat(), (n, k), Epilogue::Store),
+            _ => self.bf16(first, &parts.concat(), &Weight::merged(n, k, false)),
         }
     }
 
@@ -300,18 +338,13 @@ impl<'k> Loader<'k> {
     }
 
     /// Transcoded if it can be packed, else decoded.
-    fn huffman(
-        &mut self,
-        spec: &VariantSpec,
-        tensor: &DeviceHuffman,
-        shape: (u32, u32),
-    ) -> Result<Linear, DeviceError> {
+    fn huffman(&mut self, spec: &VariantSpec, tensor: &DeviceHuffman, weight: &Weight) -> Result<Linear, DeviceError> {
         let decoder = Decoder::new(self.kernels.get(spec)?)?;
         match self.packer.transcode(&decoder, tensor) {
-            Ok(packed) => self.packed(packed, shape, Epilogue::Store),
+            Ok(packed) => self.packed(packed, weight),
             Err(PackError::Device(error)) => Err(error),
             Err(PackError::Unpackable(_)) => {
-                let mut whole = DeviceMatrix::zeroed(self.packer.stream(), shape.0, shape.1)?;
+                let mut whole = DeviceMatrix::zeroed(self.packer.stream(), weight.n, weight.k)?;
                 self.packer.decode(&decoder, tensor, whole.view_mut())?;
                 Ok(Linear::whole(whole))
             }
@@ -319,20 +352,22 @@ impl<'k> Loader<'k> {
     }
 
     /// BF16 as it was: packed if it can be, padded to whole tiles.
-    fn bf16(&mut self, name: &str, bytes: &[u8], (n, k): (u32, u32), epilogue: Epilogue) -> Result<Linear, LoadError> {
+    fn bf16(&mut self, name: &str, bytes: &[u8], weight: &Weight) -> Result<Linear, LoadError> {
         let device = in_tensor(name);
-        let padded = padded_shape((n, k)).ok_or_else(|| unsuitable(name, too_large((n, k))))?;
+        let (n, k) = (weight.n, weight.k);
+        let too_large = || unsuitable(name, Unsuitable::TooLarge { extent: n.max(k).into() });
+        let padded = weight.padded().ok_or_else(too_large)?;
         let elements = if padded == (n, k) { pods(bytes) } else { pad(bytes, (n, k), padded) };
         let elements = elements.map_err(|refusal| device(refusal.into()))?;
         let stream = self.packer.stream();
-        let weights = DeviceMatrix::from_host(stream, padded.0, padded.1, &elements).map_err(&device)?;
-        let layer = match self.packer.pack(weights.view()) {
-            Ok(packed) => self.packed(packed, (n, k), epilogue),
+        let whole = DeviceMatrix::from_host(stream, padded.0, padded.1, &elements).map_err(&device)?;
+        let layer = match self.packer.pack(whole.view()) {
+            Ok(packed) => self.packed(packed, weight),
             Err(PackError::Device(error)) => Err(error),
-            Err(PackError::Unpackable(why)) if epilogue == Epilogue::SiluMul => {
+            Err(PackError::Unpackable(why)) if weight.gated => {
                 return Err(unsuitable(name, Unsuitable::Unpackable(why)));
             }
-            Err(PackError::Unpackable(_)) if padded == (n, k) => Ok(Linear::whole(weights)),
+            Err(PackError::Unpackable(_)) if padded == (n, k) => Ok(Linear::whole(whole)),
             Err(PackError::Unpackable(_)) => pods(bytes)
                 .map_err(DeviceError::from)
                 .and_then(|elements| DeviceMatrix::from_host(self.packer.stream(), n, k, &elements))
@@ -342,41 +377,20 @@ impl<'k> Loader<'k> {
     }
 
     /// Every kernel that some batch asks for, loaded.
-    fn packed(&mut self, packed: DevicePacked, shape: (u32, u32), first: Epilogue) -> Result<Linear, DeviceError> {
-        // A grid's dimensions fit 32 bits.
-        let (n, k) = (packed.grid().rows() as u32, packed.grid().cols() as u32);
-        let epilogues: &[Epilogue] = match first {
-            Epilogue::SiluMul => &[Epilogue::SiluMul],
-            _ => &[Epilogue::Store, Epilogue::StoreAdd],
+    fn packed(&mut self, packed: DevicePacked, weight: &Weight) -> Result<Linear, DeviceError> {
+        let choices = self.wanted.take_gemms(self.kernels, weight, packed.has_escapes())?;
+        let gemm = |Choice { epilogue, last, kernel }| -> Result<_, DeviceError> {
+            Ok(Choice { epilogue, last, kernel: PackedGemm::new(kernel)? })
         };
-        let mut choices = Vec::new();
-        for &epilogue in epilogues {
-            let wanted = PackedUse { escapes: packed.has_escapes(), pdl: self.options.pdl, epilogue };
-            let choose = || self.dispatch.choices(n, k, self.options.max_batch, wanted);
-            let ranges = self.choices.entry((n, k, wanted)).or_insert_with(choose);
-            let specs: Vec<VariantSpec> = ranges.iter().map(|(_, spec)| *spec).collect();
-            self.kernels.prepare(&specs, &|_| {})?;
-            for &mut (last, spec) in ranges {
-                choices.push(Choice { epilogue, last, matmul: PackedGemm::new(self.kernels.get(&spec)?)? });
-            }
-        }
-        Ok(Linear::packed(shape, packed, choices))
+        let choices = choices.into_iter().map(gemm).collect::<Result<_, _>>()?;
+        Ok(Linear::packed((weight.n, weight.k), packed, choices))
     }
-}
-
-/// Whole tiles; `None` where they exceed 32 bits.
-fn padded_shape((n, k): (u32, u32)) -> Option<(u32, u32)> {
-    Some((n.checked_next_multiple_of(64)?, k.checked_next_multiple_of(64)?))
-}
-
-fn too_large((n, k): (u32, u32)) -> Unsuitable {
-    Unsuitable::TooLarge { extent: n.max(k).into() }
 }
 
 /// What failed on the device, with the tensor that it failed for.
 fn in_tensor(name: &str) -> impl Fn(DeviceError) -> LoadError {
     let name = name.to_owned();
-    move |source| LoadError::Device { name: name.clone(), source }
+    move |source| LoadError::Device { name: name.clone(), source: Box::new(source) }
 }
 
 fn unsuitable(name: &str, why: Unsuitable) -> LoadError {

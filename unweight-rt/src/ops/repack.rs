@@ -14,7 +14,7 @@ use unweight_codegen::{
     VariantSpec,
     abi::{EncodeArgs, RepackArgs},
     plan::GemmShape,
-    spec::{Arch, EncodeStage, RepackStage},
+    spec::{EncodeStage, RepackStage, catalog},
 };
 use unweight_format::{
     Histogram, TileGrid,
@@ -66,19 +66,13 @@ struct Source {
 }
 
 impl Packer {
-    /// The variants that a packer consists of.
-    pub fn variants(arch: Arch) -> Vec<VariantSpec> {
-        let stages = RepackStage::ALL.iter().map(|&stage| VariantSpec::repack(arch, stage));
-        stages.chain([VariantSpec::encode(arch, EncodeStage::Stats)]).collect()
-    }
-
     /// Compiles or finds the kernels. All work goes to `stream`. Memory grows with the largest tensor that is packed.
     ///
     /// # Errors
     /// The device or the compiler is missing, or failed.
     pub fn new(stream: &Stream, kernels: &KernelSet) -> Result<Self, DeviceError> {
         let arch = kernels.device().info().arch;
-        kernels.prepare(&Self::variants(arch), &|_| {})?;
+        kernels.prepare(&catalog::packing(arch).collect::<Vec<_>>(), &|_| {})?;
         let stage = |stage| kernels.get(&VariantSpec::repack(arch, stage));
         Ok(Self {
             lane: Lane::new(stream, LaneSize::default())?,
@@ -308,18 +302,4 @@ fn shape(grid: TileGrid) -> RepackArgs {
 
 fn problem(grid: TileGrid) -> GemmShape {
     GemmShape { m: 0, n: grid.rows() as u32, k: grid.cols() as u32 }
-}
-
-#[cfg(test)]
-mod tests {
-    use unweight_codegen::spec::catalog;
-
-    use super::*;
-
-    #[test]
-    fn a_packer_consists_of_catalogued_variants() {
-        let variants = Packer::variants(Arch::Sm90a);
-        assert_eq!(variants.len(), 4);
-        assert!(variants.iter().all(|spec| catalog::all().contains(spec)), "{variants:?}");
-    }
 }

@@ -1,0 +1,172 @@
+//! The graph of forms: what a weight can lie as, and the kernel families that turn one form into another or into a product.
+//!
+//! ```text
+//! huffman --decode--> bf16 <--host-- any form        exponents --gemm_recon--> product
+//!    |                 | ^                           palette   --gemm_recon--> product
+//!    +--> exponents    v |  repack                   packed    --gemm_packed-> product
+//!    +--> palette     packed                         bf16      --cublas------> product
+//! ```
+//! Nodes and edges are two static lists; whatever loads, warms or lists kernels walks them. Pure: nothing here knows a device.
+
+use unweight_codegen::{
+    VariantSpec,
+    spec::{Arch, CodeLimit, DecodeOutput, catalog},
+};
+use unweight_format::FormId;
+
+/// A form that a weight can lie in, as far as kernels care.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Node {
+    /// BF16 on the device, in whole tiles where kernels read it.
+    Bf16,
+    /// Huffman-coded exponents.
+    Huffman,
+    /// Palette indices.
+    Palette,
+    /// The resident form.
+    Packed,
+    /// Exponent bytes.
+    Exponents,
+    /// A form that only the host decodes.
+    Host,
+    /// `X * W^T`.
+    Product,
+}
+
+impl Node {
+    /// Where a stored form enters the graph.
+    pub fn of(form: FormId) -> Self {
+        match form {
+            FormId::RAW => Self::Bf16,
+            FormId::HUFFMAN => Self::Huffman,
+            FormId::PALETTE => Self::Palette,
+            FormId::PACKED => Self::Packed,
+            _ => Self::Host,
+        }
+    }
+}
+
+/// What leads from one node to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Step {
+    /// Decoded on the host when it is loaded, and padded to whole tiles.
+    Host,
+    /// A decoder.
+    Decode(DecodeOutput),
+    /// Packing on the GPU.
+    Pack,
+    /// Unpacking on the GPU.
+    Unpack,
+    /// The report's reconstructive matmul.
+    GemmRecon,
+    /// The register-sourced matmuls.
+    GemmPacked,
+    /// cuBLAS: no kernel of ours.
+    Cublas,
+}
+
+/// An edge of the graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Edge {
+    /// From here
+    pub from: Node,
+    /// to there
+    pub to: Node,
+    /// by this.
+    pub step: Step,
+}
+
+const fn edge(from: Node, to: Node, step: Step) -> Edge {
+    Edge { from, to, step }
+}
+
+/// Every edge.
+pub const EDGES: [Edge; 12] = [
+    edge(Node::Huffman, Node::Bf16, Step::Decode(DecodeOutput::Full)),
+    edge(Node::Huffman, Node::Exponents, Step::Decode(DecodeOutput::Exponent)),
+    edge(Node::Huffman, Node::Palette, Step::Decode(DecodeOutput::Palette)),
+    edge(Node::Huffman, Node::Bf16, Step::Host),
+    edge(Node::Palette, Node::Bf16, Step::Host),
+    edge(Node::Host, Node::Bf16, Step::Host),
+    edge(Node::Bf16, Node::Packed, Step::Pack),
+    edge(Node::Packed, Node::Bf16, Step::Unpack),
+    edge(Node::Exponents, Node::Product, Step::GemmRecon),
+    edge(Node::Palette, Node::Product, Step::GemmRecon),
+    edge(Node::Packed, Node::Product, Step::GemmPacked),
+    edge(Node::Bf16, Node::Product, Step::Cublas),
+];
+
+/// Every way from a node to a product that meets no node twice, shortest first; of equals, as [`EDGES`] lists them.
+///
+/// ```
+/// use unweight_rt::choose::graph::{Node, Step, paths};
+/// let steps = |node| paths(node).iter().map(|path| path.iter().map(|edge| edge.step).collect::<Vec<_>>()).collect::<Vec<_>>();
+/// assert_eq!(steps(Node::Packed), [vec![Step::GemmPacked], vec![Step::Unpack, Step::Cublas]]);
+/// assert_eq!(steps(Node::Bf16), [vec![Step::Cublas], vec![Step::Pack, Step::GemmPacked]]);
+/// ```
+pub fn paths(from: Node) -> Vec<Vec<Edge>> {
+    fn walk(node: Node, path: &mut Vec<Edge>, found: &mut Vec<Vec<Edge>>) {
+        if node == Node::Product {
+            found.push(path.clone());
+            return;
+        }
+        for edge in EDGES.into_iter().filter(|edge| edge.from == node) {
+            if path.iter().all(|before| before.from != edge.to) {
+                path.push(edge);
+                walk(edge.to, path, found);
+                path.pop();
+            }
+        }
+    }
+    let mut found = Vec::new();
+    walk(from, &mut Vec::new(), &mut found);
+    // Stable: equals stay as they are listed.
+    found.sort_by_key(Vec::len);
+    found
+}
+
+/// The decoder for codes of up to `code_bits` bits: of all that can, the one with the smallest table. `None` above 15 bits.
+pub fn decoder(arch: Arch, output: DecodeOutput, code_bits: u32) -> Option<VariantSpec> {
+    let limit = CodeLimit::new(code_bits.max(CodeLimit::MIN.get())).ok()?;
+    Some(VariantSpec::decode(arch, output, limit))
+}
+
+/// The kernels of [`Step::Pack`] and [`Step::Unpack`].
+pub fn packing(arch: Arch) -> Vec<VariantSpec> {
+    catalog::packing(arch).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use unweight_format::form::FORMS;
+
+    use super::*;
+
+    #[test]
+    fn short_codes_take_the_smallest_decoder() {
+        let name = |output, bits| decoder(Arch::Sm90a, output, bits).map(|spec| spec.to_string());
+        assert_eq!(name(DecodeOutput::Full, 1).unwrap(), "uw_sm90a_decode_full_l6");
+        assert_eq!(name(DecodeOutput::Palette, 15).unwrap(), "uw_sm90a_decode_palette_l15");
+        assert_eq!(name(DecodeOutput::Full, 16), None);
+    }
+
+    #[test]
+    fn every_form_leads_to_a_product_and_through_bf16() {
+        for node in [Node::Bf16, Node::Huffman, Node::Palette, Node::Packed, Node::Exponents, Node::Host] {
+            let paths = paths(node);
+            assert!(!paths.is_empty(), "{node:?}");
+            for path in &paths {
+                assert_eq!((path[0].from, path[path.len() - 1].to), (node, Node::Product));
+                assert!(path.windows(2).all(|pair| pair[0].to == pair[1].from), "{path:?}");
+            }
+            // Whatever cannot be packed ends at cuBLAS; exponents alone do not make a weight.
+            let cublas = paths.iter().any(|path| path[path.len() - 1].step == Step::Cublas);
+            assert_eq!(cublas, node != Node::Exponents, "{node:?}");
+        }
+        for form in FORMS {
+            assert!(!paths(Node::of(form.id())).is_empty(), "{}", form.id());
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! What a loader asks for, as a pure function of what the manifest says: the route of a weight through the graph of forms, the kernels of every
+//! batch, and with them all that must be compiled before the first layer.
+//!
+//! ```text
+//! bundle --weights()--> Weight --route()--> steps --Wanted::decoder, packing, gemms--> what the loader asks a KernelSource for
+//!                          +------reachable()------> the same for every weight: compiled in parallel, ahead
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use unweight_codegen::{
+    VariantSpec,
+    spec::{DecodeOutput, Epilogue},
+};
+use unweight_format::{FormId, bundle::Bundle, roles::Role, safetensors::Dtype};
+
+use super::{
+    graph::{Edge, Node, Step, decoder, packing, paths},
+    model::{PackedChooser, PackedUse},
+};
+
+/// A weight that becomes a layer, alone or merged with others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Weight {
+    /// Output features.
+    pub n: u32,
+    /// Input features.
+    pub k: u32,
+    /// Where it enters the graph.
+    pub node: Node,
+    /// Whether it is a gate and an up in one.
+    pub gated: bool,
+}
+
+impl Weight {
+    /// A weight of a stored form.
+    pub fn stored(n: u32, k: u32, form: FormId) -> Self {
+        Self { n, k, node: Node::of(form), gated: false }
+    }
+
+    /// Several weights under each other: put together on the host, whatever their forms.
+    pub fn merged(n: u32, k: u32, gated: bool) -> Self {
+        Self { n, k, node: Node::Bf16, gated }
+    }
+
+    /// Whether kernels can read it as it is.
+    fn is_tiled(&self) -> bool {
+        self.n.is_multiple_of(64) && self.k.is_multiple_of(64)
+    }
+
+    /// In whole tiles. `None` where that exceeds 32 bits.
+    pub fn padded(&self) -> Option<(u32, u32)> {
+        Some((self.n.checked_next_multiple_of(64)?, self.k.checked_next_multiple_of(64)?))
+    }
+
+    /// Epilogues that it is loaded for.
+    pub fn epilogues(&self) -> &'static [Epilogue] {
+        if self.gated { &[Epilogue::SiluMul] } else { &[Epilogue::Store, Epilogue::StoreAdd] }
+    }
+
+    /// Whether the packed form may have escapes, before anybody has looked: a packed tensor may have none, others are taken to have some.
+    fn escapes(&self) -> &'static [bool] {
+        if self.node == Node::Packed { &[true, false] } else { &[true] }
+    }
+
+    /// Whether a step can be taken: kernels read whole tiles; what is no multiple of them is decoded and padded on the host.
+    fn takes(&self, edge: &Edge) -> bool {
+        match edge.step {
+            Step::Decode(_) => self.is_tiled(),
+            _ => true,
+        }
+    }
+
+    /// The steps by which a loader makes it a layer: the shortest way through the packed form.
+    pub fn route(&self) -> Vec<Edge> {
+        let ways = paths(self.node).into_iter().filter(|path| path.iter().all(|edge| self.takes(edge)));
+        ways.into_iter().find(|path| path.last().is_some_and(|edge| edge.step == Step::GemmPacked)).unwrap_or_default()
+    }
+}
+
+/// What layers are wanted for, and on what.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// Chooses among the matmuls.
+    pub chooser: PackedChooser,
+    /// The largest batch.
+    pub max_batch: u32,
+    /// Programmatic dependent launch.
+    pub pdl: bool,
+    /// The longest code of Huffman tensors, bits.
+    pub code_limit: u32,
+}
+
+/// A kernel for batches up to `last`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice<K> {
+    /// What becomes of the product.
+    pub epilogue: Epilogue,
+    /// The largest batch that it is for.
+    pub last: u32,
+    /// The kernel.
+    pub kernel: K,
+}
+
+/// Where a loader gets its kernels: the device's, or a list of what was asked for.
+pub trait KernelSource {
+    /// A kernel.
+    type Kernel;
+    /// Why there is none.
+    type Error;
+
+    /// These, made ready together.
+    ///
+    /// # Errors
+    /// One cannot be made.
+    fn take(&self, specs: &[VariantSpec]) -> Result<Vec<Self::Kernel>, Self::Error>;
+}
+
+impl Wanted {
+    /// The decoder of whole matrices, for tensors of up to the code limit.
+    pub fn decoder(&self) -> Option<VariantSpec> {
+        decoder(self.chooser.arch(), DecodeOutput::Full, self.code_limit)
+    }
+
+    /// The matmuls of every batch, by epilogue and ascending in the batch. Empty where none takes the shape.
+    pub fn gemms(&self, weight: &Weight, escapes: bool) -> Vec<Choice<VariantSpec>> {
+        let Some((n, k)) = weight.padded() else { return Vec::new() };
+        let of = |&epilogue: &Epilogue| {
+            let wanted = PackedUse { escapes, pdl: self.pdl, epilogue };
+            let ranges = self.chooser.choices(n, k, self.max_batch, wanted);
+            ranges.into_iter().map(move |(last, kernel)| Choice { epilogue, last, kernel })
+        };
+        weight.epilogues().iter().flat_map(of).collect()
+    }
+
+    /// The matmuls of every batch, from a source.
+    ///
+    /// # Errors
+    /// The source's.
+    pub fn take_gemms<S: KernelSource>(
+        &self,
+        source: &S,
+        weight: &Weight,
+        escapes: bool,
+    ) -> Result<Vec<Choice<S::Kernel>>, S::Error> {
+        let choices = self.gemms(weight, escapes);
+        let specs: Vec<VariantSpec> = choices.iter().map(|choice| choice.kernel).collect();
+        let kernels = source.take(&specs)?;
+        Ok(choices
+            .into_iter()
+            .zip(kernels)
+            .map(|(Choice { epilogue, last, .. }, kernel)| Choice { epilogue, last, kernel })
+            .collect())
+    }
+
+    /// Every kernel that making these weights layers, and running them at any batch, can ask for. Ordered, without repetition.
+    pub fn reachable(&self, weights: impl IntoIterator<Item = Weight>) -> Vec<VariantSpec> {
+        let weights: BTreeSet<Weight> = weights.into_iter().collect();
+        // A loader brings its packer along.
+        let mut variants: BTreeSet<VariantSpec> = packing(self.chooser.arch()).into_iter().collect();
+        for weight in &weights {
+            for edge in weight.route() {
+                match edge.step {
+                    Step::Decode(DecodeOutput::Full) => variants.extend(self.decoder()),
+                    Step::GemmPacked => {
+                        let of = |&escapes: &bool| self.gemms(weight, escapes);
+                        variants.extend(weight.escapes().iter().flat_map(of).map(|choice| choice.kernel));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        variants.into_iter().collect()
+    }
+}
+
+/// The weights of linear layers in a bundle, as its manifest has them: each alone, and merged as servers do it (q, k and v; a gate and an up).
+/// Embeddings are none.
+pub fn weights(bundle: &Bundle) -> Vec<Weight> {
+    let mut found = BTreeSet::new();
+    let mut layers: BTreeMap<(Option<u32>, String), BTreeMap<Role, (u32, u32)>> = BTreeMap::new();
+    for tensor in bundle.tensors() {
+        let entry = tensor.entry;
+        let &[n, k] = entry.shape.as_slice() else { continue };
+        let (Ok(n), Ok(k)) = (u32::try_from(n), u32::try_from(k)) else { continue };
+        if entry.dtype != Dtype::Bf16 || n == 0 || k == 0 || entry.role == Role::Embedding {
+            continue;
+        }
+        found.insert(Weight::stored(n, k, entry.form));
+        // Siblings: of one layer, under one name but for the last two parts (`q_proj.weight`).
+        let parent = entry.name.rsplitn(3, '.').nth(2).unwrap_or_default().to_owned();
+        layers.entry((entry.layer, parent)).or_default().insert(entry.role, (n, k));
+    }
+    for roles in layers.values() {
+        for (merge, gated) in [(&[Role::Q, Role::K, Role::V][..], false), (&[Role::Gate, Role::Up][..], true)] {
+            let Some(shapes) = merge.iter().map(|role| roles.get(role)).collect::<Option<Vec<_>>>() else { continue };
+            let k = shapes[0].1;
+            let n = shapes.iter().try_fold(0u32, |sum, shape| sum.checked_add(shape.0));
+            let (Some(n), true) = (n, shapes.iter().all(|shape| shape.1 == k)) else { continue };
+            if !gated || shapes[0].0 == shapes[1].0 && n.is_multiple_of(64) && k.is_multiple_of(64) {
+                found.insert(Weight::merged(n, k, gated));
+            }
+        }
+    }
+    found.into_iter().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use unweight_codegen::{
+        plan::{GemmShape, Plan},
+        spec::Arch,
+    };
+
+    use unweight_format::form::FORMS;
+
+    use super::*;
+
+    /// Notes what a loader asks for.
+    #[derive(Default)]
+    struct Recorder(RefCell<BTreeSet<VariantSpec>>);
+
+    impl KernelSource for Recorder {
+        type Kernel = VariantSpec;
+        type Error = std::convert::Infallible;
+
+        fn take(&self, specs: &[VariantSpec]) -> Result<Vec<VariantSpec>, Self::Error> {
+            self.0.borrow_mut().extend(specs);
+            Ok(specs.to_vec())
+        }
+    }
+
+    fn wanted(max_batch: u32, pdl: bool, code_limit: u32) -> Wanted {
+        let chooser = PackedChooser::h200();
+        Wanted { chooser, max_batch, pdl, code_limit }
+    }
+
+    const SHAPES: [(u32, u32); 9] = [
+        (64, 64),
+        (192, 320),
+        (100, 72),
+        (1024, 4096),
+        (4096, 4096),
+        (6144, 4096),
+        (28672, 4096),
+        (4096, 14336),
+        (128256, 4096),
+    ];
+
+    fn all_weights() -> Vec<Weight> {
+        let stored =
+            SHAPES.into_iter().flat_map(|(n, k)| FORMS.iter().map(move |form| Weight::stored(n, k, form.id())));
+        let merged = SHAPES.into_iter().map(|(n, k)| Weight::merged(n, k, false));
+        let gated = SHAPES.into_iter().filter(|(n, k)| n % 64 == 0 && k % 64 == 0);
+        stored.chain(merged).chain(gated.map(|(n, k)| Weight::merged(n, k, true))).collect()
+    }
+
+    /// What the loader does with a weight: the same calls, with a recorder in place of the device.
+    fn load(wanted: &Wanted, weight: &Weight, escapes: bool, recorder: &Recorder) -> Vec<Choice<VariantSpec>> {
+        recorder.take(&packing(wanted.chooser.arch())).unwrap();
+        if weight.route().iter().any(|edge| edge.step == Step::Decode(DecodeOutput::Full)) {
+            recorder.take(&[wanted.decoder().unwrap()]).unwrap();
+        }
+        wanted.take_gemms(recorder, weight, escapes).unwrap()
+    }
+
+    #[test]
+    fn whatever_a_loader_asks_for_is_reachable_and_nothing_else_is() {
+        for (max_batch, pdl, code_limit) in [(1, true, 7), (64, false, 6), (300, true, 15), (4096, true, 7)] {
+            let wanted = wanted(max_batch, pdl, code_limit);
+            for weight in all_weights() {
+                let recorder = Recorder::default();
+                for &escapes in weight.escapes() {
+                    let choices = load(&wanted, &weight, escapes, &recorder);
+                    // And every batch and epilogue has one of these.
+                    for &epilogue in weight.epilogues() {
+                        for m in [1, 8, 9, 63, 64, 65, max_batch].into_iter().filter(|m| *m <= max_batch) {
+                            assert!(
+                                choices.iter().any(|choice| choice.epilogue == epilogue && m <= choice.last),
+                                "{weight:?} m = {m} {epilogue:?}"
+                            );
+                        }
+                    }
+                }
+                let asked: Vec<VariantSpec> = recorder.0.into_inner().into_iter().collect();
+                assert_eq!(wanted.reachable([weight]), asked, "{weight:?}, batches to {max_batch}");
+            }
+        }
+    }
+
+    #[test]
+    fn weights_go_through_the_packed_form() {
+        let steps = |weight: Weight| weight.route().iter().map(|edge| edge.step).collect::<Vec<_>>();
+        let full = Step::Decode(DecodeOutput::Full);
+        assert_eq!(steps(Weight::stored(64, 64, FormId::PACKED)), [Step::GemmPacked]);
+        assert_eq!(steps(Weight::stored(64, 64, FormId::HUFFMAN)), [full, Step::Pack, Step::GemmPacked]);
+        assert_eq!(steps(Weight::stored(65, 64, FormId::HUFFMAN)), [Step::Host, Step::Pack, Step::GemmPacked]);
+        assert_eq!(steps(Weight::stored(64, 64, FormId::PALETTE)), [Step::Host, Step::Pack, Step::GemmPacked]);
+        assert_eq!(steps(Weight::stored(64, 64, FormId::RAW)), [Step::Pack, Step::GemmPacked]);
+        assert_eq!(Weight::stored(u32::MAX, 64, FormId::RAW).padded(), None);
+    }
+
+    /// A lane that is sized for the largest batch of each range is large enough for every batch.
+    #[test]
+    fn the_largest_batch_of_a_range_needs_most() {
+        let wanted = wanted(700, true, 7);
+        for (n, k) in SHAPES {
+            let weight = Weight::merged(n, k, false);
+            let (n, k) = weight.padded().unwrap();
+            let mut first = 1;
+            for choice in wanted.gemms(&weight, true) {
+                let plan = Plan::new(&choice.kernel).unwrap();
+                let need = |m| plan.workspace(GemmShape { m, n, k }, 132);
+                let most = need(choice.last);
+                for m in first..=choice.last {
+                    let less = need(m);
+                    assert!(less.bytes <= most.bytes && less.counters <= most.counters, "{} m = {m}", choice.kernel);
+                }
+                first = if choice.last == 700 { 1 } else { choice.last + 1 };
+            }
+        }
+    }
+
+    #[test]
+    fn what_ships_is_reached() {
+        let shipped = unweight_codegen::spec::catalog::all();
+        for spec in wanted(4096, true, 7).reachable(all_weights()) {
+            let of_a_use =
+                matches!(spec.op, unweight_codegen::spec::Op::GemmMma(_) | unweight_codegen::spec::Op::GemmWgmma(_));
+            assert!(of_a_use || shipped.contains(&spec), "{spec}");
+            assert!(Plan::new(&spec).is_ok() && spec.arch == Arch::Sm90a, "{spec}");
+        }
+    }
+}
