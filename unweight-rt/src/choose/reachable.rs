@@ -174,11 +174,15 @@ impl Wanted {
     }
 }
 
+/// `[n, k]` by what a tensor is for.
+type Shapes = BTreeMap<Role, (u32, u32)>;
+
 /// The weights of linear layers in a bundle, as its manifest has them: each alone, and merged as servers do it (q, k and v; a gate and an up).
 /// Embeddings are none.
 pub fn weights(bundle: &Bundle) -> Vec<Weight> {
     let mut found = BTreeSet::new();
-    let mut layers: BTreeMap<(Option<u32>, String), BTreeMap<Role, (u32, u32)>> = BTreeMap::new();
+    // By layer, and by their names but for the last two parts (`q_proj.weight`).
+    let mut siblings: BTreeMap<(Option<u32>, &str), Shapes> = BTreeMap::new();
     for tensor in bundle.tensors() {
         let entry = tensor.entry;
         let &[n, k] = entry.shape.as_slice() else { continue };
@@ -187,11 +191,10 @@ pub fn weights(bundle: &Bundle) -> Vec<Weight> {
             continue;
         }
         found.insert(Weight::stored(n, k, entry.form));
-        // Siblings: of one layer, under one name but for the last two parts (`q_proj.weight`).
-        let parent = entry.name.rsplitn(3, '.').nth(2).unwrap_or_default().to_owned();
-        layers.entry((entry.layer, parent)).or_default().insert(entry.role, (n, k));
+        let parent = entry.name.rsplitn(3, '.').nth(2).unwrap_or_default();
+        siblings.entry((entry.layer, parent)).or_default().insert(entry.role, (n, k));
     }
-    for roles in layers.values() {
+    for roles in siblings.values() {
         for (merge, gated) in [(&[Role::Q, Role::K, Role::V][..], false), (&[Role::Gate, Role::Up][..], true)] {
             let Some(shapes) = merge.iter().map(|role| roles.get(role)).collect::<Option<Vec<_>>>() else { continue };
             let k = shapes[0].1;
