@@ -417,11 +417,12 @@ fn table(heading: &str) -> BTreeMap<String, bool> {
 fn json_is_as_documented() {
     let home = tempfile::tempdir().unwrap();
     copy(&fixture().join("model"), &home.path().join("model"));
-    let cases: [(&str, &[&str]); 11] = [
+    let cases: [(&str, &[&str]); 12] = [
         ("plan", &["model"]),
         ("compress", &["model", "-o", "bundle"]),
         ("verify", &["bundle"]),
         ("inspect", &["bundle"]),
+        ("extract", &["bundle", "--tensor", "model.norm.weight", "-o", "norm.bin"]),
         ("decompress", &["bundle", "-o", "restored"]),
         ("demo", &["--size", "1M"]),
         ("doctor", &[]),
@@ -845,4 +846,24 @@ fn kernels_of_a_bundle_are_compiled_ahead() {
     assert!(second["kernels"].as_array().unwrap().iter().all(|kernel| kernel["state"] == "hit"), "{second}");
     run(home.path(), &["kernels", "compile", "--bundle", "bundle", "uw_sm90a_encode_stats"], 2);
     run(home.path(), &["kernels", "compile", "--max-batch", "8"], 2);
+}
+
+#[test]
+fn a_tensor_is_extracted_as_it_was() {
+    let home = tempfile::tempdir().unwrap();
+    fs::create_dir(home.path().join("model")).unwrap();
+    one_matrix(&home.path().join("model/a.safetensors"), "x.mlp.up_proj.weight");
+    one_matrix(&home.path().join("model/b.safetensors"), "x.mlp.up_proj.weight");
+    run(home.path(), &["compress", "model", "-o", "bundle"], 0);
+    run(home.path(), &["verify", "bundle", "--ram", "1M", "--threads", "1"], 0);
+    let weights = unweight::format::testing::Weights::TRAINED.bytes(4096, 1);
+    let extract = ["extract", "bundle", "--tensor", "x.mlp.up_proj.weight", "-o"];
+    // Two files have it: which one is asked for must be said.
+    let output = run(home.path(), &[&extract[..], &["x.bin"]].concat(), 2);
+    assert!(stderr(&output).contains("a.safetensors, b.safetensors"), "{}", stderr(&output));
+    run(home.path(), &[&extract[..], &["x.bin", "--file", "b.safetensors"]].concat(), 0);
+    assert!(fs::read(home.path().join("x.bin")).unwrap() == weights);
+    run(home.path(), &[&extract[..], &["x.bin", "--file", "b.safetensors"]].concat(), 2);
+    let output = run(home.path(), &[&extract[..], &["-", "--file", "a.safetensors"]].concat(), 0);
+    assert!(output.stdout == weights);
 }

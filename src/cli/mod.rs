@@ -10,6 +10,7 @@ mod compress;
 mod decompress;
 mod demo;
 mod doctor;
+mod extract;
 mod failure;
 mod inspect;
 mod kernels;
@@ -57,6 +58,8 @@ enum Command {
     Verify(verify::Verify),
     /// Show a bundle tensor by tensor; draw or list its statistics
     Inspect(inspect::Inspect),
+    /// Write the original bytes of one tensor
+    Extract(extract::Extract),
     /// Make a small model, compress it, verify, decompress and compare
     Demo(demo::Demo),
     /// List, print, compile and check the GPU kernels
@@ -83,6 +86,7 @@ impl Command {
             Self::Decompress(_) => "decompress",
             Self::Verify(_) => "verify",
             Self::Inspect(_) => "inspect",
+            Self::Extract(_) => "extract",
             Self::Demo(_) => "demo",
             Self::Kernels(command) => command.name(),
             Self::Bench(command) => command.name(),
@@ -99,6 +103,7 @@ impl Command {
             Self::Decompress(command) => command.run(output),
             Self::Verify(command) => command.run(output),
             Self::Inspect(command) => command.run(output),
+            Self::Extract(command) => command.run(output),
             Self::Demo(command) => command.run(output),
             Self::Kernels(command) => command.run(output),
             Self::Bench(command) => command.run(output),

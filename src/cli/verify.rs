@@ -3,12 +3,13 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use unweight::format::bundle;
+use unweight::format::bundle::{self, VerifyOptions};
 
 use super::{
     failure::{Failure, Result},
     output::{self, Output},
     progress::Bar,
+    select, size,
 };
 
 /// Arguments of `verify`.
@@ -19,13 +20,20 @@ pub struct Verify {
     /// Also compare with the files that the bundle was made from
     #[arg(long, value_name = "DIR")]
     against: Option<PathBuf>,
+    /// Memory for tensors in work, such as 4G [default: 1G]; a larger tensor is worked on alone
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    ram: Option<u64>,
+    /// Threads [default: all processors]
+    #[arg(long, value_name = "N", value_parser = select::threads)]
+    threads: Option<usize>,
 }
 
 impl Verify {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
         let bar = Bar::new(output, "verifying")?;
-        let report = bundle::verify(&self.bundle, self.against.as_deref(), &bar)?;
+        let options = VerifyOptions::default().against(self.against.clone()).ram_bytes(self.ram).threads(self.threads);
+        let report = bundle::verify_with(&self.bundle, &options, &bar)?;
         bar.finish();
         output.summary("verify", &report, |out| {
             for problem in &report.problems {

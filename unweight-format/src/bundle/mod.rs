@@ -31,10 +31,10 @@ pub use compress::{compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
 pub use error::{BundleError, ErrorClass, Remedy};
-pub use options::{CompressOptions, DecompressOptions, Profile, Scope, VerifyAfter};
+pub use options::{CompressOptions, DecompressOptions, Profile, Scope, VerifyAfter, VerifyOptions};
 pub use progress::{Progress, Silent};
 pub use read::{Bundle, BundleTensor};
 pub use report::{
     CompressReport, DecompressReport, FileReport, FormTotal, PlanReport, Problem, TensorReport, VerifyReport,
 };
-pub use verify::verify;
+pub use verify::{verify, verify_with};

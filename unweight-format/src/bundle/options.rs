@@ -145,6 +145,19 @@ options! {
     }
 }
 
+options! {
+    /// How to verify a bundle.
+    #[derive(Default)]
+    VerifyOptions {
+        /// The source to compare with, too.
+        against: Option<PathBuf>,
+        /// Threads to decode with; `None` is all.
+        threads: Option<usize>,
+        /// As for [`CompressOptions::ram_bytes`].
+        ram_bytes: Option<u64>,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -108,6 +108,15 @@ impl Bundle {
         Ok(&self.shards[shard].file.tensors[tensor])
     }
 
+    /// As [`Bundle::entry`], of one file.
+    ///
+    /// # Errors
+    /// The file does not have it.
+    pub fn entry_in(&self, file: &str, name: &str) -> Result<&TensorEntry, BundleError> {
+        let (shard, tensor) = self.find_in(file, name)?;
+        Ok(&self.shards[shard].file.tensors[tensor])
+    }
+
     /// The original little-endian bytes of a tensor, compared with their digest.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use std::{collections::HashSet, path::Path, time::Instant};
 use sha2::{Digest as _, Sha256};
 
 use super::{
-    BundleError, ErrorClass, Problem, Progress, VerifyReport,
+    BundleError, ErrorClass, Problem, Progress, VerifyOptions, VerifyReport,
     decompress::{check_contents, check_sha256, compare_source},
     files,
     pipeline::{Work, on_threads},
@@ -22,10 +22,23 @@ use crate::bundle::manifest::{self, FileEntry, INDEX_SOURCE_SUFFIX, Manifest, We
 /// # Errors
 /// There is no readable manifest ([`ErrorClass::Mismatch`] if it is damaged), the system refuses to read a file, or `progress` asked to stop.
 pub fn verify(bundle: &Path, against: Option<&Path>, progress: &dyn Progress) -> Result<VerifyReport, BundleError> {
-    on_threads(None, || check(bundle, against, progress))
+    verify_with(bundle, &VerifyOptions::default().against(against.map(Path::to_path_buf)), progress)
 }
 
-fn check(bundle: &Path, against: Option<&Path>, progress: &dyn Progress) -> Result<VerifyReport, BundleError> {
+/// [`verify`] with limits of its own.
+///
+/// # Errors
+/// As [`verify`], or the threads cannot be made.
+pub fn verify_with(
+    bundle: &Path,
+    options: &VerifyOptions,
+    progress: &dyn Progress,
+) -> Result<VerifyReport, BundleError> {
+    on_threads(options.threads, || check(bundle, options, progress))
+}
+
+fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Result<VerifyReport, BundleError> {
+    let against = options.against.as_deref();
     let started = Instant::now();
     let manifest = read_manifest(bundle)?;
     let mut report = VerifyReport {
@@ -45,7 +58,7 @@ fn check(bundle: &Path, against: Option<&Path>, progress: &dyn Progress) -> Resu
         progress.file(file.name());
         report.files += 1;
         let checked = check_sizes(bundle, file).and_then(|()| match file {
-            FileEntry::Weights(weights) => check_shard(bundle, weights, progress, &mut report),
+            FileEntry::Weights(weights) => check_shard(bundle, weights, options.ram_bytes, progress, &mut report),
             FileEntry::Index(index) => {
                 let (stored, original) = (&index.name, format!("{}{INDEX_SOURCE_SUFFIX}", index.name));
                 let got = files::read_through(&bundle.join(stored), false, |_| Ok(()))?;
@@ -131,6 +144,7 @@ fn extra_files(bundle: &Path, manifest: &Manifest, report: &mut VerifyReport) ->
 fn check_shard(
     bundle: &Path,
     file: &WeightsFile,
+    ram_bytes: Option<u64>,
     progress: &dyn Progress,
     report: &mut VerifyReport,
 ) -> Result<(), BundleError> {
@@ -145,7 +159,7 @@ fn check_shard(
     }
     note(report, &file.name, None, header.map(|_| ()))?;
     let mut buffer = Vec::new();
-    for work in shard.work(None) {
+    for work in shard.work(ram_bytes) {
         check_cancelled(progress)?;
         let batch = match work {
             Work::Pieces(index) => {
