@@ -9,15 +9,34 @@
 //! This crate owns everything that needs a compiler, a driver or a device. It does not know what a kernel means: that is
 //! `unweight_codegen`. Nothing here is linked against CUDA; every library is looked for at run time by [`jit::toolchain`], and
 //! what is missing is an error that says where it was looked for and what to install.
+//!
+//! What programs use: [`Device`], [`Stream`], [`KernelSet`], [`Loader`], [`Linear`], [`Lane`], matrices and their views, and the errors. The modules
+//! behind them are public for benchmarks, tests and kernels of one's own; they change without notice.
 
+#[doc(hidden)]
 pub mod choose;
 pub mod device;
 pub mod env;
 pub mod jit;
 pub mod layer;
+#[doc(hidden)]
 pub mod ops;
 pub mod remedy;
+#[doc(hidden)]
 pub mod weight;
 
+#[doc(inline)]
+pub use device::{Device, DeviceError, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream};
+#[doc(inline)]
 pub use jit::error::Error;
+#[doc(inline)]
+pub use layer::{
+    linear::Linear,
+    loader::{LoadError, LoadOptions, Loader, Merge},
+};
+#[doc(inline)]
+pub use ops::lane::Lane;
+#[doc(inline)]
 pub use remedy::Remedy;
+#[doc(inline)]
+pub use weight::DeviceMatrix;

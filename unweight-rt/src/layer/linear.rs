@@ -7,13 +7,7 @@
 //! ```no_run
 //! use unweight_codegen::spec::Epilogue;
 //! use unweight_format::bundle::Bundle;
-//! use unweight_rt::{
-//!     device::{Device, KernelSet},
-//!     env::Env,
-//!     jit::cache::Progress,
-//!     layer::loader::{LoadOptions, Loader, Merge},
-//!     weight::DeviceMatrix,
-//! };
+//! use unweight_rt::{Device, DeviceMatrix, KernelSet, LoadOptions, Loader, Merge, env::Env, jit::cache::Progress};
 //!
 //! let device = Device::open(0)?;
 //! let (kernels, stream) = (KernelSet::open(&device, Env::process()?), device.stream()?);

@@ -151,10 +151,10 @@ pub enum Unsuitable {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadOptions {
-    /// The largest batch. [4096]
+    /// The largest batch; 4096 by default.
     pub max_batch: u32,
     /// Programmatic dependent launch: a layer asks for its weights while the kernel before it on the stream still runs, and waits for that one
-    /// before it touches activations. Faster where layers follow each other closely; any kernel may come before. [true]
+    /// before it touches activations. Faster where layers follow each other closely; any kernel may come before. On by default.
     pub pdl: bool,
 }
 
@@ -226,7 +226,7 @@ impl<'k> Loader<'k> {
     /// A loader of this bundle's layers, which works on `stream`. Its layers run on any stream of the device, on a lane each.
     ///
     /// Every kernel that the bundle can reach ([`reachable`]) is compiled or found first, in parallel; `progress` hears of each. Nothing is compiled
-    /// later but for merges that [`reachable::weights`](crate::choose::reachable::weights) does not foresee.
+    /// later but for merges that [`reachable::weights`] does not foresee.
     ///
     /// # Errors
     /// A kernel cannot be made, or the device failed.

@@ -23,8 +23,6 @@ pub struct Cublas {
 
 // SAFETY: a handle may move between threads; it must not be used by two at a time, which `&mut self` of `matmul` rules out.
 unsafe impl Send for Cublas {}
-// SAFETY: a shared reference reaches nothing of the handle.
-unsafe impl Sync for Cublas {}
 
 impl Cublas {
     /// A handle with its workspace.
