@@ -1,14 +1,17 @@
-// The machine that kernels run on when there is no GPU: fibers for threads, blocks, barriers, and an engine for everything
-// asynchronous. It owns scheduling, blocking and error reporting; ptx.hpp maps the wrappers of include/unweight/ptx onto it.
+// The machine that kernels run on when there is no GPU: fibers for threads, blocks, barriers, and an engine for
+// everything asynchronous. It owns scheduling, blocking and error reporting; ptx.hpp maps the wrappers of
+// include/unweight/ptx onto it.
 //
 //   launch ── cluster by cluster ── blocks of a cluster together ── one fiber per thread
 //                                        │ a fiber runs until it must wait, then names what it waits for
-//                                        └ pending: bulk copies and wgmma, each completed at a random later point (seeded)
+//                                        └ pending: bulk copies and wgmma, each completed at a random later point
+//                                        (seeded)
 //
-// What it finds: deadlocks (with who waits for what), reads of data that has not arrived, wrong byte and arrival counts, buffers overwritten
-// while an asynchronous reader still needs them, misaligned or out-of-bounds shared accesses, out-of-bounds global accesses through wrappers
-// (when allocations are registered), generic writes that wgmma or a bulk store reads without fence.proxy.async, copies into shared memory that ordinary loads
-// have read and nobody has released.
+// What it finds: deadlocks (with who waits for what), reads of data that has not arrived, wrong byte and arrival
+// counts, buffers overwritten while an asynchronous reader still needs them, misaligned or out-of-bounds shared
+// accesses, out-of-bounds global accesses through wrappers (when allocations are registered), generic writes that wgmma
+// or a bulk store reads without fence.proxy.async, copies into shared memory that ordinary loads have read and nobody
+// has released.
 // What it cannot find: wgmma.fence left out, weak memory ordering, register budgets, speed.
 #pragma once
 
@@ -60,8 +63,8 @@ struct Fiber {
     u64 cluster_generation = 0;  // when this thread last arrived at the cluster barrier
     // Shared 16-byte granules written by ordinary stores since the thread's last proxy fence.
     std::vector<u32> unfenced;
-    // Granules of its own block that its ordinary loads have read and that nobody has released to the copy engine, in order; of them, how many it had read
-    // when it last met its warp, and its block (or a part of it).
+    // Granules of its own block that its ordinary loads have read and that nobody has released to the copy engine, in
+    // order; of them, how many it had read when it last met its warp, and its block (or a part of it).
     std::deque<u32> reading;
     u64 released = 0, met_warp = 0, met_block = 0;  // counted from the first load on
     std::vector<u64> read_at;                       // per granule: the number of its last load, counted from 1
@@ -236,8 +239,9 @@ inline void check_fenced(Block& b, u32 offset, const char* reader) {
     if (b.unfenced[offset / 16]) fail("%s reads shared offset %u, written by an ordinary store without fence.proxy.async", reader, offset);
 }
 
-// Ordinary loads. What a thread has loaded may still be in flight until it is released: by a proxy fence of the thread's own, or by an arrival on an mbarrier,
-// its own or one of a thread that it has met since. A copy into bytes with such loads is a race that a GPU shows a few times in a hundred launches.
+// Ordinary loads. What a thread has loaded may still be in flight until it is released: by a proxy fence of the
+// thread's own, or by an arrival on an mbarrier, its own or one of a thread that it has met since. A copy into bytes
+// with such loads is a race that a GPU shows a few times in a hundred launches.
 inline void mark_read(u32 address, u32 bytes) {
     Block& b = block_of(address);
     Fiber& f = self();

@@ -1,4 +1,5 @@
-// Force-included before a kernel source (`g++ -include prelude.hpp`): the CUDA dialect, the wrappers, and the C ABI of a test library.
+// Force-included before a kernel source (`g++ -include prelude.hpp`): the CUDA dialect, the wrappers, and the C ABI of
+// a test library.
 #pragma once
 
 #define UW_CPU 1
@@ -8,7 +9,8 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-// Blocks run one after another, so a static object serves as the block's memory. Not for clusters and not for addresses: use dynamic_smem().
+// Blocks run one after another, so a static object serves as the block's memory. Not for clusters and not for
+// addresses: use dynamic_smem().
 #define __shared__ static
 
 #include <csetjmp>
@@ -26,8 +28,8 @@
 #include <unordered_map>
 #include <vector>
 
-// To the end of the kernel source. Without it, statics of inline functions (the machine itself, a kernel's __shared__ objects) would be one object for
-// all kernel libraries of a process: GNU ld's unique symbols ignore RTLD_LOCAL.
+// To the end of the kernel source. Without it, statics of inline functions (the machine itself, a kernel's __shared__
+// objects) would be one object for all kernel libraries of a process: GNU ld's unique symbols ignore RTLD_LOCAL.
 #pragma GCC visibility push(hidden)
 
 #include "machine.hpp"
@@ -99,7 +101,8 @@ inline __attribute__((used, visibility("default"))) void uw_cpu_register(const v
     uw::cpu::machine().allocations[p] = {p, bytes, name};
 }
 inline __attribute__((used, visibility("default"))) void uw_cpu_clear_registered() { uw::cpu::machine().allocations.clear(); }
-// Fills a tensor map: row-major [rows, columns], `row_bytes` from row to row, box [box_rows, box_columns], swizzle 0 or 128 bytes.
+// Fills a tensor map: row-major [rows, columns], `row_bytes` from row to row, box [box_rows, box_columns], swizzle 0 or
+// 128 bytes.
 inline __attribute__((used, visibility("default"))) void uw_cpu_tensor_map_2d(void* map, void* base, unsigned element_bytes, unsigned long long columns,
                                                                               unsigned long long rows, unsigned long long row_bytes,
                                                                               unsigned box_columns, unsigned box_rows, unsigned swizzle_bytes) {

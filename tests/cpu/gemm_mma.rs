@@ -1,5 +1,5 @@
-//! The register-sourced small-batch matmul, run on the CPU prelude: operands against the format's oracle bit by bit, results against float64,
-//! hostile escapes, and planted bugs that must be caught.
+//! The register-sourced small-batch matmul, run on the CPU prelude: operands against the format's oracle bit by bit,
+//! results against float64, hostile escapes, and planted bugs that must be caught.
 
 use crate::harness::{CpuKernel, Edit, spec};
 use crate::packed_problem::Problem;
@@ -84,7 +84,8 @@ fn planted_bugs_are_caught() {
         (kernel, "left -= here;", "left = 0;"),
         (kernel, "gate + packed::kBlockRows, up_low", "gate, up_low"),
         (kernel, "half * 4 + lane / 8;", "half * 4 + lane / 8 % 2;"),
-        // The race that shows in a few of a hundred launches, and only under load: the slot is refilled while its loads are in flight.
+        // The race that shows in a few of a hundred launches, and only under load: the slot is refilled while its loads
+        // are in flight.
         (kernel, "pipeline::release_to_copy_engine();", "ptx::sync_warp();"),
     ] {
         let shape = if to.contains("gate") { "r2w2p3c1_esc_pdl_silu_mul" } else { "r3w2p3c1_esc_pdl_store" };

@@ -1,5 +1,5 @@
-//! The reconstructive matmul, run on the CPU prelude: both sources and both epilogues against a float64 reference, bit-exact
-//! reconstruction, hostile metadata, and planted bugs that must be caught.
+//! The reconstructive matmul, run on the CPU prelude: both sources and both epilogues against a float64 reference,
+//! bit-exact reconstruction, hostile metadata, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, MapSpec, Run, bf16, spec};
 use unweight_codegen::{
@@ -84,7 +84,8 @@ impl Weights {
         }
     }
 
-    /// Sixteen exponents of either parity on both sides of 128, in no order; with a verbatim budget, a few rows hold one outside.
+    /// Sixteen exponents of either parity on both sides of 128, in no order; with a verbatim budget, a few rows hold
+    /// one outside.
     fn random(n: usize, k: usize, spec: &VariantSpec, random: &mut Random) -> Self {
         const PALETTE: [u8; 16] = [121, 122, 120, 123, 119, 124, 118, 125, 128, 117, 129, 126, 127, 3, 116, 130];
         let mut bits: Vec<u16> = (0..n * k)
@@ -262,7 +263,8 @@ fn reconstruction_is_exact() {
     for name in ["gemm_recon_exponent_n2p2_store", "gemm_recon_palette_n2p2_v64_store"] {
         let spec = spec(name);
         let mut kernel = CpuKernel::of(&spec, &[]);
-        // All signs and mantissas with exponent bytes 0..=254; 16 arbitrary ones of them in the palette, the rest in verbatim rows.
+        // All signs and mantissas with exponent bytes 0..=254; 16 arbitrary ones of them in the palette, the rest in
+        // verbatim rows.
         let bits: Vec<u16> = (0..512 * 128u32)
             .map(|i| {
                 let b = i as u16;

@@ -1,5 +1,5 @@
-//! The register-sourced large-batch matmul, run on the CPU prelude: operands against the format's oracle bit by bit, results against float64,
-//! shares of k in every position, hostile escapes, and planted bugs that must be caught.
+//! The register-sourced large-batch matmul, run on the CPU prelude: operands against the format's oracle bit by bit,
+//! results against float64, shares of k in every position, hostile escapes, and planted bugs that must be caught.
 
 use crate::harness::{CpuKernel, Edit, spec};
 use crate::packed_problem::Problem;
@@ -39,7 +39,8 @@ fn batch_tile_of_three_boxes() {
 
 #[test]
 fn shares_of_k() {
-    // Several shares of one tile, shares with the end of one tile and the beginning of the next, whole tiles before them, and shares of a single step.
+    // Several shares of one tile, shares with the end of one tile and the beginning of the next, whole tiles before
+    // them, and shares of a single step.
     check(
         "gemm_wgmma_b32_g1p3_streamk_esc_pdl_store",
         &[(20, 64, 448, 3), (32, 192, 320, 5), (40, 256, 192, 3), (5, 64, 128, 8), (33, 192, 64, 4)],
@@ -82,7 +83,8 @@ fn planted_bugs_are_caught() {
     let streaming = "gemm_wgmma_b128_g1p3_streamk_esc_pdl_store";
     let clustered = "gemm_wgmma_b64_g2p3c2_esc_pdl_store";
     for (name, from, to) in [
-        // The ring: a slot given back while it is read, sums read too early, a wrong byte count, another warp's weights.
+        // The ring: a slot given back while it is read, sums read too early, a wrong byte count, another warp's
+        // weights.
         (streaming, "if (step != s.first) release(slots, p);", "release(slots, p);"),
         (streaming, "ptx::wgmma_wait_group<0>();", "ptx::wgmma_wait_group<4>();"),
         (streaming, "S::kXBytes + S::kWBytes);", "S::kXBytes);"),

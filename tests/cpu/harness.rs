@@ -1,10 +1,11 @@
 //! Builds kernels against the CPU prelude (`templates/cpu`) and runs them.
 //!
-//! A kernel is what is rendered for its spec, launched as its plan says: the same text that the device compiler gets, the same block,
-//! shared memory, cluster and grid. Only [`CpuKernel::source`] takes a text, for the tests of the prelude itself.
+//! A kernel is what is rendered for its spec, launched as its plan says: the same text that the device compiler gets,
+//! the same block, shared memory, cluster and grid. Only [`CpuKernel::source`] takes a text, for the tests of the
+//! prelude itself.
 //!
-//! Needs `g++` (or the compiler named by `CXX`). A missing compiler is an error, not a skip: these tests are the only ones that run the
-//! kernels' function without a GPU.
+//! Needs `g++` (or the compiler named by `CXX`). A missing compiler is an error, not a skip: these tests are the only
+//! ones that run the kernels' function without a GPU.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -188,8 +189,8 @@ impl CpuKernel {
     /// Runs the kernel of a hand-written source to its end, or says what stopped it.
     ///
     /// # Safety
-    /// Every address in `args` must be valid for the accesses the kernel makes through plain pointers; accesses through wrappers are
-    /// checked against registered buffers.
+    /// Every address in `args` must be valid for the accesses the kernel makes through plain pointers; accesses through
+    /// wrappers are checked against registered buffers.
     pub unsafe fn launch<A: bytemuck::Pod>(&mut self, launch: &Launch, args: &A) -> Result<(), String> {
         assert!(self.plans.is_empty(), "a rendered kernel is launched by its plan");
         // SAFETY: the caller's promise.
@@ -248,8 +249,8 @@ pub fn bf16(bits: u16) -> f64 {
     f64::from(f32::from_bits(u32::from(bits) << 16))
 }
 
-/// Memory of an exact size whose start is 128-byte aligned, as device allocations are. Never at null, so that an empty section has an
-/// address.
+/// Memory of an exact size whose start is 128-byte aligned, as device allocations are. Never at null, so that an empty
+/// section has an address.
 pub struct Buffer {
     lines: Vec<Line>,
     bytes: usize,

@@ -1,4 +1,5 @@
-//! The kernels' function on a CPU: what is rendered, built by a C++ compiler against `templates/cpu`, held against the oracle.
+//! The kernels' function on a CPU: what is rendered, built by a C++ compiler against `templates/cpu`, held against the
+//! oracle.
 
 mod gemm_mma;
 mod gemm_recon;

@@ -1,4 +1,5 @@
-//! What the CPU tests of the register-sourced matmuls share: a problem with escapes, its launch, and what its results are held against.
+//! What the CPU tests of the register-sourced matmuls share: a problem with escapes, its launch, and what its results
+//! are held against.
 
 use unweight_codegen::{
     VariantSpec,
@@ -39,8 +40,8 @@ pub struct Outcome {
 }
 
 impl Problem {
-    /// Weights with exponents 108..=123; one in 1000 lies outside: a zero, a subnormal, something larger or smaller. The first row block
-    /// holds a run of them: from 24,000 elements on, a list longer than a warp.
+    /// Weights with exponents 108..=123; one in 1000 lies outside: a zero, a subnormal, something larger or smaller.
+    /// The first row block holds a run of them: from 24,000 elements on, a list longer than a warp.
     pub fn random(spec: &VariantSpec, (m, n, k): (usize, usize, usize), seed: u64) -> Self {
         let (_, epilogue) = traits(spec);
         let mut random = Random::new(seed);

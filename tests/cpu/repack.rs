@@ -1,5 +1,5 @@
-//! The conversions of the packed form, run on the CPU prelude against `unweight_format::packed`: the same bytes, any bytes survived, and planted
-//! bugs that must be caught.
+//! The conversions of the packed form, run on the CPU prelude against `unweight_format::packed`: the same bytes, any
+//! bytes survived, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 use unweight_codegen::{
@@ -55,7 +55,8 @@ impl Case {
         Self { n, k, bytes: (0..n * k).map(element).flat_map(u16::to_le_bytes).collect() }
     }
 
-    /// Exponents 108..=123, and every so many elements one of `odd`; a run of them in row 21, so that a list is longer than a warp.
+    /// Exponents 108..=123, and every so many elements one of `odd`; a run of them in row 21, so that a list is longer
+    /// than a warp.
     fn with(n: usize, k: usize, every: u64, odd: &[u16]) -> Self {
         let mut random = Random::new(n as u64 * 31 + every);
         let run = if odd.is_empty() { 0 } else { (n * k / 1000).min(40) };
@@ -182,7 +183,8 @@ impl Case {
     }
 }
 
-/// Zeros, subnormals, infinities, NaNs with payloads, the smallest normal, one of the largest, and neighbours of the window.
+/// Zeros, subnormals, infinities, NaNs with payloads, the smallest normal, one of the largest, and neighbours of the
+/// window.
 const SPECIAL: [u16; 16] = [
     0x0000, 0x8000, 0x0001, 0x807f, 0x0040, 0x7f80, 0xff80, 0x7fc1, 0xffff, 0x7f81, 0x0080, 0x7d7f, 0x35ff, 0xb580,
     0x3e00, 0xbe7f,
@@ -232,7 +234,8 @@ fn packing_and_unpacking_equal_the_cpu() {
 #[test]
 fn an_element_without_exact_operand_is_named() {
     let mut kernel = build(&[]);
-    // In a window above 112 the smallest subnormals lose their bits; 200 * 64 of the first row block come late in the tile's order.
+    // In a window above 112 the smallest subnormals lose their bits; 200 * 64 of the first row block come late in the
+    // tile's order.
     for (places, base) in [(vec![70], 113u16), (vec![9000, 8191, 8256], 128), (vec![64 * 20 + 3, 5], 239)] {
         let case = Case::new(64, 192, |i| if places.contains(&i) { 1 } else { (base + i as u16 % 16) << 7 });
         let window = Window::new(base as u8).unwrap();

@@ -1,8 +1,8 @@
 //! The kernel cache under many processes: a cold start, kills half-way, a full disk.
 //!
-//! Each test runs this very binary again, as [`child`], which is a test that does nothing unless it is told to by variables.
-//! The compiler is the fake one: what is tested is who compiles, how often, and what is left on disk. It notes each compile as a
-//! line appended to a log that all processes share.
+//! Each test runs this very binary again, as [`child`], which is a test that does nothing unless it is told to by
+//! variables. The compiler is the fake one: what is tested is who compiles, how often, and what is left on disk. It
+//! notes each compile as a line appended to a log that all processes share.
 
 use std::fs::File;
 use std::io::Write;
@@ -220,9 +220,9 @@ fn a_process_killed_at_any_moment_leaves_only_whole_entries() {
 #[test]
 fn a_full_disk_is_a_miss_and_leaves_nothing_half_written() {
     let bench = Bench::new();
-    // A limit on file sizes makes writes fail half-way as a full disk does, for root too. The shell sets it for itself and its
-    // child; an ignored SIGXFSZ stays ignored across exec, so that the write returns an error and the process lives.
-    // The limit counts blocks of 512 or 1024 bytes; a cubin of the fake compiler has 4096 bytes.
+    // A limit on file sizes makes writes fail half-way as a full disk does, for root too. The shell sets it for itself
+    // and its child; an ignored SIGXFSZ stays ignored across exec, so that the write returns an error and the process
+    // lives. The limit counts blocks of 512 or 1024 bytes; a cubin of the fake compiler has 4096 bytes.
     let mut command = Command::new("sh");
     let exe = std::env::current_exe().unwrap();
     command
@@ -264,8 +264,8 @@ fn a_read_only_folder_serves_and_is_not_written() {
         }
     };
     set(0o500);
-    // Modes do not hold root; then the kernel is simply stored, and the store-side of this is shown by the unit test with files
-    // in the folders' places.
+    // Modes do not hold root; then the kernel is simply stored, and the store-side of this is shown by the unit test
+    // with files in the folders' places.
     let enforced = File::create(bench.root.join("entries/probe")).is_err();
     let cache = KernelCache::new(
         Policy { mode: JitMode::Auto, lock_timeout: Duration::from_secs(5) },

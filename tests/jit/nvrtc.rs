@@ -1,9 +1,9 @@
 //! Every shipped kernel through the real compiler, on a machine without a GPU.
 //!
-//! What a compile alone can prove: it compiles for sm_90a; nothing spills; the assembler did not serialise a wgmma or ignore a
-//! setmaxnreg ("Potential Performance Loss"); registers, threads, shared memory and parameters are those of the plan; the
-//! instructions that a kernel is built around are there. The first tests hold the instruments themselves: each of these
-//! conditions is seen when it is violated.
+//! What a compile alone can prove: it compiles for sm_90a; nothing spills; the assembler did not serialise a wgmma or
+//! ignore a setmaxnreg ("Potential Performance Loss"); registers, threads, shared memory and parameters are those of
+//! the plan; the instructions that a kernel is built around are there. The first tests hold the instruments themselves:
+//! each of these conditions is seen when it is violated.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -173,7 +173,8 @@ fn each_opcode_is_that_of_its_instruction() {
     for (opcode, count, body) in table {
         let (kernel, _) = examine(&compiler, &inline("k", &around(&body)));
         assert_eq!(kernel.count(&[opcode]), count, "{opcode:?} in\n{body}\n{:?}", kernel.opcodes);
-        // And no other opcode of the list is mistaken for it; an array in local memory is both stored to and loaded from.
+        // And no other opcode of the list is mistaken for it; an array in local memory is both stored to and loaded
+        // from.
         let others: Vec<Opcode> = every
             .into_iter()
             .filter(|other| *other != opcode && !(opcode == Opcode::LDL && *other == Opcode::STL))
@@ -349,7 +350,8 @@ fn every_catalogued_variant_compiles_to_its_plan() {
     assert!(wrong.is_empty(), "{} of {} variants:{report}", wrong.len(), specs.len());
 }
 
-/// Whoever names a variant gets it: plan and kernel agree beyond the catalogue, too. It may spill, which is why it is not shipped.
+/// Whoever names a variant gets it: plan and kernel agree beyond the catalogue, too. It may spill, which is why it is
+/// not shipped.
 #[test]
 fn variants_at_the_ends_of_the_axes_compile_to_their_plans() {
     let names = [

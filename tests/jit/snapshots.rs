@@ -6,8 +6,9 @@
 //! <family>.plans.txt   a line for each variant: how it is launched, shared memory by section, digest of its text
 //! ```
 //!
-//! So a change of a template is read once, and the table says which variants it changes. The tables of `docs/kernels.md` are generated
-//! from the same plans and held the same way. The compiler sees what was reviewed: `nvrtc.rs` renders the same catalogue.
+//! So a change of a template is read once, and the table says which variants it changes. The tables of
+//! `docs/kernels.md` are generated from the same plans and held the same way. The compiler sees what was reviewed:
+//! `nvrtc.rs` renders the same catalogue.
 //!
 //! `INSTA_UPDATE=always cargo test --test jit snapshots` writes all of them anew; read the diff before you commit it.
 
@@ -67,8 +68,8 @@ fn families() -> impl Iterator<Item = (&'static str, Vec<VariantSpec>)> {
     FAMILIES.iter().map(|family| (family.name, (family.catalogue)()))
 }
 
-/// The lines of a template and of what it includes, as the text around their values; a line that only directs tera has none. Longest
-/// text first, so that the first that fits a rendered line is the one that gave it.
+/// The lines of a template and of what it includes, as the text around their values; a line that only directs tera has
+/// none. Longest text first, so that the first that fits a rendered line is the one that gave it.
 fn template_lines(family: &str) -> Vec<Vec<&'static str>> {
     let body = unweight_templates::kernel(&format!("{family}.cu.tera")).expect("a family has a template");
     let included =

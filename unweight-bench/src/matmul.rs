@@ -32,7 +32,8 @@ pub struct MatmulOptions {
     pub shapes: Vec<(u32, u32)>,
     /// Batches.
     pub batches: Vec<u32>,
-    /// Share of 64-element row segments with an element outside the window. Normal weights have 0.005 of themselves; it cannot be less.
+    /// Share of 64-element row segments with an element outside the window. Normal weights have 0.005 of themselves; it
+    /// cannot be less.
     pub escapes: f64,
     /// Measure ordinary launches.
     pub ordinary: bool,
@@ -342,9 +343,10 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// The linears of a layer one after the other, several layers in a graph; times are of one layer. Where the output of one has the shape
-    /// of the next one's input it *is* the input; where attention or an activation would stand between them, the input is another buffer. What is
-    /// called `silu_mul` computes the activation of gate and up, too, which cuBLAS leaves to a kernel that is not counted here.
+    /// The linears of a layer one after the other, several layers in a graph; times are of one layer. Where the output
+    /// of one has the shape of the next one's input it *is* the input; where attention or an activation would stand
+    /// between them, the input is another buffer. What is called `silu_mul` computes the activation of gate and up,
+    /// too, which cuBLAS leaves to a kernel that is not counted here.
     fn layer(&self, shapes: &[(u32, u32)], progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let weights = shapes.iter().map(|&shape| self.copies(shape, progress)).collect::<Result<Vec<_>, _>>()?;
@@ -353,7 +355,8 @@ impl Bench<'_> {
         let mut rows = Vec::new();
         for &m in &self.options.batches {
             let problem = GemmShape { m, n: 0, k: 0 };
-            // The input of weight i is the output of the one before where the shapes allow it; `buffers[i]` is that input.
+            // The input of weight i is the output of the one before where the shapes allow it; `buffers[i]` is that
+            // input.
             let mut buffers = self.timer.each(shapes.len(), |i| {
                 let k = shapes[i].1;
                 let x = halves(&normal_bf16(m as usize * k as usize, 1.0, u64::from(k)));

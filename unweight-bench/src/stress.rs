@@ -1,9 +1,11 @@
-//! Thousands of launches of every kernel under load: the same input must give the same bits, and the first ones must be right.
+//! Thousands of launches of every kernel under load: the same input must give the same bits, and the first ones must be
+//! right.
 //!
-//! A race between a kernel and the copy engine shows in a few of a hundred launches, only while many loads are in flight, and in no sanitizer. So:
-//! every catalogued variant, on matrices of small and odd size too, at and beside each edge of its batch tile, launched [`StressOptions::launches`] times
-//! while another stream keeps memory and shared memory busy. Outputs are poisoned before each launch and compared on the device with those of the first,
-//! which are held against double precision (products) or the CPU's bytes (everything else).
+//! A race between a kernel and the copy engine shows in a few of a hundred launches, only while many loads are in
+//! flight, and in no sanitizer. So: every catalogued variant, on matrices of small and odd size too, at and beside each
+//! edge of its batch tile, launched [`StressOptions::launches`] times while another stream keeps memory and shared
+//! memory busy. Outputs are poisoned before each launch and compared on the device with those of the first, which are
+//! held against double precision (products) or the CPU's bytes (everything else).
 //!
 //! ```text
 //! reset [runs] --> launch run 0, 1, .. (directly, later as one graph) --> compare each with the first      stream 1
@@ -239,7 +241,8 @@ const RUNS: u32 = 16;
 /// Of a problem's launches, those that are not replayed from a graph: one in this many.
 const DIRECT: u32 = 4;
 
-/// `[n, k]` of the weights: one tile; few and many columns; k and v projections of small models; odd numbers of tiles, which no block shape divides.
+/// `[n, k]` of the weights: one tile; few and many columns; k and v projections of small models; odd numbers of tiles,
+/// which no block shape divides.
 const SHAPES: [(u32, u32); 6] = [(64, 64), (256, 4096), (1024, 4096), (192, 320), (1088, 704), (4096, 1024)];
 
 struct Run<'a> {
@@ -388,7 +391,8 @@ impl Run<'_> {
                 (&raw mut pieces).cast(),
                 (&raw mut count).cast(),
             ];
-            // SAFETY: `RUNS` outputs and the expected one have `bytes` each; the counter is one u32. All of them live through the wait below.
+            // SAFETY: `RUNS` outputs and the expected one have `bytes` each; the counter is one u32. All of them live
+            // through the wait below.
             unsafe { compare.launch(stream, (RUNS, 1024), 0, &mut arguments) }
         };
         hold()?;
@@ -526,7 +530,8 @@ impl Run<'_> {
         }))
     }
 
-    /// Each stage over buffers of its own: of `pack` the tiles are looked at, of `lists` the lists, of `unpack` the weights.
+    /// Each stage over buffers of its own: of `pack` the tiles are looked at, of `lists` the lists, of `unpack` the
+    /// weights.
     fn repack<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
         let Op::Repack(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
         let stream = self.stream;
@@ -792,8 +797,8 @@ impl Weights {
     }
 }
 
-/// The same weights with every 499th element far outside of any window: zeros, subnormals, large ones. Row 5 begins with a run of them, longer than a warp
-/// in all but the smallest matrices.
+/// The same weights with every 499th element far outside of any window: zeros, subnormals, large ones. Row 5 begins
+/// with a run of them, longer than a warp in all but the smallest matrices.
 fn with_outsiders(weights: &[u8], k: u32) -> Vec<u8> {
     let (mut bytes, elements) = (weights.to_vec(), weights.len() / 2);
     for (at, element) in bytes.chunks_exact_mut(2).enumerate() {
@@ -843,7 +848,8 @@ fn exponents_by_tile(matrix: Matrix<'_>) -> Vec<u8> {
     exponents
 }
 
-/// The first element that neither one rounding nor fp32 accumulation explains: the tensor cores cut off what they add, so the error grows with k.
+/// The first element that neither one rounding nor fp32 accumulation explains: the tensor cores cut off what they add,
+/// so the error grows with k.
 fn mismatch(
     y: &[u8],
     GemmShape { n, k, .. }: GemmShape,
@@ -903,7 +909,8 @@ impl Load {
         })
     }
 
-    /// Until told to stop: streams of device memory and queues at shared memory in turn, then as long a pause. Some races show under load, others without.
+    /// Until told to stop: streams of device memory and queues at shared memory in turn, then as long a pause. Some
+    /// races show under load, others without.
     fn keep_busy(&self, stop: &AtomicBool) -> Result<(), BenchError> {
         while !stop.load(Ordering::Relaxed) {
             for i in 0..32u32 {
@@ -916,7 +923,8 @@ impl Load {
                     (&raw mut rounds).cast(),
                     (&raw mut shared_words).cast(),
                 ];
-                // SAFETY: the kernel stays within `pieces` of memory and `shared_words` of shared memory; the memory lives through the wait below.
+                // SAFETY: the kernel stays within `pieces` of memory and `shared_words` of shared memory; the memory
+                // lives through the wait below.
                 unsafe { self.kernel.launch(&self.stream, (self.blocks, 256), shared, &mut arguments) }?;
             }
             let start = Instant::now();

@@ -1,7 +1,8 @@
 //! The argument structs of the kernels, field for field as in the headers.
 //!
-//! Each kernel takes exactly one of them by value (`__grid_constant__`). Device pointers are `u64` (`CUdeviceptr`), 0 = null. A struct
-//! stands in the file of its family; the rendered source asserts `sizeof`, and a test holds every field against the header.
+//! Each kernel takes exactly one of them by value (`__grid_constant__`). Device pointers are `u64` (`CUdeviceptr`), 0 =
+//! null. A struct stands in the file of its family; the rendered source asserts `sizeof`, and a test holds every field
+//! against the header.
 
 use bytemuck::{Pod, Zeroable};
 

@@ -4,7 +4,8 @@
 //! VariantSpec --plan::Plan::new--> Plan --tera, lint--> Source { name, text, headers, options }
 //! ```
 //!
-//! Nothing here touches a GPU, a compiler or a clock: a spec gives the same bytes everywhere. `unweight-rt` compiles and launches.
+//! Nothing here touches a GPU, a compiler or a clock: a spec gives the same bytes everywhere. `unweight-rt` compiles
+//! and launches.
 //!
 //! - [`spec`]: what is compiled: axes, canonical names, attributes, and the catalogue of shipped variants
 //! - [`family`]: the kernel families, one file each

@@ -1,6 +1,7 @@
 //! What an architecture allows. No other file holds such a number.
 //!
-//! Source: CUDA C++ Programming Guide 13.0, "Compute Capabilities" (technical specifications for 9.0), and the PTX ISA 9.0.
+//! Source: CUDA C++ Programming Guide 13.0, "Compute Capabilities" (technical specifications for 9.0), and the PTX ISA
+//! 9.0.
 
 use crate::spec::Arch;
 
@@ -74,7 +75,8 @@ impl Arch {
 }
 
 impl ArchLimits {
-    /// Registers per thread, a multiple of 8, that the compiler may use so that `blocks_per_sm` blocks of `threads` fit one SM.
+    /// Registers per thread, a multiple of 8, that the compiler may use so that `blocks_per_sm` blocks of `threads` fit
+    /// one SM.
     pub const fn registers_for(&self, threads: u32, blocks_per_sm: u32) -> u32 {
         let even = self.registers_per_sm / (threads * blocks_per_sm) / 8 * 8;
         if even < self.registers_per_thread { even } else { self.registers_per_thread }

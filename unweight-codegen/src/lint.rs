@@ -1,7 +1,8 @@
 //! What must hold of a rendered source before a compiler sees it.
 //!
-//! The rules are about *generation*, so that a slip of a template is reported as one, with its line: ASCII only, no tabs, nothing of
-//! the template language left over, one entry point of the right name, and includes that this build can answer.
+//! The rules are about *generation*, so that a slip of a template is reported as one, with its line: ASCII only, no
+//! tabs, nothing of the template language left over, one entry point of the right name, and includes that this build
+//! can answer.
 
 use crate::source::{Include, includes};
 

@@ -4,11 +4,11 @@
 //! spec --Plan::new--> plan --Head, Family::context--> typed struct --tera--> text --lint--> Source
 //! ```
 //!
-//! `kernels/<family>.cu.tera` sees the [`Head`] that all have and the fields of its family's context. A field that no template reads is
-//! dead; a field that a template reads and the struct lacks is a render error.
+//! `kernels/<family>.cu.tera` sees the [`Head`] that all have and the fields of its family's context. A field that no
+//! template reads is dead; a field that a template reads and the struct lacks is a render error.
 //!
-//! Templates use the delimiters `<% %>`, `<$ $>` and `<# #>`, because CUDA and PTX are full of braces, brackets and `<<`. Nothing is
-//! escaped. A value that a context lacks is an error of the template's line, never an empty string.
+//! Templates use the delimiters `<% %>`, `<$ $>` and `<# #>`, because CUDA and PTX are full of braces, brackets and
+//! `<<`. Nothing is escaped. A value that a context lacks is an error of the template's line, never an empty string.
 
 use crate::{
     error::CodegenError,

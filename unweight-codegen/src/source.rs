@@ -12,9 +12,11 @@ pub struct Source {
     pub name: String,
     /// The rendered `.cu`.
     pub text: String,
-    /// `(name, text)` of every header that `text` includes, directly or not, sorted by name; the names are what `#include` says.
+    /// `(name, text)` of every header that `text` includes, directly or not, sorted by name; the names are what
+    /// `#include` says.
     pub headers: Vec<(&'static str, &'static str)>,
-    /// Compiler options without which the text does not mean what it says, in canonical order. Diagnostics are the compiler's own.
+    /// Compiler options without which the text does not mean what it says, in canonical order. Diagnostics are the
+    /// compiler's own.
     pub options: Vec<String>,
 }
 

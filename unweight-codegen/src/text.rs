@@ -1,7 +1,8 @@
 //! Text that a `const fn` can build.
 //!
-//! A spec that cannot exist must fail where it is written: in the const assertion that `#[unweight_variant]` emits. `format!` does
-//! not run there, so names and messages are built in an inline buffer, once, for the compile-time and the run-time error alike.
+//! A spec that cannot exist must fail where it is written: in the const assertion that `#[unweight_variant]` emits.
+//! `format!` does not run there, so names and messages are built in an inline buffer, once, for the compile-time and
+//! the run-time error alike.
 
 use std::{fmt, ops::Deref};
 

@@ -71,7 +71,8 @@ fn entry(module: &TokenStream, Pair { key, value }: &Pair) -> TokenStream {
 
 /// `message` as a compile error at a token.
 fn refuse(span: Span) -> TokenStream {
-    // Resolved where the pattern that binds it is, though it is shown elsewhere: the token may come out of a `macro_rules!`.
+    // Resolved where the pattern that binds it is, though it is shown elsewhere: the token may come out of a
+    // `macro_rules!`.
     let message = Ident::new("message", Span::call_site());
     quote_spanned!(span=> ::core::panic!("{}", #message.as_str()))
 }

@@ -1,6 +1,7 @@
 //! What is emitted beside errors.
 //!
-//! The struct stays, and so does an `impl`: without it every use of the type would be a further error and hide the one that matters.
+//! The struct stays, and so does an `impl`: without it every use of the type would be a further error and hide the one
+//! that matters.
 
 use proc_macro2::TokenStream;
 use quote::quote;

@@ -28,8 +28,9 @@
 //! fallback what is emitted beside errors, so that they do not multiply
 //! ```
 //!
-//! The attribute judges syntax and knows no family. Which keys there are, what a value may be, and which combinations exist, is known to
-//! `unweight-codegen` alone: the expansion calls its `const fn`s and shows their message at the token or the attribute.
+//! The attribute judges syntax and knows no family. Which keys there are, what a value may be, and which combinations
+//! exist, is known to `unweight-codegen` alone: the expansion calls its `const fn`s and shows their message at the
+//! token or the attribute.
 
 mod attr;
 mod expand;
@@ -42,12 +43,13 @@ use syn::{Path, parse_quote};
 
 /// Implements `Variant` for a unit struct.
 ///
-/// `op` names the kernel family, `gemm_recon` if it is left out; `arch` the architecture, `sm90a`; `crate` where the code generator is.
-/// The other keys are the axes of the family, listed with their values and defaults in `docs/adding-a-variant.md`.
+/// `op` names the kernel family, `gemm_recon` if it is left out; `arch` the architecture, `sm90a`; `crate` where the
+/// code generator is. The other keys are the axes of the family, listed with their values and defaults in
+/// `docs/adding-a-variant.md`.
 ///
-/// The default of `crate` is where the attribute comes from: `::unweight::codegen` for `unweight::unweight_variant`. Only a crate
-/// that renames its dependency says it: `crate = ::renamed::codegen`. A spec that cannot exist is a compile error that names the
-/// sum, the limit and what would fit.
+/// The default of `crate` is where the attribute comes from: `::unweight::codegen` for `unweight::unweight_variant`.
+/// Only a crate that renames its dependency says it: `crate = ::renamed::codegen`. A spec that cannot exist is a
+/// compile error that names the sum, the limit and what would fit.
 #[proc_macro_attribute]
 pub fn unweight_variant(attribute: TokenStream, item: TokenStream) -> TokenStream {
     variant(attribute.into(), item.into(), parse_quote!(::unweight_codegen))
@@ -55,8 +57,8 @@ pub fn unweight_variant(attribute: TokenStream, item: TokenStream) -> TokenStrea
 
 /// [`macro@unweight_variant`] as the facade `unweight` exports it, for crates that depend on nothing else.
 ///
-/// An attribute cannot learn through which crate it was reached, and reading the user's `Cargo.toml` would cost every user a TOML
-/// parser and fail in workspaces, tests and examples that inherit. So each way in has its own attribute.
+/// An attribute cannot learn through which crate it was reached, and reading the user's `Cargo.toml` would cost every
+/// user a TOML parser and fail in workspaces, tests and examples that inherit. So each way in has its own attribute.
 #[proc_macro_attribute]
 pub fn facade_unweight_variant(attribute: TokenStream, item: TokenStream) -> TokenStream {
     variant(attribute.into(), item.into(), parse_quote!(::unweight::codegen))

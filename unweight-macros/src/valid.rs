@@ -1,5 +1,6 @@
-//! What the attribute itself can judge: the item, numbers that are too large, keys that come twice, and `crate`. Each error stands on
-//! the token that breaks the rule, and says what would be right. Keys and values are `unweight-codegen`'s to judge.
+//! What the attribute itself can judge: the item, numbers that are too large, keys that come twice, and `crate`. Each
+//! error stands on the token that breaks the rule, and says what would be right. Keys and values are
+//! `unweight-codegen`'s to judge.
 
 use crate::attr::{Pair, Value};
 use proc_macro2::TokenStream;

@@ -1,8 +1,9 @@
-// The argument structs of every kernel: the contract between the host (unweight-codegen/src/abi.rs, field for field) and the
-// device. Each kernel takes exactly one of them, by value, as a __grid_constant__ parameter.
+// The argument structs of every kernel: the contract between the host (unweight-codegen/src/abi.rs, field for field)
+// and the device. Each kernel takes exactly one of them, by value, as a __grid_constant__ parameter.
 //
 // Layouts: docs/format.md part A. `n` output features (rows), `k` input features (columns), tile = 64x64,
-// t = tile_row * tile_cols + tile_col. All pointers are device pointers, 16-byte aligned at least (128 for TMA sources).
+// t = tile_row * tile_cols + tile_col. All pointers are device pointers, 16-byte aligned at least (128 for TMA
+// sources).
 #pragma once
 
 namespace uw {
@@ -66,7 +67,8 @@ struct GemmReconArgs {
     u32 reserved;
 };
 
-// Register-sourced family (docs/format.md A.9): Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits. n and k are multiples of 64, m is any.
+// Register-sourced family (docs/format.md A.9): Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits. n and k are
+// multiples of 64, m is any.
 struct GemmPackedArgs {
     TensorMap x;                      // bf16 [m, k], box 64 (k) x the variant's batch tile, 128-byte swizzle, zero fill
     TensorMap y_map;                  // bf16 [m, n], for variants that store by the copy engine

@@ -111,7 +111,8 @@ const fn table_bytes(output: DecodeOutput, limit: CodeLimit) -> u32 {
 impl DecodeSpec {
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let op = self;
-        // `full` decodes to indices, too: its table and staging area are then half as large, and 32 warps fit their registers.
+        // `full` decodes to indices, too: its table and staging area are then half as large, and 32 warps fit their
+        // registers.
         let row_bytes = if matches!(op.output, DecodeOutput::Exponent) { 64 } else { 32 };
         let warps = WARPS;
         let smem = SmemPlan::new()

@@ -39,8 +39,8 @@ range_axis! {
 }
 
 axes! {
-    /// A variant of the register-sourced family for small batches (`mma.m16n8k16`): every warp multiplies `row_blocks` blocks of 16
-    /// output features by `batch_tile` batch rows, and the warps of a cluster share k.
+    /// A variant of the register-sourced family for small batches (`mma.m16n8k16`): every warp multiplies `row_blocks`
+    /// blocks of 16 output features by `batch_tile` batch rows, and the warps of a cluster share k.
     pub struct GemmMmaSpec {
         /// Batch rows of a cluster.
         batch_tile: SmallBatchTile "b",
@@ -56,7 +56,8 @@ axes! {
         persistent: flag "_persistent" = false,
         /// Elements outside the window are replaced by their exact operands; otherwise the tensor must have none.
         escapes: flag "_esc" = true,
-        /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before it reads X.
+        /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
+        /// it reads X.
         pdl: flag "_pdl" = false,
         /// Overwrite or add.
         epilogue: Epilogue "_" = Store,
@@ -108,8 +109,8 @@ impl VariantSpec {
     }
 }
 
-/// The shapes of the register-sourced family for small batches that measured best, by batch tile and within it by growing `n`
-/// (docs/adr/0004-register-sourced-kernels.md).
+/// The shapes of the register-sourced family for small batches that measured best, by batch tile and within it by
+/// growing `n` (docs/adr/0004-register-sourced-kernels.md).
 pub const SHAPES: [GemmMmaSpec; 23] = [
     small(8, 1, 16, 2, 2),
     small(8, 2, 16, 2, 1),
@@ -168,9 +169,11 @@ const BLOCK_ROWS: u32 = 16;
 /// Where the copy engine's swizzle repeats, and with it each ring.
 const SWIZZLE_ALIGN: u32 = 1024;
 const MBARRIER_BYTES: u32 = 8;
-/// Two blocks of one kernel hide each other's start and end; with three of 8 warps the registers no longer hold the decode.
+/// Two blocks of one kernel hide each other's start and end; with three of 8 warps the registers no longer hold the
+/// decode.
 const BLOCKS_PER_SM_MAX: u32 = 2;
-/// Below this many registers per thread one block has the SM for itself: even a single row block would be short of them.
+/// Below this many registers per thread one block has the SM for itself: even a single row block would be short of
+/// them.
 const REGISTERS_MIN: u32 = 80;
 
 /// Row blocks that one task must have together: of a gate and of its up.
@@ -356,19 +359,21 @@ impl Family for GemmMmaSpec {
         if self.dump { WorkspacePlan::operands(problem) } else { WorkspacePlan::default() }
     }
 
-    /// Each shape with escapes, ordinary and dependent, as `store` and `store_add`; those of batch tile 8 also without escapes; those
-    /// of even row blocks as `silu_mul`; a dump for each number of row blocks.
+    /// Each shape with escapes, ordinary and dependent, as `store` and `store_add`; those of batch tile 8 also without
+    /// escapes; those of even row blocks as `silu_mul`; a dump for each number of row blocks.
     fn catalogue() -> impl Iterator<Item = VariantSpec> {
         let used = SHAPES.into_iter().flat_map(|shape| {
             let ways = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];
             ways.into_iter()
-                // Without escapes there is less to hide and nothing to gain but at the smallest batches; beyond, some shapes spill.
+                // Without escapes there is less to hide and nothing to gain but at the smallest batches; beyond, some
+                // shapes spill.
                 .filter(move |(escapes, _)| *escapes || shape.batch_tile.get() == 8)
                 .flat_map(move |(escapes, epilogue)| {
                     [false, true].map(|pdl| GemmMmaSpec { escapes, pdl, epilogue, ..shape })
                 })
         });
-        // The first shape of each number of row blocks: what differs between them is how row blocks are laid over tiles.
+        // The first shape of each number of row blocks: what differs between them is how row blocks are laid over
+        // tiles.
         let dumps = RowBlocks::all().filter_map(|row_blocks| {
             let shape = SHAPES.into_iter().find(|shape| shape.row_blocks == row_blocks)?;
             Some(GemmMmaSpec { dump: true, ..shape })

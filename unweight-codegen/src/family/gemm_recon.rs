@@ -6,8 +6,8 @@
 //! stage = n * (sign-mantissa tile + exponent tile or (nibbles + verbatim rows + bitmask)) + two barriers + its share of X
 //! ```
 //!
-//! With two tiles the weights own the rows of wgmma (`weight_rows`): X has a ring of 768 rows, whatever the stages are. With 1, 3 or
-//! 4 (`batch_rows`) X has 128 rows per stage, and one slot more.
+//! With two tiles the weights own the rows of wgmma (`weight_rows`): X has a ring of 768 rows, whatever the stages are.
+//! With 1, 3 or 4 (`batch_rows`) X has 128 rows per stage, and one slot more.
 
 use super::{EXPONENTS, Edge, Family, Instruction, Op, PRODUCT};
 use crate::{
@@ -21,7 +21,8 @@ use serde::Serialize;
 use unweight_format::{FormId, layout};
 
 range_axis! {
-    /// 64-row tiles of `W` that one CTA multiplies at a time: columns of `Y` in units of 64, and `n` of the WGMMA instruction.
+    /// 64-row tiles of `W` that one CTA multiplies at a time: columns of `Y` in units of 64, and `n` of the WGMMA
+    /// instruction.
     NTiles, "n", 1..=4, "1..=4 (tiles of 64 output features; wgmma has n <= 256)"
 }
 

@@ -35,8 +35,8 @@ range_axis! {
 }
 
 axes! {
-    /// A variant of the register-sourced family for large batches (`wgmma`): `64 * warpgroups` output features by `batch_tile` batch
-    /// rows per output tile.
+    /// A variant of the register-sourced family for large batches (`wgmma`): `64 * warpgroups` output features by
+    /// `batch_tile` batch rows per output tile.
     pub struct GemmWgmmaSpec {
         /// Batch rows of an output tile.
         batch_tile: WideBatchTile "b",
@@ -170,8 +170,8 @@ const fn fits(spec: &VariantSpec, op: &GemmWgmmaSpec) -> bool {
     smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
 }
 
-/// Registers per thread of the loading and the multiplying warpgroups: 128 x (56 + 2 x 224) and 128 x (56 + 3 x 152) fit the 65536 of an
-/// SM. With one warpgroup every thread has what it can address.
+/// Registers per thread of the loading and the multiplying warpgroups: 128 x (56 + 2 x 224) and 128 x (56 + 3 x 152)
+/// fit the 65536 of an SM. With one warpgroup every thread has what it can address.
 const fn registers(op: &GemmWgmmaSpec) -> (Option<u32>, Option<u32>) {
     match op.warpgroups.get() {
         1 => (None, None),
@@ -253,7 +253,8 @@ impl GemmWgmmaSpec {
     }
 }
 
-/// Tiles of Y to which a block can leave a part of the sum: that in which its share of k begins, and that in which it ends.
+/// Tiles of Y to which a block can leave a part of the sum: that in which its share of k begins, and that in which it
+/// ends.
 const SHARED_TILES: u64 = 2;
 
 
@@ -328,7 +329,8 @@ impl Family for GemmWgmmaSpec {
         WorkspacePlan { bytes: parts * u64::from(TILE * self.batch_tile.get() * 4), counters: parts }
     }
 
-    /// Each shape with escapes, ordinary and dependent, as `store` and `store_add`; a dump for each whose blocks take whole tiles.
+    /// Each shape with escapes, ordinary and dependent, as `store` and `store_add`; a dump for each whose blocks take
+    /// whole tiles.
     fn catalogue() -> impl Iterator<Item = VariantSpec> {
         let used = SHAPES.into_iter().flat_map(|shape| {
             [Epilogue::Store, Epilogue::StoreAdd]

@@ -7,9 +7,9 @@
 //! templates/include/.../<f>.cuh        the body
 //! ```
 //!
-//! A family turns one form of a weight into another, or into a product: an [`Edge`] of the graph of forms. Everything that is about all
-//! families (names, attributes, plans, rendering, the catalogue, argument checks) goes through the list at the end of this file, so
-//! another family is a file and a line. docs/adr/0008-families.md counts the edits.
+//! A family turns one form of a weight into another, or into a product: an [`Edge`] of the graph of forms. Everything
+//! that is about all families (names, attributes, plans, rendering, the catalogue, argument checks) goes through the
+//! list at the end of this file, so another family is a file and a line. docs/adr/0008-families.md counts the edits.
 
 use crate::{
     abi::{Field, KernelArgs},
@@ -19,7 +19,8 @@ use crate::{
 use serde::{Serialize, Serializer};
 use unweight_format::FormId;
 
-/// Decoded exponents, u8 `[tiles, 64, 64]`, beside the sign-mantissa bytes: a form that only a device holds and no bundle stores.
+/// Decoded exponents, u8 `[tiles, 64, 64]`, beside the sign-mantissa bytes: a form that only a device holds and no
+/// bundle stores.
 pub const EXPONENTS: FormId = FormId::new("exponents");
 /// `Y`: where the graph ends. Not a form of the weight.
 pub const PRODUCT: FormId = FormId::new("product");
@@ -48,7 +49,8 @@ pub enum Instruction {
 
 /// A family: a spec of its axes and what follows from it.
 ///
-/// Beside this, a spec has what a const context asks for, which a trait cannot give: `plan`, and `values` and `of`, which `axes!` writes.
+/// Beside this, a spec has what a const context asks for, which a trait cannot give: `plan`, and `values` and `of`,
+/// which `axes!` writes.
 pub trait Family: Copy {
     /// The struct that its kernels take.
     type Args: KernelArgs;

@@ -42,7 +42,8 @@ args! {
         pub escapes: u64,
         /// u32 `[ceil(tiles / 16)]`, zeroed before `pack`: words of the lists of 64 row blocks each.
         pub group_words: u64,
-        /// u64, zeroed before `pack`: `!(row * k + column)` of the first element that no operand can stand for, 0 if there is none.
+        /// u64, zeroed before `pack`: `!(row * k + column)` of the first element that no operand can stand for, 0 if
+        /// there is none.
         pub inexact: u64,
         /// Words in `escapes`.
         pub escape_words: u32,
@@ -123,7 +124,8 @@ impl Family for RepackSpec {
         struct Context {
             /// The function of `uw::repack`.
             function: &'static str,
-            /// `Stage` in the constants of `uw::repack` that hold the threads of a block and its shared memory: `kStageThreads`.
+            /// `Stage` in the constants of `uw::repack` that hold the threads of a block and its shared memory:
+            /// `kStageThreads`.
             constant: &'static str,
         }
         let constant = match self.stage {

@@ -25,8 +25,8 @@ pub enum Work {
         /// Output features of one unit.
         columns: u32,
     },
-    /// The steps of 64 of k of those, 128 of a tile at most: `min(ceil(k/64), 128)` times as many. Blocks share them out in teams of one
-    /// block for each of the `ceil(m/rows)` batch tiles, so there are at least as many.
+    /// The steps of 64 of k of those, 128 of a tile at most: `min(ceil(k/64), 128)` times as many. Blocks share them
+    /// out in teams of one block for each of the `ceil(m/rows)` batch tiles, so there are at least as many.
     OutputSteps {
         /// Batch rows of a tile of Y.
         rows: u32,
@@ -66,8 +66,9 @@ pub enum LaunchGrid {
         /// Blocks of a cluster, each with a step at least.
         cluster: u32,
     },
-    /// Groups of blocks to which the rows of W are dealt evenly, once for every `batch_rows` of the batch: as few groups as fill every SM a
-    /// whole number of times, up to `blocks_per_sm`, and more only where a group could not take its share.
+    /// Groups of blocks to which the rows of W are dealt evenly, once for every `batch_rows` of the batch: as few
+    /// groups as fill every SM a whole number of times, up to `blocks_per_sm`, and more only where a group could not
+    /// take its share.
     DealtRowBlocks {
         /// Batch rows of a group.
         batch_rows: u32,
@@ -108,7 +109,8 @@ impl Work {
 }
 
 impl LaunchGrid {
-    /// Teams into which the blocks of a launch divide, where they share tiles of Y in teams ([`Work::OutputSteps`]); otherwise 0.
+    /// Teams into which the blocks of a launch divide, where they share tiles of Y in teams ([`Work::OutputSteps`]);
+    /// otherwise 0.
     pub(super) fn teams(self, problem: GemmShape, blocks: u32) -> u64 {
         match self {
             Self::Persistent { work, .. } => u64::from(blocks).checked_div(work.team(problem)).unwrap_or(0),
@@ -118,7 +120,8 @@ impl LaunchGrid {
 
     /// Blocks for a problem on a device with `sms` multiprocessors; 0 if there is nothing to do.
     ///
-    /// `None` if it is more than a grid may have (2^31 - 1), or `k` has fewer steps than [`LaunchGrid::Clusters`] has blocks to share them.
+    /// `None` if it is more than a grid may have (2^31 - 1), or `k` has fewer steps than [`LaunchGrid::Clusters`] has
+    /// blocks to share them.
     ///
     /// ```
     /// # use unweight_codegen::plan::{LaunchGrid, GemmShape, Work};
@@ -239,7 +242,8 @@ mod tests {
         assert_eq!(grid.teams(GemmShape { m: 0, n: 0, k: 0 }, 0), 0);
     }
 
-    /// The grids at which docs/adr/0004 measured each shape: (n, row blocks a group can take, cluster, blocks per SM) -> blocks.
+    /// The grids at which docs/adr/0004 measured each shape: (n, row blocks a group can take, cluster, blocks per SM)
+    /// -> blocks.
     #[test]
     fn dealt_grids_are_those_that_were_measured() {
         let cases = [
@@ -265,7 +269,8 @@ mod tests {
         assert_eq!(stream.blocks(GemmShape { m: 8, n: 28672, k: 64 }, 132), Some(264));
     }
 
-    /// What a kernel relies on, on devices of any size: a group gets at most what it can take, and each batch tile as many groups.
+    /// What a kernel relies on, on devices of any size: a group gets at most what it can take, and each batch tile as
+    /// many groups.
     #[test]
     fn dealt_groups_can_take_their_share() {
         for sms in [1, 7, 78, 114, 132] {

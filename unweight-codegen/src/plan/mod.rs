@@ -1,7 +1,7 @@
 //! What follows from a spec: shared memory by section, pipeline, roles and launch.
 //!
-//! Pure `const fn`s of a spec. Each kernel header states the same numbers, and the rendered source holds one against the other with
-//! `static_assert`, so neither can drift. Whether a variant can exist is decided here and nowhere else.
+//! Pure `const fn`s of a spec. Each kernel header states the same numbers, and the rendered source holds one against
+//! the other with `static_assert`, so neither can drift. Whether a variant can exist is decided here and nowhere else.
 
 mod grid;
 mod roles;
@@ -14,7 +14,8 @@ pub use smem::{SmemPlan, SmemSection};
 use crate::{spec::VariantSpec, text::Message};
 use std::fmt;
 
-/// Of the values of an axis below the spec's own, the largest that fits, all else being equal. A macro, because a const fn takes no closure.
+/// Of the values of an axis below the spec's own, the largest that fits, all else being equal. A macro, because a const
+/// fn takes no closure.
 macro_rules! most_fitting {
     ($fits:ident($spec:ident, $op:ident), $op_type:ident { $field:ident: $axis:ident }) => {{
         let mut value = $op.$field.get();
@@ -64,7 +65,8 @@ pub struct LaunchPlan {
     pub grid: LaunchGrid,
     /// Blocks of a cluster, along x; 1 for none.
     pub cluster: u32,
-    /// Programmatic dependent launch: the kernel starts while the stream's previous one still runs, and waits for it itself.
+    /// Programmatic dependent launch: the kernel starts while the stream's previous one still runs, and waits for it
+    /// itself.
     pub pdl: bool,
     /// Blocks may wait for other blocks of their grid: all must be resident at once ([`LaunchPlan::blocks_wait`]).
     pub co_resident: bool,
@@ -76,7 +78,8 @@ impl LaunchPlan {
         Self { threads, blocks_per_sm, grid, cluster: 1, pdl: false, co_resident: false }
     }
 
-    /// Whether, in a grid of `blocks`, some wait for others. A grid of a single team shares no tile of Y, so nobody waits.
+    /// Whether, in a grid of `blocks`, some wait for others. A grid of a single team shares no tile of Y, so nobody
+    /// waits.
     pub fn blocks_wait(&self, problem: GemmShape, blocks: u32) -> bool {
         self.co_resident && self.grid.teams(problem, blocks) > 1
     }
@@ -204,8 +207,8 @@ impl Plan {
         spec.op.plan(spec)
     }
 
-    /// The workspace of a launch for this problem on a device with `sms` multiprocessors: for partial sums, or for the operands that a
-    /// dump writes.
+    /// The workspace of a launch for this problem on a device with `sms` multiprocessors: for partial sums, or for the
+    /// operands that a dump writes.
     pub fn workspace(&self, problem: GemmShape, sms: u32) -> WorkspacePlan {
         self.spec.op.workspace(self, problem, sms)
     }

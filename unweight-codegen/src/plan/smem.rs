@@ -40,7 +40,8 @@ impl SmemPlan {
         Self { sections: [none; MAX_SECTIONS], len: 0, end: 0 }
     }
 
-    /// This plan with a section behind it, at the next multiple of `align` (a power of two). A section without bytes is left out.
+    /// This plan with a section behind it, at the next multiple of `align` (a power of two). A section without bytes is
+    /// left out.
     #[must_use]
     pub const fn section(mut self, name: &'static str, count: u32, bytes_each: u32, align: u32) -> Self {
         if count * bytes_each == 0 {

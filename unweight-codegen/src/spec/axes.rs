@@ -1,7 +1,7 @@
 //! The axes of a variant: each a small type that holds legal values only.
 //!
-//! A number outside an axis is an [`AxisError`]; whether a *combination* of legal values can exist is the plan's question
-//! ([`crate::plan::Plan::new`]).
+//! A number outside an axis is an [`AxisError`]; whether a *combination* of legal values can exist is the plan's
+//! question ([`crate::plan::Plan::new`]).
 //!
 //! A family lists its axes once, by `axes!` or by hand, as a table of [`Axis`]. Names (`spec/name.rs`) and attributes
 //! (`spec/pairs.rs`) are read and written from that table, so neither knows a family.
@@ -248,8 +248,8 @@ macro_rules! word_axis {
 
 /// The spec of a family, field by field in the order of names: `field: Type "mark" [= default [unnamed]]`.
 ///
-/// A type is one of the axes, or `flag`. `unnamed`: names leave the default out. Writes the struct, its table of [`Axis`], and the way
-/// to and from [`Raw`].
+/// A type is one of the axes, or `flag`. `unnamed`: names leave the default out. Writes the struct, its table of
+/// [`Axis`], and the way to and from [`Raw`].
 macro_rules! axes {
     (
         $(#[$doc:meta])*
@@ -323,8 +323,8 @@ word_axis! {
         Store = "store",
         /// `Y = Y + X W^T`, added in fp32 and rounded once.
         StoreAdd = "store_add",
-        /// `Y = silu(G) * U`, where 16 columns of the product that are G's and the 16 of U that go with them take turns: half as many
-        /// output features. Of op `gemm_mma` only.
+        /// `Y = silu(G) * U`, where 16 columns of the product that are G's and the 16 of U that go with them take
+        /// turns: half as many output features. Of op `gemm_mma` only.
         SiluMul = "silu_mul",
     }
 }

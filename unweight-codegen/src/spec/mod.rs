@@ -1,7 +1,7 @@
 //! What is compiled: a [`VariantSpec`] is the whole identity of a kernel.
 //!
-//! The spec knows axes, names and attributes. It refuses to know shared memory, threads or files: those follow from it in
-//! [`plan`](crate::plan) and [`render`](crate::render()), family by family ([`family`](crate::family)).
+//! The spec knows axes, names and attributes. It refuses to know shared memory, threads or files: those follow from it
+//! in [`plan`](crate::plan) and [`render`](crate::render()), family by family ([`family`](crate::family)).
 
 mod axes;
 pub mod catalog;

@@ -12,8 +12,8 @@
 //!                                    [_streamk][_esc][_pdl]_<store|store_add>[_dump]
 //! ```
 //!
-//! Behind the family's name stand its axes in their order, each with its mark. `parse(name(x)) == x` for every spec, and a text that
-//! parses is the name of what it parses to: `l07` is not a name.
+//! Behind the family's name stand its axes in their order, each with its mark. `parse(name(x)) == x` for every spec,
+//! and a text that parses is the name of what it parses to: `l07` is not a name.
 
 use super::{Arch, Axis, Raw, Values, VariantSpec, axes::AXES_MAX};
 use crate::{

@@ -1,7 +1,7 @@
 //! The `key = value` pairs of `#[unweight_variant(...)]` as a spec, in const context.
 //!
-//! The attribute knows no family: it hands over what it read, asks [`check`] about each pair so that an error stands on the user's own
-//! token, and [`check_all`] about the whole. What neither complains of, [`spec`] gives.
+//! The attribute knows no family: it hands over what it read, asks [`check`] about each pair so that an error stands on
+//! the user's own token, and [`check_all`] about the whole. What neither complains of, [`spec`] gives.
 
 #![expect(clippy::result_large_err, reason = "a message is held inline: a const context has no heap")]
 
@@ -84,7 +84,8 @@ pub const fn check(pairs: &[Pair], index: usize) -> Result<(), Blame> {
     }
 }
 
-/// What is wrong with the pairs together, if nothing is wrong with any of them: a key that is missing, or a variant that cannot exist.
+/// What is wrong with the pairs together, if nothing is wrong with any of them: a key that is missing, or a variant
+/// that cannot exist.
 pub const fn check_all(pairs: &[Pair]) -> Result<(), Message> {
     let (Ok(found), Ok(_)) = (family(pairs), arch(pairs)) else { return Ok(()) };
     let axes = FAMILIES[found].axes;

@@ -1,7 +1,8 @@
 // Accumulators of one warp (16 rows of a wgmma tile) to a row-major bf16 matrix.
 //
-// The fragment spreads a row over four lanes; through a private piece of shared memory the warp turns it into 16-byte accesses that cover whole
-// 128-byte lines. Rows at or past `rows` are neither read nor written. Only the calling warp is involved.
+// The fragment spreads a row over four lanes; through a private piece of shared memory the warp turns it into 16-byte
+// accesses that cover whole 128-byte lines. Rows at or past `rows` are neither read nor written. Only the calling warp
+// is involved.
 #pragma once
 
 #include "unweight/ptx/memory.cuh"
@@ -13,7 +14,8 @@ namespace uw::epilogue {
 template <u32 kColumns>
 constexpr u32 kStagingBytes = 16 * kColumns * 2;
 
-// staging: [16 rows][kColumns] bf16, 16-byte chunk c of row r at chunk c ^ r%8: neither stmatrix nor the row-wise accesses conflict.
+// staging: [16 rows][kColumns] bf16, 16-byte chunk c of row r at chunk c ^ r%8: neither stmatrix nor the row-wise
+// accesses conflict.
 template <u32 kColumns>
 UW_DEVICE u32 staging_offset(u32 row, u32 chunk) {
     return row * (kColumns * 2) + ((chunk ^ (row % 8)) * 16);

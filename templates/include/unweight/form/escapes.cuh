@@ -1,4 +1,5 @@
-// Elements outside the window of the packed form (docs/format.md, A.9): exact operands that replace what the container decoded to.
+// Elements outside the window of the packed form (docs/format.md, A.9): exact operands that replace what the container
+// decoded to.
 //
 //   head    u32 of a row block: 0 none | 1 << 30 | record | 1 << 31 | index of a list in `escapes`
 //   list    count, then count records
@@ -14,8 +15,8 @@ namespace uw::packed {
 constexpr u32 kListHead = 1u << 31;
 constexpr u32 kBlockElements = kBlockRows * kTile;
 
-// `record` is the same in all lanes; the lane that holds the element rewrites one half of one register. Compile-time indices keep the operands in
-// registers: a branch that the warp takes together finds the step, a select the register.
+// `record` is the same in all lanes; the lane that holds the element rewrites one half of one register. Compile-time
+// indices keep the operands in registers: a branch that the warp takes together finds the step, a select the register.
 UW_DEVICE void patch(Operands& operands, u32 record, u32 lane) {
     const u32 step = record >> 23 & 3;
     const u32 target = (record >> 16 & 31) == lane ? record >> 21 & 3 : 4;
@@ -32,8 +33,8 @@ UW_DEVICE void patch(Operands& operands, u32 record, u32 lane) {
     }
 }
 
-// The records of one row block, spread over the warp: lane 0 holds the count, lane i record i - 1. Read ahead of the operands, so that a list, which
-// is far away, comes while the weights do. `head` is the same in all lanes and not 0.
+// The records of one row block, spread over the warp: lane 0 holds the count, lane i record i - 1. Read ahead of the
+// operands, so that a list, which is far away, comes while the weights do. `head` is the same in all lanes and not 0.
 UW_DEVICE u32 read_records(u32 head, const u32* escapes, u32 escape_words, u32 lane) {
     if ((head & kListHead) == 0) return lane == 0 ? 1 : head;
     const u32 index = head & ~kListHead;

@@ -1,7 +1,9 @@
-// The packed resident form (docs/format.md, A.9) as a stream of A operands: 12 bytes become 8 bf16 in 9 integer operations.
+// The packed resident form (docs/format.md, A.9) as a stream of A operands: 12 bytes become 8 bf16 in 9 integer
+// operations.
 //
-//   tile 64x64 = 6144 B = 4 row blocks of 1536 B; a row block = 3 groups of 512 B; lane l owns 16 bytes of each group, 12 words in all.
-//   Step s (16 columns) is words 3s, 3s+1, 3s+2. P0..P2 lie in a word each, P3 in the bits 14..11 that their halves leave free:
+//   tile 64x64 = 6144 B = 4 row blocks of 1536 B; a row block = 3 groups of 512 B; lane l owns 16 bytes of each group,
+//   12 words in all. Step s (16 columns) is words 3s, 3s+1, 3s+2. P0..P2 lie in a word each, P3 in the bits 14..11 that
+//   their halves leave free:
 //
 //     half    15    14..11       10..7    6..0
 //             sign  P3's piece   nibble   mantissa
@@ -62,8 +64,8 @@ struct PackedBlock {
     }
 
 private:
-    // (a & b) | c as one instruction by name: from the expression with two constants the compiler makes two, since LOP3 takes one immediate,
-    // and a tile costs 64 instructions more.
+    // (a & b) | c as one instruction by name: from the expression with two constants the compiler makes two, since LOP3
+    // takes one immediate, and a tile costs 64 instructions more.
     UW_DEVICE static u32 and_or(u32 a, u32 b, u32 c) { return ptx::lop3<0xEA>(a, b, c); }
 };
 

@@ -1,16 +1,20 @@
 // Preprocess family (report section 7): Huffman tensor -> bf16 matrix | exponent bytes | packed palette indices.
 //
-// Config   { static constexpr u32 kOutput /* 0 full, 1 exponent, 2 palette */, kCodeLimit /* 6..15 */, kWarps /* 1..32, planned: 32 */; }
+// Config   { static constexpr u32 kOutput /* 0 full, 1 exponent, 2 palette */, kCodeLimit /* 6..15 */, kWarps /* 1..32,
+//          planned: 32 */; }
 //          A tensor may be decoded by a kernel of its own longest code or of any larger limit.
-// Launch   threads = 32 * kWarps, grid = min(tiles, SMs) (1 block per SM; any grid is right), dynamic shared memory = Smem<Config>::kBytes,
+// Launch   threads = 32 * kWarps, grid = min(tiles, SMs) (1 block per SM; any grid is right), dynamic shared memory =
+//          Smem<Config>::kBytes,
 //          __launch_bounds__(32 * kWarps, 1).
 //
-// Roles    every warp is alone: it takes every so many-th tile and shares nothing but the table with others; a last round too short for
-//          all warps is dealt out in half tiles. A tile's header (16 B metadata, 64 B lengths) was loaded a tile ahead; one warp scan of the
-//          lengths gives all 64 rows' first bits. Then, for each half (32 rows): (1) a bulk copy brings the bits, started while the half before
-//          was being decoded; (2) each lane decodes a row from shared memory (decode/reader.cuh) into 16-byte pieces of a staging area;
-//          (3) the warp writes the staging area out, 16 bytes a lane, whole sectors side by side. Full output decodes to palette indices;
-//          its sign-mantissa bytes are loaded before (2) and joined with the exponents (mma/reconstruct.cuh) in (3).
+// Roles    every warp is alone: it takes every so many-th tile and shares nothing but the table with others; a last
+//          round too short for
+//          all warps is dealt out in half tiles. A tile's header (16 B metadata, 64 B lengths) was loaded a tile ahead;
+//          one warp scan of the lengths gives all 64 rows' first bits. Then, for each half (32 rows): (1) a bulk copy
+//          brings the bits, started while the half before was being decoded; (2) each lane decodes a row from shared
+//          memory (decode/reader.cuh) into 16-byte pieces of a staging area; (3) the warp writes the staging area out,
+//          16 bytes a lane, whole sectors side by side. Full output decodes to palette indices; its sign-mantissa bytes
+//          are loaded before (2) and joined with the exponents (mma/reconstruct.cuh) in (3).
 // Barriers 2 mbarriers per warp, one per half: 1 arrival (the copying lane, with the bytes expected); a phase per copy.
 //
 // Shared memory, in this order (bytes; Smem<Config>):
@@ -18,18 +22,23 @@
 //                                  all outputs: 32768 (L=8), 65536 (L=9..15)
 //   scratch  1024                  code words and single-symbol entries while the table is built
 //   barriers 16 * kWarps           2 mbarriers a warp
-//   stage    2656 * kWarps         2 buffers of 1328 = 16 in front + 1312 (32 rows * 319 bits, rounded out to 16 B at both ends)
+//   stage    2656 * kWarps         2 buffers of 1328 = 16 in front + 1312 (32 rows * 319 bits, rounded out to 16 B at
+//                                  both ends)
 //   output   palette, full: 1024 * kWarps; exponent: 2048 * kWarps
-// A row may be read up to 128 B past its bits when the stream lies; that ends inside `output` at the latest (>= 1024 B).
+// A row may be read up to 128 B past its bits when the stream lies; that ends inside `output` at the latest (>= 1024
+// B).
 //
 // Bytes    per element, 2.75 bits a code: read 0.34 + 0.016 + 0.004 (full: + 1), write palette 0.5, exponent 1, full 2.
 //          14336x4096: palette 50 MB, exponent 80 MB, full 198 MB.
-// Bound    palette and exponent: shared memory (a pair lookup of 32 lanes meets in 3 to 4 wavefronts); full: device memory. Figures: docs/records; what else was
+// Bound    palette and exponent: shared memory (a pair lookup of 32 lanes meets in 3 to 4 wavefronts); full: device
+//          memory. Figures: docs/records; what else was
 //          tried: docs/adr/0005-preprocess-log.md.
 //
-// Safety   for any bytes: a tile whose metadata would leave encoded_exp or verbatim_exponents, or that marks a pad row, is skipped and
+// Safety   for any bytes: a tile whose metadata would leave encoded_exp or verbatim_exponents, or that marks a pad row,
+//          is skipped and
 //          *fault = 1 + tile; all else is static. Wrong codes give wrong bytes only.
-// Source   report sections 3.4, 6.2, 7. Changed: tables of two symbols or of one copy per bank, a tile per warp, word-aligned tiles
+// Source   report sections 3.4, 6.2, 7. Changed: tables of two symbols or of one copy per bank, a tile per warp,
+//          word-aligned tiles
 //          and u8 row lengths (docs/adr/0001-format.md).
 #pragma once
 

@@ -1,4 +1,5 @@
-// Encoding family (report section 4): BF16 matrix -> the sections of docs/format.md A.6, byte for byte those of the CPU encoder.
+// Encoding family (report section 4): BF16 matrix -> the sections of docs/format.md A.6, byte for byte those of the CPU
+// encoder.
 //
 // One function per stage, all of EncodeArgs, run in this order on one stream:
 //   Huffman tensor   stats, table, decode_table (only if the flat table is wanted), rows, scan, write
@@ -16,12 +17,13 @@
 // (tiles / 8 rounded up; 4 SMs = 4 blocks on each multiprocessor; any grid is right except for scan.)
 //
 // Zeroed before: histogram (stats), scan_state (scan). scan_state: 4 u64 per block of scan.
-// totals[3] becomes 1 if the coded words or the verbatim rows exceed the capacities (or 2^32 words); nothing is written past them.
-// Matrices are of any shape; k a multiple of 8 takes 16-byte loads in rows, write and palette.
+// totals[3] becomes 1 if the coded words or the verbatim rows exceed the capacities (or 2^32 words); nothing is written
+// past them. Matrices are of any shape; k a multiple of 8 takes 16-byte loads in rows, write and palette.
 //
-// Source   report section 4. Changed: lane-private histogram columns instead of one histogram per block; parallel package-merge
-//          instead of a tree (docs/format.md A.4); a tile's words belong to one warp, which assembles them in shared memory, so that the
-//          global bitstream needs no atomics; tiles start on words.
+// Source   report section 4. Changed: lane-private histogram columns instead of one histogram per block; parallel
+//          package-merge
+//          instead of a tree (docs/format.md A.4); a tile's words belong to one warp, which assembles them in shared
+//          memory, so that the global bitstream needs no atomics; tiles start on words.
 #pragma once
 
 #include "unweight/abi.cuh"
@@ -47,8 +49,8 @@ constexpr u32 kScanTiles = kScanThreads * kScanTilesPerThread;
 
 // ---- stats: sign_mantissa (unless that is null), and how often each exponent occurs ---------------------------------
 
-// One increment per element. Counter (exponent, lane) stands at exponent * 128 + lane * 4: each lane has its own bank, and only
-// warps of the block meet in a counter. exponent * 128 is what the element's own bits 7..14 say.
+// One increment per element. Counter (exponent, lane) stands at exponent * 128 + lane * 4: each lane has its own bank,
+// and only warps of the block meet in a counter. exponent * 128 is what the element's own bits 7..14 say.
 UW_DEVICE void count_pair(u32 column, u32 pair) {
     ptx::reduce_add_shared(column + (pair & 0x7f80), 1);
     ptx::reduce_add_shared(column + (pair >> 16 & 0x7f80), 1);
@@ -63,7 +65,8 @@ UW_DEVICE void stats(const EncodeArgs& args) {
     for (u32 at = thread * 16; at < kStatsSmemBytes; at += kStatsThreads * 16) ptx::store_shared_x4(smem + at, U32x4{});
     ptx::sync_block();
 
-    // A warp takes chunks of 512 elements: two loads of 16 bytes and two stores of 8 bytes a lane, each warp-wide access contiguous.
+    // A warp takes chunks of 512 elements: two loads of 16 bytes and two stores of 8 bytes a lane, each warp-wide
+    // access contiguous.
     u64 elements = static_cast<u64>(args.n) * args.k, chunks = elements / 512;
     u64 warps = static_cast<u64>(ptx::grid_size()) * (kStatsThreads / 32);
     u64 warp = static_cast<u64>(ptx::block_index()) * (kStatsThreads / 32) + thread / 32;
@@ -114,12 +117,12 @@ UW_DEVICE void store_shared_u64(u32 address, u64 v) {
     ptx::store_shared_x2(address, {static_cast<u32>(v), static_cast<u32>(v >> 32)});
 }
 
-// Optimal code lengths under `limit` (package-merge, Larmore and Hirschberg 1990), by one warp. Lane a < m holds the weight of leaf a,
-// lightest first; the result is that leaf's length. m >= 2.
+// Optimal code lengths under `limit` (package-merge, Larmore and Hirschberg 1990), by one warp. Lane a < m holds the
+// weight of leaf a, lightest first; the result is that leaf's length. m >= 2.
 //
-// A round merges the leaves with the packages of the round before, a leaf going before a package of the same weight; the place of an item is
-// its rank in its own list plus how many items of the other list go before it. A round leaves behind one bit per place: leaf or package.
-// `scratch`: 256 B merged weights, 128 B flags, 64 B rounds.
+// A round merges the leaves with the packages of the round before, a leaf going before a package of the same weight;
+// the place of an item is its rank in its own list plus how many items of the other list go before it. A round leaves
+// behind one bit per place: leaf or package. `scratch`: 256 B merged weights, 128 B flags, 64 B rounds.
 UW_DEVICE u32 package_merge(u64 leaf, u32 m, u32 limit, u32 lane, u32 scratch) {
     u32 merged = scratch, flags = scratch + 256, rounds = scratch + 384;
     u64 package = 0;
@@ -274,8 +277,8 @@ UW_DEVICE u32 pad_pair(const EncodeArgs& args) {
     return exponent << 7 | exponent << 23;
 }
 
-// Table entry of the exponent in the low or the high half of a pair. Trained exponents are neighbours, so the lanes of a warp read different
-// banks or the same word.
+// Table entry of the exponent in the low or the high half of a pair. Trained exponents are neighbours, so the lanes of
+// a warp read different banks or the same word.
 UW_DEVICE u32 entry_low(u32 table, u32 pair) { return ptx::load_shared(table + (pair >> 5 & 0x3fc)); }
 UW_DEVICE u32 entry_high(u32 table, u32 pair) { return ptx::load_shared(table + (pair >> 21 & 0x3fc)); }
 
@@ -312,7 +315,8 @@ UW_DEVICE void store_verbatim(const EncodeArgs& args, const TilePlace& p, const 
     ptx::store_global_x2(args.verbatim_exponents + at * kTile + segment * 8, exponent_bytes(p, v));
 }
 
-// ---- rows: row lengths, bitmask, words and verbatim rows of each tile ------------------------------------------------
+// ---- rows: row lengths, bitmask, words and verbatim rows of each tile
+// ------------------------------------------------
 
 template <bool kWide>
 UW_DEVICE void rows_of(const EncodeArgs& args) {
@@ -376,13 +380,15 @@ UW_DEVICE void rows(const EncodeArgs& args) {
     }
 }
 
-// ---- scan: word and row counts of the tiles -> offsets ---------------------------------------------------------------
+// ---- scan: word and row counts of the tiles -> offsets
+// ---------------------------------------------------------------
 //
-// One pass: a block publishes the sums of its tiles and adds up those of all blocks before it, a block per thread. It takes a ticket, so that
-// those it waits for already run. Its 4 words of scan_state:
+// One pass: a block publishes the sums of its tiles and adds up those of all blocks before it, a block per thread. It
+// takes a ticket, so that those it waits for already run. Its 4 words of scan_state:
 //                         [0] its sums: words (24 bits) | verbatim rows << 24 | most rows of a tile << 44 | 1 << 63
 //                         [1] of block 0: the ticket counter
-// The word carries its own flag. (Running totals that blocks hand on, as in Merrill and Garland 2016, make a chain of round trips to L2.)
+// The word carries its own flag. (Running totals that blocks hand on, as in Merrill and Garland 2016, make a chain of
+// round trips to L2.)
 
 UW_DEVICE void scan(const EncodeArgs& args) {
     u32 smem = ptx::smem_address(ptx::dynamic_smem());  // 8 warps x {words, rows, most}, then the ticket
@@ -479,9 +485,11 @@ UW_DEVICE void scan(const EncodeArgs& args) {
     }
 }
 
-// ---- write: bitstream and verbatim rows ------------------------------------------------------------------------------
+// ---- write: bitstream and verbatim rows
+// ------------------------------------------------------------------------------
 
-// ORs `bits` (up to 64 of them) into a zeroed bitstream in shared memory. Neighbouring lanes share words, hence atomics.
+// ORs `bits` (up to 64 of them) into a zeroed bitstream in shared memory. Neighbouring lanes share words, hence
+// atomics.
 UW_DEVICE void put(u32 stream, u32 position, u64 bits) {
     u32 low = static_cast<u32>(bits), high = static_cast<u32>(bits >> 32), shift = position % 32;
     u32 address = stream + position / 32 * 4;
@@ -514,8 +522,8 @@ UW_DEVICE Codes codes_of(u32 table, const U32x4& v) {
             left + length[2] + length[3]};
 }
 
-// The same for codes of at most 7 bits: four fit a word. Words fill from the top, so that a funnel shift both makes room and
-// appends, and nothing needs a mask; the shift takes the count's low five bits.
+// The same for codes of at most 7 bits: four fit a word. Words fill from the top, so that a funnel shift both makes
+// room and appends, and nothing needs a mask; the shift takes the count's low five bits.
 constexpr u32 kShortCode = 7;
 
 struct ShortCodes {
@@ -670,7 +678,8 @@ UW_DEVICE void write(const EncodeArgs& args) {
     }
 }
 
-// ---- palette: packed indices and verbatim rows -----------------------------------------------------------------------
+// ---- palette: packed indices and verbatim rows
+// -----------------------------------------------------------------------
 
 // Also sets start_word to 0 (docs/format.md A.7), so a metadata array serves one form.
 template <bool kWide>

@@ -1,7 +1,9 @@
-// Register-sourced matmul for small batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight (docs/format.md, A.9). The *weight* is the A
-// operand of mma.m16n8k16 and goes shared memory -> registers -> tensor core, decoded on the way with 9 integer operations per 8 weights; the batch is the
-// n dimension, so a batch of 8 pads nothing. An element outside the window is replaced by its exact operand before the multiply: what the tensor cores see
-// are the weights times 2^(112 - base), bit for bit, and the fp32 sums are multiplied once by GemmPackedArgs::scale.
+// Register-sourced matmul for small batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight
+// (docs/format.md, A.9). The *weight* is the A operand of mma.m16n8k16 and goes shared memory -> registers -> tensor
+// core, decoded on the way with 9 integer operations per 8 weights; the batch is the n dimension, so a batch of 8 pads
+// nothing. An element outside the window is replaced by its exact operand before the multiply: what the tensor cores
+// see are the weights times 2^(112 - base), bit for bit, and the fp32 sums are multiplied once by
+// GemmPackedArgs::scale.
 //
 // Config
 //   u32  kRowBlocks      1..8     16-row blocks of one task: a warp's A fragments and sums
@@ -11,31 +13,41 @@
 //   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
 //   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
 //   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
-//   bool kSiluMul        y[m, n / 2] = silu(gate) * up, in fp32 and rounded once: row blocks of W alternate between 16 rows of the gate's weights and the 16
-//                        of the up's that go with them (kRowBlocks even, no kStoreAdd)
-//   bool kPdl      programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are touched after it
-//   bool kPersistent         a cluster works off several tasks, its rings running on across them
+//   bool kSiluMul        y[m, n / 2] = silu(gate) * up, in fp32 and rounded once: row blocks of W alternate between 16
+//                        rows of the gate's weights and the 16 of the up's that belong to them (kRowBlocks even, no
+//                        kStoreAdd)
+//   bool kPdl            programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are
+//                        touched after it
+//   bool kPersistent     a cluster works off several tasks, its rings running on across them
 //   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]
 //
-// Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster blocks along x, m >= 1, and
-//   grid = groups * ceil(m / kBatchTile) * kCluster. The n / 16 row blocks are dealt to the groups in order, evenly up to one. Without kPersistent
-//   ceil((n / 16) / groups) <= kRowBlocks; with it any number of groups will do.
-//   Best: as many blocks as fill every multiprocessor once (132 or 264 on an H200), and shared memory or registers such that no more fit. Under dependent launch
-//   a half-full multiprocessor takes blocks of the next kernel early, and unevenly.
+// Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
+// blocks along x, m >= 1, and
+//   grid = groups * ceil(m / kBatchTile) * kCluster. The n / 16 row blocks are dealt to the groups in order, evenly up
+//   to one. Without kPersistent ceil((n / 16) / groups) <= kRowBlocks; with it any number of groups will do.
+//   Best: as many blocks as fill every multiprocessor once (132 or 264 on an H200), and shared memory or registers such
+//   that no more fit. Under dependent launch a half-full multiprocessor takes blocks of the next kernel early, and
+//   unevenly.
 //
-// Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile, 128-byte swizzle, zero past the batch) and
-// its task's row blocks of one tile column, up to four neighbours a bulk copy (L2 evict_first). Nothing crosses warps until the reduction.
-// One step: wait | ldmatrix X | per row block 3 x 16 bytes a lane, decode | refill the slot | patch | 4 * kBatchTile / 8 mma.
+// Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile,
+// 128-byte swizzle, zero past the batch) and its task's row blocks of one tile column, up to four neighbours a bulk
+// copy (L2 evict_first). Nothing crosses warps until the reduction. One step: wait | ldmatrix X | per row block 3 x 16
+// bytes a lane, decode | refill the slot | patch | 4 * kBatchTile / 8 mma.
 //
-// Barriers: full [kWarps][kStages], 1 arrival + bytes of X and W. A warp refills its own slots, so there is no empty barrier: it
-//   releases a slot to the copy engine (pipeline::release_to_copy_engine: a proxy fence of every lane, then __syncwarp) before it starts the next copy.
-//   Per task the block (or cluster) meets once between writing and reading sums; kPersistent: once more before writing; clusters: once more before exit.
+// Barriers: full [kWarps][kStages], 1 arrival + bytes of X and W. A warp refills its own slots, so there is no empty
+// barrier: it releases a slot to the copy engine (pipeline::release_to_copy_engine: a proxy fence of every lane, then
+// __syncwarp) before it starts the next copy.
+//   Per task the block (or cluster) meets once between writing and reading sums; kPersistent: once more before writing;
+//   clusters: once more before exit.
 //
-// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + kRowBlocks * 1536)) + 8 * kStages), kPersistent: + kWarps * kRowBlocks * kBatchTile * 64.
+// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + kRowBlocks * 1536)) + 8 * kStages),
+//   kPersistent: + kWarps * kRowBlocks * kBatchTile * 64.
 //   Without kPersistent a warp's sums (fp32 [batch][row]) lie over its own drained ring.
-// Global reads per tile column: kRowBlocks * (1536 + 4) + 128 * min(m, kBatchTile) (X: L2 after the first), and 4 * (1 + records) per list.
+// Global reads per tile column: kRowBlocks * (1536 + 4) + 128 * min(m, kBatchTile) (X: L2 after the first), and
+//   4 * (1 + records) per list.
 //
-// Bound: device memory, n * k * 1.5 bytes. Figures: docs/records; what was tried: docs/adr/0004-register-sourced-kernels.md.
+// Bound: device memory, n * k * 1.5 bytes. Figures: docs/records; what was tried:
+// docs/adr/0004-register-sourced-kernels.md.
 #pragma once
 
 #include "unweight/epilogue/activation.cuh"
@@ -72,7 +84,8 @@ struct Smem {
         (Config::kStages * kStageBytes + smem::kSwizzlePeriodBytes - 1) / smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
     // One warp's sums, fp32 [batch][row].
     static constexpr u32 kSumBytes = Config::kBatchTile * kRows * 4;
-    // In a stream the rings are being refilled while sums are reduced; otherwise a warp's sums lie over its drained ring.
+    // In a stream the rings are being refilled while sums are reduced; otherwise a warp's sums lie over its drained
+    // ring.
     static constexpr u32 kSumPitchBytes = Config::kPersistent ? kSumBytes : kRingBytes;
 
     static constexpr u32 kRings = 0;
@@ -90,7 +103,8 @@ struct Kernel {
     static constexpr u32 kFragments = Config::kBatchTile / kBatchFragment;
     static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that share a task's k
     static constexpr u32 kNoColumn = ~0u;
-    // Row blocks whose multiply chains run side by side. With four fragments and more a row block has chains enough of its own.
+    // Row blocks whose multiply chains run side by side. With four fragments and more a row block has chains enough of
+    // its own.
     static constexpr u32 kChains = Config::kRowBlocks > 1 && kFragments < 4 ? 2 : 1;
     static constexpr u32 kHeadBatch = 32;  // tiles whose heads one load of a warp brings: one a lane
     static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
@@ -101,7 +115,8 @@ struct Kernel {
     static_assert(kOutRows % (2 * Config::kCluster) == 0, "blocks of a cluster store whole pairs of rows");
     static_assert(Config::kRowBlocks % kTogether == 0 && !(Config::kSiluMul && Config::kStoreAdd), "a gate and its up are one task's, and overwrite");
 
-    // Blocks of one tile are neighbours in memory, so one copy brings up to four; a task of 16-row blocks spans up to kPieces tiles.
+    // Blocks of one tile are neighbours in memory, so one copy brings up to four; a task of 16-row blocks spans up to
+    // kPieces tiles.
     static constexpr u32 kPieces = (Config::kRowBlocks + packed::kTileBlocks - 2) / packed::kTileBlocks + 1;
     struct Pieces {
         const u8* source[kPieces];  // in column 0 of the tiles
@@ -109,8 +124,8 @@ struct Kernel {
         u32 slot_bytes;  // with X
     };
 
-    // Row blocks are dealt out in order and evenly, the first clusters getting what does not divide, so that every multiprocessor streams to the end.
-    // Clusters that share weights are neighbours.
+    // Row blocks are dealt out in order and evenly, the first clusters getting what does not divide, so that every
+    // multiprocessor streams to the end. Clusters that share weights are neighbours.
     struct Share {
         u32 batch;  // first batch row
         u32 first, blocks;
@@ -235,7 +250,8 @@ struct Kernel {
         advance_load();
     }
 
-    // Fills the ring, weights before anything else: they do not depend on the kernel before and come from furthest away. X does and waits.
+    // Fills the ring, weights before anything else: they do not depend on the kernel before and come from furthest
+    // away. X does and waits.
     UW_DEVICE void start(Heads& heads) {
         if (ptx::elect_one()) {
 #pragma unroll
@@ -280,7 +296,8 @@ struct Kernel {
             heads.words[b] = b < count ? ptx::load_global_nc(args.escape_heads + tile * packed::kTileBlocks + block % packed::kTileBlocks) : 0;
         }
     }
-    // Apart from the load, so that the words travel while the warp does other things. Lists are rare and far away: have them near when their tile comes.
+    // Apart from the load, so that the words travel while the warp does other things. Lists are rare and far away: have
+    // them near when their tile comes.
     UW_DEVICE void digest_heads(Heads& heads) const {
         u32 any = 0;
 #pragma unroll
@@ -308,8 +325,9 @@ struct Kernel {
         }
     }
 
-    // `turn`: the tile's place in `heads`. Two bodies, so that the common one has no branch among its operands. A task with fewer than kRowBlocks blocks
-    // multiplies what an earlier tile left in the slot and drops the sums: a branch would cost every task more than the multiply costs this one.
+    // `turn`: the tile's place in `heads`. Two bodies, so that the common one has no branch among its operands. A task
+    // with fewer than kRowBlocks blocks multiplies what an earlier tile left in the slot and drops the sums: a branch
+    // would cost every task more than the multiply costs this one.
     template <bool kPatch>
     UW_DEVICE void compute_tile(const Heads& heads, u32 turn, u32 task) {
         u32 records[Config::kRowBlocks];
@@ -333,7 +351,8 @@ struct Kernel {
                 operands[c] = packed::Operands(packed::PackedBlock(w_slot(slot) + (first + c) * packed::kBlockBytes, lane));
             }
             if (first + kChains >= Config::kRowBlocks) {
-                // The slot's loads have been issued, but nothing has needed their values yet: they may still be in flight.
+                // The slot's loads have been issued, but nothing has needed their values yet: they may still be in
+                // flight.
                 pipeline::release_to_copy_engine();
                 load_next();
             }
@@ -384,7 +403,8 @@ struct Kernel {
     }
 
     // ---- reduce ----------------------------------------------------------------------------------------------------
-    // Bytes of (batch b, row r) in a warp's sums: bits 3 and 4 of the word are flipped so that the fragment's (2t, g) hit 32 banks.
+    // Bytes of (batch b, row r) in a warp's sums: bits 3 and 4 of the word are flipped so that the fragment's (2t, g)
+    // hit 32 banks.
     UW_DEVICE static u32 sum_offset(u32 b, u32 r) { return ((b * S::kRows + r) ^ (b / 2 % 4 * 8)) * 4; }
 
     UW_DEVICE void meet() const {

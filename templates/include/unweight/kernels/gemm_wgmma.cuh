@@ -1,39 +1,53 @@
-// Register-sourced matmul for large batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight (docs/format.md, A.9). The *weight* is the A operand
-// of wgmma and comes from registers, decoded on the way with 9 integer operations per 8 weights; the batch is the n dimension. An element outside the window is
-// replaced by its exact operand before the multiply: what the tensor cores see are the weights times 2^(112 - base), bit for bit, and the fp32 sums are multiplied
-// once by GemmPackedArgs::scale.
+// Register-sourced matmul for large batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight
+// (docs/format.md, A.9). The *weight* is the A operand of wgmma and comes from registers, decoded on the way with 9
+// integer operations per 8 weights; the batch is the n dimension. An element outside the window is replaced by its
+// exact operand before the multiply: what the tensor cores see are the weights times 2^(112 - base), bit for bit, and
+// the fp32 sums are multiplied once by GemmPackedArgs::scale.
 //
 // Config
 //   u32  kBatchTile      32..256  rows of X in a tile of Y, the n of wgmma; a multiple of 32
 //   u32  kStages         3..      slots of the ring
 //   u32  kWarpgroups     1..3     that multiply, 64 output features (a row of tiles of W) each
-//   u32  kCluster        1..8     blocks that share the k of a tile of Y: each multiplies a run of its steps, and sums and stores a part of its pieces
-//   bool kStreamK        cut what does not fill a round of the grid evenly along k; without it a block takes whole tiles of Y; not with kCluster
+//   u32  kCluster        1..8     blocks that share the k of a tile of Y: each multiplies a run of its steps, and sums
+//                                 and stores a part of its pieces
+//   bool kStreamK        cut what does not fill a round of the grid evenly along k; without it a block takes whole
+//                        tiles of Y; not with kCluster
 //   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
 //   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
-//   bool kPdl      programmatic dependent launch: weights are asked for before griddepcontrol.wait, all else is touched after it
-//   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]; not with kStreamK
+//   bool kPdl      programmatic dependent launch: weights are asked for before griddepcontrol.wait, all else is touched
+//                  after it
+//   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]; not
+//                        with kStreamK
 //
-// Launch: kThreads<Config> = 128 * (kWarpgroups + 1) threads, Smem<Config>::kBytes of dynamic shared memory, m >= 1, clusters of kCluster blocks along x, and with
+// Launch: kThreads<Config> = 128 * (kWarpgroups + 1) threads, Smem<Config>::kBytes of dynamic shared memory, m >= 1,
+// clusters of kCluster blocks along x, and with
 //   tiles = ceil(n / (64 * kWarpgroups)) * ceil(m / kBatchTile)
-//   grid  = min(tiles, multiprocessors); kStreamK: min(tiles * k / 64, multiprocessors): all blocks must be resident at once, one a multiprocessor.
-//   kCluster > 1: grid = tiles * kCluster, k >= 64 * kCluster. Clusters of 2 fill 132 multiprocessors, clusters of 4 no more than 120 of them: one cluster more is a round more.
+//   grid  = min(tiles, multiprocessors)
+//   kStreamK: grid = min(tiles * k / 64, multiprocessors), one block a multiprocessor, all resident at once
+//     (a cooperative launch); workspace = 2 * grid * 64 * kWarpgroups * kBatchTile fp32,
+//     counters = 2 * grid * kWarpgroups u32 (zero before, zero after). Otherwise neither.
+//   kCluster > 1: grid = tiles * kCluster, k >= 64 * kCluster. Clusters of 2 fill 132 multiprocessors, clusters of 4
+//     no more than 120 of them: one cluster more is a round more.
 //   args.x: box 64 x kBatchTile. args.y_map: bf16 [m, n], box 64 (n) x 32 (m), 128-byte swizzle.
-//   kStreamK: workspace = 2 * grid * 64 * kWarpgroups * kBatchTile fp32, counters = 2 * grid * kWarpgroups u32 (zero before, zero after). Otherwise neither.
 //
-// Shared memory = kStages * (kBatchTile * 128 + kWarpgroups * (6144 + E) + 16) + kWarpgroups * (kStoreBuffers * kStoreRows * 128 + 8), where E is 256 with kEscapes,
-//   else 0, kStoreRows is 64 if kBatchTile is a multiple of 64 above 64 and there is no cluster, else 32, and kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)).
-//   Sections: kX, kW, kStaging, kRecords (with kEscapes), kBarriers. What the blocks of a cluster exchange lies over kX and kW.
+// Shared memory = kStages * (kBatchTile * 128 + kWarpgroups * (6144 + E) + 16)
+//   + kWarpgroups * (kStoreBuffers * kStoreRows * 128 + 8)
+//   where E is 256 with kEscapes, else 0; kStoreRows is 64 if kBatchTile is a multiple of 64 above 64 and there is no
+//   cluster, else 32; kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)).
+//   Sections: kX, kW, kStaging, kRecords (with kEscapes), kBarriers. What the blocks of a cluster exchange lies over kX
+//   and kW.
 //
-// Roles: warp 0 loads (an elected lane issues, per step of 64 k, one box of X and one 6144-byte copy of W per warpgroup); warps 1.. find the escapes, one warp for
-// each warpgroup that multiplies, and lay their records beside W; warpgroups 1.. decode and multiply. One step of a warpgroup, in quarters of 16 k: wgmma on operands
-// decoded before | a quarter of the next step's 3 x 16 bytes a lane, decoded | ... | the next step's records, if it has any.
+// Roles: warp 0 loads (an elected lane issues, per step of 64 k, one box of X and one 6144-byte copy of W per
+// warpgroup); warps 1.. find the escapes, one warp for each warpgroup that multiplies, and lay their records beside W;
+// warpgroups 1.. decode and multiply. One step of a warpgroup, in quarters of 16 k: wgmma on operands decoded before |
+// a quarter of the next step's 3 x 16 bytes a lane, decoded | ... | the next step's records, if it has any.
 //
-// Barriers: full [kStages], 1 arrival and the bytes of X and W, with kEscapes 1 more a warpgroup; empty [kStages], one arrival a warp that multiplies; one a warpgroup for
-//   the old Y of kStoreAdd; named barriers 1..3, one a warpgroup, and 4, all that multiply (kCluster).
+// Barriers: full [kStages], 1 arrival and the bytes of X and W, with kEscapes 1 more a warpgroup;
+//   empty [kStages], one arrival a warp that multiplies; one a warpgroup for the old Y of kStoreAdd;
+//   named barriers 1..3, one a warpgroup, and 4, all that multiply (kCluster).
 //   A cluster meets twice: when the sums lie in shared memory, and when they have been read.
-// Bound: the tensor cores at kBatchTile = 256 with two warpgroups, decoding's latency and memory below. Figures: docs/records; what was tried:
-//   docs/adr/0004-register-sourced-kernels.md.
+// Bound: the tensor cores at kBatchTile = 256 with two warpgroups, decoding's latency and memory below. Figures:
+//   docs/records; what was tried: docs/adr/0004-register-sourced-kernels.md.
 #pragma once
 
 #include "unweight/form/escapes.cuh"
@@ -57,7 +71,8 @@ constexpr u32 kWarpgroupThreads = 128;
 constexpr u32 kWarpgroupWarps = 4;
 constexpr u32 kBoxRows = 32;  // of args.y_map
 
-// The escapes of a row block in a slot: their number, up to kSlotRecords records, and the index of the list for those that do not fit.
+// The escapes of a row block in a slot: their number, up to kSlotRecords records, and the index of the list for those
+// that do not fit.
 constexpr u32 kSlotRecords = 14;
 constexpr u32 kBlockRecordBytes = (1 + kSlotRecords + 1) * 4;
 constexpr u32 kTileRecordBytes = packed::kTileBlocks * kBlockRecordBytes;
@@ -100,12 +115,15 @@ struct Segment {
 
 // Which segments a block works off, in order. Without kStreamK whole tiles go round the grid.
 //
-// With kStreamK blocks form teams, one block for each batch tile, that read the same weights at the same time, and rows of tiles go round the teams. The last round of
-// rows, if it is not full, and the one before it are laid end to end and cut into even shares, one a team: a share begins with the end of a row and ends with the
-// beginning of another, or lies inside one. A tile of Y whose k is shared is summed by those blocks for which it is the last of their share, each its pieces, so
-// that nobody waits for a block that has more to do; the others leave their sums in the workspace and go on.
+// With kStreamK blocks form teams, one block for each batch tile, that read the same weights at the same time, and rows
+// of tiles go round the teams. The last round of rows, if it is not full, and the one before it are laid end to end and
+// cut into even shares, one a team: a share begins with the end of a row and ends with the beginning of another, or
+// lies inside one. A tile of Y whose k is shared is summed by those blocks for which it is the last of their share,
+// each its pieces, so that nobody waits for a block that has more to do; the others leave their sums in the workspace
+// and go on.
 //
-// With kCluster a cluster has one tile, whose k its blocks share evenly, and each sums its pieces. The blocks are the teams of that tile.
+// With kCluster a cluster has one tile, whose k its blocks share evenly, and each sums its pieces. The blocks are the
+// teams of that tile.
 template <class Config>
 struct Schedule {
     u32 batch_tiles;
@@ -184,7 +202,8 @@ struct Kernel {
     using OutputTile = smem::Bf16Tile<S::kStoreRows>;
     static constexpr u32 kAccumulators = Config::kBatchTile / 2;
     static constexpr u32 kTileRows = Config::kWarpgroups * kTile;
-    // Of 65536: two warpgroups 128 * (56 + 2 * 224), three 128 * (56 + 3 * 152). One needs no budget: 256 threads may have 255 each.
+    // Of 65536: two warpgroups 128 * (56 + 2 * 224), three 128 * (56 + 3 * 152). One needs no budget: 256 threads may
+    // have 255 each.
     static constexpr bool kBudgets = Config::kWarpgroups > 1;
     static constexpr u32 kProducerRegisters = 56;
     static constexpr u32 kConsumerRegisters = Config::kWarpgroups == 2 ? 224 : 152;
@@ -210,7 +229,8 @@ struct Kernel {
 
     // Tiles of Y that share weights are neighbours: a round reads each weight once from memory and X from L2.
     UW_DEVICE u32 batch_row(const Segment& s) const { return s.tile % batch_tiles * Config::kBatchTile; }
-    // The row of tiles of W that a warpgroup multiplies. Past the end it repeats the last one, and its sums are dropped.
+    // The row of tiles of W that a warpgroup multiplies. Past the end it repeats the last one, and its sums are
+    // dropped.
     UW_DEVICE u32 wanted_tile_row(const Segment& s, u32 warpgroup) const { return s.tile / batch_tiles * Config::kWarpgroups + warpgroup; }
     UW_DEVICE u32 tile_row(const Segment& s, u32 warpgroup) const {
         const u32 wanted = wanted_tile_row(s, warpgroup), last = args.n / kTile - 1;
@@ -284,8 +304,9 @@ struct Kernel {
     }
 
     // ---- escapes ---------------------------------------------------------------------------------------------------
-    // A warp: brings the records of one warpgroup's tiles next to the weights, ahead of the warps that multiply, for which every load from far away would be a stall
-    // of the tensor cores. Lane l holds the heads of step l of 32 and, on their way, of the 32 after.
+    // A warp: brings the records of one warpgroup's tiles next to the weights, ahead of the warps that multiply, for
+    // which every load from far away would be a stall of the tensor cores. Lane l holds the heads of step l of 32 and,
+    // on their way, of the 32 after.
     UW_DEVICE void scout(u32 warpgroup) {
         const u32 lane = ptx::lane_index();
         for (Segment s = schedule.next(); s.exists(); s = schedule.next()) {
@@ -348,7 +369,8 @@ struct Kernel {
         }
     };
 
-    // One barrier per warpgroup. The numbers are literals: a barrier chosen at run time makes the compiler serialise wgmma.
+    // One barrier per warpgroup. The numbers are literals: a barrier chosen at run time makes the compiler serialise
+    // wgmma.
     UW_DEVICE static void sync_warpgroup(const Place& p) {
         if (Config::kWarpgroups == 1 || p.warpgroup == 0) {
             ptx::named_barrier_sync(1, kWarpgroupThreads);
@@ -376,7 +398,8 @@ struct Kernel {
         return {packed::PackedBlock(block, p.lane), records, head.x, head.y};
     }
 
-    // A quarter of a step. Not before the instructions that stand before it: they waited for the last reader of these registers.
+    // A quarter of a step. Not before the instructions that stand before it: they waited for the last reader of these
+    // registers.
     template <u32 kStep>
     UW_DEVICE static void decode(packed::Operands& operands, Fetched& f) {
 #pragma unroll
@@ -423,16 +446,17 @@ struct Kernel {
         u32 multiply, release;
         UW_DEVICE static void next(u32& slot) { slot = slot + 1 == Config::kStages ? 0 : slot + 1; }
     };
-    // After the wait for the wgmma that read X of the slot, and after W and records were decoded, that is, after their loads returned. The warp's arrival on
-    // `empty` orders all of it before the copies that refill the slot.
+    // After the wait for the wgmma that read X of the slot, and after W and records were decoded, that is, after their
+    // loads returned. The warp's arrival on `empty` orders all of it before the copies that refill the slot.
     UW_DEVICE void release(Slots& slots, const Place& p) const {
         ptx::sync_warp();
         if (p.lane == 0) ring.release(slots.release);
         Slots::next(slots.release);
     }
 
-    // Multiplies a step, decodes the next and reads the one after, quarter by quarter, so that the tensor cores always have work queued. Quarters of a warpgroup multiply in order:
-    // when the wait after quarter i leaves four in flight, quarter i of the step before has read its operands, whose registers take the next step's.
+    // Multiplies a step, decodes the next and reads the one after, quarter by quarter, so that the tensor cores always
+    // have work queued. Quarters of a warpgroup multiply in order: when the wait after quarter i leaves four in flight,
+    // quarter i of the step before has read its operands, whose registers take the next step's.
     UW_DEVICE void overlap(float (&sums)[kAccumulators], const packed::Operands& operands, packed::Operands& following, Fetched& f, Slots& slots, const Segment& s, u32 step,
                            const Place& p) {
         const u64 x = mma::k_major_descriptor(x_slot(slots.multiply));
@@ -482,8 +506,9 @@ struct Kernel {
     }
 
     // ---- partial sums ----------------------------------------------------------------------------------------------
-    // What a block gives, once of the tile whose end it has and once of the tile that it sums with others: [team][member][which][warpgroup][4 sums][thread] fp32,
-    // and for each warpgroup how many blocks have still to read it.
+    // What a block gives, once of the tile whose end it has and once of the tile that it sums with others:
+    // [team][member][which][warpgroup][4 sums][thread] fp32, and for each warpgroup how many blocks have still to read
+    // it.
     UW_DEVICE u32 giver(const typename Schedule<Config>::Sharing& sharing, u32 team, const Place& p) const {
         const u32 which = team - sharing.first_team < sharing.summing;
         return ((team * batch_tiles + schedule.member) * 2 + which) * Config::kWarpgroups + p.warpgroup;
@@ -502,14 +527,15 @@ struct Kernel {
         if (p.thread == 0) ptx::store_release_global(args.counters + own, readers);
     }
 
-    // The pieces of a shared tile that this block sums: in a cluster in turn through all warpgroups, so that each block has some even where a warpgroup has few.
+    // The pieces of a shared tile that this block sums: in a cluster in turn through all warpgroups, so that each block
+    // has some even where a warpgroup has few.
     UW_DEVICE bool is_summed_here(const typename Schedule<Config>::Sharing& sharing, u32 piece, const Place& p) const {
         const u32 turn = Config::kCluster > 1 ? p.warpgroup * S::kPieces + piece : piece;
         return turn % sharing.summing == schedule.team - sharing.first_team;
     }
 
-    // In a cluster: leaves what others sum in shared memory, [warpgroup][4 sums][thread] fp32, and adds to this block's pieces what the others left, in the order of
-    // their ranks: the same bits in every run.
+    // In a cluster: leaves what others sum in shared memory, [warpgroup][4 sums][thread] fp32, and adds to this block's
+    // pieces what the others left, in the order of their ranks: the same bits in every run.
     UW_DEVICE void exchange(float (&sums)[kAccumulators], const typename Schedule<Config>::Sharing& sharing, const Place& p) const {
         constexpr u32 kPieceSums = S::kStoreRows / 2, kPeers = Config::kCluster - 1;
         const u32 own = shared + S::kSums + p.warpgroup * S::kSumBytes + p.thread * 16;
@@ -567,7 +593,8 @@ struct Kernel {
 #pragma unroll
         for (u32 piece = 0; piece < S::kPieces; ++piece) {
             if (!is_summed_here(sharing, piece, p)) continue;
-            // Some teams at a time, for their latencies to overlap; a place that no other team takes reads the first's and drops it.
+            // Some teams at a time, for their latencies to overlap; a place that no other team takes reads the first's
+            // and drops it.
             for (u32 first = sharing.first_team; first <= sharing.last_team; first += kFlight) {
                 const float* from[kFlight];
                 bool counts[kFlight];
@@ -604,12 +631,14 @@ struct Kernel {
         high += ptx::float_from_bits(pair & 0xffff0000u);
     }
 
-    // Pieces of kStoreRows batch rows by 64 features: transposed into shared memory and stored by the copy engine, which drops rows past m. Thread 0 starts every
-    // store. A buffer is written again after kStoreBuffers pieces, and thread 0 passes the barrier of the piece before only when its store has read it.
+    // Pieces of kStoreRows batch rows by 64 features: transposed into shared memory and stored by the copy engine,
+    // which drops rows past m. Thread 0 starts every store. A buffer is written again after kStoreBuffers pieces, and
+    // thread 0 passes the barrier of the piece before only when its store has read it.
     UW_DEVICE void store(float (&sums)[kAccumulators], const Segment& s, const typename Schedule<Config>::Sharing& sharing, u32& buffer, u32& old_parity, const Place& p) const {
         const u32 column = wanted_tile_row(s, p.warpgroup) * kTile, row = batch_row(s);
         if (column >= args.n) return;
-        // A fragment is 16 features by 8 rows of the batch. Transposed matrices: features 0..7 and 8..15 of one fragment, then of the next.
+        // A fragment is 16 features by 8 rows of the batch. Transposed matrices: features 0..7 and 8..15 of one
+        // fragment, then of the next.
         const u32 matrix_row = p.lane % 8 + p.lane / 16 * 8, matrix_chunk = p.warp * 2 + p.lane / 8 % 2;
 #pragma unroll
         for (u32 i = 0; i < S::kPieces; ++i) {
@@ -619,8 +648,8 @@ struct Kernel {
             const u32 staging = shared + S::kStaging + (p.warpgroup * S::kStoreBuffers + buffer) * S::kPieceBytes;
             buffer = buffer + 1 == S::kStoreBuffers ? 0 : buffer + 1;
             if constexpr (Config::kStoreAdd) {
-                // The buffer was last written by all threads, each of which fenced before the barrier that led to its store, and thread 0 has waited for that
-                // store to have read it.
+                // The buffer was last written by all threads, each of which fenced before the barrier that led to its
+                // store, and thread 0 has waited for that store to have read it.
                 if (p.thread == 0) {
                     ptx::mbarrier_arrive_expect_tx(old_barrier(p), S::kPieceBytes);
 #pragma unroll

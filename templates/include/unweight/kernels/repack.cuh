@@ -1,25 +1,33 @@
-// Conversions of the packed form (docs/format.md A.9): BF16 matrix -> packed tensor, byte for byte that of the CPU, and back. n and k are multiples of 64.
+// Conversions of the packed form (docs/format.md A.9): BF16 matrix -> packed tensor, byte for byte that of the CPU, and
+// back. n and k are multiples of 64.
 //
 // One function per stage, all of RepackArgs:
-//   to pack   encode::stats without sign_mantissa -> the host chooses the window -> pack -> the host reads `inexact` and sums group_words: the words
+//   to pack   encode::stats without sign_mantissa -> the host chooses the window -> pack -> the host reads `inexact`
+//             and sums group_words: the words
 //             of `escapes` -> lists (none needed if that sum is 0)
 //   back      unpack
 //
 // stage    threads  blocks/SM  grid                       dynamic smem  reads + writes, bytes per element
 // pack     256      4          ceil(row blocks / 8)       0             2 + 1.5
-// lists    256      4          ceil(row blocks / 64)      64            4 per row block twice; 2048 + 12 * records of a row block with a list
+// lists    256      4          ceil(row blocks / 64)      64            4 per row block twice; 2048 + 12 * records of a
+//                                                                       row block with a list
 // unpack   256      4          ceil(row blocks / 8)       0             1.5 + 2
 //
 // Bound    device memory. What else was tried: docs/adr/0005-preprocess-log.md.
 //
-// Zeroed before pack: inexact, group_words. Between pack and lists a head with a list holds 1 << 31 | number of records; lists turns the number into
-// the index, so it runs once. The sums of 64 row blocks are kept apart while packing, and a block of lists adds up those before its own: no block waits.
+// Zeroed before pack: inexact, group_words. Between pack and lists a head with a list holds 1 << 31 | number of
+// records; lists turns the number into the index, so it runs once. The sums of 64 row blocks are kept apart while
+// packing, and a block of lists adds up those before its own: no block waits.
 //
-// Roles    a warp takes a row block: lane 4g + t moves 16 bytes of rows g and g + 8 at columns 8t and 32 + 8t, whole sectors, and four words change lanes within
-//          the quad (transpose), which leaves the fragments of the A operand in 16 registers. No shared memory, no barriers but in lists.
-// Escapes  their common absence costs a ballot. pack only counts them and checks their operands, a lone one goes into the head; lists reads its row blocks again.
+// Roles    a warp takes a row block: lane 4g + t moves 16 bytes of rows g and g + 8 at columns 8t and 32 + 8t, whole
+//          sectors, and four words change lanes within
+//          the quad (transpose), which leaves the fragments of the A operand in 16 registers. No shared memory, no
+//          barriers but in lists.
+// Escapes  their common absence costs a ballot. pack only counts them and checks their operands, a lone one goes into
+// the head; lists reads its row blocks again.
 //
-// Safety   unpack takes any bytes: a list never reads past `escape_words`, all else is static. lists never writes past it.
+// Safety   unpack takes any bytes: a list never reads past `escape_words`, all else is static. lists never writes past
+//          it.
 #pragma once
 
 #include "unweight/form/escapes.cuh"
@@ -45,7 +53,8 @@ constexpr u32 kOperandExponent = 112;  // of an operand with nibble 0
 constexpr u32 kOneHead = 1u << 30;
 constexpr u32 kInexact = 1u << 16;     // above the 16 bits of a number
 
-// ---- row blocks in registers -----------------------------------------------------------------------------------------
+// ---- row blocks in registers
+// -----------------------------------------------------------------------------------------
 
 UW_DEVICE u32 row_blocks(const RepackArgs& args) { return args.tile_rows * args.tile_cols * packed::kTileBlocks; }
 
@@ -115,12 +124,13 @@ UW_DEVICE void store_block(const RepackArgs& args, const Place& place, const Ope
     }
 }
 
-// ---- elements --------------------------------------------------------------------------------------------------------
+// ---- elements
+// --------------------------------------------------------------------------------------------------------
 
 UW_DEVICE u32 pair_of_exponents(u32 exponent) { return exponent << 7 | exponent << 23; }
 
-// Both halves with base subtracted from the exponent. Bits 14..11 of a half become 0 if it is in the window, and else do not: a borrow, kept from the other
-// half by bit 15, leaves at least 2^15 - (239 << 7).
+// Both halves with base subtracted from the exponent. Bits 14..11 of a half become 0 if it is in the window, and else
+// do not: a borrow, kept from the other half by bit 15, leaves at least 2^15 - (239 << 7).
 UW_DEVICE u32 contain(u32 pair, u32 bases) { return ptx::bit_select(kSigns, pair, (pair | kSigns) - bases); }
 
 UW_DEVICE Operands contain(Operands weights, u32 bases) {
@@ -166,7 +176,8 @@ UW_DEVICE u32 weight_of(const RepackArgs& args, u32 operand) {
     return times_power_of_two(operand, static_cast<i32>(args.base) - static_cast<i32>(kOperandExponent)) & 0xffff;
 }
 
-// ---- pack: containers, heads, words of the lists ---------------------------------------------------------------------
+// ---- pack: containers, heads, words of the lists
+// ---------------------------------------------------------------------
 
 UW_DEVICE u32 warp_sum(u32 v) {
 #pragma unroll
@@ -181,7 +192,8 @@ UW_DEVICE void pack_escapes(const RepackArgs& args, const Place& place, u32 bloc
     for (u32 i = 0; i < 16; ++i) {
         container.p[i] &= ~((mask >> 2 * i & 1) * kLowNibble | (mask >> (2 * i + 1) & 1) * (kLowNibble << 16));
     }
-    // Weights are read again: an index would push the registers to memory. All of them, since each may turn out to have no operand.
+    // Weights are read again: an index would push the registers to memory. All of them, since each may turn out to have
+    // no operand.
     u32 record = 0;
 #pragma unroll 1
     for (u32 left = mask; left != 0; left &= left - 1) {
@@ -229,9 +241,11 @@ UW_DEVICE void pack(const RepackArgs& args) {
     }
 }
 
-// ---- lists: indices of the lists, and their records ------------------------------------------------------------------
+// ---- lists: indices of the lists, and their records
+// ------------------------------------------------------------------
 
-// First the places with weights for operands, in order of step, register, lane, half; then the operands, all lanes at work.
+// First the places with weights for operands, in order of step, register, lane, half; then the operands, all lanes at
+// work.
 UW_DEVICE void write_list(const RepackArgs& args, const Place& place, u32 at) {
     const Operands weights = load_block(args, place);
     const u32 mask = escape_mask(contain(weights, pair_of_exponents(args.base))), below = (1u << place.lane) - 1;
@@ -287,7 +301,8 @@ UW_DEVICE void lists(const RepackArgs& args) {
     }
 }
 
-// ---- unpack ----------------------------------------------------------------------------------------------------------
+// ---- unpack
+// ----------------------------------------------------------------------------------------------------------
 
 // Replaces a row block's escapes by their weights.
 UW_DEVICE void unpack_escapes(const RepackArgs& args, u32 head, u32 lane, Operands& weights) {

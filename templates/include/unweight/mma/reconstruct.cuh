@@ -1,6 +1,7 @@
 // BF16 from its halves. A weight's bytes are `sign_mantissa` (sign | 7 bits of mantissa) and the exponent e, so
 //   high byte = sign   | e >> 1        low byte = (e & 1) << 7 | mantissa
-// Both are bitwise selects of whole words; a byte interleave of the two words of four weights then gives two words of two weights each.
+// Both are bitwise selects of whole words; a byte interleave of the two words of four weights then gives two words of
+// two weights each.
 //
 //   exponent bytes    6 integer operations per 4 weights (1.5 each): two shifts, two selects, two interleaves
 //   palette nibbles   9 per 4 plus 3 per 8 (2.625 each), for any palette; see PaletteTable
@@ -39,11 +40,13 @@ UW_DEVICE Bf16x16 join_exponents(U32x4 sign_mantissa, U32x4 exponents) {
     return r;
 }
 
-// The palette as three prmt tables. A selector nibble i < 8 picks byte i of a table; i >= 8 picks the sign of byte i-8, replicated.
+// The palette as three prmt tables. A selector nibble i < 8 picks byte i of a table; i >= 8 picks the sign of byte i-8,
+// replicated.
 //   upper_low   e[i] >> 1, i = 0..7     top bit 0, so an index >= 8 gives 0x00
 //   upper_high  e[i+8] >> 1             looked up with index ^ 8; the two lookups are ORed
 //   lowest      bit 6 = e[i] & 1, bit 7 = e[i+8] & 1: either way bit 6 of the result is the exponent's lowest bit
-// One lookup per table, no mux, no restriction on the palette. (Two lookups of whole exponents and a mux need a mask per nibble: one operation more per 4.)
+// One lookup per table, no mux, no restriction on the palette. (Two lookups of whole exponents and a mux need a mask
+// per nibble: one operation more per 4.)
 struct PaletteTable {
     u32 upper_low[2];
     u32 upper_high[2];

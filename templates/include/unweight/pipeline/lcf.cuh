@@ -1,6 +1,8 @@
-// The load-compute-finish skeleton of a persistent, warp-specialised kernel, after the shape of ThunderKittens' prototype of that name.
+// The load-compute-finish skeleton of a persistent, warp-specialised kernel, after the shape of ThunderKittens'
+// prototype of that name.
 //
-//   warpgroup 0     producer   kernel.load(task, warp)                      few registers, four warps with a job each (or none)
+//   warpgroup 0     producer   kernel.load(task, warp)                      few registers, four warps with a job each
+//                                                                           (or none)
 //   warpgroups 1..  consumers  kernel.compute(task), kernel.finish(task)    many registers
 //
 // A kernel fills in
@@ -9,8 +11,8 @@
 //   setup()                        one warp: barriers and descriptor prefetch
 //   tasks()                        how many; block b takes b, b + grid, ...
 //   load(task, warp), compute(task), finish(task)
-// The skeleton owns placement of roles, register budgets, the order of start-up and the task loop. It knows nothing about rings: a kernel's
-// cursors live in the kernel object, which every thread has a copy of.
+// The skeleton owns placement of roles, register budgets, the order of start-up and the task loop. It knows nothing
+// about rings: a kernel's cursors live in the kernel object, which every thread has a copy of.
 #pragma once
 
 #include "unweight/ptx/barrier.cuh"

@@ -46,7 +46,8 @@ UW_DEVICE void bulk_store(void* destination, u32 source, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes) : "memory");
 }
 
-// Box at (column, row) of a 2-D map -> shared, in the map's swizzle; outside the tensor it reads zero and counts all bytes of the box.
+// Box at (column, row) of a 2-D map -> shared, in the map's swizzle; outside the tensor it reads zero and counts all
+// bytes of the box.
 UW_DEVICE void tensor_load_2d(u32 destination, const TensorMap& map, u32 column, u32 row, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(destination),
                  "l"(&map), "r"(column), "r"(row), "r"(barrier)

@@ -43,8 +43,8 @@ UW_DEVICE u32 count_leading_zeros(u32 value) { return __clz(value); }
 UW_DEVICE u32 find_first_set(u32 value) { return __ffs(value); }
 UW_DEVICE u32 bit_reverse(u32 value) { return __brev(value); }
 
-// prmt.b32 in its default mode: output byte i is byte `selector nibble i & 7` of {b, a}; with bit 3 of the nibble set it is
-// that byte's sign, replicated. __byte_perm masks the selector to 3 bits and so cannot express the second half.
+// prmt.b32 in its default mode: output byte i is byte `selector nibble i & 7` of {b, a}; with bit 3 of the nibble set
+// it is that byte's sign, replicated. __byte_perm masks the selector to 3 bits and so cannot express the second half.
 UW_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     u32 d;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
@@ -78,7 +78,8 @@ UW_DEVICE float exp2_approx(float value) {
 UW_DEVICE float float_from_bits(u32 bits) { return __uint_as_float(bits); }
 UW_DEVICE u32 bits_from_float(float value) { return __float_as_uint(value); }
 
-// Nothing at run time: what is computed from `value` after it stays after it, also across other instructions that the compiler may not reorder.
+// Nothing at run time: what is computed from `value` after it stays after it, also across other instructions that the
+// compiler may not reorder.
 UW_DEVICE void pin(u32& value) { asm volatile("" : "+r"(value)); }
 
 // Stops the kernel with an error.

@@ -7,8 +7,8 @@
 
 namespace uw::ptx {
 
-// Ordinary writes to shared memory before it are seen by wgmma and bulk copies that start after it. Every writing thread
-// issues it, then the threads meet at a barrier.
+// Ordinary writes to shared memory before it are seen by wgmma and bulk copies that start after it. Every writing
+// thread issues it, then the threads meet at a barrier.
 UW_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // The same for all state spaces.
 UW_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }

@@ -1,8 +1,8 @@
 // mbarrier objects: 8 bytes of shared memory that count arrivals and bytes in flight.
 //
-// A phase completes when the expected arrivals have come and every expected byte has landed. `wait_parity(b, p)` returns once the phase of
-// parity p has completed; a fresh barrier is in phase 0, so a consumer starts with p = 0 and a producer that waits for
-// an empty slot starts with p = 1, which returns at once.
+// A phase completes when the expected arrivals have come and every expected byte has landed. `wait_parity(b, p)`
+// returns once the phase of parity p has completed; a fresh barrier is in phase 0, so a consumer starts with p = 0 and
+// a producer that waits for an empty slot starts with p = 1, which returns at once.
 #pragma once
 
 #include "unweight/ptx/core.cuh"

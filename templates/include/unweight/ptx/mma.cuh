@@ -8,7 +8,8 @@
 namespace uw::ptx {
 
 // d[16,8] += a[16,16] * b[16,8], bf16 operands, fp32 accumulation. Lane = 4g+t.
-// a: {(g, 2t), (g+8, 2t), (g, 2t+8), (g+8, 2t+8)} pairs along k; b: {(2t, g), (2t+8, g)} pairs along k; d: (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1).
+// a: {(g, 2t), (g+8, 2t), (g, 2t+8), (g+8, 2t+8)} pairs along k; b: {(2t, g), (2t+8, g)} pairs along k; d: (g, 2t), (g,
+// 2t+1), (g+8, 2t), (g+8, 2t+1).
 UW_DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -16,7 +17,8 @@ UW_DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8 and receives element pair (l/4, 2*(l%4)) of each.
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8 and receives element pair
+// (l/4, 2*(l%4)) of each.
 UW_DEVICE U32x4 load_matrix_x4(u32 row_address) {
     U32x4 v;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

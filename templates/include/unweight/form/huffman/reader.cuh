@@ -1,8 +1,8 @@
 // The bit reader of one row, and what it makes of 64 symbols.
 //
-// A lane owns a row. Two 32-bit words of its stream stay in registers; one funnel shift gives a window that is long enough for two
-// lookups, so the words move on at most once per two lookups. Nothing branches on the data: a wrong stream gives wrong
-// symbols, at the same pace, and reads at most 64 * 15 bits past the row's start.
+// A lane owns a row. Two 32-bit words of its stream stay in registers; one funnel shift gives a window that is long
+// enough for two lookups, so the words move on at most once per two lookups. Nothing branches on the data: a wrong
+// stream gives wrong symbols, at the same pace, and reads at most 64 * 15 bits past the row's start.
 #pragma once
 
 #include "unweight/form/huffman/tables.cuh"

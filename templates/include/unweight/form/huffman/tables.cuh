@@ -4,13 +4,16 @@
 // terminal and takes at least one bit, whatever the lengths say, so a lookup can neither stall nor leave the table.
 //
 // Two shapes, chosen by the code limit L:
-//   L <= 7   pair table: 2^(2L) entries of two symbols each. Exactly two symbols a lookup, so the output stays static, and the chain
+//   L <= 7   pair table: 2^(2L) entries of two symbols each. Exactly two symbols a lookup, so the output stays static,
+//            and the chain
 //            lookup -> shift -> lookup is half as long. One copy: 32 lanes meet on a bank about 3.5 deep.
-//   L >= 8   one symbol a lookup, 2^L entries in up to 32 copies side by side, copy = lane % copies. With 32 copies (L <= 9)
+//   L >= 8   one symbol a lookup, 2^L entries in up to 32 copies side by side, copy = lane % copies. With 32 copies (L
+//            <= 9)
 //            every lane has a bank of its own and no lookup conflicts; 16 copies (L = 10) make at most 2 lanes meet.
 //
-// Entry: byte 0 = bits taken; bytes 1 (and 2) = value(s). Value: the exponent, or for the palette and full outputs the index (a pair of
-// indices shares byte 1, the first in the low nibble). Entries are 4 bytes, or 2 where two suffice and size matters.
+// Entry: byte 0 = bits taken; bytes 1 (and 2) = value(s). Value: the exponent, or for the palette and full outputs the
+// index (a pair of indices shares byte 1, the first in the low nibble). Entries are 4 bytes, or 2 where two suffice and
+// size matters.
 #pragma once
 
 #include "unweight/form/huffman/canonical.cuh"
@@ -83,7 +86,8 @@ struct Table {
             if (thread < 16) ptx::store_shared(scratch + 4 * thread, usable ? code.length | code.value << 8 | word << 16 : 0);
         }
         ptx::sync_block();
-        // 2. Single-symbol entries. Slots that no code reaches (a palette of one entry leaves half of them) give entry 0.
+        // 2. Single-symbol entries. Slots that no code reaches (a palette of one entry leaves half of them) give entry
+        //    0.
         u32 fallback = 1 | code.fallback << 8;
         if constexpr (kPair) {
             build_pairs(table, scratch, fallback, thread, threads);

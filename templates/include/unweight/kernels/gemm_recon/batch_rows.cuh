@@ -108,7 +108,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
             warp = consumer_warp;
             thread = consumer_warp * 32 + lane;
             warpgroup = consumer_warp / pipeline::kWarpgroupWarps;
-            // Lane l joins bytes 16*(l%4).. of row 8*warp + l/4: eight lanes store to two rows of opposite swizzle parity, so no banks collide.
+            // Lane l joins bytes 16*(l%4).. of row 8*warp + l/4: eight lanes store to two rows of opposite swizzle
+            // parity, so no banks collide.
             b_first = smem::Bf16Tile<kTile>::offset(warp * 8 + lane / 4, lane % 4 * 2);
             b_second = smem::Bf16Tile<kTile>::offset(warp * 8 + lane / 4, lane % 4 * 2 + 1);
         }
@@ -165,7 +166,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
 
     UW_DEVICE u32 b_address() const { return shared + S::kB + b_buffer * S::kBBytes; }
 
-    // kActive: whether this warpgroup has rows of X in the task. Two bodies instead of a branch around wgmma, which would cost a serialised pipeline.
+    // kActive: whether this warpgroup has rows of X in the task. Two bodies instead of a branch around wgmma, which
+    // would cost a serialised pipeline.
     template <bool kActive>
     UW_DEVICE void compute_steps(const Place& p) {
         const mma::PaletteTable palette(Config::kPaletteSource ? ptx::load_global_nc_x4(args.palette) : U32x4{0, 0, 0, 0});
@@ -179,7 +181,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
             ptx::sync_warp();
             if (p.lane == 0) sources.release(source_cursor.slot);
             source_cursor.advance();
-            // Before the fence, which waits for every outstanding access of the thread: loads and stores then drain together.
+            // Before the fence, which waits for every outstanding access of the thread: loads and stores then drain
+            // together.
             if (step + 1 < last_steps) fetch(staged, p);
             ptx::fence_proxy_async_shared();
             if constexpr (kActive) ptx::wgmma_wait_group<1>();

@@ -1,4 +1,5 @@
-// What both shapes of the reconstructive matmul share: the sources of W, from global memory to their ring, and the order of the k steps.
+// What both shapes of the reconstructive matmul share: the sources of W, from global memory to their ring, and the
+// order of the k steps.
 #pragma once
 
 #include "unweight/mma/descriptor.cuh"
@@ -59,8 +60,9 @@ struct SourceRing {
 
     UW_DEVICE u32 steps() const { return args.tile_cols; }
 
-    // Neighbouring blocks walk k from different places: in step they would all ask for the same lines of X at the same time, at m = 1 a single one.
-    // It fixes the order of each sum, which depends on the column and on nothing else. `step` may be past the end by less than one round.
+    // Neighbouring blocks walk k from different places: in step they would all ask for the same lines of X at the same
+    // time, at m = 1 a single one. It fixes the order of each sum, which depends on the column and on nothing else.
+    // `step` may be past the end by less than one round.
     UW_DEVICE u32 rotated(u32 step, u32 column) const {
         const u32 s = step + column / kTaskColumns * 5 % steps();
         return s >= steps() ? s - steps() : s;
@@ -71,7 +73,8 @@ struct SourceRing {
         u32 offset, low, high;
     };
 
-    // Lane j * kMetadataBatch + i holds the metadata of n tile j at step `step + i`; other lanes, and steps past the end, hold none.
+    // Lane j * kMetadataBatch + i holds the metadata of n tile j at step `step + i`; other lanes, and steps past the
+    // end, hold none.
     UW_DEVICE Verbatim load_metadata(u32 tile_row, u32 step, u32 lane) const {
         Verbatim v{0, 0, 0};
         const u32 j = lane / kMetadataBatch, i = lane % kMetadataBatch;

@@ -67,7 +67,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         u32 column;     // of Y
     };
 
-    // Rows of X in a slot: one number for the whole launch, so that slots do not move. A small batch has more and smaller slots.
+    // Rows of X in a slot: one number for the whole launch, so that slots do not move. A small batch has more and
+    // smaller slots.
     UW_DEVICE u32 slot_rows() const { return args.m <= 64 ? 64 : args.m <= 128 ? 128 : kMaxBatch; }
     UW_DEVICE u32 slots() const { return kXRows / slot_rows(); }
     UW_DEVICE u32 slot_address(u32 slot) const { return shared + S::kX + slot * slot_rows() * (kTile * 2); }
@@ -80,7 +81,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
     UW_DEVICE u32 m_tasks() const { return (args.m + slot_rows() - 1) / slot_rows(); }
     UW_DEVICE u32 whole_tasks() const { return m_tasks() * (args.n / kTaskColumns); }
     UW_DEVICE u32 tasks_in_rounds() const { return whole_tasks() - whole_tasks() % ptx::grid_size(); }
-    // The tasks that do not fill a round of the grid are cut in two or four along m where the pieces still fit one round.
+    // The tasks that do not fill a round of the grid are cut in two or four along m where the pieces still fit one
+    // round.
     UW_DEVICE u32 pieces() const {
         const u32 left = whole_tasks() % ptx::grid_size();
 #pragma unroll
@@ -146,14 +148,16 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
             warp = consumer_warp % pipeline::kWarpgroupWarps;
             tile = consumer_warp / pipeline::kWarpgroupWarps;
             thread = warp * 32 + lane;
-            // Lane l joins bytes 16*(l%4).. of row l/4: eight lanes store to two rows of opposite swizzle parity, so no banks collide.
+            // Lane l joins bytes 16*(l%4).. of row l/4: eight lanes store to two rows of opposite swizzle parity, so no
+            // banks collide.
             b_first = OutputTile::offset(lane / 4, lane % 4 * 2);
             b_second = OutputTile::offset(lane / 4, lane % 4 * 2 + 1);
         }
         UW_DEVICE u32 block(u32 unit) const { return warp * kUnits + unit; }
     };
 
-    // One barrier per warpgroup. Both numbers are literals: a barrier chosen at run time makes the compiler serialise wgmma.
+    // One barrier per warpgroup. Both numbers are literals: a barrier chosen at run time makes the compiler serialise
+    // wgmma.
     UW_DEVICE void sync_warpgroup(const Place& p) const {
         if (p.tile == 0) {
             ptx::named_barrier_sync(kFirstWarpgroup, pipeline::kWarpgroupThreads);
@@ -213,7 +217,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         }
     }
 
-    // kBatch: columns of wgmma, at least t.rows. Columns past the batch hold whatever X's slot held, and are not stored.
+    // kBatch: columns of wgmma, at least t.rows. Columns past the batch hold whatever X's slot held, and are not
+    // stored.
     template <u32 kBatch>
     UW_DEVICE void multiply(const Task& t, const Place& p) {
         float accumulators[kBatch / 2];
@@ -276,7 +281,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
             }
             sync_warpgroup(p);
         }
-        // A fragment is 16 features by 8 rows of the batch. Transposed matrices: features 0..7 and 8..15 of one fragment, then of the next.
+        // A fragment is 16 features by 8 rows of the batch. Transposed matrices: features 0..7 and 8..15 of one
+        // fragment, then of the next.
         const u32 matrix_row = p.lane % 8 + p.lane / 16 * 8, matrix_chunk = p.warp * 2 + p.lane / 8 % 2;
 #pragma unroll
         for (u32 g = 0; g < kTile / 16; ++g) {
@@ -298,7 +304,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
             const u32 row = i * 16 + p.thread / 8;
             if (row < rows) ptx::store_global_x4(y + u64(row) * args.n + chunk * 8, ptx::load_shared_x4(staging + OutputTile::offset(row, chunk)));
         }
-        // The group after the next writes here again, and the barrier of the next one lies between; the next task's weights have no such barrier.
+        // The group after the next writes here again, and the barrier of the next one lies between; the next task's
+        // weights have no such barrier.
         if (group + 1 == kRegisters * 2 / kTile) sync_warpgroup(p);
     }
 
