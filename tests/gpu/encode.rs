@@ -10,7 +10,7 @@ use unweight_format::{
 };
 use unweight_rt::{
     device::KernelSet,
-    ops::encode::{BundleEncoder, EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
+    ops::encode::{BundleEncoder, EncodeBuffers, GpuEncoder},
 };
 
 fn same_bytes(
@@ -25,9 +25,10 @@ fn same_bytes(
     let matrix = Matrix::new(bytes, shape.0, shape.1).unwrap();
     let mut buffers = EncodeBuffers::new(&stream, matrix.grid()).unwrap();
     // What a stage forgets to write is not zero.
-    buffers.poison(0xff).unwrap();
+    // SAFETY: a whole pipeline comes next.
+    unsafe { buffers.poison(0xff) }.unwrap();
     buffers.set_weights(matrix).unwrap();
-    encoder.enqueue(&mut buffers, &HUFFMAN_STAGES).unwrap();
+    encoder.enqueue_huffman(&mut buffers).unwrap();
     let expected = huffman::encode(matrix, limit).unwrap();
     let totals = buffers.totals().unwrap_or_else(|error| panic!("{what}: {error}"));
     assert_eq!(totals.max_verbatim_rows, u64::from(expected.max_verbatim_rows()), "{what}");
@@ -37,7 +38,8 @@ fn same_bytes(
         assert!(got.section(section) == expected.section(section), "{what}: section {section:?} differs");
     }
 
-    encoder.enqueue(&mut buffers, &[EncodeStage::DecodeTable]).unwrap();
+    // SAFETY: the pipeline above ran `stats` and `table` by this encoder, and nothing has been written since.
+    unsafe { encoder.enqueue_stage(&mut buffers, EncodeStage::DecodeTable) }.unwrap();
     let table = buffers.decode_table(limit).unwrap();
     let code = Code::from_histogram(&Histogram::of(bytes), limit).unwrap();
     let flat = code.decode_table();
@@ -47,8 +49,9 @@ fn same_bytes(
         assert_eq!(*entry, want, "{what}: decode table slot {slot}");
     }
 
-    buffers.poison(0xff).unwrap();
-    encoder.enqueue(&mut buffers, &PALETTE_STAGES).unwrap();
+    // SAFETY: a whole pipeline comes next.
+    unsafe { buffers.poison(0xff) }.unwrap();
+    encoder.enqueue_palette(&mut buffers).unwrap();
     let got: PaletteTensor<_> = buffers.palette().unwrap_or_else(|error| panic!("{what}: {error}"));
     let expected = palette::encode_with(matrix, &code).unwrap();
     for &section in FormId::PALETTE.form().sections() {

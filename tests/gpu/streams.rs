@@ -1,6 +1,7 @@
 //! Several streams at once: launches whose blocks wait for each other neither hang nor change their bits.
 
 use std::{
+    panic::{self, AssertUnwindSafe},
     sync::mpsc::{RecvTimeoutError, channel},
     thread,
     time::Duration,
@@ -17,7 +18,7 @@ use unweight_codegen::{
 };
 use unweight_format::{Histogram, Matrix, packed::pack};
 use unweight_rt::{
-    device::{KernelSet, Stream},
+    device::{DeviceBuffer, KernelSet, Stream},
     ops::{gemm_packed::PackedGemm, lane::Lane},
     weight::{DeviceMatrix, DevicePacked},
 };
@@ -141,4 +142,25 @@ fn stream_k_on_two_streams_at_once_gives_the_bits_that_it_gives_alone() {
             guard_is_whole(&runner.stream, &runner.y, &spec.to_string());
         }
     }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_recording_that_panics_or_fails_leaves_the_stream_usable() {
+    let stream = stream(gpu());
+    let mut bytes = DeviceBuffer::<u8>::zeroed(&stream, 64).unwrap();
+    let panicked = panic::catch_unwind(AssertUnwindSafe(|| {
+        stream.capture(|| {
+            bytes.fill_bytes(&stream, 1)?;
+            panic!("on purpose")
+        })
+    }));
+    assert!(panicked.is_err() && !stream.is_capturing().unwrap());
+    // Waiting is not allowed in a recording, and spoils it.
+    assert!(stream.capture(|| stream.synchronize()).is_err() && !stream.is_capturing().unwrap());
+    assert_eq!(bytes.to_host(&stream).unwrap(), [0; 64], "what was recorded has not run");
+    let graph = stream.capture(|| bytes.fill_bytes(&stream, 2)).unwrap();
+    // SAFETY: the buffer is alive until the work is read back, on this stream.
+    unsafe { graph.launch() }.unwrap();
+    assert_eq!(bytes.to_host(&stream).unwrap(), [2; 64]);
 }

@@ -27,7 +27,7 @@ impl<T: Pod> DeviceBuffer<T> {
     /// Bytes behind the last element that may be read.
     pub const PAD_BYTES: usize = 256;
 
-    /// `len` elements of zeros, the padding included.
+    /// `len` elements of zeros, the padding included. Waits for the stream, so that any stream may use the buffer.
     pub fn zeroed(stream: &Stream, len: usize) -> Result<Self, DeviceError> {
         let device = stream.device().clone();
         let bytes = len
@@ -45,6 +45,7 @@ impl<T: Pod> DeviceBuffer<T> {
         let buffer = Self { device, address, len, marker: PhantomData };
         // SAFETY: the range was just allocated. `T: Pod` is valid with zeros.
         unsafe { result::memset_d8_async(address, 0, bytes, stream.raw()) }.call("clearing device memory")?;
+        stream.synchronize()?;
         Ok(buffer)
     }
 
@@ -138,10 +139,11 @@ impl<T: Pod> DeviceBuffer<T> {
             .call("copying on the device")
     }
 
-    /// A copy of the elements in a buffer of their own.
+    /// A copy of the elements in a buffer of their own. Waits for the stream, so that any stream may use the copy.
     pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
         let mut copy = Self::zeroed(stream, self.len)?;
         copy.copy_from(stream, self)?;
+        stream.synchronize()?;
         Ok(copy)
     }
 

@@ -17,13 +17,18 @@ use crate::{
 };
 
 /// A kernel that can be launched on its device.
+///
+/// It stays loaded for the life of the process, and its context with it, whether or not this value is dropped: launches
+/// that still run and graphs that name the kernel need no `LoadedKernel` to be alive. What is loaded again takes its
+/// memory (the size of the cubin) again, so share kernels through a [`KernelSet`](crate::device::KernelSet).
 pub struct LoadedKernel {
     device: Device,
     plan: Plan,
     registers: u32,
     resident_blocks: u32,
-    /// Keeps the module loaded.
-    function: CudaFunction,
+    /// Leaked, and with it the module that it belongs to: dropping a module unloads its code at once, under whatever
+    /// still runs it.
+    function: &'static CudaFunction,
 }
 
 impl LoadedKernel {
@@ -73,6 +78,8 @@ impl LoadedKernel {
             .occupancy_max_active_blocks_per_multiprocessor(plan.launch.threads, plan.smem.bytes() as usize, None)
             .call("asking how many blocks fit a multiprocessor")?;
         let resident_blocks = per_sm.saturating_mul(device.info().sms);
+        // What fails above has launched nothing, so there the module goes.
+        let function = Box::leak(Box::new(function));
         Ok(Self { device: device.clone(), plan, registers, resident_blocks, function })
     }
 
@@ -102,7 +109,7 @@ impl LoadedKernel {
     }
 
     pub(crate) fn function(&self) -> &CudaFunction {
-        &self.function
+        self.function
     }
 
     /// An error that names this kernel.

@@ -1,8 +1,8 @@
 //! Streams: work in order.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, mem, ptr, sync::Arc};
 
-use cudarc::driver::{CudaEvent, CudaStream, sys};
+use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
 use crate::device::{Call, Device, DeviceError, Graph};
 
@@ -36,14 +36,21 @@ impl Stream {
 
     /// Records what `enqueue` puts on this stream into a graph instead of running it.
     ///
-    /// `enqueue` must not allocate, wait or copy to the host; what this crate enqueues for a product does none of it. If it fails, the
-    /// recording is thrown away.
+    /// `enqueue` must not allocate, wait or copy to the host; what this crate enqueues for a product does none of it.
+    /// If it fails or panics, the recording is thrown away and the stream is as it was.
     pub fn capture(&self, enqueue: impl FnOnce() -> Result<(), DeviceError>) -> Result<Graph, DeviceError> {
         self.inner
             .begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
             .call("beginning a capture")?;
+        let recording = Recording(self);
         let enqueued = enqueue();
         let ended = self.inner.end_capture(sys::CUgraphInstantiate_flags(0)).call("ending a capture");
+        if ended.is_ok() {
+            // Ended. Another thread may already record the next on this stream.
+            mem::forget(recording);
+        } else {
+            drop(recording);
+        }
         enqueued?;
         match ended? {
             Some(graph) => {
@@ -78,6 +85,33 @@ impl Stream {
 impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Stream({:p} of device {})", self.raw(), self.device.info().ordinal)
+    }
+}
+
+/// Ends a recording that nobody else ended: `enqueue` panicked, or an error from before made cudarc return before it
+/// asked the driver. A stream left recording would refuse to wait, and swallow all work, from then on.
+struct Recording<'a>(&'a Stream);
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        let (stream, context) = (self.0.raw(), self.0.device.context());
+        // Not `bind`, which reports an error from before instead of binding. Nothing can be done about a failure of
+        // these calls; a recording that an error ended has no graph, and the driver says so by an error that `capture`
+        // has reported or that a panic outranks.
+        // SAFETY: the device keeps its context, and the stream its handle, while they are borrowed.
+        let capturing = unsafe { result::ctx::set_current(context.cu_ctx()) }
+            .and_then(|()| unsafe { result::stream::is_capturing(stream) });
+        if matches!(capturing, Ok(status) if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE) {
+            let mut graph = ptr::null_mut();
+            // SAFETY: the stream is recording, begun by this thread, which `Stream::capture` does not leave. What comes
+            // back is null or a graph that nobody else knows.
+            unsafe {
+                let _ = sys::cuStreamEndCapture(stream, &mut graph);
+                if !graph.is_null() {
+                    let _ = sys::cuGraphDestroy(graph);
+                }
+            }
+        }
     }
 }
 

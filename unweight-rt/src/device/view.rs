@@ -4,6 +4,11 @@
 //! what a view says cannot become untrue while it exists. Memory of somebody else is viewed by [`MatrixRef::from_raw`], whose caller answers
 //! for it.
 //!
+//! The borrow ends when the call that enqueues work returns, not when the work is done. On one stream that is enough:
+//! work runs in order, and dropping a buffer waits for it. Work of other streams on the same buffers has to be ordered
+//! by the caller, with [`Stream::synchronize`] or [`Stream::wait_for`]. What is not ordered gives wrong numbers, never
+//! an access out of bounds.
+//!
 //! No safe call takes an address:
 //! ```compile_fail,E0133
 //! # use unweight_rt::device::{Device, MatrixRef};
@@ -37,14 +42,17 @@ pub(crate) struct Place {
     pub address: u64,
     pub rows: u32,
     pub cols: u32,
-    /// Elements.
+    /// Elements; of at most one row, the columns.
     pub pitch: u64,
 }
 
 impl Place {
     /// Checks a place in `have` elements of memory.
+    ///
+    /// Nothing lies one pitch behind the only row, so its pitch says nothing, and might be more than a copy or a tensor
+    /// map can take.
     pub fn new(device: usize, address: u64, rows: u32, cols: u32, pitch: u64, have: u64) -> Result<Self, Refusal> {
-        let place = Self { device, address, rows, cols, pitch };
+        let place = Self { device, address, rows, cols, pitch: if rows <= 1 { cols.into() } else { pitch } };
         if pitch < u64::from(cols) {
             return Err(Refusal::PitchBelowColumns { cols, pitch });
         }
@@ -200,7 +208,7 @@ impl<'a> MatrixRef<'a> {
         self.place.cols
     }
 
-    /// Elements from one row to the next.
+    /// Elements from one row to the next; of at most one row, the columns.
     pub fn pitch(&self) -> u64 {
         self.place.pitch
     }
@@ -264,7 +272,7 @@ impl<'a> MatrixMut<'a> {
         self.place.cols
     }
 
-    /// Elements from one row to the next.
+    /// Elements from one row to the next; of at most one row, the columns.
     pub fn pitch(&self) -> u64 {
         self.place.pitch
     }
@@ -338,6 +346,18 @@ mod tests {
             Place::new(0, u64::MAX - 10, 1, 64, 64, u64::MAX),
             Err(Refusal::Extent { need: u64::MAX, .. })
         ));
+    }
+
+    #[test]
+    fn the_pitch_of_at_most_one_row_is_its_columns() {
+        for rows in [0, 1] {
+            for pitch in [64, 65, 1 << 40, u64::MAX] {
+                let only = place(rows, 64, pitch, 64).unwrap();
+                assert_eq!((only.pitch, only.check_rows_aligned("x"), only.check_dense("y")), (64, Ok(()), Ok(())));
+            }
+            assert_eq!(place(rows, 64, 63, 64), Err(Refusal::PitchBelowColumns { cols: 64, pitch: 63 }));
+        }
+        assert_eq!(place(2, 64, 65, 1 << 20).unwrap().pitch, 65);
     }
 
     #[test]

@@ -60,7 +60,7 @@ impl fmt::Display for LaneSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { workspace_bytes, counters, padded_x, padded_y, cublas } = self;
         write!(f, "{workspace_bytes} B, {counters} counters")?;
-        if padded_x + padded_y > 0 {
+        if padded_x.saturating_add(*padded_y) > 0 {
             write!(f, ", {padded_x} + {padded_y} padded elements")?;
         }
         if *cublas { f.write_str(", cuBLAS") } else { Ok(()) }
@@ -117,5 +117,11 @@ mod tests {
         }
         let text = have.check(LaneSize { counters: 5, ..LaneSize::default() }).unwrap_err().to_string();
         assert!(text.contains("needs a lane of 0 B, 5 counters, this one has 100 B, 4 counters, 10 + 20"), "{text}");
+    }
+
+    #[test]
+    fn no_size_is_too_large_to_be_said() {
+        let most = LaneSize { padded_x: u64::MAX, padded_y: u64::MAX, ..LaneSize::default() };
+        assert_eq!(most.to_string(), format!("0 B, 0 counters, {0} + {0} padded elements", u64::MAX));
     }
 }

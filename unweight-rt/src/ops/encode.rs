@@ -6,6 +6,31 @@
 //! ```
 //! Everything a stage needs of the one before is on the device; the host looks at the totals once, at the end. Buffers are sized for the
 //! worst case (319 bits a row, every row verbatim), so that nothing has to be measured before it can be written.
+//!
+//! A stage takes what the one before wrote at its word: `write` puts as many bits into its shared memory as the row
+//! lengths say. So the safe calls enqueue a whole pipeline, and a stage alone is the caller's to answer for:
+//! ```compile_fail,E0133
+//! # use unweight_codegen::spec::EncodeStage;
+//! # use unweight_rt::{device::DeviceError, ops::encode::{EncodeBuffers, GpuEncoder}};
+//! fn lengths_of_nothing(encoder: &GpuEncoder, buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
+//!     encoder.enqueue_stage(buffers, EncodeStage::Write)
+//! }
+//! ```
+//! ```compile_fail,E0133
+//! # use unweight_rt::{device::DeviceError, ops::encode::EncodeBuffers};
+//! fn lengths_of_255(buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
+//!     buffers.poison(0xff)
+//! }
+//! ```
+//! ```
+//! # use unweight_codegen::spec::EncodeStage;
+//! # use unweight_rt::{device::DeviceError, ops::encode::{EncodeBuffers, GpuEncoder}};
+//! fn a_tensor_and_its_table(encoder: &GpuEncoder, buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
+//!     encoder.enqueue_huffman(buffers)?;
+//!     // SAFETY: every stage before it has just been enqueued, by the same encoder.
+//!     unsafe { encoder.enqueue_stage(buffers, EncodeStage::DecodeTable) }
+//! }
+//! ```
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -157,7 +182,7 @@ impl GpuEncoder {
     pub fn encode(&self, stream: &Stream, matrix: Matrix<'_>) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
         let mut buffers = EncodeBuffers::new(stream, matrix.grid())?;
         buffers.set_weights(matrix)?;
-        self.enqueue(&mut buffers, &HUFFMAN_STAGES)?;
+        self.enqueue_huffman(&mut buffers)?;
         buffers.huffman()
     }
 
@@ -165,20 +190,49 @@ impl GpuEncoder {
     pub fn encode_palette(&self, stream: &Stream, matrix: Matrix<'_>) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
         let mut buffers = EncodeBuffers::new(stream, matrix.grid())?;
         buffers.set_weights(matrix)?;
-        self.enqueue(&mut buffers, &PALETTE_STAGES)?;
+        self.enqueue_palette(&mut buffers)?;
         buffers.palette()
     }
 
-    /// Enqueues stages over buffers whose weights are set. Allocates nothing, so it can be captured.
-    pub fn enqueue(&self, buffers: &mut EncodeBuffers, stages: &[EncodeStage]) -> Result<(), DeviceError> {
+    /// Enqueues the stages of a Huffman tensor over buffers whose weights are set. Allocates nothing, so it can be
+    /// captured.
+    ///
+    /// # Errors
+    /// The buffers lie on another device, or the driver refuses.
+    pub fn enqueue_huffman(&self, buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
+        self.enqueue(buffers, &HUFFMAN_STAGES)
+    }
+
+    /// Enqueues the stages of a palette tensor over buffers whose weights are set. Allocates nothing, so it can be
+    /// captured.
+    ///
+    /// # Errors
+    /// As for [`GpuEncoder::enqueue_huffman`].
+    pub fn enqueue_palette(&self, buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
+        self.enqueue(buffers, &PALETTE_STAGES)
+    }
+
+    /// Enqueues a whole pipeline.
+    fn enqueue(&self, buffers: &mut EncodeBuffers, stages: &[EncodeStage; 5]) -> Result<(), DeviceError> {
         for stage in stages {
-            self.enqueue_stage(buffers, *stage)?;
+            // SAFETY: both lists begin with `stats` and hold every stage that a later one reads, in order; `buffers` is
+            // borrowed mutably meanwhile, so nobody writes between them. After a failure the next pipeline begins with
+            // `stats` again.
+            unsafe { self.enqueue_stage(buffers, *stage)? };
         }
         Ok(())
     }
 
-    /// Enqueues one stage, and the clearing of the scratch before `stats`.
-    pub fn enqueue_stage(&self, buffers: &mut EncodeBuffers, stage: EncodeStage) -> Result<(), DeviceError> {
+    /// Enqueues one stage, and the clearing of the scratch before `stats`. For measuring and testing stages.
+    ///
+    /// # Safety
+    /// Any stage but `stats` follows, on these buffers and by an encoder of this code limit, the stages before it in
+    /// [`HUFFMAN_STAGES`] or [`PALETTE_STAGES`] (`decode_table` follows `table`), from `stats` on, each of them
+    /// enqueued without an error. Since that `stats` nothing else has written the buffers: neither
+    /// [`EncodeBuffers::set_weights`] nor [`EncodeBuffers::poison`] has been called. In a capture this holds each time
+    /// that the graph runs.
+    #[doc(hidden)]
+    pub unsafe fn enqueue_stage(&self, buffers: &mut EncodeBuffers, stage: EncodeStage) -> Result<(), DeviceError> {
         let kernel = self.kernel(stage);
         let (own, other) = (kernel.device().ordinal(), buffers.stream.device().ordinal());
         check_device("the buffers", other, own).or_else(|refusal| kernel.refuse(refusal))?;
@@ -188,7 +242,8 @@ impl GpuEncoder {
         }
         let args = buffers.args(self.limit);
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the buffers have the sizes that the grid and the capacities in `args` ask for. Dropping one waits for the kernel.
+        // SAFETY: the buffers have the sizes that the grid and the capacities in `args` ask for; what the stages before
+        // wrote there is of these weights, as the caller says. Dropping a buffer waits for the kernel.
         unsafe { kernel.launch(&buffers.stream, problem, &args) }
     }
 
@@ -235,8 +290,13 @@ impl EncodeBuffers {
         self.weights.write(&self.stream, 0, matrix.bytes())
     }
 
-    /// Fills every output with a byte, so that what a stage leaves unwritten shows.
-    pub fn poison(&mut self, byte: u8) -> Result<(), DeviceError> {
+    /// Fills every output with a byte, so that what a stage leaves unwritten shows. For tests.
+    ///
+    /// # Safety
+    /// The next stage that is enqueued on these buffers is `stats`, as [`GpuEncoder::enqueue_huffman`] and
+    /// [`GpuEncoder::enqueue_palette`] do: any other would take the bytes for lengths and offsets.
+    #[doc(hidden)]
+    pub unsafe fn poison(&mut self, byte: u8) -> Result<(), DeviceError> {
         let stream = &self.stream;
         for buffer in [
             &mut self.sign_mantissa,

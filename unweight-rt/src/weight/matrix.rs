@@ -35,7 +35,7 @@ pub struct DeviceMatrix {
 }
 
 impl DeviceMatrix {
-    /// A matrix of zeros.
+    /// A matrix of zeros. Waits for the stream.
     pub fn zeroed(stream: &Stream, rows: u32, cols: u32) -> Result<Self, DeviceError> {
         let data = DeviceBuffer::zeroed(stream, length("elements", u64::from(rows) * u64::from(cols))?)?;
         Ok(Self { rows, cols, data })
@@ -47,7 +47,7 @@ impl DeviceMatrix {
         Ok(Self { rows, cols, data: DeviceBuffer::from_host(stream, bits)? })
     }
 
-    /// A copy on the device.
+    /// A copy on the device. Waits for the stream.
     pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
         Ok(Self { data: self.data.duplicate(stream)?, ..*self })
     }

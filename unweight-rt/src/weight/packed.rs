@@ -35,7 +35,7 @@ impl DevicePacked {
         Ok(Self { has_escapes: heads.iter().any(|head| *head != 0), ..device })
     }
 
-    /// A copy on the device.
+    /// A copy on the device. Waits for the stream.
     pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
         Ok(Self {
             packed: self.packed.duplicate(stream)?,
