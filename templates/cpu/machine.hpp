@@ -63,12 +63,11 @@ struct Fiber {
     u64 cluster_generation = 0;  // when this thread last arrived at the cluster barrier
     // Shared 16-byte granules written by ordinary stores since the thread's last proxy fence.
     std::vector<u32> unfenced;
-    // Granules of its own block that its ordinary loads have read and that nobody has released to the copy engine, in
-    // order; of them, how many it had read when it last met its warp, and its block (or a part of it).
-    std::deque<u32> reading;
-    u64 released = 0, met_warp = 0, met_block = 0;  // counted from the first load on
-    std::vector<u64> read_at;                       // per granule: the number of its last load, counted from 1
-    u64 loads() const { return released + reading.size(); }
+    // Its ordinary loads from its own block, counted from the first: the number of its last load of each granule, and up to which of them are released to the
+    // copy engine, were made when it last met its warp, and when it last met each named barrier (with the barrier's generation then).
+    u64 loads = 0, released = 0, met_warp = 0;
+    u64 met_barrier[16] = {}, met_generation[16] = {};
+    std::vector<u64> read_at;
 };
 
 struct Warp {
@@ -89,6 +88,8 @@ struct Mbarrier {
     u32 pending = 0;  // arrivals still to come
     i32 bytes = 0;    // bytes still to land
     u32 phase = 0;    // parity of the running phase
+    // By parity: whose loads, and up to which, the arrivals of that phase speak for. They are released to whoever waits for it.
+    std::vector<std::pair<Fiber*, u64>> spoken_for[2];
 };
 
 struct WgmmaOperation {
@@ -111,7 +112,6 @@ struct Block {
     u32 rank = 0;  // in its cluster
     u8* shared = nullptr;
     std::vector<u8> unfenced;  // per 16-byte granule
-    std::vector<u32> readers;  // per 16-byte granule: unreleased loads of threads, and of warps that have met
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     NamedBarrier named[16];
@@ -121,6 +121,8 @@ struct Block {
 struct Pending {
     std::function<void()> apply;
     bool is_load;
+    // What a store reads: shared addresses.
+    u32 source = 0, bytes = 0;
 };
 
 struct Allocation {
@@ -239,48 +241,53 @@ inline void check_fenced(Block& b, u32 offset, const char* reader) {
     if (b.unfenced[offset / 16]) fail("%s reads shared offset %u, written by an ordinary store without fence.proxy.async", reader, offset);
 }
 
-// Ordinary loads. What a thread has loaded may still be in flight until it is released: by a proxy fence of the
-// thread's own, or by an arrival on an mbarrier, its own or one of a thread that it has met since. A copy into bytes
-// with such loads is a race that a GPU shows a few times in a hundred launches.
+// Ordinary loads. What a thread has loaded may still be in flight until it is released: by a proxy fence of the thread's own, or by an arrival on an mbarrier,
+// its own or of a thread that it has met since, for whose phase somebody has waited. A copy into bytes with such loads is a race that a GPU shows a few
+// times in a hundred launches. Loads from other blocks of the cluster are not followed.
 inline void mark_read(u32 address, u32 bytes) {
     Block& b = block_of(address);
     Fiber& f = self();
-    if (&b != f.block || b.mbarriers.empty()) return;  // nothing is ever copied into a block without mbarriers
-    if (f.read_at.empty()) f.read_at.assign(b.readers.size(), 0);
+    if (&b != f.block) return;
+    if (f.read_at.empty()) f.read_at.assign(b.unfenced.size(), 0);
     u32 first = (address & ((1u << kRankShift) - 1)) - kSharedBase;
-    for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g) {
-        if (f.read_at[g] > f.released && f.read_at[g] > f.met_warp && f.read_at[g] > f.met_block) continue;
-        f.reading.push_back(g);
-        f.read_at[g] = f.loads();
-        ++b.readers[g];
-    }
+    ++f.loads;
+    for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g) f.read_at[g] = f.loads;
 }
-// Releases a thread's loads up to number `last`.
-inline void release_reads(Fiber& f, u64 last) {
-    for (; f.released < last; ++f.released) {
-        --f.block->readers[f.reading.front()];
-        f.reading.pop_front();
-    }
-}
-inline void release_own_reads() { release_reads(self(), self().loads()); }
-// An arrival releases the thread's loads, and those that others had made when they met it.
-inline void release_reads_by_arrival() {
-    release_own_reads();
+inline void release_own_reads() { self().released = self().loads; }
+// An arrival speaks for the thread's own loads, and for those that others had made when they met it: their warp, or a named barrier that it has passed as well.
+inline void speak_for_reads(Mbarrier& barrier) {
+    auto& spoken = barrier.spoken_for[barrier.phase];
+    Fiber& own = self();
     for (Fiber* other : machine().fibers) {
-        if (other->block != self().block || other->reading.empty()) continue;
-        u64 warp = other->warp == self().warp ? other->met_warp : 0;
-        release_reads(*other, warp > other->met_block ? warp : other->met_block);
+        if (other->block != own.block || other->released == other->loads) continue;
+        u64 last = other == &own ? own.loads : other->warp == own.warp ? other->met_warp : 0;
+        for (u32 id = 0; id < 16; ++id)
+            if (other->met_barrier[id] > last && other->met_generation[id] <= own.met_generation[id]) last = other->met_barrier[id];
+        if (last > other->released) spoken.push_back({other, last});
     }
+}
+// By whoever has waited for the phase of this parity.
+inline void release_spoken_for(Mbarrier& barrier, u32 parity) {
+    for (auto& [fiber, last] : barrier.spoken_for[parity])
+        if (last > fiber->released) fiber->released = last;
+    barrier.spoken_for[parity].clear();
 }
 inline void check_refill(u32 address, u32 bytes, const char* writer) {
     Block& b = block_of(address);
     u32 first = offset_of(address, bytes, 1);
-    for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g) {
-        if (b.readers[g])
-            fail("%s refills shared offset %u, which ordinary loads have read and nobody has released (fence.proxy.async by every reader, or an arrival on an mbarrier)",
-                 writer, g * 16);
-        if (b.unfenced[g]) fail("%s refills shared offset %u, written by an ordinary store without fence.proxy.async", writer, g * 16);
+    for (Fiber* f : machine().fibers) {
+        if (f->block != &b || f->released == f->loads) continue;
+        for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
+            if (f->read_at[g] > f->released)
+                fail("%s refills shared offset %u, which thread %u has read with ordinary loads that nobody has released (fence.proxy.async by every reader, or an "
+                     "arrival on an mbarrier and a wait for it)",
+                     writer, g * 16, f->thread);
     }
+    for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
+        if (b.unfenced[g]) fail("%s refills shared offset %u, written by an ordinary store without fence.proxy.async", writer, g * 16);
+    for (const Pending& p : machine().pending)
+        if (p.bytes != 0 && p.source < address + bytes && address < p.source + p.bytes)
+            fail("%s refills shared offset %u, which a bulk store is still reading (bulk_wait_group_read)", writer, first);
 }
 
 template <class T>
@@ -336,7 +343,8 @@ inline void named_barrier(u32 id, u32 threads, bool wait) {
         b.arrived = 0;
         ++b.generation;
     }
-    self().met_block = self().loads();
+    self().met_barrier[id] = self().loads;
+    self().met_generation[id] = generation + 1;
     if (wait) wait_until([&b, generation] { return b.generation != generation; }, "named barrier %u (%u threads)", id, threads);
 }
 
@@ -351,6 +359,7 @@ inline void mbarrier_settle(Mbarrier& b) {
     if (b.pending == 0 && b.bytes == 0) {
         b.phase ^= 1;
         b.pending = b.count;
+        b.spoken_for[b.phase].clear();  // of two phases ago: nobody waited for it
     }
 }
 inline void mbarrier_arrive_at(u32 address, u32 bytes) {
@@ -603,7 +612,6 @@ inline int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 se
                 b->shared = static_cast<u8*>(aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
                 memset(b->shared, 0xCB, shared_bytes);  // garbage, as on the device
                 b->unfenced.assign(shared_bytes / 16 + 2, 0);
-                b->readers.assign(shared_bytes / 16 + 2, 0);
                 b->warps.resize(threads / 32);
                 b->warpgroups.resize((threads + 127) / 128);
                 m.blocks.push_back(b);

@@ -33,7 +33,7 @@ void pick(void** lanes, Source source) {
 }  // namespace detail
 
 inline void sync_warp() {
-    cpu::self().met_warp = cpu::self().loads();
+    cpu::self().met_warp = cpu::self().loads;
     cpu::warp_collective("sync_warp", nullptr, [](void**) {});
 }
 inline u32 shuffle(u32 value, u32 source_lane) {
@@ -220,7 +220,7 @@ inline void mbarrier_invalidate(u32 barrier) {
     cpu::block_of(barrier).mbarriers.erase(barrier & ((1u << cpu::kRankShift) - 1));
 }
 inline void mbarrier_arrive(u32 barrier) {
-    cpu::release_reads_by_arrival();
+    cpu::speak_for_reads(cpu::mbarrier_at(barrier));
     cpu::mbarrier_arrive_at(barrier, 0);
 }
 inline void mbarrier_arrive_cluster(u32 barrier) { mbarrier_arrive(barrier); }
@@ -228,15 +228,18 @@ inline void mbarrier_arrive_cluster(u32 barrier) { mbarrier_arrive(barrier); }
 inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) { cpu::mbarrier_arrive_at(barrier, bytes); }
 inline void mbarrier_expect_tx(u32 barrier, u32 bytes) { cpu::mbarrier_at(barrier).bytes += static_cast<i32>(bytes); }
 inline bool mbarrier_try_wait_parity(u32 barrier, u32 parity) {
-    if (cpu::mbarrier_at(barrier).phase != parity) return true;
-    cpu::poll();
-    return cpu::mbarrier_at(barrier).phase != parity;
+    if (cpu::mbarrier_at(barrier).phase == parity) cpu::poll();
+    cpu::Mbarrier& b = cpu::mbarrier_at(barrier);
+    if (b.phase == parity) return false;
+    cpu::release_spoken_for(b, parity);
+    return true;
 }
 inline bool mbarrier_try_wait_parity_cluster(u32 barrier, u32 parity) { return mbarrier_try_wait_parity(barrier, parity); }
 inline void mbarrier_wait_parity(u32 barrier, u32 parity) {
     cpu::Mbarrier& b = cpu::mbarrier_at(barrier);
     cpu::wait_until([&b, parity] { return b.phase != parity; }, "mbarrier at offset %u, parity %u",
                     (barrier & ((1u << cpu::kRankShift) - 1)) - cpu::kSharedBase, parity);
+    cpu::release_spoken_for(b, parity);
 }
 inline void mbarrier_wait_parity_cluster(u32 barrier, u32 parity) { mbarrier_wait_parity(barrier, parity); }
 
@@ -281,7 +284,7 @@ void each_piece(const Map& map, u32 column, u32 row, u32 shared, Visit visit) {
         }
     }
 }
-inline void start_store(std::function<void()> apply) {
+inline void start_store(u32 source, u32 bytes, std::function<void()> apply) {
     cpu::Fiber* f = &cpu::self();
     u32 group = static_cast<u32>(f->bulk_groups.size()) - 1;
     ++f->bulk_groups[group];
@@ -289,7 +292,7 @@ inline void start_store(std::function<void()> apply) {
                                           apply();
                                           --f->bulk_groups[group];
                                       },
-                                      false});
+                                      false, source, bytes});
 }
 inline u32 map_box_bytes(const Map& m) { return m.box_columns * m.box_rows * m.element_bytes; }
 inline void check_map_address(const Map& m, u32 shared, const char* what) {
@@ -323,7 +326,7 @@ inline void bulk_store(void* destination, u32 source, u32 bytes) {
     const u8* from = cpu::shared_at(source, bytes, 16);
     u32 first = cpu::offset_of(source, bytes, 16);
     for (u32 o = 0; o < bytes; o += 16) cpu::check_fenced(*cpu::self().block, first + o, "bulk_store");
-    detail::start_store([=] { memcpy(destination, from, bytes); });
+    detail::start_store(source, bytes, [=] { memcpy(destination, from, bytes); });
 }
 inline void tensor_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 row, u32 barrier, u64 = 0) {
     detail::Map map = detail::map_of(opaque);
@@ -342,7 +345,7 @@ inline void tensor_load_2d(u32 destination, const TensorMap& opaque, u32 column,
 inline void tensor_store_2d(const TensorMap& opaque, u32 column, u32 row, u32 source) {
     detail::Map map = detail::map_of(opaque);
     detail::check_map_address(map, source, "tensor_store_2d");
-    detail::start_store([=] {
+    detail::start_store(source, detail::map_box_bytes(map), [=] {
         detail::each_piece(map, column, row, source, [](u8* s, u8* g, u32 bytes) {
             if (g) memcpy(g, s, bytes);
         });
@@ -352,7 +355,7 @@ inline void tensor_reduce_add_2d(const TensorMap& opaque, u32 column, u32 row, u
     detail::Map map = detail::map_of(opaque);
     detail::check_map_address(map, source, "tensor_reduce_add_2d");
     if (map.element_bytes != 2 && map.element_bytes != 4) cpu::fail("tensor_reduce_add_2d: bf16 or fp32 only");
-    detail::start_store([=] {
+    detail::start_store(source, detail::map_box_bytes(map), [=] {
         detail::each_piece(map, column, row, source, [](u8* s, u8* g, u32 bytes) {
             if (!g) return;
             if (bytes == 4) {

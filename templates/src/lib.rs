@@ -36,7 +36,7 @@ pub fn kernels() -> &'static [(&'static str, &'static str)] {
 /// The text of one kernel template.
 ///
 /// ```
-/// assert!(unweight_templates::kernel("matmul.cu.tera").is_some());
+/// assert!(unweight_templates::kernel("gemm_recon.cu.tera").is_some());
 /// ```
 pub fn kernel(name: &str) -> Option<&'static str> {
     find(KERNELS, name)

@@ -306,7 +306,26 @@ fn mistakes_are_reported() {
         // ... unless every reader has fenced.
         ("LOADED if (lane < 31) fence_proxy_async_shared(); sync_warp(); REFILL", "nobody has released"),
         ("LOADED fence_proxy_async_shared(); load_shared(shared + 128); sync_warp(); REFILL", "nobody has released"),
-        // An arrival speaks for those that have met, not for those that have not.
+        // An arrival speaks for those that have met, not for those that have not, and only to who waits for it.
+        ("LOADED sync_warp(); if (lane == 0) mbarrier_arrive(shared + 8); REFILL", "nobody has released"),
+        (
+            "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_init(shared + 8, 1); } sync_block(); \
+             if (thread < 32) { load_shared_x4(shared + 128); named_barrier_sync(1, 32); } \
+             else if (thread == 32) { mbarrier_arrive(shared + 8); } \
+             else if (thread == 64) { mbarrier_wait_parity(shared + 8, 0); while (!mbarrier_try_wait_parity(shared, 1)) {} \
+             for (u32 i = 0; i < 64; ++i) cpu::poll(); bulk_load(shared + 128, args.input, 64, shared); }",
+            "nobody has released",
+        ),
+        (
+            "load_shared_x4(shared + 128); sync_block(); if (thread == 0) { mbarrier_init(shared, 1); \
+             mbarrier_arrive_expect_tx(shared, 64); bulk_load(shared + 128, args.input, 64, shared); }",
+            "nobody has released",
+        ),
+        (
+            "if (thread == 0) { mbarrier_init(shared, 1); fence_proxy_async_shared(); bulk_store(args.input, shared + 128, 64); \
+             bulk_commit_group(); mbarrier_arrive_expect_tx(shared, 64); bulk_load(shared + 128, args.input, 64, shared); }",
+            "still reading",
+        ),
         ("LOADED if (lane == 0) mbarrier_arrive(shared + 8); sync_warp(); REFILL", "nobody has released"),
         (
             "if (thread == 0) { mbarrier_init(shared, 1); store_shared(shared + 128, 1); bulk_load(shared + 128, args.input, 64, shared); }",
