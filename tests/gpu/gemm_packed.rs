@@ -9,7 +9,7 @@
 
 use std::sync::OnceLock;
 
-use crate::harness::{Rng, bf16, gpu, guard_is_whole, poison, refused, stream, value};
+use crate::harness::{Random, bf16, gpu, guard_is_whole, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight_codegen::{
     VariantSpec,
@@ -52,14 +52,15 @@ fn traits(spec: &VariantSpec) -> Traits {
 /// A matrix whose exponents lie in a window of 16, but for one element in `one_in` (0: none): zeros, subnormals, larger and smaller ones.
 /// Row 5 has a run of them, longer than a warp, where there are any.
 pub fn weights(n: usize, k: usize, one_in: usize, seed: u64) -> Vec<u16> {
-    let mut rng = Rng(seed);
+    let mut rng = Random::new(seed);
     (0..n * k)
         .map(|at| {
-            let outside = one_in > 0 && (rng.below(one_in) == 0 || at / k == 5 && at % k < (n * k / 600).min(40));
-            let exponent = if outside { [0, 90, 100, 130][rng.below(4)] } else { 108 + rng.below(16) as u16 };
+            let outside =
+                one_in > 0 && (rng.below(one_in as u64) == 0 || at / k == 5 && at % k < (n * k / 600).min(40));
+            let exponent = if outside { [0, 90, 100, 130][rng.below(4) as usize] } else { 108 + rng.below(16) as u16 };
             // Half of those with exponent 0 are zeros, the others subnormals.
             let mantissa = if rng.below(2) == 0 { 0x7f } else { 0 };
-            (rng.next() as u16 & (0x8000 | mantissa)) | exponent << 7
+            (rng.bits() as u16 & (0x8000 | mantissa)) | exponent << 7
         })
         .collect()
 }
@@ -82,7 +83,7 @@ impl Case {
         let w = weights(n, k, one_in, seed);
         let bytes: &[u8] = bytemuck::cast_slice(&w);
         let tensor = pack(Matrix::new(bytes, n, k).unwrap(), &Histogram::of(bytes)).unwrap();
-        let mut rng = Rng(seed ^ 0x5555);
+        let mut rng = Random::new(seed ^ 0x5555);
         let x: Vec<u16> = (0..ROWS * k).map(|_| bf16(rng.normal())).collect();
         let (xs, ws): (Vec<f64>, Vec<f64>) =
             (x.iter().map(|b| value(*b)).collect(), w.iter().map(|b| value(*b)).collect());
@@ -161,7 +162,7 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
     for case in cases() {
         let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
         let problem = |m| GemmShape { m, n: case.n as u32, k: case.k as u32 };
-        let mut rng = Rng(99);
+        let mut rng = Random::new(99);
         let before: Vec<u16> = (0..ROWS * case.n).map(|_| bf16(rng.normal())).collect();
         for spec in &specs {
             let traits = traits(spec);
@@ -232,7 +233,7 @@ fn dependent_launches_wait_for_their_input() {
     let stream = stream(kernels);
     let (n, info) = (1024usize, kernels.device().info());
     // Small weights, so that a chain of products stays finite.
-    let mut rng = Rng(5);
+    let mut rng = Random::new(5);
     let w: Vec<u16> = (0..n * n).map(|_| bf16(rng.normal() / 32.0)).collect();
     let bytes: &[u8] = bytemuck::cast_slice(&w);
     let tensor = pack(Matrix::new(bytes, n, n).unwrap(), &Histogram::of(bytes)).unwrap();
@@ -288,11 +289,11 @@ fn unchecked_escapes_lead_nowhere() {
         bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect()
     };
     let lists = words(case.tensor.escapes());
-    let mut rng = Rng(17);
+    let mut rng = Random::new(17);
     for kept in [0, 1, stored / 2, stored] {
         let heads: Vec<u32> = (0..case.tensor.grid().tiles() * 4)
             .map(|_| {
-                let index = if rng.below(2) == 0 { rng.next() as u32 } else { rng.below(stored + 2) as u32 };
+                let index = if rng.below(2) == 0 { rng.bits() as u32 } else { rng.below((stored + 2) as u64) as u32 };
                 index | (rng.below(2) as u32) << 31
             })
             .collect();

@@ -4,7 +4,7 @@
 //! - Random X at batches around every tile boundary, against float64.
 //! - Outputs start as NaN, with guards behind them.
 
-use crate::harness::{Rng, bf16, gpu, guard_is_whole, lane, poison, refused, stream, value};
+use crate::harness::{Random, bf16, gpu, guard_is_whole, lane, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight_bench::{halves, normal_bf16, relative_error};
 use unweight_codegen::{
@@ -35,21 +35,25 @@ const K: usize = 512;
 /// Sixteen exponents are everywhere; a row with a seventeenth is verbatim. The sixteen span 2^-19 to 2^-4, so that one-hot rows see
 /// every palette entry.
 fn weights(n: usize, k: usize, verbatim: u32, seed: u64) -> Vec<u8> {
-    let mut rng = Rng(seed);
+    let mut rng = Random::new(seed);
     let mut bits: Vec<u16> =
-        (0..n * k).map(|_| (rng.next() as u16 & 0x807f) | (108 + rng.below(16) as u16) << 7).collect();
+        (0..n * k).map(|_| (rng.bits() as u16 & 0x807f) | (108 + rng.below(16) as u16) << 7).collect();
     if verbatim > 0 {
         for tile in 0..(n / 64) * (k / 64) {
             // Different counts from tile to tile, the largest in the first and the last.
             let last = (n / 64) * (k / 64) - 1;
-            let count = if tile == 0 || tile == last { verbatim as usize } else { rng.below(verbatim as usize + 1) };
+            let count = if tile == 0 || tile == last {
+                verbatim as usize
+            } else {
+                rng.below((verbatim as usize + 1) as u64) as usize
+            };
             let (row, col) = (tile / (k / 64) * 64, tile % (k / 64) * 64);
             let mut rows: Vec<usize> = (0..64).collect();
             for i in 0..count {
-                let j = i + rng.below(64 - i);
+                let j = i + (rng.below((64 - i) as u64) as usize);
                 rows.swap(i, j);
                 let exponent: u16 = if rng.below(2) == 0 { 125 } else { 90 };
-                let at = (row + rows[i]) * k + col + rng.below(64);
+                let at = (row + rows[i]) * k + col + (rng.below(64) as usize);
                 bits[at] = (bits[at] & 0x807f) | exponent << 7;
             }
         }

@@ -2,6 +2,8 @@
 
 use std::sync::OnceLock;
 
+use unweight_format::testing;
+pub use unweight_format::testing::Random;
 use unweight_rt::{
     device::{Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, Refusal, Stream},
     env::Env,
@@ -85,30 +87,6 @@ pub fn refusal<T>(result: Result<T, DeviceError>) -> Option<String> {
     }
 }
 
-/// splitmix64: a failure names its seed.
-pub struct Rng(pub u64);
-
-impl Rng {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    pub fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound as u64) as usize
-    }
-
-    pub fn uniform(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    pub fn normal(&mut self) -> f64 {
-        (-2.0 * self.uniform().max(1e-300).ln()).sqrt() * (std::f64::consts::TAU * self.uniform()).cos()
-    }
-}
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Weights {
     Normal,
@@ -134,19 +112,19 @@ impl Weights {
     ];
 
     pub fn bytes(self, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
-        let mut rng = Rng(seed);
+        let mut rng = Random::new(seed);
         (0..rows * cols)
             .flat_map(|i| {
                 let bits = match self {
                     Self::Normal => bf16(rng.normal() * 0.02),
                     Self::HeavyTailed => bf16(rng.normal() * 0.02 / rng.uniform().max(1e-9).powi(2)),
-                    Self::AnyBits => rng.next() as u16,
-                    Self::OneExponent => 0x3f00 | (rng.next() as u16 & 0x807f),
-                    Self::FewExponents => (rng.next() as u16 & 0x807f) | ((120 + rng.next() as u16 % 3) << 7),
+                    Self::AnyBits => rng.bits() as u16,
+                    Self::OneExponent => 0x3f00 | (rng.bits() as u16 & 0x807f),
+                    Self::FewExponents => (rng.bits() as u16 & 0x807f) | ((120 + rng.bits() as u16 % 3) << 7),
                     Self::LongRows => {
                         let rare = i / cols % 64 == 5;
-                        let exponent = if rare { 100 + rng.next() % 16 } else { 100 + rng.next() % 2 };
-                        (rng.next() as u16 & 0x807f) | (exponent as u16) << 7
+                        let exponent = if rare { 100 + rng.bits() % 16 } else { 100 + rng.bits() % 2 };
+                        (rng.bits() as u16 & 0x807f) | (exponent as u16) << 7
                     }
                     Self::AllPatterns => i as u16,
                 };
@@ -158,8 +136,7 @@ impl Weights {
 
 /// Rounded to nearest even through f32.
 pub fn bf16(x: f64) -> u16 {
-    let bits = (x as f32).to_bits();
-    ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
+    testing::bf16(x as f32)
 }
 
 pub fn value(bits: u16) -> f64 {

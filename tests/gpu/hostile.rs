@@ -1,7 +1,7 @@
 //! Sections that lie, through every decoder and the matmul: no error of the driver, nothing written past an output, and the device as
 //! healthy as before. Meant to be run under `compute-sanitizer` as well.
 
-use crate::harness::{Rng, Weights, gpu, guard_is_whole, lane, poison, refusal, stream};
+use crate::harness::{Random, Weights, gpu, guard_is_whole, lane, poison, refusal, stream};
 use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::spec::{Arch, DecodeOutput};
 use unweight_format::{CodeLimit, HuffmanTensor, Matrix, TileGrid, TileMetadata, huffman, palette};
@@ -209,18 +209,18 @@ fn random_damage() {
     each_decoder(|output, bits| {
         let good = Sections::of(&tensor(190, 130, bits));
         for seed in 0..24 {
-            let mut rng = Rng(seed);
+            let mut rng = Random::new(seed);
             let mut bad = good.clone();
-            for _ in 0..1 + rng.below(20) {
-                let value = rng.next() as u8;
-                let target: &mut [u8] = match rng.below(6) {
+            for _ in 0..1 + (rng.below(20) as usize) {
+                let value = rng.bits() as u8;
+                let target: &mut [u8] = match rng.below(6) as usize {
                     0 | 1 => &mut bad.tile_metadata,
                     2 => &mut bad.row_lengths,
                     3 => &mut bad.encoded_exp,
                     4 => &mut bad.palette,
                     _ => &mut bad.code_lengths,
                 };
-                let at = rng.below(target.len());
+                let at = rng.below(target.len() as u64) as usize;
                 target[at] = value;
             }
             survives(kernels, &stream, &bad, output, bits, &format!("random damage {seed}"));

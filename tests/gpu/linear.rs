@@ -6,7 +6,7 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use crate::harness::{Rng, Weights, bf16, gpu, guard_is_whole, poison, refused, stream, value};
+use crate::harness::{Random, Weights, bf16, gpu, guard_is_whole, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight::format::bundle::{self, Bundle, CompressOptions, Profile, Silent};
 use unweight_bench::halves;
@@ -129,7 +129,7 @@ fn every_stored_form_becomes_a_layer() {
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    let mut rng = Rng(8);
+    let mut rng = Random::new(8);
     let x: Vec<u16> = (0..MAX_BATCH as usize * 448).map(|_| bf16(rng.normal())).collect();
     for (profile, pdl) in
         [(Profile::Resident, true), (Profile::Resident, false), (Profile::Distribution, true), (Profile::Palette, true)]
@@ -179,7 +179,7 @@ fn merged_weights_are_one_layer() {
     let qk = loader.merge(&[q, k], Merge::Rows).unwrap();
     let mlp = loader.merge(&[gate, up], Merge::SiluMul).unwrap();
     let mut run = Run { stream: &stream, lane: loader.lane(&stream).unwrap() };
-    let mut rng = Rng(9);
+    let mut rng = Random::new(9);
     let x: Vec<u16> = (0..MAX_BATCH as usize * 128).map(|_| bf16(rng.normal() * 8.0)).collect();
     let of = |name: &str| rows(&bundle.decode(name).unwrap(), 128);
     for m in BATCHES {
@@ -279,7 +279,7 @@ fn a_graph_outlives_the_growth_of_its_lane() {
     let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(64));
     let (_, n, k, _) = TENSORS[4];
     let layer = loader.load(TENSORS[4].0).unwrap();
-    let mut rng = Rng(10);
+    let mut rng = Random::new(10);
     let x: Vec<u16> = (0..64 * k).map(|_| bf16(rng.normal())).collect();
     let x = DeviceMatrix::from_host(&stream, 64, k as u32, &x).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, 64, n as u32).unwrap();

@@ -1,6 +1,6 @@
 //! The conversions of the packed form on the GPU against the CPU's: the same bytes, the same refusals, and the weights back, bit for bit.
 
-use crate::harness::{GUARD, Rng, Weights, gpu, guard_is_whole, poison, refused, stream};
+use crate::harness::{GUARD, Random, Weights, gpu, guard_is_whole, poison, refused, stream};
 use unweight_codegen::spec::DecodeOutput;
 use unweight_format::{
     CodeLimit, Histogram, Matrix, TileGrid, huffman,
@@ -81,13 +81,14 @@ fn same(stream: &Stream, got: &DevicePacked, expected: &PackedTensor<Vec<u8>>, w
 
 /// Exponents of a window, and one element in so many one of `SPECIAL`.
 fn sprinkled(shape: (usize, usize), every: usize, seed: u64) -> Vec<u8> {
-    let mut rng = Rng(seed);
+    let mut rng = Random::new(seed);
     (0..shape.0 * shape.1)
         .flat_map(|_| {
-            let bits = rng.next() as u16;
-            let special = rng.below(every) == 0;
+            let bits = rng.bits() as u16;
+            let special = (rng.below(every as u64) as usize) == 0;
             let exponent = 106 + rng.below(16) as u16;
-            (if special { SPECIAL[rng.below(SPECIAL.len())] } else { bits & 0x807f | exponent << 7 }).to_le_bytes()
+            (if special { SPECIAL[rng.below(SPECIAL.len() as u64) as usize] } else { bits & 0x807f | exponent << 7 })
+                .to_le_bytes()
         })
         .collect()
 }
@@ -155,10 +156,10 @@ fn windows_at_both_ends_and_elements_without_operand() {
     let mut refused = 0;
     for base in (1..=239u16).step_by(7).chain([2, 111, 112, 113, 120, 239]) {
         for odd in [0x8000u16, 0x0001, 0x0040, 0x7f00, 0xffc3] {
-            let mut rng = Rng(u64::from(base));
+            let mut rng = Random::new(u64::from(base));
             let bytes: Vec<u8> = (0..shape.0 * shape.1)
                 .flat_map(|i| {
-                    let ordinary = (rng.next() as u16 & 0x807f) | (base + rng.below(16) as u16) << 7;
+                    let ordinary = (rng.bits() as u16 & 0x807f) | (base + rng.below(16) as u16) << 7;
                     (if i % 700 == 300 { odd } else { ordinary }).to_le_bytes()
                 })
                 .collect();
@@ -234,10 +235,10 @@ fn unpacking_any_bytes_stays_in_bounds() {
     let stream = stream(kernels);
     let packer = packer(kernels, &stream);
     let grid = TileGrid::new(256, 320).unwrap();
-    let mut rng = Rng(3);
+    let mut rng = Random::new(3);
     for round in 0..60 {
         let words = [0, 1, 2, 31, 1000][round % 5];
-        let mut noise = |count: usize| -> Vec<u32> { (0..count).map(|_| rng.next() as u32).collect() };
+        let mut noise = |count: usize| -> Vec<u32> { (0..count).map(|_| rng.bits() as u32).collect() };
         let containers: Vec<u8> = noise(grid.tiles() * TILE_BYTES / 4).iter().flat_map(|w| w.to_le_bytes()).collect();
         let mut lists = noise(words);
         for count in lists.iter_mut().step_by(7) {

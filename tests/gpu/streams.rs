@@ -9,7 +9,7 @@ use std::{
 
 use crate::{
     gemm_packed::{lane, weights},
-    harness::{Rng, bf16, gpu, guard_is_whole, poison, stream},
+    harness::{Random, bf16, gpu, guard_is_whole, poison, stream},
 };
 use unweight_codegen::{
     VariantSpec,
@@ -103,7 +103,7 @@ fn stream_k_on_two_streams_at_once_gives_the_bits_that_it_gives_alone() {
     let bytes: &[u8] = bytemuck::cast_slice(&bits);
     let tensor = pack(Matrix::new(bytes, n as usize, k as usize).unwrap(), &Histogram::of(bytes)).unwrap();
     let w = DevicePacked::upload(&setup, &tensor).unwrap();
-    let mut rng = Rng(6);
+    let mut rng = Random::new(6);
     let x: Vec<u16> = (0..m * k).map(|_| bf16(rng.normal())).collect();
     let x = DeviceMatrix::from_host(&setup, m, k, &x).unwrap();
     setup.synchronize().unwrap();

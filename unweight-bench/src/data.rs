@@ -1,5 +1,7 @@
 //! What the benchmarks compute with, and how far results are apart.
 
+use unweight_format::testing::Weights;
+
 /// Little-endian bytes as 16-bit values.
 pub fn halves(bytes: &[u8]) -> Vec<u16> {
     bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
@@ -16,30 +18,8 @@ pub fn relative_error(a: &[u16], b: &[u16]) -> f64 {
 }
 
 /// `count` bf16 elements from N(0, sigma^2), as bytes; the same for the same seed.
-///
-/// Box-Muller over splitmix64, rounded to nearest even.
 pub fn normal_bf16(count: usize, sigma: f64, seed: u64) -> Vec<u8> {
-    let mut state = seed;
-    let mut uniform = move || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        // 24 bits, never 0.
-        (((z ^ z >> 31) >> 40) as f32 + 0.5) / (1u64 << 24) as f32
-    };
-    let bf16 = |x: f32| {
-        let bits = x.to_bits();
-        ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
-    };
-    let mut bytes = Vec::with_capacity(count * 2 + 2);
-    while bytes.len() < count * 2 {
-        let radius = sigma as f32 * (-2.0 * uniform().ln()).sqrt();
-        let (sin, cos) = (std::f32::consts::TAU * uniform()).sin_cos();
-        bytes.extend(bf16(radius * cos).to_le_bytes());
-        bytes.extend(bf16(radius * sin).to_le_bytes());
-    }
-    bytes.truncate(count * 2);
-    bytes
+    Weights::Gaussian { sigma }.bytes(count, seed)
 }
 
 #[cfg(test)]
