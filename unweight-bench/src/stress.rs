@@ -276,11 +276,14 @@ struct Subject<'a> {
 impl Run<'_> {
     fn all(&self, progress: &dyn Fn(&str)) -> Result<Vec<StressRow>, BenchError> {
         let compare = self.raw("uw_stress_compare", "UW_COMPARE")?;
+        let specs: Vec<VariantSpec> =
+            catalog::all().into_iter().filter(|spec| self.options.wants(spec.name().as_str())).collect();
+        let kernels = self.loaded(&specs)?;
         let mut rows = Vec::new();
         for shape in SHAPES {
             let start = Instant::now();
             let before = rows.len();
-            self.shape(shape, &compare, &mut rows, progress)?;
+            self.shape(shape, &kernels, &compare, &mut rows, progress)?;
             let bad = rows[before..].iter().filter(|row| !row.is_clean()).count();
             let (problems, seconds) = (rows.len() - before, start.elapsed().as_secs_f64());
             progress(&format!("{} x {}: {problems} problems, {bad} not clean, {seconds:.0} s", shape.0, shape.1));
@@ -319,6 +322,7 @@ impl Run<'_> {
     fn shape(
         &self,
         shape: (u32, u32),
+        kernels: &[Arc<LoadedKernel>],
         compare: &RawKernel,
         rows: &mut Vec<StressRow>,
         progress: &dyn Fn(&str),
@@ -329,11 +333,9 @@ impl Run<'_> {
             }
             rows.push(row);
         };
-        let specs: Vec<VariantSpec> =
-            catalog::all().into_iter().filter(|spec| self.options.wants(spec.name().as_str())).collect();
-        let loaded = self.loaded(&specs)?;
         let weights = Weights::new(self.stream, shape)?;
-        for (spec, kernel) in specs.iter().zip(&loaded) {
+        for kernel in kernels {
+            let spec = kernel.spec();
             match spec.op {
                 Op::GemmMma(_) | Op::GemmWgmma(_) | Op::GemmRecon(_) => {
                     for m in batches(spec) {
@@ -349,9 +351,8 @@ impl Run<'_> {
                     }
                 }
                 Op::Decode(_) => {
-                    if let Some(subject) = self.decode(kernel, &weights)? {
-                        add(self.subject(subject, compare)?);
-                    }
+                    let subject = self.decode(kernel, &weights)?;
+                    add(self.subject(subject, compare)?);
                 }
                 Op::Repack(_) => {
                     let subject = self.repack(kernel, &weights)?;
@@ -496,17 +497,17 @@ impl Run<'_> {
         })
     }
 
-    fn decode<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Option<Subject<'a>>, BenchError> {
+    fn decode<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
         let Op::Decode(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
         let tensor = huffman::encode(weights.matrix()?, CodeLimit::new(spec.code_limit.get())?)?;
         let (bytes, expected) = match spec.output {
-            DecodeOutput::Full => (weights.bytes.len(), Some(weights.bytes.clone())),
+            DecodeOutput::Full => (weights.bytes.len(), weights.bytes.clone()),
             // Indices of verbatim rows are 0, and the shapes here have no padding.
             DecodeOutput::Palette => {
                 let palette = palette::encode_with(weights.matrix()?, tensor.code())?;
-                (palette.palette_index().len(), Some(palette.palette_index().to_vec()))
+                (palette.palette_index().len(), palette.palette_index().to_vec())
             }
-            DecodeOutput::Exponent => (weights.bytes.len() / 2, Some(exponents_by_tile(weights.matrix()?))),
+            DecodeOutput::Exponent => (weights.bytes.len() / 2, exponents_by_tile(weights.matrix()?)),
         };
         let sections = HuffmanOnDevice::upload(self.stream, &tensor)?;
         let fault = DeviceBuffer::<u32>::zeroed(self.stream, 1)?;
@@ -519,15 +520,15 @@ impl Run<'_> {
             // SAFETY: as above.
             unsafe { kernel.launch(stream, shape, &DecodeArgs { output, ..args }) }
         };
-        Ok(Some(Subject {
+        Ok(Subject {
             name: kernel.spec().to_string(),
             shape,
             outputs: DeviceBuffer::zeroed(self.stream, bytes * RUNS as usize)?,
             bytes,
             before: None,
             launch: Box::new(launch),
-            check: Box::new(move |got| differs(got, expected.as_deref())),
-        }))
+            check: Box::new(move |got| differs(got, &expected)),
+        })
     }
 
     /// Each stage over buffers of its own: of `pack` the tiles are looked at, of `lists` the lists, of `unpack` the
@@ -607,7 +608,7 @@ impl Run<'_> {
             bytes,
             before,
             launch: Box::new(launch),
-            check: Box::new(move |got| differs(got, Some(&expected))),
+            check: Box::new(move |got| differs(got, &expected)),
         })
     }
 
@@ -879,9 +880,9 @@ fn mismatch(
     })
 }
 
-fn differs(got: &[u8], expected: Option<&[u8]>) -> Option<String> {
-    let at = expected?.iter().zip(got).position(|(want, got)| want != got)?;
-    Some(format!("byte {at} is {:#04x}, the CPU's {:#04x}", got[at], expected?[at]))
+fn differs(got: &[u8], expected: &[u8]) -> Option<String> {
+    let at = expected.iter().zip(got).position(|(want, got)| want != got)?;
+    Some(format!("byte {at} is {:#04x}, the CPU's {:#04x}", got[at], expected[at]))
 }
 
 /// Work on another stream.
