@@ -147,6 +147,12 @@ impl<T: Pod> DeviceBuffer<T> {
         Ok(copy)
     }
 
+    /// The address of an element that has `len - 1` behind it.
+    pub(super) fn element(&self, at: usize, len: usize) -> Result<u64, DeviceError> {
+        self.check(at, len)?;
+        Ok(self.address + (at * size_of::<T>()) as u64)
+    }
+
     fn check(&self, at: usize, len: usize) -> Result<(), DeviceError> {
         if at.checked_add(len).is_some_and(|end| end <= self.len) {
             Ok(())

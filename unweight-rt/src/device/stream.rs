@@ -120,6 +120,14 @@ impl Drop for Recording<'_> {
 pub struct Event(CudaEvent);
 
 impl Event {
+    /// Waits until the stream has come to this place.
+    ///
+    /// # Errors
+    /// What failed on the stream.
+    pub fn wait(&self) -> Result<(), DeviceError> {
+        self.0.synchronize().call("waiting for an event")
+    }
+
     /// Microseconds from this place to a later one; waits for both.
     pub fn elapsed_us(&self, later: &Event) -> Result<f64, DeviceError> {
         Ok(f64::from(self.0.elapsed_ms(&later.0).call("reading a time")?) * 1e3)
