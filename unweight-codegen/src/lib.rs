@@ -13,10 +13,12 @@
 //! - [`plan`]: shared memory, pipeline, roles, launch
 //! - [`render()`], [`lint`]: the way from a plan to text
 //! - [`abi`]: the argument structs of the kernels
+//! - [`kv`]: where an element of the KV cache lies
 
 pub mod abi;
 mod error;
 pub mod family;
+pub mod kv;
 pub mod limits;
 pub mod lint;
 pub mod plan;
