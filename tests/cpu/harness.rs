@@ -119,7 +119,18 @@ impl CpuKernel {
         let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".into());
         let mut command = Command::new(&compiler);
         // Objects of several libraries must not become one, as the loader does with GNU's unique symbols.
-        command.args(["-O1", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", "-w", "-x", "c++"]);
+        // A product and a sum become an fma only where the kernel says so.
+        command.args([
+            "-O1",
+            "-ffp-contract=off",
+            "-std=c++17",
+            "-shared",
+            "-fPIC",
+            "-fno-gnu-unique",
+            "-w",
+            "-x",
+            "c++",
+        ]);
         if !edits.is_empty() {
             // A planted bug may be one that the source would refuse; here it is to be found by what it does.
             command.arg("-Dstatic_assert(...)=");

@@ -26,7 +26,7 @@ pub mod remedy;
 pub mod weight;
 
 #[doc(inline)]
-pub use device::{Device, DeviceError, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream};
+pub use device::{Device, DeviceError, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, RowFault, Stream};
 #[doc(inline)]
 pub use jit::error::Error;
 #[doc(inline)]

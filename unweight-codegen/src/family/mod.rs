@@ -7,9 +7,10 @@
 //! templates/include/.../<f>.cuh        the body
 //! ```
 //!
-//! A family turns one form of a weight into another, or into a product: an [`Edge`] of the graph of forms. Everything
-//! that is about all families (names, attributes, plans, rendering, the catalogue, argument checks) goes through the
-//! list at the end of this file, so another family is a file and a line. docs/adr/0008-families.md counts the edits.
+//! A family turns one form of a weight into another, or into a product: an [`Edge`] of the graph of forms. What works on
+//! activations alone, or only looks rows of a table up, has no edge. Everything that is about all families (names,
+//! attributes, plans, rendering, the catalogue, argument checks) goes through the list at the end of this file, so
+//! another family is a file and a line. docs/adr/0008-families.md counts the edits.
 
 use crate::{
     abi::{Field, KernelArgs},
@@ -56,7 +57,7 @@ pub trait Family: Copy {
     type Args: KernelArgs;
     /// Its axes, in the order of names.
     const AXES: &'static [Axis];
-    /// What its variants make of what.
+    /// What its variants make of what; nothing for a family of activations.
     const EDGES: &'static [Edge];
     /// The instructions that all of its variants have; of the others in [`Instruction`] they have none.
     const INSTRUCTIONS: &'static [Instruction];

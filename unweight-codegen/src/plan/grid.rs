@@ -13,9 +13,18 @@ pub struct GemmShape {
     pub k: u32,
 }
 
+impl GemmShape {
+    /// A problem without weights: `m` units that a grid shares out ([`Work::Rows`]).
+    pub const fn rows(m: u32) -> Self {
+        Self { m, n: 0, k: 0 }
+    }
+}
+
 /// What the blocks of a grid share out among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
+    /// `m`: rows of activations, or whatever else an activation family has one unit of (docs/adr/0008).
+    Rows,
     /// 64x64 tiles of W: `ceil(n/64) * ceil(k/64)`.
     WeightTiles,
     /// `rows` x `columns` of Y: `ceil(m/rows) * ceil(n/columns)`.
@@ -59,11 +68,11 @@ pub enum LaunchGrid {
         /// Resident blocks of one SM.
         blocks_per_sm: u32,
     },
-    /// A cluster for each unit, its blocks sharing the steps of 64 of k.
+    /// A cluster for each unit. Blocks with a tile of Y share the steps of 64 of k, and each has one at least.
     Clusters {
         /// What is covered.
         work: Work,
-        /// Blocks of a cluster, each with a step at least.
+        /// Blocks of a cluster.
         cluster: u32,
     },
     /// Groups of blocks to which the rows of W are dealt evenly, once for every `batch_rows` of the batch: as few
@@ -90,6 +99,7 @@ impl Work {
     pub const fn units(self, problem: GemmShape) -> u64 {
         let GemmShape { m, n, k } = problem;
         match self {
+            Self::Rows => m as u64,
             Self::WeightTiles => n.div_ceil(64) as u64 * k.div_ceil(64) as u64,
             Self::OutputTiles { rows, columns } => m.div_ceil(rows) as u64 * n.div_ceil(columns) as u64,
             Self::OutputSteps { rows, columns } => {
@@ -139,7 +149,7 @@ impl LaunchGrid {
             }
             Self::Clusters { work, cluster } => match work.units(problem) {
                 0 => 0,
-                _ if problem.k.div_ceil(64) < cluster => return None,
+                _ if !matches!(work, Work::Rows) && problem.k.div_ceil(64) < cluster => return None,
                 units => units.saturating_mul(u64::from(cluster)),
             },
             Self::DealtRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
@@ -168,6 +178,7 @@ impl LaunchGrid {
 impl fmt::Display for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Rows => f.write_str("rows"),
             Self::WeightTiles => f.write_str("tiles of W"),
             Self::OutputTiles { rows, columns } => write!(f, "{rows} x {columns} tiles of Y"),
             Self::OutputSteps { rows, columns } => {
@@ -225,6 +236,19 @@ mod tests {
         assert_eq!(clusters(4).blocks(problem, 132), None, "65 of k are two steps");
         assert_eq!(clusters(4).blocks(nothing, 132), Some(0));
         assert_eq!(clusters(64).blocks(huge, 132), None);
+    }
+
+    #[test]
+    fn rows_of_activations_need_no_weights() {
+        let (work, rows) = (Work::Rows, GemmShape::rows);
+        let covering = |per_block| LaunchGrid::Covering { work, per_block };
+        assert_eq!(covering(1).blocks(rows(257), 132), Some(257));
+        assert_eq!(covering(8).blocks(rows(257), 132), Some(33));
+        assert_eq!(covering(1).blocks(rows(0), 132), Some(0));
+        assert_eq!(covering(1).blocks(rows(u32::MAX), 132), None);
+        let clusters = LaunchGrid::Clusters { work, cluster: 8 };
+        assert_eq!(clusters.blocks(rows(3), 132), Some(24), "no k to share");
+        assert_eq!(LaunchGrid::Persistent { work, per_block: 1, blocks_per_sm: 2 }.blocks(rows(300), 132), Some(264));
     }
 
     #[test]

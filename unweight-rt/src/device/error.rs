@@ -75,6 +75,37 @@ pub enum DeviceError {
         /// The last such tile to be reported.
         tile: u32,
     },
+    /// A row of a batch asked for what is not there, and was left out. Its output is zeros.
+    #[error("row {row} of a batch: {what}")]
+    Row {
+        /// The last such row to be reported.
+        row: u32,
+        /// What it asked for.
+        what: RowFault,
+    },
+}
+
+/// What a kernel met in a row of its batch, among numbers that only the device knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RowFault {
+    /// An id outside of the vocabulary.
+    #[error("its token id is not below the rows of the embedding; its embedding was set to zeros")]
+    Token,
+    /// An entry of a list of rows.
+    #[error("the list of rows names a row that the matrix does not have; its output was set to zeros")]
+    Source,
+    /// An entry of a page table.
+    #[error("its page table names a page that the KV cache does not have, or is too short; the page was left out")]
+    Page,
+    /// Logits that are no numbers.
+    #[error("its logits are all NaN; token 0 was chosen")]
+    Logits,
+}
+
+impl RowFault {
+    /// All of them, in the order in which a lane keeps them.
+    pub(crate) const ALL: [Self; 4] = [Self::Token, Self::Source, Self::Page, Self::Logits];
 }
 
 impl DeviceError {
@@ -158,6 +189,14 @@ pub enum Refusal {
         takes: &'static str,
         /// The other.
         got: &'static str,
+    },
+
+    // ---- activations ----
+    /// A size of heads that no kernel takes.
+    #[error("head_dim = {head_dim} must be a multiple of 16 in 16..=256; no kernel takes other heads")]
+    HeadDim {
+        /// Elements of a head.
+        head_dim: u32,
     },
 
     // ---- views ----

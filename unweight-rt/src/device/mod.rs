@@ -32,7 +32,7 @@ pub mod workspace;
 pub use self::{
     buffer::DeviceBuffer,
     device::{Device, DeviceInfo},
-    error::{DeviceError, Refusal},
+    error::{DeviceError, Refusal, RowFault},
     graph::Graph,
     kernels::{KernelSet, Prepared},
     pinned::{Pinned, Transfer},

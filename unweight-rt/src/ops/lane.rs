@@ -1,6 +1,6 @@
 //! A lane: one stream, with the memory and the handles that launches on it share.
 //!
-//! Partial sums, counters, padded activations, cuBLAS's workspace and the decoders' fault word are used by one launch after the other, in
+//! Partial sums, counters, padded activations, cuBLAS's workspace and the fault words are used by one launch after the other, in
 //! stream order. So a lane belongs to one stream for ever, a launch borrows it mutably, and no call takes a lane *and* a stream. Work on two
 //! streams takes two lanes:
 //! ```compile_fail,E0499
@@ -32,7 +32,7 @@ use std::{any::Any, fmt};
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, LaneSize, Refusal, Stream,
+        DeviceBuffer, DeviceError, LaneSize, Refusal, RowFault, Stream,
         workspace::{Workspace, length},
     },
     ops::cublas::Cublas,
@@ -43,11 +43,15 @@ pub struct Lane {
     stream: Stream,
     workspace: Workspace,
     padded: Padded,
-    fault: DeviceBuffer<u32>,
+    /// [`FAULT_WORDS`]; each 0, or 1 and what it names.
+    faults: DeviceBuffer<u32>,
     cublas: Option<Cublas>,
     /// What was too small. Graphs that were captured with it may still be launched.
     outgrown: Vec<Box<dyn Any + Send + Sync>>,
 }
+
+/// A word for the tiles of decoders, and one for each of [`RowFault`].
+const FAULT_WORDS: usize = 1 + RowFault::ALL.len();
 
 /// Activations in whole tiles.
 #[derive(Debug)]
@@ -74,7 +78,7 @@ impl Lane {
         Ok(Self {
             workspace: Workspace::new(stream, size)?,
             padded: Padded::new(stream, size)?,
-            fault: DeviceBuffer::zeroed(stream, 1)?,
+            faults: DeviceBuffer::zeroed(stream, FAULT_WORDS)?,
             cublas: if size.cublas { Some(Cublas::new(stream)?) } else { None },
             outgrown: Vec::new(),
             stream: stream.clone(),
@@ -134,18 +138,16 @@ impl Lane {
             .ok_or(Refusal::LaneTooSmall { need: LaneSize { cublas: true, ..LaneSize::default() }, have })
     }
 
-    /// Waits for all of the lane's work, and says whether a decoder left a tile out; the report is cleared.
+    /// Waits for all of the lane's work, and says whether a kernel left something out: a decoder a tile, another a row of its batch. The
+    /// report is cleared; of several kinds, the first in the order of the errors below is told.
     ///
     /// # Errors
-    /// [`DeviceError::Fault`], or what failed on the stream.
+    /// [`DeviceError::Fault`], [`DeviceError::Row`], or what failed on the stream.
     pub fn synchronize(&mut self) -> Result<(), DeviceError> {
-        match self.fault.read(&self.stream, 0, 1)?.first() {
-            None | Some(0) => Ok(()),
-            Some(tile) => {
-                self.fault.write(&self.stream, 0, &[0])?;
-                Err(DeviceError::Fault { tile: tile - 1 })
-            }
-        }
+        let words = self.faults.read(&self.stream, 0, FAULT_WORDS)?;
+        let Some(fault) = fault_of(&words) else { return Ok(()) };
+        self.faults.write(&self.stream, 0, &[0; FAULT_WORDS])?;
+        Err(fault)
     }
 
     pub(crate) fn parts(&mut self) -> (&Stream, &mut Workspace, &mut Padded) {
@@ -154,7 +156,13 @@ impl Lane {
 
     /// Where decoders of this lane report.
     pub(crate) fn fault_address(&self) -> u64 {
-        self.fault.address()
+        self.faults.address()
+    }
+
+    /// Where kernels of this lane report such a row: a u32, 1 and the row. For kernels of one's own.
+    pub fn row_fault_address(&self, what: RowFault) -> u64 {
+        // In the order of `RowFault::ALL`, behind the decoders' word.
+        self.faults.address() + (1 + what as u64) * 4
     }
 
     /// The partial sums; a debugging variant leaves its operands here.
@@ -164,8 +172,36 @@ impl Lane {
     }
 }
 
+/// What the fault words of a lane say.
+fn fault_of(words: &[u32]) -> Option<DeviceError> {
+    let place = words.iter().position(|word| *word != 0)?;
+    let value = words[place] - 1;
+    Some(match place.checked_sub(1) {
+        None => DeviceError::Fault { tile: value },
+        Some(row) => DeviceError::Row { row: value, what: RowFault::ALL[row] },
+    })
+}
+
 impl fmt::Debug for Lane {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Lane({:?}, {})", self.stream, self.size())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_fault_has_a_word_of_its_own() {
+        assert!(fault_of(&[0; FAULT_WORDS]).is_none());
+        assert!(matches!(fault_of(&[8, 0, 0, 3, 0]), Some(DeviceError::Fault { tile: 7 })));
+        for (index, what) in RowFault::ALL.into_iter().enumerate() {
+            assert_eq!(what as usize, index, "the order of addresses");
+            let mut words = [0; FAULT_WORDS];
+            words[1 + index] = 6;
+            let fault = fault_of(&words);
+            assert!(matches!(fault, Some(DeviceError::Row { row: 5, what: found }) if found == what), "{fault:?}");
+        }
     }
 }

@@ -8,6 +8,7 @@ pub mod decode;
 pub mod encode;
 pub mod gemm_packed;
 pub mod gemm_recon;
+pub mod kv;
 pub mod lane;
 pub mod repack;
 

@@ -75,6 +75,18 @@ UW_DEVICE float exp2_approx(float value) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(value));
     return d;
 }
+// 1 / sqrt(value), about 22 bits.
+UW_DEVICE float rsqrt_approx(float value) {
+    float d;
+    asm("rsqrt.approx.f32 %0, %1;" : "=f"(d) : "f"(value));
+    return d;
+}
+// Rounded to nearest even, and left as they are: the compiler makes an fma of a product and a sum at will, of these
+// never.
+UW_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+UW_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
+UW_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+UW_DEVICE float div(float a, float b) { return __fdiv_rn(a, b); }
 UW_DEVICE float float_from_bits(u32 bits) { return __uint_as_float(bits); }
 UW_DEVICE u32 bits_from_float(float value) { return __float_as_uint(value); }
 

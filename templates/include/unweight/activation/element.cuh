@@ -1,0 +1,43 @@
+// Elements of activations, in fp32 between two roundings to bf16. Who computes the same thing in two kernels computes
+// it here: products and sums are named, so that no compiler joins them one way here and another way there.
+#pragma once
+
+#include "unweight/ptx/core.cuh"
+
+namespace uw::activation {
+
+// The two bf16 of a word, exactly.
+UW_DEVICE float low_of(u32 pair) { return ptx::float_from_bits(pair << 16); }
+UW_DEVICE float high_of(u32 pair) { return ptx::float_from_bits(pair & 0xffff0000u); }
+
+// Of two words of bf16: x + bias, each rounded.
+UW_DEVICE u32 add_bias(u32 x, u32 bias) {
+    return ptx::pack_bf16x2(ptx::add(low_of(x), low_of(bias)), ptx::add(high_of(x), high_of(bias)));
+}
+
+// bf16(gamma * bf16(x * scale)), scale = rsqrt(mean(x^2) + eps): the norm rounds before its weight, as models were
+// trained.
+UW_DEVICE u32 scale_norm(u32 x, u32 gamma, float scale) {
+    const u32 y = ptx::pack_bf16x2(ptx::mul(low_of(x), scale), ptx::mul(high_of(x), scale));
+    return ptx::pack_bf16x2(ptx::mul(low_of(y), low_of(gamma)), ptx::mul(high_of(y), high_of(gamma)));
+}
+
+// sum + the squares of a word, the lower element first.
+UW_DEVICE float add_squares(float sum, u32 x) {
+    return ptx::fma(high_of(x), high_of(x), ptx::fma(low_of(x), low_of(x), sum));
+}
+
+// The factor of a norm over `count` elements.
+UW_DEVICE float norm_scale(float sum_of_squares, u32 count, float eps) {
+    return ptx::rsqrt_approx(ptx::add(ptx::div(sum_of_squares, static_cast<float>(count)), eps));
+}
+
+// Elements i and i + rope_dim / 2 of a head, a pair of each in a word, turned by their angles and rounded once.
+UW_DEVICE void rotate(u32& first, u32& second, u32 cosines, u32 sines) {
+    const float a0 = low_of(first), a1 = high_of(first), b0 = low_of(second), b1 = high_of(second);
+    const float c0 = low_of(cosines), c1 = high_of(cosines), s0 = low_of(sines), s1 = high_of(sines);
+    first = ptx::pack_bf16x2(ptx::fma(a0, c0, -ptx::mul(b0, s0)), ptx::fma(a1, c1, -ptx::mul(b1, s1)));
+    second = ptx::pack_bf16x2(ptx::fma(b0, c0, ptx::mul(a0, s0)), ptx::fma(b1, c1, ptx::mul(a1, s1)));
+}
+
+}  // namespace uw::activation

@@ -1,0 +1,209 @@
+//! The KV cache of a layer: pages of 64 tokens, as the copy engine brings them to shared memory.
+//!
+//! ```text
+//! cache   [layer][page][kv_head][K | V][64][head_dim] bf16, one allocation
+//! chunk   8 elements of a token's row; chunk c of token t lies at c ^ (t % 8), of which only as many bits are taken as there are
+//!         chunks (a power of two of them) to change places with: a plain copy has no bank conflicts
+//! ```
+//! A sequence's token `t` lies in line `t % 64` of the page that its table has at `t / 64`. The layout on the device is stated once,
+//! in `templates/include/unweight/form/kv.cuh`; [`KvShape::element`] is the same for hosts.
+
+use std::{marker::PhantomData, ops::Range};
+
+use crate::device::{DeviceBuffer, Refusal, view::check_device};
+
+/// Tokens of a page.
+pub const PAGE_TOKENS: u32 = 64;
+/// Position of a row of a batch in which there is no token.
+pub const PAD_POSITION: u32 = u32::MAX;
+
+/// Bytes of a bf16.
+const ELEMENT: u64 = 2;
+
+/// Pages, heads and their size: the same for every layer of a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvShape {
+    pages: u32,
+    kv_heads: u32,
+    head_dim: u32,
+}
+
+/// Of a token, its key or its value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvHalf {
+    /// What queries are compared with.
+    Key,
+    /// What is summed up.
+    Value,
+}
+
+impl KvShape {
+    /// A cache of `pages` pages of [`PAGE_TOKENS`] tokens, `kv_heads` heads of `head_dim` elements each.
+    ///
+    /// # Errors
+    /// [`Refusal::HeadDim`]; [`Refusal::TooLarge`]: a layer of more than 2^48 elements.
+    pub fn new(pages: u32, kv_heads: u32, head_dim: u32) -> Result<Self, Refusal> {
+        check_head_dim(head_dim)?;
+        let shape = Self { pages, kv_heads, head_dim };
+        let elements = u64::from(pages).checked_mul(u64::from(kv_heads)).and_then(|tiles| {
+            let tile = u64::from(2 * PAGE_TOKENS * head_dim);
+            tiles.checked_mul(tile)
+        });
+        const LIMIT: u64 = 1 << 48;
+        match elements {
+            Some(elements) if elements <= LIMIT => Ok(shape),
+            _ => {
+                let value = elements.unwrap_or(u64::MAX);
+                Err(Refusal::TooLarge { what: "elements of a layer's KV cache", value, limit: LIMIT })
+            }
+        }
+    }
+
+    /// Pages of a layer.
+    pub fn pages(&self) -> u32 {
+        self.pages
+    }
+
+    /// Heads of keys and values.
+    pub fn kv_heads(&self) -> u32 {
+        self.kv_heads
+    }
+
+    /// Elements of a head.
+    pub fn head_dim(&self) -> u32 {
+        self.head_dim
+    }
+
+    /// Elements of one page of one layer.
+    pub fn page_elements(&self) -> u64 {
+        u64::from(self.kv_heads) * u64::from(2 * PAGE_TOKENS * self.head_dim)
+    }
+
+    /// Elements of a layer.
+    pub fn layer_elements(&self) -> u64 {
+        // At most 2^48: checked when it was made.
+        u64::from(self.pages) * self.page_elements()
+    }
+
+    /// Where an element lies in its layer: `line` of 0..64 in a page, `column` of a head.
+    pub fn element(&self, page: u32, kv_head: u32, half: KvHalf, line: u32, column: u32) -> u64 {
+        let chunks = self.head_dim / 8;
+        // The largest power of two that divides the number of chunks, at most 8.
+        let bits = (chunks & chunks.wrapping_neg()).min(8) - 1;
+        let tile =
+            2 * (u64::from(page) * u64::from(self.kv_heads) + u64::from(kv_head)) + (half == KvHalf::Value) as u64;
+        let row = tile * u64::from(PAGE_TOKENS) + u64::from(line);
+        row * u64::from(self.head_dim) + u64::from(((column / 8) ^ (line & bits)) * 8 + column % 8)
+    }
+}
+
+/// Sizes of heads that kernels take: pairs of elements that are rotated together lie in whole chunks of 8.
+pub(crate) fn check_head_dim(head_dim: u32) -> Result<(), Refusal> {
+    if head_dim.is_multiple_of(16) && (16..=256).contains(&head_dim) {
+        Ok(())
+    } else {
+        Err(Refusal::HeadDim { head_dim })
+    }
+}
+
+/// One layer of a cache, to be read and written.
+///
+/// Which pages a sequence has is said by tables on the device. A page number outside of the layer is not followed: kernels skip it, and
+/// [`Lane::synchronize`](crate::ops::lane::Lane::synchronize) reports it.
+#[derive(Debug)]
+pub struct KvLayer<'a> {
+    device: usize,
+    address: u64,
+    shape: KvShape,
+    memory: PhantomData<&'a mut [u16]>,
+}
+
+impl<'a> KvLayer<'a> {
+    /// Layer `layer` of a cache, counted from 0.
+    ///
+    /// # Errors
+    /// [`Refusal::Range`]: the buffer ends before the layer does.
+    pub fn new(cache: &'a mut DeviceBuffer<u16>, shape: KvShape, layer: u32) -> Result<Self, Refusal> {
+        let (len, have) = (shape.layer_elements(), cache.len() as u64);
+        // Below 2^80 in u128, so nothing is lost.
+        let end = (u128::from(layer) + 1) * u128::from(len);
+        let at = len.saturating_mul(layer.into());
+        if end > u128::from(have) {
+            return Err(Refusal::Range { at, len, have });
+        }
+        let address = cache.address() + at * ELEMENT;
+        Ok(Self { device: cache.device().ordinal(), address, shape, memory: PhantomData })
+    }
+
+    /// The same for a shorter time.
+    pub fn reborrow(&mut self) -> KvLayer<'_> {
+        KvLayer { memory: PhantomData, ..*self }
+    }
+
+    /// Pages, heads and their size.
+    pub fn shape(&self) -> KvShape {
+        self.shape
+    }
+
+    /// Its first element.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// The addresses of its elements.
+    pub fn span(&self) -> Range<u64> {
+        self.address..self.address + self.shape.layer_elements() * ELEMENT
+    }
+
+    /// That it lies on `own`.
+    pub fn check_device(&self, own: usize) -> Result<(), Refusal> {
+        check_device("the KV cache", self.device, own)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// Every element of a cache has a place of its own, and chunks stay whole and in their row.
+    #[test]
+    fn elements_fill_a_layer() {
+        for head_dim in [16, 32, 48, 64, 96, 128, 256] {
+            let shape = KvShape::new(2, 3, head_dim).unwrap();
+            let mut seen = BTreeSet::new();
+            for tile in 0..12u32 {
+                let (page, kv_head, half) = (tile / 6, tile / 2 % 3, [KvHalf::Key, KvHalf::Value][tile as usize % 2]);
+                for line in 0..PAGE_TOKENS {
+                    let begin = shape.element(page, kv_head, half, line, 0) / u64::from(head_dim);
+                    assert_eq!(begin, u64::from(tile * PAGE_TOKENS + line), "the tiles follow each other");
+                    for column in 0..head_dim {
+                        let at = shape.element(page, kv_head, half, line, column);
+                        assert_eq!(at / u64::from(head_dim), begin, "{head_dim}: a row is left");
+                        assert_eq!(at % 8, u64::from(column % 8));
+                        seen.insert(at);
+                    }
+                }
+            }
+            assert_eq!(seen.len() as u64, shape.layer_elements());
+            assert_eq!(seen.last(), Some(&(shape.layer_elements() - 1)));
+        }
+        // Eight tokens of one column lie in eight different chunks.
+        let shape = KvShape::new(1, 1, 128).unwrap();
+        let chunks: BTreeSet<_> = (0..8).map(|line| shape.element(0, 0, KvHalf::Key, line, 24) / 8 % 8).collect();
+        assert_eq!(chunks.len(), 8);
+        assert_eq!(shape.element(0, 0, KvHalf::Value, 3, 24), (64 + 3) * 128, "chunk 3 of token 3");
+    }
+
+    #[test]
+    fn heads_that_kernels_do_not_take_are_refused() {
+        for head_dim in [0, 8, 72, 272, u32::MAX] {
+            assert_eq!(KvShape::new(1, 1, head_dim), Err(Refusal::HeadDim { head_dim }));
+        }
+        let large = KvShape::new(u32::MAX, u32::MAX, 256);
+        assert!(matches!(large, Err(Refusal::TooLarge { value: u64::MAX, .. })), "{large:?}");
+        let text = Refusal::HeadDim { head_dim: 72 }.to_string();
+        assert!(text.contains("72") && text.contains("multiple of 16") && text.contains("256"), "{text}");
+    }
+}
