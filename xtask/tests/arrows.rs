@@ -15,8 +15,9 @@ fn read(path: &Path) -> String {
 }
 
 /// Every package of the repository that is published, by folder, and what of the workspace it may depend on.
-const CRATES: [(&str, &[&str]); 7] = [
+const CRATES: [(&str, &[&str]); 8] = [
     ("unweight-format", &[]),
+    ("unweight-model", &["unweight-format"]),
     ("templates", &[]),
     ("unweight-macros", &[]),
     ("unweight-codegen", &["unweight-format", "unweight-macros", "unweight-templates"]),

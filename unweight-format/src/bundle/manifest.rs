@@ -353,6 +353,11 @@ impl FileEntry {
         if let Self::Weights(file) = self { Some(file) } else { None }
     }
 
+    /// The copied file, if it is one.
+    pub fn copied(&self) -> Option<&CopiedFile> {
+        if let Self::Copied(file) = self { Some(file) } else { None }
+    }
+
     /// Names and bytes of the files it has in the bundle.
     pub fn stored(&self) -> Vec<(String, u64)> {
         match self {

@@ -25,6 +25,7 @@ use crate::{
 /// when they are asked for.
 #[derive(Debug)]
 pub struct Bundle {
+    dir: PathBuf,
     manifest: Manifest,
     shards: Vec<Shard>,
     /// Tensor name to (shard, tensor) in each file that has it.
@@ -66,7 +67,7 @@ impl Bundle {
                 by_name.entry(tensor.name.clone()).or_default().push((s, t));
             }
         }
-        Ok(Self { manifest, shards, by_name })
+        Ok(Self { dir: dir.into(), manifest, shards, by_name })
     }
 
     /// The manifest.
@@ -131,6 +132,28 @@ impl Bundle {
     /// As [`Bundle::tensor_in`], or the weights are damaged.
     pub fn decode_in(&self, file: &str, name: &str) -> Result<Vec<u8>, BundleError> {
         self.decode_at(self.find_in(file, name)?)
+    }
+
+    /// The bytes of a file beside the weights (`config.json`, `tokenizer.json`), compared with their digest; `None` if the bundle has none of
+    /// this name.
+    ///
+    /// # Errors
+    /// It is larger than `limit` bytes, cannot be read, or is damaged.
+    pub fn copied(&self, file: &str, limit: u64) -> Result<Option<Vec<u8>>, BundleError> {
+        let mut copied = self.manifest.files.iter().filter_map(FileEntry::copied);
+        let Some(entry) = copied.find(|entry| entry.name == file) else { return Ok(None) };
+        let bytes = files::read_small(&self.dir.join(file), limit)?;
+        let digest = Digest::of(&bytes);
+        if digest == entry.digest {
+            return Ok(Some(bytes));
+        }
+        Err(BundleError::Mismatch {
+            file: file.into(),
+            what: "contents".into(),
+            offset: 0,
+            expected: entry.digest.to_string(),
+            got: digest.to_string(),
+        })
     }
 
     fn decode_at(&self, (shard, tensor): (usize, usize)) -> Result<Vec<u8>, BundleError> {

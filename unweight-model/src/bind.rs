@@ -1,0 +1,248 @@
+//! Which tensor has which role: every weight of a model by name, with the shape that its configuration asks for.
+//!
+//! Names are those of Hugging Face checkpoints, matched whole. Names of other conventions are not bound by likeness: the original Llama
+//! files, for one, hold queries and keys in another order of rows for another kind of rotation.
+
+use std::collections::BTreeMap;
+
+use unweight_format::{
+    bundle::{Bundle, manifest::TensorEntry},
+    safetensors::{Dtype, TensorInfo},
+};
+
+use crate::config::{Family, ModelConfig};
+
+/// What is known of a tensor without reading it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorHeader<'a> {
+    /// Name.
+    pub name: &'a str,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape, rows first.
+    pub shape: &'a [usize],
+}
+
+impl<'a> From<&'a TensorInfo> for TensorHeader<'a> {
+    /// Of a safetensors file.
+    fn from(tensor: &'a TensorInfo) -> Self {
+        Self { name: &tensor.name, dtype: tensor.dtype, shape: &tensor.shape }
+    }
+}
+
+impl<'a> From<&'a TensorEntry> for TensorHeader<'a> {
+    /// Of a bundle.
+    fn from(tensor: &'a TensorEntry) -> Self {
+        Self { name: &tensor.name, dtype: tensor.dtype, shape: &tensor.shape }
+    }
+}
+
+/// Names of a model's weights by role. All are BF16; a linear's weight is `[outputs, inputs]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ModelWeights {
+    /// Token embedding `[vocab, hidden]`.
+    pub embed: String,
+    /// The layers, in the order they run.
+    pub layers: Vec<LayerWeights>,
+    /// Norm before the head `[hidden]`.
+    pub final_norm: String,
+    /// Head `[vocab, hidden]`. Of a tied model the same name as [`ModelWeights::embed`].
+    pub lm_head: String,
+}
+
+/// Names of a layer's weights by role.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LayerWeights {
+    /// Norm before the attention `[hidden]`.
+    pub input_norm: String,
+    /// Queries `[heads * head_dim, hidden]`.
+    pub q: String,
+    /// Keys `[kv_heads * head_dim, hidden]`.
+    pub k: String,
+    /// Values `[kv_heads * head_dim, hidden]`.
+    pub v: String,
+    /// Output of the attention `[hidden, heads * head_dim]`.
+    pub o: String,
+    /// Norm before the MLP `[hidden]`.
+    pub post_norm: String,
+    /// Gate `[intermediate, hidden]`.
+    pub gate: String,
+    /// Up `[intermediate, hidden]`.
+    pub up: String,
+    /// Down `[hidden, intermediate]`.
+    pub down: String,
+    /// Bias of the queries `[heads * head_dim]`.
+    pub q_bias: Option<String>,
+    /// Bias of the keys `[kv_heads * head_dim]`.
+    pub k_bias: Option<String>,
+    /// Bias of the values `[kv_heads * head_dim]`.
+    pub v_bias: Option<String>,
+    /// Norm of each head of the queries `[head_dim]`.
+    pub q_norm: Option<String>,
+    /// Norm of each head of the keys `[head_dim]`.
+    pub k_norm: Option<String>,
+}
+
+/// Why the tensors are not those of the configuration.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BindError {
+    /// A weight that the configuration asks for is not there.
+    #[error("no tensor '{name}' {shape:?}, which a {family} of this configuration has; fetch the missing files")]
+    Missing {
+        /// The tensor.
+        name: String,
+        /// Its shape, by the configuration.
+        shape: Vec<usize>,
+        /// The family.
+        family: Family,
+    },
+    /// Another shape than the configuration says.
+    #[error("tensor '{name}' is {got:?}, by config.json it is {expected:?}; weights and config.json are of two models")]
+    Shape {
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        got: Vec<usize>,
+        /// Its shape, by the configuration.
+        expected: Vec<usize>,
+    },
+    /// Not BF16.
+    #[error("tensor '{name}' is {got}, weights must be BF16; take the model in BF16")]
+    Dtype {
+        /// The tensor.
+        name: String,
+        /// Its type.
+        got: Dtype,
+    },
+    /// Two tensors of one name.
+    #[error("tensor '{name}' is there twice; remove one of the files that hold it")]
+    Twice {
+        /// The tensor.
+        name: String,
+    },
+    /// Tensors that the model would not use: it would not be the model that these weights were made for.
+    #[error(
+        "{count} tensors that a {family} of this configuration does not have, first '{first}'; config.json is of another model, or leaves out what these are for"
+    )]
+    LeftOver {
+        /// How many.
+        count: usize,
+        /// The first by name.
+        first: String,
+        /// The family.
+        family: Family,
+    },
+}
+
+/// Finds the weights of a model among its tensors: every role has one tensor, of the right shape and type, and no tensor is left over.
+///
+/// Names begin with `model.`, or without it if the checkpoint is of the model without its head. A tied model's head is its embedding,
+/// unless it brings a head of its own. Frequencies of the rotary embedding, which old checkpoints hold, are passed over.
+///
+/// # Errors
+/// A tensor is missing, there twice, of another shape or type, or left over.
+pub fn bind<'a>(
+    config: &ModelConfig,
+    tensors: impl IntoIterator<Item = TensorHeader<'a>>,
+) -> Result<ModelWeights, BindError> {
+    let mut left = BTreeMap::new();
+    for tensor in tensors {
+        if left.insert(tensor.name, tensor).is_some() {
+            return Err(BindError::Twice { name: tensor.name.into() });
+        }
+    }
+    left.retain(|name, _| !name.ends_with(".rotary_emb.inv_freq"));
+    let prefix = if left.keys().any(|name| name.starts_with("model.")) { "model." } else { "" };
+    let mut binder = Binder { family: config.family, left };
+    let [vocab, hidden] = [config.vocab, config.hidden];
+    let (embed, head) = (format!("{prefix}embed_tokens.weight"), "lm_head.weight".to_owned());
+    // A tied model may have either, or both: then they need not be equal, and transformers keeps both.
+    let (has_embed, has_head) = (binder.has(&embed), binder.has(&head));
+    let (embed, lm_head) = match (config.tied, has_embed, has_head) {
+        (true, false, true) => (head.clone(), head),
+        (true, _, false) => (embed.clone(), embed),
+        _ => (embed, head),
+    };
+    let embed = binder.take(embed, &[vocab, hidden])?;
+    let lm_head = if lm_head == embed { lm_head } else { binder.take(lm_head, &[vocab, hidden])? };
+    let final_norm = binder.take(format!("{prefix}norm.weight"), &[hidden])?;
+    let layers = (0..config.layers).map(|layer| binder.layer(config, &format!("{prefix}layers.{layer}.")));
+    let layers = layers.collect::<Result<_, _>>()?;
+    if let Some(first) = binder.left.keys().next() {
+        let (count, first) = (binder.left.len(), (*first).to_owned());
+        return Err(BindError::LeftOver { count, first, family: config.family });
+    }
+    Ok(ModelWeights { embed, layers, final_norm, lm_head })
+}
+
+impl ModelWeights {
+    /// The weights of a bundle, as [`bind`] finds them.
+    ///
+    /// # Errors
+    /// As [`bind`].
+    pub fn of_bundle(config: &ModelConfig, bundle: &Bundle) -> Result<Self, BindError> {
+        bind(config, bundle.tensors().map(|tensor| tensor.entry.into()))
+    }
+}
+
+/// What was not used yet.
+struct Binder<'a> {
+    family: Family,
+    left: BTreeMap<&'a str, TensorHeader<'a>>,
+}
+
+impl Binder<'_> {
+    fn has(&self, name: &str) -> bool {
+        self.left.contains_key(name)
+    }
+
+    fn take(&mut self, name: String, shape: &[u32]) -> Result<String, BindError> {
+        let expected: Vec<usize> = shape.iter().map(|&extent| extent as usize).collect();
+        let Some(tensor) = self.left.remove(name.as_str()) else {
+            return Err(BindError::Missing { name, shape: expected, family: self.family });
+        };
+        if tensor.shape != expected {
+            return Err(BindError::Shape { name, got: tensor.shape.into(), expected });
+        }
+        if tensor.dtype != Dtype::Bf16 {
+            return Err(BindError::Dtype { name, got: tensor.dtype });
+        }
+        Ok(name)
+    }
+
+    fn layer(&mut self, config: &ModelConfig, prefix: &str) -> Result<LayerWeights, BindError> {
+        let (hidden, intermediate, head_dim) = (config.hidden, config.intermediate, config.head_dim);
+        // Both products are at most 2^24: the configuration was checked.
+        let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
+        let mut take = |name: &str, shape: &[u32]| self.take(format!("{prefix}{name}"), shape);
+        let mut layer = LayerWeights {
+            input_norm: take("input_layernorm.weight", &[hidden])?,
+            q: take("self_attn.q_proj.weight", &[q, hidden])?,
+            k: take("self_attn.k_proj.weight", &[kv, hidden])?,
+            v: take("self_attn.v_proj.weight", &[kv, hidden])?,
+            o: take("self_attn.o_proj.weight", &[hidden, q])?,
+            post_norm: take("post_attention_layernorm.weight", &[hidden])?,
+            gate: take("mlp.gate_proj.weight", &[intermediate, hidden])?,
+            up: take("mlp.up_proj.weight", &[intermediate, hidden])?,
+            down: take("mlp.down_proj.weight", &[hidden, intermediate])?,
+            q_bias: None,
+            k_bias: None,
+            v_bias: None,
+            q_norm: None,
+            k_norm: None,
+        };
+        if config.bias.qkv {
+            layer.q_bias = Some(take("self_attn.q_proj.bias", &[q])?);
+            layer.k_bias = Some(take("self_attn.k_proj.bias", &[kv])?);
+            layer.v_bias = Some(take("self_attn.v_proj.bias", &[kv])?);
+        }
+        if config.qk_norm {
+            layer.q_norm = Some(take("self_attn.q_norm.weight", &[head_dim])?);
+            layer.k_norm = Some(take("self_attn.k_norm.weight", &[head_dim])?);
+        }
+        Ok(layer)
+    }
+}

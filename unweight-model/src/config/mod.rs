@@ -1,0 +1,192 @@
+//! `config.json` and `generation_config.json` to a [`ModelConfig`].
+//!
+//! Keys, spellings and defaults are those of transformers 5.17, and of 4 where it spelled them differently (`rope_theta` and
+//! `rope_scaling` for `rope_parameters`, `type` for `rope_type`).
+
+mod error;
+mod fields;
+mod parse;
+
+use std::fmt;
+
+use unweight_format::bundle::Bundle;
+
+pub use error::ConfigError;
+
+use crate::rope::Rope;
+
+/// The file that says what a model is.
+pub const CONFIG_FILE: &str = "config.json";
+/// The file that says how its makers sample from it.
+pub const GENERATION_FILE: &str = "generation_config.json";
+/// Largest of either that is read from a bundle, bytes.
+pub const CONFIG_BYTES_MAX: u64 = 16 << 20;
+
+/// A family of models: `model_type` in the configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Family {
+    /// Llama 2, 3, 3.1 and later dense ones.
+    Llama,
+    /// Mistral.
+    Mistral,
+    /// Qwen2 and Qwen2.5.
+    Qwen2,
+    /// Qwen3.
+    Qwen3,
+}
+
+impl Family {
+    /// Every family.
+    pub const ALL: &[Self] = &[Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+
+    /// `model_type` in the configuration.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Mistral => "mistral",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+        }
+    }
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Which linear layers add a bias.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Bias {
+    /// Queries, keys and values.
+    pub qkv: bool,
+    /// The attention's output. Not supported yet: always false.
+    pub o: bool,
+    /// The MLP's three. Not supported yet: always false.
+    pub mlp: bool,
+}
+
+/// The function of an MLP's gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Activation {
+    /// `x * sigmoid(x)`.
+    Silu,
+}
+
+/// How the makers of a model sample from it; what `generation_config.json` leaves out is as transformers has it.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct GenerationDefaults {
+    /// Whether tokens are drawn; the likeliest is taken otherwise.
+    pub do_sample: bool,
+    /// What logits are divided by; at 0 the likeliest token is taken.
+    pub temperature: f32,
+    /// Only the likeliest so many tokens; `None`: all.
+    pub top_k: Option<u32>,
+    /// Only the likeliest tokens that together have this probability, `0..=1`.
+    pub top_p: f32,
+    /// Only tokens of at least this share of the likeliest one's probability, `0..=1`.
+    pub min_p: f32,
+    /// What the makers ask for and this program does not do, such as `repetition_penalty 1.05`: to be told, not an error.
+    pub ignored: Vec<String>,
+}
+
+impl Default for GenerationDefaults {
+    fn default() -> Self {
+        Self { do_sample: false, temperature: 1.0, top_k: Some(50), top_p: 1.0, min_p: 0.0, ignored: Vec::new() }
+    }
+}
+
+/// What a decoder-only transformer is: RMS norm, grouped-query attention with rotary embedding, gated MLP.
+///
+/// Sizes are at least 1 and at most 2^24; `heads` is a multiple of `kv_heads`, `head_dim` even.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct ModelConfig {
+    /// `model_type`.
+    pub family: Family,
+    /// Tokens: rows of the embedding and of the head.
+    pub vocab: u32,
+    /// Width of the residual stream.
+    pub hidden: u32,
+    /// Transformer layers.
+    pub layers: u32,
+    /// Query heads.
+    pub heads: u32,
+    /// Key and value heads.
+    pub kv_heads: u32,
+    /// Elements of a head. `heads * head_dim` need not be `hidden`.
+    pub head_dim: u32,
+    /// Width of the MLP.
+    pub intermediate: u32,
+    /// Added to the mean square in a norm.
+    pub eps: f32,
+    /// Rotary position embedding.
+    pub rope: Rope,
+    /// Positions that the model was made for.
+    pub max_positions: u32,
+    /// Whether the head is the embedding.
+    pub tied: bool,
+    /// Which linear layers add a bias.
+    pub bias: Bias,
+    /// Whether queries and keys are normed, each head for itself, before they are rotated.
+    pub qk_norm: bool,
+    /// Of every layer: a query at position `p` sees keys at `p - window + 1..=p`. `None`: all up to `p`.
+    pub window: Vec<Option<u32>>,
+    /// The function of the MLP's gate.
+    pub act: Activation,
+    /// Tokens after which a text ends; none if neither file says so.
+    pub eos: Vec<u32>,
+    /// The token before a text, if there is one.
+    pub bos: Option<u32>,
+    /// How the makers sample.
+    pub generation: GenerationDefaults,
+}
+
+impl ModelConfig {
+    /// Reads `config.json`, and `generation_config.json` where a model has one.
+    ///
+    /// # Errors
+    /// Not JSON, a value that cannot be, or a model that is not supported: with file, key, value, and what would do.
+    pub fn parse(config: &str, generation_config: Option<&str>) -> Result<Self, ConfigError> {
+        let json = |file, text: &str| {
+            serde_json::from_str(text).map_err(|error| ConfigError::Json { file, reason: error.to_string() })
+        };
+        let generation_config = generation_config.map(|text| json(GENERATION_FILE, text)).transpose()?;
+        Self::from_json(&json(CONFIG_FILE, config)?, generation_config.as_ref())
+    }
+
+    /// As [`ModelConfig::parse`], of JSON that was read already.
+    ///
+    /// # Errors
+    /// As [`ModelConfig::parse`].
+    pub fn from_json(
+        config: &serde_json::Value,
+        generation_config: Option<&serde_json::Value>,
+    ) -> Result<Self, ConfigError> {
+        parse::model(config, generation_config)
+    }
+
+    /// As [`ModelConfig::parse`], of the files that a bundle keeps.
+    ///
+    /// # Errors
+    /// The bundle has no `config.json`, the files are damaged, or as [`ModelConfig::parse`].
+    pub fn of_bundle(bundle: &Bundle) -> Result<Self, ConfigError> {
+        let text = |file| {
+            let Some(bytes) = bundle.copied(file, CONFIG_BYTES_MAX)? else { return Ok(None) };
+            let text = String::from_utf8(bytes).map_err(|error| error.utf8_error());
+            text.map(Some).map_err(|error| ConfigError::Json { file, reason: error.to_string() })
+        };
+        let config = text(CONFIG_FILE)?.ok_or(ConfigError::NoFile { file: CONFIG_FILE })?;
+        Self::parse(&config, text(GENERATION_FILE)?.as_deref())
+    }
+
+    /// Rows of the merged weight of queries, keys and values: `(heads + 2 * kv_heads) * head_dim`.
+    pub fn qkv_rows(&self) -> u32 {
+        // Every product of heads and head_dim was checked to be at most 2^24.
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+}

@@ -1,0 +1,371 @@
+//! Keys to fields, with transformers' defaults.
+
+use serde_json::Value;
+
+use super::{
+    Activation, Bias, CONFIG_FILE, ConfigError, Family, GENERATION_FILE, GenerationDefaults, ModelConfig,
+    fields::{EXTENT_MAX, Fields, excerpt},
+};
+use crate::rope::{Rope, RopeKind};
+
+/// What a family has where the configuration says nothing (transformers 5.17).
+struct Defaults {
+    vocab: u32,
+    intermediate: u32,
+    /// `None`: as many as query heads.
+    kv_heads: Option<u32>,
+    /// `None`: `hidden / heads`.
+    head_dim: Option<u32>,
+    max_positions: u32,
+    bos: Option<u32>,
+    eos: &'static [u32],
+}
+
+impl Family {
+    const fn defaults(self) -> Defaults {
+        let qwen = Defaults {
+            vocab: 151_936,
+            intermediate: 22_016,
+            kv_heads: Some(32),
+            head_dim: None,
+            max_positions: 32_768,
+            bos: None,
+            eos: &[],
+        };
+        match self {
+            Self::Llama => Defaults {
+                vocab: 32_000,
+                intermediate: 11_008,
+                kv_heads: None,
+                head_dim: None,
+                max_positions: 2048,
+                bos: Some(1),
+                eos: &[2],
+            },
+            Self::Mistral => Defaults {
+                vocab: 32_000,
+                intermediate: 14_336,
+                kv_heads: Some(8),
+                head_dim: None,
+                max_positions: 131_072,
+                bos: Some(1),
+                eos: &[2],
+            },
+            Self::Qwen2 => qwen,
+            Self::Qwen3 => Defaults { head_dim: Some(128), ..qwen },
+        }
+    }
+}
+
+/// Every family's default of `hidden_size`; those of `num_hidden_layers` and `num_attention_heads` are both 32.
+const HIDDEN: u32 = 4096;
+const LAYERS: u32 = 32;
+const HEADS: u32 = 32;
+/// Most layers: a list of windows has an entry for each.
+const LAYERS_MAX: u32 = 65_536;
+const EPS: f64 = 1e-6;
+const THETA: f64 = 10_000.0;
+const WINDOW: u32 = 4096;
+/// Qwen: layers from this one on have the window.
+const WINDOW_FROM: u32 = 28;
+
+pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result<ModelConfig, ConfigError> {
+    let fields = Fields::new(CONFIG_FILE, config)?;
+    let family = family(fields)?;
+    refuse(fields)?;
+    let defaults = family.defaults();
+    let vocab = fields.extent("vocab_size", defaults.vocab)?;
+    let hidden = fields.extent("hidden_size", HIDDEN)?;
+    let layers = fields.extent("num_hidden_layers", LAYERS)?;
+    if layers > LAYERS_MAX {
+        return Err(fields.out_of_range("num_hidden_layers", format!("at most {LAYERS_MAX}")));
+    }
+    let heads = fields.extent("num_attention_heads", HEADS)?;
+    // A null is no absent key: it stands for as many as query heads in every family.
+    let kv_heads = match fields.get("num_key_value_heads") {
+        None => defaults.kv_heads.unwrap_or(heads),
+        Some(_) => fields.optional_extent("num_key_value_heads")?.unwrap_or(heads),
+    };
+    if !heads.is_multiple_of(kv_heads) {
+        let limit = format!("a multiple of num_key_value_heads ({kv_heads})");
+        return Err(fields.out_of_range("num_attention_heads", limit));
+    }
+    let head_dim = head_dim(fields, hidden, heads, defaults.head_dim)?;
+    let max_positions = fields.extent("max_position_embeddings", defaults.max_positions)?;
+    let eps = fields.positive("rms_norm_eps")?.unwrap_or(EPS) as f32;
+    let generation = generation_config.map(|value| Fields::new(GENERATION_FILE, value)).transpose()?;
+    let end = |fields: Fields| fields.tokens("eos_token_id", vocab);
+    // The generation configuration wins. A null or an absent key there leaves what the model says.
+    let eos = match generation.map(end).transpose()?.flatten() {
+        Some(eos) => eos,
+        None if fields.get("eos_token_id").is_some() => end(fields)?.unwrap_or_default(),
+        None => defaults.eos.iter().copied().filter(|&token| token < vocab).collect(),
+    };
+    let start = |fields: Fields| {
+        let tokens = fields.tokens("bos_token_id", vocab);
+        tokens.map(|list| list.and_then(|list| list.first().copied()))
+    };
+    let bos = match generation.map(start).transpose()?.flatten() {
+        Some(bos) => Some(bos),
+        None if fields.get("bos_token_id").is_some() => start(fields)?,
+        None => defaults.bos.filter(|&token| token < vocab),
+    };
+    Ok(ModelConfig {
+        family,
+        vocab,
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        head_dim,
+        intermediate: fields.extent("intermediate_size", defaults.intermediate)?,
+        eps,
+        rope: rope(fields, head_dim, max_positions)?,
+        max_positions,
+        tied: fields.flag("tie_word_embeddings", false)?,
+        bias: bias(fields, family)?,
+        qk_norm: family == Family::Qwen3,
+        window: windows(fields, family, layers)?,
+        act: act(fields)?,
+        eos,
+        bos,
+        generation: generation.map(sampling).transpose()?.unwrap_or_default(),
+    })
+}
+
+fn family(fields: Fields) -> Result<Family, ConfigError> {
+    let known = || Family::ALL.iter().map(|family| family.name()).collect::<Vec<_>>().join(", ");
+    let name = fields.text("model_type")?.ok_or_else(|| fields.missing("model_type", format!("one of {}", known())))?;
+    let family = Family::ALL.iter().copied().find(|family| family.name() == name);
+    family.ok_or_else(|| fields.unsupported("model_type", format!("supported are {}", known())))
+}
+
+/// What would be another model than the one that is computed.
+fn refuse(fields: Fields) -> Result<(), ConfigError> {
+    let because = [
+        ("quantization_config", "take the model in BF16, without quantisation"),
+        ("per_layer_config", "every layer must be of the same shape"),
+    ];
+    for (key, instead) in because {
+        if fields.some(key).is_some() {
+            return Err(fields.unsupported(key, instead));
+        }
+    }
+    // Mixtures of experts by the keys that tell how many there are.
+    for key in ["num_local_experts", "num_experts", "n_routed_experts"] {
+        if fields.some(key).is_some_and(|value| value.as_u64() != Some(0)) {
+            return Err(fields.unsupported(key, "take a dense model: mixtures of experts are not computed yet"));
+        }
+    }
+    if fields.flag("is_encoder_decoder", false)? {
+        return Err(fields.unsupported("is_encoder_decoder", "take a decoder-only model"));
+    }
+    Ok(())
+}
+
+fn head_dim(fields: Fields, hidden: u32, heads: u32, default: Option<u32>) -> Result<u32, ConfigError> {
+    let said = match (fields.get("head_dim"), default) {
+        (None, default) => default,
+        // Qwen3 has no null here: what it would stand for is not said anywhere.
+        (Some(_), Some(_)) => Some(fields.extent("head_dim", 0)?),
+        (Some(_), None) => fields.optional_extent("head_dim")?,
+    };
+    let head_dim = match said {
+        Some(head_dim) => head_dim,
+        None if hidden.is_multiple_of(heads) => hidden / heads,
+        None => {
+            return Err(fields.out_of_range("hidden_size", format!("a multiple of num_attention_heads ({heads})")));
+        }
+    };
+    if head_dim % 2 != 0 {
+        let limit = format!("even ({head_dim} elements of a head cannot be rotated in pairs)");
+        return Err(fields.out_of_range("head_dim", limit));
+    }
+    if heads.checked_mul(head_dim).is_none_or(|width| width > EXTENT_MAX) {
+        let limit = format!("at most {EXTENT_MAX} when multiplied by head_dim ({head_dim})");
+        return Err(fields.out_of_range("num_attention_heads", limit));
+    }
+    Ok(head_dim)
+}
+
+fn bias(fields: Fields, family: Family) -> Result<Bias, ConfigError> {
+    let unsupported = |key, what| fields.unsupported(key, format!("{what} cannot have a bias yet"));
+    match family {
+        Family::Llama | Family::Qwen3 if fields.flag("attention_bias", false)? => {
+            Err(unsupported("attention_bias", "the output projection of the attention, which it also means,"))
+        }
+        Family::Llama if fields.flag("mlp_bias", false)? => Err(unsupported("mlp_bias", "the MLP")),
+        // The other two families have no such keys: Qwen2 always has these three biases.
+        family => Ok(Bias { qkv: family == Family::Qwen2, ..Bias::default() }),
+    }
+}
+
+fn act(fields: Fields) -> Result<Activation, ConfigError> {
+    match fields.text("hidden_act")? {
+        None | Some("silu" | "swish") => Ok(Activation::Silu),
+        Some(_) => Err(fields.unsupported("hidden_act", "supported is silu")),
+    }
+}
+
+fn windows(fields: Fields, family: Family, layers: u32) -> Result<Vec<Option<u32>>, ConfigError> {
+    let window = match fields.get("sliding_window") {
+        None => Some(WINDOW),
+        Some(_) => fields.optional_extent("sliding_window")?,
+    };
+    let used = match family {
+        Family::Llama => false,
+        Family::Mistral => true,
+        Family::Qwen2 | Family::Qwen3 => fields.flag("use_sliding_window", false)?,
+    };
+    let window = window.filter(|_| used);
+    let Some(types) = fields.some("layer_types") else {
+        let from = match family {
+            Family::Llama | Family::Mistral => 0,
+            // Unlike other sizes this may be 0: every layer.
+            Family::Qwen2 | Family::Qwen3 => match fields.get("max_window_layers") {
+                None => u64::from(WINDOW_FROM),
+                Some(value) => {
+                    value.as_u64().ok_or_else(|| fields.wrong_type("max_window_layers", "an integer, 0 at least"))?
+                }
+            },
+        };
+        return Ok((0..layers).map(|layer| window.filter(|_| u64::from(layer) >= from)).collect());
+    };
+    let types = types.as_array().ok_or_else(|| fields.wrong_type("layer_types", "a list of strings"))?;
+    if types.len() as u64 != u64::from(layers) {
+        return Err(fields.out_of_range("layer_types", format!("a list of num_hidden_layers ({layers}) entries")));
+    }
+    let of = |value: &Value| match (value.as_str(), family) {
+        (Some("full_attention"), Family::Mistral) if window.is_some() => {
+            Err(fields.unsupported("layer_types", "with sliding_window, every layer of a mistral has the window"))
+        }
+        (Some("full_attention"), _) => Ok(None),
+        (Some("sliding_attention"), Family::Llama) => {
+            Err(fields.unsupported("layer_types", "a llama has full_attention alone"))
+        }
+        (Some("sliding_attention"), _) if window.is_none() => {
+            Err(fields.unsupported("layer_types", "sliding_attention needs sliding_window, and use_sliding_window"))
+        }
+        (Some("sliding_attention"), _) => Ok(window),
+        _ => {
+            let which = excerpt(value);
+            Err(fields.unsupported("layer_types", format!("{which} is neither full_attention nor sliding_attention")))
+        }
+    };
+    types.iter().map(of).collect()
+}
+
+/// `rope_scaling` wins over `rope_parameters`, as in transformers; `rope_theta` may stand in either or beside them.
+fn rope(top: Fields, dim: u32, max_positions: u32) -> Result<Rope, ConfigError> {
+    let partial = |fields: Fields| match fields.number("partial_rotary_factor")? {
+        Some(factor) if factor != 1.0 => {
+            Err(fields.unsupported("partial_rotary_factor", "every element of a head must be rotated (1.0)"))
+        }
+        _ => Ok(()),
+    };
+    partial(top)?;
+    let base = |fields: Fields| fields.number_that("rope_theta", "above 1, and no more than f32 holds", |t| t > 1.0);
+    let object = match top.object("rope_scaling", "rope_scaling.")? {
+        Some(object) => Some(object),
+        None => top.object("rope_parameters", "rope_parameters.")?,
+    };
+    let Some(fields) = object else {
+        return Ok(Rope { theta: base(top)?.unwrap_or(THETA), dim, kind: RopeKind::Default });
+    };
+    if let Some(key) = fields.keys().find(|key| key.ends_with("_attention")) {
+        return Err(fields.unsupported(key, "every layer must have the same rotary embedding"));
+    }
+    partial(fields)?;
+    let theta = base(fields)?.map_or_else(|| base(top), |theta| Ok(Some(theta)))?.unwrap_or(THETA);
+    let key = if fields.some("rope_type").is_some() { "rope_type" } else { "type" };
+    let need = |key| fields.positive(key)?.ok_or_else(|| fields.missing(key, "a number above 0"));
+    // The model's own key wins over the one inside (Phi's spelling, which transformers honours for all).
+    let original = || match top.optional_extent("original_max_position_embeddings")? {
+        Some(original) => Ok(original),
+        None => fields.extent("original_max_position_embeddings", max_positions),
+    };
+    let kind = match fields.text(key)?.unwrap_or("default") {
+        "default" => RopeKind::Default,
+        "linear" => RopeKind::Linear { factor: need("factor")? },
+        "llama3" => {
+            let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
+            if high as f32 <= low as f32 {
+                return Err(fields.out_of_range("high_freq_factor", format!("above low_freq_factor ({low})")));
+            }
+            RopeKind::Llama3 { factor: need("factor")?, low, high, original: original()? }
+        }
+        "yarn" => yarn(fields, original()?, max_positions)?,
+        _ => return Err(fields.unsupported(key, "supported are default, linear, llama3, yarn")),
+    };
+    Ok(Rope { theta, dim, kind })
+}
+
+fn yarn(fields: Fields, original: u32, max_positions: u32) -> Result<RopeKind, ConfigError> {
+    // A null stands for the ratio of the two contexts; an absent key is an error in transformers, too.
+    let factor = match fields.positive("factor")? {
+        Some(factor) => factor,
+        None if fields.get("factor").is_some() => f64::from(max_positions) / f64::from(original),
+        None => return Err(fields.missing("factor", "a number above 0")),
+    };
+    // Zero is no number for Python's `or`.
+    let number = |key| {
+        let number = fields.number_that(key, "0 or more", |number| number >= 0.0)?;
+        Ok::<_, ConfigError>(number.filter(|&number| number != 0.0))
+    };
+    let mscale = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
+    let attention_factor = match (fields.positive("attention_factor")?, number("mscale")?, number("mscale_all_dim")?) {
+        (Some(factor), ..) => factor,
+        (None, Some(over), Some(under)) => mscale(over) / mscale(under),
+        _ => mscale(1.0),
+    };
+    Ok(RopeKind::Yarn {
+        factor,
+        beta_fast: number("beta_fast")?.unwrap_or(32.0),
+        beta_slow: number("beta_slow")?.unwrap_or(1.0),
+        attention_factor,
+        original,
+        truncate: fields.flag("truncate", true)?,
+    })
+}
+
+fn sampling(fields: Fields) -> Result<GenerationDefaults, ConfigError> {
+    let defaults = GenerationDefaults::default();
+    let share = |key| fields.number_that(key, "0 to 1", |share| (0.0..=1.0).contains(&share));
+    let top_k = match fields.some("top_k") {
+        None => defaults.top_k,
+        Some(value) if value.as_u64() == Some(0) => None,
+        Some(_) => fields.optional_extent("top_k")?,
+    };
+    Ok(GenerationDefaults {
+        do_sample: fields.flag("do_sample", defaults.do_sample)?,
+        temperature: fields.number_that("temperature", "0 or more", |t| t >= 0.0)?.map_or(1.0, |t| t as f32),
+        top_k,
+        top_p: share("top_p")?.map_or(defaults.top_p, |share| share as f32),
+        min_p: share("min_p")?.map_or(defaults.min_p, |share| share as f32),
+        ignored: ignored(fields),
+    })
+}
+
+/// Settings of transformers' generation that are not done here, where they are set to something: `(key, what does nothing)`.
+fn ignored(fields: Fields) -> Vec<String> {
+    let neutral = [
+        ("repetition_penalty", 1.0),
+        ("encoder_repetition_penalty", 1.0),
+        ("typical_p", 1.0),
+        ("num_beams", 1.0),
+        ("no_repeat_ngram_size", 0.0),
+        ("epsilon_cutoff", 0.0),
+        ("eta_cutoff", 0.0),
+        ("penalty_alpha", 0.0),
+        ("guidance_scale", 1.0),
+        ("min_length", 0.0),
+        ("min_new_tokens", 0.0),
+    ];
+    let numbers = neutral
+        .into_iter()
+        .filter(|&(key, neutral)| fields.some(key).is_some_and(|value| value.as_f64() != Some(neutral)));
+    let lists =
+        ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id"];
+    let set = numbers.map(|(key, _)| key).chain(lists.into_iter().filter(|key| fields.some(key).is_some()));
+    set.filter_map(|key| fields.get(key).map(|value| format!("{key} {}", excerpt(value)))).collect()
+}

@@ -1,0 +1,189 @@
+//! Rotary position embedding: frequencies and tables, computed as transformers computes them.
+
+use std::f64::consts::TAU;
+
+use half::bf16;
+use rayon::prelude::*;
+
+/// Rotary position embedding of queries and keys.
+///
+/// Element `i` of a head is rotated with element `i + dim / 2` (transformers' `rotate_half`), by `position * inv_freq[i]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rope {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Elements of a head that are rotated: all of them. Even.
+    pub dim: u32,
+    /// How the frequencies are stretched for longer contexts.
+    pub kind: RopeKind,
+}
+
+/// How frequencies are stretched for contexts longer than those of training.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum RopeKind {
+    /// As they are.
+    Default,
+    /// All divided by a factor.
+    Linear {
+        /// The factor.
+        factor: f64,
+    },
+    /// Llama 3.1: long wavelengths divided by a factor, short ones kept, a ramp between.
+    Llama3 {
+        /// The factor.
+        factor: f64,
+        /// Wavelengths above `original / low` are divided.
+        low: f64,
+        /// Wavelengths below `original / high` are kept.
+        high: f64,
+        /// Context length of training, tokens.
+        original: u32,
+    },
+    /// YaRN: as Llama 3.1 with the ramp over dimensions, and cos and sin multiplied by a factor.
+    Yarn {
+        /// The factor.
+        factor: f64,
+        /// Rotations within the original context above which a frequency is kept.
+        beta_fast: f64,
+        /// Rotations below which it is divided.
+        beta_slow: f64,
+        /// What cos and sin are multiplied by.
+        attention_factor: f64,
+        /// Context length of training, tokens.
+        original: u32,
+        /// Whether the ends of the ramp are whole dimensions.
+        truncate: bool,
+    },
+}
+
+/// Cosines and sines of every position, `[positions, dim / 2]` each, row-major.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RopeTable {
+    /// Cosines times the attention factor.
+    pub cos: Vec<bf16>,
+    /// Sines times the attention factor.
+    pub sin: Vec<bf16>,
+    /// Elements of a head that are rotated: a row has half as many.
+    pub dim: u32,
+}
+
+impl Rope {
+    /// What cos and sin are multiplied by: 1 unless YaRN says otherwise.
+    pub fn attention_factor(&self) -> f32 {
+        match self.kind {
+            RopeKind::Yarn { attention_factor, .. } => attention_factor as f32,
+            _ => 1.0,
+        }
+    }
+
+    /// Radians per position of every pair, `dim / 2` of them.
+    ///
+    /// Every step is rounded to f32 in transformers' order, with torch's `x / t` for a number and a tensor: the reciprocal of `t` times
+    /// `x`. Powers are rounded once from f64; torch's own are within one unit of that.
+    pub fn inv_freq(&self) -> Vec<f32> {
+        let pairs = (0..self.dim / 2).map(|i| {
+            let exponent = (2 * i) as f32 / self.dim as f32;
+            f64::from(self.theta as f32).powf(f64::from(exponent)) as f32
+        });
+        match self.kind {
+            RopeKind::Default => pairs.map(f32::recip).collect(),
+            RopeKind::Linear { factor } => pairs.map(|power| power.recip() / factor as f32).collect(),
+            RopeKind::Llama3 { factor, low, high, original } => {
+                let (original, span) = (f64::from(original), (high - low) as f32);
+                let (longest, shortest) = ((original / low) as f32, (original / high) as f32);
+                let stretch = |power: f32| {
+                    let kept = power.recip();
+                    let wavelength = kept.recip() * TAU as f32;
+                    let stretched = if wavelength > longest { kept / factor as f32 } else { kept };
+                    if wavelength < shortest || wavelength > longest {
+                        return stretched;
+                    }
+                    let smooth = (wavelength.recip() * original as f32 - low as f32) / span;
+                    (1.0 - smooth) * stretched / factor as f32 + smooth * stretched
+                };
+                pairs.map(stretch).collect()
+            }
+            RopeKind::Yarn { factor, beta_fast, beta_slow, original, truncate, .. } => {
+                let dim = f64::from(self.dim);
+                // The dimension whose frequency turns so many times within the original context.
+                let turning = |turns: f64| dim * (f64::from(original) / (turns * TAU)).ln() / (2.0 * self.theta.ln());
+                let (mut low, mut high) = (turning(beta_fast), turning(beta_slow));
+                if truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                (low, high) = (low.max(0.0), high.min(dim - 1.0));
+                if low == high {
+                    high += 0.001;
+                }
+                let (start, span) = (low as f32, (high - low) as f32);
+                let stretch = |(i, power): (usize, f32)| {
+                    let kept = 1.0 - ((i as f32 - start) / span).clamp(0.0, 1.0);
+                    (factor as f32 * power).recip() * (1.0 - kept) + power.recip() * kept
+                };
+                pairs.enumerate().map(stretch).collect()
+            }
+        }
+    }
+
+    /// Cosines and sines of one position, times the attention factor: `dim / 2` each.
+    ///
+    /// The angle is an f32 product, as in transformers: at position 131,071 an exact one would differ by 0.008 radians.
+    pub fn cos_sin(&self, position: u32) -> (Vec<f32>, Vec<f32>) {
+        let frequencies = self.inv_freq();
+        frequencies.iter().map(|&frequency| self.turn(frequency, position)).unzip()
+    }
+
+    fn turn(&self, inv_freq: f32, position: u32) -> (f32, f32) {
+        let (sin, cos) = f64::from(position as f32 * inv_freq).sin_cos();
+        (cos as f32 * self.attention_factor(), sin as f32 * self.attention_factor())
+    }
+
+    /// The tables of positions `0..positions`, rounded to bf16: what a model in bf16 multiplies queries and keys with. `2 * positions *
+    /// dim` bytes.
+    pub fn table(&self, positions: u32) -> RopeTable {
+        let frequencies = self.inv_freq();
+        let rows = (0..positions).into_par_iter();
+        let pairs = rows.flat_map_iter(|position| frequencies.iter().map(move |&f| self.turn(f, position)));
+        let (cos, sin) = pairs.map(|(cos, sin)| (bf16::from_f32(cos), bf16::from_f32(sin))).unzip();
+        RopeTable { cos, sin, dim: self.dim }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_is_its_rows() {
+        let rope = Rope { theta: 10_000.0, dim: 6, kind: RopeKind::Default };
+        let table = rope.table(5);
+        assert_eq!((table.cos.len(), table.sin.len()), (15, 15));
+        for position in 0..5 {
+            let (cos, sin) = rope.cos_sin(position);
+            for i in 0..3 {
+                let at = position as usize * 3 + i;
+                assert_eq!((table.cos[at], table.sin[at]), (bf16::from_f32(cos[i]), bf16::from_f32(sin[i])));
+            }
+        }
+        assert_eq!((table.cos[0], table.sin[0]), (bf16::ONE, bf16::ZERO));
+    }
+
+    #[test]
+    fn kinds_meet_where_they_should() {
+        let rope = |kind| Rope { theta: 500_000.0, dim: 128, kind }.inv_freq();
+        let plain = rope(RopeKind::Default);
+        assert_eq!(plain[0], 1.0);
+        let linear = rope(RopeKind::Linear { factor: 4.0 });
+        assert!(plain.iter().zip(&linear).all(|(a, b)| a / 4.0 == *b));
+        let llama3 = rope(RopeKind::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 8192 });
+        assert_eq!(llama3[..20], plain[..20], "short wavelengths are kept");
+        assert_eq!(llama3[63], plain[63] / 8.0, "long ones are divided");
+        assert!(llama3.windows(2).all(|pair| pair[0] > pair[1]), "and the ramp is monotonic");
+        let (factor, beta_fast, beta_slow, original) = (8.0, 32.0, 1.0, 8192);
+        let yarn = RopeKind::Yarn { factor, beta_fast, beta_slow, attention_factor: 1.2, original, truncate: true };
+        let stretched = rope(yarn);
+        assert_eq!((stretched[0], stretched[63]), (1.0, (8.0 * plain[63].recip()).recip()));
+        assert_eq!(Rope { theta: 500_000.0, dim: 128, kind: yarn }.cos_sin(0).0[0], 1.2);
+    }
+}

@@ -1,0 +1,61 @@
+//! Configuration and weights out of a bundle, and what a bundle keeps beside its weights.
+
+use std::{fs, path::Path};
+
+use unweight_format::{
+    bundle::{self, Bundle, BundleError, CompressOptions, Silent},
+    testing::demo_model::{self, DemoOptions},
+};
+use unweight_model::{ConfigError, Family, ModelConfig, ModelWeights};
+
+fn compressed(home: &Path, change: impl Fn(&Path)) -> Bundle {
+    let small = DemoOptions { layers: 2, hidden: 64, intermediate: 192, heads: 4, kv_heads: 2, ..Default::default() };
+    let small = DemoOptions { vocab: 256, ..small };
+    let (model, out) = (home.join("model"), home.join("bundle"));
+    demo_model::write(&model, &small).unwrap();
+    change(&model);
+    bundle::compress(&model, &out, &CompressOptions::default(), &Silent).unwrap();
+    Bundle::open(&out).unwrap()
+}
+
+#[test]
+fn a_bundle_says_what_it_is_and_what_is_what() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = compressed(home.path(), |model| {
+        fs::write(model.join("generation_config.json"), r#"{"eos_token_id": [7, 9], "do_sample": true}"#).unwrap();
+    });
+    let config = ModelConfig::of_bundle(&bundle).unwrap();
+    assert_eq!((config.family, config.hidden, config.layers, config.head_dim), (Family::Llama, 64, 2, 16));
+    assert_eq!((&config.eos[..], config.generation.do_sample), (&[7, 9][..], true));
+    let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
+    assert_eq!(weights.layers[1].down, "model.layers.1.mlp.down_proj.weight");
+    let named = 3 + weights.layers.len() * 9;
+    assert_eq!(bundle.tensors().count(), named, "each tensor has one role");
+    for layer in &weights.layers {
+        assert_eq!(bundle.entry(&layer.q).unwrap().shape, [64, 64]);
+        assert_eq!(bundle.entry(&layer.v).unwrap().shape, [32, 64]);
+    }
+}
+
+#[test]
+fn what_lies_beside_the_weights_is_checked() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = compressed(home.path(), |_| ());
+    assert_eq!(bundle.copied("no.such", 100).unwrap(), None);
+    assert_eq!(bundle.copied("unweight.json", 1 << 20).unwrap(), None, "no file of the model");
+    assert!(matches!(bundle.copied("config.json", 10), Err(BundleError::TooLarge { limit: 10, .. })));
+    let path = home.path().join("bundle/config.json");
+    let text = fs::read_to_string(&path).unwrap();
+    fs::write(&path, text.replacen("256", "257", 1)).unwrap();
+    let error = ModelConfig::of_bundle(&bundle).unwrap_err();
+    assert!(matches!(error, ConfigError::Bundle(BundleError::Mismatch { .. })), "{error}");
+    assert!(error.to_string().starts_with("config.json: "), "{error}");
+}
+
+#[test]
+fn a_bundle_without_a_configuration_says_so() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = compressed(home.path(), |model| fs::remove_file(model.join("config.json")).unwrap());
+    let error = ModelConfig::of_bundle(&bundle).unwrap_err();
+    assert!(matches!(error, ConfigError::NoFile { file: "config.json" }), "{error}");
+}
