@@ -1,19 +1,17 @@
-//! The KV cache of a layer: pages of 64 tokens, as the copy engine brings them to shared memory.
+//! The KV cache of a layer: pages of 64 tokens, of which a table says which are a sequence's.
 //!
 //! ```text
-//! cache   [layer][page][kv_head][K | V][64][head_dim] bf16, one allocation
-//! chunk   8 elements of a token's row; chunk c of token t lies at c ^ (t % 8), of which only as many bits are taken as there are
-//!         chunks (a power of two of them) to change places with: a plain copy has no bank conflicts
+//! cache   bf16 [layer][page][kv_head][K | V][64 tokens * head_dim], one allocation
 //! ```
-//! A sequence's token `t` lies in line `t % 64` of the page that its table has at `t / 64`. The layout on the device is stated once,
-//! in `templates/include/unweight/form/kv.cuh`; [`KvShape::element`] is the same for hosts.
+//! A sequence's token `t` is token `t % 64` of the page that its table has at `t / 64`. Where an element of a token lies in its page is said by
+//! [`unweight_codegen::kv`], for hosts and kernels alike.
 
 use std::{marker::PhantomData, ops::Range};
 
+use unweight_codegen::kv::{self, PAGE_TOKENS};
+
 use crate::device::{DeviceBuffer, Refusal, view::check_device};
 
-/// Tokens of a page.
-pub const PAGE_TOKENS: u32 = 64;
 /// Position of a row of a batch in which there is no token.
 pub const PAD_POSITION: u32 = u32::MAX;
 
@@ -85,15 +83,11 @@ impl KvShape {
         u64::from(self.pages) * self.page_elements()
     }
 
-    /// Where an element lies in its layer: `line` of 0..64 in a page, `column` of a head.
-    pub fn element(&self, page: u32, kv_head: u32, half: KvHalf, line: u32, column: u32) -> u64 {
-        let chunks = self.head_dim / 8;
-        // The largest power of two that divides the number of chunks, at most 8.
-        let bits = (chunks & chunks.wrapping_neg()).min(8) - 1;
-        let tile =
-            2 * (u64::from(page) * u64::from(self.kv_heads) + u64::from(kv_head)) + (half == KvHalf::Value) as u64;
-        let row = tile * u64::from(PAGE_TOKENS) + u64::from(line);
-        row * u64::from(self.head_dim) + u64::from(((column / 8) ^ (line & bits)) * 8 + column % 8)
+    /// Where an element lies in its layer: `token` of 0..64 in a page, `index` in a head.
+    pub fn element(&self, page: u32, kv_head: u32, half: KvHalf, token: u32, index: u32) -> u64 {
+        let head = u64::from(page) * u64::from(self.kv_heads) + u64::from(kv_head);
+        let tile = 2 * head + u64::from(half == KvHalf::Value);
+        tile * u64::from(PAGE_TOKENS * self.head_dim) + u64::from(kv::element(self.head_dim, token, index))
     }
 }
 
@@ -167,33 +161,23 @@ mod tests {
 
     use super::*;
 
-    /// Every element of a cache has a place of its own, and chunks stay whole and in their row.
+    /// Every element of a layer has a place of its own.
     #[test]
     fn elements_fill_a_layer() {
-        for head_dim in [16, 32, 48, 64, 96, 128, 256] {
-            let shape = KvShape::new(2, 3, head_dim).unwrap();
-            let mut seen = BTreeSet::new();
-            for tile in 0..12u32 {
-                let (page, kv_head, half) = (tile / 6, tile / 2 % 3, [KvHalf::Key, KvHalf::Value][tile as usize % 2]);
-                for line in 0..PAGE_TOKENS {
-                    let begin = shape.element(page, kv_head, half, line, 0) / u64::from(head_dim);
-                    assert_eq!(begin, u64::from(tile * PAGE_TOKENS + line), "the tiles follow each other");
-                    for column in 0..head_dim {
-                        let at = shape.element(page, kv_head, half, line, column);
-                        assert_eq!(at / u64::from(head_dim), begin, "{head_dim}: a row is left");
-                        assert_eq!(at % 8, u64::from(column % 8));
-                        seen.insert(at);
-                    }
+        let shape = KvShape::new(2, 3, 48).unwrap();
+        let mut seen = BTreeSet::new();
+        for tile in 0..12u32 {
+            let (page, kv_head, half) = (tile / 6, tile / 2 % 3, [KvHalf::Key, KvHalf::Value][tile as usize % 2]);
+            for token in 0..PAGE_TOKENS {
+                for index in 0..48 {
+                    let at = shape.element(page, kv_head, half, token, index);
+                    assert_eq!(at / u64::from(PAGE_TOKENS * 48), u64::from(tile), "the tiles follow each other");
+                    seen.insert(at);
                 }
             }
-            assert_eq!(seen.len() as u64, shape.layer_elements());
-            assert_eq!(seen.last(), Some(&(shape.layer_elements() - 1)));
         }
-        // Eight tokens of one column lie in eight different chunks.
-        let shape = KvShape::new(1, 1, 128).unwrap();
-        let chunks: BTreeSet<_> = (0..8).map(|line| shape.element(0, 0, KvHalf::Key, line, 24) / 8 % 8).collect();
-        assert_eq!(chunks.len(), 8);
-        assert_eq!(shape.element(0, 0, KvHalf::Value, 3, 24), (64 + 3) * 128, "chunk 3 of token 3");
+        assert_eq!(seen.len() as u64, shape.layer_elements());
+        assert_eq!(seen.last(), Some(&(shape.layer_elements() - 1)));
     }
 
     #[test]
