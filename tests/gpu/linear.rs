@@ -8,7 +8,11 @@ use std::{
 
 use crate::harness::{Random, Weights, bf16, gpu, guard_is_whole, poison, refused, stream, value};
 use rayon::prelude::*;
-use unweight::format::bundle::{self, Bundle, CompressOptions, Profile, Silent};
+use unweight::format::{
+    Histogram, Matrix,
+    bundle::{self, Bundle, CompressOptions, Profile, Silent},
+    packed::{self, Window},
+};
 use unweight_bench::halves;
 use unweight_codegen::spec::Epilogue;
 use unweight_rt::{
@@ -17,15 +21,20 @@ use unweight_rt::{
     env::Env,
     jit::cache::Progress,
     layer::{
+        build::LayerBuilder,
         linear::Linear,
-        loader::{LoadError, LoadOptions, Loader, Merge, Unsuitable, reachable},
+        loader::{Linears, LoadError, LoadOptions, Loader, Merge, Unsuitable, reachable},
     },
     ops::lane::Lane,
-    weight::DeviceMatrix,
+    weight::{DeviceMatrix, DevicePacked},
 };
 
+/// Of one dimension.
+const NORM: &str = "layers.0.norm.weight";
+const NORM_LENGTH: usize = 128;
+
 /// Name, rows, columns, kind of weights.
-const TENSORS: [(&str, usize, usize, Weights); 7] = [
+const TENSORS: [(&str, usize, usize, Weights); 9] = [
     ("layers.0.q_proj.weight", 192, 128, Weights::Normal),
     ("layers.0.k_proj.weight", 64, 128, Weights::Normal),
     ("layers.0.gate_proj.weight", 96, 128, Weights::Normal),
@@ -33,17 +42,22 @@ const TENSORS: [(&str, usize, usize, Weights); 7] = [
     ("layers.0.odd_proj.weight", 100, 72, Weights::Normal),
     ("layers.0.heavy_proj.weight", 128, 192, Weights::HeavyTailed),
     ("layers.0.few_proj.weight", 320, 448, Weights::FewExponents),
+    ("embed_tokens.weight", 256, 128, Weights::Normal),
+    ("layers.0.v_proj.weight", 65, 128, Weights::Normal),
 ];
 
 /// A model of one safetensors file.
 fn model(folder: &Path) {
     let (mut entries, mut data) = (Vec::new(), Vec::new());
-    for (seed, (name, rows, cols, kind)) in TENSORS.iter().enumerate() {
-        let bytes = kind.bytes(*rows, *cols, seed as u64);
+    let mut add = |name: &str, shape: String, bytes: Vec<u8>| {
         let (from, to) = (data.len(), data.len() + bytes.len());
-        entries.push(format!(r#""{name}":{{"dtype":"BF16","shape":[{rows},{cols}],"data_offsets":[{from},{to}]}}"#));
+        entries.push(format!(r#""{name}":{{"dtype":"BF16","shape":[{shape}],"data_offsets":[{from},{to}]}}"#));
         data.extend(bytes);
+    };
+    for (seed, (name, rows, cols, kind)) in TENSORS.iter().enumerate() {
+        add(name, format!("{rows},{cols}"), kind.bytes(*rows, *cols, seed as u64));
     }
+    add(NORM, NORM_LENGTH.to_string(), Weights::Normal.bytes(1, NORM_LENGTH, 99));
     let mut header = format!("{{{}}}", entries.join(","));
     header += &" ".repeat(header.len().next_multiple_of(8) - header.len());
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
@@ -204,6 +218,175 @@ fn merged_weights_are_one_layer() {
     assert_eq!(unsuitable(&[gate, q], Merge::SiluMul), Unsuitable::Pair { gate: 96, up: 192, k: 128 });
     assert_eq!(unsuitable(&[gate], Merge::SiluMul), Unsuitable::NotAPair { count: 1 });
     assert_eq!(unsuitable(&[], Merge::Rows), Unsuitable::Nothing);
+}
+
+/// Rows of the tensors as a layer has them, put together on the host: one under the other, or in turns.
+fn merged_on_host(bundle: &Bundle, names: &[&str], merge: Merge) -> Vec<u8> {
+    let parts: Vec<Vec<u8>> = names.iter().map(|name| bundle.decode(name).unwrap()).collect();
+    match (merge, parts.as_slice()) {
+        (Merge::SiluMul, [gate, up]) => {
+            let turn = Epilogue::GATE_ROWS as usize * bundle.entry(names[0]).unwrap().shape[1] * 2;
+            gate.chunks(turn).zip(up.chunks(turn)).flat_map(|(gate, up)| [gate, up].concat()).collect()
+        }
+        _ => parts.concat(),
+    }
+}
+
+fn bytes_of(stream: &Stream, matrix: &DeviceMatrix) -> Vec<u8> {
+    matrix.to_host(stream).unwrap().iter().flat_map(|bits| bits.to_le_bytes()).collect()
+}
+
+/// The bytes that the host's packing of these weights gives, where they are whole tiles.
+fn assert_packed(stream: &Stream, got: &DevicePacked, weights: &[u8], shape: (usize, usize), what: &str) {
+    let matrix = Matrix::new(weights, shape.0, shape.1).unwrap();
+    let expected = packed::pack(matrix, &Histogram::of(weights)).unwrap();
+    let got = got.download(stream).unwrap();
+    assert_eq!(got.window(), expected.window(), "{what}");
+    assert!(got.packed() == expected.packed(), "{what}: containers");
+    assert!(got.escape_heads() == expected.escape_heads(), "{what}: heads");
+    assert!(got.escapes() == expected.escapes(), "{what}: escapes");
+}
+
+/// Whatever form the parts are stored in, a merged layer has the bytes that the host makes of their weights.
+#[test]
+#[ignore = "needs a GPU"]
+fn layers_are_merged_as_the_host_would() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let home = tempfile::tempdir().unwrap();
+    model(&home.path().join("model"));
+    let [q, k, gate, up, few, v] = [0, 1, 2, 3, 6, 8].map(|i: usize| TENSORS[i].0);
+    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette] {
+        let bundle = bundle_of(home.path(), profile);
+        let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
+        // The last is smaller than what the scratch has held by then.
+        let merges: [(&[&str], Merge, usize, usize); 4] = [
+            (&[q, k], Merge::Rows, 256, 128),
+            (&[few], Merge::Rows, 320, 448),
+            (&[gate, up], Merge::SiluMul, 192, 128),
+            (&[k], Merge::Rows, 64, 128),
+        ];
+        for (names, merge, rows, cols) in merges {
+            let layer = loader.merge(names, merge).unwrap_or_else(|error| panic!("{error}"));
+            let what = format!("{names:?}, {profile:?}");
+            let packed = layer.packed_weights().unwrap_or_else(|| panic!("{what}"));
+            assert_packed(&stream, packed, &merged_on_host(&bundle, names, merge), (rows, cols), &what);
+        }
+        // Padded: 257 rows of 320.
+        let odd = loader.merge(&[q, v], Merge::Rows).unwrap();
+        let weights = merged_on_host(&bundle, &[q, v], Merge::Rows);
+        let fill = u16::from(Window::best(&Histogram::of(&weights)).0.base()) << 7;
+        let padding = fill.to_le_bytes().repeat((320 - 257) * 128);
+        let padded = [weights, padding].concat();
+        assert_packed(&stream, odd.packed_weights().unwrap(), &padded, (320, 128), "a padded layer");
+    }
+}
+
+/// The twin: the same bundle for cuBLAS, every form, alone and merged.
+#[test]
+#[ignore = "needs a GPU"]
+fn any_bundle_becomes_layers_for_cublas() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let home = tempfile::tempdir().unwrap();
+    model(&home.path().join("model"));
+    let [q, k, gate, up, v] = [0, 1, 2, 3, 8].map(|i: usize| TENSORS[i].0);
+    let mut rng = Random::new(11);
+    let x: Vec<u16> = (0..8 * 128).map(|_| bf16(rng.normal())).collect();
+    let inputs = rows(bytemuck::cast_slice(&x), 128);
+    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette] {
+        let bundle = bundle_of(home.path(), profile);
+        let options = LoadOptions::default().max_batch(8).linears(Linears::Bf16);
+        let mut loader = loader(kernels, &stream, &bundle, options);
+        for (name, rows, cols, _) in TENSORS {
+            let layer = loader.load(name).unwrap_or_else(|error| panic!("{error}"));
+            let weights = layer.bf16_weights().unwrap_or_else(|| panic!("{name}, {profile:?}"));
+            assert_eq!((weights.rows() as usize, weights.cols() as usize), (rows, cols));
+            assert!(bytes_of(&stream, weights) == bundle.decode(name).unwrap(), "{name}, {profile:?}");
+        }
+        let merges: [(&[&str], Merge); 2] = [(&[q, k, v], Merge::Rows), (&[gate, up], Merge::SiluMul)];
+        for (names, merge) in merges {
+            let layer = loader.merge(names, merge).unwrap();
+            // Also a gate and an up lie one under the other.
+            let weights = merged_on_host(&bundle, names, Merge::Rows);
+            assert!(bytes_of(&stream, layer.bf16_weights().unwrap()) == weights, "{names:?}, {profile:?}");
+            let mut run = Run { stream: &stream, lane: loader.lane(&stream).unwrap() };
+            let y = run.y(&layer, &x, 8, None, Epilogue::Store);
+            let exact = product(&inputs, &rows(&weights, 128));
+            close(&y, exact.into_iter().map(|(sum, size)| (sum, size * 1e-6)), &format!("{names:?}, {profile:?}"));
+        }
+    }
+}
+
+/// Embeddings and norms come as they were, an embedding also packed.
+#[test]
+#[ignore = "needs a GPU"]
+fn tensors_that_are_no_layers_come_as_they_were() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let home = tempfile::tempdir().unwrap();
+    model(&home.path().join("model"));
+    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette] {
+        let bundle = bundle_of(home.path(), profile);
+        let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
+        for (name, rows, cols, kind) in TENSORS {
+            let weights = bundle.decode(name).unwrap();
+            let matrix = loader.matrix(name).unwrap_or_else(|error| panic!("{error}"));
+            assert!(bytes_of(&stream, &matrix) == weights, "{name}, {profile:?}");
+            let whole_tiles = rows % 64 == 0 && cols % 64 == 0;
+            match loader.packed(name) {
+                Ok(packed) => assert_packed(&stream, &packed, &weights, (rows, cols), name),
+                Err(LoadError::Unsuitable { why: Unsuitable::Unpackable(_), .. }) => {
+                    assert!(!whole_tiles || kind == Weights::HeavyTailed, "{name}, {profile:?}");
+                }
+                Err(error) => panic!("{error}"),
+            }
+        }
+        let norm: Vec<u8> =
+            loader.vector(NORM).unwrap().to_host(&stream).unwrap().iter().flat_map(|b| b.to_le_bytes()).collect();
+        assert_eq!(norm, bundle.decode(NORM).unwrap());
+        let vector = loader.vector(TENSORS[0].0).unwrap_err().to_string();
+        assert!(vector.contains("Bf16 of shape [192, 128] is not a vector"), "{vector}");
+        let matrix = loader.matrix(NORM).unwrap_err().to_string();
+        assert!(matrix.contains("is not the weight of a linear layer"), "{matrix}");
+    }
+}
+
+/// Without a bundle: layers of weights that are on the device.
+#[test]
+#[ignore = "needs a GPU"]
+fn own_weights_become_layers() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    for linears in [Linears::Packed, Linears::Bf16] {
+        let options = LoadOptions::default().max_batch(8).linears(linears);
+        let mut builder = LayerBuilder::new(kernels, &stream, options).unwrap();
+        let [gate, up] = [5, 6].map(|seed| Weights::Normal.bytes(160, 192, seed));
+        let parts = [&gate, &up]
+            .map(|bytes| DeviceMatrix::upload(&stream, Matrix::new(bytes.as_slice(), 160, 192).unwrap()).unwrap());
+        let views = [parts[0].view(), parts[1].view()];
+        let stacked = builder.layer("both", &views, Merge::Rows).unwrap();
+        let gated = builder.layer("mlp", &views, Merge::SiluMul).unwrap();
+        drop(parts);
+        let rows = [gate.clone(), up.clone()].concat();
+        let turn = Epilogue::GATE_ROWS as usize * 192 * 2;
+        let turns: Vec<u8> =
+            gate.chunks(turn).zip(up.chunks(turn)).flat_map(|(gate, up)| [gate, up].concat()).collect();
+        match linears {
+            Linears::Packed => {
+                assert_packed(&stream, stacked.packed_weights().unwrap(), &rows, (320, 192), "stacked");
+                assert_packed(&stream, gated.packed_weights().unwrap(), &turns, (320, 192), "gated");
+            }
+            Linears::Bf16 => {
+                assert!(bytes_of(&stream, stacked.bf16_weights().unwrap()) == rows);
+                assert!(bytes_of(&stream, gated.bf16_weights().unwrap()) == rows);
+            }
+        }
+        assert_eq!(builder.lane(&stream).unwrap().size().cublas, linears == Linears::Bf16);
+        let odd = DeviceMatrix::zeroed(&stream, 100, 192).unwrap();
+        let pair = builder.layer("odd", &[odd.view(), odd.view()], Merge::SiluMul).map(|layer| layer.n());
+        assert_eq!(pair.is_ok(), linears == Linears::Bf16);
+    }
 }
 
 #[test]

@@ -10,7 +10,7 @@
 //! `unweight_codegen`. Nothing here is linked against CUDA; every library is looked for at run time by [`jit::toolchain`], and
 //! what is missing is an error that says where it was looked for and what to install.
 //!
-//! What programs use: [`Device`], [`Stream`], [`KernelSet`], [`Loader`], [`Linear`], [`Lane`], matrices and their views, and the errors. The modules
+//! What programs use: [`Device`], [`Stream`], [`KernelSet`], [`Loader`], [`LayerBuilder`], [`Linear`], [`Lane`], matrices and their views, and the errors. The modules
 //! behind them are public for benchmarks, tests and kernels of one's own; they change without notice.
 
 #[doc(hidden)]
@@ -26,17 +26,20 @@ pub mod remedy;
 pub mod weight;
 
 #[doc(inline)]
-pub use device::{Device, DeviceError, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, RowFault, Stream};
+pub use device::{
+    Device, DeviceBuffer, DeviceError, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, RowFault, Stream,
+};
 #[doc(inline)]
 pub use jit::error::Error;
 #[doc(inline)]
 pub use layer::{
+    build::LayerBuilder,
     linear::Linear,
-    loader::{LoadError, LoadOptions, Loader, Merge},
+    loader::{Linears, LoadError, LoadOptions, Loader, Merge},
 };
 #[doc(inline)]
 pub use ops::lane::Lane;
 #[doc(inline)]
 pub use remedy::Remedy;
 #[doc(inline)]
-pub use weight::DeviceMatrix;
+pub use weight::{DeviceMatrix, DevicePacked};

@@ -330,6 +330,9 @@ word_axis! {
 }
 
 impl Epilogue {
+    /// Rows of a gate, and of its up, that take turns in the weights of a `silu_mul` product.
+    pub const GATE_ROWS: u32 = 16;
+
     /// What is computed, in the head of a source.
     pub(crate) const fn formula(self) -> &'static str {
         match self {

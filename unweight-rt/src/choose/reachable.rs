@@ -38,7 +38,7 @@ impl Weight {
         Self { n, k, node: Node::of(form), gated: false }
     }
 
-    /// Several weights under each other: put together on the host, whatever their forms.
+    /// Several weights under each other: put together as BF16, whatever their forms.
     pub fn merged(n: u32, k: u32, gated: bool) -> Self {
         Self { n, k, node: Node::Bf16, gated }
     }
@@ -78,9 +78,21 @@ impl Weight {
     }
 }
 
+/// What weights lie as on the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Linears {
+    /// In the packed form, where they can be packed.
+    #[default]
+    Packed,
+    /// As BF16 for cuBLAS, whatever form they are stored in: what packed layers are compared with.
+    Bf16,
+}
+
 /// What layers are wanted for, and on what.
 #[derive(Clone, Debug)]
 pub struct Wanted {
+    /// What their weights lie as.
+    pub linears: Linears,
     /// Chooses among the matmuls.
     pub chooser: PackedChooser,
     /// The largest batch.
@@ -162,7 +174,7 @@ impl Wanted {
             for edge in weight.route() {
                 match edge.step {
                     Step::Decode(DecodeOutput::Full) => variants.extend(self.decoder()),
-                    Step::GemmPacked => {
+                    Step::GemmPacked if self.linears == Linears::Packed => {
                         let of = |&escapes: &bool| self.gemms(weight, escapes);
                         variants.extend(weight.escapes().iter().flat_map(of).map(|choice| choice.kernel));
                     }
@@ -178,16 +190,17 @@ impl Wanted {
 type Shapes = BTreeMap<Role, (u32, u32)>;
 
 /// The weights of linear layers in a bundle, as its manifest has them: each alone, and merged as servers do it (q, k and v; a gate and an up).
-/// Embeddings are none.
+/// Embeddings are none, unless there is no head: then they are that, too.
 pub fn weights(bundle: &Bundle) -> Vec<Weight> {
     let mut found = BTreeSet::new();
+    let tied = bundle.tensors().all(|tensor| tensor.entry.role != Role::LmHead);
     // By layer, and by their names but for the last two parts (`q_proj.weight`).
     let mut siblings: BTreeMap<(Option<u32>, &str), Shapes> = BTreeMap::new();
     for tensor in bundle.tensors() {
         let entry = tensor.entry;
         let &[n, k] = entry.shape.as_slice() else { continue };
         let (Ok(n), Ok(k)) = (u32::try_from(n), u32::try_from(k)) else { continue };
-        if entry.dtype != Dtype::Bf16 || n == 0 || k == 0 || entry.role == Role::Embedding {
+        if entry.dtype != Dtype::Bf16 || n == 0 || k == 0 || entry.role == Role::Embedding && !tied {
             continue;
         }
         found.insert(Weight::stored(n, k, entry.form));
@@ -237,7 +250,7 @@ mod tests {
 
     fn wanted(max_batch: u32, pdl: bool, code_limit: u32) -> Wanted {
         let chooser = PackedChooser::h200();
-        Wanted { chooser, max_batch, pdl, code_limit }
+        Wanted { linears: Linears::Packed, chooser, max_batch, pdl, code_limit }
     }
 
     const SHAPES: [(u32, u32); 9] = [
@@ -291,6 +304,16 @@ mod tests {
                 assert_eq!(wanted.reachable([weight]), asked, "{weight:?}, batches to {max_batch}");
             }
         }
+    }
+
+    /// What cuBLAS multiplies asks for decoders and for the kernels that unpack.
+    #[test]
+    fn layers_for_cublas_ask_for_no_matmul() {
+        let wanted = Wanted { linears: Linears::Bf16, ..wanted(4096, true, 7) };
+        let mut expected = packing(Arch::Sm90a);
+        expected.extend(wanted.decoder());
+        expected.sort_unstable();
+        assert_eq!(wanted.reachable(all_weights()), expected);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::{fmt, marker::PhantomData, mem::size_of, ops::Range};
 
 use bytemuck::Pod;
-use cudarc::driver::result;
+use cudarc::driver::{result, sys};
 
 use crate::device::{Call, Device, DeviceError, Refusal, Stream};
 
@@ -159,6 +159,19 @@ impl<T: Pod> DeviceBuffer<T> {
         } else {
             Err(Refusal::Range { at: at as u64, len: len as u64, have: self.len as u64 }.into())
         }
+    }
+}
+
+impl DeviceBuffer<u16> {
+    /// Sets the first `len` elements, in stream order.
+    pub(crate) fn fill_elements(&mut self, stream: &Stream, len: usize, value: u16) -> Result<(), DeviceError> {
+        self.check(0, len)?;
+        self.device.bind()?;
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: the range lies inside the buffer, whose elements have 16 bits.
+        unsafe { sys::cuMemsetD16Async(self.address, value, len, stream.raw()) }.result().call("filling device memory")
     }
 }
 

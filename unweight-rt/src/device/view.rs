@@ -26,7 +26,7 @@
 
 use std::{marker::PhantomData, ops::Range, ptr};
 
-use cudarc::driver::sys;
+use cudarc::driver::{result, sys};
 
 use crate::device::{Call, Device, DeviceBuffer, DeviceError, Refusal, Stream, error::PitchRule};
 
@@ -82,6 +82,25 @@ impl Place {
     pub fn span(&self) -> Range<u64> {
         // Checked when it was made.
         self.address..self.address + self.elements().unwrap_or(0) * ELEMENT
+    }
+
+    /// Some of its rows and columns.
+    pub fn part(&self, rows: Range<u32>, cols: Range<u32>) -> Result<Self, Refusal> {
+        for (range, have) in [(&rows, self.rows), (&cols, self.cols)] {
+            if range.start > range.end || range.end > have {
+                let (at, len) = (range.start.into(), range.len() as u64);
+                return Err(Refusal::Range { at, len, have: have.into() });
+            }
+        }
+        let part = Self { rows: rows.end - rows.start, cols: cols.end - cols.start, ..*self };
+        if part.rows == 0 || part.cols == 0 {
+            // Nothing lies there, and the sum below might leave the address space.
+            return Ok(part);
+        }
+        // Its first element lies in the matrix, whose end is inside the address space.
+        let first = u64::from(rows.start) * self.pitch + u64::from(cols.start);
+        let pitch = if part.rows == 1 { part.cols.into() } else { self.pitch };
+        Ok(Self { address: self.address + first * ELEMENT, pitch, ..part })
     }
 
     /// As a message shows it.
@@ -198,6 +217,14 @@ impl<'a> MatrixRef<'a> {
         &self.place
     }
 
+    /// Some of its rows and columns.
+    ///
+    /// # Errors
+    /// [`Refusal::Range`]: it does not have them.
+    pub fn part(&self, rows: Range<u32>, cols: Range<u32>) -> Result<Self, Refusal> {
+        Ok(Self { place: self.place.part(rows, cols)?, memory: PhantomData })
+    }
+
     /// Rows.
     pub fn rows(&self) -> u32 {
         self.place.rows
@@ -262,6 +289,14 @@ impl<'a> MatrixMut<'a> {
         MatrixMut { place: self.place, memory: PhantomData }
     }
 
+    /// Some of its rows and columns.
+    ///
+    /// # Errors
+    /// [`Refusal::Range`]: it does not have them.
+    pub fn part(&mut self, rows: Range<u32>, cols: Range<u32>) -> Result<MatrixMut<'_>, Refusal> {
+        Ok(MatrixMut { place: self.place.part(rows, cols)?, memory: PhantomData })
+    }
+
     /// Rows.
     pub fn rows(&self) -> u32 {
         self.place.rows
@@ -275,6 +310,28 @@ impl<'a> MatrixMut<'a> {
     /// Elements from one row to the next; of at most one row, the columns.
     pub fn pitch(&self) -> u64 {
         self.place.pitch
+    }
+
+    /// Writes the rows, little-endian bf16 one after the other. Waits for the copy.
+    ///
+    /// # Errors
+    /// Rows with gaps, bytes that are not those of its elements, another device, or the driver's refusal.
+    pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<(), DeviceError> {
+        let to = &self.place;
+        to.check_dense("the target of a copy")?;
+        to.check_device("the target of a copy", stream.device().ordinal())?;
+        let expected = u64::from(to.rows) * u64::from(to.cols) * ELEMENT;
+        if bytes.len() as u64 != expected {
+            let got = bytes.len() as u64;
+            return Err(Refusal::Elements { buffer: "the bytes of a matrix", got, expected }.into());
+        }
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        stream.device().bind()?;
+        // SAFETY: the view was held against its memory when it was made and has no gaps; `bytes` lives until the wait below.
+        unsafe { result::memcpy_htod_async(to.address, bytes, stream.raw()) }.call("copying to the device")?;
+        stream.synchronize()
     }
 
     /// Enqueues a copy of a matrix of the same shape.
@@ -346,6 +403,24 @@ mod tests {
             Place::new(0, u64::MAX - 10, 1, 64, 64, u64::MAX),
             Err(Refusal::Extent { need: u64::MAX, .. })
         ));
+    }
+
+    #[test]
+    fn a_part_lies_in_its_matrix() {
+        let whole = place(4, 64, 80, 304).unwrap();
+        assert_eq!(whole.part(0..4, 0..64), Ok(whole));
+        let corner = whole.part(1..3, 16..48).unwrap();
+        assert_eq!((corner.address, corner.shape(), corner.pitch), (ADDRESS + (80 + 16) * 2, [2, 32], 80));
+        let last = whole.part(3..4, 60..64).unwrap();
+        assert_eq!((last.span().end, last.pitch), (whole.span().end, 4), "of one row the pitch says nothing");
+        for empty in [whole.part(4..4, 0..64).unwrap(), whole.part(0..4, 64..64).unwrap()] {
+            assert!(empty.span().is_empty(), "{empty:?}");
+        }
+        assert_eq!(whole.part(0..5, 0..64), Err(Refusal::Range { at: 0, len: 5, have: 4 }));
+        assert_eq!(whole.part(0..4, 1..65), Err(Refusal::Range { at: 1, len: 64, have: 64 }));
+        #[expect(clippy::reversed_empty_ranges, reason = "it is refused")]
+        let reversed = whole.part(3..1, 0..64);
+        assert_eq!(reversed, Err(Refusal::Range { at: 3, len: 0, have: 4 }));
     }
 
     #[test]

@@ -118,6 +118,22 @@ impl Linear {
         matches!(self.weights, Weights::Packed { .. })
     }
 
+    /// The packed weights, if they are: whole tiles, of which the first `n` rows and `k` columns count. What an embedding shares with its head.
+    pub fn packed_weights(&self) -> Option<&DevicePacked> {
+        match &self.weights {
+            Weights::Packed { packed, .. } => Some(packed),
+            Weights::Whole(_) => None,
+        }
+    }
+
+    /// The weights as BF16 `[n, k]`, if they are.
+    pub fn bf16_weights(&self) -> Option<&DeviceMatrix> {
+        match &self.weights {
+            Weights::Packed { .. } => None,
+            Weights::Whole(whole) => Some(whole),
+        }
+    }
+
     /// The variant for a batch; `None` where cuBLAS takes it, or nothing does.
     pub fn variant(&self, m: u32, epilogue: Epilogue) -> Option<VariantSpec> {
         match &self.weights {
@@ -146,8 +162,8 @@ impl Linear {
         padding((self.n, self.k), (packed.grid().rows() as u32, packed.grid().cols() as u32), m)
     }
 
-    /// Enqueues the product on the lane's stream. `y` `[m, n]` is overwritten, or added to ([`Epilogue::StoreAdd`]); of a gate and an up only
-    /// [`Epilogue::SiluMul`] can be had, with `y` `[m, n / 2]`. Rows of packed layers begin at multiples of 16 bytes; those of `y` follow each other
+    /// Enqueues the product on the lane's stream. `y` `[m, n]` is overwritten, or added to ([`Epilogue::StoreAdd`]); of a packed gate and up
+    /// only [`Epilogue::SiluMul`] can be had, with `y` `[m, n / 2]`. Rows of packed layers begin at multiples of 16 bytes; those of `y` follow each other
     /// without a gap, unless the layer is padded or cuBLAS's.
     ///
     /// # Errors

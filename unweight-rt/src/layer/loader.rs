@@ -1,38 +1,35 @@
 //! From a bundle to layers.
 //!
 //! ```text
-//! packed   --upload-------------------+
-//! huffman  --transcode on the GPU-----+--> packed, 12 bits a weight --> register-sourced matmul (crate::ops::gemm_packed)
-//! palette  --decode, pack on the GPU--+
-//! raw      --pack on the GPU----------+
-//! what cannot be packed --------------+--> BF16 --> cuBLAS
+//! packed   --upload-----------------------------> packed, 12 bits a weight --> matmul (crate::ops::gemm_packed)
+//!    +--unpack on the GPU, to be merged--+
+//! huffman  --decode on the GPU-----------+--> BF16 --merge, pad, pack on the GPU--> packed
+//! palette  --decode on the host----------+     +--what cannot be packed--> cuBLAS
+//! raw      ------------------------------+
 //! ```
-
-use std::sync::Arc;
 
 use unweight_codegen::{VariantSpec, spec::DecodeOutput};
 use unweight_format::{
-    FormId, Histogram, HuffmanTensor, PackedTensor,
+    FormId, HuffmanTensor, PackedTensor,
     bundle::{Bundle, BundleError},
-    packed::{Unpackable, Window},
+    packed::Unpackable,
     safetensors::Dtype,
 };
 
+pub use crate::choose::reachable::Linears;
 use crate::{
     choose::{
-        graph::Step,
+        graph::{Node, Step},
         model::PackedChooser,
-        reachable::{self, Choice, KernelSource, Wanted, Weight},
+        reachable::{self, Wanted, Weight},
     },
-    device::{DeviceError, DeviceInfo, KernelSet, LaneSize, Prepared, Refusal, Stream, module::LoadedKernel},
+    device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Stream},
     jit::cache::Progress,
-    layer::linear::Linear,
-    ops::{
-        decode::Decoder,
-        gemm_packed::PackedGemm,
-        lane::Lane,
-        repack::{PackError, Packer},
+    layer::{
+        build::{LayerBuilder, Parts, in_tensor, unsuitable},
+        linear::Linear,
     },
+    ops::{decode::Decoder, lane::Lane, repack::Packer},
     weight::{DeviceHuffman, DeviceMatrix, DevicePacked, pods},
 };
 
@@ -84,6 +81,14 @@ pub enum Unsuitable {
         /// Its shape.
         shape: Vec<u64>,
     },
+    /// Not BF16, or not of one dimension.
+    #[error("{dtype:?} of shape {shape:?} is not a vector (BF16, one dimension)")]
+    NotAVector {
+        /// Its type.
+        dtype: Dtype,
+        /// Its shape.
+        shape: Vec<u64>,
+    },
     /// Extents that kernels cannot count.
     #[error("{extent} rows or columns exceed the kernels' 2^32 - 1; split it")]
     TooLarge {
@@ -124,6 +129,9 @@ pub enum Unsuitable {
     },
     /// A gate and an up that cuBLAS would have to multiply, which has no such epilogue.
     #[error("a gate with its up cannot be packed: {0}; load them apart")]
+    GateAndUp(Unpackable),
+    /// Weights without a packed form.
+    #[error("cannot be packed: {0}; load it as a matrix")]
     Unpackable(Unpackable),
     /// Sections of another form than the manifest says.
     #[error("is not the {form} tensor that the manifest says; the bundle is damaged")]
@@ -156,11 +164,13 @@ pub struct LoadOptions {
     /// Programmatic dependent launch: a layer asks for its weights while the kernel before it on the stream still runs, and waits for that one
     /// before it touches activations. Faster where layers follow each other closely; any kernel may come before. On by default.
     pub pdl: bool,
+    /// What the weights lie as; packed by default.
+    pub linears: Linears,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        Self { max_batch: 4096, pdl: true }
+        Self { max_batch: 4096, pdl: true, linears: Linears::Packed }
     }
 }
 
@@ -176,6 +186,17 @@ impl LoadOptions {
     pub fn pdl(self, pdl: bool) -> Self {
         Self { pdl, ..self }
     }
+
+    /// What the weights lie as.
+    #[must_use]
+    pub fn linears(self, linears: Linears) -> Self {
+        Self { linears, ..self }
+    }
+
+    pub(super) fn wanted(self, chooser: PackedChooser, code_limit: u32) -> Wanted {
+        let Self { max_batch, pdl, linears } = self;
+        Wanted { linears, chooser, max_batch, pdl, code_limit }
+    }
 }
 
 /// How several weights become one layer.
@@ -183,43 +204,36 @@ impl LoadOptions {
 pub enum Merge {
     /// One under the other: the outputs lie side by side (`q`, `k`, `v`).
     Rows,
-    /// A gate and an up: the output is `silu(X gate^T) * (X up^T)`, computed in fp32 and rounded once. Made for batches of up to 64.
+    /// A gate and an up: the output is `silu(X gate^T) * (X up^T)`, computed in fp32 and rounded once. As BF16
+    /// ([`Linears::Bf16`]) they lie one under the other, and the output has both side by side: cuBLAS has no such
+    /// epilogue.
     SiluMul,
 }
 
 /// Loads layers onto one device.
+#[derive(Debug)]
 pub struct Loader<'k> {
-    kernels: &'k KernelSet,
     bundle: &'k Bundle,
-    packer: Packer,
-    wanted: Wanted,
-    /// What the layers so far need.
-    lane_size: LaneSize,
+    builder: LayerBuilder<'k>,
 }
 
 /// Every kernel that a loader with these options can ask for, for any tensor of this bundle, alone or merged as servers do it. Reads the manifest only;
 /// needs no device.
 pub fn reachable(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Vec<VariantSpec> {
-    wanted(bundle, options, chooser).reachable(reachable::weights(bundle))
+    all_reachable(bundle, &wanted(bundle, options, chooser))
 }
 
 fn wanted(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Wanted {
-    let LoadOptions { max_batch, pdl } = options;
-    Wanted { chooser, max_batch, pdl, code_limit: bundle.manifest().options.code_limit }
+    options.wanted(chooser, bundle.manifest().options.code_limit)
 }
 
-fn chooser(device: &DeviceInfo) -> PackedChooser {
-    PackedChooser::of(device.arch, device.sms, &device.name)
-}
-
-impl KernelSource for KernelSet {
-    type Kernel = Arc<LoadedKernel>;
-    type Error = DeviceError;
-
-    fn take(&self, specs: &[VariantSpec]) -> Result<Vec<Arc<LoadedKernel>>, DeviceError> {
-        self.prepare(specs, &|_| {})?;
-        specs.iter().map(|spec| self.get(spec)).collect()
+fn all_reachable(bundle: &Bundle, wanted: &Wanted) -> Vec<VariantSpec> {
+    let mut variants = wanted.reachable(reachable::weights(bundle));
+    // An embedding is decoded, too, though it is no weight of a layer.
+    if bundle.tensors().any(|tensor| tensor.entry.form == FormId::HUFFMAN) {
+        variants.extend(wanted.decoder().filter(|decoder| !variants.contains(decoder)));
     }
+    variants
 }
 
 impl<'k> Loader<'k> {
@@ -237,11 +251,10 @@ impl<'k> Loader<'k> {
         options: LoadOptions,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<(Self, Prepared), DeviceError> {
-        let wanted = wanted(bundle, options, chooser(kernels.device().info()));
-        let prepared = kernels.prepare(&wanted.reachable(reachable::weights(bundle)), progress)?;
-        let loader =
-            Self { packer: Packer::new(stream, kernels)?, kernels, bundle, wanted, lane_size: LaneSize::default() };
-        Ok((loader, prepared))
+        let device = kernels.device().info();
+        let wanted = wanted(bundle, options, PackedChooser::of(device.arch, device.sms, &device.name));
+        let prepared = kernels.prepare(&all_reachable(bundle, &wanted), progress)?;
+        Ok((Self { bundle, builder: LayerBuilder::of(kernels, stream, wanted)? }, prepared))
     }
 
     /// Loads a tensor `[n, k]`.
@@ -249,32 +262,14 @@ impl<'k> Loader<'k> {
     /// # Errors
     /// [`LoadError`].
     pub fn load(&mut self, name: &str) -> Result<Linear, LoadError> {
-        let bundle = self.bundle;
-        let shape = extents(bundle, name)?;
-        let device = in_tensor(name);
-        let weight = Weight::stored(shape.0, shape.1, bundle.entry(name)?.form);
-        match weight.route().first().map(|edge| edge.step) {
-            Some(Step::GemmPacked) if weight.padded() == Some(shape) => {
-                let Some(tensor) = PackedTensor::of(bundle.tensor(name)?) else {
-                    return Err(unsuitable(name, Unsuitable::OtherForm { form: bundle.entry(name)?.form }));
-                };
-                let packed = DevicePacked::upload(self.packer.stream(), &tensor).map_err(&device)?;
-                let layer = self.packed(packed, &weight).map_err(&device)?;
-                Ok(self.noted(layer))
+        let (n, k) = extents(self.bundle, name)?;
+        let weight = Weight::stored(n, k, self.bundle.entry(name)?.form);
+        match self.builder.wanted.linears {
+            Linears::Packed if is_packed(&weight) => {
+                let packed = self.stored_packed(name)?;
+                self.builder.packed(packed, &weight).map_err(in_tensor(name))
             }
-            Some(Step::Decode(DecodeOutput::Full)) => {
-                let Some(tensor) = HuffmanTensor::of(bundle.tensor(name)?) else {
-                    return Err(unsuitable(name, Unsuitable::OtherForm { form: bundle.entry(name)?.form }));
-                };
-                let (bits, limit) = (tensor.code().max_length(), self.wanted.code_limit);
-                let spec = self.wanted.decoder().filter(|_| bits <= limit);
-                let spec = spec.ok_or_else(|| unsuitable(name, Unsuitable::CodeBits { bits, limit }))?;
-                let tensor = DeviceHuffman::upload(self.packer.stream(), &tensor).map_err(&device)?;
-                let layer = self.huffman(&spec, &tensor, &weight).map_err(&device)?;
-                Ok(self.noted(layer))
-            }
-            // Raw, and any form that the host decodes.
-            _ => self.bf16(name, &bundle.decode(name)?, &weight),
+            _ => self.merge(&[name], Merge::Rows),
         }
     }
 
@@ -284,44 +279,61 @@ impl<'k> Loader<'k> {
     /// [`LoadError`]; the tensors have different `k`, or a gate and an up do not have the same multiple of 32 rows.
     pub fn merge(&mut self, names: &[&str], merge: Merge) -> Result<Linear, LoadError> {
         let bundle = self.bundle;
-        let Some(&first) = names.first() else {
-            return Err(unsuitable("merge", Unsuitable::Nothing));
-        };
-        let shapes = names.iter().map(|name| extents(bundle, name)).collect::<Result<Vec<_>, _>>()?;
-        let k = shapes[0].1;
-        let mut n = 0u32;
-        for (&name, &(rows, cols)) in names.iter().zip(&shapes) {
-            if cols != k {
-                let why = Unsuitable::Columns { cols, first: first.to_owned(), first_cols: k };
-                return Err(unsuitable(name, why));
-            }
-            let sum = u64::from(n) + u64::from(rows);
-            n = u32::try_from(sum).map_err(|_| unsuitable(name, Unsuitable::TooLarge { extent: sum }))?;
+        let shapes = names.iter().map(|name| extents(bundle, name)).collect::<Result<_, _>>()?;
+        let tensors = self.tensors();
+        self.builder.merge(&Parts::new(names, shapes, merge), &mut |part, packer, output| {
+            names.get(part).map_or(Ok(()), |name| tensors.decode(name, packer, output))
+        })
+    }
+
+    /// The weights of a tensor `[n, k]` as they were, on the device: an embedding, for instance.
+    ///
+    /// # Errors
+    /// [`LoadError`].
+    pub fn matrix(&mut self, name: &str) -> Result<DeviceMatrix, LoadError> {
+        let (n, k) = extents(self.bundle, name)?;
+        let device = in_tensor(name);
+        let stream = self.builder.stream().clone();
+        let mut matrix = DeviceMatrix::zeroed(&stream, n, k).map_err(&device)?;
+        let tensors = self.tensors();
+        tensors.decode(name, &mut self.builder.packer, matrix.view_mut())?;
+        stream.synchronize().map_err(&device)?;
+        Ok(matrix)
+    }
+
+    /// The packed form of a tensor `[n, k]`, whatever form it is stored in.
+    ///
+    /// # Errors
+    /// [`LoadError`]; [`Unsuitable::Unpackable`] also where `n` or `k` is no multiple of 64.
+    pub fn packed(&mut self, name: &str) -> Result<DevicePacked, LoadError> {
+        let (n, k) = extents(self.bundle, name)?;
+        if is_packed(&Weight::stored(n, k, self.bundle.entry(name)?.form)) {
+            return self.stored_packed(name);
         }
-        let pair = match (merge, shapes.as_slice()) {
-            (Merge::Rows, _) => false,
-            (Merge::SiluMul, &[(gate, _), (up, _)]) => {
-                if gate != up || !gate.is_multiple_of(32) || !k.is_multiple_of(64) {
-                    return Err(unsuitable(first, Unsuitable::Pair { gate, up, k }));
-                }
-                true
-            }
-            (Merge::SiluMul, _) => return Err(unsuitable(first, Unsuitable::NotAPair { count: names.len() })),
-        };
-        let parts = names.iter().map(|name| bundle.decode(name)).collect::<Result<Vec<_>, _>>()?;
-        match parts.as_slice() {
-            [gate, up] if pair => {
-                // 16 rows of the one and 16 of the other in turn: what one warp multiplies.
-                let block = 16 * k as usize * 2;
-                let mut turns = Vec::with_capacity(2 * gate.len());
-                for (gate, up) in gate.chunks_exact(block).zip(up.chunks_exact(block)) {
-                    turns.extend_from_slice(gate);
-                    turns.extend_from_slice(up);
-                }
-                self.bf16(first, &turns, &Weight::merged(n, k, true))
-            }
-            _ => self.bf16(first, &parts.concat(), &Weight::merged(n, k, false)),
+        let tensors = self.tensors();
+        self.builder.pack_alone(name, (n, k), &mut |_, packer, output| tensors.decode(name, packer, output))
+    }
+
+    /// The elements of a tensor of one dimension: the weight of a norm, a bias.
+    ///
+    /// # Errors
+    /// [`LoadError`].
+    pub fn vector(&mut self, name: &str) -> Result<DeviceBuffer<u16>, LoadError> {
+        let entry = self.bundle.entry(name)?;
+        if entry.dtype != Dtype::Bf16 || entry.shape.len() != 1 {
+            let shape = entry.shape.iter().map(|extent| *extent as u64).collect();
+            return Err(unsuitable(name, Unsuitable::NotAVector { dtype: entry.dtype, shape }));
         }
+        let bytes = self.bundle.decode(name)?;
+        pods(&bytes)
+            .map_err(DeviceError::from)
+            .and_then(|bits| DeviceBuffer::from_host(self.builder.stream(), &bits))
+            .map_err(in_tensor(name))
+    }
+
+    /// What makes layers of matrices that are on the device: for weights that no bundle has.
+    pub fn builder(&mut self) -> &mut LayerBuilder<'k> {
+        &mut self.builder
     }
 
     /// A lane of `stream` for every layer loaded so far.
@@ -329,72 +341,72 @@ impl<'k> Loader<'k> {
     /// # Errors
     /// Not enough memory, or no cuBLAS where a layer needs it.
     pub fn lane(&self, stream: &Stream) -> Result<Lane, DeviceError> {
-        Lane::new(stream, self.lane_size)
+        self.builder.lane(stream)
     }
 
-    fn noted(&mut self, layer: Linear) -> Linear {
-        self.lane_size = self.lane_size.max(layer.lane_size());
-        layer
+    fn tensors(&self) -> Tensors<'k> {
+        let LayerBuilder { kernels, wanted, .. } = &self.builder;
+        Tensors { bundle: self.bundle, kernels, decoder: wanted.decoder(), code_limit: wanted.code_limit }
     }
 
-    /// Transcoded if it can be packed, else decoded.
-    fn huffman(&mut self, spec: &VariantSpec, tensor: &DeviceHuffman, weight: &Weight) -> Result<Linear, DeviceError> {
-        let decoder = Decoder::new(self.kernels.get(spec)?)?;
-        match self.packer.transcode(&decoder, tensor) {
-            Ok(packed) => self.packed(packed, weight),
-            Err(PackError::Device(error)) => Err(error),
-            Err(PackError::Unpackable(_)) => {
-                let mut whole = DeviceMatrix::zeroed(self.packer.stream(), weight.n, weight.k)?;
-                self.packer.decode(&decoder, tensor, whole.view_mut())?;
-                Ok(Linear::whole(whole))
+    fn stored_packed(&self, name: &str) -> Result<DevicePacked, LoadError> {
+        self.tensors().packed(self.builder.stream(), name)
+    }
+}
+
+/// What a bundle has, as it comes to the device.
+struct Tensors<'k> {
+    bundle: &'k Bundle,
+    kernels: &'k KernelSet,
+    decoder: Option<VariantSpec>,
+    /// The longest code, bits.
+    code_limit: u32,
+}
+
+impl Tensors<'_> {
+    /// A tensor that is stored packed.
+    fn packed(&self, stream: &Stream, name: &str) -> Result<DevicePacked, LoadError> {
+        let Some(tensor) = PackedTensor::of(self.bundle.tensor(name)?) else {
+            return Err(self.other_form(name));
+        };
+        DevicePacked::upload(stream, &tensor).map_err(in_tensor(name))
+    }
+
+    /// Writes the weights of a tensor of any form into rows without gaps, in stream order.
+    fn decode(&self, name: &str, packer: &mut Packer, mut output: MatrixMut<'_>) -> Result<(), LoadError> {
+        let device = in_tensor(name);
+        let weight = Weight::stored(output.rows(), output.cols(), self.bundle.entry(name)?.form);
+        match weight.route().first().map(|edge| edge.step) {
+            _ if is_packed(&weight) => packer.unpack(&self.packed(packer.stream(), name)?, output).map_err(device),
+            Some(Step::Decode(DecodeOutput::Full)) => {
+                let Some(tensor) = HuffmanTensor::of(self.bundle.tensor(name)?) else {
+                    return Err(self.other_form(name));
+                };
+                let (bits, limit) = (tensor.code().max_length(), self.code_limit);
+                let spec = self
+                    .decoder
+                    .filter(|_| bits <= limit)
+                    .ok_or_else(|| unsuitable(name, Unsuitable::CodeBits { bits, limit }))?;
+                let tensor = DeviceHuffman::upload(packer.stream(), &tensor).map_err(&device)?;
+                let decoder = self.kernels.get(&spec).and_then(Decoder::new).map_err(&device)?;
+                packer.decode(&decoder, &tensor, output).map_err(&device)
             }
+            // Raw, and what the host decodes.
+            _ => output.write(packer.stream(), &self.bundle.decode(name)?).map_err(device),
         }
     }
 
-    /// BF16 as it was: packed if it can be, padded to whole tiles.
-    fn bf16(&mut self, name: &str, bytes: &[u8], weight: &Weight) -> Result<Linear, LoadError> {
-        let device = in_tensor(name);
-        let (n, k) = (weight.n, weight.k);
-        let too_large = || unsuitable(name, Unsuitable::TooLarge { extent: n.max(k).into() });
-        let padded = weight.padded().ok_or_else(too_large)?;
-        let elements = if padded == (n, k) { pods(bytes) } else { pad(bytes, (n, k), padded) };
-        let elements = elements.map_err(|refusal| device(refusal.into()))?;
-        let stream = self.packer.stream();
-        let whole = DeviceMatrix::from_host(stream, padded.0, padded.1, &elements).map_err(&device)?;
-        let layer = match self.packer.pack(whole.view()) {
-            Ok(packed) => self.packed(packed, weight),
-            Err(PackError::Device(error)) => Err(error),
-            Err(PackError::Unpackable(why)) if weight.gated => {
-                return Err(unsuitable(name, Unsuitable::Unpackable(why)));
-            }
-            Err(PackError::Unpackable(_)) if padded == (n, k) => Ok(Linear::whole(whole)),
-            Err(PackError::Unpackable(_)) => pods(bytes)
-                .map_err(DeviceError::from)
-                .and_then(|elements| DeviceMatrix::from_host(self.packer.stream(), n, k, &elements))
-                .map(Linear::whole),
-        };
-        Ok(self.noted(layer.map_err(&device)?))
-    }
-
-    /// Every kernel that some batch asks for, loaded.
-    fn packed(&mut self, packed: DevicePacked, weight: &Weight) -> Result<Linear, DeviceError> {
-        let choices = self.wanted.take_gemms(self.kernels, weight, packed.has_escapes())?;
-        let gemm = |Choice { epilogue, last, kernel }| -> Result<_, DeviceError> {
-            Ok(Choice { epilogue, last, kernel: PackedGemm::new(kernel)? })
-        };
-        let choices = choices.into_iter().map(gemm).collect::<Result<_, _>>()?;
-        Ok(Linear::packed((weight.n, weight.k), packed, choices))
+    fn other_form(&self, name: &str) -> LoadError {
+        match self.bundle.entry(name) {
+            Ok(entry) => unsuitable(name, Unsuitable::OtherForm { form: entry.form }),
+            Err(error) => error.into(),
+        }
     }
 }
 
-/// What failed on the device, with the tensor that it failed for.
-fn in_tensor(name: &str) -> impl Fn(DeviceError) -> LoadError {
-    let name = name.to_owned();
-    move |source| LoadError::Device { name: name.clone(), source: Box::new(source) }
-}
-
-fn unsuitable(name: &str, why: Unsuitable) -> LoadError {
-    LoadError::Unsuitable { name: name.to_owned(), why }
+/// Whether a weight is stored as kernels read it.
+fn is_packed(weight: &Weight) -> bool {
+    weight.node == Node::Packed && weight.padded() == Some((weight.n, weight.k))
 }
 
 /// `[n, k]` of a tensor.
@@ -409,33 +421,5 @@ fn extents(bundle: &Bundle, name: &str) -> Result<(u32, u32), LoadError> {
             let shape = shape.iter().map(|extent| *extent as u64).collect();
             Err(unsuitable(name, Unsuitable::NotAMatrix { dtype: entry.dtype, shape }))
         }
-    }
-}
-
-/// The matrix in the corner of a larger one. What is added lies in the window that suits the weights, so that it costs no escapes.
-fn pad(bytes: &[u8], (n, k): (u32, u32), (padded_n, padded_k): (u32, u32)) -> Result<Vec<u16>, Refusal> {
-    let fill = u16::from(Window::best(&Histogram::of(bytes)).0.base()) << 7;
-    let mut padded = vec![fill; padded_n as usize * padded_k as usize];
-    for (row, from) in
-        padded.chunks_exact_mut(padded_k as usize).zip(bytes.chunks_exact(k as usize * 2)).take(n as usize)
-    {
-        row[..k as usize].copy_from_slice(&pods(from)?);
-    }
-    Ok(padded)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn padding_stays_inside_the_window() {
-        let bytes: Vec<u8> =
-            [0x3f80u16, 0x3f00, 0xbe80, 0x3f81, 0x3f80, 0x3f80].iter().flat_map(|b| b.to_le_bytes()).collect();
-        let padded = pad(&bytes, (3, 2), (4, 5)).unwrap();
-        assert_eq!(padded.len(), 20);
-        assert_eq!((padded[0], padded[1], padded[5], padded[11]), (0x3f80, 0x3f00, 0xbe80, 0x3f80));
-        let all: Vec<u8> = padded.iter().flat_map(|b| b.to_le_bytes()).collect();
-        assert_eq!(Window::best(&Histogram::of(&all)).1, 0, "no escapes");
     }
 }

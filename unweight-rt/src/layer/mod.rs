@@ -1,4 +1,5 @@
 //! Layers out of bundles: a loader that makes them, and what they are when they are loaded.
 
+pub mod build;
 pub mod linear;
 pub mod loader;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! DeviceMatrix ---stats---> 256 counts --host: window--> pack --> containers, heads --host: words of the lists--> lists --> DevicePacked
-//! DeviceHuffman --full----> scratch ---> as above
+//! DeviceHuffman --full----> DeviceMatrix
 //! DevicePacked --unpack---> DeviceMatrix
 //! ```
 //! Packing reads the weights twice, and a third time where a row block has a list. The host looks twice: at the counts, by which the same code as on the
@@ -54,8 +54,6 @@ pub struct Packer {
     lists: Arc<LoadedKernel>,
     unpack: Arc<LoadedKernel>,
     scratch: DeviceBuffer<u32>,
-    /// Decoded weights, while a tensor is transcoded.
-    decoded: DeviceBuffer<u16>,
 }
 
 /// Weights on the device, row-major.
@@ -81,7 +79,6 @@ impl Packer {
             lists: stage(RepackStage::Lists)?,
             unpack: stage(RepackStage::Unpack)?,
             scratch: DeviceBuffer::zeroed(stream, SCRATCH_FIXED_WORDS)?,
-            decoded: DeviceBuffer::zeroed(stream, 0)?,
         })
     }
 
@@ -99,24 +96,13 @@ impl Packer {
         self.pack_source(source)
     }
 
-    /// The packed form of a Huffman tensor, through a decoder of whole matrices. Waits for the stream. Allocates nothing but the result if a tensor
-    /// before was as large.
+    /// How often each exponent occurs in a matrix without gaps, of any shape. Waits for the stream.
     ///
     /// # Errors
-    /// As for [`Packer::pack`]; `decoder` does not take the tensor, or met metadata that leave their sections.
-    pub fn transcode(&mut self, decoder: &Decoder, tensor: &DeviceHuffman) -> Result<DevicePacked, PackError> {
-        let grid = tensor.grid();
-        packed::packable_shape(grid)?;
-        if self.decoded.len() < grid.elements() {
-            self.decoded = DeviceBuffer::zeroed(self.lane.stream(), grid.elements())?;
-        }
-        // A grid's dimensions fit 32 bits.
-        let (rows, cols) = (grid.rows() as u32, grid.cols() as u32);
-        let output = MatrixMut::new(&mut self.decoded, rows, cols, cols.into()).map_err(DeviceError::from)?;
-        let source = Source { grid, address: output.place().address };
-        decoder.full(&mut self.lane, tensor, output)?;
-        self.lane.synchronize()?;
-        self.pack_source(source)
+    /// A matrix that is too large, or not where the kernels take it, or the driver's refusal.
+    pub fn histogram(&mut self, weights: MatrixRef<'_>) -> Result<Histogram, DeviceError> {
+        let source = self.source("weights", weights.place())?;
+        self.count_exponents(source)
     }
 
     /// The weights of a Huffman tensor, decoded. Waits for the stream.
@@ -202,15 +188,9 @@ impl Packer {
     fn pack_source(&mut self, source: Source) -> Result<DevicePacked, PackError> {
         let grid = source.grid;
         packed::packable_shape(grid)?;
-        self.reserve(grid)?;
-        self.enqueue_stats(source)?;
-        let stream = self.lane.stream();
-        let mut histogram = Histogram::default();
-        for (exponent, count) in self.scratch.read(stream, 0, 256)?.into_iter().enumerate() {
-            histogram.add(exponent as u8, count.into());
-        }
-        let window = Window::covering(&histogram)?;
+        let window = Window::covering(&self.count_exponents(source)?)?;
 
+        let stream = self.lane.stream();
         let packed = DeviceBuffer::zeroed(stream, grid.tiles() * packed::TILE_BYTES)?;
         let heads = DeviceBuffer::zeroed(stream, grid.tiles() * packed::ROW_BLOCKS)?;
         let mut args =
@@ -234,6 +214,16 @@ impl Packer {
             stream.synchronize()?;
         }
         Ok(DevicePacked::new(grid, window, packed, heads, escapes)?)
+    }
+
+    fn count_exponents(&mut self, source: Source) -> Result<Histogram, DeviceError> {
+        self.reserve(source.grid)?;
+        self.enqueue_stats(source)?;
+        let mut histogram = Histogram::default();
+        for (exponent, count) in self.scratch.read(self.lane.stream(), 0, 256)?.into_iter().enumerate() {
+            histogram.add(exponent as u8, count.into());
+        }
+        Ok(histogram)
     }
 
     /// Memory for the counts of a matrix.

@@ -1,0 +1,332 @@
+//! From matrices on the device to layers.
+//!
+//! ```text
+//! parts --one under the other, or in turns--> scratch [n, k] --pad, pack--> packed weights --> register-sourced matmul
+//!                                                  +--what cannot be packed--> BF16 --> cuBLAS
+//! ```
+//! All on the GPU: what comes out has the bytes that the host would make of the same weights. The scratch is as large
+//! as the largest layer, and goes with the builder.
+
+use std::sync::Arc;
+
+use unweight_codegen::{VariantSpec, spec::Epilogue};
+use unweight_format::packed::Window;
+
+use crate::{
+    choose::{
+        model::PackedChooser,
+        reachable::{Choice, KernelSource, Linears, Wanted, Weight},
+    },
+    device::{
+        DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream, module::LoadedKernel,
+        workspace::length,
+    },
+    layer::{
+        linear::Linear,
+        loader::{LoadError, LoadOptions, Merge, Unsuitable},
+    },
+    ops::{
+        gemm_packed::PackedGemm,
+        lane::Lane,
+        repack::{PackError, Packer},
+    },
+    weight::{DeviceMatrix, DevicePacked},
+};
+
+impl KernelSource for KernelSet {
+    type Kernel = Arc<LoadedKernel>;
+    type Error = DeviceError;
+
+    fn take(&self, specs: &[VariantSpec]) -> Result<Vec<Arc<LoadedKernel>>, DeviceError> {
+        self.prepare(specs, &|_| {})?;
+        specs.iter().map(|spec| self.get(spec)).collect()
+    }
+}
+
+/// Makes layers of matrices that are on the device, whatever they come from.
+///
+/// ```no_run
+/// use unweight_rt::{Device, DeviceMatrix, KernelSet, LayerBuilder, LoadOptions, Merge, env::Env};
+///
+/// let device = Device::open(0)?;
+/// let (kernels, stream) = (KernelSet::open(&device, Env::process()?), device.stream()?);
+/// let mut builder = LayerBuilder::new(&kernels, &stream, LoadOptions::default())?;
+/// let weights = DeviceMatrix::zeroed(&stream, 4096, 14336)?;
+/// let down = builder.layer("down", &[weights.view()], Merge::Rows)?;
+/// let lane = builder.lane(&stream)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct LayerBuilder<'k> {
+    pub(super) kernels: &'k KernelSet,
+    pub(super) packer: Packer,
+    pub(super) wanted: Wanted,
+    scratch: Scratch,
+    /// What the layers so far need.
+    lane_size: LaneSize,
+}
+
+/// Memory of the size of the largest layer so far.
+#[derive(Debug)]
+struct Scratch {
+    /// The layer.
+    whole: DeviceBuffer<u16>,
+    /// One of the parts that take turns; later the layer in whole tiles, if it is padded.
+    other: DeviceBuffer<u16>,
+}
+
+/// What becomes a layer: tensors of one name each, or of one for all of them.
+pub(super) struct Parts<'a> {
+    names: &'a [&'a str],
+    shapes: Vec<(u32, u32)>,
+    merge: Merge,
+}
+
+/// Writes a part into rows without gaps.
+pub(super) type Fill<'a> = &'a mut dyn FnMut(usize, &mut Packer, MatrixMut<'_>) -> Result<(), LoadError>;
+
+impl<'a> Parts<'a> {
+    pub(super) fn new(names: &'a [&'a str], shapes: Vec<(u32, u32)>, merge: Merge) -> Self {
+        Self { names, shapes, merge }
+    }
+
+    /// The tensor, or the first of them.
+    fn first(&self) -> &'a str {
+        self.names.first().copied().unwrap_or("merge")
+    }
+
+    fn name(&self, part: usize) -> &'a str {
+        self.names.get(part).copied().unwrap_or(self.first())
+    }
+
+    /// What they become together.
+    fn weight(&self, linears: Linears) -> Result<Weight, LoadError> {
+        let first = self.first();
+        let Some(&(_, k)) = self.shapes.first() else {
+            return Err(unsuitable(first, Unsuitable::Nothing));
+        };
+        let mut n = 0u32;
+        for (part, &(rows, cols)) in self.shapes.iter().enumerate() {
+            if cols != k {
+                let why = Unsuitable::Columns { cols, first: first.to_owned(), first_cols: k };
+                return Err(unsuitable(self.name(part), why));
+            }
+            let sum = u64::from(n) + u64::from(rows);
+            n = u32::try_from(sum).map_err(|_| unsuitable(self.name(part), Unsuitable::TooLarge { extent: sum }))?;
+        }
+        let gated = match (self.merge, self.shapes.as_slice()) {
+            (Merge::Rows, _) => false,
+            (Merge::SiluMul, &[(gate, _), (up, _)]) => {
+                // The rows of both are whole tiles together.
+                let packs = gate.is_multiple_of(32) && k.is_multiple_of(64);
+                if gate != up || !packs && linears == Linears::Packed {
+                    return Err(unsuitable(first, Unsuitable::Pair { gate, up, k }));
+                }
+                linears == Linears::Packed
+            }
+            (Merge::SiluMul, shapes) => {
+                return Err(unsuitable(first, Unsuitable::NotAPair { count: shapes.len() }));
+            }
+        };
+        Ok(Weight::merged(n, k, gated))
+    }
+}
+
+impl<'k> LayerBuilder<'k> {
+    /// A builder that works on `stream`. Its layers run on any stream of the device, on a lane each. What a layer asks
+    /// for is compiled when it is built.
+    ///
+    /// # Errors
+    /// A kernel cannot be made, or the device failed.
+    pub fn new(kernels: &'k KernelSet, stream: &Stream, options: LoadOptions) -> Result<Self, DeviceError> {
+        let device = kernels.device().info();
+        let chooser = PackedChooser::of(device.arch, device.sms, &device.name);
+        // Nothing is decoded.
+        Self::of(kernels, stream, options.wanted(chooser, 0))
+    }
+
+    pub(super) fn of(kernels: &'k KernelSet, stream: &Stream, wanted: Wanted) -> Result<Self, DeviceError> {
+        let empty = || DeviceBuffer::zeroed(stream, 0);
+        Ok(Self {
+            packer: Packer::new(stream, kernels)?,
+            kernels,
+            wanted,
+            scratch: Scratch { whole: empty()?, other: empty()? },
+            lane_size: LaneSize::default(),
+        })
+    }
+
+    /// The stream that all of its work goes to.
+    pub fn stream(&self) -> &Stream {
+        self.packer.stream()
+    }
+
+    /// A layer of these weights `[n, k]`, which messages call `name`; they are copied.
+    ///
+    /// # Errors
+    /// As [`Loader::merge`](super::loader::Loader::merge).
+    pub fn layer(&mut self, name: &str, parts: &[MatrixRef<'_>], merge: Merge) -> Result<Linear, LoadError> {
+        let shapes = parts.iter().map(|part| (part.rows(), part.cols())).collect();
+        let names = [name];
+        self.merge(&Parts::new(&names, shapes, merge), &mut |part, packer, mut output| {
+            let Some(source) = parts.get(part) else { return Ok(()) };
+            output.copy_from(packer.stream(), *source).map_err(in_tensor(name))
+        })
+    }
+
+    /// A lane of `stream` for every layer built so far.
+    ///
+    /// # Errors
+    /// Not enough memory, or no cuBLAS where a layer needs it.
+    pub fn lane(&self, stream: &Stream) -> Result<Lane, DeviceError> {
+        Lane::new(stream, self.lane_size)
+    }
+
+    /// Parts as one layer.
+    pub(super) fn merge(&mut self, parts: &Parts<'_>, fill: Fill<'_>) -> Result<Linear, LoadError> {
+        let weight = parts.weight(self.wanted.linears)?;
+        let device = in_tensor(parts.first());
+        let (n, k) = (weight.n, weight.k);
+        let stream = self.packer.stream().clone();
+        if self.wanted.linears == Linears::Bf16 {
+            let mut whole = DeviceMatrix::zeroed(&stream, n, k).map_err(&device)?;
+            stack(&mut self.packer, parts, whole.view_mut(), fill)?;
+            return self.whole(whole).map_err(&device);
+        }
+        reserve(&mut self.scratch.whole, &stream, (n, k)).map_err(&device)?;
+        if weight.gated {
+            self.take_turns(parts, (n, k), fill)?;
+        } else {
+            let whole = MatrixMut::new(&mut self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
+            stack(&mut self.packer, parts, whole, fill)?;
+        }
+        let too_large = || unsuitable(parts.first(), Unsuitable::TooLarge { extent: n.max(k).into() });
+        let padded = weight.padded().ok_or_else(too_large)?;
+        match self.pack((n, k), padded) {
+            Ok(packed) => self.packed(packed, &weight).map_err(&device),
+            Err(PackError::Device(error)) => Err(device(error)),
+            Err(PackError::Unpackable(why)) if weight.gated => {
+                Err(unsuitable(parts.first(), Unsuitable::GateAndUp(why)))
+            }
+            Err(PackError::Unpackable(_)) => {
+                let source = MatrixRef::new(&self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
+                let mut whole = DeviceMatrix::zeroed(&stream, n, k).map_err(&device)?;
+                whole.view_mut().copy_from(&stream, source).map_err(&device)?;
+                self.whole(whole).map_err(&device)
+            }
+        }
+    }
+
+    /// The packed form of one weight, unpadded.
+    pub(super) fn pack_alone(
+        &mut self,
+        name: &str,
+        (n, k): (u32, u32),
+        fill: Fill<'_>,
+    ) -> Result<DevicePacked, LoadError> {
+        let device = in_tensor(name);
+        reserve(&mut self.scratch.whole, &self.packer.stream().clone(), (n, k)).map_err(&device)?;
+        let whole = MatrixMut::new(&mut self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
+        fill(0, &mut self.packer, whole)?;
+        self.pack((n, k), (n, k)).map_err(|error| match error {
+            PackError::Unpackable(why) => unsuitable(name, Unsuitable::Unpackable(why)),
+            PackError::Device(error) => device(error),
+        })
+    }
+
+    /// A layer of packed weights, with every kernel that some batch asks for, loaded.
+    pub(super) fn packed(&mut self, packed: DevicePacked, weight: &Weight) -> Result<Linear, DeviceError> {
+        let choices = self.wanted.take_gemms(self.kernels, weight, packed.has_escapes())?;
+        let gemm = |Choice { epilogue, last, kernel }| -> Result<_, DeviceError> {
+            Ok(Choice { epilogue, last, kernel: PackedGemm::new(kernel)? })
+        };
+        let choices = choices.into_iter().map(gemm).collect::<Result<_, _>>()?;
+        Ok(self.noted(Linear::packed((weight.n, weight.k), packed, choices)))
+    }
+
+    /// A layer for cuBLAS, once its weights are there: any stream may run it.
+    fn whole(&mut self, weights: DeviceMatrix) -> Result<Linear, DeviceError> {
+        self.packer.stream().synchronize()?;
+        Ok(self.noted(Linear::whole(weights)))
+    }
+
+    fn noted(&mut self, layer: Linear) -> Linear {
+        self.lane_size = self.lane_size.max(layer.lane_size());
+        layer
+    }
+
+    /// A gate and an up, whose rows take turns in the scratch as the epilogue wants them.
+    fn take_turns(&mut self, parts: &Parts<'_>, (n, k): (u32, u32), fill: Fill<'_>) -> Result<(), LoadError> {
+        let device = in_tensor(parts.first());
+        let stream = self.packer.stream().clone();
+        let (half, turns) = (n / 2, n / (2 * Epilogue::GATE_ROWS));
+        // The rows of a turn as one: a copy of rows that are two turns apart.
+        let turn = k.checked_mul(2 * Epilogue::GATE_ROWS).map(|both| (both / 2, both));
+        let (one, both) = turn.ok_or_else(|| unsuitable(parts.first(), Unsuitable::TooLarge { extent: k.into() }))?;
+        for part in 0..2 {
+            reserve(&mut self.scratch.other, &stream, (half, k)).map_err(&device)?;
+            let rows = MatrixMut::new(&mut self.scratch.other, half, k, k.into()).map_err(refused(&device))?;
+            fill(part as usize, &mut self.packer, rows)?;
+            let from = MatrixRef::new(&self.scratch.other, turns, one, one.into()).map_err(refused(&device))?;
+            let mut whole =
+                MatrixMut::new(&mut self.scratch.whole, turns, both, both.into()).map_err(refused(&device))?;
+            let mut to = whole.part(0..turns, part * one..(part + 1) * one).map_err(refused(&device))?;
+            to.copy_from(&stream, from).map_err(&device)?;
+        }
+        Ok(())
+    }
+
+    /// The packed form of the scratch `[n, k]`, padded to whole tiles.
+    fn pack(&mut self, (n, k): (u32, u32), padded: (u32, u32)) -> Result<DevicePacked, PackError> {
+        let whole = MatrixRef::new(&self.scratch.whole, n, k, k.into()).map_err(DeviceError::from)?;
+        if padded == (n, k) {
+            return self.packer.pack(whole);
+        }
+        // What is added lies in the window that suits the weights, so that it costs no escapes.
+        let fill = u16::from(Window::best(&self.packer.histogram(whole)?).0.base()) << 7;
+        let stream = self.packer.stream().clone();
+        reserve(&mut self.scratch.other, &stream, padded)?;
+        let (rows, cols) = padded;
+        self.scratch.other.fill_elements(&stream, rows as usize * cols as usize, fill)?;
+        let mut other = MatrixMut::new(&mut self.scratch.other, rows, cols, cols.into()).map_err(DeviceError::from)?;
+        other.part(0..n, 0..k).map_err(DeviceError::from)?.copy_from(&stream, whole)?;
+        self.packer.pack(other.as_ref())
+    }
+}
+
+/// Writes parts one under the other.
+fn stack(packer: &mut Packer, parts: &Parts<'_>, mut whole: MatrixMut<'_>, fill: Fill<'_>) -> Result<(), LoadError> {
+    let mut first = 0;
+    for (part, &(rows, k)) in parts.shapes.iter().enumerate() {
+        // Their sum fits 32 bits.
+        let last = first + rows;
+        let own = whole.part(first..last, 0..k).map_err(refused(&in_tensor(parts.name(part))))?;
+        fill(part, packer, own)?;
+        first = last;
+    }
+    Ok(())
+}
+
+/// Room for a matrix; what was there goes first, so that both need not fit.
+fn reserve(buffer: &mut DeviceBuffer<u16>, stream: &Stream, (rows, cols): (u32, u32)) -> Result<(), DeviceError> {
+    let elements = length("elements", u64::from(rows) * u64::from(cols))?;
+    if buffer.len() < elements {
+        *buffer = DeviceBuffer::zeroed(stream, 0)?;
+        *buffer = DeviceBuffer::zeroed(stream, elements)?;
+    }
+    Ok(())
+}
+
+/// What failed on the device, with the tensor that it failed for.
+pub(super) fn in_tensor(name: &str) -> impl Fn(DeviceError) -> LoadError {
+    let name = name.to_owned();
+    move |source| LoadError::Device { name: name.clone(), source: Box::new(source) }
+}
+
+fn refused(device: &impl Fn(DeviceError) -> LoadError) -> impl Fn(Refusal) -> LoadError {
+    move |refusal| device(refusal.into())
+}
+
+pub(super) fn unsuitable(name: &str, why: Unsuitable) -> LoadError {
+    LoadError::Unsuitable { name: name.to_owned(), why }
+}
