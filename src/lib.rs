@@ -9,13 +9,17 @@
 //! |---|---|---|---|
 //! | [`format`](mod@format) | `unweight-format` | tensor codec and model bundles, on the CPU | nothing |
 #![cfg_attr(
+    feature = "model",
+    doc = "| [`model`] | `unweight-model` | what a model is: configuration, weights by role, an f32 reference | nothing |"
+)]
+#![cfg_attr(
     feature = "cuda",
     doc = "| [`codegen`] | `unweight-codegen` | kernel specs to specialised CUDA source | nothing |",
     doc = "| [`rt`] | `unweight-rt` | compiles, caches, loads and launches kernels | NVRTC to compile, a driver to launch |"
 )]
 //!
-//! Features, both on by default: `cuda` brings `codegen` and `rt` (nothing is linked against CUDA), `cli` the
-//! `unweight` binary. A program that only reads bundles on the CPU turns the default features off.
+//! Features, all on by default: `model` brings `model`, `cuda` that and `codegen` and `rt` (nothing is linked against CUDA),
+//! `cli` all of them and the `unweight` binary. A program that only reads bundles on the CPU turns the default features off.
 //!
 //! A model to a bundle and back:
 //! ```
@@ -33,6 +37,8 @@
 //! ```
 
 pub use unweight_format as format;
+#[cfg(feature = "model")]
+pub use unweight_model as model;
 
 #[cfg(feature = "cuda")]
 pub use unweight_codegen as codegen;

@@ -1,7 +1,7 @@
 //! Which tensor has which role: every weight of a model by name, with the shape that its configuration asks for.
 //!
-//! Names are those of Hugging Face checkpoints, matched whole. Names of other conventions are not bound by likeness: the original Llama
-//! files, for one, hold queries and keys in another order of rows for another kind of rotation.
+//! Names are those of Hugging Face checkpoints, matched whole. Names of other conventions are not bound by likeness:
+//! the original Llama files, for one, hold queries and keys in another order of rows for another kind of rotation.
 
 use std::collections::BTreeMap;
 
@@ -125,7 +125,8 @@ pub enum BindError {
     },
     /// Tensors that the model would not use: it would not be the model that these weights were made for.
     #[error(
-        "{count} tensors that a {family} of this configuration does not have, first '{first}'; config.json is of another model, or leaves out what these are for"
+        "{count} tensors that a {family} of this configuration does not have, first '{first}'; config.json is of \
+         another model, or leaves out what these are for"
     )]
     LeftOver {
         /// How many.
@@ -137,10 +138,12 @@ pub enum BindError {
     },
 }
 
-/// Finds the weights of a model among its tensors: every role has one tensor, of the right shape and type, and no tensor is left over.
+/// Finds the weights of a model among its tensors: every role has one tensor, of the right shape and type, and no
+/// tensor is left over.
 ///
-/// Names begin with `model.`, or without it if the checkpoint is of the model without its head. A tied model's head is its embedding,
-/// unless it brings a head of its own. Frequencies of the rotary embedding, which old checkpoints hold, are passed over.
+/// Names begin with `model.`, or without it if the checkpoint is of the model without its head. A tied model's head is
+/// its embedding, unless it brings a head of its own. Frequencies of the rotary embedding, which old checkpoints hold,
+/// are passed over.
 ///
 /// # Errors
 /// A tensor is missing, there twice, of another shape or type, or left over.
@@ -244,5 +247,152 @@ impl Binder<'_> {
             layer.k_norm = Some(take("self_attn.k_norm.weight", &[head_dim])?);
         }
         Ok(layer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Listing = Vec<(String, Dtype, Vec<usize>)>;
+
+    fn config(family: &str, more: &str) -> ModelConfig {
+        let json = format!(
+            r#"{{"model_type": "{family}", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16{more}}}"#
+        );
+        ModelConfig::parse(&json, None).unwrap()
+    }
+
+    /// What a checkpoint of this configuration holds.
+    fn listing(config: &ModelConfig) -> Listing {
+        let mut all: Vec<(String, Vec<usize>)> =
+            vec![("model.embed_tokens.weight".into(), vec![96, 32]), ("model.norm.weight".into(), vec![32])];
+        if !config.tied {
+            all.push(("lm_head.weight".into(), vec![96, 32]));
+        }
+        for layer in 0..2 {
+            let mut push =
+                |name: &str, shape: &[usize]| all.push((format!("model.layers.{layer}.{name}"), shape.into()));
+            for (name, rows) in [("q", 64), ("k", 32), ("v", 32)] {
+                push(&format!("self_attn.{name}_proj.weight"), &[rows, 32]);
+                if config.bias.qkv {
+                    push(&format!("self_attn.{name}_proj.bias"), &[rows]);
+                }
+                if config.qk_norm && name != "v" {
+                    push(&format!("self_attn.{name}_norm.weight"), &[16]);
+                }
+            }
+            push("self_attn.o_proj.weight", &[32, 64]);
+            push("input_layernorm.weight", &[32]);
+            push("post_attention_layernorm.weight", &[32]);
+            push("mlp.gate_proj.weight", &[48, 32]);
+            push("mlp.up_proj.weight", &[48, 32]);
+            push("mlp.down_proj.weight", &[32, 48]);
+        }
+        all.into_iter().map(|(name, shape)| (name, Dtype::Bf16, shape)).collect()
+    }
+
+    fn bound(config: &ModelConfig, listing: &Listing) -> Result<ModelWeights, BindError> {
+        bind(config, listing.iter().map(|(name, dtype, shape)| TensorHeader { name, dtype: *dtype, shape }))
+    }
+
+    #[test]
+    fn every_tensor_has_its_role() {
+        for (family, more) in
+            [("llama", ""), ("mistral", ""), ("qwen2", ""), ("qwen3", r#", "tie_word_embeddings": true"#)]
+        {
+            let config = config(family, more);
+            let weights = bound(&config, &listing(&config)).unwrap();
+            assert_eq!(weights.lm_head == weights.embed, config.tied);
+            assert_eq!(weights.final_norm, "model.norm.weight");
+            let last = &weights.layers[1];
+            assert_eq!(last.input_norm, "model.layers.1.input_layernorm.weight");
+            assert_eq!(last.post_norm, "model.layers.1.post_attention_layernorm.weight");
+            assert_eq!(
+                (last.q.as_str(), last.o.as_str()),
+                ("model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.o_proj.weight")
+            );
+            assert_eq!(
+                (last.gate.as_str(), last.up.as_str(), last.down.as_str()),
+                (
+                    "model.layers.1.mlp.gate_proj.weight",
+                    "model.layers.1.mlp.up_proj.weight",
+                    "model.layers.1.mlp.down_proj.weight"
+                )
+            );
+            let biases = [&last.q_bias, &last.k_bias, &last.v_bias].map(Option::is_some);
+            assert_eq!(biases, [family == "qwen2"; 3]);
+            assert_eq!([&last.q_norm, &last.k_norm].map(Option::is_some), [family == "qwen3"; 2]);
+        }
+    }
+
+    /// Whatever single tensor is taken away, renamed, or of another shape or type: it is named.
+    #[test]
+    fn each_fault_of_each_tensor_is_named() {
+        for family in ["llama", "qwen2", "qwen3"] {
+            let config = config(family, "");
+            let all = listing(&config);
+            for i in 0..all.len() {
+                let name = all[i].0.clone();
+                let with = |change: &dyn Fn(&mut Listing)| {
+                    let mut listing = all.clone();
+                    change(&mut listing);
+                    bound(&config, &listing).unwrap_err()
+                };
+                // Without any layer of the prefix the names are others; the listing is long enough for that not to
+                // happen.
+                let missing = with(&|listing| drop(listing.remove(i)));
+                assert!(matches!(&missing, BindError::Missing { name: n, .. } if *n == name), "{missing}");
+                let shape = with(&|listing| listing[i].2[0] += 1);
+                assert!(matches!(&shape, BindError::Shape { name: n, .. } if *n == name), "{shape}");
+                let rank = with(&|listing| listing[i].2.push(1));
+                assert!(matches!(&rank, BindError::Shape { name: n, .. } if *n == name), "{rank}");
+                let dtype = with(&|listing| listing[i].1 = Dtype::F16);
+                assert!(matches!(&dtype, BindError::Dtype { name: n, got: Dtype::F16 } if *n == name), "{dtype}");
+                let twice = with(&|listing| listing.push(all[i].clone()));
+                assert!(matches!(&twice, BindError::Twice { name: n } if *n == name), "{twice}");
+                let more = with(&|listing| listing.push((format!("{name}.more"), Dtype::Bf16, vec![1])));
+                assert!(
+                    matches!(&more, BindError::LeftOver { count: 1, first, .. } if *first == format!("{name}.more")),
+                    "{more}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_layer_too_many_and_biases_of_another_family_are_left_over() {
+        let two = config("llama", "");
+        let mut one = two.clone();
+        one.layers = 1;
+        let error = bound(&one, &listing(&two)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "9 tensors that a llama of this configuration does not have, first \
+             'model.layers.1.input_layernorm.weight'; config.json is of another model, or leaves out what these are for"
+        );
+        let error = bound(&two, &listing(&config("qwen2", ""))).unwrap_err();
+        assert!(matches!(error, BindError::LeftOver { count: 6, .. }), "{error}");
+    }
+
+    #[test]
+    fn spellings_of_checkpoints() {
+        let untied = config("llama", "");
+        let mut old = listing(&untied);
+        old.push(("model.layers.0.self_attn.rotary_emb.inv_freq".into(), Dtype::F32, vec![8]));
+        assert!(bound(&untied, &old).is_ok(), "frequencies are computed, not read");
+        let tied = config("llama", r#", "tie_word_embeddings": true"#);
+        let both = bound(&tied, &listing(&untied)).unwrap();
+        assert_eq!(both.lm_head, "lm_head.weight", "a head of its own is used");
+        let mut head = listing(&untied);
+        head.retain(|(name, ..)| !name.contains("embed"));
+        let head = bound(&tied, &head).unwrap();
+        assert_eq!((head.embed.as_str(), head.lm_head.as_str()), ("lm_head.weight", "lm_head.weight"));
+        let headless =
+            listing(&tied).into_iter().map(|(name, dtype, shape)| (name.replacen("model.", "", 1), dtype, shape));
+        assert_eq!(bound(&tied, &headless.collect()).unwrap().embed, "embed_tokens.weight");
+        let error = bound(&untied, &listing(&tied)).unwrap_err();
+        assert!(matches!(error, BindError::Missing { ref name, .. } if name == "lm_head.weight"), "{error}");
     }
 }

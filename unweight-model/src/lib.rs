@@ -1,18 +1,19 @@
 //! What a language model is, apart from how it is run: its configuration, and which tensor has which role.
 //!
 //! ```text
-//! config.json, generation_config.json --parse--> ModelConfig --+--> Rope::table: cos and sin, as transformers rounds them
-//! names, dtypes, shapes of all tensors --------- bind ---------+--> ModelWeights: a tensor's name for every role
+//! config.json, generation_config.json --parse--> ModelConfig --+--> Rope::table    cos and sin, as transformers does
+//! names, dtypes, shapes of all tensors ----------- bind -------+--> ModelWeights   a tensor's name for every role
+//!                                                              +--> Reference      logits in f32, slow and obvious
 //! ```
-//! This crate knows no device and links nothing. It supports Llama 2, 3 and 3.1, Mistral, Qwen2, Qwen2.5 and Qwen3, with the defaults
-//! that transformers has; what else a configuration asks for is an error that names file and key.
+//! This crate knows no device and links nothing. It supports Llama 2, 3 and 3.1, Mistral, Qwen2, Qwen2.5 and Qwen3,
+//! with the defaults that transformers has; what else a configuration asks for is an error that names file and key.
 //!
 //! ```
 //! use unweight_model::{Family, ModelConfig};
 //! let json = r#"{"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
 //!     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-//!     "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0,
-//!     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}"#;
+//!     "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3",
+//!     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}"#;
 //! let config = ModelConfig::parse(json, None)?;
 //! assert_eq!((config.family, config.head_dim), (Family::Llama, 128));
 //! let table = config.rope.table(4096);
@@ -22,6 +23,7 @@
 
 pub mod bind;
 pub mod config;
+pub mod reference;
 pub mod rope;
 
 #[doc(inline)]

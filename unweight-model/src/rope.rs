@@ -7,7 +7,8 @@ use rayon::prelude::*;
 
 /// Rotary position embedding of queries and keys.
 ///
-/// Element `i` of a head is rotated with element `i + dim / 2` (transformers' `rotate_half`), by `position * inv_freq[i]`.
+/// Element `i` of a head is rotated with element `i + dim / 2` (transformers' `rotate_half`), by the angle
+/// `position * inv_freq[i]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
     /// Base of the frequencies.
@@ -79,8 +80,9 @@ impl Rope {
 
     /// Radians per position of every pair, `dim / 2` of them.
     ///
-    /// Every step is rounded to f32 in transformers' order, with torch's `x / t` for a number and a tensor: the reciprocal of `t` times
-    /// `x`. Powers are rounded once from f64; torch's own are within one unit of that.
+    /// Every step is rounded to f32 in transformers' order, with torch's `x / t` for a number and a tensor: the
+    /// reciprocal of `t` times `x`. Powers are rounded once from f64; torch's own, which depend on the processor, are now
+    /// and then a unit beside that.
     pub fn inv_freq(&self) -> Vec<f32> {
         let pairs = (0..self.dim / 2).map(|i| {
             let exponent = (2 * i) as f32 / self.dim as f32;
@@ -139,8 +141,8 @@ impl Rope {
         (cos as f32 * self.attention_factor(), sin as f32 * self.attention_factor())
     }
 
-    /// The tables of positions `0..positions`, rounded to bf16: what a model in bf16 multiplies queries and keys with. `2 * positions *
-    /// dim` bytes.
+    /// The tables of positions `0..positions`, rounded to bf16: what a model in bf16 multiplies queries and keys with.
+    /// `2 * positions * dim` bytes.
     pub fn table(&self, positions: u32) -> RopeTable {
         let frequencies = self.inv_freq();
         let rows = (0..positions).into_par_iter();

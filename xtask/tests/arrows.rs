@@ -23,7 +23,10 @@ const CRATES: [(&str, &[&str]); 8] = [
     ("unweight-codegen", &["unweight-format", "unweight-macros", "unweight-templates"]),
     ("unweight-rt", &["unweight-format", "unweight-codegen"]),
     ("unweight-bench", &["unweight-format", "unweight-codegen", "unweight-rt"]),
-    (".", &["unweight-format", "unweight-codegen", "unweight-macros", "unweight-rt", "unweight-bench"]),
+    (
+        ".",
+        &["unweight-format", "unweight-model", "unweight-codegen", "unweight-macros", "unweight-rt", "unweight-bench"],
+    ),
 ];
 
 /// Who alone may name a dependency.

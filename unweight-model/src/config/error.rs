@@ -2,7 +2,8 @@
 
 use unweight_format::bundle::BundleError;
 
-/// Why a configuration cannot be used: the file, the key with its path (`rope_scaling.factor`), the value, and what to do.
+/// Why a configuration cannot be used: the file, the key with its path (`rope_scaling.factor`), the value, and what to
+/// do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {

@@ -4,7 +4,8 @@ use serde_json::{Map, Value};
 
 use super::ConfigError;
 
-/// Most that a size may be: far above every model, and products of two stay countable. Positions above it are no longer distinct in f32.
+/// Most that a size may be: far above every model, and products of two stay countable. Positions above it are no longer
+/// distinct in f32.
 pub(super) const EXTENT_MAX: u32 = 1 << 24;
 
 /// An object of a file. An absent key and a null are told apart: transformers gives a default to the first only.
@@ -59,7 +60,7 @@ impl<'a> Fields<'a> {
         value.as_f64().filter(|number| number.is_finite()).map(Some).ok_or_else(|| self.wrong_type(key, "a number"))
     }
 
-    /// A number for which `holds`, as f32 holds it.
+    /// A number for which `limit` holds.
     pub(super) fn number_that(
         self,
         key: &str,
@@ -67,15 +68,18 @@ impl<'a> Fields<'a> {
         holds: impl Fn(f64) -> bool,
     ) -> Result<Option<f64>, ConfigError> {
         let Some(number) = self.number(key)? else { return Ok(None) };
-        // What is finite and positive must still be so where transformers computes with it.
-        if holds(number) && holds(f64::from(number as f32)) && (number as f32).is_finite() {
-            return Ok(Some(number));
-        }
-        Err(self.out_of_range(key, limit.into()))
+        // It must still hold where transformers computes in f32.
+        let holds = holds(number) && holds(f64::from(number as f32)) && (number as f32).is_finite();
+        if holds { Ok(Some(number)) } else { Err(self.out_of_range(key, limit.into())) }
     }
 
     pub(super) fn positive(self, key: &str) -> Result<Option<f64>, ConfigError> {
         self.number_that(key, "above 0, and no more than f32 holds", |number| number > 0.0)
+    }
+
+    /// A number that others are multiplied with or divided by: neither overflows.
+    pub(super) fn ratio(self, key: &str) -> Result<Option<f64>, ConfigError> {
+        self.number_that(key, "0.000001 to 1000000", |number| (1e-6..=1e6).contains(&number))
     }
 
     pub(super) fn flag(self, key: &str, default: bool) -> Result<bool, ConfigError> {

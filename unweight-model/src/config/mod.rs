@@ -1,7 +1,7 @@
 //! `config.json` and `generation_config.json` to a [`ModelConfig`].
 //!
-//! Keys, spellings and defaults are those of transformers 5.17, and of 4 where it spelled them differently (`rope_theta` and
-//! `rope_scaling` for `rope_parameters`, `type` for `rope_type`).
+//! Keys, spellings and defaults are those of transformers 5.17, and of 4 where it spelled them differently
+//! (`rope_theta` and `rope_scaling` for `rope_parameters`, `type` for `rope_type`).
 
 mod error;
 mod fields;
@@ -90,7 +90,8 @@ pub struct GenerationDefaults {
     pub top_p: f32,
     /// Only tokens of at least this share of the likeliest one's probability, `0..=1`.
     pub min_p: f32,
-    /// What the makers ask for and this program does not do, such as `repetition_penalty 1.05`: to be told, not an error.
+    /// What the makers ask for and this program does not do, such as `repetition_penalty 1.05`: to be told, not an
+    /// error.
     pub ignored: Vec<String>,
 }
 

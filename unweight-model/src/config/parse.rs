@@ -278,7 +278,7 @@ fn rope(top: Fields, dim: u32, max_positions: u32) -> Result<Rope, ConfigError> 
     partial(fields)?;
     let theta = base(fields)?.map_or_else(|| base(top), |theta| Ok(Some(theta)))?.unwrap_or(THETA);
     let key = if fields.some("rope_type").is_some() { "rope_type" } else { "type" };
-    let need = |key| fields.positive(key)?.ok_or_else(|| fields.missing(key, "a number above 0"));
+    let need = |key| fields.ratio(key)?.ok_or_else(|| fields.missing(key, "a number above 0"));
     // The model's own key wins over the one inside (Phi's spelling, which transformers honours for all).
     let original = || match top.optional_extent("original_max_position_embeddings")? {
         Some(original) => Ok(original),
@@ -302,18 +302,15 @@ fn rope(top: Fields, dim: u32, max_positions: u32) -> Result<Rope, ConfigError> 
 
 fn yarn(fields: Fields, original: u32, max_positions: u32) -> Result<RopeKind, ConfigError> {
     // A null stands for the ratio of the two contexts; an absent key is an error in transformers, too.
-    let factor = match fields.positive("factor")? {
+    let factor = match fields.ratio("factor")? {
         Some(factor) => factor,
         None if fields.get("factor").is_some() => f64::from(max_positions) / f64::from(original),
         None => return Err(fields.missing("factor", "a number above 0")),
     };
     // Zero is no number for Python's `or`.
-    let number = |key| {
-        let number = fields.number_that(key, "0 or more", |number| number >= 0.0)?;
-        Ok::<_, ConfigError>(number.filter(|&number| number != 0.0))
-    };
+    let number = |key| if fields.number(key)? == Some(0.0) { Ok(None) } else { fields.ratio(key) };
     let mscale = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
-    let attention_factor = match (fields.positive("attention_factor")?, number("mscale")?, number("mscale_all_dim")?) {
+    let attention_factor = match (fields.ratio("attention_factor")?, number("mscale")?, number("mscale_all_dim")?) {
         (Some(factor), ..) => factor,
         (None, Some(over), Some(under)) => mscale(over) / mscale(under),
         _ => mscale(1.0),
@@ -346,7 +343,8 @@ fn sampling(fields: Fields) -> Result<GenerationDefaults, ConfigError> {
     })
 }
 
-/// Settings of transformers' generation that are not done here, where they are set to something: `(key, what does nothing)`.
+/// Settings of transformers' generation that are not done here, where they are set to something: `(key, what does
+/// nothing)`.
 fn ignored(fields: Fields) -> Vec<String> {
     let neutral = [
         ("repetition_penalty", 1.0),

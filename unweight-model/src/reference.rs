@@ -1,0 +1,249 @@
+//! The forward pass of a model in f32, slow and obvious: what every faster one is held against.
+//!
+//! Weights are widened from BF16; everything between is f32, and sums are f64, rounded once. No cache of keys and
+//! values, no batch: a list of tokens gives the logits of every position, and each position sees those before it. A
+//! layer's weights are read when it runs, so the largest tensor and not the model has to fit in memory.
+
+use std::error::Error;
+
+use rayon::prelude::*;
+use unweight_format::bundle::{Bundle, BundleError};
+
+use crate::{
+    bind::{LayerWeights, ModelWeights},
+    config::{Activation, ModelConfig},
+};
+
+/// Why a tensor could not be had.
+type Cause = Box<dyn Error + Send + Sync>;
+
+/// Why there are no logits.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReferenceError {
+    /// A token that the model does not have.
+    #[error(
+        "token {token} at position {position} is not below the vocabulary's {vocab}; take the tokenizer of this model"
+    )]
+    Token {
+        /// Where it stands.
+        position: usize,
+        /// The token.
+        token: u32,
+        /// Tokens of the model.
+        vocab: u32,
+    },
+    /// A tensor could not be read.
+    #[error("tensor '{name}' cannot be read")]
+    Tensor {
+        /// The tensor.
+        name: String,
+        /// Why.
+        source: Cause,
+    },
+    /// A tensor of another size than the configuration says.
+    #[error("tensor '{name}' has {got} elements, by the configuration it has {expected}; bind the weights to it first")]
+    Elements {
+        /// The tensor.
+        name: String,
+        /// Elements it has.
+        got: usize,
+        /// Elements it should have.
+        expected: usize,
+    },
+}
+
+/// The values of a bundle's tensors: BF16, widened.
+///
+/// # Errors
+/// Of the returned function: the bundle does not have the tensor, or it is damaged.
+pub fn bundle_values(bundle: &Bundle) -> impl Fn(&str) -> Result<Vec<f32>, BundleError> {
+    move |name| Ok(widen_bf16(&bundle.decode(name)?))
+}
+
+/// BF16 as little-endian bytes to f32.
+pub fn widen_bf16(bytes: &[u8]) -> Vec<f32> {
+    let (pairs, _) = bytes.as_chunks();
+    pairs.iter().map(|&pair| f32::from_bits(u32::from(u16::from_le_bytes(pair)) << 16)).collect()
+}
+
+/// A model to be computed with, its weights given by a function of their names.
+///
+/// ```
+/// # use unweight_format::{bundle::{self, Bundle, CompressOptions, Silent}, testing::demo_model::{self, DemoOptions}};
+/// use unweight_model::{ModelConfig, ModelWeights, reference::{Reference, bundle_values}};
+/// # let home = tempfile::tempdir()?;
+/// # let small = DemoOptions { layers: 2, hidden: 64, intermediate: 96, heads: 4, kv_heads: 2, vocab: 128,
+/// ..DemoOptions::default() };
+/// # demo_model::write(&home.path().join("model"), &small)?;
+/// # bundle::compress(&home.path().join("model"), &home.path().join("bundle"), &CompressOptions::default(), &Silent)?;
+/// let bundle = Bundle::open(&home.path().join("bundle"))?;
+/// let config = ModelConfig::of_bundle(&bundle)?;
+/// let weights = ModelWeights::of_bundle(&config, &bundle)?;
+/// let logits = Reference::new(&config, &weights, bundle_values(&bundle)).logits(&[1, 2, 3])?;
+/// assert_eq!(logits.len(), 3 * config.vocab as usize);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Reference<'a, F> {
+    config: &'a ModelConfig,
+    weights: &'a ModelWeights,
+    values: F,
+}
+
+impl<'a, F, E> Reference<'a, F>
+where
+    F: Fn(&str) -> Result<Vec<f32>, E>,
+    E: Into<Cause>,
+{
+    /// Of weights that were bound to this configuration, each as `values` of its name gives it, row-major.
+    pub fn new(config: &'a ModelConfig, weights: &'a ModelWeights, values: F) -> Self {
+        Self { config, weights, values }
+    }
+
+    /// The logits of every position, `[tokens, vocab]`.
+    ///
+    /// # Errors
+    /// A token is out of the vocabulary, or a tensor cannot be read or has another size.
+    pub fn logits(&self, tokens: &[u32]) -> Result<Vec<f32>, ReferenceError> {
+        let stream = self.residual_stream(tokens, |_, _| ())?;
+        let normed = self.norm(&stream, &self.weights.final_norm, self.config.hidden)?;
+        self.linear(&normed, &self.weights.lm_head, None, [self.config.vocab, self.config.hidden])
+    }
+
+    /// The residual stream behind the last layer, `[tokens, hidden]`; `each` sees it behind every layer, with the
+    /// layer's number.
+    ///
+    /// # Errors
+    /// As [`Reference::logits`].
+    pub fn residual_stream(
+        &self,
+        tokens: &[u32],
+        mut each: impl FnMut(usize, &[f32]),
+    ) -> Result<Vec<f32>, ReferenceError> {
+        let (vocab, hidden) = (self.config.vocab, self.config.hidden);
+        let embed = self.values(&self.weights.embed, &[vocab, hidden])?;
+        let mut stream = Vec::new();
+        for (position, &token) in tokens.iter().enumerate() {
+            let row = embed.chunks(hidden as usize).nth(token as usize);
+            stream.extend(row.ok_or(ReferenceError::Token { position, token, vocab })?);
+        }
+        for (number, (layer, window)) in self.weights.layers.iter().zip(&self.config.window).enumerate() {
+            let normed = self.norm(&stream, &layer.input_norm, hidden)?;
+            add(&mut stream, &self.attention(layer, &normed, *window)?);
+            let normed = self.norm(&stream, &layer.post_norm, hidden)?;
+            add(&mut stream, &self.mlp(layer, &normed)?);
+            each(number, &stream);
+        }
+        Ok(stream)
+    }
+
+    /// Causal attention of one layer with its output projection, `[tokens, hidden]`.
+    fn attention(&self, layer: &LayerWeights, x: &[f32], window: Option<u32>) -> Result<Vec<f32>, ReferenceError> {
+        let ModelConfig { hidden, head_dim, .. } = *self.config;
+        let (q_rows, kv_rows) = (self.config.heads * head_dim, self.config.kv_heads * head_dim);
+        let mut q = self.linear(x, &layer.q, layer.q_bias.as_deref(), [q_rows, hidden])?;
+        let mut k = self.linear(x, &layer.k, layer.k_bias.as_deref(), [kv_rows, hidden])?;
+        let v = self.linear(x, &layer.v, layer.v_bias.as_deref(), [kv_rows, hidden])?;
+        if let (true, Some(q_norm), Some(k_norm)) = (self.config.qk_norm, &layer.q_norm, &layer.k_norm) {
+            q = self.norm(&q, q_norm, head_dim)?;
+            k = self.norm(&k, k_norm, head_dim)?;
+        }
+        for (heads, width) in [(&mut q, q_rows), (&mut k, kv_rows)] {
+            for (position, row) in heads.chunks_mut(width as usize).enumerate() {
+                let (cos, sin) = self.config.rope.cos_sin(position as u32);
+                row.chunks_mut(head_dim as usize).for_each(|head| rotate(head, &cos, &sin));
+            }
+        }
+        let (heads, kv_heads) = (self.config.heads as usize, self.config.kv_heads as usize);
+        let (group, head_dim) = (heads / kv_heads, head_dim as usize);
+        // Head `head` of the queries of a position sees head `head / group` of the keys and values of those before.
+        let one = |(i, query): (usize, &[f32])| {
+            let (position, head) = (i / heads, i % heads);
+            let at = |seen: usize| (seen * kv_heads + head / group) * head_dim;
+            let first = window.map_or(0, |window| (position + 1).saturating_sub(window as usize));
+            let scores = (first..=position).map(|seen| dot(query, &k[at(seen)..][..head_dim]));
+            let scores: Vec<f32> = scores.map(|score| score * (head_dim as f32).sqrt().recip()).collect();
+            let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let shares: Vec<f32> = scores.iter().map(|score| (score - most).exp()).collect();
+            let sum: f64 = shares.iter().copied().map(f64::from).sum();
+            let element = |d: usize| {
+                let products = (first..).zip(&shares).map(|(seen, &s)| f64::from(s) * f64::from(v[at(seen) + d]));
+                (products.sum::<f64>() / sum) as f32
+            };
+            (0..head_dim).map(element).collect::<Vec<_>>()
+        };
+        let attended: Vec<_> = q.par_chunks(head_dim).enumerate().map(one).collect();
+        self.linear(&attended.concat(), &layer.o, None, [hidden, q_rows])
+    }
+
+    fn mlp(&self, layer: &LayerWeights, x: &[f32]) -> Result<Vec<f32>, ReferenceError> {
+        let ModelConfig { hidden, intermediate, act, .. } = *self.config;
+        let mut gate = self.linear(x, &layer.gate, None, [intermediate, hidden])?;
+        let up = self.linear(x, &layer.up, None, [intermediate, hidden])?;
+        for (gate, up) in gate.iter_mut().zip(up) {
+            *gate = up
+                * match act {
+                    Activation::Silu => *gate / (1.0 + (-*gate).exp()),
+                };
+        }
+        self.linear(&gate, &layer.down, None, [hidden, intermediate])
+    }
+
+    /// `x / sqrt(mean(x^2) + eps) * weight` of every row of `width` elements.
+    fn norm(&self, x: &[f32], weight: &str, width: u32) -> Result<Vec<f32>, ReferenceError> {
+        let weight = self.values(weight, &[width])?;
+        let rows = x.chunks(weight.len()).flat_map(|row| {
+            let mean = row.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>() / row.len() as f64;
+            let scale = (mean as f32 + self.config.eps).sqrt().recip();
+            row.iter().zip(&weight).map(move |(x, weight)| weight * (x * scale))
+        });
+        Ok(rows.collect())
+    }
+
+    /// `x weight^T + bias`: `x` is `[rows, inputs]`, the weight `[outputs, inputs]`.
+    fn linear(
+        &self,
+        x: &[f32],
+        weight: &str,
+        bias: Option<&str>,
+        [outputs, inputs]: [u32; 2],
+    ) -> Result<Vec<f32>, ReferenceError> {
+        let weight = self.values(weight, &[outputs, inputs])?;
+        let bias = bias.map(|bias| self.values(bias, &[outputs])).transpose()?;
+        let (outputs, inputs) = (outputs as usize, inputs as usize);
+        let one = |i: usize| {
+            let (row, output) = (i / outputs, i % outputs);
+            let product = dot(&x[row * inputs..][..inputs], &weight[output * inputs..][..inputs]);
+            product + bias.as_ref().map_or(0.0, |bias| bias[output])
+        };
+        Ok((0..x.len() / inputs * outputs).into_par_iter().map(one).collect())
+    }
+
+    /// A tensor, as long as its shape says.
+    fn values(&self, name: &str, shape: &[u32]) -> Result<Vec<f32>, ReferenceError> {
+        let values = (self.values)(name);
+        let values = values.map_err(|error| ReferenceError::Tensor { name: name.into(), source: error.into() })?;
+        let expected = shape.iter().map(|&extent| extent as usize).product();
+        if values.len() != expected {
+            return Err(ReferenceError::Elements { name: name.into(), got: values.len(), expected });
+        }
+        Ok(values)
+    }
+}
+
+/// The sum of the products, in f64, rounded once.
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>() as f32
+}
+
+fn add(to: &mut [f32], what: &[f32]) {
+    to.iter_mut().zip(what).for_each(|(to, what)| *to += what);
+}
+
+/// Turns the pairs `(i, i + n / 2)` of a head of `n` elements.
+fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+    let (first, second) = head.split_at_mut(cos.len());
+    for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+    }
+}
