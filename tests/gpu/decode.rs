@@ -75,7 +75,7 @@ fn every_kind_of_weight_in_every_shape() {
     let kernels = gpu();
     for weights in Weights::ALL {
         for (seed, shape) in SHAPES.into_iter().enumerate() {
-            let bytes = weights.bytes(shape.0, shape.1, 100 + seed as u64);
+            let bytes = weights.bytes(shape.0 * shape.1, 100 + seed as u64);
             exact(kernels, &bytes, shape, CodeLimit::DEFAULT, None, &format!("{weights:?} {shape:?}"));
         }
     }
@@ -89,12 +89,12 @@ fn every_code_limit() {
     kernels.prepare(&specs, &|_| {}).unwrap();
     for bits in 6..=15 {
         let limit = CodeLimit::new(bits).unwrap();
-        for weights in [Weights::Normal, Weights::HeavyTailed, Weights::LongRows, Weights::AnyBits] {
-            let bytes = weights.bytes(190, 257, u64::from(bits));
+        for weights in [Weights::TRAINED, Weights::HeavyTails, Weights::LongRows { cols: 257 }, Weights::Noise] {
+            let bytes = weights.bytes(190 * 257, u64::from(bits));
             exact(kernels, &bytes, (190, 257), limit, Some(bits), &format!("{weights:?} limit {bits}"));
         }
         // A decoder for longer codes takes shorter ones.
-        let bytes = Weights::Normal.bytes(130, 66, u64::from(bits));
+        let bytes = Weights::TRAINED.bytes(130 * 66, u64::from(bits));
         let six = CodeLimit::new(6).unwrap();
         exact(kernels, &bytes, (130, 66), six, Some(bits), &format!("limit 6 through {bits}"));
     }
@@ -104,7 +104,7 @@ fn every_code_limit() {
 #[ignore = "needs a GPU"]
 fn all_bit_patterns_in_every_arrangement() {
     let kernels = gpu();
-    let bytes = Weights::AllPatterns.bytes(256, 256, 0);
+    let bytes = Weights::AllPatterns.bytes(256 * 256, 0);
     for shape in [(256, 256), (1024, 64), (64, 1024), (1, 65536), (65536, 1), (2048, 32)] {
         exact(kernels, &bytes, shape, CodeLimit::DEFAULT, None, &format!("all patterns {shape:?}"));
     }
@@ -115,7 +115,7 @@ fn all_bit_patterns_in_every_arrangement() {
 fn every_edge_remainder() {
     let kernels = gpu();
     for edge in 1..=130 {
-        let bytes = Weights::HeavyTailed.bytes(edge, 70, edge as u64);
+        let bytes = Weights::HeavyTails.bytes(edge * 70, edge as u64);
         exact(kernels, &bytes, (edge, 70), CodeLimit::DEFAULT, None, &format!("{edge} x 70"));
         exact(kernels, &bytes, (70, edge), CodeLimit::DEFAULT, None, &format!("70 x {edge}"));
     }
@@ -147,7 +147,7 @@ fn a_large_matrix_decodes_the_same_again_and_again() {
 fn what_does_not_go_together_is_refused_before_the_launch() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let bytes = Weights::Normal.bytes(64, 64, 1);
+    let bytes = Weights::TRAINED.bytes(64 * 64, 1);
     let tensor = huffman::encode(Matrix::new(&bytes, 64, 64).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
     let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
     assert!(device.code_bits() > 6);

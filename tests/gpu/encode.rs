@@ -67,7 +67,7 @@ fn every_kind_of_weight_in_every_shape() {
     let encoder = GpuEncoder::new(kernels, limit).unwrap();
     for weights in Weights::ALL {
         for (seed, shape) in SHAPES.into_iter().enumerate() {
-            let bytes = weights.bytes(shape.0, shape.1, seed as u64);
+            let bytes = weights.bytes(shape.0 * shape.1, seed as u64);
             same_bytes(kernels, &encoder, limit, &bytes, shape, &format!("{weights:?} {shape:?}"));
         }
     }
@@ -80,8 +80,8 @@ fn every_code_limit() {
     for bits in 6..=15 {
         let limit = CodeLimit::new(bits).unwrap();
         let encoder = GpuEncoder::new(kernels, limit).unwrap();
-        for weights in [Weights::Normal, Weights::HeavyTailed, Weights::LongRows, Weights::AnyBits] {
-            let bytes = weights.bytes(190, 260, u64::from(bits));
+        for weights in [Weights::TRAINED, Weights::HeavyTails, Weights::LongRows { cols: 260 }, Weights::Noise] {
+            let bytes = weights.bytes(190 * 260, u64::from(bits));
             same_bytes(kernels, &encoder, limit, &bytes, (190, 260), &format!("{weights:?} limit {bits}"));
         }
     }
@@ -93,7 +93,7 @@ fn all_bit_patterns_in_every_arrangement() {
     let kernels = gpu();
     let limit = CodeLimit::DEFAULT;
     let encoder = GpuEncoder::new(kernels, limit).unwrap();
-    let bytes = Weights::AllPatterns.bytes(256, 256, 0);
+    let bytes = Weights::AllPatterns.bytes(256 * 256, 0);
     for shape in [(256, 256), (1024, 64), (64, 1024), (1, 65536), (65536, 1), (2048, 32)] {
         same_bytes(kernels, &encoder, limit, &bytes, shape, &format!("all patterns {shape:?}"));
     }

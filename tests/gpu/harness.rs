@@ -1,9 +1,9 @@
-//! What the GPU tests share: the device, weights of every kind, a small generator.
+//! What the GPU tests share: the device, lanes, guards around outputs.
 
 use std::sync::OnceLock;
 
 use unweight_format::testing;
-pub use unweight_format::testing::Random;
+pub use unweight_format::testing::{Random, Weights};
 use unweight_rt::{
     device::{Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, Refusal, Stream},
     env::Env,
@@ -84,53 +84,6 @@ pub fn refusal<T>(result: Result<T, DeviceError>) -> Option<String> {
         Ok(_) => None,
         Err(error @ DeviceError::Driver { .. }) => panic!("the driver failed: {error}"),
         Err(error) => Some(error.to_string()),
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Weights {
-    Normal,
-    HeavyTailed,
-    AnyBits,
-    OneExponent,
-    FewExponents,
-    /// Rows of rare exponents that are all in the palette: longer than 319 bits where codes may be long.
-    LongRows,
-    /// Every 16-bit pattern in turn.
-    AllPatterns,
-}
-
-impl Weights {
-    pub const ALL: [Self; 7] = [
-        Self::Normal,
-        Self::HeavyTailed,
-        Self::AnyBits,
-        Self::OneExponent,
-        Self::FewExponents,
-        Self::LongRows,
-        Self::AllPatterns,
-    ];
-
-    pub fn bytes(self, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
-        let mut rng = Random::new(seed);
-        (0..rows * cols)
-            .flat_map(|i| {
-                let bits = match self {
-                    Self::Normal => bf16(rng.normal() * 0.02),
-                    Self::HeavyTailed => bf16(rng.normal() * 0.02 / rng.uniform().max(1e-9).powi(2)),
-                    Self::AnyBits => rng.bits() as u16,
-                    Self::OneExponent => 0x3f00 | (rng.bits() as u16 & 0x807f),
-                    Self::FewExponents => (rng.bits() as u16 & 0x807f) | ((120 + rng.bits() as u16 % 3) << 7),
-                    Self::LongRows => {
-                        let rare = i / cols % 64 == 5;
-                        let exponent = if rare { 100 + rng.bits() % 16 } else { 100 + rng.bits() % 2 };
-                        (rng.bits() as u16 & 0x807f) | (exponent as u16) << 7
-                    }
-                    Self::AllPatterns => i as u16,
-                };
-                bits.to_le_bytes()
-            })
-            .collect()
     }
 }
 

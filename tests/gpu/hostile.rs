@@ -106,7 +106,7 @@ fn survives(
 }
 
 fn tensor(rows: usize, cols: usize, limit: u32) -> HuffmanTensor<Vec<u8>> {
-    let bytes = Weights::HeavyTailed.bytes(rows, cols, 5);
+    let bytes = Weights::HeavyTails.bytes(rows * cols, 5);
     huffman::encode(Matrix::new(&bytes, rows, cols).unwrap(), CodeLimit::new(limit).unwrap()).unwrap()
 }
 
@@ -236,7 +236,7 @@ fn a_palette_source_that_lies_stays_inside() {
     let kernels = gpu();
     let stream = stream(kernels);
     let (n, k, m) = (256usize, 256usize, 70u32);
-    let bytes = Weights::HeavyTailed.bytes(n, k, 6);
+    let bytes = Weights::HeavyTails.bytes(n * k, 6);
     let tensor = palette::encode(Matrix::new(&bytes, n, k).unwrap(), CodeLimit::DEFAULT).unwrap();
     let x = DeviceMatrix::from_host(&stream, m, k as u32, &halves(&normal_bf16(m as usize * k, 1.0, 8))).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();

@@ -35,15 +35,15 @@ const NORM_LENGTH: usize = 128;
 
 /// Name, rows, columns, kind of weights.
 const TENSORS: [(&str, usize, usize, Weights); 9] = [
-    ("layers.0.q_proj.weight", 192, 128, Weights::Normal),
-    ("layers.0.k_proj.weight", 64, 128, Weights::Normal),
-    ("layers.0.gate_proj.weight", 96, 128, Weights::Normal),
-    ("layers.0.up_proj.weight", 96, 128, Weights::Normal),
-    ("layers.0.odd_proj.weight", 100, 72, Weights::Normal),
-    ("layers.0.heavy_proj.weight", 128, 192, Weights::HeavyTailed),
+    ("layers.0.q_proj.weight", 192, 128, Weights::TRAINED),
+    ("layers.0.k_proj.weight", 64, 128, Weights::TRAINED),
+    ("layers.0.gate_proj.weight", 96, 128, Weights::TRAINED),
+    ("layers.0.up_proj.weight", 96, 128, Weights::TRAINED),
+    ("layers.0.odd_proj.weight", 100, 72, Weights::TRAINED),
+    ("layers.0.heavy_proj.weight", 128, 192, Weights::HeavyTails),
     ("layers.0.few_proj.weight", 320, 448, Weights::FewExponents),
-    ("embed_tokens.weight", 256, 128, Weights::Normal),
-    ("layers.0.v_proj.weight", 65, 128, Weights::Normal),
+    ("embed_tokens.weight", 256, 128, Weights::TRAINED),
+    ("layers.0.v_proj.weight", 65, 128, Weights::TRAINED),
 ];
 
 /// A model of one safetensors file.
@@ -55,9 +55,9 @@ fn model(folder: &Path) {
         data.extend(bytes);
     };
     for (seed, (name, rows, cols, kind)) in TENSORS.iter().enumerate() {
-        add(name, format!("{rows},{cols}"), kind.bytes(*rows, *cols, seed as u64));
+        add(name, format!("{rows},{cols}"), kind.bytes(*rows * *cols, seed as u64));
     }
-    add(NORM, NORM_LENGTH.to_string(), Weights::Normal.bytes(1, NORM_LENGTH, 99));
+    add(NORM, NORM_LENGTH.to_string(), Weights::TRAINED.bytes(NORM_LENGTH, 99));
     let mut header = format!("{{{}}}", entries.join(","));
     header += &" ".repeat(header.len().next_multiple_of(8) - header.len());
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
@@ -156,7 +156,7 @@ fn every_stored_form_becomes_a_layer() {
         let mut run = Run { stream: &stream, lane: loader.lane(&stream).unwrap() };
         for (layer, (name, n, k, kind)) in layers.iter().zip(TENSORS) {
             assert_eq!((layer.n() as usize, layer.k() as usize), (n, k));
-            assert_eq!(layer.is_packed(), kind != Weights::HeavyTailed, "{name} in a bundle of profile {profile:?}");
+            assert_eq!(layer.is_packed(), kind != Weights::HeavyTails, "{name} in a bundle of profile {profile:?}");
             let w = rows(&bundle.decode(name).unwrap(), k);
             let before: Vec<u16> = (0..MAX_BATCH as usize * n).map(|_| bf16(rng.normal())).collect();
             for m in BATCHES {
@@ -337,7 +337,7 @@ fn tensors_that_are_no_layers_come_as_they_were() {
             match loader.packed(name) {
                 Ok(packed) => assert_packed(&stream, &packed, &weights, (rows, cols), name),
                 Err(LoadError::Unsuitable { why: Unsuitable::Unpackable(_), .. }) => {
-                    assert!(!whole_tiles || kind == Weights::HeavyTailed, "{name}, {profile:?}");
+                    assert!(!whole_tiles || kind == Weights::HeavyTails, "{name}, {profile:?}");
                 }
                 Err(error) => panic!("{error}"),
             }
@@ -361,7 +361,7 @@ fn own_weights_become_layers() {
     for linears in [Linears::Packed, Linears::Bf16] {
         let options = LoadOptions::default().max_batch(8).linears(linears);
         let mut builder = LayerBuilder::new(kernels, &stream, options).unwrap();
-        let [gate, up] = [5, 6].map(|seed| Weights::Normal.bytes(160, 192, seed));
+        let [gate, up] = [5, 6].map(|seed| Weights::TRAINED.bytes(160 * 192, seed));
         let parts = [&gate, &up]
             .map(|bytes| DeviceMatrix::upload(&stream, Matrix::new(bytes.as_slice(), 160, 192).unwrap()).unwrap());
         let views = [parts[0].view(), parts[1].view()];
@@ -441,7 +441,7 @@ fn a_lane_of_another_loader_is_refused_before_anything_is_written() {
         let small = refused(run(&mut lane, &mut y));
         let Refusal::LaneTooSmall { need, .. } = small else { panic!("{small}") };
         assert!(have.check(need).is_err() && layer.lane_size().check(need).is_ok(), "{name}");
-        assert_eq!(need.cublas, kind == Weights::HeavyTailed, "{name}");
+        assert_eq!(need.cublas, kind == Weights::HeavyTails, "{name}");
         assert!(y.to_host(&stream).unwrap().iter().all(|bits| *bits == 0xffff), "{name}: a refused launch has written");
         lane.reserve(layer.lane_size()).unwrap();
         run(&mut lane, &mut y).unwrap();

@@ -106,7 +106,7 @@ fn every_kind_of_weight_in_every_shape() {
     let (mut taken, mut refused) = (0, 0);
     for weights in Weights::ALL {
         for (seed, shape) in SHAPES.into_iter().enumerate() {
-            let bytes = weights.bytes(shape.0, shape.1, seed as u64);
+            let bytes = weights.bytes(shape.0 * shape.1, seed as u64);
             match check(&stream, &mut packer, &bytes, shape, &format!("{weights:?} {shape:?}")) {
                 Ok(_) => taken += 1,
                 Err(_) => refused += 1,

@@ -53,6 +53,8 @@ impl Compiler for Noting {
 #[ignore = "started by the other tests"]
 fn child() {
     let Some(root) = std::env::var_os("CHILD_CACHE") else { return };
+    // As the program does: a write beyond the limit of file sizes fails, and does not end the process.
+    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default()).unwrap();
     let variable = |name: &str| std::env::var(name).unwrap();
     let delay = Duration::from_millis(variable("CHILD_DELAY_MS").parse().unwrap());
     let start_at: u128 = variable("CHILD_START_MS").parse().unwrap();
@@ -221,12 +223,11 @@ fn a_process_killed_at_any_moment_leaves_only_whole_entries() {
 fn a_full_disk_is_a_miss_and_leaves_nothing_half_written() {
     let bench = Bench::new();
     // A limit on file sizes makes writes fail half-way as a full disk does, for root too. The shell sets it for itself
-    // and its child; an ignored SIGXFSZ stays ignored across exec, so that the write returns an error and the process
-    // lives. The limit counts blocks of 512 or 1024 bytes; a cubin of the fake compiler has 4096 bytes.
+    // and its child. The limit counts blocks of 512 or 1024 bytes; a cubin of the fake compiler has 4096 bytes.
     let mut command = Command::new("sh");
     let exe = std::env::current_exe().unwrap();
     command
-        .args(["-c", "trap '' XFSZ; ulimit -f 2; exec \"$0\" --exact cache_processes::child --ignored --nocapture --test-threads=1"])
+        .args(["-c", "ulimit -f 2; exec \"$0\" --exact cache_processes::child --ignored --nocapture --test-threads=1"])
         .arg(exe);
     bench.prepare(&mut command, 0, 0);
     let before = states(command.spawn().unwrap());

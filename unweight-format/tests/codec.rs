@@ -8,41 +8,8 @@ use unweight_format::{
     TileGrid, TileMetadata, huffman, oracle,
     packed::{self, Unpackable, Window},
     palette,
-    testing::Random,
+    testing::{Random, Weights},
 };
-
-#[derive(Debug, Clone, Copy)]
-enum Weights {
-    Normal,
-    HeavyTailed,
-    AnyBits,
-    OneExponent,
-    FewExponents,
-    /// Sixteen exponents, the rare ones in runs: rows above 319 bits.
-    LongRows,
-}
-
-fn weights(kind: Weights, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
-    let mut rng = Random::new(seed);
-    let bf16 = |x: f64| half::bf16::from_f64(x).to_bits();
-    (0..rows * cols)
-        .flat_map(|i| {
-            let bits = match kind {
-                Weights::Normal => bf16(rng.normal() * 0.02),
-                Weights::HeavyTailed => bf16(rng.normal() * 0.02 / rng.uniform().max(1e-9).powi(2)),
-                Weights::AnyBits => rng.bits() as u16,
-                Weights::OneExponent => 0x3f00 | (rng.bits() as u16 & 0x807f),
-                Weights::FewExponents => (rng.bits() as u16 & 0x807f) | ((120 + rng.bits() as u16 % 3) << 7),
-                Weights::LongRows => {
-                    let rare = i / cols % 64 == 5;
-                    let exponent = if rare { 100 + rng.bits() % 16 } else { 100 + rng.bits() % 2 };
-                    (rng.bits() as u16 & 0x807f) | (exponent as u16) << 7
-                }
-            };
-            bits.to_le_bytes()
-        })
-        .collect()
-}
 
 fn check(bytes: &[u8], rows: usize, cols: usize, limit: CodeLimit) {
     let matrix = Matrix::new(bytes, rows, cols).unwrap();
@@ -71,20 +38,13 @@ fn check(bytes: &[u8], rows: usize, cols: usize, limit: CodeLimit) {
 }
 
 fn kind() -> impl Strategy<Value = Weights> {
-    prop_oneof![
-        Just(Weights::Normal),
-        Just(Weights::HeavyTailed),
-        Just(Weights::AnyBits),
-        Just(Weights::OneExponent),
-        Just(Weights::FewExponents),
-        Just(Weights::LongRows),
-    ]
+    prop::sample::select(Weights::ALL.to_vec())
 }
 
 /// Normal weights with one element in `one_in` replaced.
 fn sprinkled(rows: usize, cols: usize, one_in: u64, seed: u64, other: impl Fn(u64) -> u16) -> Vec<u8> {
     let mut rng = Random::new(seed);
-    let mut bytes = weights(Weights::Normal, rows, cols, seed ^ 1);
+    let mut bytes = Weights::TRAINED.bytes(rows * cols, seed ^ 1);
     for element in bytes.chunks_exact_mut(2) {
         if rng.bits().is_multiple_of(one_in) {
             element.copy_from_slice(&other(rng.bits()).to_le_bytes());
@@ -121,7 +81,7 @@ proptest! {
         kind in kind(), tile_rows in 1usize..=3, tile_cols in 1usize..=3, one_in in 60u64..2000, mask in prop_oneof![Just(0xffffu16), Just(0xbfff), Just(0x807f)], seed: u64,
     ) {
         let (rows, cols) = (64 * tile_rows, 64 * tile_cols);
-        _ = check_packed(&weights(kind, rows, cols, seed), rows, cols);
+        _ = check_packed(&kind.bytes(rows * cols, seed), rows, cols);
         // Any bits (the largest have no operand), those below 2, zeros and subnormals.
         _ = check_packed(&sprinkled(rows, cols, one_in, seed, |bits| bits as u16 & mask), rows, cols);
     }
@@ -154,7 +114,7 @@ fn special_values_are_packed_bit_by_bit() {
 #[test]
 fn the_limit_of_escapes_is_one_in_256_exactly() {
     let with_zeros = |zeros: usize| {
-        let mut bytes = weights(Weights::OneExponent, 64, 64, 8);
+        let mut bytes = Weights::OneExponent.bytes(64 * 64, 8);
         bytes.chunks_exact_mut(2).step_by(97).take(zeros).for_each(|element| element.fill(0));
         check_packed(&bytes, 64, 64)
     };
@@ -284,7 +244,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn fast_equals_oracle(kind in kind(), rows in 1usize..=200, cols in 1usize..=200, limit in 6u32..=15, seed: u64) {
-        check(&weights(kind, rows, cols, seed), rows, cols, CodeLimit::new(limit).unwrap());
+        check(&kind.bytes(rows * cols, seed), rows, cols, CodeLimit::new(limit).unwrap());
     }
 }
 
@@ -306,8 +266,8 @@ fn a_palette_may_end_with_exponent_zero() {
 #[test]
 fn every_edge_remainder_survives() {
     for edge in [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129] {
-        check(&weights(Weights::Normal, edge, 70, 1), edge, 70, CodeLimit::DEFAULT);
-        check(&weights(Weights::HeavyTailed, 70, edge, 2), 70, edge, CodeLimit::DEFAULT);
+        check(&Weights::TRAINED.bytes(edge * 70, 1), edge, 70, CodeLimit::DEFAULT);
+        check(&Weights::HeavyTails.bytes(70 * edge, 2), 70, edge, CodeLimit::DEFAULT);
     }
 }
 
@@ -341,7 +301,7 @@ fn the_specification_s_worked_example() {
 
 #[test]
 fn rows_longer_than_319_bits_are_verbatim() {
-    let bytes = weights(Weights::LongRows, 128, 128, 3);
+    let bytes = Weights::LongRows { cols: 128 }.bytes(128 * 128, 3);
     check(&bytes, 128, 128, CodeLimit::new(15).unwrap());
     let tensor = huffman::encode(Matrix::new(&bytes, 128, 128).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
     assert_eq!(tensor.metadata(0).bitmask(), 1 << 5, "its exponents are all in the palette, it is long");
@@ -350,7 +310,7 @@ fn rows_longer_than_319_bits_are_verbatim() {
 
 #[test]
 fn the_bytes_do_not_depend_on_the_number_of_threads() {
-    let bytes = weights(Weights::Normal, 640, 1030, 4);
+    let bytes = Weights::TRAINED.bytes(640 * 1030, 4);
     let encode = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| huffman::encode(Matrix::new(&bytes, 640, 1030).unwrap(), CodeLimit::DEFAULT).unwrap())
@@ -362,7 +322,7 @@ fn the_bytes_do_not_depend_on_the_number_of_threads() {
 
 #[test]
 fn a_survey_counts_and_digests() {
-    let bytes = weights(Weights::Normal, 1500, 1100, 5);
+    let bytes = Weights::TRAINED.bytes(1500 * 1100, 5);
     let survey = Survey::of(&bytes);
     assert_eq!(survey.digest, unweight_format::Digest::of(&bytes));
     assert_eq!(survey.histogram, Histogram::of(&bytes));
@@ -370,7 +330,7 @@ fn a_survey_counts_and_digests() {
 
 /// Sections of a valid tensor with one of them changed.
 fn tampered(change: impl Fn(Section, &mut Vec<u8>)) -> Result<HuffmanTensor<Vec<u8>>, CodecError> {
-    let bytes = weights(Weights::HeavyTailed, 130, 192, 6);
+    let bytes = Weights::HeavyTails.bytes(130 * 192, 6);
     let tensor = huffman::encode(Matrix::new(&bytes, 130, 192).unwrap(), CodeLimit::DEFAULT).unwrap();
     HuffmanTensor::from_sections(tensor.grid(), |s| {
         let mut section = tensor.section(s).unwrap().into_owned();
@@ -446,7 +406,7 @@ fn each_broken_invariant_has_its_error() {
 
 #[test]
 fn damaged_codes_are_noticed_or_decode_to_other_weights_but_never_panic() {
-    let bytes = weights(Weights::Normal, 130, 192, 7);
+    let bytes = Weights::TRAINED.bytes(130 * 192, 7);
     let tensor = huffman::encode(Matrix::new(&bytes, 130, 192).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
     let words = tensor.encoded_exp().len();
     let mut noticed = 0;
@@ -477,7 +437,7 @@ fn damaged_codes_are_noticed_or_decode_to_other_weights_but_never_panic() {
 fn wrong_buffers_are_refused() {
     assert!(matches!(Matrix::new(&[0; 8], 2, 3), Err(CodecError::MatrixBytes { expected: 12, got: 8, .. })));
     assert!(matches!(Matrix::new(&[], 0, 3), Err(CodecError::MatrixShape { .. })));
-    let bytes = weights(Weights::Normal, 4, 4, 8);
+    let bytes = Weights::TRAINED.bytes(4 * 4, 8);
     let tensor = huffman::encode(Matrix::new(&bytes, 4, 4).unwrap(), CodeLimit::DEFAULT).unwrap();
     assert!(matches!(
         huffman::decode_into(&tensor, &mut [0; 31]),

@@ -64,8 +64,18 @@ pub enum Weights {
         /// Standard deviation.
         sigma: f64,
     },
-    /// Student's t with 2 degrees of freedom, times 0.02: exponents far from each other.
+    /// N(0, 0.02^2) over the square of a uniform number: exponents far from each other, beyond any window of 16.
     HeavyTails,
+    /// Any sign and mantissa, exponent 126.
+    OneExponent,
+    /// Any sign and mantissa, exponents 120 to 122.
+    FewExponents,
+    /// Sixteen exponents, all in a palette; each 64th row of a matrix of `cols` columns has the rare ones, and is longer than 319 bits where
+    /// codes may be long.
+    LongRows {
+        /// Columns of the matrix.
+        cols: usize,
+    },
     /// Zeros of both signs.
     Zeros,
     /// Subnormals of both signs; no zeros.
@@ -83,9 +93,12 @@ impl Weights {
     pub const TRAINED: Self = Self::Gaussian { sigma: 0.02 };
 
     /// Every kind.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 10] = [
         Self::TRAINED,
         Self::HeavyTails,
+        Self::OneExponent,
+        Self::FewExponents,
+        Self::LongRows { cols: 64 },
         Self::Zeros,
         Self::Subnormals,
         Self::NonFinite,
@@ -103,9 +116,18 @@ impl Weights {
         let mut random = Random::new(seed);
         let mut pattern = random.bits() as u16;
         let mut random = Random::new(seed);
+        let mut element = 0usize;
         std::iter::repeat_with(move || match self {
             Self::Gaussian { sigma } => bf16((random.normal() * sigma) as f32),
-            Self::HeavyTails => bf16((random.student(2) * 0.02) as f32),
+            Self::HeavyTails => bf16((random.normal() * 0.02 / random.uniform().max(1e-9).powi(2)) as f32),
+            Self::OneExponent => random.bits() as u16 & 0x807f | 126 << 7,
+            Self::FewExponents => random.bits() as u16 & 0x807f | (120 + random.below(3) as u16) << 7,
+            Self::LongRows { cols } => {
+                let rare = element / cols.max(1) % 64 == 5;
+                element = element.wrapping_add(1);
+                let exponent = 100 + random.below(if rare { 16 } else { 2 }) as u16;
+                random.bits() as u16 & 0x807f | exponent << 7
+            }
             Self::Zeros => random.bits() as u16 & 0x8000,
             Self::Subnormals => random.bits() as u16 & 0x8000 | (1 + random.below(127) as u16),
             Self::NonFinite => random.bits() as u16 | 0x7f80,
@@ -166,6 +188,13 @@ mod tests {
         assert!((deviation - 0.02).abs() < 0.001, "{deviation}");
         let largest = |kind| of(kind).map(|w| half::bf16::from_bits(w).to_f64().abs()).fold(0.0, f64::max);
         assert!(largest(Weights::HeavyTails) > 10.0 * largest(Weights::TRAINED));
+        let exponents = |kind| of(kind).map(|w| w >> 7 & 0xff).collect::<std::collections::BTreeSet<u16>>();
+        assert_eq!(exponents(Weights::OneExponent), [126].into());
+        assert_eq!(exponents(Weights::FewExponents), (120..=122).collect());
+        let rare = |w: u16| w >> 7 & 0xff > 101;
+        let rows: Vec<usize> =
+            of(Weights::LongRows { cols: 96 }).enumerate().filter(|(_, w)| rare(*w)).map(|(i, _)| i / 96).collect();
+        assert!(rows.len() > 500 && rows.iter().all(|row| row % 64 == 5), "{}", rows.len());
     }
 
     #[test]

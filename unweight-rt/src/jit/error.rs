@@ -1,8 +1,10 @@
 //! What can go wrong between a source and a kernel that is ready to run.
 
-use std::path::PathBuf;
+use std::fmt;
+use std::path::{Path, PathBuf};
 
 use crate::env::EnvError;
+use crate::jit::cache::Miss;
 use crate::jit::compiler::CompileFailure;
 use crate::jit::cubin::CubinError;
 use crate::jit::toolchain::MissingLibrary;
@@ -33,14 +35,14 @@ pub enum Error {
         source: CubinError,
     },
     /// Kernels that the cache does not hold and that may not or cannot be compiled.
-    #[error("{}", describe_missing(.missing, .cache_dir.as_deref(), .why))]
+    #[error("{}: {why}\n  {}", absent(.missing, .cache_dir.as_deref()), lines(.missing))]
     NotCached {
         /// Every missing kernel.
-        missing: Vec<String>,
+        missing: Vec<MissingKernel>,
         /// The cache that was looked into, if there is one.
         cache_dir: Option<PathBuf>,
         /// Why they were not compiled.
-        why: String,
+        why: NotCompiled,
     },
     /// A kernel's name is not fit for a folder and a symbol.
     #[error("{0}")]
@@ -68,14 +70,45 @@ impl From<CompileFailure> for Error {
     }
 }
 
-fn describe_missing(missing: &[String], dir: Option<&std::path::Path>, why: &str) -> String {
+/// A kernel that the cache does not hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MissingKernel {
+    /// Its name.
+    pub name: String,
+    /// Why the cache has no good one.
+    pub why: Miss,
+}
+
+impl fmt::Display for MissingKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.why {
+            Miss::Damaged(damage) => write!(f, "{} (damaged: {damage})", self.name),
+            Miss::NoStore(unusable) => write!(f, "{} ({unusable})", self.name),
+            _ => f.write_str(&self.name),
+        }
+    }
+}
+
+/// Why nothing was compiled.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NotCompiled {
+    /// The user forbids it.
+    #[error("UNWEIGHT_JIT=cache-only; compile them where the cache may be written, with UNWEIGHT_JIT=auto")]
+    CacheOnly,
+    /// There is no compiler.
+    #[error(transparent)]
+    NoCompiler(Box<Error>),
+}
+
+fn absent(missing: &[MissingKernel], dir: Option<&Path>) -> String {
     let place = dir.map_or_else(|| "no cache folder".to_owned(), |dir| dir.display().to_string());
-    format!(
-        "{} kernel{} not in the cache ({place}) and not compiled: {why}\n  {}",
-        missing.len(),
-        if missing.len() == 1 { "" } else { "s" },
-        missing.join("\n  ")
-    )
+    let kernels = if missing.len() == 1 { "kernel" } else { "kernels" };
+    format!("{} {kernels} not in the cache ({place}) and not compiled", missing.len())
+}
+
+fn lines(missing: &[MissingKernel]) -> String {
+    missing.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n  ")
 }
 
 fn list(errors: &[Error]) -> String {

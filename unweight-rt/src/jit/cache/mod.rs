@@ -31,7 +31,7 @@ pub use store::{Entry, FileRecord, Kept, Lookup, Meta, Store, Unusable};
 use crate::env::{Env, JitMode};
 use crate::jit::compiler::{CompileRequest, Compiler, CompilerId, NvrtcCompiler};
 use crate::jit::cubin::KernelResources;
-use crate::jit::error::Error;
+use crate::jit::error::{Error, MissingKernel, NotCompiled};
 use lock::Lock;
 
 /// A kernel that is ready to be loaded.
@@ -86,7 +86,7 @@ pub enum Miss {
     /// Somebody else compiled the same kernel for longer than the timeout.
     LockTimeout(Duration),
     /// There is no usable store.
-    NoStore(String),
+    NoStore(Unusable),
     /// `UNWEIGHT_JIT=off`.
     Off,
 }
@@ -152,13 +152,8 @@ impl KernelCache {
 
     /// One kernel, from the store or compiled.
     pub fn get(&self, request: &CompileRequest) -> Result<Artifact, Error> {
-        let mut artifacts = self.compile_all(std::slice::from_ref(request), 1, &|_| {})?;
-        // One request gives one artifact; an empty answer would be a defect in `compile_all`.
-        artifacts.pop().ok_or_else(|| Error::NotCached {
-            missing: vec![request.name.clone()],
-            cache_dir: None,
-            why: "no answer".to_owned(),
-        })
+        // One request gives one artifact.
+        Ok(self.compile_all(std::slice::from_ref(request), 1, &|_| {})?.swap_remove(0))
     }
 
     /// Every kernel of `requests`, in their order, compiling what the store lacks on up to `threads` threads.
@@ -198,30 +193,35 @@ impl KernelCache {
 
     fn source_of_kernels(&self) -> Supply {
         if self.policy.mode == JitMode::CacheOnly {
-            return Supply::StoreOnly(
-                "UNWEIGHT_JIT=cache-only; compile them where the cache may be written, with UNWEIGHT_JIT=auto"
-                    .to_owned(),
-            );
+            return Supply::StoreOnly(NotCompiled::CacheOnly);
         }
         match self.compiler.identity() {
             Ok(compiler) => Supply::CompiledBy(compiler),
             // Without a compiler there is no telling which compiler's kernels would have been right: any that was given this
             // very source is.
-            Err(error) => Supply::StoreOnly(error.to_string()),
+            Err(error) => Supply::StoreOnly(NotCompiled::NoCompiler(Box::new(error))),
         }
     }
 
-    fn all_from_store(&self, unique: &[(&CompileRequest, SourceKey)], why: String) -> Result<Vec<Artifact>, Error> {
+    fn all_from_store(
+        &self,
+        unique: &[(&CompileRequest, SourceKey)],
+        why: NotCompiled,
+    ) -> Result<Vec<Artifact>, Error> {
         let mut missing = Vec::new();
         let mut found = Vec::new();
         for (request, source) in unique {
             let start = Instant::now();
-            match self.store.as_ref().map(|store| store.get_any(&request.name, source)) {
-                Ok(Lookup::Hit(entry)) => found.push(from_entry(*entry, CacheState::Hit, start)),
-                Ok(Lookup::Absent) => missing.push(request.name.clone()),
-                Ok(Lookup::Damaged(damage)) => missing.push(format!("{} (damaged: {damage})", request.name)),
-                Err(unusable) => missing.push(format!("{} ({unusable})", request.name)),
-            }
+            let why = match self.store.as_ref().map(|store| store.get_any(&request.name, source)) {
+                Ok(Lookup::Hit(entry)) => {
+                    found.push(from_entry(*entry, CacheState::Hit, start));
+                    continue;
+                }
+                Ok(Lookup::Absent) => Miss::Absent,
+                Ok(Lookup::Damaged(damage)) => Miss::Damaged(damage),
+                Err(unusable) => Miss::NoStore(unusable.clone()),
+            };
+            missing.push(MissingKernel { name: request.name.clone(), why });
         }
         if missing.is_empty() {
             return Ok(found);
@@ -290,7 +290,7 @@ impl KernelCache {
         let store = match &self.store {
             Ok(store) => store,
             Err(_) if self.policy.mode == JitMode::Off => return self.compile(request, &key, None, Miss::Off, start),
-            Err(unusable) => return self.compile(request, &key, None, Miss::NoStore(unusable.to_string()), start),
+            Err(unusable) => return self.compile(request, &key, None, Miss::NoStore(unusable.clone()), start),
         };
         if let Lookup::Hit(entry) = store.get(&key) {
             return Ok(from_entry(*entry, CacheState::Hit, start));
@@ -355,7 +355,7 @@ impl KernelCache {
 
 enum Supply {
     /// Nothing can be compiled, for this reason.
-    StoreOnly(String),
+    StoreOnly(NotCompiled),
     CompiledBy(CompilerId),
 }
 
