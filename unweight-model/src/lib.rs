@@ -22,13 +22,19 @@
 //! ```
 
 pub mod bind;
+pub mod capacity;
 pub mod config;
+pub mod geometry;
 pub mod reference;
 pub mod rope;
 
 #[doc(inline)]
 pub use bind::{BindError, LayerWeights, ModelWeights, TensorHeader, bind};
 #[doc(inline)]
+pub use capacity::Residency;
+#[doc(inline)]
 pub use config::{Activation, Bias, ConfigError, Family, GenerationDefaults, ModelConfig};
+#[doc(inline)]
+pub use geometry::Geometry;
 #[doc(inline)]
 pub use rope::{Rope, RopeKind, RopeTable};

@@ -81,7 +81,7 @@ impl Rope {
     /// Radians per position of every pair, `dim / 2` of them.
     ///
     /// Every step is rounded to f32 in transformers' order, with torch's `x / t` for a number and a tensor: the
-    /// reciprocal of `t` times `x`. Powers are rounded once from f64; torch's own, which depend on the processor, are now
+    /// reciprocal of `t` times `x`. Powers are rounded once from f64; torch's own depend on the processor, and are now
     /// and then a unit beside that.
     pub fn inv_freq(&self) -> Vec<f32> {
         let pairs = (0..self.dim / 2).map(|i| {

@@ -1,0 +1,144 @@
+//! How much device memory a model takes: its weights, and the keys and values of a token.
+
+use unweight_format::layout;
+
+use crate::config::ModelConfig;
+
+/// Bytes of a BF16 value.
+const BF16_BYTES: u64 = 2;
+
+/// How the linear layers and the head lie in device memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Residency {
+    /// As they are: 16 bits a weight.
+    Bf16,
+    /// Packed: 12.03 bits a weight, and 4 bytes more for each of the few that are escapes, which only the weights tell.
+    Packed,
+}
+
+impl ModelConfig {
+    /// The linear layers of one transformer layer as they run, `[outputs, inputs]`: queries, keys and values in one;
+    /// output; gate and up in one; down.
+    pub fn linears(&self) -> [[u32; 2]; 4] {
+        let q = self.heads * self.head_dim;
+        // An intermediate size is at most 2^24.
+        let gate_up = 2 * self.intermediate;
+        [[self.qkv_rows(), self.hidden], [self.hidden, q], [gate_up, self.hidden], [self.hidden, self.intermediate]]
+    }
+
+    /// Weights of the model, each counted once: of a tied one the head is the embedding (saturating).
+    pub fn parameters(&self) -> u64 {
+        let linears = self.linears().map(|[outputs, inputs]| u64::from(outputs) * u64::from(inputs));
+        let layer = linears.iter().sum::<u64>() + self.vectors();
+        let tables = if self.tied { 1 } else { 2 } * u64::from(self.vocab) * u64::from(self.hidden);
+        let layers = u64::from(self.layers).saturating_mul(layer);
+        layers.saturating_add(tables).saturating_add(u64::from(self.hidden))
+    }
+
+    /// Elements of norms and biases of one layer.
+    fn vectors(&self) -> u64 {
+        let bias = if self.bias.qkv { self.qkv_rows() } else { 0 };
+        let qk_norm = if self.qk_norm { 2 * self.head_dim } else { 0 };
+        2 * u64::from(self.hidden) + u64::from(bias) + u64::from(qk_norm)
+    }
+
+    /// Bytes of all weights on a device (saturating). The embedding of a model that is not tied stays BF16, as norms
+    /// and biases do; of a tied one the head serves.
+    pub fn weight_bytes(&self, residency: Residency) -> u64 {
+        let linear = |[outputs, inputs]: [u32; 2]| match residency {
+            Residency::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
+            Residency::Packed => packed_bytes(outputs, inputs),
+        };
+        let layer = self.linears().map(linear).iter().sum::<u64>() + self.vectors() * BF16_BYTES;
+        let head = linear([self.vocab, self.hidden]);
+        let embed = if self.tied { 0 } else { u64::from(self.vocab) * u64::from(self.hidden) * BF16_BYTES };
+        let layers = u64::from(self.layers).saturating_mul(layer);
+        layers.saturating_add(head + embed + u64::from(self.hidden) * BF16_BYTES)
+    }
+
+    /// Bytes that the keys and values of one token take in all layers, BF16.
+    pub fn kv_bytes_per_token(&self) -> u64 {
+        2 * u64::from(self.layers) * u64::from(self.kv_heads) * u64::from(self.head_dim) * BF16_BYTES
+    }
+
+    /// Tokens whose keys and values fit in so many bytes, in whole pages of `page_tokens` (0: as 1).
+    ///
+    /// ```
+    /// # use unweight_model::Geometry;
+    /// let config = Geometry::named("llama-3.1-8b")?.config();
+    /// assert_eq!(config.kv_bytes_per_token(), 131_072);
+    /// assert_eq!(config.kv_tokens(80 << 30, 64), 655_360);
+    /// # Ok::<(), unweight_format::named::UnknownName>(())
+    /// ```
+    pub fn kv_tokens(&self, budget_bytes: u64, page_tokens: u32) -> u64 {
+        let tokens = budget_bytes / self.kv_bytes_per_token();
+        tokens - tokens % u64::from(page_tokens.max(1))
+    }
+}
+
+/// Bytes of a packed matrix without escapes, padded to whole tiles (`docs/format.md` A.9).
+fn packed_bytes(rows: u32, cols: u32) -> u64 {
+    let tiles = |extent: u32| u64::from(extent).div_ceil(layout::TILE as u64);
+    let tile_bytes = layout::PACKED_TILE_BYTES + layout::ROW_BLOCKS * size_of::<u32>();
+    tiles(rows) * tiles(cols) * tile_bytes as u64 + layout::PACKED_WINDOW_BYTES as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use unweight_format::{Histogram, Matrix, packed};
+
+    use super::*;
+    use crate::Geometry;
+
+    fn config(name: &str) -> ModelConfig {
+        Geometry::named(name).unwrap().config()
+    }
+
+    #[test]
+    fn keys_and_values_of_llama_3_1() {
+        let config = config("llama-3.1-8b");
+        assert_eq!(config.kv_bytes_per_token(), 131_072);
+        assert_eq!(config.kv_tokens(131_072 * 1000, 64), 960, "whole pages");
+        assert_eq!(config.kv_tokens(131_072 * 1000, 0), 1000);
+        assert_eq!(config.kv_tokens(131_071, 1), 0);
+    }
+
+    #[test]
+    fn weights_in_both_forms() {
+        for geometry in Geometry::ALL {
+            let config = geometry.config();
+            assert_eq!(config.weight_bytes(Residency::Bf16), config.parameters() * 2, "{}", geometry.name());
+        }
+        let config = config("llama-3.1-8b");
+        let linear = 4096 * (6144 + 4096 + 28_672) + 14_336 * 4096;
+        // 12 bits, and 16 bytes a tile of 4096 weights; a window of 16 bytes for each of 4 * 32 + 1 matrices.
+        let packed = |weights: u64| weights * 3 / 2 + weights / 256;
+        let expected = packed(32 * linear + 128_256 * 4096) + 129 * 16 + 2 * (128_256 * 4096 + 65 * 4096);
+        assert_eq!(config.weight_bytes(Residency::Packed), expected);
+    }
+
+    /// The sum is that of a tensor that was packed.
+    #[test]
+    fn a_packed_matrix_is_as_large_as_said() {
+        // Exponents of one window: no escapes.
+        let bytes: Vec<u8> = (0..128 * 192u32).flat_map(|i| (0x3c00 + (i * 37 % 512) as u16).to_le_bytes()).collect();
+        let matrix = Matrix::new(&bytes, 128, 192).unwrap();
+        let packed = packed::pack(matrix, &Histogram::of(&bytes)).unwrap();
+        assert_eq!(packed.escape_count(), 0);
+        assert_eq!(packed.stored_bytes(), packed_bytes(128, 192));
+        assert_eq!(packed_bytes(65, 129), packed_bytes(128, 192), "padded to tiles");
+    }
+
+    #[test]
+    fn the_largest_configuration_is_counted() {
+        let json = r#"{"model_type": "llama", "vocab_size": 16777216, "hidden_size": 16777216,
+            "num_hidden_layers": 65536, "intermediate_size": 16777216, "num_attention_heads": 8388608, "head_dim": 2}"#;
+        let config = ModelConfig::parse(json, None).unwrap();
+        assert_eq!(config.parameters(), u64::MAX);
+        assert_eq!(
+            (config.weight_bytes(Residency::Bf16), config.weight_bytes(Residency::Packed)),
+            (u64::MAX, u64::MAX)
+        );
+        assert_eq!(config.kv_bytes_per_token(), 1 << 42);
+    }
+}

@@ -1,0 +1,131 @@
+//! Configurations of well-known models by name, for benchmarks and estimates that need shapes and no weights.
+
+use unweight_format::named::UnknownName;
+
+use crate::config::ModelConfig;
+
+/// A published model's configuration.
+///
+/// ```
+/// use unweight_model::Geometry;
+/// let config = Geometry::named("llama-3.1-8b")?.config();
+/// assert_eq!((config.layers, config.qkv_rows(), config.intermediate), (32, 6144, 14336));
+/// # Ok::<(), unweight_format::named::UnknownName>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    name: &'static str,
+    /// The keys of its `config.json` that say what it computes.
+    json: &'static str,
+}
+
+impl Geometry {
+    /// Every known one.
+    pub const ALL: &[Self] = &[
+        Self {
+            name: "llama-3.2-1b",
+            json: r#"{"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+                "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+                "rms_norm_eps": 1e-05, "max_position_embeddings": 131072, "tie_word_embeddings": true,
+                "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+                "bos_token_id": 128000, "eos_token_id": 128001}"#,
+        },
+        Self {
+            name: "llama-3.1-8b",
+            json: r#"{"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+                "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-05, "max_position_embeddings": 131072,
+                "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+                "bos_token_id": 128000, "eos_token_id": 128001}"#,
+        },
+        Self {
+            name: "llama-3.1-70b",
+            json: r#"{"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+                "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-05, "max_position_embeddings": 131072,
+                "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+                "bos_token_id": 128000, "eos_token_id": 128001}"#,
+        },
+        Self {
+            name: "mistral-7b-v0.3",
+            json: r#"{"model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
+                "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-05, "max_position_embeddings": 32768, "sliding_window": null,
+                "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2}"#,
+        },
+        Self {
+            name: "qwen2.5-7b",
+            json: r#"{"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+                "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+                "rms_norm_eps": 1e-06, "max_position_embeddings": 131072, "use_sliding_window": false,
+                "rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151643}"#,
+        },
+        Self {
+            name: "qwen3-8b",
+            json: r#"{"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+                "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                "rms_norm_eps": 1e-06, "max_position_embeddings": 40960, "use_sliding_window": false,
+                "rope_theta": 1000000, "bos_token_id": 151643, "eos_token_id": 151645}"#,
+        },
+    ];
+
+    /// The model of a name.
+    ///
+    /// # Errors
+    /// Nobody knows the name; the error lists those that are known.
+    pub fn named(name: &str) -> Result<Self, UnknownName> {
+        Self::ALL.iter().copied().find(|geometry| geometry.name == name).ok_or_else(|| UnknownName {
+            what: "geometry",
+            got: name.chars().take(64).collect(),
+            known: Self::ALL.iter().map(|geometry| geometry.name).collect::<Vec<_>>().join(", "),
+        })
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        self.name
+    }
+
+    /// Its configuration.
+    pub fn config(self) -> ModelConfig {
+        ModelConfig::parse(self.json, None).expect("a test parses every one")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The numbers of parameters that their makers publish with the weights.
+    #[test]
+    fn parameters_are_those_that_were_published() {
+        let published = [
+            ("llama-3.2-1b", 1_235_814_400),
+            ("llama-3.1-8b", 8_030_261_248),
+            ("llama-3.1-70b", 70_553_706_496),
+            ("mistral-7b-v0.3", 7_248_023_552),
+            ("qwen2.5-7b", 7_615_616_512),
+            ("qwen3-8b", 8_190_735_360),
+        ];
+        assert_eq!(
+            published.map(|(name, _)| name).as_slice(),
+            Geometry::ALL.iter().map(|g| g.name).collect::<Vec<_>>()
+        );
+        for (name, parameters) in published {
+            assert_eq!(Geometry::named(name).unwrap().config().parameters(), parameters, "{name}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_name_is_answered_with_the_known() {
+        let error = Geometry::named("gpt-5").unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "unknown geometry 'gpt-5'; known: llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, mistral-7b-v0.3, qwen2.5-7b, \
+             qwen3-8b"
+        );
+    }
+}
