@@ -6,7 +6,7 @@ use unweight_format::{
     bundle::{self, Bundle, BundleError, CompressOptions, Silent},
     testing::demo_model::{self, DemoOptions},
 };
-use unweight_model::{ConfigError, Family, ModelConfig, ModelWeights};
+use unweight_model::{BindError, ConfigError, Family, ModelConfig, ModelWeights};
 
 fn compressed(home: &Path, change: impl Fn(&Path)) -> Bundle {
     let small = DemoOptions { layers: 2, hidden: 64, intermediate: 192, heads: 4, kv_heads: 2, ..Default::default() };
@@ -35,6 +35,31 @@ fn a_bundle_says_what_it_is_and_what_is_what() {
         assert_eq!(bundle.entry(&layer.q).unwrap().shape, [64, 64]);
         assert_eq!(bundle.entry(&layer.v).unwrap().shape, [32, 64]);
     }
+}
+
+/// A BF16 tensor of zeros as a file.
+fn file_of(name: &str, rows: usize, cols: usize) -> Vec<u8> {
+    let bytes = rows * cols * 2;
+    let header = format!(r#"{{"{name}":{{"dtype":"BF16","shape":[{rows},{cols}],"data_offsets":[0,{bytes}]}}}}"#);
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.resize(file.len() + bytes, 0);
+    file
+}
+
+#[test]
+fn the_same_weights_under_other_names_are_passed_over() {
+    let home = tempfile::tempdir().unwrap();
+    let more = file_of("layers.0.attention.wq.weight", 64, 64);
+    let bundle = compressed(home.path(), |model| fs::write(model.join("consolidated.safetensors"), &more).unwrap());
+    let config = ModelConfig::of_bundle(&bundle).unwrap();
+    assert!(ModelWeights::of_bundle(&config, &bundle).is_ok());
+    // A file of the model's own naming is no such copy.
+    let home = tempfile::tempdir().unwrap();
+    let bundle =
+        compressed(home.path(), |model| fs::write(model.join("model-00003-of-00003.safetensors"), &more).unwrap());
+    let error = ModelWeights::of_bundle(&config, &bundle).unwrap_err();
+    assert!(matches!(&error, BindError::LeftOver { first, .. } if first == "layers.0.attention.wq.weight"), "{error}");
 }
 
 #[test]
