@@ -15,11 +15,12 @@
 #![cfg_attr(
     feature = "cuda",
     doc = "| [`codegen`] | `unweight-codegen` | kernel specs to specialised CUDA source | nothing |",
-    doc = "| [`rt`] | `unweight-rt` | compiles, caches, loads and launches kernels | NVRTC to compile, a driver to launch |"
+    doc = "| [`rt`] | `unweight-rt` | compiles, caches, loads and launches kernels | NVRTC to compile, a driver to launch |",
+    doc = "| [`engine`] | `unweight-engine` | runs whole models from bundles | as `rt` |"
 )]
 //!
-//! Features, all on by default: `model` brings `model`, `cuda` that and `codegen` and `rt` (nothing is linked against CUDA),
-//! `cli` all of them and the `unweight` binary. A program that only reads bundles on the CPU turns the default features off.
+//! Features, all on by default: `model` brings `model`, `cuda` that, `codegen`, `rt` and `engine` (nothing is linked against
+//! CUDA), `text` tokenizers and chat templates, `cli` all of them and the `unweight` binary. A program that only reads bundles on the CPU turns the default features off.
 //!
 //! A model to a bundle and back:
 //! ```
@@ -43,9 +44,14 @@ pub use unweight_model as model;
 #[cfg(feature = "cuda")]
 pub use unweight_codegen as codegen;
 #[cfg(feature = "cuda")]
+pub use unweight_engine as engine;
+#[cfg(feature = "cuda")]
 pub use unweight_macros::facade_unweight_variant as unweight_variant;
 #[cfg(feature = "cuda")]
 pub use unweight_rt as rt;
+
+#[cfg(feature = "text")]
+pub mod text;
 
 #[cfg(all(test, feature = "cuda"))]
 mod tests {

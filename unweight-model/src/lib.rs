@@ -27,6 +27,7 @@ pub mod config;
 pub mod geometry;
 pub mod reference;
 pub mod rope;
+pub mod sampling;
 
 #[doc(inline)]
 pub use bind::{BindError, LayerWeights, ModelWeights, TensorHeader, bind};
@@ -38,3 +39,5 @@ pub use config::{Activation, Bias, ConfigError, Family, GenerationDefaults, Mode
 pub use geometry::Geometry;
 #[doc(inline)]
 pub use rope::{Rope, RopeKind, RopeTable};
+#[doc(inline)]
+pub use sampling::SampleParams;

@@ -15,17 +15,26 @@ fn read(path: &Path) -> String {
 }
 
 /// Every package of the repository that is published, by folder, and what of the workspace it may depend on.
-const CRATES: [(&str, &[&str]); 8] = [
+const CRATES: [(&str, &[&str]); 9] = [
     ("unweight-format", &[]),
     ("unweight-model", &["unweight-format"]),
     ("templates", &[]),
     ("unweight-macros", &[]),
     ("unweight-codegen", &["unweight-format", "unweight-macros", "unweight-templates"]),
     ("unweight-rt", &["unweight-format", "unweight-codegen"]),
-    ("unweight-bench", &["unweight-format", "unweight-codegen", "unweight-rt"]),
+    ("unweight-engine", &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt"]),
+    ("unweight-bench", &["unweight-format", "unweight-codegen", "unweight-rt", "unweight-engine"]),
     (
         ".",
-        &["unweight-format", "unweight-model", "unweight-codegen", "unweight-macros", "unweight-rt", "unweight-bench"],
+        &[
+            "unweight-format",
+            "unweight-model",
+            "unweight-codegen",
+            "unweight-macros",
+            "unweight-rt",
+            "unweight-engine",
+            "unweight-bench",
+        ],
     ),
 ];
 

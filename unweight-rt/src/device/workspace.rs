@@ -35,6 +35,12 @@ impl LaneSize {
         }
     }
 
+    /// Bytes on the device, beside cuBLAS's own.
+    pub fn bytes(self) -> u64 {
+        let elements = self.padded_x.saturating_add(self.padded_y);
+        self.workspace_bytes.saturating_add(self.counters.saturating_mul(4)).saturating_add(elements.saturating_mul(2))
+    }
+
     /// And cuBLAS.
     #[must_use]
     pub fn with_cublas(self) -> Self {

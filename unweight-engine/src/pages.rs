@@ -1,0 +1,66 @@
+//! Who has which page of the KV cache.
+
+pub use unweight_codegen::kv::PAGE_TOKENS;
+
+/// Pages for this many tokens.
+pub fn pages_for(tokens: u32) -> u32 {
+    tokens.div_ceil(PAGE_TOKENS)
+}
+
+/// The pages that nobody has.
+#[derive(Debug)]
+pub struct PagePool {
+    total: u32,
+    /// Taken from the end, so that the lowest free pages go first in a fresh pool.
+    free: Vec<u32>,
+}
+
+impl PagePool {
+    /// A pool of pages `0..total`, all free.
+    pub fn new(total: u32) -> Self {
+        Self { total, free: (0..total).rev().collect() }
+    }
+
+    /// All pages.
+    pub fn total(&self) -> u32 {
+        self.total
+    }
+
+    /// Pages that nobody has.
+    pub fn free(&self) -> u32 {
+        // No more than there are.
+        self.free.len() as u32
+    }
+
+    /// Takes `count` pages, or none if there are fewer.
+    pub fn take(&mut self, count: u32) -> Option<Vec<u32>> {
+        let left = self.free.len().checked_sub(count as usize)?;
+        Some(self.free.split_off(left))
+    }
+
+    /// Gives pages back.
+    pub fn give(&mut self, pages: Vec<u32>) {
+        debug_assert!(pages.iter().all(|page| *page < self.total && !self.free.contains(page)), "{pages:?}");
+        self.free.extend(pages);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_given_once_and_all_come_back() {
+        let mut pool = PagePool::new(5);
+        let one = pool.take(3).unwrap();
+        assert_eq!((pool.take(3), pool.free()), (None, 2), "none rather than some");
+        let two = pool.take(2).unwrap();
+        let mut all = [one.clone(), two.clone()].concat();
+        all.sort_unstable();
+        assert_eq!(all, [0, 1, 2, 3, 4]);
+        pool.give(two);
+        pool.give(one);
+        assert_eq!((pool.free(), pool.total()), (5, 5));
+        assert_eq!([0, 1, 64, 65].map(pages_for), [0, 1, 1, 2]);
+    }
+}

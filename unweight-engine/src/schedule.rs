@@ -1,0 +1,611 @@
+//! Which sequence has which row, and what the device is to do next. A pure state machine: it launches nothing.
+//!
+//! ```text
+//! add --> pending --(prefill: pages, a row, the first token)--> row --(a token a step)--> finished
+//! ```
+//! The host launches steps ahead of what it has read, since a step takes the tokens of the one before on the device. Rows, pages and sampling
+//! parameters change only while nothing is in flight: a sequence that joins or leaves costs one pause of the device. A sequence that turned out
+//! to be finished while a later step was in flight leaves one token behind that nobody is told of.
+
+use std::collections::VecDeque;
+
+use unweight_model::sampling::SampleParams;
+
+use crate::pages::{PAGE_TOKENS, PagePool, pages_for};
+
+/// A sequence of one engine. Never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SeqId(pub(crate) u64);
+
+/// What is to be continued, and how.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Request {
+    /// Token ids; one at least.
+    pub prompt: Vec<u32>,
+    /// How tokens are chosen.
+    pub params: SampleParams,
+    /// Tokens after which the sequence ends; 0 gives none.
+    pub max_new_tokens: u32,
+    /// Tokens that end the sequence. They are told like any other.
+    pub stop: Vec<u32>,
+}
+
+impl Request {
+    /// Greedy, until 256 tokens are made.
+    pub fn new(prompt: Vec<u32>) -> Self {
+        Self { prompt, params: SampleParams::default(), max_new_tokens: 256, stop: Vec::new() }
+    }
+
+    /// How tokens are chosen.
+    #[must_use]
+    pub fn params(self, params: SampleParams) -> Self {
+        Self { params, ..self }
+    }
+
+    /// Tokens after which the sequence ends.
+    #[must_use]
+    pub fn max_new_tokens(self, max_new_tokens: u32) -> Self {
+        Self { max_new_tokens, ..self }
+    }
+
+    /// Tokens that end the sequence.
+    #[must_use]
+    pub fn stop(self, stop: Vec<u32>) -> Self {
+        Self { stop, ..self }
+    }
+}
+
+/// Why a request is not taken. Sequences that run go on.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Rejected {
+    /// Nothing to continue.
+    #[error("the prompt has no tokens; give one at least, such as the model's bos token")]
+    Empty,
+    /// A token that the model does not have.
+    #[error("token {id} at place {at} of the prompt: the vocabulary ends at {vocab}; is this the model's tokenizer?")]
+    UnknownToken {
+        /// The token.
+        id: u32,
+        /// Where it stands, from 0.
+        at: usize,
+        /// Tokens of the model.
+        vocab: u32,
+    },
+    /// More than the context that the engine was made for.
+    #[error(
+        "{prompt} tokens of the prompt and {max_new_tokens} to make exceed the context of {context}; shorten one, or load with a longer \
+         context"
+    )]
+    TooLong {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Tokens to make.
+        max_new_tokens: u32,
+        /// Tokens that fit.
+        context: u32,
+    },
+    /// More pages than the cache has.
+    #[error("{pages} pages of {tokens} tokens are needed and the cache has {total}; load with more memory for it")]
+    NoRoom {
+        /// Pages that the request needs.
+        pages: u32,
+        /// Tokens of a page.
+        tokens: u32,
+        /// Pages of the cache.
+        total: u32,
+    },
+    /// More sequences wait than the engine was made for.
+    #[error("{waiting} requests wait already, which is the limit; try again later")]
+    Busy {
+        /// Sequences that wait.
+        waiting: usize,
+    },
+    /// Sampling parameters out of range.
+    #[error("{0}")]
+    Params(String),
+}
+
+/// Why a sequence ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// The last token is one of [`Request::stop`].
+    Stop,
+    /// [`Request::max_new_tokens`] are made.
+    Length,
+}
+
+/// A token of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// The sequence.
+    pub seq: SeqId,
+    /// The token.
+    pub token: u32,
+    /// Whether it was the last one.
+    pub finish: Option<Finish>,
+}
+
+/// A sequence that waits for a row.
+#[derive(Debug)]
+struct Waiting {
+    id: SeqId,
+    request: Request,
+}
+
+/// A sequence that has a row.
+#[derive(Debug)]
+pub struct Running {
+    /// The sequence.
+    pub id: SeqId,
+    /// How tokens are chosen.
+    pub params: SampleParams,
+    /// Its pages, in the order of its tokens.
+    pub pages: Vec<u32>,
+    /// The token that it is fed next.
+    pub last: u32,
+    /// The place of that token in the sequence, from 0.
+    pub position: u32,
+    max_new_tokens: u32,
+    stop: Vec<u32>,
+    /// Tokens that were told.
+    produced: u32,
+    /// Tokens that were told or are being made.
+    launched: u32,
+    done: bool,
+}
+
+impl Running {
+    /// Whether another step may be launched before something of it is read.
+    fn may_run(&self) -> bool {
+        !self.done && self.launched < self.max_new_tokens
+    }
+
+    /// Notes a token.
+    fn note(&mut self, token: u32) -> Event {
+        self.produced += 1;
+        self.last = token;
+        let finish = if self.stop.contains(&token) {
+            Some(Finish::Stop)
+        } else if self.produced >= self.max_new_tokens {
+            Some(Finish::Length)
+        } else {
+            None
+        };
+        self.done = finish.is_some();
+        Event { seq: self.id, token, finish }
+    }
+}
+
+/// What is to be done next.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Nothing is left.
+    Idle,
+    /// A sequence is to be prefilled ([`Schedule::begin`]). Nothing is in flight.
+    Prefill,
+    /// A step of all rows is to be launched. `changed`: rows are other ones than in the step before, and nothing is in flight.
+    Launch {
+        /// Whether the device has to be told of the rows.
+        changed: bool,
+    },
+    /// The oldest step in flight is to be read.
+    Read,
+}
+
+/// Limits of an engine.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Rows.
+    pub max_batch: u32,
+    /// Tokens of a sequence, the prompt included.
+    pub context: u32,
+    /// Tokens of the model.
+    pub vocab: u32,
+    /// Steps that are launched before the first is read.
+    pub ahead: u32,
+    /// Sequences that may wait.
+    pub waiting: usize,
+}
+
+/// Sequences, rows and pages.
+#[derive(Debug)]
+pub struct Schedule {
+    limits: Limits,
+    pool: PagePool,
+    next_id: u64,
+    waiting: VecDeque<Waiting>,
+    rows: Vec<Running>,
+    in_flight: u32,
+    /// Rows are others than the device knows of.
+    changed: bool,
+}
+
+/// A sequence that is being prefilled.
+#[derive(Debug)]
+pub struct Prefill {
+    /// Its tokens.
+    pub prompt: Vec<u32>,
+    running: Running,
+}
+
+impl Prefill {
+    /// The sequence as it will be when its first token is known.
+    pub fn running(&self) -> &Running {
+        &self.running
+    }
+}
+
+impl Schedule {
+    /// Nothing to do yet, with a cache of `pages`.
+    pub fn new(limits: Limits, pages: u32) -> Self {
+        Self {
+            limits,
+            pool: PagePool::new(pages),
+            next_id: 0,
+            waiting: VecDeque::new(),
+            rows: Vec::new(),
+            in_flight: 0,
+            changed: false,
+        }
+    }
+
+    /// Takes a request. A request for no tokens is over at once and has no events.
+    ///
+    /// # Errors
+    /// [`Rejected`]; nothing has changed then.
+    pub fn add(&mut self, request: Request) -> Result<SeqId, Rejected> {
+        self.check(&request)?;
+        if self.waiting.len() >= self.limits.waiting {
+            return Err(Rejected::Busy { waiting: self.waiting.len() });
+        }
+        let id = SeqId(self.next_id);
+        self.next_id += 1;
+        if request.max_new_tokens > 0 {
+            self.waiting.push_back(Waiting { id, request });
+        }
+        Ok(id)
+    }
+
+    /// Whether a request can run at all.
+    ///
+    /// # Errors
+    /// [`Rejected`].
+    pub fn check(&self, request: &Request) -> Result<(), Rejected> {
+        let Limits { context, vocab, .. } = self.limits;
+        if request.prompt.is_empty() {
+            return Err(Rejected::Empty);
+        }
+        if let Some((at, &id)) = request.prompt.iter().enumerate().find(|(_, id)| **id >= vocab) {
+            return Err(Rejected::UnknownToken { id, at, vocab });
+        }
+        request.params.check().map_err(|error| Rejected::Params(error.to_string()))?;
+        let (prompt, max_new_tokens) = (request.prompt.len(), request.max_new_tokens);
+        let tokens = u32::try_from(prompt).ok().and_then(|prompt| prompt.checked_add(max_new_tokens));
+        let Some(tokens) = tokens.filter(|tokens| *tokens <= context) else {
+            return Err(Rejected::TooLong { prompt, max_new_tokens, context });
+        };
+        let (pages, total) = (pages_for(tokens), self.pool.total());
+        if pages > total {
+            return Err(Rejected::NoRoom { pages, tokens: PAGE_TOKENS, total });
+        }
+        Ok(())
+    }
+
+    /// Pages for texts of these sizes, or none.
+    ///
+    /// # Errors
+    /// [`Rejected::NoRoom`].
+    pub fn lend(&mut self, counts: &[u32]) -> Result<Vec<Vec<u32>>, Rejected> {
+        let all = counts.iter().fold(0u32, |sum, count| sum.saturating_add(*count));
+        let total = self.pool.free();
+        if all > total {
+            return Err(Rejected::NoRoom { pages: all, tokens: PAGE_TOKENS, total });
+        }
+        Ok(counts.iter().filter_map(|count| self.pool.take(*count)).collect())
+    }
+
+    /// Takes pages back.
+    pub fn give(&mut self, pages: Vec<Vec<u32>>) {
+        pages.into_iter().for_each(|pages| self.pool.give(pages));
+    }
+
+    /// Ends a sequence. Its tokens in flight are told to nobody. `false`: there is no such sequence.
+    pub fn cancel(&mut self, id: SeqId) -> bool {
+        if let Some(at) = self.waiting.iter().position(|waiting| waiting.id == id) {
+            self.waiting.remove(at);
+            return true;
+        }
+        match self.rows.iter_mut().find(|running| running.id == id && !running.done) {
+            Some(running) => {
+                running.done = true;
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// What is to be done next. Lets go of what is finished where nothing is in flight.
+    pub fn due(&mut self) -> Next {
+        if self.in_flight == 0 {
+            self.compact();
+            if self.can_prefill() {
+                return Next::Prefill;
+            }
+            if self.rows.is_empty() {
+                return Next::Idle;
+            }
+            return Next::Launch { changed: self.changed };
+        }
+        let ready = !self.changed && self.rows.iter().all(Running::may_run) && !self.can_prefill();
+        if ready && self.in_flight < self.limits.ahead { Next::Launch { changed: false } } else { Next::Read }
+    }
+
+    /// Whether the next sequence that waits has a row and pages.
+    fn can_prefill(&self) -> bool {
+        (self.rows.len() as u64) < u64::from(self.limits.max_batch)
+            && self.waiting.front().is_some_and(|waiting| Self::need(&waiting.request) <= self.pool.free())
+    }
+
+    /// Pages of a whole request: nobody is turned out later.
+    fn need(request: &Request) -> u32 {
+        // Checked when it was added: both together fit the context.
+        pages_for(request.prompt.len() as u32 + request.max_new_tokens)
+    }
+
+    /// Lets go of rows that are finished. The last row takes the place of one that goes.
+    fn compact(&mut self) {
+        let mut at = 0;
+        while at < self.rows.len() {
+            if self.rows[at].done {
+                let gone = self.rows.swap_remove(at);
+                self.pool.give(gone.pages);
+                self.changed = true;
+            } else {
+                at += 1;
+            }
+        }
+    }
+
+    /// Takes the next sequence that waits. `None` where [`Schedule::due`] does not say [`Next::Prefill`].
+    pub fn begin(&mut self) -> Option<Prefill> {
+        if self.in_flight > 0 || !self.can_prefill() {
+            return None;
+        }
+        let Waiting { id, request } = self.waiting.pop_front()?;
+        let pages = self.pool.take(Self::need(&request))?;
+        let running = Running {
+            id,
+            params: request.params,
+            pages,
+            last: 0,
+            position: request.prompt.len() as u32,
+            max_new_tokens: request.max_new_tokens,
+            stop: request.stop,
+            produced: 0,
+            launched: 1,
+            done: false,
+        };
+        Some(Prefill { prompt: request.prompt, running })
+    }
+
+    /// Notes the first token of a sequence that was begun.
+    pub fn begun(&mut self, prefill: Prefill, token: u32) -> Event {
+        let mut running = prefill.running;
+        let event = running.note(token);
+        self.rows.push(running);
+        self.changed = true;
+        event
+    }
+
+    /// Takes back what was begun and could not be prefilled.
+    pub fn failed(&mut self, prefill: Prefill) {
+        self.pool.give(prefill.running.pages);
+    }
+
+    /// Notes that a step of all rows was launched.
+    pub fn launched(&mut self) {
+        self.in_flight += 1;
+        self.changed = false;
+        for running in &mut self.rows {
+            running.launched += 1;
+        }
+    }
+
+    /// Notes the tokens of the oldest step in flight, one a row.
+    pub fn read(&mut self, tokens: &[u32], events: &mut Vec<Event>) {
+        debug_assert!(self.in_flight > 0 && tokens.len() == self.rows.len());
+        self.in_flight -= 1;
+        for (running, &token) in self.rows.iter_mut().zip(tokens) {
+            // A sequence that had ended already ran along.
+            if !running.done {
+                running.position += 1;
+                events.push(running.note(token));
+            }
+        }
+    }
+
+    /// Ends everything: after a failure of the device nothing that was computed can be trusted.
+    pub fn clear(&mut self) {
+        self.in_flight = 0;
+        self.waiting.clear();
+        for running in &mut self.rows {
+            running.done = true;
+        }
+        self.compact();
+    }
+
+    /// The rows, in order.
+    pub fn rows(&self) -> &[Running] {
+        &self.rows
+    }
+
+    /// Sequences that wait for a row.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Pages that nobody has.
+    pub fn free_pages(&self) -> u32 {
+        self.pool.free()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+    use unweight_format::testing::Random;
+
+    const LIMITS: Limits = Limits { max_batch: 3, context: 1000, vocab: 100, ahead: 2, waiting: 100 };
+
+    fn request(prompt: usize, max_new_tokens: u32) -> Request {
+        Request::new(vec![7; prompt]).max_new_tokens(max_new_tokens)
+    }
+
+    #[test]
+    fn what_cannot_run_is_refused_and_changes_nothing() {
+        let mut schedule = Schedule::new(LIMITS, 4);
+        assert_eq!(schedule.add(request(0, 1)), Err(Rejected::Empty));
+        let mut unknown = request(3, 1);
+        unknown.prompt[2] = 100;
+        assert_eq!(schedule.add(unknown), Err(Rejected::UnknownToken { id: 100, at: 2, vocab: 100 }));
+        let long = Rejected::TooLong { prompt: 999, max_new_tokens: 2, context: 1000 };
+        assert_eq!(schedule.add(request(999, 2)), Err(long));
+        assert!(matches!(schedule.add(request(1, u32::MAX)), Err(Rejected::TooLong { .. })));
+        assert_eq!(schedule.add(request(200, 57)), Err(Rejected::NoRoom { pages: 5, tokens: 64, total: 4 }));
+        assert_eq!(schedule.due(), Next::Idle);
+        schedule.add(request(200, 0)).unwrap();
+        assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 4));
+        let mut few = Schedule::new(Limits { waiting: 1, ..LIMITS }, 4);
+        few.add(request(1, 1)).unwrap();
+        assert_eq!(few.add(request(1, 1)), Err(Rejected::Busy { waiting: 1 }));
+    }
+
+    #[test]
+    fn steps_run_ahead_until_a_row_ends() {
+        let mut schedule = Schedule::new(LIMITS, 100);
+        let id = schedule.add(request(5, 4)).unwrap();
+        assert_eq!(schedule.due(), Next::Prefill);
+        let prefill = schedule.begin().unwrap();
+        assert_eq!((prefill.running().position, prefill.prompt.len()), (5, 5));
+        assert_eq!(schedule.begun(prefill, 9), Event { seq: id, token: 9, finish: None });
+        assert_eq!(schedule.due(), Next::Launch { changed: true });
+        schedule.launched();
+        assert_eq!(schedule.due(), Next::Launch { changed: false });
+        schedule.launched();
+        assert_eq!(schedule.due(), Next::Read, "two ahead");
+        let mut events = Vec::new();
+        schedule.read(&[10], &mut events);
+        assert_eq!((schedule.rows()[0].position, schedule.rows()[0].last), (6, 10));
+        assert_eq!(schedule.due(), Next::Launch { changed: false });
+        schedule.launched();
+        schedule.read(&[11], &mut events);
+        assert_eq!(schedule.due(), Next::Read, "the fourth token is being made");
+        schedule.read(&[12], &mut events);
+        let last = Event { seq: id, token: 12, finish: Some(Finish::Length) };
+        assert_eq!((events.len(), events[2]), (3, last));
+        assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 100));
+    }
+
+    #[test]
+    fn what_follows_a_stop_is_told_to_nobody() {
+        let mut schedule = Schedule::new(LIMITS, 100);
+        schedule.add(request(5, 50).stop(vec![3])).unwrap();
+        let _ = schedule.due();
+        let prefill = schedule.begin().unwrap();
+        schedule.begun(prefill, 9);
+        let mut events = Vec::new();
+        schedule.launched();
+        schedule.launched();
+        schedule.read(&[3], &mut events);
+        assert_eq!(events.last().and_then(|event| event.finish), Some(Finish::Stop));
+        assert_eq!((schedule.due(), schedule.free_pages()), (Next::Read, 99), "its page is still written");
+        schedule.read(&[4], &mut events);
+        assert_eq!((events.len(), schedule.due(), schedule.free_pages()), (1, Next::Idle, 100));
+    }
+
+    /// Any mixture of requests, cancellations and stops: every sequence gets its own tokens, in order, and exactly as many as it should;
+    /// pages of running sequences never overlap, and all come back.
+    #[test]
+    fn sequences_that_come_and_go_do_not_disturb_each_other() {
+        for seed in 0..300 {
+            let mut random = Random::new(seed);
+            let mut schedule = Schedule::new(LIMITS, 20);
+            let mut expected = BTreeMap::<SeqId, (u32, bool)>::new();
+            let mut told = BTreeMap::<SeqId, Vec<u32>>::new();
+            let mut cancelled = Vec::new();
+            // What the device would have: by step in flight, the sequences of its rows and the number of their token.
+            let mut device = VecDeque::<Vec<(SeqId, u32)>>::new();
+            let mut fed = BTreeMap::<SeqId, u32>::new();
+            // The token that a sequence gets as its `nth`; 3 ends those that stop there.
+            let token = |id: SeqId, nth: u32| 4 + (id.0 as u32 * 31 + nth) % 90;
+            let mut to_add = 12;
+            loop {
+                if to_add > 0 && random.below(4) == 0 {
+                    let (prompt, new) = (1 + random.below(300) as usize, random.below(12) as u32);
+                    let stops = random.below(3) == 0;
+                    let mut request = request(prompt, new);
+                    let id = SeqId(12 - to_add);
+                    if stops {
+                        request.stop = vec![token(id, new / 2)];
+                    }
+                    assert_eq!(schedule.add(request), Ok(id));
+                    expected.insert(id, (new, stops));
+                    to_add -= 1;
+                }
+                if random.below(20) == 0 {
+                    let id = SeqId(random.below(12));
+                    if schedule.cancel(id) {
+                        cancelled.push(id);
+                    }
+                }
+                let mut events = Vec::new();
+                match schedule.due() {
+                    Next::Idle if to_add == 0 => break,
+                    Next::Idle => {}
+                    Next::Prefill => {
+                        assert!(device.is_empty());
+                        let prefill = schedule.begin().unwrap();
+                        let id = prefill.running().id;
+                        fed.insert(id, 1);
+                        events.push(schedule.begun(prefill, token(id, 0)));
+                    }
+                    Next::Launch { changed } => {
+                        assert!(!changed || device.is_empty());
+                        let mut pages: Vec<_> = schedule.rows().iter().flat_map(|running| &running.pages).collect();
+                        let held = pages.len();
+                        pages.sort_unstable();
+                        pages.dedup();
+                        assert_eq!((pages.len(), held + schedule.free_pages() as usize), (held, 20));
+                        let step = schedule.rows().iter().map(|running| {
+                            let nth = fed.get_mut(&running.id).unwrap();
+                            *nth += 1;
+                            (running.id, *nth - 1)
+                        });
+                        device.push_back(step.collect());
+                        schedule.launched();
+                    }
+                    Next::Read => {
+                        let step = device.pop_front().unwrap();
+                        let tokens: Vec<_> = step.iter().map(|(id, nth)| token(*id, *nth)).collect();
+                        schedule.read(&tokens, &mut events);
+                    }
+                }
+                for event in events {
+                    assert!(!cancelled.contains(&event.seq));
+                    told.entry(event.seq).or_default().push(event.token);
+                }
+            }
+            assert_eq!(schedule.free_pages(), 20, "seed {seed}");
+            for (id, (new, stops)) in expected {
+                let tokens = told.remove(&id).unwrap_or_default();
+                assert!(tokens.iter().enumerate().all(|(nth, got)| *got == token(id, nth as u32)), "seed {seed}");
+                let end = if stops && new > 0 { new / 2 + 1 } else { new };
+                let right = tokens.len() as u32 == end || cancelled.contains(&id) && tokens.len() as u32 <= end;
+                assert!(right, "seed {seed}: {} tokens of {end}", tokens.len());
+            }
+        }
+    }
+}
