@@ -1,6 +1,7 @@
 //! The kernels' function on a CPU: what is rendered, built by a C++ compiler against `templates/cpu`, held against the
 //! oracle.
 
+mod activations;
 mod gemm_mma;
 mod gemm_recon;
 mod gemm_wgmma;

@@ -318,25 +318,30 @@ fn stats_count_without_sign_mantissa() {
 
 #[test]
 fn planted_bugs_are_caught() {
-    let header = "unweight/kernels/repack.cuh";
-    for (from, to) in [
-        ("ptx::shuffle_xor(upper ? v[i] : v[j], distance)", "ptx::shuffle_xor(upper ? v[j] : v[i], distance)"),
+    let (own, shared) = ("unweight/kernels/repack.cuh", "unweight/form/weights.cuh");
+    for (header, from, to) in [
+        (own, "ptx::shuffle_xor(upper ? v[i] : v[j], distance)", "ptx::shuffle_xor(upper ? v[j] : v[i], distance)"),
         (
+            own,
             "return 4 * (i / 2 * 2 + j / 2) + 2 * (j % 2) + i % 2;",
             "return 4 * (i / 2 * 2 + j / 2) + j % 2 + i % 2 * 2;",
         ),
-        ("(pair | kSigns) - bases", "pair - bases"),
-        ("(container.p[i] & kFree >> 16 << 16) != 0 ? 2u", "(container.p[i] & kFree >> 16 << 16) != 0 ? 1u"),
-        ("exponent == 0 ? 1 : exponent", "exponent"),
-        ("if (exponent == 0xff || (value & 0x7fff) == 0)", "if ((value & 0x7fff) == 0)"),
-        ("(significand & ((1u << lost) - 1)) != 0", "false"),
-        ("container.p[i] &= ~(", "container.p[i] &= ~0u + 0 * ("),
-        ("ptx::reduce_add_global(args.group_words + block / kGroupBlocks", "ptx::reduce_add_global(args.group_words"),
-        ("ptx::popcount(highs & below);", "ptx::popcount(highs);"),
-        ("list + own + low, weights", "list + own, weights"),
-        ("at += (i < warp ? other.x : 0) + other.y;", "at += i < warp ? other.x : 0;"),
-        ("if (i >= 32) {", "if (false) {"),
-        ("ptx::reduce_max_global_u64(args.inexact, ~at)", "ptx::reduce_max_global_u64(args.inexact, at)"),
+        (own, "(pair | kSigns) - bases", "pair - bases"),
+        (own, "(container.p[i] & kFree >> 16 << 16) != 0 ? 2u", "(container.p[i] & kFree >> 16 << 16) != 0 ? 1u"),
+        (shared, "exponent == 0 ? 1 : exponent", "exponent"),
+        (shared, "if (exponent == 0xff || (value & 0x7fff) == 0)", "if ((value & 0x7fff) == 0)"),
+        (shared, "(significand & ((1u << lost) - 1)) != 0", "false"),
+        (own, "container.p[i] &= ~(", "container.p[i] &= ~0u + 0 * ("),
+        (
+            own,
+            "ptx::reduce_add_global(args.group_words + block / kGroupBlocks",
+            "ptx::reduce_add_global(args.group_words",
+        ),
+        (own, "ptx::popcount(highs & below);", "ptx::popcount(highs);"),
+        (own, "list + own + low, weights", "list + own, weights"),
+        (own, "at += (i < warp ? other.x : 0) + other.y;", "at += i < warp ? other.x : 0;"),
+        (own, "if (i >= 32) {", "if (false) {"),
+        (own, "ptx::reduce_max_global_u64(args.inexact, ~at)", "ptx::reduce_max_global_u64(args.inexact, at)"),
     ] {
         let mut kernel = build(&[Edit { header, from, to }]);
         let caught = cases().iter().any(|case| case.check(&mut kernel).is_err()) || {

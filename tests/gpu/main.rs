@@ -1,5 +1,6 @@
 //! The kernels on a GPU. Ignored unless asked for: `cargo test --test gpu -- --include-ignored --test-threads=1`.
 
+mod activations;
 mod bench;
 mod decode;
 mod encode;

@@ -246,6 +246,25 @@ fn repack_table() -> String {
     stage_table(RepackStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::repack(Arch::Sm90a, *stage))))
 }
 
+/// The families of activations: one row for each variant.
+fn activations_table() -> String {
+    let mut table =
+        "| variant | threads | blocks per SM | grid | shared memory, B |\n|---|---:|---:|---|---:|".to_owned();
+    for family in FAMILIES.iter().filter(|family| family.edges.is_empty()) {
+        for spec in (family.catalogue)() {
+            let plan = plan(&spec);
+            // Dependent launch changes nothing here.
+            if !plan.launch.pdl {
+                let (launch, bytes) = (plan.launch, plan.smem.bytes());
+                let name = spec.to_string().replace("uw_sm90a_", "");
+                let (threads, blocks, grid) = (launch.threads, launch.blocks_per_sm, launch.grid);
+                _ = write!(table, "\n| `{name}` | {threads} | {blocks} | {grid} | {bytes} |");
+            }
+        }
+    }
+    table
+}
+
 /// The shapes of the small-batch family.
 fn gemm_mma_table() -> String {
     let mut table = "| batch tile | shape | output features per task | threads | blocks per SM | shared memory, B |\n\
@@ -314,6 +333,7 @@ fn the_document_shows_the_catalogue() {
         ("decode", decode_table()),
         ("encode", encode_table()),
         ("repack", repack_table()),
+        ("activations", activations_table()),
     ] {
         put(&mut now, "docs/kernels.md", mark, &text);
     }

@@ -16,6 +16,7 @@ mod data;
 mod error;
 mod kernels;
 mod matmul;
+pub mod oracle;
 mod stress;
 mod timing;
 

@@ -12,6 +12,8 @@
 //! load, load, load, ...                                                                                   stream 2, from another thread
 //! ```
 
+mod activations;
+
 use std::{
     cell::RefCell,
     ffi::c_void,
@@ -357,6 +359,11 @@ impl Run<'_> {
                 Op::Repack(_) => {
                     let subject = self.repack(kernel, &weights)?;
                     add(self.subject(subject, compare)?);
+                }
+                Op::Embed(_) | Op::Norm(_) | Op::SiluMul(_) => {
+                    for subject in self.activations(kernel, &weights)? {
+                        add(self.subject(subject, compare)?);
+                    }
                 }
                 // One depends on the other: run together, below.
                 Op::Encode(_) => {}

@@ -128,4 +128,50 @@ struct RepackArgs {
     u32 tile_cols;
 };
 
+// Activations of a model: m rows of bf16, each kernel a row by itself. Every row begins 16-byte aligned.
+
+// RMSNorm of rows, or of those that a list names.
+struct NormArgs {
+    const u16* x;                     // bf16 [source_rows, d]
+    const u16* gamma;                 // bf16 [d]
+    const u32* rows;                  // [m]: rows of x; null: all, in order
+    u16* y;                           // bf16 [m, d]
+    u32* fault;                       // set to 1 + row of y where `rows` names no row of x (its output is zeros)
+    u64 x_pitch;
+    u64 y_pitch;
+    float eps;
+    u32 source_rows;
+    u32 d;                            // a multiple of 8
+    u32 reserved;
+};
+
+// Rows of an embedding.
+struct EmbedArgs {
+    const u32* ids;                   // [m]
+    const u16* table;                 // bf16 [vocabulary, d]; source bf16 only
+    const u8* packed;                 // [tiles, 6144]; source packed only, as are the next two
+    const u32* escape_heads;          // [tiles, 4]
+    const u32* escapes;               // [escape_words]
+    u16* y;                           // bf16 [m, d]
+    u32* fault;                       // set to 1 + row where an id is no row of the table (its output is zeros)
+    u64 table_pitch;
+    u64 y_pitch;
+    u32 vocabulary;
+    u32 d;                            // a multiple of 8
+    u32 tile_cols;
+    u32 escape_words;
+    u32 base;                         // lowest exponent of the window, 1..239
+    u32 reserved;
+};
+
+// silu(gate) * up.
+struct SiluMulArgs {
+    const u16* x;                     // bf16 [m, 2 * columns]
+    u16* y;                           // bf16 [m, columns]
+    u64 x_pitch;
+    u64 y_pitch;
+    u32 columns;                      // a multiple of 8
+    u32 row_blocks;                   // blocks of a row
+};
+
 }  // namespace uw

@@ -216,6 +216,12 @@ families! {
     gemm_mma: GemmMma(GemmMmaSpec),
     /// Register-sourced matmul for large batches, from a packed tensor.
     gemm_wgmma: GemmWgmma(GemmWgmmaSpec),
+    /// Rows of an embedding, from BF16 or a packed tensor.
+    embed: Embed(EmbedSpec),
+    /// RMSNorm of activations.
+    norm: Norm(NormSpec),
+    /// The activation of a gated MLP.
+    silu_mul: SiluMul(SiluMulSpec),
 }
 
 #[cfg(test)]

@@ -9,13 +9,17 @@ mod name;
 pub mod pairs;
 
 pub use crate::family::{
-    DecodeSpec, EncodeSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, Op, RepackSpec,
+    DecodeSpec, EmbedSpec, EncodeSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RepackSpec,
+    SiluMulSpec,
     decode::{CodeLimit, DecodeOutput},
+    embed::EmbedSource,
     encode::EncodeStage,
     gemm_mma::{RowBlocks, SmallBatchTile, SmallStages, Warps},
     gemm_recon::{NTiles, Stages, VerbatimRows, WeightSource},
     gemm_wgmma::{Warpgroups, WideBatchTile, WideStages},
+    norm::NormThreads,
     repack::RepackStage,
+    silu_mul::SiluMulThreads,
 };
 pub(crate) use axes::{AXES_MAX, Raw, axes, range_axis, set_axis, word_axis};
 pub use axes::{Arch, Axis, AxisError, ClusterSize, Epilogue, Only, Values};

@@ -10,6 +10,9 @@
 //!                                    [_persistent][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
 //! uw_<arch>_gemm_wgmma_b<batch tile>_g<warpgroups>p<stages>[c<cluster>]
 //!                                    [_streamk][_esc][_pdl]_<store|store_add>[_dump]
+//! uw_<arch>_embed_<bf16|packed>[_pdl]
+//! uw_<arch>_norm_t<threads>[_pdl]
+//! uw_<arch>_silu_mul_t<threads>[_pdl]
 //! ```
 //!
 //! Behind the family's name stand its axes in their order, each with its mark. `parse(name(x)) == x` for every spec,

@@ -192,6 +192,34 @@ pub enum Refusal {
     },
 
     // ---- activations ----
+    /// Columns that a kernel does not take.
+    #[error("{operand} has {cols} columns; the kernel takes multiples of {of} up to {max}")]
+    Columns {
+        /// The matrix.
+        operand: &'static str,
+        /// Its columns.
+        cols: u32,
+        /// What they must be a multiple of.
+        of: u32,
+        /// The most there may be.
+        max: u32,
+    },
+    /// A gate and an up beside their product.
+    #[error("x{x:?} must have the rows of y{y:?} and twice its columns: a gate's, then an up's")]
+    Gated {
+        /// Gate and up.
+        x: [u64; 2],
+        /// Their product.
+        y: [u64; 2],
+    },
+    /// More ids than a table has rows.
+    #[error("a vocabulary of {vocabulary}, the table has {rows} rows")]
+    Vocabulary {
+        /// Ids.
+        vocabulary: u32,
+        /// Of the table.
+        rows: u64,
+    },
     /// A size of heads that no kernel takes.
     #[error("head_dim = {head_dim} must be a multiple of 16 in 16..=256; no kernel takes other heads")]
     HeadDim {

@@ -3,8 +3,8 @@
 //! ```text
 //! cache   bf16 [layer][page][kv_head][K | V][64 tokens * head_dim], one allocation
 //! ```
-//! A sequence's token `t` is token `t % 64` of the page that its table has at `t / 64`. Where an element of a token lies in its page is said by
-//! [`unweight_codegen::kv`], for hosts and kernels alike.
+//! A sequence's token `t` is token `t % 64` of the page that its table has at `t / 64`. Where an element of a token
+//! lies in its page is said by [`unweight_codegen::kv`], for hosts and kernels alike.
 
 use std::{marker::PhantomData, ops::Range};
 
@@ -102,8 +102,8 @@ pub(crate) fn check_head_dim(head_dim: u32) -> Result<(), Refusal> {
 
 /// One layer of a cache, to be read and written.
 ///
-/// Which pages a sequence has is said by tables on the device. A page number outside of the layer is not followed: kernels skip it, and
-/// [`Lane::synchronize`](crate::ops::lane::Lane::synchronize) reports it.
+/// Which pages a sequence has is said by tables on the device. A page number outside of the layer is not followed:
+/// kernels skip it, and [`Lane::synchronize`](crate::ops::lane::Lane::synchronize) reports it.
 #[derive(Debug)]
 pub struct KvLayer<'a> {
     device: usize,

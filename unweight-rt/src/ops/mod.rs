@@ -5,12 +5,15 @@
 
 pub mod cublas;
 pub mod decode;
+pub mod embed;
 pub mod encode;
 pub mod gemm_packed;
 pub mod gemm_recon;
 pub mod kv;
 pub mod lane;
+pub mod norm;
 pub mod repack;
+pub mod silu_mul;
 
 use std::ops::Range;
 
@@ -35,6 +38,24 @@ pub(crate) fn check_product(
     x.check_device("x", own)?;
     y.check_device("y", own)?;
     check_apart(("y", y.span()), [("x", x.span())].into_iter().chain(read))
+}
+
+/// Elements that a thread of an activation kernel moves at a time: 16 bytes.
+pub(crate) const CHUNK: u32 = 8;
+
+/// What every activation kernel asks of a matrix: whole chunks in aligned rows, at most `max` columns.
+pub(crate) fn check_activations(operand: &'static str, place: &Place, max: u32) -> Result<(), Refusal> {
+    let cols = place.cols;
+    if !cols.is_multiple_of(CHUNK) || cols > max {
+        return Err(Refusal::Columns { operand, cols, of: CHUNK, max });
+    }
+    place.check_rows_aligned(operand)
+}
+
+/// That a vector has as many elements as something has columns or rows.
+pub(crate) fn check_len(buffer: &'static str, got: usize, expected: u32) -> Result<(), Refusal> {
+    let (got, expected) = (got as u64, u64::from(expected));
+    if got == expected { Ok(()) } else { Err(Refusal::Elements { buffer, got, expected }) }
 }
 
 #[cfg(test)]

@@ -32,12 +32,13 @@
 
 #include "unweight/form/escapes.cuh"
 #include "unweight/form/packed.cuh"
+#include "unweight/form/weights.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/memory.cuh"
 
 namespace uw::repack {
 
-using packed::Operands;
+using packed::kFree, packed::kInexact, packed::kOperandExponent, packed::Operands, packed::pair_of_exponents;
 
 constexpr u32 kThreads = 256, kWarps = kThreads / 32;
 constexpr u32 kPackThreads = kThreads, kPackSmemBytes = 0;
@@ -47,11 +48,8 @@ constexpr u32 kListBlocks = 8;  // row blocks of a warp of lists: few, since one
 constexpr u32 kGroupBlocks = kWarps * kListBlocks;
 
 constexpr u32 kSigns = 0x80008000;
-constexpr u32 kFree = 0x78007800;      // bits of a container word that carry P3
 constexpr u32 kLowNibble = 0x0780;
-constexpr u32 kOperandExponent = 112;  // of an operand with nibble 0
 constexpr u32 kOneHead = 1u << 30;
-constexpr u32 kInexact = 1u << 16;     // above the 16 bits of a number
 
 // ---- row blocks in registers
 // -----------------------------------------------------------------------------------------
@@ -127,8 +125,6 @@ UW_DEVICE void store_block(const RepackArgs& args, const Place& place, const Ope
 // ---- elements
 // --------------------------------------------------------------------------------------------------------
 
-UW_DEVICE u32 pair_of_exponents(u32 exponent) { return exponent << 7 | exponent << 23; }
-
 // Both halves with base subtracted from the exponent. Bits 14..11 of a half become 0 if it is in the window, and else
 // do not: a borrow, kept from the other half by bit 15, leaves at least 2^15 - (239 << 7).
 UW_DEVICE u32 contain(u32 pair, u32 bases) { return ptx::bit_select(kSigns, pair, (pair | kSigns) - bases); }
@@ -150,30 +146,11 @@ UW_DEVICE u32 escape_mask(const Operands& container) {
     return mask;
 }
 
-// value * 2^shift in bf16, or kInexact; zeros, Inf and NaN stay as they are.
-UW_DEVICE u32 times_power_of_two(u32 value, i32 shift) {
-    const u32 sign = value & 0x8000, exponent = value >> 7 & 0xff, mantissa = value & 0x7f;
-    if (exponent == 0xff || (value & 0x7fff) == 0) return value;
-    // value = significand * 2^(place - 134), the leading one at bit 7.
-    u32 significand = exponent == 0 ? mantissa : mantissa | 0x80;
-    const u32 zeros = ptx::count_leading_zeros(significand) - 24;
-    const i32 place = static_cast<i32>(exponent == 0 ? 1 : exponent) - static_cast<i32>(zeros) + shift;
-    significand <<= zeros;
-    if (place > 254) return kInexact;
-    if (place >= 1) return sign | static_cast<u32>(place) << 7 | (significand & 0x7f);
-    const u32 lost = static_cast<u32>(1 - place);
-    if (lost > 7 || (significand & ((1u << lost) - 1)) != 0) return kInexact;
-    return sign | significand >> lost;
-}
-
 // Of a record, all but the operand.
 UW_DEVICE u32 place_of(u32 element, u32 lane) { return lane << 16 | element / 2 << 21 | element % 2 << 25; }
 
 UW_DEVICE u32 operand_of(const RepackArgs& args, u32 weight) {
-    return times_power_of_two(weight, static_cast<i32>(kOperandExponent) - static_cast<i32>(args.base));
-}
-UW_DEVICE u32 weight_of(const RepackArgs& args, u32 operand) {
-    return times_power_of_two(operand, static_cast<i32>(args.base) - static_cast<i32>(kOperandExponent)) & 0xffff;
+    return packed::times_power_of_two(weight, static_cast<i32>(kOperandExponent) - static_cast<i32>(args.base));
 }
 
 // ---- pack: containers, heads, words of the lists
@@ -316,7 +293,7 @@ UW_DEVICE void unpack_escapes(const RepackArgs& args, u32 head, u32 lane, Operan
             if (i >= args.escape_words - index) return;
             record = ptx::load_global_nc(args.escapes + index + i);
         }
-        packed::patch(weights, (record & ~0xffffu) | weight_of(args, record & 0xffff), lane);
+        packed::patch(weights, packed::record_of_weight(record, args.base), lane);
     }
 }
 
@@ -335,16 +312,7 @@ UW_DEVICE void unpack(const RepackArgs& args) {
         words[4 * j + 2] = v.z;
         words[4 * j + 3] = v.w;
     }
-    Operands weights;
-#pragma unroll
-    for (u32 s = 0; s < packed::kSteps; ++s) {
-        const u32 w0 = words[3 * s], w1 = words[3 * s + 1], w2 = words[3 * s + 2];
-        u32* p = weights.p + 4 * s;
-        p[0] = (w0 & ~kFree) + bases;
-        p[1] = (w1 & ~kFree) + bases;
-        p[2] = (w2 & ~kFree) + bases;
-        p[3] = ((w0 & kFree) >> 4 | (w1 & kFree) >> 8 | ptx::funnel_shift_left(w2 & kFree, w2 & kFree, 4)) + bases;
-    }
+    Operands weights = packed::weights_of(words, bases);
     if (head != 0) unpack_escapes(args, head, lane, weights);
     store_block(args, Place(args, block, lane), weights);
 }

@@ -56,5 +56,11 @@ fn main() {
         "uw_sm90a_repack_pack": (op = repack, stage = pack),
         "uw_sm90a_repack_lists": (op = repack, stage = lists),
         "uw_sm90a_repack_unpack": (op = repack, stage = unpack),
+        "uw_sm90a_embed_bf16": (op = embed, source = bf16),
+        "uw_sm90a_embed_packed_pdl": (op = embed, source = packed, pdl = true),
+        "uw_sm90a_norm_t256": (op = norm),
+        "uw_sm90a_norm_t512_pdl": (op = norm, threads = 512, pdl = true),
+        "uw_sm90a_silu_mul_t128": (op = silu_mul),
+        "uw_sm90a_silu_mul_t256_pdl": (op = silu_mul, threads = 256, pdl = true),
     }
 }

@@ -1,0 +1,46 @@
+// The activation between two linears of an MLP: y[r, c] = bf16(silu(x[r, c]) * x[r, columns + c]), x bf16
+// [m, 2 * columns]: first the gate's columns, then the up's. In fp32, rounded once.
+//
+// Config
+//   u32  kThreads  a multiple of 32 up to 1024
+//   bool kPdl      programmatic dependent launch: everything is touched after griddepcontrol.wait
+//
+// Launch: kThreads threads, no shared memory; a block for each kThreads * 8 columns of each row, those of a row one
+// after the other. `columns` is a multiple of 8; rows are 16-byte aligned.
+//
+// Roles and barriers: none. A thread takes 8 columns.
+// Bound    device memory, 6 * m * columns bytes.
+#pragma once
+
+#include "unweight/activation/element.cuh"
+#include "unweight/epilogue/activation.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/memory.cuh"
+
+namespace uw::silu_mul {
+
+constexpr u32 kChunk = 8;
+constexpr u32 kSmemBytes = 0;
+
+UW_DEVICE u32 silu_mul(u32 gate, u32 up) {
+    using namespace activation;
+    return ptx::pack_bf16x2(ptx::mul(packed::silu(low_of(gate)), low_of(up)),
+                            ptx::mul(packed::silu(high_of(gate)), high_of(up)));
+}
+
+template <class Config>
+UW_DEVICE void run(const SiluMulArgs& args) {
+    if constexpr (Config::kPdl) {
+        ptx::grid_launch_dependents();
+        ptx::grid_dependency_wait();
+    }
+    const u32 row = ptx::block_index() / args.row_blocks, block = ptx::block_index() - row * args.row_blocks;
+    const u32 column = (block * Config::kThreads + ptx::thread_index()) * kChunk;
+    if (column >= args.columns) return;
+    const u16* const x = args.x + row * args.x_pitch + column;
+    const U32x4 gate = ptx::load_global_x4(x), up = ptx::load_global_x4(x + args.columns);
+    const U32x4 y{silu_mul(gate.x, up.x), silu_mul(gate.y, up.y), silu_mul(gate.z, up.z), silu_mul(gate.w, up.w)};
+    ptx::store_global_x4(args.y + row * args.y_pitch + column, y);
+}
+
+}  // namespace uw::silu_mul

@@ -1,0 +1,454 @@
+//! Kernels of activations, run on the CPU prelude against double precision, or against the bytes that they must give:
+//! random rows and edges, entries that lead nowhere, and planted bugs that must be caught.
+
+use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
+use unweight_bench::oracle;
+use unweight_codegen::{
+    VariantSpec,
+    abi::{EmbedArgs, KernelArgs, NormArgs, SiluMulArgs},
+    plan::GemmShape,
+    spec::{EmbedSpec, NormSpec, SiluMulSpec, catalog},
+};
+use unweight_format::{
+    Histogram, Matrix,
+    packed::{PackedTensor, pack},
+    testing::Random,
+};
+
+/// What an output holds before, and around its rows after.
+const POISON: u16 = 0xa5a5;
+
+fn bytes(halves: &[u16]) -> Vec<u8> {
+    halves.iter().flat_map(|half| half.to_le_bytes()).collect()
+}
+
+fn words(words: &[u32]) -> Buffer {
+    Buffer::of(&words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>())
+}
+
+/// bf16 around 1, both signs.
+fn random(count: usize, seed: u64) -> Vec<u16> {
+    let mut random = Random::new(seed);
+    (0..count).map(|_| oracle::rounded(random.normal())).collect()
+}
+
+fn launch<A: KernelArgs>(
+    kernel: &mut CpuKernel,
+    spec: &VariantSpec,
+    problem: GemmShape,
+    args: &A,
+    buffers: &[(&str, &Buffer)],
+) -> Result<(), String> {
+    let slices: Vec<_> = buffers.iter().map(|(name, buffer)| (*name, buffer.slice())).collect();
+    // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
+    unsafe { kernel.run(spec, Run { problem, sms: 2, seed: 11 }, args, &slices) }
+}
+
+/// The rows of a matrix with gaps, in which nothing may have been written.
+fn rows(y: &Buffer, m: usize, columns: usize, pitch: usize) -> Result<Vec<u16>, String> {
+    let y = y.u16s();
+    let mut rows = Vec::new();
+    for row in 0..m {
+        let (own, gap) = y[row * pitch..][..pitch].split_at(columns);
+        rows.extend_from_slice(own);
+        if gap.iter().any(|half| *half != POISON) {
+            return Err(format!("the gap behind row {row} was written"));
+        }
+    }
+    Ok(rows)
+}
+
+// ---- norm ----
+
+struct Norm {
+    m: usize,
+    d: usize,
+    /// Which rows of `x`; without a list, all.
+    list: Option<Vec<u32>>,
+    x: Vec<u16>,
+    gamma: Vec<u16>,
+}
+
+/// Rows lie this much further apart than they are long.
+const GAP: usize = 16;
+const EPS: f32 = 1e-5;
+
+impl Norm {
+    fn new(m: usize, d: usize, list: Option<&[u32]>) -> Self {
+        let seed = (m * d) as u64;
+        let mut x = random(m * (d + GAP), seed);
+        // A row of zeros, and one of small numbers, for which eps matters.
+        if m > 2 {
+            x[..d].fill(0);
+            x[d + GAP..][..d].iter_mut().for_each(|x| *x = *x & 0x807f | 117 << 7);
+        }
+        Self { m, d, list: list.map(<[u32]>::to_vec), x, gamma: random(d, seed + 1) }
+    }
+
+    fn check(&self, kernel: &mut CpuKernel, spec: &VariantSpec) -> Result<(), String> {
+        let (d, pitch) = (self.d, self.d + GAP);
+        let m = self.list.as_ref().map_or(self.m, Vec::len);
+        let (x, gamma) = (Buffer::of(&bytes(&self.x)), Buffer::of(&bytes(&self.gamma)));
+        let list = self.list.as_deref().map(words);
+        let (y, fault) = (Buffer::new(m * pitch * 2), Buffer::zeroed(4));
+        let args = NormArgs {
+            x: x.address(),
+            gamma: gamma.address(),
+            rows: list.as_ref().map_or(0, Buffer::address),
+            y: y.address(),
+            fault: fault.address(),
+            x_pitch: pitch as u64,
+            y_pitch: pitch as u64,
+            eps: EPS,
+            source_rows: self.m as u32,
+            d: d as u32,
+            reserved: 0,
+        };
+        let mut buffers = vec![("x", &x), ("gamma", &gamma), ("y", &y), ("fault", &fault)];
+        buffers.extend(list.as_ref().map(|list| ("rows", list)));
+        launch(kernel, spec, GemmShape::rows(m as u32), &args, &buffers)?;
+        let mut reported = 0;
+        for (row, y) in rows(&y, m, d, pitch)?.chunks_exact(d).enumerate() {
+            let source = self.list.as_ref().map_or(row, |list| list[row] as usize);
+            if source >= self.m {
+                reported = row as u32 + 1;
+                if y.iter().any(|y| *y != 0) {
+                    return Err(format!("row {row} is not zeros"));
+                }
+                continue;
+            }
+            let spans = oracle::norm(&self.x[source * pitch..][..d], &self.gamma, EPS);
+            if let Some(wrong) = oracle::outside(y, &spans) {
+                return Err(format!("row {row} of [{m}, {d}], {wrong}"));
+            }
+        }
+        match fault.u32s()[0] {
+            fault if fault == reported => Ok(()),
+            fault => Err(format!("the fault word is {fault}, not {reported}")),
+        }
+    }
+}
+
+fn norms() -> Vec<Norm> {
+    vec![
+        Norm::new(4, 72, None),
+        Norm::new(1, 8, None),
+        Norm::new(3, 4096, None),
+        Norm::new(2, 16384, None),
+        Norm::new(5, 2056, Some(&[4, 0, 4])),
+        // The last entry is what is reported: one row after the other on this machine.
+        Norm::new(3, 136, Some(&[2, 3, 1, u32::MAX])),
+    ]
+}
+
+#[test]
+fn norms_are_those_of_double_precision() {
+    let mut specs: Vec<_> = catalog::of::<NormSpec>().collect();
+    specs.push(spec("norm_t1024_pdl"));
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for spec in specs {
+        for case in norms() {
+            case.check(&mut kernel, &spec).unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_of_norms_are_caught() {
+    let (own, shared) = ("unweight/kernels/norm.cuh", "unweight/activation/element.cuh");
+    for (header, from, to) in [
+        (own, "sum = activation::add_squares(sum, x.w);", ""),
+        (own, "source >= args.source_rows", "source > args.source_rows"),
+        (own, "ptx::store_global(args.fault, row + 1)", "ptx::store_global(args.fault, row)"),
+        (own, "args.x + source * args.x_pitch", "args.x + row * args.x_pitch"),
+        (own, "args.y + row * args.y_pitch", "args.y + row * u64(args.d)"),
+        (own, "distance = 16;", "distance = 8;"),
+        (own, "warp < Config::kThreads / 32; ++warp", "warp + 1 < Config::kThreads / 32; ++warp"),
+        (own, "ptx::sync_block();", ""),
+        (
+            shared,
+            "ptx::add(ptx::div(sum_of_squares, static_cast<float>(count)), eps)",
+            "ptx::div(sum_of_squares, static_cast<float>(count))",
+        ),
+        (
+            shared,
+            "const u32 y = ptx::pack_bf16x2(ptx::mul(low_of(x), scale), ptx::mul(high_of(x), scale));\n    \
+             return ptx::pack_bf16x2(ptx::mul(low_of(y), low_of(gamma)), ptx::mul(high_of(y), high_of(gamma)));",
+            "return ptx::pack_bf16x2(low_of(x) * scale * low_of(gamma), high_of(x) * scale * high_of(gamma));",
+        ),
+        (shared, "ptx::mul(high_of(y), high_of(gamma))", "ptx::mul(high_of(y), low_of(gamma))"),
+    ] {
+        let spec = spec("norm_t256_pdl");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let caught = norms().iter().any(|case| case.check(&mut kernel, &spec).is_err());
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}
+
+// ---- silu_mul ----
+
+fn check_silu_mul(kernel: &mut CpuKernel, spec: &VariantSpec, m: usize, n: usize) -> Result<(), String> {
+    let (x_pitch, y_pitch) = (2 * n + GAP, n + GAP);
+    let mut x = random(m * x_pitch, (m + n) as u64);
+    // The gate far to both sides, and zero.
+    for (gate, value) in x.iter_mut().zip([20.0, -20.0, 90.0, -90.0, -300.0, 0.0, -0.0, 1e30]) {
+        *gate = oracle::rounded(value);
+    }
+    let (source, y) = (Buffer::of(&bytes(&x)), Buffer::new(m * y_pitch * 2));
+    let row_blocks = match spec.op {
+        unweight_codegen::spec::Op::SiluMul(op) => (n as u32).div_ceil(op.block_columns()),
+        _ => unreachable!("a silu_mul"),
+    };
+    let args = SiluMulArgs {
+        x: source.address(),
+        y: y.address(),
+        x_pitch: x_pitch as u64,
+        y_pitch: y_pitch as u64,
+        columns: n as u32,
+        row_blocks,
+    };
+    let problem = GemmShape { m: m as u32, n: n as u32, k: 0 };
+    launch(kernel, spec, problem, &args, &[("x", &source), ("y", &y)])?;
+    let activated = |row: &[u16]| {
+        let (gate, up) = row[..2 * n].split_at(n);
+        gate.iter().zip(up).map(|(gate, up)| oracle::silu_mul(*gate, *up)).collect::<Vec<_>>()
+    };
+    let spans: Vec<_> = x.chunks_exact(x_pitch).flat_map(activated).collect();
+    oracle::outside(&rows(&y, m, n, y_pitch)?, &spans).map_or(Ok(()), |wrong| Err(format!("[{m}, {n}]: {wrong}")))
+}
+
+const SILU_MULS: [(usize, usize); 5] = [(1, 8), (3, 72), (2, 1024), (5, 1032), (1, 3000)];
+
+#[test]
+fn activations_are_those_of_double_precision() {
+    let mut specs: Vec<_> = catalog::of::<SiluMulSpec>().collect();
+    specs.push(spec("silu_mul_t256_pdl"));
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for spec in specs {
+        for (m, n) in SILU_MULS {
+            check_silu_mul(&mut kernel, &spec, m, n).unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_of_activations_are_caught() {
+    let header = "unweight/kernels/silu_mul.cuh";
+    for (from, to) in [
+        ("x + args.columns", "x + args.columns + 8"),
+        ("ptx::mul(packed::silu(low_of(gate)), low_of(up))", "ptx::mul(packed::silu(low_of(up)), low_of(gate))"),
+        ("packed::silu(high_of(gate)), high_of(up)", "packed::silu(high_of(gate)), low_of(up)"),
+        ("ptx::block_index() / args.row_blocks", "ptx::block_index() % args.row_blocks"),
+        ("if (column >= args.columns) return;", ""),
+        ("silu_mul(gate.w, up.w)", "silu_mul(gate.w, up.z)"),
+        ("args.y + row * args.y_pitch", "args.y + row * args.x_pitch"),
+    ] {
+        let spec = spec("silu_mul_t128");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let caught = SILU_MULS.iter().any(|(m, n)| check_silu_mul(&mut kernel, &spec, *m, *n).is_err());
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}
+
+// ---- embed ----
+
+/// A table `[n, k]` whose rows have escapes, alone and in lists longer than a warp.
+struct Table {
+    n: usize,
+    k: usize,
+    bytes: Vec<u8>,
+    packed: PackedTensor<Vec<u8>>,
+}
+
+impl Table {
+    fn new(n: usize, k: usize) -> Self {
+        let mut random = Random::new((n * k) as u64);
+        let special = [0u16, 0x8000, 0x0001, 0x807f, 0x7f80, 0xff80, 0x7fc1, 0x0080, 0x7d7f];
+        let bytes: Vec<u8> = (0..n * k)
+            .flat_map(|i| {
+                let r = random.bits();
+                let dense = i / k == 21 && i % k < (n * k / 1000).min(40);
+                let weight = if dense || random.below(400) == 0 {
+                    special[(r >> 40) as usize % special.len()]
+                } else {
+                    (r as u16 & 0x807f) | (108 + (r >> 20 & 15) as u16) << 7
+                };
+                weight.to_le_bytes()
+            })
+            .collect();
+        let packed = pack(Matrix::new(&bytes, n, k).unwrap(), &Histogram::of(&bytes)).unwrap();
+        Self { n, k, bytes, packed }
+    }
+
+    /// Rows `ids` of the first `d` columns, of which `vocabulary` rows are ids.
+    fn check(
+        &self,
+        kernel: &mut CpuKernel,
+        spec: &VariantSpec,
+        (ids, d, vocabulary): (&[u32], usize, usize),
+    ) -> Result<(), String> {
+        let pitch = d + GAP;
+        let (table, list) = (Buffer::of(&self.bytes), words(ids));
+        let (packed, heads, escapes) = (
+            Buffer::of(self.packed.packed()),
+            Buffer::of(self.packed.escape_heads()),
+            Buffer::of(self.packed.escapes()),
+        );
+        let (y, fault) = (Buffer::new(ids.len() * pitch * 2), Buffer::zeroed(4));
+        let args = EmbedArgs {
+            ids: list.address(),
+            table: table.address(),
+            packed: packed.address(),
+            escape_heads: heads.address(),
+            escapes: escapes.address(),
+            y: y.address(),
+            fault: fault.address(),
+            table_pitch: self.k as u64,
+            y_pitch: pitch as u64,
+            vocabulary: vocabulary as u32,
+            d: d as u32,
+            tile_cols: (self.k / 64) as u32,
+            escape_words: (self.packed.escapes().len() / 4) as u32,
+            base: self.packed.window().base().into(),
+            reserved: 0,
+        };
+        let buffers = [
+            ("ids", &list),
+            ("table", &table),
+            ("packed", &packed),
+            ("heads", &heads),
+            ("escapes", &escapes),
+            ("y", &y),
+            ("fault", &fault),
+        ];
+        launch(kernel, spec, GemmShape::rows(ids.len() as u32), &args, &buffers)?;
+        let mut reported = 0;
+        for (row, y) in rows(&y, ids.len(), d, pitch)?.chunks_exact(d).enumerate() {
+            let id = ids[row] as usize;
+            let expected = if id < vocabulary {
+                self.bytes[id * self.k * 2..][..d * 2].to_vec()
+            } else {
+                reported = row as u32 + 1;
+                vec![0; d * 2]
+            };
+            if let Some(at) = bytes(y).iter().zip(&expected).position(|(got, want)| got != want) {
+                return Err(format!("row {row}, id {id}: byte {at} differs"));
+            }
+        }
+        match fault.u32s()[0] {
+            fault if fault == reported => Ok(()),
+            fault => Err(format!("the fault word is {fault}, not {reported}")),
+        }
+    }
+
+    /// Every id, one that is none, and of a table with padding only what is not.
+    fn check_all(&self, kernel: &mut CpuKernel, spec: &VariantSpec) -> Result<(), String> {
+        let mut ids: Vec<u32> = (0..self.n as u32).rev().collect();
+        self.check(kernel, spec, (&ids, self.k, self.n))?;
+        ids.truncate(40);
+        ids.extend([self.n as u32, 3, 3]);
+        self.check(kernel, spec, (&ids, self.k - 56, self.n - 5))?;
+        self.check(kernel, spec, (&[u32::MAX], self.k, self.n))
+    }
+}
+
+fn tables() -> [Table; 2] {
+    [Table::new(128, 192), Table::new(64, 64 * 70)]
+}
+
+#[test]
+fn rows_of_embeddings_are_their_bytes() {
+    let specs: Vec<_> = catalog::of::<EmbedSpec>().collect();
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    let tables = tables();
+    let listed =
+        tables.iter().flat_map(|table| table.packed.escape_heads().chunks_exact(4)).filter(|head| head[3] >> 7 == 1);
+    assert!(listed.count() > 20, "the tables have too few lists");
+    for spec in specs {
+        for table in &tables {
+            table.check_all(&mut kernel, &spec).unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
+        }
+    }
+}
+
+#[test]
+fn any_bytes_of_a_packed_table_stay_in_bounds() {
+    let spec = spec("embed_packed");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    let mut random = Random::new(5);
+    let mut noise = |bytes: usize| Buffer::of(&random.bytes(bytes));
+    let (tiles, ids) = (4, words(&(0..128).collect::<Vec<_>>()));
+    for escape_words in [0u32, 1, 70] {
+        let (packed, escapes) = (noise(tiles * 6144), noise(escape_words as usize * 4));
+        // Lists whose index is near the section's end, on both sides.
+        let heads: Vec<u32> =
+            noise(tiles * 16).u32s().iter().map(|head| 1 << 31 | (head >> 4) % (escape_words + 2)).collect();
+        let (heads, y, fault) = (words(&heads), Buffer::new(128 * 128 * 2), Buffer::zeroed(4));
+        let args = EmbedArgs {
+            ids: ids.address(),
+            packed: packed.address(),
+            escape_heads: heads.address(),
+            escapes: escapes.address(),
+            y: y.address(),
+            fault: fault.address(),
+            y_pitch: 128,
+            vocabulary: 128,
+            d: 128,
+            tile_cols: 2,
+            escape_words,
+            base: 112,
+            ..EmbedArgs::default()
+        };
+        let buffers = [
+            ("ids", &ids),
+            ("packed", &packed),
+            ("heads", &heads),
+            ("escapes", &escapes),
+            ("y", &y),
+            ("fault", &fault),
+        ];
+        launch(&mut kernel, &spec, GemmShape::rows(128), &args, &buffers).unwrap();
+    }
+}
+
+#[test]
+fn planted_bugs_of_embeddings_are_caught() {
+    let header = "unweight/kernels/embed.cuh";
+    for (name, from, to) in [
+        ("embed_bf16", "id * args.table_pitch", "id * u64(args.d)"),
+        ("embed_bf16", "id >= args.vocabulary", "id > args.vocabulary"),
+        ("embed_bf16", "ptx::store_global(args.fault, row + 1)", "ptx::store_global(args.fault, id)"),
+        (
+            "embed_bf16",
+            "column += kThreads * kChunk) {\n        ptx::store_global_x4(y + column, ptx::load",
+            "column += args.d) {\n        ptx::store_global_x4(y + column, ptx::load",
+        ),
+        ("embed_packed", "row % 8 * 4 + part", "row % 4 * 4 + part"),
+        ("embed_packed", "row >= 8;", "row > 8;"),
+        ("embed_packed", "if (at < args.d) ", ""),
+        ("embed_packed", "id % packed::kTile / packed::kBlockRows", "id % packed::kTile / packed::kTile"),
+        ("embed_packed", "if (head != 0) replace_escapes", "if (false) replace_escapes"),
+        ("embed_packed", "if ((head & packed::kListHead) == 0) {", "if (true) {"),
+        (
+            "embed_packed",
+            "for (u32 i = 1; i <= count && i < words; ++i)",
+            "for (u32 i = 1; i < count && i < words; ++i)",
+        ),
+        (
+            "embed_packed",
+            "packed::patch(weights, packed::record_of_weight(record, args.base), lane);",
+            "packed::patch(weights, record, lane);",
+        ),
+        (
+            "embed_packed",
+            "upper ? weights.p[2 * i + 1] : weights.p[2 * i]",
+            "upper ? weights.p[2 * i] : weights.p[2 * i + 1]",
+        ),
+        ("embed_packed", "i * 8 + part * 2", "i * 8 + part"),
+    ] {
+        let spec = spec(name);
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let caught = tables().iter().any(|table| table.check_all(&mut kernel, &spec).is_err());
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}

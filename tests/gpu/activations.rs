@@ -1,0 +1,303 @@
+//! Kernels of activations on the GPU, through their operations: right to one rounding, the same bits whatever else is
+//! in the batch, and everything refused that the kernels do not take.
+
+use unweight_bench::{halves, normal_bf16, oracle};
+use unweight_codegen::spec::{
+    Arch, EmbedSource, EmbedSpec, NormSpec, NormThreads, SiluMulSpec, SiluMulThreads, VariantSpec,
+};
+use unweight_format::{Histogram, Matrix, packed};
+use unweight_rt::{
+    device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, MatrixRef, Refusal, RowFault, Stream},
+    ops::{
+        embed::{Embed, EmbedTable},
+        norm::Norm,
+        silu_mul::SiluMul,
+    },
+    weight::DevicePacked,
+};
+
+use crate::harness::{Random, gpu, guard_is_whole, lane, poison, refused, stream};
+
+const EPS: f32 = 1e-5;
+/// Repetitions of what must give the same bits.
+const AGAIN: usize = 2000;
+
+fn random(count: usize, seed: u64) -> Vec<u16> {
+    halves(&normal_bf16(count, 1.0, seed))
+}
+
+fn buffer(stream: &Stream, elements: &[u16]) -> DeviceBuffer<u16> {
+    DeviceBuffer::from_host(stream, elements).unwrap()
+}
+
+/// An output of `rows` rows, poisoned.
+fn output(stream: &Stream, rows: usize, pitch: usize) -> DeviceBuffer<u16> {
+    let mut y = DeviceBuffer::zeroed(stream, rows * pitch).unwrap();
+    poison(stream, &mut y);
+    y
+}
+
+/// The rows of a matrix with gaps, which are still poisoned.
+fn rows(stream: &Stream, y: &DeviceBuffer<u16>, columns: usize, pitch: usize, what: &str) -> Vec<u16> {
+    guard_is_whole(stream, y, what);
+    let mut rows = Vec::new();
+    for row in y.to_host(stream).unwrap().chunks_exact(pitch) {
+        rows.extend_from_slice(&row[..columns]);
+        assert!(row[columns..].iter().all(|half| *half == 0xffff), "{what}: a gap was written");
+    }
+    rows
+}
+
+fn norms(kernels: &KernelSet) -> Vec<Norm> {
+    let variants = NormThreads::ALL.into_iter().flat_map(|threads| [false, true].map(|pdl| NormSpec { threads, pdl }));
+    variants.map(|spec| Norm::new(kernels.get(&VariantSpec::norm(Arch::Sm90a, spec)).unwrap()).unwrap()).collect()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn norms_of_every_width() {
+    let kernels = gpu();
+    let (stream, norms) = (stream(kernels), norms(kernels));
+    let mut lane = lane(&stream);
+    for (m, d, gap) in [
+        (1usize, 4096usize, 0usize),
+        (3, 72, 8),
+        (7, 8, 0),
+        (300, 4096, 0),
+        (5, 16384, 0),
+        (2, 16376, 8),
+        (33, 5120, 64),
+    ] {
+        let pitch = d + gap;
+        let (x, gamma) = (random(m * pitch, (m * d) as u64), random(d, d as u64));
+        let spans: Vec<_> = x.chunks_exact(pitch).flat_map(|row| oracle::norm(&row[..d], &gamma, EPS)).collect();
+        let (x, gamma) = (buffer(&stream, &x), buffer(&stream, &gamma));
+        for norm in &norms {
+            let what = format!("{} [{m}, {d}]", norm.kernel().spec());
+            let (rows_u32, d_u32, pitch_u64) = (m as u32, d as u32, pitch as u64);
+            let mut y = output(&stream, m, pitch);
+            let view = MatrixRef::new(&x, rows_u32, d_u32, pitch_u64).unwrap();
+            norm.enqueue(
+                &mut lane,
+                view,
+                &gamma,
+                EPS,
+                None,
+                MatrixMut::new(&mut y, rows_u32, d_u32, pitch_u64).unwrap(),
+            )
+            .unwrap();
+            lane.synchronize().unwrap();
+            let whole = rows(&stream, &y, d, pitch, &what);
+            assert_eq!(oracle::outside(&whole, &spans), None, "{what}");
+            // The last row, the first and the last again, by a list: the same bits.
+            let list: Vec<u32> = vec![rows_u32 - 1, 0, rows_u32 - 1];
+            let list_on_device = DeviceBuffer::from_host(&stream, &list).unwrap();
+            let mut y = output(&stream, 3, d);
+            norm.enqueue(
+                &mut lane,
+                view,
+                &gamma,
+                EPS,
+                Some(&list_on_device),
+                MatrixMut::new(&mut y, 3, d_u32, d as u64).unwrap(),
+            )
+            .unwrap();
+            lane.synchronize().unwrap();
+            for (row, got) in list.iter().zip(rows(&stream, &y, d, d, &what).chunks_exact(d)) {
+                assert!(got == &whole[*row as usize * d..][..d], "{what}: row {row} by a list");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn an_entry_that_is_no_row_gives_zeros_and_is_reported() {
+    let kernels = gpu();
+    let (stream, norms) = (stream(kernels), norms(kernels));
+    let mut lane = lane(&stream);
+    let (x, gamma) = (buffer(&stream, &random(4 * 72, 1)), buffer(&stream, &random(72, 2)));
+    let list = DeviceBuffer::from_host(&stream, &[0u32, 4, 3]).unwrap();
+    let mut y = output(&stream, 3, 72);
+    let view = MatrixRef::new(&x, 4, 72, 72).unwrap();
+    norms[0].enqueue(&mut lane, view, &gamma, EPS, Some(&list), MatrixMut::new(&mut y, 3, 72, 72).unwrap()).unwrap();
+    assert!(matches!(lane.synchronize(), Err(DeviceError::Row { row: 1, what: RowFault::Source })));
+    lane.synchronize().unwrap();
+    let y = rows(&stream, &y, 72, 72, "a list");
+    assert!(y[72..144].iter().all(|half| *half == 0) && y[..72].iter().any(|half| *half != 0));
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn activations_of_every_width() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut lane = lane(&stream);
+    for spec in
+        SiluMulThreads::ALL.into_iter().flat_map(|threads| [false, true].map(|pdl| SiluMulSpec { threads, pdl }))
+    {
+        let silu_mul = SiluMul::new(kernels.get(&VariantSpec::silu_mul(Arch::Sm90a, spec)).unwrap()).unwrap();
+        for (m, n, gap) in
+            [(1usize, 14336usize, 0usize), (3, 72, 8), (7, 8, 0), (257, 1032, 0), (64, 14336, 0), (2, 1024, 24)]
+        {
+            let what = format!("{} [{m}, {n}]", silu_mul.kernel().spec());
+            let (x_pitch, y_pitch) = (2 * n + gap, n + gap);
+            let mut x = random(m * x_pitch, (m * n) as u64);
+            for (gate, value) in x.iter_mut().zip([20.0, -20.0, 90.0, -90.0, -300.0, 0.0]) {
+                *gate = oracle::rounded(value);
+            }
+            let activated = |row: &[u16]| {
+                let (gate, up) = row[..2 * n].split_at(n);
+                gate.iter().zip(up).map(|(gate, up)| oracle::silu_mul(*gate, *up)).collect::<Vec<_>>()
+            };
+            let spans: Vec<_> = x.chunks_exact(x_pitch).flat_map(activated).collect();
+            let (x, mut y) = (buffer(&stream, &x), output(&stream, m, y_pitch));
+            let view = MatrixRef::new(&x, m as u32, 2 * n as u32, x_pitch as u64).unwrap();
+            silu_mul
+                .enqueue(&mut lane, view, MatrixMut::new(&mut y, m as u32, n as u32, y_pitch as u64).unwrap())
+                .unwrap();
+            lane.synchronize().unwrap();
+            assert_eq!(oracle::outside(&rows(&stream, &y, n, y_pitch, &what), &spans), None, "{what}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn embeddings_are_the_bytes_of_their_rows() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut lane = lane(&stream);
+    for (n, k, d, vocabulary) in [(128usize, 128usize, 72usize, 100u32), (6400, 4096, 4096, 6400), (64, 64, 64, 64)] {
+        let mut weights = halves(&normal_bf16(n * k, 0.02, n as u64));
+        // Escapes, alone and in lists.
+        for (at, weight) in weights.iter_mut().enumerate() {
+            if at % 499 == 7 || at / k == 5 && at % k < 40.min(n * k / 1000) {
+                *weight = [0, 0x8000, 0x7f80, 0x4640][at % 4];
+            }
+        }
+        let bytes: Vec<u8> = weights.iter().flat_map(|weight| weight.to_le_bytes()).collect();
+        let packed = packed::pack(Matrix::new(&bytes, n, k).unwrap(), &Histogram::of(&bytes)).unwrap();
+        assert!(!packed.escapes().is_empty());
+        let (table, packed) = (buffer(&stream, &weights), DevicePacked::upload(&stream, &packed).unwrap());
+        let mut rng = Random::new(9);
+        let mut ids: Vec<u32> = (0..300).map(|_| rng.below(vocabulary.into()) as u32).collect();
+        ids[..3].copy_from_slice(&[0, vocabulary - 1, vocabulary - 1]);
+        // No row of the table.
+        ids[17] = vocabulary;
+        let on_device = DeviceBuffer::from_host(&stream, &ids).unwrap();
+        for (source, pdl) in EmbedSource::ALL.iter().flat_map(|source| [(*source, false), (*source, true)]) {
+            let embed =
+                Embed::new(kernels.get(&VariantSpec::embed(Arch::Sm90a, EmbedSpec { source, pdl })).unwrap()).unwrap();
+            let what = format!("{} [{n}, {k}]", embed.kernel().spec());
+            let table = match source {
+                EmbedSource::Bf16 => EmbedTable::Bf16(MatrixRef::new(&table, vocabulary, d as u32, k as u64).unwrap()),
+                EmbedSource::Packed => EmbedTable::Packed { weights: &packed, vocabulary },
+            };
+            let mut y = output(&stream, ids.len(), d + 8);
+            for _ in 0..if n == 64 { AGAIN } else { 3 } {
+                poison(&stream, &mut y);
+                let view = MatrixMut::new(&mut y, ids.len() as u32, d as u32, d as u64 + 8).unwrap();
+                embed.enqueue(&mut lane, &on_device, table, view).unwrap();
+                assert!(
+                    matches!(lane.synchronize(), Err(DeviceError::Row { row: 17, what: RowFault::Token })),
+                    "{what}"
+                );
+                let y = rows(&stream, &y, d, d + 8, &what);
+                for (row, (id, got)) in ids.iter().zip(y.chunks_exact(d)).enumerate() {
+                    let zeros = vec![0; d];
+                    let expected = if *id < vocabulary { &weights[*id as usize * k..][..d] } else { &zeros };
+                    assert!(got == expected, "{what}: row {row}, id {id}");
+                }
+            }
+        }
+    }
+}
+
+/// A chain of dependent launches, each reading what the one before wrote, as a graph: the same bits every time.
+#[test]
+#[ignore = "needs a GPU"]
+fn dependent_launches_give_the_same_bits_again_and_again() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut lane = lane(&stream);
+    let (m, d) = (37u32, 2048u32);
+    let table = buffer(&stream, &random(500 * d as usize, 3));
+    let gamma = buffer(&stream, &random(d as usize, 4));
+    let ids = DeviceBuffer::from_host(&stream, &(0..m).map(|row| row * 13 % 500).collect::<Vec<_>>()).unwrap();
+    let get = |spec| kernels.get(&spec).unwrap();
+    let threads = NormThreads::new(256).unwrap();
+    let norm = Norm::new(get(VariantSpec::norm(Arch::Sm90a, NormSpec { threads, pdl: true }))).unwrap();
+    let threads = SiluMulThreads::new(128).unwrap();
+    let silu_mul = SiluMul::new(get(VariantSpec::silu_mul(Arch::Sm90a, SiluMulSpec { threads, pdl: true }))).unwrap();
+    let embed = EmbedSpec { source: EmbedSource::Bf16, pdl: true };
+    let embed = Embed::new(get(VariantSpec::embed(Arch::Sm90a, embed))).unwrap();
+    let mut h = output(&stream, m as usize, d as usize);
+    let mut x = output(&stream, m as usize, d as usize);
+    let mut a = output(&stream, m as usize, d as usize / 2);
+    let mut step = || {
+        let table = EmbedTable::Bf16(MatrixRef::new(&table, 500, d, d.into())?);
+        embed.enqueue(&mut lane, &ids, table, MatrixMut::new(&mut h, m, d, d.into())?)?;
+        norm.enqueue(
+            &mut lane,
+            MatrixRef::new(&h, m, d, d.into())?,
+            &gamma,
+            EPS,
+            None,
+            MatrixMut::new(&mut x, m, d, d.into())?,
+        )?;
+        silu_mul.enqueue(
+            &mut lane,
+            MatrixRef::new(&x, m, d, d.into())?,
+            MatrixMut::new(&mut a, m, d / 2, u64::from(d) / 2)?,
+        )
+    };
+    step().unwrap();
+    let graph = stream.capture(&mut step).unwrap();
+    let first = a.to_host(&stream).unwrap();
+    for round in 0..AGAIN {
+        for buffer in [&mut h, &mut x, &mut a] {
+            buffer.fill_bytes(&stream, 0xff).unwrap();
+        }
+        // SAFETY: all that the launches name lives through the reads below.
+        unsafe { graph.launch() }.unwrap();
+        assert!(a.to_host(&stream).unwrap() == first, "launch {round}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_does_not_go_together_is_refused_before_the_launch() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut lane = lane(&stream);
+    let norm = norms(kernels).remove(0);
+    let (x, gamma) = (buffer(&stream, &random(4 * 80, 1)), buffer(&stream, &random(72, 2)));
+    let mut y = output(&stream, 4, 80);
+    let mut run = |cols: u32, pitch: u64, rows: u32| {
+        let y = MatrixMut::new(&mut y, rows, cols, pitch).unwrap();
+        refused(norm.enqueue(&mut lane, MatrixRef::new(&x, 4, cols, pitch).unwrap(), &gamma, EPS, None, y))
+    };
+    assert!(matches!(run(70, 80, 4), Refusal::Columns { cols: 70, .. }));
+    assert!(matches!(run(72, 76, 4), Refusal::Pitch { pitch: 76, .. }));
+    assert!(matches!(run(72, 80, 3), Refusal::Output { .. }));
+    assert!(matches!(run(64, 80, 4), Refusal::Elements { buffer: "gamma", got: 72, expected: 64 }));
+    // In place: another block may still read what one has written.
+    let place = MatrixRef::new(&x, 4, 72, 80).unwrap();
+    // SAFETY: nothing is enqueued.
+    let same = unsafe { MatrixMut::from_raw(kernels.device(), x.address(), 4, 72, 80) }.unwrap();
+    let overlap = Refusal::Overlap { written: "y", other: "x" };
+    assert_eq!(refused(norm.enqueue(&mut lane, place, &gamma, EPS, None, same)), overlap);
+    let pdl = false;
+    let source = EmbedSource::Packed;
+    let packed = Embed::new(kernels.get(&VariantSpec::embed(Arch::Sm90a, EmbedSpec { source, pdl })).unwrap()).unwrap();
+    let ids = DeviceBuffer::from_host(&stream, &[0u32; 3]).unwrap();
+    let mut few = output(&stream, 4, 72);
+    let mut look_up = |rows| {
+        let y = MatrixMut::new(&mut few, rows, 72, 72).unwrap();
+        refused(packed.enqueue(&mut lane, &ids, EmbedTable::Bf16(place), y))
+    };
+    assert_eq!(look_up(3), Refusal::Source { takes: "packed", got: "bf16" });
+    assert!(Norm::new(kernels.get(&VariantSpec::embed(Arch::Sm90a, EmbedSpec { source, pdl })).unwrap()).is_err());
+    lane.synchronize().unwrap();
+}

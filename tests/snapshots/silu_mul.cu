@@ -1,0 +1,26 @@
+// uw_sm90a_silu_mul_t128
+// Y[m,n] = silu(X[m,0..n]) * X[m,n..2n].
+//
+// Blocks of 128 threads, at least 4 per SM, with 0 B of dynamic shared memory.
+// Grid: one block for each of the 1 x 1024 tiles of Y.
+// Rendered by unweight-codegen; edit templates/, not this text.
+#include "unweight/abi.cuh"
+#include "unweight/kernels/silu_mul.cuh"
+
+namespace {
+
+struct Config {
+    static constexpr uw::u32 kThreads = 128;
+    static constexpr bool kPdl = false;
+};
+
+}  // namespace
+
+static_assert(sizeof(uw::SiluMulArgs) == 40, "SiluMulArgs: host and device disagree");
+static_assert(Config::kThreads * uw::silu_mul::kChunk == 1024, "columns: plan and kernel disagree");
+static_assert(uw::silu_mul::kSmemBytes == 0, "shared memory: plan and kernel disagree");
+
+extern "C" __global__ void __launch_bounds__(128, 4)
+uw_sm90a_silu_mul_t128(const __grid_constant__ uw::SiluMulArgs args) {
+    uw::silu_mul::run<Config>(args);
+}

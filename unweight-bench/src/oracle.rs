@@ -1,0 +1,111 @@
+//! What kernels of activations must give, in double precision: for tests, and for `bench stress`.
+//!
+//! A kernel computes in fp32, sums in an order of its own and takes a square root of about 22 bits, so a result that
+//! lies near the middle between two bf16 may be either. [`Span`] is what it may be; no more than one rounding is
+//! forgiven.
+
+/// The value of bf16 bits.
+pub fn value(bits: u16) -> f64 {
+    f64::from(f32::from_bits(u32::from(bits) << 16))
+}
+
+/// The nearest bf16, of two the even one.
+pub fn rounded(x: f64) -> u16 {
+    // To odd first, so that rounding again is rounding once.
+    let near = x as f32;
+    let bits = match f64::from(near) {
+        same if same == x || x.is_nan() => near.to_bits(),
+        more if more.abs() > x.abs() => (near.to_bits() - 1) | 1,
+        _ => near.to_bits() | 1,
+    };
+    if x.is_nan() { 0x7fff } else { ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16 }
+}
+
+/// What a result may be: the bf16 from one to the other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Span {
+    low: f64,
+    high: f64,
+}
+
+impl Span {
+    /// What rounding `x` gives, if `x` is only known to this relative error.
+    pub fn about(x: f64, error: f64) -> Self {
+        Self::of(x - x.abs() * error, x + x.abs() * error)
+    }
+
+    fn of(a: f64, b: f64) -> Self {
+        let (a, b) = (value(rounded(a)), value(rounded(b)));
+        Self { low: a.min(b), high: a.max(b) }
+    }
+
+    /// Whether it may be this.
+    pub fn has(&self, bits: u16) -> bool {
+        (self.low..=self.high).contains(&value(bits))
+    }
+}
+
+/// The first element that is not what it may be.
+pub fn outside(got: &[u16], spans: &[Span]) -> Option<String> {
+    assert_eq!(got.len(), spans.len());
+    let at = got.iter().zip(spans).position(|(got, span)| !span.has(*got))?;
+    Some(format!("element {at}: {} instead of {:?}", value(got[at]), spans[at]))
+}
+
+/// The relative error of fp32 sums of a few thousand squares, and of an approximate root.
+const NORM_ERROR: f64 = 3e-6;
+
+/// RMSNorm of a row: `bf16(gamma * bf16(x * rsqrt(mean(x^2) + eps)))`.
+pub fn norm(x: &[u16], gamma: &[u16], eps: f32) -> Vec<Span> {
+    let square = x.iter().map(|x| value(*x) * value(*x)).sum::<f64>() / x.len() as f64;
+    let scale = (square + f64::from(eps)).sqrt().recip();
+    let apply = |(x, gamma): (&u16, &u16)| {
+        let inner = Span::about(value(*x) * scale, NORM_ERROR);
+        Span::of(inner.low * value(*gamma), inner.high * value(*gamma))
+    };
+    x.iter().zip(gamma).map(apply).collect()
+}
+
+/// `silu(gate) * up`.
+pub fn silu_mul(gate: u16, up: u16) -> Span {
+    let (gate, up) = (value(gate), value(up));
+    let span = Span::about(gate / (1.0 + (-gate).exp()) * up, 1e-6);
+    // e^88 is more than fp32 holds, and its reciprocal zero.
+    if gate < -87.0 { Span { low: span.low.min(0.0), high: span.high.max(0.0) } } else { span }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_is_to_the_nearest_and_to_even() {
+        for bits in [0u16, 1, 0x0080, 0x3f80, 0x3f81, 0x7f7f, 0x8000, 0xbf80] {
+            assert_eq!(rounded(value(bits)), bits);
+        }
+        let (one, next) = (value(0x3f80), value(0x3f81));
+        let middle = f64::midpoint(one, next);
+        assert_eq!((rounded(middle), rounded(f64::midpoint(next, value(0x3f82)))), (0x3f80, 0x3f82));
+        // Nearer than fp32 can tell.
+        assert_eq!((rounded(middle * (1.0 + 1e-15)), rounded(middle * (1.0 - 1e-15))), (0x3f81, 0x3f80));
+        assert_eq!((rounded(f64::INFINITY), rounded(1e300), rounded(f64::NAN)), (0x7f80, 0x7f80, 0x7fff));
+    }
+
+    #[test]
+    fn one_bf16_or_two_that_touch() {
+        assert!(Span::about(1.0, 1e-6).has(0x3f80) && !Span::about(1.0, 1e-6).has(0x3f81));
+        let between = Span::about(f64::midpoint(value(0x3f80), value(0x3f81)), 1e-6);
+        assert!(between.has(0x3f80) && between.has(0x3f81) && !between.has(0x3f82) && !between.has(0xffff));
+        assert!(Span::about(0.0, 1e-6).has(0x8000), "zeros are one number");
+        let wrong = outside(&[0x3f80, 0x3f82], &[between, between]).unwrap();
+        assert!(wrong.starts_with("element 1"), "{wrong}");
+    }
+
+    #[test]
+    fn a_norm_has_unit_length() {
+        let (x, gamma) = ([0x4000u16; 8], [0x3f80u16; 8]);
+        assert_eq!(outside(&[0x3f80; 8], &norm(&x, &gamma, 1e-6)), None);
+        assert_eq!(outside(&[0; 8], &norm(&[0; 8], &gamma, 1e-6)), None);
+        assert!(silu_mul(0, 0x3f80).has(0) && silu_mul(0x4120, 0x4000).has(rounded(19.999)));
+    }
+}

@@ -1,0 +1,122 @@
+//! Rows of an embedding, looked up: `templates/include/unweight/kernels/embed.cuh`.
+
+use super::{Edge, Family, Instruction, Op};
+use crate::{
+    abi::args,
+    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
+    spec::{Arch, VariantSpec, axes, word_axis},
+};
+use serde::Serialize;
+
+word_axis! {
+    /// How the table of an embedding lies.
+    EmbedSource, "source" {
+        /// BF16, row-major.
+        Bf16 = "bf16",
+        /// Packed (docs/format.md A.9).
+        Packed = "packed",
+    }
+}
+
+axes! {
+    /// A lookup of rows, a block a row.
+    pub struct EmbedSpec {
+        /// How the table lies.
+        source: EmbedSource "",
+        /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
+        pdl: flag "_pdl" = false,
+    }
+}
+
+args! {
+    /// Arguments of a lookup of rows.
+    pub struct EmbedArgs {
+        /// u32 `[m]`.
+        pub ids: u64,
+        /// bf16 `[vocabulary, d]`; `source = bf16` only.
+        pub table: u64,
+        /// u8 `[tiles, 6144]`; `source = packed` only, as are the next two.
+        pub packed: u64,
+        /// u32 `[tiles, 4]`.
+        pub escape_heads: u64,
+        /// u32 `[escape_words]`.
+        pub escapes: u64,
+        /// bf16 `[m, d]`.
+        pub y: u64,
+        /// u32, set to 1 and the row of `y` where an id is no row of the table.
+        pub fault: u64,
+        /// Elements from one row of `table` to the next.
+        pub table_pitch: u64,
+        /// Elements from one row of `y` to the next.
+        pub y_pitch: u64,
+        /// Rows of the table.
+        pub vocabulary: u32,
+        /// Columns, a multiple of 8.
+        pub d: u32,
+        /// Tiles in a row of a packed table.
+        pub tile_cols: u32,
+        /// Words in `escapes`.
+        pub escape_words: u32,
+        /// Lowest exponent of the window of a packed table.
+        pub base: u32,
+        /// 0.
+        pub reserved: u32,
+    }
+}
+
+impl VariantSpec {
+    /// A lookup of rows of an embedding.
+    pub const fn embed(arch: Arch, spec: EmbedSpec) -> Self {
+        Self { arch, op: Op::Embed(spec) }
+    }
+}
+
+const WARPS: u32 = 8;
+const BLOCKS_PER_SM: u32 = 2;
+
+impl EmbedSpec {
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let grid = LaunchGrid::Covering { work: Work::Rows, per_block: 1 };
+        let threads = WARPS * spec.arch.limits().warp_threads;
+        Ok(Plan {
+            spec: *spec,
+            smem: SmemPlan::new(),
+            pipeline: None,
+            roles: RolePlan::one("look up", WARPS),
+            launch: LaunchPlan { pdl: self.pdl, ..LaunchPlan::ordinary(threads, BLOCKS_PER_SM, grid) },
+        })
+    }
+}
+
+impl Family for EmbedSpec {
+    type Args = EmbedArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[];
+    const INSTRUCTIONS: &'static [Instruction] = &[];
+
+    fn summary(&self, _: &Plan) -> String {
+        let table = match self.source {
+            EmbedSource::Bf16 => "bf16",
+            EmbedSource::Packed => "packed to 12 bits",
+        };
+        let pdl = if self.pdl { ", dependent launch" } else { "" };
+        format!("Y[m,d] = rows ids[m] of a table, {table}{pdl}.")
+    }
+
+    fn context(&self, _: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            /// `Config::kPacked`.
+            packed: bool,
+            /// `Config::kPdl`.
+            pdl: bool,
+        }
+        Context { packed: self.source == EmbedSource::Packed, pdl: self.pdl }
+    }
+
+    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+        EmbedSource::ALL.iter().flat_map(|&source| {
+            [false, true].map(|pdl| VariantSpec::embed(Arch::Sm90a, EmbedSpec { source, pdl }))
+        })
+    }
+}

@@ -1,0 +1,111 @@
+//! RMSNorm of rows of activations: `templates/include/unweight/kernels/norm.cuh`.
+
+use super::{Edge, Family, Instruction, Op};
+use crate::{
+    abi::args,
+    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
+    spec::{Arch, VariantSpec, axes, set_axis},
+};
+use serde::Serialize;
+
+set_axis! {
+    /// Threads of a block of `norm`, to which the columns of a row are dealt.
+    NormThreads, "threads", [256, 512, 1024], "256, 512 or 1024 (they share the columns of a row)"
+}
+
+axes! {
+    /// RMSNorm, a block a row.
+    pub struct NormSpec {
+        /// Threads of a block.
+        threads: NormThreads "t" = 256,
+        /// Programmatic dependent launch: reads its weights while the stream's previous kernel still runs.
+        pdl: flag "_pdl" = false,
+    }
+}
+
+args! {
+    /// Arguments of RMSNorm.
+    pub struct NormArgs {
+        /// bf16 `[source_rows, d]`.
+        pub x: u64,
+        /// bf16 `[d]`.
+        pub gamma: u64,
+        /// u32 `[m]`: which rows of `x`; null: all of them, in order.
+        pub rows: u64,
+        /// bf16 `[m, d]`.
+        pub y: u64,
+        /// u32, set to 1 and the row of `y` where `rows` names no row of `x`.
+        pub fault: u64,
+        /// Elements from one row of `x` to the next.
+        pub x_pitch: u64,
+        /// Elements from one row of `y` to the next.
+        pub y_pitch: u64,
+        /// Added to the mean square.
+        pub eps: f32,
+        /// Rows of `x`.
+        pub source_rows: u32,
+        /// Columns, a multiple of 8, at most [`COLUMNS_MAX`].
+        pub d: u32,
+        /// 0.
+        pub reserved: u32,
+    }
+}
+
+impl VariantSpec {
+    /// RMSNorm.
+    pub const fn norm(arch: Arch, spec: NormSpec) -> Self {
+        Self { arch, op: Op::Norm(spec) }
+    }
+}
+
+/// The most columns: a row lies in the registers of its block.
+pub const COLUMNS_MAX: u32 = 16384;
+
+/// Registers for two rows of pieces, and room beside for blocks of the next kernel.
+const fn blocks_per_sm(threads: u32) -> u32 {
+    if threads > 512 { 1 } else { 2 }
+}
+
+impl NormSpec {
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let threads = self.threads.get();
+        let warps = threads / spec.arch.limits().warp_threads;
+        let grid = LaunchGrid::Covering { work: Work::Rows, per_block: 1 };
+        Ok(Plan {
+            spec: *spec,
+            smem: SmemPlan::new().section("sums", warps, 4, 4),
+            pipeline: None,
+            roles: RolePlan::one("norm", warps),
+            launch: LaunchPlan { pdl: self.pdl, ..LaunchPlan::ordinary(threads, blocks_per_sm(threads), grid) },
+        })
+    }
+}
+
+impl Family for NormSpec {
+    type Args = NormArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[];
+    const INSTRUCTIONS: &'static [Instruction] = &[];
+
+    fn summary(&self, _: &Plan) -> String {
+        let pdl = if self.pdl { ", dependent launch" } else { "" };
+        format!("Y[m,d] = gamma * X * rsqrt(mean(X^2) + eps), a block a row{pdl}.")
+    }
+
+    fn context(&self, _: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            /// `Config::kPdl`.
+            pdl: bool,
+            columns_max: u32,
+        }
+        Context { pdl: self.pdl, columns_max: COLUMNS_MAX }
+    }
+
+    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+        // 1024 threads are for rows longer than models have; whoever asks gets them.
+        NormThreads::ALL.into_iter().filter(|threads| threads.get() < 1024).flat_map(|threads| {
+            [false, true].map(|pdl| VariantSpec::norm(Arch::Sm90a, NormSpec { threads, pdl }))
+        })
+    }
+}

@@ -1,0 +1,102 @@
+//! The activation of a gated MLP, for weights whose product was stored as it is:
+//! `templates/include/unweight/kernels/silu_mul.cuh`.
+
+use super::{Edge, Family, Instruction, Op};
+use crate::{
+    abi::args,
+    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
+    spec::{Arch, VariantSpec, axes, set_axis},
+};
+use serde::Serialize;
+
+set_axis! {
+    /// Threads of a block of `silu_mul`, eight columns each.
+    SiluMulThreads, "threads", [128, 256], "128 or 256 (of 8 columns)"
+}
+
+axes! {
+    /// `silu(gate) * up`.
+    pub struct SiluMulSpec {
+        /// Threads of a block.
+        threads: SiluMulThreads "t" = 128,
+        /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
+        pdl: flag "_pdl" = false,
+    }
+}
+
+args! {
+    /// Arguments of `silu_mul`.
+    pub struct SiluMulArgs {
+        /// bf16 `[m, 2 * columns]`: the gate, then the up.
+        pub x: u64,
+        /// bf16 `[m, columns]`.
+        pub y: u64,
+        /// Elements from one row of `x` to the next.
+        pub x_pitch: u64,
+        /// Elements from one row of `y` to the next.
+        pub y_pitch: u64,
+        /// Columns of `y`, a multiple of 8.
+        pub columns: u32,
+        /// Blocks of a row.
+        pub row_blocks: u32,
+    }
+}
+
+impl VariantSpec {
+    /// `silu(gate) * up`.
+    pub const fn silu_mul(arch: Arch, spec: SiluMulSpec) -> Self {
+        Self { arch, op: Op::SiluMul(spec) }
+    }
+}
+
+/// Columns of a thread: 16 bytes.
+const CHUNK: u32 = 8;
+const BLOCKS_PER_SM: u32 = 4;
+
+impl SiluMulSpec {
+    /// Columns of a block.
+    pub const fn block_columns(&self) -> u32 {
+        self.threads.get() * CHUNK
+    }
+
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let threads = self.threads.get();
+        let work = Work::OutputTiles { rows: 1, columns: self.block_columns() };
+        let grid = LaunchGrid::Covering { work, per_block: 1 };
+        Ok(Plan {
+            spec: *spec,
+            smem: SmemPlan::new(),
+            pipeline: None,
+            roles: RolePlan::one("activate", threads / spec.arch.limits().warp_threads),
+            launch: LaunchPlan { pdl: self.pdl, ..LaunchPlan::ordinary(threads, BLOCKS_PER_SM, grid) },
+        })
+    }
+}
+
+impl Family for SiluMulSpec {
+    type Args = SiluMulArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[];
+    const INSTRUCTIONS: &'static [Instruction] = &[];
+
+    fn summary(&self, _: &Plan) -> String {
+        let pdl = if self.pdl { ", dependent launch" } else { "" };
+        format!("Y[m,n] = silu(X[m,0..n]) * X[m,n..2n]{pdl}.")
+    }
+
+    fn context(&self, _: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            /// `Config::kPdl`.
+            pdl: bool,
+            block_columns: u32,
+        }
+        Context { pdl: self.pdl, block_columns: self.block_columns() }
+    }
+
+    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+        [false, true].into_iter().map(|pdl| {
+            VariantSpec::silu_mul(Arch::Sm90a, SiluMulSpec { threads: SiluMulThreads::ALL[0], pdl })
+        })
+    }
+}

@@ -1,0 +1,185 @@
+//! Rows of an embedding, by ids on the device: from BF16, or from packed weights, of which no other copy is needed.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    abi::EmbedArgs,
+    plan::GemmShape,
+    spec::{EmbedSource, EmbedSpec, Op},
+};
+
+use crate::{
+    device::{
+        DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, RowFault,
+        module::LoadedKernel,
+        view::{Place, check_apart, check_device},
+    },
+    ops::{check_activations, check_len, lane::Lane},
+    weight::{self, DevicePacked},
+};
+
+/// The table of an embedding.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum EmbedTable<'a> {
+    /// BF16 `[vocabulary, d]`.
+    Bf16(MatrixRef<'a>),
+    /// Packed weights, both sides padded to multiples of 64.
+    Packed {
+        /// `[n, k]`, `n >= vocabulary`, `k >= d`.
+        weights: &'a DevicePacked,
+        /// Rows that are ids.
+        vocabulary: u32,
+    },
+}
+
+impl EmbedTable<'_> {
+    fn source(&self) -> EmbedSource {
+        match self {
+            Self::Bf16(_) => EmbedSource::Bf16,
+            Self::Packed { .. } => EmbedSource::Packed,
+        }
+    }
+}
+
+/// A kernel that looks rows up.
+#[derive(Clone, Debug)]
+pub struct Embed {
+    kernel: Arc<LoadedKernel>,
+    spec: EmbedSpec,
+}
+
+impl Embed {
+    /// Wraps a kernel of `embed`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        let Op::Embed(spec) = kernel.spec().op else {
+            return kernel.refuse(Refusal::Family { wanted: "a lookup of embeddings" });
+        };
+        Ok(Self { kernel, spec })
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &LoadedKernel {
+        &self.kernel
+    }
+
+    /// Enqueues `y[r] = table[ids[r]]` for each row of `y` `[m, d]`; `ids` has `m` entries at least, `d` is a multiple
+    /// of 8. An id that is no row of the table gives zeros, and [`Lane::synchronize`] reports it.
+    ///
+    /// # Errors
+    /// A table of another form than the kernel takes; operands that do not agree, overlap, or lie on another device, at
+    /// another address or pitch; or the driver's refusal.
+    pub fn enqueue(
+        &self,
+        lane: &mut Lane,
+        ids: &DeviceBuffer<u32>,
+        table: EmbedTable<'_>,
+        y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let (y, own) = (y.place(), self.kernel.device().ordinal());
+        let check = || {
+            let (takes, got) = (self.spec.source, table.source());
+            if takes != got {
+                return Err(Refusal::Source { takes: takes.tag(), got: got.tag() });
+            }
+            check_activations("y", y, u32::MAX)?;
+            check_len("ids", ids.len().min(y.rows as usize), y.rows)?;
+            check_device("ids", ids.device().ordinal(), own)?;
+            y.check_device("y", own)?;
+            check_apart(("y", y.span()), [("ids", ids.span())])?;
+            match table {
+                EmbedTable::Bf16(table) => check_bf16(table.place(), y, own),
+                EmbedTable::Packed { weights, vocabulary } => {
+                    check_device("the table", weights.device().ordinal(), own)?;
+                    check_apart(("y", y.span()), weights.spans())?;
+                    check_packed(weight::shape(weights.grid()), vocabulary, y)
+                }
+            }
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = EmbedArgs {
+            ids: ids.address(),
+            y: y.address,
+            fault: lane.row_fault_address(RowFault::Token),
+            y_pitch: y.pitch,
+            d: y.cols,
+            ..args(&table)
+        };
+        // SAFETY: shapes, pitches and places were held against each other above, the views against their memory when
+        // they were made; the kernel bounds the ids, and what heads and lists of escapes lead to. The fault word lives
+        // as long as the lane, on whose stream this runs. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(lane.stream(), GemmShape::rows(y.rows), &args) }
+    }
+}
+
+/// What a table says.
+fn args(table: &EmbedTable<'_>) -> EmbedArgs {
+    match table {
+        EmbedTable::Bf16(table) => {
+            let Place { address, rows, pitch, .. } = *table.place();
+            EmbedArgs { table: address, table_pitch: pitch, vocabulary: rows, ..EmbedArgs::default() }
+        }
+        EmbedTable::Packed { weights, vocabulary } => EmbedArgs {
+            packed: weights.packed().address(),
+            escape_heads: weights.escape_heads().address(),
+            escapes: weights.escapes().address(),
+            vocabulary: *vocabulary,
+            // A grid's dimensions and the words of its escapes fit 32 bits: checked when the tensor was made.
+            tile_cols: weights.grid().tile_cols() as u32,
+            escape_words: weights.escapes().len() as u32,
+            base: weights.window().base().into(),
+            ..EmbedArgs::default()
+        },
+    }
+}
+
+fn check_bf16(table: &Place, y: &Place, own: usize) -> Result<(), Refusal> {
+    table.check_rows_aligned("the table")?;
+    table.check_device("the table", own)?;
+    if table.cols != y.cols {
+        return Err(Refusal::Output { output: y.shape(), tensor: table.shape() });
+    }
+    check_apart(("y", y.span()), [("the table", table.span())])
+}
+
+/// Whether `y` can be rows of packed weights `[n, k]`.
+fn check_packed([n, k]: [u64; 2], vocabulary: u32, y: &Place) -> Result<(), Refusal> {
+    if u64::from(vocabulary) > n {
+        return Err(Refusal::Vocabulary { vocabulary, rows: n });
+    }
+    // Padding of columns, and no more.
+    if u64::from(y.cols).next_multiple_of(64) == k {
+        Ok(())
+    } else {
+        Err(Refusal::Output { output: y.shape(), tensor: [n, k] })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(rows: u32, cols: u32) -> Place {
+        Place::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap()
+    }
+
+    #[test]
+    fn a_table_has_the_columns_of_its_rows() {
+        let far = Place::new(0, 0x10_0000, 100, 72, 80, u64::MAX).unwrap();
+        assert_eq!(check_bf16(&far, &place(3, 72), 0), Ok(()));
+        assert!(matches!(check_bf16(&far, &place(3, 64), 0), Err(Refusal::Output { .. })));
+        assert!(matches!(check_bf16(&place(100, 72), &place(3, 72), 0), Err(Refusal::Overlap { .. })));
+        // Packed: padded to whole tiles, both ways.
+        assert_eq!(check_packed([128, 128], 100, &place(3, 72)), Ok(()));
+        assert_eq!(check_packed([128, 128], 128, &place(3, 128)), Ok(()));
+        for cols in [64, 136] {
+            let shape = Refusal::Output { output: [3, cols.into()], tensor: [128, 128] };
+            assert_eq!(check_packed([128, 128], 100, &place(3, cols)), Err(shape));
+        }
+        let more = Refusal::Vocabulary { vocabulary: 129, rows: 128 };
+        assert_eq!(check_packed([128, 128], 129, &place(3, 128)), Err(more));
+    }
+}

@@ -1,0 +1,128 @@
+//! RMSNorm of rows of activations: `y[r] = bf16(gamma * bf16(x[r] * rsqrt(mean(x[r]^2) + eps)))`.
+
+use std::sync::Arc;
+
+use unweight_codegen::{abi::NormArgs, family::norm::COLUMNS_MAX, plan::GemmShape, spec::Op};
+
+use crate::{
+    device::{
+        DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, RowFault,
+        module::LoadedKernel,
+        view::{Place, check_apart, check_device},
+    },
+    ops::{check_activations, check_len, lane::Lane},
+};
+
+/// An RMSNorm kernel.
+#[derive(Clone, Debug)]
+pub struct Norm {
+    kernel: Arc<LoadedKernel>,
+}
+
+impl Norm {
+    /// Wraps a kernel of `norm`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::Norm(_) => Ok(Self { kernel }),
+            _ => kernel.refuse(Refusal::Family { wanted: "an RMSNorm" }),
+        }
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &LoadedKernel {
+        &self.kernel
+    }
+
+    /// Enqueues the norm of the rows of `x` `[m, d]`, or of those that `rows` names: `y` has as many rows as are asked
+    /// for, and `rows` that many entries at least. `gamma` is `[d]`; `d` is a multiple of 8, at most 16384. An entry of
+    /// `rows` that is no row of `x` gives zeros, and [`Lane::synchronize`] reports it.
+    ///
+    /// # Errors
+    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
+    /// takes; or the driver's refusal.
+    pub fn enqueue(
+        &self,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
+        gamma: &DeviceBuffer<u16>,
+        eps: f32,
+        rows: Option<&DeviceBuffer<u32>>,
+        y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let (x, y, own) = (x.place(), y.place(), self.kernel.device().ordinal());
+        let check = || {
+            check_shapes(x, rows.map(DeviceBuffer::len), y)?;
+            check_len("gamma", gamma.len(), x.cols)?;
+            check_device("gamma", gamma.device().ordinal(), own)?;
+            x.check_device("x", own)?;
+            y.check_device("y", own)?;
+            check_apart(("y", y.span()), [("x", x.span()), ("gamma", gamma.span())])?;
+            rows.map_or(Ok(()), |rows| {
+                check_device("the list of rows", rows.device().ordinal(), own)?;
+                check_apart(("y", y.span()), [("the list of rows", rows.span())])
+            })
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = NormArgs {
+            x: x.address,
+            gamma: gamma.address(),
+            rows: rows.map_or(0, DeviceBuffer::address),
+            y: y.address,
+            fault: lane.row_fault_address(RowFault::Source),
+            x_pitch: x.pitch,
+            y_pitch: y.pitch,
+            eps,
+            source_rows: x.rows,
+            d: x.cols,
+            reserved: 0,
+        };
+        // SAFETY: shapes, pitches, places and the list's length were held against each other above, the views against
+        // their memory when they were made; the kernel bounds the entries of the list. The fault word lives as long as
+        // the lane, on whose stream this runs. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(lane.stream(), GemmShape::rows(y.rows), &args) }
+    }
+}
+
+/// Whether these can be the input, the list and the output of a norm.
+fn check_shapes(x: &Place, rows: Option<usize>, y: &Place) -> Result<(), Refusal> {
+    check_activations("x", x, COLUMNS_MAX)?;
+    y.check_rows_aligned("y")?;
+    let asked = if rows.is_some() { y.rows } else { x.rows };
+    if (y.rows, y.cols) != (asked, x.cols) {
+        return Err(Refusal::Output { output: y.shape(), tensor: x.shape() });
+    }
+    match rows {
+        Some(len) if (len as u64) < u64::from(y.rows) => {
+            Err(Refusal::Elements { buffer: "the list of rows", got: len as u64, expected: y.rows.into() })
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::CHUNK;
+
+    fn place(rows: u32, cols: u32) -> Place {
+        Place::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap()
+    }
+
+    #[test]
+    fn rows_and_columns_must_agree() {
+        assert_eq!(check_shapes(&place(5, 72), None, &place(5, 72)), Ok(()));
+        assert_eq!(check_shapes(&place(5, 72), Some(3), &place(3, 72)), Ok(()));
+        assert_eq!(check_shapes(&place(5, 72), Some(9), &place(9, 72)), Ok(()), "a row may be named twice");
+        for (y, rows) in [(place(4, 72), None), (place(5, 64), None), (place(3, 64), Some(3))] {
+            assert!(matches!(check_shapes(&place(5, 72), rows, &y), Err(Refusal::Output { .. })), "{y:?}");
+        }
+        let short = Refusal::Elements { buffer: "the list of rows", got: 2, expected: 3 };
+        assert_eq!(check_shapes(&place(5, 72), Some(2), &place(3, 72)), Err(short));
+        let odd = Refusal::Columns { operand: "x", cols: 70, of: CHUNK, max: 16384 };
+        assert_eq!(check_shapes(&place(5, 70), None, &place(5, 70)), Err(odd));
+        assert!(matches!(check_shapes(&place(1, 16392), None, &place(1, 16392)), Err(Refusal::Columns { .. })));
+    }
+}

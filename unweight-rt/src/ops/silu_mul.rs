@@ -1,0 +1,100 @@
+//! The activation of a gated MLP, `y = silu(gate) * up`, where the product was stored as it is.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    abi::SiluMulArgs,
+    plan::GemmShape,
+    spec::{Op, SiluMulSpec},
+};
+
+use crate::{
+    device::{
+        DeviceError, MatrixMut, MatrixRef, Refusal,
+        module::LoadedKernel,
+        view::{Place, check_apart},
+    },
+    ops::{check_activations, lane::Lane},
+};
+
+/// A kernel of `silu(gate) * up`.
+#[derive(Clone, Debug)]
+pub struct SiluMul {
+    kernel: Arc<LoadedKernel>,
+    spec: SiluMulSpec,
+}
+
+impl SiluMul {
+    /// Wraps a kernel of `silu_mul`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        let Op::SiluMul(spec) = kernel.spec().op else {
+            return kernel.refuse(Refusal::Family { wanted: "an activation of a gated MLP" });
+        };
+        Ok(Self { kernel, spec })
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &LoadedKernel {
+        &self.kernel
+    }
+
+    /// Enqueues `y[m, n] = silu(x[m, 0..n]) * x[m, n..2n]`, in fp32 and rounded once. `n` is a multiple of 8.
+    ///
+    /// # Errors
+    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
+    /// takes; or the driver's refusal.
+    pub fn enqueue(&self, lane: &mut Lane, x: MatrixRef<'_>, y: MatrixMut<'_>) -> Result<(), DeviceError> {
+        let (x, y, own) = (x.place(), y.place(), self.kernel.device().ordinal());
+        let check = || {
+            check_shapes(x, y)?;
+            x.check_device("x", own)?;
+            y.check_device("y", own)?;
+            check_apart(("y", y.span()), [("x", x.span())])
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = SiluMulArgs {
+            x: x.address,
+            y: y.address,
+            x_pitch: x.pitch,
+            y_pitch: y.pitch,
+            columns: y.cols,
+            row_blocks: y.cols.div_ceil(self.spec.block_columns()),
+        };
+        let problem = GemmShape { m: y.rows, n: y.cols, k: 0 };
+        // SAFETY: shapes, pitches and places were held against each other above, the views against their memory when
+        // they were made. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(lane.stream(), problem, &args) }
+    }
+}
+
+/// Whether these can be input and output.
+fn check_shapes(x: &Place, y: &Place) -> Result<(), Refusal> {
+    check_activations("y", y, u32::MAX / 2)?;
+    x.check_rows_aligned("x")?;
+    if (x.rows, u64::from(x.cols)) == (y.rows, 2 * u64::from(y.cols)) {
+        Ok(())
+    } else {
+        Err(Refusal::Gated { x: x.shape(), y: y.shape() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(rows: u32, cols: u32) -> Place {
+        Place::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap()
+    }
+
+    #[test]
+    fn a_gate_and_an_up_make_half_the_columns() {
+        assert_eq!(check_shapes(&place(3, 144), &place(3, 72)), Ok(()));
+        for (x, y) in [(place(3, 72), place(3, 72)), (place(4, 144), place(3, 72)), (place(3, 144), place(3, 144))] {
+            assert_eq!(check_shapes(&x, &y), Err(Refusal::Gated { x: x.shape(), y: y.shape() }));
+        }
+        assert!(matches!(check_shapes(&place(3, 24), &place(3, 12)), Err(Refusal::Columns { operand: "y", .. })));
+    }
+}
