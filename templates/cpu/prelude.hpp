@@ -101,8 +101,8 @@ inline __attribute__((used, visibility("default"))) void uw_cpu_register(const v
     uw::cpu::machine().allocations[p] = {p, bytes, name};
 }
 inline __attribute__((used, visibility("default"))) void uw_cpu_clear_registered() { uw::cpu::machine().allocations.clear(); }
-// Fills a tensor map: row-major [rows, columns], `row_bytes` from row to row, box [box_rows, box_columns], swizzle 0 or
-// 128 bytes.
+// Fills a tensor map: row-major [rows, columns], `row_bytes` from row to row, box [box_rows, box_columns], swizzle 0,
+// 64 or 128 bytes.
 inline __attribute__((used, visibility("default"))) void uw_cpu_tensor_map_2d(void* map, void* base, unsigned element_bytes, unsigned long long columns,
                                                                               unsigned long long rows, unsigned long long row_bytes,
                                                                               unsigned box_columns, unsigned box_rows, unsigned swizzle_bytes) {

@@ -281,7 +281,7 @@ void each_piece(const Map& map, u32 column, u32 row, u32 shared, Visit visit) {
     for (u32 r = 0; r < map.box_rows; ++r) {
         for (u32 b = 0; b < box_row_bytes; b += map.element_bytes) {
             u32 address = shared + r * box_row_bytes + b;
-            if (map.swizzle_bytes == 128) address ^= (address >> 7 & 7) << 4;
+            if (map.swizzle_bytes != 0) address ^= (address >> 7 & (map.swizzle_bytes / 16 - 1)) << 4;
             u64 c = int64_t(i32(column)) + b / map.element_bytes, y = int64_t(i32(row)) + r;
             bool inside = c < map.columns && y < map.rows;
             visit(cpu::shared_at(address, map.element_bytes, map.element_bytes), inside ? map.base + y * map.row_bytes + c * map.element_bytes : nullptr,
@@ -301,7 +301,7 @@ inline void start_store(u32 source, u32 bytes, std::function<void()> apply) {
 }
 inline u32 map_box_bytes(const Map& m) { return m.box_columns * m.box_rows * m.element_bytes; }
 inline void check_map_address(const Map& m, u32 shared, const char* what) {
-    u32 alignment = m.swizzle_bytes == 128 ? 1024 : 128;
+    u32 alignment = m.swizzle_bytes != 0 ? 8 * m.swizzle_bytes : 128;  // where the swizzle repeats
     cpu::shared_at(shared, map_box_bytes(m), alignment);
     (void)what;
 }

@@ -54,6 +54,10 @@ fn gate_and_up_become_one() {
     check("gemm_mma_b8_r4w2p2c1_esc_pdl_silu_mul", &[(3, 128, 320), (9, 320, 64)]);
     check("gemm_mma_b16_r2w3p2c2_esc_pdl_silu_mul", &[(16, 128, 448)]);
     check("gemm_mma_b8_r4w2p2c1_persistent_esc_pdl_silu_mul", &[(8, 320, 128)]);
+    // Odd numbers of row blocks, alone, across tiles, and with fewer pairs of rows than blocks of a cluster.
+    check("gemm_mma_b8_r7w2p1c1_esc_pdl_silu_mul", &[(5, 192, 192)]);
+    check("gemm_mma_b8_r1w1p1c8_esc_pdl_silu_mul", &[(8, 64, 512)]);
+    check("gemm_mma_b32_r3w2p2c8_persistent_esc_pdl_silu_mul", &[(30, 128, 1024)]);
 }
 
 #[test]
@@ -82,7 +86,7 @@ fn planted_bugs_are_caught() {
         (kernel, "parity ^= slot == 0;", "parity ^= 1;"),
         (kernel, "load_pieces.slot_bytes = S::kXBytes +", "load_pieces.slot_bytes = 0 *"),
         (kernel, "left -= here;", "left = 0;"),
-        (kernel, "gate + packed::kBlockRows, up_low", "gate, up_low"),
+        (kernel, "gate + packed::kGateRows, up_low", "gate, up_low"),
         (kernel, "half * 4 + lane / 8;", "half * 4 + lane / 8 % 2;"),
         // The race that shows in a few of a hundred launches, and only under load: the slot is refilled while its loads
         // are in flight.

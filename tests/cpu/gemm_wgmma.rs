@@ -65,6 +65,17 @@ fn clusters_of_4() {
 }
 
 #[test]
+fn gate_and_up_become_one() {
+    check("gemm_wgmma_b64_g2p3_esc_pdl_silu_mul", &[(1, 128, 64, 8), (65, 192, 192, 2)]);
+    // Pieces of 64 batch rows, two stores each.
+    check("gemm_wgmma_b128_g1p3_esc_pdl_silu_mul", &[(97, 128, 128, 1)]);
+    check("gemm_wgmma_b192_g3p3_esc_pdl_silu_mul", &[(191, 256, 64, 4)]);
+    check("gemm_wgmma_b32_g1p3_streamk_esc_pdl_silu_mul", &[(20, 64, 448, 3), (32, 192, 320, 5), (33, 192, 64, 4)]);
+    check("gemm_wgmma_b64_g2p3c2_esc_pdl_silu_mul", &[(65, 192, 448, 1)]);
+    check("gemm_wgmma_b192_g2p4c4_esc_pdl_silu_mul", &[(97, 128, 448, 1)]);
+}
+
+#[test]
 fn operands_are_the_weights() {
     let spec = spec("gemm_wgmma_b64_g2p4_esc_pdl_store_dump");
     let problem = Problem::random(&spec, (2, 192, 192), 5);
@@ -82,6 +93,7 @@ fn hostile_escapes_stay_in_bounds() {
 fn planted_bugs_are_caught() {
     let streaming = "gemm_wgmma_b128_g1p3_streamk_esc_pdl_store";
     let clustered = "gemm_wgmma_b64_g2p3c2_esc_pdl_store";
+    let gated = "gemm_wgmma_b64_g2p3_esc_pdl_silu_mul";
     for (name, from, to) in [
         // The ring: a slot given back while it is read, sums read too early, a wrong byte count, another warp's
         // weights.
@@ -96,6 +108,9 @@ fn planted_bugs_are_caught() {
         (streaming, "if (waits) ptx::reduce_add_global(flag, ~0u);", "if (waits) ptx::reduce_add_global(flag, 0);"),
         // The store: the wrong half of a fragment.
         (streaming, "p.warp * 2 + p.lane / 8 % 2", "p.warp * 2 + p.lane / 16"),
+        // Of a gate and its up: the next batch row for the up, another warp's columns.
+        (gated, "gated(d[4 * j], d[4 * j + 2])", "gated(d[4 * j], d[4 * j + 1])"),
+        (gated, "GatedTile::offset(g * 32 + p.lane, p.warp)", "GatedTile::offset(g * 32 + p.lane, 3 - p.warp)"),
         // A cluster: sums written over X that another warpgroup reads, a peer's left out, steps taken twice.
         (clustered, "ptx::named_barrier_sync(4, Config::kWarpgroups * kWarpgroupThreads);", "sync_warpgroup(p);"),
         (clustered, "j + (j >= schedule.team)", "j"),

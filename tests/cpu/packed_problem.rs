@@ -17,8 +17,6 @@ use unweight_format::{
 use crate::harness::{Buffer, CpuKernel, MapSpec, Run, bf16};
 
 const TILE: usize = 64;
-/// Rows of W that one warp multiplies at a time.
-const BLOCK_ROWS: usize = 16;
 const GUARD: u16 = 0x7fc1;
 const GUARD_ROWS: usize = 2;
 
@@ -95,21 +93,22 @@ impl Problem {
         let y = Buffer::of(bytemuck::cast_slice(&y));
         let workspace = Buffer::new(needs.bytes as usize);
         let counters = Buffer::zeroed(needs.counters as usize * 4);
-        let map = |kernel: &mut CpuKernel, data, columns: usize, box_rows: u32| {
+        let map = |kernel: &mut CpuKernel, data, columns: usize, (box_columns, box_rows): (u32, u32)| {
             kernel.tensor_map(&MapSpec {
                 data,
                 element_bytes: 2,
                 columns: columns as u64,
                 rows: self.m as u64,
-                box_columns: 64,
+                box_columns,
                 box_rows,
-                swizzle_bytes: 128,
+                swizzle_bytes: 2 * box_columns,
             })
         };
         let (batch_tile, epilogue) = traits(spec);
+        let y_box = if epilogue == Epilogue::SiluMul { (32, 32) } else { (64, 32) };
         let args = GemmPackedArgs {
-            x: map(kernel, x.slice(), self.k, batch_tile),
-            y_map: map(kernel, &y.slice()[..stored * 2], columns(epilogue, self.n), 32),
+            x: map(kernel, x.slice(), self.k, (64, batch_tile)),
+            y_map: map(kernel, &y.slice()[..stored * 2], columns(epilogue, self.n), y_box),
             packed: packed.address(),
             escape_heads: heads.address(),
             escapes: escapes.address(),
@@ -180,9 +179,9 @@ impl Problem {
                 }
                 // The slope of silu is at most 1.1.
                 Epilogue::SiluMul => {
-                    let gate_row = column / BLOCK_ROWS * 2 * BLOCK_ROWS + column % BLOCK_ROWS;
-                    let ((gate, gate_size), (up, up_size)) =
-                        (product(row, gate_row), product(row, gate_row + BLOCK_ROWS));
+                    let turn = Epilogue::GATE_ROWS as usize;
+                    let gate_row = column / turn * 2 * turn + column % turn;
+                    let ((gate, gate_size), (up, up_size)) = (product(row, gate_row), product(row, gate_row + turn));
                     let sum = gate / (1.0 + (-gate).exp()) * up;
                     (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + sum.abs() * 1e-5)
                 }

@@ -117,10 +117,11 @@ impl Case {
                     let old = value(before[at]);
                     (self.exact[at].0 + old, (self.exact[at].1 + old.abs()) * 1e-6)
                 }
-                // 16 rows of the gate and 16 of the up in turn. The slope of silu is at most 1.1.
+                // Rows of the gate and of the up in turn. The slope of silu is at most 1.1.
                 Epilogue::SiluMul => {
-                    let gate_at = row * self.n + column / 16 * 32 + column % 16;
-                    let ((gate, gate_size), (up, up_size)) = (self.exact[gate_at], self.exact[gate_at + 16]);
+                    let turn = Epilogue::GATE_ROWS as usize;
+                    let gate_at = row * self.n + column / turn * 2 * turn + column % turn;
+                    let ((gate, gate_size), (up, up_size)) = (self.exact[gate_at], self.exact[gate_at + turn]);
                     let sum = gate / (1.0 + (-gate).exp()) * up;
                     (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + sum.abs() * 1e-5)
                 }

@@ -358,6 +358,7 @@ fn variants_at_the_ends_of_the_axes_compile_to_their_plans() {
         "uw_sm90a_gemm_mma_b8_r8w4p2c1_esc_store",
         "uw_sm90a_gemm_mma_b8_r1w32p2c1_esc_store",
         "uw_sm90a_gemm_mma_b16_r2w4p2c8_pdl_silu_mul",
+        "uw_sm90a_gemm_mma_b8_r1w2p2c8_esc_silu_mul",
         "uw_sm90a_gemm_mma_b64_r1w1p16c4_persistent_store_add",
         "uw_sm90a_gemm_wgmma_b32_g1p3_esc_store",
         "uw_sm90a_gemm_wgmma_b32_g1p16_store_add",
@@ -366,6 +367,7 @@ fn variants_at_the_ends_of_the_axes_compile_to_their_plans() {
         "uw_sm90a_gemm_wgmma_b192_g2p4_streamk_store",
         "uw_sm90a_gemm_wgmma_b256_g2p4c8_esc_store_add",
         "uw_sm90a_gemm_wgmma_b32_g1p3c2_pdl_store",
+        "uw_sm90a_gemm_wgmma_b32_g3p4_streamk_esc_silu_mul",
     ];
     let specs: Vec<VariantSpec> = names.iter().map(|name| name.parse().unwrap()).collect();
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();

@@ -30,6 +30,7 @@ using Smem = uw::gemm_mma::Smem<Config>;
 static_assert(uw::packed::kTile == 64, "tiles: format and kernel disagree");
 static_assert(uw::packed::kTileBytes == 6144, "packed tiles: format and kernel disagree");
 static_assert(uw::packed::kBlockBytes == 1536, "row blocks: format and kernel disagree");
+static_assert(uw::packed::kGateRows == 8, "gates and ups: epilogue and kernel disagree");
 static_assert(sizeof(uw::GemmPackedArgs) == 384, "GemmPackedArgs: host and device disagree");
 static_assert(Smem::kRings == 0, "shared memory: plan and kernel disagree");
 static_assert(Smem::kBarriers == 81920, "shared memory: plan and kernel disagree");

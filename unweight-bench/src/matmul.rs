@@ -183,8 +183,6 @@ impl Report<MatmulOptions> {
 }
 
 const FAMILY: &str = "gemm_packed";
-/// Up to this batch there are kernels made for a gate and an up in one.
-const GATED_BATCH: u32 = 64;
 
 /// Normal weights, a stretch of which serves every shape: what counts is where they lie, not that they differ.
 struct Weights {
@@ -384,7 +382,7 @@ impl Bench<'_> {
             })?;
             let bytes = io + (0..shapes.len()).map(whole).sum::<usize>();
             contenders.push(Contender::cublas(graph, bytes as u64));
-            let gated = self.options.launches().filter(|_| m <= GATED_BATCH).map(|pdl| (pdl, true));
+            let gated = self.options.launches().map(|pdl| (pdl, true));
             let ways: Vec<(bool, bool)> = self.options.launches().map(|pdl| (pdl, false)).chain(gated).collect();
             for (pdl, gated) in ways {
                 let specs = (0..shapes.len())

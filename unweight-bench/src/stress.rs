@@ -873,10 +873,11 @@ fn mismatch(
         let (sum, slack) = match epilogue {
             Epilogue::Store => (exact[at].0, exact[at].1 * share),
             Epilogue::StoreAdd => (exact[at].0 + old(at), (exact[at].1 + old(at).abs()) * share),
-            // 16 rows of the gate and 16 of the up in turn. The slope of silu is at most 1.1.
+            // Rows of the gate and of the up in turn. The slope of silu is at most 1.1.
             Epilogue::SiluMul => {
-                let gate_at = row * n + column / 16 * 32 + column % 16;
-                let ((gate, gate_size), (up, up_size)) = (exact[gate_at], exact[gate_at + 16]);
+                let turn = Epilogue::GATE_ROWS as usize;
+                let gate_at = row * n + column / turn * 2 * turn + column % turn;
+                let ((gate, gate_size), (up, up_size)) = (exact[gate_at], exact[gate_at + turn]);
                 let sum = gate / (1.0 + (-gate).exp()) * up;
                 (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * share + sum.abs() * 1e-5)
             }

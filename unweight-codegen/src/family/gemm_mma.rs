@@ -71,7 +71,8 @@ args! {
     pub struct GemmPackedArgs {
         /// bf16 `[m, k]`, box 64 x the variant's batch tile, 128-byte swizzle, zero fill.
         pub x: TensorMap,
-        /// bf16 `[m, n]`, for variants that store by the copy engine.
+        /// The product `y`, for variants that store by the copy engine: boxes of 64 x 32 with the 128-byte swizzle, of a
+        /// `silu_mul` variant 32 x 32 with the 64-byte swizzle.
         pub y_map: TensorMap,
         /// u8 `[tiles, 6144]`.
         pub packed: u64,
@@ -79,7 +80,7 @@ args! {
         pub escape_heads: u64,
         /// u32 `[escape_words]`.
         pub escapes: u64,
-        /// bf16 `[m, n]`.
+        /// bf16 `[m, n]`, of a `silu_mul` variant `[m, n / 2]`.
         pub y: u64,
         /// f32 partial sums; its size follows from the plan.
         pub workspace: u64,
@@ -176,11 +177,6 @@ const BLOCKS_PER_SM_MAX: u32 = 2;
 /// them.
 const REGISTERS_MIN: u32 = 80;
 
-/// Row blocks that one task must have together: of a gate and of its up.
-const fn together(op: &GemmMmaSpec) -> u32 {
-    if matches!(op.epilogue, Epilogue::SiluMul) { 2 } else { 1 }
-}
-
 /// X and W of one slot of a warp's ring.
 const fn slot_bytes(op: &GemmMmaSpec) -> u32 {
     op.batch_tile.get() * X_ROW_BYTES + op.row_blocks.get() * BLOCK_BYTES
@@ -213,10 +209,6 @@ impl GemmMmaSpec {
         let op = self;
         let limits = spec.arch.limits();
         let (smem, warps, stages) = (smem(op), op.warps.get(), op.stages.get());
-        if !op.row_blocks.get().is_multiple_of(together(op)) {
-            let what = "epilogue = silu_mul takes row blocks in pairs; row_blocks must be even";
-            return Err(Infeasible::Conflict { spec: *spec, what });
-        }
         let stage_bytes = warps * (slot_bytes(op) + MBARRIER_BYTES);
         if !fits(spec, op) {
             return Err(Infeasible::SharedMemory {
@@ -259,8 +251,8 @@ impl GemmMmaSpec {
                 blocks_per_sm,
                 grid: LaunchGrid::DealtRowBlocks {
                     batch_rows: op.batch_tile.get(),
-                    rows: together(op) * BLOCK_ROWS,
-                    share: if op.persistent { None } else { Some(op.row_blocks.get() / together(op)) },
+                    rows: BLOCK_ROWS,
+                    share: if op.persistent { None } else { Some(op.row_blocks.get()) },
                     cluster: op.cluster.get(),
                     blocks_per_sm,
                 },
@@ -283,6 +275,10 @@ pub(super) struct PackedContext {
     pub escapes: bool,
     /// `Config::kStoreAdd`.
     pub store_add: bool,
+    /// `Config::kSiluMul`.
+    pub silu_mul: bool,
+    /// `packed::kGateRows`.
+    pub gate_rows: u32,
     /// `Config::kPdl`.
     pub pdl: bool,
     /// `Config::kDumpOperands`.
@@ -306,6 +302,8 @@ impl GemmMmaSpec {
             stages: self.stages.get(),
             escapes: self.escapes,
             store_add: matches!(self.epilogue, Epilogue::StoreAdd),
+            silu_mul: matches!(self.epilogue, Epilogue::SiluMul),
+            gate_rows: Epilogue::GATE_ROWS,
             pdl: self.pdl,
             dump: self.dump,
         }
@@ -342,8 +340,6 @@ impl Family for GemmMmaSpec {
             cluster: u32,
             /// `Config::kPersistent`.
             persistent: bool,
-            /// `Config::kSiluMul`.
-            silu_mul: bool,
         }
         Context {
             packed: self.packed(),
@@ -351,7 +347,6 @@ impl Family for GemmMmaSpec {
             warps: self.warps.get(),
             cluster: self.cluster.get(),
             persistent: self.persistent,
-            silu_mul: matches!(self.epilogue, Epilogue::SiluMul),
         }
     }
 
@@ -359,8 +354,8 @@ impl Family for GemmMmaSpec {
         if self.dump { WorkspacePlan::operands(problem) } else { WorkspacePlan::default() }
     }
 
-    /// Each shape with escapes, ordinary and dependent, as `store` and `store_add`; those of batch tile 8 also without
-    /// escapes; those of even row blocks as `silu_mul`; a dump for each number of row blocks.
+    /// Each shape with escapes, ordinary and dependent, with every epilogue; those of batch tile 8 also without
+    /// escapes, as `store`; a dump for each number of row blocks.
     fn catalogue() -> impl Iterator<Item = VariantSpec> {
         let used = SHAPES.into_iter().flat_map(|shape| {
             let ways = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];
@@ -378,8 +373,8 @@ impl Family for GemmMmaSpec {
             let shape = SHAPES.into_iter().find(|shape| shape.row_blocks == row_blocks)?;
             Some(GemmMmaSpec { dump: true, ..shape })
         });
-        // The gate and the up of an MLP as one matmul: row blocks come in pairs.
-        let gated = SHAPES.into_iter().filter(|shape| shape.row_blocks.get().is_multiple_of(2)).flat_map(|shape| {
+        // The gate and the up of an MLP as one matmul.
+        let gated = SHAPES.into_iter().flat_map(|shape| {
             [false, true].map(|pdl| GemmMmaSpec { pdl, epilogue: Epilogue::SiluMul, ..shape })
         });
         used.chain(dumps).chain(gated).map(|spec| VariantSpec::gemm_mma(Arch::Sm90a, spec))
@@ -399,13 +394,13 @@ mod tests {
         assert_eq!(blocks, [1, 1, 2, 1, 1, 2, 2, 2, 2, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 2, 2]);
     }
 
-    /// 16 rows of a gate and 16 of its up are dealt together.
+    /// A row block has rows of a gate and of its up: it is dealt like any other.
     #[test]
-    fn gates_and_ups_are_dealt_in_pairs() {
+    fn gates_and_ups_are_dealt_as_other_rows() {
         let plan = |name: &str| Plan::new(&name.parse().unwrap()).unwrap();
         let blocks = |name: &str, n| plan(name).launch.grid.blocks(GemmShape { m: 1, n, k: 4096 }, 132);
-        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul", 4096), Some(128));
+        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul", 4096), Some(132));
         assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store", 4096), Some(132));
-        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_silu_mul", 28672), Some(448));
+        assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r7w8p1c1_esc_silu_mul", 28672), Some(264));
     }
 }

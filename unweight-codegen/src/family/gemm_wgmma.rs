@@ -185,9 +185,6 @@ impl GemmWgmmaSpec {
         let op = self;
         let limits = spec.arch.limits();
         let (smem, stages) = (smem(op), op.stages.get());
-        if matches!(op.epilogue, Epilogue::SiluMul) {
-            return Err(Infeasible::without_silu_mul(spec));
-        }
         if op.dump && op.stream_k {
             return Err(Infeasible::Conflict {
                 spec: *spec,
@@ -265,6 +262,8 @@ impl GemmWgmmaSpec {
             stages: self.stages.get(),
             escapes: self.escapes,
             store_add: matches!(self.epilogue, Epilogue::StoreAdd),
+            silu_mul: matches!(self.epilogue, Epilogue::SiluMul),
+            gate_rows: Epilogue::GATE_ROWS,
             pdl: self.pdl,
             dump: self.dump,
         }
@@ -329,12 +328,13 @@ impl Family for GemmWgmmaSpec {
         WorkspacePlan { bytes: parts * u64::from(TILE * self.batch_tile.get() * 4), counters: parts }
     }
 
-    /// Each shape with escapes, ordinary and dependent, as `store` and `store_add`; a dump for each whose blocks take
-    /// whole tiles.
+    /// Each shape with escapes, ordinary and dependent, with every epilogue; a dump for each whose blocks take whole
+    /// tiles.
     fn catalogue() -> impl Iterator<Item = VariantSpec> {
         let used = SHAPES.into_iter().flat_map(|shape| {
-            [Epilogue::Store, Epilogue::StoreAdd]
-                .into_iter()
+            Epilogue::ALL
+                .iter()
+                .copied()
                 .flat_map(move |epilogue| [false, true].map(|pdl| GemmWgmmaSpec { pdl, epilogue, ..shape }))
         });
         let dumps = SHAPES

@@ -297,11 +297,16 @@ mod tests {
                 assert!(plan.launch.grid.blocks(problem, 132).is_some_and(|blocks| blocks > 0), "{spec} {problem:?}");
             }
         }
-        // A gate with its up, at every batch.
-        let gated = PackedUse { pdl: true, epilogue: Epilogue::SiluMul, ..USE };
-        for m in [1, 8, 9, 64, 65, 300] {
-            let spec = dispatch.choose(GemmShape { m, n: 192, k: 128 }, gated).unwrap();
-            assert!(spec.to_string().ends_with("_esc_pdl_silu_mul") && Plan::new(&spec).is_ok(), "{spec}");
+        // A gate with its up, at every batch: the shape that a plain product takes.
+        let plain = PackedUse { pdl: true, ..USE };
+        let gated = PackedUse { epilogue: Epilogue::SiluMul, ..plain };
+        for (n, k) in SHAPES {
+            for m in [1, 8, 9, 64, 65, 129, 300, 1024, 4096] {
+                let problem = GemmShape { m, n, k };
+                let spec = dispatch.choose(problem, gated).unwrap();
+                assert!(spec.to_string().ends_with("_esc_pdl_silu_mul") && Plan::new(&spec).is_ok(), "{spec}");
+                assert_eq!(plain.of(spec), dispatch.choose(problem, plain), "{problem:?}");
+            }
         }
         for (m, n, k) in [(0, 64, 64), (1, 100, 64), (1, 64, 100), (1, 0, 64), (1, 64, 0)] {
             assert_eq!(dispatch.choose(GemmShape { m, n, k }, USE), None);

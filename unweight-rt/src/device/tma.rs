@@ -34,6 +34,8 @@ impl Element {
 pub enum Swizzle {
     /// Row after row.
     None,
+    /// 16-byte pieces of each 64-byte row permuted by half of the row's number modulo 4.
+    Bytes64,
     /// 16-byte pieces of each 128-byte row permuted by the row's number modulo 8, as WGMMA reads it.
     Bytes128,
 }
@@ -79,6 +81,11 @@ impl TensorMapParams {
         Self::activations(y, 32)
     }
 
+    /// The product of a gate and an up: bf16 `[m, n / 2]` in boxes of 32 x 32 with the 64-byte swizzle.
+    pub(crate) fn gated_product(y: &Place) -> Self {
+        Self { box_cols: 32, swizzle: Swizzle::Bytes64, ..Self::product(y) }
+    }
+
     /// `sign_mantissa`: u8 `[n, k]` in boxes of 64 x 64, row after row.
     pub fn sign_mantissa(address: u64, n: u32, k: u32) -> Self {
         Self {
@@ -110,7 +117,12 @@ impl TensorMapParams {
             hold((1..=256).contains(&side), side.into(), MapRule::BoxSide)?;
         }
         let inner = u64::from(self.box_cols) * self.element.bytes();
-        hold(inner.is_multiple_of(16) && (self.swizzle == Swizzle::None || inner <= 128), inner, MapRule::BoxRow)
+        let most = match self.swizzle {
+            Swizzle::None => u64::MAX,
+            Swizzle::Bytes64 => 64,
+            Swizzle::Bytes128 => 128,
+        };
+        hold(inner.is_multiple_of(16) && inner <= most, inner, MapRule::BoxRow)
     }
 
     /// The map, as kernels take it.
@@ -140,6 +152,7 @@ impl TensorMapParams {
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 match self.swizzle {
                     Swizzle::None => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+                    Swizzle::Bytes64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
                     Swizzle::Bytes128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 },
                 // Whole 64-byte tile rows are wanted at once; the next tile of the same rows follows soon.
@@ -168,6 +181,9 @@ mod tests {
             assert_eq!(activations(m, 4096, 6144).check(), Ok(()), "columns of a wider matrix");
         }
         assert_eq!(TensorMapParams::sign_mantissa(256, 14336, 4096).check(), Ok(()));
+        let y = Place::new(0, 0x7f00_0000_0100, 3, 96, 96, u64::MAX).unwrap();
+        let gated = TensorMapParams::gated_product(&y);
+        assert_eq!((gated.check(), gated.element.bytes() * u64::from(gated.box_cols)), (Ok(()), 64));
         let x = activations(3, 512, 512);
         assert_eq!((x.rows, x.cols, x.box_rows, x.box_cols), (3, 512, 64, 64));
         assert_eq!(x.element.bytes() * u64::from(x.box_cols), 128, "one swizzle row");
@@ -188,6 +204,8 @@ mod tests {
         assert_eq!(broken(TensorMapParams { box_rows: 257, ..good }), (257, MapRule::BoxSide));
         let wide = TensorMapParams { element: Element::Bf16, box_cols: 128, swizzle: Swizzle::Bytes128, ..good };
         assert_eq!(broken(wide), (256, MapRule::BoxRow));
+        let wide = TensorMapParams { swizzle: Swizzle::Bytes64, box_cols: 64, ..wide };
+        assert_eq!(broken(wide), (128, MapRule::BoxRow));
         let text = TensorMapParams { cols: 72, pitch: 72, ..good }.check().unwrap_err().to_string();
         assert!(text.contains("[64, 72]: 72 is not a pitch in bytes that is a multiple of 16"), "{text}");
     }

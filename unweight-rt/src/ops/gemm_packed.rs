@@ -147,9 +147,13 @@ impl PackedGemm {
             return Ok(());
         }
         let device = self.kernel.device();
+        let y_map = match self.takes.epilogue {
+            Epilogue::Store | Epilogue::StoreAdd => TensorMapParams::product(y),
+            Epilogue::SiluMul => TensorMapParams::gated_product(y),
+        };
         let args = GemmPackedArgs {
             x: TensorMapParams::activations(x, self.takes.batch_tile).encode(device)?,
-            y_map: TensorMapParams::product(y).encode(device)?,
+            y_map: y_map.encode(device)?,
             packed: w.packed().address(),
             escape_heads: w.escape_heads().address(),
             escapes: w.escapes().address(),

@@ -5,6 +5,10 @@
 
 namespace uw::packed {
 
+// Rows of a gate, and of its up, that take turns in the weights of a product with silu_mul: those that one thread holds
+// of a fragment of the tensor cores, 8 rows apart.
+constexpr u32 kGateRows = 8;
+
 // v / (1 + e^-v). Relative error below 2^-20, far below the rounding to bf16 that follows.
 UW_DEVICE float silu(float v) { return v / (1.0f + ptx::exp2_approx(v * -1.44269504f)); }
 

@@ -13,9 +13,8 @@
 //   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
 //   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
 //   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
-//   bool kSiluMul        y[m, n / 2] = silu(gate) * up, in fp32 and rounded once: row blocks of W alternate between 16
-//                        rows of the gate's weights and the 16 of the up's that belong to them (kRowBlocks even, no
-//                        kStoreAdd)
+//   bool kSiluMul        y[m, n / 2] = silu(gate) * up, in fp32 and rounded once: a row block of W is 8 rows of the
+//                        gate's weights and the 8 of the up's that belong to them (no kStoreAdd)
 //   bool kPdl            programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are
 //                        touched after it
 //   bool kPersistent     a cluster works off several tasks, its rings running on across them
@@ -109,11 +108,10 @@ struct Kernel {
     static constexpr u32 kHeadBatch = 32;  // tiles whose heads one load of a warp brings: one a lane
     static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
     static_assert(Config::kRowBlocks >= 1 && Config::kRowBlocks <= 8, "a warp keeps the sums of up to 8 row blocks");
-    // Row blocks that belong together: a gate's and an up's.
-    static constexpr u32 kTogether = Config::kSiluMul ? 2 : 1;
-    static constexpr u32 kOutRows = S::kRows / kTogether;  // rows of Y^T that a task makes
-    static_assert(kOutRows % (2 * Config::kCluster) == 0, "blocks of a cluster store whole pairs of rows");
-    static_assert(Config::kRowBlocks % kTogether == 0 && !(Config::kSiluMul && Config::kStoreAdd), "a gate and its up are one task's, and overwrite");
+    static constexpr u32 kBlockOut = Config::kSiluMul ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T of a row block
+    static constexpr u32 kOutRows = Config::kRowBlocks * kBlockOut;                              // and of a task
+    static_assert(packed::kBlockRows == 2 * packed::kGateRows, "a row block is rows of a gate and of its up");
+    static_assert(!(Config::kSiluMul && Config::kStoreAdd), "a gate and its up overwrite");
 
     // Blocks of one tile are neighbours in memory, so one copy brings up to four; a task of 16-row blocks spans up to
     // kPieces tiles.
@@ -138,9 +136,9 @@ struct Kernel {
                 group /= batch_tiles;
                 groups /= batch_tiles;
             }
-            const u32 all = a.n / (packed::kBlockRows * kTogether), each = all / groups, more = all - each * groups;
-            first = (group * each + (group < more ? group : more)) * kTogether;
-            blocks = (each + (group < more)) * kTogether;
+            const u32 all = a.n / packed::kBlockRows, each = all / groups, more = all - each * groups;
+            first = group * each + (group < more ? group : more);
+            blocks = each + (group < more);
         }
     };
 
@@ -195,7 +193,7 @@ struct Kernel {
 
     // ---- work ------------------------------------------------------------------------------------------------------
     UW_DEVICE u32 task_first(u32 task) const {
-        return share.first + (Config::kPersistent ? task * (share.blocks / kTogether) / tasks * kTogether : task * share.blocks);
+        return share.first + (Config::kPersistent ? task * share.blocks / tasks : task * share.blocks);
     }
     UW_DEVICE u32 task_blocks(u32 task) const { return task_first(task + 1) - task_first(task); }
 
@@ -435,25 +433,26 @@ struct Kernel {
             }
         }
         meet();
-        // Block `rank` of the cluster owns its share of the rows of Y^T; a unit is two of them for one batch row.
-        constexpr u32 kShare = kOutRows / Config::kCluster, kPairs = kShare / 2;
+        // Block `rank` of the cluster owns its share of the rows of Y^T, the last ones fewer; a unit is two of them for
+        // one batch row.
+        constexpr u32 kPairs = (kOutRows + 2 * Config::kCluster - 1) / (2 * Config::kCluster), kShare = 2 * kPairs;
         const u32 rank = Config::kCluster > 1 ? ptx::cluster_rank() : 0;
-        const u32 rows = task_blocks(task) * packed::kBlockRows / kTogether, first_row = task_first(task) * packed::kBlockRows / kTogether;
+        const u32 rows = task_blocks(task) * kBlockOut, first_row = task_first(task) * kBlockOut;
         for (u32 unit = warp * 32 + lane; unit < valid * kPairs; unit += kThreads<Config>) {
             const u32 b = unit / kPairs, r = rank * kShare + unit % kPairs * 2;
             if (r >= rows) continue;
             float low, high;
             if constexpr (Config::kSiluMul) {
-                const u32 gate = r / packed::kBlockRows * 2 * packed::kBlockRows + r % packed::kBlockRows;
+                const u32 gate = r / kBlockOut * packed::kBlockRows + r % kBlockOut;
                 float up_low, up_high;
                 total(b, gate, low, high);
-                total(b, gate + packed::kBlockRows, up_low, up_high);
+                total(b, gate + packed::kGateRows, up_low, up_high);
                 low = packed::silu(low) * up_low;
                 high = packed::silu(high) * up_high;
             } else {
                 total(b, r, low, high);
             }
-            u16* y = static_cast<u16*>(args.y) + u64(share.batch + b) * (args.n / kTogether) + first_row + r;
+            u16* y = static_cast<u16*>(args.y) + u64(share.batch + b) * (args.n / packed::kBlockRows * kBlockOut) + first_row + r;
             if constexpr (Config::kStoreAdd) {
                 const u32 old = ptx::load_global(y);
                 low += ptx::float_from_bits(old << 16);
@@ -466,7 +465,9 @@ struct Kernel {
     UW_DEVICE void total(u32 b, u32 r, float& low, float& high) const {
         const u32 offset = shared + S::kSums + sum_offset(b, r);
         low = high = 0.0f;
-#pragma unroll
+        // Of a gate and of its up at once, the loads of more than 16 warps do not fit the registers.
+        constexpr u32 kAtOnce = Config::kSiluMul && kKWarps > 16 ? 1 : Config::kCluster;
+#pragma unroll kAtOnce
         for (u32 c = 0; c < Config::kCluster; ++c) {
             const u32 address = Config::kCluster > 1 ? ptx::map_shared_rank(offset, c) : offset;
 #pragma unroll

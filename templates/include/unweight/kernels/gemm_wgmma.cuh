@@ -14,6 +14,8 @@
 //                        tiles of Y; not with kCluster
 //   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
 //   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
+//   bool kSiluMul        y[m, n / 2] = silu(gate) * up, in fp32 and rounded once: of 16 rows of W 8 are the gate's weights
+//                        and 8 the up's that belong to them (no kStoreAdd)
 //   bool kPdl      programmatic dependent launch: weights are asked for before griddepcontrol.wait, all else is touched
 //                  after it
 //   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]; not
@@ -28,7 +30,8 @@
 //     counters = 2 * grid * kWarpgroups u32 (zero before, zero after). Otherwise neither.
 //   kCluster > 1: grid = tiles * kCluster, k >= 64 * kCluster. Clusters of 2 fill 132 multiprocessors, clusters of 4
 //     no more than 120 of them: one cluster more is a round more.
-//   args.x: box 64 x kBatchTile. args.y_map: bf16 [m, n], box 64 (n) x 32 (m), 128-byte swizzle.
+//   args.x: box 64 x kBatchTile. args.y_map: bf16 [m, n], box 64 (n) x 32 (m), 128-byte swizzle; with kSiluMul
+//     bf16 [m, n / 2], box 32 (n / 2) x 32 (m), 64-byte swizzle.
 //
 // Shared memory = kStages * (kBatchTile * 128 + kWarpgroups * (6144 + E) + 16)
 //   + kWarpgroups * (kStoreBuffers * kStoreRows * 128 + 8)
@@ -50,6 +53,7 @@
 //   docs/records; what was tried: docs/adr/0004-register-sourced-kernels.md.
 #pragma once
 
+#include "unweight/epilogue/activation.cuh"
 #include "unweight/form/escapes.cuh"
 #include "unweight/form/packed.cuh"
 #include "unweight/mma/descriptor.cuh"
@@ -200,6 +204,9 @@ struct Kernel {
     using S = Smem<Config>;
     using Ring = pipeline::Ring<Config::kStages>;
     using OutputTile = smem::Bf16Tile<S::kStoreRows>;
+    using GatedTile = smem::Bf16HalfTile<S::kStoreRows>;
+    static constexpr u32 kOutputRowBytes = Config::kSiluMul ? GatedTile::kRowBytes : smem::kSwizzleBytes;
+    static constexpr u32 kTileOutputs = Config::kSiluMul ? kTile / 2 : kTile;  // features of Y of a row of tiles of W
     static constexpr u32 kAccumulators = Config::kBatchTile / 2;
     static constexpr u32 kTileRows = Config::kWarpgroups * kTile;
     // Of 65536: two warpgroups 128 * (56 + 2 * 224), three 128 * (56 + 3 * 152). One needs no budget: 256 threads may
@@ -212,6 +219,8 @@ struct Kernel {
     static_assert(Config::kStages >= 3, "a step multiplies, one is decoded and one is read");
     static_assert(!(Config::kDumpOperands && Config::kStreamK), "both would use the workspace");
     static_assert(Config::kCluster == 1 || !Config::kStreamK, "both share out k");
+    static_assert(packed::kBlockRows == 2 * packed::kGateRows, "a row block is rows of a gate and of its up");
+    static_assert(!(Config::kSiluMul && Config::kStoreAdd), "a gate and its up overwrite");
 
     const GemmPackedArgs& args;
     const u32 shared;
@@ -631,12 +640,15 @@ struct Kernel {
         high += ptx::float_from_bits(pair & 0xffff0000u);
     }
 
-    // Pieces of kStoreRows batch rows by 64 features: transposed into shared memory and stored by the copy engine,
+    // Of rows g and g + 8 of a fragment, a gate and its up.
+    UW_DEVICE float gated(float gate, float up) const { return packed::silu(gate * args.scale) * (up * args.scale); }
+
+    // Pieces of kStoreRows batch rows by 64 features (kSiluMul: 32): transposed into shared memory and stored by the copy engine,
     // which drops rows past m. Thread 0 starts every store. A buffer is written again after kStoreBuffers pieces, and
     // thread 0 passes the barrier of the piece before only when its store has read it.
     UW_DEVICE void store(float (&sums)[kAccumulators], const Segment& s, const typename Schedule<Config>::Sharing& sharing, u32& buffer, u32& old_parity, const Place& p) const {
-        const u32 column = wanted_tile_row(s, p.warpgroup) * kTile, row = batch_row(s);
-        if (column >= args.n) return;
+        const u32 wanted = wanted_tile_row(s, p.warpgroup), column = wanted * kTileOutputs, row = batch_row(s);
+        if (wanted * kTile >= args.n) return;
         // A fragment is 16 features by 8 rows of the batch. Transposed matrices: features 0..7 and 8..15 of one
         // fragment, then of the next.
         const u32 matrix_row = p.lane % 8 + p.lane / 16 * 8, matrix_chunk = p.warp * 2 + p.lane / 8 % 2;
@@ -660,21 +672,33 @@ struct Kernel {
                 ptx::mbarrier_wait_parity(old_barrier(p), old_parity);
                 old_parity ^= 1;
             }
+            if constexpr (Config::kSiluMul) {
+                // 8 features by 32 rows of the batch: the four matrices of a store lie under each other.
 #pragma unroll
-            for (u32 g = 0; g < S::kStoreRows / 16; ++g) {
-                const u32 address = staging + OutputTile::offset(g * 16 + matrix_row, matrix_chunk);
-                float* d = sums + (i * S::kStoreRows / 16 + g) * 8;
+                for (u32 g = 0; g < S::kStoreRows / 32; ++g) {
+                    const float* d = sums + (i * S::kStoreRows / 32 + g) * 16;
+                    u32 pairs[4];
 #pragma unroll
-                for (u32 j = 0; j < 8; ++j) d[j] *= args.scale;
-                if constexpr (Config::kStoreAdd) {
-                    const U32x4 old = ptx::load_matrix_transposed_x4(address);
-                    add_pair(d[0], d[1], old.x);
-                    add_pair(d[2], d[3], old.y);
-                    add_pair(d[4], d[5], old.z);
-                    add_pair(d[6], d[7], old.w);
+                    for (u32 j = 0; j < 4; ++j) pairs[j] = ptx::pack_bf16x2(gated(d[4 * j], d[4 * j + 2]), gated(d[4 * j + 1], d[4 * j + 3]));
+                    ptx::store_matrix_transposed_x4(staging + GatedTile::offset(g * 32 + p.lane, p.warp), {pairs[0], pairs[1], pairs[2], pairs[3]});
                 }
-                ptx::store_matrix_transposed_x4(address, {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]), ptx::pack_bf16x2(d[4], d[5]),
-                                                          ptx::pack_bf16x2(d[6], d[7])});
+            } else {
+#pragma unroll
+                for (u32 g = 0; g < S::kStoreRows / 16; ++g) {
+                    const u32 address = staging + OutputTile::offset(g * 16 + matrix_row, matrix_chunk);
+                    float* d = sums + (i * S::kStoreRows / 16 + g) * 8;
+#pragma unroll
+                    for (u32 j = 0; j < 8; ++j) d[j] *= args.scale;
+                    if constexpr (Config::kStoreAdd) {
+                        const U32x4 old = ptx::load_matrix_transposed_x4(address);
+                        add_pair(d[0], d[1], old.x);
+                        add_pair(d[2], d[3], old.y);
+                        add_pair(d[4], d[5], old.z);
+                        add_pair(d[6], d[7], old.w);
+                    }
+                    ptx::store_matrix_transposed_x4(address, {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]), ptx::pack_bf16x2(d[4], d[5]),
+                                                              ptx::pack_bf16x2(d[6], d[7])});
+                }
             }
             ptx::fence_proxy_async_shared();
             if (p.thread == 0) ptx::bulk_wait_group_read<S::kStoreBuffers - 2>();
@@ -682,7 +706,7 @@ struct Kernel {
             if (p.thread == 0) {
 #pragma unroll
                 for (u32 r = 0; r < S::kStoreRows; r += kBoxRows) {
-                    if (first + r < args.m) ptx::tensor_store_2d(args.y_map, column, first + r, staging + r * smem::kSwizzleBytes);
+                    if (first + r < args.m) ptx::tensor_store_2d(args.y_map, column, first + r, staging + r * kOutputRowBytes);
                 }
                 ptx::bulk_commit_group();
             }

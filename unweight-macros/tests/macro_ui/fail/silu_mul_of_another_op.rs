@@ -1,4 +1,4 @@
-//! Only small batches fuse the activation.
+//! Only products of packed weights fuse the activation.
 use unweight_macros::unweight_variant;
 
 #[unweight_variant(n = 2, stages = 4, epilogue = silu_mul)]

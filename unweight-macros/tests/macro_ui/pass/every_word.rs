@@ -53,6 +53,10 @@ fn main() {
         "uw_sm90a_gemm_wgmma_b256_g2p4_esc_store": (op = gemm_wgmma, batch_tile = 256, stages = 4),
         "uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul":
             (op = gemm_mma, batch_tile = 8, row_blocks = 2, warps = 8, stages = 3, epilogue = silu_mul),
+        "uw_sm90a_gemm_mma_b8_r3w8p2c1_esc_silu_mul":
+            (op = gemm_mma, batch_tile = 8, row_blocks = 3, warps = 8, stages = 2, epilogue = silu_mul),
+        "uw_sm90a_gemm_wgmma_b128_g2p6_streamk_esc_silu_mul":
+            (op = gemm_wgmma, batch_tile = 128, stages = 6, stream_k = true, epilogue = silu_mul),
         "uw_sm90a_repack_pack": (op = repack, stage = pack),
         "uw_sm90a_repack_lists": (op = repack, stage = lists),
         "uw_sm90a_repack_unpack": (op = repack, stage = unpack),
