@@ -2,6 +2,7 @@
 
 mod activations;
 mod bench;
+mod cublas;
 mod decode;
 mod encode;
 mod gemm_packed;

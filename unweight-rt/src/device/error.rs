@@ -346,8 +346,8 @@ pub enum Refusal {
         /// What the lane has.
         have: LaneSize,
     },
-    /// Memory cannot be had while work is recorded.
-    #[error("a lane cannot grow while its stream is captured; reserve it before the capture")]
+    /// Memory cannot be had, and nothing timed, while work is recorded.
+    #[error("a lane cannot grow or be tuned while its stream is captured; do it before the capture")]
     Capturing,
     /// A grid that cannot be launched.
     #[error(

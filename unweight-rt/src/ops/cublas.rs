@@ -1,11 +1,17 @@
 //! cuBLAS: the BF16 baseline of every benchmark, and the matmul of weights that are stored raw or decoded whole.
+//!
+//! The library chooses an algorithm for each product by a model of its own, and takes the first that the model
+//! proposes. [`Cublas::tune`] times the proposals of cuBLASLt on the weights at hand, and keeps the fastest.
 
-use std::{ffi::c_void, fmt, ptr};
+use std::{collections::HashMap, ffi::c_void, fmt, mem::MaybeUninit, ptr};
 
-use cudarc::cublas::{result, sys};
+use cudarc::{
+    cublas::{result, sys},
+    cublaslt,
+};
 
 use crate::{
-    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, Stream},
+    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, Stream, view::Place},
     jit::toolchain::{self, Library},
     ops::check_product,
 };
@@ -13,12 +19,63 @@ use crate::{
 /// What NVIDIA recommends for Hopper. Given explicitly, so that a captured graph does not name memory of the library's own.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
+/// Addresses that cuBLASLt takes operands at, unless it is told otherwise: what it is tuned for.
+const TUNED_ALIGN: u64 = 256;
+/// Proposals that are timed.
+const PROPOSALS: usize = 16;
+/// Rounds in which each of them is timed.
+const ROUNDS: usize = 5;
+/// Products that are timed together, at least: the shortest take a few microseconds.
+const PASS: usize = 8;
+
 /// A cuBLAS handle on one stream.
 pub struct Cublas {
     handle: sys::cublasHandle_t,
+    /// Made when something is tuned.
+    lt: Option<LtHandle>,
+    /// What was fastest; `None`: what the library chooses by itself.
+    tuned: HashMap<Extents, Option<Plan>>,
     stream: Stream,
     /// In use by whatever is enqueued.
-    _workspace: DeviceBuffer<u8>,
+    workspace: DeviceBuffer<u8>,
+}
+
+/// A product, but for its addresses: `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` where `add`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Extents {
+    m: i32,
+    n: i32,
+    k: i32,
+    x_pitch: i32,
+    w_pitch: i32,
+    y_pitch: i32,
+    add: bool,
+}
+
+/// Where the operands of a product lie.
+#[derive(Clone, Copy)]
+struct Addresses {
+    x: u64,
+    w: u64,
+    y: u64,
+}
+
+impl Addresses {
+    fn are_aligned(self) -> bool {
+        [self.x, self.w, self.y].iter().all(|address| address.is_multiple_of(TUNED_ALIGN))
+    }
+}
+
+/// What a tuning found.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct CublasTuning {
+    /// Proposals that were timed, beside the library's own choice.
+    pub proposals: usize,
+    /// A product as the library does it by itself, us.
+    pub own_us: f64,
+    /// A product by what was fastest, us.
+    pub best_us: f64,
 }
 
 // SAFETY: a handle may move between threads; it must not be used by two at a time, which `&mut self` of `matmul` rules out.
@@ -34,18 +91,19 @@ impl Cublas {
         stream.device().bind()?;
         let workspace = DeviceBuffer::zeroed(stream, WORKSPACE_BYTES)?;
         let handle = result::create_handle().map_err(|error| refuse("cublasCreate", error))?;
-        let cublas = Self { handle, stream: stream.clone(), _workspace: workspace };
+        let cublas = Self { handle, lt: None, tuned: HashMap::new(), stream: stream.clone(), workspace };
         // SAFETY: handle and stream are alive; both belong to the context that is current.
         unsafe { result::set_stream(handle, stream.raw().cast()) }.map_err(|error| refuse("cublasSetStream", error))?;
         // After the stream: setting a stream resets the workspace.
         // SAFETY: the workspace has this many bytes, is 256-byte aligned and lives as long as the handle.
-        unsafe { sys::cublasSetWorkspace_v2(handle, cublas._workspace.address() as *mut c_void, WORKSPACE_BYTES) }
+        unsafe { sys::cublasSetWorkspace_v2(handle, cublas.workspace.address() as *mut c_void, WORKSPACE_BYTES) }
             .result()
             .map_err(|error| refuse("cublasSetWorkspace", error))?;
         Ok(cublas)
     }
 
-    /// Enqueues `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` where `add`, on the handle's stream; fp32 accumulation. Any pitches.
+    /// Enqueues `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` where `add`, on the handle's stream; fp32 accumulation. Any
+    /// pitches. By what [`Cublas::tune`] found for such a product, if it was asked.
     ///
     /// # Errors
     /// Operands that do not agree, overlap or lie on another device, an extent above 2^31 - 1, or cuBLAS's refusal.
@@ -56,49 +114,340 @@ impl Cublas {
         y: MatrixMut<'_>,
         add: bool,
     ) -> Result<(), DeviceError> {
+        let Some((extents, addresses)) = self.check(x, w, &y, add)? else { return Ok(()) };
+        let plan = self.tuned.get(&extents).filter(|_| addresses.are_aligned()).and_then(Option::as_ref);
+        // SAFETY: the operands were checked, and are views of memory with these shapes and pitches.
+        unsafe { self.enqueue(plan, &extents, addresses) }
+    }
+
+    /// Times what cuBLASLt proposes for this product, over weights `ws` of one shape (several, so that they come from
+    /// memory), and takes the fastest for every later product of the same extents, pitches and `add`. `y` is
+    /// overwritten. Waits for the stream; not inside a capture.
+    ///
+    /// Other bits may come out afterwards: another algorithm sums in another order.
+    ///
+    /// # Errors
+    /// As for [`Cublas::matmul`], weights of unlike shapes, or none.
+    pub fn tune(
+        &mut self,
+        x: MatrixRef<'_>,
+        ws: &[MatrixRef<'_>],
+        y: MatrixMut<'_>,
+        add: bool,
+    ) -> Result<CublasTuning, DeviceError> {
+        if self.stream.is_capturing()? {
+            return Err(Refusal::Capturing.into());
+        }
+        let mut problem = None;
+        let mut products = Vec::with_capacity(ws.len());
+        for w in ws {
+            let Some((extents, addresses)) = self.check(x, *w, &y, add)? else { continue };
+            let first = *problem.get_or_insert(extents);
+            if extents != first {
+                let w = w.place().shape();
+                return Err(Refusal::Output { output: w, tensor: [first.n as u64, first.k as u64] }.into());
+            }
+            products.push(addresses);
+        }
+        let none = CublasTuning { proposals: 0, own_us: 0.0, best_us: 0.0 };
+        let Some(extents) = problem else { return Ok(none) };
+        self.stream.device().bind()?;
+        let mut plans: Vec<Option<Plan>> = vec![None];
+        if products.iter().all(|product| product.are_aligned()) {
+            let lt = match self.lt.take() {
+                Some(lt) => lt,
+                None => LtHandle::new()?,
+            };
+            plans.extend(lt.proposals(&extents)?.into_iter().map(Some));
+            self.lt = Some(lt);
+        }
+        let mut times = vec![Vec::with_capacity(ROUNDS); plans.len()];
+        for round in 0..=ROUNDS {
+            // In turn, so that a clock that changes hits all alike; the first round is to warm up.
+            for (plan, times) in plans.iter().zip(&mut times) {
+                match self.time(plan.as_ref(), &extents, &products) {
+                    Ok(us) if round > 0 => times.push(us),
+                    Ok(_) => {}
+                    // A proposal that does not run is none; the library's own choice must.
+                    Err(_) if plan.is_some() => times.push(f64::INFINITY),
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        let medians: Vec<f64> = times.into_iter().map(median).collect();
+        let best = (0..plans.len()).min_by(|a, b| medians[*a].total_cmp(&medians[*b])).unwrap_or_default();
+        let found = CublasTuning { proposals: plans.len() - 1, own_us: medians[0], best_us: medians[best] };
+        self.tuned.insert(extents, plans.swap_remove(best));
+        Ok(found)
+    }
+
+    /// Microseconds of one product.
+    fn time(&self, plan: Option<&Plan>, extents: &Extents, products: &[Addresses]) -> Result<f64, DeviceError> {
+        let count = PASS.max(products.len());
+        let start = self.stream.event()?;
+        for product in products.iter().cycle().take(count) {
+            // SAFETY: `tune` has checked these operands, which it borrows.
+            unsafe { self.enqueue(plan, extents, *product) }?;
+        }
+        Ok(start.elapsed_us(&self.stream.event()?)? / count as f64)
+    }
+
+    /// The product, checked; `None` where there is nothing to compute.
+    fn check(
+        &self,
+        x: MatrixRef<'_>,
+        w: MatrixRef<'_>,
+        y: &MatrixMut<'_>,
+        add: bool,
+    ) -> Result<Option<(Extents, Addresses)>, DeviceError> {
         let own = self.stream.device().ordinal();
         let (x, w, y) = (x.place(), w.place(), y.place());
         check_product(own, x, w.shape(), w.rows.into(), y, [("the weights", w.span())])?;
         w.check_device("the weights", own)?;
         if y.rows == 0 || y.cols == 0 {
-            return Ok(());
+            return Ok(None);
         }
         let int = |what, value: u64| {
             let limit = i32::MAX as u64;
             i32::try_from(value).map_err(|_| Refusal::TooLarge { what, value, limit })
         };
-        let (m, n, k) = (int("m", y.rows.into())?, int("n", y.cols.into())?, int("k", x.cols.into())?);
-        let pitch = |place: &crate::device::view::Place| int("a pitch", place.pitch.max(1));
-        let (x_pitch, w_pitch, y_pitch) = (pitch(x)?, pitch(w)?, pitch(y)?);
+        let pitch = |place: &Place| int("a pitch", place.pitch.max(1));
+        let extents = Extents {
+            m: int("m", y.rows.into())?,
+            n: int("n", y.cols.into())?,
+            k: int("k", x.cols.into())?,
+            x_pitch: pitch(x)?,
+            w_pitch: pitch(w)?,
+            y_pitch: pitch(y)?,
+            add,
+        };
+        Ok(Some((extents, Addresses { x: x.address, w: w.address, y: y.address })))
+    }
+
+    /// # Safety
+    /// The addresses are of matrices of these extents and pitches, `y` apart from the others, that live until the
+    /// product is done; `plan` was made for these extents, and the addresses are aligned as it wants.
+    unsafe fn enqueue(
+        &self,
+        plan: Option<&Plan>,
+        extents: &Extents,
+        Addresses { x, w, y }: Addresses,
+    ) -> Result<(), DeviceError> {
         self.stream.device().bind()?;
-        let (alpha, beta) = (1.0f32, if add { 1.0f32 } else { 0.0 });
+        let (alpha, beta) = (1.0f32, if extents.add { 1.0f32 } else { 0.0 });
+        let (alpha, beta) = (ptr::from_ref(&alpha).cast::<c_void>(), ptr::from_ref(&beta).cast::<c_void>());
+        if let (Some(plan), Some(lt)) = (plan, &self.lt) {
+            let Descriptors { product, w: w_layout, x: x_layout, y: y_layout, .. } = plan.descriptors;
+            // SAFETY: the caller's promise; the plan's descriptors live as long as the plan, and its algorithm was
+            // proposed for them with this much workspace.
+            return unsafe {
+                cublaslt::result::matmul(
+                    lt.0,
+                    product,
+                    alpha,
+                    beta,
+                    w as *const c_void,
+                    w_layout,
+                    x as *const c_void,
+                    x_layout,
+                    y as *const c_void,
+                    y_layout,
+                    y as *mut c_void,
+                    y_layout,
+                    &plan.algorithm,
+                    self.workspace.address() as *mut c_void,
+                    WORKSPACE_BYTES,
+                    self.stream.raw().cast(),
+                )
+            }
+            .map_err(|error| refuse_lt("cublasLtMatmul", error));
+        }
         let bf16 = sys::cudaDataType::CUDA_R_16BF;
         // cuBLAS is column-major: Y^T [n, m] = W [n, k] * X^T [k, m], where W as stored is its own transpose.
-        // SAFETY: the views were held against their memory when they were made and have these shapes and pitches; alpha and beta are host memory, the handle's pointer mode.
+        // SAFETY: the caller's promise; alpha and beta are host memory, the handle's pointer mode.
         unsafe {
             result::gemm_ex(
                 self.handle,
                 sys::cublasOperation_t::CUBLAS_OP_T,
                 sys::cublasOperation_t::CUBLAS_OP_N,
-                n,
-                m,
-                k,
-                ptr::from_ref(&alpha).cast(),
-                w.address as *const c_void,
+                extents.n,
+                extents.m,
+                extents.k,
+                alpha,
+                w as *const c_void,
                 bf16,
-                w_pitch,
-                x.address as *const c_void,
+                extents.w_pitch,
+                x as *const c_void,
                 bf16,
-                x_pitch,
-                ptr::from_ref(&beta).cast(),
-                y.address as *mut c_void,
+                extents.x_pitch,
+                beta,
+                y as *mut c_void,
                 bf16,
-                y_pitch,
+                extents.y_pitch,
                 sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT,
             )
         }
         .map_err(|error| refuse("cublasGemmEx", error))
+    }
+}
+
+/// The middle of times; infinite where there are none.
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times.get(times.len() / 2).copied().unwrap_or(f64::INFINITY)
+}
+
+/// A cuBLASLt handle.
+struct LtHandle(cublaslt::sys::cublasLtHandle_t);
+
+// SAFETY: a handle is used by any thread.
+unsafe impl Send for LtHandle {}
+
+impl LtHandle {
+    fn new() -> Result<Self, DeviceError> {
+        toolchain::require(Library::CublasLt)?;
+        cublaslt::result::create_handle().map(Self).map_err(|error| refuse_lt("cublasLtCreate", error))
+    }
+
+    /// What the library proposes for a product, best first by its own model.
+    fn proposals(&self, extents: &Extents) -> Result<Vec<Plan>, DeviceError> {
+        use cublaslt::{result, sys};
+        let descriptors = Descriptors::new(extents)?;
+        let preference = Preference::new()?;
+        let mut results = [const { MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::uninit() }; PROPOSALS];
+        let mut count = 0;
+        // SAFETY: handle, descriptors and preference are alive; the array has room for as many results as are asked
+        // for, of which the library fills the first `count`.
+        unsafe {
+            sys::cublasLtMatmulAlgoGetHeuristic(
+                self.0,
+                descriptors.product,
+                descriptors.w,
+                descriptors.x,
+                descriptors.y,
+                descriptors.y,
+                preference.0,
+                PROPOSALS as i32,
+                results.as_mut_ptr().cast(),
+                &mut count,
+            )
+        }
+        .result()
+        .map_err(|error: result::CublasError| refuse_lt("cublasLtMatmulAlgoGetHeuristic", error))?;
+        let count = usize::try_from(count).unwrap_or_default().min(PROPOSALS);
+        let mut plans = Vec::with_capacity(count);
+        for result in &results[..count] {
+            // SAFETY: one of the first `count`.
+            let result = unsafe { result.assume_init_ref() };
+            let usable = result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS;
+            if usable && result.workspaceSize <= WORKSPACE_BYTES {
+                plans.push(Plan { descriptors: Descriptors::new(extents)?, algorithm: result.algo });
+            }
+        }
+        Ok(plans)
+    }
+}
+
+impl Drop for LtHandle {
+    fn drop(&mut self) {
+        // SAFETY: created by `new`, destroyed once.
+        let _ = unsafe { cublaslt::result::destroy_handle(self.0) };
+    }
+}
+
+/// An algorithm for a product.
+struct Plan {
+    descriptors: Descriptors,
+    algorithm: cublaslt::sys::cublasLtMatmulAlgo_t,
+}
+
+/// What cuBLASLt is told about a product. Null where nothing was made yet.
+struct Descriptors {
+    product: cublaslt::sys::cublasLtMatmulDesc_t,
+    w: cublaslt::sys::cublasLtMatrixLayout_t,
+    x: cublaslt::sys::cublasLtMatrixLayout_t,
+    y: cublaslt::sys::cublasLtMatrixLayout_t,
+}
+
+// SAFETY: descriptors are memory of the host's, which no thread owns.
+unsafe impl Send for Descriptors {}
+
+impl Descriptors {
+    fn new(extents: &Extents) -> Result<Self, DeviceError> {
+        use cublaslt::{result, sys};
+        let mut all = Self { product: ptr::null_mut(), w: ptr::null_mut(), x: ptr::null_mut(), y: ptr::null_mut() };
+        let (fp32, bf16) = (sys::cudaDataType::CUDA_R_32F, sys::cudaDataType::CUDA_R_16BF);
+        all.product = result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, fp32)
+            .map_err(|error| refuse_lt("cublasLtMatmulDescCreate", error))?;
+        let transposed = cudarc::cublas::sys::cublasOperation_t::CUBLAS_OP_T;
+        let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
+        // SAFETY: the descriptor was just made; the attribute is of this type.
+        unsafe {
+            result::set_matmul_desc_attribute(
+                all.product,
+                attribute,
+                ptr::from_ref(&transposed).cast(),
+                size_of_val(&transposed),
+            )
+        }
+        .map_err(|error| refuse_lt("cublasLtMatmulDescSetAttribute", error))?;
+        // Column-major: rows of ours are columns. Extents are not negative.
+        let layout = |rows: i32, cols: i32, pitch: i32| {
+            result::create_matrix_layout(bf16, cols.unsigned_abs().into(), rows.unsigned_abs().into(), pitch.into())
+                .map_err(|error| refuse_lt("cublasLtMatrixLayoutCreate", error))
+        };
+        all.w = layout(extents.n, extents.k, extents.w_pitch)?;
+        all.x = layout(extents.m, extents.k, extents.x_pitch)?;
+        all.y = layout(extents.m, extents.n, extents.y_pitch)?;
+        Ok(all)
+    }
+}
+
+impl Drop for Descriptors {
+    fn drop(&mut self) {
+        use cublaslt::result;
+        for layout in [self.w, self.x, self.y] {
+            if !layout.is_null() {
+                // SAFETY: made by `new`, destroyed once.
+                let _ = unsafe { result::destroy_matrix_layout(layout) };
+            }
+        }
+        if !self.product.is_null() {
+            // SAFETY: as above.
+            let _ = unsafe { result::destroy_matmul_desc(self.product) };
+        }
+    }
+}
+
+/// What proposals may need.
+struct Preference(cublaslt::sys::cublasLtMatmulPreference_t);
+
+impl Preference {
+    fn new() -> Result<Self, DeviceError> {
+        use cublaslt::{result, sys};
+        let preference =
+            Self(result::create_matmul_pref().map_err(|error| refuse_lt("cublasLtMatmulPreferenceCreate", error))?);
+        let bytes = WORKSPACE_BYTES as u64;
+        let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        // SAFETY: the preference was just made; the attribute is of this type.
+        unsafe {
+            result::set_matmul_pref_attribute(
+                preference.0,
+                attribute,
+                ptr::from_ref(&bytes).cast(),
+                size_of_val(&bytes),
+            )
+        }
+        .map_err(|error| refuse_lt("cublasLtMatmulPreferenceSetAttribute", error))?;
+        Ok(preference)
+    }
+}
+
+impl Drop for Preference {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, destroyed once.
+        let _ = unsafe { cublaslt::result::destroy_matmul_pref(self.0) };
     }
 }
 
@@ -115,6 +464,10 @@ impl fmt::Debug for Cublas {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Cublas on {:?}", self.stream)
     }
+}
+
+fn refuse_lt(call: &'static str, error: cublaslt::result::CublasError) -> DeviceError {
+    DeviceError::Cublas { call, status: format!("{:?}", error.0) }
 }
 
 fn refuse(call: &'static str, error: result::CublasError) -> DeviceError {

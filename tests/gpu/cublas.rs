@@ -1,0 +1,101 @@
+//! What cuBLASLt proposes, timed: the fastest is taken, and gives the product that the library's own choice gives.
+
+use crate::harness::{Random, bf16, gpu, guard_is_whole, poison, stream, value};
+use unweight_rt::{
+    device::{DeviceBuffer, LaneSize, MatrixRef, Refusal},
+    ops::lane::Lane,
+    weight::DeviceMatrix,
+};
+
+/// Elements that neither rounding nor the order of fp32 sums explains.
+fn close(got: &[u16], other: &[u16], what: &str) {
+    for (at, (got, other)) in got.iter().zip(other).enumerate() {
+        let (got, other) = (value(*got), value(*other));
+        assert!((got - other).abs() <= other.abs() / 64.0 + 1e-3, "{what}: element {at} is {got}, was {other}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_tuned_product_is_the_same_product_and_no_slower() {
+    let stream = stream(gpu());
+    let mut lane = Lane::new(&stream, LaneSize::default().with_cublas()).unwrap();
+    let mut rng = Random::new(21);
+    let mut random = |count: usize| -> Vec<u16> { (0..count).map(|_| bf16(rng.normal())).collect() };
+    let mut proposed = 0;
+    for (m, n, k) in [(1, 6144, 4096), (64, 1024, 4096), (200, 320, 448), (7, 100, 72)] {
+        let ws: Vec<DeviceMatrix> =
+            (0..3).map(|_| DeviceMatrix::from_host(&stream, n, k, &random(n as usize * k as usize)).unwrap()).collect();
+        let x = DeviceMatrix::from_host(&stream, m, k, &random(m as usize * k as usize)).unwrap();
+        let before = random(m as usize * n as usize);
+        let mut y = DeviceMatrix::zeroed(&stream, m, n).unwrap();
+        for add in [false, true] {
+            let product = |lane: &mut Lane, y: &mut DeviceMatrix| {
+                poison(&stream, y);
+                y.write(&stream, 0, &before).unwrap();
+                lane.cublas().unwrap().matmul(x.view(), ws[1].view(), y.view_mut(), add).unwrap();
+                guard_is_whole(&stream, y, "cuBLAS");
+                y.to_host(&stream).unwrap()
+            };
+            let own = product(&mut lane, &mut y);
+            let views: Vec<MatrixRef<'_>> = ws.iter().map(DeviceMatrix::view).collect();
+            let found = lane.cublas().unwrap().tune(x.view(), &views, y.view_mut(), add).unwrap();
+            eprintln!("m = {m}, {n} x {k}, add {add}: {found:?}");
+            assert!(found.best_us > 0.0 && found.best_us <= found.own_us, "{found:?}");
+            proposed += found.proposals;
+            let what = format!("m = {m}, {n} x {k}, add {add}");
+            let tuned = product(&mut lane, &mut y);
+            close(&tuned, &own, &what);
+            assert!(product(&mut lane, &mut y) == tuned, "{what}: two runs differ");
+            // And in a graph.
+            let graph = stream
+                .capture(|| lane.cublas()?.matmul(x.view(), ws[1].view(), y.view_mut(), add))
+                .unwrap_or_else(|error| panic!("{what}: {error}"));
+            y.write(&stream, 0, &before).unwrap();
+            // SAFETY: everything that the graph names is alive.
+            unsafe { graph.launch() }.unwrap();
+            assert!(y.to_host(&stream).unwrap() == tuned, "{what}: a captured product has other bits");
+        }
+    }
+    assert!(proposed > 8, "the library proposes nothing: {proposed}");
+}
+
+/// What is tuned for aligned operands is not used for others, and what is wrong is refused.
+#[test]
+#[ignore = "needs a GPU"]
+fn tuning_keeps_to_what_it_was_asked() {
+    let stream = stream(gpu());
+    let mut lane = Lane::new(&stream, LaneSize::default().with_cublas()).unwrap();
+    let mut rng = Random::new(22);
+    let mut random = |count: usize| -> Vec<u16> { (0..count).map(|_| bf16(rng.normal())).collect() };
+    let w = DeviceMatrix::from_host(&stream, 256, 128, &random(256 * 128)).unwrap();
+    let inputs = DeviceBuffer::from_host(&stream, &random(9 * 128)).unwrap();
+    let whole = MatrixRef::new(&inputs, 9, 128, 128).unwrap();
+    // Rows 1 to 8 begin 256 bytes on; columns 1 to 127 of rows do not.
+    let (aligned, shifted) = (whole.part(1..9, 0..128).unwrap(), whole.part(0..8, 1..128).unwrap());
+    let mut y = DeviceMatrix::zeroed(&stream, 8, 256).unwrap();
+    let cublas = lane.cublas().unwrap();
+    cublas.tune(aligned, &[w.view()], y.view_mut(), false).unwrap();
+    let narrow = w.view().part(0..256, 1..128).unwrap();
+    let found = cublas.tune(shifted, &[narrow], y.view_mut(), false).unwrap();
+    assert_eq!(found.proposals, 0, "operands that no proposal is made for");
+    cublas.matmul(shifted, narrow, y.view_mut(), false).unwrap();
+    let got = y.to_host(&stream).unwrap();
+    let (x, w_host) = (inputs.to_host(&stream).unwrap(), w.to_host(&stream).unwrap());
+    for (at, got) in got.iter().enumerate() {
+        let (row, column) = (at / 256, at % 256);
+        let exact: f64 = (1..128).map(|i| value(x[row * 128 + i]) * value(w_host[column * 128 + i])).sum();
+        assert!(
+            (value(*got) - exact).abs() <= exact.abs() / 128.0 + 1e-3,
+            "element {at}: {}, not {exact}",
+            value(*got)
+        );
+    }
+    let other = DeviceMatrix::zeroed(&stream, 128, 128).unwrap();
+    let unlike = cublas.tune(aligned, &[w.view(), other.view()], y.view_mut(), false).unwrap_err();
+    assert!(matches!(unlike.refusal(), Some(Refusal::Shape { .. })), "{unlike}");
+    let none = cublas.tune(aligned, &[], y.view_mut(), false).unwrap();
+    assert_eq!((none.proposals, none.best_us), (0, 0.0));
+    let captured = stream.capture(|| cublas.tune(aligned, &[w.view()], y.view_mut(), false).map(drop));
+    assert_eq!(captured.err().and_then(|error| error.refusal().cloned()), Some(Refusal::Capturing));
+}
