@@ -9,7 +9,7 @@ use std::{
 
 use crate::{
     gemm_packed::{lane, weights},
-    harness::{Random, bf16, gpu, guard_is_whole, poison, stream},
+    harness::{GUARD, Random, bf16, gpu, guard_is_whole, poison, refused, stream},
 };
 use unweight_codegen::{
     VariantSpec,
@@ -18,7 +18,7 @@ use unweight_codegen::{
 };
 use unweight_format::{Histogram, Matrix, packed::pack};
 use unweight_rt::{
-    device::{DeviceBuffer, KernelSet, Stream},
+    device::{DeviceBuffer, KernelSet, Refusal, Staging, Stream, Upload},
     ops::{gemm_packed::PackedGemm, lane::Lane},
     weight::{DeviceMatrix, DevicePacked},
 };
@@ -142,6 +142,38 @@ fn stream_k_on_two_streams_at_once_gives_the_bits_that_it_gives_alone() {
             guard_is_whole(&runner.stream, &runner.y, &spec.to_string());
         }
     }
+}
+
+/// More than both pieces of page-locked memory hold, and lengths that divide nothing.
+#[test]
+#[ignore = "needs a GPU"]
+fn what_is_staged_arrives_whole_and_in_order() {
+    let stream = stream(gpu());
+    let mut staging = Staging::new(&stream);
+    let mut rng = Random::new(31);
+    // 210 MB: four pieces, the last one part of one.
+    let (rows, cols) = (1001u32, 104_896u32);
+    let bytes: Vec<u8> = (0..rows as usize * cols as usize * 2 / 8).flat_map(|_| rng.bits().to_le_bytes()).collect();
+    let mut matrix = DeviceMatrix::zeroed(&stream, rows, cols).unwrap();
+    matrix.fill_padding(&stream, GUARD).unwrap();
+    for _ in 0..2 {
+        matrix.fill_bytes(&stream, 0).unwrap();
+        staging.write(&mut matrix.view_mut(), &bytes).unwrap();
+        let back = matrix.to_host(&stream).unwrap();
+        assert!(bytemuck::cast_slice::<u16, u8>(&back) == bytes, "bytes are lost or out of place");
+        guard_is_whole(&stream, &matrix, "staging");
+    }
+    for length in [0, 1, 3, (1 << 20) + 1, (64 << 20) - 1, 64 << 20, (64 << 20) + 5] {
+        let mut upload = &mut staging;
+        let buffer: DeviceBuffer<u8> = upload.section(&bytes[..length]).unwrap();
+        upload.finish().unwrap();
+        assert!(buffer.to_host(&stream).unwrap() == bytes[..length], "{length} bytes");
+    }
+    let mut upload = &mut staging;
+    let odd: Result<DeviceBuffer<u32>, _> = upload.section(&bytes[..6]);
+    assert!(matches!(refused(odd), Refusal::Partial { bytes: 6, unit: 4, .. }));
+    let few = refused(staging.write(&mut matrix.view_mut(), &bytes[..6]));
+    assert!(matches!(few, Refusal::Elements { got: 6, .. }), "{few}");
 }
 
 #[test]

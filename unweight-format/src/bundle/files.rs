@@ -7,6 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rayon::prelude::*;
 use sha2::{Digest as _, Sha256};
 
 use super::BundleError;
@@ -112,6 +113,18 @@ impl Input {
         let mut out = buffer(bytes, &self.path)?;
         self.read_at(offset, &mut out)?;
         Ok(out)
+    }
+
+    /// As [`Input::read_at`], on all threads of the pool that it is called from, if it is: one alone copies out of the
+    /// page cache more slowly than a device takes it.
+    pub(crate) fn read_at_together(&self, offset: u64, out: &mut [u8]) -> Result<(), BundleError> {
+        if out.len() <= CHUNK || rayon::current_thread_index().is_none() {
+            return self.read_at(offset, out);
+        }
+        let pieces = out.par_chunks_mut(CHUNK).enumerate();
+        let failed = pieces.map(|(i, piece)| self.read_at(offset + (i * CHUNK) as u64, piece));
+        // The first by place, not by time.
+        failed.find_map_first(Result::err).map_or(Ok(()), Err)
     }
 
     /// Hands `bytes` bytes from `offset` on to `each`, in pieces and in order; returns their digest.

@@ -347,7 +347,7 @@ impl Shard {
     pub(crate) fn decode(&self, index: usize, out: &mut [u8]) -> Result<(), BundleError> {
         let (entry, place) = (&self.file.tensors[index], self.places[index][0].start);
         if entry.form == FormId::RAW {
-            self.input.read_at(place, out)?;
+            self.input.read_at_together(place, out)?;
             return self.compare(Digest::of(out), entry.digest, place, || format!("tensor '{}'", entry.name));
         }
         self.tensor(index)?.decode(out).map_err(|source| self.codec_error(index, source))?;
@@ -368,7 +368,8 @@ impl Shard {
 
     /// The bytes of a part of the shard, compared with their digest.
     fn part(&self, place: Range<u64>, expected: Digest, what: impl Fn() -> String) -> Result<Vec<u8>, BundleError> {
-        let bytes = self.input.read(place.start, place.end - place.start)?;
+        let mut bytes = self.buffer(place.end - place.start)?;
+        self.input.read_at_together(place.start, &mut bytes)?;
         self.compare(Digest::of(&bytes), expected, place.start, what)?;
         Ok(bytes)
     }

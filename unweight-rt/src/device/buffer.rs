@@ -59,14 +59,19 @@ impl<T: Pod> DeviceBuffer<T> {
     /// Overwrites elements from `at` on. Waits for the copy.
     pub fn write(&mut self, stream: &Stream, at: usize, host: &[T]) -> Result<(), DeviceError> {
         self.check(at, host.len())?;
-        if host.is_empty() {
-            return Ok(());
+        let to = self.address + (at * size_of::<T>()) as u64;
+        // SAFETY: the range lies inside the buffer.
+        unsafe { copy_to_device(stream, to, bytemuck::cast_slice(host)) }
+    }
+
+    /// Overwrites the elements by those whose little-endian bytes these are. Waits for the copy.
+    pub(super) fn write_bytes(&mut self, stream: &Stream, host: &[u8]) -> Result<(), DeviceError> {
+        if host.len() != self.bytes() {
+            let (got, expected) = (host.len() as u64, self.bytes() as u64);
+            return Err(Refusal::Elements { buffer: "the bytes of a section", got, expected }.into());
         }
-        self.device.bind()?;
-        // SAFETY: the range lies inside the buffer, and `host` lives until the wait below.
-        unsafe { result::memcpy_htod_async(self.address + (at * size_of::<T>()) as u64, host, stream.raw()) }
-            .call("copying to the device")?;
-        stream.synchronize()
+        // SAFETY: as many bytes as the buffer has.
+        unsafe { copy_to_device(stream, self.address, host) }
     }
 
     /// The elements, once everything before on `stream` is done.
@@ -160,6 +165,20 @@ impl<T: Pod> DeviceBuffer<T> {
             Err(Refusal::Range { at: at as u64, len: len as u64, have: self.len as u64 }.into())
         }
     }
+}
+
+/// Copies from host memory of any kind, and waits for the copy.
+///
+/// # Safety
+/// `to` is the address of as many bytes of device memory.
+pub(super) unsafe fn copy_to_device(stream: &Stream, to: u64, host: &[u8]) -> Result<(), DeviceError> {
+    if host.is_empty() {
+        return Ok(());
+    }
+    stream.device().bind()?;
+    // SAFETY: the caller's promise; `host` lives until the wait below.
+    unsafe { result::memcpy_htod_async(to, host, stream.raw()) }.call("copying to the device")?;
+    stream.synchronize()
 }
 
 impl DeviceBuffer<u16> {

@@ -6,7 +6,7 @@
 //! buffer   [T] on the device                   view    matrices inside buffers, or in memory of somebody else
 //! module   a cubin that the driver has taken   launch  one launch of it        kernels   all of a device, by variant
 //! tma      what the copy engine sees           workspace   memory that launches of one stream share
-//! pinned   host memory for copies that run while the host goes on
+//! pinned   host memory for copies that run while the host goes on          staging   uploads through it
 //! ```
 //! Nothing is touched before [`Device::open`], which asks [`toolchain`](crate::jit::toolchain) for the driver first: cudarc panics where libcuda
 //! is missing, and here that is an error.
@@ -24,6 +24,7 @@ pub mod launch;
 pub mod module;
 pub mod pinned;
 pub mod raw;
+pub mod staging;
 pub mod stream;
 pub mod tma;
 pub mod view;
@@ -36,6 +37,7 @@ pub use self::{
     graph::Graph,
     kernels::{KernelSet, Prepared},
     pinned::{Pinned, Transfer},
+    staging::{Staging, Upload},
     stream::{Event, Stream},
     view::{MatrixMut, MatrixRef},
     workspace::LaneSize,

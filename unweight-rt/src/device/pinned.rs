@@ -67,6 +67,24 @@ impl<T: Pod> Pinned<T> {
     }
 }
 
+impl Pinned<u8> {
+    /// Enqueues a copy of the first `len` bytes to the device.
+    ///
+    /// # Safety
+    /// `to` is the address of as many bytes on the stream's device, which are freed by `cuMemFree` at the earliest.
+    pub(super) unsafe fn send(self, stream: &Stream, to: u64, len: usize) -> Result<Transfer<u8>, DeviceError> {
+        let Some(host) = self.get(..len) else {
+            return Err(Refusal::Range { at: 0, len: len as u64, have: self.len as u64 }.into());
+        };
+        self.device.bind()?;
+        if len > 0 {
+            // SAFETY: the caller's promise; the transfer keeps the host's memory until the copy is done.
+            unsafe { result::memcpy_htod_async(to, host, stream.raw()) }.call("copying to the device")?;
+        }
+        DeviceBuffer::<u8>::under_way(stream, self)
+    }
+}
+
 impl<T> Deref for Pinned<T> {
     type Target = [T];
 

@@ -26,9 +26,11 @@
 
 use std::{marker::PhantomData, ops::Range, ptr};
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 
-use crate::device::{Call, Device, DeviceBuffer, DeviceError, Refusal, Stream, error::PitchRule};
+use crate::device::{
+    Call, Device, DeviceBuffer, DeviceError, Refusal, Stream, buffer::copy_to_device, error::PitchRule,
+};
 
 /// Bytes of a bf16.
 const ELEMENT: u64 = 2;
@@ -317,21 +319,22 @@ impl<'a> MatrixMut<'a> {
     /// # Errors
     /// Rows with gaps, bytes that are not those of its elements, another device, or the driver's refusal.
     pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<(), DeviceError> {
+        let to = self.check_bytes(stream, bytes.len())?;
+        // SAFETY: the view was held against its memory when it was made, has no gaps and as many bytes.
+        unsafe { copy_to_device(stream, to, bytes) }
+    }
+
+    /// The address, if its rows follow each other without a gap and have so many bytes.
+    pub(super) fn check_bytes(&self, stream: &Stream, bytes: usize) -> Result<u64, Refusal> {
         let to = &self.place;
         to.check_dense("the target of a copy")?;
         to.check_device("the target of a copy", stream.device().ordinal())?;
-        let expected = u64::from(to.rows) * u64::from(to.cols) * ELEMENT;
-        if bytes.len() as u64 != expected {
-            let got = bytes.len() as u64;
-            return Err(Refusal::Elements { buffer: "the bytes of a matrix", got, expected }.into());
+        let (got, expected) = (bytes as u64, u64::from(to.rows) * u64::from(to.cols) * ELEMENT);
+        if got == expected {
+            Ok(to.address)
+        } else {
+            Err(Refusal::Elements { buffer: "the bytes of a matrix", got, expected })
         }
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        stream.device().bind()?;
-        // SAFETY: the view was held against its memory when it was made and has no gaps; `bytes` lives until the wait below.
-        unsafe { result::memcpy_htod_async(to.address, bytes, stream.raw()) }.call("copying to the device")?;
-        stream.synchronize()
     }
 
     /// Enqueues a copy of a matrix of the same shape.

@@ -23,7 +23,7 @@ use crate::{
         model::PackedChooser,
         reachable::{self, Wanted, Weight},
     },
-    device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Stream},
+    device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Staging, Stream},
     jit::cache::Progress,
     layer::{
         build::{LayerBuilder, Parts, in_tensor, unsuitable},
@@ -215,6 +215,7 @@ pub enum Merge {
 pub struct Loader<'k> {
     bundle: &'k Bundle,
     builder: LayerBuilder<'k>,
+    staging: Staging,
 }
 
 /// Every kernel that a loader with these options can ask for, for any tensor of this bundle, alone or merged as servers do it. Reads the manifest only;
@@ -254,7 +255,8 @@ impl<'k> Loader<'k> {
         let device = kernels.device().info();
         let wanted = wanted(bundle, options, PackedChooser::of(device.arch, device.sms, &device.name));
         let prepared = kernels.prepare(&all_reachable(bundle, &wanted), progress)?;
-        Ok((Self { bundle, builder: LayerBuilder::of(kernels, stream, wanted)? }, prepared))
+        let builder = LayerBuilder::of(kernels, stream, wanted)?;
+        Ok((Self { bundle, builder, staging: Staging::new(stream) }, prepared))
     }
 
     /// Loads a tensor `[n, k]`.
@@ -266,7 +268,7 @@ impl<'k> Loader<'k> {
         let weight = Weight::stored(n, k, self.bundle.entry(name)?.form);
         match self.builder.wanted.linears {
             Linears::Packed if is_packed(&weight) => {
-                let packed = self.stored_packed(name)?;
+                let packed = self.parts().1.packed(name)?;
                 self.builder.packed(packed, &weight).map_err(in_tensor(name))
             }
             _ => self.merge(&[name], Merge::Rows),
@@ -278,10 +280,9 @@ impl<'k> Loader<'k> {
     /// # Errors
     /// [`LoadError`]; the tensors have different `k`, or a gate and an up do not have the same multiple of 32 rows.
     pub fn merge(&mut self, names: &[&str], merge: Merge) -> Result<Linear, LoadError> {
-        let bundle = self.bundle;
-        let shapes = names.iter().map(|name| extents(bundle, name)).collect::<Result<_, _>>()?;
-        let tensors = self.tensors();
-        self.builder.merge(&Parts::new(names, shapes, merge), &mut |part, packer, output| {
+        let shapes = names.iter().map(|name| extents(self.bundle, name)).collect::<Result<_, _>>()?;
+        let (builder, mut tensors) = self.parts();
+        builder.merge(&Parts::new(names, shapes, merge), &mut |part, packer, output| {
             names.get(part).map_or(Ok(()), |name| tensors.decode(name, packer, output))
         })
     }
@@ -293,11 +294,10 @@ impl<'k> Loader<'k> {
     pub fn matrix(&mut self, name: &str) -> Result<DeviceMatrix, LoadError> {
         let (n, k) = extents(self.bundle, name)?;
         let device = in_tensor(name);
-        let stream = self.builder.stream().clone();
-        let mut matrix = DeviceMatrix::zeroed(&stream, n, k).map_err(&device)?;
-        let tensors = self.tensors();
-        tensors.decode(name, &mut self.builder.packer, matrix.view_mut())?;
-        stream.synchronize().map_err(&device)?;
+        let (builder, mut tensors) = self.parts();
+        let mut matrix = DeviceMatrix::zeroed(builder.stream(), n, k).map_err(&device)?;
+        tensors.decode(name, &mut builder.packer, matrix.view_mut())?;
+        builder.stream().synchronize().map_err(&device)?;
         Ok(matrix)
     }
 
@@ -307,11 +307,12 @@ impl<'k> Loader<'k> {
     /// [`LoadError`]; [`Unsuitable::Unpackable`] also where `n` or `k` is no multiple of 64.
     pub fn packed(&mut self, name: &str) -> Result<DevicePacked, LoadError> {
         let (n, k) = extents(self.bundle, name)?;
-        if is_packed(&Weight::stored(n, k, self.bundle.entry(name)?.form)) {
-            return self.stored_packed(name);
+        let weight = Weight::stored(n, k, self.bundle.entry(name)?.form);
+        let (builder, mut tensors) = self.parts();
+        if is_packed(&weight) {
+            return tensors.packed(name);
         }
-        let tensors = self.tensors();
-        self.builder.pack_alone(name, (n, k), &mut |_, packer, output| tensors.decode(name, packer, output))
+        builder.pack_alone(name, (n, k), &mut |_, packer, output| tensors.decode(name, packer, output))
     }
 
     /// The elements of a tensor of one dimension: the weight of a norm, a bias.
@@ -344,20 +345,20 @@ impl<'k> Loader<'k> {
         self.builder.lane(stream)
     }
 
-    fn tensors(&self) -> Tensors<'k> {
-        let LayerBuilder { kernels, wanted, .. } = &self.builder;
-        Tensors { bundle: self.bundle, kernels, decoder: wanted.decoder(), code_limit: wanted.code_limit }
-    }
-
-    fn stored_packed(&self, name: &str) -> Result<DevicePacked, LoadError> {
-        self.tensors().packed(self.builder.stream(), name)
+    /// What makes layers, and what brings it their weights.
+    fn parts(&mut self) -> (&mut LayerBuilder<'k>, Tensors<'_>) {
+        let Self { bundle, builder, staging } = self;
+        let LayerBuilder { kernels, wanted, .. } = &*builder;
+        let tensors = Tensors { bundle, kernels, decoder: wanted.decoder(), code_limit: wanted.code_limit, staging };
+        (builder, tensors)
     }
 }
 
 /// What a bundle has, as it comes to the device.
-struct Tensors<'k> {
-    bundle: &'k Bundle,
-    kernels: &'k KernelSet,
+struct Tensors<'a> {
+    bundle: &'a Bundle,
+    kernels: &'a KernelSet,
+    staging: &'a mut Staging,
     decoder: Option<VariantSpec>,
     /// The longest code, bits.
     code_limit: u32,
@@ -365,19 +366,19 @@ struct Tensors<'k> {
 
 impl Tensors<'_> {
     /// A tensor that is stored packed.
-    fn packed(&self, stream: &Stream, name: &str) -> Result<DevicePacked, LoadError> {
+    fn packed(&mut self, name: &str) -> Result<DevicePacked, LoadError> {
         let Some(tensor) = PackedTensor::of(self.bundle.tensor(name)?) else {
             return Err(self.other_form(name));
         };
-        DevicePacked::upload(stream, &tensor).map_err(in_tensor(name))
+        DevicePacked::upload(&mut *self.staging, &tensor).map_err(in_tensor(name))
     }
 
     /// Writes the weights of a tensor of any form into rows without gaps, in stream order.
-    fn decode(&self, name: &str, packer: &mut Packer, mut output: MatrixMut<'_>) -> Result<(), LoadError> {
+    fn decode(&mut self, name: &str, packer: &mut Packer, mut output: MatrixMut<'_>) -> Result<(), LoadError> {
         let device = in_tensor(name);
         let weight = Weight::stored(output.rows(), output.cols(), self.bundle.entry(name)?.form);
         match weight.route().first().map(|edge| edge.step) {
-            _ if is_packed(&weight) => packer.unpack(&self.packed(packer.stream(), name)?, output).map_err(device),
+            _ if is_packed(&weight) => packer.unpack(&self.packed(name)?, output).map_err(device),
             Some(Step::Decode(DecodeOutput::Full)) => {
                 let Some(tensor) = HuffmanTensor::of(self.bundle.tensor(name)?) else {
                     return Err(self.other_form(name));
@@ -387,12 +388,12 @@ impl Tensors<'_> {
                     .decoder
                     .filter(|_| bits <= limit)
                     .ok_or_else(|| unsuitable(name, Unsuitable::CodeBits { bits, limit }))?;
-                let tensor = DeviceHuffman::upload(packer.stream(), &tensor).map_err(&device)?;
+                let tensor = DeviceHuffman::upload(&mut *self.staging, &tensor).map_err(&device)?;
                 let decoder = self.kernels.get(&spec).and_then(Decoder::new).map_err(&device)?;
                 packer.decode(&decoder, &tensor, output).map_err(&device)
             }
             // Raw, and what the host decodes.
-            _ => output.write(packer.stream(), &self.bundle.decode(name)?).map_err(device),
+            _ => self.staging.write(&mut output, &self.bundle.decode(name)?).map_err(device),
         }
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use unweight_format::{HuffmanTensor, TileGrid, TileMetadata};
 
 use super::{PaletteView, device_shape, elements, most_verbatim, pods, verbatim_rows};
-use crate::device::{Device, DeviceBuffer, DeviceError, Stream};
+use crate::device::{Device, DeviceBuffer, DeviceError, Upload};
 
 /// The sections of a Huffman tensor as host slices, checked by nobody.
 #[derive(Clone, Copy, Debug)]
@@ -42,8 +42,8 @@ pub struct DeviceHuffman {
 }
 
 impl DeviceHuffman {
-    /// Copies a tensor to the device.
-    pub fn upload<B: AsRef<[u8]>>(stream: &Stream, tensor: &HuffmanTensor<B>) -> Result<Self, DeviceError> {
+    /// Copies a tensor to the device. Waits for the copy.
+    pub fn upload<B: AsRef<[u8]>>(to: impl Upload, tensor: &HuffmanTensor<B>) -> Result<Self, DeviceError> {
         let sections = HuffmanSections {
             sign_mantissa: tensor.sign_mantissa(),
             encoded_exp: tensor.encoded_exp(),
@@ -53,29 +53,36 @@ impl DeviceHuffman {
             palette: tensor.code().palette().stored(),
             code_lengths: tensor.code().lengths(),
         };
-        Self::from_sections(stream, tensor.grid(), &sections)
+        Self::from_sections(to, tensor.grid(), &sections)
     }
 
     /// Copies sections that nobody has checked. Only their sizes are held against the grid; decoders bound the rest.
-    pub fn from_sections(stream: &Stream, grid: TileGrid, sections: &HuffmanSections<'_>) -> Result<Self, DeviceError> {
+    /// Waits for the copy.
+    pub fn from_sections(
+        mut to: impl Upload,
+        grid: TileGrid,
+        sections: &HuffmanSections<'_>,
+    ) -> Result<Self, DeviceError> {
         device_shape(grid)?;
         elements("sign_mantissa", sections.sign_mantissa.len(), grid.elements())?;
         elements("row_lengths", sections.row_lengths.len(), grid.tiles() * 64)?;
         elements("tile_metadata", sections.tile_metadata.len(), grid.tiles() * TileMetadata::BYTES)?;
         verbatim_rows(sections.verbatim_exponents)?;
         let metadata: Vec<TileMetadata> = pods(sections.tile_metadata)?;
-        Ok(Self {
+        let tensor = Self {
             grid,
             code_bits: sections.code_lengths.iter().copied().max().unwrap_or(0).into(),
             max_verbatim_rows: most_verbatim(&metadata),
-            sign_mantissa: DeviceBuffer::from_host(stream, sections.sign_mantissa)?,
-            encoded_exp: DeviceBuffer::from_host(stream, &pods::<u32>(sections.encoded_exp)?)?,
-            row_lengths: DeviceBuffer::from_host(stream, sections.row_lengths)?,
-            tile_metadata: DeviceBuffer::from_host(stream, &metadata)?,
-            verbatim_exponents: DeviceBuffer::from_host(stream, sections.verbatim_exponents)?,
-            palette: DeviceBuffer::from_host(stream, &sections.palette)?,
-            code_lengths: DeviceBuffer::from_host(stream, &sections.code_lengths)?,
-        })
+            sign_mantissa: to.section(sections.sign_mantissa)?,
+            encoded_exp: to.section(sections.encoded_exp)?,
+            row_lengths: to.section(sections.row_lengths)?,
+            tile_metadata: to.section(sections.tile_metadata)?,
+            verbatim_exponents: to.section(sections.verbatim_exponents)?,
+            palette: to.section(&sections.palette)?,
+            code_lengths: to.section(&sections.code_lengths)?,
+        };
+        to.finish()?;
+        Ok(tensor)
     }
 
     /// Shape and tiling.

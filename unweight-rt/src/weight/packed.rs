@@ -7,8 +7,8 @@ use unweight_format::{
     packed::{self, PackedTensor, Window},
 };
 
-use super::{count, device_shape, elements, pods};
-use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Stream, view::check_device};
+use super::{count, device_shape, elements};
+use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Stream, Upload, view::check_device};
 
 /// A packed tensor on the device (`docs/format.md` A.9): what the register-sourced matmuls multiply with.
 #[derive(Debug)]
@@ -22,17 +22,17 @@ pub struct DevicePacked {
 }
 
 impl DevicePacked {
-    /// Copies a tensor to the device.
-    pub fn upload<B: AsRef<[u8]>>(stream: &Stream, tensor: &PackedTensor<B>) -> Result<Self, DeviceError> {
-        let heads = pods::<u32>(tensor.escape_heads())?;
+    /// Copies a tensor to the device. Waits for the copy.
+    pub fn upload<B: AsRef<[u8]>>(mut to: impl Upload, tensor: &PackedTensor<B>) -> Result<Self, DeviceError> {
         let device = Self::new(
             tensor.grid(),
             tensor.window(),
-            DeviceBuffer::from_host(stream, tensor.packed())?,
-            DeviceBuffer::from_host(stream, &heads)?,
-            DeviceBuffer::from_host(stream, &pods::<u32>(tensor.escapes())?)?,
+            to.section(tensor.packed())?,
+            to.section(tensor.escape_heads())?,
+            to.section(tensor.escapes())?,
         )?;
-        Ok(Self { has_escapes: heads.iter().any(|head| *head != 0), ..device })
+        to.finish()?;
+        Ok(Self { has_escapes: tensor.escape_heads().iter().any(|byte| *byte != 0), ..device })
     }
 
     /// A copy on the device. Waits for the stream.
