@@ -2,6 +2,7 @@
 //! oracle.
 
 mod activations;
+mod attention;
 mod gemm_mma;
 mod gemm_recon;
 mod gemm_wgmma;

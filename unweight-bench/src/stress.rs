@@ -13,6 +13,7 @@
 //! ```
 
 mod activations;
+mod attention;
 
 use std::{
     cell::RefCell,
@@ -367,6 +368,13 @@ impl Run<'_> {
                 }
                 // One depends on the other: run together, below.
                 Op::Encode(_) => {}
+                // Heads say its shapes, not weights: once.
+                Op::Attention(_) if shape == SHAPES[0] => {
+                    for subject in self.attention(kernel)? {
+                        add(self.subject(subject, compare)?);
+                    }
+                }
+                Op::Attention(_) => {}
             }
         }
         Ok(())

@@ -222,6 +222,8 @@ families! {
     norm: Norm(NormSpec),
     /// The activation of a gated MLP.
     silu_mul: SiluMul(SiluMulSpec),
+    /// Attention over the pages of a KV cache.
+    attention: Attention(AttentionSpec),
 }
 
 #[cfg(test)]

@@ -9,8 +9,9 @@ mod name;
 pub mod pairs;
 
 pub use crate::family::{
-    DecodeSpec, EmbedSpec, EncodeSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RepackSpec,
-    SiluMulSpec,
+    AttentionSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op,
+    RepackSpec, SiluMulSpec,
+    attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
     decode::{CodeLimit, DecodeOutput},
     embed::EmbedSource,
     encode::EncodeStage,

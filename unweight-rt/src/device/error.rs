@@ -227,6 +227,40 @@ pub enum Refusal {
         head_dim: u32,
     },
 
+    /// A kernel for heads of another size than the cache has.
+    #[error("takes heads of {takes}, the KV cache has heads of {cache}; take the variant for these")]
+    HeadDimOf {
+        /// Of the kernel.
+        takes: u32,
+        /// Of the cache.
+        cache: u32,
+    },
+    /// Heads that do not divide the columns.
+    #[error(
+        "QKV{qkv:?} and A{out:?} for {kv_heads} KV heads of {head_dim}: A must have 1 to 16 times as many heads, and QKV \
+         two more for each KV head"
+    )]
+    Heads {
+        /// Of the projection.
+        qkv: [u64; 2],
+        /// Of the result.
+        out: [u64; 2],
+        /// Heads of keys and values.
+        kv_heads: u32,
+        /// Elements of a head.
+        head_dim: u32,
+    },
+    /// Angles that are not for pairs of elements of a head.
+    #[error(
+        "angles [positions, {cols}] for heads of {head_dim}: their columns must be even, and half of a head at most"
+    )]
+    Rotary {
+        /// Columns of the cosines.
+        cols: u32,
+        /// Elements of a head.
+        head_dim: u32,
+    },
+
     // ---- views ----
     /// A matrix that its memory cannot hold.
     #[error("a matrix [{rows}, {cols}] of pitch {pitch} needs {need} elements, the memory has {have}")]

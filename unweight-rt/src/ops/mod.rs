@@ -3,6 +3,7 @@
 //! A launch takes views of its operands and a [`lane`]. Everything that can be wrong (shapes, pitches, alignment, devices, overlap, the lane's
 //! size, the grid) is checked before anything is enqueued.
 
+pub mod attention;
 pub mod cublas;
 pub mod decode;
 pub mod embed;

@@ -75,6 +75,12 @@ UW_DEVICE float exp2_approx(float value) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(value));
     return d;
 }
+// The larger one; a NaN only if both are.
+UW_DEVICE float maximum(float a, float b) {
+    float d;
+    asm("max.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
 // 1 / sqrt(value), about 22 bits.
 UW_DEVICE float rsqrt_approx(float value) {
     float d;

@@ -1,0 +1,432 @@
+// Attention of single tokens: each row of the batch is the newest token of a sequence of its own. Its keys and values,
+// and the heads that ask, come as the projection leaves them: bias, norm and rotation are done here, the new key and
+// value are stored into the row's page, and they take part.
+//
+// Config
+//   u32  kHeadDim        16 * 1..8  elements of a head
+//   u32  kWarps          of a block
+//   u32  kStages         slots of each warp's private ring, 16 tokens each
+//   u32  kCluster        1,2,4,8  blocks that share the tokens of a row and KV head
+//   bool kPdl            programmatic dependent launch: tables and the pages of earlier tokens are read before
+//                        griddepcontrol.wait, QKV is read and A and the cache are written after it
+//
+// Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
+// blocks along x, grid = m * kv_heads * kCluster: row by row, KV head by KV head.
+//
+// Roles: none. The tiles of 16 tokens of a row are dealt to the cluster's warps in turn: warp w of block `rank` takes
+// tiles rank * kWarps + w, + kCluster * kWarps, ... from that of the first token that the window leaves on. An elected
+// lane copies K and V of a tile (16 tokens of a page are one run of memory), the warp multiplies them with all heads of
+// the group (rows of m16n8k16, padded to 16), keeping its own maximum, sum and O. At the end all warps' sums are added
+// in order of rank and warp, each block of the cluster making its share of the row's elements, through distributed
+// shared memory. So the order of sums follows from the row's own tokens, kWarps and kCluster alone.
+//
+// The warp whose last tile has the new token puts the token's K and V over what was copied, sets the values of the
+// lines behind it to zero (whatever lies there must not meet a weight of zero), and stores K and V into the page.
+//
+// Barriers: full [kWarps][kStages], 1 arrival + bytes of K and V. A warp refills its own slots, so there is no empty
+// barrier: it releases a slot to the copy engine (pipeline::release_to_copy_engine) before it starts the next copy.
+//   The block meets once after queries, new key and new value are in shared memory, and once (the cluster) between
+//   writing and reading sums; clusters: once more before exit.
+//
+// Shared memory = kWarps * kStages * 64 * kHeadDim     rings; a warp's O, fp32 [16][kHeadDim], lies over its own
+//               + 32 * kHeadDim                        queries, bf16 [16][kHeadDim], laid out as a tile of a page
+//               + 4 * kHeadDim                         the new key and the new value, bf16
+//               + kWarps * 128                         maximum and sum of each of 16 rows
+//               + kWarps * kStages * 8                 barriers
+// Global reads per token and KV head: 4 * kHeadDim bytes.
+//
+// Safety   for any numbers in the tables: a position that is not below max_positions, or leads out of the page table,
+//          makes the row one without a token, and a page number that is not below `pages` makes its tiles be left out;
+//          *fault = 1 + row. A row without a token (kPadPosition) touches no page; its A is zeros.
+// Bound: device memory.
+#pragma once
+
+#include "unweight/activation/element.cuh"
+#include "unweight/form/kv_page.cuh"
+#include "unweight/kernels/attention/softmax.cuh"
+#include "unweight/pipeline/ring.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/bulk.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/fence.cuh"
+#include "unweight/ptx/mbarrier.cuh"
+#include "unweight/ptx/memory.cuh"
+
+namespace uw::attention::decode {
+
+constexpr u32 kTileTokens = 16;
+constexpr u32 kPageTiles = kv::kPageTokens / kTileTokens;
+
+template <class Config>
+constexpr u32 kThreads = Config::kWarps * 32;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kTileBytes = kTileTokens * Config::kHeadDim * 2;  // of K, or of V
+    static constexpr u32 kSlotBytes = 2 * kTileBytes;
+    static constexpr u32 kRingBytes = Config::kStages * kSlotBytes;
+    static constexpr u32 kSumBytes = kRows * Config::kHeadDim * 4;
+    static constexpr u32 kStateBytes = kRows * 8;
+
+    static constexpr u32 kRings = 0;
+    static constexpr u32 kQueries = Config::kWarps * kRingBytes;
+    static constexpr u32 kFresh = kQueries + kRows * Config::kHeadDim * 2;
+    static constexpr u32 kStates = kFresh + 2 * Config::kHeadDim * 2;
+    static constexpr u32 kBarriers = kStates + Config::kWarps * kStateBytes;
+    static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
+
+    static_assert(kSumBytes <= kRingBytes, "a warp's sums lie over its ring");
+};
+
+template <class Config>
+struct Kernel {
+    using S = Smem<Config>;
+    static constexpr u32 kHeadDim = Config::kHeadDim;
+    static constexpr u32 kChunks = kHeadDim / 8;
+    static constexpr u32 kTileWarps = Config::kWarps * Config::kCluster;  // warps that share a row's tiles
+    static constexpr u32 kPairs = kHeadDim / 2;                          // words of a row of a head
+    static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "a lane prepares one pair of words of a head");
+
+    const AttentionArgs& args;
+    const u32 shared, warp, lane, rank;
+    const u32 ring, barriers;
+    const u32 row, kv_head;
+    const u32 position;
+    const bool active;
+    const u32 first_token;  // that the window leaves
+    const u32 first_tile, last_tile;
+    const u32 tile_warp;  // this warp among the kTileWarps
+    const u32 tiles;      // of this warp
+    const u64 policy;
+
+    // The next tile to load, by its number among the warp's; the pages of 32 of them, one a lane, and of the 32 after.
+    u32 load_slot = 0, load_index = 0, pages, next_pages;
+    // Slots whose page was refused, and the page of the newest token.
+    u32 refused = 0, newest_page = ~0u;
+    // The next tile to compute.
+    u32 slot = 0, parity = 0;
+
+    Rows<kHeadDim> rows;
+
+    UW_DEVICE Kernel(const AttentionArgs& a, u32 shared_address)
+        : args(a),
+          shared(shared_address),
+          warp(ptx::uniform_warp_index()),
+          lane(ptx::lane_index()),
+          rank(Config::kCluster > 1 ? ptx::cluster_rank() : 0),
+          ring(shared_address + S::kRings + warp * S::kRingBytes),
+          barriers(shared_address + S::kBarriers + warp * Config::kStages * 8),
+          row(ptx::block_index() / Config::kCluster / a.kv_heads),
+          kv_head(ptx::block_index() / Config::kCluster % a.kv_heads),
+          position(ptx::load_global(a.positions + row)),
+          active(position < a.max_positions && position / kv::kPageTokens < a.table_pages),
+          first_token(a.window != 0 && active && position >= a.window ? position - a.window + 1 : 0),
+          first_tile(first_token / kTileTokens),
+          last_tile(position / kTileTokens),
+          tile_warp(rank * Config::kWarps + warp),
+          tiles(active ? (last_tile - first_tile + kTileWarps - tile_warp) / kTileWarps : 0),
+          policy(ptx::l2_policy(L2::kEvictFirst)),
+          // At the same time as the position, as if the row's tokens began at 0; read again if they do not.
+          pages(load_page((tile_warp + lane * kTileWarps) / kPageTiles)) {}
+
+    UW_DEVICE u32 tile_of(u32 index) const { return first_tile + tile_warp + index * kTileWarps; }
+    UW_DEVICE u32 key_slot(u32 s) const { return ring + s * S::kSlotBytes; }
+    UW_DEVICE u32 value_slot(u32 s) const { return key_slot(s) + S::kTileBytes; }
+    UW_DEVICE u32 query_chunk(u32 head, u32 chunk) const {
+        return shared + S::kQueries + kv::chunk_offset(kHeadDim, head, chunk);
+    }
+    // K or V of the KV head in a page.
+    UW_DEVICE u16* head_of(u32 page, u32 half) const {
+        return args.layer + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, half);
+    }
+    UW_DEVICE void report() const {
+        if (ptx::elect_one()) ptx::store_global(args.fault, 1 + row);
+    }
+
+    // ---- load ------------------------------------------------------------------------------------------------------
+    // An entry of the row's page table, the last one for those behind it.
+    UW_DEVICE u32 load_page(u32 entry) const {
+        const u32 last = args.table_pages - 1;
+        return ptx::load_global(args.page_table + u64(row) * args.table_pages + (entry < last ? entry : last));
+    }
+    // Each lane's of 32 pages, for the warp's tiles from `index` on.
+    UW_DEVICE u32 load_pages(u32 index) const {
+        return index < tiles ? load_page(tile_of(index + lane) / kPageTiles) : ~0u;
+    }
+    // By a converged warp that has released the slot to the copy engine.
+    UW_DEVICE void load_next() {
+        if (load_index >= tiles) return;
+        if (load_index != 0 && load_index % 32 == 0) {
+            pages = next_pages;
+            next_pages = load_pages(load_index + 32);
+        }
+        const u32 page = ptx::shuffle(pages, load_index % 32), tile = tile_of(load_index);
+        const bool refuse = page >= args.pages;
+        refused = (refused & ~(1u << load_slot)) | u32(refuse) << load_slot;
+        if (tile == last_tile) newest_page = page;
+        if (refuse) {
+            report();
+            // The slot's phase completes all the same.
+            if (ptx::elect_one()) ptx::mbarrier_arrive(barriers + load_slot * 8);
+        } else if (ptx::elect_one()) {
+            const u32 barrier = barriers + load_slot * 8;
+            const u64 inside = u64(tile % kPageTiles) * (kTileTokens * kHeadDim);
+            ptx::mbarrier_arrive_expect_tx(barrier, S::kSlotBytes);
+            ptx::bulk_load(key_slot(load_slot), head_of(page, kKey) + inside, S::kTileBytes, barrier, policy);
+            ptx::bulk_load(value_slot(load_slot), head_of(page, kValue) + inside, S::kTileBytes, barrier, policy);
+        }
+        load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
+        ++load_index;
+    }
+
+    // ---- the new token ---------------------------------------------------------------------------------------------
+    // One head of the projection's row, by a warp: a lane has two words of it, rotated together. `gamma`: of its norm,
+    // or null. To `store(word, value)`.
+    template <class Store>
+    UW_DEVICE void prepare(u32 head, const u16* gamma, bool rotate, u32 cosines, u32 sines, Store store) const {
+        const u32 half = args.rope_dim / 4;  // words of half of what is rotated
+        const bool turned = lane < half, mine = lane < kPairs / 2;
+        const u32 first = turned ? lane : lane * 2, second = turned ? lane + half : lane * 2 + 1;
+        u32 x = 0, y = 0;
+        if (mine) {
+            const u64 at = u64(head) * kHeadDim;
+            const u16* from = args.qkv + row * args.qkv_pitch + at;
+            x = ptx::load_global(from + 2 * first);
+            y = ptx::load_global(from + 2 * second);
+            if (args.bias != nullptr) {
+                x = activation::add_bias(x, ptx::load_global(args.bias + at + 2 * first));
+                y = activation::add_bias(y, ptx::load_global(args.bias + at + 2 * second));
+            }
+        }
+        if (gamma != nullptr) {
+            float sum = activation::add_squares(activation::add_squares(0.0f, x), y);
+#pragma unroll
+            for (u32 step = 16; step != 0; step /= 2) sum = ptx::add(sum, shuffle_xor(sum, step));
+            const float scale = activation::norm_scale(sum, kHeadDim, args.eps);
+            if (mine) {
+                x = activation::scale_norm(x, ptx::load_global(gamma + 2 * first), scale);
+                y = activation::scale_norm(y, ptx::load_global(gamma + 2 * second), scale);
+            }
+        }
+        if (rotate && turned) activation::rotate(x, y, cosines, sines);
+        if (mine) {
+            store(first, x);
+            store(second, y);
+        }
+    }
+    // Queries of the group, and the new key and value where a warp of this block has the newest tile.
+    UW_DEVICE void prepare_heads(u32 cosines, u32 sines) const {
+        const u32 heads = args.kv_heads * args.group;
+        const bool newest = (last_tile - first_tile) % kTileWarps / Config::kWarps == rank;
+        for (u32 unit = warp; unit < args.group + 2 * newest; unit += Config::kWarps) {
+            if (unit < args.group) {
+                const auto store = [&](u32 word, u32 value) {
+                    ptx::store_shared(query_chunk(unit, word / 4) + word % 4 * 4, value);
+                };
+                prepare(kv_head * args.group + unit, args.q_norm, true, cosines, sines, store);
+            } else {
+                const u32 half = unit - args.group, head = heads + half * args.kv_heads + kv_head;
+                const u16* gamma = half == kKey ? args.k_norm : nullptr;
+                const auto store = [&](u32 word, u32 value) {
+                    ptx::store_shared(shared + S::kFresh + half * (kHeadDim * 2) + word * 4, value);
+                };
+                prepare(head, gamma, half == kKey, cosines, sines, store);
+            }
+        }
+    }
+    // By the warp that has the newest tile, when its copy has landed: into the slot, and into the page.
+    UW_DEVICE void append() const {
+        const u32 line = position % kTileTokens;
+        for (u32 unit = lane; unit < 2 * kChunks; unit += 32) {
+            const u32 half = unit / kChunks, chunk = unit % kChunks;
+            const U32x4 v = ptx::load_shared_x4(shared + S::kFresh + unit * 16);
+            ptx::store_shared_x4(key_slot(slot) + half * S::kTileBytes + kv::chunk_offset(kHeadDim, line, chunk), v);
+            u16* page = head_of(newest_page, half);
+            ptx::store_global_x4(page + kv::chunk_offset(kHeadDim, position % kv::kPageTokens, chunk) / 2, v);
+        }
+    }
+
+    // ---- compute ---------------------------------------------------------------------------------------------------
+    // Values of tokens that are not the row's: a weight of zero does not make a NaN one.
+    UW_DEVICE void clear_values(u32 first) const {
+        for (u32 unit = lane; unit < kTileTokens * kChunks; unit += 32) {
+            const u32 line = unit / kChunks, token = first + line;
+            if (token < first_token || token > position) {
+                const u32 at = kv::chunk_offset(kHeadDim, line, unit % kChunks);
+                ptx::store_shared_x4(value_slot(slot) + at, U32x4{0, 0, 0, 0});
+            }
+        }
+    }
+    UW_DEVICE void compute(u32 tile, const u32 (&q)[kHeadDim / 16][4]) {
+        ptx::mbarrier_wait_parity(barriers + slot * 8, parity);
+        const u32 first = tile * kTileTokens;
+        const bool edge = first < first_token || tile == last_tile;
+        if (edge) {
+            if (tile == last_tile) append();
+            clear_values(first);
+            ptx::sync_warp();  // every lane's stores to the slot come before the warp's ldmatrix
+        }
+        float scores[2][4];
+        const Lines<kHeadDim> keys(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        score<kHeadDim>(scores[0], scores[1], q, keys, key_slot(slot));
+        if (edge) {
+#pragma unroll
+            for (u32 i = 0; i < 8; ++i) {
+                const u32 token = first + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                if (token < first_token || token > position) scores[i / 4][i % 4] = left_out();
+            }
+        }
+        // V of tokens 0-7 and 8-15, by pairs of 8 elements: all loads before the refill.
+        const Lines<kHeadDim> values(lane % 16, lane / 16);
+        U32x4 v[kHeadDim / 16];
+#pragma unroll
+        for (u32 s = 0; s < kHeadDim / 16; ++s) v[s] = ptx::load_matrix_transposed_x4(values.at(value_slot(slot), s));
+        // Nothing has needed the values yet: the loads may still be in flight.
+        pipeline::release_to_copy_engine();
+        load_next();
+        u32 p[1][4];
+        rows.weigh(scores, args.scale, p);
+#pragma unroll
+        for (u32 s = 0; s < kHeadDim / 16; ++s) {
+            const u32 even[2] = {v[s].x, v[s].y}, odd[2] = {v[s].z, v[s].w};
+            ptx::mma_m16n8k16(rows.o[2 * s], p[0], even);
+            ptx::mma_m16n8k16(rows.o[2 * s + 1], p[0], odd);
+        }
+    }
+
+    // ---- sums ------------------------------------------------------------------------------------------------------
+    // Bytes of words 2 * pair and 2 * pair + 1 of a row in a warp's O. Rows are turned against each other, so that a
+    // fragment's stores hit all banks.
+    UW_DEVICE static u32 sum_offset(u32 r, u32 pair) { return r * (kHeadDim * 4) + (pair + r % 4 * 4) % kPairs * 8; }
+
+    UW_DEVICE static void store_floats(u32 address, float low, float high) {
+        ptx::store_shared_x2(address, U32x2{ptx::bits_from_float(low), ptx::bits_from_float(high)});
+    }
+    UW_DEVICE void store_sums() {
+        rows.finish();
+        const u32 g = lane / 4, t = lane % 4;
+        const u32 states = shared + S::kStates + warp * S::kStateBytes;
+#pragma unroll
+        for (u32 r = 0; r < 2; ++r) {
+            const u32 head = g + 8 * r;
+            if (head >= args.group) break;
+            if (t == 0) store_floats(states + head * 8, rows.max[r], rows.sum[r]);
+            if (tiles == 0) continue;
+            // Over the ring: its copies have landed and been waited for, and its loads are the warp's own.
+#pragma unroll
+            for (u32 f = 0; f < Rows<kHeadDim>::kFragments; ++f) {
+                store_floats(ring + sum_offset(head, f * 4 + t), rows.o[f][2 * r], rows.o[f][2 * r + 1]);
+            }
+        }
+    }
+    // Two words of warp w of the cluster's, from an address in block 0 of it and warp 0 of the block.
+    UW_DEVICE static U32x2 load_of(u32 w, u32 address, u32 pitch) {
+        address += w % Config::kWarps * pitch;
+        if constexpr (Config::kCluster == 1) return ptx::load_shared_x2(address);
+        return ptx::load_cluster_x2(ptx::map_shared_rank(address, w / Config::kWarps));
+    }
+    UW_DEVICE U32x2 load_state(u32 w, u32 head) const {
+        return load_of(w, shared + S::kStates + head * 8, S::kStateBytes);
+    }
+    // Elements 2 * pair and 2 * pair + 1 of a head, from all warps of the cluster, in order.
+    UW_DEVICE u32 total(u32 head, u32 pair) const {
+        float top = left_out(), factors[kTileWarps];
+#pragma unroll
+        for (u32 w = 0; w < kTileWarps; ++w) {
+            const U32x2 state = load_state(w, head);
+            factors[w] = ptx::float_from_bits(state.x);
+            top = ptx::maximum(top, factors[w]);
+        }
+        const float shift = top == left_out() ? 0.0f : top * args.scale;
+        float low = 0.0f, high = 0.0f, sum = 0.0f;
+#pragma unroll
+        for (u32 w = 0; w < kTileWarps; ++w) {
+            const U32x2 state = load_state(w, head);
+            // A warp without tokens has left no O.
+            if (state.y == 0) continue;
+            const float factor = ptx::exp2_approx(factors[w] * args.scale - shift);
+            const U32x2 o = load_of(w, shared + S::kRings + sum_offset(head, pair), S::kRingBytes);
+            sum += factor * ptx::float_from_bits(state.y);
+            low += factor * ptx::float_from_bits(o.x);
+            high += factor * ptx::float_from_bits(o.y);
+        }
+        const float inverse = sum == 0.0f ? 0.0f : ptx::div(1.0f, sum);
+        return ptx::pack_bf16x2(low * inverse, high * inverse);
+    }
+    UW_DEVICE void meet() const {
+        if constexpr (Config::kCluster > 1) {
+            ptx::cluster_arrive();
+            ptx::cluster_wait();
+        } else {
+            ptx::sync_block();
+        }
+    }
+
+    // ---- the block's life ------------------------------------------------------------------------------------------
+    UW_DEVICE void run() {
+        if (ptx::elect_one()) {
+#pragma unroll
+            for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barriers + s * 8, 1);
+            ptx::fence_mbarrier_init();
+        }
+        ptx::sync_warp();
+        if (first_tile != 0) pages = load_pages(0);
+        next_pages = load_pages(32);
+#pragma unroll
+        for (u32 s = 0; s < Config::kStages; ++s) load_next();
+        u32 cosines = 0, sines = 0;
+        if (active && lane < args.rope_dim / 4) {
+            const u64 at = u64(position) * (args.rope_dim / 2) + 2 * lane;
+            cosines = ptx::load_global(args.cosines + at);
+            sines = ptx::load_global(args.sines + at);
+        }
+        // Rows of the fragment without a head.
+        for (u32 unit = args.group * kChunks + warp * 32 + lane; unit < kRows * kChunks; unit += kThreads<Config>) {
+            ptx::store_shared_x4(query_chunk(unit / kChunks, unit % kChunks), U32x4{0, 0, 0, 0});
+        }
+        if constexpr (Config::kPdl) ptx::grid_dependency_wait();
+
+        const u32 units = args.group * kPairs, share = (units + Config::kCluster - 1) / Config::kCluster;
+        const u32 own = rank * share, end = own + share < units ? own + share : units, begin = own + warp * 32 + lane;
+        u16* out = args.out + row * args.out_pitch + u64(kv_head) * args.group * kHeadDim;
+        // The same for all blocks of a cluster: they have one row.
+        if (!active) {
+            if (warp == 0 && rank == 0 && position != kPadPosition) report();
+            for (u32 unit = begin; unit < end; unit += kThreads<Config>) ptx::store_global(out + 2 * unit, 0);
+            return;
+        }
+        prepare_heads(cosines, sines);
+        ptx::sync_block();  // stores to queries, new key and new value come before the loads of other warps
+        rows.clear();
+        if (tiles != 0) {
+            u32 q[kHeadDim / 16][4];
+            load_queries<kHeadDim>(q, shared + S::kQueries, lane);
+            for (u32 index = 0; index < tiles; ++index) {
+                if (refused >> slot & 1) {
+                    load_next();
+                } else {
+                    compute(tile_of(index), q);
+                }
+                slot = slot + 1 == Config::kStages ? 0 : slot + 1;
+                parity ^= slot == 0;
+            }
+        }
+        store_sums();
+        meet();  // stores of sums come before the loads of other warps
+        for (u32 unit = begin; unit < end; unit += kThreads<Config>) {
+            ptx::store_global(out + 2 * unit, total(unit / kPairs, unit % kPairs));
+        }
+        // Peers may still be reading this block's sums.
+        if constexpr (Config::kCluster > 1) meet();
+    }
+};
+
+template <class Config>
+UW_DEVICE void run(const AttentionArgs& args) {
+    if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    kernel.run();
+}
+
+}  // namespace uw::attention::decode

@@ -1,0 +1,253 @@
+//! Attention over pages, run on the CPU prelude: results against float64, pages whose unused lines are NaN, hostile
+//! tables, and planted bugs that must be caught.
+
+use unweight_bench::attention::{Decode, PAD, Problem};
+use unweight_codegen::{VariantSpec, abi::AttentionArgs, kv::PAGE_TOKENS, plan::GemmShape};
+
+use crate::harness::{Buffer, CpuKernel, Edit, Run, bf16, spec};
+
+/// Elements behind each row of QKV and of A.
+const GAP: usize = 8;
+
+struct Outcome {
+    out: Vec<u16>,
+    layer: Vec<u16>,
+    fault: u32,
+}
+
+fn launch(problem: &Problem, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u64) -> Result<Outcome, String> {
+    let case = &problem.case;
+    let (m, columns, out_columns) = (case.positions.len(), case.columns(), case.out_columns());
+    let of = |values: &[u16]| Buffer::of(bytemuck::cast_slice(values));
+    let apart: Vec<u16> =
+        problem.qkv.chunks(columns).flat_map(|row| row.iter().copied().chain([0x7fc1; GAP])).collect();
+    let (qkv, layer, bias) = (of(&apart), of(&problem.layer), of(&problem.bias));
+    let (cosines, sines) = (of(&problem.cosines), of(&problem.sines));
+    let norms = problem.norms.each_ref().map(|norm| of(norm));
+    let positions = Buffer::of(bytemuck::cast_slice(&case.positions));
+    let table = Buffer::of(bytemuck::cast_slice(&problem.table));
+    let out = Buffer::new(m * (out_columns + GAP) * 2);
+    let fault = Buffer::zeroed(4);
+    let optional = |buffer: &Buffer| if buffer.slice().is_empty() { 0 } else { buffer.address() };
+    let args = AttentionArgs {
+        qkv: qkv.address(),
+        out: out.address(),
+        layer: layer.address(),
+        positions: positions.address(),
+        page_table: table.address(),
+        cosines: cosines.address(),
+        sines: sines.address(),
+        bias: optional(&bias),
+        q_norm: optional(&norms[0]),
+        k_norm: optional(&norms[1]),
+        fault: fault.address(),
+        qkv_pitch: (columns + GAP) as u64,
+        out_pitch: (out_columns + GAP) as u64,
+        m: m as u32,
+        kv_heads: case.kv_heads as u32,
+        group: case.group as u32,
+        pages: problem.pages,
+        table_pages: problem.table_pages as u32,
+        max_positions: problem.max_positions,
+        window: case.window,
+        rope_dim: case.rope_dim as u32,
+        scale: problem.scale(),
+        eps: case.eps,
+    };
+    let buffers = [
+        ("qkv", qkv.slice()),
+        ("layer", layer.slice()),
+        ("positions", positions.slice()),
+        ("page_table", table.slice()),
+        ("cosines", cosines.slice()),
+        ("sines", sines.slice()),
+        ("bias", bias.slice()),
+        ("q_norm", norms[0].slice()),
+        ("k_norm", norms[1].slice()),
+        ("out", out.slice()),
+        ("fault", fault.slice()),
+    ];
+    let shape = GemmShape::rows((m * case.kv_heads) as u32);
+    // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
+    unsafe { kernel.run(spec, Run { problem: shape, sms: 132, seed }, &args, &buffers)? };
+    let untouched = u16::from_ne_bytes([Buffer::POISON; 2]);
+    let rows = out.u16s();
+    let out = rows.chunks(out_columns + GAP).flat_map(|row| {
+        assert!(row[out_columns..].iter().all(|&v| v == untouched), "written behind a row");
+        row[..out_columns].to_vec()
+    });
+    Ok(Outcome { out: out.collect(), layer: layer.u16s(), fault: fault.u32s()[0] })
+}
+
+fn check(kernel: &mut CpuKernel, spec: &VariantSpec, case: &Decode) {
+    let problem = Problem::new(case);
+    let outcome = launch(&problem, kernel, spec, case.seed).unwrap_or_else(|error| panic!("{spec} {case:?}: {error}"));
+    assert_eq!(problem.mismatch(&outcome.out, &outcome.layer), None, "{spec} {case:?}");
+    assert_eq!(outcome.fault, 0, "{spec} {case:?}");
+}
+
+#[test]
+fn lengths_at_the_edges_of_tiles_and_pages() {
+    let spec = spec("attention_decode_d128_w4p2c1_pdl");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    check(&mut kernel, &spec, &Decode::new(128, 4, &[0, 14, 15, 16, PAD, 62, 63, 64, 126, 199]));
+}
+
+#[test]
+fn every_group() {
+    let spec = spec("attention_decode_d64_w2p2c1");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    for group in 1..=16 {
+        check(&mut kernel, &spec, &Decode { kv_heads: 1, seed: group as u64, ..Decode::new(64, group, &[77, 3]) });
+    }
+}
+
+#[test]
+fn clusters_share_the_tokens_of_a_row() {
+    for name in ["d64_w4p2c2_pdl", "d64_w2p3c4", "d64_w4p1c8_pdl"] {
+        let spec = spec(&format!("attention_decode_{name}"));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        check(&mut kernel, &spec, &Decode::new(64, 3, &[0, 17, PAD, 500, 127, 128, 640]));
+    }
+}
+
+#[test]
+fn windows_leave_tokens_out() {
+    let spec = spec("attention_decode_d32_w2p2c2");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    for window in [1, 7, 16, 17, 64, 100, 1000] {
+        check(&mut kernel, &spec, &Decode { window, ..Decode::new(32, 4, &[0, 6, 15, 16, 63, 64, 65, 99, 100, 230]) });
+    }
+}
+
+#[test]
+fn heads_get_bias_norm_and_rotation() {
+    let spec = spec("attention_decode_d64_w4p2c1_pdl");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    for (bias, norm, rope_dim) in [(true, false, 64), (false, true, 64), (true, true, 16), (true, true, 0)] {
+        check(&mut kernel, &spec, &Decode { bias, norm, rope_dim, ..Decode::new(64, 5, &[0, 40, 81]) });
+    }
+}
+
+#[test]
+fn small_and_odd_heads() {
+    for head_dim in [16, 32, 48, 80, 96, 112] {
+        let spec = spec(&format!("attention_decode_d{head_dim}_w4p2c1"));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        check(&mut kernel, &spec, &Decode { bias: true, norm: true, ..Decode::new(head_dim, 2, &[0, 19, 80, 150]) });
+    }
+}
+
+/// More tiles than a warp asks for pages of at a time.
+#[test]
+fn long_rows() {
+    let spec = spec("attention_decode_d16_w1p1c1");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    for (window, position) in [(0, 16 * 32 - 1), (0, 16 * 32), (0, 16 * 64), (0, 1500), (900, 2000)] {
+        check(&mut kernel, &spec, &Decode { kv_heads: 1, window, ..Decode::new(16, 1, &[position]) });
+    }
+}
+
+/// The same bits alone, in any batch, and in any order of events.
+#[test]
+fn a_row_does_not_depend_on_its_batch() {
+    let spec = spec("attention_decode_d64_w4p2c2_pdl");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    let batch = Problem::new(&Decode { bias: true, norm: true, ..Decode::new(64, 4, &[100, 3, PAD, 64, 200]) });
+    let together = launch(&batch, &mut kernel, &spec, 1).unwrap();
+    for seed in 2..5 {
+        let again = launch(&batch, &mut kernel, &spec, seed).unwrap();
+        assert!(again.out == together.out && again.layer == together.layer);
+    }
+    let (input, output) = (batch.case.columns(), batch.case.out_columns());
+    for row in 0..batch.case.positions.len() {
+        let alone = Problem {
+            case: Decode { positions: vec![batch.case.positions[row]], ..batch.case.clone() },
+            table: batch.table[row * batch.table_pages..][..batch.table_pages].to_vec(),
+            qkv: batch.qkv[row * input..][..input].to_vec(),
+            layer: batch.layer.clone(),
+            cosines: batch.cosines.clone(),
+            sines: batch.sines.clone(),
+            bias: batch.bias.clone(),
+            norms: batch.norms.clone(),
+            ..batch
+        };
+        let outcome = launch(&alone, &mut kernel, &spec, 9).unwrap();
+        assert_eq!(outcome.out, together.out[row * output..][..output], "row {row}");
+    }
+}
+
+/// Nothing that a table says leads out of the cache, and other rows are as they would be.
+#[test]
+fn hostile_tables_are_reported() {
+    let spec = spec("attention_decode_d32_w2p2c2");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    let right = Problem::new(&Decode::new(32, 2, &[90, 200, 150]));
+    let columns = right.case.out_columns();
+    let whole = launch(&right, &mut kernel, &spec, 1).unwrap();
+    for (entry, page) in [(0, right.pages), (1, u32::MAX), (2, u32::MAX), (3, 1 << 31)] {
+        let mut hostile = Problem::new(&right.case);
+        hostile.table[hostile.table_pages + entry] = page;
+        let outcome = launch(&hostile, &mut kernel, &spec, 2).unwrap();
+        assert_eq!(outcome.fault, 2, "entry {entry}");
+        for other in [0, 2] {
+            assert_eq!(outcome.out[other * columns..][..columns], whole.out[other * columns..][..columns]);
+        }
+        assert!(outcome.out[columns..][..columns].iter().all(|&v| !bf16(v).is_nan()), "the other pages were read");
+    }
+    // All pages refused, a position behind the table, and one behind the angles.
+    let mut hostile = Problem::new(&right.case);
+    let pages = hostile.table_pages;
+    hostile.table[pages..][..pages].fill(u32::MAX);
+    let none = launch(&hostile, &mut kernel, &spec, 3).unwrap();
+    let mut behind = Problem::new(&right.case);
+    behind.max_positions = u32::MAX;
+    behind.case.positions[1] = behind.table_pages as u32 * PAGE_TOKENS;
+    let table = launch(&behind, &mut kernel, &spec, 4).unwrap();
+    behind.case.positions[1] = PAD - 1;
+    let far = launch(&behind, &mut kernel, &spec, 4).unwrap();
+    let mut behind = Problem::new(&right.case);
+    behind.max_positions = 200;
+    let angles = launch(&behind, &mut kernel, &spec, 5).unwrap();
+    for outcome in [none, table, far, angles] {
+        assert_eq!(outcome.fault, 2);
+        assert!(outcome.out[columns..][..columns].iter().all(|&v| v == 0));
+        assert_eq!(outcome.out[..columns], whole.out[..columns]);
+    }
+}
+
+#[test]
+fn planted_bugs_are_caught() {
+    let (decode, softmax) = ("unweight/kernels/attention/decode.cuh", "unweight/kernels/attention/softmax.cuh");
+    for (header, from, to) in [
+        // The slot is refilled while its loads are in flight.
+        (decode, "pipeline::release_to_copy_engine();", "ptx::sync_warp();"),
+        (decode, "parity ^= slot == 0;", "parity ^= 1;"),
+        // Masks.
+        (decode, "token > position) scores", "token >= position) scores"),
+        (decode, "if (token < first_token || token > position) scores", "if (token > position) scores"),
+        (decode, "clear_values(first);", ""),
+        (decode, "position - a.window + 1 : 0", "position - a.window : 0"),
+        // The new token.
+        (decode, "if (tile == last_tile) append();", ""),
+        (decode, "half == kKey, cosines", "half == kValue, cosines"),
+        (decode, "const u32 line = position % kTileTokens;", "const u32 line = position % kTileTokens / 2;"),
+        // Sums.
+        (decode, "map_shared_rank(address, w / Config::kWarps)", "map_shared_rank(address, 0)"),
+        (decode, "meet();  // stores of sums", "// stores of sums"),
+        (decode, "ptx::sync_block();  // stores to queries", "// stores to queries"),
+        (softmax, "sum[r] += shuffle_xor(sum[r], 2);", ""),
+        (softmax, "sum[r] *= factor[r];", ""),
+        (softmax, "shuffle_xor(top, 2)", "shuffle_xor(top, 1)"),
+    ] {
+        let spec = spec("attention_decode_d32_w2p2c2");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let case = Decode { window: 150, ..Decode::new(32, 4, &[0, 40, 100, 177, 333]) };
+        let problem = Problem::new(&case);
+        let caught = (1..=4).any(|seed| match launch(&problem, &mut kernel, &spec, seed) {
+            Err(_) => true,
+            Ok(outcome) => problem.mismatch(&outcome.out, &outcome.layer).is_some(),
+        });
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}

@@ -1,0 +1,197 @@
+//! Attention over pages, against float64: every variant that ships, fresh random rows each run, NaN where nobody may
+//! read, thousands of launches with the same bits, hostile tables, refusals.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use unweight_bench::attention::{Decode, DeviceProblem, PAD, Problem};
+use unweight_codegen::{
+    VariantSpec,
+    spec::{AttentionSpec, Op, catalog},
+};
+use unweight_rt::{
+    device::{DeviceBuffer, DeviceError, MatrixMut, Refusal, RowFault},
+    ops::attention::Attention,
+};
+
+use crate::harness::{Random, gpu, guard_is_whole, lane, poison, refused, stream};
+
+/// Other rows in every run; a failure prints it.
+fn fresh() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64
+}
+
+fn attention(spec: &VariantSpec) -> Attention {
+    Attention::new(gpu().get(spec).unwrap_or_else(|error| panic!("{spec}: {error}"))).unwrap()
+}
+
+fn shipped() -> Vec<(VariantSpec, AttentionSpec)> {
+    let of = |spec: VariantSpec| match spec.op {
+        Op::Attention(op) => (spec, op),
+        _ => unreachable!("one family"),
+    };
+    catalog::of::<AttentionSpec>().map(of).collect()
+}
+
+/// Lengths at the edges of tiles and pages, any others, and rows without a token.
+fn positions(random: &mut Random, rows: usize, longest: u64) -> Vec<u32> {
+    (0..rows)
+        .map(|_| match random.below(8) {
+            0 => PAD,
+            1 => random.below(4) as u32 * 16,
+            2 => random.below(longest / 64).max(1) as u32 * 64 - 1 + random.below(3) as u32,
+            _ => random.below(longest) as u32,
+        })
+        .collect()
+}
+
+fn check(attention: &Attention, case: &Decode) {
+    let what = format!("{} {case:?}", attention.kernel().spec());
+    let (stream, problem) = (stream(gpu()), Problem::new(case));
+    let mut lane = lane(&stream);
+    let mut on_device = DeviceProblem::new(&stream, &problem).unwrap();
+    let (m, columns) = (case.positions.len(), case.out_columns());
+    let mut out = DeviceBuffer::<u16>::zeroed(&stream, m * columns).unwrap();
+    poison(&stream, &mut out);
+    let view = MatrixMut::new(&mut out, m as u32, columns as u32, columns as u64).unwrap();
+    on_device.decode(attention, &mut lane, view).unwrap_or_else(|error| panic!("{what}: {error}"));
+    lane.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
+    guard_is_whole(&stream, &out, &what);
+    let (out, layer) = (out.to_host(&stream).unwrap(), on_device.layer(&stream).unwrap());
+    assert_eq!(problem.mismatch(&out, &layer), None, "{what}");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_variant_attends_as_float64() {
+    let mut random = Random::new(fresh());
+    for (spec, op) in shipped() {
+        let attention = attention(&spec);
+        let head_dim = op.head_dim.get() as usize;
+        for group in [1, 4, 7, 8, 16] {
+            let rows = 1 + random.below(20) as usize;
+            let window = if random.below(2) == 0 { 0 } else { 1 + random.below(400) as u32 };
+            let (bias, norm) = (random.below(2) == 0, random.below(2) == 0);
+            let rope_dim = if random.below(4) == 0 { head_dim / 2 } else { head_dim };
+            let kv_heads = 1 + random.below(4) as usize;
+            let positions = positions(&mut random, rows, 700);
+            let seed = random.bits();
+            let case =
+                Decode { kv_heads, window, bias, norm, rope_dim, seed, ..Decode::new(head_dim, group, &positions) };
+            check(&attention, &case);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn long_rows_and_large_batches() {
+    let mut random = Random::new(fresh());
+    for (spec, op) in shipped().into_iter().filter(|(_, op)| op.head_dim.get() >= 64) {
+        let attention = attention(&spec);
+        let head_dim = op.head_dim.get() as usize;
+        let long = Decode { seed: random.bits(), ..Decode::new(head_dim, 4, &[9_000 + random.below(500) as u32, 5]) };
+        check(&attention, &long);
+        if op.cluster.get() <= 2 && [64, 128].contains(&head_dim) {
+            let positions = positions(&mut random, 200, 300);
+            let large = Decode { kv_heads: 4, seed: random.bits(), ..Decode::new(head_dim, 4, &positions) };
+            check(&attention, &large);
+        }
+    }
+}
+
+/// As many launches in one graph as the device holds in flight, again and again.
+#[test]
+#[ignore = "needs a GPU"]
+fn thousands_of_launches_give_the_same_bits() {
+    const RUNS: usize = 50;
+    let stream = stream(gpu());
+    for name in ["d128_w4p2c1_pdl", "d128_w4p2c8_pdl", "d64_w4p4c2_pdl", "d64_w4p4c1"] {
+        let spec: VariantSpec = format!("uw_sm90a_attention_decode_{name}").parse().unwrap();
+        let Op::Attention(op) = spec.op else { unreachable!("named above") };
+        let attention = attention(&spec);
+        let mut random = Random::new(fresh());
+        let positions = positions(&mut random, 64, 1500);
+        let seed = random.bits();
+        let case = Decode { kv_heads: 4, norm: true, seed, ..Decode::new(op.head_dim.get() as usize, 4, &positions) };
+        let (m, columns) = (case.positions.len(), case.out_columns());
+        let mut on_device = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
+        let mut lane = lane(&stream);
+        let mut outs: Vec<_> = (0..RUNS).map(|_| DeviceBuffer::<u16>::zeroed(&stream, m * columns).unwrap()).collect();
+        let graph = stream
+            .capture(|| {
+                outs.iter_mut().try_for_each(|out| {
+                    let view = MatrixMut::new(out, m as u32, columns as u32, columns as u64)?;
+                    on_device.decode(&attention, &mut lane, view)
+                })
+            })
+            .unwrap();
+        let mut first: Option<Vec<u16>> = None;
+        for _ in 0..40 {
+            outs.iter_mut().for_each(|out| poison(&stream, out));
+            // SAFETY: everything that the launches name lives through the reads below.
+            unsafe { graph.launch() }.unwrap();
+            for (run, out) in outs.iter().enumerate() {
+                let got = out.to_host(&stream).unwrap();
+                let first = first.get_or_insert_with(|| got.clone());
+                assert!(*first == got, "{spec}, seed {seed}: launch {run} gave other bits");
+            }
+        }
+        lane.synchronize().unwrap();
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn pages_that_are_not_there_are_reported() {
+    let stream = stream(gpu());
+    for name in ["d128_w4p2c1", "d64_w4p4c4_pdl"] {
+        let spec: VariantSpec = format!("uw_sm90a_attention_decode_{name}").parse().unwrap();
+        let Op::Attention(op) = spec.op else { unreachable!("named above") };
+        let attention = attention(&spec);
+        let case = Decode::new(op.head_dim.get() as usize, 4, &[100, 300, 200]);
+        let problem = Problem::new(&case);
+        let columns = case.out_columns();
+        let mut lane = lane(&stream);
+        let mut run = |entries: &[(usize, u32)]| {
+            let mut on_device = DeviceProblem::new(&stream, &problem).unwrap();
+            for (entry, page) in entries {
+                on_device.table().write(&stream, *entry, &[*page]).unwrap();
+            }
+            let mut out = DeviceBuffer::<u16>::zeroed(&stream, 3 * columns).unwrap();
+            poison(&stream, &mut out);
+            let view = MatrixMut::new(&mut out, 3, columns as u32, columns as u64).unwrap();
+            on_device.decode(&attention, &mut lane, view).unwrap();
+            (lane.synchronize(), out.to_host(&stream).unwrap())
+        };
+        let (fault, right) = run(&[]);
+        fault.unwrap();
+        for page in [problem.pages, u32::MAX, 1 << 31] {
+            for entry in 0..problem.table_pages {
+                let (fault, out) = run(&[(problem.table_pages + entry, page)]);
+                let fault = fault.expect_err("a page that the layer does not have");
+                assert!(matches!(fault, DeviceError::Row { row: 1, what: RowFault::Page }), "{fault}");
+                assert!(out[..columns] == right[..columns] && out[2 * columns..] == right[2 * columns..]);
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn operands_that_do_not_agree_are_refused() {
+    let stream = stream(gpu());
+    let spec: VariantSpec = "uw_sm90a_attention_decode_d128_w4p2c1".parse().unwrap();
+    let attention = attention(&spec);
+    let mut lane = lane(&stream);
+    let mut out = DeviceBuffer::<u16>::zeroed(&stream, 3 * 1024).unwrap();
+    let case = Decode::new(64, 4, &[1, 2]);
+    let mut other = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
+    let view = MatrixMut::new(&mut out, 2, 512, 512).unwrap();
+    assert_eq!(refused(other.decode(&attention, &mut lane, view)), Refusal::HeadDimOf { takes: 128, cache: 64 });
+    let case = Decode::new(128, 4, &[1, 2]);
+    let mut right = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
+    for (rows, columns) in [(3, 1024), (2, 1000), (2, 512)] {
+        let view = MatrixMut::new(&mut out, rows, columns, columns.into()).unwrap();
+        assert!(matches!(refused(right.decode(&attention, &mut lane, view)), Refusal::Heads { .. }));
+    }
+}

@@ -1,0 +1,354 @@
+//! Problems of attention over pages, and what must come out, in double precision: for tests, and for `bench stress`.
+//!
+//! Whatever nobody may use is NaN: pages of nobody, lines behind a row's newest token and before its window.
+
+use rayon::prelude::*;
+use unweight_codegen::kv::{self, PAGE_TOKENS};
+use unweight_format::testing::Random;
+use unweight_rt::{
+    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream},
+    ops::{
+        attention::{Attention, AttentionOptions, RotaryTable, TokenRows},
+        kv::{KvLayer, KvShape},
+        lane::Lane,
+    },
+};
+
+/// Position of a row without a token.
+pub const PAD: u32 = u32::MAX;
+/// A NaN, in every element that nobody may use.
+pub const POISON: u16 = 0x7fc1;
+/// Pages that no row has.
+const SPARE_PAGES: usize = 3;
+
+/// A batch of newest tokens.
+#[derive(Clone, Debug)]
+pub struct Decode {
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Heads of keys and values.
+    pub kv_heads: usize,
+    /// Query heads of each.
+    pub group: usize,
+    /// Of each row's token, or [`PAD`].
+    pub positions: Vec<u32>,
+    /// Tokens that a token sees; 0: all before it.
+    pub window: u32,
+    /// Whether the projection has a bias.
+    pub bias: bool,
+    /// Whether queries and keys are normed.
+    pub norm: bool,
+    /// Elements of a head that are rotated.
+    pub rope_dim: usize,
+    /// Added to mean squares.
+    pub eps: f32,
+    /// Of all values.
+    pub seed: u64,
+}
+
+impl Decode {
+    /// Two KV heads, everything rotated, nothing else.
+    pub fn new(head_dim: usize, group: usize, positions: &[u32]) -> Self {
+        Self {
+            head_dim,
+            kv_heads: 2,
+            group,
+            positions: positions.to_vec(),
+            window: 0,
+            bias: false,
+            norm: false,
+            rope_dim: head_dim,
+            eps: 1e-5,
+            seed: 1,
+        }
+    }
+
+    /// The first token that the one at a position sees.
+    pub fn first_token(&self, position: u32) -> u32 {
+        if self.window == 0 { 0 } else { (position + 1).saturating_sub(self.window) }
+    }
+
+    /// Columns of QKV.
+    pub fn columns(&self) -> usize {
+        self.kv_heads * (self.group + 2) * self.head_dim
+    }
+
+    /// Columns of A.
+    pub fn out_columns(&self) -> usize {
+        self.kv_heads * self.group * self.head_dim
+    }
+}
+
+/// What a launch reads: rows without gaps.
+#[derive(Clone, Debug)]
+pub struct Problem {
+    /// The batch.
+    pub case: Decode,
+    /// bf16 `[m, (h + 2 * kv_heads) * head_dim]`.
+    pub qkv: Vec<u16>,
+    /// bf16 `[pages]` of [`kv`].
+    pub layer: Vec<u16>,
+    /// Pages of the layer.
+    pub pages: u32,
+    /// u32 `[m, table_pages]`.
+    pub table: Vec<u32>,
+    /// Entries of a row.
+    pub table_pages: usize,
+    /// bf16 `[max_positions, rope_dim / 2]`.
+    pub cosines: Vec<u16>,
+    /// The same.
+    pub sines: Vec<u16>,
+    /// Rows of these.
+    pub max_positions: u32,
+    /// bf16 `[(h + 2 * kv_heads) * head_dim]`, or nothing.
+    pub bias: Vec<u16>,
+    /// Of queries and of keys: bf16 `[head_dim]`, or nothing.
+    pub norms: [Vec<u16>; 2],
+}
+
+fn value(bits: u16) -> f64 {
+    f64::from(f32::from_bits(u32::from(bits) << 16))
+}
+
+/// To the nearest bf16.
+fn bits(x: f64) -> u16 {
+    let bits = (x as f32).to_bits();
+    ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
+}
+
+fn round(x: f64) -> f64 {
+    value(bits(x))
+}
+
+/// Evenly from -size to size.
+fn values(random: &mut Random, count: usize, size: f64) -> Vec<u16> {
+    (0..count).map(|_| bits((random.uniform() * 2.0 - 1.0) * size)).collect()
+}
+
+impl Problem {
+    /// Random values, on pages in a random order.
+    pub fn new(case: &Decode) -> Self {
+        let random = &mut Random::new(case.seed);
+        let m = case.positions.len();
+        let longest = case.positions.iter().filter(|position| **position != PAD).max().map_or(0, |last| last + 1);
+        let max_positions = longest.max(1);
+        let table_pages = max_positions.div_ceil(PAGE_TOKENS) as usize;
+        let pages = m * table_pages + SPARE_PAGES;
+        let mut order: Vec<u32> = (0..pages as u32).collect();
+        for i in (1..pages).rev() {
+            order.swap(i, random.below(i as u64 + 1) as usize);
+        }
+        order.truncate(m * table_pages);
+        let angles = max_positions as usize * case.rope_dim / 2;
+        let page_elements = case.kv_heads * 2 * PAGE_TOKENS as usize * case.head_dim;
+        let mut problem = Self {
+            qkv: values(random, m * case.columns(), 2.0),
+            layer: vec![POISON; pages * page_elements],
+            pages: pages as u32,
+            table: order,
+            table_pages,
+            cosines: values(random, angles, 1.0),
+            sines: values(random, angles, 1.0),
+            max_positions,
+            bias: values(random, if case.bias { case.columns() } else { 0 }, 0.5),
+            norms: [0, 1].map(|_| values(random, if case.norm { case.head_dim } else { 0 }, 1.5)),
+            case: case.clone(),
+        };
+        for (row, &position) in case.positions.iter().enumerate().filter(|(_, position)| **position != PAD) {
+            // What lies before a window may be another row's by now.
+            for token in case.first_token(position)..position {
+                for head in 0..case.kv_heads * 2 {
+                    let line = values(random, case.head_dim, if head % 2 == 0 { 2.0 } else { 1.0 });
+                    for (i, value) in line.into_iter().enumerate() {
+                        let at = problem.element(row, token, head, i);
+                        problem.layer[at] = value;
+                    }
+                }
+            }
+        }
+        problem
+    }
+
+    /// Where element `index` of head `head` of `[kv_heads][K | V]` of a row's token lies.
+    pub fn element(&self, row: usize, token: u32, head: usize, index: usize) -> usize {
+        let page = self.table[row * self.table_pages + (token / PAGE_TOKENS) as usize] as usize;
+        let (head_dim, tile) = (self.case.head_dim, page * self.case.kv_heads * 2 + head);
+        let inside = kv::element(head_dim as u32, token % PAGE_TOKENS, index as u32);
+        tile * PAGE_TOKENS as usize * head_dim + inside as usize
+    }
+
+    /// The factor of scores, times log2(e).
+    pub fn scale(&self) -> f32 {
+        (std::f64::consts::LOG2_E / (self.case.head_dim as f64).sqrt()) as f32
+    }
+
+    /// A head of a row as it takes part: bias, norm and rotation, each rounded.
+    fn head(&self, row: usize, head: usize, gamma: &[u16], rotated: bool) -> Vec<f64> {
+        let Decode { head_dim, rope_dim, eps, .. } = self.case;
+        let at = head * head_dim;
+        let mut x: Vec<f64> =
+            self.qkv[row * self.case.columns() + at..][..head_dim].iter().map(|&b| value(b)).collect();
+        if !self.bias.is_empty() {
+            x.iter_mut().zip(&self.bias[at..]).for_each(|(x, bias)| *x = round(*x + value(*bias)));
+        }
+        if !gamma.is_empty() {
+            let mean = x.iter().map(|x| x * x).sum::<f64>() / head_dim as f64;
+            let scale = 1.0 / (mean + f64::from(eps)).sqrt();
+            x.iter_mut().zip(gamma).for_each(|(x, gamma)| *x = round(value(*gamma) * round(*x * scale)));
+        }
+        let half = if rotated { rope_dim / 2 } else { 0 };
+        for i in 0..half {
+            let angle = self.case.positions[row] as usize * half + i;
+            let (cos, sin) = (value(self.cosines[angle]), value(self.sines[angle]));
+            let (a, b) = (x[i], x[i + half]);
+            x[i] = round(a * cos - b * sin);
+            x[i + half] = round(b * cos + a * sin);
+        }
+        x
+    }
+
+    /// What is wrong with A `[m, h * head_dim]` and with the layer after a launch: elements that are further from
+    /// double precision than their roundings explain, and elements of the layer that changed and should not have.
+    pub fn mismatch(&self, out: &[u16], layer: &[u16]) -> Option<String> {
+        let Decode { head_dim, kv_heads, group, .. } = self.case;
+        let mut expected = self.layer.clone();
+        for (row, &position) in self.case.positions.iter().enumerate().filter(|(_, position)| **position != PAD) {
+            for kv_head in 0..kv_heads {
+                let first = kv_heads * group;
+                let key = self.head(row, first + kv_head, &self.norms[1], true);
+                let value_of = self.head(row, first + kv_heads + kv_head, &[], false);
+                for (half, new) in [key, value_of].into_iter().enumerate() {
+                    for (i, new) in new.into_iter().enumerate() {
+                        let at = self.element(row, position, kv_head * 2 + half, i);
+                        let got = value(layer[at]);
+                        // Where float32 and float64 round apart, one unit, at each of the steps.
+                        let error = (got - new).abs();
+                        if error.is_nan() || error > new.abs() / 64.0 + 1e-2 {
+                            return Some(format!("row {row}, kv head {kv_head}, new {i}: {got} instead of {new}"));
+                        }
+                        expected[at] = layer[at];
+                    }
+                }
+            }
+        }
+        if let Some(at) = expected.iter().zip(layer).position(|(a, b)| a != b) {
+            return Some(format!("element {at} of the layer became {:#06x}", layer[at]));
+        }
+        (0..self.case.positions.len() * kv_heads).into_par_iter().find_map_first(|unit| {
+            let (row, kv_head) = (unit / kv_heads, unit % kv_heads);
+            let out = &out[row * self.case.out_columns() + kv_head * group * head_dim..][..group * head_dim];
+            let position = self.case.positions[row];
+            if position == PAD {
+                return out.iter().any(|v| *v != 0).then(|| format!("row {row} has no token, and not only zeros"));
+            }
+            let line = |token: u32, half: usize| -> Vec<f64> {
+                (0..head_dim).map(|i| value(layer[self.element(row, token, kv_head * 2 + half, i)])).collect()
+            };
+            let tokens: Vec<_> =
+                (self.case.first_token(position)..=position).map(|token| (line(token, 0), line(token, 1))).collect();
+            out.chunks_exact(head_dim).enumerate().find_map(|(j, out)| {
+                let q = self.head(row, kv_head * group + j, &self.norms[0], true);
+                let wrong = attend(&q, &tokens, out)?;
+                Some(format!("row {row} at {position}, kv head {kv_head}, query {j}, {wrong}"))
+            })
+        })
+    }
+}
+
+/// What is wrong with the attention of one query to these keys and values.
+fn attend(q: &[f64], tokens: &[(Vec<f64>, Vec<f64>)], out: &[u16]) -> Option<String> {
+    let score = |k: &[f64]| q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>() / (q.len() as f64).sqrt();
+    let scores: Vec<f64> = tokens.iter().map(|(k, _)| score(k)).collect();
+    let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
+    let sum: f64 = weights.iter().sum();
+    out.iter().enumerate().find_map(|(i, &got)| {
+        let terms = weights.iter().zip(tokens).map(|(w, (_, v))| w / sum * v[i]);
+        let (expected, size) = terms.fold((0.0, 0.0), |(a, b): (f64, f64), term| (a + term, b + term.abs()));
+        let error = (value(got) - expected).abs();
+        // A, each weight, and a unit of a query's element here or there.
+        let slack = expected.abs() / 256.0 + size / 128.0 + 1e-6;
+        (error.is_nan() || error > slack).then(|| format!("element {i}: {} instead of {expected}", value(got)))
+    })
+}
+
+/// A problem on a device.
+#[derive(Debug)]
+pub struct DeviceProblem {
+    case: Decode,
+    qkv: DeviceBuffer<u16>,
+    layer: DeviceBuffer<u16>,
+    shape: KvShape,
+    positions: DeviceBuffer<u32>,
+    table: DeviceBuffer<u32>,
+    table_pages: u32,
+    cosines: DeviceBuffer<u16>,
+    sines: DeviceBuffer<u16>,
+    max_positions: u32,
+    bias: Option<DeviceBuffer<u16>>,
+    norms: [Option<DeviceBuffer<u16>>; 2],
+}
+
+impl DeviceProblem {
+    /// Uploads a problem.
+    ///
+    /// # Errors
+    /// Not enough memory, or heads of a size that no kernel takes.
+    pub fn new(stream: &Stream, problem: &Problem) -> Result<Self, DeviceError> {
+        let of = |values: &[u16]| DeviceBuffer::from_host(stream, values);
+        let optional = |values: &[u16]| if values.is_empty() { Ok(None) } else { of(values).map(Some) };
+        let Decode { head_dim, kv_heads, .. } = problem.case;
+        let [q_norm, k_norm] = &problem.norms;
+        Ok(Self {
+            qkv: of(&problem.qkv)?,
+            layer: of(&problem.layer)?,
+            shape: KvShape::new(problem.pages, kv_heads as u32, head_dim as u32)?,
+            positions: DeviceBuffer::from_host(stream, &problem.case.positions)?,
+            table: DeviceBuffer::from_host(stream, &problem.table)?,
+            table_pages: problem.table_pages as u32,
+            cosines: of(&problem.cosines)?,
+            sines: of(&problem.sines)?,
+            max_positions: problem.max_positions,
+            bias: optional(&problem.bias)?,
+            norms: [optional(q_norm)?, optional(k_norm)?],
+            case: problem.case.clone(),
+        })
+    }
+
+    /// Enqueues the attention of its rows into `out` `[m, h * head_dim]`.
+    ///
+    /// # Errors
+    /// As for [`Attention::decode`].
+    pub fn decode(&mut self, attention: &Attention, lane: &mut Lane, out: MatrixMut<'_>) -> Result<(), DeviceError> {
+        let m = self.case.positions.len() as u32;
+        let columns = self.case.columns() as u32;
+        let half = self.case.rope_dim as u32 / 2;
+        let qkv = MatrixRef::new(&self.qkv, m, columns, columns.into())?;
+        let rotary = RotaryTable {
+            cosines: MatrixRef::new(&self.cosines, self.max_positions, half, half.into())?,
+            sines: MatrixRef::new(&self.sines, self.max_positions, half, half.into())?,
+        };
+        let rows = TokenRows { positions: &self.positions, page_table: &self.table, table_pages: self.table_pages };
+        let [q_norm, k_norm] = &self.norms;
+        let options = AttentionOptions::new(rotary).window(Some(self.case.window)).bias(self.bias.as_ref()).norms(
+            q_norm.as_ref(),
+            k_norm.as_ref(),
+            self.case.eps,
+        );
+        let layer = KvLayer::new(&mut self.layer, self.shape, 0)?;
+        attention.decode(lane, qkv, layer, rows, options, out)
+    }
+
+    /// The layer, once everything before on `stream` is done.
+    ///
+    /// # Errors
+    /// What failed on the stream.
+    pub fn layer(&self, stream: &Stream) -> Result<Vec<u16>, DeviceError> {
+        self.layer.to_host(stream)
+    }
+
+    /// The page table.
+    pub fn table(&mut self) -> &mut DeviceBuffer<u32> {
+        &mut self.table
+    }
+}

@@ -1,0 +1,69 @@
+//! Attention under load: rows of many lengths at once, some without a token, on pages whose unused lines are NaN.
+
+use std::{cell::RefCell, sync::Arc};
+
+use unweight_codegen::{plan::GemmShape, spec::Op};
+use unweight_format::testing::Random;
+use unweight_rt::{
+    device::{DeviceBuffer, MatrixMut, module::LoadedKernel},
+    ops::attention::Attention,
+};
+
+use super::{RUNS, Run, Subject};
+use crate::{
+    attention::{Decode, DeviceProblem, PAD, Problem},
+    data::halves,
+    error::BenchError,
+};
+
+/// Rows, query heads of a KV head, the longest row, and the window.
+const CASES: [(usize, usize, u64, u32); 3] = [(1, 4, 2000, 0), (37, 7, 300, 0), (9, 16, 700, 130)];
+
+impl Run<'_> {
+    /// The subjects of an attention kernel.
+    pub(super) fn attention<'a>(&'a self, kernel: &Arc<LoadedKernel>) -> Result<Vec<Subject<'a>>, BenchError> {
+        let Op::Attention(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
+        CASES
+            .into_iter()
+            .map(|(m, group, longest, window)| {
+                let mut random = Random::new(m as u64);
+                let mut positions: Vec<u32> = (0..m).map(|_| random.below(longest) as u32).collect();
+                positions[0] = longest as u32 - 1;
+                if m > 1 {
+                    positions[m / 2] = PAD;
+                }
+                let head_dim = spec.head_dim.get() as usize;
+                let case =
+                    Decode { window, bias: window != 0, norm: m > 1, ..Decode::new(head_dim, group, &positions) };
+                let problem = Problem::new(&case);
+                let on_device = RefCell::new(DeviceProblem::new(self.stream, &problem)?);
+                let attention = Attention::new(kernel.clone())?;
+                let columns = case.out_columns();
+                let bytes = m * columns * 2;
+                let on_device = std::rc::Rc::new(on_device);
+                let of_check = on_device.clone();
+                let launch = move |out: u64| {
+                    let (rows, columns) = (m as u32, columns as u32);
+                    // SAFETY: one of the outputs of the subject, of this size, which lives until the stream was waited
+                    // for.
+                    let out =
+                        unsafe { MatrixMut::from_raw(self.kernels.device(), out, rows, columns, columns.into()) }?;
+                    on_device.borrow_mut().decode(&attention, &mut self.lane.borrow_mut(), out)
+                };
+                let check = move |out: &[u8]| match of_check.borrow().layer(self.stream) {
+                    Ok(layer) => problem.mismatch(&halves(out), &layer),
+                    Err(error) => Some(error.to_string()),
+                };
+                Ok(Subject {
+                    name: kernel.spec().to_string(),
+                    shape: GemmShape { m: m as u32, n: columns as u32, k: longest as u32 },
+                    outputs: DeviceBuffer::zeroed(self.stream, bytes * RUNS as usize)?,
+                    bytes,
+                    before: None,
+                    launch: Box::new(launch),
+                    check: Box::new(check),
+                })
+            })
+            .collect()
+    }
+}

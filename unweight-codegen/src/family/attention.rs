@@ -1,0 +1,279 @@
+//! Attention over the pages of a KV cache: `templates/include/unweight/kernels/attention`.
+//!
+//! ```text
+//! decode   bytes = warps * (stages * (64 * head_dim + 8) + 128) + 36 * head_dim
+//! ```
+
+use super::{Edge, Family, Instruction, Op};
+use crate::{
+    abi::args,
+    plan::{
+        Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work, most_fitting, named,
+    },
+    spec::{Arch, ClusterSize, VariantSpec, axes, range_axis, set_axis, word_axis},
+};
+use serde::Serialize;
+
+word_axis! {
+    /// Which tokens of a sequence ask.
+    AttentionStep, "step" {
+        /// The newest token of each of many sequences. Bias, norm and rotation of its heads are done on the way, and
+        /// its key and value are stored into the cache.
+        Decode = "decode",
+    }
+}
+
+set_axis! {
+    /// Elements of a head.
+    HeadDim, "head_dim", [16, 32, 48, 64, 80, 96, 112, 128], "16, 32, 48, 64, 80, 96, 112 or 128 (elements of a head)"
+}
+
+set_axis! {
+    /// Warps of an `attention` block.
+    AttentionWarps, "warps", [1, 2, 4, 8], "1, 2, 4 or 8 (warps of op attention)"
+}
+
+range_axis! {
+    /// Stages of a ring in an `attention` block.
+    AttentionStages, "stages", 1..=8, "1..=8 (stages of op attention)"
+}
+
+axes! {
+    /// A variant of attention over a paged KV cache.
+    pub struct AttentionSpec {
+        /// Which tokens ask.
+        step: AttentionStep "",
+        /// Elements of a head.
+        head_dim: HeadDim "_d",
+        /// Warps of a block.
+        warps: AttentionWarps "_w",
+        /// Stages of each warp's ring.
+        stages: AttentionStages "p",
+        /// Blocks that share the tokens of a row.
+        cluster: ClusterSize "c" = 1,
+        /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
+        /// it reads QKV.
+        pdl: flag "_pdl" = false,
+    }
+}
+
+args! {
+    /// Arguments of attention; `h = kv_heads * group`.
+    pub struct AttentionArgs {
+        /// bf16 `[m, (h + 2 * kv_heads) * head_dim]`: query heads, key heads, value heads.
+        pub qkv: u64,
+        /// bf16 `[m, h * head_dim]`.
+        pub out: u64,
+        /// The pages of one layer ([`crate::kv`]).
+        pub layer: u64,
+        /// u32 `[m]`: the position of each row's token, or `u32::MAX` of a row without one.
+        pub positions: u64,
+        /// u32 `[m, table_pages]`.
+        pub page_table: u64,
+        /// bf16 `[max_positions, rope_dim / 2]`.
+        pub cosines: u64,
+        /// The same.
+        pub sines: u64,
+        /// bf16 `[(h + 2 * kv_heads) * head_dim]`, or null.
+        pub bias: u64,
+        /// bf16 `[head_dim]`, or null.
+        pub q_norm: u64,
+        /// The same.
+        pub k_norm: u64,
+        /// u32: 1 and a row that leaves the tables or the cache.
+        pub fault: u64,
+        /// Elements from row to row.
+        pub qkv_pitch: u64,
+        /// The same.
+        pub out_pitch: u64,
+        /// Rows.
+        pub m: u32,
+        /// Heads of keys and values.
+        pub kv_heads: u32,
+        /// Query heads of each of these, 1..=16.
+        pub group: u32,
+        /// Pages of the layer.
+        pub pages: u32,
+        /// Entries of a row's page table, at least 1.
+        pub table_pages: u32,
+        /// A token's position is below it.
+        pub max_positions: u32,
+        /// Tokens that a token sees, itself included; 0: all before it.
+        pub window: u32,
+        /// Elements of a head that are rotated: a multiple of 4, at most `head_dim`.
+        pub rope_dim: u32,
+        /// The factor of scores, times log2(e).
+        pub scale: f32,
+        /// Of the norms.
+        pub eps: f32,
+    }
+}
+
+impl VariantSpec {
+    /// Attention over a paged KV cache.
+    pub const fn attention(arch: Arch, spec: AttentionSpec) -> Self {
+        Self { arch, op: Op::Attention(spec) }
+    }
+}
+
+/// Tokens of a slot of a ring.
+const TILE_TOKENS: u32 = 16;
+/// Rows of a fragment of the tensor cores: the heads of a group.
+const ROWS: u32 = 16;
+const ELEMENT_BYTES: u32 = 2;
+/// Maximum and sum of a row.
+const STATE_BYTES: u32 = 8;
+const MBARRIER_BYTES: u32 = 8;
+/// Below this many registers beside O, the queries and the values of a tile, the compiler spills.
+const REGISTERS_BESIDE: u32 = 40;
+
+/// K and V of one slot of a warp's ring.
+const fn slot_bytes(op: &AttentionSpec) -> u32 {
+    2 * TILE_TOKENS * op.head_dim.get() * ELEMENT_BYTES
+}
+
+const fn smem(op: &AttentionSpec) -> SmemPlan {
+    let (warps, stages, row_bytes) = (op.warps.get(), op.stages.get(), op.head_dim.get() * ELEMENT_BYTES);
+    SmemPlan::new()
+        .section("rings", warps, stages * slot_bytes(op), 128)
+        .section("queries", ROWS, row_bytes, 16)
+        .section("fresh", 2, row_bytes, 16)
+        .section("states", warps, ROWS * STATE_BYTES, STATE_BYTES)
+        .section("barriers", warps * stages, MBARRIER_BYTES, MBARRIER_BYTES)
+}
+
+const fn fits(spec: &VariantSpec, op: &AttentionSpec) -> bool {
+    smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
+}
+
+impl AttentionSpec {
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let op = self;
+        let limits = spec.arch.limits();
+        let (smem, warps, stages, cluster) = (smem(op), op.warps.get(), op.stages.get(), op.cluster.get());
+        let stage_bytes = warps * (slot_bytes(op) + MBARRIER_BYTES);
+        if !fits(spec, op) {
+            return Err(Infeasible::SharedMemory {
+                spec: *spec,
+                fixed_bytes: smem.bytes() - stages * stage_bytes,
+                stages,
+                stage_bytes,
+                limit_bytes: limits.smem_bytes_per_block,
+                fitting_stages: most_fitting!(fits(spec, op), AttentionSpec { stages: AttentionStages }),
+                fitting_other: named("head_dim", largest_head(spec, op)),
+            });
+        }
+        let threads = warps * limits.warp_threads;
+        let mut blocks_per_sm = limits.blocks_by_smem_and_threads(threads, smem.bytes());
+        while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < op.head_dim.get() + REGISTERS_BESIDE {
+            blocks_per_sm -= 1;
+        }
+        let work = Work::Rows;
+        Ok(Plan {
+            spec: *spec,
+            smem,
+            pipeline: Some(PipelinePlan {
+                rings: warps,
+                stages,
+                stage_bytes: slot_bytes(op),
+                full_arrivals: 1,
+                empty_arrivals: 0,
+            }),
+            roles: RolePlan::one("load and attend", warps),
+            launch: LaunchPlan {
+                threads,
+                blocks_per_sm,
+                grid: match cluster {
+                    1 => LaunchGrid::Covering { work, per_block: 1 },
+                    _ => LaunchGrid::Clusters { work, cluster },
+                },
+                cluster,
+                pdl: op.pdl,
+                co_resident: false,
+            },
+        })
+    }
+}
+
+/// The largest head that fits, all else being equal.
+const fn largest_head(spec: &VariantSpec, op: &AttentionSpec) -> Option<u32> {
+    let mut i = HeadDim::ALL.len();
+    while i > 0 {
+        i -= 1;
+        let head_dim = HeadDim::ALL[i];
+        if fits(spec, &AttentionSpec { head_dim, ..*op }) {
+            return Some(head_dim.get());
+        }
+    }
+    None
+}
+
+impl Family for AttentionSpec {
+    type Args = AttentionArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[];
+    const INSTRUCTIONS: &'static [Instruction] = &[Instruction::Mma, Instruction::BulkCopy];
+
+    fn summary(&self, _: &Plan) -> String {
+        let (head_dim, stages) = (self.head_dim.get(), self.stages.get());
+        let group = match self.cluster.get() {
+            1 => "block".to_owned(),
+            cluster => format!("cluster of {cluster}"),
+        };
+        let pdl = if self.pdl { ", dependent launch" } else { "" };
+        format!(
+            "A[m, h * {head_dim}] = attention of each row's newest token over its pages; \
+             a {group} for a row and KV head, a ring of {stages} x {TILE_TOKENS} tokens per warp{pdl}."
+        )
+    }
+
+    fn context(&self, _: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            /// `Config::kHeadDim`.
+            head_dim: u32,
+            /// `Config::kWarps`.
+            warps: u32,
+            /// `Config::kStages`.
+            stages: u32,
+            /// `Config::kCluster`.
+            cluster: u32,
+            /// `Config::kPdl`.
+            pdl: bool,
+            /// The header, and the namespace in `uw::attention`.
+            step: &'static str,
+        }
+        Context {
+            head_dim: self.head_dim.get(),
+            warps: self.warps.get(),
+            stages: self.stages.get(),
+            cluster: self.cluster.get(),
+            pdl: self.pdl,
+            step: self.step.tag(),
+        }
+    }
+
+    /// Heads of 64 and 128 with every cluster, ordinary and dependent; other heads with one block a row.
+    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+        HeadDim::ALL
+            .into_iter()
+            .flat_map(|head_dim| {
+                // 64 KB of rings, and as many stages for small heads as for heads of 64.
+                let stages = if head_dim.get() > 64 { 2 } else { 4 };
+                ClusterSize::ALL
+                    .into_iter()
+                    .filter(move |cluster| [64, 128].contains(&head_dim.get()) || cluster.get() == 1)
+                    .flat_map(move |cluster| [false, true].map(|pdl| decode(head_dim, 4, stages, cluster, pdl)))
+            })
+            .map(|spec| VariantSpec::attention(Arch::Sm90a, spec))
+    }
+}
+
+const fn decode(head_dim: HeadDim, warps: u32, stages: u32, cluster: ClusterSize, pdl: bool) -> AttentionSpec {
+    match (AttentionWarps::new(warps), AttentionStages::new(stages)) {
+        (Ok(warps), Ok(stages)) => {
+            AttentionSpec { step: AttentionStep::Decode, head_dim, warps, stages, cluster, pdl }
+        }
+        _ => panic!("what ships lies within the axes"),
+    }
+}

@@ -1,0 +1,333 @@
+//! Attention of tokens over the pages of a KV cache.
+//!
+//! ```text
+//! QKV [m, (h + 2g) * hd] --decode--> A [m, h * hd]     row r: the newest token of a sequence of its own;
+//!                                                      its K and V are stored into its pages on the way
+//! ```
+//! Everything that a row reads follows from its own position and page table, so its result depends on no other row and
+//! not on the batch. It depends on the kernel: blocks of a cluster share a row's tokens, and sums are added in their
+//! order.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    abi::AttentionArgs,
+    plan::GemmShape,
+    spec::{AttentionSpec, Op},
+};
+
+use crate::{
+    device::{
+        DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, RowFault,
+        module::LoadedKernel,
+        view::{Place, check_apart, check_device},
+    },
+    ops::{kv::KvLayer, lane::Lane},
+};
+
+/// Query heads of one KV head, at most: they share the rows of a fragment of the tensor cores.
+pub const GROUP_MAX: u32 = 16;
+
+/// The tokens of a batch: where in its sequence each is, and which pages the sequence has.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenRows<'a> {
+    /// `[m]` or more: the position of each row's token in its sequence, from 0, or
+    /// [`PAD_POSITION`](crate::ops::kv::PAD_POSITION).
+    pub positions: &'a DeviceBuffer<u32>,
+    /// `[m, table_pages]` or more: pages of each row's sequence.
+    pub page_table: &'a DeviceBuffer<u32>,
+    /// Entries of each row of the table.
+    pub table_pages: u32,
+}
+
+/// Cosines and sines of rotary angles, bf16 `[positions, rope_dim / 2]` each, without gaps. Elements `i` and
+/// `i + rope_dim / 2` of a head are turned together; those from `rope_dim` on are not.
+#[derive(Clone, Copy, Debug)]
+pub struct RotaryTable<'a> {
+    /// Cosines.
+    pub cosines: MatrixRef<'a>,
+    /// Sines.
+    pub sines: MatrixRef<'a>,
+}
+
+/// What models do differently.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct AttentionOptions<'a> {
+    rotary: RotaryTable<'a>,
+    window: u32,
+    scale: Option<f32>,
+    bias: Option<&'a DeviceBuffer<u16>>,
+    q_norm: Option<&'a DeviceBuffer<u16>>,
+    k_norm: Option<&'a DeviceBuffer<u16>>,
+    eps: f32,
+}
+
+impl<'a> AttentionOptions<'a> {
+    /// Queries and keys are turned by these angles, tokens see all before them, and that is all.
+    pub fn new(rotary: RotaryTable<'a>) -> Self {
+        Self { rotary, window: 0, scale: None, bias: None, q_norm: None, k_norm: None, eps: 0.0 }
+    }
+
+    /// A token sees this many tokens, itself included; `None` or 0: all before it.
+    #[must_use]
+    pub fn window(mut self, tokens: Option<u32>) -> Self {
+        self.window = tokens.unwrap_or(0);
+        self
+    }
+
+    /// The factor of scores; otherwise `1 / sqrt(head_dim)`.
+    #[must_use]
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// The bias of the projection, bf16 `[(h + 2g) * head_dim]`.
+    #[must_use]
+    pub fn bias(mut self, bias: Option<&'a DeviceBuffer<u16>>) -> Self {
+        self.bias = bias;
+        self
+    }
+
+    /// Weights of the norms of queries and of keys, bf16 `[head_dim]` each, before the rotation; `eps` is added to the
+    /// mean square.
+    #[must_use]
+    pub fn norms(
+        mut self,
+        queries: Option<&'a DeviceBuffer<u16>>,
+        keys: Option<&'a DeviceBuffer<u16>>,
+        eps: f32,
+    ) -> Self {
+        (self.q_norm, self.k_norm, self.eps) = (queries, keys, eps);
+        self
+    }
+
+    fn vectors(&self, columns: u32, head_dim: u32) -> [(&'static str, Option<&'a DeviceBuffer<u16>>, u32); 3] {
+        [
+            ("the bias", self.bias, columns),
+            ("the norm of queries", self.q_norm, head_dim),
+            ("the norm of keys", self.k_norm, head_dim),
+        ]
+    }
+}
+
+/// An attention kernel.
+#[derive(Clone, Debug)]
+pub struct Attention {
+    kernel: Arc<LoadedKernel>,
+    spec: AttentionSpec,
+}
+
+impl Attention {
+    /// Wraps a kernel of `attention`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::Attention(spec) => Ok(Self { kernel, spec }),
+            _ => kernel.refuse(Refusal::Family { wanted: "attention" }),
+        }
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &LoadedKernel {
+        &self.kernel
+    }
+
+    /// Enqueues the attention of the newest token of each row.
+    ///
+    /// `qkv` is `[m, (h + 2g) * head_dim]` as the projection leaves it: query heads, key heads, value heads. `out` is
+    /// `[m, h * head_dim]`. The key and the value of each row's token are stored into its page, those of the tokens
+    /// before it must be there. A row without a token ([`PAD_POSITION`](crate::ops::kv::PAD_POSITION)) becomes zeros and
+    /// touches no page. A page that the layer does not have is left out, and a position behind the page table or the
+    /// angles makes its row zeros; [`Lane::synchronize`] reports either.
+    ///
+    /// # Errors
+    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
+    /// takes; or the driver's refusal.
+    pub fn decode(
+        &self,
+        lane: &mut Lane,
+        qkv: MatrixRef<'_>,
+        layer: KvLayer<'_>,
+        rows: TokenRows<'_>,
+        options: AttentionOptions<'_>,
+        out: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let (qkv, out) = (qkv.place(), out.place());
+        let (cosines, sines) = (options.rotary.cosines.place(), options.rotary.sines.place());
+        let own = self.kernel.device().ordinal();
+        let head_dim = self.spec.head_dim.get();
+        let check = || {
+            if layer.shape().head_dim() != head_dim {
+                return Err(Refusal::HeadDimOf { takes: head_dim, cache: layer.shape().head_dim() });
+            }
+            let heads = Heads::of(qkv, out, layer.shape().kv_heads(), head_dim)?;
+            check_rotary(cosines, sines, head_dim)?;
+            let tables = [
+                ("the positions", rows.positions, u64::from(qkv.rows)),
+                ("the page table", rows.page_table, u64::from(qkv.rows) * u64::from(rows.table_pages)),
+            ];
+            let mut read = vec![("QKV", qkv.span()), ("the cosines", cosines.span()), ("the sines", sines.span())];
+            for (what, buffer, expected) in tables {
+                if (buffer.len() as u64) < expected || rows.table_pages == 0 {
+                    return Err(Refusal::Elements { buffer: what, got: buffer.len() as u64, expected });
+                }
+                check_device(what, buffer.device().ordinal(), own)?;
+                read.push((what, buffer.span()));
+            }
+            for (what, vector, expected) in options.vectors(qkv.cols, head_dim) {
+                let Some(vector) = vector else { continue };
+                if vector.len() as u64 != u64::from(expected) {
+                    let (got, expected) = (vector.len() as u64, expected.into());
+                    return Err(Refusal::Elements { buffer: what, got, expected });
+                }
+                check_device(what, vector.device().ordinal(), own)?;
+                read.push((what, vector.span()));
+            }
+            for (what, place) in [("QKV", qkv), ("A", out), ("the cosines", cosines), ("the sines", sines)] {
+                place.check_device(what, own)?;
+            }
+            layer.check_device(own)?;
+            check_apart(("the KV cache", layer.span()), read.iter().cloned())?;
+            check_apart(("A", out.span()), read.into_iter().chain([("the KV cache", layer.span())]))?;
+            self.kernel.check_grid(heads.problem()?)?;
+            Ok(heads)
+        };
+        let heads = check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let address = |vector: Option<&DeviceBuffer<u16>>| vector.map_or(0, DeviceBuffer::address);
+        let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
+        let args = AttentionArgs {
+            qkv: qkv.address,
+            out: out.address,
+            layer: layer.address(),
+            positions: rows.positions.address(),
+            page_table: rows.page_table.address(),
+            cosines: cosines.address,
+            sines: sines.address,
+            bias: address(options.bias),
+            q_norm: address(options.q_norm),
+            k_norm: address(options.k_norm),
+            fault: lane.row_fault_address(RowFault::Page),
+            qkv_pitch: qkv.pitch,
+            out_pitch: out.pitch,
+            m: heads.rows,
+            kv_heads: heads.kv_heads,
+            group: heads.group,
+            pages: layer.shape().pages(),
+            table_pages: rows.table_pages,
+            max_positions: cosines.rows,
+            window: options.window,
+            rope_dim: cosines.cols * 2,
+            scale: scale * std::f32::consts::LOG2_E,
+            eps: options.eps,
+        };
+        let problem = heads.problem().or_else(|refusal| self.kernel.refuse(refusal))?;
+        // SAFETY: shapes, pitches, places and lengths were held against each other above, the views against their
+        // memory when they were made; the kernel bounds positions and pages. The fault word lives as long as the lane,
+        // on whose stream this runs. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(lane.stream(), problem, &args) }
+    }
+}
+
+/// How a batch divides into heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Heads {
+    rows: u32,
+    kv_heads: u32,
+    group: u32,
+}
+
+impl Heads {
+    /// Held against each other: `qkv` `[m, (h + 2g) * head_dim]` and `out` `[m, h * head_dim]`.
+    fn of(qkv: &Place, out: &Place, kv_heads: u32, head_dim: u32) -> Result<Self, Refusal> {
+        let refusal = Refusal::Heads { qkv: qkv.shape(), out: out.shape(), kv_heads, head_dim };
+        let all = u64::from(kv_heads) * u64::from(head_dim);
+        let group = u64::from(out.cols).checked_div(all).unwrap_or(0);
+        let fits = qkv.rows == out.rows
+            && (1..=u64::from(GROUP_MAX)).contains(&group)
+            && u64::from(out.cols) == group * all
+            && u64::from(qkv.cols) == (group + 2) * all;
+        if !fits {
+            return Err(refusal);
+        }
+        qkv.check_rows_aligned("QKV")?;
+        out.check_rows_aligned("A")?;
+        // At most 16.
+        Ok(Self { rows: qkv.rows, kv_heads, group: group as u32 })
+    }
+
+    /// A unit for each row and KV head.
+    fn problem(&self) -> Result<GemmShape, Refusal> {
+        let units = u64::from(self.rows) * u64::from(self.kv_heads);
+        match u32::try_from(units) {
+            Ok(units) => Ok(GemmShape::rows(units)),
+            Err(_) => Err(Refusal::TooLarge { what: "rows times KV heads", value: units, limit: u32::MAX.into() }),
+        }
+    }
+}
+
+/// Whether these can be the angles of heads of this size.
+fn check_rotary(cosines: &Place, sines: &Place, head_dim: u32) -> Result<(), Refusal> {
+    if cosines.shape() != sines.shape() {
+        return Err(Refusal::Output { output: sines.shape(), tensor: cosines.shape() });
+    }
+    if !cosines.cols.is_multiple_of(2) || cosines.cols > head_dim / 2 {
+        return Err(Refusal::Rotary { cols: cosines.cols, head_dim });
+    }
+    for (what, place) in [("the cosines", cosines), ("the sines", sines)] {
+        place.check_dense(what)?;
+        place.check_aligned(what)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(rows: u32, cols: u32, pitch: u64) -> Place {
+        Place::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap()
+    }
+
+    #[test]
+    fn heads_must_divide_the_columns() {
+        let of = |q: (u32, u32), o: (u32, u32), kv_heads, head_dim| {
+            Heads::of(&place(q.0, q.1, q.1.into()), &place(o.0, o.1, o.1.into()), kv_heads, head_dim)
+        };
+        assert_eq!(of((3, 6144), (3, 4096), 8, 128), Ok(Heads { rows: 3, kv_heads: 8, group: 4 }));
+        assert_eq!(of((1, 18 * 64), (1, 16 * 64), 1, 64), Ok(Heads { rows: 1, kv_heads: 1, group: 16 }));
+        for (q, o, kv_heads, head_dim) in [
+            ((3, 6144), (2, 4096), 8, 128),
+            ((3, 6144), (3, 4096), 4, 128),
+            ((3, 6144), (3, 4096), 0, 128),
+            ((3, 6152), (3, 4096), 8, 128),
+            ((3, 19 * 64), (3, 17 * 64), 1, 64),
+            ((3, 128), (3, 0), 1, 64),
+            ((3, 6144), (3, 4096), u32::MAX, u32::MAX),
+        ] {
+            assert!(matches!(of(q, o, kv_heads, head_dim), Err(Refusal::Heads { .. })), "{q:?} {o:?} {kv_heads}");
+        }
+        let apart = Heads::of(&place(3, 384, 388), &place(3, 256, 256), 1, 64);
+        assert!(matches!(apart, Err(Refusal::Pitch { operand: "QKV", .. })), "{apart:?}");
+        let many = Heads { rows: u32::MAX, kv_heads: 8, group: 1 };
+        assert!(matches!(many.problem(), Err(Refusal::TooLarge { .. })));
+    }
+
+    #[test]
+    fn angles_are_for_pairs_of_a_head() {
+        let check = |rows: u32, cols: u32, pitch: u64, head_dim| {
+            let table = place(rows, cols, pitch);
+            check_rotary(&table, &table, head_dim)
+        };
+        assert_eq!(check(100, 64, 64, 128), Ok(()));
+        assert_eq!(check(100, 16, 16, 128), Ok(()), "a part of a head");
+        assert_eq!(check(100, 66, 66, 128), Err(Refusal::Rotary { cols: 66, head_dim: 128 }));
+        assert_eq!(check(100, 7, 7, 128), Err(Refusal::Rotary { cols: 7, head_dim: 128 }));
+        assert!(matches!(check(100, 64, 72, 128), Err(Refusal::Pitch { .. })));
+        let other = check_rotary(&place(100, 64, 64), &place(99, 64, 64), 128);
+        assert!(matches!(other, Err(Refusal::Output { .. })));
+    }
+}
