@@ -1,8 +1,8 @@
 //! Attention over pages, run on the CPU prelude: results against float64, pages whose unused lines are NaN, hostile
 //! tables, and planted bugs that must be caught.
 
-use unweight_bench::attention::{Decode, PAD, Problem};
-use unweight_codegen::{VariantSpec, abi::AttentionArgs, kv::PAGE_TOKENS, plan::GemmShape};
+use unweight_bench::attention::{Chunk, ChunkProblem, Decode, PAD, Problem};
+use unweight_codegen::{VariantSpec, abi::AttentionArgs, kv::PAGE_TOKENS, plan::GemmShape, spec::Op};
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, bf16, spec};
 
@@ -51,8 +51,10 @@ fn launch(problem: &Problem, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u
         max_positions: problem.max_positions,
         window: case.window,
         rope_dim: case.rope_dim as u32,
+        start: 0,
         scale: problem.scale(),
         eps: case.eps,
+        reserved: 0,
     };
     let buffers = [
         ("qkv", qkv.slice()),
@@ -213,6 +215,148 @@ fn hostile_tables_are_reported() {
         assert_eq!(outcome.fault, 2);
         assert!(outcome.out[columns..][..columns].iter().all(|&v| v == 0));
         assert_eq!(outcome.out[..columns], whole.out[..columns]);
+    }
+}
+
+fn launch_chunk(
+    problem: &ChunkProblem,
+    kernel: &mut CpuKernel,
+    spec: &VariantSpec,
+    seed: u64,
+) -> Result<Outcome, String> {
+    let (chunk, sequence) = (&problem.chunk, &problem.sequence);
+    let Op::Attention(op) = spec.op else { panic!("{spec}") };
+    let (columns, out_columns) = (sequence.case.columns(), sequence.case.out_columns());
+    let of = |values: &[u16]| Buffer::of(bytemuck::cast_slice(values));
+    let apart: Vec<u16> =
+        sequence.qkv.chunks(columns).flat_map(|row| row.iter().copied().chain([0x7fc1; GAP])).collect();
+    let (qkv, layer) = (of(&apart), of(&sequence.layer));
+    let table = Buffer::of(bytemuck::cast_slice(&sequence.table));
+    let out = Buffer::new(chunk.tokens as usize * (out_columns + GAP) * 2);
+    let fault = Buffer::zeroed(4);
+    let args = AttentionArgs {
+        qkv: qkv.address(),
+        out: out.address(),
+        layer: layer.address(),
+        page_table: table.address(),
+        fault: fault.address(),
+        qkv_pitch: (columns + GAP) as u64,
+        out_pitch: (out_columns + GAP) as u64,
+        m: chunk.tokens,
+        kv_heads: chunk.kv_heads as u32,
+        group: chunk.group as u32,
+        pages: sequence.pages,
+        table_pages: sequence.table_pages as u32,
+        window: chunk.window,
+        start: chunk.start,
+        scale: sequence.scale(),
+        ..AttentionArgs::default()
+    };
+    let buffers = [
+        ("qkv", qkv.slice()),
+        ("layer", layer.slice()),
+        ("page_table", table.slice()),
+        ("out", out.slice()),
+        ("fault", fault.slice()),
+    ];
+    let tokens = op.warps.get() * 16 / chunk.group as u32;
+    let shape = GemmShape::rows(chunk.tokens.div_ceil(tokens) * chunk.kv_heads as u32);
+    // SAFETY: as in `launch`.
+    unsafe { kernel.run(spec, Run { problem: shape, sms: 132, seed }, &args, &buffers)? };
+    let untouched = u16::from_ne_bytes([Buffer::POISON; 2]);
+    let rows = out.u16s();
+    let out = rows.chunks(out_columns + GAP).flat_map(|row| {
+        assert!(row[out_columns..].iter().all(|&v| v == untouched), "written behind a row");
+        row[..out_columns].to_vec()
+    });
+    Ok(Outcome { out: out.collect(), layer: layer.u16s(), fault: fault.u32s()[0] })
+}
+
+fn chunk(head_dim: usize, group: usize, (start, tokens, window): (u32, u32, u32)) -> Chunk {
+    Chunk { head_dim, kv_heads: 2, group, start, tokens, window, seed: u64::from(start * 7 + tokens + window) }
+}
+
+#[test]
+fn chunks_see_what_came_before() {
+    for (head_dim, warps) in [(128, 4), (64, 2), (48, 4), (16, 1)] {
+        let spec = spec(&format!("attention_prefill_d{head_dim}_w{warps}p2c1_pdl"));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        for (group, run) in [(4, (0, 1, 0)), (1, (0, 70, 0)), (7, (61, 5, 0)), (16, (130, 20, 0)), (3, (0, 64, 0))] {
+            let problem = ChunkProblem::new(&chunk(head_dim, group, run));
+            let outcome = launch_chunk(&problem, &mut kernel, &spec, 5).unwrap_or_else(|e| panic!("{spec}: {e}"));
+            assert_eq!(problem.mismatch(&outcome.out, &outcome.layer), None, "{spec} {:?}", problem.chunk);
+            assert_eq!(outcome.fault, 0);
+        }
+    }
+}
+
+#[test]
+fn windows_of_chunks_leave_tokens_out() {
+    let spec = spec("attention_prefill_d32_w4p3c1");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    for run in [(0, 100, 1), (0, 200, 17), (300, 90, 64), (500, 33, 130), (190, 70, 1000)] {
+        let problem = ChunkProblem::new(&chunk(32, 4, run));
+        let outcome = launch_chunk(&problem, &mut kernel, &spec, 6).unwrap_or_else(|e| panic!("{spec} {run:?}: {e}"));
+        assert_eq!(problem.mismatch(&outcome.out, &outcome.layer), None, "{spec} {run:?}");
+    }
+}
+
+/// One chunk, or several: the same bits.
+#[test]
+fn rows_do_not_depend_on_how_a_sequence_is_cut() {
+    let spec = spec("attention_prefill_d64_w4p2c1_pdl");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    for window in [0, 50] {
+        let whole = ChunkProblem::new(&chunk(64, 4, (0, 150, window)));
+        let together = launch_chunk(&whole, &mut kernel, &spec, 1).unwrap().out;
+        let (columns, out_columns) = (whole.sequence.case.columns(), whole.sequence.case.out_columns());
+        for (first, last) in [(0, 64), (64, 150), (37, 38), (100, 131)] {
+            let mut part = whole.clone();
+            (part.chunk.start, part.chunk.tokens) = (first, last - first);
+            part.sequence.qkv = whole.sequence.qkv[first as usize * columns..last as usize * columns].to_vec();
+            let out = launch_chunk(&part, &mut kernel, &spec, 2).unwrap().out;
+            assert!(out == together[first as usize * out_columns..][..out.len()], "{first}..{last}");
+        }
+    }
+}
+
+#[test]
+fn hostile_pages_of_a_chunk_are_reported() {
+    let spec = spec("attention_prefill_d32_w2p2c1");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    for entry in 0..5 {
+        let mut problem = ChunkProblem::new(&chunk(32, 4, (200, 100, 0)));
+        problem.sequence.table[entry] = [problem.sequence.pages, u32::MAX][entry % 2];
+        let outcome = launch_chunk(&problem, &mut kernel, &spec, 1).unwrap();
+        assert!(outcome.fault != 0, "entry {entry}");
+        assert!(outcome.out.iter().all(|&v| !bf16(v).is_nan()), "entry {entry}");
+    }
+}
+
+#[test]
+fn planted_bugs_of_chunks_are_caught() {
+    let prefill = "unweight/kernels/attention/prefill.cuh";
+    for (from, to) in [
+        ("ring.wait_empty(load);", ""),
+        ("ptx::sync_warp();  // every lane's loads", "// every lane's loads"),
+        ("ptx::fence_proxy_async_shared();  // stores", "// stores"),
+        ("|| token > position) scores", "|| token >= position) scores"),
+        ("if (token < from || token > position)", "if (token > position)"),
+        ("first + kv::kPageTokens - 1 > last_token)) clear", "false)) clear"),
+        (
+            "const u32 of = warp * kRows + lane / 4 + 8 * r, token = of / args.group;",
+            "const u32 of = warp * kRows + lane / 4 + 8 * r, token = of / 4;",
+        ),
+        ("(warp * kRows + lane / 4 + 8 * r) % args.group", "(warp * kRows + lane / 4 + 8 * r) % 4"),
+    ] {
+        let spec = spec("attention_prefill_d32_w2p2c1");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header: prefill, from, to }]);
+        let problem = ChunkProblem::new(&chunk(32, 3, (300, 50, 100)));
+        let caught = (1..=6).any(|seed| match launch_chunk(&problem, &mut kernel, &spec, seed) {
+            Err(_) => true,
+            Ok(outcome) => problem.mismatch(&outcome.out, &outcome.layer).is_some(),
+        });
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }
 }
 

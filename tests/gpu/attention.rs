@@ -3,10 +3,10 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use unweight_bench::attention::{Decode, DeviceProblem, PAD, Problem};
+use unweight_bench::attention::{Chunk, ChunkProblem, Decode, DeviceProblem, PAD, Problem};
 use unweight_codegen::{
     VariantSpec,
-    spec::{AttentionSpec, Op, catalog},
+    spec::{AttentionSpec, AttentionStep, Op, catalog},
 };
 use unweight_rt::{
     device::{DeviceBuffer, DeviceError, MatrixMut, Refusal, RowFault},
@@ -24,12 +24,12 @@ fn attention(spec: &VariantSpec) -> Attention {
     Attention::new(gpu().get(spec).unwrap_or_else(|error| panic!("{spec}: {error}"))).unwrap()
 }
 
-fn shipped() -> Vec<(VariantSpec, AttentionSpec)> {
+fn shipped(step: AttentionStep) -> Vec<(VariantSpec, AttentionSpec)> {
     let of = |spec: VariantSpec| match spec.op {
         Op::Attention(op) => (spec, op),
         _ => unreachable!("one family"),
     };
-    catalog::of::<AttentionSpec>().map(of).collect()
+    catalog::of::<AttentionSpec>().map(of).filter(|(_, op)| op.step == step).collect()
 }
 
 /// Lengths at the edges of tiles and pages, any others, and rows without a token.
@@ -64,7 +64,7 @@ fn check(attention: &Attention, case: &Decode) {
 #[ignore = "needs a GPU"]
 fn every_variant_attends_as_float64() {
     let mut random = Random::new(fresh());
-    for (spec, op) in shipped() {
+    for (spec, op) in shipped(AttentionStep::Decode) {
         let attention = attention(&spec);
         let head_dim = op.head_dim.get() as usize;
         for group in [1, 4, 7, 8, 16] {
@@ -86,7 +86,7 @@ fn every_variant_attends_as_float64() {
 #[ignore = "needs a GPU"]
 fn long_rows_and_large_batches() {
     let mut random = Random::new(fresh());
-    for (spec, op) in shipped().into_iter().filter(|(_, op)| op.head_dim.get() >= 64) {
+    for (spec, op) in shipped(AttentionStep::Decode).into_iter().filter(|(_, op)| op.head_dim.get() >= 64) {
         let attention = attention(&spec);
         let head_dim = op.head_dim.get() as usize;
         let long = Decode { seed: random.bits(), ..Decode::new(head_dim, 4, &[9_000 + random.below(500) as u32, 5]) };
@@ -188,10 +188,66 @@ fn operands_that_do_not_agree_are_refused() {
     let mut other = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
     let view = MatrixMut::new(&mut out, 2, 512, 512).unwrap();
     assert_eq!(refused(other.decode(&attention, &mut lane, view)), Refusal::HeadDimOf { takes: 128, cache: 64 });
+    let prefill = Chunk { head_dim: 64, kv_heads: 2, group: 4, start: 0, tokens: 1, window: 0, seed: 1 };
+    let view = MatrixMut::new(&mut out, 1, 512, 512).unwrap();
+    let step = refused(other.prefill(&attention, &mut lane, &prefill, view));
+    assert_eq!(step, Refusal::Step { takes: "decode", asked: "prefill" });
     let case = Decode::new(128, 4, &[1, 2]);
     let mut right = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
     for (rows, columns) in [(3, 1024), (2, 1000), (2, 512)] {
         let view = MatrixMut::new(&mut out, rows, columns, columns.into()).unwrap();
         assert!(matches!(refused(right.decode(&attention, &mut lane, view)), Refusal::Heads { .. }));
+    }
+}
+
+fn check_chunk(attention: &Attention, chunk: &Chunk) -> Vec<u16> {
+    let what = format!("{} {chunk:?}", attention.kernel().spec());
+    let (stream, problem) = (stream(gpu()), ChunkProblem::new(chunk));
+    let mut lane = lane(&stream);
+    let mut on_device = DeviceProblem::new(&stream, &problem.sequence).unwrap();
+    let (m, columns) = (chunk.tokens, problem.sequence.case.out_columns());
+    let mut first: Option<Vec<u16>> = None;
+    for _ in 0..3 {
+        let mut out = DeviceBuffer::<u16>::zeroed(&stream, m as usize * columns).unwrap();
+        poison(&stream, &mut out);
+        let view = MatrixMut::new(&mut out, m, columns as u32, columns as u64).unwrap();
+        on_device.prefill(attention, &mut lane, chunk, view).unwrap_or_else(|error| panic!("{what}: {error}"));
+        lane.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
+        guard_is_whole(&stream, &out, &what);
+        let out = out.to_host(&stream).unwrap();
+        let first = first.get_or_insert_with(|| out.clone());
+        assert!(*first == out, "{what}: other bits");
+    }
+    let out = first.unwrap();
+    assert_eq!(problem.mismatch(&out, &on_device.layer(&stream).unwrap()), None, "{what}");
+    out
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_variant_attends_to_chunks_as_float64() {
+    let mut random = Random::new(fresh());
+    for (spec, op) in shipped(AttentionStep::Prefill) {
+        let attention = attention(&spec);
+        for group in [1, 4, 7, 16] {
+            let (start, tokens) = (random.below(300) as u32, 1 + random.below(300) as u32);
+            let window = if random.below(2) == 0 { 0 } else { 1 + random.below(200) as u32 };
+            let (head_dim, kv_heads) = (op.head_dim.get() as usize, 1 + random.below(3) as usize);
+            let seed = random.bits();
+            check_chunk(&attention, &Chunk { head_dim, kv_heads, group, start, tokens, window, seed });
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn long_chunks() {
+    let mut random = Random::new(fresh());
+    let spec: VariantSpec = "uw_sm90a_attention_prefill_d128_w4p2c1_pdl".parse().unwrap();
+    let attention = attention(&spec);
+    for (start, tokens) in [(0, 2048), (1500, 700)] {
+        let seed = random.bits();
+        let chunk = Chunk { head_dim: 128, kv_heads: 2, group: 4, start, tokens, window: 0, seed };
+        check_chunk(&attention, &chunk);
     }
 }

@@ -21,7 +21,7 @@ using Smem = uw::attention::decode::Smem<Config>;
 
 }  // namespace
 
-static_assert(sizeof(uw::AttentionArgs) == 144, "AttentionArgs: host and device disagree");
+static_assert(sizeof(uw::AttentionArgs) == 152, "AttentionArgs: host and device disagree");
 static_assert(Smem::kRings == 0, "shared memory: plan and kernel disagree");
 static_assert(Smem::kQueries == 16384, "shared memory: plan and kernel disagree");
 static_assert(Smem::kFresh == 16896, "shared memory: plan and kernel disagree");

@@ -8,7 +8,7 @@ use unweight_format::testing::Random;
 use unweight_rt::{
     device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream},
     ops::{
-        attention::{Attention, AttentionOptions, RotaryTable, TokenRows},
+        attention::{Attention, AttentionOptions, ChunkRows, RotaryTable, TokenRows},
         kv::{KvLayer, KvShape},
         lane::Lane,
     },
@@ -255,6 +255,88 @@ impl Problem {
     }
 }
 
+/// A chunk of one sequence.
+#[derive(Clone, Debug)]
+pub struct Chunk {
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Heads of keys and values.
+    pub kv_heads: usize,
+    /// Query heads of each.
+    pub group: usize,
+    /// Position of the first token.
+    pub start: u32,
+    /// Tokens.
+    pub tokens: u32,
+    /// Tokens that a token sees; 0: all before it.
+    pub window: u32,
+    /// Of all values.
+    pub seed: u64,
+}
+
+/// What a launch over a chunk reads: rows without gaps.
+#[derive(Clone, Debug)]
+pub struct ChunkProblem {
+    /// The chunk.
+    pub chunk: Chunk,
+    /// Pages and rows, as of a batch whose rows have one sequence; positions are those of the sequence's last token.
+    pub sequence: Problem,
+}
+
+impl ChunkProblem {
+    /// Random values. Keys and values of the chunk are in the pages.
+    pub fn new(chunk: &Chunk) -> Self {
+        let last = chunk.start + chunk.tokens - 1;
+        let first = if chunk.window == 0 { 0 } else { (chunk.start + 1).saturating_sub(chunk.window) };
+        let case = Decode {
+            kv_heads: chunk.kv_heads,
+            // From the first token that the chunk sees: all before the last, and the last itself below.
+            window: last + 1 - first,
+            seed: chunk.seed,
+            ..Decode::new(chunk.head_dim, chunk.group, &[last])
+        };
+        let mut sequence = Problem::new(&case);
+        let random = &mut Random::new(chunk.seed ^ 0xc4);
+        sequence.qkv = values(random, chunk.tokens as usize * case.columns(), 2.0);
+        for head in 0..chunk.kv_heads * 2 {
+            for (i, value) in values(random, chunk.head_dim, 1.0).into_iter().enumerate() {
+                let at = sequence.element(0, last, head, i);
+                sequence.layer[at] = value;
+            }
+        }
+        Self { chunk: chunk.clone(), sequence }
+    }
+
+    /// What is wrong with A `[tokens, h * head_dim]`, and with the layer, which nobody may have changed.
+    pub fn mismatch(&self, out: &[u16], layer: &[u16]) -> Option<String> {
+        if self.sequence.layer != layer {
+            return Some("the layer was written".to_owned());
+        }
+        let Chunk { head_dim, kv_heads, group, start, tokens, window, .. } = self.chunk;
+        let (columns, out_columns) = (self.sequence.case.columns(), self.sequence.case.out_columns());
+        let first = self.sequence.case.first_token(start + tokens - 1);
+        (0..kv_heads).into_par_iter().find_map_first(|kv_head| {
+            let line = |token: u32, half: usize| -> Vec<f64> {
+                let at = |i| self.sequence.element(0, token, kv_head * 2 + half, i);
+                (0..head_dim).map(|i| value(layer[at(i)])).collect()
+            };
+            let seen: Vec<_> = (first..start + tokens).map(|token| (line(token, 0), line(token, 1))).collect();
+            (0..tokens).into_par_iter().find_map_first(|row| {
+                let position = start + row;
+                let own = if window == 0 { 0 } else { (position + 1).saturating_sub(window) };
+                let seen = &seen[(own - first) as usize..=(position - first) as usize];
+                (0..group).find_map(|j| {
+                    let (row, at) = (row as usize, (kv_head * group + j) * head_dim);
+                    let q: Vec<f64> =
+                        self.sequence.qkv[row * columns + at..][..head_dim].iter().map(|&bits| value(bits)).collect();
+                    let wrong = attend(&q, seen, &out[row * out_columns + at..][..head_dim])?;
+                    Some(format!("token {row} at {position}, kv head {kv_head}, query {j}, {wrong}"))
+                })
+            })
+        })
+    }
+}
+
 /// What is wrong with the attention of one query to these keys and values.
 fn attend(q: &[f64], tokens: &[(Vec<f64>, Vec<f64>)], out: &[u16]) -> Option<String> {
     let score = |k: &[f64]| q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>() / (q.len() as f64).sqrt();
@@ -337,6 +419,24 @@ impl DeviceProblem {
         );
         let layer = KvLayer::new(&mut self.layer, self.shape, 0)?;
         attention.decode(lane, qkv, layer, rows, options, out)
+    }
+
+    /// Enqueues the attention of the tokens of a chunk, if that is what was uploaded, into `out`
+    /// `[tokens, h * head_dim]`.
+    ///
+    /// # Errors
+    /// As for [`Attention::prefill`].
+    pub fn prefill(
+        &mut self,
+        attention: &Attention,
+        lane: &mut Lane,
+        chunk: &Chunk,
+        out: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let columns = self.case.columns() as u32;
+        let qkv = MatrixRef::new(&self.qkv, chunk.tokens, columns, columns.into())?;
+        let rows = ChunkRows::new(chunk.start, &self.table, self.table_pages).window(Some(chunk.window));
+        attention.prefill(lane, qkv, KvLayer::new(&mut self.layer, self.shape, 0)?, rows, out)
     }
 
     /// The layer, once everything before on `stream` is done.

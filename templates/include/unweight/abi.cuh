@@ -172,14 +172,17 @@ struct SiluMulArgs {
     u64 y_pitch;
     u32 columns;                      // a multiple of 8
     u32 row_blocks;                   // blocks of a row
-// Attention over the pages of a KV cache: row r is the newest token of a sequence of its own. h = kv_heads * group.
+};
+
+// Attention over the pages of a KV cache; h = kv_heads * group. `decode`: row r is the newest token of a sequence of
+// its own. `prefill`: the rows are the tokens from `start` on of one sequence, and their K and V are in its pages.
 struct AttentionArgs {
     const u16* qkv;                   // bf16 [m, (h + 2 * kv_heads) * head_dim]: q heads, k heads, v heads
     u16* out;                         // bf16 [m, h * head_dim]
     u16* layer;                       // the pages of one layer (form/kv_page.cuh)
-    const u32* positions;             // [m] of each row's token, or 0xffffffff: a row without one
-    const u32* page_table;            // [m, table_pages]
-    const u16* cosines;               // bf16 [max_positions, rope_dim / 2]
+    const u32* positions;             // decode: [m] of each row's token, or 0xffffffff: a row without one
+    const u32* page_table;            // decode: [m, table_pages]; prefill: [table_pages]
+    const u16* cosines;               // this and the next four, decode: bf16 [max_positions, rope_dim / 2]
     const u16* sines;                 // the same
     const u16* bias;                  // bf16 [(h + 2 * kv_heads) * head_dim], or null
     const u16* q_norm;                // bf16 [head_dim], or null
@@ -195,8 +198,10 @@ struct AttentionArgs {
     u32 max_positions;                // a token's position is below it
     u32 window;                       // tokens that a token sees, itself included; 0: all before it
     u32 rope_dim;                     // elements of a head that are rotated: a multiple of 4, at most head_dim
+    u32 start;                        // prefill: position of the first row's token
     float scale;                      // of scores, times log2(e)
     float eps;                        // of the norms
+    u32 reserved;
 };
 
 }  // namespace uw

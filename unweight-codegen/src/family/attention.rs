@@ -2,11 +2,13 @@
 //!
 //! ```text
 //! decode   bytes = warps * (stages * (64 * head_dim + 8) + 128) + 36 * head_dim
+//! prefill  bytes = stages * (256 * head_dim + 16)
 //! ```
 
 use super::{Edge, Family, Instruction, Op};
 use crate::{
     abi::args,
+    kv,
     plan::{
         Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work, most_fitting, named,
     },
@@ -20,6 +22,8 @@ word_axis! {
         /// The newest token of each of many sequences. Bias, norm and rotation of its heads are done on the way, and
         /// its key and value are stored into the cache.
         Decode = "decode",
+        /// A chunk of tokens of one sequence, whose keys and values are in the cache.
+        Prefill = "prefill",
     }
 }
 
@@ -66,11 +70,11 @@ args! {
         pub out: u64,
         /// The pages of one layer ([`crate::kv`]).
         pub layer: u64,
-        /// u32 `[m]`: the position of each row's token, or `u32::MAX` of a row without one.
+        /// `decode`: u32 `[m]`: the position of each row's token, or `u32::MAX` of a row without one.
         pub positions: u64,
-        /// u32 `[m, table_pages]`.
+        /// u32 `[m, table_pages]`; `prefill`: `[table_pages]`.
         pub page_table: u64,
-        /// bf16 `[max_positions, rope_dim / 2]`.
+        /// This and the next four, `decode`: bf16 `[max_positions, rope_dim / 2]`.
         pub cosines: u64,
         /// The same.
         pub sines: u64,
@@ -102,10 +106,14 @@ args! {
         pub window: u32,
         /// Elements of a head that are rotated: a multiple of 4, at most `head_dim`.
         pub rope_dim: u32,
+        /// `prefill`: position of the first row's token.
+        pub start: u32,
         /// The factor of scores, times log2(e).
         pub scale: f32,
         /// Of the norms.
         pub eps: f32,
+        /// 0.
+        pub reserved: u32,
     }
 }
 
@@ -124,16 +132,53 @@ const ELEMENT_BYTES: u32 = 2;
 /// Maximum and sum of a row.
 const STATE_BYTES: u32 = 8;
 const MBARRIER_BYTES: u32 = 8;
-/// Below this many registers beside O, the queries and the values of a tile, the compiler spills.
-const REGISTERS_BESIDE: u32 = 40;
 
-/// K and V of one slot of a warp's ring.
+/// K and V of one slot of a ring: of a warp, or of the block.
 const fn slot_bytes(op: &AttentionSpec) -> u32 {
-    2 * TILE_TOKENS * op.head_dim.get() * ELEMENT_BYTES
+    let tokens = match op.step {
+        AttentionStep::Decode => TILE_TOKENS,
+        AttentionStep::Prefill => kv::PAGE_TOKENS,
+    };
+    2 * tokens * op.head_dim.get() * ELEMENT_BYTES
+}
+
+/// Rings of a block.
+const fn rings(op: &AttentionSpec) -> u32 {
+    match op.step {
+        AttentionStep::Decode => op.warps.get(),
+        AttentionStep::Prefill => 1,
+    }
+}
+
+/// Barriers of a slot: `full`, and in a ring of several warps `empty`.
+const fn barrier_bytes(op: &AttentionSpec) -> u32 {
+    match op.step {
+        AttentionStep::Decode => MBARRIER_BYTES,
+        AttentionStep::Prefill => 2 * MBARRIER_BYTES,
+    }
+}
+
+/// Registers below which the compiler spills: O, queries, scores, and what one warp works with.
+const fn registers(op: &AttentionSpec) -> u32 {
+    let head_dim = op.head_dim.get();
+    match op.step {
+        AttentionStep::Decode => head_dim + 40,
+        // From heads of 88 on it can do with what three blocks of four warps have.
+        AttentionStep::Prefill if head_dim > 88 => 168,
+        AttentionStep::Prefill => head_dim + 80,
+    }
 }
 
 const fn smem(op: &AttentionSpec) -> SmemPlan {
     let (warps, stages, row_bytes) = (op.warps.get(), op.stages.get(), op.head_dim.get() * ELEMENT_BYTES);
+    if matches!(op.step, AttentionStep::Prefill) {
+        return SmemPlan::new().section("ring", stages, slot_bytes(op), 128).section(
+            "barriers",
+            stages,
+            barrier_bytes(op),
+            MBARRIER_BYTES,
+        );
+    }
     SmemPlan::new()
         .section("rings", warps, stages * slot_bytes(op), 128)
         .section("queries", ROWS, row_bytes, 16)
@@ -151,7 +196,16 @@ impl AttentionSpec {
         let op = self;
         let limits = spec.arch.limits();
         let (smem, warps, stages, cluster) = (smem(op), op.warps.get(), op.stages.get(), op.cluster.get());
-        let stage_bytes = warps * (slot_bytes(op) + MBARRIER_BYTES);
+        let prefill = matches!(op.step, AttentionStep::Prefill);
+        if prefill && cluster != 1 {
+            let what = "step = prefill has rows enough for the device; cluster must be 1";
+            return Err(Infeasible::Conflict { spec: *spec, what });
+        }
+        if prefill && stages == 1 {
+            let what = "step = prefill asks for a page while it works on another; stages must be at least 2";
+            return Err(Infeasible::Conflict { spec: *spec, what });
+        }
+        let stage_bytes = rings(op) * (slot_bytes(op) + barrier_bytes(op));
         if !fits(spec, op) {
             return Err(Infeasible::SharedMemory {
                 spec: *spec,
@@ -165,7 +219,7 @@ impl AttentionSpec {
         }
         let threads = warps * limits.warp_threads;
         let mut blocks_per_sm = limits.blocks_by_smem_and_threads(threads, smem.bytes());
-        while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < op.head_dim.get() + REGISTERS_BESIDE {
+        while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < registers(op) {
             blocks_per_sm -= 1;
         }
         let work = Work::Rows;
@@ -173,11 +227,11 @@ impl AttentionSpec {
             spec: *spec,
             smem,
             pipeline: Some(PipelinePlan {
-                rings: warps,
+                rings: rings(op),
                 stages,
                 stage_bytes: slot_bytes(op),
                 full_arrivals: 1,
-                empty_arrivals: 0,
+                empty_arrivals: if prefill { warps } else { 0 },
             }),
             roles: RolePlan::one("load and attend", warps),
             launch: LaunchPlan {
@@ -221,6 +275,13 @@ impl Family for AttentionSpec {
             cluster => format!("cluster of {cluster}"),
         };
         let pdl = if self.pdl { ", dependent launch" } else { "" };
+        if self.step == AttentionStep::Prefill {
+            let rows = ROWS * self.warps.get();
+            return format!(
+                "A[m, h * {head_dim}] = causal attention of m tokens of a sequence over its pages; \
+                 {rows} rows of tokens x heads of a group per block, a ring of {stages} pages{pdl}."
+            );
+        }
         format!(
             "A[m, h * {head_dim}] = attention of each row's newest token over its pages; \
              a {group} for a row and KV head, a ring of {stages} x {TILE_TOKENS} tokens per warp{pdl}."
@@ -253,7 +314,8 @@ impl Family for AttentionSpec {
         }
     }
 
-    /// Heads of 64 and 128 with every cluster, ordinary and dependent; other heads with one block a row.
+    /// `decode`: heads of 64 and 128 with every cluster, other heads with one block a row; `prefill`: every head. All
+    /// ordinary and dependent.
     fn catalogue() -> impl Iterator<Item = VariantSpec> {
         HeadDim::ALL
             .into_iter()
@@ -263,16 +325,26 @@ impl Family for AttentionSpec {
                 ClusterSize::ALL
                     .into_iter()
                     .filter(move |cluster| [64, 128].contains(&head_dim.get()) || cluster.get() == 1)
-                    .flat_map(move |cluster| [false, true].map(|pdl| decode(head_dim, 4, stages, cluster, pdl)))
+                    .flat_map(move |cluster| [false, true].map(|pdl| variant(AttentionStep::Decode, head_dim, 4, stages, cluster, pdl)))
             })
+            .chain(HeadDim::ALL.into_iter().flat_map(|head_dim| {
+                [false, true].map(|pdl| variant(AttentionStep::Prefill, head_dim, 4, 2, ClusterSize::ALL[0], pdl))
+            }))
             .map(|spec| VariantSpec::attention(Arch::Sm90a, spec))
     }
 }
 
-const fn decode(head_dim: HeadDim, warps: u32, stages: u32, cluster: ClusterSize, pdl: bool) -> AttentionSpec {
+const fn variant(
+    step: AttentionStep,
+    head_dim: HeadDim,
+    warps: u32,
+    stages: u32,
+    cluster: ClusterSize,
+    pdl: bool,
+) -> AttentionSpec {
     match (AttentionWarps::new(warps), AttentionStages::new(stages)) {
         (Ok(warps), Ok(stages)) => {
-            AttentionSpec { step: AttentionStep::Decode, head_dim, warps, stages, cluster, pdl }
+            AttentionSpec { step, head_dim, warps, stages, cluster, pdl }
         }
         _ => panic!("what ships lies within the axes"),
     }

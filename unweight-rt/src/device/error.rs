@@ -235,6 +235,22 @@ pub enum Refusal {
         /// Of the cache.
         cache: u32,
     },
+    /// A kernel for other tokens of a sequence.
+    #[error("is for step = {takes}, not {asked}; take a variant for this step")]
+    Step {
+        /// What it is for.
+        takes: &'static str,
+        /// What was asked for.
+        asked: &'static str,
+    },
+    /// A page table that ends before the last token.
+    #[error("{tokens} tokens of a sequence need more than the {pages} pages of 64 that its table has; give it more")]
+    Pages {
+        /// Up to the last token of the chunk.
+        tokens: u64,
+        /// Entries of the table.
+        pages: u32,
+    },
     /// Heads that do not divide the columns.
     #[error(
         "QKV{qkv:?} and A{out:?} for {kv_heads} KV heads of {head_dim}: A must have 1 to 16 times as many heads, and QKV \

@@ -3,6 +3,7 @@
 //! ```text
 //! QKV [m, (h + 2g) * hd] --decode--> A [m, h * hd]     row r: the newest token of a sequence of its own;
 //!                                                      its K and V are stored into its pages on the way
+//!                           --prefill-> A [m, h * hd]  row r: token start + r of one sequence, K and V in its pages
 //! ```
 //! Everything that a row reads follows from its own position and page table, so its result depends on no other row and
 //! not on the batch. It depends on the kernel: blocks of a cluster share a row's tokens, and sums are added in their
@@ -12,8 +13,9 @@ use std::sync::Arc;
 
 use unweight_codegen::{
     abi::AttentionArgs,
+    kv::PAGE_TOKENS,
     plan::GemmShape,
-    spec::{AttentionSpec, Op},
+    spec::{AttentionSpec, AttentionStep, Op},
 };
 
 use crate::{
@@ -48,6 +50,61 @@ pub struct RotaryTable<'a> {
     pub cosines: MatrixRef<'a>,
     /// Sines.
     pub sines: MatrixRef<'a>,
+}
+
+/// The tokens of a chunk of one sequence: where it begins, and the pages of the sequence.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct ChunkRows<'a> {
+    start: u32,
+    page_table: &'a DeviceBuffer<u32>,
+    table_row: u32,
+    table_pages: u32,
+    window: u32,
+    scale: Option<f32>,
+}
+
+impl<'a> ChunkRows<'a> {
+    /// Tokens from position `start` on of the sequence whose pages are the first row of a table of rows of
+    /// `table_pages` entries.
+    pub fn new(start: u32, page_table: &'a DeviceBuffer<u32>, table_pages: u32) -> Self {
+        Self { start, page_table, table_row: 0, table_pages, window: 0, scale: None }
+    }
+
+    /// The sequence has this row of the table.
+    #[must_use]
+    pub fn table_row(mut self, row: u32) -> Self {
+        self.table_row = row;
+        self
+    }
+
+    /// As [`AttentionOptions::window`].
+    #[must_use]
+    pub fn window(mut self, tokens: Option<u32>) -> Self {
+        self.window = tokens.unwrap_or(0);
+        self
+    }
+
+    /// As [`AttentionOptions::scale`].
+    #[must_use]
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// That the table has the row, and the row pages for the last of `m` tokens.
+    fn check(&self, m: u32) -> Result<(), Refusal> {
+        let (pages, got) = (u64::from(self.table_pages), self.page_table.len() as u64);
+        let expected = (u64::from(self.table_row) + 1) * pages;
+        if got < expected {
+            return Err(Refusal::Elements { buffer: "the page table", got, expected });
+        }
+        let tokens = u64::from(self.start) + u64::from(m);
+        if tokens > pages * u64::from(PAGE_TOKENS) || tokens > u64::from(u32::MAX) {
+            return Err(Refusal::Pages { tokens, pages: self.table_pages });
+        }
+        Ok(())
+    }
 }
 
 /// What models do differently.
@@ -136,12 +193,80 @@ impl Attention {
         &self.kernel
     }
 
+    fn check_step(&self, asked: AttentionStep) -> Result<(), Refusal> {
+        let takes = self.spec.step;
+        if takes == asked { Ok(()) } else { Err(Refusal::Step { takes: takes.tag(), asked: asked.tag() }) }
+    }
+
+    /// Enqueues the causal attention of a chunk of tokens of one sequence.
+    ///
+    /// `qkv` is `[m, (h + 2g) * head_dim]`; its queries are normed and turned already, and the keys and values of all
+    /// tokens up to the chunk's last are in the pages. `out` is `[m, h * head_dim]`. A page that the layer does not
+    /// have is left out, and [`Lane::synchronize`] reports a row that sees it. A row's bits do not depend on how a
+    /// sequence is cut into chunks.
+    ///
+    /// # Errors
+    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
+    /// takes; a table too short for the chunk; or the driver's refusal.
+    pub fn prefill(
+        &self,
+        lane: &mut Lane,
+        qkv: MatrixRef<'_>,
+        layer: KvLayer<'_>,
+        rows: ChunkRows<'_>,
+        out: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let (qkv, out) = (qkv.place(), out.place());
+        let own = self.kernel.device().ordinal();
+        let head_dim = self.spec.head_dim.get();
+        let check = || {
+            self.check_step(AttentionStep::Prefill)?;
+            if layer.shape().head_dim() != head_dim {
+                return Err(Refusal::HeadDimOf { takes: head_dim, cache: layer.shape().head_dim() });
+            }
+            let heads = Heads::of(qkv, out, layer.shape().kv_heads(), head_dim)?;
+            rows.check(qkv.rows)?;
+            check_device("the page table", rows.page_table.device().ordinal(), own)?;
+            qkv.check_device("QKV", own)?;
+            out.check_device("A", own)?;
+            layer.check_device(own)?;
+            let read =
+                [("QKV", qkv.span()), ("the page table", rows.page_table.span()), ("the KV cache", layer.span())];
+            check_apart(("A", out.span()), read)?;
+            let problem = heads.chunk(self.spec.warps.get() * GROUP_MAX)?;
+            self.kernel.check_grid(problem)?;
+            Ok((heads, problem))
+        };
+        let (heads, problem) = check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let table = u64::from(rows.table_row) * u64::from(rows.table_pages) * size_of::<u32>() as u64;
+        let args = AttentionArgs {
+            qkv: qkv.address,
+            out: out.address,
+            layer: layer.address(),
+            page_table: rows.page_table.address() + table,
+            fault: lane.row_fault_address(RowFault::Page),
+            qkv_pitch: qkv.pitch,
+            out_pitch: out.pitch,
+            m: heads.rows,
+            kv_heads: heads.kv_heads,
+            group: heads.group,
+            pages: layer.shape().pages(),
+            table_pages: rows.table_pages,
+            window: rows.window,
+            start: rows.start,
+            scale: rows.scale.unwrap_or(1.0 / (head_dim as f32).sqrt()) * std::f32::consts::LOG2_E,
+            ..AttentionArgs::default()
+        };
+        // SAFETY: as in `decode`; the table was held against the last token, and the kernel bounds pages.
+        unsafe { self.kernel.launch(lane.stream(), problem, &args) }
+    }
+
     /// Enqueues the attention of the newest token of each row.
     ///
     /// `qkv` is `[m, (h + 2g) * head_dim]` as the projection leaves it: query heads, key heads, value heads. `out` is
     /// `[m, h * head_dim]`. The key and the value of each row's token are stored into its page, those of the tokens
-    /// before it must be there. A row without a token ([`PAD_POSITION`](crate::ops::kv::PAD_POSITION)) becomes zeros and
-    /// touches no page. A page that the layer does not have is left out, and a position behind the page table or the
+    /// before it must be there. A row without a token ([`PAD_POSITION`](crate::ops::kv::PAD_POSITION)) becomes zeros
+    /// and touches no page. A page that the layer does not have is left out, and a position behind the page table or the
     /// angles makes its row zeros; [`Lane::synchronize`] reports either.
     ///
     /// # Errors
@@ -161,6 +286,7 @@ impl Attention {
         let own = self.kernel.device().ordinal();
         let head_dim = self.spec.head_dim.get();
         let check = || {
+            self.check_step(AttentionStep::Decode)?;
             if layer.shape().head_dim() != head_dim {
                 return Err(Refusal::HeadDimOf { takes: head_dim, cache: layer.shape().head_dim() });
             }
@@ -221,8 +347,10 @@ impl Attention {
             max_positions: cosines.rows,
             window: options.window,
             rope_dim: cosines.cols * 2,
+            start: 0,
             scale: scale * std::f32::consts::LOG2_E,
             eps: options.eps,
+            reserved: 0,
         };
         let problem = heads.problem().or_else(|refusal| self.kernel.refuse(refusal))?;
         // SAFETY: shapes, pitches, places and lengths were held against each other above, the views against their
@@ -257,6 +385,12 @@ impl Heads {
         out.check_rows_aligned("A")?;
         // At most 16.
         Ok(Self { rows: qkv.rows, kv_heads, group: group as u32 })
+    }
+
+    /// A unit for each KV head and as many tokens as, with all heads of a group, fit `rows` rows of a block.
+    fn chunk(&self, rows: u32) -> Result<GemmShape, Refusal> {
+        // A group is at most a fragment's rows.
+        Self { rows: self.rows.div_ceil(rows / self.group), ..*self }.problem()
     }
 
     /// A unit for each row and KV head.

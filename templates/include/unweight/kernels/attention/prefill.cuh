@@ -1,0 +1,278 @@
+// Causal attention of a chunk of one sequence: m tokens from position `start` on, whose keys and values, and those of
+// all tokens before, are in the pages; queries come as `rope` leaves them.
+//
+// Config
+//   u32  kHeadDim        16 * 1..8  elements of a head
+//   u32  kWarps          of a block, 16 rows each; a row is a query: a token and a head of the group
+//   u32  kStages         slots of the block's ring, a page (64 tokens) each; at least 2
+//   bool kPdl            programmatic dependent launch: nothing is read before griddepcontrol.wait, pages of earlier
+//                        tokens included (another chunk may just have written them)
+//
+// Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory,
+// grid = ceil(m / tokens) * kv_heads, tokens = floor(kWarps * 16 / group): the last tokens of the chunk first, because
+// they see most.
+//
+// Roles: none. A block takes `tokens` tokens with all heads of one KV head's group, token by token. Warp 0 copies K and
+// V of a page (one run of memory) to the ring; every warp multiplies half a page after the other with its own 16 rows
+// (mma.m16n8k16), keeping their maxima, sums and O, and leaves out halves that none of its rows sees.
+// The order of sums is that of tokens: a row's bits follow from the tokens that it sees, from where pages begin, and
+// from nothing else.
+//
+// Barriers: full [kStages], 1 arrival + bytes of K and V; empty [kStages], an arrival of each warp that has met after
+// its last load from the slot. Warp 0 asks for a slot's next page in the middle of the page after, when most have left
+// it. The first and the last page hold tokens that are not to be seen by anyone: their values are set to zero in shared
+// memory (a weight of zero does not make a NaN one); then the block meets.
+//
+// Shared memory = kStages * (256 * kHeadDim + 16)
+// Global reads per block: 4 * kHeadDim bytes per token that it sees, mostly from L2.
+//
+// Safety   for any numbers in the page table: a page number that is not below `pages` makes its tokens be left out;
+//          *fault = 1 + the block's first row. The host holds start + m against the table.
+// Bound: tensor cores.
+#pragma once
+
+#include "unweight/form/kv_page.cuh"
+#include "unweight/kernels/attention/softmax.cuh"
+#include "unweight/pipeline/ring.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/bulk.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/fence.cuh"
+#include "unweight/ptx/mbarrier.cuh"
+#include "unweight/ptx/memory.cuh"
+
+namespace uw::attention::prefill {
+
+constexpr u32 kTileTokens = 32;  // half a page: what is weighed at a time
+constexpr u32 kStepTokens = 16;  // the k dimension of m16n8k16
+
+template <class Config>
+constexpr u32 kThreads = Config::kWarps * 32;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kHalfBytes = kv::head_bytes(Config::kHeadDim);  // K, or V, of a page
+    static constexpr u32 kSlotBytes = 2 * kHalfBytes;
+
+    static constexpr u32 kRing = 0;
+    static constexpr u32 kBarriers = Config::kStages * kSlotBytes;
+    static constexpr u32 kBytes = kBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;
+};
+
+template <class Config>
+struct Kernel {
+    using S = Smem<Config>;
+    using Cursor = pipeline::Cursor<Config::kStages>;
+    static constexpr u32 kHeadDim = Config::kHeadDim;
+    static constexpr u32 kChunks = kHeadDim / 8;
+    static constexpr u32 kStepBytes = kStepTokens * kHeadDim * 2;
+    static constexpr u32 kSteps = kHeadDim / 16;
+    static constexpr u32 kNoRow = ~0u;
+    static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "a warp keeps O of 16 rows");
+    static_assert(Config::kStages >= 2, "a page is asked for while another is worked on");
+
+    const AttentionArgs& args;
+    const u32 shared, warp, lane;
+    const pipeline::Ring<Config::kStages> ring;
+    const u64 policy;
+    const u32 kv_head;
+    const u32 first_row, rows;           // of the chunk: the block's tokens
+    const u32 first_token, last_token;   // that any of them sees
+    const u32 first_page, pages;
+    const bool any_row;                  // of this warp's
+    const u32 all_first, warp_last;      // tokens: the first that all of the warp's rows see, the last that any sees
+    const u32 warp_first, all_last;      // the first that any sees, the last that all see
+    u32 row[2];  // of the chunk: the tokens of this lane's two rows
+    Cursor load, use;
+    u32 loaded = 0;
+    Rows<kHeadDim> state;
+
+    UW_DEVICE u32 first_of(u32 position) const {
+        return args.window != 0 && position >= args.window ? position - args.window + 1 : 0;
+    }
+    UW_DEVICE Kernel(const AttentionArgs& a, u32 shared_address)
+        : args(a),
+          shared(shared_address),
+          warp(ptx::uniform_warp_index()),
+          lane(ptx::lane_index()),
+          ring{shared_address + S::kBarriers},
+          policy(ptx::l2_policy(L2::kEvictLast)),
+          kv_head(ptx::block_index() % a.kv_heads),
+          first_row((ptx::grid_size() - 1 - ptx::block_index()) / a.kv_heads * (Config::kWarps * kRows / a.group)),
+          rows(a.m - first_row < Config::kWarps * kRows / a.group ? a.m - first_row : Config::kWarps * kRows / a.group),
+          first_token(first_of(a.start + first_row)),
+          last_token(a.start + first_row + rows - 1),
+          first_page(first_token / kv::kPageTokens),
+          pages(last_token / kv::kPageTokens - first_page + 1),
+          any_row(warp * kRows / a.group < rows),
+          all_first(first_of(last_of_warp())),
+          warp_last(last_of_warp()),
+          warp_first(first_of(first_of_warp())),
+          all_last(first_of_warp()) {}
+
+    // Positions of the first and the last token of the warp's rows.
+    UW_DEVICE u32 first_of_warp() const { return args.start + first_row + warp * kRows / args.group; }
+    UW_DEVICE u32 last_of_warp() const {
+        const u32 token = (warp * kRows + kRows - 1) / args.group;
+        return args.start + first_row + (token < rows ? token : rows - 1);
+    }
+
+    UW_DEVICE u32 key_slot(u32 slot) const { return shared + S::kRing + slot * S::kSlotBytes; }
+    UW_DEVICE u32 value_slot(u32 slot) const { return key_slot(slot) + S::kHalfBytes; }
+
+    // ---- load ------------------------------------------------------------------------------------------------------
+    // Of the block's page `index`.
+    UW_DEVICE u32 page_of(u32 index) const { return ptx::load_global(args.page_table + first_page + index); }
+    // By warp 0: the next page, into the slot that everybody has left.
+    UW_DEVICE void load_next() {
+        if (loaded == pages) return;
+        const u32 page = page_of(loaded);
+        if (ptx::elect_one()) {
+            ring.wait_empty(load);
+            const u32 barrier = ring.full(load.slot);
+            if (page < args.pages) {
+                const u16* from = args.layer + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, kKey);
+                ptx::mbarrier_arrive_expect_tx(barrier, S::kSlotBytes);
+                // K and V of a KV head follow each other in a page, and in a slot.
+                ptx::bulk_load(key_slot(load.slot), from, S::kSlotBytes, barrier, policy);
+            } else {
+                // The slot's phase completes all the same.
+                ptx::mbarrier_arrive(barrier);
+                ptx::store_global(args.fault, 1 + first_row);
+            }
+        }
+        ptx::sync_warp();
+        load.advance();
+        ++loaded;
+    }
+
+    // ---- queries ---------------------------------------------------------------------------------------------------
+    // From memory to the operands: each lane's words of two rows.
+    UW_DEVICE void load_rows(u32 (&q)[kSteps][4]) {
+#pragma unroll
+        for (u32 r = 0; r < 2; ++r) {
+            const u32 of = warp * kRows + lane / 4 + 8 * r, token = of / args.group;
+            const bool mine = token < rows;
+            row[r] = mine ? first_row + token : kNoRow;
+            const u16* from = args.qkv + (mine ? row[r] * args.qkv_pitch : 0) + head(r) * kHeadDim + lane % 4 * 2;
+#pragma unroll
+            for (u32 s = 0; s < kSteps; ++s) {
+                q[s][r] = mine ? ptx::load_global(from + s * 16) : 0;
+                q[s][r + 2] = mine ? ptx::load_global(from + s * 16 + 8) : 0;
+            }
+        }
+    }
+    // The query head of one of the lane's rows.
+    UW_DEVICE u64 head(u32 r) const {
+        return kv_head * args.group + (warp * kRows + lane / 4 + 8 * r) % args.group;
+    }
+
+    // ---- compute ---------------------------------------------------------------------------------------------------
+    // By all warps: values of tokens that no row of the block sees.
+    UW_DEVICE void clear_values(u32 first) const {
+        for (u32 unit = warp * 32 + lane; unit < kv::kPageTokens * kChunks; unit += kThreads<Config>) {
+            const u32 token = unit / kChunks;
+            if (first + token < first_token || first + token > last_token) {
+                const u32 at = kv::chunk_offset(kHeadDim, token, unit % kChunks);
+                ptx::store_shared_x4(value_slot(use.slot) + at, U32x4{0, 0, 0, 0});
+            }
+        }
+        ptx::fence_proxy_async_shared();  // stores come before the copy that refills the slot
+        ptx::sync_block();                // and before the loads of other warps
+    }
+    // Half a page, from token `first` of the sequence on, `inside` of the page.
+    UW_DEVICE void compute(u32 first, u32 inside, const u32 (&q)[kSteps][4]) {
+        if (first > warp_last || first + kTileTokens <= warp_first) return;
+        constexpr u32 kColumns = kTileTokens / 8;
+        const u32 keys = key_slot(use.slot) + inside * kHeadDim * 2, values = keys + S::kHalfBytes;
+        float scores[kColumns][4];
+        const Lines<kHeadDim> key_lines(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+        for (u32 step = 0; step < kTileTokens / kStepTokens; ++step) {
+            score<kHeadDim>(scores[2 * step], scores[2 * step + 1], q, key_lines, keys + step * kStepBytes);
+        }
+        if (first < all_first || first + kTileTokens - 1 > all_last) {
+#pragma unroll
+            for (u32 r = 0; r < 2; ++r) {
+                // A row without a query sees what it likes: nobody stores it.
+                const u32 position = args.start + row[r], from = first_of(position);
+#pragma unroll
+                for (u32 i = 0; i < kColumns * 2; ++i) {
+                    const u32 token = first + i / 2 * 8 + lane % 4 * 2 + i % 2;
+                    if (token < from || token > position) scores[i / 2][i % 2 + 2 * r] = left_out();
+                }
+            }
+        }
+        u32 p[kColumns / 2][4];
+        state.weigh(scores, args.scale, p);
+        const Lines<kHeadDim> value_lines(lane % 16, lane / 16);
+#pragma unroll
+        for (u32 step = 0; step < kTileTokens / kStepTokens; ++step) {
+#pragma unroll
+            for (u32 s = 0; s < kSteps; ++s) {
+                const U32x4 v = ptx::load_matrix_transposed_x4(value_lines.at(values + step * kStepBytes, s));
+                const u32 even[2] = {v.x, v.y}, odd[2] = {v.z, v.w};
+                ptx::mma_m16n8k16(state.o[2 * s], p[step], even);
+                ptx::mma_m16n8k16(state.o[2 * s + 1], p[step], odd);
+            }
+        }
+    }
+    UW_DEVICE void store() {
+        state.finish();
+#pragma unroll
+        for (u32 r = 0; r < 2; ++r) {
+            if (row[r] == kNoRow) continue;
+            const float inverse = state.sum[r] == 0.0f ? 0.0f : ptx::div(1.0f, state.sum[r]);
+            u16* out = args.out + row[r] * args.out_pitch + head(r) * kHeadDim + lane % 4 * 2;
+#pragma unroll
+            for (u32 f = 0; f < Rows<kHeadDim>::kFragments; ++f) {
+                const float low = state.o[f][2 * r] * inverse, high = state.o[f][2 * r + 1] * inverse;
+                ptx::store_global(out + 8 * f, ptx::pack_bf16x2(low, high));
+            }
+        }
+    }
+
+    // ---- the block's life ------------------------------------------------------------------------------------------
+    UW_DEVICE void run() {
+        if (warp == 0) {
+            if (ptx::elect_one()) {
+                ring.init(1, Config::kWarps);
+                ptx::fence_mbarrier_init();
+            }
+            ptx::sync_warp();
+        }
+        ptx::sync_block();  // the barriers are there before anybody waits for one
+        if constexpr (Config::kPdl) ptx::grid_dependency_wait();
+        if (warp == 0) {
+#pragma unroll
+            for (u32 s = 0; s < Config::kStages; ++s) load_next();
+        }
+        u32 q[kSteps][4];
+        load_rows(q);
+        state.clear();
+        for (u32 index = 0; index < pages; ++index) {
+            const u32 first = (first_page + index) * kv::kPageTokens;
+            const bool there = page_of(index) < args.pages;
+            ring.wait_full(use);
+            if (there && (first < first_token || first + kv::kPageTokens - 1 > last_token)) clear_values(first);
+            if (there && any_row) compute(first, 0, q);
+            // The slot of the page before: whoever still reads it is not far behind.
+            if (warp == 0 && index != 0) load_next();
+            if (there && any_row) compute(first + kTileTokens, kTileTokens, q);
+            ptx::sync_warp();  // every lane's loads come before the warp's arrival
+            if (ptx::elect_one()) ring.release(use.slot);
+            use.advance();
+        }
+        store();
+    }
+};
+
+template <class Config>
+UW_DEVICE void run(const AttentionArgs& args) {
+    if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    kernel.run();
+}
+
+}  // namespace uw::attention::prefill
