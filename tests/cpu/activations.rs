@@ -5,7 +5,8 @@ use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 use unweight_bench::oracle;
 use unweight_codegen::{
     VariantSpec,
-    abi::{EmbedArgs, KernelArgs, NormArgs, SiluMulArgs},
+    abi::{EmbedArgs, KernelArgs, NormArgs, RopeArgs, SiluMulArgs},
+    kv,
     plan::GemmShape,
     spec::{EmbedSpec, NormSpec, SiluMulSpec, catalog},
 };
@@ -449,6 +450,198 @@ fn planted_bugs_of_embeddings_are_caught() {
         let spec = spec(name);
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
         let caught = tables().iter().any(|table| table.check_all(&mut kernel, &spec).is_err());
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}
+
+// ---- rope ----
+
+struct Rope {
+    m: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    rope_dim: usize,
+    start: usize,
+    bias: bool,
+    norms: bool,
+    /// Pages of the sequence; one that the cache does not have is left out.
+    pages: Vec<u32>,
+}
+
+/// Pages of the cache.
+const PAGES: usize = 4;
+
+impl Rope {
+    fn columns(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    fn check(&self, kernel: &mut CpuKernel, spec: &VariantSpec) -> Result<(), String> {
+        let Self { m, heads, kv_heads, head_dim, rope_dim, start, .. } = *self;
+        let (columns, pitch, half) = (self.columns(), self.columns() + GAP, rope_dim / 2);
+        let mut x = vec![POISON; m * pitch];
+        for (row, x) in x.chunks_exact_mut(pitch).enumerate() {
+            x[..columns].copy_from_slice(&random(columns, (row + columns) as u64));
+        }
+        let (bias, q_norm, k_norm) = (random(columns, 1), random(head_dim, 2), random(head_dim, 3));
+        let angle =
+            |at: usize, of: fn(f64) -> f64| oracle::rounded(of((at / half) as f64 * 0.8f64.powi((at % half) as i32)));
+        let table = |of| (0..(start + m) * half).map(|at| angle(at, of)).collect::<Vec<u16>>();
+        let (cosines, sines) = (table(f64::cos), table(f64::sin));
+        let layer = PAGES * kv_heads * 2 * 64 * head_dim;
+        let on_host = |halves: &[u16]| Buffer::of(&bytes(halves));
+        let (qkv, cache, fault) = (on_host(&x), Buffer::new(layer * 2), Buffer::zeroed(4));
+        let (bias_at, q_at, k_at) = (on_host(&bias), on_host(&q_norm), on_host(&k_norm));
+        let (cosines_at, sines_at, pages) = (on_host(&cosines), on_host(&sines), words(&self.pages));
+        let address = |wanted: bool, buffer: &Buffer| if wanted { buffer.address() } else { 0 };
+        let args = RopeArgs {
+            qkv: qkv.address(),
+            bias: address(self.bias, &bias_at),
+            q_norm: address(self.norms, &q_at),
+            k_norm: address(self.norms, &k_at),
+            cosines: cosines_at.address(),
+            sines: sines_at.address(),
+            cache: cache.address(),
+            pages: pages.address(),
+            fault: fault.address(),
+            pitch: pitch as u64,
+            eps: EPS,
+            start: start as u32,
+            heads: heads as u32,
+            kv_heads: kv_heads as u32,
+            rope_dim: rope_dim as u32,
+            cache_pages: PAGES as u32,
+        };
+        let buffers = [
+            ("qkv", &qkv),
+            ("bias", &bias_at),
+            ("q_norm", &q_at),
+            ("k_norm", &k_at),
+            ("cosines", &cosines_at),
+            ("sines", &sines_at),
+            ("cache", &cache),
+            ("pages", &pages),
+            ("fault", &fault),
+        ];
+        launch(kernel, spec, GemmShape::rows(m as u32), &args, &buffers)?;
+        let got = rows(&qkv, m, columns, pitch)?;
+        let cache = cache.u16s();
+        let (mut written, mut reported) = (0, 0);
+        for row in 0..m {
+            let position = start + row;
+            let angles = (&cosines[position * half..][..half], &sines[position * half..][..half]);
+            let page = self.pages[position / 64] as usize;
+            if page >= PAGES {
+                reported = row as u32 + 1;
+            }
+            for head in 0..heads + 2 * kv_heads {
+                let (is_query, is_value) = (head < heads, head >= heads + kv_heads);
+                let gamma = if is_query { &q_norm } else { &k_norm };
+                let spans = oracle::head(
+                    &x[row * pitch + head * head_dim..][..head_dim],
+                    self.bias.then(|| &bias[head * head_dim..][..head_dim]),
+                    (self.norms && !is_value).then_some((gamma.as_slice(), EPS)),
+                    (!is_value).then_some(angles),
+                );
+                let in_place = &got[row * columns + head * head_dim..][..head_dim];
+                let found = if is_query {
+                    in_place.to_vec()
+                } else {
+                    if in_place != &x[row * pitch + head * head_dim..][..head_dim] {
+                        return Err(format!("row {row}, head {head} of K or V was rewritten"));
+                    }
+                    if page >= PAGES {
+                        continue;
+                    }
+                    let kv_head = (head - heads) % kv_heads;
+                    let tile = ((page * kv_heads + kv_head) * 2 + usize::from(is_value)) * 64 * head_dim;
+                    written += head_dim;
+                    let at = |i| tile + kv::element(head_dim as u32, position as u32 % 64, i as u32) as usize;
+                    (0..head_dim).map(|i| cache[at(i)]).collect()
+                };
+                if let Some(wrong) = oracle::outside(&found, &spans) {
+                    return Err(format!("row {row}, head {head}, {wrong}"));
+                }
+            }
+        }
+        // No element of the inputs gives the poison's bits.
+        let whole = cache.iter().filter(|half| **half != POISON).count();
+        if whole != written {
+            return Err(format!("{whole} elements of the cache were written, not {written}"));
+        }
+        match fault.u32s()[0] {
+            fault if fault == reported => Ok(()),
+            fault => Err(format!("the fault word is {fault}, not {reported}")),
+        }
+    }
+}
+
+fn ropes(head_dim: usize) -> Vec<Rope> {
+    let case = |m, heads, kv_heads, rope_dim, start, (bias, norms), pages: &[u32]| Rope {
+        m,
+        heads,
+        kv_heads,
+        head_dim,
+        rope_dim,
+        start,
+        bias,
+        norms,
+        pages: pages.to_vec(),
+    };
+    vec![
+        case(3, 4, 2, head_dim, 0, (false, false), &[2]),
+        // Over the edge of a page, more heads than warps.
+        case(5, 7, 3, head_dim, 62, (true, true), &[1, 3]),
+        case(2, 1, 1, head_dim / 2, 130, (true, false), &[9, 9, 0]),
+        case(2, 9, 1, head_dim - 12, 7, (false, true), &[3]),
+        // The second page is none.
+        case(4, 2, 1, head_dim, 62, (false, true), &[0, 4]),
+        case(1, 2, 2, head_dim, 63, (true, true), &[u32::MAX]),
+    ]
+}
+
+#[test]
+fn rotations_are_those_of_double_precision() {
+    let names = ["rope_d64", "rope_d128_pdl", "rope_d16", "rope_d48_pdl", "rope_d96", "rope_d256"];
+    let specs: Vec<_> = names.iter().map(|name| spec(name)).collect();
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for spec in specs {
+        let unweight_codegen::spec::Op::Rope(op) = spec.op else { unreachable!("a rotation") };
+        for case in ropes(op.head_dim.get() as usize) {
+            case.check(&mut kernel, &spec).unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_of_rotations_are_caught() {
+    let (own, shared) = ("unweight/kernels/rope.cuh", "unweight/activation/element.cuh");
+    for (header, from, to) in [
+        (own, "pair(piece) + turned : pair(piece) + kPairs;", "pair(piece) + kPairs : pair(piece) + kPairs;"),
+        (own, "pair(piece) : pair(piece) + turned; }", "pair(piece) : pair(piece); }"),
+        (own, "if (pair(i) < turned) activation::rotate", "activation::rotate"),
+        (own, "position = args.start + row", "position = row"),
+        (own, "args.pages + position / kv::kPageTokens", "args.pages + row / kv::kPageTokens"),
+        (own, "token = position % kv::kPageTokens", "token = row % kv::kPageTokens"),
+        (own, "page < args.cache_pages", "page <= args.cache_pages"),
+        (own, "if (paged) own.store_page", "own.store_page"),
+        (own, "ptx::store_global(args.fault, row + 1)", "ptx::store_global(args.fault, page)"),
+        (own, "args.bias + head * Config::kHeadDim", "args.bias"),
+        (own, "own.norm(x, q_gamma, args.eps)", "own.norm(x, k_gamma, args.eps)"),
+        (own, "distance != 0;", "distance != 1;"),
+        (own, "const bool value = head >= keys;", "const bool value = head > keys;"),
+        (own, "args.qkv + row * args.pitch", "args.qkv + row * u64(keys + args.kv_heads) * Config::kHeadDim"),
+        (own, "word % 4 * 4", "word % 4 * 2"),
+        (own, "page, kv_head, value)", "page, kv_head, !value)"),
+        (own, "args.kv_heads, page, kv_head", "args.heads, page, kv_head"),
+        (shared, "ptx::fma(a0, c0, -ptx::mul(b0, s0))", "ptx::fma(a0, c0, ptx::mul(b0, s0))"),
+        (shared, "ptx::fma(b1, c1, ptx::mul(a1, s1))", "ptx::fma(b1, c1, ptx::mul(a1, s0))"),
+        (shared, "ptx::add(high_of(x), high_of(bias))", "high_of(x)"),
+    ] {
+        let spec = spec("rope_d48_pdl");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let caught = ropes(48).iter().any(|case| case.check(&mut kernel, &spec).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }
 }

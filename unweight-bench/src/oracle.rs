@@ -39,6 +39,14 @@ impl Span {
         Self { low: a.min(b), high: a.max(b) }
     }
 
+    /// What rounding `a * p + b * q` in fp32 gives, for any `a` and `b` that they may be.
+    fn sum(a: Self, p: f64, b: Self, q: f64) -> Self {
+        let both = |a: Self, p: f64| ((a.low * p).min(a.high * p), (a.low * p).max(a.high * p));
+        let ((a_low, a_high), (b_low, b_high)) = (both(a, p), both(b, q));
+        let error = 2e-7 * (a_low.abs().max(a_high.abs()) + b_low.abs().max(b_high.abs()));
+        Self::of(a_low + b_low - error, a_high + b_high + error)
+    }
+
     /// Whether it may be this.
     pub fn has(&self, bits: u16) -> bool {
         (self.low..=self.high).contains(&value(bits))
@@ -74,6 +82,31 @@ pub fn silu_mul(gate: u16, up: u16) -> Span {
     if gate < -87.0 { Span { low: span.low.min(0.0), high: span.high.max(0.0) } } else { span }
 }
 
+/// Of a head, its rotation: cosines and sines of half as many elements as are turned.
+pub type Angles<'a> = (&'a [u16], &'a [u16]);
+
+/// A head before attention: bias, norm and rotation, as far as it has them, each rounded.
+pub fn head(x: &[u16], bias: Option<&[u16]>, gamma: Option<(&[u16], f32)>, angles: Option<Angles<'_>>) -> Vec<Span> {
+    let mut x = x.to_vec();
+    if let Some(bias) = bias {
+        // One addition in fp32, as the kernel has it.
+        x.iter_mut().zip(bias).for_each(|(x, bias)| *x = rounded(f64::from(value(*x) as f32 + value(*bias) as f32)));
+    }
+    let mut spans = match gamma {
+        Some((gamma, eps)) => norm(&x, gamma, eps),
+        None => x.iter().map(|x| Span::about(value(*x), 0.0)).collect(),
+    };
+    if let Some((cosines, sines)) = angles {
+        let half = cosines.len();
+        for i in 0..half {
+            let (a, b, cosine, sine) = (spans[i], spans[half + i], value(cosines[i]), value(sines[i]));
+            spans[i] = Span::sum(a, cosine, b, -sine);
+            spans[half + i] = Span::sum(b, cosine, a, sine);
+        }
+    }
+    spans
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -106,6 +139,9 @@ mod tests {
         let (x, gamma) = ([0x4000u16; 8], [0x3f80u16; 8]);
         assert_eq!(outside(&[0x3f80; 8], &norm(&x, &gamma, 1e-6)), None);
         assert_eq!(outside(&[0; 8], &norm(&[0; 8], &gamma, 1e-6)), None);
+        // A quarter turn takes the first half to the second.
+        let turned = head(&[0x3f80, 0x4000], None, None, Some((&[0], &[0x3f80])));
+        assert_eq!(outside(&[0xc000, 0x3f80], &turned), None);
         assert!(silu_mul(0, 0x3f80).has(0) && silu_mul(0x4120, 0x4000).has(rounded(19.999)));
     }
 }

@@ -202,6 +202,24 @@ struct AttentionArgs {
     float scale;                      // of scores, times log2(e)
     float eps;                        // of the norms
     u32 reserved;
+// Bias, QK-norm and rotation of the heads of a chunk of one sequence; K and V to their pages.
+struct RopeArgs {
+    u16* qkv;                         // bf16 [m, (heads + 2 * kv_heads) * head_dim]; q heads are rewritten
+    const u16* bias;                  // bf16 [(heads + 2 * kv_heads) * head_dim]; null: none
+    const u16* q_norm;                // bf16 [head_dim]; null: none
+    const u16* k_norm;                // bf16 [head_dim]; null: none
+    const u16* cosines;               // bf16 [positions, rope_dim / 2]
+    const u16* sines;                 // bf16 [positions, rope_dim / 2]
+    u16* cache;                       // bf16, the pages of a layer (form/kv_page.cuh)
+    const u32* pages;                 // pages of the sequence, up to that of position start + m - 1
+    u32* fault;                       // set to 1 + row of a token whose page the cache does not have
+    u64 pitch;
+    float eps;
+    u32 start;                        // position of the first row
+    u32 heads;
+    u32 kv_heads;
+    u32 rope_dim;                     // elements of a head that are rotated, a multiple of 4
+    u32 cache_pages;
 };
 
 }  // namespace uw

@@ -1,23 +1,30 @@
 //! The kernels of activations under load. Each shape of weights gives them columns; rows are few and many.
 
-use std::sync::Arc;
+use std::{cell::RefCell, sync::Arc};
 
 use unweight_codegen::{
+    kv::PAGE_TOKENS,
     plan::GemmShape,
     spec::{EmbedSource, Op},
 };
 use unweight_format::testing::Random;
 use unweight_rt::{
-    device::{DeviceBuffer, MatrixMut, MatrixRef, module::LoadedKernel},
+    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, module::LoadedKernel},
     ops::{
         embed::{Embed, EmbedTable},
+        kv::{KvLayer, KvShape},
         norm::Norm,
+        rope::{HeadOptions, Rope, RopeTable},
         silu_mul::SiluMul,
     },
 };
 
 use super::{Launch, RUNS, Run, Subject, Weights, differs};
-use crate::{data::halves, error::BenchError, oracle};
+use crate::{
+    data::{halves, normal_bf16},
+    error::BenchError,
+    oracle,
+};
 
 /// Rows of a batch: one, a few, and more than the device has multiprocessors for.
 pub(super) const ROWS: [u32; 3] = [1, 7, 300];
@@ -35,6 +42,7 @@ impl Run<'_> {
             .map(|m| match kernel.spec().op {
                 Op::Norm(_) => self.norm(kernel, weights, m),
                 Op::Embed(spec) => self.embed(kernel, weights, m, spec.source),
+                Op::Rope(spec) => self.rope(kernel, weights, m, spec.head_dim.get()),
                 _ => self.silu_mul(kernel, weights, m),
             })
             .collect()
@@ -106,6 +114,66 @@ impl Run<'_> {
             embed.enqueue(&mut self.lane.borrow_mut(), &ids, table, y)
         };
         self.rows(kernel, (m, d), Box::new(launch), move |y| differs(y, &expected))
+    }
+
+    /// Q heads are the output; K and V go to pages that all launches write alike.
+    fn rope<'a>(
+        &'a self,
+        kernel: &Arc<LoadedKernel>,
+        weights: &'a Weights,
+        m: u32,
+        head_dim: u32,
+    ) -> Result<Subject<'a>, BenchError> {
+        const START: u32 = 61;
+        let (stream, heads, kv_heads) = (self.stream, 3u32, 1u32);
+        let columns = (heads + 2 * kv_heads) * head_dim;
+        let normal = |count: u32, seed: u64| halves(&normal_bf16(count as usize, 1.0, seed));
+        let qkv = normal(m * columns, u64::from(m) << 32 | u64::from(weights.shape.0));
+        let (bias, gamma) = (normal(columns, 1), normal(head_dim, 2));
+        let (half, positions) = (head_dim as usize / 2, START + m);
+        let angle =
+            |at: usize, of: fn(f64) -> f64| oracle::rounded(of((at / half) as f64 * 0.9f64.powi((at % half) as i32)));
+        let table = |of| (0..positions as usize * half).map(|at| angle(at, of)).collect::<Vec<u16>>();
+        let (cosines, sines) = (table(f64::cos), table(f64::sin));
+        let mut spans = Vec::new();
+        for (row, x) in qkv.chunks_exact(columns as usize).enumerate() {
+            let at = (START as usize + row) * half;
+            let angles = (&cosines[at..][..half], &sines[at..][..half]);
+            for (head, x) in x.chunks_exact(head_dim as usize).enumerate() {
+                let bias = &bias[head * head_dim as usize..][..head_dim as usize];
+                spans.push(
+                    (head < heads as usize).then(|| oracle::head(x, Some(bias), Some((&gamma, EPS)), Some(angles))),
+                );
+            }
+        }
+        let pages = positions.div_ceil(PAGE_TOKENS);
+        let shape = KvShape::new(pages, kv_heads, head_dim).map_err(DeviceError::from)?;
+        let cache = RefCell::new(DeviceBuffer::zeroed(stream, shape.layer_elements() as usize)?);
+        let pages = DeviceBuffer::from_host(stream, &(0..pages).rev().collect::<Vec<_>>())?;
+        let on_device = |elements: &[u16]| DeviceBuffer::from_host(stream, elements);
+        let (bias, gamma) = (on_device(&bias)?, on_device(&gamma)?);
+        let (cosines, sines) = (on_device(&cosines)?, on_device(&sines)?);
+        let rope = Rope::new(kernel.clone())?;
+        let launch = move |output: u64| {
+            let table = RopeTable::new(&cosines, &sines, head_dim)?;
+            let options = HeadOptions::new(heads, table).bias(Some(&bias)).norms(Some(&gamma), Some(&gamma), EPS);
+            let mut cache = cache.borrow_mut();
+            let kv = KvLayer::new(&mut cache, shape, 0)?;
+            // SAFETY: as above.
+            let qkv = unsafe { MatrixMut::from_raw(self.kernels.device(), output, m, columns, columns.into()) }?;
+            rope.enqueue(&mut self.lane.borrow_mut(), qkv, &options, kv, &pages, START)
+        };
+        let before = qkv.iter().flat_map(|element| element.to_le_bytes()).collect::<Vec<_>>().repeat(RUNS as usize);
+        let check = move |got: &[u8]| {
+            let got = halves(got);
+            let heads = got.chunks_exact(head_dim as usize).zip(qkv.chunks_exact(head_dim as usize)).zip(&spans);
+            heads.enumerate().find_map(|(head, ((got, before), spans))| match spans {
+                Some(spans) => oracle::outside(got, spans).map(|wrong| format!("head {head}, {wrong}")),
+                None => (got != before).then(|| format!("head {head} of K or V was rewritten")),
+            })
+        };
+        let subject = self.rows(kernel, (m, columns), Box::new(launch), check)?;
+        Ok(Subject { before: Some(DeviceBuffer::from_host(stream, &before)?), ..subject })
     }
 
     /// A subject with `[m, columns]` bf16 as its output.

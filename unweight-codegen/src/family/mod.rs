@@ -220,6 +220,8 @@ families! {
     embed: Embed(EmbedSpec),
     /// RMSNorm of activations.
     norm: Norm(NormSpec),
+    /// Bias, QK-norm and rotation of heads, and their place in the KV cache.
+    rope: Rope(RopeSpec),
     /// The activation of a gated MLP.
     silu_mul: SiluMul(SiluMulSpec),
     /// Attention over the pages of a KV cache.

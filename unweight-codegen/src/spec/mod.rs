@@ -10,7 +10,7 @@ pub mod pairs;
 
 pub use crate::family::{
     AttentionSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op,
-    RepackSpec, SiluMulSpec,
+    RepackSpec, RopeSpec, SiluMulSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
     decode::{CodeLimit, DecodeOutput},
     embed::EmbedSource,
@@ -20,6 +20,7 @@ pub use crate::family::{
     gemm_wgmma::{Warpgroups, WideBatchTile, WideStages},
     norm::NormThreads,
     repack::RepackStage,
+    rope::RopeHeadDim,
     silu_mul::SiluMulThreads,
 };
 pub(crate) use axes::{AXES_MAX, Raw, axes, range_axis, set_axis, word_axis};

@@ -12,6 +12,7 @@
 //!                                    [_streamk][_esc][_pdl]_<store|store_add>[_dump]
 //! uw_<arch>_embed_<bf16|packed>[_pdl]
 //! uw_<arch>_norm_t<threads>[_pdl]
+//! uw_<arch>_rope_d<head dim>[_pdl]
 //! uw_<arch>_silu_mul_t<threads>[_pdl]
 //! ```
 //!

@@ -192,6 +192,44 @@ pub enum Refusal {
     },
 
     // ---- activations ----
+    /// Heads of another size than a kernel's.
+    #[error("takes heads of {takes} elements, got {got}; take the variant for them")]
+    HeadSize {
+        /// Of the kernel.
+        takes: u32,
+        /// Of the cache.
+        got: u32,
+    },
+    /// Columns that are not those of the heads.
+    #[error("{cols} columns are not those of {heads} q heads and twice {kv_heads} k and v heads of {head_dim}")]
+    Heads {
+        /// Columns.
+        cols: u32,
+        /// Q heads.
+        heads: u32,
+        /// K heads, and V heads.
+        kv_heads: u32,
+        /// Elements of a head.
+        head_dim: u32,
+    },
+    /// A part of a head that cannot be rotated.
+    #[error("rope_dim = {rope_dim} must be a multiple of 4 in 4..={head_dim}, the elements of a head")]
+    RopeDim {
+        /// Elements that are to be rotated.
+        rope_dim: u32,
+        /// Elements of a head.
+        head_dim: u32,
+    },
+    /// More positions than there are angles or pages for.
+    #[error("{what} ends at position {limit}, the rows at {end}; give it more")]
+    Positions {
+        /// One past the last row's position.
+        end: u64,
+        /// What is too short.
+        what: &'static str,
+        /// How many positions it has.
+        limit: u64,
+    },
     /// Columns that a kernel does not take.
     #[error("{operand} has {cols} columns; the kernel takes multiples of {of} up to {max}")]
     Columns {

@@ -14,6 +14,7 @@ pub mod kv;
 pub mod lane;
 pub mod norm;
 pub mod repack;
+pub mod rope;
 pub mod silu_mul;
 
 use std::ops::Range;

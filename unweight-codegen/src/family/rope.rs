@@ -1,0 +1,120 @@
+//! Bias, QK-norm and rotation of the heads of a chunk of one sequence, whose keys and values go to their pages:
+//! `templates/include/unweight/kernels/rope.cuh`.
+
+use super::{Edge, Family, Instruction, Op};
+use crate::{
+    abi::args,
+    kv::PAGE_TOKENS,
+    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
+    spec::{Arch, VariantSpec, axes, set_axis},
+};
+use serde::Serialize;
+
+set_axis! {
+    /// Elements of a head of `rope`.
+    RopeHeadDim, "head_dim", [16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256],
+    "a multiple of 16 up to 256 (elements of a head)"
+}
+
+axes! {
+    /// Rotation of the heads of a chunk, a block a token.
+    pub struct RopeSpec {
+        /// Elements of a head.
+        head_dim: RopeHeadDim "d",
+        /// Programmatic dependent launch: reads its tables while the stream's previous kernel still runs.
+        pdl: flag "_pdl" = false,
+    }
+}
+
+args! {
+    /// Arguments of the rotation of a chunk.
+    pub struct RopeArgs {
+        /// bf16 `[m, (heads + 2 * kv_heads) * head_dim]`; q heads are rewritten.
+        pub qkv: u64,
+        /// bf16 `[(heads + 2 * kv_heads) * head_dim]`; null: none.
+        pub bias: u64,
+        /// bf16 `[head_dim]`; null: none.
+        pub q_norm: u64,
+        /// bf16 `[head_dim]`; null: none.
+        pub k_norm: u64,
+        /// bf16 `[positions, rope_dim / 2]`.
+        pub cosines: u64,
+        /// bf16 `[positions, rope_dim / 2]`.
+        pub sines: u64,
+        /// bf16, the pages of a layer ([`crate::kv`]).
+        pub cache: u64,
+        /// u32: the pages of the sequence, up to that of position `start + m - 1`.
+        pub pages: u64,
+        /// u32, set to 1 and the row of a token whose page the cache does not have.
+        pub fault: u64,
+        /// Elements from one row of `qkv` to the next.
+        pub pitch: u64,
+        /// Added to the mean square by both norms.
+        pub eps: f32,
+        /// Position of the first row.
+        pub start: u32,
+        /// Q heads.
+        pub heads: u32,
+        /// K heads, and V heads.
+        pub kv_heads: u32,
+        /// Elements of a head that are rotated, from its first on; a multiple of 4.
+        pub rope_dim: u32,
+        /// Pages of the layer.
+        pub cache_pages: u32,
+    }
+}
+
+impl VariantSpec {
+    /// Rotation of the heads of a chunk.
+    pub const fn rope(arch: Arch, spec: RopeSpec) -> Self {
+        Self { arch, op: Op::Rope(spec) }
+    }
+}
+
+const WARPS: u32 = 8;
+const BLOCKS_PER_SM: u32 = 4;
+
+impl RopeSpec {
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let threads = WARPS * spec.arch.limits().warp_threads;
+        let grid = LaunchGrid::Covering { work: Work::Rows, per_block: 1 };
+        Ok(Plan {
+            spec: *spec,
+            smem: SmemPlan::new(),
+            pipeline: None,
+            roles: RolePlan::one("a head each", WARPS),
+            launch: LaunchPlan { pdl: self.pdl, ..LaunchPlan::ordinary(threads, BLOCKS_PER_SM, grid) },
+        })
+    }
+}
+
+impl Family for RopeSpec {
+    type Args = RopeArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[];
+    const INSTRUCTIONS: &'static [Instruction] = &[];
+
+    fn summary(&self, _: &Plan) -> String {
+        let pdl = if self.pdl { ", dependent launch" } else { "" };
+        format!("Heads of {}: bias, norm and rotation; K and V to their pages{pdl}.", self.head_dim.get())
+    }
+
+    fn context(&self, _: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            /// `Config::kHeadDim`.
+            head_dim: u32,
+            /// `Config::kPdl`.
+            pdl: bool,
+            page_tokens: u32,
+        }
+        Context { head_dim: self.head_dim.get(), pdl: self.pdl, page_tokens: PAGE_TOKENS }
+    }
+
+    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+        // The heads of models that are served; whoever asks gets the others.
+        RopeHeadDim::ALL.into_iter().filter(|head_dim| matches!(head_dim.get(), 64 | 96 | 128)).flat_map(|head_dim| {
+            [false, true].map(|pdl| VariantSpec::rope(Arch::Sm90a, RopeSpec { head_dim, pdl }))
+        })
+    }
+}

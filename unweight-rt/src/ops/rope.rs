@@ -1,0 +1,286 @@
+//! What a model does to its heads before attention: bias, QK-norm and rotation, for a chunk of one sequence, whose keys
+//! and values go to their pages of the KV cache.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    abi::RopeArgs,
+    kv::PAGE_TOKENS,
+    plan::GemmShape,
+    spec::{Op, RopeSpec},
+};
+
+use crate::{
+    device::{
+        DeviceBuffer, DeviceError, MatrixMut, Refusal, RowFault,
+        module::LoadedKernel,
+        view::{Place, check_apart, check_device},
+    },
+    ops::{
+        check_len,
+        kv::{KvLayer, KvShape},
+        lane::Lane,
+    },
+};
+
+/// Cosines and sines of every position, bf16 `[positions, rope_dim / 2]` each.
+#[derive(Clone, Copy, Debug)]
+pub struct RopeTable<'a> {
+    cosines: &'a DeviceBuffer<u16>,
+    sines: &'a DeviceBuffer<u16>,
+    rope_dim: u32,
+    positions: u32,
+}
+
+impl<'a> RopeTable<'a> {
+    /// A table for the first `rope_dim` elements of a head, a multiple of 4: elements `i` and `i + rope_dim / 2` are
+    /// turned together.
+    ///
+    /// # Errors
+    /// [`Refusal::RopeDim`]; [`Refusal::Elements`]: the two differ in length, or hold no whole number of positions.
+    pub fn new(cosines: &'a DeviceBuffer<u16>, sines: &'a DeviceBuffer<u16>, rope_dim: u32) -> Result<Self, Refusal> {
+        let positions = check_table(cosines.len() as u64, sines.len() as u64, rope_dim)?;
+        Ok(Self { cosines, sines, rope_dim, positions })
+    }
+
+    /// Positions that it has.
+    pub fn positions(&self) -> u32 {
+        self.positions
+    }
+
+    /// Elements of a head that it turns.
+    pub fn rope_dim(&self) -> u32 {
+        self.rope_dim
+    }
+}
+
+/// Positions of a table of this many cosines and sines.
+fn check_table(cosines: u64, sines: u64, rope_dim: u32) -> Result<u32, Refusal> {
+    if !rope_dim.is_multiple_of(4) || rope_dim == 0 {
+        return Err(Refusal::RopeDim { rope_dim, head_dim: 256 });
+    }
+    if sines != cosines {
+        return Err(Refusal::Elements { buffer: "the table of sines", got: sines, expected: cosines });
+    }
+    let half = u64::from(rope_dim / 2);
+    if !cosines.is_multiple_of(half) {
+        let expected = cosines.next_multiple_of(half);
+        return Err(Refusal::Elements { buffer: "the table of cosines", got: cosines, expected });
+    }
+    // More positions than a u32 counts are as good as all of them.
+    Ok(u32::try_from(cosines / half).unwrap_or(u32::MAX))
+}
+
+/// What is done to the heads of one layer.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct HeadOptions<'a> {
+    /// Q heads.
+    pub heads: u32,
+    /// Cosines and sines.
+    pub table: RopeTable<'a>,
+    /// bf16 `[(heads + 2 * kv_heads) * head_dim]`, added to all of them.
+    pub bias: Option<&'a DeviceBuffer<u16>>,
+    /// bf16 `[head_dim]`, the weights of an RMSNorm of each q head.
+    pub q_norm: Option<&'a DeviceBuffer<u16>>,
+    /// The same of each k head.
+    pub k_norm: Option<&'a DeviceBuffer<u16>>,
+    /// Added to the mean square by both norms.
+    pub eps: f32,
+}
+
+impl<'a> HeadOptions<'a> {
+    /// Rotation alone.
+    pub fn new(heads: u32, table: RopeTable<'a>) -> Self {
+        Self { heads, table, bias: None, q_norm: None, k_norm: None, eps: 1e-6 }
+    }
+
+    /// With a bias of all heads.
+    #[must_use]
+    pub fn bias(mut self, bias: Option<&'a DeviceBuffer<u16>>) -> Self {
+        self.bias = bias;
+        self
+    }
+
+    /// With norms of q and k heads.
+    #[must_use]
+    pub fn norms(mut self, q: Option<&'a DeviceBuffer<u16>>, k: Option<&'a DeviceBuffer<u16>>, eps: f32) -> Self {
+        (self.q_norm, self.k_norm, self.eps) = (q, k, eps);
+        self
+    }
+
+    /// The vectors and tables that are read, with what each must have.
+    fn read(&self, kv: KvShape) -> impl Iterator<Item = (&'static str, &'a DeviceBuffer<u16>, Option<u32>)> {
+        let columns = columns(self.heads, kv).and_then(|columns| u32::try_from(columns).ok());
+        [
+            ("bias", self.bias, columns),
+            ("q_norm", self.q_norm, Some(kv.head_dim())),
+            ("k_norm", self.k_norm, Some(kv.head_dim())),
+            ("the table of cosines", Some(self.table.cosines), None),
+            ("the table of sines", Some(self.table.sines), None),
+        ]
+        .into_iter()
+        .filter_map(|(name, buffer, len)| Some((name, buffer?, len)))
+    }
+}
+
+/// Columns of Q, K and V together.
+fn columns(heads: u32, kv: KvShape) -> Option<u64> {
+    (u64::from(heads) + 2 * u64::from(kv.kv_heads())).checked_mul(kv.head_dim().into())
+}
+
+/// A kernel of `rope`.
+#[derive(Clone, Debug)]
+pub struct Rope {
+    kernel: Arc<LoadedKernel>,
+    spec: RopeSpec,
+}
+
+impl Rope {
+    /// Wraps a kernel of `rope`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        let Op::Rope(spec) = kernel.spec().op else {
+            return kernel.refuse(Refusal::Family { wanted: "a rotation of heads" });
+        };
+        Ok(Self { kernel, spec })
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &LoadedKernel {
+        &self.kernel
+    }
+
+    /// Enqueues bias, norms and rotation of `qkv` `[m, (heads + 2 * kv_heads) * head_dim]`, tokens at positions `start`,
+    /// `start + 1`, ... of one sequence. Q heads are rewritten in place; keys and values go to `kv`, to the pages that
+    /// `pages` names, entry `i` for positions `64 * i` to `64 * i + 63`; what `qkv` has of them stays as it was. A page
+    /// that the cache does not have is left out, and [`Lane::synchronize`] reports it.
+    ///
+    /// # Errors
+    /// Heads of another size than the kernel's, positions beyond the table or the pages; operands that do not agree,
+    /// overlap, or lie on another device, at another address or pitch; or the driver's refusal.
+    pub fn enqueue(
+        &self,
+        lane: &mut Lane,
+        qkv: MatrixMut<'_>,
+        options: &HeadOptions<'_>,
+        kv: KvLayer<'_>,
+        pages: &DeviceBuffer<u32>,
+        start: u32,
+    ) -> Result<(), DeviceError> {
+        let (qkv, own, shape) = (qkv.place(), self.kernel.device().ordinal(), kv.shape());
+        let check = || {
+            check_shapes(self.spec.head_dim.get(), qkv, options.heads, options.table.rope_dim, shape)?;
+            check_positions(start, qkv.rows, options.table.positions, pages.len())?;
+            qkv.check_device("qkv", own)?;
+            kv.check_device(own)?;
+            check_device("pages", pages.device().ordinal(), own)?;
+            for (name, buffer, len) in options.read(shape) {
+                len.map_or(Ok(()), |len| check_len(name, buffer.len(), len))?;
+                check_device(name, buffer.device().ordinal(), own)?;
+            }
+            let read = || options.read(shape).map(|(name, buffer, _)| (name, buffer.span()));
+            let read = || read().chain([("pages", pages.span())]);
+            check_apart(("the KV cache", kv.span()), read())?;
+            check_apart(("qkv", qkv.span()), read().chain([("the KV cache", kv.span())]))
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let address = |buffer: Option<&DeviceBuffer<u16>>| buffer.map_or(0, DeviceBuffer::address);
+        let args = RopeArgs {
+            qkv: qkv.address,
+            bias: address(options.bias),
+            q_norm: address(options.q_norm),
+            k_norm: address(options.k_norm),
+            cosines: options.table.cosines.address(),
+            sines: options.table.sines.address(),
+            cache: kv.address(),
+            pages: pages.address(),
+            fault: lane.row_fault_address(RowFault::Page),
+            pitch: qkv.pitch,
+            eps: options.eps,
+            start,
+            heads: options.heads,
+            kv_heads: shape.kv_heads(),
+            rope_dim: options.table.rope_dim,
+            cache_pages: shape.pages(),
+        };
+        // SAFETY: shapes, pitches, places and positions were held against each other above, the views against their
+        // memory when they were made; the kernel bounds the pages. The fault word lives as long as the lane, on whose
+        // stream this runs. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(lane.stream(), GemmShape::rows(qkv.rows), &args) }
+    }
+}
+
+/// Whether a kernel for heads of this size takes these.
+fn check_shapes(own: u32, qkv: &Place, heads: u32, rope_dim: u32, kv: KvShape) -> Result<(), Refusal> {
+    let head_dim = kv.head_dim();
+    if head_dim != own {
+        return Err(Refusal::HeadSize { takes: own, got: head_dim });
+    }
+    if columns(heads, kv) != Some(qkv.cols.into()) {
+        return Err(Refusal::Heads { cols: qkv.cols, heads, kv_heads: kv.kv_heads(), head_dim });
+    }
+    if rope_dim > head_dim {
+        return Err(Refusal::RopeDim { rope_dim, head_dim });
+    }
+    qkv.check_rows_aligned("qkv")
+}
+
+/// Whether there are angles and pages for positions `start..start + m`.
+fn check_positions(start: u32, m: u32, positions: u32, pages: usize) -> Result<(), Refusal> {
+    let end = u64::from(start) + u64::from(m);
+    let paged = (pages as u64).saturating_mul(PAGE_TOKENS.into());
+    for (what, limit) in [("the table of angles", positions.into()), ("the list of pages", paged)] {
+        if m > 0 && end > limit {
+            return Err(Refusal::Positions { end, what, limit });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(rows: u32, cols: u32, pitch: u64) -> Place {
+        Place::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap()
+    }
+
+    #[test]
+    fn heads_fill_their_columns() {
+        let kv = KvShape::new(4, 2, 64).unwrap();
+        let check = |own, cols, heads, rope_dim| check_shapes(own, &place(3, cols, cols.into()), heads, rope_dim, kv);
+        assert_eq!(check(64, 64 * 12, 8, 64), Ok(()));
+        assert_eq!(check(64, 64 * 12, 8, 32), Ok(()), "a part of each head is turned");
+        assert_eq!(check(128, 64 * 12, 8, 64), Err(Refusal::HeadSize { takes: 128, got: 64 }));
+        let heads = Refusal::Heads { cols: 768, heads: 7, kv_heads: 2, head_dim: 64 };
+        assert_eq!(check(64, 768, 7, 64), Err(heads));
+        assert!(matches!(check(64, 768, u32::MAX, 64), Err(Refusal::Heads { .. })));
+        assert_eq!(check(64, 768, 8, 68), Err(Refusal::RopeDim { rope_dim: 68, head_dim: 64 }));
+        let odd = check_shapes(64, &place(3, 768, 772), 8, 64, kv);
+        assert!(matches!(odd, Err(Refusal::Pitch { operand: "qkv", .. })), "{odd:?}");
+    }
+
+    #[test]
+    fn positions_have_angles_and_pages() {
+        assert_eq!(check_positions(100, 28, 128, 2), Ok(()));
+        let angles = Refusal::Positions { end: 129, what: "the table of angles", limit: 128 };
+        assert_eq!(check_positions(100, 29, 128, 3), Err(angles));
+        let pages = Refusal::Positions { end: 129, what: "the list of pages", limit: 128 };
+        assert_eq!(check_positions(100, 29, 4096, 2), Err(pages));
+        assert!(check_positions(u32::MAX, 2, u32::MAX, usize::MAX).is_err());
+        assert_eq!(check_positions(u32::MAX, 0, 1, 0), Ok(()), "no rows need nothing");
+    }
+
+    #[test]
+    fn a_table_holds_whole_positions() {
+        assert_eq!(check_table(320, 320, 64), Ok(10));
+        for rope_dim in [0, 2, 66] {
+            assert!(matches!(check_table(320, 320, rope_dim), Err(Refusal::RopeDim { .. })), "{rope_dim}");
+        }
+        assert!(matches!(check_table(320, 288, 64), Err(Refusal::Elements { buffer: "the table of sines", .. })));
+        assert!(matches!(check_table(321, 321, 64), Err(Refusal::Elements { expected: 352, .. })));
+    }
+}
