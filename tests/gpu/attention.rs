@@ -196,7 +196,7 @@ fn operands_that_do_not_agree_are_refused() {
     let mut right = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
     for (rows, columns) in [(3, 1024), (2, 1000), (2, 512)] {
         let view = MatrixMut::new(&mut out, rows, columns, columns.into()).unwrap();
-        assert!(matches!(refused(right.decode(&attention, &mut lane, view)), Refusal::Heads { .. }));
+        assert!(matches!(refused(right.decode(&attention, &mut lane, view)), Refusal::AttentionHeads { .. }));
     }
 }
 

@@ -294,7 +294,7 @@ pub enum Refusal {
         "QKV{qkv:?} and A{out:?} for {kv_heads} KV heads of {head_dim}: A must have 1 to 16 times as many heads, and QKV \
          two more for each KV head"
     )]
-    Heads {
+    AttentionHeads {
         /// Of the projection.
         qkv: [u64; 2],
         /// Of the result.

@@ -371,7 +371,7 @@ struct Heads {
 impl Heads {
     /// Held against each other: `qkv` `[m, (h + 2g) * head_dim]` and `out` `[m, h * head_dim]`.
     fn of(qkv: &Place, out: &Place, kv_heads: u32, head_dim: u32) -> Result<Self, Refusal> {
-        let refusal = Refusal::Heads { qkv: qkv.shape(), out: out.shape(), kv_heads, head_dim };
+        let refusal = Refusal::AttentionHeads { qkv: qkv.shape(), out: out.shape(), kv_heads, head_dim };
         let all = u64::from(kv_heads) * u64::from(head_dim);
         let group = u64::from(out.cols).checked_div(all).unwrap_or(0);
         let fits = qkv.rows == out.rows
@@ -442,7 +442,10 @@ mod tests {
             ((3, 128), (3, 0), 1, 64),
             ((3, 6144), (3, 4096), u32::MAX, u32::MAX),
         ] {
-            assert!(matches!(of(q, o, kv_heads, head_dim), Err(Refusal::Heads { .. })), "{q:?} {o:?} {kv_heads}");
+            assert!(
+                matches!(of(q, o, kv_heads, head_dim), Err(Refusal::AttentionHeads { .. })),
+                "{q:?} {o:?} {kv_heads}"
+            );
         }
         let apart = Heads::of(&place(3, 384, 388), &place(3, 256, 256), 1, 64);
         assert!(matches!(apart, Err(Refusal::Pitch { operand: "QKV", .. })), "{apart:?}");
