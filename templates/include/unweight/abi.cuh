@@ -202,6 +202,8 @@ struct AttentionArgs {
     float scale;                      // of scores, times log2(e)
     float eps;                        // of the norms
     u32 reserved;
+};
+
 // Bias, QK-norm and rotation of the heads of a chunk of one sequence; K and V to their pages.
 struct RopeArgs {
     u16* qkv;                         // bf16 [m, (heads + 2 * kv_heads) * head_dim]; q heads are rewritten
