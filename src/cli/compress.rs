@@ -85,8 +85,8 @@ impl Compress {
         if !report.resumed_files.is_empty() {
             output.note(format_args!("reused from the interrupted run: {}", report.resumed_files.join(", ")));
         }
-        if let Some(remark) = select::nothing_coded(&report.tensors) {
-            output.note(remark);
+        for remark in [select::nothing_coded(&report.tensors), select::large_copies(&report.large_copies)] {
+            remark.into_iter().for_each(|remark| output.note(remark));
         }
         output.summary("compress", &report, |out| {
             select::totals(&report.forms, report.original_bytes, report.stored_bytes).write(out)?;

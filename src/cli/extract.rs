@@ -1,38 +1,51 @@
 //! `unweight extract`.
 
 use std::{
-    fs::File,
-    io::{self, Write},
-    path::PathBuf,
+    fs::{File, Permissions},
+    io::{self, IsTerminal, Write},
+    os::{fd::AsFd, unix::fs::PermissionsExt},
+    path::{Path, PathBuf},
 };
 
 use clap::Args;
 use serde::Serialize;
-use unweight::format::{Digest, bundle::Bundle};
+use unweight::format::{
+    Digest,
+    bundle::{Bundle, DecompressOptions, Progress},
+};
 
 use super::{
     failure::{Failure, Result},
     output::{self, Output},
+    progress::Bar,
+    select, size,
 };
 
 /// Arguments of `extract`.
 #[derive(Args)]
+#[command(group = clap::ArgGroup::new("what").required(true).multiple(true).args(["tensor", "file"]))]
 pub struct Extract {
     /// Directory of the bundle
     bundle: PathBuf,
     /// Name of the tensor
     #[arg(long, value_name = "NAME")]
-    tensor: String,
-    /// Which source file's, where several have a tensor of this name
+    tensor: Option<String>,
+    /// Name of a source file: all of it, or with --tensor the one whose tensor is meant, where several have it
     #[arg(long, value_name = "FILE")]
     file: Option<String>,
-    /// File for its original bytes, little-endian and row-major; must not exist; - is stdout
+    /// File for the original bytes (of a tensor little-endian and row-major); must not exist; - is stdout
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
+    /// Memory for tensors in work, such as 4G [default: 1G]; a larger tensor is worked on alone
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    ram: Option<u64>,
+    /// Threads [default: all processors]
+    #[arg(long, value_name = "N", value_parser = select::threads)]
+    threads: Option<usize>,
 }
 
 #[derive(Serialize)]
-struct Report<'a> {
+struct TensorJson<'a> {
     tensor: &'a str,
     dtype: String,
     shape: &'a [usize],
@@ -40,34 +53,38 @@ struct Report<'a> {
     digest: Digest,
 }
 
+#[derive(Serialize)]
+struct FileJson<'a> {
+    file: &'a str,
+    bytes: u64,
+    digest: Digest,
+    sha256: Option<String>,
+}
+
 impl Extract {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
         let to_stdout = self.output.as_os_str() == "-";
         if to_stdout && output.json {
-            return Err(Failure::new("stdout takes the tensor or JSON", "write the tensor to a file with -o FILE"));
+            return Err(Failure::new("stdout takes the bytes or JSON", "write the bytes to a file with -o FILE"));
         }
         let bundle = Bundle::open(&self.bundle)?;
-        let entry = match &self.file {
-            None => bundle.entry(&self.tensor)?,
-            Some(file) => bundle.entry_in(file, &self.tensor)?,
-        };
-        let bytes = match &self.file {
-            None => bundle.decode(&self.tensor)?,
-            Some(file) => bundle.decode_in(file, &self.tensor)?,
-        };
-        if to_stdout {
-            let mut out = io::stdout().lock();
-            out.write_all(&bytes)?;
-            return Ok(out.flush()?);
+        match (&self.tensor, &self.file) {
+            (Some(tensor), file) => self.tensor(&bundle, tensor, file.as_deref(), output),
+            // The arguments ask for one of them.
+            (None, file) => self.file(&bundle, file.as_deref().unwrap_or_default(), output),
         }
-        let write = || -> io::Result<()> {
-            let mut file = File::create_new(&self.output)?;
-            file.write_all(&bytes)?;
-            file.sync_all()
+    }
+
+    fn tensor(&self, bundle: &Bundle, tensor: &str, file: Option<&str>, output: Output) -> Result<()> {
+        let (entry, bytes) = match file {
+            None => (bundle.entry(tensor)?, bundle.decode(tensor)?),
+            Some(file) => (bundle.entry_in(file, tensor)?, bundle.decode_in(file, tensor)?),
         };
-        write().map_err(Failure::io(self.output.display()))?;
-        let report = Report {
+        let Some(()) = self.write(|out| out.write_all(&bytes).map_err(Failure::io(self.output.display())))? else {
+            return Ok(());
+        };
+        let report = TensorJson {
             tensor: &entry.name,
             dtype: entry.dtype.to_string(),
             shape: &entry.shape,
@@ -79,4 +96,47 @@ impl Extract {
             writeln!(out, "{}: {} {} {shape}, {size}", self.output.display(), report.tensor, report.dtype)
         })
     }
+
+    fn file(&self, bundle: &Bundle, name: &str, output: Output) -> Result<()> {
+        let bar = Bar::new(output, "extracting")?;
+        bar.start(bundle.manifest().files.iter().find(|file| file.name() == name).map_or(0, |file| file.size()));
+        let options = DecompressOptions::default().ram_bytes(self.ram).threads(self.threads);
+        let Some(file) = self.write(|out| Ok(bundle.write_file(name, out, &options, &bar)?))? else { return Ok(()) };
+        bar.finish();
+        let report = FileJson { file: name, bytes: file.bytes, digest: file.digest, sha256: file.sha256 };
+        output.summary("extract", &report, |out| {
+            writeln!(out, "{}: {}, {}, digest right", self.output.display(), report.file, output::bytes(report.bytes))
+        })
+    }
+
+    /// To stdout, of which nothing is reported, or to a file that gets its name when it is complete.
+    fn write<T>(&self, bytes: impl FnOnce(&mut (dyn Write + Send)) -> Result<T>) -> Result<Option<T>> {
+        if self.output.as_os_str() == "-" {
+            bytes(&mut stdout()?)?;
+            return Ok(None);
+        }
+        let failed = || Failure::io(self.output.display());
+        if self.output.symlink_metadata().is_ok() {
+            let message = format!("{}: exists", self.output.display());
+            return Err(Failure::new(message, "choose another name"));
+        }
+        let folder = self.output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let mut builder = tempfile::Builder::new();
+        // As any file that a program makes: what the user's mask allows.
+        builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
+        let mut file = builder.tempfile_in(folder).map_err(failed())?;
+        let done = bytes(file.as_file_mut())?;
+        file.as_file().sync_all().map_err(failed())?;
+        file.persist_noclobber(&self.output).map_err(|error| failed()(error.error))?;
+        Ok(Some(done))
+    }
+}
+
+/// stdout for bytes: unbuffered, and never a terminal.
+pub fn stdout() -> Result<File> {
+    let stdout = io::stdout();
+    if stdout.is_terminal() {
+        return Err(Failure::new("stdout is a terminal", "redirect it, or write to a file with -o FILE"));
+    }
+    Ok(File::from(stdout.as_fd().try_clone_to_owned()?))
 }

@@ -171,6 +171,10 @@ impl From<BundleError> for Failure {
             ErrorClass::Failed => Class::Failed,
             ErrorClass::Interrupted => Class::Interrupted,
         };
+        // Whoever reads stdout has gone.
+        if matches!(&error, BundleError::Output { source, .. } if source.kind() == io::ErrorKind::BrokenPipe) {
+            return io::Error::from(io::ErrorKind::BrokenPipe).into();
+        }
         let help = error.remedy().and_then(worded);
         let failure = Self::from_error(error, class);
         Self { help: help.map(Into::into).or(failure.help), ..failure }

@@ -1,13 +1,19 @@
 //! `unweight plan`.
 
-use std::path::PathBuf;
+use std::{
+    io::{self, Write},
+    path::PathBuf,
+};
 
 use clap::Args;
-use unweight::format::bundle;
+use unweight::format::{
+    bundle::{self, CompareReport},
+    roles::Role,
+};
 
 use super::{
     failure::Result,
-    output::Output,
+    output::{self, Output, Table},
     select::{self, Select},
 };
 
@@ -18,14 +24,21 @@ pub struct Plan {
     source: PathBuf,
     #[command(flatten)]
     select: Select,
+    /// Every profile and code limit in one table, with sums by role
+    #[arg(long, conflicts_with_all = ["profile", "code_limit"])]
+    compare: bool,
 }
 
 impl Plan {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
+        if self.compare {
+            let report = bundle::compare(&self.source, &self.select.all_options())?;
+            return output.result("plan", &report, |out| write_comparison(&report, out));
+        }
         let report = bundle::plan(&self.source, &self.select.options())?;
-        if let Some(remark) = select::nothing_coded(&report.tensors) {
-            output.note(remark);
+        for remark in [select::nothing_coded(&report.tensors), select::large_copies(&report.large_copies)] {
+            remark.into_iter().for_each(|remark| output.note(remark));
         }
         output.result("plan", &report, |out| {
             select::tensors(&report.tensors).write(out)?;
@@ -34,4 +47,39 @@ impl Plan {
             writeln!(out, "sizes are predicted from samples")
         })
     }
+}
+
+/// A line per set of options; what is stored of each kind of weights.
+fn write_comparison(report: &CompareReport, out: &mut dyn Write) -> io::Result<()> {
+    let is_embedding = |role| matches!(role, Role::Embedding | Role::LmHead);
+    let groups: [&dyn Fn(Role) -> bool; 4] = [&is_embedding, &Role::is_attention, &Role::is_mlp, &|role| {
+        !(is_embedding(role) || role.is_attention() || role.is_mlp())
+    }];
+    let headings =
+        ["profile", "scope", ">code limit", ">embeddings", ">attention", ">mlp", ">other", ">all files", ">ratio"];
+    let mut table = Table::new(&headings);
+    let sums = |row: &bundle::CompareRow, of: fn(&bundle::RoleTotal) -> u64| {
+        GROUPS.map(|(_, within)| output::bytes(row.roles.iter().filter(|total| within(total.role)).map(of).sum()))
+    };
+    if let Some(row) = report.rows.first() {
+        let [a, b, c, d] = sums(row, |total| total.original_bytes);
+        let (all, none) = (output::bytes(report.original_bytes), String::new);
+        table.row(["(source)".to_owned(), none(), none(), a, b, c, d, all, none()]);
+    }
+    for row in &report.rows {
+        let [a, b, c, d] = sums(row, |total| total.stored_bytes);
+        table.row([
+            row.profile.to_string(),
+            row.scope.to_string(),
+            row.code_limit.map_or_else(|| "-".to_owned(), |bits| bits.to_string()),
+            a,
+            b,
+            c,
+            d,
+            output::bytes(row.stored_bytes),
+            select::percent(row.stored_bytes, report.original_bytes),
+        ]);
+    }
+    table.write(out)?;
+    writeln!(out, "sizes are predicted from samples")
 }

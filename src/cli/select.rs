@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 use clap::Args;
 use unweight::format::{
     CodeLimit, FormId,
-    bundle::{CompressOptions, FormTotal, Profile, Scope, TensorReport},
+    bundle::{CompressOptions, FormTotal, LargeCopy, Profile, Scope, Selection, TensorReport},
 };
 
 use super::output::{self, Table};
@@ -28,6 +28,9 @@ pub struct Select {
     /// Leave tensors raw whose name matches; may be repeated
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
+    /// Leave out files or folders beside the weights whose name matches; may be repeated
+    #[arg(long, value_name = "GLOB")]
+    skip: Vec<String>,
     /// JSON file that says the encoding of single tensors (docs/format.md, part B)
     #[arg(long, value_name = "FILE")]
     plan: Option<PathBuf>,
@@ -37,6 +40,21 @@ pub struct Select {
 }
 
 impl Select {
+    /// Every profile with every limit that changes anything; the scope is each profile's own unless one was asked for.
+    pub fn all_options(&self) -> Vec<CompressOptions> {
+        let limits = || (0..=32).filter_map(|bits| CodeLimit::new(bits).ok());
+        let of = |&profile: &Profile| {
+            let options = self.options().profile(profile);
+            let options = options.scope(self.scope.unwrap_or(profile.default_scope()));
+            let limits: Vec<CodeLimit> = match profile {
+                Profile::Distribution | Profile::Inference => limits().collect(),
+                _ => vec![options.code_limit],
+            };
+            limits.into_iter().map(move |limit| options.clone().code_limit(limit))
+        };
+        Profile::ALL.iter().flat_map(of).collect()
+    }
+
     /// As the library takes them.
     pub fn options(&self) -> CompressOptions {
         CompressOptions::new(self.profile)
@@ -49,6 +67,7 @@ impl Select {
             )
             .include(self.include.clone())
             .exclude(self.exclude.clone())
+            .selection(Selection::default().skip(self.skip.clone()))
             .plan_file(self.plan.clone())
             .threads(self.threads)
     }
@@ -99,6 +118,20 @@ pub fn nothing_coded(tensors: &[TensorReport]) -> Option<String> {
     Some(format!(
         "warning: nothing was compressed: {} of the bytes are raw ({reason})\n  help: {help}",
         percent(most, all)
+    ))
+}
+
+/// What to say where copied files take room that nobody may want.
+pub fn large_copies(copies: &[LargeCopy]) -> Option<String> {
+    let first = copies.first()?;
+    let named: Vec<String> =
+        copies.iter().take(4).map(|copy| format!("{} ({})", copy.name, output::bytes(copy.bytes))).collect();
+    let more = if copies.len() > 4 { format!(" and {} more", copies.len() - 4) } else { String::new() };
+    let pattern = first.name.rsplit_once('.').filter(|(stem, _)| !stem.is_empty());
+    let pattern = pattern.map_or_else(|| first.name.clone(), |(_, extension)| format!("*.{extension}"));
+    Some(format!(
+        "remark: copied as they are: {}{more}\n  help: --skip '{pattern}' leaves such files out",
+        named.join(", ")
     ))
 }
 

@@ -26,17 +26,17 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use super::{
-    BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, EncoderError, PlanReport, Progress,
-    TensorReport, VerifyAfter,
+    BundleError, CompareReport, CompareRow, CompressOptions, CompressReport, CpuEncoder, Encoder, EncoderError,
+    PlanReport, Progress, TensorReport, VerifyAfter,
     files::{self, Contents, Input},
     pipeline::{Gate, Work, batches, join, on_threads, spawn},
     read::Shard,
-    report::{coded, peak_rss_bytes, ratio, saved, totals},
+    report::{by_role, coded, peak_rss_bytes, ratio, saved, totals},
     source::{Index, Kind, Source, SourceFile},
     stage::{Replaceable, Stage},
 };
 use crate::{
-    Digest, FormId, Matrix, Section, StoredTensor, bf16,
+    CodeLimit, Digest, FormId, Matrix, Section, StoredTensor, bf16,
     bundle::manifest::{
         self, CopiedFile, FileEntry, INDEX_SOURCE_SUFFIX, IndexFile, Manifest, Options, SOURCE_HEADER, SectionEntry,
         TensorEntry, VERSION, WeightsFile, section_name,
@@ -81,10 +81,11 @@ pub fn compress_with(
     let started = Instant::now();
     let planner = Planner::new(options)?;
     let replaceable = options.force.then_some(Replaceable::Bundle);
-    Stage::check(source, output, replaceable.as_ref())?;
-    let model = Source::open(source)?;
+    let inputs = options.selection.inputs(source);
+    Stage::check(&inputs, output, replaceable.as_ref())?;
+    let model = Source::open(source, &options.selection)?;
     planner.check_rules(tensor_names(&model))?;
-    let stage = Stage::open(source, output, replaceable, options.resume)?;
+    let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
     let job = Job { options, planner: &planner, stage: &stage, encoder, progress };
     let result = on_threads(options.threads, || job.run(&model));
     let (manifest, resumed_files, stored_bytes, verified_tensors) = result?;
@@ -97,6 +98,7 @@ pub fn compress_with(
         saved_bytes: saved(original_bytes, stored_bytes),
         tensors,
         files: model.files.len() as u64,
+        large_copies: model.large_copies(),
         resumed_files,
         original_bytes,
         stored_bytes,
@@ -115,9 +117,9 @@ pub fn compress_with(
 pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, BundleError> {
     let started = Instant::now();
     let planner = Planner::new(options)?;
-    let model = Source::open(source)?;
+    let model = Source::open(source, &options.selection)?;
     planner.check_rules(tensor_names(&model))?;
-    let (tensors, stored_bytes) = on_threads(options.threads, || predict(&model, &planner, options))?;
+    let (tensors, stored_bytes) = on_threads(options.threads, || predict_one(&model, &planner, options))?;
     let original_bytes = model.files.iter().map(|f| f.bytes).sum();
     Ok(PlanReport {
         forms: totals(&tensors),
@@ -125,9 +127,42 @@ pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, Bund
         saved_bytes: saved(original_bytes, stored_bytes),
         tensors,
         files: model.files.len() as u64,
+        large_copies: model.large_copies(),
         original_bytes,
         stored_bytes,
         ratio: ratio(stored_bytes, original_bytes),
+        seconds: started.elapsed().as_secs_f64(),
+    })
+}
+
+/// What [`plan`] predicts, summed by role, for several options at once: the samples are read once. The files selected and the threads
+/// are those of the first.
+///
+/// # Errors
+/// As [`plan`].
+pub fn compare(source: &Path, options: &[CompressOptions]) -> Result<CompareReport, BundleError> {
+    let started = Instant::now();
+    let planners = options.iter().map(Planner::new).collect::<Result<Vec<_>, _>>()?;
+    let (selection, threads) =
+        options.first().map_or_else(Default::default, |first| (first.selection.clone(), first.threads));
+    let model = Source::open(source, &selection)?;
+    planners.iter().try_for_each(|planner| planner.check_rules(tensor_names(&model)))?;
+    let ways: Vec<_> = planners.iter().zip(options.iter().map(|options| options.code_limit)).collect();
+    let predicted = on_threads(threads, || predict(&model, &ways))?;
+    let original_bytes = model.files.iter().map(|f| f.bytes).sum();
+    let rows = options.iter().zip(predicted).map(|(options, (tensors, stored_bytes))| CompareRow {
+        profile: options.profile,
+        scope: options.scope,
+        code_limit: tensors.iter().any(|t| t.form == FormId::HUFFMAN).then(|| options.code_limit.bits()),
+        roles: by_role(&tensors),
+        stored_bytes,
+        saved_bytes: saved(original_bytes, stored_bytes),
+        ratio: ratio(stored_bytes, original_bytes),
+    });
+    Ok(CompareReport {
+        rows: rows.collect(),
+        files: model.files.len() as u64,
+        original_bytes,
         seconds: started.elapsed().as_secs_f64(),
     })
 }
@@ -188,44 +223,70 @@ pub(crate) fn tensor_reports(manifest: &Manifest) -> Vec<TensorReport> {
         .collect()
 }
 
-fn predict(
-    model: &Source,
-    planner: &Planner,
-    options: &CompressOptions,
-) -> Result<(Vec<TensorReport>, u64), BundleError> {
-    let (mut reports, mut stored_bytes) = (Vec::new(), 0);
+/// Reports of all tensors, and the bytes of all files.
+type Predicted = (Vec<TensorReport>, u64);
+
+fn predict_one(model: &Source, planner: &Planner, options: &CompressOptions) -> Result<Predicted, BundleError> {
+    Ok(predict(model, &[(planner, options.code_limit)])?.pop().unwrap_or_default())
+}
+
+/// For each way to encode a model.
+fn predict(model: &Source, ways: &[(&Planner, CodeLimit)]) -> Result<Vec<Predicted>, BundleError> {
+    let mut predicted = vec![Predicted::default(); ways.len()];
     for file in &model.files {
         let Kind::Weights { header, .. } = &file.kind else {
-            stored_bytes += if matches!(file.kind, Kind::Index(_)) { 4 * file.bytes } else { file.bytes };
+            let bytes = if matches!(file.kind, Kind::Index(_)) { 4 * file.bytes } else { file.bytes };
+            predicted.iter_mut().for_each(|(_, stored_bytes)| *stored_bytes += bytes);
             continue;
         };
         let input = Input::open_same(&file.path, &file.stamp)?;
-        let tensors: Vec<TensorReport> = header
-            .tensors
-            .par_iter()
-            .map(|info| {
-                let decision = planner.decide(&info.name, info.dtype, &info.shape);
-                if decision.choice.grid().is_none() {
-                    return Ok(report(&file.name, info, &decision, &decision.choice, info.bytes));
-                }
-                let pieces = pieces(info.bytes).into_iter().map(|(at, bytes)| input.read(info.offset + at, bytes));
-                let pieces = pieces.collect::<Result<Vec<_>, _>>()?;
-                let pieces: Vec<&[u8]> = pieces.iter().map(Vec::as_slice).collect();
-                let sample = Sample::of(&pieces, options.code_limit);
-                Ok(match plan::predict(decision.choice.clone(), &sample) {
-                    (choice, Some(bytes)) if bytes < info.bytes => report(&file.name, info, &decision, &choice, bytes),
-                    (choice, Some(_)) => report(&file.name, info, &decision, &choice.not_smaller(), info.bytes),
-                    (choice, None) => report(&file.name, info, &decision, &choice, info.bytes),
-                })
-            })
-            .collect::<Result<_, BundleError>>()?;
-        // Shard header and manifest name every section once each, about 1.5 KB a tensor with its digests.
-        let coded = tensors.iter().filter(|t| t.form != FormId::RAW).count() as u64;
-        stored_bytes += 2 * header.data_offset + 1500 * coded;
-        stored_bytes += tensors.iter().map(|t| t.stored_bytes).sum::<u64>();
-        reports.extend(tensors);
+        let tensors = header.tensors.par_iter().map(|info| predict_tensor(&file.name, info, &input, ways));
+        for reports in tensors.collect::<Result<Vec<_>, BundleError>>()? {
+            for ((tensors, stored_bytes), report) in predicted.iter_mut().zip(reports) {
+                // Shard header and manifest name every section once each, about 1.5 KB a tensor with its digests.
+                *stored_bytes += report.stored_bytes + if report.form == FormId::RAW { 0 } else { 1500 };
+                tensors.push(report);
+            }
+        }
+        predicted.iter_mut().for_each(|(_, stored_bytes)| *stored_bytes += 2 * header.data_offset);
     }
-    Ok((reports, stored_bytes))
+    Ok(predicted)
+}
+
+fn predict_tensor(
+    file: &str,
+    info: &TensorInfo,
+    input: &Input,
+    ways: &[(&Planner, CodeLimit)],
+) -> Result<Vec<TensorReport>, BundleError> {
+    // Read when the first way asks for them; one sample for each limit.
+    let mut read: Option<Vec<Vec<u8>>> = None;
+    let mut samples: Vec<(CodeLimit, Sample)> = Vec::new();
+    let mut reports = Vec::with_capacity(ways.len());
+    for &(planner, limit) in ways {
+        let decision = planner.decide(&info.name, info.dtype, &info.shape);
+        if decision.choice.grid().is_none() {
+            reports.push(report(file, info, &decision, &decision.choice, info.bytes));
+            continue;
+        }
+        if !samples.iter().any(|(of, _)| *of == limit) {
+            if read.is_none() {
+                let pieces = pieces(info.bytes).into_iter().map(|(at, bytes)| input.read(info.offset + at, bytes));
+                read = Some(pieces.collect::<Result<_, _>>()?);
+            }
+            let pieces: Vec<&[u8]> = read.iter().flatten().map(Vec::as_slice).collect();
+            samples.push((limit, Sample::of(&pieces, limit)));
+        }
+        let sample = samples.iter().find(|(of, _)| *of == limit).map(|(_, sample)| sample);
+        let predicted = sample.map(|sample| plan::predict(decision.choice.clone(), sample));
+        reports.push(match predicted {
+            Some((choice, Some(bytes))) if bytes < info.bytes => report(file, info, &decision, &choice, bytes),
+            Some((choice, Some(_))) => report(file, info, &decision, &choice.not_smaller(), info.bytes),
+            Some((choice, None)) => report(file, info, &decision, &choice, info.bytes),
+            None => report(file, info, &decision, &decision.choice, info.bytes),
+        });
+    }
+    Ok(reports)
 }
 
 /// Pieces (offset, bytes) spread evenly over a tensor, each on a multiple of 64 elements; all of a small one.
@@ -298,7 +359,7 @@ impl Job<'_> {
         // A bundle is not larger than its source but for headers; predict in earnest only when that may not fit.
         let worst = total - taken_over;
         if self.stage.free_bytes().is_some_and(|free| free < worst + worst / 16 + (64 << 20)) {
-            let (_, predicted) = predict(model, self.planner, self.options)?;
+            let (_, predicted) = predict_one(model, self.planner, self.options)?;
             self.stage.reserve(predicted.saturating_sub(taken_over))?;
         } else {
             self.stage.reserve(worst)?;

@@ -52,7 +52,8 @@ fn run(
     let manifest = read_manifest(bundle)?;
     let names = || manifest.files.iter().map(|file| file.name().to_string()).collect();
     let replaceable = options.force.then(|| Replaceable::Files(names()));
-    Stage::check(bundle, output, replaceable.as_ref())?;
+    let inputs = [bundle.to_path_buf()];
+    Stage::check(&inputs, output, replaceable.as_ref())?;
     // Every file before any is decoded: a missing shard is known at once.
     for file in &manifest.files {
         check_sizes(bundle, file)?;
@@ -60,7 +61,7 @@ fn run(
             Shard::open(bundle, file.clone())?;
         }
     }
-    let stage = Stage::open(bundle, output, replaceable, options.resume)?;
+    let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
     let job = Job { bundle, options, progress, stage: &stage };
     let files = job.run(&manifest)?;
     stage.finish()?;

@@ -77,6 +77,14 @@ pub enum BundleError {
         /// The system's answer.
         source: io::Error,
     },
+    /// Whoever takes the original bytes of a file does not take them.
+    #[error("{file}: cannot write its bytes")]
+    Output {
+        /// The file of the source.
+        file: String,
+        /// The system's answer.
+        source: io::Error,
+    },
     /// A directory was expected.
     #[error("{}: not a directory; give the directory that holds the model", path.display())]
     NotADirectory {
@@ -329,6 +337,12 @@ pub enum BundleError {
     /// The bundle has no tensor of this name.
     #[error("no tensor '{name}' in the bundle")]
     UnknownTensor {
+        /// The name.
+        name: String,
+    },
+    /// The source had no file of this name.
+    #[error("no file '{name}' in the bundle")]
+    UnknownFile {
         /// The name.
         name: String,
     },

@@ -10,7 +10,7 @@ use std::{
 use rayon::prelude::*;
 use sha2::{Digest as _, Sha256};
 
-use super::BundleError;
+use super::{BundleError, Selection};
 use crate::{Digest, bits, bundle::manifest, digest::Digester};
 
 /// Bytes moved at a time.
@@ -248,18 +248,40 @@ pub(crate) fn sync_dir(path: &Path) -> Result<(), BundleError> {
 
 /// Every file below `root`: relative names with `/`, sorted, symbolic links followed.
 pub(crate) fn walk(root: &Path) -> Result<Vec<(String, PathBuf)>, BundleError> {
+    walk_selected(root, &Selection::default())
+}
+
+/// As [`walk`], of the files selected.
+pub(crate) fn walk_selected(root: &Path, selection: &Selection) -> Result<Vec<(String, PathBuf)>, BundleError> {
     if !fs::metadata(root).map_err(BundleError::io("look at the directory", root))?.is_dir() {
         return Err(BundleError::NotADirectory { path: root.into() });
     }
     let mut found = Vec::new();
-    walk_into(root, "", &mut Vec::new(), &mut found)?;
+    match &selection.only {
+        None => walk_into(root, "", selection, &mut Vec::new(), &mut found)?,
+        Some(names) => {
+            for name in names {
+                let path = root.join(name);
+                let unstorable = |reason| BundleError::Unstorable { path: path.clone(), reason };
+                manifest::check_name(name).map_err(unstorable)?;
+                if !fs::metadata(&path).map_err(BundleError::io("look at the file", &path))?.is_file() {
+                    return Err(unstorable("not a regular file; give a directory alone, or files"));
+                }
+                if !selection.skips(name) {
+                    found.push((name.clone(), path));
+                }
+            }
+        }
+    }
     found.sort();
+    found.dedup();
     Ok(found)
 }
 
 fn walk_into(
     dir: &Path,
     prefix: &str,
+    selection: &Selection,
     above: &mut Vec<PathBuf>,
     found: &mut Vec<(String, PathBuf)>,
 ) -> Result<(), BundleError> {
@@ -274,13 +296,16 @@ fn walk_into(
         let name =
             path.file_name().and_then(|name| name.to_str()).ok_or_else(|| unstorable("its name is not UTF-8"))?;
         let name = format!("{prefix}{name}");
+        if selection.skips(&name) {
+            continue;
+        }
         manifest::check_name(&name).map_err(unstorable)?;
         let metadata = fs::metadata(&path).map_err(BundleError::io("look at the file", &path))?;
         if metadata.is_dir() {
             if is_weights(&name) {
                 return Err(unstorable("a directory with the name of a weights file; rename it"));
             }
-            walk_into(&path, &format!("{name}/"), above, found)?;
+            walk_into(&path, &format!("{name}/"), selection, above, found)?;
         } else if metadata.is_file() {
             found.push((name, path));
         } else {

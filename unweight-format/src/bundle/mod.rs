@@ -24,17 +24,19 @@ mod read;
 mod report;
 mod source;
 mod stage;
+mod stream;
 mod verify;
 
 pub use crate::named::UnknownName;
-pub use compress::{compress, compress_with, plan};
+pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
 pub use error::{BundleError, ErrorClass, Remedy};
-pub use options::{CompressOptions, DecompressOptions, Profile, Scope, VerifyAfter, VerifyOptions};
+pub use options::{CompressOptions, DecompressOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions};
 pub use progress::{Progress, Silent};
 pub use read::{Bundle, BundleTensor};
 pub use report::{
-    CompressReport, DecompressReport, FileReport, FormTotal, PlanReport, Problem, TensorReport, VerifyReport,
+    CompareReport, CompareRow, CompressReport, DecompressReport, FileReport, FormTotal, LargeCopy, PlanReport, Problem,
+    RoleTotal, TensorReport, VerifyReport,
 };
 pub use verify::{verify, verify_with};

@@ -1,8 +1,9 @@
 //! What a user may ask for.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use crate::{CodeLimit, bits::named::named};
+use super::files;
+use crate::{CodeLimit, bits::named::named, glob::matches};
 
 named! {
     /// What a bundle is for.
@@ -75,6 +76,30 @@ macro_rules! options {
 }
 
 options! {
+    /// Which files below a directory are the model's; all of them, unless said otherwise.
+    #[derive(Default)]
+    Selection {
+        /// Names, relative to the directory: these files and no others.
+        only: Option<Vec<String>>,
+        /// Patterns (`*`, `?`) over names: a file or a directory that matches is left out. Weights and their indexes are left out
+        /// only with their directory.
+        skip: Vec<String>,
+    }
+}
+
+impl Selection {
+    /// Whether a file or a directory is left out.
+    pub(crate) fn skips(&self, name: &str) -> bool {
+        !(files::is_weights(name) || files::is_index(name)) && self.skip.iter().any(|pattern| matches(pattern, name))
+    }
+
+    /// What must not be written to while a model in this directory is read.
+    pub(crate) fn inputs(&self, root: &Path) -> Vec<PathBuf> {
+        self.only.as_ref().map_or_else(|| vec![root.into()], |names| names.iter().map(|name| root.join(name)).collect())
+    }
+}
+
+options! {
     /// How to compress a model: `CompressOptions::new(Profile::Palette).threads(4).resume(true)`.
     CompressOptions {
         /// What the bundle is for.
@@ -87,6 +112,8 @@ options! {
         include: Vec<String>,
         /// Patterns over tensor names; a tensor that matches one stays raw.
         exclude: Vec<String>,
+        /// Which files of the source are taken.
+        selection: Selection,
         /// A JSON file that overrides profile, scope and patterns: see [`PlanFile`](crate::plan::PlanFile).
         plan_file: Option<PathBuf>,
         /// Threads to encode with; `None` is all.
@@ -113,6 +140,7 @@ impl CompressOptions {
             code_limit: CodeLimit::DEFAULT,
             include: Vec::new(),
             exclude: Vec::new(),
+            selection: Selection::default(),
             plan_file: None,
             threads: None,
             ram_bytes: None,
@@ -151,6 +179,10 @@ options! {
     VerifyOptions {
         /// The source to compare with, too.
         against: Option<PathBuf>,
+        /// Which files of that source the bundle was made from.
+        selection: Selection,
+        /// Only the manifest, and names, sizes and headers of all files: no weights are read.
+        quick: bool,
         /// Threads to decode with; `None` is all.
         threads: Option<usize>,
         /// As for [`CompressOptions::ram_bytes`].

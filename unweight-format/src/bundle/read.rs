@@ -70,6 +70,14 @@ impl Bundle {
         Ok(Self { dir: dir.into(), manifest, shards, by_name })
     }
 
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    pub(crate) fn shards(&self) -> &[Shard] {
+        &self.shards
+    }
+
     /// The manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest

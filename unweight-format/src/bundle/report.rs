@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::BundleError;
+use super::{BundleError, Profile, Scope};
 use crate::{Digest, FormId, form::FORMS, roles::Role};
 
 /// One tensor of a plan or a bundle.
@@ -51,6 +51,62 @@ pub struct FormTotal {
     pub stored_bytes: u64,
 }
 
+/// A file (or a folder of a version control system) that is copied as it is, and large for what it is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct LargeCopy {
+    /// Name, relative.
+    pub name: String,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// Sums over the tensors of one role.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct RoleTotal {
+    /// The role.
+    pub role: Role,
+    /// Tensors.
+    pub tensors: u64,
+    /// Elements.
+    pub elements: u64,
+    /// Bytes in the source.
+    pub original_bytes: u64,
+    /// Bytes in the bundle (predicted).
+    pub stored_bytes: u64,
+}
+
+/// What one set of options would make of a model.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CompareRow {
+    /// Profile.
+    pub profile: Profile,
+    /// Scope.
+    pub scope: Scope,
+    /// Longest Huffman code, bits; `None` where nothing is Huffman-coded.
+    pub code_limit: Option<u32>,
+    /// Sums by role.
+    pub roles: Vec<RoleTotal>,
+    /// Bytes of all files of the bundle (predicted).
+    pub stored_bytes: u64,
+    /// `original_bytes - stored_bytes`.
+    pub saved_bytes: i64,
+    /// `stored_bytes / original_bytes`.
+    pub ratio: f64,
+}
+
+/// What [`compare`](super::compare) predicts.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CompareReport {
+    /// In the order of the options given.
+    pub rows: Vec<CompareRow>,
+    /// Source files: weights, indexes and others.
+    pub files: u64,
+    /// Bytes of all source files.
+    pub original_bytes: u64,
+    /// Wall-clock seconds.
+    pub seconds: f64,
+}
+
 /// What [`plan`](super::plan) predicts.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PlanReport {
@@ -61,6 +117,8 @@ pub struct PlanReport {
     pub forms: Vec<FormTotal>,
     /// Source files: weights, indexes and others.
     pub files: u64,
+    /// Copied files that are large for what they are, largest first.
+    pub large_copies: Vec<LargeCopy>,
     /// Bytes of all source files.
     pub original_bytes: u64,
     /// Bytes of all files of the bundle (predicted).
@@ -85,6 +143,8 @@ pub struct CompressReport {
     pub forms: Vec<FormTotal>,
     /// Source files: weights, indexes and others.
     pub files: u64,
+    /// Copied files that are large for what they are, largest first.
+    pub large_copies: Vec<LargeCopy>,
     /// Files taken over from an interrupted run.
     pub resumed_files: Vec<String>,
     /// Bytes of all source files.
@@ -171,6 +231,8 @@ pub struct VerifyReport {
     pub original_bytes: u64,
     /// The source directory was compared, too.
     pub against_source: bool,
+    /// Only the manifest, names, sizes and headers were looked at.
+    pub quick: bool,
     /// Wall-clock seconds.
     pub seconds: f64,
     /// Most resident memory of the process so far, bytes; `None` where the system does not tell.
@@ -200,6 +262,20 @@ pub(crate) fn totals(tensors: &[TensorReport]) -> Vec<FormTotal> {
         })
         .filter(|total| total.tensors > 0)
         .collect()
+}
+
+pub(crate) fn by_role(tensors: &[TensorReport]) -> Vec<RoleTotal> {
+    let total = |&role: &Role| {
+        let zero = RoleTotal { role, tensors: 0, elements: 0, original_bytes: 0, stored_bytes: 0 };
+        tensors.iter().filter(|t| t.role == role).fold(zero, |sum, t| RoleTotal {
+            role,
+            tensors: sum.tensors + 1,
+            elements: sum.elements + t.elements,
+            original_bytes: sum.original_bytes + t.original_bytes,
+            stored_bytes: sum.stored_bytes + t.stored_bytes,
+        })
+    };
+    Role::ALL.iter().map(total).filter(|total| total.tensors > 0).collect()
 }
 
 pub(crate) fn coded(tensors: &[TensorReport]) -> u64 {

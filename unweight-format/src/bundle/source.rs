@@ -8,7 +8,7 @@ use std::{
 use serde::Deserialize;
 
 use super::{
-    BundleError,
+    BundleError, LargeCopy, Selection,
     files::{self, Input, Stamp},
 };
 use crate::{
@@ -18,6 +18,27 @@ use crate::{
 
 /// Largest index, bytes.
 const INDEX_MAX: u64 = 100_000_000;
+
+/// Names of files that usually hold the weights once more.
+const WEIGHTS_IN_OTHER_FORMS: &[&str] = &[
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".ggml",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".onnx_data",
+    ".npz",
+    ".tflite",
+    ".ot",
+];
+/// From here on they, and histories, are worth a remark.
+const SUPERFLUOUS_BYTES: u64 = 1 << 20;
+/// From here on any copy is.
+const LARGE_BYTES: u64 = 64 << 20;
 
 /// A checked model directory.
 #[derive(Debug)]
@@ -57,12 +78,12 @@ pub(crate) struct Index {
 
 impl Source {
     /// Finds and checks the files of a model.
-    pub(crate) fn open(root: &Path) -> Result<Self, BundleError> {
+    pub(crate) fn open(root: &Path, selection: &Selection) -> Result<Self, BundleError> {
         let not_there = BundleError::io("open the model directory", root);
         if !root.metadata().map_err(not_there)?.is_dir() {
             return Err(BundleError::NotADirectory { path: root.into() });
         }
-        let source = Self::scan(root)?;
+        let source = Self::scan(root, selection)?;
         if !source.files.iter().any(|f| matches!(f.kind, Kind::Weights { .. })) {
             return Err(BundleError::NoWeights { path: root.into() });
         }
@@ -83,8 +104,8 @@ impl Source {
         Ok(source)
     }
 
-    fn scan(root: &Path) -> Result<Self, BundleError> {
-        let files = files::walk(root)?
+    fn scan(root: &Path, selection: &Selection) -> Result<Self, BundleError> {
+        let files = files::walk_selected(root, selection)?
             .into_iter()
             .map(|(name, path)| {
                 let input = Input::open(&path)?;
@@ -100,6 +121,23 @@ impl Source {
             })
             .collect::<Result<Vec<_>, BundleError>>()?;
         Ok(Self { files })
+    }
+
+    /// Copied files that are large for what they are, largest first; all of a folder of a version control system as one.
+    pub(crate) fn large_copies(&self) -> Vec<LargeCopy> {
+        let mut copies: BTreeMap<&str, u64> = BTreeMap::new();
+        for file in self.files.iter().filter(|file| matches!(file.kind, Kind::Copied)) {
+            *copies.entry(history(&file.name).unwrap_or(&file.name)).or_default() += file.bytes;
+        }
+        let is_large = |name: &str, bytes: u64| {
+            let lower = name.to_ascii_lowercase();
+            let superfluous = history(name).is_some() || WEIGHTS_IN_OTHER_FORMS.iter().any(|end| lower.ends_with(end));
+            bytes >= if superfluous { SUPERFLUOUS_BYTES } else { LARGE_BYTES }
+        };
+        let large = copies.into_iter().filter(|&(name, bytes)| is_large(name, bytes));
+        let mut large: Vec<_> = large.map(|(name, bytes)| LargeCopy { name: name.into(), bytes }).collect();
+        large.sort_by_key(|copy| std::cmp::Reverse(copy.bytes));
+        large
     }
 
     fn check_index(&self, file: &SourceFile, index: &Index) -> Result<(), BundleError> {
@@ -152,6 +190,19 @@ impl Source {
             Some(shard) => fail(format!("the shard '{shard}' belongs to it by its name, but is not listed")),
         }
     }
+}
+
+/// The folder of a version control system that a file lies in.
+fn history(name: &str) -> Option<&str> {
+    let mut end = 0;
+    for part in name.split('/') {
+        end += part.len();
+        if matches!(part, ".git" | ".hg" | ".svn") {
+            return Some(&name[..end]);
+        }
+        end += 1;
+    }
+    None
 }
 
 /// `model-00001-of-00002.safetensors` is of the family (`model`, `00002`).

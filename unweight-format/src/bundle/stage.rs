@@ -48,16 +48,20 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    /// Fails if `output` is taken or overlaps `input`; touches nothing.
-    pub(crate) fn check(input: &Path, output: &Path, replaceable: Option<&Replaceable>) -> Result<(), BundleError> {
+    /// Fails if `output` is taken or overlaps one of `inputs`; touches nothing.
+    pub(crate) fn check(
+        inputs: &[PathBuf],
+        output: &Path,
+        replaceable: Option<&Replaceable>,
+    ) -> Result<(), BundleError> {
         let output = std::path::absolute(output).map_err(BundleError::io("resolve the path", output))?;
-        check_overlap(input, &output)?;
+        check_overlap(inputs, &output)?;
         check_output(&output, replaceable)
     }
 
-    /// Prepares to make `output` from `input`. Nothing is written before it is sure that the output may be.
+    /// Prepares to make `output` from `inputs`. Nothing is written before it is sure that the output may be.
     pub(crate) fn open(
-        input: &Path,
+        inputs: &[PathBuf],
         output: &Path,
         replaceable: Option<Replaceable>,
         resume: bool,
@@ -69,11 +73,11 @@ impl Stage {
         let mut partial_name = OsString::from(name);
         partial_name.push(".partial");
         let partial = parent.join(partial_name);
-        check_overlap(input, &output)?;
+        check_overlap(inputs, &output)?;
         check_output(&output, replaceable.as_ref())?;
         fs::create_dir_all(parent).map_err(BundleError::io("create the directory", parent))?;
         // Once it exists, links on the way to the output are known.
-        check_overlap(input, &output)?;
+        check_overlap(inputs, &output)?;
         let lock = lock(&partial)?;
         failpoint("locked");
         check_own(&partial)?;
@@ -309,17 +313,19 @@ fn entries(dir: &Path, prefix: &str) -> Result<Vec<(String, fs::Metadata)>, Bund
     Ok(found)
 }
 
-fn check_overlap(input: &Path, output: &Path) -> Result<(), BundleError> {
-    let input = input.canonicalize().map_err(BundleError::io("open the directory", input))?;
+fn check_overlap(inputs: &[PathBuf], output: &Path) -> Result<(), BundleError> {
     // The nearest existing ancestor decides where the output would be.
     let real = output
         .ancestors()
         .find_map(|ancestor| Some(ancestor.canonicalize().ok()?.join(output.strip_prefix(ancestor).ok()?)))
         .unwrap_or_else(|| output.into());
-    if real.starts_with(&input) || input.starts_with(&real) {
-        return Err(BundleError::OutputOverlaps { output: output.into(), input });
-    }
-    Ok(())
+    inputs.iter().try_for_each(|input| {
+        let input = input.canonicalize().map_err(BundleError::io("open", input))?;
+        if real.starts_with(&input) || input.starts_with(&real) {
+            return Err(BundleError::OutputOverlaps { output: output.into(), input });
+        }
+        Ok(())
+    })
 }
 
 /// Fails unless the folder and everything in it belong to this user, who alone may write to it, and are directories and regular files.
