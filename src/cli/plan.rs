@@ -59,7 +59,7 @@ fn write_comparison(report: &CompareReport, out: &mut dyn Write) -> io::Result<(
         ["profile", "scope", ">code limit", ">embeddings", ">attention", ">mlp", ">other", ">all files", ">ratio"];
     let mut table = Table::new(&headings);
     let sums = |row: &bundle::CompareRow, of: fn(&bundle::RoleTotal) -> u64| {
-        GROUPS.map(|(_, within)| output::bytes(row.roles.iter().filter(|total| within(total.role)).map(of).sum()))
+        groups.map(|within| output::bytes(row.roles.iter().filter(|total| within(total.role)).map(of).sum()))
     };
     if let Some(row) = report.rows.first() {
         let [a, b, c, d] = sums(row, |total| total.original_bytes);
