@@ -995,3 +995,170 @@ fn a_comparison_says_what_each_plan_says() {
     run(home.path(), &["plan", "model", "--compare", "--profile", "palette"], 2);
     run(home.path(), &["plan", "nowhere", "--compare"], 2);
 }
+
+// ---- where a model may be ----
+
+#[test]
+fn a_model_may_be_files_or_a_pattern() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let [first, second] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    let files = |bundle: &str| -> Vec<String> {
+        run(home.path(), &["decompress", bundle, "-o", &format!("{bundle}.back")], 0);
+        let mut names: Vec<String> = Vec::new();
+        for entry in fs::read_dir(home.path().join(format!("{bundle}.back"))).unwrap() {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            let original = fs::read(home.path().join("model").join(&name)).unwrap();
+            assert!(fs::read(home.path().join(format!("{bundle}.back")).join(&name)).unwrap() == original, "{name}");
+            names.push(name);
+        }
+        names.sort();
+        names
+    };
+    let path = |name: &str| format!("model/{name}");
+    // One file, whose folder may hold the output, too.
+    run(home.path(), &["compress", &path(first), "-o", "model/one"], 0);
+    fs::rename(home.path().join("model/one"), home.path().join("one")).unwrap();
+    assert_eq!(files("one"), [first]);
+    run(home.path(), &["compress", &path(second), &path(first), &path("config.json"), "-o", "list"], 0);
+    assert_eq!(files("list"), ["config.json", first, second]);
+    run(home.path(), &["compress", "model/*.safetensors*", "-o", "pattern"], 0);
+    assert_eq!(files("pattern"), [first, second, "model.safetensors.index.json"]);
+    run(home.path(), &["verify", "one", "--against", &path(first)], 0);
+    run(home.path(), &["verify", "one", "--against", &path(second)], 1);
+    assert_eq!(json(&run(home.path(), &["plan", &path(first), "--json"], 0))["files"], 1);
+    let mistakes: [(&[&str], &str); 7] = [
+        (&["model/*.gguf"], "no file matches"),
+        (&["model", "model/config.json"], "a directory among several"),
+        (&["model/config.json"], "no .safetensors file"),
+        (&["model/model.safetensors.index.json", &path(first)], "is missing"),
+        (&["a/b/c"], "no such file or directory"),
+        (&[&path(first), "nothing.safetensors"], "nothing.safetensors"),
+        (&["-", "model"], "give - alone"),
+    ];
+    for (sources, why) in mistakes {
+        let output = run(home.path(), &[&["compress", "-o", "out"], sources].concat(), 2);
+        assert!(stderr(&output).contains(why), "{sources:?}: {}", stderr(&output));
+        assert!(!home.path().join("out").exists() && !home.path().join("out.partial").exists());
+    }
+    // The output must not take the place of a source.
+    run(home.path(), &["compress", &path(first), "-o", "model", "--force"], 2);
+    same(&fixture().join("model"), &home.path().join("model"));
+}
+
+#[test]
+fn a_model_may_lie_in_the_cache_of_the_hub() {
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("hub/models--org--tiny");
+    let commit = "0123456789abcdef0123456789abcdef01234567";
+    let (blobs, snapshot) = (model.join("blobs"), model.join("snapshots").join(commit));
+    copy(&fixture().join("model"), &blobs);
+    fs::create_dir_all(&snapshot).unwrap();
+    for entry in fs::read_dir(&blobs).unwrap() {
+        let name = entry.unwrap().file_name();
+        std::os::unix::fs::symlink(Path::new("../../blobs").join(&name), snapshot.join(&name)).unwrap();
+    }
+    fs::create_dir_all(model.join("refs")).unwrap();
+    fs::write(model.join("refs/main"), commit).unwrap();
+    let with = |arguments: &[&str], status: i32| {
+        let mut command = unweight(arguments);
+        for variable in ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"] {
+            command.env_remove(variable);
+        }
+        let output = command.current_dir(&home).env("HF_HOME", home.path()).output().unwrap();
+        assert_eq!(output.status.code(), Some(status), "{arguments:?} {}", stderr(&output));
+        output
+    };
+    with(&["compress", "org/tiny", "-o", "bundle"], 0);
+    with(&["verify", "bundle", "--against", &format!("org/tiny@{commit}")], 0);
+    with(&["decompress", "bundle", "-o", "restored"], 0);
+    same(&fixture().join("model"), &home.path().join("restored"));
+    let text = stderr(&with(&["plan", "org/other"], 2));
+    assert!(text.contains("hub/models--org--other") && text.contains("hf download org/other"), "{text}");
+    let text = stderr(&with(&["plan", "org/tiny@v2"], 2));
+    assert!(text.contains("'v2'") && text.contains("refs/v2") && text.contains(commit), "{text}");
+    // A reference that leads elsewhere is not followed.
+    fs::write(model.join("refs/main"), "../../..").unwrap();
+    with(&["plan", "org/tiny"], 2);
+    // What has not been fetched to the end is refused as any model is.
+    fs::write(model.join("refs/main"), commit).unwrap();
+    fs::remove_file(snapshot.join("model-00002-of-00002.safetensors")).unwrap();
+    assert!(stderr(&with(&["plan", "org/tiny"], 2)).contains("is missing"));
+}
+
+/// Runs with `input` on stdin.
+fn piped(folder: &Path, arguments: &[&str], input: &[u8], status: i32) -> Output {
+    use std::io::Write;
+    let mut command = unweight(arguments);
+    command.current_dir(folder).env("TMPDIR", folder.join("tmp"));
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let output = std::thread::scope(|scope| {
+        // It may stop reading before the end.
+        scope.spawn(move || drop(stdin.write_all(input)));
+        child.wait_with_output().unwrap()
+    });
+    assert_eq!(output.status.code(), Some(status), "{arguments:?} {}", stderr(&output));
+    output
+}
+
+fn tar(folder: &Path, arguments: &[&str]) -> Vec<u8> {
+    let output = Command::new("tar").args(arguments).current_dir(folder).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    output.stdout
+}
+
+#[test]
+fn models_and_bundles_go_through_pipes() {
+    let home = tempfile::tempdir().unwrap();
+    fs::create_dir(home.path().join("tmp")).unwrap();
+    let model = fixture().join("model");
+    // Of what is in a folder, and of the folder.
+    let plain = tar(&model, &["-c", "."]);
+    let folder = tar(fixture(), &["-c", "model"]);
+    piped(home.path(), &["compress", "-", "-o", "sub/bundle"], &plain, 0);
+    same(&fixture().join("bundle"), &home.path().join("sub/bundle"));
+    assert_eq!(fs::read_dir(home.path().join("sub")).unwrap().count(), 1, "nothing is left beside it");
+    let packed = piped(home.path(), &["compress", "-", "-o", "-"], &folder, 0).stdout;
+    assert!(packed.len() < plain.len() * 8 / 10);
+    // The standard tool opens it.
+    fs::write(home.path().join("packed.tar"), &packed).unwrap();
+    fs::create_dir(home.path().join("by-tar")).unwrap();
+    tar(&home.path().join("by-tar"), &["-x", "-f", "../packed.tar"]);
+    same(&fixture().join("bundle"), &home.path().join("by-tar"));
+    piped(home.path(), &["decompress", "-", "-o", "restored"], &packed, 0);
+    same(&model, &home.path().join("restored"));
+    let original = piped(home.path(), &["decompress", "-", "-o", "-"], &packed, 0).stdout;
+    fs::write(home.path().join("original.tar"), &original).unwrap();
+    fs::create_dir(home.path().join("again")).unwrap();
+    tar(&home.path().join("again"), &["-x", "-f", "../original.tar"]);
+    same(&model, &home.path().join("again"));
+    // From a directory, too.
+    let bundle = fixture().join("bundle");
+    let from_folder = piped(home.path(), &["decompress", bundle.to_str().unwrap(), "-o", "-"], b"", 0).stdout;
+    assert_eq!(from_folder.len(), original.len());
+    let files = fs::read_dir(&model).unwrap().count();
+    assert_eq!(json(&piped(home.path(), &["plan", "-", "--json"], &folder, 0))["files"], files);
+    // Cut off, damaged, or no archive: nothing appears, and nothing stays.
+    let before = fs::read_dir(home.path()).unwrap().count();
+    for cut in [0, 100, 512, packed.len() / 2, packed.len() - 1024] {
+        piped(home.path(), &["decompress", "-", "-o", "out"], &packed[..cut], 2);
+    }
+    let mut damaged = packed.clone();
+    let at = damaged.len() / 2;
+    damaged[at] ^= 1;
+    piped(home.path(), &["decompress", "-", "-o", "out"], &damaged, 1);
+    let begun = piped(home.path(), &["decompress", "-", "-o", "-"], &damaged, 1);
+    assert!(begun.stdout.len() < original.len(), "no mark of an end");
+    let output = piped(home.path(), &["compress", "-", "-o", "out"], b"no archive", 2);
+    assert!(stderr(&output).contains("archive on stdin"), "{}", stderr(&output));
+    for option in ["--json", "--resume", "--force"] {
+        piped(home.path(), &["compress", "-", "-o", "-", option], &plain, 2);
+        piped(home.path(), &["decompress", "-", "-o", "-", option], &packed, 2);
+    }
+    // What is there is known before anything is read.
+    piped(home.path(), &["compress", "-", "-o", "restored"], b"no archive", 2);
+    assert_eq!(fs::read_dir(home.path()).unwrap().count(), before + 1, "only what is left of the one that was damaged");
+    assert!(home.path().join("out.partial").is_dir());
+    assert_eq!(fs::read_dir(home.path().join("tmp")).unwrap().count(), 0);
+}

@@ -1,27 +1,30 @@
 //! `unweight compress`.
 
-use std::path::PathBuf;
+use std::{env, path::PathBuf};
 
 use clap::{Args, ValueEnum};
 use unweight::{
-    format::bundle::{self, CompressOptions, CpuEncoder, Encoder, VerifyAfter},
+    format::bundle::{self, BundleError, CompressOptions, CpuEncoder, Encoder, VerifyAfter},
     rt::{device, device::KernelSet, env::Env, ops::encode::BundleEncoder},
 };
 
 use super::{
+    archive,
     failure::{Failure, Result},
     output::{self, Output},
     progress::Bar,
+    scratch::Scratch,
     select::{self, Select},
     size,
+    source::{self, Source},
 };
 
 /// Arguments of `compress`.
 #[derive(Args)]
 pub struct Compress {
-    /// Directory of the model: *.safetensors and whatever lies beside them
-    source: PathBuf,
-    /// Directory of the bundle; must not exist, unless --force
+    #[command(flatten)]
+    source: Source,
+    /// Directory of the bundle; must not exist, unless --force; - for a tar archive on stdout
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
     #[command(flatten)]
@@ -70,9 +73,26 @@ impl Device {
 impl Compress {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
+        let to_stdout = archive::is_stream(&self.output);
+        if to_stdout && (output.json || self.resume || self.force) {
+            return Err(Failure::new(
+                "-o - with --json, --resume or --force",
+                "stdout takes the bundle; give -o a directory for these",
+            ));
+        }
+        // Before an archive of gigabytes is read.
+        if !self.force && self.output.symlink_metadata().is_ok() {
+            return Err(BundleError::OutputExists { path: self.output.clone() }.into());
+        }
+        // Before anything is worked out that nobody takes.
+        let mut stdout = to_stdout.then(archive::stdout).transpose()?;
+        let model = self.source.find((!to_stdout).then_some(&self.output), output)?;
+        let scratch = to_stdout.then(|| Scratch::new(&env::temp_dir(), source::SCRATCH_PREFIX)).transpose();
+        let scratch = scratch.map_err(Failure::io(env::temp_dir().display()))?;
+        let bundle = scratch.as_ref().map_or_else(|| self.output.clone(), |scratch| scratch.path().join("bundle"));
         let options = self
             .select
-            .options()
+            .options_for(&model)
             .ram_bytes(self.ram)
             .resume(self.resume)
             .force(self.force)
@@ -80,13 +100,28 @@ impl Compress {
             .sha256(self.sha256);
         let encoder = self.device.encoder(&options)?;
         let bar = Bar::new(output, "compressing")?;
-        let report = bundle::compress_with(&self.source, &self.output, &options, encoder.as_ref(), &bar)?;
+        let compressed = bundle::compress_with(&model.root, &bundle, &options, encoder.as_ref(), &bar);
+        let report = compressed.map_err(|error| match error {
+            // What is finished goes with the folder.
+            BundleError::Interrupted { .. } if to_stdout => BundleError::Cancelled,
+            other => other,
+        })?;
         bar.finish();
         if !report.resumed_files.is_empty() {
             output.note(format_args!("reused from the interrupted run: {}", report.resumed_files.join(", ")));
         }
         for remark in [select::nothing_coded(&report.tensors), select::large_copies(&report.large_copies)] {
             remark.into_iter().for_each(|remark| output.note(remark));
+        }
+        if let Some(stdout) = &mut stdout {
+            archive::pack_bundle(&bundle, stdout)?;
+            output.note(format_args!(
+                "{} files, {} of {}",
+                report.files,
+                output::bytes(report.stored_bytes),
+                output::bytes(report.original_bytes)
+            ));
+            return Ok(());
         }
         output.summary("compress", &report, |out| {
             select::totals(&report.forms, report.original_bytes, report.stored_bytes).write(out)?;

@@ -3,21 +3,22 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use unweight::format::bundle::{self, DecompressOptions};
+use unweight::format::bundle::{self, BundleError, DecompressOptions};
 
 use super::{
-    failure::Result,
+    archive,
+    failure::{Failure, Result},
     output::{self, Output, Table},
     progress::Bar,
-    select, size,
+    select, size, source,
 };
 
 /// Arguments of `decompress`.
 #[derive(Args)]
 pub struct Decompress {
-    /// Directory of the bundle
+    /// Directory of the bundle; - for a tar archive of one on stdin
     bundle: PathBuf,
-    /// Directory for the original files; must not exist, unless --force
+    /// Directory for the original files; must not exist, unless --force; - for a tar archive of them on stdout
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
     /// Memory for tensors in work, such as 4G [default: 1G]; a larger tensor is worked on alone
@@ -37,13 +38,35 @@ pub struct Decompress {
 impl Decompress {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
+        let to_stdout = archive::is_stream(&self.output);
+        if to_stdout && (output.json || self.resume || self.force) {
+            return Err(Failure::new(
+                "-o - with --json, --resume or --force",
+                "stdout takes the files; give -o a directory for these",
+            ));
+        }
+        // Before an archive of gigabytes is read.
+        if !self.force && self.output.symlink_metadata().is_ok() {
+            return Err(BundleError::OutputExists { path: self.output.clone() }.into());
+        }
+        let mut stdout = to_stdout.then(archive::stdout).transpose()?;
+        let unpacked = archive::is_stream(&self.bundle)
+            .then(|| source::unpacked((!to_stdout).then_some(&self.output), output))
+            .transpose()?;
+        let bundle = unpacked.as_ref().map_or(&self.bundle, |(_, root)| root);
         let options = DecompressOptions::default()
             .threads(self.threads)
             .ram_bytes(self.ram)
             .resume(self.resume)
             .force(self.force);
         let bar = Bar::new(output, "decompressing")?;
-        let report = bundle::decompress(&self.bundle, &self.output, &options, &bar)?;
+        if let Some(stdout) = &mut stdout {
+            let (files, bytes) = archive::pack_originals(bundle, stdout, &options, &bar)?;
+            bar.finish();
+            output.note(format_args!("{files} files, {}, every digest right", output::bytes(bytes)));
+            return Ok(());
+        }
+        let report = bundle::decompress(bundle, &self.output, &options, &bar)?;
         bar.finish();
         output.summary("decompress", &report, |out| {
             let mut table = Table::new(&["file", ">bytes", "digest"]);

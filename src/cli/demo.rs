@@ -3,14 +3,12 @@
 use std::{
     fs::{self, File},
     io::{self, BufReader, Read},
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     time::Instant,
 };
 
 use clap::Args;
 use serde::Serialize;
-use tempfile::TempDir;
 use unweight::format::{
     bundle::{self, CompressReport, DecompressOptions, DecompressReport, VerifyAfter, VerifyReport},
     testing::demo_model::{self, DemoOptions, DemoReport},
@@ -20,6 +18,7 @@ use super::{
     failure::{Failure, Result},
     output::{self, Output, Table},
     progress::Bar,
+    scratch::Scratch,
     select::{self, Select},
     size,
 };
@@ -70,8 +69,9 @@ impl Demo {
                 dir.as_path()
             }
             None => {
-                temporary = Temporary::new().map_err(Failure::io("cannot make a temporary directory"))?;
-                temporary.dir.path()
+                temporary = Scratch::new(&std::env::temp_dir(), "unweight-demo-")
+                    .map_err(Failure::io("cannot make a temporary directory"))?;
+                temporary.path()
             }
         };
         let report = self.steps(home, output)?;
@@ -149,40 +149,6 @@ impl Demo {
             compare_seconds,
             identical: true,
         })
-    }
-}
-
-/// A temporary directory that the next demo removes if this one is killed.
-struct Temporary {
-    dir: TempDir,
-    /// Locked as long as the process lives, however it ends.
-    _lock: File,
-}
-
-impl Temporary {
-    const PREFIX: &str = "unweight-demo-";
-
-    fn new() -> io::Result<Self> {
-        Self::remove_abandoned(&std::env::temp_dir());
-        let dir = tempfile::Builder::new().prefix(Self::PREFIX).tempdir()?;
-        let lock = File::options().write(true).create_new(true).open(dir.path().join("lock"))?;
-        lock.lock()?;
-        Ok(Self { dir, _lock: lock })
-    }
-
-    /// Removes what killed demos of this user left. What cannot be looked at or removed stays.
-    fn remove_abandoned(home: &Path) {
-        let own = rustix::process::geteuid().as_raw();
-        for entry in fs::read_dir(home).into_iter().flatten().flatten() {
-            let ours = entry.file_name().to_string_lossy().starts_with(Self::PREFIX)
-                && entry.metadata().is_ok_and(|metadata| metadata.is_dir() && metadata.uid() == own);
-            let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
-            let mut options = File::options();
-            let lock = options.read(true).custom_flags(flags.bits() as i32).open(entry.path().join("lock"));
-            if ours && lock.is_ok_and(|lock| lock.try_lock().is_ok()) {
-                let _ = fs::remove_dir_all(entry.path());
-            }
-        }
     }
 }
 

@@ -1,9 +1,9 @@
 //! `unweight extract`.
 
 use std::{
-    fs::{File, Permissions},
-    io::{self, IsTerminal, Write},
-    os::{fd::AsFd, unix::fs::PermissionsExt},
+    fs::Permissions,
+    io::Write,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
 };
 
@@ -15,6 +15,7 @@ use unweight::format::{
 };
 
 use super::{
+    archive,
     failure::{Failure, Result},
     output::{self, Output},
     progress::Bar,
@@ -64,7 +65,7 @@ struct FileJson<'a> {
 impl Extract {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
-        let to_stdout = self.output.as_os_str() == "-";
+        let to_stdout = archive::is_stream(&self.output);
         if to_stdout && output.json {
             return Err(Failure::new("stdout takes the bytes or JSON", "write the bytes to a file with -o FILE"));
         }
@@ -111,8 +112,8 @@ impl Extract {
 
     /// To stdout, of which nothing is reported, or to a file that gets its name when it is complete.
     fn write<T>(&self, bytes: impl FnOnce(&mut (dyn Write + Send)) -> Result<T>) -> Result<Option<T>> {
-        if self.output.as_os_str() == "-" {
-            bytes(&mut stdout()?)?;
+        if archive::is_stream(&self.output) {
+            bytes(&mut archive::stdout()?)?;
             return Ok(None);
         }
         let failed = || Failure::io(self.output.display());
@@ -130,13 +131,4 @@ impl Extract {
         file.persist_noclobber(&self.output).map_err(|error| failed()(error.error))?;
         Ok(Some(done))
     }
-}
-
-/// stdout for bytes: unbuffered, and never a terminal.
-pub fn stdout() -> Result<File> {
-    let stdout = io::stdout();
-    if stdout.is_terminal() {
-        return Err(Failure::new("stdout is a terminal", "redirect it, or write to a file with -o FILE"));
-    }
-    Ok(File::from(stdout.as_fd().try_clone_to_owned()?))
 }

@@ -3,6 +3,7 @@
 //! Data goes to stdout, everything else to stderr. Exit status: 0 done, 1 data is not what it should be, 2 the work could
 //! not be done (wrong usage included), 128 and the number of the signal that interrupted. `docs/cli.md` lists the keys of `--json`.
 
+mod archive;
 mod bench;
 mod cache;
 mod completions;
@@ -18,8 +19,10 @@ mod output;
 mod plan;
 mod plot;
 mod progress;
+mod scratch;
 mod select;
 mod size;
+mod source;
 mod verify;
 
 use std::{io::Write, process::ExitCode};

@@ -1,9 +1,6 @@
 //! `unweight plan`.
 
-use std::{
-    io::{self, Write},
-    path::PathBuf,
-};
+use std::io::{self, Write};
 
 use clap::Args;
 use unweight::format::{
@@ -15,13 +12,14 @@ use super::{
     failure::Result,
     output::{self, Output, Table},
     select::{self, Select},
+    source::Source,
 };
 
 /// Arguments of `plan`.
 #[derive(Args)]
 pub struct Plan {
-    /// Directory of the model
-    source: PathBuf,
+    #[command(flatten)]
+    source: Source,
     #[command(flatten)]
     select: Select,
     /// Every profile and code limit in one table, with sums by role
@@ -32,11 +30,12 @@ pub struct Plan {
 impl Plan {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
+        let model = self.source.find(None, output)?;
         if self.compare {
-            let report = bundle::compare(&self.source, &self.select.all_options())?;
+            let report = bundle::compare(&model.root, &self.select.all_options(&model))?;
             return output.result("plan", &report, |out| write_comparison(&report, out));
         }
-        let report = bundle::plan(&self.source, &self.select.options())?;
+        let report = bundle::plan(&model.root, &self.select.options_for(&model))?;
         for remark in [select::nothing_coded(&report.tensors), select::large_copies(&report.large_copies)] {
             remark.into_iter().for_each(|remark| output.note(remark));
         }

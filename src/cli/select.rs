@@ -8,7 +8,10 @@ use unweight::format::{
     bundle::{CompressOptions, FormTotal, LargeCopy, Profile, Scope, Selection, TensorReport},
 };
 
-use super::output::{self, Table};
+use super::{
+    output::{self, Table},
+    source::Found,
+};
 
 /// Options that decide the form of each tensor.
 #[derive(Args)]
@@ -41,10 +44,10 @@ pub struct Select {
 
 impl Select {
     /// Every profile with every limit that changes anything; the scope is each profile's own unless one was asked for.
-    pub fn all_options(&self) -> Vec<CompressOptions> {
+    pub fn all_options(&self, model: &Found) -> Vec<CompressOptions> {
         let limits = || (0..=32).filter_map(|bits| CodeLimit::new(bits).ok());
         let of = |&profile: &Profile| {
-            let options = self.options().profile(profile);
+            let options = self.options_for(model).profile(profile);
             let options = options.scope(self.scope.unwrap_or(profile.default_scope()));
             let limits: Vec<CodeLimit> = match profile {
                 Profile::Distribution | Profile::Inference => limits().collect(),
@@ -53,6 +56,13 @@ impl Select {
             limits.into_iter().map(move |limit| options.clone().code_limit(limit))
         };
         Profile::ALL.iter().flat_map(of).collect()
+    }
+
+    /// As the library takes them, for the files of a model.
+    pub fn options_for(&self, model: &Found) -> CompressOptions {
+        let options = self.options();
+        let selection = model.select(options.selection.clone());
+        options.selection(selection)
     }
 
     /// As the library takes them.

@@ -9,7 +9,7 @@ use super::{
     failure::{Failure, Result},
     output::{self, Output},
     progress::Bar,
-    select, size,
+    select, size, source,
 };
 
 /// Arguments of `verify`.
@@ -17,8 +17,8 @@ use super::{
 pub struct Verify {
     /// Directory of the bundle
     bundle: PathBuf,
-    /// Also compare with the files that the bundle was made from
-    #[arg(long, value_name = "DIR")]
+    /// Also compare with the files that the bundle was made from: a directory, a file, a pattern or a name, as for compress
+    #[arg(long, value_name = "SOURCE")]
     against: Option<PathBuf>,
     /// Files or folders that compress left out of the bundle, as for its --skip
     #[arg(long, value_name = "GLOB", requires = "against")]
@@ -37,10 +37,12 @@ pub struct Verify {
 impl Verify {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
+        let against = self.against.as_ref().map(|source| source::find(std::slice::from_ref(source))).transpose()?;
+        let selection = Selection::default().skip(self.skip.clone());
         let bar = Bar::new(output, "verifying")?;
         let options = VerifyOptions::default()
-            .against(self.against.clone())
-            .selection(Selection::default().skip(self.skip.clone()))
+            .selection(against.as_ref().map_or(selection.clone(), |found| found.select(selection)))
+            .against(against.as_ref().map(|found| found.root.clone()))
             .quick(self.quick)
             .ram_bytes(self.ram)
             .threads(self.threads);

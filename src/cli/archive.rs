@@ -1,0 +1,267 @@
+//! Models and bundles as one stream: tar archives on stdin and stdout.
+
+use std::{
+    fs::{self, File, FileTimes, Permissions},
+    io::{self, IsTerminal, Read, Write},
+    os::{
+        fd::AsFd,
+        unix::fs::{MetadataExt, PermissionsExt},
+    },
+    path::{Component, Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+use tar::{Archive, Builder, Entry, EntryType, Header};
+use unweight::format::bundle::{
+    Bundle, BundleError, DecompressOptions, Progress,
+    manifest::{FILE_NAME, FileEntry},
+};
+
+use super::failure::{Failure, Result};
+
+/// True for the name that means stdin or stdout.
+pub fn is_stream(path: &Path) -> bool {
+    path.as_os_str() == "-"
+}
+
+/// stdout for bytes: unbuffered, and never a terminal.
+pub fn stdout() -> Result<File> {
+    let stdout = io::stdout();
+    if stdout.is_terminal() {
+        return Err(Failure::new("stdout is a terminal", "redirect it, or give -o the name of a file or directory"));
+    }
+    Ok(File::from(stdout.as_fd().try_clone_to_owned()?))
+}
+
+/// Remembers whether the end was met.
+struct Source<R> {
+    inner: R,
+    ended: bool,
+}
+
+impl<R: Read> Read for Source<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.inner.read(buffer)?;
+        self.ended |= read == 0 && !buffer.is_empty();
+        Ok(read)
+    }
+}
+
+/// Unpacks the archive on stdin into a new folder `into`. Returns where its files are: there, or in its only folder.
+pub fn unpack_stdin(into: &Path, progress: &dyn Progress) -> Result<PathBuf> {
+    let stdin = io::stdin();
+    if stdin.is_terminal() {
+        return Err(Failure::new(
+            "stdin is a terminal",
+            "pipe a tar archive into it: tar -c -C MODEL . | unweight ...",
+        ));
+    }
+    unpack(stdin.lock(), into, progress)
+}
+
+fn unpack(input: impl Read, into: &Path, progress: &dyn Progress) -> Result<PathBuf> {
+    fs::create_dir(into).map_err(Failure::io(into.display()))?;
+    let broken = || "fetch or make the archive again; it must be an uncompressed tar archive";
+    let mut archive = Archive::new(Source { inner: input, ended: false });
+    let not_read = |error: io::Error| Failure::new(format!("archive on stdin: {error}"), broken());
+    let mut files = 0u64;
+    for entry in archive.entries().map_err(not_read)? {
+        files += unpack_entry(&mut entry.map_err(not_read)?, into, progress)?;
+    }
+    let mut source = archive.into_inner();
+    // An archive ends with a mark of its own: without it, whoever wrote it did not come to the end.
+    if source.ended || files == 0 {
+        let message = if files == 0 { "no files in it, or no tar archive" } else { "it is cut off" };
+        return Err(Failure::new(format!("archive on stdin: {message}"), broken()));
+    }
+    // What fills its last record, so that the writer can finish.
+    io::copy(&mut source, &mut io::sink()).map_err(not_read)?;
+    let mut top = fs::read_dir(into).map_err(Failure::io(into.display()))?.flatten();
+    Ok(match (top.next(), top.next()) {
+        (Some(only), None) if only.path().is_dir() => only.path(),
+        _ => into.to_path_buf(),
+    })
+}
+
+/// Unpacks a file or a folder; returns how many files that were. Anything else is refused: a link could lead elsewhere.
+fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Progress) -> Result<u64> {
+    let name = String::from_utf8_lossy(&entry.path_bytes()).into_owned();
+    let refused = |why: &str| {
+        Err(Failure::new(format!("archive on stdin: '{name}': {why}"), "archive plain files, with relative names"))
+    };
+    let kind = entry.header().entry_type();
+    if kind == EntryType::XGlobalHeader {
+        return Ok(0);
+    }
+    let mut path = into.to_path_buf();
+    for part in Path::new(&name).components() {
+        match part {
+            Component::CurDir => {}
+            Component::Normal(part) => path.push(part),
+            _ => return refused("leads out of the archive"),
+        }
+    }
+    match kind {
+        EntryType::Directory => {
+            fs::create_dir_all(&path).map_err(Failure::io(path.display()))?;
+            return Ok(0);
+        }
+        EntryType::Regular | EntryType::Continuous => {}
+        EntryType::Symlink | EntryType::Link => return refused("a link; archive what it leads to (tar -h)"),
+        _ => return refused("neither a file nor a directory"),
+    }
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder).map_err(Failure::io(folder.display()))?;
+    }
+    let mut file = match File::create_new(&path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return refused("listed twice"),
+        other => other.map_err(Failure::io(path.display()))?,
+    };
+    let (mut piece, mut done) = (vec![0; 1 << 20], 0);
+    loop {
+        if progress.cancelled() {
+            return Err(BundleError::Cancelled.into());
+        }
+        let read = entry.read(&mut piece).map_err(|error| {
+            Failure::new(format!("archive on stdin: '{name}': {error}"), "fetch or make the archive again")
+        })?;
+        if read == 0 {
+            break;
+        }
+        file.write_all(&piece[..read]).map_err(Failure::io(path.display()))?;
+        done += read as u64;
+    }
+    if done != entry.size() {
+        return refused("the archive is cut off in it");
+    }
+    // What cannot be kept of it is not worth failing for.
+    let modified = SystemTime::UNIX_EPOCH + Duration::from_secs(entry.header().mtime().unwrap_or(0));
+    let _ = file.set_times(FileTimes::new().set_modified(modified));
+    let mode = entry.header().mode().unwrap_or(0o644) & 0o755 | 0o600;
+    let _ = file.set_permissions(Permissions::from_mode(mode));
+    Ok(1)
+}
+
+/// Writes a bundle, its manifest first.
+pub fn pack_bundle(dir: &Path, out: &mut File) -> Result<()> {
+    let bundle = Bundle::open(dir)?;
+    let mut builder = Builder::new(out);
+    let stored = bundle.manifest().files.iter().flat_map(FileEntry::stored).map(|(name, _)| name);
+    for name in std::iter::once(FILE_NAME.to_owned()).chain(stored) {
+        let path = dir.join(&name);
+        let mut file = File::open(&path).map_err(Failure::io(path.display()))?;
+        let bytes = file.metadata().map_err(Failure::io(path.display()))?.len();
+        builder.append_data(&mut header(&path, bytes)?, &name, &mut file)?;
+    }
+    Ok(builder.into_inner()?.flush()?)
+}
+
+/// Writes the original files of a bundle. Returns their number and bytes.
+pub fn pack_originals(
+    dir: &Path,
+    out: &mut File,
+    options: &DecompressOptions,
+    progress: &dyn Progress,
+) -> Result<(usize, u64)> {
+    let bundle = Bundle::open(dir)?;
+    let files = &bundle.manifest().files;
+    let total = files.iter().map(FileEntry::size).sum();
+    progress.start(total);
+    let mut builder = Builder::new(out);
+    for file in files {
+        let stored = dir.join(file.name());
+        // The contents follow the header piece by piece, which is no reader that could be appended.
+        builder.append_data(&mut header(&stored, file.size())?, file.name(), io::empty())?;
+        bundle.write_file(file.name(), builder.get_mut(), options, progress)?;
+        let rest = file.size().next_multiple_of(512) - file.size();
+        builder.get_mut().write_all(&vec![0; rest as usize])?;
+    }
+    builder.into_inner()?.flush()?;
+    Ok((files.len(), total))
+}
+
+/// As the file is, but for its size; nobody's in particular.
+fn header(file: &Path, bytes: u64) -> Result<Header> {
+    let metadata = file.metadata().map_err(Failure::io(file.display()))?;
+    let mut header = Header::new_gnu();
+    header.set_entry_type(EntryType::Regular);
+    header.set_size(bytes);
+    header.set_mode(metadata.mode() & 0o777);
+    header.set_mtime(u64::try_from(metadata.mtime()).unwrap_or(0));
+    header.set_uid(0);
+    header.set_gid(0);
+    Ok(header)
+}
+
+#[cfg(test)]
+mod tests {
+    use unweight::format::bundle::Silent;
+
+    use super::*;
+
+    /// An archive of files of these names, and whatever else is put in.
+    fn archive(names: &[&str], more: impl FnOnce(&mut Builder<Vec<u8>>)) -> Vec<u8> {
+        let mut builder = Builder::new(Vec::new());
+        for name in names {
+            let mut header = Header::new_gnu();
+            header.set_size(5);
+            header.set_mode(0o644);
+            // By hand: the library refuses to write what is refused here.
+            header.as_mut_bytes()[..name.len()].copy_from_slice(name.as_bytes());
+            header.set_cksum();
+            builder.append(&header, &b"bytes"[..]).unwrap();
+        }
+        more(&mut builder);
+        builder.into_inner().unwrap()
+    }
+
+    fn unpacked(bytes: &[u8]) -> std::result::Result<Vec<String>, String> {
+        let home = tempfile::tempdir().unwrap();
+        let root = unpack(bytes, &home.path().join("in"), &Silent).map_err(|failure| failure.to_string());
+        assert_eq!(fs::read_dir(home.path()).unwrap().count(), 1, "nothing outside");
+        let mut names: Vec<String> =
+            fs::read_dir(root?).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        Ok(names)
+    }
+
+    #[test]
+    fn files_are_unpacked_and_a_single_folder_is_looked_into() {
+        assert_eq!(unpacked(&archive(&["./a", "b"], |_| ())).unwrap(), ["a", "b"]);
+        assert_eq!(unpacked(&archive(&["model/a", "model/sub/b"], |_| ())).unwrap(), ["a", "sub"]);
+        assert_eq!(unpacked(&archive(&["model/a", "other/b"], |_| ())).unwrap(), ["model", "other"]);
+    }
+
+    #[test]
+    fn what_leads_elsewhere_or_is_cut_off_is_refused() {
+        for name in ["../a", "/etc/a", "a/../../b"] {
+            assert!(unpacked(&archive(&[name], |_| ())).unwrap_err().contains("leads out"), "{name}");
+        }
+        assert!(unpacked(&archive(&["a", "./a"], |_| ())).unwrap_err().contains("twice"));
+        for (kind, why) in [
+            (EntryType::Symlink, "a link"),
+            (EntryType::Link, "a link"),
+            (EntryType::Fifo, "neither"),
+            (EntryType::Char, "neither"),
+        ] {
+            let odd = archive(&["a"], |builder| {
+                let mut header = Header::new_gnu();
+                header.set_entry_type(kind);
+                header.set_size(0);
+                header.set_path("odd").unwrap();
+                header.set_link_name("/etc/passwd").unwrap();
+                header.set_cksum();
+                builder.append(&header, io::empty()).unwrap();
+            });
+            assert!(unpacked(&odd).unwrap_err().contains(why), "{kind:?}");
+        }
+        let whole = archive(&["a", "b"], |_| ());
+        // In a header, in contents, between files, before the mark at the end.
+        for bytes in [300, 514, 1024, 1025, 1540, 2048] {
+            assert!(unpacked(&whole[..bytes]).is_err(), "{bytes}");
+        }
+        for bytes in [&b""[..], &[0; 1024], b"no archive at all"] {
+            assert!(unpacked(bytes).is_err());
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! Where a model is: a directory, files, a pattern, a name in the cache of the Hugging Face hub, or an archive on stdin.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+};
+
+use clap::Args;
+use unweight::format::bundle::{BundleError, Selection};
+
+use super::{
+    archive,
+    failure::{Failure, Result},
+    output::Output,
+    progress::Bar,
+    scratch::Scratch,
+};
+
+/// The model of a command.
+#[derive(Args)]
+pub struct Source {
+    /// Directory of the model; or .safetensors files, or a quoted pattern of them; or a name in the local Hugging Face cache,
+    /// such as org/name or org/name@revision; or - for a tar archive on stdin
+    #[arg(required = true, value_name = "SOURCE")]
+    source: Vec<PathBuf>,
+}
+
+/// A model that was found.
+pub struct Found {
+    /// The directory that names are relative to.
+    pub root: PathBuf,
+    /// The files in it, if not all are meant.
+    only: Option<Vec<String>>,
+    /// What an archive was unpacked to.
+    _scratch: Option<Scratch>,
+}
+
+impl Found {
+    /// The selection with the files that were named.
+    pub fn select(&self, selection: Selection) -> Selection {
+        selection.only(self.only.clone())
+    }
+}
+
+/// Prefix of folders that archives are unpacked to.
+pub const SCRATCH_PREFIX: &str = ".unweight-scratch-";
+
+impl Source {
+    /// Finds the model. An archive is unpacked beside `output`, where there must be room, or to the temporary folder.
+    pub fn find(&self, output: Option<&Path>, speak: Output) -> Result<Found> {
+        if !self.source.iter().any(|source| archive::is_stream(source)) {
+            return find(&self.source);
+        }
+        if self.source.len() > 1 {
+            return Err(Failure::new("stdin and other sources at once", "give - alone"));
+        }
+        let (scratch, root) = unpacked(output, speak)?;
+        Ok(Found { root, only: None, _scratch: Some(scratch) })
+    }
+}
+
+/// What the archive on stdin holds, in a folder beside `output` or in the temporary one.
+pub fn unpacked(output: Option<&Path>, speak: Output) -> Result<(Scratch, PathBuf)> {
+    let home = scratch_home(output)?;
+    let scratch = Scratch::new(&home, SCRATCH_PREFIX).map_err(Failure::io(home.display()))?;
+    // For its signals; how much is to come is not known.
+    let bar = Bar::new(speak, "reading stdin")?;
+    let root = archive::unpack_stdin(&scratch.path().join("in"), &bar)?;
+    Ok((scratch, root))
+}
+
+fn scratch_home(output: Option<&Path>) -> Result<PathBuf> {
+    let Some(output) = output else { return Ok(env::temp_dir()) };
+    let absolute = std::path::absolute(output).map_err(Failure::io(output.display()))?;
+    let home = absolute.parent().unwrap_or(&absolute).to_path_buf();
+    fs::create_dir_all(&home).map_err(Failure::io(home.display()))?;
+    Ok(home)
+}
+
+/// Finds a model by names as people give them.
+pub fn find(names: &[PathBuf]) -> Result<Found> {
+    let mut paths = Vec::new();
+    for name in names {
+        if name.exists() {
+            paths.push(name.clone());
+        } else if let Some(found) = expand(name)? {
+            paths.extend(found);
+        } else {
+            paths.push(in_hub_cache(name)?);
+        }
+    }
+    if let [only] = &paths[..]
+        && only.is_dir()
+    {
+        return Ok(Found { root: only.clone(), only: None, _scratch: None });
+    }
+    if let Some(folder) = paths.iter().find(|path| path.is_dir()) {
+        let message = format!("{}: a directory among several sources", folder.display());
+        return Err(Failure::new(message, "give one directory alone, or files"));
+    }
+    if !paths.iter().any(|path| path.extension().is_some_and(|extension| extension == "safetensors")) {
+        let shown: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
+        let message = format!("{}: no .safetensors file", shown.join(", "));
+        return Err(Failure::new(message, "give the directory of a model, or .safetensors files"));
+    }
+    let absolute = |path: &PathBuf| std::path::absolute(path).map_err(Failure::io(path.display()));
+    let paths = paths.iter().map(absolute).collect::<Result<Vec<_>>>()?;
+    let root = common_folder(&paths);
+    let relative = |path: &PathBuf| {
+        let name = path.strip_prefix(&root).ok().and_then(Path::to_str).map(str::to_owned);
+        name.ok_or_else(|| BundleError::Unstorable { path: path.clone(), reason: "its name is not UTF-8" }.into())
+    };
+    let only = paths.iter().map(relative).collect::<Result<Vec<_>>>()?;
+    Ok(Found { root, only: Some(only), _scratch: None })
+}
+
+/// The deepest folder that all of these files lie in.
+fn common_folder(paths: &[PathBuf]) -> PathBuf {
+    let folder = |path: &PathBuf| path.parent().unwrap_or(path).to_path_buf();
+    let mut common = paths.first().map(folder).unwrap_or_default();
+    while !paths.iter().all(|path| path.starts_with(&common)) {
+        common = folder(&common);
+    }
+    common
+}
+
+/// What a pattern matches; `None` if it is none.
+fn expand(name: &Path) -> Result<Option<Vec<PathBuf>>> {
+    let Some(pattern) = name.to_str().filter(|text| text.contains(['*', '?', '['])) else { return Ok(None) };
+    let found = glob::glob(pattern).map_err(|error| {
+        Failure::new(format!("{pattern}: not a pattern: {error}"), "*, ? and [abc] are wildcards, ** is any folders")
+    })?;
+    let found = found.collect::<std::result::Result<Vec<_>, _>>().map_err(Failure::other)?;
+    if found.is_empty() {
+        return Err(Failure::new(format!("{pattern}: no file matches"), "look at the names with ls"));
+    }
+    Ok(Some(found))
+}
+
+/// The snapshot of a model in the local cache of the Hugging Face hub. Nothing is fetched.
+fn in_hub_cache(name: &Path) -> Result<PathBuf> {
+    let missing = || {
+        let message = format!("{}: no such file or directory", name.display());
+        Failure::new(message, "give the directory of a model, or a name that `hf cache ls` lists")
+    };
+    let Some((id, revision)) = name.to_str().and_then(hub_name) else { return Err(missing()) };
+    let Some(cache) = hub_cache(|variable| env::var_os(variable)) else { return Err(missing()) };
+    snapshot(&cache, id, revision)
+}
+
+/// A name as the hub has them, and its revision: `name` or `org/name`, each with `@revision`.
+fn hub_name(text: &str) -> Option<(&str, &str)> {
+    let (id, revision) = text.split_once('@').unwrap_or((text, "main"));
+    let plain = |part: &str| {
+        let mut bytes = part.bytes();
+        bytes.next().is_some_and(|first| first.is_ascii_alphanumeric() || first == b'_')
+            && bytes.all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_'))
+            && !part.contains("--")
+            && !part.contains("..")
+    };
+    // Revisions such as refs/pr/1 have folders.
+    let good = id.split('/').count() <= 2 && id.split('/').all(plain) && revision.split('/').all(plain);
+    good.then_some((id, revision))
+}
+
+/// Where the hub's own library keeps its cache.
+fn hub_cache(variable: impl Fn(&str) -> Option<std::ffi::OsString>) -> Option<PathBuf> {
+    let set = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let home = || set("HF_HOME").or_else(|| Some(set("XDG_CACHE_HOME")?.join("huggingface")));
+    let home = || home().or_else(|| Some(set("HOME")?.join(".cache/huggingface")));
+    set("HF_HUB_CACHE").or_else(|| set("HUGGINGFACE_HUB_CACHE")).or_else(|| Some(home()?.join("hub")))
+}
+
+fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
+    let model = cache.join(format!("models--{}", id.replace('/', "--")));
+    if !model.is_dir() {
+        let message = format!("{id}: no such file or directory, and no such model in the Hugging Face cache");
+        let help = format!("looked for {}; `hf download {id}` fetches it, HF_HUB_CACHE says where", model.display());
+        return Err(Failure::new(message, help));
+    }
+    let reference = model.join("refs").join(revision);
+    // A file of one line; a commit is itself the name of a snapshot.
+    let commit = fs::read_to_string(&reference).map(|text| text.trim().to_owned());
+    let commit = commit.unwrap_or_else(|_| revision.to_owned());
+    let plain = commit.bytes().all(|byte| byte.is_ascii_alphanumeric()) && !commit.is_empty();
+    let snapshot = model.join("snapshots").join(&commit);
+    if plain && snapshot.is_dir() {
+        return Ok(snapshot);
+    }
+    let mut there: Vec<String> = fs::read_dir(model.join("snapshots"))
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
+    there.sort();
+    let message = format!("{id}: revision '{revision}' is not in the Hugging Face cache");
+    let there =
+        if there.is_empty() { "no snapshot is there".to_owned() } else { format!("there: {}", there.join(", ")) };
+    let help = format!("looked for {} and in {}; {there}", reference.display(), model.join("snapshots").display());
+    Err(Failure::new(message, help))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_the_hub() {
+        assert_eq!(hub_name("gpt2"), Some(("gpt2", "main")));
+        assert_eq!(hub_name("meta-llama/Llama-3.1-8B@refs/pr/1"), Some(("meta-llama/Llama-3.1-8B", "refs/pr/1")));
+        for name in ["a/b/c", "../x", "a/..", "/etc", "a b", "x@", "", "a--b", "x@../y", ".hidden", "x/"] {
+            assert_eq!(hub_name(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn the_cache_is_where_the_hub_has_it() {
+        let with = |set: &[(&str, &str)]| {
+            hub_cache(|name| set.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into()))
+        };
+        assert_eq!(with(&[("HOME", "/h")]), Some("/h/.cache/huggingface/hub".into()));
+        assert_eq!(with(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]), Some("/x/huggingface/hub".into()));
+        assert_eq!(with(&[("HOME", "/h"), ("HF_HOME", "/f"), ("XDG_CACHE_HOME", "/x")]), Some("/f/hub".into()));
+        assert_eq!(with(&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")]), Some("/c".into()));
+        assert_eq!(with(&[("HF_HOME", ""), ("HOME", "/h")]), Some("/h/.cache/huggingface/hub".into()));
+        assert_eq!(with(&[]), None);
+    }
+
+    #[test]
+    fn folders_in_common() {
+        let common = |paths: &[&str]| common_folder(&paths.iter().map(PathBuf::from).collect::<Vec<_>>());
+        assert_eq!(common(&["/m/a.safetensors"]), Path::new("/m"));
+        assert_eq!(common(&["/m/a", "/m/sub/b"]), Path::new("/m"));
+        assert_eq!(common(&["/m/sub/b", "/mn/a"]), Path::new("/"));
+    }
+}
