@@ -11,3 +11,4 @@ mod packed_problem;
 mod prelude;
 mod preprocess;
 mod repack;
+mod sample;

@@ -361,7 +361,7 @@ impl Run<'_> {
                     let subject = self.repack(kernel, &weights)?;
                     add(self.subject(subject, compare)?);
                 }
-                Op::Embed(_) | Op::Norm(_) | Op::Rope(_) | Op::SiluMul(_) => {
+                Op::Embed(_) | Op::Norm(_) | Op::Rope(_) | Op::SiluMul(_) | Op::Sample(_) => {
                     for subject in self.activations(kernel, &weights)? {
                         add(self.subject(subject, compare)?);
                     }

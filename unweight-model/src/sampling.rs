@@ -1,4 +1,10 @@
-//! How a token is chosen from logits.
+//! How a token is chosen from logits: the parameters, and [`sample`], slow and obvious, with which the kernel
+//! (`templates/include/unweight/kernels/sample.cuh`) agrees in every bit.
+//!
+//! So that they can agree, nothing here asks a library for a logarithm or an exponential: both are polynomials of
+//! fused multiply-adds, and sums are of whole numbers.
+
+use half::bf16;
 
 /// How a token is chosen. Filters apply in this order, as in transformers: temperature, top-k, top-p, min-p.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -82,9 +88,200 @@ impl SampleParams {
     }
 }
 
+/// The token of a row of logits whose newest token is at `position`.
+///
+/// - NaN counts as below all numbers. Of a row of NaN token 0 is chosen, as of no logits at all.
+/// - Where the temperature is 0, the largest logit; of equal ones the lowest token.
+/// - A token's weight is `exp((logit - largest) / temperature)`; of logits equal to the largest it is 1, also of
+///   infinite ones.
+/// - top-k keeps what is not below the k-th largest logit. top-p keeps the fewest logits, from the largest down, whose
+///   tokens have `top_p` of the weight of all that top-k kept. min-p keeps the tokens of weight `min_p` at least. Equal
+///   logits are kept together or left together.
+/// - Of the rest, the token of the largest `(logit - largest) / temperature + noise`, with Gumbel noise from
+///   Philox4x32-10: key `seed`, counter `(token / 4, position, 0, 0)`, word `token % 4`. So it is a draw from the
+///   softmax, and depends on nothing but the row, its parameters and its position.
+///
+/// ```
+/// # use half::bf16;
+/// # use unweight_model::sampling::{SampleParams, sample};
+/// let logits = [1.0, 3.0, 3.0, 2.0].map(bf16::from_f32);
+/// assert_eq!(sample(&logits, &SampleParams::default(), 0), 1);
+/// let drawn = sample(&logits, &SampleParams::default().temperature(0.8).top_k(2).seed(7), 0);
+/// assert!(drawn == 1 || drawn == 2);
+/// ```
+pub fn sample(logits: &[bf16], params: &SampleParams, position: u32) -> u32 {
+    let row = Row::new(logits, params.temperature);
+    if row.largest_key == NAN_KEY || params.temperature.is_nan() || params.temperature <= 0.0 {
+        return row.keys.iter().position(|key| *key == row.largest_key).unwrap_or(0) as u32;
+    }
+    let scores = row
+        .kept(params)
+        .into_iter()
+        .map(|token| (token, row.scaled(token) + noise(params.seed, position, token as u32)));
+    // Of equal scores the first stays.
+    let best = scores.reduce(|best, next| if next.1 > best.1 { next } else { best });
+    best.map_or(0, |(token, _)| token as u32)
+}
+
+/// The key of NaN, below all others.
+const NAN_KEY: u16 = 0;
+
+/// A number that orders logits: of equal logits (both zeros) the same.
+fn key(logit: bf16) -> u16 {
+    let bits = logit.to_bits();
+    match bits {
+        _ if logit.is_nan() => NAN_KEY,
+        0x8000 => 0x8000,
+        _ if bits >> 15 == 1 => !bits,
+        _ => bits | 0x8000,
+    }
+}
+
+/// A row of logits at a temperature.
+struct Row<'a> {
+    logits: &'a [bf16],
+    keys: Vec<u16>,
+    largest_key: u16,
+    /// The largest logit.
+    largest: f32,
+    /// 1 / temperature.
+    inverse: f32,
+}
+
+impl<'a> Row<'a> {
+    fn new(logits: &'a [bf16], temperature: f32) -> Self {
+        let keys: Vec<_> = logits.iter().map(|logit| key(*logit)).collect();
+        let largest_key = keys.iter().copied().max().unwrap_or(NAN_KEY);
+        let largest = keys.iter().position(|key| *key == largest_key).map_or(0.0, |token| logits[token].to_f32());
+        Self { logits, keys, largest_key, largest, inverse: 1.0 / temperature }
+    }
+
+    /// (logit - largest) / temperature, at most 0.
+    fn scaled(&self, token: usize) -> f32 {
+        if self.keys[token] == self.largest_key {
+            return 0.0;
+        }
+        (self.logits[token].to_f32() - self.largest) * self.inverse
+    }
+
+    /// In units of 2^-31, cut off.
+    fn weight(&self, token: usize) -> u64 {
+        (exp_negative(self.scaled(token)) * 2_147_483_648.0) as u64
+    }
+
+    /// Tokens that the filters keep; the largest logit's are always among them.
+    fn kept(&self, params: &SampleParams) -> Vec<usize> {
+        let floor = self.floor(params);
+        // What is no number keeps all.
+        let share = if params.min_p.is_nan() { 0.0 } else { params.min_p.min(1.0) };
+        let keeps = |token: &usize| {
+            let scaled = self.scaled(*token);
+            self.keys[*token] >= floor && scaled > f32::NEG_INFINITY && exp_negative(scaled) >= share
+        };
+        (0..self.keys.len()).filter(keeps).collect()
+    }
+
+    /// The lowest key that top-k and top-p keep.
+    fn floor(&self, params: &SampleParams) -> u16 {
+        let mut sorted: Vec<_> = (0..self.keys.len()).filter(|token| self.keys[*token] != NAN_KEY).collect();
+        sorted.sort_by_key(|token| std::cmp::Reverse(self.keys[*token]));
+        let mut floor = NAN_KEY + 1;
+        if params.top_k != 0 && sorted.len() >= params.top_k as usize {
+            floor = self.keys[sorted[params.top_k as usize - 1]];
+        }
+        if params.top_p < 1.0 {
+            sorted.retain(|token| self.keys[*token] >= floor);
+            let total: u64 = sorted.iter().map(|token| self.weight(*token)).sum();
+            // top_p in units of 2^-32; the product rounded up.
+            let part = u128::from(total) * u128::from((params.top_p * 4_294_967_296.0) as u64);
+            let part = (part.div_ceil(1 << 32) as u64).max(1);
+            let mut sum = 0;
+            let reached = sorted.iter().find(|token| {
+                sum += self.weight(**token);
+                sum >= part
+            });
+            floor = reached.map_or(floor, |token| self.keys[*token]);
+        }
+        floor
+    }
+}
+
+/// ln(1 + z) of z from sqrt(1/2) - 1 to sqrt(2) - 1.
+fn log1p_near(z: f32) -> f32 {
+    const OVER_Z: [f32; 10] = [
+        -0.074_511_86,
+        0.128_066_11,
+        -0.132_660_31,
+        0.141_996_5,
+        -0.166_083_69,
+        0.200_009_39,
+        -0.250_015_8,
+        0.333_333_46,
+        -0.499_999_88,
+        1.0,
+    ];
+    polynomial(&OVER_Z, z) * z
+}
+
+/// From the highest power down.
+fn polynomial(coefficients: &[f32], x: f32) -> f32 {
+    let (first, others) = coefficients.split_first().expect("a polynomial has coefficients");
+    others.iter().fold(*first, |sum, coefficient| sum.mul_add(x, *coefficient))
+}
+
+/// ln of a positive normal number.
+fn ln(value: f32) -> f32 {
+    const ROOT_HALF: u32 = 0x3f35_04f3;
+    let bits = value.to_bits();
+    let exponent = bits.wrapping_sub(ROOT_HALF).cast_signed() >> 23;
+    let near = f32::from_bits(bits.wrapping_sub(exponent.cast_unsigned() << 23));
+    (exponent as f32).mul_add(LN_2, log1p_near(near - 1.0))
+}
+
+const LN_2: f32 = std::f32::consts::LN_2;
+
+/// exp(x) of x <= 0; 0 below -87.
+fn exp_negative(x: f32) -> f32 {
+    if x.is_nan() || x <= -87.0 {
+        return 0.0;
+    }
+    // 2^f of f in (-1, 0].
+    const POWER: [f32; 7] = [0.000_114_919_95, 0.001_291_636_8, 0.009_597_035, 0.055_499_23, 0.240_226_09, LN_2, 1.0];
+    let power = x * std::f32::consts::LOG2_E;
+    let whole = power as i32;
+    let fraction = power - whole as f32;
+    polynomial(&POWER, fraction) * f32::from_bits(((whole + 127) as u32) << 23)
+}
+
+/// Gumbel noise: -ln(-ln(1 - t)) of t in (0, 1).
+fn noise(seed: u64, position: u32, token: u32) -> f32 {
+    gumbel(philox(seed, [token / 4, position, 0, 0])[token as usize % 4])
+}
+
+/// Of a random word: t = (word | 1) / 2^32. Near both ends all bits of the result are meant.
+fn gumbel(word: u32) -> f32 {
+    const UNIT: f32 = 1.0 / 4_294_967_296.0;
+    let odd = word | 1;
+    let t = odd as f32 * UNIT;
+    let wait = if t < 0.25 { log1p_near(-t) } else { ln(odd.wrapping_neg() as f32 * UNIT) };
+    -ln(-wait)
+}
+
+/// Philox4x32-10.
+fn philox(seed: u64, counter: [u32; 4]) -> [u32; 4] {
+    let (mut x, mut key) = (counter, [seed as u32, (seed >> 32) as u32]);
+    for _ in 0..10 {
+        let (a, b) = (0xd251_1f53 * u64::from(x[0]), 0xcd9e_8d57 * u64::from(x[2]));
+        x = [(b >> 32) as u32 ^ x[1] ^ key[0], b as u32, (a >> 32) as u32 ^ x[3] ^ key[1], a as u32];
+        key = [key[0].wrapping_add(0x9e37_79b9), key[1].wrapping_add(0xbb67_ae85)];
+    }
+    x
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use unweight_format::testing::Random;
 
     #[test]
     fn parameters_out_of_range_are_named() {
@@ -101,5 +298,180 @@ mod tests {
         for bad in [-0.1, 1.1, f32::NAN] {
             assert_eq!(named(greedy.min_p(bad)), Err("min_p"), "{bad}");
         }
+    }
+
+    /// Logits of a row, as models have them: most near each other, few far above.
+    fn logits(random: &mut Random, count: usize) -> Vec<bf16> {
+        let spread = [0.5, 2.0, 6.0][random.below(3) as usize];
+        (0..count)
+            .map(|_| {
+                let far = if random.below(20) == 0 { 8.0 } else { 0.0 };
+                bf16::from_f64(random.normal() * spread + far)
+            })
+            .collect()
+    }
+
+    /// Tokens that the filters keep in double precision, and how near any of its comparisons was to the other answer.
+    fn kept_in_f64(logits: &[bf16], params: &SampleParams) -> (Vec<usize>, f64) {
+        let temperature = f64::from(params.temperature);
+        let largest = logits.iter().map(|logit| logit.to_f64()).fold(f64::NEG_INFINITY, f64::max);
+        let weights: Vec<f64> = logits.iter().map(|logit| ((logit.to_f64() - largest) / temperature).exp()).collect();
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|a, b| logits[*b].to_f64().total_cmp(&logits[*a].to_f64()));
+        let mut near = f64::INFINITY;
+        if params.top_k != 0 && order.len() > params.top_k as usize {
+            let threshold = logits[order[params.top_k as usize - 1]];
+            order.retain(|token| logits[*token] >= threshold);
+        }
+        if params.top_p < 1.0 {
+            let total: f64 = order.iter().map(|token| weights[*token]).sum();
+            let (mut sum, mut threshold) = (0.0, None);
+            for token in &order {
+                sum += weights[*token] / total;
+                near = near.min((sum - f64::from(params.top_p)).abs());
+                if sum >= f64::from(params.top_p) && threshold.is_none() {
+                    threshold = Some(logits[*token]);
+                }
+            }
+            order.retain(|token| threshold.is_none_or(|threshold| logits[*token] >= threshold));
+        }
+        let share = f64::from(params.min_p);
+        near = order.iter().map(|token| (weights[*token] / share - 1.0).abs()).fold(near, f64::min);
+        order.retain(|token| weights[*token] >= share);
+        order.sort_unstable();
+        (order, near)
+    }
+
+    #[test]
+    fn what_filters_keep_is_what_double_precision_keeps() {
+        let mut random = Random::new(1);
+        let (mut compared, mut filtered) = (0, 0);
+        for case in 0..3000 {
+            let count = [1, 2, 9, 100, 1500][case % 5];
+            let logits = logits(&mut random, count);
+            let mut uniform = || random.below(1 << 20) as f32 / (1 << 20) as f32;
+            let params = SampleParams {
+                temperature: 0.1 + 2.0 * uniform(),
+                top_k: if uniform() < 0.5 { 0 } else { (uniform() * 60.0) as u32 },
+                top_p: if uniform() < 0.4 { 1.0 } else { uniform().max(1e-3) },
+                min_p: if uniform() < 0.5 { 0.0 } else { uniform() * uniform() },
+                seed: 0,
+            };
+            let kept = Row::new(&logits, params.temperature).kept(&params);
+            let (expected, near) = kept_in_f64(&logits, &params);
+            // Nearer than this, rounding decides; it must not happen often.
+            if near > 1e-5 {
+                assert_eq!(kept, expected, "case {case}: {params:?}");
+                compared += 1;
+                filtered += usize::from(kept.len() > 1 && kept.len() < logits.len());
+            }
+        }
+        assert!(compared > 2500 && filtered > 600, "{compared} cases were compared, {filtered} of them were filtered");
+    }
+
+    #[test]
+    fn draws_follow_the_softmax() {
+        const DRAWS: u32 = 20_000;
+        let mut random = Random::new(2);
+        for params in [
+            SampleParams::default().temperature(1.0),
+            SampleParams::default().temperature(0.6).top_p(0.9).seed(1),
+            SampleParams::default().temperature(1.7).top_k(12).min_p(0.05).seed(u64::MAX),
+        ] {
+            let logits: Vec<_> = (0..40).map(|_| bf16::from_f64(random.normal() * 1.5)).collect();
+            let (kept, _) = kept_in_f64(&logits, &params);
+            let weight = |token: usize| (logits[token].to_f64() / f64::from(params.temperature)).exp();
+            let total: f64 = kept.iter().map(|token| weight(*token)).sum();
+            let mut counts = vec![0_u32; logits.len()];
+            for position in 0..DRAWS {
+                counts[sample(&logits, &params, position) as usize] += 1;
+            }
+            let (mut chi, mut cells, mut rare, mut rare_count) = (0.0, 0, 0.0, 0);
+            let mut cell = |expected: f64, count: u32| {
+                chi += (f64::from(count) - expected).powi(2) / expected;
+                cells += 1;
+            };
+            for (token, count) in counts.into_iter().enumerate() {
+                let expected = if kept.contains(&token) { f64::from(DRAWS) * weight(token) / total } else { 0.0 };
+                assert!(expected > 0.0 || count == 0, "token {token} is not kept");
+                if expected >= 10.0 {
+                    cell(expected, count);
+                } else {
+                    rare += expected;
+                    rare_count += count;
+                }
+            }
+            if rare >= 10.0 {
+                cell(rare, rare_count);
+            }
+            // Of chi-squared with n degrees of freedom: mean n, variance 2 n.
+            let freedom = f64::from(cells - 1);
+            let limit = freedom + 5.0 * (2.0 * freedom).sqrt();
+            assert!(cells > 4 && chi < limit, "chi-squared {chi} of {freedom} degrees of freedom: {params:?}");
+        }
+    }
+
+    #[test]
+    fn a_draw_depends_on_seed_and_position() {
+        let flat = vec![bf16::ZERO; 4096];
+        let draw = |seed, position| sample(&flat, &SampleParams::default().temperature(1.0).seed(seed), position);
+        assert_eq!(draw(3, 5), draw(3, 5));
+        let all: std::collections::BTreeSet<_> =
+            (0..50).flat_map(|i| [draw(i, 0), draw(i << 32, 1), draw(0, i as u32 + 2)]).collect();
+        assert!(all.len() > 140, "{} of 150 draws differ", all.len());
+    }
+
+    #[test]
+    fn logits_that_are_no_numbers_have_a_stated_answer() {
+        let of = |logits: &[f32], params: SampleParams| {
+            let logits: Vec<_> = logits.iter().map(|logit| bf16::from_f32(*logit)).collect();
+            let drawn: std::collections::BTreeSet<_> =
+                (0..64).map(|position| sample(&logits, &params, position)).collect();
+            drawn.into_iter().collect::<Vec<_>>()
+        };
+        let (nan, inf) = (f32::NAN, f32::INFINITY);
+        let greedy = SampleParams::default();
+        let warm = greedy.temperature(1.0);
+        for params in [greedy, warm, warm.top_k(1), warm.top_p(0.5), warm.min_p(0.5)] {
+            assert_eq!(of(&[nan, nan], params), [0], "{params:?}");
+            assert_eq!(of(&[], params), [0]);
+            assert_eq!(of(&[nan, -inf, nan], params), [1]);
+            assert_eq!(of(&[nan, -inf, -3e38], params), [2]);
+            assert_eq!(of(&[1.0, nan, inf, 3e38], params), [2]);
+        }
+        assert_eq!(of(&[-1.0, -0.0, 0.0, -0.0], greedy), [1], "both zeros are equal");
+        assert_eq!(of(&[-1.0, -0.0, 0.0, -0.0], warm.top_k(1)), [1, 2, 3]);
+        assert_eq!(of(&[inf, 2.0, inf], warm), [0, 2]);
+        assert_eq!(of(&[-inf, -inf], warm), [0, 1]);
+        assert_eq!(of(&[nan, 1.0, 1.0], warm.top_k(3)), [1, 2], "top-k keeps more than there are numbers");
+    }
+
+    #[test]
+    fn random_words_are_those_of_philox() {
+        // The known answers that its authors publish.
+        assert_eq!(philox(0, [0; 4]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(philox(u64::MAX, [u32::MAX; 4]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
+        let pi = [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344];
+        assert_eq!(philox(0x299f_31d0_a409_3822, pi), [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]);
+    }
+
+    #[test]
+    fn polynomials_are_near_what_they_stand_for() {
+        let mut random = Random::new(3);
+        let words = (0..100_000).map(|_| random.bits() as u32).chain([0, 1, u32::MAX, 1 << 30, (1 << 30) - 1]);
+        for word in words.chain((0..31).map(|bit| 1 << bit)).chain((0..31).map(|bit| u32::MAX - (1 << bit))) {
+            let t = f64::from(word | 1) / 2_f64.powi(32);
+            let (noise, expected) = (f64::from(gumbel(word)), -(-(-t).ln_1p()).ln());
+            assert!((noise - expected).abs() <= 1e-6 * expected.abs().max(0.3), "{word:#x}: {noise} for {expected}");
+            // What the kernel takes for granted of all noise.
+            assert!(noise > -3.125 && noise < 22.25, "{word:#x}: {noise}");
+        }
+        for i in 0..100_000 {
+            let x = -f64::from(i) * 0.00086;
+            let (value, expected) = (f64::from(exp_negative(x as f32)), f64::from(x as f32).exp());
+            // x * log2(e) is rounded, and so is log2(e).
+            assert!((value / expected - 1.0).abs() < 2e-7 + 1.2e-7 * x.abs(), "{x}: {value} for {expected}");
+        }
+        assert_eq!((exp_negative(0.0), exp_negative(-88.0), exp_negative(f32::NEG_INFINITY)), (1.0, 0.0, 0.0));
     }
 }

@@ -23,7 +23,7 @@ const CRATES: [(&str, &[&str]); 9] = [
     ("unweight-codegen", &["unweight-format", "unweight-macros", "unweight-templates"]),
     ("unweight-rt", &["unweight-format", "unweight-codegen"]),
     ("unweight-engine", &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt"]),
-    ("unweight-bench", &["unweight-format", "unweight-codegen", "unweight-rt", "unweight-engine"]),
+    ("unweight-bench", &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt", "unweight-engine"]),
     (
         ".",
         &[

@@ -224,4 +224,25 @@ struct RopeArgs {
     u32 cache_pages;
 };
 
+// How the token of one row is chosen. Filters apply in this order: temperature, top_k, top_p, min_p.
+struct SampleRow {
+    u64 seed;                         // of the random numbers
+    float temperature;                // logits are divided by it; 0: the largest, of equal ones the lowest
+    u32 top_k;                        // 0: all
+    float top_p;                      // 1: all
+    float min_p;                      // 0: all
+};
+
+// A token of each row of logits.
+struct SampleArgs {
+    const u16* logits;                // bf16 [m, vocabulary]
+    const SampleRow* rows;            // [m]
+    u32* positions;                   // [m] of the tokens whose logits these are, or 0xffffffff; 1 is added
+    u32* ids;                         // [m]
+    u32* fault;                       // set to 1 + row of a row whose logits are all NaN
+    u64 pitch;                        // elements from row to row, a multiple of 8
+    u32 vocabulary;                   // 1..2^20
+    u32 reserved;
+};
+
 }  // namespace uw

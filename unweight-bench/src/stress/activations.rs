@@ -3,13 +3,15 @@
 use std::{cell::RefCell, sync::Arc};
 
 use unweight_codegen::{
+    abi::{SampleArgs, SampleRow},
     kv::PAGE_TOKENS,
     plan::GemmShape,
     spec::{EmbedSource, Op},
 };
 use unweight_format::testing::Random;
+use unweight_model::sampling::{SampleParams, sample};
 use unweight_rt::{
-    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, module::LoadedKernel},
+    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, RowFault, module::LoadedKernel},
     ops::{
         embed::{Embed, EmbedTable},
         kv::{KvLayer, KvShape},
@@ -43,6 +45,7 @@ impl Run<'_> {
                 Op::Norm(_) => self.norm(kernel, weights, m),
                 Op::Embed(spec) => self.embed(kernel, weights, m, spec.source),
                 Op::Rope(spec) => self.rope(kernel, weights, m, spec.head_dim.get()),
+                Op::Sample(_) => self.sample(kernel, weights, m),
                 _ => self.silu_mul(kernel, weights, m),
             })
             .collect()
@@ -114,6 +117,58 @@ impl Run<'_> {
             embed.enqueue(&mut self.lane.borrow_mut(), &ids, table, y)
         };
         self.rows(kernel, (m, d), Box::new(launch), move |y| differs(y, &expected))
+    }
+
+    /// Tokens of rows of X, each with other parameters.
+    fn sample<'a>(
+        &'a self,
+        kernel: &Arc<LoadedKernel>,
+        weights: &'a Weights,
+        m: u32,
+    ) -> Result<Subject<'a>, BenchError> {
+        let (stream, vocabulary) = (self.stream, weights.shape.1);
+        let logits = weights.x.read(stream, 0, (m * vocabulary) as usize)?;
+        let params: Vec<_> = (0..m)
+            .map(|row| {
+                SampleParams::default()
+                    .temperature((row % 4) as f32 * 0.5)
+                    .top_k(row % 3 * 20)
+                    .top_p(1.0 - (row % 5) as f32 * 0.1)
+                    .min_p((row % 7) as f32 * 0.01)
+                    .seed(u64::from(row) << 30)
+            })
+            .collect();
+        let choose = |(row, logits): (usize, &[u16])| sample(bytemuck::cast_slice(logits), &params[row], row as u32);
+        let expected: Vec<u32> = logits.chunks_exact(vocabulary as usize).enumerate().map(choose).collect();
+        let expected: Vec<u8> = expected.into_iter().flat_map(u32::to_le_bytes).collect();
+        let device_row = |params: &SampleParams| {
+            let SampleParams { temperature, top_k, top_p, min_p, seed, .. } = *params;
+            SampleRow { seed, temperature, top_k, top_p, min_p }
+        };
+        let rows = DeviceBuffer::from_host(stream, &params.iter().map(device_row).collect::<Vec<_>>())?;
+        let first = DeviceBuffer::from_host(stream, &(0..m).collect::<Vec<u32>>())?;
+        let positions = RefCell::new(first.duplicate(stream)?);
+        let kernel_of_launch = kernel.clone();
+        let launch = move |ids: u64| {
+            let mut positions = positions.borrow_mut();
+            // A launch counts them up.
+            positions.copy_from(stream, &first)?;
+            let args = SampleArgs {
+                logits: weights.x.address(),
+                rows: rows.address(),
+                positions: positions.address(),
+                ids,
+                fault: self.lane.borrow().row_fault_address(RowFault::Logits),
+                pitch: vocabulary.into(),
+                vocabulary,
+                reserved: 0,
+            };
+            // SAFETY: as above; `ids` has room for m u32, X and the other buffers for m rows, and they live as long as
+            // the subject.
+            unsafe { kernel_of_launch.launch(stream, GemmShape::rows(m), &args) }
+        };
+        // An id is as long as two columns of bf16.
+        self.rows(kernel, (m, 2), Box::new(launch), move |y| differs(y, &expected))
     }
 
     /// Q heads are the output; K and V go to pages that all launches write alike.

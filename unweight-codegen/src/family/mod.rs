@@ -226,6 +226,8 @@ families! {
     silu_mul: SiluMul(SiluMulSpec),
     /// Attention over the pages of a KV cache.
     attention: Attention(AttentionSpec),
+    /// A token of each row of logits.
+    sample: Sample(SampleSpec),
 }
 
 #[cfg(test)]

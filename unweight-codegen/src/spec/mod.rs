@@ -10,7 +10,7 @@ pub mod pairs;
 
 pub use crate::family::{
     AttentionSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op,
-    RepackSpec, RopeSpec, SiluMulSpec,
+    RepackSpec, RopeSpec, SampleSpec, SiluMulSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
     decode::{CodeLimit, DecodeOutput},
     embed::EmbedSource,

@@ -14,6 +14,7 @@
 //! uw_<arch>_norm_t<threads>[_pdl]
 //! uw_<arch>_rope_d<head dim>[_pdl]
 //! uw_<arch>_silu_mul_t<threads>[_pdl]
+//! uw_<arch>_sample_t1024_c<cluster>[_pdl]
 //! ```
 //!
 //! Behind the family's name stand its axes in their order, each with its mark. `parse(name(x)) == x` for every spec,

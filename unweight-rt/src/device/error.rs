@@ -258,6 +258,14 @@ pub enum Refusal {
         /// Of the table.
         rows: u64,
     },
+    /// Logits of more tokens than a kernel takes, or of none.
+    #[error("logits of {cols} tokens; the kernel takes 1 to {max}")]
+    Logits {
+        /// Tokens.
+        cols: u32,
+        /// The most there may be.
+        max: u32,
+    },
     /// A size of heads that no kernel takes.
     #[error("head_dim = {head_dim} must be a multiple of 16 in 16..=256; no kernel takes other heads")]
     HeadDim {

@@ -15,6 +15,7 @@ pub mod lane;
 pub mod norm;
 pub mod repack;
 pub mod rope;
+pub mod sample;
 pub mod silu_mul;
 
 use std::ops::Range;

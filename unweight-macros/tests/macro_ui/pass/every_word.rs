@@ -64,6 +64,8 @@ fn main() {
         "uw_sm90a_embed_packed_pdl": (op = embed, source = packed, pdl = true),
         "uw_sm90a_norm_t256": (op = norm),
         "uw_sm90a_norm_t512_pdl": (op = norm, threads = 512, pdl = true),
+        "uw_sm90a_sample_t1024_c8": (op = sample),
+        "uw_sm90a_sample_t1024_c2_pdl": (op = sample, cluster = 2, pdl = true),
         "uw_sm90a_rope_d128_pdl": (op = rope, head_dim = 128, pdl = true),
         "uw_sm90a_silu_mul_t128": (op = silu_mul),
         "uw_sm90a_silu_mul_t256_pdl": (op = silu_mul, threads = 256, pdl = true),

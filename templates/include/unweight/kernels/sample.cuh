@@ -1,0 +1,472 @@
+// A token of each row of logits: temperature, then top-k, top-p and min-p, then the largest of logit / temperature plus
+// Gumbel noise. unweight-model/src/sampling.rs computes the same, slowly, and is the judge: every bit agrees.
+//
+// Config
+//   u32  kCluster  1,2,4,8  blocks that share the logits of a row
+//   bool kPdl      programmatic dependent launch: a row's parameters are read before griddepcontrol.wait, all else
+//                  after it
+//
+// Launch: kThreads threads, Smem::kBytes of dynamic shared memory, clusters of kCluster blocks along x, a cluster a
+// row. Rows of logits are 16-byte aligned.
+//
+// Roles: none. The chunks of 8 logits of a row are cut into kCluster runs, one a block, and dealt to its threads. Each
+// pass reads them anew: from memory once, then from L1.
+//   largest   the largest key and the lowest token that has it; of a greedy row this is the token
+//   top-k     two passes over a histogram of counts: of the upper half of the keys, then of the lower half of those in
+//             the bin where the k-th largest lies
+//   top-p     the same with weights in place of counts
+//   choice    the largest score of what is kept
+// Keys order bf16 logits as numbers do, so a threshold is a key, and tokens of equal logits are kept or left together.
+// A weight is exp((logit - largest) / temperature) in units of 2^-31, cut off: sums of whole numbers are the same in
+// every order. Noise is a function of seed, position and token.
+//
+// Barriers: the block meets around each histogram; the cluster meets once a pass, between publishing sums or a best key
+// and reading those of its blocks, and once before exit. What is published has two places, used in turns, so that
+// nobody writes over what a block of the cluster still reads.
+//
+// Shared memory = 2 * kBins * kCopies * 4     counters: low and high words of sums, one for each lane of kCopies
+//               + 2 * kBins * 8               sums of the block by bin, for the cluster
+//               + kBins * 8                   sums of the cluster
+//               + kThreads / 32 * 8           of each warp: its best
+//               + 2 * 8                       the block's best, for the cluster
+//               + 2 * 8                       bin of a threshold, and what is left to reach inside of it
+//
+// Safety   any parameters and any logits give a token of the vocabulary. NaN is chosen of a row of NaN only: token 0,
+//          and *fault = 1 + row. A row without a token (kPadPosition) writes nothing.
+// Bound    L2, 2 * vocabulary bytes a row, and the latency of its passes: 2, and 2 more each for top-k and top-p.
+#pragma once
+
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/memory.cuh"
+
+namespace uw::sample {
+
+constexpr u32 kThreads = 1024;
+constexpr u32 kVocabularyMax = 1 << 20;
+constexpr u32 kBins = 256;
+constexpr u32 kCopies = 16;
+constexpr u32 kChunk = 8;
+constexpr u32 kPadPosition = ~0u;
+// Keys: of NaN, below all others; of both zeros.
+constexpr u32 kNanKey = 0, kZeroKey = 0x8000;
+// No noise is outside of these.
+constexpr float kNoiseMin = -3.125f, kNoiseMax = 22.25f;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+struct Smem {
+    static constexpr u32 kLow = 0;
+    static constexpr u32 kHigh = kLow + kBins * kCopies * 4;
+    static constexpr u32 kSums = kHigh + kBins * kCopies * 4;
+    static constexpr u32 kMerged = kSums + 2 * kBins * 8;
+    static constexpr u32 kWarps = kMerged + kBins * 8;
+    static constexpr u32 kBest = kWarps + kThreads / 32 * 8;
+    static constexpr u32 kFound = kBest + 2 * 8;
+    static constexpr u32 kBytes = kFound + 2 * 8;
+};
+
+// ---- numbers: the same bits as on the host -------------------------------------------------------------------------
+// An integer that orders bf16 as numbers.
+UW_DEVICE u32 key_of(u32 bits) {
+    const u32 magnitude = bits & 0x7fff;
+    if (magnitude > 0x7f80) return kNanKey;
+    if (magnitude == 0) return kZeroKey;
+    return bits & 0x8000 ? bits ^ 0xffff : bits | 0x8000;
+}
+
+// ln(1 + z) of z in [sqrt(1/2) - 1, sqrt(2) - 1].
+UW_DEVICE float log1p_near(float z) {
+    float p = -0.0745118633f;
+    p = ptx::fma(p, z, 0.128066108f);
+    p = ptx::fma(p, z, -0.132660314f);
+    p = ptx::fma(p, z, 0.141996503f);
+    p = ptx::fma(p, z, -0.166083694f);
+    p = ptx::fma(p, z, 0.200009391f);
+    p = ptx::fma(p, z, -0.250015795f);
+    p = ptx::fma(p, z, 0.333333462f);
+    p = ptx::fma(p, z, -0.499999881f);
+    p = ptx::fma(p, z, 1.0f);
+    return ptx::mul(p, z);
+}
+
+// ln(value) of a positive normal number.
+UW_DEVICE float ln(float value) {
+    constexpr u32 kRootHalf = 0x3f3504f3;  // sqrt(1/2)
+    const u32 bits = ptx::bits_from_float(value);
+    const i32 exponent = static_cast<i32>(bits - kRootHalf) >> 23;
+    const float near = ptx::float_from_bits(bits - (static_cast<u32>(exponent) << 23));
+    return ptx::fma(static_cast<float>(exponent), 0.693147182f, log1p_near(ptx::add(near, -1.0f)));
+}
+
+// exp(x) of x <= 0; 0 below -87.
+UW_DEVICE float exp_negative(float x) {
+    if (!(x > -87.0f)) return 0.0f;
+    const float power = ptx::mul(x, 1.44269502f);
+    const i32 whole = static_cast<i32>(power);  // toward zero
+    const float f = ptx::add(power, -static_cast<float>(whole));
+    float p = 0.000114919952f;
+    p = ptx::fma(p, f, 0.00129163684f);
+    p = ptx::fma(p, f, 0.00959703512f);
+    p = ptx::fma(p, f, 0.0554992296f);
+    p = ptx::fma(p, f, 0.24022609f);
+    p = ptx::fma(p, f, 0.693147182f);
+    p = ptx::fma(p, f, 1.0f);
+    return ptx::mul(p, ptx::float_from_bits(static_cast<u32>(whole + 127) << 23));
+}
+
+// Gumbel noise of a random word: -ln(-ln(1 - t)), t = (word | 1) / 2^32. Near t = 0, where large noise is, and near
+// t = 1 alike to all bits.
+UW_DEVICE float noise_of(u32 word) {
+    constexpr float kUnit = 2.32830644e-10f;  // 2^-32
+    const u32 odd = word | 1;
+    const float t = ptx::mul(static_cast<float>(odd), kUnit);
+    const float wait = t < 0.25f ? log1p_near(-t) : ln(ptx::mul(static_cast<float>(0u - odd), kUnit));
+    return -ln(-wait);
+}
+
+struct Words {
+    u32 w[4];
+};
+
+// Philox4x32-10 of the counter (group, position, 0, 0).
+UW_DEVICE Words philox(u64 seed, u32 position, u32 group) {
+    u32 a = group, b = position, c = 0, d = 0;
+    u32 key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);
+#pragma unroll
+    for (u32 round = 0; round < 10; ++round) {
+        const u64 x = u64(0xd2511f53u) * a, y = u64(0xcd9e8d57u) * c;
+        a = static_cast<u32>(y >> 32) ^ b ^ key0;
+        b = static_cast<u32>(y);
+        c = static_cast<u32>(x >> 32) ^ d ^ key1;
+        d = static_cast<u32>(x);
+        key0 += 0x9e3779b9u;
+        key1 += 0xbb67ae85u;
+    }
+    return {{a, b, c, d}};
+}
+
+// An integer that orders numbers.
+UW_DEVICE u32 order_of(float value) {
+    const u32 bits = ptx::bits_from_float(value);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// The larger rank is the better token, of equal ranks the lower one.
+UW_DEVICE u64 candidate(u32 rank, u32 token) { return u64(rank) << 32 | u32(~token); }
+
+// ---- exchange ------------------------------------------------------------------------------------------------------
+UW_DEVICE u64 join(U32x2 v) { return u64(v.y) << 32 | v.x; }
+UW_DEVICE U32x2 split(u64 v) { return {static_cast<u32>(v), static_cast<u32>(v >> 32)}; }
+UW_DEVICE u64 shuffle_xor(u64 v, u32 mask) {
+    const u32 low = ptx::shuffle_xor(static_cast<u32>(v), mask);
+    return u64(ptx::shuffle_xor(static_cast<u32>(v >> 32), mask)) << 32 | low;
+}
+UW_DEVICE u64 shuffle_up(u64 v, u32 delta) {
+    const u32 low = ptx::shuffle_up(static_cast<u32>(v), delta);
+    return u64(ptx::shuffle_up(static_cast<u32>(v >> 32), delta)) << 32 | low;
+}
+UW_DEVICE u64 shuffle(u64 v, u32 source) {
+    const u32 low = ptx::shuffle(static_cast<u32>(v), source);
+    return u64(ptx::shuffle(static_cast<u32>(v >> 32), source)) << 32 | low;
+}
+UW_DEVICE u64 larger(u64 a, u64 b) { return a > b ? a : b; }
+UW_DEVICE u64 warp_largest(u64 v) {
+#pragma unroll
+    for (u32 distance = 16; distance != 0; distance /= 2) v = larger(v, shuffle_xor(v, distance));
+    return v;
+}
+
+template <class Config>
+struct Kernel {
+    const SampleArgs& args;
+    const u32 shared, thread, lane, warp, row, rank;
+    u32 top_k;
+    float top_p, min_p, temperature;
+    u64 seed;
+
+    const u16* logits;
+    u32 first_chunk, last_chunk;  // of this block
+
+    u32 largest_key;
+    float largest, inverse;  // of the temperature
+    u32 turn = 0;            // which of two places is published next
+
+    UW_DEVICE Kernel(const SampleArgs& a, u32 shared_address)
+        : args(a),
+          shared(shared_address),
+          thread(ptx::thread_index()),
+          lane(ptx::lane_index()),
+          warp(ptx::uniform_warp_index()),
+          row(ptx::block_index() / Config::kCluster),
+          rank(Config::kCluster > 1 ? ptx::cluster_rank() : 0) {
+        const U32x2 head = ptx::load_global_nc_x2(&a.rows[row].seed);
+        const U32x2 middle = ptx::load_global_nc_x2(&a.rows[row].temperature);
+        const U32x2 tail = ptx::load_global_nc_x2(&a.rows[row].top_p);
+        seed = join(head);
+        temperature = ptx::float_from_bits(middle.x);
+        top_k = middle.y;
+        top_p = ptx::float_from_bits(tail.x);
+        min_p = ptx::float_from_bits(tail.y);
+        logits = a.logits + row * a.pitch;
+        const u32 chunks = (a.vocabulary + kChunk - 1) / kChunk, share = (chunks + Config::kCluster - 1) / Config::kCluster;
+        first_chunk = rank * share;
+        last_chunk = min_of(first_chunk + share, chunks);
+    }
+
+    UW_DEVICE static u32 min_of(u32 a, u32 b) { return a < b ? a : b; }
+
+    // ---- logits ----------------------------------------------------------------------------------------------------
+    // Calls visit(first token, words of two logits each) for each of the thread's chunks; NaN stands behind the last.
+    template <class Visit>
+    UW_DEVICE void each_chunk(Visit visit) const {
+        for (u32 chunk = first_chunk + thread; chunk < last_chunk; chunk += kThreads) {
+            const u32 first = chunk * kChunk;
+            u32 words[kChunk / 2];
+            if (first + kChunk <= args.vocabulary) {
+                const U32x4 v = ptx::load_global_x4(logits + first);
+                words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+            } else {
+#pragma unroll
+                for (u32 i = 0; i < kChunk; ++i) {
+                    const u32 bits = first + i < args.vocabulary ? ptx::load_global_nc_u16(logits + first + i) : 0x7fff;
+                    words[i / 2] = i % 2 ? words[i / 2] | bits << 16 : bits;
+                }
+            }
+            visit(first, words);
+        }
+    }
+    UW_DEVICE static u32 bits_of(const u32 (&words)[kChunk / 2], u32 i) { return words[i / 2] >> i % 2 * 16 & 0xffff; }
+
+    // (logit - largest) / temperature, at most 0; 0 of equal logits, also of infinite ones.
+    UW_DEVICE float scaled(u32 key, u32 bits) const {
+        const float logit = ptx::float_from_bits(bits << 16);
+        return key == largest_key ? 0.0f : ptx::mul(ptx::add(logit, -largest), inverse);
+    }
+    // In units of 2^-31.
+    UW_DEVICE u32 weight(u32 key, u32 bits) const {
+        return static_cast<u32>(ptx::mul(exp_negative(scaled(key, bits)), 2147483648.0f));
+    }
+
+    // ---- the cluster -----------------------------------------------------------------------------------------------
+    UW_DEVICE void meet() const {
+        if constexpr (Config::kCluster > 1) {
+            ptx::cluster_arrive();
+            ptx::cluster_wait();
+        } else {
+            ptx::sync_block();
+        }
+    }
+    UW_DEVICE static u64 load_of(u32 block, u32 address) {
+        if constexpr (Config::kCluster == 1) return join(ptx::load_shared_x2(address));
+        return join(ptx::load_cluster_x2(ptx::map_shared_rank(address, block)));
+    }
+    // The largest value of all threads of the cluster, in all of them.
+    UW_DEVICE u64 cluster_largest(u64 value) {
+        value = warp_largest(value);
+        if (lane == 0) ptx::store_shared_x2(shared + Smem::kWarps + warp * 8, split(value));
+        ptx::sync_block();  // every warp's best is there
+        const u32 own = shared + Smem::kBest + turn * 8;
+        if (warp == 0) {
+            value = warp_largest(join(ptx::load_shared_x2(shared + Smem::kWarps + lane * 8)));
+            if (lane == 0) ptx::store_shared_x2(own, split(value));
+        }
+        meet();  // every block's best is there
+        turn ^= 1;
+        value = 0;
+#pragma unroll
+        for (u32 block = 0; block < Config::kCluster; ++block) value = larger(value, load_of(block, own));
+        return value;
+    }
+
+    // ---- thresholds ------------------------------------------------------------------------------------------------
+    // A sum by bin over the cluster's logits: visit(key, bits, add), add(bin, amount). Leaves it in kMerged of every
+    // block, by the first kBins threads, which the block has not met yet.
+    template <class Visit>
+    UW_DEVICE void histogram(Visit visit) {
+        static_assert(kThreads == kBins * 4 && kCopies == 16, "four threads add up the copies of a bin");
+#pragma unroll
+        for (u32 at = thread * 16; at < 2 * kBins * kCopies * 4; at += kThreads * 16) {
+            ptx::store_shared_x4(shared + Smem::kLow + at, U32x4{0, 0, 0, 0});
+        }
+        ptx::sync_block();  // zeros come before sums
+        const u32 copy = lane % kCopies * 4;
+        each_chunk([&](u32, const u32(&words)[kChunk / 2]) {
+#pragma unroll
+            for (u32 i = 0; i < kChunk; ++i) {
+                const u32 bits = bits_of(words, i);
+                visit(key_of(bits), bits, [&](u32 bin, u32 amount) {
+                    const u32 at = shared + bin * (kCopies * 4) + copy;
+                    const u32 before = ptx::atomic_add_shared(at + Smem::kLow, amount);
+                    if (before + amount < before) ptx::reduce_add_shared(at + Smem::kHigh, 1);
+                });
+            }
+        });
+        ptx::sync_block();  // sums are complete
+        const U32x4 low = ptx::load_shared_x4(shared + Smem::kLow + thread * 16);
+        const U32x4 high = ptx::load_shared_x4(shared + Smem::kHigh + thread * 16);
+        u64 sum = u64(low.x) + low.y + low.z + low.w;
+        sum += (u64(high.x) + high.y + high.z + high.w) << 32;
+        sum += shuffle_xor(sum, 1);
+        sum += shuffle_xor(sum, 2);
+        const u32 sums = shared + Smem::kSums + turn * (kBins * 8);
+        if (thread % 4 == 0) ptx::store_shared_x2(sums + thread / 4 * 8, split(sum));
+        meet();  // every block's sums are there
+        turn ^= 1;
+        if (thread < kBins) {
+            u64 all = 0;
+#pragma unroll
+            for (u32 block = 0; block < Config::kCluster; ++block) all += load_of(block, sums + thread * 8);
+            ptx::store_shared_x2(shared + Smem::kMerged + thread * 8, split(all));
+        }
+        ptx::sync_block();  // the cluster's sums are there
+    }
+
+    // The highest bin that, with those above it, has a sum of `target(total)` at least; `target` becomes what of that
+    // lies in the bin and below. ~0 if there is none.
+    template <class Target>
+    UW_DEVICE u32 find(Target target_of, u64& target) {
+        constexpr u32 kOwn = kBins / 32;
+        if (warp == 0) {
+            // Lane 0 has the highest bins.
+            u64 sums[kOwn], own = 0;
+#pragma unroll
+            for (u32 i = 0; i < kOwn; ++i) {
+                sums[i] = join(ptx::load_shared_x2(shared + Smem::kMerged + (kBins - 1 - lane * kOwn - i) * 8));
+                own += sums[i];
+            }
+            u64 through = own;
+#pragma unroll
+            for (u32 distance = 1; distance < 32; distance *= 2) {
+                const u64 before = shuffle_up(through, distance);
+                if (lane >= distance) through += before;
+            }
+            const u64 total = shuffle(through, 31);
+            const u64 want = target_of(total);
+            u64 above = through - own;
+            if (want > total) {
+                if (lane == 0) ptx::store_shared_x2(shared + Smem::kFound, U32x2{~0u, 0});
+            } else if (above < want && want <= through) {
+                u32 bin = kBins - 1 - lane * kOwn;
+                bool below = true;
+#pragma unroll
+                for (u32 i = 0; i < kOwn; ++i) {
+                    below = below && above + sums[i] < want;
+                    if (below) above += sums[i], --bin;
+                }
+                ptx::store_shared_x2(shared + Smem::kFound, U32x2{bin, 0});
+                ptx::store_shared_x2(shared + Smem::kFound + 8, split(want - above));
+            }
+        }
+        ptx::sync_block();  // the bin is there
+        target = join(ptx::load_shared_x2(shared + Smem::kFound + 8));
+        return ptx::load_shared(shared + Smem::kFound);
+    }
+
+    // The highest key that, with those above it and from `floor` on, has amounts of `target(total)` at least; `floor`
+    // if there is none. amount(key, bits) is a token's.
+    template <class Amount, class Target>
+    UW_DEVICE u32 threshold(u32 floor, Amount amount, Target target_of) {
+        histogram([&](u32 key, u32 bits, auto add) {
+            if (key < floor) return;
+            const u32 a = amount(key, bits);
+            if (a != 0) add(key / kBins, a);
+        });
+        u64 target;
+        const u32 upper = find(target_of, target);
+        if (upper == ~0u) return floor;
+        histogram([&](u32 key, u32 bits, auto add) {
+            if (key < floor || key / kBins != upper) return;
+            const u32 a = amount(key, bits);
+            if (a != 0) add(key % kBins, a);
+        });
+        const u64 rest = target;
+        return upper * kBins + find([&](u64) { return rest; }, target);
+    }
+    // The part `top_p` of a sum below 2^52, rounded up, at least 1.
+    UW_DEVICE u64 part(u64 total) const {
+        const u64 p = static_cast<u64>(ptx::mul(top_p > 0.0f ? top_p : 0.0f, 4294967296.0f));
+        const u64 low = (total & 0xffffffff) * p;
+        const u64 part = (total >> 32) * p + (low >> 32) + ((low & 0xffffffff) != 0);
+        return part == 0 ? 1 : part;
+    }
+
+    // ---- the block's life ------------------------------------------------------------------------------------------
+    UW_DEVICE u32 choose(u32 position) {
+        u64 best = 0;
+        each_chunk([&](u32 first, const u32(&words)[kChunk / 2]) {
+#pragma unroll
+            for (u32 i = 0; i < kChunk; ++i) best = larger(best, candidate(key_of(bits_of(words, i)), first + i));
+        });
+        best = cluster_largest(best);
+        largest_key = static_cast<u32>(best >> 32);
+        if (largest_key == kNanKey && thread == 0 && rank == 0) ptx::store_global(args.fault, 1 + row);
+        if (largest_key == kNanKey || !(temperature > 0.0f)) return ~static_cast<u32>(best);
+
+        largest = ptx::float_from_bits((largest_key & 0x8000 ? largest_key ^ 0x8000 : largest_key ^ 0xffff) << 16);
+        inverse = ptx::div(1.0f, temperature);
+        u32 floor = kNanKey + 1;
+        if (top_k != 0) {
+            const u64 k = top_k;
+            floor = threshold(floor, [](u32, u32) { return 1u; }, [&](u64) { return k; });
+        }
+        if (top_p < 1.0f) {
+            floor = threshold(
+                floor, [&](u32 key, u32 bits) { return weight(key, bits); }, [&](u64 total) { return part(total); });
+        }
+        const float share = min_p > 1.0f ? 1.0f : min_p;
+
+        // The token of the largest logit is kept, and has the least noise at worst: what cannot reach that, or the
+        // thread's best, needs no noise.
+        u64 chosen = 0;
+        float bar = kNoiseMin;
+        each_chunk([&](u32 first, const u32(&words)[kChunk / 2]) {
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {
+                float x[4];
+                bool keep[4], any = false;
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) {
+                    const u32 bits = bits_of(words, half * 4 + i), key = key_of(bits);
+                    x[i] = scaled(key, bits);
+                    keep[i] = key >= floor && ptx::add(x[i], kNoiseMax) >= bar;
+                    if (keep[i] && share > 0.0f) keep[i] = exp_negative(x[i]) >= share;
+                    any |= keep[i];
+                }
+                if (!any) continue;
+                const Words random = philox(seed, position, first / 4 + half);
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) {
+                    if (!keep[i]) continue;
+                    const float score = ptx::add(x[i], noise_of(random.w[i]));
+                    if (score > bar) bar = score;
+                    chosen = larger(chosen, candidate(order_of(score), first + half * 4 + i));
+                }
+            }
+        });
+        return ~static_cast<u32>(cluster_largest(chosen));
+    }
+
+    UW_DEVICE void run() {
+        if constexpr (Config::kPdl) ptx::grid_dependency_wait();
+        const u32 position = ptx::load_global(args.positions + row);
+        // The same for all blocks of a cluster: they have one row.
+        if (position == kPadPosition) return;
+        const u32 id = choose(position);
+        // The cluster has met since all of it read the position.
+        if (thread == 0 && rank == 0) {
+            ptx::store_global(args.ids + row, id);
+            ptx::store_global(args.positions + row, position + 1);
+        }
+        // Peers may still be reading this block's best.
+        if constexpr (Config::kCluster > 1) meet();
+    }
+};
+
+template <class Config>
+UW_DEVICE void run(const SampleArgs& args) {
+    if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    kernel.run();
+}
+
+}  // namespace uw::sample

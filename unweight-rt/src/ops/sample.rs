@@ -1,0 +1,130 @@
+//! The next token of each row: chosen from its logits, on the device.
+
+use std::sync::Arc;
+
+pub use unweight_codegen::abi::SampleRow;
+use unweight_codegen::{abi::SampleArgs, family::sample::VOCABULARY_MAX, plan::GemmShape, spec::Op};
+
+use crate::{
+    device::{
+        DeviceBuffer, DeviceError, MatrixRef, Refusal, RowFault,
+        module::LoadedKernel,
+        view::{Place, check_apart, check_device},
+    },
+    ops::lane::Lane,
+};
+
+/// A kernel of `sample`.
+#[derive(Clone, Debug)]
+pub struct Sample {
+    kernel: Arc<LoadedKernel>,
+}
+
+impl Sample {
+    /// Wraps a kernel of `sample`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::Sample(_) => Ok(Self { kernel }),
+            _ => kernel.refuse(Refusal::Family { wanted: "a sampler" }),
+        }
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &LoadedKernel {
+        &self.kernel
+    }
+
+    /// Enqueues the choice of a token for each row of `logits` `[m, V]`, V up to 2^20. The others have an entry for each
+    /// row, or more: `rows` says how to choose, `positions` holds the position of the token whose logits these are, and
+    /// `ids` gets the token that was chosen, at that position plus 1, to which `positions` is set. A row at
+    /// [`PAD_POSITION`](crate::ops::kv::PAD_POSITION) is left alone. A token depends on its row alone: on the logits,
+    /// the parameters and the position, whatever else is in the batch. A row whose logits are all NaN gets token 0, and
+    /// [`Lane::synchronize`] reports it.
+    ///
+    /// # Errors
+    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
+    /// takes; or the driver's refusal.
+    pub fn enqueue(
+        &self,
+        lane: &mut Lane,
+        logits: MatrixRef<'_>,
+        rows: &DeviceBuffer<SampleRow>,
+        positions: &mut DeviceBuffer<u32>,
+        ids: &mut DeviceBuffer<u32>,
+    ) -> Result<(), DeviceError> {
+        let (place, own) = (logits.place(), self.kernel.device().ordinal());
+        let check = || {
+            check_shapes(place, [rows.len(), positions.len(), ids.len()])?;
+            place.check_device("logits", own)?;
+            check_device("rows", rows.device().ordinal(), own)?;
+            check_device("positions", positions.device().ordinal(), own)?;
+            check_device("ids", ids.device().ordinal(), own)?;
+            let read = || [("logits", place.span()), ("rows", rows.span())];
+            check_apart(("positions", positions.span()), read())?;
+            check_apart(("ids", ids.span()), read().into_iter().chain([("positions", positions.span())]))
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = SampleArgs {
+            logits: place.address,
+            rows: rows.address(),
+            positions: positions.address(),
+            ids: ids.address(),
+            fault: lane.row_fault_address(RowFault::Logits),
+            pitch: place.pitch,
+            vocabulary: place.cols,
+            reserved: 0,
+        };
+        // SAFETY: shapes, pitch and places were held against each other above, the view against its memory when it was
+        // made, and each buffer has an entry for every row. The fault word lives as long as the lane, on whose stream
+        // this runs. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(lane.stream(), GemmShape::rows(place.rows), &args) }
+    }
+}
+
+/// Whether these can be the logits, and the lengths of rows, positions and ids.
+fn check_shapes(logits: &Place, lengths: [usize; 3]) -> Result<(), Refusal> {
+    if !(1..=VOCABULARY_MAX).contains(&logits.cols) {
+        return Err(Refusal::Logits { cols: logits.cols, max: VOCABULARY_MAX });
+    }
+    if logits.rows > 1 {
+        logits.check_rows_aligned("logits")?;
+    }
+    logits.check_aligned("logits")?;
+    for (buffer, len) in ["rows", "positions", "ids"].into_iter().zip(lengths) {
+        if (len as u64) < u64::from(logits.rows) {
+            return Err(Refusal::Elements { buffer, got: len as u64, expected: logits.rows.into() });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(rows: u32, cols: u32, pitch: u64) -> Place {
+        Place::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap()
+    }
+
+    #[test]
+    fn rows_have_all_that_they_need() {
+        assert_eq!(check_shapes(&place(3, 1000, 1000), [3; 3]), Ok(()));
+        assert_eq!(check_shapes(&place(3, 997, 1000), [4, 3, 9]), Ok(()), "any vocabulary; of a bucket's buffers");
+        assert_eq!(check_shapes(&place(1, 997, 997), [1; 3]), Ok(()), "the pitch of a single row says nothing");
+        assert_eq!(check_shapes(&place(0, 8, 8), [0; 3]), Ok(()));
+        for (buffer, lengths) in [("rows", [2, 3, 3]), ("positions", [3, 2, 3]), ("ids", [3, 3, 2])] {
+            let short = Refusal::Elements { buffer, got: 2, expected: 3 };
+            assert_eq!(check_shapes(&place(3, 8, 8), lengths), Err(short));
+        }
+        for cols in [0, VOCABULARY_MAX + 1] {
+            let none = Refusal::Logits { cols, max: VOCABULARY_MAX };
+            assert_eq!(check_shapes(&place(3, cols, 2 << 20), [3; 3]), Err(none));
+        }
+        assert!(matches!(check_shapes(&place(2, 997, 997), [2; 3]), Err(Refusal::Pitch { operand: "logits", .. })));
+        let odd = Place { address: 0x1002, ..place(1, 8, 8) };
+        assert!(matches!(check_shapes(&odd, [1; 3]), Err(Refusal::Alignment { operand: "logits", .. })));
+    }
+}
