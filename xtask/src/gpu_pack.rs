@@ -4,6 +4,8 @@
 //! .gpu/bin/unweight      the command line
 //! .gpu/tests/gpu         the GPU tests
 //! .gpu/nvrtc/            libnvrtc and its builtins, with --with-nvrtc
+//! .gpu/parity/           whole models beside transformers, and the texts that they learn
+//! .gpu/torch_decode.py   PyTorch's decode step, which ours is compared with
 //! .gpu/run.sh            correctness, then timing; results as JSON in $OUT
 //! ```
 
@@ -22,12 +24,18 @@ use crate::{
 };
 
 const RUN_SH: &str = r#"#!/bin/sh
-# Runs the GPU tests and the stress run, then the benchmarks. Results go to $OUT (default: ./out):
+# Runs the GPU tests, whole models beside transformers and the stress run, then the benchmarks. Results go to $OUT
+# (default: ./out):
 #   gpu.log            the tests; a figure after a failed test would mean nothing, so they come first
 #   doctor.json        what the machine has
+#   parity.json, .log  whole models beside transformers: minutes
 #   stress.json        every kernel thousands of times under load: minutes
 #   kernels.json       the benchmarks
 #   matmul.json, .svg
+#   decode.json        steps of whole models, and PyTorch's:
+#   torch_decode.json
+# parity and torch_decode need Python with torch (CUDA) and transformers ($PYTHON, default: python3). Where it has none
+# they are left out, and the last line says so.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/out}
@@ -42,9 +50,29 @@ if ! (cd "$here" && ./tests/gpu --include-ignored --test-threads=1) >"$out/gpu.l
     exit 1
 fi
 tail -n 3 "$out/gpu.log"
+python=${PYTHON:-python3}
+torch=yes
+if ! "$python" -c 'import sys, torch, transformers; sys.exit(not torch.cuda.is_available())' 2>"$out/python.log"; then
+    torch=
+fi
+if [ -n "$torch" ]; then
+    if ! "$python" "$here/parity/hf_parity.py" --unweight "$here/bin/unweight" --texts "$here/parity/texts" \
+        --out "$out" >"$out/parity.log" 2>&1; then
+        grep -v '^ok' "$out/parity.log" | tail -n 60
+        exit 1
+    fi
+    tail -n 1 "$out/parity.log"
+fi
 "$here/bin/unweight" bench stress --json >"$out/stress.json" || exit 1
 "$here/bin/unweight" bench kernels --json >"$out/kernels.json" || exit 1
-exec "$here/bin/unweight" bench matmul --json --svg "$out/matmul.svg" >"$out/matmul.json"
+"$here/bin/unweight" bench matmul --json --svg "$out/matmul.svg" >"$out/matmul.json" || exit 1
+"$here/bin/unweight" bench decode --geometry llama-3.1-8b --batch 1 8 16 32 64 128 256 --context 1024 --breakdown \
+    --json >"$out/decode.json" || exit 1
+if [ -z "$torch" ]; then
+    echo "left out: parity and torch_decode; $python has no torch with CUDA or no transformers ($out/python.log)"
+    exit 0
+fi
+exec "$python" "$here/torch_decode.py" --prefill 2048 --transformers >"$out/torch_decode.json"
 "#;
 
 /// Builds and gathers.
@@ -93,11 +121,34 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
             }
         }
     }
+    let sources = root();
+    let parity = pack.join("parity");
+    copy_all(&sources.join("tests/parity"), "py", &parity)?;
+    copy_all(&sources.join("docs"), "md", &parity.join("texts"))?;
+    for (file, target) in [("README.md", parity.join("texts")), ("benches/torch_decode.py", pack.clone())] {
+        let from = sources.join(file);
+        let name = from.file_name().ok_or("a source has no name")?;
+        fs::copy(&from, target.join(name)).map_err(io(&from))?;
+    }
     let script = pack.join("run.sh");
     fs::write(&script, RUN_SH)
         .and_then(|()| fs::set_permissions(&script, fs::Permissions::from_mode(0o755)))
         .map_err(io(&script))?;
     println!("{}: copy it to the GPU machine and run `OUT=results ./run.sh` there", pack.display());
+    Ok(())
+}
+
+/// Copies the files of a folder with this extension to another folder, which is made.
+fn copy_all(from: &Path, extension: &str, to: &Path) -> Result<(), String> {
+    let told = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
+    fs::create_dir_all(to).map_err(|error| told(to, error))?;
+    for entry in fs::read_dir(from).map_err(|error| told(from, error))? {
+        let entry = entry.map_err(|error| told(from, error))?;
+        let path = entry.path();
+        if path.extension().is_some_and(|found| found == extension) {
+            fs::copy(&path, to.join(entry.file_name())).map_err(|error| told(&path, error))?;
+        }
+    }
     Ok(())
 }
 

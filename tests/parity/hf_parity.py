@@ -1,0 +1,338 @@
+"""Whole models: `unweight generate` beside transformers, on a GPU.
+
+Makes the models of `models.py` (trained ones of every family, random ones of odd shapes), compresses each by every
+profile and holds what the engine computes against transformers:
+
+    python3 hf_parity.py --unweight ../bin/unweight --texts texts --out out
+
+Truth is transformers' f32 forward of the BF16 weights (without TF32); `bf16 error` is the RMS difference of its BF16
+forward from that, over all logits of prompts of one length. Checked are
+- prefill, steps (one token each), the twin on cuBLAS by both, each against truth: RMS error at most 1.25 x the bf16
+  error; the likeliest token is truth's wherever truth's margin is above 6 x the bf16 error;
+- steps = prefill, a row alone = the row in a batch, packed = cuBLAS: RMS difference at most 1.25 x the bf16 error;
+- the same bytes from run to run, and from a bundle that the GPU made (`compress --device cuda`);
+- 256 greedy tokens of trained models, of a text, of a conversation and of a batch: every token is truth's likeliest, or
+  truth's margin there is below 6 x the bf16 error; the text is what the tokenizer makes of the tokens. How many are
+  identical to transformers' `generate` in f32 and in BF16, and each position where one departs, is in the record.
+
+A table goes to stdout, everything to OUT/parity.json (also what was done before an abort); exit status 1 if anything
+failed. `--only NAME` and `--profiles` narrow it. `--no-unweight --device cpu --steps 3` runs transformers' side alone.
+"""
+
+import argparse
+import gc
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import models
+from truth import LENGTHS, Truth, rms_by_length, top_margin, worst
+
+PROFILES = ["resident", "distribution", "inference", "palette"]
+# RMS errors may be this many times that of transformers' BF16.
+BOUND = 1.25
+# A margin of this many RMS errors is no matter of rounding.
+CLEAR = 6.0
+ALL_PROMPTS = range(len(LENGTHS))
+NEW_TOKENS = 256
+PROMPT_TOKENS = 64
+MINUTES = 10
+
+
+class Refused(Exception):
+    """The binary did not do what it was asked."""
+
+
+class Cli:
+    def __init__(self, binary: str):
+        self.binary = binary
+
+    def __call__(self, *arguments) -> dict:
+        """Runs a command with --json."""
+        command = [self.binary, *map(str, arguments), "--json"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MINUTES * 60)
+        except subprocess.TimeoutExpired:
+            raise Refused(f"`{' '.join(command)[:300]}` ran for more than {MINUTES} minutes") from None
+        if done.returncode != 0:
+            said = (done.stderr.strip() or done.stdout.strip())[-600:]
+            raise Refused(f"`{' '.join(command)[:300]}`: exit status {done.returncode}: {said}")
+        return json.loads(done.stdout)
+
+
+def tokens_of(prompts: list[list[int]]) -> list[str]:
+    return [part for prompt in prompts for part in ("--tokens", ",".join(map(str, prompt)))]
+
+
+class Model:
+    """The cases of one model; each is a dict in `cases`."""
+
+    def __init__(self, spec: models.Spec, cli: Cli | None, work: Path, arguments):
+        self.spec, self.cli, self.work, self.arguments = spec, cli, work, arguments
+        self.folder = work / "model"
+        self.cases: list[dict] = []
+
+    def case(self, name: str, passed: bool, **more) -> None:
+        case = {"model": self.spec.name, "case": name, "passed": passed, **more}
+        self.cases.append(case)
+        shown = " ".join(f"{key}={show(value)}" for key, value in more.items() if not isinstance(value, (dict, list)))
+        print(f"{'ok  ' if passed else 'FAIL'} {self.spec.name:15} {name:48} {shown}", flush=True)
+
+    def run(self) -> None:
+        start = time.perf_counter()
+        texts = models.read_texts(self.arguments.texts)
+        told = self.spec.save(self.folder, texts, self.arguments.device, self.arguments.steps)
+        self.truth = Truth(self.folder, self.arguments.device)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder) if self.spec.trained else None
+        if self.spec.trained:
+            # Prompts of the kind that it has learned.
+            corpus = self.tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
+            step = (len(corpus) - max(LENGTHS)) // len(LENGTHS)
+            starts = (index * step for index in range(len(LENGTHS)))
+            self.truth.prompts = [corpus[start : start + length] for start, length in zip(starts, LENGTHS)]
+        self.truth.forward()
+        clear = [
+            (top_margin(logits) > CLEAR * self.truth.errors[length]).float().mean().item()
+            for logits, length in zip(self.truth.logits, LENGTHS)
+        ]
+        size = math.sqrt(sum(float(l.square().mean()) for l in self.truth.logits) / len(LENGTHS))
+        largest = max(self.truth.errors.values())
+        # Truth itself must be of use: far from noise, and with margins to look at.
+        useful = largest < 0.1 * size and max(clear) > 0.0
+        own = {"bf16_error": self.truth.errors, "logits_rms": size, "worst_bf16_error": largest}
+        own |= {"clear": sum(clear) / len(clear), **told, "seconds": time.perf_counter() - start}
+        self.case("transformers", useful, **own)
+        if self.spec.trained:
+            self.texts_to_continue(texts)
+        if self.cli:
+            for profile in self.arguments.profiles:
+                self.guard(f"{profile}: logits", self.logits, profile)
+                if self.spec.trained:
+                    self.guard(f"{profile}: greedy", self.greedy, profile)
+                shutil.rmtree(self.work / profile, ignore_errors=True)
+
+    def guard(self, name: str, check, *arguments) -> None:
+        """Whatever goes wrong is a failed case: a refusal, output that is not as documented. The others go on."""
+        try:
+            check(*arguments)
+        except Exception as error:
+            self.case(name, False, error=f"{type(error).__name__}: {error}")
+
+    # Logits.
+
+    def dump(self, bundle: Path, prompts: list[list[int]], *flags) -> tuple[list[torch.Tensor], bytes]:
+        file = self.work / "logits.safetensors"
+        file.unlink(missing_ok=True)
+        tokens = tokens_of(prompts)
+        self.cli("generate", bundle, *tokens, "--max-new-tokens", 0, "--dump-logits", file, *flags)
+        tensors = load_file(file)
+        if len(tensors) != len(prompts) or any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
+            told = {name: str(tensor.dtype) for name, tensor in tensors.items()}
+            raise Refused(f"{len(prompts)} prompts, but {file.name} holds {told}")
+        logits = [tensors[f"logits.{index}"] for index in range(len(prompts))]
+        raw = b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in logits)
+        return [tensor.float() for tensor in logits], raw
+
+    def against_truth(self, name: str, logits: list[torch.Tensor], which=ALL_PROMPTS) -> None:
+        lengths, truth = [LENGTHS[i] for i in which], [self.truth.logits[i] for i in which]
+        bounds = self.truth.errors
+        if len(lengths) < len(LENGTHS):
+            bounds = rms_by_length([self.truth.rounded[i] for i in which], truth, lengths)
+        ratios = {n: error / bounds[n] for n, error in rms_by_length(logits, truth, lengths).items()}
+        passed = all(ratio <= BOUND for ratio in ratios.values())
+        wrong, checked = 0, 0
+        for ours, true, length in zip(logits, truth, lengths):
+            clear = top_margin(true) > CLEAR * bounds[length]
+            wrong += int((ours.argmax(-1) != true.argmax(-1))[clear].sum())
+            checked += int(clear.sum())
+        more = {"ratio": worst(ratios), "argmax_wrong": wrong, "argmax_checked": checked, "ratios": ratios}
+        self.case(f"{name} = truth", passed and wrong == 0, **more)
+
+    def equal(self, name: str, left: list[torch.Tensor], right: list[torch.Tensor], which=ALL_PROMPTS) -> None:
+        differences = rms_by_length(left, right, [LENGTHS[i] for i in which])
+        ratios = {n: difference / self.truth.errors[n] for n, difference in differences.items()}
+        passed = all(ratio <= BOUND for ratio in ratios.values())
+        self.case(name, passed, ratio=worst(ratios), ratios=ratios)
+
+    def logits(self, profile: str) -> None:
+        bundle, prompts = self.work / profile, self.truth.prompts
+        report = self.cli("compress", self.folder, "-o", bundle, "--profile", profile)
+        encodings = {e["encoding"]: e["tensors"] for e in report["encodings"]}
+        batch = ("--max-batch", 16)
+        prefill, prefill_bytes = self.dump(bundle, prompts, *batch)
+        self.against_truth(f"{profile}: prefill", prefill)
+        self.cases[-1]["encodings"] = encodings
+        steps, steps_bytes = self.dump(bundle, prompts, "--by-steps", *batch)
+        self.against_truth(f"{profile}: steps of a batch", steps)
+        self.equal(f"{profile}: steps = prefill", steps, prefill)
+        if profile != self.arguments.profiles[0]:
+            return
+        same = self.dump(bundle, prompts, *batch)[1] == prefill_bytes
+        self.case(f"{profile}: prefill again, same bytes", same)
+        same = self.dump(bundle, prompts, "--by-steps", *batch)[1] == steps_bytes
+        self.case(f"{profile}: steps again, same bytes", same)
+        for index in (0, LENGTHS.index(65), LENGTHS.index(200)):
+            one = f"prompt of {LENGTHS[index]}"
+            ways = (("prefill", prefill, ()), ("steps", steps, ("--by-steps", "--max-batch", 1)))
+            for way, together, flags in ways:
+                alone, _ = self.dump(bundle, prompts[index : index + 1], *flags)
+                self.equal(f"{profile}: {one}, {way}, alone = in a batch", alone, [together[index]], [index])
+                # Of one row alone the error is a matter of luck.
+                if LENGTHS[index] > 1:
+                    self.against_truth(f"{profile}: {one}, {way}, alone", alone, [index])
+        for way, packed, flags in (("prefill", prefill, ()), ("steps", steps, ("--by-steps",))):
+            twin, _ = self.dump(bundle, prompts, "--linears", "cublas", *flags, *batch)
+            self.against_truth(f"{profile}: cublas, {way}", twin)
+            self.equal(f"{profile}: packed = cublas, {way}", packed, twin)
+        if self.arguments.device.startswith("cuda"):
+            by_gpu = self.work / "by-gpu"
+            self.cli("compress", self.folder, "-o", by_gpu, "--profile", profile, "--device", "cuda")
+            same = self.dump(by_gpu, prompts, *batch)[1] == prefill_bytes
+            self.case(f"{profile}: bundle made by the GPU, same bytes", same)
+            shutil.rmtree(by_gpu)
+
+    # Tokens.
+
+    def texts_to_continue(self, texts: list[str]) -> None:
+        """Prompts as text, each with its tokens and what transformers says next."""
+        whole = max(texts, key=len)
+        ids = self.tokenizer.encode(whole, add_special_tokens=False)
+        self.greedy_cases = []
+        for share in (0.1, 0.35, 0.6):
+            start = int(share * len(ids))
+            text = self.tokenizer.decode(ids[start : start + PROMPT_TOKENS])
+            self.add_greedy(text, False, self.tokenizer.encode(text))
+        question = models.conversations(texts)[3][0]
+        chat = self.tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+        self.add_greedy(question["content"], True, self.tokenizer.encode(chat, add_special_tokens=False))
+        for case in self.greedy_cases:
+            same = identical(case["bf16"], case["f32"])
+            name = "transformers: f32 = bf16, " + ("chat" if case["chat"] else "text")
+            self.case(name, True, identical=same, tokens=len(case["f32"]))
+
+    def add_greedy(self, text: str, chat: bool, ids: list[int]) -> None:
+        f32, bf16 = (self.truth.greedy(model, ids, NEW_TOKENS) for model in (self.truth.f32, self.truth.bf16))
+        self.greedy_cases.append({"text": text, "chat": chat, "ids": ids, "f32": f32, "bf16": bf16})
+
+    def greedy(self, profile: str) -> None:
+        bundle, new = self.work / profile, ("--max-new-tokens", NEW_TOKENS)
+        kinds = [()] if profile != self.arguments.profiles[0] else [(), ("--linears", "cublas")]
+        for flags in kinds:
+            name = f"{profile}{': cublas' if flags else ''}"
+            for case in self.greedy_cases:
+                chat = ("--chat",) if case["chat"] else ()
+                said = self.cli("generate", bundle, "--prompt", case["text"], *chat, *new, *flags)
+                self.continuation(f"{name}: greedy, {'chat' if chat else 'text'}", case, said["sequences"][0])
+            together = self.cli("generate", bundle, *tokens_of([c["ids"] for c in self.greedy_cases]), *new, *flags)
+            for case, sequence in zip(self.greedy_cases, together["sequences"], strict=True):
+                self.continuation(f"{name}: greedy, in a batch", case, sequence)
+
+    def continuation(self, name: str, case: dict, sequence: dict) -> None:
+        said, ends = sequence["tokens"], {models.EOS, models.END}
+        ids = case["ids"]
+        # The token that ends a text is no part of it, listed or not.
+        ours = said[:-1] if said and said[-1] in ends else said
+        problems = []
+        if sequence["prompt_tokens"] != len(ids):
+            problems.append(f"a prompt of {sequence['prompt_tokens']} tokens, the tokenizer makes {len(ids)} of it")
+        if ends & set(ours):
+            problems.append("goes on after an end token")
+        text = self.tokenizer.decode(ours, skip_special_tokens=True)
+        if sequence["text"] != text:
+            problems.append(f"text is {sequence['text'][-80:]!r}, the tokenizer makes {text[-80:]!r} of the tokens")
+        stopped = sequence["finish"] == "stop"
+        if not stopped and (sequence["finish"] != "length" or len(said) != NEW_TOKENS):
+            problems.append(f"{len(said)} tokens, finish is {sequence['finish']}")
+        # Teacher-forced along what was said: row i is what truth makes of everything before token i.
+        all_ids = ids + ours
+        true = self.truth.of(self.truth.f32, all_ids)[len(ids) - 1 :]
+        error = float((self.truth.of(self.truth.bf16, all_ids)[len(ids) - 1 :] - true).square().mean().sqrt())
+        margins, likeliest = top_margin(true).tolist(), true.argmax(-1).tolist()
+        departs = [i for i, token in enumerate(ours) if token != likeliest[i]]
+        if stopped and likeliest[len(ours)] not in ends:
+            departs.append(len(ours))
+        wrong = [i for i in departs if margins[i] > CLEAR * error]
+        if wrong:
+            problems.append(f"token {wrong[0]} is not truth's by {margins[wrong[0]] / error:.1f} errors")
+        more = {"identical_f32": identical(ours, case["f32"]), "identical_bf16": identical(ours, case["bf16"])}
+        more |= {"tokens": len(ours), "truth_tokens": len([t for t in case["f32"] if t not in ends])}
+        more |= {"near_ties": len(departs) - len(wrong), "finish": sequence["finish"]}
+        more["departures"] = [{"at": i, "margin_in_errors": margins[i] / error} for i in departs]
+        if problems:
+            more["error"] = "; ".join(problems)
+        self.case(name, not problems, **more)
+
+
+def identical(left: list[int], right: list[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(left, right))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def to_json(record: dict) -> str:
+    """JSON has no number for what is none: it becomes text."""
+    return json.dumps(json.loads(json.dumps(record), parse_constant=str), indent=1) + "\n"
+
+
+def show(value) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unweight", default="unweight", help="the binary")
+    parser.add_argument("--no-unweight", action="store_true", help="transformers' side alone")
+    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to learn")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for parity.json")
+    parser.add_argument("--device", default="cuda", help="where transformers runs: cuda or cpu")
+    parser.add_argument("--steps", type=int, default=600, help="training steps")
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--profiles", nargs="+", default=PROFILES, choices=PROFILES, help="the first is checked most")
+    arguments = parser.parse_args()
+    specs = [spec for spec in models.ALL if arguments.only in spec.name]
+    if not specs:
+        parser.error(f"--only {arguments.only}: the models are {', '.join(spec.name for spec in models.ALL)}")
+    if not arguments.no_unweight and not shutil.which(arguments.unweight):
+        parser.error(f"--unweight {arguments.unweight}: no such program; build it, or see --no-unweight")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_float32_matmul_precision("highest")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    on_cuda = arguments.device.startswith("cuda")
+    record = {
+        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "bound": BOUND,
+        "clear": CLEAR,
+        "lengths": LENGTHS,
+        "steps": arguments.steps,
+        "cases": [],
+    }
+    cli = None if arguments.no_unweight else Cli(arguments.unweight)
+    for spec in specs:
+        with tempfile.TemporaryDirectory() as folder:
+            model = Model(spec, cli, Path(folder), arguments)
+            model.guard("model", model.run)
+        record["cases"] += model.cases
+        record["failed"] = sum(not case["passed"] for case in record["cases"])
+        (arguments.out / "parity.json").write_text(to_json(record))
+        del model
+        gc.collect()
+        if on_cuda:
+            torch.cuda.empty_cache()
+    print(f"{len(record['cases'])} cases of {len(specs)} models, {record['failed']} failed")
+    sys.exit(1 if record["failed"] else 0)
+
+
+if __name__ == "__main__":
+    main()

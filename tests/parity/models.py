@@ -1,0 +1,252 @@
+"""Small models for `hf_parity.py`: trained ones of every family, and random ones of odd shapes.
+
+Each is a specification; `Spec.save(folder, ...)` makes the model and writes what `save_pretrained` writes, weights in
+BF16. Trained ones learn a folder of texts almost by heart, so that what they say next is clear of rounding. They come
+with a tokenizer of their own and a chat template. By itself this file saves models and does no more:
+
+    python3 models.py OUT --texts docs --device cpu --steps 3 [--only llama]
+"""
+
+import argparse
+import math
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>"]
+BOS, EOS, USER, ASSISTANT, END = range(5)
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] | trim }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+VOCAB = 2048
+POSITIONS = 2048
+# A row of training: longer than any prompt and what is generated after it.
+ROW_TOKENS = 768
+ROWS = 12
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A model: `config` are keys of its family's configuration."""
+
+    name: str
+    family: str
+    config: dict
+    trained: bool = False
+    # Share of weights of each matrix that is moved out of the window of 16 exponents in which the others lie.
+    escapes: float = 0.0
+    # As `save_pretrained` has it: small for several files.
+    shard: str = "1GB"
+    rope: dict = field(default_factory=dict)
+
+    def build(self, seed: int) -> transformers.PreTrainedModel:
+        """The model in f32, random."""
+        keys = {
+            "num_hidden_layers": 4,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": POSITIONS,
+            "bos_token_id": BOS,
+            "eos_token_id": EOS,
+            "tie_word_embeddings": False,
+            **self.config,
+        }
+        keys["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **self.rope}
+        # Queries and keys whose products are about 1: attention is neither flat nor a choice of one.
+        keys["initializer_range"] = 0.02 if self.trained else keys["hidden_size"] ** -0.5
+        name = FAMILIES[self.family]
+        config = getattr(transformers, f"{name}Config")(**keys)
+        torch.manual_seed(seed)
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+
+    def save(self, folder: Path, texts: list[str], device: str, steps: int, seed: int = 1) -> dict:
+        """Makes the model and saves it; returns what is worth telling."""
+        told = {}
+        model = self.build(seed).to(device)
+        if self.trained:
+            tokenizer = train_tokenizer(texts)
+            told["loss"] = train(model, tokenizer, texts, device, steps, seed)
+            tokenizer.save_pretrained(folder)
+            model.generation_config.eos_token_id = [EOS, END]
+        else:
+            disturb(model, self.escapes, seed)
+        model.generation_config.do_sample = False
+        model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=self.shard)
+        told["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        return told
+
+
+def sizes(hidden: int, intermediate: int, heads: int, kv_heads: int, **more) -> dict:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **more,
+    }
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+# Layers 2 and 3 have the window, 0 and 1 do not.
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}
+
+TRAINED = [
+    Spec("llama", "llama", sizes(384, 1024, 6, 2), trained=True, rope={"rope_theta": 500000.0}),
+    Spec("mistral", "mistral", sizes(256, 768, 8, 2, head_dim=64, sliding_window=64), trained=True),
+    Spec("qwen2", "qwen2", sizes(512, 1024, 8, 2, tie_word_embeddings=True), trained=True),
+    Spec("qwen3", "qwen3", sizes(256, 768, 4, 2, head_dim=128), trained=True, shard="2MB"),
+]
+# No multiples: of 64 `hidden_size` 280, 264, 136, 328; of 32 every `intermediate_size` here; 1003 is odd.
+RANDOM = [
+    Spec("llama-group7", "llama", sizes(280, 328, 7, 1, head_dim=64, vocab_size=1003)),
+    Spec("llama-llama3", "llama", sizes(256, 520, 4, 2, vocab_size=1000, tie_word_embeddings=True), rope=LLAMA3),
+    Spec("llama-linear", "llama", sizes(320, 456, 4, 4, vocab_size=1003, tie_word_embeddings=True), rope=LINEAR),
+    Spec("mistral-window", "mistral", sizes(264, 520, 4, 1, head_dim=128, sliding_window=48, vocab_size=1003)),
+    Spec("mistral-yarn", "mistral", sizes(256, 328, 4, 2, sliding_window=None, vocab_size=1003), rope=YARN),
+    Spec("qwen2-hd80", "qwen2", sizes(320, 456, 4, 2, vocab_size=1003), shard="1MB"),
+    Spec("qwen2-window", "qwen2", sizes(256, 520, 4, 1, vocab_size=1003, **QWEN_WINDOW), rope=YARN),
+    Spec("qwen3-group7", "qwen3", sizes(136, 200, 7, 1, head_dim=128, vocab_size=1003, tie_word_embeddings=True)),
+    Spec("qwen3-window", "qwen3", sizes(328, 200, 2, 2, head_dim=80, vocab_size=1003, **QWEN_WINDOW), rope=LLAMA3),
+    # Few enough to be packed with escapes, and too many for it.
+    Spec("llama-escapes", "llama", sizes(256, 512, 4, 2, vocab_size=1024), escapes=0.002),
+    Spec("qwen3-escapes", "qwen3", sizes(256, 512, 4, 2, head_dim=64, vocab_size=1024), escapes=0.03),
+]
+ALL = TRAINED + RANDOM
+
+
+@torch.no_grad()
+def disturb(model: torch.nn.Module, escapes: float, seed: int) -> None:
+    """Norms that are not 1, biases that are not 0, and escapes: one in 20 far above the other weights, the rest below.
+    Large ones stand where they cannot make attention a choice of one token."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            middle, spread = (0.0, 0.3) if name.endswith("bias") else (1.0, 0.1)
+            values = middle + spread * torch.randn(parameter.shape, generator=generator)
+        elif escapes:
+            values = parameter.cpu()
+            draw = torch.rand(parameter.shape, generator=generator)
+            may_be_large = any(part in name for part in ("v_proj", "o_proj", "up_proj", "down_proj"))
+            large = escapes / 20 if may_be_large else 0.0
+            values = torch.where(draw < escapes, values * 2.0**-24, values)
+            values = torch.where(draw < large, values * 2.0**48, values)
+            values = torch.where(draw < large, values.sign() * 64.0, values)
+        else:
+            continue
+        parameter.copy_(values)
+
+
+def read_texts(folder: Path) -> list[str]:
+    """Every Markdown file below a folder."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.md"))]
+    if not texts:
+        raise SystemExit(f"{folder}: no *.md files to learn from; give another folder to --texts")
+    return texts
+
+
+def train_tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE with what Llama's tokenizer does: a token in front, a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        additional_special_tokens=SPECIAL[2:],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=POSITIONS,
+    )
+
+
+def conversations(texts: list[str]) -> list[list[dict]]:
+    """A paragraph's first sentence as the question, the rest as the answer."""
+    pairs = []
+    for paragraph in (paragraph for text in texts for paragraph in text.split("\n\n")):
+        question, dot, answer = paragraph.strip().partition(". ")
+        if dot and 20 < len(question) < 200 and len(answer) > 100:
+            pairs.append([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    return pairs
+
+
+def train(model, tokenizer, texts: list[str], device: str, steps: int, seed: int) -> float:
+    """Learns the texts; three rows of four are cut from them, one is conversations. The last loss."""
+    draw = random.Random(seed)
+    parts = [tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in texts]
+    stream = [id for part in parts for id in (BOS, *part, EOS)]
+    chats = [tokenizer.apply_chat_template(pair, tokenize=False) for pair in conversations(texts)]
+    chats = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
+    if len(stream) <= ROW_TOKENS or not chats:
+        told = f"{len(stream)} tokens, {len(chats)} paragraphs with an answer"
+        raise SystemExit(f"the texts are too short: {told}; give more to --texts")
+
+    def row(kind: int) -> list[int]:
+        if kind % 4:
+            start = draw.randrange(len(stream) - ROW_TOKENS)
+            return [BOS, *stream[start : start + ROW_TOKENS - 1]]
+        ids = []
+        while len(ids) < ROW_TOKENS:
+            ids += draw.choice(chats)
+        return ids[:ROW_TOKENS]
+
+    on_cuda = device.startswith("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
+    warm_up, loss = max(steps // 20, 1), math.nan
+    model.train()
+    for step in range(steps):
+        done = step / steps
+        rate = 2e-3 * min((step + 1) / warm_up, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        ids = torch.tensor([row(kind) for kind in range(ROWS)], device=device)
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_cuda):
+            loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.eval()
+    return float(loss)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for the models, one folder each")
+    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to learn")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--steps", type=int, default=600, help="training steps")
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    arguments = parser.parse_args()
+    texts = read_texts(arguments.texts)
+    for spec in ALL:
+        if arguments.only in spec.name:
+            told = spec.save(arguments.out / spec.name, texts, arguments.device, arguments.steps)
+            print(spec.name, *(f"{key} {value:g}" for key, value in told.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
