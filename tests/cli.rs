@@ -228,7 +228,14 @@ fn inspect_lists_and_draws() {
     }
     let output = run(home.path(), &["inspect", bundle, "--tensor", "nothing*"], 2);
     assert!(stderr(&output).contains("no tensor matches nothing*"));
-    run(home.path(), &["inspect", bundle, "--plot", "ratio"], 2);
+    // Without a file, on the terminal.
+    let bars = stdout(&run(home.path(), &["inspect", bundle, "--plot", "ratio"], 0));
+    assert!(bars.contains("embedding") && bars.contains('\u{2588}') && bars.contains("tensors: "), "{bars}");
+    let bars = stdout(&run(home.path(), &["inspect", bundle, "--plot", "exponents"], 0));
+    // Exponents of weights, and nothing far from them.
+    assert!(bars.contains("bits of information") && bars.contains("\n120 ") && !bars.contains("\n  3 "), "{bars}");
+    assert!(bars.lines().count() < 40, "{bars}");
+    run(home.path(), &["inspect", bundle, "--svg", "x.svg"], 2);
 }
 
 #[test]
@@ -258,14 +265,93 @@ fn demo_goes_all_the_way() {
     assert!(stderr(&output).contains("not empty"));
 }
 
+/// Asks as bash does when the tab key is pressed at the end of the line.
+fn completions(folder: &Path, words: &[&str]) -> Vec<String> {
+    let binary = Path::new(assert_cmd::cargo::cargo_bin!("unweight"));
+    let path = std::env::join_paths(
+        [binary.parent().unwrap().to_owned()]
+            .into_iter()
+            .chain(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())),
+    );
+    let script = r#"source <(unweight completions bash) && COMP_WORDS=("$@") && COMP_CWORD=$(($# - 1)) &&
+        _clap_complete_unweight unweight "${!#}" && printf '%s\n' "${COMPREPLY[@]}""#;
+    let output = Command::new("bash")
+        .args(["-c", script, "bash"])
+        .args(words)
+        .env("PATH", path.unwrap())
+        .current_dir(folder)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{words:?}: {}", stderr(&output));
+    // A shell takes the blanks at the ends off.
+    stdout(&output).lines().map(|line| line.trim().to_owned()).collect()
+}
+
 #[test]
-fn completions_name_every_command() {
-    let home = tempfile::tempdir().unwrap();
+fn a_shell_completes_commands_kernels_and_tensors() {
+    let home = fixture();
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
-        let script = stdout(&run(home.path(), &["completions", shell], 0));
-        for command in ["compress", "decompress", "verify", "inspect", "kernels", "doctor"] {
-            assert!(script.contains(command), "{shell}: {command}");
-        }
+        assert!(stdout(&run(home, &["completions", shell], 0)).contains("_UNWEIGHT_COMPLETE"), "{shell}");
+    }
+    assert_eq!(completions(home, &["unweight", "decom"]), ["decompress"]);
+    assert_eq!(completions(home, &["unweight", "compress", "--profile", "res"]), ["resident"]);
+    let kernels = completions(home, &["unweight", "kernels", "emit", "uw_sm90a_encode_st"]);
+    assert_eq!(kernels, ["uw_sm90a_encode_stats"]);
+    let gates = completions(home, &["unweight", "extract", "bundle", "--tensor", "model.layers.1.mlp.g"]);
+    assert_eq!(gates, ["model.layers.1.mlp.gate_proj.weight"]);
+    assert_eq!(completions(home, &["unweight", "inspect", "bundle", "--tensor", "model.no"]), ["model.norm.weight"]);
+    let files = completions(home, &["unweight", "extract", "bundle", "--file", "model.safe"]);
+    assert_eq!(files, ["model.safetensors.index.json"]);
+    // Without a bundle on the line there is nothing to name, and no error.
+    assert_eq!(completions(home, &["unweight", "extract", "--tensor", "model."]).concat(), "");
+}
+
+#[test]
+fn every_command_has_a_manual_page() {
+    let home = tempfile::tempdir().unwrap();
+    let report = json(&run(home.path(), &["man", "deep/man1", "--json"], 0));
+    documented("man", &report);
+    let pages: Vec<&str> = report["pages"].as_array().unwrap().iter().map(|page| page.as_str().unwrap()).collect();
+    for page in ["unweight.1", "unweight-compress.1", "unweight-kernels-compile.1", "unweight-cache-prune.1"] {
+        assert!(pages.contains(&page), "{page} in {pages:?}");
+    }
+    for page in &pages {
+        let text = fs::read_to_string(home.path().join("deep/man1").join(page)).unwrap();
+        assert!(text.contains(".TH ") && text.contains(".SH SYNOPSIS"), "{page}");
+    }
+    let text = fs::read_to_string(home.path().join("deep/man1/unweight-compress.1")).unwrap();
+    assert!(text.contains("\\-\\-code\\-limit") && text.contains("Replace an existing output"), "{text}");
+    // Again, over what is there.
+    run(home.path(), &["man", "deep/man1"], 0);
+    fs::write(home.path().join("file"), "").unwrap();
+    run(home.path(), &["man", "file"], 2);
+}
+
+/// The example of the document does what the document says.
+#[test]
+fn the_documented_plan_file_is_followed() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let (_, section) = include_str!("../docs/cli.md").split_once("\n## Plan files\n").unwrap();
+    let (_, example) = section.split_once("```json\n").unwrap();
+    let (example, _) = example.split_once("```").unwrap();
+    fs::write(home.path().join("rules.json"), example).unwrap();
+    let report = json(&run(home.path(), &["plan", "model", "--plan", "rules.json", "--exclude", "*", "--json"], 0));
+    let encoding = |name: &str| {
+        let tensors = report["tensors"].as_array().unwrap();
+        tensors.iter().find(|tensor| tensor["name"] == name).unwrap()["encoding"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(encoding("model.layers.0.mlp.up_proj.weight"), "raw");
+    assert_eq!(encoding("model.layers.1.mlp.up_proj.weight"), "huffman");
+    assert_eq!(encoding("model.layers.1.self_attn.q_proj.weight"), "palette");
+    assert_eq!(encoding("model.norm.weight"), "raw");
+    // And what it says are errors are errors.
+    let more = example.replacen("\"match\"", "\"note\": 1, \"match\"", 1);
+    let other = example.replacen("model.layers.0.*", "model.layers.99.*", 1);
+    for (text, why) in [(more, "note"), (other, "no tensor matches 'model.layers.99.*'")] {
+        fs::write(home.path().join("rules.json"), text).unwrap();
+        let output = run(home.path(), &["plan", "model", "--plan", "rules.json"], 2);
+        assert!(stderr(&output).contains(why), "{}", stderr(&output));
     }
 }
 

@@ -8,6 +8,7 @@ use std::{
 };
 
 use clap::Args;
+use clap_complete::engine::ArgValueCandidates;
 use serde::Serialize;
 use unweight::format::{
     Digest,
@@ -15,7 +16,7 @@ use unweight::format::{
 };
 
 use super::{
-    archive,
+    archive, completions,
     failure::{Failure, Result},
     output::{self, Output},
     progress::Bar,
@@ -29,10 +30,10 @@ pub struct Extract {
     /// Directory of the bundle
     bundle: PathBuf,
     /// Name of the tensor
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", add = ArgValueCandidates::new(completions::tensors))]
     tensor: Option<String>,
     /// Name of a source file: all of it, or with --tensor the one whose tensor is meant, where several have it
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", add = ArgValueCandidates::new(completions::files))]
     file: Option<String>,
     /// File for the original bytes (of a tensor little-endian and row-major); must not exist; - is stdout
     #[arg(short, long, value_name = "FILE")]

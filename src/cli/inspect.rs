@@ -3,6 +3,7 @@
 use std::{io::Write, path::PathBuf};
 
 use clap::{Args, ValueEnum};
+use clap_complete::engine::ArgValueCandidates;
 use serde::Serialize;
 use unweight::format::{
     Histogram,
@@ -12,6 +13,7 @@ use unweight::format::{
 };
 
 use super::{
+    completions,
     failure::{Failure, Result},
     output::Output,
     plot,
@@ -25,13 +27,13 @@ pub struct Inspect {
     /// Directory of the bundle
     bundle: PathBuf,
     /// Only tensors whose name matches; * and ? are wildcards; may be repeated
-    #[arg(long, value_name = "GLOB")]
+    #[arg(long, value_name = "GLOB", add = ArgValueCandidates::new(completions::tensors))]
     tensor: Vec<String>,
     /// Print the table as comma-separated values
     #[arg(long, conflicts_with = "json")]
     csv: bool,
-    /// Draw the distribution of exponents, or the bits per element of each tensor
-    #[arg(long, value_name = "WHAT", requires = "svg")]
+    /// Draw the distribution of exponents, or what is stored of each tensor: on the terminal, or with --svg
+    #[arg(long, value_name = "WHAT")]
     plot: Option<Plot>,
     /// File for the drawing
     #[arg(long, value_name = "FILE", requires = "plot")]
@@ -87,18 +89,27 @@ impl Inspect {
             exponent_counts: None,
             exponent_entropy_bits: None,
         };
-        if let (Some(plot), Some(file)) = (self.plot, &self.svg) {
-            let svg = match plot {
-                Plot::Exponents => {
-                    let histogram = exponents(&bundle, &report.tensors, output)?;
-                    report.exponent_counts = Some(histogram.counts().to_vec());
-                    report.exponent_entropy_bits = Some(histogram.entropy_bits());
-                    plot::exponents(&histogram)?
-                }
-                Plot::Ratio => plot::ratio(&report.tensors)?,
+        if let Some(plot) = self.plot {
+            let histogram = match plot {
+                Plot::Exponents => Some(exponents(&bundle, &report.tensors, output)?),
+                Plot::Ratio => None,
             };
-            plot::save(file, &svg)?;
-            output.note(format_args!("{}: drawn", file.display()));
+            if let Some(histogram) = &histogram {
+                report.exponent_counts = Some(histogram.counts().to_vec());
+                report.exponent_entropy_bits = Some(histogram.entropy_bits());
+            }
+            if let Some(file) = &self.svg {
+                let svg = histogram.as_ref().map_or_else(|| plot::ratio(&report.tensors), plot::exponents)?;
+                plot::save(file, &svg)?;
+                output.note(format_args!("{}: drawn", file.display()));
+            } else if !output.json && !self.csv {
+                let mut drawing = Vec::new();
+                match &histogram {
+                    Some(histogram) => plot::exponents_text(histogram, &mut drawing)?,
+                    None => plot::ratio_text(&report.tensors, &mut drawing)?,
+                }
+                return output.result("inspect", &report, |out| out.write_all(&drawing));
+            }
             // The drawing was asked for; the table only with --json or --csv.
             if !output.json && !self.csv {
                 return Ok(());

@@ -7,6 +7,7 @@ use std::{
 };
 
 use clap::{Args, Subcommand};
+use clap_complete::engine::ArgValueCandidates;
 use serde::Serialize;
 use unweight::{
     codegen::{
@@ -27,6 +28,7 @@ use unweight::{
 };
 
 use super::{
+    completions,
     failure::{Failure, Result},
     output::{self, Output, Table},
     select,
@@ -49,7 +51,7 @@ pub enum Kernels {
 #[derive(Args)]
 pub struct Names {
     /// Names; * and ? are wildcards [default: all that ship]
-    #[arg(value_name = "NAME")]
+    #[arg(value_name = "NAME", add = ArgValueCandidates::new(completions::kernels))]
     names: Vec<String>,
 }
 

@@ -15,6 +15,7 @@ mod extract;
 mod failure;
 mod inspect;
 mod kernels;
+mod man;
 mod output;
 mod plan;
 mod plot;
@@ -76,7 +77,9 @@ enum Command {
     Cache(cache::Cache),
     /// Show what this machine has, and what each lack disables
     Doctor(doctor::Doctor),
-    /// Print a completion script for a shell
+    /// Write the manual pages to a directory
+    Man(man::Man),
+    /// Print a completion script for a shell: source <(unweight completions bash)
     Completions(completions::Completions),
 }
 
@@ -95,6 +98,7 @@ impl Command {
             Self::Bench(command) => command.name(),
             Self::Cache(command) => command.name(),
             Self::Doctor(_) => "doctor",
+            Self::Man(_) => "man",
             Self::Completions(_) => "completions",
         }
     }
@@ -112,6 +116,7 @@ impl Command {
             Self::Bench(command) => command.run(output),
             Self::Cache(command) => command.run(output),
             Self::Doctor(command) => command.run(output),
+            Self::Man(command) => command.run(output),
             Self::Completions(command) => command.run(output),
         }
     }
@@ -143,6 +148,11 @@ fn usage(error: &clap::Error) -> ExitCode {
 pub fn main() -> ExitCode {
     failure::install_handler();
     progress::survive_file_limit();
+    match completions::answer() {
+        Ok(true) => return ExitCode::SUCCESS,
+        Ok(false) => {}
+        Err(error) => return usage(&error),
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return usage(&error),

@@ -3,12 +3,14 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use clap::Args;
+use clap_complete::engine::ArgValueCandidates;
 use unweight::format::{
     CodeLimit, FormId,
     bundle::{CompressOptions, FormTotal, LargeCopy, Profile, Scope, Selection, TensorReport},
 };
 
 use super::{
+    completions,
     output::{self, Table},
     source::Found,
 };
@@ -17,10 +19,12 @@ use super::{
 #[derive(Args)]
 pub struct Select {
     /// What the bundle is for: distribution (smallest), inference (hard and easy layers), palette, or resident (12 bits, fastest to run)
-    #[arg(long, value_name = "PROFILE", default_value = "distribution", value_parser = profile)]
+    #[arg(long, value_name = "PROFILE", default_value = "distribution", value_parser = profile,
+          add = ArgValueCandidates::new(completions::profiles))]
     profile: Profile,
     /// Tensors to compress: mlp, linear (mlp and attention) or all [default: all; with --profile inference: mlp]
-    #[arg(long, value_name = "SCOPE", value_parser = scope)]
+    #[arg(long, value_name = "SCOPE", value_parser = scope,
+          add = ArgValueCandidates::new(completions::scopes))]
     scope: Option<Scope>,
     /// Longest Huffman code in bits, 6 to 15: short codes decode faster, long ones are smaller
     #[arg(long, value_name = "BITS", value_parser = code_limit, default_value_t = CodeLimit::DEFAULT.bits())]
@@ -34,7 +38,7 @@ pub struct Select {
     /// Leave out files or folders beside the weights whose name matches; may be repeated
     #[arg(long, value_name = "GLOB")]
     skip: Vec<String>,
-    /// JSON file that says the encoding of single tensors (docs/format.md, part B)
+    /// JSON file that says the encoding of single tensors (docs/cli.md, "Plan files")
     #[arg(long, value_name = "FILE")]
     plan: Option<PathBuf>,
     /// Threads [default: all processors]

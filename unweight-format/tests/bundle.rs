@@ -590,3 +590,46 @@ fn a_resumed_run_with_other_options_or_source_starts_anew() {
     assert!(!report.resumed_files.iter().any(|f| f.contains("00001")), "{:?}", report.resumed_files);
     assert!(verify(&out, Some(&source), &Silent).unwrap().is_ok());
 }
+
+/// Sums what is announced and what is done.
+#[derive(Default)]
+struct Sums {
+    announced: AtomicU64,
+    done: AtomicU64,
+}
+
+impl Progress for Sums {
+    fn start(&self, total_bytes: u64) {
+        self.announced.fetch_add(total_bytes, Ordering::Relaxed);
+    }
+
+    fn advance(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn progress_ends_where_it_was_announced_to_end() {
+    let scratch = Scratch::new();
+    let (source, bundle) = (scratch.path("source"), scratch.path("bundle"));
+    // One tensor is larger than what is moved as a whole.
+    demo_model::write(&source, &DemoOptions { layers: 2, vocab: 512, shards: 2, ..DemoOptions::default() }).unwrap();
+    let header = r#"{"big":{"dtype":"F32","shape":[18000000],"data_offsets":[0,72000000]}}"#;
+    let big = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![1; 72_000_000]].concat();
+    std::fs::write(source.join("zz-big.safetensors"), big).unwrap();
+    let check = |what: &str, work: &dyn Fn(&Sums)| {
+        let sums = Sums::default();
+        work(&sums);
+        let (announced, done) = (sums.announced.into_inner(), sums.done.into_inner());
+        assert!(announced > 72_000_000, "{what}");
+        assert_eq!(announced, done, "{what}");
+    };
+    for verify in [VerifyAfter::None, VerifyAfter::Sample, VerifyAfter::Full] {
+        let options = CompressOptions::default().verify(verify).force(true);
+        check(verify.name(), &|sums| drop(compress(&source, &bundle, &options, sums).unwrap()));
+    }
+    check("verify", &|sums| assert!(verify(&bundle, None, sums).unwrap().is_ok()));
+    check("against", &|sums| assert!(verify(&bundle, Some(&source), sums).unwrap().is_ok()));
+    let back = scratch.path("back");
+    check("decompress", &|sums| drop(decompress(&bundle, &back, &DecompressOptions::default(), sums).unwrap()));
+}

@@ -367,7 +367,9 @@ impl Job<'_> {
         let keep: HashSet<String> = resumed.keys().cloned().collect();
         self.stage.keep_only(&keep)?;
 
-        self.progress.start(total);
+        // What is decoded again is work, too.
+        let verified = if self.options.verify == VerifyAfter::None { 0 } else { tensor_bytes(model) };
+        self.progress.start(total.saturating_add(verified));
         let mut files = thread::scope(|scope| {
             let mut files = Vec::with_capacity(model.files.len());
             // A shard is settled while the next one is encoded: waiting for the disk costs no encoding time.
@@ -750,22 +752,39 @@ impl Job<'_> {
                 self.check_cancelled()?;
                 let batch = match work {
                     Work::Pieces(index) if chosen(&index) => {
-                        shard.stream(index, |_| self.check_cancelled())?;
+                        shard.stream(index, |piece| {
+                            self.progress.advance(piece.len() as u64);
+                            self.check_cancelled()
+                        })?;
                         verified += 1;
                         continue;
                     }
-                    Work::Pieces(_) => continue,
+                    Work::Pieces(index) => {
+                        self.progress.advance(shard.original_bytes(index));
+                        continue;
+                    }
                     Work::Batch(batch) => batch,
                 };
+                let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
                 let chosen: Vec<usize> = batch.filter(chosen).collect();
                 chosen
                     .par_iter()
                     .try_for_each(|&index| shard.decode(index, &mut shard.buffer(shard.original_bytes(index))?))?;
                 verified += chosen.len() as u64;
+                self.progress.advance(bytes);
             }
         }
         Ok(verified)
     }
+}
+
+/// Bytes of all tensors of a model.
+fn tensor_bytes(model: &Source) -> u64 {
+    let headers = model.files.iter().filter_map(|file| match &file.kind {
+        Kind::Weights { header, .. } => Some(header),
+        _ => None,
+    });
+    headers.flat_map(|header| &header.tensors).map(|tensor| tensor.bytes).sum()
 }
 
 /// Reads consecutive tensors, `bytes` in all, to the start of a buffer.
