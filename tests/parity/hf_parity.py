@@ -265,7 +265,7 @@ class Model:
             problems.append(f"token {wrong[0]} is not truth's by {margins[wrong[0]] / error:.1f} errors")
         more = {"identical_f32": identical(ours, case["f32"]), "identical_bf16": identical(ours, case["bf16"])}
         more |= {"tokens": len(ours), "truth_tokens": len([t for t in case["f32"] if t not in ends])}
-        more |= {"near_ties": len(departs) - len(wrong), "finish": sequence["finish"]}
+        more |= {"distinct": len(set(ours)), "near_ties": len(departs) - len(wrong), "finish": sequence["finish"]}
         more["departures"] = [{"at": i, "margin_in_errors": margins[i] / error} for i in departs]
         if problems:
             more["error"] = "; ".join(problems)

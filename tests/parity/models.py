@@ -215,7 +215,7 @@ def train(model, tokenizer, texts: list[str], device: str, steps: int, seed: int
 
     on_cuda = device.startswith("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
-    warm_up, loss = max(steps // 20, 1), math.nan
+    warm_up, loss = max(steps // 20, 1), torch.tensor(math.nan)
     model.train()
     for step in range(steps):
         done = step / steps
@@ -230,7 +230,7 @@ def train(model, tokenizer, texts: list[str], device: str, steps: int, seed: int
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     model.eval()
-    return float(loss)
+    return loss.item()
 
 
 def main() -> None:
