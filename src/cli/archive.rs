@@ -14,7 +14,7 @@ use std::{
 use tar::{Archive, Builder, Entry, EntryType, Header};
 use unweight::format::bundle::{
     Bundle, BundleError, DecompressOptions, Progress,
-    manifest::{FILE_NAME, FileEntry},
+    manifest::{FILE_NAME, FileEntry, INDEX_SOURCE_SUFFIX},
 };
 
 use super::failure::{Failure, Result};
@@ -137,7 +137,7 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
     // What cannot be kept of it is not worth failing for.
     let modified = SystemTime::UNIX_EPOCH + Duration::from_secs(entry.header().mtime().unwrap_or(0));
     let _ = file.set_times(FileTimes::new().set_modified(modified));
-    let mode = entry.header().mode().unwrap_or(0o644) & 0o755 | 0o600;
+    let mode = entry.header().mode().unwrap_or(0o644) & 0o777 | 0o600;
     let _ = file.set_permissions(Permissions::from_mode(mode));
     Ok(1)
 }
@@ -169,7 +169,11 @@ pub fn pack_originals(
     progress.start(total);
     let mut builder = Builder::new(out);
     for file in files {
-        let stored = dir.join(file.name());
+        // An index is rewritten; beside it lies the one that was there.
+        let stored = match file {
+            FileEntry::Index(index) => dir.join(format!("{}{INDEX_SOURCE_SUFFIX}", index.name)),
+            other => dir.join(other.name()),
+        };
         // The contents follow the header piece by piece, which is no reader that could be appended.
         builder.append_data(&mut header(&stored, file.size())?, file.name(), io::empty())?;
         bundle.write_file(file.name(), builder.get_mut(), options, progress)?;

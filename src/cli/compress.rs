@@ -110,6 +110,10 @@ impl Compress {
         if !report.resumed_files.is_empty() {
             output.note(format_args!("reused from the interrupted run: {}", report.resumed_files.join(", ")));
         }
+        if report.resumed_tensors > 0 {
+            let tensors = report.resumed_tensors;
+            output.note(format_args!("reused from a file that the interrupted run began: {tensors} tensors"));
+        }
         for remark in [select::nothing_coded(&report.tensors), select::large_copies(&report.large_copies)] {
             remark.into_iter().for_each(|remark| output.note(remark));
         }

@@ -9,6 +9,8 @@ pub const FAILPOINTS: &[&str] = &[
     "cleared",
     "prepared",
     "kept",
+    "part-written",
+    "journalled",
     "before-accept",
     "accepted",
     "before-record",

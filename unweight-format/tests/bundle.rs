@@ -591,6 +591,161 @@ fn a_resumed_run_with_other_options_or_source_starts_anew() {
     assert!(verify(&out, Some(&source), &Silent).unwrap().is_ok());
 }
 
+/// The encoder of this crate, which counts what it encodes.
+struct Counting(AtomicU64);
+
+impl Encoder for Counting {
+    fn encode(
+        &self,
+        matrix: Matrix<'_>,
+        form: FormId,
+        limit: CodeLimit,
+    ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        CpuEncoder.encode(matrix, form, limit)
+    }
+}
+
+fn write_tree(root: &Path, tree: &BTreeMap<String, Vec<u8>>) {
+    for (name, bytes) in tree {
+        fs::create_dir_all(root.join(name).parent().unwrap()).unwrap();
+        fs::write(root.join(name), bytes).unwrap();
+    }
+}
+
+/// One file is not begun again: what is written of it, sound and of this source is taken over, and nothing else.
+#[test]
+fn a_run_goes_on_inside_a_file() {
+    let scratch = Scratch::new();
+    let (source, out, partial) = (scratch.path("model"), scratch.path("out"), scratch.path("out.partial"));
+    let model = DemoOptions { layers: 4, vocab: 512, shards: 1, ..DemoOptions::default() };
+    demo_model::write(&source, &model).unwrap();
+    let options = CompressOptions::default().ram_bytes(Some(1 << 20)).sha256(true);
+    compress(&source, &scratch.path("whole"), &options, &Silent).unwrap();
+    let (whole, total) =
+        (read_tree(&scratch.path("whole")), fs::metadata(source.join("model.safetensors")).unwrap().len());
+    let half = |then: fn()| CancelAfter { bytes: total / 2, done: AtomicU64::new(0), then };
+    let nothing: fn() = || ();
+    compress(&source, &out, &options, &half(nothing)).unwrap_err();
+    let left = read_tree(&partial);
+    let find = |prefix: &str| left.keys().find(|name| name.starts_with(prefix)).unwrap().clone();
+    let (shard, journal) = (find("work/shard-"), find("work/journal-"));
+    let resume = |options: &CompressOptions, what: &str| {
+        let counting = Counting(AtomicU64::new(0));
+        let report = compress_with(&source, &out, &options.clone().resume(true), &counting, &Silent).unwrap();
+        assert!(!partial.exists(), "{what}");
+        let tree = read_tree(&out);
+        fs::remove_dir_all(&out).unwrap();
+        (tree, report.resumed_tensors, counting.0.into_inner() + report.resumed_tensors)
+    };
+    let (tree, kept, all) = resume(&options, "as it was left");
+    assert!(tree == whole && kept > 4, "{kept}");
+    // Norms are not encoded.
+    assert!((30..kept + 40).contains(&all), "{all}");
+    let mut damages: Vec<(String, BTreeMap<String, Vec<u8>>)> = Vec::new();
+    let mut damage = |what: &str, name: &str, change: &dyn Fn(&mut Vec<u8>)| {
+        let mut tree = left.clone();
+        change(tree.get_mut(name).unwrap());
+        damages.push((what.into(), tree));
+    };
+    damage("the shard's last byte", &shard, &|bytes| *bytes.last_mut().unwrap() ^= 1);
+    damage("the shard's middle", &shard, &|bytes| {
+        let at = bytes.len() / 2;
+        bytes[at] ^= 1
+    });
+    damage("a shard that is cut off", &shard, &|bytes| bytes.truncate(bytes.len() / 3));
+    damage("a shard that goes on", &shard, &|bytes| bytes.extend([7; 5000]));
+    damage("an empty shard", &shard, &|bytes| bytes.clear());
+    damage("a journal that is cut off", &journal, &|bytes| bytes.truncate(bytes.len() / 2 + 3));
+    damage("the journal's middle", &journal, &|bytes| {
+        let at = bytes.len() / 2;
+        bytes[at] ^= 1
+    });
+    damage("the journal's head", &journal, &|bytes| bytes[50] ^= 1);
+    damage("an empty journal", &journal, &|bytes| bytes.clear());
+    for name in [&shard, &journal] {
+        let mut tree = left.clone();
+        tree.remove(name);
+        damages.push((format!("without {name}"), tree));
+    }
+    for (what, tree) in damages {
+        write_tree(&partial, &tree);
+        let (tree, less, _) = resume(&options, &what);
+        assert!(tree == whole, "{what}");
+        assert!(less < kept || what == "a shard that goes on" || what == "the shard's last byte", "{what}: {less}");
+    }
+    // Of other options or another source nothing is taken over.
+    write_tree(&partial, &left);
+    let other = options.clone().sha256(false);
+    assert_eq!(resume(&other, "other options").1, 0);
+    demo_model::write(&scratch.path("other"), &DemoOptions { seed: 7, ..model }).unwrap();
+    write_tree(&source, &read_tree(&scratch.path("other")));
+    write_tree(&partial, &left);
+    let (tree, _, _) = resume(&options, "another source");
+    compress(&source, &out, &options, &Silent).unwrap();
+    assert!(tree == read_tree(&out), "another source");
+
+    // And back.
+    let (back, partial) = (scratch.path("back"), scratch.path("back.partial"));
+    let options = DecompressOptions::default().ram_bytes(Some(1 << 20));
+    decompress(&out, &back, &options, &half(nothing)).unwrap_err();
+    let left = read_tree(&partial);
+    let begun = left.keys().find(|name| name.starts_with("work/shard-")).unwrap();
+    for (what, at) in [("as it was left", None), ("the header", Some(9)), ("the middle", Some(left[begun].len() / 2))] {
+        let mut tree = left.clone();
+        if let Some(at) = at {
+            tree.get_mut(begun).unwrap()[at] ^= 1;
+        }
+        write_tree(&partial, &tree);
+        let report = decompress(&out, &back, &options.clone().resume(true), &Silent).unwrap();
+        let file = report.files.iter().find(|file| file.name == "model.safetensors").unwrap();
+        assert!(!file.resumed && file.resumed_bytes < file.bytes, "{what}");
+        match what {
+            "the header" => assert_eq!(file.resumed_bytes, 0),
+            _ => assert!(file.resumed_bytes > total / 8, "{what}: {}", file.resumed_bytes),
+        }
+        assert!(read_tree(&back) == read_tree(&source), "{what}");
+        assert!(!partial.exists());
+        fs::remove_dir_all(&back).unwrap();
+    }
+}
+
+#[test]
+fn modes_and_times_come_back() {
+    use std::{
+        os::unix::fs::PermissionsExt,
+        time::{Duration, SystemTime},
+    };
+    let scratch = Scratch::new();
+    let (source, bundle, back) = (scratch.path("model"), scratch.path("bundle"), scratch.path("back"));
+    small_model(&source);
+    let names: Vec<String> = read_tree(&source).into_keys().collect();
+    let facts = |root: &Path, name: &str| {
+        let metadata = fs::metadata(root.join(name)).unwrap();
+        (metadata.permissions().mode() & 0o7777, metadata.modified().unwrap())
+    };
+    for (i, name) in names.iter().enumerate() {
+        let file = fs::File::options().write(true).open(source.join(name)).unwrap();
+        file.set_modified(SystemTime::UNIX_EPOCH + Duration::new(1_000_000_000 + i as u64, 123_000_000)).unwrap();
+        // The mask of those who run tests leaves the user's own bits alone.
+        let mode = [0o600, 0o700, 0o400, 0o4700][i % 4];
+        file.set_permissions(fs::Permissions::from_mode(mode)).unwrap();
+    }
+    compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
+    decompress(&bundle, &back, &DecompressOptions::default(), &Silent).unwrap();
+    for name in &names {
+        let (mode, modified) = facts(&source, name);
+        // A program's rights are not handed on.
+        assert_eq!(facts(&back, name), (mode & 0o777, modified), "{name}");
+    }
+    // The bytes of a bundle have nothing of it.
+    let tree = read_tree(&bundle);
+    fs::remove_dir_all(&bundle).unwrap();
+    names.iter().for_each(|name| fs::set_permissions(source.join(name), fs::Permissions::from_mode(0o644)).unwrap());
+    compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
+    assert!(read_tree(&bundle) == tree);
+}
+
 /// Sums what is announced and what is done.
 #[derive(Default)]
 struct Sums {
@@ -616,7 +771,7 @@ fn progress_ends_where_it_was_announced_to_end() {
     demo_model::write(&source, &DemoOptions { layers: 2, vocab: 512, shards: 2, ..DemoOptions::default() }).unwrap();
     let header = r#"{"big":{"dtype":"F32","shape":[18000000],"data_offsets":[0,72000000]}}"#;
     let big = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![1; 72_000_000]].concat();
-    std::fs::write(source.join("zz-big.safetensors"), big).unwrap();
+    fs::write(source.join("zz-big.safetensors"), big).unwrap();
     let check = |what: &str, work: &dyn Fn(&Sums)| {
         let sums = Sums::default();
         work(&sums);

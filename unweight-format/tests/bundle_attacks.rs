@@ -255,6 +255,33 @@ fn child() {
     }
 }
 
+/// After each tensor of a file whose parts do not lie as they come: what waits for the end is got ready again.
+#[test]
+fn a_crash_after_any_tensor_loses_nothing_of_it() {
+    let scratch = Scratch::new();
+    let (source, out) = (scratch.path("model"), scratch.path("out"));
+    fs::create_dir(&source).unwrap();
+    let tensors = [
+        tensor("bias", "BF16", &[3], &common::weights(3, 3)),
+        tensor("odd.mlp.up_proj.weight", "BF16", &[129, 131], &common::weights(129 * 131, 2)),
+        tensor("mask", "BOOL", &[5], &[1, 0, 1, 1, 0]),
+        tensor("m.weight", "BF16", &[256, 256], &common::weights(256 * 256, 4)),
+        tensor("f64", "F64", &[1], &[1; 8]),
+        tensor("conv", "BF16", &[33, 7, 3, 3], &common::weights(33 * 7 * 9, 5)),
+        tensor("noise", "BF16", &[100, 100], &common::noise(20_000)),
+    ];
+    fs::write(source.join("model.safetensors"), safetensors_file(&[], &tensors)).unwrap();
+    let options = CompressOptions::default();
+    compress(&source, &scratch.path("whole"), &options, &Silent).unwrap();
+    for after in 1..=tensors.len() {
+        assert!(crash(scratch.dir(), "compress", &format!("journalled:{after}")), "{after}");
+        let report = compress(&source, &out, &options.clone().resume(true), &Silent).unwrap();
+        assert_eq!(report.resumed_tensors, after as u64);
+        assert!(read_tree(&out) == read_tree(&scratch.path("whole")), "{after}");
+        fs::remove_dir_all(&out).unwrap();
+    }
+}
+
 /// Every crash point of the protocol, in a fresh run, one that replaces and one that rebuilds: the output is absent, the old one or the new one, never
 /// a part of one; a run after it ends in the same bytes, whether it resumes or not.
 #[test]

@@ -11,6 +11,7 @@ use std::{
     borrow::Cow,
     collections::{BTreeMap, HashSet},
     fs::File,
+    io::Write,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{
@@ -29,7 +30,7 @@ use super::{
     BundleError, CompareReport, CompareRow, CompressOptions, CompressReport, CpuEncoder, Encoder, EncoderError,
     PlanReport, Progress, TensorReport, VerifyAfter,
     files::{self, Contents, Input},
-    pipeline::{Gate, Work, batches, join, on_threads, spawn},
+    pipeline::{Gate, Work, batches_from, join, on_threads, spawn},
     read::Shard,
     report::{by_role, coded, peak_rss_bytes, ratio, saved, totals},
     source::{Index, Kind, Source, SourceFile},
@@ -41,6 +42,7 @@ use crate::{
         self, CopiedFile, FileEntry, INDEX_SOURCE_SUFFIX, IndexFile, Manifest, Options, SOURCE_HEADER, SectionEntry,
         TensorEntry, VERSION, WeightsFile, section_name,
     },
+    failpoint::failpoint,
     form::{FORMS, Sample},
     plan::{self, Choice, Decision, Planner},
     safetensors::{self, Dtype, HEADER_MAX, Header, TensorInfo, header_to_bytes},
@@ -88,7 +90,7 @@ pub fn compress_with(
     let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
     let job = Job { options, planner: &planner, stage: &stage, encoder, progress };
     let result = on_threads(options.threads, || job.run(&model));
-    let (manifest, resumed_files, stored_bytes, verified_tensors) = result?;
+    let Made { manifest, resumed_files, resumed_tensors, stored_bytes, verified_tensors } = result?;
     stage.finish()?;
     let tensors = tensor_reports(&manifest);
     let original_bytes = model.files.iter().map(|f| f.bytes).sum();
@@ -100,6 +102,7 @@ pub fn compress_with(
         files: model.files.len() as u64,
         large_copies: model.large_copies(),
         resumed_files,
+        resumed_tensors,
         original_bytes,
         stored_bytes,
         ratio: ratio(stored_bytes, original_bytes),
@@ -335,27 +338,81 @@ impl Record {
     }
 }
 
+/// What a journal begins with: it is of this very source file, as far as its header tells, and of these options.
+#[derive(PartialEq, Serialize, Deserialize)]
+struct JournalHead {
+    options: String,
+    name: String,
+    size: u64,
+    header_digest: Digest,
+}
+
+/// A line of a journal: the digest of the JSON text, then that text.
+fn journal_line(value: &impl Serialize) -> Vec<u8> {
+    let json = serde_json::to_vec(value).expect("a line is strings, numbers and lists");
+    [Digest::of(&json).to_string().as_bytes(), b" ", &json, b"\n"].concat()
+}
+
+/// The lines of a journal up to the first that is not whole.
+fn journal_lines(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    bytes.split(|byte| *byte == b'\n').map_while(|line| {
+        let (digest, json) = line.split_at_checked(33)?;
+        (digest[32] == b' ' && Digest::of(json).to_string().as_bytes() == &digest[..32]).then_some(json)
+    })
+}
+
+/// The beginning of a shard that an interrupted run wrote, as far as it is sound and of this source.
+struct Kept {
+    entries: Vec<TensorEntry>,
+    /// Of the source, up to here.
+    sha: Option<Sha256>,
+    /// Bytes of the tensors in the source.
+    source_bytes: u64,
+}
+
+/// What a shard will look like, as far as its source's header tells.
+struct Layout {
+    decisions: Vec<Decision>,
+    metadata: BTreeMap<String, String>,
+    /// Bytes for the header.
+    reserved: u64,
+}
+
+/// What [`Job::run`] has made.
+struct Made {
+    manifest: Manifest,
+    resumed_files: Vec<String>,
+    resumed_tensors: u64,
+    stored_bytes: u64,
+    verified_tensors: u64,
+}
+
 /// A shard that is written but may not be on the disk yet.
 struct Written {
     file: File,
     work: PathBuf,
+    journal: PathBuf,
     record: Record,
 }
 
 impl Job<'_> {
-    /// Fills the stage. Returns the manifest, the files taken over, the bundle's bytes and the tensors verified.
-    fn run(&self, model: &Source) -> Result<(Manifest, Vec<String>, u64, u64), BundleError> {
+    /// Fills the stage.
+    fn run(&self, model: &Source) -> Result<Made, BundleError> {
         let total: u64 = model.files.iter().map(|f| f.bytes).sum();
-        let mut resumed = BTreeMap::new();
+        let (mut resumed, mut begun) = (BTreeMap::new(), BTreeMap::new());
         if self.options.resume {
             for file in &model.files {
                 self.check_cancelled()?;
                 if let Some(entry) = self.resumable(file)? {
                     resumed.insert(file.name.clone(), entry);
+                } else if let Some(kept) = self.kept(file)? {
+                    begun.insert(file.name.clone(), kept);
                 }
             }
         }
-        let taken_over: u64 = model.files.iter().filter(|f| resumed.contains_key(&f.name)).map(|f| f.bytes).sum();
+        let finished: u64 = model.files.iter().filter(|f| resumed.contains_key(&f.name)).map(|f| f.bytes).sum();
+        let taken_over = finished + begun.values().map(|kept| kept.source_bytes).sum::<u64>();
+        let resumed_tensors = begun.values().map(|kept| kept.entries.len() as u64).sum();
         // A bundle is not larger than its source but for headers; predict in earnest only when that may not fit.
         let worst = total - taken_over;
         if self.stage.free_bytes().is_some_and(|free| free < worst + worst / 16 + (64 << 20)) {
@@ -365,7 +422,7 @@ impl Job<'_> {
             self.stage.reserve(worst)?;
         }
         let keep: HashSet<String> = resumed.keys().cloned().collect();
-        self.stage.keep_only(&keep)?;
+        self.stage.keep_only(&keep, &begun.keys().cloned().collect())?;
 
         // What is decoded again is work, too.
         let verified = if self.options.verify == VerifyAfter::None { 0 } else { tensor_bytes(model) };
@@ -384,7 +441,7 @@ impl Job<'_> {
                             entry
                         }
                         None => {
-                            let shard = self.weights(file, header, header_bytes)?;
+                            let shard = self.weights(file, header, header_bytes, begun.remove(&file.name))?;
                             let entry = shard.record.file.clone();
                             settling.take().map_or(Ok(()), join)?;
                             settling = Some(scope.spawn(move || self.settle(shard)));
@@ -431,8 +488,9 @@ impl Job<'_> {
         let bytes = manifest.seal();
         self.stage.put(manifest::FILE_NAME, &bytes)?;
         let stored = manifest.files.iter().flat_map(FileEntry::stored).map(|(_, bytes)| bytes).sum::<u64>();
-        let verified = self.verify(&manifest)?;
-        Ok((manifest, resumed_files, stored + bytes.len() as u64, verified))
+        let verified_tensors = self.verify(&manifest)?;
+        let stored_bytes = stored + bytes.len() as u64;
+        Ok(Made { manifest, resumed_files, resumed_tensors, stored_bytes, verified_tensors })
     }
 
     fn check_cancelled(&self) -> Result<(), BundleError> {
@@ -473,9 +531,7 @@ impl Job<'_> {
         let Ok(bytes) = files::read_small(&self.stage.record(&file.name), manifest::BYTES_MAX) else { return Ok(None) };
         let Some(Record { options, file: entry }) = Record::parse(&bytes) else { return Ok(None) };
         let planned = |(t, info): (&TensorEntry, &TensorInfo)| {
-            let decision = self.planner.decide(&info.name, info.dtype, &info.shape);
-            (&t.name, t.dtype, &t.shape, t.role, t.layer)
-                == (&info.name, info.dtype, &info.shape, decision.role, decision.layer)
+            is_planned(t, info, &self.planner.decide(&info.name, info.dtype, &info.shape))
         };
         let same = options == self.fingerprint()
             && (&entry.name, entry.size, entry.sha256.is_some()) == (&file.name, file.bytes, self.options.sha256)
@@ -512,9 +568,69 @@ impl Job<'_> {
         Ok(sound.then_some(shard.file))
     }
 
-    /// Compresses one safetensors file; what is written has yet to be settled.
-    fn weights(&self, file: &SourceFile, header: &Header, header_bytes: &[u8]) -> Result<Written, BundleError> {
+    fn journal_head(&self, file: &SourceFile, header_bytes: &[u8]) -> JournalHead {
+        JournalHead {
+            options: self.fingerprint(),
+            name: file.name.clone(),
+            size: file.bytes,
+            header_digest: Digest::of(header_bytes),
+        }
+    }
+
+    /// The beginning of a shard that an interrupted run wrote: up to the first tensor whose source or whose stored parts have not the
+    /// digests of the journal.
+    fn kept(&self, file: &SourceFile) -> Result<Option<Kept>, BundleError> {
+        let Kind::Weights { header, header_bytes } = &file.kind else { return Ok(None) };
+        let Ok(journal) = files::read_small(&self.stage.journal(&file.name), manifest::BYTES_MAX) else {
+            return Ok(None);
+        };
+        let Ok(written) = Input::open(&self.stage.growing(&file.name)) else { return Ok(None) };
+        let mut lines = journal_lines(&journal);
+        let head = lines.next().and_then(|json| serde_json::from_slice::<JournalHead>(json).ok());
+        if head.is_none_or(|head| head != self.journal_head(file, header_bytes)) {
+            return Ok(None);
+        }
+        let layout = self.layout(file, header, header_bytes)?;
         let input = Input::open_same(&file.path, &file.stamp)?;
+        let mut sha = self.options.sha256.then(Sha256::new);
+        if let Some(sha) = &mut sha {
+            sha.update(header_bytes);
+        }
+        let mut kept = Kept { entries: Vec::new(), sha, source_bytes: 0 };
+        let mut at = layout.reserved;
+        for ((json, info), decision) in lines.zip(&header.tensors).zip(&layout.decisions) {
+            self.check_cancelled()?;
+            let entry = serde_json::from_slice::<TensorEntry>(json).ok();
+            let sound = |entry: &TensorEntry| is_planned(entry, info, decision) && entry.contradiction().is_none();
+            let Some(entry) = entry.filter(sound) else { break };
+            let is_written = stored_parts(&entry, info).filter(|(bytes, _)| bytes.is_multiple_of(ALIGN)).all(|part| {
+                let (from, (bytes, digest)) = (at, part);
+                at += bytes;
+                at <= written.stamp().bytes && written.stream(from, bytes, |_| Ok(())).is_ok_and(|got| got == digest)
+            });
+            if !is_written {
+                break;
+            }
+            let mut sha = kept.sha.clone();
+            let digest = input.stream(info.offset, info.bytes, |piece| {
+                if let Some(sha) = &mut sha {
+                    sha.update(piece);
+                }
+                self.check_cancelled()
+            })?;
+            if digest != entry.digest {
+                break;
+            }
+            kept.sha = sha;
+            kept.source_bytes += info.bytes;
+            kept.entries.push(entry);
+        }
+        input.check_unchanged()?;
+        Ok(Some(kept))
+    }
+
+    /// Forms, metadata and the place for the header of a shard.
+    fn layout(&self, file: &SourceFile, header: &Header, header_bytes: &[u8]) -> Result<Layout, BundleError> {
         let decisions: Vec<Decision> =
             header.tensors.iter().map(|t| self.planner.decide(&t.name, t.dtype, &t.shape)).collect();
         let mut metadata: BTreeMap<String, String> = header.metadata.iter().cloned().collect();
@@ -527,34 +643,65 @@ impl Job<'_> {
         if reserved > HEADER_MAX {
             return Err(BundleError::HeaderTooLarge { file: file.name.clone(), got: reserved, limit: HEADER_MAX });
         }
-        let work = self.stage.work().join(format!("shard-{}", Digest::of(file.name.as_bytes())));
+        Ok(Layout { decisions, metadata, reserved })
+    }
+
+    /// Compresses one safetensors file, or the rest of it; what is written has yet to be settled.
+    fn weights(
+        &self,
+        file: &SourceFile,
+        header: &Header,
+        header_bytes: &[u8],
+        kept: Option<Kept>,
+    ) -> Result<Written, BundleError> {
+        let input = Input::open_same(&file.path, &file.stamp)?;
+        let Layout { decisions, metadata, reserved } = self.layout(file, header, header_bytes)?;
+        let (work, journal) = (self.stage.growing(&file.name), self.stage.journal(&file.name));
+        let is_new = kept.is_none();
+        // One hash over what is encoded, in the order of the file: it cannot be of other bytes.
+        let kept = kept.unwrap_or_else(|| {
+            let sha = self.options.sha256.then(|| Sha256::new_with_prefix(header_bytes));
+            Kept { entries: Vec::new(), sha, source_bytes: 0 }
+        });
+        let Kept { mut entries, mut sha, source_bytes } = kept;
+        let stored: u64 = entries
+            .iter()
+            .zip(&header.tensors)
+            .flat_map(|(entry, info)| stored_parts(entry, info))
+            .fold(reserved, |sum, (bytes, _)| sum + if bytes.is_multiple_of(ALIGN) { bytes } else { 0 });
+        let shard = if is_new { files::create(&work) } else { files::reopen(&work, stored) };
+        let shard = shard.map_err(self.stage.write_error(&work))?;
         let mut target = Target {
-            file: files::create(&work).map_err(self.stage.write_error(&work))?,
+            file: shard,
             path: &work,
             stage: self.stage,
             at: reserved,
             parts: Vec::new(),
+            journal: self.begin_journal(&journal, &self.journal_head(file, header_bytes), &entries)?,
         };
+        let mut begun = Vec::new();
+        for ((entry, info), decision) in entries.iter().zip(&header.tensors).zip(&decisions) {
+            self.take_over(&mut target, file, (entry, info, decision), &input, &mut begun)?;
+        }
+        self.progress.advance(source_bytes);
 
         let gate = Gate::new(self.options.ram_bytes);
         let failed = AtomicBool::new(false);
         let (sender, receiver) = mpsc::channel::<Encoded<'_>>();
         let tensors = header.tensors.iter().zip(&decisions);
-        let all = batches(tensors.map(|(t, d)| (t.bytes, d.choice.grid().is_none())), self.options.ram_bytes);
-        let mut entries = Vec::with_capacity(header.tensors.len());
-        // One hash over what is encoded, in the order of the file: it cannot be of other bytes.
-        let mut sha = self.options.sha256.then(Sha256::new);
-        if let Some(sha) = &mut sha {
-            sha.update(header_bytes);
-        }
+        let tensors = tensors.map(|(t, d)| (t.bytes, d.choice.grid().is_none()));
+        let all = batches_from(entries.len(), tensors, self.options.ram_bytes);
         let deferred = thread::scope(|scope| {
             let (gate, input, target, failed) = (&gate, &input, &mut target, &failed);
             let writer = spawn(scope, move || {
-                let (mut result, mut deferred) = (Ok(()), Vec::new());
+                let (mut result, mut deferred) = (Ok(()), begun);
                 // After a failure the rest is taken in all the same, so that nobody waits at the gate for ever.
                 for encoded in receiver {
                     if result.is_ok() {
-                        result = target.put(&encoded, &mut deferred, input);
+                        result = target.put(&encoded, &mut deferred, input).and_then(|()| {
+                            failpoint("part-written");
+                            target.note(&encoded.entry)
+                        });
                         failed.store(result.is_err(), Ordering::Relaxed);
                     }
                     let held = encoded.held_bytes;
@@ -652,6 +799,7 @@ impl Job<'_> {
         let shard_header = target.finish(&metadata, reserved)?;
         let (shard_size, target) = (target.at, target.file);
         input.check_unchanged()?;
+        input.pass_attributes(&target);
 
         let header_digest = Digest::of(header_bytes);
         let entry = WeightsFile {
@@ -668,14 +816,80 @@ impl Job<'_> {
         };
         let record = Record { options: self.fingerprint(), file: entry };
         self.progress.advance(header_bytes.len() as u64);
-        Ok(Written { file: target, work, record })
+        Ok(Written { file: target, work, journal, record })
     }
 
     /// Waits until a shard is on the disk, gives it its name, and notes that for a later run.
     fn settle(&self, shard: Written) -> Result<(), BundleError> {
         shard.file.sync_all().map_err(self.stage.write_error(&shard.work))?;
         self.stage.accept(&shard.work, &shard.record.file.name)?;
-        self.stage.put_record(&shard.record.file.name, &shard.record.to_bytes())
+        self.stage.put_record(&shard.record.file.name, &shard.record.to_bytes())?;
+        std::fs::remove_file(&shard.journal).map_err(BundleError::io("remove the file", &shard.journal))
+    }
+
+    /// A journal with what is kept, in place of an older one.
+    fn begin_journal(&self, path: &Path, head: &JournalHead, entries: &[TensorEntry]) -> Result<File, BundleError> {
+        let lines: Vec<u8> =
+            [journal_line(head)].into_iter().chain(entries.iter().map(journal_line)).flatten().collect();
+        let new = self.stage.work().join("journal");
+        let mut file = files::create(&new).map_err(self.stage.write_error(&new))?;
+        file.write_all(&lines).map_err(self.stage.write_error(&new))?;
+        std::fs::rename(&new, path).map_err(self.stage.write_error(path))?;
+        Ok(file)
+    }
+
+    /// Goes past a tensor that an interrupted run has written. What waits for the end of the shard is got ready again.
+    fn take_over(
+        &self,
+        target: &mut Target<'_>,
+        file: &SourceFile,
+        (entry, info, decision): (&TensorEntry, &TensorInfo, &Decision),
+        input: &Input,
+        deferred: &mut Vec<Deferred>,
+    ) -> Result<(), BundleError> {
+        let (offset, digest) = (info.offset, entry.digest);
+        let Some(grid) = entry.grid() else {
+            let part = Part::new(info.name.clone(), info.dtype, info.shape.clone(), info.bytes);
+            if part.bytes.is_multiple_of(ALIGN) {
+                target.pass(part);
+            } else {
+                deferred.push(Deferred { part, contents: Pending::Raw { offset, digest } });
+            }
+            return Ok(());
+        };
+        let mut again = None;
+        for section in &entry.sections {
+            let shape = section.name.shape(grid, section.bytes as usize);
+            let name = section_name(&info.name, section.name);
+            let part = Part::new(name, section.name.dtype(), shape, section.bytes);
+            if part.bytes.is_multiple_of(ALIGN) {
+                target.pass(part);
+                continue;
+            }
+            if section.name == Section::SIGN_MANTISSA {
+                let contents = Pending::SignMantissa { offset, bytes: info.bytes, digest };
+                deferred.push(Deferred { part, contents });
+                continue;
+            }
+            if again.is_none() {
+                let bytes = input.read(offset, info.bytes)?;
+                let made = encode_tensor(&bytes, decision.choice.clone(), self.options, self.encoder);
+                again = Some(made.map_err(|source| BundleError::Encoder {
+                    file: file.name.clone(),
+                    tensor: info.name.clone(),
+                    source,
+                })?);
+            }
+            let made = match &again {
+                Some((_, _, Stored::Coded(tensor))) => tensor.sections().find(|(name, _)| *name == section.name),
+                _ => None,
+            };
+            match made.filter(|(_, bytes)| Digest::of(bytes) == section.digest) {
+                Some((_, bytes)) => deferred.push(Deferred { part, contents: Pending::Held(bytes.to_vec()) }),
+                None => return Err(input.changed()),
+            }
+        }
+        Ok(())
     }
 
     /// A large raw tensor: its digest now, its bytes when it is written.
@@ -819,6 +1033,18 @@ fn entry(
     }
 }
 
+/// Whether an entry is of this tensor, and what it is for was decided the same.
+fn is_planned(entry: &TensorEntry, info: &TensorInfo, decision: &Decision) -> bool {
+    (&entry.name, entry.dtype, &entry.shape, entry.role, entry.layer)
+        == (&info.name, info.dtype, &info.shape, decision.role, decision.layer)
+}
+
+/// Bytes and digests of the parts that a tensor is stored in, in stored order.
+fn stored_parts<'a>(entry: &'a TensorEntry, info: &TensorInfo) -> impl Iterator<Item = (u64, Digest)> + 'a {
+    let raw = (entry.form == FormId::RAW).then_some((info.bytes, entry.digest));
+    raw.into_iter().chain(entry.sections.iter().map(|section| (section.bytes, section.digest)))
+}
+
 /// First and last, the largest of each form, and every sixteenth.
 fn sampled(file: &WeightsFile) -> HashSet<usize> {
     let mut chosen: HashSet<usize> = (0..file.tensors.len()).step_by(16).collect();
@@ -905,9 +1131,24 @@ struct Target<'a> {
     /// Where the next byte goes.
     at: u64,
     parts: Vec<Part>,
+    /// What has been written, for a run that goes on with it.
+    journal: File,
 }
 
 impl Target<'_> {
+    /// Goes past a part that is written.
+    fn pass(&mut self, part: Part) {
+        self.at += part.bytes;
+        self.parts.push(part);
+    }
+
+    /// Notes that a tensor is written.
+    fn note(&mut self, entry: &TensorEntry) -> Result<(), BundleError> {
+        self.journal.write_all(&journal_line(entry)).map_err(self.stage.write_error(self.path))?;
+        failpoint("journalled");
+        Ok(())
+    }
+
     fn write(&mut self, bytes: &[u8]) -> Result<(), BundleError> {
         self.file.write_all_at(bytes, self.at).map_err(self.stage.write_error(self.path))?;
         self.at += bytes.len() as u64;

@@ -4,7 +4,7 @@
 //! and handed to a writer thread, which hands the buffer back.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     ops::Range,
     os::unix::fs::FileExt,
     path::Path,
@@ -24,7 +24,11 @@ use super::{
     report::peak_rss_bytes,
     stage::{Replaceable, Stage},
 };
-use crate::bundle::manifest::{FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile};
+use crate::{
+    Digest,
+    bundle::manifest::{FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile},
+    failpoint::failpoint,
+};
 
 /// Rebuilds the source files of a bundle, byte for byte.
 ///
@@ -89,10 +93,19 @@ impl Job<'_> {
         } else {
             HashSet::new()
         };
-        self.stage.keep_only(&resumed)?;
+        let unfinished = || manifest.files.iter().filter(|f| !resumed.contains(f.name()));
+        // How much of it is sound is seen when it is gone on with.
+        let begun = |file: &FileEntry| match file {
+            FileEntry::Weights(file) if self.options.resume => {
+                self.stage.growing(&file.name).metadata().map_or(0, |metadata| metadata.len().min(file.size))
+            }
+            _ => 0,
+        };
+        let growing: HashMap<&str, u64> = unfinished().map(|f| (f.name(), begun(f))).filter(|(_, b)| *b > 0).collect();
+        self.stage.keep_only(&resumed, &growing.keys().map(|name| (*name).to_owned()).collect())?;
         let total: u64 = manifest.files.iter().map(FileEntry::size).sum();
-        let left = manifest.files.iter().filter(|f| !resumed.contains(f.name())).map(FileEntry::size).sum();
-        self.stage.reserve(left)?;
+        let left = unfinished().map(FileEntry::size).sum::<u64>();
+        self.stage.reserve(left - growing.values().sum::<u64>())?;
         self.progress.start(total);
         manifest
             .files
@@ -101,17 +114,19 @@ impl Job<'_> {
                 self.check_cancelled()?;
                 self.progress.file(file.name());
                 let resumed = resumed.contains(file.name());
-                if resumed {
+                let resumed_bytes = if resumed {
                     self.progress.advance(file.size());
+                    file.size()
                 } else {
-                    self.rebuild(file)?;
-                }
+                    self.rebuild(file)?
+                };
                 Ok(FileReport {
                     name: file.name().into(),
                     bytes: file.size(),
                     digest: file.digest(),
                     sha256: file.sha256().map(Into::into),
                     resumed,
+                    resumed_bytes,
                 })
             })
             .collect()
@@ -133,12 +148,39 @@ impl Job<'_> {
         }
     }
 
-    fn rebuild(&self, file: &FileEntry) -> Result<(), BundleError> {
+    /// Returns how many bytes an interrupted run had rebuilt.
+    fn rebuild(&self, file: &FileEntry) -> Result<u64, BundleError> {
         match file {
-            FileEntry::Weights(weights) => self.weights(weights),
-            FileEntry::Index(_) => self.copy(file, &format!("{}{INDEX_SOURCE_SUFFIX}", file.name())),
-            FileEntry::Copied(_) => self.copy(file, file.name()),
+            FileEntry::Weights(weights) => return self.weights(weights),
+            FileEntry::Index(_) => self.copy(file, &format!("{}{INDEX_SOURCE_SUFFIX}", file.name()))?,
+            FileEntry::Copied(_) => self.copy(file, file.name())?,
         }
+        Ok(0)
+    }
+
+    /// Tensors and bytes that an interrupted run has rebuilt of an unfinished file: up to the first that has not its digest.
+    fn begun(&self, path: &Path, file: &WeightsFile) -> Result<Option<(usize, u64)>, BundleError> {
+        if !self.options.resume || path.symlink_metadata().is_err() {
+            return Ok(None);
+        }
+        let input = Input::open(path)?;
+        let is = |at: u64, bytes: u64, expected: Digest| {
+            let fits = at.checked_add(bytes).is_some_and(|end| end <= input.stamp().bytes);
+            fits && input.stream(at, bytes, |_| self.check_cancelled()).is_ok_and(|digest| digest == expected)
+        };
+        let (mut tensors, mut at) = (0, file.header_bytes);
+        if !is(0, file.header_bytes, file.header_digest) {
+            return Ok(Some((0, 0)));
+        }
+        for tensor in &file.tensors {
+            let bytes = tensor.original_bytes().unwrap_or(0);
+            if !is(at, bytes, tensor.digest) {
+                break;
+            }
+            (tensors, at) = (tensors + 1, at + bytes);
+        }
+        self.check_cancelled()?;
+        Ok(Some((tensors, at)))
     }
 
     fn copy(&self, file: &FileEntry, stored: &str) -> Result<(), BundleError> {
@@ -152,11 +194,19 @@ impl Job<'_> {
     }
 
     /// Rebuilds one safetensors file.
-    fn weights(&self, file: &WeightsFile) -> Result<(), BundleError> {
+    fn weights(&self, file: &WeightsFile) -> Result<u64, BundleError> {
         let shard = Shard::open(self.bundle, file.clone())?;
         let header = shard.source_header()?;
-        let work = self.stage.work().join("file");
-        let target = files::create(&work).map_err(self.stage.write_error(&work))?;
+        let work = self.stage.growing(&file.name);
+        let begun = self.begun(&work, file)?;
+        let (first, begun_bytes) = begun.unwrap_or_default();
+        let target = match begun {
+            Some((_, bytes)) => files::reopen(&work, bytes),
+            None => files::create(&work),
+        };
+        let target = target.map_err(self.stage.write_error(&work))?;
+        // The header's are counted at the end.
+        self.progress.advance(begun_bytes.saturating_sub(file.header_bytes));
         let write = |bytes: &[u8], at: u64| {
             target.write_all_at(bytes, at).map_err(self.stage.write_error(&work))?;
             self.stage.wrote(bytes.len() as u64);
@@ -166,7 +216,7 @@ impl Job<'_> {
         let gate = Gate::new(self.options.ram_bytes);
         let failed = AtomicBool::new(false);
         let (sender, receiver) = mpsc::channel::<(Vec<u8>, usize, u64)>();
-        let all = shard.work(self.options.ram_bytes);
+        let all = shard.work_from(first, self.options.ram_bytes);
         let batch_bytes = |batch: &Range<usize>| batch.clone().map(|index| shard.original_bytes(index)).sum::<u64>();
         // Two buffers take turns, one decoded to while the other is written: fresh pages for each batch would cost more than
         // decoding. A batch too large for two of its size gets one of its own.
@@ -188,6 +238,7 @@ impl Job<'_> {
                 for (buffer, bytes, at) in receiver {
                     if result.is_ok() {
                         result = write(&buffer[..bytes], at);
+                        failpoint("part-written");
                         failed.store(result.is_err(), Ordering::Relaxed);
                     }
                     if buffer.len() as u64 == pooled {
@@ -199,7 +250,7 @@ impl Job<'_> {
                 result
             })?;
             let decode_all = || {
-                let mut at = file.header_bytes;
+                let mut at = begun_bytes.max(file.header_bytes);
                 for work in all {
                     self.check_cancelled()?;
                     if failed.load(Ordering::Relaxed) {
@@ -247,12 +298,14 @@ impl Job<'_> {
             decoded?;
             written
         })?;
+        shard.pass_attributes(&target);
         target.sync_all().map_err(self.stage.write_error(&work))?;
         if let Some(expected) = &file.sha256 {
             check_sha256(file, expected, files::sha256(&work)?)?;
         }
         self.progress.advance(file.header_bytes);
-        self.stage.accept(&work, &file.name)
+        self.stage.accept(&work, &file.name)?;
+        Ok(begun_bytes)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File},
     io::{self, Write},
-    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
+    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
@@ -146,6 +146,16 @@ impl Input {
         Ok(digester.finish())
     }
 
+    /// Gives a file that was made of this one its mode, as far as the user's mask allows, and its time of modification. No byte depends on
+    /// them: what the file system cannot keep is not kept.
+    pub(crate) fn pass_attributes(&self, to: &File) {
+        let Ok(metadata) = self.file.metadata() else { return };
+        let _ = to.set_permissions(fs::Permissions::from_mode(metadata.mode() & 0o777 & !mask()));
+        if let Ok(modified) = metadata.modified() {
+            let _ = to.set_times(fs::FileTimes::new().set_modified(modified));
+        }
+    }
+
     /// The error for bytes that are not those that were read before.
     pub(crate) fn changed(&self) -> BundleError {
         BundleError::SourceChanged { path: self.path.clone(), change: "it was written to" }
@@ -171,6 +181,13 @@ pub(crate) fn buffer(bytes: u64, path: &Path) -> Result<Vec<u8>, BundleError> {
         return Err(error());
     }
     bits::try_zeroed(usize::try_from(bytes).map_err(|_| error())?).ok_or_else(error)
+}
+
+/// The user's mask for modes of new files. To ask the system for it is to set it, for all threads.
+fn mask() -> u32 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("Umask:"));
+    line.and_then(|digits| u32::from_str_radix(digits.trim(), 8).ok()).unwrap_or(0o022)
 }
 
 /// What was read of a whole file.
@@ -239,6 +256,14 @@ pub(crate) fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
 /// Makes a file that was not there: a name that is taken, be it by a link, is an error.
 pub(crate) fn create(path: &Path) -> io::Result<File> {
     File::options().write(true).create_new(true).open(path)
+}
+
+/// Opens a file that an interrupted run left, to go on with it from `bytes` on; a link is an error.
+pub(crate) fn reopen(path: &Path, bytes: u64) -> io::Result<File> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = File::options().read(true).write(true).custom_flags(flags).open(path)?;
+    file.set_len(bytes)?;
+    Ok(file)
 }
 
 /// Waits until a directory's entries are on the disk.

@@ -399,7 +399,7 @@ impl TensorEntry {
     }
 
     /// Why the fields contradict each other, if they do.
-    fn contradiction(&self) -> Option<String> {
+    pub(crate) fn contradiction(&self) -> Option<String> {
         let Some(original) = self.original_bytes() else {
             return Some(format!("the bytes of {} {:?} cannot be counted", self.dtype, self.shape));
         };

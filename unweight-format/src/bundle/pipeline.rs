@@ -97,6 +97,19 @@ pub(crate) fn batches(tensors: impl Iterator<Item = (u64, bool)>, ram_bytes: Opt
     work
 }
 
+/// As [`batches`], of the tensors from `first` on.
+pub(crate) fn batches_from(
+    first: usize,
+    tensors: impl Iterator<Item = (u64, bool)>,
+    ram_bytes: Option<u64>,
+) -> Vec<Work> {
+    let shifted = |work| match work {
+        Work::Batch(range) => Work::Batch(range.start + first..range.end + first),
+        Work::Pieces(index) => Work::Pieces(index + first),
+    };
+    batches(tensors.skip(first), ram_bytes).into_iter().map(shifted).collect()
+}
+
 /// Bounds the bytes in flight between threads.
 #[derive(Debug)]
 pub(crate) struct Gate {
@@ -162,6 +175,8 @@ mod tests {
         assert_eq!(coded(&[5, 5], Some(4)), [0..1, 1..2]);
         let raw = [(1, true), (u64::MAX, true), (RAW_WHOLE_MAX, true), (1, false)];
         assert_eq!(batches(raw.into_iter(), None), [Batch(0..1), Pieces(1), Batch(2..3), Batch(3..4)]);
+        assert_eq!(batches_from(1, raw.into_iter(), None), [Pieces(1), Batch(2..3), Batch(3..4)]);
+        assert_eq!(batches_from(4, raw.into_iter(), None), []);
     }
 
     #[test]

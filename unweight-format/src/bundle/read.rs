@@ -2,6 +2,7 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    fs::File,
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -11,7 +12,7 @@ use rayon::prelude::*;
 use super::{
     BundleError,
     files::{self, Input},
-    pipeline::{Work, batches, on_threads},
+    pipeline::{Work, batches_from, on_threads},
 };
 use crate::{
     Digest, FormId, StoredTensor,
@@ -302,14 +303,24 @@ impl Shard {
         self.part(self.source_header.clone(), self.file.header_digest, || format!("'{SOURCE_HEADER}'"))
     }
 
+    /// See [`Input::pass_attributes`].
+    pub(crate) fn pass_attributes(&self, to: &File) {
+        self.input.pass_attributes(to);
+    }
+
     pub(crate) fn original_bytes(&self, tensor: usize) -> u64 {
         self.file.tensors[tensor].original_bytes().unwrap_or(0)
     }
 
     /// The tensors, in portions that fit in memory.
     pub(crate) fn work(&self, ram_bytes: Option<u64>) -> Vec<Work> {
+        self.work_from(0, ram_bytes)
+    }
+
+    /// As [`Shard::work`], from a tensor on.
+    pub(crate) fn work_from(&self, first: usize, ram_bytes: Option<u64>) -> Vec<Work> {
         let tensors = self.file.tensors.iter();
-        batches(tensors.map(|t| (t.original_bytes().unwrap_or(0), t.form == FormId::RAW)), ram_bytes)
+        batches_from(first, tensors.map(|t| (t.original_bytes().unwrap_or(0), t.form == FormId::RAW)), ram_bytes)
     }
 
     pub(crate) fn buffer(&self, bytes: u64) -> Result<Vec<u8>, BundleError> {

@@ -147,6 +147,8 @@ pub struct CompressReport {
     pub large_copies: Vec<LargeCopy>,
     /// Files taken over from an interrupted run.
     pub resumed_files: Vec<String>,
+    /// Tensors taken over of files that it did not finish.
+    pub resumed_tensors: u64,
     /// Bytes of all source files.
     pub original_bytes: u64,
     /// Bytes of all files of the bundle.
@@ -180,6 +182,8 @@ pub struct FileReport {
     pub sha256: Option<String>,
     /// Taken over from an interrupted run.
     pub resumed: bool,
+    /// Bytes taken over, of a file that it did not finish, too.
+    pub resumed_bytes: u64,
 }
 
 /// What [`decompress`](super::decompress) did.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! <output>.partial/lock      held while a process works here
-//!                  work/     files being written
+//!                  work/     files being written; of weights, a later run goes on with them
 //!                  tree/     finished files; becomes <output> in one rename
 //!                  records/  what is known of finished shards, for a later run
 //! ```
@@ -90,7 +90,9 @@ impl Stage {
             failpoint("records-removed");
             remove(&stage.tree())?;
         }
-        remove(&stage.work())?;
+        if !resume {
+            remove(&stage.work())?;
+        }
         failpoint("cleared");
         for dir in [stage.tree(), stage.work(), stage.records()] {
             fs::create_dir_all(&dir).map_err(BundleError::io("create the directory", &dir))?;
@@ -114,6 +116,16 @@ impl Stage {
     /// Where the record of a finished shard is.
     pub(crate) fn record(&self, name: &str) -> PathBuf {
         self.records().join(format!("{}.json", Digest::of(name.as_bytes())))
+    }
+
+    /// Weights being written. A later run goes on with what is sound of them.
+    pub(crate) fn growing(&self, name: &str) -> PathBuf {
+        self.work().join(format!("shard-{}", Digest::of(name.as_bytes())))
+    }
+
+    /// What is known of their beginning.
+    pub(crate) fn journal(&self, name: &str) -> PathBuf {
+        self.work().join(format!("journal-{}", Digest::of(name.as_bytes())))
     }
 
     /// Notes that a shard is finished.
@@ -204,13 +216,20 @@ impl Stage {
         })?;
         from.check_unchanged()?;
         check(&contents)?;
+        from.pass_attributes(&file);
         file.sync_all().map_err(self.write_error(&work))?;
         self.accept(&work, name)?;
         Ok(contents)
     }
 
-    /// Removes files of `tree` that are not in `names`: what an interrupted run left that this one does not want.
-    pub(crate) fn keep_only(&self, names: &HashSet<String>) -> Result<(), BundleError> {
+    /// Removes files of `tree` that are not in `names`, and of `work` that are not of `growing`: what an interrupted run left that this one does
+    /// not want.
+    pub(crate) fn keep_only(&self, names: &HashSet<String>, growing: &HashSet<String>) -> Result<(), BundleError> {
+        let wanted: HashSet<PathBuf> =
+            growing.iter().flat_map(|name| [self.growing(name), self.journal(name)]).collect();
+        for (_, path) in files::walk(&self.work())?.into_iter().filter(|(_, path)| !wanted.contains(path)) {
+            fs::remove_file(&path).map_err(BundleError::io("remove the file", &path))?;
+        }
         for (name, path) in files::walk(&self.tree())? {
             if !names.contains(&name) {
                 fs::remove_file(&path).map_err(BundleError::io("remove the file", &path))?;

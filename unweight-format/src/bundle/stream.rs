@@ -48,6 +48,7 @@ impl Bundle {
             digest: file.digest(),
             sha256: file.sha256().map(Into::into),
             resumed: false,
+            resumed_bytes: 0,
         })
     }
 }
