@@ -602,6 +602,39 @@ fn a_missing_gpu_is_explained() {
 }
 
 #[test]
+fn generate_explains_what_it_lacks() {
+    let bundle = fixture().join("bundle");
+    let bundle = bundle.to_str().unwrap();
+    let cases: [(&[&str], &[&str]); 7] = [
+        (&[], &["no prompt", "--tokens"]),
+        (&["--prompt", "hello"], &["tokenizer.json", "--tokens"]),
+        (&["--tokens", "1,99999999999"], &["99999999999", "1,450,4996"]),
+        (&["--tokens", "1", "--top-p", "2"], &["top_p = 2", "at most 1"]),
+        (&["--tokens", "1", "--temperature", "-1"], &["temperature = -1"]),
+        (&["--tokens", "1", "--by-steps"], &["--dump-logits"]),
+        (&["--tokens", "1", "--prompt", "hello"], &["cannot be used with"]),
+    ];
+    for (arguments, expected) in cases {
+        let output = run(Path::new("."), &[&["generate", bundle], arguments].concat(), 2);
+        let text = stderr(&output);
+        for part in expected {
+            assert!(text.contains(part), "{arguments:?}: no {part:?} in\n{text}");
+        }
+    }
+    if unweight_rt::device::Device::open(0).is_err() {
+        let output = run(Path::new("."), &["generate", bundle, "--tokens", "1,2"], 2);
+        assert!(stderr(&output).contains("libcuda"), "{}", stderr(&output));
+    }
+    for arguments in [
+        &["bench", "decode"][..],
+        &["bench", "decode", "--geometry", "llama-9"],
+        &["bench", "decode", bundle, "--geometry", "llama-3.1-8b"],
+    ] {
+        run(Path::new("."), arguments, 2);
+    }
+}
+
+#[test]
 fn mistakes_are_explained() {
     let home = tempfile::tempdir().unwrap();
     copy(&fixture().join("model"), &home.path().join("model"));

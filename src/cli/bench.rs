@@ -2,14 +2,17 @@
 
 use std::{fs, path::PathBuf};
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 use unweight::rt::{
     Remedy,
     choose::table::MeasuredTable,
     device::{Device, KernelSet},
     env::Env,
 };
-use unweight_bench::{self as bench, BenchOptions, MatmulOptions, Plant, StressOptions, Timing};
+use unweight::{format::bundle::Bundle, model::Geometry};
+use unweight_bench::{
+    self as bench, BenchOptions, DecodeModel, DecodeOptions, MatmulOptions, Plant, StressOptions, Timing,
+};
 
 use super::{
     failure::{Failure, Result},
@@ -24,6 +27,8 @@ pub enum Bench {
     Kernels(KernelsBench),
     /// Time matmuls from packed weights beside cuBLAS on this machine's GPU
     Matmul(MatmulBench),
+    /// Time whole decode steps beside the same engine on cuBLAS on this machine's GPU
+    Decode(DecodeBench),
     /// Launch every kernel thousands of times under load: the same bits, and the right ones
     Stress(StressBench),
 }
@@ -89,6 +94,42 @@ pub struct MatmulBench {
     device: usize,
 }
 
+/// Arguments of `bench decode`. Random weights do for a geometry.
+#[derive(Args)]
+#[command(group(ArgGroup::new("model").required(true)))]
+pub struct DecodeBench {
+    /// Directory of a bundle
+    #[arg(group = "model")]
+    bundle: Option<PathBuf>,
+    /// A published model's shapes, such as llama-3.1-8b
+    #[arg(long, value_name = "NAME", group = "model", value_parser = geometry)]
+    geometry: Option<Geometry>,
+    /// Sequences that run together; may be repeated [default: 1 8 16 32 64 128 256]
+    #[arg(long, value_name = "N", num_args = 1.., value_parser = clap::value_parser!(u32).range(1..=256))]
+    batch: Vec<u32>,
+    /// Tokens that each sequence has behind it
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    context: u32,
+    /// Time the first token of a prompt of N tokens, too
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    prefill: u32,
+    /// Time each part of a step by itself, too
+    #[arg(long)]
+    breakdown: bool,
+    /// Without the twin on cuBLAS
+    #[arg(long)]
+    no_twin: bool,
+    /// Rounds that count [default: 20]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    rounds: Option<u16>,
+    /// File for a drawing: steps of the twin over ours, by batch
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Number of the GPU
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: usize,
+}
+
 /// Arguments of `bench stress`.
 #[derive(Args)]
 pub struct StressBench {
@@ -145,6 +186,7 @@ impl Bench {
         match self {
             Self::Kernels(_) => "bench kernels",
             Self::Matmul(_) => "bench matmul",
+            Self::Decode(_) => "bench decode",
             Self::Stress(_) => "bench stress",
         }
     }
@@ -169,6 +211,31 @@ impl Bench {
                     let table = serde_json::to_string_pretty(&report.table()).map_err(Failure::other)?;
                     fs::write(file, table + "\n").map_err(Failure::io(file.display()))?;
                     output.note(format_args!("{}: written", file.display()));
+                }
+                output.result(self.name(), &report, |out| write!(out, "{report}"))
+            }
+            Self::Decode(arguments) => {
+                let bundle = arguments.bundle.as_deref().map(Bundle::open).transpose()?;
+                let config = arguments.geometry.map(Geometry::config);
+                let model = match (&bundle, &config) {
+                    (Some(bundle), _) => DecodeModel::Bundle(bundle),
+                    (None, Some(config)) => DecodeModel::Geometry(config),
+                    (None, None) => return Err(Failure::new("no model was given", "name a bundle, or a --geometry")),
+                };
+                let kernels = open(arguments.device)?;
+                let mut options = DecodeOptions::default()
+                    .context(arguments.context)
+                    .prefill(arguments.prefill)
+                    .breakdown(arguments.breakdown)
+                    .twin(!arguments.no_twin);
+                if !arguments.batch.is_empty() {
+                    options.batches.clone_from(&arguments.batch);
+                }
+                let timing = Timing::default().rounds(arguments.rounds.unwrap_or(20).into()).warmup_rounds(5);
+                let report = bench::bench_decode(&kernels, model, &options, &timing, &note)?;
+                if let Some(file) = &arguments.svg {
+                    plot::save(file, &plot::decode_steps(&report)?)?;
+                    output.note(format_args!("{}: drawn", file.display()));
                 }
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
@@ -250,6 +317,10 @@ impl KernelsBench {
         }
         options
     }
+}
+
+fn geometry(text: &str) -> std::result::Result<Geometry, String> {
+    Geometry::named(text).map_err(|error| error.to_string())
 }
 
 fn shape(text: &str) -> std::result::Result<(u32, u32), String> {

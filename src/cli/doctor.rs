@@ -4,11 +4,15 @@ use std::io::{self, Write};
 
 use clap::Args;
 use serde::Serialize;
-use unweight::rt::{
-    device::{Device, DeviceInfo},
-    env::Env,
-    jit::cache::Store,
-    jit::toolchain::{self, Library},
+use unweight::{
+    engine::pages::PAGE_TOKENS,
+    model::{Geometry, Residency},
+    rt::{
+        device::{Device, DeviceInfo},
+        env::Env,
+        jit::cache::Store,
+        jit::toolchain::{self, Library},
+    },
 };
 
 use super::{
@@ -25,6 +29,7 @@ struct Report {
     cpu: Cpu,
     libraries: Vec<LibraryReport>,
     devices: Vec<DeviceReport>,
+    models: Vec<ModelReport>,
     cache: CacheReport,
     jit: &'static str,
     warnings: Vec<String>,
@@ -44,6 +49,17 @@ struct Cpu {
 enum DeviceReport {
     Usable(DeviceInfo),
     Unusable(String),
+}
+
+/// What a well-known model leaves of a GPU for its KV cache, packed and as BF16.
+#[derive(Serialize)]
+struct ModelReport {
+    device: usize,
+    geometry: &'static str,
+    packed_bytes: u64,
+    packed_tokens: u64,
+    bf16_bytes: u64,
+    bf16_tokens: u64,
 }
 
 #[derive(Serialize)]
@@ -81,6 +97,7 @@ impl Doctor {
         let mut warnings = probed.warnings;
         let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
         warnings.extend(Env::unknown(names).into_iter().map(|name| format!("{name}: no such variable; misspelt?")));
+        let devices = devices();
         let report = Report {
             cpu: cpu(),
             libraries: Library::ALL
@@ -88,7 +105,8 @@ impl Doctor {
                 .zip(probed.libraries)
                 .map(|(which, found)| library(which, found))
                 .collect(),
-            devices: devices(),
+            models: devices.iter().flat_map(models).collect(),
+            devices,
             cache: cache(env),
             jit: env.jit.name(),
             warnings,
@@ -126,6 +144,9 @@ impl Report {
                 DeviceReport::Usable(DeviceInfo { ordinal, name, arch, sms, memory_bytes, driver, .. }) => {
                     let (arch, memory) = (arch.compiler_name(), output::bytes(*memory_bytes));
                     writeln!(out, "[ok] GPU {ordinal}: {name}, {arch}, {sms} SMs, {memory}, CUDA {driver}")?;
+                    for model in self.models.iter().filter(|model| model.device == *ordinal) {
+                        model.write(out)?;
+                    }
                 }
                 DeviceReport::Unusable(why) => writeln!(out, "[--] {why}")?,
             }
@@ -139,6 +160,32 @@ impl Report {
         }
         self.warnings.iter().try_for_each(|warning| writeln!(out, "[!!] {warning}"))
     }
+}
+
+impl ModelReport {
+    fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        let Self { geometry, packed_bytes, packed_tokens, bf16_bytes, bf16_tokens, .. } = self;
+        let [packed, bf16] = [packed_bytes, bf16_bytes].map(|bytes| *bytes as f64 / 1e9);
+        let tokens = format!("{packed_tokens} tokens of KV cache");
+        writeln!(out, "     {geometry}: {packed:.1} GB, {tokens} (as BF16 {bf16:.1} GB, {bf16_tokens} tokens)")
+    }
+}
+
+/// Nine tenths of the memory, as an engine takes when it has the GPU to itself.
+fn models(device: &DeviceReport) -> Vec<ModelReport> {
+    let DeviceReport::Usable(info) = device else { return Vec::new() };
+    let have = info.memory_bytes / 10 * 9;
+    let model = |geometry: &Geometry| {
+        let config = geometry.config();
+        let of = |residency| {
+            let bytes = config.weight_bytes(residency);
+            (bytes, config.kv_tokens(have.saturating_sub(bytes), PAGE_TOKENS))
+        };
+        let ((packed_bytes, packed_tokens), (bf16_bytes, bf16_tokens)) = (of(Residency::Packed), of(Residency::Bf16));
+        let (device, geometry) = (info.ordinal, geometry.name());
+        ModelReport { device, geometry, packed_bytes, packed_tokens, bf16_bytes, bf16_tokens }
+    };
+    Geometry::ALL.iter().map(model).collect()
 }
 
 fn cpu() -> Cpu {

@@ -87,6 +87,11 @@ impl Failure {
         Self { class: Class::Mismatch, ..Self::new(message, help) }
     }
 
+    /// A signal ended the work.
+    pub fn interrupted(message: impl Into<String>) -> Self {
+        Self { class: Class::Interrupted, help: None, ..Self::new(message, "") }
+    }
+
     /// For a command whose own report, already on stdout, says what is wrong: `--json` adds nothing to it.
     pub fn reported(self) -> Self {
         Self { reported: true, ..self }
@@ -221,7 +226,7 @@ macro_rules! from_runtime {
     )+};
 }
 
-from_runtime!(rt::Error, rt::device::DeviceError, unweight_bench::BenchError);
+from_runtime!(unweight::engine::EngineError, rt::Error, rt::device::DeviceError, unweight_bench::BenchError);
 
 /// A remedy in words of the command line; `None` where the error's own message says it.
 fn words(remedy: rt::Remedy) -> Option<&'static str> {

@@ -13,8 +13,9 @@ use unweight::{
     codegen::{
         self,
         plan::Plan,
-        spec::{VariantSpec, catalog},
+        spec::{Arch, VariantSpec, catalog},
     },
+    engine::{Engine, EngineOptions, options},
     format::{bundle::Bundle, glob::matches},
     rt::{
         choose::model::PackedChooser,
@@ -280,7 +281,15 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         None => arguments.names.specs()?,
         Some(folder) => {
             let options = LoadOptions::default().max_batch(arguments.max_batch).pdl(!arguments.no_pdl);
-            reachable(&Bundle::open(folder)?, options, chooser(output))
+            let bundle = Bundle::open(folder)?;
+            let mut specs = reachable(&bundle, options, chooser(output));
+            // What `generate` runs beside them, at every batch.
+            let engine = EngineOptions::default().max_batch(options::MAX_BATCH);
+            match Engine::kernels(&bundle, &engine, Arch::Sm90a) {
+                Ok(more) => specs.extend(more),
+                Err(error) => output.note(format_args!("only kernels of linears: {error}")),
+            }
+            specs
         }
     };
     let requests = specs.iter().map(CompileRequest::render).collect::<std::result::Result<Vec<_>, _>>()?;

@@ -13,6 +13,7 @@ mod demo;
 mod doctor;
 mod extract;
 mod failure;
+mod generate;
 mod inspect;
 mod kernels;
 mod man;
@@ -64,6 +65,8 @@ enum Command {
     Inspect(inspect::Inspect),
     /// Write the original bytes of one tensor
     Extract(extract::Extract),
+    /// Continue a text with a compressed model, on the GPU
+    Generate(generate::Generate),
     /// Make a small model, compress it, verify, decompress and compare
     Demo(demo::Demo),
     /// List, print, compile and check the GPU kernels
@@ -93,6 +96,7 @@ impl Command {
             Self::Verify(_) => "verify",
             Self::Inspect(_) => "inspect",
             Self::Extract(_) => "extract",
+            Self::Generate(_) => "generate",
             Self::Demo(_) => "demo",
             Self::Kernels(command) => command.name(),
             Self::Bench(command) => command.name(),
@@ -111,6 +115,7 @@ impl Command {
             Self::Verify(command) => command.run(output),
             Self::Inspect(command) => command.run(output),
             Self::Extract(command) => command.run(output),
+            Self::Generate(command) => command.run(output),
             Self::Demo(command) => command.run(output),
             Self::Kernels(command) => command.run(output),
             Self::Bench(command) => command.run(output),

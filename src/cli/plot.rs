@@ -19,7 +19,7 @@ use plotters::{
 };
 use unweight::format::{FormId, Histogram, bundle::TensorReport, form::FORMS, roles::Role};
 
-use unweight_bench::Row;
+use unweight_bench::{DecodeReport, Row};
 
 use super::{
     failure::{Failure, Result},
@@ -282,6 +282,29 @@ fn unit(bytes: u64) -> (f64, &'static str) {
 
 /// Times cuBLAS over the batch, a line per shape: what dispatch takes, under dependent launch where that was measured.
 pub fn speedups(rows: &[Row]) -> Result<String> {
+    // Per shape and batch the last of what dispatch takes: ordinary launches come before dependent ones.
+    let mut lines: Vec<(String, BTreeMap<u32, f64>)> = Vec::new();
+    for row in rows.iter().filter(|row| row.dispatched) {
+        let Some(speedup) = row.speedup_over_cublas else { continue };
+        let name = if row.n == 0 { "a whole layer".to_owned() } else { format!("{} x {}", row.n, row.k) };
+        match lines.iter_mut().find(|line| line.0 == name) {
+            Some((_, line)) => drop(line.insert(row.m, speedup)),
+            None => lines.push((name, BTreeMap::from([(row.m, speedup)]))),
+        }
+    }
+    ratios("Matmul from packed weights: times cuBLAS, in the same rounds", "times cuBLAS", &lines)
+}
+
+/// Steps of the twin over ours, by batch.
+pub fn decode_steps(report: &DecodeReport) -> Result<String> {
+    let steps = report.rows.iter().filter(|row| row.linears == "packed");
+    let line = steps.filter_map(|row| Some((row.batch, row.over_twin?))).collect();
+    let name = format!("context {}", report.options.context);
+    ratios("A decode step: times the same engine on cuBLAS, in the same rounds", "times the twin", &[(name, line)])
+}
+
+/// Ratios over the batch, a line each.
+fn ratios(caption: &str, ratio_name: &str, lines: &[(String, BTreeMap<u32, f64>)]) -> Result<String> {
     const COLOURS: [RGBColor; 12] = [
         RGBColor(0x00, 0x72, 0xb2),
         RGBColor(0xe6, 0x9f, 0x00),
@@ -296,31 +319,21 @@ pub fn speedups(rows: &[Row]) -> Result<String> {
         RGBColor(0x00, 0x00, 0x00),
         RGBColor(0x66, 0x33, 0x00),
     ];
-    // Per shape and batch the last of what dispatch takes: ordinary launches come before dependent ones.
-    let mut lines: Vec<(String, BTreeMap<u32, f64>)> = Vec::new();
-    for row in rows.iter().filter(|row| row.dispatched) {
-        let Some(speedup) = row.speedup_over_cublas else { continue };
-        let name = if row.n == 0 { "a whole layer".to_owned() } else { format!("{} x {}", row.n, row.k) };
-        match lines.iter_mut().find(|line| line.0 == name) {
-            Some((_, line)) => drop(line.insert(row.m, speedup)),
-            None => lines.push((name, BTreeMap::from([(row.m, speedup)]))),
-        }
-    }
     let points = || lines.iter().flat_map(|(_, line)| line.iter());
     let (Some(first), Some(last)) = (points().map(|(m, _)| *m).min(), points().map(|(m, _)| *m).max()) else {
-        return Err(Failure::new("no matmuls to draw", "measure at least one shape and batch"));
+        return Err(Failure::new("nothing to draw", "measure at least one batch beside cuBLAS"));
     };
     let highest = points().map(|(_, speedup)| *speedup).fold(1.0, f64::max);
     let at = |m: u32| f64::from(m).log2();
     draw(|area| {
-        let caption = "Matmul from packed weights: times cuBLAS, in the same rounds".to_owned();
+        let caption = caption.to_owned();
         let x = at(first) - 0.2..at(last) + 0.2;
         let (chart, beside) = area.split_horizontally(SIZE.0 - BESIDE);
         let batch = |x: &f64| {
             if x.fract().abs() < 1e-9 && *x <= at(last) { format!("{:.0}", x.exp2()) } else { String::new() }
         };
         let ratio = |y: &f64| format!("{y:.1}");
-        let mut chart = frame(&chart, caption, x, ("batch", &batch), highest * 1.05, ("times cuBLAS", &ratio))?;
+        let mut chart = frame(&chart, caption, x, ("batch", &batch), highest * 1.05, (ratio_name, &ratio))?;
         let even = [(at(first), 1.0), (at(last), 1.0)];
         chart.draw_series([PathElement::new(even, BLACK.stroke_width(1))]).map_err(text)?;
         for ((_, line), colour) in lines.iter().zip(COLOURS.into_iter().cycle()) {

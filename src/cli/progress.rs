@@ -103,7 +103,7 @@ pub fn survive_file_limit() {
 }
 
 /// Set by the first of [`SIGNALS`]; the second one ends the process at once.
-fn cancel_flag() -> Result<Arc<AtomicBool>> {
+pub fn cancel_flag() -> Result<Arc<AtomicBool>> {
     static FLAG: OnceLock<Arc<AtomicBool>> = OnceLock::new();
     if let Some(flag) = FLAG.get() {
         return Ok(Arc::clone(flag));

@@ -383,7 +383,7 @@ fn any_bytes_of_a_packed_table_stay_in_bounds() {
         let (packed, escapes) = (noise(tiles * 6144), noise(escape_words as usize * 4));
         // Lists whose index is near the section's end, on both sides.
         let heads: Vec<u32> =
-            noise(tiles * 16).u32s().iter().map(|head| 1 << 31 | (head >> 4) % (escape_words + 2)).collect();
+            noise(tiles * 16).u32s().iter().map(|head| (1 << 31) | ((head >> 4) % (escape_words + 2))).collect();
         let (heads, y, fault) = (words(&heads), Buffer::new(128 * 128 * 2), Buffer::zeroed(4));
         let args = EmbedArgs {
             ids: ids.address(),

@@ -106,7 +106,7 @@ fn logits(random: &mut Random, count: usize) -> Vec<u16> {
     let spread = [1.0, 4.0][random.below(2) as usize];
     (0..count)
         .map(|_| match random.below(64) {
-            0 => NAN | random.below(2) as u16 * NEGATIVE,
+            0 => NAN | (random.below(2) as u16 * NEGATIVE),
             1 => INFINITY | NEGATIVE,
             2 => random.below(2) as u16 * NEGATIVE,
             3..8 => rounded(2.0 * spread),

@@ -105,7 +105,9 @@ fn long_rows_and_large_batches() {
 fn thousands_of_launches_give_the_same_bits() {
     const RUNS: usize = 50;
     let stream = stream(gpu());
-    for name in ["d128_w4p2c1_pdl", "d128_w4p2c8_pdl", "d64_w4p4c2_pdl", "d64_w4p4c1"] {
+    for name in
+        ["d128_w4p2c1_pdl", "d128_w8p2c1_pdl", "d128_w8p1c2_pdl", "d128_w4p2c8_pdl", "d64_w4p4c2_pdl", "d64_w4p4c1"]
+    {
         let spec: VariantSpec = format!("uw_sm90a_attention_decode_{name}").parse().unwrap();
         let Op::Attention(op) = spec.op else { unreachable!("named above") };
         let attention = attention(&spec);

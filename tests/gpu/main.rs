@@ -6,6 +6,7 @@ mod bench;
 mod cublas;
 mod decode;
 mod encode;
+mod engine;
 mod gemm_packed;
 mod gemm_recon;
 mod harness;

@@ -1,6 +1,7 @@
 //! Why a measurement was not made.
 
 use unweight_codegen::plan::GemmShape;
+use unweight_engine::EngineError;
 use unweight_format::{CodecError, packed::Unpackable};
 use unweight_rt::{
     Remedy,
@@ -14,6 +15,9 @@ pub enum BenchError {
     /// The device, the compiler or the driver failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// A whole model.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
     /// Weights that cannot be coded.
     #[error(transparent)]
     Codec(#[from] CodecError),

@@ -14,6 +14,7 @@
 
 pub mod attention;
 mod data;
+mod decode;
 mod error;
 mod kernels;
 mod matmul;
@@ -22,6 +23,7 @@ mod stress;
 mod timing;
 
 pub use data::{halves, normal_bf16, relative_error};
+pub use decode::{DecodeModel, DecodeOptions, DecodeReport, EngineRow, PartRow, StepRow, bench_decode};
 pub use error::BenchError;
 pub use kernels::{BenchOptions, bench_kernels};
 pub use matmul::{LLAMA_8B_LAYER, MatmulOptions, bench_matmul};

@@ -1,10 +1,20 @@
 //! Runs whole language models from compressed weights, on one GPU. It speaks token ids; text is the caller's.
 
+mod engine;
+pub mod error;
+#[doc(hidden)]
+pub mod forward;
+mod kernels;
 pub mod memory;
 pub mod options;
 pub mod pages;
 pub mod schedule;
+mod weights;
 
+#[doc(inline)]
+pub use engine::{Engine, LoadProgress};
+#[doc(inline)]
+pub use error::EngineError;
 #[doc(inline)]
 pub use memory::{Memory, NoMemory};
 #[doc(inline)]

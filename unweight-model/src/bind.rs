@@ -183,6 +183,34 @@ pub fn bind<'a>(
 }
 
 impl ModelWeights {
+    /// The names that [`bind`] would look for, where no tensors are at hand.
+    pub fn named(config: &ModelConfig) -> Self {
+        let layer = |layer: u32| {
+            let name = |name: &str| format!("model.layers.{layer}.{name}");
+            let some = |has: bool, of: &str| has.then(|| name(of));
+            LayerWeights {
+                input_norm: name("input_layernorm.weight"),
+                q: name("self_attn.q_proj.weight"),
+                k: name("self_attn.k_proj.weight"),
+                v: name("self_attn.v_proj.weight"),
+                o: name("self_attn.o_proj.weight"),
+                post_norm: name("post_attention_layernorm.weight"),
+                gate: name("mlp.gate_proj.weight"),
+                up: name("mlp.up_proj.weight"),
+                down: name("mlp.down_proj.weight"),
+                q_bias: some(config.bias.qkv, "self_attn.q_proj.bias"),
+                k_bias: some(config.bias.qkv, "self_attn.k_proj.bias"),
+                v_bias: some(config.bias.qkv, "self_attn.v_proj.bias"),
+                q_norm: some(config.qk_norm, "self_attn.q_norm.weight"),
+                k_norm: some(config.qk_norm, "self_attn.k_norm.weight"),
+            }
+        };
+        let embed = "model.embed_tokens.weight".to_owned();
+        let lm_head = if config.tied { embed.clone() } else { "lm_head.weight".to_owned() };
+        let layers = (0..config.layers).map(layer).collect();
+        Self { embed, layers, final_norm: "model.norm.weight".to_owned(), lm_head }
+    }
+
     /// The weights of a bundle, as [`bind`] finds them.
     ///
     /// Of the files `model.safetensors`, else `model-*-of-*.safetensors`, else all: some models bring the same weights

@@ -42,8 +42,8 @@ impl ModelConfig {
         2 * u64::from(self.hidden) + u64::from(bias) + u64::from(qk_norm)
     }
 
-    /// Bytes of all weights on a device (saturating). The embedding of a model that is not tied stays BF16, as norms
-    /// and biases do; of a tied one the head serves.
+    /// Bytes of all weights on a device (saturating). Norms and biases stay BF16; of a tied model the head is the
+    /// embedding, too.
     pub fn weight_bytes(&self, residency: Residency) -> u64 {
         let linear = |[outputs, inputs]: [u32; 2]| match residency {
             Residency::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
@@ -51,7 +51,7 @@ impl ModelConfig {
         };
         let layer = self.linears().map(linear).iter().sum::<u64>() + self.vectors() * BF16_BYTES;
         let head = linear([self.vocab, self.hidden]);
-        let embed = if self.tied { 0 } else { u64::from(self.vocab) * u64::from(self.hidden) * BF16_BYTES };
+        let embed = if self.tied { 0 } else { head };
         let layers = u64::from(self.layers).saturating_mul(layer);
         layers.saturating_add(head + embed + u64::from(self.hidden) * BF16_BYTES)
     }
@@ -111,9 +111,9 @@ mod tests {
         }
         let config = config("llama-3.1-8b");
         let linear = 4096 * (6144 + 4096 + 28_672) + 14_336 * 4096;
-        // 12 bits, and 16 bytes a tile of 4096 weights; a window of 16 bytes for each of 4 * 32 + 1 matrices.
+        // 12 bits, and 16 bytes a tile of 4096 weights; a window of 16 bytes for each of 4 * 32 + 2 matrices.
         let packed = |weights: u64| weights * 3 / 2 + weights / 256;
-        let expected = packed(32 * linear + 128_256 * 4096) + 129 * 16 + 2 * (128_256 * 4096 + 65 * 4096);
+        let expected = packed(32 * linear + 2 * 128_256 * 4096) + 130 * 16 + 2 * 65 * 4096;
         assert_eq!(config.weight_bytes(Residency::Packed), expected);
     }
 

@@ -327,6 +327,15 @@ impl Family for AttentionSpec {
                     .filter(move |cluster| [64, 128].contains(&head_dim.get()) || cluster.get() == 1)
                     .flat_map(move |cluster| [false, true].map(|pdl| variant(AttentionStep::Decode, head_dim, 4, stages, cluster, pdl)))
             })
+            // Where a batch has about as many rows and KV heads as a GPU has multiprocessors: eight warps a block, alone
+            // or in pairs (docs/records/h200-2026-11-22).
+            .chain(HeadDim::ALL.into_iter().filter(|head_dim| [64, 128].contains(&head_dim.get())).flat_map(|head_dim| {
+                let stages = if head_dim.get() > 64 { 2 } else { 4 };
+                [(stages, 0), (stages / 2, 1)].into_iter().flat_map(move |(stages, cluster)| {
+                    let cluster = ClusterSize::ALL[cluster];
+                    [false, true].map(|pdl| variant(AttentionStep::Decode, head_dim, 8, stages, cluster, pdl))
+                })
+            }))
             .chain(HeadDim::ALL.into_iter().flat_map(|head_dim| {
                 [false, true].map(|pdl| variant(AttentionStep::Prefill, head_dim, 4, 2, ClusterSize::ALL[0], pdl))
             }))

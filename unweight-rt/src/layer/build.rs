@@ -202,7 +202,7 @@ impl<'k> LayerBuilder<'k> {
         }
         let too_large = || unsuitable(parts.first(), Unsuitable::TooLarge { extent: n.max(k).into() });
         let padded = weight.padded().ok_or_else(too_large)?;
-        match self.pack((n, k), padded) {
+        match self.pack_scratch((n, k), padded) {
             Ok(packed) => self.packed(packed, &weight).map_err(&device),
             Err(PackError::Device(error)) => Err(device(error)),
             Err(PackError::Unpackable(why)) if weight.gated => {
@@ -217,6 +217,16 @@ impl<'k> LayerBuilder<'k> {
         }
     }
 
+    /// Weights on the device, packed, that are no layer: what is looked up. Rows and columns are multiples of 64.
+    ///
+    /// # Errors
+    /// [`Unsuitable::Unpackable`], or the driver's. `name` is what it will call them.
+    pub fn pack(&mut self, name: &str, weights: MatrixRef<'_>) -> Result<DevicePacked, LoadError> {
+        self.pack_alone(name, (weights.rows(), weights.cols()), &mut |_, packer, mut output| {
+            output.copy_from(packer.stream(), weights).map_err(in_tensor(name))
+        })
+    }
+
     /// The packed form of one weight, unpadded.
     pub(super) fn pack_alone(
         &mut self,
@@ -228,7 +238,7 @@ impl<'k> LayerBuilder<'k> {
         reserve(&mut self.scratch.whole, &self.packer.stream().clone(), (n, k)).map_err(&device)?;
         let whole = MatrixMut::new(&mut self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
         fill(0, &mut self.packer, whole)?;
-        self.pack((n, k), (n, k)).map_err(|error| match error {
+        self.pack_scratch((n, k), (n, k)).map_err(|error| match error {
             PackError::Unpackable(why) => unsuitable(name, Unsuitable::Unpackable(why)),
             PackError::Device(error) => device(error),
         })
@@ -277,7 +287,7 @@ impl<'k> LayerBuilder<'k> {
     }
 
     /// The packed form of the scratch `[n, k]`, padded to whole tiles.
-    fn pack(&mut self, (n, k): (u32, u32), padded: (u32, u32)) -> Result<DevicePacked, PackError> {
+    fn pack_scratch(&mut self, (n, k): (u32, u32), padded: (u32, u32)) -> Result<DevicePacked, PackError> {
         let whole = MatrixRef::new(&self.scratch.whole, n, k, k.into()).map_err(DeviceError::from)?;
         if padded == (n, k) {
             return self.packer.pack(whole);

@@ -315,6 +315,11 @@ impl<'k> Loader<'k> {
         builder.pack_alone(name, (n, k), &mut |_, packer, output| tensors.decode(name, packer, output))
     }
 
+    /// What linears are made of.
+    pub fn linears(&self) -> Linears {
+        self.builder.wanted.linears
+    }
+
     /// The elements of a tensor of one dimension: the weight of a norm, a bias.
     ///
     /// # Errors

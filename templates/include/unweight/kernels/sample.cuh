@@ -279,10 +279,10 @@ struct Kernel {
     }
 
     // ---- thresholds ------------------------------------------------------------------------------------------------
-    // A sum by bin over the cluster's logits: visit(key, bits, add), add(bin, amount). Leaves it in kMerged of every
-    // block, by the first kBins threads, which the block has not met yet.
-    template <class Visit>
-    UW_DEVICE void histogram(Visit visit) {
+    // A sum by bin over the cluster's logits: pick(key, bits, bin) is a token's amount; it sets the bin.
+    // Leaves it in kMerged of every block, by the first kBins threads.
+    template <class Pick>
+    UW_DEVICE void histogram(Pick pick) {
         static_assert(kThreads == kBins * 4 && kCopies == 16, "four threads add up the copies of a bin");
 #pragma unroll
         for (u32 at = thread * 16; at < 2 * kBins * kCopies * 4; at += kThreads * 16) {
@@ -294,11 +294,12 @@ struct Kernel {
 #pragma unroll
             for (u32 i = 0; i < kChunk; ++i) {
                 const u32 bits = bits_of(words, i);
-                visit(key_of(bits), bits, [&](u32 bin, u32 amount) {
-                    const u32 at = shared + bin * (kCopies * 4) + copy;
-                    const u32 before = ptx::atomic_add_shared(at + Smem::kLow, amount);
-                    if (before + amount < before) ptx::reduce_add_shared(at + Smem::kHigh, 1);
-                });
+                u32 bin = 0;
+                const u32 amount = pick(key_of(bits), bits, bin);
+                if (amount == 0) continue;
+                const u32 at = shared + bin * (kCopies * 4) + copy;
+                const u32 before = ptx::atomic_add_shared(at + Smem::kLow, amount);
+                if (before + amount < before) ptx::reduce_add_shared(at + Smem::kHigh, 1);
             }
         });
         ptx::sync_block();  // sums are complete
@@ -366,18 +367,16 @@ struct Kernel {
     // if there is none. amount(key, bits) is a token's.
     template <class Amount, class Target>
     UW_DEVICE u32 threshold(u32 floor, Amount amount, Target target_of) {
-        histogram([&](u32 key, u32 bits, auto add) {
-            if (key < floor) return;
-            const u32 a = amount(key, bits);
-            if (a != 0) add(key / kBins, a);
+        histogram([&](u32 key, u32 bits, u32& bin) {
+            bin = key / kBins;
+            return key < floor ? 0 : amount(key, bits);
         });
         u64 target;
         const u32 upper = find(target_of, target);
         if (upper == ~0u) return floor;
-        histogram([&](u32 key, u32 bits, auto add) {
-            if (key < floor || key / kBins != upper) return;
-            const u32 a = amount(key, bits);
-            if (a != 0) add(key % kBins, a);
+        histogram([&](u32 key, u32 bits, u32& bin) {
+            bin = key % kBins;
+            return key < floor || key / kBins != upper ? 0 : amount(key, bits);
         });
         const u64 rest = target;
         return upper * kBins + find([&](u64) { return rest; }, target);

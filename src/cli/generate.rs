@@ -1,0 +1,444 @@
+//! `unweight generate`.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{self, Write},
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use unweight::{
+    engine::{Engine, EngineOptions, Finish, Linears, LoadProgress, Request, SampleParams, SeqId},
+    format::bundle::Bundle,
+    model::ModelConfig,
+    rt::{
+        device::{Device, KernelSet},
+        env::Env,
+    },
+    text::{self, Message, StopStrings, Text, TextStream},
+};
+
+use super::{
+    failure::{Failure, Result},
+    output::{Output, printable},
+    progress, size,
+};
+
+/// Arguments of `generate`.
+#[derive(Args)]
+pub struct Generate {
+    /// Directory of the bundle
+    bundle: PathBuf,
+    /// Text to continue; may be repeated: all run together
+    #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
+    prompt: Vec<String>,
+    /// File whose text is to be continued; - is stdin
+    #[arg(long, value_name = "FILE", help_heading = "Prompt")]
+    prompt_file: Option<PathBuf>,
+    /// Token ids to continue, such as 1,450,4996; may be repeated: all run together
+    #[arg(long, value_name = "IDS", value_parser = parse_ids, help_heading = "Prompt", conflicts_with_all = ["prompt", "prompt_file", "chat"])]
+    tokens: Vec<Ids>,
+    /// The prompts are what a user says: the model's chat template is put around them
+    #[arg(long, help_heading = "Prompt")]
+    chat: bool,
+    /// What the system says before the user
+    #[arg(long, value_name = "TEXT", requires = "chat", help_heading = "Prompt")]
+    system: Option<String>,
+    /// Tokens to make at most
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 256, help_heading = "Sampling")]
+    max_new_tokens: u32,
+    /// Logits are divided by it; 0 takes the likeliest token [default: 0]
+    #[arg(long, value_name = "T", help_heading = "Sampling")]
+    temperature: Option<f32>,
+    /// Only the K likeliest tokens; 0: all [default: 0]
+    #[arg(long, value_name = "K", help_heading = "Sampling")]
+    top_k: Option<u32>,
+    /// Only the likeliest tokens that together have this probability [default: 1]
+    #[arg(long, value_name = "P", help_heading = "Sampling")]
+    top_p: Option<f32>,
+    /// Only tokens with this share of the likeliest one's probability [default: 0]
+    #[arg(long, value_name = "P", help_heading = "Sampling")]
+    min_p: Option<f32>,
+    /// Of the random numbers: the same seed gives the same text
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
+    seed: u64,
+    /// Sample as the model's generation_config.json says, where no option says otherwise
+    #[arg(long, help_heading = "Sampling")]
+    model_defaults: bool,
+    /// Text that ends the answer and is not shown; may be repeated
+    #[arg(long, value_name = "TEXT", help_heading = "Sampling")]
+    stop: Vec<String>,
+    /// Go on where the model would end
+    #[arg(long, help_heading = "Sampling")]
+    ignore_eos: bool,
+    /// What the linears run from
+    #[arg(long, value_name = "FORM", default_value = "packed", help_heading = "Engine")]
+    linears: Form,
+    /// Sequences that run at the same time [default: 16, or as many as there are prompts]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
+    max_batch: Option<u32>,
+    /// Tokens of a sequence, the prompt included [default: the model's limit, or what fits]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
+    context: Option<u32>,
+    /// Device memory for everything together, such as 40G [default: nine tenths of what is free]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, help_heading = "Engine")]
+    memory: Option<u64>,
+    /// Tokens of a prompt that go through the model at once, a multiple of 64
+    #[arg(long, value_name = "N", default_value_t = 2048, help_heading = "Engine")]
+    chunk: u32,
+    /// Number of the GPU
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
+    device: usize,
+    /// File for the logits of every token of the prompts: safetensors, BF16 `logits.I` [tokens, vocabulary]
+    #[arg(long, value_name = "FILE", help_heading = "Logits")]
+    dump_logits: Option<PathBuf>,
+    /// Make these logits by steps of one token, as generating does, not all at once
+    #[arg(long, requires = "dump_logits", help_heading = "Logits")]
+    by_steps: bool,
+}
+
+/// What linears run from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Form {
+    /// Packed weights, by the kernels of this project
+    Packed,
+    /// The same weights as BF16, by cuBLAS
+    Cublas,
+}
+
+impl From<Form> for Linears {
+    fn from(form: Form) -> Self {
+        match form {
+            Form::Packed => Self::Packed,
+            Form::Cublas => Self::Bf16,
+        }
+    }
+}
+
+#[derive(Clone)]
+struct Ids(Vec<u32>);
+
+fn parse_ids(text: &str) -> std::result::Result<Ids, String> {
+    text::parse_ids(text).map(Ids).map_err(|error| format!("'{text}': {error}; write ids as 1,450,4996"))
+}
+
+#[derive(Serialize)]
+struct Report {
+    sequences: Vec<Sequence>,
+    load_ms: f64,
+    prefill_ms: f64,
+    tokens_per_s: Option<f64>,
+    weight_bytes: u64,
+    cache_bytes: u64,
+    cache_tokens: u64,
+    working_bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Sequence {
+    prompt_tokens: usize,
+    tokens: Vec<u32>,
+    text: Option<String>,
+    finish: Option<&'static str>,
+}
+
+/// A sequence as it grows.
+struct Growing {
+    told: Sequence,
+    stream: Option<TextStream>,
+    stops: StopStrings,
+    /// Whether a stop string has ended it.
+    stopped: bool,
+}
+
+impl Growing {
+    /// What a token adds to what is shown.
+    fn push(&mut self, token: u32) -> Result<String> {
+        self.told.tokens.push(token);
+        let Some(stream) = &mut self.stream else { return Ok(String::new()) };
+        let piece = stream.push(token).map_err(Failure::other)?;
+        let (shown, ended) = self.stops.push(&piece);
+        self.stopped |= ended;
+        self.told.text.get_or_insert_default().push_str(&shown);
+        Ok(shown)
+    }
+
+    /// What was held back at the end.
+    fn finish(&mut self, reason: &'static str) -> Result<String> {
+        self.told.finish = Some(reason);
+        let Some(stream) = self.stream.take() else { return Ok(String::new()) };
+        if self.stopped {
+            return Ok(String::new());
+        }
+        let (mut shown, _) = self.stops.push(&stream.finish().map_err(Failure::other)?);
+        shown += &std::mem::replace(&mut self.stops, StopStrings::new(Vec::new())).finish();
+        self.told.text.get_or_insert_default().push_str(&shown);
+        Ok(shown)
+    }
+}
+
+impl Generate {
+    /// Runs it.
+    pub fn run(&self, output: Output) -> Result<()> {
+        let bundle = Bundle::open(&self.bundle)?;
+        let config = ModelConfig::of_bundle(&bundle).map_err(Failure::other)?;
+        let text = match text_of(&bundle, &self.bundle) {
+            Ok(text) => Some(text),
+            Err(failure) if self.needs_text() => return Err(failure),
+            Err(_) => None,
+        };
+        let prompts = self.prompts(text.as_ref())?;
+        let params = self.params(&config, output);
+        params
+            .check()
+            .map_err(|error| Failure::new(error.to_string(), "`unweight generate --help` lists the ranges"))?;
+        let cancelled = progress::cancel_flag()?;
+
+        let start = Instant::now();
+        let kernels =
+            KernelSet::open(&Device::open(self.device)?, Env::process().map_err(|e| Failure::other(e.clone()))?);
+        let engine = Engine::load(&kernels, &bundle, self.options(prompts.len()), &|loaded| note_load(output, loaded));
+        let mut engine = engine?;
+        let load_ms = start.elapsed().as_secs_f64() * 1e3;
+        if output.verbose > 0 {
+            output.note(format_args!("loaded in {:.1} s: {}", load_ms / 1e3, engine.memory()));
+        }
+        if let Some(file) = &self.dump_logits {
+            self.dump(&mut engine, &prompts, file)?;
+            output.note(format_args!("{}: written", file.display()));
+        }
+        let mut report = self.generate(&mut engine, &prompts, params, text.as_ref(), output, &cancelled)?;
+        report.load_ms = load_ms;
+        if output.verbose > 0
+            && let Some(rate) = report.tokens_per_s
+        {
+            output.note(format_args!("prompt {:.1} ms, then {rate:.1} tokens/s", report.prefill_ms));
+        }
+        if output.json { output.result("generate", &report, |_| Ok(())) } else { Ok(()) }
+    }
+
+    /// Whether there is anything that only a tokenizer can do.
+    fn needs_text(&self) -> bool {
+        self.tokens.is_empty() || !self.stop.is_empty()
+    }
+
+    fn prompts(&self, text: Option<&Text>) -> Result<Vec<Vec<u32>>> {
+        let mut texts = self.prompt.clone();
+        match self.prompt_file.as_deref() {
+            None => {}
+            Some(file) if file.as_os_str() == "-" => {
+                texts.push(io::read_to_string(io::stdin()).map_err(Failure::io("stdin"))?);
+            }
+            Some(file) => texts.push(fs::read_to_string(file).map_err(Failure::io(file.display()))?),
+        }
+        let mut prompts: Vec<_> = self.tokens.iter().map(|ids| ids.0.clone()).collect();
+        if texts.is_empty() && prompts.is_empty() {
+            return Err(Failure::new(
+                "no prompt was given",
+                "say what to continue with --prompt, --prompt-file or --tokens",
+            ));
+        }
+        for prompt in &texts {
+            let Some(text) = text else { break };
+            let ids = if self.chat {
+                let system = self.system.as_deref().map(Message::system);
+                text.encode_chat(&system.into_iter().chain([Message::user(prompt)]).collect::<Vec<_>>())
+            } else {
+                text.encode(prompt)
+            };
+            prompts.push(ids.map_err(Failure::other)?);
+        }
+        Ok(prompts)
+    }
+
+    fn params(&self, config: &ModelConfig, output: Output) -> SampleParams {
+        let mut params = SampleParams::default().seed(self.seed);
+        if self.model_defaults {
+            let defaults = &config.generation;
+            if defaults.do_sample {
+                params = params.temperature(defaults.temperature).top_k(defaults.top_k.unwrap_or(0));
+                params = params.top_p(defaults.top_p).min_p(defaults.min_p);
+            }
+            for ignored in &defaults.ignored {
+                output.note(format_args!("generation_config.json: {ignored} is not done here"));
+            }
+        }
+        params.temperature = self.temperature.unwrap_or(params.temperature);
+        params.top_k = self.top_k.unwrap_or(params.top_k);
+        params.top_p = self.top_p.unwrap_or(params.top_p);
+        params.min_p = self.min_p.unwrap_or(params.min_p);
+        params
+    }
+
+    fn options(&self, prompts: usize) -> EngineOptions {
+        let batch = self.max_batch.unwrap_or_else(|| u32::try_from(prompts).unwrap_or(u32::MAX).clamp(1, 16));
+        let mut options = EngineOptions::default().max_batch(batch).chunk(self.chunk).linears(self.linears.into());
+        options.waiting = options.waiting.max(prompts);
+        options.context = self.context;
+        options.memory = self.memory;
+        options
+    }
+
+    fn dump(&self, engine: &mut Engine, prompts: &[Vec<u32>], file: &Path) -> Result<()> {
+        let vocab = engine.config().vocab as usize;
+        let mut all = Vec::with_capacity(prompts.len());
+        if self.by_steps {
+            let batch = engine.options().max_batch as usize;
+            for some in prompts.chunks(batch) {
+                let texts: Vec<&[u32]> = some.iter().map(Vec::as_slice).collect();
+                all.extend(engine.logits_by_steps(&texts)?);
+            }
+        } else {
+            for prompt in prompts {
+                all.push(engine.logits(prompt)?);
+            }
+        }
+        let mut header = BTreeMap::new();
+        let mut offset = 0;
+        for (index, logits) in all.iter().enumerate() {
+            let end = offset + 2 * logits.len();
+            let entry = serde_json::json!({
+                "dtype": "BF16", "shape": [logits.len() / vocab, vocab], "data_offsets": [offset, end],
+            });
+            header.insert(format!("logits.{index}"), entry);
+            offset = end;
+        }
+        let header = serde_json::to_vec(&header).map_err(Failure::other)?;
+        let write = || -> io::Result<()> {
+            let mut out = io::BufWriter::new(fs::File::create(file)?);
+            out.write_all(&(header.len() as u64).to_le_bytes())?;
+            out.write_all(&header)?;
+            for logit in all.iter().flatten() {
+                out.write_all(&logit.to_bits().to_le_bytes())?;
+            }
+            out.flush()
+        };
+        write().map_err(Failure::io(file.display()))
+    }
+
+    fn generate(
+        &self,
+        engine: &mut Engine,
+        prompts: &[Vec<u32>],
+        params: SampleParams,
+        text: Option<&Text>,
+        output: Output,
+        cancelled: &Arc<AtomicBool>,
+    ) -> Result<Report> {
+        let stop = if self.ignore_eos { Vec::new() } else { engine.config().eos.clone() };
+        let mut growing = BTreeMap::<SeqId, Growing>::new();
+        for prompt in prompts {
+            let request = Request::new(prompt.clone()).max_new_tokens(self.max_new_tokens).stop(stop.clone());
+            let sequence = engine.add(request.params(params)).map_err(Failure::other)?;
+            let told = Sequence {
+                prompt_tokens: prompt.len(),
+                tokens: Vec::new(),
+                text: text.map(|_| String::new()),
+                finish: (self.max_new_tokens == 0).then_some("length"),
+            };
+            let (stream, stops) = (text.map(Text::stream), StopStrings::new(self.stop.clone()));
+            growing.insert(sequence, Growing { told, stream, stops, stopped: false });
+        }
+        // One text is shown as it grows, several when all are there.
+        let live = growing.len() == 1 && !output.json;
+        let as_ids = !self.tokens.is_empty();
+        let show = |piece: &str| -> Result<()> {
+            let mut out = io::stdout().lock();
+            out.write_all(printable(piece).as_bytes())?;
+            Ok(out.flush()?)
+        };
+        let (start, mut first, mut after) = (Instant::now(), None, 0u64);
+        while !engine.is_idle() {
+            if cancelled.load(Ordering::Relaxed) {
+                return Err(Failure::interrupted("interrupted: the text ends here"));
+            }
+            for event in engine.step()? {
+                let Some(sequence) = growing.get_mut(&event.seq) else { continue };
+                if sequence.stopped {
+                    continue;
+                }
+                let is_first = sequence.told.tokens.is_empty();
+                let ends = event.finish == Some(Finish::Stop);
+                let mut shown = if ends {
+                    // The token that ends a text is no part of it.
+                    sequence.told.tokens.push(event.token);
+                    String::new()
+                } else {
+                    sequence.push(event.token)?
+                };
+                if sequence.stopped {
+                    engine.cancel(event.seq);
+                    shown += &sequence.finish("stop")?;
+                } else if let Some(finish) = event.finish {
+                    shown += &sequence.finish(if finish == Finish::Stop { "stop" } else { "length" })?;
+                }
+                if live {
+                    if as_ids {
+                        shown = format!("{}{}", if is_first { "" } else { "," }, event.token);
+                    }
+                    show(&shown)?;
+                }
+                if is_first { first = Some(start.elapsed()) } else { after += 1 }
+            }
+        }
+        let total = start.elapsed();
+        if live {
+            show("\n")?;
+        }
+        let sequences: Vec<Sequence> = growing.into_values().map(|sequence| sequence.told).collect();
+        if !live && !output.json {
+            for sequence in &sequences {
+                let ids = || sequence.tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+                let text = sequence.text.clone().filter(|_| !as_ids);
+                show(&format!("{}\n", text.unwrap_or_else(ids)))?;
+            }
+        }
+        let first = first.unwrap_or(total);
+        let memory = engine.memory();
+        let seconds = (total - first.min(total)).as_secs_f64();
+        Ok(Report {
+            sequences,
+            load_ms: 0.0,
+            prefill_ms: first.as_secs_f64() * 1e3,
+            tokens_per_s: (after > 0 && seconds > 0.0).then(|| after as f64 / seconds),
+            weight_bytes: memory.weights,
+            cache_bytes: memory.cache,
+            cache_tokens: memory.tokens(),
+            working_bytes: memory.working,
+        })
+    }
+}
+
+/// Says what loading does, where that takes long or was asked for.
+pub fn note_load(output: Output, loaded: &LoadProgress<'_>) {
+    match loaded {
+        LoadProgress::Kernel(kernel) if !kernel.artifact.state.is_hit() => {
+            output.note(format_args!("[{}/{}] {} compiled", kernel.done, kernel.total, kernel.artifact.name));
+        }
+        LoadProgress::Layers { done, total } if output.verbose > 1 => {
+            output.note(format_args!("{done} of {total} layers"));
+        }
+        _ => {}
+    }
+}
+
+/// The tokenizer of a bundle.
+pub fn text_of(bundle: &Bundle, dir: &Path) -> Result<Text> {
+    const LIMIT: u64 = 256 << 20;
+    let tokenizer = bundle.copied(text::TOKENIZER, LIMIT)?.ok_or_else(|| {
+        Failure::new(
+            format!("{}: the bundle has no {}", dir.display(), text::TOKENIZER),
+            "compress a model directory that has its tokenizer, or give token ids with --tokens",
+        )
+    })?;
+    let (config, template) =
+        (bundle.copied(text::TOKENIZER_CONFIG, LIMIT)?, bundle.copied(text::CHAT_TEMPLATE, LIMIT)?);
+    Text::new(&tokenizer, config.as_deref(), template.as_deref()).map_err(Failure::other)
+}

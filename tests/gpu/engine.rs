@@ -1,0 +1,257 @@
+//! Whole models: against the f32 reference, against themselves by other ways, thousands of times.
+
+use std::{collections::BTreeMap, path::Path};
+
+use half::bf16;
+use unweight::engine::{
+    Engine, EngineError, EngineOptions, Event, Finish, Linears, Rejected, Request, SampleParams, SeqId,
+};
+use unweight_format::{
+    bundle::{self, Bundle, CompressOptions, Profile, Silent},
+    testing::demo_model::{self, DemoOptions},
+};
+use unweight_model::{
+    ModelConfig, ModelWeights,
+    reference::{self, Reference},
+};
+
+use crate::harness::{Random, gpu};
+
+/// Whole tiles, and nothing whole at all: columns that are padded, a gate and an up that cannot be merged.
+const MODELS: [DemoOptions; 2] = [
+    DemoOptions {
+        layers: 3,
+        hidden: 256,
+        intermediate: 512,
+        heads: 4,
+        kv_heads: 2,
+        vocab: 1024,
+        experts: 0,
+        shards: 1,
+        seed: 5,
+    },
+    DemoOptions {
+        layers: 2,
+        hidden: 144,
+        intermediate: 200,
+        heads: 3,
+        kv_heads: 1,
+        vocab: 1003,
+        experts: 0,
+        shards: 1,
+        seed: 6,
+    },
+];
+
+fn bundle(home: &Path, model: &DemoOptions, profile: Profile) -> Bundle {
+    let (source, target) = (home.join("model"), home.join(format!("{profile:?}")));
+    if !source.exists() {
+        demo_model::write(&source, model).expect("a model");
+    }
+    let options = CompressOptions::default().profile(profile);
+    bundle::compress(&source, &target, &options, &Silent).expect("a bundle");
+    Bundle::open(&target).expect("a bundle")
+}
+
+fn options() -> EngineOptions {
+    EngineOptions::default().max_batch(8).context(512).chunk(128).memory(4 << 30)
+}
+
+fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
+    Engine::load(gpu(), bundle, options, &|_| {}).expect("an engine")
+}
+
+fn tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
+    let mut random = Random::new(seed);
+    (0..count).map(|_| random.below(vocab as u64) as u32).collect()
+}
+
+fn rms(values: impl Iterator<Item = f32>) -> f64 {
+    let (sum, count) = values.fold((0.0, 0), |(sum, count), value| (sum + f64::from(value).powi(2), count + 1));
+    (sum / f64::from(count.max(1))).sqrt()
+}
+
+/// RMS of the difference over the RMS of the truth.
+fn error(got: &[bf16], truth: &[f32]) -> f64 {
+    assert_eq!(got.len(), truth.len());
+    rms(got.iter().zip(truth).map(|(got, truth)| got.to_f32() - truth)) / rms(truth.iter().copied())
+}
+
+/// Rounding to bf16 everywhere costs a few parts in a thousand; a wrong element of a wrong row costs its own size.
+const BOUND: f64 = 0.02;
+
+#[test]
+#[ignore = "needs a GPU"]
+fn logits_follow_the_reference_by_every_way() {
+    for model in &MODELS {
+        let home = tempfile::tempdir().unwrap();
+        for profile in [Profile::Resident, Profile::Distribution, Profile::Palette] {
+            let bundle = bundle(home.path(), model, profile);
+            let config = ModelConfig::of_bundle(&bundle).unwrap();
+            let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
+            let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
+            for linears in [Linears::Packed, Linears::Bf16] {
+                let mut engine = load(&bundle, options().linears(linears));
+                for count in [1, 2, 63, 64, 65, 130, 300] {
+                    let text = tokens(count, model.vocab, count as u64);
+                    let truth = reference.logits(&text).unwrap();
+                    let whole = engine.logits(&text).unwrap();
+                    let apart = error(&whole, &truth);
+                    assert!(apart < BOUND, "{profile:?} {linears:?}, {count} tokens: {apart}");
+                    assert_eq!(engine.logits(&text).unwrap(), whole, "other bits");
+                    if count > 130 {
+                        continue;
+                    }
+                    // Alone, and in a batch with texts of other lengths: another kernel, the same bound.
+                    let alone = engine.logits_by_steps(&[&text]).unwrap();
+                    let apart = error(&alone[0], &truth);
+                    assert!(apart < BOUND, "{profile:?} {linears:?}, {count} tokens by steps: {apart}");
+                    let others = [tokens(9, model.vocab, 1), tokens(70, model.vocab, 2), tokens(1, model.vocab, 3)];
+                    let batch = engine.logits_by_steps(&[&others[0], &text, &others[1], &others[2]]).unwrap();
+                    let apart = error(&batch[1], &truth);
+                    assert!(apart < BOUND, "{profile:?} {linears:?}, {count} tokens in a batch: {apart}");
+                    let again = engine.logits_by_steps(&[&others[2], &others[1], &text, &others[0]]).unwrap();
+                    assert_eq!(again[2], batch[1], "another place in the batch gave other bits");
+                }
+            }
+        }
+    }
+}
+
+/// Runs all requests to their ends.
+fn run(engine: &mut Engine, requests: &[Request]) -> Vec<Vec<u32>> {
+    let ids: Vec<SeqId> = requests.iter().map(|request| engine.add(request.clone()).unwrap()).collect();
+    let mut told = BTreeMap::<SeqId, Vec<u32>>::new();
+    while !engine.is_idle() {
+        for Event { seq, token, finish } in engine.step().unwrap() {
+            let tokens = told.entry(seq).or_default();
+            tokens.push(token);
+            assert!(finish != Some(Finish::Stop));
+        }
+    }
+    ids.iter().map(|id| told.remove(id).unwrap_or_default()).collect()
+}
+
+fn requests(count: usize, vocab: usize, params: SampleParams, seed: u64) -> Vec<Request> {
+    let mut random = Random::new(seed);
+    let one = |index: u64| {
+        let prompt = tokens(1 + random.below(150) as usize, vocab, seed * 1000 + index);
+        let new = 1 + random.below(60) as u32;
+        Request::new(prompt).max_new_tokens(new).params(params.seed(index))
+    };
+    (0..count as u64).map(one).collect()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn greedy_tokens_are_the_likeliest_ones() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    for graphs in [true, false] {
+        let mut engine = load(&bundle, options().graphs(graphs));
+        // More than there are rows, and more pages than there are for all at once.
+        let requests = requests(30, MODELS[0].vocab, SampleParams::default(), 7);
+        let free = engine.free_pages();
+        let told = run(&mut engine, &requests);
+        assert_eq!(engine.free_pages(), free, "all pages came back");
+        for (request, told) in requests.iter().zip(&told) {
+            assert_eq!(told.len(), request.max_new_tokens as usize);
+            let text: Vec<u32> = request.prompt.iter().chain(told).copied().collect();
+            let logits = engine.logits(&text).unwrap();
+            let rows: Vec<&[bf16]> = logits.chunks_exact(MODELS[0].vocab).collect();
+            for (index, &token) in told.iter().enumerate() {
+                let row = rows[request.prompt.len() - 1 + index];
+                let best = row.iter().map(|logit| logit.to_f32()).fold(f32::MIN, f32::max);
+                let slack = best - row[token as usize].to_f32();
+                let scale = rms(row.iter().map(|logit| logit.to_f32()));
+                assert!(f64::from(slack) < 4.0 * BOUND * scale, "token {index} is {slack} below the best of {best}");
+            }
+        }
+    }
+}
+
+/// What a race would break: the same sequences, thousands of steps, with others that come and go beside them.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_same_seeds_give_the_same_tokens_every_time() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    for linears in [Linears::Packed, Linears::Bf16] {
+        let mut engine = load(&bundle, options().linears(linears));
+        let params = SampleParams::default().temperature(0.9).top_k(50).top_p(0.95).min_p(0.01);
+        let requests = requests(8, MODELS[0].vocab, params, 9);
+        let first = run(&mut engine, &requests);
+        for round in 0..60 {
+            assert_eq!(run(&mut engine, &requests), first, "{linears:?}, round {round}");
+        }
+        // The first step of each is eager, the others are graphs: 61 rounds of about 60 steps and 8 prompts.
+        let text = tokens(200, MODELS[0].vocab, 3);
+        let logits = engine.logits(&text).unwrap();
+        for round in 0..1000 {
+            assert_eq!(engine.logits(&text).unwrap(), logits, "{linears:?}, round {round}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_cannot_run_is_refused_and_the_others_go_on() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    let mut engine = load(&bundle, options());
+    let good = Request::new(tokens(20, MODELS[0].vocab, 1)).max_new_tokens(30);
+    let alone = run(&mut engine, std::slice::from_ref(&good));
+    let id = engine.add(good.clone()).unwrap();
+    let mut told = Vec::new();
+    for turn in 0.. {
+        let events = engine.step().unwrap();
+        told.extend(events.iter().filter(|event| event.seq == id).map(|event| event.token));
+        if engine.is_idle() {
+            break;
+        }
+        let refused = match turn % 4 {
+            0 => engine.add(Request::new(vec![MODELS[0].vocab as u32])),
+            1 => engine.add(Request::new(vec![1; 600])),
+            2 => engine.add(Request::new(Vec::new())),
+            _ => engine.add(good.clone().params(SampleParams::default().top_p(0.0))),
+        };
+        assert!(refused.is_err());
+        let logits = engine.logits(&[MODELS[0].vocab as u32]);
+        assert!(matches!(logits, Err(EngineError::Rejected(Rejected::UnknownToken { .. }))));
+    }
+    assert_eq!(told, alone[0], "one row beside nobody: the same kernels, the same bits");
+    let huge = load_error(&bundle, options().memory(1 << 20));
+    assert!(matches!(huge, EngineError::Memory(_)), "{huge}");
+    let wrong = load_error(&bundle, options().chunk(100));
+    assert!(matches!(wrong, EngineError::Option(_)), "{wrong}");
+}
+
+fn load_error(bundle: &Bundle, options: EngineOptions) -> EngineError {
+    match Engine::load(gpu(), bundle, options, &|_| {}) {
+        Ok(_) => panic!("it must not load"),
+        Err(error) => error,
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_cancelled_sequence_is_told_of_no_more() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    let mut engine = load(&bundle, options());
+    let free = engine.free_pages();
+    let kept = engine.add(Request::new(tokens(10, 1000, 1)).max_new_tokens(40)).unwrap();
+    let gone = engine.add(Request::new(tokens(10, 1000, 2)).max_new_tokens(400)).unwrap();
+    let mut count = 0;
+    while !engine.is_idle() {
+        let cancelled = count >= 10;
+        for event in engine.step().unwrap() {
+            assert!(event.seq == kept || !cancelled, "told of a cancelled sequence");
+            count += u32::from(event.seq == kept);
+        }
+        if count == 10 {
+            engine.cancel(gone);
+        }
+    }
+    assert_eq!((count, engine.free_pages()), (40, free));
+}

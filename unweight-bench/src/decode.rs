@@ -1,0 +1,370 @@
+//! Whole decode steps: packed linears beside the same engine on cuBLAS, its twin.
+//!
+//! Both engines are loaded at once and take turns, a few recorded steps at a time, on caches of random keys and values.
+//! The twin's cuBLAS has been tuned: for every product the fastest of what cuBLASLt proposes. What is timed includes
+//! the gap between two steps, and not the copy of the tokens to the host, which runs beside the next step.
+
+use std::{fmt, time::Instant};
+
+use serde::Serialize;
+use unweight_engine::{
+    Engine, EngineError, EngineOptions, Linears, LoadProgress, Memory, Request, forward::Part, options::MAX_BATCH,
+};
+use unweight_format::bundle::Bundle;
+use unweight_model::ModelConfig;
+use unweight_rt::{
+    Graph, KernelSet,
+    device::{DeviceError, DeviceInfo, Stream},
+};
+
+use crate::{BenchError, timing::Timing};
+
+/// What is measured.
+#[derive(Clone, Copy, Debug)]
+pub enum DecodeModel<'a> {
+    /// A model, with its weights.
+    Bundle(&'a Bundle),
+    /// A geometry, with random weights.
+    Geometry(&'a ModelConfig),
+}
+
+/// What is asked for.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct DecodeOptions {
+    /// Sequences that run together.
+    pub batches: Vec<u32>,
+    /// Tokens that each has behind it.
+    pub context: u32,
+    /// Tokens of a prompt whose first token is timed; 0: none.
+    pub prefill: u32,
+    /// Whether the parts of a step are timed by themselves.
+    pub breakdown: bool,
+    /// Whether the twin runs, too.
+    pub twin: bool,
+}
+
+impl Default for DecodeOptions {
+    fn default() -> Self {
+        Self { batches: vec![1, 8, 16, 32, 64, 128, 256], context: 1024, prefill: 0, breakdown: false, twin: true }
+    }
+}
+
+impl DecodeOptions {
+    /// Sequences that run together.
+    #[must_use]
+    pub fn batches(self, batches: Vec<u32>) -> Self {
+        Self { batches, ..self }
+    }
+
+    /// Tokens that each has behind it.
+    #[must_use]
+    pub fn context(self, context: u32) -> Self {
+        Self { context, ..self }
+    }
+
+    /// Tokens of a prompt whose first token is timed.
+    #[must_use]
+    pub fn prefill(self, prefill: u32) -> Self {
+        Self { prefill, ..self }
+    }
+
+    /// Whether the parts of a step are timed by themselves.
+    #[must_use]
+    pub fn breakdown(self, breakdown: bool) -> Self {
+        Self { breakdown, ..self }
+    }
+
+    /// Whether the twin runs, too.
+    #[must_use]
+    pub fn twin(self, twin: bool) -> Self {
+        Self { twin, ..self }
+    }
+}
+
+/// What was measured, on what.
+#[derive(Clone, Debug, Serialize)]
+pub struct DecodeReport {
+    /// The device.
+    pub device: DeviceInfo,
+    /// Rounds of each figure.
+    pub rounds: usize,
+    /// What was asked for.
+    pub options: DecodeOptions,
+    /// Engines, packed first.
+    pub engines: Vec<EngineRow>,
+    /// Steps, by batch and engine.
+    pub rows: Vec<StepRow>,
+    /// Parts of steps.
+    pub parts: Vec<PartRow>,
+}
+
+/// An engine.
+#[derive(Clone, Debug, Serialize)]
+pub struct EngineRow {
+    /// `packed` or `cublas`.
+    pub linears: &'static str,
+    /// Bytes of the weights on the device.
+    pub weight_bytes: u64,
+    /// Bytes of the KV cache.
+    pub cache_bytes: u64,
+    /// Bytes of everything else.
+    pub working_bytes: u64,
+    /// From nothing to the first step, s.
+    pub load_s: f64,
+    /// From a prompt of [`DecodeOptions::prefill`] tokens to the first token, median, ms.
+    pub first_token_ms: Option<f64>,
+}
+
+/// Steps of one batch by one engine.
+#[derive(Clone, Debug, Serialize)]
+pub struct StepRow {
+    /// Sequences.
+    pub batch: u32,
+    /// `packed` or `cublas`.
+    pub linears: &'static str,
+    /// Median of a step, us.
+    pub median_us: f64,
+    /// 10th percentile, us.
+    pub p10_us: f64,
+    /// 90th percentile, us.
+    pub p90_us: f64,
+    /// Tokens of all sequences together.
+    pub tokens_per_s: f64,
+    /// The twin's median over this one.
+    pub over_twin: Option<f64>,
+}
+
+/// A part of a step, of all layers together, by itself.
+#[derive(Clone, Debug, Serialize)]
+pub struct PartRow {
+    /// Sequences.
+    pub batch: u32,
+    /// `packed` or `cublas`.
+    pub linears: &'static str,
+    /// The part.
+    pub part: &'static str,
+    /// Median, us.
+    pub median_us: f64,
+}
+
+/// Steps of one engine between two looks at the clock.
+const STEPS: u32 = 4;
+
+struct Contender {
+    linears: &'static str,
+    engine: Engine,
+}
+
+/// Measures steps.
+///
+/// # Errors
+/// No room for both engines, or what fails on the way.
+pub fn bench_decode(
+    kernels: &KernelSet,
+    model: DecodeModel<'_>,
+    options: &DecodeOptions,
+    timing: &Timing,
+    progress: &(dyn Fn(&str) + Sync),
+) -> Result<DecodeReport, BenchError> {
+    let rounds = timing.rounds.max(1);
+    let largest = options.batches.iter().copied().max().unwrap_or(1).clamp(1, MAX_BATCH);
+    let reserve = (timing.rounds + timing.warmup_rounds) as u32 * STEPS + 64;
+    let context = (options.context + reserve).max(options.prefill + 64);
+    let forms = [("packed", Linears::Packed), ("cublas", Linears::Bf16)];
+    let (mut engines, mut contenders) = (Vec::new(), Vec::new());
+    for (name, linears) in forms.into_iter().take(if options.twin { 2 } else { 1 }) {
+        let start = Instant::now();
+        let chunk = if options.prefill > 0 { 2048 } else { 256 };
+        let own = EngineOptions::default().max_batch(largest).context(context).linears(linears).chunk(chunk);
+        let told = |loaded: &LoadProgress<'_>| {
+            if let LoadProgress::Kernel(kernel) = loaded {
+                progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
+            }
+        };
+        let mut engine = match model {
+            DecodeModel::Bundle(bundle) => Engine::load(kernels, bundle, own, &told)?,
+            DecodeModel::Geometry(config) => Engine::random(kernels, config.clone(), own, &told)?,
+        };
+        let load_s = start.elapsed().as_secs_f64();
+        let first_token_ms = match options.prefill {
+            0 => None,
+            tokens => Some(first_token(&mut engine, tokens, rounds.min(10))?),
+        };
+        let Memory { weights, cache, working, .. } = *engine.memory();
+        progress(&format!("{name}: loaded in {load_s:.1} s, {}", engine.memory()));
+        let (weight_bytes, cache_bytes, working_bytes) = (weights, cache, working);
+        engines.push(EngineRow { linears: name, weight_bytes, cache_bytes, working_bytes, load_s, first_token_ms });
+        contenders.push(Contender { linears: name, engine });
+    }
+    let (mut rows, mut parts) = (Vec::new(), Vec::new());
+    for &batch in &options.batches {
+        for contender in &mut contenders {
+            if contender.linears == "cublas" {
+                contender.engine.tune_cublas(batch)?;
+            }
+        }
+        rows.extend(steps(&mut contenders, batch, options.context, timing, progress)?);
+        if options.breakdown {
+            for contender in &mut contenders {
+                contender.engine.rehearse(batch, options.context)?;
+                for part in Part::ALL {
+                    let graph = contender.engine.record_part(batch, part)?;
+                    let median_us = alone(contender.engine.stream(), &graph, rounds.min(15))?;
+                    parts.push(PartRow { batch, linears: contender.linears, part: part.name(), median_us });
+                }
+            }
+        }
+    }
+    let device = kernels.device().info().clone();
+    Ok(DecodeReport { device, rounds, options: options.clone(), engines, rows, parts })
+}
+
+fn steps(
+    contenders: &mut [Contender],
+    batch: u32,
+    context: u32,
+    timing: &Timing,
+    progress: &(dyn Fn(&str) + Sync),
+) -> Result<Vec<StepRow>, BenchError> {
+    // The context is what the middle round has.
+    let before = (timing.warmup_rounds + timing.rounds) as u32 * STEPS / 2;
+    for contender in contenders.iter_mut() {
+        contender.engine.rehearse(batch, context.saturating_sub(before))?;
+    }
+    let mut times = vec![Vec::new(); contenders.len()];
+    for round in 0..timing.warmup_rounds + timing.rounds.max(1) {
+        for (contender, times) in contenders.iter_mut().zip(&mut times) {
+            let stream = contender.engine.stream().clone();
+            // Something to be busy with while the host enqueues what is timed.
+            contender.engine.rehearsed_step(batch)?;
+            let start = stream.event()?;
+            for _ in 0..STEPS - 1 {
+                contender.engine.rehearsed_step(batch)?;
+            }
+            let end = stream.event()?;
+            stream.synchronize()?;
+            if round >= timing.warmup_rounds {
+                times.push(start.elapsed_us(&end)? / f64::from(STEPS - 1));
+            }
+        }
+    }
+    let mut rows = Vec::new();
+    for (contender, times) in contenders.iter().zip(&mut times) {
+        let [p10_us, median_us, p90_us] = quantiles(times);
+        let tokens_per_s = f64::from(batch) / median_us * 1e6;
+        let linears = contender.linears;
+        rows.push(StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin: None });
+    }
+    if let Some(twin) = rows.iter().find(|row| row.linears == "cublas").map(|row| row.median_us) {
+        rows.iter_mut().for_each(|row| row.over_twin = Some(twin / row.median_us));
+    }
+    for row in &rows {
+        progress(&row.to_string());
+    }
+    Ok(rows)
+}
+
+/// 10th, 50th and 90th percentile.
+fn quantiles(times: &mut [f64]) -> [f64; 3] {
+    times.sort_by(f64::total_cmp);
+    [0.1, 0.5, 0.9].map(|q| {
+        let at = (times.len().saturating_sub(1) as f64 * q).round() as usize;
+        times.get(at).copied().unwrap_or(f64::NAN)
+    })
+}
+
+/// The median of a graph by itself, us.
+fn alone(stream: &Stream, graph: &Graph, rounds: usize) -> Result<f64, DeviceError> {
+    // SAFETY: the engine that it names is borrowed by the caller until this returns, behind the last launch.
+    let launch = || unsafe { graph.launch() };
+    let mut times = Vec::new();
+    for _ in 0..rounds + 2 {
+        launch()?;
+        let start = stream.event()?;
+        launch()?;
+        let end = stream.event()?;
+        stream.synchronize()?;
+        times.push(start.elapsed_us(&end)?);
+    }
+    Ok(quantiles(&mut times[2..])[1])
+}
+
+/// From a prompt to its first token, as a caller of the engine sees it.
+fn first_token(engine: &mut Engine, tokens: u32, rounds: usize) -> Result<f64, EngineError> {
+    let vocab = engine.config().vocab;
+    let mut times = Vec::new();
+    for round in 0..rounds as u32 + 2 {
+        let prompt = (0..tokens).map(|at| (at * 7919 + round * 31 + 5) % vocab).collect();
+        engine.add(Request::new(prompt).max_new_tokens(1))?;
+        let start = Instant::now();
+        while !engine.is_idle() {
+            engine.step()?;
+        }
+        times.push(start.elapsed().as_secs_f64() * 1e3);
+    }
+    Ok(quantiles(&mut times[2..])[1])
+}
+
+impl fmt::Display for StepRow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin } = self;
+        write!(f, "batch {batch} {linears}: {median_us:.0} us ({p10_us:.0}..{p90_us:.0}), {tokens_per_s:.0} tokens/s")?;
+        match over_twin {
+            Some(ratio) => write!(f, ", {ratio:.2}x the twin"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Markdown tables.
+impl fmt::Display for DecodeReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let DeviceInfo { name, sms, driver, .. } = &self.device;
+        writeln!(
+            f,
+            "{name}, {sms} SMs, CUDA {driver}; context {}, median of {} rounds\n",
+            self.options.context, self.rounds
+        )?;
+        writeln!(
+            f,
+            "| linears | weights GB | KV cache GB | working GB | load s | first token ms |\n|---|---|---|---|---|---|"
+        )?;
+        for EngineRow { linears, weight_bytes, cache_bytes, working_bytes, load_s, first_token_ms } in &self.engines {
+            let [weights, cache, working] = [weight_bytes, cache_bytes, working_bytes].map(|bytes| *bytes as f64 / 1e9);
+            let first = first_token_ms.map_or_else(String::new, |ms| format!("{ms:.1}"));
+            writeln!(f, "| {linears} | {weights:.2} | {cache:.2} | {working:.2} | {load_s:.1} | {first} |")?;
+        }
+        writeln!(
+            f,
+            "\n| batch | linears | step us | p10 | p90 | tokens/s | over twin |\n|---|---|---|---|---|---|---|"
+        )?;
+        for StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin } in &self.rows {
+            let over = over_twin.map_or_else(String::new, |ratio| format!("{ratio:.2}"));
+            writeln!(
+                f,
+                "| {batch} | {linears} | {median_us:.0} | {p10_us:.0} | {p90_us:.0} | {tokens_per_s:.0} | {over} |"
+            )?;
+        }
+        if self.parts.is_empty() {
+            return Ok(());
+        }
+        writeln!(f, "\n| batch | linears | part | us a step |\n|---|---|---|---|")?;
+        for PartRow { batch, linears, part, median_us } in &self.parts {
+            writeln!(f, "| {batch} | {linears} | {part} | {median_us:.1} |")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_of_sorted_times() {
+        let mut times: Vec<f64> = (0..=100).rev().map(f64::from).collect();
+        assert_eq!(quantiles(&mut times), [10.0, 50.0, 90.0]);
+        assert_eq!(quantiles(&mut [3.0]), [3.0; 3]);
+    }
+}

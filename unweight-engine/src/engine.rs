@@ -1,0 +1,578 @@
+//! The engine: a model on a device, with sequences that come and go.
+
+use std::{collections::VecDeque, fmt};
+
+use half::bf16;
+use unweight_codegen::{
+    VariantSpec,
+    spec::{Arch, EmbedSource},
+};
+use unweight_format::{bundle::Bundle, testing::Weights as Kind};
+use unweight_model::{ModelConfig, ModelWeights, SampleParams, capacity::Residency};
+use unweight_rt::{
+    DeviceError, DeviceMatrix, Graph, KernelSet, Linears, LoadOptions, Loader, MatrixMut, Refusal, Stream,
+    device::{Pinned, Transfer},
+    jit::cache::Progress,
+    layer::build::LayerBuilder,
+    ops::{kv::PAD_POSITION, sample::SampleRow},
+};
+
+use crate::{
+    error::EngineError,
+    forward::{Forward, Part, RowState},
+    kernels::{Kernels, Variants},
+    memory::{self, Memory, NoMemory},
+    options::{BUCKETS, EngineOptions, bucket},
+    pages::pages_for,
+    schedule::{Event, Limits, Next, Rejected, Request, Schedule, SeqId},
+    weights::{Random, Source, Weights},
+};
+
+/// Steps that are launched before the first is read: one runs while the host reads the one before.
+const AHEAD: u32 = 2;
+
+/// What loading tells.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum LoadProgress<'a> {
+    /// A kernel is ready.
+    Kernel(&'a Progress<'a>),
+    /// So many layers are on the device.
+    Layers {
+        /// Layers that are there.
+        done: usize,
+        /// All of them.
+        total: usize,
+    },
+}
+
+/// A model on a device.
+///
+/// What it allocates it allocates when it is loaded ([`Engine::memory`]). One step makes one token for every sequence
+/// that has a row; sequences join and leave between steps. A sequence's tokens follow from its own request: greedy ones
+/// are the same whoever runs beside it up to rounding, which differs between the sizes that steps are recorded for.
+///
+/// ```no_run
+/// use unweight_engine::{Engine, EngineOptions, Request};
+/// use unweight_format::bundle::Bundle;
+/// use unweight_rt::{Device, KernelSet, env::Env};
+///
+/// let kernels = KernelSet::open(&Device::open(0)?, Env::process()?);
+/// let bundle = Bundle::open("bundle".as_ref())?;
+/// let mut engine = Engine::load(&kernels, &bundle, EngineOptions::default(), &|_| {})?;
+/// let sequence = engine.add(Request::new(vec![1, 450, 4996]).max_new_tokens(32))?;
+/// while !engine.is_idle() {
+///     for event in engine.step()? {
+///         assert_eq!(event.seq, sequence);
+///         println!("{}", event.token);
+///     }
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Engine {
+    config: ModelConfig,
+    options: EngineOptions,
+    memory: Memory,
+    schedule: Schedule,
+    /// Tokens of steps that were launched, the oldest first.
+    in_flight: VecDeque<Transfer<u32>>,
+    spare: Vec<Pinned<u32>>,
+    /// By bucket. Before what they name, so that they go first.
+    graphs: Vec<(u32, Graph)>,
+    forward: Forward,
+    weights: Weights,
+    failed: bool,
+}
+
+impl Engine {
+    /// Brings a bundle's model to the device of `kernels`; compiles what is not in the cache.
+    ///
+    /// # Errors
+    /// A model that is not supported, tensors that are not the model's, too little memory, or what fails on the way.
+    pub fn load(
+        kernels: &KernelSet,
+        bundle: &Bundle,
+        options: EngineOptions,
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
+        let config = ModelConfig::of_bundle(bundle)?;
+        let names = ModelWeights::of_bundle(&config, bundle)?;
+        let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
+        let start = Start::new(kernels, &config, options, &compiled)?;
+        let (mut source, _) = Loader::new(kernels, &start.stream, bundle, start.load_options(), &compiled)?;
+        let weights = start.weights(&mut source, &config, &names, progress)?;
+        let lane = |stream: &Stream| source.lane(stream);
+        start.finish(kernels, config, weights, lane)
+    }
+
+    /// The same with random weights: what a measurement of a geometry needs.
+    ///
+    /// # Errors
+    /// As for [`Engine::load`].
+    pub fn random(
+        kernels: &KernelSet,
+        config: ModelConfig,
+        options: EngineOptions,
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
+        let names = ModelWeights::named(&config);
+        let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
+        let start = Start::new(kernels, &config, options, &compiled)?;
+        let builder = LayerBuilder::new(kernels, &start.stream, start.load_options())?;
+        let shapes = config.linears().into_iter().chain([[config.vocab, config.hidden]]);
+        let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
+        let mut source = Random::new(builder, start.options.linears, largest)?;
+        let weights = start.weights(&mut source, &config, &names, progress)?;
+        let lane = |stream: &Stream| source.builder().lane(stream);
+        start.finish(kernels, config, weights, lane)
+    }
+
+    /// The kernels that a bundle's model runs beside its linears; those are
+    /// [`loader::reachable`](unweight_rt::layer::loader::reachable)'s.
+    ///
+    /// # Errors
+    /// A model that is not supported, or tensors that are not the model's.
+    pub fn kernels(bundle: &Bundle, options: &EngineOptions, arch: Arch) -> Result<Vec<VariantSpec>, EngineError> {
+        let config = ModelConfig::of_bundle(bundle)?;
+        ModelWeights::of_bundle(&config, bundle)?;
+        let source = embed_source(options.linears);
+        Ok(Variants::of(&config, arch, source, options.max_batch)?.all())
+    }
+
+    /// What the model is.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// What it was made for.
+    pub fn options(&self) -> &EngineOptions {
+        &self.options
+    }
+
+    /// What it has on the device.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Takes a request. It runs from the next [`Engine::step`] that has a row and pages for it.
+    ///
+    /// # Errors
+    /// [`Rejected`]; what runs goes on.
+    pub fn add(&mut self, request: Request) -> Result<SeqId, Rejected> {
+        self.schedule.add(request)
+    }
+
+    /// Ends a sequence; nothing more is told of it. `false`: there is none such, or it has ended.
+    pub fn cancel(&mut self, sequence: SeqId) -> bool {
+        self.schedule.cancel(sequence)
+    }
+
+    /// Whether nothing is left to be done.
+    pub fn is_idle(&self) -> bool {
+        self.schedule.rows().is_empty() && self.schedule.waiting() == 0
+    }
+
+    /// Sequences that have a row.
+    pub fn running(&self) -> usize {
+        self.schedule.rows().len()
+    }
+
+    /// Sequences that wait for one.
+    pub fn waiting(&self) -> usize {
+        self.schedule.waiting()
+    }
+
+    /// Pages of the KV cache that nobody has.
+    pub fn free_pages(&self) -> u32 {
+        self.schedule.free_pages()
+    }
+
+    /// Waits for the next tokens: the first of a sequence that joins, or one of each that has a row. Nothing if nothing
+    /// is left to be done; and of a step whose sequences were all cancelled meanwhile.
+    ///
+    /// # Errors
+    /// The device's. All sequences are lost, and the engine runs nothing more.
+    pub fn step(&mut self) -> Result<Vec<Event>, EngineError> {
+        self.check_alive()?;
+        let stepped = self.try_step();
+        self.note(stepped)
+    }
+
+    fn check_alive(&self) -> Result<(), EngineError> {
+        if self.failed { Err(EngineError::Failed) } else { Ok(()) }
+    }
+
+    /// After a failure of the device nothing can be trusted.
+    fn note<T>(&mut self, result: Result<T, DeviceError>) -> Result<T, EngineError> {
+        result.map_err(|error| {
+            self.failed = true;
+            self.in_flight.clear();
+            self.schedule.clear();
+            error.into()
+        })
+    }
+
+    fn try_step(&mut self) -> Result<Vec<Event>, DeviceError> {
+        loop {
+            match self.schedule.due() {
+                Next::Idle => return Ok(Vec::new()),
+                Next::Prefill => {
+                    let Some(prefill) = self.schedule.begin() else { return Ok(Vec::new()) };
+                    let running = prefill.running();
+                    return match self.forward.prefill(&self.weights, &prefill.prompt, &running.pages, &running.params) {
+                        Ok(token) => Ok(vec![self.schedule.begun(prefill, token)]),
+                        Err(error) => {
+                            self.schedule.failed(prefill);
+                            Err(error)
+                        }
+                    };
+                }
+                Next::Launch { changed } => {
+                    let rows = self.schedule.rows();
+                    // At most `max_batch`.
+                    let count = rows.len() as u32;
+                    if changed {
+                        // What the rows before left behind is told before they are forgotten.
+                        self.forward.lane().synchronize()?;
+                        let states: Vec<_> = rows
+                            .iter()
+                            .map(|row| RowState {
+                                id: row.last,
+                                position: row.position,
+                                pages: &row.pages,
+                                sample: sample_row(&row.params),
+                            })
+                            .collect();
+                        self.forward.set_rows(&states, bucket(count))?;
+                    }
+                    self.launch(count)?;
+                    let pinned = match self.spare.pop() {
+                        Some(pinned) => pinned,
+                        None => Pinned::zeroed(self.forward.stream().device(), self.forward.ids().len())?,
+                    };
+                    let ids = self.forward.ids().read_later(self.forward.stream(), 0, pinned)?;
+                    self.in_flight.push_back(ids);
+                    self.schedule.launched();
+                }
+                Next::Read => {
+                    let Some(ids) = self.in_flight.pop_front() else { return Ok(Vec::new()) };
+                    let ids = ids.wait()?;
+                    let mut events = Vec::new();
+                    let rows = self.schedule.rows().len();
+                    self.schedule.read(&ids[..rows], &mut events);
+                    self.spare.push(ids);
+                    if !events.is_empty() {
+                        return Ok(events);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Launches a step of the first `rows` rows.
+    fn launch(&mut self, rows: u32) -> Result<(), DeviceError> {
+        let bucket = bucket(rows);
+        match self.graphs.iter().find(|(of, _)| *of == bucket) {
+            // SAFETY: what it names lies in `forward` and `weights`, which live as long as the graph; all of it runs on
+            // one stream.
+            Some((_, graph)) => unsafe { graph.launch() },
+            None => self.forward.step(&self.weights, bucket, None),
+        }
+    }
+
+    /// Logits of every token of a text, bf16 `[tokens, vocab]`: of row `i` those of the token that follows the first
+    /// `i + 1`. Sequences that run go on.
+    ///
+    /// # Errors
+    /// [`EngineError::Rejected`], or the device's.
+    pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<bf16>, EngineError> {
+        self.check_alive()?;
+        self.schedule.check(&Request::new(tokens.to_vec()).max_new_tokens(0))?;
+        // A text that was checked fits 32 bits.
+        let pages = self.schedule.lend(&[pages_for(tokens.len() as u32)])?;
+        let read = self.forward.text_logits(&self.weights, tokens, pages.first().map_or(&[], Vec::as_slice));
+        let bits = self.note(read)?;
+        self.schedule.give(pages);
+        Ok(bits.into_iter().map(bf16::from_bits).collect())
+    }
+
+    /// The same of several texts at once, by steps of one token each: slow, and what tests hold against
+    /// [`Engine::logits`]. Nothing else may run.
+    ///
+    /// # Errors
+    /// [`Rejected::Busy`] where a sequence runs or there are more texts than rows; else as [`Engine::logits`].
+    pub fn logits_by_steps(&mut self, texts: &[&[u32]]) -> Result<Vec<Vec<bf16>>, EngineError> {
+        self.check_alive()?;
+        if !self.is_idle() || texts.len() as u64 > u64::from(self.options.max_batch) {
+            return Err(Rejected::Busy { waiting: self.running().max(texts.len()) }.into());
+        }
+        for text in texts {
+            self.schedule.check(&Request::new(text.to_vec()).max_new_tokens(0))?;
+        }
+        let counts: Vec<u32> = texts.iter().map(|text| pages_for(text.len() as u32)).collect();
+        let pages = self.schedule.lend(&counts)?;
+        let read = self.steps_of(texts, &pages);
+        let read = self.note(read)?;
+        self.schedule.give(pages);
+        Ok(read)
+    }
+
+    fn steps_of(&mut self, texts: &[&[u32]], pages: &[Vec<u32>]) -> Result<Vec<Vec<bf16>>, DeviceError> {
+        let (count, vocab) = (texts.len() as u32, self.config.vocab as usize);
+        let mut logits = vec![Vec::new(); texts.len()];
+        let longest = texts.iter().map(|text| text.len()).max().unwrap_or(0);
+        for at in 0..longest {
+            let states = texts.iter().zip(pages).map(|(text, pages)| match text.get(at) {
+                Some(&id) => RowState { id, position: at as u32, pages, sample: sample_row(&SampleParams::default()) },
+                None => RowState { id: 0, position: PAD_POSITION, pages, sample: sample_row(&SampleParams::default()) },
+            });
+            self.forward.set_rows(&states.collect::<Vec<_>>(), bucket(count))?;
+            self.launch(count)?;
+            let bits = self.forward.logits(count)?;
+            self.forward.lane().synchronize()?;
+            for ((row, text), logits) in bits.chunks_exact(vocab).zip(texts).zip(&mut logits) {
+                if at < text.len() {
+                    logits.extend(row.iter().map(|bits| bf16::from_bits(*bits)));
+                }
+            }
+        }
+        Ok(logits)
+    }
+
+    /// Makes ready what [`Engine::rehearsed_step`] runs: `batch` sequences with `context` tokens each, whose keys and
+    /// values are random. Nothing else may run.
+    ///
+    /// # Errors
+    /// [`EngineError::Rejected`]: no room for them.
+    #[doc(hidden)]
+    pub fn rehearse(&mut self, batch: u32, context: u32) -> Result<(), EngineError> {
+        self.check_alive()?;
+        if !self.is_idle() || batch > self.options.max_batch {
+            return Err(Rejected::Busy { waiting: self.running() }.into());
+        }
+        if context >= self.memory.context {
+            let (prompt, context) = (context as usize, self.memory.context);
+            return Err(Rejected::TooLong { prompt, max_new_tokens: 1, context }.into());
+        }
+        let each = pages_for(context + 1);
+        let pages = self.schedule.lend(&vec![each; batch as usize])?;
+        let filled = self.forward.fill(batch, context, &pages);
+        self.schedule.give(pages);
+        self.note(filled)
+    }
+
+    /// Enqueues one step of the batch that was made ready last.
+    #[doc(hidden)]
+    pub fn rehearsed_step(&mut self, batch: u32) -> Result<(), EngineError> {
+        let launched = self.launch(batch);
+        self.note(launched)
+    }
+
+    /// Records one part of a step of all layers.
+    #[doc(hidden)]
+    pub fn record_part(&mut self, batch: u32, part: Part) -> Result<Graph, EngineError> {
+        let rows = bucket(batch);
+        let stream = self.forward.stream().clone();
+        Ok(stream.capture(|| self.forward.step(&self.weights, rows, Some(part)))?)
+    }
+
+    /// The stream that it runs on.
+    #[doc(hidden)]
+    pub fn stream(&self) -> &Stream {
+        self.forward.stream()
+    }
+
+    /// Lets cuBLAS find its fastest for every product of steps of `batch` rows, and records them anew.
+    #[doc(hidden)]
+    pub fn tune_cublas(&mut self, batch: u32) -> Result<(), EngineError> {
+        let rows = bucket(batch);
+        self.forward.tune(&self.weights, rows)?;
+        self.graphs.retain(|(of, _)| *of != rows);
+        if self.options.graphs {
+            let stream = self.forward.stream().clone();
+            let graph = stream.capture(|| self.forward.step(&self.weights, rows, None))?;
+            self.graphs.push((rows, graph));
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Engine({}, {}, {} running)", self.config.family, self.memory, self.running())
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // What runs names what goes away now. An error was told before, or is of no use any more.
+        let _ = self.forward.stream().synchronize();
+    }
+}
+
+/// How a row chooses, as the device reads it.
+fn sample_row(params: &SampleParams) -> SampleRow {
+    let SampleParams { temperature, top_k, top_p, min_p, seed, .. } = *params;
+    SampleRow { seed, temperature, top_k, top_p, min_p }
+}
+
+fn load_options(options: &EngineOptions) -> LoadOptions {
+    LoadOptions::default().max_batch(memory::rows(options)).linears(options.linears)
+}
+
+/// How the embedding will lie, unless it cannot be packed.
+fn embed_source(linears: Linears) -> EmbedSource {
+    match linears {
+        Linears::Packed => EmbedSource::Packed,
+        Linears::Bf16 => EmbedSource::Bf16,
+    }
+}
+
+/// What is known before the weights are there.
+struct Start {
+    options: EngineOptions,
+    stream: Stream,
+    /// Bytes that may be used.
+    have: u64,
+}
+
+impl Start {
+    fn new(
+        kernels: &KernelSet,
+        config: &ModelConfig,
+        options: EngineOptions,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
+        options.check()?;
+        let device = kernels.device();
+        let (free, _) = device.memory()?;
+        let have = options.memory.unwrap_or(free as u64 / 10 * 9).min(free as u64);
+        let residency = match options.linears {
+            Linears::Packed => Residency::Packed,
+            Linears::Bf16 => Residency::Bf16,
+        };
+        // Before minutes are spent on weights that leave no room.
+        memory::plan(config, &options, (config.weight_bytes(residency), 0), have)?;
+        let source = embed_source(options.linears);
+        let variants = Variants::of(config, device.info().arch, source, options.max_batch)?;
+        kernels.prepare(&variants.all(), progress)?;
+        Ok(Self { stream: device.stream()?, options, have })
+    }
+
+    fn load_options(&self) -> LoadOptions {
+        load_options(&self.options)
+    }
+
+    fn weights(
+        &self,
+        source: &mut impl Source,
+        config: &ModelConfig,
+        names: &ModelWeights,
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Weights, EngineError> {
+        let total = names.layers.len();
+        Weights::load(source, config, names, &|done| progress(&LoadProgress::Layers { done, total }))
+    }
+
+    fn finish(
+        self,
+        kernels: &KernelSet,
+        config: ModelConfig,
+        weights: Weights,
+        lane: impl FnOnce(&Stream) -> Result<unweight_rt::Lane, DeviceError>,
+    ) -> Result<Engine, EngineError> {
+        let Self { options, stream, have } = self;
+        let lane = lane(&stream)?;
+        let memory: Result<Memory, NoMemory> =
+            memory::plan(&config, &options, (weights.bytes(), lane.size().bytes()), have);
+        let memory = memory?;
+        let source = if weights.embed_is_packed() { EmbedSource::Packed } else { EmbedSource::Bf16 };
+        let variants = Variants::of(&config, kernels.device().info().arch, source, options.max_batch)?;
+        let own = Kernels::load(kernels, &variants)?;
+        let gated = weights.layers.iter().all(|layer| layer.gated);
+        let mut forward = Forward::new(lane, own, &config, &options, &memory, gated)?;
+        let mut graphs = Vec::new();
+        if options.graphs {
+            for rows in BUCKETS.into_iter().filter(|rows| *rows <= bucket(options.max_batch)) {
+                // A launch loads what a driver loads lazily, which a capture may not.
+                forward.set_rows(&[], rows)?;
+                forward.step(&weights, rows, None)?;
+                stream.synchronize()?;
+                graphs.push((rows, stream.capture(|| forward.step(&weights, rows, None))?));
+            }
+        }
+        let limits = Limits {
+            max_batch: options.max_batch,
+            context: memory.context,
+            vocab: config.vocab,
+            ahead: AHEAD,
+            waiting: options.waiting,
+        };
+        let schedule = Schedule::new(limits, memory.pages);
+        let (in_flight, spare) = (VecDeque::new(), Vec::new());
+        Ok(Engine { config, options, memory, schedule, in_flight, spare, graphs, forward, weights, failed: false })
+    }
+}
+
+impl Forward {
+    /// Runs a prompt and chooses the token behind it. Waits.
+    fn prefill(
+        &mut self,
+        weights: &Weights,
+        prompt: &[u32],
+        pages: &[u32],
+        params: &SampleParams,
+    ) -> Result<u32, DeviceError> {
+        let (mut start, mut rows) = (0, 0);
+        self.set_pages(pages)?;
+        for chunk in prompt.chunks(self.chunk_rows() as usize) {
+            self.chunk(weights, chunk, start)?;
+            rows = chunk.len() as u32;
+            start += rows;
+        }
+        self.chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
+        self.choose(start.saturating_sub(1), sample_row(params))?;
+        self.lane().synchronize()?;
+        let token = self.ids().read(self.stream(), 0, 1)?;
+        token.first().copied().ok_or_else(|| Refusal::Range { at: 0, len: 1, have: 0 }.into())
+    }
+
+    /// Logits of every token of a text, bf16 bits `[tokens, vocab]`. Waits.
+    fn text_logits(&mut self, weights: &Weights, tokens: &[u32], pages: &[u32]) -> Result<Vec<u16>, DeviceError> {
+        let (mut start, mut all) = (0, Vec::new());
+        self.set_pages(pages)?;
+        for chunk in tokens.chunks(self.chunk_rows() as usize) {
+            self.chunk(weights, chunk, start)?;
+            let rows = chunk.len() as u32;
+            let mut first = 0;
+            while first < rows {
+                let some = (rows - first).min(self.logit_rows());
+                self.chunk_logits(weights, first, some)?;
+                all.extend(self.logits(some)?);
+                first += some;
+            }
+            start += rows;
+        }
+        self.lane().synchronize()?;
+        Ok(all)
+    }
+
+    /// Random keys and values everywhere, and `batch` rows with a token behind `context` others.
+    fn fill(&mut self, batch: u32, context: u32, pages: &[Vec<u32>]) -> Result<(), DeviceError> {
+        const DRAWN: u32 = 1 << 20;
+        let stream = self.stream().clone();
+        let drawn: Vec<u16> = Kind::Gaussian { sigma: 1.0 }.iter(2).take(DRAWN as usize).collect();
+        let drawn = DeviceMatrix::from_host(&stream, 1, DRAWN, &drawn)?;
+        let (cache, _) = self.cache();
+        // What is left behind the last whole row is less than one page of one layer of any model worth measuring.
+        let rows = u32::try_from(cache.len() / DRAWN as usize).unwrap_or(u32::MAX);
+        let mut all = MatrixMut::new(cache, rows, DRAWN, DRAWN.into())?;
+        for row in 0..rows {
+            all.part(row..row + 1, 0..DRAWN)?.copy_from(&stream, drawn.view())?;
+        }
+        stream.synchronize()?;
+        let sample = sample_row(&SampleParams::default());
+        let states = pages.iter().zip(1..).map(|(pages, id)| RowState { id, position: context, pages, sample });
+        self.set_rows(&states.collect::<Vec<_>>(), bucket(batch))
+    }
+}

@@ -1,0 +1,63 @@
+//! What fails.
+
+use unweight_model::{BindError, ConfigError};
+use unweight_rt::{DeviceError, LoadError, Refusal, Remedy};
+
+use crate::{memory::NoMemory, options::BadOption, schedule::Rejected};
+
+/// What an engine could not do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// An option out of range.
+    #[error(transparent)]
+    Option(#[from] BadOption),
+    /// The model's configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The model's tensors.
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    /// A model that the kernels do not run.
+    #[error("{key} = {value} in config.json: the kernels take {takes}; this model cannot run here")]
+    Geometry {
+        /// The key.
+        key: &'static str,
+        /// Its value.
+        value: u32,
+        /// What it may be.
+        takes: &'static str,
+    },
+    /// The weights leave no room.
+    #[error(transparent)]
+    Memory(#[from] NoMemory),
+    /// A tensor could not be loaded.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// A request that cannot run. The others go on.
+    #[error(transparent)]
+    Rejected(#[from] Rejected),
+    /// The device. What ran is lost, and the engine runs nothing more.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The device failed before.
+    #[error("the device failed in an earlier step; load the model again")]
+    Failed,
+}
+
+impl From<Refusal> for EngineError {
+    fn from(refusal: Refusal) -> Self {
+        Self::Device(refusal.into())
+    }
+}
+
+impl EngineError {
+    /// What to do about it, where it is one thing.
+    pub fn remedy(&self) -> Option<Remedy> {
+        match self {
+            Self::Load(error) => error.remedy(),
+            Self::Device(error) => error.remedy(),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,529 @@
+//! One pass through the model: what is launched, in which order, on which memory.
+//!
+//! ```text
+//! ids --embed--> hidden --+--norm--> normed --qkv--> qkv --attention--> attended --o--+--> hidden
+//!                         |          (a chunk of a prompt: rope and the cache first)  |
+//!                         +--norm--> normed --gate, up--> active --down---------------+--> hidden
+//! hidden --norm--> normed --head--> logits --sample--> ids, positions + 1
+//! ```
+//! All of it is one chain on one stream. A kernel of a step may read positions, page tables and the keys and values of
+//! earlier tokens before the kernel in front of it has ended: nothing of the same step writes them. What the sampler
+//! writes belongs to the next step, and two steps are never in one graph.
+
+use unweight_codegen::spec::Epilogue;
+use unweight_model::ModelConfig;
+use unweight_rt::{
+    DeviceBuffer, DeviceError, DeviceMatrix, Lane, Linear, MatrixMut, MatrixRef, Refusal, Stream,
+    ops::{
+        attention::{AttentionOptions, ChunkRows, RotaryTable, TokenRows},
+        kv::{KvLayer, KvShape, PAD_POSITION},
+        rope::{HeadOptions, RopeTable},
+        sample::SampleRow,
+    },
+};
+
+use crate::{
+    kernels::Kernels,
+    memory::{self, Memory},
+    options::{EngineOptions, bucket},
+    pages::pages_for,
+    weights::{Layer, Weights},
+};
+
+/// A part of a step, for a breakdown of its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    /// The lookup of ids.
+    Embed,
+    /// All norms.
+    Norm,
+    /// Queries, keys and values.
+    Qkv,
+    /// Attention, with what is done to the heads before it.
+    Attention,
+    /// The projection behind attention.
+    Output,
+    /// Gate and up, activated where the layer does it.
+    GateUp,
+    /// The activation where it is a kernel of its own.
+    Activation,
+    /// Down.
+    Down,
+    /// The head.
+    Head,
+    /// The choice of a token.
+    Sample,
+}
+
+impl Part {
+    /// All, in the order of a step.
+    pub const ALL: [Self; 10] = [
+        Self::Embed,
+        Self::Norm,
+        Self::Qkv,
+        Self::Attention,
+        Self::Output,
+        Self::GateUp,
+        Self::Activation,
+        Self::Down,
+        Self::Head,
+        Self::Sample,
+    ];
+
+    /// As in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Embed => "embed",
+            Self::Norm => "norms",
+            Self::Qkv => "qkv",
+            Self::Attention => "attention",
+            Self::Output => "o",
+            Self::GateUp => "gate_up",
+            Self::Activation => "silu_mul",
+            Self::Down => "down",
+            Self::Head => "lm_head",
+            Self::Sample => "sample",
+        }
+    }
+}
+
+/// Sizes.
+#[derive(Clone, Debug)]
+struct Shape {
+    hidden: u32,
+    intermediate: u32,
+    qkv: u32,
+    attended: u32,
+    heads: u32,
+    vocab: u32,
+    /// From one row of logits to the next.
+    logit_pitch: u32,
+    logit_rows: u32,
+    rows: u32,
+    rope_dim: u32,
+    eps: f32,
+    kv: KvShape,
+    /// Pages of the longest sequence.
+    table_pages: u32,
+    windows: Vec<Option<u32>>,
+}
+
+/// What a row of a step is.
+#[derive(Clone, Debug)]
+pub struct RowState<'a> {
+    /// Its newest token.
+    pub id: u32,
+    /// Where that stands in its sequence.
+    pub position: u32,
+    /// The pages of its sequence.
+    pub pages: &'a [u32],
+    /// How the next token is chosen.
+    pub sample: SampleRow,
+}
+
+/// Kernels and memory. Nothing is allocated after it was made.
+#[derive(Debug)]
+pub struct Forward {
+    lane: Lane,
+    kernels: Kernels,
+    shape: Shape,
+    hidden: DeviceBuffer<u16>,
+    normed: DeviceBuffer<u16>,
+    qkv: DeviceBuffer<u16>,
+    attended: DeviceBuffer<u16>,
+    /// The product of gate and up, where it is not activated on its way out.
+    gate_up: DeviceBuffer<u16>,
+    active: DeviceBuffer<u16>,
+    logits: DeviceBuffer<u16>,
+    cache: DeviceBuffer<u16>,
+    cosines: DeviceMatrix,
+    sines: DeviceMatrix,
+    /// Of a step: one entry a row.
+    ids: DeviceBuffer<u32>,
+    positions: DeviceBuffer<u32>,
+    tables: DeviceBuffer<u32>,
+    samples: DeviceBuffer<SampleRow>,
+    /// Of a prompt.
+    prompt: DeviceBuffer<u32>,
+    prompt_pages: DeviceBuffer<u32>,
+}
+
+fn view(buffer: &DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixRef<'_>, Refusal> {
+    MatrixRef::new(buffer, rows, cols, cols.into())
+}
+
+fn view_mut(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixMut<'_>, Refusal> {
+    MatrixMut::new(buffer, rows, cols, cols.into())
+}
+
+impl Forward {
+    /// Allocates everything.
+    ///
+    /// # Errors
+    /// No room.
+    pub fn new(
+        lane: Lane,
+        kernels: Kernels,
+        config: &ModelConfig,
+        options: &EngineOptions,
+        memory: &Memory,
+        gated: bool,
+    ) -> Result<Self, DeviceError> {
+        let stream = lane.stream().clone();
+        let kv = KvShape::new(memory.pages, config.kv_heads, config.head_dim)?;
+        let (rows, batch) = (memory::rows(options), bucket(options.max_batch));
+        let shape = Shape {
+            hidden: config.hidden,
+            intermediate: config.intermediate,
+            qkv: config.qkv_rows(),
+            attended: config.heads * config.head_dim,
+            heads: config.heads,
+            vocab: config.vocab,
+            logit_pitch: config.vocab.next_multiple_of(8),
+            logit_rows: memory::logit_rows(options),
+            rows,
+            rope_dim: config.rope.dim,
+            eps: config.eps,
+            kv,
+            table_pages: pages_for(memory.context),
+            windows: config.window.clone(),
+        };
+        let elements = |rows: u32, cols: u32| rows as usize * cols as usize;
+        let zeroed = |rows: u32, cols: u32| DeviceBuffer::<u16>::zeroed(&stream, elements(rows, cols));
+        let words = |len: usize| DeviceBuffer::<u32>::zeroed(&stream, len);
+        let angles = config.rope.table(memory.context);
+        let bits = |values: &[half::bf16]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        let table = |values| DeviceMatrix::from_host(&stream, memory.context, shape.rope_dim / 2, &bits(values));
+        let cache = kv.layer_elements() as usize * config.layers as usize;
+        Ok(Self {
+            hidden: zeroed(rows, shape.hidden)?,
+            normed: zeroed(rows, shape.hidden)?,
+            qkv: zeroed(rows, shape.qkv)?,
+            attended: zeroed(rows, shape.attended)?,
+            gate_up: zeroed(if gated { 0 } else { rows }, 2 * shape.intermediate)?,
+            active: zeroed(rows, shape.intermediate)?,
+            logits: zeroed(shape.logit_rows, shape.logit_pitch)?,
+            cache: DeviceBuffer::zeroed(&stream, cache)?,
+            cosines: table(&angles.cos)?,
+            sines: table(&angles.sin)?,
+            ids: words(batch as usize)?,
+            positions: words(batch as usize)?,
+            tables: words(elements(batch, shape.table_pages))?,
+            samples: DeviceBuffer::zeroed(&stream, batch as usize)?,
+            prompt: words(rows as usize)?,
+            prompt_pages: words(shape.table_pages as usize)?,
+            lane,
+            kernels,
+            shape,
+        })
+    }
+
+    /// The lane that everything runs on.
+    pub fn lane(&mut self) -> &mut Lane {
+        &mut self.lane
+    }
+
+    /// Its stream.
+    pub fn stream(&self) -> &Stream {
+        self.lane.stream()
+    }
+
+    /// The tokens that steps choose, one a row.
+    pub fn ids(&self) -> &DeviceBuffer<u32> {
+        &self.ids
+    }
+
+    /// The cache of all layers.
+    pub fn cache(&mut self) -> (&mut DeviceBuffer<u16>, KvShape) {
+        (&mut self.cache, self.shape.kv)
+    }
+
+    /// Logits of the first `rows` rows of the last step or chunk, `[rows, vocab]`. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn logits(&self, rows: u32) -> Result<Vec<u16>, DeviceError> {
+        let pitch = self.shape.logit_pitch as usize;
+        let padded = self.logits.read(self.stream(), 0, rows as usize * pitch)?;
+        let rows = padded.chunks_exact(pitch).map(|row| &row[..self.shape.vocab as usize]);
+        Ok(rows.flatten().copied().collect())
+    }
+
+    /// Rows of logits that it has room for.
+    pub fn logit_rows(&self) -> u32 {
+        self.shape.logit_rows
+    }
+
+    /// Tokens of a chunk, at most.
+    pub fn chunk_rows(&self) -> u32 {
+        self.shape.rows
+    }
+
+    /// Sets the rows of the steps that follow; those up to `bucket` that are not named have no token. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn set_rows(&mut self, rows: &[RowState<'_>], bucket: u32) -> Result<(), DeviceError> {
+        let (bucket, table_pages) = (bucket as usize, self.shape.table_pages as usize);
+        let mut ids = vec![0; bucket];
+        let mut positions = vec![PAD_POSITION; bucket];
+        let mut tables = vec![0; bucket * table_pages];
+        let mut samples = vec![bytemuck::Zeroable::zeroed(); bucket];
+        for (at, row) in rows.iter().enumerate() {
+            (ids[at], positions[at], samples[at]) = (row.id, row.position, row.sample);
+            let table = &mut tables[at * table_pages..(at + 1) * table_pages];
+            table[..row.pages.len()].copy_from_slice(row.pages);
+        }
+        let stream = self.lane.stream();
+        self.ids.write(stream, 0, &ids)?;
+        self.positions.write(stream, 0, &positions)?;
+        self.tables.write(stream, 0, &tables)?;
+        self.samples.write(stream, 0, &samples)
+    }
+
+    /// Sets the newest tokens of the rows. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn set_ids(&mut self, ids: &[u32]) -> Result<(), DeviceError> {
+        self.ids.write(self.lane.stream(), 0, ids)
+    }
+
+    /// Enqueues a step of `rows` rows, or one part of it, of all layers.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn step(&mut self, weights: &Weights, rows: u32, only: Option<Part>) -> Result<(), DeviceError> {
+        let runs = |part: Part| only.is_none_or(|only| only == part);
+        if runs(Part::Embed) {
+            self.embed(weights, rows, Ids::Step)?;
+        }
+        for (index, layer) in weights.layers.iter().enumerate() {
+            if runs(Part::Norm) {
+                self.norm(&layer.input_norm, 0, rows)?;
+            }
+            if runs(Part::Qkv) {
+                self.qkv(layer, rows)?;
+            }
+            if runs(Part::Attention) {
+                self.attend(layer, index, rows)?;
+            }
+            self.behind_attention(layer, rows, runs)?;
+        }
+        self.head(weights, 0, rows, runs)?;
+        if runs(Part::Sample) { self.sample(rows) } else { Ok(()) }
+    }
+
+    /// Sets the pages of a sequence whose prompt is to be run. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn set_pages(&mut self, pages: &[u32]) -> Result<(), DeviceError> {
+        self.prompt_pages.write(self.lane.stream(), 0, pages)
+    }
+
+    /// Enqueues the next tokens of the sequence whose pages were set, from position `start` on. Waits for the copy of
+    /// its ids alone.
+    ///
+    /// # Errors
+    /// More tokens than [`Forward::chunk_rows`], or the driver's.
+    pub fn chunk(&mut self, weights: &Weights, ids: &[u32], start: u32) -> Result<(), DeviceError> {
+        let stream = self.lane.stream().clone();
+        self.prompt.write(&stream, 0, ids)?;
+        // It fits the buffer.
+        let rows = ids.len() as u32;
+        self.embed(weights, rows, Ids::Prompt)?;
+        for (index, layer) in weights.layers.iter().enumerate() {
+            self.norm(&layer.input_norm, 0, rows)?;
+            self.qkv(layer, rows)?;
+            self.turn(layer, index, start, rows)?;
+            self.attend_chunk(index, start, rows)?;
+            self.behind_attention(layer, rows, |_| true)?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues the logits of `rows` rows of the last chunk, from `first` on.
+    ///
+    /// # Errors
+    /// More rows than [`Forward::logit_rows`], or the driver's.
+    pub fn chunk_logits(&mut self, weights: &Weights, first: u32, rows: u32) -> Result<(), DeviceError> {
+        self.head(weights, first, rows, |_| true)
+    }
+
+    /// Enqueues the choice of a token from the first row of logits, for the sequence in the first row of the steps.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn choose(&mut self, position: u32, sample: SampleRow) -> Result<(), DeviceError> {
+        let stream = self.lane.stream().clone();
+        self.positions.write(&stream, 0, &[position])?;
+        self.samples.write(&stream, 0, &[sample])?;
+        self.sample(1)
+    }
+
+    fn embed(&mut self, weights: &Weights, rows: u32, ids: Ids) -> Result<(), DeviceError> {
+        let Some(table) = weights.embed_table() else { return Ok(()) };
+        let ids = match ids {
+            Ids::Step => &self.ids,
+            Ids::Prompt => &self.prompt,
+        };
+        let hidden = view_mut(&mut self.hidden, rows, self.shape.hidden)?;
+        self.kernels.embed.enqueue(&mut self.lane, ids, table, hidden)
+    }
+
+    /// Of `rows` rows from `first` on, to the front.
+    fn norm(&mut self, gamma: &DeviceBuffer<u16>, first: u32, rows: u32) -> Result<(), DeviceError> {
+        let Shape { hidden, eps, .. } = self.shape;
+        let x = view(&self.hidden, first + rows, hidden)?.part(first..first + rows, 0..hidden)?;
+        let y = view_mut(&mut self.normed, rows, hidden)?;
+        self.kernels.norm.enqueue(&mut self.lane, x, gamma, eps, None, y)
+    }
+
+    fn qkv(&mut self, layer: &Layer, rows: u32) -> Result<(), DeviceError> {
+        let x = view(&self.normed, rows, self.shape.hidden)?;
+        let y = view_mut(&mut self.qkv, rows, self.shape.qkv)?;
+        layer.qkv.enqueue(&mut self.lane, x, y, Epilogue::Store)
+    }
+
+    fn attend(&mut self, layer: &Layer, index: usize, rows: u32) -> Result<(), DeviceError> {
+        let Shape { qkv, attended, table_pages, eps, kv, ref windows, .. } = self.shape;
+        let kernel = self.kernels.decode(rows).ok_or(Refusal::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
+        let rotary = RotaryTable { cosines: self.cosines.view(), sines: self.sines.view() };
+        let options = AttentionOptions::new(rotary)
+            .window(windows.get(index).copied().flatten())
+            .bias(layer.qkv_bias.as_ref())
+            .norms(layer.q_norm.as_ref(), layer.k_norm.as_ref(), eps);
+        let tokens = TokenRows { positions: &self.positions, page_table: &self.tables, table_pages };
+        let x = view(&self.qkv, rows, qkv)?;
+        let cache = KvLayer::new(&mut self.cache, kv, index as u32)?;
+        let out = view_mut(&mut self.attended, rows, attended)?;
+        kernel.decode(&mut self.lane, x, cache, tokens, options, out)
+    }
+
+    fn turn(&mut self, layer: &Layer, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
+        let Shape { qkv, heads, rope_dim, eps, kv, .. } = self.shape;
+        let table = RopeTable::new(self.cosines.data(), self.sines.data(), rope_dim)?;
+        let options = HeadOptions::new(heads, table).bias(layer.qkv_bias.as_ref()).norms(
+            layer.q_norm.as_ref(),
+            layer.k_norm.as_ref(),
+            eps,
+        );
+        let cache = KvLayer::new(&mut self.cache, kv, index as u32)?;
+        let x = view_mut(&mut self.qkv, rows, qkv)?;
+        self.kernels.rope.enqueue(&mut self.lane, x, &options, cache, &self.prompt_pages, start)
+    }
+
+    fn attend_chunk(&mut self, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
+        let Shape { qkv, attended, table_pages, kv, ref windows, .. } = self.shape;
+        let window = windows.get(index).copied().flatten();
+        let tokens = ChunkRows::new(start, &self.prompt_pages, table_pages).window(window);
+        let x = view(&self.qkv, rows, qkv)?;
+        let cache = KvLayer::new(&mut self.cache, kv, index as u32)?;
+        let out = view_mut(&mut self.attended, rows, attended)?;
+        self.kernels.prefill.prefill(&mut self.lane, x, cache, tokens, out)
+    }
+
+    fn behind_attention(&mut self, layer: &Layer, rows: u32, runs: impl Fn(Part) -> bool) -> Result<(), DeviceError> {
+        let Shape { hidden, intermediate, attended, .. } = self.shape;
+        if runs(Part::Output) {
+            let (x, y) = (view(&self.attended, rows, attended)?, view_mut(&mut self.hidden, rows, hidden)?);
+            layer.o.enqueue(&mut self.lane, x, y, Epilogue::StoreAdd)?;
+        }
+        if runs(Part::Norm) {
+            self.norm(&layer.post_norm, 0, rows)?;
+        }
+        let x = view(&self.normed, rows, hidden)?;
+        if layer.gated {
+            if runs(Part::GateUp) {
+                let y = view_mut(&mut self.active, rows, intermediate)?;
+                layer.gate_up.enqueue(&mut self.lane, x, y, Epilogue::SiluMul)?;
+            }
+        } else {
+            if runs(Part::GateUp) {
+                let y = view_mut(&mut self.gate_up, rows, 2 * intermediate)?;
+                layer.gate_up.enqueue(&mut self.lane, x, y, Epilogue::Store)?;
+            }
+            if runs(Part::Activation) {
+                let x = view(&self.gate_up, rows, 2 * intermediate)?;
+                let y = view_mut(&mut self.active, rows, intermediate)?;
+                self.kernels.silu_mul.enqueue(&mut self.lane, x, y)?;
+            }
+        }
+        if runs(Part::Down) {
+            let (x, y) = (view(&self.active, rows, intermediate)?, view_mut(&mut self.hidden, rows, hidden)?);
+            layer.down.enqueue(&mut self.lane, x, y, Epilogue::StoreAdd)?;
+        }
+        Ok(())
+    }
+
+    fn head(
+        &mut self,
+        weights: &Weights,
+        first: u32,
+        rows: u32,
+        runs: impl Fn(Part) -> bool,
+    ) -> Result<(), DeviceError> {
+        let Shape { hidden, vocab, logit_pitch, .. } = self.shape;
+        if runs(Part::Norm) {
+            self.norm(&weights.final_norm, first, rows)?;
+        }
+        if runs(Part::Head) {
+            let x = view(&self.normed, rows, hidden)?;
+            let y = MatrixMut::new(&mut self.logits, rows, vocab, logit_pitch.into())?;
+            weights.head.enqueue(&mut self.lane, x, y, Epilogue::Store)?;
+        }
+        Ok(())
+    }
+
+    fn sample(&mut self, rows: u32) -> Result<(), DeviceError> {
+        let logits = MatrixRef::new(&self.logits, rows, self.shape.vocab, self.shape.logit_pitch.into())?;
+        let (positions, ids) = (&mut self.positions, &mut self.ids);
+        self.kernels.sample.enqueue(&mut self.lane, logits, &self.samples, positions, ids)
+    }
+
+    /// Lets cuBLAS find its fastest for each product of a step of `rows` rows, where it multiplies. Waits.
+    ///
+    /// # Errors
+    /// The driver's or cuBLAS's.
+    pub fn tune(&mut self, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
+        let Shape { hidden, intermediate, qkv, attended, vocab, logit_pitch, .. } = self.shape;
+        let all = |of: fn(&Layer) -> &Linear| -> Vec<MatrixRef<'_>> {
+            // A few come from memory as surely as all do.
+            let whole = weights.layers.iter().take(8).filter_map(|layer| of(layer).bf16_weights());
+            whole.map(DeviceMatrix::view).collect()
+        };
+        let products = [
+            (all(|layer| &layer.qkv), &self.normed, hidden, &mut self.qkv, qkv, false),
+            (all(|layer| &layer.o), &self.attended, attended, &mut self.hidden, hidden, true),
+        ];
+        for (weights, x, k, y, n, add) in products {
+            let (x, y) = (view(x, rows, k)?, view_mut(y, rows, n)?);
+            self.lane.cublas()?.tune(x, &weights, y, add)?;
+        }
+        let products = [
+            (all(|layer| &layer.gate_up), &self.normed, hidden, &mut self.gate_up, 2 * intermediate, false),
+            (all(|layer| &layer.down), &self.active, intermediate, &mut self.hidden, hidden, true),
+        ];
+        for (weights, x, k, y, n, add) in products {
+            if y.is_empty() {
+                continue;
+            }
+            let (x, y) = (view(x, rows, k)?, view_mut(y, rows, n)?);
+            self.lane.cublas()?.tune(x, &weights, y, add)?;
+        }
+        if let Some(head) = weights.head.bf16_weights() {
+            let x = view(&self.normed, rows, hidden)?;
+            let y = MatrixMut::new(&mut self.logits, rows, vocab, logit_pitch.into())?;
+            self.lane.cublas()?.tune(x, &[head.view()], y, false)?;
+        }
+        Ok(())
+    }
+}
+
+/// Which ids are looked up.
+#[derive(Clone, Copy)]
+enum Ids {
+    Step,
+    Prompt,
+}

@@ -1,0 +1,277 @@
+//! A model's weights on the device.
+
+use half::bf16;
+use unweight_format::testing::Weights as Kind;
+use unweight_model::{LayerWeights, ModelConfig, ModelWeights};
+use unweight_rt::{
+    DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Linear, Linears, LoadError, Loader, MatrixMut, MatrixRef,
+    Merge, Stream,
+    layer::{build::LayerBuilder, loader::Unsuitable},
+    ops::embed::EmbedTable,
+};
+
+use crate::error::EngineError;
+
+/// All of them.
+#[derive(Debug)]
+pub struct Weights {
+    embed: Embedding,
+    pub layers: Vec<Layer>,
+    pub final_norm: DeviceBuffer<u16>,
+    pub head: Linear,
+    vocab: u32,
+}
+
+/// What ids are looked up in.
+#[derive(Debug)]
+pub enum Embedding {
+    /// The head.
+    Tied,
+    Packed(DevicePacked),
+    Bf16(DeviceMatrix),
+}
+
+/// Those of a layer.
+#[derive(Debug)]
+pub struct Layer {
+    pub input_norm: DeviceBuffer<u16>,
+    pub qkv: Linear,
+    pub qkv_bias: Option<DeviceBuffer<u16>>,
+    pub q_norm: Option<DeviceBuffer<u16>>,
+    pub k_norm: Option<DeviceBuffer<u16>>,
+    pub o: Linear,
+    pub post_norm: DeviceBuffer<u16>,
+    pub gate_up: Linear,
+    /// Whether the product of gate and up is activated on its way out.
+    pub gated: bool,
+    pub down: Linear,
+}
+
+impl Weights {
+    /// Brings a model to the device, layer by layer; `progress` hears how many layers are there.
+    ///
+    /// # Errors
+    /// What the source says of a tensor, or the driver.
+    pub fn load(
+        source: &mut impl Source,
+        config: &ModelConfig,
+        names: &ModelWeights,
+        progress: &dyn Fn(usize),
+    ) -> Result<Self, EngineError> {
+        let [vocab, hidden] = [config.vocab, config.hidden];
+        let head = source.linear(&[(&names.lm_head, [vocab, hidden])], Merge::Rows)?;
+        let tied = names.embed == names.lm_head;
+        let embed = if tied { Embedding::Tied } else { source.embedding(&names.embed, [vocab, hidden])? };
+        let final_norm = source.vector(&[(&names.final_norm, hidden)])?;
+        progress(0);
+        let mut layers = Vec::with_capacity(names.layers.len());
+        for names in &names.layers {
+            layers.push(Layer::load(source, config, names)?);
+            progress(layers.len());
+        }
+        Ok(Self { embed, layers, final_norm, head, vocab })
+    }
+
+    /// What ids are looked up in.
+    pub fn embed_table(&self) -> Option<EmbedTable<'_>> {
+        let (packed, bf16) = match &self.embed {
+            Embedding::Tied => (self.head.packed_weights(), self.head.bf16_weights()),
+            Embedding::Packed(packed) => (Some(packed), None),
+            Embedding::Bf16(matrix) => (None, Some(matrix)),
+        };
+        let packed = packed.map(|weights| EmbedTable::Packed { weights, vocabulary: self.vocab });
+        packed.or(bf16.map(|weights| EmbedTable::Bf16(weights.view())))
+    }
+
+    /// Whether ids are looked up in packed weights.
+    pub fn embed_is_packed(&self) -> bool {
+        matches!(self.embed_table(), Some(EmbedTable::Packed { .. }))
+    }
+
+    /// Every linear, the head last.
+    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
+        self.layers.iter().flat_map(|layer| [&layer.qkv, &layer.o, &layer.gate_up, &layer.down]).chain([&self.head])
+    }
+
+    /// Bytes on the device.
+    pub fn bytes(&self) -> u64 {
+        let vector = |vector: &DeviceBuffer<u16>| vector.bytes() as u64;
+        let optional = |buffer: &Option<DeviceBuffer<u16>>| buffer.as_ref().map_or(0, vector);
+        let vectors = self.layers.iter().map(|layer| {
+            let norms = vector(&layer.input_norm) + vector(&layer.post_norm);
+            norms + [&layer.qkv_bias, &layer.q_norm, &layer.k_norm].map(optional).iter().sum::<u64>()
+        });
+        let embed = match &self.embed {
+            Embedding::Tied => 0,
+            Embedding::Packed(packed) => packed.bytes(),
+            Embedding::Bf16(matrix) => matrix.bytes() as u64,
+        };
+        self.linears().map(Linear::bytes).sum::<u64>() + vectors.sum::<u64>() + embed + vector(&self.final_norm)
+    }
+}
+
+impl Layer {
+    fn load(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights) -> Result<Self, EngineError> {
+        let (hidden, intermediate, head_dim) = (config.hidden, config.intermediate, config.head_dim);
+        // Both products are at most 2^24: the configuration was checked.
+        let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
+        let qkv = [(names.q.as_str(), [q, hidden]), (&names.k, [kv, hidden]), (&names.v, [kv, hidden])];
+        let bias = match (&names.q_bias, &names.k_bias, &names.v_bias) {
+            (Some(of_q), Some(of_k), Some(of_v)) => Some(source.vector(&[(of_q, q), (of_k, kv), (of_v, kv)])?),
+            _ => None,
+        };
+        let mut norm = |name: &Option<String>| -> Result<_, LoadError> {
+            name.as_ref().map(|name| source.vector(&[(name, head_dim)])).transpose()
+        };
+        let (q_norm, k_norm) = (norm(&names.q_norm)?, norm(&names.k_norm)?);
+        let pair = [(names.gate.as_str(), [intermediate, hidden]), (names.up.as_str(), [intermediate, hidden])];
+        let (gate_up, gated) = gate_up(source, &pair)?;
+        Ok(Self {
+            input_norm: source.vector(&[(&names.input_norm, hidden)])?,
+            qkv: source.linear(&qkv, Merge::Rows)?,
+            qkv_bias: bias,
+            q_norm,
+            k_norm,
+            o: source.linear(&[(&names.o, [hidden, q])], Merge::Rows)?,
+            post_norm: source.vector(&[(&names.post_norm, hidden)])?,
+            gate_up,
+            gated,
+            down: source.linear(&[(&names.down, [hidden, intermediate])], Merge::Rows)?,
+        })
+    }
+}
+
+/// Gate and up as one layer that activates its product, or, where their shape or weights do not allow it, one under the
+/// other.
+fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) -> Result<(Linear, bool), LoadError> {
+    match source.linear(pair, Merge::SiluMul) {
+        Ok(linear) => {
+            // As BF16 the two lie one under the other.
+            let gated = linear.is_packed();
+            Ok((linear, gated))
+        }
+        Err(LoadError::Unsuitable { why: Unsuitable::Pair { .. } | Unsuitable::GateAndUp(_), .. }) => {
+            Ok((source.linear(pair, Merge::Rows)?, false))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Where weights come from: each has a name and a shape.
+pub trait Source {
+    /// One linear layer of matrices with the same number of columns.
+    fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError>;
+    /// Rows to be looked up: packed where linears are and the weights can be.
+    fn embedding(&mut self, name: &str, shape: [u32; 2]) -> Result<Embedding, LoadError>;
+    /// Vectors one after the other.
+    fn vector(&mut self, parts: &[(&str, u32)]) -> Result<DeviceBuffer<u16>, LoadError>;
+}
+
+/// A bundle; its shapes were checked when its tensors were bound to their roles.
+impl Source for Loader<'_> {
+    fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError> {
+        match parts {
+            [(name, _)] if merge == Merge::Rows => self.load(name),
+            parts => self.merge(&parts.iter().map(|(name, _)| *name).collect::<Vec<_>>(), merge),
+        }
+    }
+
+    fn embedding(&mut self, name: &str, [vocab, hidden]: [u32; 2]) -> Result<Embedding, LoadError> {
+        let whole = vocab.is_multiple_of(64) && hidden.is_multiple_of(64);
+        if whole && self.linears() == Linears::Packed {
+            match self.packed(name) {
+                Err(LoadError::Unsuitable { why: Unsuitable::Unpackable(_), .. }) => {}
+                packed => return packed.map(Embedding::Packed),
+            }
+        }
+        self.matrix(name).map(Embedding::Bf16)
+    }
+
+    fn vector(&mut self, parts: &[(&str, u32)]) -> Result<DeviceBuffer<u16>, LoadError> {
+        if let [(name, _)] = parts {
+            return Loader::vector(self, name);
+        }
+        let mut whole = Vec::new();
+        let stream = self.builder().stream().clone();
+        for (name, _) in parts {
+            let part = Loader::vector(self, name)?;
+            whole.extend(part.to_host(&stream).map_err(in_tensor(name))?);
+        }
+        let first = parts.first().map_or("", |(name, _)| name);
+        DeviceBuffer::from_host(&stream, &whole).map_err(in_tensor(first))
+    }
+}
+
+fn in_tensor(name: &str) -> impl FnOnce(DeviceError) -> LoadError {
+    move |source| LoadError::Device { name: name.to_owned(), source: Box::new(source) }
+}
+
+/// Random weights that look like a trained model's: what a measurement of shapes needs. Every matrix has the same ones.
+#[derive(Debug)]
+pub struct Random<'k> {
+    builder: LayerBuilder<'k>,
+    linears: Linears,
+    pool: DeviceBuffer<u16>,
+}
+
+impl<'k> Random<'k> {
+    /// Weights for matrices of up to `elements`.
+    ///
+    /// # Errors
+    /// No room for them.
+    pub fn new(builder: LayerBuilder<'k>, linears: Linears, elements: u64) -> Result<Self, DeviceError> {
+        /// Weights that are drawn; what follows repeats them.
+        const DRAWN: usize = 1 << 22;
+        let stream = builder.stream().clone();
+        let drawn: Vec<u16> = Kind::TRAINED.iter(1).take(DRAWN).collect();
+        let drawn = DeviceMatrix::from_host(&stream, 1, DRAWN as u32, &drawn)?;
+        let rows = elements.div_ceil(DRAWN as u64);
+        let mut pool = DeviceBuffer::zeroed(&stream, rows as usize * DRAWN)?;
+        let mut all = MatrixMut::new(&mut pool, rows as u32, DRAWN as u32, DRAWN as u64)?;
+        for row in 0..rows as u32 {
+            all.part(row..row + 1, 0..DRAWN as u32)?.copy_from(&stream, drawn.view())?;
+        }
+        stream.synchronize()?;
+        Ok(Self { builder, linears, pool })
+    }
+
+    /// What makes layers of matrices.
+    pub fn builder(&mut self) -> &mut LayerBuilder<'k> {
+        &mut self.builder
+    }
+}
+
+impl Source for Random<'_> {
+    fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError> {
+        let first = parts.first().map_or("", |(name, _)| name);
+        let views = parts.iter().map(|(name, [n, k])| {
+            MatrixRef::new(&self.pool, *n, *k, (*k).into()).map_err(|refusal| in_tensor(name)(refusal.into()))
+        });
+        let views = views.collect::<Result<Vec<_>, _>>()?;
+        self.builder.layer(first, &views, merge)
+    }
+
+    fn embedding(&mut self, name: &str, [rows, cols]: [u32; 2]) -> Result<Embedding, LoadError> {
+        if self.linears == Linears::Packed && rows.is_multiple_of(64) && cols.is_multiple_of(64) {
+            let matrix = MatrixRef::new(&self.pool, rows, cols, cols.into());
+            let matrix = matrix.map_err(|refusal| in_tensor(name)(refusal.into()))?;
+            return self.builder.pack(name, matrix).map(Embedding::Packed);
+        }
+        let stream: Stream = self.builder.stream().clone();
+        let make = || {
+            let mut matrix = DeviceMatrix::zeroed(&stream, rows, cols)?;
+            matrix.view_mut().copy_from(&stream, MatrixRef::new(&self.pool, rows, cols, cols.into())?)?;
+            stream.synchronize()?;
+            Ok(matrix)
+        };
+        make().map_err(in_tensor(name)).map(Embedding::Bf16)
+    }
+
+    fn vector(&mut self, parts: &[(&str, u32)]) -> Result<DeviceBuffer<u16>, LoadError> {
+        let first = parts.first().map_or("", |(name, _)| name);
+        let len: u32 = parts.iter().map(|(_, len)| len).sum();
+        // A norm's weights are about 1; a bias of 1 does no harm.
+        let ones = vec![bf16::ONE.to_bits(); len as usize];
+        DeviceBuffer::from_host(self.builder.stream(), &ones).map_err(in_tensor(first))
+    }
+}
