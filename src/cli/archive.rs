@@ -14,7 +14,7 @@ use std::{
 use tar::{Archive, Builder, Entry, EntryType, Header};
 use unweight::format::bundle::{
     Bundle, BundleError, DecompressOptions, Progress,
-    manifest::{FILE_NAME, FileEntry, INDEX_SOURCE_SUFFIX},
+    manifest::{FILE_NAME, FileEntry, INDEX_SOURCE_SUFFIX, SIGNATURE_NAME},
 };
 
 use super::failure::{Failure, Result};
@@ -147,7 +147,8 @@ pub fn pack_bundle(dir: &Path, out: &mut File) -> Result<()> {
     let bundle = Bundle::open(dir)?;
     let mut builder = Builder::new(out);
     let stored = bundle.manifest().files.iter().flat_map(FileEntry::stored).map(|(name, _)| name);
-    for name in std::iter::once(FILE_NAME.to_owned()).chain(stored) {
+    let signature = dir.join(SIGNATURE_NAME).exists().then(|| SIGNATURE_NAME.to_owned());
+    for name in std::iter::once(FILE_NAME.to_owned()).chain(signature).chain(stored) {
         let path = dir.join(&name);
         let mut file = File::open(&path).map_err(Failure::io(path.display()))?;
         let bytes = file.metadata().map_err(Failure::io(path.display()))?.len();

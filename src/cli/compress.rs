@@ -15,7 +15,7 @@ use super::{
     progress::Bar,
     scratch::Scratch,
     select::{self, Select},
-    size,
+    sign, size,
     source::{self, Source},
 };
 
@@ -44,6 +44,12 @@ pub struct Compress {
     /// Also record the SHA-256 of every source file
     #[arg(long)]
     sha256: bool,
+    /// Sign the bundle with this secret key of minisign; records SHA-256, too
+    #[arg(long, value_name = "KEY")]
+    sign: Option<PathBuf>,
+    /// File with the password of that key
+    #[arg(long, value_name = "FILE", requires = "sign")]
+    password_file: Option<PathBuf>,
     /// Who codes the tensors; the bundle is the same
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     device: Device,
@@ -80,6 +86,7 @@ impl Compress {
                 "stdout takes the bundle; give -o a directory for these",
             ));
         }
+        let signer = self.sign.as_deref().map(|key| sign::signer(key, self.password_file.as_deref())).transpose()?;
         // Before an archive of gigabytes is read.
         if !self.force && self.output.symlink_metadata().is_ok() {
             return Err(BundleError::OutputExists { path: self.output.clone() }.into());
@@ -97,7 +104,8 @@ impl Compress {
             .resume(self.resume)
             .force(self.force)
             .verify(self.verify)
-            .sha256(self.sha256);
+            .sha256(self.sha256)
+            .sign(signer);
         let encoder = self.device.encoder(&options)?;
         let bar = Bar::new(output, "compressing")?;
         let compressed = bundle::compress_with(&model.root, &bundle, &options, encoder.as_ref(), &bar);

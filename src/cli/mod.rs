@@ -23,6 +23,7 @@ mod plot;
 mod progress;
 mod scratch;
 mod select;
+mod sign;
 mod size;
 mod source;
 mod verify;

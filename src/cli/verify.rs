@@ -9,7 +9,7 @@ use super::{
     failure::{Failure, Result},
     output::{self, Output},
     progress::Bar,
-    select, size, source,
+    select, sign, size, source,
 };
 
 /// Arguments of `verify`.
@@ -20,6 +20,9 @@ pub struct Verify {
     /// Also compare with the files that the bundle was made from: a directory, a file, a pattern or a name, as for compress
     #[arg(long, value_name = "SOURCE")]
     against: Option<PathBuf>,
+    /// Also check that the bundle was signed with the secret key of this minisign public key: a file, or the key itself
+    #[arg(long, value_name = "KEY")]
+    key: Option<String>,
     /// Files or folders that compress left out of the bundle, as for its --skip
     #[arg(long, value_name = "GLOB", requires = "against")]
     skip: Vec<String>,
@@ -44,6 +47,7 @@ impl Verify {
             .selection(against.as_ref().map_or(selection.clone(), |found| found.select(selection)))
             .against(against.as_ref().map(|found| found.root.clone()))
             .quick(self.quick)
+            .key(self.key.as_deref().map(sign::public_key).transpose()?)
             .ram_bytes(self.ram)
             .threads(self.threads);
         let report = bundle::verify_with(&self.bundle, &options, &bar)?;
@@ -62,6 +66,7 @@ impl Verify {
                 output::seconds(report.seconds),
                 output::rate(report.original_bytes, report.seconds),
                 match report.problems.len() {
+                    0 if report.signature.is_some() && !report.quick => "sound, and signed with this key".to_owned(),
                     0 if report.quick => "sound as far as names, sizes and headers tell".to_owned(),
                     0 => "sound".to_owned(),
                     problems => count(problems),

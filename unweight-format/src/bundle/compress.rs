@@ -81,6 +81,8 @@ pub fn compress_with(
     progress: &dyn Progress,
 ) -> Result<CompressReport, BundleError> {
     let started = Instant::now();
+    // A signature of digests that can be forged would prove nothing.
+    let options = &options.clone().sha256(options.sha256 || options.sign.is_some());
     let planner = Planner::new(options)?;
     let replaceable = options.force.then_some(Replaceable::Bundle);
     let inputs = options.selection.inputs(source);
@@ -487,9 +489,15 @@ impl Job<'_> {
         let mut manifest = Manifest::new(options, files, layers);
         let bytes = manifest.seal();
         self.stage.put(manifest::FILE_NAME, &bytes)?;
+        let mut own_bytes = bytes.len() as u64;
+        if let Some(signer) = &self.options.sign {
+            let signature = signer.sign(&bytes)?;
+            self.stage.put(manifest::SIGNATURE_NAME, signature.as_bytes())?;
+            own_bytes += signature.len() as u64;
+        }
         let stored = manifest.files.iter().flat_map(FileEntry::stored).map(|(_, bytes)| bytes).sum::<u64>();
         let verified_tensors = self.verify(&manifest)?;
-        let stored_bytes = stored + bytes.len() as u64;
+        let stored_bytes = stored + own_bytes;
         Ok(Made { manifest, resumed_files, resumed_tensors, stored_bytes, verified_tensors })
     }
 

@@ -284,6 +284,27 @@ pub enum BundleError {
         /// Why.
         reason: String,
     },
+    /// The manifest could not be signed.
+    #[error("the manifest could not be signed")]
+    Sign(#[source] Box<dyn Error + Send + Sync>),
+    /// Not a public key.
+    #[error("not a minisign public key ({reason}); give the text or the second line of a minisign.pub")]
+    PublicKey {
+        /// Why.
+        reason: String,
+    },
+    /// The signature does not prove who published the bundle.
+    #[error("unweight.json.minisig: {reason}")]
+    Signature {
+        /// Why.
+        reason: &'static str,
+    },
+    /// A signature covers digests of a file that could be forged.
+    #[error("{file}: the signed manifest has no SHA-256 of it, and other digests can be forged; sign when compressing")]
+    Unproven {
+        /// The file.
+        file: String,
+    },
     /// A part of a bundle file is not what the manifest says.
     #[error(
         "{file}: {what} at byte {offset}: expected {expected}, got {got}; the file is damaged: fetch or compress it again"
@@ -377,6 +398,8 @@ impl BundleError {
             | Self::FileSize { .. }
             | Self::MissingFile { .. }
             | Self::ExtraFile { .. }
+            | Self::Signature { .. }
+            | Self::Unproven { .. }
             | Self::Codec { .. } => ErrorClass::Mismatch,
             Self::Interrupted { .. } | Self::Cancelled => ErrorClass::Interrupted,
             _ => ErrorClass::Failed,

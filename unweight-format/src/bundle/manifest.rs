@@ -17,6 +17,8 @@ use crate::{
 
 /// File name of the manifest.
 pub const FILE_NAME: &str = "unweight.json";
+/// File name of its signature, if there is one.
+pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
 /// `format` of every manifest.
 pub const FORMAT: &str = "unweight";
 /// The version that this crate writes, and the newest major version that it reads.
@@ -512,7 +514,7 @@ impl Manifest {
             let name = file.name();
             check_name(name).map_err(|reason| format!("file '{}': {reason}", name.escape_default()))?;
             for (stored, _) in file.stored() {
-                if stored == FILE_NAME || !names.insert(stored.clone()) {
+                if stored == FILE_NAME || stored == SIGNATURE_NAME || !names.insert(stored.clone()) {
                     return Err(format!("file '{}' is listed twice", stored.escape_default()));
                 }
             }

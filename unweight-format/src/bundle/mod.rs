@@ -22,6 +22,7 @@ mod pipeline;
 mod progress;
 mod read;
 mod report;
+mod sign;
 mod source;
 mod stage;
 mod stream;
@@ -39,4 +40,5 @@ pub use report::{
     CompareReport, CompareRow, CompressReport, DecompressReport, FileReport, FormTotal, LargeCopy, PlanReport, Problem,
     RoleTotal, TensorReport, VerifyReport,
 };
+pub use sign::Signer;
 pub use verify::{verify, verify_with};

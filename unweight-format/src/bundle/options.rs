@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::files;
+use super::{Signer, files};
 use crate::{CodeLimit, bits::named::named, glob::matches};
 
 named! {
@@ -128,6 +128,8 @@ options! {
         verify: VerifyAfter,
         /// Also record the SHA-256 of every source file.
         sha256: bool,
+        /// Signs the manifest; SHA-256 is then recorded, too.
+        sign: Option<Signer>,
     }
 }
 
@@ -148,6 +150,7 @@ impl CompressOptions {
             force: false,
             verify: VerifyAfter::Full,
             sha256: false,
+            sign: None,
         }
     }
 }
@@ -187,6 +190,8 @@ options! {
         threads: Option<usize>,
         /// As for [`CompressOptions::ram_bytes`].
         ram_bytes: Option<u64>,
+        /// A minisign public key (the text of a minisign.pub, or its second line) that must have signed the manifest.
+        key: Option<String>,
     }
 }
 

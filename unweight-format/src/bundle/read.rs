@@ -194,6 +194,11 @@ impl Bundle {
 
 /// Reads and checks `unweight.json`.
 pub(crate) fn read_manifest(dir: &Path) -> Result<Manifest, BundleError> {
+    Ok(read_manifest_bytes(dir)?.0)
+}
+
+/// As [`read_manifest`], with the bytes that were parsed.
+pub(crate) fn read_manifest_bytes(dir: &Path) -> Result<(Manifest, Vec<u8>), BundleError> {
     if !dir.metadata().map_err(BundleError::io("open the bundle", dir))?.is_dir() {
         return Err(BundleError::NotADirectory { path: dir.into() });
     }
@@ -202,7 +207,8 @@ pub(crate) fn read_manifest(dir: &Path) -> Result<Manifest, BundleError> {
         return Err(BundleError::NotABundle { path: dir.into() });
     }
     let bytes = files::read_small(&path, manifest::BYTES_MAX)?;
-    Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))
+    let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;
+    Ok((manifest, bytes))
 }
 
 /// Checks that the stored files of an entry are there with the sizes that the manifest says.

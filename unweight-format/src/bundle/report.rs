@@ -235,6 +235,8 @@ pub struct VerifyReport {
     pub original_bytes: u64,
     /// The source directory was compared, too.
     pub against_source: bool,
+    /// Trusted comment of the signature, if a key was given and it is right.
+    pub signature: Option<String>,
     /// Only the manifest, names, sizes and headers were looked at.
     pub quick: bool,
     /// Wall-clock seconds.

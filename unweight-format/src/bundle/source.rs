@@ -89,7 +89,7 @@ impl Source {
         }
         let names: HashSet<&str> = source.files.iter().map(|f| f.name.as_str()).collect();
         for file in &source.files {
-            if file.name == manifest::FILE_NAME {
+            if [manifest::FILE_NAME, manifest::SIGNATURE_NAME].contains(&file.name.as_str()) {
                 return Err(BundleError::ReservedFile { path: file.path.clone() });
             }
             let index = file.name.strip_suffix(manifest::INDEX_SOURCE_SUFFIX).filter(|name| files::is_index(name));

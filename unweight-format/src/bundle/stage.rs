@@ -304,7 +304,7 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
             // Without a whole manifest nothing is known, and nothing but an empty directory is replaced.
             let mut stored: HashSet<String> = stored;
             if !stored.is_empty() {
-                stored.insert(manifest::FILE_NAME.into());
+                stored.extend([manifest::FILE_NAME, manifest::SIGNATURE_NAME].map(str::to_owned));
             }
             stored
         }

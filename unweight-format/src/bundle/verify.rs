@@ -9,8 +9,9 @@ use super::{
     decompress::{check_contents, check_sha256, compare_source},
     files,
     pipeline::{Work, on_threads},
-    read::{Shard, check_sizes, read_manifest},
+    read::{Shard, check_sizes, read_manifest_bytes},
     report::peak_rss_bytes,
+    sign,
 };
 use crate::bundle::manifest::{self, FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile};
 
@@ -40,7 +41,8 @@ pub fn verify_with(
 fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Result<VerifyReport, BundleError> {
     let against = options.against.as_deref();
     let started = Instant::now();
-    let manifest = read_manifest(bundle)?;
+    let key = options.key.as_deref().map(sign::public_key).transpose()?;
+    let (manifest, manifest_bytes) = read_manifest_bytes(bundle)?;
     let mut report = VerifyReport {
         problems: Vec::new(),
         files: 0,
@@ -49,9 +51,17 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
         original_bytes: 0,
         against_source: against.is_some(),
         quick: options.quick,
+        signature: None,
         seconds: 0.0,
         peak_rss_bytes: None,
     };
+    if let Some(key) = &key {
+        match sign::check(bundle, key, &manifest_bytes, &manifest) {
+            Ok(comment) => report.signature = Some(comment),
+            Err(error) => note(&mut report, manifest::SIGNATURE_NAME, None, Err(error))?,
+        }
+    }
+    drop(manifest_bytes);
     let total: u64 = manifest.files.iter().map(FileEntry::size).sum();
     progress.start(total.saturating_mul(if against.is_some() { 2 } else { 1 }));
     extra_files(bundle, &manifest, &mut report)?;
@@ -139,7 +149,7 @@ fn check_cancelled(progress: &dyn Progress) -> Result<(), BundleError> {
 fn extra_files(bundle: &Path, manifest: &Manifest, report: &mut VerifyReport) -> Result<(), BundleError> {
     let known: HashSet<String> = manifest.files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect();
     for (file, path) in files::walk(bundle)? {
-        if file == manifest::FILE_NAME {
+        if [manifest::FILE_NAME, manifest::SIGNATURE_NAME].contains(&file.as_str()) {
             report.files += 1;
             report.stored_bytes += path.metadata().map_err(BundleError::io("look at the file", &path))?.len();
         } else if !known.contains(&file) {
