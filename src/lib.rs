@@ -20,7 +20,7 @@
 )]
 //!
 //! Features, all on by default: `model` brings `model`, `cuda` that, `codegen`, `rt` and `engine` (nothing is linked against
-//! CUDA), `text` tokenizers and chat templates, `cli` all of them and the `unweight` binary. A program that only reads bundles on the CPU turns the default features off.
+//! CUDA), `text` tokenizers and chat templates, `serve` an HTTP server, `cli` all of them and the `unweight` binary. A program that only reads bundles on the CPU turns the default features off.
 //!
 //! A model to a bundle and back:
 //! ```
@@ -50,6 +50,8 @@ pub use unweight_macros::facade_unweight_variant as unweight_variant;
 #[cfg(feature = "cuda")]
 pub use unweight_rt as rt;
 
+#[cfg(feature = "serve")]
+pub mod serve;
 #[cfg(feature = "text")]
 pub mod text;
 

@@ -95,7 +95,9 @@ impl Doctor {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
         let probed = toolchain::report(env);
         let mut warnings = probed.warnings;
+        // The key of `serve` is no variable of the runtime.
         let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        let names = names.filter(|name| name != super::serve::API_KEY);
         warnings.extend(Env::unknown(names).into_iter().map(|name| format!("{name}: no such variable; misspelt?")));
         let devices = devices();
         let report = Report {

@@ -435,7 +435,7 @@ pub fn text_of(bundle: &Bundle, dir: &Path) -> Result<Text> {
     let tokenizer = bundle.copied(text::TOKENIZER, LIMIT)?.ok_or_else(|| {
         Failure::new(
             format!("{}: the bundle has no {}", dir.display(), text::TOKENIZER),
-            "compress a model directory that has its tokenizer, or give token ids with --tokens",
+            "compress a model directory that has its tokenizer; `unweight generate --tokens` takes ids without one",
         )
     })?;
     let (config, template) =

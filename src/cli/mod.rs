@@ -23,6 +23,7 @@ mod plot;
 mod progress;
 mod scratch;
 mod select;
+mod serve;
 mod sign;
 mod size;
 mod source;
@@ -68,6 +69,8 @@ enum Command {
     Extract(extract::Extract),
     /// Continue a text with a compressed model, on the GPU
     Generate(generate::Generate),
+    /// Answer OpenAI's API with a compressed model, on the GPU
+    Serve(serve::Serve),
     /// Make a small model, compress it, verify, decompress and compare
     Demo(demo::Demo),
     /// List, print, compile and check the GPU kernels
@@ -98,6 +101,7 @@ impl Command {
             Self::Inspect(_) => "inspect",
             Self::Extract(_) => "extract",
             Self::Generate(_) => "generate",
+            Self::Serve(_) => "serve",
             Self::Demo(_) => "demo",
             Self::Kernels(command) => command.name(),
             Self::Bench(command) => command.name(),
@@ -117,6 +121,7 @@ impl Command {
             Self::Inspect(command) => command.run(output),
             Self::Extract(command) => command.run(output),
             Self::Generate(command) => command.run(output),
+            Self::Serve(command) => command.run(output),
             Self::Demo(command) => command.run(output),
             Self::Kernels(command) => command.run(output),
             Self::Bench(command) => command.run(output),

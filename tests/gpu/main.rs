@@ -14,4 +14,6 @@ mod hostile;
 mod jit;
 mod linear;
 mod repack;
+#[cfg(feature = "serve")]
+mod serve;
 mod streams;

@@ -1,4 +1,4 @@
-//! Prepares what the tests need beyond Rust: a Python with the stock `safetensors`, libnvrtc, and a C++ compiler.
+//! Prepares what the tests need beyond Rust: a Python with the stock `safetensors` and the `openai` client, libnvrtc, and a C++ compiler.
 //!
 //! Nothing is installed outside `target/`, with one exception: a missing `python3` or `g++` is installed by `apt-get` where that
 //! is possible without asking (Debian or Ubuntu, as root). What is there already is left as it is, so a second run costs a second.
@@ -18,7 +18,7 @@ const NVRTC_FILE: &str = "nvidia/cu13/lib/libnvrtc.so.13";
 
 /// Where the prepared things are.
 pub struct Environment {
-    /// A Python that imports safetensors and numpy.
+    /// A Python that imports safetensors, numpy and openai.
     pub python: PathBuf,
     /// libnvrtc.
     pub nvrtc: PathBuf,
@@ -36,7 +36,11 @@ pub fn prepare() -> Result<Environment, String> {
     gxx()?;
     let python = match std::env::var_os("UNWEIGHT_PYTHON") {
         Some(python) => python.into(),
-        None => python("test-venv", &[&["safetensors>=0.4", "numpy>=1.24"]], "import safetensors.numpy, numpy")?,
+        None => python(
+            "test-venv",
+            &[&["safetensors>=0.4", "numpy>=1.24", "openai>=1.60"]],
+            "import safetensors.numpy, numpy, openai",
+        )?,
     };
     let nvrtc = match std::env::var_os("UNWEIGHT_NVRTC") {
         Some(nvrtc) => nvrtc.into(),

@@ -39,7 +39,7 @@ const CRATES: [(&str, &[&str]); 9] = [
 ];
 
 /// Who alone may name a dependency.
-const OWNERS: [(&str, &str); 7] = [
+const OWNERS: [(&str, &str); 9] = [
     ("tera", "unweight-codegen"),
     ("syn", "unweight-macros"),
     ("cudarc", "unweight-rt"),
@@ -47,6 +47,8 @@ const OWNERS: [(&str, &str); 7] = [
     ("indicatif", "."),
     ("miette", "."),
     ("plotters", "."),
+    ("axum", "."),
+    ("tokio", "."),
 ];
 
 /// Names under `[dependencies]`.

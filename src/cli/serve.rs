@@ -1,0 +1,192 @@
+//! `unweight serve`.
+
+use std::{
+    net::{IpAddr, TcpListener},
+    path::PathBuf,
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use clap::Args;
+use serde::Serialize;
+use unweight::{
+    engine::{Engine, EngineOptions},
+    format::bundle::Bundle,
+    rt::{
+        device::{Device, KernelSet},
+        env::Env,
+    },
+    serve::{Backend, CpuError, CpuReference, Ended, ServeError, ServeOptions, serve},
+    text::Text,
+};
+
+use super::{
+    failure::{Failure, Result},
+    generate::{Form, note_load, text_of},
+    output::Output,
+    progress, size,
+};
+
+/// The variable of the API key.
+pub const API_KEY: &str = "UNWEIGHT_API_KEY";
+
+/// Arguments of `serve`.
+#[derive(Args)]
+pub struct Serve {
+    /// Directory of the bundle
+    bundle: PathBuf,
+    /// Address to listen on; 0.0.0.0 is every one of this machine
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", help_heading = "Server")]
+    host: IpAddr,
+    /// Port to listen on; 0 takes a free one, which is printed
+    #[arg(long, value_name = "PORT", default_value_t = 8000, help_heading = "Server")]
+    port: u16,
+    /// Name that clients ask for [default: that of the bundle's directory]
+    #[arg(long, value_name = "NAME", help_heading = "Server")]
+    model_name: Option<String>,
+    /// Key that clients must send; others see it in the list of processes, not so in UNWEIGHT_API_KEY
+    #[arg(long, value_name = "KEY", help_heading = "Server")]
+    api_key: Option<String>,
+    /// Sequences that may wait beside those that run; a request beyond that is refused
+    #[arg(long, value_name = "N", default_value_t = 256, help_heading = "Server")]
+    max_waiting: u32,
+    /// Seconds that a request may take
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=604_800), help_heading = "Server")]
+    timeout: u64,
+    /// Seconds that running requests may take to end after SIGINT or SIGTERM
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=604_800), help_heading = "Server")]
+    grace: u64,
+    /// What the linears run from
+    #[arg(long, value_name = "FORM", default_value = "packed", help_heading = "Engine")]
+    linears: Form,
+    /// Sequences that run at the same time
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
+    max_batch: u32,
+    /// Tokens of a sequence, the prompt included [default: the model's limit, or what fits]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
+    context: Option<u32>,
+    /// Device memory for everything together, such as 40G [default: nine tenths of what is free]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, help_heading = "Engine")]
+    memory: Option<u64>,
+    /// Number of the GPU
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
+    device: usize,
+    /// Run a tiny model on the CPU, slowly: for tests
+    #[arg(long, hide = true)]
+    cpu_reference: bool,
+}
+
+impl From<CpuError> for Failure {
+    fn from(error: CpuError) -> Self {
+        Self::other(error)
+    }
+}
+
+#[derive(Serialize)]
+struct Report {
+    url: String,
+    model: String,
+    context: u32,
+    max_batch: u32,
+    cache_tokens: u64,
+    load_ms: f64,
+}
+
+impl Serve {
+    /// Runs it.
+    pub fn run(&self, output: Output) -> Result<()> {
+        let bundle = Bundle::open(&self.bundle)?;
+        let text = text_of(&bundle, &self.bundle)?;
+        let options = self.serve_options()?;
+        // A port that somebody has is known before the model is loaded.
+        let listener = TcpListener::bind((self.host, self.port)).map_err(|error| {
+            let message = format!("{}:{} cannot be listened on: {error}", self.host, self.port);
+            Failure::new(message, "choose another --port, or 0 for a free one")
+        })?;
+        let start = Instant::now();
+        if self.cpu_reference {
+            let mut model = CpuReference::load(&bundle, &self.engine_options()).map_err(Failure::other)?;
+            return self.serve(&mut model, text, listener, options, start, output);
+        }
+        let kernels =
+            KernelSet::open(&Device::open(self.device)?, Env::process().map_err(|e| Failure::other(e.clone()))?);
+        let mut engine = Engine::load(&kernels, &bundle, self.engine_options(), &|loaded| note_load(output, loaded))?;
+        if output.verbose > 0 {
+            output.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
+        }
+        self.serve(&mut engine, text, listener, options, start, output)
+    }
+
+    fn serve_options(&self) -> Result<ServeOptions> {
+        let name = self.model_name.clone().or_else(|| {
+            let dir = std::path::absolute(&self.bundle).ok()?;
+            Some(dir.file_name()?.to_string_lossy().into_owned())
+        });
+        let name = name.filter(|name| !name.is_empty()).unwrap_or_else(|| "model".to_owned());
+        let key = match &self.api_key {
+            Some(key) => Some(key.clone()),
+            // An empty value counts as unset.
+            None => std::env::var_os(API_KEY)
+                .filter(|key| !key.is_empty())
+                .map(|key| {
+                    key.into_string()
+                        .map_err(|_| Failure::new(format!("{API_KEY} is no text"), "choose a key of letters"))
+                })
+                .transpose()?,
+        };
+        if key.as_deref().is_some_and(|key| key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic())) {
+            return Err(Failure::new(
+                "the API key is empty, or not of printable ASCII",
+                "choose one such as a long word",
+            ));
+        }
+        let options = ServeOptions::new(name).max_waiting(self.max_waiting as usize).api_key(key);
+        Ok(options.timeout(Duration::from_secs(self.timeout)).grace(Duration::from_secs(self.grace)))
+    }
+
+    fn engine_options(&self) -> EngineOptions {
+        let mut options = EngineOptions::default().max_batch(self.max_batch).linears(self.linears.into());
+        // The server counts those that wait; the engine has them all until it has rows for them.
+        options.waiting = self.max_batch as usize + self.max_waiting as usize;
+        options.context = self.context;
+        options.memory = self.memory;
+        options
+    }
+
+    fn serve<B: Backend>(
+        &self,
+        backend: &mut B,
+        text: Text,
+        listener: TcpListener,
+        options: ServeOptions,
+        start: Instant,
+        output: Output,
+    ) -> Result<()>
+    where
+        B::Error: Into<Failure> + Send + Sync + 'static,
+    {
+        let limits = backend.limits();
+        let report = Report {
+            url: format!("http://{}/v1", listener.local_addr().map_err(Failure::io("the socket has no address"))?),
+            model: options.model.clone(),
+            context: limits.context,
+            max_batch: limits.max_batch,
+            cache_tokens: u64::from(limits.pages) * u64::from(unweight::engine::pages::PAGE_TOKENS),
+            load_ms: start.elapsed().as_secs_f64() * 1e3,
+        };
+        if !text.can_chat() {
+            output.note("the model has no chat template: /v1/chat/completions is refused");
+        }
+        let stop = progress::cancel_flag()?;
+        output.result("serve", &report, |out| writeln!(out, "{} at {}", report.model, report.url))?;
+        match serve(backend, text, listener, options, stop.clone()) {
+            Ok(Ended::Done) => {
+                debug_assert!(stop.load(Ordering::Relaxed));
+                Ok(())
+            }
+            Ok(Ended::Cut) => Err(Failure::interrupted("requests were cut off that did not end in time")),
+            Err(ServeError::Backend(error)) => Err(error.into()),
+            Err(error) => Err(Failure::other(error)),
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! What a server counts, in the text form that Prometheus reads.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{
+            AtomicU64,
+            Ordering::{Acquire, Relaxed, Release},
+        },
+    },
+    time::Duration,
+};
+
+use super::worker::{Limits, Load};
+
+/// Upper ends of the buckets of the time to a first token, seconds.
+const FIRST_TOKEN: [f64; 13] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
+/// The same of a step, which may be the prefill of a long prompt.
+const STEP: [f64; 15] = [0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5];
+
+/// Durations by size.
+#[derive(Debug)]
+pub(super) struct Histogram {
+    bounds: &'static [f64],
+    /// Of each bound those above the one before; what is above all bounds is in `count` alone.
+    buckets: Vec<AtomicU64>,
+    count: AtomicU64,
+    nanos: AtomicU64,
+}
+
+impl Histogram {
+    fn new(bounds: &'static [f64]) -> Self {
+        let buckets = bounds.iter().map(|_| AtomicU64::new(0)).collect();
+        Self { bounds, buckets, count: AtomicU64::new(0), nanos: AtomicU64::new(0) }
+    }
+
+    /// Notes one.
+    pub fn note(&self, duration: Duration) {
+        let seconds = duration.as_secs_f64();
+        if let Some((_, bucket)) = self.bounds.iter().zip(&self.buckets).find(|(bound, _)| seconds <= **bound) {
+            bucket.fetch_add(1, Relaxed);
+        }
+        self.count.fetch_add(1, Relaxed);
+        self.nanos.fetch_add(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX), Relaxed);
+    }
+
+    fn write(&self, out: &mut String, name: &str, help: &str) {
+        head(out, name, help, "histogram");
+        let mut sum = 0;
+        for (bound, bucket) in self.bounds.iter().zip(&self.buckets) {
+            sum += bucket.load(Relaxed);
+            line(out, format_args!("{name}_bucket{{le=\"{bound}\"}} {sum}"));
+        }
+        // A note that is half made must not give a bucket more than all.
+        let count = self.count.load(Relaxed).max(sum);
+        line(out, format_args!("{name}_bucket{{le=\"+Inf\"}} {count}"));
+        line(out, format_args!("{name}_sum {}", self.nanos.load(Relaxed) as f64 / 1e9));
+        line(out, format_args!("{name}_count {count}"));
+    }
+}
+
+/// Everything that is counted.
+#[derive(Debug)]
+pub(super) struct Metrics {
+    /// By route and status.
+    requests: Mutex<BTreeMap<(&'static str, u16), u64>>,
+    running: AtomicU64,
+    waiting: AtomicU64,
+    free_pages: AtomicU64,
+    /// Tokens of prompts that were taken.
+    pub prompt_tokens: AtomicU64,
+    /// Tokens that were made for somebody.
+    pub generated_tokens: AtomicU64,
+    /// Sequences that ended because nobody wanted more of them.
+    pub cancelled: AtomicU64,
+    /// From the arrival of a request to a sequence's first token.
+    pub first_token: Histogram,
+    /// Steps of the engine.
+    pub step: Histogram,
+}
+
+impl Metrics {
+    pub fn new() -> Self {
+        Self {
+            requests: Mutex::default(),
+            running: AtomicU64::new(0),
+            waiting: AtomicU64::new(0),
+            free_pages: AtomicU64::new(0),
+            prompt_tokens: AtomicU64::new(0),
+            generated_tokens: AtomicU64::new(0),
+            cancelled: AtomicU64::new(0),
+            first_token: Histogram::new(&FIRST_TOKEN),
+            step: Histogram::new(&STEP),
+        }
+    }
+
+    /// Notes an answer. Of a stream the status is that of its beginning.
+    pub fn request(&self, route: &'static str, status: u16) {
+        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        *requests.entry((route, status)).or_default() += 1;
+    }
+
+    /// Notes what the engine has to do.
+    pub fn load(&self, load: Load) {
+        // In this order: whoever sees nobody run sees that the pages are back.
+        self.free_pages.store(load.free_pages.into(), Release);
+        self.running.store(load.running as u64, Release);
+        self.waiting.store(load.waiting as u64, Release);
+    }
+
+    /// All of it as text.
+    pub fn text(&self, limits: &Limits) -> String {
+        let mut out = String::new();
+        let name = "unweight_requests_total";
+        head(&mut out, name, "Requests answered, by route and status.", "counter");
+        let requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        for ((route, status), count) in requests {
+            line(&mut out, format_args!("{name}{{route=\"{route}\",status=\"{status}\"}} {count}"));
+        }
+        let pages = u64::from(limits.pages);
+        for (name, kind, help, value) in [
+            ("sequences_running", "gauge", "Sequences that have a row.", self.running.load(Acquire)),
+            ("sequences_waiting", "gauge", "Sequences that wait for a row.", self.waiting.load(Acquire)),
+            ("kv_pages", "gauge", "Pages of the KV cache.", pages),
+            ("kv_pages_free", "gauge", "Pages of the KV cache that nobody has.", self.free_pages.load(Acquire)),
+            ("prompt_tokens_total", "counter", "Tokens of prompts taken.", self.prompt_tokens.load(Relaxed)),
+            ("generated_tokens_total", "counter", "Tokens made.", self.generated_tokens.load(Relaxed)),
+            ("cancelled_total", "counter", "Sequences ended before their end.", self.cancelled.load(Relaxed)),
+        ] {
+            let name = format!("unweight_{name}");
+            head(&mut out, &name, help, kind);
+            line(&mut out, format_args!("{name} {value}"));
+        }
+        let help = "From the arrival of a request to the first token of each of its sequences.";
+        self.first_token.write(&mut out, "unweight_time_to_first_token_seconds", help);
+        self.step.write(&mut out, "unweight_step_seconds", "Steps of the engine, prefills included.");
+        out
+    }
+}
+
+fn head(out: &mut String, name: &str, help: &str, kind: &str) {
+    line(out, format_args!("# HELP {name} {help}\n# TYPE {name} {kind}"));
+}
+
+fn line(out: &mut String, text: std::fmt::Arguments<'_>) {
+    // A string takes everything.
+    let _ = writeln!(out, "{text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_add_up() {
+        let histogram = Histogram::new(&FIRST_TOKEN);
+        for millis in [1, 5, 6, 100, 90_000] {
+            histogram.note(Duration::from_millis(millis));
+        }
+        let mut text = String::new();
+        histogram.write(&mut text, "t", "Help.");
+        let of = |prefix: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(prefix)).unwrap_or_else(|| panic!("{prefix}"));
+            line.trim().parse::<f64>().unwrap()
+        };
+        assert_eq!(of("t_bucket{le=\"0.005\"}"), 2.0, "a bound belongs to its bucket");
+        assert_eq!((of("t_bucket{le=\"0.01\"}"), of("t_bucket{le=\"0.1\"}")), (3.0, 4.0));
+        assert_eq!((of("t_bucket{le=\"60\"}"), of("t_bucket{le=\"+Inf\"}"), of("t_count")), (4.0, 5.0, 5.0));
+        assert!((of("t_sum") - 90.112).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,669 @@
+//! An HTTP server over an engine, in the form of OpenAI's API (docs/serve.md).
+//!
+//! ```text
+//! connection --read, check, encode--> requests --> worker: Backend::add, step, cancel --tokens--> decode --> answer
+//! ```
+//! One thread has the engine, the one that calls [`serve`]; everything else is tasks of a small runtime beside it. The
+//! engine never waits for a client: what a sequence can be told fits its channel.
+
+mod api;
+mod metrics;
+mod reference;
+mod worker;
+
+use std::{
+    convert::Infallible,
+    fmt,
+    net::TcpListener,
+    pin::{Pin, pin},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    task::{Context, Poll},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use axum::{
+    Router,
+    body::{Body, Bytes, to_bytes},
+    extract::{Path, Request as HttpRequest, State},
+    http::{HeaderMap, HeaderValue, header},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use hyper::{StatusCode, body::Frame as BodyFrame, server::conn::http1};
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    service::TowerToHyperService,
+};
+use serde_json::{Value, json};
+use tokio::{
+    net::TcpStream,
+    sync::{Semaphore, mpsc, watch},
+    task::JoinSet,
+    time::{sleep, timeout, timeout_at},
+};
+use unweight_engine::{Finish, Request};
+
+use crate::text::{StopStrings, Text, TextError, TextStream};
+use api::{ApiError, Call, Endpoint, Frame, Prompt, Usage};
+use metrics::Metrics;
+use worker::{Handle, Lost, Refused, Sequences, Shared, Told, Worker};
+
+pub use reference::{CpuError, CpuReference};
+pub use worker::{Backend, Limits, Load};
+
+/// The largest body of a request, bytes: a million token ids and more.
+pub const BODY_LIMIT: usize = 8 << 20;
+/// Connections at the same time; further ones wait to be accepted.
+const CONNECTIONS: usize = 2048;
+/// How long a client may take to send the head of a request, or its body.
+const SEND_TIME: Duration = Duration::from_secs(60);
+/// How long a client may leave unread what was sent to it.
+const READ_TIME: Duration = Duration::from_secs(60);
+/// A stream says at least this often that it is alive: proxies close what is silent.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// Pieces of a stream that wait for the connection.
+const PIECES: usize = 32;
+/// Threads that encode prompts. They take what the engine's thread and the connections leave.
+const ENCODERS: usize = 4;
+/// How often it is looked whether to stop.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long connections have to send what they have when all sequences have ended.
+const FLUSH: Duration = Duration::from_secs(2);
+
+/// How a model is served.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use unweight::serve::ServeOptions;
+/// let options = ServeOptions::new("llama").max_waiting(64).grace(Duration::from_secs(10));
+/// assert_eq!((options.model.as_str(), options.api_key), ("llama", None));
+/// ```
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct ServeOptions {
+    /// The name that clients ask for.
+    pub model: String,
+    /// Sequences that may wait beside those that run; 256 by default.
+    pub max_waiting: usize,
+    /// What clients must send as `Authorization: Bearer`; `None`, the default, lets everybody in.
+    pub api_key: Option<String>,
+    /// How long running requests may take to end when the server is stopped; 30 s by default.
+    pub grace: Duration,
+    /// How long a request may take; 600 s by default.
+    pub timeout: Duration,
+}
+
+impl ServeOptions {
+    /// Everything at its default.
+    pub fn new(model: impl Into<String>) -> Self {
+        Self {
+            model: model.into(),
+            max_waiting: 256,
+            api_key: None,
+            grace: Duration::from_secs(30),
+            timeout: Duration::from_secs(600),
+        }
+    }
+
+    /// Sequences that may wait.
+    #[must_use]
+    pub fn max_waiting(self, max_waiting: usize) -> Self {
+        Self { max_waiting, ..self }
+    }
+
+    /// What clients must send.
+    #[must_use]
+    pub fn api_key(self, api_key: Option<String>) -> Self {
+        Self { api_key, ..self }
+    }
+
+    /// How long running requests may take to end.
+    #[must_use]
+    pub fn grace(self, grace: Duration) -> Self {
+        Self { grace, ..self }
+    }
+
+    /// How long a request may take.
+    #[must_use]
+    pub fn timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
+    }
+}
+
+impl fmt::Debug for ServeOptions {
+    /// Without the key.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { model, max_waiting, api_key, grace, timeout } = self;
+        let key = if api_key.is_some() { "with a key" } else { "without a key" };
+        write!(f, "ServeOptions({model}, {max_waiting} waiting, {key}, grace {grace:?}, timeout {timeout:?})")
+    }
+}
+
+/// Why a server ended before it was stopped.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServeError<E: std::error::Error + 'static> {
+    /// The engine failed. Until it was stopped the server told everybody so.
+    #[error("the engine failed while it served")]
+    Backend(#[source] E),
+    /// The system refused threads or the socket.
+    #[error("the server cannot run")]
+    Io(#[from] std::io::Error),
+}
+
+/// How a server ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// All requests were answered.
+    Done,
+    /// Some ran longer than [`ServeOptions::grace`] and were cut off.
+    Cut,
+}
+
+/// Serves a model until `stop` is set and whatever runs then has ended. The calling thread runs the engine.
+///
+/// # Errors
+/// [`ServeError`].
+pub fn serve<B: Backend>(
+    backend: &mut B,
+    text: Text,
+    listener: TcpListener,
+    options: ServeOptions,
+    stop: Arc<AtomicBool>,
+) -> Result<Ended, ServeError<B::Error>>
+where
+    B::Error: 'static,
+{
+    listener.set_nonblocking(true)?;
+    let (worker, handle) = Worker::new(Shared {
+        limits: backend.limits(),
+        max_waiting: options.max_waiting,
+        metrics: Metrics::new(),
+        failed: AtomicBool::new(false),
+        stopping: AtomicBool::new(false),
+        cut: AtomicBool::new(false),
+    });
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(ENCODERS)
+        .thread_name("unweight-serve")
+        .enable_all()
+        .build()?;
+    let server = runtime.spawn(listen(listener, handle, text, options, stop));
+    let worked = worker.run(backend);
+    // The worker's end is that of all handles, and so of `listen`.
+    let listened = runtime.block_on(server);
+    runtime.shutdown_timeout(FLUSH);
+    worked.map_err(ServeError::Backend)?;
+    Ok(listened.unwrap_or_else(|error| Err(std::io::Error::other(error)))?)
+}
+
+/// What all handlers see.
+#[derive(Clone)]
+struct Server {
+    handle: Handle,
+    text: Text,
+    options: Arc<ServeOptions>,
+    started: u64,
+}
+
+impl Server {
+    fn shared(&self) -> &Shared {
+        &self.handle.shared
+    }
+
+    /// Why nothing is served, if so.
+    fn lost(&self) -> Option<Lost> {
+        let shared = self.shared();
+        match (shared.failed.load(Relaxed), shared.stopping.load(Relaxed)) {
+            (true, _) => Some(Lost::Failed),
+            (_, true) => Some(Lost::Stopping),
+            _ => None,
+        }
+    }
+}
+
+/// Accepts connections until `stop` is set, then waits for them.
+async fn listen(
+    listener: TcpListener,
+    handle: Handle,
+    text: Text,
+    options: ServeOptions,
+    stop: Arc<AtomicBool>,
+) -> std::io::Result<Ended> {
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let shared = Arc::clone(&handle.shared);
+    let grace = options.grace;
+    let app = router(Server { handle, text, options: Arc::new(options), started: now() });
+    let (closing, closed) = watch::channel(false);
+    let room = Arc::new(Semaphore::new(CONNECTIONS));
+    let mut connections = JoinSet::new();
+    let stopped = async {
+        while !stop.load(Relaxed) {
+            sleep(LOOK).await;
+        }
+    };
+    let mut stopped = pin!(stopped);
+    loop {
+        let accept = async {
+            let permit = Arc::clone(&room).acquire_owned().await;
+            (permit, listener.accept().await)
+        };
+        let (permit, accepted) = tokio::select! {
+            accepted = accept => accepted,
+            () = &mut stopped => break,
+        };
+        match accepted {
+            Ok((stream, _)) => {
+                let (app, closed) = (app.clone(), closed.clone());
+                connections.spawn(async move {
+                    connection(stream, app, closed).await;
+                    drop(permit);
+                });
+            }
+            // No more files, or a client that has gone already: others may do better.
+            Err(_) => sleep(LOOK).await,
+        }
+        while connections.try_join_next().is_some() {}
+    }
+    drop((listener, app));
+    shared.stopping.store(true, Relaxed);
+    // Nobody listens if there are no connections.
+    let _ = closing.send(true);
+    let mut ended = Ended::Done;
+    // Connections without a request need a moment, too.
+    if timeout(grace.max(LOOK), all(&mut connections)).await.is_err() {
+        ended = Ended::Cut;
+        shared.cut.store(true, Relaxed);
+        let _ = timeout(FLUSH, all(&mut connections)).await;
+    }
+    // Whoever still does not read is dropped here, and its handle with it.
+    connections.shutdown().await;
+    Ok(ended)
+}
+
+async fn all(connections: &mut JoinSet<()>) {
+    while connections.join_next().await.is_some() {}
+}
+
+async fn connection(stream: TcpStream, app: Router, mut closed: watch::Receiver<bool>) {
+    // Tokens are small and are to be there at once. A socket that refuses serves more slowly.
+    let _ = stream.set_nodelay(true);
+    #[cfg(target_os = "linux")]
+    let _ = rustix::net::sockopt::set_tcp_user_timeout(&stream, READ_TIME.as_millis() as u32);
+    let mut http = http1::Builder::new();
+    http.timer(TokioTimer::new()).header_read_timeout(SEND_TIME);
+    let mut connection = pin!(http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(app)));
+    let closing = async {
+        // Its sender is there as long as connections are.
+        let _ = closed.wait_for(|closed| *closed).await;
+    };
+    // What fails on a connection is the client's affair.
+    tokio::select! {
+        _ = connection.as_mut() => {}
+        () = closing => {
+            connection.as_mut().graceful_shutdown();
+            let _ = connection.await;
+        }
+    }
+}
+
+fn router(server: Server) -> Router {
+    Router::new()
+        .route("/v1/completions", post(|server, request| answer(Endpoint::Completions, server, request)))
+        .route("/v1/chat/completions", post(|server, request| answer(Endpoint::Chat, server, request)))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*name}", get(model))
+        .route("/health", get(health))
+        .route("/metrics", get(metrics_text))
+        .fallback(|| async { ApiError::not_found("there is no such route; ask for one under /v1") })
+        .method_not_allowed_fallback(|| async { ApiError::method() })
+        .layer(middleware::from_fn_with_state(server.clone(), gate))
+        .with_state(server)
+}
+
+/// Asks for the key, and counts.
+async fn gate(State(server): State<Server>, request: HttpRequest, next: Next) -> Response {
+    let route = match request.uri().path() {
+        "/v1/completions" => "/v1/completions",
+        "/v1/chat/completions" => "/v1/chat/completions",
+        "/health" => "/health",
+        "/metrics" => "/metrics",
+        path if path.starts_with("/v1/models") => "/v1/models",
+        // A client must not make names.
+        _ => "other",
+    };
+    let guarded = request.uri().path().starts_with("/v1/");
+    let response = match &server.options.api_key {
+        Some(key) if guarded && !has_key(request.headers(), key) => ApiError::key().into_response(),
+        _ => next.run(request).await,
+    };
+    server.shared().metrics.request(route, response.status().as_u16());
+    response
+}
+
+/// Whether the key is there; how long that takes says nothing of where it differs.
+fn has_key(headers: &HeaderMap, key: &str) -> bool {
+    let given = headers.get(header::AUTHORIZATION).map_or(&b""[..], HeaderValue::as_bytes);
+    let given = given.strip_prefix(b"Bearer ").unwrap_or_default();
+    given.len() == key.len() && given.iter().zip(key.as_bytes()).fold(0, |sum, (a, b)| sum | (a ^ b)) == 0
+}
+
+async fn health(State(server): State<Server>) -> Response {
+    match server.lost() {
+        None => json_response(StatusCode::OK, &json!({ "status": "ok" })),
+        Some(lost) => ApiError::from(lost).into_response(),
+    }
+}
+
+async fn metrics_text(State(server): State<Server>) -> Response {
+    let text = server.shared().metrics.text(&server.shared().limits);
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
+}
+
+fn served(server: &Server) -> Value {
+    json!({
+        "id": server.options.model,
+        "object": "model",
+        "created": server.started,
+        "owned_by": "unweight",
+        "max_model_len": server.shared().limits.context,
+    })
+}
+
+async fn models(State(server): State<Server>) -> Response {
+    json_response(StatusCode::OK, &json!({ "object": "list", "data": [served(&server)] }))
+}
+
+async fn model(State(server): State<Server>, Path(name): Path<String>) -> Response {
+    if name == server.options.model {
+        return json_response(StatusCode::OK, &served(&server));
+    }
+    ApiError::not_found(format!("the model '{name}' is not served here")).into_response()
+}
+
+fn json_response(status: StatusCode, value: &Value) -> Response {
+    (status, [(header::CONTENT_TYPE, "application/json")], value.to_string()).into_response()
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = json_response(self.status, &self.json());
+        if let Some(seconds) = self.retry_after {
+            response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+        }
+        response
+    }
+}
+
+/// Seconds since 1970.
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+fn random() -> Result<u64, ApiError> {
+    getrandom::u64().map_err(|error| ApiError::server(format!("the system gives no random numbers: {error}")))
+}
+
+/// Completions, of texts or conversations.
+async fn answer(endpoint: Endpoint, State(server): State<Server>, request: HttpRequest) -> Result<Response, ApiError> {
+    let arrived = Instant::now();
+    if let Some(lost) = server.lost() {
+        return Err(lost.into());
+    }
+    let body = body(request).await?;
+    let for_encoder = server.clone();
+    let prepared = tokio::task::spawn_blocking(move || for_encoder.prepare(endpoint, &body)).await;
+    let Prepared { call, requests, prompt_tokens } = prepared.map_err(ApiError::server)??;
+    let deadline = arrived + server.options.timeout;
+    let sequences = match timeout_at(deadline.into(), server.handle.submit(requests, arrived)).await {
+        Ok(submitted) => submitted?,
+        Err(_) => return Err(server.late()),
+    };
+    let frame = Frame::new(endpoint, random()?, now(), &server.options.model);
+    let texts = Texts::new(&server, &call, sequences, prompt_tokens, deadline);
+    if call.stream {
+        let (pieces, receiver) = mpsc::channel(PIECES);
+        tokio::spawn(stream(texts, frame, call.include_usage, pieces));
+        let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
+        return Ok((headers, Body::new(Pieces(receiver))).into_response());
+    }
+    let whole = texts.whole(&frame).await?;
+    Ok(json_response(StatusCode::OK, &whole))
+}
+
+async fn body(request: HttpRequest) -> Result<Bytes, ApiError> {
+    let declared = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
+    if declared.is_some_and(|length: u64| length > BODY_LIMIT as u64) {
+        return Err(ApiError::body(BODY_LIMIT));
+    }
+    // A declared length is checked above and held by the connection, so what fails is one that was not.
+    let chunked = declared.is_none();
+    match timeout(SEND_TIME, to_bytes(request.into_body(), BODY_LIMIT)).await {
+        Err(_) => Err(ApiError::timeout("sending the body", SEND_TIME.as_secs())),
+        Ok(Ok(bytes)) => Ok(bytes),
+        Ok(Err(_)) if chunked => Err(ApiError::body(BODY_LIMIT)),
+        Ok(Err(error)) => Err(ApiError::bad(format!("the body cannot be read: {error}"))),
+    }
+}
+
+/// A request that was read, and what it asks of the engine.
+struct Prepared {
+    call: Call,
+    requests: Vec<Request>,
+    prompt_tokens: u64,
+}
+
+impl Server {
+    fn late(&self) -> ApiError {
+        ApiError::timeout("the request", self.options.timeout.as_secs())
+    }
+
+    /// Reads a body and encodes its prompts. Takes as long as the text is.
+    fn prepare(&self, endpoint: Endpoint, body: &[u8]) -> Result<Prepared, ApiError> {
+        let call = Call::read(endpoint, body, &self.options.model)?;
+        let (asked, capacity) = (call.prompts.len().saturating_mul(call.n as usize), self.shared().capacity());
+        if asked > capacity {
+            return Err(Refused::TooMany { asked, capacity }.into());
+        }
+        let seed = match call.seed {
+            Some(seed) => seed,
+            None => random()?,
+        };
+        let limits = &self.shared().limits;
+        let (mut requests, mut prompt_tokens) = (Vec::with_capacity(asked), 0);
+        for prompt in &call.prompts {
+            let ids = match prompt {
+                Prompt::Text(text) => self.text.encode(text)?,
+                Prompt::Ids(ids) => ids.clone(),
+                Prompt::Chat(messages) => self.text.encode_chat(messages)?,
+            };
+            prompt_tokens += ids.len() as u64;
+            // Where nobody says how many, as many as there is room for; one, so that the engine says there is none.
+            let left = u64::from(limits.context).saturating_sub(ids.len() as u64).max(1);
+            let max_new_tokens = call.max_tokens.unwrap_or(u32::try_from(left).unwrap_or(u32::MAX));
+            let request = Request::new(ids).max_new_tokens(max_new_tokens).stop(limits.eos.clone());
+            // Each text for a prompt has random numbers of its own; the first those that it has alone.
+            let seeds = (0..u64::from(call.n)).map(|choice| seed.wrapping_add(choice));
+            requests.extend(seeds.map(|seed| request.clone().params(call.params.seed(seed))));
+        }
+        Ok(Prepared { call, requests, prompt_tokens })
+    }
+}
+
+/// A text of an answer as it grows.
+struct Growing {
+    stream: Option<TextStream>,
+    stops: StopStrings,
+}
+
+impl Growing {
+    /// What a token adds, and why the text ends there, if so.
+    fn push(&mut self, token: u32, finish: Option<Finish>) -> Result<(String, Option<&'static str>), TextError> {
+        let Some(stream) = &mut self.stream else { return Ok((String::new(), None)) };
+        // The token that ends a text is no part of it.
+        let (mut shown, stopped) = match finish {
+            Some(Finish::Stop) => (String::new(), false),
+            _ => self.stops.push(&stream.push(token)?),
+        };
+        if stopped {
+            self.stream = None;
+            return Ok((shown, Some("stop")));
+        }
+        let Some(finish) = finish else { return Ok((shown, None)) };
+        let mut reason = if finish == Finish::Stop { "stop" } else { "length" };
+        if let Some(stream) = self.stream.take() {
+            let (more, stopped) = self.stops.push(&stream.finish()?);
+            shown += &more;
+            if stopped {
+                reason = "stop";
+            } else {
+                shown += &std::mem::take(&mut self.stops).finish();
+            }
+        }
+        Ok((shown, Some(reason)))
+    }
+}
+
+/// A piece of a text of an answer.
+struct Piece {
+    index: usize,
+    text: String,
+    finish: Option<&'static str>,
+}
+
+/// The texts of an answer as they grow. Dropping it ends what runs for it.
+struct Texts {
+    sequences: Sequences,
+    growing: Vec<Growing>,
+    /// Texts that have not ended.
+    open: usize,
+    usage: Usage,
+    deadline: Instant,
+    late: u64,
+}
+
+impl Texts {
+    fn new(server: &Server, call: &Call, sequences: Sequences, prompt_tokens: u64, deadline: Instant) -> Self {
+        let grow = |_| Growing { stream: Some(server.text.stream()), stops: StopStrings::new(call.stop.clone()) };
+        let growing = sequences.enough.iter().map(grow).collect();
+        Self {
+            open: sequences.enough.len(),
+            sequences,
+            growing,
+            usage: Usage { prompt: prompt_tokens, completion: 0 },
+            deadline,
+            late: server.options.timeout.as_secs(),
+        }
+    }
+
+    /// The next piece that shows something; `None` when all texts have ended. May be asked again after a wait that was
+    /// given up.
+    async fn next(&mut self) -> Result<Option<Piece>, ApiError> {
+        while self.open > 0 {
+            let told = match timeout_at(self.deadline.into(), self.sequences.told.recv()).await {
+                Err(_) => return Err(ApiError::timeout("the request", self.late)),
+                Ok(told) => told,
+            };
+            let (index, token, finish) = match told {
+                Some((index, Told::Token(token, finish))) => (index, token, finish),
+                Some((_, Told::Lost(lost))) => return Err(lost.into()),
+                None => return Err(Lost::Failed.into()),
+            };
+            let Some(growing) = self.growing.get_mut(index).filter(|growing| growing.stream.is_some()) else {
+                // What was made beyond a stop string.
+                continue;
+            };
+            let (text, finish_reason) = growing.push(token, finish)?;
+            self.usage.completion += 1;
+            if finish_reason.is_some() {
+                self.open -= 1;
+                if let Some(enough) = self.sequences.enough.get(index) {
+                    enough.store(true, Relaxed);
+                }
+            }
+            if !text.is_empty() || finish_reason.is_some() {
+                return Ok(Some(Piece { index, text, finish: finish_reason }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The whole answer.
+    async fn whole(mut self, frame: &Frame) -> Result<Value, ApiError> {
+        let mut choices = vec![(String::new(), ""); self.growing.len()];
+        while let Some(Piece { index, text, finish }) = self.next().await? {
+            if let Some((whole, reason)) = choices.get_mut(index) {
+                whole.push_str(&text);
+                *reason = finish.unwrap_or(reason);
+            }
+        }
+        Ok(frame.whole(&choices, self.usage))
+    }
+}
+
+/// Sends pieces as they come, until all texts have ended or the client has gone.
+async fn stream(mut texts: Texts, frame: Frame, include_usage: bool, pieces: mpsc::Sender<Bytes>) {
+    let deadline = texts.deadline;
+    let send = async |data: String| {
+        let sent = timeout_at(deadline.into(), pieces.send(data.into())).await;
+        // A client that does not read in time is as good as gone.
+        matches!(sent, Ok(Ok(())))
+    };
+    let event = |value: &Value| format!("data: {value}\n\n");
+    let role: String =
+        (0..texts.growing.len()).filter_map(|index| frame.role(index)).map(|role| event(&role)).collect();
+    if !role.is_empty() && !send(role).await {
+        return;
+    }
+    let end = loop {
+        let next = tokio::select! {
+            next = timeout(KEEP_ALIVE, texts.next()) => next,
+            () = pieces.closed() => return,
+        };
+        let data = match next {
+            // A comment.
+            Err(_) => ": still here\n\n".to_owned(),
+            Ok(Ok(Some(Piece { index, text, finish }))) => {
+                let mut data = String::new();
+                // OpenAI's gives the reason with an empty piece.
+                if finish.is_none() || !text.is_empty() {
+                    data += &event(&frame.piece(index, &text, None));
+                }
+                if finish.is_some() {
+                    data += &event(&frame.piece(index, "", finish));
+                }
+                data
+            }
+            Ok(Ok(None)) => {
+                let usage = if include_usage { event(&frame.usage(texts.usage)) } else { String::new() };
+                break usage + "data: [DONE]\n\n";
+            }
+            Ok(Err(error)) => break event(&error.json()),
+        };
+        if !send(data).await {
+            return;
+        }
+    };
+    // Whether it arrives or not, nothing follows.
+    let _ = send(end).await;
+}
+
+/// The body of a stream.
+struct Pieces(mpsc::Receiver<Bytes>);
+
+impl hyper::body::Body for Pieces {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<BodyFrame<Bytes>, Infallible>>> {
+        self.0.poll_recv(context).map(|piece| piece.map(|bytes| Ok(BodyFrame::data(bytes))))
+    }
+}

@@ -1,0 +1,167 @@
+//! A backend without a GPU: the f32 reference of the model, which runs the whole text again for each token.
+//!
+//! Requests, rows and pages are those of the engine, and so is the choice of a token; only the forward pass is another.
+//! It serves tests of tiny models.
+
+use std::collections::{BTreeMap, HashMap};
+
+use half::bf16;
+use rayon::prelude::*;
+use unweight_engine::{
+    Event, Rejected, Request, SampleParams, SeqId,
+    options::{BadOption, EngineOptions},
+    pages::pages_for,
+    schedule::{Limits as ScheduleLimits, Next, Schedule},
+};
+use unweight_format::bundle::{Bundle, BundleError};
+use unweight_model::{
+    BindError, ConfigError, ModelConfig, ModelWeights,
+    reference::{Reference, ReferenceError, bundle_values},
+    sampling::sample,
+};
+
+use super::worker::{Backend, Limits, Load};
+
+/// The largest model that is taken, in parameters. Larger ones would take minutes for a token.
+const MOST_PARAMETERS: u64 = 64 << 20;
+/// Tokens of a sequence where nobody says otherwise.
+const CONTEXT: u32 = 2048;
+
+/// Why a model cannot run on the CPU.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CpuError {
+    /// An option out of range.
+    #[error(transparent)]
+    Option(#[from] BadOption),
+    /// The model's configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The model's tensors.
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    /// A tensor could not be read.
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    /// A model for a GPU.
+    #[error("the model has {parameters} parameters, the CPU reference takes {MOST_PARAMETERS}; run it on a GPU")]
+    TooLarge {
+        /// Parameters of the model.
+        parameters: u64,
+    },
+    /// The forward pass failed.
+    #[error(transparent)]
+    Forward(#[from] ReferenceError),
+}
+
+/// A tiny model on the CPU.
+#[derive(Debug)]
+pub struct CpuReference {
+    config: ModelConfig,
+    weights: ModelWeights,
+    values: HashMap<String, Vec<f32>>,
+    schedule: Schedule,
+    limits: Limits,
+    /// The text of every row, and how its tokens are chosen.
+    texts: BTreeMap<SeqId, (Vec<u32>, SampleParams)>,
+}
+
+impl CpuReference {
+    /// Decodes and widens all weights. Of the options, `max_batch`, `context` and `waiting` are used.
+    ///
+    /// # Errors
+    /// [`CpuError`].
+    pub fn load(bundle: &Bundle, options: &EngineOptions) -> Result<Self, CpuError> {
+        options.check()?;
+        let config = ModelConfig::of_bundle(bundle)?;
+        let weights = ModelWeights::of_bundle(&config, bundle)?;
+        let parameters = config.weight_bytes(unweight_model::Residency::Bf16) / 2;
+        if parameters > MOST_PARAMETERS {
+            return Err(CpuError::TooLarge { parameters });
+        }
+        let read = bundle_values(bundle);
+        let names = bundle.tensors().map(|tensor| tensor.entry.name.as_str());
+        let values = names.map(|name| Ok((name.to_owned(), read(name)?))).collect::<Result<_, BundleError>>()?;
+        let context = options.context.unwrap_or(CONTEXT).min(config.max_positions);
+        let max_batch = options.max_batch;
+        let pages = pages_for(context).saturating_mul(max_batch);
+        let limits = ScheduleLimits { max_batch, context, vocab: config.vocab, ahead: 1, waiting: options.waiting };
+        let schedule = Schedule::new(limits, pages);
+        let limits = Limits { max_batch, context, pages, eos: config.eos.clone() };
+        Ok(Self { config, weights, values, schedule, limits, texts: BTreeMap::new() })
+    }
+
+    /// The token behind a text.
+    fn next(&self, text: &[u32], params: &SampleParams) -> Result<u32, ReferenceError> {
+        let value = |name: &str| self.values.get(name).cloned().ok_or_else(|| format!("no tensor {name}"));
+        let logits = Reference::new(&self.config, &self.weights, value).logits(text)?;
+        let last = &logits[logits.len().saturating_sub(self.config.vocab as usize)..];
+        let last: Vec<bf16> = last.iter().copied().map(bf16::from_f32).collect();
+        // No text is longer than the context.
+        Ok(sample(&last, params, text.len().saturating_sub(1) as u32))
+    }
+
+    fn advance(&mut self) -> Result<Vec<Event>, ReferenceError> {
+        let mut events = Vec::new();
+        match self.schedule.due() {
+            Next::Prefill => {
+                let Some(prefill) = self.schedule.begin() else { return Ok(events) };
+                let (id, params) = (prefill.running().id, prefill.running().params);
+                let mut text = prefill.prompt.clone();
+                let token = self.next(&text, &params)?;
+                text.push(token);
+                self.texts.insert(id, (text, params));
+                events.push(self.schedule.begun(prefill, token));
+            }
+            Next::Launch { .. } => {
+                let rows: Vec<SeqId> = self.schedule.rows().iter().map(|row| row.id).collect();
+                let next = |id: &SeqId| self.texts.get(id).map_or(Ok(0), |(text, params)| self.next(text, params));
+                let tokens = rows.par_iter().map(next).collect::<Result<Vec<u32>, _>>()?;
+                for (id, token) in rows.iter().zip(&tokens) {
+                    if let Some((text, _)) = self.texts.get_mut(id) {
+                        text.push(*token);
+                    }
+                }
+                self.schedule.launched();
+                self.schedule.read(&tokens, &mut events);
+            }
+            Next::Idle | Next::Read => {}
+        }
+        let rows = self.schedule.rows();
+        self.texts.retain(|id, _| rows.iter().any(|row| row.id == *id));
+        Ok(events)
+    }
+}
+
+impl Backend for CpuReference {
+    type Error = CpuError;
+
+    fn limits(&self) -> Limits {
+        self.limits.clone()
+    }
+
+    fn load(&self) -> Load {
+        let Self { schedule, .. } = self;
+        Load { running: schedule.rows().len(), waiting: schedule.waiting(), free_pages: schedule.free_pages() }
+    }
+
+    fn add(&mut self, request: Request) -> Result<SeqId, Rejected> {
+        self.schedule.add(request)
+    }
+
+    fn cancel(&mut self, sequence: SeqId) -> bool {
+        self.schedule.cancel(sequence)
+    }
+
+    fn step(&mut self) -> Result<Vec<Event>, CpuError> {
+        let advanced = self.advance();
+        if advanced.is_err() {
+            self.schedule.clear();
+        }
+        Ok(advanced?)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.schedule.rows().is_empty() && self.schedule.waiting() == 0
+    }
+}

@@ -1,0 +1,356 @@
+//! The thread that has the engine: it takes requests between steps, and hands out tokens.
+//!
+//! It never waits for a client. A request's channel holds all the tokens that it can be given, and a client that has
+//! gone is noticed between steps.
+
+use std::{
+    collections::HashMap,
+    error::Error,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Instant,
+};
+
+use tokio::sync::{mpsc, oneshot};
+use unweight_engine::{Engine, EngineError, Event, Finish, Rejected, Request, SeqId};
+
+use super::metrics::Metrics;
+
+/// Requests that are on their way to the engine, which takes them between two steps.
+const ON_THE_WAY: usize = 1024;
+
+/// What makes tokens: [`Engine`], or something slower that keeps its rules.
+pub trait Backend {
+    /// What ends it.
+    type Error: Error;
+
+    /// What it was made for.
+    fn limits(&self) -> Limits;
+
+    /// What it has to do.
+    fn load(&self) -> Load;
+
+    /// Takes a request.
+    ///
+    /// # Errors
+    /// [`Rejected`]; what runs goes on.
+    fn add(&mut self, request: Request) -> Result<SeqId, Rejected>;
+
+    /// Ends a sequence; nothing more is told of it. `false`: there is none such, or it has ended.
+    fn cancel(&mut self, sequence: SeqId) -> bool;
+
+    /// Waits for the next tokens.
+    ///
+    /// # Errors
+    /// All sequences are lost, and nothing runs any more.
+    fn step(&mut self) -> Result<Vec<Event>, Self::Error>;
+
+    /// Whether nothing is left to be done.
+    fn is_idle(&self) -> bool;
+}
+
+/// What a [`Backend`] was made for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Sequences that run at the same time.
+    pub max_batch: u32,
+    /// Tokens of a sequence, the prompt included.
+    pub context: u32,
+    /// Pages of the KV cache.
+    pub pages: u32,
+    /// Tokens that end a text.
+    pub eos: Vec<u32>,
+}
+
+/// What a [`Backend`] has to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Load {
+    /// Sequences that have a row.
+    pub running: usize,
+    /// Sequences that wait for one.
+    pub waiting: usize,
+    /// Pages of the KV cache that nobody has.
+    pub free_pages: u32,
+}
+
+impl Backend for Engine {
+    type Error = EngineError;
+
+    fn limits(&self) -> Limits {
+        let memory = self.memory();
+        Limits {
+            max_batch: self.options().max_batch,
+            context: memory.context,
+            pages: memory.pages,
+            eos: self.config().eos.clone(),
+        }
+    }
+
+    fn load(&self) -> Load {
+        Load { running: self.running(), waiting: self.waiting(), free_pages: self.free_pages() }
+    }
+
+    fn add(&mut self, request: Request) -> Result<SeqId, Rejected> {
+        self.add(request)
+    }
+
+    fn cancel(&mut self, sequence: SeqId) -> bool {
+        self.cancel(sequence)
+    }
+
+    fn step(&mut self) -> Result<Vec<Event>, EngineError> {
+        self.step()
+    }
+
+    fn is_idle(&self) -> bool {
+        self.is_idle()
+    }
+}
+
+/// What server and worker both see.
+#[derive(Debug)]
+pub(super) struct Shared {
+    /// What the engine was made for.
+    pub limits: Limits,
+    /// Sequences that may wait beside those that run.
+    pub max_waiting: usize,
+    /// What is counted.
+    pub metrics: Metrics,
+    /// The engine has failed.
+    pub failed: AtomicBool,
+    /// No request is taken any more.
+    pub stopping: AtomicBool,
+    /// Whatever still runs is to end now.
+    pub cut: AtomicBool,
+}
+
+impl Shared {
+    /// Sequences that may be here at the same time.
+    pub fn capacity(&self) -> usize {
+        self.max_waiting.saturating_add(self.limits.max_batch as usize)
+    }
+}
+
+/// Why a request is not taken.
+#[derive(Debug)]
+pub(super) enum Refused {
+    /// By the engine.
+    Rejected(Rejected),
+    /// As many sequences wait as may.
+    Full,
+    /// More sequences than ever may be here at the same time.
+    TooMany { asked: usize, capacity: usize },
+    /// See [`Lost`].
+    Lost(Lost),
+}
+
+/// Why a sequence goes no further.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lost {
+    /// The engine has failed.
+    Failed,
+    /// The server ends.
+    Stopping,
+}
+
+/// What is told of a sequence.
+#[derive(Debug)]
+pub(super) enum Told {
+    /// A token, and whether it was the last one.
+    Token(u32, Option<Finish>),
+    /// There will be no more.
+    Lost(Lost),
+}
+
+/// A request of one or more sequences, which are taken together or not at all.
+struct Job {
+    requests: Vec<Request>,
+    /// Of each sequence, set when nobody wants more of it.
+    enough: Vec<Arc<AtomicBool>>,
+    told: mpsc::Sender<(usize, Told)>,
+    taken: oneshot::Sender<Result<(), Refused>>,
+    arrived: Instant,
+}
+
+/// Sequences that were taken, as their owner sees them. Dropping it ends them.
+#[derive(Debug)]
+pub(super) struct Sequences {
+    /// Number of the sequence in the request, and what is told of it.
+    pub told: mpsc::Receiver<(usize, Told)>,
+    /// Of each sequence: set it when no more of it is wanted.
+    pub enough: Vec<Arc<AtomicBool>>,
+}
+
+/// The way to the worker. It ends when the last one is gone.
+#[derive(Clone, Debug)]
+pub(super) struct Handle {
+    jobs: mpsc::Sender<Job>,
+    pub shared: Arc<Shared>,
+}
+
+impl Handle {
+    /// Hands in the sequences of a request and waits until the engine has taken or refused them.
+    pub async fn submit(&self, requests: Vec<Request>, arrived: Instant) -> Result<Sequences, Refused> {
+        self.check_alive()?;
+        let (asked, capacity) = (requests.len(), self.shared.capacity());
+        if asked > capacity {
+            return Err(Refused::TooMany { asked, capacity });
+        }
+        // Room for everything that can be told, so that nobody ever waits to tell it; it takes memory when it is told.
+        let room: usize = requests.iter().map(|request| request.max_new_tokens as usize + 1).sum();
+        let (told, receiver) = mpsc::channel(room.clamp(1, tokio::sync::Semaphore::MAX_PERMITS));
+        let (taken, answer) = oneshot::channel();
+        let enough: Vec<Arc<AtomicBool>> = requests.iter().map(|_| Arc::default()).collect();
+        let job = Job { requests, enough: enough.clone(), told, taken, arrived };
+        self.jobs.try_send(job).map_err(|_| Refused::Full)?;
+        // The worker goes only after the last handle.
+        answer.await.unwrap_or(Err(Refused::Lost(Lost::Stopping)))?;
+        Ok(Sequences { told: receiver, enough })
+    }
+
+    fn check_alive(&self) -> Result<(), Refused> {
+        if self.shared.failed.load(Relaxed) {
+            return Err(Refused::Lost(Lost::Failed));
+        }
+        if self.shared.stopping.load(Relaxed) {
+            return Err(Refused::Lost(Lost::Stopping));
+        }
+        Ok(())
+    }
+}
+
+/// A sequence that runs or waits.
+struct Member {
+    told: mpsc::Sender<(usize, Told)>,
+    /// Its number in the request.
+    index: usize,
+    enough: Arc<AtomicBool>,
+    /// When its request arrived, until its first token is told.
+    arrived: Option<Instant>,
+}
+
+/// The worker of a server.
+pub(super) struct Worker {
+    jobs: mpsc::Receiver<Job>,
+    shared: Arc<Shared>,
+    members: HashMap<SeqId, Member>,
+}
+
+impl Worker {
+    /// A worker and the way to it.
+    pub fn new(shared: Shared) -> (Self, Handle) {
+        let (sender, jobs) = mpsc::channel(ON_THE_WAY);
+        let shared = Arc::new(shared);
+        (Self { jobs, shared: Arc::clone(&shared), members: HashMap::new() }, Handle { jobs: sender, shared })
+    }
+
+    /// Works until the last [`Handle`] is gone.
+    ///
+    /// # Errors
+    /// The backend's. It is told when the last handle is gone; until then everybody is refused.
+    pub fn run<B: Backend>(mut self, backend: &mut B) -> Result<(), B::Error> {
+        loop {
+            if self.members.is_empty() && backend.is_idle() {
+                self.shared.metrics.load(backend.load());
+                match self.jobs.blocking_recv() {
+                    Some(job) => self.take(backend, job),
+                    None => return Ok(()),
+                }
+            }
+            while let Ok(job) = self.jobs.try_recv() {
+                self.take(backend, job);
+            }
+            self.let_go(backend);
+            if self.shared.cut.load(Relaxed) {
+                self.end_all(backend, Lost::Stopping);
+            }
+            self.shared.metrics.load(backend.load());
+            let start = Instant::now();
+            match backend.step() {
+                Ok(events) => {
+                    if !events.is_empty() {
+                        self.shared.metrics.step.note(start.elapsed());
+                    }
+                    events.into_iter().for_each(|event| self.tell(event));
+                }
+                Err(error) => {
+                    self.shared.failed.store(true, Relaxed);
+                    self.end_all(backend, Lost::Failed);
+                    while let Some(job) = self.jobs.blocking_recv() {
+                        let _ = job.taken.send(Err(Refused::Lost(Lost::Failed)));
+                    }
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// Takes all sequences of a request, or none.
+    fn take<B: Backend>(&mut self, backend: &mut B, job: Job) {
+        let Job { requests, enough, told, taken, arrived } = job;
+        if taken.is_closed() {
+            return;
+        }
+        if self.members.len() + requests.len() > self.shared.capacity() {
+            let _ = taken.send(Err(Refused::Full));
+            return;
+        }
+        let (mut added, mut tokens) = (Vec::with_capacity(requests.len()), 0);
+        for request in requests {
+            let prompt = request.prompt.len() as u64;
+            match backend.add(request) {
+                Ok(id) => added.push(id),
+                Err(rejected) => {
+                    for id in added {
+                        backend.cancel(id);
+                    }
+                    let busy = matches!(rejected, Rejected::Busy { .. });
+                    // Whoever asked may have gone.
+                    let _ = taken.send(Err(if busy { Refused::Full } else { Refused::Rejected(rejected) }));
+                    return;
+                }
+            }
+            tokens += prompt;
+        }
+        self.shared.metrics.prompt_tokens.fetch_add(tokens, Relaxed);
+        for (index, (id, enough)) in added.into_iter().zip(enough).enumerate() {
+            self.members.insert(id, Member { told: told.clone(), index, enough, arrived: Some(arrived) });
+        }
+        // Whoever has gone is noticed by the channel of tokens.
+        let _ = taken.send(Ok(()));
+    }
+
+    /// Ends the sequences that nobody wants more of.
+    fn let_go<B: Backend>(&mut self, backend: &mut B) {
+        self.members.retain(|id, member| {
+            let go = member.told.is_closed() || member.enough.load(Relaxed);
+            if go && backend.cancel(*id) {
+                self.shared.metrics.cancelled.fetch_add(1, Relaxed);
+            }
+            !go
+        });
+    }
+
+    fn end_all<B: Backend>(&mut self, backend: &mut B, why: Lost) {
+        for (id, member) in self.members.drain() {
+            backend.cancel(id);
+            // Its owner may have gone.
+            let _ = member.told.try_send((member.index, Told::Lost(why)));
+        }
+    }
+
+    fn tell(&mut self, event: Event) {
+        let Some(member) = self.members.get_mut(&event.seq) else { return };
+        if let Some(arrived) = member.arrived.take() {
+            self.shared.metrics.first_token.note(arrived.elapsed());
+        }
+        self.shared.metrics.generated_tokens.fetch_add(1, Relaxed);
+        // There is room for all; if its owner has gone, that is noticed before the next step.
+        let _ = member.told.try_send((member.index, Told::Token(event.token, event.finish)));
+        if event.finish.is_some() {
+            self.members.remove(&event.seq);
+        }
+    }
+}
