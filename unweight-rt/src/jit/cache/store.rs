@@ -218,6 +218,7 @@ impl Store {
             }
             None => {
                 let write = || -> std::io::Result<()> {
+                    check_limit(TAG_TEXT.len())?;
                     let mut file = tempfile::Builder::new().prefix(".tag-").tempfile_in(root)?;
                     file.write_all(TAG_TEXT.as_bytes())?;
                     // Whoever was first wrote the same.
@@ -395,9 +396,9 @@ impl Store {
         let folder = self.root.join("failed").join(key.folder());
         let write = || -> std::io::Result<()> {
             std::fs::create_dir_all(folder.join("include"))?;
-            std::fs::write(folder.join("kernel.cu"), &request.source)?;
-            std::fs::write(folder.join("log.txt"), failure.log())?;
-            std::fs::write(folder.join("options.txt"), request.canonical_options().join("\n") + "\n")?;
+            write_note(folder.join("kernel.cu"), &request.source)?;
+            write_note(folder.join("log.txt"), failure.log())?;
+            write_note(folder.join("options.txt"), request.canonical_options().join("\n") + "\n")?;
             for (name, text) in &request.headers {
                 let relative = Path::new(name);
                 // A header's name comes from a source; it must not lead out of the folder.
@@ -406,7 +407,7 @@ impl Store {
                     if let Some(parent) = path.parent() {
                         std::fs::create_dir_all(parent)?;
                     }
-                    std::fs::write(path, text)?;
+                    write_note(path, text)?;
                 }
             }
             Ok(())
@@ -514,7 +515,23 @@ fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, String> {
     Ok(bytes)
 }
 
+/// Fails where the process may not write a file of this size: the write would raise SIGXFSZ, which ends a program that
+/// does not expect it.
+fn check_limit(bytes: usize) -> std::io::Result<()> {
+    match rustix::process::getrlimit(rustix::process::Resource::Fsize).current {
+        Some(limit) if bytes as u64 > limit => Err(rustix::io::Errno::FBIG.into()),
+        _ => Ok(()),
+    }
+}
+
+/// Writes a file for people, in place of one that is there.
+fn write_note(path: impl AsRef<Path>, text: impl AsRef<[u8]>) -> std::io::Result<()> {
+    check_limit(text.as_ref().len())?;
+    std::fs::write(path, text)
+}
+
 fn write_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    check_limit(bytes.len())?;
     let mut file = File::create_new(path)?;
     file.write_all(bytes)?;
     file.sync_all()
