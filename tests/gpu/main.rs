@@ -14,6 +14,7 @@ mod hostile;
 mod jit;
 mod linear;
 mod repack;
+mod sample;
 #[cfg(feature = "serve")]
 mod serve;
 mod streams;
