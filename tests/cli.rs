@@ -607,7 +607,7 @@ fn generate_explains_what_it_lacks() {
     let bundle = bundle.to_str().unwrap();
     let cases: [(&[&str], &[&str]); 7] = [
         (&[], &["no prompt", "--tokens"]),
-        (&["--prompt", "hello"], &["tokenizer.json", "--tokens"]),
+        (&["--chat", "--prompt", "<5>"], &["no chat template"]),
         (&["--tokens", "1,99999999999"], &["99999999999", "1,450,4996"]),
         (&["--tokens", "1", "--top-p", "2"], &["top_p = 2", "at most 1"]),
         (&["--tokens", "1", "--temperature", "-1"], &["temperature = -1"]),

@@ -55,16 +55,16 @@ pub struct Generate {
     #[arg(short = 'n', long, value_name = "N", default_value_t = 256, help_heading = "Sampling")]
     max_new_tokens: u32,
     /// Logits are divided by it; 0 takes the likeliest token [default: 0]
-    #[arg(long, value_name = "T", help_heading = "Sampling")]
+    #[arg(long, value_name = "T", allow_negative_numbers = true, help_heading = "Sampling")]
     temperature: Option<f32>,
     /// Only the K likeliest tokens; 0: all [default: 0]
     #[arg(long, value_name = "K", help_heading = "Sampling")]
     top_k: Option<u32>,
     /// Only the likeliest tokens that together have this probability [default: 1]
-    #[arg(long, value_name = "P", help_heading = "Sampling")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true, help_heading = "Sampling")]
     top_p: Option<f32>,
     /// Only tokens with this share of the likeliest one's probability [default: 0]
-    #[arg(long, value_name = "P", help_heading = "Sampling")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true, help_heading = "Sampling")]
     min_p: Option<f32>,
     /// Of the random numbers: the same seed gives the same text
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
@@ -189,12 +189,13 @@ impl Generate {
     pub fn run(&self, output: Output) -> Result<()> {
         let bundle = Bundle::open(&self.bundle)?;
         let config = ModelConfig::of_bundle(&bundle).map_err(Failure::other)?;
+        let texts = self.texts()?;
         let text = match text_of(&bundle, &self.bundle) {
             Ok(text) => Some(text),
             Err(failure) if self.needs_text() => return Err(failure),
             Err(_) => None,
         };
-        let prompts = self.prompts(text.as_ref())?;
+        let prompts = self.prompts(&texts, text.as_ref())?;
         let params = self.params(&config, output);
         params
             .check()
@@ -229,7 +230,7 @@ impl Generate {
         self.tokens.is_empty() || !self.stop.is_empty()
     }
 
-    fn prompts(&self, text: Option<&Text>) -> Result<Vec<Vec<u32>>> {
+    fn texts(&self) -> Result<Vec<String>> {
         let mut texts = self.prompt.clone();
         match self.prompt_file.as_deref() {
             None => {}
@@ -238,14 +239,18 @@ impl Generate {
             }
             Some(file) => texts.push(fs::read_to_string(file).map_err(Failure::io(file.display()))?),
         }
-        let mut prompts: Vec<_> = self.tokens.iter().map(|ids| ids.0.clone()).collect();
-        if texts.is_empty() && prompts.is_empty() {
+        if texts.is_empty() && self.tokens.is_empty() {
             return Err(Failure::new(
                 "no prompt was given",
                 "say what to continue with --prompt, --prompt-file or --tokens",
             ));
         }
-        for prompt in &texts {
+        Ok(texts)
+    }
+
+    fn prompts(&self, texts: &[String], text: Option<&Text>) -> Result<Vec<Vec<u32>>> {
+        let mut prompts: Vec<_> = self.tokens.iter().map(|ids| ids.0.clone()).collect();
+        for prompt in texts {
             let Some(text) = text else { break };
             let ids = if self.chat {
                 let system = self.system.as_deref().map(Message::system);

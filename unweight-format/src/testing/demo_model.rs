@@ -210,7 +210,10 @@ pub fn write(dir: &Path, options: &DemoOptions) -> Result<DemoReport, BundleErro
         &pretty(json!({ "bos_token": "<s>", "eos_token": "</s>", "model_max_length": 8192 })),
     )?;
     let vocab: BTreeMap<String, usize> = (0..options.vocab.min(4096)).map(|id| (format!("<{id}>"), id)).collect();
-    put("tokenizer.json", &pretty(json!({ "version": "1.0", "model": { "type": "WordLevel", "vocab": vocab } })))?;
+    // A word is a token: `<5> <17>`.
+    let words = json!({ "type": "WordLevel", "vocab": vocab, "unk_token": "<0>" });
+    let split = json!({ "type": "WhitespaceSplit" });
+    put("tokenizer.json", &pretty(json!({ "version": "1.0", "pre_tokenizer": split, "model": words })))?;
 
     // Consecutive tensors, a shard as soon as its share is full.
     let shards = options.shards.min(tensors.len());
