@@ -18,9 +18,15 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-use std::sync::Arc;
+use std::{
+    any::Any,
+    cell::Cell,
+    panic::{self, AssertUnwindSafe},
+    sync::{Arc, Once, OnceLock},
+    thread,
+};
 
-use hf_chat_template::{ChatTemplate, RenderInput, TokenizerConfig};
+use hf_chat_template::{ChatTemplate, ChatTemplateField, RenderInput, TokenizerConfig};
 use tokenizers::Tokenizer;
 
 pub use hf_chat_template::Message;
@@ -53,43 +59,98 @@ pub enum TextError {
     #[error("the chat template refuses these messages: {0}")]
     Template(String),
     /// Text that cannot be encoded, or tokens that cannot be decoded.
-    #[error("the tokenizer failed: {0}")]
+    #[error("{TOKENIZER}: the tokenizer failed: {0}")]
     Tokenizer(String),
+    /// Tokens that are no list of numbers.
+    #[error("{0}; write ids as 1,450,4996")]
+    Ids(String),
 }
 
 /// A model's tokenizer and chat template. Cheap to clone.
 #[derive(Clone)]
 pub struct Text {
     tokenizer: Arc<Tokenizer>,
-    template: Option<Arc<ChatTemplate>>,
+    template: Option<Arc<Template>>,
+}
+
+/// A chat template, compiled when it is first asked for: whoever has no conversations needs none that compiles.
+struct Template {
+    file: &'static str,
+    /// Contents of [`CHAT_TEMPLATE`]; without, it is in the configuration.
+    source: Option<String>,
+    config: TokenizerConfig,
+    compiled: OnceLock<Result<ChatTemplate, String>>,
+}
+
+impl Template {
+    /// Bytes of a template; published ones have some ten thousand.
+    const LIMIT: usize = 256 << 10;
+    /// Its compiler and what it makes call themselves at each level of an expression, and a level can be a byte.
+    const STACK: usize = 1 << 30;
+
+    fn compile(&self) -> Result<ChatTemplate, String> {
+        let length = match (&self.source, &self.config.chat_template) {
+            (Some(source), _) | (None, Some(ChatTemplateField::Single(source))) => source.len(),
+            (None, Some(ChatTemplateField::Named(list))) => {
+                list.iter().map(|one| one.template.len()).max().unwrap_or(0)
+            }
+            (None, None) => 0,
+        };
+        if length > Self::LIMIT {
+            return Err(format!("the chat template has {length} bytes, and at most {} are taken", Self::LIMIT));
+        }
+        let compiled = match &self.source {
+            Some(source) => ChatTemplate::from_template_and_config(source, &self.config),
+            None => ChatTemplate::from_tokenizer_config(&self.config),
+        };
+        compiled.map_err(|error| error.to_string())
+    }
+
+    fn render(&self, messages: &[Message]) -> Result<String, TextError> {
+        let work = || {
+            let compiled = self.compiled.get_or_init(|| caught(|| self.compile()).unwrap_or_else(Err));
+            let template = compiled.as_ref().map_err(|why| TextError::File { file: self.file, why: why.clone() })?;
+            let messages = messages.to_vec();
+            let input = RenderInput { messages, add_generation_prompt: true, ..RenderInput::default() };
+            let rendered = caught(|| template.render(&input).map_err(|error| error.to_string()));
+            rendered.and_then(|text| text).map_err(TextError::Template)
+        };
+        thread::scope(|scope| {
+            let thread = thread::Builder::new().stack_size(Self::STACK).spawn_scoped(scope, work);
+            let thread = thread.map_err(|error| TextError::Template(format!("no thread for it: {error}")))?;
+            thread.join().unwrap_or_else(|why| Err(TextError::Template(said(&*why))))
+        })
+    }
 }
 
 impl Text {
-    /// From the contents of [`TOKENIZER`], [`TOKENIZER_CONFIG`] and [`CHAT_TEMPLATE`].
+    /// From the contents of [`TOKENIZER`], [`TOKENIZER_CONFIG`] and [`CHAT_TEMPLATE`]. The template is read when
+    /// [`Text::encode_chat`] first needs it.
+    ///
+    /// The files are not trusted: a panic of their reader is an error here. So that it prints nothing, a panic hook is
+    /// put before the one in force; all other panics go on to that.
     ///
     /// # Errors
     /// [`TextError::File`].
     pub fn new(tokenizer: &[u8], config: Option<&[u8]>, template: Option<&[u8]>) -> Result<Self, TextError> {
         let file = |file, why: &dyn ToString| TextError::File { file, why: why.to_string() };
-        let tokenizer = Tokenizer::from_bytes(tokenizer).map_err(|error| file(TOKENIZER, &error))?;
+        let tokenizer = caught(|| Tokenizer::from_bytes(tokenizer));
+        let tokenizer = tokenizer.map_err(|why| file(TOKENIZER, &why))?.map_err(|error| file(TOKENIZER, &error))?;
         let config = match config {
             Some(bytes) => {
                 serde_json::from_slice::<TokenizerConfig>(bytes).map_err(|error| file(TOKENIZER_CONFIG, &error))?
             }
             None => TokenizerConfig::default(),
         };
-        let template = match template {
-            Some(bytes) => {
-                let source = std::str::from_utf8(bytes).map_err(|error| file(CHAT_TEMPLATE, &error))?;
-                let compiled = ChatTemplate::from_template_and_config(source, &config);
-                Some(compiled.map_err(|error| file(CHAT_TEMPLATE, &error))?)
-            }
-            None if config.chat_template.is_some() => {
-                let compiled = ChatTemplate::from_tokenizer_config(&config);
-                Some(compiled.map_err(|error| file(TOKENIZER_CONFIG, &error))?)
-            }
-            None => None,
-        };
+        let source = template.map(|bytes| String::from_utf8(bytes.to_vec())).transpose();
+        let source = source.map_err(|error| file(CHAT_TEMPLATE, &error))?;
+        let name = if source.is_some() { CHAT_TEMPLATE } else { TOKENIZER_CONFIG };
+        let template = (source.is_some() || config.chat_template.is_some()).then(|| Template {
+            file: name,
+            source,
+            config,
+            compiled: OnceLock::new(),
+        });
         Ok(Self { tokenizer: Arc::new(tokenizer), template: template.map(Arc::new) })
     }
 
@@ -104,13 +165,11 @@ impl Text {
     /// The tokens of a conversation whose next turn is the assistant's.
     ///
     /// # Errors
-    /// [`TextError::NoTemplate`], [`TextError::Template`], [`TextError::Tokenizer`].
+    /// [`TextError::NoTemplate`], [`TextError::File`], [`TextError::Template`], [`TextError::Tokenizer`].
     pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, TextError> {
         let template = self.template.as_deref().ok_or(TextError::NoTemplate)?;
-        let input = RenderInput { messages: messages.to_vec(), add_generation_prompt: true, ..RenderInput::default() };
-        let text = template.render(&input).map_err(|error| TextError::Template(error.to_string()))?;
         // The template has written the special tokens already.
-        self.ids(&text, false)
+        self.ids(&template.render(messages)?, false)
     }
 
     /// Whether conversations can be encoded.
@@ -124,8 +183,13 @@ impl Text {
     }
 
     fn ids(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
-        let encoding = self.tokenizer.encode(text, special).map_err(failed)?;
-        Ok(encoding.get_ids().to_vec())
+        let encoding = caught(|| self.tokenizer.encode(text, special)).map_err(TextError::Tokenizer)?;
+        Ok(encoding.map_err(failed)?.get_ids().to_vec())
+    }
+
+    /// The text of tokens, without special ones.
+    fn decode(&self, ids: &[u32]) -> Result<String, TextError> {
+        caught(|| self.tokenizer.decode(ids, true)).map_err(TextError::Tokenizer)?.map_err(failed)
     }
 }
 
@@ -139,11 +203,42 @@ fn failed(error: tokenizers::Error) -> TextError {
     TextError::Tokenizer(error.to_string())
 }
 
+thread_local! {
+    /// Whether a panic of this thread is caught and told as an error.
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What `work` returns, or what its panic said, which is printed nowhere.
+fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let others = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !QUIET.get() {
+                others(info);
+            }
+        }));
+    });
+    let before = QUIET.replace(true);
+    // Nothing that a panic may have left half done is used again, but a tokenizer's cache, which has a lock.
+    let result = panic::catch_unwind(AssertUnwindSafe(work));
+    QUIET.set(before);
+    result.map_err(|why| said(&*why))
+}
+
+/// What a panic said.
+fn said(why: &(dyn Any + Send)) -> String {
+    let text = why.downcast_ref::<&str>().copied().or_else(|| why.downcast_ref::<String>().map(String::as_str));
+    format!("its reader gave up: {}", text.unwrap_or("it does not say why"))
+}
+
 /// Text of tokens as they come: a character of several tokens comes with its last one. Special tokens are left out.
 #[derive(Debug)]
 pub struct TextStream {
     text: Text,
+    /// Tokens that still matter: how a token is written may depend on those before it.
     ids: Vec<u32>,
+    /// Text of the first of them, shown already.
     prefix: String,
     prefix_ids: usize,
 }
@@ -154,10 +249,16 @@ impl TextStream {
     /// # Errors
     /// [`TextError::Tokenizer`].
     pub fn push(&mut self, id: u32) -> Result<String, TextError> {
-        let tokenizer = &self.text.tokenizer;
-        let (ids, prefix) = (&mut self.ids, &mut self.prefix);
-        let text = tokenizers::step_decode_stream(tokenizer, vec![id], true, ids, prefix, &mut self.prefix_ids);
-        Ok(text.map_err(failed)?.unwrap_or_default())
+        self.ids.push(id);
+        let whole = self.text.decode(&self.ids)?;
+        if whole.len() <= self.prefix.len() || whole.ends_with('\u{fffd}') {
+            return Ok(String::new());
+        }
+        let new = self.behind_prefix(&whole)?;
+        self.ids.drain(..self.prefix_ids);
+        self.prefix = self.text.decode(&self.ids)?;
+        self.prefix_ids = self.ids.len();
+        Ok(new)
     }
 
     /// What is left: a character that no token completed, as U+FFFD.
@@ -165,8 +266,17 @@ impl TextStream {
     /// # Errors
     /// [`TextError::Tokenizer`].
     pub fn finish(self) -> Result<String, TextError> {
-        let whole = self.text.tokenizer.decode(&self.ids, true).map_err(failed)?;
-        Ok(whole.strip_prefix(self.prefix.as_str()).unwrap_or_default().to_owned())
+        let whole = self.text.decode(&self.ids)?;
+        self.behind_prefix(&whole)
+    }
+
+    /// What is not shown yet. A byte that completes nothing can change how those before it are written (all become
+    /// U+FFFD): then the new tokens as they are by themselves.
+    fn behind_prefix(&self, whole: &str) -> Result<String, TextError> {
+        match whole.strip_prefix(self.prefix.as_str()) {
+            Some(new) => Ok(new.to_owned()),
+            None => self.text.decode(&self.ids[self.prefix_ids..]),
+        }
     }
 }
 
@@ -184,31 +294,52 @@ impl StopStrings {
         Self { stops: stops.into_iter().filter(|stop| !stop.is_empty()).collect(), held: String::new() }
     }
 
-    /// What may be shown after another piece of the text, and whether the text ends with that.
+    /// What may be shown after another piece of the text, and whether the text ends with that. It ends at the stop that
+    /// begins first, which is the same however the text is cut.
     pub fn push(&mut self, piece: &str) -> (String, bool) {
         self.held += piece;
-        if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop)).min() {
+        let found = self.found();
+        // What may still become a stop stays back.
+        let open = (0..self.held.len()).find(|&at| {
+            self.held.is_char_boundary(at) && self.stops.iter().any(|stop| stop.starts_with(&self.held[at..]))
+        });
+        if let Some(at) = found
+            && open.is_none_or(|open| at <= open)
+        {
             self.held.truncate(at);
             return (std::mem::take(&mut self.held), true);
         }
-        // The longest end that one of them begins with stays back.
-        let keep = (0..self.held.len()).find(|&at| {
-            self.held.is_char_boundary(at) && self.stops.iter().any(|stop| stop.starts_with(&self.held[at..]))
-        });
-        let rest = self.held.split_off(keep.unwrap_or(self.held.len()));
+        let rest = self.held.split_off(open.unwrap_or(self.held.len()));
         (std::mem::replace(&mut self.held, rest), false)
     }
 
-    /// What was held back.
-    pub fn finish(self) -> String {
-        self.held
+    /// What was held back, and whether the text ends with that.
+    pub fn finish(mut self) -> (String, bool) {
+        let found = self.found();
+        self.held.truncate(found.unwrap_or(self.held.len()));
+        (self.held, found.is_some())
+    }
+
+    /// Where the first of them begins.
+    fn found(&self) -> Option<usize> {
+        self.stops.iter().filter_map(|stop| self.held.find(stop)).min()
     }
 }
 
-/// The tokens of a prompt, written as numbers with anything but digits between them.
-pub fn parse_ids(text: &str) -> Result<Vec<u32>, std::num::ParseIntError> {
-    let parts = text.split(|c: char| !c.is_ascii_digit()).filter(|part| !part.is_empty());
-    parts.map(str::parse).collect()
+/// The tokens of a prompt, written as numbers with commas, white space or brackets between them.
+///
+/// # Errors
+/// [`TextError::Ids`] for anything else, and where there is none.
+pub fn parse_ids(text: &str) -> Result<Vec<u32>, TextError> {
+    let parts = text.split(|c: char| c.is_whitespace() || ",[]".contains(c)).filter(|part| !part.is_empty());
+    let number = |part: &str| {
+        // parse takes a plus sign, too.
+        let digits = part.bytes().all(|byte| byte.is_ascii_digit());
+        let id = part.parse().ok().filter(|_| digits);
+        id.ok_or_else(|| TextError::Ids(format!("'{part}' is no token from 0 to {}", u32::MAX)))
+    };
+    let ids = parts.map(number).collect::<Result<Vec<u32>, _>>()?;
+    if ids.is_empty() { Err(TextError::Ids("there are no tokens".into())) } else { Ok(ids) }
 }
 
 #[cfg(test)]
@@ -269,8 +400,125 @@ mod tests {
         assert!(matches!(Text::new(b"{}", None, None), Err(TextError::File { file: TOKENIZER, .. })));
         let broken = Text::new(bytes().as_bytes(), Some(b"["), None);
         assert!(matches!(broken, Err(TextError::File { file: TOKENIZER_CONFIG, .. })));
-        let broken = Text::new(bytes().as_bytes(), None, Some(b"{% for"));
-        assert!(matches!(broken, Err(TextError::File { file: CHAT_TEMPLATE, .. })));
+        let broken = Text::new(bytes().as_bytes(), None, Some(b"{% for")).unwrap();
+        assert!(broken.can_chat() && broken.encode("text").is_ok());
+        for _ in 0..2 {
+            let refused = broken.encode_chat(&[Message::user("hi")]);
+            assert!(matches!(refused, Err(TextError::File { file: CHAT_TEMPLATE, .. })));
+        }
+    }
+
+    #[test]
+    fn a_deep_template_is_no_overflow() {
+        let limit = Template::LIMIT;
+        let of = |start: &str, level: &str, end: &str| {
+            let levels = (limit - start.len() - end.len()) / level.len();
+            [start, &level.repeat(levels), end].concat()
+        };
+        for template in [
+            of("{{ ", "not ", "1 }}"),
+            of("{{ ", "-", "1 }}"),
+            of("{{ ", "(", "1 }}"),
+            of("{{ messages", ".a", " }}"),
+            of("{{ 1", "+1", " }}"),
+            of("{{ 1", "|e", " }}"),
+            of("", "{% if 1 %}", ""),
+            "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}".to_owned(),
+        ] {
+            let text = Text::new(bytes().as_bytes(), None, Some(template.as_bytes())).unwrap();
+            // Whether it means something is the template engine's to say.
+            let _ = text.encode_chat(&[Message::user("hi")]);
+        }
+        let deep = Text::new(bytes().as_bytes(), None, Some("{{ 1 }}".repeat(limit).as_bytes())).unwrap();
+        let refused = deep.encode_chat(&[Message::user("hi")]).unwrap_err().to_string();
+        assert!(refused.starts_with(CHAT_TEMPLATE) && refused.contains("at most 262144"), "{refused}");
+        let inside = serde_json::json!({"chat_template": " ".repeat(limit + 1)}).to_string();
+        let inside = Text::new(bytes().as_bytes(), Some(inside.as_bytes()), None).unwrap();
+        assert!(matches!(inside.encode_chat(&[]), Err(TextError::File { file: TOKENIZER_CONFIG, .. })));
+    }
+
+    #[test]
+    fn a_tokenizer_that_panics_is_an_error() {
+        let with = |key: &str, value: serde_json::Value| {
+            let mut tokenizer: serde_json::Value = serde_json::from_str(&bytes()).unwrap();
+            tokenizer[key] = value;
+            Text::new(tokenizer.to_string().as_bytes(), None, None)
+        };
+        let cut = with("pre_tokenizer", serde_json::json!({"type": "FixedLength", "length": 0})).unwrap();
+        for _ in 0..2 {
+            let refused = cut.encode("text").unwrap_err().to_string();
+            assert!(refused.starts_with(TOKENIZER) && refused.contains("gave up"), "{refused}");
+        }
+        assert!(panic::catch_unwind(|| caught(|| ())).is_ok() && !QUIET.get());
+        let map = with("normalizer", serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"}));
+        assert!(matches!(map, Err(TextError::File { file: TOKENIZER, .. })) || map.unwrap().encode("text").is_err());
+        // These may mean something; what counts is that the process goes on.
+        let empty = serde_json::json!({"type": "Replace", "pattern": {"String": ""}, "content": "x"});
+        for key in ["normalizer", "decoder"] {
+            if let Ok(text) = with(key, empty.clone()) {
+                let _ = text.encode("text");
+                let _ = text.stream().push(40);
+            }
+        }
+    }
+
+    #[test]
+    fn a_lone_byte_is_no_end() {
+        let vocab =
+            serde_json::json!({"<0x0A>": 0, "<0xE6>": 1, "<0x9D>": 2, "<0xB1>": 3, "a": 4, "\u{2581}b": 5, "<unk>": 6});
+        let tokenizer = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": null, "post_processor": null,
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+            "model": {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "<unk>", "byte_fallback": true}
+        });
+        let text = Text::new(tokenizer.to_string().as_bytes(), None, None).unwrap();
+        let shown = |ids: &[u32]| {
+            let mut stream = text.stream();
+            let pieces: String = ids.iter().map(|id| stream.push(*id).unwrap()).collect();
+            pieces + &stream.finish().unwrap()
+        };
+        assert_eq!(shown(&[0, 1, 4, 5]), "\n\u{fffd}a b");
+        assert_eq!(shown(&[4, 0, 1, 5, 5, 0, 1, 2, 4, 4]), "a\n\u{fffd} b b\n\u{fffd}\u{fffd}aa");
+        assert_eq!(shown(&[0, 1]), "\n\u{fffd}");
+        assert_eq!(shown(&[0, 1, 2, 3, 5]), "\n\u{6771} b", "whole ones stay whole");
+    }
+
+    #[test]
+    fn the_stop_that_begins_first_counts() {
+        let cases: [(&str, &[&str], &str, bool); 6] = [
+            ("abcd", &["abcd", "bc"], "", true),
+            ("abce", &["abcd", "bc"], "a", true),
+            ("abc", &["abcd", "bc"], "a", true),
+            ("aabcabcd", &["abcabcd", "bca"], "a", true),
+            ("xaba", &["abab"], "xaba", false),
+            ("aab\u{e9}", &["ab\u{e9}", "aabc"], "a", true),
+        ];
+        for (whole, stops, expected, ends) in cases {
+            let chars: Vec<char> = whole.chars().collect();
+            // A bit for each place between two characters: whether the text is cut there.
+            for cuts in 0..1 << (chars.len() - 1) {
+                let mut stop = StopStrings::new(stops.iter().map(|stop| (*stop).to_owned()).collect());
+                let (mut shown, mut ended, mut piece) = (String::new(), false, String::new());
+                for (at, c) in chars.iter().enumerate() {
+                    piece.push(*c);
+                    if !ended && (cuts >> at & 1 == 1 || at + 1 == chars.len()) {
+                        let (more, end) = stop.push(&std::mem::take(&mut piece));
+                        shown += &more;
+                        ended = end;
+                    }
+                }
+                if !ended {
+                    let (more, end) = stop.finish();
+                    shown += &more;
+                    ended = end;
+                }
+                assert_eq!((shown.as_str(), ended), (expected, ends), "{whole} {stops:?} {cuts:b}");
+            }
+        }
     }
 
     #[test]
@@ -291,7 +539,9 @@ mod tests {
                     }
                 }
                 if !ended {
-                    shown += &stop.finish();
+                    let (more, end) = stop.finish();
+                    shown += &more;
+                    ended = end;
                 }
                 assert_eq!(
                     (shown.as_str(), ended),
@@ -303,8 +553,11 @@ mod tests {
     }
 
     #[test]
-    fn ids_are_numbers_with_anything_between() {
-        assert_eq!(parse_ids("[1, 2 3\n40]"), Ok(vec![1, 2, 3, 40]));
-        assert!(parse_ids("99999999999").is_err());
+    fn ids_are_numbers_and_nothing_else() {
+        assert_eq!(parse_ids("[1, 2 3\n40]").unwrap(), [1, 2, 3, 40]);
+        for wrong in ["99999999999", "-5", "+5", "1.5", "0x10", "abc", "1,b", "1;2", "", "[]", " , "] {
+            let error = parse_ids(wrong).unwrap_err().to_string();
+            assert!(error.contains("1,450,4996"), "{wrong:?}: {error}");
+        }
     }
 }

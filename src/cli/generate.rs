@@ -126,7 +126,7 @@ impl From<Form> for Linears {
 struct Ids(Vec<u32>);
 
 fn parse_ids(text: &str) -> std::result::Result<Ids, String> {
-    text::parse_ids(text).map(Ids).map_err(|error| format!("'{text}': {error}; write ids as 1,450,4996"))
+    text::parse_ids(text).map(Ids).map_err(|error| error.to_string())
 }
 
 #[derive(Serialize)]
@@ -177,8 +177,15 @@ impl Growing {
         if self.stopped {
             return Ok(String::new());
         }
-        let (mut shown, _) = self.stops.push(&stream.finish().map_err(Failure::other)?);
-        shown += &std::mem::replace(&mut self.stops, StopStrings::new(Vec::new())).finish();
+        let (mut shown, mut stopped) = self.stops.push(&stream.finish().map_err(Failure::other)?);
+        if !stopped {
+            let (rest, at_rest) = std::mem::take(&mut self.stops).finish();
+            shown += &rest;
+            stopped = at_rest;
+        }
+        if stopped {
+            self.told.finish = Some("stop");
+        }
         self.told.text.get_or_insert_default().push_str(&shown);
         Ok(shown)
     }

@@ -519,10 +519,11 @@ impl Growing {
         if let Some(stream) = self.stream.take() {
             let (more, stopped) = self.stops.push(&stream.finish()?);
             shown += &more;
-            if stopped {
+            let (rest, at_rest) =
+                if stopped { (String::new(), true) } else { std::mem::take(&mut self.stops).finish() };
+            shown += &rest;
+            if at_rest {
                 reason = "stop";
-            } else {
-                shown += &std::mem::take(&mut self.stops).finish();
             }
         }
         Ok((shown, Some(reason)))
