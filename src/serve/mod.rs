@@ -507,7 +507,7 @@ impl Growing {
         let Some(stream) = &mut self.stream else { return Ok((String::new(), None)) };
         // The token that ends a text is no part of it.
         let (mut shown, stopped) = match finish {
-            Some(Finish::Stop) => (String::new(), false),
+            Some(Finish::Stop | Finish::NotANumber) => (String::new(), false),
             _ => self.stops.push(&stream.push(token)?),
         };
         if stopped {
@@ -515,7 +515,11 @@ impl Growing {
             return Ok((shown, Some("stop")));
         }
         let Some(finish) = finish else { return Ok((shown, None)) };
-        let mut reason = if finish == Finish::Stop { "stop" } else { "length" };
+        let mut reason = match finish {
+            Finish::Stop => "stop",
+            Finish::Length => "length",
+            Finish::NotANumber => "error",
+        };
         if let Some(stream) = self.stream.take() {
             let (more, stopped) = self.stops.push(&stream.finish()?);
             shown += &more;

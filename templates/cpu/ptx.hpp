@@ -151,6 +151,7 @@ inline U32x4 load_global_nc_x4(const void* p) { return cpu::read_global<U32x4>(p
 inline U32x2 load_global_nc_x2(const void* p) { return cpu::read_global<U32x2>(p); }
 inline u32 load_global_nc(const void* p) { return cpu::read_global<u32>(p); }
 inline u32 load_global_nc_u16(const void* p) { return cpu::read_global<u16>(p); }
+inline u32 load_global_u16(const void* p) { return cpu::read_global<u16>(p); }
 inline u32 load_global_nc_u8(const void* p) { return cpu::read_global<u8>(p); }
 inline void prefetch_l2(const void*) {}
 inline void store_global_x4(void* p, U32x4 v) { cpu::write_global(p, v); }

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::Path};
 
 use half::bf16;
 use unweight::engine::{
-    Engine, EngineError, EngineOptions, Event, Finish, Linears, Rejected, Request, SampleParams, SeqId,
+    Engine, EngineError, EngineOptions, Event, Finish, Linears, NO_TOKEN, Rejected, Request, SampleParams, SeqId,
 };
 use unweight_format::{
     bundle::{self, Bundle, CompressOptions, Profile, Silent},
@@ -184,7 +184,7 @@ fn the_same_seeds_give_the_same_tokens_every_time() {
         for round in 0..60 {
             assert_eq!(run(&mut engine, &requests), first, "{linears:?}, round {round}");
         }
-        // The first step of each is eager, the others are graphs: 61 rounds of about 60 steps and 8 prompts.
+        // 61 rounds of about 60 steps and 8 prompts.
         let text = tokens(200, MODELS[0].vocab, 3);
         let logits = engine.logits(&text).unwrap();
         for round in 0..1000 {
@@ -201,6 +201,8 @@ fn what_cannot_run_is_refused_and_the_others_go_on() {
     let mut engine = load(&bundle, options());
     let good = Request::new(tokens(20, MODELS[0].vocab, 1)).max_new_tokens(30);
     let alone = run(&mut engine, std::slice::from_ref(&good));
+    let text = tokens(150, MODELS[0].vocab, 4);
+    let truth = engine.logits(&text).unwrap();
     let id = engine.add(good.clone()).unwrap();
     let mut told = Vec::new();
     for turn in 0.. {
@@ -216,6 +218,10 @@ fn what_cannot_run_is_refused_and_the_others_go_on() {
             _ => engine.add(good.clone().params(SampleParams::default().top_p(0.0))),
         };
         assert!(refused.is_err());
+        // Beside what runs: the same bits as alone, and nobody is disturbed.
+        if turn % 3 == 0 {
+            assert_eq!(engine.logits(&text).unwrap(), truth, "turn {turn}");
+        }
         let logits = engine.logits(&[MODELS[0].vocab as u32]);
         assert!(matches!(logits, Err(EngineError::Rejected(Rejected::UnknownToken { .. }))));
     }
@@ -231,6 +237,66 @@ fn load_error(bundle: &Bundle, options: EngineOptions) -> EngineError {
         Ok(_) => panic!("it must not load"),
         Err(error) => error,
     }
+}
+
+/// A cache that holds two of them at a time.
+#[test]
+#[ignore = "needs a GPU"]
+fn sequences_wait_for_pages() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    let whole = *load(&bundle, options()).memory();
+    let page = whole.token * 64;
+    let little = whole.weights + whole.working + 9 * page;
+    let mut engine = load(&bundle, options().memory(little));
+    assert!((8..=10).contains(&engine.free_pages()), "{}", engine.memory());
+    let (free, mut most) = (engine.free_pages(), 0);
+    let requests: Vec<Request> =
+        (0..9).map(|index| Request::new(tokens(200, MODELS[0].vocab, index)).max_new_tokens(50)).collect();
+    for request in &requests {
+        engine.add(request.clone()).unwrap();
+    }
+    let mut count = 0;
+    while !engine.is_idle() {
+        count += engine.step().unwrap().len();
+        most = most.max(engine.running());
+    }
+    assert_eq!((count, most, engine.free_pages()), (9 * 50, 2, free));
+}
+
+/// One model's logits are all NaN: its sequences are told so, and the engine goes on.
+#[test]
+#[ignore = "needs a GPU"]
+fn rows_of_nan_end_and_the_engine_goes_on() {
+    let home = tempfile::tempdir().unwrap();
+    let source = home.path().join("model");
+    demo_model::write(&source, &MODELS[0]).expect("a model");
+    // An infinity in the norm before the head, and so in every logit: NaN.
+    let file = source.join("model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let json: serde_json::Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    let at = 8 + header + json["model.norm.weight"]["data_offsets"][0].as_u64().unwrap() as usize;
+    for element in 0..2 {
+        bytes[at + 2 * element..at + 2 * element + 2].copy_from_slice(&0x7fc0u16.to_le_bytes());
+    }
+    std::fs::write(&file, bytes).unwrap();
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    let mut engine = load(&bundle, options());
+    for params in [SampleParams::default(), SampleParams::default().temperature(1.0).top_p(0.9)] {
+        for _ in 0..2 {
+            engine.add(Request::new(tokens(20, MODELS[0].vocab, 1)).max_new_tokens(30).params(params)).unwrap();
+        }
+        let mut ended = 0;
+        while !engine.is_idle() {
+            for event in engine.step().unwrap() {
+                assert_eq!((event.token, event.finish), (NO_TOKEN, Some(Finish::NotANumber)));
+                ended += 1;
+            }
+        }
+        assert_eq!(ended, 2);
+    }
+    assert!(engine.logits(&[1, 2]).unwrap().iter().all(|logit| logit.is_nan()));
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Whole decode steps: packed linears beside the same engine on cuBLAS, its twin.
 //!
 //! Both engines are loaded at once and take turns, a few recorded steps at a time, on caches of random keys and values.
-//! The twin's cuBLAS has been tuned: for every product the fastest of what cuBLASLt proposes. What is timed includes
+//! The twin's cuBLAS has been tuned for steps: for every product the fastest of what cuBLASLt proposes; its first token is
+//! by cuBLAS's own choice. What is timed includes
 //! the gap between two steps, and not the copy of the tokens to the host, which runs beside the next step.
 
 use std::{fmt, time::Instant};
@@ -151,6 +152,15 @@ pub struct PartRow {
 /// Steps of one engine between two looks at the clock.
 const STEPS: u32 = 4;
 
+/// Rounds of a part, at most.
+const PART_ROUNDS: usize = 15;
+
+/// Steps of all rounds of a batch.
+fn steps_of(timing: &Timing) -> u32 {
+    let rounds = timing.rounds.max(1).saturating_add(timing.warmup_rounds);
+    u32::try_from(rounds).unwrap_or(u32::MAX).saturating_mul(STEPS)
+}
+
 struct Contender {
     linears: &'static str,
     engine: Engine,
@@ -169,8 +179,8 @@ pub fn bench_decode(
 ) -> Result<DecodeReport, BenchError> {
     let rounds = timing.rounds.max(1);
     let largest = options.batches.iter().copied().max().unwrap_or(1).clamp(1, MAX_BATCH);
-    let reserve = (timing.rounds + timing.warmup_rounds) as u32 * STEPS + 64;
-    let context = (options.context + reserve).max(options.prefill + 64);
+    let reserve = steps_of(timing).max(PART_ROUNDS as u32 * 3);
+    let context = options.context.saturating_add(reserve).max(options.prefill.saturating_add(64));
     let forms = [("packed", Linears::Packed), ("cublas", Linears::Bf16)];
     let (mut engines, mut contenders) = (Vec::new(), Vec::new());
     for (name, linears) in forms.into_iter().take(if options.twin { 2 } else { 1 }) {
@@ -207,10 +217,11 @@ pub fn bench_decode(
         rows.extend(steps(&mut contenders, batch, options.context, timing, progress)?);
         if options.breakdown {
             for contender in &mut contenders {
-                contender.engine.rehearse(batch, options.context)?;
+                // A part that samples goes on to the next position each time.
+                contender.engine.rehearse(batch, options.context, PART_ROUNDS as u32 * 3)?;
                 for part in Part::ALL {
                     let graph = contender.engine.record_part(batch, part)?;
-                    let median_us = alone(contender.engine.stream(), &graph, rounds.min(15))?;
+                    let median_us = alone(contender.engine.stream(), &graph, rounds.min(PART_ROUNDS))?;
                     parts.push(PartRow { batch, linears: contender.linears, part: part.name(), median_us });
                 }
             }
@@ -228,9 +239,9 @@ fn steps(
     progress: &(dyn Fn(&str) + Sync),
 ) -> Result<Vec<StepRow>, BenchError> {
     // The context is what the middle round has.
-    let before = (timing.warmup_rounds + timing.rounds) as u32 * STEPS / 2;
+    let all = steps_of(timing);
     for contender in contenders.iter_mut() {
-        contender.engine.rehearse(batch, context.saturating_sub(before))?;
+        contender.engine.rehearse(batch, context.saturating_sub(all / 2), all)?;
     }
     let mut times = vec![Vec::new(); contenders.len()];
     for round in 0..timing.warmup_rounds + timing.rounds.max(1) {
@@ -248,6 +259,9 @@ fn steps(
                 times.push(start.elapsed_us(&end)? / f64::from(STEPS - 1));
             }
         }
+    }
+    for contender in contenders.iter_mut() {
+        contender.engine.rehearsed()?;
     }
     let mut rows = Vec::new();
     for (contender, times) in contenders.iter().zip(&mut times) {

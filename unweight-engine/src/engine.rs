@@ -10,7 +10,8 @@ use unweight_codegen::{
 use unweight_format::{bundle::Bundle, testing::Weights as Kind};
 use unweight_model::{ModelConfig, ModelWeights, SampleParams, capacity::Residency};
 use unweight_rt::{
-    DeviceError, DeviceMatrix, Graph, KernelSet, Linears, LoadOptions, Loader, MatrixMut, Refusal, Stream,
+    DeviceError, DeviceMatrix, Graph, KernelSet, Lane, Linears, LoadOptions, Loader, MatrixMut, Refusal, RowFault,
+    Stream,
     device::{Pinned, Transfer},
     jit::cache::Progress,
     layer::build::LayerBuilder,
@@ -22,7 +23,7 @@ use crate::{
     forward::{Forward, Part, RowState},
     kernels::{Kernels, Variants},
     memory::{self, Memory, NoMemory},
-    options::{BUCKETS, EngineOptions, bucket},
+    options::{BUCKETS, BadOption, EngineOptions, bucket},
     pages::pages_for,
     schedule::{Event, Limits, Next, Rejected, Request, Schedule, SeqId},
     weights::{Random, Source, Weights},
@@ -101,7 +102,9 @@ impl Engine {
         let start = Start::new(kernels, &config, options, &compiled)?;
         let (mut source, _) = Loader::new(kernels, &start.stream, bundle, start.load_options(), &compiled)?;
         let weights = start.weights(&mut source, &config, &names, progress)?;
-        let lane = |stream: &Stream| source.lane(stream);
+        let lane = source.lane(&start.stream)?;
+        // What layers were merged in goes before the cache takes what is left.
+        drop(source);
         start.finish(kernels, config, weights, lane)
     }
 
@@ -123,7 +126,8 @@ impl Engine {
         let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
         let mut source = Random::new(builder, start.options.linears, largest)?;
         let weights = start.weights(&mut source, &config, &names, progress)?;
-        let lane = |stream: &Stream| source.builder().lane(stream);
+        let lane = source.builder().lane(&start.stream)?;
+        drop(source);
         start.finish(kernels, config, weights, lane)
     }
 
@@ -135,8 +139,13 @@ impl Engine {
     pub fn kernels(bundle: &Bundle, options: &EngineOptions, arch: Arch) -> Result<Vec<VariantSpec>, EngineError> {
         let config = ModelConfig::of_bundle(bundle)?;
         ModelWeights::of_bundle(&config, bundle)?;
-        let source = embed_source(options.linears);
-        Ok(Variants::of(&config, arch, source, options.max_batch)?.all())
+        // An embedding that cannot be packed stays BF16, which only its weights tell.
+        let mut all = Variants::of(&config, arch, EmbedSource::Bf16, options.max_batch)?.all();
+        if options.linears == Linears::Packed {
+            let packed = Variants::of(&config, arch, EmbedSource::Packed, options.max_batch)?.all();
+            all.extend(packed.into_iter().filter(|spec| !all.contains(spec)).collect::<Vec<_>>());
+        }
+        Ok(all)
     }
 
     /// What the model is.
@@ -233,7 +242,7 @@ impl Engine {
                     let count = rows.len() as u32;
                     if changed {
                         // What the rows before left behind is told before they are forgotten.
-                        self.forward.lane().synchronize()?;
+                        self.forward.settle()?;
                         let states: Vec<_> = rows
                             .iter()
                             .map(|row| RowState {
@@ -276,7 +285,12 @@ impl Engine {
             // SAFETY: what it names lies in `forward` and `weights`, which live as long as the graph; all of it runs on
             // one stream.
             Some((_, graph)) => unsafe { graph.launch() },
-            None => self.forward.step(&self.weights, bucket, None),
+            None => {
+                // A step may read positions before the kernel in front of it has ended: that must not be the sampler of
+                // the step before.
+                self.forward.stream().synchronize()?;
+                self.forward.step(&self.weights, bucket, None)
+            }
         }
     }
 
@@ -329,7 +343,7 @@ impl Engine {
             self.forward.set_rows(&states.collect::<Vec<_>>(), bucket(count))?;
             self.launch(count)?;
             let bits = self.forward.logits(count)?;
-            self.forward.lane().synchronize()?;
+            self.forward.settle()?;
             for ((row, text), logits) in bits.chunks_exact(vocab).zip(texts).zip(&mut logits) {
                 if at < text.len() {
                     logits.extend(row.iter().map(|bits| bf16::from_bits(*bits)));
@@ -339,22 +353,23 @@ impl Engine {
         Ok(logits)
     }
 
-    /// Makes ready what [`Engine::rehearsed_step`] runs: `batch` sequences with `context` tokens each, whose keys and
-    /// values are random. Nothing else may run.
+    /// Makes ready what [`Engine::rehearsed_step`] runs, up to `steps` times: `batch` sequences with `context` tokens
+    /// each, whose keys and values are random. Nothing else may run.
     ///
     /// # Errors
     /// [`EngineError::Rejected`]: no room for them.
     #[doc(hidden)]
-    pub fn rehearse(&mut self, batch: u32, context: u32) -> Result<(), EngineError> {
+    pub fn rehearse(&mut self, batch: u32, context: u32, steps: u32) -> Result<(), EngineError> {
         self.check_alive()?;
         if !self.is_idle() || batch > self.options.max_batch {
             return Err(Rejected::Busy { waiting: self.running() }.into());
         }
-        if context >= self.memory.context {
+        let tokens = context.saturating_add(steps);
+        if tokens > self.memory.context {
             let (prompt, context) = (context as usize, self.memory.context);
-            return Err(Rejected::TooLong { prompt, max_new_tokens: 1, context }.into());
+            return Err(Rejected::TooLong { prompt, max_new_tokens: steps, context }.into());
         }
-        let each = pages_for(context + 1);
+        let each = pages_for(tokens);
         let pages = self.schedule.lend(&vec![each; batch as usize])?;
         let filled = self.forward.fill(batch, context, &pages);
         self.schedule.give(pages);
@@ -366,6 +381,13 @@ impl Engine {
     pub fn rehearsed_step(&mut self, batch: u32) -> Result<(), EngineError> {
         let launched = self.launch(batch);
         self.note(launched)
+    }
+
+    /// Waits for the steps, and says whether one of them left something out.
+    #[doc(hidden)]
+    pub fn rehearsed(&mut self) -> Result<(), EngineError> {
+        let settled = self.forward.lane().synchronize();
+        self.note(settled)
     }
 
     /// Records one part of a step of all layers.
@@ -420,12 +442,10 @@ fn load_options(options: &EngineOptions) -> LoadOptions {
     LoadOptions::default().max_batch(memory::rows(options)).linears(options.linears)
 }
 
-/// How the embedding will lie, unless it cannot be packed.
-fn embed_source(linears: Linears) -> EmbedSource {
-    match linears {
-        Linears::Packed => EmbedSource::Packed,
-        Linears::Bf16 => EmbedSource::Bf16,
-    }
+/// How the embedding will lie, unless it cannot be packed. A head is padded, an embedding of its own is not.
+fn embed_source(config: &ModelConfig, linears: Linears) -> EmbedSource {
+    let whole = config.tied || config.vocab.is_multiple_of(64) && config.hidden.is_multiple_of(64);
+    if whole && linears == Linears::Packed { EmbedSource::Packed } else { EmbedSource::Bf16 }
 }
 
 /// What is known before the weights are there.
@@ -444,6 +464,10 @@ impl Start {
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
         options.check()?;
+        if let Some(context) = options.context.filter(|context| *context > config.max_positions) {
+            let range = "at most the model's max_position_embeddings";
+            return Err(BadOption { name: "context", value: context.into(), range }.into());
+        }
         let device = kernels.device();
         let (free, _) = device.memory()?;
         let have = options.memory.unwrap_or(free as u64 / 10 * 9).min(free as u64);
@@ -453,7 +477,7 @@ impl Start {
         };
         // Before minutes are spent on weights that leave no room.
         memory::plan(config, &options, (config.weight_bytes(residency), 0), have)?;
-        let source = embed_source(options.linears);
+        let source = embed_source(config, options.linears);
         let variants = Variants::of(config, device.info().arch, source, options.max_batch)?;
         kernels.prepare(&variants.all(), progress)?;
         Ok(Self { stream: device.stream()?, options, have })
@@ -479,10 +503,9 @@ impl Start {
         kernels: &KernelSet,
         config: ModelConfig,
         weights: Weights,
-        lane: impl FnOnce(&Stream) -> Result<unweight_rt::Lane, DeviceError>,
+        lane: Lane,
     ) -> Result<Engine, EngineError> {
         let Self { options, stream, have } = self;
-        let lane = lane(&stream)?;
         let memory: Result<Memory, NoMemory> =
             memory::plan(&config, &options, (weights.bytes(), lane.size().bytes()), have);
         let memory = memory?;
@@ -515,6 +538,15 @@ impl Start {
 }
 
 impl Forward {
+    /// Waits. Rows of NaN are no failure of the device: whoever has one is told by its token, which is none, and what is
+    /// looked up for that is zeros.
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        match self.lane().synchronize() {
+            Err(DeviceError::Row { what: RowFault::Logits | RowFault::Token, .. }) => Ok(()),
+            settled => settled,
+        }
+    }
+
     /// Runs a prompt and chooses the token behind it. Waits.
     fn prefill(
         &mut self,
@@ -532,7 +564,7 @@ impl Forward {
         }
         self.chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
         self.choose(start.saturating_sub(1), sample_row(params))?;
-        self.lane().synchronize()?;
+        self.settle()?;
         let token = self.ids().read(self.stream(), 0, 1)?;
         token.first().copied().ok_or_else(|| Refusal::Range { at: 0, len: 1, have: 0 }.into())
     }
@@ -553,7 +585,7 @@ impl Forward {
             }
             start += rows;
         }
-        self.lane().synchronize()?;
+        self.settle()?;
         Ok(all)
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use unweight_codegen::{
     VariantSpec,
-    family::norm::COLUMNS_MAX,
+    family::{norm::COLUMNS_MAX, sample::VOCABULARY_MAX},
     spec::{
         Arch, AttentionSpec, AttentionStep, EmbedSource, EmbedSpec, NormSpec, Op, RopeHeadDim, RopeSpec, SampleSpec,
         SiluMulSpec, catalog,
@@ -136,6 +136,7 @@ fn check(config: &ModelConfig) -> Result<(), EngineError> {
     let ModelConfig { hidden, intermediate, heads, kv_heads, .. } = *config;
     let whole = hidden.is_multiple_of(8) && hidden <= COLUMNS_MAX;
     check("hidden_size", hidden, whole, "multiples of 8 up to 16384")?;
+    check("vocab_size", config.vocab, config.vocab <= VOCABULARY_MAX, "up to 1048576")?;
     check("intermediate_size", intermediate, intermediate.is_multiple_of(8), "multiples of 8")?;
     check("num_attention_heads", heads, heads / kv_heads.max(1) <= GROUP_MAX, "16 for each KV head at most")?;
     let turned = config.rope.dim.is_multiple_of(4) && config.rope.dim <= config.head_dim;

@@ -22,4 +22,4 @@ pub use options::{EngineOptions, Linears};
 #[doc(inline)]
 pub use schedule::{Event, Finish, Rejected, Request, SeqId};
 #[doc(inline)]
-pub use unweight_model::SampleParams;
+pub use unweight_model::{SampleParams, sampling::NO_TOKEN};

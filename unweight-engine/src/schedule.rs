@@ -9,7 +9,7 @@
 
 use std::collections::VecDeque;
 
-use unweight_model::sampling::SampleParams;
+use unweight_model::sampling::{NO_TOKEN, SampleParams};
 
 use crate::pages::{PAGE_TOKENS, PagePool, pages_for};
 
@@ -96,6 +96,16 @@ pub enum Rejected {
         /// Pages of the cache.
         total: u32,
     },
+    /// More pages than nobody has at present.
+    #[error("{pages} pages of {tokens} tokens are needed and {free} are free; try again when a sequence has ended")]
+    NoPages {
+        /// Pages that are needed.
+        pages: u32,
+        /// Tokens of a page.
+        tokens: u32,
+        /// Pages that nobody has.
+        free: u32,
+    },
     /// More sequences wait than the engine was made for.
     #[error("{waiting} requests wait already, which is the limit; try again later")]
     Busy {
@@ -114,6 +124,8 @@ pub enum Finish {
     Stop,
     /// [`Request::max_new_tokens`] are made.
     Length,
+    /// All logits were NaN. The event's token is [`NO_TOKEN`], which is none; the others go on.
+    NotANumber,
 }
 
 /// A token of a sequence.
@@ -166,7 +178,9 @@ impl Running {
     fn note(&mut self, token: u32) -> Event {
         self.produced += 1;
         self.last = token;
-        let finish = if self.stop.contains(&token) {
+        let finish = if token == NO_TOKEN {
+            Some(Finish::NotANumber)
+        } else if self.stop.contains(&token) {
             Some(Finish::Stop)
         } else if self.produced >= self.max_new_tokens {
             Some(Finish::Length)
@@ -296,12 +310,12 @@ impl Schedule {
     /// Pages for texts of these sizes, or none.
     ///
     /// # Errors
-    /// [`Rejected::NoRoom`].
+    /// [`Rejected::NoPages`].
     pub fn lend(&mut self, counts: &[u32]) -> Result<Vec<Vec<u32>>, Rejected> {
         let all = counts.iter().fold(0u32, |sum, count| sum.saturating_add(*count));
-        let total = self.pool.free();
-        if all > total {
-            return Err(Rejected::NoRoom { pages: all, tokens: PAGE_TOKENS, total });
+        let free = self.pool.free();
+        if all > free {
+            return Err(Rejected::NoPages { pages: all, tokens: PAGE_TOKENS, free });
         }
         Ok(counts.iter().filter_map(|count| self.pool.take(*count)).collect())
     }

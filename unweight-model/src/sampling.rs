@@ -88,9 +88,12 @@ impl SampleParams {
     }
 }
 
+/// What is chosen where all logits are NaN: no token of any vocabulary.
+pub const NO_TOKEN: u32 = u32::MAX;
+
 /// The token of a row of logits whose newest token is at `position`.
 ///
-/// - NaN counts as below all numbers. Of a row of NaN token 0 is chosen, as of no logits at all.
+/// - NaN counts as below all numbers. Of a row of NaN nothing can be chosen, as of no logits at all: [`NO_TOKEN`].
 /// - Where the temperature is 0, the largest logit; of equal ones the lowest token.
 /// - A token's weight is `exp((logit - largest) / temperature)`; of logits equal to the largest it is 1, also of
 ///   infinite ones.
@@ -111,7 +114,10 @@ impl SampleParams {
 /// ```
 pub fn sample(logits: &[bf16], params: &SampleParams, position: u32) -> u32 {
     let row = Row::new(logits, params.temperature);
-    if row.largest_key == NAN_KEY || params.temperature.is_nan() || params.temperature <= 0.0 {
+    if row.largest_key == NAN_KEY {
+        return NO_TOKEN;
+    }
+    if params.temperature.is_nan() || params.temperature <= 0.0 {
         return row.keys.iter().position(|key| *key == row.largest_key).unwrap_or(0) as u32;
     }
     let scores = row
@@ -433,8 +439,8 @@ mod tests {
         let greedy = SampleParams::default();
         let warm = greedy.temperature(1.0);
         for params in [greedy, warm, warm.top_k(1), warm.top_p(0.5), warm.min_p(0.5)] {
-            assert_eq!(of(&[nan, nan], params), [0], "{params:?}");
-            assert_eq!(of(&[], params), [0]);
+            assert_eq!(of(&[nan, nan], params), [NO_TOKEN], "{params:?}");
+            assert_eq!(of(&[], params), [NO_TOKEN]);
             assert_eq!(of(&[nan, -inf, nan], params), [1]);
             assert_eq!(of(&[nan, -inf, -3e38], params), [2]);
             assert_eq!(of(&[1.0, nan, inf, 3e38], params), [2]);

@@ -31,8 +31,8 @@
 //               + 2 * 8                       the block's best, for the cluster
 //               + 2 * 8                       bin of a threshold, and what is left to reach inside of it
 //
-// Safety   any parameters and any logits give a token of the vocabulary. NaN is chosen of a row of NaN only: token 0,
-//          and *fault = 1 + row. A row without a token (kPadPosition) writes nothing.
+// Safety   any parameters and any logits but NaN alone give a token of the vocabulary. A row of NaN gets ~0, which is
+//          none, and *fault = 1 + row. A row without a token (kPadPosition) writes nothing.
 // Bound    L2, 2 * vocabulary bytes a row, and the latency of its passes: 2, and 2 more each for top-k and top-p.
 #pragma once
 
@@ -228,7 +228,7 @@ struct Kernel {
             } else {
 #pragma unroll
                 for (u32 i = 0; i < kChunk; ++i) {
-                    const u32 bits = first + i < args.vocabulary ? ptx::load_global_nc_u16(logits + first + i) : 0x7fff;
+                    const u32 bits = first + i < args.vocabulary ? ptx::load_global_u16(logits + first + i) : 0x7fff;
                     words[i / 2] = i % 2 ? words[i / 2] | bits << 16 : bits;
                 }
             }
@@ -399,7 +399,8 @@ struct Kernel {
         best = cluster_largest(best);
         largest_key = static_cast<u32>(best >> 32);
         if (largest_key == kNanKey && thread == 0 && rank == 0) ptx::store_global(args.fault, 1 + row);
-        if (largest_key == kNanKey || !(temperature > 0.0f)) return ~static_cast<u32>(best);
+        if (largest_key == kNanKey) return ~0u;
+        if (!(temperature > 0.0f)) return ~static_cast<u32>(best);
 
         largest = ptx::float_from_bits((largest_key & 0x8000 ? largest_key ^ 0x8000 : largest_key ^ 0xffff) << 16);
         inverse = ptx::div(1.0f, temperature);

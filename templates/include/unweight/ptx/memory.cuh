@@ -93,6 +93,11 @@ UW_DEVICE u32 load_global_nc(const void* p) {
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+UW_DEVICE u32 load_global_u16(const void* p) {
+    u16 v;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
 UW_DEVICE u32 load_global_nc_u16(const void* p) {
     u16 v;
     asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
