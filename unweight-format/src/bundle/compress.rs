@@ -140,11 +140,11 @@ pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, Bund
     })
 }
 
-/// What [`plan`] predicts, summed by role, for several options at once: the samples are read once. The files selected and the threads
+/// What [`plan()`] predicts, summed by role, for several options at once: the samples are read once. The files selected and the threads
 /// are those of the first.
 ///
 /// # Errors
-/// As [`plan`].
+/// As [`plan()`].
 pub fn compare(source: &Path, options: &[CompressOptions]) -> Result<CompareReport, BundleError> {
     let started = Instant::now();
     let planners = options.iter().map(Planner::new).collect::<Result<Vec<_>, _>>()?;
