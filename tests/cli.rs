@@ -605,7 +605,25 @@ fn a_missing_gpu_is_explained() {
 fn generate_explains_what_it_lacks() {
     let bundle = fixture().join("bundle");
     let bundle = bundle.to_str().unwrap();
-    let cases: [(&[&str], &[&str]); 7] = [
+    let home = tempfile::tempdir().unwrap();
+    let notes = home.path().join("notes.txt");
+    fs::write(&notes, "dear diary").unwrap();
+    let notes = notes.to_str().unwrap();
+    let shard = shards(Path::new(bundle))[0].to_str().unwrap().to_owned();
+    let before = fs::read(&shard).unwrap();
+    let cases: [(&[&str], &[&str]); 16] = [
+        (&["--tokens", "-5"], &["'-5'"]),
+        (&["--tokens", "1.5"], &["'1.5'", "1,450,4996"]),
+        (&["--tokens", ""], &["no tokens", "1,450,4996"]),
+        (&["--tokens", "1,512"], &["token 512 at place 1", "vocabulary ends at 512"]),
+        (
+            &["--tokens", "1", "-n", "64", "--context", "64"],
+            &["1 tokens of the prompt and 64 to make", "context of 64"],
+        ),
+        (&["--tokens", "1", "-n", "4000000000"], &["exceed the context"]),
+        (&["--tokens", "1", "--chunk", "100"], &["chunk = 100", "multiple of 64"]),
+        (&["--tokens", "1", "--dump-logits", notes], &["no file of logits", "--dump-logits"]),
+        (&["--tokens", "1", "--dump-logits", &shard], &["no file of logits"]),
         (&[], &["no prompt", "--tokens"]),
         (&["--chat", "--prompt", "<5>"], &["no chat template"]),
         (&["--tokens", "1,99999999999"], &["99999999999", "1,450,4996"]),
@@ -621,8 +639,20 @@ fn generate_explains_what_it_lacks() {
             assert!(text.contains(part), "{arguments:?}: no {part:?} in\n{text}");
         }
     }
+    assert_eq!(fs::read_to_string(notes).unwrap(), "dear diary");
+    assert!(fs::read(&shard).unwrap() == before);
     if unweight_rt::device::Device::open(0).is_err() {
-        let output = run(Path::new("."), &["generate", bundle, "--tokens", "1,2"], 2);
+        let logits = home.path().join("logits.safetensors");
+        let header = br#"{"logits.0":{"dtype":"BF16","shape":[0,512],"data_offsets":[0,0]}}"#;
+        fs::write(&logits, [&(header.len() as u64).to_le_bytes()[..], header].concat()).unwrap();
+        let (context, file) = (["--context", "2"], logits.to_str().unwrap());
+        // Logits may be replaced, and make no tokens that the context would have to hold.
+        for more in [&[][..], &[&context[..], &["--dump-logits", file]].concat()] {
+            let output = run(Path::new("."), &[&["generate", bundle, "--tokens", "1,2"], more].concat(), 2);
+            assert!(stderr(&output).contains("libcuda"), "{more:?}: {}", stderr(&output));
+        }
+        // A list of batches leaves the bundle what it is.
+        let output = run(Path::new("."), &["bench", "decode", "--batch", "1,8", bundle], 2);
         assert!(stderr(&output).contains("libcuda"), "{}", stderr(&output));
     }
     for arguments in [

@@ -104,8 +104,8 @@ pub struct DecodeBench {
     /// A published model's shapes, such as llama-3.1-8b
     #[arg(long, value_name = "NAME", group = "model", value_parser = geometry)]
     geometry: Option<Geometry>,
-    /// Sequences that run together; may be repeated [default: 1 8 16 32 64 128 256]
-    #[arg(long, value_name = "N", num_args = 1.., value_parser = clap::value_parser!(u32).range(1..=256))]
+    /// Sequences that run together, such as 1,8; may be repeated [default: 1,8,16,32,64,128,256]
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=256))]
     batch: Vec<u32>,
     /// Tokens that each sequence has behind it
     #[arg(long, value_name = "N", default_value_t = 1024)]

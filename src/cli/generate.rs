@@ -3,7 +3,8 @@
 use std::{
     collections::BTreeMap,
     fs,
-    io::{self, Write},
+    io::{self, Read, Write},
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -15,7 +16,7 @@ use std::{
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use unweight::{
-    engine::{Engine, EngineOptions, Finish, Linears, LoadProgress, Request, SampleParams, SeqId},
+    engine::{Engine, EngineOptions, Finish, Linears, LoadProgress, Rejected, Request, SampleParams, SeqId},
     format::bundle::Bundle,
     model::ModelConfig,
     rt::{
@@ -51,19 +52,20 @@ pub struct Generate {
     /// What the system says before the user
     #[arg(long, value_name = "TEXT", requires = "chat", help_heading = "Prompt")]
     system: Option<String>,
-    /// Tokens to make at most
-    #[arg(short = 'n', long, value_name = "N", default_value_t = 256, help_heading = "Sampling")]
-    max_new_tokens: u32,
-    /// Logits are divided by it; 0 takes the likeliest token [default: 0]
+    /// Tokens to make at most [default: 256, or 0 with --dump-logits]
+    #[arg(short = 'n', long, value_name = "N", help_heading = "Sampling")]
+    max_new_tokens: Option<u32>,
+    /// Logits are divided by it, 0 or more; 0 takes the likeliest token [default: 0, or 1 with --top-k, --top-p or
+    /// --min-p]
     #[arg(long, value_name = "T", allow_negative_numbers = true, help_heading = "Sampling")]
     temperature: Option<f32>,
     /// Only the K likeliest tokens; 0: all [default: 0]
     #[arg(long, value_name = "K", help_heading = "Sampling")]
     top_k: Option<u32>,
-    /// Only the likeliest tokens that together have this probability [default: 1]
+    /// Only the likeliest tokens that together have this probability, above 0 and at most 1 [default: 1]
     #[arg(long, value_name = "P", allow_negative_numbers = true, help_heading = "Sampling")]
     top_p: Option<f32>,
-    /// Only tokens with this share of the likeliest one's probability [default: 0]
+    /// Only tokens with this share of the likeliest one's probability, 0 to 1 [default: 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true, help_heading = "Sampling")]
     min_p: Option<f32>,
     /// Of the random numbers: the same seed gives the same text
@@ -96,7 +98,8 @@ pub struct Generate {
     /// Number of the GPU
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
     device: usize,
-    /// File for the logits of every token of the prompts: safetensors, BF16 `logits.I` [tokens, vocabulary]
+    /// File for the logits of every token of the prompts: safetensors, BF16 `logits.I` [tokens, vocabulary]; replaces
+    /// nothing but such a file
     #[arg(long, value_name = "FILE", help_heading = "Logits")]
     dump_logits: Option<PathBuf>,
     /// Make these logits by steps of one token, as generating does, not all at once
@@ -207,13 +210,21 @@ impl Generate {
         params
             .check()
             .map_err(|error| Failure::new(error.to_string(), "`unweight generate --help` lists the ranges"))?;
-        let cancelled = progress::cancel_flag()?;
+        let options = self.options(prompts.len());
+        options
+            .check()
+            .map_err(|error| Failure::new(error.to_string(), "`unweight generate --help` lists the ranges"))?;
+        self.check(&config, &prompts)?;
+        if let Some(file) = &self.dump_logits {
+            check_replaceable(file)?;
+        }
 
         let start = Instant::now();
         let kernels =
             KernelSet::open(&Device::open(self.device)?, Env::process().map_err(|e| Failure::other(e.clone()))?);
-        let engine = Engine::load(&kernels, &bundle, self.options(prompts.len()), &|loaded| note_load(output, loaded));
-        let mut engine = engine?;
+        let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
+        // Until here a signal ends the process, as it does by itself: loading looks at no flag.
+        let cancelled = progress::cancel_flag()?;
         let load_ms = start.elapsed().as_secs_f64() * 1e3;
         if output.verbose > 0 {
             output.note(format_args!("loaded in {:.1} s: {}", load_ms / 1e3, engine.memory()));
@@ -282,11 +293,37 @@ impl Generate {
                 output.note(format_args!("generation_config.json: {ignored} is not done here"));
             }
         }
-        params.temperature = self.temperature.unwrap_or(params.temperature);
+        let samples = self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some();
+        // Whoever says how to sample wants to.
+        let temperature = if samples && params.temperature == 0.0 { 1.0 } else { params.temperature };
+        params.temperature = self.temperature.unwrap_or(temperature);
         params.top_k = self.top_k.unwrap_or(params.top_k);
         params.top_p = self.top_p.unwrap_or(params.top_p);
         params.min_p = self.min_p.unwrap_or(params.min_p);
         params
+    }
+
+    fn max_new_tokens(&self) -> u32 {
+        self.max_new_tokens.unwrap_or(if self.dump_logits.is_some() { 0 } else { 256 })
+    }
+
+    /// What the engine would refuse once the model is loaded, as far as that is known without it.
+    fn check(&self, config: &ModelConfig, prompts: &[Vec<u32>]) -> Result<()> {
+        let (vocab, max_new_tokens) = (config.vocab, self.max_new_tokens());
+        let context = self.context.unwrap_or(config.max_positions).min(config.max_positions);
+        for prompt in prompts {
+            if prompt.is_empty() {
+                return Err(Failure::other(Rejected::Empty));
+            }
+            if let Some((at, &id)) = prompt.iter().enumerate().find(|(_, id)| **id >= vocab) {
+                return Err(Failure::other(Rejected::UnknownToken { id, at, vocab }));
+            }
+            let prompt = prompt.len();
+            if prompt as u64 + u64::from(max_new_tokens) > context.into() {
+                return Err(Failure::other(Rejected::TooLong { prompt, max_new_tokens, context }));
+            }
+        }
+        Ok(())
     }
 
     fn options(&self, prompts: usize) -> EngineOptions {
@@ -324,14 +361,23 @@ impl Generate {
         }
         let header = serde_json::to_vec(&header).map_err(Failure::other)?;
         let write = || -> io::Result<()> {
-            let mut out = io::BufWriter::new(fs::File::create(file)?);
+            let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            let mut builder = tempfile::Builder::new();
+            // As any file that a program makes: what the user's mask allows.
+            builder.prefix(".unweight-").permissions(fs::Permissions::from_mode(0o666));
+            let mut whole = builder.tempfile_in(folder)?;
+            let mut out = io::BufWriter::new(whole.as_file_mut());
             out.write_all(&(header.len() as u64).to_le_bytes())?;
             out.write_all(&header)?;
             for logit in all.iter().flatten() {
                 out.write_all(&logit.to_bits().to_le_bytes())?;
             }
-            out.flush()
+            out.flush()?;
+            drop(out);
+            whole.persist(file).map(|_| ()).map_err(|error| error.error)
         };
+        // Something else may have come to lie there meanwhile.
+        check_replaceable(file)?;
         write().map_err(Failure::io(file.display()))
     }
 
@@ -347,13 +393,13 @@ impl Generate {
         let stop = if self.ignore_eos { Vec::new() } else { engine.config().eos.clone() };
         let mut growing = BTreeMap::<SeqId, Growing>::new();
         for prompt in prompts {
-            let request = Request::new(prompt.clone()).max_new_tokens(self.max_new_tokens).stop(stop.clone());
+            let request = Request::new(prompt.clone()).max_new_tokens(self.max_new_tokens()).stop(stop.clone());
             let sequence = engine.add(request.params(params)).map_err(Failure::other)?;
             let told = Sequence {
                 prompt_tokens: prompt.len(),
                 tokens: Vec::new(),
                 text: text.map(|_| String::new()),
-                finish: (self.max_new_tokens == 0).then_some("length"),
+                finish: (self.max_new_tokens() == 0).then_some("length"),
             };
             let (stream, stops) = (text.map(Text::stream), StopStrings::new(self.stop.clone()));
             growing.insert(sequence, Growing { told, stream, stops, stopped: false });
@@ -371,7 +417,12 @@ impl Generate {
             if cancelled.load(Ordering::Relaxed) {
                 return Err(Failure::interrupted("interrupted: the text ends here"));
             }
-            for event in engine.step()? {
+            let events = engine.step()?;
+            let is_later = first.is_some();
+            if !events.is_empty() {
+                first.get_or_insert_with(|| start.elapsed());
+            }
+            for event in events {
                 let Some(sequence) = growing.get_mut(&event.seq) else { continue };
                 if sequence.stopped {
                     continue;
@@ -397,7 +448,7 @@ impl Generate {
                     }
                     show(&shown)?;
                 }
-                if is_first { first = Some(start.elapsed()) } else { after += 1 }
+                after += u64::from(is_later);
             }
         }
         let total = start.elapsed();
@@ -426,6 +477,34 @@ impl Generate {
             working_bytes: memory.working,
         })
     }
+}
+
+/// Refuses a file that is there, unless it holds logits and nothing else: a slip of the fingers must not cost a shard.
+fn check_replaceable(file: &Path) -> Result<()> {
+    if file.symlink_metadata().is_err() {
+        return Ok(());
+    }
+    let holds_logits = || -> io::Result<bool> {
+        if !file.metadata()?.is_file() {
+            return Ok(false);
+        }
+        let (mut open, mut length) = (fs::File::open(file)?, [0; 8]);
+        if open.read_exact(&mut length).is_err() {
+            return Ok(false);
+        }
+        // A header of a thousand prompts has some hundred thousand bytes.
+        let length = u64::from_le_bytes(length).min(16 << 20);
+        let mut header = Vec::new();
+        open.take(length).read_to_end(&mut header)?;
+        let names = serde_json::from_slice::<BTreeMap<String, serde_json::Value>>(&header).unwrap_or_default();
+        let is_logits = |name: &String| name.strip_prefix("logits.").is_some_and(|index| index.parse::<u32>().is_ok());
+        Ok(!names.is_empty() && names.keys().all(is_logits))
+    };
+    if holds_logits().map_err(Failure::io(file.display()))? {
+        return Ok(());
+    }
+    let message = format!("{}: exists, and is no file of logits", file.display());
+    Err(Failure::new(message, "choose another name for --dump-logits, or remove the file"))
 }
 
 /// Says what loading does, where that takes long or was asked for.

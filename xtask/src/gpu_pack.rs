@@ -66,7 +66,7 @@ fi
 "$here/bin/unweight" bench stress --json >"$out/stress.json" || exit 1
 "$here/bin/unweight" bench kernels --json >"$out/kernels.json" || exit 1
 "$here/bin/unweight" bench matmul --json --svg "$out/matmul.svg" >"$out/matmul.json" || exit 1
-"$here/bin/unweight" bench decode --geometry llama-3.1-8b --batch 1 8 16 32 64 128 256 --context 1024 --breakdown \
+"$here/bin/unweight" bench decode --geometry llama-3.1-8b --batch 1,8,16,32,64,128,256 --context 1024 --breakdown \
     --json >"$out/decode.json" || exit 1
 if [ -z "$torch" ]; then
     echo "left out: parity and torch_decode; $python has no torch with CUDA or no transformers ($out/python.log)"
