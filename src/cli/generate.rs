@@ -55,7 +55,7 @@ pub struct Generate {
     /// Tokens to make at most [default: 256, or 0 with --dump-logits]
     #[arg(short = 'n', long, value_name = "N", help_heading = "Sampling")]
     max_new_tokens: Option<u32>,
-    /// Logits are divided by it, 0 or more; 0 takes the likeliest token [default: 0, or 1 with --top-k, --top-p or
+    /// Logits are divided by it, 0.001 to 100; 0 takes the likeliest token [default: 0, or 1 with --top-k, --top-p or
     /// --min-p]
     #[arg(long, value_name = "T", allow_negative_numbers = true, help_heading = "Sampling")]
     temperature: Option<f32>,

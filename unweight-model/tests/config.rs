@@ -288,8 +288,15 @@ fn how_the_makers_sample() {
     assert_eq!((generation.do_sample, generation.temperature, generation.top_p), (true, 0.6, 0.9));
     assert_eq!((generation.top_k, generation.min_p), (None, 0.05));
     assert_eq!(generation.ignored, ["repetition_penalty 1.05", "suppress_tokens [4]"]);
-    let error = of(json!({"top_p": 1.5})).unwrap_err().to_string();
-    assert_eq!(error, "generation_config.json: top_p is 1.5, it must be 0 to 1");
+    let odd = of(json!({"temperature": -1, "top_p": 1.5, "top_k": -1, "eos_token_id": -1, "bos_token_id": 32000}));
+    let odd = odd.unwrap();
+    assert_eq!((&odd.eos[..], odd.bos), (&[5][..], Some(6)), "as if nothing was said");
+    assert_eq!((odd.generation.temperature, odd.generation.top_p, odd.generation.top_k), (1.0, 1.0, None));
+    let told = ["eos_token_id -1", "bos_token_id 32000", "temperature -1", "top_p 1.5", "top_k -1"];
+    assert_eq!(odd.generation.ignored, told);
+    assert_eq!(of(json!({"eos_token_id": [7, 40000]})).unwrap().eos, [7]);
+    let error = of(json!({"eos_token_id": [7, "</s>"]})).unwrap_err().to_string();
+    assert!(error.starts_with("generation_config.json: eos_token_id is"), "{error}");
     let error = of(json!({"temperature": "hot"})).unwrap_err().to_string();
     assert_eq!(error, "generation_config.json: temperature is \"hot\", it should be a number");
 }

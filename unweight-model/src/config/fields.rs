@@ -104,6 +104,18 @@ impl<'a> Fields<'a> {
         list.iter().map(token).collect::<Result<_, _>>().map(Some)
     }
 
+    /// As [`Fields::tokens`], without ids that are no token of the model; nothing is left is as nothing was said.
+    pub(super) fn known_tokens(self, key: &str, vocab: u32) -> Result<Option<Vec<u32>>, ConfigError> {
+        let Some(value) = self.some(key) else { return Ok(None) };
+        let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+        if !list.iter().all(|value| value.is_i64() || value.is_u64()) {
+            return Err(self.wrong_type(key, "a token, or a list of tokens"));
+        }
+        let ids = list.iter().filter_map(|value| u32::try_from(value.as_u64()?).ok());
+        let known: Vec<u32> = ids.filter(|&id| id < vocab).collect();
+        Ok(if known.is_empty() && !list.is_empty() { None } else { Some(known) })
+    }
+
     /// Keys of the object.
     pub(super) fn keys(self) -> impl Iterator<Item = &'a str> {
         self.map.keys().map(String::as_str)

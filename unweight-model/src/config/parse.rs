@@ -95,8 +95,10 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
     let eps = fields.positive("rms_norm_eps")?.unwrap_or(EPS) as f32;
     let generation = generation_config.map(|value| Fields::new(GENERATION_FILE, value)).transpose()?;
     let end = |fields: Fields| fields.tokens("eos_token_id", vocab);
-    // The generation configuration wins. A null or an absent key there leaves what the model says.
-    let eos = match generation.map(end).transpose()?.flatten() {
+    let said = |key| generation.map(|fields| fields.known_tokens(key, vocab)).transpose().map(Option::flatten);
+    // The generation configuration wins. A null or an absent key there leaves what the model says, and so do ids that
+    // are no token of it: a model runs without.
+    let eos = match said("eos_token_id")? {
         Some(eos) => eos,
         None if fields.get("eos_token_id").is_some() => end(fields)?.unwrap_or_default(),
         None => defaults.eos.iter().copied().filter(|&token| token < vocab).collect(),
@@ -105,8 +107,8 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         let tokens = fields.tokens("bos_token_id", vocab);
         tokens.map(|list| list.and_then(|list| list.first().copied()))
     };
-    let bos = match generation.map(start).transpose()?.flatten() {
-        Some(bos) => Some(bos),
+    let bos = match said("bos_token_id")? {
+        Some(bos) => bos.first().copied(),
         None if fields.get("bos_token_id").is_some() => start(fields)?,
         None => defaults.bos.filter(|&token| token < vocab),
     };
@@ -129,7 +131,7 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         act: act(fields)?,
         eos,
         bos,
-        generation: generation.map(sampling).transpose()?.unwrap_or_default(),
+        generation: generation.map(|fields| sampling(fields, vocab)).transpose()?.unwrap_or_default(),
     })
 }
 
@@ -325,22 +327,39 @@ fn yarn(fields: Fields, original: u32, max_positions: u32) -> Result<RopeKind, C
     })
 }
 
-fn sampling(fields: Fields) -> Result<GenerationDefaults, ConfigError> {
+fn sampling(fields: Fields, vocab: u32) -> Result<GenerationDefaults, ConfigError> {
     let defaults = GenerationDefaults::default();
-    let share = |key| fields.number_that(key, "0 to 1", |share| (0.0..=1.0).contains(&share));
+    let mut ignored = ignored(fields);
+    let mut ignore = |key: &str| ignored.extend(fields.get(key).map(|value| format!("{key} {}", excerpt(value))));
+    for key in ["eos_token_id", "bos_token_id"] {
+        let said = fields.some(key).map_or(0, |value| value.as_array().map_or(1, Vec::len));
+        if fields.known_tokens(key, vocab)?.map_or(0, |known| known.len()) < said {
+            ignore(key);
+        }
+    }
+    // Out of range it is ignored: whoever does not sample as the makers do runs the model all the same.
+    let mut number = |key, default, holds: fn(f64) -> bool| match fields.number_that(key, "in its range", holds) {
+        Err(ConfigError::Range { .. }) => {
+            ignore(key);
+            Ok(default)
+        }
+        number => number.map(|number| number.map_or(default, |number| number as f32)),
+    };
+    let temperature = number("temperature", 1.0, |t| t >= 0.0)?;
+    let top_p = number("top_p", defaults.top_p, |share| (0.0..=1.0).contains(&share))?;
+    let min_p = number("min_p", defaults.min_p, |share| (0.0..=1.0).contains(&share))?;
     let top_k = match fields.some("top_k") {
         None => defaults.top_k,
-        Some(value) if value.as_u64() == Some(0) => None,
+        Some(value) if value.as_i64().is_some_and(|k| k <= 0) => {
+            if value.as_i64() != Some(0) {
+                ignore("top_k");
+            }
+            None
+        }
         Some(_) => fields.optional_extent("top_k")?,
     };
-    Ok(GenerationDefaults {
-        do_sample: fields.flag("do_sample", defaults.do_sample)?,
-        temperature: fields.number_that("temperature", "0 or more", |t| t >= 0.0)?.map_or(1.0, |t| t as f32),
-        top_k,
-        top_p: share("top_p")?.map_or(defaults.top_p, |share| share as f32),
-        min_p: share("min_p")?.map_or(defaults.min_p, |share| share as f32),
-        ignored: ignored(fields),
-    })
+    let do_sample = fields.flag("do_sample", defaults.do_sample)?;
+    Ok(GenerationDefaults { do_sample, temperature, top_k, top_p, min_p, ignored })
 }
 
 /// Settings of transformers' generation that are not done here, where they are set to something: `(key, what does
