@@ -428,22 +428,31 @@ impl Generate {
                     continue;
                 }
                 let is_first = sequence.told.tokens.is_empty();
-                let ends = event.finish == Some(Finish::Stop);
-                let mut shown = if ends {
+                let mut shown = match event.finish {
                     // The token that ends a text is no part of it.
-                    sequence.told.tokens.push(event.token);
-                    String::new()
-                } else {
-                    sequence.push(event.token)?
+                    Some(Finish::Stop) => {
+                        sequence.told.tokens.push(event.token);
+                        String::new()
+                    }
+                    Some(Finish::NotANumber) => {
+                        let tokens = sequence.told.prompt_tokens + sequence.told.tokens.len();
+                        output.note(format_args!("behind {tokens} tokens all logits are NaN: the text ends there"));
+                        String::new()
+                    }
+                    _ => sequence.push(event.token)?,
                 };
                 if sequence.stopped {
                     engine.cancel(event.seq);
                     shown += &sequence.finish("stop")?;
                 } else if let Some(finish) = event.finish {
-                    shown += &sequence.finish(if finish == Finish::Stop { "stop" } else { "length" })?;
+                    shown += &sequence.finish(match finish {
+                        Finish::Stop => "stop",
+                        Finish::Length => "length",
+                        Finish::NotANumber => "nan",
+                    })?;
                 }
                 if live {
-                    if as_ids {
+                    if as_ids && event.finish != Some(Finish::NotANumber) {
                         shown = format!("{}{}", if is_first { "" } else { "," }, event.token);
                     }
                     show(&shown)?;

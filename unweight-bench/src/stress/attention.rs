@@ -1,8 +1,12 @@
-//! Attention under load: rows of many lengths at once, some without a token, on pages whose unused lines are NaN.
+//! Attention under load: rows of many lengths at once, some without a token, on pages whose unused lines are NaN; and
+//! chunks of a sequence that begin and end inside of pages.
 
-use std::{cell::RefCell, sync::Arc};
+use std::{cell::RefCell, rc::Rc, sync::Arc};
 
-use unweight_codegen::{plan::GemmShape, spec::Op};
+use unweight_codegen::{
+    plan::GemmShape,
+    spec::{AttentionStep, Op},
+};
 use unweight_format::testing::Random;
 use unweight_rt::{
     device::{DeviceBuffer, MatrixMut, module::LoadedKernel},
@@ -11,7 +15,7 @@ use unweight_rt::{
 
 use super::{RUNS, Run, Subject};
 use crate::{
-    attention::{Decode, DeviceProblem, PAD, Problem},
+    attention::{Chunk, ChunkProblem, Decode, DeviceProblem, PAD, Problem},
     data::halves,
     error::BenchError,
 };
@@ -19,10 +23,16 @@ use crate::{
 /// Rows, query heads of a KV head, the longest row, and the window.
 const CASES: [(usize, usize, u64, u32); 3] = [(1, 4, 2000, 0), (37, 7, 300, 0), (9, 16, 700, 130)];
 
+/// Position of a chunk's first token, its tokens, query heads of a KV head, and the window.
+const CHUNKS: [(u32, u32, usize, u32); 4] = [(0, 1, 4, 0), (0, 300, 4, 0), (77, 129, 7, 0), (500, 65, 16, 130)];
+
 impl Run<'_> {
     /// The subjects of an attention kernel.
     pub(super) fn attention<'a>(&'a self, kernel: &Arc<LoadedKernel>) -> Result<Vec<Subject<'a>>, BenchError> {
         let Op::Attention(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
+        if spec.step == AttentionStep::Prefill {
+            return CHUNKS.into_iter().map(|case| self.chunk(kernel, spec.head_dim.get() as usize, case)).collect();
+        }
         CASES
             .into_iter()
             .map(|(m, group, longest, window)| {
@@ -40,7 +50,7 @@ impl Run<'_> {
                 let attention = Attention::new(kernel.clone())?;
                 let columns = case.out_columns();
                 let bytes = m * columns * 2;
-                let on_device = std::rc::Rc::new(on_device);
+                let on_device = Rc::new(on_device);
                 let of_check = on_device.clone();
                 let launch = move |out: u64| {
                     let (rows, columns) = (m as u32, columns as u32);
@@ -65,5 +75,38 @@ impl Run<'_> {
                 })
             })
             .collect()
+    }
+
+    fn chunk<'a>(
+        &'a self,
+        kernel: &Arc<LoadedKernel>,
+        head_dim: usize,
+        (start, tokens, group, window): (u32, u32, usize, u32),
+    ) -> Result<Subject<'a>, BenchError> {
+        let chunk = Chunk { head_dim, kv_heads: 2, group, start, tokens, window, seed: u64::from(tokens) };
+        let problem = ChunkProblem::new(&chunk);
+        let columns = problem.sequence.case.out_columns();
+        let bytes = tokens as usize * columns * 2;
+        let on_device = Rc::new(RefCell::new(DeviceProblem::new(self.stream, &problem.sequence)?));
+        let (attention, of_check) = (Attention::new(kernel.clone())?, on_device.clone());
+        let launch = move |out: u64| {
+            let columns = columns as u32;
+            // SAFETY: one of the outputs of the subject, of this size, which lives until the stream was waited for.
+            let out = unsafe { MatrixMut::from_raw(self.kernels.device(), out, tokens, columns, columns.into()) }?;
+            on_device.borrow_mut().prefill(&attention, &mut self.lane.borrow_mut(), &chunk, out)
+        };
+        let check = move |out: &[u8]| match of_check.borrow().layer(self.stream) {
+            Ok(layer) => problem.mismatch(&halves(out), &layer),
+            Err(error) => Some(error.to_string()),
+        };
+        Ok(Subject {
+            name: kernel.spec().to_string(),
+            shape: GemmShape { m: tokens, n: columns as u32, k: start + tokens },
+            outputs: DeviceBuffer::zeroed(self.stream, bytes * RUNS as usize)?,
+            bytes,
+            before: None,
+            launch: Box::new(launch),
+            check: Box::new(check),
+        })
     }
 }
