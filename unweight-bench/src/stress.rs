@@ -385,6 +385,7 @@ impl Run<'_> {
         let stream = self.stream;
         let Subject { name, shape, outputs, bytes, before, launch, check } = &mut subject;
         let (bytes, base) = (*bytes, outputs.address());
+        assert!(bytes.is_multiple_of(16), "{name}: outputs are compared in pieces of 16 bytes");
         let address = |run: u32| base + u64::from(run) * bytes as u64;
         outputs.fill_padding(stream, GUARD)?;
         let reset = |outputs: &mut DeviceBuffer<u8>| match &*before {
