@@ -988,11 +988,21 @@ fn kernels_of_a_bundle_are_compiled_ahead() {
     let first = compile();
     let kernels = json(&first)["kernels"].as_array().unwrap().clone();
     let names: Vec<&str> = kernels.iter().map(|kernel| kernel["name"].as_str().unwrap()).collect();
-    // The packer's, and for merged gates and ups, and for what has no escapes, matmuls of batches up to 8; nothing for larger ones.
-    for part in ["repack_pack", "repack_unpack", "encode_stats", "_silu_mul", "_store_add", "_esc_pdl_store"] {
+    // The packer's, and for merged gates and ups, and for what has no escapes, matmuls of batches up to 8; nothing for larger ones. And what
+    // a model runs beside its linears.
+    for part in [
+        "repack_pack",
+        "repack_unpack",
+        "encode_stats",
+        "_silu_mul",
+        "_store_add",
+        "_esc_pdl_store",
+        "_attention_decode_",
+        "_sample_",
+    ] {
         assert!(names.iter().any(|name| name.contains(part)), "no {part} in {names:?}");
     }
-    assert!(names.iter().all(|name| !name.contains("_gemm_wgmma_") && !name.contains("_decode_")), "{names:?}");
+    assert!(names.iter().all(|name| !name.contains("_gemm_wgmma_") && !name.contains("sm90a_decode_")), "{names:?}");
     assert!(stderr(&first).contains(&format!("{0}/{0}", names.len())), "a line per kernel");
     let second = json(&compile());
     assert!(second["kernels"].as_array().unwrap().iter().all(|kernel| kernel["state"] == "hit"), "{second}");
