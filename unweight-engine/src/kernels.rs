@@ -1,6 +1,6 @@
 //! Which kernels a model runs beside its linears.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use unweight_codegen::{
     VariantSpec,
@@ -96,11 +96,12 @@ impl Variants {
         })
     }
 
-    /// All of them.
+    /// All of them, each once.
     pub fn all(&self) -> Vec<VariantSpec> {
         let Self { embed, norm, silu_mul, rope, prefill, decode, sample } = self;
         let decode = decode.iter().map(|(_, spec)| *spec);
-        [*embed, *norm, *silu_mul, *rope, *prefill, *sample].into_iter().chain(decode).collect()
+        let all = [*embed, *norm, *silu_mul, *rope, *prefill, *sample].into_iter().chain(decode);
+        all.collect::<BTreeSet<_>>().into_iter().collect()
     }
 }
 
@@ -194,6 +195,8 @@ mod tests {
                 let decode: Vec<u32> = variants.decode.iter().map(|(bucket, _)| *bucket).collect();
                 let expected: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= bucket(max_batch)).collect();
                 assert_eq!(decode, expected);
+                let all = variants.all();
+                assert_eq!(all.iter().collect::<BTreeSet<_>>().len(), all.len(), "each once");
                 assert!(variants.all().iter().all(|spec| spec.name().ends_with("_pdl")), "{:?}", variants.all());
             }
         }
