@@ -7,7 +7,7 @@ pub use unweight_rt::layer::loader::Linears;
 /// ```
 /// # use unweight_engine::{EngineOptions, Linears};
 /// let options = EngineOptions::default().max_batch(64).context(8192).linears(Linears::Packed);
-/// assert_eq!((options.max_batch, options.context), (64, 8192));
+/// assert_eq!((options.max_batch, options.context), (64, Some(8192)));
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
