@@ -329,6 +329,70 @@ fn a_name_in_two_files_is_ambiguous_until_the_file_is_named() {
     assert_eq!(bundle.tensors().count(), 2);
 }
 
+/// A hub repository with an edited README, and a download of the weights alone.
+#[test]
+fn weights_open_without_what_lies_beside_them() {
+    let scratch = Scratch::new();
+    let (source, made) = (scratch.path("model"), scratch.path("bundle"));
+    small_model(&source);
+    fs::write(source.join("README.md"), "as it was").unwrap();
+    let mut originals: BTreeMap<String, Vec<u8>> = BTreeMap::new();
+    for (_, file) in read_tree(&source).iter().filter(|(name, _)| name.ends_with(".safetensors")) {
+        let data = &file[8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize..];
+        let json = header(file);
+        for (name, entry) in json.as_object().unwrap().iter().filter(|(name, _)| *name != "__metadata__") {
+            let at = |end: usize| entry["data_offsets"][end].as_u64().unwrap() as usize;
+            originals.insert(name.clone(), data[at(0)..at(1)].to_vec());
+        }
+    }
+    compress(&source, &made, &CompressOptions::new(Profile::Resident), &Silent).unwrap();
+    let whole = read_tree(&made);
+    let decodes = |bundle: &Bundle| {
+        assert_eq!(bundle.tensors().count(), originals.len());
+        originals.iter().for_each(|(name, bytes)| assert!(bundle.decode(name).unwrap() == *bytes, "{name}"));
+    };
+    decodes(&Bundle::open_weights(&made).unwrap());
+
+    fs::write(made.join("README.md"), "edited, and longer").unwrap();
+    assert!(matches!(Bundle::open(&made), Err(BundleError::FileSize { file, .. }) if file == "README.md"));
+    let bundle = Bundle::open_weights(&made).unwrap();
+    decodes(&bundle);
+    let error = bundle.copied("README.md", 1000).unwrap_err();
+    assert!(matches!(&error, BundleError::FileSize { file, .. } if file == "README.md"), "{error}");
+    fs::write(made.join("README.md"), "as it ain").unwrap();
+    let error = Bundle::open_weights(&made).unwrap().copied("README.md", 1000).unwrap_err();
+    assert!(matches!(&error, BundleError::Mismatch { file, .. } if file == "README.md"), "{error}");
+
+    // The manifest and the shards alone.
+    for name in whole.keys().filter(|name| !name.ends_with(".safetensors") && *name != "unweight.json") {
+        fs::remove_file(made.join(name)).unwrap();
+    }
+    assert!(matches!(Bundle::open(&made), Err(BundleError::MissingFile { .. })));
+    let bundle = Bundle::open_weights(&made).unwrap();
+    decodes(&bundle);
+    for name in ["README.md", "model.safetensors.index.json"] {
+        let error = bundle.write_file(name, &mut Vec::new(), &DecompressOptions::default(), &Silent).unwrap_err();
+        assert!(matches!(&error, BundleError::MissingFile { file } if file.starts_with(name)), "{error}");
+    }
+
+    let shard = "model-00002-of-00002.safetensors";
+    let refused = |bytes: Option<&[u8]>| {
+        match bytes {
+            Some(bytes) => fs::write(made.join(shard), bytes).unwrap(),
+            None => fs::remove_file(made.join(shard)).unwrap(),
+        }
+        let error = Bundle::open_weights(&made).unwrap_err();
+        assert!(error.to_string().starts_with(shard) && error.class() == ErrorClass::Mismatch, "{error}");
+        error
+    };
+    let bytes = &whole[shard];
+    assert!(matches!(refused(Some(&bytes[..bytes.len() - 1])), BundleError::FileSize { .. }));
+    let mut other = bytes.clone();
+    other[20] ^= 1;
+    assert!(matches!(refused(Some(&other)), BundleError::Mismatch { .. }));
+    assert!(matches!(refused(None), BundleError::MissingFile { .. }));
+}
+
 #[test]
 fn symbolic_links_are_followed_as_caches_have_them() {
     use std::os::unix::fs::symlink;

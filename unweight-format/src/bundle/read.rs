@@ -48,14 +48,24 @@ impl Bundle {
     /// # Errors
     /// There is no manifest, it is damaged or newer, or a file of the bundle is missing or has another size or header.
     pub fn open(dir: &Path) -> Result<Self, BundleError> {
-        on_threads(None, || Self::open_here(dir))
+        on_threads(None, || {
+            let manifest = read_manifest(dir)?;
+            manifest.files.iter().try_for_each(|file| check_sizes(dir, file))?;
+            Self::with_shards(dir, manifest)
+        })
     }
 
-    fn open_here(dir: &Path) -> Result<Self, BundleError> {
-        let manifest = read_manifest(dir)?;
-        for file in &manifest.files {
-            check_sizes(dir, file)?;
-        }
+    /// Opens the weights of a bundle: its manifest and its shards, which are checked as [`Bundle::open`] checks them. What lies beside them may
+    /// be missing or changed, as in a download of the weights alone or a repository with an edited README; [`Bundle::copied`] and
+    /// [`Bundle::write_file`] still refuse such a file.
+    ///
+    /// # Errors
+    /// There is no manifest, it is damaged or newer, or a shard is missing or has another size or header.
+    pub fn open_weights(dir: &Path) -> Result<Self, BundleError> {
+        on_threads(None, || Self::with_shards(dir, read_manifest(dir)?))
+    }
+
+    fn with_shards(dir: &Path, manifest: Manifest) -> Result<Self, BundleError> {
         let shards = manifest
             .files
             .iter()
@@ -147,10 +157,11 @@ impl Bundle {
     /// this name.
     ///
     /// # Errors
-    /// It is larger than `limit` bytes, cannot be read, or is damaged.
+    /// It is larger than `limit` bytes, missing, cannot be read, or is damaged.
     pub fn copied(&self, file: &str, limit: u64) -> Result<Option<Vec<u8>>, BundleError> {
         let mut copied = self.manifest.files.iter().filter_map(FileEntry::copied);
         let Some(entry) = copied.find(|entry| entry.name == file) else { return Ok(None) };
+        check_sizes(&self.dir, &FileEntry::Copied(entry.clone()))?;
         let bytes = files::read_small(&self.dir.join(file), limit)?;
         let digest = Digest::of(&bytes);
         if digest == entry.digest {

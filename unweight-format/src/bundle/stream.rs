@@ -9,7 +9,7 @@ use super::{
     decompress::{check_contents, check_sha256},
     files,
     pipeline::{Work, on_threads},
-    read::Shard,
+    read::{Shard, check_sizes},
 };
 use crate::bundle::manifest::{FileEntry, INDEX_SOURCE_SUFFIX, WeightsFile};
 
@@ -72,6 +72,7 @@ impl Out<'_> {
 }
 
 fn write_copy(dir: &Path, file: &FileEntry, stored: &str, out: &mut Out<'_>) -> Result<(), BundleError> {
+    check_sizes(dir, file)?;
     let got = files::read_through(&dir.join(stored), file.sha256().is_some(), |chunk| out.write(chunk))?;
     check_contents(file, stored, &got)
 }
