@@ -40,6 +40,20 @@ pub enum CodecError {
         /// Columns.
         cols: usize,
     },
+    /// A part of a packed matrix that is no matrix of whole tiles.
+    #[error(
+        "{axis} {start}..{end} cannot be cut out of {of}: a packed matrix is cut in multiples of 64, at least one; unpack it to cut elsewhere"
+    )]
+    Slice {
+        /// `rows` or `columns`.
+        axis: &'static str,
+        /// First one asked for.
+        start: usize,
+        /// The one after the last.
+        end: usize,
+        /// How many the matrix has.
+        of: usize,
+    },
     /// The code limit is not one that the format knows.
     #[error("code limit {got} is outside 6..=15")]
     CodeLimit {

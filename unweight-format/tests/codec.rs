@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::ops::Range;
+
 use proptest::prelude::*;
 use unweight_format::{
     CodeLimit, CodecError, FormId, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, Survey,
@@ -85,6 +87,92 @@ proptest! {
         // Any bits (the largest have no operand), those below 2, zeros and subnormals.
         _ = check_packed(&sprinkled(rows, cols, one_in, seed, |bits| bits as u16 & mask), rows, cols);
     }
+}
+
+/// Rows and columns of a row-major BF16 matrix.
+fn part_of(bytes: &[u8], columns: usize, rows: Range<usize>, cols: Range<usize>) -> Vec<u8> {
+    rows.flat_map(|row| bytes[2 * (row * columns + cols.start)..2 * (row * columns + cols.end)].to_vec()).collect()
+}
+
+/// A sliced tensor is that part of the weights, with sections that pass every check of stored ones.
+fn check_slice(tensor: &PackedTensor<Vec<u8>>, bytes: &[u8], rows: Range<usize>, cols: Range<usize>) -> u64 {
+    let expected = part_of(bytes, tensor.grid().cols(), rows.clone(), cols.clone());
+    let part = tensor.slice(rows.clone(), cols.clone()).unwrap();
+    assert_eq!((part.grid().rows(), part.grid().cols()), (rows.len(), cols.len()));
+    assert!(part.unpack() == expected && oracle::unpack(&part) == expected, "{rows:?} {cols:?}");
+    assert_eq!(part.window(), tensor.window());
+    // The sections, padded as in a shard, read back; window and weights determine every byte, so they are the oracle's if it takes this window.
+    let sections = |section| part.section(section).unwrap().into_owned();
+    let stored = PackedTensor::from_sections(part.grid(), sections).unwrap();
+    assert_eq!(stored, part);
+    let matrix = Matrix::new(&expected, rows.len(), cols.len()).unwrap();
+    if let Ok(packed) = oracle::pack(matrix)
+        && packed.window() == part.window()
+    {
+        assert_eq!(packed, part);
+    }
+    part.escape_count()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn slicing_a_packed_tensor_slices_the_weights(
+        tile_rows in 1usize..=4, tile_cols in 1usize..=4, one_in in 300u64..3000, at_borders: bool,
+        mask in prop_oneof![Just(0xbfffu16), Just(0x807f), Just(0)], pick in any::<[usize; 6]>(), seed: u64,
+    ) {
+        let (rows, cols) = (64 * tile_rows, 64 * tile_cols);
+        let mut bytes = sprinkled(rows, cols, one_in, seed, |bits| bits as u16 & mask);
+        if at_borders {
+            // The corners of every tile, and lists across its last rows.
+            bytes = Weights::TRAINED.bytes(rows * cols, seed);
+            for (row, col) in (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col))) {
+                if matches!((row % 64, col % 64), (0 | 63, 0 | 63) | (50, 63)) {
+                    bytes[2 * (row * cols + col)..][..2].copy_from_slice(&(seed as u16 & mask).to_le_bytes());
+                }
+            }
+        }
+        // More escapes than the limit by chance.
+        let Ok(tensor) = packed::pack(Matrix::new(&bytes, rows, cols).unwrap(), &Histogram::of(&bytes)) else {
+            return Ok(());
+        };
+        prop_assert!(tensor.slice(0..rows, 0..cols).unwrap() == tensor);
+        let range = |start: usize, len: usize, tiles: usize| {
+            let start = start % tiles;
+            64 * start..64 * (start + 1 + len % (tiles - start))
+        };
+        let (r, c) = (range(pick[0], pick[1], tile_rows), range(pick[2], pick[3], tile_cols));
+        check_slice(&tensor, &bytes, r.clone(), c.clone());
+        // A slice of a slice.
+        let part = tensor.slice(r.clone(), c.clone()).unwrap();
+        let (inner_r, inner_c) = (range(pick[4], 0, r.len() / 64), range(pick[5], 0, c.len() / 64));
+        let whole = |outer: &Range<usize>, inner: &Range<usize>| outer.start + inner.start..outer.start + inner.end;
+        prop_assert!(
+            part.slice(inner_r.clone(), inner_c.clone()).unwrap()
+                == tensor.slice(whole(&r, &inner_r), whole(&c, &inner_c)).unwrap()
+        );
+        // Ranks along either axis share every escape.
+        let along_n: u64 = (0..tile_rows).map(|t| check_slice(&tensor, &bytes, 64 * t..64 * (t + 1), 0..cols)).sum();
+        let along_k: u64 = (0..tile_cols).map(|t| check_slice(&tensor, &bytes, 0..rows, 64 * t..64 * (t + 1))).sum();
+        prop_assert_eq!((along_n, along_k), (tensor.escape_count(), tensor.escape_count()));
+    }
+}
+
+#[test]
+fn a_slice_of_no_whole_tiles_is_refused() {
+    let bytes = sprinkled(128, 192, 300, 5, |_| 0);
+    let tensor = packed::pack(Matrix::new(&bytes, 128, 192).unwrap(), &Histogram::of(&bytes)).unwrap();
+    assert!(tensor.escape_count() > 0);
+    let backwards = Range { start: 64, end: 0 };
+    for range in [0..0, 64..64, 192..192, 0..63, 1..64, 32..96, 0..256, 256..320, 0..usize::MAX - 63, backwards] {
+        let rows = tensor.slice(range.clone(), 0..192).unwrap_err();
+        let (start, end) = (range.start, range.end);
+        assert_eq!(rows, CodecError::Slice { axis: "rows", start, end, of: 128 });
+        let columns = tensor.slice(0..128, range).unwrap_err();
+        assert_eq!(columns, CodecError::Slice { axis: "columns", start, end, of: 192 });
+    }
+    let error = tensor.slice(0..128, 0..65).unwrap_err().to_string();
+    assert!(error.starts_with("columns 0..65 cannot be cut out of 192:") && error.contains("unpack"), "{error}");
 }
 
 #[test]

@@ -12,7 +12,7 @@
 //! ```
 //! Every step is a loop over arrays of fixed size, which the compiler turns into permutations of the processor that it compiles for.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, ops::Range};
 
 use rayon::prelude::*;
 
@@ -452,6 +452,43 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         };
         let one = (head >> 30 == 1).then_some(head & (HEAD_ONE - 1));
         one.into_iter().chain(list.map(|at| self.escape_word(at)))
+    }
+
+    /// The matrix of these rows and columns, packed with the same window: what a rank of several takes of it. The tiles and their lists of
+    /// escapes are copied; nothing is decoded.
+    ///
+    /// The window is the tensor's, not the one that [`pack`] would choose for the part, and more than one element of the part in
+    /// [`ESCAPES_ONE_IN`] may be an escape.
+    ///
+    /// # Errors
+    /// A range is empty, reaches past the matrix, or is not in multiples of 64.
+    pub fn slice(&self, rows: Range<usize>, cols: Range<usize>) -> Result<PackedTensor<Vec<u8>>, CodecError> {
+        for (axis, range, of) in [("rows", &rows, self.grid.rows()), ("columns", &cols, self.grid.cols())] {
+            let &Range { start, end } = range;
+            if start >= end || end > of || !start.is_multiple_of(TILE) || !end.is_multiple_of(TILE) {
+                return Err(CodecError::Slice { axis, start, end, of });
+            }
+        }
+        let grid = TileGrid::new(rows.len(), cols.len())?;
+        let mut packed = Vec::with_capacity(grid.tiles() * TILE_BYTES);
+        let mut escape_heads = Vec::with_capacity(grid.tiles() * ROW_BLOCKS * 4);
+        let mut escapes: Vec<u8> = Vec::new();
+        for tile_row in rows.start / TILE..rows.end / TILE {
+            let first = tile_row * self.grid.tile_cols();
+            let tiles = first + cols.start / TILE..first + cols.end / TILE;
+            packed.extend_from_slice(&self.packed()[tiles.start * TILE_BYTES..tiles.end * TILE_BYTES]);
+            for block in tiles.start * ROW_BLOCKS..tiles.end * ROW_BLOCKS {
+                let mut head = self.head(block);
+                if head & HEAD_LIST != 0 {
+                    let at = (head & (HEAD_LIST - 1)) as usize;
+                    // Not past those of the whole tensor, which fit a head.
+                    head = HEAD_LIST | (escapes.len() / 4) as u32;
+                    escapes.extend_from_slice(&self.escapes()[4 * at..4 * (at + 1 + self.records_in(block))]);
+                }
+                escape_heads.extend_from_slice(&head.to_le_bytes());
+            }
+        }
+        PackedTensor::from_parts(grid, self.window, packed, escape_heads, escapes)
     }
 
     /// The weights, bit for bit.
