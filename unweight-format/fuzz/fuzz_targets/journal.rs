@@ -1,0 +1,142 @@
+#![no_main]
+//! The staging folder of an interrupted run, changed by anybody: `--resume` makes the same bundle all the same.
+//!
+//! The input is a list of changes of eight bytes: which file, what is done, where, and with what. Lines of the journal
+//! and the records are sealed again after a change, as a bug or a hand would.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    sync::{
+        LazyLock,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use libfuzzer_sys::fuzz_target;
+use unweight_format::{
+    Digest,
+    bundle::{CompressOptions, Progress, Silent, VerifyAfter, compress},
+    testing::demo_model::{self, DemoOptions},
+};
+
+type Tree = BTreeMap<PathBuf, Vec<u8>>;
+
+struct State {
+    dir: PathBuf,
+    options: CompressOptions,
+    /// The staging folder as the interrupted run left it.
+    left: Tree,
+    whole: Tree,
+}
+
+/// Cancels after so many bytes.
+struct CancelAfter(u64, AtomicU64);
+
+impl Progress for CancelAfter {
+    fn advance(&self, bytes: u64) {
+        self.1.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn cancelled(&self) -> bool {
+        self.1.load(Ordering::Relaxed) >= self.0
+    }
+}
+
+fn read_tree(dir: &Path) -> Tree {
+    let mut tree = Tree::new();
+    let mut folders = vec![dir.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).expect("readable") {
+            let path = entry.expect("readable").path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                tree.insert(path.strip_prefix(dir).expect("below").into(), fs::read(&path).expect("readable"));
+            }
+        }
+    }
+    tree
+}
+
+static STATE: LazyLock<State> = LazyLock::new(|| {
+    let dir = tempfile::tempdir().expect("a directory").keep();
+    let model = DemoOptions { layers: 2, hidden: 64, intermediate: 64, heads: 2, kv_heads: 1, vocab: 64, shards: 2, ..DemoOptions::default() };
+    demo_model::write(&dir.join("model"), &model).expect("written");
+    let options = CompressOptions::default().ram_bytes(Some(1)).sha256(true).verify(VerifyAfter::None).resume(true);
+    let run = |out: &str, progress: &dyn Progress| compress(&dir.join("model"), &dir.join(out), &options, progress);
+    run("whole", &Silent).expect("compressed");
+    let whole = read_tree(&dir.join("whole"));
+    // Into the second file: there is a record of the first, too.
+    let total: u64 = fs::read_dir(dir.join("model")).expect("readable").map(|f| f.expect("there").metadata().expect("there").len()).sum();
+    run("out", &CancelAfter(total * 3 / 4, AtomicU64::new(0))).expect_err("it was cancelled");
+    let left = read_tree(&dir.join("out.partial"));
+    let has = |prefix: &str| left.keys().any(|name| name.starts_with(prefix) || name.to_string_lossy().contains(prefix));
+    assert!(has("records") && has("journal-") && has("shard-"), "{:?}", left.keys());
+    State { dir, options, left, whole }
+});
+
+/// Puts right digests before what was changed.
+fn seal(name: &str, bytes: &mut Vec<u8>) {
+    let digest = |text: &[u8]| Digest::of(text).to_string().into_bytes();
+    if name.starts_with("records/") {
+        if let Some(text) = bytes.get(33..) {
+            *bytes = [&digest(text), &b"\n"[..], text].concat();
+        }
+    } else if name.contains("journal-") {
+        let lines = bytes.split(|byte| *byte == b'\n').map(|line| match line.get(33..) {
+            Some(json) => [&digest(json), &b" "[..], json].concat(),
+            None => line.to_vec(),
+        });
+        *bytes = lines.collect::<Vec<_>>().join(&b'\n');
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    let State { dir, options, left, whole } = &*STATE;
+    let names: Vec<&PathBuf> = left.keys().filter(|name| !name.ends_with("lock")).collect();
+    let mut tree = left.clone();
+    for change in data.chunks_exact(8).take(16) {
+        let [which, what, a, b, c, d, e, value] = *<&[u8; 8]>::try_from(change).expect("eight bytes");
+        let name = names[usize::from(which) % names.len()];
+        let bytes = tree.get_mut(name).expect("listed");
+        let at = u32::from_le_bytes([a, b, c, 0]) as usize % (bytes.len() + 1);
+        let length = usize::from(u16::from_le_bytes([d, e]));
+        match what % 8 {
+            0 => bytes.truncate(at),
+            1 => bytes.extend(std::iter::repeat_n(value, length)),
+            2 => drop(bytes.drain(at..(at + length % 64).min(bytes.len()))),
+            3 => drop(bytes.splice(at..at, std::iter::repeat_n(value, length % 64))),
+            // A line twice, or out of its place.
+            4 => {
+                let mut lines: Vec<Vec<u8>> = bytes.split(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect();
+                let line = lines[at % lines.len()].clone();
+                lines.insert(length % (lines.len() + 1), line);
+                *bytes = lines.join(&b'\n');
+            }
+            // Digits are where numbers and digests are.
+            5 => {
+                let digits: Vec<usize> = (0..bytes.len()).filter(|at| bytes[*at].is_ascii_hexdigit()).collect();
+                if let Some(digit) = digits.get(at % digits.len().max(1)) {
+                    bytes[*digit] = b"0123456789abcdef"[usize::from(value) % 16];
+                }
+            }
+            _ if at < bytes.len() => bytes[at] = value,
+            _ => {}
+        }
+        if what & 0x80 != 0 {
+            seal(&name.to_string_lossy(), bytes);
+        }
+    }
+    let (out, partial) = (dir.join("out"), dir.join("out.partial"));
+    for (name, bytes) in &tree {
+        let path = partial.join(name);
+        fs::create_dir_all(path.parent().expect("below")).expect("made");
+        fs::write(path, bytes).expect("written");
+    }
+    compress(&dir.join("model"), &out, options, &Silent).expect("a run that resumes comes to its end");
+    assert!(read_tree(&out) == *whole, "resumed to other bytes");
+    assert!(!partial.exists());
+    fs::remove_dir_all(out).expect("removed");
+});
