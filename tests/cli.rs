@@ -1322,6 +1322,33 @@ fn models_and_bundles_go_through_pipes() {
     assert_eq!(fs::read_dir(home.path().join("tmp")).unwrap().count(), 0);
 }
 
+/// A key with a password signs with the password's file, and not without, or with another.
+#[test]
+fn a_key_may_have_a_password() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let write = |name: &str, text: &str| fs::write(home.path().join(name), text).unwrap();
+    let keys = minisign::KeyPair::generate_encrypted_keypair(Some("two words".into())).unwrap();
+    write("mine.key", &keys.sk.to_box(None).unwrap().to_string());
+    write("mine.pub", &keys.pk.to_box().unwrap().into_string());
+    write("right", "two words\nand a second line\n");
+    write("wrong", "two word\n");
+    write("empty", "");
+    let sign = |password: &[&str], status: i32| {
+        run(home.path(), &[&["compress", "model", "-o", "bundle", "--sign", "mine.key"], password].concat(), status)
+    };
+    for password in [&[][..], &["--password-file", "wrong"], &["--password-file", "empty"]] {
+        let output = sign(password, 2);
+        let message = stderr(&output);
+        assert!(message.contains("mine.key") && message.contains("--password-file"), "{password:?}: {message}");
+        assert!(!message.contains("two word") && !home.path().join("bundle").exists(), "{password:?}: {message}");
+    }
+    let missing = stderr(&sign(&["--password-file", "nowhere"], 2));
+    assert!(missing.contains("nowhere"), "{missing}");
+    sign(&["--password-file", "right"], 0);
+    run(home.path(), &["verify", "bundle", "--key", "mine.pub"], 0);
+}
+
 #[test]
 fn a_signed_bundle_tells_who_made_it() {
     let home = tempfile::tempdir().unwrap();
