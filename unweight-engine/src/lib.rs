@@ -8,6 +8,7 @@ mod kernels;
 pub mod memory;
 pub mod options;
 pub mod pages;
+pub mod program;
 pub mod schedule;
 mod weights;
 

@@ -119,6 +119,15 @@ fn the_runtime_compiles_and_chooses_without_a_device() {
     }
 }
 
+/// What a step is, and what of it is best, is decided where there is no device.
+#[test]
+fn the_engine_plans_steps_without_a_device() {
+    let never = ["unweight_rt", "crate::engine", "crate::forward", "crate::kernels", "crate::weights"];
+    for room in ["unweight-engine/src/program"] {
+        assert_eq!(found(room, &never), [""; 0], "{room}");
+    }
+}
+
 /// A family knows plans and specs; how text is made of them is for `render` alone.
 #[test]
 fn one_file_names_the_template_engine() {

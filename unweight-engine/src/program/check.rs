@@ -1,0 +1,248 @@
+//! Whether a program may run: proved from its steps, with vector clocks and slots as automata.
+//!
+//! Of two steps that touch the same memory, one of them writing, one must lie before the other by the order of streams
+//! and by events. An event is recorded before anybody waits for it (CUDA ignores a wait for one that never was), so the
+//! host's order is one that the device can follow, and nothing can hang.
+
+use std::collections::{HashMap, HashSet};
+
+use unweight_codegen::spec::DecodeOutput;
+
+use super::{
+    Buffer, Job, Program, Projection, Step,
+    clock::{Clocks, Point},
+};
+
+/// What a slot holds: a layer's projection, decoded to this.
+pub type Held = (u32, DecodeOutput);
+
+/// What is wrong with a program. Steps are counted from 0 in the host's order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Violation {
+    /// Two steps touch the same memory, one writes, and nothing orders them.
+    #[error("steps {first} and {second} race for {buffer:?}: the second must wait for an event behind the first")]
+    Race {
+        /// The one that is enqueued first.
+        first: usize,
+        /// The other.
+        second: usize,
+        /// What both touch.
+        buffer: Buffer,
+    },
+    /// A stream or an event that the program does not have.
+    #[error("step {step} names a stream or event that the program does not have")]
+    OutOfRange {
+        /// The step.
+        step: usize,
+    },
+    /// A wait for an event that no earlier step records: CUDA would ignore it.
+    #[error("step {step} waits for event {event}, which no step before it records")]
+    WaitBeforeRecord {
+        /// The step.
+        step: usize,
+        /// The event.
+        event: u32,
+    },
+    /// An event with two meanings.
+    #[error("step {step} records event {event} a second time")]
+    RecordTwice {
+        /// The step.
+        step: usize,
+        /// The event.
+        event: u32,
+    },
+    /// A stream that does not begin behind stream 0: a capture would not have it, and two steps of a model could
+    /// overlap.
+    #[error("step {step} is the first of stream {stream} and waits for nothing of stream 0")]
+    Unforked {
+        /// The step.
+        step: usize,
+        /// Its stream.
+        stream: u8,
+    },
+    /// A stream whose work stream 0 does not wait for in the end.
+    #[error("stream {stream} is not joined: stream 0 ends without waiting for its last step")]
+    Unjoined {
+        /// The stream.
+        stream: u8,
+    },
+    /// A product reads other weights than its own.
+    #[error("step {step} wants {want:?} in slot {slot} ({projection:?}) and finds {found:?}")]
+    Stale {
+        /// The step.
+        step: usize,
+        /// The slot.
+        slot: u8,
+        /// Its buffer.
+        projection: Projection,
+        /// What the product needs.
+        want: Held,
+        /// What lies there.
+        found: Option<Held>,
+    },
+    /// A tensor is decoded a second time.
+    #[error("step {step} decodes {projection:?} of layer {layer} a second time")]
+    DecodedTwice {
+        /// The step.
+        step: usize,
+        /// The layer.
+        layer: u32,
+        /// Its projection.
+        projection: Projection,
+    },
+    /// A tensor that has to be decoded is not, or not as it should be.
+    #[error("{projection:?} of layer {layer} is never decoded as its product needs it")]
+    NeverDecoded {
+        /// The layer.
+        layer: u32,
+        /// Its projection.
+        projection: Projection,
+    },
+    /// A programmatic dependent whose stream has an event, or a kernel that knows no dependence, before it.
+    #[error(
+        "step {step} is a programmatic dependent, and what stands before it on its stream is no kernel that allows it"
+    )]
+    DependentAfterWait {
+        /// The step.
+        step: usize,
+    },
+    /// Two matmuls whose blocks wait for each other may share the device: half of each could be resident, for ever.
+    #[error("steps {first} and {second} both need all their blocks resident and may run at once")]
+    Crowded {
+        /// The one that is enqueued first.
+        first: usize,
+        /// The other.
+        second: usize,
+    },
+}
+
+/// Who touched a buffer last.
+#[derive(Default)]
+struct Users {
+    writer: Option<(Point, usize)>,
+    /// Since it was written, the last of each stream.
+    readers: HashMap<u8, (Point, usize)>,
+}
+
+/// Checks a program.
+///
+/// # Errors
+/// The first [`Violation`] in the host's order.
+pub fn check(program: &Program) -> Result<(), Violation> {
+    let streams = usize::from(program.streams);
+    let mut clocks = Clocks::new(program.streams);
+    let mut users: HashMap<Buffer, Users> = HashMap::new();
+    let mut held: HashMap<(u8, Projection), Held> = HashMap::new();
+    let mut decoded: HashMap<(u32, Projection), DecodeOutput> = HashMap::new();
+    let mut resident: Option<(Point, usize)> = None;
+    let mut last: Vec<Option<Point>> = vec![None; streams];
+    // Streams that belong to the step; what their last entry allows to follow.
+    let mut forked: HashSet<u8> = HashSet::from([0]);
+    let mut chained = vec![false; streams];
+    // Events that lie behind the beginning of stream 0.
+    let mut rooted: HashSet<u32> = HashSet::new();
+    for (step, entry) in program.steps.iter().enumerate() {
+        let stream = entry.stream();
+        let at = usize::from(stream);
+        if at >= streams {
+            return Err(Violation::OutOfRange { step });
+        }
+        match entry {
+            Step::Record { event, .. } | Step::Wait { event, .. } if *event >= program.events => {
+                return Err(Violation::OutOfRange { step });
+            }
+            Step::Record { event, .. } => {
+                if !clocks.record(stream, *event) {
+                    return Err(Violation::RecordTwice { step, event: *event });
+                }
+                if forked.contains(&stream) {
+                    rooted.insert(*event);
+                }
+                chained[at] = false;
+            }
+            Step::Wait { event, .. } => {
+                if !clocks.wait(stream, *event) {
+                    return Err(Violation::WaitBeforeRecord { step, event: *event });
+                }
+                if rooted.contains(event) {
+                    forked.insert(stream);
+                }
+                chained[at] = false;
+            }
+            Step::Run { job, reads, writes, dependent, .. } => {
+                if !forked.contains(&stream) {
+                    return Err(Violation::Unforked { step, stream });
+                }
+                if *dependent && (!chained[at] || job.is_ordinary()) {
+                    return Err(Violation::DependentAfterWait { step });
+                }
+                chained[at] = !job.is_ordinary();
+                let point = clocks.run(stream);
+                last[at] = Some(point);
+                let knows = |other: &(Point, usize)| clocks.of(stream).knows(other.0);
+                let race = |other: &(Point, usize), buffer| Violation::Race { first: other.1, second: step, buffer };
+                for &buffer in reads {
+                    let users = users.entry(buffer).or_default();
+                    if let Some(other) = users.writer.as_ref().filter(|other| !knows(other)) {
+                        return Err(race(other, buffer));
+                    }
+                    users.readers.insert(stream, (point, step));
+                }
+                for &buffer in writes {
+                    let users = users.entry(buffer).or_default();
+                    let mut others = users.writer.iter().chain(users.readers.values());
+                    if let Some(other) = others.find(|other| !knows(other)) {
+                        return Err(race(other, buffer));
+                    }
+                    *users = Users { writer: Some((point, step)), readers: HashMap::new() };
+                }
+                if job.waits_for_own_blocks() {
+                    if let Some(other) = resident.filter(|other| !knows(other)) {
+                        return Err(Violation::Crowded { first: other.1, second: step });
+                    }
+                    resident = Some((point, step));
+                }
+                slots(step, job, &mut held, &mut decoded)?;
+            }
+        }
+    }
+    for (layer, outputs) in (0..).zip(&program.hard) {
+        for (projection, output) in Projection::ALL.into_iter().zip(outputs) {
+            if output.is_some() && decoded.get(&(layer, projection)) != output.as_ref() {
+                return Err(Violation::NeverDecoded { layer, projection });
+            }
+        }
+    }
+    let unjoined =
+        (1..program.streams).find(|stream| last[usize::from(*stream)].is_some_and(|point| !clocks.of(0).knows(point)));
+    unjoined.map_or(Ok(()), |stream| Err(Violation::Unjoined { stream }))
+}
+
+/// What a job does to the slots. Conflicting steps are ordered as the host enqueues them, so that this order is the
+/// device's, too.
+fn slots(
+    step: usize,
+    job: &Job,
+    held: &mut HashMap<(u8, Projection), Held>,
+    decoded: &mut HashMap<(u32, Projection), DecodeOutput>,
+) -> Result<(), Violation> {
+    match *job {
+        Job::Decode { layer, projection, output, slot } => {
+            if decoded.insert((layer, projection), output).is_some() {
+                return Err(Violation::DecodedTwice { step, layer, projection });
+            }
+            held.insert((slot, projection), (layer, output));
+        }
+        Job::Linear { layer, projection, path, slot } => {
+            let Some(output) = path.decodes() else { return Ok(()) };
+            let Some(slot) = slot else { return Err(Violation::NeverDecoded { layer, projection }) };
+            let (want, found) = ((layer, output), held.get(&(slot, projection)).copied());
+            if found != Some(want) {
+                return Err(Violation::Stale { step, slot, projection, want, found });
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}

@@ -1,0 +1,325 @@
+//! A step as data: what runs on which stream, which event orders what, which slot holds which decoded weights. Pure: no
+//! device is named.
+//!
+//! ```text
+//! layers --build--> Program --check--> nothing races, nothing stale      --simulate--> when what would run (a drawing)
+//! ```
+//! A hard layer has projections that are decoded before they are multiplied with (report section 9). A slot has a
+//! buffer for each projection of one hard layer; while one slot is read, the others are filled. Hard layers are
+//! counted: that of rank r uses slot r mod S, entering it launches the decoders of rank r + S - 1 behind the last
+//! reader of their buffers, and the first S - 1 are launched when the step begins.
+//!
+//! | stream | runs |
+//! |---|---|
+//! | 0 | everything that is not below |
+//! | 1 | the product of up, in hard layers |
+//! | 2 + 3s, 3 + 3s, 4 + 3s | the decoders of gate, up and down of slot s |
+//!
+//! Without hard layers there is one stream and no event. [`check`] proves a program from its steps alone: it knows
+//! nothing of how it was built.
+
+mod build;
+mod check;
+mod clock;
+mod simulate;
+#[cfg(test)]
+mod tests;
+
+pub use build::{BuildError, Layout, SlotRule, build};
+pub use check::{Violation, check};
+pub use simulate::{Cost, Span, Timeline, simulate};
+use unweight_codegen::spec::DecodeOutput;
+use unweight_format::FormId;
+
+/// A projection of an MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Projection {
+    /// Multiplied and activated.
+    Gate,
+    /// Multiplied with what gate became.
+    Up,
+    /// Back to the hidden size.
+    Down,
+}
+
+impl Projection {
+    /// All, in the order in which they are multiplied with.
+    pub const ALL: [Self; 3] = [Self::Gate, Self::Up, Self::Down];
+
+    /// As in names of tensors.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Gate => "gate",
+            Self::Up => "up",
+            Self::Down => "down",
+        }
+    }
+}
+
+/// How a projection is multiplied with: the report's five paths (its Table 3), and packed weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Path {
+    /// BF16 by cuBLAS.
+    Raw,
+    /// Palette indices by the reconstructive matmul.
+    Palette,
+    /// 12-bit weights by the register-sourced matmuls.
+    Packed,
+    /// Decoded to BF16, then cuBLAS.
+    FullDecode,
+    /// Decoded to exponent bytes, then the reconstructive matmul.
+    Exponents,
+    /// Decoded to palette indices, then the reconstructive matmul.
+    Transcode,
+}
+
+impl Path {
+    /// All.
+    pub const ALL: [Self; 6] =
+        [Self::Raw, Self::Palette, Self::Packed, Self::FullDecode, Self::Exponents, Self::Transcode];
+
+    /// Those of a stored form, as the report has them. None for a form that no kernel reads.
+    pub fn of(form: FormId) -> &'static [Self] {
+        match form {
+            FormId::RAW => &[Self::Raw],
+            FormId::PALETTE => &[Self::Palette],
+            FormId::PACKED => &[Self::Packed],
+            FormId::HUFFMAN => &[Self::FullDecode, Self::Exponents, Self::Transcode],
+            _ => &[],
+        }
+    }
+
+    /// What is decoded before the product, if anything is: then its layer is hard.
+    pub fn decodes(self) -> Option<DecodeOutput> {
+        match self {
+            Self::Raw | Self::Palette | Self::Packed => None,
+            Self::FullDecode => Some(DecodeOutput::Full),
+            Self::Exponents => Some(DecodeOutput::Exponent),
+            Self::Transcode => Some(DecodeOutput::Palette),
+        }
+    }
+
+    /// Whether cuBLAS multiplies, whose kernels know no programmatic dependence.
+    pub fn is_cublas(self) -> bool {
+        matches!(self, Self::Raw | Self::FullDecode)
+    }
+
+    /// Whether blocks of its matmul may wait for each other, so that all of them must be resident at once.
+    pub fn waits_for_own_blocks(self) -> bool {
+        self == Self::Packed
+    }
+
+    /// As in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Palette => "palette",
+            Self::Packed => "packed",
+            Self::FullDecode => "full-decode",
+            Self::Exponents => "exponents",
+            Self::Transcode => "transcode",
+        }
+    }
+}
+
+/// How the three projections of a layer are multiplied with, gate, up, down.
+pub type Mlp = [Path; 3];
+
+/// Whether something of it must be decoded first.
+pub fn is_hard(mlp: &Mlp) -> bool {
+    mlp.iter().any(|path| path.decodes().is_some())
+}
+
+/// Where a layer's norm stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Place {
+    /// Before attention.
+    Attention,
+    /// Before the MLP.
+    Mlp,
+}
+
+/// What a step of a program does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Job {
+    /// Looks ids up.
+    Embed,
+    /// Norms, of a layer; `None` for the one before the head.
+    Norm(Option<(u32, Place)>),
+    /// Queries, keys and values.
+    Qkv {
+        /// The layer.
+        layer: u32,
+    },
+    /// Attention, with what is done to the heads before it.
+    Attention {
+        /// The layer.
+        layer: u32,
+    },
+    /// The projection behind attention, added to the residual.
+    Output {
+        /// The layer.
+        layer: u32,
+    },
+    /// Gate and up as one product that is activated on its way out.
+    GateUp {
+        /// The layer.
+        layer: u32,
+    },
+    /// The product with one projection; down is added to the residual.
+    Linear {
+        /// The layer.
+        layer: u32,
+        /// Which.
+        projection: Projection,
+        /// How.
+        path: Path,
+        /// The slot that its decoded weights lie in.
+        slot: Option<u8>,
+    },
+    /// The activation where it is a kernel of its own.
+    Activate {
+        /// The layer.
+        layer: u32,
+    },
+    /// Decodes a projection into a slot, its row counter reset first.
+    Decode {
+        /// The layer.
+        layer: u32,
+        /// Which.
+        projection: Projection,
+        /// To what.
+        output: DecodeOutput,
+        /// Where it lies then.
+        slot: u8,
+    },
+    /// The head.
+    Head,
+    /// The choice of tokens.
+    Sample,
+}
+
+impl Job {
+    /// For people: `gate 4`.
+    pub fn label(&self) -> String {
+        match self {
+            Self::Embed => "embed".to_owned(),
+            Self::Norm(None) => "norm".to_owned(),
+            Self::Norm(Some((layer, _))) => format!("norm {layer}"),
+            Self::Qkv { layer } => format!("qkv {layer}"),
+            Self::Attention { layer } => format!("attention {layer}"),
+            Self::Output { layer } => format!("o {layer}"),
+            Self::GateUp { layer } => format!("gate, up {layer}"),
+            Self::Linear { layer, projection, .. } => format!("{} {layer}", projection.name()),
+            Self::Activate { layer } => format!("silu {layer}"),
+            Self::Decode { layer, projection, .. } => format!("decode {} {layer}", projection.name()),
+            Self::Head => "head".to_owned(),
+            Self::Sample => "sample".to_owned(),
+        }
+    }
+
+    /// Whether its kernel knows no programmatic dependence.
+    pub(crate) fn is_ordinary(&self) -> bool {
+        matches!(self, Self::Linear { path, .. } if path.is_cublas()) || matches!(self, Self::Decode { .. })
+    }
+
+    /// Whether its blocks may wait for each other.
+    fn waits_for_own_blocks(&self) -> bool {
+        match self {
+            Self::Linear { path, .. } => path.waits_for_own_blocks(),
+            Self::Qkv { .. } | Self::Output { .. } | Self::GateUp { .. } | Self::Head => true,
+            _ => false,
+        }
+    }
+}
+
+/// Memory that steps share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Buffer {
+    /// The residual.
+    Hidden,
+    /// What was normed.
+    Normed,
+    /// Queries, keys and values.
+    Qkv,
+    /// The heads' results.
+    Attended,
+    /// The product with gate, then what activation made of it.
+    Gate,
+    /// The product with up.
+    Up,
+    /// Keys and values of a layer.
+    Cache(u32),
+    /// Logits.
+    Logits,
+    /// Tokens.
+    Ids,
+    /// Decoded weights.
+    Slot(u8, Projection),
+    /// The row counter of their decoder.
+    Counter(u8, Projection),
+    /// What matmuls of a stream keep sums in.
+    Workspace(u8),
+    /// The multiprocessors of a projection's decoders: two of them at once would take those of the matmuls.
+    Share(Projection),
+}
+
+/// One entry of a program. Streams are numbered from 0, on which a step begins and ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Enqueues a job.
+    Run {
+        /// On this stream.
+        stream: u8,
+        /// What.
+        job: Job,
+        /// What it reads.
+        reads: Vec<Buffer>,
+        /// What it writes; with what it also reads.
+        writes: Vec<Buffer>,
+        /// Multiprocessors that it may have: persistent grids are made for so many, decoders have a block on each.
+        sms: u32,
+        /// As a programmatic dependent of the job before it on its stream.
+        dependent: bool,
+    },
+    /// Records an event behind all that is enqueued on a stream.
+    Record {
+        /// On this stream.
+        stream: u8,
+        /// Which.
+        event: u32,
+    },
+    /// Has all that follows on a stream wait for an event.
+    Wait {
+        /// On this stream.
+        stream: u8,
+        /// Which.
+        event: u32,
+    },
+}
+
+impl Step {
+    /// Its stream.
+    pub fn stream(&self) -> u8 {
+        match self {
+            Self::Run { stream, .. } | Self::Record { stream, .. } | Self::Wait { stream, .. } => *stream,
+        }
+    }
+}
+
+/// A step of a model, in the order in which the host enqueues it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Program {
+    /// In the host's order.
+    pub steps: Vec<Step>,
+    /// Streams.
+    pub streams: u8,
+    /// Events.
+    pub events: u32,
+    /// Slots for decoded weights.
+    pub slots: u8,
+    /// Multiprocessors of the device.
+    pub sms: u32,
+    /// For every layer, the projections that have to be decoded.
+    pub hard: Vec<[Option<DecodeOutput>; 3]>,
+}
