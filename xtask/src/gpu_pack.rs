@@ -102,9 +102,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
         for (name, path) in files {
             let target = pack.join(folder).join(name);
             fs::copy(path, &target).map_err(io(path))?;
-            if !succeeds(Command::new("strip").arg(&target)) {
-                eprintln!("{name}: not stripped (no working `strip`); it is larger than it need be");
-            }
+            strip(&target);
         }
     }
     if with_nvrtc {
@@ -152,8 +150,34 @@ fn copy_all(from: &Path, extension: &str, to: &Path) -> Result<(), String> {
     Ok(())
 }
 
+/// Removes what only debuggers need; a file that cannot be stripped stays as it is.
+pub fn strip(file: &Path) {
+    if !succeeds(Command::new("strip").arg(file)) {
+        eprintln!("{}: not stripped (no working `strip`); it is larger than it need be", file.display());
+    }
+}
+
 /// Runs cargo and returns (target name, file) of each executable it made.
 fn executables(arguments: &[&str]) -> Result<Vec<(String, PathBuf)>, String> {
+    let named = |message: &Value| Some(message.get("target")?.get("name")?.as_str()?.to_owned());
+    Ok(made(arguments)?.into_iter().filter_map(|(message, file)| Some((named(&message)?, file))).collect())
+}
+
+/// Runs cargo and returns the `unweight` command that it made, or that was there already.
+pub fn command(arguments: &[&str]) -> Result<PathBuf, String> {
+    let is_command = |message: &Value| {
+        let target = &message["target"];
+        target["name"] == "unweight"
+            && target["kind"] == serde_json::json!(["bin"])
+            && message["profile"]["test"] == false
+    };
+    let mut found = made(arguments)?.into_iter().filter(|(message, _)| is_command(message));
+    let (_, file) = found.next().ok_or_else(|| format!("`cargo {}` made no unweight", arguments.join(" ")))?;
+    Ok(file)
+}
+
+/// Runs cargo and returns what it says about each executable it made, and the file.
+fn made(arguments: &[&str]) -> Result<Vec<(Value, PathBuf)>, String> {
     let mut command = cargo();
     command.args(arguments).arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
     eprintln!("$ cargo {}", arguments.join(" "));
@@ -166,8 +190,8 @@ fn executables(arguments: &[&str]) -> Result<Vec<(String, PathBuf)>, String> {
         .lines()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok())
         .filter_map(|message| {
-            let file = message.get("executable")?.as_str()?.to_owned();
-            Some((message.get("target")?.get("name")?.as_str()?.to_owned(), file.into()))
+            let file = PathBuf::from(message.get("executable")?.as_str()?);
+            Some((message, file))
         })
         .collect())
 }

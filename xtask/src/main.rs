@@ -5,6 +5,7 @@ mod peers;
 mod run;
 mod setup;
 mod test;
+mod wheel;
 
 use std::process::ExitCode;
 
@@ -15,6 +16,7 @@ usage: cargo xtask <task>
 
   test [ARGS]         prepare what the tests need, then run every test; ARGS go to `cargo test` instead of --workspace
   setup               only prepare: Python with safetensors and numpy, the NVRTC wheel, g++
+  wheel               build the Python package with the command in it: target/wheels
   gpu-pack            gather stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
                         --with-nvrtc  put libnvrtc beside them
   bench-peers [MODEL] measure the codec beside ZipNN and zstd on a Gaussian tensor and on MODEL's BF16 matrices
@@ -35,6 +37,7 @@ fn main() -> ExitCode {
                 println!("export {name}={}", value.display());
             }
         }),
+        "wheel" => wheel::run_task(rest),
         "gpu-pack" => gpu_pack::run(rest),
         "bench-peers" => peers::run(rest),
         "help" | "-h" | "--help" => {

@@ -118,7 +118,8 @@ fn pip_install(python: &str, folder: &Path, arguments: &[&str]) -> Result<(), St
         .map_err(|error| format!("{}: {error}", folder.display()))
 }
 
-fn host_python() -> Result<String, String> {
+/// The name of a Python on this machine.
+pub fn host_python() -> Result<String, String> {
     let python = "python3";
     if !succeeds(Command::new(python).arg("--version")) {
         apt_install("python3 python3-pip python3-venv", "no python3 on PATH")?;
@@ -151,7 +152,8 @@ fn apt_install(packages: &str, why: &str) -> Result<(), String> {
         .map_err(|error| format!("{}: {error}", by_hand()))
 }
 
-fn remove(folder: &Path) -> Result<(), String> {
+/// Removes a folder, if it is there.
+pub fn remove(folder: &Path) -> Result<(), String> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(format!("{}: {error}", folder.display())),
         _ => Ok(()),

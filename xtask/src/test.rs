@@ -1,8 +1,8 @@
-//! `cargo xtask test`: every test of the workspace.
+//! `cargo xtask test`: every test of the workspace, then those of the Python package.
 
 use crate::{
     run::{self, cargo},
-    setup,
+    setup, wheel,
 };
 
 /// Prepares and tests. Arguments replace `--workspace --all-targets`, for one test at a time in the prepared environment.
@@ -23,5 +23,6 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     }
     test(&["--workspace", "--all-targets"])?;
     // --all-targets leaves these out.
-    test(&["--workspace", "--doc"])
+    test(&["--workspace", "--doc"])?;
+    wheel::test(&environment)
 }

@@ -1,0 +1,136 @@
+"""Bundles, read tensor by tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Union
+
+from . import _native
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+# Names as safetensors has them, to numpy's and torch's.
+_NUMPY = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+}
+_TORCH = {
+    **_NUMPY,
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "C64": "complex64",
+}
+
+
+class TensorInfo(NamedTuple):
+    """What a bundle says about a tensor."""
+
+    name: str
+    dtype: str
+    """As safetensors names it: `"BF16"`, `"F32"`, ..."""
+    shape: tuple[int, ...]
+    encoding: str
+    """How it is stored: `"raw"`, `"huffman"`, `"palette"` or `"packed"`."""
+    file: str
+    role: str
+    layer: Optional[int]
+    original_bytes: int
+    stored_bytes: int
+
+
+class Bundle(_native.Bundle):
+    """An open bundle.
+
+    Opening checks the manifest and the header of every shard; other files may be missing or edited. Weights are read,
+    decoded and compared with their digests when they are asked for. May be used from several threads at once; the
+    interpreter is free while it decodes.
+
+    A name that several files have needs `file=`, too.
+    """
+
+    def tensors(self) -> list[TensorInfo]:
+        """Every tensor, in the order of files and of their data."""
+        keys = TensorInfo._fields
+        return [TensorInfo(**{key: row[key] for key in keys} | {"shape": tuple(row["shape"])}) for row in self._rows()]
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return [row["name"] for row in self._rows()]
+
+    def info(self, name: str, *, file: Optional[str] = None) -> TensorInfo:
+        """What the bundle says about one tensor."""
+        row = self._row(name, file=file)
+        return TensorInfo(**{key: row[key] for key in TensorInfo._fields} | {"shape": tuple(row["shape"])})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self._rows())
+
+    def __repr__(self) -> str:
+        return f"Bundle({str(self.path)!r}, profile={self.profile!r}, tensors={len(self)})"
+
+    def numpy(self, name: str, *, bf16: str = "float32", file: Optional[str] = None) -> numpy.ndarray[Any, Any]:
+        """A tensor as an array of its own.
+
+        numpy has no BF16. `bf16` says what comes instead: `"float32"` has the same values, `"uint16"` the same bits,
+        and `"ml_dtypes"` is `ml_dtypes.bfloat16`, for which that package must be installed.
+        """
+        import numpy as np
+
+        info = self.info(name, file=file)
+        if info.dtype != "BF16":
+            array = np.empty(info.shape, dtype=_dtype(info, _NUMPY, "numpy"))
+            self.decode_into(name, array.ctypes.data, array.nbytes, file=file)
+            return array
+        if bf16 not in ("float32", "uint16", "ml_dtypes"):
+            raise ValueError(f"bf16={bf16!r}; give 'float32', 'uint16' or 'ml_dtypes'")
+        bits = np.empty(info.shape, dtype=np.uint16)
+        self.decode_into(name, bits.ctypes.data, bits.nbytes, file=file)
+        if bf16 == "uint16":
+            return bits
+        if bf16 == "float32":
+            return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
+        import ml_dtypes
+
+        return bits.view(ml_dtypes.bfloat16)
+
+    def torch(
+        self,
+        name: str,
+        *,
+        device: Union[str, torch.device, None] = None,
+        file: Optional[str] = None,
+    ) -> torch.Tensor:
+        """A tensor as torch has it, BF16 as `torch.bfloat16`; on the CPU, or on `device`."""
+        import torch
+
+        info = self.info(name, file=file)
+        tensor = torch.empty(info.shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
+        self.decode_into(name, tensor.data_ptr(), tensor.nbytes, file=file)
+        return tensor if device is None else tensor.to(device)
+
+
+def _dtype(info: TensorInfo, names: dict[str, str], library: str) -> str:
+    try:
+        return names[info.dtype]
+    except KeyError:
+        message = f"tensor '{info.name}' is {info.dtype}, which {library} does not have here; read() gives its bytes"
+        raise TypeError(message) from None

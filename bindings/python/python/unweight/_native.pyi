@@ -1,0 +1,64 @@
+"""What of the package is written in Rust. `Bundle` and the functions of `unweight` are made of it.
+
+An address is that of memory on the CPU that the caller holds during the call, and that nobody else uses meanwhile; a
+pair is an address and the number of bytes there. A wrong one is undefined behaviour, as everywhere.
+"""
+
+import os
+import pathlib
+from typing import Any, Callable, Optional, Union
+
+_Path = Union[str, os.PathLike[str]]
+_Memory = tuple[int, int]
+
+__version__: str
+
+class Bundle:
+    def __init__(self, path: _Path) -> None: ...
+    def __new__(cls, path: _Path) -> Bundle: ...
+    @property
+    def path(self) -> pathlib.Path:
+        """As it was given."""
+    @property
+    def profile(self) -> str:
+        """What the bundle was made for."""
+    @property
+    def manifest_digest(self) -> str:
+        """Of everything in it: two bundles with the same digest are the same."""
+    def _rows(self) -> list[dict[str, Any]]: ...
+    def _row(self, name: str, *, file: Optional[str] = None) -> dict[str, Any]: ...
+    def _inspect(self) -> dict[str, Any]: ...
+    def read(self, name: str, *, file: Optional[str] = None) -> bytes:
+        """The original bytes of a tensor, little-endian, compared with their digest."""
+    def decode_into(self, name: str, address: int, nbytes: int, *, file: Optional[str] = None) -> None:
+        """As `read`, into `nbytes` writable bytes at `address`; `nbytes` must be the tensor's."""
+    def copied(self, name: str, *, limit: int = ...) -> Optional[bytes]:
+        """A file beside the weights, such as tokenizer.json; `None` if the bundle has none of this name."""
+
+class Packed:
+    """Packed weights that have no place yet."""
+
+    @property
+    def arena_nbytes(self) -> int: ...
+    @property
+    def escapes_nbytes(self) -> int: ...
+    def store(self, arena: _Memory, escapes: _Memory) -> None: ...
+
+def compress(
+    source: _Path,
+    output: _Path,
+    choice: dict[str, Any],
+    more: dict[str, Any],
+    progress: Optional[Callable[..., object]],
+) -> dict[str, Any]: ...
+def plan(source: _Path, choice: dict[str, Any]) -> dict[str, Any]: ...
+def decompress(
+    path: _Path,
+    output: _Path,
+    more: dict[str, Any],
+    progress: Optional[Callable[..., object]],
+) -> dict[str, Any]: ...
+def verify(path: _Path, more: dict[str, Any], progress: Optional[Callable[..., object]]) -> dict[str, Any]: ...
+def pack(address: int, rows: int, cols: int) -> Optional[Packed]: ...
+def arena_head(address: int, nbytes: int) -> tuple[int, int, int, str]: ...
+def unpack(arena: _Memory, escapes: _Memory, out: _Memory) -> None: ...

@@ -1,0 +1,152 @@
+"""Models to bundles and back."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Union
+
+from . import _native
+
+Path = Union[str, "os.PathLike[str]"]
+
+
+class Progress(NamedTuple):
+    """How far the work is: what a callback is given."""
+
+    done_bytes: int
+    total_bytes: int
+    """0 until it is known."""
+    file: str
+    tensor: str
+
+
+Callback = Callable[[Progress], object]
+
+
+def _choice(
+    profile: str,
+    scope: Optional[str],
+    code_limit: Optional[int],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    skip: Sequence[str],
+    plan_file: Optional[Path],
+    threads: Optional[int],
+) -> dict[str, Any]:
+    return {
+        "profile": profile,
+        "scope": scope,
+        "code_limit": code_limit,
+        "include": _several("include", include),
+        "exclude": _several("exclude", exclude),
+        "skip": _several("skip", skip),
+        "plan_file": plan_file,
+        "threads": threads,
+    }
+
+
+def _several(name: str, patterns: Sequence[str]) -> list[str]:
+    if isinstance(patterns, str):
+        raise TypeError(f"{name} is a string; give a list of patterns: [{patterns!r}]")
+    return list(patterns)
+
+
+def compress(
+    source: Path,
+    output: Path,
+    *,
+    profile: str = "distribution",
+    scope: Optional[str] = None,
+    code_limit: Optional[int] = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    plan_file: Optional[Path] = None,
+    threads: Optional[int] = None,
+    ram_bytes: Optional[int] = None,
+    resume: bool = False,
+    force: bool = False,
+    verify: str = "full",
+    sha256: bool = False,
+    progress: Optional[Callback] = None,
+) -> dict[str, Any]:
+    """Compresses a model directory to a bundle, which appears under its name when it is complete.
+
+    `profile` is `"distribution"`, `"inference"`, `"palette"` or `"resident"`; `scope` `"mlp"`, `"linear"` or `"all"`;
+    `include`, `exclude` and `skip` are lists of patterns over names of tensors, and of files beside them. `verify` is
+    what to decode again before the bundle gets its name: `"full"`, `"sample"` or `"none"`.
+
+    `progress` is called about ten times a second, and at the end, on the calling thread. Ctrl-C, or an exception of the
+    callback, stops the work at the next tensor and is raised; what is finished is kept for `resume=True`.
+
+    Returns a report with the keys of `unweight compress --json`.
+    """
+    choice = _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads)
+    more = {"ram_bytes": ram_bytes, "resume": resume, "force": force, "verify": verify, "sha256": sha256}
+    return _native.compress(source, output, choice, more, progress)
+
+
+def plan(
+    source: Path,
+    *,
+    profile: str = "distribution",
+    scope: Optional[str] = None,
+    code_limit: Optional[int] = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    plan_file: Optional[Path] = None,
+    threads: Optional[int] = None,
+) -> dict[str, Any]:
+    """Predicts what `compress` would do, from headers and samples; the keys of `unweight plan --json`."""
+    return _native.plan(source, _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads))
+
+
+def decompress(
+    bundle: Path,
+    output: Path,
+    *,
+    threads: Optional[int] = None,
+    ram_bytes: Optional[int] = None,
+    resume: bool = False,
+    force: bool = False,
+    progress: Optional[Callback] = None,
+) -> dict[str, Any]:
+    """Rebuilds the original files, byte for byte; the keys of `unweight decompress --json`.
+
+    `progress` and Ctrl-C are as for `compress`.
+    """
+    more = {"threads": threads, "ram_bytes": ram_bytes, "resume": resume, "force": force}
+    return _native.decompress(bundle, output, more, progress)
+
+
+def verify(
+    bundle: Path,
+    *,
+    against: Optional[Path] = None,
+    skip: Sequence[str] = (),
+    quick: bool = False,
+    threads: Optional[int] = None,
+    ram_bytes: Optional[int] = None,
+    key: Optional[str] = None,
+    progress: Optional[Callback] = None,
+) -> dict[str, Any]:
+    """Checks every byte of a bundle; the keys of `unweight verify --json`.
+
+    Damage is in `problems`, which is empty for a sound bundle; only what cannot be checked at all is an exception.
+    `against` is the directory that the bundle was made from, `key` the text of a minisign public key.
+    """
+    more = {
+        "against": against,
+        "skip": _several("skip", skip),
+        "quick": quick,
+        "threads": threads,
+        "ram_bytes": ram_bytes,
+        "key": key,
+    }
+    return _native.verify(bundle, more, progress)
+
+
+def inspect(bundle: Path) -> dict[str, Any]:
+    """What is in a bundle, tensor by tensor; the keys of `unweight inspect --json`."""
+    return _native.Bundle(bundle)._inspect()

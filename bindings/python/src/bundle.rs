@@ -1,0 +1,156 @@
+//! Bundles, read.
+
+use std::path::PathBuf;
+
+use pyo3::{
+    exceptions::PyValueError,
+    prelude::*,
+    types::{PyBytes, PyDict},
+};
+use unweight_format::bundle::{self, BundleTensor};
+
+use crate::{
+    error::{panicked, raised},
+    report::to_python,
+};
+
+/// What Python's `unweight.Bundle` is made of. Thread safe: it is never changed.
+#[pyclass(frozen, subclass, module = "unweight._native")]
+pub struct Bundle {
+    bundle: bundle::Bundle,
+    path: PathBuf,
+}
+
+#[pymethods]
+impl Bundle {
+    #[new]
+    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        let bundle = py.detach(|| bundle::Bundle::open_weights(&path)).map_err(|error| raised(py, &error))?;
+        Ok(Self { bundle, path })
+    }
+
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.path.clone()
+    }
+
+    #[getter]
+    fn profile(&self) -> String {
+        self.bundle.manifest().options.profile.to_string()
+    }
+
+    #[getter]
+    fn manifest_digest(&self) -> String {
+        self.bundle.manifest().manifest_digest.to_string()
+    }
+
+    /// One dict a tensor, in the order of files and of their data.
+    fn _rows<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        self.bundle.tensors().map(|tensor| row(py, tensor)).collect()
+    }
+
+    /// The same of one tensor.
+    #[pyo3(signature = (name, *, file=None))]
+    fn _row<'py>(&self, py: Python<'py>, name: &str, file: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
+        let entry = match file {
+            Some(file) => self.bundle.entry_in(file, name),
+            None => self.bundle.entry(name),
+        };
+        let entry = entry.map_err(|error| raised(py, &error))?;
+        let mut tensors = self.bundle.tensors();
+        row(py, tensors.find(|tensor| std::ptr::eq(tensor.entry, entry)).ok_or_else(panicked)?)
+    }
+
+    /// As `inspect` of the command line.
+    fn _inspect<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let manifest = self.bundle.manifest();
+        let report = PyDict::new(py);
+        report.set_item("creator", &manifest.creator)?;
+        report.set_item("format_version", format!("{}.{}", manifest.version.major, manifest.version.minor))?;
+        report.set_item("options", to_python(py, &manifest.options)?)?;
+        report.set_item("manifest_digest", manifest.manifest_digest.to_string())?;
+        report.set_item("layers", to_python(py, &manifest.layers)?)?;
+        report.set_item("tensors", self._rows(py)?)?;
+        let sum = |bytes: fn(BundleTensor<'_>) -> u64| self.bundle.tensors().map(bytes).sum::<u64>();
+        report.set_item("original_bytes", sum(|tensor| tensor.entry.original_bytes().unwrap_or(0)))?;
+        report.set_item("stored_bytes", sum(|tensor| tensor.entry.stored_bytes()))?;
+        Ok(report.into_any())
+    }
+
+    /// The original bytes of a tensor, compared with their digest.
+    #[pyo3(signature = (name, *, file=None))]
+    fn read<'py>(&self, py: Python<'py>, name: &str, file: Option<&str>) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &self.decode(py, name, file)?))
+    }
+
+    /// As `read`, into memory that is the caller's.
+    #[pyo3(signature = (name, address, nbytes, *, file=None))]
+    fn decode_into(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        address: usize,
+        nbytes: usize,
+        file: Option<&str>,
+    ) -> PyResult<()> {
+        let entry = match file {
+            Some(file) => self.bundle.entry_in(file, name),
+            None => self.bundle.entry(name),
+        };
+        let wanted = entry.map_err(|error| raised(py, &error))?.original_bytes();
+        if wanted != Some(nbytes as u64) {
+            let wanted = wanted.unwrap_or(0);
+            return Err(PyValueError::new_err(format!("tensor '{name}' has {wanted} bytes, the buffer {nbytes}")));
+        }
+        let bytes = self.decode(py, name, file)?;
+        if nbytes == 0 {
+            return Ok(());
+        }
+        if address == 0 {
+            return Err(PyValueError::new_err("the buffer's address is 0; give the address of memory on the CPU"));
+        }
+        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python documents it); the
+        // source has as many, and is of this function.
+        py.detach(|| unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, nbytes) });
+        Ok(())
+    }
+
+    /// A file beside the weights, compared with its digest; `None` if the bundle has none of this name.
+    #[pyo3(signature = (name, *, limit=64 << 20))]
+    fn copied<'py>(&self, py: Python<'py>, name: &str, limit: u64) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let bytes = py.detach(|| self.bundle.copied(name, limit)).map_err(|error| raised(py, &error))?;
+        Ok(bytes.map(|bytes| PyBytes::new(py, &bytes)))
+    }
+}
+
+impl Bundle {
+    fn decode(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<Vec<u8>> {
+        let decoded = py.detach(|| match file {
+            Some(file) => self.bundle.decode_in(file, name),
+            None => self.bundle.decode(name),
+        });
+        decoded.map_err(|error| raised(py, &error))
+    }
+}
+
+/// The keys that the command line's reports have.
+fn row<'py>(py: Python<'py>, tensor: BundleTensor<'_>) -> PyResult<Bound<'py, PyDict>> {
+    let BundleTensor { file, entry } = tensor;
+    let elements: u64 = entry.shape.iter().map(|&extent| extent as u64).product();
+    let stored = entry.stored_bytes();
+    let row = PyDict::new(py);
+    row.set_item("file", file)?;
+    row.set_item("name", &entry.name)?;
+    row.set_item("role", entry.role.to_string())?;
+    row.set_item("layer", entry.layer)?;
+    row.set_item("dtype", entry.dtype.to_string())?;
+    row.set_item("shape", &entry.shape)?;
+    row.set_item("encoding", entry.form.to_string())?;
+    row.set_item("reason", &entry.reason)?;
+    row.set_item("elements", elements)?;
+    // Known: opening the bundle has checked the shapes.
+    row.set_item("original_bytes", entry.original_bytes().unwrap_or(0))?;
+    row.set_item("stored_bytes", stored)?;
+    row.set_item("bits_per_element", if elements == 0 { 0.0 } else { stored as f64 * 8.0 / elements as f64 })?;
+    Ok(row)
+}

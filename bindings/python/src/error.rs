@@ -1,0 +1,159 @@
+//! The library's errors as exceptions of `unweight.errors`.
+
+use std::{error::Error, path::Path};
+
+use pyo3::{
+    exceptions::PyRuntimeError,
+    prelude::*,
+    types::{PyDict, PyType},
+};
+use unweight_format::bundle::{BundleError, ErrorClass, Remedy};
+
+/// What an exception says beside its message.
+#[derive(Default)]
+struct Place {
+    file: Option<String>,
+    tensor: Option<String>,
+    offset: Option<u64>,
+    errno: Option<i32>,
+}
+
+/// The exception for an error of the library.
+pub fn raised(py: Python<'_>, error: &BundleError) -> PyErr {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        message.push_str(": ");
+        message.push_str(&error.to_string());
+        cause = error.source();
+    }
+    if let Some(next) = error.remedy().and_then(worded) {
+        message.push_str("; ");
+        message.push_str(next);
+    }
+    new(py, class(error), &message, &place(error)).unwrap_or_else(|error| error)
+}
+
+/// An exception of `unweight.errors` that only has a message.
+pub fn plain(py: Python<'_>, class: &str, message: &str) -> PyErr {
+    new(py, class, message, &Place::default()).unwrap_or_else(|error| error)
+}
+
+fn new(py: Python<'_>, class: &str, message: &str, place: &Place) -> PyResult<PyErr> {
+    let class = py.import("unweight.errors")?.getattr(class)?.cast_into::<PyType>().map_err(PyErr::from)?;
+    let keywords = PyDict::new(py);
+    keywords.set_item("file", &place.file)?;
+    keywords.set_item("tensor", &place.tensor)?;
+    keywords.set_item("offset", place.offset)?;
+    let exception = class.call((message,), Some(&keywords))?;
+    if let Some(errno) = place.errno {
+        exception.setattr("errno", errno)?;
+    }
+    Ok(PyErr::from_value(exception))
+}
+
+/// The exception's class: what a caller would tell apart.
+fn class(error: &BundleError) -> &'static str {
+    match error {
+        BundleError::NotABundle { .. } => "NotABundleError",
+        BundleError::NewerVersion { .. } => "NewerVersionError",
+        BundleError::OutputExists { .. } | BundleError::NotReplaceable { .. } => "OutputExistsError",
+        BundleError::UnknownTensor { .. } | BundleError::AmbiguousTensor { .. } | BundleError::UnknownFile { .. } => {
+            "UnknownNameError"
+        }
+        BundleError::Io { .. }
+        | BundleError::NoRoom { .. }
+        | BundleError::DiskFull { .. }
+        | BundleError::Output { .. }
+        | BundleError::Read { .. } => "StorageError",
+        BundleError::NotADirectory { .. }
+        | BundleError::NoWeights { .. }
+        | BundleError::Unstorable { .. }
+        | BundleError::Header { .. }
+        | BundleError::Index { .. }
+        | BundleError::IndexDisagrees { .. }
+        | BundleError::ReservedTensor { .. }
+        | BundleError::ReservedFile { .. }
+        | BundleError::SourceChanged { .. }
+        | BundleError::TooLarge { .. } => "ModelError",
+        other => match other.class() {
+            ErrorClass::Mismatch => "DamagedError",
+            ErrorClass::Interrupted => "CancelledError",
+            ErrorClass::Failed => "UnweightError",
+        },
+    }
+}
+
+fn place(error: &BundleError) -> Place {
+    let of = |path: &Path| Some(path.display().to_string());
+    let none = Place::default;
+    match error {
+        BundleError::Io { path, source, .. } => Place { file: of(path), errno: source.raw_os_error(), ..none() },
+        BundleError::DiskFull { path, source, .. } => Place { file: of(path), errno: source.raw_os_error(), ..none() },
+        BundleError::Read { path, offset, source } => {
+            Place { file: of(path), offset: Some(*offset), errno: source.raw_os_error(), ..none() }
+        }
+        BundleError::Output { file, source } => {
+            Place { file: Some(file.clone()), errno: source.raw_os_error(), ..none() }
+        }
+        BundleError::ReservedTensor { path, tensor } => {
+            Place { file: of(path), tensor: Some(tensor.clone()), ..none() }
+        }
+        BundleError::NoRoom { path, .. }
+        | BundleError::NotADirectory { path }
+        | BundleError::NoWeights { path }
+        | BundleError::OutputExists { path }
+        | BundleError::ForeignPartial { path, .. }
+        | BundleError::NotReplaceable { path, .. }
+        | BundleError::Locked { path }
+        | BundleError::Unstorable { path, .. }
+        | BundleError::Header { path, .. }
+        | BundleError::Index { path, .. }
+        | BundleError::IndexDisagrees { path, .. }
+        | BundleError::ReservedFile { path }
+        | BundleError::SourceChanged { path, .. }
+        | BundleError::TooLarge { path, .. }
+        | BundleError::Memory { path, .. }
+        | BundleError::PlanFile { path, .. }
+        | BundleError::NotABundle { path }
+        | BundleError::NewerVersion { path, .. }
+        | BundleError::Manifest { path, .. }
+        | BundleError::Interrupted { partial: path } => Place { file: of(path), ..none() },
+        BundleError::OutputOverlaps { output, .. } => Place { file: of(output), ..none() },
+        BundleError::Encoder { file, tensor, .. } => {
+            Place { file: Some(file.clone()), tensor: Some(tensor.clone()), ..none() }
+        }
+        BundleError::Codec { file, tensor, offset, .. } => {
+            Place { file: Some(file.clone()), tensor: Some(tensor.clone()), offset: Some(*offset), errno: None }
+        }
+        BundleError::Mismatch { file, offset, .. } => {
+            Place { file: Some(file.clone()), offset: Some(*offset), ..none() }
+        }
+        BundleError::HeaderTooLarge { file, .. }
+        | BundleError::Unproven { file }
+        | BundleError::FileSize { file, .. }
+        | BundleError::MissingFile { file }
+        | BundleError::ExtraFile { file } => Place { file: Some(file.clone()), ..none() },
+        BundleError::UnknownTensor { name } | BundleError::AmbiguousTensor { name, .. } => {
+            Place { tensor: Some(name.clone()), ..none() }
+        }
+        BundleError::UnknownFile { name } => Place { file: Some(name.clone()), ..none() },
+        _ => none(),
+    }
+}
+
+/// A remedy in words of this package.
+fn worded(remedy: Remedy) -> Option<&'static str> {
+    Some(match remedy {
+        Remedy::Overwrite => "choose another name, or replace it with force=True",
+        Remedy::Resume => "call again with resume=True to go on from there",
+        Remedy::FreeAndResume => "free some space, then call again with resume=True",
+        Remedy::FewerThreads => "ask for fewer with threads=, or allow more processes (ulimit -u)",
+        _ => return None,
+    })
+}
+
+/// For what cannot happen.
+pub fn panicked() -> PyErr {
+    PyRuntimeError::new_err("unweight came to no answer; this is a bug in it, please report it")
+}

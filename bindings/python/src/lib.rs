@@ -1,0 +1,24 @@
+//! The Python package `unweight`: what of it is written in Rust. Python's side is in `python/unweight`.
+
+mod bundle;
+mod error;
+mod packed;
+mod progress;
+mod report;
+mod work;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<bundle::Bundle>()?;
+    module.add_class::<packed::Packed>()?;
+    module.add_function(wrap_pyfunction!(work::compress, module)?)?;
+    module.add_function(wrap_pyfunction!(work::decompress, module)?)?;
+    module.add_function(wrap_pyfunction!(work::plan, module)?)?;
+    module.add_function(wrap_pyfunction!(work::verify, module)?)?;
+    module.add_function(wrap_pyfunction!(packed::pack, module)?)?;
+    module.add_function(wrap_pyfunction!(packed::arena_head, module)?)?;
+    module.add_function(wrap_pyfunction!(packed::unpack, module)?)
+}

@@ -1,0 +1,199 @@
+//! Packed weights in memory that torch owns.
+//!
+//! An arena is `packed | escape heads | zeros to a multiple of 256 | a head of 256 bytes`: its size follows from the shape alone. The lists
+//! of escapes, whose size does not, lie elsewhere; the head has their digest.
+
+use std::{ops::Range, slice};
+
+use pyo3::{exceptions::PyValueError, prelude::*};
+use unweight_format::{
+    Digest, Histogram, Matrix, PackedTensor, TileGrid,
+    layout::{PACKED_WINDOW_BYTES, ROW_BLOCKS},
+    packed::{self, TILE_BYTES, Window},
+};
+
+/// Sections and the arena's size are multiples of this.
+const ALIGN: usize = 256;
+const MAGIC: &[u8; 8] = b"UWARENA1";
+const ROWS: Range<usize> = 8..16;
+const COLS: Range<usize> = 16..24;
+const ESCAPE_BYTES: Range<usize> = 24..32;
+const DIGEST: Range<usize> = 32..64;
+const WINDOW: Range<usize> = 64..64 + PACKED_WINDOW_BYTES;
+
+/// Where the parts of an arena are.
+struct Layout {
+    heads: Range<usize>,
+    head: Range<usize>,
+}
+
+impl Layout {
+    fn new(grid: TileGrid) -> PyResult<Self> {
+        packed::packable_shape(grid).map_err(value_error)?;
+        let packed = grid.tiles() * TILE_BYTES;
+        let heads = packed..packed + grid.tiles() * ROW_BLOCKS * 4;
+        let at = heads.end.next_multiple_of(ALIGN);
+        Ok(Self { heads, head: at..at + ALIGN })
+    }
+
+    fn bytes(&self) -> usize {
+        self.head.end
+    }
+}
+
+fn value_error(error: impl std::fmt::Display) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}
+
+/// What the head of an arena says.
+struct Head<'a>(&'a [u8]);
+
+impl<'a> Head<'a> {
+    /// The head of an arena whose layout fits its size.
+    fn of(arena: &'a [u8]) -> PyResult<(Self, TileGrid, Layout)> {
+        let no_arena = || value_error("not an arena of packed weights; unweight.ops.pack makes one");
+        let at = arena.len().checked_sub(ALIGN).ok_or_else(no_arena)?;
+        let head = Self(&arena[at..]);
+        if &head.0[..8] != MAGIC {
+            return Err(no_arena());
+        }
+        let grid = TileGrid::new(head.number(ROWS), head.number(COLS)).map_err(value_error)?;
+        let layout = Layout::new(grid)?;
+        if layout.bytes() != arena.len() {
+            return Err(no_arena());
+        }
+        Ok((head, grid, layout))
+    }
+
+    fn number(&self, at: Range<usize>) -> usize {
+        u64::from_le_bytes(self.0[at].try_into().expect("8 bytes")) as usize
+    }
+
+    fn digest(&self) -> String {
+        String::from_utf8_lossy(&self.0[DIGEST]).into_owned()
+    }
+
+    fn window(&self) -> PyResult<Window> {
+        Window::from_stored(self.0[WINDOW].try_into().expect("a window's bytes")).map_err(value_error)
+    }
+}
+
+/// The memory at an address.
+///
+/// # Safety
+/// `bytes` readable bytes lie there for as long as `'a`, and nobody writes them.
+unsafe fn at<'a>(address: usize, bytes: usize) -> &'a [u8] {
+    if bytes == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { slice::from_raw_parts(address as *const u8, bytes) }
+}
+
+/// As [`at`], to write.
+///
+/// # Safety
+/// `bytes` writable bytes lie there for as long as `'a`, and nobody else reads or writes them.
+unsafe fn at_mut<'a>(address: usize, bytes: usize) -> &'a mut [u8] {
+    if bytes == 0 {
+        return &mut [];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { slice::from_raw_parts_mut(address as *mut u8, bytes) }
+}
+
+fn present(addresses: &[(usize, usize)]) -> PyResult<()> {
+    match addresses.iter().any(|&(address, bytes)| address == 0 && bytes > 0) {
+        true => Err(PyValueError::new_err("an address is 0; give addresses of memory on the CPU")),
+        false => Ok(()),
+    }
+}
+
+/// Packed weights that have no place yet.
+#[pyclass(frozen, module = "unweight._native")]
+pub struct Packed(PackedTensor<Vec<u8>>);
+
+#[pymethods]
+impl Packed {
+    #[getter]
+    fn arena_nbytes(&self) -> PyResult<usize> {
+        Ok(Layout::new(self.0.grid())?.bytes())
+    }
+
+    #[getter]
+    fn escapes_nbytes(&self) -> usize {
+        self.0.escapes().len()
+    }
+
+    /// Writes arena and escapes to memory of just these sizes.
+    fn store(&self, py: Python<'_>, arena: (usize, usize), escapes: (usize, usize)) -> PyResult<()> {
+        let layout = Layout::new(self.0.grid())?;
+        if (arena.1, escapes.1) != (layout.bytes(), self.0.escapes().len()) {
+            return Err(PyValueError::new_err(format!(
+                "arena and escapes have {} and {} bytes, the buffers {} and {}",
+                layout.bytes(),
+                self.0.escapes().len(),
+                arena.1,
+                escapes.1
+            )));
+        }
+        present(&[arena, escapes])?;
+        // SAFETY: the caller's tensors, of these sizes, which it holds during the call (stated in `_native.pyi`).
+        let (out, lists) = unsafe { (at_mut(arena.0, arena.1), at_mut(escapes.0, escapes.1)) };
+        py.detach(|| {
+            out[..layout.heads.start].copy_from_slice(self.0.packed());
+            out[layout.heads.clone()].copy_from_slice(self.0.escape_heads());
+            out[layout.heads.end..].fill(0);
+            lists.copy_from_slice(self.0.escapes());
+            let head = &mut out[layout.head];
+            let grid = self.0.grid();
+            head[..8].copy_from_slice(MAGIC);
+            head[ROWS].copy_from_slice(&(grid.rows() as u64).to_le_bytes());
+            head[COLS].copy_from_slice(&(grid.cols() as u64).to_le_bytes());
+            head[ESCAPE_BYTES].copy_from_slice(&(lists.len() as u64).to_le_bytes());
+            head[DIGEST].copy_from_slice(Digest::of(lists).to_string().as_bytes());
+            head[WINDOW].copy_from_slice(&self.0.window().stored());
+        });
+        Ok(())
+    }
+}
+
+/// BF16 `[rows, cols]`, contiguous, to packed weights; `None` if they cannot be packed.
+#[pyfunction]
+pub fn pack(py: Python<'_>, address: usize, rows: usize, cols: usize) -> PyResult<Option<Packed>> {
+    let Ok(grid) = TileGrid::new(rows, cols) else { return Ok(None) };
+    if packed::packable_shape(grid).is_err() {
+        return Ok(None);
+    }
+    let bytes = grid.elements().checked_mul(2).ok_or_else(|| PyValueError::new_err("the matrix is too large"))?;
+    present(&[(address, bytes)])?;
+    // SAFETY: the caller's tensor of this shape, which it holds during the call (stated in `_native.pyi`).
+    let weights = unsafe { at(address, bytes) };
+    py.detach(|| {
+        let matrix = Matrix::new(weights, rows, cols).map_err(value_error)?;
+        Ok(packed::pack(matrix, &Histogram::of(weights)).ok().map(Packed))
+    })
+}
+
+/// Rows, columns, bytes of the lists of escapes, and their digest.
+#[pyfunction]
+pub fn arena_head(address: usize, nbytes: usize) -> PyResult<(usize, usize, usize, String)> {
+    present(&[(address, nbytes)])?;
+    // SAFETY: the caller's tensor of this size, which it holds during the call (stated in `_native.pyi`).
+    let (head, grid, _) = Head::of(unsafe { at(address, nbytes) })?;
+    Ok((grid.rows(), grid.cols(), head.number(ESCAPE_BYTES), head.digest()))
+}
+
+/// The weights of an arena, bit for bit. Everything is checked before it is trusted.
+#[pyfunction]
+pub fn unpack(py: Python<'_>, arena: (usize, usize), escapes: (usize, usize), out: (usize, usize)) -> PyResult<()> {
+    present(&[arena, escapes, out])?;
+    // SAFETY: the caller's tensors, of these sizes, which it holds during the call (stated in `_native.pyi`).
+    let (arena, escapes, out) = unsafe { (at(arena.0, arena.1), at(escapes.0, escapes.1), at_mut(out.0, out.1)) };
+    py.detach(|| {
+        let (head, grid, layout) = Head::of(arena)?;
+        let sections = (&arena[..layout.heads.start], &arena[layout.heads]);
+        let tensor = PackedTensor::from_parts(grid, head.window()?, sections.0, sections.1, escapes);
+        packed::decode_into(&tensor.map_err(value_error)?, out).map_err(value_error)
+    })
+}

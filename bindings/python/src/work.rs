@@ -1,0 +1,155 @@
+//! Models to bundles and back.
+
+use std::{fmt::Display, path::PathBuf, str::FromStr};
+
+use pyo3::{exceptions::PyValueError, prelude::*};
+use unweight_format::{
+    CodeLimit,
+    bundle::{self, CompressOptions, DecompressOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions},
+};
+
+use crate::{progress::watched, report::to_python};
+
+/// What `compress` and `plan` share, as a dict.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Choice {
+    profile: String,
+    scope: Option<String>,
+    code_limit: Option<u32>,
+    include: Vec<String>,
+    exclude: Vec<String>,
+    skip: Vec<String>,
+    plan_file: Option<PathBuf>,
+    threads: Option<usize>,
+}
+
+/// What else `compress` takes.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Compress {
+    ram_bytes: Option<u64>,
+    resume: bool,
+    force: bool,
+    verify: String,
+    sha256: bool,
+}
+
+/// What `decompress` takes.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Decompress {
+    threads: Option<usize>,
+    ram_bytes: Option<u64>,
+    resume: bool,
+    force: bool,
+}
+
+/// What `verify` takes.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Verify {
+    against: Option<PathBuf>,
+    skip: Vec<String>,
+    quick: bool,
+    threads: Option<usize>,
+    ram_bytes: Option<u64>,
+    key: Option<String>,
+}
+
+/// A value of an enum by its name; the message lists the known ones.
+fn named<T: FromStr<Err: Display>>(name: &str) -> PyResult<T> {
+    name.parse().map_err(|error: T::Err| PyValueError::new_err(error.to_string()))
+}
+
+fn threads(threads: Option<usize>) -> PyResult<Option<usize>> {
+    match threads {
+        Some(0) => Err(PyValueError::new_err("threads is 0; give 1 or more, or None for all processors")),
+        other => Ok(other),
+    }
+}
+
+impl Choice {
+    fn options(self) -> PyResult<CompressOptions> {
+        let mut options = CompressOptions::new(named::<Profile>(&self.profile)?);
+        if let Some(scope) = &self.scope {
+            options = options.scope(named::<Scope>(scope)?);
+        }
+        if let Some(bits) = self.code_limit {
+            let limit = CodeLimit::new(bits).map_err(|error| PyValueError::new_err(error.to_string()))?;
+            options = options.code_limit(limit);
+        }
+        Ok(options
+            .include(self.include)
+            .exclude(self.exclude)
+            .selection(Selection::default().skip(self.skip))
+            .plan_file(self.plan_file)
+            .threads(threads(self.threads)?))
+    }
+}
+
+/// See `unweight.compress`.
+#[pyfunction]
+pub fn compress<'py>(
+    py: Python<'py>,
+    source: PathBuf,
+    output: PathBuf,
+    choice: Choice,
+    more: Compress,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let options = choice
+        .options()?
+        .ram_bytes(more.ram_bytes)
+        .resume(more.resume)
+        .force(more.force)
+        .verify(named::<VerifyAfter>(&more.verify)?)
+        .sha256(more.sha256);
+    let report = watched(py, progress.as_ref(), |progress| bundle::compress(&source, &output, &options, progress))?;
+    to_python(py, &report)
+}
+
+/// See `unweight.plan`.
+#[pyfunction]
+pub fn plan<'py>(py: Python<'py>, source: PathBuf, choice: Choice) -> PyResult<Bound<'py, PyAny>> {
+    let options = choice.options()?;
+    let report = watched(py, None, |_| bundle::plan(&source, &options))?;
+    to_python(py, &report)
+}
+
+/// See `unweight.decompress`.
+#[pyfunction]
+pub fn decompress<'py>(
+    py: Python<'py>,
+    path: PathBuf,
+    output: PathBuf,
+    more: Decompress,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let options = DecompressOptions::default()
+        .threads(threads(more.threads)?)
+        .ram_bytes(more.ram_bytes)
+        .resume(more.resume)
+        .force(more.force);
+    let report = watched(py, progress.as_ref(), |progress| bundle::decompress(&path, &output, &options, progress))?;
+    to_python(py, &report)
+}
+
+/// See `unweight.verify`.
+#[pyfunction]
+pub fn verify<'py>(
+    py: Python<'py>,
+    path: PathBuf,
+    more: Verify,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let options = VerifyOptions::default()
+        .against(more.against)
+        .selection(Selection::default().skip(more.skip))
+        .quick(more.quick)
+        .threads(threads(more.threads)?)
+        .ram_bytes(more.ram_bytes)
+        .key(more.key);
+    let report = watched(py, progress.as_ref(), |progress| bundle::verify_with(&path, &options, progress))?;
+    to_python(py, &report)
+}

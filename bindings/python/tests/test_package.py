@@ -1,0 +1,304 @@
+"""The installed package in a Python that has nothing else."""
+
+import ctypes
+import errno
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+
+import models
+import unweight
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.home = pathlib.Path(folder.name)
+
+    def bundle(self, **options):
+        self.tensors = models.small(self.home / "model")
+        unweight.compress(self.home / "model", self.home / "bundle", **options)
+        return unweight.Bundle(self.home / "bundle")
+
+
+class Package(unittest.TestCase):
+    def test_this_python_has_nothing_else(self):
+        for name in ("numpy", "torch", "transformers", "ml_dtypes"):
+            self.assertIsNone(importlib.util.find_spec(name), f"{name} is installed; these tests are to do without")
+        self.assertFalse({"numpy", "torch"} & set(sys.modules))
+
+    def test_the_package_says_who_it_is(self):
+        self.assertEqual(importlib.metadata.version("unweight"), unweight.__version__)
+        home = pathlib.Path(unweight.__file__).parent
+        self.assertTrue((home / "py.typed").is_file() and (home / "_native.pyi").is_file())
+        for name in unweight.__all__:
+            self.assertTrue(hasattr(unweight, name), name)
+
+    def test_the_stub_names_what_there_is(self):
+        import ast
+
+        from unweight import _native
+
+        stub = ast.parse((pathlib.Path(unweight.__file__).parent / "_native.pyi").read_text())
+        there = {name for name in vars(_native) if not name.startswith("__") or name == "__version__"}
+        stubbed = {node.name for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        self.assertEqual(stubbed | {"__version__"}, there)
+        for node in stub.body:
+            if isinstance(node, ast.ClassDef):
+                methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)} - {"__init__"}
+                own = {name for name in vars(getattr(_native, node.name)) if name not in ("__doc__", "__module__")}
+                self.assertEqual(methods - {"__new__"}, own - {"__new__"}, node.name)
+
+    def test_the_command_came_along(self):
+        script = pathlib.Path(sys.executable).parent / "unweight"
+        for command in ([str(script)], [sys.executable, "-m", "unweight"]):
+            done = subprocess.run([*command, "--version"], capture_output=True, text=True)
+            self.assertEqual((done.returncode, done.stdout), (0, f"unweight {unweight.__version__}\n"), done.stderr)
+        refused = subprocess.run([sys.executable, "-m", "unweight", "verify", "/nowhere"], capture_output=True)
+        self.assertEqual(refused.returncode, 2)
+
+
+class Work(Case):
+    def test_there_and_back(self):
+        self.bundle(profile="resident")
+        model, bundle, restored = (self.home / name for name in ("model", "bundle", "restored"))
+        unweight.decompress(bundle, restored)
+        for file in model.iterdir():
+            self.assertEqual((restored / file.name).read_bytes(), file.read_bytes(), file.name)
+        self.assertEqual(sorted(os.listdir(restored)), sorted(os.listdir(model)))
+        report = unweight.verify(bundle, against=model)
+        self.assertEqual((report["problems"], report["against_source"]), ([], True))
+
+    def test_reports_have_the_keys_of_the_command_line(self):
+        import json
+
+        self.bundle(profile="resident")
+        model, bundle = self.home / "model", self.home / "bundle"
+        calls = {
+            "plan": (lambda: unweight.plan(model, profile="resident"), ["plan", model, "--profile", "resident"]),
+            "verify": (lambda: unweight.verify(bundle), ["verify", bundle]),
+            "inspect": (lambda: unweight.inspect(bundle), ["inspect", bundle]),
+            "compress": (
+                lambda: unweight.compress(model, self.home / "again", profile="resident"),
+                ["compress", model, "-o", self.home / "third", "--profile", "resident"],
+            ),
+            "decompress": (
+                lambda: unweight.decompress(bundle, self.home / "back"),
+                ["decompress", bundle, "-o", self.home / "back2"],
+            ),
+        }
+        for name, (call, arguments) in calls.items():
+            with self.subTest(name):
+                command = [sys.executable, "-m", "unweight", "--json", *map(str, arguments)]
+                told = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+                report = call()
+                self.assertEqual(set(told) - {"command", "unweight_version"}, set(report))
+                varying = {"command", "unweight_version", "seconds", "peak_rss_bytes", "creator"}
+                for key in set(report) - varying:
+                    self.assertEqual(report[key], told[key], key)
+
+    def test_the_options_are_followed(self):
+        bundle = self.bundle(profile="palette", include=["*gate*", "*up*"], exclude=["*.1.*"])
+        coded = {info.name for info in bundle.tensors() if info.encoding != "raw"}
+        self.assertEqual(coded, {f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")})
+        with self.assertRaises(unweight.OutputExistsError):
+            unweight.compress(self.home / "model", self.home / "bundle")
+        unweight.compress(self.home / "model", self.home / "bundle", force=True, skip=["config.json"])
+        self.assertFalse((self.home / "bundle" / "config.json").exists())
+
+    def test_wrong_arguments_are_refused_before_anything_is_written(self):
+        models.small(self.home / "model")
+        for wrong, says in (
+            ({"profile": "zip"}, "known: distribution"),
+            ({"scope": "none"}, "known: mlp"),
+            ({"verify": "twice"}, "known: none"),
+            ({"code_limit": 99}, "6..=15"),
+            ({"threads": 0}, "give 1 or more"),
+        ):
+            with self.subTest(wrong), self.assertRaisesRegex(ValueError, says):
+                unweight.compress(self.home / "model", self.home / "bundle", **wrong)
+        with self.assertRaisesRegex(TypeError, "give a list"):
+            unweight.compress(self.home / "model", self.home / "bundle", include="*gate*")
+        self.assertEqual(os.listdir(self.home), ["model"])
+
+    def test_progress_is_told_on_this_thread_and_ends_full(self):
+        models.small(self.home / "model")
+        told = []
+        unweight.compress(
+            self.home / "model", self.home / "bundle", progress=lambda at: told.append((at, threading.get_ident()))
+        )
+        last, _ = told[-1]
+        self.assertIsInstance(last, unweight.Progress)
+        self.assertEqual(last.file, "model.safetensors")
+        self.assertGreater(last.total_bytes, 0)
+        self.assertGreaterEqual(last.done_bytes, last.total_bytes)
+        self.assertEqual({thread for _, thread in told}, {threading.get_ident()})
+
+
+class Stopped(Case):
+    """A model that takes long enough: one thread, many tensors."""
+
+    def model(self):
+        (self.home / "model").mkdir()
+        weights = models.bf16(1 << 16, 1) * 32
+        tensors = {f"layers.{i}.weight": ("BF16", [2048, 1024], weights) for i in range(48)}
+        models.safetensors(self.home / "model" / "model.safetensors", tensors)
+        return self.home / "model"
+
+    def test_an_exception_of_the_callback_stops_the_work_and_it_goes_on(self):
+        class Enough(Exception):
+            pass
+
+        def progress(at):
+            if at.done_bytes > at.total_bytes // 8:
+                raise Enough
+
+        model, bundle = self.model(), self.home / "bundle"
+        with self.assertRaises(Enough) as caught:
+            unweight.compress(model, bundle, threads=1, progress=progress)
+        self.assertIsInstance(caught.exception.__cause__, unweight.CancelledError)
+        self.assertIn("resume=True", str(caught.exception.__cause__))
+        self.assertEqual(caught.exception.__cause__.file, f"{bundle}.partial")
+        self.assertFalse(bundle.exists())
+        report = unweight.compress(model, bundle, resume=True)
+        self.assertGreater(report["resumed_tensors"] + len(report["resumed_files"]), 0)
+
+    def test_ctrl_c_stops_the_work(self):
+        program = (
+            "import sys, unweight\n"
+            "try:\n"
+            "    unweight.compress(*sys.argv[1:], threads=1, progress=lambda at: print(at.done_bytes, flush=True))\n"
+            "except KeyboardInterrupt as stop:\n"
+            "    sys.exit(9 if isinstance(stop.__cause__, unweight.CancelledError) else 8)\n"
+        )
+        command = [sys.executable, "-c", program, str(self.model()), str(self.home / "bundle")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            child.stdout.readline()
+            child.send_signal(signal.SIGINT)
+            child.stdout.read()
+        self.assertEqual(child.returncode, 9)
+        self.assertFalse((self.home / "bundle").exists())
+
+    def test_other_threads_run_meanwhile(self):
+        model, counted, done = self.model(), [0], threading.Event()
+
+        def count():
+            while not done.is_set():
+                counted[0] += 1
+                time.sleep(0.001)
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        started = time.monotonic()
+        unweight.compress(model, self.home / "bundle", threads=1, verify="none")
+        seconds = time.monotonic() - started
+        done.set()
+        thread.join()
+        self.assertGreater(counted[0], seconds * 20)
+
+
+class Read(Case):
+    def test_tensors_and_their_bytes(self):
+        bundle = self.bundle(profile="resident")
+        self.assertEqual(sorted(bundle), sorted(self.tensors))
+        self.assertEqual(len(bundle), len(self.tensors))
+        self.assertIn("scale", bundle)
+        self.assertNotIn("nothing", bundle)
+        self.assertEqual((bundle.profile, bundle.path), ("resident", self.home / "bundle"))
+        self.assertIn("resident", repr(bundle))
+        for name, (dtype, shape, data) in self.tensors.items():
+            info = bundle.info(name)
+            self.assertEqual((info.dtype, info.shape, info.original_bytes), (dtype, tuple(shape), len(data)))
+            self.assertEqual(bundle.read(name), data)
+            buffer = ctypes.create_string_buffer(len(data))
+            bundle.decode_into(name, ctypes.addressof(buffer), len(data), file="model.safetensors")
+            self.assertEqual(buffer.raw, data)
+        self.assertEqual(bundle.info("model.layers.1.mlp.gate_proj.weight").layer, 1)
+        self.assertEqual(bundle.info("model.layers.1.mlp.gate_proj.weight").encoding, "packed")
+
+    def test_a_buffer_of_another_size_is_refused(self):
+        bundle = self.bundle()
+        with self.assertRaisesRegex(ValueError, "has 24 bytes, the buffer 23"):
+            bundle.decode_into("scale", 1, 23)
+        with self.assertRaisesRegex(ValueError, "address is 0"):
+            bundle.decode_into("scale", 0, 24)
+
+    def test_files_beside_the_weights_may_be_missing_or_edited(self):
+        self.bundle()
+        with (self.home / "bundle" / "config.json").open("a") as config:
+            config.write("\n")
+        bundle = unweight.Bundle(self.home / "bundle")
+        self.assertEqual(bundle.read("scale"), self.tensors["scale"][2])
+        self.assertIsNone(bundle.copied("tokenizer.json"))
+
+    def test_several_threads_read_one_bundle(self):
+        bundle, wrong = self.bundle(), []
+
+        def read(name, data):
+            for _ in range(20):
+                if bundle.read(name) != data:
+                    wrong.append(name)
+
+        threads = [threading.Thread(target=read, args=(name, data)) for name, (_, _, data) in self.tensors.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(wrong, [])
+
+
+class Errors(Case):
+    def test_each_says_where(self):
+        with self.assertRaises(unweight.NotABundleError) as none:
+            unweight.Bundle(self.home)
+        self.assertEqual(none.exception.file, str(self.home))
+        bundle = self.bundle(profile="resident")
+        with self.assertRaises(KeyError) as unknown:
+            bundle.read("nothing")
+        self.assertIsInstance(unknown.exception, unweight.UnknownNameError)
+        self.assertEqual((unknown.exception.tensor, str(unknown.exception)), ("nothing", "no tensor 'nothing' in the bundle"))
+        with self.assertRaises(unweight.ModelError) as empty:
+            (self.home / "empty").mkdir()
+            unweight.compress(self.home / "empty", self.home / "out")
+        self.assertEqual((empty.exception.file, empty.exception.tensor), (str(self.home / "empty"), None))
+        with self.assertRaises(FileExistsError) as exists:
+            unweight.compress(self.home / "model", self.home / "bundle")
+        self.assertIn("force=True", str(exists.exception))
+        with self.assertRaises(OSError) as missing:
+            unweight.compress(self.home / "not there", self.home / "out")
+        self.assertEqual((type(missing.exception), missing.exception.errno), (unweight.StorageError, errno.ENOENT))
+
+    def test_a_flipped_bit_is_found_and_placed(self):
+        bundle = self.bundle(profile="resident")
+        shard = self.home / "bundle" / "model.safetensors"
+        data = bytearray(shard.read_bytes())
+        at = data.find(self.tensors["scale"][2])
+        data[at] ^= 1
+        shard.write_bytes(data)
+        with self.assertRaises(unweight.DamagedError) as damaged:
+            bundle.read("scale")
+        self.assertEqual((damaged.exception.file, damaged.exception.offset), ("model.safetensors", at))
+        self.assertIn("scale", str(damaged.exception))
+        problems = unweight.verify(self.home / "bundle")["problems"]
+        self.assertEqual([(problem["file"], problem["tensor"]) for problem in problems], [("model.safetensors", "scale")])
+
+    def test_all_are_caught_by_one(self):
+        for name in unweight.__all__:
+            thing = getattr(unweight, name)
+            if isinstance(thing, type) and issubclass(thing, Exception):
+                self.assertTrue(issubclass(thing, unweight.UnweightError), name)
+                error = thing("what", file="a", tensor="b", offset=3)
+                self.assertEqual((str(error), error.file, error.tensor, error.offset), ("what", "a", "b", 3))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,118 @@
+//! `cargo xtask wheel` and the tests of the Python package in `bindings/python`.
+
+use std::{
+    env,
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use crate::{
+    gpu_pack,
+    run::{self, prepared, root, run},
+    setup::{self, Environment},
+};
+
+const MATURIN: &str = "maturin>=1.9.4,<2";
+
+/// How the extension is built, and the command that the wheel carries.
+#[derive(Clone, Copy)]
+enum Build {
+    /// To be published.
+    Release,
+    /// With what the tests of the workspace have built.
+    Tests,
+}
+
+/// `cargo xtask wheel`: builds one in `target/wheels`.
+pub fn run_task(arguments: &[String]) -> Result<(), String> {
+    run::no_arguments(arguments)?;
+    let wheel = build(Build::Release)?;
+    println!("{}", wheel.display());
+    Ok(())
+}
+
+/// Installs the wheel where nothing else is, and tests it there; then what needs numpy.
+pub fn test(environment: &Environment) -> Result<(), String> {
+    let (bare, site) = installed()?;
+    unittest(&bare, None, &["test_package"])?;
+    unittest(&environment.python, Some(&site), &["test_numpy"])
+}
+
+/// Makes `target/wheel-venv`, in which there is nothing but the wheel. Returns its Python, and where its packages are.
+fn installed() -> Result<(PathBuf, PathBuf), String> {
+    let wheel = build(Build::Tests)?;
+    let home = prepared("wheel-venv");
+    setup::remove(&home)?;
+    let host = setup::host_python()?;
+    // Without pip: Debian ships Python without ensurepip, and the host's pip can install into it.
+    run(Command::new(&host).args(["-m", "venv", "--without-pip"]).arg(&home))?;
+    let python = home.join("bin/python");
+    // What it depends on would be fetched; it depends on nothing.
+    let pip = ["install", "--quiet", "--disable-pip-version-check", "--no-index"];
+    run(Command::new(&host).args(["-m", "pip", "--python"]).arg(&python).args(pip).arg(&wheel))
+        .map_err(|error| format!("{error}; this needs pip 22.3 or newer: `{host} -m pip install --upgrade pip`"))?;
+    let ask = "import sysconfig; print(sysconfig.get_path('purelib'))";
+    let output = Command::new(&python).args(["-c", ask]).output();
+    let output = output.map_err(|error| format!("{}: {error}", python.display()))?;
+    let site = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    Ok((python, site.into()))
+}
+
+/// Runs modules of `bindings/python/tests`; warnings are failures.
+fn unittest(python: &Path, packages: Option<&Path>, modules: &[&str]) -> Result<(), String> {
+    let mut command = Command::new(python);
+    command.current_dir(package().join("tests")).args(["-W", "error", "-m", "unittest"]).args(modules);
+    // Nothing of the caller's Python.
+    command.env_remove("PYTHONPATH").env("PYTHONDONTWRITEBYTECODE", "1");
+    if let Some(packages) = packages {
+        command.env("PYTHONPATH", packages);
+    }
+    run(&mut command)
+}
+
+fn package() -> PathBuf {
+    root().join("bindings/python")
+}
+
+/// The wheel, with the command in it.
+fn build(how: Build) -> Result<PathBuf, String> {
+    let maturin = setup::python("maturin", &[&[MATURIN]], "import maturin")?;
+    let profile = match how {
+        Build::Release => "release",
+        Build::Tests => "dev",
+    };
+    let command = gpu_pack::command(match how {
+        Build::Release => &["build", "--release", "--package", "unweight", "--bin", "unweight"],
+        // The very build of `cargo xtask test`: it is there already.
+        Build::Tests => &["test", "--no-run", "--workspace", "--all-targets"],
+    })?;
+    let io = |path: &Path| {
+        let path = path.to_owned();
+        move |error: std::io::Error| format!("{}: {error}", path.display())
+    };
+    let scripts = package().join("data/scripts");
+    fs::create_dir_all(&scripts).map_err(io(&scripts))?;
+    let script = scripts.join("unweight");
+    fs::copy(&command, &script).map_err(io(&command))?;
+    gpu_pack::strip(&script);
+    let wheels = prepared("wheels");
+    setup::remove(&wheels)?;
+    // The launcher that stands for a virtual environment has its programs elsewhere.
+    let mut path = OsString::from(maturin.with_file_name("").as_os_str());
+    path.push(":");
+    path.push(prepared("maturin/site-0/bin"));
+    path.push(":");
+    path.push(env::var_os("PATH").unwrap_or_default());
+    run(Command::new(&maturin)
+        .current_dir(package())
+        .args(["-m", "maturin", "build", "--quiet", "--profile", profile, "--out"])
+        .arg(&wheels)
+        .env("PATH", path)
+        // Its dependencies have been built for the workspace.
+        .env("CARGO_TARGET_DIR", env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| prepared("").into())))?;
+    let mut made = fs::read_dir(&wheels).map_err(io(&wheels))?.filter_map(|entry| Some(entry.ok()?.path()));
+    made.find(|path| path.extension().is_some_and(|extension| extension == "whl"))
+        .ok_or_else(|| format!("{}: maturin left no wheel", wheels.display()))
+}
