@@ -16,6 +16,7 @@ usage: cargo xtask <task>
 
   test [ARGS]         prepare what the tests need, then run every test; ARGS go to `cargo test` instead of --workspace
   setup               only prepare: Python with safetensors and numpy, the NVRTC wheel, g++
+  test-wheel          the part of `test` that is Python: build the wheel, install it where nothing else is, test it
   wheel               build the Python package with the command in it: target/wheels
   gpu-pack            gather stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
                         --with-nvrtc  put libnvrtc beside them
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
                 println!("export {name}={}", value.display());
             }
         }),
+        "test-wheel" => run::no_arguments(rest).and_then(|()| setup::prepare()).and_then(|found| wheel::test(&found)),
         "wheel" => wheel::run_task(rest),
         "gpu-pack" => gpu_pack::run(rest),
         "bench-peers" => peers::run(rest),
