@@ -14,7 +14,7 @@ use std::{
 use tar::{Archive, Builder, Entry, EntryType, Header};
 use unweight::format::bundle::{
     Bundle, BundleError, DecompressOptions, Progress,
-    manifest::{FILE_NAME, FileEntry, INDEX_SOURCE_SUFFIX, SIGNATURE_NAME},
+    manifest::{FILE_NAME, FileEntry, SIGNATURE_NAME},
 };
 
 use super::failure::{Failure, Result};
@@ -170,11 +170,8 @@ pub fn pack_originals(
     progress.start(total);
     let mut builder = Builder::new(out);
     for file in files {
-        // An index is rewritten; beside it lies the one that was there.
-        let stored = match file {
-            FileEntry::Index(index) => dir.join(format!("{}{INDEX_SOURCE_SUFFIX}", index.name)),
-            other => dir.join(other.name()),
-        };
+        // What is rewritten lies as it was beside.
+        let stored = file.original().map_or_else(|| dir.join(file.name()), |original| dir.join(original));
         // The contents follow the header piece by piece, which is no reader that could be appended.
         builder.append_data(&mut header(&stored, file.size())?, file.name(), io::empty())?;
         bundle.write_file(file.name(), builder.get_mut(), options, progress)?;

@@ -122,9 +122,12 @@ impl Compress {
             let tensors = report.resumed_tensors;
             output.note(format_args!("reused from a file that the interrupted run began: {tensors} tensors"));
         }
-        for remark in [select::nothing_coded(&report.tensors), select::large_copies(&report.large_copies)] {
-            remark.into_iter().for_each(|remark| output.note(remark));
-        }
+        let remarks = [
+            select::nothing_coded(&report.tensors),
+            select::large_copies(&report.large_copies),
+            select::unmarked_configs(&report.unmarked_configs),
+        ];
+        remarks.into_iter().flatten().for_each(|remark| output.note(remark));
         if let Some(stdout) = &mut stdout {
             archive::pack_bundle(&bundle, stdout)?;
             output.note(format_args!(

@@ -36,9 +36,12 @@ impl Plan {
             return output.result("plan", &report, |out| write_comparison(&report, out));
         }
         let report = bundle::plan(&model.root, &self.select.options_for(&model))?;
-        for remark in [select::nothing_coded(&report.tensors), select::large_copies(&report.large_copies)] {
-            remark.into_iter().for_each(|remark| output.note(remark));
-        }
+        let remarks = [
+            select::nothing_coded(&report.tensors),
+            select::large_copies(&report.large_copies),
+            select::unmarked_configs(&report.unmarked_configs),
+        ];
+        remarks.into_iter().flatten().for_each(|remark| output.note(remark));
         output.result("plan", &report, |out| {
             select::tensors(&report.tensors).write(out)?;
             writeln!(out)?;

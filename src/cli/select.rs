@@ -6,7 +6,7 @@ use clap::Args;
 use clap_complete::engine::ArgValueCandidates;
 use unweight::format::{
     CodeLimit, FormId,
-    bundle::{CompressOptions, FormTotal, LargeCopy, Profile, Scope, Selection, TensorReport},
+    bundle::{CompressOptions, FormTotal, LargeCopy, Profile, Scope, Selection, TensorReport, UnmarkedConfig},
 };
 
 use super::{
@@ -146,6 +146,16 @@ pub fn large_copies(copies: &[LargeCopy]) -> Option<String> {
     Some(format!(
         "remark: copied as they are: {}{more}\n  help: --skip '{pattern}' leaves such files out",
         named.join(", ")
+    ))
+}
+
+/// What to say where a configuration does not say that its weights are a bundle's.
+pub fn unmarked_configs(configs: &[UnmarkedConfig]) -> Option<String> {
+    let UnmarkedConfig { name, reason } = configs.first()?;
+    let more = if configs.len() > 1 { format!(", and {} more", configs.len() - 1) } else { String::new() };
+    Some(format!(
+        "remark: {name} is copied as it is ({reason}){more}: it does not say that the weights beside it are a bundle's\n  \
+         help: decompress the bundle for readers that do not know bundles; some would make up the weights they miss"
     ))
 }
 

@@ -14,7 +14,8 @@ use unweight_format::{
     CodeLimit, Digest, FormId, Matrix, StoredTensor,
     bundle::{
         Bundle, BundleError, CompressOptions, CpuEncoder, DecompressOptions, Encoder, EncoderError, ErrorClass,
-        Profile, Progress, Remedy, Scope, Silent, VerifyAfter, compress, compress_with, decompress, plan, verify,
+        Profile, Progress, Remedy, Scope, Silent, VerifyAfter, compress, compress_with, decompress, manifest, plan,
+        verify,
     },
     form::Unfit,
     testing::{
@@ -327,6 +328,94 @@ fn a_name_in_two_files_is_ambiguous_until_the_file_is_named() {
     assert!(matches!(bundle.tensor("t"), Err(BundleError::AmbiguousTensor { .. })));
     assert!(matches!(bundle.tensor_in("b.safetensors", "t"), Ok(tensor) if tensor.form() == FormId::HUFFMAN));
     assert_eq!(bundle.tensors().count(), 2);
+}
+
+/// A model with `config.json` beside weights, deeper beside weights, and where no weights are.
+fn configured(scratch: &Scratch, name: &str, config: &[u8]) -> std::path::PathBuf {
+    let source = scratch.path(name);
+    let file = safetensors_file(&[], &[tensor("t", "BF16", &[128, 64], &common::weights(128 * 64, 1))]);
+    for (folder, has_weights) in [("", true), ("deeper", true), ("elsewhere", false)] {
+        fs::create_dir_all(source.join(folder)).unwrap();
+        fs::write(source.join(folder).join("config.json"), config).unwrap();
+        if has_weights {
+            fs::write(source.join(folder).join("model.safetensors"), &file).unwrap();
+        }
+    }
+    source
+}
+
+#[test]
+fn a_configuration_says_what_its_weights_are() {
+    let scratch = Scratch::new();
+    let text = "{\n    \"zeta\": 1.0e-05, \"alpha\": 18446744073709551616,\n\t\"limit\": [0.0, Infinity]\n}";
+    let source = configured(&scratch, "model", text.as_bytes());
+    let mut digests = Vec::new();
+    for profile in [Profile::Distribution, Profile::Resident] {
+        let options = CompressOptions::new(profile).sha256(true);
+        let files = round_trip(&source, &options);
+        let made = scratch.path(profile.name());
+        let report = compress(&source, &made, &options, &Silent).unwrap();
+        assert!(report.unmarked_configs.is_empty());
+        let bundle = Bundle::open(&made).unwrap();
+        let digest = manifest::weights_digest(&bundle.manifest().files).to_string();
+        let own = format!(
+            "{{\n    \"quantization_config\": {{\"quant_method\": \"unweight\", \"manifest\": \"{digest}\"}},\n    \
+             \"transformers_weights\": \"unweight.json\","
+        );
+        for folder in ["", "deeper/"] {
+            let name = format!("{folder}config.json");
+            let stored = String::from_utf8(files[&name].clone()).unwrap();
+            assert_eq!(stored, text.replacen('{', &own, 1));
+            assert_eq!(files[&format!("{name}.source")], text.as_bytes());
+            assert_eq!(bundle.copied(&name, 1 << 20).unwrap().unwrap(), text.as_bytes(), "as the source had it");
+        }
+        assert_eq!(files["elsewhere/config.json"], text.as_bytes());
+        assert!(!files.contains_key("elsewhere/config.json.source"));
+        assert_eq!(plan(&source, &options).unwrap().unmarked_configs, []);
+        digests.push(digest);
+    }
+    assert_ne!(digests[0], digests[1], "bundles are told apart");
+
+    // Another README is another manifest, but the same weights.
+    let digest = |source: &Path, name: &str| {
+        compress(source, &scratch.path(name), &CompressOptions::default(), &Silent).unwrap();
+        let manifest = Bundle::open(&scratch.path(name)).unwrap().manifest().clone();
+        (manifest::weights_digest(&manifest.files), manifest.manifest_digest)
+    };
+    let before = digest(&source, "before");
+    assert_eq!(before.0.to_string(), digests[0]);
+    fs::write(source.join("README.md"), "read me").unwrap();
+    let after = digest(&source, "after");
+    assert!(before.0 == after.0 && before.1 != after.1);
+
+    // The name of the copy is taken.
+    fs::write(source.join("config.json.source"), "mine").unwrap();
+    let error = compress(&source, &scratch.path("out"), &CompressOptions::default(), &Silent).unwrap_err();
+    assert!(matches!(&error, BundleError::ReservedFile { path } if path.ends_with("config.json.source")), "{error}");
+}
+
+#[test]
+fn a_configuration_that_has_other_plans_is_left_as_it_is() {
+    let scratch = Scratch::new();
+    let large = format!("{{\"a\": \"{}\"}}", "a".repeat(16 << 20));
+    let cases: [(&str, &[u8], &str); 4] = [
+        ("list", b"[1, 2]", "it is no JSON object"),
+        ("fp8", br#"{"quantization_config": {"quant_method": "fp8"}}"#, "it has a quantization_config of its own"),
+        ("named", br#"{"transformers_weights": "model.safetensors"}"#, "it has transformers_weights of its own"),
+        ("large", large.as_bytes(), "it has more than 16 MiB"),
+    ];
+    for (name, text, reason) in cases {
+        let source = configured(&scratch, name, text);
+        // Where nothing is changed, no name is taken either.
+        fs::write(source.join("config.json.source"), "mine").unwrap();
+        let files = round_trip(&source, &CompressOptions::default());
+        assert!(files["config.json"] == text && files["config.json.source"] == b"mine", "{name}");
+        let report = plan(&source, &CompressOptions::default()).unwrap();
+        let unmarked: Vec<_> = report.unmarked_configs.iter().map(|c| (c.name.as_str(), c.reason)).collect();
+        assert_eq!(unmarked, [("config.json", reason), ("deeper/config.json", reason)]);
+        let done = compress(&source, &scratch.path("out"), &CompressOptions::default().force(true), &Silent).unwrap();
+        assert_eq!(done.unmarked_configs, report.unmarked_configs);
+    }
 }
 
 /// A hub repository with an edited README, and a download of the weights alone.

@@ -164,6 +164,9 @@ fn hostile_manifests_are_refused() {
         let tensors = shard(manifest)["tensors"].as_array_mut().unwrap();
         tensors.iter_mut().find(|t| t["encoding"] == "huffman").unwrap()
     }
+    fn config(manifest: &mut serde_json::Value) -> &mut serde_json::Value {
+        manifest["files"].as_array_mut().unwrap().iter_mut().find(|f| f["kind"] == "config").unwrap()
+    }
     let cases: &[(&str, Change)] = &[
         ("relative", |m| m["files"][0]["name"] = "../config.json".into()),
         ("relative", |m| m["files"][0]["name"] = "/etc/passwd".into()),
@@ -171,6 +174,15 @@ fn hostile_manifests_are_refused() {
         ("control character", |m| m["files"][0]["name"] = "a\nb".into()),
         ("listed twice", |m| m["files"][0]["name"] = "unweight.json".into()),
         ("listed twice", |m| m["files"][1] = m["files"][0].clone()),
+        ("has no stored_size", |m| _ = config(m).as_object_mut().unwrap().remove("stored_size")),
+        ("has no stored_digest", |m| _ = config(m).as_object_mut().unwrap().remove("stored_digest")),
+        ("listed twice", |m| {
+            let source = serde_json::json!({"kind": "copied", "name": "config.json.source", "size": 1, "digest": "0".repeat(32)});
+            m["files"].as_array_mut().unwrap().push(source);
+        }),
+        ("unknown kind 'other'", |m| config(m)["kind"] = "other".into()),
+        ("expected 7 bytes", |m| config(m)["stored_size"] = 7.into()),
+        ("expected 7 bytes", |m| config(m)["size"] = 7.into()),
         ("its size is", |m| shard(m)["size"] = u64::MAX.into()),
         ("shard_size", |m| shard(m)["shard_size"] = u64::MAX.into()),
         ("shard_size", |m| shard(m)["shard_header_bytes"] = u64::MAX.into()),
@@ -205,10 +217,22 @@ fn hostile_manifests_are_refused() {
         refuses(&bundle, &scratch);
         assert!(Bundle::open(&bundle).is_err(), "{expected}");
     }
+    // Contents are read by who needs them: the bundle's own configuration by nobody but verify.
+    fs::write(bundle.join("unweight.json"), &sound).unwrap();
+    reseal(&bundle, |m| config(m)["stored_digest"] = "0".repeat(32).into());
+    let text = faults(&bundle);
+    assert!(text.contains("config.json: contents"), "{text}");
+    fs::write(bundle.join("unweight.json"), &sound).unwrap();
+    reseal(&bundle, |m| config(m)["digest"] = "0".repeat(32).into());
+    let text = faults(&bundle);
+    assert!(text.contains("config.json.source: contents"), "{text}");
+    assert!(refuses(&bundle, &scratch).contains("config.json.source: contents"));
+    let error = Bundle::open(&bundle).unwrap().copied("config.json", 1 << 20).unwrap_err();
+    assert!(matches!(&error, BundleError::Mismatch { file, .. } if file == "config.json.source"), "{error}");
     fs::write(bundle.join("unweight.json"), &sound).unwrap();
     reseal(&bundle, |m| m["version"]["major"] = 2.into());
     let error = Bundle::open(&bundle).unwrap_err();
-    assert!(error.to_string().contains("2.0 is newer than this program's 1.0; update"), "{error}");
+    assert!(error.to_string().contains("2.1 is newer than this program's 1.1; update"), "{error}");
     assert_eq!(error.class(), ErrorClass::Failed);
     fs::write(bundle.join("unweight.json"), &sound).unwrap();
     reseal(&bundle, |m| {
@@ -218,7 +242,7 @@ fn hostile_manifests_are_refused() {
     assert!(Bundle::open(&bundle).is_ok(), "a newer minor version is read");
     reseal(&bundle, |m| coded(m)["encoding"] = "newer".into());
     let error = Bundle::open(&bundle).unwrap_err();
-    assert!(error.to_string().contains("1.7 is newer than this program's 1.0; update"), "{error}");
+    assert!(error.to_string().contains("1.7 is newer than this program's 1.1; update"), "{error}");
 }
 
 #[test]

@@ -75,6 +75,24 @@ fn valid_models_give_the_same_bytes_and_come_back() {
 }
 
 #[test]
+fn bundles_of_older_versions_come_back() {
+    let rows = rows("Older versions");
+    let dir = golden().join("versions");
+    assert_eq!(rows.len(), fs::read_dir(&dir).unwrap().count(), "every version is explained");
+    for (version, _) in rows {
+        let (source, bundle) = (dir.join(&version).join("source"), dir.join(&version).join("bundle"));
+        let open = Bundle::open(&bundle).unwrap();
+        assert_eq!(open.manifest().version.to_string(), version);
+        let config = open.copied("config.json", 1 << 20).unwrap().unwrap();
+        assert_eq!(config, fs::read(source.join("config.json")).unwrap());
+        assert!(verify(&bundle, Some(&source), &Silent).unwrap().is_ok(), "{version}");
+        let scratch = Scratch::new();
+        decompress(&bundle, &scratch.path("back"), &DecompressOptions::default(), &Silent).unwrap();
+        assert!(read_tree(&scratch.path("back")) == read_tree(&source), "{version}");
+    }
+}
+
+#[test]
 fn invalid_headers_are_refused_with_their_message() {
     let rows = rows("Invalid headers");
     let files = read_tree(&golden().join("invalid/headers"));
@@ -138,7 +156,7 @@ fn regenerate() {
     let bias = tensor("bias", "BF16", &[3], &weights(3, 12));
     let ids = tensor("ids", "I64", &[2], &[1; 16]);
     put(single.join("model.safetensors"), &safetensors_file(&[("format", "pt")], &[t, bias, ids]));
-    put(single.join("config.json"), b"{}\n");
+    put(single.join("config.json"), b"{\n  \"rms_norm_eps\": 1.0e-05,\n  \"architectures\": [\"\\u0041\"]\n}\n");
     let sharded = golden().join("valid/sharded/source");
     let mut map = serde_json::Map::new();
     for layer in 0..3 {

@@ -27,6 +27,11 @@ fn a_bundle_says_what_it_is_and_what_is_what() {
     let config = ModelConfig::of_bundle(&bundle).unwrap();
     assert_eq!((config.family, config.hidden, config.layers, config.head_dim), (Family::Llama, 64, 2, 16));
     assert_eq!((&config.eos[..], config.generation.do_sample), (&[7, 9][..], true));
+    // The bundle's own file says that the weights are packed, which is no other model.
+    let own = fs::read_to_string(home.path().join("bundle/config.json")).unwrap();
+    assert!(own.contains("\"quant_method\": \"unweight\""), "{own}");
+    let generation = fs::read_to_string(home.path().join("bundle/generation_config.json")).unwrap();
+    assert_eq!(ModelConfig::parse(&own, Some(&generation)).unwrap(), config);
     let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
     assert_eq!(weights.layers[1].down, "model.layers.1.mlp.down_proj.weight");
     let named = 3 + weights.layers.len() * 9;
@@ -69,12 +74,12 @@ fn what_lies_beside_the_weights_is_checked() {
     assert_eq!(bundle.copied("no.such", 100).unwrap(), None);
     assert_eq!(bundle.copied("unweight.json", 1 << 20).unwrap(), None, "no file of the model");
     assert!(matches!(bundle.copied("config.json", 10), Err(BundleError::TooLarge { limit: 10, .. })));
-    let path = home.path().join("bundle/config.json");
+    let path = home.path().join("bundle/config.json.source");
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, text.replacen("256", "257", 1)).unwrap();
     let error = ModelConfig::of_bundle(&bundle).unwrap_err();
     assert!(matches!(error, ConfigError::Bundle(BundleError::Mismatch { .. })), "{error}");
-    assert!(error.to_string().starts_with("config.json: "), "{error}");
+    assert!(error.to_string().starts_with("config.json.source: "), "{error}");
 }
 
 #[test]

@@ -28,7 +28,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     BundleError, CompareReport, CompareRow, CompressOptions, CompressReport, CpuEncoder, Encoder, EncoderError,
-    PlanReport, Progress, TensorReport, VerifyAfter,
+    PlanReport, Progress, TensorReport, VerifyAfter, config,
     files::{self, Contents, Input},
     pipeline::{Gate, Work, batches_from, join, on_threads, spawn},
     read::Shard,
@@ -39,7 +39,7 @@ use super::{
 use crate::{
     CodeLimit, Digest, FormId, Matrix, Section, StoredTensor, bf16,
     bundle::manifest::{
-        self, CopiedFile, FileEntry, INDEX_SOURCE_SUFFIX, IndexFile, Manifest, Options, SOURCE_HEADER, SectionEntry,
+        self, ChangedFile, CopiedFile, FileEntry, Manifest, Options, SOURCE_HEADER, SOURCE_SUFFIX, SectionEntry,
         TensorEntry, VERSION, WeightsFile, section_name,
     },
     failpoint::failpoint,
@@ -103,6 +103,7 @@ pub fn compress_with(
         tensors,
         files: model.files.len() as u64,
         large_copies: model.large_copies(),
+        unmarked_configs: model.unmarked_configs,
         resumed_files,
         resumed_tensors,
         original_bytes,
@@ -133,6 +134,7 @@ pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, Bund
         tensors,
         files: model.files.len() as u64,
         large_copies: model.large_copies(),
+        unmarked_configs: model.unmarked_configs,
         original_bytes,
         stored_bytes,
         ratio: ratio(stored_bytes, original_bytes),
@@ -240,7 +242,11 @@ fn predict(model: &Source, ways: &[(&Planner, CodeLimit)]) -> Result<Vec<Predict
     let mut predicted = vec![Predicted::default(); ways.len()];
     for file in &model.files {
         let Kind::Weights { header, .. } = &file.kind else {
-            let bytes = if matches!(file.kind, Kind::Index(_)) { 4 * file.bytes } else { file.bytes };
+            let bytes = match &file.kind {
+                Kind::Index(_) => 4 * file.bytes,
+                Kind::Config(text) => file.bytes + config::with_keys(text, Digest::leaf(&[])).len() as u64,
+                _ => file.bytes,
+            };
             predicted.iter_mut().for_each(|(_, stored_bytes)| *stored_bytes += bytes);
             continue;
         };
@@ -450,18 +456,8 @@ impl Job<'_> {
                             entry
                         }
                     }),
-                    Kind::Index(_) => {
-                        let contents = self.copy(file, &format!("{}{INDEX_SOURCE_SUFFIX}", file.name))?;
-                        // Its stored form is written when the stored names of all shards are known.
-                        FileEntry::Index(IndexFile {
-                            name: file.name.clone(),
-                            size: contents.bytes,
-                            digest: contents.digest,
-                            sha256: contents.sha256,
-                            stored_size: 0,
-                            stored_digest: contents.digest,
-                        })
-                    }
+                    Kind::Index(_) => FileEntry::Index(self.copy_changed(file)?),
+                    Kind::Config(_) => FileEntry::Config(self.copy_changed(file)?),
                     Kind::Copied => {
                         let contents = self.copy(file, &file.name)?;
                         FileEntry::Copied(CopiedFile {
@@ -478,7 +474,7 @@ impl Job<'_> {
         })?;
         let resumed_files: Vec<String> =
             keep.into_iter().collect::<std::collections::BTreeSet<_>>().into_iter().collect();
-        self.indexes(model, &mut files)?;
+        self.changed(model, &mut files)?;
         let tensors = files.iter().filter_map(FileEntry::weights).flat_map(|file| &file.tensors);
         let layers = plan::layers(tensors.map(|t| (t.role, t.layer, t.form)));
         let options = Options {
@@ -512,6 +508,19 @@ impl Job<'_> {
             self.check_cancelled()
         };
         self.stage.copy(&Input::open_same(&file.path, &file.stamp)?, name, self.options.sha256, advance, |_| Ok(()))
+    }
+
+    /// Keeps a file as it is beside its stored form, which is written when all shards are known.
+    fn copy_changed(&self, file: &SourceFile) -> Result<ChangedFile, BundleError> {
+        let contents = self.copy(file, &format!("{}{SOURCE_SUFFIX}", file.name))?;
+        Ok(ChangedFile {
+            name: file.name.clone(),
+            size: contents.bytes,
+            digest: contents.digest,
+            sha256: contents.sha256,
+            stored_size: 0,
+            stored_digest: contents.digest,
+        })
     }
 
     /// The options that a shard depends on, as text.
@@ -944,16 +953,25 @@ impl Job<'_> {
         Ok(Encoded { info, entry, stored, held_bytes })
     }
 
-    /// Writes the indexes for the stored names.
-    fn indexes(&self, model: &Source, files: &mut [FileEntry]) -> Result<(), BundleError> {
+    /// Writes what depends on the shards: indexes of the stored names, and each `config.json`.
+    fn changed(&self, model: &Source, files: &mut [FileEntry]) -> Result<(), BundleError> {
         let shards: BTreeMap<String, WeightsFile> =
             files.iter().filter_map(FileEntry::weights).map(|file| (file.name.clone(), file.clone())).collect();
+        let weights = manifest::weights_digest(files);
         for (file, entry) in model.files.iter().zip(files) {
-            if let (Kind::Index(index), FileEntry::Index(entry)) = (&file.kind, entry) {
-                let bytes = stored_index(index, &file.name, &shards);
-                self.stage.put(&file.name, &bytes)?;
-                (entry.stored_size, entry.stored_digest) = (bytes.len() as u64, Digest::of(&bytes));
-            }
+            let (bytes, entry) = match (&file.kind, entry) {
+                (Kind::Index(index), FileEntry::Index(entry)) => (stored_index(index, &file.name, &shards), entry),
+                (Kind::Config(text), FileEntry::Config(entry)) => {
+                    if Digest::of(text) != entry.digest {
+                        let path = file.path.clone();
+                        return Err(BundleError::SourceChanged { path, change: "it was written to" });
+                    }
+                    (config::with_keys(text, weights), entry)
+                }
+                _ => continue,
+            };
+            self.stage.put(&file.name, &bytes)?;
+            (entry.stored_size, entry.stored_digest) = (bytes.len() as u64, Digest::of(&bytes));
         }
         Ok(())
     }

@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{
     Digest,
-    bundle::manifest::{FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile},
+    bundle::manifest::{FileEntry, Manifest, WeightsFile},
     failpoint::failpoint,
 };
 
@@ -151,11 +151,11 @@ impl Job<'_> {
     /// Returns how many bytes an interrupted run had rebuilt.
     fn rebuild(&self, file: &FileEntry) -> Result<u64, BundleError> {
         match file {
-            FileEntry::Weights(weights) => return self.weights(weights),
-            FileEntry::Index(_) => self.copy(file, &format!("{}{INDEX_SOURCE_SUFFIX}", file.name()))?,
-            FileEntry::Copied(_) => self.copy(file, file.name())?,
+            FileEntry::Weights(weights) => self.weights(weights),
+            FileEntry::Index(_) | FileEntry::Config(_) | FileEntry::Copied(_) => {
+                self.copy(file, &file.original().unwrap_or_default()).map(|()| 0)
+            }
         }
-        Ok(0)
     }
 
     /// Tensors and bytes that an interrupted run has rebuilt of an unfinished file: up to the first that has not its digest.

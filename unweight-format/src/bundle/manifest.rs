@@ -22,7 +22,7 @@ pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
 /// `format` of every manifest.
 pub const FORMAT: &str = "unweight";
 /// The version that this crate writes, and the newest major version that it reads.
-pub const VERSION: Version = Version { major: 1, minor: 0 };
+pub const VERSION: Version = Version { major: 1, minor: 1 };
 /// Largest manifest that is read, bytes: some 100,000 tensors.
 pub const BYTES_MAX: u64 = 128 << 20;
 /// Most extents of a shape.
@@ -31,8 +31,8 @@ pub const RANK_MAX: usize = 64;
 pub const SOURCE_HEADER: &str = "unweight.source_header";
 /// Between a tensor's name and its section's.
 pub const SECTION_INFIX: &str = ".unweight.";
-/// What the name of an index gets for the copy of the source's own.
-pub const INDEX_SOURCE_SUFFIX: &str = ".source";
+/// What the name of a file that the bundle has in another form gets for the copy of the source's own.
+pub const SOURCE_SUFFIX: &str = ".source";
 
 const DIGEST_KEY: &[u8] = b"\"manifest_digest\":\"";
 const DIGEST_DIGITS: usize = 32;
@@ -89,7 +89,9 @@ pub enum FileEntry {
     /// A safetensors file.
     Weights(WeightsFile),
     /// A safetensors index; the bundle has one of the same name for the stored tensors and the source's as `<name>.source`.
-    Index(IndexFile),
+    Index(ChangedFile),
+    /// A `config.json`; the bundle's says what the weights are, and the source's is beside it as `<name>.source`.
+    Config(ChangedFile),
     /// Any other file, copied.
     Copied(CopiedFile),
 }
@@ -132,14 +134,17 @@ impl TryFrom<FlatEntry> for FileEntry {
                 digest,
                 sha256,
             }),
-            "index" => Self::Index(IndexFile {
-                stored_size: flat.stored_size.ok_or_else(|| missing("stored_size"))?,
-                stored_digest: flat.stored_digest.ok_or_else(|| missing("stored_digest"))?,
-                name,
-                size,
-                digest,
-                sha256,
-            }),
+            "index" | "config" => {
+                let changed = ChangedFile {
+                    stored_size: flat.stored_size.ok_or_else(|| missing("stored_size"))?,
+                    stored_digest: flat.stored_digest.ok_or_else(|| missing("stored_digest"))?,
+                    name,
+                    size,
+                    digest,
+                    sha256,
+                };
+                if kind == "index" { Self::Index(changed) } else { Self::Config(changed) }
+            }
             "copied" => Self::Copied(CopiedFile { name, size, digest, sha256 }),
             other => return Err(format!("unknown kind '{}'", other.escape_default())),
         })
@@ -196,21 +201,21 @@ pub struct WeightsFile {
     pub tensors: Vec<TensorEntry>,
 }
 
-/// A safetensors index.
+/// A file that the bundle has in another form, with the source's own beside it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct IndexFile {
+pub struct ChangedFile {
     /// Relative path.
     pub name: String,
-    /// Bytes of the source's index.
+    /// Bytes of the source's file.
     pub size: u64,
-    /// Digest of the source's index.
+    /// Digest of the source's file.
     pub digest: Digest,
-    /// SHA-256 of the source's index, if asked for.
+    /// SHA-256 of the source's file, if asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
-    /// Bytes of the bundle's index.
+    /// Bytes of the bundle's file.
     pub stored_size: u64,
-    /// Digest of the bundle's index.
+    /// Digest of the bundle's file.
     pub stored_digest: Digest,
 }
 
@@ -318,7 +323,7 @@ impl FileEntry {
     pub fn name(&self) -> &str {
         match self {
             Self::Weights(file) => &file.name,
-            Self::Index(file) => &file.name,
+            Self::Index(file) | Self::Config(file) => &file.name,
             Self::Copied(file) => &file.name,
         }
     }
@@ -327,7 +332,7 @@ impl FileEntry {
     pub fn size(&self) -> u64 {
         match self {
             Self::Weights(file) => file.size,
-            Self::Index(file) => file.size,
+            Self::Index(file) | Self::Config(file) => file.size,
             Self::Copied(file) => file.size,
         }
     }
@@ -336,7 +341,7 @@ impl FileEntry {
     pub fn digest(&self) -> Digest {
         match self {
             Self::Weights(file) => file.digest,
-            Self::Index(file) => file.digest,
+            Self::Index(file) | Self::Config(file) => file.digest,
             Self::Copied(file) => file.digest,
         }
     }
@@ -345,7 +350,7 @@ impl FileEntry {
     pub fn sha256(&self) -> Option<&str> {
         match self {
             Self::Weights(file) => file.sha256.as_deref(),
-            Self::Index(file) => file.sha256.as_deref(),
+            Self::Index(file) | Self::Config(file) => file.sha256.as_deref(),
             Self::Copied(file) => file.sha256.as_deref(),
         }
     }
@@ -355,17 +360,26 @@ impl FileEntry {
         if let Self::Weights(file) = self { Some(file) } else { None }
     }
 
-    /// The copied file, if it is one.
-    pub fn copied(&self) -> Option<&CopiedFile> {
-        if let Self::Copied(file) = self { Some(file) } else { None }
+    /// The file that the bundle has in another form, if it is one.
+    pub fn changed(&self) -> Option<&ChangedFile> {
+        if let Self::Index(file) | Self::Config(file) = self { Some(file) } else { None }
+    }
+
+    /// Name of the bundle's file with the bytes that the source had; `None` for weights, which are decoded.
+    pub fn original(&self) -> Option<String> {
+        match self {
+            Self::Weights(_) => None,
+            Self::Index(file) | Self::Config(file) => Some(format!("{}{SOURCE_SUFFIX}", file.name)),
+            Self::Copied(file) => Some(file.name.clone()),
+        }
     }
 
     /// Names and bytes of the files it has in the bundle.
     pub fn stored(&self) -> Vec<(String, u64)> {
         match self {
             Self::Weights(file) => vec![(file.name.clone(), file.shard_size)],
-            Self::Index(file) => {
-                vec![(file.name.clone(), file.stored_size), (format!("{}{INDEX_SOURCE_SUFFIX}", file.name), file.size)]
+            Self::Index(file) | Self::Config(file) => {
+                vec![(file.name.clone(), file.stored_size), (format!("{}{SOURCE_SUFFIX}", file.name), file.size)]
             }
             Self::Copied(file) => vec![(file.name.clone(), file.size)],
         }
@@ -435,6 +449,19 @@ impl TensorEntry {
             size.err().map(|error| format!("[{rows}, {cols}]: {error}"))
         })
     }
+}
+
+/// What `config.json` of a bundle calls it by: the digest of the digests (as text, 32 digits each) of every source file with weights, its shard's
+/// header, and the sections of its tensors, in order. It covers no other file, so a `config.json` can hold it.
+pub fn weights_digest(files: &[FileEntry]) -> Digest {
+    let mut digester = Digester::default();
+    let mut put = |digest: Digest| digester.update(digest.to_string().as_bytes());
+    for file in files.iter().filter_map(FileEntry::weights) {
+        put(file.digest);
+        put(file.shard_header_digest);
+        file.tensors.iter().flat_map(|tensor| &tensor.sections).for_each(|section| put(section.digest));
+    }
+    digester.finish()
 }
 
 /// Name of a stored section of a tensor.

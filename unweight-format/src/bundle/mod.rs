@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! source/                                      bundle/
-//!   config.json, tokenizer.json, ... --copy-->   config.json, ...
+//!   tokenizer.json, README.md, ... --copy----->   tokenizer.json, ...
+//!   config.json                    --two keys->  config.json (+ .source: as it was)
 //!   model.safetensors.index.json  --rewrite-->   model.safetensors.index.json (+ .source: as it was)
 //!   model-00001-of-00002.safetensors --encode--> model-00001-of-00002.safetensors
 //!   model-00002-of-00002.safetensors             model-00002-of-00002.safetensors
@@ -12,6 +13,7 @@
 //! byte, and [`Bundle`] reads tensors for a runtime. The source is never written to; an output appears under its name when it is complete.
 
 pub(crate) mod compress;
+mod config;
 mod decompress;
 mod encoder;
 mod error;
@@ -38,7 +40,7 @@ pub use progress::{Progress, Silent};
 pub use read::{Bundle, BundleTensor};
 pub use report::{
     CompareReport, CompareRow, CompressReport, DecompressReport, FileReport, FormTotal, LargeCopy, PlanReport, Problem,
-    RoleTotal, TensorReport, VerifyReport,
+    RoleTotal, TensorReport, UnmarkedConfig, VerifyReport,
 };
 pub use sign::Signer;
 pub use verify::{verify, verify_with};

@@ -153,25 +153,28 @@ impl Bundle {
         self.decode_at(self.find_in(file, name)?)
     }
 
-    /// The bytes of a file beside the weights (`config.json`, `tokenizer.json`), compared with their digest; `None` if the bundle has none of
-    /// this name.
+    /// The bytes of a file beside the weights (`config.json`, `tokenizer.json`) as the source had it, compared with their digest; `None` if the
+    /// bundle has none of this name. Indexes are not among them: they belong to the weights.
     ///
     /// # Errors
     /// It is larger than `limit` bytes, missing, cannot be read, or is damaged.
     pub fn copied(&self, file: &str, limit: u64) -> Result<Option<Vec<u8>>, BundleError> {
-        let mut copied = self.manifest.files.iter().filter_map(FileEntry::copied);
-        let Some(entry) = copied.find(|entry| entry.name == file) else { return Ok(None) };
-        check_sizes(&self.dir, &FileEntry::Copied(entry.clone()))?;
-        let bytes = files::read_small(&self.dir.join(file), limit)?;
+        let kept = |entry: &&FileEntry| matches!(entry, FileEntry::Copied(_) | FileEntry::Config(_));
+        let Some(entry) = self.manifest.files.iter().filter(kept).find(|entry| entry.name() == file) else {
+            return Ok(None);
+        };
+        let stored = entry.original().unwrap_or_default();
+        check_size(&self.dir, stored.clone(), entry.size())?;
+        let bytes = files::read_small(&self.dir.join(&stored), limit)?;
         let digest = Digest::of(&bytes);
-        if digest == entry.digest {
+        if digest == entry.digest() {
             return Ok(Some(bytes));
         }
         Err(BundleError::Mismatch {
-            file: file.into(),
+            file: stored,
             what: "contents".into(),
             offset: 0,
-            expected: entry.digest.to_string(),
+            expected: entry.digest().to_string(),
             got: digest.to_string(),
         })
     }
@@ -224,14 +227,19 @@ pub(crate) fn read_manifest_bytes(dir: &Path) -> Result<(Manifest, Vec<u8>), Bun
 
 /// Checks that the stored files of an entry are there with the sizes that the manifest says.
 pub(crate) fn check_sizes(dir: &Path, entry: &FileEntry) -> Result<(), BundleError> {
-    entry.stored().into_iter().try_for_each(|(file, expected)| match dir.join(&file).metadata() {
+    entry.stored().into_iter().try_for_each(|(file, expected)| check_size(dir, file, expected))
+}
+
+/// Checks that a file of the bundle is there with the size that the manifest says.
+pub(crate) fn check_size(dir: &Path, file: String, expected: u64) -> Result<(), BundleError> {
+    match dir.join(&file).metadata() {
         Ok(metadata) if !metadata.is_file() || metadata.len() != expected => {
             Err(BundleError::FileSize { file, expected, got: metadata.len() })
         }
         Ok(_) => Ok(()),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Err(BundleError::MissingFile { file }),
         Err(source) => Err(BundleError::Io { action: "look at the file", path: dir.join(file), source }),
-    })
+    }
 }
 
 /// An open shard whose header agrees with the manifest.

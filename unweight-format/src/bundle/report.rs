@@ -60,6 +60,16 @@ pub struct LargeCopy {
     pub bytes: u64,
 }
 
+/// A `config.json` beside weights that does not say that they are a bundle's: it is copied as it is. Readers that do not know bundles may then load
+/// something else without a word.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct UnmarkedConfig {
+    /// Name, relative.
+    pub name: String,
+    /// Why.
+    pub reason: &'static str,
+}
+
 /// Sums over the tensors of one role.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RoleTotal {
@@ -119,6 +129,8 @@ pub struct PlanReport {
     pub files: u64,
     /// Copied files that are large for what they are, largest first.
     pub large_copies: Vec<LargeCopy>,
+    /// Files `config.json` that are copied as they are.
+    pub unmarked_configs: Vec<UnmarkedConfig>,
     /// Bytes of all source files.
     pub original_bytes: u64,
     /// Bytes of all files of the bundle (predicted).
@@ -145,6 +157,8 @@ pub struct CompressReport {
     pub files: u64,
     /// Copied files that are large for what they are, largest first.
     pub large_copies: Vec<LargeCopy>,
+    /// Files `config.json` that are copied as they are.
+    pub unmarked_configs: Vec<UnmarkedConfig>,
     /// Files taken over from an interrupted run.
     pub resumed_files: Vec<String>,
     /// Tensors taken over of files that it did not finish.

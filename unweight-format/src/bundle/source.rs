@@ -8,7 +8,7 @@ use std::{
 use serde::Deserialize;
 
 use super::{
-    BundleError, LargeCopy, Selection,
+    BundleError, LargeCopy, Selection, UnmarkedConfig, config,
     files::{self, Input, Stamp},
 };
 use crate::{
@@ -45,6 +45,8 @@ const LARGE_BYTES: u64 = 64 << 20;
 pub(crate) struct Source {
     /// Sorted by name.
     pub(crate) files: Vec<SourceFile>,
+    /// Files `config.json` beside weights that are copied as they are.
+    pub(crate) unmarked_configs: Vec<UnmarkedConfig>,
 }
 
 #[derive(Debug)]
@@ -66,6 +68,8 @@ pub(crate) enum Kind {
         header_bytes: Vec<u8>,
     },
     Index(Index),
+    /// A `config.json` that gets two keys: its text.
+    Config(Vec<u8>),
     Copied,
 }
 
@@ -87,14 +91,15 @@ impl Source {
         if !source.files.iter().any(|f| matches!(f.kind, Kind::Weights { .. })) {
             return Err(BundleError::NoWeights { path: root.into() });
         }
-        let names: HashSet<&str> = source.files.iter().map(|f| f.name.as_str()).collect();
+        let by_name: HashMap<&str, &SourceFile> = source.files.iter().map(|f| (f.name.as_str(), f)).collect();
         for file in &source.files {
             if [manifest::FILE_NAME, manifest::SIGNATURE_NAME].contains(&file.name.as_str()) {
                 return Err(BundleError::ReservedFile { path: file.path.clone() });
             }
-            let index = file.name.strip_suffix(manifest::INDEX_SOURCE_SUFFIX).filter(|name| files::is_index(name));
-            if index.is_some_and(|index| names.contains(index)) {
-                return Err(BundleError::ReservedFile { path: file.path.clone() });
+            if let Kind::Index(_) | Kind::Config(_) = file.kind
+                && let Some(taken) = by_name.get(format!("{}{}", file.name, manifest::SOURCE_SUFFIX).as_str())
+            {
+                return Err(BundleError::ReservedFile { path: taken.path.clone() });
             }
         }
         source.files.iter().try_for_each(|file| match &file.kind {
@@ -120,7 +125,31 @@ impl Source {
                 Ok(SourceFile { name, path, bytes: stamp.bytes, stamp, kind })
             })
             .collect::<Result<Vec<_>, BundleError>>()?;
-        Ok(Self { files })
+        let mut source = Self { files, unmarked_configs: Vec::new() };
+        source.find_configs()?;
+        Ok(source)
+    }
+
+    /// Finds the files `config.json` that lie beside weights.
+    fn find_configs(&mut self) -> Result<(), BundleError> {
+        let folder = |name: &str| name.rfind('/').map_or(0, |slash| slash + 1);
+        let weights = self.files.iter().filter(|file| matches!(file.kind, Kind::Weights { .. }));
+        let folders: HashSet<String> = weights.map(|file| file.name[..folder(&file.name)].to_owned()).collect();
+        let is_beside = |name: &str| config::is_config(name) && folders.contains(&name[..folder(name)]);
+        for file in self.files.iter_mut().filter(|file| is_beside(&file.name)) {
+            let text = match config::check_bytes(file.bytes) {
+                Ok(()) => Input::open_same(&file.path, &file.stamp)?.read(0, file.bytes)?,
+                Err(reason) => {
+                    self.unmarked_configs.push(UnmarkedConfig { name: file.name.clone(), reason });
+                    continue;
+                }
+            };
+            match config::check(&text) {
+                Ok(()) => file.kind = Kind::Config(text),
+                Err(reason) => self.unmarked_configs.push(UnmarkedConfig { name: file.name.clone(), reason }),
+            }
+        }
+        Ok(())
     }
 
     /// Copied files that are large for what they are, largest first; all of a folder of a version control system as one.

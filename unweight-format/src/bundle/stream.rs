@@ -9,9 +9,9 @@ use super::{
     decompress::{check_contents, check_sha256},
     files,
     pipeline::{Work, on_threads},
-    read::{Shard, check_sizes},
+    read::{Shard, check_size},
 };
-use crate::bundle::manifest::{FileEntry, INDEX_SOURCE_SUFFIX, WeightsFile};
+use crate::bundle::manifest::{FileEntry, WeightsFile};
 
 impl Bundle {
     /// Writes the original bytes of a file of the source to `out`, in order.
@@ -39,8 +39,9 @@ impl Bundle {
                 let shard = shard.ok_or_else(|| BundleError::UnknownFile { name: name.into() })?;
                 write_weights(shard, weights, options.ram_bytes, &mut out)
             }
-            FileEntry::Index(_) => write_copy(self.dir(), file, &format!("{name}{INDEX_SOURCE_SUFFIX}"), &mut out),
-            FileEntry::Copied(_) => write_copy(self.dir(), file, name, &mut out),
+            FileEntry::Index(_) | FileEntry::Config(_) | FileEntry::Copied(_) => {
+                write_copy(self.dir(), file, file.original().unwrap_or_default(), &mut out)
+            }
         })?;
         Ok(FileReport {
             name: name.into(),
@@ -71,10 +72,10 @@ impl Out<'_> {
     }
 }
 
-fn write_copy(dir: &Path, file: &FileEntry, stored: &str, out: &mut Out<'_>) -> Result<(), BundleError> {
-    check_sizes(dir, file)?;
-    let got = files::read_through(&dir.join(stored), file.sha256().is_some(), |chunk| out.write(chunk))?;
-    check_contents(file, stored, &got)
+fn write_copy(dir: &Path, file: &FileEntry, stored: String, out: &mut Out<'_>) -> Result<(), BundleError> {
+    check_size(dir, stored.clone(), file.size())?;
+    let got = files::read_through(&dir.join(&stored), file.sha256().is_some(), |chunk| out.write(chunk))?;
+    check_contents(file, &stored, &got)
 }
 
 fn write_weights(

@@ -13,7 +13,7 @@ use super::{
     report::peak_rss_bytes,
     sign,
 };
-use crate::bundle::manifest::{self, FileEntry, INDEX_SOURCE_SUFFIX, Manifest, WeightsFile};
+use crate::bundle::manifest::{self, FileEntry, Manifest, WeightsFile};
 
 /// Checks every byte of a bundle: the manifest, all sizes and headers, every section, and every tensor decoded; that nothing is
 /// missing and nothing is there that does not belong. With `against`, every source file is compared, too.
@@ -75,24 +75,24 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
             }
             _ if options.quick => Ok(()),
             FileEntry::Weights(weights) => check_shard(bundle, weights, options.ram_bytes, progress, &mut report),
-            FileEntry::Index(index) => {
-                let (stored, original) = (&index.name, format!("{}{INDEX_SOURCE_SUFFIX}", index.name));
+            FileEntry::Index(changed) | FileEntry::Config(changed) => {
+                let stored = &changed.name;
                 let got = files::read_through(&bundle.join(stored), false, |_| Ok(()))?;
-                if got.digest != index.stored_digest {
+                if got.digest != changed.stored_digest {
                     return Err(BundleError::Mismatch {
                         file: stored.clone(),
                         what: "contents".into(),
                         offset: 0,
-                        expected: index.stored_digest.to_string(),
+                        expected: changed.stored_digest.to_string(),
                         got: got.digest.to_string(),
                     });
                 }
-                let source = read_stored(bundle, file, &original, progress)?;
+                let source = read_stored(bundle, file, progress)?;
                 report.stored_bytes += got.bytes + source;
                 Ok(())
             }
-            FileEntry::Copied(copied) => {
-                report.stored_bytes += read_stored(bundle, file, &copied.name, progress)?;
+            FileEntry::Copied(_) => {
+                report.stored_bytes += read_stored(bundle, file, progress)?;
                 Ok(())
             }
         });
@@ -133,12 +133,14 @@ fn note(
     }
 }
 
-fn read_stored(bundle: &Path, file: &FileEntry, stored: &str, progress: &dyn Progress) -> Result<u64, BundleError> {
-    let got = files::read_through(&bundle.join(stored), file.sha256().is_some(), |chunk| {
+/// Reads the bundle's copy of a file that is no weights.
+fn read_stored(bundle: &Path, file: &FileEntry, progress: &dyn Progress) -> Result<u64, BundleError> {
+    let stored = file.original().unwrap_or_default();
+    let got = files::read_through(&bundle.join(&stored), file.sha256().is_some(), |chunk| {
         progress.advance(chunk.len() as u64);
         check_cancelled(progress)
     })?;
-    check_contents(file, stored, &got)?;
+    check_contents(file, &stored, &got)?;
     Ok(got.bytes)
 }
 

@@ -148,8 +148,10 @@ fn refuse(fields: Fields) -> Result<(), ConfigError> {
         ("quantization_config", "take the model in BF16, without quantisation"),
         ("per_layer_config", "every layer must be of the same shape"),
     ];
+    // A bundle's own configuration: its weights are BF16, bit for bit.
+    let is_bundle = |value: &Value| value["quant_method"] == "unweight";
     for (key, instead) in because {
-        if fields.some(key).is_some() {
+        if fields.some(key).is_some_and(|value| !is_bundle(value)) {
             return Err(fields.unsupported(key, instead));
         }
     }

@@ -1,0 +1,175 @@
+//! `config.json` of a bundle: the source's with two more keys, so that who loads weights by it finds a reader of bundles or refuses
+//! (`docs/format.md` B.9).
+//!
+//! Stock readers take the weights by their names. In a bundle they find none of them, and some make up what they miss.
+
+use std::borrow::Cow;
+
+use serde::{
+    Deserialize, Deserializer,
+    de::{IgnoredAny, MapAccess, Visitor},
+};
+
+use crate::{Digest, bundle::manifest};
+
+/// Name of the file, in any folder with weights.
+const FILE_NAME: &str = "config.json";
+/// Largest one that gets the keys, bytes.
+const BYTES_MAX: u64 = 16 << 20;
+/// By this key readers choose who decodes.
+const METHOD_KEY: &str = "quantization_config";
+/// This one names the file with the weights: one that is no safetensors file is refused by who knows no bundles.
+const WEIGHTS_KEY: &str = "transformers_weights";
+
+/// True for a `config.json`.
+pub(crate) fn is_config(name: &str) -> bool {
+    name.rsplit('/').next() == Some(FILE_NAME)
+}
+
+/// Why a `config.json` of so many bytes is not even looked at, if it is not.
+pub(crate) fn check_bytes(bytes: u64) -> Result<(), &'static str> {
+    if bytes > BYTES_MAX { Err("it has more than 16 MiB") } else { Ok(()) }
+}
+
+/// Why a `config.json` is left as it is, if it is.
+pub(crate) fn check(text: &[u8]) -> Result<(), &'static str> {
+    let Keys(keys) = serde_json::from_slice(&strict(text)).map_err(|_| "it is no JSON object")?;
+    // Of a key that is there twice readers take the last.
+    if keys.iter().any(|key| key == METHOD_KEY) {
+        return Err("it has a quantization_config of its own");
+    }
+    if keys.iter().any(|key| key == WEIGHTS_KEY) {
+        return Err("it has transformers_weights of its own");
+    }
+    Ok(())
+}
+
+/// The text with the two keys behind its opening brace; every other byte is as it was. It was [`check`]ed.
+pub(crate) fn with_keys(text: &[u8], weights: Digest) -> Vec<u8> {
+    let at = text.iter().position(|&byte| byte == b'{').map_or(0, |brace| brace + 1);
+    let (start, rest) = text.split_at(at);
+    let gap = rest.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(rest.len());
+    // An object without keys needs no comma, and has no line to begin as the others begin.
+    let (gap, end) = if rest.get(gap) == Some(&b'}') { (&b""[..], "") } else { (&rest[..gap], ",") };
+    let method = format!(r#""{METHOD_KEY}": {{"quant_method": "{}", "manifest": "{weights}"}},"#, manifest::FORMAT);
+    let file = format!(r#""{WEIGHTS_KEY}": "{}"{end}"#, manifest::FILE_NAME);
+    [start, gap, method.as_bytes(), gap, file.as_bytes(), rest].concat()
+}
+
+/// The keys of an object; what is in it is only passed over.
+struct Keys(Vec<String>);
+
+impl<'de> Deserialize<'de> for Keys {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Object;
+        impl<'de> Visitor<'de> for Object {
+            type Value = Keys;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
+                let mut keys = Vec::new();
+                while let Some((key, IgnoredAny)) = map.next_entry()? {
+                    keys.push(key);
+                }
+                Ok(Keys(keys))
+            }
+        }
+        deserializer.deserialize_map(Object)
+    }
+}
+
+/// The text with plain numbers in place of `NaN` and `Infinity`, which are no JSON but which Python writes.
+fn strict(text: &[u8]) -> Cow<'_, [u8]> {
+    let mut plain = Cow::Borrowed(text);
+    let (mut at, mut in_string) = (0, false);
+    while at < text.len() {
+        let word = [&b"NaN"[..], b"Infinity"].into_iter().find(|word| !in_string && text[at..].starts_with(word));
+        match (text[at], word) {
+            (_, Some(word)) => {
+                plain.to_mut()[at..at + word.len()].fill(b' ');
+                plain.to_mut()[at] = b'0';
+                at += word.len();
+                continue;
+            }
+            (b'\\', _) if in_string => at += 1,
+            (b'"', _) => in_string = !in_string,
+            _ => {}
+        }
+        at += 1;
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWN: &str = r#""quantization_config": {"quant_method": "unweight", "manifest": "D"},"#;
+
+    fn marked(text: &str) -> String {
+        assert_eq!(check(text.as_bytes()), Ok(()), "{text}");
+        let digest = Digest::of(b"weights");
+        let marked = String::from_utf8(with_keys(text.as_bytes(), digest)).unwrap();
+        marked.replace(&digest.to_string(), "D")
+    }
+
+    #[test]
+    fn keys_stand_first_and_the_rest_stays() {
+        let file = r#""transformers_weights": "unweight.json""#;
+        for (text, expected) in [
+            ("{}", format!("{{{OWN}{file}}}")),
+            (" {\n }\n", format!(" {{{OWN}{file}\n }}\n")),
+            (r#"{"b": 1.0e5, "a": 1}"#, format!(r#"{{{OWN}{file},"b": 1.0e5, "a": 1}}"#)),
+            ("{\n  \"a\": 1\n}\n", format!("{{\n  {OWN}\n  {file},\n  \"a\": 1\n}}\n")),
+            ("\r\n{\r\n\t\"a\": {}}", format!("\r\n{{\r\n\t{OWN}\r\n\t{file},\r\n\t\"a\": {{}}}}")),
+        ] {
+            assert_eq!(marked(text), expected);
+            let value: serde_json::Value = serde_json::from_str(&marked(text)).unwrap();
+            assert_eq!(
+                (&value["quantization_config"]["manifest"], &value["transformers_weights"]),
+                (&"D".into(), &"unweight.json".into())
+            );
+            let mut rest = value.as_object().unwrap().clone();
+            rest.retain(|key, _| key != METHOD_KEY && key != WEIGHTS_KEY);
+            assert_eq!(serde_json::Value::from(rest), serde_json::from_str::<serde_json::Value>(text).unwrap());
+        }
+        // As Python writes what JSON has no number for.
+        let text = r#"{"limit": [0.0, Infinity, -Infinity], "NaN": "a \" NaN \\", "x": NaN}"#;
+        assert!(marked(text).ends_with(&text[1..]));
+        assert_eq!(strict(text.as_bytes()).len(), text.len());
+        let plain: serde_json::Value = serde_json::from_slice(&strict(text.as_bytes())).unwrap();
+        assert_eq!(plain, serde_json::json!({ "limit": [0.0, 0, -0.0], "NaN": "a \" NaN \\", "x": 0 }));
+    }
+
+    #[test]
+    fn what_gets_no_keys_says_why() {
+        let no_object = "it is no JSON object";
+        for (text, reason) in [
+            ("", no_object),
+            ("[]", no_object),
+            ("{\"a\": 1", no_object),
+            ("{\"a\": 1} {}", no_object),
+            ("\u{feff}{}", no_object),
+            ("\"{\"", no_object),
+            ("{\"a\": NaN NaN}", no_object),
+            ("{\"a\": \"\\", no_object),
+            (r#"{"a": 1, "quantization_config": {"quant_method": "fp8"}}"#, "it has a quantization_config of its own"),
+            (r#"{"quantization\u005fconfig": null}"#, "it has a quantization_config of its own"),
+            (r#"{"transformers_weights": "x"}"#, "it has transformers_weights of its own"),
+        ] {
+            assert_eq!(check(text.as_bytes()), Err(reason), "{text}");
+        }
+        assert_eq!(check(b"{\"\xff\": 1}"), Err(no_object));
+        assert_eq!(
+            check(br#"{"text_config": {"quantization_config": {}}}"#),
+            Ok(()),
+            "only the object's own keys count"
+        );
+        assert!(check_bytes(16 << 20).is_ok() && check_bytes((16 << 20) + 1).is_err());
+        assert!(is_config("config.json") && is_config("a/config.json"));
+        assert!(!is_config("generation_config.json") && !is_config("config.json/a"));
+    }
+}
