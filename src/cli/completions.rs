@@ -9,7 +9,7 @@ use clap_complete::{
     env::{CompleteEnv, Shells},
 };
 use unweight::{
-    codegen::spec::catalog,
+    codegen::spec::{Arch, catalog},
     format::bundle::{Bundle, Profile, Scope, manifest::FILE_NAME},
 };
 
@@ -61,7 +61,7 @@ pub fn scopes() -> Vec<CompletionCandidate> {
 
 /// Kernels that ship.
 pub fn kernels() -> Vec<CompletionCandidate> {
-    catalog::all().iter().map(|spec| CompletionCandidate::new(spec.name().to_string())).collect()
+    catalog::all(Arch::Sm90a).iter().map(|spec| CompletionCandidate::new(spec.name().to_string())).collect()
 }
 
 /// Tensors of the bundle on the command line.

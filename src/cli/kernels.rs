@@ -6,7 +6,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use clap::{Args, Subcommand};
+use clap::{
+    Args, Subcommand,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
 use clap_complete::engine::ArgValueCandidates;
 use serde::Serialize;
 use unweight::{
@@ -54,6 +57,10 @@ pub struct Names {
     /// Names; * and ? are wildcards [default: all that ship]
     #[arg(value_name = "NAME", add = ArgValueCandidates::new(completions::kernels))]
     names: Vec<String>,
+    /// The architecture whose kernels are meant by wildcards, and by no name at all
+    #[arg(long, value_name = "ARCH", default_value = Arch::Sm90a.compiler_name(),
+          value_parser = PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name())).map(arch))]
+    arch: Arch,
 }
 
 /// Arguments of `kernels emit`.
@@ -72,7 +79,7 @@ pub struct Compile {
     #[command(flatten)]
     names: Names,
     /// Only what loading this bundle and running its layers can ask for
-    #[arg(long, value_name = "BUNDLE", conflicts_with = "names")]
+    #[arg(long, value_name = "BUNDLE", conflicts_with_all = ["names", "arch"])]
     bundle: Option<PathBuf>,
     /// With --bundle: the largest batch that layers are loaded for
     #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch, requires = "bundle",
@@ -152,9 +159,15 @@ impl Kernels {
     }
 }
 
+/// The architecture that the compiler calls so.
+fn arch(name: String) -> Arch {
+    let named = |arch: &&Arch| arch.compiler_name() == name;
+    Arch::ALL.iter().find(named).copied().unwrap_or(Arch::Sm90a)
+}
+
 impl Names {
     fn specs(&self) -> Result<Vec<VariantSpec>> {
-        let shipped = catalog::all();
+        let shipped = catalog::all(self.arch);
         if self.names.is_empty() {
             return Ok(shipped);
         }

@@ -57,6 +57,8 @@ struct Fiber {
     bool polling = false;
     // Bulk groups of this thread: copies still pending in each; the last one is open.
     std::vector<u32> bulk_groups{0};
+    // Its groups of cp.async, likewise.
+    std::vector<u32> async_groups{0};
     // wgmma: operations issued by this thread, and how many had been issued at each commit.
     u64 wgmma_issued = 0;
     std::vector<u64> wgmma_commits;
@@ -288,6 +290,21 @@ inline void check_refill(u32 address, u32 bytes, const char* writer) {
     for (const Pending& p : machine().pending)
         if (p.bytes != 0 && p.source < address + bytes && address < p.source + p.bytes)
             fail("%s refills shared offset %u, which a bulk store is still reading (bulk_wait_group_read)", writer, first);
+}
+
+// A thread's own copy (cp.async) into bytes that others have read: it must have met them since, its warp or at a barrier.
+inline void check_overwrite(u32 address, u32 bytes, const char* writer) {
+    Block& b = block_of(address);
+    Fiber& own = self();
+    u32 first = offset_of(address, bytes, 1);
+    for (Fiber* other : machine().fibers) {
+        if (other->block != &b || other == &own || other->read_at.empty()) continue;
+        u64 last = other->warp == own.warp ? other->met_warp : 0;
+        for (u32 id = 0; id < 16; ++id)
+            if (other->met_barrier[id] > last && other->met_generation[id] <= own.met_generation[id]) last = other->met_barrier[id];
+        for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
+            if (other->read_at[g] > last) fail("%s overwrites shared offset %u, which thread %u has read and not met since", writer, g * 16, other->thread);
+    }
 }
 
 template <class T>

@@ -401,6 +401,36 @@ inline void bulk_wait_group_read() {
 }
 inline void prefetch_tensor_map(const TensorMap&) {}
 
+// ---- async.cuh -----------------------------------------------------------------------------------------------------
+inline void async_copy_x4(u32 destination, const void* source, bool used, u64) {
+    if (used) cpu::check_global(source, 16, 16, "async_copy_x4");
+    u8* to = cpu::shared_at(destination, 16, 16);
+    cpu::check_overwrite(destination, 16, "async_copy_x4");
+    cpu::Fiber* f = &cpu::self();
+    u32 group = static_cast<u32>(f->async_groups.size()) - 1;
+    ++f->async_groups[group];
+    cpu::machine().pending.push_back({[=] {
+                                          if (used) memcpy(to, source, 16);
+                                          else memset(to, 0, 16);
+                                          --f->async_groups[group];
+                                      },
+                                      true});
+}
+inline void async_commit_group() { cpu::self().async_groups.push_back(0); }
+template <u32 kPending>
+inline void async_wait_group() {
+    cpu::Fiber* f = &cpu::self();
+    u64 closed = f->async_groups.size() - 1;
+    u64 must_finish = closed > kPending ? closed - kPending : 0;
+    cpu::wait_until(
+        [f, must_finish] {
+            for (u64 i = 0; i < must_finish; ++i)
+                if (f->async_groups[i] != 0) return false;
+            return true;
+        },
+        "its own asynchronous copies");
+}
+
 // ---- control.cuh ---------------------------------------------------------------------------------------------------
 template <u32 kRegisters>
 inline void raise_registers() {}

@@ -60,9 +60,26 @@ fn gate_and_up_become_one() {
     check("gemm_mma_b32_r3w2p2c8_persistent_esc_pdl_silu_mul", &[(30, 128, 1024)]);
 }
 
+/// Threads copy for themselves: the same in every other respect.
+#[test]
+fn without_a_copy_engine() {
+    check("gemm_mma_b8_r4w4p2c1_async_esc_store", &[(1, 128, 320), (8, 64, 128), (9, 192, 64)]);
+    check("gemm_mma_b16_r3w2p3c1_async_esc_pdl_store_add", &[(7, 128, 192), (16, 192, 128), (17, 64, 64)]);
+    check("gemm_mma_b32_r2w3p2c1_async_esc_silu_mul", &[(31, 64, 256), (33, 128, 64)]);
+    check("gemm_mma_b8_r7w2p1c1_async_esc_store", &[(5, 256, 192)]);
+    check("gemm_mma_b64_r2w2p2c1_async_esc_store", &[(64, 64, 128), (65, 128, 64), (3, 64, 320)]);
+    check("gemm_mma_b8_r4w2p2c2_async_esc_store", &[(3, 128, 448)]);
+    check("gemm_mma_b8_r2w2p2c1_async_persistent_esc_store", &[(8, 192, 192), (10, 128, 64)]);
+    check("gemm_mma_b8_r2w4p3c1_async_store", &[(8, 128, 192)]);
+}
+
 #[test]
 fn operands_are_the_weights() {
-    for name in ["gemm_mma_b8_r4w2p2c1_esc_pdl_store_dump", "gemm_mma_b8_r3w2p1c1_esc_pdl_store_dump"] {
+    for name in [
+        "gemm_mma_b8_r4w2p2c1_async_esc_store_dump",
+        "gemm_mma_b8_r4w2p2c1_esc_pdl_store_dump",
+        "gemm_mma_b8_r3w2p1c1_esc_pdl_store_dump",
+    ] {
         let spec = spec(name);
         let mut kernel = CpuKernel::of(&spec, &[]);
         let problem = Problem::random(&spec, (2, 128, 192), 5);
@@ -72,9 +89,42 @@ fn operands_are_the_weights() {
 
 #[test]
 fn hostile_escapes_stay_in_bounds() {
-    let spec = spec("gemm_mma_b8_r4w2p2c1_esc_pdl_store");
-    let problem = Problem::random(&spec, (3, 128, 128), 9);
-    problem.survives_hostile_escapes(&mut CpuKernel::of(&spec, &[]), &spec, 1);
+    for name in ["gemm_mma_b8_r4w2p2c1_esc_pdl_store", "gemm_mma_b8_r4w2p2c1_async_esc_store"] {
+        let spec = spec(name);
+        let problem = Problem::random(&spec, (3, 128, 128), 9);
+        problem.survives_hostile_escapes(&mut CpuKernel::of(&spec, &[]), &spec, 1);
+    }
+}
+
+#[test]
+fn planted_bugs_of_threads_that_copy_are_caught() {
+    let kernel = "unweight/kernels/gemm_mma.cuh";
+    let met = "ptx::async_wait_group<Config::kStages - 1>();\n            ptx::sync_warp();";
+    let released =
+        "ptx::sync_warp();  // orders the lanes' loads before copies that any of them starts later (ptx/async.cuh)";
+    for (from, to) in [
+        ("ptx::async_wait_group<Config::kStages - 1>();", "ptx::async_wait_group<Config::kStages>();"),
+        (met, "ptx::async_wait_group<Config::kStages - 1>();"),
+        (released, ""),
+        (
+            "if constexpr (Config::kAsync) ptx::async_commit_group();\n    }\n    UW_DEVICE void wait_for_slot",
+            "}\n    UW_DEVICE void wait_for_slot",
+        ),
+        ("share.batch + r < args.m;", "true;"),
+        ("::offset(r, chunk), from, inside", "::offset(r, chunk ^ 1), from, inside"),
+        ("if (at < load_pieces.bytes[i]) ptx::async", "if (at + 512 < load_pieces.bytes[i]) ptx::async"),
+        ("if (at < load_pieces.bytes[i]) ptx::async", "ptx::async"),
+        ("column * (kTile * 2) + chunk * 16;", "column * kTile + chunk * 16;"),
+    ] {
+        let spec = spec("gemm_mma_b8_r3w2p3c1_async_esc_store");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header: kernel, from, to }]);
+        let problem = Problem::random(&spec, (7, 128, 1280), 3);
+        let caught = (1..=4).any(|seed| match problem.run(&mut kernel, &spec, 1, seed) {
+            Err(_) => true,
+            Ok(outcome) => problem.mismatches(&outcome) > 0,
+        });
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
 }
 
 #[test]

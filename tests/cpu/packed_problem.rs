@@ -121,9 +121,12 @@ impl Problem {
             n: problem.n,
             k: problem.k,
             tile_cols: (self.k / TILE) as u32,
-            reserved: [0; 14],
+            x_data: x.address(),
+            x_row_bytes: 2 * self.k as u64,
+            reserved: [0; 10],
         };
         let buffers = [
+            ("x", x.slice()),
             ("packed", packed.slice()),
             ("escape_heads", heads.slice()),
             ("escapes", escapes.slice()),

@@ -137,7 +137,8 @@ fn reference(x: &[u16], w: &[u16], m: usize, n: usize, k: usize) -> Vec<f64> {
 }
 
 fn by_budget() -> Vec<(u32, Vec<VariantSpec>)> {
-    let all: Vec<_> = catalog::all().into_iter().filter(|spec| matches!(spec.op, Op::GemmRecon(_))).collect();
+    let all: Vec<_> =
+        catalog::all(Arch::Sm90a).into_iter().filter(|spec| matches!(spec.op, Op::GemmRecon(_))).collect();
     [0, 4, 8, 16, 32, 64]
         .into_iter()
         .map(|budget| {

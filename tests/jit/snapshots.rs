@@ -65,7 +65,7 @@ fn plan(spec: &VariantSpec) -> Plan {
 
 /// The catalogue by family.
 fn families() -> impl Iterator<Item = (&'static str, Vec<VariantSpec>)> {
-    FAMILIES.iter().map(|family| (family.name, (family.catalogue)()))
+    FAMILIES.iter().map(|family| (family.name, (family.catalogue)(Arch::Sm90a)))
 }
 
 /// The lines of a template and of what it includes, as the text around their values; a line that only directs tera has
@@ -251,7 +251,7 @@ fn activations_table() -> String {
     let mut table =
         "| variant | threads | blocks per SM | grid | shared memory, B |\n|---|---:|---:|---|---:|".to_owned();
     for family in FAMILIES.iter().filter(|family| family.edges.is_empty()) {
-        for spec in (family.catalogue)() {
+        for spec in (family.catalogue)(Arch::Sm90a) {
             let plan = plan(&spec);
             // Dependent launch changes nothing here.
             if !plan.launch.pdl {
@@ -324,7 +324,7 @@ fn the_document_shows_the_catalogue() {
     let path = root().join("docs/kernels.md");
     let mut now = fs::read_to_string(&path).expect("docs/kernels.md is there");
     let counts: Vec<_> = families().map(|(family, specs)| format!("{} {family}", specs.len())).collect();
-    let counts = format!("{} variants ship: {}.", catalog::all().len(), counts.join(", "));
+    let counts = format!("{} variants ship: {}.", catalog::all(Arch::Sm90a).len(), counts.join(", "));
     for (mark, text) in [
         ("counts", counts),
         ("gemm_recon", gemm_recon_table()),

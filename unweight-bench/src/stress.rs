@@ -280,7 +280,7 @@ impl Run<'_> {
     fn all(&self, progress: &dyn Fn(&str)) -> Result<Vec<StressRow>, BenchError> {
         let compare = self.raw("uw_stress_compare", "UW_COMPARE")?;
         let specs: Vec<VariantSpec> =
-            catalog::all().into_iter().filter(|spec| self.options.wants(spec.name().as_str())).collect();
+            catalog::all(Arch::Sm90a).into_iter().filter(|spec| self.options.wants(spec.name().as_str())).collect();
         let kernels = self.loaded(&specs)?;
         let mut rows = Vec::new();
         for shape in SHAPES {
@@ -970,7 +970,7 @@ mod tests {
 
     #[test]
     fn every_variant_meets_every_edge_of_its_batch_tile() {
-        for spec in catalog::all() {
+        for spec in catalog::all(Arch::Sm90a) {
             let tile = match spec.op {
                 Op::GemmMma(op) => op.batch_tile.get(),
                 Op::GemmWgmma(op) => op.batch_tile.get(),
@@ -985,7 +985,7 @@ mod tests {
 
     #[test]
     fn the_fault_is_planted_in_every_kernel_that_hands_slots_over() {
-        for spec in catalog::all() {
+        for spec in catalog::all(Arch::Sm90a) {
             let clean = CompileRequest::render(&spec).unwrap();
             let mut faulty = clean.clone();
             take_out_the_fence(&mut faulty);

@@ -3,7 +3,10 @@
 //! What lies there compiles as it is: `nvcc -arch=sm_90a -std=c++17 -I DIR/include -cubin DIR/<name>.cu`.
 
 use std::{error::Error, fs, path::PathBuf};
-use unweight_codegen::{render, spec::catalog};
+use unweight_codegen::{
+    render,
+    spec::{Arch, catalog},
+};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
@@ -11,7 +14,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let part = arguments.next().unwrap_or_default();
     fs::create_dir_all(&folder)?;
     let mut count = 0;
-    for spec in catalog::all().iter().filter(|spec| spec.name().contains(&part)) {
+    for spec in catalog::all(Arch::Sm90a).iter().filter(|spec| spec.name().contains(&part)) {
         let source = render(spec)?;
         fs::write(folder.join(format!("{}.cu", source.name)), &source.text)?;
         for (name, text) in source.headers {

@@ -1,13 +1,18 @@
 //! What an architecture allows. No other file holds such a number.
 //!
-//! Source: CUDA C++ Programming Guide 13.0, "Compute Capabilities" (technical specifications for 9.0), and the PTX ISA
-//! 9.0.
+//! Source: CUDA C++ Programming Guide 13.0, "Compute Capabilities" (technical specifications per compute capability), and the
+//! PTX ISA 9.0.
 
-use crate::spec::Arch;
+use crate::{
+    family::{Instruction, Instructions},
+    spec::Arch,
+};
 
 /// The hardware limits that a plan is held against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArchLimits {
+    /// Of those that not every architecture has.
+    pub instructions: Instructions,
     /// Shared memory that one block may use, dynamic and static together.
     pub smem_bytes_per_block: u32,
     /// Shared memory of one SM.
@@ -34,18 +39,29 @@ pub struct ArchLimits {
     pub warpgroup_warps: u32,
     /// Named barriers of a block, number 0 included, which `__syncthreads` uses.
     pub named_barriers: u32,
-    /// Registers per thread that `setmaxnreg` takes: at least.
+    /// Registers per thread that `setmaxnreg` takes: at least; 0 where there is none.
     pub setmaxnreg_min: u32,
-    /// Registers per thread that `setmaxnreg` takes: at most.
+    /// Registers per thread that `setmaxnreg` takes: at most; 0 where there is none.
     pub setmaxnreg_max: u32,
     /// Registers per thread that `setmaxnreg` takes: a multiple of.
     pub setmaxnreg_step: u32,
-    /// The widest `n` of a WGMMA instruction.
+    /// The widest `n` of a WGMMA instruction; 0 where there is none.
     pub wgmma_n_max: u32,
 }
 
-/// Hopper, compute capability 9.0.
+/// Instructions of every architecture here.
+const AMPERE: Instructions = Instructions::NONE.with(Instruction::Mma).with(Instruction::AsyncCopy);
+/// And those that came with Hopper and stayed.
+const COPY_ENGINE: Instructions = AMPERE
+    .with(Instruction::BulkCopy)
+    .with(Instruction::TensorCopy)
+    .with(Instruction::Cluster)
+    .with(Instruction::DependentLaunch)
+    .with(Instruction::SetMaxRegisters);
+
+/// What all have in common, and Hopper's own: compute capability 9.0.
 const SM90A: ArchLimits = ArchLimits {
+    instructions: COPY_ENGINE.with(Instruction::Wgmma),
     smem_bytes_per_block: 232_448,
     smem_bytes_per_sm: 233_472,
     smem_reserved_bytes_per_block: 1024,
@@ -65,12 +81,58 @@ const SM90A: ArchLimits = ArchLimits {
     wgmma_n_max: 256,
 };
 
+/// Compute capability 8.0: 164 KB of shared memory.
+const SM80: ArchLimits = ArchLimits {
+    instructions: AMPERE,
+    smem_bytes_per_block: 166_912,
+    smem_bytes_per_sm: 167_936,
+    blocks_per_cluster: 1,
+    setmaxnreg_min: 0,
+    setmaxnreg_max: 0,
+    wgmma_n_max: 0,
+    ..SM90A
+};
+
+/// 8.6: 100 KB, and three quarters of the warps.
+const SM86: ArchLimits = ArchLimits {
+    smem_bytes_per_block: 101_376,
+    smem_bytes_per_sm: 102_400,
+    threads_per_sm: 1536,
+    blocks_per_sm: 16,
+    ..SM80
+};
+
+/// 8.9.
+const SM89: ArchLimits = ArchLimits { blocks_per_sm: 24, ..SM86 };
+
+/// 10.0 and 10.3: Hopper's numbers; their tensor core instructions (tcgen05) are used by no kernel here.
+const SM100A: ArchLimits = ArchLimits { instructions: COPY_ENGINE, wgmma_n_max: 0, ..SM90A };
+
+/// 12.0: the shared memory and the warps of 8.9, with a copy engine.
+const SM120A: ArchLimits = ArchLimits {
+    smem_bytes_per_block: SM89.smem_bytes_per_block,
+    smem_bytes_per_sm: SM89.smem_bytes_per_sm,
+    threads_per_sm: SM89.threads_per_sm,
+    blocks_per_sm: SM89.blocks_per_sm,
+    ..SM100A
+};
+
 impl Arch {
     /// The limits of this architecture.
     pub const fn limits(self) -> &'static ArchLimits {
         match self {
+            Self::Sm80 => &SM80,
+            Self::Sm86 => &SM86,
+            Self::Sm89 => &SM89,
             Self::Sm90a => &SM90A,
+            Self::Sm100a | Self::Sm103a => &SM100A,
+            Self::Sm120a => &SM120A,
         }
+    }
+
+    /// Whether kernels for it have these instructions.
+    pub const fn has(self, instruction: Instruction) -> bool {
+        self.limits().instructions.has(instruction)
     }
 }
 
@@ -104,6 +166,9 @@ mod tests {
             assert_eq!(limits.registers_for(384, 1), 168);
             assert_eq!(limits.registers_for(32, 1), limits.registers_per_thread);
             assert_eq!(limits.setmaxnreg_max % limits.setmaxnreg_step, 0);
+            assert_eq!(limits.setmaxnreg_max > 0, arch.has(Instruction::SetMaxRegisters));
+            assert_eq!(limits.wgmma_n_max > 0, arch.has(Instruction::Wgmma));
+            assert_eq!(limits.blocks_per_cluster > 1, arch.has(Instruction::Cluster));
         }
     }
 }

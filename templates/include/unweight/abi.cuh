@@ -84,7 +84,9 @@ struct GemmPackedArgs {
     u32 n;
     u32 k;
     u32 tile_cols;                    // k / 64
-    u32 reserved[14];
+    const u8* x_data;                 // bf16 [m, k] once more, for variants whose threads copy it themselves
+    u64 x_row_bytes;
+    u32 reserved[10];
 };
 
 // Encoding family (report section 4): the six stages and palette packing share one struct.

@@ -5,7 +5,7 @@
 //! prefill  bytes = stages * (256 * head_dim + 16)
 //! ```
 
-use super::{Edge, Family, Instruction, Op};
+use super::{Edge, Family, Op, Instructions, Instruction};
 use crate::{
     abi::args,
     kv,
@@ -192,6 +192,10 @@ const fn fits(spec: &VariantSpec, op: &AttentionSpec) -> bool {
 }
 
 impl AttentionSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE.with(Instruction::Mma).with(Instruction::BulkCopy).when(self.cluster.get() > 1, Instruction::Cluster).when(self.pdl, Instruction::DependentLaunch)
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let op = self;
         let limits = spec.arch.limits();
@@ -266,7 +270,6 @@ impl Family for AttentionSpec {
     type Args = AttentionArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
-    const INSTRUCTIONS: &'static [Instruction] = &[Instruction::Mma, Instruction::BulkCopy];
 
     fn summary(&self, _: &Plan) -> String {
         let (head_dim, stages) = (self.head_dim.get(), self.stages.get());
@@ -316,30 +319,30 @@ impl Family for AttentionSpec {
 
     /// `decode`: heads of 64 and 128 with every cluster, other heads with one block a row; `prefill`: every head. All
     /// ordinary and dependent.
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         HeadDim::ALL
             .into_iter()
-            .flat_map(|head_dim| {
+            .flat_map(move |head_dim| {
                 // 64 KB of rings, and as many stages for small heads as for heads of 64.
                 let stages = if head_dim.get() > 64 { 2 } else { 4 };
                 ClusterSize::ALL
                     .into_iter()
                     .filter(move |cluster| [64, 128].contains(&head_dim.get()) || cluster.get() == 1)
-                    .flat_map(move |cluster| [false, true].map(|pdl| variant(AttentionStep::Decode, head_dim, 4, stages, cluster, pdl)))
+                    .flat_map(move |cluster| [false, true].map(move |pdl| variant(AttentionStep::Decode, head_dim, 4, stages, cluster, pdl)))
             })
             // Where a batch has about as many rows and KV heads as a GPU has multiprocessors: eight warps a block, alone
             // or in pairs (docs/records/h200-2026-11-22).
-            .chain(HeadDim::ALL.into_iter().filter(|head_dim| [64, 128].contains(&head_dim.get())).flat_map(|head_dim| {
+            .chain(HeadDim::ALL.into_iter().filter(move |head_dim| [64, 128].contains(&head_dim.get())).flat_map(move |head_dim| {
                 let stages = if head_dim.get() > 64 { 2 } else { 4 };
                 [(stages, 0), (stages / 2, 1)].into_iter().flat_map(move |(stages, cluster)| {
                     let cluster = ClusterSize::ALL[cluster];
-                    [false, true].map(|pdl| variant(AttentionStep::Decode, head_dim, 8, stages, cluster, pdl))
+                    [false, true].map(move |pdl| variant(AttentionStep::Decode, head_dim, 8, stages, cluster, pdl))
                 })
             }))
-            .chain(HeadDim::ALL.into_iter().flat_map(|head_dim| {
-                [false, true].map(|pdl| variant(AttentionStep::Prefill, head_dim, 4, 2, ClusterSize::ALL[0], pdl))
+            .chain(HeadDim::ALL.into_iter().flat_map(move |head_dim| {
+                [false, true].map(move |pdl| variant(AttentionStep::Prefill, head_dim, 4, 2, ClusterSize::ALL[0], pdl))
             }))
-            .map(|spec| VariantSpec::attention(Arch::Sm90a, spec))
+            .map(move |spec| VariantSpec::attention(arch, spec))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Huffman tensor to a form that a consumer reads (report section 7): `templates/include/unweight/kernels/decode.cuh`.
 
-use super::{EXPONENTS, Edge, Family, Instruction};
+use super::{EXPONENTS, Edge, Family, Instruction, Instructions};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work},
@@ -109,6 +109,10 @@ const fn table_bytes(output: DecodeOutput, limit: CodeLimit) -> u32 {
 }
 
 impl DecodeSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE.with(Instruction::BulkCopy)
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let op = self;
         // `full` decodes to indices, too: its table and staging area are then half as large, and 32 warps fit their
@@ -150,7 +154,6 @@ impl Family for DecodeSpec {
         Edge { from: FormId::HUFFMAN, to: EXPONENTS },
         Edge { from: FormId::HUFFMAN, to: FormId::PALETTE },
     ];
-    const INSTRUCTIONS: &'static [Instruction] = &[Instruction::BulkCopy];
 
     fn edges(&self) -> &'static [Edge] {
         let index = self.output as usize;
@@ -179,9 +182,9 @@ impl Family for DecodeSpec {
         Context { output: self.output.raw(), code_limit: self.code_limit.get(), warps: plan.roles.warps() }
     }
 
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         DecodeOutput::ALL
             .iter()
-            .flat_map(|output| CodeLimit::all().map(|limit| VariantSpec::decode(Arch::Sm90a, *output, limit)))
+            .flat_map(move |output| CodeLimit::all().map(move |limit| VariantSpec::decode(arch, *output, limit)))
     }
 }

@@ -1,6 +1,6 @@
 //! Rows of an embedding, looked up: `templates/include/unweight/kernels/embed.cuh`.
 
-use super::{Edge, Family, Instruction, Op};
+use super::{Edge, Family, Op, Instructions, Instruction};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
@@ -75,6 +75,10 @@ const WARPS: u32 = 8;
 const BLOCKS_PER_SM: u32 = 2;
 
 impl EmbedSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let grid = LaunchGrid::Covering { work: Work::Rows, per_block: 1 };
         let threads = WARPS * spec.arch.limits().warp_threads;
@@ -92,7 +96,6 @@ impl Family for EmbedSpec {
     type Args = EmbedArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
-    const INSTRUCTIONS: &'static [Instruction] = &[];
 
     fn summary(&self, _: &Plan) -> String {
         let table = match self.source {
@@ -114,9 +117,9 @@ impl Family for EmbedSpec {
         Context { packed: self.source == EmbedSource::Packed, pdl: self.pdl }
     }
 
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
-        EmbedSource::ALL.iter().flat_map(|&source| {
-            [false, true].map(|pdl| VariantSpec::embed(Arch::Sm90a, EmbedSpec { source, pdl }))
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        EmbedSource::ALL.iter().flat_map(move |&source| {
+            [false, true].map(move |pdl| VariantSpec::embed(arch, EmbedSpec { source, pdl }))
         })
     }
 }

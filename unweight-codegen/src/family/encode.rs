@@ -1,6 +1,6 @@
 //! BF16 to a Huffman or palette tensor (report section 4): `templates/include/unweight/kernels/encode.cuh`.
 
-use super::{Edge, Family, Instruction};
+use super::{Edge, Family, Instructions};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
@@ -106,6 +106,10 @@ const SCAN_TILES_PER_BLOCK: u32 = 1024;
 const DECODE_TABLE_BLOCKS: u32 = 128;
 
 impl EncodeSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let op = self;
         let tiles =
@@ -157,7 +161,6 @@ impl Family for EncodeSpec {
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] =
         &[Edge { from: FormId::RAW, to: FormId::HUFFMAN }, Edge { from: FormId::RAW, to: FormId::PALETTE }];
-    const INSTRUCTIONS: &'static [Instruction] = &[];
 
     fn edges(&self) -> &'static [Edge] {
         match self.stage {
@@ -202,7 +205,7 @@ impl Family for EncodeSpec {
         Context { function: self.stage.tag(), threads_constant, smem_constant }
     }
 
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
-        EncodeStage::ALL.iter().map(|stage| VariantSpec::encode(Arch::Sm90a, *stage))
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        EncodeStage::ALL.iter().map(move |stage| VariantSpec::encode(arch, *stage))
     }
 }

@@ -1,19 +1,19 @@
 //! Register-sourced matmul for small batches, from packed weights: `templates/include/unweight/kernels/gemm_mma.cuh`.
 //!
 //! ```text
-//! bytes = warps * (align1024(stages * stage) + 8 * stages + stream * sums)
+//! bytes = warps * (align1024(stages * stage) + bulk * 8 * stages + persistent * sums)
 //! stage = batch_tile * 128 + row_blocks * 1536        X of 64 k, packed weights of 64 k
 //! sums  = row_blocks * batch_tile * 64                fp32; without `persistent` they lie over the drained ring
 //! ```
 
-use super::{Edge, Family, Instruction, Op, PRODUCT};
+use super::{Edge, Family, Op, PRODUCT, Instructions, Instruction};
 use crate::{
     abi::{TensorMap, args},
     plan::{
         GemmShape, Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, WorkspacePlan,
         most_fitting, named,
     },
-    spec::{Arch, ClusterSize, Epilogue, VariantSpec, axes, range_axis, set_axis},
+    spec::{Arch, ClusterSize, Epilogue, VariantSpec, SmemCopy, axes, range_axis, set_axis},
 };
 use serde::Serialize;
 use unweight_format::{FormId, layout};
@@ -52,6 +52,8 @@ axes! {
         stages: SmallStages "p",
         /// Blocks that share k.
         cluster: ClusterSize "c" = 1,
+        /// What brings X and W to the rings.
+        copy: SmemCopy "_" = Bulk unnamed,
         /// A cluster works off several tasks, its rings running on across them; otherwise one.
         persistent: flag "_persistent" = false,
         /// Elements outside the window are replaced by their exact operands; otherwise the tensor must have none.
@@ -98,8 +100,12 @@ args! {
         pub k: u32,
         /// `k / 64`.
         pub tile_cols: u32,
+        /// bf16 `[m, k]` once more, for variants whose threads copy it themselves.
+        pub x_data: u64,
+        /// Bytes from one of its rows to the next.
+        pub x_row_bytes: u64,
         /// 0.
-        pub reserved: [u32; 14],
+        pub reserved: [u32; 10],
     }
 }
 
@@ -152,6 +158,7 @@ const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluste
             warps,
             stages,
             cluster,
+            copy: SmemCopy::Bulk,
             persistent: false,
             escapes: true,
             pdl: false,
@@ -197,7 +204,7 @@ const fn smem(op: &GemmMmaSpec) -> SmemPlan {
     SmemPlan::new()
         .section("rings", warps, ring_bytes(op), SWIZZLE_ALIGN)
         .section("sums", if op.persistent { warps } else { 0 }, sum_bytes(op), SWIZZLE_ALIGN)
-        .section("barriers", warps * op.stages.get(), MBARRIER_BYTES, MBARRIER_BYTES)
+        .section("barriers", if op.has_barriers() { warps * op.stages.get() } else { 0 }, MBARRIER_BYTES, MBARRIER_BYTES)
 }
 
 const fn fits(spec: &VariantSpec, op: &GemmMmaSpec) -> bool {
@@ -205,11 +212,23 @@ const fn fits(spec: &VariantSpec, op: &GemmMmaSpec) -> bool {
 }
 
 impl GemmMmaSpec {
+    /// A slot that the copy engine fills says so by an mbarrier; what threads copy they wait for themselves.
+    const fn has_barriers(&self) -> bool {
+        matches!(self.copy, SmemCopy::Bulk)
+    }
+
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE.with(Instruction::Mma).when(self.cluster.get() > 1, Instruction::Cluster).when(self.pdl, Instruction::DependentLaunch)
+            .when(matches!(self.copy, SmemCopy::Bulk), Instruction::BulkCopy)
+            .when(matches!(self.copy, SmemCopy::Bulk), Instruction::TensorCopy)
+            .when(matches!(self.copy, SmemCopy::Async), Instruction::AsyncCopy)
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let op = self;
         let limits = spec.arch.limits();
         let (smem, warps, stages) = (smem(op), op.warps.get(), op.stages.get());
-        let stage_bytes = warps * (slot_bytes(op) + MBARRIER_BYTES);
+        let stage_bytes = warps * (slot_bytes(op) + if op.has_barriers() { MBARRIER_BYTES } else { 0 });
         if !fits(spec, op) {
             return Err(Infeasible::SharedMemory {
                 spec: *spec,
@@ -242,7 +261,7 @@ impl GemmMmaSpec {
                 rings: warps,
                 stages,
                 stage_bytes: slot_bytes(op),
-                full_arrivals: 1,
+                full_arrivals: op.has_barriers() as u32,
                 empty_arrivals: 0,
             }),
             roles: RolePlan::one("load, decode and multiply", warps),
@@ -314,7 +333,6 @@ impl Family for GemmMmaSpec {
     type Args = GemmPackedArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[Edge { from: FormId::PACKED, to: PRODUCT }];
-    const INSTRUCTIONS: &'static [Instruction] = &[Instruction::Mma, Instruction::BulkCopy, Instruction::TensorCopy];
 
     fn summary(&self, _: &Plan) -> String {
         let (batch_tile, rows, stages) =
@@ -338,6 +356,8 @@ impl Family for GemmMmaSpec {
             warps: u32,
             /// `Config::kCluster`.
             cluster: u32,
+            /// `Config::kAsync`.
+            is_async: bool,
             /// `Config::kPersistent`.
             persistent: bool,
         }
@@ -346,6 +366,7 @@ impl Family for GemmMmaSpec {
             row_blocks: self.row_blocks.get(),
             warps: self.warps.get(),
             cluster: self.cluster.get(),
+            is_async: !self.has_barriers(),
             persistent: self.persistent,
         }
     }
@@ -356,7 +377,7 @@ impl Family for GemmMmaSpec {
 
     /// Each shape with escapes, ordinary and dependent, with every epilogue; those of batch tile 8 also without
     /// escapes, as `store`; a dump for each number of row blocks.
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         let used = SHAPES.into_iter().flat_map(|shape| {
             let ways = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];
             ways.into_iter()
@@ -364,7 +385,7 @@ impl Family for GemmMmaSpec {
                 // shapes spill.
                 .filter(move |(escapes, _)| *escapes || shape.batch_tile.get() == 8)
                 .flat_map(move |(escapes, epilogue)| {
-                    [false, true].map(|pdl| GemmMmaSpec { escapes, pdl, epilogue, ..shape })
+                    [false, true].map(move |pdl| GemmMmaSpec { escapes, pdl, epilogue, ..shape })
                 })
         });
         // The first shape of each number of row blocks: what differs between them is how row blocks are laid over
@@ -375,9 +396,9 @@ impl Family for GemmMmaSpec {
         });
         // The gate and the up of an MLP as one matmul.
         let gated = SHAPES.into_iter().flat_map(|shape| {
-            [false, true].map(|pdl| GemmMmaSpec { pdl, epilogue: Epilogue::SiluMul, ..shape })
+            [false, true].map(move |pdl| GemmMmaSpec { pdl, epilogue: Epilogue::SiluMul, ..shape })
         });
-        used.chain(dumps).chain(gated).map(|spec| VariantSpec::gemm_mma(Arch::Sm90a, spec))
+        used.chain(dumps).chain(gated).map(move |spec| VariantSpec::gemm_mma(arch, spec))
     }
 }
 

@@ -9,7 +9,7 @@
 //! With two tiles the weights own the rows of wgmma (`weight_rows`): X has a ring of 768 rows, whatever the stages are.
 //! With 1, 3 or 4 (`batch_rows`) X has 128 rows per stage, and one slot more.
 
-use super::{EXPONENTS, Edge, Family, Instruction, Op, PRODUCT};
+use super::{EXPONENTS, Edge, Family, Op, PRODUCT, Instructions, Instruction};
 use crate::{
     abi::{TensorMap, args},
     plan::{
@@ -278,6 +278,10 @@ const fn fits(spec: &VariantSpec, op: &GemmReconSpec) -> bool {
 }
 
 impl GemmReconSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE.with(Instruction::Wgmma).with(Instruction::BulkCopy).with(Instruction::TensorCopy).with(Instruction::SetMaxRegisters)
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let op = self;
         let smem = smem(op);
@@ -332,8 +336,6 @@ impl Family for GemmReconSpec {
     const AXES: &'static [Axis] = Self::AXES;
     const EDGES: &'static [Edge] =
         &[Edge { from: EXPONENTS, to: PRODUCT }, Edge { from: FormId::PALETTE, to: PRODUCT }];
-    const INSTRUCTIONS: &'static [Instruction] =
-        &[Instruction::Wgmma, Instruction::BulkCopy, Instruction::TensorCopy];
 
     fn edges(&self) -> &'static [Edge] {
         match self.source {
@@ -386,16 +388,16 @@ impl Family for GemmReconSpec {
     }
 
     /// Table 5 x every source and epilogue, as far as it fits.
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         let sources = std::iter::once(WeightSource::Exponent)
             .chain(VerbatimRows::ALL.into_iter().map(|verbatim| WeightSource::Palette { verbatim }));
-        let all = sources.flat_map(|source| {
+        let all = sources.flat_map(move |source| {
             TABLE_5.into_iter().flat_map(move |(n, stages)| {
                 [Epilogue::Store, Epilogue::StoreAdd]
-                    .map(|epilogue| VariantSpec::gemm_recon(Arch::Sm90a, source, n, stages, epilogue))
+                    .map(move |epilogue| VariantSpec::gemm_recon(arch, source, n, stages, epilogue))
             })
         });
-        all.filter(|spec| Plan::new(spec).is_ok())
+        all.filter(move |spec| Plan::new(spec).is_ok())
     }
 }
 

@@ -6,7 +6,7 @@
 //! ```
 
 use super::{
-    Edge, Family, Instruction, Op, PRODUCT,
+    Edge, Family, Instruction, Instructions, Op, PRODUCT,
     gemm_mma::{GemmPackedArgs, PackedContext},
 };
 use crate::{
@@ -181,6 +181,10 @@ const fn registers(op: &GemmWgmmaSpec) -> (Option<u32>, Option<u32>) {
 }
 
 impl GemmWgmmaSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE.with(Instruction::Wgmma).with(Instruction::BulkCopy).with(Instruction::TensorCopy).when(self.cluster.get() > 1, Instruction::Cluster).when(self.pdl, Instruction::DependentLaunch)
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let op = self;
         let limits = spec.arch.limits();
@@ -274,8 +278,6 @@ impl Family for GemmWgmmaSpec {
     type Args = GemmPackedArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[Edge { from: FormId::PACKED, to: PRODUCT }];
-    const INSTRUCTIONS: &'static [Instruction] =
-        &[Instruction::Wgmma, Instruction::BulkCopy, Instruction::TensorCopy];
 
     fn summary(&self, _: &Plan) -> String {
         let cut = match (self.cluster.get(), self.stream_k) {
@@ -330,17 +332,17 @@ impl Family for GemmWgmmaSpec {
 
     /// Each shape with escapes, ordinary and dependent, with every epilogue; a dump for each whose blocks take whole
     /// tiles.
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         let used = SHAPES.into_iter().flat_map(|shape| {
             Epilogue::ALL
                 .iter()
                 .copied()
-                .flat_map(move |epilogue| [false, true].map(|pdl| GemmWgmmaSpec { pdl, epilogue, ..shape }))
+                .flat_map(move |epilogue| [false, true].map(move |pdl| GemmWgmmaSpec { pdl, epilogue, ..shape }))
         });
         let dumps = SHAPES
             .into_iter()
             .filter(|shape| !shape.stream_k && shape.cluster.get() == 1)
             .map(|shape| GemmWgmmaSpec { dump: true, ..shape });
-        used.chain(dumps).map(|spec| VariantSpec::gemm_wgmma(Arch::Sm90a, spec))
+        used.chain(dumps).map(move |spec| VariantSpec::gemm_wgmma(arch, spec))
     }
 }

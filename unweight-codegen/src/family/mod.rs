@@ -15,7 +15,7 @@
 use crate::{
     abi::{Field, KernelArgs},
     plan::{GemmShape, Infeasible, Plan, WorkspacePlan},
-    spec::{Axis, Raw, VariantSpec},
+    spec::{Arch, Axis, Raw, VariantSpec},
 };
 use serde::{Serialize, Serializer};
 use unweight_format::FormId;
@@ -35,23 +35,95 @@ pub struct Edge {
     pub to: FormId,
 }
 
-/// An instruction that a family is built around: compiled code without it is not that family's.
+/// An instruction, or a handful that belong together, that not every architecture has, or that a kernel is built around:
+/// compiled code without it is not that kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Instruction {
     /// `wgmma.mma_async`.
     Wgmma,
     /// `mma.sync`.
     Mma,
+    /// `cp.async` of 16 bytes by every thread.
+    AsyncCopy,
     /// `cp.async.bulk` of a stretch of memory.
     BulkCopy,
     /// `cp.async.bulk.tensor`.
     TensorCopy,
+    /// Clusters of blocks, and the shared memory of others.
+    Cluster,
+    /// `griddepcontrol`: programmatic dependent launch.
+    DependentLaunch,
+    /// `setmaxnreg`.
+    SetMaxRegisters,
+}
+
+impl Instruction {
+    const ALL: [Self; 8] = [
+        Self::Wgmma,
+        Self::Mma,
+        Self::AsyncCopy,
+        Self::BulkCopy,
+        Self::TensorCopy,
+        Self::Cluster,
+        Self::DependentLaunch,
+        Self::SetMaxRegisters,
+    ];
+
+    /// What an architecture without it lacks, and what to take there.
+    pub(crate) const fn lack(self) -> &'static str {
+        match self {
+            Self::Wgmma => "has no wgmma; take op gemm_mma",
+            Self::Mma => "has no mma.sync of bf16",
+            Self::AsyncCopy => "has no cp.async",
+            Self::BulkCopy | Self::TensorCopy => "has no copy engine; take copy = async where the op has that axis",
+            Self::Cluster => "has no clusters; take cluster = 1",
+            Self::DependentLaunch => "has no programmatic dependent launch; take pdl = false",
+            Self::SetMaxRegisters => "cannot move registers between warps",
+        }
+    }
+}
+
+/// A set of instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Instructions(u16);
+
+impl Instructions {
+    /// None of them.
+    pub const NONE: Self = Self(0);
+
+    /// These and one more.
+    pub const fn with(self, instruction: Instruction) -> Self {
+        Self(self.0 | 1 << instruction as u16)
+    }
+
+    /// These, and one more if `used`.
+    pub const fn when(self, used: bool, instruction: Instruction) -> Self {
+        if used { self.with(instruction) } else { self }
+    }
+
+    /// Whether it is one of these.
+    pub const fn has(self, instruction: Instruction) -> bool {
+        self.0 >> instruction as u16 & 1 != 0
+    }
+
+    /// The first of these that is not one of `others`.
+    pub const fn missing_from(self, others: Self) -> Option<Instruction> {
+        let mut i = 0;
+        while i < Instruction::ALL.len() {
+            let instruction = Instruction::ALL[i];
+            if self.has(instruction) && !others.has(instruction) {
+                return Some(instruction);
+            }
+            i += 1;
+        }
+        None
+    }
 }
 
 /// A family: a spec of its axes and what follows from it.
 ///
-/// Beside this, a spec has what a const context asks for, which a trait cannot give: `plan`, and `values` and `of`,
-/// which `axes!` writes.
+/// Beside this, a spec has what a const context asks for, which a trait cannot give: `plan`, `instructions` (those of
+/// [`Instruction`] that its kernel has), and `values` and `of`, which `axes!` writes.
 pub trait Family: Copy {
     /// The struct that its kernels take.
     type Args: KernelArgs;
@@ -59,8 +131,6 @@ pub trait Family: Copy {
     const AXES: &'static [Axis];
     /// What its variants make of what; nothing for a family of activations.
     const EDGES: &'static [Edge];
-    /// The instructions that all of its variants have; of the others in [`Instruction`] they have none.
-    const INSTRUCTIONS: &'static [Instruction];
 
     /// What this variant makes of what. A stage among several belongs to every edge that needs it.
     fn edges(&self) -> &'static [Edge] {
@@ -78,8 +148,8 @@ pub trait Family: Copy {
         WorkspacePlan::default()
     }
 
-    /// The variants that ship.
-    fn catalogue() -> impl Iterator<Item = VariantSpec>;
+    /// The variants that ship for an architecture, as far as they have a plan there.
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec>;
 }
 
 /// A family as data.
@@ -93,12 +163,10 @@ pub struct FamilyInfo {
     pub axes: &'static [Axis],
     /// See [`Family::EDGES`].
     pub edges: &'static [Edge],
-    /// See [`Family::INSTRUCTIONS`].
-    pub instructions: &'static [Instruction],
     /// See [`Family::Args`].
     pub args: ArgsInfo,
     /// See [`Family::catalogue`].
-    pub catalogue: fn() -> Vec<VariantSpec>,
+    pub catalogue: fn(Arch) -> Vec<VariantSpec>,
 }
 
 /// An argument struct as data.
@@ -115,8 +183,8 @@ pub struct ArgsInfo {
 impl FamilyInfo {
     const fn of<F: Family>(name: &'static str, template: &'static str) -> Self {
         let args = ArgsInfo { name: F::Args::NAME, bytes: size_of::<F::Args>(), fields: F::Args::FIELDS };
-        let catalogue = || F::catalogue().collect();
-        Self { name, template, axes: F::AXES, edges: F::EDGES, instructions: F::INSTRUCTIONS, args, catalogue }
+        let catalogue = |arch| F::catalogue(arch).filter(|spec| Plan::new(spec).is_ok()).collect();
+        Self { name, template, axes: F::AXES, edges: F::EDGES, args, catalogue }
     }
 }
 
@@ -159,6 +227,11 @@ macro_rules! families {
 
             pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
                 match self { $(Self::$variant(op) => op.plan(spec)),+ }
+            }
+
+            /// Those of [`Instruction`] that its kernel has.
+            pub const fn instructions(&self) -> Instructions {
+                match self { $(Self::$variant(op) => op.instructions()),+ }
             }
 
             /// See [`Family::edges`].
@@ -238,12 +311,18 @@ mod tests {
 
     #[test]
     fn no_variant_is_listed_twice_and_every_family_ships_what_fits() {
-        let specs = catalog::all();
-        assert_eq!(specs.iter().collect::<BTreeSet<_>>().len(), specs.len());
-        for family in FAMILIES {
-            let own = (family.catalogue)();
-            assert!(!own.is_empty() && own.iter().all(|spec| spec.op.family() == family.name), "{}", family.name);
-            assert!(own.iter().all(|spec| Plan::new(spec).is_ok()), "{}", family.name);
+        for arch in Arch::ALL {
+            let specs = catalog::all(*arch);
+            assert_eq!(specs.iter().collect::<BTreeSet<_>>().len(), specs.len());
+            for family in FAMILIES {
+                let own = (family.catalogue)(*arch);
+                assert!(
+                    own.iter().all(|spec| spec.op.family() == family.name && spec.arch == *arch),
+                    "{}",
+                    family.name
+                );
+                assert!(!own.is_empty() || *arch != Arch::Sm90a, "{}", family.name);
+            }
         }
     }
 
@@ -251,7 +330,7 @@ mod tests {
     #[test]
     fn edges_of_a_family_are_those_of_its_variants() {
         for family in FAMILIES {
-            let own: Vec<_> = (family.catalogue)().iter().flat_map(|spec| spec.op.edges()).collect();
+            let own: Vec<_> = (family.catalogue)(Arch::Sm90a).iter().flat_map(|spec| spec.op.edges()).collect();
             assert!(family.edges.iter().all(|edge| own.contains(&edge)), "{}", family.name);
             assert!(own.iter().all(|edge| family.edges.contains(edge)), "{}", family.name);
         }

@@ -1,6 +1,6 @@
 //! RMSNorm of rows of activations: `templates/include/unweight/kernels/norm.cuh`.
 
-use super::{Edge, Family, Instruction, Op};
+use super::{Edge, Family, Op, Instructions, Instruction};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
@@ -67,6 +67,10 @@ const fn blocks_per_sm(threads: u32) -> u32 {
 }
 
 impl NormSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let threads = self.threads.get();
         let warps = threads / spec.arch.limits().warp_threads;
@@ -85,7 +89,6 @@ impl Family for NormSpec {
     type Args = NormArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
-    const INSTRUCTIONS: &'static [Instruction] = &[];
 
     fn summary(&self, _: &Plan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
@@ -102,10 +105,10 @@ impl Family for NormSpec {
         Context { pdl: self.pdl, columns_max: COLUMNS_MAX }
     }
 
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         // 1024 threads are for rows longer than models have; whoever asks gets them.
-        NormThreads::ALL.into_iter().filter(|threads| threads.get() < 1024).flat_map(|threads| {
-            [false, true].map(|pdl| VariantSpec::norm(Arch::Sm90a, NormSpec { threads, pdl }))
+        NormThreads::ALL.into_iter().filter(move |threads| threads.get() < 1024).flat_map(move |threads| {
+            [false, true].map(move |pdl| VariantSpec::norm(arch, NormSpec { threads, pdl }))
         })
     }
 }

@@ -1,6 +1,6 @@
 //! Between BF16 and the packed form (docs/format.md A.9): `templates/include/unweight/kernels/repack.cuh`.
 
-use super::{Edge, Family, Instruction};
+use super::{Edge, Family, Instructions};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
@@ -75,6 +75,10 @@ const TILES_PER_BLOCK: u32 = 2;
 const LIST_TILES_PER_BLOCK: u32 = 16;
 
 impl RepackSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let op = self;
         let work = Work::WeightTiles;
@@ -101,7 +105,6 @@ impl Family for RepackSpec {
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] =
         &[Edge { from: FormId::RAW, to: FormId::PACKED }, Edge { from: FormId::PACKED, to: FormId::RAW }];
-    const INSTRUCTIONS: &'static [Instruction] = &[];
 
     fn edges(&self) -> &'static [Edge] {
         match self.stage {
@@ -136,7 +139,7 @@ impl Family for RepackSpec {
         Context { function: self.stage.tag(), constant }
     }
 
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
-        RepackStage::ALL.iter().map(|stage| VariantSpec::repack(Arch::Sm90a, *stage))
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        RepackStage::ALL.iter().map(move |stage| VariantSpec::repack(arch, *stage))
     }
 }

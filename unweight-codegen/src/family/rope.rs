@@ -1,7 +1,7 @@
 //! Bias, QK-norm and rotation of the heads of a chunk of one sequence, whose keys and values go to their pages:
 //! `templates/include/unweight/kernels/rope.cuh`.
 
-use super::{Edge, Family, Instruction, Op};
+use super::{Edge, Family, Op, Instructions, Instruction};
 use crate::{
     abi::args,
     kv::PAGE_TOKENS,
@@ -75,6 +75,10 @@ const WARPS: u32 = 8;
 const BLOCKS_PER_SM: u32 = 4;
 
 impl RopeSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let threads = WARPS * spec.arch.limits().warp_threads;
         let grid = LaunchGrid::Covering { work: Work::Rows, per_block: 1 };
@@ -92,7 +96,6 @@ impl Family for RopeSpec {
     type Args = RopeArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
-    const INSTRUCTIONS: &'static [Instruction] = &[];
 
     fn summary(&self, _: &Plan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
@@ -111,10 +114,10 @@ impl Family for RopeSpec {
         Context { head_dim: self.head_dim.get(), pdl: self.pdl, page_tokens: PAGE_TOKENS }
     }
 
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         // The heads of models that are served; whoever asks gets the others.
-        RopeHeadDim::ALL.into_iter().filter(|head_dim| matches!(head_dim.get(), 64 | 96 | 128)).flat_map(|head_dim| {
-            [false, true].map(|pdl| VariantSpec::rope(Arch::Sm90a, RopeSpec { head_dim, pdl }))
+        RopeHeadDim::ALL.into_iter().filter(move |head_dim| matches!(head_dim.get(), 64 | 96 | 128)).flat_map(move |head_dim| {
+            [false, true].map(move |pdl| VariantSpec::rope(arch, RopeSpec { head_dim, pdl }))
         })
     }
 }

@@ -1,6 +1,6 @@
 //! A token of each row of logits: `templates/include/unweight/kernels/sample.cuh`.
 
-use super::{Edge, Family, Instruction, Op};
+use super::{Edge, Family, Op, Instructions, Instruction};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
@@ -76,6 +76,10 @@ const COPIES: u32 = 16;
 const SUM_BYTES: u32 = 8;
 
 impl SampleSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE.when(self.cluster.get() > 1, Instruction::Cluster).when(self.pdl, Instruction::DependentLaunch)
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let warps = THREADS / spec.arch.limits().warp_threads;
         let (work, cluster) = (Work::Rows, self.cluster.get());
@@ -105,7 +109,6 @@ impl Family for SampleSpec {
     type Args = SampleArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
-    const INSTRUCTIONS: &'static [Instruction] = &[];
 
     fn summary(&self, _: &Plan) -> String {
         let group = match self.cluster.get() {
@@ -134,9 +137,9 @@ impl Family for SampleSpec {
         }
     }
 
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
-        ClusterSize::ALL.into_iter().flat_map(|cluster| {
-            [false, true].map(|pdl| VariantSpec::sample(Arch::Sm90a, SampleSpec { cluster, pdl }))
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        ClusterSize::ALL.into_iter().flat_map(move |cluster| {
+            [false, true].map(move |pdl| VariantSpec::sample(arch, SampleSpec { cluster, pdl }))
         })
     }
 }

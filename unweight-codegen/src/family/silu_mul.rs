@@ -1,7 +1,7 @@
 //! The activation of a gated MLP, for weights whose product was stored as it is:
 //! `templates/include/unweight/kernels/silu_mul.cuh`.
 
-use super::{Edge, Family, Instruction, Op};
+use super::{Edge, Family, Op, Instructions, Instruction};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
@@ -59,6 +59,10 @@ impl SiluMulSpec {
         self.threads.get() * CHUNK
     }
 
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
+    }
+
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let threads = self.threads.get();
         let work = Work::OutputTiles { rows: 1, columns: self.block_columns() };
@@ -77,7 +81,6 @@ impl Family for SiluMulSpec {
     type Args = SiluMulArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
-    const INSTRUCTIONS: &'static [Instruction] = &[];
 
     fn summary(&self, _: &Plan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
@@ -94,9 +97,9 @@ impl Family for SiluMulSpec {
         Context { pdl: self.pdl, block_columns: self.block_columns() }
     }
 
-    fn catalogue() -> impl Iterator<Item = VariantSpec> {
-        [false, true].into_iter().map(|pdl| {
-            VariantSpec::silu_mul(Arch::Sm90a, SiluMulSpec { threads: SiluMulThreads::ALL[0], pdl })
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        [false, true].into_iter().map(move |pdl| {
+            VariantSpec::silu_mul(arch, SiluMulSpec { threads: SiluMulThreads::ALL[0], pdl })
         })
     }
 }

@@ -11,7 +11,7 @@ pub use grid::{GemmShape, LaunchGrid, Work};
 pub use roles::{PipelinePlan, Role, RolePlan};
 pub use smem::{SmemPlan, SmemSection};
 
-use crate::{spec::VariantSpec, text::Message};
+use crate::{family::Instruction, spec::VariantSpec, text::Message};
 use std::fmt;
 
 /// Of the values of an axis below the spec's own, the largest that fits, all else being equal. A macro, because a const
@@ -133,6 +133,13 @@ pub enum Infeasible {
         /// Stages with which the ring would hold them.
         fitting_stages: u32,
     },
+    /// The architecture lacks an instruction that the kernel is made of.
+    Instruction {
+        /// The variant.
+        spec: VariantSpec,
+        /// What it lacks.
+        instruction: Instruction,
+    },
     /// Two axes that exclude each other.
     Conflict {
         /// The variant.
@@ -178,6 +185,10 @@ impl Infeasible {
                 let text = text.num(sum_bytes).str(" B, exceed its ring of ").num(ring_bytes).str(" B");
                 text.str("; try stages >= ").num(fitting_stages).str(" or persistent = true")
             }
+            Self::Instruction { spec, instruction } => {
+                let text = Message::new().str("variant ").str(spec.name().as_str()).str(": ");
+                text.str(spec.arch.compiler_name()).str(" ").str(instruction.lack())
+            }
             Self::Conflict { spec, what } => {
                 Message::new().str("variant ").str(spec.name().as_str()).str(": ").str(what)
             }
@@ -204,7 +215,10 @@ impl Plan {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub const fn new(spec: &VariantSpec) -> Result<Self, Infeasible> {
-        spec.op.plan(spec)
+        match spec.op.instructions().missing_from(spec.arch.limits().instructions) {
+            Some(instruction) => Err(Infeasible::Instruction { spec: *spec, instruction }),
+            None => spec.op.plan(spec),
+        }
     }
 
     /// The workspace of a launch for this problem on a device with `sms` multiprocessors: for partial sums, or for the
@@ -231,11 +245,12 @@ impl fmt::Display for Plan {
             }
         }
         if let Some(PipelinePlan { rings, stages, stage_bytes, full_arrivals, empty_arrivals }) = self.pipeline {
-            write!(
-                f,
-                "pipeline {rings} x {stages} stages of {stage_bytes} B; full: {full_arrivals} arrival{} and the bytes",
-                if full_arrivals == 1 { "" } else { "s" }
-            )?;
+            write!(f, "pipeline {rings} x {stages} stages of {stage_bytes} B; full: ")?;
+            match full_arrivals {
+                0 => write!(f, "every lane's group of copies")?,
+                1 => write!(f, "1 arrival and the bytes")?,
+                _ => write!(f, "{full_arrivals} arrivals and the bytes")?,
+            }
             match empty_arrivals {
                 0 => writeln!(f, "; empty: known to the warp")?,
                 _ => writeln!(f, "; empty: {empty_arrivals} arrivals")?,
@@ -249,12 +264,12 @@ impl fmt::Display for Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::catalog;
+    use crate::spec::{Arch, catalog};
 
     /// What every plan must satisfy for its kernel to start at all.
     #[test]
     fn plans_stay_within_the_limits() {
-        let feasible = catalog::all();
+        let feasible: Vec<_> = Arch::ALL.iter().flat_map(|arch| catalog::all(*arch)).collect();
         assert!(!feasible.is_empty());
         for spec in feasible {
             let limits = spec.arch.limits();

@@ -302,8 +302,20 @@ pub(crate) use {axes, range_axis, set_axis, word_axis};
 word_axis! {
     /// The architecture that a variant is compiled for.
     Arch, "arch" {
+        /// NVIDIA Ampere for servers: A100, A30 (compute capability 8.0).
+        Sm80 = "sm80",
+        /// NVIDIA Ampere: GeForce RTX 30, A10, A40 (8.6).
+        Sm86 = "sm86",
+        /// NVIDIA Ada: GeForce RTX 40, L4, L40S (8.9).
+        Sm89 = "sm89",
         /// NVIDIA Hopper (H100, H200) with its architecture-specific instructions (WGMMA, `setmaxnreg`).
         Sm90a = "sm90a",
+        /// NVIDIA Blackwell for servers: B100, B200 (10.0).
+        Sm100a = "sm100a",
+        /// NVIDIA Blackwell Ultra: B300 (10.3).
+        Sm103a = "sm103a",
+        /// NVIDIA Blackwell: GeForce RTX 50, RTX PRO Blackwell (12.0).
+        Sm120a = "sm120a",
     }
 }
 
@@ -311,8 +323,38 @@ impl Arch {
     /// The name that NVRTC's `--gpu-architecture` takes.
     pub const fn compiler_name(self) -> &'static str {
         match self {
+            Self::Sm80 => "sm_80",
+            Self::Sm86 => "sm_86",
+            Self::Sm89 => "sm_89",
             Self::Sm90a => "sm_90a",
+            Self::Sm100a => "sm_100a",
+            Self::Sm103a => "sm_103a",
+            Self::Sm120a => "sm_120a",
         }
+    }
+
+    /// The architecture of devices of this compute capability.
+    pub const fn of_capability(major: i32, minor: i32) -> Option<Self> {
+        Some(match (major, minor) {
+            (8, 0) => Self::Sm80,
+            (8, 6) => Self::Sm86,
+            (8, 9) => Self::Sm89,
+            (9, 0) => Self::Sm90a,
+            (10, 0) => Self::Sm100a,
+            (10, 3) => Self::Sm103a,
+            (12, 0) => Self::Sm120a,
+            _ => return None,
+        })
+    }
+}
+
+word_axis! {
+    /// How a kernel brings operands to shared memory.
+    SmemCopy, "copy" {
+        /// Bulk and tensor copies of the copy engine, an elected lane for its warp.
+        Bulk = "bulk",
+        /// `cp.async`: every thread 16 bytes at a time. For architectures without a copy engine; it runs on all.
+        Async = "async",
     }
 }
 

@@ -7,19 +7,19 @@ use crate::family::{FAMILIES, Family};
 
 pub use crate::family::{gemm_mma::SHAPES as GEMM_MMA, gemm_recon::TABLE_5, gemm_wgmma::SHAPES as GEMM_WGMMA};
 
-/// Every shipped variant, family by family.
-pub fn all() -> Vec<VariantSpec> {
-    FAMILIES.iter().flat_map(|family| (family.catalogue)()).collect()
+/// Every variant that ships for an architecture, family by family.
+pub fn all(arch: Arch) -> Vec<VariantSpec> {
+    FAMILIES.iter().flat_map(|family| (family.catalogue)(arch)).collect()
 }
 
-/// The shipped variants of a family, such as [`GemmMmaSpec`](super::GemmMmaSpec).
+/// The variants of a family that ship for Hopper, such as [`GemmMmaSpec`](super::GemmMmaSpec).
 ///
 /// ```
 /// # use unweight_codegen::spec::{RepackSpec, catalog};
 /// assert_eq!(catalog::of::<RepackSpec>().count(), 3);
 /// ```
 pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
-    F::catalogue()
+    F::catalogue(Arch::Sm90a)
 }
 
 /// What packing a matrix and unpacking it runs: the counts of the encoder, and the conversions.

@@ -24,7 +24,7 @@ pub use crate::family::{
     silu_mul::SiluMulThreads,
 };
 pub(crate) use axes::{AXES_MAX, Raw, axes, range_axis, set_axis, word_axis};
-pub use axes::{Arch, Axis, AxisError, ClusterSize, Epilogue, Only, Values};
+pub use axes::{Arch, Axis, AxisError, ClusterSize, Epilogue, Only, SmemCopy, Values};
 pub use name::ParseNameError;
 
 /// One kernel: architecture and operation. Its name is `Display`, `FromStr` and the serde form.

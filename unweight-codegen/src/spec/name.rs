@@ -7,7 +7,7 @@
 //! uw_<arch>_gemm_recon_exponent_n<n tiles>p<stages>_<store|store_add>
 //! uw_<arch>_gemm_recon_palette_n<n tiles>p<stages>_v<verbatim rows>_<store|store_add>
 //! uw_<arch>_gemm_mma_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>
-//!                                    [_persistent][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
+//!                                    [_async][_persistent][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
 //! uw_<arch>_gemm_wgmma_b<batch tile>_g<warpgroups>p<stages>[c<cluster>]
 //!                                    [_streamk][_esc][_pdl]_<store|store_add>[_dump]
 //! uw_<arch>_embed_<bf16|packed>[_pdl]
@@ -106,6 +106,7 @@ fn values(axes: &[Axis], mut rest: &str) -> Result<Raw, String> {
 
 /// The value at the beginning of `rest`, and what follows it.
 fn value<'a>(axis: &Axis, rest: &'a str) -> Result<(u32, &'a str), String> {
+    let whole = rest;
     let marked = rest.strip_prefix(axis.mark);
     // A word ends where the name does, or before the next mark, which begins with `_`.
     let ends = |after: &&str| after.is_empty() || after.starts_with('_');
@@ -116,16 +117,21 @@ fn value<'a>(axis: &Axis, rest: &'a str) -> Result<(u32, &'a str), String> {
         },
         (Values::Words(words), marked) => {
             let Some(rest) = marked else {
+                if let Some(value) = axis.unnamed {
+                    return Ok((value, rest));
+                }
                 return Err(format!("{rest:?} must begin with _ and be {}", one_of(words)));
             };
             // The longest: `store` also begins `store_add`.
             let known = words.iter().enumerate().filter_map(|(i, word)| {
                 rest.strip_prefix(word).filter(ends).map(|after| (word.len(), i as u32, after))
             });
-            let (_, value, after) = known
-                .max_by_key(|(length, ..)| *length)
-                .ok_or_else(|| format!("unknown {} in {rest:?}; it must be {}", axis.key, one_of(words)))?;
-            Ok((value, after))
+            match (known.max_by_key(|(length, ..)| *length), axis.unnamed) {
+                (Some((_, value, after)), _) => Ok((value, after)),
+                // What follows is of a later axis.
+                (None, Some(value)) => Ok((value, whole)),
+                (None, None) => Err(format!("unknown {} in {rest:?}; it must be {}", axis.key, one_of(words))),
+            }
         }
         (Values::Range(..) | Values::Set(_), None) => match axis.unnamed {
             Some(value) => Ok((value, rest)),

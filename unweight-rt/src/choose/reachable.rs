@@ -351,7 +351,7 @@ mod tests {
 
     #[test]
     fn what_ships_is_reached() {
-        let shipped = unweight_codegen::spec::catalog::all();
+        let shipped = unweight_codegen::spec::catalog::all(Arch::Sm90a);
         for spec in wanted(4096, true, 7).reachable(all_weights()) {
             let of_a_use =
                 matches!(spec.op, unweight_codegen::spec::Op::GemmMma(_) | unweight_codegen::spec::Op::GemmWgmma(_));

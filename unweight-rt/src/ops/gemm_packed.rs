@@ -167,7 +167,9 @@ impl PackedGemm {
             n,
             k,
             tile_cols: k / 64,
-            reserved: [0; 14],
+            x_data: x.address,
+            x_row_bytes: 2 * x.pitch,
+            reserved: [0; 10],
         };
         // SAFETY: `check` has held shapes, pitches, places and the workspace's size against this problem; the views were held against their
         // memory when they were made; the kernel bounds what heads and lists lead to. Dropping a buffer waits for the kernel.

@@ -17,6 +17,8 @@
 //                        gate's weights and the 8 of the up's that belong to them (no kStoreAdd)
 //   bool kPdl            programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are
 //                        touched after it
+//   bool kAsync          every lane copies 16 bytes at a time (cp.async) where otherwise an elected lane asks the copy
+//                        engine: for architectures without one
 //   bool kPersistent     a cluster works off several tasks, its rings running on across them
 //   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]
 //
@@ -30,16 +32,19 @@
 //
 // Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile,
 // 128-byte swizzle, zero past the batch) and its task's row blocks of one tile column, up to four neighbours a bulk
-// copy (L2 evict_first). Nothing crosses warps until the reduction. One step: wait | ldmatrix X | per row block 3 x 16
-// bytes a lane, decode | refill the slot | patch | 4 * kBatchTile / 8 mma.
+// copy (L2 evict_first); with kAsync all lanes the same bytes to the same places. Nothing crosses warps until the
+// reduction. One step: wait | ldmatrix X | per row block 3 x 16 bytes a lane, decode | refill the slot | patch |
+// 4 * kBatchTile / 8 mma.
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes of X and W. A warp refills its own slots, so there is no empty
 // barrier: it releases a slot to the copy engine (pipeline::release_to_copy_engine: a proxy fence of every lane, then
-// __syncwarp) before it starts the next copy.
+// __syncwarp) before it starts the next copy. With kAsync there are none: a slot is a group of copies of every lane, of
+// which kStages are open; a lane waits for its own, and __syncwarp makes that all lanes'.
 //   Per task the block (or cluster) meets once between writing and reading sums; kPersistent: once more before writing;
 //   clusters: once more before exit.
 //
-// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + kRowBlocks * 1536)) + 8 * kStages),
+// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + kRowBlocks * 1536)) + 8 * kStages), kAsync without
+//   the last term,
 //   kPersistent: + kWarps * kRowBlocks * kBatchTile * 64.
 //   Without kPersistent a warp's sums (fp32 [batch][row]) lie over its own drained ring.
 // Global reads per tile column: kRowBlocks * (1536 + 4) + 128 * min(m, kBatchTile) (X: L2 after the first), and
@@ -53,6 +58,7 @@
 #include "unweight/form/escapes.cuh"
 #include "unweight/form/packed.cuh"
 #include "unweight/pipeline/ring.cuh"
+#include "unweight/ptx/async.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/bulk.cuh"
 #include "unweight/ptx/control.cuh"
@@ -90,7 +96,7 @@ struct Smem {
     static constexpr u32 kRings = 0;
     static constexpr u32 kSums = Config::kPersistent ? Config::kWarps * kRingBytes : 0;
     static constexpr u32 kBarriers = Config::kWarps * (kRingBytes + (Config::kPersistent ? kSumBytes : 0));
-    static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
+    static constexpr u32 kBytes = kBarriers + (Config::kAsync ? 0 : Config::kWarps * Config::kStages * 8);
 
     static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
     static_assert(kSumBytes <= kSumPitchBytes, "a warp's sums lie over its ring");
@@ -213,17 +219,44 @@ struct Kernel {
             left -= here;
         }
     }
-    // One lane: the task's row blocks of one column of tiles.
+    // Who issues a slot's copies: every lane its share, or one lane all.
+    UW_DEVICE static bool issues() { return Config::kAsync || ptx::elect_one(); }
+
+    // By the lanes that issue: the task's row blocks of one column of tiles.
     UW_DEVICE void load_w() const {
         u32 to = w_slot(load_slot);
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
             if (i > 0 && load_pieces.bytes[i] == 0) break;
+            if constexpr (Config::kAsync) {
+                const u8* from = load_pieces.source[i] + u64(load_column) * packed::kTileBytes + lane * 16;
+                const u32 first = to + lane * 16;
+#pragma unroll
+                for (u32 at = 0; at < packed::kTileBytes; at += 32 * 16) {
+                    if (at < load_pieces.bytes[i]) ptx::async_copy_x4(first + at, from + at, true, w_policy);
+                }
+                to += load_pieces.bytes[i];
+                continue;
+            }
             ptx::bulk_load(to, load_pieces.source[i] + u64(load_column) * packed::kTileBytes, load_pieces.bytes[i], barriers + load_slot * 8, w_policy);
             to += load_pieces.bytes[i];
         }
     }
-    UW_DEVICE void load_x(u32 s, u32 column) const { ptx::tensor_load_2d(x_slot(s), args.x, column * kTile, share.batch, barriers + s * 8, x_policy); }
+    UW_DEVICE void load_x(u32 s, u32 column) const {
+        if constexpr (Config::kAsync) {
+            // Eight lanes a row, in the swizzle that the copy engine would write.
+            const u32 chunk = lane % 8;
+#pragma unroll
+            for (u32 row = 0; row < Config::kBatchTile; row += 4) {
+                const u32 r = row + lane / 8;
+                const bool inside = share.batch + r < args.m;
+                const u8* from = args.x_data + (share.batch + (inside ? r : 0)) * args.x_row_bytes + column * (kTile * 2) + chunk * 16;
+                ptx::async_copy_x4(x_slot(s) + smem::Bf16Tile<Config::kBatchTile>::offset(r, chunk), from, inside, x_policy);
+            }
+        } else {
+            ptx::tensor_load_2d(x_slot(s), args.x, column * kTile, share.batch, barriers + s * 8, x_policy);
+        }
+    }
 
     UW_DEVICE void wrap_load() {
         while (load_column >= args.tile_cols && load_index < tiles) {
@@ -237,26 +270,48 @@ struct Kernel {
         load_column += kKWarps;
         if constexpr (Config::kPersistent) wrap_load();
     }
-    // By a converged warp that has released the slot to the copy engine.
+    // By a converged warp, once nobody reads the slot any more.
     UW_DEVICE void load_next() {
-        if (load_index >= tiles) return;
-        if (ptx::elect_one()) {
-            ptx::mbarrier_arrive_expect_tx(barriers + load_slot * 8, load_pieces.slot_bytes);
-            load_x(load_slot, load_column);
-            load_w();
+        if (load_index < tiles) {
+            if (issues()) {
+                if constexpr (!Config::kAsync) ptx::mbarrier_arrive_expect_tx(barriers + load_slot * 8, load_pieces.slot_bytes);
+                load_x(load_slot, load_column);
+                load_w();
+            }
+            advance_load();
         }
-        advance_load();
+        // Also without copies: a wait counts groups.
+        if constexpr (Config::kAsync) ptx::async_commit_group();
+    }
+    UW_DEVICE void wait_for_slot() const {
+        if constexpr (Config::kAsync) {
+            // Every lane its own copies, then all of them (__syncwarp).
+            ptx::async_wait_group<Config::kStages - 1>();
+            ptx::sync_warp();
+        } else {
+            ptx::mbarrier_wait_parity(barriers + slot * 8, parity);
+        }
+    }
+    // By a converged warp after its last load from a slot.
+    UW_DEVICE static void release_slot() {
+        if constexpr (Config::kAsync) {
+            ptx::sync_warp();  // orders the lanes' loads before copies that any of them starts later (ptx/async.cuh)
+        } else {
+            pipeline::release_to_copy_engine();
+        }
     }
 
     // Fills the ring, weights before anything else: they do not depend on the kernel before and come from furthest
     // away. X does and waits.
     UW_DEVICE void start(Heads& heads) {
-        if (ptx::elect_one()) {
+        if constexpr (!Config::kAsync) {
+            if (ptx::elect_one()) {
 #pragma unroll
-            for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barriers + s * 8, 1);
-            ptx::fence_mbarrier_init();
+                for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barriers + s * 8, 1);
+                ptx::fence_mbarrier_init();
+            }
+            ptx::sync_warp();
         }
-        ptx::sync_warp();
         if constexpr (Config::kPdl) ptx::grid_launch_dependents();
         u32 columns[Config::kStages];
 #pragma unroll
@@ -264,21 +319,25 @@ struct Kernel {
             columns[s] = kNoColumn;
             if (load_index < tiles) {
                 columns[s] = load_column;
-                if (ptx::elect_one()) {
-                    ptx::mbarrier_arrive_expect_tx(barriers + s * 8, load_pieces.slot_bytes);
+                if (issues()) {
+                    if constexpr (!Config::kAsync) ptx::mbarrier_arrive_expect_tx(barriers + s * 8, load_pieces.slot_bytes);
                     load_w();
                 }
                 advance_load();
             }
         }
-        if (ptx::elect_one()) ptx::prefetch_tensor_map(args.x);
+        if constexpr (!Config::kAsync) {
+            if (ptx::elect_one()) ptx::prefetch_tensor_map(args.x);
+        }
         if constexpr (Config::kEscapes) load_heads(heads);
         if constexpr (Config::kPdl) ptx::grid_dependency_wait();
 #pragma unroll
         for (u32 s = 0; s < Config::kStages; ++s) {
             if (columns[s] != kNoColumn) {
-                if (ptx::elect_one()) load_x(s, columns[s]);
+                if (issues()) load_x(s, columns[s]);
             }
+            // The first group has the weights of all slots: they were asked for before X could be.
+            if constexpr (Config::kAsync) ptx::async_commit_group();
         }
     }
 
@@ -337,7 +396,7 @@ struct Kernel {
                 }
             }
         }
-        ptx::mbarrier_wait_parity(barriers + slot * 8, parity);
+        wait_for_slot();
         u32 x[kFragments][kSteps][2];
         load_x_fragments(x);
 #pragma unroll
@@ -351,7 +410,7 @@ struct Kernel {
             if (first + kChains >= Config::kRowBlocks) {
                 // The slot's loads have been issued, but nothing has needed their values yet: they may still be in
                 // flight.
-                pipeline::release_to_copy_engine();
+                release_slot();
                 load_next();
             }
             if constexpr (kPatch) {
