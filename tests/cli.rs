@@ -372,6 +372,14 @@ fn kernels_are_listed_and_emitted() {
     assert!(stderr(&output).contains("stdout takes one"));
     run(home.path(), &["kernels", "list", "uw_sm90a_nothing"], 2);
     run(home.path(), &["kernels", "list", "nothing*"], 2);
+    // What ships for another architecture, and what it does not have.
+    let ada = json(&run(home.path(), &["kernels", "list", "--arch", "sm_89", "--json"], 0));
+    let names: Vec<_> = ada["kernels"].as_array().unwrap().iter().map(|k| k["name"].as_str().unwrap()).collect();
+    assert!(names.len() > 30 && names.iter().all(|name| name.starts_with("uw_sm89_")), "{names:?}");
+    assert!(names.contains(&"uw_sm89_gemm_mma_b8_r2w8p3c1_async_esc_store"), "{names:?}");
+    let output = run(home.path(), &["kernels", "emit", "uw_sm89_gemm_wgmma_b128_g2p6_esc_store"], 2);
+    assert!(stderr(&output).contains("sm_89 has no wgmma"), "{}", stderr(&output));
+    run(home.path(), &["kernels", "list", "--arch", "sm_75"], 2);
 }
 
 #[test]

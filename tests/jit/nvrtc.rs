@@ -5,13 +5,13 @@
 //! the plan; the instructions that a kernel is built around are there. The first tests hold the instruments themselves:
 //! each of these conditions is seen when it is violated.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unweight_codegen::family::{FAMILIES, Instruction};
 use unweight_codegen::plan::Plan;
-use unweight_codegen::spec::{Arch, VariantSpec, catalog};
+use unweight_codegen::spec::{Arch, Op, VariantSpec, catalog};
 use unweight_rt::Error;
 use unweight_rt::env::{Env, JitMode};
 use unweight_rt::jit::cache::{CacheState, KernelCache, Policy};
@@ -348,6 +348,40 @@ fn every_catalogued_variant_compiles_to_its_plan() {
     }
     let report: String = wrong.iter().map(|(name, found)| format!("\n{name}:\n  {}", found.join("\n  "))).collect();
     assert!(wrong.is_empty(), "{} of {} variants:{report}", wrong.len(), specs.len());
+}
+
+/// What ships for other architectures compiles to its plan there: the first variant of each family, and of the small
+/// matmul one of each batch tile. No such device was at hand: this is all that is known of them.
+#[test]
+fn other_architectures_compile_to_their_plans() {
+    let mut specs = Vec::new();
+    for arch in Arch::ALL.iter().copied().filter(|arch| *arch != Arch::Sm90a) {
+        let all = catalog::all(arch);
+        let mut seen = BTreeSet::new();
+        specs.extend(all.into_iter().filter(|spec| {
+            let tile = match spec.op {
+                Op::GemmMma(op) => op.batch_tile.get(),
+                _ => 0,
+            };
+            seen.insert((spec.op.family(), tile))
+        }));
+    }
+    assert!(specs.len() > 50, "{} variants", specs.len());
+    let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
+    let cache = KernelCache::new(policy(JitMode::Off), None, Arc::new(compiler()));
+    let threads = Env::process().unwrap().jit_threads;
+    let artifacts = cache.compile_all(&requests, threads, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    let mut report = String::new();
+    for (spec, artifact) in specs.iter().zip(&artifacts) {
+        let info = cubin::read(&artifact.cubin).unwrap();
+        let kernel = info.kernel(&artifact.name).unwrap();
+        let mut found = faults(kernel, &artifact.log);
+        found.extend(differences(&Plan::new(spec).unwrap(), kernel));
+        if !found.is_empty() {
+            report.push_str(&format!("\n{spec}:\n  {}", found.join("\n  ")));
+        }
+    }
+    assert!(report.is_empty(), "{report}");
 }
 
 /// Whoever names a variant gets it: plan and kernel agree beyond the catalogue, too. It may spill, which is why it is

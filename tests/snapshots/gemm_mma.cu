@@ -19,6 +19,7 @@ struct Config {
     static constexpr bool kStoreAdd = false;
     static constexpr bool kSiluMul = false;
     static constexpr bool kPdl = false;
+    static constexpr bool kAsync = false;
     static constexpr bool kPersistent = false;
     static constexpr bool kDumpOperands = false;
 };

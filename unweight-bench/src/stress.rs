@@ -30,7 +30,7 @@ use unweight_codegen::{
     VariantSpec,
     abi::{DecodeArgs, RepackArgs},
     plan::{GemmShape, Plan},
-    spec::{DecodeOutput, Epilogue, Op, RepackStage, WeightSource, catalog},
+    spec::{Arch, DecodeOutput, Epilogue, Op, RepackStage, WeightSource, catalog},
 };
 use unweight_format::{
     CodeLimit, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, TileGrid, TileMetadata, huffman, packed,

@@ -1,4 +1,5 @@
-//! Writes the source of variants, and the headers they include, to a folder: `emit DIR [NAME_PART]`.
+//! Writes the source of variants, and the headers they include, to a folder: `emit DIR [NAME_PART]`; those of Hopper,
+//! unless said otherwise.
 //!
 //! What lies there compiles as it is: `nvcc -arch=sm_90a -std=c++17 -I DIR/include -cubin DIR/<name>.cu`.
 
@@ -11,11 +12,12 @@ use unweight_codegen::{
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
     let folder = PathBuf::from(arguments.next().ok_or("usage: emit DIR [NAME_PART]")?);
-    let part = arguments.next().unwrap_or_default();
+    let part = arguments.next().unwrap_or_else(|| Arch::Sm90a.tag().to_owned());
     fs::create_dir_all(&folder)?;
     let mut count = 0;
-    for spec in catalog::all(Arch::Sm90a).iter().filter(|spec| spec.name().contains(&part)) {
-        let source = render(spec)?;
+    let all = Arch::ALL.iter().flat_map(|arch| catalog::all(*arch));
+    for spec in all.filter(|spec| spec.name().contains(&part)) {
+        let source = render(&spec)?;
         fs::write(folder.join(format!("{}.cu", source.name)), &source.text)?;
         for (name, text) in source.headers {
             let path = folder.join("include").join(name);

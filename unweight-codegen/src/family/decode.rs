@@ -125,6 +125,19 @@ impl DecodeSpec {
             .section("barriers", STAGES * warps, MBARRIER_BYTES, 8)
             .section("stage", STAGES * warps, STAGE_BYTES, 16)
             .section("output", warps, ROWS_PER_HALF * row_bytes, 16);
+        let (limit_bytes, stage_bytes) =
+            (spec.arch.limits().smem_bytes_per_block, warps * (STAGE_BYTES + MBARRIER_BYTES));
+        if smem.bytes() > limit_bytes {
+            return Err(Infeasible::SharedMemory {
+                spec: *spec,
+                fixed_bytes: smem.bytes() - STAGES * stage_bytes,
+                stages: STAGES,
+                stage_bytes,
+                limit_bytes,
+                fitting_stages: None,
+                fitting_other: None,
+            });
+        }
         Ok(Plan {
             spec: *spec,
             smem,

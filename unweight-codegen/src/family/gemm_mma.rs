@@ -378,7 +378,11 @@ impl Family for GemmMmaSpec {
     /// Each shape with escapes, ordinary and dependent, with every epilogue; those of batch tile 8 also without
     /// escapes, as `store`; a dump for each number of row blocks.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-        let used = SHAPES.into_iter().flat_map(|shape| {
+        // Of sm_120a NVRTC 13.0 gives the variants with bulk copies a stack, and those with asynchronous ones none.
+        let bulk = arch.has(Instruction::TensorCopy) && !matches!(arch, Arch::Sm120a);
+        let copy = if bulk { SmemCopy::Bulk } else { SmemCopy::Async };
+        let shapes = SHAPES.map(|shape| GemmMmaSpec { copy, ..shape });
+        let used = shapes.into_iter().flat_map(|shape| {
             let ways = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];
             ways.into_iter()
                 // Without escapes there is less to hide and nothing to gain but at the smallest batches; beyond, some
@@ -390,12 +394,12 @@ impl Family for GemmMmaSpec {
         });
         // The first shape of each number of row blocks: what differs between them is how row blocks are laid over
         // tiles.
-        let dumps = RowBlocks::all().filter_map(|row_blocks| {
-            let shape = SHAPES.into_iter().find(|shape| shape.row_blocks == row_blocks)?;
+        let dumps = RowBlocks::all().filter_map(move |row_blocks| {
+            let shape = shapes.into_iter().find(|shape| shape.row_blocks == row_blocks)?;
             Some(GemmMmaSpec { dump: true, ..shape })
         });
         // The gate and the up of an MLP as one matmul.
-        let gated = SHAPES.into_iter().flat_map(|shape| {
+        let gated = shapes.into_iter().flat_map(|shape| {
             [false, true].map(move |pdl| GemmMmaSpec { pdl, epilogue: Epilogue::SiluMul, ..shape })
         });
         used.chain(dumps).chain(gated).map(move |spec| VariantSpec::gemm_mma(arch, spec))

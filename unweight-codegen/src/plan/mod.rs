@@ -217,8 +217,25 @@ impl Plan {
     pub const fn new(spec: &VariantSpec) -> Result<Self, Infeasible> {
         match spec.op.instructions().missing_from(spec.arch.limits().instructions) {
             Some(instruction) => Err(Infeasible::Instruction { spec: *spec, instruction }),
-            None => spec.op.plan(spec),
+            None => match spec.op.plan(spec) {
+                Ok(plan) => Ok(plan.on_its_sm()),
+                refused => refused,
+            },
         }
+    }
+
+    /// With as many blocks per SM as there is room for: families state what suits Hopper's.
+    const fn on_its_sm(mut self) -> Self {
+        let most = self.spec.arch.limits().blocks_by_smem_and_threads(self.launch.threads, self.smem.bytes());
+        if self.launch.blocks_per_sm > most {
+            self.launch.blocks_per_sm = most;
+        }
+        if let LaunchGrid::Persistent { blocks_per_sm, .. } = &mut self.launch.grid
+            && *blocks_per_sm > most
+        {
+            *blocks_per_sm = most;
+        }
+        self
     }
 
     /// The workspace of a launch for this problem on a device with `sms` multiprocessors: for partial sums, or for the

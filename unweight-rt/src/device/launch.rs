@@ -134,7 +134,7 @@ impl LoadedKernel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use unweight_codegen::spec::catalog;
+    use unweight_codegen::spec::{Arch, catalog};
 
     /// What waits for other blocks of its grid is launched cooperatively or not at all.
     #[test]

@@ -46,6 +46,8 @@ impl Opcode {
     pub const LDSM: Opcode = Opcode(0x03b);
     /// stmatrix.
     pub const STSM: Opcode = Opcode(0x044);
+    /// cp.async.
+    pub const LDGSTS: Opcode = Opcode(0x1ae);
     /// cp.async.bulk without a tensor map, either way.
     pub const UBLKCP: Opcode = Opcode(0x1ba);
     /// TMA load of a tensor box.
