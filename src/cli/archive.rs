@@ -33,7 +33,12 @@ pub fn stdout() -> Result<File> {
     Ok(File::from(stdout.as_fd().try_clone_to_owned()?))
 }
 
-/// Remembers whether the end was met.
+/// Largest name of an entry, or what else stands in a header of its own, bytes.
+const EXTENSION_MAX: u64 = 1 << 20;
+/// Bytes of a header.
+const HEADER_BYTES: usize = 512;
+
+/// Remembers whether the end was met, and lets no long name pass that the library would have to hold in memory.
 struct Source<R> {
     inner: R,
     ended: bool,
@@ -41,9 +46,33 @@ struct Source<R> {
 
 impl<R: Read> Read for Source<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let read = self.inner.read(buffer)?;
+        let mut read = self.inner.read(buffer)?;
+        // The library reads headers, and hardly anything else, in pieces of their size.
+        if buffer.len() == HEADER_BYTES {
+            while read > 0 && read < HEADER_BYTES {
+                match self.inner.read(&mut buffer[read..])? {
+                    0 => break,
+                    more => read += more,
+                }
+            }
+            check_extension(&buffer[..read])?;
+        }
         self.ended |= read == 0 && !buffer.is_empty();
         Ok(read)
+    }
+}
+
+/// Refuses the header of a name, or of attributes, that is too long.
+fn check_extension(block: &[u8]) -> io::Result<()> {
+    let Ok(block) = <&[u8; HEADER_BYTES]>::try_from(block) else { return Ok(()) };
+    let header = Header::from_byte_slice(block);
+    let kinds = [EntryType::GNULongName, EntryType::GNULongLink, EntryType::XHeader, EntryType::XGlobalHeader];
+    match header.entry_size() {
+        Ok(bytes) if kinds.contains(&header.entry_type()) && bytes > EXTENSION_MAX => {
+            let message = format!("a name or attributes of {bytes} bytes, above the limit of {EXTENSION_MAX}");
+            Err(io::Error::new(io::ErrorKind::InvalidData, message))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -85,13 +114,17 @@ fn unpack(input: impl Read, into: &Path, progress: &dyn Progress) -> Result<Path
 
 /// Unpacks a file or a folder; returns how many files that were. Anything else is refused: a link could lead elsewhere.
 fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Progress) -> Result<u64> {
-    let name = String::from_utf8_lossy(&entry.path_bytes()).into_owned();
+    let bytes = entry.path_bytes().into_owned();
+    let name = String::from_utf8_lossy(&bytes).into_owned();
     let refused = |why: &str| {
         Err(Failure::new(format!("archive on stdin: '{name}': {why}"), "archive plain files, with relative names"))
     };
     let kind = entry.header().entry_type();
     if kind == EntryType::XGlobalHeader {
         return Ok(0);
+    }
+    if name.as_bytes() != bytes {
+        return refused("its name is not UTF-8");
     }
     let mut path = into.to_path_buf();
     for part in Path::new(&name).components() {
@@ -135,8 +168,10 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
         return refused("the archive is cut off in it");
     }
     // What cannot be kept of it is not worth failing for.
-    let modified = SystemTime::UNIX_EPOCH + Duration::from_secs(entry.header().mtime().unwrap_or(0));
-    let _ = file.set_times(FileTimes::new().set_modified(modified));
+    let modified = entry.header().mtime().ok().map(Duration::from_secs);
+    if let Some(modified) = modified.and_then(|since| SystemTime::UNIX_EPOCH.checked_add(since)) {
+        let _ = file.set_times(FileTimes::new().set_modified(modified));
+    }
     let mode = entry.header().mode().unwrap_or(0o644) & 0o777 | 0o600;
     let _ = file.set_permissions(Permissions::from_mode(mode));
     Ok(1)
@@ -257,6 +292,44 @@ mod tests {
             });
             assert!(unpacked(&odd).unwrap_err().contains(why), "{kind:?}");
         }
+        let named = |name: &[u8], mtime: u64| {
+            archive(&["a"], |builder| {
+                let mut header = Header::new_gnu();
+                header.set_size(5);
+                header.set_mode(0o644);
+                header.set_mtime(mtime);
+                header.as_mut_bytes()[..name.len()].copy_from_slice(name);
+                header.set_cksum();
+                builder.append(&header, &b"bytes"[..]).unwrap();
+            })
+        };
+        assert!(unpacked(&named(b"a\xffb", 0)).unwrap_err().contains("UTF-8"));
+        // Times that no clock has are not kept.
+        for mtime in [1 << 40, 1 << 63, u64::MAX] {
+            assert_eq!(unpacked(&named(b"late", mtime)).unwrap(), ["a", "late"], "{mtime}");
+        }
+        // A name of gigabytes, all of whose bytes come.
+        for kind in [EntryType::GNULongName, EntryType::GNULongLink, EntryType::XHeader, EntryType::XGlobalHeader] {
+            let mut header = Header::new_gnu();
+            header.set_entry_type(kind);
+            header.set_size(64 << 30);
+            header.set_path("long").unwrap();
+            header.set_cksum();
+            let endless = header.as_bytes().chain(io::repeat(b'a'));
+            let home = tempfile::tempdir().unwrap();
+            let error = unpack(endless, &home.path().join("in"), &Silent).unwrap_err();
+            let texts = format!("{error} {:?}", std::error::Error::source(&error));
+            assert!(texts.contains("above the limit"), "{kind:?}: {texts}");
+        }
+        // A name that needs such a header, and may have it.
+        let long = "d/".repeat(200) + "file";
+        let deep = archive(&["a"], |builder| {
+            let mut header = Header::new_gnu();
+            header.set_size(5);
+            header.set_mode(0o644);
+            builder.append_data(&mut header, &long, &b"bytes"[..]).unwrap();
+        });
+        assert_eq!(unpacked(&deep).unwrap(), ["a", "d"]);
         let whole = archive(&["a", "b"], |_| ());
         // In a header, in contents, between files, before the mark at the end.
         for bytes in [300, 514, 1024, 1025, 1540, 2048] {

@@ -67,13 +67,21 @@ pub fn kernels() -> Vec<CompletionCandidate> {
 /// Tensors of the bundle on the command line.
 pub fn tensors() -> Vec<CompletionCandidate> {
     let Some(bundle) = bundle() else { return Vec::new() };
-    bundle.tensors().map(|tensor| CompletionCandidate::new(tensor.entry.name.as_str())).collect()
+    bundle.tensors().filter_map(|tensor| candidate(&tensor.entry.name)).collect()
 }
 
 /// Files that this bundle was made of.
 pub fn files() -> Vec<CompletionCandidate> {
     let Some(bundle) = bundle() else { return Vec::new() };
-    bundle.manifest().files.iter().map(|file| CompletionCandidate::new(file.name())).collect()
+    bundle.manifest().files.iter().filter_map(|file| candidate(file.name())).collect()
+}
+
+/// A name out of a bundle, if a shell takes it as it is. Shells insert candidates unquoted: any other name could be a
+/// command, or control the terminal.
+fn candidate(name: &str) -> Option<CompletionCandidate> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._/@+:-".contains(&byte);
+    let harmless = name.bytes().all(plain) && !name.starts_with('-');
+    harmless.then(|| CompletionCandidate::new(name))
 }
 
 /// The first word of the line that is completed that is a bundle.

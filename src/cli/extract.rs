@@ -12,7 +12,7 @@ use clap_complete::engine::ArgValueCandidates;
 use serde::Serialize;
 use unweight::format::{
     Digest,
-    bundle::{Bundle, DecompressOptions, Progress},
+    bundle::{Bundle, BundleError, DecompressOptions, Progress},
 };
 
 use super::{
@@ -39,10 +39,10 @@ pub struct Extract {
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     /// Memory for tensors in work, such as 4G [default: 1G]; a larger tensor is worked on alone
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with = "tensor")]
     ram: Option<u64>,
     /// Threads [default: all processors]
-    #[arg(long, value_name = "N", value_parser = select::threads)]
+    #[arg(long, value_name = "N", value_parser = select::threads, conflicts_with = "tensor")]
     threads: Option<usize>,
 }
 
@@ -79,13 +79,25 @@ impl Extract {
     }
 
     fn tensor(&self, bundle: &Bundle, tensor: &str, file: Option<&str>, output: Output) -> Result<()> {
+        // From here on a signal ends the work between two pieces, and what was begun is removed.
+        let bar = Bar::new(output, "extracting")?;
         let (entry, bytes) = match file {
             None => (bundle.entry(tensor)?, bundle.decode(tensor)?),
             Some(file) => (bundle.entry_in(file, tensor)?, bundle.decode_in(file, tensor)?),
         };
-        let Some(()) = self.write(|out| out.write_all(&bytes).map_err(Failure::io(self.output.display())))? else {
-            return Ok(());
+        bar.start(bytes.len() as u64);
+        let write = |out: &mut (dyn Write + Send)| {
+            for piece in bytes.chunks(4 << 20) {
+                if bar.cancelled() {
+                    return Err(BundleError::Cancelled.into());
+                }
+                out.write_all(piece).map_err(Failure::io(self.output.display()))?;
+                bar.advance(piece.len() as u64);
+            }
+            Ok(())
         };
+        let Some(()) = self.write(write)? else { return Ok(()) };
+        bar.finish();
         let report = TensorJson {
             tensor: &entry.name,
             dtype: entry.dtype.to_string(),

@@ -6,7 +6,10 @@ use std::{
     io::{self, IsTerminal},
 };
 
-use super::{output::printable, progress};
+use super::{
+    output::{one_line, printable},
+    progress,
+};
 use miette::{Diagnostic, ReportHandler};
 use serde::Serialize;
 use unweight::{
@@ -63,7 +66,7 @@ impl Failure {
     pub fn io(what: impl fmt::Display) -> impl FnOnce(io::Error) -> Self {
         move |error| Self {
             message: what.to_string(),
-            help: None,
+            help: advice(&error).map(str::to_owned),
             cause: Some(error.into()),
             class: Class::Failed,
             reported: false,
@@ -114,9 +117,10 @@ impl Failure {
             Some((message, help)) if !help.contains('\n') => (message.to_owned(), Some(help.to_owned())),
             _ => (text, None),
         };
+        let system = || error.source()?.downcast_ref::<io::Error>().and_then(advice).map(str::to_owned);
         Self {
             message,
-            help,
+            help: help.or_else(system),
             cause: error.source().map(|cause| Box::new(Texts::of(cause)) as _),
             class,
             reported: false,
@@ -132,6 +136,18 @@ impl Failure {
             "help": self.help,
         })
     }
+}
+
+/// What to do about an error of the system, where there is something.
+fn advice(error: &io::Error) -> Option<&'static str> {
+    Some(match error.kind() {
+        io::ErrorKind::NotFound => "look at how the path is spelt; nothing of this name is there",
+        io::ErrorKind::PermissionDenied => "ask its owner for access, or choose another place",
+        io::ErrorKind::ReadOnlyFilesystem => "choose a place that can be written to",
+        io::ErrorKind::IsADirectory => "give a file",
+        io::ErrorKind::NotADirectory => "give a directory",
+        _ => return None,
+    })
 }
 
 /// A chain of causes as text: the library's errors own no `'static` sources to keep.
@@ -182,7 +198,9 @@ impl From<BundleError> for Failure {
         }
         let help = error.remedy().and_then(worded);
         let failure = Self::from_error(error, class);
-        Self { help: help.map(Into::into).or(failure.help), ..failure }
+        let help = help.map(Into::into).or(failure.help).map(|help: String| one_line(&help).into_owned());
+        // Names in it are anybody's.
+        Self { message: one_line(&failure.message).into_owned(), help, ..failure }
     }
 }
 

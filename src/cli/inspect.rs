@@ -15,7 +15,7 @@ use unweight::format::{
 use super::{
     completions,
     failure::{Failure, Result},
-    output::Output,
+    output::{self, Output},
     plot,
     progress::Bar,
     select,
@@ -125,7 +125,9 @@ impl Report<'_> {
         writeln!(
             out,
             "format {}, by {}, profile {profile}, scope {scope}, codes up to {code_limit} bits, manifest {}",
-            self.format_version, self.creator, self.manifest_digest
+            self.format_version,
+            output::one_line(self.creator),
+            self.manifest_digest
         )?;
         let layers = |mode| self.layers.iter().filter(|layer| layer.mode == mode).count();
         let (hard, easy) = (layers(LayerMode::Hard), layers(LayerMode::Easy));

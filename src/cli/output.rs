@@ -65,7 +65,7 @@ impl Output {
     pub fn note(self, text: impl Display) {
         if !self.quiet {
             // Nobody to tell is no reason to fail.
-            let _ = writeln!(io::stderr(), "{}", printable(&text.to_string()));
+            let _ = writeln!(io::stderr(), "{}", one_line(&text.to_string()));
         }
     }
 }
@@ -73,9 +73,19 @@ impl Output {
 /// Text without characters that would control a terminal, or turn the direction of a line: names of tensors and files are anybody's. They are
 /// written as escapes; line ends and tabs stay.
 pub fn printable(text: &str) -> Cow<'_, str> {
-    let harmful = |c: char| {
-        c.is_control() && !matches!(c, '\n' | '\t') || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-    };
+    escaped(text, |c| is_harmful(c) && !matches!(c, '\n' | '\t'))
+}
+
+/// As [`printable`], on one line: for names, and for messages that hold them. A line end in a name could say what this program did not.
+pub fn one_line(text: &str) -> Cow<'_, str> {
+    escaped(text, is_harmful)
+}
+
+fn is_harmful(c: char) -> bool {
+    c.is_control() || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+fn escaped(text: &str, harmful: impl Fn(char) -> bool + Copy) -> Cow<'_, str> {
     if !text.contains(harmful) {
         return Cow::Borrowed(text);
     }
@@ -155,7 +165,7 @@ impl Table {
     /// Appends a row of as many cells as there are headings.
     pub fn row<const N: usize>(&mut self, cells: [String; N]) {
         debug_assert_eq!(N, self.headings.len());
-        self.rows.push(cells.into());
+        self.rows.push(cells.map(|cell| one_line(&cell).into_owned()).into());
     }
 
     /// Writes it with two spaces between columns and none at the end of a line.
@@ -200,6 +210,7 @@ mod tests {
     #[test]
     fn control_characters_are_written_out() {
         assert_eq!(printable("a\tb\n"), "a\tb\n");
+        assert_eq!(one_line("a\tb\n\u{2028}é"), "a\\tb\\n\\u{2028}é");
         assert_eq!(printable("\x1b[2J\x07\0\r\u{9b}x\u{202e}é"), "\\u{1b}[2J\\u{7}\\u{0}\\r\\u{9b}x\\u{202e}é");
     }
 

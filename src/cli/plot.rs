@@ -2,9 +2,10 @@
 
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
+    fs::{File, Permissions},
     io::{Read, Write},
     ops::Range,
+    os::unix::fs::PermissionsExt,
     path::Path,
 };
 
@@ -60,17 +61,26 @@ const COLUMNS: f64 = 56.0;
 
 /// Writes a drawing. A file that is there is replaced if it is a drawing, too: a slip of the fingers must not cost a shard.
 pub fn save(path: &Path, svg: &str) -> Result<()> {
-    if path.symlink_metadata().is_ok() {
-        let mut start = [0; 256];
-        let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
-        let read = if is_file { File::open(path).and_then(|mut file| file.read(&mut start)) } else { Ok(0) };
-        let read = read.map_err(Failure::io(path.display()))?;
-        if !is_file || !start[..read].windows(4).any(|window| window == b"<svg") {
+    if let Ok(metadata) = path.symlink_metadata() {
+        let mut start = Vec::new();
+        if metadata.is_file() {
+            let read = File::open(path).and_then(|file| file.take(5).read_to_end(&mut start));
+            read.map_err(Failure::io(path.display()))?;
+        }
+        // From its first byte: elsewhere, a name in somebody's header would do.
+        if !start.starts_with(b"<svg") && !start.starts_with(b"<?xml") {
             let message = format!("{}: exists, and is no drawing", path.display());
             return Err(Failure::new(message, "choose another name for --svg, or remove the file"));
         }
     }
-    fs::write(path, svg).map_err(Failure::io(path.display()))
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut builder = tempfile::Builder::new();
+    // As any file that a program makes: what the user's mask allows.
+    builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
+    let mut file = builder.tempfile_in(folder).map_err(Failure::io(folder.display()))?;
+    file.write_all(svg.as_bytes()).map_err(Failure::io(path.display()))?;
+    file.persist(path).map_err(|error| Failure::io(path.display())(error.error))?;
+    Ok(())
 }
 
 /// What is drawn of a histogram of exponents.

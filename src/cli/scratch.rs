@@ -1,7 +1,7 @@
 //! Folders for what is only needed while a command runs.
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, Metadata},
     io,
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::Path,
@@ -20,16 +20,26 @@ impl Scratch {
     /// A new folder in `home`. Those of this prefix that nobody works in any more are removed first.
     pub fn new(home: &Path, prefix: &str) -> io::Result<Self> {
         remove_abandoned(home, prefix);
-        let dir = tempfile::Builder::new().prefix(prefix).tempdir_in(home)?;
-        let lock = File::options().write(true).create_new(true).open(dir.path().join("lock"))?;
-        lock.lock()?;
-        Ok(Self { dir, _lock: lock })
+        loop {
+            let dir = tempfile::Builder::new().prefix(prefix).tempdir_in(home)?;
+            let path = dir.path().join("lock");
+            let lock = File::options().write(true).create_new(true).open(&path)?;
+            lock.lock()?;
+            // Before it was locked, another run may have taken it for abandoned, and removed it.
+            if path.symlink_metadata().is_ok_and(|named| lock.metadata().is_ok_and(|held| same(&held, &named))) {
+                return Ok(Self { dir, _lock: lock });
+            }
+        }
     }
 
     /// Where it is; `lock` in it is taken.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
+}
+
+fn same(a: &Metadata, b: &Metadata) -> bool {
+    (a.dev(), a.ino()) == (b.dev(), b.ino())
 }
 
 /// Removes what killed runs of this user left. What cannot be looked at or removed stays.
@@ -44,8 +54,45 @@ fn remove_abandoned(home: &Path, prefix: &str) {
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
         let mut options = File::options();
         let lock = options.read(true).custom_flags(flags.bits() as i32).open(entry.path().join("lock"));
-        if lock.is_ok_and(|lock| lock.try_lock().is_ok()) {
+        // Held until all is gone: whoever waits for it in `new` then finds that its folder is not there any more.
+        if let Ok(lock) = lock
+            && lock.try_lock().is_ok()
+        {
             let _ = fs::remove_dir_all(entry.path());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::Barrier, thread};
+
+    use super::*;
+
+    /// Runs that begin at the same time tidy up after killed ones, and leave each other's folders alone.
+    #[test]
+    fn a_folder_in_use_is_never_removed() {
+        let home = tempfile::tempdir().unwrap();
+        let together = Barrier::new(8);
+        thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for _ in 0..200 {
+                        together.wait();
+                        let scratch = Scratch::new(home.path(), "run-").unwrap();
+                        fs::write(scratch.path().join("file"), "here").unwrap();
+                        thread::yield_now();
+                        assert_eq!(fs::read(scratch.path().join("file")).unwrap(), b"here");
+                        let held = scratch._lock.metadata().unwrap();
+                        assert!(same(&held, &scratch.path().join("lock").symlink_metadata().unwrap()));
+                    }
+                });
+            }
+        });
+        // One that nobody holds any more goes with the next run.
+        fs::create_dir(home.path().join("run-killed")).unwrap();
+        fs::write(home.path().join("run-killed/lock"), "").unwrap();
+        drop(Scratch::new(home.path(), "run-").unwrap());
+        assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
     }
 }

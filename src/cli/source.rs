@@ -1,7 +1,10 @@
 //! Where a model is: a directory, files, a pattern, a name in the cache of the Hugging Face hub, or an archive on stdin.
 
 use std::{
-    env, fs,
+    env,
+    fs::{self, File},
+    io::Read,
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
 };
 
@@ -171,6 +174,18 @@ fn hub_cache(variable: impl Fn(&str) -> Option<std::ffi::OsString>) -> Option<Pa
     set("HF_HUB_CACHE").or_else(|| set("HUGGINGFACE_HUB_CACHE")).or_else(|| Some(home()?.join("hub")))
 }
 
+/// A small file of one line; `None` if it is anything else, which is not waited for.
+fn read_line(path: &Path) -> Option<String> {
+    let nonblock = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+    let file = File::options().read(true).custom_flags(nonblock).open(path).ok()?;
+    if !file.metadata().ok()?.is_file() {
+        return None;
+    }
+    let mut text = String::new();
+    file.take(4096).read_to_string(&mut text).ok()?;
+    Some(text.trim().to_owned())
+}
+
 fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
     let model = cache.join(format!("models--{}", id.replace('/', "--")));
     if !model.is_dir() {
@@ -180,8 +195,7 @@ fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
     }
     let reference = model.join("refs").join(revision);
     // A file of one line; a commit is itself the name of a snapshot.
-    let commit = fs::read_to_string(&reference).map(|text| text.trim().to_owned());
-    let commit = commit.unwrap_or_else(|_| revision.to_owned());
+    let commit = read_line(&reference).unwrap_or_else(|| revision.to_owned());
     let plain = commit.bytes().all(|byte| byte.is_ascii_alphanumeric()) && !commit.is_empty();
     let snapshot = model.join("snapshots").join(&commit);
     if plain && snapshot.is_dir() {

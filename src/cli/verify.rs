@@ -54,7 +54,7 @@ impl Verify {
         bar.finish();
         output.summary("verify", &report, |out| {
             for problem in &report.problems {
-                writeln!(out, "{}", problem.message)?;
+                writeln!(out, "{}", output::one_line(&problem.message))?;
             }
             writeln!(
                 out,

@@ -163,21 +163,26 @@ impl Store {
                 Err(error) => return Err(unusable(error.to_string())),
             }
         }
-        let metadata = std::fs::metadata(root).map_err(|error| unusable(error.to_string()))?;
         let user = rustix::process::geteuid().as_raw();
-        if metadata.uid() != user && metadata.uid() != 0 {
-            return Err(unusable(format!(
-                "it belongs to user {}, not to this user ({user}) or root; set UNWEIGHT_CACHE_DIR to a folder of your own",
-                metadata.uid()
-            )));
-        }
         for folder in ["", "entries"] {
-            // What is not there yet is made below.
-            let Ok(metadata) = std::fs::metadata(root.join(folder)) else { continue };
-            if metadata.mode() & 0o002 != 0 {
+            let path = if folder.is_empty() { root.to_owned() } else { root.join(folder) };
+            let metadata = match std::fs::metadata(&path) {
+                Ok(metadata) => metadata,
+                // What is not there yet is made below.
+                Err(_) if !folder.is_empty() => continue,
+                Err(error) => return Err(unusable(error.to_string())),
+            };
+            if metadata.uid() != user && metadata.uid() != 0 {
                 return Err(unusable(format!(
-                    "anybody can write to {} (mode {:04o}), and its content is run; `chmod o-w` it",
-                    root.join(folder).display(),
+                    "{} belongs to user {}, not to this user ({user}) or root; set UNWEIGHT_CACHE_DIR to a folder of your own",
+                    path.display(),
+                    metadata.uid()
+                )));
+            }
+            if metadata.mode() & 0o022 != 0 {
+                return Err(unusable(format!(
+                    "others can write to {} (mode {:04o}), and its content is run; `chmod go-w` it",
+                    path.display(),
                     metadata.mode() & 0o7777
                 )));
             }

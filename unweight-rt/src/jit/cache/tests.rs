@@ -80,13 +80,15 @@ fn the_root_belongs_to_its_user_alone() {
     let fixture = Fixture::new();
     fixture.cache().get(&request("uw_a")).unwrap();
     assert_eq!(std::fs::metadata(&fixture.root).unwrap().mode() & 0o777, 0o700);
-    // Opened to the world, its content is not trusted any more.
-    std::fs::set_permissions(&fixture.root, std::fs::Permissions::from_mode(0o707)).unwrap();
-    let artifact = fixture.cache().get(&request("uw_a")).unwrap();
-    let CacheState::Compiled { why: Miss::NoStore(why), kept: Kept::NotStored(_) } = artifact.state else {
-        panic!("{:?}", artifact.state)
-    };
-    assert!(why.to_string().contains("chmod o-w"), "{why}");
+    // Opened to the world or to a group, its content is not trusted any more.
+    for mode in [0o702, 0o720, 0o2770] {
+        std::fs::set_permissions(&fixture.root, std::fs::Permissions::from_mode(mode)).unwrap();
+        let artifact = fixture.cache().get(&request("uw_a")).unwrap();
+        let CacheState::Compiled { why: Miss::NoStore(why), kept: Kept::NotStored(_) } = artifact.state else {
+            panic!("{:?}", artifact.state)
+        };
+        assert!(why.to_string().contains("chmod go-w"), "{mode:o}: {why}");
+    }
 }
 
 #[test]
@@ -475,7 +477,7 @@ fn entries_that_anybody_can_write_are_not_run() {
     Store::open(&root).unwrap();
     std::fs::set_permissions(root.join("entries"), std::fs::Permissions::from_mode(0o777)).unwrap();
     let unusable = Store::open(&root).unwrap_err();
-    assert!(unusable.why.contains("anybody can write") && unusable.why.contains("entries"), "{unusable}");
+    assert!(unusable.why.contains("others can write") && unusable.why.contains("entries"), "{unusable}");
 }
 
 #[test]
