@@ -10,6 +10,7 @@ use unweight::format::{
     bundle::manifest::{Layer, LayerMode, Options},
     bundle::{Bundle, BundleError, BundleTensor, Progress, TensorReport},
     glob::matches,
+    safetensors,
 };
 
 use super::{
@@ -141,7 +142,7 @@ impl Report<'_> {
 
 fn row(tensor: BundleTensor<'_>) -> TensorReport {
     let BundleTensor { file, entry } = tensor;
-    let elements = entry.shape.iter().map(|&extent| extent as u64).product();
+    let elements = safetensors::elements(&entry.shape);
     let stored_bytes = entry.stored_bytes();
     TensorReport {
         file: file.to_owned(),

@@ -1,7 +1,7 @@
 //! A model to a bundle, tensor by tensor.
 //!
 //! ```text
-//! mapped source --batches--> survey + encode (rayon) --pieces, bounded--> writer: work/shard --fsync, rename--> tree/
+//! source, read --batches--> survey + encode (rayon) --pieces, bounded--> writer: work/shard --fsync, rename--> tree/
 //! ```
 //! Where the bytes of a shard go: first everything that keeps the next part on a multiple of 16 bytes, in source order; then what
 //! does not (raw tensors of odd sizes, and sign_mantissa sections of them), largest element type first; last the
@@ -175,11 +175,7 @@ pub fn compare(source: &Path, options: &[CompressOptions]) -> Result<CompareRepo
 }
 
 fn tensor_names(model: &Source) -> impl Iterator<Item = &str> + Clone {
-    let tensors = model.files.iter().flat_map(|file| match &file.kind {
-        Kind::Weights { header, .. } => header.tensors.as_slice(),
-        _ => &[],
-    });
-    tensors.map(|t| t.name.as_str())
+    model.tensors().map(|t| t.name.as_str())
 }
 
 fn report(file: &str, info: &TensorInfo, decision: &Decision, choice: &Choice, stored_bytes: u64) -> TensorReport {
@@ -491,6 +487,9 @@ impl Job<'_> {
             self.stage.put(manifest::SIGNATURE_NAME, signature.as_bytes())?;
             own_bytes += signature.len() as u64;
         }
+        manifest::check_bytes(bytes.len() as u64)?;
+        // As a reader will have it: what it would refuse is never published.
+        let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;
         let stored = manifest.files.iter().flat_map(FileEntry::stored).map(|(_, bytes)| bytes).sum::<u64>();
         let verified_tensors = self.verify(&manifest)?;
         let stored_bytes = stored + own_bytes;
@@ -1020,11 +1019,7 @@ impl Job<'_> {
 
 /// Bytes of all tensors of a model.
 fn tensor_bytes(model: &Source) -> u64 {
-    let headers = model.files.iter().filter_map(|file| match &file.kind {
-        Kind::Weights { header, .. } => Some(header),
-        _ => None,
-    });
-    headers.flat_map(|header| &header.tensors).map(|tensor| tensor.bytes).sum()
+    model.tensors().map(|tensor| tensor.bytes).sum()
 }
 
 /// Reads consecutive tensors, `bytes` in all, to the start of a buffer.

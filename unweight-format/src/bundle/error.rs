@@ -248,6 +248,28 @@ pub enum BundleError {
     },
     /// A demo model that cannot be.
     #[error("demo model: {reason}")]
+    /// The manifest would exceed what is read of one.
+    #[error(
+        "the bundle's unweight.json would have {got} bytes or more, above the {limit} that are read of one; compress fewer files at a time"
+    )]
+    ManifestTooLarge {
+        /// Bytes it would have at least.
+        got: u64,
+        /// Most bytes allowed.
+        limit: u64,
+    },
+    /// A shape that a manifest cannot hold.
+    #[error("{}: tensor '{tensor}': a shape of {got} extents, above the limit of {limit}; store it with fewer", path.display())]
+    Rank {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Extents it has.
+        got: usize,
+        /// Most extents allowed.
+        limit: usize,
+    },
     DemoShape {
         /// Why.
         reason: String,

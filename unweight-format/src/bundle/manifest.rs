@@ -12,7 +12,7 @@ use crate::{
     digest::Digester,
     layout::ELEMENTS_MAX,
     roles::Role,
-    safetensors::Dtype,
+    safetensors::{Dtype, TensorInfo},
 };
 
 /// File name of the manifest.
@@ -598,6 +598,20 @@ pub(crate) fn check_weights(file: &WeightsFile) -> Result<(), String> {
 /// True for names that a bundle needs for itself.
 pub fn is_reserved(tensor: &str) -> bool {
     tensor.contains(SECTION_INFIX) || tensor.contains(SOURCE_HEADER)
+}
+
+/// Fails if a manifest of this many bytes would not be read.
+pub(crate) fn check_bytes(bytes: u64) -> Result<(), BundleError> {
+    if bytes <= BYTES_MAX {
+        return Ok(());
+    }
+    Err(BundleError::ManifestTooLarge { got: bytes, limit: BYTES_MAX })
+}
+
+/// Bytes that the entry of a tensor has at least, however it is stored.
+pub(crate) fn least_entry_bytes(tensor: &TensorInfo) -> u64 {
+    // Keys, punctuation and the digest of a raw one; each extent is a digit and a comma.
+    100 + (tensor.name.len() + 2 * tensor.shape.len()) as u64
 }
 
 /// A relative path of plain names.

@@ -12,8 +12,8 @@ use super::{
     files::{self, Input, Stamp},
 };
 use crate::{
-    bundle::manifest,
-    safetensors::{Header, Ordered, SOURCE_HEADER_MAX},
+    bundle::manifest::{self, RANK_MAX},
+    safetensors::{Header, Ordered, SOURCE_HEADER_MAX, TensorInfo},
 };
 
 /// Largest index, bytes.
@@ -106,7 +106,18 @@ impl Source {
             Kind::Index(index) => source.check_index(file, index),
             _ => Ok(()),
         })?;
+        let sizes = source.files.iter().map(|file| (file.path.as_path(), file.bytes));
+        check_sum(sizes)?;
+        manifest::check_bytes(source.tensors().map(manifest::least_entry_bytes).sum())?;
         Ok(source)
+    }
+
+    /// Every tensor of every file.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = &TensorInfo> + Clone {
+        self.files.iter().flat_map(|file| match &file.kind {
+            Kind::Weights { header, .. } => header.tensors.as_slice(),
+            _ => &[],
+        })
     }
 
     fn scan(root: &Path, selection: &Selection) -> Result<Self, BundleError> {
@@ -242,10 +253,26 @@ fn family(name: &str) -> Option<(&str, &str)> {
     (digits(total) && digits(number)).then_some((prefix, total))
 }
 
+/// Fails unless all sizes together stay below 2^63, so that nobody who adds them up has to look.
+fn check_sum<'a>(sizes: impl Iterator<Item = (&'a Path, u64)>) -> Result<(), BundleError> {
+    let mut sum = 0u64;
+    for (path, bytes) in sizes {
+        sum = sum.checked_add(bytes).filter(|&sum| sum <= i64::MAX as u64).ok_or_else(|| BundleError::Unstorable {
+            path: path.into(),
+            reason: "the sizes up to it add up to more than 2^63 bytes; leave it out",
+        })?;
+    }
+    Ok(())
+}
+
 fn read_header(path: &Path, input: &Input) -> Result<Kind, BundleError> {
     let (header, header_bytes) = Header::read(input.reader(), input.stamp().bytes, SOURCE_HEADER_MAX)
         .map_err(BundleError::io("read the header", path))?
         .map_err(|source| BundleError::Header { path: path.into(), source })?;
+    if let Some(tensor) = header.tensors.iter().find(|t| t.shape.len() > RANK_MAX) {
+        let (tensor, got) = (tensor.name.clone(), tensor.shape.len());
+        return Err(BundleError::Rank { path: path.into(), tensor, got, limit: RANK_MAX });
+    }
     match header.tensors.iter().find(|t| manifest::is_reserved(&t.name)) {
         None => Ok(Kind::Weights { header, header_bytes }),
         Some(tensor) => Err(BundleError::ReservedTensor { path: path.into(), tensor: tensor.name.clone() }),
@@ -272,4 +299,19 @@ fn read_index(path: &Path, input: &Input) -> Result<Index, BundleError> {
         )));
     }
     Ok(Index { metadata: stored.metadata, weight_map: stored.weight_map.0.into_iter().collect() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_added_up_only_where_they_can_be() {
+        let most = i64::MAX as u64;
+        let sum = |sizes: &[u64]| check_sum(sizes.iter().map(|&bytes| (Path::new("a"), bytes)));
+        assert!(sum(&[]).is_ok() && sum(&[most]).is_ok() && sum(&[most - 1, 1]).is_ok());
+        for sizes in [&[most, 1][..], &[most, most, most], &[u64::MAX]] {
+            assert!(matches!(sum(sizes), Err(BundleError::Unstorable { .. })), "{sizes:?}");
+        }
+    }
 }
