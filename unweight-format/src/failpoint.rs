@@ -42,3 +42,29 @@ pub(crate) fn failpoint(name: &str) {
         _ = name;
     }
 }
+
+/// What a test can make the system refuse: a swap of two names, the rename of the finished output, that of the old one back, a thread.
+#[cfg(feature = "failpoints")]
+pub const FAULTS: &[&str] = &["swap", "publish", "back", "thread"];
+
+/// True where `UNWEIGHT_FAULT` lists `name` (`a,b`), or `name:N` and this is the N-th time. Never without the feature `failpoints`.
+#[inline]
+pub(crate) fn fault(name: &str) -> bool {
+    #[cfg(feature = "failpoints")]
+    {
+        use std::sync::atomic::{AtomicU64, Ordering};
+
+        static COUNTED: AtomicU64 = AtomicU64::new(0);
+        debug_assert!(FAULTS.contains(&name));
+        let Ok(wanted) = std::env::var("UNWEIGHT_FAULT") else { return false };
+        wanted.split(',').any(|wanted| match wanted.split_once(':') {
+            None => wanted == name,
+            Some((wanted, time)) => wanted == name && time.parse() == Ok(COUNTED.fetch_add(1, Ordering::Relaxed) + 1),
+        })
+    }
+    #[cfg(not(feature = "failpoints"))]
+    {
+        _ = name;
+        false
+    }
+}

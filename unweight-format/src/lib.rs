@@ -36,7 +36,7 @@ pub use bits::{bf16, bitstream, digest, histogram, keep_freed_memory, layout, na
 pub use digest::Digest;
 pub use error::CodecError;
 #[cfg(feature = "failpoints")]
-pub use failpoint::FAILPOINTS;
+pub use failpoint::{FAILPOINTS, FAULTS};
 pub use form::{FormId, Section, StoredTensor, Survey, huffman, oracle, packed, palette};
 pub use histogram::Histogram;
 pub use huffman::{Code, CodeLimit, HuffmanTensor};

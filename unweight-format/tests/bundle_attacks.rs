@@ -232,11 +232,16 @@ fn names_that_no_directory_can_hold_are_refused_by_both() {
 
 /// Compresses in a child that aborts at a failpoint.
 fn crash(root: &Path, what: &str, failpoint: &str) -> bool {
+    let (what, fault) = match what.strip_suffix(" without a swap") {
+        Some(what) => (what, "swap"),
+        None => (what, ""),
+    };
     let status = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture"])
         .env("UNWEIGHT_TEST_ROOT", root)
         .env("UNWEIGHT_TEST_WHAT", what)
         .env("UNWEIGHT_FAILPOINT", failpoint)
+        .env("UNWEIGHT_FAULT", fault)
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .status()
@@ -306,9 +311,9 @@ fn a_crash_at_any_point_leaves_all_or_nothing() {
         tree.iter().for_each(|(name, bytes)| fs::write(out.join(name), bytes).unwrap());
     };
     let mut reached = std::collections::BTreeSet::new();
-    for what in ["compress", "replace", "decompress"] {
+    for what in ["compress", "replace", "replace without a swap", "decompress"] {
         for point in FAILPOINTS.iter().flat_map(|point| [(point, 1), (point, 3)]) {
-            if what == "replace" {
+            if what.starts_with("replace") {
                 write(&old);
             }
             let crashed = crash(scratch.dir(), what, &format!("{}:{}", point.0, point.1));
@@ -317,8 +322,12 @@ fn a_crash_at_any_point_leaves_all_or_nothing() {
             }
             let expected = if what == "decompress" { &files } else { &new };
             match (what, out.exists()) {
-                // Where two names cannot be swapped there is a moment without either; here they can.
-                ("replace", exists) => {
+                // Where two names cannot be swapped there is a moment without either: the old one is aside.
+                ("replace without a swap", false) => {
+                    assert_eq!(*point.0, "set-aside");
+                    assert!(read_tree(&scratch.path("out.partial/replaced")) == old);
+                }
+                ("replace" | "replace without a swap", exists) => {
                     assert!(exists, "{point:?}");
                     let got = read_tree(&out);
                     assert!(got == old || got == *expected, "{point:?}: neither the old nor the new output");
@@ -341,9 +350,7 @@ fn a_crash_at_any_point_leaves_all_or_nothing() {
             fs::remove_dir_all(&out).unwrap();
         }
     }
-    let missed: Vec<_> = FAILPOINTS.iter().filter(|point| !reached.contains(**point)).collect();
-    // Only where the file system cannot swap two names.
-    assert_eq!(missed, [&"set-aside"]);
+    assert!(FAILPOINTS.iter().all(|point| reached.contains(point)), "{reached:?}");
     assert!(read_tree(&source) == files);
 }
 
@@ -571,20 +578,6 @@ fn sizes_that_cannot_be_added_up_are_refused() {
         assert!(chain(&error).contains("add up to more than 2^63"), "{}", chain(&error));
         assert_eq!(error.class(), ErrorClass::Mismatch);
     }
-}
-
-/// A shard of terabytes that is a hole: an error, not the end of the process.
-#[test]
-fn a_sparse_shard_is_refused_before_it_is_held_in_memory() {
-    let scratch = Scratch::new();
-    // Sixteen exponents in a 2^34-element matrix would be 2^34 bytes of sign_mantissa.
-    let (rows, cols) = (1u64 << 17, 1u64 << 17);
-    let (source, out) =
-        (one_tensor(&scratch, "BF16", &[128, 128], &Weights::TRAINED.bytes(1 << 14, 1)), scratch.path("out"));
-    compress(&source, &out, &CompressOptions::new(Profile::Palette), &Silent).unwrap();
-    let path = out.join("a.safetensors");
-    let whole = fs::read(&path).unwrap();
-    let mut header = common::header(&whole);
     // Files of that size, all holes, where a file system has room for their sizes: in memory.
     let Ok(dir) = tempfile::tempdir_in("/dev/shm") else { return };
     small_model(&dir.path().join("model"));
@@ -655,6 +648,20 @@ fn a_manifest_that_would_not_be_read_is_not_published() {
         assert_eq!(scratch.path("out.partial").exists(), name_bytes < 1000);
         fs::remove_dir_all(source).unwrap();
     }
+}
+
+/// A shard of terabytes that is a hole: an error, not the end of the process.
+#[test]
+fn a_sparse_shard_is_refused_before_it_is_held_in_memory() {
+    let scratch = Scratch::new();
+    // Sixteen exponents in a 2^34-element matrix would be 2^34 bytes of sign_mantissa.
+    let (rows, cols) = (1u64 << 17, 1u64 << 17);
+    let (source, out) =
+        (one_tensor(&scratch, "BF16", &[128, 128], &Weights::TRAINED.bytes(1 << 14, 1)), scratch.path("out"));
+    compress(&source, &out, &CompressOptions::new(Profile::Palette), &Silent).unwrap();
+    let path = out.join("a.safetensors");
+    let whole = fs::read(&path).unwrap();
+    let mut header = common::header(&whole);
     let tiles = rows / 64 * (cols / 64);
     let sizes = [
         ("palette", 16),

@@ -11,8 +11,6 @@ use std::{
     borrow::Cow,
     collections::{BTreeMap, HashSet},
     fs::File,
-    io::Write,
-    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{
         atomic::{AtomicBool, Ordering},
@@ -405,6 +403,15 @@ impl Job<'_> {
         let total: u64 = model.files.iter().map(|f| f.bytes).sum();
         let (mut resumed, mut begun) = (BTreeMap::new(), BTreeMap::new());
         if self.options.resume {
+            // Reading what may be taken over is work of its own.
+            let left = |file: &&SourceFile| {
+                let left = [self.stage.record(&file.name), self.stage.journal(&file.name)];
+                matches!(file.kind, Kind::Weights { .. }) && left.iter().any(|path| path.symlink_metadata().is_ok())
+            };
+            let read: u64 = model.files.iter().filter(left).map(|file| file.bytes).sum();
+            if read > 0 {
+                self.progress.start(read);
+            }
             for file in &model.files {
                 self.check_cancelled()?;
                 if let Some(entry) = self.resumable(file)? {
@@ -448,7 +455,7 @@ impl Job<'_> {
                             let shard = self.weights(file, header, header_bytes, begun.remove(&file.name))?;
                             let entry = shard.record.file.clone();
                             settling.take().map_or(Ok(()), join)?;
-                            settling = Some(scope.spawn(move || self.settle(shard)));
+                            settling = Some(spawn(scope, move || self.settle(shard))?);
                             entry
                         }
                     }),
@@ -480,6 +487,9 @@ impl Job<'_> {
         };
         let mut manifest = Manifest::new(options, files, layers);
         let bytes = manifest.seal();
+        manifest::check_bytes(bytes.len() as u64)?;
+        // As a reader will have it: what it would refuse is never published.
+        let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;
         self.stage.put(manifest::FILE_NAME, &bytes)?;
         let mut own_bytes = bytes.len() as u64;
         if let Some(signer) = &self.options.sign {
@@ -487,9 +497,6 @@ impl Job<'_> {
             self.stage.put(manifest::SIGNATURE_NAME, signature.as_bytes())?;
             own_bytes += signature.len() as u64;
         }
-        manifest::check_bytes(bytes.len() as u64)?;
-        // As a reader will have it: what it would refuse is never published.
-        let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;
         let stored = manifest.files.iter().flat_map(FileEntry::stored).map(|(_, bytes)| bytes).sum::<u64>();
         let verified_tensors = self.verify(&manifest)?;
         let stored_bytes = stored + own_bytes;
@@ -567,6 +574,7 @@ impl Job<'_> {
                 if let Some(sha) = &mut sha {
                     sha.update(piece);
                 }
+                self.progress.advance(piece.len() as u64);
                 self.check_cancelled()
             })?;
             if digest != t.digest {
@@ -632,6 +640,7 @@ impl Job<'_> {
                 if let Some(sha) = &mut sha {
                     sha.update(piece);
                 }
+                self.progress.advance(piece.len() as u64);
                 self.check_cancelled()
             })?;
             if digest != entry.digest {
@@ -849,7 +858,7 @@ impl Job<'_> {
             [journal_line(head)].into_iter().chain(entries.iter().map(journal_line)).flatten().collect();
         let new = self.stage.work().join("journal");
         let mut file = files::create(&new).map_err(self.stage.write_error(&new))?;
-        file.write_all(&lines).map_err(self.stage.write_error(&new))?;
+        files::append(&mut file, &lines).map_err(self.stage.write_error(&new))?;
         std::fs::rename(&new, path).map_err(self.stage.write_error(path))?;
         Ok(file)
     }
@@ -1165,13 +1174,13 @@ impl Target<'_> {
 
     /// Notes that a tensor is written.
     fn note(&mut self, entry: &TensorEntry) -> Result<(), BundleError> {
-        self.journal.write_all(&journal_line(entry)).map_err(self.stage.write_error(self.path))?;
+        files::append(&mut self.journal, &journal_line(entry)).map_err(self.stage.write_error(self.path))?;
         failpoint("journalled");
         Ok(())
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), BundleError> {
-        self.file.write_all_at(bytes, self.at).map_err(self.stage.write_error(self.path))?;
+        files::write_at(&self.file, bytes, self.at).map_err(self.stage.write_error(self.path))?;
         self.at += bytes.len() as u64;
         self.stage.wrote(bytes.len() as u64);
         Ok(())
@@ -1257,7 +1266,7 @@ impl Target<'_> {
         });
         let header = header_to_bytes(metadata, entries, reserved);
         assert_eq!(header.len() as u64, reserved, "the reserved header bounds the real one");
-        self.file.write_all_at(&header, 0).map_err(self.stage.write_error(self.path))?;
+        files::write_at(&self.file, &header, 0).map_err(self.stage.write_error(self.path))?;
         Ok(header)
     }
 }

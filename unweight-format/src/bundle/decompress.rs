@@ -6,7 +6,6 @@
 use std::{
     collections::{HashMap, HashSet},
     ops::Range,
-    os::unix::fs::FileExt,
     path::Path,
     sync::{
         atomic::{AtomicBool, Ordering},
@@ -54,8 +53,7 @@ fn run(
 ) -> Result<DecompressReport, BundleError> {
     let started = Instant::now();
     let manifest = read_manifest(bundle)?;
-    let names = || manifest.files.iter().map(|file| file.name().to_string()).collect();
-    let replaceable = options.force.then(|| Replaceable::Files(names()));
+    let replaceable = if options.force { Some(given_back(output, &manifest, progress)?) } else { None };
     let inputs = [bundle.to_path_buf()];
     Stage::check(&inputs, output, replaceable.as_ref())?;
     // Every file before any is decoded: a missing shard is known at once.
@@ -79,6 +77,26 @@ fn run(
     })
 }
 
+/// What there is of the bundle's files at `output`. Names and sizes do not tell one model from another: all is read, as far as it may be the same.
+fn given_back(output: &Path, manifest: &Manifest, progress: &dyn Progress) -> Result<Replaceable, BundleError> {
+    let mut same = HashMap::new();
+    for file in &manifest.files {
+        let path = output.join(file.name());
+        if !path.symlink_metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() == file.size()) {
+            continue;
+        }
+        let Ok(input) = Input::open(&path) else { continue };
+        let each = |_| if progress.cancelled() { Err(BundleError::Cancelled) } else { Ok(()) };
+        match compare_original(&input, file, each) {
+            Ok(None) => _ = same.insert(file.name().to_owned(), input.stamp()),
+            Err(BundleError::Cancelled) => return Err(BundleError::Cancelled),
+            // It is not replaced.
+            _ => {}
+        }
+    }
+    Ok(Replaceable::Files(same))
+}
+
 struct Job<'a> {
     bundle: &'a Path,
     options: &'a DecompressOptions,
@@ -88,11 +106,7 @@ struct Job<'a> {
 
 impl Job<'_> {
     fn run(&self, manifest: &Manifest) -> Result<Vec<FileReport>, BundleError> {
-        let resumed: HashSet<String> = if self.options.resume {
-            manifest.files.iter().filter(|f| self.is_finished(f)).map(|f| f.name().to_string()).collect()
-        } else {
-            HashSet::new()
-        };
+        let resumed = if self.options.resume { self.finished(manifest)? } else { HashSet::new() };
         let unfinished = || manifest.files.iter().filter(|f| !resumed.contains(f.name()));
         // How much of it is sound is seen when it is gone on with.
         let begun = |file: &FileEntry| match file {
@@ -136,16 +150,30 @@ impl Job<'_> {
         if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
     }
 
-    /// True if an interrupted run has rebuilt this file; its bytes are compared with their digests.
-    fn is_finished(&self, file: &FileEntry) -> bool {
-        let path = self.stage.tree().join(file.name());
-        if path.metadata().map(|m| m.len()).ok() != Some(file.size()) {
-            return false;
+    /// Names of the files that an interrupted run has rebuilt; their bytes are compared with their digests.
+    fn finished(&self, manifest: &Manifest) -> Result<HashSet<String>, BundleError> {
+        let path = |file: &FileEntry| self.stage.tree().join(file.name());
+        let is_there = |file: &&FileEntry| path(file).metadata().is_ok_and(|metadata| metadata.len() == file.size());
+        let candidates: Vec<&FileEntry> = manifest.files.iter().filter(is_there).collect();
+        if candidates.is_empty() {
+            return Ok(HashSet::new());
         }
-        match file {
-            FileEntry::Weights(weights) => compare_source(&path, weights).is_ok_and(|problem| problem.is_none()),
-            _ => files::read_through(&path, false, |_| Ok(())).is_ok_and(|contents| contents.digest == file.digest()),
+        // Reading them is work of its own.
+        self.progress.start(candidates.iter().map(|file| file.size()).sum());
+        let mut finished = HashSet::new();
+        for file in candidates {
+            let each = |bytes| {
+                self.progress.advance(bytes);
+                self.check_cancelled()
+            };
+            let compared = Input::open(&path(file)).and_then(|input| compare_original(&input, file, each));
+            // Whatever else keeps it from being read, it is made again.
+            self.check_cancelled()?;
+            if matches!(compared, Ok(None)) {
+                finished.insert(file.name().to_owned());
+            }
         }
+        Ok(finished)
     }
 
     /// Returns how many bytes an interrupted run had rebuilt.
@@ -208,7 +236,7 @@ impl Job<'_> {
         // The header's are counted at the end.
         self.progress.advance(begun_bytes.saturating_sub(file.header_bytes));
         let write = |bytes: &[u8], at: u64| {
-            target.write_all_at(bytes, at).map_err(self.stage.write_error(&work))?;
+            files::write_at(&target, bytes, at).map_err(self.stage.write_error(&work))?;
             self.stage.wrote(bytes.len() as u64);
             Ok(())
         };
@@ -340,9 +368,17 @@ pub(crate) fn check_contents(file: &FileEntry, stored: &str, got: &Contents) -> 
     }
 }
 
-/// Compares a source file (or a rebuilt one) with what the manifest says: the first difference, if any.
-pub(crate) fn compare_source(path: &Path, file: &WeightsFile) -> Result<Option<BundleError>, BundleError> {
-    let input = Input::open(path)?;
+/// Compares a source file (or a rebuilt one) with what the manifest says: the first difference, if any. `each` gets the bytes of every piece read.
+pub(crate) fn compare_original(
+    input: &Input,
+    file: &FileEntry,
+    mut each: impl FnMut(u64) -> Result<(), BundleError>,
+) -> Result<Option<BundleError>, BundleError> {
+    let FileEntry::Weights(file) = file else {
+        let got = files::read_input(input, file.sha256().is_some(), |piece| each(piece.len() as u64))?;
+        input.check_unchanged()?;
+        return Ok(check_contents(file, file.name(), &got).err());
+    };
     let bytes = input.stamp().bytes;
     if bytes != file.size {
         return Ok(Some(BundleError::FileSize { file: file.name.clone(), expected: file.size, got: bytes }));
@@ -352,7 +388,7 @@ pub(crate) fn compare_source(path: &Path, file: &WeightsFile) -> Result<Option<B
     let tensors =
         file.tensors.iter().map(|t| (format!("tensor '{}'", t.name), t.original_bytes().unwrap_or(0), t.digest));
     for (what, bytes, expected) in std::iter::once(header).chain(tensors) {
-        let got = input.stream(at, bytes, |_| Ok(()))?;
+        let got = input.stream(at, bytes, |piece| each(piece.len() as u64))?;
         if got != expected {
             return Ok(Some(BundleError::Mismatch {
                 file: file.name.clone(),

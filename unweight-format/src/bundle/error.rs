@@ -120,12 +120,22 @@ pub enum BundleError {
         reason: &'static str,
     },
     /// The output may be replaced, and holds what would not be written anew.
-    #[error("{}: holds '{}', which is not of what would replace it; move it away, or choose another output", path.display(), file.escape_debug())]
+    #[error("{}: holds '{}', which would be lost; move it away, or choose another output", path.display(), file.escape_debug())]
     NotReplaceable {
         /// The output.
         path: PathBuf,
-        /// The first such file.
+        /// The first such file or folder.
         file: String,
+    },
+    /// The finished output did not get its name, and the old one not its own back.
+    #[error("{}: cannot rename the finished output to its name; the old one lies in {}: move it where it is safe, or run again to replace it", output.display(), old.display())]
+    SetAside {
+        /// The output; nothing is there.
+        output: PathBuf,
+        /// Where the old one is.
+        old: PathBuf,
+        /// The system's answer.
+        source: io::Error,
     },
     /// Another process is writing the same output.
     #[error("{}: another process is writing this output; wait for it, or choose another output", path.display())]
@@ -238,16 +248,6 @@ pub enum BundleError {
         /// Most bytes allowed.
         limit: u64,
     },
-    /// A plan file that cannot be followed.
-    #[error("{}: {reason}", path.display())]
-    PlanFile {
-        /// The plan file.
-        path: PathBuf,
-        /// Why.
-        reason: String,
-    },
-    /// A demo model that cannot be.
-    #[error("demo model: {reason}")]
     /// The manifest would exceed what is read of one.
     #[error(
         "the bundle's unweight.json would have {got} bytes or more, above the {limit} that are read of one; compress fewer files at a time"
@@ -270,6 +270,16 @@ pub enum BundleError {
         /// Most extents allowed.
         limit: usize,
     },
+    /// A plan file that cannot be followed.
+    #[error("{}: {reason}", path.display())]
+    PlanFile {
+        /// The plan file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// A demo model that cannot be.
+    #[error("demo model: {reason}")]
     DemoShape {
         /// Why.
         reason: String,

@@ -2,12 +2,13 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Write},
+    io::{self, Seek, Write},
     os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
 use rayon::prelude::*;
+use rustix::process::{Resource, getrlimit};
 use sha2::{Digest as _, Sha256};
 
 use super::{BundleError, Selection};
@@ -28,7 +29,7 @@ pub(crate) struct Stamp {
 }
 
 impl Stamp {
-    fn of(metadata: &fs::Metadata) -> Self {
+    pub(crate) fn of(metadata: &fs::Metadata) -> Self {
         Self {
             bytes: metadata.len(),
             identity: (metadata.dev(), metadata.ino()),
@@ -249,8 +250,29 @@ pub(crate) fn read_small(path: &Path, limit: u64) -> Result<Vec<u8>, BundleError
 /// Writes a file and waits until it is on the disk.
 pub(crate) fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = create(path)?;
-    file.write_all(bytes)?;
+    append(&mut file, bytes)?;
     file.sync_all()
+}
+
+/// Writes at the end of a new file.
+pub(crate) fn append(file: &mut File, bytes: &[u8]) -> io::Result<()> {
+    check_limit(file.stream_position()?, bytes)?;
+    file.write_all(bytes)
+}
+
+/// Writes at an offset.
+pub(crate) fn write_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
+    check_limit(at, bytes)?;
+    file.write_all_at(bytes, at)
+}
+
+/// Fails where the process may not make a file that long: a write would raise SIGXFSZ, which ends a program that does not know of it.
+fn check_limit(at: u64, bytes: &[u8]) -> io::Result<()> {
+    let most = getrlimit(Resource::Fsize).current;
+    if most.is_some_and(|most| at.saturating_add(bytes.len() as u64) > most) {
+        return Err(io::ErrorKind::FileTooLarge.into());
+    }
+    Ok(())
 }
 
 /// Makes a file that was not there: a name that is taken, be it by a link, is an error.
@@ -260,6 +282,10 @@ pub(crate) fn create(path: &Path) -> io::Result<File> {
 
 /// Opens a file that an interrupted run left, to go on with it from `bytes` on; a link is an error.
 pub(crate) fn reopen(path: &Path, bytes: u64) -> io::Result<File> {
+    // Where the run had come to its end, the file has the source's mode already, which may forbid to write.
+    if path.symlink_metadata()?.is_file() {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+    }
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = File::options().read(true).write(true).custom_flags(flags).open(path)?;
     file.set_len(bytes)?;

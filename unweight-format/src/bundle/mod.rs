@@ -20,7 +20,7 @@ mod error;
 pub(crate) mod files;
 pub mod manifest;
 pub(crate) mod options;
-mod pipeline;
+pub(crate) mod pipeline;
 mod progress;
 mod read;
 mod report;

@@ -12,6 +12,7 @@ use std::{
 };
 
 use super::BundleError;
+use crate::failpoint::fault;
 
 /// Bytes in flight unless the user says otherwise; stacks, tables and the headers fit the rest of a GiB.
 const DEFAULT_RAM_BYTES: u64 = 768 << 20;
@@ -56,6 +57,9 @@ pub(crate) fn spawn<'scope, 'env, T: Send + 'scope>(
     work: impl FnOnce() -> T + Send + 'scope,
 ) -> Result<thread::ScopedJoinHandle<'scope, T>, BundleError> {
     let failed = |error: io::Error| BundleError::Threads { threads: 1, reason: error.to_string() };
+    if fault("thread") {
+        return Err(failed(io::ErrorKind::WouldBlock.into()));
+    }
     thread::Builder::new().spawn_scoped(scope, work).map_err(failed)
 }
 

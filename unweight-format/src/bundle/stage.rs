@@ -9,31 +9,37 @@
 //! The folder is this user's alone, and nothing in it is a link: what was planted there could make a run write or delete elsewhere.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     ffi::OsString,
     fs::{self, DirBuilder, File, TryLockError},
     io,
-    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::{
+    fs::{CWD, RenameFlags, renameat_with},
+    io::Errno,
+};
 
 use super::{
     BundleError,
-    files::{self, Input},
+    files::{self, Input, Stamp},
     manifest::{self, FileEntry},
 };
-use crate::{Digest, failpoint::failpoint};
+use crate::{
+    Digest,
+    failpoint::{failpoint, fault},
+};
 
 /// Which existing directory may be replaced. An empty one always may.
 #[derive(Debug)]
 pub(crate) enum Replaceable {
     /// A bundle: its manifest is whole, and lists every file.
     Bundle,
-    /// A directory that holds only files of these names: all of them are written anew.
-    Files(HashSet<String>),
+    /// A directory that holds only these files, as they were when they were compared: each is written anew in every byte.
+    Files(HashMap<String, Stamp>),
 }
 
 #[derive(Debug)]
@@ -206,11 +212,10 @@ impl Stage {
         mut advance: impl FnMut(u64) -> Result<(), BundleError>,
         check: impl FnOnce(&files::Contents) -> Result<(), BundleError>,
     ) -> Result<files::Contents, BundleError> {
-        use std::io::Write;
         let work = self.work().join("file");
         let mut file = files::create(&work).map_err(self.write_error(&work))?;
         let contents = files::read_input(from, sha256, |chunk| {
-            file.write_all(chunk).map_err(self.write_error(&work))?;
+            files::append(&mut file, chunk).map_err(self.write_error(&work))?;
             self.wrote(chunk.len() as u64);
             advance(chunk.len() as u64)
         })?;
@@ -225,6 +230,7 @@ impl Stage {
     /// Removes files of `tree` that are not in `names`, and of `work` that are not of `growing`: what an interrupted run left that this one does
     /// not want.
     pub(crate) fn keep_only(&self, names: &HashSet<String>, growing: &HashSet<String>) -> Result<(), BundleError> {
+        allow_changes(&self.tree())?;
         let wanted: HashSet<PathBuf> =
             growing.iter().flat_map(|name| [self.growing(name), self.journal(name)]).collect();
         for (_, path) in files::walk(&self.work())?.into_iter().filter(|(_, path)| !wanted.contains(path)) {
@@ -235,6 +241,8 @@ impl Stage {
                 fs::remove_file(&path).map_err(BundleError::io("remove the file", &path))?;
             }
         }
+        // Where a folder was, this run may have a file.
+        remove_empty_dirs(&self.tree())?;
         failpoint("kept");
         Ok(())
     }
@@ -248,24 +256,17 @@ impl Stage {
         // An output that came to be since the start is as precious as one before it.
         check_output(&self.output, self.replaceable.as_ref())?;
         let old = self.partial.join("replaced");
-        let renamed = if self.replaceable.is_some() && self.output.symlink_metadata().is_ok() {
-            // One step where the system can swap two names; else the old output waits aside until the new one is there.
-            renameat_with(CWD, &tree, CWD, &self.output, RenameFlags::EXCHANGE).map_err(io::Error::from).or_else(|_| {
-                fs::rename(&self.output, &old)?;
-                failpoint("set-aside");
-                fs::rename(&tree, &self.output)
-            })
+        if self.replaceable.is_some() && self.output.symlink_metadata().is_ok() {
+            self.replace(&tree, &old)?;
         } else {
             match renameat_with(CWD, &tree, CWD, &self.output, RenameFlags::NOREPLACE) {
-                Err(rustix::io::Errno::EXIST) => {
-                    return Err(BundleError::OutputExists { path: self.output });
-                }
+                Err(Errno::EXIST) => return Err(BundleError::OutputExists { path: self.output }),
                 // Not every file system knows the flag.
-                Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => fs::rename(&tree, &self.output),
+                Err(Errno::INVAL | Errno::NOSYS) => fs::rename(&tree, &self.output),
                 other => other.map_err(io::Error::from),
             }
-        };
-        renamed.map_err(BundleError::io("rename the finished output to its name", &self.output))?;
+            .map_err(BundleError::io(PUBLISH, &self.output))?;
+        }
         failpoint("published");
         if let Some(parent) = self.output.parent() {
             files::sync_dir(parent)?;
@@ -280,7 +281,34 @@ impl Stage {
         failpoint("unlocked");
         fs::remove_dir(&self.partial).map_err(BundleError::io("remove the directory", &self.partial))
     }
+
+    /// Gives the tree the name of the old output, which ends up in the tree's place or in `old`.
+    fn replace(&self, tree: &Path, old: &Path) -> Result<(), BundleError> {
+        // One step where the system can swap two names.
+        let swapped = match fault("swap") {
+            false => renameat_with(CWD, tree, CWD, &self.output, RenameFlags::EXCHANGE),
+            true => Err(Errno::INVAL),
+        };
+        if swapped.is_ok() {
+            return Ok(());
+        }
+        // What an earlier run set aside was replaced since: there is an output.
+        remove(old)?;
+        fs::rename(&self.output, old).map_err(BundleError::io(PUBLISH, &self.output))?;
+        failpoint("set-aside");
+        let rename = |name, from: &Path, to: &Path| match fault(name) {
+            false => fs::rename(from, to),
+            true => Err(Errno::IO.into()),
+        };
+        let Err(source) = rename("publish", tree, &self.output) else { return Ok(()) };
+        match rename("back", old, &self.output) {
+            Ok(()) => Err(BundleError::Io { action: PUBLISH, path: self.output.clone(), source }),
+            Err(_) => Err(BundleError::SetAside { output: self.output.clone(), old: old.into(), source }),
+        }
+    }
 }
+
+const PUBLISH: &str = "rename the finished output to its name";
 
 fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), BundleError> {
     let metadata = match output.symlink_metadata() {
@@ -292,8 +320,8 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
         return Err(BundleError::NotADirectory { path: output.into() });
     }
     let foreign = |file: String| BundleError::NotReplaceable { path: output.into(), file };
-    let own: HashSet<String> = match replaceable {
-        Replaceable::Files(names) => names.clone(),
+    let own: HashMap<String, Option<Stamp>> = match replaceable {
+        Replaceable::Files(files) => files.iter().map(|(name, stamp)| (name.clone(), Some(*stamp))).collect(),
         Replaceable::Bundle => {
             let path = output.join(manifest::FILE_NAME);
             let manifest = files::read_small(&path, manifest::BYTES_MAX)
@@ -302,20 +330,27 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
             let stored =
                 manifest.unwrap_or_default().iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect();
             // Without a whole manifest nothing is known, and nothing but an empty directory is replaced.
-            let mut stored: HashSet<String> = stored;
+            let mut stored: Vec<String> = stored;
             if !stored.is_empty() {
                 stored.extend([manifest::FILE_NAME, manifest::SIGNATURE_NAME].map(str::to_owned));
             }
-            stored
+            stored.into_iter().map(|name| (name, None)).collect()
         }
     };
-    match entries(output, "")?.into_iter().find(|(name, _)| !own.contains(name)) {
+    let folders: HashSet<&str> =
+        own.keys().flat_map(|name| name.match_indices('/').map(|(slash, _)| &name[..slash])).collect();
+    let is_own = |name: &str, metadata: &fs::Metadata| match own.get(name) {
+        _ if metadata.is_dir() => folders.contains(name),
+        Some(stamp) => stamp.is_none_or(|stamp| stamp == Stamp::of(metadata)),
+        None => false,
+    };
+    match entries(output, "")?.into_iter().find(|(name, metadata)| !is_own(name, metadata)) {
         None => Ok(()),
         Some((name, _)) => Err(foreign(name)),
     }
 }
 
-/// Every entry below a directory that is not a directory; links are entries, and are not followed.
+/// Every entry below a directory, folders behind what they hold; links are entries, and are not followed.
 fn entries(dir: &Path, prefix: &str) -> Result<Vec<(String, fs::Metadata)>, BundleError> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))? {
@@ -325,9 +360,7 @@ fn entries(dir: &Path, prefix: &str) -> Result<Vec<(String, fs::Metadata)>, Bund
         if metadata.is_dir() {
             found.extend(entries(&entry.path(), &format!("{name}/"))?);
         }
-        if !metadata.is_dir() {
-            found.push((name, metadata));
-        }
+        found.push((name, metadata));
     }
     Ok(found)
 }
@@ -365,7 +398,7 @@ fn check_own(partial: &Path) -> Result<(), BundleError> {
         if metadata.uid() != own {
             return foreign(&partial.join(name), "another user made it");
         }
-        if !metadata.is_file() {
+        if !metadata.is_file() && !metadata.is_dir() {
             return foreign(&partial.join(name), "neither a file nor a directory");
         }
     }
@@ -452,10 +485,33 @@ fn remove_empty_dirs(dir: &Path) -> Result<bool, BundleError> {
 }
 
 fn remove(dir: &Path) -> Result<(), BundleError> {
-    match fs::remove_dir_all(dir) {
+    let removed = match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            allow_changes(dir)?;
+            fs::remove_dir_all(dir)
+        }
+        other => other,
+    };
+    match removed {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other.map_err(BundleError::io("remove the directory", dir)),
     }
+}
+
+/// Lets this user change a directory and all below it: an output that was replaced may have forbidden that.
+fn allow_changes(dir: &Path) -> Result<(), BundleError> {
+    let mode = dir.symlink_metadata().map_err(BundleError::io("look at the directory", dir))?.mode();
+    if mode & 0o700 != 0o700 {
+        let allowed = fs::Permissions::from_mode(mode & 0o7777 | 0o700);
+        fs::set_permissions(dir, allowed).map_err(BundleError::io("change the mode of the directory", dir))?;
+    }
+    for entry in fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))? {
+        let entry = entry.map_err(BundleError::io("list the directory", dir))?;
+        if entry.file_type().map_err(BundleError::io("look at the file", entry.path()))?.is_dir() {
+            allow_changes(&entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 fn sync_dirs(dir: &Path) -> Result<(), BundleError> {

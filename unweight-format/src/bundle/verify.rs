@@ -6,8 +6,8 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     BundleError, ErrorClass, Problem, Progress, VerifyOptions, VerifyReport,
-    decompress::{check_contents, check_sha256, compare_source},
-    files,
+    decompress::{check_contents, check_sha256, compare_original},
+    files::{self, Input},
     pipeline::{Work, on_threads},
     read::{Shard, check_sizes, read_manifest_bytes},
     report::peak_rss_bytes,
@@ -240,18 +240,15 @@ fn compare(source: &Path, file: &FileEntry, quick: bool, progress: &dyn Progress
         });
     }
     check_cancelled(progress)?;
-    let problem = match file {
-        _ if quick => {
-            let got = path.metadata().map_err(BundleError::io("look at the file", &path))?.len();
-            let (name, expected) = (file.name().to_owned(), file.size());
-            (got != expected).then_some(BundleError::FileSize { file: name, expected, got })
-        }
-        FileEntry::Weights(weights) => compare_source(&path, weights)?,
-        _ => {
-            let got = files::read_through(&path, file.sha256().is_some(), |_| Ok(()))?;
-            check_contents(file, file.name(), &got).err()
-        }
-    };
-    progress.advance(file.size());
+    if quick {
+        let got = path.metadata().map_err(BundleError::io("look at the file", &path))?.len();
+        progress.advance(file.size());
+        let (name, expected) = (file.name().to_owned(), file.size());
+        return if got == expected { Ok(()) } else { Err(BundleError::FileSize { file: name, expected, got }) };
+    }
+    let problem = compare_original(&Input::open(&path)?, file, |bytes| {
+        progress.advance(bytes);
+        check_cancelled(progress)
+    })?;
     problem.map_or(Ok(()), Err)
 }

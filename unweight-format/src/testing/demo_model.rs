@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::{Random, bf16};
 use crate::{
-    bundle::BundleError,
+    bundle::{BundleError, pipeline::on_threads},
     roles::{self, Role},
     safetensors::{Dtype, header_to_bytes},
 };
@@ -185,6 +185,11 @@ impl DemoOptions {
 /// The options are no shape of a model, the directory holds something, or the system refuses to write.
 pub fn write(dir: &Path, options: &DemoOptions) -> Result<DemoReport, BundleError> {
     options.check()?;
+    // Not on rayon's own pool, which panics where threads cannot be made.
+    on_threads(None, || write_on(dir, options))
+}
+
+fn write_on(dir: &Path, options: &DemoOptions) -> Result<DemoReport, BundleError> {
     fs::create_dir_all(dir).map_err(BundleError::io("create the directory", dir))?;
     if fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))?.next().is_some() {
         return Err(BundleError::OutputExists { path: dir.into() });
