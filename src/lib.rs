@@ -38,6 +38,18 @@
 //! ```
 
 pub use unweight_format as format;
+
+/// README's first example.
+///
+/// ```no_run
+/// use unweight::format::bundle::{self, CompressOptions, Silent};
+///
+/// let report = bundle::compress("model".as_ref(), "bundle".as_ref(), &CompressOptions::default(), &Silent)?;
+/// println!("{:.1} % of the original", report.ratio * 100.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[cfg(doctest)]
+struct FirstExample;
 #[cfg(feature = "model")]
 pub use unweight_model as model;
 
@@ -57,6 +69,30 @@ pub mod text;
 
 #[cfg(all(test, feature = "cuda"))]
 mod tests {
+    /// What README shows of Cargo.toml has this version, and features that exist.
+    #[test]
+    fn the_dependency_of_the_readme_is_this_crate() {
+        let (readme, own) = (include_str!("../README.md"), include_str!("../Cargo.toml"));
+        let line = readme.lines().find(|line| line.starts_with("unweight = ")).expect("a dependency");
+        let version = line.split('"').nth(1).expect("a version");
+        assert!(env!("CARGO_PKG_VERSION").starts_with(&format!("{version}.")), "{line}");
+        let features = line.rsplit("features ").next().expect("features in the comment");
+        let named: Vec<&str> = features.split('"').skip(1).step_by(2).collect();
+        assert!(named.len() == 2 && named.iter().all(|name| own.contains(&format!("\n{name} = ["))), "{named:?}");
+    }
+
+    /// And its first example is that of `FirstExample`, which is compiled.
+    #[test]
+    fn the_first_example_of_the_readme_is_one_that_compiles() {
+        let (readme, own) = (include_str!("../README.md"), include_str!("lib.rs"));
+        let block = readme.split("```rust").nth(1).and_then(|block| block.split("```").next()).expect("an example");
+        let lines: Vec<&str> = block.lines().filter(|line| !line.is_empty()).collect();
+        assert!(lines.len() >= 3, "{block}");
+        for line in lines {
+            assert!(own.contains(&format!("/// {line}")), "`FirstExample` has no line {line:?}");
+        }
+    }
+
     /// README shows a part of an example that is compiled where it stands.
     #[test]
     fn the_example_of_the_readme_is_one_that_compiles() {

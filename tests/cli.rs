@@ -124,6 +124,79 @@ fn there_and_back() {
     same(&home.path().join("model"), &home.path().join("restored"));
 }
 
+/// No command changes a byte, a mode or a time of the model, or puts anything beside it.
+#[test]
+fn the_source_is_never_touched() {
+    use std::os::unix::fs::MetadataExt;
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    fn state(folder: &Path, found: &mut Vec<(PathBuf, u64, u32, i64, i64, u64)>) {
+        let metadata = fs::metadata(folder).unwrap();
+        let stamp = (metadata.mode(), metadata.mtime(), metadata.mtime_nsec(), metadata.ino());
+        found.push((folder.to_owned(), metadata.len(), stamp.0, stamp.1, stamp.2, stamp.3));
+        if metadata.is_dir() {
+            let mut names: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+            names.sort();
+            names.iter().for_each(|name| state(name, found));
+        }
+    }
+    let look = || {
+        let mut found = Vec::new();
+        state(&home.path().join("model"), &mut found);
+        found
+    };
+    let before = look();
+    for (arguments, status) in [
+        (&["plan", "model", "--compare"][..], 0),
+        (&["compress", "model", "-o", "bundle", "--sha256"], 0),
+        (&["compress", "model", "-o", "bundle", "--force"], 0),
+        (&["compress", "model", "-o", "model", "--force"], 2),
+        (&["compress", "model", "-o", "model/inside"], 2),
+        (&["verify", "bundle", "--against", "model"], 0),
+        (&["inspect", "bundle"], 0),
+        (&["decompress", "bundle", "-o", "model"], 2),
+        (&["decompress", "bundle", "-o", "back"], 0),
+    ] {
+        run(home.path(), arguments, status);
+        assert_eq!(look(), before, "{arguments:?}");
+    }
+    same(&home.path().join("model"), &fixture().join("model"));
+}
+
+/// A command whose stdin never says anything ends all the same: it has no question.
+#[test]
+fn nothing_is_asked() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    for arguments in [
+        &["compress", "model", "-o", "bundle"][..],
+        &["compress", "model", "-o", "bundle"],
+        &["compress", "model", "-o", "bundle", "--force"],
+        &["verify", "bundle"],
+        &["decompress", "bundle", "-o", "model"],
+        &["cache", "clear"],
+        &["demo", "--size", "1M"],
+    ] {
+        // A pipe that stays open and empty.
+        let mut child = Command::new(assert_cmd::cargo::cargo_bin!("unweight"))
+            .args(arguments)
+            .current_dir(&home)
+            .env("UNWEIGHT_CACHE_DIR", home.path().join("cache"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let open = child.stdin.take();
+        let start = std::time::Instant::now();
+        while child.try_wait().unwrap().is_none() {
+            assert!(start.elapsed().as_secs() < 60, "{arguments:?} waits");
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        drop(open);
+    }
+}
+
 #[test]
 fn options_reach_the_library() {
     let home = tempfile::tempdir().unwrap();

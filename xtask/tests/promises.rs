@@ -1,0 +1,78 @@
+//! docs/promises.md: README says each sentence, each test is there, and no promise is left out.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// On one line.
+fn flat(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// Every Rust source below a folder.
+fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() && !path.ends_with("target") {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// Names of functions with `#[test]` a few lines above them.
+fn tests() -> BTreeSet<String> {
+    let mut files = Vec::new();
+    for folder in ["src", "tests", "unweight-format", "unweight-rt"] {
+        sources(&root().join(folder), &mut files);
+    }
+    let mut names = BTreeSet::new();
+    for file in files {
+        let text = read(&file);
+        for part in text.split("#[test]").skip(1) {
+            let head = part.lines().take(5).find_map(|line| line.trim().strip_prefix("fn "));
+            names.extend(head.and_then(|head| head.split('(').next()).map(str::to_owned));
+        }
+    }
+    names
+}
+
+#[test]
+fn readme_promises_what_tests_hold() {
+    let readme = read(&root().join("README.md"));
+    let table = read(&root().join("docs/promises.md"));
+    let rows: Vec<(&str, &str)> = table
+        .lines()
+        .filter_map(|line| line.strip_prefix("| ")?.strip_suffix(" |")?.rsplit_once(" | "))
+        .filter(|(promise, _)| *promise != "README says")
+        .collect();
+    assert!(rows.len() > 20, "{} rows", rows.len());
+    let (flat_readme, known) = (flat(&readme), tests());
+    for (promise, held_by) in &rows {
+        assert!(flat_readme.contains(promise), "README does not say: {promise}");
+        let names: Vec<&str> = held_by.split(", ").map(|name| name.trim_matches('`')).collect();
+        for name in names {
+            assert!(known.contains(name), "{promise}: there is no test {name}");
+        }
+    }
+    let promises = readme.split("What you can rely on:").nth(1).expect("the section");
+    let bold = promises.lines().filter_map(|line| line.strip_prefix("- **")?.split("**").next());
+    let mut count = 0;
+    for promise in bold {
+        count += 1;
+        let promise = format!("**{promise}**");
+        assert!(rows.iter().any(|(said, _)| *said == promise), "docs/promises.md does not hold {promise}");
+    }
+    assert!(count >= 4, "{count} promises");
+}
