@@ -1,0 +1,204 @@
+"""The operator `unweight::linear`, and tensors of bundles as torch has them. Needs torch."""
+
+import copy
+import gc
+import pathlib
+import pickle
+import tempfile
+import unittest
+
+import models
+import torch
+import unweight
+import unweight.ops
+from torch import nn
+from unweight.ops import Linear, linear, pack, unpack
+
+
+def weights(n: int, k: int, seed: int = 0, wide: int = 0) -> torch.Tensor:
+    """Weights of a bell curve, with as many outside of every window as `wide` says."""
+    chance = torch.Generator().manual_seed(seed)
+    weight = torch.randn(n, k, generator=chance).mul(0.02).to(torch.bfloat16)
+    for place in torch.randperm(n * k, generator=chance)[:wide].tolist():
+        weight.view(-1)[place] = 2.0**-60
+    return weight
+
+
+def inputs(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+class Pack(unittest.TestCase):
+    def test_every_bit_comes_back(self):
+        for n, k, wide in ((64, 64, 0), (128, 192, 0), (192, 128, 90), (64, 640, 1)):
+            with self.subTest(n=n, k=k, wide=wide):
+                weight = weights(n, k, wide=wide)
+                packed = pack(weight)
+                self.assertEqual((packed.n, packed.k, packed.escapes.data.nbytes > 0), (n, k, wide > 1))
+                self.assertTrue(torch.equal(unpack(packed.arena).view(torch.int16), weight.view(torch.int16)))
+
+    def test_the_size_of_an_arena_follows_from_the_shape(self):
+        sizes = {pack(weights(128, 128, wide=wide)).arena.nbytes for wide in (0, 10, 60)}
+        self.assertEqual(len(sizes), 1)
+        self.assertLess(sizes.pop(), 128 * 128 * 2 * 0.8)
+
+    def test_strided_rows_are_packed_as_they_are(self):
+        whole = weights(128, 256)
+        shard = whole[:, 64:192]
+        self.assertTrue(torch.equal(unpack(pack(shard).arena), shard))
+
+    def test_what_cannot_be_packed_is_none(self):
+        self.assertIsNone(pack(weights(64, 65)))
+        self.assertIsNone(pack(weights(63, 64)))
+        self.assertIsNone(pack(torch.full((64, 64), float("nan"), dtype=torch.bfloat16)))
+        spread = torch.arange(64 * 64, dtype=torch.int32).mul(7919).to(torch.int16).view(torch.bfloat16)
+        self.assertIsNone(pack(spread.view(64, 64)))
+
+    def test_what_is_no_matrix_of_bf16_is_refused(self):
+        for wrong in (torch.zeros(64, 64), torch.zeros(64, dtype=torch.bfloat16)):
+            with self.assertRaisesRegex(ValueError, "takes a bfloat16 matrix"):
+                pack(wrong)
+
+    def test_a_damaged_arena_is_refused(self):
+        packed = pack(weights(128, 128, wide=40))
+        for place in (packed.arena.numel() - 256, packed.arena.numel() - 256 + 8, packed.arena.numel() - 256 + 24):
+            arena = packed.arena.clone()
+            arena[place] ^= 0x55
+            with self.subTest(place=place), self.assertRaises((ValueError, unweight.UnweightError)):
+                unpack(arena)
+        for wrong in (packed.arena[:-1], packed.arena[:200], packed.arena.view(torch.int8), packed.arena[::2]):
+            with self.assertRaises(ValueError):
+                unpack(wrong)
+
+    def test_escapes_that_are_gone_are_an_error_and_not_other_weights(self):
+        packed = pack(weights(128, 128, seed=5, wide=40))
+        arena = packed.arena
+        del packed
+        gc.collect()
+        with self.assertRaisesRegex(unweight.UnweightError, "are gone; keep"):
+            unpack(arena)
+
+
+class Operator(unittest.TestCase):
+    def test_it_is_linear_bit_for_bit(self):
+        for n, k, wide in ((64, 64, 0), (192, 128, 50)):
+            weight, bias = weights(n, k, wide=wide), inputs(n, seed=2)
+            packed = pack(weight)
+            for shape in ((1, k), (3, 5, k), (0, k), (k,), (200, k)):
+                for bias_or_none in (None, bias):
+                    with self.subTest(n=n, k=k, shape=shape, bias=bias_or_none is not None):
+                        x = inputs(*shape)
+                        expected = nn.functional.linear(x, weight, bias_or_none)
+                        got = linear(x, packed, bias_or_none)
+                        self.assertTrue(torch.equal(got, expected))
+                        self.assertEqual((got.shape, got.dtype), (expected.shape, expected.dtype))
+
+    def test_torch_s_own_checks_of_operators_pass(self):
+        for wide in (0, 20):
+            packed = pack(weights(128, 64, wide=wide))
+            for x in (inputs(4, 64), inputs(2, 3, 64), inputs(6, 64)[::2], inputs(64, 5).t()):
+                for bias in (None, inputs(128)):
+                    result = torch.library.opcheck(torch.ops.unweight.linear.default, (x, packed.arena, packed.n, bias))
+                    self.assertEqual(set(result.values()), {"SUCCESS"})
+
+    def test_it_compiles_to_one_graph(self):
+        layers = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64, bias=False)).to(torch.bfloat16)
+        packed = copy.deepcopy(layers)
+        for at in (0, 2):
+            packed[at] = Linear(packed[at])
+            self.assertTrue(packed[at].pack())
+        torch._dynamo.reset()
+        compiled = torch.compile(packed, fullgraph=True, backend="eager")
+        with torch.inference_mode():
+            for rows in (1, 2, 7, 33):
+                x = inputs(rows, 64, seed=rows)
+                self.assertTrue(torch.equal(compiled(x), layers(x)))
+
+    def test_gradients_are_refused_and_forward_is_not(self):
+        packed = pack(weights(64, 64))
+        x = inputs(2, 64).requires_grad_()
+        y = linear(x, packed)
+        with self.assertRaisesRegex(NotImplementedError, "no backward.*load the model in BF16"):
+            y.float().sum().backward()
+
+    def test_wrong_operands_are_refused(self):
+        packed = pack(weights(128, 64))
+        op = torch.ops.unweight.linear
+        for says, operands in (
+            ("takes x in bfloat16", (torch.zeros(2, 64), packed.arena, 128)),
+            ("x has 65 columns", (inputs(2, 65), packed.arena, 128)),
+            ("n is 64", (inputs(2, 64), packed.arena, 64)),
+            ("arena in uint8", (inputs(2, 64), packed.arena.float(), 128)),
+            ("bias in bfloat16", (inputs(2, 64), packed.arena, 128, torch.zeros(128))),
+        ):
+            with self.subTest(says), self.assertRaisesRegex(ValueError, says):
+                op(*operands)
+
+    def test_other_devices_are_refused_by_name(self):
+        packed = pack(weights(64, 64))
+        with self.assertRaises(NotImplementedError):
+            unweight.ops._cuda(inputs(1, 64), packed.arena, 64)
+        names = torch._C._dispatch_dump("unweight::linear")
+        self.assertIn("CUDA:", names)
+
+
+class Module(unittest.TestCase):
+    def layer(self, wide: int = 40) -> tuple[nn.Linear, Linear]:
+        stock = nn.Linear(128, 192).to(torch.bfloat16)
+        stock.weight.data = weights(192, 128, seed=3, wide=wide)
+        packed = Linear(stock)
+        self.assertTrue(packed.pack())
+        return stock, packed
+
+    def test_copies_and_pickles_are_the_same_layer(self):
+        stock, packed = self.layer()
+        x, expected = inputs(4, 128), stock.weight.detach().clone()
+        with torch.inference_mode():
+            for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+                self.assertTrue(torch.equal(other(x), stock(x)))
+            copied = copy.deepcopy(packed)
+            del packed
+            gc.collect()
+            self.assertTrue(torch.equal(copied(x), stock(x)))
+            self.assertTrue(torch.equal(copied.unpacked(), expected))
+
+    def test_the_weight_is_gone_and_memory_with_it(self):
+        stock, packed = self.layer(wide=0)
+        self.assertFalse(hasattr(packed, "weight"))
+        self.assertEqual({name for name, _ in packed.named_parameters()}, {"bias"})
+        self.assertLess(packed.weight_packed.nbytes, stock.weight.nbytes * 0.78)
+        self.assertIn("packed", repr(packed))
+
+    def test_what_cannot_be_packed_computes_as_it_did(self):
+        stock = nn.Linear(65, 64).to(torch.bfloat16)
+        layer = Linear(stock)
+        self.assertFalse(layer.pack())
+        x = inputs(2, 65)
+        self.assertTrue(torch.equal(layer(x), stock(x)))
+
+    def test_a_conversion_is_an_error_and_not_noise(self):
+        _, packed = self.layer()
+        with self.assertRaisesRegex(ValueError, "bfloat16"):
+            packed.float()(inputs(2, 128).float())
+
+
+class Tensors(unittest.TestCase):
+    def test_tensors_of_bundles(self):
+        from safetensors import safe_open
+
+        with tempfile.TemporaryDirectory() as home:
+            home = pathlib.Path(home)
+            tensors = models.small(home / "model")
+            for profile in ("distribution", "palette", "resident"):
+                unweight.compress(home / "model", home / profile, profile=profile)
+                bundle = unweight.Bundle(home / profile)
+                with safe_open(home / "model" / "model.safetensors", "pt") as stock:
+                    for name in tensors:
+                        expected, got = stock.get_tensor(name), bundle.torch(name)
+                        self.assertEqual(got.dtype, expected.dtype)
+                        self.assertTrue(torch.equal(got, expected), name)
+                self.assertEqual(bundle.torch("scale", device="meta").device.type, "meta")
+
+
+if __name__ == "__main__":
+    unittest.main()
