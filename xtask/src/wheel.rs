@@ -15,6 +15,9 @@ use crate::{
 };
 
 const MATURIN: &str = "maturin>=1.9.4,<2";
+/// What the tests of the operator and of transformers were written against.
+const TORCH: &[&str] =
+    &["torch==2.11.0", "transformers==5.17.0", "accelerate>=1.10", "safetensors>=0.8", "numpy>=1.24"];
 
 /// How the extension is built, and the command that the wheel carries.
 #[derive(Clone, Copy)]
@@ -40,6 +43,20 @@ pub fn test(environment: &Environment) -> Result<(), String> {
     unittest(&environment.python, Some(&site), &["test_numpy"])
 }
 
+/// `cargo xtask test-python`: torch and transformers on the CPU. They come from PyPI, 5 GB; `UNWEIGHT_TORCH_PYTHON` names a Python that has
+/// them already.
+pub fn test_python(arguments: &[String]) -> Result<(), String> {
+    run::no_arguments(arguments)?;
+    let python = match env::var_os("UNWEIGHT_TORCH_PYTHON") {
+        Some(python) => python.into(),
+        None => setup::python("torch-venv", &[TORCH], "import torch, transformers, accelerate, safetensors")?,
+    };
+    let (_, site) = installed()?;
+    unittest(&python, Some(&site), &["test_torch"])?;
+    // transformers warns of itself.
+    unittest_with(&python, Some(&site), "default", &["test_transformers"])
+}
+
 /// Makes `target/wheel-venv`, in which there is nothing but the wheel. Returns its Python, and where its packages are.
 fn installed() -> Result<(PathBuf, PathBuf), String> {
     let wheel = build(Build::Tests)?;
@@ -62,8 +79,13 @@ fn installed() -> Result<(PathBuf, PathBuf), String> {
 
 /// Runs modules of `bindings/python/tests`; warnings are failures.
 fn unittest(python: &Path, packages: Option<&Path>, modules: &[&str]) -> Result<(), String> {
+    unittest_with(python, packages, "error", modules)
+}
+
+/// As [`unittest`], with warnings as `-W` says.
+fn unittest_with(python: &Path, packages: Option<&Path>, warnings: &str, modules: &[&str]) -> Result<(), String> {
     let mut command = Command::new(python);
-    command.current_dir(package().join("tests")).args(["-W", "error", "-m", "unittest"]).args(modules);
+    command.current_dir(package().join("tests")).args(["-W", warnings, "-m", "unittest"]).args(modules);
     // Nothing of the caller's Python.
     command.env_remove("PYTHONPATH").env("PYTHONDONTWRITEBYTECODE", "1");
     if let Some(packages) = packages {

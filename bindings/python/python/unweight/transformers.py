@@ -1,0 +1,207 @@
+"""Bundles and packed weights in transformers: `import unweight.transformers`, then use transformers as always.
+
+    AutoModelForCausalLM.from_pretrained("bundle")                                          # a bundle, any profile
+    AutoModelForCausalLM.from_pretrained("model", quantization_config=UnweightConfig())     # any BF16 model
+
+Both give the model's own BF16 weights, tensor by tensor, to transformers, which renames, merges and shards them as
+always; each linear layer is packed when its shard is there. So experts and tensor parallelism work as they do without.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from types import TracebackType
+from typing import Any, Iterator, Optional
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import modeling_utils
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from . import _native
+from ._bundle import Bundle
+from .ops import Linear
+
+__all__ = ["UnweightConfig"]
+
+_logger = logging.get_logger(__name__)
+_MANIFEST = "unweight.json"
+
+
+@register_quantization_config("unweight")
+class UnweightConfig(QuantizationConfigMixin):
+    """Asks for packed weights. There is nothing to choose: nothing is lost."""
+
+    def __init__(self, manifest: Optional[str] = None, **_: Any) -> None:
+        self.quant_method = "unweight"
+        self.manifest = manifest
+        """The digest of a bundle's manifest; `None` for a model that is packed when it is loaded."""
+
+
+class _Pack(ConversionOps):
+    """Packs a linear layer's weight, or what of it this process has."""
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        full_layer_name: str = "",
+        model: Any = None,
+        missing_keys: Optional[set[str]] = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        (weight,) = input_dict.values()
+        weight = weight[0] if isinstance(weight, list) else weight
+        module, _ = get_module_from_name(model, full_layer_name)
+        if weight.device.type != "cpu":
+            _logger.warning_once(
+                "unweight: this version packs on the CPU only; weights on %s stay in BF16: exact, but not smaller",
+                weight.device,
+            )
+            return {full_layer_name: weight}
+        if weight.dtype != torch.bfloat16 or not module.pack(weight):
+            return {full_layer_name: weight}
+        if missing_keys is not None:
+            missing_keys.discard(full_layer_name)
+        return {}
+
+
+@register_quantizer("unweight")
+class UnweightHfQuantizer(HfQuantizer):
+    """What transformers asks while it loads a model with `UnweightConfig`, or a bundle."""
+
+    def __init__(self, quantization_config: UnweightConfig, **arguments: Any) -> None:
+        super().__init__(quantization_config, **arguments)
+        # What transformers reads is BF16 in any case; it is packed on the way.
+        self.pre_quantized = False
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        """Nothing is needed."""
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """A bundle's config.json names a file that is no checkpoint, so that nothing else loads it; we can."""
+        if getattr(config, "transformers_weights", None) == _MANIFEST:
+            config.transformers_weights = None
+        return config
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Packed weights are BF16; another type would be another model."""
+        if dtype != torch.bfloat16:
+            raise ValueError(
+                f"unweight packs bfloat16 weights, but the model is to be loaded as {dtype}; pass dtype=torch.bfloat16, "
+                "or load the original files (`unweight decompress BUNDLE -o MODEL`)"
+            )
+        return dtype
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        tied = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
+        head = model.get_output_embeddings() if tied else None
+        for name, module in list(model.named_modules()):
+            if type(module) is nn.Linear and module is not head:
+                packed = Linear(module)
+                # The layers of tensor parallelism then pass what is theirs, not DTensors.
+                packed._hf_quantized_needs_local_tp = True
+                model.set_submodule(name, packed)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        """The weights of linear layers."""
+        module, name = get_module_from_name(model, param_name)
+        return isinstance(module, Linear) and name == "weight"
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """How a weight is packed."""
+        return _Pack()
+
+    def is_serializable(self) -> bool:
+        """Packed weights are not saved again."""
+        _logger.warning(
+            "save_pretrained does not write packed weights. The bundle that the model came from is the model: copy that "
+            "folder. A model that was packed when it was loaded: `unweight compress MODEL -o BUNDLE`. The original "
+            "files of a bundle: `unweight decompress BUNDLE -o MODEL`."
+        )
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """The operator has no backward."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Under torch.compile there is one operator for each layer."""
+        return True
+
+
+class _Slice:
+    """A tensor that is decoded when it is asked for, as safetensors has them."""
+
+    def __init__(self, bundle: Bundle, name: str, file: str) -> None:
+        self._bundle, self._name, self._file = bundle, name, file
+        self._info = bundle.info(name, file=file)
+
+    def get_dtype(self) -> str:
+        return self._info.dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self._info.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._bundle.torch(self._name, file=self._file)[index]
+
+
+class _Shard:
+    """A shard of a bundle as `safetensors.safe_open` would show the original file."""
+
+    def __init__(self, path: pathlib.Path, device: Any) -> None:
+        self._bundle, self._file, self._device = Bundle(path.parent), path.name, device
+        self._names = [info.name for info in self._bundle.tensors() if info.file == self._file]
+
+    def __enter__(self) -> _Shard:
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], value: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        pass
+
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+    def offset_keys(self) -> list[str]:
+        return list(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._bundle, name, self._file)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._bundle.torch(name, device=self._device, file=self._file)
+
+
+_safe_open = modeling_utils.safe_open
+
+
+def _open(filename: Any, framework: str = "pt", device: Any = "cpu", **more: Any) -> Any:
+    """`safetensors.safe_open` that shows the shards of bundles as the files that they were made of."""
+    path = pathlib.Path(filename)
+    if path.with_name(_MANIFEST).is_file():
+        return _Shard(path, device)
+    stock = _safe_open(filename, framework=framework, device=device, **more)
+    if any(".unweight." in name for name in stock.keys()):
+        raise ValueError(
+            f"{path} is a shard of a bundle, but there is no {_MANIFEST} beside it; fetch the whole bundle "
+            "(`hf download ORG/NAME`) and load the folder"
+        )
+    return stock
+
+
+modeling_utils.safe_open = _open

@@ -1,0 +1,194 @@
+"""Models of transformers from bundles and packed on the way, beside the same models in BF16. Needs transformers.
+
+As a program: one process of tensor parallelism, under torchrun.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+import unweight
+import unweight.transformers
+from transformers import AutoModelForCausalLM
+from unweight.ops import Linear
+from unweight.transformers import UnweightConfig
+
+SMALL = dict(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=512,
+    max_position_embeddings=512,
+    dtype="bfloat16",
+)
+KINDS = {
+    "llama": (transformers.LlamaConfig, dict(tie_word_embeddings=False), 15),
+    "llama, tied": (transformers.LlamaConfig, dict(tie_word_embeddings=True), 14),
+    "qwen2": (transformers.Qwen2Config, dict(tie_word_embeddings=False), 15),
+    "gemma3": (transformers.Gemma3TextConfig, dict(tie_word_embeddings=True), 14),
+    "odd": (transformers.LlamaConfig, dict(tie_word_embeddings=False, intermediate_size=500), 9),
+    "qwen3 moe": (
+        transformers.Qwen3MoeConfig,
+        dict(tie_word_embeddings=False, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2),
+        9,
+    ),
+}
+TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(3))
+
+
+def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
+    """A model directory with random weights."""
+    config, options, _ = KINDS[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**{**SMALL, **options})).to(torch.bfloat16)
+    for parameter in model.parameters():
+        # torch draws BF16 with many zeros, as no trained model has; and biases and norms that do nothing would hide mistakes.
+        drawn = torch.randn(parameter.shape).mul(0.02).to(torch.bfloat16)
+        parameter.data = drawn if parameter.dim() > 1 else parameter.data + drawn
+    model.save_pretrained(home, **more)
+    return home
+
+
+def packed(model: torch.nn.Module) -> int:
+    return sum(isinstance(module, Linear) and module.is_packed for module in model.modules())
+
+
+@torch.inference_mode()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model(TOKENS).logits
+
+
+class Models(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.home = pathlib.Path(folder.name)
+
+    def bundle(self, kind="llama", profile="resident", **more):
+        make(self.home / "model", kind, **more)
+        unweight.compress(self.home / "model", self.home / "bundle", profile=profile)
+        return self.home / "model", self.home / "bundle"
+
+    def test_bundles_give_the_model_s_own_logits(self):
+        for kind, (_, _, layers) in KINDS.items():
+            with self.subTest(kind):
+                self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                model, bundle = self.bundle(kind)
+                expected = AutoModelForCausalLM.from_pretrained(model)
+                got, info = AutoModelForCausalLM.from_pretrained(bundle, output_loading_info=True)
+                self.assertFalse({name: told for name, told in info.items() if told})
+                self.assertTrue(torch.equal(logits(got), logits(expected)))
+                self.assertEqual(packed(got), layers)
+                self.assertEqual(got.dtype, torch.bfloat16)
+
+    def test_every_profile_and_several_shards(self):
+        for profile in ("distribution", "palette", "inference"):
+            with self.subTest(profile):
+                self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                model, bundle = self.bundle(profile=profile, max_shard_size="400KB")
+                self.assertTrue((bundle / "model.safetensors.index.json").exists())
+                expected, got = (AutoModelForCausalLM.from_pretrained(path) for path in (model, bundle))
+                self.assertTrue(torch.equal(logits(got), logits(expected)))
+                self.assertEqual(packed(got), 15)
+
+    def test_any_model_is_packed_when_it_is_loaded(self):
+        model = make(self.home / "model", "llama")
+        expected = AutoModelForCausalLM.from_pretrained(model)
+        got = AutoModelForCausalLM.from_pretrained(model, quantization_config=UnweightConfig())
+        self.assertEqual(packed(got), 15)
+        self.assertTrue(torch.equal(logits(got), logits(expected)))
+        self.assertLess(got.get_memory_footprint(), expected.get_memory_footprint() * 0.85)
+
+    def test_tokens_are_the_model_s_own_and_graphs_are_whole(self):
+        model, bundle = self.bundle()
+        expected, got = (AutoModelForCausalLM.from_pretrained(path) for path in (model, bundle))
+        more = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+        self.assertTrue(torch.equal(expected.generate(TOKENS, **more), got.generate(TOKENS, **more)))
+        torch._dynamo.reset()
+        compiled = torch.compile(got, fullgraph=True, backend="eager")
+        self.assertTrue(torch.equal(logits(compiled), logits(expected)))
+
+    def test_save_pretrained_says_what_to_do(self):
+        _, bundle = self.bundle()
+        got = AutoModelForCausalLM.from_pretrained(bundle)
+        with self.assertLogs("unweight.transformers", "WARNING") as told, self.assertRaises(ValueError):
+            got.save_pretrained(self.home / "saved")
+        self.assertIn("copy that folder", told.output[0])
+        self.assertFalse((self.home / "saved" / "model.safetensors").exists())
+
+    def test_another_type_is_refused(self):
+        _, bundle = self.bundle()
+        with self.assertRaisesRegex(ValueError, "packs bfloat16 weights.*unweight decompress"):
+            AutoModelForCausalLM.from_pretrained(bundle, dtype=torch.float32)
+
+    def test_a_shard_without_its_manifest_is_refused(self):
+        _, bundle = self.bundle()
+        (bundle / "unweight.json").unlink()
+        with self.assertRaisesRegex(ValueError, "no unweight.json beside it; fetch the whole bundle"):
+            AutoModelForCausalLM.from_pretrained(bundle)
+
+    def test_damage_is_an_error_and_not_a_model(self):
+        _, bundle = self.bundle()
+        shard = bundle / "model.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+        with self.assertRaisesRegex(unweight.DamagedError, "the file is damaged: fetch or compress it again"):
+            AutoModelForCausalLM.from_pretrained(bundle)
+
+    def test_without_unweight_transformers_refuses(self):
+        """Stock transformers would return random weights; the bundle's config.json makes it stop."""
+        _, bundle = self.bundle()
+        program = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+        done = subprocess.run([sys.executable, "-c", program, str(bundle)], capture_output=True, text=True)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("unweight.json", done.stderr)
+
+    def test_two_processes_share_a_model(self):
+        for kind in ("llama", "qwen3 moe"):
+            with self.subTest(kind):
+                self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                model, bundle = self.bundle(kind)
+                run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+                done = subprocess.run(
+                    [*run, __file__, str(model), str(bundle)],
+                    capture_output=True,
+                    text=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                )
+                self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+                self.assertIn("equal", done.stdout)
+
+
+def shared(model: str, bundle: str) -> None:
+    """One process of two: the same logits from a bundle and from BF16, each sharded by transformers."""
+    from transformers.distributed import DistributedConfig
+
+    def load(path):
+        return AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_plan="auto"))
+
+    expected, got = load(model), load(bundle)
+    q = got.model.layers[0].self_attn.q_proj
+    assert packed(got) >= 8, packed(got)
+    assert q.unpacked().shape == (128, 256), f"not sharded: {list(q.unpacked().shape)}"
+    assert torch.equal(logits(got), logits(expected)), "other logits"
+    if torch.distributed.get_rank() == 0:
+        print("equal")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        shared(*sys.argv[1:])
+    else:
+        unittest.main()
