@@ -8,13 +8,15 @@ use std::{
     os::unix::{fs::PermissionsExt, process::CommandExt},
     path::Path,
     process::Command,
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use common::{Scratch, chain, read_tree, safetensors_file, small_model, tensor};
 use rustix::process::{Resource, Rlimit, geteuid, setrlimit};
 use unweight_format::{
     bundle::{
-        BundleError, CompressOptions, DecompressOptions, Profile, Silent, VerifyAfter, compress, decompress, verify,
+        BundleError, CompressOptions, DecompressOptions, ErrorClass, Profile, Progress, Silent, VerifyAfter, compress,
+        decompress, verify,
     },
     testing::demo_model::{self, DemoOptions},
 };
@@ -339,7 +341,7 @@ fn a_folder_of_empty_folders_is_not_empty() {
 #[test]
 fn an_output_that_changes_meanwhile_is_not_replaced() {
     struct Meddle<'a>(&'a Path);
-    impl unweight_format::bundle::Progress for Meddle<'_> {
+    impl Progress for Meddle<'_> {
         fn tensor(&self, _: &str) {
             fs::write(self.0, "mine now").unwrap();
         }
@@ -353,4 +355,101 @@ fn an_output_that_changes_meanwhile_is_not_replaced() {
     let error = decompress(&bundle, &back, &DecompressOptions::default().force(true), &Meddle(&file)).unwrap_err();
     assert!(matches!(&error, BundleError::NotReplaceable { .. }), "{error}");
     assert_eq!(fs::read(&file).unwrap(), b"mine now");
+}
+
+// ---- stopping ----
+
+/// Asks to stop after so many bytes, and counts how many come all the same.
+struct StopAfter {
+    bytes: u64,
+    done: AtomicU64,
+}
+
+impl StopAfter {
+    fn new(bytes: u64) -> Self {
+        Self { bytes, done: AtomicU64::new(0) }
+    }
+
+    fn late_bytes(&self) -> u64 {
+        self.done.load(Ordering::Relaxed).saturating_sub(self.bytes)
+    }
+}
+
+impl Progress for StopAfter {
+    fn advance(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn cancelled(&self) -> bool {
+        self.done.load(Ordering::Relaxed) >= self.bytes
+    }
+}
+
+/// A file that is only read may be a hundred gigabytes.
+#[test]
+fn reading_what_is_there_stops_inside_a_file() {
+    let scratch = Scratch::new();
+    let (source, bundle, out) = (scratch.path("model"), scratch.path("bundle"), scratch.path("out"));
+    fs::create_dir(&source).unwrap();
+    let elements = 24 << 20;
+    let weights = [tensor("t", "BF16", &[elements / 2048, 2048], &common::weights(elements, 1))];
+    fs::write(source.join("a.safetensors"), safetensors_file(&[], &weights)).unwrap();
+    let bytes = fs::metadata(source.join("a.safetensors")).unwrap().len();
+    let piece = 4 << 20;
+    compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
+    let stopped = |what: &str, progress: &StopAfter, error: BundleError| {
+        assert_eq!(error.class(), ErrorClass::Interrupted, "{what}: {}", chain(&error));
+        assert!(progress.late_bytes() <= piece, "{what}: {} bytes more", progress.late_bytes());
+    };
+    // The source, after the bundle itself.
+    let progress = StopAfter::new(bytes + 2 * piece);
+    stopped("verify", &progress, verify(&bundle, Some(&source), &progress).unwrap_err());
+    // What was finished, before anything is made.
+    Child::new(scratch.dir(), "decompress").crashes("synced");
+    let progress = StopAfter::new(2 * piece);
+    let options = DecompressOptions::default().resume(true);
+    stopped("decompress", &progress, decompress(&bundle, &out, &options, &progress).unwrap_err());
+    let report = decompress(&bundle, &out, &options, &Silent).unwrap();
+    assert!(report.files[0].resumed, "it was kept");
+    fs::remove_dir_all(&out).unwrap();
+    Child::new(scratch.dir(), "compress").crashes("synced");
+    let progress = StopAfter::new(2 * piece);
+    let options = CompressOptions::default().resume(true);
+    stopped("compress", &progress, compress(&source, &out, &options, &progress).unwrap_err());
+    assert_eq!(compress(&source, &out, &options, &Silent).unwrap().resumed_files, ["a.safetensors"]);
+}
+
+/// A run that resumes announces what it compares, too, and comes to the end of both.
+#[test]
+fn progress_of_a_resumed_run_ends_where_it_was_announced_to_end() {
+    #[derive(Default)]
+    struct Sums([AtomicU64; 2]);
+    impl Progress for Sums {
+        fn start(&self, total_bytes: u64) {
+            self.0[0].fetch_add(total_bytes, Ordering::Relaxed);
+        }
+
+        fn advance(&self, bytes: u64) {
+            self.0[1].fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+    let scratch = Scratch::new();
+    let (source, out) = (scratch.path("model"), scratch.path("out"));
+    small_model(&source);
+    let whole: u64 = read_tree(&source).values().map(|bytes| bytes.len() as u64).sum();
+    let check = |what: &str, sums: Sums| {
+        let [announced, done] = sums.0.map(AtomicU64::into_inner);
+        assert!(announced > whole, "{what}: what is compared is announced, too");
+        assert_eq!(announced, done, "{what}");
+    };
+    Child::new(scratch.dir(), "compress").crashes("synced");
+    let sums = Sums::default();
+    let options = CompressOptions::default().resume(true).verify(VerifyAfter::None);
+    compress(&source, &out, &options, &sums).unwrap();
+    check("compress", sums);
+    fs::rename(&out, scratch.path("bundle")).unwrap();
+    Child::new(scratch.dir(), "decompress").crashes("synced");
+    let sums = Sums::default();
+    decompress(&scratch.path("bundle"), &out, &DecompressOptions::default().resume(true), &sums).unwrap();
+    check("decompress", sums);
 }

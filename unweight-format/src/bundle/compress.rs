@@ -569,6 +569,7 @@ impl Job<'_> {
         if let Some(sha) = &mut sha {
             sha.update(header_bytes);
         }
+        self.progress.advance(header_bytes.len() as u64);
         for (t, info) in entry.tensors.iter().zip(&header.tensors) {
             let digest = input.stream(info.offset, info.bytes, |piece| {
                 if let Some(sha) = &mut sha {
@@ -620,6 +621,7 @@ impl Job<'_> {
         if let Some(sha) = &mut sha {
             sha.update(header_bytes);
         }
+        self.progress.advance(header_bytes.len() as u64);
         let mut kept = Kept { entries: Vec::new(), sha, source_bytes: 0 };
         let mut at = layout.reserved;
         for ((json, info), decision) in lines.zip(&header.tensors).zip(&layout.decisions) {
