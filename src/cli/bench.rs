@@ -142,12 +142,23 @@ pub struct StressBench {
     /// Without load from another stream
     #[arg(long)]
     no_load: bool,
+    /// Who fills shared memory: `async` runs the matmuls that need no copy engine, and nothing else
+    #[arg(long, value_name = "WHO", default_value = "bulk")]
+    copy: CopyBy,
     /// Put a fault into the kernels, to see that the run finds it
     #[arg(long, value_name = "FAULT")]
     plant: Option<Fault>,
     /// Number of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum CopyBy {
+    /// The copy engine
+    Bulk,
+    /// Threads
+    Async,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -247,6 +258,7 @@ impl Bench {
                     .launches(arguments.launches)
                     .only(arguments.only.clone())
                     .load(!arguments.no_load)
+                    .asynchronous(arguments.copy == CopyBy::Async)
                     .plant(plant);
                 let report = bench::stress(&kernels, env, &options, &note).map_err(Failure::other)?;
                 output.result(self.name(), &report, |out| write!(out, "{report}"))?;

@@ -71,13 +71,15 @@ pub struct StressOptions {
     pub only: Vec<String>,
     /// Keep memory and shared memory busy from another stream.
     pub load: bool,
+    /// Of the matmuls for small batches those that need no copy engine, and nothing else.
+    pub asynchronous: bool,
     /// A fault to be found.
     pub plant: Option<Plant>,
 }
 
 impl Default for StressOptions {
     fn default() -> Self {
-        Self { launches: 2000, only: Vec::new(), load: true, plant: None }
+        Self { launches: 2000, only: Vec::new(), load: true, asynchronous: false, plant: None }
     }
 }
 
@@ -100,6 +102,13 @@ impl StressOptions {
     #[must_use]
     pub fn load(mut self, load: bool) -> Self {
         self.load = load;
+        self
+    }
+
+    /// Of the matmuls for small batches those that need no copy engine, and nothing else.
+    #[must_use]
+    pub fn asynchronous(mut self, asynchronous: bool) -> Self {
+        self.asynchronous = asynchronous;
         self
     }
 
@@ -279,8 +288,11 @@ struct Subject<'a> {
 impl Run<'_> {
     fn all(&self, progress: &dyn Fn(&str)) -> Result<Vec<StressRow>, BenchError> {
         let compare = self.raw("uw_stress_compare", "UW_COMPARE")?;
-        let specs: Vec<VariantSpec> =
-            catalog::all(Arch::Sm90a).into_iter().filter(|spec| self.options.wants(spec.name().as_str())).collect();
+        let all = match self.options.asynchronous {
+            true => catalog::asynchronous(Arch::Sm90a).collect(),
+            false => catalog::all(Arch::Sm90a),
+        };
+        let specs: Vec<VariantSpec> = all.into_iter().filter(|spec| self.options.wants(spec.name().as_str())).collect();
         let kernels = self.loaded(&specs)?;
         let mut rows = Vec::new();
         for shape in SHAPES {

@@ -2,8 +2,11 @@
 //!
 //! A spec outside of it is as good as one inside: it is compiled on demand, only not shipped and not held by snapshots.
 
-use super::{Arch, EncodeStage, RepackStage, VariantSpec};
-use crate::family::{FAMILIES, Family};
+use super::{Arch, EncodeStage, GemmMmaSpec, Op, RepackStage, SmemCopy, VariantSpec};
+use crate::{
+    family::{FAMILIES, Family},
+    plan::Plan,
+};
 
 pub use crate::family::{gemm_mma::SHAPES as GEMM_MMA, gemm_recon::TABLE_5, gemm_wgmma::SHAPES as GEMM_WGMMA};
 
@@ -20,6 +23,23 @@ pub fn all(arch: Arch) -> Vec<VariantSpec> {
 /// ```
 pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
     F::catalogue(Arch::Sm90a)
+}
+
+/// The variants of the small matmul that need no copy engine, as far as they have a plan: where there is one, what would
+/// run without it. Each is another shipped variant but for its axis `copy`.
+///
+/// ```
+/// # use unweight_codegen::spec::{Arch, catalog};
+/// let names: Vec<String> = catalog::asynchronous(Arch::Sm90a).map(|spec| spec.to_string()).collect();
+/// assert!(names.contains(&"uw_sm90a_gemm_mma_b8_r2w16p2c1_async_esc_pdl_store".to_owned()));
+/// ```
+pub fn asynchronous(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+    GemmMmaSpec::catalogue(arch)
+        .filter_map(move |spec| match spec.op {
+            Op::GemmMma(op) => Some(VariantSpec::gemm_mma(arch, GemmMmaSpec { copy: SmemCopy::Async, ..op })),
+            _ => None,
+        })
+        .filter(|spec| Plan::new(spec).is_ok())
 }
 
 /// What packing a matrix and unpacking it runs: the counts of the encoder, and the conversions.
