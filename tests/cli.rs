@@ -1456,6 +1456,70 @@ fn a_key_may_have_a_password() {
     run(home.path(), &["verify", "bundle", "--key", "mine.pub"], 0);
 }
 
+/// What several machines made is what one would have made.
+#[test]
+fn parts_are_merged() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    run(home.path(), &["compress", "model", "-o", "whole", "--sha256"], 0);
+    for part in ["1/3", "2/3", "3/3"] {
+        let folder = format!("parts/{}", &part[..1]);
+        let arguments = ["compress", "model", "-o", &folder, "--shard", part, "--sha256", "--json"];
+        let report = json(&run(home.path(), &arguments, 0));
+        assert_eq!(report["part"], part);
+        documented("compress", &report);
+    }
+    // Two shards for three parts.
+    let output = run(home.path(), &["compress", "model", "-o", "empty", "--shard", "3/3", "-q"], 0);
+    assert_eq!(stderr(&output), "");
+    fs::remove_dir_all(home.path().join("empty")).unwrap();
+    let text = stderr(&run(home.path(), &["compress", "model", "-o", "empty", "--shard", "3/3"], 0));
+    assert!(text.contains("part 3/3 has no weights: a file is never split"), "{text}");
+    assert!(!text.contains("nothing was compressed"), "{text}");
+
+    let arguments = ["merge", "parts/3", "parts/1", "parts/2", "-o", "bundle", "--json"];
+    documented("merge", &json(&run(home.path(), &arguments, 0)));
+    same(&home.path().join("whole"), &home.path().join("bundle"));
+    let text = stderr(&run(home.path(), &["merge", "parts/1", "parts/2", "-o", "other"], 2));
+    assert!(text.contains("part 3/3 is missing"), "{text}");
+    let text = stderr(&run(home.path(), &["verify", "parts/2"], 2));
+    assert!(text.contains("part 2/3 of a bundle") && text.contains("merge all parts first"), "{text}");
+    run(home.path(), &["merge", "parts/1", "parts/2", "parts/3", "-o", "bundle"], 2);
+    let again = ["merge", "parts/1", "parts/2", "parts/3", "-o", "bundle", "--force", "--verify", "none"];
+    assert!(stdout(&run(home.path(), &again, 0)).contains("of 3 parts"));
+    for (wrong, expected) in [
+        (&["--shard", "4/3"][..], "write I/N, such as 2/5"),
+        (&["--shard", "1/2", "--sign", "key"], "cannot be used with"),
+    ] {
+        let text = stderr(&run(home.path(), &[&["compress", "model", "-o", "x"], wrong].concat(), 2));
+        assert!(text.contains(expected), "{text}");
+    }
+    let text = stderr(&run(home.path(), &["compress", "model", "-o", "-", "--shard", "1/2"], 2));
+    assert!(text.contains("--shard"), "{text}");
+}
+
+/// A model that has a quantisation of its own cannot be marked as a bundle.
+#[test]
+fn a_configuration_that_stays_as_it_is_is_remarked_on() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    run(home.path(), &["compress", "model", "-o", "marked"], 0);
+    let own = fs::read_to_string(home.path().join("marked/config.json")).unwrap();
+    assert!(own.contains("\"transformers_weights\": \"unweight.json\""), "{own}");
+    let config = home.path().join("model/config.json");
+    let text =
+        fs::read_to_string(&config).unwrap().replacen('{', "{\"quantization_config\": {\"quant_method\": \"fp8\"},", 1);
+    fs::write(&config, text).unwrap();
+    for arguments in [&["plan", "model"][..], &["compress", "model", "-o", "bundle"]] {
+        let text = stderr(&run(home.path(), arguments, 0));
+        assert!(text.contains("config.json is copied as it is (it has a quantization_config of its own)"), "{text}");
+    }
+    let report = json(&run(home.path(), &["plan", "model", "--json"], 0));
+    assert_eq!(report["unmarked_configs"][0]["name"], "config.json");
+    documented("plan", &report);
+    assert!(fs::read(&config).unwrap() == fs::read(home.path().join("bundle/config.json")).unwrap());
+}
+
 #[test]
 fn a_signed_bundle_tells_who_made_it() {
     let home = tempfile::tempdir().unwrap();

@@ -4,7 +4,7 @@ use std::{env, path::PathBuf};
 
 use clap::{Args, ValueEnum};
 use unweight::{
-    format::bundle::{self, BundleError, CompressOptions, CpuEncoder, Encoder, VerifyAfter},
+    format::bundle::{self, BundleError, CompressOptions, CpuEncoder, Encoder, Part, VerifyAfter},
     rt::{device, device::KernelSet, env::Env, ops::encode::BundleEncoder},
 };
 
@@ -50,6 +50,9 @@ pub struct Compress {
     /// File with the password of that key
     #[arg(long, value_name = "FILE", requires = "sign")]
     password_file: Option<PathBuf>,
+    /// Only part I of N of the model, for `merge`: on N machines, the bundle of one
+    #[arg(long, value_name = "I/N", conflicts_with = "sign")]
+    shard: Option<Part>,
     /// Who codes the tensors; the bundle is the same
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     device: Device,
@@ -80,9 +83,9 @@ impl Compress {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
         let to_stdout = archive::is_stream(&self.output);
-        if to_stdout && (output.json || self.resume || self.force) {
+        if to_stdout && (output.json || self.resume || self.force || self.shard.is_some()) {
             return Err(Failure::new(
-                "-o - with --json, --resume or --force",
+                "-o - with --json, --resume, --force or --shard",
                 "stdout takes the bundle; give -o a directory for these",
             ));
         }
@@ -105,7 +108,8 @@ impl Compress {
             .force(self.force)
             .verify(self.verify)
             .sha256(self.sha256)
-            .sign(signer);
+            .sign(signer)
+            .part(self.shard);
         let encoder = self.device.encoder(&options)?;
         let bar = Bar::new(output, "compressing")?;
         let compressed = bundle::compress_with(&model.root, &bundle, &options, encoder.as_ref(), &bar);
@@ -121,6 +125,13 @@ impl Compress {
         if report.resumed_tensors > 0 {
             let tensors = report.resumed_tensors;
             output.note(format_args!("reused from a file that the interrupted run began: {tensors} tensors"));
+        }
+        // A part without weights has nothing to code.
+        let empty = report.part.is_some() && report.tensors.is_empty();
+        if let Some(part) = report.part.as_ref().filter(|_| empty) {
+            output.note(format_args!(
+                "remark: part {part} has no weights: a file is never split, and the model has fewer than there are parts"
+            ));
         }
         let remarks = [
             select::nothing_coded(&report.tensors),
@@ -153,6 +164,6 @@ impl Compress {
     }
 }
 
-fn verify_after(text: &str) -> std::result::Result<VerifyAfter, String> {
+pub fn verify_after(text: &str) -> std::result::Result<VerifyAfter, String> {
     text.parse().map_err(|error: bundle::UnknownName| error.to_string())
 }

@@ -17,6 +17,7 @@ mod generate;
 mod inspect;
 mod kernels;
 mod man;
+mod merge;
 mod output;
 mod plan;
 mod plot;
@@ -57,6 +58,8 @@ pub struct Cli {
 enum Command {
     /// Compress a model directory to a bundle
     Compress(compress::Compress),
+    /// Join the parts that compress --shard made to one bundle
+    Merge(merge::Merge),
     /// Predict what compress would do, from headers and samples
     Plan(plan::Plan),
     /// Rebuild the original files, byte for byte
@@ -95,6 +98,7 @@ impl Command {
     fn name(&self) -> &'static str {
         match self {
             Self::Compress(_) => "compress",
+            Self::Merge(_) => "merge",
             Self::Plan(_) => "plan",
             Self::Decompress(_) => "decompress",
             Self::Verify(_) => "verify",
@@ -115,6 +119,7 @@ impl Command {
     fn run(&self, output: Output) -> Result<()> {
         match self {
             Self::Compress(command) => command.run(output),
+            Self::Merge(command) => command.run(output),
             Self::Plan(command) => command.run(output),
             Self::Decompress(command) => command.run(output),
             Self::Verify(command) => command.run(output),

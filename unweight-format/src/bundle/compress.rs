@@ -26,8 +26,9 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     BundleError, CompareReport, CompareRow, CompressOptions, CompressReport, CpuEncoder, Encoder, EncoderError,
-    PlanReport, Progress, TensorReport, VerifyAfter, config,
+    PlanReport, Progress, Signer, TensorReport, VerifyAfter, config,
     files::{self, Contents, Input},
+    part::{self, Part as ModelPart, PartFile},
     pipeline::{Gate, Work, batches_from, join, on_threads, spawn},
     read::Shard,
     report::{by_role, coded, peak_rss_bytes, ratio, saved, totals},
@@ -87,21 +88,31 @@ pub fn compress_with(
     Stage::check(&inputs, output, replaceable.as_ref())?;
     let model = Source::open(source, &options.selection)?;
     planner.check_rules(tensor_names(&model))?;
+    let own = options.part.map(|part| part.files(&model));
+    let chosen = |file: &&SourceFile| own.as_ref().is_none_or(|own| own.contains(&file.name));
+    let files: Vec<&SourceFile> = model.files.iter().filter(chosen).collect();
+    let has_copies = options.part.is_none_or(ModelPart::has_copies);
+    if options.part.is_some()
+        && let Some(taken) = model.files.iter().find(|file| file.name == part::FILE_NAME)
+    {
+        return Err(BundleError::ReservedFile { path: taken.path.clone() });
+    }
     let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
     let job = Job { options, planner: &planner, stage: &stage, encoder, progress };
-    let result = on_threads(options.threads, || job.run(&model));
-    let Made { manifest, resumed_files, resumed_tensors, stored_bytes, verified_tensors } = result?;
+    let result = on_threads(options.threads, || job.run(&model, &files));
+    let Made { files: made, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors } = result?;
     stage.finish()?;
-    let tensors = tensor_reports(&manifest);
-    let original_bytes = model.files.iter().map(|f| f.bytes).sum();
+    let tensors = tensor_reports(&made);
+    let original_bytes = files.iter().map(|f| f.bytes).sum();
     Ok(CompressReport {
+        part: options.part.map(|part| part.to_string()),
         forms: totals(&tensors),
         coded_tensors: coded(&tensors),
         saved_bytes: saved(original_bytes, stored_bytes),
         tensors,
-        files: model.files.len() as u64,
-        large_copies: model.large_copies(),
-        unmarked_configs: model.unmarked_configs,
+        files: files.len() as u64,
+        large_copies: if has_copies { model.large_copies() } else { Vec::new() },
+        unmarked_configs: if has_copies { model.unmarked_configs.clone() } else { Vec::new() },
         resumed_files,
         resumed_tensors,
         original_bytes,
@@ -110,7 +121,7 @@ pub fn compress_with(
         verified_tensors,
         seconds: started.elapsed().as_secs_f64(),
         peak_rss_bytes: peak_rss_bytes(),
-        manifest_digest: manifest.manifest_digest,
+        manifest_digest: digest,
     })
 }
 
@@ -123,7 +134,8 @@ pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, Bund
     let planner = Planner::new(options)?;
     let model = Source::open(source, &options.selection)?;
     planner.check_rules(tensor_names(&model))?;
-    let (tensors, stored_bytes) = on_threads(options.threads, || predict_one(&model, &planner, options))?;
+    let files: Vec<&SourceFile> = model.files.iter().collect();
+    let (tensors, stored_bytes) = on_threads(options.threads, || predict_one(&files, &planner, options))?;
     let original_bytes = model.files.iter().map(|f| f.bytes).sum();
     Ok(PlanReport {
         forms: totals(&tensors),
@@ -153,7 +165,8 @@ pub fn compare(source: &Path, options: &[CompressOptions]) -> Result<CompareRepo
     let model = Source::open(source, &selection)?;
     planners.iter().try_for_each(|planner| planner.check_rules(tensor_names(&model)))?;
     let ways: Vec<_> = planners.iter().zip(options.iter().map(|options| options.code_limit)).collect();
-    let predicted = on_threads(threads, || predict(&model, &ways))?;
+    let files: Vec<&SourceFile> = model.files.iter().collect();
+    let predicted = on_threads(threads, || predict(&files, &ways))?;
     let original_bytes = model.files.iter().map(|f| f.bytes).sum();
     let rows = options.iter().zip(predicted).map(|(options, (tensors, stored_bytes))| CompareRow {
         profile: options.profile,
@@ -199,8 +212,8 @@ fn bits_per_element(bytes: u64, elements: u64) -> f64 {
 }
 
 /// What a bundle's tensors are, for reports.
-pub(crate) fn tensor_reports(manifest: &Manifest) -> Vec<TensorReport> {
-    let files = manifest.files.iter().filter_map(FileEntry::weights);
+pub(crate) fn tensor_reports(files: &[FileEntry]) -> Vec<TensorReport> {
+    let files = files.iter().filter_map(FileEntry::weights);
     files
         .flat_map(|file| {
             file.tensors.iter().map(|t| {
@@ -227,14 +240,14 @@ pub(crate) fn tensor_reports(manifest: &Manifest) -> Vec<TensorReport> {
 /// Reports of all tensors, and the bytes of all files.
 type Predicted = (Vec<TensorReport>, u64);
 
-fn predict_one(model: &Source, planner: &Planner, options: &CompressOptions) -> Result<Predicted, BundleError> {
-    Ok(predict(model, &[(planner, options.code_limit)])?.pop().unwrap_or_default())
+fn predict_one(files: &[&SourceFile], planner: &Planner, options: &CompressOptions) -> Result<Predicted, BundleError> {
+    Ok(predict(files, &[(planner, options.code_limit)])?.pop().unwrap_or_default())
 }
 
-/// For each way to encode a model.
-fn predict(model: &Source, ways: &[(&Planner, CodeLimit)]) -> Result<Vec<Predicted>, BundleError> {
+/// For each way to encode files of a model.
+fn predict(files: &[&SourceFile], ways: &[(&Planner, CodeLimit)]) -> Result<Vec<Predicted>, BundleError> {
     let mut predicted = vec![Predicted::default(); ways.len()];
-    for file in &model.files {
+    for file in files {
         let Kind::Weights { header, .. } = &file.kind else {
             let bytes = match &file.kind {
                 Kind::Index(_) => 4 * file.bytes,
@@ -382,7 +395,9 @@ struct Layout {
 
 /// What [`Job::run`] has made.
 struct Made {
-    manifest: Manifest,
+    files: Vec<FileEntry>,
+    /// Of the manifest, or of the part.
+    digest: Digest,
     resumed_files: Vec<String>,
     resumed_tensors: u64,
     stored_bytes: u64,
@@ -398,9 +413,9 @@ struct Written {
 }
 
 impl Job<'_> {
-    /// Fills the stage.
-    fn run(&self, model: &Source) -> Result<Made, BundleError> {
-        let total: u64 = model.files.iter().map(|f| f.bytes).sum();
+    /// Fills the stage with what becomes of these files of the model.
+    fn run(&self, model: &Source, chosen: &[&SourceFile]) -> Result<Made, BundleError> {
+        let total: u64 = chosen.iter().map(|f| f.bytes).sum();
         let (mut resumed, mut begun) = (BTreeMap::new(), BTreeMap::new());
         if self.options.resume {
             // Reading what may be taken over is work of its own.
@@ -408,11 +423,11 @@ impl Job<'_> {
                 let left = [self.stage.record(&file.name), self.stage.journal(&file.name)];
                 matches!(file.kind, Kind::Weights { .. }) && left.iter().any(|path| path.symlink_metadata().is_ok())
             };
-            let read: u64 = model.files.iter().filter(left).map(|file| file.bytes).sum();
+            let read: u64 = chosen.iter().copied().filter(left).map(|file| file.bytes).sum();
             if read > 0 {
                 self.progress.start(read);
             }
-            for file in &model.files {
+            for file in chosen {
                 self.check_cancelled()?;
                 if let Some(entry) = self.resumable(file)? {
                     resumed.insert(file.name.clone(), entry);
@@ -421,13 +436,13 @@ impl Job<'_> {
                 }
             }
         }
-        let finished: u64 = model.files.iter().filter(|f| resumed.contains_key(&f.name)).map(|f| f.bytes).sum();
+        let finished: u64 = chosen.iter().filter(|f| resumed.contains_key(&f.name)).map(|f| f.bytes).sum();
         let taken_over = finished + begun.values().map(|kept| kept.source_bytes).sum::<u64>();
         let resumed_tensors = begun.values().map(|kept| kept.entries.len() as u64).sum();
         // A bundle is not larger than its source but for headers; predict in earnest only when that may not fit.
         let worst = total - taken_over;
         if self.stage.free_bytes().is_some_and(|free| free < worst + worst / 16 + (64 << 20)) {
-            let (_, predicted) = predict_one(model, self.planner, self.options)?;
+            let (_, predicted) = predict_one(chosen, self.planner, self.options)?;
             self.stage.reserve(predicted.saturating_sub(taken_over))?;
         } else {
             self.stage.reserve(worst)?;
@@ -436,13 +451,13 @@ impl Job<'_> {
         self.stage.keep_only(&keep, &begun.keys().cloned().collect())?;
 
         // What is decoded again is work, too.
-        let verified = if self.options.verify == VerifyAfter::None { 0 } else { tensor_bytes(model) };
+        let verified = if self.options.verify == VerifyAfter::None { 0 } else { tensor_bytes(chosen) };
         self.progress.start(total.saturating_add(verified));
-        let mut files = thread::scope(|scope| {
-            let mut files = Vec::with_capacity(model.files.len());
+        let files = thread::scope(|scope| {
+            let mut files = Vec::with_capacity(chosen.len());
             // A shard is settled while the next one is encoded: waiting for the disk costs no encoding time.
             let mut settling: Option<thread::ScopedJoinHandle<'_, Result<(), BundleError>>> = None;
-            for file in &model.files {
+            for file in chosen {
                 self.check_cancelled()?;
                 self.progress.file(&file.name);
                 files.push(match &file.kind {
@@ -477,30 +492,31 @@ impl Job<'_> {
         })?;
         let resumed_files: Vec<String> =
             keep.into_iter().collect::<std::collections::BTreeSet<_>>().into_iter().collect();
-        self.changed(model, &mut files)?;
-        let tensors = files.iter().filter_map(FileEntry::weights).flat_map(|file| &file.tensors);
-        let layers = plan::layers(tensors.map(|t| (t.role, t.layer, t.form)));
         let options = Options {
             profile: self.options.profile,
             scope: self.options.scope,
             code_limit: self.options.code_limit.bits(),
         };
-        let mut manifest = Manifest::new(options, files, layers);
-        let bytes = manifest.seal();
+        let finish = Finish {
+            stage: self.stage,
+            verify: self.options.verify,
+            ram_bytes: self.options.ram_bytes,
+            sign: self.options.sign.as_ref(),
+            progress: self.progress,
+        };
+        let Some(part) = self.options.part else {
+            let kinds = chosen.iter().map(|file| Some(&file.kind));
+            let Sealed { manifest, stored_bytes, verified_tensors } = seal(&finish, kinds, files, options)?;
+            let (files, digest) = (manifest.files, manifest.manifest_digest);
+            return Ok(Made { files, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors });
+        };
+        let part = PartFile::new(part, self.fingerprint(), options, model, files)?;
+        let (digest, bytes) = part.to_bytes();
         manifest::check_bytes(bytes.len() as u64)?;
-        // As a reader will have it: what it would refuse is never published.
-        let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;
-        self.stage.put(manifest::FILE_NAME, &bytes)?;
-        let mut own_bytes = bytes.len() as u64;
-        if let Some(signer) = &self.options.sign {
-            let signature = signer.sign(&bytes)?;
-            self.stage.put(manifest::SIGNATURE_NAME, signature.as_bytes())?;
-            own_bytes += signature.len() as u64;
-        }
-        let stored = manifest.files.iter().flat_map(FileEntry::stored).map(|(_, bytes)| bytes).sum::<u64>();
-        let verified_tensors = self.verify(&manifest)?;
-        let stored_bytes = stored + own_bytes;
-        Ok(Made { manifest, resumed_files, resumed_tensors, stored_bytes, verified_tensors })
+        self.stage.put(part::FILE_NAME, &bytes)?;
+        let stored_bytes = bytes.len() as u64 + part.stored().iter().map(|(_, bytes)| bytes).sum::<u64>();
+        let verified_tensors = finish.verify(&part.files)?;
+        Ok(Made { files: part.files, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors })
     }
 
     fn check_cancelled(&self) -> Result<(), BundleError> {
@@ -519,6 +535,11 @@ impl Job<'_> {
     /// Keeps a file as it is beside its stored form, which is written when all shards are known.
     fn copy_changed(&self, file: &SourceFile) -> Result<ChangedFile, BundleError> {
         let contents = self.copy(file, &format!("{}{SOURCE_SUFFIX}", file.name))?;
+        if let Kind::Config(text) = &file.kind
+            && Digest::of(text) != contents.digest
+        {
+            return Err(BundleError::SourceChanged { path: file.path.clone(), change: "it was written to" });
+        }
         Ok(ChangedFile {
             name: file.name.clone(),
             size: contents.bytes,
@@ -541,7 +562,8 @@ impl Job<'_> {
             o.profile,
             o.scope,
             o.code_limit.bits(),
-            self.planner,
+            // The same plan may lie elsewhere.
+            self.planner.without_path(),
             o.sha256,
         )
     }
@@ -962,43 +984,93 @@ impl Job<'_> {
         self.progress.advance(info.bytes);
         Ok(Encoded { info, entry, stored, held_bytes })
     }
+}
+
+/// What is left to do when the files of a bundle are in the stage.
+pub(crate) struct Finish<'a> {
+    pub(crate) stage: &'a Stage,
+    pub(crate) verify: VerifyAfter,
+    pub(crate) ram_bytes: Option<u64>,
+    pub(crate) sign: Option<&'a Signer>,
+    pub(crate) progress: &'a dyn Progress,
+}
+
+/// A complete stage.
+pub(crate) struct Sealed {
+    pub(crate) manifest: Manifest,
+    pub(crate) stored_bytes: u64,
+    pub(crate) verified_tensors: u64,
+}
+
+/// Completes a bundle: what depends on all shards, the manifest, its signature, and the proof that all can be decoded. `kinds` are those of the files; only
+/// those of changed files are needed.
+pub(crate) fn seal<'a>(
+    finish: &Finish<'_>,
+    kinds: impl Iterator<Item = Option<&'a Kind>>,
+    mut files: Vec<FileEntry>,
+    options: Options,
+) -> Result<Sealed, BundleError> {
+    finish.changed(kinds, &mut files)?;
+    let tensors = files.iter().filter_map(FileEntry::weights).flat_map(|file| &file.tensors);
+    let layers = plan::layers(tensors.map(|t| (t.role, t.layer, t.form)));
+    let mut manifest = Manifest::new(options, files, layers);
+    let bytes = manifest.seal();
+    manifest::check_bytes(bytes.len() as u64)?;
+    // As a reader will have it: what it would refuse is never published.
+    let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;
+    finish.stage.put(manifest::FILE_NAME, &bytes)?;
+    let mut own_bytes = bytes.len() as u64;
+    if let Some(signer) = finish.sign {
+        let signature = signer.sign(&bytes)?;
+        finish.stage.put(manifest::SIGNATURE_NAME, signature.as_bytes())?;
+        own_bytes += signature.len() as u64;
+    }
+    let stored = manifest.files.iter().flat_map(FileEntry::stored).map(|(_, bytes)| bytes).sum::<u64>();
+    let verified_tensors = finish.verify(&manifest.files)?;
+    Ok(Sealed { manifest, stored_bytes: stored + own_bytes, verified_tensors })
+}
+
+impl Finish<'_> {
+    fn check_cancelled(&self) -> Result<(), BundleError> {
+        if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
+    }
 
     /// Writes what depends on the shards: indexes of the stored names, and each `config.json`.
-    fn changed(&self, model: &Source, files: &mut [FileEntry]) -> Result<(), BundleError> {
+    fn changed<'a>(
+        &self,
+        kinds: impl Iterator<Item = Option<&'a Kind>>,
+        files: &mut [FileEntry],
+    ) -> Result<(), BundleError> {
         let shards: BTreeMap<String, WeightsFile> =
             files.iter().filter_map(FileEntry::weights).map(|file| (file.name.clone(), file.clone())).collect();
         let weights = manifest::weights_digest(files);
-        for (file, entry) in model.files.iter().zip(files) {
-            let (bytes, entry) = match (&file.kind, entry) {
-                (Kind::Index(index), FileEntry::Index(entry)) => (stored_index(index, &file.name, &shards), entry),
-                (Kind::Config(text), FileEntry::Config(entry)) => {
-                    if Digest::of(text) != entry.digest {
-                        let path = file.path.clone();
-                        return Err(BundleError::SourceChanged { path, change: "it was written to" });
-                    }
-                    (config::with_keys(text, weights), entry)
+        for (kind, entry) in kinds.zip(files) {
+            let (bytes, entry) = match (kind, entry) {
+                (Some(Kind::Index(index)), FileEntry::Index(entry)) => {
+                    (stored_index(index, &entry.name, &shards), entry)
                 }
+                (Some(Kind::Config(text)), FileEntry::Config(entry)) => (config::with_keys(text, weights), entry),
                 _ => continue,
             };
-            self.stage.put(&file.name, &bytes)?;
+            self.stage.put(&entry.name, &bytes)?;
             (entry.stored_size, entry.stored_digest) = (bytes.len() as u64, Digest::of(&bytes));
         }
         Ok(())
     }
 
     /// Decodes again what `VerifyAfter` asks for. Returns how many tensors that were.
-    fn verify(&self, manifest: &Manifest) -> Result<u64, BundleError> {
-        if self.options.verify == VerifyAfter::None {
+    fn verify(&self, files: &[FileEntry]) -> Result<u64, BundleError> {
+        if self.verify == VerifyAfter::None {
             return Ok(0);
         }
         let mut verified = 0;
-        for file in manifest.files.iter().filter_map(FileEntry::weights) {
+        for file in files.iter().filter_map(FileEntry::weights) {
             let shard = Shard::open(&self.stage.tree(), file.clone())?;
             shard.source_header()?;
-            let all = self.options.verify == VerifyAfter::Full;
+            let all = self.verify == VerifyAfter::Full;
             let sample = sampled(file);
             let chosen = |index: &usize| all || sample.contains(index);
-            for work in shard.work(self.options.ram_bytes) {
+            for work in shard.work(self.ram_bytes) {
                 self.check_cancelled()?;
                 let batch = match work {
                     Work::Pieces(index) if chosen(&index) => {
@@ -1028,9 +1100,13 @@ impl Job<'_> {
     }
 }
 
-/// Bytes of all tensors of a model.
-fn tensor_bytes(model: &Source) -> u64 {
-    model.tensors().map(|tensor| tensor.bytes).sum()
+/// Bytes of all tensors of these files.
+fn tensor_bytes(files: &[&SourceFile]) -> u64 {
+    let headers = files.iter().filter_map(|file| match &file.kind {
+        Kind::Weights { header, .. } => Some(header),
+        _ => None,
+    });
+    headers.flat_map(|header| &header.tensors).map(|tensor| tensor.bytes).sum()
 }
 
 /// Reads consecutive tensors, `bytes` in all, to the start of a buffer.

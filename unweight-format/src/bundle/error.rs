@@ -2,7 +2,11 @@
 
 use std::{error::Error, io, path::PathBuf};
 
-use crate::{CodecError, bundle::manifest::Version, safetensors::HeaderError};
+use crate::{
+    CodecError,
+    bundle::{Part, manifest::Version},
+    safetensors::HeaderError,
+};
 
 /// What an error means for whoever asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -298,6 +302,73 @@ pub enum BundleError {
         /// The directory.
         path: PathBuf,
     },
+    /// A part of a bundle.
+    #[error("{}: part {part} of a bundle; merge all parts first", path.display())]
+    NotMerged {
+        /// The directory.
+        path: PathBuf,
+        /// Which part.
+        part: Part,
+    },
+    /// Not a part of a bundle.
+    #[error("{}: no unweight.part.json inside; give the folders of all parts that were made of the model", path.display())]
+    NotAPart {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// Nothing to merge.
+    #[error("no parts to merge; give the folders of all parts")]
+    NoParts,
+    /// A file of a part is not what the part says.
+    #[error("{}: not a whole part", path.display())]
+    Part {
+        /// The part's folder.
+        path: PathBuf,
+        /// What is wrong.
+        source: Box<BundleError>,
+    },
+    /// Parts that do not belong together.
+    #[error("{}: made with {what} than {}; make all parts of one source, with one program and the same options", path.display(), other.display())]
+    PartsDiffer {
+        /// The part's folder.
+        path: PathBuf,
+        /// The folder of the first one.
+        other: PathBuf,
+        /// `other options`, `another source`.
+        what: &'static str,
+    },
+    /// Parts of another program.
+    #[error("{}: made by {creator}, whose bundles this program does not make; merge with the program that made the parts", path.display())]
+    PartCreator {
+        /// The part's folder.
+        path: PathBuf,
+        /// Program and version.
+        creator: String,
+    },
+    /// A part that is there twice.
+    #[error("{}: part {part}, as {} is; give each part once", path.display(), other.display())]
+    PartTwice {
+        /// Which part.
+        part: Part,
+        /// One folder.
+        path: PathBuf,
+        /// The other.
+        other: PathBuf,
+    },
+    /// A part that is not there.
+    #[error("part {part} is missing; make it, or name its folder, too")]
+    PartMissing {
+        /// Which part.
+        part: Part,
+    },
+    /// Parts that cannot be signed.
+    #[error(
+        "{file}: its part has no SHA-256, and a signature of other digests proves nothing; make the parts with SHA-256"
+    )]
+    UnsignableParts {
+        /// The file.
+        file: String,
+    },
     /// A format from the future.
     #[error("{}: format version {version} is newer than this program's {supported}; update the program", path.display())]
     NewerVersion {
@@ -433,6 +504,7 @@ impl BundleError {
             | Self::Signature { .. }
             | Self::Unproven { .. }
             | Self::Codec { .. } => ErrorClass::Mismatch,
+            Self::Part { source, .. } => source.class(),
             Self::Interrupted { .. } | Self::Cancelled => ErrorClass::Interrupted,
             _ => ErrorClass::Failed,
         }

@@ -23,6 +23,8 @@ pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
 pub const FORMAT: &str = "unweight";
 /// The version that this crate writes, and the newest major version that it reads.
 pub const VERSION: Version = Version { major: 1, minor: 1 };
+/// Program and version that write a bundle.
+pub(crate) const CREATOR: &str = concat!("unweight ", env!("CARGO_PKG_VERSION"));
 /// Largest manifest that is read, bytes: some 100,000 tensors.
 pub const BYTES_MAX: u64 = 128 << 20;
 /// Most extents of a shape.
@@ -475,7 +477,7 @@ impl Manifest {
         Self {
             format: FORMAT.into(),
             version: VERSION,
-            creator: concat!("unweight ", env!("CARGO_PKG_VERSION")).into(),
+            creator: CREATOR.into(),
             options,
             files,
             layers,
@@ -532,7 +534,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         CodeLimit::new(self.options.code_limit).map_err(|e| e.to_string())?;
         let mut names = std::collections::BTreeSet::new();
         // Sums of all sizes, so that nobody who adds them up has to look.

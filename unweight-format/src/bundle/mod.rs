@@ -10,7 +10,8 @@
 //!                                                unweight.json: what everything was and is, and its digests
 //! ```
 //! [`compress`] makes one, [`plan`] predicts it, [`decompress`] gives back the files byte for byte, [`verify`] checks every
-//! byte, and [`Bundle`] reads tensors for a runtime. The source is never written to; an output appears under its name when it is complete.
+//! byte, and [`Bundle`] reads tensors for a runtime. Several machines make
+//! one bundle in [parts](Part), which [`merge`] joins. The source is never written to; an output appears under its name when it is complete.
 
 pub(crate) mod compress;
 mod config;
@@ -20,6 +21,7 @@ mod error;
 pub(crate) mod files;
 pub mod manifest;
 pub(crate) mod options;
+mod part;
 pub(crate) mod pipeline;
 mod progress;
 mod read;
@@ -35,7 +37,10 @@ pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
 pub use error::{BundleError, ErrorClass, Remedy};
-pub use options::{CompressOptions, DecompressOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions};
+pub use options::{
+    CompressOptions, DecompressOptions, MergeOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions,
+};
+pub use part::{FILE_NAME as PART_FILE_NAME, PARTS_MAX, Part, merge};
 pub use progress::{Progress, Silent};
 pub use read::{Bundle, BundleTensor};
 pub use report::{

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Signer, files};
+use super::{Part, Signer, files};
 use crate::{CodeLimit, bits::named::named, glob::matches};
 
 named! {
@@ -128,8 +128,10 @@ options! {
         verify: VerifyAfter,
         /// Also record the SHA-256 of every source file.
         sha256: bool,
-        /// Signs the manifest; SHA-256 is then recorded, too.
+        /// Signs the manifest; SHA-256 is then recorded, too. A part has no manifest: [`MergeOptions::sign`] signs that of the whole.
         sign: Option<Signer>,
+        /// Only this part of the model, for [`merge`](super::merge).
+        part: Option<Part>,
     }
 }
 
@@ -151,6 +153,7 @@ impl CompressOptions {
             verify: VerifyAfter::Full,
             sha256: false,
             sign: None,
+            part: None,
         }
     }
 }
@@ -158,6 +161,28 @@ impl CompressOptions {
 impl Default for CompressOptions {
     fn default() -> Self {
         Self::new(Profile::Distribution)
+    }
+}
+
+options! {
+    /// How to join the parts of a model.
+    MergeOptions {
+        /// Threads to decode with; `None` is all.
+        threads: Option<usize>,
+        /// As for [`CompressOptions::ram_bytes`].
+        ram_bytes: Option<u64>,
+        /// Replace an existing bundle (or an empty directory), once the new one is complete.
+        force: bool,
+        /// What to decode before the bundle gets its name; everything, unless said otherwise.
+        verify: VerifyAfter,
+        /// Signs the manifest; the parts must have SHA-256.
+        sign: Option<Signer>,
+    }
+}
+
+impl Default for MergeOptions {
+    fn default() -> Self {
+        Self { threads: None, ram_bytes: None, force: false, verify: VerifyAfter::Full, sign: None }
     }
 }
 

@@ -12,6 +12,7 @@ use rayon::prelude::*;
 use super::{
     BundleError,
     files::{self, Input},
+    part::PartFile,
     pipeline::{Work, batches_from, on_threads},
 };
 use crate::{
@@ -218,7 +219,10 @@ pub(crate) fn read_manifest_bytes(dir: &Path) -> Result<(Manifest, Vec<u8>), Bun
     }
     let path = dir.join(manifest::FILE_NAME);
     if !path.exists() {
-        return Err(BundleError::NotABundle { path: dir.into() });
+        return Err(match PartFile::read(dir)? {
+            Some(part) => BundleError::NotMerged { path: dir.into(), part: part.part() },
+            None => BundleError::NotABundle { path: dir.into() },
+        });
     }
     let bytes = files::read_small(&path, manifest::BYTES_MAX)?;
     let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;

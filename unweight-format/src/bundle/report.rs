@@ -145,9 +145,11 @@ pub struct PlanReport {
     pub seconds: f64,
 }
 
-/// What [`compress`](super::compress) did.
+/// What [`compress`](super::compress) or [`merge`](super::merge) did.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CompressReport {
+    /// Which part of a model was made (`2/5`), if it was not all of it; the other fields are about this part.
+    pub part: Option<String>,
     /// Every tensor.
     pub tensors: Vec<TensorReport>,
     /// Totals by form.
@@ -179,7 +181,7 @@ pub struct CompressReport {
     pub seconds: f64,
     /// Most resident memory of the process so far, bytes; `None` where the system does not tell.
     pub peak_rss_bytes: Option<u64>,
-    /// Digest of the manifest: it names the bundle.
+    /// Digest of the manifest: it names the bundle. Of a part, of what it says about itself.
     pub manifest_digest: Digest,
 }
 

@@ -280,18 +280,22 @@ fn read_header(path: &Path, input: &Input) -> Result<Kind, BundleError> {
 }
 
 fn read_index(path: &Path, input: &Input) -> Result<Index, BundleError> {
+    let got = input.stamp().bytes;
+    if got > INDEX_MAX {
+        return Err(BundleError::TooLarge { path: path.into(), limit: INDEX_MAX, got });
+    }
+    index_of(path, &input.read(0, got)?)
+}
+
+/// Reads the bytes of an index; `path` is named in errors.
+pub(crate) fn index_of(path: &Path, bytes: &[u8]) -> Result<Index, BundleError> {
     #[derive(Deserialize)]
     struct Stored {
         metadata: Option<serde_json::Value>,
         weight_map: Ordered<String>,
     }
     let fail = |reason| BundleError::Index { path: path.into(), reason };
-    let got = input.stamp().bytes;
-    if got > INDEX_MAX {
-        return Err(BundleError::TooLarge { path: path.into(), limit: INDEX_MAX, got });
-    }
-    let bytes = input.read(0, got)?;
-    let stored: Stored = serde_json::from_slice(&bytes).map_err(|error| fail(error.to_string()))?;
+    let stored: Stored = serde_json::from_slice(bytes).map_err(|error| fail(error.to_string()))?;
     if let Some((tensor, shard)) = stored.weight_map.0.iter().find(|(_, shard)| manifest::check_name(shard).is_err()) {
         return Err(fail(format!(
             "tensor '{tensor}' is said to be in '{}', which is no plain file name",

@@ -27,6 +27,7 @@ use super::{
     BundleError,
     files::{self, Input, Stamp},
     manifest::{self, FileEntry},
+    part::{self, PartFile},
 };
 use crate::{
     Digest,
@@ -36,7 +37,7 @@ use crate::{
 /// Which existing directory may be replaced. An empty one always may.
 #[derive(Debug)]
 pub(crate) enum Replaceable {
-    /// A bundle: its manifest is whole, and lists every file.
+    /// A bundle, or a part of one: its manifest is whole, and lists every file.
     Bundle,
     /// A directory that holds only these files, as they were when they were compared: each is written anew in every byte.
     Files(HashMap<String, Stamp>),
@@ -227,6 +228,24 @@ impl Stage {
         Ok(contents)
     }
 
+    /// Puts a finished file of another folder into `tree`: by a second name where the file system can, else by a copy.
+    pub(crate) fn link(
+        &self,
+        from: &Path,
+        name: &str,
+        mut advance: impl FnMut(u64) -> Result<(), BundleError>,
+    ) -> Result<(), BundleError> {
+        let metadata = from.symlink_metadata().map_err(BundleError::io("look at the file", from))?;
+        let work = self.work().join("file");
+        // Nothing but this user's regular files may be in the folder.
+        let own = metadata.is_file() && metadata.uid() == rustix::process::geteuid().as_raw();
+        if own && fs::hard_link(from, &work).is_ok() {
+            advance(metadata.len())?;
+            return self.accept(&work, name);
+        }
+        self.copy(&Input::open(from)?, name, false, advance, |_| Ok(())).map(|_| ())
+    }
+
     /// Removes files of `tree` that are not in `names`, and of `work` that are not of `growing`: what an interrupted run left that this one does
     /// not want.
     pub(crate) fn keep_only(&self, names: &HashSet<String>, growing: &HashSet<String>) -> Result<(), BundleError> {
@@ -327,10 +346,15 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
             let manifest = files::read_small(&path, manifest::BYTES_MAX)
                 .and_then(|bytes| manifest::Manifest::parse(&bytes, &path))
                 .map(|manifest| manifest.files);
-            let stored =
-                manifest.unwrap_or_default().iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect();
+            let part = PartFile::read(output).ok().flatten();
             // Without a whole manifest nothing is known, and nothing but an empty directory is replaced.
-            let mut stored: Vec<String> = stored;
+            let mut stored: Vec<String> = match (manifest, part) {
+                (Ok(files), _) => files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect(),
+                (_, Some(part)) => {
+                    part.stored().into_iter().map(|(name, _)| name).chain([part::FILE_NAME.into()]).collect()
+                }
+                _ => Vec::new(),
+            };
             if !stored.is_empty() {
                 stored.extend([manifest::FILE_NAME, manifest::SIGNATURE_NAME].map(str::to_owned));
             }

@@ -211,6 +211,11 @@ pub struct Planner {
 }
 
 impl Planner {
+    /// The same rules, whatever file they were read from.
+    pub(crate) fn without_path(&self) -> Self {
+        Self { plan_file: None, ..self.clone() }
+    }
+
     /// Reads the plan file that the options name, if any.
     ///
     /// # Errors

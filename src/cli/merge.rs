@@ -1,0 +1,72 @@
+//! `unweight merge`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use unweight::format::bundle::{self, MergeOptions, VerifyAfter};
+
+use super::{
+    compress::verify_after,
+    failure::Result,
+    output::{self, Output},
+    progress::Bar,
+    select, sign, size,
+};
+
+/// Arguments of `merge`.
+#[derive(Args)]
+pub struct Merge {
+    /// Folders that `compress --shard` made: all parts of one model
+    #[arg(required = true)]
+    parts: Vec<PathBuf>,
+    /// Directory of the bundle; must not exist, unless --force
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+    /// Memory for tensors in work, such as 4G [default: 1G]; a larger tensor is worked on alone
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    ram: Option<u64>,
+    /// Threads [default: all processors]
+    #[arg(long, value_name = "N", value_parser = select::threads)]
+    threads: Option<usize>,
+    /// Replace an existing output, once the new one is complete
+    #[arg(long)]
+    force: bool,
+    /// What to decode before the bundle gets its name: none, sample or full
+    #[arg(long, value_name = "HOW", default_value = "full", value_parser = verify_after)]
+    verify: VerifyAfter,
+    /// Sign the bundle with this secret key of minisign; the parts must have been made with --sha256
+    #[arg(long, value_name = "KEY")]
+    sign: Option<PathBuf>,
+    /// File with the password of that key
+    #[arg(long, value_name = "FILE", requires = "sign")]
+    password_file: Option<PathBuf>,
+}
+
+impl Merge {
+    /// Runs it.
+    pub fn run(&self, output: Output) -> Result<()> {
+        let signer = self.sign.as_deref().map(|key| sign::signer(key, self.password_file.as_deref())).transpose()?;
+        let options = MergeOptions::default()
+            .threads(self.threads)
+            .ram_bytes(self.ram)
+            .force(self.force)
+            .verify(self.verify)
+            .sign(signer);
+        let bar = Bar::new(output, "merging")?;
+        let report = bundle::merge(&self.parts, &self.output, &options, &bar)?;
+        bar.finish();
+        output.summary("merge", &report, |out| {
+            select::totals(&report.forms, report.original_bytes, report.stored_bytes).write(out)?;
+            writeln!(
+                out,
+                "{}: {} files of {} parts, {} ({}), {} tensors checked again",
+                self.output.display(),
+                report.files,
+                self.parts.len(),
+                output::seconds(report.seconds),
+                output::rate(report.original_bytes, report.seconds),
+                report.verified_tensors,
+            )
+        })
+    }
+}
