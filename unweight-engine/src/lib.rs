@@ -10,6 +10,7 @@ pub mod options;
 pub mod pages;
 pub mod program;
 pub mod schedule;
+pub mod tune;
 mod weights;
 
 #[doc(inline)]

@@ -1,0 +1,320 @@
+//! Searches over invented costs: separable, coupled, noisy, rejecting, dying; and journals cut off at every line.
+
+use std::{
+    collections::{HashMap, HashSet},
+    fs,
+    path::Path,
+};
+
+use unweight_format::testing::Random;
+
+use super::*;
+
+const KEY: &str = "0123";
+
+/// Axes of both profiles and of the whole step.
+fn space(sizes: [usize; 6]) -> Space {
+    let coordinates = [
+        Coordinate::Path(Profile::Hard, Linear::Gate),
+        Coordinate::Path(Profile::Hard, Linear::Up),
+        Coordinate::Path(Profile::Hard, Linear::Down),
+        Coordinate::Variant(Profile::Easy, Linear::Gate),
+        Coordinate::Variant(Profile::Easy, Linear::Down),
+        Coordinate::DecodeSms,
+    ];
+    let axes = coordinates
+        .into_iter()
+        .zip(sizes)
+        .map(|(coordinate, size)| Axis { coordinate, choices: (0..size).map(|choice| format!("c{choice}")).collect() });
+    Space::new(axes.collect()).unwrap()
+}
+
+fn points(space: &Space) -> Vec<Point> {
+    space.axes().iter().enumerate().fold(vec![space.first()], |points, (axis, of)| {
+        points.iter().flat_map(|point| (0..of.choices.len()).map(|choice| point.with(axis, choice))).collect()
+    })
+}
+
+/// What steps would take, and what went wrong on the way.
+struct Invented<C> {
+    cost: C,
+    /// A share of the cost, either way.
+    noise: f64,
+    random: Random,
+    /// Comparisons until it dies.
+    lives: Option<u32>,
+    rejects: fn(&Point) -> bool,
+    asked: Vec<(Point, Point)>,
+}
+
+impl<C: Fn(&Point) -> f64> Invented<C> {
+    fn new(cost: C) -> Self {
+        Self { cost, noise: 0.0, random: Random::new(9), lives: None, rejects: |_| false, asked: Vec::new() }
+    }
+}
+
+impl<C: Fn(&Point) -> f64> Oracle for Invented<C> {
+    fn compare(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, OracleError> {
+        match &mut self.lives {
+            Some(0) => return Err(OracleError("the device is lost".into())),
+            Some(lives) => *lives -= 1,
+            None => {}
+        }
+        self.asked.push((incumbent.clone(), challenger.clone()));
+        if (self.rejects)(challenger) {
+            return Ok(Answer::Rejected("other logits".to_owned()));
+        }
+        let mut time = |point: &Point| (self.cost)(point) * (1.0 + self.noise * self.random.normal());
+        let (mut incumbent_us, mut challenger_us) = (Vec::new(), Vec::new());
+        for _ in 0..15 {
+            incumbent_us.push(time(incumbent));
+            challenger_us.push(time(challenger));
+        }
+        Ok(Answer::Measured(Paired { incumbent_us, challenger_us }))
+    }
+}
+
+/// Each choice of each axis has a share of its own; choices differ by 3 % of all at least.
+fn separable(space: &Space, seed: u64) -> impl Fn(&Point) -> f64 + use<> {
+    let mut random = Random::new(seed);
+    let shares: Vec<Vec<f64>> = space
+        .axes()
+        .iter()
+        .map(|axis| {
+            let mut ranks: Vec<f64> = (0..axis.choices.len()).map(|rank| 100.0 + 30.0 * rank as f64).collect();
+            for at in (1..ranks.len()).rev() {
+                ranks.swap(at, random.below(at as u64 + 1) as usize);
+            }
+            ranks
+        })
+        .collect();
+    move |point| shares.iter().enumerate().map(|(axis, shares)| shares[point.choice(axis)]).sum()
+}
+
+fn search(space: &Space, oracle: &mut dyn Oracle, path: &Path) -> Result<Tuned, TuneError> {
+    let mut journal = Journal::open(path, KEY, space)?;
+    descend(space, &space.first(), oracle, &mut journal, &Limits::default(), &mut |_| {})
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+#[test]
+fn separable_costs_are_solved_in_few_comparisons() {
+    let space = space([3, 3, 4, 6, 2, 5]);
+    let alternatives: usize = space.axes().iter().map(|axis| axis.choices.len() - 1).sum();
+    for seed in 0..40 {
+        let (folder, cost) = (folder(), separable(&space, seed));
+        let best = points(&space).into_iter().min_by(|a, b| cost(a).total_cmp(&cost(b))).unwrap();
+        let start = cost(&space.first());
+        let mut oracle = Invented::new(&cost);
+        let tuned = search(&space, &mut oracle, &folder.path().join("j")).unwrap();
+        assert_eq!(tuned.best, best, "seed {seed}");
+        let gain = (start - cost(&best)) / start;
+        assert!((tuned.gain - gain).abs() < 1e-9 && (gain > 0.0 || tuned.taken.is_empty()));
+        // A sweep that finds it, one that finds nothing, both again after it, and the last word.
+        assert!(oracle.asked.len() <= 4 * alternatives + 1, "{}", oracle.asked.len());
+        assert_eq!(tuned.measured as usize, oracle.asked.len());
+    }
+}
+
+/// Where coordinates depend on each other a search may end beside the best; it goes down all the way, comes back
+/// nowhere, and ends.
+#[test]
+fn coupled_costs_go_down_and_end() {
+    let space = space([3, 3, 3, 4, 4, 4]);
+    for seed in 0..60 {
+        let cost = |point: &Point| {
+            let place: Vec<u64> = (0..6).map(|axis| point.choice(axis) as u64).chain([seed]).collect();
+            100.0 + 100.0 * Random::at(&place).uniform()
+        };
+        let folder = folder();
+        let mut oracle = Invented::new(cost);
+        let tuned = search(&space, &mut oracle, &folder.path().join("j")).unwrap();
+        let way: Vec<f64> = [space.first()].iter().chain(&tuned.taken).map(cost).collect();
+        assert!(way.windows(2).all(|pair| pair[1] < pair[0] * 0.995), "seed {seed}: {way:?}");
+        assert_eq!(tuned.taken.iter().collect::<HashSet<_>>().len(), tuned.taken.len());
+        assert_eq!(tuned.best, tuned.taken.last().cloned().unwrap_or(space.first()));
+    }
+}
+
+/// Noise of half a percent a round where choices differ by a few: never below the start, and mostly the best. Noise
+/// alone is no gain.
+#[test]
+fn noise_is_not_taken_for_a_gain() {
+    let space = space([3, 3, 3, 4, 2, 4]);
+    let mut best = 0;
+    for seed in 0..40 {
+        let cost = separable(&space, seed);
+        let least = points(&space).iter().map(&cost).fold(f64::INFINITY, f64::min);
+        let folder = folder();
+        let mut oracle = Invented { noise: 0.005, random: Random::new(seed), ..Invented::new(&cost) };
+        let tuned = search(&space, &mut oracle, &folder.path().join("j")).unwrap();
+        assert!(cost(&tuned.best) <= cost(&space.first()), "seed {seed}");
+        best += u32::from(cost(&tuned.best) < least * 1.03);
+        // Where nothing differs nothing is gained.
+        let mut flat = Invented { noise: 0.02, random: Random::new(seed), ..Invented::new(|_: &Point| 100.0) };
+        let tuned = search(&space, &mut flat, &folder.path().join("flat")).unwrap();
+        assert!(tuned.taken.len() <= 2, "seed {seed}: {:?}", tuned.taken);
+    }
+    assert!(best >= 30, "{best} of 40");
+}
+
+#[test]
+fn what_cannot_run_is_not_taken() {
+    let space = space([3, 3, 3, 4, 4, 4]);
+    for seed in 0..20 {
+        let cost = separable(&space, seed);
+        let rejects: fn(&Point) -> bool = |point| point.choice(1) == 2 || point.choice(4) == point.choice(5) + 1;
+        let folder = folder();
+        let mut oracle = Invented { rejects, ..Invented::new(&cost) };
+        let tuned = search(&space, &mut oracle, &folder.path().join("j")).unwrap();
+        assert!(!rejects(&tuned.best) && tuned.rejected > 0 && tuned.taken.iter().all(|point| !rejects(point)));
+    }
+}
+
+/// Times that are no numbers are not taken, and do not spoil the journal.
+#[test]
+fn times_that_are_no_numbers_are_not_taken() {
+    let (space, folder) = (space([2, 1, 1, 1, 1, 1]), folder());
+    for cost in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        let path = folder.path().join(cost.to_string());
+        let mut oracle = Invented::new(|point: &Point| if point.choice(0) == 1 { cost } else { 1.0 });
+        let tuned = search(&space, &mut oracle, &path).unwrap();
+        assert_eq!((&tuned.best, tuned.rejected), (&space.first(), 2));
+        assert_eq!(search(&space, &mut oracle, &path).unwrap().measured, 0);
+    }
+}
+
+/// A result that was luck is given up.
+#[test]
+fn the_result_is_never_below_the_start() {
+    struct Liar(u32);
+    impl Oracle for Liar {
+        fn compare(&mut self, _: &Point, _: &Point) -> Result<Answer, OracleError> {
+            self.0 += 1;
+            // The first challenger looks better, and is not.
+            let challenger_us = if self.0 == 1 { vec![50.0; 5] } else { vec![120.0; 5] };
+            Ok(Answer::Measured(Paired { incumbent_us: vec![100.0; 5], challenger_us }))
+        }
+    }
+    let (space, folder) = (space([2, 2, 1, 1, 1, 1]), folder());
+    let tuned = search(&space, &mut Liar(0), &folder.path().join("j")).unwrap();
+    assert_eq!((tuned.best, tuned.gain, tuned.taken.len()), (space.first(), 0.0, 1));
+}
+
+/// Killed behind any comparison, or with any line half written: the same result, and nothing is measured twice.
+#[test]
+fn a_search_goes_on_from_every_line() {
+    let space = space([3, 3, 2, 4, 2, 3]);
+    let cost = separable(&space, 4);
+    let folder = folder();
+    let whole = folder.path().join("whole");
+    let mut oracle = Invented::new(&cost);
+    let expected = search(&space, &mut oracle, &whole).unwrap();
+    let all = oracle.asked.len();
+    let text = fs::read(&whole).unwrap();
+    let lines: Vec<&[u8]> = text.split_inclusive(|byte| *byte == b'\n').collect();
+    assert_eq!(lines.len(), all + 1);
+    for kept in 0..=lines.len() {
+        for torn in [0, 1, 17] {
+            let path = folder.path().join(format!("{kept}-{torn}"));
+            let mut bytes = lines[..kept].concat();
+            // Not all of the next line, and never its end.
+            bytes.extend(lines.get(kept).map_or(&[][..], |line| &line[..torn.min(line.len() - 1)]));
+            fs::write(&path, bytes).unwrap();
+            let mut oracle = Invented::new(&cost);
+            let tuned = search(&space, &mut oracle, &path).unwrap();
+            assert_eq!((&tuned.best, &tuned.taken), (&expected.best, &expected.taken), "{kept} lines");
+            assert_eq!(oracle.asked.len(), all - kept.saturating_sub(1), "{kept} lines");
+            assert_eq!(fs::read(&path).unwrap(), text, "{kept} lines");
+        }
+    }
+    // A device that is lost again and again.
+    let path = folder.path().join("dying");
+    let mut asked: HashMap<(Point, Point), u32> = HashMap::new();
+    let mut deaths = 0;
+    let tuned = loop {
+        let mut oracle = Invented { lives: Some(3), ..Invented::new(&cost) };
+        let ended = search(&space, &mut oracle, &path);
+        oracle.asked.into_iter().for_each(|pair| *asked.entry(pair).or_default() += 1);
+        match ended {
+            Ok(tuned) => break tuned,
+            Err(TuneError::Oracle(error)) => assert_eq!(error.to_string(), "the device is lost"),
+            Err(error) => panic!("{error}"),
+        }
+        deaths += 1;
+    };
+    assert_eq!((tuned.best, tuned.taken), (expected.best, expected.taken));
+    assert_eq!(asked.values().sum::<u32>() as usize, all);
+    assert!(deaths >= all / 3 - 1, "{deaths}");
+}
+
+#[test]
+fn a_journal_that_is_no_journal_is_refused() {
+    let (space, folder) = (space([2, 2, 1, 1, 1, 1]), folder());
+    let path = folder.path().join("j");
+    search(&space, &mut Invented::new(separable(&space, 1)), &path).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    let open = |text: &str, key: &str| {
+        fs::write(&path, text).unwrap();
+        Journal::open(&path, key, &space).map(|journal| journal.len()).map_err(|error| error.to_string())
+    };
+    assert_eq!(open(&text, KEY), Ok(text.lines().count() - 1));
+    for (line, damage) in [(2, "{}"), (1, "x"), (2, ""), (2, "\0\0\0\0")] {
+        let mut lines: Vec<&str> = text.lines().collect();
+        lines[line - 1] = damage;
+        let error = open(&(lines.join("\n") + "\n"), KEY).unwrap_err();
+        assert!(error.contains(&format!("j: line {line}: ")) && error.contains("begin with a new file"), "{error}");
+    }
+    let twice = text.clone() + text.lines().last().unwrap() + "\n";
+    assert!(open(&twice, KEY).unwrap_err().contains("a second time"));
+    assert!(open(&text.replacen("\"c1\"", "\"c7\"", 1), KEY).unwrap_err().contains("cannot be 'c7'"));
+    assert!(open(&text.replacen("\"tune\":1", "\"tune\":2", 1), KEY).unwrap_err().contains("version 2"));
+    assert!(open(&text.replacen("hard.gate.path", "hard.gate.launch", 1), KEY).unwrap_err().contains("coordinates"));
+    let other = open(&text, "4567").unwrap_err();
+    assert!(other.contains("of 0123 and not of 4567"), "{other}");
+    fs::write(&path, &text).unwrap();
+    let held = Journal::open(&path, KEY, &space).unwrap();
+    assert!(matches!(Journal::open(&path, KEY, &space), Err(JournalError::Busy { .. })));
+    drop(held);
+    assert!(Journal::open(&path, KEY, &space).is_ok());
+    let nowhere = folder.path().join("missing").join("j");
+    assert!(matches!(Journal::open(&nowhere, KEY, &space), Err(JournalError::Io { .. })));
+}
+
+#[test]
+fn gains_are_medians_of_rounds() {
+    let paired = |incumbent: &[f64], challenger: &[f64]| Paired {
+        incumbent_us: incumbent.to_vec(),
+        challenger_us: challenger.to_vec(),
+    };
+    // One round that something disturbed changes nothing.
+    let disturbed = paired(&[100.0; 5], &[98.0, 98.0, 500.0, 98.0, 98.0]);
+    assert!(disturbed.is_gain(0.005) && (disturbed.gain().0 - 0.02).abs() < 1e-12);
+    assert!(!disturbed.is_gain(0.02), "not more than 2 %");
+    // A gain of 2 % with deviations of 1 % may be none.
+    assert!(!paired(&[100.0; 5], &[96.0, 97.0, 98.0, 99.0, 100.0]).is_gain(0.005));
+    assert!(!paired(&[], &[]).is_gain(0.0));
+    assert!(!paired(&[f64::NAN, 0.0, -1.0, f64::INFINITY], &[1.0; 4]).is_gain(0.0));
+    assert_eq!(paired(&[100.0, 100.0], &[75.0, 50.0]).gain().0, 0.375);
+}
+
+#[test]
+fn spaces_that_make_no_sense_are_refused() {
+    let axis =
+        |coordinate, choices: &[&str]| Axis { coordinate, choices: choices.iter().map(|c| c.to_string()).collect() };
+    let (a, b) = (Coordinate::Consumers, Coordinate::Launch(Profile::Easy, Linear::Qkv));
+    assert_eq!(Space::new(vec![axis(a, &[])]), Err(SpaceError::NoChoices(a)));
+    assert_eq!(Space::new(vec![axis(a, &["1"]), axis(a, &["2"])]), Err(SpaceError::Twice(a)));
+    let twice = SpaceError::ChoiceTwice { coordinate: b, choice: "x".to_owned() };
+    assert_eq!(Space::new(vec![axis(b, &["x", "x"])]), Err(twice));
+    let space = Space::new(vec![axis(a, &["1", "2"]), axis(b, &["on", "off"])]).unwrap();
+    assert_eq!(space.axes()[0].coordinate, b, "the profiles' own come first");
+    assert_eq!(space.names(&space.point(&["off", "1"]).unwrap()), ["off", "1"]);
+    assert_eq!(space.point(&["off"]), Err(SpaceError::Count { got: 1, axes: 2 }));
+    let error = space.point(&["off", "3"]).unwrap_err().to_string();
+    assert_eq!(error, "consumers cannot be '3'; it can be 1, 2");
+    assert_eq!(b.to_string(), "easy.qkv.launch");
+}
