@@ -515,6 +515,51 @@ fn kernels_are_compiled_once_and_looked_after() {
 
 // ---- JSON ----
 
+/// A plan that `fit` makes is taken by `compress`, and gives what was said.
+#[test]
+fn a_plan_that_fits_is_compressed_as_it_says() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let ask = ["fit", "model", "--batch", "2", "--context", "128", "--json"];
+    let report = json(&run(home.path(), &[&ask[..], &["--memory", "1G", "--plan", "plan.json"]].concat(), 0));
+    documented("fit", &report);
+    let bytes = |key: &str| report[key].as_u64().unwrap();
+    let parts: u64 = ["weight_bytes", "cache_bytes", "working_bytes", "slot_bytes"].map(bytes).iter().sum();
+    assert_eq!((bytes("total_bytes"), report["slowdown"].as_f64()), (parts, Some(1.0)));
+    let made = json(&run(home.path(), &["compress", "model", "-o", "bundle", "--plan", "plan.json", "--json"], 0));
+    let tensors = made["tensors"].as_array().unwrap();
+    let stored: u64 = tensors.iter().map(|tensor| tensor["stored_bytes"].as_u64().unwrap()).sum();
+    assert!(stored.abs_diff(bytes("weight_bytes")) * 100 < stored, "{stored} for {}", bytes("weight_bytes"));
+    // Each tensor in the form that its unit has; the rest raw.
+    let plan: Value = serde_json::from_slice(&fs::read(home.path().join("plan.json")).unwrap()).unwrap();
+    let mut forms: BTreeMap<&str, &str> = BTreeMap::new();
+    for rule in plan["rules"].as_array().unwrap() {
+        forms.insert(rule["match"].as_str().unwrap(), rule["encoding"].as_str().unwrap());
+    }
+    assert!(forms.values().any(|form| *form == "packed"));
+    for tensor in tensors {
+        let expected = forms.get(tensor["name"].as_str().unwrap()).unwrap_or(&forms["*"]);
+        assert_eq!(tensor["encoding"].as_str().unwrap(), *expected, "{tensor}");
+    }
+    // The least that would do is said, and does.
+    let few = run(home.path(), &["fit", "model", "--batch", "2", "--context", "5", "--memory", "1M"], 2);
+    let said = stderr(&few);
+    let (least, _) = said.split_once(" bytes are the least that would do").unwrap_or_else(|| panic!("{said}"));
+    let least = least.rsplit(|c: char| !c.is_ascii_digit()).next().unwrap();
+    run(home.path(), &["fit", "model", "--batch", "2", "--context", "5", "--memory", least], 0);
+    let less = (least.parse::<u64>().unwrap() - 1).to_string();
+    run(home.path(), &["fit", "model", "--batch", "2", "--context", "5", "--memory", &less], 2);
+    // A plan file is replaced, nothing else.
+    run(home.path(), &["fit", "model", "--memory", "1G", "--context", "128", "--plan", "plan.json"], 0);
+    let output = run(home.path(), &["fit", "model", "--memory", "1G", "--plan", "model/config.json"], 2);
+    assert!(stderr(&output).contains("is no plan file"), "{}", stderr(&output));
+    let output = run(home.path(), &["fit", "model"], 2);
+    assert!(stderr(&output).contains("--memory"), "{}", stderr(&output));
+    fs::remove_file(home.path().join("model/config.json")).unwrap();
+    let output = run(home.path(), &["fit", "model", "--max-slowdown", "5%"], 2);
+    assert!(stderr(&output).contains("config.json"), "{}", stderr(&output));
+}
+
 /// Holds the keys of an output against the table of docs/cli.md, both ways; rows that begin with "(" are optional.
 fn documented(command: &str, output: &Value) {
     // A heading may say with which option.

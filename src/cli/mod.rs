@@ -13,6 +13,7 @@ mod demo;
 mod doctor;
 mod extract;
 mod failure;
+mod fit;
 mod generate;
 mod inspect;
 mod kernels;
@@ -62,6 +63,8 @@ enum Command {
     Merge(merge::Merge),
     /// Predict what compress would do, from headers and samples
     Plan(plan::Plan),
+    /// Find which tensors to store how, so that a model fits a memory
+    Fit(fit::Fit),
     /// Rebuild the original files, byte for byte
     Decompress(decompress::Decompress),
     /// Check every byte of a bundle: exit 0 sound, 1 damaged, 2 could not check
@@ -100,6 +103,7 @@ impl Command {
             Self::Compress(_) => "compress",
             Self::Merge(_) => "merge",
             Self::Plan(_) => "plan",
+            Self::Fit(_) => "fit",
             Self::Decompress(_) => "decompress",
             Self::Verify(_) => "verify",
             Self::Inspect(_) => "inspect",
@@ -121,6 +125,7 @@ impl Command {
             Self::Compress(command) => command.run(output),
             Self::Merge(command) => command.run(output),
             Self::Plan(command) => command.run(output),
+            Self::Fit(command) => command.run(output),
             Self::Decompress(command) => command.run(output),
             Self::Verify(command) => command.run(output),
             Self::Inspect(command) => command.run(output),

@@ -2,6 +2,7 @@
 
 mod engine;
 pub mod error;
+pub mod fit;
 #[doc(hidden)]
 pub mod forward;
 mod kernels;

@@ -126,6 +126,8 @@ fn the_engine_plans_steps_without_a_device() {
     for room in ["unweight-engine/src/program", "unweight-engine/src/tune"] {
         assert_eq!(found(room, &never), [""; 0], "{room}");
     }
+    let device = ["unweight_rt::device", "unweight_rt::ops", "unweight_rt::layer"];
+    assert_eq!(found("unweight-engine/src/fit", &[&device[..], &never[1..]].concat()), [""; 0]);
 }
 
 /// A family knows plans and specs; how text is made of them is for `render` alone.

@@ -1,0 +1,261 @@
+//! `unweight fit`.
+
+use std::{
+    fs,
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use clap::Args;
+use serde::Serialize;
+use unweight::{
+    engine::fit::{self, Fit as Fitted, FitError, Tensor, Wanted},
+    format::{
+        FormId,
+        bundle::{self, CompressOptions, Profile, Scope, Selection},
+        plan::PlanFile,
+    },
+    model::ModelConfig,
+};
+
+use super::{
+    failure::{Failure, Result},
+    output::{self, Output, Table},
+    select, size,
+    source::{Found, Source},
+};
+
+/// Arguments of `fit`.
+#[derive(Args)]
+pub struct Fit {
+    #[command(flatten)]
+    source: Source,
+    /// Device memory for everything together, such as 24G [default: as little as --max-slowdown allows]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, required_unless_present = "max_slowdown")]
+    memory: Option<u64>,
+    /// How much longer than in the fastest plan the products of a step may take, such as 5%
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    max_slowdown: Option<f64>,
+    /// Sequences that run at the same time
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    batch: u32,
+    /// Tokens of a sequence
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    context: u32,
+    /// Write the plan to this file, for compress --plan; replaces a plan file, and nothing else
+    #[arg(long, value_name = "FILE")]
+    plan: Option<PathBuf>,
+    /// Threads [default: all processors]
+    #[arg(long, value_name = "N", value_parser = select::threads)]
+    threads: Option<usize>,
+}
+
+#[derive(Serialize)]
+struct Report {
+    memory_bytes: Option<u64>,
+    batch: u32,
+    context: u32,
+    total_bytes: u64,
+    weight_bytes: u64,
+    cache_bytes: u64,
+    working_bytes: u64,
+    slot_bytes: u64,
+    linear_us: f64,
+    fastest_us: f64,
+    slowdown: f64,
+    exact: bool,
+    groups: Vec<Group>,
+    plan: Option<PathBuf>,
+}
+
+#[derive(Serialize)]
+struct Group {
+    unit: &'static str,
+    encoding: FormId,
+    units: u32,
+    layers: Vec<u32>,
+    bytes: u64,
+    us: f64,
+}
+
+impl Fit {
+    /// Runs it.
+    pub fn run(&self, output: Output) -> Result<()> {
+        if let Some(plan) = &self.plan {
+            may_write(plan)?;
+        }
+        let model = self.source.find(None, output)?;
+        let config = config(&model.root)?;
+        let tensors = self.tensors(&model)?;
+        let Self { memory, max_slowdown, batch, context, .. } = *self;
+        let fitted = fit::fit(&config, &tensors, &Wanted { memory, max_slowdown, batch, context });
+        let fitted = fitted.map_err(|error: FitError| Failure::other(error))?;
+        if let Some(plan) = &self.plan {
+            write_plan(plan, &fitted.plan)?;
+        }
+        if fitted.groups.iter().any(|group| group.form == FormId::HUFFMAN) {
+            output.note(
+                "remark: what stays Huffman-coded is decoded in every step; `generate` and `serve` pack it instead",
+            );
+        }
+        let groups = fitted.groups.iter().map(|group| Group {
+            unit: group.name,
+            encoding: group.form,
+            units: group.units,
+            layers: group.layers.clone(),
+            bytes: group.bytes,
+            us: group.us,
+        });
+        let report = Report {
+            memory_bytes: memory,
+            batch,
+            context,
+            total_bytes: fitted.total(),
+            weight_bytes: fitted.weights,
+            cache_bytes: fitted.cache,
+            working_bytes: fitted.working,
+            slot_bytes: fitted.slots,
+            linear_us: fitted.us,
+            fastest_us: fitted.fastest_us,
+            slowdown: fitted.slowdown(),
+            exact: fitted.exact,
+            groups: groups.collect(),
+            plan: self.plan.clone(),
+        };
+        output.result("fit", &report, |out| write_text(&fitted, &report, out))
+    }
+
+    /// Every tensor with the bytes of each form, predicted from samples as `plan` does.
+    fn tensors(&self, model: &Found) -> Result<Vec<Tensor>> {
+        let of = |profile: Profile| {
+            let selection = model.select(Selection::default());
+            let options = CompressOptions::new(profile).scope(Scope::All).selection(selection).threads(self.threads);
+            bundle::plan(&model.root, &options)
+        };
+        let (packed, coded) = (of(Profile::Resident)?, of(Profile::Distribution)?);
+        let tensors = packed.tensors.into_iter().zip(coded.tensors).map(|(packed, coded)| {
+            let mut forms = vec![(FormId::RAW, packed.original_bytes)];
+            let others = [(FormId::PACKED, &packed), (FormId::HUFFMAN, &coded)];
+            forms
+                .extend(others.iter().filter(|(form, of)| of.form == *form).map(|(form, of)| (*form, of.stored_bytes)));
+            let (rows, cols) = match &packed.shape[..] {
+                [rest @ .., cols] if !rest.is_empty() => (packed.elements / (*cols as u64).max(1), *cols as u64),
+                _ => (packed.elements, 1),
+            };
+            Tensor { name: packed.name, role: packed.role, layer: packed.layer, rows, cols, forms }
+        });
+        Ok(tensors.collect())
+    }
+}
+
+/// Most bytes of a `config.json`.
+const CONFIG_BYTES_MAX: u64 = 16 << 20;
+
+fn config(root: &Path) -> Result<ModelConfig> {
+    let path = root.join("config.json");
+    let size = fs::metadata(&path).map_err(|error| {
+        let help = "fit needs the directory of a model, with its config.json";
+        Failure::new(format!("{}: {error}", path.display()), help)
+    })?;
+    if size.len() > CONFIG_BYTES_MAX {
+        let message = format!("{}: {} bytes; a config.json has at most {CONFIG_BYTES_MAX}", path.display(), size.len());
+        return Err(Failure::new(message, "give the directory of a model"));
+    }
+    let text = fs::read_to_string(&path).map_err(Failure::io(path.display()))?;
+    ModelConfig::parse(&text, None).map_err(Failure::other)
+}
+
+/// Refuses to replace what is no plan file.
+fn may_write(path: &Path) -> Result<()> {
+    if path.symlink_metadata().is_err() || PlanFile::read(path).is_ok() {
+        return Ok(());
+    }
+    Err(Failure::new(format!("{}: exists and is no plan file", path.display()), "choose another name"))
+}
+
+fn write_plan(path: &Path, plan: &PlanFile) -> Result<()> {
+    let mut text = serde_json::to_vec_pretty(plan).map_err(io::Error::from)?;
+    text.push(b'\n');
+    fs::write(path, text).map_err(Failure::io(path.display()))
+}
+
+fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Result<()> {
+    let mut table = Table::new(&["unit", "encoding", ">units", "layers", ">bytes", ">us"]);
+    for group in &fitted.groups {
+        table.row([
+            group.name.to_owned(),
+            group.form.to_string(),
+            group.units.to_string(),
+            ranges(&group.layers),
+            output::bytes(group.bytes),
+            format!("{:.0}", group.us),
+        ]);
+    }
+    table.write(out)?;
+    writeln!(out)?;
+    writeln!(
+        out,
+        "{}: weights {}, KV cache {}, working memory {}, slots {}",
+        output::bytes(report.total_bytes),
+        output::bytes(report.weight_bytes),
+        output::bytes(report.cache_bytes),
+        output::bytes(report.working_bytes),
+        output::bytes(report.slot_bytes)
+    )?;
+    writeln!(
+        out,
+        "products of a step at batch {}: {:.0} us, {:.3} times the fastest plan's; times by formulas of an H200's \
+         records, sizes predicted from samples",
+        report.batch, report.linear_us, report.slowdown
+    )?;
+    if !report.exact {
+        writeln!(out, "another plan may be better by a little: not all were compared")?;
+    }
+    if let Some(plan) = &report.plan {
+        writeln!(out, "compress it: unweight compress SOURCE -o BUNDLE --plan {}", plan.display())?;
+    }
+    Ok(())
+}
+
+/// `0-3,5,7-9`.
+fn ranges(layers: &[u32]) -> String {
+    let mut parts: Vec<(u32, u32)> = Vec::new();
+    for &layer in layers {
+        match parts.last_mut() {
+            Some((_, last)) if *last + 1 == layer => *last = layer,
+            _ => parts.push((layer, layer)),
+        }
+    }
+    let part = |(first, last): (u32, u32)| if first == last { first.to_string() } else { format!("{first}-{last}") };
+    parts.into_iter().map(part).collect::<Vec<_>>().join(",")
+}
+
+/// Parses `5%`, `2.5 %` or `5`.
+fn percent(text: &str) -> std::result::Result<f64, String> {
+    let number = text.strip_suffix('%').unwrap_or(text).trim();
+    match number.parse::<f64>() {
+        Ok(percent) if percent.is_finite() && (0.0..=100_000.0).contains(&percent) => Ok(percent / 100.0),
+        _ => Err(format!("'{text}' is no percentage; write a number such as 5%")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentages() {
+        for (text, share) in [("5%", 0.05), ("2.5 %", 0.025), ("0", 0.0), ("100", 1.0)] {
+            assert_eq!(percent(text), Ok(share), "{text}");
+        }
+        for text in ["", "%", "-1%", "x", "inf", "5%%"] {
+            assert!(percent(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn layers_are_ranges() {
+        assert_eq!(ranges(&[0, 1, 2, 5, 7, 8]), "0-2,5,7-8");
+        assert_eq!(ranges(&[]), "");
+    }
+}

@@ -1,0 +1,250 @@
+//! One choice for each unit, so that the sum of times or of bytes is least: a knapsack with several choices, solved by
+//! its frontier.
+//!
+//! A state is a choice for each of the units so far. Of two states, one that takes no fewer bytes and no less time than
+//! the other is of no use; the rest, by bytes, is the frontier. It is exact as long as it has at most `STATES`; beyond,
+//! states close to others are left out, and what the plan has left over is spent by swaps.
+
+/// One way to store a unit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Choice {
+    /// Bytes.
+    pub bytes: u64,
+    /// Microseconds of its product.
+    pub us: f64,
+}
+
+/// A choice for every unit.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Picked {
+    /// By unit, the place of its choice.
+    pub choices: Vec<usize>,
+    /// Bytes of all.
+    pub bytes: u64,
+    /// Microseconds of all.
+    pub us: f64,
+}
+
+/// States that are kept.
+const STATES: usize = 8192;
+
+#[derive(Clone, Copy)]
+struct State {
+    bytes: u64,
+    us: f64,
+    /// The state of the units before, and the choice of this one.
+    from: u32,
+    choice: u32,
+}
+
+/// All states that are of use, by bytes.
+pub struct Frontier<'a> {
+    units: &'a [Vec<Choice>],
+    /// After each unit.
+    levels: Vec<Vec<State>>,
+    exact: bool,
+}
+
+impl<'a> Frontier<'a> {
+    /// Of units with at least one choice each.
+    pub fn new(units: &'a [Vec<Choice>]) -> Self {
+        let mut levels: Vec<Vec<State>> = Vec::with_capacity(units.len());
+        let mut exact = true;
+        let start = [State { bytes: 0, us: 0.0, from: 0, choice: 0 }];
+        for choices in units {
+            let before: &[State] = levels.last().map_or(&start, |level| level);
+            let mut states: Vec<State> = (0..)
+                .zip(before)
+                .flat_map(|(from, state)| {
+                    (0..).zip(choices).map(move |(choice, of)| State {
+                        bytes: state.bytes.saturating_add(of.bytes),
+                        us: state.us + of.us,
+                        from,
+                        choice,
+                    })
+                })
+                .collect();
+            states.sort_by(|a, b| a.bytes.cmp(&b.bytes).then(a.us.total_cmp(&b.us)));
+            let mut least = f64::INFINITY;
+            states.retain(|state| {
+                state.us < least && {
+                    least = state.us;
+                    true
+                }
+            });
+            if states.len() > STATES {
+                exact = false;
+                thin(&mut states);
+            }
+            levels.push(states);
+        }
+        Self { units, levels, exact }
+    }
+
+    /// Whether nothing was left out.
+    pub fn is_exact(&self) -> bool {
+        self.exact
+    }
+
+    /// The least time within some bytes.
+    pub fn fastest(&self, bytes: u64) -> Option<Picked> {
+        let at = self.last().iter().rposition(|state| state.bytes <= bytes)?;
+        Some(self.swapped(self.picked(at), bytes))
+    }
+
+    /// The fewest bytes within some time.
+    pub fn smallest(&self, us: f64) -> Option<Picked> {
+        let at = self.last().iter().position(|state| state.us <= us)?;
+        Some(self.picked(at))
+    }
+
+    fn last(&self) -> &[State] {
+        self.levels.last().map_or(&[State { bytes: 0, us: 0.0, from: 0, choice: 0 }], |level| level)
+    }
+
+    fn picked(&self, at: usize) -> Picked {
+        let State { bytes, us, .. } = self.last()[at];
+        let mut choices = vec![0; self.units.len()];
+        let mut at = at;
+        for (unit, level) in self.levels.iter().enumerate().rev() {
+            choices[unit] = level[at].choice as usize;
+            at = level[at].from as usize;
+        }
+        Picked { choices, bytes, us }
+    }
+
+    /// Spends what is left over, where the frontier was thinned.
+    fn swapped(&self, mut picked: Picked, bytes: u64) -> Picked {
+        if self.exact {
+            return picked;
+        }
+        loop {
+            let left = bytes - picked.bytes;
+            let swaps = self.units.iter().zip(&picked.choices).enumerate().flat_map(|(unit, (choices, own))| {
+                let own = choices[*own];
+                choices.iter().enumerate().filter_map(move |(choice, other)| {
+                    let fits = other.bytes.saturating_sub(own.bytes) <= left;
+                    (fits && other.us < own.us).then_some((own.us - other.us, unit, choice))
+                })
+            });
+            let Some((_, unit, choice)) = swaps.max_by(|a, b| a.0.total_cmp(&b.0)) else { return picked };
+            let (own, other) = (self.units[unit][picked.choices[unit]], self.units[unit][choice]);
+            picked.bytes = picked.bytes - own.bytes + other.bytes;
+            picked.us = picked.us - own.us + other.us;
+            picked.choices[unit] = choice;
+        }
+    }
+}
+
+/// Leaves one state, the fastest, in each of equal ranges of bytes, and the smallest of all.
+fn thin(states: &mut Vec<State>) {
+    let (first, last) = (states[0].bytes, states[states.len() - 1].bytes);
+    let width = (last - first) / (STATES as u64 - 2) + 1;
+    let range = |state: &State| (state.bytes - first) / width;
+    let kept: Vec<State> = states
+        .iter()
+        .enumerate()
+        .filter(|(at, state)| *at == 0 || states.get(at + 1).is_none_or(|next| range(next) != range(state)))
+        .map(|(_, state)| *state)
+        .collect();
+    *states = kept;
+}
+
+/// Spreads the chosen of a row of equal units evenly: `count` of `len`, none at the front while there is room.
+pub fn spread(len: usize, count: usize) -> Vec<bool> {
+    let (mut chosen, count) = (vec![false; len], count.min(len));
+    for at in 0..count {
+        chosen[(2 * at + 1) * len / (2 * count)] = true;
+    }
+    chosen
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// All choices there are.
+    fn brute(units: &[Vec<Choice>]) -> Vec<(u64, f64)> {
+        units.iter().fold(vec![(0, 0.0)], |sums, choices| {
+            sums.iter().flat_map(|(bytes, us)| choices.iter().map(move |of| (bytes + of.bytes, us + of.us))).collect()
+        })
+    }
+
+    fn sum(units: &[Vec<Choice>], picked: &Picked) -> (u64, f64) {
+        let chosen: Vec<Choice> = units.iter().zip(&picked.choices).map(|(unit, at)| unit[*at]).collect();
+        (chosen.iter().map(|of| of.bytes).sum(), chosen.iter().map(|of| of.us).sum())
+    }
+
+    prop_compose! {
+        fn units()(
+            units in prop::collection::vec(prop::collection::vec((0..60u64, 0..40u32), 1..4), 0..7),
+        ) -> Vec<Vec<Choice>> {
+            let choice = |(bytes, us): &(u64, u32)| Choice { bytes: *bytes, us: f64::from(*us) };
+            units.iter().map(|unit| unit.iter().map(choice).collect()).collect()
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn small_cases_are_solved_as_by_brute_force(units in units(), budget in 0..300u64, limit in 0..200u32) {
+            let (frontier, all) = (Frontier::new(&units), brute(&units));
+            prop_assert!(frontier.is_exact());
+            let least = frontier.smallest(f64::INFINITY).map(|picked| picked.bytes);
+            prop_assert_eq!(least, all.iter().map(|sum| sum.0).min());
+            let fastest = all.iter().filter(|sum| sum.0 <= budget).map(|sum| sum.1).min_by(f64::total_cmp);
+            let picked = frontier.fastest(budget);
+            prop_assert_eq!(picked.as_ref().map(|picked| picked.us), fastest);
+            let smallest = all.iter().filter(|sum| sum.1 <= f64::from(limit)).map(|sum| sum.0).min();
+            let small = frontier.smallest(f64::from(limit));
+            prop_assert_eq!(small.as_ref().map(|picked| picked.bytes), smallest);
+            for picked in picked.iter().chain(&small) {
+                prop_assert_eq!(sum(&units, picked), (picked.bytes, picked.us));
+            }
+        }
+
+        #[test]
+        fn what_is_spread_is_all_there(len in 0..200usize, count in 0..200usize) {
+            let chosen = spread(len, count);
+            prop_assert_eq!(chosen.iter().filter(|chosen| **chosen).count(), count.min(len));
+            // No gap is longer than another by more than one.
+            let at: Vec<usize> = (0..len).filter(|at| chosen[*at]).collect();
+            let gaps: Vec<usize> = at.windows(2).map(|pair| pair[1] - pair[0]).collect();
+            if let (Some(least), Some(most)) = (gaps.iter().min(), gaps.iter().max()) {
+                prop_assert!(most - least <= 1, "{:?}", at);
+            }
+        }
+    }
+
+    /// 160 units of slightly different sizes: more states than are kept. Nothing is over the budget, and what is lost
+    /// is next to nothing.
+    #[test]
+    fn large_cases_are_close_to_the_bound() {
+        // Sizes that have nothing in common, and times that differ by little.
+        let units: Vec<Vec<Choice>> = (0..160u64)
+            .map(|at| {
+                let choice = |mega: u64, us: f64| Choice {
+                    bytes: mega * 1_000_003 + at * mega * 7919 % 400_009,
+                    us: us + (at * mega % 97) as f64 * 1e-4,
+                };
+                vec![choice(160, 30.0), choice(120, 20.0), choice(109, 76.0)]
+            })
+            .collect();
+        let frontier = Frontier::new(&units);
+        assert!(!frontier.is_exact());
+        for hard in [0, 1, 40, 79, 160] {
+            // What so many hard units take, and a little more.
+            let budget = 1_000_003 * (120 * (160 - hard) + 109 * hard) + 160 * 400_009;
+            let picked = frontier.fastest(budget).unwrap();
+            assert!(picked.bytes <= budget && sum(&units, &picked).0 == picked.bytes);
+            let bound = 20.0 * (160 - hard) as f64 + 76.0 * hard as f64;
+            assert!(picked.us <= bound + 2.0 && picked.us > bound - 500.0, "{hard}: {} for {bound}", picked.us);
+        }
+        let least = frontier.smallest(f64::INFINITY).unwrap().bytes;
+        assert!(frontier.fastest(least).is_some() && frontier.fastest(least - 1).is_none());
+        assert!(frontier.smallest(160.0 * 20.0 - 1.0).is_none());
+    }
+}

@@ -1,0 +1,203 @@
+//! Plans of a real geometry, and of small ones against all plans there are.
+
+use unweight_format::{layout, plan::PlanFile};
+use unweight_model::Geometry;
+
+use super::*;
+
+const GB: u64 = 1_000_000_000;
+
+fn wanted(memory: impl Into<Option<u64>>) -> Wanted {
+    Wanted { memory: memory.into(), max_slowdown: None, batch: 1, context: 1024 }
+}
+
+/// The tensors of a configuration: packed at 12.03 bits, Huffman-coded at 10.9, norms raw.
+fn tensors(config: &ModelConfig) -> Vec<Tensor> {
+    let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+    let (d, ff) = (config.hidden, config.intermediate);
+    let matrix = |role: Role, layer: Option<u32>, rows: u32, cols: u32| {
+        let elements = u64::from(rows) * u64::from(cols);
+        let tiles = elements / 4096;
+        let packed = tiles * (layout::PACKED_TILE_BYTES + 16) as u64;
+        let forms = vec![
+            (FormId::RAW, 2 * elements),
+            (FormId::PACKED, packed),
+            // Layers differ a little.
+            (FormId::HUFFMAN, elements * 109 / 80 + u64::from(layer.unwrap_or(0)) * 64),
+        ];
+        let name = format!("{}.{role}", layer.map_or(String::new(), |layer| layer.to_string()));
+        Tensor { name, role, layer, rows: rows.into(), cols: cols.into(), forms }
+    };
+    let mut all = vec![matrix(Role::Embedding, None, config.vocab, d)];
+    if !config.tied {
+        all.push(matrix(Role::LmHead, None, config.vocab, d));
+    }
+    for layer in 0..config.layers {
+        let of = [
+            (Role::Q, q, d),
+            (Role::K, kv, d),
+            (Role::V, kv, d),
+            (Role::O, d, q),
+            (Role::Gate, ff, d),
+            (Role::Up, ff, d),
+            (Role::Down, d, ff),
+        ];
+        all.extend(of.map(|(role, rows, cols)| matrix(role, Some(layer), rows, cols)));
+        let forms = vec![(FormId::RAW, 2 * u64::from(d))];
+        all.push(Tensor {
+            name: format!("{layer}.norm"),
+            role: Role::Norm,
+            layer: Some(layer),
+            rows: d.into(),
+            cols: 1,
+            forms,
+        });
+    }
+    all
+}
+
+fn llama() -> (ModelConfig, Vec<Tensor>) {
+    let config = Geometry::named("llama-3.1-8b").unwrap().config();
+    let tensors = tensors(&config);
+    (config, tensors)
+}
+
+fn form_of(plan: &PlanFile, name: &str) -> FormId {
+    plan.rules.iter().rfind(|rule| rule.pattern == name || rule.pattern == "*").map(|rule| rule.form).unwrap()
+}
+
+/// Bytes of a plan's weights, counted from its rules.
+fn weights(plan: &PlanFile, tensors: &[Tensor]) -> u64 {
+    tensors.iter().map(|tensor| tensor.bytes(form_of(plan, &tensor.name)).unwrap()).sum()
+}
+
+#[test]
+fn with_memory_to_spare_the_fastest_plan_is_taken() {
+    let (config, tensors) = llama();
+    let fit = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
+    assert_eq!((fit.slots, fit.slowdown()), (0, 1.0));
+    assert!(fit.groups.iter().all(|group| group.form == FormId::PACKED), "{:?}", fit.groups);
+    assert_eq!(weights(&fit.plan, &tensors), fit.weights);
+    // What the engine reserves.
+    let options = EngineOptions::default().max_batch(1).context(1024);
+    let memory = memory::plan(&config, &options, (fit.weights, 0), 80 * GB).unwrap();
+    assert_eq!((fit.total(), fit.cache, fit.working), (memory.total(), memory.cache, memory.working));
+    // At large batches cuBLAS is faster on some shapes, where there is room for BF16.
+    let large = Wanted { batch: 256, ..wanted(80 * GB) };
+    let fit = super::fit(&config, &tensors, &large).unwrap();
+    assert!(fit.groups.iter().any(|group| group.form == FormId::RAW) && fit.total() <= 80 * GB);
+}
+
+#[test]
+fn where_memory_is_short_some_layers_stay_coded_evenly() {
+    let (config, tensors) = llama();
+    let plenty = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
+    let short = plenty.total() - 150_000_000;
+    let fit = fit(&config, &tensors, &wanted(short)).unwrap();
+    assert!(fit.total() <= short && fit.slots > 0 && fit.slowdown() > 1.0);
+    assert_eq!(weights(&fit.plan, &tensors), fit.weights);
+    let coded: Vec<_> = fit.groups.iter().filter(|group| group.form == FormId::HUFFMAN).collect();
+    assert!(!coded.is_empty());
+    for group in coded {
+        let gaps: Vec<u32> = group.layers.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        if let (Some(least), Some(most)) = (gaps.iter().min(), gaps.iter().max()) {
+            assert!(most - least <= 1, "{} {:?}", group.name, group.layers);
+        }
+    }
+}
+
+#[test]
+fn the_least_memory_that_would_do_does() {
+    let (config, tensors) = llama();
+    let Err(FitError::TooSmall { least, weights, cache, working, slots, have }) =
+        fit(&config, &tensors, &wanted(4 * GB))
+    else {
+        panic!("4 GB are enough")
+    };
+    assert_eq!((have, least), (4 * GB, weights + cache + working + slots));
+    assert_eq!(fit(&config, &tensors, &wanted(least)).unwrap().total(), least);
+    assert!(matches!(fit(&config, &tensors, &wanted(least - 1)), Err(FitError::TooSmall { .. })));
+    // And the least that is fast enough.
+    let slow = Wanted { max_slowdown: Some(0.02), ..wanted(least) };
+    let Err(FitError::TooSlow { least: enough, slowdown, limit, .. }) = fit(&config, &tensors, &slow) else {
+        panic!("2 % are enough")
+    };
+    assert!(slowdown > limit && limit == 1.02 && enough > least);
+    let fast = fit(&config, &tensors, &Wanted { memory: Some(enough), ..slow }).unwrap();
+    assert!(fast.slowdown() <= 1.02 + 1e-6 && fast.total() <= enough, "{}", fast.slowdown());
+    let alone = fit(&config, &tensors, &Wanted { memory: None, ..slow }).unwrap();
+    assert_eq!(alone.total(), enough);
+    // The more may be lost, the less is needed.
+    let total = |slowdown| {
+        let wanted = Wanted { memory: None, max_slowdown: Some(slowdown), ..wanted(None) };
+        fit(&config, &tensors, &wanted).unwrap().total()
+    };
+    let totals = [0.0, 0.01, 0.05, 0.2, 1.0, 10.0].map(total);
+    assert!(totals.windows(2).all(|pair| pair[1] <= pair[0]), "{totals:?}");
+    assert_eq!(totals[5], least);
+}
+
+/// Two layers, all forms of all units: no plan is better.
+#[test]
+fn small_models_are_solved_as_by_brute_force() {
+    let json = r#"{"model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048}"#;
+    let config = ModelConfig::parse(json, None).unwrap();
+    let tensors = tensors(&config);
+    let (units, rest) = units(&config, &tensors, 1).unwrap();
+    let plans = units.iter().fold(vec![Vec::new()], |plans: Vec<Vec<usize>>, unit| {
+        plans.iter().flat_map(|plan| (0..unit.forms.len()).map(|at| [&plan[..], &[at]].concat())).collect()
+    });
+    let sums: Vec<(u64, f64)> = plans
+        .iter()
+        .map(|plan| {
+            let mut largest = BTreeMap::new();
+            let (mut bytes, mut us) = (rest, 0.0);
+            for (unit, at) in units.iter().zip(plan) {
+                bytes += unit.choices[*at].bytes;
+                us += unit.choices[*at].us;
+                for tensor in unit.tensors.iter().filter(|_| unit.forms[*at] == FormId::HUFFMAN) {
+                    largest.insert(tensor.role, slot_bytes(tensor, 1));
+                }
+            }
+            (bytes + largest.values().sum::<u64>() * SLOTS, us)
+        })
+        .collect();
+    let fixed = {
+        let fit = fit(&config, &tensors, &wanted(GB)).unwrap();
+        fit.cache + fit.working
+    };
+    let (least, most) = (sums.iter().map(|sum| sum.0).min().unwrap(), sums.iter().map(|sum| sum.0).max().unwrap());
+    for step in 0..=40 {
+        let memory = fixed + least + (most - least) * step / 40;
+        let best = sums.iter().filter(|sum| fixed + sum.0 <= memory).map(|sum| sum.1).fold(f64::INFINITY, f64::min);
+        let fit = fit(&config, &tensors, &wanted(memory)).unwrap();
+        assert!((fit.us - best).abs() < 1e-9 && fit.exact, "{memory}: {} for {best}", fit.us);
+        assert!(fit.total() <= memory);
+    }
+    assert!(fit(&config, &tensors, &wanted(fixed + least - 1)).is_err());
+}
+
+#[test]
+fn a_tied_model_has_its_embedding_multiplied_with() {
+    let config = Geometry::named("llama-3.2-1b").unwrap().config();
+    let fit = fit(&config, &tensors(&config), &wanted(8 * GB)).unwrap();
+    let embed = fit.groups.iter().find(|group| group.name == "embed").unwrap();
+    assert!(embed.us > 10.0 && embed.form == FormId::PACKED);
+    assert!(fit.groups.iter().all(|group| group.name != "lm_head"));
+}
+
+#[test]
+fn what_cannot_be_is_said() {
+    let (config, tensors) = llama();
+    let error = |wanted: Wanted| fit(&config, &tensors, &wanted).unwrap_err().to_string();
+    assert!(error(wanted(None)).contains("give one, or both"));
+    assert!(error(Wanted { batch: 257, ..wanted(GB) }).contains("max_batch = 257"));
+    assert!(error(Wanted { context: 0, ..wanted(GB) }).contains("context = 0"));
+    assert!(error(Wanted { context: 200_000, ..wanted(GB) }).contains("131072"));
+    assert!(error(Wanted { max_slowdown: Some(f64::NAN), ..wanted(GB) }).contains("NaN"));
+    assert!(error(wanted(GB)).contains("are the least that would do"));
+    let without: Vec<Tensor> = tensors.iter().filter(|tensor| tensor.name != "7.up").cloned().collect();
+    let error = fit(&config, &without, &wanted(80 * GB)).unwrap_err();
+    assert_eq!(error, FitError::Missing { layer: Some(7), role: Role::Up });
+}

@@ -1,0 +1,118 @@
+//! What a product costs by path, for plans that are made before anything is measured: one H200's records
+//! (docs/benchmarks.md) as formulas.
+//!
+//! Times are of a product by itself: what a decoder hides beside other work is not taken off. Between the shapes of the
+//! records, and on other machines, they are a guess; a tuner measures.
+
+use unweight_codegen::{
+    plan::GemmShape,
+    spec::{Arch, DecodeOutput, Epilogue},
+};
+
+use super::model::{PackedUse, candidates};
+
+/// Multiprocessors of an H200 (SXM).
+const SMS: u32 = 132;
+/// What a launch costs beside its work, us.
+const LAUNCH_US: f64 = 4.0;
+/// Bytes of weights that cuBLAS reads in a us.
+const CUBLAS_MEMORY: f64 = 4.55e6;
+/// Its floating-point operations in a us, on a card that has grown warm.
+const CUBLAS_FLOP: f64 = 7.0e8;
+/// Weights that are decoded to BF16 in a us, where writing them is the limit.
+const FULL_DECODE: f64 = 0.94e6;
+/// Weights that are decoded to exponents in a us.
+const EXPONENT_DECODE: f64 = 1.98e6;
+/// The reconstructive matmul: us for a k, with one tile and with two tiles of columns a block.
+const RECON_K: (f64, f64) = (4.7e-3, 10.3e-3);
+/// Up to this batch it takes no longer than at batch 1.
+const RECON_BATCH: u32 = 64;
+
+/// cuBLAS on BF16, us.
+pub fn cublas_us(problem: GemmShape) -> f64 {
+    let GemmShape { m, n, k } = problem;
+    let weights = f64::from(n) * f64::from(k);
+    LAUNCH_US + (2.0 * weights / CUBLAS_MEMORY).max(2.0 * weights * f64::from(m) / CUBLAS_FLOP)
+}
+
+/// The register-sourced matmul that the model finds fastest, as a programmatic dependent, us. Sides that are no
+/// multiples of 64 count as padded. `None` where there is nothing to compute.
+pub fn packed_us(problem: GemmShape) -> Option<f64> {
+    let padded = |extent: u32| extent.checked_next_multiple_of(64);
+    let problem = GemmShape { n: padded(problem.n)?, k: padded(problem.k)?, ..problem };
+    let wanted = PackedUse { escapes: true, pdl: true, epilogue: Epilogue::Store };
+    candidates(Arch::Sm90a, SMS, problem, wanted).first().map(|(_, us)| *us)
+}
+
+/// Decoding a Huffman-coded weight and multiplying with it, us, and what it is decoded to: exponents for the
+/// reconstructive matmul, or BF16 for cuBLAS, whichever is sooner.
+///
+/// ```
+/// use unweight_codegen::{plan::GemmShape, spec::DecodeOutput};
+/// use unweight_rt::choose::cost::huffman_us;
+/// let at = |m| huffman_us(GemmShape { m, n: 14336, k: 4096 });
+/// assert_eq!(at(1).1, DecodeOutput::Exponent);
+/// assert!((70.0..84.0).contains(&at(1).0), "43.2 + 33.6 us were measured");
+/// assert_eq!(at(1024).1, DecodeOutput::Full);
+/// ```
+pub fn huffman_us(problem: GemmShape) -> (f64, DecodeOutput) {
+    let GemmShape { m, n, k } = problem;
+    let weights = f64::from(n) * f64::from(k);
+    let full = LAUNCH_US + weights / FULL_DECODE + cublas_us(problem);
+    if m > RECON_BATCH || !n.is_multiple_of(64) || !k.is_multiple_of(64) {
+        return (full, DecodeOutput::Full);
+    }
+    let product = if n <= 64 * SMS {
+        RECON_K.0 * f64::from(k)
+    } else {
+        f64::from(n.div_ceil(128).div_ceil(SMS)) * RECON_K.1 * f64::from(k)
+    };
+    let exponents = LAUNCH_US + weights / EXPONENT_DECODE + 1.0 + product;
+    if exponents < full { (exponents, DecodeOutput::Exponent) } else { (full, DecodeOutput::Full) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rows of the records, us; within a fifth.
+    #[test]
+    fn formulas_are_the_records() {
+        for (n, k, m, cublas, packed) in [
+            (14336, 4096, 1, 31.7, 20.5),
+            (14336, 4096, 64, 32.0, 23.5),
+            (14336, 4096, 256, 45.7, 51.4),
+            (14336, 4096, 1024, 172.6, 187.1),
+            (28672, 4096, 1, 59.3, 40.5),
+            (4096, 14336, 1, 30.9, 20.6),
+            (4096, 4096, 1, 12.4, 7.1),
+            (6144, 4096, 256, 21.0, 25.6),
+            (128_256, 4096, 1, 238.1, 171.9),
+            (128_256, 4096, 256, 439.7, 436.1),
+            (8192, 28672, 1024, 689.0, 691.5),
+        ] {
+            let problem = GemmShape { m, n, k };
+            for (predicted, measured) in [(cublas_us(problem), cublas), (packed_us(problem).unwrap(), packed)] {
+                let ratio: f64 = predicted / measured;
+                assert!((0.8..1.25).contains(&ratio), "{n}x{k} at {m}: {predicted:.1} us for {measured}");
+            }
+        }
+        for (n, k, m, measured, output) in [
+            (14336, 4096, 1, 33.6 + 43.2, DecodeOutput::Exponent),
+            (4096, 4096, 1, 13.6 + 21.6, DecodeOutput::Exponent),
+            (4096, 14336, 1, 67.7 + 30.3, DecodeOutput::Full),
+            (14336, 4096, 512, 66.6 + 91.8, DecodeOutput::Full),
+        ] {
+            let (us, to) = huffman_us(GemmShape { m, n, k });
+            assert!((us / measured - 1.0_f64).abs() < 0.15 && to == output, "{n}x{k} at {m}: {us:.1} for {measured}");
+        }
+    }
+
+    #[test]
+    fn odd_shapes_are_padded_and_empty_ones_have_no_time() {
+        let odd = GemmShape { m: 1, n: 100, k: 4000 };
+        assert_eq!(packed_us(odd), packed_us(GemmShape { m: 1, n: 128, k: 4032 }));
+        assert_eq!(packed_us(GemmShape { m: 0, n: 64, k: 64 }), None);
+        assert_eq!(huffman_us(odd).1, DecodeOutput::Full);
+    }
+}
