@@ -15,7 +15,7 @@
 //! | 1 | the product of up, in hard layers |
 //! | 2 + 3s, 3 + 3s, 4 + 3s | the decoders of gate, up and down of slot s |
 //!
-//! Without hard layers there is one stream and no event. [`check`] proves a program from its steps alone: it knows
+//! Without hard layers there is one stream and no event. [`check()`] proves a program from its steps alone: it knows
 //! nothing of how it was built.
 
 mod build;

@@ -51,7 +51,7 @@ pub struct Timeline {
 /// Runs a program on paper.
 ///
 /// # Errors
-/// [`Violation::WaitBeforeRecord`] or [`Violation::OutOfRange`]; a program that [`check`](super::check) accepts has
+/// [`Violation::WaitBeforeRecord`] or [`Violation::OutOfRange`]; a program that [`check`](super::check()) accepts has
 /// neither.
 pub fn simulate(program: &Program, cost: &dyn Cost) -> Result<Timeline, Violation> {
     let streams = usize::from(program.streams);
