@@ -993,6 +993,68 @@ fn a_file_limit_is_a_full_disk_not_the_end() {
     run(home.path(), &["compress", "model", "-o", "bundle", "--resume"], 0);
 }
 
+/// Extents whose product overflows, and no elements.
+#[test]
+fn a_shape_without_elements_is_shown() {
+    let home = tempfile::tempdir().unwrap();
+    fs::create_dir(home.path().join("model")).unwrap();
+    let header = r#"{"t":{"dtype":"BF16","shape":[1099511627776,1099511627776,0],"data_offsets":[0,0]}}"#;
+    let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
+    fs::write(home.path().join("model/model.safetensors"), file).unwrap();
+    run(home.path(), &["compress", "model", "-o", "bundle"], 0);
+    let report = json(&run(home.path(), &["inspect", "bundle", "--json"], 0));
+    assert_eq!(report["tensors"][0]["elements"], 0);
+    run(home.path(), &["inspect", "bundle"], 0);
+    run(home.path(), &["plan", "model", "--compare"], 0);
+    // Without elements there is nothing to draw.
+    run(home.path(), &["inspect", "bundle", "--plot", "ratio"], 2);
+}
+
+/// Whichever thread cannot be made: an error that says so.
+#[test]
+fn too_few_processes_are_an_error() {
+    use std::os::unix::process::CommandExt;
+    let home = tempfile::tempdir().unwrap();
+    for part in ["model", "bundle"] {
+        copy(&fixture().join(part), &home.path().join(part));
+    }
+    let mut program = PathBuf::from(assert_cmd::cargo::cargo_bin!("unweight"));
+    // Root is not bound by the limit. A user of nobody else's, so that nobody else's processes count.
+    let user = rustix::process::geteuid().is_root().then(|| 20_000 + std::process::id() % 40_000);
+    if let Some(user) = user {
+        fs::copy(&program, home.path().join("unweight")).unwrap();
+        program = home.path().join("unweight");
+        assert!(Command::new("chown").args(["-R", &user.to_string()]).arg(home.path()).status().unwrap().success());
+    }
+    let commands: [&[&str]; 5] = [
+        &["demo", "--size", "1M"],
+        &["plan", "model"],
+        &["compress", "model", "-o", "out"],
+        &["verify", "bundle"],
+        &["decompress", "bundle", "-o", "back"],
+    ];
+    for arguments in commands {
+        for most in 1..=3 {
+            let mut command = Command::new("bash");
+            command.args(["-c", &format!("ulimit -u {most}; exec \"$0\" \"$@\"")]).arg(&program).args(arguments);
+            command.current_dir(&home).env("TMPDIR", home.path());
+            if let Some(user) = user {
+                command.uid(user).gid(user);
+            }
+            let output = command.output().unwrap();
+            let said = stderr(&output);
+            match output.status.code() {
+                Some(0) if most > 1 => {}
+                Some(2) => assert!(said.contains("cannot start") && said.contains("threads"), "{arguments:?}: {said}"),
+                other => panic!("{arguments:?} with {most}: {other:?}, {said}"),
+            }
+            for made in ["out", "back"] {
+                drop(fs::remove_dir_all(home.path().join(made)));
+            }
+        }
+    }
+}
+
 #[test]
 fn each_signal_has_its_exit_status() {
     use rustix::process::Signal;

@@ -65,6 +65,7 @@ fn class(error: &BundleError) -> &'static str {
         | BundleError::NoRoom { .. }
         | BundleError::DiskFull { .. }
         | BundleError::Output { .. }
+        | BundleError::SetAside { .. }
         | BundleError::Read { .. } => "StorageError",
         BundleError::NotADirectory { .. }
         | BundleError::NoWeights { .. }
@@ -75,6 +76,8 @@ fn class(error: &BundleError) -> &'static str {
         | BundleError::ReservedTensor { .. }
         | BundleError::ReservedFile { .. }
         | BundleError::SourceChanged { .. }
+        | BundleError::Rank { .. }
+        | BundleError::ManifestTooLarge { .. }
         | BundleError::TooLarge { .. } => "ModelError",
         other => match other.class() {
             ErrorClass::Mismatch => "DamagedError",
@@ -96,7 +99,7 @@ fn place(error: &BundleError) -> Place {
         BundleError::Output { file, source } => {
             Place { file: Some(file.clone()), errno: source.raw_os_error(), ..none() }
         }
-        BundleError::ReservedTensor { path, tensor } => {
+        BundleError::ReservedTensor { path, tensor } | BundleError::Rank { path, tensor, .. } => {
             Place { file: of(path), tensor: Some(tensor.clone()), ..none() }
         }
         BundleError::NoRoom { path, .. }
@@ -119,6 +122,9 @@ fn place(error: &BundleError) -> Place {
         | BundleError::NewerVersion { path, .. }
         | BundleError::Manifest { path, .. }
         | BundleError::Interrupted { partial: path } => Place { file: of(path), ..none() },
+        BundleError::SetAside { old, source, .. } => {
+            Place { file: of(old), errno: source.raw_os_error(), ..none() }
+        }
         BundleError::OutputOverlaps { output, .. } => Place { file: of(output), ..none() },
         BundleError::Encoder { file, tensor, .. } => {
             Place { file: Some(file.clone()), tensor: Some(tensor.clone()), ..none() }
