@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Union
 
 from . import _native
@@ -63,26 +64,33 @@ class Bundle(_native.Bundle):
 
     def tensors(self) -> list[TensorInfo]:
         """Every tensor, in the order of files and of their data."""
-        keys = TensorInfo._fields
-        return [TensorInfo(**{key: row[key] for key in keys} | {"shape": tuple(row["shape"])}) for row in self._rows()]
+        return list(self._tensors)
 
     def names(self) -> list[str]:
         """The names of all tensors."""
-        return [row["name"] for row in self._rows()]
+        return [info.name for info in self._tensors]
 
     def info(self, name: str, *, file: Optional[str] = None) -> TensorInfo:
         """What the bundle says about one tensor."""
-        row = self._row(name, file=file)
-        return TensorInfo(**{key: row[key] for key in TensorInfo._fields} | {"shape": tuple(row["shape"])})
+        return _info(self._row(name, file=file))
+
+    # A bundle never changes while it is open.
+    @cached_property
+    def _tensors(self) -> list[TensorInfo]:
+        return [_info(row) for row in self._rows()]
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(info.name for info in self._tensors)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names()
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
     def __len__(self) -> int:
-        return len(self._rows())
+        return len(self._tensors)
 
     def __repr__(self) -> str:
         return f"Bundle({str(self.path)!r}, profile={self.profile!r}, tensors={len(self)})"
@@ -126,6 +134,10 @@ class Bundle(_native.Bundle):
         tensor = torch.empty(info.shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
         self.decode_into(name, tensor.data_ptr(), tensor.nbytes, file=file)
         return tensor if device is None else tensor.to(device)
+
+
+def _info(row: dict[str, Any]) -> TensorInfo:
+    return TensorInfo(**{key: row[key] for key in TensorInfo._fields} | {"shape": tuple(row["shape"])})
 
 
 def _dtype(info: TensorInfo, names: dict[str, str], library: str) -> str:

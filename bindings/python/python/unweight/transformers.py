@@ -10,6 +10,7 @@ always; each linear layer is packed when its shard is there. So experts and tens
 from __future__ import annotations
 
 import pathlib
+import weakref
 from types import TracebackType
 from typing import Any, Iterator, Optional
 
@@ -23,8 +24,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from . import _native
-from ._bundle import Bundle
+from ._bundle import Bundle, TensorInfo
 from .ops import Linear
 
 __all__ = ["UnweightConfig"]
@@ -139,9 +139,8 @@ class UnweightHfQuantizer(HfQuantizer):
 class _Slice:
     """A tensor that is decoded when it is asked for, as safetensors has them."""
 
-    def __init__(self, bundle: Bundle, name: str, file: str) -> None:
-        self._bundle, self._name, self._file = bundle, name, file
-        self._info = bundle.info(name, file=file)
+    def __init__(self, bundle: Bundle, info: TensorInfo) -> None:
+        self._bundle, self._info = bundle, info
 
     def get_dtype(self) -> str:
         return self._info.dtype
@@ -150,15 +149,26 @@ class _Slice:
         return list(self._info.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self._bundle.torch(self._name, file=self._file)[index]
+        return self._bundle.torch(self._info.name, file=self._info.file)[index]
+
+
+# Those that are being loaded: all shards of a model are open at once, and one manifest is read once.
+_open_bundles: weakref.WeakValueDictionary[pathlib.Path, Bundle] = weakref.WeakValueDictionary()
+
+
+def _bundle(folder: pathlib.Path) -> Bundle:
+    bundle = _open_bundles.get(folder)
+    if bundle is None:
+        bundle = _open_bundles[folder] = Bundle(folder)
+    return bundle
 
 
 class _Shard:
     """A shard of a bundle as `safetensors.safe_open` would show the original file."""
 
     def __init__(self, path: pathlib.Path, device: Any) -> None:
-        self._bundle, self._file, self._device = Bundle(path.parent), path.name, device
-        self._names = [info.name for info in self._bundle.tensors() if info.file == self._file]
+        self._bundle, self._file, self._device = _bundle(path.parent), path.name, device
+        self._infos = {info.name: info for info in self._bundle.tensors() if info.file == self._file}
 
     def __enter__(self) -> _Shard:
         return self
@@ -172,16 +182,16 @@ class _Shard:
         return {"format": "pt"}
 
     def keys(self) -> list[str]:
-        return list(self._names)
+        return list(self._infos)
 
     def offset_keys(self) -> list[str]:
-        return list(self._names)
+        return list(self._infos)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._infos)
 
     def get_slice(self, name: str) -> _Slice:
-        return _Slice(self._bundle, name, self._file)
+        return _Slice(self._bundle, self._infos[name])
 
     def get_tensor(self, name: str) -> Tensor:
         return self._bundle.torch(name, device=self._device, file=self._file)
