@@ -188,10 +188,10 @@ fn nothing_is_asked() {
             .spawn()
             .unwrap();
         let open = child.stdin.take();
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         while child.try_wait().unwrap().is_none() {
             assert!(start.elapsed().as_secs() < 60, "{arguments:?} waits");
-            std::thread::sleep(std::time::Duration::from_millis(20));
+            std::thread::sleep(Duration::from_millis(20));
         }
         drop(open);
     }
