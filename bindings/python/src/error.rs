@@ -66,6 +66,7 @@ fn class(error: &BundleError) -> &'static str {
         | BundleError::DiskFull { .. }
         | BundleError::Output { .. }
         | BundleError::SetAside { .. }
+        | BundleError::SetAside { .. }
         | BundleError::Read { .. } => "StorageError",
         BundleError::NotADirectory { .. }
         | BundleError::NoWeights { .. }
@@ -122,9 +123,7 @@ fn place(error: &BundleError) -> Place {
         | BundleError::NewerVersion { path, .. }
         | BundleError::Manifest { path, .. }
         | BundleError::Interrupted { partial: path } => Place { file: of(path), ..none() },
-        BundleError::SetAside { old, source, .. } => {
-            Place { file: of(old), errno: source.raw_os_error(), ..none() }
-        }
+        BundleError::SetAside { old, source, .. } => Place { file: of(old), errno: source.raw_os_error(), ..none() },
         BundleError::OutputOverlaps { output, .. } => Place { file: of(output), ..none() },
         BundleError::Encoder { file, tensor, .. } => {
             Place { file: Some(file.clone()), tensor: Some(tensor.clone()), ..none() }
