@@ -66,7 +66,6 @@ fn class(error: &BundleError) -> &'static str {
         | BundleError::DiskFull { .. }
         | BundleError::Output { .. }
         | BundleError::SetAside { .. }
-        | BundleError::SetAside { .. }
         | BundleError::Read { .. } => "StorageError",
         BundleError::NotADirectory { .. }
         | BundleError::NoWeights { .. }
