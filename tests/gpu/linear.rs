@@ -17,7 +17,7 @@ use unweight_bench::halves;
 use unweight_codegen::spec::Epilogue;
 use unweight_rt::{
     choose::model::PackedChooser,
-    device::{Device, DeviceError, KernelSet, LaneSize, Refusal, Stream},
+    device::{Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, Refusal, Stream},
     env::Env,
     jit::cache::Progress,
     layer::{
@@ -402,8 +402,11 @@ fn what_a_layer_was_not_loaded_for_is_refused() {
     let mut lane = loader.lane(&stream).unwrap();
     let x = DeviceMatrix::zeroed(&stream, 5, 128).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, 5, 192).unwrap();
-    let batch = refused(layer.enqueue(&mut lane, x.view(), y.view_mut(), Epilogue::Store));
-    assert_eq!(batch, Refusal::Batch { m: 5, max_batch: 4 });
+    // More rows than it was loaded for are no matter, other columns are.
+    layer.enqueue(&mut lane, x.view(), y.view_mut(), Epilogue::Store).unwrap();
+    let mut fewer = DeviceMatrix::zeroed(&stream, 5, 128).unwrap();
+    let shape = refused(layer.enqueue(&mut lane, x.view(), fewer.view_mut(), Epilogue::Store));
+    assert!(matches!(shape, Refusal::Shape { y: [5, 128], x: [5, 128], .. }), "{shape}");
     let few = DeviceMatrix::zeroed(&stream, 4, 128).unwrap();
     let mut half = DeviceMatrix::zeroed(&stream, 4, 96).unwrap();
     let asked = Epilogue::SiluMul;
@@ -412,6 +415,62 @@ fn what_a_layer_was_not_loaded_for_is_refused() {
     let shape = refused(layer.enqueue(&mut lane, few.view(), half.view_mut(), Epilogue::Store));
     assert!(matches!(shape, Refusal::Shape { y: [4, 96], x: [4, 128], .. }), "{shape}");
     assert!(loader.load("layers.9.weight").is_err());
+}
+
+/// A batch above the one that was loaded for: each turn gives the bits that its rows give alone, on whole and padded layers, also in a capture.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_large_batch_takes_turns() {
+    const LOADED: u32 = 4;
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let home = tempfile::tempdir().unwrap();
+    model(&home.path().join("model"));
+    let bundle = bundle_of(home.path(), Profile::Resident);
+    let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(LOADED));
+    let names = [0, 4].map(|at| TENSORS[at].0);
+    let mut layers: Vec<(Linear, Epilogue)> =
+        names.map(|name| (loader.load(name).unwrap(), Epilogue::Store)).into_iter().collect();
+    layers.extend(names.map(|name| (loader.load(name).unwrap(), Epilogue::StoreAdd)));
+    let pair = loader.merge(&[TENSORS[2].0, TENSORS[3].0], Merge::SiluMul).unwrap();
+    layers.push((pair, Epilogue::SiluMul));
+    let lane = loader.lane(&stream).unwrap();
+    let mut run = Run { stream: &stream, lane };
+    for (layer, epilogue) in &layers {
+        let columns = if *epilogue == Epilogue::SiluMul { layer.n() / 2 } else { layer.n() };
+        for m in [LOADED + 1, 2 * LOADED, 5 * LOADED + 3] {
+            let x = halves(&Weights::Gaussian { sigma: 1.0 }.bytes((m * layer.k()) as usize, 5));
+            let before = halves(&Weights::Gaussian { sigma: 1.0 }.bytes((m * columns) as usize, 6));
+            let before = (*epilogue == Epilogue::StoreAdd).then_some(&before[..]);
+            let together = run.y(layer, &x, m, before, *epilogue);
+            let mut apart = Vec::new();
+            for first in (0..m).step_by(LOADED as usize) {
+                let rows = LOADED.min(m - first);
+                let at = |width: u32| (first * width) as usize..((first + rows) * width) as usize;
+                apart.extend(run.y(layer, &x[at(layer.k())], rows, before.map(|y| &y[at(columns)]), *epilogue));
+            }
+            assert!(together == apart, "{epilogue:?} [{}, {}] at {m}", layer.n(), layer.k());
+        }
+    }
+}
+
+/// Memory that another buffer owns: written through one, read through the other, and freed once.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_borrowed_buffer_frees_nothing() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let owned = DeviceBuffer::<u16>::from_host(&stream, &[1, 2, 3, 4]).unwrap();
+    for round in 0..3u16 {
+        // SAFETY: the memory of `owned`, which outlives the buffer, and which nobody else touches meanwhile.
+        let mut borrowed = unsafe { DeviceBuffer::<u16>::borrow(stream.device(), owned.address(), 4) }.unwrap();
+        borrowed.write(&stream, 1, &[10 + round, 20 + round]).unwrap();
+        drop(borrowed);
+        assert_eq!(owned.to_host(&stream).unwrap(), [1, 10 + round, 20 + round, 4]);
+    }
+    // SAFETY: refused, so nothing is made of the address.
+    let odd = unsafe { DeviceBuffer::<u16>::borrow(stream.device(), owned.address() + 2, 2) };
+    assert!(matches!(odd, Err(Refusal::Alignment { bytes: 256, .. })));
 }
 
 /// A lane of another loader lacks what a padded layer and one for cuBLAS need: refused, with nothing written, until it is reserved.

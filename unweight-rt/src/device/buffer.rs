@@ -15,6 +15,8 @@ pub struct DeviceBuffer<T> {
     device: Device,
     address: u64,
     len: usize,
+    /// Dropping it frees the memory.
+    is_owned: bool,
     marker: PhantomData<T>,
 }
 
@@ -42,11 +44,26 @@ impl<T: Pod> DeviceBuffer<T> {
         device.bind()?;
         // SAFETY: the memory is set below, before anything can read it.
         let address = unsafe { result::malloc_sync(bytes) }.call("allocating device memory")?;
-        let buffer = Self { device, address, len, marker: PhantomData };
+        let buffer = Self { device, address, len, is_owned: true, marker: PhantomData };
         // SAFETY: the range was just allocated. `T: Pod` is valid with zeros.
         unsafe { result::memset_d8_async(address, 0, bytes, stream.raw()) }.call("clearing device memory")?;
         stream.synchronize()?;
         Ok(buffer)
+    }
+
+    /// Memory of somebody else, such as a tensor of another framework. Dropping the buffer frees nothing, and waits for nothing.
+    ///
+    /// # Safety
+    /// `address` is the device address of `len` elements on `device`, with [`DeviceBuffer::PAD_BYTES`] more bytes behind them that may be read
+    /// (and, by [`DeviceBuffer::fill_padding`], written). All of it stays allocated, and nobody else writes it, until the buffer is gone and the
+    /// work that was given it is done; in a capture, as often as the graph runs.
+    ///
+    /// # Errors
+    /// [`Refusal::Alignment`]: the address is no multiple of [`DeviceBuffer::PAD_BYTES`]. [`Refusal::TooLarge`]: it would end beyond the
+    /// address space.
+    pub unsafe fn borrow(device: &Device, address: u64, len: usize) -> Result<Self, Refusal> {
+        check_borrowed(address, len as u64, size_of::<T>() as u64, Self::PAD_BYTES as u64)?;
+        Ok(Self { device: device.clone(), address, len, is_owned: false, marker: PhantomData })
     }
 
     /// A copy of `host`. Waits for the copy.
@@ -167,6 +184,18 @@ impl<T: Pod> DeviceBuffer<T> {
     }
 }
 
+/// That a buffer of `len` elements and what is behind them can lie at an address.
+fn check_borrowed(address: u64, len: u64, element: u64, pad: u64) -> Result<(), Refusal> {
+    // As an allocation would begin: sections are read by bulk copies and tensor maps.
+    if !address.is_multiple_of(pad) {
+        return Err(Refusal::Alignment { operand: "a borrowed buffer", address, bytes: pad });
+    }
+    let end =
+        len.checked_mul(element).and_then(|bytes| bytes.checked_add(pad)).and_then(|all| all.checked_add(address));
+    let limit = (u64::MAX - address).saturating_sub(pad) / element.max(1);
+    end.map(|_| ()).ok_or(Refusal::TooLarge { what: "elements", value: len, limit })
+}
+
 /// Copies from host memory of any kind, and waits for the copy.
 ///
 /// # Safety
@@ -229,6 +258,9 @@ impl<T> DeviceBuffer<T> {
 
 impl<T> Drop for DeviceBuffer<T> {
     fn drop(&mut self) {
+        if !self.is_owned {
+            return;
+        }
         // Nothing can be done about a failure here; the context keeps it and reports it at the next call.
         let context = self.device.context();
         context.record_err(context.bind_to_thread());
@@ -240,5 +272,27 @@ impl<T> Drop for DeviceBuffer<T> {
 impl<T> fmt::Debug for DeviceBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "DeviceBuffer<{}>[{}]", std::any::type_name::<T>(), self.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn borrowed_memory_lies_where_an_allocation_could() {
+        assert_eq!(check_borrowed(0x7f00_0000_0100, 1 << 40, 2, 256), Ok(()));
+        assert_eq!(check_borrowed(0x100, 0, 4, 256), Ok(()));
+        for address in [0x101, 0x110, 0x180] {
+            let operand = "a borrowed buffer";
+            assert_eq!(check_borrowed(address, 1, 1, 256), Err(Refusal::Alignment { operand, address, bytes: 256 }));
+        }
+        let top = u64::MAX - 255 - 0x1000;
+        let limit = (0x1000 - 1) / 2;
+        assert_eq!(check_borrowed(top, limit, 2, 256), Ok(()));
+        for len in [limit + 1, u64::MAX / 2, u64::MAX] {
+            let refused = Refusal::TooLarge { what: "elements", value: len, limit };
+            assert_eq!(check_borrowed(top, len, 2, 256), Err(refused));
+        }
     }
 }

@@ -35,6 +35,8 @@
 //! # }
 //! ```
 
+use std::ops::Range;
+
 use unweight_codegen::{VariantSpec, spec::Epilogue};
 
 use crate::{
@@ -65,23 +67,31 @@ enum Weights {
     Whole(DeviceMatrix),
 }
 
-/// Of the kernels of a layer, by epilogue and ascending in the largest batch, the one for this batch.
-fn choose<T>(choices: &[T], of: impl Fn(&T) -> (Epilogue, u32), m: u32, asked: Epilogue) -> Result<&T, Refusal> {
+/// Of the kernels of a layer, by epilogue and ascending in the largest batch, the one for this batch, and how many rows it takes at a time: all of
+/// them, or as many as the layer was loaded for.
+fn choose<T>(choices: &[T], of: impl Fn(&T) -> (Epilogue, u32), m: u32, asked: Epilogue) -> Result<(&T, u32), Refusal> {
     let mut largest = None;
     for choice in choices {
         let (epilogue, last) = of(choice);
         if epilogue == asked {
             if m <= last {
-                return Ok(choice);
+                return Ok((choice, m));
             }
-            largest = Some(last);
+            largest = Some((choice, last));
         }
     }
     match (largest, choices.first()) {
-        (Some(max_batch), _) => Err(Refusal::Batch { m, max_batch }),
+        (Some(largest), _) => Ok(largest),
         (None, Some(first)) => Err(Refusal::Epilogue { asked, loaded: of(first).0 }),
         (None, None) => Err(Refusal::Epilogue { asked, loaded: Epilogue::Store }),
     }
+}
+
+/// The first row and the one after the last of every turn.
+fn turns(m: u32, rows: u32) -> impl Iterator<Item = Range<u32>> {
+    // A kernel takes a row at least; no rows are one turn without any.
+    let step = rows.max(1);
+    (0..m.div_ceil(step).max(1)).map(move |turn| turn * step..m.min(turn.saturating_add(1).saturating_mul(step)))
 }
 
 impl Linear {
@@ -134,11 +144,11 @@ impl Linear {
         }
     }
 
-    /// The variant for a batch; `None` where cuBLAS takes it, or nothing does.
+    /// The variant for a batch, or for the first turns of one that takes several; `None` where cuBLAS takes it, or nothing does.
     pub fn variant(&self, m: u32, epilogue: Epilogue) -> Option<VariantSpec> {
         match &self.weights {
             Weights::Packed { choices, .. } => {
-                let choice = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue).ok()?;
+                let (choice, _) = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue).ok()?;
                 Some(*choice.kernel.kernel().spec())
             }
             Weights::Whole(_) => None,
@@ -162,13 +172,12 @@ impl Linear {
         padding((self.n, self.k), (packed.grid().rows() as u32, packed.grid().cols() as u32), m)
     }
 
-    /// Enqueues the product on the lane's stream. `y` `[m, n]` is overwritten, or added to ([`Epilogue::StoreAdd`]); of a packed gate and up
+    /// Enqueues the product on the lane's stream. A batch above the one that was loaded for takes several turns of that many rows. `y` `[m, n]` is overwritten, or added to ([`Epilogue::StoreAdd`]); of a packed gate and up
     /// only [`Epilogue::SiluMul`] can be had, with `y` `[m, n / 2]`. Rows of packed layers begin at multiples of 16 bytes; those of `y` follow each other
     /// without a gap, unless the layer is padded or cuBLAS's.
     ///
     /// # Errors
-    /// Everything is checked before anything is enqueued: shapes, pitches, alignment, overlap, devices, a batch above the one that was loaded for,
-    /// and the lane's size ([`Loader::lane`](crate::layer::loader::Loader::lane), [`Lane::reserve`]). Then the driver's refusal.
+    /// Everything is checked before anything is enqueued: shapes, pitches, alignment, overlap, devices, and the lane's size ([`Loader::lane`](crate::layer::loader::Loader::lane), [`Lane::reserve`]). Then the driver's refusal.
     pub fn enqueue(
         &self,
         lane: &mut Lane,
@@ -188,7 +197,38 @@ impl Linear {
             Weights::Packed { packed, choices } => (packed, choices),
         };
         let m = x.rows();
-        let choice = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue)?;
+        let (_, rows) = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue)?;
+        if rows == m {
+            return self.enqueue_turn(lane, x, y, epilogue, packed, choices);
+        }
+        let columns = if epilogue == Epilogue::SiluMul { self.n / 2 } else { self.n };
+        let operands = [u64::from(self.n), self.k.into()];
+        check_product(packed.device().ordinal(), x.place(), operands, columns.into(), y.place(), packed.spans())?;
+        // Turns begin as the whole does: rows are a multiple of 16 bytes apart. The last may be another kernel's.
+        for rows in [rows, m % rows] {
+            let (choice, _) = choose(choices, |choice| (choice.epilogue, choice.last), rows, epilogue)?;
+            lane.size().check(choice.kernel.lane_size(rows, packed).max(self.padding(packed, rows)))?;
+        }
+        let mut y = y;
+        for turn in turns(m, rows) {
+            let part = y.part(turn.clone(), 0..columns)?;
+            self.enqueue_turn(lane, x.part(turn, 0..self.k)?, part, epilogue, packed, choices)?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues a batch that one kernel takes.
+    fn enqueue_turn(
+        &self,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
+        y: MatrixMut<'_>,
+        epilogue: Epilogue,
+        packed: &DevicePacked,
+        choices: &[Choice<PackedGemm>],
+    ) -> Result<(), DeviceError> {
+        let m = x.rows();
+        let (choice, _) = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue)?;
         let padding = self.padding(packed, m);
         if padding == LaneSize::default() {
             return choice.kernel.enqueue(lane, x, packed, y);
@@ -250,18 +290,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_batch_or_epilogue_that_was_not_loaded_for_is_refused() {
+    fn an_epilogue_that_was_not_loaded_for_is_refused_and_a_large_batch_takes_turns() {
         let choices = [(Epilogue::Store, 8), (Epilogue::Store, 64), (Epilogue::StoreAdd, 64)];
-        let chosen = |m, asked| choose(&choices, |choice| *choice, m, asked).copied();
-        assert_eq!(chosen(1, Epilogue::Store), Ok((Epilogue::Store, 8)));
-        assert_eq!(chosen(8, Epilogue::Store), Ok((Epilogue::Store, 8)));
-        assert_eq!(chosen(9, Epilogue::Store), Ok((Epilogue::Store, 64)));
-        assert_eq!(chosen(9, Epilogue::StoreAdd), Ok((Epilogue::StoreAdd, 64)));
-        assert_eq!(chosen(65, Epilogue::StoreAdd), Err(Refusal::Batch { m: 65, max_batch: 64 }));
+        let chosen = |m, asked| choose(&choices, |choice| *choice, m, asked).map(|(choice, rows)| (*choice, rows));
+        assert_eq!(chosen(0, Epilogue::Store), Ok(((Epilogue::Store, 8), 0)));
+        assert_eq!(chosen(1, Epilogue::Store), Ok(((Epilogue::Store, 8), 1)));
+        assert_eq!(chosen(8, Epilogue::Store), Ok(((Epilogue::Store, 8), 8)));
+        assert_eq!(chosen(9, Epilogue::Store), Ok(((Epilogue::Store, 64), 9)));
+        assert_eq!(chosen(9, Epilogue::StoreAdd), Ok(((Epilogue::StoreAdd, 64), 9)));
+        assert_eq!(chosen(65, Epilogue::StoreAdd), Ok(((Epilogue::StoreAdd, 64), 64)));
+        assert_eq!(chosen(u32::MAX, Epilogue::Store), Ok(((Epilogue::Store, 64), 64)));
         let wrong = Refusal::Epilogue { asked: Epilogue::SiluMul, loaded: Epilogue::Store };
         assert_eq!(chosen(1, Epilogue::SiluMul), Err(wrong));
-        let text = chosen(65, Epilogue::Store).unwrap_err().to_string();
-        assert!(text.contains("a batch of 65: this layer was loaded for 64 at most"), "{text}");
+    }
+
+    #[test]
+    fn turns_cover_each_row_once() {
+        for (m, rows) in [(5, 4), (8, 4), (9, 4), (20_000, 4096), (1, 1), (3, 1), (u32::MAX, 1 << 31), (u32::MAX, 4096)]
+        {
+            let mut next = 0;
+            for turn in turns(m, rows) {
+                assert_eq!(turn.start, next, "{m} in {rows}");
+                assert!((1..=rows).contains(&(turn.end - turn.start)), "{m} in {rows}: {turn:?}");
+                assert!(turn.end == m || turn.len() == rows as usize, "only the last is shorter");
+                next = turn.end;
+            }
+            assert_eq!(next, m);
+        }
     }
 
     /// Copies of a padded layer are held against the lane before they are made.

@@ -159,7 +159,7 @@ pub enum Unsuitable {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadOptions {
-    /// The largest batch; 4096 by default.
+    /// The largest batch of a launch, 4096 by default; a layer takes more in turns.
     pub max_batch: u32,
     /// Programmatic dependent launch: a layer asks for its weights while the kernel before it on the stream still runs, and waits for that one
     /// before it touches activations. Faster where layers follow each other closely; any kernel may come before. On by default.
