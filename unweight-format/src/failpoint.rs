@@ -43,11 +43,13 @@ pub(crate) fn failpoint(name: &str) {
     }
 }
 
-/// What a test can make the system refuse: a swap of two names, the rename of the finished output, that of the old one back, a thread.
+/// What a test can make the system refuse: a swap of two names, the rename of the finished output, that of the old one
+/// back, a thread.
 #[cfg(feature = "failpoints")]
 pub const FAULTS: &[&str] = &["swap", "publish", "back", "thread"];
 
-/// True where `UNWEIGHT_FAULT` lists `name` (`a,b`), or `name:N` and this is the N-th time. Never without the feature `failpoints`.
+/// True where `UNWEIGHT_FAULT` lists `name` (`a,b`), or `name:N` and this is the N-th time. Never without the feature
+/// `failpoints`.
 #[inline]
 pub(crate) fn fault(name: &str) -> bool {
     #[cfg(feature = "failpoints")]

@@ -643,7 +643,8 @@ fn the_limits_of_a_reader_are_those_of_the_writer() {
     }
 }
 
-/// A model whose manifest nobody would read: known by its names alone, or when the manifest is made; never after it has its name.
+/// A model whose manifest nobody would read: known by its names alone, or when the manifest is made; never after it has
+/// its name.
 #[test]
 fn a_manifest_that_would_not_be_read_is_not_published() {
     let scratch = Scratch::new();

@@ -109,7 +109,8 @@ fn memory_is_as_little_as_asked_for() {
     }
 }
 
-/// A manifest (`docs/format.md` B.4 bounds its bytes) takes a small multiple of them, whatever it is made of, also where it is refused.
+/// A manifest (`docs/format.md` B.4 bounds its bytes) takes a small multiple of them, whatever it is made of, also where it
+/// is refused.
 #[test]
 fn a_manifest_takes_no_more_memory_than_a_small_multiple_of_its_bytes() {
     let scratch = Scratch::new();

@@ -77,7 +77,8 @@ fn run(
     })
 }
 
-/// What there is of the bundle's files at `output`. Names and sizes do not tell one model from another: all is read, as far as it may be the same.
+/// What there is of the bundle's files at `output`. Names and sizes do not tell one model from another: all is read, as far
+/// as it may be the same.
 fn given_back(output: &Path, manifest: &Manifest, progress: &dyn Progress) -> Result<Replaceable, BundleError> {
     let mut same = HashMap::new();
     for file in &manifest.files {
@@ -368,7 +369,8 @@ pub(crate) fn check_contents(file: &FileEntry, stored: &str, got: &Contents) -> 
     }
 }
 
-/// Compares a source file (or a rebuilt one) with what the manifest says: the first difference, if any. `each` gets the bytes of every piece read.
+/// Compares a source file (or a rebuilt one) with what the manifest says: the first difference, if any. `each` gets the
+/// bytes of every piece read.
 pub(crate) fn compare_original(
     input: &Input,
     file: &FileEntry,

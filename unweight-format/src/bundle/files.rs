@@ -266,7 +266,8 @@ pub(crate) fn write_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
     file.write_all_at(bytes, at)
 }
 
-/// Fails where the process may not make a file that long: a write would raise SIGXFSZ, which ends a program that does not know of it.
+/// Fails where the process may not make a file that long: a write would raise SIGXFSZ, which ends a program that does not
+/// know of it.
 fn check_limit(at: u64, bytes: &[u8]) -> io::Result<()> {
     let most = getrlimit(Resource::Fsize).current;
     if most.is_some_and(|most| at.saturating_add(bytes.len() as u64) > most) {

@@ -196,8 +196,8 @@ options! {
         ram_bytes: Option<u64>,
         /// Reuse the finished files of an interrupted run; each is checked against its digests first.
         resume: bool,
-        /// Replace an existing output, once the new one is complete: one whose every file the bundle gives back byte for byte (it is read
-        /// for that), or an empty directory.
+        /// Replace an existing output, once the new one is complete: one whose every file the bundle gives back byte for
+        /// byte (it is read for that), or an empty directory.
         force: bool,
     }
 }

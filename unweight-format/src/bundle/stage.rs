@@ -39,7 +39,8 @@ use crate::{
 pub(crate) enum Replaceable {
     /// A bundle, or a part of one: its manifest is whole, and lists every file.
     Bundle,
-    /// A directory that holds only these files, as they were when they were compared: each is written anew in every byte.
+    /// A directory that holds only these files, as they were when they were compared: each is written anew in every
+    /// byte.
     Files(HashMap<String, Stamp>),
 }
 
