@@ -15,7 +15,7 @@ pub fn all(arch: Arch) -> Vec<VariantSpec> {
     FAMILIES.iter().flat_map(|family| (family.catalogue)(arch)).collect()
 }
 
-/// The variants of a family that ship for Hopper, such as [`GemmMmaSpec`](super::GemmMmaSpec).
+/// The variants of a family that ship for Hopper, such as [`GemmMmaSpec`].
 ///
 /// ```
 /// # use unweight_codegen::spec::{RepackSpec, catalog};
