@@ -388,10 +388,21 @@ fn a_configuration_says_what_its_weights_are() {
     let after = digest(&source, "after");
     assert!(before.0 == after.0 && before.1 != after.1);
 
-    // The name of the copy is taken.
+    // The name of the copy is taken, by a file or by a folder; so are the bundle's own names.
+    let taken = |name: &str| {
+        let error = compress(&source, &scratch.path("out"), &CompressOptions::default(), &Silent).unwrap_err();
+        assert!(matches!(&error, BundleError::ReservedFile { path } if path.ends_with(name)), "{name}: {error}");
+        assert!(!scratch.path("out.partial").exists(), "{name}");
+    };
     fs::write(source.join("config.json.source"), "mine").unwrap();
-    let error = compress(&source, &scratch.path("out"), &CompressOptions::default(), &Silent).unwrap_err();
-    assert!(matches!(&error, BundleError::ReservedFile { path } if path.ends_with("config.json.source")), "{error}");
+    taken("config.json.source");
+    fs::remove_file(source.join("config.json.source")).unwrap();
+    for name in ["config.json.source", "unweight.json", "unweight.json.minisig"] {
+        fs::create_dir(source.join(name)).unwrap();
+        fs::write(source.join(name).join("mine"), "mine").unwrap();
+        taken(name);
+        fs::remove_dir_all(source.join(name)).unwrap();
+    }
 }
 
 #[test]

@@ -697,13 +697,19 @@ fn a_sparse_shard_is_refused_before_it_is_held_in_memory() {
         entries.push(serde_json::json!({ "name": name, "bytes": bytes, "digest": "0".repeat(32) }));
     }
     let source_header = header["unweight.source_header"]["shape"][0].as_u64().unwrap();
+    // What is looked at before the weights is as it should be.
+    let from = header["unweight.source_header"]["data_offsets"][0].as_u64().unwrap() as usize;
+    let data = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let sound_header = &whole[data + from..data + from + source_header as usize];
     header["unweight.source_header"]["data_offsets"] = serde_json::json!([at, at + source_header]);
     let json = header.to_string();
     let mut shard = (json.len() as u64).to_le_bytes().to_vec();
     shard.extend(json.as_bytes());
     let total = shard.len() as u64 + at + source_header;
     fs::write(&path, &shard).unwrap();
-    fs::File::options().write(true).open(&path).unwrap().set_len(total).unwrap();
+    let file = fs::File::options().write(true).open(&path).unwrap();
+    file.set_len(total).unwrap();
+    FileExt::write_all_at(&file, sound_header, total - source_header).unwrap();
     reseal(&out, |manifest| {
         let file = &mut manifest["files"][0];
         let tensor = &mut file["tensors"][0];

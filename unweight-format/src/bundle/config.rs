@@ -33,7 +33,9 @@ pub(crate) fn check_bytes(bytes: u64) -> Result<(), &'static str> {
 
 /// Why a `config.json` is left as it is, if it is.
 pub(crate) fn check(text: &[u8]) -> Result<(), &'static str> {
-    let Keys(keys) = serde_json::from_slice(&strict(text)).map_err(|_| "it is no JSON object")?;
+    let no_object = "it is no JSON object";
+    std::str::from_utf8(text).map_err(|_| no_object)?;
+    let Keys(keys) = serde_json::from_slice(&strict(text)).map_err(|_| no_object)?;
     // Of a key that is there twice readers take the last.
     if keys.iter().any(|key| key == METHOD_KEY) {
         return Err("it has a quantization_config of its own");
@@ -86,7 +88,10 @@ fn strict(text: &[u8]) -> Cow<'_, [u8]> {
     let mut plain = Cow::Borrowed(text);
     let (mut at, mut in_string) = (0, false);
     while at < text.len() {
-        let word = [&b"NaN"[..], b"Infinity"].into_iter().find(|word| !in_string && text[at..].starts_with(word));
+        // A value of its own, not the end of another.
+        let begins =
+            !in_string && (at == 0 || !matches!(text[at - 1], b'0'..=b'9' | b'A'..=b'Z' | b'a'..=b'z' | b'.' | b'+'));
+        let word = [&b"NaN"[..], b"Infinity"].into_iter().find(|word| begins && text[at..].starts_with(word));
         match (text[at], word) {
             (_, Some(word)) => {
                 plain.to_mut()[at..at + word.len()].fill(b' ');
@@ -155,6 +160,8 @@ mod tests {
             ("\u{feff}{}", no_object),
             ("\"{\"", no_object),
             ("{\"a\": NaN NaN}", no_object),
+            ("{\"a\": 1NaN}", no_object),
+            ("{\"a\": 1.Infinity}", no_object),
             ("{\"a\": \"\\", no_object),
             (r#"{"a": 1, "quantization_config": {"quant_method": "fp8"}}"#, "it has a quantization_config of its own"),
             (r#"{"quantization\u005fconfig": null}"#, "it has a quantization_config of its own"),
@@ -163,6 +170,7 @@ mod tests {
             assert_eq!(check(text.as_bytes()), Err(reason), "{text}");
         }
         assert_eq!(check(b"{\"\xff\": 1}"), Err(no_object));
+        assert_eq!(check(b"{\"a\": \"\xff\"}"), Err(no_object));
         assert_eq!(
             check(br#"{"text_config": {"quantization_config": {}}}"#),
             Ok(()),

@@ -91,15 +91,15 @@ impl Source {
         if !source.files.iter().any(|f| matches!(f.kind, Kind::Weights { .. })) {
             return Err(BundleError::NoWeights { path: root.into() });
         }
-        let by_name: HashMap<&str, &SourceFile> = source.files.iter().map(|f| (f.name.as_str(), f)).collect();
+        let changed = source.files.iter().filter(|file| matches!(file.kind, Kind::Index(_) | Kind::Config(_)));
+        let beside = changed.map(|file| format!("{}{}", file.name, manifest::SOURCE_SUFFIX));
+        let own = [manifest::FILE_NAME, manifest::SIGNATURE_NAME].map(str::to_owned);
+        let reserved: HashSet<String> = beside.chain(own).collect();
         for file in &source.files {
-            if [manifest::FILE_NAME, manifest::SIGNATURE_NAME].contains(&file.name.as_str()) {
-                return Err(BundleError::ReservedFile { path: file.path.clone() });
-            }
-            if let Kind::Index(_) | Kind::Config(_) = file.kind
-                && let Some(taken) = by_name.get(format!("{}{}", file.name, manifest::SOURCE_SUFFIX).as_str())
-            {
-                return Err(BundleError::ReservedFile { path: taken.path.clone() });
+            // The file, or a folder above it.
+            let folders = file.name.match_indices('/').map(|(slash, _)| &file.name[..slash]);
+            if let Some(taken) = folders.chain([file.name.as_str()]).find(|name| reserved.contains(*name)) {
+                return Err(BundleError::ReservedFile { path: root.join(taken) });
             }
         }
         source.files.iter().try_for_each(|file| match &file.kind {
