@@ -15,7 +15,7 @@ fn read(path: &Path) -> String {
 }
 
 /// Every package of the repository that is published, by folder, and what of the workspace it may depend on.
-const CRATES: [(&str, &[&str]); 9] = [
+const CRATES: [(&str, &[&str]); 10] = [
     ("unweight-format", &[]),
     ("unweight-model", &["unweight-format"]),
     ("templates", &[]),
@@ -23,6 +23,7 @@ const CRATES: [(&str, &[&str]); 9] = [
     ("unweight-codegen", &["unweight-format", "unweight-macros", "unweight-templates"]),
     ("unweight-rt", &["unweight-format", "unweight-codegen"]),
     ("unweight-engine", &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt"]),
+    ("unweight-rivals", &["unweight-format"]),
     ("unweight-bench", &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt", "unweight-engine"]),
     (
         ".",
@@ -34,6 +35,7 @@ const CRATES: [(&str, &[&str]); 9] = [
             "unweight-rt",
             "unweight-engine",
             "unweight-bench",
+            "unweight-rivals",
         ],
     ),
 ];

@@ -54,7 +54,7 @@ impl Stamp {
 ///
 /// Bytes are copied out of it, never mapped: a file that is truncated, or on a disk that fails, is an error with an offset, not a signal.
 #[derive(Debug)]
-pub(crate) struct Input {
+pub struct Input {
     file: File,
     path: PathBuf,
     stamp: Stamp,
@@ -62,7 +62,10 @@ pub(crate) struct Input {
 
 impl Input {
     /// Opens a regular file; anything else is refused without waiting for it.
-    pub(crate) fn open(path: &Path) -> Result<Self, BundleError> {
+    ///
+    /// # Errors
+    /// There is none, it cannot be opened, or it is not regular.
+    pub fn open(path: &Path) -> Result<Self, BundleError> {
         // A FIFO without a writer would block the call.
         let file = File::options()
             .read(true)
@@ -90,13 +93,21 @@ impl Input {
         self.stamp
     }
 
+    /// Bytes, when it was opened.
+    pub fn bytes(&self) -> u64 {
+        self.stamp.bytes
+    }
+
     /// The file, at its start.
-    pub(crate) fn reader(&self) -> &File {
+    pub fn reader(&self) -> &File {
         &self.file
     }
 
     /// Fills `out` from `offset` on.
-    pub(crate) fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<(), BundleError> {
+    ///
+    /// # Errors
+    /// The file ends before, or cannot be read.
+    pub fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<(), BundleError> {
         // Piece by piece, so that the error names the offset.
         for (i, piece) in out.chunks_mut(CHUNK).enumerate() {
             let offset = offset + (i * CHUNK) as u64;
@@ -110,7 +121,10 @@ impl Input {
     }
 
     /// `bytes` bytes from `offset` on.
-    pub(crate) fn read(&self, offset: u64, bytes: u64) -> Result<Vec<u8>, BundleError> {
+    ///
+    /// # Errors
+    /// As [`Input::read_at`], or there is no memory for them.
+    pub fn read(&self, offset: u64, bytes: u64) -> Result<Vec<u8>, BundleError> {
         let mut out = buffer(bytes, &self.path)?;
         self.read_at(offset, &mut out)?;
         Ok(out)
@@ -129,7 +143,10 @@ impl Input {
     }
 
     /// Hands `bytes` bytes from `offset` on to `each`, in pieces and in order; returns their digest.
-    pub(crate) fn stream(
+    ///
+    /// # Errors
+    /// As [`Input::read_at`], or `each` fails.
+    pub fn stream(
         &self,
         offset: u64,
         bytes: u64,
@@ -158,12 +175,15 @@ impl Input {
     }
 
     /// The error for bytes that are not those that were read before.
-    pub(crate) fn changed(&self) -> BundleError {
+    pub fn changed(&self) -> BundleError {
         BundleError::SourceChanged { path: self.path.clone(), change: "it was written to" }
     }
 
     /// Fails if the file is no longer as it was when it was opened, or another one has its name.
-    pub(crate) fn check_unchanged(&self) -> Result<(), BundleError> {
+    ///
+    /// # Errors
+    /// It is not.
+    pub fn check_unchanged(&self) -> Result<(), BundleError> {
         let named = fs::metadata(&self.path).map_err(BundleError::io("look at the file", &self.path))?;
         let own = self.file.metadata().map_err(BundleError::io("look at the file", &self.path))?;
         for now in [own, named] {

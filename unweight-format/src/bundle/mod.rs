@@ -21,6 +21,7 @@ mod error;
 pub(crate) mod files;
 pub mod manifest;
 pub(crate) mod options;
+mod output;
 mod part;
 pub(crate) mod pipeline;
 mod progress;
@@ -37,9 +38,11 @@ pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
 pub use error::{BundleError, ErrorClass, Remedy};
+pub use files::Input;
 pub use options::{
     CompressOptions, DecompressOptions, MergeOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions,
 };
+pub use output::{OutputDir, OutputFile, walk};
 pub use part::{FILE_NAME as PART_FILE_NAME, PARTS_MAX, Part, merge};
 pub use progress::{Progress, Silent};
 pub use read::{Bundle, BundleTensor};

@@ -1,0 +1,432 @@
+//! A model to a DFloat11 directory: what the stock package's `from_pretrained` reads.
+//!
+//! ```text
+//! model.layers.0.self_attn.q_proj.weight, ... --a unit--> model_layers_0.safetensors: its sections, and what else is
+//! below it model.norm.weight, ...                      ----------> model.safetensors config.json                      
+//! --a key-->  config.json
+//! ```
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    path::Path,
+};
+
+use serde::Serialize;
+use unweight_format::{
+    Digest, Histogram,
+    bundle::{OutputDir, Progress},
+    digest::Digester,
+    roles::{self, Role},
+    safetensors::Dtype,
+};
+
+use super::{
+    Code, ConvertError, Encoder, Sizes, THREADS, Unfit, config,
+    tensors::{Model, Tensor, WEIGHTS_END, header},
+};
+
+/// The file of what is in no unit.
+const REST: &str = "model.safetensors";
+
+/// How a model is converted.
+#[derive(Debug, Clone, Copy, Default)]
+#[non_exhaustive]
+pub struct ConvertOptions {
+    /// Take over what an interrupted run finished.
+    pub resume: bool,
+}
+
+impl ConvertOptions {
+    /// Take over what an interrupted run finished.
+    pub fn resume(self, resume: bool) -> Self {
+        Self { resume }
+    }
+}
+
+/// A module whose weights stay as they are.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Kept {
+    /// Name of the module.
+    pub unit: String,
+    /// Why.
+    pub reason: String,
+}
+
+/// What [`convert`] did.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct ConvertReport {
+    /// Units made.
+    pub units: u64,
+    /// Their weights.
+    pub weights: u64,
+    /// Modules whose weights the format cannot hold, and why.
+    pub kept: Vec<Kept>,
+    /// Bytes of all tensors of the source.
+    pub source_bytes: u64,
+    /// Bytes of all weights files made.
+    pub bytes: u64,
+    /// Bytes of the units' weights in the source, and of their sections.
+    pub unit_source_bytes: u64,
+    /// Bytes of the units' sections.
+    pub unit_bytes: u64,
+}
+
+/// Weights of a module that are to be one unit.
+struct Group<'a> {
+    name: String,
+    weights: Vec<&'a Tensor>,
+}
+
+/// A group that the format holds.
+struct Planned<'a> {
+    group: Group<'a>,
+    code: Code,
+    luts: Vec<u8>,
+    sizes: Sizes,
+    /// Of each weight.
+    digests: Vec<Digest>,
+}
+
+/// Makes a DFloat11 directory of a model directory or a bundle.
+///
+/// Units are the linears of each decoder layer, the head and the embedding, as the package's own examples cut them.
+/// What the format cannot hold stays as it is, which the package loads, too.
+///
+/// # Errors
+/// The source is no sound model or is DFloat11 already, nothing of it can be coded, the output exists or cannot be
+/// written, or `progress` asked to stop.
+pub fn convert(
+    source: &Path,
+    output: &Path,
+    options: ConvertOptions,
+    progress: &dyn Progress,
+) -> Result<ConvertReport, ConvertError> {
+    let nothing = |reason| ConvertError::Nothing { path: source.into(), reason };
+    let model = Model::open(source)?;
+    let text = model.read(config::FILE_NAME, config::BYTES_MAX)?;
+    if text.as_deref().is_some_and(config::has_key) {
+        return Err(nothing("a DFloat11 model already"));
+    }
+    let (groups, mut kept) = groups(&model.tensors);
+    let output = OutputDir::open(&[source.into()], output, options.resume)?;
+    let source_bytes: u64 = model.tensors.iter().map(|tensor| tensor.bytes).sum();
+    let of_groups: u64 = groups.iter().flat_map(|group| &group.weights).map(|tensor| tensor.bytes).sum();
+    // What is coded is read twice: how often each exponent occurs decides the code.
+    progress.start(source_bytes + of_groups);
+    let mut planned = Vec::new();
+    for group in groups {
+        match plan(&model, &group, &output, progress)? {
+            Ok((code, luts, sizes, digests)) => planned.push(Planned { group, code, luts, sizes, digests }),
+            Err(unfit) => kept.push(Kept { unit: group.name, reason: unfit.to_string() }),
+        }
+    }
+    if planned.is_empty() {
+        return Err(nothing("no BF16 linear of a decoder layer, head or embedding that DFloat11 holds"));
+    }
+    let mut report = ConvertReport { kept, source_bytes, ..ConvertReport::default() };
+    let mut rest = model.tensors.iter().collect::<Vec<_>>();
+    let mut names = BTreeSet::from([REST.to_owned()]);
+    for unit in &planned {
+        let below = format!("{}.", unit.group.name);
+        let (beside, others): (Vec<_>, Vec<_>) = rest.into_iter().partition(|tensor| tensor.name.starts_with(&below));
+        rest = others;
+        let beside = beside.into_iter().filter(|tensor| !unit.group.weights.contains(tensor)).collect();
+        let mut name = format!("{}{WEIGHTS_END}", unit.group.name.replace('.', "_"));
+        // `a.b` and `a_b` have one name.
+        while !names.insert(name.clone()) {
+            name.insert(0, '_');
+        }
+        report.bytes += File { name, unit: Some(unit), beside }.write(&model, &output, options.resume, progress)?;
+        report.units += 1;
+        report.weights += unit.group.weights.len() as u64;
+        report.unit_source_bytes += 2 * unit.sizes.elements;
+        report.unit_bytes += unit.sections().iter().map(|(_, _, bytes)| bytes).sum::<u64>();
+    }
+    if !rest.is_empty() {
+        let file = File { name: REST.into(), unit: None, beside: rest };
+        report.bytes += file.write(&model, &output, options.resume, progress)?;
+    }
+    let patterns = patterns(&planned);
+    let with_key =
+        config::with_key(text.as_deref().unwrap_or(b"{}"), &patterns).ok_or_else(|| ConvertError::Config {
+            path: source.join(config::FILE_NAME),
+            reason: "it is no JSON object; correct it, or leave it out".into(),
+        })?;
+    output.put(config::FILE_NAME, &with_key)?;
+    for name in model.others().iter().filter(|name| *name != config::FILE_NAME) {
+        model.copy(name, &output, progress)?;
+    }
+    output.finish()?;
+    Ok(report)
+}
+
+/// The linears of each layer, the head and the embedding; and what of these cannot be a unit.
+fn groups(tensors: &[Tensor]) -> (Vec<Group<'_>>, Vec<Kept>) {
+    let has_head = tensors.iter().any(|tensor| roles::of(&tensor.name).0 == Role::LmHead);
+    let (mut units, mut kept) = (Vec::<Group<'_>>::new(), Vec::new());
+    let mut by_name = HashMap::new();
+    for tensor in tensors {
+        let Some(module) = tensor.name.strip_suffix(".weight") else { continue };
+        if tensor.dtype != Dtype::Bf16 || tensor.shape.len() != 2 {
+            continue;
+        }
+        let unit = match roles::of(&tensor.name) {
+            (Role::LmHead, None) => module,
+            (Role::Embedding, None) if has_head => module,
+            (Role::Embedding, None) => {
+                let reason = "the head shares its weights, and the package would leave the head without them".into();
+                kept.push(Kept { unit: module.into(), reason });
+                continue;
+            }
+            (role, Some(layer)) if is_linear(role, module) => match layer_of(module, layer) {
+                Some(unit) => unit,
+                None => continue,
+            },
+            _ => continue,
+        };
+        let index = *by_name.entry(unit).or_insert_with(|| {
+            units.push(Group { name: unit.into(), weights: Vec::new() });
+            units.len() - 1
+        });
+        units[index].weights.push(tensor);
+    }
+    for unit in &mut units {
+        unit.weights.sort_by_key(|tensor| (rank(roles::of(&tensor.name).0), tensor.name.clone()));
+    }
+    // Layers by number, as the package walks modules.
+    units.sort_by_key(|unit| (roles::of(&unit.weights[0].name).1.is_some(), roles::of(&unit.weights[0].name).1));
+    (units, kept)
+}
+
+/// Modules that PyTorch has as `Linear`: not the transposed ones of GPT-2, and not experts, which newer models have in
+/// stacks.
+fn is_linear(role: Role, module: &str) -> bool {
+    let is_known = role.is_attention() || role.is_mlp();
+    is_known && !module.contains("experts") && !module.rsplit('.').next().is_some_and(|last| last.starts_with("c_"))
+}
+
+/// The module of a layer that another module lies in.
+fn layer_of(module: &str, layer: u32) -> Option<&str> {
+    let number = format!(".{layer}.");
+    let at = module.find(&number)?;
+    Some(&module[..at + number.len() - 1])
+}
+
+/// Order of weights in a unit.
+fn rank(role: Role) -> usize {
+    const ORDER: [Role; 9] =
+        [Role::Qkv, Role::Q, Role::K, Role::V, Role::O, Role::GateUp, Role::Gate, Role::Up, Role::Down];
+    ORDER.iter().position(|&other| other == role).unwrap_or(ORDER.len())
+}
+
+/// A pattern for the layers whose units have the same modules, and one for every other unit.
+fn patterns(planned: &[Planned<'_>]) -> Vec<(String, Vec<String>)> {
+    let escaped = |name: &str| name.replace('.', r"\.");
+    let mut layers: BTreeMap<(&str, Vec<String>), Vec<&str>> = BTreeMap::new();
+    let mut found = Vec::new();
+    for unit in planned {
+        let name = unit.group.name.as_str();
+        let below = |tensor: &&Tensor| {
+            let module = tensor.name.strip_prefix(name)?.strip_prefix('.')?.strip_suffix(".weight")?;
+            Some(module.to_owned())
+        };
+        let modules: Vec<String> = unit.group.weights.iter().filter_map(below).collect();
+        match name.rsplit_once('.') {
+            Some((prefix, number)) if !modules.is_empty() => layers.entry((prefix, modules)).or_default().push(number),
+            _ => found.push((escaped(name), Vec::new())),
+        }
+    }
+    let alone: BTreeSet<&str> = {
+        let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
+        layers.keys().for_each(|(prefix, _)| *kinds.entry(prefix).or_default() += 1);
+        kinds.into_iter().filter(|(_, kinds)| *kinds == 1).map(|(prefix, _)| prefix).collect()
+    };
+    for ((prefix, modules), numbers) in &layers {
+        let which = if alone.contains(prefix) { r"\d+".to_owned() } else { format!("(?:{})", numbers.join("|")) };
+        found.push((format!(r"{}\.{which}", escaped(prefix)), modules.clone()));
+    }
+    found
+}
+
+type Plan = (Code, Vec<u8>, Sizes, Vec<Digest>);
+
+/// How often exponents occur in a group, and the code that follows.
+fn plan(
+    model: &Model,
+    group: &Group<'_>,
+    output: &OutputDir,
+    progress: &dyn Progress,
+) -> Result<Result<Plan, Unfit>, ConvertError> {
+    let (mut counts, mut digests) = (Histogram::default(), Vec::new());
+    for weight in &group.weights {
+        progress.tensor(&weight.name);
+        digests.push(model.stream(weight, |piece| {
+            output.check(progress)?;
+            counts.merge(&Histogram::of(piece));
+            progress.advance(piece.len() as u64);
+            Ok(())
+        })?);
+    }
+    let code = || {
+        let code = Code::of(&counts)?;
+        let (luts, sizes) = (code.luts()?, Sizes::of(&code, &counts, THREADS)?);
+        Ok((code, luts, sizes))
+    };
+    Ok(code().map(|(code, luts, sizes)| (code, luts, sizes, digests)))
+}
+
+impl Planned<'_> {
+    /// Section, dtype and bytes, in the order that the reference library stores them.
+    fn sections(&self) -> [(&'static str, Dtype, u64); 6] {
+        [
+            ("split_positions", Dtype::I64, 8 * (self.group.weights.len() as u64 - 1)),
+            ("encoded_exponent", Dtype::U8, self.sizes.encoded_exponent),
+            ("gaps", Dtype::U8, self.sizes.gaps),
+            ("luts", Dtype::U8, self.luts.len() as u64),
+            ("output_positions", Dtype::U8, self.sizes.output_positions),
+            ("sign_mantissa", Dtype::U8, self.sizes.elements),
+        ]
+    }
+}
+
+/// A file of the output.
+struct File<'a> {
+    name: String,
+    unit: Option<&'a Planned<'a>>,
+    beside: Vec<&'a Tensor>,
+}
+
+/// What one tensor of a file is.
+enum Part<'a> {
+    Section(&'static str),
+    Tensor(&'a Tensor),
+}
+
+impl File<'_> {
+    /// Writes it; returns its bytes.
+    fn write(
+        &self,
+        model: &Model,
+        output: &OutputDir,
+        resume: bool,
+        progress: &dyn Progress,
+    ) -> Result<u64, ConvertError> {
+        progress.file(&self.name);
+        // Largest elements first, then by name, as the reference library stores them.
+        let mut parts: Vec<(String, Dtype, Vec<usize>, u64, Part<'_>)> = Vec::new();
+        if let Some(unit) = self.unit {
+            for (section, dtype, bytes) in unit.sections() {
+                let shape = match section {
+                    "luts" => vec![bytes as usize / 256, 256],
+                    _ => vec![(bytes * 8 / dtype.bits()) as usize],
+                };
+                parts.push((format!("{}.{section}", unit.group.name), dtype, shape, bytes, Part::Section(section)));
+            }
+        }
+        let beside = self.beside.iter().map(|&t| (t.name.clone(), t.dtype, t.shape.clone(), t.bytes, Part::Tensor(t)));
+        parts.extend(beside);
+        parts.sort_by(|a, b| b.1.bits().cmp(&a.1.bits()).then_with(|| a.0.cmp(&b.0)));
+        let metadata: &[(&str, &str)] = if self.unit.is_some() { &[] } else { &[("format", "pt")] };
+        let header = header(
+            metadata,
+            parts.iter().map(|(name, dtype, shape, bytes, _)| (name.as_str(), *dtype, shape.as_slice(), *bytes)),
+        );
+        let mut at = header.len() as u64;
+        let total = at + parts.iter().map(|part| part.3).sum::<u64>();
+
+        let mut key = Digester::default();
+        key.update(&header);
+        let mut beside = HashMap::new();
+        for tensor in &self.beside {
+            let digest = model.stream(tensor, |_| output.check(progress))?;
+            key.update(digest.to_string().as_bytes());
+            beside.insert(tensor.name.as_str(), digest);
+        }
+        let unit_digests = self.unit.iter().flat_map(|unit| &unit.digests);
+        unit_digests.for_each(|digest| key.update(digest.to_string().as_bytes()));
+        let key = key.finish();
+        let tensors = self.unit.iter().flat_map(|unit| unit.group.weights.iter()).chain(&self.beside);
+        if resume && output.take_over(&self.name, key) {
+            progress.advance(tensors.map(|tensor| tensor.bytes).sum());
+            return Ok(total);
+        }
+
+        let out = output.create(&self.name)?;
+        out.write_at(&header, 0)?;
+        let mut sections = HashMap::new();
+        for (_, _, _, bytes, part) in &parts {
+            match part {
+                Part::Section(section) => _ = sections.insert(*section, at),
+                Part::Tensor(tensor) => {
+                    progress.tensor(&tensor.name);
+                    let mut to = at;
+                    let digest = model.stream(tensor, |piece| {
+                        output.check(progress)?;
+                        out.write_at(piece, to)?;
+                        to += piece.len() as u64;
+                        progress.advance(piece.len() as u64);
+                        Ok(())
+                    })?;
+                    if Some(&digest) != beside.get(tensor.name.as_str()) {
+                        return Err(model.changed(tensor));
+                    }
+                }
+            }
+            at += bytes;
+        }
+        if let Some(unit) = self.unit {
+            unit.write(model, output, &out, &sections, progress)?;
+        }
+        out.finish(Some(key))?;
+        Ok(total)
+    }
+}
+
+impl Planned<'_> {
+    /// Writes the sections to their places.
+    fn write(
+        &self,
+        model: &Model,
+        output: &OutputDir,
+        out: &unweight_format::bundle::OutputFile<'_>,
+        sections: &HashMap<&'static str, u64>,
+        progress: &dyn Progress,
+    ) -> Result<(), ConvertError> {
+        let (mut codes_at, mut rest_at) = (sections["encoded_exponent"], sections["sign_mantissa"]);
+        let mut encoder = Encoder::new(&self.code, THREADS);
+        let (mut codes, mut rest) = (Vec::new(), Vec::new());
+        let (mut splits, mut elements) = (Vec::new(), 0u64);
+        for (weight, expected) in self.group.weights.iter().zip(&self.digests) {
+            progress.tensor(&weight.name);
+            let digest = model.stream(weight, |piece| {
+                output.check(progress)?;
+                codes.clear();
+                rest.clear();
+                encoder.push(piece, &mut codes, &mut rest);
+                out.write_at(&codes, codes_at)?;
+                out.write_at(&rest, rest_at)?;
+                codes_at += codes.len() as u64;
+                rest_at += rest.len() as u64;
+                progress.advance(piece.len() as u64);
+                Ok(())
+            })?;
+            if digest != *expected {
+                return Err(model.changed(weight));
+            }
+            elements += weight.bytes / 2;
+            splits.extend(elements.to_le_bytes());
+        }
+        codes.clear();
+        let (positions, gaps) = encoder.finish(&mut codes);
+        out.write_at(&codes, codes_at)?;
+        splits.truncate(splits.len() - 8);
+        for (section, bytes) in
+            [("split_positions", &splits), ("gaps", &gaps), ("luts", &self.luts), ("output_positions", &positions)]
+        {
+            out.write_at(bytes, sections[section])?;
+        }
+        Ok(())
+    }
+}

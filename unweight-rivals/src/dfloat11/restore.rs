@@ -1,0 +1,397 @@
+//! A DFloat11 directory to a plain BF16 model, every bit of every weight.
+//!
+//! ```text
+//! model_layers_0.safetensors, ...  --units decoded, a few blocks at a time-->  model-00001-of-0000N.safetensors, ...
+//!                                                                              model.safetensors.index.json
+//! config.json                      --without dfloat11_config-->                config.json
+//! everything else                  --copied-->
+//! ```
+//! The format holds no shapes of weights. They come of `config.json` and of what a weight is for, by its name.
+
+use std::{collections::HashMap, path::Path};
+
+use serde::Serialize;
+use unweight_format::{
+    bundle::{Input, OutputDir, Progress},
+    digest::Digester,
+    roles::{self, Role},
+    safetensors::{Dtype, TensorInfo},
+};
+
+use super::{
+    ConvertError, Decoder, Sections,
+    config::{self, Config},
+    tensors::{Directory, WEIGHTS_END, WeightsFile, header},
+};
+
+/// Elements that are decoded at a time, if a block does not hold more.
+const STEP_ELEMENTS: u64 = 8 << 20;
+/// The section by which a unit is known.
+const ENCODED: &str = "encoded_exponent";
+/// All of them; the last one may be missing.
+const SECTIONS: [&str; 6] = ["luts", ENCODED, "sign_mantissa", "output_positions", "gaps", "split_positions"];
+/// Most bytes of sections that are held while a unit is decoded.
+const HELD_MAX: u64 = 1 << 30;
+
+/// What [`restore`] did.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct RestoreReport {
+    /// Units decoded.
+    pub units: u64,
+    /// Their weights.
+    pub weights: u64,
+    /// Tensors that lay there as they are.
+    pub kept_tensors: u64,
+    /// Bytes of all weights files of the source.
+    pub source_bytes: u64,
+    /// Bytes of all weights files made.
+    pub bytes: u64,
+}
+
+/// Whether a directory holds a DFloat11 model: by its `config.json`.
+pub fn is_model(directory: &Path) -> bool {
+    let text = || {
+        let input = Input::open(&directory.join(config::FILE_NAME)).ok()?;
+        if input.bytes() > config::BYTES_MAX {
+            return None;
+        }
+        input.read(0, input.bytes()).ok()
+    };
+    text().is_some_and(|text| config::has_key(&text))
+}
+
+/// A unit of a directory.
+struct Unit<'a> {
+    name: String,
+    parts: HashMap<&'static str, (&'a WeightsFile, &'a TensorInfo)>,
+    weights: Vec<Weight>,
+}
+
+/// A weight of a unit.
+struct Weight {
+    name: String,
+    shape: Vec<usize>,
+    elements: u64,
+}
+
+/// What a file of the output holds.
+struct Shard<'a> {
+    name: String,
+    units: Vec<Unit<'a>>,
+    kept: Vec<(&'a WeightsFile, &'a TensorInfo)>,
+}
+
+impl Shard<'_> {
+    /// Name, dtype, shape and bytes of its tensors, in stored order.
+    fn tensors(&self) -> impl Iterator<Item = (&str, Dtype, &[usize], u64)> {
+        let weights = self.units.iter().flat_map(|unit| &unit.weights);
+        let weights = weights.map(|w| (w.name.as_str(), Dtype::Bf16, w.shape.as_slice(), 2 * w.elements));
+        let kept = self.kept.iter().map(|(_, t)| (t.name.as_str(), t.dtype, t.shape.as_slice(), t.bytes));
+        weights.chain(kept)
+    }
+}
+
+/// Makes the BF16 model that a DFloat11 directory was made of.
+///
+/// Weights have their bits; which tensor lay in which file the format does not tell, so files are the directory's,
+/// numbered. With `resume`, files that an interrupted run finished are taken over if their source is the same.
+///
+/// # Errors
+/// The directory is no DFloat11 model or a damaged one, a weight's shape cannot be known, the output exists or cannot
+/// be written, or `progress` asked to stop.
+pub fn restore(
+    source: &Path,
+    output: &Path,
+    resume: bool,
+    progress: &dyn Progress,
+) -> Result<RestoreReport, ConvertError> {
+    let path = source.join(config::FILE_NAME);
+    let fail = |reason: &str| ConvertError::Config { path: path.clone(), reason: reason.into() };
+    let input = Input::open(&path)?;
+    if input.bytes() > config::BYTES_MAX {
+        return Err(fail("it has more than 16 MiB; it is not what its name says"));
+    }
+    let text = input.read(0, input.bytes())?;
+    let config =
+        Config::parse(&path, &text)?.ok_or_else(|| fail("no dfloat11_config inside; this is no DFloat11 model"))?;
+    let plain = config::without_key(&text).ok_or_else(|| fail("it is no JSON object"))?;
+    let directory = Directory::open(source)?;
+    let shards = shards(&directory, &config, &path, &text)?;
+
+    let output = OutputDir::open(&[source.into()], output, resume)?;
+    let headers: Vec<Vec<u8>> = shards.iter().map(|shard| header(&[("format", "pt")], shard.tensors())).collect();
+    let size =
+        |(shard, header): (&Shard<'_>, &Vec<u8>)| header.len() as u64 + shard.tensors().map(|t| t.3).sum::<u64>();
+    let bytes: u64 = shards.iter().zip(&headers).map(size).sum();
+    output.reserve(bytes)?;
+    progress.start(bytes);
+    let mut report = RestoreReport {
+        bytes,
+        source_bytes: directory.weights.iter().map(|file| file.input.bytes()).sum(),
+        ..RestoreReport::default()
+    };
+    for (shard, header) in shards.iter().zip(&headers) {
+        progress.file(&shard.name);
+        report.units += shard.units.len() as u64;
+        report.weights += shard.units.iter().map(|unit| unit.weights.len() as u64).sum::<u64>();
+        report.kept_tensors += shard.kept.len() as u64;
+        write(&output, shard, header, config.threads, resume, progress)?;
+    }
+    if shards.len() > 1 {
+        output.put("model.safetensors.index.json", &index(&shards))?;
+    }
+    output.put(config::FILE_NAME, &plain)?;
+    for (name, path) in directory.others.iter().filter(|(name, _)| name != config::FILE_NAME) {
+        output.copy(path, name, progress)?;
+    }
+    output.finish()?;
+    Ok(report)
+}
+
+/// Finds units, and what lies beside them.
+fn shards<'a>(
+    directory: &'a Directory,
+    config: &Config,
+    path: &Path,
+    text: &[u8],
+) -> Result<Vec<Shard<'a>>, ConvertError> {
+    let by_name = directory.by_name();
+    let unit_of = |tensor: &str| {
+        let (unit, section) = tensor.rsplit_once('.')?;
+        let is_section = SECTIONS.contains(&section) && by_name.contains_key(format!("{unit}.{ENCODED}").as_str());
+        is_section.then(|| unit.to_owned())
+    };
+    let mut shards = Vec::new();
+    for file in &directory.weights {
+        let mut shard = Shard { name: String::new(), units: Vec::new(), kept: Vec::new() };
+        for tensor in &file.header.tensors {
+            match unit_of(&tensor.name) {
+                None => shard.kept.push((file, tensor)),
+                Some(name) if tensor.name.ends_with(ENCODED) => {
+                    shard.units.push(unit(&by_name, name, config, path, text)?);
+                }
+                Some(_) => {}
+            }
+        }
+        if !shard.units.is_empty() || !shard.kept.is_empty() {
+            shards.push(shard);
+        }
+    }
+    let count = shards.len();
+    let units: usize = shards.iter().map(|shard| shard.units.len()).sum();
+    if units == 0 {
+        let folder = path.parent().unwrap_or(path).into();
+        return Err(ConvertError::Nothing {
+            path: folder,
+            reason: "no unit of DFloat11 inside; fetch its *.safetensors, too",
+        });
+    }
+    let mut names = HashMap::new();
+    for (index, shard) in shards.iter_mut().enumerate() {
+        shard.name = match count {
+            1 => "model.safetensors".into(),
+            _ => format!("model-{:05}-of-{count:05}{WEIGHTS_END}", index + 1),
+        };
+        let twice = shard.tensors().find(|tensor| names.insert(tensor.0.to_owned(), index).is_some());
+        if let Some((tensor, ..)) = twice {
+            return Err(ConvertError::Twice { path: path.with_file_name(&shard.name), tensor: tensor.into() });
+        }
+    }
+    Ok(shards)
+}
+
+fn unit<'a>(
+    by_name: &HashMap<&str, (&'a WeightsFile, &'a TensorInfo)>,
+    name: String,
+    config: &Config,
+    path: &Path,
+    text: &[u8],
+) -> Result<Unit<'a>, ConvertError> {
+    let mut parts = HashMap::new();
+    let (first, _) = by_name[format!("{name}.{ENCODED}").as_str()];
+    for section in SECTIONS {
+        let tensor = format!("{name}.{section}");
+        let fail = |file: &WeightsFile, reason: String| ConvertError::Section {
+            path: file.path.clone(),
+            tensor: tensor.clone(),
+            reason,
+        };
+        let dtype = if section == "split_positions" { Dtype::I64 } else { Dtype::U8 };
+        match by_name.get(tensor.as_str()) {
+            Some((file, found)) if found.dtype != dtype => {
+                return Err(fail(file, format!("{} in place of {dtype}", found.dtype)));
+            }
+            Some(&place) => _ = parts.insert(section, place),
+            None if dtype == Dtype::I64 => {}
+            None => return Err(fail(first, "the section is missing".into())),
+        }
+    }
+    let elements = parts["sign_mantissa"].1.bytes;
+    let names = config.weights(&name).ok_or_else(|| ConvertError::Config {
+        path: path.into(),
+        reason: format!("dfloat11_config has no pattern of the unit '{name}'; fetch the model again"),
+    })?;
+    let splits = match parts.get("split_positions") {
+        Some((file, tensor)) => {
+            let bytes = file.input.read(tensor.offset, check_held(file, tensor)?)?;
+            bytes.chunks_exact(8).map(|split| u64::from_le_bytes(split.try_into().unwrap_or_default())).collect()
+        }
+        None => Vec::new(),
+    };
+    let bounds: Vec<u64> = [0].into_iter().chain(splits).chain([elements]).collect();
+    if bounds.len() != names.len() + 1 || bounds.windows(2).any(|pair| pair[0] > pair[1]) {
+        let (file, tensor) = parts.get("split_positions").unwrap_or(&parts[ENCODED]);
+        return Err(ConvertError::Section {
+            path: file.path.clone(),
+            tensor: tensor.name.clone(),
+            reason: format!(
+                "{:?} do not split {elements} elements to {} weights",
+                &bounds[1..bounds.len() - 1],
+                names.len()
+            ),
+        });
+    }
+    let mut weights = Vec::with_capacity(names.len());
+    for (name, pair) in names.into_iter().zip(bounds.windows(2)) {
+        let elements = pair[1] - pair[0];
+        let shape = shape(&name, elements, text).map_err(|reason| ConvertError::Shape {
+            path: path.into(),
+            tensor: name.clone(),
+            elements,
+            reason,
+        })?;
+        weights.push(Weight { name, shape, elements });
+    }
+    Ok(Unit { name, parts, weights })
+}
+
+/// The shape of a weight, by what it is for: `[outputs, inputs]`.
+fn shape(name: &str, elements: u64, text: &[u8]) -> Result<Vec<usize>, String> {
+    let next = "give the config.json of the model, with hidden_size";
+    let hidden = config::number(text, &["hidden_size", "d_model", "n_embd"]);
+    let hidden = hidden.ok_or_else(|| format!("no hidden_size; {next}"))?;
+    let (role, _) = roles::of(name);
+    let takes_hidden = match role {
+        Role::Q | Role::K | Role::V | Role::Qkv | Role::Gate | Role::Up | Role::GateUp => true,
+        Role::Embedding | Role::LmHead => true,
+        Role::O | Role::Down => false,
+        _ => {
+            return Err("by its name it is neither a projection nor an embedding; only these are known".into());
+        }
+    };
+    let other = elements / hidden;
+    if other * hidden != elements || elements == 0 {
+        return Err(format!("it is no multiple of hidden_size {hidden}; {next}"));
+    }
+    if matches!(role, Role::Embedding | Role::LmHead)
+        && let Some(vocab) = config::number(text, &["vocab_size"])
+        && vocab != other
+    {
+        return Err(format!("it has {other} rows of hidden_size {hidden}, but vocab_size is {vocab}; {next}"));
+    }
+    let (rows, cols) = if takes_hidden { (other, hidden) } else { (hidden, other) };
+    // Elements are bytes of a file.
+    Ok(vec![rows as usize, cols as usize])
+}
+
+fn check_held(file: &WeightsFile, tensor: &TensorInfo) -> Result<u64, ConvertError> {
+    if tensor.bytes <= HELD_MAX {
+        return Ok(tensor.bytes);
+    }
+    Err(ConvertError::Section {
+        path: file.path.clone(),
+        tensor: tensor.name.clone(),
+        reason: format!("{} bytes, above the limit of {HELD_MAX}", tensor.bytes),
+    })
+}
+
+/// Writes a file of the output.
+fn write(
+    output: &OutputDir,
+    shard: &Shard<'_>,
+    header: &[u8],
+    threads: u64,
+    resume: bool,
+    progress: &dyn Progress,
+) -> Result<(), ConvertError> {
+    // All that decides its bytes.
+    let mut key = Digester::default();
+    key.update(header);
+    key.update(&threads.to_le_bytes());
+    let sources = shard.units.iter().flat_map(|unit| SECTIONS.iter().filter_map(|section| unit.parts.get(section)));
+    let total: u64 = header.len() as u64 + shard.tensors().map(|tensor| tensor.3).sum::<u64>();
+    for (file, tensor) in sources.chain(&shard.kept) {
+        let digest = file.input.stream(tensor.offset, tensor.bytes, |_| output.check(progress))?;
+        key.update(digest.to_string().as_bytes());
+    }
+    let key = key.finish();
+    if resume && output.take_over(&shard.name, key) {
+        progress.advance(total);
+        return Ok(());
+    }
+    let out = output.create(&shard.name)?;
+    out.write_at(header, 0)?;
+    let mut at = header.len() as u64;
+    for unit in &shard.units {
+        progress.tensor(&unit.name);
+        let read = |section| -> Result<Vec<u8>, ConvertError> {
+            let (file, tensor) = unit.parts[section];
+            Ok(file.input.read(tensor.offset, check_held(file, tensor)?)?)
+        };
+        let (encoded, sign_mantissa) = (unit.parts[ENCODED], unit.parts["sign_mantissa"]);
+        let damaged = |source| ConvertError::Unit {
+            path: encoded.0.path.clone(),
+            unit: unit.name.clone(),
+            offset: encoded.1.offset,
+            source,
+        };
+        let decoder = Decoder::new(&Sections {
+            luts: &read("luts")?,
+            output_positions: &read("output_positions")?,
+            gaps: &read("gaps")?,
+            encoded_bytes: encoded.1.bytes,
+            elements: sign_mantissa.1.bytes,
+            threads,
+        });
+        let decoder = decoder.map_err(damaged)?;
+        let mut block = 0;
+        while block < decoder.blocks() {
+            output.check(progress)?;
+            let blocks = decoder.blocks_from(block, STEP_ELEMENTS);
+            let (codes, elements) = (decoder.encoded(blocks.clone()), decoder.elements(blocks.clone()));
+            let codes = encoded.0.input.read(encoded.1.offset + codes.start, codes.end - codes.start)?;
+            let count = elements.end - elements.start;
+            let rest = sign_mantissa.0.input.read(sign_mantissa.1.offset + elements.start, count)?;
+            let mut weights = vec![0; 2 * rest.len()];
+            decoder.decode(blocks.clone(), &codes, &rest, &mut weights).map_err(damaged)?;
+            out.write_at(&weights, at)?;
+            at += 2 * count;
+            progress.advance(2 * count);
+            block = blocks.end;
+        }
+    }
+    for (file, tensor) in &shard.kept {
+        progress.tensor(&tensor.name);
+        file.input.stream(tensor.offset, tensor.bytes, |piece| {
+            output.check(progress)?;
+            out.write_at(piece, at)?;
+            at += piece.len() as u64;
+            progress.advance(piece.len() as u64);
+            Ok(())
+        })?;
+    }
+    let sources = shard.units.iter().flat_map(|unit| unit.parts.values()).chain(&shard.kept);
+    sources.map(|(file, _)| file).try_for_each(|file| file.input.check_unchanged())?;
+    progress.advance(header.len() as u64);
+    Ok(out.finish(Some(key))?)
+}
+
+/// The index of the files made.
+fn index(shards: &[Shard<'_>]) -> Vec<u8> {
+    let total: u64 = shards.iter().flat_map(Shard::tensors).map(|tensor| tensor.3).sum();
+    let map: serde_json::Map<String, serde_json::Value> =
+        shards.iter().flat_map(|shard| shard.tensors().map(|t| (t.0.to_owned(), shard.name.clone().into()))).collect();
+    let value = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": map });
+    format!("{value:#}\n").into_bytes()
+}
