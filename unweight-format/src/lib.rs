@@ -6,7 +6,7 @@
 //! ```text
 //! bits      bytes, tiles, histograms, digests
 //!   ^
-//! form      raw, huffman, palette, packed: one file each, one list; oracle judges them
+//! form      raw, huffman, palette, packed, compact: one file each, one list; oracle judges them
 //!   ^
 //! model     safetensors, names to roles, a form per tensor
 //!   ^
@@ -33,11 +33,12 @@ mod model;
 pub mod testing;
 
 pub use bits::{bf16, bitstream, digest, histogram, keep_freed_memory, layout, named, tile};
+pub use compact::CompactTensor;
 pub use digest::Digest;
 pub use error::CodecError;
 #[cfg(feature = "failpoints")]
 pub use failpoint::{FAILPOINTS, FAULTS};
-pub use form::{FormId, Section, StoredTensor, Survey, huffman, oracle, packed, palette};
+pub use form::{FormId, Section, StoredTensor, Survey, compact, huffman, oracle, packed, palette};
 pub use histogram::Histogram;
 pub use huffman::{Code, CodeLimit, HuffmanTensor};
 pub use model::{glob, plan, roles, safetensors};

@@ -6,8 +6,10 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 use unweight_format::{
-    CodeLimit, CodecError, FormId, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, Survey,
-    TileGrid, TileMetadata, huffman, oracle,
+    CodeLimit, CodecError, CompactTensor, FormId, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor,
+    Section, StoredTensor, Survey, TileGrid, TileMetadata,
+    compact::{self, ClassWindow, Uncompact},
+    huffman, oracle,
     packed::{self, Unpackable, Window},
     palette,
     testing::{Random, Weights},
@@ -533,4 +535,260 @@ fn wrong_buffers_are_refused() {
     ));
     assert!(matches!(CodeLimit::new(5), Err(CodecError::CodeLimit { got: 5 })));
     assert!(TileGrid::new(usize::MAX, 2).is_err());
+}
+
+/// What the compact encoder makes comes back, by both decoders and from stored sections; what it refuses is refused for a reason.
+fn check_compact(bytes: &[u8], rows: usize, cols: usize) -> Result<CompactTensor<Vec<u8>>, Uncompact> {
+    let matrix = Matrix::new(bytes, rows, cols).unwrap();
+    let tensor = compact::encode(matrix, &Histogram::of(bytes))?;
+    assert!(oracle::decode_compact(&tensor).unwrap() == bytes, "oracle");
+    assert!(tensor.decode().unwrap() == bytes, "fast");
+    let all = FormId::COMPACT.form().sections();
+    let sections = |s| tensor.section(s).unwrap().into_owned();
+    let stored = CompactTensor::from_sections(tensor.grid(), sections).unwrap();
+    assert!(stored == tensor, "stored sections read back");
+    assert_eq!(tensor.stored_bytes(), all.iter().map(|&s| sections(s).len() as u64).sum::<u64>());
+    assert!(all.iter().all(|&s| sections(s).len().is_multiple_of(16)), "aligned in a shard");
+    check_operands(&tensor, matrix);
+    Ok(tensor)
+}
+
+/// Operands times the scale are the weights, straight from the definition of the fragment.
+fn check_operands(tensor: &CompactTensor<Vec<u8>>, matrix: Matrix<'_>) {
+    let grid = tensor.grid();
+    for tile in 0..grid.tiles() {
+        for (i, registers) in tensor.operands(tile).unwrap().into_iter().enumerate() {
+            let (block, step, group, thread) = (i / 128, i / 32 % 4, i % 32 / 4, i % 4);
+            for (register, half) in (0..4).flat_map(|register| [(register, 0), (register, 1)]) {
+                let row = tile / grid.tile_cols() * 64 + 16 * block + group + 8 * (register % 2);
+                let col = tile % grid.tile_cols() * 64 + 16 * step + 2 * thread + 8 * (register / 2) + half;
+                let operand = half::bf16::from_bits((registers[register] >> (16 * half)) as u16);
+                let weight = half::bf16::from_bits(matrix.get(row, col));
+                let product = operand.to_f64() * f64::from(tensor.window().scale());
+                assert!(product == weight.to_f64() || operand.is_nan() && weight.is_nan(), "{row}, {col}");
+                assert_eq!(product.is_sign_negative(), weight.is_sign_negative());
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn compact_weights_come_back(
+        kind in kind(), tile_rows in 1usize..=3, tile_cols in 1usize..=3, one_in in 260u64..4000,
+        mask in prop_oneof![Just(0xffffu16), Just(0xbfff), Just(0x807f)], seed: u64,
+    ) {
+        let (rows, cols) = (64 * tile_rows, 64 * tile_cols);
+        _ = check_compact(&kind.bytes(rows * cols, seed), rows, cols);
+        _ = check_compact(&sprinkled(rows, cols, one_in, seed, |bits| bits as u16 & mask), rows, cols);
+    }
+
+    /// Exponents of any shares, down to those of one element in many: long codes, quads without a code, escapes in and outside the window.
+    #[test]
+    fn compact_weights_of_any_exponents_come_back(
+        base in 1u8..=223, halvings in 1u32..=12, one_in in 300u64..3000, tiles in 1usize..=6, seed: u64,
+    ) {
+        let mut random = Random::new(seed);
+        let bytes: Vec<u8> = (0..4096 * tiles).flat_map(|_| {
+            let bits = random.bits();
+            let deep = (bits >> 20).trailing_zeros().min(43) * halvings / 4;
+            let exponent = if bits.is_multiple_of(one_in) { bits >> 50 & 255 } else { u64::from(base) + u64::from(deep.min(31)) };
+            (bits as u16 & 0x807f | (exponent as u16) << 7).to_le_bytes()
+        }).collect();
+        _ = check_compact(&bytes, 64, 64 * tiles);
+    }
+}
+
+#[test]
+fn trained_weights_take_less_than_10_85_bits() {
+    let bytes = Weights::TRAINED.bytes(1024 * 1024, 3);
+    let tensor = check_compact(&bytes, 1024, 1024).unwrap();
+    let bits = tensor.stored_bytes() as f64 * 8.0 / (1024.0 * 1024.0);
+    assert!(bits <= 10.85 && bits > 10.6, "{bits}");
+    // A kernel has to patch less than one element a tile.
+    assert!(tensor.escape_count() < tensor.grid().tiles() as u64, "{}", tensor.escape_count());
+    assert!(tensor.max_stream_bytes() < 640, "{}", tensor.max_stream_bytes());
+}
+
+#[test]
+fn every_bit_pattern_comes_back_as_an_escape_or_not() {
+    let special = [0x0000, 0x8000, 1, 0x8001, 0x007f, 0x7f80, 0xff80, 0x7f81, 0x7fc1, 0xffff, 0x0080, 0x0180];
+    let bytes = sprinkled(256, 192, 400, 5, |bits| special[bits as usize % special.len()]);
+    let tensor = check_compact(&bytes, 256, 192).unwrap();
+    assert!(tensor.escape_count() > 80, "{}", tensor.escape_count());
+    // Each of the 65,536 patterns once, among so many others that their share of escapes is allowed.
+    let every = |i: usize| i.is_multiple_of(300).then_some((i / 300) as u16);
+    let mut bytes = Weights::TRAINED.bytes(4800 * 4096, 6);
+    let mut with_operand = 0usize;
+    for (i, element) in bytes.chunks_exact_mut(2).enumerate() {
+        // The largest have no operand where the base is below 96, nor have the least subnormals where it is above.
+        if let Some(bits) = every(i).filter(|bits| bits >> 7 & 255 <= 220 || bits >> 7 & 255 == 255) {
+            element.copy_from_slice(&bits.to_le_bytes());
+            with_operand += 1;
+        }
+    }
+    assert!(with_operand > 56_000);
+    let matrix = Matrix::new(&bytes, 4800, 4096).unwrap();
+    let tensor = compact::encode(matrix, &Histogram::of(&bytes)).unwrap();
+    assert!(tensor.decode().unwrap() == bytes && oracle::decode_compact(&tensor).unwrap() == bytes);
+}
+
+#[test]
+fn what_cannot_be_compact_is_said() {
+    let encode = |bytes: &[u8], rows, cols| {
+        compact::encode(Matrix::new(bytes, rows, cols).unwrap(), &Histogram::of(bytes)).unwrap_err()
+    };
+    assert_eq!(encode(&Weights::TRAINED.bytes(64 * 65, 1), 64, 65), Uncompact::Shape);
+    let noise = Weights::Noise.bytes(64 * 64, 1);
+    assert!(matches!(encode(&noise, 64, 64), Uncompact::Escapes { elements: 4096, .. }));
+    // Weights around 2^10: a subnormal has no operand. Two of them, in different tiles, row-major before tile order.
+    let mut bytes: Vec<u8> = (0..192 * 192).flat_map(|_| 0x4480u16.to_le_bytes()).collect();
+    for (row, col) in [(70, 3), (40, 190)] {
+        bytes[(row * 192 + col) * 2..][..2].copy_from_slice(&[1, 0]);
+    }
+    assert_eq!(encode(&bytes, 192, 192), Uncompact::Operand { row: 40, col: 190 });
+    // Two exponents of equal shares: a bit each, and two that the dense part keeps where the Huffman form has one.
+    let two: Vec<u8> = (0..256 * 256u32)
+        .flat_map(|i| ((120 + (i.wrapping_mul(0x9e37_79b9) >> 31) as u16) << 7).to_le_bytes())
+        .collect();
+    let matrix = Matrix::new(&two, 256, 256).unwrap();
+    let form = FormId::COMPACT.form();
+    let why = form.encode(matrix, &Survey::of(&two), CodeLimit::DEFAULT).unwrap_err();
+    assert!(matches!(why.reason(), Some(Uncompact::Larger { .. })), "{why}");
+    assert_eq!(form.fallback(), FormId::HUFFMAN);
+}
+
+#[test]
+fn compact_bytes_do_not_depend_on_the_number_of_threads() {
+    let (rows, cols) = (1024, 1088);
+    let bytes = sprinkled(rows, cols, 300, 6, |bits| bits as u16 & 0xbfff);
+    let encode = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| compact::encode(Matrix::new(&bytes, rows, cols).unwrap(), &Histogram::of(&bytes)).unwrap())
+    };
+    let one = encode(1);
+    assert!(one == encode(2) && one == encode(7));
+    assert!(one.decode().unwrap() == bytes, "several bands");
+    let lists = one.tiles().chunks_exact(8).filter(|tile| tile[7] & 0x80 != 0).count();
+    assert!(lists > 256, "lists in several bands: {lists}");
+}
+
+#[test]
+fn predicted_compact_bytes_are_near() {
+    let bytes = Weights::TRAINED.bytes(512 * 512, 4);
+    let (grid, form) = (TileGrid::new(512, 512).unwrap(), FormId::COMPACT.form());
+    let sample = unweight_format::form::Sample::of(&[&bytes[..1 << 17]], CodeLimit::DEFAULT);
+    let predicted = form.predict(grid, &sample).unwrap() as f64;
+    let stored =
+        compact::encode(Matrix::new(&bytes, 512, 512).unwrap(), &Histogram::of(&bytes)).unwrap().stored_bytes();
+    assert!((predicted / stored as f64 - 1.0).abs() < 0.002, "{predicted} {stored}");
+}
+
+/// Sections of a compact tensor with one of them changed.
+fn tampered_compact(change: impl Fn(Section, &mut Vec<u8>)) -> Result<(), CodecError> {
+    let bytes = sprinkled(128, 128, 300, 9, |_| 0);
+    let tensor = compact::encode(Matrix::new(&bytes, 128, 128).unwrap(), &Histogram::of(&bytes)).unwrap();
+    let sections = FormId::COMPACT.form().sections().iter().map(|&s| {
+        let mut section = tensor.section(s).unwrap().into_owned();
+        change(s, &mut section);
+        section
+    });
+    let tensor = StoredTensor::new(FormId::COMPACT, tensor.grid(), sections.collect())?;
+    let mut out = vec![0; bytes.len()];
+    let decoded = tensor.decode(&mut out);
+    // The slow decoder refuses what the fast one refuses.
+    let slow = oracle::decode_compact(&CompactTensor::of(tensor.borrowed()).unwrap());
+    assert_eq!(decoded.is_err(), slow.is_err());
+    decoded
+}
+
+#[test]
+fn each_broken_rule_of_the_compact_form_has_its_error() {
+    assert!(tampered_compact(|_, _| {}).is_ok());
+    for &section in FormId::COMPACT.form().sections() {
+        for change in [|bytes: &mut Vec<u8>| bytes.push(0), |bytes: &mut Vec<u8>| bytes.clear()] {
+            let wrong = tampered_compact(|s, bytes| {
+                if s == section {
+                    change(bytes)
+                }
+            });
+            assert!(wrong.is_err(), "{section:?}");
+        }
+    }
+    type Change = fn(&mut Vec<u8>);
+    let cases: [(&str, Section, Change); 17] = [
+        ("1..=223", Section::CLASS_WINDOW, |b| b[0] = 0),
+        ("1..=223", Section::CLASS_WINDOW, |b| b[0] = 224),
+        ("must be 0", Section::CLASS_WINDOW, |b| b[15] = 1),
+        ("Kraft", Section::CLASS_BOOK, |b| b.drain(..16).for_each(drop)),
+        ("ascend", Section::CLASS_BOOK, |b| b[..4].rotate_left(2)),
+        ("start is", Section::CLASS_TILES, |b| b[8] ^= 1),
+        ("start is", Section::CLASS_TILES, |b| b[0] ^= 1),
+        ("is not the end", Section::CLASS_TILES, |b| b[32] ^= 1),
+        ("is not the end", Section::CLASS_TILES, |b| b[44] ^= 1),
+        ("do not follow", Section::CLASS_TILES, |b| b[12] ^= 1),
+        ("not 0, one record", Section::CLASS_TILES, |b| b[4..8].copy_from_slice(&[1, 0, 0, 0])),
+        ("wrong length", Section::CLASS_ESCAPES, |b| b[0..4].fill(0xff)),
+        ("not in order", Section::CLASS_ESCAPES, |b| b.copy_within(4..8, 8)),
+        ("section class_escapes", Section::CLASS_ESCAPES, |b| b.extend([0; 16])),
+        ("section class_streams", Section::CLASS_STREAMS, |b| b.extend([0; 16])),
+        ("fewer or more bits", Section::CLASS_STREAMS, |b| b[0] = 161),
+        ("sign and mantissa", Section::DENSE, |b| b.iter_mut().for_each(|byte| *byte = !*byte)),
+    ];
+    for (message, section, change) in cases {
+        let error = tampered_compact(|s, b| {
+            if s == section {
+                change(b)
+            }
+        })
+        .expect_err(message)
+        .to_string();
+        assert!(error.contains(message), "{message}: {error}");
+    }
+    // A bit in one stream: another quad, or a lane that does not end where it should; never a panic.
+    let mut refused = 0;
+    for at in 32..400 {
+        let changed = tampered_compact(|s, b| {
+            if s == Section::CLASS_STREAMS {
+                b[at] ^= 0x10
+            }
+        });
+        refused += usize::from(changed.is_err());
+    }
+    assert!(refused > 100, "{refused}");
+    // Two lanes whose lengths are off in opposite directions: the tile still ends where it should.
+    let moved = (0..31).filter(|&lane| {
+        let moved = tampered_compact(|s, b| {
+            if s == Section::CLASS_STREAMS {
+                b[lane] += 1;
+                b[lane + 1] -= 1;
+            }
+        });
+        moved.is_err_and(|error| error.to_string().contains("do not use its stored bits"))
+    });
+    assert!(moved.count() > 20);
+    assert!(ClassWindow::new(0).is_err() && ClassWindow::new(224).is_err());
+}
+
+#[test]
+fn the_compact_example_of_the_document() {
+    let bytes: Vec<u8> = (0..4096).flat_map(|i| if i == 0 { [0x80, 0x3e] } else { [0x80, 0x3f] }).collect();
+    let tensor = check_compact(&bytes, 64, 64).unwrap();
+    let followed_by_zeros = |start: &[u8]| [start, &vec![0; 16 - start.len()]].concat();
+    let section = |section| tensor.section(section).unwrap().into_owned();
+    assert_eq!(section(Section::CLASS_WINDOW), followed_by_zeros(&[0x60]));
+    assert_eq!(section(Section::CLASS_BOOK), followed_by_zeros(&[0xfe, 0x1f, 0xff, 0x1f]));
+    assert_eq!(section(Section::CLASS_TILES), [0, 0, 0, 0, 0, 0, 0, 0, 0x28, 0, 0, 0, 0, 0, 0, 0]);
+    assert!(section(Section::CLASS_ESCAPES).is_empty());
+    assert_eq!(section(Section::CLASS_STREAMS), [vec![0x10; 32], vec![0xff; 128]].concat());
+    let dense = section(Section::DENSE);
+    let lane_word = |lane: usize, q: usize| {
+        let at = 512 * (q / 4) + 16 * lane + 4 * (q % 4);
+        u32::from_le_bytes(dense[at..at + 4].try_into().unwrap())
+    };
+    assert_eq!(lane_word(0, 0), 0x0180_0080);
+    let words = [0x0180_0180, 0x6780_6780, 0x0180_0180, 0x6180_6180, 0x0180_0180];
+    let others = (0..32).flat_map(|lane| (0..40).map(move |q| (lane, q))).skip(1);
+    assert!(others.into_iter().all(|(lane, q)| lane_word(lane, q) == words[q % 5]));
 }

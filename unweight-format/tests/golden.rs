@@ -11,18 +11,23 @@ use std::{
 
 use common::{Scratch, chain, header, read_tree, safetensors_file, tensor, weights};
 use unweight_format::{
-    Digest, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, TileMetadata,
+    CompactTensor, Digest, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, TileMetadata,
     bundle::{Bundle, CompressOptions, DecompressOptions, Profile, Silent, compress, decompress, verify},
     huffman, oracle,
     safetensors::{Header, SOURCE_HEADER_MAX},
+    testing::Random,
 };
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
-const VALID: [(&str, Profile); 3] =
-    [("single", Profile::Distribution), ("sharded", Profile::Inference), ("resident", Profile::Resident)];
+const VALID: [(&str, Profile); 4] = [
+    ("single", Profile::Distribution),
+    ("sharded", Profile::Inference),
+    ("resident", Profile::Resident),
+    ("compact", Profile::Compact),
+];
 
 /// Rows `| name | why | message |` of a section of the README.
 fn rows(section: &str) -> Vec<(String, String)> {
@@ -67,6 +72,7 @@ fn valid_models_give_the_same_bytes_and_come_back() {
                 FormId::HUFFMAN => oracle::decode_huffman(&HuffmanTensor::of(tensor).unwrap()).unwrap(),
                 FormId::PALETTE => oracle::decode_palette(&PaletteTensor::of(tensor).unwrap()),
                 FormId::PACKED => oracle::unpack(&PackedTensor::of(tensor).unwrap()),
+                FormId::COMPACT => oracle::decode_compact(&CompactTensor::of(tensor).unwrap()).unwrap(),
                 other => panic!("no oracle for {other}"),
             };
             assert_eq!(Digest::of(&bytes), t.entry.digest, "{name}: {}", t.entry.name);
@@ -186,6 +192,18 @@ fn regenerate() {
             ],
         ),
     );
+    let compact = golden().join("valid/compact/source");
+    put(
+        compact.join("model.safetensors"),
+        &safetensors_file(
+            &[],
+            &[
+                tensor("compact", "BF16", &[128, 256], &escaping_weights(128 * 256)),
+                tensor("odd", "BF16", &[70, 130], &weights(70 * 130, 15)),
+                tensor("noise", "BF16", &[64, 64], &Random::new(16).bytes(8192)),
+            ],
+        ),
+    );
     for (name, profile) in VALID {
         let dir = golden().join("valid").join(name);
         compress(&dir.join("source"), &dir.join("bundle"), &CompressOptions::new(profile), &Silent).unwrap();
@@ -236,11 +254,15 @@ fn regenerate() {
         &safetensors_file(&[], &[tensor("t", "BF16", &[128, 64], &weights(8192, 13))]),
     );
     put(
+        scratch.path("c/t.safetensors"),
+        &safetensors_file(&[], &[tensor("t", "BF16", &[128, 256], &escaping_weights(128 * 256))]),
+    );
+    put(
         scratch.path("r/t.safetensors"),
         &safetensors_file(&[], &[tensor("t", "BF16", &[128, 64], &escaping_weights(128 * 64))]),
     );
     type Change = fn(Section, &mut [u8]);
-    let streams: [(&str, Profile, Change); 16] = [
+    let streams: [(&str, Profile, Change); 24] = [
         ("start-word", Profile::Distribution, |s, b| {
             if s == Section::TILE_METADATA {
                 b[TileMetadata::BYTES] ^= 1
@@ -331,6 +353,51 @@ fn regenerate() {
                 *b.last_mut().unwrap() = 1
             }
         }),
+        ("compact-window", Profile::Compact, |s, b| {
+            if s == Section::CLASS_WINDOW {
+                b[0] = 224
+            }
+        }),
+        ("compact-book", Profile::Compact, |s, b| {
+            if s == Section::CLASS_BOOK {
+                // A code one bit shorter.
+                b[1] -= 0x10
+            }
+        }),
+        ("compact-start", Profile::Compact, |s, b| {
+            if s == Section::CLASS_TILES {
+                b[8] ^= 1
+            }
+        }),
+        ("compact-head", Profile::Compact, |s, b| {
+            if s == Section::CLASS_TILES {
+                b[4..8].copy_from_slice(&[9, 0, 0, 0])
+            }
+        }),
+        ("compact-list-length", Profile::Compact, |s, b| {
+            if s == Section::CLASS_ESCAPES {
+                b[3] = 0x7f
+            }
+        }),
+        ("compact-order", Profile::Compact, |s, b| {
+            if s == Section::CLASS_ESCAPES {
+                b[4..12].rotate_left(4)
+            }
+        }),
+        ("compact-lane", Profile::Compact, |s, b| {
+            if s == Section::CLASS_STREAMS {
+                // A lane that no codes fill; the tile still ends where it should.
+                let longest = (0..32).max_by_key(|&lane| b[lane]).unwrap();
+                let shortest = (0..32).min_by_key(|&lane| b[lane]).unwrap();
+                b[longest] += 9;
+                b[shortest] -= 9;
+            }
+        }),
+        ("compact-end", Profile::Compact, |s, b| {
+            if s == Section::CLASS_TILES {
+                b[64] ^= 1
+            }
+        }),
     ];
     for (name, profile, change) in streams {
         let dir = golden().join("invalid/streams").join(name);
@@ -338,6 +405,7 @@ fn regenerate() {
         let source = scratch.path(match profile {
             Profile::Palette => "p",
             Profile::Resident => "r",
+            Profile::Compact => "c",
             _ => "m",
         });
         compress(&source, &dir, &CompressOptions::new(profile), &Silent).unwrap();
@@ -348,6 +416,7 @@ fn regenerate() {
         let sections = match profile {
             Profile::Palette => FormId::PALETTE,
             Profile::Resident => FormId::PACKED,
+            Profile::Compact => FormId::COMPACT,
             _ => FormId::HUFFMAN,
         };
         let sections = sections.form().sections();

@@ -3,8 +3,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use unweight_format::{
-    CodeLimit, FormId, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, TileGrid, huffman,
-    oracle, packed, palette,
+    CodeLimit, CompactTensor, FormId, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, TileGrid,
+    compact, huffman, oracle, packed, palette,
 };
 
 /// The sections of the forms with verbatim rows, as an input numbers them.
@@ -46,9 +46,21 @@ fn check_packed(tensor: &PackedTensor<Vec<u8>>) {
     (0..tensor.grid().tiles()).for_each(|tile| drop(tensor.operands(tile)));
 }
 
+fn check_compact(tensor: &CompactTensor<Vec<u8>>) {
+    match (tensor.decode(), oracle::decode_compact(tensor)) {
+        (Ok(fast), Ok(slow)) => assert!(fast == slow, "both accept, and differ"),
+        (Err(fast), Err(slow)) => assert!(fast == slow, "refused for different reasons"),
+        (fast, slow) => panic!("one decoder refuses: {:?} {:?}", fast.err(), slow.err()),
+    }
+    (0..tensor.grid().tiles()).for_each(|tile| drop(tensor.operands(tile)));
+}
+
 fuzz_target!(|data: &[u8]| {
     let [mode, rows, cols, data @ ..] = data else { return };
     if mode & 4 != 0 {
+        if mode & 8 != 0 {
+            return compact_sections(*mode, usize::from(rows % 3), usize::from(cols % 3), data);
+        }
         return packed_sections(*mode, usize::from(rows % 3), usize::from(cols % 3), data);
     }
     let Ok(grid) = TileGrid::new(usize::from(*rows) + 1, usize::from(*cols) + 1) else { return };
@@ -144,4 +156,51 @@ fn packed_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
         bytes
     };
     PackedTensor::from_sections(grid, damaged).iter().for_each(check_packed);
+}
+
+/// The same for compact tensors.
+fn compact_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
+    let extent = |tiles: usize| if tiles == 0 { 65 } else { 64 * tiles };
+    let grid = TileGrid::new(extent(tile_rows), extent(tile_cols)).expect("small");
+    if mode & 1 == 0 {
+        let mut rest = data;
+        let cut = |section: Section| {
+            let bytes = section.fixed_bytes(grid).unwrap_or_else(|| {
+                let (&words, tail) = rest.split_first().unwrap_or((&0, &[]));
+                rest = tail;
+                usize::from(words) * 16
+            });
+            let mut out = vec![0; bytes];
+            let n = rest.len().min(out.len());
+            out[..n].copy_from_slice(&rest[..n]);
+            rest = &rest[n..];
+            out
+        };
+        CompactTensor::from_sections(grid, cut).iter().for_each(check_compact);
+        return;
+    }
+    // A valid tensor with some escapes; then (section, offset, xor) from the input.
+    let weights: Vec<u8> = (0..grid.elements() as u32)
+        .flat_map(|i| {
+            let mixed = i.wrapping_mul(0x9e37_79b9) ^ u32::from(mode) << 8;
+            let exponent = 110 + (mixed >> 20).trailing_zeros().min(12) as u16;
+            let bits = if mixed % 300 == 0 { mixed as u16 & 0x9fff } else { mixed as u16 & 0x807f | exponent << 7 };
+            bits.to_le_bytes()
+        })
+        .collect();
+    let matrix = Matrix::new(&weights, grid.rows(), grid.cols()).expect("the shape is right");
+    let Ok(tensor) = compact::encode(matrix, &Histogram::of(&weights)) else { return };
+    let damaged = |section: Section| {
+        let mut bytes = tensor.section(section).map(|b| b.into_owned()).unwrap_or_default();
+        for change in
+            data.chunks_exact(4).filter(|c| FormId::COMPACT.form().sections()[usize::from(c[0]) % 6] == section)
+        {
+            if !bytes.is_empty() {
+                let at = usize::from(u16::from_le_bytes([change[1], change[2]])) % bytes.len();
+                bytes[at] ^= change[3];
+            }
+        }
+        bytes
+    };
+    CompactTensor::from_sections(grid, damaged).iter().for_each(check_compact);
 }

@@ -2,7 +2,7 @@
 //! Any weights of any small shape come back, and both encoders agree.
 
 use libfuzzer_sys::fuzz_target;
-use unweight_format::{CodeLimit, Histogram, Matrix, huffman, oracle, packed, palette};
+use unweight_format::{CodeLimit, Histogram, Matrix, compact, huffman, oracle, packed, palette};
 
 fuzz_target!(|data: &[u8]| {
     let [cols, limit, weights @ ..] = data else { return };
@@ -28,5 +28,8 @@ fuzz_target!(|data: &[u8]| {
     assert!(tensor == oracle::pack(matrix), "packers differ");
     if let Ok(tensor) = tensor {
         assert!(tensor.unpack() == whole && oracle::unpack(&tensor) == whole);
+    }
+    if let Ok(tensor) = compact::encode(matrix, &Histogram::of(&whole)) {
+        assert!(tensor.decode().expect("valid") == whole && oracle::decode_compact(&tensor).expect("valid") == whole);
     }
 });

@@ -34,6 +34,27 @@ pub const OPERAND_EXPONENT: u8 = 112;
 pub const WINDOW_BASE_MIN: u8 = 1;
 /// See [`WINDOW_BASE_MIN`]: the window ends below the exponent of Inf and NaN.
 pub const WINDOW_BASE_MAX: u8 = 239;
+/// Bytes of one tile of `dense`: 64 * 64 * 10 bits.
+pub const DENSE_TILE_BYTES: usize = TILE_ELEMENTS * 10 / 8;
+/// Exponents in the window of the compact form: 8 classes of 4.
+pub const CLASS_WINDOW: usize = 32;
+/// Bytes of `class_window`.
+pub const CLASS_WINDOW_BYTES: usize = 16;
+/// Lowest and highest base of a window of 32 exponents.
+pub const CLASS_BASE_MIN: u8 = 1;
+/// See [`CLASS_BASE_MIN`]: the window ends below the exponent of Inf and NaN.
+pub const CLASS_BASE_MAX: u8 = 223;
+/// Exponent of an operand of the compact form that is the lowest of the window: a multiple of 32, so that class and
+/// remainder are merged by `or`.
+pub const CLASS_OPERAND_EXPONENT: u8 = 96;
+/// Longest code of a quad of classes, bits: decoders have a table of `2^10` entries.
+pub const CLASS_CODE_MAX: u32 = 10;
+/// Lanes of a warp, each with a stream of its own.
+pub const LANES: usize = 32;
+/// Codes of a lane in a tile, four elements each: half of them run forward, half backward.
+pub const LANE_CODES: usize = TILE_ELEMENTS / LANES / 4;
+/// Most bytes of one tile of `class_streams`: the lanes' lengths, and their longest codes.
+pub const STREAM_TILE_BYTES_MAX: usize = LANES + LANES * LANE_CODES * CLASS_CODE_MAX as usize / 8;
 /// Bytes of one record of `tile_metadata`.
 pub const TILE_METADATA_BYTES: usize = 16;
 /// Bytes that a section of variable size is padded to, as the kernels' bulk copies need.
@@ -42,4 +63,6 @@ pub const SECTION_ALIGN: usize = 4 * WORDS_ALIGN;
 const _: () = assert!(TILE == 64, "the verbatim bitmask is a u64");
 const _: () = assert!(TILE * ROW_BITS_MAX as usize <= u16::MAX as usize, "row_end_offsets fit u16");
 const _: () = assert!(PACKED_TILE_BYTES == 6144 && PACKED_BLOCK_BYTES == 1536, "stated in docs/format.md A.9");
+const _: () = assert!(DENSE_TILE_BYTES == 5120 && STREAM_TILE_BYTES_MAX == 1312, "stated in docs/format.md A.11");
+const _: () = assert!(LANE_CODES * CLASS_CODE_MAX as usize / 2 <= u8::MAX as usize, "a lane's length fits a byte");
 const _: () = assert!(SECTION_ALIGN == 16, "sections end on 16 bytes, as the kernels' bulk copies need");

@@ -22,7 +22,7 @@ pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
 /// `format` of every manifest.
 pub const FORMAT: &str = "unweight";
 /// The version that this crate writes, and the newest major version that it reads.
-pub const VERSION: Version = Version { major: 1, minor: 1 };
+pub const VERSION: Version = Version { major: 1, minor: 2 };
 /// Program and version that write a bundle.
 pub(crate) const CREATOR: &str = concat!("unweight ", env!("CARGO_PKG_VERSION"));
 /// Largest manifest that is read, bytes: some 100,000 tensors.
@@ -252,7 +252,7 @@ pub struct TensorEntry {
     /// Stored form.
     #[serde(rename = "encoding")]
     pub form: FormId,
-    /// Why it is stored raw, or as palette in a resident bundle.
+    /// Why it is stored raw, or in another form than was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// Rows of the matrix it is coded as; absent if raw.

@@ -16,6 +16,9 @@ named! {
         Palette = "palette",
         /// As it is resident on a GPU: every eligible tensor in scope packed, or palette where that cannot be.
         Resident = "resident",
+        /// Every eligible tensor in scope compact, or Huffman-coded where that cannot be or is smaller: as small as `distribution`, and laid
+        /// out for kernels.
+        Compact = "compact",
     }
 }
 
@@ -24,7 +27,7 @@ impl Profile {
     pub const fn default_scope(self) -> Scope {
         match self {
             Self::Inference => Scope::Mlp,
-            Self::Distribution | Self::Palette | Self::Resident => Scope::All,
+            Self::Distribution | Self::Palette | Self::Resident | Self::Compact => Scope::All,
         }
     }
 }
@@ -232,6 +235,6 @@ mod tests {
             assert_eq!(serde_json::to_string(profile).unwrap(), format!("\"{profile}\""));
         }
         let error = "zip".parse::<crate::FormId>().unwrap_err().to_string();
-        assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette, packed");
+        assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette, packed, compact");
     }
 }

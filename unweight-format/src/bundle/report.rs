@@ -23,7 +23,7 @@ pub struct TensorReport {
     /// The form it is stored in.
     #[serde(rename = "encoding")]
     pub form: FormId,
-    /// Why it is stored raw, or as palette in a resident bundle.
+    /// Why it is stored raw, or in another form than was asked for.
     pub reason: Option<String>,
     /// Elements.
     pub elements: u64,

@@ -1,4 +1,4 @@
-//! The forms a weight is stored in (`docs/format.md` A.6 - A.9), one file each, and the list of them.
+//! The forms a weight is stored in (`docs/format.md` A.6 - A.11), one file each, and the list of them.
 //!
 //! ```text
 //! BF16 [n, k] --Survey--> histogram, digest --Form::encode--> StoredTensor {form, grid, sections} --decode--> BF16 [n, k]
@@ -7,6 +7,7 @@
 //! plans, sums, the command line) goes through [`FORMS`], so another form is a file and a line in that list. Those who need a form's
 //! fields take its typed view ([`HuffmanTensor`](crate::HuffmanTensor), ...), which lies in the form's file.
 
+pub mod compact;
 pub mod huffman;
 mod id;
 pub mod oracle;
@@ -30,7 +31,8 @@ pub use survey::Survey;
 use crate::{CodeLimit, CodecError, Matrix, TileGrid};
 
 /// Every form that bundles know, in the order of reports.
-pub static FORMS: &[&dyn DynForm] = &[&raw::Raw, &huffman::Huffman, &palette::PaletteForm, &packed::Packed];
+pub static FORMS: &[&dyn DynForm] =
+    &[&raw::Raw, &huffman::Huffman, &palette::PaletteForm, &packed::Packed, &compact::Compact];
 
 /// How a BF16 matrix is stored.
 pub trait Form: Sync + 'static {

@@ -1,10 +1,11 @@
 //! The slow, obvious codec: one element, one bit at a time, straight from `docs/format.md`. It judges the fast one.
 
 use crate::{
-    Code, CodeLimit, CodecError, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, TileMetadata, bf16,
+    Code, CodeLimit, CodecError, CompactTensor, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, TileMetadata, bf16,
     bitstream::{BitReader, BitWriter},
+    compact,
     histogram::Histogram,
-    layout::{ROW_BITS_MAX, ROW_BITS_MIN, TILE, WORDS_ALIGN},
+    layout::{DENSE_TILE_BYTES, ROW_BITS_MAX, ROW_BITS_MIN, TILE, WORDS_ALIGN},
     packed::{self, Unpackable, Window},
     palette::Palette,
 };
@@ -183,6 +184,128 @@ pub fn unpack<B: AsRef<[u8]>>(tensor: &PackedTensor<B>) -> Vec<u8> {
         }
     }
     out
+}
+
+/// Decodes the compact form bit by bit.
+///
+/// # Errors
+/// The codes of a lane do not use its stored bits, or bits that belong to none are not 0.
+pub fn decode_compact<B: AsRef<[u8]>>(tensor: &CompactTensor<B>) -> Result<Vec<u8>, CodecError> {
+    let (grid, table) = (tensor.grid(), tensor.book().table());
+    let mut out = vec![0u8; grid.elements() * 2];
+    for tile in 0..grid.tiles() {
+        let stream = tensor.stream(tile);
+        let bit = |at: usize| stream.get(at / 8).map(|byte| usize::from(byte >> (at % 8) & 1));
+        let fail = |lane: usize| {
+            let reason = "the codes of a lane do not use its stored bits";
+            CodecError::Row { tile, row: lane / 4, reason }
+        };
+        let mut put = |block, step, lane, register, half, weight: u16| {
+            let (row, col) = packed::place(block, step, lane, register, half);
+            let (row, col) = (tile / grid.tile_cols() * TILE + row, tile % grid.tile_cols() * TILE + col);
+            let at = (row * grid.cols() + col) * 2;
+            out[at..at + 2].copy_from_slice(&weight.to_le_bytes());
+        };
+        let mut start = 8 * packed::LANES;
+        for (lane, &length) in stream[..packed::LANES].iter().enumerate() {
+            let bits = 2 * usize::from(length);
+            // How many bits the chains of blocks 0 and 1, and of 2 and 3, have used; the second one runs down from the end.
+            let mut used = [0, 0];
+            for block in 0..packed::ROW_BLOCKS {
+                let chain = block / 2;
+                for quad in 0..8 {
+                    // Ten bits, or as many as there are.
+                    let next = |i: usize| {
+                        let at = used[chain] + i;
+                        let at = if chain == 0 { start + at } else { (start + bits).checked_sub(at + 1)? };
+                        bit(at)
+                    };
+                    let index: usize = (0..10).map(|i| next(i).unwrap_or(0) << i).sum();
+                    let entry = table[index];
+                    used[chain] += usize::from(entry >> 12);
+                    for place in 0..4 {
+                        let (step, register, half) = (quad / 2, 2 * (quad % 2) + place / 2, place % 2);
+                        let dense = dense_half(tensor.dense(), tile, (block, step, lane, register, half));
+                        let above = (entry >> (3 * place) & 7) << 2 | dense >> 7 & 3;
+                        let exponent = u16::from(tensor.window().base()) + above;
+                        put(block, step, lane, register, half, dense & 0x807f | exponent << 7);
+                    }
+                }
+            }
+            let left = bits.checked_sub(used[0] + used[1]).filter(|&left| left < 2).ok_or_else(|| fail(lane))?;
+            if left == 1 && bit(start + used[0]) != Some(0) {
+                return Err(fail(lane));
+            }
+            start += bits;
+        }
+        if (start..8 * stream.len()).any(|at| bit(at) == Some(1)) {
+            return Err(CodecError::Row { tile, row: TILE - 1, reason: "bits after the last code are not 0" });
+        }
+        for record in tensor.records(tile) {
+            let (block, lane, step, register, half) = compact::fields(record);
+            let weight = tensor.window().weight(record as u16).expect("checked when it was read");
+            put(block, step, lane, register, half, weight);
+        }
+    }
+    Ok(out)
+}
+
+/// Sign, lower two bits of the exponent (8..7) and mantissa of an element in the dense part, bit by bit.
+fn dense_half(
+    dense: &[u8],
+    tile: usize,
+    (block, step, lane, register, half): (usize, usize, usize, usize, usize),
+) -> u16 {
+    // Of registers 5, 6 and 7 of two steps, the lower half: bit, word, bit of the word. The sign turns into the other half.
+    const CARRIED: [[(u32, usize, u32); 10]; 3] = [
+        [
+            (0, 0, 10),
+            (1, 0, 11),
+            (2, 0, 12),
+            (3, 0, 13),
+            (4, 0, 14),
+            (5, 1, 11),
+            (6, 1, 12),
+            (7, 1, 13),
+            (8, 1, 14),
+            (15, 0, 25),
+        ],
+        [
+            (0, 2, 10),
+            (1, 2, 11),
+            (2, 2, 12),
+            (3, 2, 13),
+            (4, 2, 14),
+            (5, 3, 9),
+            (6, 3, 10),
+            (7, 1, 9),
+            (8, 1, 10),
+            (15, 2, 25),
+        ],
+        [
+            (0, 4, 10),
+            (1, 4, 11),
+            (2, 4, 12),
+            (3, 4, 13),
+            (4, 4, 14),
+            (5, 3, 11),
+            (6, 3, 12),
+            (7, 3, 13),
+            (8, 3, 14),
+            (15, 4, 25),
+        ],
+    ];
+    let word = |i: usize| {
+        let at = tile * DENSE_TILE_BYTES + compact::dense_offset(block, step / 2, i, lane);
+        u32::from_le_bytes(dense[at..at + 4].try_into().expect("4 bytes"))
+    };
+    let register = 4 * (step % 2) + register;
+    if register < 5 {
+        return (word(register) >> (16 * half)) as u16 & 0x81ff;
+    }
+    let moved =
+        |&(bit, from, at): &(u32, usize, u32)| ((word(from) >> ((at + 16 * half as u32) % 32) & 1) as u16) << bit;
+    CARRIED[register - 5].iter().map(moved).sum()
 }
 
 /// Decodes bit by bit, checking invariant 4.

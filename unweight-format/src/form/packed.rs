@@ -185,7 +185,7 @@ impl Window {
 }
 
 /// `value * 2^shift` in bf16, if that is exact; zeros, Inf and NaN stay as they are.
-fn times_power_of_two(value: u16, shift: i32) -> Option<u16> {
+pub(super) fn times_power_of_two(value: u16, shift: i32) -> Option<u16> {
     let (sign, exponent, mantissa) = (value & 0x8000, i32::from(bf16::exponent(value)), value & 0x7f);
     if exponent == 255 || value & 0x7fff == 0 {
         return Some(value);

@@ -10,6 +10,7 @@ use crate::{
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
     histogram: Histogram,
+    limit: CodeLimit,
     /// Rows of 64 elements in the sample.
     rows: u64,
     /// Of these, how many the code of the sample makes verbatim.
@@ -23,7 +24,7 @@ impl Sample {
     pub fn of(pieces: &[&[u8]], limit: CodeLimit) -> Self {
         let mut histogram = Histogram::default();
         pieces.iter().for_each(|piece| histogram.merge(&Histogram::of(piece)));
-        let mut sample = Self { histogram, rows: 0, verbatim_rows: 0, coded_bits: 0 };
+        let mut sample = Self { histogram, limit, rows: 0, verbatim_rows: 0, coded_bits: 0 };
         let Some(code) = Code::from_histogram(&sample.histogram, limit) else { return sample };
         let table = code.encode_table();
         for row in pieces.iter().flat_map(|piece| piece.chunks_exact(2 * TILE)) {
@@ -52,6 +53,11 @@ impl Sample {
     /// Exponents of the sample.
     pub fn histogram(&self) -> &Histogram {
         &self.histogram
+    }
+
+    /// The longest code that an encoder may use.
+    pub fn limit(&self) -> CodeLimit {
+        self.limit
     }
 
     /// Bytes of the verbatim rows of a matrix like the sample.

@@ -267,6 +267,7 @@ impl Planner {
             (Profile::Distribution, _) => Ok(FormId::HUFFMAN),
             (Profile::Palette, _) => Ok(FormId::PALETTE),
             (Profile::Resident, _) => Ok(FormId::PACKED),
+            (Profile::Compact, _) => Ok(FormId::COMPACT),
             (Profile::Inference, None) => Err(Reason::NoLayer),
             (Profile::Inference, Some(_)) if role == Role::Down => Err(Reason::Down),
             (Profile::Inference, Some(layer)) => match mode(layer) {

@@ -72,8 +72,8 @@ def compress(
 ) -> dict[str, Any]:
     """Compresses a model directory to a bundle, which appears under its name when it is complete.
 
-    `profile` is `"distribution"`, `"inference"`, `"palette"` or `"resident"`; `scope` `"mlp"`, `"linear"` or `"all"`;
-    `include`, `exclude` and `skip` are lists of patterns over names of tensors, and of files beside them. `verify` is
+    `profile` is `"distribution"`, `"inference"`, `"palette"`, `"resident"` or `"compact"`; `scope` `"mlp"`, `"linear"`
+    or `"all"`; `include`, `exclude` and `skip` are lists of patterns over names of tensors, and of files beside them. `verify` is
     what to decode again before the bundle gets its name: `"full"`, `"sample"` or `"none"`.
 
     `progress` is called about ten times a second, and at the end, on the calling thread. Ctrl-C, or an exception of the

@@ -49,7 +49,9 @@ impl Code {
     pub fn from_histogram(histogram: &Histogram, limit: CodeLimit) -> Option<Self> {
         let palette = Palette::from_histogram(histogram)?;
         let weights: Vec<u64> = palette.exponents().iter().map(|&e| histogram.count(e)).collect();
-        Some(Self::assemble(palette, package_merge(&weights, limit.bits())))
+        let mut lengths = [0; PALETTE_MAX];
+        lengths[..weights.len()].copy_from_slice(&package_merge(&weights, limit.bits()));
+        Some(Self::assemble(palette, lengths))
     }
 
     /// The optimal code of a matrix under `limit`.
@@ -164,10 +166,10 @@ pub struct DecodeEntry {
 /// `limit` rounds; each merges the leaves (lightest first) with the packages of the round before, a leaf going before a
 /// package of the same weight. Only how many leaves each round's chosen prefix holds matters, so a round is kept as a
 /// list of flags; the GPU encoder does the same.
-fn package_merge(weights: &[u64], limit: u32) -> [u8; PALETTE_MAX] {
+pub(crate) fn package_merge(weights: &[u64], limit: u32) -> Vec<u8> {
     let m = weights.len();
-    debug_assert!((1..=PALETTE_MAX).contains(&m) && weights.is_sorted_by(|a, b| a >= b));
-    let mut lengths = [0u8; PALETTE_MAX];
+    debug_assert!((1..=1 << limit).contains(&m) && weights.is_sorted_by(|a, b| a >= b));
+    let mut lengths = vec![0u8; m];
     if m == 1 {
         lengths[0] = 1;
         return lengths;
@@ -239,7 +241,7 @@ mod tests {
             weights.sort_by(|a, b| b.cmp(a));
             let lengths = package_merge(&weights, limit.into());
             prop_assert_eq!(kraft(&lengths), 1.0);
-            prop_assert!(lengths[..weights.len()].is_sorted());
+            prop_assert!(lengths.is_sorted());
             prop_assert!(lengths.iter().all(|&l| l <= limit));
             let cost: u64 = weights.iter().zip(lengths).map(|(&w, l)| w * u64::from(l)).sum();
             prop_assert_eq!(cost, best_cost(&weights, limit));

@@ -1,6 +1,6 @@
 //! Huffman-coded exponents (`docs/format.md` A.4 - A.6): the smallest form, decoded or transcoded before a kernel multiplies.
 
-mod code;
+pub(crate) mod code;
 mod decode;
 pub(crate) mod encode;
 
