@@ -9,6 +9,10 @@
 //! |---|---|---|---|
 //! | [`format`](mod@format) | `unweight-format` | tensor codec and model bundles, on the CPU | nothing |
 #![cfg_attr(
+    feature = "rivals",
+    doc = "| [`rivals`] | `unweight-rivals` | formats of other systems, read and written | nothing |"
+)]
+#![cfg_attr(
     feature = "model",
     doc = "| [`model`] | `unweight-model` | what a model is: configuration, weights by role, an f32 reference | nothing |"
 )]
@@ -20,7 +24,7 @@
 )]
 //!
 //! Features, all on by default: `model` brings `model`, `cuda` that, `codegen`, `rt` and `engine` (nothing is linked against
-//! CUDA), `text` tokenizers and chat templates, `serve` an HTTP server, `cli` all of them and the `unweight` binary. A program that only reads bundles on the CPU turns the default features off.
+//! CUDA), `rivals` formats of other systems, `text` tokenizers and chat templates, `serve` an HTTP server, `cli` all of them and the `unweight` binary. A program that only reads bundles on the CPU turns the default features off.
 //!
 //! A model to a bundle and back:
 //! ```
@@ -52,6 +56,8 @@ pub use unweight_format as format;
 struct FirstExample;
 #[cfg(feature = "model")]
 pub use unweight_model as model;
+#[cfg(feature = "rivals")]
+pub use unweight_rivals as rivals;
 
 #[cfg(feature = "cuda")]
 pub use unweight_codegen as codegen;

@@ -1605,6 +1605,56 @@ fn parts_are_merged() {
     assert!(text.contains("--shard"), "{text}");
 }
 
+/// What the dfloat11 package wrote is a source, and is made again.
+#[test]
+fn dfloat11_there_and_back() {
+    let home = tempfile::tempdir().unwrap();
+    let stock = Path::new(env!("CARGO_MANIFEST_DIR")).join("unweight-rivals/tests/fixtures/dfloat11/model");
+    copy(&stock, &home.path().join("df11"));
+    let report = json(&run(home.path(), &["convert", "df11", "-o", "plain", "--to", "bf16", "--json"], 0));
+    documented("convert --to bf16", &report);
+    assert_eq!((&report["units"], &report["weights"]), (&4.into(), &16.into()));
+    let output = run(home.path(), &["compress", "df11", "-o", "bundle", "--profile", "resident"], 0);
+    assert!(stderr(&output).contains("a DFloat11 model: 16 weights of 4 units"), "{}", stderr(&output));
+    run(home.path(), &["decompress", "bundle", "-o", "restored"], 0);
+    same(&home.path().join("plain"), &home.path().join("restored"));
+    let left: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left.len(), 4, "nothing is left beside the outputs: {left:?}");
+    assert!(stdout(&run(home.path(), &["plan", "df11"], 0)).contains("lm_head.weight"));
+
+    let report = json(&run(home.path(), &["convert", "bundle", "-o", "again", "--to", "dfloat11", "--json"], 0));
+    documented("convert --to dfloat11", &report);
+    for name in ["lm_head", "model_embed_tokens", "model_layers_0", "model_layers_1"] {
+        let name = format!("{name}.safetensors");
+        assert!(
+            fs::read(home.path().join("again").join(&name)).unwrap() == fs::read(stock.join(&name)).unwrap(),
+            "{name}"
+        );
+    }
+    let summary = stdout(&run(home.path(), &["convert", "plain", "-o", "third", "--to", "dfloat11"], 0));
+    assert!(summary.contains("16 weights in 4 units"), "{summary}");
+    same(&home.path().join("again"), &home.path().join("third"));
+
+    for (arguments, status, expected) in [
+        (["convert", "plain", "-o", "third", "--to", "dfloat11"], 2, "output exists"),
+        (["convert", "df11", "-o", "x", "--to", "dfloat11"], 2, "a DFloat11 model already"),
+        (["convert", "plain", "-o", "x", "--to", "bf16"], 2, "this is no DFloat11 model"),
+    ] {
+        let text = stderr(&run(home.path(), &arguments, status));
+        assert!(text.contains(expected), "{text}");
+    }
+    // A flipped bit is data that is not what it should be.
+    let file = home.path().join("df11/lm_head.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    bytes[3000] ^= 4;
+    fs::write(&file, bytes).unwrap();
+    for arguments in [&["convert", "df11", "-o", "x", "--to", "bf16"][..], &["compress", "df11", "-o", "x"]] {
+        let text = stderr(&run(home.path(), arguments, 1));
+        assert!(text.contains("lm_head.safetensors: unit 'lm_head' at byte"), "{text}");
+        assert!(!home.path().join("x").exists());
+    }
+}
+
 /// A model that has a quantisation of its own cannot be marked as a bundle.
 #[test]
 fn a_configuration_that_stays_as_it_is_is_remarked_on() {

@@ -14,6 +14,7 @@ use miette::{Diagnostic, ReportHandler};
 use serde::Serialize;
 use unweight::{
     format::bundle::{BundleError, ErrorClass, Remedy},
+    rivals::dfloat11::ConvertError,
     rt,
 };
 
@@ -200,6 +201,20 @@ impl From<BundleError> for Failure {
         let failure = Self::from_error(error, class);
         let help = help.map(Into::into).or(failure.help).map(|help: String| one_line(&help).into_owned());
         // Names in it are anybody's.
+        Self { message: one_line(&failure.message).into_owned(), help, ..failure }
+    }
+}
+
+impl From<ConvertError> for Failure {
+    fn from(error: ConvertError) -> Self {
+        let class = match error {
+            ConvertError::Bundle(error) => return error.into(),
+            _ if error.class() == ErrorClass::Mismatch => Class::Mismatch,
+            _ => Class::Failed,
+        };
+        let failure = Self::from_error(error, class);
+        // Names in it are anybody's.
+        let help = failure.help.as_deref().map(|help| one_line(help).into_owned());
         Self { message: one_line(&failure.message).into_owned(), help, ..failure }
     }
 }

@@ -8,6 +8,7 @@ mod bench;
 mod cache;
 mod completions;
 mod compress;
+mod convert;
 mod decompress;
 mod demo;
 mod doctor;
@@ -61,6 +62,8 @@ enum Command {
     Compress(compress::Compress),
     /// Join the parts that compress --shard made to one bundle
     Merge(merge::Merge),
+    /// Make a DFloat11 directory of a model or a bundle, or the BF16 model that one was made of
+    Convert(convert::Convert),
     /// Predict what compress would do, from headers and samples
     Plan(plan::Plan),
     /// Find which tensors to store how, so that a model fits a memory
@@ -102,6 +105,7 @@ impl Command {
         match self {
             Self::Compress(_) => "compress",
             Self::Merge(_) => "merge",
+            Self::Convert(_) => "convert",
             Self::Plan(_) => "plan",
             Self::Fit(_) => "fit",
             Self::Decompress(_) => "decompress",
@@ -124,6 +128,7 @@ impl Command {
         match self {
             Self::Compress(command) => command.run(output),
             Self::Merge(command) => command.run(output),
+            Self::Convert(command) => command.run(output),
             Self::Plan(command) => command.run(output),
             Self::Fit(command) => command.run(output),
             Self::Decompress(command) => command.run(output),

@@ -9,12 +9,15 @@ use std::{
 };
 
 use clap::Args;
-use unweight::format::bundle::{BundleError, Selection};
+use unweight::{
+    format::bundle::{BundleError, Selection},
+    rivals::dfloat11::{self, ConvertError},
+};
 
 use super::{
     archive,
     failure::{Failure, Result},
-    output::Output,
+    output::{Output, bytes},
     progress::Bar,
     scratch::Scratch,
 };
@@ -51,15 +54,37 @@ pub const SCRATCH_PREFIX: &str = ".unweight-scratch-";
 impl Source {
     /// Finds the model. An archive is unpacked beside `output`, where there must be room, or to the temporary folder.
     pub fn find(&self, output: Option<&Path>, speak: Output) -> Result<Found> {
-        if !self.source.iter().any(|source| archive::is_stream(source)) {
-            return find(&self.source);
-        }
-        if self.source.len() > 1 {
+        let found = if !self.source.iter().any(|source| archive::is_stream(source)) {
+            find(&self.source)?
+        } else if self.source.len() > 1 {
             return Err(Failure::new("stdin and other sources at once", "give - alone"));
-        }
-        let (scratch, root) = unpacked(output, speak)?;
-        Ok(Found { root, only: None, _scratch: Some(scratch) })
+        } else {
+            let (scratch, root) = unpacked(output, speak)?;
+            Found { root, only: None, _scratch: Some(scratch) }
+        };
+        if found.only.is_none() && dfloat11::is_model(&found.root) { decoded(&found, output, speak) } else { Ok(found) }
     }
+}
+
+/// The BF16 model that a DFloat11 directory was made of, in a folder beside `output` or in the temporary one.
+fn decoded(found: &Found, output: Option<&Path>, speak: Output) -> Result<Found> {
+    let home = scratch_home(output)?;
+    let scratch = Scratch::new(&home, SCRATCH_PREFIX).map_err(Failure::io(home.display()))?;
+    let root = scratch.path().join("bf16");
+    let bar = Bar::new(speak, "decoding DFloat11")?;
+    let report = dfloat11::restore(&found.root, &root, false, &bar).map_err(|error| match error {
+        // What is finished goes with the folder.
+        ConvertError::Bundle(BundleError::Interrupted { .. }) => BundleError::Cancelled.into(),
+        other => Failure::from(other),
+    })?;
+    bar.finish();
+    speak.note(format_args!(
+        "a DFloat11 model: {} weights of {} units, decoded to {} of BF16 first",
+        report.weights,
+        report.units,
+        bytes(report.bytes)
+    ));
+    Ok(Found { root, only: None, _scratch: Some(scratch) })
 }
 
 /// What the archive on stdin holds, in a folder beside `output` or in the temporary one.

@@ -1,0 +1,101 @@
+//! `unweight convert`.
+
+use std::{path::PathBuf, time::Instant};
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use unweight::rivals::dfloat11::{self, ConvertOptions};
+
+use super::{
+    failure::Result,
+    output::{self, Output},
+    progress::Bar,
+    source,
+};
+
+/// Arguments of `convert`.
+#[derive(Args)]
+pub struct Convert {
+    /// Directory of a model, or a name in the local Hugging Face cache; for dfloat11 also a bundle
+    source: PathBuf,
+    /// Directory to make; must not exist
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+    /// What to make of it
+    #[arg(long, value_enum)]
+    to: Format,
+    /// Go on after an interrupted run
+    #[arg(long)]
+    resume: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// A directory that the dfloat11 package loads
+    Dfloat11,
+    /// The model that a DFloat11 directory was made of
+    Bf16,
+}
+
+/// A report, with what all of them have.
+#[derive(Serialize)]
+struct Converted<T> {
+    to: &'static str,
+    #[serde(flatten)]
+    report: T,
+    seconds: f64,
+}
+
+impl Convert {
+    /// Runs it.
+    pub fn run(&self, output: Output) -> Result<()> {
+        let root = source::find(std::slice::from_ref(&self.source))?.root;
+        let bar = Bar::new(output, "converting")?;
+        let started = Instant::now();
+        let seconds = || started.elapsed().as_secs_f64();
+        match self.to {
+            Format::Dfloat11 => {
+                let options = ConvertOptions::default().resume(self.resume);
+                let report = dfloat11::convert(&root, &self.output, options, &bar)?;
+                bar.finish();
+                for kept in &report.kept {
+                    output.note(format_args!("remark: {} stays BF16: {}", kept.unit, kept.reason));
+                }
+                let converted = Converted { to: "dfloat11", report, seconds: seconds() };
+                output.summary("convert", &converted, |out| {
+                    let report = &converted.report;
+                    writeln!(
+                        out,
+                        "{}: {} weights in {} units, {} of {} ({}, {})",
+                        self.output.display(),
+                        report.weights,
+                        report.units,
+                        output::bytes(report.bytes),
+                        output::bytes(report.source_bytes),
+                        output::seconds(converted.seconds),
+                        output::rate(report.source_bytes, converted.seconds),
+                    )
+                })
+            }
+            Format::Bf16 => {
+                let report = dfloat11::restore(&root, &self.output, self.resume, &bar)?;
+                bar.finish();
+                let converted = Converted { to: "bf16", report, seconds: seconds() };
+                output.summary("convert", &converted, |out| {
+                    let report = &converted.report;
+                    writeln!(
+                        out,
+                        "{}: {} weights of {} units, {} from {} ({}, {})",
+                        self.output.display(),
+                        report.weights,
+                        report.units,
+                        output::bytes(report.bytes),
+                        output::bytes(report.source_bytes),
+                        output::seconds(converted.seconds),
+                        output::rate(report.bytes, converted.seconds),
+                    )
+                })
+            }
+        }
+    }
+}
