@@ -9,6 +9,7 @@ mod encode;
 mod engine;
 mod gemm_packed;
 mod gemm_recon;
+mod guest;
 mod harness;
 mod hostile;
 mod jit;

@@ -66,6 +66,11 @@ impl<T: Pod> DeviceBuffer<T> {
         Ok(Self { device: device.clone(), address, len, is_owned: false, marker: PhantomData })
     }
 
+    /// Nothing, nowhere.
+    pub(crate) fn nothing(device: &Device) -> Self {
+        Self { device: device.clone(), address: 0, len: 0, is_owned: false, marker: PhantomData }
+    }
+
     /// A copy of `host`. Waits for the copy.
     pub fn from_host(stream: &Stream, host: &[T]) -> Result<Self, DeviceError> {
         let mut buffer = Self::zeroed(stream, host.len())?;
@@ -200,7 +205,7 @@ fn check_borrowed(address: u64, len: u64, element: u64, pad: u64) -> Result<(), 
 ///
 /// # Safety
 /// `to` is the address of as many bytes of device memory.
-pub(super) unsafe fn copy_to_device(stream: &Stream, to: u64, host: &[u8]) -> Result<(), DeviceError> {
+pub(crate) unsafe fn copy_to_device(stream: &Stream, to: u64, host: &[u8]) -> Result<(), DeviceError> {
     if host.is_empty() {
         return Ok(());
     }

@@ -392,6 +392,16 @@ pub enum Refusal {
         /// Of the tensor.
         tensor: [u64; 2],
     },
+    /// Memory of the caller that is too small.
+    #[error("{buffer} need room for {need}, there is room for {have}; give more")]
+    Room {
+        /// What needs it, in its own units.
+        buffer: &'static str,
+        /// How much.
+        need: u64,
+        /// What there is.
+        have: u64,
+    },
     /// A buffer that does not have the size that a tensor asks for.
     #[error("{buffer} has {got} elements, the shape asks for {expected}")]
     Elements {

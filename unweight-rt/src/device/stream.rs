@@ -77,6 +77,11 @@ impl Stream {
         self.inner.join(&other.inner).call("waiting for another stream")
     }
 
+    /// The raw `CUstream`, for calls of somebody else. It is a stream's as long as this.
+    pub fn handle(&self) -> *mut std::ffi::c_void {
+        self.raw().cast()
+    }
+
     pub(crate) fn raw(&self) -> sys::CUstream {
         self.inner.cu_stream()
     }

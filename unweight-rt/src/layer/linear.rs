@@ -167,6 +167,21 @@ impl Linear {
         }
     }
 
+    /// What a batch needs of a lane, in all of its turns.
+    ///
+    /// # Errors
+    /// [`Refusal::Epilogue`]: it was not loaded for that.
+    pub fn lane_size_at(&self, m: u32, epilogue: Epilogue) -> Result<LaneSize, Refusal> {
+        let Weights::Packed { packed, choices } = &self.weights else { return Ok(self.lane_size()) };
+        let (_, rows) = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue)?;
+        let mut need = LaneSize::default();
+        for rows in [rows, m % rows.max(1)].into_iter().filter(|rows| *rows > 0) {
+            let (choice, _) = choose(choices, |choice| (choice.epilogue, choice.last), rows, epilogue)?;
+            need = need.max(choice.kernel.lane_size(rows, packed)).max(self.padding(packed, rows));
+        }
+        Ok(need)
+    }
+
     /// Of a padded layer, room for `m` padded rows of input and output.
     fn padding(&self, packed: &DevicePacked, m: u32) -> LaneSize {
         padding((self.n, self.k), (packed.grid().rows() as u32, packed.grid().cols() as u32), m)

@@ -85,6 +85,15 @@ impl Lane {
         })
     }
 
+    /// A lane that has a workspace and nothing else: no room for what is padded, no cuBLAS, and nobody who would report. Allocates nothing
+    /// on the device.
+    pub(crate) fn of_workspace(stream: Stream, workspace: Workspace) -> Self {
+        let device = stream.device();
+        let padded = Padded { x: DeviceBuffer::nothing(device), y: DeviceBuffer::nothing(device) };
+        let faults = DeviceBuffer::nothing(device);
+        Self { workspace, padded, faults, cublas: None, outgrown: Vec::new(), stream }
+    }
+
     /// The stream that all of its work goes to.
     pub fn stream(&self) -> &Stream {
         &self.stream

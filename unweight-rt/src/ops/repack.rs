@@ -96,6 +96,48 @@ impl Packer {
         self.pack_source(source)
     }
 
+    /// As [`Packer::pack`], into memory that is there: `packed` and `escape_heads` of the sizes that the shape asks for, `escapes` of
+    /// [`Packer::escape_words_max`] or more. Returns the window, and how many words of `escapes` count. Waits for the stream.
+    ///
+    /// # Errors
+    /// As [`Packer::pack`]; and sections of other sizes, on another device, or over the weights.
+    pub fn pack_at(
+        &mut self,
+        weights: MatrixRef<'_>,
+        packed: &mut DeviceBuffer<u8>,
+        escape_heads: &mut DeviceBuffer<u32>,
+        escapes: &mut DeviceBuffer<u32>,
+    ) -> Result<(Window, usize), PackError> {
+        let source = self.source("weights", weights.place())?;
+        let grid = source.grid;
+        packed::packable_shape(grid)?;
+        let check = || {
+            weight::elements("packed", packed.len(), grid.tiles() * packed::TILE_BYTES)?;
+            weight::elements("escape_heads", escape_heads.len(), grid.tiles() * packed::ROW_BLOCKS)?;
+            weight::room("escapes", escapes.len(), Self::escape_words_max(grid))?;
+            for (section, device) in
+                [("packed", packed.device()), ("escape_heads", escape_heads.device()), ("escapes", escapes.device())]
+            {
+                check_device(section, device.ordinal(), self.own())?;
+            }
+            let read = [("the weights", weights.place().span())];
+            check_apart(("packed", packed.span()), read.clone())?;
+            check_apart(("escape_heads", escape_heads.span()), read.clone())?;
+            check_apart(("escapes", escapes.span()), read)
+        };
+        check().or_else(|refusal| self.pack.refuse(refusal))?;
+        let window = self.window(source)?;
+        let (args, words) = self.pack_tiles(source, window, packed, escape_heads)?;
+        self.pack_lists(grid, args, escapes, words)?;
+        Ok((window, words))
+    }
+
+    /// As many words of escapes as a packed tensor of this shape can have.
+    pub fn escape_words_max(grid: TileGrid) -> usize {
+        // At most one element in 256, and 1.5 words for each.
+        (grid.elements() / 256).saturating_mul(3).div_ceil(2)
+    }
+
     /// How often each exponent occurs in a matrix without gaps, of any shape. Waits for the stream.
     ///
     /// # Errors
@@ -187,15 +229,32 @@ impl Packer {
 
     fn pack_source(&mut self, source: Source) -> Result<DevicePacked, PackError> {
         let grid = source.grid;
-        packed::packable_shape(grid)?;
-        let window = Window::covering(&self.count_exponents(source)?)?;
+        let window = self.window(source)?;
+        let stream = self.lane.stream().clone();
+        let packed = DeviceBuffer::zeroed(&stream, grid.tiles() * packed::TILE_BYTES)?;
+        let heads = DeviceBuffer::zeroed(&stream, grid.tiles() * packed::ROW_BLOCKS)?;
+        let (args, words) = self.pack_tiles(source, window, &packed, &heads)?;
+        let escapes = DeviceBuffer::zeroed(&stream, words)?;
+        self.pack_lists(grid, args, &escapes, words)?;
+        Ok(DevicePacked::new(grid, window, packed, heads, escapes)?)
+    }
 
-        let stream = self.lane.stream();
-        let packed = DeviceBuffer::zeroed(stream, grid.tiles() * packed::TILE_BYTES)?;
-        let heads = DeviceBuffer::zeroed(stream, grid.tiles() * packed::ROW_BLOCKS)?;
-        let mut args =
-            RepackArgs { packed: packed.address(), escape_heads: heads.address(), ..self.args(source, window) };
-        // SAFETY: `source` and both sections have the sizes that the grid asks for, the scratch a word for each group.
+    fn window(&mut self, source: Source) -> Result<Window, PackError> {
+        packed::packable_shape(source.grid)?;
+        Ok(Window::covering(&self.count_exponents(source)?)?)
+    }
+
+    /// Containers and heads, once the exponents were counted; and the words of the lists.
+    fn pack_tiles(
+        &mut self,
+        source: Source,
+        window: Window,
+        packed: &DeviceBuffer<u8>,
+        heads: &DeviceBuffer<u32>,
+    ) -> Result<(RepackArgs, usize), PackError> {
+        let (grid, stream) = (source.grid, self.lane.stream());
+        let args = RepackArgs { packed: packed.address(), escape_heads: heads.address(), ..self.args(source, window) };
+        // SAFETY: `source` and both sections have the sizes that the grid asks for (the callers'), the scratch a word for each group.
         unsafe { self.pack.launch(stream, problem(grid), &args) }?;
         let counted = self.scratch.read(stream, 256, 2 + self.groups(grid)?)?;
         let inexact = u64::from(counted[0]) | u64::from(counted[1]) << 32;
@@ -203,17 +262,26 @@ impl Packer {
             let place = !inexact as usize;
             return Err(Unpackable::Operand { row: place / grid.cols(), col: place % grid.cols() }.into());
         }
-        let words = counted[2..].iter().map(|&words| words as usize).sum::<usize>();
-        let escapes = DeviceBuffer::zeroed(stream, words)?;
-        if words > 0 {
-            args.escapes = escapes.address();
-            // Less than 2^27: a list has at most 1.5 words for an escape, escapes are at most one in 256 of less than 2^32 elements.
-            args.escape_words = words as u32;
-            // SAFETY: as above; the kernel writes no word past `escape_words`.
-            unsafe { self.lists.launch(stream, problem(grid), &args) }?;
-            stream.synchronize()?;
+        Ok((args, counted[2..].iter().map(|&words| words as usize).sum()))
+    }
+
+    /// The lists, after [`Packer::pack_tiles`] with nothing between. Waits.
+    fn pack_lists(
+        &self,
+        grid: TileGrid,
+        args: RepackArgs,
+        escapes: &DeviceBuffer<u32>,
+        words: usize,
+    ) -> Result<(), DeviceError> {
+        weight::room("escapes", escapes.len(), words)?;
+        if words == 0 {
+            return Ok(());
         }
-        Ok(DevicePacked::new(grid, window, packed, heads, escapes)?)
+        // Less than 2^27: a list has at most 1.5 words for an escape, escapes are at most one in 256 of less than 2^32 elements.
+        let args = RepackArgs { escapes: escapes.address(), escape_words: words as u32, ..args };
+        // SAFETY: as for the containers; the kernel writes no word past `escape_words`.
+        unsafe { self.lists.launch(self.lane.stream(), problem(grid), &args) }?;
+        self.lane.stream().synchronize()
     }
 
     fn count_exponents(&mut self, source: Source) -> Result<Histogram, DeviceError> {

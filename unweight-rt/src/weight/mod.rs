@@ -35,6 +35,12 @@ pub(crate) fn elements(buffer: &'static str, got: usize, expected: usize) -> Res
     if got == expected { Ok(()) } else { Err(Refusal::Elements { buffer, got: got as u64, expected: expected as u64 }) }
 }
 
+/// That a buffer has room for the elements that something needs.
+pub(crate) fn room(buffer: &'static str, have: usize, need: usize) -> Result<(), Refusal> {
+    let refusal = Refusal::Room { buffer, need: need as u64, have: have as u64 };
+    if have >= need { Ok(()) } else { Err(refusal) }
+}
+
 /// Rows of verbatim exponents, which kernels count in 32 bits.
 fn verbatim_rows(bytes: &[u8]) -> Result<(), Refusal> {
     if !bytes.len().is_multiple_of(64) {

@@ -1,0 +1,272 @@
+//! Layers in memory and on streams that are somebody else's: the bits of layers that the runtime owns, at any batch, captured, on several streams.
+
+use std::{thread, time::Instant};
+
+use crate::harness::{Random, Weights, bf16, gpu, refused, stream};
+use unweight_codegen::spec::Epilogue;
+use unweight_format::{
+    Histogram, Matrix, TileGrid,
+    packed::{self, ROW_BLOCKS, TILE_BYTES, Window},
+};
+use unweight_rt::{
+    device::{DeviceBuffer, Refusal, Stream},
+    env::Env,
+    layer::{
+        build::LayerBuilder,
+        guest::{Guest, PackedAt, Scratch},
+        linear::Linear,
+        loader::{LoadOptions, Merge},
+    },
+    ops::repack::{PackError, Packer},
+    weight::DeviceMatrix,
+};
+
+/// A layer of one launch, and some of whose batches share tiles out.
+const SHAPES: [(u32, u32); 3] = [(64, 64), (1024, 4096), (4096, 2048)];
+const BATCHES: [u32; 11] = [1, 2, 7, 8, 33, 64, 129, 300, 1024, 2048, 5000];
+/// Below the largest batch: that one takes turns.
+const MAX_BATCH: u32 = 2048;
+
+fn options() -> LoadOptions {
+    LoadOptions::default().max_batch(MAX_BATCH)
+}
+
+fn guest() -> Guest {
+    let device = gpu().device();
+    let kernels = unweight_rt::KernelSet::open(device, Env::process().expect("the environment"));
+    Guest::new(kernels, options()).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Sections in memory that stands for a framework's, full of ones.
+struct Sections {
+    packed: DeviceBuffer<u8>,
+    heads: DeviceBuffer<u32>,
+    escapes: DeviceBuffer<u32>,
+}
+
+impl Sections {
+    fn new(stream: &Stream, grid: TileGrid) -> Self {
+        let words = Packer::escape_words_max(grid);
+        let mut sections = Self {
+            packed: DeviceBuffer::zeroed(stream, grid.tiles() * TILE_BYTES).unwrap(),
+            heads: DeviceBuffer::zeroed(stream, grid.tiles() * ROW_BLOCKS).unwrap(),
+            escapes: DeviceBuffer::zeroed(stream, words).unwrap(),
+        };
+        sections.packed.fill_bytes(stream, 0xff).unwrap();
+        sections.heads.fill_bytes(stream, 0xff).unwrap();
+        sections.escapes.fill_bytes(stream, 0xff).unwrap();
+        stream.synchronize().unwrap();
+        sections
+    }
+
+    fn at(&self, escape_words: usize) -> PackedAt {
+        PackedAt {
+            packed: self.packed.address(),
+            escape_heads: self.heads.address(),
+            escapes: self.escapes.address(),
+            escape_words,
+        }
+    }
+}
+
+/// A layer in borrowed memory, what it lies in, and the same layer of the runtime's own.
+struct Case {
+    shape: (u32, u32),
+    guest: Guest,
+    layer: Linear,
+    own: Linear,
+    _sections: Sections,
+}
+
+impl Case {
+    fn new(stream: &Stream, shape: (u32, u32), kind: Weights) -> Self {
+        let (n, k) = shape;
+        let guest = guest();
+        let bytes = kind.bytes((n * k) as usize, 7);
+        let matrix = Matrix::new(&bytes, n as usize, k as usize).unwrap();
+        let weights = DeviceMatrix::upload(stream, matrix).unwrap();
+        let sections = Sections::new(stream, matrix.grid());
+        let to = sections.at(sections.escapes.len());
+        // SAFETY: buffers of these sizes, which nobody uses meanwhile.
+        let (window, words) = unsafe { guest.pack_at(weights.data().address(), shape, to) }
+            .unwrap_or_else(|error| panic!("{shape:?}: {error}"));
+        let expected = packed::pack(matrix, &Histogram::of(&bytes)).unwrap();
+        assert_eq!(window, expected.window());
+        assert_eq!(sections.packed.to_host(stream).unwrap(), expected.packed());
+        let bytes_of = |words: Vec<u32>| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+        assert_eq!(bytes_of(sections.heads.to_host(stream).unwrap()), expected.escape_heads());
+        assert_eq!(bytes_of(sections.escapes.read(stream, 0, words).unwrap()), expected.escapes());
+
+        // SAFETY: the sections are dropped after the layer.
+        let layer = unsafe { guest.layer(shape, window, sections.at(words)) }.unwrap();
+        let back = DeviceMatrix::zeroed(stream, n, k).unwrap();
+        // SAFETY: a buffer of this shape.
+        unsafe { guest.unpack_at(&layer, back.data().address()) }.unwrap();
+        assert_eq!(back.to_host(stream).unwrap(), weights.to_host(stream).unwrap(), "the weights come back");
+
+        let mut builder = LayerBuilder::new(gpu(), stream, options()).unwrap();
+        let own = builder.layer("own", &[weights.view()], Merge::Rows).unwrap();
+        Self { shape, guest, layer, own, _sections: sections }
+    }
+
+    fn x(&self, stream: &Stream, m: u32) -> DeviceMatrix {
+        let mut random = Random::new(m.into());
+        let values: Vec<u16> = (0..m * self.shape.1).map(|_| bf16(random.normal())).collect();
+        DeviceMatrix::from_host(stream, m, self.shape.1, &values).unwrap()
+    }
+
+    /// What the runtime's own layer says.
+    fn expected(&self, stream: &Stream, x: &DeviceMatrix, before: u8, epilogue: Epilogue) -> Vec<u16> {
+        let mut lane = unweight_rt::Lane::new(stream, self.own.lane_size()).unwrap();
+        let mut y = DeviceMatrix::zeroed(stream, x.rows(), self.shape.0).unwrap();
+        y.fill_bytes(stream, before).unwrap();
+        self.own.enqueue(&mut lane, x.view(), y.view_mut(), epilogue).unwrap();
+        y.to_host(stream).unwrap()
+    }
+
+    /// A scratch for a batch, full of ones: what is in it does not matter.
+    fn scratch(&self, stream: &Stream, m: u32, epilogue: Epilogue) -> DeviceBuffer<u8> {
+        let bytes = self.guest.scratch_bytes(&self.layer, m, epilogue).unwrap();
+        let mut scratch = DeviceBuffer::zeroed(stream, bytes as usize).unwrap();
+        scratch.fill_bytes(stream, 0xff).unwrap();
+        scratch
+    }
+
+    fn enqueue(&self, stream: &Stream, x: &DeviceMatrix, y: &DeviceMatrix, scratch: &DeviceBuffer<u8>, to: Epilogue) {
+        let operands = (x.data().address(), x.rows(), y.data().address());
+        let scratch = Scratch { address: scratch.address(), bytes: scratch.len() as u64 };
+        // SAFETY: buffers of these shapes on this device, which live until the callers have waited.
+        unsafe { self.guest.enqueue(&self.layer, stream.handle(), operands, scratch, to) }
+            .unwrap_or_else(|error| panic!("{:?} at {}: {error}", self.shape, x.rows()));
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn layers_of_somebody_else_have_the_bits_of_the_runtime_s_own() {
+    let stream = stream(gpu());
+    for (shape, kind) in SHAPES.into_iter().zip([Weights::TRAINED, Weights::TRAINED, Weights::FewExponents]) {
+        let case = Case::new(&stream, shape, kind);
+        for m in BATCHES {
+            let x = case.x(&stream, m);
+            // 0x3c3c is a number, small beside the sums.
+            for (epilogue, before) in [(Epilogue::Store, 0xff), (Epilogue::StoreAdd, 0x3c)] {
+                let expected = case.expected(&stream, &x, before, epilogue);
+                let mut y = DeviceMatrix::zeroed(&stream, m, shape.0).unwrap();
+                let scratch = case.scratch(&stream, m, epilogue);
+                for turn in 0..3 {
+                    y.fill_bytes(&stream, before).unwrap();
+                    case.enqueue(&stream, &x, &y, &scratch, epilogue);
+                    assert!(y.to_host(&stream).unwrap() == expected, "{shape:?} m = {m} {epilogue:?}, turn {turn}");
+                }
+            }
+        }
+    }
+}
+
+/// Some batches need a scratch, or what is tested with one here would test nothing.
+#[test]
+#[ignore = "needs a GPU"]
+fn graphs_run_beside_each_other_and_beside_the_stream() {
+    let stream = stream(gpu());
+    let case = Case::new(&stream, SHAPES[2], Weights::TRAINED);
+    let mut with_scratch = 0;
+    for m in [1, 64, 300, 1024, 5000] {
+        let x = case.x(&stream, m);
+        let expected = case.expected(&stream, &x, 0xff, Epilogue::Store);
+        let mut runs = Vec::new();
+        for _ in 0..2 {
+            let own = gpu().device().stream().unwrap();
+            let y = DeviceMatrix::zeroed(&stream, m, case.shape.0).unwrap();
+            let scratch = case.scratch(&stream, m, Epilogue::Store);
+            stream.synchronize().unwrap();
+            let graph = own.capture(|| {
+                case.enqueue(&own, &x, &y, &scratch, Epilogue::Store);
+                Ok(())
+            });
+            runs.push((graph.unwrap(), y, scratch));
+        }
+        with_scratch += usize::from(!runs[0].2.is_empty());
+        let eager = DeviceMatrix::zeroed(&stream, m, case.shape.0).unwrap();
+        let scratch = case.scratch(&stream, m, Epilogue::Store);
+        stream.synchronize().unwrap();
+        for _ in 0..50 {
+            for (graph, _, _) in &runs {
+                // SAFETY: on a stream of its own, with memory of its own, waited for below.
+                unsafe { graph.launch() }.unwrap();
+            }
+            case.enqueue(&stream, &x, &eager, &scratch, Epilogue::Store);
+        }
+        gpu().device().synchronize().unwrap();
+        for (which, y) in runs.iter().map(|run| &run.1).chain([&eager]).enumerate() {
+            assert!(y.to_host(&stream).unwrap() == expected, "m = {m}, {which}");
+        }
+    }
+    assert!(with_scratch > 0);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn threads_with_streams_of_their_own_do_not_meet() {
+    let stream = stream(gpu());
+    let case = Case::new(&stream, SHAPES[2], Weights::TRAINED);
+    let start = Instant::now();
+    thread::scope(|scope| {
+        for m in [1, 8, 129, 300, 1024, 2048] {
+            let case = &case;
+            scope.spawn(move || {
+                let own = gpu().device().stream().unwrap();
+                let x = case.x(&own, m);
+                let expected = case.expected(&own, &x, 0xff, Epilogue::Store);
+                let mut y = DeviceMatrix::zeroed(&own, m, case.shape.0).unwrap();
+                let scratch = case.scratch(&own, m, Epilogue::Store);
+                for _ in 0..100 {
+                    y.fill_bytes(&own, 0xff).unwrap();
+                    case.enqueue(&own, &x, &y, &scratch, Epilogue::Store);
+                    assert!(y.to_host(&own).unwrap() == expected, "m = {m}");
+                }
+            });
+        }
+    });
+    assert!(start.elapsed().as_secs() < 120);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_is_too_small_or_cannot_be_is_refused() {
+    let stream = stream(gpu());
+    let case = Case::new(&stream, SHAPES[2], Weights::TRAINED);
+    let m = BATCHES.into_iter().find(|m| case.guest.scratch_bytes(&case.layer, *m, Epilogue::Store).unwrap() > 0);
+    let m = m.expect("a batch that needs a scratch");
+    let (x, y) = (case.x(&stream, m), DeviceMatrix::zeroed(&stream, m, case.shape.0).unwrap());
+    let scratch = case.scratch(&stream, m, Epilogue::Store);
+    let (need, have) = (scratch.len() as u64, scratch.len() as u64 - 1);
+    let enqueue = |(x, m, y), scratch, epilogue| {
+        // SAFETY: what is refused touches nothing.
+        refused(unsafe { case.guest.enqueue(&case.layer, stream.handle(), (x, m, y), scratch, epilogue) })
+    };
+    let (x, y) = (x.data().address(), y.data().address());
+    let small = Scratch { address: scratch.address(), bytes: have };
+    let room = Refusal::Room { buffer: "bytes of scratch", need, have };
+    assert_eq!(enqueue((x, m, y), small, Epilogue::Store), room);
+    let whole = Scratch { address: scratch.address(), bytes: need };
+    assert!(matches!(enqueue((x + 2, m, y), whole, Epilogue::Store), Refusal::Alignment { operand: "x", .. }));
+    assert!(matches!(enqueue((x, m, x), whole, Epilogue::Store), Refusal::Overlap { .. }));
+    assert!(matches!(enqueue((x, m, y), whole, Epilogue::SiluMul), Refusal::Epilogue { .. }));
+    let odd = Scratch { address: scratch.address() + 16, bytes: need };
+    assert!(matches!(enqueue((x, m, y), odd, Epilogue::Store), Refusal::Alignment { .. }));
+
+    let bytes = Weights::HeavyTails.bytes(128 * 192, 5);
+    let weights = DeviceMatrix::upload(&stream, Matrix::new(&bytes, 128, 192).unwrap()).unwrap();
+    let sections = Sections::new(&stream, TileGrid::new(128, 192).unwrap());
+    let address = weights.data().address();
+    // SAFETY: buffers of these sizes.
+    let why = unsafe { case.guest.pack_at(address, (128, 192), sections.at(sections.escapes.len())) };
+    assert!(matches!(why, Err(PackError::Unpackable(_))));
+    // SAFETY: refused before anything is touched.
+    let why = unsafe { case.guest.pack_at(address, (128, 192), sections.at(1)) };
+    assert!(matches!(why, Err(PackError::Device(error)) if error.to_string().contains("need room for")));
+    // SAFETY: refused before anything is touched.
+    let why = unsafe { case.guest.layer((100, 192), Window::new(100).unwrap(), sections.at(0)) };
+    assert!(matches!(refused(why), Refusal::Multiple { .. } | Refusal::Elements { .. }));
+}
