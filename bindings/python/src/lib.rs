@@ -5,6 +5,7 @@ mod error;
 mod packed;
 mod progress;
 mod report;
+mod runtime;
 mod work;
 
 use pyo3::prelude::*;
@@ -14,6 +15,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<bundle::Bundle>()?;
     module.add_class::<packed::Packed>()?;
+    module.add_class::<runtime::Runtime>()?;
     module.add_function(wrap_pyfunction!(work::compress, module)?)?;
     module.add_function(wrap_pyfunction!(work::decompress, module)?)?;
     module.add_function(wrap_pyfunction!(work::plan, module)?)?;

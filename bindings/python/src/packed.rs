@@ -13,7 +13,7 @@ use unweight_format::{
 };
 
 /// Sections and the arena's size are multiples of this.
-const ALIGN: usize = 256;
+pub const ALIGN: usize = 256;
 const MAGIC: &[u8; 8] = b"UWARENA1";
 const ROWS: Range<usize> = 8..16;
 const COLS: Range<usize> = 16..24;
@@ -22,13 +22,13 @@ const DIGEST: Range<usize> = 32..64;
 const WINDOW: Range<usize> = 64..64 + PACKED_WINDOW_BYTES;
 
 /// Where the parts of an arena are.
-struct Layout {
-    heads: Range<usize>,
-    head: Range<usize>,
+pub struct Layout {
+    pub heads: Range<usize>,
+    pub head: Range<usize>,
 }
 
 impl Layout {
-    fn new(grid: TileGrid) -> PyResult<Self> {
+    pub fn new(grid: TileGrid) -> PyResult<Self> {
         packed::packable_shape(grid).map_err(value_error)?;
         let packed = grid.tiles() * TILE_BYTES;
         let heads = packed..packed + grid.tiles() * ROW_BLOCKS * 4;
@@ -36,46 +36,70 @@ impl Layout {
         Ok(Self { heads, head: at..at + ALIGN })
     }
 
-    fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         self.head.end
     }
 }
 
-fn value_error(error: impl std::fmt::Display) -> PyErr {
+pub fn value_error(error: impl std::fmt::Display) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
 
+fn no_arena() -> PyErr {
+    value_error("not an arena of packed weights; unweight.ops.pack makes one")
+}
+
 /// What the head of an arena says.
-struct Head<'a>(&'a [u8]);
+pub struct Head<'a>(&'a [u8]);
 
 impl<'a> Head<'a> {
     /// The head of an arena whose layout fits its size.
     fn of(arena: &'a [u8]) -> PyResult<(Self, TileGrid, Layout)> {
-        let no_arena = || value_error("not an arena of packed weights; unweight.ops.pack makes one");
         let at = arena.len().checked_sub(ALIGN).ok_or_else(no_arena)?;
-        let head = Self(&arena[at..]);
-        if &head.0[..8] != MAGIC {
+        Self::of_bytes(&arena[at..], arena.len())
+    }
+
+    /// The last [`ALIGN`] bytes of an arena of so many.
+    pub fn of_bytes(head: &'a [u8], arena_bytes: usize) -> PyResult<(Self, TileGrid, Layout)> {
+        let head = Self(head);
+        if head.0.len() != ALIGN || &head.0[..8] != MAGIC {
             return Err(no_arena());
         }
         let grid = TileGrid::new(head.number(ROWS), head.number(COLS)).map_err(value_error)?;
         let layout = Layout::new(grid)?;
-        if layout.bytes() != arena.len() {
+        if layout.bytes() != arena_bytes {
             return Err(no_arena());
         }
         Ok((head, grid, layout))
+    }
+
+    /// Bytes of the lists of escapes.
+    pub fn escapes(&self) -> usize {
+        self.number(ESCAPE_BYTES)
     }
 
     fn number(&self, at: Range<usize>) -> usize {
         u64::from_le_bytes(self.0[at].try_into().expect("8 bytes")) as usize
     }
 
-    fn digest(&self) -> String {
+    /// Of the lists of escapes.
+    pub fn digest(&self) -> String {
         String::from_utf8_lossy(&self.0[DIGEST]).into_owned()
     }
 
-    fn window(&self) -> PyResult<Window> {
+    pub fn window(&self) -> PyResult<Window> {
         Window::from_stored(self.0[WINDOW].try_into().expect("a window's bytes")).map_err(value_error)
     }
+}
+
+/// Writes the head of an arena, whose bytes are zeros.
+pub fn write_head(head: &mut [u8], grid: TileGrid, window: Window, lists: &[u8]) {
+    head[..8].copy_from_slice(MAGIC);
+    head[ROWS].copy_from_slice(&(grid.rows() as u64).to_le_bytes());
+    head[COLS].copy_from_slice(&(grid.cols() as u64).to_le_bytes());
+    head[ESCAPE_BYTES].copy_from_slice(&(lists.len() as u64).to_le_bytes());
+    head[DIGEST].copy_from_slice(Digest::of(lists).to_string().as_bytes());
+    head[WINDOW].copy_from_slice(&window.stored());
 }
 
 /// The memory at an address.
@@ -145,14 +169,7 @@ impl Packed {
             out[layout.heads.clone()].copy_from_slice(self.0.escape_heads());
             out[layout.heads.end..].fill(0);
             lists.copy_from_slice(self.0.escapes());
-            let head = &mut out[layout.head];
-            let grid = self.0.grid();
-            head[..8].copy_from_slice(MAGIC);
-            head[ROWS].copy_from_slice(&(grid.rows() as u64).to_le_bytes());
-            head[COLS].copy_from_slice(&(grid.cols() as u64).to_le_bytes());
-            head[ESCAPE_BYTES].copy_from_slice(&(lists.len() as u64).to_le_bytes());
-            head[DIGEST].copy_from_slice(Digest::of(lists).to_string().as_bytes());
-            head[WINDOW].copy_from_slice(&self.0.window().stored());
+            write_head(&mut out[layout.head], self.0.grid(), self.0.window(), lists);
         });
         Ok(())
     }
@@ -181,7 +198,7 @@ pub fn arena_head(address: usize, nbytes: usize) -> PyResult<(usize, usize, usiz
     present(&[(address, nbytes)])?;
     // SAFETY: the caller's tensor of this size, which it holds during the call (stated in `_native.pyi`).
     let (head, grid, _) = Head::of(unsafe { at(address, nbytes) })?;
-    Ok((grid.rows(), grid.cols(), head.number(ESCAPE_BYTES), head.digest()))
+    Ok((grid.rows(), grid.cols(), head.escapes(), head.digest()))
 }
 
 /// The weights of an arena, bit for bit. Everything is checked before it is trusted.

@@ -135,11 +135,22 @@ class Operator(unittest.TestCase):
                 op(*operands)
 
     def test_other_devices_are_refused_by_name(self):
-        packed = pack(weights(64, 64))
-        with self.assertRaises(NotImplementedError):
-            unweight.ops._cuda(inputs(1, 64), packed.arena, 64)
-        names = torch._C._dispatch_dump("unweight::linear")
-        self.assertIn("CUDA:", names)
+        self.assertIsNone(unweight.ops.why_not(torch.device("cpu")))
+        self.assertIn("not on meta", unweight.ops.why_not(torch.device("meta")))
+        with self.assertRaisesRegex(ValueError, "Hopper GPUs, not on meta; give weight.cpu"):
+            pack(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"))
+        # The operator is there for GPUs, too.
+        self.assertIn("CUDA:", torch._C._dispatch_dump("unweight::linear"))
+
+    @unittest.skipIf(torch.cuda.is_available(), "this machine has a GPU: gpu_ops.py is for that")
+    def test_without_a_gpu_the_runtime_says_what_is_missing(self):
+        with self.assertRaisesRegex(unweight.DeviceError, "libcuda"):
+            unweight._native.Runtime(0, 64)
+        self.assertEqual(unweight._native.Runtime.room(64, 65), None)
+        arena, escapes = unweight._native.Runtime.room(256, 512)
+        self.assertEqual(arena, pack(weights(256, 512)).arena.nbytes)
+        # A weight in 256, and 6 bytes for each.
+        self.assertEqual(escapes, 256 * 512 // 256 * 6)
 
 
 class Module(unittest.TestCase):

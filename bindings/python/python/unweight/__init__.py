@@ -9,6 +9,7 @@ from ._work import Progress, compress, decompress, inspect, plan, verify
 from .errors import (
     CancelledError,
     DamagedError,
+    DeviceError,
     ModelError,
     NewerVersionError,
     NotABundleError,
@@ -22,6 +23,7 @@ __all__ = [
     "Bundle",
     "CancelledError",
     "DamagedError",
+    "DeviceError",
     "ModelError",
     "NewerVersionError",
     "NotABundleError",

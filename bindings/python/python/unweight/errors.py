@@ -63,5 +63,9 @@ class StorageError(UnweightError, OSError):
     """The system refused to read or write. `errno` is its answer, where there is one."""
 
 
+class DeviceError(UnweightError, RuntimeError):
+    """The GPU, its driver or the compiler of its kernels is missing, or has failed."""
+
+
 class CancelledError(UnweightError):
     """The work was stopped; the cause of the exception that stopped it, `KeyboardInterrupt` as a rule."""

@@ -1,16 +1,17 @@
 """Linear layers on packed weights, for torch: the operator `torch.ops.unweight.linear`, and a module that uses it.
 
 `pack` turns a BF16 matrix into an arena of 12.03 bits a weight; the operator multiplies by it, and `unpack` gives the
-bits back. The operator works under `torch.compile` and knows fake tensors. It has an implementation for the CPU, which
-unpacks the weights and calls `torch.nn.functional.linear`: the same bits as without packing. It has none for CUDA in
-this version, and no backward.
+bits back. The operator works under `torch.compile` and knows fake tensors. On the CPU it unpacks the weights and calls
+`torch.nn.functional.linear`: the same bits as without packing. On Hopper GPUs its kernels multiply by the packed
+weights, may be captured into CUDA graphs, and run on any stream. It has no backward.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
-from typing import Any, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from . import _native
 from .errors import UnweightError
 
-__all__ = ["Escapes", "Linear", "Packed", "linear", "pack", "unpack"]
+__all__ = ["Escapes", "Linear", "Packed", "Placed", "linear", "pack", "place", "unpack", "why_not"]
 
 _library = torch.library.Library("unweight", "DEF")
 _library.define("linear(Tensor x, Tensor arena, int n, Tensor? bias=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -61,12 +62,87 @@ def _escapes(digest: str, data: Tensor) -> Escapes:
         return known
 
 
+# Kernels may read as far behind a section.
+_PAD = 256
+# The largest batch of a launch; larger ones take several.
+_MAX_BATCH = 4096
+_runtimes: dict[int, _native.Runtime] = {}
+
+
+def why_not(device: torch.device) -> Optional[str]:
+    """Why packed weights cannot be on a device; `None` if they can."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"packed weights run on CPUs and on NVIDIA's Hopper GPUs, not on {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) == (9, 0):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return f"packed weights run on Hopper GPUs (compute capability 9.0); {name} on {device} has {major}.{minor}"
+
+
+def _runtime(device: torch.device) -> _native.Runtime:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    runtime = _runtimes.get(index)
+    if runtime is None:
+        with _lock:
+            runtime = _runtimes.get(index)
+            if runtime is None:
+                runtime = _runtimes[index] = _native.Runtime(index, _MAX_BATCH)
+    return runtime
+
+
+class Placed:
+    """An arena on a GPU, known to the operator there by its address, with its lists of escapes.
+
+    Whoever holds an arena on a GPU holds this object, too. It holds the arena, so that its address stays its own.
+    """
+
+    __slots__ = ("__weakref__", "arena", "data")
+
+    def __init__(self, arena: Tensor, data: Tensor) -> None:
+        self.arena, self.data = arena, data
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
+        return place(copy.deepcopy(self.arena, memo), self.data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return place, (self.arena, self.data)
+
+
+def place(arena: Tensor, escapes: Tensor) -> Placed:
+    """Makes an arena on a GPU known, with its lists of escapes (`data` of what was kept with it).
+
+    The kernels of its shape are compiled by then, or found in the cache. Not during a capture.
+    """
+    # Of its own: with what is read behind it, and as long as the arena.
+    data = torch.empty(escapes.nbytes + _PAD, dtype=torch.uint8, device=arena.device)[: escapes.nbytes].copy_(escapes)
+    runtime, memory = _runtime(arena.device), _memory(arena)
+    with torch.cuda.device(arena.device):
+        torch.cuda.current_stream().synchronize()
+        known = runtime.register(memory, _memory(data))
+    placed = Placed(arena, data)
+    weakref.finalize(placed, runtime.forget, memory[0], known)
+    return placed
+
+
+def _kept(arena: Tensor, kept: Union[Escapes, Placed]) -> Union[Escapes, Placed]:
+    """What is to be kept of an arena that came from another place."""
+    if arena.device.type == "cuda":
+        return place(arena, kept.data)
+    if arena.device.type == "cpu" and isinstance(kept, Placed):
+        _, _, _, digest = _native.arena_head(*_memory(arena))
+        return _escapes(digest, kept.data.cpu())
+    return kept
+
+
 class Packed(NamedTuple):
     """A packed matrix."""
 
     arena: Tensor
     """uint8: what the operator takes."""
-    escapes: Escapes
+    escapes: Union[Escapes, Placed]
     """To be kept as long as the arena."""
     n: int
     k: int
@@ -77,18 +153,20 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def pack(weight: Tensor) -> Optional[Packed]:
-    """Packs a BF16 matrix `[n, k]` on the CPU; `None` if that cannot be.
+    """Packs a BF16 matrix `[n, k]` where it is, on the CPU or on a Hopper GPU; `None` if that cannot be.
 
     That is so if n or k is no multiple of 64, or if more than one weight in 256 lies outside of every window of 16
     exponents, which trained models do not have.
     """
     if weight.dtype != torch.bfloat16 or weight.dim() != 2:
         raise ValueError(f"pack takes a bfloat16 matrix, got {weight.dtype} {list(weight.shape)}")
-    if weight.device.type != "cpu":
-        raise ValueError(f"pack takes a matrix on the CPU, got one on {weight.device}; give weight.cpu()")
+    if (reason := why_not(weight.device)) is not None:
+        raise ValueError(f"{reason}; give weight.cpu()")
     # Held by this name until Rust has read it: rows of a shard are strided, and become a temporary here.
     held = weight.detach().contiguous()
     n, k = held.shape
+    if held.device.type == "cuda":
+        return _pack_cuda(held)
     packed = _native.pack(held.data_ptr(), n, k)
     if packed is None:
         return None
@@ -99,12 +177,36 @@ def pack(weight: Tensor) -> Optional[Packed]:
     return Packed(arena, _escapes(digest, lists), n, k)
 
 
+def _pack_cuda(weight: Tensor) -> Optional[Packed]:
+    n, k = weight.shape
+    room = _native.Runtime.room(n, k)
+    if room is None:
+        return None
+    runtime = _runtime(weight.device)
+    with torch.cuda.device(weight.device):
+        arena = torch.empty(room[0], dtype=torch.uint8, device=weight.device)
+        lists = torch.empty(room[1] + _PAD, dtype=torch.uint8, device=weight.device)
+        # The weights are written, and what had this memory before is done with it.
+        torch.cuda.current_stream().synchronize()
+        nbytes = runtime.pack(weight.data_ptr(), n, k, _memory(arena), (lists.data_ptr(), room[1]))
+    if nbytes is None:
+        return None
+    return Packed(arena, place(arena, lists[:nbytes]), n, k)
+
+
 def unpack(arena: Tensor) -> Tensor:
-    """The BF16 matrix of an arena on the CPU, bit for bit."""
-    if arena.dtype != torch.uint8 or arena.dim() != 1 or not arena.is_contiguous() or arena.device.type != "cpu":
-        raise ValueError(
-            f"an arena is a contiguous uint8 vector on the CPU, got {arena.dtype} {list(arena.shape)} on {arena.device}"
-        )
+    """The BF16 matrix of an arena, where it is, bit for bit."""
+    if arena.dtype != torch.uint8 or arena.dim() != 1 or not arena.is_contiguous():
+        raise ValueError(f"an arena is a contiguous uint8 vector, got {arena.dtype} {list(arena.shape)}")
+    if arena.device.type == "cuda":
+        runtime = _runtime(arena.device)
+        with torch.cuda.device(arena.device):
+            weight = torch.empty(runtime.shape(arena.data_ptr()), dtype=torch.bfloat16, device=arena.device)
+            torch.cuda.current_stream().synchronize()
+            runtime.unpack(arena.data_ptr(), _memory(weight))
+        return weight
+    if arena.device.type != "cpu":
+        raise ValueError(f"an arena is on a CPU or on a Hopper GPU, got one on {arena.device}")
     n, k, nbytes, digest = _native.arena_head(*_memory(arena))
     lists = (0, 0)
     if nbytes:
@@ -139,10 +241,32 @@ def _cpu(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Ten
 
 
 def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Tensor:
-    raise NotImplementedError(
-        "unweight::linear has no CUDA implementation in this version; keep the model on the CPU, load it in BF16, or "
-        "run the bundle by `unweight generate` or `unweight serve`"
-    )
+    _check(x, arena, bias)
+    device = x.device
+    if arena.device != device:
+        raise ValueError(f"unweight::linear takes x and the arena on one device, got {device} and {arena.device}")
+    if torch.cuda.current_device() != device.index:
+        # The runtime makes its device the current one.
+        with torch.cuda.device(device):
+            return _cuda(x, arena, n, bias)
+    runtime, at, k = _runtime(device), arena.data_ptr(), x.shape[-1]
+    rows = x.reshape(-1, k).contiguous()
+    if rows.data_ptr() % 16:
+        # The copy engine reads it.
+        rows = rows.clone()
+    m, add = rows.shape[0], bias is not None
+    scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
+    y = x.new_empty(m, n)
+    if bias is not None:
+        # Added to before the one rounding.
+        y.copy_(bias)
+    scratch = (0, 0)
+    if scratch_nbytes:
+        # Held by this name until the launch is enqueued; the allocator orders its next use behind it.
+        held = torch.empty(scratch_nbytes, dtype=torch.uint8, device=device)
+        scratch = _memory(held)
+    runtime.linear(at, rows.data_ptr(), m, y.data_ptr(), scratch, torch.cuda.current_stream().cuda_stream, add)
+    return y.view(*x.shape[:-1], n)
 
 
 def _fake(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Tensor:
@@ -179,7 +303,7 @@ class Linear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_parameter("weight", linear.weight)
         self.register_parameter("bias", linear.bias)
-        self._escapes: Optional[Escapes] = None
+        self._escapes: Union[Escapes, Placed, None] = None
         self._n = 0
 
     @property
@@ -201,6 +325,14 @@ class Linear(nn.Module):
     def unpacked(self) -> Tensor:
         """The weight, bit for bit."""
         return unpack(self.weight_packed) if self.is_packed else self.weight.detach()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+        before = self.weight_packed if self.is_packed else None
+        super()._apply(fn, recurse)
+        if self._escapes is not None and self.weight_packed is not before:
+            # Moved, such as by `to`.
+            self._escapes = _kept(self.weight_packed, self._escapes)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         if self._escapes is None:

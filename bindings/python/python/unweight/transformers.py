@@ -25,7 +25,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._bundle import Bundle, TensorInfo
-from .ops import Linear
+from .ops import Linear, why_not
 
 __all__ = ["UnweightConfig"]
 
@@ -57,11 +57,8 @@ class _Pack(ConversionOps):
         (weight,) = input_dict.values()
         weight = weight[0] if isinstance(weight, list) else weight
         module, _ = get_module_from_name(model, full_layer_name)
-        if weight.device.type != "cpu":
-            _logger.warning_once(
-                "unweight: this version packs on the CPU only; weights on %s stay in BF16: exact, but not smaller",
-                weight.device,
-            )
+        if (reason := why_not(weight.device)) is not None:
+            _logger.warning_once("unweight: %s; weights stay in BF16 there: exact, but not smaller", reason)
             return {full_layer_name: weight}
         if weight.dtype != torch.bfloat16 or not module.pack(weight):
             return {full_layer_name: weight}

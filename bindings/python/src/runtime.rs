@@ -1,0 +1,237 @@
+//! Packed weights on a GPU, in memory that torch owns.
+//!
+//! What this trusts is said in `_native.pyi`: addresses are those of tensors on the runtime's device, and of streams of its primary context.
+
+use std::{
+    collections::HashMap,
+    error::Error,
+    ffi::c_void,
+    sync::{
+        Arc, PoisonError, RwLock,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use pyo3::{exceptions::PyValueError, prelude::*};
+use unweight_codegen::spec::Epilogue;
+use unweight_format::{Digest, TileGrid};
+use unweight_rt::{
+    Device, KernelSet, Linear, LoadOptions,
+    env::Env,
+    layer::guest::{Guest, PackedAt, Scratch},
+    ops::repack::{PackError, Packer},
+};
+
+use crate::{
+    error::plain,
+    packed::{ALIGN, Head, Layout, value_error, write_head},
+};
+
+/// Address and bytes.
+type Memory = (u64, usize);
+
+/// A layer that is known by the address of its arena.
+struct Known {
+    linear: Linear,
+    /// Of this registration: an address may be another arena's later.
+    id: u64,
+}
+
+/// Kernels and known arenas of one GPU.
+#[pyclass(frozen, module = "unweight._native")]
+pub struct Runtime {
+    guest: Guest,
+    known: RwLock<HashMap<u64, Arc<Known>>>,
+    next: AtomicU64,
+}
+
+#[pymethods]
+impl Runtime {
+    /// Opens a GPU; finds libcuda and the compiler first.
+    #[new]
+    fn new(py: Python<'_>, ordinal: usize, max_batch: u32) -> PyResult<Self> {
+        let guest = py.detach(|| -> Result<Guest, Box<dyn Error + Send + Sync>> {
+            let device = Device::open(ordinal)?;
+            let kernels = KernelSet::open(&device, Env::process()?);
+            Ok(Guest::new(kernels, LoadOptions::default().max_batch(max_batch))?)
+        });
+        let guest = guest.map_err(|error| raised(py, &*error))?;
+        Ok(Self { guest, known: RwLock::default(), next: AtomicU64::new(1) })
+    }
+
+    /// Bytes of an arena for a shape, and the room for lists that packing takes; `None` for a shape that is not packed.
+    #[staticmethod]
+    fn room(rows: usize, cols: usize) -> Option<(usize, usize)> {
+        let grid = TileGrid::new(rows, cols).ok()?;
+        let layout = Layout::new(grid).ok()?;
+        Some((layout.bytes(), Packer::escape_words_max(grid) * 4))
+    }
+
+    /// Packs BF16 `[rows, cols]`, and writes the arena; returns the bytes of `escapes` that count. `None`: they cannot be packed.
+    fn pack(
+        &self,
+        py: Python<'_>,
+        weights: u64,
+        rows: u32,
+        cols: u32,
+        arena: Memory,
+        escapes: Memory,
+    ) -> PyResult<Option<usize>> {
+        let grid = TileGrid::new(rows as usize, cols as usize).map_err(value_error)?;
+        let layout = Layout::new(grid)?;
+        if arena.1 != layout.bytes() {
+            let wanted = layout.bytes();
+            return Err(PyValueError::new_err(format!("the arena has {wanted} bytes, the buffer {}", arena.1)));
+        }
+        let to = place(&layout, arena.0, escapes);
+        py.detach(|| {
+            // SAFETY: the caller's tensors, of these sizes, that nobody uses meanwhile (`_native.pyi`).
+            let (window, words) = match unsafe { self.guest.pack_at(weights, (rows, cols), to) } {
+                Ok(packed) => packed,
+                Err(PackError::Unpackable(_)) => return Ok(None),
+                Err(PackError::Device(error)) => return Err(error),
+            };
+            // SAFETY: as above; so many words have been written.
+            let lists = unsafe { self.guest.read(escapes.0, words * 4) }?;
+            let mut rest = vec![0; layout.head.end - layout.heads.end];
+            let head = rest.len() - ALIGN;
+            write_head(&mut rest[head..], grid, window, &lists);
+            // SAFETY: as above; what is behind the heads of escapes.
+            unsafe { self.guest.write(arena.0 + layout.heads.end as u64, &rest) }?;
+            Ok(Some(lists.len()))
+        })
+        .map_err(|error| raised(py, &error))
+    }
+
+    /// Makes an arena known, and returns what `forget` takes. Compiles what its shape asks for.
+    fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<u64> {
+        let bytes = self.head(py, arena)?;
+        let (head, grid, layout) = Head::of_bytes(&bytes, arena.1)?;
+        if escapes.1 != head.escapes() {
+            return Err(PyValueError::new_err(format!(
+                "the arena has {} bytes of escapes, the buffer {}",
+                head.escapes(),
+                escapes.1
+            )));
+        }
+        // SAFETY: the caller's tensor, which nobody writes (`_native.pyi`).
+        let lists = py.detach(|| unsafe { self.guest.read(escapes.0, escapes.1) });
+        if Digest::of(&lists.map_err(|error| raised(py, &error))?).to_string() != head.digest() {
+            return Err(PyValueError::new_err("these are not the escapes of this arena"));
+        }
+        // The dimensions of a packed grid fit 32 bits.
+        let (shape, window) = ((grid.rows() as u32, grid.cols() as u32), head.window()?);
+        let at = place(&layout, arena.0, escapes);
+        // SAFETY: the caller's tensors, which it holds until `forget` and longer than the work (`_native.pyi`). Behind each section of an arena
+        // is another or its head, behind the lists what the caller allocated for it.
+        let linear = py.detach(|| unsafe { self.guest.layer(shape, window, at) });
+        let linear = linear.map_err(|error| raised(py, &error))?;
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
+        known.insert(arena.0, Arc::new(Known { linear, id }));
+        Ok(id)
+    }
+
+    /// Forgets an arena, if it is the one that was registered so.
+    fn forget(&self, arena: u64, id: u64) {
+        let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
+        if known.get(&arena).is_some_and(|known| known.id == id) {
+            known.remove(&arena);
+        }
+    }
+
+    /// Rows and columns of a known arena.
+    fn shape(&self, py: Python<'_>, arena: u64) -> PyResult<(u32, u32)> {
+        let known = self.of(py, arena)?;
+        Ok((known.linear.n(), known.linear.k()))
+    }
+
+    /// Bytes of scratch for a batch of a known arena `[n, k]`.
+    fn scratch_nbytes(&self, py: Python<'_>, arena: u64, m: u32, shape: (u32, u32), add: bool) -> PyResult<u64> {
+        let known = self.of(py, arena)?;
+        let (rows, cols) = (known.linear.n(), known.linear.k());
+        if (rows, cols) != shape {
+            let (n, k) = shape;
+            let message = format!("weights are [{rows}, {cols}], but n is {n} and x has {k} columns");
+            return Err(PyValueError::new_err(message));
+        }
+        self.guest.scratch_bytes(&known.linear, m, epilogue(add)).map_err(|error| raised(py, &error))
+    }
+
+    /// Enqueues the product; `add`: to what is in `y`.
+    #[expect(clippy::too_many_arguments, reason = "a call a layer: a tuple for each would be made and taken apart")]
+    fn linear(
+        &self,
+        py: Python<'_>,
+        arena: u64,
+        x: u64,
+        m: u32,
+        y: u64,
+        scratch: (u64, u64),
+        stream: usize,
+        add: bool,
+    ) -> PyResult<()> {
+        let known = self.of(py, arena)?;
+        let stream = std::ptr::with_exposed_provenance_mut::<c_void>(stream);
+        let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
+        // SAFETY: the caller's tensors and its stream (`_native.pyi`).
+        unsafe { self.guest.enqueue(&known.linear, stream, (x, m, y), scratch, epilogue(add)) }
+            .map_err(|error| raised(py, &error))
+    }
+
+    /// Writes the weights of a known arena as BF16.
+    fn unpack(&self, py: Python<'_>, arena: u64, out: Memory) -> PyResult<()> {
+        let known = self.of(py, arena)?;
+        let wanted = known.linear.n() as usize * known.linear.k() as usize * 2;
+        if out.1 != wanted {
+            return Err(PyValueError::new_err(format!("the weights have {wanted} bytes, the buffer {}", out.1)));
+        }
+        // SAFETY: the caller's tensor, of this size, that nobody uses meanwhile (`_native.pyi`).
+        py.detach(|| unsafe { self.guest.unpack_at(&known.linear, out.0) }).map_err(|error| raised(py, &error))
+    }
+}
+
+impl Runtime {
+    fn of(&self, py: Python<'_>, arena: u64) -> PyResult<Arc<Known>> {
+        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        known.get(&arena).cloned().ok_or_else(|| {
+            let message = "this arena is not known on its device: it was copied or moved by itself; move the module \
+                           (unweight.ops.Linear), or give it and its escapes to unweight.ops.place";
+            plain(py, "UnweightError", message)
+        })
+    }
+
+    fn head(&self, py: Python<'_>, arena: Memory) -> PyResult<Vec<u8>> {
+        let at = arena.1.checked_sub(ALIGN).ok_or_else(|| value_error("an arena of less than its head"))?;
+        // SAFETY: the caller's tensor, of this size (`_native.pyi`).
+        py.detach(|| unsafe { self.guest.read(arena.0 + at as u64, ALIGN) }).map_err(|error| raised(py, &error))
+    }
+}
+
+fn place(layout: &Layout, arena: u64, escapes: Memory) -> PackedAt {
+    PackedAt {
+        packed: arena,
+        escape_heads: arena + layout.heads.start as u64,
+        escapes: escapes.0,
+        escape_words: escapes.1 / 4,
+    }
+}
+
+fn epilogue(add: bool) -> Epilogue {
+    if add { Epilogue::StoreAdd } else { Epilogue::Store }
+}
+
+/// An error of the runtime, with all that led to it.
+fn raised(py: Python<'_>, error: &(dyn Error + Send + Sync + 'static)) -> PyErr {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        if !message.contains(&text) {
+            message.push_str(": ");
+            message.push_str(&text);
+        }
+        cause = error.source();
+    }
+    plain(py, "DeviceError", &message)
+}

@@ -1,0 +1,236 @@
+"""The operator on a Hopper GPU: `python -m unittest gpu_ops`. Needs torch, and fails where there is no such GPU."""
+
+import copy
+import gc
+import pickle
+import threading
+import unittest
+
+import torch
+import unweight
+import unweight.ops
+from torch import nn
+from unweight.ops import Linear, linear, pack, place, unpack
+
+DEVICE = torch.device("cuda", 0)
+# A layer of the least shape, and some like those of real models; of the largest, some batches share tiles out.
+SHAPES = ((64, 64), (192, 320), (1024, 4096), (4096, 4096), (6144, 4096), (4096, 14336))
+BATCHES = (1, 2, 3, 5, 8, 9, 16, 31, 32, 33, 64, 65, 100, 127, 128, 129, 256, 300, 512, 1000, 2048, 4096, 4097, 8192, 20000)
+
+
+def weights(n: int, k: int, seed: int = 0) -> torch.Tensor:
+    """Weights as models have them, and some far from the others."""
+    random = torch.Generator(DEVICE).manual_seed(seed)
+    weight = torch.randn(n, k, generator=random, device=DEVICE) * 0.02
+    wide = torch.rand(n, k, generator=random, device=DEVICE) < 0.001
+    return torch.where(wide, weight * 2.0**-20, weight).to(torch.bfloat16)
+
+
+def inputs(*shape: int, seed: int = 1) -> torch.Tensor:
+    random = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=random, device=DEVICE).to(torch.bfloat16)
+
+
+def hold(case: unittest.TestCase, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias=None) -> None:
+    """`y` is the product but for the order of fp32 sums and one rounding, held to float64 in pieces."""
+    case.assertEqual((y.dtype, y.shape), (torch.bfloat16, (*x.shape[:-1], weight.shape[0])))
+    k = x.shape[-1]
+    w = weight.double()
+    for rows, got in zip(x.reshape(-1, k).split(512), y.reshape(-1, weight.shape[0]).split(512)):
+        exact = rows.double() @ w.T
+        magnitude = rows.double().abs() @ w.abs().T
+        if bias is not None:
+            exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+        # Half a unit of BF16's last place, and sums of fp32.
+        bound = exact.abs() * 2.0**-8 + magnitude * 2.0**-21 + 1e-30
+        wrong = ((got.double() - exact).abs() > bound).sum().item()
+        case.assertEqual(wrong, 0, f"{wrong} of {got.numel()} elements, {list(x.shape)} by {list(weight.shape)}")
+
+
+class Gpu(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        if (reason := unweight.ops.why_not(DEVICE)) is not None:
+            raise AssertionError(f"these tests need a Hopper GPU: {reason}")
+
+    def setUp(self):
+        torch.cuda.synchronize()
+
+
+class Packing(Gpu):
+    def test_bits_come_back_and_are_those_of_the_cpu(self):
+        for n, k in SHAPES[:4]:
+            weight = weights(n, k)
+            packed, on_cpu = pack(weight), pack(weight.cpu())
+            self.assertTrue(torch.equal(unpack(packed.arena).view(torch.int16), weight.view(torch.int16)))
+            self.assertTrue(torch.equal(packed.arena.cpu(), on_cpu.arena))
+            self.assertTrue(torch.equal(packed.escapes.data.cpu(), on_cpu.escapes.data))
+
+    def test_what_cannot_be_packed_is_none(self):
+        self.assertIsNone(pack(weights(100, 64)))
+        everything = torch.arange(1 << 16, device=DEVICE, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        self.assertIsNone(pack(everything.view(256, 256)))
+
+    def test_memory_comes_back(self):
+        def once():
+            pack(weights(4096, 4096))
+            gc.collect()
+            torch.cuda.synchronize()
+            return torch.cuda.memory_allocated()
+
+        once()
+        before, free = once(), torch.cuda.mem_get_info()[0]
+        for _ in range(5):
+            self.assertEqual(once(), before)
+        self.assertLess(free - torch.cuda.mem_get_info()[0], 64 << 20)
+
+    def test_strided_weights(self):
+        weight = weights(256, 1024)[:, 256:768]
+        self.assertTrue(torch.equal(unpack(pack(weight).arena), weight))
+
+
+class Operator(Gpu):
+    def test_it_is_the_product_at_any_batch(self):
+        for n, k in SHAPES:
+            weight, bias = weights(n, k), inputs(n, seed=2)
+            packed = pack(weight)
+            for m in BATCHES:
+                with self.subTest(n=n, k=k, m=m):
+                    x = inputs(m, k, seed=m)
+                    y = linear(x, packed)
+                    hold(self, y, x, weight)
+                    self.assertTrue(torch.equal(y, linear(x, packed)), "the same bits each time")
+                    if m in (1, 64, 300, 8192):
+                        hold(self, linear(x, packed, bias), x, weight, bias)
+
+    def test_operands_of_any_form(self):
+        weight = weights(192, 320)
+        packed = pack(weight)
+        wide = inputs(50, 327)
+        for x in (inputs(0, 320), inputs(320), inputs(2, 3, 320), wide[:, :320], wide[:, 7:], inputs(320, 40).t()):
+            hold(self, linear(x, packed), x, weight)
+        bias = inputs(192)
+        before = bias.clone()
+        hold(self, linear(inputs(1, 320), packed, bias), inputs(1, 320), weight, bias)
+        self.assertTrue(torch.equal(bias, before))
+
+    def test_wrong_operands_are_refused(self):
+        packed = pack(weights(192, 320))
+        op = torch.ops.unweight.linear
+        for says, call in (
+            ("x has 328 columns", lambda: op(inputs(1, 328), packed.arena, 192)),
+            ("n is 191", lambda: op(inputs(1, 320), packed.arena, 191)),
+            ("bfloat16", lambda: op(inputs(1, 320).float(), packed.arena, 192)),
+            ("not known on its device", lambda: op(inputs(1, 320), packed.arena.clone(), 192)),
+            ("not an arena", lambda: place(torch.zeros(4096, dtype=torch.uint8, device=DEVICE), packed.escapes.data)),
+            ("not the escapes of this arena|bytes of escapes", lambda: place(packed.arena, packed.escapes.data[:-4])),
+        ):
+            with self.subTest(says), self.assertRaisesRegex((ValueError, unweight.UnweightError, RuntimeError), says):
+                call()
+        gone = packed.arena
+        del packed
+        gc.collect()
+        with self.assertRaisesRegex(unweight.UnweightError, "not known"):
+            op(inputs(1, 320), gone, 192)
+
+    def test_torch_s_own_checks_of_operators_pass(self):
+        packed = pack(weights(192, 320))
+        for x in (inputs(4, 320), inputs(2, 3, 320)):
+            for bias in (None, inputs(192)):
+                result = torch.library.opcheck(torch.ops.unweight.linear.default, (x, packed.arena, packed.n, bias))
+                self.assertEqual(set(result.values()), {"SUCCESS"})
+
+    def test_streams_and_threads_do_not_meet(self):
+        weight = weights(4096, 4096)
+        packed, failures = pack(weight), []
+        torch.cuda.synchronize()
+
+        def run(m: int) -> None:
+            try:
+                x = inputs(m, 4096, seed=m)
+                expected = linear(x, packed)
+                torch.cuda.synchronize()
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    for _ in range(200):
+                        if not torch.equal(linear(x, packed), expected):
+                            failures.append(m)
+                            return
+            except Exception as error:
+                failures.append((m, error))
+
+        threads = [threading.Thread(target=run, args=(m,)) for m in (1, 8, 129, 300, 1024, 2048)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(failures, [])
+
+    def test_graphs_on_side_streams_are_replayed_beside_each_other(self):
+        weight = weights(4096, 4096)
+        packed = pack(weight)
+        runs = []
+        for m in (1, 64, 300, 300, 2048):
+            x, stream = inputs(m, 4096, seed=m), torch.cuda.Stream()
+            expected = linear(x, packed)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                y = linear(linear(x, packed) * 0 + x, packed)
+            runs.append((graph, x, y, expected, torch.cuda.Stream()))
+        for _ in range(50):
+            for graph, _, _, _, stream in runs:
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for _, x, y, expected, _ in runs:
+            self.assertTrue(torch.equal(y, expected), list(x.shape))
+
+    def test_it_compiles_to_one_graph(self):
+        layers = nn.Sequential(nn.Linear(512, 1024), nn.SiLU(), nn.Linear(1024, 512, bias=False)).to(DEVICE, torch.bfloat16)
+        for at in (0, 2):
+            layers[at].weight.data = weights(*layers[at].weight.shape)
+        packed = copy.deepcopy(layers)
+        for at in (0, 2):
+            packed[at] = Linear(packed[at])
+            self.assertTrue(packed[at].pack())
+        for mode in (None, "reduce-overhead"):
+            torch._dynamo.reset()
+            compiled = torch.compile(packed, fullgraph=True, mode=mode)
+            with torch.inference_mode():
+                for rows in (1, 2, 33, 33, 33):
+                    x = inputs(rows, 512, seed=rows)
+                    torch.testing.assert_close(compiled(x).clone(), packed(x), atol=2e-2, rtol=2e-2)
+                    torch.testing.assert_close(packed(x), layers(x), atol=2e-2, rtol=2e-2)
+
+
+class Module(Gpu):
+    def test_layers_move_and_are_copied(self):
+        stock = nn.Linear(512, 256).to(torch.bfloat16)
+        stock.weight.data = weights(256, 512).cpu()
+        packed = Linear(stock)
+        self.assertTrue(packed.pack())
+        x = inputs(7, 512)
+        packed.to(DEVICE)
+        expected = packed(x)
+        hold(self, expected, x, stock.weight.to(DEVICE), stock.bias.to(DEVICE))
+        self.assertTrue(torch.equal(packed.unpacked().cpu(), stock.weight))
+        with torch.inference_mode():
+            for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+                self.assertTrue(torch.equal(other(x), expected))
+            copied = copy.deepcopy(packed)
+            del packed
+            gc.collect()
+            self.assertTrue(torch.equal(copied(x), expected))
+            self.assertTrue(torch.equal(copied.to("cpu")(x.cpu()), stock(x.cpu())))
+
+    @unittest.skipIf(torch.cuda.device_count() < 2, "one GPU")
+    def test_two_gpus(self):
+        weight = weights(256, 512)
+        packed, second = pack(weight), pack(weight.to("cuda:1"))
+        x = inputs(7, 512)
+        self.assertTrue(torch.equal(linear(x.to("cuda:1"), second).to(DEVICE), linear(x, packed)))
+        self.assertEqual(torch.cuda.current_device(), 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
