@@ -1,0 +1,394 @@
+//! Pair-coded FP8 by tANS, as of the fused vector add of doublewordai (`docs/rivals.md`).
+//!
+//! ```text
+//! E4M3 byte       sign | exponent (4 bits) | mantissa (3 bits)
+//! codes           two exponents a symbol e0 * 16 + e1, by a table of 4096 states; streams of a fixed number of bytes
+//! slabs           u32, [slab][stream] in a block of 128 streams; a stream's at the end, zeros before
+//! states          u16 a stream      partial  u8 a stream: bits of its last slab, 0 for all
+//! offsets         i32 a block, and the end: bytes
+//! rest            sign and mantissa, two a byte: [tile][stream][8 bytes]
+//! ```
+//! A stream is encoded from its end on, from state 4096, bits into slabs from the least significant on; so it is
+//! decoded from its last bit on.
+
+use rayon::prelude::*;
+
+/// States.
+pub const STATES: u32 = 4096;
+/// Streams of a block.
+pub const BLOCK_STREAMS: usize = 128;
+/// Bytes of a stream are a multiple of it: a tile's pairs, twice.
+pub const STEP: usize = 16;
+/// Pairs of a tile.
+const TILE: usize = STEP / 2;
+/// From one state of a symbol to the next in the table.
+const STRIDE: usize = 2563;
+
+/// Shares of the sixteen exponents in the FP8 weights of Qwen3-14B-FP8, as its authors counted them: 2.787 bits.
+pub const QWEN3_14B: [f32; 16] = [
+    0.0005, 0.0005, 0.0009, 0.0018, 0.0034, 0.0062, 0.0104, 0.0167, 0.0283, 0.0480, 0.0838, 0.1502, 0.2417, 0.2715,
+    0.1273, 0.0088,
+];
+
+/// Why bytes cannot be stored so, or are damaged.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Streams of no bytes, or of a part of a tile.
+    #[error("{got} bytes a stream; it is a multiple of {STEP}, and not 0")]
+    Stream {
+        /// Bytes a stream.
+        got: usize,
+    },
+    /// A part of another size.
+    #[error("{part}: {got} elements, expected {expected}")]
+    Size {
+        /// The part.
+        part: &'static str,
+        /// Elements expected.
+        expected: usize,
+        /// Elements found.
+        got: usize,
+    },
+    /// More bytes than offsets count.
+    #[error("{bytes} bytes of slabs; offsets count to {}", i32::MAX)]
+    Count {
+        /// Bytes.
+        bytes: u64,
+    },
+    /// Shares that are no distribution.
+    #[error("the share of exponent {exponent} is {share}; shares are 0 or more, finite, and not all 0")]
+    Share {
+        /// Exponent.
+        exponent: usize,
+        /// Its share, as text: no two of what is no number are equal.
+        share: String,
+    },
+    /// An exponent whose share is zero, or next to it.
+    #[error("exponent {exponent} occurs, and its share is 0 or too small")]
+    Unknown {
+        /// Exponent.
+        exponent: usize,
+    },
+    /// Frequencies that do not fill the table.
+    #[error("the frequencies sum to {got}, and not to {STATES}")]
+    Frequencies {
+        /// Their sum.
+        got: u64,
+    },
+    /// An offset that is not behind the one before it, or not in the slabs.
+    #[error("offsets, block {block}: {begin} to {end}, of {bytes} bytes; a block has whole slabs of all its streams")]
+    Offset {
+        /// Block.
+        block: usize,
+        /// First byte.
+        begin: i64,
+        /// Byte behind the last.
+        end: i64,
+        /// All bytes.
+        bytes: u64,
+    },
+    /// A state outside of the table.
+    #[error("stream {stream}: state {got}; states are {STATES} to {}", 2 * STATES - 1)]
+    State {
+        /// Stream.
+        stream: usize,
+        /// Found.
+        got: u16,
+    },
+    /// More bits than a slab has.
+    #[error("stream {stream}: {got} bits of its last slab")]
+    Partial {
+        /// Stream.
+        stream: usize,
+        /// Found.
+        got: u8,
+    },
+    /// A stream that ends before its last pair, or behind it.
+    #[error("stream {stream}: its bits end in pair {pair} of {pairs}, or not in the state that it was begun in")]
+    End {
+        /// Stream.
+        stream: usize,
+        /// Pair.
+        pair: usize,
+        /// Pairs of the stream.
+        pairs: usize,
+    },
+}
+
+/// FP8 bytes as the program stores them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Encoded {
+    /// Bytes a stream.
+    pub per_stream: usize,
+    /// How many of the states each pair of exponents has.
+    pub frequencies: Vec<u16>,
+    /// Slabs of all blocks.
+    pub slabs: Vec<u32>,
+    /// State that each stream is decoded from.
+    pub states: Vec<u16>,
+    /// Bits of each stream's last slab.
+    pub partial: Vec<u8>,
+    /// Where blocks begin, bytes.
+    pub offsets: Vec<i32>,
+    /// Signs and mantissas.
+    pub rest: Vec<u8>,
+}
+
+/// Sign and mantissa of a byte.
+fn rest_of(byte: u8) -> u8 {
+    byte >> 4 & 8 | byte & 7
+}
+
+/// How many of the states each pair of exponents has, of shares of single ones.
+///
+/// # Errors
+/// The shares are none.
+pub fn frequencies(shares: &[f32; 16]) -> Result<Vec<u16>, Error> {
+    let bad = |exponent: usize| Err(Error::Share { exponent, share: shares[exponent].to_string() });
+    if let Some(exponent) = shares.iter().position(|share| !share.is_finite() || *share < 0.0) {
+        return bad(exponent);
+    }
+    // In this order there, too.
+    let twos: [f32; 8] = std::array::from_fn(|i| shares[i] + shares[i + 8]);
+    let sum = (twos[0] + twos[1] + (twos[2] + twos[3])) + (twos[4] + twos[5] + (twos[6] + twos[7]));
+    if sum <= 0.0 || !sum.is_finite() {
+        return bad(0);
+    }
+    let single = shares.map(|share| share / sum);
+    let wanted: Vec<f64> =
+        (0..256).map(|pair| f64::from(single[pair / 16] * single[pair % 16]) * f64::from(STATES)).collect();
+    let mut got: Vec<i64> =
+        wanted.iter().map(|&w| if w == 0.0 { 0 } else { (w.round_ties_even() as i64).max(1) }).collect();
+    loop {
+        let left = i64::from(STATES) - got.iter().sum::<i64>();
+        let error = |pair: usize| match wanted[pair] {
+            0.0 => f64::NEG_INFINITY,
+            _ if left < 0 && got[pair] <= 1 => f64::NEG_INFINITY,
+            wanted => (wanted - got[pair] as f64) * left.signum() as f64,
+        };
+        if left == 0 {
+            // 4096 at most.
+            return Ok(got.into_iter().map(|frequency| frequency as u16).collect());
+        }
+        // The first of the largest.
+        let largest = (0..256).rev().max_by(|&a, &b| error(a).total_cmp(&error(b))).unwrap_or(0);
+        got[largest] += left.signum();
+    }
+}
+
+/// Symbol of each slot of the table.
+fn spread(frequencies: &[u16]) -> Result<Vec<u8>, Error> {
+    let sum: u64 = frequencies.iter().map(|&frequency| u64::from(frequency)).sum();
+    if frequencies.len() != 256 || sum != u64::from(STATES) {
+        return Err(Error::Frequencies { got: sum });
+    }
+    let (mut slots, mut at) = (vec![0; STATES as usize], 0);
+    for (symbol, &frequency) in frequencies.iter().enumerate() {
+        for _ in 0..frequency {
+            slots[at] = symbol as u8;
+            at = (at + STRIDE) % STATES as usize;
+        }
+    }
+    Ok(slots)
+}
+
+/// Encodes FP8 bytes, in streams of `per_stream` of them, with shares of exponents.
+///
+/// # Errors
+/// The bytes are no whole streams, or hold an exponent whose share is 0.
+pub fn encode(bytes: &[u8], per_stream: usize, shares: &[f32; 16]) -> Result<Encoded, Error> {
+    if per_stream == 0 || !per_stream.is_multiple_of(STEP) {
+        return Err(Error::Stream { got: per_stream });
+    }
+    if !bytes.len().is_multiple_of(per_stream) {
+        let expected = bytes.len().next_multiple_of(per_stream);
+        return Err(Error::Size { part: "bytes", expected, got: bytes.len() });
+    }
+    let frequencies = frequencies(shares)?;
+    let mut slots: Vec<Vec<u32>> = vec![Vec::new(); 256];
+    spread(&frequencies)?.iter().zip(STATES..).for_each(|(&symbol, slot)| slots[usize::from(symbol)].push(slot));
+    let pair_of = |pair: &[u8]| usize::from((pair[0] >> 3 & 15) << 4 | pair[1] >> 3 & 15);
+    if let Some(pair) = bytes.chunks_exact(2).map(pair_of).find(|&pair| frequencies[pair] == 0) {
+        let exponent = if shares[pair / 16] <= shares[pair % 16] { pair / 16 } else { pair % 16 };
+        return Err(Error::Unknown { exponent });
+    }
+    let stream = |stream: &[u8]| {
+        let (mut state, mut slabs, mut slab, mut bits) = (STATES, Vec::new(), 0u32, 0);
+        for pair in stream.rchunks_exact(2) {
+            let slots = &slots[pair_of(pair)];
+            while state >= 2 * slots.len() as u32 {
+                slab |= (state & 1) << bits;
+                (bits, state) = (bits + 1, state >> 1);
+                if bits == 32 {
+                    slabs.push(slab);
+                    (slab, bits) = (0, 0);
+                }
+            }
+            state = slots[state as usize - slots.len()];
+        }
+        if bits > 0 {
+            slabs.push(slab);
+        }
+        (slabs, state as u16, bits as u8)
+    };
+    let coded: Vec<_> = bytes.par_chunks(per_stream).map(stream).collect();
+    let count = coded.len();
+    let (mut slabs, mut offsets) = (Vec::new(), vec![0]);
+    for block in coded.chunks(BLOCK_STREAMS) {
+        let most = block.iter().map(|(slabs, ..)| slabs.len()).max().unwrap_or(0).max(1);
+        let begin = slabs.len();
+        slabs.resize(begin + most * BLOCK_STREAMS, 0);
+        for (index, (own, ..)) in block.iter().enumerate() {
+            for (at, &slab) in (most - own.len()..).zip(own) {
+                slabs[begin + at * BLOCK_STREAMS + index] = slab;
+            }
+        }
+        let bytes = 4 * slabs.len() as u64;
+        offsets.push(i32::try_from(bytes).map_err(|_| Error::Count { bytes })?);
+    }
+    let mut rest = vec![0; bytes.len() / 2];
+    for (index, pair) in bytes.chunks_exact(2).enumerate() {
+        rest[rest_place(index, per_stream / 2, count)] = rest_of(pair[0]) | rest_of(pair[1]) << 4;
+    }
+    Ok(Encoded {
+        per_stream,
+        frequencies,
+        slabs,
+        states: coded.iter().map(|&(_, state, _)| state).collect(),
+        partial: coded.iter().map(|&(.., partial)| partial).collect(),
+        offsets,
+        rest,
+    })
+}
+
+/// Where the signs and mantissas of a pair lie.
+fn rest_place(pair: usize, pairs: usize, streams: usize) -> usize {
+    let (stream, pair) = (pair / pairs, pair % pairs);
+    (pair / TILE * streams + stream) * TILE + pair % TILE
+}
+
+impl Encoded {
+    /// Bytes of all that is stored; the table is made of the frequencies.
+    pub fn bytes(&self) -> u64 {
+        (4 * (self.slabs.len() + self.offsets.len()) + 3 * self.states.len() + self.rest.len() + 512) as u64
+    }
+
+    /// The FP8 bytes.
+    ///
+    /// # Errors
+    /// They are damaged.
+    pub fn decode(&self) -> Result<Vec<u8>, Error> {
+        if self.per_stream == 0 || !self.per_stream.is_multiple_of(STEP) {
+            return Err(Error::Stream { got: self.per_stream });
+        }
+        let count = self.states.len();
+        let size =
+            |part, expected, got| if got == expected { Ok(()) } else { Err(Error::Size { part, expected, got }) };
+        size("partial", count, self.partial.len())?;
+        size("offsets", count.div_ceil(BLOCK_STREAMS) + 1, self.offsets.len())?;
+        size("rest", count.saturating_mul(self.per_stream / 2), self.rest.len())?;
+        let bytes = 4 * self.slabs.len() as u64;
+        for (block, pair) in self.offsets.windows(2).enumerate() {
+            let (begin, end) = (i64::from(pair[0]), i64::from(pair[1]));
+            let whole = begin >= 0 && end > begin && (end - begin) % (4 * BLOCK_STREAMS as i64) == 0 && begin % 4 == 0;
+            if !whole || end as u64 > bytes || block == 0 && begin != 0 {
+                return Err(Error::Offset { block, begin, end, bytes });
+            }
+        }
+        // Symbol, bits and state without them, by slot.
+        let mut ranks = self.frequencies.clone();
+        let table: Vec<(u8, u32, u32)> = spread(&self.frequencies)?
+            .into_iter()
+            .map(|symbol| {
+                let rank = &mut ranks[usize::from(symbol)];
+                let before = u32::from(*rank);
+                *rank += 1;
+                let bits = before.leading_zeros() - STATES.leading_zeros();
+                (symbol, bits, before << bits)
+            })
+            .collect();
+        let mut out = vec![0; count * self.per_stream];
+        let tasks = out.par_chunks_mut(self.per_stream).enumerate();
+        let failed = tasks.map(|(stream, out)| self.stream(stream, &table, out)).find_map_first(Result::err);
+        failed.map_or(Ok(out), Err)
+    }
+
+    fn stream(&self, stream: usize, table: &[(u8, u32, u32)], out: &mut [u8]) -> Result<(), Error> {
+        let (block, index) = (stream / BLOCK_STREAMS, stream % BLOCK_STREAMS);
+        let [begin, end] = [self.offsets[block], self.offsets[block + 1]].map(|offset| offset as usize / 4);
+        let slab = |at: usize| self.slabs[begin + at * BLOCK_STREAMS + index];
+        let partial = self.partial[stream];
+        if partial > 31 {
+            return Err(Error::Partial { stream, got: partial });
+        }
+        let state = self.states[stream];
+        if !(STATES..2 * STATES).contains(&u32::from(state)) {
+            return Err(Error::State { stream, got: state });
+        }
+        // Bits that are left, were they all the stream's.
+        let slabs = (end - begin) / BLOCK_STREAMS;
+        let mut left = 32 * slabs - if partial > 0 { 32 - usize::from(partial) } else { 0 };
+        // What the last slab has above its bits belongs to nothing.
+        if partial > 0 && slab(slabs - 1) >> partial != 0 {
+            return Err(Error::Partial { stream, got: partial });
+        }
+        let (mut state, pairs) = (u32::from(state), out.len() / 2);
+        for pair in 0..pairs {
+            let (symbol, bits, base) = table[(state - STATES) as usize];
+            let Some(rest) = left.checked_sub(bits as usize) else { return Err(Error::End { stream, pair, pairs }) };
+            let (at, shift) = (rest / 32, rest % 32);
+            // Up to 12 bits, of two slabs.
+            let low = if bits > 0 { u64::from(slab(at)) } else { 0 };
+            let high = if shift + bits as usize > 32 { u64::from(slab(at + 1)) } else { 0 };
+            let value = (high << 32 | low) >> shift & ((1 << bits) - 1);
+            (left, state) = (rest, base | value as u32);
+            let place = rest_place(stream * pairs + pair, pairs, self.states.len());
+            let byte = |exponent: u8, rest: u8| (rest & 8) << 4 | exponent << 3 | rest & 7;
+            out[2 * pair] = byte(symbol >> 4, self.rest[place] & 15);
+            out[2 * pair + 1] = byte(symbol & 15, self.rest[place] >> 4);
+        }
+        let is_padding = (0..left.div_ceil(32)).all(|at| match left - 32 * at {
+            32.. => slab(at) == 0,
+            bits => slab(at) & ((1 << bits) - 1) == 0,
+        });
+        if state == STATES && is_padding { Ok(()) } else { Err(Error::End { stream, pair: pairs, pairs }) }
+    }
+}
+
+/// The same, bit by bit: the judge of the above.
+pub mod oracle {
+    use super::{BLOCK_STREAMS, Encoded, STATES, spread};
+
+    /// The FP8 bytes; `None` where bits end.
+    pub fn decode(encoded: &Encoded) -> Option<Vec<u8>> {
+        let slots = spread(&encoded.frequencies).ok()?;
+        let (streams, pairs) = (encoded.states.len(), encoded.per_stream / 2);
+        let mut out = Vec::new();
+        for stream in 0..streams {
+            let block = stream / BLOCK_STREAMS;
+            let slabs =
+                encoded.slabs.get(encoded.offsets[block] as usize / 4..encoded.offsets[block + 1] as usize / 4)?;
+            let own = slabs.iter().skip(stream % BLOCK_STREAMS).step_by(BLOCK_STREAMS);
+            let mut bits: Vec<bool> = own.flat_map(|slab| (0..32).map(move |bit| slab >> bit & 1 == 1)).collect();
+            if encoded.partial[stream] > 0 {
+                bits.truncate(bits.len() - 32 + usize::from(encoded.partial[stream]));
+            }
+            let mut state = u32::from(encoded.states[stream]);
+            for pair in 0..pairs {
+                let slot = (state - STATES) as usize;
+                let symbol = slots[slot];
+                let rank = slots[..slot].iter().filter(|&&other| other == symbol).count() as u32;
+                state = u32::from(encoded.frequencies[usize::from(symbol)]) + rank;
+                while state < STATES {
+                    state = state << 1 | u32::from(bits.pop()?);
+                }
+                let rest = encoded.rest[(pair / 8 * streams + stream) * 8 + pair % 8];
+                out.extend(
+                    [(symbol >> 4, rest & 15), (symbol & 15, rest >> 4)].map(|(e, r)| (r >> 3) << 7 | e << 3 | r & 7),
+                );
+            }
+        }
+        Some(out)
+    }
+}
