@@ -15,7 +15,33 @@ from unweight.ops import Linear, linear, pack, place, unpack
 DEVICE = torch.device("cuda", 0)
 # A layer of the least shape, and some like those of real models; of the largest, some batches share tiles out.
 SHAPES = ((64, 64), (192, 320), (1024, 4096), (4096, 4096), (6144, 4096), (4096, 14336))
-BATCHES = (1, 2, 3, 5, 8, 9, 16, 31, 32, 33, 64, 65, 100, 127, 128, 129, 256, 300, 512, 1000, 2048, 4096, 4097, 8192, 20000)
+BATCHES = (
+    1,
+    2,
+    3,
+    5,
+    8,
+    9,
+    16,
+    31,
+    32,
+    33,
+    64,
+    65,
+    100,
+    127,
+    128,
+    129,
+    256,
+    300,
+    512,
+    1000,
+    2048,
+    4096,
+    4097,
+    8192,
+    20000,
+)
 
 
 def weights(n: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -186,7 +212,9 @@ class Operator(Gpu):
             self.assertTrue(torch.equal(y, expected), list(x.shape))
 
     def test_it_compiles_to_one_graph(self):
-        layers = nn.Sequential(nn.Linear(512, 1024), nn.SiLU(), nn.Linear(1024, 512, bias=False)).to(DEVICE, torch.bfloat16)
+        layers = nn.Sequential(nn.Linear(512, 1024), nn.SiLU(), nn.Linear(1024, 512, bias=False)).to(
+            DEVICE, torch.bfloat16
+        )
         for at in (0, 2):
             layers[at].weight.data = weights(*layers[at].weight.shape)
         packed = copy.deepcopy(layers)

@@ -67,7 +67,7 @@ def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     for parameter in model.parameters():
-        # torch draws BF16 with many zeros, as no trained model has; and biases and norms that do nothing would hide mistakes.
+        # torch draws BF16 with many zeros, as no trained model has; biases and norms that do nothing hide mistakes.
         drawn = torch.randn(parameter.shape).mul(0.05).to(torch.bfloat16)
         parameter.data = drawn if parameter.dim() > 1 else parameter.data + drawn
     model.save_pretrained(home, **more)

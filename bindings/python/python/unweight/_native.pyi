@@ -48,25 +48,21 @@ class Runtime:
     """Kernels and known arenas of one GPU, `ordinal` as torch counts them; one a process and GPU.
 
     Addresses are those of memory on this GPU; arenas and escapes begin at multiples of 256, and 256 more bytes behind
-    `escapes` may be read. All calls but `linear` wait for a stream of their own: what other streams do with the memory is
-    done before.
+    `escapes` may be read. All calls but `linear` wait for a stream of their own: what other streams do with the memory
+    is done before.
     """
 
     def __init__(self, ordinal: int, max_batch: int) -> None: ...
     def __new__(cls, ordinal: int, max_batch: int) -> Runtime: ...
     @staticmethod
     def room(rows: int, cols: int) -> Optional[tuple[int, int]]: ...
-    def pack(
-        self, weights: int, rows: int, cols: int, arena: _Memory, escapes: _Memory
-    ) -> Optional[int]: ...
+    def pack(self, weights: int, rows: int, cols: int, arena: _Memory, escapes: _Memory) -> Optional[int]: ...
     def register(self, arena: _Memory, escapes: _Memory) -> int:
         """The caller holds both until `forget`, unchanged, and until all work with them is done."""
     def forget(self, arena: int, id: int) -> None: ...
     def shape(self, arena: int) -> tuple[int, int]: ...
     def scratch_nbytes(self, arena: int, m: int, shape: tuple[int, int], add: bool) -> int: ...
-    def linear(
-        self, arena: int, x: int, m: int, y: int, scratch: _Memory, stream: int, add: bool
-    ) -> None:
+    def linear(self, arena: int, x: int, m: int, y: int, scratch: _Memory, stream: int, add: bool) -> None:
         """Enqueues on `stream`, a CUDA stream of this GPU. The caller holds all of it until the work is done."""
     def unpack(self, arena: int, out: _Memory) -> None: ...
 

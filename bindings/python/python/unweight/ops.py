@@ -23,7 +23,9 @@ from .errors import UnweightError
 __all__ = ["Escapes", "Linear", "Packed", "Placed", "linear", "pack", "place", "unpack", "why_not"]
 
 _library = torch.library.Library("unweight", "DEF")
-_library.define("linear(Tensor x, Tensor arena, int n, Tensor? bias=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "linear(Tensor x, Tensor arena, int n, Tensor? bias=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
 
 
 class Escapes:
@@ -225,7 +227,9 @@ def unpack(arena: Tensor) -> Tensor:
 
 def _check(x: Tensor, arena: Tensor, bias: Optional[Tensor]) -> None:
     if x.dtype != torch.bfloat16:
-        raise ValueError(f"unweight::linear takes x in bfloat16, got {x.dtype}; convert it, or run the model in bfloat16")
+        raise ValueError(
+            f"unweight::linear takes x in bfloat16, got {x.dtype}; convert it, or run the model in bfloat16"
+        )
     if arena.dtype != torch.uint8:
         raise ValueError(f"unweight::linear takes an arena in uint8, got {arena.dtype}; was the model converted?")
     if bias is not None and bias.dtype != torch.bfloat16:

@@ -84,14 +84,13 @@ def _refuse_what_cannot_be(config: UnweightConfig) -> None:
     offload = vllm.offload_config
     if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
         raise ValueError(
-            "unweight: packed weights cannot be offloaded to the CPU (--cpu-offload-gb, --offload-group-size): they are "
-            "found by their address; leave the option away, or use more GPUs (--tensor-parallel-size)"
+            "unweight: packed weights cannot be offloaded to the CPU (--cpu-offload-gb, --offload-group-size): they "
+            "are found by their address; leave the option away, or use more GPUs (--tensor-parallel-size)"
         )
     loader = _LOAD_FORMAT_TO_MODEL_LOADER.get(str(vllm.load_config.load_format))
     if config.manifest is not None and not (isinstance(loader, type) and issubclass(loader, UnweightLoader)):
-        raise ValueError(
-            f"unweight: a bundle cannot be loaded by --load-format {vllm.load_config.load_format}; leave the option away"
-        )
+        name = vllm.load_config.load_format
+        raise ValueError(f"unweight: a bundle cannot be loaded by --load-format {name}; leave the option away")
 
 
 @register_weight_loader_v2_supported_method
@@ -151,7 +150,7 @@ class UnweightMethod(LinearMethodBase):
 
 
 class UnweightLoader(DefaultModelLoader):
-    """vLLM's loader of files, which also reads bundles: their tensors under the names and with the bits of the model."""
+    """vLLM's loader of files, which reads bundles, too: their tensors by the names and with the bits of the model."""
 
     _is_ours = False
 
@@ -208,8 +207,8 @@ def _no_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str) -> 
     for name, tensor in weights:
         if ".unweight." in name:
             raise ValueError(
-                f"{model} has shards of a bundle, but no {_MANIFEST}; fetch the whole bundle (`hf download ORG/NAME`) and "
-                "serve the folder"
+                f"{model} has shards of a bundle, but no {_MANIFEST}; fetch the whole bundle (`hf download ORG/NAME`) "
+                "and serve the folder"
             )
         yield name, tensor
 
