@@ -9,6 +9,9 @@ weights, may be captured into CUDA graphs, and run on any stream. It has no back
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
+import pathlib
 import threading
 import weakref
 from typing import Any, Callable, NamedTuple, Optional, Union
@@ -88,11 +91,25 @@ def _runtime(device: torch.device) -> _native.Runtime:
     index = torch.cuda.current_device() if device.index is None else device.index
     runtime = _runtimes.get(index)
     if runtime is None:
-        with _lock:
+        with _lock, torch.cuda.device(index):
             runtime = _runtimes.get(index)
             if runtime is None:
+                _name_compiler()
                 runtime = _runtimes[index] = _native.Runtime(index, _MAX_BATCH)
     return runtime
+
+
+def _name_compiler() -> None:
+    """Names the NVRTC that came with torch, unless the user has named one: its folder is this Python's own affair."""
+    spec = importlib.util.find_spec("nvidia")
+    if os.environ.get("UNWEIGHT_NVRTC") or spec is None:
+        return
+    for home in spec.submodule_search_locations or ():
+        for part in ("cu13", "cuda_nvrtc"):
+            folder = pathlib.Path(home, part, "lib")
+            if any(folder.glob("libnvrtc.so.*")):
+                os.environ["UNWEIGHT_NVRTC"] = str(folder)
+                return
 
 
 class Placed:

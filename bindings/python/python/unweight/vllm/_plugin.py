@@ -136,11 +136,11 @@ class UnweightMethod(LinearMethodBase):
         del layer.weight
         # The name is one of those by which vLLM looks for a layer's device.
         layer.register_parameter("weight_packed", nn.Parameter(packed.arena, requires_grad=False))
-        layer.unweight_packed = packed
+        layer.unweight_packed, layer.unweight_n = packed, packed.n
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
         """The product."""
-        return torch.ops.unweight.linear(x, layer.weight_packed, layer.unweight_packed.n, bias)
+        return torch.ops.unweight.linear(x, layer.weight_packed, layer.unweight_n, bias)
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
         """A head that is the embedding, which stays as it is."""
