@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Optional
 
 import torch
@@ -30,12 +32,15 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from .._bundle import Bundle
+from .._bundle import Bundle, TensorInfo
 from ..ops import Packed, pack, why_not
 
 _logger = init_logger("vllm.unweight")
 _NAME = "unweight"
 _MANIFEST = "unweight.json"
+# Tensors of a bundle that are decoded while vLLM is busy with the ones before.
+_THREADS = 8
+_AHEAD_BYTES = 1 << 30
 _NO_EXCHANGE = "unweight: the weights of a running engine cannot be exchanged (reload_weights); start another one"
 
 
@@ -198,9 +203,21 @@ class UnweightLoader(DefaultModelLoader):
         return folder if (folder / _MANIFEST).is_file() else None
 
     def _tensors(self, bundle: Bundle, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        for info in bundle.tensors():
-            if self.local_expert_ids is None or not should_skip_weight(info.name, self.local_expert_ids):
-                yield prefix + info.name, bundle.torch(info.name, file=info.file)
+        threads = min(_THREADS, os.cpu_count() or 1)
+        ahead: deque[tuple[TensorInfo, Future[Tensor]]] = deque()
+        ahead_bytes = 0
+        with ThreadPoolExecutor(threads, thread_name_prefix="unweight") as pool:
+            for info in bundle.tensors():
+                if self.local_expert_ids is not None and should_skip_weight(info.name, self.local_expert_ids):
+                    continue
+                ahead.append((info, pool.submit(bundle.torch, info.name, file=info.file)))
+                ahead_bytes += info.original_bytes
+                while len(ahead) > threads or ahead_bytes > _AHEAD_BYTES:
+                    first, tensor = ahead.popleft()
+                    ahead_bytes -= first.original_bytes
+                    yield prefix + first.name, tensor.result()
+            for info, tensor in ahead:
+                yield prefix + info.name, tensor.result()
 
 
 def _no_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str) -> Iterator[tuple[str, Tensor]]:
