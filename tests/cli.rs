@@ -326,6 +326,7 @@ fn exponents_are_counted_whatever_the_encoding() {
     assert_eq!(counts("palette"), expected);
     assert_eq!(counts("inference"), expected);
     assert_eq!(counts("resident"), expected);
+    assert_eq!(counts("compact"), expected);
 }
 
 #[test]

@@ -12,3 +12,4 @@ mod prelude;
 mod preprocess;
 mod repack;
 mod sample;
+mod transcode;

@@ -319,10 +319,11 @@ fn stats_count_without_sign_mantissa() {
 #[test]
 fn planted_bugs_are_caught() {
     let (own, shared) = ("unweight/kernels/repack.cuh", "unweight/form/weights.cuh");
+    let rows = "unweight/form/row_block.cuh";
     for (header, from, to) in [
-        (own, "ptx::shuffle_xor(upper ? v[i] : v[j], distance)", "ptx::shuffle_xor(upper ? v[j] : v[i], distance)"),
+        (rows, "ptx::shuffle_xor(upper ? v[i] : v[j], distance)", "ptx::shuffle_xor(upper ? v[j] : v[i], distance)"),
         (
-            own,
+            rows,
             "return 4 * (i / 2 * 2 + j / 2) + 2 * (j % 2) + i % 2;",
             "return 4 * (i / 2 * 2 + j / 2) + j % 2 + i % 2 * 2;",
         ),

@@ -85,7 +85,7 @@ const BOUND: f64 = 0.02;
 fn logits_follow_the_reference_by_every_way() {
     for model in &MODELS {
         let home = tempfile::tempdir().unwrap();
-        for profile in [Profile::Resident, Profile::Distribution, Profile::Palette] {
+        for profile in [Profile::Resident, Profile::Distribution, Profile::Palette, Profile::Compact] {
             let bundle = bundle(home.path(), model, profile);
             let config = ModelConfig::of_bundle(&bundle).unwrap();
             let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();

@@ -145,9 +145,13 @@ fn every_stored_form_becomes_a_layer() {
     model(&home.path().join("model"));
     let mut rng = Random::new(8);
     let x: Vec<u16> = (0..MAX_BATCH as usize * 448).map(|_| bf16(rng.normal())).collect();
-    for (profile, pdl) in
-        [(Profile::Resident, true), (Profile::Resident, false), (Profile::Distribution, true), (Profile::Palette, true)]
-    {
+    for (profile, pdl) in [
+        (Profile::Resident, true),
+        (Profile::Resident, false),
+        (Profile::Distribution, true),
+        (Profile::Palette, true),
+        (Profile::Compact, true),
+    ] {
         let bundle = bundle_of(home.path(), profile);
         let options = LoadOptions::default().max_batch(MAX_BATCH).pdl(pdl);
         let mut loader = loader(kernels, &stream, &bundle, options);
@@ -256,7 +260,7 @@ fn layers_are_merged_as_the_host_would() {
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
     let [q, k, gate, up, few, v] = [0, 1, 2, 3, 6, 8].map(|i: usize| TENSORS[i].0);
-    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette] {
+    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette, Profile::Compact] {
         let bundle = bundle_of(home.path(), profile);
         let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
         // The last is smaller than what the scratch has held by then.
@@ -294,7 +298,7 @@ fn any_bundle_becomes_layers_for_cublas() {
     let mut rng = Random::new(11);
     let x: Vec<u16> = (0..8 * 128).map(|_| bf16(rng.normal())).collect();
     let inputs = rows(bytemuck::cast_slice(&x), 128);
-    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette] {
+    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette, Profile::Compact] {
         let bundle = bundle_of(home.path(), profile);
         let options = LoadOptions::default().max_batch(8).linears(Linears::Bf16);
         let mut loader = loader(kernels, &stream, &bundle, options);
@@ -326,7 +330,7 @@ fn tensors_that_are_no_layers_come_as_they_were() {
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette] {
+    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette, Profile::Compact] {
         let bundle = bundle_of(home.path(), profile);
         let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
         for (name, rows, cols, kind) in TENSORS {
@@ -548,7 +552,7 @@ fn loading_compiles_nothing_that_was_not_reached_before() {
     let stream = device.stream().unwrap();
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette] {
+    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette, Profile::Compact] {
         let bundle = bundle_of(home.path(), profile);
         // A set of its own, so that no test before has loaded anything.
         let kernels = KernelSet::open(&device, Env::process().unwrap());

@@ -19,3 +19,4 @@ mod sample;
 #[cfg(feature = "serve")]
 mod serve;
 mod streams;
+mod transcode;

@@ -24,8 +24,8 @@ use unweight_codegen::{
     plan::Plan,
     render,
     spec::{
-        Arch, CodeLimit, DecodeOutput, EncodeStage, Epilogue, RepackStage, Values, VariantSpec, VerbatimRows,
-        WeightSource, catalog,
+        Arch, CodeLimit, DecodeOutput, EncodeStage, Epilogue, RepackStage, TranscodeStage, Values, VariantSpec,
+        VerbatimRows, WeightSource, catalog,
     },
 };
 
@@ -246,6 +246,10 @@ fn repack_table() -> String {
     stage_table(RepackStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::repack(Arch::Sm90a, *stage))))
 }
 
+fn transcode_table() -> String {
+    stage_table(TranscodeStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::transcode(Arch::Sm90a, *stage))))
+}
+
 /// The families of activations: one row for each variant.
 fn activations_table() -> String {
     let mut table =
@@ -333,6 +337,7 @@ fn the_document_shows_the_catalogue() {
         ("decode", decode_table()),
         ("encode", encode_table()),
         ("repack", repack_table()),
+        ("transcode", transcode_table()),
         ("activations", activations_table()),
     ] {
         put(&mut now, "docs/kernels.md", mark, &text);

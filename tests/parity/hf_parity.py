@@ -38,7 +38,7 @@ from safetensors.torch import load_file
 import models
 from truth import LENGTHS, Truth, rms_by_length, top_margin, worst
 
-PROFILES = ["resident", "distribution", "inference", "palette"]
+PROFILES = ["resident", "distribution", "inference", "palette", "compact"]
 # RMS errors may be this many times that of transformers' BF16.
 BOUND = 1.25
 # What two that round independently may be apart.

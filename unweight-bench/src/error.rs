@@ -2,7 +2,7 @@
 
 use unweight_codegen::plan::GemmShape;
 use unweight_engine::EngineError;
-use unweight_format::{CodecError, packed::Unpackable};
+use unweight_format::{CodecError, compact::Uncompact, packed::Unpackable};
 use unweight_rt::{
     Remedy,
     device::{DeviceError, Refusal},
@@ -30,6 +30,16 @@ pub enum BenchError {
         k: u32,
         /// Why.
         why: Unpackable,
+    },
+    /// Weights that have no compact form.
+    #[error("[{n}, {k}] cannot be compact: {why}")]
+    Uncompact {
+        /// Output features.
+        n: u32,
+        /// Input features.
+        k: u32,
+        /// Why.
+        why: Uncompact,
     },
     /// A conversion that does not give back what it should.
     #[error("{kernel} does not give the CPU's bits; run the GPU tests")]

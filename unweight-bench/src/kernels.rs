@@ -3,10 +3,11 @@
 use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
+    abi::TranscodeArgs,
     plan::GemmShape,
-    spec::{Arch, DecodeOutput, EncodeStage, Epilogue, Op, WeightSource},
+    spec::{Arch, DecodeOutput, EncodeStage, Epilogue, Op, TranscodeStage, WeightSource},
 };
-use unweight_format::{CodeLimit, HuffmanTensor, Matrix, TileGrid, huffman, packed};
+use unweight_format::{CodeLimit, Histogram, HuffmanTensor, Matrix, TileGrid, compact, huffman, packed};
 
 use unweight_rt::{
     choose::{
@@ -19,7 +20,8 @@ use unweight_rt::{
     ops::gemm_recon::Matmul,
     ops::lane::Lane,
     ops::repack::{PackError, Packer},
-    weight::{DeviceHuffman, DeviceMatrix},
+    ops::transcode::{self, Transcoder},
+    weight::{DeviceCompact, DeviceHuffman, DeviceMatrix},
 };
 
 use crate::{
@@ -40,7 +42,7 @@ pub struct BenchOptions {
     pub decode: bool,
     /// Measure the encoder.
     pub encode: bool,
-    /// Measure the conversions of the packed form.
+    /// Measure the conversions of the packed and of the compact form.
     pub packed: bool,
     /// Measure the matmuls.
     pub matmul: bool,
@@ -155,6 +157,7 @@ pub fn bench_kernels(
         }
         if options.packed && packed::packable_shape(matrix.grid()).is_ok() {
             rows.extend(bench.packed(matrix, progress)?);
+            rows.extend(bench.compact(matrix, progress)?);
         }
         if options.matmul {
             rows.extend(bench.matmul(&tensor, progress)?);
@@ -316,6 +319,58 @@ impl Bench<'_> {
         contenders.push(Contender { name, graph, launches, bytes: raw + stored, error: None, dispatched: false });
         let rows = self.timer.measure("packed", contenders, copies, problem(0, grid), progress);
         drop((packer, tensors, weights, whole));
+        rows
+    }
+
+    /// The conversions of the compact form, beside those of the packed one.
+    fn compact(&self, matrix: Matrix<'_>, progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
+        let (grid, stream) = (matrix.grid(), self.timer.stream);
+        let host = match compact::encode(matrix, &Histogram::of(matrix.bytes())) {
+            Ok(host) => host,
+            Err(why) => {
+                progress(&format!("compact form left out: {why}"));
+                return Ok(Vec::new());
+            }
+        };
+        let copies = self.timer.copies(grid.elements() * 2);
+        let tensors = self.timer.each(copies, |_| DeviceCompact::upload(stream, &host))?;
+        let mut whole =
+            self.timer.each(copies, |_| DeviceMatrix::zeroed(stream, grid.rows() as u32, grid.cols() as u32))?;
+        let transcoder = Transcoder::of(self.kernels)?;
+        (0..copies).try_for_each(|copy| transcoder.full(stream, &tensors[copy], whole[copy].view_mut()))?;
+        if whole[copies - 1].to_host(stream)? != halves(matrix.bytes()) {
+            return Err(BenchError::WrongBits { kernel: "transcode_full" });
+        }
+        let raw = whole[0].bytes() as u64;
+        let mut contenders = Vec::new();
+        let (graph, launches) = self
+            .timer
+            .record(problem(0, grid), copies, |copy| transcoder.full(stream, &tensors[copy], whole[copy].view_mut()))?;
+        let (name, bytes) = ("full".to_owned(), raw + tensors[0].bytes());
+        contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: false });
+        let kernel = self.kernels.get(&VariantSpec::transcode(self.arch, TranscodeStage::Packed))?;
+        let containers =
+            self.timer.each(copies, |_| DeviceBuffer::<u8>::zeroed(stream, grid.tiles() * packed::TILE_BYTES))?;
+        let heads = DeviceBuffer::<u32>::zeroed(stream, grid.tiles() * packed::ROW_BLOCKS)?;
+        let group_words = DeviceBuffer::<u32>::zeroed(stream, grid.tiles().div_ceil(16))?;
+        let inexact = DeviceBuffer::<u64>::zeroed(stream, 1)?;
+        let base = packed::Window::best(&Histogram::of(matrix.bytes())).0.base().into();
+        let (graph, launches) = self.timer.record(problem(0, grid), copies, |copy| {
+            let args = TranscodeArgs {
+                packed: containers[copy].address(),
+                escape_heads: heads.address(),
+                group_words: group_words.address(),
+                inexact: inexact.address(),
+                base,
+                ..transcode::args(&tensors[copy])
+            };
+            // SAFETY: the buffers have the sizes that the grid asks for; sums that nobody reads may grow.
+            unsafe { kernel.launch(stream, problem(0, grid), &args) }
+        })?;
+        let (name, bytes) = ("packed".to_owned(), (containers[0].bytes() + heads.bytes()) as u64 + tensors[0].bytes());
+        contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: false });
+        let rows = self.timer.measure("compact", contenders, copies, problem(0, grid), progress);
+        drop((transcoder, kernel, tensors, whole, containers, heads, group_words, inexact));
         rows
     }
 

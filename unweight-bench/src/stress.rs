@@ -28,13 +28,13 @@ use rayon::prelude::*;
 use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
-    abi::{DecodeArgs, RepackArgs},
+    abi::{DecodeArgs, RepackArgs, TranscodeArgs},
     plan::{GemmShape, Plan},
-    spec::{Arch, DecodeOutput, Epilogue, Op, RepackStage, WeightSource, catalog},
+    spec::{Arch, DecodeOutput, Epilogue, Op, RepackStage, TranscodeStage, WeightSource, catalog},
 };
 use unweight_format::{
-    CodeLimit, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, TileGrid, TileMetadata, huffman, packed,
-    palette,
+    CodeLimit, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, TileGrid, TileMetadata, compact, huffman,
+    packed, palette,
 };
 
 use unweight_rt::{
@@ -44,8 +44,8 @@ use unweight_rt::{
     },
     env::Env,
     jit::{cache::KernelCache, compiler::CompileRequest},
-    ops::{encode::GpuEncoder, gemm_packed::PackedGemm, gemm_recon::Matmul, lane::Lane},
-    weight::{DeviceHuffman, DevicePacked, DevicePalette},
+    ops::{encode::GpuEncoder, gemm_packed::PackedGemm, gemm_recon::Matmul, lane::Lane, transcode},
+    weight::{DeviceCompact, DeviceHuffman, DevicePacked, DevicePalette},
 };
 
 use crate::{
@@ -373,6 +373,10 @@ impl Run<'_> {
                     let subject = self.repack(kernel, &weights)?;
                     add(self.subject(subject, compare)?);
                 }
+                Op::Transcode(_) => {
+                    let subject = self.transcode(kernel, &weights)?;
+                    add(self.subject(subject, compare)?);
+                }
                 Op::Embed(_) | Op::Norm(_) | Op::Rope(_) | Op::SiluMul(_) | Op::Sample(_) => {
                     for subject in self.activations(kernel, &weights)? {
                         add(self.subject(subject, compare)?);
@@ -629,6 +633,79 @@ impl Run<'_> {
         let before = (spec.stage == RepackStage::Lists)
             .then(|| DeviceBuffer::zeroed(stream, bytes * RUNS as usize))
             .transpose()?;
+        Ok(Subject {
+            name: kernel.spec().to_string(),
+            shape,
+            outputs: DeviceBuffer::zeroed(stream, bytes * RUNS as usize)?,
+            bytes,
+            before,
+            launch: Box::new(launch),
+            check: Box::new(move |got| differs(got, &expected)),
+        })
+    }
+
+    /// Each stage over buffers of its own, as those of `repack`; trained weights with zeros among them.
+    fn transcode<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
+        let Op::Transcode(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
+        let stream = self.stream;
+        let (n, k) = weights.shape;
+        let mut bytes = normal_bf16(n as usize * k as usize, 0.02, u64::from(n) << 32 | u64::from(k));
+        bytes.chunks_exact_mut(2).step_by(499).for_each(|element| element.fill(0));
+        let (matrix, histogram) = (Matrix::new(&bytes, n as usize, k as usize)?, Histogram::of(&bytes));
+        let host = compact::encode(matrix, &histogram).map_err(|why| BenchError::Uncompact { n, k, why })?;
+        let packed = packed::pack(matrix, &histogram).map_err(|why| BenchError::Unpackable { n, k, why })?;
+        let tensor = DeviceCompact::upload(stream, &host)?;
+        let tiles = host.grid().tiles();
+        let heads = DeviceBuffer::<u32>::zeroed(stream, tiles * 4)?;
+        let group_words = DeviceBuffer::<u32>::zeroed(stream, tiles.div_ceil(16))?;
+        let inexact = DeviceBuffer::<u64>::zeroed(stream, 1)?;
+        let scratch = DeviceBuffer::<u8>::zeroed(stream, tiles * packed::TILE_BYTES)?;
+        let args = TranscodeArgs {
+            packed: scratch.address(),
+            escape_heads: heads.address(),
+            group_words: group_words.address(),
+            inexact: inexact.address(),
+            base: u32::from(packed.window().base()),
+            escape_words: (packed.escapes().len() / 4) as u32,
+            ..transcode::args(&tensor)
+        };
+        let shape = GemmShape { m: 0, n, k };
+        let lists = spec.stage == TranscodeStage::Lists;
+        let expected: Vec<u8> = match spec.stage {
+            TranscodeStage::Full => bytes,
+            TranscodeStage::Packed => packed.packed().to_vec(),
+            TranscodeStage::Lists => {
+                // Compared in pieces of 16 bytes.
+                let mut words = packed.escapes().to_vec();
+                words.resize(words.len().next_multiple_of(16), 0);
+                words
+            }
+        };
+        if lists {
+            let arch = self.kernels.device().info().arch;
+            let first = self.kernels.get(&VariantSpec::transcode(arch, TranscodeStage::Packed))?;
+            // SAFETY: the buffers above have the sizes that the shape asks for.
+            unsafe { first.launch(stream, shape, &args) }?;
+        }
+        let counted = heads.duplicate(stream)?;
+        let heads = RefCell::new(heads);
+        let launch = move |output: u64| {
+            let _kept = (&tensor, &heads, &group_words, &inexact, &scratch, &counted);
+            let args = match spec.stage {
+                TranscodeStage::Full => TranscodeArgs { weights: output, ..args },
+                TranscodeStage::Packed => TranscodeArgs { packed: output, ..args },
+                TranscodeStage::Lists => TranscodeArgs { escapes: output, ..args },
+            };
+            if lists {
+                // `lists` turns numbers of records into indices, so it runs once on each set of heads.
+                heads.borrow_mut().copy_from(stream, &counted)?;
+            }
+            // SAFETY: as above.
+            unsafe { kernel.launch(stream, shape, &args) }
+        };
+        let bytes = expected.len();
+        // Behind the last list nothing is written.
+        let before = lists.then(|| DeviceBuffer::zeroed(stream, bytes * RUNS as usize)).transpose()?;
         Ok(Subject {
             name: kernel.spec().to_string(),
             shape,

@@ -73,7 +73,7 @@ pub struct Report<Options> {
 /// One contender on one problem.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// `decode`, `encode`, `packed` or `matmul`.
+    /// `decode`, `encode`, `packed`, `compact` or `matmul`.
     pub family: &'static str,
     /// Name of the variant, `cublas`, or the stages of the encoder.
     pub contender: String,

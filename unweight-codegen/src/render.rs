@@ -124,6 +124,8 @@ struct Layout {
     tile: usize,
     packed_tile_bytes: usize,
     packed_block_bytes: usize,
+    dense_tile_bytes: usize,
+    stream_tile_bytes_max: usize,
 }
 
 impl Head {
@@ -142,6 +144,8 @@ impl Head {
                 tile: layout::TILE,
                 packed_tile_bytes: layout::PACKED_TILE_BYTES,
                 packed_block_bytes: layout::PACKED_BLOCK_BYTES,
+                dense_tile_bytes: layout::DENSE_TILE_BYTES,
+                stream_tile_bytes_max: layout::STREAM_TILE_BYTES_MAX,
             },
         }
     }

@@ -130,6 +130,31 @@ struct RepackArgs {
     u32 tile_cols;
 };
 
+// Conversions of the compact form (docs/format.md A.11): all stages share one struct.
+struct TranscodeArgs {
+    const u8* dense;                  // [tiles, 5120]
+    const u32* tiles;                 // [tiles + 1, 2]: first word of the streams, head
+    const u32* streams;               // [stream_words]
+    const u32* records;               // [record_words]: lists of escapes
+    const u32* table;                 // [1024], form/compact.cuh
+    u16* weights;                     // bf16 [n, k] row-major: written by full
+    u8* packed;                       // [tiles, 6144]: written by packed
+    u32* escape_heads;                // [tiles, 4]: written by packed and lists
+    u32* escapes;                     // [escape_words]: written by lists
+    u32* group_words;                 // [tiles / 16, rounded up], zeroed before packed: words of the lists of 64 row blocks each
+    u64* inexact;                     // zeroed before packed: ~(row * k + column) of the first element that no operand can stand for; 0: none
+    u32 stream_words;                 // a multiple of 4
+    u32 record_words;
+    u32 class_base;                   // lowest exponent of the window of 32, 1..223
+    u32 base;                         // lowest exponent of the packed form's window, 1..239
+    u32 escape_words;
+    u32 n;
+    u32 k;
+    u32 tile_rows;
+    u32 tile_cols;
+    u32 reserved;
+};
+
 // Activations of a model: m rows of bf16, each kernel a row by itself. Every row begins 16-byte aligned.
 
 // RMSNorm of rows, or of those that a list names.

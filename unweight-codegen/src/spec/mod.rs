@@ -10,7 +10,7 @@ pub mod pairs;
 
 pub use crate::family::{
     AttentionSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op,
-    RepackSpec, RopeSpec, SampleSpec, SiluMulSpec,
+    RepackSpec, RopeSpec, SampleSpec, SiluMulSpec, TranscodeSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
     decode::{CodeLimit, DecodeOutput},
     embed::EmbedSource,
@@ -22,6 +22,7 @@ pub use crate::family::{
     repack::RepackStage,
     rope::RopeHeadDim,
     silu_mul::SiluMulThreads,
+    transcode::TranscodeStage,
 };
 pub(crate) use axes::{AXES_MAX, Raw, axes, range_axis, set_axis, word_axis};
 pub use axes::{Arch, Axis, AxisError, ClusterSize, Epilogue, Only, SmemCopy, Values};

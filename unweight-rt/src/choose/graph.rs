@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! huffman --decode--> bf16 <--host-- any form        exponents --gemm_recon--> product
+//! compact --transcode--> bf16
 //!    |                 | ^                           palette   --gemm_recon--> product
 //!    +--> exponents    v |  repack                   packed    --gemm_packed-> product
 //!    +--> palette     packed                         bf16      --cublas------> product
@@ -10,7 +11,7 @@
 
 use unweight_codegen::{
     VariantSpec,
-    spec::{Arch, CodeLimit, DecodeOutput, catalog},
+    spec::{Arch, CodeLimit, DecodeOutput, TranscodeStage, catalog},
 };
 use unweight_format::FormId;
 
@@ -26,6 +27,8 @@ pub enum Node {
     Palette,
     /// The resident form.
     Packed,
+    /// Entropy-coded classes of exponents.
+    Compact,
     /// Exponent bytes.
     Exponents,
     /// A form that only the host decodes.
@@ -42,6 +45,7 @@ impl Node {
             FormId::HUFFMAN => Self::Huffman,
             FormId::PALETTE => Self::Palette,
             FormId::PACKED => Self::Packed,
+            FormId::COMPACT => Self::Compact,
             _ => Self::Host,
         }
     }
@@ -55,6 +59,8 @@ pub enum Step {
     Host,
     /// A decoder.
     Decode(DecodeOutput),
+    /// The compact form to BF16 on the GPU.
+    Transcode,
     /// Packing on the GPU.
     Pack,
     /// Unpacking on the GPU.
@@ -83,11 +89,13 @@ const fn edge(from: Node, to: Node, step: Step) -> Edge {
 }
 
 /// Every edge.
-pub const EDGES: [Edge; 12] = [
+pub const EDGES: [Edge; 14] = [
     edge(Node::Huffman, Node::Bf16, Step::Decode(DecodeOutput::Full)),
     edge(Node::Huffman, Node::Exponents, Step::Decode(DecodeOutput::Exponent)),
     edge(Node::Huffman, Node::Palette, Step::Decode(DecodeOutput::Palette)),
     edge(Node::Huffman, Node::Bf16, Step::Host),
+    edge(Node::Compact, Node::Bf16, Step::Transcode),
+    edge(Node::Compact, Node::Bf16, Step::Host),
     edge(Node::Palette, Node::Bf16, Step::Host),
     edge(Node::Host, Node::Bf16, Step::Host),
     edge(Node::Bf16, Node::Packed, Step::Pack),
@@ -133,6 +141,11 @@ pub fn decoder(arch: Arch, output: DecodeOutput, code_bits: u32) -> Option<Varia
     Some(VariantSpec::decode(arch, output, limit))
 }
 
+/// The kernel of [`Step::Transcode`].
+pub fn transcoder(arch: Arch) -> VariantSpec {
+    VariantSpec::transcode(arch, TranscodeStage::Full)
+}
+
 /// The kernels of [`Step::Pack`] and [`Step::Unpack`].
 pub fn packing(arch: Arch) -> Vec<VariantSpec> {
     catalog::packing(arch).collect()
@@ -154,7 +167,9 @@ mod tests {
 
     #[test]
     fn every_form_leads_to_a_product_and_through_bf16() {
-        for node in [Node::Bf16, Node::Huffman, Node::Palette, Node::Packed, Node::Exponents, Node::Host] {
+        let nodes =
+            [Node::Bf16, Node::Huffman, Node::Palette, Node::Packed, Node::Compact, Node::Exponents, Node::Host];
+        for node in nodes {
             let paths = paths(node);
             assert!(!paths.is_empty(), "{node:?}");
             for path in &paths {

@@ -15,7 +15,7 @@ use unweight_codegen::{
 use unweight_format::{FormId, bundle::Bundle, roles::Role, safetensors::Dtype};
 
 use super::{
-    graph::{Edge, Node, Step, decoder, packing, paths},
+    graph::{Edge, Node, Step, decoder, packing, paths, transcoder},
     model::{PackedChooser, PackedUse},
 };
 
@@ -66,7 +66,7 @@ impl Weight {
     /// Whether a step can be taken: kernels read whole tiles; what is no multiple of them is decoded and padded on the host.
     fn takes(&self, edge: &Edge) -> bool {
         match edge.step {
-            Step::Decode(_) => self.is_tiled(),
+            Step::Decode(_) | Step::Transcode => self.is_tiled(),
             _ => true,
         }
     }
@@ -134,6 +134,11 @@ impl Wanted {
         decoder(self.chooser.arch(), DecodeOutput::Full, self.code_limit)
     }
 
+    /// What makes BF16 of compact tensors.
+    pub fn transcoder(&self) -> VariantSpec {
+        transcoder(self.chooser.arch())
+    }
+
     /// The matmuls of every batch, by epilogue and ascending in the batch. Empty where none takes the shape.
     pub fn gemms(&self, weight: &Weight, escapes: bool) -> Vec<Choice<VariantSpec>> {
         let Some((n, k)) = weight.padded() else { return Vec::new() };
@@ -174,6 +179,7 @@ impl Wanted {
             for edge in weight.route() {
                 match edge.step {
                     Step::Decode(DecodeOutput::Full) => variants.extend(self.decoder()),
+                    Step::Transcode => _ = variants.insert(self.transcoder()),
                     Step::GemmPacked if self.linears == Linears::Packed => {
                         let of = |&escapes: &bool| self.gemms(weight, escapes);
                         variants.extend(weight.escapes().iter().flat_map(of).map(|choice| choice.kernel));
@@ -279,6 +285,9 @@ mod tests {
         if weight.route().iter().any(|edge| edge.step == Step::Decode(DecodeOutput::Full)) {
             recorder.take(&[wanted.decoder().unwrap()]).unwrap();
         }
+        if weight.route().iter().any(|edge| edge.step == Step::Transcode) {
+            recorder.take(&[wanted.transcoder()]).unwrap();
+        }
         wanted.take_gemms(recorder, weight, escapes).unwrap()
     }
 
@@ -312,6 +321,7 @@ mod tests {
         let wanted = Wanted { linears: Linears::Bf16, ..wanted(4096, true, 7) };
         let mut expected = packing(Arch::Sm90a);
         expected.extend(wanted.decoder());
+        expected.push(wanted.transcoder());
         expected.sort_unstable();
         assert_eq!(wanted.reachable(all_weights()), expected);
     }
@@ -323,6 +333,7 @@ mod tests {
         assert_eq!(steps(Weight::stored(64, 64, FormId::PACKED)), [Step::GemmPacked]);
         assert_eq!(steps(Weight::stored(64, 64, FormId::HUFFMAN)), [full, Step::Pack, Step::GemmPacked]);
         assert_eq!(steps(Weight::stored(65, 64, FormId::HUFFMAN)), [Step::Host, Step::Pack, Step::GemmPacked]);
+        assert_eq!(steps(Weight::stored(64, 64, FormId::COMPACT)), [Step::Transcode, Step::Pack, Step::GemmPacked]);
         assert_eq!(steps(Weight::stored(64, 64, FormId::PALETTE)), [Step::Host, Step::Pack, Step::GemmPacked]);
         assert_eq!(steps(Weight::stored(64, 64, FormId::RAW)), [Step::Pack, Step::GemmPacked]);
         assert_eq!(Weight::stored(u32::MAX, 64, FormId::RAW).padded(), None);

@@ -6,11 +6,12 @@
 //! huffman  --decode on the GPU-----------+--> BF16 --merge, pad, pack on the GPU--> packed
 //! palette  --decode on the host----------+     +--what cannot be packed--> cuBLAS
 //! raw      ------------------------------+
+//! compact  --transcode on the GPU---------+
 //! ```
 
 use unweight_codegen::{VariantSpec, spec::DecodeOutput};
 use unweight_format::{
-    FormId, HuffmanTensor, PackedTensor,
+    CompactTensor, FormId, HuffmanTensor, PackedTensor,
     bundle::{Bundle, BundleError},
     packed::Unpackable,
     safetensors::Dtype,
@@ -29,8 +30,8 @@ use crate::{
         build::{LayerBuilder, Parts, in_tensor, unsuitable},
         linear::Linear,
     },
-    ops::{decode::Decoder, lane::Lane, repack::Packer},
-    weight::{DeviceHuffman, DeviceMatrix, DevicePacked, pods},
+    ops::{decode::Decoder, lane::Lane, repack::Packer, transcode::Transcoder},
+    weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, pods},
 };
 
 /// Why a layer could not be loaded.
@@ -234,6 +235,9 @@ fn all_reachable(bundle: &Bundle, wanted: &Wanted) -> Vec<VariantSpec> {
     if bundle.tensors().any(|tensor| tensor.entry.form == FormId::HUFFMAN) {
         variants.extend(wanted.decoder().filter(|decoder| !variants.contains(decoder)));
     }
+    if bundle.tensors().any(|tensor| tensor.entry.form == FormId::COMPACT) && !variants.contains(&wanted.transcoder()) {
+        variants.push(wanted.transcoder());
+    }
     variants
 }
 
@@ -396,6 +400,15 @@ impl Tensors<'_> {
                 let tensor = DeviceHuffman::upload(&mut *self.staging, &tensor).map_err(&device)?;
                 let decoder = self.kernels.get(&spec).and_then(Decoder::new).map_err(&device)?;
                 packer.decode(&decoder, &tensor, output).map_err(&device)
+            }
+            Some(Step::Transcode) => {
+                let Some(tensor) = CompactTensor::of(self.bundle.tensor(name)?) else {
+                    return Err(self.other_form(name));
+                };
+                let tensor = DeviceCompact::upload(&mut *self.staging, &tensor).map_err(&device)?;
+                let transcoder = Transcoder::of(self.kernels).map_err(&device)?;
+                // The tensor goes when this returns: dropping it waits.
+                transcoder.full(packer.stream(), &tensor, output).map_err(device)
             }
             // Raw, and what the host decodes.
             _ => self.staging.write(&mut output, &self.bundle.decode(name)?).map_err(device),

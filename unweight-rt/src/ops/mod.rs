@@ -17,6 +17,7 @@ pub mod repack;
 pub mod rope;
 pub mod sample;
 pub mod silu_mul;
+pub mod transcode;
 
 use std::ops::Range;
 

@@ -4,6 +4,7 @@
 //! Uploading takes a validated tensor; `from_sections` takes anything, because kernels check what they follow. No safe call exchanges a buffer
 //! of a weight for another: sizes are checked once, when it is made.
 
+mod compact;
 mod huffman;
 mod matrix;
 mod packed;
@@ -15,6 +16,7 @@ use unweight_format::{TileGrid, TileMetadata};
 use crate::device::Refusal;
 
 pub use self::{
+    compact::DeviceCompact,
     huffman::{DeviceHuffman, ExponentView, HuffmanSections},
     matrix::DeviceMatrix,
     packed::DevicePacked,

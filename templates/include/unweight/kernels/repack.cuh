@@ -19,10 +19,8 @@
 // records; lists turns the number into the index, so it runs once. The sums of 64 row blocks are kept apart while
 // packing, and a block of lists adds up those before its own: no block waits.
 //
-// Roles    a warp takes a row block: lane 4g + t moves 16 bytes of rows g and g + 8 at columns 8t and 32 + 8t, whole
-//          sectors, and four words change lanes within
-//          the quad (transpose), which leaves the fragments of the A operand in 16 registers. No shared memory, no
-//          barriers but in lists.
+// Roles    a warp takes a row block, the fragments of the A operand in 16 registers (form/row_block.cuh). No shared
+//          memory, no barriers but in lists.
 // Escapes  their common absence costs a ballot. pack only counts them and checks their operands, a lone one goes into
 // the head; lists reads its row blocks again.
 //
@@ -32,6 +30,7 @@
 
 #include "unweight/form/escapes.cuh"
 #include "unweight/form/packed.cuh"
+#include "unweight/form/row_block.cuh"
 #include "unweight/form/weights.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/memory.cuh"
@@ -39,6 +38,7 @@
 namespace uw::repack {
 
 using packed::kFree, packed::kInexact, packed::kOperandExponent, packed::Operands, packed::pair_of_exponents;
+using row_block::Place;
 
 constexpr u32 kThreads = 256, kWarps = kThreads / 32;
 constexpr u32 kPackThreads = kThreads, kPackSmemBytes = 0;
@@ -51,76 +51,8 @@ constexpr u32 kSigns = 0x80008000;
 constexpr u32 kLowNibble = 0x0780;
 constexpr u32 kOneHead = 1u << 30;
 
-// ---- row blocks in registers
-// -----------------------------------------------------------------------------------------
-
-UW_DEVICE u32 row_blocks(const RepackArgs& args) { return args.tile_rows * args.tile_cols * packed::kTileBlocks; }
-
-// Where a row block begins in the matrix, lane 4g + t taking rows `row` = g and g + 8.
-struct Place {
-    u32 row, column, lane;
-
-    UW_DEVICE Place(const RepackArgs& args, u32 block, u32 lane_) : lane(lane_) {
-        const u32 tile = block / packed::kTileBlocks, tile_row = tile / args.tile_cols;
-        row = tile_row * packed::kTile + block % packed::kTileBlocks * packed::kBlockRows + lane / 4;
-        column = (tile - tile_row * args.tile_cols) * packed::kTile;
-    }
-
-    // Piece i of a lane: 8 neighbours in a row, as they move.
-    UW_DEVICE u16* piece(const RepackArgs& args, u32 i) const {
-        return args.weights + static_cast<u64>(row + i % 2 * 8) * args.k + column + i / 2 * 32 + lane % 4 * 8;
-    }
-
-    // Element 2 * register + half of a lane, as the operand has them.
-    UW_DEVICE u64 element(const RepackArgs& args, u32 e) const {
-        return static_cast<u64>(row + e / 2 % 2 * 8) * args.k + column + e / 8 * 16 + e / 4 % 2 * 8 + lane % 4 * 2 + e % 2;
-    }
-};
-
-// Word j of lane t of a quad becomes word t of lane j.
-UW_DEVICE void transpose(u32 (&v)[4], u32 lane) {
-#pragma unroll
-    for (u32 distance = 1; distance < 4; distance *= 2) {
-        const bool upper = lane & distance;
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            if (i & distance) continue;
-            const u32 j = i + distance;
-            const u32 other = ptx::shuffle_xor(upper ? v[i] : v[j], distance);
-            v[i] = upper ? other : v[i];
-            v[j] = upper ? v[j] : other;
-        }
-    }
-}
-
-// Register (see form/packed.cuh) of word j of a quad's four i-th pieces.
-UW_DEVICE constexpr u32 register_of(u32 i, u32 j) { return 4 * (i / 2 * 2 + j / 2) + 2 * (j % 2) + i % 2; }
-
-UW_DEVICE Operands load_block(const RepackArgs& args, const Place& place) {
-    U32x4 pieces[4];
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) pieces[i] = ptx::load_global_nc_x4(place.piece(args, i));
-    Operands weights;
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-        u32 v[4] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
-        transpose(v, place.lane);
-#pragma unroll
-        for (u32 j = 0; j < 4; ++j) weights.p[register_of(i, j)] = v[j];
-    }
-    return weights;
-}
-
-UW_DEVICE void store_block(const RepackArgs& args, const Place& place, const Operands& weights) {
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-        u32 v[4];
-#pragma unroll
-        for (u32 j = 0; j < 4; ++j) v[j] = weights.p[register_of(i, j)];
-        transpose(v, place.lane);
-        ptx::store_global_x4(place.piece(args, i), U32x4{v[0], v[1], v[2], v[3]});
-    }
-}
+template <class Args>
+UW_DEVICE u32 row_blocks(const Args& args) { return args.tile_rows * args.tile_cols * packed::kTileBlocks; }
 
 // ---- elements
 // --------------------------------------------------------------------------------------------------------
@@ -149,7 +81,8 @@ UW_DEVICE u32 escape_mask(const Operands& container) {
 // Of a record, all but the operand.
 UW_DEVICE u32 place_of(u32 element, u32 lane) { return lane << 16 | element / 2 << 21 | element % 2 << 25; }
 
-UW_DEVICE u32 operand_of(const RepackArgs& args, u32 weight) {
+template <class Args>
+UW_DEVICE u32 operand_of(const Args& args, u32 weight) {
     return packed::times_power_of_two(weight, static_cast<i32>(kOperandExponent) - static_cast<i32>(args.base));
 }
 
@@ -162,21 +95,29 @@ UW_DEVICE u32 warp_sum(u32 v) {
     return v;
 }
 
-// Writes the head of a row block with escapes, and makes their nibbles 0.
-UW_DEVICE void pack_escapes(const RepackArgs& args, const Place& place, u32 block, Operands& container) {
+// Writes the head of a row block, and makes the nibbles of its escapes 0. `weight_of(element)`: element 2 * register +
+// half of this lane.
+template <class Args, class WeightOf>
+UW_DEVICE void store_head(const Args& args, const Place& place, u32 block, Operands& container, WeightOf weight_of) {
+    u32 outside = 0;
+#pragma unroll
+    for (u32 i = 0; i < 16; ++i) outside |= container.p[i] & kFree;
+    if (ptx::warp_ballot(outside != 0) == 0) {
+        if (place.lane == 0) ptx::store_global(args.escape_heads + block, 0);
+        return;
+    }
     const u32 mask = escape_mask(container);
 #pragma unroll
     for (u32 i = 0; i < 16; ++i) {
         container.p[i] &= ~((mask >> 2 * i & 1) * kLowNibble | (mask >> (2 * i + 1) & 1) * (kLowNibble << 16));
     }
-    // Weights are read again: an index would push the registers to memory. All of them, since each may turn out to have
-    // no operand.
+    // All of them, since each may turn out to have no operand.
     u32 record = 0;
 #pragma unroll 1
     for (u32 left = mask; left != 0; left &= left - 1) {
         const u32 element = ptx::find_first_set(left) - 1;
         const u64 at = place.element(args, element);
-        const u32 operand = operand_of(args, ptx::load_global_nc_u16(args.weights + at));
+        const u32 operand = operand_of(args, weight_of(element));
         if (operand & kInexact) ptx::reduce_max_global_u64(args.inexact, ~at);
         record = (operand & 0xffff) | place_of(element, place.lane);
     }
@@ -189,20 +130,8 @@ UW_DEVICE void pack_escapes(const RepackArgs& args, const Place& place, u32 bloc
     }
 }
 
-UW_DEVICE void pack(const RepackArgs& args) {
-    const u32 lane = ptx::thread_index() % 32, block = ptx::block_index() * kWarps + ptx::uniform_warp_index();
-    const u32 bases = pair_of_exponents(args.base);
-    if (block >= row_blocks(args)) return;
-    const Place place(args, block, lane);
-    Operands container = contain(load_block(args, place), bases);
-    u32 outside = 0;
-#pragma unroll
-    for (u32 i = 0; i < 16; ++i) outside |= container.p[i] & kFree;
-    if (ptx::warp_ballot(outside != 0) != 0) {
-        pack_escapes(args, place, block, container);
-    } else if (lane == 0) {
-        ptx::store_global(args.escape_heads + block, 0);
-    }
+template <class Args>
+UW_DEVICE void store_container(const Args& args, const Place& place, u32 block, const Operands& container) {
     u32 words[12];
 #pragma unroll
     for (u32 s = 0; s < packed::kSteps; ++s) {
@@ -211,11 +140,21 @@ UW_DEVICE void pack(const RepackArgs& args) {
         words[3 * s + 1] = ptx::bit_select(kFree, p[3] << 8, p[1]);
         words[3 * s + 2] = ptx::bit_select(kFree, ptx::funnel_shift_right(p[3], p[3], 4), p[2]);
     }
-    u8* to = args.packed + static_cast<u64>(block) * packed::kBlockBytes + lane * 16;
+    u8* to = args.packed + static_cast<u64>(block) * packed::kBlockBytes + place.lane * 16;
 #pragma unroll
     for (u32 j = 0; j < 3; ++j) {
         ptx::store_global_x4(to + j * packed::kGroupBytes, U32x4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]});
     }
+}
+
+UW_DEVICE void pack(const RepackArgs& args) {
+    const u32 lane = ptx::thread_index() % 32, block = ptx::block_index() * kWarps + ptx::uniform_warp_index();
+    if (block >= row_blocks(args)) return;
+    const Place place(args, block, lane);
+    Operands container = contain(row_block::load(args, place), pair_of_exponents(args.base));
+    // Weights of escapes are read again: an index would push the registers to memory.
+    store_head(args, place, block, container, [&](u32 element) { return ptx::load_global_nc_u16(args.weights + place.element(args, element)); });
+    store_container(args, place, block, container);
 }
 
 // ---- lists: indices of the lists, and their records
@@ -223,8 +162,8 @@ UW_DEVICE void pack(const RepackArgs& args) {
 
 // First the places with weights for operands, in order of step, register, lane, half; then the operands, all lanes at
 // work.
-UW_DEVICE void write_list(const RepackArgs& args, const Place& place, u32 at) {
-    const Operands weights = load_block(args, place);
+template <class Args>
+UW_DEVICE void write_list(const Args& args, const Place& place, const Operands& weights, u32 at) {
     const u32 mask = escape_mask(contain(weights, pair_of_exponents(args.base))), below = (1u << place.lane) - 1;
     u32* const list = args.escapes + at;
     const u32 room = at < args.escape_words ? args.escape_words - at : 0;
@@ -246,8 +185,10 @@ UW_DEVICE void write_list(const RepackArgs& args, const Place& place, u32 at) {
     if (place.lane == 0 && room != 0) ptx::store_global(list, next - 1);
 }
 
-UW_DEVICE void lists(const RepackArgs& args) {
-    const u32 smem = ptx::smem_address(ptx::dynamic_smem());  // 8 warps x {words of its row blocks, words before the group}
+// `smem`: shared address of 8 warps x {words of its row blocks, words before the group}. `weights_of(place, block)`: a
+// row block once more.
+template <class Args, class WeightsOf>
+UW_DEVICE void lists(const Args& args, u32 smem, WeightsOf weights_of) {
     const u32 thread = ptx::thread_index(), lane = thread % 32, warp = ptx::uniform_warp_index(), group = ptx::block_index();
     const u32 first = group * kGroupBlocks + warp * kListBlocks, block = first + lane;  // of the first lanes
     if (ptx::load_global(args.group_words + group) == 0) return;
@@ -274,8 +215,13 @@ UW_DEVICE void lists(const RepackArgs& args) {
     if (words != 0) ptx::store_global(args.escape_heads + block, packed::kListHead | at);
     for (u32 left = ptx::warp_ballot(words != 0); left != 0; left &= left - 1) {
         const u32 owner = ptx::find_first_set(left) - 1;
-        write_list(args, Place(args, first + owner, lane), ptx::shuffle(at, owner));
+        const Place place(args, first + owner, lane);
+        write_list(args, place, weights_of(place, first + owner), ptx::shuffle(at, owner));
     }
+}
+
+UW_DEVICE void lists(const RepackArgs& args) {
+    lists(args, ptx::smem_address(ptx::dynamic_smem()), [&](const Place& place, u32) { return row_block::load(args, place); });
 }
 
 // ---- unpack
@@ -314,7 +260,7 @@ UW_DEVICE void unpack(const RepackArgs& args) {
     }
     Operands weights = packed::weights_of(words, bases);
     if (head != 0) unpack_escapes(args, head, lane, weights);
-    store_block(args, Place(args, block, lane), weights);
+    row_block::store(args, Place(args, block, lane), weights);
 }
 
 }  // namespace uw::repack

@@ -224,6 +224,18 @@ impl ClassBook {
         table
     }
 
+    /// [`ClassBook::table`] as kernels look it up: the bits of the code, and the classes where operands have them, those of the second
+    /// register three bits lower, below the exponent's constant 96 (`templates/include/unweight/form/compact.cuh`).
+    pub fn kernel_table(&self) -> Vec<u32> {
+        const CONSTANT: u32 = (CLASS_OPERAND_EXPONENT as u32) << 7;
+        let entry = |entry: u16| {
+            let class = |place: usize| u32::from(class_of(quad_of(entry), place));
+            let first = class(0) << 9 | class(1) << 25 | CONSTANT | CONSTANT << 16;
+            bits_of(entry) | first | class(2) << 6 | class(3) << 22
+        };
+        self.table().into_iter().map(entry).collect()
+    }
+
     /// The code of every quad.
     pub(super) fn by_quad(&self) -> Vec<Code> {
         let mut codes = vec![Code::default(); QUADS];

@@ -1,0 +1,104 @@
+//! The compact form (`docs/format.md` A.11): what is decoded on the device when it is loaded.
+
+use std::ops::Range;
+
+use unweight_format::{
+    TileGrid,
+    compact::{ClassWindow, CompactTensor},
+};
+
+use super::{count, device_shape};
+use crate::device::{Device, DeviceBuffer, DeviceError, Upload};
+
+/// A compact tensor on the device, with the table that kernels look its codes up in.
+#[derive(Debug)]
+pub struct DeviceCompact {
+    grid: TileGrid,
+    window: ClassWindow,
+    dense: DeviceBuffer<u8>,
+    tiles: DeviceBuffer<u32>,
+    streams: DeviceBuffer<u32>,
+    escapes: DeviceBuffer<u32>,
+    table: DeviceBuffer<u32>,
+}
+
+impl DeviceCompact {
+    /// Copies a tensor to the device. Waits for the copy.
+    ///
+    /// # Errors
+    /// More tiles or words than kernels count, not enough memory, or the driver's refusal.
+    pub fn upload<B: AsRef<[u8]>>(mut to: impl Upload, tensor: &CompactTensor<B>) -> Result<Self, DeviceError> {
+        device_shape(tensor.grid())?;
+        count("words of streams", tensor.streams().len() / 4)?;
+        count("words of escapes", tensor.escapes().len() / 4)?;
+        let table: Vec<u8> = tensor.book().kernel_table().into_iter().flat_map(u32::to_le_bytes).collect();
+        let device = Self {
+            grid: tensor.grid(),
+            window: tensor.window(),
+            dense: to.section(tensor.dense())?,
+            tiles: to.section(tensor.tiles())?,
+            streams: to.section(tensor.streams())?,
+            escapes: to.section(tensor.escapes())?,
+            table: to.section(&table)?,
+        };
+        to.finish()?;
+        Ok(device)
+    }
+
+    /// Where it lies.
+    pub fn device(&self) -> &Device {
+        self.dense.device()
+    }
+
+    /// The addresses of its sections.
+    pub(crate) fn spans(&self) -> [(&'static str, Range<u64>); 5] {
+        [
+            ("dense", self.dense.span()),
+            ("class_tiles", self.tiles.span()),
+            ("class_streams", self.streams.span()),
+            ("class_escapes", self.escapes.span()),
+            ("the table of codes", self.table.span()),
+        ]
+    }
+
+    /// Shape and tiling.
+    pub fn grid(&self) -> TileGrid {
+        self.grid
+    }
+
+    /// The window.
+    pub fn window(&self) -> ClassWindow {
+        self.window
+    }
+
+    /// u8 `[tiles, 5120]`.
+    pub fn dense(&self) -> &DeviceBuffer<u8> {
+        &self.dense
+    }
+
+    /// u32 `[tiles + 1, 2]`.
+    pub fn tiles(&self) -> &DeviceBuffer<u32> {
+        &self.tiles
+    }
+
+    /// u32 `[words]`.
+    pub fn streams(&self) -> &DeviceBuffer<u32> {
+        &self.streams
+    }
+
+    /// u32 `[words]`: lists of escapes.
+    pub fn escapes(&self) -> &DeviceBuffer<u32> {
+        &self.escapes
+    }
+
+    /// u32 `[1024]`.
+    pub fn table(&self) -> &DeviceBuffer<u32> {
+        &self.table
+    }
+
+    /// Bytes of all sections.
+    pub fn bytes(&self) -> u64 {
+        let words = [&self.tiles, &self.streams, &self.escapes, &self.table];
+        (self.dense.bytes() + words.iter().map(|words| words.bytes()).sum::<usize>()) as u64
+    }
+}
