@@ -18,7 +18,7 @@ usage: cargo xtask <task>
   setup               only prepare: Python with safetensors and numpy, the NVRTC wheel, g++
   test-wheel          the part of `test` that is Python: build the wheel, install it where nothing else is, test it
   test-python         the wheel with torch and transformers on the CPU: fetches 5 GB, unless UNWEIGHT_TORCH_PYTHON has them
-  test-vllm           the wheel with vLLM on the CPU, ten minutes: fetches 6 GB, unless UNWEIGHT_VLLM_PYTHON has vLLM
+  test-vllm           the wheel with vLLM on the CPU, many minutes: fetches 6 GB, unless UNWEIGHT_VLLM_PYTHON has it
   wheel               build the Python package with the command in it: target/wheels
   gpu-pack            gather stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
                         --with-nvrtc  put libnvrtc beside them
