@@ -142,7 +142,7 @@ pub struct StressBench {
     /// Without load from another stream
     #[arg(long)]
     no_load: bool,
-    /// Who fills shared memory: `async` runs the matmuls that need no copy engine, and nothing else
+    /// Who fills shared memory: `async` runs the variants that need no copy engine, and nothing else
     #[arg(long, value_name = "WHO", default_value = "bulk")]
     copy: CopyBy,
     /// Put a fault into the kernels, to see that the run finds it

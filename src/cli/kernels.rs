@@ -21,7 +21,7 @@ use unweight::{
     engine::{Engine, EngineOptions, options},
     format::{bundle::Bundle, glob::matches},
     rt::{
-        choose::model::PackedChooser,
+        choose::model::{Machine, PackedChooser},
         device::{Device, DeviceInfo},
         env::{Env, JitMode},
         jit::cache::{CacheState, Kept, KernelCache, Progress},
@@ -57,10 +57,10 @@ pub struct Names {
     /// Names; * and ? are wildcards [default: all that ship]
     #[arg(value_name = "NAME", add = ArgValueCandidates::new(completions::kernels))]
     names: Vec<String>,
-    /// The architecture whose kernels are meant by wildcards, and by no name at all
-    #[arg(long, value_name = "ARCH", default_value = Arch::Sm90a.compiler_name(),
+    /// The architecture whose kernels are meant by wildcards, and by no name at all [default: sm_90a]
+    #[arg(long, value_name = "ARCH",
           value_parser = PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name())).map(arch))]
-    arch: Arch,
+    arch: Option<Arch>,
 }
 
 /// Arguments of `kernels emit`.
@@ -78,8 +78,8 @@ pub struct Emit {
 pub struct Compile {
     #[command(flatten)]
     names: Names,
-    /// Only what loading this bundle and running its layers can ask for
-    #[arg(long, value_name = "BUNDLE", conflicts_with_all = ["names", "arch"])]
+    /// Only what loading this bundle and running its layers can ask for, on this machine's GPU or a usual one of --arch
+    #[arg(long, value_name = "BUNDLE", conflicts_with = "names")]
     bundle: Option<PathBuf>,
     /// With --bundle: the largest batch that layers are loaded for
     #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch, requires = "bundle",
@@ -167,7 +167,7 @@ fn arch(name: String) -> Arch {
 
 impl Names {
     fn specs(&self) -> Result<Vec<VariantSpec>> {
-        let shipped = catalog::all(self.arch);
+        let shipped = catalog::all(self.arch.unwrap_or(Arch::Sm90a));
         if self.names.is_empty() {
             return Ok(shipped);
         }
@@ -271,14 +271,14 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Failure::io(path.display()))
 }
 
-/// Of this machine's GPU; of an H200 where there is none, as when an image is built.
-fn chooser(output: Output) -> PackedChooser {
-    match Device::open(0) {
-        Ok(device) => {
-            let DeviceInfo { arch, sms, name, .. } = device.info();
-            PackedChooser::of(*arch, *sms, name)
-        }
-        Err(_) => {
+/// Of a usual device of an architecture; of this machine's GPU where none is named; of an H200 where there is none, as when
+/// an image is built.
+fn chooser(arch: Option<Arch>, output: Output) -> PackedChooser {
+    match (arch, Device::open(0)) {
+        (Some(Arch::Sm90a), _) => PackedChooser::h200(),
+        (Some(arch), _) => PackedChooser::model(Machine::usual(arch)),
+        (None, Ok(device)) => PackedChooser::of(device.info().into(), &device.info().name),
+        (None, Err(_)) => {
             output.note("no GPU here: kernels as an H200 chooses them");
             PackedChooser::h200()
         }
@@ -295,10 +295,12 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         Some(folder) => {
             let options = LoadOptions::default().max_batch(arguments.max_batch).pdl(!arguments.no_pdl);
             let bundle = Bundle::open(folder)?;
-            let mut specs = reachable(&bundle, options, chooser(output));
+            let chooser = chooser(arguments.names.arch, output);
+            let arch = chooser.arch();
+            let mut specs = reachable(&bundle, options, chooser);
             // What `generate` runs beside them, at every batch.
             let engine = EngineOptions::default().max_batch(options::MAX_BATCH);
-            match Engine::kernels(&bundle, &engine, Arch::Sm90a) {
+            match Engine::kernels(&bundle, &engine, arch) {
                 Ok(more) => specs.extend(more),
                 Err(error) => output.note(format_args!("only kernels of linears: {error}")),
             }

@@ -416,6 +416,7 @@ inline void async_copy_x4(u32 destination, const void* source, bool used, u64) {
                                       },
                                       true});
 }
+inline void async_copy_x4(u32 destination, const void* source) { async_copy_x4(destination, source, true, 0); }
 inline void async_commit_group() { cpu::self().async_groups.push_back(0); }
 template <u32 kPending>
 inline void async_wait_group() {

@@ -90,9 +90,11 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, case: &Decode) {
 
 #[test]
 fn lengths_at_the_edges_of_tiles_and_pages() {
-    let spec = spec("attention_decode_d128_w4p2c1_pdl");
-    let mut kernel = CpuKernel::of(&spec, &[]);
-    check(&mut kernel, &spec, &Decode::new(128, 4, &[0, 14, 15, 16, PAD, 62, 63, 64, 126, 199]));
+    for name in ["d128_w4p2c1_pdl", "d128_w4p2c1_async_pdl"] {
+        let spec = spec(&format!("attention_decode_{name}"));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        check(&mut kernel, &spec, &Decode::new(128, 4, &[0, 14, 15, 16, PAD, 62, 63, 64, 126, 199]));
+    }
 }
 
 #[test]
@@ -106,7 +108,7 @@ fn every_group() {
 
 #[test]
 fn clusters_share_the_tokens_of_a_row() {
-    for name in ["d64_w4p2c2_pdl", "d64_w2p3c4", "d64_w4p1c8_pdl"] {
+    for name in ["d64_w4p2c2_pdl", "d64_w2p3c4", "d64_w4p1c8_pdl", "d64_w2p3c2_async"] {
         let spec = spec(&format!("attention_decode_{name}"));
         let mut kernel = CpuKernel::of(&spec, &[]);
         check(&mut kernel, &spec, &Decode::new(64, 3, &[0, 17, PAD, 500, 127, 128, 640]));
@@ -143,10 +145,12 @@ fn small_and_odd_heads() {
 /// More tiles than a warp asks for pages of at a time.
 #[test]
 fn long_rows() {
-    let spec = spec("attention_decode_d16_w1p1c1");
-    let mut kernel = CpuKernel::of(&spec, &[]);
-    for (window, position) in [(0, 16 * 32 - 1), (0, 16 * 32), (0, 16 * 64), (0, 1500), (900, 2000)] {
-        check(&mut kernel, &spec, &Decode { kv_heads: 1, window, ..Decode::new(16, 1, &[position]) });
+    for name in ["d16_w1p1c1", "d16_w1p1c1_async", "d16_w1p3c1_async"] {
+        let spec = spec(&format!("attention_decode_{name}"));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        for (window, position) in [(0, 16 * 32 - 1), (0, 16 * 32), (0, 16 * 64), (0, 1500), (900, 2000)] {
+            check(&mut kernel, &spec, &Decode { kv_heads: 1, window, ..Decode::new(16, 1, &[position]) });
+        }
     }
 }
 
@@ -182,15 +186,20 @@ fn a_row_does_not_depend_on_its_batch() {
 /// Nothing that a table says leads out of the cache, and other rows are as they would be.
 #[test]
 fn hostile_tables_are_reported() {
-    let spec = spec("attention_decode_d32_w2p2c2");
-    let mut kernel = CpuKernel::of(&spec, &[]);
+    for name in ["d32_w2p2c2", "d32_w2p2c2_async"] {
+        hostile_tables(&spec(&format!("attention_decode_{name}")));
+    }
+}
+
+fn hostile_tables(spec: &VariantSpec) {
+    let mut kernel = CpuKernel::of(spec, &[]);
     let right = Problem::new(&Decode::new(32, 2, &[90, 200, 150]));
     let columns = right.case.out_columns();
-    let whole = launch(&right, &mut kernel, &spec, 1).unwrap();
+    let whole = launch(&right, &mut kernel, spec, 1).unwrap();
     for (entry, page) in [(0, right.pages), (1, u32::MAX), (2, u32::MAX), (3, 1 << 31)] {
         let mut hostile = Problem::new(&right.case);
         hostile.table[hostile.table_pages + entry] = page;
-        let outcome = launch(&hostile, &mut kernel, &spec, 2).unwrap();
+        let outcome = launch(&hostile, &mut kernel, spec, 2).unwrap();
         assert_eq!(outcome.fault, 2, "entry {entry}");
         for other in [0, 2] {
             assert_eq!(outcome.out[other * columns..][..columns], whole.out[other * columns..][..columns]);
@@ -201,16 +210,16 @@ fn hostile_tables_are_reported() {
     let mut hostile = Problem::new(&right.case);
     let pages = hostile.table_pages;
     hostile.table[pages..][..pages].fill(u32::MAX);
-    let none = launch(&hostile, &mut kernel, &spec, 3).unwrap();
+    let none = launch(&hostile, &mut kernel, spec, 3).unwrap();
     let mut behind = Problem::new(&right.case);
     behind.max_positions = u32::MAX;
     behind.case.positions[1] = behind.table_pages as u32 * PAGE_TOKENS;
-    let table = launch(&behind, &mut kernel, &spec, 4).unwrap();
+    let table = launch(&behind, &mut kernel, spec, 4).unwrap();
     behind.case.positions[1] = PAD - 1;
-    let far = launch(&behind, &mut kernel, &spec, 4).unwrap();
+    let far = launch(&behind, &mut kernel, spec, 4).unwrap();
     let mut behind = Problem::new(&right.case);
     behind.max_positions = 200;
-    let angles = launch(&behind, &mut kernel, &spec, 5).unwrap();
+    let angles = launch(&behind, &mut kernel, spec, 5).unwrap();
     for outcome in [none, table, far, angles] {
         assert_eq!(outcome.fault, 2);
         assert!(outcome.out[columns..][..columns].iter().all(|&v| v == 0));
@@ -278,8 +287,17 @@ fn chunk(head_dim: usize, group: usize, (start, tokens, window): (u32, u32, u32)
 
 #[test]
 fn chunks_see_what_came_before() {
-    for (head_dim, warps) in [(128, 4), (64, 2), (48, 4), (16, 1)] {
-        let spec = spec(&format!("attention_prefill_d{head_dim}_w{warps}p2c1_pdl"));
+    for name in [
+        "d128_w4p2c1_pdl",
+        "d64_w2p2c1_pdl",
+        "d48_w4p2c1",
+        "d16_w1p2c1_pdl",
+        "d64_w2p2c1_async_pdl",
+        "d16_w4p3c1_async",
+    ] {
+        let spec = spec(&format!("attention_prefill_{name}"));
+        let Op::Attention(op) = spec.op else { panic!("{spec}") };
+        let head_dim = op.head_dim.get() as usize;
         let mut kernel = CpuKernel::of(&spec, &[]);
         for (group, run) in [(4, (0, 1, 0)), (1, (0, 70, 0)), (7, (61, 5, 0)), (16, (130, 20, 0)), (3, (0, 64, 0))] {
             let problem = ChunkProblem::new(&chunk(head_dim, group, run));
@@ -292,12 +310,15 @@ fn chunks_see_what_came_before() {
 
 #[test]
 fn windows_of_chunks_leave_tokens_out() {
-    let spec = spec("attention_prefill_d32_w4p3c1");
-    let mut kernel = CpuKernel::of(&spec, &[]);
-    for run in [(0, 100, 1), (0, 200, 17), (300, 90, 64), (500, 33, 130), (190, 70, 1000)] {
-        let problem = ChunkProblem::new(&chunk(32, 4, run));
-        let outcome = launch_chunk(&problem, &mut kernel, &spec, 6).unwrap_or_else(|e| panic!("{spec} {run:?}: {e}"));
-        assert_eq!(problem.mismatch(&outcome.out, &outcome.layer), None, "{spec} {run:?}");
+    for name in ["d32_w4p3c1", "d32_w4p2c1_async"] {
+        let spec = spec(&format!("attention_prefill_{name}"));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        for run in [(0, 100, 1), (0, 200, 17), (300, 90, 64), (500, 33, 130), (190, 70, 1000)] {
+            let problem = ChunkProblem::new(&chunk(32, 4, run));
+            let outcome = launch_chunk(&problem, &mut kernel, &spec, 6);
+            let outcome = outcome.unwrap_or_else(|e| panic!("{spec} {run:?}: {e}"));
+            assert_eq!(problem.mismatch(&outcome.out, &outcome.layer), None, "{spec} {run:?}");
+        }
     }
 }
 
@@ -322,21 +343,23 @@ fn rows_do_not_depend_on_how_a_sequence_is_cut() {
 
 #[test]
 fn hostile_pages_of_a_chunk_are_reported() {
-    let spec = spec("attention_prefill_d32_w2p2c1");
-    let mut kernel = CpuKernel::of(&spec, &[]);
-    for entry in 0..5 {
-        let mut problem = ChunkProblem::new(&chunk(32, 4, (200, 100, 0)));
-        problem.sequence.table[entry] = [problem.sequence.pages, u32::MAX][entry % 2];
-        let outcome = launch_chunk(&problem, &mut kernel, &spec, 1).unwrap();
-        assert!(outcome.fault != 0, "entry {entry}");
-        assert!(outcome.out.iter().all(|&v| !bf16(v).is_nan()), "entry {entry}");
+    for name in ["d32_w2p2c1", "d32_w2p2c1_async"] {
+        let spec = spec(&format!("attention_prefill_{name}"));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        for entry in 0..5 {
+            let mut problem = ChunkProblem::new(&chunk(32, 4, (200, 100, 0)));
+            problem.sequence.table[entry] = [problem.sequence.pages, u32::MAX][entry % 2];
+            let outcome = launch_chunk(&problem, &mut kernel, &spec, 1).unwrap();
+            assert!(outcome.fault != 0, "{spec}, entry {entry}");
+            assert!(outcome.out.iter().all(|&v| !bf16(v).is_nan()), "{spec}, entry {entry}");
+        }
     }
 }
 
 #[test]
 fn planted_bugs_of_chunks_are_caught() {
     let prefill = "unweight/kernels/attention/prefill.cuh";
-    for (from, to) in [
+    let bulk = [
         ("ring.wait_empty(load);", ""),
         ("ptx::sync_warp();  // every lane's loads", "// every lane's loads"),
         ("ptx::fence_proxy_async_shared();  // stores", "// stores"),
@@ -348,8 +371,20 @@ fn planted_bugs_of_chunks_are_caught() {
             "const u32 of = warp * kRows + lane / 4 + 8 * r, token = of / 4;",
         ),
         ("(warp * kRows + lane / 4 + 8 * r) % args.group", "(warp * kRows + lane / 4 + 8 * r) % 4"),
-    ] {
-        let spec = spec("attention_prefill_d32_w2p2c1");
+    ];
+    let copied = [
+        ("ptx::async_wait_group<Config::kStages - 2>();", ""),
+        ("ptx::sync_block();                             // all", "// all"),
+        ("ptx::async_commit_group();", ";"),
+        ("at += kThreads<Config> * 16", "at += kThreads<Config> * 32"),
+        (
+            "for (u32 s = 0; s < Config::kStages - 1; ++s) copy_next();",
+            "for (u32 s = 0; s < Config::kStages; ++s) copy_next();",
+        ),
+    ];
+    let all = bulk.into_iter().map(|edit| ("", edit)).chain(copied.into_iter().map(|edit| ("_async", edit)));
+    for (copy, (from, to)) in all {
+        let spec = spec(&format!("attention_prefill_d32_w2p2c1{copy}"));
         let mut kernel = CpuKernel::of(&spec, &[Edit { header: prefill, from, to }]);
         let problem = ChunkProblem::new(&chunk(32, 3, (300, 50, 100)));
         let caught = (1..=6).any(|seed| match launch_chunk(&problem, &mut kernel, &spec, seed) {
@@ -363,7 +398,7 @@ fn planted_bugs_of_chunks_are_caught() {
 #[test]
 fn planted_bugs_are_caught() {
     let (decode, softmax) = ("unweight/kernels/attention/decode.cuh", "unweight/kernels/attention/softmax.cuh");
-    for (header, from, to) in [
+    let bulk = [
         // The slot is refilled while its loads are in flight.
         (decode, "pipeline::release_to_copy_engine();", "ptx::sync_warp();"),
         (decode, "parity ^= slot == 0;", "parity ^= 1;"),
@@ -383,8 +418,21 @@ fn planted_bugs_are_caught() {
         (softmax, "sum[r] += shuffle_xor(sum[r], 2);", ""),
         (softmax, "sum[r] *= factor[r];", ""),
         (softmax, "shuffle_xor(top, 2)", "shuffle_xor(top, 1)"),
-    ] {
-        let spec = spec("attention_decode_d32_w2p2c2");
+    ];
+    let copied = [
+        (decode, "ptx::async_wait_group<Config::kStages - 1>();", ""),
+        (
+            decode,
+            "ptx::async_wait_group<Config::kStages - 1>();\n            ptx::sync_warp();",
+            "ptx::async_wait_group<Config::kStages - 1>();",
+        ),
+        (decode, "ptx::sync_warp();  // orders the lanes' loads", "// orders the lanes' loads"),
+        (decode, "ptx::async_commit_group();", ";"),
+        (decode, "keys + at / 2, true", "keys + at, true"),
+    ];
+    let all = bulk.into_iter().map(|edit| ("", edit)).chain(copied.into_iter().map(|edit| ("_async", edit)));
+    for (copy, (header, from, to)) in all {
+        let spec = spec(&format!("attention_decode_d32_w2p2c2{copy}"));
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
         let case = Decode { window: 150, ..Decode::new(32, 4, &[0, 40, 100, 177, 333]) };
         let problem = Problem::new(&case);

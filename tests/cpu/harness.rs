@@ -10,8 +10,10 @@
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt::Write as _;
-use std::path::Path;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 use unweight_codegen::abi::{KernelArgs, TensorMap};
 use unweight_codegen::plan::{GemmShape, Plan};
@@ -74,6 +76,80 @@ pub struct CpuKernel {
     _directory: tempfile::TempDir,
 }
 
+/// What kernels share: the headers, and the prelude as the compiler keeps it. Reading the standard library's headers takes
+/// longer than most kernels.
+struct Common {
+    directory: PathBuf,
+    planted: bool,
+}
+
+impl Common {
+    /// For sources with a planted bug, or without. Made once for the headers as they are, and kept among what is built.
+    fn of(planted: bool) -> &'static Self {
+        static BOTH: [OnceLock<Common>; 2] = [const { OnceLock::new() }; 2];
+        BOTH[usize::from(planted)].get_or_init(|| {
+            let mut hash = DefaultHasher::new();
+            (compiler(), planted, unweight_templates::headers()).hash(&mut hash);
+            for name in ["prelude.hpp", "machine.hpp", "ptx.hpp"] {
+                std::fs::read(prelude().join(name)).unwrap().hash(&mut hash);
+            }
+            let home = Path::new(env!("CARGO_TARGET_TMPDIR"));
+            let complete = Self { directory: home.join(format!("prelude-{:016x}", hash.finish())), planted };
+            if complete.directory.exists() {
+                return complete;
+            }
+            let made = tempfile::tempdir_in(home).unwrap();
+            let common = Self { directory: made.path().to_owned(), planted };
+            for (name, text) in unweight_templates::headers() {
+                let path = common.include().join(name);
+                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                std::fs::write(path, text).unwrap();
+            }
+            std::fs::create_dir(common.compiled()).unwrap();
+            let mut command = common.command();
+            command.arg("-I").arg(common.include()).args(["-x", "c++-header"]).arg(prelude().join("prelude.hpp"));
+            let output = command.arg("-o").arg(common.compiled().join("prelude.hpp.gch")).output();
+            let output = output.unwrap_or_else(|e| panic!("no C++ compiler: {e}; install g++ (C++17) or set CXX"));
+            assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
+            // Another process may have been first: its folder is as good.
+            match std::fs::rename(made.path(), &complete.directory) {
+                Err(_) if !complete.directory.exists() => panic!("{}", complete.directory.display()),
+                _ => complete,
+            }
+        })
+    }
+
+    fn include(&self) -> PathBuf {
+        self.directory.join("include")
+    }
+
+    fn compiled(&self) -> PathBuf {
+        self.directory.join("compiled")
+    }
+
+    /// The compiler with what the prelude and a kernel must have in common.
+    fn command(&self) -> Command {
+        let mut command = Command::new(compiler());
+        // Objects of several libraries must not become one, as the loader does with GNU's unique symbols.
+        // A product and a sum become an fma only where the kernel says so.
+        command.args(["-O1", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fno-gnu-unique", "-w"]);
+        if self.planted {
+            // A planted bug may be one that the source would refuse; here it is to be found by what it does.
+            command.arg("-Dstatic_assert(...)=");
+        }
+        command
+    }
+}
+
+fn compiler() -> String {
+    std::env::var("CXX").unwrap_or_else(|_| "g++".into())
+}
+
+/// The headers that stand for the device.
+fn prelude() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("templates/cpu")
+}
+
 impl CpuKernel {
     /// The kernel of a variant, as it is rendered.
     pub fn of(spec: &VariantSpec, edits: &[Edit]) -> Self {
@@ -103,47 +179,28 @@ impl CpuKernel {
 
     fn build(source: &str, kernels: usize, edits: &[Edit]) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let include = directory.path().join("include");
-        for (name, text) in unweight_templates::headers() {
-            let mut text = (*text).to_owned();
-            for edit in edits.iter().filter(|edit| edit.header == *name) {
-                assert_eq!(text.matches(edit.from).count(), 1, "`{}` must occur once in {name}", edit.from);
-                text = text.replace(edit.from, edit.to);
-            }
-            let path = include.join(name);
+        let common = Common::of(!edits.is_empty());
+        let edited = directory.path().join("edited");
+        for edit in edits {
+            // Several edits of one header follow each other.
+            let path = edited.join(edit.header);
+            let original = common.include().join(edit.header);
+            let text = std::fs::read_to_string(if path.exists() { &path } else { &original }).unwrap();
+            assert_eq!(text.matches(edit.from).count(), 1, "`{}` must occur once in {}", edit.from, edit.header);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
+            std::fs::write(path, text.replace(edit.from, edit.to)).unwrap();
         }
         let (file, library) = (directory.path().join("kernel.cu"), directory.path().join("kernel.so"));
         std::fs::write(&file, source).unwrap();
-        let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".into());
-        let mut command = Command::new(&compiler);
-        // Objects of several libraries must not become one, as the loader does with GNU's unique symbols.
-        // A product and a sum become an fma only where the kernel says so.
-        command.args([
-            "-O1",
-            "-ffp-contract=off",
-            "-std=c++17",
-            "-shared",
-            "-fPIC",
-            "-fno-gnu-unique",
-            "-w",
-            "-x",
-            "c++",
-        ]);
-        if !edits.is_empty() {
-            // A planted bug may be one that the source would refuse; here it is to be found by what it does.
-            command.arg("-Dstatic_assert(...)=");
+        let mut command = common.command();
+        command.args(["-shared", "-x", "c++", "-include", "prelude.hpp", "-I"]).arg(&edited);
+        // What the compiled prelude has read must not be edited.
+        if !edits.iter().any(|edit| ["unweight/abi.cuh", "unweight/ptx/types.cuh"].contains(&edit.header)) {
+            command.arg("-I").arg(common.compiled());
         }
-        command.args(["-include", "prelude.hpp", "-I"]);
-        command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("templates/cpu")).arg("-I").arg(&include);
-        let output = command
-            .arg("-o")
-            .arg(&library)
-            .arg(&file)
-            .output()
-            .unwrap_or_else(|e| panic!("cannot run `{compiler}`: {e}; install g++ (C++17) or set CXX"));
-        assert!(output.status.success(), "{compiler} failed:\n{}", String::from_utf8_lossy(&output.stderr));
+        command.arg("-I").arg(common.include()).arg("-I").arg(prelude());
+        let output = command.arg("-o").arg(&library).arg(&file).output().unwrap();
+        assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
         // SAFETY: the library was just built from the prelude, which exports these functions with these signatures;
         // its only initialisers are C++ static objects.
         unsafe {

@@ -9,7 +9,7 @@ use unweight_codegen::{
     VariantSpec,
     abi::{DecodeArgs, EncodeArgs},
     plan::GemmShape,
-    spec::{self, Arch, DecodeOutput, DecodeSpec, EncodeSpec, EncodeStage, catalog},
+    spec::{self, Arch, DecodeOutput, DecodeSpec, EncodeSpec, EncodeStage, Op, SmemCopy, catalog},
 };
 use unweight_format::{
     CodeLimit, FormId, HuffmanTensor, Matrix, Section, bf16, oracle,
@@ -123,15 +123,31 @@ fn expected(output: DecodeOutput, case: &Case, tensor: &HuffmanTensor<Vec<u8>>, 
 
 const LIMITS: std::ops::RangeInclusive<u32> = 6..=15;
 
-fn decoder(output: DecodeOutput, limit: u32) -> VariantSpec {
-    VariantSpec::decode(Arch::Sm90a, output, spec::CodeLimit::new(limit).unwrap())
+/// Every decoder whose bits come one way.
+struct Decoders {
+    copy: SmemCopy,
+    kernels: Mutex<CpuKernel>,
 }
 
-/// Those that ship are all that there are.
-static DECODERS: Shared = LazyLock::new(|| {
-    let all: Vec<_> = catalog::of::<DecodeSpec>().collect();
-    Mutex::new(CpuKernel::all(&all, &[]))
-});
+impl Decoders {
+    fn spec(copy: SmemCopy, output: DecodeOutput, limit: u32) -> VariantSpec {
+        let op = DecodeSpec { output, code_limit: spec::CodeLimit::new(limit).unwrap(), copy };
+        VariantSpec { arch: Arch::Sm90a, op: Op::Decode(op) }
+    }
+
+    fn all(copy: SmemCopy) -> Self {
+        let of_output = |output| LIMITS.map(move |limit| Self::spec(copy, output, limit));
+        let all: Vec<_> = DecodeOutput::ALL.iter().copied().flat_map(of_output).collect();
+        Self { copy, kernels: Mutex::new(CpuKernel::all(&all, &[])) }
+    }
+}
+
+static BULK: LazyLock<Decoders> = LazyLock::new(|| Decoders::all(SmemCopy::Bulk));
+static ASYNC: LazyLock<Decoders> = LazyLock::new(|| Decoders::all(SmemCopy::Async));
+
+fn both() -> [&'static Decoders; 2] {
+    [&BULK, &ASYNC]
+}
 
 /// The sections of a tensor as a decoder gets them, to be tampered with.
 struct Sections {
@@ -154,7 +170,7 @@ impl Sections {
     /// Output bytes and fault word.
     fn decode(
         &self,
-        kernels: &Mutex<CpuKernel>,
+        decoders: &Decoders,
         output: DecodeOutput,
         limit: u32,
         sms: u32,
@@ -191,9 +207,10 @@ impl Sections {
         };
         let run = Run { problem: GemmShape { m: 0, n: self.n, k: self.k }, sms, seed };
         let registered: Vec<_> = buffers.iter().map(|(name, buffer)| (*name, buffer.slice())).collect();
-        let mut kernels = kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kernels = decoders.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let spec = Decoders::spec(decoders.copy, output, limit);
         // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-        unsafe { kernels.run(&decoder(output, limit), run, &args, &registered)? };
+        unsafe { kernels.run(&spec, run, &args, &registered)? };
         Ok((find("output").slice().to_vec(), find("fault").u32s()[0]))
     }
 }
@@ -213,9 +230,9 @@ fn decoders_agree_with_the_oracle_at_the_default_limit() {
         let tensor = case.encode(7);
         for output in DecodeOutput::ALL.iter().copied() {
             let right = expected(output, &case, &tensor, 7);
-            for (sms, seed) in [(1, 1), (3, 2)] {
+            for (sms, seed, decoders) in [(1, 1, &BULK), (3, 2, &BULK), (2, 3, &ASYNC)] {
                 let (out, fault) = Sections::of(&tensor)
-                    .decode(&DECODERS, output, 7, sms, seed)
+                    .decode(decoders, output, 7, sms, seed)
                     .unwrap_or_else(|e| panic!("{}: {e}", case.name));
                 assert_eq!(fault, 0, "{}", case.name);
                 assert_bytes(&format!("{} {output:?}", case.name), &out, &right);
@@ -230,13 +247,12 @@ fn decoders_agree_with_the_oracle_at_every_limit() {
         for limit in LIMITS {
             let tensor = case.encode(limit);
             for output in DecodeOutput::ALL.iter().copied() {
-                let (out, fault) = Sections::of(&tensor).decode(&DECODERS, output, limit, 2, limit.into()).unwrap();
-                assert_eq!(fault, 0);
-                assert_bytes(
-                    &format!("{} {output:?} L={limit}", case.name),
-                    &out,
-                    &expected(output, case, &tensor, limit),
-                );
+                let right = expected(output, case, &tensor, limit);
+                for decoders in both() {
+                    let (out, fault) = Sections::of(&tensor).decode(decoders, output, limit, 2, limit.into()).unwrap();
+                    assert_eq!(fault, 0);
+                    assert_bytes(&format!("{} {output:?} L={limit}", case.name), &out, &right);
+                }
             }
         }
     }
@@ -247,7 +263,7 @@ fn a_kernel_of_a_larger_limit_decodes_a_shorter_code() {
     let case = &cases()[2];
     let tensor = case.encode(6);
     for limit in [7, 9, 15] {
-        let (out, _) = Sections::of(&tensor).decode(&DECODERS, DecodeOutput::Full, limit, 1, 5).unwrap();
+        let (out, _) = Sections::of(&tensor).decode(&BULK, DecodeOutput::Full, limit, 1, 5).unwrap();
         assert_bytes(&format!("6 in {limit}"), &out, &case.bytes);
     }
 }
@@ -267,9 +283,11 @@ fn a_decoder_goes_round_more_tiles_than_it_has_warps() {
     let case = many_tiles();
     for (output, limit) in [(DecodeOutput::Full, 7), (DecodeOutput::Palette, 7), (DecodeOutput::Exponent, 8)] {
         let tensor = case.encode(limit);
-        let (out, fault) = Sections::of(&tensor).decode(&DECODERS, output, limit, 1, 3).unwrap();
-        assert_eq!(fault, 0);
-        assert_bytes(&format!("{output:?}"), &out, &expected(output, &case, &tensor, limit));
+        for decoders in both() {
+            let (out, fault) = Sections::of(&tensor).decode(decoders, output, limit, 1, 3).unwrap();
+            assert_eq!(fault, 0);
+            assert_bytes(&format!("{output:?}"), &out, &expected(output, &case, &tensor, limit));
+        }
     }
 }
 
@@ -313,11 +331,12 @@ fn tampered_metadata_is_a_fault_and_nothing_else() {
         ),
     ];
     for (name, faulty, tamper) in tampers {
-        for output in DecodeOutput::ALL.iter().copied() {
+        for (output, decoders) in DecodeOutput::ALL.iter().flat_map(|output| both().map(|decoders| (*output, decoders)))
+        {
             let mut sections = Sections::of(&tensor);
             tamper(&mut sections);
             let (out, fault) =
-                sections.decode(&DECODERS, output, 7, 1, 9).unwrap_or_else(|e| panic!("{name} {output:?}: {e}"));
+                sections.decode(decoders, output, 7, 1, 9).unwrap_or_else(|e| panic!("{name} {output:?}: {e}"));
             if name == "verbatim rows missing at the end" {
                 assert_ne!(fault, 0, "{name}");
                 continue;
@@ -365,7 +384,7 @@ fn hostile_bytes_neither_crash_nor_hang() {
             }
             for output in DecodeOutput::ALL.iter().copied() {
                 sections
-                    .decode(&DECODERS, output, limit, 1, round)
+                    .decode(both()[round as usize % 2], output, limit, 1, round)
                     .unwrap_or_else(|e| panic!("L={limit} round {round} {output:?}: {e}"));
             }
         }
@@ -379,7 +398,7 @@ fn planted_bugs_in_the_decoder_are_caught() {
     const DECODE: &str = "unweight/kernels/decode.cuh";
     const READER: &str = "unweight/form/huffman/reader.cuh";
     const TABLES: &str = "unweight/form/huffman/tables.cuh";
-    let bugs: [(&str, (&str, &str, &str)); 10] = [
+    let bulk: [(&str, (&str, &str, &str)); 10] = [
         ("refills while loads are in flight", (DECODE, "pipeline::release_to_copy_engine();", "ptx::sync_warp();")),
         (
             "expects too few bytes",
@@ -400,9 +419,21 @@ fn planted_bugs_in_the_decoder_are_caught() {
             (TABLES, ">> (first[j] & 0xff) & kMaskOne", ">> 1 >> (first[j] & 0xff) & kMaskOne"),
         ),
     ];
-    for (name, bug) in bugs {
+    let copied: [(&str, (&str, &str, &str)); 5] = [
+        ("does not wait for its copies", (DECODE, "ptx::async_wait_group<kStages - 1>();", "")),
+        (
+            "does not wait for others' copies",
+            (DECODE, "<kStages - 1>();\n            ptx::sync_warp();", "<kStages - 1>();"),
+        ),
+        ("waits for one group too few", (DECODE, "async_wait_group<kStages - 1>", "async_wait_group<kStages>")),
+        ("leaves bytes out", (DECODE, "at += 32 * 16", "at += 64 * 16")),
+        ("a fetch without a group", (DECODE, "if constexpr (kAsync) ptx::async_commit_group();", "")),
+    ];
+    let bulk = bulk.into_iter().map(|bug| (SmemCopy::Bulk, bug));
+    for (copy, (name, bug)) in bulk.chain(copied.into_iter().map(|bug| (SmemCopy::Async, bug))) {
         let output = DecodeOutput::Exponent;
-        let kernels = Mutex::new(CpuKernel::of(&decoder(output, 7), &[edit(bug)]));
+        let kernels = Mutex::new(CpuKernel::of(&Decoders::spec(copy, output, 7), &[edit(bug)]));
+        let kernels = Decoders { copy, kernels };
         // Late copies complete at random points: one of a few seeds shows a race.
         let caught = (0..4).any(|seed| match Sections::of(&tensor).decode(&kernels, output, 7, 1, seed) {
             Err(_) => true,

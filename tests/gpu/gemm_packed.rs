@@ -21,7 +21,7 @@ use unweight_format::{
     packed::{PackedTensor, pack},
 };
 use unweight_rt::{
-    choose::model::{PackedChooser, PackedUse},
+    choose::model::{Machine, PackedChooser, PackedUse},
     device::{DeviceBuffer, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream},
     ops::gemm_packed::{PackedGemm, lane_size},
     ops::lane::Lane,
@@ -241,7 +241,7 @@ fn dependent_launches_wait_for_their_input() {
     let bytes: &[u8] = bytemuck::cast_slice(&w);
     let tensor = pack(Matrix::new(bytes, n, n).unwrap(), &Histogram::of(bytes)).unwrap();
     let w = DevicePacked::upload(&stream, &tensor).unwrap();
-    let dispatch = PackedChooser::of(info.arch, info.sms, &info.name);
+    let dispatch = PackedChooser::of(info.into(), &info.name);
     for m in [1, 8, 16, 31, 64, 100, 256, 300] {
         let problem = GemmShape { m, n: n as u32, k: n as u32 };
         let first: Vec<u16> = (0..m as usize * n).map(|_| bf16(rng.normal())).collect();
@@ -331,7 +331,7 @@ fn what_does_not_fit_is_refused() {
     let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
     let wanted = PackedUse { escapes: false, pdl: false, epilogue: Epilogue::Store };
     let problem = GemmShape { m: 4, n: case.n as u32, k: case.k as u32 };
-    let spec = PackedChooser::model(Arch::Sm90a, 132).choose(problem, wanted).unwrap();
+    let spec = PackedChooser::model(Machine::H200).choose(problem, wanted).unwrap();
     let mut lane = lane(&stream, &spec, problem);
     let mut y = DeviceMatrix::zeroed(&stream, 4, case.n as u32).unwrap();
     let x = case.input(&stream, 4);
@@ -382,7 +382,7 @@ fn rows_of_x_may_be_apart() {
     }
     let apart = DeviceBuffer::from_host(&stream, &apart).unwrap();
     let info = kernels.device().info();
-    let chooser = PackedChooser::of(info.arch, info.sms, &info.name);
+    let chooser = PackedChooser::of(info.into(), &info.name);
     for m in [1, 33, m] {
         let wanted = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
         let spec = chooser.choose(GemmShape { m, ..problem }, wanted).unwrap();

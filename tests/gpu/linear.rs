@@ -564,7 +564,7 @@ fn loading_compiles_nothing_that_was_not_reached_before() {
         let (mut loader, prepared) = Loader::new(&kernels, &stream, &bundle, options, &line).unwrap();
         assert_eq!(lines.load(Ordering::Relaxed), prepared.loaded, "{profile:?}");
         let info = device.info();
-        let chooser = PackedChooser::of(info.arch, info.sms, &info.name);
+        let chooser = PackedChooser::of(info.into(), &info.name);
         assert_eq!(kernels.len(), reachable(&bundle, options, chooser).len(), "{profile:?}");
         let before = kernels.len();
         for (name, ..) in TENSORS {

@@ -359,11 +359,13 @@ fn other_architectures_compile_to_their_plans() {
         let all = catalog::all(arch);
         let mut seen = BTreeSet::new();
         specs.extend(all.into_iter().filter(|spec| {
-            let tile = match spec.op {
+            let kind = match spec.op {
                 Op::GemmMma(op) => op.batch_tile.get(),
+                Op::Decode(op) => op.output as u32,
+                Op::Attention(op) => op.step as u32,
                 _ => 0,
             };
-            seen.insert((spec.op.family(), tile))
+            seen.insert((spec.op.family(), kind))
         }));
     }
     assert!(specs.len() > 50, "{} variants", specs.len());

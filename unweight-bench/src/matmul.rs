@@ -141,8 +141,8 @@ pub fn bench_matmul(
     let stream = kernels.device().stream()?;
     let info = kernels.device().info();
     let dispatch = match &options.table {
-        Some(table) => PackedChooser::model(info.arch, info.sms).with_table(&info.name, table.clone()),
-        None => PackedChooser::of(info.arch, info.sms, &info.name),
+        Some(table) => PackedChooser::model(info.into()).with_table(&info.name, table.clone()),
+        None => PackedChooser::of(info.into(), &info.name),
     };
     let bench = Bench {
         kernels,
@@ -278,7 +278,7 @@ impl Bench<'_> {
     fn variants(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, bool)> {
         let info = self.kernels.device().info();
         let choice = self.dispatch.choose(problem, wanted);
-        let others = candidates(info.arch, info.sms, problem, wanted).into_iter().map(|(spec, _)| spec);
+        let others = candidates(&info.into(), problem, wanted).into_iter().map(|(spec, _)| spec);
         let others = others.take(self.options.candidates).filter(|spec| Some(*spec) != choice);
         choice.into_iter().map(|spec| (spec, true)).chain(others.map(|spec| (spec, false))).collect()
     }

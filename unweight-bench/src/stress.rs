@@ -71,7 +71,7 @@ pub struct StressOptions {
     pub only: Vec<String>,
     /// Keep memory and shared memory busy from another stream.
     pub load: bool,
-    /// Of the matmuls for small batches those that need no copy engine, and nothing else.
+    /// The variants that need no copy engine ([`catalog::asynchronous`]), and nothing else.
     pub asynchronous: bool,
     /// A fault to be found.
     pub plant: Option<Plant>,
@@ -105,7 +105,7 @@ impl StressOptions {
         self
     }
 
-    /// Of the matmuls for small batches those that need no copy engine, and nothing else.
+    /// The variants that need no copy engine ([`catalog::asynchronous`]), and nothing else.
     #[must_use]
     pub fn asynchronous(mut self, asynchronous: bool) -> Self {
         self.asynchronous = asynchronous;

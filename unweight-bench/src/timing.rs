@@ -283,6 +283,8 @@ mod tests {
             name: "H".to_owned(),
             arch: Arch::Sm90a,
             sms: 132,
+            clock_mhz: 1980,
+            memory_mb_per_s: 4_917_000,
             l2_bytes: 1,
             smem_bytes_per_block: 1,
             memory_bytes: 1,

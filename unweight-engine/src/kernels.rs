@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use unweight_codegen::{
     VariantSpec,
-    family::{norm::COLUMNS_MAX, sample::VOCABULARY_MAX},
+    family::{Instruction, norm::COLUMNS_MAX, sample::VOCABULARY_MAX},
     spec::{
         Arch, AttentionSpec, AttentionStep, EmbedSource, EmbedSpec, NormSpec, Op, RopeHeadDim, RopeSpec, SampleSpec,
         SiluMulSpec, catalog,
@@ -29,7 +29,8 @@ use crate::{
     options::{BUCKETS, bucket},
 };
 
-/// Variants of a model. All are programmatic dependents: what a step launches is one chain on one stream.
+/// Variants of a model. All are programmatic dependents where the architecture has such: what a step launches is one
+/// chain on one stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Variants {
     embed: VariantSpec,
@@ -49,9 +50,10 @@ impl Variants {
     /// [`EngineError::Geometry`]: sizes that no kernel takes.
     pub fn of(config: &ModelConfig, arch: Arch, source: EmbedSource, max_batch: u32) -> Result<Self, EngineError> {
         check(config)?;
-        let largest = bucket(max_batch);
-        let norm =
-            catalog::of::<NormSpec>().filter(|spec| matches!(spec.op, Op::Norm(op) if op.pdl)).min_by_key(|spec| {
+        let (largest, pdl) = (bucket(max_batch), arch.has(Instruction::DependentLaunch));
+        let norm = catalog::on::<NormSpec>(arch)
+            .filter(|spec| matches!(spec.op, Op::Norm(op) if op.pdl == pdl))
+            .min_by_key(|spec| {
                 match spec.op {
                     // Sixteen bytes a thread, or else as many threads as there are.
                     Op::Norm(op) if op.threads.get() * 8 >= config.hidden => (0, op.threads.get()),
@@ -59,24 +61,24 @@ impl Variants {
                     _ => (2, 0),
                 }
             });
-        let silu_mul = catalog::of::<SiluMulSpec>().find(|spec| matches!(spec.op, Op::SiluMul(op) if op.pdl));
-        let embed =
-            catalog::of::<EmbedSpec>().find(|spec| matches!(spec.op, Op::Embed(op) if op.pdl && op.source == source));
+        let silu_mul =
+            catalog::on::<SiluMulSpec>(arch).find(|spec| matches!(spec.op, Op::SiluMul(op) if op.pdl == pdl));
+        let embed = catalog::on::<EmbedSpec>(arch)
+            .find(|spec| matches!(spec.op, Op::Embed(op) if op.pdl == pdl && op.source == source));
         let rope = RopeHeadDim::new(config.head_dim).ok();
-        let rope = rope.map(|head_dim| VariantSpec::rope(arch, RopeSpec { head_dim, pdl: true }));
-        let sample =
-            catalog::of::<SampleSpec>().filter(|spec| matches!(spec.op, Op::Sample(op) if op.pdl)).max_by_key(|spec| {
-                match spec.op {
-                    Op::Sample(op) => op.cluster.get(),
-                    _ => 0,
-                }
+        let rope = rope.map(|head_dim| VariantSpec::rope(arch, RopeSpec { head_dim, pdl }));
+        let sample = catalog::on::<SampleSpec>(arch)
+            .filter(|spec| matches!(spec.op, Op::Sample(op) if op.pdl == pdl))
+            .max_by_key(|spec| match spec.op {
+                Op::Sample(op) => op.cluster.get(),
+                _ => 0,
             });
-        let prefill = attention(AttentionStep::Prefill, config.head_dim, 4, 1);
+        let prefill = attention(arch, AttentionStep::Prefill, config.head_dim, 4, 1);
         let buckets = BUCKETS.into_iter().filter(|bucket| *bucket <= largest);
         let decode = buckets.map(|bucket| {
             // A pair of a row and a KV head is a block's work, or a cluster's.
             let (warps, cluster) = shape(bucket * config.kv_heads);
-            Some((bucket, attention(AttentionStep::Decode, config.head_dim, warps, cluster)?))
+            Some((bucket, attention(arch, AttentionStep::Decode, config.head_dim, warps, cluster)?))
         });
         let decode: Option<Vec<_>> = decode.collect();
         let all = (embed, norm, silu_mul, rope, prefill, decode, sample);
@@ -84,16 +86,7 @@ impl Variants {
         else {
             return Err(head_dim(config));
         };
-        let on = |spec: VariantSpec| VariantSpec { arch, ..spec };
-        Ok(Self {
-            embed: on(embed),
-            norm: on(norm),
-            silu_mul: on(silu_mul),
-            rope: on(rope),
-            prefill: on(prefill),
-            decode: decode.into_iter().map(|(bucket, spec)| (bucket, on(spec))).collect(),
-            sample: on(sample),
-        })
+        Ok(Self { embed, norm, silu_mul, rope, prefill, decode, sample })
     }
 
     /// All of them, each once.
@@ -117,14 +110,15 @@ fn shape(pairs: u32) -> (u32, u32) {
 
 /// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
 /// models have come with clusters of one.
-fn attention(step: AttentionStep, head_dim: u32, warps: u32, cluster: u32) -> Option<VariantSpec> {
+fn attention(arch: Arch, step: AttentionStep, head_dim: u32, warps: u32, cluster: u32) -> Option<VariantSpec> {
+    let pdl = arch.has(Instruction::DependentLaunch);
     let of = |spec: &VariantSpec| match spec.op {
-        Op::Attention(op) if op.step == step && op.head_dim.get() == head_dim && op.pdl => Some(op),
+        Op::Attention(op) if op.step == step && op.head_dim.get() == head_dim && op.pdl == pdl => Some(op),
         _ => None,
     };
     let rank = |op: AttentionSpec| (op.warps.get() * op.cluster.get()).abs_diff(warps * cluster);
     let far = |op: AttentionSpec| (rank(op), op.warps.get().abs_diff(warps));
-    catalog::of::<AttentionSpec>().filter(|spec| of(spec).is_some()).min_by_key(|spec| of(spec).map(far))
+    catalog::on::<AttentionSpec>(arch).filter(|spec| of(spec).is_some()).min_by_key(|spec| of(spec).map(far))
 }
 
 fn head_dim(config: &ModelConfig) -> EngineError {
@@ -185,6 +179,7 @@ impl Kernels {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use unweight_codegen::plan::Plan;
     use unweight_model::Geometry;
 
     #[test]
@@ -198,6 +193,18 @@ mod tests {
                 let all = variants.all();
                 assert_eq!(all.iter().collect::<BTreeSet<_>>().len(), all.len(), "each once");
                 assert!(variants.all().iter().all(|spec| spec.name().ends_with("_pdl")), "{:?}", variants.all());
+            }
+        }
+    }
+
+    #[test]
+    fn every_architecture_has_the_kernels_of_a_model() {
+        for arch in Arch::ALL.iter().copied() {
+            for geometry in Geometry::ALL {
+                for source in [EmbedSource::Bf16, EmbedSource::Packed] {
+                    let variants = Variants::of(&geometry.config(), arch, source, 256).unwrap();
+                    assert!(variants.all().iter().all(|spec| spec.arch == arch && Plan::new(spec).is_ok()), "{arch:?}");
+                }
             }
         }
     }

@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 
 use unweight_format::{
     bundle::{Bundle, manifest::TensorEntry},
-    glob,
     safetensors::{Dtype, TensorInfo},
 };
 
@@ -213,16 +212,12 @@ impl ModelWeights {
 
     /// The weights of a bundle, as [`bind`] finds them.
     ///
-    /// Of the files `model.safetensors`, else `model-*-of-*.safetensors`, else all: some models bring the same weights
-    /// once more under other names (`consolidated.safetensors`).
+    /// Of the files that [`Bundle::is_of_model`] names: some models bring the same weights once more.
     ///
     /// # Errors
     /// As [`bind`].
     pub fn of_bundle(config: &ModelConfig, bundle: &Bundle) -> Result<Self, BindError> {
-        let files = ["model.safetensors", "model-*-of-*.safetensors", "*"];
-        let holds = |pattern: &&str| bundle.tensors().any(|tensor| glob::matches(pattern, tensor.file));
-        let pattern = files.into_iter().find(holds).unwrap_or("*");
-        let tensors = bundle.tensors().filter(|tensor| glob::matches(pattern, tensor.file));
+        let tensors = bundle.tensors().filter(|tensor| bundle.is_of_model(tensor.file));
         bind(config, tensors.map(|tensor| tensor.entry.into()))
     }
 }

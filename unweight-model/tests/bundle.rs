@@ -59,6 +59,13 @@ fn the_same_weights_under_other_names_are_passed_over() {
     let bundle = compressed(home.path(), |model| fs::write(model.join("consolidated.safetensors"), &more).unwrap());
     let config = ModelConfig::of_bundle(&bundle).unwrap();
     assert!(ModelWeights::of_bundle(&config, &bundle).is_ok());
+    // Under the same names, too, and what is loaded by name is the model's.
+    let home = tempfile::tempdir().unwrap();
+    let zeros = file_of("model.layers.0.self_attn.q_proj.weight", 64, 64);
+    let bundle = compressed(home.path(), |model| fs::write(model.join("adapter.safetensors"), &zeros).unwrap());
+    let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
+    assert!(bundle.decode(&weights.layers[0].q).unwrap().iter().any(|&byte| byte != 0));
+    assert!(bundle.decode_in("adapter.safetensors", &weights.layers[0].q).unwrap().iter().all(|&byte| byte == 0));
     // A file of the model's own naming is no such copy.
     let home = tempfile::tempdir().unwrap();
     let bundle =

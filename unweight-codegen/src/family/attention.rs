@@ -4,6 +4,8 @@
 //! decode   bytes = warps * (stages * (64 * head_dim + 8) + 128) + 36 * head_dim
 //! prefill  bytes = stages * (256 * head_dim + 16)
 //! ```
+//!
+//! With `copy = async` there are no barriers: 8 and 16 bytes a stage less.
 
 use super::{Edge, Family, Op, Instructions, Instruction};
 use crate::{
@@ -12,7 +14,7 @@ use crate::{
     plan::{
         Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work, most_fitting, named,
     },
-    spec::{Arch, ClusterSize, VariantSpec, axes, range_axis, set_axis, word_axis},
+    spec::{Arch, ClusterSize, SmemCopy, VariantSpec, axes, range_axis, set_axis, word_axis},
 };
 use serde::Serialize;
 
@@ -55,6 +57,8 @@ axes! {
         stages: AttentionStages "p",
         /// Blocks that share the tokens of a row.
         cluster: ClusterSize "c" = 1,
+        /// Who brings keys and values to shared memory.
+        copy: SmemCopy "_" = Bulk unnamed,
         /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
         /// it reads QKV.
         pdl: flag "_pdl" = false,
@@ -150,9 +154,10 @@ const fn rings(op: &AttentionSpec) -> u32 {
     }
 }
 
-/// Barriers of a slot: `full`, and in a ring of several warps `empty`.
+/// Barriers of a slot that the copy engine fills: `full`, and in a ring of several warps `empty`.
 const fn barrier_bytes(op: &AttentionSpec) -> u32 {
     match op.step {
+        _ if matches!(op.copy, SmemCopy::Async) => 0,
         AttentionStep::Decode => MBARRIER_BYTES,
         AttentionStep::Prefill => 2 * MBARRIER_BYTES,
     }
@@ -184,7 +189,7 @@ const fn smem(op: &AttentionSpec) -> SmemPlan {
         .section("queries", ROWS, row_bytes, 16)
         .section("fresh", 2, row_bytes, 16)
         .section("states", warps, ROWS * STATE_BYTES, STATE_BYTES)
-        .section("barriers", warps * stages, MBARRIER_BYTES, MBARRIER_BYTES)
+        .section("barriers", warps * stages, barrier_bytes(op), MBARRIER_BYTES)
 }
 
 const fn fits(spec: &VariantSpec, op: &AttentionSpec) -> bool {
@@ -193,14 +198,18 @@ const fn fits(spec: &VariantSpec, op: &AttentionSpec) -> bool {
 
 impl AttentionSpec {
     pub(crate) const fn instructions(&self) -> Instructions {
-        Instructions::NONE.with(Instruction::Mma).with(Instruction::BulkCopy).when(self.cluster.get() > 1, Instruction::Cluster).when(self.pdl, Instruction::DependentLaunch)
+        Instructions::NONE
+            .with(Instruction::Mma)
+            .with(self.copy.instruction())
+            .when(self.cluster.get() > 1, Instruction::Cluster)
+            .when(self.pdl, Instruction::DependentLaunch)
     }
 
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let op = self;
         let limits = spec.arch.limits();
         let (smem, warps, stages, cluster) = (smem(op), op.warps.get(), op.stages.get(), op.cluster.get());
-        let prefill = matches!(op.step, AttentionStep::Prefill);
+        let (prefill, bulk) = (matches!(op.step, AttentionStep::Prefill), matches!(op.copy, SmemCopy::Bulk));
         if prefill && cluster != 1 {
             let what = "step = prefill has rows enough for the device; cluster must be 1";
             return Err(Infeasible::Conflict { spec: *spec, what });
@@ -234,8 +243,8 @@ impl AttentionSpec {
                 rings: rings(op),
                 stages,
                 stage_bytes: slot_bytes(op),
-                full_arrivals: 1,
-                empty_arrivals: if prefill { warps } else { 0 },
+                full_arrivals: bulk as u32,
+                empty_arrivals: if prefill && bulk { warps } else { 0 },
             }),
             roles: RolePlan::one("load and attend", warps),
             launch: LaunchPlan {
@@ -302,6 +311,8 @@ impl Family for AttentionSpec {
             stages: u32,
             /// `Config::kCluster`.
             cluster: u32,
+            /// `Config::kAsync`.
+            is_async: bool,
             /// `Config::kPdl`.
             pdl: bool,
             /// The header, and the namespace in `uw::attention`.
@@ -312,6 +323,7 @@ impl Family for AttentionSpec {
             warps: self.warps.get(),
             stages: self.stages.get(),
             cluster: self.cluster.get(),
+            is_async: matches!(self.copy, SmemCopy::Async),
             pdl: self.pdl,
             step: self.step.tag(),
         }
@@ -342,7 +354,7 @@ impl Family for AttentionSpec {
             .chain(HeadDim::ALL.into_iter().flat_map(move |head_dim| {
                 [false, true].map(move |pdl| variant(AttentionStep::Prefill, head_dim, 4, 2, ClusterSize::ALL[0], pdl))
             }))
-            .map(move |spec| VariantSpec::attention(arch, spec))
+            .map(move |spec| VariantSpec::attention(arch, AttentionSpec { copy: SmemCopy::of(arch), ..spec }))
     }
 }
 
@@ -356,7 +368,7 @@ const fn variant(
 ) -> AttentionSpec {
     match (AttentionWarps::new(warps), AttentionStages::new(stages)) {
         (Ok(warps), Ok(stages)) => {
-            AttentionSpec { step, head_dim, warps, stages, cluster, pdl }
+            AttentionSpec { step, head_dim, warps, stages, cluster, copy: SmemCopy::Bulk, pdl }
         }
         _ => panic!("what ships lies within the axes"),
     }

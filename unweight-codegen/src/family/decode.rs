@@ -1,10 +1,10 @@
 //! Huffman tensor to a form that a consumer reads (report section 7): `templates/include/unweight/kernels/decode.cuh`.
 
-use super::{EXPONENTS, Edge, Family, Instruction, Instructions};
+use super::{EXPONENTS, Edge, Family, Instructions};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, VariantSpec, axes, range_axis, word_axis},
+    spec::{Arch, SmemCopy, VariantSpec, axes, range_axis, word_axis},
 };
 use serde::Serialize;
 use unweight_format::FormId;
@@ -33,6 +33,8 @@ axes! {
         output: DecodeOutput "",
         /// The longest code accepted; of an attribute that does not say, the encoder's default.
         code_limit: CodeLimit "_l" = 7,
+        /// What brings the bits to shared memory.
+        copy: SmemCopy "_" = Bulk unnamed,
     }
 }
 
@@ -75,15 +77,16 @@ args! {
 }
 
 impl VariantSpec {
-    /// A decoder.
+    /// A decoder, whose bits come by the copy engine where there is one.
     pub const fn decode(arch: Arch, output: DecodeOutput, code_limit: CodeLimit) -> Self {
-        Self { arch, op: super::Op::Decode(DecodeSpec { output, code_limit }) }
+        Self { arch, op: super::Op::Decode(DecodeSpec { output, code_limit, copy: SmemCopy::of(arch) }) }
     }
 }
 
 /// One block fills an SM: the table is then built and held once per SM.
 const BLOCKS_PER_SM: u32 = 1;
-const WARPS: u32 = 32;
+const WARPS_MAX: u32 = 32;
+const WARPS_MIN: u32 = 4;
 /// Buffers of a warp for the bits of a tile: one per half.
 const STAGES: u32 = 2;
 /// 16 B in front, and 32 rows of at most 319 bits rounded out to 16 B at both ends.
@@ -110,23 +113,35 @@ const fn table_bytes(output: DecodeOutput, limit: CodeLimit) -> u32 {
 
 impl DecodeSpec {
     pub(crate) const fn instructions(&self) -> Instructions {
-        Instructions::NONE.with(Instruction::BulkCopy)
+        Instructions::NONE.with(self.copy.instruction())
+    }
+
+    /// The shared memory of a block of so many warps.
+    const fn smem(&self, warps: u32) -> SmemPlan {
+        // `full` decodes to indices, too: its table and staging area are then half as large, and 32 warps fit their
+        // registers.
+        let row_bytes = if matches!(self.output, DecodeOutput::Exponent) { 64 } else { 32 };
+        SmemPlan::new()
+            .section("table", 1, table_bytes(self.output, self.code_limit), 16)
+            .section("scratch", 1, SCRATCH_BYTES, 16)
+            .section("barriers", STAGES * warps, self.barrier_bytes(), 8)
+            .section("stage", STAGES * warps, STAGE_BYTES, 16)
+            .section("output", warps, ROWS_PER_HALF * row_bytes, 16)
+    }
+
+    /// A buffer that the copy engine fills says so by an mbarrier; what threads copy they wait for themselves.
+    const fn barrier_bytes(&self) -> u32 {
+        if matches!(self.copy, SmemCopy::Bulk) { MBARRIER_BYTES } else { 0 }
     }
 
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
-        let op = self;
-        // `full` decodes to indices, too: its table and staging area are then half as large, and 32 warps fit their
-        // registers.
-        let row_bytes = if matches!(op.output, DecodeOutput::Exponent) { 64 } else { 32 };
-        let warps = WARPS;
-        let smem = SmemPlan::new()
-            .section("table", 1, table_bytes(op.output, op.code_limit), 16)
-            .section("scratch", 1, SCRATCH_BYTES, 16)
-            .section("barriers", STAGES * warps, MBARRIER_BYTES, 8)
-            .section("stage", STAGES * warps, STAGE_BYTES, 16)
-            .section("output", warps, ROWS_PER_HALF * row_bytes, 16);
-        let (limit_bytes, stage_bytes) =
-            (spec.arch.limits().smem_bytes_per_block, warps * (STAGE_BYTES + MBARRIER_BYTES));
+        let limit_bytes = spec.arch.limits().smem_bytes_per_block;
+        // As many as the shared memory holds: on Hopper all of them.
+        let mut warps = WARPS_MAX;
+        while warps > WARPS_MIN && self.smem(warps).bytes() > limit_bytes {
+            warps /= 2;
+        }
+        let (smem, stage_bytes) = (self.smem(warps), warps * (STAGE_BYTES + self.barrier_bytes()));
         if smem.bytes() > limit_bytes {
             return Err(Infeasible::SharedMemory {
                 spec: *spec,
@@ -146,7 +161,7 @@ impl DecodeSpec {
                 rings: warps,
                 stages: STAGES,
                 stage_bytes: STAGE_BYTES,
-                full_arrivals: 1,
+                full_arrivals: (self.barrier_bytes() != 0) as u32,
                 empty_arrivals: 0,
             }),
             roles: RolePlan::one("decode", warps),
@@ -191,8 +206,15 @@ impl Family for DecodeSpec {
             code_limit: u32,
             /// `Config::kWarps`.
             warps: u32,
+            /// `Config::kAsync`.
+            is_async: bool,
         }
-        Context { output: self.output.raw(), code_limit: self.code_limit.get(), warps: plan.roles.warps() }
+        Context {
+            output: self.output.raw(),
+            code_limit: self.code_limit.get(),
+            warps: plan.roles.warps(),
+            is_async: matches!(self.copy, SmemCopy::Async),
+        }
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

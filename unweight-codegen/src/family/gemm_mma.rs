@@ -218,10 +218,12 @@ impl GemmMmaSpec {
     }
 
     pub(crate) const fn instructions(&self) -> Instructions {
-        Instructions::NONE.with(Instruction::Mma).when(self.cluster.get() > 1, Instruction::Cluster).when(self.pdl, Instruction::DependentLaunch)
-            .when(matches!(self.copy, SmemCopy::Bulk), Instruction::BulkCopy)
+        Instructions::NONE
+            .with(Instruction::Mma)
+            .with(self.copy.instruction())
             .when(matches!(self.copy, SmemCopy::Bulk), Instruction::TensorCopy)
-            .when(matches!(self.copy, SmemCopy::Async), Instruction::AsyncCopy)
+            .when(self.cluster.get() > 1, Instruction::Cluster)
+            .when(self.pdl, Instruction::DependentLaunch)
     }
 
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
@@ -379,8 +381,7 @@ impl Family for GemmMmaSpec {
     /// escapes, as `store`; a dump for each number of row blocks.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         // Of sm_120a NVRTC 13.0 gives the variants with bulk copies a stack, and those with asynchronous ones none.
-        let bulk = arch.has(Instruction::TensorCopy) && !matches!(arch, Arch::Sm120a);
-        let copy = if bulk { SmemCopy::Bulk } else { SmemCopy::Async };
+        let copy = if matches!(arch, Arch::Sm120a) { SmemCopy::Async } else { SmemCopy::of(arch) };
         let shapes = SHAPES.map(|shape| GemmMmaSpec { copy, ..shape });
         let used = shapes.into_iter().flat_map(|shape| {
             let ways = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];

@@ -6,7 +6,7 @@
 //! A family lists its axes once, by `axes!` or by hand, as a table of [`Axis`]. Names (`spec/name.rs`) and attributes
 //! (`spec/pairs.rs`) are read and written from that table, so neither knows a family.
 
-use crate::text::Message;
+use crate::{family::Instruction, text::Message};
 use std::fmt;
 
 /// A value that its axis does not have.
@@ -355,6 +355,21 @@ word_axis! {
         Bulk = "bulk",
         /// `cp.async`: every thread 16 bytes at a time. For architectures without a copy engine; it runs on all.
         Async = "async",
+    }
+}
+
+impl SmemCopy {
+    /// By the copy engine where there is one.
+    pub const fn of(arch: Arch) -> Self {
+        if arch.has(Instruction::BulkCopy) { Self::Bulk } else { Self::Async }
+    }
+
+    /// What it needs.
+    pub const fn instruction(self) -> Instruction {
+        match self {
+            Self::Bulk => Instruction::BulkCopy,
+            Self::Async => Instruction::AsyncCopy,
+        }
     }
 }
 

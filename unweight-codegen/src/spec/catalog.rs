@@ -2,7 +2,7 @@
 //!
 //! A spec outside of it is as good as one inside: it is compiled on demand, only not shipped and not held by snapshots.
 
-use super::{Arch, EncodeStage, GemmMmaSpec, Op, RepackStage, SmemCopy, VariantSpec};
+use super::{Arch, AttentionSpec, DecodeSpec, EncodeStage, GemmMmaSpec, Op, RepackStage, SmemCopy, VariantSpec};
 use crate::{
     family::{FAMILIES, Family},
     plan::Plan,
@@ -15,6 +15,16 @@ pub fn all(arch: Arch) -> Vec<VariantSpec> {
     FAMILIES.iter().flat_map(|family| (family.catalogue)(arch)).collect()
 }
 
+/// The variants of a family that ship for an architecture.
+///
+/// ```
+/// # use unweight_codegen::spec::{Arch, GemmWgmmaSpec, catalog};
+/// assert_eq!(catalog::on::<GemmWgmmaSpec>(Arch::Sm89).count(), 0, "wgmma is Hopper's");
+/// ```
+pub fn on<F: Family>(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+    F::catalogue(arch).filter(|spec| Plan::new(spec).is_ok())
+}
+
 /// The variants of a family that ship for Hopper, such as [`GemmMmaSpec`].
 ///
 /// ```
@@ -25,21 +35,28 @@ pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
     F::catalogue(Arch::Sm90a)
 }
 
-/// The variants of the small matmul that need no copy engine, as far as they have a plan: where there is one, what would
-/// run without it. Each is another shipped variant but for its axis `copy`.
+/// The variants whose operands come by the copy engine, with copies by their threads instead, as far as they have a plan:
+/// where there is a copy engine, what would run without it. Each is another shipped variant but for its axis `copy`.
 ///
 /// ```
 /// # use unweight_codegen::spec::{Arch, catalog};
 /// let names: Vec<String> = catalog::asynchronous(Arch::Sm90a).map(|spec| spec.to_string()).collect();
-/// assert!(names.contains(&"uw_sm90a_gemm_mma_b8_r2w16p2c1_async_esc_pdl_store".to_owned()));
+/// for name in ["gemm_mma_b8_r2w16p2c1_async_esc_pdl_store", "decode_full_l7_async", "attention_decode_d128_w4p2c1_async"] {
+///     assert!(names.contains(&format!("uw_sm90a_{name}")), "{name}");
+/// }
 /// ```
 pub fn asynchronous(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-    GemmMmaSpec::catalogue(arch)
-        .filter_map(move |spec| match spec.op {
-            Op::GemmMma(op) => Some(VariantSpec::gemm_mma(arch, GemmMmaSpec { copy: SmemCopy::Async, ..op })),
-            _ => None,
-        })
-        .filter(|spec| Plan::new(spec).is_ok())
+    let copied = |spec: VariantSpec| {
+        let copy = SmemCopy::Async;
+        let op = match spec.op {
+            Op::GemmMma(op) => Op::GemmMma(GemmMmaSpec { copy, ..op }),
+            Op::Decode(op) => Op::Decode(DecodeSpec { copy, ..op }),
+            Op::Attention(op) => Op::Attention(AttentionSpec { copy, ..op }),
+            _ => return None,
+        };
+        Some(VariantSpec { op, ..spec })
+    };
+    all(arch).into_iter().filter_map(copied).filter(|spec| Plan::new(spec).is_ok())
 }
 
 /// What packing a matrix and unpacking it runs: the counts of the encoder, and the conversions.

@@ -18,6 +18,7 @@ use super::{
 use crate::{
     Digest, FormId, StoredTensor,
     bundle::manifest::{self, FileEntry, Manifest, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
+    glob,
     safetensors::{Dtype, HEADER_MAX, Header, LENGTH_BYTES, TensorInfo},
 };
 
@@ -32,6 +33,8 @@ pub struct Bundle {
     shards: Vec<Shard>,
     /// Tensor name to (shard, tensor) in each file that has it.
     by_name: HashMap<String, Vec<(usize, usize)>>,
+    /// Which files are the model's: see [`Bundle::is_of_model`].
+    of_model: &'static str,
 }
 
 /// A tensor of a bundle.
@@ -42,6 +45,9 @@ pub struct BundleTensor<'a> {
     /// What the manifest says about it.
     pub entry: &'a TensorEntry,
 }
+
+/// What the files of a model are called, if any are called so: the first that is there counts.
+const MODEL_FILES: [&str; 2] = ["model.safetensors", "model-*-of-*.safetensors"];
 
 impl Bundle {
     /// Opens a bundle.
@@ -79,7 +85,9 @@ impl Bundle {
                 by_name.entry(tensor.name.clone()).or_default().push((s, t));
             }
         }
-        Ok(Self { dir: dir.into(), manifest, shards, by_name })
+        let has = |pattern: &&str| shards.iter().any(|shard| glob::matches(pattern, &shard.file.name));
+        let of_model = MODEL_FILES.into_iter().find(has).unwrap_or("*");
+        Ok(Self { dir: dir.into(), manifest, shards, by_name, of_model })
     }
 
     pub(crate) fn dir(&self) -> &Path {
@@ -102,10 +110,16 @@ impl Bundle {
             .flat_map(|shard| shard.file.tensors.iter().map(|entry| BundleTensor { file: &shard.file.name, entry }))
     }
 
+    /// Whether a model is loaded from this file. Of the files `model.safetensors`, else `model-*-of-*.safetensors`, else all, as
+    /// transformers chooses: some models bring their weights once more (`consolidated.safetensors`).
+    pub fn is_of_model(&self, file: &str) -> bool {
+        glob::matches(self.of_model, file)
+    }
+
     /// A tensor in its stored form: every section has its digest, and its offsets may be trusted (invariants 1-3).
     ///
     /// # Errors
-    /// No file has it, several have it ([`Bundle::tensor_in`] tells them apart), it cannot be read, or its sections are damaged.
+    /// No file has it, several of the model's have it ([`Bundle::tensor_in`] tells them apart), it cannot be read, or its sections are damaged.
     pub fn tensor(&self, name: &str) -> Result<StoredTensor<Vec<u8>>, BundleError> {
         let (shard, tensor) = self.find(name)?;
         on_threads(None, || self.shards[shard].tensor(tensor))
@@ -199,10 +213,17 @@ impl Bundle {
         match self.by_name.get(name).map(Vec::as_slice) {
             None | Some([]) => Err(BundleError::UnknownTensor { name: name.into() }),
             Some(&[place]) => Ok(place),
-            Some(places) => Err(BundleError::AmbiguousTensor {
-                name: name.into(),
-                files: places.iter().map(|&(shard, _)| self.shards[shard].file.name.clone()).collect(),
-            }),
+            Some(places) => {
+                let file = |place: &(usize, usize)| &self.shards[place.0].file.name;
+                let of_model: Vec<_> = places.iter().filter(|place| self.is_of_model(file(place))).collect();
+                match of_model[..] {
+                    [&place] => Ok(place),
+                    _ => {
+                        let files = places.iter().map(|place| file(place).clone()).collect();
+                        Err(BundleError::AmbiguousTensor { name: name.into(), files })
+                    }
+                }
+            }
         }
     }
 }

@@ -6,13 +6,13 @@
 
 use unweight_codegen::{
     plan::GemmShape,
-    spec::{Arch, DecodeOutput, Epilogue},
+    spec::{DecodeOutput, Epilogue},
 };
 
-use super::model::{PackedUse, candidates};
+use super::model::{Machine, PackedUse, candidates};
 
 /// Multiprocessors of an H200 (SXM).
-const SMS: u32 = 132;
+const SMS: u32 = Machine::H200.sms;
 /// What a launch costs beside its work, us.
 const LAUNCH_US: f64 = 4.0;
 /// Bytes of weights that cuBLAS reads in a us.
@@ -41,7 +41,7 @@ pub fn packed_us(problem: GemmShape) -> Option<f64> {
     let padded = |extent: u32| extent.checked_next_multiple_of(64);
     let problem = GemmShape { n: padded(problem.n)?, k: padded(problem.k)?, ..problem };
     let wanted = PackedUse { escapes: true, pdl: true, epilogue: Epilogue::Store };
-    candidates(Arch::Sm90a, SMS, problem, wanted).first().map(|(_, us)| *us)
+    candidates(&Machine::H200, problem, wanted).first().map(|(_, us)| *us)
 }
 
 /// Decoding a Huffman-coded weight and multiplying with it, us, and what it is decoded to: exponents for the

@@ -8,6 +8,7 @@ use std::{collections::BTreeSet, sync::OnceLock};
 
 use unweight_codegen::{
     VariantSpec,
+    family::Instruction,
     plan::{GemmShape, Plan},
     spec::{Arch, Epilogue, GemmMmaSpec, GemmWgmmaSpec, Op, catalog},
 };
@@ -26,6 +27,11 @@ pub struct PackedUse {
 }
 
 impl PackedUse {
+    /// The same where the architecture may have no programmatic dependent launch.
+    fn on(self, arch: Arch) -> Self {
+        Self { pdl: self.pdl && arch.has(Instruction::DependentLaunch), ..self }
+    }
+
     /// The variant of the same shape for this use; `None` if it is of another family.
     ///
     /// Without escapes only variants of batch tile 8 ship: beyond it nothing is gained, and some shapes spill.
@@ -43,33 +49,86 @@ impl PackedUse {
     }
 }
 
+/// What the model knows of a device: what its driver says, no measurement, so that every start on it chooses the same
+/// kernels and gives the same bits (docs/adr/0013-machines.md).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Machine {
+    /// What its kernels are compiled for.
+    pub arch: Arch,
+    /// Multiprocessors.
+    pub sms: u32,
+    /// What its memory could give, bytes per us: the width of its bus by its clock.
+    pub memory: f64,
+    /// The highest clock of its multiprocessors, MHz.
+    pub clock_mhz: f64,
+}
+
+impl Machine {
+    /// An H200 (SXM), which the model was fitted to.
+    pub const H200: Self = Self { arch: Arch::Sm90a, sms: 132, memory: 4.917e6, clock_mhz: 1980.0 };
+
+    /// A device of an architecture, as its vendor describes it, for kernels that are compiled where there is none.
+    pub fn usual(arch: Arch) -> Self {
+        let (sms, memory, clock_mhz) = match arch {
+            Arch::Sm90a => return Self::H200,
+            // A100 (SXM, 80 GB), RTX 3090, RTX 4090, B200, B300, RTX 5090.
+            Arch::Sm80 => (108, 2.039e6, 1410.0),
+            Arch::Sm86 => (82, 0.936e6, 1695.0),
+            Arch::Sm89 => (128, 1.008e6, 2520.0),
+            Arch::Sm100a | Arch::Sm103a => (148, 8.0e6, 1965.0),
+            Arch::Sm120a => (170, 1.792e6, 2407.0),
+        };
+        Self { arch, sms, memory, clock_mhz }
+    }
+
+    /// Its clock over that of an H200.
+    fn clock(&self) -> f64 {
+        self.clock_mhz / Self::H200.clock_mhz
+    }
+
+    /// What reads get of its memory, bytes per us.
+    fn reads(&self) -> f64 {
+        self.memory * MEMORY / Self::H200.memory
+    }
+
+    /// What a multiprocessor multiplies in a clock by `mma.sync`, over Hopper's; from the vendors' papers (dense BF16, fp32
+    /// sums).
+    fn tensor(&self) -> f64 {
+        match self.arch {
+            Arch::Sm90a => 1.0,
+            Arch::Sm80 | Arch::Sm100a | Arch::Sm103a => 0.5,
+            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a => 0.125,
+        }
+    }
+}
+
 /// The catalogued shapes that can compute a problem, with the microseconds that the model predicts, fastest first.
 ///
 /// Empty where `n` or `k` is no multiple of 64, or there is nothing to compute.
-pub fn candidates(arch: Arch, sms: u32, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
+pub fn candidates(machine: &Machine, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
     let GemmShape { m, n, k } = problem;
     if m == 0 || n == 0 || k == 0 || !n.is_multiple_of(64) || !k.is_multiple_of(64) {
         return Vec::new();
     }
-    let mut found: Vec<(VariantSpec, f64)> = shapes()
+    let wanted = wanted.on(machine.arch);
+    let mut found: Vec<(VariantSpec, f64)> = shapes(machine.arch)
         .iter()
-        .filter(|spec| spec.arch == arch)
         .filter_map(|shape| {
             let spec = wanted.of(*shape)?;
-            Some((spec, predicted_us(&spec, problem, sms)?))
+            Some((spec, predicted_us(&spec, problem, machine)?))
         })
         .collect();
     found.sort_by(|a, b| a.1.total_cmp(&b.1));
     found
 }
 
-/// The catalogued variants without what [`PackedUse`] chooses.
-fn shapes() -> &'static [VariantSpec] {
-    static SHAPES: OnceLock<Vec<VariantSpec>> = OnceLock::new();
-    SHAPES.get_or_init(|| {
+/// The variants that ship for an architecture, without what [`PackedUse`] chooses.
+fn shapes(arch: Arch) -> &'static [VariantSpec] {
+    static SHAPES: [OnceLock<Vec<VariantSpec>>; Arch::ALL.len()] = [const { OnceLock::new() }; Arch::ALL.len()];
+    SHAPES[arch as usize].get_or_init(|| {
         let plain = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
-        let mut shapes: Vec<VariantSpec> = catalog::of::<GemmMmaSpec>()
-            .chain(catalog::of::<GemmWgmmaSpec>())
+        let mut shapes: Vec<VariantSpec> = catalog::on::<GemmMmaSpec>(arch)
+            .chain(catalog::on::<GemmWgmmaSpec>(arch))
             .filter(|spec| !dumps(spec))
             .filter_map(|spec| plain.of(spec))
             .collect();
@@ -96,6 +155,8 @@ fn dumps(spec: &VariantSpec) -> bool {
     }
 }
 
+/// Multiprocessors of an H200.
+const H200_SMS: f64 = Machine::H200.sms as f64;
 /// Plain reads of an H200's memory, bytes per us, with enough of them in flight.
 const MEMORY: f64 = 4.6e6;
 /// What one multiprocessor can read of it.
@@ -128,7 +189,8 @@ const WIDE_CLUSTERED: f64 = 10.0 / 11.0;
 /// What the model says a launch takes, us; `None` for a variant that cannot exist, is of another family or is out of the question at this
 /// batch. The constants were fitted to an H200 (docs/adr/0004-register-sourced-kernels.md): over the 334 problems measured there, the
 /// variant that it finds fastest took 1.1 % longer than the best on average, 25 % at most; clusters of `gemm_wgmma` joined later.
-pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Option<f64> {
+pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -> Option<f64> {
+    let (sms, clock) = (machine.sms, machine.clock());
     let plan = Plan::new(spec).ok()?;
     let GemmShape { m, n, k } = problem;
     let weight_bytes = f64::from(n) * f64::from(k) * 1.5;
@@ -144,10 +206,11 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Option<
             let (active, resident) = (sms_f.min(blocks), (blocks / sms_f).ceil().min(per_sm));
             let row_blocks = dealt.min(f64::from(op.row_blocks.get()));
             let in_flight = active * resident * f64::from(op.warps.get() * op.stages.get()) * row_blocks * 1536.0;
-            let rate = MEMORY.min(in_flight / MEMORY_LATENCY_US).min(active * MEMORY_PER_SM);
-            let x = groups * batch_tiles * f64::from(k) * batch_tile * 2.0 / CACHED_X;
+            let rate = machine.reads().min(in_flight / MEMORY_LATENCY_US).min(active * MEMORY_PER_SM * clock);
+            let x = groups * batch_tiles * f64::from(k) * batch_tile * 2.0 / (CACHED_X * clock * sms_f / H200_SMS);
             let steps = (blocks / sms_f).ceil() * dealt * columns / cluster;
-            let computed = steps * (SMALL_STEP_US.0 + SMALL_STEP_US.1 * batch_tile / 8.0);
+            let multiply = SMALL_STEP_US.1 * batch_tile / 8.0 / machine.tensor();
+            let computed = steps * (SMALL_STEP_US.0 + multiply) / clock;
             let waves = (blocks / (sms_f * per_sm)).ceil() - 1.0;
             let waiting = waves * if per_sm == 1.0 { SMALL_WAVE_US.0 } else { SMALL_WAVE_US.1 };
             let meeting = if cluster > 1.0 { CLUSTER_US } else { 0.0 };
@@ -165,7 +228,7 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Option<
             let share = tiles / (usable / cluster).floor().max(1.0);
             let cost = WideCost::of(op.batch_tile.get());
             let warpgroups = f64::from(op.warpgroups.get());
-            let step = if share <= 1.0 { cost.step_us } else { cost.warm_step_us }
+            let step = if share <= 1.0 { cost.step_us } else { cost.warm_step_us } / clock
                 * if warpgroups == 1.0 { WIDE_LONE } else { warpgroups / 2.0 };
             let work = if op.stream_k && share.fract() > 0.0 {
                 cost.share_us + share * columns * step
@@ -175,7 +238,7 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Option<
             // What a cluster exchanges comes after all its loads.
             let exchange = if cluster > 1.0 { share.ceil() * CLUSTER_US } else { 0.0 };
             let hidden = if op.pdl { LAUNCH_US - DEPENDENT_LAUNCH_US } else { 0.0 };
-            Some(WIDE_LAUNCH_US - hidden + work.max(weight_bytes / WIDE_MEMORY) + exchange)
+            Some(WIDE_LAUNCH_US - hidden + work.max(weight_bytes / (WIDE_MEMORY * machine.reads() / MEMORY)) + exchange)
         }
         _ => None,
     }
@@ -206,30 +269,29 @@ impl WideCost {
 /// Chooses variants for one device.
 #[derive(Clone, Debug)]
 pub struct PackedChooser {
-    arch: Arch,
-    sms: u32,
+    machine: Machine,
     table: MeasuredTable,
 }
 
 impl PackedChooser {
     /// The model alone.
-    pub fn model(arch: Arch, sms: u32) -> Self {
-        Self { arch, sms, table: MeasuredTable::default() }
+    pub fn model(machine: Machine) -> Self {
+        Self { machine, table: MeasuredTable::default() }
     }
 
     /// The model, and the table that ships where it is of a device of this name.
-    pub fn of(arch: Arch, sms: u32, name: &str) -> Self {
-        Self::model(arch, sms).with_table(name, MeasuredTable::builtin().clone())
+    pub fn of(machine: Machine, name: &str) -> Self {
+        Self::model(machine).with_table(name, MeasuredTable::builtin().clone())
     }
 
     /// For an H200 (SXM): what is chosen where there is no device to ask.
     pub fn h200() -> Self {
-        Self::of(Arch::Sm90a, 132, "NVIDIA H200")
+        Self::of(Machine::H200, "NVIDIA H200")
     }
 
     /// The architecture that it chooses for.
     pub fn arch(&self) -> Arch {
-        self.arch
+        self.machine.arch
     }
 
     /// With another table, if it is of a device of this name.
@@ -243,9 +305,9 @@ impl PackedChooser {
 
     /// The variant for a problem: what was measured, else what the model finds fastest. `None` where no variant takes the shape.
     pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
-        let measured =
-            self.table.choose(problem, wanted).filter(|spec| spec.arch == self.arch && Plan::new(spec).is_ok());
-        measured.or_else(|| candidates(self.arch, self.sms, problem, wanted).first().map(|(spec, _)| *spec))
+        let measured = self.table.choose(problem, wanted.on(self.arch()));
+        let measured = measured.filter(|spec| spec.arch == self.arch() && Plan::new(spec).is_ok());
+        measured.or_else(|| candidates(&self.machine, problem, wanted).first().map(|(spec, _)| *spec))
     }
 
     /// The choice for every batch of 1 to `max_batch`: each variant with the largest batch that takes it, ascending. Empty where no variant
@@ -288,7 +350,7 @@ mod tests {
 
     #[test]
     fn every_batch_of_every_shape_has_a_variant_and_nothing_else_has() {
-        let dispatch = PackedChooser::model(Arch::Sm90a, 132);
+        let dispatch = PackedChooser::model(Machine::H200);
         for (n, k) in SHAPES {
             for m in (1..=130).chain([255, 256, 257, 1000, 4095, 4096]) {
                 let problem = GemmShape { m, n, k };
@@ -313,6 +375,31 @@ mod tests {
         }
     }
 
+    /// Every card gets variants of its own architecture, and at small batches its memory is what limits them.
+    #[test]
+    fn other_cards_have_choices_of_their_own() {
+        let wanted = PackedUse { pdl: true, ..USE };
+        // An L40S, too: more multiprocessors than a 4090 on less memory.
+        let l40s = Machine { arch: Arch::Sm89, sms: 142, memory: 0.864e6, clock_mhz: 2520.0 };
+        for machine in Arch::ALL.iter().map(|arch| Machine::usual(*arch)).chain([l40s]) {
+            let (chooser, name) = (PackedChooser::of(machine, "any"), machine.arch);
+            for (n, k) in SHAPES {
+                for m in [1, 8, 16, 17, 64, 65, 256, 2048] {
+                    let problem = GemmShape { m, n, k };
+                    let spec = chooser.choose(problem, wanted).unwrap_or_else(|| panic!("{name:?}: {problem:?}"));
+                    let plan = Plan::new(&spec).unwrap();
+                    assert_eq!(spec.arch, machine.arch, "{spec}");
+                    assert!(plan.launch.grid.blocks(problem, machine.sms).is_some_and(|b| b > 0), "{spec} {problem:?}");
+                }
+            }
+            for (n, k) in [(14336, 4096), (4096, 14336), (128_256, 4096)] {
+                let floor = f64::from(n) * f64::from(k) * 1.5 / machine.memory;
+                let (spec, us) = candidates(&machine, GemmShape { m: 1, n, k }, wanted)[0];
+                assert!((1.0..1.4).contains(&(us / floor)), "{spec} at {n}x{k}: {us:.0} us, floor {floor:.0}");
+            }
+        }
+    }
+
     /// As docs/adr/0004 measured them: clusters where their tiles fill the machine once.
     #[test]
     fn the_model_takes_clusters_where_they_were_fastest() {
@@ -325,7 +412,7 @@ mod tests {
             (1024, 4096, 128, "b128_g1p8c4"),
             (1024, 4096, 256, "b128_g2p6c4"),
         ] {
-            let spec = PackedChooser::model(Arch::Sm90a, 132).choose(GemmShape { m, n, k }, USE).unwrap();
+            let spec = PackedChooser::model(Machine::H200).choose(GemmShape { m, n, k }, USE).unwrap();
             assert_eq!(spec.to_string(), format!("uw_sm90a_gemm_wgmma_{shape}_esc_store"), "{n} x {k}, m = {m}");
         }
     }
@@ -340,7 +427,7 @@ mod tests {
                 row(17, "uw_sm90a_gemm_mma_b32_r2w8p2c1_store"),
             ],
         };
-        let dispatch = PackedChooser::model(Arch::Sm90a, 132).with_table("H", table);
+        let dispatch = PackedChooser::model(Machine::H200).with_table("H", table);
         for (n, k) in SHAPES {
             let choices = dispatch.choices(n, k, 700, USE);
             assert_eq!(choices.last().map(|(m, _)| *m), Some(700));
@@ -357,7 +444,7 @@ mod tests {
         let measured = "uw_sm90a_gemm_mma_b64_r1w4p2c1_esc_store";
         let row = MeasuredRow { n: 4096, k: 4096, m: 16, pdl: true, variant: measured.parse().unwrap() };
         let table = MeasuredTable { device: "H".to_owned(), rows: vec![row] };
-        let dispatch = |device| PackedChooser::model(Arch::Sm90a, 132).with_table(device, table.clone());
+        let dispatch = |device| PackedChooser::model(Machine::H200).with_table(device, table.clone());
         let pdl = PackedUse { pdl: true, epilogue: Epilogue::StoreAdd, ..USE };
         let at = |m| GemmShape { m, n: 4096, k: 4096 };
         let chosen = dispatch("H").choose(at(9), pdl).unwrap();

@@ -23,6 +23,10 @@ pub struct DeviceInfo {
     pub arch: Arch,
     /// Multiprocessors.
     pub sms: u32,
+    /// The highest clock of the multiprocessors, MHz.
+    pub clock_mhz: u32,
+    /// What the memory could give, MB/s (10^6): the width of its bus by its clock, twice.
+    pub memory_mb_per_s: u64,
     /// Second-level cache.
     pub l2_bytes: u64,
     /// Shared memory that one block may opt in to.
@@ -72,15 +76,20 @@ impl Device {
         let count_of = |which| attribute(which).map(i32::unsigned_abs);
         let name = context.name().call("reading the device's name")?;
         let (major, minor) = context.compute_capability().call("reading the compute capability")?;
-        let arch = match (major, minor) {
-            (9, 0) => Arch::Sm90a,
-            _ => return Err(DeviceError::Arch { name, major, minor }),
+        let Some(arch) = Arch::of_capability(major, minor) else {
+            return Err(DeviceError::Arch { name, major, minor });
         };
         let info = DeviceInfo {
             ordinal,
             name,
             arch,
             sms: count_of(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            clock_mhz: count_of(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE)? / 1000,
+            memory_mb_per_s: {
+                let khz = count_of(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)?;
+                let bits = count_of(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)?;
+                u64::from(khz) * u64::from(bits / 8) * 2 / 1000
+            },
             l2_bytes: count_of(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?.into(),
             smem_bytes_per_block: count_of(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             memory_bytes: context.total_mem().call("reading the device's memory")? as u64,

@@ -41,7 +41,9 @@ pub enum DeviceError {
         status: String,
     },
     /// No kernel is made for such a device.
-    #[error("{name} has compute capability {major}.{minor}; kernels exist for 9.0 (sm_90a: H100, H200, GH200) only")]
+    #[error(
+        "{name} has compute capability {major}.{minor}; kernels exist for 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 and 12.0 (Ampere to Blackwell)"
+    )]
     Arch {
         /// The device's name.
         name: String,

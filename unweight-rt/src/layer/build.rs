@@ -140,7 +140,7 @@ impl<'k> LayerBuilder<'k> {
     /// A kernel cannot be made, or the device failed.
     pub fn new(kernels: &'k KernelSet, stream: &Stream, options: LoadOptions) -> Result<Self, DeviceError> {
         let device = kernels.device().info();
-        let chooser = PackedChooser::of(device.arch, device.sms, &device.name);
+        let chooser = PackedChooser::of(device.into(), &device.name);
         // Nothing is decoded.
         Self::of(kernels, stream, options.wanted(chooser, 0))
     }

@@ -257,7 +257,7 @@ impl<'k> Loader<'k> {
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<(Self, Prepared), DeviceError> {
         let device = kernels.device().info();
-        let wanted = wanted(bundle, options, PackedChooser::of(device.arch, device.sms, &device.name));
+        let wanted = wanted(bundle, options, PackedChooser::of(device.into(), &device.name));
         let prepared = kernels.prepare(&all_reachable(bundle, &wanted), progress)?;
         let builder = LayerBuilder::of(kernels, stream, wanted)?;
         Ok((Self { bundle, builder, staging: Staging::new(stream) }, prepared))

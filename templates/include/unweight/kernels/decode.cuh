@@ -1,7 +1,8 @@
 // Preprocess family (report section 7): Huffman tensor -> bf16 matrix | exponent bytes | packed palette indices.
 //
 // Config   { static constexpr u32 kOutput /* 0 full, 1 exponent, 2 palette */, kCodeLimit /* 6..15 */, kWarps /* 1..32,
-//          planned: 32 */; }
+//          planned: 32, fewer where shared memory is short */; static constexpr bool kAsync /* bits come by cp.async, all
+//          lanes copying, in place of the copy engine; there are no barriers then */; }
 //          A tensor may be decoded by a kernel of its own longest code or of any larger limit.
 // Launch   threads = 32 * kWarps, grid = min(tiles, SMs) (1 block per SM; any grid is right), dynamic shared memory =
 //          Smem<Config>::kBytes,
@@ -15,13 +16,14 @@
 //          memory (decode/reader.cuh) into 16-byte pieces of a staging area; (3) the warp writes the staging area out,
 //          16 bytes a lane, whole sectors side by side. Full output decodes to palette indices; its sign-mantissa bytes
 //          are loaded before (2) and joined with the exponents (mma/reconstruct.cuh) in (3).
+// kAsync   a group of copies a fetch, also of none: when a half is needed, its group is the last but one.
 // Barriers 2 mbarriers per warp, one per half: 1 arrival (the copying lane, with the bytes expected); a phase per copy.
 //
 // Shared memory, in this order (bytes; Smem<Config>):
 //   table    Table::kBytes         palette, full: 32768 (L=7), 8192 (L=6); exponent: 65536 (L=7), 16384 (L=6);
 //                                  all outputs: 32768 (L=8), 65536 (L=9..15)
 //   scratch  1024                  code words and single-symbol entries while the table is built
-//   barriers 16 * kWarps           2 mbarriers a warp
+//   barriers 16 * kWarps           2 mbarriers a warp, where there are any
 //   stage    2656 * kWarps         2 buffers of 1328 = 16 in front + 1312 (32 rows * 319 bits, rounded out to 16 B at
 //                                  both ends)
 //   output   palette, full: 1024 * kWarps; exponent: 2048 * kWarps
@@ -46,6 +48,7 @@
 #include "unweight/form/huffman/reader.cuh"
 #include "unweight/mma/reconstruct.cuh"
 #include "unweight/pipeline/ring.cuh"
+#include "unweight/ptx/async.cuh"
 #include "unweight/ptx/bulk.cuh"
 #include "unweight/ptx/fence.cuh"
 #include "unweight/ptx/mbarrier.cuh"
@@ -68,7 +71,7 @@ struct Smem {
     static constexpr u32 kTable = 0;
     static constexpr u32 kScratch = kTable + Table::kBytes;
     static constexpr u32 kBarriers = kScratch + 1024;
-    static constexpr u32 kStage = kBarriers + 8 * kStages * Config::kWarps;
+    static constexpr u32 kStage = kBarriers + (Config::kAsync ? 0 : 8 * kStages * Config::kWarps);
     static constexpr u32 kOutput = kStage + kStages * kStageBytes * Config::kWarps;
     static constexpr u32 kBytes = kOutput + kRows * kRowBytes * Config::kWarps;
     static_assert(Table::kScratchBytes <= kScratchPalette, "scratch");
@@ -167,17 +170,24 @@ UW_DEVICE u32 half_bits(const Tile& t, u32 half) { return half ? t.bits >> 16 : 
 UW_DEVICE u32 half_begin(const Tile& t, u32 half) { return half ? t.bits & 0xffff : 0; }
 
 // Starts the copy of a half's bits, if it has any.
-UW_DEVICE void fetch(const DecodeArgs& args, const Tile& t, u32 half, u32 stage, u32 barrier) {
+template <bool kAsync>
+UW_DEVICE void fetch(const DecodeArgs& args, const Tile& t, u32 half, u32 lane, u32 stage, u32 barrier) {
     u32 bits = half_bits(t, half), begin = half_begin(t, half);
-    if ((t.halves >> half & 1) == 0 || bits == 0) return;
-    u64 first = t.metadata.start_word + static_cast<u64>(begin / 32);
-    u32 skew = first & 3;
-    u32 words = (begin % 32 + bits + 31) / 32;
-    if (ptx::elect_one()) {
-        u32 bytes = (skew + words + 3) / 4 * 16;
-        ptx::mbarrier_arrive_expect_tx(barrier, bytes);
-        ptx::bulk_load(stage + kStageFront, args.encoded_exp + (first - skew), bytes, barrier);
+    if ((t.halves >> half & 1) != 0 && bits != 0) {
+        u64 first = t.metadata.start_word + static_cast<u64>(begin / 32);
+        u32 skew = first & 3;
+        u32 words = (begin % 32 + bits + 31) / 32;
+        u32 bytes = (skew + words + 3) / 4 * 16, to = stage + kStageFront;
+        const u32* from = args.encoded_exp + (first - skew);
+        if constexpr (kAsync) {
+            for (u32 at = lane * 16; at < bytes; at += 32 * 16) ptx::async_copy_x4(to + at, from + at / 4);
+        } else if (ptx::elect_one()) {
+            ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+            ptx::bulk_load(to, from, bytes, barrier);
+        }
     }
+    // Also without copies: a wait counts groups.
+    if constexpr (kAsync) ptx::async_commit_group();
 }
 
 // First bit of this lane's row of a half, from the start of the stage buffer.
@@ -296,8 +306,14 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
     }
 
     if (half_bits(t, half) != 0) {
-        ptx::mbarrier_wait_parity(barrier, parity >> half & 1);
-        parity ^= 1u << half;
+        if constexpr (Config::kAsync) {
+            // Every lane its own copies of this half, then all of them; the other half's may be on their way.
+            ptx::async_wait_group<kStages - 1>();
+            ptx::sync_warp();
+        } else {
+            ptx::mbarrier_wait_parity(barrier, parity >> half & 1);
+            parity ^= 1u << half;
+        }
         Reader<Table> reader;
         reader.open(stage, stage_bit(t, half), table, lane);
 #pragma unroll 1
@@ -332,7 +348,13 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
         for (u32 i = 0; i < kPieces; ++i) ptx::store_global_x4(out + 512 * i, ptx::load_shared_x4(from + 512 * i));
     }
     // The staging area is about to be written again by the warp, and the stage buffer by the copy engine.
-    pipeline::release_to_copy_engine();
+    if constexpr (Config::kAsync) {
+        // Loads of the staging area come before the next half's stores. Those of the stage buffer came before the meeting
+        // that precedes the writing, so copies that any lane starts later follow them (ptx/async.cuh).
+        ptx::sync_warp();
+    } else {
+        pipeline::release_to_copy_engine();
+    }
 }
 
 template <class Config>
@@ -355,7 +377,7 @@ UW_DEVICE void run(const DecodeArgs& args) {
     Work now = work(round, own, tiles, warps);
     Header header = load_header(args, now, lane);
 
-    if (lane == 0) {
+    if (!Config::kAsync && lane == 0) {
         for (u32 i = 0; i < kStages; ++i) ptx::mbarrier_init(barriers + 8 * i, 1);
         ptx::fence_mbarrier_init();
         // The copy engine updates a barrier that ordinary stores made.
@@ -365,7 +387,9 @@ UW_DEVICE void run(const DecodeArgs& args) {
     ptx::sync_warp();
 
     Tile tile = prepare(args, header, now, lane);
-    for (u32 half = 0; half < kStages; ++half) fetch(args, tile, half, stage + half * kStageBytes, barriers + 8 * half);
+    for (u32 half = 0; half < kStages; ++half) {
+        fetch<Config::kAsync>(args, tile, half, lane, stage + half * kStageBytes, barriers + 8 * half);
+    }
     Work later = work(warps, own, tiles, warps);
     header = load_header(args, later, lane);
 
@@ -385,7 +409,7 @@ UW_DEVICE void run(const DecodeArgs& args) {
                 later = work(round + 2 * warps, own, tiles, warps);
                 header = load_header(args, later, lane);
             }
-            fetch(args, next, half, buffer, barrier);
+            fetch<Config::kAsync>(args, next, half, lane, buffer, barrier);
         }
         tile = next;
     }

@@ -18,6 +18,10 @@ UW_DEVICE void async_copy_x4(u32 destination, const void* source, bool used, u64
                  "l"(policy)
                  : "memory");
 }
+// The same, always of the source, and kept in the second-level cache as any load would be.
+UW_DEVICE void async_copy_x4(u32 destination, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
 UW_DEVICE void async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // All but the newest kPending groups of this thread have landed.
 template <u32 kPending>

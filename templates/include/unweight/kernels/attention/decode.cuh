@@ -7,6 +7,8 @@
 //   u32  kWarps          of a block
 //   u32  kStages         slots of each warp's private ring, 16 tokens each
 //   u32  kCluster        1,2,4,8  blocks that share the tokens of a row and KV head
+//   bool kAsync          every lane copies 16 bytes at a time (cp.async) where otherwise an elected lane asks the copy
+//                        engine; there are no barriers then
 //   bool kPdl            programmatic dependent launch: tables and the pages of earlier tokens are read before
 //                        griddepcontrol.wait, QKV is read and A and the cache are written after it
 //
@@ -25,6 +27,7 @@
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes of K and V. A warp refills its own slots, so there is no empty
 // barrier: it releases a slot to the copy engine (pipeline::release_to_copy_engine) before it starts the next copy.
+//   kAsync: a group of copies a tile, also of none; a lane waits for its own, then the warp meets.
 //   The block meets once after queries, new key and new value are in shared memory, and once (the cluster) between
 //   writing and reading sums; clusters: once more before exit.
 //
@@ -32,7 +35,7 @@
 //               + 32 * kHeadDim                        queries, bf16 [16][kHeadDim], laid out as a tile of a page
 //               + 4 * kHeadDim                         the new key and the new value, bf16
 //               + kWarps * 128                         maximum and sum of each of 16 rows
-//               + kWarps * kStages * 8                 barriers
+//               + kWarps * kStages * 8                 barriers, where there are any
 // Global reads per token and KV head: 4 * kHeadDim bytes.
 //
 // Safety   for any numbers in the tables: a position that is not below max_positions, or leads out of the page table,
@@ -45,6 +48,7 @@
 #include "unweight/form/kv_page.cuh"
 #include "unweight/kernels/attention/softmax.cuh"
 #include "unweight/pipeline/ring.cuh"
+#include "unweight/ptx/async.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/bulk.cuh"
 #include "unweight/ptx/control.cuh"
@@ -74,8 +78,9 @@ struct Smem {
     static constexpr u32 kFresh = kQueries + kRows * Config::kHeadDim * 2;
     static constexpr u32 kStates = kFresh + 2 * Config::kHeadDim * 2;
     static constexpr u32 kBarriers = kStates + Config::kWarps * kStateBytes;
-    static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
+    static constexpr u32 kBytes = kBarriers + (Config::kAsync ? 0 : Config::kWarps * Config::kStages * 8);
 
+    static_assert(kTileBytes % 512 == 0, "a warp copies 512 bytes at a time");
     static_assert(kSumBytes <= kRingBytes, "a warp's sums lie over its ring");
 };
 
@@ -154,9 +159,13 @@ struct Kernel {
     UW_DEVICE u32 load_pages(u32 index) const {
         return index < tiles ? load_page(tile_of(index + lane) / kPageTiles) : ~0u;
     }
-    // By a converged warp that has released the slot to the copy engine.
+    // By a converged warp that has released the slot.
     UW_DEVICE void load_next() {
-        if (load_index >= tiles) return;
+        if (load_index < tiles) load_tile();
+        // Also without copies: a wait counts groups.
+        if constexpr (Config::kAsync) ptx::async_commit_group();
+    }
+    UW_DEVICE void load_tile() {
         if (load_index != 0 && load_index % 32 == 0) {
             pages = next_pages;
             next_pages = load_pages(load_index + 32);
@@ -165,19 +174,44 @@ struct Kernel {
         const bool refuse = page >= args.pages;
         refused = (refused & ~(1u << load_slot)) | u32(refuse) << load_slot;
         if (tile == last_tile) newest_page = page;
+        const u64 inside = u64(tile % kPageTiles) * (kTileTokens * kHeadDim);
         if (refuse) {
             report();
             // The slot's phase completes all the same.
-            if (ptx::elect_one()) ptx::mbarrier_arrive(barriers + load_slot * 8);
+            if (!Config::kAsync && ptx::elect_one()) ptx::mbarrier_arrive(barriers + load_slot * 8);
+        } else if constexpr (Config::kAsync) {
+            const u16 *keys = head_of(page, kKey) + inside, *values = head_of(page, kValue) + inside;
+#pragma unroll
+            for (u32 at = lane * 16; at < S::kTileBytes; at += 512) {
+                ptx::async_copy_x4(key_slot(load_slot) + at, keys + at / 2, true, policy);
+                ptx::async_copy_x4(value_slot(load_slot) + at, values + at / 2, true, policy);
+            }
         } else if (ptx::elect_one()) {
             const u32 barrier = barriers + load_slot * 8;
-            const u64 inside = u64(tile % kPageTiles) * (kTileTokens * kHeadDim);
             ptx::mbarrier_arrive_expect_tx(barrier, S::kSlotBytes);
             ptx::bulk_load(key_slot(load_slot), head_of(page, kKey) + inside, S::kTileBytes, barrier, policy);
             ptx::bulk_load(value_slot(load_slot), head_of(page, kValue) + inside, S::kTileBytes, barrier, policy);
         }
         load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
         ++load_index;
+    }
+
+    UW_DEVICE void wait_for_slot() const {
+        if constexpr (Config::kAsync) {
+            // Every lane its own copies, then all of them.
+            ptx::async_wait_group<Config::kStages - 1>();
+            ptx::sync_warp();
+        } else {
+            ptx::mbarrier_wait_parity(barriers + slot * 8, parity);
+        }
+    }
+    // By a converged warp after its last load from a slot.
+    UW_DEVICE static void release_slot() {
+        if constexpr (Config::kAsync) {
+            ptx::sync_warp();  // orders the lanes' loads before copies that any of them starts later (ptx/async.cuh)
+        } else {
+            pipeline::release_to_copy_engine();
+        }
     }
 
     // ---- the new token ---------------------------------------------------------------------------------------------
@@ -259,7 +293,7 @@ struct Kernel {
         }
     }
     UW_DEVICE void compute(u32 tile, const u32 (&q)[kHeadDim / 16][4]) {
-        ptx::mbarrier_wait_parity(barriers + slot * 8, parity);
+        wait_for_slot();
         const u32 first = tile * kTileTokens;
         const bool edge = first < first_token || tile == last_tile;
         if (edge) {
@@ -283,7 +317,7 @@ struct Kernel {
 #pragma unroll
         for (u32 s = 0; s < kHeadDim / 16; ++s) v[s] = ptx::load_matrix_transposed_x4(values.at(value_slot(slot), s));
         // Nothing has needed the values yet: the loads may still be in flight.
-        pipeline::release_to_copy_engine();
+        release_slot();
         load_next();
         u32 p[1][4];
         rows.weigh(scores, args.scale, p);
@@ -365,12 +399,14 @@ struct Kernel {
 
     // ---- the block's life ------------------------------------------------------------------------------------------
     UW_DEVICE void run() {
-        if (ptx::elect_one()) {
+        if constexpr (!Config::kAsync) {
+            if (ptx::elect_one()) {
 #pragma unroll
-            for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barriers + s * 8, 1);
-            ptx::fence_mbarrier_init();
+                for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barriers + s * 8, 1);
+                ptx::fence_mbarrier_init();
+            }
+            ptx::sync_warp();
         }
-        ptx::sync_warp();
         if (first_tile != 0) pages = load_pages(0);
         next_pages = load_pages(32);
 #pragma unroll

@@ -5,6 +5,8 @@
 //   u32  kHeadDim        16 * 1..8  elements of a head
 //   u32  kWarps          of a block, 16 rows each; a row is a query: a token and a head of the group
 //   u32  kStages         slots of the block's ring, a page (64 tokens) each; at least 2
+//   bool kAsync          all threads copy, 16 bytes at a time (cp.async), where otherwise an elected lane asks the copy
+//                        engine; there are no barriers then
 //   bool kPdl            programmatic dependent launch: nothing is read before griddepcontrol.wait, pages of earlier
 //                        tokens included (another chunk may just have written them)
 //
@@ -18,12 +20,14 @@
 // The order of sums is that of tokens: a row's bits follow from the tokens that it sees, from where pages begin, and
 // from nothing else.
 //
+// kAsync: all warps copy a page, a group of copies each, into the slot that everybody left before the block met.
+//
 // Barriers: full [kStages], 1 arrival + bytes of K and V; empty [kStages], an arrival of each warp that has met after
 // its last load from the slot. Warp 0 asks for a slot's next page in the middle of the page after, when most have left
 // it. The first and the last page hold tokens that are not to be seen by anyone: their values are set to zero in shared
 // memory (a weight of zero does not make a NaN one); then the block meets.
 //
-// Shared memory = kStages * (256 * kHeadDim + 16)
+// Shared memory = kStages * (256 * kHeadDim + 16), without the 16 where there are no barriers
 // Global reads per block: 4 * kHeadDim bytes per token that it sees, mostly from L2.
 //
 // Safety   for any numbers in the page table: a page number that is not below `pages` makes its tokens be left out;
@@ -34,6 +38,7 @@
 #include "unweight/form/kv_page.cuh"
 #include "unweight/kernels/attention/softmax.cuh"
 #include "unweight/pipeline/ring.cuh"
+#include "unweight/ptx/async.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/bulk.cuh"
 #include "unweight/ptx/control.cuh"
@@ -57,7 +62,7 @@ struct Smem {
 
     static constexpr u32 kRing = 0;
     static constexpr u32 kBarriers = Config::kStages * kSlotBytes;
-    static constexpr u32 kBytes = kBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;
+    static constexpr u32 kBytes = kBarriers + (Config::kAsync ? 0 : pipeline::Ring<Config::kStages>::kBarrierBytes);
 };
 
 template <class Config>
@@ -124,6 +129,35 @@ struct Kernel {
     // ---- load ------------------------------------------------------------------------------------------------------
     // Of the block's page `index`.
     UW_DEVICE u32 page_of(u32 index) const { return ptx::load_global(args.page_table + first_page + index); }
+    // By all warps, with kAsync: the next page, into the slot that everybody has left.
+    UW_DEVICE void copy_next() {
+        if (loaded < pages) {
+            const u32 page = page_of(loaded);
+            if (page < args.pages) {
+                const u16* from = args.layer + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, kKey);
+                // K and V of a KV head follow each other in a page, and in a slot.
+#pragma unroll 4
+                for (u32 at = (warp * 32 + lane) * 16; at < S::kSlotBytes; at += kThreads<Config> * 16) {
+                    ptx::async_copy_x4(key_slot(load.slot) + at, from + at / 2, true, policy);
+                }
+            } else if (warp == 0 && ptx::elect_one()) {
+                ptx::store_global(args.fault, 1 + first_row);
+            }
+            load.advance();
+            ++loaded;
+        }
+        // Also without copies: a wait counts groups.
+        ptx::async_commit_group();
+    }
+    // The page that comes next is there for everybody, and everybody has left the one before.
+    UW_DEVICE void wait_full() const {
+        if constexpr (Config::kAsync) {
+            ptx::async_wait_group<Config::kStages - 2>();  // this thread's copies
+            ptx::sync_block();                             // all threads', and their loads of the page before
+        } else {
+            ring.wait_full(use);
+        }
+    }
     // By warp 0: the next page, into the slot that everybody has left.
     UW_DEVICE void load_next() {
         if (loaded == pages) return;
@@ -178,7 +212,7 @@ struct Kernel {
                 ptx::store_shared_x4(value_slot(use.slot) + at, U32x4{0, 0, 0, 0});
             }
         }
-        ptx::fence_proxy_async_shared();  // stores come before the copy that refills the slot
+        if constexpr (!Config::kAsync) ptx::fence_proxy_async_shared();  // stores come before the copy that refills the slot
         ptx::sync_block();                // and before the loads of other warps
     }
     // Half a page, from token `first` of the sequence on, `inside` of the page.
@@ -235,16 +269,21 @@ struct Kernel {
 
     // ---- the block's life ------------------------------------------------------------------------------------------
     UW_DEVICE void run() {
-        if (warp == 0) {
-            if (ptx::elect_one()) {
-                ring.init(1, Config::kWarps);
-                ptx::fence_mbarrier_init();
+        if constexpr (!Config::kAsync) {
+            if (warp == 0) {
+                if (ptx::elect_one()) {
+                    ring.init(1, Config::kWarps);
+                    ptx::fence_mbarrier_init();
+                }
+                ptx::sync_warp();
             }
-            ptx::sync_warp();
+            ptx::sync_block();  // the barriers are there before anybody waits for one
         }
-        ptx::sync_block();  // the barriers are there before anybody waits for one
         if constexpr (Config::kPdl) ptx::grid_dependency_wait();
-        if (warp == 0) {
+        if constexpr (Config::kAsync) {
+#pragma unroll
+            for (u32 s = 0; s < Config::kStages - 1; ++s) copy_next();
+        } else if (warp == 0) {
 #pragma unroll
             for (u32 s = 0; s < Config::kStages; ++s) load_next();
         }
@@ -254,14 +293,17 @@ struct Kernel {
         for (u32 index = 0; index < pages; ++index) {
             const u32 first = (first_page + index) * kv::kPageTokens;
             const bool there = page_of(index) < args.pages;
-            ring.wait_full(use);
+            wait_full();
+            if constexpr (Config::kAsync) copy_next();
             if (there && (first < first_token || first + kv::kPageTokens - 1 > last_token)) clear_values(first);
             if (there && any_row) compute(first, 0, q);
             // The slot of the page before: whoever still reads it is not far behind.
-            if (warp == 0 && index != 0) load_next();
+            if (!Config::kAsync && warp == 0 && index != 0) load_next();
             if (there && any_row) compute(first + kTileTokens, kTileTokens, q);
-            ptx::sync_warp();  // every lane's loads come before the warp's arrival
-            if (ptx::elect_one()) ring.release(use.slot);
+            if constexpr (!Config::kAsync) {
+                ptx::sync_warp();  // every lane's loads come before the warp's arrival
+                if (ptx::elect_one()) ring.release(use.slot);
+            }
             use.advance();
         }
         store();
