@@ -22,7 +22,7 @@ use unweight::{
     format::{bundle::Bundle, glob::matches},
     rt::{
         choose::model::{Machine, PackedChooser},
-        device::{Device, DeviceInfo},
+        device::Device,
         env::{Env, JitMode},
         jit::cache::{CacheState, Kept, KernelCache, Progress},
         jit::compiler::{CompileRequest, Compiler, NvrtcCompiler},

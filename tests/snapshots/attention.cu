@@ -14,6 +14,7 @@ struct Config {
     static constexpr uw::u32 kWarps = 4;
     static constexpr uw::u32 kStages = 4;
     static constexpr uw::u32 kCluster = 1;
+    static constexpr bool kAsync = false;
     static constexpr bool kPdl = false;
 };
 

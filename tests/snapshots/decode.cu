@@ -13,6 +13,7 @@ struct Config {
     static constexpr uw::u32 kOutput = 0;
     static constexpr uw::u32 kCodeLimit = 6;
     static constexpr uw::u32 kWarps = 32;
+    static constexpr bool kAsync = false;
 };
 
 using Smem = uw::decode::Smem<Config>;

@@ -84,7 +84,7 @@ impl Guest {
     /// A kernel of the packer cannot be made, or the device failed.
     pub fn new(kernels: KernelSet, options: LoadOptions) -> Result<Self, DeviceError> {
         let info = kernels.device().info();
-        let chooser = PackedChooser::of(info.arch, info.sms, &info.name);
+        let chooser = PackedChooser::of(info.into(), &info.name);
         let stream = kernels.device().stream()?;
         Ok(Self {
             packer: Mutex::new(Packer::new(&stream, &kernels)?),

@@ -22,11 +22,15 @@ UW_DEVICE u32 uniform_warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x
 
 // True in exactly one lane of a converged warp.
 UW_DEVICE bool elect_one() {
+#if __CUDA_ARCH__ < 900
+    return threadIdx.x % 32 == 0;  // blocks have one dimension
+#else
     u32 chosen;
     asm volatile(
         "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
         : "=r"(chosen));
     return chosen != 0;
+#endif
 }
 
 UW_DEVICE void sync_warp() { __syncwarp(); }
