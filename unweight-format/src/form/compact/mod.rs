@@ -125,7 +125,7 @@ impl From<Uncompact> for Unfit {
 pub const ESCAPES_ONE_IN: u64 = packed::ESCAPES_ONE_IN;
 
 /// Most that the form may be above the Huffman form, in thousandths.
-const ABOVE_HUFFMAN: u64 = 5;
+const ABOVE_HUFFMAN: u64 = 20;
 
 /// Registers of a row block: four steps of four.
 const REGISTERS: usize = 16;
@@ -168,7 +168,7 @@ pub enum Uncompact {
         col: usize,
     },
     /// The Huffman form is smaller.
-    #[error("{bytes} bytes are more than {ABOVE_HUFFMAN} thousandths above the Huffman form's {huffman}")]
+    #[error("the sections are more than {ABOVE_HUFFMAN} thousandths larger than the Huffman form's")]
     Larger {
         /// Bytes of all sections.
         bytes: u64,
