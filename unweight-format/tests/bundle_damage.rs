@@ -232,7 +232,7 @@ fn hostile_manifests_are_refused() {
     fs::write(bundle.join("unweight.json"), &sound).unwrap();
     reseal(&bundle, |m| m["version"]["major"] = 2.into());
     let error = Bundle::open(&bundle).unwrap_err();
-    assert!(error.to_string().contains("2.1 is newer than this program's 1.2; update"), "{error}");
+    assert!(error.to_string().contains("2.2 is newer than this program's 1.2; update"), "{error}");
     assert_eq!(error.class(), ErrorClass::Failed);
     fs::write(bundle.join("unweight.json"), &sound).unwrap();
     reseal(&bundle, |m| {
