@@ -30,9 +30,8 @@ pub struct ClassWindow {
 }
 
 impl ClassWindow {
-    /// The window that costs least, of equals the lowest: the entropy of the classes and [`ESCAPE_BITS`] for each
-    /// element outside, in
-    /// integers, so that every machine chooses the same.
+    /// The window that costs least, of equals the lowest: the entropy of the classes and 64 bits for each element outside,
+    /// in integers, so that every machine chooses the same.
     pub fn best(histogram: &Histogram) -> Self {
         let cost = |base: u8| {
             let counts = Self { base }.class_counts(histogram);
