@@ -50,7 +50,7 @@ impl PackedUse {
 }
 
 /// What the model knows of a device: what its driver says, no measurement, so that every start on it chooses the same
-/// kernels and gives the same bits (docs/adr/0013-machines.md).
+/// kernels and gives the same bits (docs/adr/0014-machines.md).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Machine {
     /// What its kernels are compiled for.
