@@ -1348,9 +1348,11 @@ fn a_comparison_says_what_each_plan_says() {
     copy(&fixture().join("model"), &home.path().join("model"));
     let report = json(&run(home.path(), &["plan", "model", "--compare", "--json"], 0));
     let rows = report["rows"].as_array().unwrap();
-    // Two profiles with ten limits, two without Huffman codes.
-    assert_eq!(rows.len(), 22);
-    for (profile, limit) in [("distribution", 6), ("distribution", 15), ("inference", 7), ("palette", 7)] {
+    // Two profiles with ten limits, three without Huffman codes.
+    assert_eq!(rows.len(), 23);
+    for (profile, limit) in
+        [("distribution", 6), ("distribution", 15), ("inference", 7), ("palette", 7), ("compact", 7)]
+    {
         let plan = ["plan", "model", "--json", "--profile", profile, "--code-limit", &limit.to_string()];
         let plan = json(&run(home.path(), &plan, 0));
         let of_profile = |row: &&Value| row["profile"] == profile;
@@ -1364,7 +1366,7 @@ fn a_comparison_says_what_each_plan_says() {
         assert_eq!(sum("stored_bytes"), tensors.iter().map(|t| t["stored_bytes"].as_u64().unwrap()).sum::<u64>());
     }
     let table = stdout(&run(home.path(), &["plan", "model", "--compare", "--scope", "mlp"], 0));
-    assert_eq!(table.lines().count(), 1 + 1 + 22 + 1, "{table}");
+    assert_eq!(table.lines().count(), 1 + 1 + 23 + 1, "{table}");
     assert!(table.contains("(source)") && table.contains("attention") && !table.contains(" all  "), "{table}");
     run(home.path(), &["plan", "model", "--compare", "--profile", "palette"], 2);
     run(home.path(), &["plan", "nowhere", "--compare"], 2);
