@@ -6,15 +6,27 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
-    sync::OnceLock,
+    sync::{Arc, OnceLock},
     time::{Duration, Instant},
 };
 
 use serde_json::Value;
 use tempfile::TempDir;
-use unweight::format::{
-    bundle::{self, CompressOptions, Silent},
-    testing::demo_model::{self, DemoOptions},
+use unweight::{
+    codegen::spec::Arch,
+    engine::{Engine, EngineOptions},
+    format::{
+        bundle::{self, Bundle, CompressOptions, Silent},
+        testing::demo_model::{self, DemoOptions},
+    },
+    rt::{
+        Error,
+        choose::model::PackedChooser,
+        env::{Env, JitMode},
+        jit::cache::{CacheState, KernelCache, Policy},
+        jit::compiler::{CompileRequest, NvrtcCompiler},
+        layer::loader::{LoadOptions, reachable},
+    },
 };
 
 /// The command with nothing of the caller's environment that would change what it prints.
@@ -1223,6 +1235,95 @@ fn kernels_of_a_bundle_are_compiled_ahead() {
     assert!(second["kernels"].as_array().unwrap().iter().all(|kernel| kernel["state"] == "hit"), "{second}");
     run(home.path(), &["kernels", "compile", "--bundle", "bundle", "uw_sm90a_encode_stats"], 2);
     run(home.path(), &["kernels", "compile", "--max-batch", "8"], 2);
+}
+
+#[test]
+fn a_bundle_carries_its_kernels() {
+    assert!(
+        std::env::var_os("UNWEIGHT_NVRTC").is_some(),
+        "this test needs NVRTC: run `cargo xtask test`, which fetches it, or set UNWEIGHT_NVRTC"
+    );
+    let home = tempfile::tempdir().unwrap();
+    demo_model::write(&home.path().join("model"), &tiny()).unwrap();
+    run(home.path(), &["compress", "model", "-o", "bundle", "--profile", "resident"], 0);
+    let in_home = |arguments: &[&str], status: i32| {
+        let cache = home.path().join("cache");
+        let output = unweight(arguments).current_dir(&home).env("UNWEIGHT_CACHE_DIR", cache).output().unwrap();
+        assert_eq!(output.status.code(), Some(status), "{arguments:?} {}", stderr(&output));
+        output
+    };
+    let attach = ["kernels", "attach", "bundle", "--arch", "sm_90a", "--max-batch", "8", "--json"];
+    let attached = json(&in_home(&attach, 0));
+    documented("kernels attach", &attached);
+    let count = attached["kernels"].as_array().unwrap().len();
+    let refused = in_home(&attach[..3], 2);
+    assert!(stderr(&refused).contains("--force"), "{}", stderr(&refused));
+    let again = json(&in_home(&[&attach[..], &["--force"]].concat(), 0));
+    assert!(again["kernels"].as_array().unwrap().iter().all(|kernel| kernel["state"] == "hit"), "{again}");
+    assert_eq!(again["bytes"], attached["bytes"]);
+
+    let verified = json(&in_home(&["verify", "bundle", "--against", "model", "--json"], 0));
+    documented("verify", &verified);
+    assert_eq!(verified["attached_kernels"], count);
+    let inspected = json(&in_home(&["inspect", "bundle", "--json"], 0));
+    documented("inspect", &inspected);
+    assert_eq!(inspected["attached_kernels"].as_array().unwrap().len(), count);
+    let text = stdout(&in_home(&["inspect", "bundle"], 0));
+    assert!(text.contains(&format!("{count} kernels are attached for sm_90a, by nvrtc ")), "{text}");
+    in_home(&["decompress", "bundle", "-o", "restored"], 0);
+    same(&home.path().join("model"), &home.path().join("restored"));
+
+    // What loading this bundle and running it asks for, on a machine without NVRTC.
+    let bundle = Bundle::open(&home.path().join("bundle")).unwrap();
+    let mut specs = reachable(&bundle, LoadOptions::default().max_batch(8), PackedChooser::h200());
+    specs.extend(Engine::kernels(&bundle, &EngineOptions::default(), Arch::Sm90a).unwrap());
+    let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
+    assert!(requests.len() > 20, "{}", requests.len());
+    let mut env = Env::process().unwrap().clone();
+    env.nvrtc = Some(home.path().join("nowhere.so"));
+    let bare = |name: &str| {
+        let policy = Policy { mode: JitMode::Auto, lock_timeout: Duration::from_secs(1) };
+        KernelCache::new(policy, Some(&home.path().join(name)), Arc::new(NvrtcCompiler::new(&env)))
+    };
+    let trusting = bare("trusting").trust(bundle.attached().unwrap().unwrap());
+    let artifacts = trusting.compile_all(&requests, 2, &|_| {}).unwrap();
+    for (request, artifact) in requests.iter().zip(&artifacts) {
+        assert_eq!((&artifact.name, &artifact.state), (&request.name, &CacheState::Attached));
+    }
+    // The very ones that were compiled, though nothing is said of them but their bytes.
+    let policy = Policy { mode: JitMode::CacheOnly, lock_timeout: Duration::from_secs(1) };
+    let own = KernelCache::new(policy, Some(&home.path().join("cache")), Arc::new(NvrtcCompiler::new(&env)));
+    for (own, artifact) in own.compile_all(&requests, 2, &|_| {}).unwrap().iter().zip(&artifacts) {
+        assert_eq!(own.cubin, artifact.cubin);
+        assert_eq!((&own.resources, &own.compiler), (&artifact.resources, &artifact.compiler));
+    }
+    let different: BTreeSet<_> = requests.iter().map(|request| &request.name).collect();
+    let error = bare("careful").compile_all(&requests, 2, &|_| {}).unwrap_err();
+    let Error::NotCached { missing, .. } = &error else { panic!("{error}") };
+    assert_eq!(missing.len(), different.len(), "without a word of trust nothing of the bundle is used");
+
+    // Whoever runs it hears of them, once.
+    let generate = ["generate", "bundle", "--tokens", "1,2", "-n", "1", "--device", "99"];
+    let note = "attached kernels are run only with --trust-attached-kernels";
+    assert_eq!(stderr(&in_home(&generate, 2)).matches(note).count(), 1);
+    let trusted = [&generate[..], &["--trust-attached-kernels"]].concat();
+    assert!(!stderr(&in_home(&trusted, 2)).contains("attached"));
+
+    let path = home.path().join("bundle/unweight.kernels");
+    let mut bytes = fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&path, bytes).unwrap();
+    let damaged = json(&in_home(&["verify", "bundle", "--json"], 1));
+    assert_eq!(damaged["problems"][0]["file"], "unweight.kernels");
+    fs::write(&path, "unweight.kernels").unwrap();
+    assert!(stderr(&in_home(&trusted, 2)).contains("not used: unweight.kernels: cut off at byte 16"));
+    assert!(stderr(&in_home(&["inspect", "bundle"], 0)).contains("unweight.kernels: cut off at byte 16"));
+    let detached = json(&in_home(&["kernels", "detach", "bundle", "--json"], 0));
+    documented("kernels detach", &detached);
+    assert_eq!((&detached["detached"], &detached["bytes"]), (&true.into(), &16.into()));
+    assert_eq!(json(&in_home(&["kernels", "detach", "bundle", "--json"], 0))["detached"], false);
+    assert_eq!(json(&in_home(&["verify", "bundle", "--json"], 0))["attached_kernels"], 0);
+    assert!(stderr(&in_home(&trusted, 2)).contains("the bundle has no attached kernels"));
 }
 
 #[test]

@@ -18,6 +18,7 @@ use super::{
     failure::{Failure, Result},
     output::Output,
     plot,
+    trust::Trust,
 };
 
 /// Subcommands of `bench`.
@@ -128,6 +129,8 @@ pub struct DecodeBench {
     /// Number of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
+    #[command(flatten)]
+    trust: Trust,
 }
 
 /// Arguments of `bench stress`.
@@ -233,7 +236,7 @@ impl Bench {
                     (None, Some(config)) => DecodeModel::Geometry(config),
                     (None, None) => return Err(Failure::new("no model was given", "name a bundle, or a --geometry")),
                 };
-                let kernels = open(arguments.device)?;
+                let kernels = arguments.trust.kernels(arguments.device, bundle.as_ref(), output)?;
                 let mut options = DecodeOptions::default()
                     .context(arguments.context)
                     .prefill(arguments.prefill)

@@ -19,10 +19,6 @@ use unweight::{
     engine::{Engine, EngineOptions, Finish, Linears, LoadProgress, Rejected, Request, SampleParams, SeqId},
     format::bundle::Bundle,
     model::ModelConfig,
-    rt::{
-        device::{Device, KernelSet},
-        env::Env,
-    },
     text::{self, Message, StopStrings, Text, TextStream},
 };
 
@@ -30,6 +26,7 @@ use super::{
     failure::{Failure, Result},
     output::{Output, printable},
     progress, size,
+    trust::Trust,
 };
 
 /// Arguments of `generate`.
@@ -98,6 +95,8 @@ pub struct Generate {
     /// Number of the GPU
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
     device: usize,
+    #[command(flatten)]
+    trust: Trust,
     /// File for the logits of every token of the prompts: safetensors, BF16 `logits.I` [tokens, vocabulary]; replaces
     /// nothing but such a file
     #[arg(long, value_name = "FILE", help_heading = "Logits")]
@@ -220,8 +219,7 @@ impl Generate {
         }
 
         let start = Instant::now();
-        let kernels =
-            KernelSet::open(&Device::open(self.device)?, Env::process().map_err(|e| Failure::other(e.clone()))?);
+        let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
         let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
         // Until here a signal ends the process, as it does by itself: loading looks at no flag.
         let cancelled = progress::cancel_flag()?;

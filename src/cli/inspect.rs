@@ -1,6 +1,6 @@
 //! `unweight inspect`.
 
-use std::{io::Write, path::PathBuf};
+use std::{collections::BTreeSet, io::Write, path::PathBuf};
 
 use clap::{Args, ValueEnum};
 use clap_complete::engine::ArgValueCandidates;
@@ -8,7 +8,7 @@ use serde::Serialize;
 use unweight::format::{
     Histogram,
     bundle::manifest::{Layer, LayerMode, Options},
-    bundle::{Bundle, BundleError, BundleTensor, Progress, TensorReport},
+    bundle::{AttachedKernel, Bundle, BundleError, BundleTensor, Progress, TensorReport},
     glob::matches,
     safetensors,
 };
@@ -57,6 +57,7 @@ struct Report<'a> {
     tensors: Vec<TensorReport>,
     original_bytes: u64,
     stored_bytes: u64,
+    attached_kernels: Vec<AttachedKernel>,
     /// BF16 exponents of the tensors by value, if they were drawn.
     #[serde(skip_serializing_if = "Option::is_none")]
     exponent_counts: Option<Vec<u64>>,
@@ -78,7 +79,15 @@ impl Inspect {
                 "`unweight inspect BUNDLE` lists the names",
             ));
         }
+        let attached_kernels = match bundle.attached() {
+            Ok(attached) => attached.map_or_else(Vec::new, |attached| attached.kernels().to_vec()),
+            Err(error) => {
+                output.note(format_args!("{error}"));
+                Vec::new()
+            }
+        };
         let mut report = Report {
+            attached_kernels,
             creator: &manifest.creator,
             format_version: format!("{}.{}", manifest.version.major, manifest.version.minor),
             options: &manifest.options,
@@ -136,7 +145,22 @@ impl Report<'_> {
         select::tensors(&self.tensors).write(out)?;
         let totals =
             format!("\n{} tensors: {}", self.tensors.len(), select::percent(self.stored_bytes, self.original_bytes));
-        writeln!(out, "{totals} of {} bytes", self.original_bytes)
+        writeln!(out, "{totals} of {} bytes", self.original_bytes)?;
+        let kernels = &self.attached_kernels;
+        if kernels.is_empty() {
+            return Ok(());
+        }
+        let list = |of: fn(&AttachedKernel) -> String| {
+            kernels.iter().map(of).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>().join(", ")
+        };
+        writeln!(
+            out,
+            "{} kernels are attached for {}, by {}, {}",
+            kernels.len(),
+            list(|kernel| kernel.arch.clone()),
+            list(|kernel| format!("{} {}", kernel.compiler.name, kernel.compiler.version)),
+            output::bytes(kernels.iter().map(|kernel| kernel.bytes).sum()),
+        )
     }
 }
 

@@ -19,12 +19,15 @@ use unweight::{
         spec::{Arch, VariantSpec, catalog},
     },
     engine::{Engine, EngineOptions, options},
-    format::{bundle::Bundle, glob::matches},
+    format::{
+        bundle::{self as format, ATTACHED_NAME, Bundle, BundleError},
+        glob::matches,
+    },
     rt::{
         choose::model::{Machine, PackedChooser},
         device::Device,
         env::{Env, JitMode},
-        jit::cache::{CacheState, Kept, KernelCache, Progress},
+        jit::cache::{CacheState, Kept, KernelCache, Progress, attachable},
         jit::compiler::{CompileRequest, Compiler, NvrtcCompiler},
         jit::cubin::{self, KernelResources, Opcode},
         layer::loader::{LoadOptions, reachable},
@@ -47,6 +50,10 @@ pub enum Kernels {
     Emit(Emit),
     /// Compile kernels into the cache
     Compile(Compile),
+    /// Put compiled kernels into a bundle, for machines that cannot compile
+    Attach(Attach),
+    /// Remove the kernels that were attached to a bundle
+    Detach(Detach),
     /// Compile kernels aside and look at the machine code: exit 1 where one spills or waits where it should not
     Check(Names),
 }
@@ -93,6 +100,37 @@ pub struct Compile {
     threads: Option<usize>,
 }
 
+/// Arguments of `kernels attach`.
+#[derive(Args)]
+pub struct Attach {
+    /// Directory of the bundle
+    bundle: PathBuf,
+    /// An architecture to compile for; may be repeated [default: that of this machine's GPU, or sm_90a]
+    #[arg(long, value_name = "ARCH",
+          value_parser = PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name())).map(arch))]
+    arch: Vec<Arch>,
+    /// The largest batch that layers are loaded for
+    #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch,
+          value_parser = clap::value_parser!(u32).range(1..=65536))]
+    max_batch: u32,
+    /// Kernels for ordinary launches, not for programmatic dependent ones
+    #[arg(long)]
+    no_pdl: bool,
+    /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
+    #[arg(long, value_name = "N", value_parser = select::threads)]
+    threads: Option<usize>,
+    /// Replace the kernels that are attached
+    #[arg(long)]
+    force: bool,
+}
+
+/// Arguments of `kernels detach`.
+#[derive(Args)]
+pub struct Detach {
+    /// Directory of the bundle
+    bundle: PathBuf,
+}
+
 #[derive(Serialize)]
 struct Listed {
     name: String,
@@ -123,6 +161,29 @@ struct Compiled {
 }
 
 #[derive(Serialize)]
+struct WasAttached {
+    kernels: Vec<OneAttached>,
+    /// Bytes of the file.
+    bytes: u64,
+}
+
+#[derive(Serialize)]
+struct OneAttached {
+    name: String,
+    arch: String,
+    /// As of `kernels compile`.
+    state: &'static str,
+    cubin_bytes: usize,
+    compiler: String,
+}
+
+#[derive(Serialize)]
+struct Detached {
+    detached: bool,
+    bytes: u64,
+}
+
+#[derive(Serialize)]
 struct Checked {
     name: String,
     resources: KernelResources,
@@ -144,6 +205,8 @@ impl Kernels {
             Self::List(_) => "kernels list",
             Self::Emit(_) => "kernels emit",
             Self::Compile(_) => "kernels compile",
+            Self::Attach(_) => "kernels attach",
+            Self::Detach(_) => "kernels detach",
             Self::Check(_) => "kernels check",
         }
     }
@@ -154,6 +217,8 @@ impl Kernels {
             Self::List(names) => list(names, output),
             Self::Emit(arguments) => emit(arguments, output),
             Self::Compile(arguments) => compile(arguments, output),
+            Self::Attach(arguments) => attach(arguments, output),
+            Self::Detach(arguments) => detach(arguments, output),
             Self::Check(names) => check(names, output),
         }
     }
@@ -285,6 +350,97 @@ fn chooser(arch: Option<Arch>, output: Output) -> PackedChooser {
     }
 }
 
+/// What loading a bundle and running its model can ask for.
+fn of_bundle(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser, output: Output) -> Vec<VariantSpec> {
+    let arch = chooser.arch();
+    let mut specs = reachable(bundle, options, chooser);
+    // What `generate` runs beside them, at every batch.
+    let engine = EngineOptions::default().max_batch(options::MAX_BATCH);
+    match Engine::kernels(bundle, &engine, arch) {
+        Ok(more) => specs.extend(more),
+        Err(error) => output.note(format_args!("only kernels of linears: {error}")),
+    }
+    specs
+}
+
+fn render(specs: &[VariantSpec]) -> Result<Vec<CompileRequest>> {
+    Ok(specs.iter().map(CompileRequest::render).collect::<std::result::Result<Vec<_>, _>>()?)
+}
+
+/// Says which kernel is ready.
+fn note_ready(output: Output, progress: &Progress<'_>) {
+    let artifact = progress.artifact;
+    output.note(format_args!(
+        "[{:>3}/{}] {} {:.0} ms{}",
+        progress.done,
+        progress.total,
+        artifact.name,
+        artifact.elapsed.as_secs_f64() * 1e3,
+        if artifact.state.is_hit() { " (cached)" } else { "" },
+    ));
+}
+
+fn word(state: &CacheState) -> &'static str {
+    if state.is_hit() { "hit" } else { "compiled" }
+}
+
+/// What the user's own cache and compiler make is attached, never what was attached before.
+fn attach(arguments: &Attach, output: Output) -> Result<()> {
+    let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
+    let bundle = Bundle::open(&arguments.bundle)?;
+    // Known before minutes of compiling.
+    let path = arguments.bundle.join(ATTACHED_NAME);
+    if !arguments.force && path.symlink_metadata().is_ok() {
+        return Err(BundleError::OutputExists { path }.into());
+    }
+    let options = LoadOptions::default().max_batch(arguments.max_batch).pdl(!arguments.no_pdl);
+    let choosers = match arguments.arch.as_slice() {
+        [] => vec![chooser(None, output)],
+        archs => archs.iter().map(|arch| chooser(Some(*arch), output)).collect(),
+    };
+    let mut specs: Vec<VariantSpec> = Vec::new();
+    for chooser in choosers {
+        let more = of_bundle(&bundle, options, chooser, output);
+        specs.extend(more);
+    }
+    specs.sort();
+    specs.dedup();
+    let requests = render(&specs)?;
+    let cache = KernelCache::open(env);
+    let threads = arguments.threads.unwrap_or(env.jit_threads);
+    let artifacts = cache.compile_all(&requests, threads, &|progress| note_ready(output, progress))?;
+    let entries: Vec<_> = requests
+        .iter()
+        .zip(&artifacts)
+        .map(|(request, artifact)| (attachable(request, artifact), &*artifact.cubin))
+        .collect();
+    let bytes = format::attach(&arguments.bundle, &entries, arguments.force)?;
+    let kernels = entries.iter().zip(&artifacts).map(|((entry, _), artifact)| OneAttached {
+        name: entry.name.clone(),
+        arch: entry.arch.clone(),
+        state: word(&artifact.state),
+        cubin_bytes: artifact.cubin.len(),
+        compiler: artifact.compiler.to_string(),
+    });
+    let report = WasAttached { kernels: kernels.collect(), bytes };
+    output.summary("kernels attach", &report, |out| {
+        let (count, bytes) = (report.kernels.len(), output::bytes(report.bytes));
+        writeln!(out, "{}: {count} kernels, {bytes}; --trust-attached-kernels runs them", path.display())
+    })
+}
+
+fn detach(arguments: &Detach, output: Output) -> Result<()> {
+    let bytes = format::detach(&arguments.bundle)?;
+    let report = Detached { detached: bytes.is_some(), bytes: bytes.unwrap_or(0) };
+    output.summary("kernels detach", &report, |out| {
+        let path = arguments.bundle.join(ATTACHED_NAME);
+        match report.detached {
+            true => writeln!(out, "{}: removed, {}", path.display(), output::bytes(report.bytes)),
+            false => writeln!(out, "{}: there is none", path.display()),
+        }
+    })
+}
+
 fn compile(arguments: &Compile, output: Output) -> Result<()> {
     let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
     if env.jit == JitMode::Off {
@@ -294,34 +450,14 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         None => arguments.names.specs()?,
         Some(folder) => {
             let options = LoadOptions::default().max_batch(arguments.max_batch).pdl(!arguments.no_pdl);
-            let bundle = Bundle::open(folder)?;
-            let chooser = chooser(arguments.names.arch, output);
-            let arch = chooser.arch();
-            let mut specs = reachable(&bundle, options, chooser);
-            // What `generate` runs beside them, at every batch.
-            let engine = EngineOptions::default().max_batch(options::MAX_BATCH);
-            match Engine::kernels(&bundle, &engine, arch) {
-                Ok(more) => specs.extend(more),
-                Err(error) => output.note(format_args!("only kernels of linears: {error}")),
-            }
-            specs
+            of_bundle(&Bundle::open(folder)?, options, chooser(arguments.names.arch, output), output)
         }
     };
-    let requests = specs.iter().map(CompileRequest::render).collect::<std::result::Result<Vec<_>, _>>()?;
+    let requests = render(&specs)?;
     let cache = KernelCache::open(env);
     cache.store().map_err(|unusable| Failure::other(unusable.clone()))?;
-    let progress = |progress: &Progress<'_>| {
-        let artifact = progress.artifact;
-        output.note(format_args!(
-            "[{:>3}/{}] {} {:.0} ms{}",
-            progress.done,
-            progress.total,
-            artifact.name,
-            artifact.elapsed.as_secs_f64() * 1e3,
-            if artifact.state.is_hit() { " (cached)" } else { "" },
-        ));
-    };
-    let artifacts = cache.compile_all(&requests, arguments.threads.unwrap_or(env.jit_threads), &progress)?;
+    let threads = arguments.threads.unwrap_or(env.jit_threads);
+    let artifacts = cache.compile_all(&requests, threads, &|progress| note_ready(output, progress))?;
     let kernels: Vec<_> = artifacts
         .into_iter()
         .map(|artifact| Compiled {
@@ -330,10 +466,7 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
                 CacheState::Compiled { kept: Kept::NotStored(why), .. } => Some(why.clone()),
                 _ => None,
             },
-            state: match artifact.state {
-                CacheState::Hit | CacheState::HitAfterWait => "hit",
-                CacheState::Compiled { .. } => "compiled",
-            },
+            state: word(&artifact.state),
             compile_ms: artifact.elapsed.as_secs_f64() * 1e3,
             cubin_bytes: artifact.cubin.len(),
             compiler: artifact.compiler.to_string(),

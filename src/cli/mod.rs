@@ -30,6 +30,7 @@ mod serve;
 mod sign;
 mod size;
 mod source;
+mod trust;
 mod verify;
 
 use std::{io::Write, process::ExitCode};

@@ -12,10 +12,6 @@ use serde::Serialize;
 use unweight::{
     engine::{Engine, EngineOptions},
     format::bundle::Bundle,
-    rt::{
-        device::{Device, KernelSet},
-        env::Env,
-    },
     serve::{Backend, CpuError, CpuReference, Ended, ServeError, ServeOptions, serve},
     text::Text,
 };
@@ -25,6 +21,7 @@ use super::{
     generate::{Form, note_load, text_of},
     output::Output,
     progress, size,
+    trust::Trust,
 };
 
 /// The variable of the API key.
@@ -71,6 +68,8 @@ pub struct Serve {
     /// Number of the GPU
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
     device: usize,
+    #[command(flatten)]
+    trust: Trust,
     /// Run a tiny model on the CPU, slowly: for tests
     #[arg(long, hide = true)]
     cpu_reference: bool,
@@ -108,8 +107,7 @@ impl Serve {
             let mut model = CpuReference::load(&bundle, &self.engine_options()).map_err(Failure::other)?;
             return self.serve(&mut model, text, listener, options, start, output);
         }
-        let kernels =
-            KernelSet::open(&Device::open(self.device)?, Env::process().map_err(|e| Failure::other(e.clone()))?);
+        let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
         let mut engine = Engine::load(&kernels, &bundle, self.engine_options(), &|loaded| note_load(output, loaded))?;
         if output.verbose > 0 {
             output.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));

@@ -6,8 +6,9 @@ use crate::harness::gpu;
 use unweight_codegen::{
     VariantSpec,
     plan::GemmShape,
-    spec::{Arch, DecodeOutput, Epilogue},
+    spec::{Arch, DecodeOutput, Epilogue, catalog},
 };
+use unweight_format::bundle::Attached;
 use unweight_rt::{
     choose::{
         graph::decoder,
@@ -16,7 +17,7 @@ use unweight_rt::{
     device::module::LoadedKernel,
     device::{Device, KernelSet},
     env::{Env, JitMode},
-    jit::cache::{KernelCache, Policy},
+    jit::cache::{Artifact, KernelCache, Policy, attachable},
     jit::compiler::{CompileRequest, NvrtcCompiler},
 };
 
@@ -101,6 +102,54 @@ fn a_cold_bundle_takes_seconds_and_a_warm_one_milliseconds() {
 
     assert!(cold_ms < 3000.0, "cold: {cold_ms:.0} ms, target 3000");
     assert!(warm_ms < 50.0, "warm: {warm_ms:.1} ms, target 50");
+}
+
+/// A bundle's kernels are loaded without a compiler; those that the driver refuses are compiled, without a word.
+#[test]
+#[ignore = "needs a GPU"]
+fn attached_kernels_are_loaded_and_refused_ones_compiled() {
+    let kernels = gpu();
+    let env = Env::process().unwrap();
+    let arch = kernels.device().info().arch;
+    let specs: Vec<VariantSpec> = catalog::all(arch).into_iter().filter(|spec| spec.op.family() == "encode").collect();
+    assert!(specs.len() > 1);
+    let home = tempfile::tempdir().unwrap();
+    let requests = specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().unwrap();
+    let own = cache(env, &home.path().join("own")).compile_all(&requests, env.jit_threads, &|_| {}).unwrap();
+    let attached = |foreign: Option<&Artifact>| {
+        let artifacts = std::iter::once(foreign.unwrap_or(&own[0])).chain(&own[1..]);
+        let entries: Vec<_> = requests
+            .iter()
+            .zip(artifacts)
+            .map(|(request, kernel)| (attachable(request, kernel), &*kernel.cubin))
+            .collect();
+        let path = home.path().join("kernels");
+        std::fs::write(&path, Attached::encode(&entries).unwrap()).unwrap();
+        Attached::open(&path).unwrap().unwrap()
+    };
+    // Nothing but the driver.
+    let mut bare = env.clone();
+    bare.nvrtc = Some(home.path().join("nowhere.so"));
+    let trusting = cache(&bare, &home.path().join("bare")).trust(attached(None));
+    let prepared = KernelSet::new(kernels.device(), trusting, 1).prepare(&specs, &|_| {}).unwrap();
+    assert_eq!((prepared.loaded, prepared.compiled), (specs.len(), 0));
+    // The first is for another generation, under the key of this one.
+    let other = if arch == Arch::Sm80 { "sm_90" } else { "sm_80" };
+    let foreign = CompileRequest { arch: other.to_owned(), ..requests[0].clone() };
+    let foreign = cache(env, &home.path().join("foreign")).get(&foreign).unwrap();
+    assert_ne!(foreign.cubin, own[0].cubin);
+    let set = KernelSet::new(
+        kernels.device(),
+        cache(env, &home.path().join("empty")).trust(attached(Some(&foreign))),
+        env.jit_threads,
+    );
+    let prepared = set.prepare(&specs, &|_| {}).unwrap();
+    assert_eq!((prepared.loaded, prepared.compiled), (specs.len(), 1));
+    assert!(specs.iter().all(|spec| set.try_get(spec).is_some()));
+    let set =
+        KernelSet::new(kernels.device(), cache(&bare, &home.path().join("bare")).trust(attached(Some(&foreign))), 1);
+    assert!(set.get(&specs[0]).is_err(), "refused by the driver, and nobody compiles");
+    assert!(set.get(&specs[1]).is_ok());
 }
 
 /// Not a test of its own: what the test above starts as a new process.

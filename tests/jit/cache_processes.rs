@@ -69,6 +69,7 @@ fn child() {
         assert_eq!(&*artifact.cubin, FakeCompiler::output(request), "{}", request.name);
         let state = match &artifact.state {
             CacheState::Hit => "hit".to_owned(),
+            CacheState::Attached => "attached".to_owned(),
             CacheState::HitAfterWait => "waited".to_owned(),
             CacheState::Compiled { why, kept } => format!("compiled why={why:?} kept={kept:?}"),
         };

@@ -408,6 +408,12 @@ pub enum BundleError {
         /// The file.
         file: String,
     },
+    /// Attached kernels that cannot be used.
+    #[error("unweight.kernels: {reason}; detach the kernels, or attach them again")]
+    Attached {
+        /// Why.
+        reason: String,
+    },
     /// A part of a bundle file is not what the manifest says.
     #[error(
         "{file}: {what} at byte {offset}: expected {expected}, got {got}; the file is damaged: fetch or compress it again"
@@ -503,6 +509,7 @@ impl BundleError {
             | Self::ExtraFile { .. }
             | Self::Signature { .. }
             | Self::Unproven { .. }
+            | Self::Attached { .. }
             | Self::Codec { .. } => ErrorClass::Mismatch,
             Self::Part { source, .. } => source.class(),
             Self::Interrupted { .. } | Self::Cancelled => ErrorClass::Interrupted,

@@ -8,11 +8,13 @@
 //!   model-00001-of-00002.safetensors --encode--> model-00001-of-00002.safetensors
 //!   model-00002-of-00002.safetensors             model-00002-of-00002.safetensors
 //!                                                unweight.json: what everything was and is, and its digests
+//!                                                (unweight.kernels: compiled kernels, if some were attached)
 //! ```
 //! [`compress`] makes one, [`plan`] predicts it, [`decompress`] gives back the files byte for byte, [`verify`] checks every
 //! byte, and [`Bundle`] reads tensors for a runtime. Several machines make
 //! one bundle in [parts](Part), which [`merge`] joins. The source is never written to; an output appears under its name when it is complete.
 
+mod attached;
 pub(crate) mod compress;
 mod config;
 mod decompress;
@@ -34,6 +36,7 @@ mod stream;
 mod verify;
 
 pub use crate::named::UnknownName;
+pub use attached::{ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, attach, detach};
 pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};

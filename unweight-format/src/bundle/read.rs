@@ -11,6 +11,7 @@ use rayon::prelude::*;
 
 use super::{
     BundleError,
+    attached::{self, Attached},
     files::{self, Input},
     part::PartFile,
     pipeline::{Work, batches_from, on_threads},
@@ -101,6 +102,14 @@ impl Bundle {
     /// The manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
+    }
+
+    /// The kernels that were attached to the bundle, if there are any: code of whoever attached them.
+    ///
+    /// # Errors
+    /// They cannot be read, or are damaged; no weight is.
+    pub fn attached(&self) -> Result<Option<Attached>, BundleError> {
+        attached::of_bundle(&self.dir, &self.manifest)
     }
 
     /// Every tensor, in the order of files and of their data.

@@ -249,6 +249,8 @@ pub struct VerifyReport {
     pub stored_bytes: u64,
     /// Bytes decoded.
     pub original_bytes: u64,
+    /// Kernels attached to the bundle that were checked.
+    pub attached_kernels: u64,
     /// The source directory was compared, too.
     pub against_source: bool,
     /// Trusted comment of the signature, if a key was given and it is right.

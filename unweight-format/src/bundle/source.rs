@@ -8,7 +8,9 @@ use std::{
 use serde::Deserialize;
 
 use super::{
-    BundleError, LargeCopy, Selection, UnmarkedConfig, config,
+    BundleError, LargeCopy, Selection, UnmarkedConfig,
+    attached::ATTACHED_NAME,
+    config,
     files::{self, Input, Stamp},
 };
 use crate::{
@@ -93,7 +95,7 @@ impl Source {
         }
         let changed = source.files.iter().filter(|file| matches!(file.kind, Kind::Index(_) | Kind::Config(_)));
         let beside = changed.map(|file| format!("{}{}", file.name, manifest::SOURCE_SUFFIX));
-        let own = [manifest::FILE_NAME, manifest::SIGNATURE_NAME].map(str::to_owned);
+        let own = [manifest::FILE_NAME, manifest::SIGNATURE_NAME, ATTACHED_NAME].map(str::to_owned);
         let reserved: HashSet<String> = beside.chain(own).collect();
         for file in &source.files {
             // The file, or a folder above it.

@@ -25,6 +25,7 @@ use rustix::{
 
 use super::{
     BundleError,
+    attached::{ATTACHED_NAME, PARTIAL_NAME},
     files::{self, Input, Stamp},
     manifest::{self, FileEntry},
     part::{self, PartFile},
@@ -357,7 +358,9 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
                 _ => Vec::new(),
             };
             if !stored.is_empty() {
-                stored.extend([manifest::FILE_NAME, manifest::SIGNATURE_NAME].map(str::to_owned));
+                let own = [manifest::FILE_NAME, manifest::SIGNATURE_NAME];
+                // Compiled once, and compiled again where they are missed.
+                stored.extend(own.into_iter().chain([ATTACHED_NAME, PARTIAL_NAME]).map(str::to_owned));
             }
             stored.into_iter().map(|name| (name, None)).collect()
         }

@@ -6,6 +6,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     BundleError, ErrorClass, Problem, Progress, VerifyOptions, VerifyReport,
+    attached::{self, ATTACHED_NAME},
     decompress::{check_contents, check_sha256, compare_original},
     files::{self, Input},
     pipeline::{Work, on_threads},
@@ -49,6 +50,7 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
         tensors: 0,
         stored_bytes: 0,
         original_bytes: 0,
+        attached_kernels: 0,
         against_source: against.is_some(),
         quick: options.quick,
         signature: None,
@@ -65,6 +67,8 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
     let total: u64 = manifest.files.iter().map(FileEntry::size).sum();
     progress.start(total.saturating_mul(if against.is_some() { 2 } else { 1 }));
     extra_files(bundle, &manifest, &mut report)?;
+    let checked = check_attached(bundle, &manifest, options.quick, progress, &mut report);
+    note(&mut report, ATTACHED_NAME, None, checked)?;
     for file in &manifest.files {
         progress.file(file.name());
         report.files += 1;
@@ -154,9 +158,31 @@ fn extra_files(bundle: &Path, manifest: &Manifest, report: &mut VerifyReport) ->
         if [manifest::FILE_NAME, manifest::SIGNATURE_NAME].contains(&file.as_str()) {
             report.files += 1;
             report.stored_bytes += path.metadata().map_err(BundleError::io("look at the file", &path))?.len();
-        } else if !known.contains(&file) {
+        } else if !known.contains(&file) && file != ATTACHED_NAME {
             let error = BundleError::ExtraFile { file: file.clone() };
             report.problems.push(Problem::new(&error, &file, None));
+        }
+    }
+    Ok(())
+}
+
+/// Kernels that were attached, if there are any.
+fn check_attached(
+    bundle: &Path,
+    manifest: &Manifest,
+    quick: bool,
+    progress: &dyn Progress,
+    report: &mut VerifyReport,
+) -> Result<(), BundleError> {
+    let Some(attached) = attached::of_bundle(bundle, manifest)? else { return Ok(()) };
+    progress.file(ATTACHED_NAME);
+    report.files += 1;
+    report.stored_bytes += attached.bytes();
+    for kernel in attached.kernels() {
+        check_cancelled(progress)?;
+        report.attached_kernels += 1;
+        if !quick {
+            note(report, ATTACHED_NAME, None, attached.read(kernel).map(|_| ()))?;
         }
     }
     Ok(())

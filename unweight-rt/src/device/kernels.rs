@@ -13,7 +13,7 @@ use crate::{
     device::{Device, DeviceError, module::LoadedKernel},
     env::Env,
     jit::{
-        cache::{Artifact, KernelCache, Progress},
+        cache::{Artifact, CacheState, KernelCache, Progress},
         compiler::CompileRequest,
     },
 };
@@ -70,8 +70,19 @@ impl KernelSet {
         let missing: Vec<VariantSpec> = missing.into_iter().collect();
         let requests = missing.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>()?;
         let artifacts = self.cache.compile_all(&requests, self.threads, progress)?;
-        let compiled = artifacts.iter().filter(|artifact| !artifact.state.is_hit()).count();
-        for (spec, artifact) in missing.iter().zip(&artifacts) {
+        let mut compiled = artifacts.iter().filter(|artifact| !artifact.state.is_hit()).count();
+        let mut refused = Vec::new();
+        for ((spec, request), artifact) in missing.iter().zip(requests).zip(&artifacts) {
+            match self.load(spec, artifact) {
+                // Attached for another driver, or by whoever knows no better.
+                Err(_) if artifact.state == CacheState::Attached => refused.push((spec, request)),
+                loaded => drop(loaded?),
+            }
+        }
+        let (specs, requests): (Vec<_>, Vec<_>) = refused.into_iter().unzip();
+        let own = self.cache.compile_own(&requests, self.threads, progress)?;
+        compiled += own.iter().filter(|artifact| !artifact.state.is_hit()).count();
+        for (spec, artifact) in specs.into_iter().zip(&own) {
             self.load(spec, artifact)?;
         }
         Ok(Prepared { loaded: missing.len(), compiled, elapsed: start.elapsed() })
@@ -85,8 +96,15 @@ impl KernelSet {
         if let Some(kernel) = self.try_get(spec) {
             return Ok(kernel);
         }
-        let artifact = self.cache.get(&CompileRequest::render(spec)?)?;
-        self.load(spec, &artifact)
+        let request = CompileRequest::render(spec)?;
+        let artifact = self.cache.get(&request)?;
+        match self.load(spec, &artifact) {
+            // As in `prepare`. One request gives one artifact.
+            Err(_) if artifact.state == CacheState::Attached => {
+                self.load(spec, &self.cache.compile_own(&[request], 1, &|_| {})?.swap_remove(0))
+            }
+            loaded => loaded,
+        }
     }
 
     /// Kernels that are loaded.

@@ -12,6 +12,8 @@
 //! What may go wrong with a folder (read-only, full, damaged, somebody else's, a process killed half-way) is a miss with a
 //! reason, never an error: [`CacheState`] tells it. The caller of a compile always gets the bytes of its own compile, also
 //! where another process stored the same kernel first. docs/cache.md describes the whole.
+//!
+//! Kernels that are attached to a bundle come before all of this, if the caller trusts them ([`KernelCache::trust`]).
 
 mod key;
 mod lock;
@@ -28,11 +30,22 @@ pub use key::{Key, SCHEMA, SourceKey};
 pub use prune::{Listed, Removed, Verified};
 pub use store::{Entry, FileRecord, Kept, Lookup, Meta, Store, Unusable};
 
+use unweight_format::bundle::{Attached, AttachedBy, AttachedKernel};
+
 use crate::env::{Env, JitMode};
 use crate::jit::compiler::{CompileRequest, Compiler, CompilerId, NvrtcCompiler};
-use crate::jit::cubin::KernelResources;
+use crate::jit::cubin::{self, KernelResources};
 use crate::jit::error::{Error, MissingKernel, NotCompiled};
 use lock::Lock;
+
+/// The entry of a kernel that is to be attached to a bundle: it is found there as in the store, by the digest of `request`
+/// and by its name.
+pub fn attachable(request: &CompileRequest, artifact: &Artifact) -> AttachedKernel {
+    let CompilerId { name, version, build } = artifact.compiler.clone();
+    let by = AttachedBy { name, version, build };
+    let source = SourceKey::of(request).to_string();
+    AttachedKernel::new(artifact.name.clone(), request.arch.clone(), source, by, &artifact.cubin)
+}
 
 /// A kernel that is ready to be loaded.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,6 +71,8 @@ pub struct Artifact {
 pub enum CacheState {
     /// It was in the store.
     Hit,
+    /// It was attached to the bundle.
+    Attached,
     /// It was not, but another thread or process stored it while we waited for the lock.
     HitAfterWait,
     /// It was compiled.
@@ -81,7 +96,8 @@ impl CacheState {
 pub enum Miss {
     /// The store did not hold it.
     Absent,
-    /// The store held a damaged entry, which was removed if that was possible.
+    /// The store held a damaged entry, which was removed if that was possible; or a kernel attached to the bundle is not what
+    /// its entry says.
     Damaged(String),
     /// Somebody else compiled the same kernel for longer than the timeout.
     LockTimeout(Duration),
@@ -116,6 +132,8 @@ pub struct KernelCache {
     policy: Policy,
     store: Result<Store, Unusable>,
     compiler: Arc<dyn Compiler>,
+    /// Looked into first.
+    attached: Option<Attached>,
 }
 
 impl KernelCache {
@@ -137,7 +155,17 @@ impl KernelCache {
                 why: "neither UNWEIGHT_CACHE_DIR, XDG_CACHE_HOME nor HOME says where caches live".to_owned(),
             }),
         };
-        KernelCache { policy, store, compiler }
+        KernelCache { policy, store, compiler, attached: None }
+    }
+
+    /// Takes kernels that are attached to a bundle, where they were made of the very sources that are asked for; the store and
+    /// the compiler are for the others.
+    ///
+    /// **This runs code of whoever made the bundle**, with the rights of this process: no digest tells where it is from. What
+    /// is taken from there is never put into the store. `UNWEIGHT_JIT=off` passes over it, too.
+    #[must_use]
+    pub fn trust(self, attached: Attached) -> KernelCache {
+        KernelCache { attached: Some(attached), ..self }
     }
 
     /// The store, or why there is none.
@@ -168,27 +196,74 @@ impl KernelCache {
         threads: usize,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Vec<Artifact>, Error> {
-        let mut unique: Vec<(&CompileRequest, SourceKey)> = Vec::new();
+        self.all(requests, self.attached.as_ref(), threads, progress)
+    }
+
+    /// As [`KernelCache::compile_all`], without what is attached: for kernels that the driver did not take.
+    pub(crate) fn compile_own(
+        &self,
+        requests: &[CompileRequest],
+        threads: usize,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<Vec<Artifact>, Error> {
+        self.all(requests, None, threads, progress)
+    }
+
+    fn all(
+        &self,
+        requests: &[CompileRequest],
+        attached: Option<&Attached>,
+        threads: usize,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<Vec<Artifact>, Error> {
+        let mut unique: Vec<Wanted<'_>> = Vec::new();
         let mut seen: HashMap<SourceKey, usize> = HashMap::new();
         let mut order = Vec::with_capacity(requests.len());
         for request in requests {
             let source = SourceKey::of(request);
             order.push(*seen.entry(source).or_insert_with(|| {
-                unique.push((request, source));
+                unique.push(Wanted { request, source, damage: None });
                 unique.len() - 1
             }));
         }
-        let results = match self.source_of_kernels() {
-            Supply::StoreOnly(why) => {
-                let found = self.all_from_store(&unique, why)?;
-                for (index, artifact) in found.iter().enumerate() {
-                    progress(&Progress { done: index + 1, total: found.len(), artifact });
-                }
-                found
+        let total = unique.len();
+        let attached = attached.filter(|_| self.policy.mode != JitMode::Off);
+        let mut results: Vec<Option<Artifact>> = unique.iter_mut().map(|wanted| wanted.find_in(attached)).collect();
+        let (missing, places): (Vec<Wanted<'_>>, Vec<usize>) =
+            unique.into_iter().enumerate().filter(|(at, _)| results[*at].is_none()).map(|(at, one)| (one, at)).unzip();
+        let found = total - missing.len();
+        let tell = |artifacts: &[&Artifact], before: usize| {
+            for (index, artifact) in artifacts.iter().enumerate() {
+                progress(&Progress { done: before + index + 1, total, artifact });
             }
-            Supply::CompiledBy(compiler) => self.all_compiled(&unique, &compiler, threads, progress)?,
         };
-        Ok(order.into_iter().map(|index| results[index].clone()).collect())
+        let ready: Vec<&Artifact> = results.iter().flatten().collect();
+        // Without a kernel that is missing, no compiler is looked for.
+        let made = if missing.is_empty() {
+            tell(&ready, 0);
+            Vec::new()
+        } else {
+            match self.source_of_kernels() {
+                Supply::StoreOnly(why) => {
+                    let stored = self.all_from_store(&missing, why)?;
+                    tell(&ready, 0);
+                    tell(&stored.iter().collect::<Vec<_>>(), found);
+                    stored
+                }
+                Supply::CompiledBy(compiler) => {
+                    tell(&ready, 0);
+                    let behind = |made: &Progress<'_>| {
+                        progress(&Progress { done: found + made.done, total, artifact: made.artifact });
+                    };
+                    self.all_compiled(&missing, &compiler, threads, &behind)?
+                }
+            }
+        };
+        for (place, artifact) in places.into_iter().zip(made) {
+            results[place] = Some(artifact);
+        }
+        // Each was found, or stood among the missing ones.
+        Ok(order.into_iter().filter_map(|index| results[index].clone()).collect())
     }
 
     fn source_of_kernels(&self) -> Supply {
@@ -203,21 +278,17 @@ impl KernelCache {
         }
     }
 
-    fn all_from_store(
-        &self,
-        unique: &[(&CompileRequest, SourceKey)],
-        why: NotCompiled,
-    ) -> Result<Vec<Artifact>, Error> {
+    fn all_from_store(&self, unique: &[Wanted<'_>], why: NotCompiled) -> Result<Vec<Artifact>, Error> {
         let mut missing = Vec::new();
         let mut found = Vec::new();
-        for (request, source) in unique {
+        for wanted @ Wanted { request, source, .. } in unique {
             let start = Instant::now();
             let why = match self.store.as_ref().map(|store| store.get_any(&request.name, source)) {
                 Ok(Lookup::Hit(entry)) => {
                     found.push(from_entry(*entry, CacheState::Hit, start));
                     continue;
                 }
-                Ok(Lookup::Absent) => Miss::Absent,
+                Ok(Lookup::Absent) => wanted.absent(),
                 Ok(Lookup::Damaged(damage)) => Miss::Damaged(damage),
                 Err(unusable) => Miss::NoStore(unusable.clone()),
             };
@@ -232,7 +303,7 @@ impl KernelCache {
 
     fn all_compiled(
         &self,
-        unique: &[(&CompileRequest, SourceKey)],
+        unique: &[Wanted<'_>],
         compiler: &CompilerId,
         threads: usize,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
@@ -244,8 +315,8 @@ impl KernelCache {
         let work = || {
             loop {
                 let index = next.fetch_add(1, Ordering::Relaxed);
-                let Some((request, source)) = unique.get(index) else { break };
-                let result = self.one(request, *source, compiler);
+                let Some(wanted) = unique.get(index) else { break };
+                let result = self.one(wanted, compiler);
                 if let Ok(artifact) = &result {
                     let mut done = done.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
                     *done += 1;
@@ -283,8 +354,9 @@ impl KernelCache {
         }
     }
 
-    fn one(&self, request: &CompileRequest, source: SourceKey, compiler: &CompilerId) -> Result<Artifact, Error> {
+    fn one(&self, wanted: &Wanted<'_>, compiler: &CompilerId) -> Result<Artifact, Error> {
         let start = Instant::now();
+        let (request, source) = (wanted.request, wanted.source);
         let name = request.checked_name().map_err(Error::BadName)?.to_owned();
         let key = Key { name, source, compiler: compiler.clone() };
         let store = match &self.store {
@@ -310,7 +382,7 @@ impl KernelCache {
             }
             Lookup::Absent => match &lock {
                 Lock::TimedOut(timeout) => Miss::LockTimeout(*timeout),
-                Lock::Held { .. } | Lock::Unavailable => Miss::Absent,
+                Lock::Held { .. } | Lock::Unavailable => wanted.absent(),
             },
         };
         // `lock` is held until here, so that waiters find the entry in place.
@@ -351,6 +423,53 @@ impl KernelCache {
             elapsed: start.elapsed(),
         })
     }
+}
+
+/// A kernel that was asked for.
+struct Wanted<'a> {
+    request: &'a CompileRequest,
+    source: SourceKey,
+    /// What is wrong with the one that is attached.
+    damage: Option<String>,
+}
+
+impl Wanted<'_> {
+    /// The kernel as it is attached: by name and source, read by its digest, and a cubin that holds it. Else notes what is
+    /// wrong with it.
+    fn find_in(&mut self, attached: Option<&Attached>) -> Option<Artifact> {
+        let start = Instant::now();
+        let attached = attached?;
+        let entry = attached.find(&self.request.name, &self.source.to_string())?;
+        match from_attached(attached, entry, start) {
+            Ok(artifact) => Some(artifact),
+            Err(damage) => {
+                self.damage = Some(format!("attached kernel: {damage}"));
+                None
+            }
+        }
+    }
+
+    /// Why it is compiled, if the store does not have it.
+    fn absent(&self) -> Miss {
+        self.damage.clone().map_or(Miss::Absent, Miss::Damaged)
+    }
+}
+
+fn from_attached(attached: &Attached, entry: &AttachedKernel, start: Instant) -> Result<Artifact, String> {
+    let cubin = attached.read(entry).map_err(|error| error.to_string())?;
+    // The driver takes a pointer without a length: what it would follow is checked before it gets any.
+    let info = cubin::read(&cubin).map_err(|error| error.to_string())?;
+    let resources = info.kernel(&entry.name).map_err(|error| error.to_string())?.resources.clone();
+    let by = &entry.compiler;
+    Ok(Artifact {
+        name: entry.name.clone(),
+        cubin: cubin.into(),
+        resources,
+        log: String::new(),
+        compiler: CompilerId { name: by.name.clone(), version: by.version.clone(), build: by.build.clone() },
+        state: CacheState::Attached,
+        elapsed: start.elapsed(),
+    })
 }
 
 enum Supply {

@@ -312,15 +312,6 @@ fn cache_only_names_every_missing_kernel_and_compiles_none() {
 
 #[test]
 fn without_a_compiler_any_compilers_kernel_of_the_same_source_serves() {
-    struct NoCompiler;
-    impl Compiler for NoCompiler {
-        fn identity(&self) -> Result<CompilerId, Error> {
-            Err(Error::BadName("nobody is here".to_owned()))
-        }
-        fn compile(&self, _: &CompileRequest) -> Result<crate::jit::compiler::Compiled, Error> {
-            panic!("asked to compile")
-        }
-    }
     let mut fixture = Fixture::new();
     for version in ["1.9", "1.10", "1.2"] {
         fixture.compiler = Arc::new(FakeCompiler::new(version, Duration::ZERO));
@@ -513,4 +504,133 @@ fn nothing_waits_for_a_fifo_or_goes_round_in_a_link() {
     }
     assert!(!store.root().join("locks/elsewhere").exists(), "the link was not followed");
     assert!(start.elapsed() < Duration::from_secs(20));
+}
+
+// ---- kernels attached to a bundle ----
+
+/// A cubin that NVRTC 13.0 made for sm_90a; its kernel is called `k`.
+const CUBIN: &[u8] = include_bytes!("../../../testdata/shared.cubin");
+
+/// A machine without a compiler.
+struct NoCompiler;
+
+impl Compiler for NoCompiler {
+    fn identity(&self) -> Result<CompilerId, Error> {
+        Err(Error::BadName("nobody is here".to_owned()))
+    }
+    fn compile(&self, _: &CompileRequest) -> Result<crate::jit::compiler::Compiled, Error> {
+        panic!("asked to compile")
+    }
+}
+
+/// As if `cubin` had been compiled from the request.
+fn entry<'a>(request: &CompileRequest, cubin: &'a [u8]) -> (AttachedKernel, &'a [u8]) {
+    let artifact = Artifact {
+        name: request.name.clone(),
+        cubin: cubin.into(),
+        resources: KernelResources::default(),
+        log: String::new(),
+        compiler: CompilerId { name: "nvrtc".to_owned(), version: "13.0".to_owned(), build: String::new() },
+        state: CacheState::Hit,
+        elapsed: Duration::ZERO,
+    };
+    (attachable(request, &artifact), cubin)
+}
+
+fn attached(folder: &Path, kernels: &[(AttachedKernel, &[u8])]) -> Attached {
+    let path = folder.join("kernels");
+    std::fs::write(&path, Attached::encode(kernels).unwrap()).unwrap();
+    Attached::open(&path).unwrap().unwrap()
+}
+
+#[test]
+fn attached_kernels_are_found_without_a_compiler_and_stay_out_of_the_store() {
+    let fixture = Fixture::new();
+    let home = fixture._dir.path();
+    let cache = |trusted: bool| {
+        let cache = KernelCache::new(policy(JitMode::Auto), Some(&fixture.root), Arc::new(NoCompiler));
+        if trusted { cache.trust(attached(home, &[entry(&request("k"), CUBIN)])) } else { cache }
+    };
+    let told = Mutex::new(Vec::new());
+    let artifacts = cache(true)
+        .compile_all(&[request("k"), request("k")], 2, &|progress| {
+            told.lock().unwrap().push((progress.done, progress.total, progress.artifact.name.clone()));
+        })
+        .unwrap();
+    assert_eq!(told.into_inner().unwrap(), [(1, 1, "k".to_owned())]);
+    assert_eq!(artifacts.len(), 2);
+    assert_eq!((&*artifacts[1].cubin, &artifacts[1].state), (CUBIN, &CacheState::Attached));
+    // Read from the cubin, not said by whoever attached it.
+    assert_eq!((artifacts[0].resources.max_threads, artifacts[0].resources.static_smem_bytes), (96, 256));
+    assert!(artifacts[0].state.is_hit());
+    assert!(names(&fixture.root.join("entries")).is_empty());
+    // Nobody trusts it: as if it were not there.
+    let error = cache(false).get(&request("k")).unwrap_err();
+    assert!(matches!(&error, Error::NotCached { missing, .. } if missing[0].why == Miss::Absent), "{error}");
+    // Another version of the library asks for another source.
+    let newer = CompileRequest { source: "another".to_owned(), ..request("k") };
+    assert!(matches!(cache(true).get(&newer), Err(Error::NotCached { .. })));
+    let other_arch = CompileRequest { arch: "sm_80".to_owned(), ..request("k") };
+    assert!(matches!(cache(true).get(&other_arch), Err(Error::NotCached { .. })));
+}
+
+#[test]
+fn what_is_not_attached_is_compiled_and_told_in_one_count() {
+    let fixture = Fixture::new();
+    let cache = fixture.cache().trust(attached(fixture._dir.path(), &[entry(&request("k"), CUBIN)]));
+    let told = Mutex::new(Vec::new());
+    let requests = [request("uw_a"), request("k"), request("uw_b")];
+    let artifacts = cache
+        .compile_all(&requests, 2, &|progress| told.lock().unwrap().push((progress.done, progress.total)))
+        .unwrap();
+    assert_eq!(told.into_inner().unwrap(), [(1, 3), (2, 3), (3, 3)]);
+    for (request, artifact) in requests.iter().zip(&artifacts) {
+        assert_eq!(artifact.name, request.name);
+        assert_eq!(artifact.state == CacheState::Attached, request.name == "k");
+    }
+    assert_eq!(fixture.compiler.calls(), 2);
+    // What the driver refuses is compiled.
+    let own = cache.compile_own(&[request("k")], 1, &|_| {}).unwrap();
+    assert_eq!(own[0].state, CacheState::Compiled { why: Miss::Absent, kept: Kept::Stored });
+    // `off` passes over it, `cache-only` takes it for part of the cache.
+    let off = fixture.with(JitMode::Off).trust(attached(fixture._dir.path(), &[entry(&request("k"), CUBIN)]));
+    assert!(!off.get(&request("k")).unwrap().state.is_hit());
+    let only = fixture.with(JitMode::CacheOnly).trust(attached(fixture._dir.path(), &[entry(&request("k"), CUBIN)]));
+    assert_eq!(only.get(&request("k")).unwrap().state, CacheState::Attached);
+}
+
+#[test]
+fn an_attached_kernel_that_is_not_what_it_says_is_compiled() {
+    let fixture = Fixture::new();
+    let home = fixture._dir.path();
+    // Under the digests of whoever could write them.
+    let mut machine = CUBIN.to_vec();
+    machine[18] = 62;
+    let harms: [(&str, &[u8], &str); 4] = [
+        ("uw_swapped", CUBIN, "holds no kernel uw_swapped, only k"),
+        ("k", b"text", "not a readable cubin"),
+        ("k", &CUBIN[..CUBIN.len() / 2], "not a readable cubin"),
+        ("k", &machine, "ELF machine 62"),
+    ];
+    for (name, cubin, told) in harms {
+        let _ = std::fs::remove_dir_all(&fixture.root);
+        let cache = fixture.cache().trust(attached(home, &[entry(&request(name), cubin)]));
+        let artifact = cache.get(&request(name)).unwrap();
+        let CacheState::Compiled { why: Miss::Damaged(why), kept: Kept::Stored } = &artifact.state else {
+            panic!("{name}: {:?}", artifact.state)
+        };
+        assert!(why.starts_with("attached kernel: ") && why.contains(told), "{why}");
+        assert_eq!(&*artifact.cubin, FakeCompiler::output(&request(name)));
+    }
+    // Its bytes change after the file was opened.
+    let _ = std::fs::remove_dir_all(&fixture.root);
+    let cache = fixture.cache().trust(attached(home, &[entry(&request("k"), CUBIN)]));
+    let path = home.join("kernels");
+    let end = std::fs::metadata(&path).unwrap().len() as usize;
+    flip(&path, end - 1);
+    let artifact = cache.get(&request("k")).unwrap();
+    assert!(matches!(artifact.state, CacheState::Compiled { why: Miss::Damaged(_), .. }), "{:?}", artifact.state);
+    let alone = KernelCache::new(policy(JitMode::Auto), Some(&home.join("empty")), Arc::new(NoCompiler));
+    let error = alone.trust(Attached::open(&path).unwrap().unwrap()).get(&request("k")).unwrap_err().to_string();
+    assert!(error.contains("k (damaged: attached kernel: ") && error.contains("nobody is here"), "{error}");
 }

@@ -1,0 +1,51 @@
+//! Whether kernels that lie in a bundle are run.
+
+use clap::Args;
+use unweight::{
+    format::bundle::{ATTACHED_NAME, Bundle},
+    rt::{
+        device::{Device, KernelSet},
+        env::Env,
+        jit::cache::KernelCache,
+    },
+};
+
+use super::{
+    failure::{Failure, Result},
+    output::Output,
+};
+
+/// What is run of a bundle beside its weights.
+#[derive(Args)]
+pub struct Trust {
+    /// Run the kernels that are attached to the bundle, where they fit, and compile only the others: this runs code of
+    /// whoever made the bundle
+    #[arg(long, help_heading = "Kernels")]
+    trust_attached_kernels: bool,
+}
+
+impl Trust {
+    /// The kernels of a GPU: out of the bundle, if that is trusted; out of the user's cache; or compiled.
+    pub fn kernels(&self, device: usize, bundle: Option<&Bundle>, output: Output) -> Result<KernelSet> {
+        let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
+        let cache = self.cache(env, bundle, output);
+        Ok(KernelSet::new(&Device::open(device)?, cache, env.jit_threads))
+    }
+
+    fn cache(&self, env: &Env, bundle: Option<&Bundle>, output: Output) -> KernelCache {
+        let cache = KernelCache::open(env);
+        let Some(bundle) = bundle else { return cache };
+        match (bundle.attached(), self.trust_attached_kernels) {
+            (Ok(Some(attached)), true) => return cache.trust(attached),
+            (Ok(None), true) => {
+                output.note("the bundle has no attached kernels: they are compiled where the cache lacks them")
+            }
+            (Err(error), true) => output.note(format_args!("not used: {error}")),
+            (Ok(None), false) => {}
+            // Sound or not.
+            (Ok(Some(_)) | Err(_), false) => output
+                .note(format_args!("{ATTACHED_NAME}: attached kernels are run only with --trust-attached-kernels")),
+        }
+        cache
+    }
+}

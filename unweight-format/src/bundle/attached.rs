@@ -1,0 +1,357 @@
+//! Kernels that a bundle carries along: `unweight.kernels` (`docs/format.md` B.10).
+//!
+//! ```text
+//! "unweight.kernels", bytes of the index: u64, digest of the index: 32 digits | index: JSON | one binary after the other
+//! ```
+//! A file beside the bundle's own, of which no weight depends: the manifest does not name it, so that a signature stays
+//! right and a reader that knows nothing of it misses nothing. What a kernel is found by is the business of whoever looks
+//! for it; here keys are text.
+
+use std::{
+    cmp::Ordering,
+    fs::{self, File, TryLockError},
+    io,
+    path::Path,
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    BundleError,
+    files::{self, Input},
+    manifest::{CREATOR, Manifest, Version},
+    read::read_manifest,
+};
+use crate::Digest;
+
+/// Name of the file.
+pub const ATTACHED_NAME: &str = "unweight.kernels";
+/// Where it grows.
+pub(crate) const PARTIAL_NAME: &str = "unweight.kernels.partial";
+/// Version of the file that this crate writes, and the newest major version that it reads.
+pub const ATTACHED_VERSION: Version = Version { major: 1, minor: 0 };
+/// Largest file that is read, bytes.
+pub const ATTACHED_BYTES_MAX: u64 = 1 << 30;
+/// Largest index that is read, bytes: some 40,000 kernels.
+pub const INDEX_BYTES_MAX: u64 = 16 << 20;
+/// Largest kernel that is read, bytes.
+pub const KERNEL_BYTES_MAX: u64 = 64 << 20;
+
+const MAGIC: &[u8; 16] = b"unweight.kernels";
+/// Magic, length and digest of the index.
+const HEAD_BYTES: usize = 56;
+
+/// An attached kernel: what it is found by, and what its bytes are.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttachedKernel {
+    /// Its symbol: 1 to 160 of A-Z, a-z, 0-9 and _.
+    pub name: String,
+    /// The architecture that it was compiled for, such as `sm_90a`.
+    pub arch: String,
+    /// Digest of all that went into the compiler, 64 hexadecimal digits: a kernel is found by this and its name.
+    pub source: String,
+    /// Who compiled it.
+    pub compiler: AttachedBy,
+    /// Bytes of the binary.
+    pub bytes: u64,
+    /// Their digest.
+    pub digest: Digest,
+}
+
+/// A compiler.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttachedBy {
+    /// Its name.
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// What tells builds of one version apart; may be empty.
+    pub build: String,
+}
+
+impl AttachedKernel {
+    /// The entry of a binary.
+    pub fn new(name: String, arch: String, source: String, compiler: AttachedBy, binary: &[u8]) -> Self {
+        Self { name, arch, source, compiler, bytes: binary.len() as u64, digest: Digest::of(binary) }
+    }
+
+    fn order(&self, name: &str, source: &str) -> Ordering {
+        (self.name.as_str(), self.source.as_str()).cmp(&(name, source))
+    }
+
+    /// What is wrong with the entry, if anything.
+    fn fault(&self) -> Option<&'static str> {
+        let word = |text: &str, most: usize| {
+            (1..=most).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+        };
+        let line = |text: &str| text.len() <= 64 && text.bytes().all(|byte| byte.is_ascii_graphic());
+        let AttachedBy { name, version, build } = &self.compiler;
+        if !word(&self.name, 160) {
+            Some("its name is not 1 to 160 of A-Z, a-z, 0-9 and _")
+        } else if !word(&self.arch, 16) {
+            Some("its arch is not 1 to 16 of A-Z, a-z, 0-9 and _")
+        } else if self.source.len() != 64 || !self.source.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+        {
+            Some("its source is not 64 hexadecimal digits")
+        } else if name.is_empty() || version.is_empty() || ![name, version, build].into_iter().all(|text| line(text)) {
+            Some("its compiler is not named by up to 64 printable characters each")
+        } else if !(1..=KERNEL_BYTES_MAX).contains(&self.bytes) {
+            Some("it has no bytes, or more than 64 MiB")
+        } else {
+            None
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct IndexOut<'a> {
+    version: Version,
+    creator: &'a str,
+    kernels: Vec<&'a AttachedKernel>,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    kernels: Vec<AttachedKernel>,
+}
+
+/// The kernels of a bundle, open for reading.
+///
+/// Opening checks sizes, the digest of the index and every entry. A kernel is read, and compared with its digest, when it is
+/// asked for. The digests detect accidents, not forgery: a kernel is code, and runs with the rights of whoever loads it.
+#[derive(Debug)]
+pub struct Attached {
+    input: Input,
+    kernels: Vec<AttachedKernel>,
+    /// Where the first one begins.
+    start: u64,
+}
+
+impl Attached {
+    /// Opens a file of attached kernels; `None` if there is none.
+    ///
+    /// # Errors
+    /// It cannot be read, is damaged, exceeds a limit, or is of a newer major version.
+    pub fn open(path: &Path) -> Result<Option<Self>, BundleError> {
+        match path.metadata() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && path.symlink_metadata().is_err() => {
+                return Ok(None);
+            }
+            Ok(metadata) if !metadata.is_file() => return Err(fault("not a regular file")),
+            _ => {}
+        }
+        let input = Input::open(path)?;
+        if input.bytes() > ATTACHED_BYTES_MAX {
+            return Err(fault(format!("{} bytes, above the limit of {ATTACHED_BYTES_MAX}", input.bytes())));
+        }
+        if input.bytes() < HEAD_BYTES as u64 {
+            return Err(fault(format!("cut off at byte {}", input.bytes())));
+        }
+        let mut head = [0; HEAD_BYTES];
+        input.read_at(0, &mut head)?;
+        let (magic, rest) = head.split_at(MAGIC.len());
+        let (length, digits) = rest.split_at(8);
+        if magic != MAGIC {
+            return Err(fault("does not begin as attached kernels do"));
+        }
+        let mut eight = [0; 8];
+        eight.copy_from_slice(length);
+        let length = u64::from_le_bytes(eight);
+        if length > INDEX_BYTES_MAX || length > input.bytes() - HEAD_BYTES as u64 {
+            return Err(fault(format!("says that its index has {length} bytes")));
+        }
+        let text = input.read(HEAD_BYTES as u64, length)?;
+        if Digest::of(&text).to_string().as_bytes() != digits {
+            return Err(fault(format!("its index at byte {HEAD_BYTES} has another digest than it says")));
+        }
+        let kernels = index(&text)?;
+        let start = HEAD_BYTES as u64 + length;
+        // At most 64 MiB each, and few: the sum is far below 2^64.
+        let end = start + kernels.iter().map(|kernel| kernel.bytes).sum::<u64>();
+        if end != input.bytes() {
+            return Err(fault(format!("its kernels end at byte {end}, the file at {}", input.bytes())));
+        }
+        Ok(Some(Self { input, kernels, start }))
+    }
+
+    /// The kernels, by name and source.
+    pub fn kernels(&self) -> &[AttachedKernel] {
+        &self.kernels
+    }
+
+    /// Bytes of the file.
+    pub fn bytes(&self) -> u64 {
+        self.input.bytes()
+    }
+
+    /// The kernel of this name that was compiled from this source.
+    pub fn find(&self, name: &str, source: &str) -> Option<&AttachedKernel> {
+        let at = self.kernels.binary_search_by(|kernel| kernel.order(name, source)).ok()?;
+        self.kernels.get(at)
+    }
+
+    /// The binary of one of [`Attached::kernels`], compared with its digest.
+    ///
+    /// # Errors
+    /// It cannot be read, is damaged, or the kernel is not one of these.
+    pub fn read(&self, kernel: &AttachedKernel) -> Result<Vec<u8>, BundleError> {
+        let (name, source) = (&kernel.name, &kernel.source);
+        let Ok(at) = self.kernels.binary_search_by(|kernel| kernel.order(name, source)) else {
+            return Err(fault(format!("has no kernel {name} of source {source}")));
+        };
+        let offset = self.start + self.kernels[..at].iter().map(|kernel| kernel.bytes).sum::<u64>();
+        let own = &self.kernels[at];
+        let bytes = self.input.read(offset, own.bytes)?;
+        let digest = Digest::of(&bytes);
+        if digest != own.digest {
+            return Err(fault(format!("kernel {name} at byte {offset}: expected {}, got {digest}", own.digest)));
+        }
+        Ok(bytes)
+    }
+
+    /// The bytes of a file of these kernels; of equal names and sources the first stays.
+    ///
+    /// # Errors
+    /// An entry is not one, is not that of its binary, or a limit is exceeded.
+    pub fn encode(kernels: &[(AttachedKernel, &[u8])]) -> Result<Vec<u8>, BundleError> {
+        let mut sorted: Vec<&(AttachedKernel, &[u8])> = kernels.iter().collect();
+        sorted.sort_by(|(a, _), (b, _)| a.order(&b.name, &b.source));
+        sorted.dedup_by(|(b, _), (a, _)| a.order(&b.name, &b.source) == Ordering::Equal);
+        for (kernel, binary) in &sorted {
+            let own = kernel.bytes == binary.len() as u64 && kernel.digest == Digest::of(binary);
+            let wrong = kernel.fault().or((!own).then_some("its size or digest is not that of its bytes"));
+            if let Some(wrong) = wrong {
+                return Err(fault(format!("kernel '{}': {wrong}", kernel.name.escape_default())));
+            }
+        }
+        let index = IndexOut {
+            version: ATTACHED_VERSION,
+            creator: CREATOR,
+            kernels: sorted.iter().map(|(kernel, _)| kernel).collect(),
+        };
+        let index = serde_json::to_vec(&index).map_err(|error| fault(error.to_string()))?;
+        let bytes = HEAD_BYTES + index.len() + sorted.iter().map(|(_, binary)| binary.len()).sum::<usize>();
+        if index.len() as u64 > INDEX_BYTES_MAX || bytes as u64 > ATTACHED_BYTES_MAX {
+            return Err(fault(format!("{} kernels of {bytes} bytes are more than are read", sorted.len())));
+        }
+        let mut out = Vec::with_capacity(bytes);
+        out.extend_from_slice(MAGIC);
+        out.extend_from_slice(&(index.len() as u64).to_le_bytes());
+        out.extend_from_slice(Digest::of(&index).to_string().as_bytes());
+        out.extend_from_slice(&index);
+        sorted.iter().for_each(|(_, binary)| out.extend_from_slice(binary));
+        Ok(out)
+    }
+}
+
+/// The entries of an index, checked.
+fn index(text: &[u8]) -> Result<Vec<AttachedKernel>, BundleError> {
+    let place = |error: serde_json::Error| {
+        fault(format!("its index at line {}, column {}: {error}", error.line(), error.column()))
+    };
+    // The version first: a newer index may have fields of another shape.
+    #[derive(Deserialize)]
+    struct Head {
+        version: Version,
+    }
+    let Head { version } = serde_json::from_slice(text).map_err(place)?;
+    if version.major > ATTACHED_VERSION.major {
+        return Err(fault(format!("version {version} is newer than this program's {ATTACHED_VERSION}")));
+    }
+    let Index { kernels } = serde_json::from_slice(text).map_err(place)?;
+    for kernel in &kernels {
+        if let Some(wrong) = kernel.fault() {
+            return Err(fault(format!("kernel '{}': {wrong}", kernel.name.escape_default())));
+        }
+    }
+    for pair in kernels.windows(2) {
+        if pair[0].order(&pair[1].name, &pair[1].source) != Ordering::Less {
+            return Err(fault(format!("kernel '{}' is listed twice, or out of order", pair[1].name)));
+        }
+    }
+    Ok(kernels)
+}
+
+fn fault(reason: impl Into<String>) -> BundleError {
+    BundleError::Attached { reason: reason.into() }
+}
+
+/// Whether the source had a file of the name: then it is that file, and the bundle has no kernels.
+pub(crate) fn is_taken(manifest: &Manifest) -> bool {
+    let below =
+        |name: &str| name.strip_prefix(ATTACHED_NAME).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    manifest.files.iter().flat_map(|file| file.stored()).any(|(name, _)| below(&name))
+}
+
+/// The kernels of the bundle in `dir`, if it has any.
+pub(crate) fn of_bundle(dir: &Path, manifest: &Manifest) -> Result<Option<Attached>, BundleError> {
+    if is_taken(manifest) { Ok(None) } else { Attached::open(&dir.join(ATTACHED_NAME)) }
+}
+
+/// Attaches kernels to a bundle: they appear together, or nothing changes. Returns the bytes of the file. No other byte
+/// of the bundle changes.
+///
+/// # Errors
+/// `dir` is no bundle, it has kernels already and `force` is not set, or the file cannot be written.
+pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> Result<u64, BundleError> {
+    let bytes = Attached::encode(kernels)?;
+    let path = dir.join(ATTACHED_NAME);
+    let _lock = lock(dir)?;
+    if !force && path.symlink_metadata().is_ok() {
+        return Err(BundleError::OutputExists { path });
+    }
+    let partial = dir.join(PARTIAL_NAME);
+    // Of a run that was killed: whoever works here has the lock.
+    remove(&partial)?;
+    let written = files::write_durably(&partial, &bytes).and_then(|()| fs::rename(&partial, &path));
+    if let Err(source) = written {
+        let _ = fs::remove_file(&partial);
+        return Err(match source.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+                let stat = rustix::fs::statvfs(dir).ok();
+                let free_bytes = stat.map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
+                BundleError::DiskFull { path, needed_bytes: bytes.len() as u64, free_bytes, source }
+            }
+            _ => BundleError::Io { action: "write the file", path, source },
+        });
+    }
+    files::sync_dir(dir)?;
+    Ok(bytes.len() as u64)
+}
+
+/// Removes the kernels of a bundle, sound or not, and what an interrupted [`attach`] left. Returns the bytes of the file, or
+/// `None` if there was none.
+///
+/// # Errors
+/// `dir` is no bundle, or the file cannot be removed.
+pub fn detach(dir: &Path) -> Result<Option<u64>, BundleError> {
+    let path = dir.join(ATTACHED_NAME);
+    let _lock = lock(dir)?;
+    remove(&dir.join(PARTIAL_NAME))?;
+    let bytes = remove(&path)?;
+    files::sync_dir(dir)?;
+    Ok(bytes)
+}
+
+/// Keeps other processes from attaching to the bundle, until it is dropped.
+fn lock(dir: &Path) -> Result<File, BundleError> {
+    if is_taken(&read_manifest(dir)?) {
+        return Err(BundleError::ReservedFile { path: dir.join(ATTACHED_NAME) });
+    }
+    let lock = File::open(dir).map_err(BundleError::io("open the directory", dir))?;
+    match lock.try_lock() {
+        Err(TryLockError::WouldBlock) => Err(BundleError::Locked { path: dir.into() }),
+        // Not every file system has locks; a name that is taken is an error in any case.
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(lock),
+    }
+}
+
+/// Removes a file or a link; its bytes, if it was there.
+fn remove(path: &Path) -> Result<Option<u64>, BundleError> {
+    let bytes = match path.symlink_metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(BundleError::io("look at the file", path))?.len(),
+    };
+    fs::remove_file(path).map_err(BundleError::io("remove the file", path))?;
+    Ok(Some(bytes))
+}
