@@ -215,6 +215,38 @@ fn cases() -> Vec<Case> {
     ]
 }
 
+/// Tiles of one quad, of which every tenth code is another: 0 to 19 of them move where the next tile begins; and tiles of
+/// 1024 codes of 10 bits each, as long as any can be.
+fn longest_streams() -> Case {
+    let (n, k) = (64, 64 * 40);
+    // Elements of a quad: rows g and g + 8, columns 2t and 2t + 1.
+    let bytes: Vec<u8> = (0..n * k)
+        .flat_map(|i| {
+            let (row, column) = (i / k, i % k);
+            let (tile, part) = (column / 64, row % 16 / 8 * 2 + column % 2);
+            let quad = row / 16 * 256 + row % 8 * 32 + column % 64 / 2;
+            let rare = if tile % 2 == 0 { quad < tile / 2 } else { tile % 8 == 7 };
+            // 512 quads, none of them that of the others, which has class 0 four times.
+            let class = if rare { (quad % 512 + 1) >> (3 * part) & 7 } else { 0 };
+            ((108 + 4 * class as u16) << 7 | i as u16 & 0x7f).to_le_bytes()
+        })
+        .collect();
+    Case::new(n, k, bytes)
+}
+
+/// What is copied of a tile ends where its streams end, also of the longest ones that begin at the last word of 16 bytes.
+#[test]
+fn the_longest_streams_are_copied_to_their_end() {
+    let case = longest_streams();
+    let furthest = (0..case.tensor.grid().tiles()).any(|tile| {
+        let begin = u32::from_le_bytes(case.tensor.tiles()[tile * 8..][..4].try_into().unwrap());
+        begin % 4 == 3 && case.tensor.stream(tile).len() == 1312
+    });
+    assert!(furthest, "the data has no such tile");
+    let weights = full(&mut build(&[]), &case.tensor, &Sections::of(&case.tensor)).unwrap();
+    assert_eq!(weights.iter().zip(&case.bytes).position(|(got, weight)| got != weight), None);
+}
+
 #[test]
 fn both_conversions_equal_the_cpu() {
     let mut kernel = build(&[]);

@@ -42,6 +42,8 @@ constexpr u32 kTileRecordsMax = kTile * kTile;
 // A slot for the streams of a tile: they begin at any word and are copied by 16 bytes; a chain that does not end in its
 // lane reads up to 160 bits and one window past the last one.
 constexpr u32 kSlotBytes = 1392;
+constexpr u32 kCopyWordsMax = (12 + kStreamBytesMax + 15) / 16 * 4;
+static_assert(kCopyWordsMax * 4 <= kSlotBytes, "what is copied");
 static_assert(12 + kStreamBytesMax + 160 / 8 + 8 <= kSlotBytes && kSlotBytes % 16 == 0, "the longest streams, and what is read past them");
 
 // Where a tile's streams lie, in words of the section, and its escapes.
@@ -59,7 +61,7 @@ struct Tile {
         first = begin & ~3u;
         skip = begin & 3;
         words = limit > first ? (limit - first + 3) & ~3u : 0;
-        words = words < (12 + kStreamBytesMax) / 16 * 4 ? words : (12 + kStreamBytesMax) / 16 * 4;
+        words = words < kCopyWordsMax ? words : kCopyWordsMax;
         head = own.y;
     }
 };
