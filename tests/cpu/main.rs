@@ -3,6 +3,7 @@
 
 mod activations;
 mod attention;
+mod gemm_compact;
 mod gemm_mma;
 mod gemm_recon;
 mod gemm_wgmma;

@@ -161,38 +161,7 @@ impl Problem {
 
     /// Elements further from the float64 result than bf16 rounding and fp32 accumulation explain.
     pub fn mismatches(&self, outcome: &Outcome) -> usize {
-        let x: Vec<f64> = self.x.iter().map(|&b| bf16(b)).collect();
-        let w: Vec<f64> = self.weights.iter().map(|&b| bf16(b)).collect();
-        // The product of a batch row and a row of W, and the magnitudes that went into it.
-        let product = |row: usize, column: usize| {
-            let terms = x[row * self.k..][..self.k].iter().zip(&w[column * self.k..][..self.k]).map(|(a, b)| a * b);
-            terms.fold((0.0, 0.0), |(sum, magnitude): (f64, f64), term| (sum + term, magnitude + term.abs()))
-        };
-        let columns = columns(self.epilogue, self.n);
-        let wrong = |(at, &got): (usize, &u16)| {
-            let (row, column) = (at / columns, at % columns);
-            let (sum, slack) = match self.epilogue {
-                Epilogue::Store => {
-                    let (sum, magnitude) = product(row, column);
-                    (sum, magnitude * 1e-6)
-                }
-                Epilogue::StoreAdd => {
-                    let ((sum, magnitude), old) = (product(row, column), bf16(self.y[at]));
-                    (sum + old, (magnitude + old.abs()) * 1e-6)
-                }
-                // The slope of silu is at most 1.1.
-                Epilogue::SiluMul => {
-                    let turn = Epilogue::GATE_ROWS as usize;
-                    let gate_row = column / turn * 2 * turn + column % turn;
-                    let ((gate, gate_size), (up, up_size)) = (product(row, gate_row), product(row, gate_row + turn));
-                    let sum = gate / (1.0 + (-gate).exp()) * up;
-                    (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + sum.abs() * 1e-5)
-                }
-            };
-            let error = (bf16(got) - sum).abs();
-            error.is_nan() || error > sum.abs() / 256.0 + slack
-        };
-        outcome.y.iter().enumerate().filter(|element| wrong(*element)).count()
+        mismatches(&outcome.y, &self.y, &self.x, &self.weights, self.k, self.epilogue)
     }
 
     /// What a dump left in the workspace is the oracle's operands, among them those of lists.
@@ -220,7 +189,44 @@ fn traits(spec: &VariantSpec) -> (u32, Epilogue) {
     }
 }
 
+/// Elements of `y` further from the float64 result than bf16 rounding and fp32 accumulation explain; `before` was added
+/// to.
+pub fn mismatches(y: &[u16], before: &[u16], x: &[u16], weights: &[u16], k: usize, epilogue: Epilogue) -> usize {
+    let x: Vec<f64> = x.iter().map(|&b| bf16(b)).collect();
+    let w: Vec<f64> = weights.iter().map(|&b| bf16(b)).collect();
+    // The product of a batch row and a row of W, and the magnitudes that went into it.
+    let product = |row: usize, column: usize| {
+        let terms = x[row * k..][..k].iter().zip(&w[column * k..][..k]).map(|(a, b)| a * b);
+        terms.fold((0.0, 0.0), |(sum, magnitude): (f64, f64), term| (sum + term, magnitude + term.abs()))
+    };
+    let columns = columns(epilogue, w.len() / k);
+    let wrong = |(at, &got): (usize, &u16)| {
+        let (row, column) = (at / columns, at % columns);
+        let (sum, slack) = match epilogue {
+            Epilogue::Store => {
+                let (sum, magnitude) = product(row, column);
+                (sum, magnitude * 1e-6)
+            }
+            Epilogue::StoreAdd => {
+                let ((sum, magnitude), old) = (product(row, column), bf16(before[at]));
+                (sum + old, (magnitude + old.abs()) * 1e-6)
+            }
+            // The slope of silu is at most 1.1.
+            Epilogue::SiluMul => {
+                let turn = Epilogue::GATE_ROWS as usize;
+                let gate_row = column / turn * 2 * turn + column % turn;
+                let ((gate, gate_size), (up, up_size)) = (product(row, gate_row), product(row, gate_row + turn));
+                let sum = gate / (1.0 + (-gate).exp()) * up;
+                (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + sum.abs() * 1e-5)
+            }
+        };
+        let error = (bf16(got) - sum).abs();
+        error.is_nan() || error > sum.abs() / 256.0 + slack
+    };
+    y.iter().enumerate().filter(|element| wrong(*element)).count()
+}
+
 /// Columns of Y.
-fn columns(epilogue: Epilogue, n: usize) -> usize {
+pub fn columns(epilogue: Epilogue, n: usize) -> usize {
     if epilogue == Epilogue::SiluMul { n / 2 } else { n }
 }

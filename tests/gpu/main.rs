@@ -7,6 +7,7 @@ mod cublas;
 mod decode;
 mod encode;
 mod engine;
+mod gemm_compact;
 mod gemm_packed;
 mod gemm_recon;
 mod guest;

@@ -44,7 +44,10 @@ use unweight_rt::{
     },
     env::Env,
     jit::{cache::KernelCache, compiler::CompileRequest},
-    ops::{encode::GpuEncoder, gemm_packed::PackedGemm, gemm_recon::Matmul, lane::Lane, transcode},
+    ops::{
+        encode::GpuEncoder, gemm_compact::CompactGemm, gemm_packed::PackedGemm, gemm_recon::Matmul, lane::Lane,
+        transcode,
+    },
     weight::{DeviceCompact, DeviceHuffman, DevicePacked, DevicePalette},
 };
 
@@ -352,7 +355,7 @@ impl Run<'_> {
         for kernel in kernels {
             let spec = kernel.spec();
             match spec.op {
-                Op::GemmMma(_) | Op::GemmWgmma(_) | Op::GemmRecon(_) => {
+                Op::GemmMma(_) | Op::GemmWgmma(_) | Op::GemmRecon(_) | Op::GemmCompact(_) => {
                     for m in batches(spec) {
                         let shape = GemmShape { m, n: shape.0, k: shape.1 };
                         if !takes(spec, shape, self.kernels.device().info().sms) {
@@ -360,6 +363,10 @@ impl Run<'_> {
                         }
                         let subject = match spec.op {
                             Op::GemmRecon(_) => self.recon(kernel, &weights, shape)?,
+                            Op::GemmCompact(_) => match &weights.compact {
+                                Some(tensor) => self.compact(kernel, (&weights, tensor), shape)?,
+                                None => continue,
+                            },
                             _ => self.packed(kernel, &weights, shape)?,
                         };
                         add(self.subject(subject, compare)?);
@@ -475,6 +482,24 @@ impl Run<'_> {
             matmul.enqueue(&mut self.lane.borrow_mut(), x, &tensor.device, y)
         };
         self.product(kernel, (shape, columns), epilogue, (weights, exact), Box::new(launch))
+    }
+
+    fn compact<'a>(
+        &'a self,
+        kernel: &Arc<LoadedKernel>,
+        (weights, tensor): (&'a Weights, &'a DeviceCompact),
+        shape: GemmShape,
+    ) -> Result<Subject<'a>, BenchError> {
+        let Op::GemmCompact(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
+        let columns = if spec.epilogue == Epilogue::SiluMul { shape.n / 2 } else { shape.n };
+        let matmul = CompactGemm::new(kernel.clone())?;
+        let launch = move |y: u64| {
+            let x = MatrixRef::new(&weights.x, shape.m, shape.k, shape.k.into())?;
+            // SAFETY: as above.
+            let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, shape.m, columns, columns.into()) }?;
+            matmul.enqueue(self.stream, x, tensor, y)
+        };
+        self.product(kernel, (shape, columns), spec.epilogue, (weights, &weights.exact), Box::new(launch))
     }
 
     fn recon<'a>(
@@ -754,6 +779,7 @@ fn batches(spec: &VariantSpec) -> Vec<u32> {
     let tile = match spec.op {
         Op::GemmMma(op) => op.batch_tile.get(),
         Op::GemmWgmma(op) => op.batch_tile.get(),
+        Op::GemmCompact(op) => op.batch_tile.get(),
         // Slots of 64, 128 or 256 rows, as the batch asks.
         _ => return vec![1, 63, 64, 65, 129, 257],
     };
@@ -783,6 +809,8 @@ struct Weights {
     old: Vec<u8>,
     with_escapes: PackedOnDevice,
     without_escapes: PackedOnDevice,
+    /// None of a matrix that is too small for a book, or has too many escapes by chance.
+    compact: Option<DeviceCompact>,
     few_rows: ReconOnDevice,
     no_rows: ReconOnDevice,
     /// For each element of Y the product, and the sum of the magnitudes that went into it.
@@ -802,6 +830,11 @@ impl PackedOnDevice {
         let host = packed::pack(matrix, &Histogram::of(bytes)).map_err(|why| BenchError::Unpackable { n, k, why })?;
         Ok(Self { device: DevicePacked::upload(stream, &host)?, host })
     }
+}
+
+fn compact_on_device(stream: &Stream, bytes: &[u8], (n, k): (u32, u32)) -> Result<Option<DeviceCompact>, BenchError> {
+    let host = compact::encode(Matrix::new(bytes, n as usize, k as usize)?, &Histogram::of(bytes)).ok();
+    Ok(host.map(|host| DeviceCompact::upload(stream, &host)).transpose()?)
 }
 
 /// A palette tensor, and its exponents.
@@ -890,6 +923,7 @@ impl Weights {
             exact_few_rows: products(&x, &few_rows, (n, k)),
             with_escapes: PackedOnDevice::new(stream, &bytes, (n, k))?,
             without_escapes: PackedOnDevice::new(stream, &without, (n, k))?,
+            compact: compact_on_device(stream, &bytes, (n, k))?,
             few_rows: ReconOnDevice::new(stream, &few_rows, (n, k))?,
             no_rows: ReconOnDevice::new(stream, &without, (n, k))?,
             x: DeviceBuffer::from_host(stream, &halves(&x))?,
@@ -1063,6 +1097,7 @@ mod tests {
             let tile = match spec.op {
                 Op::GemmMma(op) => op.batch_tile.get(),
                 Op::GemmWgmma(op) => op.batch_tile.get(),
+                Op::GemmCompact(op) => op.batch_tile.get(),
                 _ => continue,
             };
             let batches = batches(&spec);
@@ -1078,7 +1113,7 @@ mod tests {
             let clean = CompileRequest::render(&spec).unwrap();
             let mut faulty = clean.clone();
             take_out_the_fence(&mut faulty);
-            if matches!(spec.op, Op::GemmMma(_) | Op::Decode(_)) {
+            if matches!(spec.op, Op::GemmMma(_) | Op::GemmCompact(_) | Op::Decode(_)) {
                 assert_ne!(clean, faulty, "{spec}");
             }
         }
@@ -1091,6 +1126,10 @@ mod tests {
             let matrix = Matrix::new(&bytes, n as usize, k as usize).unwrap();
             let tensor = packed::pack(matrix, &Histogram::of(&bytes)).unwrap();
             assert!(tensor.escape_count() > 8 && !tensor.escapes().is_empty(), "[{n}, {k}]");
+            // Compact: all but the small ones, whose book is too dear.
+            let tensor = compact::encode(matrix, &Histogram::of(&bytes));
+            let escapes = tensor.map_or(0, |tensor| tensor.escape_count());
+            assert!(escapes > 8 || n * k < 1 << 18, "[{n}, {k}]: {escapes}");
         }
     }
 

@@ -155,6 +155,25 @@ struct TranscodeArgs {
     u32 reserved;
 };
 
+// Matmul from the compact form for small batches (docs/format.md A.11).
+struct GemmCompactArgs {
+    TensorMap x;                      // bf16 [m, k], box 64 (k) x the variant's batch tile, 128-byte swizzle, zero fill
+    const u8* dense;                  // [tiles, 5120]
+    const u32* tiles;                 // [tiles + 1, 2]: first word of the streams, head
+    const u32* streams;               // [stream_words]
+    const u32* records;               // [record_words]: lists of escapes
+    const u32* table;                 // [1024], form/compact.cuh
+    u16* y;                           // bf16 [m, n] row-major, of a silu_mul variant [m, n / 2]
+    float scale;                      // 2^(base - 96): the factor between the operands and the weights
+    u32 stream_words;                 // a multiple of 4
+    u32 record_words;
+    u32 m;
+    u32 n;
+    u32 k;
+    u32 tile_cols;                    // k / 64
+    u32 reserved[13];
+};
+
 // Activations of a model: m rows of bf16, each kernel a row by itself. Every row begins 16-byte aligned.
 
 // RMSNorm of rows, or of those that a list names.

@@ -291,6 +291,8 @@ families! {
     gemm_mma: GemmMma(GemmMmaSpec),
     /// Register-sourced matmul for large batches, from a packed tensor.
     gemm_wgmma: GemmWgmma(GemmWgmmaSpec),
+    /// Matmul for small batches, from a compact tensor.
+    gemm_compact: GemmCompact(GemmCompactSpec),
     /// Rows of an embedding, from BF16 or a packed tensor.
     embed: Embed(EmbedSpec),
     /// RMSNorm of activations.

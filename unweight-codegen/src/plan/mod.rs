@@ -152,7 +152,10 @@ pub enum Infeasible {
 impl Infeasible {
     /// `epilogue = silu_mul` for a family that does not have it.
     pub(crate) const fn without_silu_mul(spec: &VariantSpec) -> Self {
-        Self::Conflict { spec: *spec, what: "epilogue = silu_mul is of ops gemm_mma and gemm_wgmma alone; take store" }
+        Self::Conflict {
+            spec: *spec,
+            what: "epilogue = silu_mul is of ops gemm_mma, gemm_wgmma and gemm_compact alone; take store",
+        }
     }
 
     /// The message of [`fmt::Display`], also in const context.

@@ -8,7 +8,10 @@ use crate::{
     plan::Plan,
 };
 
-pub use crate::family::{gemm_mma::SHAPES as GEMM_MMA, gemm_recon::TABLE_5, gemm_wgmma::SHAPES as GEMM_WGMMA};
+pub use crate::family::{
+    gemm_compact::SHAPES as GEMM_COMPACT, gemm_mma::SHAPES as GEMM_MMA, gemm_recon::TABLE_5,
+    gemm_wgmma::SHAPES as GEMM_WGMMA,
+};
 
 /// Every variant that ships for an architecture, family by family.
 pub fn all(arch: Arch) -> Vec<VariantSpec> {

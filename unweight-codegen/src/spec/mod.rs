@@ -9,12 +9,13 @@ mod name;
 pub mod pairs;
 
 pub use crate::family::{
-    AttentionSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op,
-    RepackSpec, RopeSpec, SampleSpec, SiluMulSpec, TranscodeSpec,
+    AttentionSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmCompactSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec,
+    NormSpec, Op, RepackSpec, RopeSpec, SampleSpec, SiluMulSpec, TranscodeSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
     decode::{CodeLimit, DecodeOutput},
     embed::EmbedSource,
     encode::EncodeStage,
+    gemm_compact::{CompactBatchTile, CompactStages},
     gemm_mma::{RowBlocks, SmallBatchTile, SmallStages, Warps},
     gemm_recon::{NTiles, Stages, VerbatimRows, WeightSource},
     gemm_wgmma::{Warpgroups, WideBatchTile, WideStages},

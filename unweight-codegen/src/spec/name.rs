@@ -11,6 +11,7 @@
 //!                                    [_async][_persistent][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
 //! uw_<arch>_gemm_wgmma_b<batch tile>_g<warpgroups>p<stages>[c<cluster>]
 //!                                    [_streamk][_esc][_pdl]_<store|store_add>[_dump]
+//! uw_<arch>_gemm_compact_b<batch tile>_w<warps>p<stages>c<cluster>[_pdl]_<store|store_add|silu_mul>
 //! uw_<arch>_embed_<bf16|packed>[_pdl]
 //! uw_<arch>_norm_t<threads>[_pdl]
 //! uw_<arch>_rope_d<head dim>[_pdl]
@@ -224,6 +225,7 @@ pub(crate) mod tests {
             "uw_sm90a_gemm_mma_b8_r2w8p2c1_esc_silu_mul",
             "uw_sm90a_repack_unpack",
             "uw_sm90a_transcode_full",
+            "uw_sm90a_gemm_compact_b8_w16p1c1_pdl_silu_mul",
         ] {
             assert_eq!(name.parse::<VariantSpec>().unwrap().to_string(), name);
         }

@@ -8,6 +8,7 @@ pub mod cublas;
 pub mod decode;
 pub mod embed;
 pub mod encode;
+pub mod gemm_compact;
 pub mod gemm_packed;
 pub mod gemm_recon;
 pub mod kv;

@@ -1,0 +1,442 @@
+// Matmul for small batches from the compact form: Y[m, n] = X[m, k] * W[n, k]^T, W entropy-coded (docs/format.md, A.11).
+// As in kernels/gemm_mma.cuh the *weight* is the A operand of mma.m16n8k16 and goes shared memory -> registers -> tensor
+// core; here its exponents' classes come from two chains of codes a lane (form/compact.cuh). What the tensor cores see
+// are the weights times 2^(96 - base), bit for bit, escapes replaced, and the fp32 sums are multiplied once by
+// GemmCompactArgs::scale.
+//
+// Config
+//   u32  kBatchTile      8,16,32  rows of X per cluster; sums take 2 * kBatchTile registers, X one more a row
+//   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...
+//   u32  kStages         1..16    slots of each warp's private ring
+//   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
+//   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
+//   bool kSiluMul        y[m, n / 2] = silu(gate) * up, as in kernels/gemm_mma.cuh (no kStoreAdd)
+//   bool kPdl            programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are
+//                        touched after it
+//
+// Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
+// blocks along x, m >= 1, and
+//   grid = (n / 64) * ceil(m / kBatchTile) * kCluster. A task is a row of tiles: a chain spans two row blocks, so less
+//   cannot be decoded alone.
+//
+// Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile,
+// 128-byte swizzle, zero past the batch), the dense part of a tile, and its streams, from the 16 bytes they begin in to
+// those they end in. Where they lie is read for 32 tiles at a time, one a lane. Nothing crosses warps until the
+// reduction. One step: wait | ldmatrix X | twice: a row block of either chain | refill the slot | patch |
+// 8 * kBatchTile / 8 mma.
+//
+// Barriers: full [kWarps][kStages], 1 arrival + bytes of X, dense part and streams. A warp refills its own slots, so
+// there is no empty barrier: it releases a slot to the copy engine (pipeline::release_to_copy_engine) before it starts
+// the next copy. The block meets behind the table, and it (or the cluster) between writing and reading sums; clusters
+// once more before exit.
+//
+// Order of sums: a warp adds its tiles by growing k, then blocks of a cluster and in them warps are added by number. It
+// follows from k and the config alone.
+//
+// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + 5120 + 1392)) + 8 * kStages) + 4096 (table).
+//   A warp's sums (fp32 [batch][row]) lie over its own drained ring.
+// Global reads per tile: 5120 + 1380 on average (32 of lengths) + 8, and 128 * min(m, kBatchTile) (X: L2 after the
+//   first); 4 * (1 + records) per list; 4096 per block (L2).
+//
+// Safety: any bytes: what leads out of `streams` is cut off, a slot holds the longest streams and what is read past them
+//   (form/compact.cuh), a list never reads past `record_words`, and a record changes a register of its lane.
+//
+// Bound: device memory, n * k * 1.35 bytes. Not run on a GPU yet.
+#pragma once
+
+#include "unweight/epilogue/activation.cuh"
+#include "unweight/form/compact.cuh"
+#include "unweight/pipeline/ring.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/bulk.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/fence.cuh"
+#include "unweight/ptx/mbarrier.cuh"
+#include "unweight/ptx/mma.cuh"
+#include "unweight/smem/tile.cuh"
+
+namespace uw::gemm_compact {
+
+using compact::Chains, compact::Tile;
+using packed::kSteps, packed::kTile, packed::kTileBlocks, packed::Operands;
+
+constexpr u32 kBatchFragment = 8;  // the n dimension of m16n8k16
+constexpr u32 kPairs = kTileBlocks / 2;  // a row block of either chain at a time
+
+template <class Config>
+constexpr u32 kThreads = Config::kWarps * 32;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kXBytes = Config::kBatchTile * smem::kSwizzleBytes;
+    static constexpr u32 kWBytes = compact::kDenseTileBytes + compact::kSlotBytes;
+    static constexpr u32 kStageBytes = kXBytes + kWBytes;
+    // One warp's ring: X of all stages, then W of all stages, a dense part and streams by turns.
+    static constexpr u32 kRingBytes =
+        (Config::kStages * kStageBytes + smem::kSwizzlePeriodBytes - 1) / smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
+    // One warp's sums, fp32 [batch][row].
+    static constexpr u32 kSumBytes = Config::kBatchTile * kTile * 4;
+
+    static constexpr u32 kRings = 0;
+    static constexpr u32 kTable = Config::kWarps * kRingBytes;
+    static constexpr u32 kBarriers = kTable + compact::kTableBytes;
+    static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
+
+    static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
+    static_assert(kWBytes % 16 == 0 && compact::kDenseTileBytes % 16 == 0, "bulk copies are 16-byte aligned");
+    static_assert(kSumBytes <= kRingBytes, "a warp's sums lie over its ring");
+};
+
+template <class Config>
+struct Kernel {
+    using S = Smem<Config>;
+    static constexpr u32 kFragments = Config::kBatchTile / kBatchFragment;
+    static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that share a task's k
+    static constexpr u32 kNoColumn = ~0u;
+    static constexpr u32 kPlaces = 32;  // tiles whose places one load of a warp brings: one a lane
+    static constexpr u32 kBlockOut = Config::kSiluMul ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T of a row block
+    static constexpr u32 kOutRows = kTileBlocks * kBlockOut;                                     // and of a task
+    static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
+    static_assert(Config::kStages <= kPlaces, "places of one load reach from the slot that is worked on to the one that is filled");
+    static_assert(kOutRows % (2 * Config::kCluster) == 0, "blocks of a cluster store as many pairs of rows");
+    static_assert(packed::kBlockRows == 2 * packed::kGateRows, "a row block is rows of a gate and of its up");
+    static_assert(!(Config::kSiluMul && Config::kStoreAdd), "a gate and its up overwrite");
+
+    const GemmCompactArgs& args;
+    const u32 shared, warp, lane;
+    const u32 ring, table, barriers;
+    const u32 k_warp;  // this warp among the kKWarps
+    const u32 batch_tiles, group;
+    const u32 batch, tile_row;  // this cluster's first batch row, and its row of tiles. Clusters that share weights are neighbours
+    const u64 first_tile;
+    const u64 x_policy, w_policy;
+
+    // The next tile to load. Lane `turn` has the place of the warp's tile `turn` of 32: of those that are loaded, and of
+    // those that are computed, which are the same or the 32 before.
+    u32 load_slot = 0, load_turn = 0, load_column;
+    // The next tile to compute.
+    u32 slot = 0, parity = 0, turn = 0, column;
+    Tile ahead, now;
+
+    float sums[kTileBlocks][kFragments][4];
+
+    UW_DEVICE Kernel(const GemmCompactArgs& a, u32 shared_address)
+        : args(a),
+          shared(shared_address),
+          warp(ptx::uniform_warp_index()),
+          lane(ptx::lane_index()),
+          ring(shared_address + S::kRings + warp * S::kRingBytes),
+          table(shared_address + S::kTable),
+          barriers(shared_address + S::kBarriers + warp * Config::kStages * 8),
+          k_warp(Config::kCluster > 1 ? ptx::cluster_rank() * Config::kWarps + warp : warp),
+          batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
+          group(ptx::block_index() / Config::kCluster),
+          batch(group % batch_tiles * Config::kBatchTile),
+          tile_row(group / batch_tiles),
+          first_tile(static_cast<u64>(tile_row) * a.tile_cols),
+          x_policy(ptx::l2_policy(L2::kEvictLast)),
+          w_policy(ptx::l2_policy(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal)),
+          load_column(k_warp),
+          column(k_warp),
+          ahead(places(k_warp)),
+          now(ahead) {}
+
+    UW_DEVICE u32 barrier(u32 s) const { return barriers + s * 8; }
+    UW_DEVICE u32 x_slot(u32 s) const { return ring + s * S::kXBytes; }
+    UW_DEVICE u32 dense_slot(u32 s) const { return ring + Config::kStages * S::kXBytes + s * S::kWBytes; }
+    UW_DEVICE u32 stream_slot(u32 s) const { return dense_slot(s) + compact::kDenseTileBytes; }
+
+    // ---- load ------------------------------------------------------------------------------------------------------
+    // Of the warp's tiles from this column on, one a lane. A lane beyond the last column takes that.
+    UW_DEVICE Tile places(u32 from) const {
+        const u32 mine = from + lane * kKWarps;
+        return Tile(args.tiles, first_tile + (mine < args.tile_cols ? mine : args.tile_cols - 1), args.stream_words);
+    }
+    // Lists are rare and far away: have them near when their tile comes.
+    UW_DEVICE void prefetch_lists() const {
+        const u32 list = ahead.head & ~packed::kListHead;
+        if (list != ahead.head && list < args.record_words) ptx::prefetch_l2(args.records + list);
+    }
+
+    // By one lane.
+    UW_DEVICE void load_x(u32 s, u32 from) const { ptx::tensor_load_2d(x_slot(s), args.x, from * kTile, batch, barrier(s), x_policy); }
+    UW_DEVICE void load_dense(u32 s, u32 from) const {
+        ptx::bulk_load(dense_slot(s), args.dense + (first_tile + from) * compact::kDenseTileBytes, compact::kDenseTileBytes, barrier(s), w_policy);
+    }
+    UW_DEVICE void load_streams(u32 s, u32 first, u32 words) const {
+        if (words != 0) ptx::bulk_load(stream_slot(s), args.streams + first, words * 4, barrier(s), w_policy);
+    }
+
+    UW_DEVICE void advance_load() {
+        load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
+        load_column += kKWarps;
+        ++load_turn;
+    }
+    // By a converged warp that has released the slot to the copy engine.
+    UW_DEVICE void load_next() {
+        if (load_column >= args.tile_cols) return;
+        if (load_turn == kPlaces) {
+            ahead = places(load_column);
+            prefetch_lists();
+            load_turn = 0;
+        }
+        const u32 first = ptx::shuffle(ahead.first, load_turn), words = ptx::shuffle(ahead.words, load_turn);
+        if (ptx::elect_one()) {
+            ptx::mbarrier_arrive_expect_tx(barrier(load_slot), S::kXBytes + compact::kDenseTileBytes + words * 4);
+            load_x(load_slot, load_column);
+            load_dense(load_slot, load_column);
+            load_streams(load_slot, first, words);
+        }
+        advance_load();
+    }
+
+    // Fills the ring, what needs no place before anything else, and X, which depends on the kernel before, last. Each
+    // slot gets its one arrival once all of its bytes are expected.
+    UW_DEVICE void start() {
+        if (ptx::elect_one()) {
+#pragma unroll
+            for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barrier(s), 1);
+            ptx::fence_mbarrier_init();
+        }
+        ptx::sync_warp();
+        if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+        u32 columns[Config::kStages];
+#pragma unroll
+        for (u32 s = 0; s < Config::kStages; ++s) {
+            columns[s] = kNoColumn;
+            if (load_column >= args.tile_cols) continue;
+            columns[s] = load_column;
+            if (ptx::elect_one()) {
+                ptx::mbarrier_expect_tx(barrier(s), compact::kDenseTileBytes);
+                load_dense(s, load_column);
+            }
+            advance_load();
+        }
+#pragma unroll
+        for (u32 s = 0; s < Config::kStages; ++s) {
+            const u32 first = ptx::shuffle(ahead.first, s), words = ptx::shuffle(ahead.words, s);
+            if (columns[s] == kNoColumn || !ptx::elect_one()) continue;
+            ptx::mbarrier_arrive_expect_tx(barrier(s), S::kXBytes + words * 4);
+            load_streams(s, first, words);
+        }
+        if (ptx::elect_one()) ptx::prefetch_tensor_map(args.x);
+        prefetch_lists();
+        copy_table();
+        if constexpr (Config::kPdl) ptx::grid_dependency_wait();
+#pragma unroll
+        for (u32 s = 0; s < Config::kStages; ++s) {
+            if (columns[s] != kNoColumn && ptx::elect_one()) load_x(s, columns[s]);
+        }
+    }
+
+    // By the whole block.
+    UW_DEVICE void copy_table() const {
+        for (u32 at = ptx::thread_index() * 4; at < compact::kTableEntries; at += kThreads<Config> * 4) {
+            ptx::store_shared_x4(table + at * 4, ptx::load_global_nc_x4(args.table + at));
+        }
+        ptx::sync_block();
+    }
+
+    // ---- compute ---------------------------------------------------------------------------------------------------
+    UW_DEVICE void load_x_fragments(u32 (&x)[kFragments][kSteps][2]) const {
+#pragma unroll
+        for (u32 f = 0; f < kFragments; ++f) {
+#pragma unroll
+            for (u32 half = 0; half < kSteps / 2; ++half) {
+                const u32 row = f * kBatchFragment + lane % 8, chunk = half * 4 + lane / 8;
+                const U32x4 v = ptx::load_matrix_x4(x_slot(slot) + smem::Bf16Tile<Config::kBatchTile>::offset(row, chunk));
+                x[f][2 * half][0] = v.x;
+                x[f][2 * half][1] = v.y;
+                x[f][2 * half + 1][0] = v.z;
+                x[f][2 * half + 1][1] = v.w;
+            }
+        }
+    }
+
+    // Dense words of row blocks `pair` and `pair + 2`. Groups of four words meet where a row block ends in the middle of
+    // one: those are loaded with the first pair.
+    template <u32 kPair>
+    UW_DEVICE void load_dense_words(u32 (&words)[compact::kDenseWords]) const {
+        constexpr u32 kGroups = compact::kDenseWords / 4, kHalf = kGroups / 2, kFirst = kHalf / 2 + 1;
+#pragma unroll
+        for (u32 c = 0; c < kGroups; ++c) {
+            if ((c % kHalf < kFirst) != (kPair == 0)) continue;
+            const U32x4 v = ptx::load_shared_x4(dense_slot(slot) + c * packed::kGroupBytes + lane * 16);
+            words[4 * c + 0] = v.x;
+            words[4 * c + 1] = v.y;
+            words[4 * c + 2] = v.z;
+            words[4 * c + 3] = v.w;
+        }
+    }
+
+    // Replaces escapes in the operands of row blocks `pair` and `pair + 2`. `records`: packed::read_records.
+    UW_DEVICE void patch(Operands (&operands)[2], u32 pair, u32 head, u32 records) const {
+        const auto replace = [&](u32 record) {
+            const u32 block = compact::block_of(record);
+            if (block % kPairs != pair) return;
+            if (block < kPairs) {
+                packed::patch(operands[0], record, lane);
+            } else {
+                packed::patch(operands[1], record, lane);
+            }
+        };
+        u32 count = ptx::shuffle(records, 0);
+        count = count < compact::kTileRecordsMax ? count : compact::kTileRecordsMax;
+#pragma unroll 1
+        for (u32 i = 1; i <= count && i < 32; ++i) replace(ptx::shuffle(records, i));
+        if (count < 32) return;
+        // Past the warp's 31 records the list is read again, one by one.
+        const u32 index = head & ~packed::kListHead;
+#pragma unroll 1
+        for (u32 i = 32; i <= count && i < args.record_words - index; ++i) replace(ptx::load_global_nc(args.records + index + i));
+    }
+
+    template <u32 kPair>
+    UW_DEVICE void compute_pair(const u32 (&x)[kFragments][kSteps][2], u32 (&words)[compact::kDenseWords], Chains& chains, u32 head, u32 records) {
+        Operands operands[2];
+        load_dense_words<kPair>(words);
+        compact::decode_block<true>(operands[0], words + kPair * compact::kBlockWords, chains.up, table);
+        compact::decode_block<false>(operands[1], words + (kPair + kPairs) * compact::kBlockWords, chains.down, table);
+        if constexpr (kPair + 1 == kPairs) {
+            // The slot is refilled behind the warp's last loads from it (X, dense words, chains): every lane fences its
+            // own, and the meeting orders them before the lane that asks for the copies.
+            pipeline::release_to_copy_engine();
+            load_next();
+        }
+        if (head != 0) patch(operands, kPair, head, records);
+#pragma unroll
+        for (u32 s = 0; s < kSteps; ++s) {
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+                const u32(&p)[kSteps * 4] = operands[i].p;
+                const u32 a[4] = {p[4 * s], p[4 * s + 1], p[4 * s + 2], p[4 * s + 3]};
+#pragma unroll
+                for (u32 f = 0; f < kFragments; ++f) ptx::mma_m16n8k16(sums[kPair + i * kPairs][f], a, x[f][s]);
+            }
+        }
+    }
+
+    UW_DEVICE void compute() {
+        if (turn == kPlaces) {
+            now = ahead;
+            turn = 0;
+        }
+        const u32 head = ptx::shuffle(now.head, turn), skip = ptx::shuffle(now.skip, turn);
+        u32 records = 0;
+        if (head != 0) records = packed::read_records(head, args.records, args.record_words, lane);
+        ptx::mbarrier_wait_parity(barrier(slot), parity);
+        u32 x[kFragments][kSteps][2];
+        load_x_fragments(x);
+        Chains chains(stream_slot(slot) + skip * 4, lane);
+        u32 words[compact::kDenseWords];
+        compute_pair<0>(x, words, chains, head, records);
+        compute_pair<1>(x, words, chains, head, records);
+        static_assert(kPairs == 2, "two pairs of row blocks");
+        slot = slot + 1 == Config::kStages ? 0 : slot + 1;
+        parity ^= slot == 0;
+        ++turn;
+    }
+
+    // ---- reduce ----------------------------------------------------------------------------------------------------
+    // Bytes of (batch b, row r) in a warp's sums: bits 3 and 4 of the word are flipped so that the fragment's (2t, g)
+    // hit 32 banks.
+    UW_DEVICE static u32 sum_offset(u32 b, u32 r) { return ((b * kTile + r) ^ (b / 2 % 4 * 8)) * 4; }
+
+    UW_DEVICE void meet() const {
+        if constexpr (Config::kCluster > 1) {
+            ptx::cluster_arrive();
+            ptx::cluster_wait();
+        } else {
+            ptx::sync_block();
+        }
+    }
+
+    UW_DEVICE void reduce() {
+        const u32 left = args.m - batch;
+        const u32 valid = left < Config::kBatchTile ? left : Config::kBatchTile;
+        const u32 g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (u32 f = 0; f < kFragments; ++f) {
+            if (f * kBatchFragment >= valid) break;
+#pragma unroll
+            for (u32 b = 0; b < kTileBlocks; ++b) {
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) {
+                    const u32 row = b * packed::kBlockRows + g + i / 2 * 8;
+                    ptx::store_shared(ring + sum_offset(f * kBatchFragment + 2 * t + i % 2, row), ptx::bits_from_float(sums[b][f][i]));
+                }
+            }
+        }
+        meet();
+        // Block `rank` of the cluster stores its share of the rows of Y^T; a unit is two of them for one batch row.
+        constexpr u32 kUnits = kOutRows / (2 * Config::kCluster);
+        const u32 rank = Config::kCluster > 1 ? ptx::cluster_rank() : 0;
+        for (u32 unit = warp * 32 + lane; unit < valid * kUnits; unit += kThreads<Config>) {
+            const u32 b = unit / kUnits, r = (rank * kUnits + unit % kUnits) * 2;
+            float low, high;
+            if constexpr (Config::kSiluMul) {
+                const u32 gate = r / kBlockOut * packed::kBlockRows + r % kBlockOut;
+                float up_low, up_high;
+                total(b, gate, low, high);
+                total(b, gate + packed::kGateRows, up_low, up_high);
+                low = packed::silu(low) * up_low;
+                high = packed::silu(high) * up_high;
+            } else {
+                total(b, r, low, high);
+            }
+            u16* y = args.y + static_cast<u64>(batch + b) * (args.n / packed::kBlockRows * kBlockOut) + static_cast<u64>(tile_row) * kOutRows + r;
+            if constexpr (Config::kStoreAdd) {
+                const u32 old = ptx::load_global(y);
+                low += ptx::float_from_bits(old << 16);
+                high += ptx::float_from_bits(old & 0xffff0000u);
+            }
+            ptx::store_global(y, ptx::pack_bf16x2(low, high));
+        }
+    }
+    // The sums of all warps of the cluster for batch row b, rows r and r + 1 of the task, scaled.
+    UW_DEVICE void total(u32 b, u32 r, float& low, float& high) const {
+        const u32 offset = shared + S::kRings + sum_offset(b, r);
+        low = high = 0.0f;
+        // Of a gate and of its up at once, the loads of more than 16 warps do not fit the registers.
+        constexpr u32 kAtOnce = Config::kSiluMul && kKWarps > 16 ? 1 : Config::kCluster;
+#pragma unroll kAtOnce
+        for (u32 c = 0; c < Config::kCluster; ++c) {
+            const u32 address = Config::kCluster > 1 ? ptx::map_shared_rank(offset, c) : offset;
+#pragma unroll
+            for (u32 w = 0; w < Config::kWarps; ++w) {
+                const u32 from = address + w * S::kRingBytes;
+                const U32x2 v = Config::kCluster > 1 ? ptx::load_cluster_x2(from) : ptx::load_shared_x2(from);
+                low += ptx::float_from_bits(v.x);
+                high += ptx::float_from_bits(v.y);
+            }
+        }
+        low *= args.scale;
+        high *= args.scale;
+    }
+
+    // ---- the warp's life -------------------------------------------------------------------------------------------
+    UW_DEVICE void run() {
+        start();
+#pragma unroll
+        for (u32 b = 0; b < kTileBlocks; ++b) {
+#pragma unroll
+            for (u32 f = 0; f < kFragments; ++f) {
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j) sums[b][f][j] = 0.0f;
+            }
+        }
+        for (; column < args.tile_cols; column += kKWarps) compute();
+        reduce();
+        // Peers may still be reading this block's sums.
+        if constexpr (Config::kCluster > 1) meet();
+    }
+};
+
+template <class Config>
+UW_DEVICE void run(const GemmCompactArgs& args) {
+    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    kernel.run();
+}
+
+}  // namespace uw::gemm_compact

@@ -1,0 +1,304 @@
+//! Matmul for small batches from the compact form (docs/format.md A.11):
+//! `templates/include/unweight/kernels/gemm_compact.cuh`.
+//!
+//! ```text
+//! bytes = warps * (align1024(stages * stage) + bulk * 8 * stages) + 4096
+//! stage = batch_tile * 128 + 5120 + 1392      X of 64 k, a tile's dense part, its streams
+//! ```
+//!
+//! The fp32 sums of a warp, `batch_tile * 256`, lie over its drained ring, which is always larger.
+
+use super::{Edge, Family, Instruction, Instructions, Op, PRODUCT, transcode};
+use crate::{
+    abi::{TensorMap, args},
+    plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, most_fitting, named},
+    spec::{Arch, ClusterSize, Epilogue, VariantSpec, Warps, axes, range_axis, set_axis},
+};
+use serde::Serialize;
+use unweight_format::{FormId, layout};
+
+set_axis! {
+    /// Batch rows that a `gemm_compact` variant multiplies at a time: `n` of `mma.m16n8k16`, eight rows a fragment.
+    CompactBatchTile, "batch_tile", [8, 16, 32], "8, 16 or 32 (batch rows of op gemm_compact)"
+}
+
+range_axis! {
+    /// Stages of each warp's ring in a `gemm_compact` block. One can do: other warps' rings load while one is worked on.
+    CompactStages, "stages", 1..=16, "1..=16 (stages of op gemm_compact)"
+}
+
+axes! {
+    /// A variant of the matmul from the compact form (`mma.m16n8k16`): every warp decodes and multiplies tiles of 64
+    /// output features by `batch_tile` batch rows, and the warps of a cluster share k.
+    pub struct GemmCompactSpec {
+        /// Batch rows of a cluster.
+        batch_tile: CompactBatchTile "b",
+        /// Warps of a block.
+        warps: Warps "_w",
+        /// Stages of each warp's ring.
+        stages: CompactStages "p",
+        /// Blocks that share k.
+        cluster: ClusterSize "c" = 1,
+        /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
+        /// it reads X.
+        pdl: flag "_pdl" = false,
+        /// Overwrite or add.
+        epilogue: Epilogue "_" = Store,
+    }
+}
+
+args! {
+    /// Arguments of `gemm_compact`.
+    pub struct GemmCompactArgs {
+        /// bf16 `[m, k]`, box 64 x the variant's batch tile, 128-byte swizzle, zero fill.
+        pub x: TensorMap,
+        /// u8 `[tiles, 5120]`.
+        pub dense: u64,
+        /// u32 `[tiles + 1, 2]`: `class_tiles`.
+        pub tiles: u64,
+        /// u32 `[stream_words]`: `class_streams`.
+        pub streams: u64,
+        /// u32 `[record_words]`: `class_escapes`.
+        pub records: u64,
+        /// u32 `[1024]`: `ClassBook::kernel_table`.
+        pub table: u64,
+        /// bf16 `[m, n]`, of a `silu_mul` variant `[m, n / 2]`.
+        pub y: u64,
+        /// `2^(base - 96)`.
+        pub scale: f32,
+        /// Words in `streams`, a multiple of 4.
+        pub stream_words: u32,
+        /// Words in `records`.
+        pub record_words: u32,
+        /// Batch rows.
+        pub m: u32,
+        /// Output features, a multiple of 64.
+        pub n: u32,
+        /// Input features, a multiple of 64.
+        pub k: u32,
+        /// `k / 64`.
+        pub tile_cols: u32,
+        /// 0.
+        pub reserved: [u32; 13],
+    }
+}
+
+impl VariantSpec {
+    /// A matmul for small batches from the compact form.
+    pub const fn gemm_compact(arch: Arch, spec: GemmCompactSpec) -> Self {
+        Self { arch, op: Op::GemmCompact(spec) }
+    }
+}
+
+/// The shapes that ship, by batch tile. What measures best is not known yet: no kernel of the family has run on a GPU.
+pub const SHAPES: [GemmCompactSpec; 8] = [
+    shape(8, 8, 1, 1),
+    shape(8, 16, 1, 1),
+    shape(8, 12, 2, 1),
+    shape(8, 8, 1, 2),
+    shape(16, 8, 2, 1),
+    shape(16, 8, 2, 2),
+    shape(32, 8, 2, 1),
+    shape(32, 8, 2, 2),
+];
+
+const fn shape(batch_tile: u32, warps: u32, stages: u32, cluster: u32) -> GemmCompactSpec {
+    match (
+        CompactBatchTile::new(batch_tile),
+        Warps::new(warps),
+        CompactStages::new(stages),
+        ClusterSize::new(cluster),
+    ) {
+        (Ok(batch_tile), Ok(warps), Ok(stages), Ok(cluster)) => {
+            GemmCompactSpec { batch_tile, warps, stages, cluster, pdl: false, epilogue: Epilogue::Store }
+        }
+        _ => panic!("the shapes lie within the axes"),
+    }
+}
+
+/// Rows of a task, and columns of a step: a tile.
+const TILE: u32 = 64;
+/// A row of X: 64 columns, bf16.
+const X_ROW_BYTES: u32 = 128;
+/// Where the copy engine's swizzle repeats, and with it each ring.
+const SWIZZLE_ALIGN: u32 = 1024;
+const MBARRIER_BYTES: u32 = 8;
+/// As in `gemm_mma`: two blocks hide each other's start and end.
+const BLOCKS_PER_SM_MAX: u32 = 2;
+
+/// X, dense part and streams of one slot of a warp's ring.
+const fn slot_bytes(op: &GemmCompactSpec) -> u32 {
+    op.batch_tile.get() * X_ROW_BYTES + layout::DENSE_TILE_BYTES as u32 + transcode::SLOT_BYTES
+}
+
+/// One warp's ring.
+const fn ring_bytes(op: &GemmCompactSpec) -> u32 {
+    (op.stages.get() * slot_bytes(op)).next_multiple_of(SWIZZLE_ALIGN)
+}
+
+const fn smem(op: &GemmCompactSpec) -> SmemPlan {
+    let warps = op.warps.get();
+    SmemPlan::new()
+        .section("rings", warps, ring_bytes(op), SWIZZLE_ALIGN)
+        .section("table", 1, transcode::TABLE_BYTES, 16)
+        .section("barriers", warps * op.stages.get(), MBARRIER_BYTES, MBARRIER_BYTES)
+}
+
+const fn fits(spec: &VariantSpec, op: &GemmCompactSpec) -> bool {
+    smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
+}
+
+/// With fewer registers per thread one block has the SM for itself: two row blocks that are decoded side by side, and
+/// for each batch row two sums and one register of X.
+const fn registers_min(op: &GemmCompactSpec) -> u32 {
+    104 + 3 * op.batch_tile.get()
+}
+
+impl GemmCompactSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE
+            .with(Instruction::Mma)
+            .with(Instruction::BulkCopy)
+            .with(Instruction::TensorCopy)
+            .when(self.cluster.get() > 1, Instruction::Cluster)
+            .when(self.pdl, Instruction::DependentLaunch)
+    }
+
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let op = self;
+        let limits = spec.arch.limits();
+        let (smem, warps, stages) = (smem(op), op.warps.get(), op.stages.get());
+        let stage_bytes = warps * (slot_bytes(op) + MBARRIER_BYTES);
+        if !fits(spec, op) {
+            return Err(Infeasible::SharedMemory {
+                spec: *spec,
+                fixed_bytes: smem.bytes() - stages * stage_bytes,
+                stages,
+                stage_bytes,
+                limit_bytes: limits.smem_bytes_per_block,
+                fitting_stages: most_fitting!(fits(spec, op), GemmCompactSpec { stages: CompactStages }),
+                fitting_other: named("warps", most_fitting!(fits(spec, op), GemmCompactSpec { warps: Warps })),
+            });
+        }
+        let threads = warps * limits.warp_threads;
+        let resident = limits.blocks_by_smem_and_threads(threads, smem.bytes());
+        let mut blocks_per_sm = if resident < BLOCKS_PER_SM_MAX { resident } else { BLOCKS_PER_SM_MAX };
+        while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < registers_min(op) {
+            blocks_per_sm -= 1;
+        }
+        Ok(Plan {
+            spec: *spec,
+            smem,
+            pipeline: Some(PipelinePlan {
+                rings: warps,
+                stages,
+                stage_bytes: slot_bytes(op),
+                full_arrivals: 1,
+                empty_arrivals: 0,
+            }),
+            roles: RolePlan::one("load, decode and multiply", warps),
+            launch: LaunchPlan {
+                threads,
+                blocks_per_sm,
+                // One task each: a chain of codes spans two row blocks, so rows are not dealt in less than tiles.
+                grid: LaunchGrid::DealtRowBlocks {
+                    batch_rows: op.batch_tile.get(),
+                    rows: TILE,
+                    share: Some(1),
+                    cluster: op.cluster.get(),
+                    blocks_per_sm,
+                },
+                cluster: op.cluster.get(),
+                pdl: op.pdl,
+                co_resident: false,
+            },
+        })
+    }
+}
+
+impl Family for GemmCompactSpec {
+    type Args = GemmCompactArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[Edge { from: FormId::COMPACT, to: PRODUCT }];
+
+    fn summary(&self, _: &Plan) -> String {
+        let group = match self.cluster.get() {
+            1 => "block".to_owned(),
+            cluster => format!("cluster of {cluster}"),
+        };
+        let pdl = if self.pdl { ", dependent launch" } else { "" };
+        let (formula, batch_tile, stages) = (self.epilogue.formula(), self.batch_tile.get(), self.stages.get());
+        format!(
+            "{formula}, W compact; {batch_tile} batch rows x {TILE} of n per {group}, a ring of {stages} per warp{pdl}."
+        )
+    }
+
+    fn context(&self, _: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            /// `Config::kBatchTile`.
+            batch_tile: u32,
+            /// `Config::kWarps`.
+            warps: u32,
+            /// `Config::kStages`.
+            stages: u32,
+            /// `Config::kCluster`.
+            cluster: u32,
+            /// `Config::kStoreAdd`.
+            store_add: bool,
+            /// `Config::kSiluMul`.
+            silu_mul: bool,
+            /// `Config::kPdl`.
+            pdl: bool,
+            /// `packed::kGateRows`.
+            gate_rows: u32,
+        }
+        Context {
+            batch_tile: self.batch_tile.get(),
+            warps: self.warps.get(),
+            stages: self.stages.get(),
+            cluster: self.cluster.get(),
+            store_add: matches!(self.epilogue, Epilogue::StoreAdd),
+            silu_mul: matches!(self.epilogue, Epilogue::SiluMul),
+            pdl: self.pdl,
+            gate_rows: Epilogue::GATE_ROWS,
+        }
+    }
+
+    /// Each shape, ordinary and dependent, with every epilogue. Not of sm_120a: NVRTC 13.0 gives them a stack there, as
+    /// it does those of `gemm_mma` with bulk copies.
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        let shapes = SHAPES.into_iter().filter(move |_| !matches!(arch, Arch::Sm120a));
+        shapes.flat_map(move |shape| {
+            Epilogue::ALL.iter().flat_map(move |&epilogue| {
+                [false, true].map(|pdl| VariantSpec::gemm_compact(arch, GemmCompactSpec { pdl, epilogue, ..shape }))
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::GemmShape;
+
+    /// A task is a row of tiles, whatever the device.
+    #[test]
+    fn a_cluster_has_one_row_of_tiles_and_one_batch_tile() {
+        for (name, m, blocks) in [("b8_w8p1c1_store", 8, 224), ("b8_w8p1c2_store", 9, 896), ("b32_w8p2c2_silu_mul", 32, 448)] {
+            let plan = Plan::new(&format!("uw_sm90a_gemm_compact_{name}").parse().unwrap()).unwrap();
+            for sms in [1, 78, 132] {
+                let problem = GemmShape { m, n: 14336, k: 4096 };
+                assert_eq!(plan.launch.grid.blocks(problem, sms), Some(blocks), "{name} on {sms}");
+            }
+        }
+    }
+
+    #[test]
+    fn sums_of_every_shape_lie_over_a_ring() {
+        for batch_tile in [8, 16, 32] {
+            let op = shape(batch_tile, 1, 1, 1);
+            assert!(batch_tile * TILE * 4 <= ring_bytes(&op), "{batch_tile}");
+        }
+    }
+}

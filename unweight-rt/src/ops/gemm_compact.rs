@@ -1,0 +1,107 @@
+//! The matmul from the compact form: `Y[m, n] = X[m, k] * W[n, k]^T` (`docs/format.md` A.11, `docs/adr/0013`).
+//!
+//! A launch allocates nothing, on the device or the host, needs nothing of a lane but its stream, and may be captured into a graph. Under
+//! programmatic dependent launch (variants with `_pdl`) a kernel asks for its weights while the kernel before it on the stream still runs, and
+//! touches `X` and `Y` after that one is done.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    abi::GemmCompactArgs,
+    plan::GemmShape,
+    spec::{Epilogue, Op},
+};
+
+use crate::{
+    device::{
+        DeviceError, MatrixMut, MatrixRef, Refusal, Stream, module::LoadedKernel, tma::TensorMapParams,
+        view::check_device,
+    },
+    ops::check_product,
+    weight::{self, DeviceCompact},
+};
+
+/// A matmul kernel that reads the compact form.
+#[derive(Clone, Debug)]
+pub struct CompactGemm {
+    kernel: Arc<LoadedKernel>,
+    batch_tile: u32,
+    epilogue: Epilogue,
+}
+
+impl CompactGemm {
+    /// Wraps a kernel of `gemm_compact`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::GemmCompact(op) => Ok(Self { batch_tile: op.batch_tile.get(), epilogue: op.epilogue, kernel }),
+            _ => kernel.refuse(Refusal::Family { wanted: "a matmul from the compact form" }),
+        }
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &LoadedKernel {
+        &self.kernel
+    }
+
+    /// Columns of `Y` from `n` rows of weights.
+    fn columns(&self, n: u64) -> u64 {
+        if self.epilogue == Epilogue::SiluMul { n / 2 } else { n }
+    }
+
+    /// Enqueues the product. `y` is overwritten, or added to by a `store_add` variant; of a `silu_mul` variant it is `[m, n / 2]`. Rows of `x`
+    /// may be apart, by a multiple of 8 elements; those of `y` are not.
+    ///
+    /// # Errors
+    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel takes; more blocks than a grid
+    /// has; or the driver's refusal.
+    pub fn enqueue(
+        &self,
+        stream: &Stream,
+        x: MatrixRef<'_>,
+        w: &DeviceCompact,
+        y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let (x, y) = (x.place(), y.place());
+        let shape = weight::shape(w.grid());
+        // A grid's dimensions fit 32 bits.
+        let problem = GemmShape { m: x.rows, n: shape[0] as u32, k: shape[1] as u32 };
+        let check = || {
+            let own = self.kernel.device().ordinal();
+            check_product(own, x, shape, self.columns(shape[0]), y, w.spans())?;
+            x.check_rows_aligned("x")?;
+            y.check_rows_aligned("y")?;
+            y.check_dense("y")?;
+            check_device("the weights", w.device().ordinal(), own)?;
+            self.kernel.check_grid(problem)
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let GemmShape { m, n, k } = problem;
+        if m == 0 || n == 0 || k == 0 {
+            return Ok(());
+        }
+        let args = GemmCompactArgs {
+            x: TensorMapParams::activations(x, self.batch_tile).encode(self.kernel.device())?,
+            dense: w.dense().address(),
+            tiles: w.tiles().address(),
+            streams: w.streams().address(),
+            records: w.escapes().address(),
+            table: w.table().address(),
+            y: y.address,
+            scale: w.window().scale(),
+            // Below 2^32: checked when the tensor was uploaded.
+            stream_words: w.streams().len() as u32,
+            record_words: w.escapes().len() as u32,
+            m,
+            n,
+            k,
+            tile_cols: k / 64,
+            reserved: [0; 13],
+        };
+        // SAFETY: shapes, pitches and places were held against this problem above; the views were held against their memory when they were made;
+        // the kernel bounds what streams, heads and lists lead to. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(stream, problem, &args) }
+    }
+}
