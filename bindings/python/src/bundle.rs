@@ -74,6 +74,10 @@ impl Bundle {
         let sum = |bytes: fn(BundleTensor<'_>) -> u64| self.bundle.tensors().map(bytes).sum::<u64>();
         report.set_item("original_bytes", sum(|tensor| tensor.entry.original_bytes().unwrap_or(0)))?;
         report.set_item("stored_bytes", sum(|tensor| tensor.entry.stored_bytes()))?;
+        // Damage to them is no damage to the weights: `verify` says it.
+        let attached = self.bundle.attached().ok().flatten();
+        let kernels = attached.map_or_else(Vec::new, |attached| attached.kernels().to_vec());
+        report.set_item("attached_kernels", to_python(py, &kernels)?)?;
         Ok(report.into_any())
     }
 
