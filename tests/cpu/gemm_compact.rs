@@ -9,29 +9,12 @@ use unweight_codegen::{
 };
 use unweight_format::{CompactTensor, Histogram, Matrix, compact::encode, testing::Random};
 
+use crate::compact_sections::Sections;
 use crate::harness::{Buffer, CpuKernel, Edit, MapSpec, Run, bf16, spec};
 use crate::packed_problem::{columns, mismatches};
 
 const GUARD: u16 = 0x7fc1;
 const GUARD_ROWS: usize = 2;
-
-/// The sections of a tensor as a device holds them.
-struct Sections {
-    dense: Buffer,
-    tiles: Buffer,
-    streams: Buffer,
-    records: Buffer,
-    table: Buffer,
-}
-
-impl Sections {
-    fn of(tensor: &CompactTensor<Vec<u8>>) -> Self {
-        let table: Vec<u8> = tensor.book().kernel_table().iter().flat_map(|entry| entry.to_le_bytes()).collect();
-        let [dense, tiles, streams, records] =
-            [tensor.dense(), tensor.tiles(), tensor.streams(), tensor.escapes()].map(Buffer::of);
-        Self { dense, tiles, streams, records, table: Buffer::of(&table) }
-    }
-}
 
 /// Weights in whole tiles.
 struct Problem {

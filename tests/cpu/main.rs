@@ -3,6 +3,7 @@
 
 mod activations;
 mod attention;
+mod compact_sections;
 mod gemm_compact;
 mod gemm_mma;
 mod gemm_recon;

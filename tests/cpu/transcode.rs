@@ -1,6 +1,7 @@
 //! The conversions of the compact form, run on the CPU prelude against `unweight_format`: the same bytes, any bytes
 //! survived, and planted bugs that must be caught.
 
+use crate::compact_sections::Sections;
 use crate::harness::{Buffer, CpuKernel, Edit, Run};
 use unweight_codegen::{
     VariantSpec,
@@ -33,23 +34,7 @@ struct Case {
     tensor: CompactTensor<Vec<u8>>,
 }
 
-/// The sections of a tensor as a device holds them.
-struct Sections {
-    dense: Buffer,
-    tiles: Buffer,
-    streams: Buffer,
-    records: Buffer,
-    table: Buffer,
-}
-
 impl Sections {
-    fn of(tensor: &CompactTensor<Vec<u8>>) -> Self {
-        let table: Vec<u8> = tensor.book().kernel_table().iter().flat_map(|entry| entry.to_le_bytes()).collect();
-        let [dense, tiles, streams, records] =
-            [tensor.dense(), tensor.tiles(), tensor.streams(), tensor.escapes()].map(Buffer::of);
-        Self { dense, tiles, streams, records, table: Buffer::of(&table) }
-    }
-
     fn args(&self, tensor: &CompactTensor<Vec<u8>>, base: u8) -> TranscodeArgs {
         let (n, k) = (tensor.grid().rows() as u32, tensor.grid().cols() as u32);
         TranscodeArgs {
