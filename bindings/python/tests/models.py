@@ -1,9 +1,41 @@
-"""Small models for tests, by the standard library alone."""
+"""Small models for tests; but for `of_transformers`, by the standard library alone."""
 
 import json
 import pathlib
 import random
 import struct
+
+# A model of transformers in which every kind of linear layer can be packed.
+SMALL = dict(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=512,
+    max_position_embeddings=512,
+    dtype="bfloat16",
+)
+MOE = dict(tie_word_embeddings=False, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2)
+
+
+def of_transformers(
+    home: pathlib.Path, config: str, deviation: float, options: dict[str, object], **more: object
+) -> pathlib.Path:
+    """A model directory of transformers with random weights; `more` is for `save_pretrained`."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**{**SMALL, **options})
+    model = transformers.AutoModelForCausalLM.from_config(made).to(torch.bfloat16)
+    for parameter in model.parameters():
+        # torch draws BF16 with many zeros, as no trained model has; biases and norms that do nothing hide mistakes.
+        drawn = torch.randn(parameter.shape).mul(deviation).to(torch.bfloat16)
+        parameter.data = drawn if parameter.dim() > 1 else parameter.data + drawn
+    model.save_pretrained(home, **more)
+    return home
 
 
 def bf16(count: int, seed: int) -> bytes:

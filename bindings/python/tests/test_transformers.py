@@ -16,32 +16,18 @@ import torch
 import transformers
 import unweight
 import unweight.transformers
+from models import MOE, of_transformers
 from transformers import AutoModelForCausalLM
 from unweight.ops import Linear
 from unweight.transformers import UnweightConfig
 
-SMALL = dict(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=512,
-    max_position_embeddings=512,
-    dtype="bfloat16",
-)
 KINDS = {
-    "llama": (transformers.LlamaConfig, dict(tie_word_embeddings=False), 15),
-    "llama, tied": (transformers.LlamaConfig, dict(tie_word_embeddings=True), 14),
-    "qwen2": (transformers.Qwen2Config, dict(tie_word_embeddings=False), 15),
-    "gemma3": (transformers.Gemma3TextConfig, dict(tie_word_embeddings=True), 14),
-    "odd": (transformers.LlamaConfig, dict(tie_word_embeddings=False, intermediate_size=500), 9),
-    "qwen3 moe": (
-        transformers.Qwen3MoeConfig,
-        dict(tie_word_embeddings=False, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2),
-        9,
-    ),
+    "llama": ("LlamaConfig", dict(tie_word_embeddings=False), 15),
+    "llama, tied": ("LlamaConfig", dict(tie_word_embeddings=True), 14),
+    "qwen2": ("Qwen2Config", dict(tie_word_embeddings=False), 15),
+    "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 14),
+    "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 9),
+    "qwen3 moe": ("Qwen3MoeConfig", MOE, 9),
 }
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(3))
 
@@ -49,14 +35,7 @@ TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(3
 def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
     """A model directory with random weights."""
     config, options, _ = KINDS[kind]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(**{**SMALL, **options})).to(torch.bfloat16)
-    for parameter in model.parameters():
-        # torch draws BF16 with many zeros, as no trained model has; and biases and norms that do nothing would hide mistakes.
-        drawn = torch.randn(parameter.shape).mul(0.02).to(torch.bfloat16)
-        parameter.data = drawn if parameter.dim() > 1 else parameter.data + drawn
-    model.save_pretrained(home, **more)
-    return home
+    return of_transformers(home, config, 0.02, options, **more)
 
 
 def packed(model: torch.nn.Module) -> int:

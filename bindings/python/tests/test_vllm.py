@@ -15,9 +15,13 @@ import time
 import unittest
 import urllib.error
 import urllib.request
+from typing import Optional
+
+from models import MOE, SMALL, of_transformers
 
 PROMPTS = 3
 TOKENS = 12
+RANK = 8
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -27,17 +31,6 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
 }
-SMALL = dict(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=512,
-    max_position_embeddings=512,
-    dtype="bfloat16",
-)
 # Configuration, options, and the layers that are packed: q, k and v are one, and so are a gate and an up.
 KINDS = {
     "llama": ("LlamaConfig", dict(tie_word_embeddings=False), 9),
@@ -48,30 +41,18 @@ KINDS = {
     # 500 columns stay as they are.
     "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 5),
     "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 8),
-    "qwen3 moe": (
-        "Qwen3MoeConfig",
-        dict(tie_word_embeddings=False, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2),
-        5,
-    ),
+    "qwen3 moe": ("Qwen3MoeConfig", MOE, 5),
 }
 
 
 def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
     """A model directory with random weights, and a tokenizer of words."""
     import tokenizers
-    import torch
     import transformers
 
-    name, options, _ = KINDS[kind]
-    config = getattr(transformers, name)(**{**SMALL, **options})
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    for parameter in model.parameters():
-        # torch draws BF16 with many zeros, as no trained model has; biases and norms that do nothing hide mistakes.
-        drawn = torch.randn(parameter.shape).mul(0.05).to(torch.bfloat16)
-        parameter.data = drawn if parameter.dim() > 1 else parameter.data + drawn
-    model.save_pretrained(home, **more)
-    words = {f"w{index}": index for index in range(config.vocab_size)}
+    config, options, _ = KINDS[kind]
+    of_transformers(home, config, 0.05, options, **more)
+    words = {f"w{index}": index for index in range(options.get("vocab_size", SMALL["vocab_size"]))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(home)
@@ -84,6 +65,35 @@ def bundle_of(model: pathlib.Path, profile: str = "resident") -> pathlib.Path:
     bundle = model.with_name("bundle-" + profile)
     unweight.compress(model, bundle, profile=profile)
     return bundle
+
+
+def adapter(home: pathlib.Path) -> pathlib.Path:
+    """A low-rank adapter of all linear layers but the head, as PEFT saves it, that changes what a model says."""
+    import safetensors.torch
+    import torch
+
+    home.mkdir()
+    hidden, inner, heads, keys = SMALL["hidden_size"], SMALL["intermediate_size"], 256, 128
+    shapes = {
+        "self_attn.q_proj": (heads, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    random = torch.Generator().manual_seed(2)
+    tensors = {}
+    for layer in range(SMALL["num_hidden_layers"]):
+        for name, (n, k) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            for part, shape in (("lora_A", (RANK, k)), ("lora_B", (n, RANK))):
+                tensors[f"{prefix}.{part}.weight"] = torch.randn(shape, generator=random).mul(0.1).bfloat16()
+    safetensors.torch.save_file(tensors, home / "adapter_model.safetensors")
+    config = dict(peft_type="LORA", r=RANK, lora_alpha=RANK, target_modules=[name.split(".")[1] for name in shapes])
+    (home / "adapter_config.json").write_text(json.dumps(config))
+    return home
 
 
 def engines(runs: list[dict]) -> tuple[list, str]:
@@ -137,6 +147,18 @@ class Engine(Case):
     def test_graphs_are_compiled(self):
         model = make(self.home / "model", "llama")
         self.hold_equal([dict(model=str(model)), dict(model=str(bundle_of(model)))], enforce_eager=False)
+
+    def test_adapters_work_beside_packed_weights(self):
+        model = make(self.home / "model", "llama")
+        bundle, beside = bundle_of(model), str(adapter(self.home / "adapter"))
+        runs = [dict(model=str(model), adapter=beside), dict(model=str(bundle), adapter=beside)]
+        runs.append(dict(model=str(model), quantization="unweight", adapter=beside))
+        log = self.hold_equal(runs, enforce_eager=True)
+        self.assertEqual(log.count("unweight: 9 layers packed"), 2, log[-4000:])
+        # The adapter is not left out on all sides.
+        (without,), _ = engines([dict(model=str(model), enforce_eager=True)])
+        (with_adapter,), _ = engines([dict(runs[0], enforce_eager=True)])
+        self.assertNotEqual(without, with_adapter)
 
     def test_processes_share_a_model(self):
         for option in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -229,19 +251,24 @@ class Serve(Case):
             server.wait(60)
 
 
-def answers(model: str, reload: bool = False, **options: object) -> list[dict]:
+def answers(model: str, reload: bool = False, adapter: Optional[str] = None, **options: object) -> list[dict]:
     """What an engine says to a few prompts, greedily."""
     import torch
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     options = {"dtype": "bfloat16", **options}
+    if adapter is not None:
+        options = {"enable_lora": True, "max_lora_rank": RANK, **options}
     llm = LLM(model=model, skip_tokenizer_init=True, max_model_len=128, seed=0, **options)
     if reload:
         llm.collective_rpc("reload_weights")
     random = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 500, (length,), generator=random).tolist() for length in (5, 17, 40)]
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, detokenize=False, ignore_eos=True)
-    told = [one.outputs[0] for one in llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)]
+    lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+    asked = [{"prompt_token_ids": ids} for ids in prompts]
+    told = [one.outputs[0] for one in llm.generate(asked, sampling, lora_request=lora)]
     return [
         {
             "tokens": list(one.token_ids),

@@ -81,6 +81,11 @@ class UnweightConfig(QuantizationConfig):
         return UnweightMethod() if isinstance(layer, (LinearBase, ParallelLMHead)) else None
 
 
+def _has_adapters() -> bool:
+    vllm = get_current_vllm_config_or_none()
+    return vllm is not None and vllm.lora_config is not None
+
+
 def _refuse_what_cannot_be(config: UnweightConfig) -> None:
     """Options that would lose packed weights, or load none."""
     vllm = get_current_vllm_config_or_none()
@@ -142,6 +147,9 @@ class UnweightMethod(LinearMethodBase):
         # The name is one of those by which vLLM looks for a layer's device.
         layer.register_parameter("weight_packed", nn.Parameter(packed.arena, requires_grad=False))
         layer.unweight_packed, layer.unweight_n = packed, packed.n
+        if isinstance(layer, ParallelLMHead) and _has_adapters():
+            # vLLM asks a head's weight for its type and device. Two bytes, and no number that anything could go on with.
+            layer.weight = weight.new_full((), torch.nan).expand(weight.shape)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
         """The product."""
