@@ -16,6 +16,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<bundle::Bundle>()?;
     module.add_class::<packed::Packed>()?;
     module.add_class::<runtime::Runtime>()?;
+    module.add_function(wrap_pyfunction!(runtime::has_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(work::compress, module)?)?;
     module.add_function(wrap_pyfunction!(work::decompress, module)?)?;
     module.add_function(wrap_pyfunction!(work::plan, module)?)?;

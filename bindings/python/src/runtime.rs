@@ -13,7 +13,7 @@ use std::{
 };
 
 use pyo3::{exceptions::PyValueError, prelude::*};
-use unweight_codegen::spec::Epilogue;
+use unweight_codegen::spec::{Arch, Epilogue};
 use unweight_format::{Digest, TileGrid};
 use unweight_rt::{
     Device, KernelSet, Linear, LoadOptions,
@@ -35,6 +35,12 @@ struct Known {
     linear: Linear,
     /// Of this registration: an address may be another arena's later.
     id: u64,
+}
+
+/// Whether there are kernels for GPUs of a compute capability.
+#[pyfunction]
+pub fn has_kernels(major: i32, minor: i32) -> bool {
+    Arch::of_capability(major, minor).is_some()
 }
 
 /// Kernels and known arenas of one GPU.

@@ -1,4 +1,4 @@
-"""The operator on a Hopper GPU: `python -m unittest gpu_ops`. Needs torch, and fails where there is no such GPU."""
+"""The operator on an NVIDIA GPU: `python -m unittest gpu_ops`. Needs torch, and fails where there is none that has kernels."""
 
 import copy
 import gc
@@ -77,7 +77,7 @@ class Gpu(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         if (reason := unweight.ops.why_not(DEVICE)) is not None:
-            raise AssertionError(f"these tests need a Hopper GPU: {reason}")
+            raise AssertionError(f"these tests need a GPU with kernels: {reason}")
 
     def setUp(self):
         torch.cuda.synchronize()

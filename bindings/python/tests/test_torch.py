@@ -137,10 +137,16 @@ class Operator(unittest.TestCase):
     def test_other_devices_are_refused_by_name(self):
         self.assertIsNone(unweight.ops.why_not(torch.device("cpu")))
         self.assertIn("not on meta", unweight.ops.why_not(torch.device("meta")))
-        with self.assertRaisesRegex(ValueError, "Hopper GPUs, not on meta; give weight.cpu"):
+        with self.assertRaisesRegex(ValueError, "NVIDIA's GPUs, not on meta; give weight.cpu"):
             pack(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"))
         # The operator is there for GPUs, too.
         self.assertIn("CUDA:", torch._C._dispatch_dump("unweight::linear"))
+
+    def test_every_gpu_from_ampere_on_has_kernels(self):
+        for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
+            self.assertIsNone(unweight.ops._without_kernels("a GPU", capability), capability)
+        for capability in ((7, 0), (7, 5), (8, 7), (11, 0), (12, 1)):
+            self.assertRegex(unweight.ops._without_kernels("Quadro", capability), r"Quadro: \d+\.\d\); there are for 8\.0, ")
 
     @unittest.skipIf(torch.cuda.is_available(), "this machine has a GPU: gpu_ops.py is for that")
     def test_without_a_gpu_the_runtime_says_what_is_missing(self):

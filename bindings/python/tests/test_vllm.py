@@ -6,6 +6,7 @@ As a program: one engine after the other in one process, whose tokens and logpro
 import json
 import os
 import pathlib
+import re
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from models import MOE, SMALL, of_transformers
 
 PROMPTS = 3
 TOKENS = 12
+READ = r"unweight: (\d+) of (\d+) bytes of the bundle read"
 RANK = 8
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -162,7 +164,7 @@ class Engine(Case):
 
     def test_processes_share_a_model(self):
         for option in ("tensor_parallel_size", "pipeline_parallel_size"):
-            for kind in ("llama", "qwen3 moe") if option == "tensor_parallel_size" else ("llama",):
+            for kind in ("llama, padded head", "qwen3 moe") if option == "tensor_parallel_size" else ("llama",):
                 with self.subTest(option, kind=kind):
                     self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
                     model = make(self.home / "model", kind)
@@ -172,6 +174,12 @@ class Engine(Case):
                         answer, log = engines([{"model": str(path), "enforce_eager": True, option: 2}])
                         answers += answer
                         self.assertEqual("layers packed" in log, path != model)
+                    if option == "pipeline_parallel_size":
+                        # Each stage reads its own layers: together the bundle, once.
+                        read = [tuple(map(int, pair)) for pair in re.findall(READ, log)]
+                        (whole,) = {stored for _, stored in read}
+                        self.assertEqual((len(read), sum(part for part, _ in read)), (2, whole))
+                        self.assertTrue(all(part < whole * 2 / 3 for part, _ in read), read)
                     self.assertEqual(answers[0], answers[1])
 
     def test_a_bundle_of_the_hub(self):
@@ -190,6 +198,7 @@ class Engine(Case):
 
     def test_what_cannot_be_is_refused_by_name(self):
         bundle = bundle_of(make(self.home / "model", "llama"))
+        experts = bundle_of(make(self.home / "experts" / "model", "qwen3 moe"))
         broken, partial = self.home / "broken", self.home / "partial"
         shutil.copytree(bundle, broken)
         shard = broken / "model.safetensors"
@@ -203,6 +212,9 @@ class Engine(Case):
             "packed weights cannot be offloaded": dict(model=str(bundle), cpu_offload_gb=1),
             "cannot be loaded by --load-format dummy": dict(model=str(bundle), load_format="dummy"),
             "cannot be exchanged (reload_weights)": dict(model=str(bundle), reload=True),
+            "vLLM's CPU backend has no expert parallelism": dict(
+                model=str(experts), configure=True, tensor_parallel_size=2, enable_expert_parallel=True
+            ),
             "the file is damaged": dict(model=str(broken)),
             "no unweight.json; fetch the whole bundle": dict(model=str(partial)),
         }
@@ -278,6 +290,17 @@ def answers(model: str, reload: bool = False, adapter: Optional[str] = None, **o
     ]
 
 
+def configured(**options: object) -> None:
+    """What an engine's processes are told before there are any."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(dtype="bfloat16", **options).create_engine_config()
+    with set_current_vllm_config(config):
+        config.quant_config.get_quant_method(torch.nn.Linear(64, 64), "layer")
+
+
 def main(runs: list[dict]) -> None:
     import gc
 
@@ -287,7 +310,7 @@ def main(runs: list[dict]) -> None:
     for run in runs:
         if run.pop("refused", False):
             try:
-                results.append(answers(**run))
+                results.append((configured if run.pop("configure", False) else answers)(**run))
             except Exception as error:
                 causes = []
                 while error is not None:

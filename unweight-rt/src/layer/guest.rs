@@ -385,10 +385,11 @@ fn slot(slots: &mut BTreeMap<usize, usize>, handle: usize) -> Option<usize> {
 mod tests {
     use unweight_codegen::{
         plan::Plan,
-        spec::{Arch, GemmWgmmaSpec, catalog},
+        spec::{Arch, GemmWgmmaSpec, Op, catalog},
     };
 
     use super::*;
+    use crate::choose::model::Machine;
 
     #[test]
     fn parts_of_a_scratch_lie_apart_and_are_readable_past_their_ends() {
@@ -415,6 +416,33 @@ mod tests {
         assert_eq!(slot(&mut slots, 7), Some(1));
         assert_eq!(slot(&mut slots, 1), None);
         assert_eq!(slots.len(), SLOTS);
+    }
+
+    /// What [`Guest::new`] and [`Guest::layer`] ask for, on each kind of GPU that a [`Device`] opens.
+    #[test]
+    fn every_architecture_has_the_kernels_of_a_guest() {
+        for &arch in Arch::ALL {
+            let chooser = PackedChooser::of(Machine::usual(arch), "a GPU");
+            let wanted = LoadOptions::default().max_batch(4096).wanted(chooser, 0);
+            for (n, k) in [(64, 64), (4096, 14336), (128256, 4096)] {
+                let weight = Weight::stored(n, k, FormId::PACKED);
+                for epilogue in [Epilogue::Store, Epilogue::StoreAdd] {
+                    for escapes in [true, false] {
+                        let mut choices = wanted.gemms(&weight, escapes).into_iter();
+                        assert!(
+                            choices.any(|choice| choice.epilogue == epilogue && choice.last == 4096),
+                            "{arch:?} {n} {k}"
+                        );
+                    }
+                }
+                // Its packer among them.
+                let all = wanted.reachable([weight]);
+                assert!(all.iter().any(|spec| matches!(spec.op, Op::Encode(_))), "{arch:?}");
+                for spec in all {
+                    assert!(spec.arch == arch && Plan::new(&spec).is_ok(), "{spec}");
+                }
+            }
+        }
     }
 
     /// Otherwise every launch would clear its counters first.

@@ -44,6 +44,9 @@ class Packed:
     def escapes_nbytes(self) -> int: ...
     def store(self, arena: _Memory, escapes: _Memory) -> None: ...
 
+def has_kernels(major: int, minor: int) -> bool:
+    """Whether there are kernels for GPUs of a compute capability."""
+
 class Runtime:
     """Kernels and known arenas of one GPU, `ordinal` as torch counts them; one a process and GPU.
 

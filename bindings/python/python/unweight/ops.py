@@ -2,8 +2,8 @@
 
 `pack` turns a BF16 matrix into an arena of 12.03 bits a weight; the operator multiplies by it, and `unpack` gives the
 bits back. The operator works under `torch.compile` and knows fake tensors. On the CPU it unpacks the weights and calls
-`torch.nn.functional.linear`: the same bits as without packing. On Hopper GPUs its kernels multiply by the packed
-weights, may be captured into CUDA graphs, and run on any stream. It has no backward.
+`torch.nn.functional.linear`: the same bits as without packing. On NVIDIA's GPUs from Ampere on its kernels multiply by
+the packed weights, may be captured into CUDA graphs, and run on any stream. It has no backward.
 """
 
 from __future__ import annotations
@@ -79,12 +79,17 @@ def why_not(device: torch.device) -> Optional[str]:
     if device.type == "cpu":
         return None
     if device.type != "cuda" or torch.version.cuda is None:
-        return f"packed weights run on CPUs and on NVIDIA's Hopper GPUs, not on {device}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) == (9, 0):
+        return f"packed weights run on CPUs and on NVIDIA's GPUs, not on {device}"
+    return _without_kernels(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def _without_kernels(name: str, capability: tuple[int, int]) -> Optional[str]:
+    if _native.has_kernels(*capability):
         return None
-    name = torch.cuda.get_device_name(device)
-    return f"packed weights run on Hopper GPUs (compute capability 9.0); {name} on {device} has {major}.{minor}"
+    return (
+        f"there are no kernels for the compute capability of this GPU ({name}: {capability[0]}.{capability[1]}); there "
+        "are for 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 and 12.0"
+    )
 
 
 def _runtime(device: torch.device) -> _native.Runtime:
@@ -172,7 +177,7 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def pack(weight: Tensor) -> Optional[Packed]:
-    """Packs a BF16 matrix `[n, k]` where it is, on the CPU or on a Hopper GPU; `None` if that cannot be.
+    """Packs a BF16 matrix `[n, k]` where it is, on the CPU or on a GPU; `None` if that cannot be.
 
     That is so if n or k is no multiple of 64, or if more than one weight in 256 lies outside of every window of 16
     exponents, which trained models do not have.
@@ -225,7 +230,7 @@ def unpack(arena: Tensor) -> Tensor:
             runtime.unpack(arena.data_ptr(), _memory(weight))
         return weight
     if arena.device.type != "cpu":
-        raise ValueError(f"an arena is on a CPU or on a Hopper GPU, got one on {arena.device}")
+        raise ValueError(f"an arena is on a CPU or on an NVIDIA GPU, got one on {arena.device}")
     n, k, nbytes, digest = _native.arena_head(*_memory(arena))
     lists = (0, 0)
     if nbytes:

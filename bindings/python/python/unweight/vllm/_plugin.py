@@ -30,7 +30,9 @@ from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.platforms import current_platform
 
 from .._bundle import Bundle, TensorInfo
 from ..ops import Packed, pack, why_not
@@ -61,7 +63,7 @@ class UnweightConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        # BF16 itself. What is no Hopper GPU keeps the weights in BF16.
+        # BF16 itself. A newer GPU without kernels keeps the weights in BF16.
         return 80
 
     @staticmethod
@@ -96,6 +98,13 @@ def _refuse_what_cannot_be(config: UnweightConfig) -> None:
         raise ValueError(
             "unweight: packed weights cannot be offloaded to the CPU (--cpu-offload-gb, --offload-group-size): they "
             "are found by their address; leave the option away, or use more GPUs (--tensor-parallel-size)"
+        )
+    parallel = vllm.parallel_config
+    processes = parallel.tensor_parallel_size * parallel.data_parallel_size
+    if parallel.enable_expert_parallel and processes > 1 and current_platform.is_cpu():
+        raise ValueError(
+            "unweight: vLLM's CPU backend has no expert parallelism (its processes die, with BF16 as well); leave "
+            "--enable-expert-parallel away"
         )
     loader = _LOAD_FORMAT_TO_MODEL_LOADER.get(str(vllm.load_config.load_format))
     if config.manifest is not None and not (isinstance(loader, type) and issubclass(loader, UnweightLoader)):
@@ -166,12 +175,17 @@ class UnweightLoader(DefaultModelLoader):
     """vLLM's loader of files, which reads bundles, too: their tensors by the names and with the bits of the model."""
 
     _is_ours = False
+    _model: Optional[nn.Module] = None
+    _read_bytes = 0
+    _stored_bytes = 0
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         """As vLLM's, and says what became of the weights."""
         model = super().load_model(vllm_config, model_config, prefix)
         if model_config.quantization == _NAME:
             _tell(model)
+            if self._stored_bytes:
+                _logger.info("unweight: %d of %d bytes of the bundle read", self._read_bytes, self._stored_bytes)
         return model
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -183,6 +197,7 @@ class UnweightLoader(DefaultModelLoader):
         """As vLLM's, once: here a running engine is still whole."""
         if any(hasattr(layer, "unweight_packed") for layer in model.modules()):
             raise NotImplementedError(_NO_EXCHANGE)
+        self._model, self._read_bytes, self._stored_bytes = model, 0, 0
         return super().get_all_weights(model_config, model)
 
     def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, Tensor]]:
@@ -216,8 +231,11 @@ class UnweightLoader(DefaultModelLoader):
         ahead_bytes = 0
         with ThreadPoolExecutor(threads, thread_name_prefix="unweight") as pool:
             for info in bundle.tensors():
-                if self.local_expert_ids is not None and should_skip_weight(info.name, self.local_expert_ids):
+                self._stored_bytes += info.stored_bytes
+                name = prefix + info.name
+                if should_skip_weight(name, self.local_expert_ids) or _is_elsewhere(name, self._model):
                     continue
+                self._read_bytes += info.stored_bytes
                 ahead.append((info, pool.submit(bundle.torch, info.name, file=info.file)))
                 ahead_bytes += info.original_bytes
                 while len(ahead) > threads or ahead_bytes > _AHEAD_BYTES:
@@ -226,6 +244,16 @@ class UnweightLoader(DefaultModelLoader):
                     yield prefix + first.name, tensor.result()
             for info, tensor in ahead:
                 yield prefix + info.name, tensor.result()
+
+
+def _is_elsewhere(name: str, model: Optional[nn.Module]) -> bool:
+    """Whether another stage of the pipeline has a tensor: then it is not read here."""
+    if model is None:
+        return False
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    names = [name] if mapper is None else mapper.apply_list([name])
+    # Known to be elsewhere by all names that it has here.
+    return bool(names) and all(is_pp_missing_parameter(name, model) for name in names)
 
 
 def _no_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str) -> Iterator[tuple[str, Tensor]]:
