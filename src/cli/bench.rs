@@ -75,6 +75,12 @@ pub struct MatmulBench {
     /// Time the N variants that the model finds fastest, beside the one that dispatch takes
     #[arg(long, value_name = "N", default_value_t = 0)]
     candidates: usize,
+    /// Who fills shared memory: `async` adds the variants that need no copy engine, as other cards run them
+    #[arg(long, value_name = "WHO", default_value = "bulk")]
+    copy: CopyBy,
+    /// The matmuls from the compact form too, at batches of 1 to 32
+    #[arg(long)]
+    compact: bool,
     /// What to measure
     #[arg(long, value_name = "WHAT", default_value = "all")]
     measure: Measure,
@@ -301,6 +307,8 @@ impl MatmulBench {
             .ordinary(self.launch != Some(Launch::Dependent))
             .pdl(self.launch != Some(Launch::Ordinary))
             .candidates(self.candidates)
+            .asynchronous(self.copy == CopyBy::Async)
+            .compact(self.compact)
             .layer(self.measure != Measure::Shapes)
             .table(table.map_err(|error| Failure::remedied(error, Remedy::MeasureTable))?);
         if self.measure == Measure::Layer {

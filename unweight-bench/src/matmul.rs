@@ -1,8 +1,12 @@
 //! The register-sourced matmuls beside cuBLAS: shape by shape and batch by batch, and all of a layer in one graph.
 
 use serde::Serialize;
-use unweight_codegen::{VariantSpec, plan::GemmShape, spec::Epilogue};
-use unweight_format::{Histogram, Matrix, packed};
+use unweight_codegen::{
+    VariantSpec,
+    plan::{GemmShape, Plan},
+    spec::{Epilogue, GemmCompactSpec, GemmMmaSpec, Op, SmemCopy, catalog},
+};
+use unweight_format::{Histogram, Matrix, compact as compact_form, packed};
 
 use unweight_rt::{
     choose::{
@@ -10,9 +14,10 @@ use unweight_rt::{
         table::{MeasuredRow, MeasuredTable},
     },
     device::{DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Stream},
+    ops::gemm_compact::CompactGemm,
     ops::gemm_packed::{PackedGemm, lane_size},
     ops::lane::Lane,
-    weight::{DeviceMatrix, DevicePacked},
+    weight::{DeviceCompact, DeviceMatrix, DevicePacked},
 };
 
 use crate::{
@@ -45,6 +50,10 @@ pub struct MatmulOptions {
     pub layer: bool,
     /// What was measured before, for dispatch to follow, instead of the table that ships.
     pub table: Option<MeasuredTable>,
+    /// Measure the matmuls from the compact form too, at batches that they take.
+    pub compact: bool,
+    /// Measure the variants that need no copy engine too: of the model's order as many as of the others, one at least.
+    pub asynchronous: bool,
 }
 
 impl Default for MatmulOptions {
@@ -70,6 +79,8 @@ impl Default for MatmulOptions {
             candidates: 0,
             layer: true,
             table: None,
+            compact: false,
+            asynchronous: false,
         }
     }
 }
@@ -123,6 +134,18 @@ impl MatmulOptions {
         Self { table, ..self }
     }
 
+    /// Measure the matmuls from the compact form too.
+    #[must_use]
+    pub fn compact(self, compact: bool) -> Self {
+        Self { compact, ..self }
+    }
+
+    /// Measure the variants that need no copy engine too.
+    #[must_use]
+    pub fn asynchronous(self, asynchronous: bool) -> Self {
+        Self { asynchronous, ..self }
+    }
+
     fn launches(&self) -> impl Iterator<Item = bool> {
         [(self.ordinary, false), (self.pdl, true)].into_iter().filter_map(|(wanted, mode)| wanted.then_some(mode))
     }
@@ -167,6 +190,10 @@ impl Report<MatmulOptions> {
         let mut rows: Vec<(f64, MeasuredRow)> = Vec::new();
         for row in self.rows.iter().filter(|row| row.family == FAMILY) {
             let Ok(variant) = row.contender.parse::<VariantSpec>() else { continue };
+            // What copies without the copy engine was asked for to be compared, and is for other cards.
+            if is_async(&variant) {
+                continue;
+            }
             let Some(pdl) = is_pdl(&variant) else { continue };
             let measured = MeasuredRow { n: row.n, k: row.k, m: row.m, pdl, variant };
             let same = |(_, other): &&mut (f64, MeasuredRow)| {
@@ -183,6 +210,17 @@ impl Report<MatmulOptions> {
 }
 
 const FAMILY: &str = "gemm_packed";
+
+fn is_async(spec: &VariantSpec) -> bool {
+    matches!(spec.op, Op::GemmMma(op) if op.copy == SmemCopy::Async)
+}
+
+/// The same with copies by threads; `None` if it is of another family, or has no plan.
+fn by_threads(spec: VariantSpec) -> Option<VariantSpec> {
+    let Op::GemmMma(op) = spec.op else { return None };
+    let spec = VariantSpec { op: Op::GemmMma(GemmMmaSpec { copy: SmemCopy::Async, ..op }), ..spec };
+    Plan::new(&spec).is_ok().then_some(spec)
+}
 
 /// Normal weights, a stretch of which serves every shape: what counts is where they lie, not that they differ.
 struct Weights {
@@ -240,15 +278,17 @@ struct Bench<'a> {
     weights: Weights,
 }
 
-/// A weight in both forms, several times over.
+/// A weight in its forms, several times over.
 struct Copies {
     whole: Vec<DeviceMatrix>,
     packed: Vec<DevicePacked>,
+    /// Empty where it was not asked for.
+    compact: Vec<DeviceCompact>,
     escapes: bool,
 }
 
 impl Bench<'_> {
-    fn copies(&self, (n, k): (u32, u32), progress: &dyn Fn(&str)) -> Result<Copies, BenchError> {
+    fn copies(&self, (n, k): (u32, u32), compact: bool, progress: &dyn Fn(&str)) -> Result<Copies, BenchError> {
         let stream = self.timer.stream;
         let bytes = self.weights.matrix(n, k);
         let tensor = {
@@ -263,7 +303,17 @@ impl Bench<'_> {
         let first = DevicePacked::upload(stream, &tensor)?;
         let escapes = first.has_escapes();
         let whole = DeviceMatrix::from_host(stream, n, k, &halves(&bytes))?;
+        let compact = if compact {
+            let tensor = compact_form::encode(Matrix::new(&bytes, n as usize, k as usize)?, &Histogram::of(&bytes))
+                .map_err(|why| BenchError::Uncompact { n, k, why })?;
+            let bits = tensor.stored_bytes() as f64 * 16.0 / bytes.len() as f64;
+            progress(&format!("{n} x {k}: {bits:.3} bits per weight, compact"));
+            self.timer.each(count, |_| DeviceCompact::upload(stream, &tensor))?
+        } else {
+            Vec::new()
+        };
         Ok(Copies {
+            compact,
             whole: self.timer.each(count, |_| whole.duplicate(stream))?,
             packed: self.timer.each(count, |_| first.duplicate(stream))?,
             escapes,
@@ -279,13 +329,33 @@ impl Bench<'_> {
         let info = self.kernels.device().info();
         let choice = self.dispatch.choose(problem, wanted);
         let others = candidates(&info.into(), problem, wanted).into_iter().map(|(spec, _)| spec);
-        let others = others.take(self.options.candidates).filter(|spec| Some(*spec) != choice);
-        choice.into_iter().map(|spec| (spec, true)).chain(others.map(|spec| (spec, false))).collect()
+        let others: Vec<VariantSpec> =
+            others.take(self.options.candidates).filter(|spec| Some(*spec) != choice).collect();
+        let threads = choice.iter().chain(&others).filter(|_| self.options.asynchronous).copied();
+        let threads: Vec<VariantSpec> = threads.filter_map(by_threads).collect();
+        let others = others.into_iter().chain(threads).map(|spec| (spec, false));
+        choice.into_iter().map(|spec| (spec, true)).chain(others).collect()
+    }
+
+    /// The matmuls from the compact form that take a batch: those of the smallest batch tile that holds it.
+    fn compact_variants(&self, m: u32) -> Vec<VariantSpec> {
+        let arch = self.kernels.device().info().arch;
+        let of = |spec: &VariantSpec| match spec.op {
+            Op::GemmCompact(op) => Some(op),
+            _ => None,
+        };
+        let fitting: Vec<(VariantSpec, GemmCompactSpec)> = catalog::on::<GemmCompactSpec>(arch)
+            .filter_map(|spec| Some((spec, of(&spec)?)))
+            .filter(|(_, op)| op.epilogue == Epilogue::Store && op.batch_tile.get() >= m)
+            .filter(|(_, op)| self.options.launches().any(|pdl| pdl == op.pdl))
+            .collect();
+        let smallest = fitting.iter().map(|(_, op)| op.batch_tile).min();
+        fitting.into_iter().filter(|(_, op)| Some(op.batch_tile) == smallest).map(|(spec, _)| spec).collect()
     }
 
     fn shape(&self, (n, k): (u32, u32), progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
-        let copies = self.copies((n, k), progress)?;
+        let copies = self.copies((n, k), self.options.compact, progress)?;
         let count = copies.whole.len();
         let mut lane = Lane::new(stream, LaneSize::default().with_cublas())?;
         let mut rows = Vec::new();
@@ -323,6 +393,19 @@ impl Bench<'_> {
                 let (name, error) = (spec.to_string(), Some(error));
                 contenders.push(Contender { name, graph, launches, bytes, error, dispatched });
             }
+            for spec in self.compact_variants(m).into_iter().filter(|_| !copies.compact.is_empty()) {
+                let matmul = CompactGemm::new(self.kernels.get(&spec)?)?;
+                y.fill_bytes(stream, 0xff)?;
+                matmul.enqueue(stream, x.view(), &copies.compact[count - 1], y.view_mut())?;
+                let error = relative_error(&sample(stream, &y)?, &expected);
+                BenchError::check_product(&spec.to_string(), problem, error)?;
+                let (graph, launches) = self.timer.record(problem, count, |copy| {
+                    matmul.enqueue(stream, x.view(), &copies.compact[copy], y.view_mut())
+                })?;
+                let bytes = io + copies.compact[0].bytes();
+                let (name, error) = (spec.to_string(), Some(error));
+                contenders.push(Contender { name, graph, launches, bytes, error, dispatched: false });
+            }
             rows.extend(self.timer.measure(FAMILY, contenders, count, problem, progress)?);
         }
         Ok(rows)
@@ -347,7 +430,7 @@ impl Bench<'_> {
     /// too, which cuBLAS leaves to a kernel that is not counted here.
     fn layer(&self, shapes: &[(u32, u32)], progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
-        let weights = shapes.iter().map(|&shape| self.copies(shape, progress)).collect::<Result<Vec<_>, _>>()?;
+        let weights = shapes.iter().map(|&shape| self.copies(shape, false, progress)).collect::<Result<Vec<_>, _>>()?;
         let layers = weights.iter().map(|copies| copies.whole.len()).min().unwrap_or(0);
         let mut lane = Lane::new(stream, LaneSize::default().with_cublas())?;
         let mut rows = Vec::new();
