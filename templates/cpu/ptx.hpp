@@ -402,7 +402,7 @@ inline void bulk_wait_group_read() {
 inline void prefetch_tensor_map(const TensorMap&) {}
 
 // ---- async.cuh -----------------------------------------------------------------------------------------------------
-inline void async_copy_x4(u32 destination, const void* source, bool used, u64) {
+inline void async_copy_x4(u32 destination, const void* source, bool used = true) {
     if (used) cpu::check_global(source, 16, 16, "async_copy_x4");
     u8* to = cpu::shared_at(destination, 16, 16);
     cpu::check_overwrite(destination, 16, "async_copy_x4");
@@ -416,7 +416,6 @@ inline void async_copy_x4(u32 destination, const void* source, bool used, u64) {
                                       },
                                       true});
 }
-inline void async_copy_x4(u32 destination, const void* source) { async_copy_x4(destination, source, true, 0); }
 inline void async_commit_group() { cpu::self().async_groups.push_back(0); }
 template <u32 kPending>
 inline void async_wait_group() {

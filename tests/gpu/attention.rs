@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use unweight_bench::attention::{Chunk, ChunkProblem, Decode, DeviceProblem, PAD, Problem};
 use unweight_codegen::{
     VariantSpec,
-    spec::{AttentionSpec, AttentionStep, Op, catalog},
+    spec::{Arch, AttentionSpec, AttentionStep, Op, catalog},
 };
 use unweight_rt::{
     device::{DeviceBuffer, DeviceError, MatrixMut, Refusal, RowFault},
@@ -24,12 +24,13 @@ fn attention(spec: &VariantSpec) -> Attention {
     Attention::new(gpu().get(spec).unwrap_or_else(|error| panic!("{spec}: {error}"))).unwrap()
 }
 
+/// What ships, and what ships for cards without a copy engine.
 fn shipped(step: AttentionStep) -> Vec<(VariantSpec, AttentionSpec)> {
     let of = |spec: VariantSpec| match spec.op {
-        Op::Attention(op) => (spec, op),
-        _ => unreachable!("one family"),
+        Op::Attention(op) if op.step == step => Some((spec, op)),
+        _ => None,
     };
-    catalog::of::<AttentionSpec>().map(of).filter(|(_, op)| op.step == step).collect()
+    catalog::of::<AttentionSpec>().chain(catalog::asynchronous(Arch::Sm90a)).filter_map(of).collect()
 }
 
 /// Lengths at the edges of tiles and pages, any others, and rows without a token.

@@ -2,7 +2,10 @@
 
 use crate::harness::{SHAPES, Weights, gpu, guard_is_whole, lane, poison, refused, stream};
 use unweight_bench::{halves, normal_bf16};
-use unweight_codegen::spec::{Arch, DecodeOutput};
+use unweight_codegen::{
+    VariantSpec,
+    spec::{Arch, DecodeOutput, DecodeSpec, Op, SmemCopy, catalog},
+};
 use unweight_format::{CodeLimit, Matrix, bf16, huffman};
 use unweight_rt::{
     choose::graph,
@@ -11,18 +14,27 @@ use unweight_rt::{
     weight::{DeviceHuffman, DeviceMatrix},
 };
 
-fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32) -> Decoder {
+fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32, copy: SmemCopy) -> Decoder {
     let spec = graph::decoder(Arch::Sm90a, output, bits).unwrap();
+    let Op::Decode(op) = spec.op else { unreachable!("a decoder") };
+    let spec = VariantSpec { op: Op::Decode(DecodeSpec { copy, ..op }), ..spec };
     Decoder::new(kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
 }
 
-/// All three decoders, of `bits` code bits, on one matrix.
-fn exact(
+/// All three decoders, of `bits` code bits, on one matrix; with the copy engine and without.
+fn exact(kernels: &KernelSet, bytes: &[u8], shape: (usize, usize), limit: CodeLimit, bits: Option<u32>, what: &str) {
+    for copy in [SmemCopy::Bulk, SmemCopy::Async] {
+        exact_by(kernels, bytes, shape, limit, bits, copy, &format!("{what} {copy:?}"));
+    }
+}
+
+fn exact_by(
     kernels: &KernelSet,
     bytes: &[u8],
     (rows, cols): (usize, usize),
     limit: CodeLimit,
     bits: Option<u32>,
+    copy: SmemCopy,
     what: &str,
 ) {
     let stream = stream(kernels);
@@ -32,7 +44,7 @@ fn exact(
     let grid = tensor.grid();
     let mut lane = lane(&stream);
 
-    let full = decoder(kernels, DecodeOutput::Full, bits);
+    let full = decoder(kernels, DecodeOutput::Full, bits, copy);
     let mut whole = DeviceMatrix::zeroed(&stream, rows as u32, cols as u32).unwrap();
     poison(&stream, &mut whole);
     full.full(&mut lane, &device, whole.view_mut()).unwrap();
@@ -42,7 +54,7 @@ fn exact(
     assert_eq!(wrong, None, "{what}: full, element");
     guard_is_whole(&stream, &whole, what);
 
-    let exponent = decoder(kernels, DecodeOutput::Exponent, bits);
+    let exponent = decoder(kernels, DecodeOutput::Exponent, bits, copy);
     let mut exponents = DeviceBuffer::zeroed(&stream, output_bytes(grid, DecodeOutput::Exponent)).unwrap();
     poison(&stream, &mut exponents);
     exponent.exponent(&mut lane, &device, &mut exponents).unwrap();
@@ -58,7 +70,7 @@ fn exact(
     }
     guard_is_whole(&stream, &exponents, what);
 
-    let palette = decoder(kernels, DecodeOutput::Palette, bits);
+    let palette = decoder(kernels, DecodeOutput::Palette, bits, copy);
     let mut indices = DeviceBuffer::zeroed(&stream, output_bytes(grid, DecodeOutput::Palette)).unwrap();
     poison(&stream, &mut indices);
     palette.palette(&mut lane, &device, &mut indices).unwrap();
@@ -85,7 +97,9 @@ fn every_kind_of_weight_in_every_shape() {
 #[ignore = "needs a GPU"]
 fn every_code_limit() {
     let kernels = gpu();
-    let specs: Vec<_> = unweight_codegen::spec::catalog::of::<unweight_codegen::spec::DecodeSpec>().collect();
+    let decoders = |spec: &VariantSpec| matches!(spec.op, Op::Decode(_));
+    let specs: Vec<VariantSpec> =
+        catalog::of::<DecodeSpec>().chain(catalog::asynchronous(Arch::Sm90a).filter(decoders)).collect();
     kernels.prepare(&specs, &|_| {}).unwrap();
     for bits in 6..=15 {
         let limit = CodeLimit::new(bits).unwrap();
@@ -131,7 +145,7 @@ fn a_large_matrix_decodes_the_same_again_and_again() {
     let stream = stream(kernels);
     let tensor = huffman::encode(Matrix::new(&bytes, shape.0, shape.1).unwrap(), CodeLimit::DEFAULT).unwrap();
     let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
-    let full = decoder(kernels, DecodeOutput::Full, device.code_bits());
+    let full = decoder(kernels, DecodeOutput::Full, device.code_bits(), SmemCopy::Bulk);
     let mut whole = DeviceMatrix::zeroed(&stream, 4096, 4096).unwrap();
     let mut lane = lane(&stream);
     for _ in 0..20 {
@@ -153,10 +167,10 @@ fn what_does_not_go_together_is_refused_before_the_launch() {
     assert!(device.code_bits() > 6);
     let mut whole = DeviceMatrix::zeroed(&stream, 64, 64).unwrap();
     let mut lane = lane(&stream);
-    let short = decoder(kernels, DecodeOutput::Full, 6);
+    let short = decoder(kernels, DecodeOutput::Full, 6, SmemCopy::Bulk);
     let bits = device.code_bits();
     assert_eq!(refused(short.full(&mut lane, &device, whole.view_mut())), Refusal::CodeBits { limit: 6, bits });
-    let full = decoder(kernels, DecodeOutput::Full, 15);
+    let full = decoder(kernels, DecodeOutput::Full, 15, SmemCopy::Bulk);
     let mut small = DeviceMatrix::zeroed(&stream, 64, 63).unwrap();
     let shape = Refusal::Output { output: [64, 63], tensor: [64, 64] };
     assert_eq!(refused(full.full(&mut lane, &device, small.view_mut())), shape);
@@ -168,7 +182,7 @@ fn what_does_not_go_together_is_refused_before_the_launch() {
     let other = Refusal::Decodes { writes: DecodeOutput::Full, asked: DecodeOutput::Exponent };
     assert_eq!(refused(full.exponent(&mut lane, &device, &mut bytes)), other);
     let mut few = DeviceBuffer::zeroed(&stream, 2047).unwrap();
-    let palette = decoder(kernels, DecodeOutput::Palette, 15);
+    let palette = decoder(kernels, DecodeOutput::Palette, 15, SmemCopy::Bulk);
     let elements = Refusal::Elements { buffer: "the output", got: 2047, expected: 2048 };
     assert_eq!(refused(palette.palette(&mut lane, &device, &mut few)), elements);
     lane.synchronize().unwrap();

@@ -31,7 +31,8 @@ use unweight_rt::{
 fn catalogued(dump: bool) -> Vec<VariantSpec> {
     let all = catalog::of::<GemmMmaSpec>().chain(catalog::of::<GemmWgmmaSpec>());
     // And those for cards without a copy engine.
-    let all = all.chain(catalog::asynchronous(Arch::Sm90a));
+    let of_family = |spec: &VariantSpec| matches!(spec.op, Op::GemmMma(_));
+    let all = all.chain(catalog::asynchronous(Arch::Sm90a).filter(of_family));
     all.filter(|spec| traits(spec).dump == dump).collect()
 }
 

@@ -22,8 +22,8 @@ use unweight_rt::{
 };
 
 /// A layer of one launch, and some of whose batches share tiles out.
-const SHAPES: [(u32, u32); 3] = [(64, 64), (1024, 4096), (4096, 2048)];
-const BATCHES: [u32; 11] = [1, 2, 7, 8, 33, 64, 129, 300, 1024, 2048, 5000];
+const SHAPES: [(u32, u32); 3] = [(64, 64), (1024, 4096), (4096, 4096)];
+const BATCHES: [u32; 12] = [1, 2, 7, 8, 33, 64, 129, 192, 300, 1024, 2048, 5000];
 /// Below the largest batch: that one takes turns.
 const MAX_BATCH: u32 = 2048;
 
@@ -171,7 +171,7 @@ fn graphs_run_beside_each_other_and_beside_the_stream() {
     let stream = stream(gpu());
     let case = Case::new(&stream, SHAPES[2], Weights::TRAINED);
     let mut with_scratch = 0;
-    for m in [1, 64, 300, 1024, 5000] {
+    for m in [1, 64, 192, 300, 1024, 5000] {
         let x = case.x(&stream, m);
         let expected = case.expected(&stream, &x, 0xff, Epilogue::Store);
         let mut runs = Vec::new();

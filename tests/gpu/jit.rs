@@ -134,8 +134,8 @@ fn attached_kernels_are_loaded_and_refused_ones_compiled() {
     let prepared = KernelSet::new(kernels.device(), trusting, 1).prepare(&specs, &|_| {}).unwrap();
     assert_eq!((prepared.loaded, prepared.compiled), (specs.len(), 0));
     // The first is for another generation, under the key of this one.
-    let other = if arch == Arch::Sm80 { "sm_90" } else { "sm_80" };
-    let foreign = CompileRequest { arch: other.to_owned(), ..requests[0].clone() };
+    let other = if arch == Arch::Sm80 { Arch::Sm90a } else { Arch::Sm80 };
+    let foreign = CompileRequest::render(&VariantSpec { arch: other, ..specs[0] }).unwrap();
     let foreign = cache(env, &home.path().join("foreign")).get(&foreign).unwrap();
     assert_ne!(foreign.cubin, own[0].cubin);
     let set = KernelSet::new(

@@ -233,7 +233,7 @@ struct Kernel {
                 const u32 first = to + lane * 16;
 #pragma unroll
                 for (u32 at = 0; at < packed::kTileBytes; at += 32 * 16) {
-                    if (at < load_pieces.bytes[i]) ptx::async_copy_x4(first + at, from + at, true, w_policy);
+                    if (at < load_pieces.bytes[i]) ptx::async_copy_x4(first + at, from + at);
                 }
                 to += load_pieces.bytes[i];
                 continue;
@@ -251,7 +251,7 @@ struct Kernel {
                 const u32 r = row + lane / 8;
                 const bool inside = share.batch + r < args.m;
                 const u8* from = args.x_data + (share.batch + (inside ? r : 0)) * args.x_row_bytes + column * (kTile * 2) + chunk * 16;
-                ptx::async_copy_x4(x_slot(s) + smem::Bf16Tile<Config::kBatchTile>::offset(r, chunk), from, inside, x_policy);
+                ptx::async_copy_x4(x_slot(s) + smem::Bf16Tile<Config::kBatchTile>::offset(r, chunk), from, inside);
             }
         } else {
             ptx::tensor_load_2d(x_slot(s), args.x, column * kTile, share.batch, barriers + s * 8, x_policy);

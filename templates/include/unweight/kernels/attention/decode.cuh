@@ -183,8 +183,8 @@ struct Kernel {
             const u16 *keys = head_of(page, kKey) + inside, *values = head_of(page, kValue) + inside;
 #pragma unroll
             for (u32 at = lane * 16; at < S::kTileBytes; at += 512) {
-                ptx::async_copy_x4(key_slot(load_slot) + at, keys + at / 2, true, policy);
-                ptx::async_copy_x4(value_slot(load_slot) + at, values + at / 2, true, policy);
+                ptx::async_copy_x4(key_slot(load_slot) + at, keys + at / 2);
+                ptx::async_copy_x4(value_slot(load_slot) + at, values + at / 2);
             }
         } else if (ptx::elect_one()) {
             const u32 barrier = barriers + load_slot * 8;

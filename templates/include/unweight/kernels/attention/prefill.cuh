@@ -138,7 +138,7 @@ struct Kernel {
                 // K and V of a KV head follow each other in a page, and in a slot.
 #pragma unroll 4
                 for (u32 at = (warp * 32 + lane) * 16; at < S::kSlotBytes; at += kThreads<Config> * 16) {
-                    ptx::async_copy_x4(key_slot(load.slot) + at, from + at / 2, true, policy);
+                    ptx::async_copy_x4(key_slot(load.slot) + at, from + at / 2);
                 }
             } else if (warp == 0 && ptx::elect_one()) {
                 ptx::store_global(args.fault, 1 + first_row);
