@@ -428,7 +428,7 @@ fn planted_bugs_are_caught() {
         ),
         (decode, "ptx::sync_warp();  // orders the lanes' loads", "// orders the lanes' loads"),
         (decode, "ptx::async_commit_group();", ";"),
-        (decode, "keys + at / 2, true", "keys + at, true"),
+        (decode, "keys + at / 2)", "keys + at)"),
     ];
     let all = bulk.into_iter().map(|edit| ("", edit)).chain(copied.into_iter().map(|edit| ("_async", edit)));
     for (copy, (header, from, to)) in all {
