@@ -188,22 +188,40 @@ fn planted_bugs_of_norms_are_caught() {
 
 // ---- silu_mul ----
 
-fn check_silu_mul(kernel: &mut CpuKernel, spec: &VariantSpec, m: usize, n: usize) -> Result<(), String> {
+/// Gate and up side by side in one matrix, or one matrix after the other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Pair {
+    Beside,
+    Apart,
+}
+
+fn check_silu_mul(
+    kernel: &mut CpuKernel,
+    spec: &VariantSpec,
+    (m, n): (usize, usize),
+    pair: Pair,
+) -> Result<(), String> {
     let (x_pitch, y_pitch) = (2 * n + GAP, n + GAP);
     let mut x = random(m * x_pitch, (m + n) as u64);
     // The gate far to both sides, and zero.
     for (gate, value) in x.iter_mut().zip([20.0, -20.0, 90.0, -90.0, -300.0, 0.0, -0.0, 1e30]) {
         *gate = oracle::rounded(value);
     }
-    let (source, y) = (Buffer::of(&bytes(&x)), Buffer::new(m * y_pitch * 2));
+    // Apart, every row is a gate's or an up's.
+    let of =
+        |from: usize| -> Vec<u16> { x.chunks_exact(x_pitch).flat_map(|row| &row[from..from + n]).copied().collect() };
+    let laid = if pair == Pair::Apart { [of(0), of(n)].concat() } else { x.clone() };
+    let (source, y) = (Buffer::of(&bytes(&laid)), Buffer::new(m * y_pitch * 2));
+    let (pitch, up) = if pair == Pair::Apart { (n, m * n) } else { (x_pitch, n) };
     let row_blocks = match spec.op {
         unweight_codegen::spec::Op::SiluMul(op) => (n as u32).div_ceil(op.block_columns()),
         _ => unreachable!("a silu_mul"),
     };
     let args = SiluMulArgs {
-        x: source.address(),
+        gate: source.address(),
+        up: source.address() + 2 * up as u64,
         y: y.address(),
-        x_pitch: x_pitch as u64,
+        x_pitch: pitch as u64,
         y_pitch: y_pitch as u64,
         columns: n as u32,
         row_blocks,
@@ -215,7 +233,8 @@ fn check_silu_mul(kernel: &mut CpuKernel, spec: &VariantSpec, m: usize, n: usize
         gate.iter().zip(up).map(|(gate, up)| oracle::silu_mul(*gate, *up)).collect::<Vec<_>>()
     };
     let spans: Vec<_> = x.chunks_exact(x_pitch).flat_map(activated).collect();
-    oracle::outside(&rows(&y, m, n, y_pitch)?, &spans).map_or(Ok(()), |wrong| Err(format!("[{m}, {n}]: {wrong}")))
+    oracle::outside(&rows(&y, m, n, y_pitch)?, &spans)
+        .map_or(Ok(()), |wrong| Err(format!("[{m}, {n}] {pair:?}: {wrong}")))
 }
 
 const SILU_MULS: [(usize, usize); 5] = [(1, 8), (3, 72), (2, 1024), (5, 1032), (1, 3000)];
@@ -227,7 +246,9 @@ fn activations_are_those_of_double_precision() {
     let mut kernel = CpuKernel::all(&specs, &[]);
     for spec in specs {
         for (m, n) in SILU_MULS {
-            check_silu_mul(&mut kernel, &spec, m, n).unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
+            for pair in [Pair::Beside, Pair::Apart] {
+                check_silu_mul(&mut kernel, &spec, (m, n), pair).unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
+            }
         }
     }
 }
@@ -236,7 +257,7 @@ fn activations_are_those_of_double_precision() {
 fn planted_bugs_of_activations_are_caught() {
     let header = "unweight/kernels/silu_mul.cuh";
     for (from, to) in [
-        ("x + args.columns", "x + args.columns + 8"),
+        ("args.up + at", "args.up + at + 8"),
         ("ptx::mul(packed::silu(low_of(gate)), low_of(up))", "ptx::mul(packed::silu(low_of(up)), low_of(gate))"),
         ("packed::silu(high_of(gate)), high_of(up)", "packed::silu(high_of(gate)), low_of(up)"),
         ("ptx::block_index() / args.row_blocks", "ptx::block_index() % args.row_blocks"),
@@ -246,7 +267,7 @@ fn planted_bugs_of_activations_are_caught() {
     ] {
         let spec = spec("silu_mul_t128");
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
-        let caught = SILU_MULS.iter().any(|(m, n)| check_silu_mul(&mut kernel, &spec, *m, *n).is_err());
+        let caught = SILU_MULS.iter().any(|shape| check_silu_mul(&mut kernel, &spec, *shape, Pair::Beside).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }
 }

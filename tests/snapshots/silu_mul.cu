@@ -1,5 +1,5 @@
 // uw_sm90a_silu_mul_t128
-// Y[m,n] = silu(X[m,0..n]) * X[m,n..2n].
+// Y[m,n] = silu(gate[m,n]) * up[m,n].
 //
 // Blocks of 128 threads, at least 4 per SM, with 0 B of dynamic shared memory.
 // Grid: one block for each of the 1 x 1024 tiles of Y.
@@ -16,7 +16,7 @@ struct Config {
 
 }  // namespace
 
-static_assert(sizeof(uw::SiluMulArgs) == 40, "SiluMulArgs: host and device disagree");
+static_assert(sizeof(uw::SiluMulArgs) == 48, "SiluMulArgs: host and device disagree");
 static_assert(Config::kThreads * uw::silu_mul::kChunk == 1024, "columns: plan and kernel disagree");
 static_assert(uw::silu_mul::kSmemBytes == 0, "shared memory: plan and kernel disagree");
 

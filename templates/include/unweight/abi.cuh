@@ -212,9 +212,10 @@ struct EmbedArgs {
 
 // silu(gate) * up.
 struct SiluMulArgs {
-    const u16* x;                     // bf16 [m, 2 * columns]
+    const u16* gate;                  // bf16 [m, columns]
+    const u16* up;                    // bf16 [m, columns]
     u16* y;                           // bf16 [m, columns]
-    u64 x_pitch;
+    u64 x_pitch;                      // of gate and up
     u64 y_pitch;
     u32 columns;                      // a multiple of 8
     u32 row_blocks;                   // blocks of a row

@@ -27,11 +27,13 @@ axes! {
 args! {
     /// Arguments of `silu_mul`.
     pub struct SiluMulArgs {
-        /// bf16 `[m, 2 * columns]`: the gate, then the up.
-        pub x: u64,
+        /// bf16 `[m, columns]`: the product with the gate.
+        pub gate: u64,
+        /// bf16 `[m, columns]`: that with the up, its rows as far from each other as the gate's.
+        pub up: u64,
         /// bf16 `[m, columns]`.
         pub y: u64,
-        /// Elements from one row of `x` to the next.
+        /// Elements from one row of `gate` to the next.
         pub x_pitch: u64,
         /// Elements from one row of `y` to the next.
         pub y_pitch: u64,
@@ -84,7 +86,7 @@ impl Family for SiluMulSpec {
 
     fn summary(&self, _: &Plan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
-        format!("Y[m,n] = silu(X[m,0..n]) * X[m,n..2n]{pdl}.")
+        format!("Y[m,n] = silu(gate[m,n]) * up[m,n]{pdl}.")
     }
 
     fn context(&self, _: &Plan) -> impl Serialize {

@@ -14,7 +14,7 @@ use unweight_codegen::{
     plan::{GemmShape, LaunchPlan, Plan},
 };
 
-use crate::device::{Call, DeviceError, Refusal, Stream, module::LoadedKernel};
+use crate::device::{Call, DeviceError, LaunchMode, Refusal, Stream, module::LoadedKernel};
 
 /// Whether a launch must be cooperative: its blocks wait for each other. `resident` blocks fit the device at once.
 ///
@@ -74,7 +74,10 @@ impl LoadedKernel {
         if own != other {
             return self.refuse(Refusal::OtherDevice { operand: "the stream", own, other });
         }
-        let blocks = self.blocks(problem)?;
+        let LaunchMode { sms, ordinary } = stream.mode();
+        let all = self.device().info().sms;
+        let sms = sms.map_or(all, |sms| sms.clamp(1, all));
+        let blocks = blocks(self.plan(), problem, sms).or_else(|refusal| self.refuse(refusal))?;
         if blocks == 0 {
             return Ok(());
         }
@@ -96,7 +99,7 @@ impl LoadedKernel {
                 },
             ),
             attribute(
-                pdl,
+                pdl && !ordinary,
                 sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
                 sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
             ),

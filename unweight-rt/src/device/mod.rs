@@ -38,7 +38,7 @@ pub use self::{
     kernels::{KernelSet, Prepared},
     pinned::{Pinned, Transfer},
     staging::{Staging, Upload},
-    stream::{Event, Stream},
+    stream::{Event, LaunchMode, Mark, Stream},
     view::{MatrixMut, MatrixRef},
     workspace::LaneSize,
 };

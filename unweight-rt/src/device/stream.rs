@@ -11,16 +11,52 @@ use crate::device::{Call, Device, DeviceError, Graph};
 pub struct Stream {
     device: Device,
     inner: Arc<CudaStream>,
+    mode: LaunchMode,
+}
+
+/// How kernels are launched by one handle of a stream; other handles of it are not concerned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LaunchMode {
+    /// Multiprocessors that grids are made for, where a grid depends on them; `None` for all of the device.
+    pub sms: Option<u32>,
+    /// No programmatic dependents: a kernel starts when what is before it on the stream has ended.
+    pub ordinary: bool,
 }
 
 impl Stream {
     pub(super) fn new(device: &Device, inner: Arc<CudaStream>) -> Self {
-        Self { device: device.clone(), inner }
+        Self { device: device.clone(), inner, mode: LaunchMode::default() }
     }
 
     /// The device that it belongs to.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// How this handle launches.
+    pub fn mode(&self) -> LaunchMode {
+        self.mode
+    }
+
+    pub(crate) fn set_mode(&mut self, mode: LaunchMode) {
+        self.mode = mode;
+    }
+
+    /// Marks this place in the stream by a mark that others wait for, instead of the place that it marked before. In a
+    /// capture the mark belongs to what is recorded.
+    ///
+    /// # Errors
+    /// A mark of another device, or the driver's refusal.
+    pub fn record(&self, mark: &Mark) -> Result<(), DeviceError> {
+        mark.0.record(&self.inner).call("recording an event")
+    }
+
+    /// Has all that follows on this stream wait for a mark. A mark that was never recorded is not waited for.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn wait(&self, mark: &Mark) -> Result<(), DeviceError> {
+        self.inner.wait(&mark.0).call("waiting for an event")
     }
 
     /// Waits for everything enqueued.
@@ -37,6 +73,8 @@ impl Stream {
     /// Records what `enqueue` puts on this stream into a graph instead of running it.
     ///
     /// `enqueue` must not allocate, wait or copy to the host; what this crate enqueues for a product does none of it.
+    /// Streams that wait for a [`Mark`] that was recorded inside are recorded, too, until this one waits for their last
+    /// work; the graph runs on this one.
     /// If it fails or panics, the recording is thrown away and the stream is as it was.
     pub fn capture(&self, enqueue: impl FnOnce() -> Result<(), DeviceError>) -> Result<Graph, DeviceError> {
         self.inner
@@ -117,6 +155,21 @@ impl Drop for Recording<'_> {
                 }
             }
         }
+    }
+}
+
+/// A place in a stream that others can wait for. Its time cannot be read.
+#[derive(Debug)]
+pub struct Mark(CudaEvent);
+
+impl Mark {
+    /// A mark that was not recorded yet.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn new(device: &Device) -> Result<Self, DeviceError> {
+        let event = device.context().new_event(Some(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING));
+        Ok(Self(event.call("making an event")?))
     }
 }
 

@@ -32,7 +32,7 @@ use std::{any::Any, fmt};
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, LaneSize, Refusal, RowFault, Stream,
+        DeviceBuffer, DeviceError, LaneSize, LaunchMode, Refusal, RowFault, Stream,
         workspace::{Workspace, length},
     },
     ops::cublas::Cublas,
@@ -97,6 +97,11 @@ impl Lane {
     /// The stream that all of its work goes to.
     pub fn stream(&self) -> &Stream {
         &self.stream
+    }
+
+    /// How its kernels are launched from now on; cuBLAS's are not concerned.
+    pub fn set_mode(&mut self, mode: LaunchMode) {
+        self.stream.set_mode(mode);
     }
 
     /// What it has room for.

@@ -11,6 +11,7 @@ use unweight_codegen::{
 use crate::{
     device::{
         DeviceError, MatrixMut, MatrixRef, Refusal,
+        error::PitchRule,
         module::LoadedKernel,
         view::{Place, check_apart},
     },
@@ -47,18 +48,37 @@ impl SiluMul {
     /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
     /// takes; or the driver's refusal.
     pub fn enqueue(&self, lane: &mut Lane, x: MatrixRef<'_>, y: MatrixMut<'_>) -> Result<(), DeviceError> {
-        let (x, y, own) = (x.place(), y.place(), self.kernel.device().ordinal());
+        check_shapes(x.place(), y.place()).or_else(|refusal| self.kernel.refuse(refusal))?;
+        let half = |cols| x.part(0..x.rows(), cols);
+        self.enqueue_pair(lane, half(0..y.cols())?, half(y.cols()..2 * y.cols())?, y)
+    }
+
+    /// Enqueues `y[m, n] = silu(gate[m, n]) * up[m, n]` of two products, wherever they lie; their rows are equally far
+    /// from each other.
+    ///
+    /// # Errors
+    /// As for [`SiluMul::enqueue`].
+    pub fn enqueue_pair(
+        &self,
+        lane: &mut Lane,
+        gate: MatrixRef<'_>,
+        up: MatrixRef<'_>,
+        y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let (gate, up, y, own) = (gate.place(), up.place(), y.place(), self.kernel.device().ordinal());
         let check = || {
-            check_shapes(x, y)?;
-            x.check_device("x", own)?;
+            check_pair(gate, up, y)?;
+            gate.check_device("the gate", own)?;
+            up.check_device("the up", own)?;
             y.check_device("y", own)?;
-            check_apart(("y", y.span()), [("x", x.span())])
+            check_apart(("y", y.span()), [("the gate", gate.span()), ("the up", up.span())])
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = SiluMulArgs {
-            x: x.address,
+            gate: gate.address,
+            up: up.address,
             y: y.address,
-            x_pitch: x.pitch,
+            x_pitch: gate.pitch,
             y_pitch: y.pitch,
             columns: y.cols,
             row_blocks: y.cols.div_ceil(self.spec.block_columns()),
@@ -81,6 +101,21 @@ fn check_shapes(x: &Place, y: &Place) -> Result<(), Refusal> {
     }
 }
 
+/// Whether these can be two products and what becomes of them.
+fn check_pair(gate: &Place, up: &Place, y: &Place) -> Result<(), Refusal> {
+    check_activations("y", y, u32::MAX / 2)?;
+    gate.check_rows_aligned("the gate")?;
+    up.check_rows_aligned("the up")?;
+    if [gate.shape(), up.shape()] != [y.shape(); 2] {
+        return Err(Refusal::Gated { x: [gate.shape()[0], gate.shape()[1] + up.shape()[1]], y: y.shape() });
+    }
+    if gate.pitch != up.pitch {
+        let wanted = PitchRule::MultipleOf(gate.pitch);
+        return Err(Refusal::Pitch { operand: "the up", pitch: up.pitch, wanted });
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -95,6 +130,13 @@ mod tests {
         for (x, y) in [(place(3, 72), place(3, 72)), (place(4, 144), place(3, 72)), (place(3, 144), place(3, 144))] {
             assert_eq!(check_shapes(&x, &y), Err(Refusal::Gated { x: x.shape(), y: y.shape() }));
         }
+        assert_eq!(check_pair(&place(3, 72), &place(3, 72), &place(3, 72)), Ok(()));
+        for (gate, up) in [((3, 72), (3, 80)), ((2, 72), (3, 72)), ((3, 80), (3, 80))] {
+            let pair = check_pair(&place(gate.0, gate.1), &place(up.0, up.1), &place(3, 72));
+            assert!(matches!(pair, Err(Refusal::Gated { .. })), "{pair:?}");
+        }
+        let wide = Place::new(0, 0x1000, 3, 72, 80, u64::MAX).unwrap();
+        assert!(matches!(check_pair(&place(3, 72), &wide, &place(3, 72)), Err(Refusal::Pitch { .. })));
         assert!(matches!(check_shapes(&place(3, 24), &place(3, 12)), Err(Refusal::Columns { operand: "y", .. })));
     }
 }

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use unweight_format::{HuffmanTensor, TileGrid, TileMetadata};
 
-use super::{PaletteView, device_shape, elements, most_verbatim, pods, verbatim_rows};
-use crate::device::{Device, DeviceBuffer, DeviceError, Upload};
+use super::{DevicePalette, PaletteView, device_shape, elements, most_verbatim, pods, verbatim_rows};
+use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Upload};
 
 /// The sections of a Huffman tensor as host slices, checked by nobody.
 #[derive(Clone, Copy, Debug)]
@@ -142,6 +142,17 @@ impl DeviceHuffman {
             verbatim_exponents: &self.verbatim_exponents,
             palette: &self.palette,
         }
+    }
+
+    /// The same weights as palette indices, which a transcoder wrote: the codes go.
+    ///
+    /// # Errors
+    /// Indices of another number of tiles.
+    pub fn into_palette(self, palette_index: DeviceBuffer<u8>) -> Result<DevicePalette, Refusal> {
+        elements("palette_index", palette_index.len(), self.grid.tiles() * 2048)?;
+        let Self { grid, max_verbatim_rows, sign_mantissa, tile_metadata, verbatim_exponents, palette, .. } = self;
+        let sections = (sign_mantissa, palette_index, tile_metadata, verbatim_exponents, palette);
+        Ok(DevicePalette::of_parts(grid, max_verbatim_rows, sections))
     }
 
     /// The weights as an exponent source, with the exponents that a decoder wrote to `exponents`.

@@ -5,6 +5,10 @@ use unweight_format::{PaletteTensor, TileGrid, TileMetadata};
 use super::{device_shape, elements, most_verbatim, pods, verbatim_rows};
 use crate::device::{DeviceBuffer, DeviceError, Stream};
 
+/// Sign and mantissa, indices, metadata, verbatim exponents, palette.
+pub(super) type Sections =
+    (DeviceBuffer<u8>, DeviceBuffer<u8>, DeviceBuffer<TileMetadata>, DeviceBuffer<u8>, DeviceBuffer<u8>);
+
 /// A palette tensor on the device.
 #[derive(Debug)]
 pub struct DevicePalette {
@@ -47,6 +51,27 @@ impl DevicePalette {
             verbatim_exponents: DeviceBuffer::from_host(stream, sections.verbatim_exponents)?,
             palette: DeviceBuffer::from_host(stream, &sections.palette)?,
         })
+    }
+
+    /// Sections that lie on the device, of the sizes that the grid asks for.
+    pub(super) fn of_parts(grid: TileGrid, max_verbatim_rows: u32, sections: Sections) -> Self {
+        let (sign_mantissa, palette_index, tile_metadata, verbatim_exponents, palette) = sections;
+        Self { grid, max_verbatim_rows, sign_mantissa, palette_index, tile_metadata, verbatim_exponents, palette }
+    }
+
+    /// Shape and tiling.
+    pub fn grid(&self) -> TileGrid {
+        self.grid
+    }
+
+    /// Most verbatim rows in one tile.
+    pub fn max_verbatim_rows(&self) -> u32 {
+        self.max_verbatim_rows
+    }
+
+    /// Bytes of the buffers' elements.
+    pub fn bytes(&self) -> u64 {
+        (self.view().bytes() + self.palette.bytes()) as u64
     }
 
     /// What a matmul reads.
