@@ -15,6 +15,7 @@ mod harness;
 mod hostile;
 mod jit;
 mod linear;
+mod paths;
 mod repack;
 mod sample;
 #[cfg(feature = "serve")]

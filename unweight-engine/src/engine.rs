@@ -10,8 +10,8 @@ use unweight_codegen::{
 use unweight_format::{bundle::Bundle, testing::Weights as Kind};
 use unweight_model::{ModelConfig, ModelWeights, SampleParams, capacity::Residency};
 use unweight_rt::{
-    DeviceError, DeviceMatrix, Graph, KernelSet, Lane, Linears, LoadOptions, Loader, MatrixMut, Refusal, RowFault,
-    Stream,
+    DeviceError, DeviceMatrix, Graph, KernelSet, Lane, LaneSize, Linears, LoadOptions, Loader, MatrixMut, Refusal,
+    RowFault, Stream,
     device::{Pinned, Transfer},
     jit::cache::Progress,
     layer::build::LayerBuilder,
@@ -20,11 +20,16 @@ use unweight_rt::{
 
 use crate::{
     error::EngineError,
-    forward::{Forward, Part, RowState},
+    forward::{Forward, Part, Products, RowState, Work},
     kernels::{Kernels, Variants},
     memory::{self, Memory, NoMemory},
-    options::{BUCKETS, BadOption, EngineOptions, bucket},
+    options::{BUCKETS, BadOption, EngineOptions, MlpWeights, bucket},
     pages::pages_for,
+    paths::{self, Setting, oracle::Choices, weights::Transcoding},
+    program::{
+        Layout,
+        run::{self, Bound, Programs},
+    },
     schedule::{Event, Limits, Next, Rejected, Request, Schedule, SeqId},
     weights::{Random, Source, Weights},
 };
@@ -81,6 +86,8 @@ pub struct Engine {
     /// By bucket. Before what they name, so that they go first.
     graphs: Vec<(u32, Graph)>,
     forward: Forward,
+    /// Of weights that lie as they are stored.
+    programs: Option<Programs>,
     weights: Weights,
     failed: bool,
 }
@@ -101,11 +108,12 @@ impl Engine {
         let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
         let start = Start::new(kernels, &config, options, &compiled)?;
         let (mut source, _) = Loader::new(kernels, &start.stream, bundle, start.load_options(), &compiled)?;
-        let weights = start.weights(&mut source, &config, &names, progress)?;
+        let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
         let lane = source.lane(&start.stream)?;
         // What layers were merged in goes before the cache takes what is left.
         drop(source);
-        start.finish(kernels, config, weights, lane)
+        let model = bundle.manifest().manifest_digest.to_string();
+        start.finish(kernels, config, weights, lane, &model)
     }
 
     /// The same with random weights: what a measurement of a geometry needs.
@@ -125,10 +133,10 @@ impl Engine {
         let shapes = config.linears().into_iter().chain([[config.vocab, config.hidden]]);
         let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
         let mut source = Random::new(builder, start.options.linears, largest)?;
-        let weights = start.weights(&mut source, &config, &names, progress)?;
+        let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
         let lane = source.builder().lane(&start.stream)?;
         drop(source);
-        start.finish(kernels, config, weights, lane)
+        start.finish(kernels, config, weights, lane, "random")
     }
 
     /// The kernels that a bundle's model runs beside its linears; those are
@@ -228,7 +236,9 @@ impl Engine {
                 Next::Prefill => {
                     let Some(prefill) = self.schedule.begin() else { return Ok(Vec::new()) };
                     let running = prefill.running();
-                    return match self.forward.prefill(&self.weights, &prefill.prompt, &running.pages, &running.params) {
+                    let (prompt, params) = (&prefill.prompt, &running.params);
+                    let Self { forward, weights, programs, .. } = self;
+                    return match forward.prefill(weights, programs.as_mut(), prompt, &running.pages, params) {
                         Ok(token) => Ok(vec![self.schedule.begun(prefill, token)]),
                         Err(error) => {
                             self.schedule.failed(prefill);
@@ -242,7 +252,7 @@ impl Engine {
                     let count = rows.len() as u32;
                     if changed {
                         // What the rows before left behind is told before they are forgotten.
-                        self.forward.settle()?;
+                        self.forward.settle(self.programs.as_mut())?;
                         let states: Vec<_> = rows
                             .iter()
                             .map(|row| RowState {
@@ -289,7 +299,7 @@ impl Engine {
                 // A step may read positions before the kernel in front of it has ended: that must not be the sampler of
                 // the step before.
                 self.forward.stream().synchronize()?;
-                self.forward.step(&self.weights, bucket, None)
+                step(&mut self.forward, self.programs.as_mut(), &self.weights, bucket)
             }
         }
     }
@@ -304,7 +314,8 @@ impl Engine {
         self.schedule.check(&Request::new(tokens.to_vec()).max_new_tokens(0))?;
         // A text that was checked fits 32 bits.
         let pages = self.schedule.lend(&[pages_for(tokens.len() as u32)])?;
-        let read = self.forward.text_logits(&self.weights, tokens, pages.first().map_or(&[], Vec::as_slice));
+        let pages_of = pages.first().map_or(&[][..], Vec::as_slice);
+        let read = self.forward.text_logits(&self.weights, self.programs.as_mut(), tokens, pages_of);
         let bits = self.note(read)?;
         self.schedule.give(pages);
         Ok(bits.into_iter().map(bf16::from_bits).collect())
@@ -343,7 +354,7 @@ impl Engine {
             self.forward.set_rows(&states.collect::<Vec<_>>(), bucket(count))?;
             self.launch(count)?;
             let bits = self.forward.logits(count)?;
-            self.forward.settle()?;
+            self.forward.settle(self.programs.as_mut())?;
             for ((row, text), logits) in bits.chunks_exact(vocab).zip(texts).zip(&mut logits) {
                 if at < text.len() {
                     logits.extend(row.iter().map(|bits| bf16::from_bits(*bits)));
@@ -387,7 +398,8 @@ impl Engine {
     #[doc(hidden)]
     pub fn rehearsed(&mut self) -> Result<(), EngineError> {
         let settled = self.forward.lane().synchronize();
-        self.note(settled)
+        let own = self.programs.as_mut().map_or(Ok(()), |programs| programs.runner.synchronize());
+        self.note(settled.and(own))
     }
 
     /// Records one part of a step of all layers.
@@ -396,6 +408,107 @@ impl Engine {
         let rows = bucket(batch);
         let stream = self.forward.stream().clone();
         Ok(stream.capture(|| self.forward.step(&self.weights, rows, Some(part)))?)
+    }
+
+    /// The ways of every projection at a batch, best guesses first: of hard layers, then of easy ones. Nothing where
+    /// there are no such layers, or weights do not lie as they are stored.
+    pub fn path_choices(&self, batch: u32) -> Choices {
+        let layers = self.programs.as_ref().map_or(&[][..], |programs| programs.runner.layers());
+        let arch = self.stream().device().info().arch;
+        [true, false].map(|hard| {
+            let first = layers.iter().find(|mlp| paths::is_hard(mlp) == hard);
+            first.map_or_else(Default::default, |mlp| mlp.each_ref().map(|lying| lying.ways(arch, bucket(batch))))
+        })
+    }
+
+    /// The best guess at a batch.
+    ///
+    /// # Errors
+    /// [`EngineError::NotStored`].
+    pub fn path_guess(&self, batch: u32) -> Result<Setting, EngineError> {
+        let layers = self.programs.as_ref().ok_or(EngineError::NotStored)?.runner.layers();
+        let info = self.stream().device().info();
+        Ok(Setting::guess(layers, info.arch, bucket(batch), info.sms))
+    }
+
+    /// Runs steps of a batch by these ways from now on. Waits for what runs.
+    ///
+    /// # Errors
+    /// [`EngineError::Program`]: the device cannot run them; nothing changes. [`EngineError::NotStored`].
+    pub fn set_paths(&mut self, batch: u32, setting: &Setting) -> Result<(), EngineError> {
+        self.check_alive()?;
+        let rows = bucket(batch);
+        let bound = self.bind(rows, setting)?;
+        let Self { forward, programs, weights, .. } = self;
+        forward.stream().synchronize()?;
+        if let Some(programs) = programs.as_mut() {
+            programs.replace(rows, bound);
+        }
+        let recorded = if self.options.graphs {
+            forward.set_rows(&[], rows)?;
+            step(forward, programs.as_mut(), weights, rows)?;
+            forward.stream().synchronize()?;
+            let stream = forward.stream().clone();
+            Some(stream.capture(|| step(forward, programs.as_mut(), weights, rows))?)
+        } else {
+            None
+        };
+        self.graphs.retain(|(of, _)| *of != rows);
+        self.graphs.extend(recorded.map(|graph| (rows, graph)));
+        Ok(())
+    }
+
+    /// A program of these ways, with all that it needs.
+    fn bind(&mut self, rows: u32, setting: &Setting) -> Result<Bound, EngineError> {
+        let programs = self.programs.as_mut().ok_or(EngineError::NotStored)?;
+        let device = self.forward.stream().device().clone();
+        let bound = Bound::new(programs.runner.layers(), setting, rows, &device)?;
+        programs.runner.reserve(&bound, &device)?;
+        Ok(bound)
+    }
+
+    /// Records a step by these ways, which nothing else will run; its rows were set. Runs it once.
+    pub(crate) fn record_paths(&mut self, batch: u32, setting: &Setting) -> Result<Graph, EngineError> {
+        let rows = bucket(batch);
+        let bound = self.bind(rows, setting)?;
+        let Self { forward, programs, weights, .. } = self;
+        let runner = &mut programs.as_mut().ok_or(EngineError::NotStored)?.runner;
+        let work = Work::Step { rows };
+        runner.run(&bound, forward, weights, work)?;
+        forward.stream().synchronize()?;
+        let stream = forward.stream().clone();
+        Ok(stream.capture(|| runner.run(&bound, forward, weights, work))?)
+    }
+
+    /// As [`Engine::rehearse`], for steps that begin anew again and again ([`Engine::rewind`]); the pages are lent.
+    pub(crate) fn begin_rehearsal(
+        &mut self,
+        batch: u32,
+        context: u32,
+        steps: u32,
+    ) -> Result<Vec<Vec<u32>>, EngineError> {
+        self.rehearse(batch, context, steps)?;
+        let each = pages_for(context.saturating_add(steps));
+        Ok(self.schedule.lend(&vec![each; batch as usize])?)
+    }
+
+    /// Sets the rows of a rehearsal to their beginning. Waits.
+    pub(crate) fn rewind(&mut self, batch: u32, context: u32, pages: &[Vec<u32>]) -> Result<(), EngineError> {
+        let sample = sample_row(&SampleParams::default());
+        let states = pages.iter().zip(1..).map(|(pages, id)| RowState { id, position: context, pages, sample });
+        let set = self.forward.set_rows(&states.collect::<Vec<_>>(), bucket(batch));
+        self.note(set)
+    }
+
+    /// Logits of the first rows of the last step. Waits.
+    pub(crate) fn rehearsed_logits(&mut self, rows: u32) -> Result<Vec<bf16>, EngineError> {
+        let bits = self.forward.logits(rows);
+        Ok(self.note(bits)?.into_iter().map(bf16::from_bits).collect())
+    }
+
+    /// Takes the pages back.
+    pub(crate) fn end_rehearsal(&mut self, pages: Vec<Vec<u32>>) {
+        self.schedule.give(pages);
     }
 
     /// The stream that it runs on.
@@ -412,7 +525,8 @@ impl Engine {
         self.graphs.retain(|(of, _)| *of != rows);
         if self.options.graphs {
             let stream = self.forward.stream().clone();
-            let graph = stream.capture(|| self.forward.step(&self.weights, rows, None))?;
+            let Self { forward, programs, weights, .. } = self;
+            let graph = stream.capture(|| step(forward, programs.as_mut(), weights, rows))?;
             self.graphs.push((rows, graph));
         }
         Ok(())
@@ -429,6 +543,22 @@ impl Drop for Engine {
     fn drop(&mut self) {
         // What runs names what goes away now. An error was told before, or is of no use any more.
         let _ = self.forward.stream().synchronize();
+        if let Some(programs) = &self.programs {
+            programs.runner.wait();
+        }
+    }
+}
+
+/// Enqueues a step: by its program, or the one chain of all linears.
+fn step(
+    forward: &mut Forward,
+    programs: Option<&mut Programs>,
+    weights: &Weights,
+    rows: u32,
+) -> Result<(), DeviceError> {
+    match programs {
+        Some(programs) => programs.step(forward, weights, rows),
+        None => forward.step(weights, rows, None),
     }
 }
 
@@ -475,8 +605,9 @@ impl Start {
             Linears::Packed => Residency::Packed,
             Linears::Bf16 => Residency::Bf16,
         };
-        // Before minutes are spent on weights that leave no room.
-        memory::plan(config, &options, (config.weight_bytes(residency), 0), have)?;
+        // Before minutes are spent on weights that leave no room. What is stored may be less.
+        let least = if options.mlp == MlpWeights::Linears { config.weight_bytes(residency) } else { 0 };
+        memory::plan(config, &options, (least, 0), have)?;
         let source = embed_source(config, options.linears);
         let variants = Variants::of(config, device.info().arch, source, options.max_batch)?;
         kernels.prepare(&variants.all(), progress)?;
@@ -489,13 +620,20 @@ impl Start {
 
     fn weights(
         &self,
+        kernels: &KernelSet,
         source: &mut impl Source,
         config: &ModelConfig,
         names: &ModelWeights,
         progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
     ) -> Result<Weights, EngineError> {
         let total = names.layers.len();
-        Weights::load(source, config, names, &|done| progress(&LoadProgress::Layers { done, total }))
+        let told = |done| progress(&LoadProgress::Layers { done, total });
+        let mut transcoding = match self.options.mlp {
+            MlpWeights::Linears => None,
+            _ => Some(Transcoding::new(kernels, &self.stream)?),
+        };
+        let stored = transcoding.as_mut().map(|transcoding| (transcoding, self.options.mlp));
+        Weights::load(source, config, names, stored, &told)
     }
 
     fn finish(
@@ -503,25 +641,44 @@ impl Start {
         kernels: &KernelSet,
         config: ModelConfig,
         weights: Weights,
-        lane: Lane,
+        mut lane: Lane,
+        model: &str,
     ) -> Result<Engine, EngineError> {
         let Self { options, stream, have } = self;
-        let memory: Result<Memory, NoMemory> =
-            memory::plan(&config, &options, (weights.bytes(), lane.size().bytes()), have);
+        let products = if options.mlp != MlpWeights::Linears {
+            Products::Stored
+        } else if weights.layers.iter().all(|layer| layer.mlp.gate_up().is_some_and(|(_, gated)| gated)) {
+            Products::Activated
+        } else {
+            Products::Beside
+        };
+        let buckets: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= bucket(options.max_batch)).collect();
+        let mut shared = lane.size().bytes() + products.bytes(config.intermediate, memory::rows(&options));
+        let mut programs = None;
+        if products == Products::Stored {
+            lane.reserve(LaneSize::default().with_cublas())?;
+            let layers = run::lying(&weights);
+            shared += run::slot_bytes(&layers, Layout::default().slots);
+            let device = kernels.device().info();
+            let subject = |batch| paths::plan::key(model, options.mlp, batch, device);
+            let set = |batch| options.plan.setting(batch, &subject(batch)).cloned();
+            programs = Some(Programs::new(kernels, &stream, &weights, (&buckets, memory::rows(&options)), &set)?);
+        }
+        let memory: Result<Memory, NoMemory> = memory::plan(&config, &options, (weights.bytes(), shared), have);
         let memory = memory?;
         let source = if weights.embed_is_packed() { EmbedSource::Packed } else { EmbedSource::Bf16 };
         let variants = Variants::of(&config, kernels.device().info().arch, source, options.max_batch)?;
         let own = Kernels::load(kernels, &variants)?;
-        let gated = weights.layers.iter().all(|layer| layer.gated);
-        let mut forward = Forward::new(lane, own, &config, &options, &memory, gated)?;
+        let mut forward = Forward::new(lane, own, &config, &options, &memory, products)?;
         let mut graphs = Vec::new();
         if options.graphs {
-            for rows in BUCKETS.into_iter().filter(|rows| *rows <= bucket(options.max_batch)) {
+            for rows in buckets {
                 // A launch loads what a driver loads lazily, which a capture may not.
                 forward.set_rows(&[], rows)?;
-                forward.step(&weights, rows, None)?;
+                step(&mut forward, programs.as_mut(), &weights, rows)?;
                 stream.synchronize()?;
-                graphs.push((rows, stream.capture(|| forward.step(&weights, rows, None))?));
+                let recorded = stream.capture(|| step(&mut forward, programs.as_mut(), &weights, rows));
+                graphs.push((rows, recorded?));
             }
         }
         let limits = Limits {
@@ -533,17 +690,33 @@ impl Start {
         };
         let schedule = Schedule::new(limits, memory.pages);
         let (in_flight, spare) = (VecDeque::new(), Vec::new());
-        Ok(Engine { config, options, memory, schedule, in_flight, spare, graphs, forward, weights, failed: false })
+        let failed = false;
+        Ok(Engine { config, options, memory, schedule, in_flight, spare, graphs, forward, programs, weights, failed })
     }
 }
 
 impl Forward {
     /// Waits. Rows of NaN are no failure of the device: whoever has one is told by its token, which is none, and what is
     /// looked up for that is zeros.
-    fn settle(&mut self) -> Result<(), DeviceError> {
+    fn settle(&mut self, programs: Option<&mut Programs>) -> Result<(), DeviceError> {
+        programs.map_or(Ok(()), |programs| programs.runner.synchronize())?;
         match self.lane().synchronize() {
             Err(DeviceError::Row { what: RowFault::Logits | RowFault::Token, .. }) => Ok(()),
             settled => settled,
+        }
+    }
+
+    /// Enqueues the next tokens of a prompt: by a program, or the one chain of all linears.
+    fn next(
+        &mut self,
+        weights: &Weights,
+        programs: Option<&mut Programs>,
+        ids: &[u32],
+        start: u32,
+    ) -> Result<(), DeviceError> {
+        match programs {
+            Some(programs) => programs.chunk(self, weights, ids, start),
+            None => self.chunk(weights, ids, start),
         }
     }
 
@@ -551,6 +724,7 @@ impl Forward {
     fn prefill(
         &mut self,
         weights: &Weights,
+        mut programs: Option<&mut Programs>,
         prompt: &[u32],
         pages: &[u32],
         params: &SampleParams,
@@ -558,23 +732,29 @@ impl Forward {
         let (mut start, mut rows) = (0, 0);
         self.set_pages(pages)?;
         for chunk in prompt.chunks(self.chunk_rows() as usize) {
-            self.chunk(weights, chunk, start)?;
+            self.next(weights, programs.as_deref_mut(), chunk, start)?;
             rows = chunk.len() as u32;
             start += rows;
         }
         self.chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
         self.choose(start.saturating_sub(1), sample_row(params))?;
-        self.settle()?;
+        self.settle(programs)?;
         let token = self.ids().read(self.stream(), 0, 1)?;
         token.first().copied().ok_or_else(|| Refusal::Range { at: 0, len: 1, have: 0 }.into())
     }
 
     /// Logits of every token of a text, bf16 bits `[tokens, vocab]`. Waits.
-    fn text_logits(&mut self, weights: &Weights, tokens: &[u32], pages: &[u32]) -> Result<Vec<u16>, DeviceError> {
+    fn text_logits(
+        &mut self,
+        weights: &Weights,
+        mut programs: Option<&mut Programs>,
+        tokens: &[u32],
+        pages: &[u32],
+    ) -> Result<Vec<u16>, DeviceError> {
         let (mut start, mut all) = (0, Vec::new());
         self.set_pages(pages)?;
         for chunk in tokens.chunks(self.chunk_rows() as usize) {
-            self.chunk(weights, chunk, start)?;
+            self.next(weights, programs.as_deref_mut(), chunk, start)?;
             let rows = chunk.len() as u32;
             let mut first = 0;
             while first < rows {
@@ -585,7 +765,7 @@ impl Forward {
             }
             start += rows;
         }
-        self.settle()?;
+        self.settle(programs)?;
         Ok(all)
     }
 

@@ -3,7 +3,7 @@
 use unweight_model::{BindError, ConfigError};
 use unweight_rt::{DeviceError, LoadError, Refusal, Remedy};
 
-use crate::{memory::NoMemory, options::BadOption, schedule::Rejected};
+use crate::{memory::NoMemory, options::BadOption, program::run::BindFailure, schedule::Rejected};
 
 /// What an engine could not do.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +37,12 @@ pub enum EngineError {
     /// A request that cannot run. The others go on.
     #[error(transparent)]
     Rejected(#[from] Rejected),
+    /// Paths were asked for where there are none.
+    #[error("the weights of MLPs do not lie as they are stored; load the model with MlpWeights::Stored or Alternate")]
+    NotStored,
+    /// A setting of paths that cannot run here.
+    #[error("{0}; tune the bundle again, or load it without its plan")]
+    Program(#[from] BindFailure),
     /// The device. What ran is lost, and the engine runs nothing more.
     #[error(transparent)]
     Device(#[from] DeviceError),

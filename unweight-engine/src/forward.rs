@@ -19,6 +19,7 @@ use unweight_rt::{
         kv::{KvLayer, KvShape, PAD_POSITION},
         rope::{HeadOptions, RopeTable},
         sample::SampleRow,
+        silu_mul::SiluMul,
     },
 };
 
@@ -27,6 +28,7 @@ use crate::{
     memory::{self, Memory},
     options::{EngineOptions, bucket},
     pages::pages_for,
+    program::{Job, Place},
     weights::{Layer, Weights},
 };
 
@@ -133,6 +135,8 @@ pub struct Forward {
     attended: DeviceBuffer<u16>,
     /// The product of gate and up, where it is not activated on its way out.
     gate_up: DeviceBuffer<u16>,
+    /// The product of up, where gate's is another.
+    up: DeviceBuffer<u16>,
     active: DeviceBuffer<u16>,
     logits: DeviceBuffer<u16>,
     cache: DeviceBuffer<u16>,
@@ -167,7 +171,7 @@ impl Forward {
         config: &ModelConfig,
         options: &EngineOptions,
         memory: &Memory,
-        gated: bool,
+        products: Products,
     ) -> Result<Self, DeviceError> {
         let stream = lane.stream().clone();
         let kv = KvShape::new(memory.pages, config.kv_heads, config.head_dim)?;
@@ -200,7 +204,8 @@ impl Forward {
             normed: zeroed(rows, shape.hidden)?,
             qkv: zeroed(rows, shape.qkv)?,
             attended: zeroed(rows, shape.attended)?,
-            gate_up: zeroed(if gated { 0 } else { rows }, 2 * shape.intermediate)?,
+            gate_up: zeroed(if products == Products::Activated { 0 } else { rows }, 2 * shape.intermediate)?,
+            up: zeroed(if products == Products::Stored { rows } else { 0 }, shape.intermediate)?,
             active: zeroed(rows, shape.intermediate)?,
             logits: zeroed(shape.logit_rows, shape.logit_pitch)?,
             cache: DeviceBuffer::zeroed(&stream, cache)?,
@@ -322,16 +327,23 @@ impl Forward {
         self.prompt_pages.write(self.lane.stream(), 0, pages)
     }
 
+    /// Sets the tokens of a chunk; how many they are. Waits.
+    ///
+    /// # Errors
+    /// More tokens than [`Forward::chunk_rows`], or the driver's.
+    pub(crate) fn set_prompt(&mut self, ids: &[u32]) -> Result<u32, DeviceError> {
+        self.prompt.write(self.lane.stream(), 0, ids)?;
+        // It fits the buffer.
+        Ok(ids.len() as u32)
+    }
+
     /// Enqueues the next tokens of the sequence whose pages were set, from position `start` on. Waits for the copy of
     /// its ids alone.
     ///
     /// # Errors
     /// More tokens than [`Forward::chunk_rows`], or the driver's.
     pub fn chunk(&mut self, weights: &Weights, ids: &[u32], start: u32) -> Result<(), DeviceError> {
-        let stream = self.lane.stream().clone();
-        self.prompt.write(&stream, 0, ids)?;
-        // It fits the buffer.
-        let rows = ids.len() as u32;
+        let rows = self.set_prompt(ids)?;
         self.embed(weights, rows, Ids::Prompt)?;
         for (index, layer) in weights.layers.iter().enumerate() {
             self.norm(&layer.input_norm, 0, rows)?;
@@ -434,15 +446,17 @@ impl Forward {
             self.norm(&layer.post_norm, 0, rows)?;
         }
         let x = view(&self.normed, rows, hidden)?;
-        if layer.gated {
+        // What lies as it is stored, a program multiplies with.
+        let Some((gate_up, gated)) = layer.mlp.gate_up() else { return Ok(()) };
+        if gated {
             if runs(Part::GateUp) {
                 let y = view_mut(&mut self.active, rows, intermediate)?;
-                layer.gate_up.enqueue(&mut self.lane, x, y, Epilogue::SiluMul)?;
+                gate_up.enqueue(&mut self.lane, x, y, Epilogue::SiluMul)?;
             }
         } else {
             if runs(Part::GateUp) {
                 let y = view_mut(&mut self.gate_up, rows, 2 * intermediate)?;
-                layer.gate_up.enqueue(&mut self.lane, x, y, Epilogue::Store)?;
+                gate_up.enqueue(&mut self.lane, x, y, Epilogue::Store)?;
             }
             if runs(Part::Activation) {
                 let x = view(&self.gate_up, rows, 2 * intermediate)?;
@@ -450,9 +464,9 @@ impl Forward {
                 self.kernels.silu_mul.enqueue(&mut self.lane, x, y)?;
             }
         }
-        if runs(Part::Down) {
+        if let Some(down) = layer.mlp.down().filter(|_| runs(Part::Down)) {
             let (x, y) = (view(&self.active, rows, intermediate)?, view_mut(&mut self.hidden, rows, hidden)?);
-            layer.down.enqueue(&mut self.lane, x, y, Epilogue::StoreAdd)?;
+            down.enqueue(&mut self.lane, x, y, Epilogue::StoreAdd)?;
         }
         Ok(())
     }
@@ -482,28 +496,90 @@ impl Forward {
         self.kernels.sample.enqueue(&mut self.lane, logits, &self.samples, positions, ids)
     }
 
+    /// Enqueues a job of a program, but for those that need weights of MLPs as they are stored.
+    ///
+    /// # Errors
+    /// The driver's, or a layer that the model does not have.
+    pub(crate) fn job(&mut self, weights: &Weights, job: &Job, work: Work) -> Result<(), DeviceError> {
+        let rows = work.rows();
+        let of = |layer: u32| {
+            let have = weights.layers.len() as u64;
+            weights.layers.get(layer as usize).ok_or(Refusal::Range { at: layer.into(), len: 1, have })
+        };
+        match (*job, work) {
+            (Job::Embed, Work::Step { .. }) => self.embed(weights, rows, Ids::Step),
+            (Job::Embed, Work::Chunk { .. }) => self.embed(weights, rows, Ids::Prompt),
+            (Job::Norm(Some((layer, Place::Attention))), _) => self.norm(&of(layer)?.input_norm, 0, rows),
+            (Job::Norm(Some((layer, Place::Mlp))), _) => self.norm(&of(layer)?.post_norm, 0, rows),
+            (Job::Qkv { layer }, _) => self.qkv(of(layer)?, rows),
+            (Job::Attention { layer }, Work::Step { .. }) => self.attend(of(layer)?, layer as usize, rows),
+            (Job::Attention { layer }, Work::Chunk { start, .. }) => {
+                self.turn(of(layer)?, layer as usize, start, rows)?;
+                self.attend_chunk(layer as usize, start, rows)
+            }
+            (Job::Output { layer }, _) => self.behind_attention(of(layer)?, rows, |part| part == Part::Output),
+            (Job::GateUp { layer }, _) => {
+                self.behind_attention(of(layer)?, rows, |part| matches!(part, Part::GateUp | Part::Activation))
+            }
+            (Job::Activate { .. }, _) => {
+                let Mlp { lane, silu_mul, gate, up, active, .. } = self.mlp(rows)?;
+                silu_mul.enqueue_pair(lane, gate.as_ref(), up.as_ref(), active)
+            }
+            // A chunk of a prompt has logits when they are asked for.
+            (Job::Norm(None) | Job::Head | Job::Sample, Work::Chunk { .. }) => Ok(()),
+            (Job::Norm(None), Work::Step { .. }) => self.head(weights, 0, rows, |part| part == Part::Norm),
+            (Job::Head, Work::Step { .. }) => self.head(weights, 0, rows, |part| part == Part::Head),
+            (Job::Sample, Work::Step { .. }) => self.sample(rows),
+            (Job::Linear { .. } | Job::Decode { .. }, _) => Ok(()),
+        }
+    }
+
+    /// What the products of an MLP of `rows` rows read and write.
+    ///
+    /// # Errors
+    /// More rows than there is room for.
+    pub(crate) fn mlp(&mut self, rows: u32) -> Result<Mlp<'_>, Refusal> {
+        let Shape { hidden, intermediate, .. } = self.shape;
+        Ok(Mlp {
+            lane: &mut self.lane,
+            silu_mul: &self.kernels.silu_mul,
+            normed: view(&self.normed, rows, hidden)?,
+            gate: view_mut(&mut self.gate_up, rows, intermediate)?,
+            up: view_mut(&mut self.up, rows, intermediate)?,
+            active: view_mut(&mut self.active, rows, intermediate)?,
+            hidden: view_mut(&mut self.hidden, rows, hidden)?,
+        })
+    }
+
     /// Lets cuBLAS find its fastest for each product of a step of `rows` rows, where it multiplies. Waits.
     ///
     /// # Errors
     /// The driver's or cuBLAS's.
     pub fn tune(&mut self, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
         let Shape { hidden, intermediate, qkv, attended, vocab, logit_pitch, .. } = self.shape;
-        let all = |of: fn(&Layer) -> &Linear| -> Vec<MatrixRef<'_>> {
+        let all = |of: fn(&Layer) -> Option<&Linear>| -> Vec<MatrixRef<'_>> {
             // A few come from memory as surely as all do.
-            let whole = weights.layers.iter().take(8).filter_map(|layer| of(layer).bf16_weights());
+            let whole = weights.layers.iter().take(8).filter_map(|layer| of(layer)?.bf16_weights());
             whole.map(DeviceMatrix::view).collect()
         };
         let products = [
-            (all(|layer| &layer.qkv), &self.normed, hidden, &mut self.qkv, qkv, false),
-            (all(|layer| &layer.o), &self.attended, attended, &mut self.hidden, hidden, true),
+            (all(|layer| Some(&layer.qkv)), &self.normed, hidden, &mut self.qkv, qkv, false),
+            (all(|layer| Some(&layer.o)), &self.attended, attended, &mut self.hidden, hidden, true),
         ];
         for (weights, x, k, y, n, add) in products {
             let (x, y) = (view(x, rows, k)?, view_mut(y, rows, n)?);
             self.lane.cublas()?.tune(x, &weights, y, add)?;
         }
         let products = [
-            (all(|layer| &layer.gate_up), &self.normed, hidden, &mut self.gate_up, 2 * intermediate, false),
-            (all(|layer| &layer.down), &self.active, intermediate, &mut self.hidden, hidden, true),
+            (
+                all(|layer| layer.mlp.gate_up().map(|(linear, _)| linear)),
+                &self.normed,
+                hidden,
+                &mut self.gate_up,
+                2 * intermediate,
+                false,
+            ),
+            (all(|layer| layer.mlp.down()), &self.active, intermediate, &mut self.hidden, hidden, true),
         ];
         for (weights, x, k, y, n, add) in products {
             if y.is_empty() {
@@ -519,6 +595,53 @@ impl Forward {
         }
         Ok(())
     }
+}
+
+/// What becomes of the products of gate and up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Products {
+    /// Activated on their way out, in all layers.
+    Activated,
+    /// Stored side by side.
+    Beside,
+    /// Each by itself, where weights lie as they are stored.
+    Stored,
+}
+
+impl Products {
+    /// Bytes of activations beside those that every model has, for `rows` rows.
+    pub fn bytes(self, intermediate: u32, rows: u32) -> u64 {
+        if self == Self::Stored { u64::from(intermediate) * u64::from(rows) * 2 } else { 0 }
+    }
+}
+
+/// What a program runs for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Work {
+    /// The newest tokens of so many rows.
+    Step { rows: u32 },
+    /// The next tokens of one sequence, from `start` on.
+    Chunk { rows: u32, start: u32 },
+}
+
+impl Work {
+    /// Rows of the activations.
+    pub fn rows(self) -> u32 {
+        match self {
+            Self::Step { rows } | Self::Chunk { rows, .. } => rows,
+        }
+    }
+}
+
+/// The activations of an MLP, and the lane of the stream that a step begins on.
+pub(crate) struct Mlp<'a> {
+    pub lane: &'a mut Lane,
+    pub silu_mul: &'a SiluMul,
+    pub normed: MatrixRef<'a>,
+    pub gate: MatrixMut<'a>,
+    pub up: MatrixMut<'a>,
+    pub active: MatrixMut<'a>,
+    pub hidden: MatrixMut<'a>,
 }
 
 /// Which ids are looked up.

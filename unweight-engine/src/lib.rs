@@ -9,6 +9,7 @@ mod kernels;
 pub mod memory;
 pub mod options;
 pub mod pages;
+pub mod paths;
 pub mod program;
 pub mod schedule;
 pub mod tune;
@@ -21,7 +22,7 @@ pub use error::EngineError;
 #[doc(inline)]
 pub use memory::{Memory, NoMemory};
 #[doc(inline)]
-pub use options::{EngineOptions, Linears};
+pub use options::{EngineOptions, Linears, MlpWeights};
 #[doc(inline)]
 pub use schedule::{Event, Finish, Rejected, Request, SeqId};
 #[doc(inline)]

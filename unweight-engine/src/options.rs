@@ -2,6 +2,9 @@
 
 pub use unweight_rt::layer::loader::Linears;
 
+pub use crate::paths::MlpWeights;
+use crate::paths::Plan;
+
 /// What an engine is made for.
 ///
 /// ```
@@ -12,7 +15,7 @@ pub use unweight_rt::layer::loader::Linears;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct EngineOptions {
-    /// Sequences that run at the same time, 1 to 256; 16 by default.
+    /// Sequences that run at the same time, 1 to 1024; 16 by default.
     pub max_batch: u32,
     /// Tokens of a sequence, the prompt included; `None` for the model's own limit, or less if the cache does not hold as much.
     pub context: Option<u32>,
@@ -24,6 +27,10 @@ pub struct EngineOptions {
     pub chunk: u32,
     /// Sequences that may wait for a row; 1024 by default.
     pub waiting: usize,
+    /// What the weights of MLPs lie as: as all linears, or as they are stored, multiplied with by a program.
+    pub mlp: MlpWeights,
+    /// Settings of such programs that were measured before; for others, best guesses.
+    pub plan: Plan,
     /// Record each step as a CUDA graph. On by default; off is slower and shows each kernel to a profiler by itself.
     pub graphs: bool,
 }
@@ -37,6 +44,8 @@ impl Default for EngineOptions {
             linears: Linears::Packed,
             chunk: 2048,
             waiting: 1024,
+            mlp: MlpWeights::Linears,
+            plan: Plan::default(),
             graphs: true,
         }
     }
@@ -79,6 +88,18 @@ impl EngineOptions {
         Self { waiting, ..self }
     }
 
+    /// What the weights of MLPs lie as.
+    #[must_use]
+    pub fn mlp(self, mlp: MlpWeights) -> Self {
+        Self { mlp, ..self }
+    }
+
+    /// Settings that were measured before.
+    #[must_use]
+    pub fn plan(self, plan: Plan) -> Self {
+        Self { plan, ..self }
+    }
+
     /// Record each step as a CUDA graph.
     #[must_use]
     pub fn graphs(self, graphs: bool) -> Self {
@@ -92,7 +113,7 @@ impl EngineOptions {
     pub fn check(&self) -> Result<(), BadOption> {
         let check = |name, value: u64, ok, range| if ok { Ok(()) } else { Err(BadOption { name, value, range }) };
         let (max_batch, chunk) = (self.max_batch, self.chunk);
-        check("max_batch", max_batch.into(), (1..=MAX_BATCH).contains(&max_batch), "1 to 256")?;
+        check("max_batch", max_batch.into(), (1..=MAX_BATCH).contains(&max_batch), "1 to 1024")?;
         let whole = chunk.is_multiple_of(64) && (64..=8192).contains(&chunk);
         check("chunk", chunk.into(), whole, "a multiple of 64 from 64 to 8192")?;
         check("context", self.context.unwrap_or(1).into(), self.context != Some(0), "1 at least")
@@ -112,10 +133,10 @@ pub struct BadOption {
 }
 
 /// The largest batch of a step.
-pub const MAX_BATCH: u32 = 256;
+pub const MAX_BATCH: u32 = 1024;
 
 /// Batches that steps are recorded for. A batch of 1 to 8 costs the packed linears the same, so there is nothing between.
-pub const BUCKETS: [u32; 8] = [1, 8, 16, 32, 64, 128, 192, 256];
+pub const BUCKETS: [u32; 10] = [1, 8, 16, 32, 64, 128, 192, 256, 512, 1024];
 
 /// The smallest bucket that holds `rows`, which are at most [`MAX_BATCH`].
 pub fn bucket(rows: u32) -> u32 {
@@ -131,10 +152,10 @@ mod tests {
         let named = |options: EngineOptions| options.check().map_err(|error| error.name);
         assert_eq!(named(EngineOptions::default()), Ok(()));
         assert_eq!(named(EngineOptions::default().max_batch(0)), Err("max_batch"));
-        assert_eq!(named(EngineOptions::default().max_batch(257)), Err("max_batch"));
+        assert_eq!(named(EngineOptions::default().max_batch(1025)), Err("max_batch"));
         assert_eq!(named(EngineOptions::default().chunk(100)), Err("chunk"));
         assert_eq!(named(EngineOptions::default().chunk(0)), Err("chunk"));
         assert_eq!(named(EngineOptions::default().context(0)), Err("context"));
-        assert_eq!([1, 2, 8, 9, 129, 256].map(bucket), [1, 8, 8, 16, 192, 256]);
+        assert_eq!([1, 2, 8, 9, 129, 256, 257, 1024].map(bucket), [1, 8, 8, 16, 192, 256, 512, 1024]);
     }
 }

@@ -1,16 +1,23 @@
 //! A model's weights on the device.
 
 use half::bf16;
-use unweight_format::testing::Weights as Kind;
+use unweight_format::{FormId, testing::Weights as Kind};
 use unweight_model::{LayerWeights, ModelConfig, ModelWeights};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Linear, Linears, LoadError, Loader, MatrixMut, MatrixRef,
     Merge, Stream,
     layer::{build::LayerBuilder, loader::Unsuitable},
     ops::embed::EmbedTable,
+    weight::{DeviceHuffman, DevicePalette},
 };
 
-use crate::error::EngineError;
+use crate::{
+    error::EngineError,
+    paths::{
+        MlpWeights,
+        weights::{StoredMlp, Transcoding, has_codes},
+    },
+};
 
 /// All of them.
 #[derive(Debug)]
@@ -41,10 +48,54 @@ pub struct Layer {
     pub k_norm: Option<DeviceBuffer<u16>>,
     pub o: Linear,
     pub post_norm: DeviceBuffer<u16>,
-    pub gate_up: Linear,
-    /// Whether the product of gate and up is activated on its way out.
-    pub gated: bool,
-    pub down: Linear,
+    pub mlp: Mlp,
+}
+
+/// Gate, up and down.
+#[derive(Debug)]
+pub enum Mlp {
+    /// As all linears.
+    Linears {
+        gate_up: Linear,
+        /// Whether the product of gate and up is activated on its way out.
+        gated: bool,
+        down: Linear,
+    },
+    /// As they are stored; a program multiplies ([`crate::program::run`]).
+    Stored(StoredMlp),
+}
+
+impl Mlp {
+    /// Gate and up, where they are one product, and whether that is activated on its way out.
+    pub fn gate_up(&self) -> Option<(&Linear, bool)> {
+        match self {
+            Self::Linears { gate_up, gated, .. } => Some((gate_up, *gated)),
+            Self::Stored(stored) => stored.pair.as_ref().map(|(linear, gated)| (linear, *gated)),
+        }
+    }
+
+    /// Down, where it lies as all linears.
+    pub fn down(&self) -> Option<&Linear> {
+        match self {
+            Self::Linears { down, .. } => Some(down),
+            Self::Stored(_) => None,
+        }
+    }
+
+    /// What lies as it is stored.
+    pub fn stored(&self) -> Option<&StoredMlp> {
+        match self {
+            Self::Linears { .. } => None,
+            Self::Stored(stored) => Some(stored),
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Linears { gate_up, down, .. } => gate_up.bytes() + down.bytes(),
+            Self::Stored(stored) => stored.bytes(),
+        }
+    }
 }
 
 impl Weights {
@@ -56,6 +107,7 @@ impl Weights {
         source: &mut impl Source,
         config: &ModelConfig,
         names: &ModelWeights,
+        mut stored: Option<(&mut Transcoding<'_>, MlpWeights)>,
         progress: &dyn Fn(usize),
     ) -> Result<Self, EngineError> {
         let [vocab, hidden] = [config.vocab, config.hidden];
@@ -65,8 +117,18 @@ impl Weights {
         let final_norm = source.vector(&[(&names.final_norm, hidden)])?;
         progress(0);
         let mut layers = Vec::with_capacity(names.layers.len());
+        let mut coded = 0;
         for names in &names.layers {
-            layers.push(Layer::load(source, config, names)?);
+            let mlp = match &mut stored {
+                None => linears(source, config, names)?,
+                Some((transcoding, as_what)) => {
+                    let codes = has_codes(source, names)?;
+                    let easy = codes && *as_what == MlpWeights::Alternate && coded % 2 == 1;
+                    coded += u32::from(codes);
+                    Mlp::Stored(StoredMlp::load(source, transcoding, config, names, easy)?)
+                }
+            };
+            layers.push(Layer::load(source, config, names, mlp)?);
             progress(layers.len());
         }
         Ok(Self { embed, layers, final_norm, head, vocab })
@@ -88,11 +150,6 @@ impl Weights {
         matches!(self.embed_table(), Some(EmbedTable::Packed { .. }))
     }
 
-    /// Every linear, the head last.
-    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
-        self.layers.iter().flat_map(|layer| [&layer.qkv, &layer.o, &layer.gate_up, &layer.down]).chain([&self.head])
-    }
-
     /// Bytes on the device.
     pub fn bytes(&self) -> u64 {
         let vector = |vector: &DeviceBuffer<u16>| vector.bytes() as u64;
@@ -106,13 +163,20 @@ impl Weights {
             Embedding::Packed(packed) => packed.bytes(),
             Embedding::Bf16(matrix) => matrix.bytes() as u64,
         };
-        self.linears().map(Linear::bytes).sum::<u64>() + vectors.sum::<u64>() + embed + vector(&self.final_norm)
+        let linears = self.layers.iter().map(|layer| layer.qkv.bytes() + layer.o.bytes() + layer.mlp.bytes());
+        let linears = linears.sum::<u64>() + self.head.bytes();
+        linears + vectors.sum::<u64>() + embed + vector(&self.final_norm)
     }
 }
 
 impl Layer {
-    fn load(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights) -> Result<Self, EngineError> {
-        let (hidden, intermediate, head_dim) = (config.hidden, config.intermediate, config.head_dim);
+    fn load(
+        source: &mut impl Source,
+        config: &ModelConfig,
+        names: &LayerWeights,
+        mlp: Mlp,
+    ) -> Result<Self, EngineError> {
+        let (hidden, head_dim) = (config.hidden, config.head_dim);
         // Both products are at most 2^24: the configuration was checked.
         let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
         let qkv = [(names.q.as_str(), [q, hidden]), (&names.k, [kv, hidden]), (&names.v, [kv, hidden])];
@@ -124,8 +188,6 @@ impl Layer {
             name.as_ref().map(|name| source.vector(&[(name, head_dim)])).transpose()
         };
         let (q_norm, k_norm) = (norm(&names.q_norm)?, norm(&names.k_norm)?);
-        let pair = [(names.gate.as_str(), [intermediate, hidden]), (names.up.as_str(), [intermediate, hidden])];
-        let (gate_up, gated) = gate_up(source, &pair)?;
         Ok(Self {
             input_norm: source.vector(&[(&names.input_norm, hidden)])?,
             qkv: source.linear(&qkv, Merge::Rows)?,
@@ -134,16 +196,23 @@ impl Layer {
             k_norm,
             o: source.linear(&[(&names.o, [hidden, q])], Merge::Rows)?,
             post_norm: source.vector(&[(&names.post_norm, hidden)])?,
-            gate_up,
-            gated,
-            down: source.linear(&[(&names.down, [hidden, intermediate])], Merge::Rows)?,
+            mlp,
         })
     }
 }
 
+/// An MLP as all linears.
+fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights) -> Result<Mlp, EngineError> {
+    let (hidden, intermediate) = (config.hidden, config.intermediate);
+    let pair = [(names.gate.as_str(), [intermediate, hidden]), (names.up.as_str(), [intermediate, hidden])];
+    let (gate_up, gated) = gate_up(source, &pair)?;
+    let down = source.linear(&[(&names.down, [hidden, intermediate])], Merge::Rows)?;
+    Ok(Mlp::Linears { gate_up, gated, down })
+}
+
 /// Gate and up as one layer that activates its product, or, where their shape or weights do not allow it, one under the
 /// other.
-fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) -> Result<(Linear, bool), LoadError> {
+pub(crate) fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) -> Result<(Linear, bool), LoadError> {
     match source.linear(pair, Merge::SiluMul) {
         Ok(linear) => {
             // As BF16 the two lie one under the other.
@@ -165,6 +234,14 @@ pub trait Source {
     fn embedding(&mut self, name: &str, shape: [u32; 2]) -> Result<Embedding, LoadError>;
     /// Vectors one after the other.
     fn vector(&mut self, parts: &[(&str, u32)]) -> Result<DeviceBuffer<u16>, LoadError>;
+    /// The form that a weight is stored in.
+    fn form(&self, name: &str) -> Result<FormId, LoadError>;
+    /// A weight as BF16.
+    fn matrix(&mut self, name: &str, shape: [u32; 2]) -> Result<DeviceMatrix, LoadError>;
+    /// A Huffman-coded weight as it is.
+    fn huffman(&mut self, name: &str, shape: [u32; 2]) -> Result<DeviceHuffman, LoadError>;
+    /// Palette indices as they are.
+    fn palette(&mut self, name: &str, shape: [u32; 2]) -> Result<DevicePalette, LoadError>;
 }
 
 /// A bundle; its shapes were checked when its tensors were bound to their roles.
@@ -200,9 +277,25 @@ impl Source for Loader<'_> {
         let first = parts.first().map_or("", |(name, _)| name);
         DeviceBuffer::from_host(&stream, &whole).map_err(in_tensor(first))
     }
+
+    fn form(&self, name: &str) -> Result<FormId, LoadError> {
+        Loader::form(self, name)
+    }
+
+    fn matrix(&mut self, name: &str, _: [u32; 2]) -> Result<DeviceMatrix, LoadError> {
+        Loader::matrix(self, name)
+    }
+
+    fn huffman(&mut self, name: &str, _: [u32; 2]) -> Result<DeviceHuffman, LoadError> {
+        Loader::huffman(self, name)
+    }
+
+    fn palette(&mut self, name: &str, _: [u32; 2]) -> Result<DevicePalette, LoadError> {
+        Loader::palette(self, name)
+    }
 }
 
-fn in_tensor(name: &str) -> impl FnOnce(DeviceError) -> LoadError {
+pub(crate) fn in_tensor(name: &str) -> impl FnOnce(DeviceError) -> LoadError {
     move |source| LoadError::Device { name: name.to_owned(), source: Box::new(source) }
 }
 
@@ -257,14 +350,7 @@ impl Source for Random<'_> {
             let matrix = matrix.map_err(|refusal| in_tensor(name)(refusal.into()))?;
             return self.builder.pack(name, matrix).map(Embedding::Packed);
         }
-        let stream: Stream = self.builder.stream().clone();
-        let make = || {
-            let mut matrix = DeviceMatrix::zeroed(&stream, rows, cols)?;
-            matrix.view_mut().copy_from(&stream, MatrixRef::new(&self.pool, rows, cols, cols.into())?)?;
-            stream.synchronize()?;
-            Ok(matrix)
-        };
-        make().map_err(in_tensor(name)).map(Embedding::Bf16)
+        self.matrix(name, [rows, cols]).map(Embedding::Bf16)
     }
 
     fn vector(&mut self, parts: &[(&str, u32)]) -> Result<DeviceBuffer<u16>, LoadError> {
@@ -274,4 +360,32 @@ impl Source for Random<'_> {
         let ones = vec![bf16::ONE.to_bits(); len as usize];
         DeviceBuffer::from_host(self.builder.stream(), &ones).map_err(in_tensor(first))
     }
+
+    fn form(&self, _: &str) -> Result<FormId, LoadError> {
+        Ok(FormId::RAW)
+    }
+
+    fn matrix(&mut self, name: &str, [rows, cols]: [u32; 2]) -> Result<DeviceMatrix, LoadError> {
+        let stream: Stream = self.builder.stream().clone();
+        let make = || {
+            let mut matrix = DeviceMatrix::zeroed(&stream, rows, cols)?;
+            matrix.view_mut().copy_from(&stream, MatrixRef::new(&self.pool, rows, cols, cols.into())?)?;
+            stream.synchronize()?;
+            Ok(matrix)
+        };
+        make().map_err(in_tensor(name))
+    }
+
+    fn huffman(&mut self, name: &str, _: [u32; 2]) -> Result<DeviceHuffman, LoadError> {
+        Err(never_stored(name, FormId::HUFFMAN))
+    }
+
+    fn palette(&mut self, name: &str, _: [u32; 2]) -> Result<DevicePalette, LoadError> {
+        Err(never_stored(name, FormId::PALETTE))
+    }
+}
+
+/// Random weights are in no bundle: all of them are raw.
+fn never_stored(name: &str, form: FormId) -> LoadError {
+    LoadError::Unsuitable { name: name.to_owned(), why: Unsuitable::OtherForm { form } }
 }

@@ -36,6 +36,14 @@ pub enum Violation {
         /// The step.
         step: usize,
     },
+    /// A job touches memory that its step does not name: what is proved of the step would not hold for it.
+    #[error("step {step} does not say that its job touches {buffer:?}")]
+    Undeclared {
+        /// The step.
+        step: usize,
+        /// What it touches.
+        buffer: Buffer,
+    },
     /// A wait for an event that no earlier step records: CUDA would ignore it.
     #[error("step {step} waits for event {event}, which no step before it records")]
     WaitBeforeRecord {
@@ -216,7 +224,21 @@ pub fn check(program: &Program) -> Result<(), Violation> {
     }
     let unjoined =
         (1..program.streams).find(|stream| last[usize::from(*stream)].is_some_and(|point| !clocks.of(0).knows(point)));
-    unjoined.map_or(Ok(()), |stream| Err(Violation::Unjoined { stream }))
+    unjoined.map_or_else(|| declared(program), |stream| Err(Violation::Unjoined { stream }))
+}
+
+/// Whether every step names all that its job touches.
+fn declared(program: &Program) -> Result<(), Violation> {
+    for (step, entry) in program.steps.iter().enumerate() {
+        let Step::Run { stream, job, reads, writes, .. } = entry else { continue };
+        let (read, written) = job.touches(*stream);
+        let unwritten = written.into_iter().find(|buffer| !writes.contains(buffer));
+        let unread = || read.into_iter().find(|buffer| !reads.contains(buffer) && !writes.contains(buffer));
+        if let Some(buffer) = unwritten.or_else(unread) {
+            return Err(Violation::Undeclared { step, buffer });
+        }
+    }
+    Ok(())
 }
 
 /// What a job does to the slots. Conflicting steps are ordered as the host enqueues them, so that this order is the

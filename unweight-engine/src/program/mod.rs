@@ -21,12 +21,15 @@
 mod build;
 mod check;
 mod clock;
+pub mod run;
 mod simulate;
 #[cfg(test)]
 mod tests;
 
 pub use build::{BuildError, Layout, SlotRule, build};
 pub use check::{Violation, check};
+#[doc(inline)]
+pub use run::Checked;
 pub use simulate::{Cost, Span, Timeline, simulate};
 use unweight_codegen::spec::DecodeOutput;
 use unweight_format::FormId;
@@ -215,6 +218,35 @@ impl Job {
             Self::Decode { layer, projection, .. } => format!("decode {} {layer}", projection.name()),
             Self::Head => "head".to_owned(),
             Self::Sample => "sample".to_owned(),
+        }
+    }
+
+    /// What it touches on a stream: what it reads, and what it writes. A program may name more, and no less.
+    pub(crate) fn touches(&self, stream: u8) -> (Vec<Buffer>, Vec<Buffer>) {
+        use Buffer as B;
+        let workspace = B::Workspace(stream);
+        match *self {
+            Self::Embed => (vec![B::Ids], vec![B::Hidden]),
+            Self::Norm(_) => (vec![B::Hidden], vec![B::Normed]),
+            Self::Qkv { .. } => (vec![B::Normed], vec![B::Qkv, workspace]),
+            Self::Attention { layer } => (vec![B::Qkv], vec![B::Cache(layer), B::Attended]),
+            Self::Output { .. } => (vec![B::Attended], vec![B::Hidden, workspace]),
+            Self::GateUp { .. } => (vec![B::Normed], vec![B::Gate, workspace]),
+            Self::Linear { projection, slot, .. } => {
+                let (x, y) = match projection {
+                    Projection::Gate => (B::Normed, B::Gate),
+                    Projection::Up => (B::Normed, B::Up),
+                    Projection::Down => (B::Gate, B::Hidden),
+                };
+                let weights = slot.map(|slot| B::Slot(slot, projection));
+                ([x].into_iter().chain(weights).collect(), vec![y, workspace])
+            }
+            Self::Activate { .. } => (vec![B::Up], vec![B::Gate]),
+            Self::Decode { projection, slot, .. } => {
+                (Vec::new(), vec![B::Slot(slot, projection), B::Counter(slot, projection), B::Share(projection)])
+            }
+            Self::Head => (vec![B::Normed], vec![B::Logits, workspace]),
+            Self::Sample => (vec![B::Logits], vec![B::Ids]),
         }
     }
 

@@ -406,6 +406,18 @@ fn every_violation_is_found() {
     two.steps.extend([packed(0, Buffer::Gate), packed(1, Buffer::Up)]);
     two.steps.extend([Step::Record { stream: 1, event: 1 }, Step::Wait { stream: 0, event: 1 }]);
     assert_eq!(check(&two), Err(Violation::Crowded { first: 2, second: 3 }));
+    // A step that says less than its job does, for each thing that one of them says.
+    for (step, entry) in sound.steps.iter().enumerate() {
+        let Step::Run { reads, writes, .. } = entry else { continue };
+        for buffer in reads.iter().chain(writes) {
+            let error = broken(&|program| {
+                let Step::Run { reads, writes, .. } = &mut program.steps[step] else { unreachable!() };
+                reads.retain(|own| own != buffer);
+                writes.retain(|own| own != buffer);
+            });
+            assert_eq!(error, Violation::Undeclared { step, buffer: *buffer });
+        }
+    }
 }
 
 #[test]

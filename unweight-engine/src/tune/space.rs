@@ -163,7 +163,7 @@ pub enum SpaceError {
 }
 
 /// Everything that can be chosen. Axes are swept in their order: the profiles' own, then those of the whole step.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Space {
     axes: Vec<Axis>,
 }

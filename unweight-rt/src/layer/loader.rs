@@ -11,7 +11,7 @@
 
 use unweight_codegen::{VariantSpec, spec::DecodeOutput};
 use unweight_format::{
-    CompactTensor, FormId, HuffmanTensor, PackedTensor,
+    CompactTensor, FormId, HuffmanTensor, PackedTensor, PaletteTensor,
     bundle::{Bundle, BundleError},
     packed::Unpackable,
     safetensors::Dtype,
@@ -31,7 +31,7 @@ use crate::{
         linear::Linear,
     },
     ops::{decode::Decoder, lane::Lane, repack::Packer, transcode::Transcoder},
-    weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, pods},
+    weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette, pods},
 };
 
 /// Why a layer could not be loaded.
@@ -303,6 +303,40 @@ impl<'k> Loader<'k> {
         tensors.decode(name, &mut builder.packer, matrix.view_mut())?;
         builder.stream().synchronize().map_err(&device)?;
         Ok(matrix)
+    }
+
+    /// The form that a tensor is stored in.
+    ///
+    /// # Errors
+    /// There is no such tensor.
+    pub fn form(&self, name: &str) -> Result<FormId, LoadError> {
+        Ok(self.bundle.entry(name)?.form)
+    }
+
+    /// A Huffman-coded tensor `[n, k]` as it is.
+    ///
+    /// # Errors
+    /// [`LoadError`]; [`Unsuitable::OtherForm`] where it is stored in another form.
+    pub fn huffman(&mut self, name: &str) -> Result<DeviceHuffman, LoadError> {
+        extents(self.bundle, name)?;
+        let (_, tensors) = self.parts();
+        let Some(tensor) = HuffmanTensor::of(tensors.bundle.tensor(name)?) else {
+            return Err(tensors.other_form(name));
+        };
+        DeviceHuffman::upload(&mut *tensors.staging, &tensor).map_err(in_tensor(name))
+    }
+
+    /// Palette indices `[n, k]` as they are.
+    ///
+    /// # Errors
+    /// As for [`Loader::huffman`].
+    pub fn palette(&mut self, name: &str) -> Result<DevicePalette, LoadError> {
+        extents(self.bundle, name)?;
+        let (builder, tensors) = self.parts();
+        let Some(tensor) = PaletteTensor::of(tensors.bundle.tensor(name)?) else {
+            return Err(tensors.other_form(name));
+        };
+        DevicePalette::upload(builder.stream(), &tensor).map_err(in_tensor(name))
     }
 
     /// The packed form of a tensor `[n, k]`, whatever form it is stored in.

@@ -1,0 +1,224 @@
+//! Weights of MLPs as they are stored, multiplied with by programs: against the f32 reference, every path at the edges
+//! of batches, and the same bits by every way to run them.
+
+use std::path::Path as File;
+
+use half::bf16;
+use unweight::engine::{
+    Engine, EngineOptions, MlpWeights, Request,
+    options::BUCKETS,
+    paths::{Measured, Plan, Setting, Way},
+    program::Path,
+};
+use unweight_format::{
+    bundle::{self, Bundle, CompressOptions, Profile, Scope, Silent},
+    testing::demo_model::{self, DemoOptions},
+};
+use unweight_model::{
+    ModelConfig, ModelWeights,
+    reference::{self, Reference},
+};
+
+use crate::harness::{Random, gpu};
+
+/// Six layers, so that hard ones use each slot more than once; whole tiles.
+const MODEL: DemoOptions = DemoOptions {
+    layers: 6,
+    hidden: 256,
+    intermediate: 512,
+    heads: 4,
+    kv_heads: 2,
+    vocab: 1024,
+    experts: 0,
+    shards: 1,
+    seed: 11,
+};
+
+/// As in `engine.rs`: rounding to bf16 everywhere costs a few parts in a thousand.
+const BOUND: f64 = 0.02;
+
+fn bundle(home: &File, profile: Profile) -> Bundle {
+    let (source, target) = (home.join("model"), home.join(format!("{profile:?}")));
+    if !source.exists() {
+        demo_model::write(&source, &MODEL).expect("a model");
+    }
+    let options = CompressOptions::new(profile).scope(Scope::Mlp);
+    bundle::compress(&source, &target, &options, &Silent).expect("a bundle");
+    Bundle::open(&target).expect("a bundle")
+}
+
+fn options(mlp: MlpWeights) -> EngineOptions {
+    EngineOptions::default().max_batch(64).context(256).chunk(128).memory(4 << 30).mlp(mlp)
+}
+
+fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
+    Engine::load(gpu(), bundle, options, &|_| {}).expect("an engine")
+}
+
+fn tokens(count: usize, seed: u64) -> Vec<u32> {
+    let mut random = Random::new(seed);
+    (0..count).map(|_| random.below(MODEL.vocab as u64) as u32).collect()
+}
+
+fn rms(values: impl Iterator<Item = f32>) -> f64 {
+    let (sum, count) = values.fold((0.0, 0), |(sum, count), value| (sum + f64::from(value).powi(2), count + 1));
+    (sum / f64::from(count.max(1))).sqrt()
+}
+
+fn error(got: &[bf16], truth: &[f32]) -> f64 {
+    assert_eq!(got.len(), truth.len());
+    rms(got.iter().zip(truth).map(|(got, truth)| got.to_f32() - truth)) / rms(truth.iter().copied())
+}
+
+/// Every profile, as it is stored and with every other coded layer made easy: chunks of a prompt, and steps.
+#[test]
+#[ignore = "needs a GPU"]
+fn logits_follow_the_reference_whatever_is_stored() {
+    let home = tempfile::tempdir().unwrap();
+    for profile in [Profile::Inference, Profile::Distribution, Profile::Palette, Profile::Resident, Profile::Compact] {
+        let bundle = bundle(home.path(), profile);
+        let config = ModelConfig::of_bundle(&bundle).unwrap();
+        let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
+        let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
+        for mlp in [MlpWeights::Stored, MlpWeights::Alternate] {
+            let mut engine = load(&bundle, options(mlp));
+            for count in [1, 63, 128, 130, 200] {
+                let text = tokens(count, count as u64);
+                let truth = reference.logits(&text).unwrap();
+                let whole = engine.logits(&text).unwrap();
+                let apart = error(&whole, &truth);
+                assert!(apart < BOUND, "{profile:?} {mlp:?}, {count} tokens: {apart}");
+                assert_eq!(engine.logits(&text).unwrap(), whole, "other bits");
+                if count < 130 {
+                    let steps = engine.logits_by_steps(&[&text]).unwrap();
+                    let apart = error(&steps[0], &truth);
+                    assert!(apart < BOUND, "{profile:?} {mlp:?}, {count} tokens by steps: {apart}");
+                }
+            }
+        }
+    }
+}
+
+/// Texts of one batch, short ones.
+fn batch(rows: usize) -> Vec<Vec<u32>> {
+    (0..rows).map(|row| tokens(2 + row % 3, row as u64)).collect()
+}
+
+fn by_steps(engine: &mut Engine, rows: usize) -> Vec<Vec<bf16>> {
+    let texts = batch(rows);
+    engine.logits_by_steps(&texts.iter().map(Vec::as_slice).collect::<Vec<_>>()).unwrap()
+}
+
+/// Every way of every projection, at the edges of the buckets; recorded and launched one by one, the same bits.
+#[test]
+#[ignore = "needs a GPU"]
+fn every_path_follows_the_reference_at_every_edge() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = bundle(home.path(), Profile::Distribution);
+    let config = ModelConfig::of_bundle(&bundle).unwrap();
+    let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
+    let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
+    let truths: Vec<Vec<f32>> = batch(64).iter().map(|text| reference.logits(text).unwrap()).collect();
+    let (mut recorded, mut direct) =
+        (load(&bundle, options(MlpWeights::Alternate)), load(&bundle, options(MlpWeights::Alternate).graphs(false)));
+    let mut seen = std::collections::BTreeSet::new();
+    for rows in [1, 7, 8, 9, 16, 17, 32, 33, 64] {
+        let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= rows as u32).unwrap();
+        let settings = every_setting(&recorded, bucket);
+        for setting in settings {
+            seen.extend(setting.hard.iter().chain(&setting.easy).map(ToString::to_string));
+            let name = format!("{rows} rows, {setting:?}");
+            recorded.set_paths(bucket, &setting).unwrap();
+            direct.set_paths(bucket, &setting).unwrap();
+            let logits = by_steps(&mut recorded, rows);
+            assert_eq!(by_steps(&mut direct, rows), logits, "{name}: other bits without a graph");
+            for (logits, truth) in logits.iter().zip(&truths) {
+                let apart = error(logits, truth);
+                assert!(apart < BOUND, "{name}: {apart}");
+            }
+        }
+    }
+    for path in [Path::Palette, Path::FullDecode, Path::Exponents, Path::Transcode] {
+        assert!(seen.iter().any(|name| name.starts_with(path.name())), "{path:?} was not run: {seen:?}");
+    }
+}
+
+/// Each way of hard and easy layers once, with one and two streams that multiply, and few and many multiprocessors that
+/// decode.
+fn every_setting(engine: &Engine, bucket: u32) -> Vec<Setting> {
+    let choices = engine.path_choices(bucket);
+    let longest = choices.iter().flatten().map(Vec::len).max().unwrap_or(0);
+    let [hard, easy] = &choices;
+    // Where there are no such layers, nobody asks.
+    let nth = |ways: &[Vec<Way>; 3], at: usize| {
+        ways.each_ref().map(|ways| ways.get(at % ways.len().max(1)).copied().unwrap_or("raw".parse().unwrap()))
+    };
+    let at = |at| Setting {
+        hard: nth(hard, at),
+        easy: nth(easy, at),
+        decode_sms: [3, 22, 64][at % 3],
+        consumers: 1 + (at % 2) as u8,
+    };
+    (0..longest).map(at).collect()
+}
+
+/// What a race would break: the same step, thousands of times.
+#[test]
+#[ignore = "needs a GPU"]
+fn thousands_of_replays_give_the_same_bits() {
+    let home = tempfile::tempdir().unwrap();
+    for profile in [Profile::Inference, Profile::Distribution] {
+        let bundle = bundle(home.path(), profile);
+        let mut engine = load(&bundle, options(MlpWeights::Stored));
+        for rows in [1, 8, 64] {
+            let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= rows as u32).unwrap();
+            for setting in every_setting(&engine, bucket).into_iter().step_by(4) {
+                engine.set_paths(bucket, &setting).unwrap();
+                let first = by_steps(&mut engine, rows);
+                // Four steps each.
+                for round in 0..400 {
+                    assert_eq!(by_steps(&mut engine, rows), first, "{profile:?}, {rows} rows, round {round}");
+                }
+            }
+        }
+        let requests: Vec<Request> = (0..8).map(|index| Request::new(tokens(40, index)).max_new_tokens(60)).collect();
+        let mut first = None;
+        for round in 0..20 {
+            let mut told = Vec::new();
+            for request in &requests {
+                engine.add(request.clone()).unwrap();
+            }
+            while !engine.is_idle() {
+                told.extend(engine.step().unwrap().into_iter().map(|event| event.token));
+            }
+            assert_eq!(first.get_or_insert_with(|| told.clone()), &told, "{profile:?}, round {round}");
+        }
+    }
+}
+
+/// Settings that a device cannot run, and plans that were measured for another.
+#[test]
+#[ignore = "needs a GPU"]
+fn settings_that_cannot_run_are_refused() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = bundle(home.path(), Profile::Distribution);
+    let mut engine = load(&bundle, options(MlpWeights::Stored));
+    let before = by_steps(&mut engine, 1);
+    let good = every_setting(&engine, 1).remove(0);
+    let sms = gpu().device().info().sms;
+    for setting in [Setting { decode_sms: sms, ..good.clone() }, Setting { consumers: 3, ..good.clone() }] {
+        let error = engine.set_paths(1, &setting).unwrap_err().to_string();
+        assert!(error.contains("tune the bundle again"), "{error}");
+    }
+    assert_eq!(by_steps(&mut engine, 1), before, "nothing changed");
+    let mut packed = load(&bundle, options(MlpWeights::Linears));
+    assert!(packed.set_paths(1, &good).is_err());
+    assert!(packed.path_choices(1).iter().flatten().all(Vec::is_empty));
+    // A plan of another key is not taken.
+    let mut plan = Plan::default();
+    let bad = Setting { decode_sms: sms, ..good };
+    let measured = Measured { batch: 1, key: "0".repeat(32), setting: bad, step_us: 1.0, gain: 0.0 };
+    plan.insert(measured);
+    let mut engine = load(&bundle, options(MlpWeights::Stored).plan(plan));
+    assert_eq!(by_steps(&mut engine, 1), before);
+}

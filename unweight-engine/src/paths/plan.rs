@@ -1,0 +1,181 @@
+//! A tuned plan: the settings of a model's steps by batch, with the key of what was measured (`docs/format.md` B.10).
+//! Names of paths, no code; every byte of it is checked.
+
+use serde::{Deserialize, Serialize};
+
+use unweight_rt::device::DeviceInfo;
+
+use super::{MlpWeights, NoWay, Setting, Way};
+use crate::{options::BUCKETS, tune::Subject};
+
+/// For what a setting holds: a model by the digest of its manifest, as it lies, at a batch on a device. Paths concern
+/// MLPs alone, which know no context.
+pub fn key(model: &str, mlp: MlpWeights, batch: u32, device: &DeviceInfo) -> String {
+    let model = format!("{model} {}", mlp.name());
+    Subject { model: &model, batch, context: 0, ..Subject::on(device) }.key()
+}
+
+/// Version of the text.
+const VERSION: u32 = 1;
+/// Largest text that is read, bytes.
+pub const PLAN_BYTES_MAX: usize = 64 << 10;
+/// Multiprocessors of the largest device that is thought of.
+const SMS_MAX: u32 = 4096;
+
+/// A setting with what was measured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Measured {
+    /// Sequences of a step.
+    pub batch: u32,
+    /// For what the measurement holds: [`Subject::key`](crate::tune::Subject::key).
+    pub key: String,
+    /// What was found.
+    pub setting: Setting,
+    /// Median time of a step, us.
+    pub step_us: f64,
+    /// The gain over where the search began, as a share of its time.
+    pub gain: f64,
+}
+
+/// Settings by batch, ascending.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Plan {
+    settings: Vec<Measured>,
+}
+
+/// What is wrong with a plan.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// More bytes than a plan has.
+    #[error("a tuned plan of {0} bytes; one has at most {PLAN_BYTES_MAX}: tune the bundle again")]
+    TooLarge(usize),
+    /// No JSON, or not these fields.
+    #[error("not a tuned plan: {0}; tune the bundle again")]
+    Json(String),
+    /// Of another version.
+    #[error("a tuned plan of version {0}, this program reads {VERSION}; tune the bundle again")]
+    Version(u32),
+    /// A way that is none.
+    #[error("tuned plan, batch {batch}: {source}; tune the bundle again")]
+    Way {
+        /// The batch.
+        batch: u32,
+        /// What was there.
+        source: NoWay,
+    },
+    /// A value out of range.
+    #[error("tuned plan, batch {batch}: {name} is not {range}; tune the bundle again")]
+    Range {
+        /// The batch.
+        batch: u32,
+        /// The field.
+        name: &'static str,
+        /// What it may be.
+        range: &'static str,
+    },
+    /// Batches that do not ascend.
+    #[error("tuned plan, batch {0}: stands behind itself or a larger one; tune the bundle again")]
+    Order(u32),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Text {
+    version: u32,
+    settings: Vec<Row>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Row {
+    batch: u32,
+    key: String,
+    hard: [String; 3],
+    easy: [String; 3],
+    decode_sms: u32,
+    consumers: u8,
+    step_us: f64,
+    gain: f64,
+}
+
+impl Plan {
+    /// Reads a plan.
+    ///
+    /// # Errors
+    /// [`PlanError`], of the first thing that is not as it must be.
+    pub fn parse(bytes: &[u8]) -> Result<Self, PlanError> {
+        if bytes.len() > PLAN_BYTES_MAX {
+            return Err(PlanError::TooLarge(bytes.len()));
+        }
+        let text: Text = serde_json::from_slice(bytes).map_err(|error| PlanError::Json(error.to_string()))?;
+        if text.version != VERSION {
+            return Err(PlanError::Version(text.version));
+        }
+        let mut plan = Self::default();
+        for row in text.settings {
+            let measured = row.check()?;
+            if plan.settings.last().is_some_and(|last| last.batch >= measured.batch) {
+                return Err(PlanError::Order(measured.batch));
+            }
+            plan.settings.push(measured);
+        }
+        Ok(plan)
+    }
+
+    /// Its text.
+    pub fn text(&self) -> String {
+        let settings = self.settings.iter().map(Row::of).collect();
+        // Strings and finite numbers: nothing that JSON cannot say.
+        let text = serde_json::to_string_pretty(&Text { version: VERSION, settings });
+        text.map(|text| text + "\n").unwrap_or_default()
+    }
+
+    /// Settings, ascending in the batch.
+    pub fn settings(&self) -> &[Measured] {
+        &self.settings
+    }
+
+    /// Takes a setting, instead of an older one of its batch.
+    pub fn insert(&mut self, measured: Measured) {
+        match self.settings.binary_search_by_key(&measured.batch, |own| own.batch) {
+            Ok(at) => self.settings[at] = measured,
+            Err(at) => self.settings.insert(at, measured),
+        }
+    }
+
+    /// The setting for a batch, if it was measured for this key.
+    pub fn setting(&self, batch: u32, key: &str) -> Option<&Setting> {
+        let found = self.settings.iter().find(|own| own.batch == batch && own.key == key);
+        found.map(|measured| &measured.setting)
+    }
+}
+
+impl Row {
+    fn of(measured: &Measured) -> Self {
+        let Measured { batch, key, setting, step_us, gain } = measured;
+        let names = |ways: &[Way; 3]| ways.each_ref().map(ToString::to_string);
+        let Setting { hard, easy, decode_sms, consumers } = setting;
+        let (hard, easy) = (names(hard), names(easy));
+        let (decode_sms, consumers) = (*decode_sms, *consumers);
+        Self { batch: *batch, key: key.clone(), hard, easy, decode_sms, consumers, step_us: *step_us, gain: *gain }
+    }
+
+    fn check(self) -> Result<Measured, PlanError> {
+        let Self { batch, key, hard, easy, decode_sms, consumers, step_us, gain } = self;
+        let range = |name, ok, range| if ok { Ok(()) } else { Err(PlanError::Range { batch, name, range }) };
+        range("batch", BUCKETS.contains(&batch), "a batch that steps are recorded for")?;
+        let digits = key.len() == 32 && key.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        range("key", digits, "32 hexadecimal digits")?;
+        range("decode_sms", (1..=SMS_MAX).contains(&decode_sms), "1 to 4096")?;
+        range("consumers", (1..=2).contains(&consumers), "1 or 2")?;
+        range("step_us", step_us.is_finite() && step_us > 0.0, "a positive number")?;
+        range("gain", gain.is_finite() && gain.abs() <= 1.0, "a number from -1 to 1")?;
+        let ways = |[gate, up, down]: [String; 3]| -> Result<[Way; 3], PlanError> {
+            let way = |text: String| text.parse().map_err(|source| PlanError::Way { batch, source });
+            Ok([way(gate)?, way(up)?, way(down)?])
+        };
+        let setting = Setting { hard: ways(hard)?, easy: ways(easy)?, decode_sms, consumers };
+        Ok(Measured { batch, key, setting, step_us, gain })
+    }
+}

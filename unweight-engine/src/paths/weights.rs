@@ -1,0 +1,165 @@
+//! Weights of MLPs on the device, as they are stored.
+
+use unweight_codegen::spec::DecodeOutput;
+use unweight_format::FormId;
+use unweight_model::{LayerWeights, ModelConfig};
+use unweight_rt::{
+    DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, Linear, LoadError, Merge, Stream,
+    choose::graph,
+    ops::decode::{Decoder, output_bytes},
+    weight::{DeviceHuffman, DevicePalette},
+};
+
+use super::{Lies, Lying, LyingMlp, loads_as};
+use crate::{
+    error::EngineError,
+    weights::{Source, gate_up, in_tensor},
+};
+
+/// A projection.
+#[derive(Debug)]
+pub enum Stored {
+    Raw(DeviceMatrix),
+    Palette(DevicePalette),
+    Huffman(DeviceHuffman),
+    Linear(Linear),
+    /// Half of the pair.
+    Paired,
+}
+
+/// Those of a layer.
+#[derive(Debug)]
+pub struct StoredMlp {
+    /// Gate and up where they are packed as one product, and whether it is activated on its way out.
+    pub pair: Option<(Linear, bool)>,
+    /// Gate, up, down.
+    pub parts: [Stored; 3],
+    shapes: [[u32; 2]; 3],
+}
+
+/// What makes palette indices of Huffman codes.
+pub struct Transcoding<'k> {
+    kernels: &'k KernelSet,
+    lane: Lane,
+}
+
+impl<'k> Transcoding<'k> {
+    pub fn new(kernels: &'k KernelSet, stream: &Stream) -> Result<Self, DeviceError> {
+        Ok(Self { kernels, lane: Lane::new(stream, LaneSize::default())? })
+    }
+
+    fn run(&mut self, tensor: DeviceHuffman) -> Result<DevicePalette, DeviceError> {
+        let mut indices = DeviceBuffer::zeroed(self.lane.stream(), output_bytes(tensor.grid(), DecodeOutput::Palette))?;
+        let decoder = decoder(self.kernels, DecodeOutput::Palette, tensor.code_bits())?;
+        decoder.palette(&mut self.lane, &tensor, &mut indices)?;
+        // Also waits, before the codes go.
+        self.lane.synchronize()?;
+        Ok(tensor.into_palette(indices)?)
+    }
+}
+
+/// The decoder to a form, for codes of up to so many bits.
+pub fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32) -> Result<Decoder, DeviceError> {
+    let arch = kernels.device().info().arch;
+    match graph::decoder(arch, output, bits) {
+        Some(spec) => Decoder::new(kernels.get(&spec)?),
+        None => Err(unweight_rt::Refusal::CodeBits { limit: 0, bits }.into()),
+    }
+}
+
+/// Whether a layer has Huffman-coded projections.
+pub fn has_codes(source: &impl Source, names: &LayerWeights) -> Result<bool, LoadError> {
+    for name in [&names.gate, &names.up, &names.down] {
+        if source.form(name)? == FormId::HUFFMAN {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+impl StoredMlp {
+    /// Brings a layer's to the device; `easy`: without Huffman codes.
+    pub fn load(
+        source: &mut impl Source,
+        transcoding: &mut Transcoding<'_>,
+        config: &ModelConfig,
+        names: &LayerWeights,
+        easy: bool,
+    ) -> Result<Self, EngineError> {
+        let arch = transcoding.kernels.device().info().arch;
+        let (hidden, intermediate) = (config.hidden, config.intermediate);
+        let shapes = [[intermediate, hidden], [intermediate, hidden], [hidden, intermediate]];
+        let all = [names.gate.as_str(), &names.up, &names.down];
+        let mut lies = [Lies::Raw; 3];
+        for ((lies, name), shape) in lies.iter_mut().zip(all).zip(shapes) {
+            *lies = loads_as(source.form(name)?, shape, easy, arch);
+        }
+        let mut pair = None;
+        if lies[0] == Lies::Linear && lies[1] == Lies::Linear {
+            let (linear, gated) = gate_up(source, &[(all[0], shapes[0]), (all[1], shapes[1])])?;
+            pair = linear.is_packed().then_some((linear, gated));
+        }
+        let mut part = |index: usize| -> Result<Stored, LoadError> {
+            let (name, shape) = (all[index], shapes[index]);
+            Ok(match lies[index] {
+                Lies::Linear if index < 2 && pair.is_some() => Stored::Paired,
+                Lies::Linear => Stored::Linear(source.linear(&[(name, shape)], Merge::Rows)?),
+                Lies::Raw => Stored::Raw(source.matrix(name, shape)?),
+                Lies::Huffman => Stored::Huffman(source.huffman(name, shape)?),
+                Lies::Palette if source.form(name)? == FormId::HUFFMAN => {
+                    let tensor = source.huffman(name, shape)?;
+                    Stored::Palette(transcoding.run(tensor).map_err(in_tensor(name))?)
+                }
+                Lies::Palette => Stored::Palette(source.palette(name, shape)?),
+            })
+        };
+        let parts = [part(0)?, part(1)?, part(2)?];
+        Ok(Self { pair, parts, shapes })
+    }
+
+    /// What the choice of paths needs to know.
+    pub fn lying(&self) -> LyingMlp {
+        [0, 1, 2].map(|index| {
+            let [n, k] = self.shapes[index];
+            let (as_what, packed, verbatim_rows) = match &self.parts[index] {
+                Stored::Raw(_) => (Lies::Raw, false, 0),
+                Stored::Palette(tensor) => (Lies::Palette, false, tensor.max_verbatim_rows()),
+                Stored::Huffman(tensor) => (Lies::Huffman, false, tensor.max_verbatim_rows()),
+                Stored::Linear(linear) => (Lies::Linear, linear.is_packed(), 0),
+                Stored::Paired => (Lies::Linear, true, 0),
+            };
+            Lying { as_what, packed, n, k, verbatim_rows }
+        })
+    }
+
+    /// Bytes on the device.
+    pub fn bytes(&self) -> u64 {
+        let parts = self.parts.iter().map(|part| match part {
+            Stored::Raw(matrix) => matrix.bytes() as u64,
+            Stored::Palette(tensor) => tensor.bytes(),
+            Stored::Huffman(tensor) => tensor.bytes(),
+            Stored::Linear(linear) => linear.bytes(),
+            Stored::Paired => 0,
+        });
+        parts.sum::<u64>() + self.pair.as_ref().map_or(0, |(linear, _)| linear.bytes())
+    }
+
+    /// What its products need of a lane, whichever stream they run on.
+    pub fn lane_size(&self) -> LaneSize {
+        let linears = self.parts.iter().filter_map(|part| match part {
+            Stored::Linear(linear) => Some(linear),
+            _ => None,
+        });
+        let linears = linears.chain(self.pair.as_ref().map(|(linear, _)| linear));
+        linears.map(Linear::lane_size).fold(LaneSize::default(), LaneSize::max)
+    }
+
+    /// The longest code of its Huffman-coded weights, bits.
+    pub fn code_bits(&self) -> Option<u32> {
+        let codes = self.parts.iter().filter_map(|part| match part {
+            Stored::Huffman(tensor) => Some(tensor.code_bits()),
+            _ => None,
+        });
+        codes.max()
+    }
+}
