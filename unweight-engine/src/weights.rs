@@ -52,6 +52,7 @@ pub struct Layer {
 }
 
 /// Gate, up and down.
+#[expect(clippy::large_enum_variant, reason = "one a layer; all layers of a model have the same")]
 #[derive(Debug)]
 pub enum Mlp {
     /// As all linears.

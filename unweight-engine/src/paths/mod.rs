@@ -8,7 +8,7 @@
 //! |---|---|---|
 //! | raw | BF16 | cuBLAS |
 //! | palette | palette indices | reconstructive matmul |
-//! | huffman | as stored; in easy layers palette indices, transcoded on the GPU | decode whole for cuBLAS; exponents, or palette indices, for the reconstructive matmul |
+//! | huffman | as stored; easy: palette indices | decode whole for cuBLAS, or exponents or indices for the matmul |
 //! | packed | packed | register-sourced matmul |
 //! | another | as [`Linears`](crate::Linears) has it | packed, or cuBLAS |
 //!
