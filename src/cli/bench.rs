@@ -16,6 +16,7 @@ use unweight_bench::{
 
 use super::{
     failure::{Failure, Result},
+    generate::ResidentArg,
     output::Output,
     plot,
     trust::Trust,
@@ -123,6 +124,9 @@ pub struct DecodeBench {
     /// Time each part of a step by itself, too
     #[arg(long)]
     breakdown: bool,
+    /// What compact tensors lie as; of a geometry all weights
+    #[arg(long, value_name = "SIZE", default_value = "fast")]
+    resident: ResidentArg,
     /// Without the twin on cuBLAS
     #[arg(long)]
     no_twin: bool,
@@ -247,7 +251,8 @@ impl Bench {
                     .context(arguments.context)
                     .prefill(arguments.prefill)
                     .breakdown(arguments.breakdown)
-                    .twin(!arguments.no_twin);
+                    .twin(!arguments.no_twin)
+                    .resident(arguments.resident.into());
                 if !arguments.batch.is_empty() {
                     options.batches.clone_from(&arguments.batch);
                 }

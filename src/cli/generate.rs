@@ -16,7 +16,7 @@ use std::{
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use unweight::{
-    engine::{Engine, EngineOptions, Finish, Linears, LoadProgress, Rejected, Request, SampleParams, SeqId},
+    engine::{Engine, EngineOptions, Finish, Linears, LoadProgress, Rejected, Request, Resident, SampleParams, SeqId},
     format::bundle::Bundle,
     model::ModelConfig,
     text::{self, Message, StopStrings, Text, TextStream},
@@ -80,6 +80,9 @@ pub struct Generate {
     /// What the linears run from
     #[arg(long, value_name = "FORM", default_value = "packed", help_heading = "Engine")]
     linears: Form,
+    /// What compact tensors lie as on the GPU
+    #[arg(long, value_name = "SIZE", default_value = "auto", help_heading = "Engine")]
+    resident: ResidentArg,
     /// Sequences that run at the same time [default: 16, or as many as there are prompts]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
     max_batch: Option<u32>,
@@ -124,6 +127,27 @@ impl From<Form> for Linears {
     }
 }
 
+/// What compact tensors lie as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ResidentArg {
+    /// Fast where a sequence of 8192 tokens, or of --context, fits beside it; else small
+    Auto,
+    /// Expanded to 12 bits a weight when loaded
+    Fast,
+    /// As they are stored, a tenth smaller
+    Small,
+}
+
+impl From<ResidentArg> for Option<Resident> {
+    fn from(resident: ResidentArg) -> Self {
+        match resident {
+            ResidentArg::Auto => None,
+            ResidentArg::Fast => Some(Resident::Fast),
+            ResidentArg::Small => Some(Resident::Small),
+        }
+    }
+}
+
 #[derive(Clone)]
 struct Ids(Vec<u32>);
 
@@ -141,6 +165,8 @@ struct Report {
     cache_bytes: u64,
     cache_tokens: u64,
     working_bytes: u64,
+    slot_bytes: u64,
+    resident: Resident,
 }
 
 #[derive(Serialize)]
@@ -328,6 +354,7 @@ impl Generate {
         let batch = self.max_batch.unwrap_or_else(|| u32::try_from(prompts).unwrap_or(u32::MAX).clamp(1, 16));
         let mut options = EngineOptions::default().max_batch(batch).chunk(self.chunk).linears(self.linears.into());
         options.waiting = options.waiting.max(prompts);
+        options.resident = self.resident.into();
         options.context = self.context;
         options.memory = self.memory;
         options
@@ -482,6 +509,8 @@ impl Generate {
             cache_bytes: memory.cache,
             cache_tokens: memory.tokens(),
             working_bytes: memory.working,
+            slot_bytes: memory.slot,
+            resident: engine.options().resident.unwrap_or_default(),
         })
     }
 }

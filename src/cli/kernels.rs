@@ -30,7 +30,7 @@ use unweight::{
         jit::cache::{CacheState, Kept, KernelCache, Progress, attachable},
         jit::compiler::{CompileRequest, Compiler, NvrtcCompiler},
         jit::cubin::{self, KernelResources, Opcode},
-        layer::loader::{LoadOptions, reachable},
+        layer::loader::{LoadOptions, Resident, reachable},
     },
 };
 
@@ -350,6 +350,11 @@ fn chooser(arch: Option<Arch>, output: Output) -> PackedChooser {
     }
 }
 
+/// Of all that may be asked: a loader that keeps compact tensors small can ask for whatever one that expands them does.
+fn load_options(max_batch: u32, no_pdl: bool) -> LoadOptions {
+    LoadOptions::default().max_batch(max_batch).pdl(!no_pdl).resident(Resident::Small)
+}
+
 /// What loading a bundle and running its model can ask for.
 fn of_bundle(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser, output: Output) -> Vec<VariantSpec> {
     let arch = chooser.arch();
@@ -393,7 +398,7 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
     if !arguments.force && path.symlink_metadata().is_ok() {
         return Err(BundleError::OutputExists { path }.into());
     }
-    let options = LoadOptions::default().max_batch(arguments.max_batch).pdl(!arguments.no_pdl);
+    let options = load_options(arguments.max_batch, arguments.no_pdl);
     let choosers = match arguments.arch.as_slice() {
         [] => vec![chooser(None, output)],
         archs => archs.iter().map(|arch| chooser(Some(*arch), output)).collect(),
@@ -449,7 +454,7 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
     let specs = match &arguments.bundle {
         None => arguments.names.specs()?,
         Some(folder) => {
-            let options = LoadOptions::default().max_batch(arguments.max_batch).pdl(!arguments.no_pdl);
+            let options = load_options(arguments.max_batch, arguments.no_pdl);
             of_bundle(&Bundle::open(folder)?, options, chooser(arguments.names.arch, output), output)
         }
     };

@@ -18,7 +18,7 @@ use unweight::{
 
 use super::{
     failure::{Failure, Result},
-    generate::{Form, note_load, text_of},
+    generate::{Form, ResidentArg, note_load, text_of},
     output::Output,
     progress, size,
     trust::Trust,
@@ -56,6 +56,9 @@ pub struct Serve {
     /// What the linears run from
     #[arg(long, value_name = "FORM", default_value = "packed", help_heading = "Engine")]
     linears: Form,
+    /// What compact tensors lie as on the GPU
+    #[arg(long, value_name = "SIZE", default_value = "auto", help_heading = "Engine")]
+    resident: ResidentArg,
     /// Sequences that run at the same time
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
     max_batch: u32,
@@ -146,6 +149,7 @@ impl Serve {
         let mut options = EngineOptions::default().max_batch(self.max_batch).linears(self.linears.into());
         // The server counts those that wait; the engine has them all until it has rows for them.
         options.waiting = self.max_batch as usize + self.max_waiting as usize;
+        options.resident = self.resident.into();
         options.context = self.context;
         options.memory = self.memory;
         options

@@ -4,7 +4,8 @@ use std::{collections::BTreeMap, path::Path};
 
 use half::bf16;
 use unweight::engine::{
-    Engine, EngineError, EngineOptions, Event, Finish, Linears, NO_TOKEN, Rejected, Request, SampleParams, SeqId,
+    Engine, EngineError, EngineOptions, Event, Finish, Linears, NO_TOKEN, Rejected, Request, Resident, SampleParams,
+    SeqId,
 };
 use unweight_format::{
     bundle::{self, Bundle, CompressOptions, Profile, Silent},
@@ -115,6 +116,67 @@ fn logits_follow_the_reference_by_every_way() {
                 }
             }
         }
+    }
+}
+
+/// Both ways of running a compact bundle: the same bound to the reference at every batch, greedy tokens that are the likeliest ones by the
+/// reference's logits, and the same tokens but where two logits are as close as rounding.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_compact_bundle_says_the_same_fast_and_small() {
+    for model in &MODELS {
+        let home = tempfile::tempdir().unwrap();
+        let bundle = bundle(home.path(), model, Profile::Compact);
+        let config = ModelConfig::of_bundle(&bundle).unwrap();
+        let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
+        let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
+        // Steps of up to 64 rows: straight from the weights, and from the slot.
+        let ways = [Resident::Fast, Resident::Small].map(|way| options().max_batch(64).resident(way));
+        let mut engines = ways.map(|options| load(&bundle, options));
+        let [fast, small] = [0, 1].map(|at: usize| *engines[at].memory());
+        // The first model has whole tiles, the second none.
+        let whole = model.hidden == 256;
+        assert_eq!((fast.slot, small.slot > 0), (0, whole), "{fast}, {small}");
+        assert_eq!(small.weights < fast.weights, whole, "{fast}, {small}");
+        for count in [1, 65, 200] {
+            let text = tokens(count, model.vocab, count as u64);
+            let truth = reference.logits(&text).unwrap();
+            for engine in &mut engines {
+                let way = engine.options().resident;
+                let whole = engine.logits(&text).unwrap();
+                assert!(error(&whole, &truth) < BOUND, "{way:?}, {count} tokens: {}", error(&whole, &truth));
+                assert_eq!(engine.logits(&text).unwrap(), whole, "{way:?}: other bits");
+                if count > 100 {
+                    continue;
+                }
+                for rows in [1, 9, 17, 33] {
+                    let texts: Vec<&[u32]> = vec![&text; rows];
+                    for logits in engine.logits_by_steps(&texts).unwrap() {
+                        let apart = error(&logits, &truth);
+                        assert!(apart < BOUND, "{way:?}, {count} tokens by steps of {rows}: {apart}");
+                    }
+                }
+            }
+        }
+        let requests = requests(20, model.vocab, SampleParams::default(), 12);
+        let [fast, small] = engines.each_mut().map(|engine| run(engine, &requests));
+        let mut first = 0;
+        for (request, (fast, small)) in requests.iter().zip(fast.iter().zip(&small)) {
+            for told in [fast, small] {
+                let text: Vec<u32> = request.prompt.iter().chain(told).copied().collect();
+                let truth = reference.logits(&text).unwrap();
+                let rows: Vec<&[f32]> = truth.chunks_exact(model.vocab).collect();
+                for (index, &token) in told.iter().enumerate() {
+                    let row = rows[request.prompt.len() - 1 + index];
+                    let best = row.iter().copied().fold(f32::MIN, f32::max);
+                    let slack = f64::from(best - row[token as usize]);
+                    assert!(slack < 4.0 * BOUND * rms(row.iter().copied()), "token {index} is {slack} below {best}");
+                }
+            }
+            // They go apart where two logits are within that bound, and nowhere else: both were held against the truth above.
+            first += usize::from(fast.first() == small.first());
+        }
+        assert!(first >= 15, "of 20 first tokens {first} are the same");
     }
 }
 

@@ -20,5 +20,6 @@ mod repack;
 mod sample;
 #[cfg(feature = "serve")]
 mod serve;
+mod slot;
 mod streams;
 mod transcode;

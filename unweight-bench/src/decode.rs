@@ -9,7 +9,8 @@ use std::{fmt, time::Instant};
 
 use serde::Serialize;
 use unweight_engine::{
-    Engine, EngineError, EngineOptions, Linears, LoadProgress, Memory, Request, forward::Part, options::MAX_BATCH,
+    Engine, EngineError, EngineOptions, Linears, LoadProgress, Memory, Request, Resident, forward::Part,
+    options::MAX_BATCH,
 };
 use unweight_format::bundle::Bundle;
 use unweight_model::ModelConfig;
@@ -43,11 +44,20 @@ pub struct DecodeOptions {
     pub breakdown: bool,
     /// Whether the twin runs, too.
     pub twin: bool,
+    /// What compact tensors lie as, and of a geometry all weights; null: what memory allows.
+    pub resident: Option<Resident>,
 }
 
 impl Default for DecodeOptions {
     fn default() -> Self {
-        Self { batches: vec![1, 8, 16, 32, 64, 128, 256], context: 1024, prefill: 0, breakdown: false, twin: true }
+        Self {
+            batches: vec![1, 8, 16, 32, 64, 128, 256],
+            context: 1024,
+            prefill: 0,
+            breakdown: false,
+            twin: true,
+            resident: Some(Resident::Fast),
+        }
     }
 }
 
@@ -81,6 +91,12 @@ impl DecodeOptions {
     pub fn twin(self, twin: bool) -> Self {
         Self { twin, ..self }
     }
+
+    /// What compact tensors lie as.
+    #[must_use]
+    pub fn resident(self, resident: Option<Resident>) -> Self {
+        Self { resident, ..self }
+    }
 }
 
 /// What was measured, on what.
@@ -105,6 +121,8 @@ pub struct DecodeReport {
 pub struct EngineRow {
     /// `packed` or `cublas`.
     pub linears: &'static str,
+    /// What compact tensors lie as.
+    pub resident: Resident,
     /// Bytes of the weights on the device.
     pub weight_bytes: u64,
     /// Bytes of the KV cache.
@@ -187,6 +205,10 @@ pub fn bench_decode(
         let start = Instant::now();
         let chunk = if options.prefill > 0 { 2048 } else { 256 };
         let own = EngineOptions::default().max_batch(largest).context(context).linears(linears).chunk(chunk);
+        let own = match options.resident {
+            Some(resident) => own.resident(resident),
+            None => own,
+        };
         let told = |loaded: &LoadProgress<'_>| {
             if let LoadProgress::Kernel(kernel) = loaded {
                 progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
@@ -204,7 +226,16 @@ pub fn bench_decode(
         let Memory { weights, cache, working, .. } = *engine.memory();
         progress(&format!("{name}: loaded in {load_s:.1} s, {}", engine.memory()));
         let (weight_bytes, cache_bytes, working_bytes) = (weights, cache, working);
-        engines.push(EngineRow { linears: name, weight_bytes, cache_bytes, working_bytes, load_s, first_token_ms });
+        let resident = engine.options().resident.unwrap_or_default();
+        engines.push(EngineRow {
+            linears: name,
+            resident,
+            weight_bytes,
+            cache_bytes,
+            working_bytes,
+            load_s,
+            first_token_ms,
+        });
         contenders.push(Contender { linears: name, engine });
     }
     let (mut rows, mut parts) = (Vec::new(), Vec::new());
@@ -344,7 +375,8 @@ impl fmt::Display for DecodeReport {
             f,
             "| linears | weights GB | KV cache GB | working GB | load s | first token ms |\n|---|---|---|---|---|---|"
         )?;
-        for EngineRow { linears, weight_bytes, cache_bytes, working_bytes, load_s, first_token_ms } in &self.engines {
+        for EngineRow { linears, weight_bytes, cache_bytes, working_bytes, load_s, first_token_ms, .. } in &self.engines
+        {
             let [weights, cache, working] = [weight_bytes, cache_bytes, working_bytes].map(|bytes| *bytes as f64 / 1e9);
             let first = first_token_ms.map_or_else(String::new, |ms| format!("{ms:.1}"));
             writeln!(f, "| {linears} | {weights:.2} | {cache:.2} | {working:.2} | {load_s:.1} | {first} |")?;

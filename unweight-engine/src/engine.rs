@@ -7,11 +7,12 @@ use unweight_codegen::{
     VariantSpec,
     spec::{Arch, EmbedSource},
 };
-use unweight_format::{bundle::Bundle, testing::Weights as Kind};
+use unweight_format::{FormId, bundle::Bundle, testing::Weights as Kind};
 use unweight_model::{ModelConfig, ModelWeights, SampleParams, capacity::Residency};
 use unweight_rt::{
     DeviceError, DeviceMatrix, Graph, KernelSet, Lane, LaneSize, Linears, LoadOptions, Loader, MatrixMut, Refusal,
-    RowFault, Stream,
+    Resident, RowFault, Stream,
+    choose::reachable::has_compact_gemms,
     device::{Pinned, Transfer},
     jit::cache::Progress,
     layer::build::LayerBuilder,
@@ -22,7 +23,7 @@ use crate::{
     error::EngineError,
     forward::{Forward, Part, Products, RowState, Work},
     kernels::{Kernels, Variants},
-    memory::{self, Memory, NoMemory},
+    memory::{self, Memory, NoMemory, Shared},
     options::{BUCKETS, BadOption, EngineOptions, MlpWeights, bucket},
     pages::pages_for,
     paths::{self, Setting, oracle::Choices, weights::Transcoding},
@@ -106,7 +107,7 @@ impl Engine {
         let config = ModelConfig::of_bundle(bundle)?;
         let names = ModelWeights::of_bundle(&config, bundle)?;
         let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
-        let start = Start::new(kernels, &config, options, &compiled)?;
+        let start = Start::new(kernels, &config, options, Stored::of(&config, &names, bundle), &compiled)?;
         let (mut source, _) = Loader::new(kernels, &start.stream, bundle, start.load_options(), &compiled)?;
         let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
         let lane = source.lane(&start.stream)?;
@@ -128,7 +129,7 @@ impl Engine {
     ) -> Result<Self, EngineError> {
         let names = ModelWeights::named(&config);
         let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
-        let start = Start::new(kernels, &config, options, &compiled)?;
+        let start = Start::new(kernels, &config, options, Stored::random(&config), &compiled)?;
         let builder = LayerBuilder::new(kernels, &start.stream, start.load_options())?;
         let shapes = config.linears().into_iter().chain([[config.vocab, config.hidden]]);
         let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
@@ -161,7 +162,7 @@ impl Engine {
         &self.config
     }
 
-    /// What it was made for.
+    /// What it was made for; of [`EngineOptions::resident`] what was chosen.
     pub fn options(&self) -> &EngineOptions {
         &self.options
     }
@@ -569,7 +570,8 @@ fn sample_row(params: &SampleParams) -> SampleRow {
 }
 
 fn load_options(options: &EngineOptions) -> LoadOptions {
-    LoadOptions::default().max_batch(memory::rows(options)).linears(options.linears)
+    let resident = options.resident.unwrap_or_default();
+    LoadOptions::default().max_batch(memory::rows(options)).linears(options.linears).resident(resident)
 }
 
 /// How the embedding will lie, unless it cannot be packed. A head is padded, an embedding of its own is not.
@@ -586,11 +588,46 @@ struct Start {
     have: u64,
 }
 
+/// How much smaller a model is whose compact tensors stay so.
+#[derive(Clone, Copy, Debug)]
+struct Stored {
+    /// Bytes with all that can be packed.
+    packed: u64,
+    /// Bytes with what is compact as it is; `None` where nothing is.
+    compact: Option<u64>,
+}
+
+impl Stored {
+    fn of(config: &ModelConfig, names: &ModelWeights, bundle: &Bundle) -> Self {
+        let packed = config.weight_bytes(Residency::Packed);
+        let mut saved = 0u64;
+        let tied = names.embed == names.lm_head;
+        for tensor in bundle.tensors().filter(|tensor| tensor.entry.form == FormId::COMPACT) {
+            let name = &tensor.entry.name;
+            // What is looked up in is packed.
+            if *name == names.embed || tied && *name == names.lm_head {
+                continue;
+            }
+            let elements = tensor.entry.shape.iter().map(|extent| *extent as u64).product::<u64>();
+            saved = saved.saturating_add((elements / 2 * 3).saturating_sub(tensor.entry.stored_bytes()));
+        }
+        let compact = (saved > 0).then(|| packed.saturating_sub(saved));
+        Self { packed, compact }
+    }
+
+    /// Of random weights.
+    fn random(config: &ModelConfig) -> Self {
+        let of = |residency| config.weight_bytes(residency);
+        Self { packed: of(Residency::Packed), compact: Some(of(Residency::Compact)) }
+    }
+}
+
 impl Start {
     fn new(
         kernels: &KernelSet,
         config: &ModelConfig,
         options: EngineOptions,
+        stored: Stored,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
         options.check()?;
@@ -601,15 +638,20 @@ impl Start {
         let device = kernels.device();
         let (free, _) = device.memory()?;
         let have = options.memory.unwrap_or(free as u64 / 10 * 9).min(free as u64);
-        let residency = match options.linears {
-            Linears::Packed => Residency::Packed,
-            Linears::Bf16 => Residency::Bf16,
+        let arch = device.info().arch;
+        // The report's pipelines have their own ways with what is stored.
+        let kept = has_compact_gemms(arch) && options.mlp == MlpWeights::Linears;
+        let options = options.settled(config, (stored.packed, stored.compact), kept, have);
+        let weights = match (options.linears, options.resident, stored.compact) {
+            (Linears::Bf16, ..) => config.weight_bytes(Residency::Bf16),
+            (Linears::Packed, Some(Resident::Small), Some(compact)) => compact,
+            (Linears::Packed, ..) => stored.packed,
         };
         // Before minutes are spent on weights that leave no room. What is stored may be less.
-        let least = if options.mlp == MlpWeights::Linears { config.weight_bytes(residency) } else { 0 };
-        memory::plan(config, &options, (least, 0), have)?;
+        let least = if options.mlp == MlpWeights::Linears { weights } else { 0 };
+        memory::plan(config, &options, (least, Shared::default()), have)?;
         let source = embed_source(config, options.linears);
-        let variants = Variants::of(config, device.info().arch, source, options.max_batch)?;
+        let variants = Variants::of(config, arch, source, options.max_batch)?;
         kernels.prepare(&variants.all(), progress)?;
         Ok(Self { stream: device.stream()?, options, have })
     }
@@ -653,6 +695,7 @@ impl Start {
             Products::Beside
         };
         let buckets: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= bucket(options.max_batch)).collect();
+        let slot = lane.size().slot_bytes;
         let mut shared = lane.size().bytes() + products.bytes(config.intermediate, memory::rows(&options));
         let mut programs = None;
         if products == Products::Stored {
@@ -664,6 +707,7 @@ impl Start {
             let set = |batch| options.plan.setting(batch, &subject(batch)).cloned();
             programs = Some(Programs::new(kernels, &stream, &weights, (&buckets, memory::rows(&options)), &set)?);
         }
+        let shared = Shared { bytes: shared, slot };
         let memory: Result<Memory, NoMemory> = memory::plan(&config, &options, (weights.bytes(), shared), have);
         let memory = memory?;
         let source = if weights.embed_is_packed() { EmbedSource::Packed } else { EmbedSource::Bf16 };

@@ -22,7 +22,7 @@ pub use error::EngineError;
 #[doc(inline)]
 pub use memory::{Memory, NoMemory};
 #[doc(inline)]
-pub use options::{EngineOptions, Linears, MlpWeights};
+pub use options::{EngineOptions, Linears, MlpWeights, Resident};
 #[doc(inline)]
 pub use schedule::{Event, Finish, Rejected, Request, SeqId};
 #[doc(inline)]

@@ -5,7 +5,7 @@ use std::fmt;
 use unweight_model::ModelConfig;
 
 use crate::{
-    options::{EngineOptions, bucket},
+    options::{EngineOptions, Linears, Resident, bucket},
     pages::{PAGE_TOKENS, pages_for},
 };
 
@@ -21,8 +21,10 @@ pub struct Memory {
     pub weights: u64,
     /// The KV cache.
     pub cache: u64,
-    /// Activations, cos and sin, and what the kernels share.
+    /// Activations, cos and sin, and what the kernels share, the slot among it.
     pub working: u64,
+    /// Of the working memory, the slot that weights are expanded into ahead of their product; 0 where none are.
+    pub slot: u64,
     /// Pages of the cache, 64 tokens each.
     pub pages: u32,
     /// Bytes of the cache for one token.
@@ -52,7 +54,11 @@ impl fmt::Display for Memory {
             "weights {weights:.2} GB, KV cache {cache:.2} GB ({} tokens of {} B), working memory {working:.2} GB",
             self.tokens(),
             self.token
-        )
+        )?;
+        match self.slot {
+            0 => Ok(()),
+            slot => write!(f, ", of it a slot of {:.2} GB", gb(slot)),
+        }
     }
 }
 
@@ -87,6 +93,50 @@ pub fn logit_rows(options: &EngineOptions) -> u32 {
     bucket(options.max_batch).max(64)
 }
 
+/// What its kernels share, bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Shared {
+    /// All of it, the slot among it.
+    pub bytes: u64,
+    /// The slot that weights are expanded into.
+    pub slot: u64,
+}
+
+/// Tokens of one sequence that must fit beside expanded weights where no context was asked for.
+const USUAL_CONTEXT: u32 = 8192;
+
+/// What compact tensors lie as where nobody said: packed, which is faster, if the packed weights (`fast` bytes), the working memory and one
+/// sequence fit what may be used. Its length is the context that was asked for, or 8192 tokens if the model takes so many.
+pub fn resident(config: &ModelConfig, options: &EngineOptions, fast: u64, have: u64) -> Resident {
+    let context = options.context.unwrap_or(config.max_positions.min(USUAL_CONTEXT));
+    let asked = options.clone().context(context);
+    match plan(config, &asked, (fast, Shared::default()), have) {
+        Ok(_) => Resident::Fast,
+        Err(NoMemory { .. }) => Resident::Small,
+    }
+}
+
+impl EngineOptions {
+    /// With what compact tensors lie as: packed where there are none or no kernel reads them, else what was asked for, else what
+    /// [`resident`] says. `packed` and `compact` are the bytes of all weights by either way.
+    #[must_use]
+    pub(crate) fn settled(
+        self,
+        config: &ModelConfig,
+        (packed, compact): (u64, Option<u64>),
+        has_kernels: bool,
+        have: u64,
+    ) -> Self {
+        let chosen = match (compact, self.resident) {
+            (None, _) => Resident::Fast,
+            _ if !has_kernels || self.linears == Linears::Bf16 => Resident::Fast,
+            (Some(_), Some(asked)) => asked,
+            (Some(_), None) => resident(config, &self, packed, have),
+        };
+        Self { resident: Some(chosen), ..self }
+    }
+}
+
 /// What an engine will have, given the bytes of its weights and of what its kernels share, and what it may use in all.
 ///
 /// # Errors
@@ -94,13 +144,13 @@ pub fn logit_rows(options: &EngineOptions) -> u32 {
 pub fn plan(
     config: &ModelConfig,
     options: &EngineOptions,
-    (weights, shared): (u64, u64),
+    (weights, shared): (u64, Shared),
     have: u64,
 ) -> Result<Memory, NoMemory> {
     let asked = options.context.unwrap_or(config.max_positions).min(config.max_positions).max(1);
     let page = config.kv_bytes_per_token() * u64::from(PAGE_TOKENS);
     let of = |context: u32| {
-        let working = working(config, options, context).saturating_add(shared);
+        let working = working(config, options, context).saturating_add(shared.bytes);
         (working, have.saturating_sub(weights).saturating_sub(working) / page.max(1))
     };
     let least = if options.context.is_some() { asked } else { PAGE_TOKENS.min(asked) };
@@ -125,7 +175,15 @@ pub fn plan(
     };
     // More than all rows can have is of no use.
     let pages = u64::from(pages).min(u64::from(pages_for(context)) * u64::from(options.max_batch)) as u32;
-    Ok(Memory { weights, cache: page * u64::from(pages), working, pages, token: config.kv_bytes_per_token(), context })
+    Ok(Memory {
+        weights,
+        cache: page * u64::from(pages),
+        working,
+        slot: shared.slot,
+        pages,
+        token: config.kv_bytes_per_token(),
+        context,
+    })
 }
 
 /// Bytes of activations, tables and state.
@@ -152,7 +210,8 @@ mod tests {
 
     #[test]
     fn a_cache_takes_what_is_left_and_no_more_than_is_of_use() {
-        let (config, weights, gb) = (llama_8b(), (12_000_000_000, 0), 1_000_000_000);
+        let none = Shared::default();
+        let (config, weights, gb) = (llama_8b(), (12_000_000_000, none), 1_000_000_000);
         assert_eq!(config.kv_bytes_per_token(), 131_072);
         let options = EngineOptions::default().max_batch(16).context(4096);
         let plenty = plan(&config, &options, weights, 140 * gb).unwrap();
@@ -169,7 +228,7 @@ mod tests {
     fn a_context_that_nobody_asked_for_shrinks_to_what_fits() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
         for have in [13, 14, 16, 20, 24, 40, 80, 140] {
-            let memory = plan(&config, &EngineOptions::default(), (12 * gb, 0), have * gb).unwrap();
+            let memory = plan(&config, &EngineOptions::default(), (12 * gb, Shared::default()), have * gb).unwrap();
             assert!(memory.total() <= have * gb, "{have}: {memory}");
             assert!(memory.context <= config.max_positions && memory.context > 0);
             assert!(
@@ -177,7 +236,58 @@ mod tests {
                 "{have}: one sequence of the context fits: {memory:?}"
             );
         }
-        assert!(plan(&config, &EngineOptions::default(), (12 * gb, 0), 12 * gb).is_err());
-        assert!(plan(&config, &EngineOptions::default(), (u64::MAX, 0), 12 * gb).is_err());
+        assert!(plan(&config, &EngineOptions::default(), (12 * gb, Shared::default()), 12 * gb).is_err());
+        assert!(plan(&config, &EngineOptions::default(), (u64::MAX, Shared::default()), 12 * gb).is_err());
+    }
+
+    /// 8192 tokens of this model are 1.07 GB, and the working memory of 16 rows half a GB.
+    #[test]
+    fn weights_are_expanded_where_that_leaves_room_for_a_sequence() {
+        let (config, gb) = (llama_8b(), 1_000_000_000);
+        let of = |options: &EngineOptions, have: u64| resident(&config, options, 12 * gb, have);
+        let usual = EngineOptions::default();
+        assert_eq!((of(&usual, 80 * gb), of(&usual, 14 * gb)), (Resident::Fast, Resident::Fast));
+        assert_eq!((of(&usual, 13 * gb), of(&usual, 0)), (Resident::Small, Resident::Small));
+        // Exactly where one sequence fits.
+        let edge = (12 * gb..14 * gb).step_by(1_000_000).find(|have| of(&usual, *have) == Resident::Fast).unwrap();
+        let asked = usual.clone().context(8192);
+        let fits = |have| plan(&config, &asked, (12 * gb, Shared::default()), have).is_ok();
+        assert!(fits(edge) && !fits(edge - 1_000_000), "{edge}");
+        // A longer one that was asked for needs more, a shorter one less; what the model cannot take, nobody needs.
+        assert_eq!(of(&usual.clone().context(65_536), 14 * gb), Resident::Small);
+        assert_eq!(of(&usual.clone().context(64), edge - 500_000_000), Resident::Fast);
+        let mut short = config.clone();
+        short.max_positions = 64;
+        assert_eq!(resident(&short, &usual, 12 * gb, edge - 500_000_000), Resident::Fast);
+    }
+
+    #[test]
+    fn what_was_asked_for_is_taken_where_it_can_be_had() {
+        let (config, gb) = (llama_8b(), 1_000_000_000);
+        let chosen = |options: EngineOptions, compact, has_kernels, have| {
+            options.settled(&config, (12 * gb, compact), has_kernels, have * gb).resident
+        };
+        let (fast, small) = (Some(Resident::Fast), Some(Resident::Small));
+        let (asked, auto) = (EngineOptions::default().resident(Resident::Small), EngineOptions::default());
+        assert_eq!(chosen(asked.clone(), Some(11 * gb), true, 80), small);
+        assert_eq!(chosen(EngineOptions::default().resident(Resident::Fast), Some(11 * gb), true, 13), fast);
+        assert_eq!(
+            (chosen(auto.clone(), Some(11 * gb), true, 80), chosen(auto, Some(11 * gb), true, 13)),
+            (fast, small)
+        );
+        // No tensor is compact, no kernel reads them, or cuBLAS multiplies.
+        assert_eq!(chosen(asked.clone(), None, true, 80), fast);
+        assert_eq!(chosen(asked.clone(), Some(11 * gb), false, 13), fast);
+        assert_eq!(chosen(asked.linears(Linears::Bf16), Some(11 * gb), true, 13), fast);
+    }
+
+    #[test]
+    fn the_slot_is_part_of_the_working_memory_and_told() {
+        let (config, gb) = (llama_8b(), 1_000_000_000);
+        let options = EngineOptions::default().context(4096);
+        let with = |bytes, slot| plan(&config, &options, (10 * gb, Shared { bytes, slot }), 40 * gb).unwrap();
+        let (without, with) = (with(0, 0), with(200_000_000, 176_000_000));
+        assert_eq!((with.working - without.working, with.slot), (200_000_000, 176_000_000));
+        assert!(with.to_string().ends_with("GB, of it a slot of 0.18 GB") && !without.to_string().contains("slot"));
     }
 }

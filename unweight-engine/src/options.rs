@@ -1,6 +1,6 @@
 //! What an engine is made for.
 
-pub use unweight_rt::layer::loader::Linears;
+pub use unweight_rt::layer::loader::{Linears, Resident};
 
 pub use crate::paths::MlpWeights;
 use crate::paths::Plan;
@@ -23,6 +23,8 @@ pub struct EngineOptions {
     pub memory: Option<u64>,
     /// What the linears lie as: packed, or BF16 for cuBLAS.
     pub linears: Linears,
+    /// What compact tensors lie as; `None` for packed where that leaves room enough ([`memory::resident`](crate::memory::resident)).
+    pub resident: Option<Resident>,
     /// Tokens of a prompt that go through the model at once, a multiple of 64; 2048 by default.
     pub chunk: u32,
     /// Sequences that may wait for a row; 1024 by default.
@@ -42,6 +44,7 @@ impl Default for EngineOptions {
             context: None,
             memory: None,
             linears: Linears::Packed,
+            resident: None,
             chunk: 2048,
             waiting: 1024,
             mlp: MlpWeights::Linears,
@@ -74,6 +77,12 @@ impl EngineOptions {
     #[must_use]
     pub fn linears(self, linears: Linears) -> Self {
         Self { linears, ..self }
+    }
+
+    /// What compact tensors lie as.
+    #[must_use]
+    pub fn resident(self, resident: Resident) -> Self {
+        Self { resident: Some(resident), ..self }
     }
 
     /// Tokens of a prompt that go through the model at once.

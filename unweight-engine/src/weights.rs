@@ -5,7 +5,7 @@ use unweight_format::{FormId, testing::Weights as Kind};
 use unweight_model::{LayerWeights, ModelConfig, ModelWeights};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Linear, Linears, LoadError, Loader, MatrixMut, MatrixRef,
-    Merge, Stream,
+    Merge, Resident, Stream,
     layer::{build::LayerBuilder, loader::Unsuitable},
     ops::embed::EmbedTable,
     weight::{DeviceHuffman, DevicePalette},
@@ -112,8 +112,14 @@ impl Weights {
         progress: &dyn Fn(usize),
     ) -> Result<Self, EngineError> {
         let [vocab, hidden] = [config.vocab, config.hidden];
-        let head = source.linear(&[(&names.lm_head, [vocab, hidden])], Merge::Rows)?;
         let tied = names.embed == names.lm_head;
+        let head = &[(names.lm_head.as_str(), [vocab, hidden])];
+        // Ids cannot be looked up in compact weights.
+        let before = if tied { Some(source.set_resident(Resident::Fast)) } else { None };
+        let head = source.linear(head, Merge::Rows)?;
+        if let Some(resident) = before {
+            source.set_resident(resident);
+        }
         let embed = if tied { Embedding::Tied } else { source.embedding(&names.embed, [vocab, hidden])? };
         let final_norm = source.vector(&[(&names.final_norm, hidden)])?;
         progress(0);
@@ -217,7 +223,7 @@ pub(crate) fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) ->
     match source.linear(pair, Merge::SiluMul) {
         Ok(linear) => {
             // As BF16 the two lie one under the other.
-            let gated = linear.is_packed();
+            let gated = linear.bf16_weights().is_none();
             Ok((linear, gated))
         }
         Err(LoadError::Unsuitable { why: Unsuitable::Pair { .. } | Unsuitable::GateAndUp(_), .. }) => {
@@ -231,6 +237,8 @@ pub(crate) fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) ->
 pub trait Source {
     /// One linear layer of matrices with the same number of columns.
     fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError>;
+    /// What compact weights of the linears from here on lie as; what that was.
+    fn set_resident(&mut self, resident: Resident) -> Resident;
     /// Rows to be looked up: packed where linears are and the weights can be.
     fn embedding(&mut self, name: &str, shape: [u32; 2]) -> Result<Embedding, LoadError>;
     /// Vectors one after the other.
@@ -252,6 +260,10 @@ impl Source for Loader<'_> {
             [(name, _)] if merge == Merge::Rows => self.load(name),
             parts => self.merge(&parts.iter().map(|(name, _)| *name).collect::<Vec<_>>(), merge),
         }
+    }
+
+    fn set_resident(&mut self, resident: Resident) -> Resident {
+        self.builder().set_resident(resident)
     }
 
     fn embedding(&mut self, name: &str, [vocab, hidden]: [u32; 2]) -> Result<Embedding, LoadError> {
@@ -343,6 +355,10 @@ impl Source for Random<'_> {
         });
         let views = views.collect::<Result<Vec<_>, _>>()?;
         self.builder.layer(first, &views, merge)
+    }
+
+    fn set_resident(&mut self, resident: Resident) -> Resident {
+        self.builder.set_resident(resident)
     }
 
     fn embedding(&mut self, name: &str, [rows, cols]: [u32; 2]) -> Result<Embedding, LoadError> {

@@ -14,6 +14,9 @@ pub enum Residency {
     Bf16,
     /// Packed: 12.03 bits a weight, and 4 bytes more for each of the few that are escapes, which only the weights tell.
     Packed,
+    /// Compact, as trained weights are: 10.9 bits, and what the packed form has beside its tiles; what is looked up in, or has no whole tiles,
+    /// is packed.
+    Compact,
 }
 
 impl ModelConfig {
@@ -48,10 +51,15 @@ impl ModelConfig {
         let linear = |[outputs, inputs]: [u32; 2]| match residency {
             Residency::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
             Residency::Packed => packed_bytes(outputs, inputs),
+            Residency::Compact => compact_bytes(outputs, inputs),
         };
         let layer = self.linears().map(linear).iter().sum::<u64>() + self.vectors() * BF16_BYTES;
         let head = linear([self.vocab, self.hidden]);
-        let embed = if self.tied { 0 } else { head };
+        let looked_up = match residency {
+            Residency::Compact => packed_bytes(self.vocab, self.hidden),
+            _ => head,
+        };
+        let (head, embed) = if self.tied { (looked_up, 0) } else { (head, looked_up) };
         let layers = u64::from(self.layers).saturating_mul(layer);
         layers.saturating_add(head + embed + u64::from(self.hidden) * BF16_BYTES)
     }
@@ -81,6 +89,19 @@ fn packed_bytes(rows: u32, cols: u32) -> u64 {
     let tiles = |extent: u32| u64::from(extent).div_ceil(layout::TILE as u64);
     let tile_bytes = layout::PACKED_TILE_BYTES + layout::ROW_BLOCKS * size_of::<u32>();
     tiles(rows) * tiles(cols) * tile_bytes as u64 + layout::PACKED_WINDOW_BYTES as u64
+}
+
+/// Bytes of a compact matrix of trained weights in device memory (`docs/format.md` A.11), with the heads of its packed form; packed where it
+/// has no whole tiles.
+fn compact_bytes(rows: u32, cols: u32) -> u64 {
+    if !rows.is_multiple_of(layout::TILE as u32) || !cols.is_multiple_of(layout::TILE as u32) {
+        return packed_bytes(rows, cols);
+    }
+    // 10.9 bits in thousandths of a byte: N(0, 0.02^2) has 10.81, embeddings 10.9 (docs/adr/0013).
+    let elements = u64::from(rows) * u64::from(cols);
+    let heads = elements / (layout::TILE * layout::TILE) as u64 * (layout::ROW_BLOCKS * size_of::<u32>()) as u64;
+    // Below 2^50 elements: the configuration's sizes are at most 2^24 and a few of them.
+    elements.saturating_mul(1363) / 1000 + heads
 }
 
 #[cfg(test)]
@@ -115,6 +136,12 @@ mod tests {
         let packed = |weights: u64| weights * 3 / 2 + weights / 256;
         let expected = packed(32 * linear + 2 * 128_256 * 4096) + 130 * 16 + 2 * 65 * 4096;
         assert_eq!(config.weight_bytes(Residency::Packed), expected);
+        // 10.9 bits and 16 bytes a tile; the embedding is packed.
+        let compact = |weights: u64| weights * 1363 / 1000 + weights / 256;
+        let table = 128_256 * 4096;
+        let expected = 32 * [6144, 4096, 28_672, 14_336].map(|rows| compact(rows * 4096)).iter().sum::<u64>();
+        let expected = expected + compact(table) + packed(table) + 16 + 2 * 65 * 4096;
+        assert_eq!(config.weight_bytes(Residency::Compact), expected);
     }
 
     /// The sum is that of a tensor that was packed.

@@ -369,7 +369,7 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<
     }
     let (units, rest) = units(config, tensors, batch)?;
     // What the engine reserves beside weights, with all the memory in the world.
-    let sums = memory::plan(config, &options, (0, 0), u64::MAX);
+    let sums = memory::plan(config, &options, (0, memory::Shared::default()), u64::MAX);
     let (cache, working) = sums.map_or((u64::MAX, u64::MAX), |memory| (memory.cache, memory.working));
     let fixed = rest.saturating_add(cache).saturating_add(working);
     let fastest_us: f64 = units

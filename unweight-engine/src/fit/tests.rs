@@ -80,7 +80,7 @@ fn with_memory_to_spare_the_fastest_plan_is_taken() {
     assert_eq!(weights(&fit.plan, &tensors), fit.weights);
     // What the engine reserves.
     let options = EngineOptions::default().max_batch(1).context(1024);
-    let memory = memory::plan(&config, &options, (fit.weights, 0), 80 * GB).unwrap();
+    let memory = memory::plan(&config, &options, (fit.weights, memory::Shared::default()), 80 * GB).unwrap();
     assert_eq!((fit.total(), fit.cache, fit.working), (memory.total(), memory.cache, memory.working));
     // At large batches cuBLAS is faster on some shapes, where there is room for BF16.
     let large = Wanted { batch: 256, ..wanted(80 * GB) };

@@ -10,7 +10,7 @@ use unweight_codegen::{
     VariantSpec,
     family::Instruction,
     plan::{GemmShape, Plan},
-    spec::{Arch, Epilogue, GemmMmaSpec, GemmWgmmaSpec, Op, catalog},
+    spec::{Arch, Epilogue, GemmCompactSpec, GemmMmaSpec, GemmWgmmaSpec, Op, catalog},
 };
 
 use super::table::MeasuredTable;
@@ -122,6 +122,28 @@ pub fn candidates(machine: &Machine, problem: GemmShape, wanted: PackedUse) -> V
     found
 }
 
+/// The catalogued products straight from compact weights that can compute a problem, with the microseconds that the model predicts, fastest
+/// first. Empty as for [`candidates`], and where none ship.
+pub fn compact_candidates(machine: &Machine, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
+    let GemmShape { m, n, k } = problem;
+    if m == 0 || n == 0 || k == 0 || !n.is_multiple_of(64) || !k.is_multiple_of(64) {
+        return Vec::new();
+    }
+    let PackedUse { pdl, epilogue, .. } = wanted.on(machine.arch);
+    let mut found: Vec<(VariantSpec, f64)> = catalog::on::<GemmCompactSpec>(machine.arch)
+        .filter(|spec| matches!(spec.op, Op::GemmCompact(op) if (op.pdl, op.epilogue) == (pdl, epilogue)))
+        .filter_map(|spec| Some((spec, predicted_us(&spec, problem, machine)?)))
+        .collect();
+    found.sort_by(|a, b| a.1.total_cmp(&b.1));
+    found
+}
+
+/// Microseconds of the expansion of a compact weight to packed tiles: what it reads and writes, at the rate of the memory.
+pub fn expand_us(machine: &Machine, n: u32, k: u32) -> f64 {
+    let weights = f64::from(n) * f64::from(k);
+    LAUNCH_US + weights * (COMPACT_BYTES + 1.5) / machine.reads()
+}
+
 /// The variants that ship for an architecture, without what [`PackedUse`] chooses.
 fn shapes(arch: Arch) -> &'static [VariantSpec] {
     static SHAPES: [OnceLock<Vec<VariantSpec>>; Arch::ALL.len()] = [const { OnceLock::new() }; Arch::ALL.len()];
@@ -175,6 +197,11 @@ const SMALL_STEP_US: (f64, f64) = (2.6e-3, 1.6e-3);
 const SMALL_WAVE_US: (f64, f64) = (2.0, 0.4);
 /// What meeting across a cluster costs, us.
 const CLUSTER_US: f64 = 1.0;
+/// Bytes of a compact weight (docs/adr/0013-compact.md: 10.81 to 10.9 bits).
+const COMPACT_BYTES: f64 = 1.36;
+/// A tile of 64 x 64 that `gemm_compact` decodes: us of a multiprocessor that always has a warp to run, and us of one warp by itself. By the
+/// instructions of a decoder of this kind (4.7 a weight, and 3 us of bank conflicts over 14336x4096), not by measurements of this one.
+const COMPACT_TILE_US: (f64, f64) = (0.104, 0.6);
 /// Up to this batch `gemm_wgmma` multiplies mostly zeros and was hardly ever best.
 const SMALL_BATCH: u32 = 32;
 /// A launch of `gemm_wgmma` beside its steps, us.
@@ -218,6 +245,31 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -
             let tail = 3e6 / in_flight;
             let launch = if op.pdl { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
             Some(launch + (weight_bytes * batch_tiles / rate + x).max(computed) + waiting + meeting + tail)
+        }
+        Op::GemmCompact(op) => {
+            let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
+            let (batch_tile, cluster) = (f64::from(op.batch_tile.get()), f64::from(op.cluster.get()));
+            let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
+            let (warps, per_sm) = (f64::from(op.warps.get()), f64::from(plan.launch.blocks_per_sm));
+            let (active, resident) = (sms_f.min(blocks), (blocks / sms_f).ceil().min(per_sm));
+            // A tile's bytes are on their way unless a warp works on them: half of a slot's time, as a guess.
+            let waiting_slots = f64::from(op.stages.get()) - 0.5;
+            let in_flight = active * resident * warps * waiting_slots * 4096.0 * COMPACT_BYTES;
+            let rate = machine.reads().min(in_flight / MEMORY_LATENCY_US).min(active * MEMORY_PER_SM * clock);
+            let bytes = f64::from(n) * f64::from(k) * COMPACT_BYTES * batch_tiles;
+            let groups = blocks / (cluster * batch_tiles);
+            let x = groups * batch_tiles * f64::from(k) * batch_tile * 2.0 / (CACHED_X * clock * sms_f / H200_SMS);
+            // A row of tiles each, split among the blocks of a cluster and their warps.
+            let tiles = (blocks / sms_f).ceil() * columns / cluster;
+            let multiply = 4.0 * SMALL_STEP_US.1 * batch_tile / 8.0 / machine.tensor();
+            let decode =
+                COMPACT_TILE_US.0.max(COMPACT_TILE_US.1 / (warps * resident).min(columns / cluster * resident));
+            let computed = tiles * (decode + multiply) / clock;
+            let waves = (blocks / (sms_f * per_sm)).ceil() - 1.0;
+            let waiting = waves * if per_sm == 1.0 { SMALL_WAVE_US.0 } else { SMALL_WAVE_US.1 };
+            let meeting = if cluster > 1.0 { CLUSTER_US } else { 0.0 };
+            let launch = if op.pdl { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
+            Some(launch + (bytes / rate + x).max(computed) + waiting + meeting + 3e6 / in_flight)
         }
         Op::GemmWgmma(op) if m > SMALL_BATCH => {
             let tiles = f64::from(n.div_ceil(64 * op.warpgroups.get())) * f64::from(m.div_ceil(op.batch_tile.get()));
@@ -310,6 +362,21 @@ impl PackedChooser {
         measured.or_else(|| candidates(&self.machine, problem, wanted).first().map(|(spec, _)| *spec))
     }
 
+    /// As [`PackedChooser::choices`], of the products straight from compact weights: by the model alone, since nobody has measured them.
+    pub fn compact_choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
+        let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
+        for m in (8..max_batch).step_by(8).chain([max_batch]) {
+            let problem = GemmShape { m, n, k };
+            let found = compact_candidates(&self.machine, problem, wanted);
+            let Some(&(spec, _)) = found.first() else { return Vec::new() };
+            match choices.last_mut() {
+                Some((last, same)) if *same == spec => *last = m,
+                _ => choices.push((m, spec)),
+            }
+        }
+        choices
+    }
+
     /// The choice for every batch of 1 to `max_batch`: each variant with the largest batch that takes it, ascending. Empty where no variant
     /// takes the shape.
     pub fn choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
@@ -398,6 +465,40 @@ mod tests {
                 assert!((1.0..1.4).contains(&(us / floor)), "{spec} at {n}x{k}: {us:.0} us, floor {floor:.0}");
             }
         }
+    }
+
+    /// Fewer bytes than the packed form where memory is the limit, and never far behind it; the batch tile that the batch asks for.
+    #[test]
+    fn products_from_compact_weights_are_limited_by_memory() {
+        let wanted = PackedUse { pdl: true, ..USE };
+        // Where weights are few, more blocks are worth more than reading them once.
+        for (n, k) in SHAPES.into_iter().filter(|(n, k)| n * k >= 1 << 24) {
+            let mut last = 0.0;
+            for m in [1, 8, 9, 16, 17, 32] {
+                let problem = GemmShape { m, n, k };
+                let (spec, us) = compact_candidates(&Machine::H200, problem, wanted)[0];
+                let Op::GemmCompact(op) = spec.op else { panic!("{spec}") };
+                assert!(op.pdl && op.batch_tile.get() >= m, "{spec} at {m} of {n}x{k} reads the weights twice");
+                assert!(us >= last, "{spec} {problem:?}: {us} after {last}");
+                last = us;
+            }
+        }
+        for (n, k) in [(14336, 4096), (28672, 8192), (128_256, 4096)] {
+            let problem = GemmShape { m: 1, n, k };
+            let floor = f64::from(n) * f64::from(k) * COMPACT_BYTES / Machine::H200.memory;
+            let (spec, us) = compact_candidates(&Machine::H200, problem, wanted)[0];
+            let (_, packed) = candidates(&Machine::H200, problem, wanted)[0];
+            assert!((1.0..1.4).contains(&(us / floor)), "{spec} at {n}x{k}: {us:.1} us, floor {floor:.1}");
+            assert!((0.85..1.05).contains(&(us / packed)), "{spec} at {n}x{k}: {us:.1} us, packed {packed:.1}");
+        }
+        // A row of tiles for each block leaves half of the machine idle.
+        let narrow = compact_candidates(&Machine::H200, GemmShape { m: 1, n: 4096, k: 4096 }, wanted)[0].0;
+        assert!(matches!(narrow.op, Op::GemmCompact(op) if op.cluster.get() == 2), "{narrow}");
+        assert!(compact_candidates(&Machine::usual(Arch::Sm89), GemmShape { m: 1, n: 64, k: 64 }, USE).is_empty());
+        assert!(compact_candidates(&Machine::H200, GemmShape { m: 1, n: 65, k: 64 }, USE).is_empty());
+        // The expansion reads 1.36 and writes 1.5 bytes a weight: 44.7 us were measured of such a kernel.
+        let us = expand_us(&Machine::H200, 14336, 4096);
+        assert!((36.0..46.0).contains(&us), "{us}");
     }
 
     /// As docs/adr/0004 measured them: clusters where their tiles fill the machine once.

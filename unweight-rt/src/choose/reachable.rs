@@ -8,9 +8,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
-    spec::{DecodeOutput, Epilogue},
+    spec::{Arch, DecodeOutput, Epilogue, GemmCompactSpec, TranscodeStage, catalog},
 };
 use unweight_format::{FormId, bundle::Bundle, roles::Role, safetensors::Dtype};
 
@@ -41,6 +42,12 @@ impl Weight {
     /// Several weights under each other: put together as BF16, whatever their forms.
     pub fn merged(n: u32, k: u32, gated: bool) -> Self {
         Self { n, k, node: Node::Bf16, gated }
+    }
+
+    /// The same where all of the weights are compact: what they become together may be, too.
+    #[must_use]
+    pub fn all_compact(self, compact: bool) -> Self {
+        if compact { Self { node: Node::Compact, ..self } } else { self }
     }
 
     /// Whether kernels can read it as it is.
@@ -88,11 +95,66 @@ pub enum Linears {
     Bf16,
 }
 
+/// What compact tensors lie as on the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Resident {
+    /// In the packed form: expanded when they are loaded.
+    #[default]
+    Fast,
+    /// As they are, a tenth smaller: batches up to [`COMPACT_BATCH`] are multiplied straight from them, for larger ones they are
+    /// expanded into a slot ahead of each product. What kernels do not read so (shapes in no whole tiles, architectures without
+    /// `gemm_compact`, weights that are looked up in) is packed all the same.
+    Small,
+}
+
+/// The largest batch that is multiplied straight from compact weights: the largest batch tile of `gemm_compact`. A second tile would read and
+/// decode everything again.
+pub const COMPACT_BATCH: u32 = 32;
+
+/// How a batch is multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way<K> {
+    /// By a kernel that reads the weights as they lie.
+    Direct(K),
+    /// From packed weights, which one kernel writes into the slot ahead of the other.
+    Slot {
+        /// Compact to packed tiles.
+        expand: K,
+        /// The product; an ordinary launch, since it reads what the kernel before it writes.
+        product: K,
+    },
+}
+
+/// How a layer is multiplied, by epilogue and ascending in the largest batch.
+pub type Ways<K> = Vec<Choice<Way<K>>>;
+
+impl<K> Way<K> {
+    /// Its kernels, in the order of their launches.
+    pub fn kernels(&self) -> impl Iterator<Item = &K> {
+        let (first, second) = match self {
+            Self::Direct(kernel) => (kernel, None),
+            Self::Slot { expand, product } => (expand, Some(product)),
+        };
+        [first].into_iter().chain(second)
+    }
+
+    /// The same with each kernel's counterpart from `next`, in the order of [`Way::kernels`]. `None` where it has too few.
+    fn with<L>(&self, next: &mut impl Iterator<Item = L>) -> Option<Way<L>> {
+        Some(match self {
+            Self::Direct(_) => Way::Direct(next.next()?),
+            Self::Slot { .. } => Way::Slot { expand: next.next()?, product: next.next()? },
+        })
+    }
+}
+
 /// What layers are wanted for, and on what.
 #[derive(Clone, Debug)]
 pub struct Wanted {
     /// What their weights lie as.
     pub linears: Linears,
+    /// What compact ones lie as, where linears are packed.
+    pub resident: Resident,
     /// Chooses among the matmuls.
     pub chooser: PackedChooser,
     /// The largest batch.
@@ -139,6 +201,52 @@ impl Wanted {
         transcoder(self.chooser.arch())
     }
 
+    /// Whether a layer of this weight stays compact.
+    pub fn stays_compact(&self, weight: &Weight) -> bool {
+        let asked = (self.linears, self.resident) == (Linears::Packed, Resident::Small);
+        asked && weight.node == Node::Compact && weight.is_tiled() && has_compact_gemms(self.chooser.arch())
+    }
+
+    /// How a layer that stays compact is multiplied at every batch, by epilogue and ascending in the batch. Empty where no kernel takes the
+    /// shape.
+    ///
+    /// Above [`COMPACT_BATCH`] it is multiplied as the packed layer would be, by a kernel of the same shape, so with the same bits.
+    pub fn compact_ways(&self, weight: &Weight) -> Ways<VariantSpec> {
+        let (n, k) = (weight.n, weight.k);
+        let small = self.max_batch.min(COMPACT_BATCH);
+        let of = |&epilogue: &Epilogue| {
+            let wanted = PackedUse { escapes: true, pdl: self.pdl, epilogue };
+            let direct = self.chooser.compact_choices(n, k, small, wanted).into_iter();
+            let direct = direct.map(move |(last, kernel)| Choice { epilogue, last, kernel: Way::Direct(kernel) });
+            let above =
+                if self.max_batch > small { self.chooser.choices(n, k, self.max_batch, wanted) } else { Vec::new() };
+            let expand = expander(self.chooser.arch());
+            let above = above.into_iter().filter(move |(last, _)| *last > small).filter_map(move |(last, kernel)| {
+                let product = PackedUse { pdl: false, ..wanted }.of(kernel)?;
+                Some(Choice { epilogue, last, kernel: Way::Slot { expand, product } })
+            });
+            direct.chain(above)
+        };
+        weight.epilogues().iter().flat_map(of).collect()
+    }
+
+    /// The kernels of these, from a source, made ready together.
+    ///
+    /// # Errors
+    /// The source's.
+    pub fn take_ways<S: KernelSource>(
+        source: &S,
+        ways: &[Choice<Way<VariantSpec>>],
+    ) -> Result<Ways<S::Kernel>, S::Error> {
+        let specs: Vec<VariantSpec> = ways.iter().flat_map(|choice| choice.kernel.kernels().copied()).collect();
+        let mut kernels = source.take(&specs)?.into_iter();
+        let with = |Choice { epilogue, last, kernel }: &Choice<Way<VariantSpec>>| {
+            Some(Choice { epilogue: *epilogue, last: *last, kernel: kernel.with(&mut kernels)? })
+        };
+        // A source gives as many as it is asked for.
+        Ok(ways.iter().map_while(with).collect())
+    }
+
     /// The matmuls of every batch, by epilogue and ascending in the batch. Empty where none takes the shape.
     pub fn gemms(&self, weight: &Weight, escapes: bool) -> Vec<Choice<VariantSpec>> {
         let Some((n, k)) = weight.padded() else { return Vec::new() };
@@ -182,7 +290,12 @@ impl Wanted {
                     Step::Transcode => _ = variants.insert(self.transcoder()),
                     Step::GemmPacked if self.linears == Linears::Packed => {
                         let of = |&escapes: &bool| self.gemms(weight, escapes);
+                        // Of what stays compact, too: it may turn out to be smaller packed, or to be looked up in.
                         variants.extend(weight.escapes().iter().flat_map(of).map(|choice| choice.kernel));
+                        if self.stays_compact(weight) {
+                            let ways = self.compact_ways(weight);
+                            variants.extend(ways.iter().flat_map(|choice| choice.kernel.kernels()));
+                        }
                     }
                     _ => {}
                 }
@@ -192,8 +305,18 @@ impl Wanted {
     }
 }
 
-/// `[n, k]` by what a tensor is for.
-type Shapes = BTreeMap<Role, (u32, u32)>;
+/// The kernel that writes packed tiles of compact weights into a slot.
+fn expander(arch: Arch) -> VariantSpec {
+    VariantSpec::transcode(arch, TranscodeStage::Packed)
+}
+
+/// Whether products straight from compact weights ship for an architecture.
+pub fn has_compact_gemms(arch: Arch) -> bool {
+    catalog::on::<GemmCompactSpec>(arch).next().is_some()
+}
+
+/// `[n, k]`, and whether it is compact, by what a tensor is for.
+type Shapes = BTreeMap<Role, (u32, u32, bool)>;
 
 /// The weights of linear layers in a bundle, as its manifest has them: each alone, and merged as servers do it (q, k and v; a gate and an up).
 /// Embeddings are none, unless there is no head: then they are that, too.
@@ -211,7 +334,7 @@ pub fn weights(bundle: &Bundle) -> Vec<Weight> {
         }
         found.insert(Weight::stored(n, k, entry.form));
         let parent = entry.name.rsplitn(3, '.').nth(2).unwrap_or_default();
-        siblings.entry((entry.layer, parent)).or_default().insert(entry.role, (n, k));
+        siblings.entry((entry.layer, parent)).or_default().insert(entry.role, (n, k, entry.form == FormId::COMPACT));
     }
     for roles in siblings.values() {
         for (merge, gated) in [(&[Role::Q, Role::K, Role::V][..], false), (&[Role::Gate, Role::Up][..], true)] {
@@ -220,7 +343,8 @@ pub fn weights(bundle: &Bundle) -> Vec<Weight> {
             let n = shapes.iter().try_fold(0u32, |sum, shape| sum.checked_add(shape.0));
             let (Some(n), true) = (n, shapes.iter().all(|shape| shape.1 == k)) else { continue };
             if !gated || shapes[0].0 == shapes[1].0 && n.is_multiple_of(64) && k.is_multiple_of(64) {
-                found.insert(Weight::merged(n, k, gated));
+                let compact = shapes.iter().all(|shape| shape.2);
+                found.insert(Weight::merged(n, k, gated).all_compact(compact));
             }
         }
     }
@@ -233,12 +357,13 @@ mod tests {
 
     use unweight_codegen::{
         plan::{GemmShape, Plan},
-        spec::Arch,
+        spec::Op,
     };
 
     use unweight_format::form::FORMS;
 
     use super::*;
+    use crate::choose::model::Machine;
 
     /// Notes what a loader asks for.
     #[derive(Default)]
@@ -256,7 +381,7 @@ mod tests {
 
     fn wanted(max_batch: u32, pdl: bool, code_limit: u32) -> Wanted {
         let chooser = PackedChooser::h200();
-        Wanted { linears: Linears::Packed, chooser, max_batch, pdl, code_limit }
+        Wanted { linears: Linears::Packed, resident: Resident::Fast, chooser, max_batch, pdl, code_limit }
     }
 
     const SHAPES: [(u32, u32); 9] = [
@@ -315,6 +440,66 @@ mod tests {
         }
     }
 
+    /// Batches that a compact layer multiplies straight, and those that it expands for: the packed layer's product, launched after it.
+    #[test]
+    fn what_stays_compact_is_expanded_above_batch_32_for_the_product_of_the_packed_layer() {
+        let wanted = Wanted { resident: Resident::Small, ..wanted(700, true, 7) };
+        let fast = Wanted { resident: Resident::Fast, ..wanted.clone() };
+        for weight in all_weights().into_iter().chain([Weight::merged(6144, 4096, true).all_compact(true)]) {
+            let compact = weight.node == Node::Compact && weight.is_tiled();
+            assert_eq!((wanted.stays_compact(&weight), fast.stays_compact(&weight)), (compact, false), "{weight:?}");
+            if !compact {
+                assert_eq!(wanted.reachable([weight]), fast.reachable([weight]), "{weight:?}");
+                continue;
+            }
+            let recorder = Recorder::default();
+            let ways = Wanted::take_ways(&recorder, &wanted.compact_ways(&weight)).unwrap();
+            assert_eq!(ways, wanted.compact_ways(&weight), "a source's kernels are those that were asked for");
+            let packed = wanted.gemms(&weight, true);
+            for &epilogue in weight.epilogues() {
+                for m in [1, 8, 9, 16, 17, 31, 32, 33, 64, 65, 300, 700] {
+                    let first = |last: u32, of: Epilogue| of == epilogue && m <= last;
+                    let way = ways.iter().find(|choice| first(choice.last, choice.epilogue)).unwrap().kernel;
+                    let packed = packed.iter().find(|choice| first(choice.last, choice.epilogue)).unwrap().kernel;
+                    match way {
+                        Way::Direct(kernel) => {
+                            let Op::GemmCompact(op) = kernel.op else { panic!("{kernel}") };
+                            assert!(m <= COMPACT_BATCH && op.pdl && op.epilogue == epilogue, "{kernel} at {m}");
+                        }
+                        Way::Slot { expand, product } => {
+                            assert_eq!(expand.to_string(), "uw_sm90a_transcode_packed");
+                            // It reads what the kernel before it writes: it may not start early.
+                            let ordinary = PackedUse { escapes: true, pdl: false, epilogue }.of(packed);
+                            assert!(
+                                m > COMPACT_BATCH && Some(product) == ordinary,
+                                "{product} at {m}, packed {packed}"
+                            );
+                        }
+                    }
+                }
+            }
+            // All of it is compiled ahead, and what the layer asks for if it is packed after all.
+            let reachable = wanted.reachable([weight]);
+            assert!(recorder.0.borrow().iter().all(|spec| reachable.contains(spec)), "{weight:?}");
+            assert!(fast.reachable([weight]).iter().all(|spec| reachable.contains(spec)), "{weight:?}");
+            assert!(reachable.iter().all(|spec| Plan::new(spec).is_ok()), "{weight:?}");
+        }
+    }
+
+    #[test]
+    fn nothing_stays_compact_where_no_kernel_reads_it() {
+        let weight = Weight::stored(4096, 4096, FormId::COMPACT);
+        for arch in Arch::ALL.iter().copied() {
+            let chooser = PackedChooser::model(Machine::usual(arch));
+            let wanted = Wanted { resident: Resident::Small, chooser, ..wanted(64, true, 7) };
+            let has = matches!(arch, Arch::Sm90a | Arch::Sm100a | Arch::Sm103a);
+            assert_eq!((has_compact_gemms(arch), wanted.stays_compact(&weight)), (has, has), "{arch:?}");
+            assert_eq!(wanted.compact_ways(&weight).iter().any(|choice| choice.last <= 32), has, "{arch:?}");
+        }
+        let bf16 = Wanted { resident: Resident::Small, linears: Linears::Bf16, ..wanted(64, true, 7) };
+        assert!(!bf16.stays_compact(&weight));
+    }
+
     /// What cuBLAS multiplies asks for decoders and for the kernels that unpack.
     #[test]
     fn layers_for_cublas_ask_for_no_matmul() {
@@ -362,10 +547,9 @@ mod tests {
 
     #[test]
     fn what_ships_is_reached() {
-        let shipped = unweight_codegen::spec::catalog::all(Arch::Sm90a);
+        let shipped = catalog::all(Arch::Sm90a);
         for spec in wanted(4096, true, 7).reachable(all_weights()) {
-            let of_a_use =
-                matches!(spec.op, unweight_codegen::spec::Op::GemmMma(_) | unweight_codegen::spec::Op::GemmWgmma(_));
+            let of_a_use = matches!(spec.op, Op::GemmMma(_) | Op::GemmWgmma(_));
             assert!(of_a_use || shipped.contains(&spec), "{spec}");
             assert!(Plan::new(&spec).is_ok() && spec.arch == Arch::Sm90a, "{spec}");
         }

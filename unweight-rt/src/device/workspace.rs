@@ -18,6 +18,8 @@ pub struct LaneSize {
     pub padded_x: u64,
     /// Elements of an output, padded to whole tiles.
     pub padded_y: u64,
+    /// Bytes of the slot that weights are expanded into ahead of their product.
+    pub slot_bytes: u64,
     /// Whether cuBLAS multiplies.
     pub cublas: bool,
 }
@@ -31,6 +33,7 @@ impl LaneSize {
             counters: self.counters.max(other.counters),
             padded_x: self.padded_x.max(other.padded_x),
             padded_y: self.padded_y.max(other.padded_y),
+            slot_bytes: self.slot_bytes.max(other.slot_bytes),
             cublas: self.cublas || other.cublas,
         }
     }
@@ -38,7 +41,8 @@ impl LaneSize {
     /// Bytes on the device, beside cuBLAS's own.
     pub fn bytes(self) -> u64 {
         let elements = self.padded_x.saturating_add(self.padded_y);
-        self.workspace_bytes.saturating_add(self.counters.saturating_mul(4)).saturating_add(elements.saturating_mul(2))
+        let shared = self.workspace_bytes.saturating_add(self.counters.saturating_mul(4));
+        shared.saturating_add(elements.saturating_mul(2)).saturating_add(self.slot_bytes)
     }
 
     /// And cuBLAS.
@@ -64,10 +68,13 @@ impl From<WorkspacePlan> for LaneSize {
 
 impl fmt::Display for LaneSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { workspace_bytes, counters, padded_x, padded_y, cublas } = self;
+        let Self { workspace_bytes, counters, padded_x, padded_y, slot_bytes, cublas } = self;
         write!(f, "{workspace_bytes} B, {counters} counters")?;
         if padded_x.saturating_add(*padded_y) > 0 {
             write!(f, ", {padded_x} + {padded_y} padded elements")?;
+        }
+        if *slot_bytes > 0 {
+            write!(f, ", a slot of {slot_bytes} B")?;
         }
         if *cublas { f.write_str(", cuBLAS") } else { Ok(()) }
     }
@@ -107,7 +114,8 @@ mod tests {
 
     #[test]
     fn a_lane_that_lacks_anything_is_refused_and_says_what_it_has() {
-        let have = LaneSize { workspace_bytes: 100, counters: 4, padded_x: 10, padded_y: 20, cublas: false };
+        let have =
+            LaneSize { workspace_bytes: 100, counters: 4, padded_x: 10, padded_y: 20, slot_bytes: 30, cublas: false };
         assert_eq!(have.check(have), Ok(()));
         assert_eq!(have.check(LaneSize::default()), Ok(()));
         for need in [
@@ -115,6 +123,7 @@ mod tests {
             LaneSize { counters: 5, ..LaneSize::default() },
             LaneSize { padded_x: 11, ..LaneSize::default() },
             LaneSize { padded_y: 21, ..LaneSize::default() },
+            LaneSize { slot_bytes: 31, ..LaneSize::default() },
             LaneSize { cublas: true, ..LaneSize::default() },
         ] {
             assert_eq!(have.check(need), Err(Refusal::LaneTooSmall { need, have }));
@@ -123,6 +132,13 @@ mod tests {
         }
         let text = have.check(LaneSize { counters: 5, ..LaneSize::default() }).unwrap_err().to_string();
         assert!(text.contains("needs a lane of 0 B, 5 counters, this one has 100 B, 4 counters, 10 + 20"), "{text}");
+    }
+
+    #[test]
+    fn the_slot_is_counted_and_told() {
+        let size = LaneSize { workspace_bytes: 8, slot_bytes: 6160, ..LaneSize::default() };
+        assert_eq!((size.bytes(), LaneSize::default().bytes()), (6168, 0));
+        assert_eq!(size.to_string(), "8 B, 0 counters, a slot of 6160 B");
     }
 
     #[test]

@@ -2,20 +2,21 @@
 //!
 //! ```text
 //! parts --one under the other, or in turns--> scratch [n, k] --pad, pack--> packed weights --> register-sourced matmul
-//!                                                  +--what cannot be packed--> BF16 --> cuBLAS
+//!                                                  |--what cannot be packed--> BF16 --> cuBLAS
+//!                                                  +--by the host, if it is to stay small--> compact weights
 //! ```
-//! All on the GPU: what comes out has the bytes that the host would make of the same weights. The scratch is as large
+//! All but the last on the GPU: what comes out has the bytes that the host would make of the same weights. The scratch is as large
 //! as the largest layer, and goes with the builder.
 
 use std::sync::Arc;
 
 use unweight_codegen::{VariantSpec, spec::Epilogue};
-use unweight_format::packed::Window;
+use unweight_format::{Histogram, Matrix, compact, packed::Window};
 
 use crate::{
     choose::{
         model::PackedChooser,
-        reachable::{Choice, KernelSource, Linears, Wanted, Weight},
+        reachable::{KernelSource, Linears, Resident, Wanted, Weight},
     },
     device::{
         DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream, module::LoadedKernel,
@@ -26,11 +27,11 @@ use crate::{
         loader::{LoadError, LoadOptions, Merge, Unsuitable},
     },
     ops::{
-        gemm_packed::PackedGemm,
         lane::Lane,
         repack::{PackError, Packer},
+        transcode::Transcoder,
     },
-    weight::{DeviceMatrix, DevicePacked},
+    weight::{DeviceCompact, DeviceMatrix, DevicePacked},
 };
 
 impl KernelSource for KernelSet {
@@ -80,14 +81,16 @@ pub(super) struct Parts<'a> {
     names: &'a [&'a str],
     shapes: Vec<(u32, u32)>,
     merge: Merge,
+    /// Whether all of them are compact, or of no form yet.
+    compact: bool,
 }
 
 /// Writes a part into rows without gaps.
 pub(super) type Fill<'a> = &'a mut dyn FnMut(usize, &mut Packer, MatrixMut<'_>) -> Result<(), LoadError>;
 
 impl<'a> Parts<'a> {
-    pub(super) fn new(names: &'a [&'a str], shapes: Vec<(u32, u32)>, merge: Merge) -> Self {
-        Self { names, shapes, merge }
+    pub(super) fn new(names: &'a [&'a str], shapes: Vec<(u32, u32)>, merge: Merge, compact: bool) -> Self {
+        Self { names, shapes, merge, compact }
     }
 
     /// The tensor, or the first of them.
@@ -128,7 +131,7 @@ impl<'a> Parts<'a> {
                 return Err(unsuitable(first, Unsuitable::NotAPair { count: shapes.len() }));
             }
         };
-        Ok(Weight::merged(n, k, gated))
+        Ok(Weight::merged(n, k, gated).all_compact(self.compact))
     }
 }
 
@@ -161,14 +164,20 @@ impl<'k> LayerBuilder<'k> {
         self.packer.stream()
     }
 
-    /// A layer of these weights `[n, k]`, which messages call `name`; they are copied.
+    /// What compact weights of the layers from here on lie as; what that was.
+    pub fn set_resident(&mut self, resident: Resident) -> Resident {
+        std::mem::replace(&mut self.wanted.resident, resident)
+    }
+
+    /// A layer of these weights `[n, k]`, which messages call `name`; they are copied. Where compact weights are to stay so
+    /// ([`Resident::Small`]), the host encodes them.
     ///
     /// # Errors
     /// As [`Loader::merge`](super::loader::Loader::merge).
     pub fn layer(&mut self, name: &str, parts: &[MatrixRef<'_>], merge: Merge) -> Result<Linear, LoadError> {
         let shapes = parts.iter().map(|part| (part.rows(), part.cols())).collect();
         let names = [name];
-        self.merge(&Parts::new(&names, shapes, merge), &mut |part, packer, mut output| {
+        self.merge(&Parts::new(&names, shapes, merge, true), &mut |part, packer, mut output| {
             let Some(source) = parts.get(part) else { return Ok(()) };
             output.copy_from(packer.stream(), *source).map_err(in_tensor(name))
         })
@@ -200,18 +209,60 @@ impl<'k> LayerBuilder<'k> {
             let whole = MatrixMut::new(&mut self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
             stack(&mut self.packer, parts, whole, fill)?;
         }
-        let too_large = || unsuitable(parts.first(), Unsuitable::TooLarge { extent: n.max(k).into() });
+        let compact =
+            if self.wanted.stays_compact(&weight) { self.encode_scratch((n, k)).map_err(&device)? } else { None };
+        self.layer_of_scratch(parts.first(), &weight, compact)
+    }
+
+    /// A layer of a weight that stays compact, whose packed form has no more than its escapes on the device.
+    pub(super) fn compact(&mut self, name: &str, weight: &Weight, compact: DeviceCompact) -> Result<Linear, LoadError> {
+        let device = in_tensor(name);
+        let (n, k, stream) = (weight.n, weight.k, self.packer.stream().clone());
+        reserve(&mut self.scratch.whole, &stream, (n, k)).map_err(&device)?;
+        let whole = MatrixMut::new(&mut self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
+        let transcoder = Transcoder::of(self.kernels).map_err(&device)?;
+        transcoder.full(&stream, &compact, whole).map_err(&device)?;
+        self.layer_of_scratch(name, weight, Some(compact))
+    }
+
+    /// What the scratch `[n, k]` is as a layer, of which `compact` has the same weights if it is to stay so.
+    fn layer_of_scratch(
+        &mut self,
+        name: &str,
+        weight: &Weight,
+        compact: Option<DeviceCompact>,
+    ) -> Result<Linear, LoadError> {
+        let (n, k, device) = (weight.n, weight.k, in_tensor(name));
+        let stream = self.packer.stream().clone();
+        let too_large = || unsuitable(name, Unsuitable::TooLarge { extent: n.max(k).into() });
         let padded = weight.padded().ok_or_else(too_large)?;
-        match self.pack_scratch((n, k), padded) {
-            Ok(packed) => self.packed(packed, &weight).map_err(&device),
-            Err(PackError::Device(error)) => Err(device(error)),
-            Err(PackError::Unpackable(why)) if weight.gated => {
-                Err(unsuitable(parts.first(), Unsuitable::GateAndUp(why)))
+        match (self.pack_scratch((n, k), padded), compact) {
+            (Ok(packed), Some(compact)) => {
+                let escapes = packed.into_escapes();
+                let ways = Wanted::take_ways(self.kernels, &self.wanted.compact_ways(weight)).map_err(&device)?;
+                let layer = Linear::compact(compact, escapes, ways).map_err(&device)?;
+                Ok(self.noted(layer))
             }
+            (packed, _) => self.layer_of_packed(name, weight, packed, &stream),
+        }
+    }
+
+    fn layer_of_packed(
+        &mut self,
+        name: &str,
+        weight: &Weight,
+        packed: Result<DevicePacked, PackError>,
+        stream: &Stream,
+    ) -> Result<Linear, LoadError> {
+        let (n, k, device) = (weight.n, weight.k, in_tensor(name));
+        match packed {
+            Ok(packed) => self.packed(packed, weight).map_err(&device),
+            Err(PackError::Device(error)) => Err(device(error)),
+            Err(PackError::Unpackable(why)) if weight.gated => Err(unsuitable(name, Unsuitable::GateAndUp(why))),
             Err(PackError::Unpackable(_)) => {
                 let source = MatrixRef::new(&self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
-                let mut whole = DeviceMatrix::zeroed(&stream, n, k).map_err(&device)?;
-                whole.view_mut().copy_from(&stream, source).map_err(&device)?;
+                let mut whole = DeviceMatrix::zeroed(stream, n, k).map_err(&device)?;
+                whole.view_mut().copy_from(stream, source).map_err(&device)?;
                 self.whole(whole).map_err(&device)
             }
         }
@@ -247,11 +298,8 @@ impl<'k> LayerBuilder<'k> {
     /// A layer of packed weights, with every kernel that some batch asks for, loaded.
     pub(super) fn packed(&mut self, packed: DevicePacked, weight: &Weight) -> Result<Linear, DeviceError> {
         let choices = self.wanted.take_gemms(self.kernels, weight, packed.has_escapes())?;
-        let gemm = |Choice { epilogue, last, kernel }| -> Result<_, DeviceError> {
-            Ok(Choice { epilogue, last, kernel: PackedGemm::new(kernel)? })
-        };
-        let choices = choices.into_iter().map(gemm).collect::<Result<_, _>>()?;
-        Ok(self.noted(Linear::packed((weight.n, weight.k), packed, choices)))
+        let layer = Linear::packed((weight.n, weight.k), packed, choices)?;
+        Ok(self.noted(layer))
     }
 
     /// A layer for cuBLAS, once its weights are there: any stream may run it.
@@ -284,6 +332,20 @@ impl<'k> LayerBuilder<'k> {
             to.copy_from(&stream, from).map_err(&device)?;
         }
         Ok(())
+    }
+
+    /// The compact form of the scratch `[n, k]`, by the host; `None` where it has none. Waits.
+    fn encode_scratch(&mut self, (n, k): (u32, u32)) -> Result<Option<DeviceCompact>, DeviceError> {
+        let stream = self.packer.stream();
+        let elements = length("elements", u64::from(n) * u64::from(k))?;
+        let weights = self.scratch.whole.read(stream, 0, elements)?;
+        let bytes: &[u8] = bytemuck::cast_slice(&weights);
+        let matrix = Matrix::new(bytes, n as usize, k as usize)?;
+        match compact::encode(matrix, &Histogram::of(bytes)) {
+            Ok(tensor) => Ok(Some(DeviceCompact::upload(stream, &tensor)?)),
+            // It is packed, or stays as it is: which, and why not, its weights say.
+            Err(_) => Ok(None),
+        }
     }
 
     /// The packed form of the scratch `[n, k]`, padded to whole tiles.

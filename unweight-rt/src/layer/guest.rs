@@ -26,7 +26,7 @@ use unweight_format::{
 use crate::{
     choose::{
         model::PackedChooser,
-        reachable::{Choice, Wanted, Weight},
+        reachable::{Wanted, Weight},
     },
     device::{
         Call, Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
@@ -35,7 +35,6 @@ use crate::{
     },
     layer::{linear::Linear, loader::LoadOptions},
     ops::{
-        gemm_packed::PackedGemm,
         lane::Lane,
         repack::{PackError, Packer},
     },
@@ -138,11 +137,7 @@ impl Guest {
         let packed = DevicePacked::new(grid, window, packed, heads, escapes)?;
         let weight = Weight::stored(n, k, FormId::PACKED);
         let choices = self.wanted.take_gemms(&self.kernels, &weight, packed.has_escapes())?;
-        let gemm = |Choice { epilogue, last, kernel }| -> Result<_, DeviceError> {
-            Ok(Choice { epilogue, last, kernel: PackedGemm::new(kernel)? })
-        };
-        let choices = choices.into_iter().map(gemm).collect::<Result<_, _>>()?;
-        Ok(Linear::packed((n, k), packed, choices))
+        Linear::packed((n, k), packed, choices)
     }
 
     /// Writes the weights of a layer as BF16 `[n, k]` without gaps. Runs on a stream of its own, and waits for it.

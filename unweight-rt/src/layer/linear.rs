@@ -35,18 +35,27 @@
 //! # }
 //! ```
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use unweight_codegen::{VariantSpec, spec::Epilogue};
+use unweight_format::TileGrid;
 
 use crate::{
-    choose::reachable::Choice,
+    choose::reachable::{Choice, Way, Ways},
     device::{
-        DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal,
+        DeviceBuffer, DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
+        module::LoadedKernel,
         view::{Place, check_device},
+        workspace::Workspace,
     },
-    ops::{check_product, gemm_packed::PackedGemm, lane::Lane},
-    weight::{DeviceMatrix, DevicePacked},
+    ops::{
+        check_product,
+        gemm_compact::CompactGemm,
+        gemm_packed::PackedGemm,
+        lane::{Lane, LaneParts},
+        transcode::Expander,
+    },
+    weight::{DeviceCompact, DeviceMatrix, DevicePacked, PackedEscapes},
 };
 
 /// A linear layer on the device.
@@ -55,16 +64,138 @@ pub struct Linear {
     n: u32,
     k: u32,
     weights: Weights,
+    /// By epilogue, ascending in the largest batch. Empty where cuBLAS multiplies every batch.
+    choices: Vec<Choice<Multiply>>,
 }
 
 #[derive(Debug)]
 enum Weights {
-    Packed {
-        packed: DevicePacked,
-        /// By epilogue, ascending in the largest batch. Never empty.
-        choices: Vec<Choice<PackedGemm>>,
-    },
+    Packed(DevicePacked),
+    /// Compact, and what the packed form has beside the tiles that are written into the slot.
+    Compact(DeviceCompact, PackedEscapes),
     Whole(DeviceMatrix),
+}
+
+impl Weights {
+    /// Shape and tiling, padding included; `None` of weights that cuBLAS reads as they lie.
+    fn grid(&self) -> Option<TileGrid> {
+        match self {
+            Self::Packed(packed) => Some(packed.grid()),
+            Self::Compact(compact, _) => Some(compact.grid()),
+            Self::Whole(_) => None,
+        }
+    }
+
+    /// Rows and columns of that, which fit 32 bits.
+    fn padded(&self) -> Option<(u32, u32)> {
+        self.grid().map(|grid| (grid.rows() as u32, grid.cols() as u32))
+    }
+
+    fn ordinal(&self) -> usize {
+        match self {
+            Self::Packed(packed) => packed.device().ordinal(),
+            Self::Compact(compact, _) => compact.device().ordinal(),
+            Self::Whole(whole) => whole.data().device().ordinal(),
+        }
+    }
+
+    /// The addresses of its sections.
+    fn spans(&self) -> Vec<(&'static str, Range<u64>)> {
+        match self {
+            Self::Packed(packed) => packed.spans().to_vec(),
+            Self::Compact(compact, escapes) => compact.spans().into_iter().chain(escapes.spans()).collect(),
+            Self::Whole(whole) => vec![("the weights", whole.view().place().span())],
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Packed(packed) => packed.bytes(),
+            Self::Compact(compact, escapes) => compact.bytes() + escapes.bytes(),
+            Self::Whole(whole) => whole.bytes() as u64,
+        }
+    }
+}
+
+/// How a batch is multiplied.
+#[derive(Debug)]
+enum Multiply {
+    Packed(PackedGemm),
+    Compact(CompactGemm),
+    /// Packed tiles are written into the lane's slot, then multiplied with.
+    Slot(Expander, PackedGemm),
+}
+
+impl Multiply {
+    /// The kernel of the product.
+    fn kernel(&self) -> &LoadedKernel {
+        match self {
+            Self::Packed(gemm) | Self::Slot(_, gemm) => gemm.kernel(),
+            Self::Compact(gemm) => gemm.kernel(),
+        }
+    }
+
+    /// What a batch needs of a lane, beside room for what is padded.
+    fn lane_size(&self, m: u32, weights: &Weights) -> LaneSize {
+        let Some(grid) = weights.grid() else { return LaneSize::default() };
+        match self {
+            Self::Packed(gemm) => gemm.lane_size_of(m, grid),
+            Self::Compact(_) => LaneSize::default(),
+            Self::Slot(_, gemm) => LaneSize { slot_bytes: Expander::slot_bytes(grid), ..LaneSize::default() }
+                .max(gemm.lane_size_of(m, grid)),
+        }
+    }
+
+    /// Everything that can be refused at these operands, without enqueuing anything.
+    fn check(
+        &self,
+        have: LaneSize,
+        slot: &DeviceBuffer<u8>,
+        (x, y): (&Place, &Place),
+        weights: &Weights,
+    ) -> Result<(), DeviceError> {
+        match (self, weights) {
+            (Self::Packed(gemm), Weights::Packed(packed)) => gemm.check(have, x, packed, y),
+            (Self::Compact(gemm), Weights::Compact(compact, _)) => gemm.check(x, compact, y),
+            (Self::Slot(expander, gemm), Weights::Compact(compact, escapes)) => {
+                LaneSize { slot_bytes: slot.len() as u64, ..have }.check(self.lane_size(x.rows, weights))?;
+                expander.check(compact, slot)?;
+                // SAFETY: gone when this returns; nothing is enqueued.
+                gemm.check(have, x, &unsafe { escapes.over(slot) }?, y)
+            }
+            _ => Err(other_form().into()),
+        }
+    }
+
+    /// Enqueues the product.
+    fn enqueue(
+        &self,
+        (stream, workspace, slot): (&Stream, &mut Workspace, &mut DeviceBuffer<u8>),
+        x: MatrixRef<'_>,
+        weights: &Weights,
+        y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        match (self, weights) {
+            (Self::Packed(gemm), Weights::Packed(packed)) => gemm.enqueue_in(stream, workspace, x, packed, y),
+            (Self::Compact(gemm), Weights::Compact(compact, _)) => gemm.enqueue(stream, x, compact, y),
+            (Self::Slot(expander, gemm), Weights::Compact(compact, escapes)) => {
+                // Before anything is enqueued; `x` and `y` cannot lie in the slot, which the lane alone has.
+                self.check(workspace.size(), slot, (x.place(), y.place()), weights)?;
+                // An ordinary launch: the product that read the slot last is done when it starts.
+                expander.enqueue(stream, compact, escapes.window(), slot)?;
+                // SAFETY: gone when this returns. The layer and the lane outlive what they are given: dropping a buffer waits.
+                let packed = unsafe { escapes.over(slot) }?;
+                // An ordinary launch, too: it starts when the tiles are there.
+                gemm.enqueue_in(stream, workspace, x, &packed, y)
+            }
+            _ => Err(other_form().into()),
+        }
+    }
+}
+
+/// A layer is made with kernels for its weights, so nobody meets it.
+fn other_form() -> Refusal {
+    Refusal::Family { wanted: "a matmul that reads the layer's weights" }
 }
 
 /// Of the kernels of a layer, by epilogue and ascending in the largest batch, the one for this batch, and how many rows it takes at a time: all of
@@ -97,12 +228,46 @@ fn turns(m: u32, rows: u32) -> impl Iterator<Item = Range<u32>> {
 impl Linear {
     /// Weights for cuBLAS.
     pub(crate) fn whole(weights: DeviceMatrix) -> Self {
-        Self { n: weights.rows(), k: weights.cols(), weights: Weights::Whole(weights) }
+        Self { n: weights.rows(), k: weights.cols(), weights: Weights::Whole(weights), choices: Vec::new() }
     }
 
     /// Packed weights whose first `n` rows and `k` columns count.
-    pub(crate) fn packed((n, k): (u32, u32), packed: DevicePacked, choices: Vec<Choice<PackedGemm>>) -> Self {
-        Self { n, k, weights: Weights::Packed { packed, choices } }
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub(crate) fn packed(
+        (n, k): (u32, u32),
+        packed: DevicePacked,
+        choices: Vec<Choice<Arc<LoadedKernel>>>,
+    ) -> Result<Self, DeviceError> {
+        let gemm = |Choice { epilogue, last, kernel }| -> Result<_, DeviceError> {
+            Ok(Choice { epilogue, last, kernel: Multiply::Packed(PackedGemm::new(kernel)?) })
+        };
+        let choices = choices.into_iter().map(gemm).collect::<Result<_, _>>()?;
+        Ok(Self { n, k, weights: Weights::Packed(packed), choices })
+    }
+
+    /// Compact weights, with what their packed form has beside its tiles.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub(crate) fn compact(
+        compact: DeviceCompact,
+        escapes: PackedEscapes,
+        ways: Ways<Arc<LoadedKernel>>,
+    ) -> Result<Self, DeviceError> {
+        let multiply = |Choice { epilogue, last, kernel }| -> Result<_, DeviceError> {
+            let kernel = match kernel {
+                Way::Direct(kernel) => Multiply::Compact(CompactGemm::new(kernel)?),
+                Way::Slot { expand, product } => Multiply::Slot(Expander::new(expand)?, PackedGemm::new(product)?),
+            };
+            Ok(Choice { epilogue, last, kernel })
+        };
+        let choices = ways.into_iter().map(multiply).collect::<Result<_, _>>()?;
+        let grid = compact.grid();
+        // A grid's dimensions fit 32 bits.
+        let (n, k) = (grid.rows() as u32, grid.cols() as u32);
+        Ok(Self { n, k, weights: Weights::Compact(compact, escapes), choices })
     }
 
     /// Output features; of a gate and an up, both.
@@ -117,54 +282,49 @@ impl Linear {
 
     /// Bytes of the weights on the device.
     pub fn bytes(&self) -> u64 {
-        match &self.weights {
-            Weights::Packed { packed, .. } => packed.bytes(),
-            Weights::Whole(whole) => whole.bytes() as u64,
-        }
+        self.weights.bytes()
     }
 
-    /// Whether the weights are packed; otherwise they are BF16, for cuBLAS.
+    /// Whether the weights are packed.
     pub fn is_packed(&self) -> bool {
-        matches!(self.weights, Weights::Packed { .. })
+        matches!(self.weights, Weights::Packed(_))
+    }
+
+    /// Whether the weights are compact.
+    pub fn is_compact(&self) -> bool {
+        matches!(self.weights, Weights::Compact(..))
     }
 
     /// The packed weights, if they are: whole tiles, of which the first `n` rows and `k` columns count. What an embedding shares with its head.
     pub fn packed_weights(&self) -> Option<&DevicePacked> {
         match &self.weights {
-            Weights::Packed { packed, .. } => Some(packed),
-            Weights::Whole(_) => None,
+            Weights::Packed(packed) => Some(packed),
+            Weights::Compact(..) | Weights::Whole(_) => None,
         }
     }
 
     /// The weights as BF16 `[n, k]`, if they are.
     pub fn bf16_weights(&self) -> Option<&DeviceMatrix> {
         match &self.weights {
-            Weights::Packed { .. } => None,
+            Weights::Packed(_) | Weights::Compact(..) => None,
             Weights::Whole(whole) => Some(whole),
         }
     }
 
-    /// The variant for a batch, or for the first turns of one that takes several; `None` where cuBLAS takes it, or nothing does.
+    /// The variant of the product for a batch, or for the first turns of one that takes several; `None` where cuBLAS takes it, or nothing does.
     pub fn variant(&self, m: u32, epilogue: Epilogue) -> Option<VariantSpec> {
-        match &self.weights {
-            Weights::Packed { choices, .. } => {
-                let (choice, _) = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue).ok()?;
-                Some(*choice.kernel.kernel().spec())
-            }
-            Weights::Whole(_) => None,
-        }
+        let (choice, _) = self.choose(m, epilogue).ok()?;
+        Some(*choice.kernel.kernel().spec())
     }
 
     /// What its largest batch needs of a lane.
     pub fn lane_size(&self) -> LaneSize {
-        match &self.weights {
-            Weights::Whole(_) => LaneSize { cublas: true, ..LaneSize::default() },
-            Weights::Packed { packed, choices } => choices
-                .iter()
-                // The largest batch of a range needs most.
-                .map(|choice| choice.kernel.lane_size(choice.last, packed).max(self.padding(packed, choice.last)))
-                .fold(LaneSize::default(), LaneSize::max),
+        if let Weights::Whole(_) = self.weights {
+            return LaneSize { cublas: true, ..LaneSize::default() };
         }
+        // The largest batch of a range needs most.
+        let of = |choice: &Choice<Multiply>| self.turn_size(choice, choice.last);
+        self.choices.iter().map(of).fold(LaneSize::default(), LaneSize::max)
     }
 
     /// What a batch needs of a lane, in all of its turns.
@@ -172,23 +332,36 @@ impl Linear {
     /// # Errors
     /// [`Refusal::Epilogue`]: it was not loaded for that.
     pub fn lane_size_at(&self, m: u32, epilogue: Epilogue) -> Result<LaneSize, Refusal> {
-        let Weights::Packed { packed, choices } = &self.weights else { return Ok(self.lane_size()) };
-        let (_, rows) = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue)?;
+        if let Weights::Whole(_) = self.weights {
+            return Ok(self.lane_size());
+        }
+        let (_, rows) = self.choose(m, epilogue)?;
         let mut need = LaneSize::default();
         for rows in [rows, m % rows.max(1)].into_iter().filter(|rows| *rows > 0) {
-            let (choice, _) = choose(choices, |choice| (choice.epilogue, choice.last), rows, epilogue)?;
-            need = need.max(choice.kernel.lane_size(rows, packed)).max(self.padding(packed, rows));
+            let (choice, _) = self.choose(rows, epilogue)?;
+            need = need.max(self.turn_size(choice, rows));
         }
         Ok(need)
     }
 
-    /// Of a padded layer, room for `m` padded rows of input and output.
-    fn padding(&self, packed: &DevicePacked, m: u32) -> LaneSize {
-        padding((self.n, self.k), (packed.grid().rows() as u32, packed.grid().cols() as u32), m)
+    /// What takes a batch, and how many rows at a time.
+    fn choose(&self, m: u32, epilogue: Epilogue) -> Result<(&Choice<Multiply>, u32), Refusal> {
+        choose(&self.choices, |choice| (choice.epilogue, choice.last), m, epilogue)
     }
 
-    /// Enqueues the product on the lane's stream. A batch above the one that was loaded for takes several turns of that many rows. `y` `[m, n]` is overwritten, or added to ([`Epilogue::StoreAdd`]); of a packed gate and up
-    /// only [`Epilogue::SiluMul`] can be had, with `y` `[m, n / 2]`. Rows of packed layers begin at multiples of 16 bytes; those of `y` follow each other
+    /// What rows that are multiplied at once need of a lane.
+    fn turn_size(&self, choice: &Choice<Multiply>, rows: u32) -> LaneSize {
+        choice.kernel.lane_size(rows, &self.weights).max(self.padding(rows))
+    }
+
+    /// Of a padded layer, room for `m` padded rows of input and output.
+    fn padding(&self, m: u32) -> LaneSize {
+        let own = (self.n, self.k);
+        padding(own, self.weights.padded().unwrap_or(own), m)
+    }
+
+    /// Enqueues the product on the lane's stream. A batch above the one that was loaded for takes several turns of that many rows. `y` `[m, n]` is overwritten, or added to ([`Epilogue::StoreAdd`]); of a packed or compact gate and up
+    /// only [`Epilogue::SiluMul`] can be had, with `y` `[m, n / 2]`. Rows of packed and compact layers begin at multiples of 16 bytes; those of `y` follow each other
     /// without a gap, unless the layer is padded or cuBLAS's.
     ///
     /// # Errors
@@ -200,34 +373,32 @@ impl Linear {
         y: MatrixMut<'_>,
         epilogue: Epilogue,
     ) -> Result<(), DeviceError> {
-        let (packed, choices) = match &self.weights {
-            Weights::Whole(whole) => {
-                let add = match epilogue {
-                    Epilogue::Store => false,
-                    Epilogue::StoreAdd => true,
-                    asked => return Err(Refusal::Epilogue { asked, loaded: Epilogue::Store }.into()),
-                };
-                return lane.cublas()?.matmul(x, whole.view(), y, add);
-            }
-            Weights::Packed { packed, choices } => (packed, choices),
-        };
+        if let Weights::Whole(whole) = &self.weights {
+            let add = match epilogue {
+                Epilogue::Store => false,
+                Epilogue::StoreAdd => true,
+                asked => return Err(Refusal::Epilogue { asked, loaded: Epilogue::Store }.into()),
+            };
+            return lane.cublas()?.matmul(x, whole.view(), y, add);
+        }
         let m = x.rows();
-        let (_, rows) = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue)?;
+        let (choice, rows) = self.choose(m, epilogue)?;
         if rows == m {
-            return self.enqueue_turn(lane, x, y, epilogue, packed, choices);
+            return self.enqueue_turn(lane, x, y, choice);
         }
         let columns = if epilogue == Epilogue::SiluMul { self.n / 2 } else { self.n };
         let operands = [u64::from(self.n), self.k.into()];
-        check_product(packed.device().ordinal(), x.place(), operands, columns.into(), y.place(), packed.spans())?;
+        check_product(self.weights.ordinal(), x.place(), operands, columns.into(), y.place(), self.weights.spans())?;
         // Turns begin as the whole does: rows are a multiple of 16 bytes apart. The last may be another kernel's.
         for rows in [rows, m % rows] {
-            let (choice, _) = choose(choices, |choice| (choice.epilogue, choice.last), rows, epilogue)?;
-            lane.size().check(choice.kernel.lane_size(rows, packed).max(self.padding(packed, rows)))?;
+            let (choice, _) = self.choose(rows, epilogue)?;
+            lane.size().check(self.turn_size(choice, rows))?;
         }
         let mut y = y;
         for turn in turns(m, rows) {
+            let (choice, _) = self.choose(turn.end - turn.start, epilogue)?;
             let part = y.part(turn.clone(), 0..columns)?;
-            self.enqueue_turn(lane, x.part(turn, 0..self.k)?, part, epilogue, packed, choices)?;
+            self.enqueue_turn(lane, x.part(turn, 0..self.k)?, part, choice)?;
         }
         Ok(())
     }
@@ -238,42 +409,37 @@ impl Linear {
         lane: &mut Lane,
         x: MatrixRef<'_>,
         y: MatrixMut<'_>,
-        epilogue: Epilogue,
-        packed: &DevicePacked,
-        choices: &[Choice<PackedGemm>],
+        choice: &Choice<Multiply>,
     ) -> Result<(), DeviceError> {
         let m = x.rows();
-        let (choice, _) = choose(choices, |choice| (choice.epilogue, choice.last), m, epilogue)?;
-        let padding = self.padding(packed, m);
-        if padding == LaneSize::default() {
-            return choice.kernel.enqueue(lane, x, packed, y);
-        }
-        let own = packed.device().ordinal();
+        let padding = self.padding(m);
+        let (Some((padded_n, padded_k)), true) = (self.weights.padded(), padding != LaneSize::default()) else {
+            let LaneParts { stream, workspace, slot, .. } = lane.parts();
+            return choice.kernel.enqueue((stream, workspace, slot), x, &self.weights, y);
+        };
+        let own = self.weights.ordinal();
         let operands = [u64::from(self.n), self.k.into()];
-        check_product(own, x.place(), operands, self.n.into(), y.place(), packed.spans())?;
+        check_product(own, x.place(), operands, self.n.into(), y.place(), self.weights.spans())?;
         check_device("the lane", lane.stream().device().ordinal(), own)?;
         lane.size().check(padding)?;
         if m == 0 {
             return Ok(());
         }
-        // A grid's dimensions fit 32 bits.
-        let (padded_n, padded_k) = (packed.grid().rows() as u32, packed.grid().cols() as u32);
-        let (stream, workspace, padded) = lane.parts();
+        let LaneParts { stream, workspace, padded, slot, .. } = lane.parts();
         let padded_x = Place::of(&padded.x, m, padded_k)?;
         let padded_y = Place::of(&padded.y, m, padded_n)?;
-        choice.kernel.check(workspace.size(), &padded_x, packed, &padded_y)?;
+        choice.kernel.check(workspace.size(), slot, (&padded_x, &padded_y), &self.weights)?;
 
         // Columns past k must be zeros: they are multiplied with what pads the weights. Below the elements that the lane has.
         padded.x.fill_front(stream, m as usize * padded_k as usize, 0)?;
         front(&mut padded.x, m, self.k, padded_k)?.copy_from(stream, x)?;
-        if epilogue == Epilogue::StoreAdd {
+        if choice.epilogue == Epilogue::StoreAdd {
             front(&mut padded.y, m, self.n, padded_n)?.copy_from(stream, y.as_ref())?;
         }
-        choice.kernel.enqueue_in(
-            stream,
-            workspace,
+        choice.kernel.enqueue(
+            (stream, workspace, slot),
             MatrixRef::new(&padded.x, m, padded_k, padded_k.into())?,
-            packed,
+            &self.weights,
             front(&mut padded.y, m, padded_n, padded_n)?,
         )?;
         let mut y = y;
@@ -281,12 +447,7 @@ impl Linear {
     }
 }
 
-fn front(
-    buffer: &mut crate::device::DeviceBuffer<u16>,
-    rows: u32,
-    cols: u32,
-    pitch: u32,
-) -> Result<MatrixMut<'_>, Refusal> {
+fn front(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u32) -> Result<MatrixMut<'_>, Refusal> {
     MatrixMut::new(buffer, rows, cols, pitch.into())
 }
 

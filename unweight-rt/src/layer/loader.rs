@@ -7,6 +7,7 @@
 //! palette  --decode on the host----------+     +--what cannot be packed--> cuBLAS
 //! raw      ------------------------------+
 //! compact  --transcode on the GPU---------+
+//!    +--upload (merged: encoded anew by the host), if it is to stay small--> compact, 10.9 bits a weight
 //! ```
 
 use unweight_codegen::{VariantSpec, spec::DecodeOutput};
@@ -17,7 +18,7 @@ use unweight_format::{
     safetensors::Dtype,
 };
 
-pub use crate::choose::reachable::Linears;
+pub use crate::choose::reachable::{Linears, Resident};
 use crate::{
     choose::{
         graph::{Node, Step},
@@ -167,11 +168,13 @@ pub struct LoadOptions {
     pub pdl: bool,
     /// What the weights lie as; packed by default.
     pub linears: Linears,
+    /// What compact tensors lie as; packed by default.
+    pub resident: Resident,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        Self { max_batch: 4096, pdl: true, linears: Linears::Packed }
+        Self { max_batch: 4096, pdl: true, linears: Linears::Packed, resident: Resident::Fast }
     }
 }
 
@@ -194,9 +197,15 @@ impl LoadOptions {
         Self { linears, ..self }
     }
 
+    /// What compact tensors lie as.
+    #[must_use]
+    pub fn resident(self, resident: Resident) -> Self {
+        Self { resident, ..self }
+    }
+
     pub(super) fn wanted(self, chooser: PackedChooser, code_limit: u32) -> Wanted {
-        let Self { max_batch, pdl, linears } = self;
-        Wanted { linears, chooser, max_batch, pdl, code_limit }
+        let Self { max_batch, pdl, linears, resident } = self;
+        Wanted { linears, resident, chooser, max_batch, pdl, code_limit }
     }
 }
 
@@ -275,6 +284,10 @@ impl<'k> Loader<'k> {
                 let packed = self.parts().1.packed(name)?;
                 self.builder.packed(packed, &weight).map_err(in_tensor(name))
             }
+            Linears::Packed if self.builder.wanted.stays_compact(&weight) => {
+                let compact = self.parts().1.compact(name)?;
+                self.builder.compact(name, &weight, compact)
+            }
             _ => self.merge(&[name], Merge::Rows),
         }
     }
@@ -285,8 +298,10 @@ impl<'k> Loader<'k> {
     /// [`LoadError`]; the tensors have different `k`, or a gate and an up do not have the same multiple of 32 rows.
     pub fn merge(&mut self, names: &[&str], merge: Merge) -> Result<Linear, LoadError> {
         let shapes = names.iter().map(|name| extents(self.bundle, name)).collect::<Result<_, _>>()?;
+        let form = |name: &&str| self.bundle.entry(name).map(|entry| entry.form);
+        let compact = names.iter().all(|name| form(name).is_ok_and(|form| form == FormId::COMPACT));
         let (builder, mut tensors) = self.parts();
-        builder.merge(&Parts::new(names, shapes, merge), &mut |part, packer, output| {
+        builder.merge(&Parts::new(names, shapes, merge, compact), &mut |part, packer, output| {
             names.get(part).map_or(Ok(()), |name| tensors.decode(name, packer, output))
         })
     }
@@ -416,6 +431,14 @@ impl Tensors<'_> {
         DevicePacked::upload(&mut *self.staging, &tensor).map_err(in_tensor(name))
     }
 
+    /// A tensor that is stored compact.
+    fn compact(&mut self, name: &str) -> Result<DeviceCompact, LoadError> {
+        let Some(tensor) = CompactTensor::of(self.bundle.tensor(name)?) else {
+            return Err(self.other_form(name));
+        };
+        DeviceCompact::upload(&mut *self.staging, &tensor).map_err(in_tensor(name))
+    }
+
     /// Writes the weights of a tensor of any form into rows without gaps, in stream order.
     fn decode(&mut self, name: &str, packer: &mut Packer, mut output: MatrixMut<'_>) -> Result<(), LoadError> {
         let device = in_tensor(name);
@@ -436,10 +459,7 @@ impl Tensors<'_> {
                 packer.decode(&decoder, &tensor, output).map_err(&device)
             }
             Some(Step::Transcode) => {
-                let Some(tensor) = CompactTensor::of(self.bundle.tensor(name)?) else {
-                    return Err(self.other_form(name));
-                };
-                let tensor = DeviceCompact::upload(&mut *self.staging, &tensor).map_err(&device)?;
+                let tensor = self.compact(name)?;
                 let transcoder = Transcoder::of(self.kernels).map_err(&device)?;
                 // The tensor goes when this returns: dropping it waits.
                 transcoder.full(packer.stream(), &tensor, output).map_err(device)

@@ -14,8 +14,10 @@ use unweight_codegen::{
 
 use crate::{
     device::{
-        DeviceError, MatrixMut, MatrixRef, Refusal, Stream, module::LoadedKernel, tma::TensorMapParams,
-        view::check_device,
+        DeviceError, MatrixMut, MatrixRef, Refusal, Stream,
+        module::LoadedKernel,
+        tma::TensorMapParams,
+        view::{Place, check_device},
     },
     ops::check_product,
     weight::{self, DeviceCompact},
@@ -51,6 +53,20 @@ impl CompactGemm {
         if self.epilogue == Epilogue::SiluMul { n / 2 } else { n }
     }
 
+    /// Everything that can be refused at these operands, without enqueuing anything.
+    pub(crate) fn check(&self, x: &Place, w: &DeviceCompact, y: &Place) -> Result<(), DeviceError> {
+        let check = || {
+            let (own, shape) = (self.kernel.device().ordinal(), weight::shape(w.grid()));
+            check_product(own, x, shape, self.columns(shape[0]), y, w.spans())?;
+            x.check_rows_aligned("x")?;
+            y.check_rows_aligned("y")?;
+            y.check_dense("y")?;
+            check_device("the weights", w.device().ordinal(), own)?;
+            self.kernel.check_grid(problem(x.rows, w))
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))
+    }
+
     /// Enqueues the product. `y` is overwritten, or added to by a `store_add` variant; of a `silu_mul` variant it is `[m, n / 2]`. Rows of `x`
     /// may be apart, by a multiple of 8 elements; those of `y` are not.
     ///
@@ -65,19 +81,8 @@ impl CompactGemm {
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
         let (x, y) = (x.place(), y.place());
-        let shape = weight::shape(w.grid());
-        // A grid's dimensions fit 32 bits.
-        let problem = GemmShape { m: x.rows, n: shape[0] as u32, k: shape[1] as u32 };
-        let check = || {
-            let own = self.kernel.device().ordinal();
-            check_product(own, x, shape, self.columns(shape[0]), y, w.spans())?;
-            x.check_rows_aligned("x")?;
-            y.check_rows_aligned("y")?;
-            y.check_dense("y")?;
-            check_device("the weights", w.device().ordinal(), own)?;
-            self.kernel.check_grid(problem)
-        };
-        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        self.check(x, w, y)?;
+        let problem = problem(x.rows, w);
         let GemmShape { m, n, k } = problem;
         if m == 0 || n == 0 || k == 0 {
             return Ok(());
@@ -104,4 +109,9 @@ impl CompactGemm {
         // the kernel bounds what streams, heads and lists lead to. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(stream, problem, &args) }
     }
+}
+
+fn problem(m: u32, w: &DeviceCompact) -> GemmShape {
+    // A grid's dimensions fit 32 bits.
+    GemmShape { m, n: w.grid().rows() as u32, k: w.grid().cols() as u32 }
 }

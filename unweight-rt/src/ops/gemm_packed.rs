@@ -12,6 +12,7 @@ use unweight_codegen::{
     plan::{GemmShape, Plan},
     spec::{Epilogue, Op},
 };
+use unweight_format::TileGrid;
 
 use crate::{
     device::{
@@ -21,7 +22,10 @@ use crate::{
         view::{Place, check_device},
         workspace::Workspace,
     },
-    ops::{check_product, lane::Lane},
+    ops::{
+        check_product,
+        lane::{Lane, LaneParts},
+    },
     weight::{self, DevicePacked},
 };
 
@@ -99,6 +103,11 @@ impl PackedGemm {
 
     /// What a launch at batch `m` needs of a lane.
     pub fn lane_size(&self, m: u32, w: &DevicePacked) -> LaneSize {
+        self.lane_size_of(m, w.grid())
+    }
+
+    /// The same for weights of this shape.
+    pub(crate) fn lane_size_of(&self, m: u32, w: TileGrid) -> LaneSize {
         self.kernel.plan().workspace(problem(m, w), self.kernel.device().info().sms).into()
     }
 
@@ -115,7 +124,7 @@ impl PackedGemm {
         w: &DevicePacked,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (stream, workspace, _) = lane.parts();
+        let LaneParts { stream, workspace, .. } = lane.parts();
         self.enqueue_in(stream, workspace, x, w, y)
     }
 
@@ -127,7 +136,7 @@ impl PackedGemm {
             self.takes.check(own, x, &weights, y)?;
             check_device("the weights", w.device().ordinal(), own)?;
             have.check(self.lane_size(x.rows, w))?;
-            self.kernel.check_grid(problem(x.rows, w))
+            self.kernel.check_grid(problem(x.rows, w.grid()))
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))
     }
@@ -142,7 +151,7 @@ impl PackedGemm {
     ) -> Result<(), DeviceError> {
         let (x, y) = (x.place(), y.place());
         self.check(workspace.size(), x, w, y)?;
-        let GemmShape { m, n, k } = problem(x.rows, w);
+        let GemmShape { m, n, k } = problem(x.rows, w.grid());
         if m == 0 || n == 0 || k == 0 {
             return Ok(());
         }
@@ -177,9 +186,9 @@ impl PackedGemm {
     }
 }
 
-fn problem(m: u32, w: &DevicePacked) -> GemmShape {
+fn problem(m: u32, w: TileGrid) -> GemmShape {
     // A grid's dimensions fit 32 bits.
-    GemmShape { m, n: w.grid().rows() as u32, k: w.grid().cols() as u32 }
+    GemmShape { m, n: w.rows() as u32, k: w.cols() as u32 }
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! A lane: one stream, with the memory and the handles that launches on it share.
 //!
-//! Partial sums, counters, padded activations, cuBLAS's workspace and the fault words are used by one launch after the other, in
-//! stream order. So a lane belongs to one stream for ever, a launch borrows it mutably, and no call takes a lane *and* a stream. Work on two
+//! Partial sums, counters, padded activations, the slot of expanded weights, cuBLAS's workspace and the fault words are used by one launch after
+//! the other, in stream order. So a lane belongs to one stream for ever, a launch borrows it mutably, and no call takes a lane *and* a stream. Work on two
 //! streams takes two lanes:
 //! ```compile_fail,E0499
 //! # use unweight_codegen::spec::Epilogue;
@@ -43,6 +43,10 @@ pub struct Lane {
     stream: Stream,
     workspace: Workspace,
     padded: Padded,
+    /// Weights that are expanded ahead of their product. Who writes it and who reads it are both ordinary launches, never programmatic
+    /// dependents: each starts when all that was enqueued before is done, so a product reads what was written for it, and the next expansion
+    /// finds the product before it done.
+    slot: DeviceBuffer<u8>,
     /// [`FAULT_WORDS`]; each 0, or 1 and what it names.
     faults: DeviceBuffer<u32>,
     cublas: Option<Cublas>,
@@ -58,6 +62,14 @@ const FAULT_WORDS: usize = 1 + RowFault::ALL.len();
 pub(crate) struct Padded {
     pub(crate) x: DeviceBuffer<u16>,
     pub(crate) y: DeviceBuffer<u16>,
+}
+
+/// What a lane has, each to be borrowed by itself.
+pub(crate) struct LaneParts<'a> {
+    pub(crate) stream: &'a Stream,
+    pub(crate) workspace: &'a mut Workspace,
+    pub(crate) padded: &'a mut Padded,
+    pub(crate) slot: &'a mut DeviceBuffer<u8>,
 }
 
 impl Padded {
@@ -78,6 +90,7 @@ impl Lane {
         Ok(Self {
             workspace: Workspace::new(stream, size)?,
             padded: Padded::new(stream, size)?,
+            slot: DeviceBuffer::zeroed(stream, length("bytes of a slot", size.slot_bytes)?)?,
             faults: DeviceBuffer::zeroed(stream, FAULT_WORDS)?,
             cublas: if size.cublas { Some(Cublas::new(stream)?) } else { None },
             outgrown: Vec::new(),
@@ -91,7 +104,8 @@ impl Lane {
         let device = stream.device();
         let padded = Padded { x: DeviceBuffer::nothing(device), y: DeviceBuffer::nothing(device) };
         let faults = DeviceBuffer::nothing(device);
-        Self { workspace, padded, faults, cublas: None, outgrown: Vec::new(), stream }
+        let slot = DeviceBuffer::nothing(device);
+        Self { workspace, padded, slot, faults, cublas: None, outgrown: Vec::new(), stream }
     }
 
     /// The stream that all of its work goes to.
@@ -109,6 +123,7 @@ impl Lane {
         LaneSize {
             padded_x: self.padded.x.len() as u64,
             padded_y: self.padded.y.len() as u64,
+            slot_bytes: self.slot.len() as u64,
             cublas: self.cublas.is_some(),
             ..self.workspace.size()
         }
@@ -134,6 +149,10 @@ impl Lane {
         if (want.padded_x, want.padded_y) != (have.padded_x, have.padded_y) {
             let padded = Padded::new(&self.stream, want)?;
             self.outgrown.push(Box::new(std::mem::replace(&mut self.padded, padded)));
+        }
+        if want.slot_bytes != have.slot_bytes {
+            let slot = DeviceBuffer::zeroed(&self.stream, length("bytes of a slot", want.slot_bytes)?)?;
+            self.outgrown.push(Box::new(std::mem::replace(&mut self.slot, slot)));
         }
         if want.cublas && self.cublas.is_none() {
             self.cublas = Some(Cublas::new(&self.stream)?);
@@ -164,8 +183,9 @@ impl Lane {
         Err(fault)
     }
 
-    pub(crate) fn parts(&mut self) -> (&Stream, &mut Workspace, &mut Padded) {
-        (&self.stream, &mut self.workspace, &mut self.padded)
+    pub(crate) fn parts(&mut self) -> LaneParts<'_> {
+        let Self { stream, workspace, padded, slot, .. } = self;
+        LaneParts { stream, workspace, padded, slot }
     }
 
     /// Where decoders of this lane report.

@@ -1,8 +1,10 @@
-//! The compact form to BF16 on the GPU (`docs/format.md` A.11): the weights, bit for bit.
+//! The compact form to BF16 and to packed tiles on the GPU (`docs/format.md` A.11): the weights, bit for bit.
 //!
 //! ```text
-//! DeviceCompact --full--> DeviceMatrix
+//! DeviceCompact --full----> DeviceMatrix
+//!               --packed--> the slot of a lane: what a product reads next
 //! ```
+//! All are ordinary launches: they start when the stream has done everything before, and end before a product that reads the slot starts.
 
 use std::sync::Arc;
 
@@ -13,9 +15,14 @@ use unweight_codegen::{
     spec::{Op, TranscodeStage},
 };
 
+use unweight_format::{
+    TileGrid,
+    packed::{self, Window},
+};
+
 use crate::{
     device::{
-        DeviceError, KernelSet, MatrixMut, Refusal, Stream,
+        DeviceBuffer, DeviceError, KernelSet, MatrixMut, Refusal, Stream,
         module::LoadedKernel,
         view::{check_apart, check_device},
     },
@@ -74,6 +81,91 @@ impl Transcoder {
     }
 }
 
+/// The kernel that writes the packed tiles of a compact tensor into a slot, ahead of a product. Escape heads and lists are those of the packed
+/// tensor ([`PackedEscapes`](crate::weight)), which stay on the device; the kernel's own heads and sums go to the end of the slot, where nobody reads them.
+#[derive(Clone, Debug)]
+pub struct Expander {
+    kernel: Arc<LoadedKernel>,
+}
+
+/// What lies where in a slot, bytes: `tiles | heads | inexact | words of the groups`.
+struct SlotPlan {
+    heads: u64,
+    inexact: u64,
+    group_words: u64,
+    bytes: u64,
+}
+
+impl SlotPlan {
+    fn of(grid: TileGrid) -> Self {
+        /// Tiles whose lists are summed together: 64 row blocks.
+        const GROUP_TILES: u64 = 16;
+        let tiles = grid.tiles() as u64;
+        // Below 2^31 tiles: no sum leaves 64 bits.
+        let heads = tiles * packed::TILE_BYTES as u64;
+        let inexact = heads + tiles * packed::ROW_BLOCKS as u64 * 4;
+        let group_words = inexact + 8;
+        Self { heads, inexact, group_words, bytes: group_words + tiles.div_ceil(GROUP_TILES) * 4 }
+    }
+}
+
+impl Expander {
+    /// Wraps a kernel.
+    ///
+    /// # Errors
+    /// A kernel of another family, or of another stage.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::Transcode(spec) if spec.stage == TranscodeStage::Packed => Ok(Self { kernel }),
+            _ => kernel.refuse(Refusal::Family { wanted: "a transcoder to packed tiles" }),
+        }
+    }
+
+    /// Bytes of a slot for a tensor.
+    pub fn slot_bytes(grid: TileGrid) -> u64 {
+        SlotPlan::of(grid).bytes
+    }
+
+    /// Everything that can be refused, without enqueuing anything.
+    pub(crate) fn check(&self, tensor: &DeviceCompact, slot: &DeviceBuffer<u8>) -> Result<(), DeviceError> {
+        let check = || {
+            let own = self.kernel.device().ordinal();
+            let need = Self::slot_bytes(tensor.grid());
+            weight::room("the slot", slot.len(), usize::try_from(need).unwrap_or(usize::MAX))?;
+            check_device("the slot", slot.device().ordinal(), own)?;
+            check_device("the tensor", tensor.device().ordinal(), own)
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))
+    }
+
+    /// Enqueues the writing of the tiles to the front of `slot`, for the window of the packed tensor.
+    ///
+    /// # Errors
+    /// A slot that is too small, or on another device; or the driver's refusal.
+    pub fn enqueue(
+        &self,
+        stream: &Stream,
+        tensor: &DeviceCompact,
+        window: Window,
+        slot: &mut DeviceBuffer<u8>,
+    ) -> Result<(), DeviceError> {
+        self.check(tensor, slot)?;
+        let (plan, at) = (SlotPlan::of(tensor.grid()), slot.address());
+        let args = TranscodeArgs {
+            packed: at,
+            escape_heads: at + plan.heads,
+            inexact: at + plan.inexact,
+            group_words: at + plan.group_words,
+            base: window.base().into(),
+            ..args(tensor)
+        };
+        let problem = GemmShape { m: 0, n: args.n, k: args.k };
+        // SAFETY: the sections are those of a checked tensor, beside the counts that bound them; the slot has room for all that is written.
+        // The sums there grow from whatever they were: nobody reads them. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(stream, problem, &args) }
+    }
+}
+
 /// What all stages read, and the shape.
 #[doc(hidden)]
 pub fn args(tensor: &DeviceCompact) -> TranscodeArgs {
@@ -93,5 +185,21 @@ pub fn args(tensor: &DeviceCompact) -> TranscodeArgs {
         tile_rows: grid.tile_rows() as u32,
         tile_cols: grid.tile_cols() as u32,
         ..TranscodeArgs::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_has_room_for_all_that_the_kernel_writes() {
+        for (n, k, tiles) in [(64, 64, 1), (64, 64 * 16, 16), (64, 64 * 17, 17), (14336, 4096, 14336)] {
+            let plan = SlotPlan::of(TileGrid::new(n, k).unwrap());
+            assert_eq!((plan.heads, plan.inexact), (tiles * 6144, tiles * (6144 + 16)));
+            assert!(plan.heads.is_multiple_of(16) && plan.inexact.is_multiple_of(8), "as they are stored");
+            assert_eq!(plan.bytes - plan.group_words, tiles.div_ceil(16) * 4);
+            assert!(plan.group_words >= plan.inexact + 8);
+        }
     }
 }

@@ -23,6 +23,8 @@ pub use self::{
     palette::{DevicePalette, PaletteSections, PaletteView},
 };
 
+pub(crate) use self::packed::PackedEscapes;
+
 /// Kernels count tiles in 32 bits.
 fn device_shape(grid: TileGrid) -> Result<(), Refusal> {
     const LIMIT: u64 = (1 << 31) - 1;

@@ -7,7 +7,7 @@ use unweight_format::{
     packed::{self, PackedTensor, Window},
 };
 
-use super::{count, device_shape, elements};
+use super::{count, device_shape, elements, room};
 use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Stream, Upload, view::check_device};
 
 /// A packed tensor on the device (`docs/format.md` A.9): what the register-sourced matmuls multiply with.
@@ -82,6 +82,12 @@ impl DevicePacked {
         Ok(PackedTensor::from_parts(self.grid, self.window, self.packed.to_host(stream)?, heads, escapes)?)
     }
 
+    /// What it has beside its tiles, which go.
+    pub(crate) fn into_escapes(self) -> PackedEscapes {
+        let Self { grid, window, has_escapes, escape_heads, escapes, .. } = self;
+        PackedEscapes { grid, window, has_escapes, escape_heads, escapes }
+    }
+
     /// Where it lies.
     pub fn device(&self) -> &Device {
         self.packed.device()
@@ -125,5 +131,58 @@ impl DevicePacked {
     /// Bytes of all sections.
     pub fn bytes(&self) -> u64 {
         (self.packed.bytes() + self.escape_heads.bytes() + self.escapes.bytes()) as u64
+    }
+}
+
+/// What a packed tensor has beside its tiles: of a tensor whose tiles are written into a slot whenever they are needed.
+#[derive(Debug)]
+pub(crate) struct PackedEscapes {
+    grid: TileGrid,
+    window: Window,
+    has_escapes: bool,
+    escape_heads: DeviceBuffer<u32>,
+    escapes: DeviceBuffer<u32>,
+}
+
+impl PackedEscapes {
+    /// The window.
+    pub(crate) fn window(&self) -> Window {
+        self.window
+    }
+
+    /// The addresses of its sections.
+    pub(crate) fn spans(&self) -> [(&'static str, Range<u64>); 2] {
+        [("escape_heads", self.escape_heads.span()), ("escapes", self.escapes.span())]
+    }
+
+    /// Bytes of its sections.
+    pub(crate) fn bytes(&self) -> u64 {
+        (self.escape_heads.bytes() + self.escapes.bytes()) as u64
+    }
+
+    /// The tensor whose tiles lie at the front of `slot`.
+    ///
+    /// # Safety
+    /// What is made of it is gone, and the work that was given it enqueued, before either is.
+    ///
+    /// # Errors
+    /// The slot is too small or on another device.
+    pub(crate) unsafe fn over(&self, slot: &DeviceBuffer<u8>) -> Result<DevicePacked, DeviceError> {
+        let device = self.escape_heads.device();
+        let bytes = self.grid.tiles() * packed::TILE_BYTES;
+        room("the slot", slot.len(), bytes)?;
+        check_device("the slot", slot.device().ordinal(), device.ordinal())?;
+        // SAFETY: the front of the slot and both sections, whole, with what is readable behind them (behind the tiles: the
+        // rest of the slot, or its own padding); alive by the caller's promise.
+        let packed = unsafe {
+            DevicePacked::new(
+                self.grid,
+                self.window,
+                DeviceBuffer::borrow(device, slot.address(), bytes)?,
+                DeviceBuffer::borrow(device, self.escape_heads.address(), self.escape_heads.len())?,
+                DeviceBuffer::borrow(device, self.escapes.address(), self.escapes.len())?,
+            )
+        }?;
+        Ok(DevicePacked { has_escapes: self.has_escapes, ..packed })
     }
 }
