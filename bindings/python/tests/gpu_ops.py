@@ -1,4 +1,4 @@
-"""The operator on an NVIDIA GPU: `python -m unittest gpu_ops`. Needs torch, and fails where there is none that has kernels."""
+"""The operator on an NVIDIA GPU: `python -m unittest gpu_ops`. Needs torch, and fails without a GPU that has kernels."""
 
 import copy
 import gc
@@ -10,7 +10,7 @@ import torch
 import unweight
 import unweight.ops
 from torch import nn
-from unweight.ops import Linear, linear, pack, place, unpack
+from unweight.ops import Experts, Linear, linear, pack, place, unpack
 
 DEVICE = torch.device("cuda", 0)
 # A layer of the least shape, and some like those of real models; of the largest, some batches share tiles out.
@@ -113,6 +113,19 @@ class Packing(Gpu):
     def test_strided_weights(self):
         weight = weights(256, 1024)[:, 256:768]
         self.assertTrue(torch.equal(unpack(pack(weight).arena), weight))
+
+
+class Mixture(Gpu):
+    def test_each_expert_is_its_own_product_there_and_after_a_move(self):
+        matrices = torch.stack([weights(256, 320, seed=seed) * 2.0 ** (30 * seed) for seed in range(3)])
+        for experts in (Experts.of(matrices), Experts.of(matrices.cpu()).to(DEVICE)):
+            for index, weight in enumerate(matrices):
+                self.assertTrue(torch.equal(experts.unpacked(index), weight))
+                for m in (1, 33, 300):
+                    x = inputs(m, 320, seed=m)
+                    hold(self, experts.linear(x, index), x, weight)
+        gone = experts.cpu()
+        self.assertTrue(torch.equal(gone.unpacked(2), matrices[2].cpu()))
 
 
 class Operator(Gpu):

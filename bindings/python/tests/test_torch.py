@@ -12,7 +12,7 @@ import torch
 import unweight
 import unweight.ops
 from torch import nn
-from unweight.ops import Linear, linear, pack, unpack
+from unweight.ops import Experts, Linear, linear, pack, unpack
 
 
 def weights(n: int, k: int, seed: int = 0, wide: int = 0) -> torch.Tensor:
@@ -146,7 +146,8 @@ class Operator(unittest.TestCase):
         for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
             self.assertIsNone(unweight.ops._without_kernels("a GPU", capability), capability)
         for capability in ((7, 0), (7, 5), (8, 7), (11, 0), (12, 1)):
-            self.assertRegex(unweight.ops._without_kernels("Quadro", capability), r"Quadro: \d+\.\d\); there are for 8\.0, ")
+            reason = unweight.ops._without_kernels("Quadro", capability)
+            self.assertRegex(reason, r"Quadro: \d+\.\d\); there are for 8\.0, ")
 
     @unittest.skipIf(torch.cuda.is_available(), "this machine has a GPU: gpu_ops.py is for that")
     def test_without_a_gpu_the_runtime_says_what_is_missing(self):
@@ -197,6 +198,31 @@ class Module(unittest.TestCase):
         _, packed = self.layer()
         with self.assertRaisesRegex(ValueError, "bfloat16"):
             packed.float()(inputs(2, 128).float())
+
+
+class Mixture(unittest.TestCase):
+    def test_each_expert_has_a_window_of_its_own(self):
+        # The third has no weight in the window of the others.
+        matrices = torch.stack([weights(128, 64, seed=1, wide=9), weights(128, 64, seed=2), weights(128, 64) * 2.0**40])
+        experts = Experts.of(matrices)
+        self.assertEqual((len(experts), experts.arenas.shape[0]), (3, 3))
+        self.assertLess(experts.arenas.nbytes, matrices.nbytes * 0.8)
+        del matrices
+        gc.collect()
+        expected = [weights(128, 64, seed=1, wide=9), weights(128, 64, seed=2), weights(128, 64) * 2.0**40]
+        x = inputs(5, 64)
+        for these in (experts, copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+            for index, weight in enumerate(expected):
+                self.assertTrue(torch.equal(these.unpacked(index), weight), index)
+                self.assertTrue(torch.equal(these.linear(x, index), nn.functional.linear(x, weight)), index)
+
+    def test_one_that_cannot_be_packed_keeps_all_as_they_are(self):
+        everything = torch.arange(128 * 64, dtype=torch.int32).mul(8).to(torch.int16).view(torch.bfloat16).view(128, 64)
+        self.assertIsNone(pack(everything))
+        self.assertIsNone(Experts.of(torch.stack([weights(128, 64), everything])))
+        self.assertIsNone(Experts.of(torch.empty(0, 64, 64, dtype=torch.bfloat16)))
+        with self.assertRaisesRegex(ValueError, r"\[experts, n, k\], got \[128, 64\]"):
+            Experts.of(everything)
 
 
 class Tensors(unittest.TestCase):

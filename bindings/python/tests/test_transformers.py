@@ -18,16 +18,22 @@ import unweight
 import unweight.transformers
 from models import MOE, of_transformers
 from transformers import AutoModelForCausalLM
-from unweight.ops import Linear
+from unweight.ops import Experts, Linear
 from unweight.transformers import UnweightConfig
 
+# Two layers of experts: gates and ups, and downs.
+EXPERTS = 4
+# Configuration, options, and how much is packed.
 KINDS = {
     "llama": ("LlamaConfig", dict(tie_word_embeddings=False), 15),
     "llama, tied": ("LlamaConfig", dict(tie_word_embeddings=True), 14),
     "qwen2": ("Qwen2Config", dict(tie_word_embeddings=False), 15),
     "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 14),
     "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 9),
-    "qwen3 moe": ("Qwen3MoeConfig", MOE, 9),
+    "qwen3 moe": ("Qwen3MoeConfig", MOE, 9 + EXPERTS),
+    "mixtral": ("MixtralConfig", dict(tie_word_embeddings=False, num_local_experts=4), 9 + EXPERTS),
+    # Its gates and ups only: 96 columns stay as they are.
+    "qwen3 moe, odd": ("Qwen3MoeConfig", {**MOE, "moe_intermediate_size": 96}, 9 + 2),
 }
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(3))
 
@@ -39,7 +45,9 @@ def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
 
 
 def packed(model: torch.nn.Module) -> int:
-    return sum(isinstance(module, Linear) and module.is_packed for module in model.modules())
+    modules = list(model.modules())
+    linears = sum(isinstance(module, Linear) and module.is_packed for module in modules)
+    return linears + sum(isinstance(module, Experts) for module in modules)
 
 
 @torch.inference_mode()
@@ -87,6 +95,22 @@ class Models(unittest.TestCase):
         self.assertEqual(packed(got), 15)
         self.assertTrue(torch.equal(logits(got), logits(expected)))
         self.assertLess(got.get_memory_footprint(), expected.get_memory_footprint() * 0.85)
+
+    def test_experts_are_packed_and_nothing_else_is_left(self):
+        model = make(self.home / "model", "mixtral")
+        expected = AutoModelForCausalLM.from_pretrained(model)
+        got = AutoModelForCausalLM.from_pretrained(model, quantization_config=UnweightConfig())
+        experts = got.model.layers[0].mlp.experts
+        self.assertEqual({name for name, _ in experts.named_parameters()}, set())
+        for expert in range(4):
+            stock = expected.model.layers[0].mlp.experts.down_proj[expert]
+            self.assertTrue(torch.equal(experts.down_proj.unpacked(expert), stock))
+        self.assertLess(got.get_memory_footprint(), expected.get_memory_footprint() * 0.85)
+        more = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+        self.assertTrue(torch.equal(expected.generate(TOKENS, **more), got.generate(TOKENS, **more)))
+        with self.assertRaisesRegex(AttributeError, "Experts"):
+            got.set_experts_implementation("grouped_mm")
+            logits(got)
 
     def test_tokens_are_the_model_s_own_and_graphs_are_whole(self):
         model, bundle = self.bundle()
@@ -160,6 +184,10 @@ def shared(model: str, bundle: str) -> None:
     q = got.model.layers[0].self_attn.q_proj
     assert packed(got) >= 8, packed(got)
     assert q.unpacked().shape == (128, 256), f"not sharded: {list(q.unpacked().shape)}"
+    if hasattr(got.model.layers[0].mlp, "experts"):
+        experts = got.model.layers[0].mlp.experts
+        shapes = [(matrices.n, matrices.k) for matrices in (experts.gate_up_proj, experts.down_proj)]
+        assert shapes == [(128, 256), (256, 64)], f"not sharded: {shapes}"
     assert torch.equal(logits(got), logits(expected)), "other logits"
     if torch.distributed.get_rank() == 0:
         print("equal")

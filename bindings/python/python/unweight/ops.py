@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from . import _native
 from .errors import UnweightError
 
-__all__ = ["Escapes", "Linear", "Packed", "Placed", "linear", "pack", "place", "unpack", "why_not"]
+__all__ = ["Escapes", "Experts", "Linear", "Packed", "Placed", "linear", "pack", "place", "unpack", "why_not"]
 
 _library = torch.library.Library("unweight", "DEF")
 _library.define(
@@ -153,12 +153,17 @@ def place(arena: Tensor, escapes: Tensor) -> Placed:
 
 def _kept(arena: Tensor, kept: Union[Escapes, Placed]) -> Union[Escapes, Placed]:
     """What is to be kept of an arena that came from another place."""
-    if arena.device.type == "cuda":
-        return place(arena, kept.data)
-    if arena.device.type == "cpu" and isinstance(kept, Placed):
-        _, _, _, digest = _native.arena_head(*_memory(arena))
-        return _escapes(digest, kept.data.cpu())
+    if arena.device.type == "cuda" or arena.device.type == "cpu" and isinstance(kept, Placed):
+        return _held(arena, kept.data)
     return kept
+
+
+def _held(arena: Tensor, data: Tensor) -> Union[Escapes, Placed]:
+    """What is to be kept of an arena and its lists of escapes, where it is."""
+    if arena.device.type == "cuda":
+        return place(arena, data)
+    _, _, _, digest = _native.arena_head(*_memory(arena))
+    return _escapes(digest, data.cpu())
 
 
 class Packed(NamedTuple):
@@ -368,3 +373,55 @@ class Linear(nn.Module):
     def extra_repr(self) -> str:
         form = "packed" if self.is_packed else "not packed"
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {form}"
+
+
+class Experts(nn.Module):
+    """Packed matrices of one shape, such as those of the experts of a layer, each with a window of its own."""
+
+    arenas: Tensor
+    """uint8 `[experts, bytes]`: the arena of each."""
+
+    def __init__(self, arenas: Tensor, escapes: list[Tensor], n: int, k: int) -> None:
+        super().__init__()
+        self.register_buffer("arenas", arenas)
+        self.n, self.k = n, k
+        self._escapes = [_held(arena, data) for arena, data in zip(arenas, escapes)]
+
+    @classmethod
+    def of(cls, weights: Tensor) -> Optional[Experts]:
+        """Packs BF16 `[experts, n, k]` where they are; `None` if one of them cannot be packed."""
+        if weights.dim() != 3:
+            raise ValueError(f"Experts are of weights [experts, n, k], got {list(weights.shape)}")
+        arenas: Optional[Tensor] = None
+        escapes = []
+        for index, weight in enumerate(weights):
+            packed = pack(weight)
+            if packed is None:
+                return None
+            if arenas is None:
+                arenas = packed.arena.new_empty(len(weights), packed.arena.nbytes)
+            arenas[index].copy_(packed.arena)
+            escapes.append(packed.escapes.data)
+        return None if arenas is None else cls(arenas, escapes, *weights.shape[1:])
+
+    def linear(self, x: Tensor, expert: int) -> Tensor:
+        """`x @ weight.T` by the matrix of one expert."""
+        return torch.ops.unweight.linear(x, self.arenas[expert], self.n)
+
+    def unpacked(self, expert: int) -> Tensor:
+        """The matrix of one expert, bit for bit."""
+        return unpack(self.arenas[expert])
+
+    def __len__(self) -> int:
+        return len(self.arenas)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        before = self.arenas
+        super()._apply(fn, recurse)
+        if self.arenas is not before:
+            # Moved, such as by `to`.
+            self._escapes = [_kept(arena, kept) for arena, kept in zip(self.arenas, self._escapes)]
+        return self
+
+    def extra_repr(self) -> str:
+        return f"experts={len(self)}, in_features={self.k}, out_features={self.n}, packed"

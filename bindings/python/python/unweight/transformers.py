@@ -4,7 +4,8 @@
     AutoModelForCausalLM.from_pretrained("model", quantization_config=UnweightConfig())     # any BF16 model
 
 Both give the model's own BF16 weights, tensor by tensor, to transformers, which renames, merges and shards them as
-always; each linear layer is packed when its shard is there. So experts and tensor parallelism work as they do without.
+always; each linear layer is packed when its shard is there, and each expert of a mixture. So renamed and merged tensors
+and tensor parallelism work as they do without.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ from __future__ import annotations
 import pathlib
 import weakref
 from types import TracebackType
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator, Optional, Union
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from transformers import modeling_utils
 from transformers.core_model_loading import ConversionOps
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._bundle import Bundle, TensorInfo
-from .ops import Linear, why_not
+from .ops import Experts, Linear, why_not
 
 __all__ = ["UnweightConfig"]
 
@@ -43,6 +46,59 @@ class UnweightConfig(QuantizationConfigMixin):
         """The digest of a bundle's manifest; `None` for a model that is packed when it is loaded."""
 
 
+def _packed(module: nn.Module, name: str, weight: Tensor) -> bool:
+    """Packs a weight in its place; false if it cannot be, and then nothing changes."""
+    if isinstance(module, Linear):
+        return module.pack(weight)
+    experts = Experts.of(weight)
+    if experts is None:
+        return False
+    whole = getattr(module, name)
+    if isinstance(whole, DTensor):
+        # By such a parameter transformers knows that what this process makes of tokens is a part of a sum.
+        mesh = whole.device_mesh
+        none = DTensor.from_local(weight.new_empty(0), mesh, [Shard(0)] * mesh.ndim, run_check=False)
+        experts.register_parameter("part", nn.Parameter(none, requires_grad=False))
+    delattr(module, name)
+    setattr(module, name, experts)
+    return True
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Whether a module has its experts' matrices as most families have them: `[experts, n, k]`, without a bias."""
+    return getattr(module, "is_transposed", True) is False and getattr(module, "has_bias", True) is False
+
+
+def _product(weights: Union[Experts, Tensor], x: Tensor, expert: int) -> Tensor:
+    if isinstance(weights, Experts):
+        return weights.linear(x, expert)
+    weights = weights.to_local() if isinstance(weights, DTensor) else weights
+    return nn.functional.linear(x, weights[expert])
+
+
+def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What the experts make of tokens: one expert after the other, by packed weights, where tokens chose it.
+
+    Sums are taken as transformers takes them by default, so that on the CPU the bits are the same.
+    """
+    tokens, top_k = top_k_index.shape
+    chosen = top_k_index.reshape(-1)
+    out = hidden_states.new_zeros(tokens * top_k, hidden_states.shape[-1])
+    for expert in chosen.unique().tolist():
+        if expert >= module.num_experts:
+            # Another process has it.
+            continue
+        places = (chosen == expert).nonzero().squeeze(1)
+        x = _product(module.gate_up_proj if module.has_gate else module.up_proj, hidden_states[places // top_k], expert)
+        x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+        out[places] = _product(module.down_proj, x, expert)
+    weighted = out * top_k_weights.reshape(-1, 1)
+    return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register("unweight", _experts_forward)
+
+
 class _Pack(ConversionOps):
     """Packs a linear layer's weight, or what of it this process has."""
 
@@ -56,11 +112,11 @@ class _Pack(ConversionOps):
     ) -> dict[str, Any]:
         (weight,) = input_dict.values()
         weight = weight[0] if isinstance(weight, list) else weight
-        module, _ = get_module_from_name(model, full_layer_name)
+        module, name = get_module_from_name(model, full_layer_name)
         if (reason := why_not(weight.device)) is not None:
             _logger.warning_once("unweight: %s; weights stay in BF16 there: exact, but not smaller", reason)
             return {full_layer_name: weight}
-        if weight.dtype != torch.bfloat16 or not module.pack(weight):
+        if weight.dtype != torch.bfloat16 or not _packed(module, name, weight):
             return {full_layer_name: weight}
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)
@@ -105,9 +161,17 @@ class UnweightHfQuantizer(HfQuantizer):
                 model.set_submodule(name, packed)
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        """The weights of linear layers."""
+        """The weights of linear layers and of experts."""
         module, name = get_module_from_name(model, param_name)
-        return isinstance(module, Linear) and name == "weight"
+        if isinstance(module, Linear):
+            return name == "weight"
+        return _has_experts(module) and name in ("gate_up_proj", "up_proj", "down_proj")
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        if any(isinstance(module, Experts) for module in model.modules()):
+            # Of those that transformers has, none takes packed weights.
+            model.set_experts_implementation("unweight")
+        return model
 
     def get_quantize_ops(self) -> ConversionOps:
         """How a weight is packed."""
