@@ -98,6 +98,9 @@ impl Fit {
                 "remark: what stays Huffman-coded is decoded in every step; `generate` and `serve` pack it instead",
             );
         }
+        if fitted.groups.iter().any(|group| group.form == FormId::COMPACT) {
+            output.note("remark: what stays compact does so with `--resident small`, or `auto` where memory is short");
+        }
         let groups = fitted.groups.iter().map(|group| Group {
             unit: group.name,
             encoding: group.form,
@@ -132,10 +135,11 @@ impl Fit {
             let options = CompressOptions::new(profile).scope(Scope::All).selection(selection).threads(self.threads);
             bundle::plan(&model.root, &options)
         };
-        let (packed, coded) = (of(Profile::Resident)?, of(Profile::Distribution)?);
-        let tensors = packed.tensors.into_iter().zip(coded.tensors).map(|(packed, coded)| {
+        let (packed, coded, compact) = (of(Profile::Resident)?, of(Profile::Distribution)?, of(Profile::Compact)?);
+        let all = packed.tensors.into_iter().zip(coded.tensors).zip(compact.tensors);
+        let tensors = all.map(|((packed, coded), compact)| {
             let mut forms = vec![(FormId::RAW, packed.original_bytes)];
-            let others = [(FormId::PACKED, &packed), (FormId::HUFFMAN, &coded)];
+            let others = [(FormId::PACKED, &packed), (FormId::HUFFMAN, &coded), (FormId::COMPACT, &compact)];
             forms
                 .extend(others.iter().filter(|(form, of)| of.form == *form).map(|(form, of)| (*form, of.stored_bytes)));
             let (rows, cols) = match &packed.shape[..] {

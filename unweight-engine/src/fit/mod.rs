@@ -7,23 +7,24 @@
 //! ```
 //! A unit is what is multiplied at once: queries, keys and values; output; gate and up; down; the head; and the
 //! embedding. Units of MLPs may stay Huffman-coded: their layers are hard, are spread evenly, and cost slots
-//! ([`program`](crate::program)) for what is decoded.
+//! ([`program`](crate::program)) for what is decoded. Or units stay compact, at the cost of one slot for the largest of
+//! them; not both, since no engine runs both.
 
 mod solve;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use solve::{Choice, Frontier, spread};
 use unweight_codegen::{plan::GemmShape, spec::DecodeOutput};
 use unweight_format::{
-    FormId,
+    FormId, TileGrid,
     plan::{PlanFile, Rule},
     roles::Role,
 };
 use unweight_model::ModelConfig;
-use unweight_rt::choose::cost;
+use unweight_rt::{choose::cost, ops::transcode::Expander};
 
 use crate::{
     memory,
@@ -48,6 +49,12 @@ pub struct Tensor {
 }
 
 impl Tensor {
+    /// Bytes on a device: of what stays compact, the heads of its packed form as well.
+    fn resident_bytes(&self, form: FormId) -> Option<u64> {
+        let heads = if form == FormId::COMPACT { self.rows.saturating_mul(self.cols) / HEAD_WEIGHTS } else { 0 };
+        Some(self.bytes(form)?.saturating_add(heads))
+    }
+
     fn bytes(&self, form: FormId) -> Option<u64> {
         self.forms.iter().find(|(own, _)| *own == form).map(|(_, bytes)| *bytes)
     }
@@ -161,7 +168,7 @@ pub struct Fit {
     pub cache: u64,
     /// Of activations and tables.
     pub working: u64,
-    /// Of slots for decoded weights.
+    /// Of slots for decoded or expanded weights.
     pub slots: u64,
     /// Microseconds of all products of a step.
     pub us: f64,
@@ -193,6 +200,9 @@ const KINDS: [(&str, &[Role]); 6] = [
     ("embed", &[Role::Embedding]),
 ];
 
+/// Weights of the packed form for a byte of its heads: 16 bytes a tile.
+const HEAD_WEIGHTS: u64 = 256;
+
 /// Buffers of decoded weights: one is read while the next is filled.
 const SLOTS: u64 = 2;
 
@@ -209,9 +219,9 @@ struct Unit<'a> {
 impl<'a> Unit<'a> {
     fn new(kind: usize, layer: Option<u32>, tensors: Vec<&'a Tensor>, batch: u32, tied: bool) -> Self {
         let (mut forms, mut choices) = (Vec::new(), Vec::new());
-        for form in [FormId::PACKED, FormId::RAW, FormId::HUFFMAN] {
+        for form in [FormId::PACKED, FormId::RAW, FormId::HUFFMAN, FormId::COMPACT] {
             // A form of some of the tensors is none of the unit.
-            let bytes: Option<u64> = tensors.iter().map(|tensor| tensor.bytes(form)).sum();
+            let bytes: Option<u64> = tensors.iter().map(|tensor| tensor.resident_bytes(form)).sum();
             let us = product_us(kind, &tensors, form, batch, tied);
             if let (Some(bytes), Some(us)) = (bytes, us) {
                 forms.push(form);
@@ -221,8 +231,16 @@ impl<'a> Unit<'a> {
         Self { kind, layer, tensors, forms, choices }
     }
 
-    fn is_mlp(&self) -> bool {
-        is_mlp(self.kind)
+    /// Bytes of the slot that it is expanded into if it stays compact; 0 if it cannot.
+    fn expanded_bytes(&self) -> u64 {
+        if !self.forms.contains(&FormId::COMPACT) {
+            return 0;
+        }
+        let rows = self.tensors.iter().map(|tensor| tensor.rows).fold(0_u64, u64::saturating_add);
+        let cols = self.tensors.first().map_or(0, |tensor| tensor.cols);
+        let grid =
+            TileGrid::new(usize::try_from(rows).unwrap_or(usize::MAX), usize::try_from(cols).unwrap_or(usize::MAX));
+        grid.map_or(u64::MAX, Expander::slot_bytes)
     }
 }
 
@@ -238,13 +256,18 @@ fn shape(tensor: &Tensor, m: u32) -> GemmShape {
 /// Microseconds of a unit's product; `None` where it is not run from such a form.
 fn product_us(kind: usize, tensors: &[&Tensor], form: FormId, m: u32, tied: bool) -> Option<f64> {
     // A lookup reads a few rows, whatever the form.
-    if KINDS[kind].0 == "embed" && !tied {
+    let looked_up = KINDS[kind].0 == "embed";
+    if looked_up && form == FormId::COMPACT {
+        return None;
+    }
+    if looked_up && !tied {
         return (form != FormId::HUFFMAN).then_some(0.0);
     }
     let mut whole = shape(tensors.first()?, m);
     whole.n = tensors.iter().map(|tensor| shape(tensor, m).n).fold(0, u32::saturating_add);
     match form {
         FormId::PACKED => cost::packed_us(whole),
+        FormId::COMPACT => cost::compact_us(whole),
         FormId::HUFFMAN if is_mlp(kind) => {
             Some(tensors.iter().map(|tensor| cost::huffman_us(shape(tensor, m)).0).sum())
         }
@@ -306,8 +329,13 @@ struct Case<'a> {
 }
 
 impl<'a> Case<'a> {
-    fn new(units: &'a [Unit<'a>], hard: &[usize], batch: u32) -> Self {
-        let may = |unit: &Unit<'_>, form: FormId| form != FormId::HUFFMAN || hard.contains(&unit.kind);
+    /// `slot`: bytes of the slot that what stays compact is expanded into; 0: nothing does.
+    fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64, batch: u32) -> Self {
+        let may = |unit: &Unit<'_>, form: FormId| match form {
+            FormId::HUFFMAN => hard.contains(&unit.kind),
+            FormId::COMPACT => unit.expanded_bytes() <= slot,
+            _ => true,
+        };
         let allowed: Vec<Vec<usize>> =
             units.iter().map(|unit| (0..unit.forms.len()).filter(|at| may(unit, unit.forms[*at])).collect()).collect();
         let choices = units.iter().zip(&allowed);
@@ -321,6 +349,7 @@ impl<'a> Case<'a> {
             }
         }
         let slots = largest.values().fold(0_u64, |sum, bytes| sum.saturating_add(*bytes)).saturating_mul(SLOTS);
+        let slots = slots.saturating_add(slot);
         Self { slots, allowed, choices, units }
     }
 
@@ -379,12 +408,14 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<
         .sum();
     let limit_us = max_slowdown.map_or(f64::INFINITY, |slowdown| fastest_us * (1.0 + slowdown) * (1.0 + 1e-9));
     let kinds: Vec<usize> = (0..KINDS.len()).filter(|kind| is_mlp(*kind)).collect();
-    let cases: Vec<Case<'_>> = (0..1 << kinds.len())
-        .map(|set: usize| {
-            let hard: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();
-            Case::new(&units, &hard, batch)
-        })
-        .collect();
+    let hard = (0..1 << kinds.len()).map(|set: usize| {
+        let hard: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();
+        Case::new(&units, &hard, 0, batch)
+    });
+    // The larger the slot, the more may stay compact.
+    let slots: BTreeSet<u64> = units.iter().map(Unit::expanded_bytes).filter(|bytes| *bytes > 0).collect();
+    let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot, batch));
+    let cases: Vec<Case<'_>> = hard.chain(compact).collect();
     let frontiers: Vec<Frontier<'_>> = cases.iter().map(|case| Frontier::new(&case.choices)).collect();
     let solved = || cases.iter().zip(&frontiers);
     let exact = frontiers.iter().all(Frontier::is_exact);
@@ -456,14 +487,15 @@ fn tell(units: &[Unit<'_>], forms: &[usize], sums: Sums) -> Fit {
             rules.extend(unit.tensors.iter().map(|tensor| Rule { pattern: tensor.name.clone(), form }));
         }
     }
-    let hard = units.iter().zip(forms).any(|(unit, at)| unit.is_mlp() && unit.forms[*at] == FormId::HUFFMAN);
+    let any = |form: FormId| units.iter().zip(forms).any(|(unit, at)| unit.forms[*at] == form);
+    let decoded = any(FormId::HUFFMAN) || any(FormId::COMPACT);
     Fit {
         plan: PlanFile { rules },
         groups: groups.into_values().collect(),
         weights,
         cache: sums.cache,
         working: sums.working,
-        slots: if hard { sums.slots } else { 0 },
+        slots: if decoded { sums.slots } else { 0 },
         us,
         fastest_us: sums.fastest_us,
         exact: sums.exact,

@@ -106,6 +106,47 @@ fn where_memory_is_short_some_layers_stay_coded_evenly() {
     }
 }
 
+/// The same tensors, matrices of layers and the head compact at 10.9 bits, too.
+fn with_compact(tensors: &[Tensor]) -> Vec<Tensor> {
+    let mut tensors = tensors.to_vec();
+    for tensor in tensors.iter_mut().filter(|tensor| tensor.cols > 1) {
+        tensor.forms.push((FormId::COMPACT, tensor.rows * tensor.cols * 109 / 80));
+    }
+    tensors
+}
+
+#[test]
+fn where_memory_is_short_weights_stay_compact_and_have_a_slot() {
+    let (config, tensors) = llama();
+    let tensors = with_compact(&tensors);
+    let plenty = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
+    assert!(plenty.groups.iter().all(|group| group.form == FormId::PACKED) && plenty.slots == 0, "{:?}", plenty.groups);
+    let has = |fit: &Fit, form: FormId| fit.groups.iter().any(|group| group.form == form);
+    let short = plenty.total() - 500_000_000;
+    let some = fit(&config, &tensors, &wanted(short)).unwrap();
+    // At batch 1 they are read at nearly the packed form's speed, and Huffman codes are not.
+    assert!(has(&some, FormId::COMPACT) && !has(&some, FormId::HUFFMAN), "{:?}", some.groups);
+    assert!(some.total() <= short && some.slowdown() < 1.1, "{}", some.slowdown());
+    let gate_up = Expander::slot_bytes(TileGrid::new(28_672, 4096).unwrap());
+    let head = Expander::slot_bytes(TileGrid::new(128_256, 4096).unwrap());
+    let with_head = some.groups.iter().any(|group| (group.name, group.form) == ("lm_head", FormId::COMPACT));
+    assert!(some.slots > 0 && some.slots <= if with_head { head } else { gate_up }, "{}", some.slots);
+    let bytes = |form| some.groups.iter().filter(|group| group.form == form).map(|group| group.bytes).sum::<u64>();
+    assert_eq!(bytes(FormId::COMPACT) + bytes(FormId::PACKED) + bytes(FormId::RAW) + norms(&tensors), some.weights);
+    // Nothing is looked up in compact weights, and no plan has both kinds of codes.
+    assert!(!some.groups.iter().any(|group| (group.name, group.form) == ("embed", FormId::COMPACT)));
+    for have in (short - 1_000_000_000..short).step_by(250_000_000) {
+        if let Ok(fit) = fit(&config, &tensors, &wanted(have)) {
+            assert!(fit.total() <= have && !(has(&fit, FormId::COMPACT) && has(&fit, FormId::HUFFMAN)));
+        }
+    }
+}
+
+/// Bytes of what is no matrix.
+fn norms(tensors: &[Tensor]) -> u64 {
+    tensors.iter().filter(|tensor| tensor.cols == 1).map(|tensor| tensor.bytes(FormId::RAW).unwrap()).sum()
+}
+
 #[test]
 fn the_least_memory_that_would_do_does() {
     let (config, tensors) = llama();

@@ -9,7 +9,10 @@ use unweight_codegen::{
     spec::{DecodeOutput, Epilogue},
 };
 
-use super::model::{Machine, PackedUse, candidates};
+use super::{
+    model::{Machine, PackedUse, candidates, compact_candidates, expand_us},
+    reachable::COMPACT_BATCH,
+};
 
 /// Multiprocessors of an H200 (SXM).
 const SMS: u32 = Machine::H200.sms;
@@ -42,6 +45,36 @@ pub fn packed_us(problem: GemmShape) -> Option<f64> {
     let problem = GemmShape { n: padded(problem.n)?, k: padded(problem.k)?, ..problem };
     let wanted = PackedUse { escapes: true, pdl: true, epilogue: Epilogue::Store };
     candidates(&Machine::H200, problem, wanted).first().map(|(_, us)| *us)
+}
+
+/// How much longer than the packed one a product straight from compact weights takes at least: the study's kernel was as fast to 4 % slower on
+/// large shapes, and this project's has no record yet.
+const COMPACT_BEHIND: f64 = 1.02;
+
+/// A product from weights that stay compact, us: up to batch 32 straight from them, above that behind their expansion. `None` for sides that are
+/// no multiples of 64, which nothing reads so, and where there is nothing to compute.
+///
+/// ```
+/// use unweight_codegen::plan::GemmShape;
+/// use unweight_rt::choose::cost::{compact_us, packed_us};
+/// let at = |m| GemmShape { m, n: 14336, k: 4096 };
+/// let behind = |m| compact_us(at(m)).unwrap() / packed_us(at(m)).unwrap();
+/// assert!((1.02..1.2).contains(&behind(1)) && (1.5..4.0).contains(&behind(64)) && behind(2048) < 1.3);
+/// ```
+pub fn compact_us(problem: GemmShape) -> Option<f64> {
+    let GemmShape { m, n, k } = problem;
+    let packed = packed_us(problem)?;
+    if !n.is_multiple_of(64) || !k.is_multiple_of(64) {
+        return None;
+    }
+    let wanted = |pdl| PackedUse { escapes: true, pdl, epilogue: Epilogue::Store };
+    if m <= COMPACT_BATCH {
+        let direct = compact_candidates(&Machine::H200, problem, wanted(true)).first()?.1;
+        return Some(direct.max(packed * COMPACT_BEHIND));
+    }
+    // Ordinary launches, both.
+    let product = candidates(&Machine::H200, problem, wanted(false)).first()?.1;
+    Some(expand_us(&Machine::H200, n, k) + product)
 }
 
 /// Decoding a Huffman-coded weight and multiplying with it, us, and what it is decoded to: exponents for the
@@ -113,6 +146,7 @@ mod tests {
         let odd = GemmShape { m: 1, n: 100, k: 4000 };
         assert_eq!(packed_us(odd), packed_us(GemmShape { m: 1, n: 128, k: 4032 }));
         assert_eq!(packed_us(GemmShape { m: 0, n: 64, k: 64 }), None);
+        assert_eq!((compact_us(odd), compact_us(GemmShape { m: 0, n: 64, k: 64 })), (None, None));
         assert_eq!(huffman_us(odd).1, DecodeOutput::Full);
     }
 }
