@@ -573,6 +573,40 @@ fn a_plan_that_fits_is_compressed_as_it_says() {
     assert!(stderr(&output).contains("config.json"), "{}", stderr(&output));
 }
 
+/// What `tune` refuses before it looks for a GPU, and what it says without one.
+#[test]
+fn tune_says_what_it_needs() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    for profile in ["resident", "inference"] {
+        run(home.path(), &["compress", "model", "-o", profile, "--profile", profile, "--quiet"], 0);
+    }
+    let output = run(home.path(), &["tune", "resident"], 2);
+    let text = stderr(&output);
+    assert!(text.contains("nothing to choose") && text.contains("--profile inference"), "{text}");
+    for (wrong, said) in [
+        (&["tune", "inference", "--batch", "3"][..], "1, 8, 16"),
+        (&["tune", "inference", "--mlp", "linears"][..], "neither stored nor alternate"),
+        (&["tune", "nowhere"][..], "nowhere"),
+    ] {
+        let output = run(home.path(), wrong, 2);
+        assert!(stderr(&output).contains(said), "{}", stderr(&output));
+    }
+    // A plan that is none is said and left alone, before anybody asks for a GPU.
+    let dir = home.path().join("inference");
+    bundle::attach_plan(&dir, "{\"version\": 1}").unwrap();
+    let generate = ["generate", "inference", "--tokens", "1", "--mlp", "stored", "--device", "99"];
+    let output = run(home.path(), &generate, 2);
+    assert!(stderr(&output).contains("not used: not a tuned plan"), "{}", stderr(&output));
+    assert!(!stderr(&output).contains("trust-attached"), "a plan is no code: {}", stderr(&output));
+    run(home.path(), &["verify", "inference", "--against", "model"], 0);
+    // Where there is a GPU, `tests/gpu/paths.rs` has the rest.
+    if unweight_rt::device::Device::open(0).is_err() {
+        let output = run(home.path(), &["tune", "inference"], 2);
+        assert!(stderr(&output).contains("libcuda"), "{}", stderr(&output));
+    }
+}
+
 /// Holds the keys of an output against the table of docs/cli.md, both ways; rows that begin with "(" are optional.
 fn documented(command: &str, output: &Value) {
     // A heading may say with which option.

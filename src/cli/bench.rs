@@ -9,7 +9,10 @@ use unweight::rt::{
     device::{Device, KernelSet},
     env::Env,
 };
-use unweight::{format::bundle::Bundle, model::Geometry};
+use unweight::{
+    format::bundle::{Bundle, Profile},
+    model::Geometry,
+};
 use unweight_bench::{
     self as bench, BenchOptions, DecodeModel, DecodeOptions, MatmulOptions, Plant, StressOptions, Timing,
 };
@@ -18,7 +21,8 @@ use super::{
     failure::{Failure, Result},
     generate::ResidentArg,
     output::Output,
-    plot,
+    paths::{Lie, saved_plan},
+    plot, select,
     trust::Trust,
 };
 
@@ -113,7 +117,7 @@ pub struct DecodeBench {
     #[arg(long, value_name = "NAME", group = "model", value_parser = geometry)]
     geometry: Option<Geometry>,
     /// Sequences that run together, such as 1,8; may be repeated [default: 1,8,16,32,64,128,256]
-    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=256))]
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     batch: Vec<u32>,
     /// Tokens that each sequence has behind it
     #[arg(long, value_name = "N", default_value_t = 1024)]
@@ -130,6 +134,12 @@ pub struct DecodeBench {
     /// Without the twin on cuBLAS
     #[arg(long)]
     no_twin: bool,
+    /// With one more engine whose MLPs lie so, by the plan that `tune --save` made, if there is one
+    #[arg(long, value_name = "HOW", default_value = "linears")]
+    mlp: Lie,
+    /// With --geometry and --mlp: the profile that the MLPs are stored by
+    #[arg(long, value_name = "PROFILE", default_value = "inference", requires = "geometry", value_parser = select::profile)]
+    profile: Profile,
     /// Rounds that count [default: 20]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     rounds: Option<u16>,
@@ -255,6 +265,10 @@ impl Bench {
                     .resident(arguments.resident.into());
                 if !arguments.batch.is_empty() {
                     options.batches.clone_from(&arguments.batch);
+                }
+                if arguments.mlp != Lie::Linears {
+                    let plan = bundle.as_ref().map_or_else(Default::default, |bundle| saved_plan(bundle, output));
+                    options = options.mlp(arguments.mlp.into(), plan).profile(Some(arguments.profile));
                 }
                 let timing = Timing::default().rounds(arguments.rounds.unwrap_or(20).into()).warmup_rounds(5);
                 let report = bench::bench_decode(&kernels, model, &options, &timing, &note)?;

@@ -25,6 +25,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::{Output, printable},
+    paths::{Lie, saved_plan},
     progress, size,
     trust::Trust,
 };
@@ -83,6 +84,9 @@ pub struct Generate {
     /// What compact tensors lie as on the GPU
     #[arg(long, value_name = "SIZE", default_value = "auto", help_heading = "Engine")]
     resident: ResidentArg,
+    /// What the weights of MLPs lie as
+    #[arg(long, value_name = "HOW", default_value = "linears", help_heading = "Engine")]
+    mlp: Lie,
     /// Sequences that run at the same time [default: 16, or as many as there are prompts]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
     max_batch: Option<u32>,
@@ -235,7 +239,10 @@ impl Generate {
         params
             .check()
             .map_err(|error| Failure::new(error.to_string(), "`unweight generate --help` lists the ranges"))?;
-        let options = self.options(prompts.len());
+        let mut options = self.options(prompts.len()).mlp(self.mlp.into());
+        if self.mlp != Lie::Linears {
+            options = options.plan(saved_plan(&bundle, output));
+        }
         options
             .check()
             .map_err(|error| Failure::new(error.to_string(), "`unweight generate --help` lists the ranges"))?;

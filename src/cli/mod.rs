@@ -21,6 +21,7 @@ mod kernels;
 mod man;
 mod merge;
 mod output;
+mod paths;
 mod plan;
 mod plot;
 mod progress;
@@ -31,6 +32,7 @@ mod sign;
 mod size;
 mod source;
 mod trust;
+mod tune;
 mod verify;
 
 use std::{io::Write, process::ExitCode};
@@ -69,6 +71,8 @@ enum Command {
     Plan(plan::Plan),
     /// Find which tensors to store how, so that a model fits a memory
     Fit(fit::Fit),
+    /// Find the fastest way to run a bundle's MLPs as they are stored, on the GPU
+    Tune(tune::Tune),
     /// Rebuild the original files, byte for byte
     Decompress(decompress::Decompress),
     /// Check every byte of a bundle: exit 0 sound, 1 damaged, 2 could not check
@@ -109,6 +113,7 @@ impl Command {
             Self::Convert(_) => "convert",
             Self::Plan(_) => "plan",
             Self::Fit(_) => "fit",
+            Self::Tune(_) => "tune",
             Self::Decompress(_) => "decompress",
             Self::Verify(_) => "verify",
             Self::Inspect(_) => "inspect",
@@ -132,6 +137,7 @@ impl Command {
             Self::Convert(command) => command.run(output),
             Self::Plan(command) => command.run(output),
             Self::Fit(command) => command.run(output),
+            Self::Tune(command) => command.run(output),
             Self::Decompress(command) => command.run(output),
             Self::Verify(command) => command.run(output),
             Self::Inspect(command) => command.run(output),

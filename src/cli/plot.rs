@@ -24,7 +24,7 @@ use unweight_bench::{DecodeReport, Row};
 
 use super::{
     failure::{Failure, Result},
-    output,
+    output, tune,
 };
 
 const SIZE: (u32, u32) = (960, 480);
@@ -311,6 +311,12 @@ pub fn decode_steps(report: &DecodeReport) -> Result<String> {
     let line = steps.filter_map(|row| Some((row.batch, row.over_twin?))).collect();
     let name = format!("context {}", report.options.context);
     ratios("A decode step: times the same engine on cuBLAS, in the same rounds", "times the twin", &[(name, line)])
+}
+
+/// Steps where a search began over those that it found, by batch.
+pub fn tuned(rows: &[tune::Row]) -> Result<String> {
+    let line = rows.iter().map(|row| (row.batch, row.start_us / row.step_us)).collect();
+    ratios("A decode step: times the best guess of paths", "times the start", &[("tuned".to_owned(), line)])
 }
 
 /// Ratios over the batch, a line each.

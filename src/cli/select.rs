@@ -87,7 +87,7 @@ impl Select {
     }
 }
 
-fn profile(text: &str) -> Result<Profile, String> {
+pub fn profile(text: &str) -> Result<Profile, String> {
     text.parse().map_err(|error: unweight::format::bundle::UnknownName| error.to_string())
 }
 

@@ -42,6 +42,8 @@ impl Trust {
             }
             (Err(error), true) => output.note(format_args!("not used: {error}")),
             (Ok(None), false) => {}
+            // A plan is no code.
+            (Ok(Some(attached)), false) if attached.kernels().is_empty() => {}
             // Sound or not.
             (Ok(Some(_)) | Err(_), false) => output
                 .note(format_args!("{ATTACHED_NAME}: attached kernels are run only with --trust-attached-kernels")),

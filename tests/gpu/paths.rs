@@ -7,8 +7,12 @@ use half::bf16;
 use unweight::engine::{
     Engine, EngineOptions, MlpWeights, Request,
     options::BUCKETS,
-    paths::{Measured, Plan, Setting, Way},
+    paths::{
+        Measured, Plan, Setting, Way,
+        oracle::{PathSpace, Rounds, StepOracle},
+    },
     program::Path,
+    tune::{Journal, Limits, descend},
 };
 use unweight_format::{
     bundle::{self, Bundle, CompressOptions, Profile, Scope, Silent},
@@ -221,4 +225,43 @@ fn settings_that_cannot_run_are_refused() {
     plan.insert(measured);
     let mut engine = load(&bundle, options(MlpWeights::Stored).plan(plan));
     assert_eq!(by_steps(&mut engine, 1), before);
+}
+
+/// A deliberately bad start is improved, by steps of the engine itself; the result runs, and the journal has all of it.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_bad_start_is_improved() {
+    let home = tempfile::tempdir().unwrap();
+    let (source, target) = (home.path().join("model"), home.path().join("bundle"));
+    let model = DemoOptions { hidden: 1024, intermediate: 4096, heads: 8, ..MODEL };
+    demo_model::write(&source, &model).unwrap();
+    let options = CompressOptions::new(Profile::Distribution).scope(Scope::Mlp);
+    bundle::compress(&source, &target, &options, &Silent).unwrap();
+    let bundle = Bundle::open(&target).unwrap();
+    let options = EngineOptions::default().max_batch(8).context(128).chunk(128).memory(8 << 30);
+    let mut engine = load(&bundle, options.mlp(MlpWeights::Stored).graphs(false));
+    let before = by_steps(&mut engine, 8);
+    let (choices, guess) = (engine.path_choices(8), engine.path_guess(8).unwrap());
+    let sms = gpu().device().info().sms;
+    let space = PathSpace::new(&choices, &guess, sms);
+    // One multiprocessor for each decoder.
+    let bad = space.point(&Setting { decode_sms: 3, consumers: 1, ..guess });
+    let path = home.path().join("journal");
+    let mut measured = Vec::new();
+    let mut best = None;
+    for _ in 0..2 {
+        let mut journal = Journal::open(&path, "key", space.space()).unwrap();
+        let never = || false;
+        let mut oracle = StepOracle::new(&mut engine, &space, (8, 64), Rounds::default(), &never).unwrap();
+        let tuned = descend(space.space(), &bad, &mut oracle, &mut journal, &Limits::default(), &mut |_| {}).unwrap();
+        assert!(tuned.gain > 0.05 && tuned.rejected == 0, "{tuned:?}");
+        measured.push(tuned.measured);
+        assert_eq!(best.get_or_insert_with(|| tuned.best.clone()), &tuned.best);
+    }
+    assert!(measured[0] > 10 && measured[1] == 0, "{measured:?}");
+    engine.set_paths(8, &space.setting(&best.unwrap())).unwrap();
+    for (after, before) in by_steps(&mut engine, 8).iter().zip(&before) {
+        let before: Vec<f32> = before.iter().map(|logit| logit.to_f32()).collect();
+        assert!(error(after, &before) < BOUND);
+    }
 }

@@ -9,10 +9,10 @@ use std::{fmt, time::Instant};
 
 use serde::Serialize;
 use unweight_engine::{
-    Engine, EngineError, EngineOptions, Linears, LoadProgress, Memory, Request, Resident, forward::Part,
-    options::MAX_BATCH,
+    Engine, EngineError, EngineOptions, Linears, LoadProgress, Memory, MlpWeights, Request, Resident, forward::Part,
+    options::MAX_BATCH, paths::Plan,
 };
-use unweight_format::bundle::Bundle;
+use unweight_format::bundle::{Bundle, Profile};
 use unweight_model::ModelConfig;
 use unweight_rt::{
     Graph, KernelSet,
@@ -46,6 +46,13 @@ pub struct DecodeOptions {
     pub twin: bool,
     /// What compact tensors lie as, and of a geometry all weights; null: what memory allows.
     pub resident: Option<Resident>,
+    /// An engine whose MLPs lie as they are stored runs, too, unless they are to lie as all linears.
+    pub mlp: MlpWeights,
+    /// Its settings that were measured before.
+    #[serde(skip)]
+    pub plan: Plan,
+    /// Of a geometry: the profile that MLPs are stored by.
+    pub profile: Option<Profile>,
 }
 
 impl Default for DecodeOptions {
@@ -57,6 +64,9 @@ impl Default for DecodeOptions {
             breakdown: false,
             twin: true,
             resident: Some(Resident::Fast),
+            mlp: MlpWeights::Linears,
+            plan: Plan::default(),
+            profile: None,
         }
     }
 }
@@ -97,6 +107,18 @@ impl DecodeOptions {
     pub fn resident(self, resident: Option<Resident>) -> Self {
         Self { resident, ..self }
     }
+
+    /// Of a geometry: the profile that MLPs are stored by.
+    #[must_use]
+    pub fn profile(self, profile: Option<Profile>) -> Self {
+        Self { profile, ..self }
+    }
+
+    /// How the MLPs of one more engine lie, and its settings.
+    #[must_use]
+    pub fn mlp(self, mlp: MlpWeights, plan: Plan) -> Self {
+        Self { mlp, plan, ..self }
+    }
 }
 
 /// What was measured, on what.
@@ -119,7 +141,7 @@ pub struct DecodeReport {
 /// An engine.
 #[derive(Clone, Debug, Serialize)]
 pub struct EngineRow {
-    /// `packed` or `cublas`.
+    /// `packed`, `cublas`, or how MLPs lie: `stored` or `alternate`.
     pub linears: &'static str,
     /// What compact tensors lie as.
     pub resident: Resident,
@@ -140,7 +162,7 @@ pub struct EngineRow {
 pub struct StepRow {
     /// Sequences.
     pub batch: u32,
-    /// `packed` or `cublas`.
+    /// `packed`, `cublas`, or how MLPs lie: `stored` or `alternate`.
     pub linears: &'static str,
     /// Median of a step, us.
     pub median_us: f64,
@@ -159,7 +181,7 @@ pub struct StepRow {
 pub struct PartRow {
     /// Sequences.
     pub batch: u32,
-    /// `packed` or `cublas`.
+    /// `packed`, `cublas`, or how MLPs lie: `stored` or `alternate`.
     pub linears: &'static str,
     /// The part.
     pub part: &'static str,
@@ -199,9 +221,15 @@ pub fn bench_decode(
     let largest = options.batches.iter().copied().max().unwrap_or(1).clamp(1, MAX_BATCH);
     let reserve = steps_of(timing).max(PART_ROUNDS as u32 * 3);
     let context = options.context.saturating_add(reserve).max(options.prefill.saturating_add(64));
-    let forms = [("packed", Linears::Packed), ("cublas", Linears::Bf16)];
+    let mut forms = vec![("packed", Linears::Packed, MlpWeights::Linears)];
+    if options.mlp != MlpWeights::Linears {
+        forms.push((options.mlp.name(), Linears::Packed, options.mlp));
+    }
+    if options.twin {
+        forms.push(("cublas", Linears::Bf16, MlpWeights::Linears));
+    }
     let (mut engines, mut contenders) = (Vec::new(), Vec::new());
-    for (name, linears) in forms.into_iter().take(if options.twin { 2 } else { 1 }) {
+    for (name, linears, mlp) in forms {
         let start = Instant::now();
         let chunk = if options.prefill > 0 { 2048 } else { 256 };
         let own = EngineOptions::default().max_batch(largest).context(context).linears(linears).chunk(chunk);
@@ -209,6 +237,7 @@ pub fn bench_decode(
             Some(resident) => own.resident(resident),
             None => own,
         };
+        let own = own.mlp(mlp).plan(options.plan.clone());
         let told = |loaded: &LoadProgress<'_>| {
             if let LoadProgress::Kernel(kernel) = loaded {
                 progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
@@ -216,7 +245,9 @@ pub fn bench_decode(
         };
         let mut engine = match model {
             DecodeModel::Bundle(bundle) => Engine::load(kernels, bundle, own, &told)?,
-            DecodeModel::Geometry(config) => Engine::random(kernels, config.clone(), own, &told)?,
+            DecodeModel::Geometry(config) => {
+                Engine::random_stored(kernels, config.clone(), own, options.profile, &told)?
+            }
         };
         let load_s = start.elapsed().as_secs_f64();
         let first_token_ms = match options.prefill {

@@ -7,7 +7,11 @@ use unweight_codegen::{
     VariantSpec,
     spec::{Arch, EmbedSource},
 };
-use unweight_format::{FormId, bundle::Bundle, testing::Weights as Kind};
+use unweight_format::{
+    FormId,
+    bundle::{Bundle, Profile},
+    testing::Weights as Kind,
+};
 use unweight_model::{ModelConfig, ModelWeights, SampleParams, capacity::Residency};
 use unweight_rt::{
     DeviceError, DeviceMatrix, Graph, KernelSet, Lane, LaneSize, Linears, LoadOptions, Loader, MatrixMut, Refusal,
@@ -127,6 +131,21 @@ impl Engine {
         options: EngineOptions,
         progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
+        Self::random_stored(kernels, config, options, None, progress)
+    }
+
+    /// The same, with MLPs that lie as a bundle of this profile would have them, if
+    /// [`EngineOptions::mlp`](crate::EngineOptions::mlp) leaves them so.
+    ///
+    /// # Errors
+    /// As for [`Engine::load`].
+    pub fn random_stored(
+        kernels: &KernelSet,
+        config: ModelConfig,
+        options: EngineOptions,
+        profile: Option<Profile>,
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
         let names = ModelWeights::named(&config);
         let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
         let start = Start::new(kernels, &config, options, Stored::random(&config), &compiled)?;
@@ -134,6 +153,9 @@ impl Engine {
         let shapes = config.linears().into_iter().chain([[config.vocab, config.hidden]]);
         let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
         let mut source = Random::new(builder, start.options.linears, largest)?;
+        if let Some(profile) = profile {
+            source.imitate(&names, profile);
+        }
         let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
         let lane = source.builder().lane(&start.stream)?;
         drop(source);

@@ -1,7 +1,12 @@
 //! A model's weights on the device.
 
+use std::collections::HashMap;
+
 use half::bf16;
-use unweight_format::{FormId, testing::Weights as Kind};
+use unweight_format::{
+    CodeLimit, FormId, HuffmanTensor, Matrix, PaletteTensor, bundle::Profile, huffman, palette, safetensors::Dtype,
+    testing::Weights as Kind,
+};
 use unweight_model::{LayerWeights, ModelConfig, ModelWeights};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Linear, Linears, LoadError, Loader, MatrixMut, MatrixRef,
@@ -312,12 +317,21 @@ pub(crate) fn in_tensor(name: &str) -> impl FnOnce(DeviceError) -> LoadError {
     move |source| LoadError::Device { name: name.to_owned(), source: Box::new(source) }
 }
 
+/// Random weights in both forms that decoders and palettes' matmuls read.
+type Coded = (HuffmanTensor<Vec<u8>>, PaletteTensor<Vec<u8>>);
+
 /// Random weights that look like a trained model's: what a measurement of shapes needs. Every matrix has the same ones.
 #[derive(Debug)]
 pub struct Random<'k> {
     builder: LayerBuilder<'k>,
     linears: Linears,
     pool: DeviceBuffer<u16>,
+    /// What the pool repeats.
+    drawn: Vec<u16>,
+    /// The forms of weights that are not raw, by name.
+    forms: HashMap<String, FormId>,
+    /// Coded once for each shape.
+    coded: HashMap<[u32; 2], Coded>,
 }
 
 impl<'k> Random<'k> {
@@ -329,8 +343,8 @@ impl<'k> Random<'k> {
         /// Weights that are drawn; what follows repeats them.
         const DRAWN: usize = 1 << 22;
         let stream = builder.stream().clone();
-        let drawn: Vec<u16> = Kind::TRAINED.iter(1).take(DRAWN).collect();
-        let drawn = DeviceMatrix::from_host(&stream, 1, DRAWN as u32, &drawn)?;
+        let host: Vec<u16> = Kind::TRAINED.iter(1).take(DRAWN).collect();
+        let drawn = DeviceMatrix::from_host(&stream, 1, DRAWN as u32, &host)?;
         let rows = elements.div_ceil(DRAWN as u64);
         let mut pool = DeviceBuffer::zeroed(&stream, rows as usize * DRAWN)?;
         let mut all = MatrixMut::new(&mut pool, rows as u32, DRAWN as u32, DRAWN as u64)?;
@@ -338,7 +352,41 @@ impl<'k> Random<'k> {
             all.part(row..row + 1, 0..DRAWN as u32)?.copy_from(&stream, drawn.view())?;
         }
         stream.synchronize()?;
-        Ok(Self { builder, linears, pool })
+        Ok(Self { builder, linears, pool, drawn: host, forms: HashMap::new(), coded: HashMap::new() })
+    }
+
+    /// Has MLPs lie as a bundle of this profile would have them (docs/format.md B.6).
+    pub fn imitate(&mut self, names: &ModelWeights, profile: Profile) {
+        for (index, layer) in names.layers.iter().enumerate() {
+            let [gate, up, down] = [&layer.gate, &layer.up, &layer.down];
+            let forms = match profile {
+                Profile::Distribution => [FormId::HUFFMAN; 3],
+                Profile::Palette => [FormId::PALETTE; 3],
+                Profile::Inference if index > 0 && index % 2 == 0 => [FormId::HUFFMAN, FormId::HUFFMAN, FormId::RAW],
+                Profile::Inference if index > 0 => [FormId::PALETTE, FormId::PALETTE, FormId::RAW],
+                _ => [FormId::RAW; 3],
+            };
+            self.forms.extend([gate, up, down].into_iter().cloned().zip(forms));
+        }
+    }
+
+    /// The first weights of the pool, coded.
+    fn coded(&mut self, name: &str, [n, k]: [u32; 2]) -> Result<&Coded, LoadError> {
+        if !self.coded.contains_key(&[n, k]) {
+            let elements = n as usize * k as usize;
+            let bytes: Vec<u8> =
+                self.drawn.iter().cycle().take(elements).flat_map(|weight| weight.to_le_bytes()).collect();
+            let bad = |_| {
+                let shape = vec![n.into(), k.into()];
+                let why = Unsuitable::NotAMatrix { dtype: Dtype::Bf16, shape };
+                LoadError::Unsuitable { name: name.to_owned(), why }
+            };
+            let matrix = Matrix::new(&bytes, n as usize, k as usize).map_err(bad)?;
+            let coded = huffman::encode(matrix, CodeLimit::DEFAULT).map_err(bad)?;
+            let palette = palette::encode(matrix, CodeLimit::DEFAULT).map_err(bad)?;
+            self.coded.insert([n, k], (coded, palette));
+        }
+        self.coded.get(&[n, k]).ok_or_else(|| never_stored(name, FormId::HUFFMAN))
     }
 
     /// What makes layers of matrices.
@@ -378,8 +426,8 @@ impl Source for Random<'_> {
         DeviceBuffer::from_host(self.builder.stream(), &ones).map_err(in_tensor(first))
     }
 
-    fn form(&self, _: &str) -> Result<FormId, LoadError> {
-        Ok(FormId::RAW)
+    fn form(&self, name: &str) -> Result<FormId, LoadError> {
+        Ok(self.forms.get(name).copied().unwrap_or(FormId::RAW))
     }
 
     fn matrix(&mut self, name: &str, [rows, cols]: [u32; 2]) -> Result<DeviceMatrix, LoadError> {
@@ -393,16 +441,20 @@ impl Source for Random<'_> {
         make().map_err(in_tensor(name))
     }
 
-    fn huffman(&mut self, name: &str, _: [u32; 2]) -> Result<DeviceHuffman, LoadError> {
-        Err(never_stored(name, FormId::HUFFMAN))
+    fn huffman(&mut self, name: &str, shape: [u32; 2]) -> Result<DeviceHuffman, LoadError> {
+        let stream = self.builder.stream().clone();
+        let (tensor, _) = self.coded(name, shape)?;
+        DeviceHuffman::upload(&stream, tensor).map_err(in_tensor(name))
     }
 
-    fn palette(&mut self, name: &str, _: [u32; 2]) -> Result<DevicePalette, LoadError> {
-        Err(never_stored(name, FormId::PALETTE))
+    fn palette(&mut self, name: &str, shape: [u32; 2]) -> Result<DevicePalette, LoadError> {
+        let stream = self.builder.stream().clone();
+        let (_, tensor) = self.coded(name, shape)?;
+        DevicePalette::upload(&stream, tensor).map_err(in_tensor(name))
     }
 }
 
-/// Random weights are in no bundle: all of them are raw.
+/// Random weights are in no bundle.
 fn never_stored(name: &str, form: FormId) -> LoadError {
     LoadError::Unsuitable { name: name.to_owned(), why: Unsuitable::OtherForm { form } }
 }

@@ -13,7 +13,7 @@ use unweight_format::{
     Digest,
     bundle::{
         ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, Bundle, BundleError, CompressOptions, DecompressOptions,
-        ErrorClass, Silent, VerifyOptions, attach, compress, decompress, detach, verify, verify_with,
+        ErrorClass, Silent, VerifyOptions, attach, attach_plan, compress, decompress, detach, verify, verify_with,
     },
 };
 
@@ -88,6 +88,44 @@ fn kernels_come_and_go_and_no_other_byte_changes() {
     assert_eq!(Bundle::open(&dir).unwrap().attached().unwrap().unwrap().kernels().len(), 1);
     assert_eq!(detach(&dir).unwrap(), Some(fewer));
     assert_eq!(detach(&dir).unwrap(), None);
+    assert!(read_tree(&dir) == before);
+}
+
+/// A plan comes, is replaced, stays when kernels come, and goes with them; no kernel changes.
+#[test]
+fn a_plan_lies_beside_kernels() {
+    let scratch = Scratch::new();
+    let dir = bundle(&scratch);
+    let before = read_tree(&dir);
+    let attached = || Bundle::open(&dir).unwrap().attached().unwrap().unwrap();
+    let plan = || attached().plan().map(str::to_owned);
+    attach_plan(&dir, "a plan \u{fc}").unwrap();
+    assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("a plan \u{fc}"), 0));
+    // No kernels were there, so nothing is replaced.
+    attach(&dir, &kernels(), false).unwrap();
+    assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("a plan \u{fc}"), 3));
+    attach_plan(&dir, "another").unwrap();
+    assert_eq!(plan().as_deref(), Some("another"));
+    let kernels_now = attached();
+    for (kernel, binary) in kernels().iter().take(3) {
+        let found = kernels_now.find(&kernel.name, &kernel.source).unwrap();
+        assert_eq!(kernels_now.read(found).unwrap(), *binary);
+    }
+    assert!(matches!(attach(&dir, &kernels(), false), Err(BundleError::OutputExists { .. })));
+    attach(&dir, &kernels()[..1], true).unwrap();
+    assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("another"), 1));
+    let report = verify(&dir, Some(&scratch.path("model")), &Silent).unwrap();
+    assert!(report.is_ok() && report.attached_kernels == 1, "{:?}", report.problems);
+    assert!(reason(attach_plan(&dir, &"x".repeat((64 << 10) + 1))).contains("above the limit"));
+    assert_eq!(plan().as_deref(), Some("another"), "nothing changed");
+    // What is damaged is not rewritten as if it were sound.
+    let path = dir.join(ATTACHED_NAME);
+    let mut bytes = fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&path, &bytes).unwrap();
+    reason(attach_plan(&dir, "a third"));
+    assert!(fs::read(&path).unwrap() == bytes);
+    detach(&dir).unwrap();
     assert!(read_tree(&dir) == before);
 }
 

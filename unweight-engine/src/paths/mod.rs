@@ -22,6 +22,7 @@ pub(crate) mod weights;
 
 use std::{fmt, str::FromStr};
 
+use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
     plan::GemmShape,
@@ -37,7 +38,8 @@ pub use self::plan::{Measured, Plan, PlanError};
 use crate::program::{self, Path, Projection};
 
 /// What the weights of MLPs lie as on the device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum MlpWeights {
     /// As all linears ([`Linears`](crate::Linears)): gate and up are one product.
     #[default]

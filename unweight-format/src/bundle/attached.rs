@@ -37,6 +37,9 @@ pub const INDEX_BYTES_MAX: u64 = 16 << 20;
 /// Largest kernel that is read, bytes.
 pub const KERNEL_BYTES_MAX: u64 = 64 << 20;
 
+/// Longest plan that is read, bytes.
+pub const PLAN_BYTES_MAX: usize = 64 << 10;
+
 const MAGIC: &[u8; 16] = b"unweight.kernels";
 /// Magic, length and digest of the index.
 const HEAD_BYTES: usize = 56;
@@ -108,11 +111,15 @@ struct IndexOut<'a> {
     version: Version,
     creator: &'a str,
     kernels: Vec<&'a AttachedKernel>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    plan: Option<&'a str>,
 }
 
 #[derive(Deserialize)]
 struct Index {
     kernels: Vec<AttachedKernel>,
+    #[serde(default)]
+    plan: Option<String>,
 }
 
 /// The kernels of a bundle, open for reading.
@@ -123,6 +130,7 @@ struct Index {
 pub struct Attached {
     input: Input,
     kernels: Vec<AttachedKernel>,
+    plan: Option<String>,
     /// Where the first one begins.
     start: u64,
 }
@@ -164,19 +172,24 @@ impl Attached {
         if Digest::of(&text).to_string().as_bytes() != digits {
             return Err(fault(format!("its index at byte {HEAD_BYTES} has another digest than it says")));
         }
-        let kernels = index(&text)?;
+        let Index { kernels, plan } = index(&text)?;
         let start = HEAD_BYTES as u64 + length;
         // At most 64 MiB each, and few: the sum is far below 2^64.
         let end = start + kernels.iter().map(|kernel| kernel.bytes).sum::<u64>();
         if end != input.bytes() {
             return Err(fault(format!("its kernels end at byte {end}, the file at {}", input.bytes())));
         }
-        Ok(Some(Self { input, kernels, start }))
+        Ok(Some(Self { input, kernels, plan, start }))
     }
 
     /// The kernels, by name and source.
     pub fn kernels(&self) -> &[AttachedKernel] {
         &self.kernels
+    }
+
+    /// The plan of paths that was attached, as its text: no code. Whoever reads it checks it.
+    pub fn plan(&self) -> Option<&str> {
+        self.plan.as_deref()
     }
 
     /// Bytes of the file.
@@ -214,6 +227,15 @@ impl Attached {
     /// # Errors
     /// An entry is not one, is not that of its binary, or a limit is exceeded.
     pub fn encode(kernels: &[(AttachedKernel, &[u8])]) -> Result<Vec<u8>, BundleError> {
+        Self::encode_with(kernels, None)
+    }
+
+    /// The same with a plan.
+    ///
+    /// # Errors
+    /// As for [`Attached::encode`]; a plan of more than [`PLAN_BYTES_MAX`] bytes.
+    pub fn encode_with(kernels: &[(AttachedKernel, &[u8])], plan: Option<&str>) -> Result<Vec<u8>, BundleError> {
+        check_plan(plan)?;
         let mut sorted: Vec<&(AttachedKernel, &[u8])> = kernels.iter().collect();
         sorted.sort_by(|(a, _), (b, _)| a.order(&b.name, &b.source));
         sorted.dedup_by(|(b, _), (a, _)| a.order(&b.name, &b.source) == Ordering::Equal);
@@ -228,6 +250,7 @@ impl Attached {
             version: ATTACHED_VERSION,
             creator: CREATOR,
             kernels: sorted.iter().map(|(kernel, _)| kernel).collect(),
+            plan,
         };
         let index = serde_json::to_vec(&index).map_err(|error| fault(error.to_string()))?;
         let bytes = HEAD_BYTES + index.len() + sorted.iter().map(|(_, binary)| binary.len()).sum::<usize>();
@@ -245,7 +268,7 @@ impl Attached {
 }
 
 /// The entries of an index, checked.
-fn index(text: &[u8]) -> Result<Vec<AttachedKernel>, BundleError> {
+fn index(text: &[u8]) -> Result<Index, BundleError> {
     let place = |error: serde_json::Error| {
         fault(format!("its index at line {}, column {}: {error}", error.line(), error.column()))
     };
@@ -258,8 +281,10 @@ fn index(text: &[u8]) -> Result<Vec<AttachedKernel>, BundleError> {
     if version.major > ATTACHED_VERSION.major {
         return Err(fault(format!("version {version} is newer than this program's {ATTACHED_VERSION}")));
     }
-    let Index { kernels } = serde_json::from_slice(text).map_err(place)?;
-    for kernel in &kernels {
+    let index: Index = serde_json::from_slice(text).map_err(place)?;
+    check_plan(index.plan.as_deref())?;
+    let kernels = &index.kernels;
+    for kernel in kernels {
         if let Some(wrong) = kernel.fault() {
             return Err(fault(format!("kernel '{}': {wrong}", kernel.name.escape_default())));
         }
@@ -269,7 +294,16 @@ fn index(text: &[u8]) -> Result<Vec<AttachedKernel>, BundleError> {
             return Err(fault(format!("kernel '{}' is listed twice, or out of order", pair[1].name)));
         }
     }
-    Ok(kernels)
+    Ok(index)
+}
+
+fn check_plan(plan: Option<&str>) -> Result<(), BundleError> {
+    match plan.map_or(0, str::len) {
+        bytes if bytes > PLAN_BYTES_MAX => {
+            Err(fault(format!("a plan of {bytes} bytes, above the limit of {PLAN_BYTES_MAX}")))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn fault(reason: impl Into<String>) -> BundleError {
@@ -289,21 +323,48 @@ pub(crate) fn of_bundle(dir: &Path, manifest: &Manifest) -> Result<Option<Attach
 }
 
 /// Attaches kernels to a bundle: they appear together, or nothing changes. Returns the bytes of the file. No other byte
-/// of the bundle changes.
+/// of the bundle changes; a plan that is attached stays.
 ///
 /// # Errors
 /// `dir` is no bundle, it has kernels already and `force` is not set, or the file cannot be written.
 pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> Result<u64, BundleError> {
-    let bytes = Attached::encode(kernels)?;
+    // Before anything is locked.
+    Attached::encode(kernels)?;
     let path = dir.join(ATTACHED_NAME);
-    let _lock = lock(dir)?;
-    if !force && path.symlink_metadata().is_ok() {
-        return Err(BundleError::OutputExists { path });
+    let lock = lock(dir)?;
+    let plan = match Attached::open(&path) {
+        Ok(None) => None,
+        Ok(Some(old)) if force || old.kernels.is_empty() => old.plan,
+        Err(_) if force => None,
+        _ => return Err(BundleError::OutputExists { path }),
+    };
+    place(dir, &Attached::encode_with(kernels, plan.as_deref())?, &lock)
+}
+
+/// Attaches a plan of paths to a bundle, in place of one that is there; its kernels stay. Returns the bytes of the file.
+///
+/// # Errors
+/// `dir` is no bundle, what is attached to it is damaged, or the file cannot be written.
+pub fn attach_plan(dir: &Path, plan: &str) -> Result<u64, BundleError> {
+    check_plan(Some(plan))?;
+    let lock = lock(dir)?;
+    let mut binaries = Vec::new();
+    if let Some(old) = Attached::open(&dir.join(ATTACHED_NAME))? {
+        for kernel in &old.kernels {
+            binaries.push((kernel.clone(), old.read(kernel)?));
+        }
     }
+    let kernels: Vec<_> = binaries.iter().map(|(kernel, binary)| (kernel.clone(), binary.as_slice())).collect();
+    place(dir, &Attached::encode_with(&kernels, Some(plan))?, &lock)
+}
+
+/// Puts the file in its place, as a whole. Returns its bytes.
+fn place(dir: &Path, bytes: &[u8], _lock: &File) -> Result<u64, BundleError> {
+    let path = dir.join(ATTACHED_NAME);
     let partial = dir.join(PARTIAL_NAME);
     // Of a run that was killed: whoever works here has the lock.
     remove(&partial)?;
-    let written = files::write_durably(&partial, &bytes).and_then(|()| fs::rename(&partial, &path));
+    let written = files::write_durably(&partial, bytes).and_then(|()| fs::rename(&partial, &path));
     if let Err(source) = written {
         let _ = fs::remove_file(&partial);
         return Err(match source.kind() {

@@ -36,7 +36,7 @@ mod stream;
 mod verify;
 
 pub use crate::named::UnknownName;
-pub use attached::{ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, attach, detach};
+pub use attached::{ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, attach, attach_plan, detach};
 pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};

@@ -1,0 +1,56 @@
+//! How MLPs lie, and the plan that `tune` saved for them.
+
+use clap::ValueEnum;
+use unweight::{
+    engine::paths::{MlpWeights, Plan},
+    format::bundle::{ATTACHED_NAME, Bundle},
+};
+
+use super::output::Output;
+
+/// What the weights of MLPs lie as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Lie {
+    /// As all linears
+    Linears,
+    /// As they are stored, by the plan that `tune --save` made, if there is one
+    Stored,
+    /// The same, every other Huffman-coded layer as a palette
+    Alternate,
+}
+
+impl From<Lie> for MlpWeights {
+    fn from(lie: Lie) -> Self {
+        match lie {
+            Lie::Linears => Self::Linears,
+            Lie::Stored => Self::Stored,
+            Lie::Alternate => Self::Alternate,
+        }
+    }
+}
+
+impl Lie {
+    /// As options and reports name it.
+    pub fn name(self) -> &'static str {
+        MlpWeights::from(self).name()
+    }
+}
+
+/// The plan beside a bundle: names of paths, no code. One that is damaged is as if it were not there.
+pub fn saved_plan(bundle: &Bundle, output: Output) -> Plan {
+    let attached = match bundle.attached() {
+        Ok(attached) => attached,
+        Err(error) => {
+            output.note(format_args!("not used: {error}"));
+            return Plan::default();
+        }
+    };
+    let Some(text) = attached.as_ref().and_then(|attached| attached.plan()) else { return Plan::default() };
+    match Plan::parse(text.as_bytes()) {
+        Ok(plan) => plan,
+        Err(error) => {
+            output.note(format_args!("{ATTACHED_NAME}: not used: {error}"));
+            Plan::default()
+        }
+    }
+}

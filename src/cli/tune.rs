@@ -1,0 +1,360 @@
+//! `unweight tune`.
+
+use std::{
+    io::{self, Write},
+    path::{Path, PathBuf},
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use clap::Args;
+use serde::Serialize;
+use unweight::{
+    engine::{
+        Engine, EngineError, EngineOptions,
+        options::BUCKETS,
+        paths::{
+            Measured, MlpWeights, Setting, Way,
+            oracle::{Interrupted, PathSpace, Rounds, StepOracle},
+            plan,
+        },
+        tune::{Journal, Limits, Progress, Subject, TuneError, Tuned, descend},
+    },
+    format::{
+        FormId,
+        bundle::{self as format, Bundle},
+    },
+    model::{ModelConfig, ModelWeights},
+    rt::KernelSet,
+};
+
+use super::{
+    failure::{Failure, Result},
+    generate::{Form, note_load},
+    output::{self, Output, Table},
+    paths::{Lie, saved_plan},
+    plot, progress, size,
+    trust::Trust,
+};
+
+/// Arguments of `tune`.
+#[derive(Args)]
+pub struct Tune {
+    /// Directory of a bundle whose MLPs are Huffman-coded or palettes (profiles inference, distribution, palette)
+    bundle: PathBuf,
+    /// Sequences of a step, such as 1,64; may be repeated
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = batch, default_values_t = [1, 64, 256, 512, 1024])]
+    batch: Vec<u32>,
+    /// Tokens that each sequence has behind it
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    context: u32,
+    /// What the weights of MLPs lie as
+    #[arg(long, value_name = "HOW", default_value = "stored", value_parser = stored)]
+    mlp: Lie,
+    /// What the other linears run from
+    #[arg(long, value_name = "FORM", default_value = "packed")]
+    linears: Form,
+    /// Rounds of a comparison
+    #[arg(long, value_name = "N", default_value_t = 7, value_parser = clap::value_parser!(u32).range(3..=99))]
+    rounds: u32,
+    /// File of measurements, .N added for each batch: what is there is not measured again
+    #[arg(long, value_name = "FILE")]
+    journal: Option<PathBuf>,
+    /// Keep what was found beside the bundle, for `generate --mlp` and `bench decode --mlp`
+    #[arg(long)]
+    save: bool,
+    /// File for a drawing: steps of the start over those that were found, by batch
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Device memory for everything together, such as 40G [default: nine tenths of what is free]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory: Option<u64>,
+    /// Number of the GPU
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: usize,
+    #[command(flatten)]
+    trust: Trust,
+}
+
+/// What is printed.
+#[derive(Serialize)]
+pub struct Report {
+    mlp: &'static str,
+    context: u32,
+    rows: Vec<Row>,
+    skipped: Vec<u32>,
+    saved: bool,
+    seconds: f64,
+}
+
+/// A batch.
+#[derive(Serialize)]
+pub struct Row {
+    /// Sequences.
+    pub batch: u32,
+    /// A step where the search began, us.
+    pub start_us: f64,
+    /// A step as it was found, us.
+    pub step_us: f64,
+    gain: f64,
+    tokens_per_s: f64,
+    measured: u32,
+    replayed: u32,
+    rejected: u32,
+    hard: [String; 3],
+    easy: [String; 3],
+    decode_sms: u32,
+    consumers: u8,
+}
+
+/// Steps between two looks at the clock.
+const STEPS: u32 = 4;
+
+impl Tune {
+    /// Runs it.
+    pub fn run(&self, output: Output) -> Result<()> {
+        let begun = Instant::now();
+        let bundle = Bundle::open(&self.bundle)?;
+        has_paths(&bundle)?;
+        let mut batches = self.batch.clone();
+        batches.sort_unstable();
+        batches.dedup();
+        let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
+        let cancelled = progress::cancel_flag()?;
+        let mut plan = saved_plan(&bundle, output);
+        let mut options = EngineOptions::default()
+            .max_batch(batches.last().copied().unwrap_or(1))
+            .context(self.context.saturating_add(STEPS + 1))
+            .chunk(256)
+            .linears(self.linears.into())
+            .mlp(self.mlp.into())
+            .graphs(false);
+        options.memory = self.memory;
+        let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
+        output.note(format_args!("loaded: {}", engine.memory()));
+        let (mut rows, mut skipped) = (Vec::new(), Vec::new());
+        let stop = || cancelled.load(Ordering::Relaxed);
+        for batch in batches {
+            let from = plan.setting(batch, &self.plan_key(&bundle, &kernels, batch)).cloned();
+            match self.tune(&mut engine, &bundle, &kernels, (batch, from), &stop, output)? {
+                Some((row, measured)) => {
+                    plan.insert(measured);
+                    rows.push(row);
+                }
+                None => skipped.push(batch),
+            }
+        }
+        if self.save && !rows.is_empty() {
+            format::attach_plan(&self.bundle, &plan.text())?;
+        }
+        if let Some(file) = &self.svg {
+            plot::save(file, &plot::tuned(&rows)?)?;
+            output.note(format_args!("{}: drawn", file.display()));
+        }
+        let (saved, seconds) = (self.save && !rows.is_empty(), begun.elapsed().as_secs_f64());
+        let report = Report { mlp: self.mlp.name(), context: self.context, rows, skipped, saved, seconds };
+        output.result("tune", &report, |out| report.write(out))
+    }
+
+    fn plan_key(&self, bundle: &Bundle, kernels: &KernelSet, batch: u32) -> String {
+        plan::key(&bundle.manifest().manifest_digest.to_string(), self.mlp.into(), batch, kernels.device().info())
+    }
+
+    /// One batch; nothing where the memory does not hold so many sequences.
+    fn tune(
+        &self,
+        engine: &mut Engine,
+        bundle: &Bundle,
+        kernels: &KernelSet,
+        (batch, from): (u32, Option<Setting>),
+        stop: &dyn Fn() -> bool,
+        output: Output,
+    ) -> Result<Option<(Row, Measured)>> {
+        let info = kernels.device().info();
+        let (choices, guess) = (engine.path_choices(batch), engine.path_guess(batch)?);
+        let space = PathSpace::new(&choices, &guess, info.sms);
+        if space.is_trivial() {
+            return Err(nothing_to_choose());
+        }
+        let start = from.map_or_else(|| space.space().first(), |setting| space.point(&setting));
+        let digest = bundle.manifest().manifest_digest;
+        let model = format!("{digest} {} {:?}", self.mlp.name(), self.linears);
+        let key = Subject { model: &model, batch, context: self.context, ..Subject::on(info) }.key();
+        let folder = tempfile::tempdir().map_err(Failure::io("a folder for measurements"))?;
+        let path = match &self.journal {
+            Some(file) => numbered(file, batch),
+            None => folder.path().join("journal"),
+        };
+        let mut journal = Journal::open(&path, &key, space.space()).map_err(Failure::other)?;
+        let rounds = Rounds { rounds: self.rounds, steps: STEPS };
+        let mut oracle = match StepOracle::new(engine, &space, (batch, self.context), rounds, stop) {
+            Err(EngineError::Rejected(why)) => {
+                output.note(format_args!("batch {batch} is left out: {why}"));
+                return Ok(None);
+            }
+            oracle => oracle?,
+        };
+        let mut watch = Watch::new(batch, output);
+        let tuned = descend(space.space(), &start, &mut oracle, &mut journal, &Limits::default(), &mut |progress| {
+            watch.told(&progress, &space.space().names(progress.incumbent).join(" "));
+        });
+        let tuned = tuned.map_err(|error| ended(error, self.journal.as_deref()))?;
+        let (start_us, step_us) = (oracle.step_us(&start)?, oracle.step_us(&tuned.best)?);
+        let setting = space.setting(&tuned.best);
+        let Tuned { gain, measured, replayed, rejected, .. } = tuned;
+        let names = |ways: &[Way; 3]| ways.each_ref().map(ToString::to_string);
+        let row = Row {
+            batch,
+            start_us,
+            step_us,
+            gain,
+            tokens_per_s: f64::from(batch) / step_us * 1e6,
+            measured,
+            replayed,
+            rejected,
+            hard: names(&setting.hard),
+            easy: names(&setting.easy),
+            decode_sms: setting.decode_sms,
+            consumers: setting.consumers,
+        };
+        let key = self.plan_key(bundle, kernels, batch);
+        Ok(Some((row, Measured { batch, key, setting, step_us, gain })))
+    }
+}
+
+/// `FILE.64`.
+fn numbered(file: &Path, batch: u32) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(format!(".{batch}"));
+    name.into()
+}
+
+fn ended(error: TuneError, journal: Option<&Path>) -> Failure {
+    match error {
+        TuneError::Oracle(oracle) if oracle.0.downcast_ref::<Interrupted>().is_some() => {
+            Failure::interrupted(match journal {
+                Some(_) => "interrupted; the same command goes on from its journal",
+                None => "interrupted; with --journal FILE the same command would go on from there",
+            })
+        }
+        error => Failure::other(error),
+    }
+}
+
+fn nothing_to_choose() -> Failure {
+    Failure::new(
+        "the MLPs of this bundle leave nothing to choose: none of their weights is Huffman-coded or a palette",
+        "compress the model with --profile inference or distribution; packed weights are fastest as they are",
+    )
+}
+
+/// Refuses a bundle whose MLPs have one path each, before anything is loaded.
+fn has_paths(bundle: &Bundle) -> Result<()> {
+    let config = ModelConfig::of_bundle(bundle).map_err(Failure::other)?;
+    let names = ModelWeights::of_bundle(&config, bundle).map_err(Failure::other)?;
+    for layer in &names.layers {
+        for name in [&layer.gate, &layer.up, &layer.down] {
+            if matches!(bundle.entry(name)?.form, FormId::HUFFMAN | FormId::PALETTE) {
+                return Ok(());
+            }
+        }
+    }
+    Err(nothing_to_choose())
+}
+
+/// A size that steps are recorded for.
+fn batch(text: &str) -> std::result::Result<u32, String> {
+    let known = || BUCKETS.map(|batch| batch.to_string()).join(", ");
+    match text.parse() {
+        Ok(batch) if BUCKETS.contains(&batch) => Ok(batch),
+        _ => Err(format!("'{text}' is none of {}: steps are recorded for these", known())),
+    }
+}
+
+fn stored(text: &str) -> std::result::Result<Lie, String> {
+    use clap::ValueEnum;
+    match Lie::from_str(text, false) {
+        Ok(lie) if MlpWeights::from(lie) != MlpWeights::Linears => Ok(lie),
+        _ => Err(format!("'{text}' is neither stored nor alternate")),
+    }
+}
+
+/// What is said while it searches.
+struct Watch {
+    batch: u32,
+    output: Output,
+    begun: Instant,
+    measured: u32,
+    said: Option<Instant>,
+}
+
+impl Watch {
+    fn new(batch: u32, output: Output) -> Self {
+        Self { batch, output, begun: Instant::now(), measured: 0, said: None }
+    }
+
+    fn told(&mut self, progress: &Progress<'_>, best: &str) {
+        let Progress { compared, expected, measured, .. } = *progress;
+        self.measured += u32::from(measured);
+        if self.said.is_some_and(|said| said.elapsed() < Duration::from_secs(2)) {
+            return;
+        }
+        self.said = Some(Instant::now());
+        let left = left(self.begun.elapsed(), self.measured, expected.saturating_sub(compared));
+        let left =
+            left.map_or_else(String::new, |left| format!(", {} left if nothing is gained", output::seconds(left)));
+        let batch = self.batch;
+        self.output.note(format_args!("batch {batch}: {compared} of {expected} comparisons{left}; best: {best}"));
+    }
+}
+
+/// Seconds for so many more comparisons, by those that were measured.
+fn left(elapsed: Duration, measured: u32, more: u32) -> Option<f64> {
+    (measured > 0).then(|| elapsed.as_secs_f64() / f64::from(measured) * f64::from(more))
+}
+
+impl Report {
+    fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        let headings =
+            [">batch", ">start us", ">step us", ">gain", ">tokens/s", "hard", "easy", ">decode SMs", ">streams"];
+        let mut table = Table::new(&headings);
+        for row in &self.rows {
+            table.row([
+                row.batch.to_string(),
+                format!("{:.0}", row.start_us),
+                format!("{:.0}", row.step_us),
+                format!("{:.1} %", row.gain * 100.0),
+                format!("{:.0}", row.tokens_per_s),
+                row.hard.join(" "),
+                row.easy.join(" "),
+                row.decode_sms.to_string(),
+                row.consumers.to_string(),
+            ]);
+        }
+        table.write(out)?;
+        if self.saved {
+            writeln!(out, "\nsaved beside the bundle: --mlp {} takes it", self.mlp)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_are_those_that_steps_are_recorded_for() {
+        assert_eq!(batch("64"), Ok(64));
+        for text in ["3", "0", "x", "2048", "-1"] {
+            assert!(batch(text).unwrap_err().contains("1, 8, 16"), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_left_follows_what_was_measured() {
+        assert_eq!(left(Duration::from_secs(10), 5, 20), Some(40.0));
+        assert_eq!(left(Duration::from_secs(10), 0, 20), None);
+        assert_eq!(numbered(Path::new("a/j"), 64), Path::new("a/j.64"));
+    }
+}
