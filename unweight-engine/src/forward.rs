@@ -518,6 +518,9 @@ impl Forward {
                 self.attend_chunk(layer as usize, start, rows)
             }
             (Job::Output { layer }, _) => self.behind_attention(of(layer)?, rows, |part| part == Part::Output),
+            (Job::GateUp { layer }, _) if of(layer)?.mlp.gate_up().is_none() => {
+                Err(Refusal::Source { takes: "gate and up as one", got: "weights of another path" }.into())
+            }
             (Job::GateUp { layer }, _) => {
                 self.behind_attention(of(layer)?, rows, |part| matches!(part, Part::GateUp | Part::Activation))
             }

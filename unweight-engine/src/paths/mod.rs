@@ -180,7 +180,7 @@ pub fn loads_as(form: FormId, [n, k]: [u32; 2], easy: bool, arch: Arch) -> Lies 
 pub struct Lying {
     /// What it lies as.
     pub as_what: Lies,
-    /// Whether a linear of the loader's is packed.
+    /// Whether a linear of the loader's is packed, or half of a gate and an up that are one product.
     pub packed: bool,
     /// Output features.
     pub n: u32,

@@ -30,7 +30,7 @@ pub enum Stored {
 /// Those of a layer.
 #[derive(Debug)]
 pub struct StoredMlp {
-    /// Gate and up where they are packed as one product, and whether it is activated on its way out.
+    /// Gate and up where they are one product, as all linears have it, and whether it is activated on its way out.
     pub pair: Option<(Linear, bool)>,
     /// Gate, up, down.
     pub parts: [Stored; 3],
@@ -96,8 +96,8 @@ impl StoredMlp {
         }
         let mut pair = None;
         if lies[0] == Lies::Linear && lies[1] == Lies::Linear {
-            let (linear, gated) = gate_up(source, &[(all[0], shapes[0]), (all[1], shapes[1])])?;
-            pair = linear.is_packed().then_some((linear, gated));
+            // Packed or not: what a program takes for packed weights is that the two are one product.
+            pair = Some(gate_up(source, &[(all[0], shapes[0]), (all[1], shapes[1])])?);
         }
         let mut part = |index: usize| -> Result<Stored, LoadError> {
             let (name, shape) = (all[index], shapes[index]);

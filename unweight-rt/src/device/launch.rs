@@ -74,6 +74,8 @@ impl LoadedKernel {
         if own != other {
             return self.refuse(Refusal::OtherDevice { operand: "the stream", own, other });
         }
+        // For fewer multiprocessors a grid has fewer blocks, and needs no more of a workspace: what was checked for all
+        // of the device holds.
         let LaunchMode { sms, ordinary } = stream.mode();
         let all = self.device().info().sms;
         let sms = sms.map_or(all, |sms| sms.clamp(1, all));
