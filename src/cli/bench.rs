@@ -35,6 +35,8 @@ pub enum Bench {
     Matmul(MatmulBench),
     /// Time whole decode steps beside the same engine on cuBLAS on this machine's GPU
     Decode(DecodeBench),
+    /// Measure the tables of the report that this project implements, on this machine's GPU
+    Report(ReportBench),
     /// Launch every kernel thousands of times under load: the same bits, and the right ones
     Stress(StressBench),
 }
@@ -153,6 +155,27 @@ pub struct DecodeBench {
     trust: Trust,
 }
 
+/// Arguments of `bench report`.
+#[derive(Args)]
+pub struct ReportBench {
+    /// A published model's shapes
+    #[arg(long, value_name = "NAME", default_value = "llama-3.1-8b", value_parser = geometry)]
+    geometry: Geometry,
+    /// Sequences that run together, or rows of a product; may be repeated
+    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = bench::BATCHES,
+          value_parser = clap::value_parser!(u32).range(1..=1024))]
+    batch: Vec<u32>,
+    /// Tokens that each sequence has behind it
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    context: u32,
+    /// Rounds that count
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..))]
+    rounds: u16,
+    /// Number of the GPU
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: usize,
+}
+
 /// Arguments of `bench stress`.
 #[derive(Args)]
 pub struct StressBench {
@@ -221,6 +244,7 @@ impl Bench {
             Self::Kernels(_) => "bench kernels",
             Self::Matmul(_) => "bench matmul",
             Self::Decode(_) => "bench decode",
+            Self::Report(_) => "bench report",
             Self::Stress(_) => "bench stress",
         }
     }
@@ -277,6 +301,14 @@ impl Bench {
                     output.note(format_args!("{}: drawn", file.display()));
                 }
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
+            }
+            Self::Report(arguments) => {
+                let kernels = open(arguments.device)?;
+                let timing = Timing::default().rounds(arguments.rounds.into()).warmup_rounds(5);
+                let config = arguments.geometry.config();
+                let asked = (arguments.batch.as_slice(), arguments.context);
+                let tables = bench::bench_tables(&kernels, &config, asked, &timing, &note)?;
+                output.result(self.name(), &tables, |out| write!(out, "{tables}"))
             }
             Self::Stress(arguments) => {
                 let env = Env::process().map_err(|error| Failure::other(error.clone()))?;

@@ -51,6 +51,9 @@ pub struct DecodeOptions {
     /// Its settings that were measured before.
     #[serde(skip)]
     pub plan: Plan,
+    /// What the other linears of that engine run from.
+    #[serde(skip)]
+    pub mlp_linears: Linears,
     /// Of a geometry: the profile that MLPs are stored by.
     pub profile: Option<Profile>,
 }
@@ -66,6 +69,7 @@ impl Default for DecodeOptions {
             resident: Some(Resident::Fast),
             mlp: MlpWeights::Linears,
             plan: Plan::default(),
+            mlp_linears: Linears::Packed,
             profile: None,
         }
     }
@@ -106,6 +110,12 @@ impl DecodeOptions {
     #[must_use]
     pub fn resident(self, resident: Option<Resident>) -> Self {
         Self { resident, ..self }
+    }
+
+    /// What the other linears of an engine run from whose MLPs lie as they are stored.
+    #[must_use]
+    pub fn mlp_linears(self, mlp_linears: Linears) -> Self {
+        Self { mlp_linears, ..self }
     }
 
     /// Of a geometry: the profile that MLPs are stored by.
@@ -223,7 +233,7 @@ pub fn bench_decode(
     let context = options.context.saturating_add(reserve).max(options.prefill.saturating_add(64));
     let mut forms = vec![("packed", Linears::Packed, MlpWeights::Linears)];
     if options.mlp != MlpWeights::Linears {
-        forms.push((options.mlp.name(), Linears::Packed, options.mlp));
+        forms.push((options.mlp.name(), options.mlp_linears, options.mlp));
     }
     if options.twin {
         forms.push(("cublas", Linears::Bf16, MlpWeights::Linears));
@@ -272,7 +282,7 @@ pub fn bench_decode(
     let (mut rows, mut parts) = (Vec::new(), Vec::new());
     for &batch in &options.batches {
         for contender in &mut contenders {
-            if contender.linears == "cublas" {
+            if contender.engine.options().linears == Linears::Bf16 {
                 contender.engine.tune_cublas(batch)?;
             }
         }

@@ -20,6 +20,7 @@ mod kernels;
 mod matmul;
 pub mod oracle;
 mod stress;
+mod tables;
 mod timing;
 
 pub use data::{halves, normal_bf16, relative_error};
@@ -28,4 +29,5 @@ pub use error::BenchError;
 pub use kernels::{BenchOptions, bench_kernels};
 pub use matmul::{LLAMA_8B_LAYER, MatmulOptions, bench_matmul};
 pub use stress::{Plant, StressOptions, StressReport, StressRow, stress};
+pub use tables::{BATCHES, Figure, Tables, bench_tables};
 pub use timing::{Report, Row, Timing};

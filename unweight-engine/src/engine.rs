@@ -118,7 +118,7 @@ impl Engine {
         // What layers were merged in goes before the cache takes what is left.
         drop(source);
         let model = bundle.manifest().manifest_digest.to_string();
-        start.finish(kernels, config, weights, lane, &model)
+        start.finish(kernels, config, weights, lane, &model, &compiled)
     }
 
     /// The same with random weights: what a measurement of a geometry needs.
@@ -159,7 +159,7 @@ impl Engine {
         let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
         let lane = source.builder().lane(&start.stream)?;
         drop(source);
-        start.finish(kernels, config, weights, lane, "random")
+        start.finish(kernels, config, weights, lane, "random", &compiled)
     }
 
     /// The kernels that a bundle's model runs beside its linears; those are
@@ -707,6 +707,7 @@ impl Start {
         weights: Weights,
         mut lane: Lane,
         model: &str,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Engine, EngineError> {
         let Self { options, stream, have } = self;
         let products = if options.mlp != MlpWeights::Linears {
@@ -727,7 +728,8 @@ impl Start {
             let device = kernels.device().info();
             let subject = |batch| paths::plan::key(model, options.mlp, batch, device);
             let set = |batch| options.plan.setting(batch, &subject(batch)).cloned();
-            programs = Some(Programs::new(kernels, &stream, &weights, (&buckets, memory::rows(&options)), &set)?);
+            programs =
+                Some(Programs::new(kernels, &stream, &weights, (&buckets, memory::rows(&options)), &set, progress)?);
         }
         let shared = Shared { bytes: shared, slot };
         let memory: Result<Memory, NoMemory> = memory::plan(&config, &options, (weights.bytes(), shared), have);

@@ -12,6 +12,7 @@ use unweight_codegen::{VariantSpec, spec::DecodeOutput};
 use unweight_rt::{
     Device, DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
     device::{LaunchMode, Mark},
+    jit::cache::Progress,
     ops::{
         decode::{Decoder, output_bytes},
         gemm_recon::Matmul,
@@ -142,11 +143,16 @@ impl Runner {
     ///
     /// # Errors
     /// A kernel cannot be made, or there is no room.
-    pub fn new(kernels: &KernelSet, stream: &Stream, weights: &Weights) -> Result<Self, DeviceError> {
+    pub fn new(
+        kernels: &KernelSet,
+        stream: &Stream,
+        weights: &Weights,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<Self, DeviceError> {
         let stored: Vec<_> = weights.layers.iter().filter_map(|layer| layer.mlp.stored()).collect();
         let layers = lying(weights);
         let specs = paths::reachable(&layers, kernels.device().info().arch);
-        kernels.prepare(&specs, &|_| {})?;
+        kernels.prepare(&specs, progress)?;
         let mut matmuls = HashMap::new();
         for spec in specs {
             matmuls.insert(spec, Matmul::new(kernels.get(&spec)?)?);
@@ -343,8 +349,9 @@ impl Programs {
         weights: &Weights,
         (batches, chunk): (&[u32], u32),
         set: &dyn Fn(u32) -> Option<Setting>,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
-        let mut runner = Runner::new(kernels, stream, weights)?;
+        let mut runner = Runner::new(kernels, stream, weights, progress)?;
         let device = kernels.device();
         let guess = |m| Setting::guess(runner.layers(), device.info().arch, m, device.info().sms);
         let mut steps = Vec::new();

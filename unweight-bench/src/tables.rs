@@ -1,0 +1,270 @@
+//! The report's tables (its section 11), measured here: sizes, whole steps, decoders, products and encoders, beside the
+//! figures that it gives for an H100.
+//!
+//! Whole steps are of a geometry with random weights, by the best guesses of paths. As in the report, nothing but MLPs
+//! is coded in `HHR-PPR` and `all Huffman`, and their baseline is the same engine with BF16 weights by cuBLAS, the
+//! fastest of what cuBLASLt proposes; `packed` are all linears in this project's own form.
+
+use std::{fmt, time::Instant};
+
+use serde::Serialize;
+use unweight_engine::{Linears, MlpWeights, paths::Plan};
+use unweight_format::{CodeLimit, Matrix, bundle::Profile};
+use unweight_model::ModelConfig;
+use unweight_rt::{KernelSet, device::DeviceInfo, ops::encode::GpuEncoder};
+
+use crate::{
+    BenchError, BenchOptions, DecodeModel, DecodeOptions, bench_decode, bench_kernels, data::normal_bf16,
+    timing::Timing,
+};
+
+/// A figure of a table.
+#[derive(Clone, Debug, Serialize)]
+pub struct Figure {
+    /// Number of the report's table.
+    pub table: u32,
+    /// What was measured.
+    pub what: String,
+    /// Sequences, or rows of a product; null where there are none.
+    pub batch: Option<u32>,
+    /// Unit of `ours` and `theirs`.
+    pub unit: &'static str,
+    /// Measured here.
+    pub ours: f64,
+    /// The report's; null where it has none.
+    pub theirs: Option<f64>,
+    /// Ours over our own baseline; null of a baseline.
+    pub our_ratio: Option<f64>,
+    /// Theirs over their own.
+    pub their_ratio: Option<f64>,
+}
+
+/// All of them.
+#[derive(Clone, Debug, Serialize)]
+pub struct Tables {
+    /// The device.
+    pub device: DeviceInfo,
+    /// Tokens behind each sequence of a step.
+    pub context: u32,
+    /// Rounds of each figure.
+    pub rounds: usize,
+    /// Table by table.
+    pub figures: Vec<Figure>,
+}
+
+/// Batches of the report.
+pub const BATCHES: [u32; 5] = [1, 64, 256, 512, 1024];
+/// `gate_proj` of Llama-3.1-8B.
+const GATE: (u32, u32) = (14336, 4096);
+
+/// Sizes, in units of 10^9 bytes: baseline, HHR-PPR, all Huffman.
+const TABLE_8: [f64; 3] = [14.97, 13.07, 11.74];
+/// Tokens per second by batch: baseline, HHR-PPR.
+const TABLE_9: [[f64; 2]; 5] =
+    [[168.0, 100.0], [7752.0, 5136.0], [18097.0, 11677.0], [21685.0, 14406.0], [23464.0, 16520.0]];
+/// Decoders, us.
+const TABLE_10: [(&str, f64); 3] = [("exponent", 130.0), ("full", 193.3), ("palette", 116.5)];
+/// Products by batch, us: cuBLAS, exponents, palette.
+const TABLE_11: [[f64; 3]; 5] =
+    [[86.1, 109.1, 128.1], [87.7, 108.2, 128.7], [93.8, 149.6, 209.9], [135.2, 265.8, 387.6], [213.1, 458.6, 700.2]];
+/// Encoders with allocation and copies, ms: Huffman, palette.
+const TABLE_12: [f64; 2] = [5.2, 3.3];
+
+/// The report's figures of a batch.
+fn of_batch<const N: usize>(table: &[[f64; N]; 5], batch: u32) -> Option<[f64; N]> {
+    BATCHES.iter().position(|own| *own == batch).map(|at| table[at])
+}
+
+/// Measures what the tables have, at `batches`, with `context` tokens behind each sequence.
+///
+/// # Errors
+/// No room for the engines, or what fails on the way.
+pub fn bench_tables(
+    kernels: &KernelSet,
+    config: &ModelConfig,
+    (batches, context): (&[u32], u32),
+    timing: &Timing,
+    progress: &(dyn Fn(&str) + Sync),
+) -> Result<Tables, BenchError> {
+    let mut figures = Vec::new();
+    steps(kernels, config, (batches, context), timing, progress, &mut figures)?;
+    let one = BenchOptions::nothing().shapes(vec![GATE]).batches(batches.to_vec()).decode(true).matmul(true);
+    let report = bench_kernels(kernels, &one, timing, &|line| progress(line))?;
+    for (name, theirs) in TABLE_10 {
+        let row = report.rows.iter().find(|row| row.family == "decode" && row.contender.contains(name));
+        figures.extend(row.map(|row| Figure {
+            table: 10,
+            what: format!("decode {name}"),
+            batch: None,
+            unit: "us",
+            ours: row.median_us,
+            theirs: Some(theirs),
+            our_ratio: None,
+            their_ratio: None,
+        }));
+    }
+    for &batch in batches {
+        let theirs = of_batch(&TABLE_11, batch);
+        let rows = || report.rows.iter().filter(|row| row.family == "matmul" && row.m == batch);
+        let cublas = rows().find(|row| row.contender == "cublas").map(|row| row.median_us);
+        for (at, name) in ["cublas", "exponent", "palette"].into_iter().enumerate() {
+            let Some(row) = rows().find(|row| row.contender.contains(name)) else { continue };
+            let ratio = |us: f64, base: f64| (at > 0).then_some(base / us);
+            figures.push(Figure {
+                table: 11,
+                what: format!("product, {name}"),
+                batch: Some(batch),
+                unit: "us",
+                ours: row.median_us,
+                theirs: theirs.map(|theirs| theirs[at]),
+                our_ratio: cublas.and_then(|cublas| ratio(row.median_us, cublas)),
+                their_ratio: theirs.and_then(|theirs| ratio(theirs[at], theirs[0])),
+            });
+        }
+    }
+    encoders(kernels, timing, &mut figures)?;
+    let rounds = timing.rounds.max(1);
+    Ok(Tables { device: kernels.device().info().clone(), context, rounds, figures })
+}
+
+/// Tables 8 and 9.
+fn steps(
+    kernels: &KernelSet,
+    config: &ModelConfig,
+    (batches, context): (&[u32], u32),
+    timing: &Timing,
+    progress: &(dyn Fn(&str) + Sync),
+    figures: &mut Vec<Figure>,
+) -> Result<(), BenchError> {
+    let (mut sizes, mut all) = (Vec::new(), Vec::new());
+    for (profile, name) in [(Profile::Inference, "HHR-PPR"), (Profile::Distribution, "all Huffman")] {
+        let options = DecodeOptions::default()
+            .batches(batches.to_vec())
+            .context(context)
+            .mlp(MlpWeights::Stored, Plan::default())
+            .mlp_linears(Linears::Bf16)
+            .profile(Some(profile));
+        progress(&format!("whole steps, {name}"));
+        let report = bench_decode(kernels, DecodeModel::Geometry(config), &options, timing, progress)?;
+        let named = |linears: &str| match linears {
+            "cublas" => "baseline",
+            "stored" => name,
+            _ => "packed",
+        };
+        for engine in &report.engines {
+            sizes.push((named(engine.linears), engine.weight_bytes as f64 / 1e9));
+        }
+        for row in &report.rows {
+            all.push((named(row.linears), row.batch, row.tokens_per_s, row.over_twin));
+        }
+    }
+    let baseline = sizes.iter().find(|(name, _)| *name == "baseline").map(|(_, size)| *size);
+    for (at, name) in ["baseline", "HHR-PPR", "all Huffman", "packed"].into_iter().enumerate() {
+        let Some((_, ours)) = sizes.iter().find(|(own, _)| *own == name) else { continue };
+        let theirs = TABLE_8.get(at).copied();
+        figures.push(Figure {
+            table: 8,
+            what: name.to_owned(),
+            batch: None,
+            unit: "GB",
+            ours: *ours,
+            theirs,
+            our_ratio: baseline.filter(|_| at > 0).map(|baseline| ours / baseline),
+            their_ratio: theirs.filter(|_| at > 0).map(|theirs| theirs / TABLE_8[0]),
+        });
+    }
+    for &batch in batches {
+        let theirs = of_batch(&TABLE_9, batch);
+        for (at, name) in ["baseline", "HHR-PPR", "all Huffman", "packed"].into_iter().enumerate() {
+            // The baseline and packed weights were measured beside both; the first time counts.
+            let found = all.iter().find(|(own, of, ..)| *own == name && *of == batch);
+            let Some((_, _, ours, ratio)) = found else { continue };
+            let theirs = theirs.filter(|_| at < 2);
+            figures.push(Figure {
+                table: 9,
+                what: name.to_owned(),
+                batch: Some(batch),
+                unit: "tokens/s",
+                ours: *ours,
+                theirs: theirs.map(|theirs| theirs[at]),
+                our_ratio: ratio.filter(|_| at > 0),
+                their_ratio: theirs.filter(|_| at > 0).map(|theirs| theirs[at] / theirs[0]),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Table 12: one tensor from the host's memory to the host's memory, allocations and copies included.
+fn encoders(kernels: &KernelSet, timing: &Timing, figures: &mut Vec<Figure>) -> Result<(), BenchError> {
+    let (n, k) = (GATE.0 as usize, GATE.1 as usize);
+    let bytes = normal_bf16(n * k, 0.02, 1);
+    let matrix = Matrix::new(&bytes, n, k)?;
+    let stream = kernels.device().stream()?;
+    let encoder = GpuEncoder::new(kernels, CodeLimit::DEFAULT)?;
+    for (theirs, name) in TABLE_12.into_iter().zip(["Huffman", "palette"]) {
+        let mut times = Vec::new();
+        for round in 0..timing.warmup_rounds + timing.rounds.max(1) {
+            let start = Instant::now();
+            if name == "Huffman" {
+                encoder.encode(&stream, matrix)?;
+            } else {
+                encoder.encode_palette(&stream, matrix)?;
+            }
+            if round >= timing.warmup_rounds {
+                times.push(start.elapsed().as_secs_f64() * 1e3);
+            }
+        }
+        times.sort_by(f64::total_cmp);
+        figures.push(Figure {
+            table: 12,
+            what: format!("encode {name}"),
+            batch: None,
+            unit: "ms",
+            ours: times.get(times.len() / 2).copied().unwrap_or(f64::NAN),
+            theirs: Some(theirs),
+            our_ratio: None,
+            their_ratio: None,
+        });
+    }
+    Ok(())
+}
+
+/// Markdown.
+impl fmt::Display for Tables {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let DeviceInfo { name, sms, driver, .. } = &self.device;
+        writeln!(f, "{name}, {sms} SMs, CUDA {driver}; context {}, median of {} rounds", self.context, self.rounds)?;
+        let mut last = 0;
+        for Figure { table, what, batch, unit, ours, theirs, our_ratio, their_ratio } in &self.figures {
+            if *table != last {
+                last = *table;
+                writeln!(f, "\nTable {table}, {unit}\n")?;
+                writeln!(f, "| | batch | here | report | over own baseline | report's |\n|---|---|---|---|---|---|")?;
+            }
+            let batch = batch.map_or_else(String::new, |batch| batch.to_string());
+            let of = |value: &Option<f64>, digits: usize| {
+                value.map_or_else(String::new, |value| format!("{value:.digits$}"))
+            };
+            let digits = if *unit == "tokens/s" { 0 } else { 2 };
+            let (theirs, our_ratio, their_ratio) = (of(theirs, digits), of(our_ratio, 2), of(their_ratio, 2));
+            writeln!(f, "| {what} | {batch} | {ours:.digits$} | {theirs} | {our_ratio} | {their_ratio} |")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_of_the_report_are_those_of_their_batch() {
+        assert_eq!(of_batch(&TABLE_9, 256), Some([18097.0, 11677.0]));
+        assert_eq!(of_batch(&TABLE_11, 1024), Some([213.1, 458.6, 700.2]));
+        assert_eq!(of_batch(&TABLE_9, 8), None);
+        // Its own sentence: penalties from 29.6 to 40.7 %.
+        let ratios: Vec<f64> = TABLE_9.iter().map(|[baseline, theirs]| 1.0 - theirs / baseline).collect();
+        assert!(ratios.iter().all(|penalty| (0.295..0.41).contains(penalty)), "{ratios:?}");
+    }
+}
