@@ -179,7 +179,7 @@ impl Tune {
         let start = from.map_or_else(|| space.space().first(), |setting| space.point(&setting));
         let digest = bundle.manifest().manifest_digest;
         let model = format!("{digest} {} {:?}", self.mlp.name(), self.linears);
-        let key = Subject { model: &model, batch, context: self.context, ..Subject::on(info) }.key();
+        let key = Subject { model: &model, batch, context: self.context, ..plan::subject(info) }.key();
         let folder = tempfile::tempdir().map_err(Failure::io("a folder for measurements"))?;
         let path = match &self.journal {
             Some(file) => numbered(file, batch),

@@ -31,10 +31,8 @@ use crate::{
     options::{BUCKETS, BadOption, EngineOptions, MlpWeights, bucket},
     pages::pages_for,
     paths::{self, Setting, oracle::Choices, weights::Transcoding},
-    program::{
-        Layout,
-        run::{self, Bound, Programs},
-    },
+    program::Layout,
+    run::{self, Bound, Programs},
     schedule::{Event, Limits, Next, Rejected, Request, Schedule, SeqId},
     weights::{Random, Source, Weights},
 };

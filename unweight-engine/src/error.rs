@@ -3,7 +3,7 @@
 use unweight_model::{BindError, ConfigError};
 use unweight_rt::{DeviceError, LoadError, Refusal, Remedy};
 
-use crate::{memory::NoMemory, options::BadOption, program::run::BindFailure, schedule::Rejected};
+use crate::{memory::NoMemory, options::BadOption, run::BindFailure, schedule::Rejected};
 
 /// What an engine could not do.
 #[derive(Debug, thiserror::Error)]

@@ -11,6 +11,7 @@ pub mod options;
 pub mod pages;
 pub mod paths;
 pub mod program;
+pub mod run;
 pub mod schedule;
 pub mod tune;
 mod weights;

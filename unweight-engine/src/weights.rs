@@ -67,7 +67,7 @@ pub enum Mlp {
         gated: bool,
         down: Linear,
     },
-    /// As they are stored; a program multiplies ([`crate::program::run`]).
+    /// As they are stored; a program multiplies ([`crate::run`]).
     Stored(StoredMlp),
 }
 

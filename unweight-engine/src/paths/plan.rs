@@ -12,7 +12,15 @@ use crate::{options::BUCKETS, tune::Subject};
 /// MLPs alone, which know no context.
 pub fn key(model: &str, mlp: MlpWeights, batch: u32, device: &DeviceInfo) -> String {
     let model = format!("{model} {}", mlp.name());
-    Subject { model: &model, batch, context: 0, ..Subject::on(device) }.key()
+    Subject { model: &model, batch, context: 0, ..subject(device) }.key()
+}
+
+/// Nothing yet, on this device.
+pub fn subject(device: &DeviceInfo) -> Subject<'_> {
+    let DeviceInfo { arch, name, sms, driver, .. } = device;
+    let major: String = driver.chars().take_while(char::is_ascii_digit).collect();
+    let driver = major.parse().unwrap_or(0);
+    Subject { model: "", batch: 0, context: 0, arch: *arch, device: name, sms: *sms, driver }
 }
 
 /// Version of the text.

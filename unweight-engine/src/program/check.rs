@@ -125,6 +125,36 @@ pub enum Violation {
     },
 }
 
+/// A program that [`check()`] has proved: the only kind that can be run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Checked(Program);
+
+impl Checked {
+    /// Proves a program.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    ///
+    /// ```
+    /// use unweight_engine::program::{Checked, Layout, Path, SlotRule, build};
+    /// let layers = [[Path::Raw; 3], [Path::Exponents; 3], [Path::Exponents; 3], [Path::Exponents; 3]];
+    /// assert!(Checked::new(build(&layers, &Layout::default())?).is_ok());
+    /// // The report's slots, where hard layers are adjacent.
+    /// let layout = Layout { rule: SlotRule::HalfOfLayer, ..Layout::default() };
+    /// assert!(Checked::new(build(&layers, &layout)?).is_err());
+    /// # Ok::<(), unweight_engine::program::BuildError>(())
+    /// ```
+    pub fn new(program: Program) -> Result<Self, Violation> {
+        check(&program)?;
+        Ok(Self(program))
+    }
+
+    /// The program.
+    pub fn program(&self) -> &Program {
+        &self.0
+    }
+}
+
 /// Who touched a buffer last.
 #[derive(Default)]
 struct Users {

@@ -21,15 +21,12 @@
 mod build;
 mod check;
 mod clock;
-pub mod run;
 mod simulate;
 #[cfg(test)]
 mod tests;
 
 pub use build::{BuildError, Layout, SlotRule, build};
-pub use check::{Violation, check};
-#[doc(inline)]
-pub use run::Checked;
+pub use check::{Checked, Violation, check};
 pub use simulate::{Cost, Span, Timeline, simulate};
 use unweight_codegen::spec::DecodeOutput;
 use unweight_format::FormId;

@@ -2,7 +2,6 @@
 
 use unweight_codegen::spec::{Arch, catalog};
 use unweight_format::digest::Digest;
-use unweight_rt::device::DeviceInfo;
 
 /// What is measured, where. Whoever writes measurements and whoever reads them call [`Subject::key`]: there is no other
 /// way to a key.
@@ -22,16 +21,6 @@ pub struct Subject<'a> {
     pub sms: u32,
     /// The driver's major version, such as 580.
     pub driver: u32,
-}
-
-impl<'a> Subject<'a> {
-    /// Nothing yet, on this device.
-    pub fn on(device: &'a DeviceInfo) -> Self {
-        let DeviceInfo { arch, name, sms, driver, .. } = device;
-        let major: String = driver.chars().take_while(char::is_ascii_digit).collect();
-        let driver = major.parse().unwrap_or(0);
-        Self { model: "", batch: 0, context: 0, arch: *arch, device: name, sms: *sms, driver }
-    }
 }
 
 impl Subject<'_> {

@@ -19,7 +19,6 @@ use unweight_rt::{
     },
 };
 
-use super::{Job, Path, Program, Projection, Step, Violation, check};
 use crate::{
     error::EngineError,
     forward::{Forward, Mlp, Work},
@@ -27,38 +26,9 @@ use crate::{
         self, LyingMlp, Setting, Way,
         weights::{Stored, decoder},
     },
+    program::{self, BuildError, Checked, Job, Path, Projection, Step, Violation},
     weights::Weights,
 };
-
-/// A program that [`check()`] has proved: the only kind that can be run.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Checked(Program);
-
-impl Checked {
-    /// Proves a program.
-    ///
-    /// # Errors
-    /// What is wrong with it.
-    ///
-    /// ```
-    /// use unweight_engine::program::{Checked, Layout, Path, SlotRule, build};
-    /// let layers = [[Path::Raw; 3], [Path::Exponents; 3], [Path::Exponents; 3], [Path::Exponents; 3]];
-    /// assert!(Checked::new(build(&layers, &Layout::default())?).is_ok());
-    /// // The report's slots, where hard layers are adjacent.
-    /// let layout = Layout { rule: SlotRule::HalfOfLayer, ..Layout::default() };
-    /// assert!(Checked::new(build(&layers, &layout)?).is_err());
-    /// # Ok::<(), unweight_engine::program::BuildError>(())
-    /// ```
-    pub fn new(program: Program) -> Result<Self, Violation> {
-        check(&program)?;
-        Ok(Self(program))
-    }
-
-    /// The program.
-    pub fn program(&self) -> &Program {
-        &self.0
-    }
-}
 
 /// Room for the decoded weights of one projection: each form lies in the same memory.
 struct Slot {
@@ -110,7 +80,7 @@ pub(crate) struct Bound {
 pub enum BindFailure {
     /// No program.
     #[error(transparent)]
-    Build(#[from] super::BuildError),
+    Build(#[from] BuildError),
     /// A program that may not run.
     #[error(transparent)]
     Violation(#[from] Violation),
@@ -121,8 +91,8 @@ impl Bound {
     pub fn new(layers: &[LyingMlp], setting: &Setting, rows: u32, device: &Device) -> Result<Self, BindFailure> {
         let info = device.info();
         let ways = setting.ways(layers, info.arch, rows);
-        let mlps: Vec<super::Mlp> = ways.iter().map(|ways| ways.map(|way| way.path)).collect();
-        let program = Checked::new(super::build(&mlps, &setting.layout(info.sms))?)?;
+        let mlps: Vec<program::Mlp> = ways.iter().map(|ways| ways.map(|way| way.path)).collect();
+        let program = Checked::new(program::build(&mlps, &setting.layout(info.sms))?)?;
         Ok(Self { program, ways })
     }
 }
@@ -158,7 +128,7 @@ impl Runner {
             matmuls.insert(spec, Matmul::new(kernels.get(&spec)?)?);
         }
         let mut decoders = HashMap::new();
-        let slot_count = super::Layout::default().slots;
+        let slot_count = program::Layout::default().slots;
         let (mut lanes, mut slots) = (Vec::new(), Vec::new());
         if let Some(bits) = stored.iter().filter_map(|mlp| mlp.code_bits()).max() {
             for output in [DecodeOutput::Full, DecodeOutput::Exponent, DecodeOutput::Palette] {
@@ -192,7 +162,7 @@ impl Runner {
     /// # Errors
     /// The driver's.
     pub fn reserve(&mut self, bound: &Bound, device: &Device) -> Result<(), DeviceError> {
-        while self.marks.len() < bound.program.0.events as usize {
+        while self.marks.len() < bound.program.program().events as usize {
             self.marks.push(Mark::new(device)?);
         }
         Ok(())
@@ -209,7 +179,7 @@ impl Runner {
         weights: &Weights,
         work: Work,
     ) -> Result<(), DeviceError> {
-        let program = &bound.program.0;
+        let program = bound.program.program();
         let have = 1 + self.lanes.len() as u64;
         if u64::from(program.streams) > have {
             return Err(Refusal::Range { at: 0, len: program.streams.into(), have }.into());
@@ -221,7 +191,7 @@ impl Runner {
     }
 
     fn walk(&mut self, bound: &Bound, forward: &mut Forward, weights: &Weights, work: Work) -> Result<(), DeviceError> {
-        for step in &bound.program.0.steps {
+        for step in &bound.program.program().steps {
             match *step {
                 Step::Record { stream, event } => {
                     self.stream(forward, stream)?.record(mark(&self.marks, event)?)?;
