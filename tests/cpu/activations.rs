@@ -188,11 +188,12 @@ fn planted_bugs_of_norms_are_caught() {
 
 // ---- silu_mul ----
 
-/// Gate and up side by side in one matrix, or one matrix after the other.
+/// Gate and up side by side in one matrix, one matrix after the other, or 8 columns of either in turns.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Pair {
     Beside,
     Apart,
+    Turns,
 }
 
 fn check_silu_mul(
@@ -210,9 +211,22 @@ fn check_silu_mul(
     // Apart, every row is a gate's or an up's.
     let of =
         |from: usize| -> Vec<u16> { x.chunks_exact(x_pitch).flat_map(|row| &row[from..from + n]).copied().collect() };
-    let laid = if pair == Pair::Apart { [of(0), of(n)].concat() } else { x.clone() };
+    let turns = |row: &[u16]| -> Vec<u16> {
+        let ((gate, up), gap) = (row[..2 * n].split_at(n), &row[2 * n..]);
+        let both = gate.chunks(8).zip(up.chunks(8)).flat_map(|(gate, up)| [gate, up].concat());
+        both.chain(gap.iter().copied()).collect()
+    };
+    let laid = match pair {
+        Pair::Beside => x.clone(),
+        Pair::Apart => [of(0), of(n)].concat(),
+        Pair::Turns => x.chunks_exact(x_pitch).flat_map(turns).collect(),
+    };
     let (source, y) = (Buffer::of(&bytes(&laid)), Buffer::new(m * y_pitch * 2));
-    let (pitch, up) = if pair == Pair::Apart { (n, m * n) } else { (x_pitch, n) };
+    let (pitch, up, spread) = match pair {
+        Pair::Beside => (x_pitch, n, 1),
+        Pair::Apart => (n, m * n, 1),
+        Pair::Turns => (x_pitch, 8, 2),
+    };
     let row_blocks = match spec.op {
         unweight_codegen::spec::Op::SiluMul(op) => (n as u32).div_ceil(op.block_columns()),
         _ => unreachable!("a silu_mul"),
@@ -225,6 +239,8 @@ fn check_silu_mul(
         y_pitch: y_pitch as u64,
         columns: n as u32,
         row_blocks,
+        spread,
+        reserved: 0,
     };
     let problem = GemmShape { m: m as u32, n: n as u32, k: 0 };
     launch(kernel, spec, problem, &args, &[("x", &source), ("y", &y)])?;
@@ -246,7 +262,7 @@ fn activations_are_those_of_double_precision() {
     let mut kernel = CpuKernel::all(&specs, &[]);
     for spec in specs {
         for (m, n) in SILU_MULS {
-            for pair in [Pair::Beside, Pair::Apart] {
+            for pair in [Pair::Beside, Pair::Apart, Pair::Turns] {
                 check_silu_mul(&mut kernel, &spec, (m, n), pair).unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
             }
         }
@@ -258,6 +274,7 @@ fn planted_bugs_of_activations_are_caught() {
     let header = "unweight/kernels/silu_mul.cuh";
     for (from, to) in [
         ("args.up + at", "args.up + at + 8"),
+        ("static_cast<u64>(column) * args.spread", "static_cast<u64>(column)"),
         ("ptx::mul(packed::silu(low_of(gate)), low_of(up))", "ptx::mul(packed::silu(low_of(up)), low_of(gate))"),
         ("packed::silu(high_of(gate)), high_of(up)", "packed::silu(high_of(gate)), low_of(up)"),
         ("ptx::block_index() / args.row_blocks", "ptx::block_index() % args.row_blocks"),
@@ -267,7 +284,8 @@ fn planted_bugs_of_activations_are_caught() {
     ] {
         let spec = spec("silu_mul_t128");
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
-        let caught = SILU_MULS.iter().any(|shape| check_silu_mul(&mut kernel, &spec, *shape, Pair::Beside).is_err());
+        let pair = if from.contains("spread") { Pair::Turns } else { Pair::Beside };
+        let caught = SILU_MULS.iter().any(|shape| check_silu_mul(&mut kernel, &spec, *shape, pair).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }
 }

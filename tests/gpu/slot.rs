@@ -16,8 +16,8 @@ use unweight_format::{
     testing::demo_model::{self, DemoOptions},
 };
 use unweight_rt::{
-    Device, DeviceMatrix, KernelSet, Lane, LayerBuilder, Linear, LoadOptions, Loader, Merge, Refusal, Resident, Stream,
-    choose::reachable::COMPACT_BATCH, env::Env,
+    Device, DeviceMatrix, Expand, KernelSet, Lane, LayerBuilder, Linear, LoadOptions, Loader, Merge, Refusal, Resident,
+    Stream, choose::reachable::COMPACT_BATCH, env::Env,
 };
 
 const MAX_BATCH: u32 = 300;
@@ -301,6 +301,58 @@ fn compact_tensors_of_a_bundle_stay_as_they_are() {
                     &format!("{names:?} at {m}, {resident:?}"),
                 );
             }
+        }
+    }
+}
+
+/// What runs above batch 64 on architectures without `wgmma`, asked for by an option: packed and compact weights that are expanded to BF16 for
+/// cuBLAS, which may round a product before it is added to or activated.
+#[test]
+#[ignore = "needs a GPU"]
+fn weights_are_expanded_to_bf16_for_cublas() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    for resident in [Resident::Fast, Resident::Small] {
+        let options = LoadOptions::default().max_batch(700).resident(resident).expand(Expand::Above(64));
+        let mut builder = LayerBuilder::new(kernels, &stream, options).unwrap();
+        let (n, k) = (512, 448);
+        let ((gate, gates), (up, ups)) = (matrix(&stream, n, k, 5), matrix(&stream, n, k, 6));
+        let rows = builder.layer("rows", &[gate.view()], Merge::Rows).unwrap();
+        let mlp = builder.layer("mlp", &[gate.view(), up.view()], Merge::SiluMul).unwrap();
+        // Packed and padded, however it is to lie.
+        let (odd, odds) = matrix(&stream, 100, 72, 7);
+        let padded = builder.layer("padded", &[odd.view()], Merge::Rows).unwrap();
+        assert_eq!((rows.is_compact(), mlp.is_compact()), (resident == Resident::Small, resident == Resident::Small));
+        assert!(padded.is_packed());
+        let mut lane = builder.lane(&stream).unwrap();
+        assert!(lane.size().cublas && lane.size().slot_bytes >= (2 * 2 * n * k) as u64);
+        // Several turns of what lies beside the products, and of the largest batch.
+        for m in [64, 65, 128, 513, 700, 701] {
+            let what = format!("{resident:?} at {m}");
+            assert_eq!(rows.variant(m, Epilogue::Store).is_none(), m > 64, "{what}");
+            let x = inputs(m, k as u32, 7);
+            let (gates, ups) = (product(&values(&x), &gates, k), product(&values(&x), &ups, k));
+            let y = run(&stream, &mut lane, &rows, &x, None, Epilogue::Store);
+            close(&y, gates.iter().map(|(sum, size)| (*sum, size * 1e-6)), &what);
+            let before = inputs(m, n as u32, 21);
+            let added = run(&stream, &mut lane, &rows, &x, Some(&before), Epilogue::StoreAdd);
+            let sums = gates.iter().zip(&before).map(|((product, size), old)| {
+                let old = value(*old);
+                (product + old, (size + old.abs()) * 1e-6 + product.abs() / 256.0)
+            });
+            close(&added, sums, &format!("{what}, added"));
+            // Both products are rounded before they are activated: each by 2^-8 of itself at most.
+            let activated = gates.iter().zip(&ups).map(|((gate, gate_size), (up, up_size))| {
+                let out = gate / (1.0 + (-gate).exp()) * up;
+                let (gate_error, up_error) = (gate_size * 1e-6 + gate.abs() / 256.0, up_size * 1e-6 + up.abs() / 256.0);
+                (out, gate_error * up.abs() * 1.1 + up_error * gate.abs() + gate_error * up_error + out.abs() * 1e-5)
+            });
+            let y = run(&stream, &mut lane, &mlp, &x, None, Epilogue::SiluMul);
+            close(&y, activated, &format!("{what}, activated"));
+            let x = inputs(m, 72, 9);
+            let exact = product(&values(&x), &odds, 72);
+            let y = run(&stream, &mut lane, &padded, &x, None, Epilogue::Store);
+            close(&y, exact.iter().map(|(sum, size)| (*sum, size * 1e-6)), &format!("{what}, padded"));
         }
     }
 }

@@ -35,7 +35,7 @@ pub use jit::error::Error;
 pub use layer::{
     build::LayerBuilder,
     linear::Linear,
-    loader::{Linears, LoadError, LoadOptions, Loader, Merge, Resident},
+    loader::{Expand, Linears, LoadError, LoadOptions, Loader, Merge, Resident},
 };
 #[doc(inline)]
 pub use ops::lane::Lane;

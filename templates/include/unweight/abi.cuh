@@ -219,6 +219,8 @@ struct SiluMulArgs {
     u64 y_pitch;
     u32 columns;                      // a multiple of 8
     u32 row_blocks;                   // blocks of a row
+    u32 spread;                       // from 8 columns of gate and up to the next 8: 8 times this
+    u32 reserved;                     // 0
 };
 
 // Attention over the pages of a KV cache; h = kv_heads * group. `decode`: row r is the newest token of a sequence of

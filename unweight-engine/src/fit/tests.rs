@@ -233,7 +233,7 @@ fn what_cannot_be_is_said() {
     let (config, tensors) = llama();
     let error = |wanted: Wanted| fit(&config, &tensors, &wanted).unwrap_err().to_string();
     assert!(error(wanted(None)).contains("give one, or both"));
-    assert!(error(Wanted { batch: 257, ..wanted(GB) }).contains("max_batch = 257"));
+    assert!(error(Wanted { batch: 1025, ..wanted(GB) }).contains("max_batch = 1025"));
     assert!(error(Wanted { context: 0, ..wanted(GB) }).contains("context = 0"));
     assert!(error(Wanted { context: 200_000, ..wanted(GB) }).contains("131072"));
     assert!(error(Wanted { max_slowdown: Some(f64::NAN), ..wanted(GB) }).contains("NaN"));

@@ -91,6 +91,21 @@ impl Machine {
         self.memory * MEMORY / Self::H200.memory
     }
 
+    /// Floating-point operations of cuBLAS in a us.
+    fn cublas_flop(&self) -> f64 {
+        let peak = match self.arch {
+            // By `tcgen05`, which `mma.sync` does not reach.
+            Arch::Sm100a | Arch::Sm103a => 2.0,
+            _ => self.tensor(),
+        };
+        self.tensor_flop(peak)
+    }
+
+    /// Floating-point operations in a us where a multiprocessor multiplies so much in a clock, over Hopper's.
+    fn tensor_flop(&self, peak: f64) -> f64 {
+        CUBLAS_SHARE * 4096.0 * peak * f64::from(self.sms) * self.clock_mhz
+    }
+
     /// What a multiprocessor multiplies in a clock by `mma.sync`, over Hopper's; from the vendors' papers (dense BF16, fp32
     /// sums).
     fn tensor(&self) -> f64 {
@@ -142,6 +157,26 @@ pub fn compact_candidates(machine: &Machine, problem: GemmShape, wanted: PackedU
 pub fn expand_us(machine: &Machine, n: u32, k: u32) -> f64 {
     let weights = f64::from(n) * f64::from(k);
     LAUNCH_US + weights * (COMPACT_BYTES + 1.5) / machine.reads()
+}
+
+/// Microseconds of cuBLAS on BF16: reads of the memory, or what its tensor cores multiply.
+pub fn cublas_us(machine: &Machine, problem: GemmShape) -> f64 {
+    let GemmShape { m, n, k } = problem;
+    let weights = f64::from(n) * f64::from(k);
+    LAUNCH_US + (2.0 * weights / machine.reads()).max(2.0 * weights * f64::from(m) / machine.cublas_flop())
+}
+
+/// What no product by `mma.sync` goes below, us: the multiplications at the share of the tensor cores that cuBLAS gets. [`predicted_us`] was
+/// fitted to batches that memory limits, and knows of no such floor.
+pub fn mma_floor_us(machine: &Machine, problem: GemmShape) -> f64 {
+    let GemmShape { m, n, k } = problem;
+    2.0 * f64::from(n) * f64::from(k) * f64::from(m) / machine.tensor_flop(machine.tensor())
+}
+
+/// Microseconds of the expansion of a packed or a compact weight to BF16: what it reads and writes, at the rate of the memory.
+pub fn bf16_us(machine: &Machine, n: u32, k: u32, compact: bool) -> f64 {
+    let read = if compact { COMPACT_BYTES } else { 1.5 };
+    LAUNCH_US + f64::from(n) * f64::from(k) * (read + 2.0) / machine.reads()
 }
 
 /// The variants that ship for an architecture, without what [`PackedUse`] chooses.
@@ -197,6 +232,8 @@ const SMALL_STEP_US: (f64, f64) = (2.6e-3, 1.6e-3);
 const SMALL_WAVE_US: (f64, f64) = (2.0, 0.4);
 /// What meeting across a cluster costs, us.
 const CLUSTER_US: f64 = 1.0;
+/// Of what tensor cores could do (4096 operations a clock of a Hopper's multiprocessor), what cuBLAS got of an H200: 7.0e8 a us of 10.7e8.
+const CUBLAS_SHARE: f64 = 0.654;
 /// Bytes of a compact weight (docs/adr/0013-compact.md: 10.81 to 10.9 bits).
 const COMPACT_BYTES: f64 = 1.36;
 /// A tile of 64 x 64 that `gemm_compact` decodes: us of a multiprocessor that always has a warp to run, and us of one warp by itself. By the
@@ -339,6 +376,11 @@ impl PackedChooser {
     /// For an H200 (SXM): what is chosen where there is no device to ask.
     pub fn h200() -> Self {
         Self::of(Machine::H200, "NVIDIA H200")
+    }
+
+    /// The device that it chooses for.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
     }
 
     /// The architecture that it chooses for.

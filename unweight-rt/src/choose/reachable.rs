@@ -11,13 +11,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
-    spec::{Arch, DecodeOutput, Epilogue, GemmCompactSpec, TranscodeStage, catalog},
+    family::Instruction,
+    plan::GemmShape,
+    spec::{Arch, DecodeOutput, Epilogue, GemmCompactSpec, Op, RepackStage, SiluMulSpec, TranscodeStage, catalog},
 };
 use unweight_format::{FormId, bundle::Bundle, roles::Role, safetensors::Dtype};
 
 use super::{
     graph::{Edge, Node, Step, decoder, packing, paths, transcoder},
-    model::{PackedChooser, PackedUse},
+    model::{PackedChooser, PackedUse, bf16_us, cublas_us, expand_us, mma_floor_us, predicted_us},
 };
 
 /// A weight that becomes a layer, alone or merged with others.
@@ -108,6 +110,9 @@ pub enum Resident {
     Small,
 }
 
+/// The largest batch tile of `gemm_mma`: above it, a batch reads the weights more than once.
+const GEMM_MMA_BATCH: u32 = 64;
+
 /// The largest batch that is multiplied straight from compact weights: the largest batch tile of `gemm_compact`. A second tile would read and
 /// decode everything again.
 pub const COMPACT_BATCH: u32 = 32;
@@ -124,6 +129,13 @@ pub enum Way<K> {
         /// The product; an ordinary launch, since it reads what the kernel before it writes.
         product: K,
     },
+    /// By cuBLAS, from BF16 that a kernel writes into the slot ahead of it.
+    Cublas {
+        /// Packed or compact to BF16.
+        expand: K,
+        /// Of a gate and an up, what activates the product.
+        activate: Option<K>,
+    },
 }
 
 /// How a layer is multiplied, by epilogue and ascending in the largest batch.
@@ -135,6 +147,7 @@ impl<K> Way<K> {
         let (first, second) = match self {
             Self::Direct(kernel) => (kernel, None),
             Self::Slot { expand, product } => (expand, Some(product)),
+            Self::Cublas { expand, activate } => (expand, activate.as_ref()),
         };
         [first].into_iter().chain(second)
     }
@@ -144,6 +157,13 @@ impl<K> Way<K> {
         Some(match self {
             Self::Direct(_) => Way::Direct(next.next()?),
             Self::Slot { .. } => Way::Slot { expand: next.next()?, product: next.next()? },
+            Self::Cublas { activate, .. } => Way::Cublas {
+                expand: next.next()?,
+                activate: match activate {
+                    Some(_) => Some(next.next()?),
+                    None => None,
+                },
+            },
         })
     }
 }
@@ -163,6 +183,21 @@ pub struct Wanted {
     pub pdl: bool,
     /// The longest code of Huffman tensors, bits.
     pub code_limit: u32,
+    /// Which batches are multiplied by cuBLAS, from weights that are expanded ahead of it.
+    pub expand: Expand,
+}
+
+/// Which batches are multiplied by cuBLAS, from weights that are expanded to BF16 in a slot ahead of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Expand {
+    /// On architectures without `wgmma`, above batch 64, where the model says that this is faster than several batch tiles of `gemm_mma`, each of
+    /// which reads the weights again.
+    #[default]
+    Model,
+    /// Above this batch, on every architecture: what tests run.
+    Above(u32),
+    /// None: there is no cuBLAS.
+    Never,
 }
 
 /// A kernel for batches up to `last`.
@@ -220,14 +255,85 @@ impl Wanted {
             let direct = direct.map(move |(last, kernel)| Choice { epilogue, last, kernel: Way::Direct(kernel) });
             let above =
                 if self.max_batch > small { self.chooser.choices(n, k, self.max_batch, wanted) } else { Vec::new() };
-            let expand = expander(self.chooser.arch());
-            let above = above.into_iter().filter(move |(last, _)| *last > small).filter_map(move |(last, kernel)| {
-                let product = PackedUse { pdl: false, ..wanted }.of(kernel)?;
-                Some(Choice { epilogue, last, kernel: Way::Slot { expand, product } })
-            });
-            direct.chain(above)
+            let above: Vec<_> = above.into_iter().filter(|(last, _)| *last > small).collect();
+            direct.chain(self.expanded(weight, epilogue, (small, true), &above, |kernel| {
+                let product = ordinary(kernel)?;
+                Some(Way::Slot { expand: expander(self.chooser.arch()), product })
+            }))
         };
         weight.epilogues().iter().flat_map(of).collect()
+    }
+
+    /// How a packed layer is multiplied at every batch, by epilogue and ascending in the batch. Empty where no kernel takes the shape.
+    pub fn packed_ways(&self, weight: &Weight, escapes: bool) -> Ways<VariantSpec> {
+        let choices = self.gemms(weight, escapes);
+        let of = |&epilogue: &Epilogue| {
+            let own = choices.iter().filter(|choice| choice.epilogue == epilogue);
+            let own: Vec<_> = own.map(|choice| (choice.last, choice.kernel)).collect();
+            self.expanded(weight, epilogue, (0, false), &own, |kernel| Some(Way::Direct(kernel)))
+        };
+        weight.epilogues().iter().flat_map(of).collect()
+    }
+
+    /// Ranges of batches above `first`, each with the kernel that multiplies packed tiles, as ways; and batches that cuBLAS takes cut out of them.
+    fn expanded(
+        &self,
+        weight: &Weight,
+        epilogue: Epilogue,
+        (first, compact): (u32, bool),
+        ranges: &[(u32, VariantSpec)],
+        way: impl Fn(VariantSpec) -> Option<Way<VariantSpec>>,
+    ) -> Ways<VariantSpec> {
+        let mut ways: Ways<VariantSpec> = Vec::new();
+        let mut from = first;
+        for &(last, kernel) in ranges {
+            // Between two of these nothing changes, as for the kernels.
+            let ends = (from / 8 * 8 + 8..last).step_by(8).chain([last]);
+            for m in ends {
+                let taken = self.cublas_takes(weight, m, kernel, compact);
+                let chosen = if taken { self.by_cublas(epilogue, compact) } else { way(kernel) };
+                let Some(chosen) = chosen else { continue };
+                match ways.last_mut() {
+                    Some(same) if same.kernel == chosen => same.last = m,
+                    _ => ways.push(Choice { epilogue, last: m, kernel: chosen }),
+                }
+            }
+            from = last;
+        }
+        ways
+    }
+
+    /// Whether a batch is multiplied by cuBLAS rather than by this kernel.
+    fn cublas_takes(&self, weight: &Weight, m: u32, kernel: VariantSpec, compact: bool) -> bool {
+        let (arch, machine) = (self.chooser.arch(), self.chooser.machine());
+        let Some((n, k)) = weight.padded() else { return false };
+        match self.expand {
+            Expand::Never => false,
+            Expand::Above(batch) => m > batch,
+            Expand::Model if arch.has(Instruction::Wgmma) || m <= GEMM_MMA_BATCH => false,
+            Expand::Model => {
+                let problem = GemmShape { m, n, k };
+                // A product from the slot is an ordinary launch.
+                let kernel = if compact { ordinary(kernel) } else { Some(kernel) };
+                let us = kernel.and_then(|kernel| predicted_us(&kernel, problem, machine));
+                let Some(us) = us else { return false };
+                let own = us.max(mma_floor_us(machine, problem)) + if compact { expand_us(machine, n, k) } else { 0.0 };
+                bf16_us(machine, n, k, compact) + cublas_us(machine, problem) < own
+            }
+        }
+    }
+
+    /// Expansion to BF16, and cuBLAS. `None` where the architecture has no kernel for the activation.
+    fn by_cublas(&self, epilogue: Epilogue, compact: bool) -> Option<Way<VariantSpec>> {
+        let arch = self.chooser.arch();
+        let expand = if compact { transcoder(arch) } else { VariantSpec::repack(arch, RepackStage::Unpack) };
+        // Behind cuBLAS nothing is gained by an early start.
+        let of = |spec: &VariantSpec| matches!(spec.op, Op::SiluMul(op) if !op.pdl);
+        let activate = match epilogue {
+            Epilogue::SiluMul => Some(catalog::on::<SiluMulSpec>(arch).find(of)?),
+            Epilogue::Store | Epilogue::StoreAdd => None,
+        };
+        Some(Way::Cublas { expand, activate })
     }
 
     /// The kernels of these, from a source, made ready together.
@@ -258,26 +364,6 @@ impl Wanted {
         weight.epilogues().iter().flat_map(of).collect()
     }
 
-    /// The matmuls of every batch, from a source.
-    ///
-    /// # Errors
-    /// The source's.
-    pub fn take_gemms<S: KernelSource>(
-        &self,
-        source: &S,
-        weight: &Weight,
-        escapes: bool,
-    ) -> Result<Vec<Choice<S::Kernel>>, S::Error> {
-        let choices = self.gemms(weight, escapes);
-        let specs: Vec<VariantSpec> = choices.iter().map(|choice| choice.kernel).collect();
-        let kernels = source.take(&specs)?;
-        Ok(choices
-            .into_iter()
-            .zip(kernels)
-            .map(|(Choice { epilogue, last, .. }, kernel)| Choice { epilogue, last, kernel })
-            .collect())
-    }
-
     /// Every kernel that making these weights layers, and running them at any batch, can ask for. Ordered, without repetition.
     pub fn reachable(&self, weights: impl IntoIterator<Item = Weight>) -> Vec<VariantSpec> {
         let weights: BTreeSet<Weight> = weights.into_iter().collect();
@@ -292,6 +378,8 @@ impl Wanted {
                         let of = |&escapes: &bool| self.gemms(weight, escapes);
                         // Of what stays compact, too: it may turn out to be smaller packed, or to be looked up in.
                         variants.extend(weight.escapes().iter().flat_map(of).map(|choice| choice.kernel));
+                        let packed = weight.escapes().iter().flat_map(|escapes| self.packed_ways(weight, *escapes));
+                        variants.extend(packed.flat_map(|choice| choice.kernel.kernels().copied().collect::<Vec<_>>()));
                         if self.stays_compact(weight) {
                             let ways = self.compact_ways(weight);
                             variants.extend(ways.iter().flat_map(|choice| choice.kernel.kernels()));
@@ -303,6 +391,16 @@ impl Wanted {
         }
         variants.into_iter().collect()
     }
+}
+
+/// A matmul that may start early as one that may not.
+fn ordinary(spec: VariantSpec) -> Option<VariantSpec> {
+    let (escapes, epilogue) = match spec.op {
+        Op::GemmMma(op) => (op.escapes, op.epilogue),
+        Op::GemmWgmma(op) => (op.escapes, op.epilogue),
+        _ => return None,
+    };
+    PackedUse { escapes, pdl: false, epilogue }.of(spec)
 }
 
 /// The kernel that writes packed tiles of compact weights into a slot.
@@ -355,10 +453,7 @@ pub fn weights(bundle: &Bundle) -> Vec<Weight> {
 mod tests {
     use std::cell::RefCell;
 
-    use unweight_codegen::{
-        plan::{GemmShape, Plan},
-        spec::Op,
-    };
+    use unweight_codegen::plan::Plan;
 
     use unweight_format::form::FORMS;
 
@@ -381,7 +476,15 @@ mod tests {
 
     fn wanted(max_batch: u32, pdl: bool, code_limit: u32) -> Wanted {
         let chooser = PackedChooser::h200();
-        Wanted { linears: Linears::Packed, resident: Resident::Fast, chooser, max_batch, pdl, code_limit }
+        Wanted {
+            linears: Linears::Packed,
+            resident: Resident::Fast,
+            chooser,
+            max_batch,
+            pdl,
+            code_limit,
+            expand: Expand::Model,
+        }
     }
 
     const SHAPES: [(u32, u32); 9] = [
@@ -405,7 +508,7 @@ mod tests {
     }
 
     /// What the loader does with a weight: the same calls, with a recorder in place of the device.
-    fn load(wanted: &Wanted, weight: &Weight, escapes: bool, recorder: &Recorder) -> Vec<Choice<VariantSpec>> {
+    fn load(wanted: &Wanted, weight: &Weight, escapes: bool, recorder: &Recorder) -> Ways<VariantSpec> {
         recorder.take(&packing(wanted.chooser.arch())).unwrap();
         if weight.route().iter().any(|edge| edge.step == Step::Decode(DecodeOutput::Full)) {
             recorder.take(&[wanted.decoder().unwrap()]).unwrap();
@@ -413,7 +516,7 @@ mod tests {
         if weight.route().iter().any(|edge| edge.step == Step::Transcode) {
             recorder.take(&[wanted.transcoder()]).unwrap();
         }
-        wanted.take_gemms(recorder, weight, escapes).unwrap()
+        Wanted::take_ways(recorder, &wanted.packed_ways(weight, escapes)).unwrap()
     }
 
     #[test]
@@ -475,6 +578,7 @@ mod tests {
                                 "{product} at {m}, packed {packed}"
                             );
                         }
+                        Way::Cublas { .. } => panic!("cuBLAS on Hopper at {m}"),
                     }
                 }
             }
@@ -498,6 +602,89 @@ mod tests {
         }
         let bf16 = Wanted { resident: Resident::Small, linears: Linears::Bf16, ..wanted(64, true, 7) };
         assert!(!bf16.stays_compact(&weight));
+    }
+
+    /// By the figures of an A100, an RTX 3090, 4090 and 5090, an L40S and a B200.
+    #[test]
+    fn where_gemm_mma_would_read_weights_again_and_again_they_are_expanded_for_cublas() {
+        let l40s = Machine { arch: Arch::Sm89, sms: 142, memory: 0.864e6, clock_mhz: 2520.0 };
+        let cards = [Arch::Sm80, Arch::Sm86, Arch::Sm89, Arch::Sm120a, Arch::Sm100a].map(Machine::usual);
+        for machine in cards.into_iter().chain([l40s]) {
+            let chooser = PackedChooser::model(machine);
+            for (weight, compact) in [
+                (Weight::stored(14336, 4096, FormId::PACKED), false),
+                (Weight::stored(4096, 14336, FormId::PACKED), false),
+                (Weight::merged(28672, 4096, true), false),
+                (Weight::stored(14336, 4096, FormId::COMPACT), true),
+            ] {
+                let wanted = Wanted { resident: Resident::Small, chooser: chooser.clone(), ..wanted(4096, true, 7) };
+                if compact && !wanted.stays_compact(&weight) {
+                    continue;
+                }
+                let ways = if compact { wanted.compact_ways(&weight) } else { wanted.packed_ways(&weight, true) };
+                for &epilogue in weight.epilogues() {
+                    let own: Vec<_> = ways.iter().filter(|choice| choice.epilogue == epilogue).collect();
+                    assert!(own.windows(2).all(|pair| pair[0].last < pair[1].last), "{machine:?}: ascending");
+                    assert_eq!(own.last().unwrap().last, 4096);
+                    let at = |m: u32| own.iter().find(|choice| m <= choice.last).unwrap().kernel;
+                    for m in [1, 16, 32, 64] {
+                        assert!(!matches!(at(m), Way::Cublas { .. }), "{machine:?} {weight:?} at {m}");
+                    }
+                    // A prompt's chunk reads the weights 32 times by tiles of 64. An RTX 3090 multiplies no faster than it
+                    // reads them so; whoever has more operations for a byte does.
+                    match at(2048) {
+                        Way::Cublas { expand, activate } => {
+                            let stage = if compact { "transcode_full" } else { "repack_unpack" };
+                            assert!(expand.to_string().ends_with(stage) && expand.arch == machine.arch, "{expand}");
+                            assert_eq!(activate.is_some(), epilogue == Epilogue::SiluMul);
+                            assert_ne!(machine.arch, Arch::Sm86);
+                        }
+                        way => assert!(
+                            matches!(machine.arch, Arch::Sm86 | Arch::Sm120a),
+                            "{machine:?} {weight:?}: {way:?}"
+                        ),
+                    }
+                    // What the model says of either way is what decides, at every batch.
+                    for m in (72..=1024).step_by(8) {
+                        let problem = GemmShape { m, n: weight.n, k: weight.k };
+                        let by_cublas = bf16_us(&machine, weight.n, weight.k, compact) + cublas_us(&machine, problem);
+                        let any = PackedUse { escapes: true, pdl: true, epilogue };
+                        let kernel = chooser.choose(problem, any).unwrap();
+                        let kernel = if compact { ordinary(kernel).unwrap() } else { kernel };
+                        let own = predicted_us(&kernel, problem, &machine).unwrap();
+                        let own = own.max(mma_floor_us(&machine, problem));
+                        let own = own + if compact { expand_us(&machine, weight.n, weight.k) } else { 0.0 };
+                        let taken = matches!(at(m), Way::Cublas { .. });
+                        assert_eq!(
+                            taken,
+                            by_cublas < own,
+                            "{machine:?} {weight:?} at {m}: {by_cublas:.0}, {own:.0} us"
+                        );
+                    }
+                }
+                let reachable = wanted.reachable([weight]);
+                let asked = ways.iter().flat_map(|choice| choice.kernel.kernels());
+                assert!(asked.into_iter().all(|spec| reachable.contains(spec)), "{machine:?} {weight:?}");
+            }
+        }
+    }
+
+    /// On Hopper nothing is expanded but what a test asks for; without cuBLAS nothing is anywhere.
+    #[test]
+    fn who_expands_packed_weights() {
+        let weight = Weight::merged(4096, 4096, true);
+        let cublas = |wanted: &Wanted| {
+            let ways = wanted.packed_ways(&weight, true).into_iter();
+            let first = ways.scan(1, |first, choice| Some((std::mem::replace(first, choice.last + 1), choice.kernel)));
+            first.filter(|(_, way)| matches!(way, Way::Cublas { .. })).map(|(m, _)| m).collect::<Vec<u32>>()
+        };
+        let hopper = wanted(4096, true, 7);
+        assert_eq!(cublas(&hopper), [] as [u32; 0]);
+        assert_eq!(cublas(&Wanted { expand: Expand::Above(64), ..hopper.clone() }), [65]);
+        assert_eq!(cublas(&Wanted { expand: Expand::Above(0), max_batch: 8, ..hopper }), [1]);
+        let ada = Wanted { chooser: PackedChooser::model(Machine::usual(Arch::Sm89)), ..wanted(4096, true, 7) };
+        assert!(cublas(&ada)[0] > 64, "{:?}", cublas(&ada));
+        assert_eq!(cublas(&Wanted { expand: Expand::Never, ..ada }), [] as [u32; 0]);
     }
 
     /// What cuBLAS multiplies asks for decoders and for the kernels that unpack.

@@ -16,12 +16,13 @@ use unweight_format::{Histogram, Matrix, compact, packed::Window};
 use crate::{
     choose::{
         model::PackedChooser,
-        reachable::{KernelSource, Linears, Resident, Wanted, Weight},
+        reachable::{Expand, KernelSource, Linears, Resident, Wanted, Weight},
     },
     device::{
         DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream, module::LoadedKernel,
         workspace::length,
     },
+    jit::toolchain::{self, Library},
     layer::{
         linear::Linear,
         loader::{LoadError, LoadOptions, Merge, Unsuitable},
@@ -148,7 +149,11 @@ impl<'k> LayerBuilder<'k> {
         Self::of(kernels, stream, options.wanted(chooser, 0))
     }
 
-    pub(super) fn of(kernels: &'k KernelSet, stream: &Stream, wanted: Wanted) -> Result<Self, DeviceError> {
+    pub(super) fn of(kernels: &'k KernelSet, stream: &Stream, mut wanted: Wanted) -> Result<Self, DeviceError> {
+        if wanted.expand == Expand::Model && toolchain::require(Library::Cublas).is_err() {
+            // Slower above batch 64 on some architectures, and whole.
+            wanted.expand = Expand::Never;
+        }
         let empty = || DeviceBuffer::zeroed(stream, 0);
         Ok(Self {
             packer: Packer::new(stream, kernels)?,
@@ -297,8 +302,9 @@ impl<'k> LayerBuilder<'k> {
 
     /// A layer of packed weights, with every kernel that some batch asks for, loaded.
     pub(super) fn packed(&mut self, packed: DevicePacked, weight: &Weight) -> Result<Linear, DeviceError> {
-        let choices = self.wanted.take_gemms(self.kernels, weight, packed.has_escapes())?;
-        let layer = Linear::packed((weight.n, weight.k), packed, choices)?;
+        let ways = self.wanted.packed_ways(weight, packed.has_escapes());
+        let ways = Wanted::take_ways(self.kernels, &ways)?;
+        let layer = Linear::packed((weight.n, weight.k), packed, ways)?;
         Ok(self.noted(layer))
     }
 

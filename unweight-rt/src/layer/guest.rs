@@ -26,7 +26,7 @@ use unweight_format::{
 use crate::{
     choose::{
         model::PackedChooser,
-        reachable::{Wanted, Weight},
+        reachable::{Expand, Wanted, Weight},
     },
     device::{
         Call, Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
@@ -88,7 +88,7 @@ impl Guest {
         Ok(Self {
             packer: Mutex::new(Packer::new(&stream, &kernels)?),
             // Nothing is decoded.
-            wanted: options.wanted(chooser, 0),
+            wanted: options.expand(Expand::Never).wanted(chooser, 0),
             counters: Counters::new(&stream)?,
             stream,
             kernels,
@@ -136,8 +136,9 @@ impl Guest {
         let (packed, heads, escapes) = unsafe { sections(self.device(), grid, at) }?;
         let packed = DevicePacked::new(grid, window, packed, heads, escapes)?;
         let weight = Weight::stored(n, k, FormId::PACKED);
-        let choices = self.wanted.take_gemms(&self.kernels, &weight, packed.has_escapes())?;
-        Linear::packed((n, k), packed, choices)
+        // A guest's scratch has no slot: `wanted` expands nothing.
+        let ways = Wanted::take_ways(&self.kernels, &self.wanted.packed_ways(&weight, packed.has_escapes()))?;
+        Linear::packed((n, k), packed, ways)
     }
 
     /// Writes the weights of a layer as BF16 `[n, k]` without gaps. Runs on a stream of its own, and waits for it.

@@ -50,10 +50,13 @@ use crate::{
     },
     ops::{
         check_product,
+        cublas::Cublas,
         gemm_compact::CompactGemm,
         gemm_packed::PackedGemm,
         lane::{Lane, LaneParts},
-        transcode::Expander,
+        repack::Unpacker,
+        silu_mul::SiluMul,
+        transcode::{Expander, Transcoder},
     },
     weight::{DeviceCompact, DeviceMatrix, DevicePacked, PackedEscapes},
 };
@@ -124,14 +127,62 @@ enum Multiply {
     Compact(CompactGemm),
     /// Packed tiles are written into the lane's slot, then multiplied with.
     Slot(Expander, PackedGemm),
+    /// BF16 is written into the lane's slot, then cuBLAS multiplies; a gate and an up are activated behind it.
+    Cublas(ToBf16, Option<SiluMul>),
+}
+
+/// What writes BF16 into a slot.
+#[derive(Debug)]
+enum ToBf16 {
+    Packed(Unpacker),
+    Compact(Transcoder),
+}
+
+/// Rows of a product of a gate and an up that lie beside them before they are activated: what a large batch takes at a time.
+const PRODUCT_ROWS: u32 = 512;
+
+/// What a product runs on and in.
+struct Beside<'a> {
+    stream: &'a Stream,
+    workspace: &'a mut Workspace,
+    slot: &'a mut DeviceBuffer<u8>,
+    cublas: Option<&'a mut Cublas>,
+    /// Room for products that are not activated yet.
+    product: Option<&'a mut DeviceBuffer<u16>>,
+}
+
+impl<'a> From<LaneParts<'a>> for Beside<'a> {
+    fn from(parts: LaneParts<'a>) -> Self {
+        let LaneParts { stream, workspace, padded, slot, cublas } = parts;
+        Self { stream, workspace, slot, cublas, product: Some(&mut padded.y) }
+    }
 }
 
 impl Multiply {
-    /// The kernel of the product.
-    fn kernel(&self) -> &LoadedKernel {
+    fn of(way: Way<Arc<LoadedKernel>>, compact: bool) -> Result<Self, DeviceError> {
+        Ok(match way {
+            Way::Direct(kernel) if compact => Self::Compact(CompactGemm::new(kernel)?),
+            Way::Direct(kernel) => Self::Packed(PackedGemm::new(kernel)?),
+            Way::Slot { expand, product } => Self::Slot(Expander::new(expand)?, PackedGemm::new(product)?),
+            Way::Cublas { expand, activate } => {
+                let expand = if compact {
+                    ToBf16::Compact(Transcoder::new(expand)?)
+                } else {
+                    ToBf16::Packed(Unpacker::new(expand)?)
+                };
+                Self::Cublas(expand, activate.map(SiluMul::new).transpose()?)
+            }
+        })
+    }
+}
+
+impl Multiply {
+    /// The kernel of the product; `None` if cuBLAS has it.
+    fn kernel(&self) -> Option<&LoadedKernel> {
         match self {
-            Self::Packed(gemm) | Self::Slot(_, gemm) => gemm.kernel(),
-            Self::Compact(gemm) => gemm.kernel(),
+            Self::Packed(gemm) | Self::Slot(_, gemm) => Some(gemm.kernel()),
+            Self::Compact(gemm) => Some(gemm.kernel()),
+            Self::Cublas(..) => None,
         }
     }
 
@@ -143,25 +194,40 @@ impl Multiply {
             Self::Compact(_) => LaneSize::default(),
             Self::Slot(_, gemm) => LaneSize { slot_bytes: Expander::slot_bytes(grid), ..LaneSize::default() }
                 .max(gemm.lane_size_of(m, grid)),
+            Self::Cublas(_, activate) => {
+                // A grid's elements and rows fit.
+                let product = activate.as_ref().map_or(0, |_| u64::from(m.min(PRODUCT_ROWS)) * grid.rows() as u64);
+                let slot_bytes = 2 * grid.elements() as u64;
+                LaneSize { slot_bytes, padded_y: product, cublas: true, ..LaneSize::default() }
+            }
         }
     }
 
     /// Everything that can be refused at these operands, without enqueuing anything.
-    fn check(
-        &self,
-        have: LaneSize,
-        slot: &DeviceBuffer<u8>,
-        (x, y): (&Place, &Place),
-        weights: &Weights,
-    ) -> Result<(), DeviceError> {
+    fn check(&self, lane: &Beside<'_>, (x, y): (&Place, &Place), weights: &Weights) -> Result<(), DeviceError> {
+        let slot = &*lane.slot;
+        let have = LaneSize {
+            slot_bytes: slot.len() as u64,
+            padded_y: lane.product.as_ref().map_or(0, |product| product.len() as u64),
+            cublas: lane.cublas.is_some(),
+            ..lane.workspace.size()
+        };
         match (self, weights) {
             (Self::Packed(gemm), Weights::Packed(packed)) => gemm.check(have, x, packed, y),
             (Self::Compact(gemm), Weights::Compact(compact, _)) => gemm.check(x, compact, y),
             (Self::Slot(expander, gemm), Weights::Compact(compact, escapes)) => {
-                LaneSize { slot_bytes: slot.len() as u64, ..have }.check(self.lane_size(x.rows, weights))?;
+                have.check(self.lane_size(x.rows, weights))?;
                 expander.check(compact, slot)?;
                 // SAFETY: gone when this returns; nothing is enqueued.
                 gemm.check(have, x, &unsafe { escapes.over(slot) }?, y)
+            }
+            (Self::Cublas(_, activate), Weights::Packed(_) | Weights::Compact(..)) => {
+                let shape = weights.grid().map(crate::weight::shape).unwrap_or_default();
+                let columns = if activate.is_some() { shape[0] / 2 } else { shape[0] };
+                check_product(weights.ordinal(), x, shape, columns, y, weights.spans())?;
+                check_device("the lane", lane.stream.device().ordinal(), weights.ordinal())?;
+                have.check(self.lane_size(x.rows, weights))?;
+                Ok(())
             }
             _ => Err(other_form().into()),
         }
@@ -170,17 +236,19 @@ impl Multiply {
     /// Enqueues the product.
     fn enqueue(
         &self,
-        (stream, workspace, slot): (&Stream, &mut Workspace, &mut DeviceBuffer<u8>),
+        lane: Beside<'_>,
         x: MatrixRef<'_>,
         weights: &Weights,
         y: MatrixMut<'_>,
+        add: bool,
     ) -> Result<(), DeviceError> {
         match (self, weights) {
-            (Self::Packed(gemm), Weights::Packed(packed)) => gemm.enqueue_in(stream, workspace, x, packed, y),
-            (Self::Compact(gemm), Weights::Compact(compact, _)) => gemm.enqueue(stream, x, compact, y),
+            (Self::Packed(gemm), Weights::Packed(packed)) => gemm.enqueue_in(lane.stream, lane.workspace, x, packed, y),
+            (Self::Compact(gemm), Weights::Compact(compact, _)) => gemm.enqueue(lane.stream, x, compact, y),
             (Self::Slot(expander, gemm), Weights::Compact(compact, escapes)) => {
                 // Before anything is enqueued; `x` and `y` cannot lie in the slot, which the lane alone has.
-                self.check(workspace.size(), slot, (x.place(), y.place()), weights)?;
+                self.check(&lane, (x.place(), y.place()), weights)?;
+                let Beside { stream, workspace, slot, .. } = lane;
                 // An ordinary launch: the product that read the slot last is done when it starts.
                 expander.enqueue(stream, compact, escapes.window(), slot)?;
                 // SAFETY: gone when this returns. The layer and the lane outlive what they are given: dropping a buffer waits.
@@ -188,9 +256,48 @@ impl Multiply {
                 // An ordinary launch, too: it starts when the tiles are there.
                 gemm.enqueue_in(stream, workspace, x, &packed, y)
             }
+            (Self::Cublas(expand, activate), weights) => {
+                self.check(&lane, (x.place(), y.place()), weights)?;
+                let need = LaneSize { cublas: true, ..LaneSize::default() };
+                let none = Refusal::LaneTooSmall { need, have: LaneSize::default() };
+                let (Some((n, k)), Some(cublas)) = (weights.padded(), lane.cublas) else { return Err(none.into()) };
+                let (stream, slot, m) = (lane.stream, lane.slot, x.rows());
+                if m == 0 {
+                    return Ok(());
+                }
+                // SAFETY: the slot, which the lane alone has, is as large (checked), and is used by this stream alone.
+                let whole = unsafe { MatrixMut::from_raw(slot.device(), slot.address(), n, k, k.into()) }?;
+                // An ordinary launch: the product that read the slot last is done when it starts.
+                match (expand, weights) {
+                    (ToBf16::Packed(unpacker), Weights::Packed(packed)) => unpacker.enqueue(stream, packed, whole)?,
+                    (ToBf16::Compact(transcoder), Weights::Compact(compact, _)) => {
+                        transcoder.full(stream, compact, whole)?;
+                    }
+                    _ => return Err(other_form().into()),
+                }
+                // SAFETY: as above. cuBLAS's launches are ordinary ones: they start when the weights are there.
+                let whole = unsafe { MatrixRef::from_raw(slot.device(), slot.address(), n, k, k.into()) }?;
+                let (Some(activate), Some(product)) = (activate, lane.product) else {
+                    return cublas.matmul(x, whole, y, add);
+                };
+                let mut y = y;
+                for rows in turns(m, PRODUCT_ROWS) {
+                    let count = rows.end - rows.start;
+                    cublas.matmul(x.part(rows.clone(), 0..k)?, whole, front(product, count, n, n)?, false)?;
+                    let beside = MatrixRef::new(product, count, n, n.into())?;
+                    activate.enqueue_turns(stream, beside, y.part(rows, 0..n / 2)?)?;
+                }
+                Ok(())
+            }
             _ => Err(other_form().into()),
         }
     }
+}
+
+/// Kernels as what multiplies, of compact weights or of packed ones.
+fn multiply(ways: Ways<Arc<LoadedKernel>>, compact: bool) -> Result<Vec<Choice<Multiply>>, DeviceError> {
+    let of = |Choice { epilogue, last, kernel }| Ok(Choice { epilogue, last, kernel: Multiply::of(kernel, compact)? });
+    ways.into_iter().map(of).collect()
 }
 
 /// A layer is made with kernels for its weights, so nobody meets it.
@@ -238,12 +345,9 @@ impl Linear {
     pub(crate) fn packed(
         (n, k): (u32, u32),
         packed: DevicePacked,
-        choices: Vec<Choice<Arc<LoadedKernel>>>,
+        ways: Ways<Arc<LoadedKernel>>,
     ) -> Result<Self, DeviceError> {
-        let gemm = |Choice { epilogue, last, kernel }| -> Result<_, DeviceError> {
-            Ok(Choice { epilogue, last, kernel: Multiply::Packed(PackedGemm::new(kernel)?) })
-        };
-        let choices = choices.into_iter().map(gemm).collect::<Result<_, _>>()?;
+        let choices = multiply(ways, false)?;
         Ok(Self { n, k, weights: Weights::Packed(packed), choices })
     }
 
@@ -256,14 +360,7 @@ impl Linear {
         escapes: PackedEscapes,
         ways: Ways<Arc<LoadedKernel>>,
     ) -> Result<Self, DeviceError> {
-        let multiply = |Choice { epilogue, last, kernel }| -> Result<_, DeviceError> {
-            let kernel = match kernel {
-                Way::Direct(kernel) => Multiply::Compact(CompactGemm::new(kernel)?),
-                Way::Slot { expand, product } => Multiply::Slot(Expander::new(expand)?, PackedGemm::new(product)?),
-            };
-            Ok(Choice { epilogue, last, kernel })
-        };
-        let choices = ways.into_iter().map(multiply).collect::<Result<_, _>>()?;
+        let choices = multiply(ways, true)?;
         let grid = compact.grid();
         // A grid's dimensions fit 32 bits.
         let (n, k) = (grid.rows() as u32, grid.cols() as u32);
@@ -314,7 +411,7 @@ impl Linear {
     /// The variant of the product for a batch, or for the first turns of one that takes several; `None` where cuBLAS takes it, or nothing does.
     pub fn variant(&self, m: u32, epilogue: Epilogue) -> Option<VariantSpec> {
         let (choice, _) = self.choose(m, epilogue).ok()?;
-        Some(*choice.kernel.kernel().spec())
+        Some(*choice.kernel.kernel()?.spec())
     }
 
     /// What its largest batch needs of a lane.
@@ -412,10 +509,10 @@ impl Linear {
         choice: &Choice<Multiply>,
     ) -> Result<(), DeviceError> {
         let m = x.rows();
+        let add = choice.epilogue == Epilogue::StoreAdd;
         let padding = self.padding(m);
         let (Some((padded_n, padded_k)), true) = (self.weights.padded(), padding != LaneSize::default()) else {
-            let LaneParts { stream, workspace, slot, .. } = lane.parts();
-            return choice.kernel.enqueue((stream, workspace, slot), x, &self.weights, y);
+            return choice.kernel.enqueue(lane.parts().into(), x, &self.weights, y, add);
         };
         let own = self.weights.ordinal();
         let operands = [u64::from(self.n), self.k.into()];
@@ -425,22 +522,25 @@ impl Linear {
         if m == 0 {
             return Ok(());
         }
-        let LaneParts { stream, workspace, padded, slot, .. } = lane.parts();
+        let LaneParts { stream, workspace, padded, slot, cublas } = lane.parts();
         let padded_x = Place::of(&padded.x, m, padded_k)?;
         let padded_y = Place::of(&padded.y, m, padded_n)?;
-        choice.kernel.check(workspace.size(), slot, (&padded_x, &padded_y), &self.weights)?;
+        // What is padded is no gate and up: nothing is activated.
+        let beside = Beside { stream, workspace, slot, cublas, product: None };
+        choice.kernel.check(&beside, (&padded_x, &padded_y), &self.weights)?;
 
         // Columns past k must be zeros: they are multiplied with what pads the weights. Below the elements that the lane has.
         padded.x.fill_front(stream, m as usize * padded_k as usize, 0)?;
         front(&mut padded.x, m, self.k, padded_k)?.copy_from(stream, x)?;
-        if choice.epilogue == Epilogue::StoreAdd {
+        if add {
             front(&mut padded.y, m, self.n, padded_n)?.copy_from(stream, y.as_ref())?;
         }
         choice.kernel.enqueue(
-            (stream, workspace, slot),
+            beside,
             MatrixRef::new(&padded.x, m, padded_k, padded_k.into())?,
             &self.weights,
             front(&mut padded.y, m, padded_n, padded_n)?,
+            add,
         )?;
         let mut y = y;
         y.copy_from(stream, MatrixRef::new(&padded.y, m, self.n, padded_n.into())?)

@@ -18,7 +18,7 @@ use unweight_format::{
     safetensors::Dtype,
 };
 
-pub use crate::choose::reachable::{Linears, Resident};
+pub use crate::choose::reachable::{Expand, Linears, Resident};
 use crate::{
     choose::{
         graph::{Node, Step},
@@ -170,11 +170,14 @@ pub struct LoadOptions {
     pub linears: Linears,
     /// What compact tensors lie as; packed by default.
     pub resident: Resident,
+    /// Which batches are multiplied by cuBLAS from weights that are expanded ahead of it; by default what the model of the machine says, on
+    /// architectures without `wgmma`.
+    pub expand: Expand,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        Self { max_batch: 4096, pdl: true, linears: Linears::Packed, resident: Resident::Fast }
+        Self { max_batch: 4096, pdl: true, linears: Linears::Packed, resident: Resident::Fast, expand: Expand::Model }
     }
 }
 
@@ -203,9 +206,15 @@ impl LoadOptions {
         Self { resident, ..self }
     }
 
+    /// Which batches are multiplied by cuBLAS from weights that are expanded ahead of it.
+    #[must_use]
+    pub fn expand(self, expand: Expand) -> Self {
+        Self { expand, ..self }
+    }
+
     pub(super) fn wanted(self, chooser: PackedChooser, code_limit: u32) -> Wanted {
-        let Self { max_batch, pdl, linears, resident } = self;
-        Wanted { linears, resident, chooser, max_batch, pdl, code_limit }
+        let Self { max_batch, pdl, linears, resident, expand } = self;
+        Wanted { linears, resident, chooser, max_batch, pdl, code_limit, expand }
     }
 }
 

@@ -43,7 +43,7 @@ pub struct Lane {
     stream: Stream,
     workspace: Workspace,
     padded: Padded,
-    /// Weights that are expanded ahead of their product. Who writes it and who reads it are both ordinary launches, never programmatic
+    /// Weights that are expanded ahead of their product. Who writes it and who reads it are ordinary launches (cuBLAS's, too), never programmatic
     /// dependents: each starts when all that was enqueued before is done, so a product reads what was written for it, and the next expansion
     /// finds the product before it done.
     slot: DeviceBuffer<u8>,
@@ -70,6 +70,7 @@ pub(crate) struct LaneParts<'a> {
     pub(crate) workspace: &'a mut Workspace,
     pub(crate) padded: &'a mut Padded,
     pub(crate) slot: &'a mut DeviceBuffer<u8>,
+    pub(crate) cublas: Option<&'a mut Cublas>,
 }
 
 impl Padded {
@@ -184,8 +185,8 @@ impl Lane {
     }
 
     pub(crate) fn parts(&mut self) -> LaneParts<'_> {
-        let Self { stream, workspace, padded, slot, .. } = self;
-        LaneParts { stream, workspace, padded, slot }
+        let Self { stream, workspace, padded, slot, cublas, .. } = self;
+        LaneParts { stream, workspace, padded, slot, cublas: cublas.as_mut() }
     }
 
     /// Where decoders of this lane report.

@@ -14,7 +14,7 @@ use unweight_codegen::{
     VariantSpec,
     abi::{EncodeArgs, RepackArgs},
     plan::GemmShape,
-    spec::{EncodeStage, RepackStage, catalog},
+    spec::{EncodeStage, Op, RepackStage, catalog},
 };
 use unweight_format::{
     Histogram, TileGrid,
@@ -52,8 +52,50 @@ pub struct Packer {
     stats: Arc<LoadedKernel>,
     pack: Arc<LoadedKernel>,
     lists: Arc<LoadedKernel>,
-    unpack: Arc<LoadedKernel>,
+    unpack: Unpacker,
     scratch: DeviceBuffer<u32>,
+}
+
+/// The kernel that writes the weights of a packed tensor as BF16 into the slot of a lane, ahead of a product by cuBLAS.
+#[derive(Clone, Debug)]
+pub struct Unpacker {
+    kernel: Arc<LoadedKernel>,
+}
+
+impl Unpacker {
+    /// Wraps a kernel.
+    ///
+    /// # Errors
+    /// A kernel of another family, or of another stage.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::Repack(spec) if spec.stage == RepackStage::Unpack => Ok(Self { kernel }),
+            _ => kernel.refuse(Refusal::Family { wanted: "an unpacker to bf16" }),
+        }
+    }
+
+    /// Enqueues the unpacking of a tensor to a matrix without gaps: an ordinary launch.
+    ///
+    /// # Errors
+    /// `output` has another shape, overlaps the tensor, or lies on another device.
+    pub fn enqueue(&self, stream: &Stream, tensor: &DevicePacked, output: MatrixMut<'_>) -> Result<(), DeviceError> {
+        let (grid, place, own) = (tensor.grid(), output.place(), self.kernel.device().ordinal());
+        let check = || {
+            if place.shape() != weight::shape(grid) {
+                return Err(Refusal::Output { output: place.shape(), tensor: weight::shape(grid) });
+            }
+            place.check_dense("the output")?;
+            place.check_aligned("the output")?;
+            place.check_device("the output", own)?;
+            check_device("the tensor", tensor.device().ordinal(), own)?;
+            check_apart(("the output", place.span()), tensor.spans())
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = RepackArgs { weights: place.address, base: tensor.window().base().into(), ..shape(grid) };
+        // SAFETY: the sections have the sizes that the grid asks for or the count beside them, `output` has the grid's shape, and the kernel
+        // follows no index unchecked. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(stream, problem(grid), &with_sections(args, tensor)) }
+    }
 }
 
 /// Weights on the device, row-major.
@@ -77,7 +119,7 @@ impl Packer {
             stats: kernels.get(&VariantSpec::encode(arch, EncodeStage::Stats))?,
             pack: stage(RepackStage::Pack)?,
             lists: stage(RepackStage::Lists)?,
-            unpack: stage(RepackStage::Unpack)?,
+            unpack: Unpacker::new(stage(RepackStage::Unpack)?)?,
             scratch: DeviceBuffer::zeroed(stream, SCRATCH_FIXED_WORDS)?,
         })
     }
@@ -166,20 +208,7 @@ impl Packer {
     /// # Errors
     /// `output` has another shape, overlaps the tensor, or lies on another device.
     pub fn unpack(&self, tensor: &DevicePacked, output: MatrixMut<'_>) -> Result<(), DeviceError> {
-        let (grid, place) = (tensor.grid(), output.place());
-        let check = || {
-            if place.shape() != weight::shape(grid) {
-                return Err(Refusal::Output { output: place.shape(), tensor: weight::shape(grid) });
-            }
-            self.check_place("the output", place)?;
-            check_device("the tensor", tensor.device().ordinal(), self.own())?;
-            check_apart(("the output", place.span()), tensor.spans())
-        };
-        check().or_else(|refusal| self.unpack.refuse(refusal))?;
-        let args = self.args(Source { grid, address: place.address }, tensor.window());
-        // SAFETY: the sections have the sizes that the grid asks for or the count beside them, `output` has the grid's shape, and the kernel follows no
-        // index unchecked. Dropping a buffer waits for the kernel.
-        unsafe { self.unpack.launch(self.lane.stream(), problem(grid), &with_sections(args, tensor)) }
+        self.unpack.enqueue(self.lane.stream(), tensor, output)
     }
 
     /// Enqueues the first `steps` of stats, pack and lists once more, over what this packer made of these weights: for measuring them. Allocates nothing if

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use unweight_codegen::{
     abi::SiluMulArgs,
     plan::GemmShape,
-    spec::{Op, SiluMulSpec},
+    spec::{Epilogue, Op, SiluMulSpec},
 };
 
 use crate::{
     device::{
-        DeviceError, MatrixMut, MatrixRef, Refusal,
+        DeviceError, MatrixMut, MatrixRef, Refusal, Stream,
         error::PitchRule,
         module::LoadedKernel,
         view::{Place, check_apart},
@@ -82,11 +82,43 @@ impl SiluMul {
             y_pitch: y.pitch,
             columns: y.cols,
             row_blocks: y.cols.div_ceil(self.spec.block_columns()),
+            spread: 1,
+            reserved: 0,
         };
         let problem = GemmShape { m: y.rows, n: y.cols, k: 0 };
         // SAFETY: shapes, pitches and places were held against each other above, the views against their memory when
         // they were made. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(lane.stream(), problem, &args) }
+    }
+
+    /// Enqueues the same of `x[m, 2n]` whose columns take turns: [`Epilogue::GATE_ROWS`] of the gate, as many of the up, and so on.
+    ///
+    /// # Errors
+    /// As for [`SiluMul::enqueue`].
+    pub(crate) fn enqueue_turns(&self, stream: &Stream, x: MatrixRef<'_>, y: MatrixMut<'_>) -> Result<(), DeviceError> {
+        const { assert!(Epilogue::GATE_ROWS == 8, "a thread takes as many columns") };
+        let (x, y, own) = (x.place(), y.place(), self.kernel.device().ordinal());
+        let check = || {
+            check_shapes(x, y)?;
+            x.check_device("x", own)?;
+            y.check_device("y", own)?;
+            check_apart(("y", y.span()), [("x", x.span())])
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = SiluMulArgs {
+            gate: x.address,
+            up: x.address + u64::from(Epilogue::GATE_ROWS) * 2,
+            y: y.address,
+            x_pitch: x.pitch,
+            y_pitch: y.pitch,
+            columns: y.cols,
+            row_blocks: y.cols.div_ceil(self.spec.block_columns()),
+            spread: 2,
+            reserved: 0,
+        };
+        let problem = GemmShape { m: y.rows, n: y.cols, k: 0 };
+        // SAFETY: as above; turns of both fill the columns of `x`.
+        unsafe { self.kernel.launch(stream, problem, &args) }
     }
 }
 

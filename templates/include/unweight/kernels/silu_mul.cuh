@@ -1,5 +1,6 @@
 // The activation between two linears of an MLP: y[r, c] = bf16(silu(gate[r, c]) * up[r, c]), all bf16 [m, columns]. In
-// fp32, rounded once. Gate and up lie side by side in rows of one matrix, or apart.
+// fp32, rounded once. Gate and up lie side by side in rows of one matrix, take turns by 8 columns (`spread` 2: as the
+// product of a gate and an up whose rows take turns), or lie apart.
 //
 // Config
 //   u32  kThreads  a multiple of 32 up to 1024
@@ -37,7 +38,7 @@ UW_DEVICE void run(const SiluMulArgs& args) {
     const u32 row = ptx::block_index() / args.row_blocks, block = ptx::block_index() - row * args.row_blocks;
     const u32 column = (block * Config::kThreads + ptx::thread_index()) * kChunk;
     if (column >= args.columns) return;
-    const u64 at = row * args.x_pitch + column;
+    const u64 at = row * args.x_pitch + static_cast<u64>(column) * args.spread;
     const U32x4 gate = ptx::load_global_x4(args.gate + at), up = ptx::load_global_x4(args.up + at);
     const U32x4 y{silu_mul(gate.x, up.x), silu_mul(gate.y, up.y), silu_mul(gate.z, up.z), silu_mul(gate.w, up.w)};
     ptx::store_global_x4(args.y + row * args.y_pitch + column, y);
