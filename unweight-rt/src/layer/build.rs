@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use unweight_codegen::{VariantSpec, spec::Epilogue};
+use unweight_codegen::{VariantSpec, family::Instruction, spec::Epilogue};
 use unweight_format::{Histogram, Matrix, compact, packed::Window};
 
 use crate::{
@@ -150,8 +150,9 @@ impl<'k> LayerBuilder<'k> {
     }
 
     pub(super) fn of(kernels: &'k KernelSet, stream: &Stream, mut wanted: Wanted) -> Result<Self, DeviceError> {
-        if wanted.expand == Expand::Model && toolchain::require(Library::Cublas).is_err() {
-            // Slower above batch 64 on some architectures, and whole.
+        let may = wanted.expand == Expand::Model && !wanted.chooser.arch().has(Instruction::Wgmma);
+        if may && toolchain::require(Library::Cublas).is_err() {
+            // Slower at large batches, and right.
             wanted.expand = Expand::Never;
         }
         let empty = || DeviceBuffer::zeroed(stream, 0);
