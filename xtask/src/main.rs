@@ -19,6 +19,7 @@ usage: cargo xtask <task>
   test-wheel          the part of `test` that is Python: build the wheel, install it where nothing else is, test it
   test-python         the wheel with torch and transformers on the CPU: fetches 5 GB, unless UNWEIGHT_TORCH_PYTHON has them
   test-vllm           the wheel with vLLM on the CPU, many minutes: fetches 6 GB, unless UNWEIGHT_VLLM_PYTHON has it
+  test-candle         bindings/candle on the CPU: builds candle, minutes
   wheel               build the Python package with the command in it: target/wheels
   gpu-pack            gather stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
                         --with-nvrtc  put libnvrtc beside them
@@ -43,6 +44,7 @@ fn main() -> ExitCode {
         "test-wheel" => run::no_arguments(rest).and_then(|()| setup::prepare()).and_then(|found| wheel::test(&found)),
         "test-python" => wheel::test_python(rest),
         "test-vllm" => wheel::test_vllm(rest),
+        "test-candle" => run::no_arguments(rest).and_then(|()| test::candle()),
         "wheel" => wheel::run_task(rest),
         "gpu-pack" => gpu_pack::run(rest),
         "bench-peers" => peers::run(rest),

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: every test of the workspace, then those of the Python package.
+//! `cargo xtask test`: every test of the workspace, then those of the Python package. `cargo xtask test-candle`: those of `bindings/candle`.
 
 use crate::{
     run::{self, cargo},
@@ -25,4 +25,15 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     // --all-targets leaves these out.
     test(&["--workspace", "--doc"])?;
     wheel::test(&environment)
+}
+
+/// Lints and tests `bindings/candle`, without candle's CUDA backend.
+pub fn candle() -> Result<(), String> {
+    let run = |task: &str, arguments: &[&str]| {
+        let mut command = cargo();
+        command.args([task, "--locked", "--manifest-path", "bindings/candle/Cargo.toml", "--target-dir", "target"]);
+        run::run(command.args(arguments))
+    };
+    run("clippy", &["--all-targets", "--", "-D", "warnings"])?;
+    run("test", &[])
 }

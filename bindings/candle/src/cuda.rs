@@ -1,0 +1,144 @@
+//! Packed weights on a GPU, in candle's memory and on candle's stream. Compiled; not run on a GPU yet.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use candle_core::{
+    CudaDevice, CudaStorage, Device, Storage, Tensor,
+    backend::BackendStorage,
+    bail,
+    cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut},
+    op::BackpropOp,
+};
+use half::bf16;
+use unweight_codegen::spec::Epilogue;
+use unweight_format::PackedTensor;
+use unweight_rt::{
+    Device as Gpu, KernelSet, Linear, LoadOptions,
+    env::Env,
+    layer::guest::{Guest, PackedAt, Scratch},
+};
+
+use crate::Error;
+
+/// Sections begin at multiples of this, and as much is readable behind each.
+const ALIGN: usize = 256;
+/// The largest batch of a launch; larger ones take several.
+const MAX_BATCH: u32 = 4096;
+
+/// Kernels and counters of each GPU, as long as the process.
+static GUESTS: Mutex<BTreeMap<usize, Arc<Guest>>> = Mutex::new(BTreeMap::new());
+
+fn runtime(error: impl std::error::Error + Send + Sync + 'static) -> Error {
+    Error::Runtime(Box::new(error))
+}
+
+fn guest(ordinal: usize) -> Result<Arc<Guest>, Error> {
+    let mut guests = GUESTS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(guest) = guests.get(&ordinal) {
+        return Ok(guest.clone());
+    }
+    let gpu = Gpu::open(ordinal).map_err(runtime)?;
+    let kernels = KernelSet::open(&gpu, Env::process().map_err(runtime)?);
+    let guest = Guest::new(kernels, LoadOptions::default().max_batch(MAX_BATCH)).map_err(runtime)?;
+    let guest = Arc::new(guest);
+    guests.insert(ordinal, guest.clone());
+    Ok(guest)
+}
+
+/// A layer's weights on a GPU.
+pub struct OnGpu {
+    /// Goes before its memory.
+    linear: Linear,
+    guest: Arc<Guest>,
+    device: CudaDevice,
+    /// `packed | escape heads | escapes`, each from a multiple of [`ALIGN`] and with as much behind it.
+    _memory: CudaSlice<u8>,
+}
+
+impl OnGpu {
+    pub fn new(packed: &PackedTensor<Vec<u8>>, device: &CudaDevice) -> Result<Self, Error> {
+        let stream = device.cuda_stream();
+        let guest = guest(stream.context().ordinal())?;
+        let sections = [packed.packed(), packed.escape_heads(), packed.escapes()];
+        let mut bytes = Vec::new();
+        let at = sections.map(|section| {
+            let at = bytes.len();
+            bytes.extend_from_slice(section);
+            bytes.resize((bytes.len() + ALIGN).next_multiple_of(ALIGN), 0);
+            at as u64
+        });
+        let memory = stream.clone_htod(&bytes).map_err(candle_core::Error::wrap)?;
+        // Another stream reads it below.
+        stream.synchronize().map_err(candle_core::Error::wrap)?;
+        let address = memory.device_ptr(&stream).0;
+        let at = PackedAt {
+            packed: address + at[0],
+            escape_heads: address + at[1],
+            escapes: address + at[2],
+            escape_words: packed.escapes().len() / 4,
+        };
+        let shape = (packed.grid().rows() as u32, packed.grid().cols() as u32);
+        // SAFETY: the sections are those of a checked tensor of this shape, with what may be read behind them; `memory` outlives the layer,
+        // and is freed in the order of candle's stream, on which alone the layer works.
+        let linear = unsafe { guest.layer(shape, packed.window(), at) }.map_err(runtime)?;
+        Ok(Self { linear, guest, device: device.clone(), _memory: memory })
+    }
+
+    pub fn unpacked(&self, shape: (usize, usize)) -> Result<Tensor, Error> {
+        let stream = self.device.cuda_stream();
+        // SAFETY: written below, before anything reads it.
+        let mut out = unsafe { self.device.alloc::<bf16>(shape.0 * shape.1) }?;
+        stream.synchronize().map_err(candle_core::Error::wrap)?;
+        let address = out.device_ptr_mut(&stream).0;
+        // SAFETY: so many BF16 on this device, which nobody else has.
+        unsafe { self.guest.unpack_at(&self.linear, address) }.map_err(runtime)?;
+        let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(out, self.device.clone()));
+        let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
+        debug_assert!(matches!(tensor.device(), Device::Cuda(_)));
+        Ok(tensor)
+    }
+
+    /// `rows` of the input from element `start` on, without gaps.
+    pub fn product(&self, storage: &CudaStorage, rows: usize, start: usize) -> candle_core::Result<CudaStorage> {
+        let device = storage.device();
+        let (n, k) = (self.linear.n() as usize, self.linear.k() as usize);
+        let stream = device.cuda_stream();
+        if stream.context().ordinal() != self.guest.device().ordinal() {
+            bail!("unweight: the weight is on another GPU than the input");
+        }
+        let Ok(m) = u32::try_from(rows) else { bail!("unweight: {rows} rows are more than a product takes") };
+        // SAFETY: all of it is written by the product, before anything reads it.
+        let mut y = unsafe { device.alloc::<bf16>(rows * n) }?;
+        if rows == 0 {
+            return Ok(CudaStorage::wrap_cuda_slice(y, device.clone()));
+        }
+        let x = storage.as_cuda_slice::<bf16>()?.slice(start..start + rows * k);
+        // Kernels read 16 bytes at a time.
+        let aligned = match x.device_ptr(&stream).0.is_multiple_of(16) {
+            true => None,
+            false => Some(stream.clone_dtod(&x).map_err(candle_core::Error::wrap)?),
+        };
+        let bytes = self.guest.scratch_bytes(&self.linear, m, Epilogue::Store).map_err(candle_core::Error::wrap)?;
+        // SAFETY: what is in a scratch before does not matter.
+        let mut scratch = unsafe { device.alloc::<u8>(bytes.max(1) as usize) }?;
+        {
+            let (x_at, _x) = match &aligned {
+                Some(aligned) => aligned.device_ptr(&stream),
+                None => x.device_ptr(&stream),
+            };
+            let (y_at, _y) = y.device_ptr_mut(&stream);
+            let (scratch_at, _scratch) = scratch.device_ptr_mut(&stream);
+            let scratch = Scratch { address: scratch_at, bytes };
+            // SAFETY: candle's stream of this device's primary context; x, y and the scratch have these sizes, are apart, and are freed in the
+            // order of this stream.
+            unsafe {
+                self.guest.enqueue(&self.linear, stream.cu_stream().cast(), (x_at, m, y_at), scratch, Epilogue::Store)
+            }
+            .map_err(candle_core::Error::wrap)?;
+        }
+        Ok(CudaStorage::wrap_cuda_slice(y, device.clone()))
+    }
+}

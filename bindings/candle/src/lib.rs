@@ -1,0 +1,283 @@
+//! Linear layers of candle on packed BF16 weights: 12.03 bits a weight, every bit of which comes back.
+//!
+//! ```no_run
+//! use candle_core::{Device, Module, Tensor};
+//! use unweight_candle::UnweightLinear;
+//! use unweight_format::bundle::Bundle;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let bundle = Bundle::open_weights("bundle".as_ref())?;
+//! let layer = UnweightLinear::of_bundle(&bundle, "model.layers.0.mlp.down_proj.weight", None, &Device::Cpu)?;
+//! let x = Tensor::ones((1, layer.k()), candle_core::DType::F32, &Device::Cpu)?;
+//! let y = layer.forward(&x)?;
+//! # Ok(())
+//! # }
+//! ```
+//! On the CPU a layer unpacks its weights and multiplies in F32, as candle has no product of BF16 there: the same bits as candle's own product
+//! of the same weights in F32. On a GPU (feature `cuda`) the kernels of `unweight-rt` multiply by the packed weights, on candle's stream and
+//! in memory that candle allocates. That part is compiled, and has not run on a GPU yet.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, bail};
+use half::bf16;
+use unweight_format::{
+    CodecError, Histogram, Matrix, PackedTensor,
+    bundle::{Bundle, BundleError},
+    packed::{self, Unpackable},
+};
+
+/// Why a layer cannot be made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The bundle does not have the weight, or it cannot be read.
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    /// The weight cannot be packed.
+    #[error("weight '{name}' cannot be packed ({reason}); use candle_nn::Linear for it")]
+    Unpackable {
+        /// Which.
+        name: String,
+        /// Why.
+        reason: Unpackable,
+    },
+    /// It is not a BF16 matrix.
+    #[error("weight '{name}' is {dtype} {shape:?}; only BF16 matrices are packed")]
+    NoMatrix {
+        /// Which.
+        name: String,
+        /// Its type.
+        dtype: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// It has no elements, or too many.
+    #[error("weight '{name}': {source}")]
+    Codec {
+        /// Which.
+        name: String,
+        /// What is wrong.
+        source: CodecError,
+    },
+    /// The bias is not one number for each row of the weight.
+    #[error("the bias of '{name}' is {got:?}, but the weight has {rows} rows")]
+    Bias {
+        /// Of which weight.
+        name: String,
+        /// The bias's shape.
+        got: Vec<usize>,
+        /// The weight's rows.
+        rows: usize,
+    },
+    /// There is nothing to run packed weights on such a device.
+    #[error("packed weights cannot be on {device}; use the CPU, or build with the feature `cuda` for an NVIDIA GPU")]
+    Device {
+        /// What it is.
+        device: String,
+    },
+    /// The runtime's.
+    #[cfg(feature = "cuda")]
+    #[error("putting packed weights on the GPU")]
+    Runtime(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// candle's.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}
+
+/// Where packed weights are.
+enum Held {
+    Cpu(PackedTensor<Vec<u8>>),
+    #[cfg(feature = "cuda")]
+    Cuda(Box<cuda::OnGpu>),
+}
+
+impl Held {
+    fn on_cpu(&self) -> Option<&PackedTensor<Vec<u8>>> {
+        match self {
+            Self::Cpu(packed) => Some(packed),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => None,
+        }
+    }
+}
+
+/// A linear layer on packed weights: `x * weight^T + bias`.
+#[derive(Clone)]
+pub struct UnweightLinear {
+    weight: Arc<Weight>,
+    bias: Option<Tensor>,
+}
+
+struct Weight {
+    held: Held,
+    n: usize,
+    k: usize,
+}
+
+impl UnweightLinear {
+    /// A layer out of a bundle, whatever the form that its weight is stored in.
+    ///
+    /// # Errors
+    /// The bundle does not have it or is damaged, it cannot be packed, or there is nothing to run it on the device.
+    pub fn of_bundle(bundle: &Bundle, name: &str, bias: Option<Tensor>, device: &Device) -> Result<Self, Error> {
+        let entry = bundle.entry(name)?;
+        let (&[n, k], "BF16") = (entry.shape.as_slice(), &*entry.dtype.to_string()) else {
+            let (dtype, shape) = (entry.dtype.to_string(), entry.shape.clone());
+            return Err(Error::NoMatrix { name: name.into(), dtype, shape });
+        };
+        let packed = match PackedTensor::of(bundle.tensor(name)?) {
+            Some(packed) => packed,
+            None => pack(name, &bundle.decode(name)?, n, k)?,
+        };
+        Self::of_packed(name, packed, bias, device)
+    }
+
+    /// A layer of a BF16 weight `[n, k]`, packed on the CPU, for the device that the weight is on.
+    ///
+    /// # Errors
+    /// As [`UnweightLinear::of_bundle`].
+    pub fn of_weight(weight: &Tensor, bias: Option<Tensor>) -> Result<Self, Error> {
+        let name = "of a tensor";
+        let (DType::BF16, &[n, k]) = (weight.dtype(), weight.dims()) else {
+            let (dtype, shape) = (weight.dtype().as_str().to_owned(), weight.dims().to_vec());
+            return Err(Error::NoMatrix { name: name.into(), dtype, shape });
+        };
+        let weights = weight.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<bf16>()?;
+        let bytes: Vec<u8> = weights.iter().flat_map(|weight| weight.to_le_bytes()).collect();
+        Self::of_packed(name, pack(name, &bytes, n, k)?, bias, weight.device())
+    }
+
+    fn of_packed(
+        name: &str,
+        packed: PackedTensor<Vec<u8>>,
+        bias: Option<Tensor>,
+        device: &Device,
+    ) -> Result<Self, Error> {
+        let (n, k) = (packed.grid().rows(), packed.grid().cols());
+        if let Some(bias) = &bias
+            && bias.dims() != [n]
+        {
+            return Err(Error::Bias { name: name.into(), got: bias.dims().to_vec(), rows: n });
+        }
+        let bias = bias.map(|bias| bias.to_device(device)).transpose()?;
+        let held = match device {
+            Device::Cpu => Held::Cpu(packed),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => Held::Cuda(Box::new(cuda::OnGpu::new(&packed, device)?)),
+            other => return Err(Error::Device { device: format!("{:?}", other.location()) }),
+        };
+        Ok(Self { weight: Arc::new(Weight { held, n, k }), bias })
+    }
+
+    /// Rows of the weight: what comes out.
+    pub fn n(&self) -> usize {
+        self.weight.n
+    }
+
+    /// Columns of the weight: what goes in.
+    pub fn k(&self) -> usize {
+        self.weight.k
+    }
+
+    /// The bias.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+
+    /// The weight in BF16, bit for bit, where the layer is.
+    ///
+    /// # Errors
+    /// candle's, or the runtime's.
+    pub fn unpacked(&self) -> Result<Tensor, Error> {
+        let shape = (self.n(), self.k());
+        match &self.weight.held {
+            Held::Cpu(packed) => Ok(Tensor::from_vec(weights(packed).collect::<Vec<bf16>>(), shape, &Device::Cpu)?),
+            #[cfg(feature = "cuda")]
+            Held::Cuda(on_gpu) => on_gpu.unpacked(shape),
+        }
+    }
+}
+
+fn pack(name: &str, weights: &[u8], n: usize, k: usize) -> Result<PackedTensor<Vec<u8>>, Error> {
+    let matrix = Matrix::new(weights, n, k).map_err(|source| Error::Codec { name: name.into(), source })?;
+    let packed = packed::pack(matrix, &Histogram::of(weights));
+    packed.map_err(|reason| Error::Unpackable { name: name.into(), reason })
+}
+
+fn weights(packed: &PackedTensor<Vec<u8>>) -> impl Iterator<Item = bf16> {
+    let bytes = packed.unpack();
+    (0..bytes.len() / 2).map(move |index| bf16::from_le_bytes([bytes[2 * index], bytes[2 * index + 1]]))
+}
+
+impl Module for UnweightLinear {
+    /// Of F32 or BF16 on the CPU, of BF16 on a GPU.
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let y = x.contiguous()?.apply_op1(Product(self.weight.clone()))?;
+        match &self.bias {
+            Some(bias) => y.broadcast_add(&bias.to_dtype(y.dtype())?),
+            None => Ok(y),
+        }
+    }
+}
+
+/// The product without a bias.
+struct Product(Arc<Weight>);
+
+impl Product {
+    /// Rows of the input, where it begins, and the output's shape.
+    fn rows(&self, layout: &Layout) -> candle_core::Result<(usize, usize, Shape)> {
+        let Weight { n, k, .. } = *self.0;
+        let Some((&columns, leading)) = layout.dims().split_last() else { bail!("unweight: the input has no columns") };
+        if columns != k {
+            bail!("unweight: the weight is [{n}, {k}], but the input has {columns} columns");
+        }
+        let Some((start, _)) = layout.contiguous_offsets() else { bail!("unweight: the input is not contiguous") };
+        let mut shape = leading.to_vec();
+        shape.push(n);
+        Ok((leading.iter().product(), start, Shape::from(shape)))
+    }
+}
+
+impl CustomOp1 for Product {
+    fn name(&self) -> &'static str {
+        "unweight-linear"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (rows, start, shape) = self.rows(layout)?;
+        let Weight { held, n, k } = &*self.0;
+        let Some(packed) = held.on_cpu() else { bail!("unweight: the weight is on a GPU, the input on the CPU") };
+        let end = start + rows * k;
+        let (x, is_bf16): (Vec<f32>, bool) = match storage {
+            CpuStorage::F32(x) => (x[start..end].to_vec(), false),
+            CpuStorage::BF16(x) => (x[start..end].iter().map(|x| x.to_f32()).collect(), true),
+            _ => bail!("unweight: the input is neither F32 nor BF16; convert it with to_dtype"),
+        };
+        let weights: Vec<f32> = weights(packed).map(bf16::to_f32).collect();
+        let weights = Tensor::from_vec(weights, (*n, *k), &Device::Cpu)?;
+        let y = Tensor::from_vec(x, (rows, *k), &Device::Cpu)?.matmul(&weights.t()?)?;
+        let y = y.flatten_all()?.to_vec1::<f32>()?;
+        let y = match is_bf16 {
+            true => CpuStorage::BF16(y.into_iter().map(bf16::from_f32).collect()),
+            false => CpuStorage::F32(y),
+        };
+        Ok((y, shape))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        storage: &candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(candle_core::CudaStorage, Shape)> {
+        let (rows, start, shape) = self.rows(layout)?;
+        match &self.0.held {
+            Held::Cuda(on_gpu) => Ok((on_gpu.product(storage, rows, start)?, shape)),
+            Held::Cpu(_) => bail!("unweight: the weight is on the CPU, the input on a GPU"),
+        }
+    }
+}
