@@ -16,7 +16,7 @@ struct Config {
 
 }  // namespace
 
-static_assert(sizeof(uw::SiluMulArgs) == 48, "SiluMulArgs: host and device disagree");
+static_assert(sizeof(uw::SiluMulArgs) == 56, "SiluMulArgs: host and device disagree");
 static_assert(Config::kThreads * uw::silu_mul::kChunk == 1024, "columns: plan and kernel disagree");
 static_assert(uw::silu_mul::kSmemBytes == 0, "shared memory: plan and kernel disagree");
 
