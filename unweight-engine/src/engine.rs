@@ -30,7 +30,7 @@ use crate::{
     memory::{self, Memory, NoMemory, Shared},
     options::{BUCKETS, BadOption, EngineOptions, MlpWeights, bucket},
     pages::pages_for,
-    paths::{self, Setting, oracle::Choices, weights::Transcoding},
+    paths::{self, Choices, Setting, weights::Transcoding},
     program::Layout,
     run::{self, Bound, Programs},
     schedule::{Event, Limits, Next, Rejected, Request, Schedule, SeqId},
@@ -436,10 +436,7 @@ impl Engine {
     pub fn path_choices(&self, batch: u32) -> Choices {
         let layers = self.programs.as_ref().map_or(&[][..], |programs| programs.runner.layers());
         let arch = self.stream().device().info().arch;
-        [true, false].map(|hard| {
-            let first = layers.iter().find(|mlp| paths::is_hard(mlp) == hard);
-            first.map_or_else(Default::default, |mlp| mlp.each_ref().map(|lying| lying.ways(arch, bucket(batch))))
-        })
+        paths::choices(layers, arch, bucket(batch))
     }
 
     /// The best guess at a batch.

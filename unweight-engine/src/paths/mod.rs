@@ -264,15 +264,13 @@ pub fn is_hard(mlp: &LyingMlp) -> bool {
 }
 
 impl Setting {
-    /// What nobody has measured: the best guess of the first layer of each kind.
+    /// What nobody has measured: the best guess for the layers of each kind ([`choices`]).
     pub fn guess(layers: &[LyingMlp], arch: Arch, m: u32, sms: u32) -> Self {
-        let first = |hard: bool| {
-            let of = layers.iter().find(|mlp| is_hard(mlp) == hard);
-            of.map_or([Way::plain(Path::Raw); 3], |mlp| mlp.each_ref().map(|lying| guess(lying, arch, m)))
-        };
+        let [hard, easy] = choices(layers, arch, m);
+        let first = |ways: [Vec<Way>; 3]| ways.map(|ways| ways.first().copied().unwrap_or(Way::plain(Path::Raw)));
         // As the report's: a sixth of the multiprocessors decodes.
         let decode_sms = (sms / 6).max(Projection::ALL.len() as u32).min(sms.saturating_sub(1)).max(1);
-        Self { hard: first(true), easy: first(false), decode_sms, consumers: 2 }
+        Self { hard: first(hard), easy: first(easy), decode_sms, consumers: 2 }
     }
 
     /// The way of every projection of every layer: what is set where the weight can be multiplied so, else the best
@@ -293,6 +291,28 @@ impl Setting {
         let Self { decode_sms, consumers, .. } = *self;
         program::Layout { consumers, decode_sms, sms, ..program::Layout::default() }
     }
+}
+
+/// The ways of the projections, gate, up and down, best guesses first: of hard layers, then of easy ones. Nothing where
+/// there are no such layers.
+pub type Choices = [[Vec<Way>; 3]; 2];
+
+/// What can be chosen for these layers at a batch. Of the layers of a kind each projection's is that of the first with
+/// the most ways: where the first layer is raw, those behind it count.
+pub fn choices(layers: &[LyingMlp], arch: Arch, m: u32) -> Choices {
+    [true, false].map(|hard| {
+        Projection::ALL.map(|projection| {
+            let own = layers.iter().filter(|mlp| is_hard(mlp) == hard);
+            let mut most: Vec<Way> = Vec::new();
+            for lying in own.map(|mlp| &mlp[projection as usize]) {
+                let ways = lying.ways(arch, m);
+                if ways.len() > most.len() {
+                    most = ways;
+                }
+            }
+            most
+        })
+    })
 }
 
 fn guess(lying: &Lying, arch: Arch, m: u32) -> Way {

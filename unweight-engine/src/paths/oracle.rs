@@ -5,16 +5,12 @@ use std::collections::HashMap;
 use half::bf16;
 use unweight_rt::Graph;
 
-use super::{Setting, Way};
+use super::{Choices, Setting};
 use crate::{
     engine::Engine,
     error::EngineError,
     tune::{Answer, Axis, Coordinate, Linear, Oracle, OracleError, Paired, Point, Profile, Space},
 };
-
-/// The ways of the projections, gate, up and down: of hard layers, then of easy ones. Nothing where there are no such
-/// layers.
-pub type Choices = [[Vec<Way>; 3]; 2];
 
 /// Multiprocessors that decode, as a search tries them, after the report's sixth.
 const DECODE_SMS: [u32; 8] = [22, 3, 8, 16, 32, 48, 64, 96];

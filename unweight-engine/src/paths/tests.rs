@@ -5,11 +5,13 @@ use unweight_codegen::{
     plan::Plan as KernelPlan,
     spec::{Epilogue, Op, WeightSource},
 };
+use unweight_format::testing::Random;
 
-use super::*;
+use super::{oracle::PathSpace, *};
 use crate::{
     options::BUCKETS,
     program::{Checked, build},
+    tune::{Answer, Axis, Journal, Limits, Oracle, OracleError, Paired, Point, descend},
 };
 
 const ARCH: Arch = Arch::Sm90a;
@@ -138,6 +140,103 @@ fn settings_are_taken_where_weights_have_them() {
             Checked::new(build(&mlps, &setting.layout(SMS)).unwrap()).unwrap();
         }
     }
+}
+
+/// Where the first layer is raw, the easy layers behind it are what can be chosen for.
+#[test]
+fn a_raw_first_layer_hides_no_choices() {
+    let [hard, easy] = choices(&hhr_ppr(), ARCH, 64);
+    assert!(hard[..2].iter().all(|ways| ways.iter().any(|way| way.path == Path::Exponents)));
+    assert!(easy[..2].iter().all(|ways| ways.len() > 3 && ways.iter().all(|way| way.path == Path::Palette)));
+    assert_eq!((&hard[2], &easy[2]), (&vec![Way::plain(Path::Raw)], &vec![Way::plain(Path::Raw)]));
+    let guess = Setting::guess(&hhr_ppr(), ARCH, 64, SMS);
+    assert_eq!((guess.easy[0].path, guess.hard[0].path), (Path::Palette, Path::Exponents));
+    assert!(choices(&[], ARCH, 1).iter().flatten().all(Vec::is_empty));
+}
+
+/// Points are settings and settings points; the first is the best guess; all of them make programs that are sound.
+#[test]
+fn points_are_settings() {
+    let layers = hhr_ppr();
+    let mut random = Random::new(3);
+    for m in BUCKETS {
+        let guess = Setting::guess(&layers, ARCH, m, SMS);
+        let space = PathSpace::new(&choices(&layers, ARCH, m), &guess, SMS);
+        assert!(!space.is_trivial());
+        assert_eq!(space.setting(&space.space().first()), guess);
+        assert_eq!(space.point(&guess), space.space().first());
+        for _ in 0..50 {
+            let axes = space.space().axes().iter();
+            let names: Vec<&str> =
+                axes.map(|axis| axis.choices[random.below(axis.choices.len() as u64) as usize].as_str()).collect();
+            let point = space.space().point(&names).unwrap();
+            let setting = space.setting(&point);
+            assert_eq!(space.point(&setting), point, "{setting:?}");
+            let mlps: Vec<_> = setting.ways(&layers, ARCH, m).iter().map(|ways| ways.map(|way| way.path)).collect();
+            Checked::new(build(&mlps, &setting.layout(SMS)).unwrap()).unwrap();
+        }
+        // What cannot be chosen is the best guess.
+        let odd = Setting { decode_sms: 7, hard: ["palette/n4p2".parse().unwrap(); 3], ..guess.clone() };
+        assert_eq!(space.setting(&space.point(&odd)), guess);
+    }
+    let packed = vec![mlp(Lies::Linear, Lies::Linear, Lies::Linear); 3];
+    let guess = Setting::guess(&packed, ARCH, 1, SMS);
+    assert!(PathSpace::new(&choices(&packed, ARCH, 1), &guess, SMS).is_trivial());
+}
+
+/// A search over the very space of a model, where times are invented: from the worst point to near the best, and the
+/// same again from its journal without a measurement.
+#[test]
+fn a_search_over_paths_improves_a_bad_plan() {
+    struct Invented<'a> {
+        space: &'a PathSpace,
+        asked: u32,
+    }
+    impl Invented<'_> {
+        fn us(&self, point: &Point) -> f64 {
+            let Setting { hard, easy, decode_sms, consumers } = self.space.setting(point);
+            let ways = hard.iter().chain(&easy).map(|way| {
+                let text = way.to_string();
+                text.bytes().fold(7_u64, |sum, byte| sum * 31 % 1009 + u64::from(byte)) as f64
+            });
+            1000.0 + ways.sum::<f64>() + f64::from(decode_sms.abs_diff(32)) * 20.0 + f64::from(2 - consumers) * 50.0
+        }
+    }
+    impl Oracle for Invented<'_> {
+        fn compare(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, OracleError> {
+            self.asked += 1;
+            let [incumbent, challenger] = [incumbent, challenger].map(|point| vec![self.us(point); 3]);
+            Ok(Answer::Measured(Paired { incumbent_us: incumbent, challenger_us: challenger }))
+        }
+    }
+    let layers = hhr_ppr();
+    let guess = Setting::guess(&layers, ARCH, 64, SMS);
+    let space = PathSpace::new(&choices(&layers, ARCH, 64), &guess, SMS);
+    let axes = space.space().axes();
+    // The worst choice of every axis: times are sums.
+    let mut bad = space.space().first();
+    let oracle = Invented { space: &space, asked: 0 };
+    for (axis, Axis { choices, .. }) in axes.iter().enumerate() {
+        let worst = (0..choices.len()).map(|choice| bad.with(axis, choice));
+        bad = worst.max_by(|a, b| oracle.us(a).total_cmp(&oracle.us(b))).unwrap();
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let search = |oracle: &mut Invented<'_>| {
+        let mut journal = Journal::open(&folder.path().join("journal"), "key", space.space()).unwrap();
+        descend(space.space(), &bad, oracle, &mut journal, &Limits::default(), &mut |_| {}).unwrap()
+    };
+    let mut oracle = Invented { space: &space, asked: 0 };
+    let tuned = search(&mut oracle);
+    assert_eq!(oracle.asked, tuned.measured);
+    assert!(tuned.gain > 0.3 && tuned.rejected == 0, "{}", tuned.gain);
+    // Times are sums, so no choice of one axis is better by what counts.
+    let best = oracle.us(&tuned.best);
+    for (axis, Axis { choices, .. }) in axes.iter().enumerate() {
+        assert!((0..choices.len()).all(|choice| oracle.us(&tuned.best.with(axis, choice)) > best * 0.994));
+    }
+    let mut oracle = Invented { space: &space, asked: 0 };
+    let again = search(&mut oracle);
+    assert_eq!((again.best, oracle.asked, again.measured), (tuned.best, 0, 0));
 }
 
 fn plan() -> Plan {
