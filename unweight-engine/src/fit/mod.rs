@@ -24,7 +24,7 @@ use unweight_format::{
     roles::Role,
 };
 use unweight_model::ModelConfig;
-use unweight_rt::{choose::cost, ops::transcode::Expander};
+use unweight_rt::choose::{cost, reachable::SlotPlan};
 
 use crate::{
     memory,
@@ -240,7 +240,7 @@ impl<'a> Unit<'a> {
         let cols = self.tensors.first().map_or(0, |tensor| tensor.cols);
         let grid =
             TileGrid::new(usize::try_from(rows).unwrap_or(usize::MAX), usize::try_from(cols).unwrap_or(usize::MAX));
-        grid.map_or(u64::MAX, Expander::slot_bytes)
+        grid.map_or(u64::MAX, |grid| SlotPlan::of(grid).bytes)
     }
 }
 

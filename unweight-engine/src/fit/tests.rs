@@ -127,8 +127,8 @@ fn where_memory_is_short_weights_stay_compact_and_have_a_slot() {
     // At batch 1 they are read at nearly the packed form's speed, and Huffman codes are not.
     assert!(has(&some, FormId::COMPACT) && !has(&some, FormId::HUFFMAN), "{:?}", some.groups);
     assert!(some.total() <= short && some.slowdown() < 1.1, "{}", some.slowdown());
-    let gate_up = Expander::slot_bytes(TileGrid::new(28_672, 4096).unwrap());
-    let head = Expander::slot_bytes(TileGrid::new(128_256, 4096).unwrap());
+    let gate_up = SlotPlan::of(TileGrid::new(28_672, 4096).unwrap()).bytes;
+    let head = SlotPlan::of(TileGrid::new(128_256, 4096).unwrap()).bytes;
     let with_head = some.groups.iter().any(|group| (group.name, group.form) == ("lm_head", FormId::COMPACT));
     assert!(some.slots > 0 && some.slots <= if with_head { head } else { gate_up }, "{}", some.slots);
     let bytes = |form| some.groups.iter().filter(|group| group.form == form).map(|group| group.bytes).sum::<u64>();

@@ -15,7 +15,7 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{Arch, DecodeOutput, Epilogue, GemmCompactSpec, Op, RepackStage, SiluMulSpec, TranscodeStage, catalog},
 };
-use unweight_format::{FormId, bundle::Bundle, roles::Role, safetensors::Dtype};
+use unweight_format::{FormId, TileGrid, bundle::Bundle, packed, roles::Role, safetensors::Dtype};
 
 use super::{
     graph::{Edge, Node, Step, decoder, packing, paths, transcoder},
@@ -136,6 +136,33 @@ pub enum Way<K> {
         /// Of a gate and an up, what activates the product.
         activate: Option<K>,
     },
+}
+
+/// What lies where in a slot that a compact tensor is expanded into, bytes: `tiles | heads | inexact | words of the groups`.
+#[derive(Clone, Copy, Debug)]
+pub struct SlotPlan {
+    /// Where heads begin that nobody reads.
+    pub heads: u64,
+    /// And the place of an element without operand.
+    pub inexact: u64,
+    /// And the sums of the lists.
+    pub group_words: u64,
+    /// All of it.
+    pub bytes: u64,
+}
+
+impl SlotPlan {
+    /// Of a tensor.
+    pub fn of(grid: TileGrid) -> Self {
+        /// Tiles whose lists are summed together: 64 row blocks.
+        const GROUP_TILES: u64 = 16;
+        let tiles = grid.tiles() as u64;
+        // Below 2^31 tiles: no sum leaves 64 bits.
+        let heads = tiles * packed::TILE_BYTES as u64;
+        let inexact = heads + tiles * packed::ROW_BLOCKS as u64 * 4;
+        let group_words = inexact + 8;
+        Self { heads, inexact, group_words, bytes: group_words + tiles.div_ceil(GROUP_TILES) * 4 }
+    }
 }
 
 /// How a layer is multiplied, by epilogue and ascending in the largest batch.
@@ -685,6 +712,17 @@ mod tests {
         let ada = Wanted { chooser: PackedChooser::model(Machine::usual(Arch::Sm89)), ..wanted(4096, true, 7) };
         assert!(cublas(&ada)[0] > 64, "{:?}", cublas(&ada));
         assert_eq!(cublas(&Wanted { expand: Expand::Never, ..ada }), [] as [u32; 0]);
+    }
+
+    #[test]
+    fn a_slot_has_room_for_all_that_the_kernel_writes() {
+        for (n, k, tiles) in [(64, 64, 1), (64, 64 * 16, 16), (64, 64 * 17, 17), (14336, 4096, 14336)] {
+            let plan = SlotPlan::of(TileGrid::new(n, k).unwrap());
+            assert_eq!((plan.heads, plan.inexact), (tiles * 6144, tiles * (6144 + 16)));
+            assert!(plan.heads.is_multiple_of(16) && plan.inexact.is_multiple_of(8), "as they are stored");
+            assert_eq!(plan.bytes - plan.group_words, tiles.div_ceil(16) * 4);
+            assert!(plan.group_words >= plan.inexact + 8);
+        }
     }
 
     /// What cuBLAS multiplies asks for decoders and for the kernels that unpack.

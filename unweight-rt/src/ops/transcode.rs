@@ -15,12 +15,10 @@ use unweight_codegen::{
     spec::{Op, TranscodeStage},
 };
 
-use unweight_format::{
-    TileGrid,
-    packed::{self, Window},
-};
+use unweight_format::{TileGrid, packed::Window};
 
 use crate::{
+    choose::reachable::SlotPlan,
     device::{
         DeviceBuffer, DeviceError, KernelSet, MatrixMut, Refusal, Stream,
         module::LoadedKernel,
@@ -86,27 +84,6 @@ impl Transcoder {
 #[derive(Clone, Debug)]
 pub struct Expander {
     kernel: Arc<LoadedKernel>,
-}
-
-/// What lies where in a slot, bytes: `tiles | heads | inexact | words of the groups`.
-struct SlotPlan {
-    heads: u64,
-    inexact: u64,
-    group_words: u64,
-    bytes: u64,
-}
-
-impl SlotPlan {
-    fn of(grid: TileGrid) -> Self {
-        /// Tiles whose lists are summed together: 64 row blocks.
-        const GROUP_TILES: u64 = 16;
-        let tiles = grid.tiles() as u64;
-        // Below 2^31 tiles: no sum leaves 64 bits.
-        let heads = tiles * packed::TILE_BYTES as u64;
-        let inexact = heads + tiles * packed::ROW_BLOCKS as u64 * 4;
-        let group_words = inexact + 8;
-        Self { heads, inexact, group_words, bytes: group_words + tiles.div_ceil(GROUP_TILES) * 4 }
-    }
 }
 
 impl Expander {
@@ -185,21 +162,5 @@ pub fn args(tensor: &DeviceCompact) -> TranscodeArgs {
         tile_rows: grid.tile_rows() as u32,
         tile_cols: grid.tile_cols() as u32,
         ..TranscodeArgs::default()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_slot_has_room_for_all_that_the_kernel_writes() {
-        for (n, k, tiles) in [(64, 64, 1), (64, 64 * 16, 16), (64, 64 * 17, 17), (14336, 4096, 14336)] {
-            let plan = SlotPlan::of(TileGrid::new(n, k).unwrap());
-            assert_eq!((plan.heads, plan.inexact), (tiles * 6144, tiles * (6144 + 16)));
-            assert!(plan.heads.is_multiple_of(16) && plan.inexact.is_multiple_of(8), "as they are stored");
-            assert_eq!(plan.bytes - plan.group_words, tiles.div_ceil(16) * 4);
-            assert!(plan.group_words >= plan.inexact + 8);
-        }
     }
 }
