@@ -21,7 +21,7 @@ use super::{
     failure::{Failure, Result},
     generate::ResidentArg,
     output::Output,
-    paths::{Lie, saved_plan},
+    paths::{Lie, note_unused, saved_plan},
     plot, select,
     trust::Trust,
 };
@@ -293,6 +293,9 @@ impl Bench {
                 if arguments.mlp != Lie::Linears {
                     let plan = bundle.as_ref().map_or_else(Default::default, |bundle| saved_plan(bundle, output));
                     options = options.mlp(arguments.mlp.into(), plan).profile(Some(arguments.profile));
+                }
+                if let Some(bundle) = &bundle {
+                    note_unused(&options.plan, arguments.mlp, bundle, kernels.device().info(), output);
                 }
                 let timing = Timing::default().rounds(arguments.rounds.unwrap_or(20).into()).warmup_rounds(5);
                 let report = bench::bench_decode(&kernels, model, &options, &timing, &note)?;

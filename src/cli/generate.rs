@@ -25,7 +25,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::{Output, printable},
-    paths::{Lie, saved_plan},
+    paths::{Lie, note_unused, saved_plan},
     progress, size,
     trust::Trust,
 };
@@ -253,6 +253,7 @@ impl Generate {
 
         let start = Instant::now();
         let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
+        note_unused(&options.plan, self.mlp, &bundle, kernels.device().info(), output);
         let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
         // Until here a signal ends the process, as it does by itself: loading looks at no flag.
         let cancelled = progress::cancel_flag()?;

@@ -2,8 +2,9 @@
 
 use clap::ValueEnum;
 use unweight::{
-    engine::paths::{MlpWeights, Plan},
+    engine::paths::{MlpWeights, Plan, plan},
     format::bundle::{ATTACHED_NAME, Bundle},
+    rt::device::DeviceInfo,
 };
 
 use super::output::Output;
@@ -52,5 +53,17 @@ pub fn saved_plan(bundle: &Bundle, output: Output) -> Plan {
             output.note(format_args!("{ATTACHED_NAME}: not used: {error}"));
             Plan::default()
         }
+    }
+}
+
+/// Says so where a plan is of no use on this device.
+pub fn note_unused(plan: &Plan, lie: Lie, bundle: &Bundle, device: &DeviceInfo, output: Output) {
+    let model = bundle.manifest().manifest_digest.to_string();
+    let fits = |batch| plan.setting(batch, &plan::key(&model, lie.into(), batch, device)).is_some();
+    if !plan.settings().is_empty() && !plan.settings().iter().any(|measured| fits(measured.batch)) {
+        output.note(
+            "the saved plan was measured on another device, driver or program, or for another --mlp: best guesses are \
+             taken; `unweight tune --save` measures here",
+        );
     }
 }
