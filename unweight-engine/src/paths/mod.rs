@@ -1,5 +1,5 @@
 //! How each projection of an MLP is multiplied with where its weights stay as they are stored: the report's five paths
-//! (section 5), and packed weights. Pure, but for [`weights`].
+//! (section 5), and packed weights. Pure, but for `weights` and [`oracle`].
 //!
 //! ```text
 //! form, shape --loads_as--> what lies on the device --ways--> ways of a batch, best guess first --Setting--> one each

@@ -233,7 +233,7 @@ impl Attached {
     /// The same with a plan.
     ///
     /// # Errors
-    /// As for [`Attached::encode`]; a plan of more than [`PLAN_BYTES_MAX`] bytes.
+    /// As for [`Attached::encode`]; a plan of more than 64 KiB.
     pub fn encode_with(kernels: &[(AttachedKernel, &[u8])], plan: Option<&str>) -> Result<Vec<u8>, BundleError> {
         check_plan(plan)?;
         let mut sorted: Vec<&(AttachedKernel, &[u8])> = kernels.iter().collect();
