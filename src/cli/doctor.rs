@@ -6,8 +6,10 @@ use clap::Args;
 use serde::Serialize;
 use unweight::{
     engine::pages::PAGE_TOKENS,
+    format::TileGrid,
     model::{Geometry, Residency},
     rt::{
+        choose::reachable::SlotPlan,
         device::{Device, DeviceInfo},
         env::Env,
         jit::cache::Store,
@@ -58,6 +60,8 @@ struct ModelReport {
     geometry: &'static str,
     packed_bytes: u64,
     packed_tokens: u64,
+    compact_bytes: u64,
+    compact_tokens: u64,
     bf16_bytes: u64,
     bf16_tokens: u64,
 }
@@ -166,10 +170,13 @@ impl Report {
 
 impl ModelReport {
     fn write(&self, out: &mut dyn Write) -> io::Result<()> {
-        let Self { geometry, packed_bytes, packed_tokens, bf16_bytes, bf16_tokens, .. } = self;
-        let [packed, bf16] = [packed_bytes, bf16_bytes].map(|bytes| *bytes as f64 / 1e9);
+        let Self { geometry, packed_bytes, compact_bytes, bf16_bytes, .. } = self;
+        let Self { packed_tokens, compact_tokens, bf16_tokens, .. } = self;
+        let [packed, compact, bf16] = [packed_bytes, compact_bytes, bf16_bytes].map(|bytes| *bytes as f64 / 1e9);
         let tokens = format!("{packed_tokens} tokens of KV cache");
-        writeln!(out, "     {geometry}: {packed:.1} GB, {tokens} (as BF16 {bf16:.1} GB, {bf16_tokens} tokens)")
+        let others =
+            format!("small {compact:.1} GB, {compact_tokens} tokens; as BF16 {bf16:.1} GB, {bf16_tokens} tokens");
+        writeln!(out, "     {geometry}: {packed:.1} GB, {tokens} ({others})")
     }
 }
 
@@ -184,8 +191,23 @@ fn models(device: &DeviceReport) -> Vec<ModelReport> {
             (bytes, config.kv_tokens(have.saturating_sub(bytes), PAGE_TOKENS))
         };
         let ((packed_bytes, packed_tokens), (bf16_bytes, bf16_tokens)) = (of(Residency::Packed), of(Residency::Bf16));
+        // Beside what stays compact, the slot that the largest of it is expanded into.
+        let head = (!config.tied).then_some([config.vocab, config.hidden]);
+        let slot = |[n, k]: [u32; 2]| TileGrid::new(n as usize, k as usize).map_or(0, |grid| SlotPlan::of(grid).bytes);
+        let slot = config.linears().into_iter().chain(head).map(slot).max().unwrap_or(0);
+        let compact_bytes = config.weight_bytes(Residency::Compact);
+        let compact_tokens = config.kv_tokens(have.saturating_sub(compact_bytes).saturating_sub(slot), PAGE_TOKENS);
         let (device, geometry) = (info.ordinal, geometry.name());
-        ModelReport { device, geometry, packed_bytes, packed_tokens, bf16_bytes, bf16_tokens }
+        ModelReport {
+            device,
+            geometry,
+            packed_bytes,
+            packed_tokens,
+            compact_bytes,
+            compact_tokens,
+            bf16_bytes,
+            bf16_tokens,
+        }
     };
     Geometry::ALL.iter().map(model).collect()
 }

@@ -16,7 +16,7 @@ pub struct LaneSize {
     pub counters: u64,
     /// Elements of an input, padded to whole tiles.
     pub padded_x: u64,
-    /// Elements of an output, padded to whole tiles.
+    /// Elements of an output, padded to whole tiles; or of a gate's and an up's product before it is activated.
     pub padded_y: u64,
     /// Bytes of the slot that weights are expanded into ahead of their product.
     pub slot_bytes: u64,

@@ -103,12 +103,15 @@ impl Weights {
     }
 
     /// The addresses of its sections.
-    fn spans(&self) -> Vec<(&'static str, Range<u64>)> {
-        match self {
-            Self::Packed(packed) => packed.spans().to_vec(),
-            Self::Compact(compact, escapes) => compact.spans().into_iter().chain(escapes.spans()).collect(),
-            Self::Whole(whole) => vec![("the weights", whole.view().place().span())],
-        }
+    fn spans(&self) -> impl Iterator<Item = (&'static str, Range<u64>)> {
+        // A launch allocates nothing, on the host neither.
+        let (packed, compact, whole) = match self {
+            Self::Packed(packed) => (Some(packed.spans()), None, None),
+            Self::Compact(compact, escapes) => (None, Some((compact.spans(), escapes.spans())), None),
+            Self::Whole(whole) => (None, None, Some(("the weights", whole.view().place().span()))),
+        };
+        let compact = compact.into_iter().flat_map(|(compact, escapes)| compact.into_iter().chain(escapes));
+        packed.into_iter().flatten().chain(compact).chain(whole)
     }
 
     fn bytes(&self) -> u64 {
@@ -248,6 +251,9 @@ impl Multiply {
             (Self::Slot(expander, gemm), Weights::Compact(compact, escapes)) => {
                 // Before anything is enqueued; `x` and `y` cannot lie in the slot, which the lane alone has.
                 self.check(&lane, (x.place(), y.place()), weights)?;
+                if x.rows() == 0 {
+                    return Ok(());
+                }
                 let Beside { stream, workspace, slot, .. } = lane;
                 // An ordinary launch: the product that read the slot last is done when it starts.
                 expander.enqueue(stream, compact, escapes.window(), slot)?;
