@@ -3,6 +3,7 @@
 use std::{fs, path::PathBuf};
 
 use clap::{ArgGroup, Args, Subcommand, ValueEnum};
+use unweight::codegen::VariantSpec;
 use unweight::rt::{
     Remedy,
     choose::table::MeasuredTable,
@@ -88,6 +89,9 @@ pub struct MatmulBench {
     /// The matmuls from the compact form too, at batches of 1 to 32
     #[arg(long)]
     compact: bool,
+    /// Time this variant too, catalogued or not; may be repeated
+    #[arg(long, value_name = "NAME")]
+    variant: Vec<VariantSpec>,
     /// What to measure
     #[arg(long, value_name = "WHAT", default_value = "all")]
     measure: Measure,
@@ -363,6 +367,7 @@ impl MatmulBench {
             .candidates(self.candidates)
             .asynchronous(self.copy == CopyBy::Async)
             .compact(self.compact)
+            .variants(self.variant.clone())
             .layer(self.measure != Measure::Shapes)
             .table(table.map_err(|error| Failure::remedied(error, Remedy::MeasureTable))?);
         if self.measure == Measure::Layer {

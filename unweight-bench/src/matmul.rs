@@ -54,6 +54,9 @@ pub struct MatmulOptions {
     pub compact: bool,
     /// Measure the variants that need no copy engine too: of the model's order as many as of the others, one at least.
     pub asynchronous: bool,
+    /// Variants to time at every problem that their batch tile takes, catalogued or not; those of `gemm_compact` need
+    /// [`MatmulOptions::compact`].
+    pub variants: Vec<VariantSpec>,
 }
 
 impl Default for MatmulOptions {
@@ -81,6 +84,7 @@ impl Default for MatmulOptions {
             table: None,
             compact: false,
             asynchronous: false,
+            variants: Vec::new(),
         }
     }
 }
@@ -144,6 +148,12 @@ impl MatmulOptions {
     #[must_use]
     pub fn asynchronous(self, asynchronous: bool) -> Self {
         Self { asynchronous, ..self }
+    }
+
+    /// Variants to time, catalogued or not.
+    #[must_use]
+    pub fn variants(self, variants: Vec<VariantSpec>) -> Self {
+        Self { variants, ..self }
     }
 
     fn launches(&self) -> impl Iterator<Item = bool> {
@@ -333,7 +343,16 @@ impl Bench<'_> {
             others.take(self.options.candidates).filter(|spec| Some(*spec) != choice).collect();
         let threads = choice.iter().chain(&others).filter(|_| self.options.asynchronous).copied();
         let threads: Vec<VariantSpec> = threads.filter_map(by_threads).collect();
-        let others = others.into_iter().chain(threads).map(|spec| (spec, false));
+        let named = self.options.variants.iter().filter(|spec| is_pdl(spec) == Some(wanted.pdl)).copied();
+        let mut seen: Vec<VariantSpec> = choice.into_iter().collect();
+        let mut others: Vec<VariantSpec> = others.into_iter().chain(threads).chain(named).collect();
+        others.retain(|spec| {
+            !seen.contains(spec) && {
+                seen.push(*spec);
+                true
+            }
+        });
+        let others = others.into_iter().map(|spec| (spec, false));
         choice.into_iter().map(|spec| (spec, true)).chain(others).collect()
     }
 
@@ -350,7 +369,12 @@ impl Bench<'_> {
             .filter(|(_, op)| self.options.launches().any(|pdl| pdl == op.pdl))
             .collect();
         let smallest = fitting.iter().map(|(_, op)| op.batch_tile).min();
-        fitting.into_iter().filter(|(_, op)| Some(op.batch_tile) == smallest).map(|(spec, _)| spec).collect()
+        let mut specs: Vec<VariantSpec> =
+            fitting.into_iter().filter(|(_, op)| Some(op.batch_tile) == smallest).map(|(spec, _)| spec).collect();
+        let named =
+            self.options.variants.iter().filter(|spec| of(spec).is_some_and(|op| Some(op.batch_tile) == smallest));
+        specs.extend(named.filter(|spec| !specs.contains(spec)).copied().collect::<Vec<_>>());
+        specs
     }
 
     fn shape(&self, (n, k): (u32, u32), progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {

@@ -11,7 +11,7 @@
 // packed   256      2          ceil(tiles / 8)   the same               1.35 + 1.5
 // lists    256      2          ceil(tiles / 16)  the same + 64          1.35 per tile with a list; 4 per row block
 //
-// Bound    device memory for full and packed. Not run on a GPU yet.
+// Bound    device memory for full and packed.
 //
 // Roles    a warp takes a tile: its dense part goes to registers, its streams to the warp's slot; four row blocks are
 //          decoded, two by either chain, and stored as they come. The table is copied once per block.
@@ -51,12 +51,15 @@ struct Warp {
           warp(ptx::uniform_warp_index()),
           slot(table + kSlots + warp * compact::kSlotBytes) {}
 
-    // By the whole block.
-    UW_DEVICE void copy_table() const {
-        const u32 at = ptx::thread_index() * 16;
+    // This thread's 16 bytes of the table.
+    UW_DEVICE U32x4 load_table() const {
         static_assert(kThreads * 16 == compact::kTableBytes, "each thread copies 16 bytes");
-        ptx::store_shared_x4(table + at, ptx::load_global_nc_x4(args.table + at / 4));
-        ptx::sync_block();
+        return ptx::load_global_nc_x4(args.table + ptx::thread_index() * 4);
+    }
+    // By the whole block.
+    UW_DEVICE void store_table(U32x4 entries) const {
+        ptx::store_shared_x4(table + ptx::thread_index() * 16, entries);
+        ptx::sync_block();  // orders the table before the lookups of every warp
     }
 
     // Brings a tile's streams to the slot, where the warp has read what was there before.
@@ -88,12 +91,14 @@ struct Warp {
 template <class Store>
 UW_DEVICE void for_row_blocks(const Warp& own, Store store) {
     const TranscodeArgs& args = own.args;
-    const u32 tile = ptx::block_index() * kWarps + own.warp;
-    own.copy_table();
-    if (tile >= args.tile_rows * args.tile_cols) return;
-    const Tile place(args.tiles, tile, args.stream_words);
+    const u32 tile = ptx::block_index() * kWarps + own.warp, tiles = args.tile_rows * args.tile_cols;
+    // Everything is asked for at once: the table, where the streams lie and then they, the dense part. A warp without a tile
+    // reads the last one, for the block's meeting.
+    const U32x4 table = own.load_table();
+    const u32 source = tile < tiles ? tile : tiles - 1;
+    const Tile place(args.tiles, source, args.stream_words);
     u32 words[compact::kDenseWords];
-    const u8* dense = args.dense + static_cast<u64>(tile) * compact::kDenseTileBytes + own.lane * 16;
+    const u8* dense = args.dense + static_cast<u64>(source) * compact::kDenseTileBytes + own.lane * 16;
 #pragma unroll
     for (u32 c = 0; c < compact::kDenseWords / 4; ++c) {
         const U32x4 v = ptx::load_global_nc_x4(dense + c * packed::kGroupBytes);
@@ -103,6 +108,8 @@ UW_DEVICE void for_row_blocks(const Warp& own, Store store) {
         words[4 * c + 3] = v.w;
     }
     own.load_streams(place);
+    own.store_table(table);
+    if (tile >= tiles) return;
     Chains chains = own.chains(place);
 #pragma unroll
     for (u32 i = 0; i < kTileBlocks / 2; ++i) {
@@ -171,7 +178,7 @@ UW_DEVICE Operands decode_again(const Warp& own, u32 block) {
 
 UW_DEVICE void lists(const TranscodeArgs& args) {
     const Warp own(args);
-    own.copy_table();
+    own.store_table(own.load_table());
     repack::lists(args, own.table + kSums, [&](const Place&, u32 block) { return decode_again(own, block); });
 }
 
