@@ -87,7 +87,7 @@ impl VariantSpec {
 }
 
 const WARPS: u32 = 8;
-const BLOCKS_PER_SM: u32 = 2;
+const BLOCKS_PER_SM: u32 = 3;
 /// A warp takes a tile.
 const TILES_PER_BLOCK: u32 = WARPS;
 /// Eight row blocks a warp.
