@@ -266,7 +266,8 @@ fn planted_bugs_are_caught() {
         (own, "parity ^= slot == 0;", "parity ^= 1;"),
         // The refill that may overtake the warp's own loads.
         (own, "pipeline::release_to_copy_engine();", "ptx::sync_warp();"),
-        (own, "chains(stream_slot(slot) + skip * 4, lane)", "chains(stream_slot(slot), lane)"),
+        (own, "chains(stream_slot(stream) + skip * 4, lane)", "chains(stream_slot(stream), lane)"),
+        (own, "Config::kStages + (kEarly<Config> ? 1 : 0);", "Config::kStages;"),
         (own, "if (block % kPairs != pair) return;", "if (block / kPairs != pair) return;"),
         (own, "ptx::shuffle(ahead.words, load_turn);", "ptx::shuffle(ahead.words, load_turn) & 28;"),
         (own, "if (head != 0) patch(operands, kPair, head, records);", ""),

@@ -131,9 +131,10 @@ const fn slot_bytes(op: &GemmCompactSpec) -> u32 {
     op.batch_tile.get() * X_ROW_BYTES + layout::DENSE_TILE_BYTES as u32 + transcode::SLOT_BYTES
 }
 
-/// One warp's ring.
+/// One warp's ring. At batch tile 8 a slot is refilled while its tile's streams are still read: they have a slot more.
 const fn ring_bytes(op: &GemmCompactSpec) -> u32 {
-    (op.stages.get() * slot_bytes(op)).next_multiple_of(SWIZZLE_ALIGN)
+    let more = if op.batch_tile.get() == 8 { transcode::SLOT_BYTES } else { 0 };
+    (op.stages.get() * slot_bytes(op) + more).next_multiple_of(SWIZZLE_ALIGN)
 }
 
 const fn smem(op: &GemmCompactSpec) -> SmemPlan {

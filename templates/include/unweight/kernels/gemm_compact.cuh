@@ -22,8 +22,9 @@
 // Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile,
 // 128-byte swizzle, zero past the batch), the dense part of a tile, and its streams, from the 16 bytes they begin in to
 // those they end in. Where they lie is read for 32 tiles at a time, one a lane. Nothing crosses warps until the
-// reduction. One step: wait | ldmatrix X | twice: a row block of either chain | refill the slot | patch |
-// 8 * kBatchTile / 8 mma.
+// reduction. One step: wait | ldmatrix X | twice: a row block of either chain | patch | 8 * kBatchTile / 8 mma. At
+// batch tile 8 registers hold a tile's whole dense part: the slot is refilled as soon as it lies there, and the streams,
+// which are read until the end, have a slot more (kEarly). Else it is refilled behind the last lookups.
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes of X, dense part and streams. A warp refills its own slots, so
 // there is no empty barrier: it releases a slot to the copy engine (pipeline::release_to_copy_engine) before it starts
@@ -33,7 +34,8 @@
 // Order of sums: a warp adds its tiles by growing k, then blocks of a cluster and in them warps are added by number. It
 // follows from k and the config alone.
 //
-// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + 5120 + 1392)) + 8 * kStages) + 4096 (table).
+// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + 5120 + 1392) + kEarly * 1392) + 8 * kStages) + 4096
+//   (table).
 //   A warp's sums (fp32 [batch][row]) lie over its own drained ring.
 // Global reads per tile: 5120 + 1380 on average (32 of lengths) + 8, and 128 * min(m, kBatchTile) (X: L2 after the
 //   first); 4 * (1 + records) per list; 4096 per block (L2).
@@ -41,7 +43,7 @@
 // Safety: any bytes: what leads out of `streams` is cut off, a slot holds the longest streams and what is read past them
 //   (form/compact.cuh), a list never reads past `record_words`, and a record changes a register of its lane.
 //
-// Bound: device memory, n * k * 1.35 bytes. Not run on a GPU yet.
+// Bound: device memory, n * k * 1.35 bytes; from batch 16 on the decoding's instructions.
 #pragma once
 
 #include "unweight/epilogue/activation.cuh"
@@ -66,15 +68,20 @@ constexpr u32 kPairs = kTileBlocks / 2;  // a row block of either chain at a tim
 template <class Config>
 constexpr u32 kThreads = Config::kWarps * 32;
 
+// Whether a slot is refilled before its tile is decoded: that takes 40 registers for the dense part.
+template <class Config>
+constexpr bool kEarly = Config::kBatchTile == kBatchFragment;
+
 // Offsets of the sections in dynamic shared memory, and their sum.
 template <class Config>
 struct Smem {
     static constexpr u32 kXBytes = Config::kBatchTile * smem::kSwizzleBytes;
-    static constexpr u32 kWBytes = compact::kDenseTileBytes + compact::kSlotBytes;
-    static constexpr u32 kStageBytes = kXBytes + kWBytes;
-    // One warp's ring: X of all stages, then W of all stages, a dense part and streams by turns.
-    static constexpr u32 kRingBytes =
-        (Config::kStages * kStageBytes + smem::kSwizzlePeriodBytes - 1) / smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
+    static constexpr u32 kStageBytes = kXBytes + compact::kDenseTileBytes + compact::kSlotBytes;
+    // Slots of streams: one more than stages where a slot is refilled while its tile's streams are still read.
+    static constexpr u32 kStreamSlots = Config::kStages + (kEarly<Config> ? 1 : 0);
+    // One warp's ring: X of all stages, then their dense parts, then streams.
+    static constexpr u32 kUsedBytes = Config::kStages * (kXBytes + compact::kDenseTileBytes) + kStreamSlots * compact::kSlotBytes;
+    static constexpr u32 kRingBytes = (kUsedBytes + smem::kSwizzlePeriodBytes - 1) / smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
     // One warp's sums, fp32 [batch][row].
     static constexpr u32 kSumBytes = Config::kBatchTile * kTile * 4;
 
@@ -84,7 +91,7 @@ struct Smem {
     static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
 
     static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
-    static_assert(kWBytes % 16 == 0 && compact::kDenseTileBytes % 16 == 0, "bulk copies are 16-byte aligned");
+    static_assert(compact::kSlotBytes % 16 == 0 && compact::kDenseTileBytes % 16 == 0, "bulk copies are 16-byte aligned");
     static_assert(kSumBytes <= kRingBytes, "a warp's sums lie over its ring");
 };
 
@@ -114,9 +121,9 @@ struct Kernel {
 
     // The next tile to load. Lane `turn` has the place of the warp's tile `turn` of 32: of those that are loaded, and of
     // those that are computed, which are the same or the 32 before.
-    u32 load_slot = 0, load_turn = 0, load_column;
+    u32 load_slot = 0, load_stream = 0, load_turn = 0, load_column;
     // The next tile to compute.
-    u32 slot = 0, parity = 0, turn = 0, column;
+    u32 slot = 0, stream = 0, parity = 0, turn = 0, column;
     Tile ahead, now;
 
     float sums[kTileBlocks][kFragments][4];
@@ -144,8 +151,8 @@ struct Kernel {
 
     UW_DEVICE u32 barrier(u32 s) const { return barriers + s * 8; }
     UW_DEVICE u32 x_slot(u32 s) const { return ring + s * S::kXBytes; }
-    UW_DEVICE u32 dense_slot(u32 s) const { return ring + Config::kStages * S::kXBytes + s * S::kWBytes; }
-    UW_DEVICE u32 stream_slot(u32 s) const { return dense_slot(s) + compact::kDenseTileBytes; }
+    UW_DEVICE u32 dense_slot(u32 s) const { return ring + Config::kStages * S::kXBytes + s * compact::kDenseTileBytes; }
+    UW_DEVICE u32 stream_slot(u32 s) const { return dense_slot(Config::kStages) + s * compact::kSlotBytes; }
 
     // ---- load ------------------------------------------------------------------------------------------------------
     // Of the warp's tiles from this column on, one a lane. A lane beyond the last column takes that.
@@ -164,12 +171,13 @@ struct Kernel {
     UW_DEVICE void load_dense(u32 s, u32 from) const {
         ptx::bulk_load(dense_slot(s), args.dense + (first_tile + from) * compact::kDenseTileBytes, compact::kDenseTileBytes, barrier(s), w_policy);
     }
-    UW_DEVICE void load_streams(u32 s, u32 first, u32 words) const {
-        if (words != 0) ptx::bulk_load(stream_slot(s), args.streams + first, words * 4, barrier(s), w_policy);
+    UW_DEVICE void load_streams(u32 s, u32 to, u32 first, u32 words) const {
+        if (words != 0) ptx::bulk_load(stream_slot(to), args.streams + first, words * 4, barrier(s), w_policy);
     }
 
     UW_DEVICE void advance_load() {
         load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
+        load_stream = load_stream + 1 == S::kStreamSlots ? 0 : load_stream + 1;
         load_column += kKWarps;
         ++load_turn;
     }
@@ -186,7 +194,7 @@ struct Kernel {
             ptx::mbarrier_arrive_expect_tx(barrier(load_slot), S::kXBytes + compact::kDenseTileBytes + words * 4);
             load_x(load_slot, load_column);
             load_dense(load_slot, load_column);
-            load_streams(load_slot, first, words);
+            load_streams(load_slot, load_stream, first, words);
         }
         advance_load();
     }
@@ -218,7 +226,7 @@ struct Kernel {
             const u32 first = ptx::shuffle(ahead.first, s), words = ptx::shuffle(ahead.words, s);
             if (columns[s] == kNoColumn || !ptx::elect_one()) continue;
             ptx::mbarrier_arrive_expect_tx(barrier(s), S::kXBytes + words * 4);
-            load_streams(s, first, words);
+            load_streams(s, s, first, words);
         }
         if (ptx::elect_one()) ptx::prefetch_tensor_map(args.x);
         prefetch_lists();
@@ -254,14 +262,14 @@ struct Kernel {
         }
     }
 
-    // Dense words of row blocks `pair` and `pair + 2`. Groups of four words meet where a row block ends in the middle of
-    // one: those are loaded with the first pair.
-    template <u32 kPair>
+    // Dense words of row blocks `pair` and `pair + 2`, or all at once. Groups of four words meet where a row block ends in
+    // the middle of one: those are loaded with the first pair.
+    template <u32 kPair, bool kAll>
     UW_DEVICE void load_dense_words(u32 (&words)[compact::kDenseWords]) const {
         constexpr u32 kGroups = compact::kDenseWords / 4, kHalf = kGroups / 2, kFirst = kHalf / 2 + 1;
 #pragma unroll
         for (u32 c = 0; c < kGroups; ++c) {
-            if ((c % kHalf < kFirst) != (kPair == 0)) continue;
+            if (!kAll && (c % kHalf < kFirst) != (kPair == 0)) continue;
             const U32x4 v = ptx::load_shared_x4(dense_slot(slot) + c * packed::kGroupBytes + lane * 16);
             words[4 * c + 0] = v.x;
             words[4 * c + 1] = v.y;
@@ -292,18 +300,20 @@ struct Kernel {
         for (u32 i = 32; i <= count && i < args.record_words - index; ++i) replace(ptx::load_global_nc(args.records + index + i));
     }
 
+    // The slot is refilled behind the warp's last loads from it (X, dense words; streams of this tile, or, with kEarly, of
+    // the tile before): every lane fences its own, and the meeting orders them before the lane that asks for the copies.
+    UW_DEVICE void refill() {
+        pipeline::release_to_copy_engine();
+        load_next();
+    }
+
     template <u32 kPair>
     UW_DEVICE void compute_pair(const u32 (&x)[kFragments][kSteps][2], u32 (&words)[compact::kDenseWords], Chains& chains, u32 head, u32 records) {
         Operands operands[2];
-        load_dense_words<kPair>(words);
+        if constexpr (!kEarly<Config>) load_dense_words<kPair, false>(words);
         compact::decode_block<true>(operands[0], words + kPair * compact::kBlockWords, chains.up, table);
         compact::decode_block<false>(operands[1], words + (kPair + kPairs) * compact::kBlockWords, chains.down, table);
-        if constexpr (kPair + 1 == kPairs) {
-            // The slot is refilled behind the warp's last loads from it (X, dense words, chains): every lane fences its
-            // own, and the meeting orders them before the lane that asks for the copies.
-            pipeline::release_to_copy_engine();
-            load_next();
-        }
+        if constexpr (!kEarly<Config> && kPair + 1 == kPairs) refill();
         if (head != 0) patch(operands, kPair, head, records);
 #pragma unroll
         for (u32 s = 0; s < kSteps; ++s) {
@@ -328,12 +338,17 @@ struct Kernel {
         ptx::mbarrier_wait_parity(barrier(slot), parity);
         u32 x[kFragments][kSteps][2];
         load_x_fragments(x);
-        Chains chains(stream_slot(slot) + skip * 4, lane);
         u32 words[compact::kDenseWords];
+        if constexpr (kEarly<Config>) {
+            load_dense_words<0, true>(words);
+            refill();
+        }
+        Chains chains(stream_slot(stream) + skip * 4, lane);
         compute_pair<0>(x, words, chains, head, records);
         compute_pair<1>(x, words, chains, head, records);
         static_assert(kPairs == 2, "two pairs of row blocks");
         slot = slot + 1 == Config::kStages ? 0 : slot + 1;
+        stream = stream + 1 == S::kStreamSlots ? 0 : stream + 1;
         parity ^= slot == 0;
         ++turn;
     }
