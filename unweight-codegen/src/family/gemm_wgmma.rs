@@ -68,7 +68,7 @@ impl VariantSpec {
 
 /// The shapes of the register-sourced family for large batches that measured best, by batch tile
 /// (docs/adr/0004-register-sourced-kernels.md).
-pub const SHAPES: [GemmWgmmaSpec; 14] = [
+pub const SHAPES: [GemmWgmmaSpec; 17] = [
     wide(64, 10, false),
     wide(64, 10, true),
     clustered(64, 2, 10, 2),
@@ -78,11 +78,14 @@ pub const SHAPES: [GemmWgmmaSpec; 14] = [
     clustered(128, 2, 6, 4),
     clustered(128, 1, 8, 2),
     clustered(128, 1, 8, 4),
+    clustered(128, 3, 5, 1),
     wide(192, 4, false),
     wide(192, 4, true),
     wide(256, 4, false),
     wide(256, 4, true),
     clustered(256, 2, 4, 2),
+    clustered(256, 1, 5, 1),
+    clustered(256, 1, 5, 2),
 ];
 
 const fn wide(batch_tile: u32, stages: u32, stream_k: bool) -> GemmWgmmaSpec {
