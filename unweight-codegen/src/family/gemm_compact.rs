@@ -91,15 +91,16 @@ impl VariantSpec {
 }
 
 /// The shapes that ship, by batch tile. What measures best is not known yet: no kernel of the family has run on a GPU.
-pub const SHAPES: [GemmCompactSpec; 8] = [
+pub const SHAPES: [GemmCompactSpec; 9] = [
     shape(8, 8, 1, 1),
-    shape(8, 16, 1, 1),
-    shape(8, 12, 2, 1),
     shape(8, 8, 1, 2),
-    shape(16, 8, 2, 1),
-    shape(16, 8, 2, 2),
-    shape(32, 8, 2, 1),
-    shape(32, 8, 2, 2),
+    shape(8, 16, 1, 1),
+    shape(8, 16, 1, 2),
+    shape(16, 8, 1, 1),
+    shape(16, 16, 1, 1),
+    shape(16, 16, 1, 2),
+    shape(32, 12, 1, 1),
+    shape(32, 12, 1, 2),
 ];
 
 const fn shape(batch_tile: u32, warps: u32, stages: u32, cluster: u32) -> GemmCompactSpec {
@@ -149,10 +150,10 @@ const fn fits(spec: &VariantSpec, op: &GemmCompactSpec) -> bool {
     smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
 }
 
-/// With fewer registers per thread one block has the SM for itself: two row blocks that are decoded side by side, and
-/// for each batch row two sums and one register of X.
+/// With fewer registers a thread spills: two row blocks that are decoded side by side, and for each batch row two sums and
+/// one register of X. At batch tile 8 the dense part of a whole tile, too, which is refilled meanwhile.
 const fn registers_min(op: &GemmCompactSpec) -> u32 {
-    104 + 3 * op.batch_tile.get()
+    if op.batch_tile.get() <= 16 { 128 } else { 168 }
 }
 
 impl GemmCompactSpec {
