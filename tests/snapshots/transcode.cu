@@ -1,7 +1,7 @@
 // uw_sm90a_transcode_full
 // Compact tensor -> bf16 [n, k], row-major.
 //
-// Blocks of 256 threads, at least 2 per SM, with 15232 B of dynamic shared memory.
+// Blocks of 256 threads, at least 3 per SM, with 15232 B of dynamic shared memory.
 // Grid: one block for every 8 tiles of W.
 // Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
@@ -16,7 +16,7 @@ static_assert(sizeof(uw::TranscodeArgs) == 128, "TranscodeArgs: host and device 
 static_assert(uw::transcode::kFullSmemBytes == 15232, "shared memory: plan and kernel disagree");
 static_assert(uw::transcode::kFullThreads == 256, "threads: plan and kernel disagree");
 
-extern "C" __global__ void __launch_bounds__(256, 2)
+extern "C" __global__ void __launch_bounds__(256, 3)
 uw_sm90a_transcode_full(const __grid_constant__ uw::TranscodeArgs args) {
     uw::transcode::full(args);
 }
