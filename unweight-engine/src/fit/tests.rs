@@ -124,9 +124,9 @@ fn where_memory_is_short_weights_stay_compact_and_have_a_slot() {
     let has = |fit: &Fit, form: FormId| fit.groups.iter().any(|group| group.form == form);
     let short = plenty.total() - 500_000_000;
     let some = fit(&config, &tensors, &wanted(short)).unwrap();
-    // At batch 1 they are read at nearly the packed form's speed, and Huffman codes are not.
+    // At batch 1 they cost a fifth more than packed ones, and Huffman codes several times as much.
     assert!(has(&some, FormId::COMPACT) && !has(&some, FormId::HUFFMAN), "{:?}", some.groups);
-    assert!(some.total() <= short && some.slowdown() < 1.1, "{}", some.slowdown());
+    assert!(some.total() <= short && some.slowdown() < 1.3, "{}", some.slowdown());
     let gate_up = SlotPlan::of(TileGrid::new(28_672, 4096).unwrap()).bytes;
     let head = SlotPlan::of(TileGrid::new(128_256, 4096).unwrap()).bytes;
     let with_head = some.groups.iter().any(|group| (group.name, group.form) == ("lm_head", FormId::COMPACT));
