@@ -47,6 +47,15 @@ KINDS = {
 }
 
 
+# What two processes share: how, a model, and whether it has an adapter.
+SHARED = (
+    ("tensor_parallel_size", "llama, padded head", False),
+    ("tensor_parallel_size", "llama, padded head", True),
+    ("tensor_parallel_size", "qwen3 moe", False),
+    ("pipeline_parallel_size", "llama", False),
+)
+
+
 def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
     """A model directory with random weights, and a tokenizer of words."""
     import tokenizers
@@ -163,24 +172,24 @@ class Engine(Case):
         self.assertNotEqual(without, with_adapter)
 
     def test_processes_share_a_model(self):
-        for option in ("tensor_parallel_size", "pipeline_parallel_size"):
-            for kind in ("llama, padded head", "qwen3 moe") if option == "tensor_parallel_size" else ("llama",):
-                with self.subTest(option, kind=kind):
-                    self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
-                    model = make(self.home / "model", kind)
-                    # Processes of one engine stay until its process ends.
-                    answers = []
-                    for path in (model, bundle_of(model)):
-                        answer, log = engines([{"model": str(path), "enforce_eager": True, option: 2}])
-                        answers += answer
-                        self.assertEqual("layers packed" in log, path != model)
-                    if option == "pipeline_parallel_size":
-                        # Each stage reads its own layers: together the bundle, once.
-                        read = [tuple(map(int, pair)) for pair in re.findall(READ, log)]
-                        (whole,) = {stored for _, stored in read}
-                        self.assertEqual((len(read), sum(part for part, _ in read)), (2, whole))
-                        self.assertTrue(all(part < whole * 2 / 3 for part, _ in read), read)
-                    self.assertEqual(answers[0], answers[1])
+        for option, kind, adapted in SHARED:
+            with self.subTest(option, kind=kind, adapted=adapted):
+                self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                model = make(self.home / "model", kind)
+                more = {"adapter": str(adapter(self.home / "adapter"))} if adapted else {}
+                # Processes of one engine stay until its process ends.
+                answers = []
+                for path in (model, bundle_of(model)):
+                    answer, log = engines([{"model": str(path), "enforce_eager": True, option: 2, **more}])
+                    answers += answer
+                    self.assertEqual("layers packed" in log, path != model)
+                if option == "pipeline_parallel_size":
+                    # Each stage reads its own layers: together the bundle, once.
+                    read = [tuple(map(int, pair)) for pair in re.findall(READ, log)]
+                    (whole,) = {stored for _, stored in read}
+                    self.assertEqual((len(read), sum(part for part, _ in read)), (2, whole))
+                    self.assertTrue(all(part < whole * 2 / 3 for part, _ in read), read)
+                self.assertEqual(answers[0], answers[1])
 
     def test_a_bundle_of_the_hub(self):
         """As the hub's own client keeps it: the name is all that vLLM is given."""
