@@ -31,6 +31,9 @@ pub enum BenchError {
         /// Why.
         why: Unpackable,
     },
+    /// A fault that none of the kernels can have.
+    #[error("none of these kernels hands a slot to the copy engine; leave the fault out, or run those that do")]
+    NoFence,
     /// Weights that have no compact form.
     #[error("[{n}, {k}] cannot be compact: {why}")]
     Uncompact {

@@ -3,6 +3,7 @@
 use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
+    family::Instruction,
     plan::{GemmShape, Plan},
     spec::{Epilogue, GemmCompactSpec, GemmMmaSpec, Op, SmemCopy, catalog},
 };
@@ -200,8 +201,8 @@ impl Report<MatmulOptions> {
         let mut rows: Vec<(f64, MeasuredRow)> = Vec::new();
         for row in self.rows.iter().filter(|row| row.family == FAMILY) {
             let Ok(variant) = row.contender.parse::<VariantSpec>() else { continue };
-            // What copies without the copy engine was asked for to be compared, and is for other cards.
-            if is_async(&variant) {
+            // Copies by threads that were asked for to be compared, where the copy engine's ship.
+            if is_async(&variant) && !catalog::on::<GemmMmaSpec>(variant.arch).any(|shipped| is_async(&shipped)) {
                 continue;
             }
             let Some(pdl) = is_pdl(&variant) else { continue };
@@ -330,6 +331,14 @@ impl Bench<'_> {
         })
     }
 
+    /// The kinds of launch that were asked for and that the device has.
+    fn launches(&self) -> Vec<bool> {
+        let dependent = self.kernels.device().info().arch.has(Instruction::DependentLaunch);
+        let mut launches: Vec<bool> = self.options.launches().map(|pdl| pdl && dependent).collect();
+        launches.dedup();
+        launches
+    }
+
     fn wanted(&self, escapes: bool, pdl: bool) -> PackedUse {
         PackedUse { escapes, pdl, epilogue: Epilogue::Store }
     }
@@ -366,7 +375,7 @@ impl Bench<'_> {
         let fitting: Vec<(VariantSpec, GemmCompactSpec)> = catalog::on::<GemmCompactSpec>(arch)
             .filter_map(|spec| Some((spec, of(&spec)?)))
             .filter(|(_, op)| op.epilogue == Epilogue::Store && op.batch_tile.get() >= m)
-            .filter(|(_, op)| self.options.launches().any(|pdl| pdl == op.pdl))
+            .filter(|(_, op)| self.launches().contains(&op.pdl))
             .collect();
         let smallest = fitting.iter().map(|(_, op)| op.batch_tile).min();
         let mut specs: Vec<VariantSpec> =
@@ -398,8 +407,8 @@ impl Bench<'_> {
             let mut contenders = vec![Contender::cublas(graph, io + copies.whole[0].bytes() as u64)];
             // With each variant whether dispatch takes it: of each kind of launch the first.
             let specs: Vec<(VariantSpec, bool)> = self
-                .options
                 .launches()
+                .into_iter()
                 .flat_map(|pdl| self.variants(problem, self.wanted(copies.escapes, pdl)))
                 .collect();
             self.kernels.prepare(&specs.iter().map(|(spec, _)| *spec).collect::<Vec<_>>(), &|_| {})?;
@@ -489,8 +498,9 @@ impl Bench<'_> {
             })?;
             let bytes = io + (0..shapes.len()).map(whole).sum::<usize>();
             contenders.push(Contender::cublas(graph, bytes as u64));
-            let gated = self.options.launches().map(|pdl| (pdl, true));
-            let ways: Vec<(bool, bool)> = self.options.launches().map(|pdl| (pdl, false)).chain(gated).collect();
+            let kinds = self.launches();
+            let gated = kinds.iter().map(|pdl| (*pdl, true));
+            let ways: Vec<(bool, bool)> = kinds.iter().map(|pdl| (*pdl, false)).chain(gated).collect();
             for (pdl, gated) in ways {
                 let specs = (0..shapes.len())
                     .map(|i| {

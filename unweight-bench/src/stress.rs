@@ -122,6 +122,13 @@ impl StressOptions {
         self
     }
 
+    /// What is run on an architecture.
+    fn variants(&self, arch: Arch) -> Vec<VariantSpec> {
+        let all = if self.asynchronous { catalog::asynchronous(arch).collect() } else { catalog::all(arch) };
+        let planned = all.into_iter().filter(|spec| Plan::new(spec).is_ok());
+        planned.filter(|spec| self.wants(spec.name().as_str())).collect()
+    }
+
     fn wants(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|part| name.contains(part.as_str()))
     }
@@ -291,11 +298,7 @@ struct Subject<'a> {
 impl Run<'_> {
     fn all(&self, progress: &dyn Fn(&str)) -> Result<Vec<StressRow>, BenchError> {
         let compare = self.raw("uw_stress_compare", "UW_COMPARE")?;
-        let all = match self.options.asynchronous {
-            true => catalog::asynchronous(Arch::Sm90a).collect(),
-            false => catalog::all(Arch::Sm90a),
-        };
-        let specs: Vec<VariantSpec> = all.into_iter().filter(|spec| self.options.wants(spec.name().as_str())).collect();
+        let specs = self.options.variants(self.kernels.device().info().arch);
         let kernels = self.loaded(&specs)?;
         let mut rows = Vec::new();
         for shape in SHAPES {
@@ -327,7 +330,11 @@ impl Run<'_> {
         let mut requests =
             specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().map_err(DeviceError::from)?;
         if let Some(Plant::UnfencedRefill) = self.options.plant {
+            let clean = requests.clone();
             requests.iter_mut().for_each(take_out_the_fence);
+            if requests == clean {
+                return Err(BenchError::NoFence);
+            }
         }
         let artifacts = self.cache.compile_all(&requests, self.threads, &|_| {}).map_err(DeviceError::from)?;
         specs
@@ -1104,6 +1111,17 @@ mod tests {
             assert!([1, tile - 1, tile, tile + 1].iter().all(|m| batches.contains(m)), "{spec}: {batches:?}");
             let problems = SHAPES.iter().flat_map(|&(n, k)| batches.iter().map(move |&m| GemmShape { m, n, k }));
             assert!(problems.filter(|shape| takes(&spec, *shape, 132)).count() >= 3 * batches.len(), "{spec}");
+        }
+    }
+
+    #[test]
+    fn every_device_runs_what_ships_for_it() {
+        for arch in Arch::ALL {
+            let run = StressOptions::default().variants(*arch);
+            assert!(run.len() > 50 && run.iter().all(|spec| spec.arch == *arch), "{arch:?}");
+            assert!(run.iter().any(|spec| matches!(spec.op, Op::GemmMma(_))), "{arch:?}");
+            let copied = StressOptions::default().asynchronous(true).variants(*arch);
+            assert!(!copied.is_empty() && copied.iter().all(|spec| spec.arch == *arch), "{arch:?}");
         }
     }
 

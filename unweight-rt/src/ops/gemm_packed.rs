@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use unweight_codegen::{
     VariantSpec,
-    abi::GemmPackedArgs,
+    abi::{GemmPackedArgs, TensorMap},
+    family::Instruction,
     plan::{GemmShape, Plan},
     spec::{Epilogue, Op},
 };
@@ -44,6 +45,8 @@ struct Takes {
     batch_tile: u32,
     escapes: bool,
     epilogue: Epilogue,
+    /// The copy engine reads X and writes Y: it wants maps of them, which devices without one do not make.
+    maps: bool,
 }
 
 impl Takes {
@@ -53,7 +56,7 @@ impl Takes {
             Op::GemmWgmma(op) => (op.batch_tile.get(), op.escapes, op.epilogue),
             _ => return Err(Refusal::Family { wanted: "a register-sourced matmul" }),
         };
-        Ok(Self { batch_tile, escapes, epilogue })
+        Ok(Self { batch_tile, escapes, epilogue, maps: spec.op.instructions().has(Instruction::TensorCopy) })
     }
 
     /// Columns of `Y` from `n` rows of weights.
@@ -155,14 +158,17 @@ impl PackedGemm {
         if m == 0 || n == 0 || k == 0 {
             return Ok(());
         }
-        let device = self.kernel.device();
         let y_map = match self.takes.epilogue {
             Epilogue::Store | Epilogue::StoreAdd => TensorMapParams::product(y),
             Epilogue::SiluMul => TensorMapParams::gated_product(y),
         };
+        let map = |params: TensorMapParams| match self.takes.maps {
+            true => params.encode(self.kernel.device()),
+            false => Ok(TensorMap::default()),
+        };
         let args = GemmPackedArgs {
-            x: TensorMapParams::activations(x, self.takes.batch_tile).encode(device)?,
-            y_map: y_map.encode(device)?,
+            x: map(TensorMapParams::activations(x, self.takes.batch_tile))?,
+            y_map: map(y_map)?,
             packed: w.packed().address(),
             escape_heads: w.escape_heads().address(),
             escapes: w.escapes().address(),
@@ -209,6 +215,19 @@ mod tests {
 
     fn place(address: u64, rows: u32, cols: u32, pitch: u64) -> Place {
         Place::new(0, address, rows, cols, pitch, u64::MAX).unwrap()
+    }
+
+    /// A driver of a device without a copy engine may refuse to make one.
+    #[test]
+    fn only_the_copy_engine_wants_maps() {
+        for (name, maps) in [
+            ("uw_sm90a_gemm_mma_b8_r2w16p2c1_esc_store", true),
+            ("uw_sm90a_gemm_mma_b8_r2w16p2c1_async_esc_store", false),
+            ("uw_sm89_gemm_mma_b8_r2w8p3c1_async_esc_store", false),
+            ("uw_sm90a_gemm_wgmma_b64_g2p10_esc_store", true),
+        ] {
+            assert_eq!(takes(name).maps, maps, "{name}");
+        }
     }
 
     #[test]
