@@ -16,7 +16,7 @@ use unweight_model::{
     reference::{self, Reference},
 };
 
-use crate::harness::{Random, gpu};
+use crate::harness::{Random, error, gpu, rms};
 
 /// Whole tiles, and nothing whole at all: columns that are padded, a gate and an up that cannot be merged.
 const MODELS: [DemoOptions; 2] = [
@@ -65,17 +65,6 @@ fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
 fn tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
     let mut random = Random::new(seed);
     (0..count).map(|_| random.below(vocab as u64) as u32).collect()
-}
-
-fn rms(values: impl Iterator<Item = f32>) -> f64 {
-    let (sum, count) = values.fold((0.0, 0), |(sum, count), value| (sum + f64::from(value).powi(2), count + 1));
-    (sum / f64::from(count.max(1))).sqrt()
-}
-
-/// RMS of the difference over the RMS of the truth.
-fn error(got: &[bf16], truth: &[f32]) -> f64 {
-    assert_eq!(got.len(), truth.len());
-    rms(got.iter().zip(truth).map(|(got, truth)| got.to_f32() - truth)) / rms(truth.iter().copied())
 }
 
 /// Rounding to bf16 everywhere costs a few parts in a thousand; a wrong element of a wrong row costs its own size.

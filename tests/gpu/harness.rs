@@ -115,3 +115,15 @@ pub const SHAPES: [(usize, usize); 16] = [
     (320, 1030),
     (768, 512),
 ];
+
+/// Root of the mean square.
+pub fn rms(values: impl Iterator<Item = f32>) -> f64 {
+    let (sum, count) = values.fold((0.0, 0), |(sum, count), value| (sum + f64::from(value).powi(2), count + 1));
+    (sum / f64::from(count.max(1))).sqrt()
+}
+
+/// RMS of the difference over the RMS of the truth.
+pub fn error(got: &[half::bf16], truth: &[f32]) -> f64 {
+    assert_eq!(got.len(), truth.len());
+    rms(got.iter().zip(truth).map(|(got, truth)| got.to_f32() - truth)) / rms(truth.iter().copied())
+}

@@ -23,7 +23,7 @@ use unweight_model::{
     reference::{self, Reference},
 };
 
-use crate::harness::{Random, gpu};
+use crate::harness::{Random, error, gpu};
 
 /// Six layers, so that hard ones use each slot more than once; whole tiles.
 const MODEL: DemoOptions = DemoOptions {
@@ -62,16 +62,6 @@ fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
 fn tokens(count: usize, seed: u64) -> Vec<u32> {
     let mut random = Random::new(seed);
     (0..count).map(|_| random.below(MODEL.vocab as u64) as u32).collect()
-}
-
-fn rms(values: impl Iterator<Item = f32>) -> f64 {
-    let (sum, count) = values.fold((0.0, 0), |(sum, count), value| (sum + f64::from(value).powi(2), count + 1));
-    (sum / f64::from(count.max(1))).sqrt()
-}
-
-fn error(got: &[bf16], truth: &[f32]) -> f64 {
-    assert_eq!(got.len(), truth.len());
-    rms(got.iter().zip(truth).map(|(got, truth)| got.to_f32() - truth)) / rms(truth.iter().copied())
 }
 
 /// Every profile, as it is stored and with every other coded layer made easy: chunks of a prompt, and steps.

@@ -1,10 +1,12 @@
 //! The register-sourced matmuls beside cuBLAS: shape by shape and batch by batch, and all of a layer in one graph.
 
+use std::collections::HashSet;
+
 use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
     family::Instruction,
-    plan::{GemmShape, Plan},
+    plan::GemmShape,
     spec::{Epilogue, GemmCompactSpec, GemmMmaSpec, Op, SmemCopy, catalog},
 };
 use unweight_format::{Histogram, Matrix, compact as compact_form, packed};
@@ -226,13 +228,6 @@ fn is_async(spec: &VariantSpec) -> bool {
     matches!(spec.op, Op::GemmMma(op) if op.copy == SmemCopy::Async)
 }
 
-/// The same with copies by threads; `None` if it is of another family, or has no plan.
-fn by_threads(spec: VariantSpec) -> Option<VariantSpec> {
-    let Op::GemmMma(op) = spec.op else { return None };
-    let spec = VariantSpec { op: Op::GemmMma(GemmMmaSpec { copy: SmemCopy::Async, ..op }), ..spec };
-    Plan::new(&spec).is_ok().then_some(spec)
-}
-
 /// Normal weights, a stretch of which serves every shape: what counts is where they lie, not that they differ.
 struct Weights {
     bytes: Vec<u8>,
@@ -347,27 +342,20 @@ impl Bench<'_> {
     fn variants(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, bool)> {
         let info = self.kernels.device().info();
         let choice = self.dispatch.choose(problem, wanted);
-        let others = candidates(&info.into(), problem, wanted).into_iter().map(|(spec, _)| spec);
-        let others: Vec<VariantSpec> =
-            others.take(self.options.candidates).filter(|spec| Some(*spec) != choice).collect();
-        let threads = choice.iter().chain(&others).filter(|_| self.options.asynchronous).copied();
-        let threads: Vec<VariantSpec> = threads.filter_map(by_threads).collect();
-        let named = self.options.variants.iter().filter(|spec| is_pdl(spec) == Some(wanted.pdl)).copied();
-        let mut seen: Vec<VariantSpec> = choice.into_iter().collect();
-        let mut others: Vec<VariantSpec> = others.into_iter().chain(threads).chain(named).collect();
-        others.retain(|spec| {
-            !seen.contains(spec) && {
-                seen.push(*spec);
-                true
-            }
-        });
-        let others = others.into_iter().map(|spec| (spec, false));
-        choice.into_iter().map(|spec| (spec, true)).chain(others).collect()
+        let fastest = candidates(&info.into(), problem, wanted).into_iter().map(|(spec, _)| spec);
+        let mut specs: Vec<VariantSpec> = choice.into_iter().chain(fastest.take(self.options.candidates)).collect();
+        if self.options.asynchronous {
+            specs.extend(specs.clone().into_iter().filter_map(catalog::copied_by_threads));
+        }
+        specs.extend(self.options.variants.iter().filter(|spec| is_pdl(spec) == Some(wanted.pdl)));
+        let mut seen = HashSet::new();
+        specs.retain(|spec| seen.insert(*spec));
+        specs.into_iter().map(|spec| (spec, Some(spec) == choice)).collect()
     }
 
     /// The matmuls from the compact form that take a batch: those of the smallest batch tile that holds it.
     fn compact_variants(&self, m: u32) -> Vec<VariantSpec> {
-        let arch = self.kernels.device().info().arch;
+        let (arch, launches) = (self.kernels.device().info().arch, self.launches());
         let of = |spec: &VariantSpec| match spec.op {
             Op::GemmCompact(op) => Some(op),
             _ => None,
@@ -375,7 +363,7 @@ impl Bench<'_> {
         let fitting: Vec<(VariantSpec, GemmCompactSpec)> = catalog::on::<GemmCompactSpec>(arch)
             .filter_map(|spec| Some((spec, of(&spec)?)))
             .filter(|(_, op)| op.epilogue == Epilogue::Store && op.batch_tile.get() >= m)
-            .filter(|(_, op)| self.launches().contains(&op.pdl))
+            .filter(|(_, op)| launches.contains(&op.pdl))
             .collect();
         let smallest = fitting.iter().map(|(_, op)| op.batch_tile).min();
         let mut specs: Vec<VariantSpec> =

@@ -49,17 +49,20 @@ pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
 /// }
 /// ```
 pub fn asynchronous(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-    let copied = |spec: VariantSpec| {
-        let copy = SmemCopy::Async;
-        let op = match spec.op {
-            Op::GemmMma(op) => Op::GemmMma(GemmMmaSpec { copy, ..op }),
-            Op::Decode(op) => Op::Decode(DecodeSpec { copy, ..op }),
-            Op::Attention(op) => Op::Attention(AttentionSpec { copy, ..op }),
-            _ => return None,
-        };
-        Some(VariantSpec { op, ..spec })
+    all(arch).into_iter().filter_map(copied_by_threads)
+}
+
+/// The same variant with copies by its threads; `None` of a family without the axis `copy`, or without a plan.
+pub fn copied_by_threads(spec: VariantSpec) -> Option<VariantSpec> {
+    let copy = SmemCopy::Async;
+    let op = match spec.op {
+        Op::GemmMma(op) => Op::GemmMma(GemmMmaSpec { copy, ..op }),
+        Op::Decode(op) => Op::Decode(DecodeSpec { copy, ..op }),
+        Op::Attention(op) => Op::Attention(AttentionSpec { copy, ..op }),
+        _ => return None,
     };
-    all(arch).into_iter().filter_map(copied).filter(|spec| Plan::new(spec).is_ok())
+    let spec = VariantSpec { op, ..spec };
+    Plan::new(&spec).is_ok().then_some(spec)
 }
 
 /// What packing a matrix and unpacking it runs: the counts of the encoder, and the conversions.
