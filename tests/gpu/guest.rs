@@ -205,6 +205,55 @@ fn graphs_run_beside_each_other_and_beside_the_stream() {
     assert!(with_scratch > 0);
 }
 
+/// The launches of one capture, one after the other and on a stream of its own beside them, and two captures of one stream.
+#[test]
+#[ignore = "needs a GPU"]
+fn launches_of_one_graph_share_no_counters_at_the_same_time() {
+    let stream = stream(gpu());
+    let case = Case::new(&stream, SHAPES[2], Weights::TRAINED);
+    for m in [192, 300, 1024] {
+        let x = case.x(&stream, m);
+        let expected = case.expected(&stream, &x, 0xff, Epilogue::Store);
+        let (own, beside) = (gpu().device().stream().unwrap(), gpu().device().stream().unwrap());
+        let mut runs = Vec::new();
+        for _ in 0..2 {
+            let outputs: Vec<_> = (0..6)
+                .map(|_| {
+                    let y = DeviceMatrix::zeroed(&stream, m, case.shape.0).unwrap();
+                    (y, case.scratch(&stream, m, Epilogue::Store))
+                })
+                .collect();
+            stream.synchronize().unwrap();
+            let graph = own.capture(|| {
+                beside.wait_for(&own)?;
+                for (which, (y, scratch)) in outputs.iter().enumerate() {
+                    case.enqueue(if which % 2 == 0 { &own } else { &beside }, &x, y, scratch, Epilogue::Store);
+                }
+                own.wait_for(&beside)
+            });
+            runs.push((graph.unwrap(), outputs));
+        }
+        for turn in 0..200 {
+            for (graph, outputs) in &mut runs {
+                if turn % 50 == 0 {
+                    for (y, _) in outputs.iter_mut() {
+                        y.fill_bytes(&stream, 0xff).unwrap();
+                    }
+                    stream.synchronize().unwrap();
+                }
+                // SAFETY: memory of its own, waited for below; one after the other on its stream.
+                unsafe { graph.launch() }.unwrap();
+            }
+            if turn % 50 == 49 {
+                gpu().device().synchronize().unwrap();
+                for (which, (y, _)) in runs.iter().flat_map(|run| &run.1).enumerate() {
+                    assert!(y.to_host(&stream).unwrap() == expected, "m = {m}, turn {turn}, output {which}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn threads_with_streams_of_their_own_do_not_meet() {

@@ -8,7 +8,7 @@ use unweight_codegen::spec::Arch;
 
 use crate::{
     device::{Call, DeviceError, Stream},
-    jit::toolchain::{self, Library},
+    jit::toolchain::{self, Library, Version},
 };
 
 /// What a device is.
@@ -48,6 +48,8 @@ pub struct Device(Arc<Shared>);
 struct Shared {
     context: Arc<CudaContext>,
     info: DeviceInfo,
+    /// The driver has `cuStreamGetCaptureInfo_v3`.
+    knows_captures: bool,
 }
 
 impl Device {
@@ -70,7 +72,7 @@ impl Device {
         if ordinal >= count {
             return Err(DeviceError::Ordinal { ordinal, count });
         }
-        let driver = toolchain::require(Library::Driver)?.version.to_string();
+        let driver = toolchain::require(Library::Driver)?.version;
         let context = CudaContext::new(ordinal).call("creating a context")?;
         let attribute = |attribute| context.attribute(attribute).call("reading a device attribute");
         let count_of = |which| attribute(which).map(i32::unsigned_abs);
@@ -93,14 +95,20 @@ impl Device {
             l2_bytes: count_of(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?.into(),
             smem_bytes_per_block: count_of(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             memory_bytes: context.total_mem().call("reading the device's memory")? as u64,
-            driver,
+            driver: driver.to_string(),
         };
-        Ok(Self(Arc::new(Shared { context, info })))
+        let knows_captures = driver >= Version { major: 12, minor: 3 };
+        Ok(Self(Arc::new(Shared { context, info, knows_captures })))
     }
 
     /// What it is.
     pub fn info(&self) -> &DeviceInfo {
         &self.0.info
+    }
+
+    /// Whether the driver tells captures apart.
+    pub(crate) fn knows_captures(&self) -> bool {
+        self.0.knows_captures
     }
 
     /// A new stream that does not wait for the default stream.

@@ -107,6 +107,36 @@ impl Stream {
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
+    /// The capture that records what comes, if one does.
+    pub(crate) fn capture_of(&self) -> Result<Captured, DeviceError> {
+        if !self.is_capturing()? {
+            return Ok(Captured::No);
+        }
+        if !self.device.knows_captures() {
+            return Ok(Captured::Unknown);
+        }
+        let (mut status, mut number) = (sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0);
+        // SAFETY: a live stream; the two outputs are live, and the others may be left out.
+        unsafe {
+            sys::cuStreamGetCaptureInfo_v3(
+                self.raw(),
+                &mut status,
+                &mut number,
+                ptr::null_mut(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+            )
+        }
+        .result()
+        .call("asking which capture records a stream")?;
+        Ok(match status {
+            sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => Captured::By(number),
+            // An error ended it; what comes is refused by the driver.
+            _ => Captured::Unknown,
+        })
+    }
+
     /// Waits for whatever another stream has enqueued by now before anything that comes later on this one.
     ///
     /// # Errors
@@ -123,6 +153,17 @@ impl Stream {
     pub(crate) fn raw(&self) -> sys::CUstream {
         self.inner.cu_stream()
     }
+}
+
+/// Whether what is enqueued on a stream is recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Captured {
+    /// It runs.
+    No,
+    /// By the capture of this number, which no other of the process has.
+    By(u64),
+    /// By a capture that the driver does not number, or that failed.
+    Unknown,
 }
 
 impl fmt::Debug for Stream {

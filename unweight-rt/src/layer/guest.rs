@@ -31,6 +31,7 @@ use crate::{
     device::{
         Call, Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
         buffer::copy_to_device,
+        stream::Captured,
         workspace::{Workspace, length},
     },
     layer::{linear::Linear, loader::LoadOptions},
@@ -168,11 +169,13 @@ impl Guest {
     }
 
     /// Enqueues `y[m, n] = x[m, k] * W^T` (or `+=`, [`Epilogue::StoreAdd`]) on a stream of the framework. Rows have no gaps; x and y begin at
-    /// multiples of 16 bytes. May be called during a capture, and then the graph may run at the same time as any other.
+    /// multiples of 16 bytes. May be called during a capture, and then the graph may run beside the stream and beside graphs of other captures.
     ///
     /// # Safety
     /// - `stream` is a stream of this device's primary context. If a stream was destroyed, its work is done before another of the same handle is
     ///   given.
+    /// - What one capture recorded never runs twice at the same time, as it would by two executables of one graph, or by two places of a graph
+    ///   that has it as a child; and of one stream it runs in the order of these calls. So CUDA orders it, unless it is told otherwise.
     /// - `x` is the address of `m * k` BF16, `y` of `m * n`, `scratch` of so many bytes, all on this device and apart from each other. They stay
     ///   allocated until the work is done; in a capture, as often as the graph runs.
     /// - Work of other streams on them is ordered with this by the caller. What is in the scratch does not matter, before or after.
@@ -331,32 +334,44 @@ fn padded(bytes: u64) -> u64 {
 
 /// Words of a slot: a grid that fits a device has fewer warpgroups.
 const SLOT_WORDS: usize = 1024;
-const SLOTS: usize = 64;
+/// Slots, 8 MiB of them: vLLM captures 51 sizes in 34 graphs each.
+const SLOTS: usize = 2048;
 
-/// Counters that are zero between launches, a slot for each stream: launches of one stream come one after the other.
+/// The launches that come one after the other: those of a stream (its handle), or of a stream in a capture (its number).
+type Order = (Option<u64>, usize);
+
+/// Counters that are zero between launches, a slot for each order of launches.
 struct Counters {
     memory: DeviceBuffer<u32>,
-    slots: Mutex<BTreeMap<usize, usize>>,
+    slots: Mutex<BTreeMap<Order, usize>>,
 }
 
 impl Counters {
     fn new(stream: &Stream) -> Result<Self, DeviceError> {
-        Ok(Self { memory: DeviceBuffer::zeroed(stream, SLOTS * SLOT_WORDS)?, slots: Mutex::default() })
+        let memory = DeviceBuffer::zeroed(stream, SLOTS * SLOT_WORDS)?;
+        // Launches are on other streams.
+        stream.synchronize()?;
+        Ok(Self { memory, slots: Mutex::default() })
     }
 
-    /// The counters of a stream. `None`: the caller's own, cleared before each launch. So it is in a capture, whose graph may run beside the
-    /// stream that it was captured on, and beside itself; on each thread's own default stream, which all have one handle; and for more counters
-    /// or more streams than there are slots for.
+    /// The counters of a stream, or of what is captured on it: its graph may run beside the stream, but not beside itself. `None`: the caller's
+    /// own, cleared before each launch, which costs a launch as much as another kernel. So it is on each thread's own default stream, which all
+    /// have one handle; in captures that the driver does not tell apart; and for more counters or more orders than there are slots for.
     fn of(&self, stream: &Stream, words: usize) -> Result<Option<DeviceBuffer<u32>>, DeviceError> {
         let handle = stream.raw();
-        if words > SLOT_WORDS || handle == PER_THREAD || stream.is_capturing()? {
+        if words > SLOT_WORDS || handle == PER_THREAD {
             return Ok(None);
         }
+        let capture = match stream.capture_of()? {
+            Captured::No => None,
+            Captured::By(number) => Some(number),
+            Captured::Unknown => return Ok(None),
+        };
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(slot) = slot(&mut slots, handle as usize) else { return Ok(None) };
+        let Some(slot) = slot(&mut slots, (capture, handle as usize)) else { return Ok(None) };
         let address = self.memory.address() + (slot * SLOT_WORDS * 4) as u64;
-        // SAFETY: a slot of `memory`, which a guest keeps, with at least the padding of `memory` behind it; only this stream's launches are
-        // given it.
+        // SAFETY: a slot of `memory`, which a guest keeps, with at least the padding of `memory` behind it; only launches of this order, one
+        // after the other, are given it.
         Ok(Some(unsafe { DeviceBuffer::borrow(stream.device(), address, words) }?))
     }
 }
@@ -364,13 +379,13 @@ impl Counters {
 /// `CU_STREAM_PER_THREAD`.
 const PER_THREAD: sys::CUstream = std::ptr::without_provenance_mut(2);
 
-/// The slot of a stream, which is its for ever.
-fn slot(slots: &mut BTreeMap<usize, usize>, handle: usize) -> Option<usize> {
+/// The slot of an order, which is its for ever: nobody says when a graph is gone.
+fn slot(slots: &mut BTreeMap<Order, usize>, order: Order) -> Option<usize> {
     let next = slots.len();
-    match slots.get(&handle) {
+    match slots.get(&order) {
         Some(&slot) => Some(slot),
         None if next < SLOTS => {
-            slots.insert(handle, next);
+            slots.insert(order, next);
             Some(next)
         }
         None => None,
@@ -404,13 +419,17 @@ mod tests {
     }
 
     #[test]
-    fn each_stream_has_a_slot_of_its_own_until_there_are_none() {
+    fn each_order_has_a_slot_of_its_own_until_there_are_none() {
         let mut slots = BTreeMap::new();
-        for handle in 0..SLOTS {
-            assert_eq!(slot(&mut slots, handle * 7), Some(handle));
+        for order in 0..SLOTS {
+            // Two streams; each by itself, and in captures.
+            let capture = order.checked_sub(2).map(|rest| rest as u64 / 2);
+            assert_eq!(slot(&mut slots, (capture, order % 2 * 7)), Some(order));
         }
-        assert_eq!(slot(&mut slots, 7), Some(1));
-        assert_eq!(slot(&mut slots, 1), None);
+        assert_eq!(slot(&mut slots, (None, 7)), Some(1));
+        assert_eq!(slot(&mut slots, (Some(0), 7)), Some(3));
+        assert_eq!(slot(&mut slots, (None, 1)), None);
+        assert_eq!(slot(&mut slots, (Some(u64::MAX), 7)), None);
         assert_eq!(slots.len(), SLOTS);
     }
 
