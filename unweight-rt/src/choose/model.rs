@@ -61,24 +61,39 @@ pub struct Machine {
     pub memory: f64,
     /// The highest clock of its multiprocessors, MHz.
     pub clock_mhz: f64,
+    /// Floating-point operations of a multiprocessor in a clock ([`Machine::tensor_rate`]).
+    pub tensor: f64,
 }
 
 impl Machine {
     /// An H200 (SXM), which the model was fitted to.
-    pub const H200: Self = Self { arch: Arch::Sm90a, sms: 132, memory: 4.917e6, clock_mhz: 1980.0 };
+    pub const H200: Self = Self { arch: Arch::Sm90a, sms: 132, memory: 4.917e6, clock_mhz: 1980.0, tensor: 4096.0 };
 
     /// A device of an architecture, as its vendor describes it, for kernels that are compiled where there is none.
     pub fn usual(arch: Arch) -> Self {
-        let (sms, memory, clock_mhz) = match arch {
+        let (sms, memory, clock_mhz, name) = match arch {
             Arch::Sm90a => return Self::H200,
-            // A100 (SXM, 80 GB), RTX 3090, RTX 4090, B200, B300, RTX 5090.
-            Arch::Sm80 => (108, 2.039e6, 1410.0),
-            Arch::Sm86 => (82, 0.936e6, 1695.0),
-            Arch::Sm89 => (128, 1.008e6, 2520.0),
-            Arch::Sm100a | Arch::Sm103a => (148, 8.0e6, 1965.0),
-            Arch::Sm120a => (170, 1.792e6, 2407.0),
+            Arch::Sm80 => (108, 2.039e6, 1410.0, "NVIDIA A100-SXM4-80GB"),
+            Arch::Sm86 => (82, 0.936e6, 1695.0, "NVIDIA GeForce RTX 3090"),
+            Arch::Sm89 => (128, 1.008e6, 2520.0, "NVIDIA GeForce RTX 4090"),
+            Arch::Sm100a => (148, 8.0e6, 1965.0, "NVIDIA B200"),
+            Arch::Sm103a => (148, 8.0e6, 1965.0, "NVIDIA B300"),
+            Arch::Sm120a => (170, 1.792e6, 2407.0, "NVIDIA GeForce RTX 5090"),
         };
-        Self { arch, sms, memory, clock_mhz }
+        Self { arch, sms, memory, clock_mhz, tensor: Self::tensor_rate(arch, name) }
+    }
+
+    /// Floating-point operations of a multiprocessor in a clock, in BF16 with fp32 sums, of a device by its driver's name: by `mma.sync`, on
+    /// Hopper by `wgmma`. It is what data sheets say of a card, over its multiprocessors and its boost clock.
+    ///
+    /// Of architectures that are sold for games, too, those cards do half of the others where sums are fp32; so does an L40, but not an L40S.
+    pub fn tensor_rate(arch: Arch, name: &str) -> f64 {
+        match arch {
+            Arch::Sm90a => 4096.0,
+            Arch::Sm80 | Arch::Sm100a | Arch::Sm103a => 2048.0,
+            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a if name.contains("GeForce") || name == "NVIDIA L40" => 512.0,
+            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a => 1024.0,
+        }
     }
 
     /// Its clock over that of an H200.
@@ -93,27 +108,21 @@ impl Machine {
 
     /// Floating-point operations of cuBLAS in a us.
     fn cublas_flop(&self) -> f64 {
-        let peak = match self.arch {
-            // By `tcgen05`, which `mma.sync` does not reach.
-            Arch::Sm100a | Arch::Sm103a => 2.0,
-            _ => self.tensor(),
-        };
-        self.tensor_flop(peak)
-    }
-
-    /// Floating-point operations in a us where a multiprocessor multiplies so much in a clock, over Hopper's.
-    fn tensor_flop(&self, peak: f64) -> f64 {
-        CUBLAS_SHARE * 4096.0 * peak * f64::from(self.sms) * self.clock_mhz
-    }
-
-    /// What a multiprocessor multiplies in a clock by `mma.sync`, over Hopper's; from the vendors' papers (dense BF16, fp32
-    /// sums).
-    fn tensor(&self) -> f64 {
         match self.arch {
-            Arch::Sm90a => 1.0,
-            Arch::Sm80 | Arch::Sm100a | Arch::Sm103a => 0.5,
-            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a => 0.125,
+            // By `tcgen05`, which `mma.sync` does not reach.
+            Arch::Sm100a | Arch::Sm103a => self.tensor_flop(8192.0),
+            _ => self.tensor_flop(self.tensor),
         }
+    }
+
+    /// Floating-point operations in a us, at so many of a multiprocessor in a clock.
+    fn tensor_flop(&self, rate: f64) -> f64 {
+        CUBLAS_SHARE * rate * f64::from(self.sms) * self.clock_mhz
+    }
+
+    /// What a multiprocessor multiplies in a clock, over Hopper's.
+    fn tensor_share(&self) -> f64 {
+        self.tensor / Self::H200.tensor
     }
 }
 
@@ -172,7 +181,7 @@ pub fn cublas_us(machine: &Machine, problem: GemmShape) -> f64 {
 /// fitted to batches that memory limits, and knows of no such floor.
 pub fn mma_floor_us(machine: &Machine, problem: GemmShape) -> f64 {
     let GemmShape { m, n, k } = problem;
-    2.0 * f64::from(n) * f64::from(k) * f64::from(m) / machine.tensor_flop(machine.tensor())
+    2.0 * f64::from(n) * f64::from(k) * f64::from(m) / machine.tensor_flop(machine.tensor)
 }
 
 /// Microseconds of the expansion of a packed or a compact weight to BF16: what it reads and writes, at the rate of the memory.
@@ -278,7 +287,7 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -
             let rate = machine.reads().min(in_flight / MEMORY_LATENCY_US).min(active * MEMORY_PER_SM * clock);
             let x = groups * batch_tiles * f64::from(k) * batch_tile * 2.0 / (CACHED_X * clock * sms_f / H200_SMS);
             let steps = (blocks / sms_f).ceil() * dealt * columns / cluster;
-            let multiply = SMALL_STEP_US.1 * batch_tile / 8.0 / machine.tensor();
+            let multiply = SMALL_STEP_US.1 * batch_tile / 8.0 / machine.tensor_share();
             let computed = steps * (SMALL_STEP_US.0 + multiply) / clock;
             let waves = (blocks / (sms_f * per_sm)).ceil() - 1.0;
             let waiting = waves * if per_sm == 1.0 { SMALL_WAVE_US.0 } else { SMALL_WAVE_US.1 };
@@ -294,7 +303,7 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -
             let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
             let (cluster, warps) = (f64::from(op.cluster.get()), f64::from(op.warps.get()));
             let per_sm = f64::from(plan.launch.blocks_per_sm);
-            let rows = COMPACT_ROWS_US * (f64::from(op.batch_tile.get()) / 8.0 - 1.0) / machine.tensor();
+            let rows = COMPACT_ROWS_US * (f64::from(op.batch_tile.get()) / 8.0 - 1.0) / machine.tensor_share();
             let meeting = if cluster > 1.0 { COMPACT_CLUSTER_US } else { 0.0 };
             // With so many blocks on a multiprocessor, each a share of a row of tiles.
             let wave = |resident: f64| {
@@ -484,12 +493,38 @@ mod tests {
         }
     }
 
+    /// Data sheets' rates, TFLOPS: dense BF16, fp32 sums.
+    #[test]
+    fn tensor_cores_are_as_fast_as_their_data_sheets_say() {
+        for (name, arch, sms, boost_mhz, tflops) in [
+            ("NVIDIA A100-SXM4-80GB", Arch::Sm80, 108, 1410.0, 312.0),
+            ("NVIDIA A30", Arch::Sm80, 56, 1440.0, 165.0),
+            ("NVIDIA GeForce RTX 3090", Arch::Sm86, 82, 1695.0, 71.0),
+            ("NVIDIA GeForce RTX 3080", Arch::Sm86, 68, 1710.0, 59.5),
+            ("NVIDIA A40", Arch::Sm86, 84, 1740.0, 149.7),
+            ("NVIDIA A10", Arch::Sm86, 72, 1695.0, 125.0),
+            ("NVIDIA RTX A6000", Arch::Sm86, 84, 1800.0, 154.8),
+            ("NVIDIA GeForce RTX 4090", Arch::Sm89, 128, 2520.0, 165.2),
+            ("NVIDIA GeForce RTX 4080", Arch::Sm89, 76, 2505.0, 97.5),
+            ("NVIDIA L4", Arch::Sm89, 58, 2040.0, 121.0),
+            ("NVIDIA L40", Arch::Sm89, 142, 2490.0, 181.05),
+            ("NVIDIA L40S", Arch::Sm89, 142, 2520.0, 362.05),
+            ("NVIDIA RTX 6000 Ada Generation", Arch::Sm89, 142, 2505.0, 364.2),
+            ("NVIDIA H200", Arch::Sm90a, 132, 1830.0, 989.0),
+            ("NVIDIA GeForce RTX 5090", Arch::Sm120a, 170, 2407.0, 209.5),
+            ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", Arch::Sm120a, 188, 2617.0, 503.8),
+        ] {
+            let ours = Machine::tensor_rate(arch, name) * f64::from(sms) * boost_mhz / 1e6;
+            assert!((ours / tflops - 1.0_f64).abs() < 0.02, "{name}: {ours:.1} TFLOPS, its data sheet says {tflops}");
+        }
+    }
+
     /// Every card gets variants of its own architecture, and at small batches its memory is what limits them.
     #[test]
     fn other_cards_have_choices_of_their_own() {
         let wanted = PackedUse { pdl: true, ..USE };
         // An L40S, too: more multiprocessors than a 4090 on less memory.
-        let l40s = Machine { arch: Arch::Sm89, sms: 142, memory: 0.864e6, clock_mhz: 2520.0 };
+        let l40s = Machine { arch: Arch::Sm89, sms: 142, memory: 0.864e6, clock_mhz: 2520.0, tensor: 1024.0 };
         for machine in Arch::ALL.iter().map(|arch| Machine::usual(*arch)).chain([l40s]) {
             let (chooser, name) = (PackedChooser::of(machine, "any"), machine.arch);
             for (n, k) in SHAPES {

@@ -14,6 +14,7 @@ impl From<&DeviceInfo> for Machine {
         let usual = Self::usual(arch);
         let or = |said: f64, usual: f64| if said > 0.0 { said } else { usual };
         let memory = or(memory_mb_per_s as f64, usual.memory);
-        Self { arch, sms, memory, clock_mhz: or(f64::from(clock_mhz), usual.clock_mhz) }
+        let clock_mhz = or(f64::from(clock_mhz), usual.clock_mhz);
+        Self { arch, sms, memory, clock_mhz, tensor: Self::tensor_rate(arch, &info.name) }
     }
 }
