@@ -1,6 +1,6 @@
 //! From a bundle to text, in Rust: `cargo run --release --example generate -- BUNDLE "Once upon a time"`.
 //!
-//! Needs a Hopper GPU with its driver, and libnvrtc the first time.
+//! Needs an NVIDIA GPU (Hopper; from Ampere on untried) with its driver, and libnvrtc the first time.
 
 use std::{
     error::Error,

@@ -1,4 +1,4 @@
-//! Lossless BF16 weight compression, and the generated Hopper kernels that run from it.
+//! Lossless BF16 weight compression, and the generated CUDA kernels that run from it.
 //!
 //! A BF16 weight spends 8 of its 16 bits on an exponent that carries fewer than 3 bits of information. Unweight stores
 //! the exponents coded and the rest as it is: about two thirds of the space, and every bit comes back.

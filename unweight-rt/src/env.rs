@@ -39,7 +39,7 @@ pub const VARIABLES: &[Variable] = &[
         name: "UNWEIGHT_CUBLAS",
         values: "path of libcublas or of a folder that holds it",
         default: "searched for",
-        meaning: "the cuBLAS to compare with; nothing else is tried when it is set",
+        meaning: "the cuBLAS for raw and expanded weights, and to compare with; nothing else is tried when it is set",
     },
     Variable {
         name: "UNWEIGHT_JIT",

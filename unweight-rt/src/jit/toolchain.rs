@@ -25,7 +25,7 @@ pub enum Library {
     Nvrtc,
     /// libcublasLt, which cuBLAS needs.
     CublasLt,
-    /// libcublas: the BF16 baseline.
+    /// libcublas: BF16 products.
     Cublas,
     /// libnccl: several GPUs.
     Nccl,
@@ -51,7 +51,10 @@ impl Library {
         match self {
             Library::Driver => "everything on the GPU; compressing and decompressing on the CPU work",
             Library::Nvrtc => "compiling kernels; kernels that are in the cache still run",
-            Library::CublasLt | Library::Cublas => "the matmul of raw tensors and the BF16 baseline of the benchmarks",
+            Library::CublasLt | Library::Cublas => {
+                "the matmul of raw tensors, the faster way above batch 64 on GPUs other than Hopper's, and the BF16 \
+                 baseline of the benchmarks"
+            }
             Library::Nccl => "running on more than one GPU",
         }
     }
