@@ -7,7 +7,7 @@ use unweight::codegen::VariantSpec;
 use unweight::rt::{
     Remedy,
     choose::table::MeasuredTable,
-    device::{Device, KernelSet},
+    device::{Device, DeviceInfo, KernelSet},
     env::Env,
 };
 use unweight::{
@@ -24,7 +24,7 @@ use super::{
     output::Output,
     paths::{Lie, note_unused, saved_plan},
     plot, select,
-    trust::Trust,
+    trust::{Trust, note_table},
 };
 
 /// Subcommands of `bench`.
@@ -104,9 +104,10 @@ pub struct MatmulBench {
     /// File for a drawing: times cuBLAS over the batch, a line per shape
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// File for the fastest variant of each problem, as dispatch reads it
-    #[arg(long, value_name = "FILE")]
-    save_table: Option<PathBuf>,
+    /// File for the fastest variant of each problem, which `generate --table` follows; without FILE they are kept in
+    /// the kernel cache, where every start on such a GPU finds them
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    save_table: Option<Option<PathBuf>>,
     /// Number of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
@@ -264,15 +265,33 @@ impl Bench {
             }
             Self::Matmul(arguments) => {
                 let kernels = open(arguments.device)?;
-                let report = bench::bench_matmul(&kernels, &arguments.options()?, &timing(arguments.rounds), &note)?;
+                note_table(&kernels, output);
+                let options = arguments.options(kernels.device().info())?;
+                // Known before minutes of measuring.
+                let store = match (&arguments.save_table, kernels.cache().store()) {
+                    (Some(None), Err(why)) => {
+                        return Err(Failure::new(why.to_string(), "name a FILE for --save-table"));
+                    }
+                    (Some(None), Ok(store)) => Some(store),
+                    _ => None,
+                };
+                let report = bench::bench_matmul(&kernels, &options, &timing(arguments.rounds), &note)?;
                 if let Some(file) = &arguments.svg {
                     plot::save(file, &plot::speedups(&report.rows)?)?;
                     output.note(format_args!("{}: drawn", file.display()));
                 }
-                if let Some(file) = &arguments.save_table {
-                    let table = serde_json::to_string_pretty(&report.table()).map_err(Failure::other)?;
-                    fs::write(file, table + "\n").map_err(Failure::io(file.display()))?;
+                if let Some(Some(file)) = &arguments.save_table {
+                    fs::write(file, report.table().to_json()).map_err(Failure::io(file.display()))?;
                     output.note(format_args!("{}: written", file.display()));
+                }
+                if let Some(store) = store {
+                    let info = kernels.device().info();
+                    let path = store.table_path(&info.name);
+                    // What cannot be followed is replaced.
+                    let before = MeasuredTable::read(&path, &info.name, info.arch).unwrap_or_default();
+                    let table = report.table().over(&before).to_json();
+                    let path = store.keep_table(&info.name, table.as_bytes()).map_err(Failure::io(path.display()))?;
+                    output.note(format_args!("{}: kept; every start on this GPU follows it", path.display()));
                 }
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
@@ -358,8 +377,9 @@ fn timing(rounds: Option<u16>) -> Timing {
 }
 
 impl MatmulBench {
-    fn options(&self) -> Result<MatmulOptions> {
-        let table = self.table.as_deref().map(MeasuredTable::read).transpose();
+    fn options(&self, device: &DeviceInfo) -> Result<MatmulOptions> {
+        let read = |path| MeasuredTable::read(path, &device.name, device.arch);
+        let table = self.table.as_deref().map(read).transpose();
         let mut options = MatmulOptions::default()
             .escapes(self.escapes)
             .ordinary(self.launch != Some(Launch::Dependent))

@@ -25,7 +25,7 @@ use unweight::{
     },
     rt::{
         choose::model::{Machine, PackedChooser},
-        device::Device,
+        device::{Device, KernelSet},
         env::{Env, JitMode},
         jit::cache::{CacheState, Kept, KernelCache, Progress, attachable},
         jit::compiler::{CompileRequest, Compiler, NvrtcCompiler},
@@ -39,6 +39,7 @@ use super::{
     failure::{Failure, Result},
     output::{self, Output, Table},
     select,
+    trust::note_table,
 };
 
 /// Subcommands of `kernels`.
@@ -336,13 +337,17 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Failure::io(path.display()))
 }
 
-/// Of a usual device of an architecture; of this machine's GPU where none is named; of an H200 where there is none, as when
-/// an image is built.
-fn chooser(arch: Option<Arch>, output: Output) -> PackedChooser {
+/// Of a usual device of an architecture; of this machine's GPU where none is named, as a start on it chooses; of an
+/// H200 where there is none, as when an image is built.
+fn chooser(arch: Option<Arch>, env: &Env, output: Output) -> PackedChooser {
     match (arch, Device::open(0)) {
         (Some(Arch::Sm90a), _) => PackedChooser::h200(),
         (Some(arch), _) => PackedChooser::model(Machine::usual(arch)),
-        (None, Ok(device)) => PackedChooser::of(device.info().into(), &device.info().name),
+        (None, Ok(device)) => {
+            let kernels = KernelSet::open(&device, env);
+            note_table(&kernels, output);
+            kernels.chooser().clone()
+        }
         (None, Err(_)) => {
             output.note("no GPU here: kernels as an H200 chooses them");
             PackedChooser::h200()
@@ -400,8 +405,8 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
     }
     let options = load_options(arguments.max_batch, arguments.no_pdl);
     let choosers = match arguments.arch.as_slice() {
-        [] => vec![chooser(None, output)],
-        archs => archs.iter().map(|arch| chooser(Some(*arch), output)).collect(),
+        [] => vec![chooser(None, env, output)],
+        archs => archs.iter().map(|arch| chooser(Some(*arch), env, output)).collect(),
     };
     let mut specs: Vec<VariantSpec> = Vec::new();
     for chooser in choosers {
@@ -455,7 +460,7 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         None => arguments.names.specs()?,
         Some(folder) => {
             let options = load_options(arguments.max_batch, arguments.no_pdl);
-            of_bundle(&Bundle::open(folder)?, options, chooser(arguments.names.arch, output), output)
+            of_bundle(&Bundle::open(folder)?, options, chooser(arguments.names.arch, env, output), output)
         }
     };
     let requests = render(&specs)?;

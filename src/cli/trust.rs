@@ -1,9 +1,13 @@
 //! Whether kernels that lie in a bundle are run.
 
+use std::path::PathBuf;
+
 use clap::Args;
 use unweight::{
     format::bundle::{ATTACHED_NAME, Bundle},
     rt::{
+        Remedy,
+        choose::table::MeasuredTable,
         device::{Device, KernelSet},
         env::Env,
         jit::cache::KernelCache,
@@ -22,6 +26,39 @@ pub struct Trust {
     /// whoever made the bundle
     #[arg(long, help_heading = "Kernels")]
     trust_attached_kernels: bool,
+    #[command(flatten)]
+    table: Table,
+}
+
+/// What was measured on a GPU.
+#[derive(Args)]
+pub struct Table {
+    /// File that `bench matmul --save-table` wrote on such a GPU: which matmul is fastest for which batch [default:
+    /// what the kernel cache keeps of this GPU, what ships, and a model of the machine]
+    #[arg(long, value_name = "FILE", help_heading = "Kernels")]
+    table: Option<PathBuf>,
+}
+
+impl Table {
+    /// The kernels of a GPU, which follow the table, or what the cache keeps.
+    pub fn followed(&self, kernels: KernelSet, output: Output) -> Result<KernelSet> {
+        note_table(&kernels, output);
+        let Some(path) = &self.table else { return Ok(kernels) };
+        let info = kernels.device().info();
+        let table = MeasuredTable::read(path, &info.name, info.arch)
+            .map_err(|error| Failure::remedied(error, Remedy::MeasureTable))?;
+        Ok(kernels.with_table(table))
+    }
+}
+
+/// Says why a table that the cache keeps is not followed.
+pub fn note_table(kernels: &KernelSet, output: Output) {
+    if let Some(error) = kernels.table_error() {
+        output.note(format_args!(
+            "not followed: {error}; `unweight bench matmul --save-table` measures it anew, `unweight cache clear` \
+             removes it"
+        ));
+    }
 }
 
 impl Trust {
@@ -29,7 +66,7 @@ impl Trust {
     pub fn kernels(&self, device: usize, bundle: Option<&Bundle>, output: Output) -> Result<KernelSet> {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
         let cache = self.cache(env, bundle, output);
-        Ok(KernelSet::new(&Device::open(device)?, cache, env.jit_threads))
+        self.table.followed(KernelSet::new(&Device::open(device)?, cache, env.jit_threads), output)
     }
 
     fn cache(&self, env: &Env, bundle: Option<&Bundle>, output: Output) -> KernelCache {

@@ -16,7 +16,6 @@ use unweight::format::{
 use unweight_bench::halves;
 use unweight_codegen::spec::Epilogue;
 use unweight_rt::{
-    choose::model::PackedChooser,
     device::{Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, Refusal, Stream},
     env::Env,
     jit::cache::Progress,
@@ -563,8 +562,7 @@ fn loading_compiles_nothing_that_was_not_reached_before() {
         let options = LoadOptions::default().max_batch(MAX_BATCH);
         let (mut loader, prepared) = Loader::new(&kernels, &stream, &bundle, options, &line).unwrap();
         assert_eq!(lines.load(Ordering::Relaxed), prepared.loaded, "{profile:?}");
-        let info = device.info();
-        let chooser = PackedChooser::of(info.into(), &info.name);
+        let chooser = kernels.chooser().clone();
         assert_eq!(kernels.len(), reachable(&bundle, options, chooser).len(), "{profile:?}");
         let before = kernels.len();
         for (name, ..) in TENSORS {

@@ -51,7 +51,7 @@ pub struct MatmulOptions {
     pub candidates: usize,
     /// Measure the linears of a whole layer in one graph too.
     pub layer: bool,
-    /// What was measured before, for dispatch to follow, instead of the table that ships.
+    /// What was measured before, for dispatch to follow, instead of the tables that ship and that the cache has.
     pub table: Option<MeasuredTable>,
     /// Measure the matmuls from the compact form too, at batches that they take.
     pub compact: bool,
@@ -178,7 +178,7 @@ pub fn bench_matmul(
     let info = kernels.device().info();
     let dispatch = match &options.table {
         Some(table) => PackedChooser::model(info.into()).with_table(&info.name, table.clone()),
-        None => PackedChooser::of(info.into(), &info.name),
+        None => kernels.chooser().clone(),
     };
     let bench = Bench {
         kernels,

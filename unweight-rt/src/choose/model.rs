@@ -2,7 +2,7 @@
 //!
 //! The model counts what a launch cannot avoid: bytes from memory, X from the second-level cache, the steps of the multiprocessor that has
 //! most to do, and what a launch costs in itself. It is for shapes and machines that nobody has measured; a benchmark writes a table for the
-//! machine at hand.
+//! machine at hand, which [`KernelSet::chooser`](crate::device::KernelSet::chooser) follows.
 
 use std::{collections::BTreeSet, sync::OnceLock};
 
@@ -83,10 +83,12 @@ impl Machine {
         Self { arch, sms, memory, clock_mhz, tensor: Self::tensor_rate(arch, name) }
     }
 
-    /// Floating-point operations of a multiprocessor in a clock, in BF16 with fp32 sums, of a device by its driver's name: by `mma.sync`, on
-    /// Hopper by `wgmma`. It is what data sheets say of a card, over its multiprocessors and its boost clock.
+    /// Floating-point operations of a multiprocessor in a clock, in BF16 with fp32 sums, of a device by its driver's
+    /// name: by `mma.sync`, on Hopper by `wgmma`. It is what data sheets say of a card, over its multiprocessors and
+    /// its boost clock.
     ///
-    /// Of architectures that are sold for games, too, those cards do half of the others where sums are fp32; so does an L40, but not an L40S.
+    /// Of architectures that are sold for games, too, those cards do half of the others where sums are fp32; so does an
+    /// L40, but not an L40S.
     pub fn tensor_rate(arch: Arch, name: &str) -> f64 {
         match arch {
             Arch::Sm90a => 4096.0,
@@ -397,11 +399,11 @@ impl PackedChooser {
         self.machine.arch
     }
 
-    /// With another table, if it is of a device of this name.
+    /// With a table ahead of what it has, if it is of a device of this name.
     #[must_use]
     pub fn with_table(mut self, device: &str, table: MeasuredTable) -> Self {
         if table.device == device {
-            self.table = table;
+            self.table = table.over(&self.table);
         }
         self
     }

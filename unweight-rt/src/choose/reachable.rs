@@ -631,8 +631,8 @@ mod tests {
         assert!(!bf16.stays_compact(&weight));
     }
 
-    /// A card as its data sheet has it: name, multiprocessors, boost clock in MHz, GB/s, and TFLOPS of dense BF16 with fp32 sums: of what
-    /// `mma.sync` reaches, and of what cuBLAS does.
+    /// A card as its data sheet has it: name, multiprocessors, boost clock in MHz, GB/s, and TFLOPS of dense BF16 with
+    /// fp32 sums: of what `mma.sync` reaches, and of what cuBLAS does.
     type Card = (Arch, &'static str, u32, f64, f64, [f64; 2]);
 
     const CARDS: [Card; 13] = [
@@ -652,8 +652,8 @@ mod tests {
         (Arch::Sm100a, "NVIDIA B200", 148, 1850.0, 8000.0, [562.0, 2250.0]),
     ];
 
-    /// By the sheets alone, where an H200 gave 94 % of its bus and 65 % of its tensor cores: the product by `gemm_mma`, over the expansion and
-    /// cuBLAS.
+    /// By the sheets alone, where an H200 gave 94 % of its bus and 65 % of its tensor cores: the product by `gemm_mma`,
+    /// over the expansion and cuBLAS.
     fn by_the_sheet(card: &Card, (n, k): (u32, u32), m: u32) -> f64 {
         let &(_, _, _, _, gb_per_s, [mma, cublas]) = card;
         let (weights, read) = (f64::from(n) * f64::from(k), 0.936 * gb_per_s * 1e3);
@@ -662,7 +662,8 @@ mod tests {
         own / (3.5 * weights / read + (2.0 * weights / read).max(multiplied(cublas)))
     }
 
-    /// Where one of the ways is clearly faster by a card's data sheet, the layer takes it; where they are close, either will do.
+    /// Where one of the ways is clearly faster by a card's data sheet, the layer takes it; where they are close, either
+    /// will do.
     #[test]
     fn where_gemm_mma_would_read_weights_again_and_again_they_are_expanded_for_cublas() {
         let mut clear = 0;

@@ -1,14 +1,19 @@
 //! What was measured: the fastest variant of each problem on one kind of device.
 
 use std::{
+    collections::BTreeSet,
     path::{Path, PathBuf},
     sync::OnceLock,
 };
 
 use serde::{Deserialize, Serialize};
-use unweight_codegen::{VariantSpec, plan::GemmShape};
+use unweight_codegen::{
+    VariantSpec,
+    plan::{GemmShape, Plan},
+    spec::Arch,
+};
 
-use super::model::PackedUse;
+use super::model::{PackedUse, is_pdl};
 
 /// Why there is no table. Both are mended by measuring one ([`Remedy::MeasureTable`](crate::Remedy::MeasureTable)).
 #[derive(Debug, thiserror::Error)]
@@ -29,6 +34,28 @@ pub enum TableError {
         path: PathBuf,
         /// Where and why.
         source: serde_json::Error,
+    },
+    /// It is of another device.
+    #[error("{}: was measured on {of}, and this device is {device}", .path.display())]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// The table's device.
+        of: String,
+        /// The device at hand.
+        device: String,
+    },
+    /// A row names what is no matmul from packed weights of this architecture, or cannot be planned.
+    #[error("{}: row {row}: {variant} is no matmul from packed weights that {arch} has", .path.display())]
+    Variant {
+        /// The file.
+        path: PathBuf,
+        /// Which row, from 0.
+        row: usize,
+        /// What it names.
+        variant: String,
+        /// The compiler's name of the architecture.
+        arch: &'static str,
     },
 }
 
@@ -63,14 +90,46 @@ impl MeasuredTable {
         TABLE.get_or_init(|| serde_json::from_str(include_str!("h200.json")).unwrap_or_default())
     }
 
-    /// A table from a file of JSON.
+    /// The table in a file of JSON, which is to be of a device of this name and architecture.
     ///
     /// # Errors
     /// [`TableError`].
-    pub fn read(path: &Path) -> Result<Self, TableError> {
-        let text =
-            std::fs::read_to_string(path).map_err(|source| TableError::Read { path: path.to_owned(), source })?;
-        serde_json::from_str(&text).map_err(|source| TableError::Parse { path: path.to_owned(), source })
+    pub fn read(path: &Path, device: &str, arch: Arch) -> Result<Self, TableError> {
+        let text = std::fs::read(path).map_err(|source| TableError::Read { path: path.to_owned(), source })?;
+        Self::parse(&text, path, device, arch)
+    }
+
+    /// As [`MeasuredTable::read`], of text that was read from there.
+    pub(crate) fn parse(text: &[u8], path: &Path, device: &str, arch: Arch) -> Result<Self, TableError> {
+        let table: Self =
+            serde_json::from_slice(text).map_err(|source| TableError::Parse { path: path.to_owned(), source })?;
+        if table.device != device {
+            let (of, device) = (table.device, device.to_owned());
+            return Err(TableError::Foreign { path: path.to_owned(), of, device });
+        }
+        let known = |spec: &VariantSpec| spec.arch == arch && is_pdl(spec).is_some() && Plan::new(spec).is_ok();
+        match table.rows.iter().position(|row| !known(&row.variant)) {
+            None => Ok(table),
+            Some(row) => {
+                let (variant, arch) = (table.rows[row].variant.to_string(), arch.compiler_name());
+                Err(TableError::Variant { path: path.to_owned(), row, variant, arch })
+            }
+        }
+    }
+
+    /// As a file of it is written.
+    pub fn to_json(&self) -> String {
+        // Strings and numbers: nothing that could fail.
+        serde_json::to_string_pretty(self).unwrap_or_default() + "\n"
+    }
+
+    /// These rows, and of another table those of problems that this one has not.
+    #[must_use]
+    pub fn over(mut self, other: &Self) -> Self {
+        let key = |row: &MeasuredRow| (row.n, row.k, row.pdl, row.m);
+        let own: BTreeSet<_> = self.rows.iter().map(key).collect();
+        self.rows.extend(other.rows.iter().filter(|row| !own.contains(&key(row))).cloned());
+        self
     }
 
     /// The variant that was fastest for the smallest measured batch that is not below `m`.
@@ -85,10 +144,7 @@ impl MeasuredTable {
 
 #[cfg(test)]
 mod tests {
-    use unweight_codegen::plan::Plan;
-
     use super::*;
-    use crate::choose::model::is_pdl;
 
     #[test]
     fn the_table_that_ships_is_a_table() {
@@ -97,5 +153,51 @@ mod tests {
         for row in &table.rows {
             assert!(is_pdl(&row.variant) == Some(row.pdl) && Plan::new(&row.variant).is_ok(), "{row:?}");
         }
+    }
+
+    fn row(m: u32, variant: &str) -> MeasuredRow {
+        MeasuredRow { n: 4096, k: 4096, m, pdl: false, variant: variant.parse().unwrap() }
+    }
+
+    #[test]
+    fn a_table_is_read_for_its_device_only_and_says_what_is_wrong() {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join("table.json");
+        let table = MeasuredTable {
+            device: "NVIDIA L4".to_owned(),
+            rows: vec![row(8, "uw_sm89_gemm_mma_b8_r2w8p3c1_async_esc_store")],
+        };
+        let read = |text: &str, device: &str, arch| {
+            std::fs::write(&path, text).unwrap();
+            MeasuredTable::read(&path, device, arch)
+        };
+        assert_eq!(read(&table.to_json(), "NVIDIA L4", Arch::Sm89).unwrap(), table);
+        let says = |text: &str, device: &str, arch, words: &str| {
+            let error = read(text, device, arch).unwrap_err().to_string();
+            assert!(error.starts_with(&path.display().to_string()) && error.contains(words), "{error}");
+        };
+        says(&table.to_json(), "NVIDIA L40S", Arch::Sm89, "was measured on NVIDIA L4, and this device is NVIDIA L40S");
+        says(&table.to_json(), "NVIDIA L4", Arch::Sm86, "row 0: uw_sm89_gemm_mma_b8_r2w8p3c1_async_esc_store is no");
+        let other = table.to_json().replace("gemm_mma_b8_r2w8p3c1_async_esc_store", "repack_unpack");
+        says(&other, "NVIDIA L4", Arch::Sm89, "row 0: uw_sm89_repack_unpack is no");
+        for text in ["", "[]", "{\"device\": \"NVIDIA L4\"}", &table.to_json().replace("uw_sm89", "uw_sm1")] {
+            says(text, "NVIDIA L4", Arch::Sm89, "is no table of measurements");
+        }
+        let nowhere = MeasuredTable::read(&home.path().join("absent"), "NVIDIA L4", Arch::Sm89);
+        assert!(matches!(nowhere, Err(TableError::Read { .. })));
+    }
+
+    /// A short measurement takes nothing away of a long one.
+    #[test]
+    fn rows_are_laid_over_those_of_the_same_problem() {
+        let of = |rows| MeasuredTable { device: "D".to_owned(), rows };
+        let [first, second] = ["uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store", "uw_sm90a_gemm_mma_b8_r1w16p2c2_esc_store"];
+        let below = of(vec![row(1, first), row(8, first)]);
+        let other = MeasuredRow { pdl: true, ..row(8, second) };
+        let both = of(vec![row(8, second), other.clone()]).over(&below);
+        assert_eq!(both.rows, [row(8, second), other, row(1, first)]);
+        let plain = PackedUse { escapes: true, pdl: false, epilogue: unweight_codegen::spec::Epilogue::Store };
+        let at = |m| both.choose(GemmShape { m, n: 4096, k: 4096 }, plain).unwrap().to_string();
+        assert_eq!((at(1).as_str(), at(2).as_str()), (first, second));
     }
 }

@@ -7,6 +7,7 @@ use serde::Serialize;
 use unweight_codegen::spec::Arch;
 
 use crate::{
+    choose::model::Machine,
     device::{Call, DeviceError, Stream},
     jit::toolchain::{self, Library, Version},
 };
@@ -39,6 +40,18 @@ pub struct DeviceInfo {
 
 fn arch_name<S: serde::Serializer>(arch: &Arch, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(arch.compiler_name())
+}
+
+impl From<&DeviceInfo> for Machine {
+    fn from(info: &DeviceInfo) -> Self {
+        let DeviceInfo { arch, sms, clock_mhz, memory_mb_per_s, .. } = *info;
+        // A driver that does not say gets the figures of a usual device.
+        let usual = Self::usual(arch);
+        let or = |said: f64, usual: f64| if said > 0.0 { said } else { usual };
+        let memory = or(memory_mb_per_s as f64, usual.memory);
+        let clock_mhz = or(f64::from(clock_mhz), usual.clock_mhz);
+        Self { arch, sms, memory, clock_mhz, tensor: Self::tensor_rate(arch, &info.name) }
+    }
 }
 
 /// A GPU with its context. Cheap to clone; all clones are the same.

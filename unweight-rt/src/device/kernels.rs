@@ -10,7 +10,11 @@ use std::{
 use unweight_codegen::VariantSpec;
 
 use crate::{
-    device::{Device, DeviceError, module::LoadedKernel},
+    choose::{
+        model::PackedChooser,
+        table::{MeasuredTable, TableError},
+    },
+    device::{Device, DeviceError, DeviceInfo, module::LoadedKernel},
     env::Env,
     jit::{
         cache::{Artifact, CacheState, KernelCache, Progress},
@@ -23,6 +27,9 @@ pub struct KernelSet {
     device: Device,
     cache: KernelCache,
     threads: usize,
+    chooser: PackedChooser,
+    /// Why a table that the cache has is not followed.
+    table_error: Option<TableError>,
     loaded: Mutex<BTreeMap<VariantSpec, Arc<LoadedKernel>>>,
 }
 
@@ -43,9 +50,34 @@ impl KernelSet {
         Self::new(device, KernelCache::open(env), env.jit_threads)
     }
 
-    /// A given cache; up to `threads` kernels are compiled at a time.
+    /// A given cache; up to `threads` kernels are compiled at a time. What was measured on such a device and is kept in
+    /// the cache is followed.
     pub fn new(device: &Device, cache: KernelCache, threads: usize) -> Self {
-        Self { device: device.clone(), cache, threads, loaded: Mutex::default() }
+        let (chooser, table_error) = chooser(device.info(), &cache);
+        Self { device: device.clone(), cache, threads, chooser, table_error, loaded: Mutex::default() }
+    }
+
+    /// Follows a table that was measured on such a device, ahead of what is kept in the cache. A table of another
+    /// device changes nothing.
+    #[must_use]
+    pub fn with_table(mut self, table: MeasuredTable) -> Self {
+        self.chooser = self.chooser.with_table(&self.device.info().name, table);
+        self
+    }
+
+    /// What chooses the matmuls of layers on this device: what was measured, else the model of the machine.
+    pub fn chooser(&self) -> &PackedChooser {
+        &self.chooser
+    }
+
+    /// Why a table that the cache keeps for such a device is not followed, if it is not.
+    pub fn table_error(&self) -> Option<&TableError> {
+        self.table_error.as_ref()
+    }
+
+    /// The cache.
+    pub fn cache(&self) -> &KernelCache {
+        &self.cache
     }
 
     /// The device.
@@ -134,8 +166,98 @@ impl KernelSet {
     }
 }
 
+/// What chooses for a device, with the table that the cache keeps of it, or why that is not followed.
+fn chooser(info: &DeviceInfo, cache: &KernelCache) -> (PackedChooser, Option<TableError>) {
+    let chooser = PackedChooser::of(info.into(), &info.name);
+    let Ok(store) = cache.store() else { return (chooser, None) };
+    let path = store.table_path(&info.name);
+    let table = match store.table(&info.name) {
+        Ok(None) => return (chooser, None),
+        Ok(Some(text)) => MeasuredTable::parse(&text, &path, &info.name, info.arch),
+        Err(source) => Err(TableError::Read { path, source }),
+    };
+    match table {
+        Ok(table) => (chooser.with_table(&info.name, table), None),
+        Err(error) => (chooser, Some(error)),
+    }
+}
+
 impl fmt::Debug for KernelSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "KernelSet({} loaded on device {})", self.lock().len(), self.device.info().ordinal)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use unweight_codegen::{
+        plan::GemmShape,
+        spec::{Arch, Epilogue},
+    };
+
+    use super::*;
+    use crate::{
+        choose::{model::PackedUse, table::MeasuredRow},
+        env::JitMode,
+        jit::{cache::Policy, compiler::FakeCompiler},
+    };
+
+    fn cache(root: &Path, mode: JitMode) -> KernelCache {
+        let policy = Policy { mode, lock_timeout: Duration::from_secs(1) };
+        KernelCache::new(policy, Some(root), Arc::new(FakeCompiler::default()))
+    }
+
+    /// A table that the cache keeps for a device of this name is followed there; one that is damaged, or another's, is
+    /// told and passed over.
+    #[test]
+    fn what_was_measured_and_kept_is_followed_on_its_device() {
+        let info = DeviceInfo {
+            ordinal: 0,
+            name: "NVIDIA L4".to_owned(),
+            arch: Arch::Sm89,
+            sms: 58,
+            clock_mhz: 2040,
+            memory_mb_per_s: 300_000,
+            l2_bytes: 48 << 20,
+            smem_bytes_per_block: 101_376,
+            memory_bytes: 24 << 30,
+            driver: "13.0".to_owned(),
+        };
+        let home = tempfile::tempdir().unwrap();
+        let cache = |mode| cache(&home.path().join("cache"), mode);
+        let choice = |chooser: &PackedChooser, m| {
+            let wanted = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::StoreAdd };
+            chooser.choose(GemmShape { m, n: 4096, k: 4096 }, wanted).unwrap().to_string()
+        };
+        let (model, error) = chooser(&info, &cache(JitMode::Auto));
+        assert!(error.is_none());
+        // Some shape that the model would not take.
+        let ours = ["b8_r2w8p3c1", "b8_r4w8p1c1"].into_iter().find(|shape| !choice(&model, 8).contains(shape)).unwrap();
+        let variant = format!("uw_sm89_gemm_mma_{ours}_async_esc_store").parse().unwrap();
+        let row = MeasuredRow { n: 4096, k: 4096, m: 8, pdl: false, variant };
+        let table = MeasuredTable { device: info.name.clone(), rows: vec![row] };
+        let keep =
+            |text: &str| _ = cache(JitMode::Auto).store().unwrap().keep_table(&info.name, text.as_bytes()).unwrap();
+        keep(&table.to_json());
+        let (measured, error) = chooser(&info, &cache(JitMode::Auto));
+        assert!(error.is_none(), "{error:?}");
+        assert_eq!(choice(&measured, 8), format!("uw_sm89_gemm_mma_{ours}_async_esc_store_add"));
+        assert_eq!(choice(&measured, 9), choice(&model, 9), "not measured");
+        // Whoever touches no cache follows none of it.
+        assert_eq!(choice(&chooser(&info, &cache(JitMode::Off)).0, 8), choice(&model, 8));
+        let other = DeviceInfo { name: "NVIDIA L40S".to_owned(), ..info.clone() };
+        assert_eq!(
+            choice(&chooser(&other, &cache(JitMode::Auto)).0, 8),
+            choice(&PackedChooser::model((&other).into()), 8)
+        );
+        for (text, says) in [("{", "is no table"), (&*table.to_json().replace("NVIDIA L4", "nvidia l4"), "this device")]
+        {
+            keep(text);
+            let (passed_over, error) = chooser(&info, &cache(JitMode::Auto));
+            assert!(error.is_some_and(|error| error.to_string().contains(says)), "{text}");
+            assert_eq!(choice(&passed_over, 8), choice(&model, 8));
+        }
     }
 }

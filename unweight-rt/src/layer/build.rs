@@ -14,10 +14,7 @@ use unweight_codegen::{VariantSpec, family::Instruction, spec::Epilogue};
 use unweight_format::{Histogram, Matrix, compact, packed::Window};
 
 use crate::{
-    choose::{
-        model::PackedChooser,
-        reachable::{Expand, KernelSource, Linears, Resident, Wanted, Weight},
-    },
+    choose::reachable::{Expand, KernelSource, Linears, Resident, Wanted, Weight},
     device::{
         DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream, module::LoadedKernel,
         workspace::length,
@@ -136,6 +133,12 @@ impl<'a> Parts<'a> {
     }
 }
 
+/// The same, where nobody asks for cuBLAS that is not there: slower at large batches, and right.
+pub(super) fn expanding(wanted: Wanted, has_cublas: impl FnOnce() -> bool) -> Wanted {
+    let may = wanted.expand == Expand::Model && !wanted.chooser.arch().has(Instruction::Wgmma);
+    if may && !has_cublas() { Wanted { expand: Expand::Never, ..wanted } } else { wanted }
+}
+
 impl<'k> LayerBuilder<'k> {
     /// A builder that works on `stream`. Its layers run on any stream of the device, on a lane each. What a layer asks
     /// for is compiled when it is built.
@@ -143,18 +146,12 @@ impl<'k> LayerBuilder<'k> {
     /// # Errors
     /// A kernel cannot be made, or the device failed.
     pub fn new(kernels: &'k KernelSet, stream: &Stream, options: LoadOptions) -> Result<Self, DeviceError> {
-        let device = kernels.device().info();
-        let chooser = PackedChooser::of(device.into(), &device.name);
         // Nothing is decoded.
-        Self::of(kernels, stream, options.wanted(chooser, 0))
+        Self::of(kernels, stream, options.wanted(kernels.chooser().clone(), 0))
     }
 
-    pub(super) fn of(kernels: &'k KernelSet, stream: &Stream, mut wanted: Wanted) -> Result<Self, DeviceError> {
-        let may = wanted.expand == Expand::Model && !wanted.chooser.arch().has(Instruction::Wgmma);
-        if may && toolchain::require(Library::Cublas).is_err() {
-            // Slower at large batches, and right.
-            wanted.expand = Expand::Never;
-        }
+    pub(super) fn of(kernels: &'k KernelSet, stream: &Stream, wanted: Wanted) -> Result<Self, DeviceError> {
+        let wanted = expanding(wanted, || toolchain::require(Library::Cublas).is_ok());
         let empty = || DeviceBuffer::zeroed(stream, 0);
         Ok(Self {
             packer: Packer::new(stream, kernels)?,

@@ -274,8 +274,7 @@ impl<'k> Loader<'k> {
         options: LoadOptions,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<(Self, Prepared), DeviceError> {
-        let device = kernels.device().info();
-        let wanted = wanted(bundle, options, PackedChooser::of(device.into(), &device.name));
+        let wanted = wanted(bundle, options, kernels.chooser().clone());
         let prepared = kernels.prepare(&all_reachable(bundle, &wanted), progress)?;
         let builder = LayerBuilder::of(kernels, stream, wanted)?;
         Ok((Self { bundle, builder, staging: Staging::new(stream) }, prepared))

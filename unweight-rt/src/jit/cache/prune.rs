@@ -36,7 +36,8 @@ pub struct Removed {
     pub entries: usize,
     /// Bytes of these kernels.
     pub bytes: u64,
-    /// Remains of processes that died, and kept sources that did not compile.
+    /// Remains of processes that died, and kept sources that did not compile; of [`Store::clear`] also tables of
+    /// measurements.
     pub leftovers: usize,
     /// Kernels that should have gone and could not be removed.
     pub failed: usize,
@@ -88,7 +89,8 @@ impl Store {
     ///
     /// An entry that is being built or looked for right now stays.
     pub fn prune(&self, max_bytes: u64) -> std::io::Result<Removed> {
-        let mut removed = Removed { leftovers: self.sweep_abandoned() + self.remove_failures(), ..Removed::default() };
+        let mut removed =
+            Removed { leftovers: self.sweep_abandoned() + self.remove_ours("failed"), ..Removed::default() };
         let listed = self.ls()?;
         let mut total: u64 = listed.iter().map(|entry| entry.bytes).sum();
         for entry in listed {
@@ -123,7 +125,7 @@ impl Store {
                 removed.failed += 1;
             }
         }
-        removed.leftovers = self.sweep(Duration::ZERO) + self.remove_failures();
+        removed.leftovers = self.sweep(Duration::ZERO) + self.remove_ours("failed") + self.remove_ours("tables");
         let locks = std::fs::read_dir(self.root().join("locks")).into_iter().flatten().flatten();
         for file in locks.filter(|file| is_ours(&file.file_name().to_string_lossy())) {
             // One that somebody holds stays: he is compiling.
@@ -134,9 +136,9 @@ impl Store {
         Ok(removed)
     }
 
-    fn remove_failures(&self) -> usize {
-        let failed = self.root().join("failed");
-        let entries = std::fs::read_dir(failed).into_iter().flatten().flatten();
+    /// Everything of ours in a folder of the store.
+    fn remove_ours(&self, folder: &str) -> usize {
+        let entries = std::fs::read_dir(self.root().join(folder)).into_iter().flatten().flatten();
         let ours = entries.filter(|entry| is_ours(&entry.file_name().to_string_lossy()));
         ours.filter(|entry| remove(&entry.path()).is_ok()).count()
     }

@@ -10,6 +10,7 @@
 //!   building/             entries under construction, and entries on their way out
 //!   locks/<folder>.lock   see lock.rs
 //!   failed/<folder>/      sources that did not compile, with headers, options and log
+//!   tables/uw_<device>.json   what was measured on a device of that name, for whoever chooses kernels
 //! ```
 //!
 //! An entry is built aside, flushed and renamed into place, so it is there completely or not at all. Every read checks the
@@ -34,6 +35,8 @@ use super::prune::is_ours;
 
 /// A `meta.json` larger than this is not ours.
 const META_LIMIT_BYTES: u64 = 4 << 20;
+/// A table of measurements neither.
+const TABLE_LIMIT_BYTES: u64 = 16 << 20;
 /// Nor is a cubin larger than this.
 const CUBIN_LIMIT_BYTES: u64 = 256 << 20;
 /// A construction site that nobody holds and that is older than this was left by a process that died. The age spares one
@@ -240,6 +243,39 @@ impl Store {
     /// The folder.
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Where what was measured on a device of this name is kept.
+    pub fn table_path(&self, device: &str) -> PathBuf {
+        let letter = |letter: char| if letter.is_ascii_alphanumeric() { letter.to_ascii_lowercase() } else { '-' };
+        self.root.join("tables").join(format!("uw_{}.json", device.chars().map(letter).collect::<String>()))
+    }
+
+    /// That table as it is kept; `None` if there is none.
+    pub fn table(&self, device: &str) -> std::io::Result<Option<Vec<u8>>> {
+        let path = self.table_path(device);
+        match read_bounded(&path, TABLE_LIMIT_BYTES) {
+            Ok(text) => Ok(Some(text)),
+            Err(_) if std::fs::symlink_metadata(&path).is_err_and(|error| error.kind() == ErrorKind::NotFound) => {
+                Ok(None)
+            }
+            Err(why) => Err(std::io::Error::other(why)),
+        }
+    }
+
+    /// Keeps such a table in place of one that is there; whole, or not at all.
+    pub fn keep_table(&self, device: &str, text: &[u8]) -> std::io::Result<PathBuf> {
+        let (path, tables) = (self.table_path(device), self.root.join("tables"));
+        match DirBuilder::new().mode(0o700).create(&tables) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+        check_limit(text.len())?;
+        let mut file = tempfile::Builder::new().prefix("uw_").tempfile_in(&tables)?;
+        file.write_all(text)?;
+        file.as_file().sync_all()?;
+        file.persist(&path)?;
+        Ok(path)
     }
 
     /// Where complete entries are.

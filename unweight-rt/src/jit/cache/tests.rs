@@ -413,6 +413,27 @@ fn listing_verifying_pruning_clearing() {
 }
 
 #[test]
+fn a_table_is_kept_by_the_name_of_its_device_until_the_cache_is_cleared() {
+    let fixture = Fixture::new();
+    let cache = fixture.cache();
+    let store = cache.store().unwrap();
+    assert_eq!(store.table("NVIDIA GeForce RTX 4090").unwrap(), None);
+    let path = store.keep_table("NVIDIA GeForce RTX 4090", b"first").unwrap();
+    assert_eq!(path, fixture.root.join("tables/uw_nvidia-geforce-rtx-4090.json"));
+    assert_eq!(store.keep_table("NVIDIA GeForce RTX 4090", b"second").unwrap(), path);
+    assert_eq!(store.table("NVIDIA GeForce RTX 4090").unwrap().as_deref(), Some(&b"second"[..]));
+    assert_eq!(store.table("../../etc/passwd").unwrap(), None, "a name leads nowhere else");
+    assert_eq!(names(&fixture.root.join("tables")), ["uw_nvidia-geforce-rtx-4090.json"], "nothing half-written");
+    assert_eq!(store.prune(0).unwrap(), Removed::default(), "it is no kernel");
+    std::fs::write(fixture.root.join("tables/notes"), "mine").unwrap();
+    assert_eq!(store.clear().unwrap().leftovers, 1);
+    assert_eq!(names(&fixture.root.join("tables")), ["notes"]);
+    // A link is not followed, and told.
+    std::os::unix::fs::symlink("/dev/null", &path).unwrap();
+    assert!(store.table("NVIDIA GeForce RTX 4090").is_err());
+}
+
+#[test]
 fn remains_of_the_dead_are_swept_and_sites_at_work_are_not() {
     let fixture = Fixture::new();
     let cache = fixture.cache();
