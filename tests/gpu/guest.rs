@@ -3,19 +3,29 @@
 use std::{thread, time::Instant};
 
 use crate::harness::{Random, Weights, bf16, gpu, refused, stream};
-use unweight_codegen::spec::Epilogue;
+use unweight_codegen::{
+    VariantSpec,
+    family::Instruction,
+    spec::{Epilogue, GemmMmaSpec, Op, catalog},
+};
 use unweight_format::{
     Histogram, Matrix, TileGrid,
+    bundle::{self, Bundle, CompressOptions, Profile, Silent},
     packed::{self, ROW_BLOCKS, TILE_BYTES, Window},
 };
 use unweight_rt::{
+    KernelSet,
+    choose::{
+        model::PackedUse,
+        table::{MeasuredRow, MeasuredTable},
+    },
     device::{DeviceBuffer, Refusal, Stream},
     env::Env,
     layer::{
         build::LayerBuilder,
         guest::{Guest, PackedAt, Scratch},
         linear::Linear,
-        loader::{LoadOptions, Merge},
+        loader::{Expand, LoadOptions, Loader, Merge},
     },
     ops::repack::{PackError, Packer},
     weight::DeviceMatrix,
@@ -27,14 +37,17 @@ const BATCHES: [u32; 12] = [1, 2, 7, 8, 33, 64, 129, 192, 300, 1024, 2048, 5000]
 /// Below the largest batch: that one takes turns.
 const MAX_BATCH: u32 = 2048;
 
-fn options() -> LoadOptions {
-    LoadOptions::default().max_batch(MAX_BATCH)
+/// What the machine does by itself, and with weights that are expanded for cuBLAS above batch 64, as others do.
+const WAYS: [Expand; 2] = [Expand::Model, Expand::Above(64)];
+
+fn options(expand: Expand) -> LoadOptions {
+    LoadOptions::default().max_batch(MAX_BATCH).expand(expand)
 }
 
-fn guest() -> Guest {
+fn guest(expand: Expand) -> Guest {
     let device = gpu().device();
-    let kernels = unweight_rt::KernelSet::open(device, Env::process().expect("the environment"));
-    Guest::new(kernels, options()).unwrap_or_else(|error| panic!("{error}"))
+    let kernels = KernelSet::open(device, Env::process().expect("the environment"));
+    Guest::new(kernels, options(expand)).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Sections in memory that stands for a framework's, full of ones.
@@ -79,9 +92,9 @@ struct Case {
 }
 
 impl Case {
-    fn new(stream: &Stream, shape: (u32, u32), kind: Weights) -> Self {
+    fn new(stream: &Stream, shape: (u32, u32), kind: Weights, expand: Expand) -> Self {
         let (n, k) = shape;
-        let guest = guest();
+        let guest = guest(expand);
         let bytes = kind.bytes((n * k) as usize, 7);
         let matrix = Matrix::new(&bytes, n as usize, k as usize).unwrap();
         let weights = DeviceMatrix::upload(stream, matrix).unwrap();
@@ -104,7 +117,7 @@ impl Case {
         unsafe { guest.unpack_at(&layer, back.data().address()) }.unwrap();
         assert_eq!(back.to_host(stream).unwrap(), weights.to_host(stream).unwrap(), "the weights come back");
 
-        let mut builder = LayerBuilder::new(gpu(), stream, options()).unwrap();
+        let mut builder = LayerBuilder::new(gpu(), stream, options(expand)).unwrap();
         let own = builder.layer("own", &[weights.view()], Merge::Rows).unwrap();
         Self { shape, guest, layer, own, _sections: sections }
     }
@@ -145,9 +158,14 @@ impl Case {
 #[ignore = "needs a GPU"]
 fn layers_of_somebody_else_have_the_bits_of_the_runtime_s_own() {
     let stream = stream(gpu());
-    for (shape, kind) in SHAPES.into_iter().zip([Weights::TRAINED, Weights::TRAINED, Weights::FewExponents]) {
-        let case = Case::new(&stream, shape, kind);
+    let kinds = [Weights::TRAINED, Weights::TRAINED, Weights::FewExponents];
+    let cases = WAYS.into_iter().flat_map(|expand| SHAPES.into_iter().zip(kinds).map(move |case| (case, expand)));
+    for ((shape, kind), expand) in cases {
+        let case = Case::new(&stream, shape, kind, expand);
         for m in BATCHES {
+            let room = case.guest.scratch_bytes(&case.layer, m, Epilogue::Store).unwrap();
+            let weights = u64::from(shape.0) * u64::from(shape.1) * 2 + (32 << 20);
+            assert_eq!(room >= weights, expand != Expand::Model && m > 64, "{shape:?} m = {m}: {room} B");
             let x = case.x(&stream, m);
             // 0x3c3c is a number, small beside the sums.
             for (epilogue, before) in [(Epilogue::Store, 0xff), (Epilogue::StoreAdd, 0x3c)] {
@@ -164,21 +182,75 @@ fn layers_of_somebody_else_have_the_bits_of_the_runtime_s_own() {
     }
 }
 
+/// What was measured decides in layers of bundles, of matrices and of somebody else.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_table_reaches_every_layer() {
+    let stream = stream(gpu());
+    let (info, (n, k)) = (gpu().device().info(), SHAPES[1]);
+    // 64 rows for one: no model takes that.
+    let odd = |spec: &VariantSpec| matches!(spec.op, Op::GemmMma(op) if op.batch_tile.get() == 64 && !op.dump);
+    let variant = catalog::on::<GemmMmaSpec>(info.arch).find(odd).unwrap();
+    let pdl = info.arch.has(Instruction::DependentLaunch);
+    let rows = vec![MeasuredRow { n, k, m: 1, pdl, variant }];
+    let env = Env::process().expect("the environment");
+    let kernels = || {
+        let table = MeasuredTable { device: info.name.clone(), rows: rows.clone() };
+        KernelSet::open(gpu().device(), env).with_table(table)
+    };
+    let wanted = PackedUse { escapes: true, pdl, epilogue: Epilogue::Store };
+    let (expected, set) = (wanted.of(variant), kernels());
+
+    let bytes = Weights::TRAINED.bytes((n * k) as usize, 7);
+    let matrix = Matrix::new(&bytes, n as usize, k as usize).unwrap();
+    let weights = DeviceMatrix::upload(&stream, matrix).unwrap();
+    let mut builder = LayerBuilder::new(&set, &stream, options(Expand::Model)).unwrap();
+    let built = builder.layer("own", &[weights.view()], Merge::Rows).unwrap();
+    assert_eq!(built.variant(1, Epilogue::Store), expected);
+    assert_ne!(built.variant(2, Epilogue::Store), expected, "not measured");
+
+    let guest = Guest::new(kernels(), options(Expand::Model)).unwrap();
+    let sections = Sections::new(&stream, matrix.grid());
+    let to = sections.at(sections.escapes.len());
+    // SAFETY: buffers of these sizes, which nobody uses meanwhile.
+    let (window, words) = unsafe { guest.pack_at(weights.data().address(), (n, k), to) }.unwrap();
+    // SAFETY: the sections are dropped after the layer.
+    let layer = unsafe { guest.layer((n, k), window, sections.at(words)) }.unwrap();
+    assert_eq!(layer.variant(1, Epilogue::Store), expected);
+
+    let home = tempfile::tempdir().unwrap();
+    let header = format!(r#"{{"w":{{"dtype":"BF16","shape":[{n},{k}],"data_offsets":[0,{}]}}}}"#, bytes.len());
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes].concat();
+    std::fs::create_dir(home.path().join("model")).unwrap();
+    std::fs::write(home.path().join("model/model.safetensors"), file).unwrap();
+    let folder = home.path().join("bundle");
+    let compress = CompressOptions::new(Profile::Resident);
+    bundle::compress(&home.path().join("model"), &folder, &compress, &Silent).unwrap();
+    let bundle = Bundle::open(&folder).unwrap();
+    let (mut loader, _) = Loader::new(&set, &stream, &bundle, options(Expand::Model), &|_| {}).unwrap();
+    assert_eq!(loader.load("w").unwrap().variant(1, Epilogue::Store), expected);
+}
+
 /// Some batches need a scratch, or what is tested with one here would test nothing.
 #[test]
 #[ignore = "needs a GPU"]
 fn graphs_run_beside_each_other_and_beside_the_stream() {
     let stream = stream(gpu());
-    let case = Case::new(&stream, SHAPES[2], Weights::TRAINED);
+    for expand in WAYS {
+        graphs_run(&stream, &Case::new(&stream, SHAPES[2], Weights::TRAINED, expand));
+    }
+}
+
+fn graphs_run(stream: &Stream, case: &Case) {
     let mut with_scratch = 0;
     for m in [1, 64, 192, 300, 1024, 5000] {
-        let x = case.x(&stream, m);
-        let expected = case.expected(&stream, &x, 0xff, Epilogue::Store);
+        let x = case.x(stream, m);
+        let expected = case.expected(stream, &x, 0xff, Epilogue::Store);
         let mut runs = Vec::new();
         for _ in 0..2 {
             let own = gpu().device().stream().unwrap();
-            let y = DeviceMatrix::zeroed(&stream, m, case.shape.0).unwrap();
-            let scratch = case.scratch(&stream, m, Epilogue::Store);
+            let y = DeviceMatrix::zeroed(stream, m, case.shape.0).unwrap();
+            let scratch = case.scratch(stream, m, Epilogue::Store);
             stream.synchronize().unwrap();
             let graph = own.capture(|| {
                 case.enqueue(&own, &x, &y, &scratch, Epilogue::Store);
@@ -187,19 +259,19 @@ fn graphs_run_beside_each_other_and_beside_the_stream() {
             runs.push((graph.unwrap(), y, scratch));
         }
         with_scratch += usize::from(!runs[0].2.is_empty());
-        let eager = DeviceMatrix::zeroed(&stream, m, case.shape.0).unwrap();
-        let scratch = case.scratch(&stream, m, Epilogue::Store);
+        let eager = DeviceMatrix::zeroed(stream, m, case.shape.0).unwrap();
+        let scratch = case.scratch(stream, m, Epilogue::Store);
         stream.synchronize().unwrap();
         for _ in 0..50 {
             for (graph, _, _) in &runs {
                 // SAFETY: on a stream of its own, with memory of its own, waited for below.
                 unsafe { graph.launch() }.unwrap();
             }
-            case.enqueue(&stream, &x, &eager, &scratch, Epilogue::Store);
+            case.enqueue(stream, &x, &eager, &scratch, Epilogue::Store);
         }
         gpu().device().synchronize().unwrap();
         for (which, y) in runs.iter().map(|run| &run.1).chain([&eager]).enumerate() {
-            assert!(y.to_host(&stream).unwrap() == expected, "m = {m}, {which}");
+            assert!(y.to_host(stream).unwrap() == expected, "m = {m}, {which}");
         }
     }
     assert!(with_scratch > 0);
@@ -210,7 +282,7 @@ fn graphs_run_beside_each_other_and_beside_the_stream() {
 #[ignore = "needs a GPU"]
 fn launches_of_one_graph_share_no_counters_at_the_same_time() {
     let stream = stream(gpu());
-    let case = Case::new(&stream, SHAPES[2], Weights::TRAINED);
+    let case = Case::new(&stream, SHAPES[2], Weights::TRAINED, Expand::Model);
     for m in [192, 300, 1024] {
         let x = case.x(&stream, m);
         let expected = case.expected(&stream, &x, 0xff, Epilogue::Store);
@@ -258,11 +330,15 @@ fn launches_of_one_graph_share_no_counters_at_the_same_time() {
 #[ignore = "needs a GPU"]
 fn threads_with_streams_of_their_own_do_not_meet() {
     let stream = stream(gpu());
-    let case = Case::new(&stream, SHAPES[2], Weights::TRAINED);
+    for expand in WAYS {
+        threads_run(&Case::new(&stream, SHAPES[2], Weights::TRAINED, expand));
+    }
+}
+
+fn threads_run(case: &Case) {
     let start = Instant::now();
     thread::scope(|scope| {
         for m in [1, 8, 129, 300, 1024, 2048] {
-            let case = &case;
             scope.spawn(move || {
                 let own = gpu().device().stream().unwrap();
                 let x = case.x(&own, m);
@@ -284,11 +360,16 @@ fn threads_with_streams_of_their_own_do_not_meet() {
 #[ignore = "needs a GPU"]
 fn what_is_too_small_or_cannot_be_is_refused() {
     let stream = stream(gpu());
-    let case = Case::new(&stream, SHAPES[2], Weights::TRAINED);
+    for expand in WAYS {
+        refusals(&stream, &Case::new(&stream, SHAPES[2], Weights::TRAINED, expand));
+    }
+}
+
+fn refusals(stream: &Stream, case: &Case) {
     let m = BATCHES.into_iter().find(|m| case.guest.scratch_bytes(&case.layer, *m, Epilogue::Store).unwrap() > 0);
     let m = m.expect("a batch that needs a scratch");
-    let (x, y) = (case.x(&stream, m), DeviceMatrix::zeroed(&stream, m, case.shape.0).unwrap());
-    let scratch = case.scratch(&stream, m, Epilogue::Store);
+    let (x, y) = (case.x(stream, m), DeviceMatrix::zeroed(stream, m, case.shape.0).unwrap());
+    let scratch = case.scratch(stream, m, Epilogue::Store);
     let (need, have) = (scratch.len() as u64, scratch.len() as u64 - 1);
     let enqueue = |(x, m, y), scratch, epilogue| {
         // SAFETY: what is refused touches nothing.
@@ -306,8 +387,8 @@ fn what_is_too_small_or_cannot_be_is_refused() {
     assert!(matches!(enqueue((x, m, y), odd, Epilogue::Store), Refusal::Alignment { .. }));
 
     let bytes = Weights::HeavyTails.bytes(128 * 192, 5);
-    let weights = DeviceMatrix::upload(&stream, Matrix::new(&bytes, 128, 192).unwrap()).unwrap();
-    let sections = Sections::new(&stream, TileGrid::new(128, 192).unwrap());
+    let weights = DeviceMatrix::upload(stream, Matrix::new(&bytes, 128, 192).unwrap()).unwrap();
+    let sections = Sections::new(stream, TileGrid::new(128, 192).unwrap());
     let address = weights.data().address();
     // SAFETY: buffers of these sizes.
     let why = unsafe { case.guest.pack_at(address, (128, 192), sections.at(sections.escapes.len())) };

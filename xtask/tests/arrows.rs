@@ -121,6 +121,19 @@ fn the_runtime_compiles_and_chooses_without_a_device() {
     }
 }
 
+/// Which matmul takes what is decided once for a device, or a table that was measured would reach some layers and
+/// others not.
+#[test]
+fn layers_ask_the_kernels_of_the_device_who_chooses() {
+    for room in ["unweight-rt/src/layer", "unweight-engine/src", "bindings/python/src", "bindings/candle/src"] {
+        assert_eq!(
+            found(room, &["PackedChooser::of", "PackedChooser::model", "PackedChooser::h200"]),
+            [""; 0],
+            "{room}"
+        );
+    }
+}
+
 /// What a step is, and what of it is best, is decided where there is no device.
 #[test]
 fn the_engine_plans_steps_without_a_device() {

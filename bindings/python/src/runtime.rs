@@ -5,18 +5,21 @@
 use std::{
     collections::HashMap,
     error::Error,
-    ffi::c_void,
+    ffi::{CString, c_void},
     sync::{
         Arc, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
 };
 
-use pyo3::{exceptions::PyValueError, prelude::*};
+use pyo3::{
+    exceptions::{PyUserWarning, PyValueError},
+    prelude::*,
+};
 use unweight_codegen::spec::{Arch, Epilogue};
 use unweight_format::{Digest, TileGrid};
 use unweight_rt::{
-    Device, KernelSet, Linear, LoadOptions,
+    Device, Expand, KernelSet, Linear, LoadOptions,
     env::Env,
     layer::guest::{Guest, PackedAt, Scratch},
     ops::repack::{PackError, Packer},
@@ -53,15 +56,23 @@ pub struct Runtime {
 
 #[pymethods]
 impl Runtime {
-    /// Opens a GPU; finds libcuda and the compiler first.
+    /// Opens a GPU; finds libcuda and the compiler first. Above a batch of `expand_above` weights are expanded to BF16
+    /// for cuBLAS; by default where the model of the machine says that this is faster.
     #[new]
-    fn new(py: Python<'_>, ordinal: usize, max_batch: u32) -> PyResult<Self> {
+    #[pyo3(signature = (ordinal, max_batch, expand_above=None))]
+    fn new(py: Python<'_>, ordinal: usize, max_batch: u32, expand_above: Option<u32>) -> PyResult<Self> {
+        let expand = expand_above.map_or(Expand::Model, Expand::Above);
         let guest = py.detach(|| -> Result<Guest, Box<dyn Error + Send + Sync>> {
             let device = Device::open(ordinal)?;
             let kernels = KernelSet::open(&device, Env::process()?);
-            Ok(Guest::new(kernels, LoadOptions::default().max_batch(max_batch))?)
+            Ok(Guest::new(kernels, LoadOptions::default().max_batch(max_batch).expand(expand))?)
         });
         let guest = guest.map_err(|error| raised(py, &*error))?;
+        if let Some(error) = guest.kernels().table_error() {
+            let text =
+                CString::new(format!("unweight: measurements are not followed: {error}")).map_err(value_error)?;
+            PyErr::warn(py, &py.get_type::<PyUserWarning>(), &text, 1)?;
+        }
         Ok(Self { guest, known: RwLock::default(), next: AtomicU64::new(1) })
     }
 
@@ -109,8 +120,9 @@ impl Runtime {
         .map_err(|error| raised(py, &error))
     }
 
-    /// Makes an arena known, and returns what `forget` takes. Compiles what its shape asks for.
-    fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<u64> {
+    /// Makes an arena known, and returns what `forget` takes, and the digest of its lists. Compiles what its shape asks
+    /// for.
+    fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<(u64, String)> {
         let bytes = self.head(py, arena)?;
         let (head, grid, layout) = Head::of_bytes(&bytes, arena.1)?;
         if escapes.1 != head.escapes() {
@@ -135,7 +147,18 @@ impl Runtime {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
         known.insert(arena.0, Arc::new(Known { linear, id }));
-        Ok(id)
+        Ok((id, head.digest()))
+    }
+
+    /// Whether an arena is known by this address.
+    fn knows(&self, arena: u64) -> bool {
+        self.known.read().unwrap_or_else(PoisonError::into_inner).contains_key(&arena)
+    }
+
+    /// The digest of the lists of an arena, known or not.
+    fn digest(&self, py: Python<'_>, arena: Memory) -> PyResult<String> {
+        let bytes = self.head(py, arena)?;
+        Ok(Head::of_bytes(&bytes, arena.1)?.0.digest())
     }
 
     /// Forgets an arena, if it is the one that was registered so.
@@ -201,8 +224,8 @@ impl Runtime {
     fn of(&self, py: Python<'_>, arena: u64) -> PyResult<Arc<Known>> {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         known.get(&arena).cloned().ok_or_else(|| {
-            let message = "this arena is not known on its device: it was copied or moved by itself; move the module \
-                           (unweight.ops.Linear), or give it and its escapes to unweight.ops.place";
+            let message = "this arena is not known on its device, and neither are its escapes, or the copy is met in a \
+                           capture; move the module (unweight.ops.Linear), or give both to unweight.ops.place";
             plain(py, "UnweightError", message)
         })
     }

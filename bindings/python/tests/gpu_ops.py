@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import unittest
+import warnings
 
 import torch
 import unweight
@@ -161,7 +162,6 @@ class Operator(Gpu):
             ("x has 328 columns", lambda: op(inputs(1, 328), packed.arena, 192)),
             ("n is 191", lambda: op(inputs(1, 320), packed.arena, 191)),
             ("bfloat16", lambda: op(inputs(1, 320).float(), packed.arena, 192)),
-            ("not known on its device", lambda: op(inputs(1, 320), packed.arena.clone(), 192)),
             ("not an arena", lambda: place(torch.zeros(4096, dtype=torch.uint8, device=DEVICE), packed.escapes.data)),
             ("not the escapes of this arena|bytes of escapes", lambda: place(packed.arena, packed.escapes.data[:-4])),
         ):
@@ -170,8 +170,34 @@ class Operator(Gpu):
         gone = packed.arena
         del packed
         gc.collect()
-        with self.assertRaisesRegex(unweight.UnweightError, "not known"):
-            op(inputs(1, 320), gone, 192)
+        for arena in (gone, gone.clone()):
+            with self.assertRaisesRegex(unweight.UnweightError, "not known"):
+                op(inputs(1, 320), arena, 192)
+
+    def test_a_copy_of_an_arena_is_the_same_weights_while_the_escapes_are_kept(self):
+        weight, other = weights(192, 320), weights(192, 320, seed=9)
+        packed, beside = pack(weight), pack(other)
+        op, x = torch.ops.unweight.linear, inputs(33, 320)
+        expected = linear(x, packed)
+        for _ in range(3):
+            with self.assertWarnsRegex(UserWarning, "place does it once"):
+                self.assertTrue(torch.equal(op(x, packed.arena.clone(), 192), expected))
+        self.assertTrue(torch.equal(unpack(packed.arena.clone()), weight))
+        # What was made known for a call is forgotten with it, and takes nobody else's escapes along.
+        copied = packed.arena.clone()
+        kept = place(copied, packed.escapes.data)
+        del packed
+        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.assertTrue(torch.equal(op(x, copied, 192), expected))
+            self.assertTrue(torch.equal(op(x, beside.arena, 192), linear(x, beside)))
+        self.assertTrue(torch.equal(op(x, kept.arena.clone(), 192), expected))
+        graph = torch.cuda.CUDAGraph()
+        clone = copied.clone()
+        torch.cuda.synchronize()
+        with self.assertRaisesRegex(unweight.UnweightError, "capture"), torch.cuda.graph(graph):
+            op(x, clone, 192)
 
     def test_torch_s_own_checks_of_operators_pass(self):
         packed = pack(weights(192, 320))
@@ -243,6 +269,28 @@ class Operator(Gpu):
                     x = inputs(rows, 512, seed=rows)
                     torch.testing.assert_close(compiled(x).clone(), packed(x), atol=2e-2, rtol=2e-2)
                     torch.testing.assert_close(packed(x), layers(x), atol=2e-2, rtol=2e-2)
+
+
+class Expanded(Operator):
+    """The same above batch 64 with weights that are expanded for cuBLAS, as other GPUs do where it is faster."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.before = unweight.ops._runtimes
+        # Arenas are known to the runtime that they were made with.
+        unweight.ops._runtimes, unweight.ops._EXPAND_ABOVE = {}, 64
+
+    @classmethod
+    def tearDownClass(cls):
+        unweight.ops._runtimes, unweight.ops._EXPAND_ABOVE = cls.before, None
+
+    def test_the_scratch_has_room_for_the_weights(self):
+        packed = pack(weights(4096, 4096))
+        runtime, at = unweight.ops._runtime(DEVICE), packed.arena.data_ptr()
+        for m in (65, 5000):
+            self.assertGreaterEqual(runtime.scratch_nbytes(at, m, (4096, 4096), False), 2 * 4096 * 4096 + (32 << 20))
+        self.assertLess(runtime.scratch_nbytes(at, 64, (4096, 4096), False), 4096 * 4096)
 
 
 class Module(Gpu):

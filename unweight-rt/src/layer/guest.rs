@@ -2,12 +2,15 @@
 //!
 //! ```text
 //! the framework's   weights bf16 --pack_at--> sections --layer--> Linear          x, y, scratch, stream
-//! the guest's       kernels, packer, the counters of each stream                       |
+//! the guest's       kernels, packer, cuBLAS, the counters of each stream               |
 //!                                                          enqueue <-------------------+
 //! ```
 //! A [`Guest`] owns what no framework has. Operands and scratch come as addresses, streams as raw handles, and whoever gives them answers for
 //! them: these calls are unsafe, and each says what it trusts. [`Guest::enqueue`] allocates nothing, waits for nothing and may be captured;
 //! every kernel that it can ask for is compiled and loaded by [`Guest::layer`].
+//!
+//! Where weights are expanded to BF16 ahead of cuBLAS (on architectures without `wgmma`, at batches where that is
+//! faster), they lie in the scratch: it is larger by the BF16 matrix, and by cuBLAS's workspace.
 
 use std::{
     collections::BTreeMap,
@@ -24,18 +27,17 @@ use unweight_format::{
 };
 
 use crate::{
-    choose::{
-        model::PackedChooser,
-        reachable::{Expand, Wanted, Weight},
-    },
+    choose::reachable::{Wanted, Way, Weight},
     device::{
         Call, Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
         buffer::copy_to_device,
         stream::Captured,
         workspace::{Workspace, length},
     },
-    layer::{linear::Linear, loader::LoadOptions},
+    jit::toolchain::{self, Library},
+    layer::{build::expanding, linear::Linear, loader::LoadOptions},
     ops::{
+        cublas::{self, Cublas},
         lane::Lane,
         repack::{PackError, Packer},
     },
@@ -75,6 +77,8 @@ pub struct Guest {
     stream: Stream,
     wanted: Wanted,
     counters: Counters,
+    /// Made for the first layer that asks for it; of one launch after the other.
+    cublas: Mutex<Option<Cublas>>,
 }
 
 impl Guest {
@@ -83,17 +87,22 @@ impl Guest {
     /// # Errors
     /// A kernel of the packer cannot be made, or the device failed.
     pub fn new(kernels: KernelSet, options: LoadOptions) -> Result<Self, DeviceError> {
-        let info = kernels.device().info();
-        let chooser = PackedChooser::of(info.into(), &info.name);
+        let chooser = kernels.chooser().clone();
         let stream = kernels.device().stream()?;
         Ok(Self {
             packer: Mutex::new(Packer::new(&stream, &kernels)?),
             // Nothing is decoded.
-            wanted: options.expand(Expand::Never).wanted(chooser, 0),
+            wanted: expanding(options.wanted(chooser, 0), || toolchain::require(Library::Cublas).is_ok()),
             counters: Counters::new(&stream)?,
+            cublas: Mutex::default(),
             stream,
             kernels,
         })
+    }
+
+    /// Its kernels.
+    pub fn kernels(&self) -> &KernelSet {
+        &self.kernels
     }
 
     /// The device.
@@ -137,8 +146,11 @@ impl Guest {
         let (packed, heads, escapes) = unsafe { sections(self.device(), grid, at) }?;
         let packed = DevicePacked::new(grid, window, packed, heads, escapes)?;
         let weight = Weight::stored(n, k, FormId::PACKED);
-        // A guest's scratch has no slot: `wanted` expands nothing.
-        let ways = Wanted::take_ways(&self.kernels, &self.wanted.packed_ways(&weight, packed.has_escapes()))?;
+        let ways = self.wanted.packed_ways(&weight, packed.has_escapes());
+        if ways.iter().any(|choice| matches!(choice.kernel, Way::Cublas { .. })) {
+            self.cublas_of(&mut self.cublas())?;
+        }
+        let ways = Wanted::take_ways(&self.kernels, &ways)?;
         Linear::packed((n, k), packed, ways)
     }
 
@@ -160,7 +172,8 @@ impl Guest {
         packer.stream().synchronize()
     }
 
-    /// Bytes of the scratch that [`Guest::enqueue`] takes for this batch; often 0.
+    /// Bytes of the scratch that [`Guest::enqueue`] takes for this batch; often 0, and where weights are expanded 2 for
+    /// each weight and 32 MiB.
     ///
     /// # Errors
     /// [`Refusal::Epilogue`]: not what a packed layer is loaded for.
@@ -208,13 +221,47 @@ impl Guest {
                 MatrixMut::from_raw(device, y, m, columns, columns.into())?,
             )
         };
-        let workspace = if parts.bytes() == 0 {
+        let workspace = if parts.slot_at() == 0 {
             Workspace { partials: DeviceBuffer::nothing(device), counters: DeviceBuffer::nothing(device) }
         } else {
             // SAFETY: the scratch has room for both and what is readable behind them, and is the caller's promise.
             unsafe { self.workspace(&stream, scratch.address, parts) }?
         };
-        layer.enqueue(&mut Lane::of_workspace(stream, workspace), x, y, epilogue)
+        if !parts.cublas {
+            let slot = DeviceBuffer::nothing(device);
+            return layer.enqueue(&mut Lane::of_parts(stream, workspace, slot, None), x, y, epilogue);
+        }
+        // SAFETY: as above.
+        let (slot, beside) = unsafe {
+            (
+                DeviceBuffer::borrow(
+                    device,
+                    scratch.address + parts.slot_at(),
+                    length("bytes of a slot", parts.slot)?,
+                )?,
+                DeviceBuffer::borrow(device, scratch.address + parts.cublas_at(), cublas::WORKSPACE_BYTES)?,
+            )
+        };
+        // Until this product is enqueued; what was before keeps its own stream and workspace.
+        let mut held = self.cublas();
+        self.cublas_of(&mut held)?.place(&stream, beside)?;
+        let mut lane = Lane::of_parts(stream, workspace, slot, held.take());
+        let enqueued = layer.enqueue(&mut lane, x, y, epilogue);
+        *held = lane.into_cublas();
+        enqueued
+    }
+
+    fn cublas(&self) -> MutexGuard<'_, Option<Cublas>> {
+        // A handle is placed anew before each use; a thread that died with it has left none.
+        self.cublas.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The handle, made now if there is none.
+    fn cublas_of<'a>(&self, held: &'a mut Option<Cublas>) -> Result<&'a mut Cublas, DeviceError> {
+        match held {
+            Some(cublas) => Ok(cublas),
+            none => Ok(none.insert(Cublas::unplaced(&self.stream)?)),
+        }
     }
 
     /// Partial sums in the scratch, and counters that are zero.
@@ -301,28 +348,44 @@ unsafe fn sections(device: &Device, grid: TileGrid, at: PackedAt) -> Result<Sect
     }
 }
 
-/// What lies where in a scratch: `partial sums | 256 | counters | 256`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What lies where in a scratch: `partial sums | 256 | counters | 256`, if there are any, then, where cuBLAS
+/// multiplies, `weights as BF16 | 256 | its workspace | 256`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Parts {
     /// Bytes.
     partials: u64,
     /// u32.
     counters: u64,
+    /// Bytes.
+    slot: u64,
+    cublas: bool,
 }
 
 impl Parts {
     fn of(need: LaneSize) -> Self {
-        Self { partials: need.workspace_bytes, counters: need.counters }
+        let LaneSize { workspace_bytes, counters, slot_bytes, cublas, .. } = need;
+        Self { partials: workspace_bytes, counters, slot: slot_bytes, cublas }
     }
 
     fn counters_at(self) -> u64 {
         padded(self.partials)
     }
 
-    fn bytes(self) -> u64 {
+    fn slot_at(self) -> u64 {
         match self {
-            Self { partials: 0, counters: 0 } => 0,
+            Self { partials: 0, counters: 0, .. } => 0,
             _ => self.counters_at().saturating_add(padded(self.counters.saturating_mul(4))),
+        }
+    }
+
+    fn cublas_at(self) -> u64 {
+        self.slot_at().saturating_add(padded(self.slot))
+    }
+
+    fn bytes(self) -> u64 {
+        match self.cublas {
+            false => self.slot_at(),
+            true => self.cublas_at().saturating_add(padded(cublas::WORKSPACE_BYTES as u64)),
         }
     }
 }
@@ -400,11 +463,14 @@ mod tests {
     };
 
     use super::*;
-    use crate::choose::model::Machine;
+    use crate::choose::{
+        model::{Machine, PackedChooser},
+        reachable::Expand,
+    };
 
     #[test]
     fn parts_of_a_scratch_lie_apart_and_are_readable_past_their_ends() {
-        let parts = |partials, counters| Parts { partials, counters };
+        let parts = |partials, counters| Parts { partials, counters, ..Parts::default() };
         assert_eq!(parts(0, 0).bytes(), 0);
         assert_eq!((parts(0, 1).counters_at(), parts(0, 1).bytes()), (256, 256 + 512));
         assert_eq!((parts(1, 0).counters_at(), parts(1, 0).bytes()), (512, 512 + 256));
@@ -416,6 +482,34 @@ mod tests {
             assert!(parts.bytes() >= parts.counters_at() + counters * 4 + ALIGN);
         }
         assert_eq!(parts(u64::MAX, u64::MAX).bytes(), u64::MAX);
+        for (before, slot) in [(parts(0, 0), 2 << 12), (parts(300, 3), 100), (parts(17 << 20, 528), 448 << 20)] {
+            let whole = Parts { slot, cublas: true, ..before };
+            assert_eq!(whole.slot_at(), before.bytes(), "where nothing of ours is, weights come first");
+            assert!(whole.cublas_at() >= whole.slot_at() + slot + ALIGN && whole.cublas_at().is_multiple_of(ALIGN));
+            assert!(whole.bytes() >= whole.cublas_at() + cublas::WORKSPACE_BYTES as u64 + ALIGN);
+        }
+        let most = Parts { slot: u64::MAX, cublas: true, ..parts(u64::MAX, u64::MAX) };
+        assert_eq!(most.bytes(), u64::MAX);
+    }
+
+    /// A prompt's chunk would read the weights once for each 64 rows where there is no `wgmma`.
+    #[test]
+    fn a_guest_expands_where_the_engine_does() {
+        let weight = Weight::stored(14336, 4096, FormId::PACKED);
+        let expands = |arch, options: LoadOptions, has_cublas: bool| {
+            let chooser = PackedChooser::of(Machine::usual(arch), "a GPU");
+            let ways = expanding(options.wanted(chooser, 0), || has_cublas).packed_ways(&weight, true);
+            let at = |m| ways.iter().find(|choice| m <= choice.last).map(|choice| choice.kernel);
+            [64, 2048].map(|m| matches!(at(m), Some(Way::Cublas { .. })))
+        };
+        let options = LoadOptions::default();
+        for arch in [Arch::Sm80, Arch::Sm89, Arch::Sm100a] {
+            assert_eq!(expands(arch, options, true), [false, true], "{arch:?}");
+            assert_eq!(expands(arch, options, false), [false, false], "{arch:?}");
+        }
+        assert_eq!(expands(Arch::Sm90a, options, true), [false, false]);
+        // Asked for, it is not given up in silence.
+        assert_eq!(expands(Arch::Sm90a, options.expand(Expand::Above(0)), false), [true, true]);
     }
 
     #[test]

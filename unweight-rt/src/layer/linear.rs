@@ -228,6 +228,9 @@ impl Multiply {
                 let shape = weights.grid().map(crate::weight::shape).unwrap_or_default();
                 let columns = if activate.is_some() { shape[0] / 2 } else { shape[0] };
                 check_product(weights.ordinal(), x, shape, columns, y, weights.spans())?;
+                // As of every other batch of the layer, though cuBLAS takes any.
+                x.check_rows_aligned("x")?;
+                y.check_rows_aligned("y")?;
                 check_device("the lane", lane.stream.device().ordinal(), weights.ordinal())?;
                 have.check(self.lane_size(x.rows, weights))?;
                 Ok(())

@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// What NVIDIA recommends for Hopper. Given explicitly, so that a captured graph does not name memory of the library's own.
-const WORKSPACE_BYTES: usize = 32 << 20;
+pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Addresses that cuBLASLt takes operands at, unless it is told otherwise: what it is tuned for.
 const TUNED_ALIGN: u64 = 256;
@@ -87,19 +87,38 @@ impl Cublas {
     /// # Errors
     /// There is no usable cuBLAS.
     pub fn new(stream: &Stream) -> Result<Self, DeviceError> {
+        let mut cublas = Self::unplaced(stream)?;
+        cublas.place(stream, DeviceBuffer::zeroed(stream, WORKSPACE_BYTES)?)?;
+        Ok(cublas)
+    }
+
+    /// A handle that is to be placed before each use.
+    pub(crate) fn unplaced(stream: &Stream) -> Result<Self, DeviceError> {
         toolchain::require(Library::Cublas)?;
         stream.device().bind()?;
-        let workspace = DeviceBuffer::zeroed(stream, WORKSPACE_BYTES)?;
+        let workspace = DeviceBuffer::nothing(stream.device());
         let handle = result::create_handle().map_err(|error| refuse("cublasCreate", error))?;
-        let cublas = Self { handle, lt: None, tuned: HashMap::new(), stream: stream.clone(), workspace };
+        Ok(Self { handle, lt: None, tuned: HashMap::new(), stream: stream.clone(), workspace })
+    }
+
+    /// Puts what is enqueued from here on on this stream of the same device, with a workspace of [`WORKSPACE_BYTES`].
+    /// What was enqueued before keeps the stream and the workspace that it was given. Also during a capture.
+    pub(crate) fn place(&mut self, stream: &Stream, workspace: DeviceBuffer<u8>) -> Result<(), DeviceError> {
+        let (need, have) = (WORKSPACE_BYTES as u64, workspace.len() as u64);
+        if have < need {
+            return Err(Refusal::Room { buffer: "bytes of cuBLAS's workspace", need, have }.into());
+        }
+        stream.device().bind()?;
         // SAFETY: handle and stream are alive; both belong to the context that is current.
-        unsafe { result::set_stream(handle, stream.raw().cast()) }.map_err(|error| refuse("cublasSetStream", error))?;
+        unsafe { result::set_stream(self.handle, stream.raw().cast()) }
+            .map_err(|error| refuse("cublasSetStream", error))?;
         // After the stream: setting a stream resets the workspace.
-        // SAFETY: the workspace has this many bytes, is 256-byte aligned and lives as long as the handle.
-        unsafe { sys::cublasSetWorkspace_v2(handle, cublas.workspace.address() as *mut c_void, WORKSPACE_BYTES) }
+        // SAFETY: the workspace has this many bytes, is 256-byte aligned and lives as long as it is this handle's.
+        unsafe { sys::cublasSetWorkspace_v2(self.handle, workspace.address() as *mut c_void, WORKSPACE_BYTES) }
             .result()
             .map_err(|error| refuse("cublasSetWorkspace", error))?;
-        Ok(cublas)
+        (self.stream, self.workspace) = (stream.clone(), workspace);
+        Ok(())
     }
 
     /// Enqueues `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` where `add`, on the handle's stream; fp32 accumulation. Any

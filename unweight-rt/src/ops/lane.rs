@@ -99,14 +99,23 @@ impl Lane {
         })
     }
 
-    /// A lane that has a workspace and nothing else: no room for what is padded, no cuBLAS, and nobody who would report. Allocates nothing
-    /// on the device.
-    pub(crate) fn of_workspace(stream: Stream, workspace: Workspace) -> Self {
+    /// A lane of what somebody else has: no room for what is padded, and nobody who would report. Allocates nothing on
+    /// the device. cuBLAS is placed on this stream.
+    pub(crate) fn of_parts(
+        stream: Stream,
+        workspace: Workspace,
+        slot: DeviceBuffer<u8>,
+        cublas: Option<Cublas>,
+    ) -> Self {
         let device = stream.device();
         let padded = Padded { x: DeviceBuffer::nothing(device), y: DeviceBuffer::nothing(device) };
         let faults = DeviceBuffer::nothing(device);
-        let slot = DeviceBuffer::nothing(device);
-        Self { workspace, padded, slot, faults, cublas: None, outgrown: Vec::new(), stream }
+        Self { workspace, padded, slot, faults, cublas, outgrown: Vec::new(), stream }
+    }
+
+    /// Its cuBLAS, for another lane.
+    pub(crate) fn into_cublas(self) -> Option<Cublas> {
+        self.cublas
     }
 
     /// The stream that all of its work goes to.

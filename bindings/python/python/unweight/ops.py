@@ -13,6 +13,7 @@ import importlib.util
 import os
 import pathlib
 import threading
+import warnings
 import weakref
 from typing import Any, Callable, NamedTuple, Optional, Union
 
@@ -54,16 +55,16 @@ class Escapes:
         return _escapes, (self.digest, self.data)
 
 
-_known: weakref.WeakValueDictionary[str, Escapes] = weakref.WeakValueDictionary()
+_known: weakref.WeakValueDictionary[tuple[torch.device, str], Escapes] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
 def _escapes(digest: str, data: Tensor) -> Escapes:
-    """The one object with these lists."""
+    """The one object with these lists on a device."""
     with _lock:
-        known = _known.get(digest)
+        known = _known.get((data.device, digest))
         if known is None:
-            known = _known[digest] = Escapes(digest, data)
+            known = _known[(data.device, digest)] = Escapes(digest, data)
         return known
 
 
@@ -71,6 +72,8 @@ def _escapes(digest: str, data: Tensor) -> Escapes:
 _PAD = 256
 # The largest batch of a launch; larger ones take several.
 _MAX_BATCH = 4096
+# Above this batch weights are expanded to BF16 for cuBLAS; `None`: where that is faster. For tests.
+_EXPAND_ABOVE: Optional[int] = None
 _runtimes: dict[int, _native.Runtime] = {}
 
 
@@ -99,22 +102,24 @@ def _runtime(device: torch.device) -> _native.Runtime:
         with _lock, torch.cuda.device(index):
             runtime = _runtimes.get(index)
             if runtime is None:
-                _name_compiler()
-                runtime = _runtimes[index] = _native.Runtime(index, _MAX_BATCH)
+                _name_libraries()
+                runtime = _runtimes[index] = _native.Runtime(index, _MAX_BATCH, _EXPAND_ABOVE)
     return runtime
 
 
-def _name_compiler() -> None:
-    """Names the NVRTC that came with torch, unless the user has named one: its folder is this Python's own affair."""
+def _name_libraries() -> None:
+    """Names the NVRTC and the cuBLAS that came with torch, unless the user has named some: their folders are this
+    Python's own affair."""
     spec = importlib.util.find_spec("nvidia")
-    if os.environ.get("UNWEIGHT_NVRTC") or spec is None:
-        return
-    for home in spec.submodule_search_locations or ():
-        for part in ("cu13", "cuda_nvrtc"):
-            folder = pathlib.Path(home, part, "lib")
-            if any(folder.glob("libnvrtc.so.*")):
-                os.environ["UNWEIGHT_NVRTC"] = str(folder)
-                return
+    homes = (spec.submodule_search_locations if spec else None) or ()
+    for variable, library, parts in (
+        ("UNWEIGHT_NVRTC", "libnvrtc.so.*", ("cu13", "cuda_nvrtc")),
+        ("UNWEIGHT_CUBLAS", "libcublas.so.*", ("cu13", "cublas")),
+    ):
+        folders = (pathlib.Path(home, part, "lib") for home in homes for part in parts)
+        found = next((folder for folder in folders if any(folder.glob(library))), None)
+        if found is not None and not os.environ.get(variable):
+            os.environ[variable] = str(found)
 
 
 class Placed:
@@ -123,10 +128,10 @@ class Placed:
     Whoever holds an arena on a GPU holds this object, too. It holds the arena, so that its address stays its own.
     """
 
-    __slots__ = ("__weakref__", "arena", "data")
+    __slots__ = ("__weakref__", "arena", "data", "_shared")
 
-    def __init__(self, arena: Tensor, data: Tensor) -> None:
-        self.arena, self.data = arena, data
+    def __init__(self, arena: Tensor, data: Tensor, shared: Escapes) -> None:
+        self.arena, self.data, self._shared = arena, data, shared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
         return place(copy.deepcopy(self.arena, memo), self.data)
@@ -145,10 +150,31 @@ def place(arena: Tensor, escapes: Tensor) -> Placed:
     runtime, memory = _runtime(arena.device), _memory(arena)
     with torch.cuda.device(arena.device):
         torch.cuda.current_stream().synchronize()
-        known = runtime.register(memory, _memory(data))
-    placed = Placed(arena, data)
+        known, digest = runtime.register(memory, _memory(data))
+    # By the digest, the lists are found for a copy of the arena, too.
+    placed = Placed(arena, data, _escapes(digest, data))
     weakref.finalize(placed, runtime.forget, memory[0], known)
     return placed
+
+
+def _copied(arena: Tensor, runtime: _native.Runtime) -> Optional[Placed]:
+    """What makes the copy of an arena known for as long as it is held, if its lists of escapes are known.
+
+    Torch copies operands where it checks operators. Each call reads the head of the arena, and waits for it.
+    """
+    if torch.cuda.is_current_stream_capturing() or not arena.is_contiguous():
+        return None
+    with torch.cuda.device(arena.device):
+        torch.cuda.current_stream().synchronize()
+        digest = runtime.digest(_memory(arena))
+    lists = _known.get((arena.device, digest))
+    if lists is None:
+        return None
+    warnings.warn(
+        "unweight::linear: the copy of an arena is made known anew for each call; unweight.ops.place does it once",
+        stacklevel=3,
+    )
+    return place(arena, lists.data)
 
 
 def _kept(arena: Tensor, kept: Union[Escapes, Placed]) -> Union[Escapes, Placed]:
@@ -229,17 +255,20 @@ def unpack(arena: Tensor) -> Tensor:
         raise ValueError(f"an arena is a contiguous uint8 vector, got {arena.dtype} {list(arena.shape)}")
     if arena.device.type == "cuda":
         runtime = _runtime(arena.device)
+        # Held by this name until the weights are there.
+        copied = None if runtime.knows(arena.data_ptr()) else _copied(arena, runtime)
         with torch.cuda.device(arena.device):
             weight = torch.empty(runtime.shape(arena.data_ptr()), dtype=torch.bfloat16, device=arena.device)
             torch.cuda.current_stream().synchronize()
             runtime.unpack(arena.data_ptr(), _memory(weight))
+        del copied
         return weight
     if arena.device.type != "cpu":
         raise ValueError(f"an arena is on a CPU or on an NVIDIA GPU, got one on {arena.device}")
     n, k, nbytes, digest = _native.arena_head(*_memory(arena))
     lists = (0, 0)
     if nbytes:
-        known = _known.get(digest)
+        known = _known.get((arena.device, digest))
         if known is None:
             raise UnweightError(
                 f"the escapes of an arena [{n}, {k}] are gone; keep `escapes` of what pack() returned as long as its arena"
@@ -286,7 +315,15 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
         # The copy engine reads it.
         rows = rows.clone()
     m, add = rows.shape[0], bias is not None
-    scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
+    copied: Optional[Placed] = None
+    try:
+        scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
+    except UnweightError:
+        # Held by this name until the launch is enqueued.
+        copied = None if runtime.knows(at) else _copied(arena, runtime)
+        if copied is None:
+            raise
+        scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
     y = x.new_empty(m, n)
     if bias is not None:
         # Added to before the one rounding.
