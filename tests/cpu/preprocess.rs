@@ -8,8 +8,8 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 use unweight_codegen::{
     VariantSpec,
     abi::{DecodeArgs, EncodeArgs},
-    plan::GemmShape,
-    spec::{self, Arch, DecodeOutput, DecodeSpec, EncodeSpec, EncodeStage, Op, SmemCopy, catalog},
+    plan::{GemmShape, Plan},
+    spec::{self, Arch, DecodeOutput, DecodeSpec, DecodeWarps, EncodeSpec, EncodeStage, Op, SmemCopy, catalog},
 };
 use unweight_format::{
     CodeLimit, FormId, HuffmanTensor, Matrix, Section, bf16, oracle,
@@ -121,32 +121,69 @@ fn expected(output: DecodeOutput, case: &Case, tensor: &HuffmanTensor<Vec<u8>>, 
     }
 }
 
-const LIMITS: std::ops::RangeInclusive<u32> = 6..=15;
-
-/// Every decoder whose bits come one way.
+/// Decoders of an architecture whose bits come one way: of another than Hopper as few warps a block as its shared memory
+/// holds.
 struct Decoders {
+    arch: Arch,
     copy: SmemCopy,
+    outputs: &'static [DecodeOutput],
+    limits: &'static [u32],
     kernels: Mutex<CpuKernel>,
 }
 
 impl Decoders {
-    fn spec(copy: SmemCopy, output: DecodeOutput, limit: u32) -> VariantSpec {
-        let op = DecodeSpec { output, code_limit: spec::CodeLimit::new(limit).unwrap(), copy };
-        VariantSpec { arch: Arch::Sm90a, op: Op::Decode(op) }
+    fn spec(arch: Arch, copy: SmemCopy, output: DecodeOutput, limit: u32) -> VariantSpec {
+        let (code_limit, warps) = (spec::CodeLimit::new(limit).unwrap(), DecodeWarps::FITTING);
+        VariantSpec { arch, op: Op::Decode(DecodeSpec { output, code_limit, copy, warps }) }
     }
 
-    fn all(copy: SmemCopy) -> Self {
-        let of_output = |output| LIMITS.map(move |limit| Self::spec(copy, output, limit));
-        let all: Vec<_> = DecodeOutput::ALL.iter().copied().flat_map(of_output).collect();
-        Self { copy, kernels: Mutex::new(CpuKernel::all(&all, &[])) }
+    fn of(arch: Arch, copy: SmemCopy, outputs: &'static [DecodeOutput], limits: &'static [u32]) -> Self {
+        let of_output = |output| limits.iter().map(move |limit| Self::spec(arch, copy, output, *limit));
+        let all: Vec<_> = outputs.iter().copied().flat_map(of_output).collect();
+        Self { arch, copy, outputs, limits, kernels: Mutex::new(CpuKernel::all(&all, &[])) }
+    }
+
+    /// What ships for an architecture with less shared memory.
+    fn shipped(arch: Arch, limits: &'static [u32]) -> Self {
+        Self::of(arch, SmemCopy::of(arch), &[DecodeOutput::Full, DecodeOutput::Palette], limits)
+    }
+
+    fn has(&self, output: DecodeOutput, limit: u32) -> bool {
+        self.outputs.contains(&output) && self.limits.contains(&limit)
     }
 }
 
-static BULK: LazyLock<Decoders> = LazyLock::new(|| Decoders::all(SmemCopy::Bulk));
-static ASYNC: LazyLock<Decoders> = LazyLock::new(|| Decoders::all(SmemCopy::Async));
+const LIMITS: &[u32] = &[6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+
+static BULK: LazyLock<Decoders> =
+    LazyLock::new(|| Decoders::of(Arch::Sm90a, SmemCopy::Bulk, DecodeOutput::ALL, LIMITS));
+static ASYNC: LazyLock<Decoders> =
+    LazyLock::new(|| Decoders::of(Arch::Sm90a, SmemCopy::Async, DecodeOutput::ALL, LIMITS));
 
 fn both() -> [&'static Decoders; 2] {
     [&BULK, &ASYNC]
+}
+
+/// And of fewer than 32 warps: 16 and 8 where threads copy, 16 of the larger tables where there is more shared memory, and
+/// 16 and 8 by the copy engine.
+static SMALL: LazyLock<[Decoders; 3]> = LazyLock::new(|| {
+    let small = [
+        Decoders::shipped(Arch::Sm86, &[6, 7, 8, 9, 12, 15]),
+        Decoders::shipped(Arch::Sm80, &[9, 15]),
+        Decoders::shipped(Arch::Sm120a, &[7, 9]),
+    ];
+    for decoders in &small {
+        for limit in decoders.limits {
+            let spec = Decoders::spec(decoders.arch, decoders.copy, DecodeOutput::Full, *limit);
+            let warps = Plan::new(&spec).unwrap().roles.warps();
+            assert_eq!(warps, if *limit <= 8 || decoders.arch == Arch::Sm80 { 16 } else { 8 }, "{spec}");
+        }
+    }
+    small
+});
+
+fn every_way() -> impl Iterator<Item = &'static Decoders> {
+    both().into_iter().chain(SMALL.iter())
 }
 
 /// The sections of a tensor as a decoder gets them, to be tampered with.
@@ -208,7 +245,7 @@ impl Sections {
         let run = Run { problem: GemmShape { m: 0, n: self.n, k: self.k }, sms, seed };
         let registered: Vec<_> = buffers.iter().map(|(name, buffer)| (*name, buffer.slice())).collect();
         let mut kernels = decoders.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        let spec = Decoders::spec(decoders.copy, output, limit);
+        let spec = Decoders::spec(decoders.arch, decoders.copy, output, limit);
         // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
         unsafe { kernels.run(&spec, run, &args, &registered)? };
         Ok((find("output").slice().to_vec(), find("fault").u32s()[0]))
@@ -230,7 +267,8 @@ fn decoders_agree_with_the_oracle_at_the_default_limit() {
         let tensor = case.encode(7);
         for output in DecodeOutput::ALL.iter().copied() {
             let right = expected(output, &case, &tensor, 7);
-            for (sms, seed, decoders) in [(1, 1, &BULK), (3, 2, &BULK), (2, 3, &ASYNC)] {
+            let small = SMALL.iter().filter(|small| small.has(output, 7)).map(|small| (2, 4, small));
+            for (sms, seed, decoders) in [(1, 1, &*BULK), (3, 2, &BULK), (2, 3, &ASYNC)].into_iter().chain(small) {
                 let (out, fault) = Sections::of(&tensor)
                     .decode(decoders, output, 7, sms, seed)
                     .unwrap_or_else(|e| panic!("{}: {e}", case.name));
@@ -244,14 +282,15 @@ fn decoders_agree_with_the_oracle_at_the_default_limit() {
 #[test]
 fn decoders_agree_with_the_oracle_at_every_limit() {
     for case in cases().iter().filter(|c| ["odd edges", "outliers", "one exponent", "tiles"].contains(&c.name)) {
-        for limit in LIMITS {
+        for &limit in LIMITS {
             let tensor = case.encode(limit);
             for output in DecodeOutput::ALL.iter().copied() {
                 let right = expected(output, case, &tensor, limit);
-                for decoders in both() {
+                for decoders in every_way().filter(|decoders| decoders.has(output, limit)) {
                     let (out, fault) = Sections::of(&tensor).decode(decoders, output, limit, 2, limit.into()).unwrap();
                     assert_eq!(fault, 0);
-                    assert_bytes(&format!("{} {output:?} L={limit}", case.name), &out, &right);
+                    let arch = decoders.arch;
+                    assert_bytes(&format!("{} {output:?} L={limit} {arch:?}", case.name), &out, &right);
                 }
             }
         }
@@ -281,9 +320,11 @@ fn many_tiles() -> Case {
 #[test]
 fn a_decoder_goes_round_more_tiles_than_it_has_warps() {
     let case = many_tiles();
-    for (output, limit) in [(DecodeOutput::Full, 7), (DecodeOutput::Palette, 7), (DecodeOutput::Exponent, 8)] {
+    for (output, limit) in
+        [(DecodeOutput::Full, 7), (DecodeOutput::Full, 9), (DecodeOutput::Palette, 7), (DecodeOutput::Exponent, 8)]
+    {
         let tensor = case.encode(limit);
-        for decoders in both() {
+        for decoders in every_way().filter(|decoders| decoders.has(output, limit)) {
             let (out, fault) = Sections::of(&tensor).decode(decoders, output, limit, 1, 3).unwrap();
             assert_eq!(fault, 0);
             assert_bytes(&format!("{output:?}"), &out, &expected(output, &case, &tensor, limit));
@@ -331,8 +372,8 @@ fn tampered_metadata_is_a_fault_and_nothing_else() {
         ),
     ];
     for (name, faulty, tamper) in tampers {
-        for (output, decoders) in DecodeOutput::ALL.iter().flat_map(|output| both().map(|decoders| (*output, decoders)))
-        {
+        let ways = DecodeOutput::ALL.iter().flat_map(|output| every_way().map(|decoders| (*output, decoders)));
+        for (output, decoders) in ways.filter(|(output, decoders)| decoders.has(*output, 7)) {
             let mut sections = Sections::of(&tensor);
             tamper(&mut sections);
             let (out, fault) =
@@ -383,9 +424,12 @@ fn hostile_bytes_neither_crash_nor_hang() {
                 }
             }
             for output in DecodeOutput::ALL.iter().copied() {
-                sections
-                    .decode(both()[round as usize % 2], output, limit, 1, round)
-                    .unwrap_or_else(|e| panic!("L={limit} round {round} {output:?}: {e}"));
+                let small = SMALL.iter().filter(|small| small.has(output, limit));
+                for decoders in small.chain([both()[round as usize % 2]]) {
+                    sections
+                        .decode(decoders, output, limit, 1, round)
+                        .unwrap_or_else(|e| panic!("L={limit} round {round} {output:?} {:?}: {e}", decoders.arch));
+                }
             }
         }
     }
@@ -432,8 +476,9 @@ fn planted_bugs_in_the_decoder_are_caught() {
     let bulk = bulk.into_iter().map(|bug| (SmemCopy::Bulk, bug));
     for (copy, (name, bug)) in bulk.chain(copied.into_iter().map(|bug| (SmemCopy::Async, bug))) {
         let output = DecodeOutput::Exponent;
-        let kernels = Mutex::new(CpuKernel::of(&Decoders::spec(copy, output, 7), &[edit(bug)]));
-        let kernels = Decoders { copy, kernels };
+        let arch = Arch::Sm90a;
+        let kernels = Mutex::new(CpuKernel::of(&Decoders::spec(arch, copy, output, 7), &[edit(bug)]));
+        let kernels = Decoders { arch, copy, outputs: DecodeOutput::ALL, limits: &[7], kernels };
         // Late copies complete at random points: one of a few seeds shows a race.
         let caught = (0..4).any(|seed| match Sections::of(&tensor).decode(&kernels, output, 7, 1, seed) {
             Err(_) => true,

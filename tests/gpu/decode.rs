@@ -4,7 +4,7 @@ use crate::harness::{SHAPES, Weights, gpu, guard_is_whole, lane, poison, refused
 use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::{
     VariantSpec,
-    spec::{Arch, DecodeOutput, DecodeSpec, Op, SmemCopy, catalog},
+    spec::{Arch, DecodeOutput, DecodeSpec, DecodeWarps, Op, SmemCopy},
 };
 use unweight_format::{CodeLimit, Matrix, bf16, huffman};
 use unweight_rt::{
@@ -14,17 +14,37 @@ use unweight_rt::{
     weight::{DeviceHuffman, DeviceMatrix},
 };
 
-fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32, copy: SmemCopy) -> Decoder {
+/// How bits come, and the warps of a block: as many as fit, which here are 32, and as few as cards with less shared memory
+/// have.
+#[derive(Clone, Copy, Debug)]
+struct Block(SmemCopy, u32);
+
+const HOPPER: Block = Block(SmemCopy::Bulk, 0);
+const BLOCKS: [Block; 6] = [
+    HOPPER,
+    Block(SmemCopy::Async, 0),
+    Block(SmemCopy::Async, 16),
+    Block(SmemCopy::Async, 8),
+    Block(SmemCopy::Bulk, 16),
+    Block(SmemCopy::Bulk, 8),
+];
+
+fn spec(output: DecodeOutput, bits: u32, Block(copy, warps): Block) -> VariantSpec {
     let spec = graph::decoder(Arch::Sm90a, output, bits).unwrap();
     let Op::Decode(op) = spec.op else { unreachable!("a decoder") };
-    let spec = VariantSpec { op: Op::Decode(DecodeSpec { copy, ..op }), ..spec };
-    Decoder::new(kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
+    let warps = DecodeWarps::new(warps).unwrap();
+    VariantSpec { op: Op::Decode(DecodeSpec { copy, warps, ..op }), ..spec }
 }
 
-/// All three decoders, of `bits` code bits, on one matrix; with the copy engine and without.
+fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32, block: Block) -> Decoder {
+    let kernel = kernels.get(&spec(output, bits, block)).unwrap_or_else(|error| panic!("{error}"));
+    Decoder::new(kernel).unwrap()
+}
+
+/// All three decoders, of `bits` code bits, on one matrix; with the copy engine and without, and of fewer warps.
 fn exact(kernels: &KernelSet, bytes: &[u8], shape: (usize, usize), limit: CodeLimit, bits: Option<u32>, what: &str) {
-    for copy in [SmemCopy::Bulk, SmemCopy::Async] {
-        exact_by(kernels, bytes, shape, limit, bits, copy, &format!("{what} {copy:?}"));
+    for block in BLOCKS {
+        exact_by(kernels, bytes, shape, limit, bits, block, &format!("{what} {block:?}"));
     }
 }
 
@@ -34,7 +54,7 @@ fn exact_by(
     (rows, cols): (usize, usize),
     limit: CodeLimit,
     bits: Option<u32>,
-    copy: SmemCopy,
+    block: Block,
     what: &str,
 ) {
     let stream = stream(kernels);
@@ -44,7 +64,7 @@ fn exact_by(
     let grid = tensor.grid();
     let mut lane = lane(&stream);
 
-    let full = decoder(kernels, DecodeOutput::Full, bits, copy);
+    let full = decoder(kernels, DecodeOutput::Full, bits, block);
     let mut whole = DeviceMatrix::zeroed(&stream, rows as u32, cols as u32).unwrap();
     poison(&stream, &mut whole);
     full.full(&mut lane, &device, whole.view_mut()).unwrap();
@@ -54,7 +74,7 @@ fn exact_by(
     assert_eq!(wrong, None, "{what}: full, element");
     guard_is_whole(&stream, &whole, what);
 
-    let exponent = decoder(kernels, DecodeOutput::Exponent, bits, copy);
+    let exponent = decoder(kernels, DecodeOutput::Exponent, bits, block);
     let mut exponents = DeviceBuffer::zeroed(&stream, output_bytes(grid, DecodeOutput::Exponent)).unwrap();
     poison(&stream, &mut exponents);
     exponent.exponent(&mut lane, &device, &mut exponents).unwrap();
@@ -70,7 +90,7 @@ fn exact_by(
     }
     guard_is_whole(&stream, &exponents, what);
 
-    let palette = decoder(kernels, DecodeOutput::Palette, bits, copy);
+    let palette = decoder(kernels, DecodeOutput::Palette, bits, block);
     let mut indices = DeviceBuffer::zeroed(&stream, output_bytes(grid, DecodeOutput::Palette)).unwrap();
     poison(&stream, &mut indices);
     palette.palette(&mut lane, &device, &mut indices).unwrap();
@@ -97,9 +117,8 @@ fn every_kind_of_weight_in_every_shape() {
 #[ignore = "needs a GPU"]
 fn every_code_limit() {
     let kernels = gpu();
-    let decoders = |spec: &VariantSpec| matches!(spec.op, Op::Decode(_));
-    let specs: Vec<VariantSpec> =
-        catalog::of::<DecodeSpec>().chain(catalog::asynchronous(Arch::Sm90a).filter(decoders)).collect();
+    let of = |bits| DecodeOutput::ALL.iter().flat_map(move |output| BLOCKS.map(|block| spec(*output, bits, block)));
+    let specs: Vec<VariantSpec> = (6..=15).flat_map(of).collect();
     kernels.prepare(&specs, &|_| {}).unwrap();
     for bits in 6..=15 {
         let limit = CodeLimit::new(bits).unwrap();
@@ -145,7 +164,7 @@ fn a_large_matrix_decodes_the_same_again_and_again() {
     let stream = stream(kernels);
     let tensor = huffman::encode(Matrix::new(&bytes, shape.0, shape.1).unwrap(), CodeLimit::DEFAULT).unwrap();
     let device = DeviceHuffman::upload(&stream, &tensor).unwrap();
-    let full = decoder(kernels, DecodeOutput::Full, device.code_bits(), SmemCopy::Bulk);
+    let full = decoder(kernels, DecodeOutput::Full, device.code_bits(), HOPPER);
     let mut whole = DeviceMatrix::zeroed(&stream, 4096, 4096).unwrap();
     let mut lane = lane(&stream);
     for _ in 0..20 {
@@ -167,10 +186,10 @@ fn what_does_not_go_together_is_refused_before_the_launch() {
     assert!(device.code_bits() > 6);
     let mut whole = DeviceMatrix::zeroed(&stream, 64, 64).unwrap();
     let mut lane = lane(&stream);
-    let short = decoder(kernels, DecodeOutput::Full, 6, SmemCopy::Bulk);
+    let short = decoder(kernels, DecodeOutput::Full, 6, HOPPER);
     let bits = device.code_bits();
     assert_eq!(refused(short.full(&mut lane, &device, whole.view_mut())), Refusal::CodeBits { limit: 6, bits });
-    let full = decoder(kernels, DecodeOutput::Full, 15, SmemCopy::Bulk);
+    let full = decoder(kernels, DecodeOutput::Full, 15, HOPPER);
     let mut small = DeviceMatrix::zeroed(&stream, 64, 63).unwrap();
     let shape = Refusal::Output { output: [64, 63], tensor: [64, 64] };
     assert_eq!(refused(full.full(&mut lane, &device, small.view_mut())), shape);
@@ -182,7 +201,7 @@ fn what_does_not_go_together_is_refused_before_the_launch() {
     let other = Refusal::Decodes { writes: DecodeOutput::Full, asked: DecodeOutput::Exponent };
     assert_eq!(refused(full.exponent(&mut lane, &device, &mut bytes)), other);
     let mut few = DeviceBuffer::zeroed(&stream, 2047).unwrap();
-    let palette = decoder(kernels, DecodeOutput::Palette, 15, SmemCopy::Bulk);
+    let palette = decoder(kernels, DecodeOutput::Palette, 15, HOPPER);
     let elements = Refusal::Elements { buffer: "the output", got: 2047, expected: 2048 };
     assert_eq!(refused(palette.palette(&mut lane, &device, &mut few)), elements);
     lane.synchronize().unwrap();

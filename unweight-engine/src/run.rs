@@ -131,7 +131,9 @@ impl Runner {
         let slot_count = program::Layout::default().slots;
         let (mut lanes, mut slots) = (Vec::new(), Vec::new());
         if let Some(bits) = stored.iter().filter_map(|mlp| mlp.code_bits()).max() {
-            for output in [DecodeOutput::Full, DecodeOutput::Exponent, DecodeOutput::Palette] {
+            // Exponents and palettes are for reconstructive matmuls, which not every architecture has.
+            let outputs = [DecodeOutput::Full, DecodeOutput::Exponent, DecodeOutput::Palette];
+            for output in outputs.into_iter().take(if matmuls.is_empty() { 1 } else { 3 }) {
                 decoders.insert(output, decoder(kernels, output, bits)?);
             }
             let need = stored.iter().map(|mlp| mlp.lane_size()).fold(LaneSize::default(), LaneSize::max);

@@ -1,10 +1,10 @@
 //! Huffman tensor to a form that a consumer reads (report section 7): `templates/include/unweight/kernels/decode.cuh`.
 
-use super::{EXPONENTS, Edge, Family, Instructions};
+use super::{EXPONENTS, Edge, Family, Instruction, Instructions};
 use crate::{
     abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, SmemCopy, VariantSpec, axes, range_axis, word_axis},
+    plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work, named},
+    spec::{Arch, SmemCopy, VariantSpec, axes, range_axis, set_axis, word_axis},
 };
 use serde::Serialize;
 use unweight_format::FormId;
@@ -26,6 +26,16 @@ range_axis! {
     CodeLimit, "code_limit", 6..=15, "6..=15 (bits)"
 }
 
+set_axis! {
+    /// Warps of a decoder's block; 0: as many of 32, 16, 8 and 4 as the shared memory of the architecture holds.
+    DecodeWarps, "warps", [0, 4, 8, 16, 32], "4, 8, 16 or 32, or 0 for as many of these as shared memory holds"
+}
+
+impl DecodeWarps {
+    /// As many as fit.
+    pub const FITTING: Self = Self::ALL[0];
+}
+
 axes! {
     /// A decoder of the preprocess family.
     pub struct DecodeSpec {
@@ -35,6 +45,8 @@ axes! {
         code_limit: CodeLimit "_l" = 7,
         /// What brings the bits to shared memory.
         copy: SmemCopy "_" = Bulk unnamed,
+        /// Warps of a block. What ships leaves it to the architecture; a number runs what another one has.
+        warps: DecodeWarps "_w" = 0 unnamed,
     }
 }
 
@@ -79,7 +91,8 @@ args! {
 impl VariantSpec {
     /// A decoder, whose bits come by the copy engine where there is one.
     pub const fn decode(arch: Arch, output: DecodeOutput, code_limit: CodeLimit) -> Self {
-        Self { arch, op: super::Op::Decode(DecodeSpec { output, code_limit, copy: SmemCopy::of(arch) }) }
+        let (copy, warps) = (SmemCopy::of(arch), DecodeWarps::FITTING);
+        Self { arch, op: super::Op::Decode(DecodeSpec { output, code_limit, copy, warps }) }
     }
 }
 
@@ -137,10 +150,11 @@ impl DecodeSpec {
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
         let limit_bytes = spec.arch.limits().smem_bytes_per_block;
         // As many as the shared memory holds: on Hopper all of them.
-        let mut warps = WARPS_MAX;
-        while warps > WARPS_MIN && self.smem(warps).bytes() > limit_bytes {
-            warps /= 2;
+        let mut fitting = WARPS_MAX;
+        while fitting > WARPS_MIN && self.smem(fitting).bytes() > limit_bytes {
+            fitting /= 2;
         }
+        let warps = if self.warps.get() == 0 { fitting } else { self.warps.get() };
         let (smem, stage_bytes) = (self.smem(warps), warps * (STAGE_BYTES + self.barrier_bytes()));
         if smem.bytes() > limit_bytes {
             return Err(Infeasible::SharedMemory {
@@ -150,7 +164,7 @@ impl DecodeSpec {
                 stage_bytes,
                 limit_bytes,
                 fitting_stages: None,
-                fitting_other: None,
+                fitting_other: named("warps", if self.smem(fitting).bytes() <= limit_bytes { Some(fitting) } else { None }),
             });
         }
         Ok(Plan {
@@ -217,9 +231,12 @@ impl Family for DecodeSpec {
         }
     }
 
+    /// Exponents only where something reads them: the reconstructive matmul, which needs `wgmma`.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        let read = move |output: &&DecodeOutput| **output != DecodeOutput::Exponent || arch.has(Instruction::Wgmma);
         DecodeOutput::ALL
             .iter()
+            .filter(read)
             .flat_map(move |output| CodeLimit::all().map(move |limit| VariantSpec::decode(arch, *output, limit)))
     }
 }

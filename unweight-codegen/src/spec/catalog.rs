@@ -2,9 +2,13 @@
 //!
 //! A spec outside of it is as good as one inside: it is compiled on demand, only not shipped and not held by snapshots.
 
-use super::{Arch, AttentionSpec, DecodeSpec, EncodeStage, GemmMmaSpec, Op, RepackStage, SmemCopy, VariantSpec};
+use std::collections::BTreeSet;
+
+use super::{
+    Arch, AttentionSpec, DecodeSpec, DecodeWarps, EncodeStage, GemmMmaSpec, Op, RepackStage, SmemCopy, VariantSpec,
+};
 use crate::{
-    family::{FAMILIES, Family},
+    family::{FAMILIES, Family, Instruction},
     plan::Plan,
 };
 
@@ -39,7 +43,8 @@ pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
 }
 
 /// The variants whose operands come by the copy engine, with copies by their threads instead, as far as they have a plan:
-/// where there is a copy engine, what would run without it. Each is another shipped variant but for its axis `copy`.
+/// where there is a copy engine, what would run without it. With them, there, what ships for architectures without one:
+/// shapes for less shared memory, and decoders of as few warps as that holds.
 ///
 /// ```
 /// # use unweight_codegen::spec::{Arch, catalog};
@@ -47,9 +52,14 @@ pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
 /// for name in ["gemm_mma_b8_r2w16p2c1_async_esc_pdl_store", "decode_full_l7_async", "attention_decode_d128_w4p2c1_async"] {
 ///     assert!(names.contains(&format!("uw_sm90a_{name}")), "{name}");
 /// }
+/// assert!(names.contains(&"uw_sm90a_decode_full_l7_async_w16".to_owned()), "as a GeForce RTX 3090 has it");
 /// ```
 pub fn asynchronous(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-    all(arch).into_iter().filter_map(copied_by_threads)
+    let without = move |other: &Arch| arch.has(Instruction::BulkCopy) && !other.has(Instruction::BulkCopy);
+    let others = Arch::ALL.iter().copied().filter(without).flat_map(all);
+    let mut seen = BTreeSet::new();
+    let all = all(arch).into_iter().filter_map(copied_by_threads);
+    all.chain(others.filter_map(move |spec| brought_to(spec, arch))).filter(move |spec| seen.insert(*spec))
 }
 
 /// The same variant with copies by its threads; `None` of a family without the axis `copy`, or without a plan.
@@ -63,6 +73,19 @@ pub fn copied_by_threads(spec: VariantSpec) -> Option<VariantSpec> {
     };
     let spec = VariantSpec { op, ..spec };
     Plan::new(&spec).is_ok().then_some(spec)
+}
+
+/// A variant on another architecture, copied by threads, as the block that it is on its own.
+fn brought_to(spec: VariantSpec, arch: Arch) -> Option<VariantSpec> {
+    let copied = copied_by_threads(VariantSpec { arch, ..spec })?;
+    let warps = |spec: &VariantSpec| Plan::new(spec).map(|plan| plan.roles.warps()).ok();
+    match copied.op {
+        Op::Decode(op) if warps(&copied) != warps(&spec) => {
+            let op = Op::Decode(DecodeSpec { warps: DecodeWarps::new(warps(&spec)?).ok()?, ..op });
+            copied_by_threads(VariantSpec { op, ..copied })
+        }
+        _ => Some(copied),
+    }
 }
 
 /// What packing a matrix and unpacking it runs: the counts of the encoder, and the conversions.

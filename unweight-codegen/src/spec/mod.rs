@@ -12,7 +12,7 @@ pub use crate::family::{
     AttentionSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmCompactSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec,
     NormSpec, Op, RepackSpec, RopeSpec, SampleSpec, SiluMulSpec, TranscodeSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
-    decode::{CodeLimit, DecodeOutput},
+    decode::{CodeLimit, DecodeOutput, DecodeWarps},
     embed::EmbedSource,
     encode::EncodeStage,
     gemm_compact::{CompactBatchTile, CompactStages},

@@ -1,7 +1,7 @@
 //! Canonical names: symbol, cache folder, log line and bench row are this one string.
 //!
 //! ```text
-//! uw_<arch>_decode_<full|exponent|palette>_l<code limit>
+//! uw_<arch>_decode_<full|exponent|palette>_l<code limit>[_async][_w<warps>]
 //! uw_<arch>_encode_<stats|table|decode_table|rows|scan|write|palette>
 //! uw_<arch>_repack_<pack|lists|unpack>
 //! uw_<arch>_transcode_<full|packed|lists>
@@ -215,6 +215,7 @@ pub(crate) mod tests {
             "uw_sm90a_gemm_recon_exponent_n2p4_store_add",
             "uw_sm90a_decode_full_l7",
             "uw_sm90a_decode_exponent_l12",
+            "uw_sm90a_decode_full_l7_async_w16",
             "uw_sm90a_encode_decode_table",
             "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_pdl_store",
             "uw_sm90a_gemm_mma_b64_r8w32p16c8_persistent_esc_pdl_store_add_dump",
@@ -239,6 +240,8 @@ pub(crate) mod tests {
             ("uw_sm75_encode_stats", "unknown architecture \"sm75\""),
             ("uw_sm90a_decode_full_l07", "canonical spelling is uw_sm90a_decode_full_l7"),
             ("uw_sm90a_decode_full_l5", "code_limit = 5"),
+            ("uw_sm90a_decode_full_l7_w3", "warps = 3"),
+            ("uw_sm90a_decode_full_l7_w0", "canonical spelling is uw_sm90a_decode_full_l7"),
             ("uw_sm90a_decode_full_l", "code_limit = \"\" is not a number"),
             ("uw_sm90a_gemm_recon_palette_n2p4_store", "\"_store\" must begin with _v<verbatim>"),
             ("uw_sm90a_gemm_recon_exponent_n2p4_v8_store", "unknown epilogue in \"v8_store\""),
