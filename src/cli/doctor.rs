@@ -1,6 +1,9 @@
 //! `unweight doctor`.
 
-use std::io::{self, Write};
+use std::{
+    io::{self, Write},
+    path::Path,
+};
 
 use clap::Args;
 use serde::Serialize;
@@ -13,7 +16,7 @@ use unweight::{
         device::{Device, DeviceInfo},
         env::Env,
         jit::cache::Store,
-        jit::toolchain::{self, Library},
+        jit::toolchain::{self, Library, OldNvrtc, Version},
     },
 };
 
@@ -104,6 +107,9 @@ impl Doctor {
         let names = names.filter(|name| name != super::serve::API_KEY);
         warnings.extend(Env::unknown(names).into_iter().map(|name| format!("{name}: no such variable; misspelt?")));
         let devices = devices();
+        if let Ok(nvrtc) = &probed.libraries[Library::Nvrtc as usize] {
+            warnings.extend(devices.iter().filter_map(|device| old_nvrtc(device, nvrtc.version, &nvrtc.path)));
+        }
         let report = Report {
             cpu: cpu(),
             libraries: Library::ALL
@@ -276,6 +282,13 @@ fn devices() -> Vec<DeviceReport> {
     }
 }
 
+/// That the compiler is from before a GPU, if it is.
+fn old_nvrtc(device: &DeviceReport, version: Version, path: &Path) -> Option<String> {
+    let DeviceReport::Usable(DeviceInfo { ordinal, name, arch, .. }) = device else { return None };
+    let old = OldNvrtc::check(*arch, version, path).err()?;
+    Some(format!("GPU {ordinal} ({name}): {old}"))
+}
+
 fn cache(env: &Env) -> CacheReport {
     let mut report = CacheReport { dir: None, kernels: 0, bytes: 0, unusable: None };
     let Some(dir) = &env.cache_dir else {
@@ -294,4 +307,38 @@ fn cache(env: &Env) -> CacheReport {
         }
     }
     report
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use unweight::codegen::spec::Arch;
+
+    #[test]
+    fn a_compiler_from_before_the_gpu_is_a_warning() {
+        let device = |arch| {
+            let (name, driver) = ("NVIDIA GeForce RTX 5090".to_owned(), "13.0".to_owned());
+            let (sms, clock_mhz, memory_mb_per_s, l2_bytes) = (170, 2407, 1_792_000, 96 << 20);
+            let (smem_bytes_per_block, memory_bytes) = (101_376, 32 << 30);
+            DeviceReport::Usable(DeviceInfo {
+                ordinal: 1,
+                name,
+                arch,
+                sms,
+                clock_mhz,
+                memory_mb_per_s,
+                l2_bytes,
+                smem_bytes_per_block,
+                memory_bytes,
+                driver,
+            })
+        };
+        let (old, path) = (Version { major: 12, minor: 4 }, Path::new("/lib/libnvrtc.so"));
+        let warning = old_nvrtc(&device(Arch::Sm120a), old, path).unwrap();
+        assert!(warning.starts_with("GPU 1 (NVIDIA GeForce RTX 5090): NVRTC 12.4 (/lib/libnvrtc.so)"), "{warning}");
+        assert!(warning.contains("12.8") && warning.contains("pip install -U"), "{warning}");
+        assert_eq!(old_nvrtc(&device(Arch::Sm89), old, path), None);
+        assert_eq!(old_nvrtc(&device(Arch::Sm120a), Version { major: 12, minor: 8 }, path), None);
+        assert_eq!(old_nvrtc(&DeviceReport::Unusable("no GPU".to_owned()), old, path), None);
+    }
 }

@@ -1,7 +1,7 @@
 //! What an architecture allows. No other file holds such a number.
 //!
-//! Source: CUDA C++ Programming Guide 13.0, "Compute Capabilities" (technical specifications per compute capability), and the
-//! PTX ISA 9.0.
+//! Source: CUDA C++ Programming Guide 13.0, "Compute Capabilities" (technical specifications per compute capability), the PTX
+//! ISA 9.0, and the release notes of CUDA 12.8 and 12.9 for the compilers.
 
 use crate::{
     family::{Instruction, Instructions},
@@ -47,6 +47,8 @@ pub struct ArchLimits {
     pub setmaxnreg_step: u32,
     /// The widest `n` of a WGMMA instruction; 0 where there is none.
     pub wgmma_n_max: u32,
+    /// The first NVRTC that compiles for it, major and minor; at least 12.0, the oldest that is used at all.
+    pub first_nvrtc: (u32, u32),
 }
 
 /// Instructions of every architecture here.
@@ -79,6 +81,7 @@ const SM90A: ArchLimits = ArchLimits {
     setmaxnreg_max: 256,
     setmaxnreg_step: 8,
     wgmma_n_max: 256,
+    first_nvrtc: (12, 0),
 };
 
 /// Compute capability 8.0: 164 KB of shared memory.
@@ -105,8 +108,11 @@ const SM86: ArchLimits = ArchLimits {
 /// 8.9.
 const SM89: ArchLimits = ArchLimits { blocks_per_sm: 24, ..SM86 };
 
-/// 10.0 and 10.3: Hopper's numbers; their tensor core instructions (tcgen05) are used by no kernel here.
-const SM100A: ArchLimits = ArchLimits { instructions: COPY_ENGINE, wgmma_n_max: 0, ..SM90A };
+/// 10.0: Hopper's numbers; its tensor core instructions (tcgen05) are used by no kernel here.
+const SM100A: ArchLimits = ArchLimits { instructions: COPY_ENGINE, wgmma_n_max: 0, first_nvrtc: (12, 8), ..SM90A };
+
+/// 10.3.
+const SM103A: ArchLimits = ArchLimits { first_nvrtc: (12, 9), ..SM100A };
 
 /// 12.0: the shared memory and the warps of 8.9, with a copy engine.
 const SM120A: ArchLimits = ArchLimits {
@@ -125,7 +131,8 @@ impl Arch {
             Self::Sm86 => &SM86,
             Self::Sm89 => &SM89,
             Self::Sm90a => &SM90A,
-            Self::Sm100a | Self::Sm103a => &SM100A,
+            Self::Sm100a => &SM100A,
+            Self::Sm103a => &SM103A,
             Self::Sm120a => &SM120A,
         }
     }
@@ -169,6 +176,7 @@ mod tests {
             assert_eq!(limits.setmaxnreg_max > 0, arch.has(Instruction::SetMaxRegisters));
             assert_eq!(limits.wgmma_n_max > 0, arch.has(Instruction::Wgmma));
             assert_eq!(limits.blocks_per_cluster > 1, arch.has(Instruction::Cluster));
+            assert!(limits.first_nvrtc >= (12, 0));
         }
     }
 }

@@ -333,6 +333,11 @@ impl Arch {
         }
     }
 
+    /// The architecture that the compiler calls so.
+    pub fn of_compiler_name(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|arch| arch.compiler_name() == name)
+    }
+
     /// The architecture of devices of this compute capability.
     pub const fn of_capability(major: i32, minor: i32) -> Option<Self> {
         Some(match (major, minor) {

@@ -8,13 +8,13 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
-use unweight_codegen::VariantSpec;
+use unweight_codegen::{VariantSpec, spec::Arch};
 
 use crate::env::Env;
 use crate::jit::cubin::{self, KernelResources};
 use crate::jit::error::Error;
 use crate::jit::nvrtc::{Nvrtc, NvrtcError};
-use crate::jit::toolchain::MissingLibrary;
+use crate::jit::toolchain::{MissingLibrary, OldNvrtc};
 
 /// A kernel to compile: one entry point, and every header that it can include.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -148,6 +148,10 @@ impl Compiler for NvrtcCompiler {
 
     fn compile(&self, request: &CompileRequest) -> Result<Compiled, Error> {
         let nvrtc = self.nvrtc()?;
+        // Its own words for an architecture that it does not know name no next step.
+        if let Some(arch) = Arch::of_compiler_name(&request.arch) {
+            OldNvrtc::check(arch, nvrtc.version(), &nvrtc.found().path)?;
+        }
         let output = nvrtc
             .compile(&file_name(request), &request.source, &request.headers, &request.canonical_options())
             .map_err(|error| CompileFailure::new(request, self.identity().ok(), error))?;

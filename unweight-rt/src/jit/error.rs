@@ -7,7 +7,7 @@ use crate::env::EnvError;
 use crate::jit::cache::Miss;
 use crate::jit::compiler::CompileFailure;
 use crate::jit::cubin::CubinError;
-use crate::jit::toolchain::MissingLibrary;
+use crate::jit::toolchain::{Library, MissingLibrary, OldNvrtc};
 use crate::remedy::Remedy;
 
 /// Why there is no kernel.
@@ -20,6 +20,9 @@ pub enum Error {
     /// A library is not there, or not usable.
     #[error(transparent)]
     Library(#[from] MissingLibrary),
+    /// The compiler does not know the architecture yet.
+    #[error(transparent)]
+    OldNvrtc(#[from] OldNvrtc),
     /// There is no source for a variant.
     #[error(transparent)]
     Codegen(#[from] unweight_codegen::CodegenError),
@@ -57,6 +60,7 @@ impl Error {
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Library(missing) => Some(Remedy::Install(missing.library)),
+            Self::OldNvrtc(_) => Some(Remedy::Install(Library::Nvrtc)),
             Self::NotCached { .. } => Some(Remedy::CompileKernels),
             Self::Several(errors) => errors.iter().find_map(Self::remedy),
             _ => None,

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
+use unweight_codegen::spec::Arch;
 
 use crate::env::Env;
 
@@ -64,7 +65,7 @@ impl Library {
         match self {
             Library::Driver => "install the NVIDIA driver; in a container, start it with the GPU passed through",
             Library::Nvrtc => {
-                "`pip install nvidia-cuda-nvrtc` (13.0 or newer for a CUDA 13 driver, nvidia-cuda-nvrtc-cu12 for a CUDA 12 driver), \
+                "`pip install -U nvidia-cuda-nvrtc` (13.0 or newer for a CUDA 13 driver, nvidia-cuda-nvrtc-cu12 for a CUDA 12 driver), \
                  or set UNWEIGHT_NVRTC to a libnvrtc.so"
             }
             Library::CublasLt | Library::Cublas => {
@@ -108,7 +109,7 @@ impl Library {
         }
     }
 
-    /// The first version that knows Hopper's `sm_90a`.
+    /// The first version that knows Hopper's `sm_90a`. Some architectures ask for a later compiler: [`OldNvrtc`].
     const fn oldest(self) -> Version {
         match self {
             Library::Driver | Library::Nvrtc | Library::CublasLt | Library::Cublas => Version { major: 12, minor: 0 },
@@ -227,6 +228,39 @@ impl fmt::Display for MissingLibrary {
             write!(f, "\n  tried {what}: {why}")?;
         }
         Ok(())
+    }
+}
+
+/// An NVRTC from before an architecture.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "NVRTC {version} ({}) does not know {}: the first that does is {first}; {}, then `unweight doctor` shows which one is \
+     found",
+    .path.display(),
+    .arch.compiler_name(),
+    Library::Nvrtc.remedy()
+)]
+pub struct OldNvrtc {
+    /// What it is to compile for.
+    pub arch: Arch,
+    /// The first that can.
+    pub first: Version,
+    /// What it is.
+    pub version: Version,
+    /// Where it lies.
+    pub path: PathBuf,
+}
+
+impl OldNvrtc {
+    /// Whether NVRTC of this version compiles for an architecture
+    /// ([`first_nvrtc`](unweight_codegen::limits::ArchLimits::first_nvrtc)).
+    ///
+    /// # Errors
+    /// It is older than the first that does.
+    pub fn check(arch: Arch, version: Version, path: &Path) -> Result<(), Self> {
+        let (major, minor) = arch.limits().first_nvrtc;
+        let first = Version { major, minor };
+        if version < first { Err(Self { arch, first, version, path: path.to_owned() }) } else { Ok(()) }
     }
 }
 
@@ -512,6 +546,28 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_nvrtc_from_before_an_architecture_is_told_as_such() {
+        let old = |arch, major, minor| OldNvrtc::check(arch, Version { major, minor }, Path::new("/lib/nvrtc.so"));
+        for arch in Arch::ALL.iter().copied() {
+            let first = match arch {
+                Arch::Sm103a => Some(8),
+                Arch::Sm100a | Arch::Sm120a => Some(7),
+                _ => None,
+            };
+            if let Some(minor) = first {
+                let text = old(arch, 12, minor).unwrap_err().to_string();
+                let first = format!("the first that does is 12.{}", minor + 1);
+                let found = format!("NVRTC 12.{minor} (/lib/nvrtc.so)");
+                for part in [&found, arch.compiler_name(), &first, "pip install -U nvidia-cuda-nvrtc"] {
+                    assert!(text.contains(part), "{text}");
+                }
+            }
+            assert_eq!(old(arch, 12, first.map_or(0, |minor| minor + 1)), Ok(()), "{arch:?}");
+            assert_eq!(old(arch, 13, 0), Ok(()), "{arch:?}");
+        }
+    }
+
+    #[test]
     fn all_is_indexed_by_the_discriminant() {
         for (index, library) in Library::ALL.into_iter().enumerate() {
             assert_eq!(library as usize, index);
@@ -558,7 +614,7 @@ mod tests {
         if let Err(missing) = find(Library::Nvrtc, &env) {
             let text = missing.to_string();
             assert!(text.contains("python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13"), "{text}");
-            assert!(text.contains("pip install nvidia-cuda-nvrtc"), "{text}");
+            assert!(text.contains("pip install -U nvidia-cuda-nvrtc"), "{text}");
         }
     }
 

@@ -347,6 +347,10 @@ impl KernelCache {
                 None => unreachable!("a kernel was neither compiled nor refused"),
             }
         }
+        // That the compiler is too old is one thing to say, not one of each kernel.
+        if let Some(place) = failures.iter().position(|failure| matches!(failure, Error::OldNvrtc(_))) {
+            return Err(failures.swap_remove(place));
+        }
         match failures.len() {
             0 => Ok(artifacts),
             1 => Err(failures.remove(0)),
