@@ -144,6 +144,44 @@ pub const SHAPES: [GemmMmaSpec; 23] = [
     small(64, 4, 4, 2, 1),
 ];
 
+/// Shapes for 99 KB of shared memory, which leaves few of [`SHAPES`]: two blocks of four warps on a multiprocessor for many
+/// output features, one of 8 or 12 with a row block each for few. Chosen by the model of times that dispatch takes
+/// (`unweight_rt::choose::model`) over the linears of five models on 15 cards; no such card has run one.
+pub const SHAPES_99_KB: [GemmMmaSpec; 6] = [
+    small(8, 1, 12, 3, 1),
+    small(8, 7, 4, 1, 1),
+    small(16, 1, 8, 3, 1),
+    small(16, 6, 4, 1, 1),
+    small(32, 1, 8, 2, 1),
+    small(64, 2, 4, 1, 1),
+];
+
+/// The same for 163 KB without clusters: few output features, where clusters would share k.
+pub const SHAPES_163_KB: [GemmMmaSpec; 4] =
+    [small(8, 1, 16, 4, 1), small(16, 1, 12, 3, 1), small(32, 1, 8, 3, 1), small(64, 1, 8, 2, 1)];
+
+/// What NVRTC 13.0 gives a stack on Blackwell's data center cards, with one epilogue or another.
+const SPILLING: [GemmMmaSpec; 2] = [GemmMmaSpec { persistent: true, ..small(16, 4, 8, 1, 1) }, small(64, 4, 4, 2, 1)];
+/// And with a dump: there another shape of as many row blocks has it.
+const SPILLING_DUMP: GemmMmaSpec = small(8, 7, 8, 1, 1);
+
+/// The shapes of an architecture, as far as they have a plan there.
+fn shapes(arch: Arch) -> impl Iterator<Item = GemmMmaSpec> + Clone {
+    let more: &[GemmMmaSpec] = match arch {
+        Arch::Sm80 => &SHAPES_163_KB,
+        Arch::Sm86 | Arch::Sm89 | Arch::Sm120a => &SHAPES_99_KB,
+        Arch::Sm90a | Arch::Sm100a | Arch::Sm103a => &[],
+    };
+    // Of sm_120a NVRTC 13.0 gives the variants with bulk copies a stack, and those with asynchronous ones none.
+    let copy = if matches!(arch, Arch::Sm120a) { SmemCopy::Async } else { SmemCopy::of(arch) };
+    let clean = move |shape: &&GemmMmaSpec| !is_server_blackwell(arch) || !SPILLING.contains(shape);
+    SHAPES.iter().chain(more).filter(clean).map(move |shape| GemmMmaSpec { copy, ..*shape })
+}
+
+const fn is_server_blackwell(arch: Arch) -> bool {
+    matches!(arch, Arch::Sm100a | Arch::Sm103a)
+}
+
 const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluster: u32) -> GemmMmaSpec {
     match (
         SmallBatchTile::new(batch_tile),
@@ -380,10 +418,8 @@ impl Family for GemmMmaSpec {
     /// Each shape with escapes, ordinary and dependent, with every epilogue; those of batch tile 8 also without
     /// escapes, as `store`; a dump for each number of row blocks.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-        // Of sm_120a NVRTC 13.0 gives the variants with bulk copies a stack, and those with asynchronous ones none.
-        let copy = if matches!(arch, Arch::Sm120a) { SmemCopy::Async } else { SmemCopy::of(arch) };
-        let shapes = SHAPES.map(|shape| GemmMmaSpec { copy, ..shape });
-        let used = shapes.into_iter().flat_map(|shape| {
+        let shapes = shapes(arch);
+        let used = shapes.clone().flat_map(|shape| {
             let ways = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];
             ways.into_iter()
                 // Without escapes there is less to hide and nothing to gain but at the smallest batches; beyond, some
@@ -395,12 +431,14 @@ impl Family for GemmMmaSpec {
         });
         // The first shape of each number of row blocks: what differs between them is how row blocks are laid over
         // tiles.
+        let of_dumps = shapes.clone();
         let dumps = RowBlocks::all().filter_map(move |row_blocks| {
-            let shape = shapes.into_iter().find(|shape| shape.row_blocks == row_blocks)?;
+            let clean = |shape: &GemmMmaSpec| !is_server_blackwell(arch) || *shape != SPILLING_DUMP;
+            let shape = of_dumps.clone().find(|shape| shape.row_blocks == row_blocks && clean(shape))?;
             Some(GemmMmaSpec { dump: true, ..shape })
         });
         // The gate and the up of an MLP as one matmul.
-        let gated = shapes.into_iter().flat_map(|shape| {
+        let gated = shapes.flat_map(|shape| {
             [false, true].map(move |pdl| GemmMmaSpec { pdl, epilogue: Epilogue::SiluMul, ..shape })
         });
         used.chain(dumps).chain(gated).map(move |spec| VariantSpec::gemm_mma(arch, spec))
