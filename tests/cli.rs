@@ -383,6 +383,11 @@ fn a_shell_completes_commands_kernels_and_tensors() {
     assert_eq!(completions(home, &["unweight", "compress", "--profile", "res"]), ["resident"]);
     let kernels = completions(home, &["unweight", "kernels", "emit", "uw_sm90a_encode_st"]);
     assert_eq!(kernels, ["uw_sm90a_encode_stats"]);
+    // The word says the architecture, or the line does.
+    let of_word = completions(home, &["unweight", "kernels", "emit", "uw_sm89_encode_st"]);
+    assert_eq!(of_word, ["uw_sm89_encode_stats"]);
+    let of_line = completions(home, &["unweight", "kernels", "compile", "--arch", "sm_120a", "uw_"]);
+    assert!(!of_line.is_empty() && of_line.iter().all(|name| name.starts_with("uw_sm120a_")), "{of_line:?}");
     let gates = completions(home, &["unweight", "extract", "bundle", "--tensor", "model.layers.1.mlp.g"]);
     assert_eq!(gates, ["model.layers.1.mlp.gate_proj.weight"]);
     assert_eq!(completions(home, &["unweight", "inspect", "bundle", "--tensor", "model.no"]), ["model.norm.weight"]);
@@ -468,6 +473,18 @@ fn kernels_are_listed_and_emitted() {
     assert!(stderr(&output).contains("stdout takes one"));
     run(home.path(), &["kernels", "list", "uw_sm90a_nothing"], 2);
     run(home.path(), &["kernels", "list", "nothing*"], 2);
+    // A pattern of another architecture than the one that is meant.
+    let output = run(home.path(), &["kernels", "list", "uw_sm89_*", "--arch", "sm_86"], 2);
+    assert!(stderr(&output).contains("kernels for sm_86: add `--arch sm_89`"), "{}", stderr(&output));
+    assert!(
+        stdout(&run(home.path(), &["kernels", "list", "uw_sm89_decode_*", "--arch", "sm_89"], 0)).contains("_full_l7")
+    );
+    // Without a word it is that of the GPU; where there is none, it is said.
+    let output = run(home.path(), &["kernels", "list"], 0);
+    match unweight_rt::device::Device::arch_of(0) {
+        Ok(arch) => assert!(stdout(&output).contains(&format!("uw_{}_encode_stats", arch.tag()))),
+        Err(_) => assert!(stderr(&output).contains("no GPU here: kernels for sm_90a; --arch"), "{}", stderr(&output)),
+    }
     // What ships for another architecture, and what it does not have.
     let ada = json(&run(home.path(), &["kernels", "list", "--arch", "sm_89", "--json"], 0));
     let names: Vec<_> = ada["kernels"].as_array().unwrap().iter().map(|k| k["name"].as_str().unwrap()).collect();
@@ -763,7 +780,11 @@ fn nothing_is_coloured_without_a_terminal() {
 
 #[test]
 fn a_reader_that_goes_away_is_no_error() {
-    let mut child = unweight(&["kernels", "list"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = unweight(&["kernels", "list", "--arch", "sm_90a"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success(), "{:?}", output.status);
@@ -1286,7 +1307,7 @@ fn a_bundle_carries_its_kernels() {
         assert_eq!(output.status.code(), Some(status), "{arguments:?} {}", stderr(&output));
         output
     };
-    let attach = ["kernels", "attach", "bundle", "--arch", "sm_90a", "--max-batch", "8", "--json"];
+    let attach = ["kernels", "attach", "bundle", "--max-batch", "8", "--json"];
     let attached = json(&in_home(&attach, 0));
     documented("kernels attach", &attached);
     let count = attached["kernels"].as_array().unwrap().len();

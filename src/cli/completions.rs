@@ -1,6 +1,11 @@
 //! `unweight completions`, and what a shell asks when somebody presses the tab key.
 
-use std::{env, io::Write, path::Path};
+use std::{
+    env,
+    ffi::{OsStr, OsString},
+    io::Write,
+    path::Path,
+};
 
 use clap::{Args, CommandFactory};
 use clap_complete::{
@@ -16,6 +21,7 @@ use unweight::{
 use super::{
     Cli,
     failure::{Failure, Result},
+    kernels::{arch_in, own_arch},
     output::Output,
 };
 
@@ -59,9 +65,17 @@ pub fn scopes() -> Vec<CompletionCandidate> {
     Scope::ALL.iter().map(|scope| CompletionCandidate::new(scope.name())).collect()
 }
 
-/// Kernels that ship.
-pub fn kernels() -> Vec<CompletionCandidate> {
-    catalog::all(Arch::Sm90a).iter().map(|spec| CompletionCandidate::new(spec.name().to_string())).collect()
+/// Kernels that ship for the architecture that the line names, in this word or by `--arch`; else for this machine's GPU.
+pub fn kernels(word: &OsStr) -> Vec<CompletionCandidate> {
+    let word = word.to_string_lossy();
+    let line: Vec<String> = line().map(|word| word.to_string_lossy().into_owned()).collect();
+    let option = line.iter().enumerate().find_map(|(at, word)| match word.strip_prefix("--arch")? {
+        "" => Arch::of_compiler_name(line.get(at + 1)?),
+        value => Arch::of_compiler_name(value.strip_prefix('=')?),
+    });
+    let arch = arch_in(&word).or(option).or_else(own_arch).unwrap_or(Arch::Sm90a);
+    let names = catalog::all(arch).into_iter().map(|spec| spec.name().to_string());
+    names.filter(|name| name.starts_with(&*word)).map(CompletionCandidate::new).collect()
 }
 
 /// Tensors of the bundle on the command line.
@@ -84,9 +98,13 @@ fn candidate(name: &str) -> Option<CompletionCandidate> {
     harmless.then(|| CompletionCandidate::new(name))
 }
 
+/// The words of the line that is completed.
+fn line() -> impl Iterator<Item = OsString> {
+    env::args_os().skip_while(|word| word != "--")
+}
+
 /// The first word of the line that is completed that is a bundle.
 fn bundle() -> Option<Bundle> {
-    let words = env::args_os().skip_while(|word| word != "--");
-    let mut bundles = words.filter(|word| Path::new(word).join(FILE_NAME).is_file());
+    let mut bundles = line().filter(|word| Path::new(word).join(FILE_NAME).is_file());
     Bundle::open(Path::new(&bundles.next()?)).ok()
 }

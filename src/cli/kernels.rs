@@ -10,7 +10,7 @@ use clap::{
     Args, Subcommand,
     builder::{PossibleValuesParser, TypedValueParser},
 };
-use clap_complete::engine::ArgValueCandidates;
+use clap_complete::engine::ArgValueCompleter;
 use serde::Serialize;
 use unweight::{
     codegen::{
@@ -24,13 +24,13 @@ use unweight::{
         glob::matches,
     },
     rt::{
-        choose::model::{Machine, PackedChooser},
+        choose::model::PackedChooser,
         device::{Device, KernelSet},
         env::{Env, JitMode},
         jit::cache::{CacheState, Kept, KernelCache, Progress, attachable},
         jit::compiler::{CompileRequest, Compiler, NvrtcCompiler},
         jit::cubin::{self, KernelResources, Opcode},
-        layer::loader::{LoadOptions, Resident, reachable},
+        layer::loader::{LoadOptions, Resident, reachable, reachable_on_any},
     },
 };
 
@@ -63,9 +63,10 @@ pub enum Kernels {
 #[derive(Args)]
 pub struct Names {
     /// Names; * and ? are wildcards [default: all that ship]
-    #[arg(value_name = "NAME", add = ArgValueCandidates::new(completions::kernels))]
+    #[arg(value_name = "NAME", add = ArgValueCompleter::new(completions::kernels))]
     names: Vec<String>,
-    /// The architecture whose kernels are meant by wildcards, and by no name at all [default: sm_90a]
+    /// The architecture whose kernels are meant by wildcards, and by no name at all [default: that of this machine's
+    /// GPU, or sm_90a]
     #[arg(long, value_name = "ARCH",
           value_parser = PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name())).map(arch))]
     arch: Option<Arch>,
@@ -86,7 +87,7 @@ pub struct Emit {
 pub struct Compile {
     #[command(flatten)]
     names: Names,
-    /// Only what loading this bundle and running its layers can ask for, on this machine's GPU or a usual one of --arch
+    /// Only what loading this bundle and running its layers can ask for, on this machine's GPU or on any card of --arch
     #[arg(long, value_name = "BUNDLE", conflicts_with = "names")]
     bundle: Option<PathBuf>,
     /// With --bundle: the largest batch that layers are loaded for
@@ -106,7 +107,7 @@ pub struct Compile {
 pub struct Attach {
     /// Directory of the bundle
     bundle: PathBuf,
-    /// An architecture to compile for; may be repeated [default: that of this machine's GPU, or sm_90a]
+    /// An architecture to compile for, for every card of it; may be repeated [default: this machine's GPU, or an H200]
     #[arg(long, value_name = "ARCH",
           value_parser = PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name())).map(arch))]
     arch: Vec<Arch>,
@@ -227,27 +228,50 @@ impl Kernels {
 
 /// The architecture that the compiler calls so.
 fn arch(name: String) -> Arch {
-    let named = |arch: &&Arch| arch.compiler_name() == name;
-    Arch::ALL.iter().find(named).copied().unwrap_or(Arch::Sm90a)
+    Arch::of_compiler_name(&name).unwrap_or(Arch::Sm90a)
+}
+
+/// The architecture of this machine's GPU, if it has one that kernels are made for.
+pub fn own_arch() -> Option<Arch> {
+    Device::arch_of(0).ok()
+}
+
+/// The architecture whose names begin as this one does.
+pub fn arch_in(name: &str) -> Option<Arch> {
+    Arch::from_tag(name.strip_prefix("uw_")?.split('_').next()?)
 }
 
 impl Names {
-    fn specs(&self) -> Result<Vec<VariantSpec>> {
-        let shipped = catalog::all(self.arch.unwrap_or(Arch::Sm90a));
+    fn specs(&self, output: Output) -> Result<Vec<VariantSpec>> {
+        let is_pattern = |name: &str| name.contains(['*', '?']);
+        let by_arch = self.names.is_empty() || self.names.iter().any(|name| is_pattern(name));
+        // A machine is asked for its GPU only where that matters.
+        let arch = self.arch.or_else(|| if by_arch { own_arch() } else { None });
+        // What a pattern says itself needs no word.
+        let said = !self.names.is_empty() && self.names.iter().all(|name| !is_pattern(name) || arch_in(name).is_some());
+        if by_arch && arch.is_none() && !said {
+            output.note("no GPU here: kernels for sm_90a; --arch names another architecture");
+        }
+        let arch = arch.unwrap_or(Arch::Sm90a);
+        let shipped = catalog::all(arch);
         if self.names.is_empty() {
             return Ok(shipped);
         }
         let mut specs = Vec::new();
         for name in &self.names {
             let before = specs.len();
-            if name.contains(['*', '?']) {
+            if is_pattern(name) {
                 specs.extend(shipped.iter().filter(|spec| matches(name, &spec.to_string())));
             } else {
                 // A name says everything, so a kernel need not be among those that ship.
                 specs.push(name.parse().map_err(Failure::other)?);
             }
             if specs.len() == before {
-                let help = "`unweight kernels list` shows the names";
+                let own = arch.compiler_name();
+                let help = match arch_in(name).filter(|other| *other != arch) {
+                    Some(other) => format!("these are kernels for {own}: add `--arch {}`", other.compiler_name()),
+                    None => format!("`unweight kernels list --arch {own}` shows the names"),
+                };
                 return Err(Failure::new(format!("no kernel matches '{name}'"), help));
             }
         }
@@ -270,7 +294,7 @@ fn list(names: &Names, output: Output) -> Result<()> {
             stages: plan.pipeline.map(|pipeline| pipeline.stages),
         })
     };
-    let report = Of { kernels: names.specs()?.into_iter().map(listed).collect::<Result<Vec<_>>>()? };
+    let report = Of { kernels: names.specs(output)?.into_iter().map(listed).collect::<Result<Vec<_>>>()? };
     output.result("kernels list", &report, |out| {
         let mut table = Table::new(&["kernel", "family", ">shared memory, B", ">threads", ">stages"]);
         for kernel in &report.kernels {
@@ -287,7 +311,7 @@ fn list(names: &Names, output: Output) -> Result<()> {
 }
 
 fn emit(arguments: &Emit, output: Output) -> Result<()> {
-    let specs = arguments.names.specs()?;
+    let specs = arguments.names.specs(output)?;
     if arguments.output.is_none() && specs.len() != 1 && !output.json {
         return Err(Failure::new(
             format!("{} kernels, and stdout takes one", specs.len()),
@@ -337,20 +361,29 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Failure::io(path.display()))
 }
 
-/// Of a usual device of an architecture; of this machine's GPU where none is named, as a start on it chooses; of an
-/// H200 where there is none, as when an image is built.
-fn chooser(arch: Option<Arch>, env: &Env, output: Output) -> PackedChooser {
-    match (arch, Device::open(0)) {
-        (Some(Arch::Sm90a), _) => PackedChooser::h200(),
-        (Some(arch), _) => PackedChooser::model(Machine::usual(arch)),
-        (None, Ok(device)) => {
-            let kernels = KernelSet::open(&device, env);
-            note_table(&kernels, output);
-            kernels.chooser().clone()
-        }
-        (None, Err(_)) => {
-            output.note("no GPU here: kernels as an H200 chooses them");
-            PackedChooser::h200()
+/// The cards that kernels are for.
+enum Cards {
+    /// Every one of an architecture: whatever its multiprocessors and its memory let dispatch choose.
+    All(Arch),
+    /// One.
+    One(PackedChooser),
+}
+
+impl Cards {
+    /// All of an architecture that is named; else this machine's GPU, as a start on it chooses; an H200 where there is
+    /// none, as when an image is built.
+    fn of(arch: Option<Arch>, env: &Env, output: Output) -> Self {
+        match (arch, Device::open(0)) {
+            (Some(arch), _) => Self::All(arch),
+            (None, Ok(device)) => {
+                let kernels = KernelSet::open(&device, env);
+                note_table(&kernels, output);
+                Self::One(kernels.chooser().clone())
+            }
+            (None, Err(_)) => {
+                output.note("no GPU here: kernels as an H200 chooses them; --arch takes those of every card of one");
+                Self::One(PackedChooser::h200())
+            }
         }
     }
 }
@@ -361,9 +394,11 @@ fn load_options(max_batch: u32, no_pdl: bool) -> LoadOptions {
 }
 
 /// What loading a bundle and running its model can ask for.
-fn of_bundle(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser, output: Output) -> Vec<VariantSpec> {
-    let arch = chooser.arch();
-    let mut specs = reachable(bundle, options, chooser);
+fn of_bundle(bundle: &Bundle, options: LoadOptions, cards: Cards, output: Output) -> Vec<VariantSpec> {
+    let (arch, mut specs) = match cards {
+        Cards::All(arch) => (arch, reachable_on_any(bundle, options, arch)),
+        Cards::One(chooser) => (chooser.arch(), reachable(bundle, options, chooser)),
+    };
     // What `generate` runs beside them, at every batch.
     let engine = EngineOptions::default().max_batch(options::MAX_BATCH);
     match Engine::kernels(bundle, &engine, arch) {
@@ -404,13 +439,13 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
         return Err(BundleError::OutputExists { path }.into());
     }
     let options = load_options(arguments.max_batch, arguments.no_pdl);
-    let choosers = match arguments.arch.as_slice() {
-        [] => vec![chooser(None, env, output)],
-        archs => archs.iter().map(|arch| chooser(Some(*arch), env, output)).collect(),
+    let cards = match arguments.arch.as_slice() {
+        [] => vec![Cards::of(None, env, output)],
+        archs => archs.iter().map(|arch| Cards::of(Some(*arch), env, output)).collect(),
     };
     let mut specs: Vec<VariantSpec> = Vec::new();
-    for chooser in choosers {
-        let more = of_bundle(&bundle, options, chooser, output);
+    for cards in cards {
+        let more = of_bundle(&bundle, options, cards, output);
         specs.extend(more);
     }
     specs.sort();
@@ -457,10 +492,10 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         return Err(Failure::new("UNWEIGHT_JIT=off keeps no kernels", "unset it, or use `unweight kernels check`"));
     }
     let specs = match &arguments.bundle {
-        None => arguments.names.specs()?,
+        None => arguments.names.specs(output)?,
         Some(folder) => {
             let options = load_options(arguments.max_batch, arguments.no_pdl);
-            of_bundle(&Bundle::open(folder)?, options, chooser(arguments.names.arch, env, output), output)
+            of_bundle(&Bundle::open(folder)?, options, Cards::of(arguments.names.arch, env, output), output)
         }
     };
     let requests = render(&specs)?;
@@ -507,7 +542,7 @@ fn check(names: &Names, output: Output) -> Result<()> {
     let compiler = NvrtcCompiler::new(env);
     compiler.identity()?;
     let mut kernels = Vec::new();
-    for spec in names.specs()? {
+    for spec in names.specs(output)? {
         let request = CompileRequest::render(&spec)?;
         let compiled = compiler.compile(&request)?;
         let info = cubin::read(&compiled.cubin).map_err(Failure::other)?;

@@ -155,9 +155,7 @@ pub fn compact_candidates(machine: &Machine, problem: GemmShape, wanted: PackedU
     if m == 0 || n == 0 || k == 0 || !n.is_multiple_of(64) || !k.is_multiple_of(64) {
         return Vec::new();
     }
-    let PackedUse { pdl, epilogue, .. } = wanted.on(machine.arch);
-    let mut found: Vec<(VariantSpec, f64)> = catalog::on::<GemmCompactSpec>(machine.arch)
-        .filter(|spec| matches!(spec.op, Op::GemmCompact(op) if (op.pdl, op.epilogue) == (pdl, epilogue)))
+    let mut found: Vec<(VariantSpec, f64)> = every_compact_candidate(machine.arch, wanted)
         .filter_map(|spec| Some((spec, predicted_us(&spec, problem, machine)?)))
         .collect();
     found.sort_by(|a, b| a.1.total_cmp(&b.1));
@@ -206,6 +204,22 @@ fn shapes(arch: Arch) -> &'static [VariantSpec] {
         shapes.dedup();
         shapes
     })
+}
+
+/// Every variant that a card of an architecture can be given for a use and for batches up to this, whatever its
+/// multiprocessors and its memory: all shapes that ship there, as far as [`predicted_us`] considers them at such batches.
+pub fn every_candidate(arch: Arch, max_batch: u32, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
+    let wanted = wanted.on(arch);
+    let considered = move |shape: &&VariantSpec| max_batch > SMALL_BATCH || !matches!(shape.op, Op::GemmWgmma(_));
+    shapes(arch).iter().filter(considered).filter_map(move |shape| wanted.of(*shape))
+}
+
+/// Every variant of [`compact_candidates`] that a card of an architecture can be given for a use.
+pub fn every_compact_candidate(arch: Arch, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
+    let PackedUse { pdl, epilogue, .. } = wanted.on(arch);
+    let used =
+        move |spec: &VariantSpec| matches!(spec.op, Op::GemmCompact(op) if (op.pdl, op.epilogue) == (pdl, epilogue));
+    catalog::on::<GemmCompactSpec>(arch).filter(used)
 }
 
 /// Whether a register-sourced matmul is for dependent launch; `None` for other families.

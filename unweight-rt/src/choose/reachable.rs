@@ -19,7 +19,10 @@ use unweight_format::{FormId, TileGrid, bundle::Bundle, packed, roles::Role, saf
 
 use super::{
     graph::{Edge, Node, Step, decoder, packing, paths, transcoder},
-    model::{PackedChooser, PackedUse, bf16_us, cublas_us, expand_us, mma_floor_us, predicted_us},
+    model::{
+        PackedChooser, PackedUse, bf16_us, cublas_us, every_candidate, every_compact_candidate, expand_us,
+        mma_floor_us, predicted_us,
+    },
 };
 
 /// A weight that becomes a layer, alone or merged with others.
@@ -393,6 +396,21 @@ impl Wanted {
 
     /// Every kernel that making these weights layers, and running them at any batch, can ask for. Ordered, without repetition.
     pub fn reachable(&self, weights: impl IntoIterator<Item = Weight>) -> Vec<VariantSpec> {
+        self.reachable_by(weights, |weight| self.products(weight))
+    }
+
+    /// What [`Wanted::reachable`] can say of any card of the architecture, whatever its multiprocessors and its memory: of
+    /// products every shape that ships, since which of them is chosen follows from the card.
+    pub fn reachable_on_any_card(&self, weights: impl IntoIterator<Item = Weight>) -> Vec<VariantSpec> {
+        // Those of this chooser, too: a table may hold what does not ship.
+        self.reachable_by(weights, |weight| [self.products(weight), self.every_product(weight)].concat())
+    }
+
+    fn reachable_by(
+        &self,
+        weights: impl IntoIterator<Item = Weight>,
+        products: impl Fn(&Weight) -> Vec<VariantSpec>,
+    ) -> Vec<VariantSpec> {
         let weights: BTreeSet<Weight> = weights.into_iter().collect();
         // A loader brings its packer along.
         let mut variants: BTreeSet<VariantSpec> = packing(self.chooser.arch()).into_iter().collect();
@@ -401,22 +419,55 @@ impl Wanted {
                 match edge.step {
                     Step::Decode(DecodeOutput::Full) => variants.extend(self.decoder()),
                     Step::Transcode => _ = variants.insert(self.transcoder()),
-                    Step::GemmPacked if self.linears == Linears::Packed => {
-                        let of = |&escapes: &bool| self.gemms(weight, escapes);
-                        // Of what stays compact, too: it may turn out to be smaller packed, or to be looked up in.
-                        variants.extend(weight.escapes().iter().flat_map(of).map(|choice| choice.kernel));
-                        let packed = weight.escapes().iter().flat_map(|escapes| self.packed_ways(weight, *escapes));
-                        variants.extend(packed.flat_map(|choice| choice.kernel.kernels().copied().collect::<Vec<_>>()));
-                        if self.stays_compact(weight) {
-                            let ways = self.compact_ways(weight);
-                            variants.extend(ways.iter().flat_map(|choice| choice.kernel.kernels()));
-                        }
-                    }
+                    Step::GemmPacked if self.linears == Linears::Packed => variants.extend(products(weight)),
                     _ => {}
                 }
             }
         }
         variants.into_iter().collect()
+    }
+
+    /// The products of a weight at any batch, with what runs ahead of them.
+    fn products(&self, weight: &Weight) -> Vec<VariantSpec> {
+        let of = |&escapes: &bool| self.gemms(weight, escapes);
+        // Of what stays compact, too: it may turn out to be smaller packed, or to be looked up in.
+        let mut all: Vec<VariantSpec> = weight.escapes().iter().flat_map(of).map(|choice| choice.kernel).collect();
+        let packed = weight.escapes().iter().flat_map(|escapes| self.packed_ways(weight, *escapes));
+        all.extend(packed.flat_map(|choice| choice.kernel.kernels().copied().collect::<Vec<_>>()));
+        if self.stays_compact(weight) {
+            all.extend(self.compact_ways(weight).iter().flat_map(|choice| choice.kernel.kernels()));
+        }
+        all
+    }
+
+    /// The same of all cards of the architecture.
+    fn every_product(&self, weight: &Weight) -> Vec<VariantSpec> {
+        let arch = self.chooser.arch();
+        let mut all = Vec::new();
+        for &epilogue in weight.epilogues() {
+            let wanted = |escapes, pdl| PackedUse { escapes, pdl, epilogue };
+            let every = |wanted| every_candidate(arch, self.max_batch, wanted);
+            all.extend(weight.escapes().iter().flat_map(|escapes| every(wanted(*escapes, self.pdl))));
+            let compact = self.stays_compact(weight);
+            if compact {
+                all.extend(every_compact_candidate(arch, wanted(true, self.pdl)));
+            }
+            if compact && self.max_batch > COMPACT_BATCH {
+                all.push(expander(arch));
+                all.extend(every(wanted(true, false)));
+            }
+            // On what card, and from what batch on, cuBLAS takes over, the machine says.
+            let may = match self.expand {
+                Expand::Never => false,
+                Expand::Above(batch) => self.max_batch > batch,
+                Expand::Model => !arch.has(Instruction::Wgmma) && self.max_batch > GEMM_MMA_BATCH,
+            };
+            if may {
+                let ways = [false, compact].into_iter().filter_map(|compact| self.by_cublas(epilogue, compact));
+                all.extend(ways.flat_map(|way| way.kernels().copied().collect::<Vec<_>>()));
+            }
+        }
+        all
     }
 }
 
@@ -720,10 +771,8 @@ mod tests {
             Some(plain[first - 1].last + 1)
         };
         // 0: none.
-        let expected = [193, 193, 0, 193, 193, 257, 321, 193, 193, 193, 513, 193, 129];
-        for (card, expected) in CARDS.into_iter().zip(expected) {
-            assert_eq!(from(card).unwrap_or(0), expected, "{}", card.1);
-        }
+        let expected = [193, 193, 0, 193, 193, 257, 449, 193, 193, 193, 961, 193, 97];
+        assert_eq!(CARDS.map(|card| from(card).unwrap_or(0)), expected);
     }
 
     /// What stays compact is expanded from there, too, and no batch straight from it is.
@@ -744,6 +793,88 @@ mod tests {
         }
         let reachable = wanted.reachable([weight]);
         assert!(ways.iter().flat_map(|choice| choice.kernel.kernels()).all(|spec| reachable.contains(spec)));
+    }
+
+    /// What is made ahead for all cards of an architecture has what dispatch asks for on each of them, in models that people
+    /// run; what one card asks for has not.
+    #[test]
+    fn kernels_for_any_card_are_those_of_every_card() {
+        // Multiprocessors, GB/s and MHz, as vendors describe them: GeForce RTX 3060, 3070, 3080, 3090, A2, A10, A40; RTX 4060
+        // Ti, 4070, 4090, L4, L40S; A30, A100 of 40 and of 80 GB; B200; RTX 5070, 5090, RTX PRO 6000; H100 (PCIe), H20, H200.
+        let cards: [(Arch, &[(u32, f64, f64)]); 6] = [
+            (
+                Arch::Sm86,
+                &[
+                    (28, 360.0, 1777.0),
+                    (46, 448.0, 1725.0),
+                    (68, 760.0, 1710.0),
+                    (82, 936.0, 1695.0),
+                    (10, 200.0, 1770.0),
+                    (72, 600.0, 1695.0),
+                    (84, 696.0, 1740.0),
+                ],
+            ),
+            (
+                Arch::Sm89,
+                &[
+                    (34, 288.0, 2535.0),
+                    (46, 504.0, 2475.0),
+                    (128, 1008.0, 2520.0),
+                    (58, 300.0, 2040.0),
+                    (142, 864.0, 2520.0),
+                ],
+            ),
+            (Arch::Sm80, &[(56, 933.0, 1440.0), (108, 1555.0, 1410.0), (108, 2039.0, 1410.0)]),
+            (Arch::Sm100a, &[(148, 8000.0, 1965.0)]),
+            (Arch::Sm120a, &[(48, 672.0, 2512.0), (170, 1792.0, 2407.0), (188, 1792.0, 2617.0)]),
+            (Arch::Sm90a, &[(114, 2039.0, 1755.0), (78, 4000.0, 1980.0), (132, 4814.0, 1980.0)]),
+        ];
+        // Hidden and intermediate size, columns of keys and of values, vocabulary: Llama-3.2-1B and 3B, Qwen2.5-7B,
+        // Llama-3.1-8B and 70B.
+        let models = [
+            (2048, 8192, 512, 128_256),
+            (3072, 8192, 1024, 128_256),
+            (3584, 18944, 512, 152_064),
+            (4096, 14336, 1024, 128_256),
+            (8192, 28672, 1024, 128_256),
+        ];
+        let weights = |(hidden, intermediate, kv, vocab): (u32, u32, u32, u32), form: FormId| {
+            let compact = form == FormId::COMPACT;
+            let stored =
+                [(hidden, hidden), (kv, hidden), (intermediate, hidden), (hidden, intermediate), (vocab, hidden)];
+            let merged = [(hidden + 2 * kv, false), (2 * intermediate, true)];
+            let merged = merged.map(|(n, gated)| Weight::merged(n, hidden, gated).all_compact(compact));
+            stored.map(|(n, k)| Weight::stored(n, k, form)).into_iter().chain(merged).collect::<Vec<_>>()
+        };
+        let mut beyond_the_usual = 0;
+        for (arch, figures) in cards {
+            for (max_batch, pdl, form) in
+                [(8, false, FormId::PACKED), (256, true, FormId::PACKED), (256, true, FormId::COMPACT)]
+            {
+                let on = |machine| Wanted {
+                    resident: Resident::Small,
+                    chooser: PackedChooser::model(machine),
+                    ..wanted(max_batch, pdl, 7)
+                };
+                let usual = on(Machine::usual(arch));
+                for model in models {
+                    let any = usual.reachable_on_any_card(weights(model, form));
+                    assert!(any.iter().all(|spec| spec.arch == arch && Plan::new(spec).is_ok()), "{arch:?}");
+                    let usual = usual.reachable(weights(model, form));
+                    for (&(sms, gb, clock_mhz), name) in
+                        figures.iter().flat_map(|card| ["GeForce", ""].map(|name| (card, name)))
+                    {
+                        let tensor = Machine::tensor_rate(arch, name);
+                        let card = on(Machine { arch, sms, memory: gb * 1e3, clock_mhz, tensor });
+                        let asked = card.reachable(weights(model, form));
+                        let missing: Vec<_> = asked.iter().filter(|spec| !any.contains(spec)).collect();
+                        assert!(missing.is_empty(), "{arch:?}, {sms} multiprocessors, {gb} GB/s: {missing:?}");
+                        beyond_the_usual += asked.iter().filter(|spec| !usual.contains(spec)).count();
+                    }
+                }
+            }
+        }
+        assert!(beyond_the_usual > 100, "{beyond_the_usual}: cards of an architecture ask for different kernels");
     }
 
     /// On Hopper nothing is expanded but what a test asks for; without cuBLAS nothing is anywhere.

@@ -76,6 +76,32 @@ impl Device {
         Ok(CudaContext::device_count().call("counting devices")?.unsigned_abs() as usize)
     }
 
+    /// The architecture of a device, without opening it.
+    ///
+    /// # Errors
+    /// As [`Device::open`].
+    pub fn arch_of(ordinal: usize) -> Result<Arch, DeviceError> {
+        let count = Self::count()?;
+        if ordinal >= count {
+            return Err(DeviceError::Ordinal { ordinal, count });
+        }
+        // Below the number of devices, which is an int.
+        let device = result::device::get(ordinal as i32).call("looking at the device")?;
+        let attribute = |which| {
+            // SAFETY: a device that the driver has just given.
+            unsafe { result::device::get_attribute(device, which) }.call("reading the compute capability")
+        };
+        let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        Arch::of_capability(major, minor).map_or_else(
+            || {
+                let name = result::device::get_name(device).call("reading the device's name")?;
+                Err(DeviceError::Arch { name, major, minor })
+            },
+            Ok,
+        )
+    }
+
     /// Opens a device: its primary context, shared with whatever else the process runs on it.
     ///
     /// # Errors
@@ -181,6 +207,11 @@ mod tests {
             Ok(device) => assert!(device.info().sms > 0),
             Err(DeviceError::Toolchain(error)) => assert!(error.to_string().contains("libcuda"), "{error}"),
             Err(error) => assert!(!error.to_string().is_empty()),
+        }
+        let opened = Device::open(0).map(|device| device.info().arch);
+        match (Device::arch_of(0), opened) {
+            (Ok(arch), opened) => assert!(opened.is_ok_and(|opened| opened == arch)),
+            (Err(why), opened) => assert!(opened.is_err_and(|opened| opened.to_string() == why.to_string())),
         }
     }
 }

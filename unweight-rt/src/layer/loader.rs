@@ -10,7 +10,10 @@
 //!    +--upload (merged: encoded anew by the host), if it is to stay small--> compact, 10.9 bits a weight
 //! ```
 
-use unweight_codegen::{VariantSpec, spec::DecodeOutput};
+use unweight_codegen::{
+    VariantSpec,
+    spec::{Arch, DecodeOutput},
+};
 use unweight_format::{
     CompactTensor, FormId, HuffmanTensor, PackedTensor, PaletteTensor,
     bundle::{Bundle, BundleError},
@@ -22,7 +25,7 @@ pub use crate::choose::reachable::{Expand, Linears, Resident};
 use crate::{
     choose::{
         graph::{Node, Step},
-        model::PackedChooser,
+        model::{Machine, PackedChooser},
         reachable::{self, Wanted, Weight},
     },
     device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Staging, Stream},
@@ -243,12 +246,26 @@ pub fn reachable(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) 
     all_reachable(bundle, &wanted(bundle, options, chooser))
 }
 
+/// The same for every card of an architecture: which of its kernels one asks for follows from its multiprocessors and its
+/// memory, so these are more, and there is none that does not find its own among them.
+pub fn reachable_on_any(bundle: &Bundle, options: LoadOptions, arch: Arch) -> Vec<VariantSpec> {
+    let chooser = match arch {
+        Arch::Sm90a => PackedChooser::h200(),
+        _ => PackedChooser::model(Machine::usual(arch)),
+    };
+    let wanted = wanted(bundle, options, chooser);
+    with_decoders(bundle, &wanted, wanted.reachable_on_any_card(reachable::weights(bundle)))
+}
+
 fn wanted(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Wanted {
     options.wanted(chooser, bundle.manifest().options.code_limit)
 }
 
 fn all_reachable(bundle: &Bundle, wanted: &Wanted) -> Vec<VariantSpec> {
-    let mut variants = wanted.reachable(reachable::weights(bundle));
+    with_decoders(bundle, wanted, wanted.reachable(reachable::weights(bundle)))
+}
+
+fn with_decoders(bundle: &Bundle, wanted: &Wanted, mut variants: Vec<VariantSpec>) -> Vec<VariantSpec> {
     // An embedding is decoded, too, though it is no weight of a layer.
     if bundle.tensors().any(|tensor| tensor.entry.form == FormId::HUFFMAN) {
         variants.extend(wanted.decoder().filter(|decoder| !variants.contains(decoder)));
