@@ -93,3 +93,42 @@ pub fn packing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     let conversions = RepackStage::ALL.iter().map(move |stage| VariantSpec::repack(arch, *stage));
     conversions.chain([VariantSpec::encode(arch, EncodeStage::Stats)])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::DecodeOutput;
+
+    /// What an H200 can run of other cards' kernels: every block that copies by threads, as it is there.
+    #[test]
+    fn hopper_runs_every_block_that_ships_without_a_copy_engine() {
+        let plan = |spec: &VariantSpec| Plan::new(spec).unwrap();
+        let run: Vec<Plan> = asynchronous(Arch::Sm90a).map(|spec| plan(&spec)).collect();
+        let (mut blocks, mut small) = (0, 0);
+        for arch in Arch::ALL.iter().filter(|arch| !arch.has(Instruction::BulkCopy)) {
+            for spec in all(*arch).iter().filter(|spec| spec.op.instructions().has(Instruction::AsyncCopy)) {
+                let here = plan(spec);
+                let same = |there: &&Plan| match (there.spec.op, spec.op) {
+                    (Op::Decode(a), Op::Decode(b)) => (a.output, a.code_limit) == (b.output, b.code_limit),
+                    (a, b) => a == b,
+                };
+                let there = run.iter().filter(same).find(|there| there.roles.warps() == here.roles.warps());
+                let there = there.unwrap_or_else(|| panic!("{spec} has no counterpart"));
+                assert_eq!((there.smem.bytes(), there.pipeline), (here.smem.bytes(), here.pipeline), "{spec}");
+                blocks += 1;
+                small += u32::from(matches!(spec.op, Op::Decode(_)) && here.roles.warps() < 32);
+            }
+        }
+        assert!(blocks > 200 && small > 50, "{blocks} blocks, {small} decoders of fewer warps");
+    }
+
+    #[test]
+    fn exponents_are_decoded_where_something_multiplies_by_them() {
+        for arch in Arch::ALL {
+            let shipped = all(*arch);
+            let decoded = |op: &Op| matches!(op, Op::Decode(op) if op.output == DecodeOutput::Exponent);
+            let read = shipped.iter().any(|spec| matches!(spec.op, Op::GemmRecon(_)));
+            assert_eq!(shipped.iter().any(|spec| decoded(&spec.op)), read, "{arch:?}");
+        }
+    }
+}

@@ -66,8 +66,9 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// An H200 (SXM), which the model was fitted to.
-    pub const H200: Self = Self { arch: Arch::Sm90a, sms: 132, memory: 4.917e6, clock_mhz: 1980.0, tensor: 4096.0 };
+    /// An H200 (SXM), which the model was fitted to, as its driver describes it: what is compiled for one where there is none
+    /// is what it will ask for (`device` in docs/records/h200-2026-11-22/decode-compact.json).
+    pub const H200: Self = Self { arch: Arch::Sm90a, sms: 132, memory: 4.814304e6, clock_mhz: 1980.0, tensor: 4096.0 };
 
     /// A device of an architecture, as its vendor describes it, for kernels that are compiled where there is none.
     pub fn usual(arch: Arch) -> Self {

@@ -200,6 +200,27 @@ impl fmt::Debug for Device {
 mod tests {
     use super::*;
 
+    /// The one that is chosen for where there is none: by the record of its driver.
+    #[test]
+    fn an_h200_is_what_the_model_takes_it_for() {
+        let record = include_str!("../../../docs/records/h200-2026-11-22/decode-compact.json");
+        let record: serde_json::Value = serde_json::from_str(record).unwrap();
+        let said = |key: &str| record["device"][key].as_u64().unwrap();
+        let info = DeviceInfo {
+            ordinal: 0,
+            name: record["device"]["name"].as_str().unwrap().to_owned(),
+            arch: Arch::of_compiler_name(record["device"]["arch"].as_str().unwrap()).unwrap(),
+            sms: said("sms") as u32,
+            clock_mhz: said("clock_mhz") as u32,
+            memory_mb_per_s: said("memory_mb_per_s"),
+            l2_bytes: said("l2_bytes"),
+            smem_bytes_per_block: said("smem_bytes_per_block") as u32,
+            memory_bytes: said("memory_bytes"),
+            driver: String::new(),
+        };
+        assert_eq!(Machine::from(&info), Machine::H200);
+    }
+
     #[test]
     fn a_machine_without_a_driver_gives_an_error_that_says_what_is_missing() {
         // Where there is a GPU, the other arm is what is tested.
