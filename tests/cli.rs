@@ -13,7 +13,6 @@ use std::{
 use serde_json::Value;
 use tempfile::TempDir;
 use unweight::{
-    codegen::spec::Arch,
     engine::{Engine, EngineOptions},
     format::{
         bundle::{self, Bundle, CompressOptions, Silent},
@@ -21,7 +20,7 @@ use unweight::{
     },
     rt::{
         Error,
-        choose::model::PackedChooser,
+        choose::model::{Machine, PackedChooser},
         env::{Env, JitMode},
         jit::cache::{CacheState, KernelCache, Policy},
         jit::compiler::{CompileRequest, NvrtcCompiler},
@@ -1331,7 +1330,7 @@ fn a_bundle_carries_its_kernels() {
     // What loading this bundle and running it asks for, on a machine without NVRTC.
     let bundle = Bundle::open(&home.path().join("bundle")).unwrap();
     let mut specs = reachable(&bundle, LoadOptions::default().max_batch(8), PackedChooser::h200());
-    specs.extend(Engine::kernels(&bundle, &EngineOptions::default(), Arch::Sm90a).unwrap());
+    specs.extend(Engine::kernels(&bundle, &EngineOptions::default(), &Machine::H200).unwrap());
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
     assert!(requests.len() > 20, "{}", requests.len());
     let mut env = Env::process().unwrap().clone();

@@ -1,6 +1,7 @@
 //! `unweight kernels`.
 
 use std::{
+    collections::BTreeSet,
     fs,
     io::Write,
     path::{Path, PathBuf},
@@ -24,7 +25,7 @@ use unweight::{
         glob::matches,
     },
     rt::{
-        choose::model::PackedChooser,
+        choose::model::{Machine, PackedChooser},
         device::{Device, KernelSet},
         env::{Env, JitMode},
         jit::cache::{CacheState, Kept, KernelCache, Progress, attachable},
@@ -395,14 +396,20 @@ fn load_options(max_batch: u32, no_pdl: bool) -> LoadOptions {
 
 /// What loading a bundle and running its model can ask for.
 fn of_bundle(bundle: &Bundle, options: LoadOptions, cards: Cards, output: Output) -> Vec<VariantSpec> {
-    let (arch, mut specs) = match cards {
-        Cards::All(arch) => (arch, reachable_on_any(bundle, options, arch)),
-        Cards::One(chooser) => (chooser.arch(), reachable(bundle, options, chooser)),
+    let (machines, mut specs) = match cards {
+        Cards::All(arch) => {
+            // Multiprocessors come in pairs. Attention's shapes follow from their number.
+            let any = (2..=256).step_by(2).map(|sms| Machine { sms, ..Machine::usual(arch) });
+            (any.collect(), reachable_on_any(bundle, options, arch))
+        }
+        Cards::One(chooser) => (vec![*chooser.machine()], reachable(bundle, options, chooser)),
     };
     // What `generate` runs beside them, at every batch.
     let engine = EngineOptions::default().max_batch(options::MAX_BATCH);
-    match Engine::kernels(bundle, &engine, arch) {
-        Ok(more) => specs.extend(more),
+    let all = machines.iter().map(|machine| Engine::kernels(bundle, &engine, machine));
+    let all: std::result::Result<Vec<_>, _> = all.collect();
+    match all {
+        Ok(more) => specs.extend(more.into_iter().flatten().collect::<BTreeSet<_>>()),
         Err(error) => output.note(format_args!("only kernels of linears: {error}")),
     }
     specs

@@ -11,8 +11,8 @@
 // counts, buffers overwritten while an asynchronous reader still needs them, misaligned or out-of-bounds shared
 // accesses, out-of-bounds global accesses through wrappers (when allocations are registered), generic writes that wgmma
 // or a bulk store reads without fence.proxy.async, copies into shared memory that ordinary loads have read and nobody
-// has released.
-// What it cannot find: wgmma.fence left out, weak memory ordering, register budgets, speed.
+// has released, partial sums that another block reads before they were handed over.
+// What it cannot find: wgmma.fence left out, other weak memory ordering, register budgets, speed.
 #pragma once
 
 #include <csetjmp>
@@ -42,6 +42,9 @@ constexpr u32 kSpinLimit = 10000;    // passes in which fibers only polled
 struct Block;
 struct Warp;
 
+// Of each thread of the grid (block x threads of a block + thread), how many of its stores to `partials` come before; nothing: none of anybody.
+using Clock = std::vector<u32>;
+
 struct Fiber {
     jmp_buf context;
     ucontext_t first;
@@ -70,6 +73,9 @@ struct Fiber {
     u64 loads = 0, released = 0, met_warp = 0;
     u64 met_barrier[16] = {}, met_generation[16] = {};
     std::vector<u64> read_at;
+    // Of what is handed over between blocks ("partials"): what comes before its next access, what came before its last fence, and what the words of its
+    // atomics spoke for, which its next fence takes over.
+    Clock clock, fenced, seen;
 };
 
 struct Warp {
@@ -83,6 +89,7 @@ struct NamedBarrier {
     u32 arrived = 0;
     u32 expected = 0;
     u64 generation = 0;
+    Clock coming, handed;  // of those that have arrived, and of those of the generation before
 };
 
 struct Mbarrier {
@@ -145,6 +152,10 @@ struct Machine {
     u32 cluster_arrived = 0;
     u64 cluster_generation = 0;
     std::map<const char*, Allocation> allocations;
+    bool partials = false;  // one of them is called so
+    // Of words of `partials`: who has written each in this launch, and which of that thread's stores it was. Of words of atomics: what they speak for.
+    std::unordered_map<const char*, std::pair<u32, u32>> written;
+    std::unordered_map<const void*, Clock> spoken;
     std::string error;
     void (*entry)(const void*) = nullptr;
     const void* arguments = nullptr;
@@ -335,9 +346,61 @@ inline void check_global(const void* pointer, u64 bytes, u32 alignment, const ch
              a.bytes);
 }
 
+// ---- what blocks hand over to each other in global memory -----------------------------------------------------------------------------------------------
+// Of a buffer that is registered as `partials`: whoever reads or overwrites a word must come behind who wrote it, by meetings of threads of one block, and
+// between blocks by fence.acq_rel.gpu and an atomic on one side, an atomic on the same word and a fence on the other (or st.release and ld.acquire). A fiber
+// sees every store at once; a GPU does not.
+inline void merge(Clock& into, const Clock& from) {
+    if (into.size() < from.size()) into.resize(from.size());
+    for (size_t i = 0; i < from.size(); ++i)
+        if (from[i] > into[i]) into[i] = from[i];
+}
+inline bool is_partial(const void* p) {
+    if (!machine().partials) return false;
+    auto& all = machine().allocations;
+    auto it = all.upper_bound(static_cast<const char*>(p));
+    return it != all.begin() && (--it)->second.name == "partials";
+}
+inline void check_handed_over(const void* p, u64 bytes, const char* what) {
+    Machine& m = machine();
+    const Clock& own = self().clock;
+    for (const char* word = static_cast<const char*>(p); word < static_cast<const char*>(p) + bytes; word += 4) {
+        auto it = m.written.find(word);
+        if (it == m.written.end()) {
+            if (*what == 'l') fail("load of `partials` at %p, which nobody has written in this launch", word);
+            continue;
+        }
+        auto [thread, store] = it->second;
+        if (thread >= own.size() || own[thread] < store)
+            fail("%s of `partials` at %p, which thread %u of block %u has written and nobody has handed over (a meeting of its block, fence.acq_rel.gpu and "
+                 "an atomic; an atomic, fence.acq_rel.gpu and a meeting of this one)",
+                 what, word, thread % m.block_threads, thread / m.block_threads);
+    }
+}
+inline void mark_partial(const void* p, u64 bytes) {
+    Machine& m = machine();
+    Fiber& f = self();
+    const u32 thread = f.block->index * m.block_threads + f.thread;
+    if (f.clock.empty()) f.clock.resize(u64(m.grid) * m.block_threads);
+    const u32 store = ++f.clock[thread];
+    for (const char* word = static_cast<const char*>(p); word < static_cast<const char*>(p) + bytes; word += 4) m.written[word] = {thread, store};
+}
+inline void fence_device() {
+    Fiber& f = self();
+    merge(f.clock, f.seen);
+    f.fenced = f.clock;
+}
+inline void atomic_speaks(const void* p) {
+    Fiber& f = self();
+    Clock& spoken = machine().spoken[p];
+    merge(f.seen, spoken);
+    merge(spoken, f.fenced);
+}
+
 template <class T>
 T read_global(const void* p) {
     check_global(p, sizeof(T), sizeof(T), "load");
+    if (is_partial(p)) check_handed_over(p, sizeof(T), "load");
     T value;
     memcpy(&value, p, sizeof(T));
     return value;
@@ -345,6 +408,10 @@ T read_global(const void* p) {
 template <class T>
 void write_global(void* p, T value) {
     check_global(p, sizeof(T), sizeof(T), "store");
+    if (is_partial(p)) {
+        check_handed_over(p, sizeof(T), "store");
+        mark_partial(p, sizeof(T));
+    }
     memcpy(p, &value, sizeof(T));
 }
 
@@ -356,13 +423,18 @@ inline void named_barrier(u32 id, u32 threads, bool wait) {
     if (b.arrived != 0 && b.expected != threads) fail("named barrier %u: %u threads expected here, %u by an earlier arrival", id, threads, b.expected);
     b.expected = threads;
     u64 generation = b.generation;
+    merge(b.coming, self().clock);
     if (++b.arrived == threads) {
         b.arrived = 0;
         ++b.generation;
+        b.handed = std::move(b.coming);
+        b.coming.clear();
     }
     self().met_barrier[id] = self().loads;
     self().met_generation[id] = generation + 1;
     if (wait) wait_until([&b, generation] { return b.generation != generation; }, "named barrier %u (%u threads)", id, threads);
+    // Of this generation, or of a later one, which this thread has not met: whoever waits here has arrived there, too.
+    if (wait) merge(self().clock, b.handed);
 }
 
 inline Mbarrier& mbarrier_at(u32 address) {
@@ -608,6 +680,8 @@ inline int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 se
     m.error.clear();
     m.current = nullptr;
     m.pending.clear();
+    m.written.clear();
+    m.spoken.clear();
     if (threads == 0 || threads % 32 != 0 || threads > 1024 || grid % m.cluster != 0) {
         m.error = "a block has 32..1024 threads, a multiple of 32, and the grid is a multiple of the cluster";
         return 1;

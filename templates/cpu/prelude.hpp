@@ -99,8 +99,12 @@ inline __attribute__((used, visibility("default"))) const char* uw_cpu_last_erro
 inline __attribute__((used, visibility("default"))) void uw_cpu_register(const void* begin, unsigned long long bytes, const char* name) {
     const char* p = static_cast<const char*>(begin);
     uw::cpu::machine().allocations[p] = {p, bytes, name};
+    uw::cpu::machine().partials |= strcmp(name, "partials") == 0;
 }
-inline __attribute__((used, visibility("default"))) void uw_cpu_clear_registered() { uw::cpu::machine().allocations.clear(); }
+inline __attribute__((used, visibility("default"))) void uw_cpu_clear_registered() {
+    uw::cpu::machine().allocations.clear();
+    uw::cpu::machine().partials = false;
+}
 // Fills a tensor map: row-major [rows, columns], `row_bytes` from row to row, box [box_rows, box_columns], swizzle 0,
 // 64 or 128 bytes.
 inline __attribute__((used, visibility("default"))) void uw_cpu_tensor_map_2d(void* map, void* base, unsigned element_bytes, unsigned long long columns,

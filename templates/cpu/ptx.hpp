@@ -34,7 +34,14 @@ void pick(void** lanes, Source source) {
 
 inline void sync_warp() {
     cpu::self().met_warp = cpu::self().loads;
-    cpu::warp_collective("sync_warp", nullptr, [](void**) {});
+    cpu::Clock all = cpu::self().clock;
+    cpu::warp_collective("sync_warp", &all, [](void** lanes) {
+        cpu::Clock& first = *static_cast<cpu::Clock*>(lanes[0]);
+        for (u32 l = 1; l < 32; ++l) cpu::merge(first, *static_cast<cpu::Clock*>(lanes[l]));
+        if (first.empty()) return;
+        for (u32 l = 1; l < 32; ++l) *static_cast<cpu::Clock*>(lanes[l]) = first;
+    });
+    cpu::merge(cpu::self().clock, all);
 }
 inline u32 shuffle(u32 value, u32 source_lane) {
     return detail::exchange("shuffle", value, source_lane, [](void** l) { detail::pick(l, [](u32, u32 a) { return a; }); });
@@ -146,6 +153,7 @@ inline void reduce_add_shared(u32 a, u32 v) { atomic_add_shared(a, v); }
 inline void reduce_or_shared(u32 a, u32 v) { cpu::write_shared(a, cpu::read_shared<u32>(a) | v); }
 
 inline U32x4 load_global_x4(const void* p) { return cpu::read_global<U32x4>(p); }
+inline U32x2 load_global_x2(const void* p) { return cpu::read_global<U32x2>(p); }
 inline u32 load_global(const void* p) { return cpu::read_global<u32>(p); }
 inline U32x4 load_global_nc_x4(const void* p) { return cpu::read_global<U32x4>(p); }
 inline U32x2 load_global_nc_x2(const void* p) { return cpu::read_global<U32x2>(p); }
@@ -164,6 +172,7 @@ inline void store_global_cg_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
 inline u32 atomic_add_global(u32* p, u32 v) {
     u32 old = cpu::read_global<u32>(p);
     cpu::write_global(p, old + v);
+    cpu::atomic_speaks(p);
     return old;
 }
 inline u64 atomic_add_global_u64(u64* p, u64 v) {
@@ -176,20 +185,28 @@ inline void reduce_max_global_u64(u64* p, u64 v) {
     if (cpu::read_global<u64>(p) < v) cpu::write_global(p, v);
 }
 inline void reduce_add_global_f32(float* p, float v) { cpu::write_global(p, cpu::read_global<float>(p) + v); }
-inline void store_release_global_u64(u64* p, u64 v) { cpu::write_global(p, v); }
-inline void store_release_global(u32* p, u32 v) { cpu::write_global(p, v); }
+inline void store_release_global_u64(u64* p, u64 v) {
+    cpu::machine().spoken[p] = cpu::self().clock;
+    cpu::write_global(p, v);
+}
+inline void store_release_global(u32* p, u32 v) {
+    cpu::machine().spoken[p] = cpu::self().clock;
+    cpu::write_global(p, v);
+}
 // Loads that others may be waiting behind: a turn of a polling loop.
 inline u32 load_acquire_global(const u32* p) {
     u32 v = cpu::read_global<u32>(p);
+    cpu::merge(cpu::self().clock, cpu::machine().spoken[p]);
     cpu::poll();
     return v;
 }
 inline u64 load_acquire_global_u64(const u64* p) {
     u64 v = cpu::read_global<u64>(p);
+    cpu::merge(cpu::self().clock, cpu::machine().spoken[p]);
     cpu::poll();
     return v;
 }
-inline void fence_gpu() {}
+inline void fence_gpu() { cpu::fence_device(); }
 
 // ---- barrier.cuh ---------------------------------------------------------------------------------------------------
 inline void named_barrier_sync(u32 id, u32 threads) { cpu::named_barrier(id, threads, true); }

@@ -2,7 +2,13 @@
 //! tables, and planted bugs that must be caught.
 
 use unweight_bench::attention::{Chunk, ChunkProblem, Decode, PAD, Problem};
-use unweight_codegen::{VariantSpec, abi::AttentionArgs, kv::PAGE_TOKENS, plan::GemmShape, spec::Op};
+use unweight_codegen::{
+    VariantSpec,
+    abi::AttentionArgs,
+    kv::PAGE_TOKENS,
+    plan::{GemmShape, Plan},
+    spec::Op,
+};
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, bf16, spec};
 
@@ -15,7 +21,20 @@ struct Outcome {
     fault: u32,
 }
 
+/// In 3 parts, where the kernel has them.
 fn launch(problem: &Problem, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u64) -> Result<Outcome, String> {
+    let Op::Attention(op) = spec.op else { panic!("{spec}") };
+    launch_in(problem, kernel, spec, seed, if op.split { 3 } else { 1 })
+}
+
+/// Several parts: twice, with what the first launch leaves.
+fn launch_in(
+    problem: &Problem,
+    kernel: &mut CpuKernel,
+    spec: &VariantSpec,
+    seed: u64,
+    parts: u32,
+) -> Result<Outcome, String> {
     let case = &problem.case;
     let (m, columns, out_columns) = (case.positions.len(), case.columns(), case.out_columns());
     let of = |values: &[u16]| Buffer::of(bytemuck::cast_slice(values));
@@ -29,6 +48,12 @@ fn launch(problem: &Problem, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u
     let out = Buffer::new(m * (out_columns + GAP) * 2);
     let fault = Buffer::zeroed(4);
     let optional = |buffer: &Buffer| if buffer.slice().is_empty() { 0 } else { buffer.address() };
+    let shape = GemmShape::rows((m * case.kv_heads) as u32 * parts);
+    let needs = Plan::new(spec).unwrap().workspace(shape, 132);
+    let (partials, counters) = match parts {
+        1 => (Buffer::new(0), Buffer::new(0)),
+        _ => (Buffer::new(needs.bytes as usize), Buffer::zeroed(needs.counters as usize * 4)),
+    };
     let args = AttentionArgs {
         qkv: qkv.address(),
         out: out.address(),
@@ -41,6 +66,8 @@ fn launch(problem: &Problem, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u
         q_norm: optional(&norms[0]),
         k_norm: optional(&norms[1]),
         fault: fault.address(),
+        partials: optional(&partials),
+        counters: optional(&counters),
         qkv_pitch: (columns + GAP) as u64,
         out_pitch: (out_columns + GAP) as u64,
         m: m as u32,
@@ -54,7 +81,7 @@ fn launch(problem: &Problem, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u
         start: 0,
         scale: problem.scale(),
         eps: case.eps,
-        reserved: 0,
+        parts,
     };
     let buffers = [
         ("qkv", qkv.slice()),
@@ -68,10 +95,16 @@ fn launch(problem: &Problem, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u
         ("k_norm", norms[1].slice()),
         ("out", out.slice()),
         ("fault", fault.slice()),
+        ("partials", partials.slice()),
+        ("counters", counters.slice()),
     ];
-    let shape = GemmShape::rows((m * case.kv_heads) as u32);
-    // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
-    unsafe { kernel.run(spec, Run { problem: shape, sms: 132, seed }, &args, &buffers)? };
+    for seed in [seed, seed + 1000].into_iter().take(if parts > 1 { 2 } else { 1 }) {
+        // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
+        unsafe { kernel.run(spec, Run { problem: shape, sms: 132, seed }, &args, &buffers)? };
+        if counters.slice().iter().any(|&byte| byte != 0) {
+            return Err("counters were left set".to_owned());
+        }
+    }
     let untouched = u16::from_ne_bytes([Buffer::POISON; 2]);
     let rows = out.u16s();
     let out = rows.chunks(out_columns + GAP).flat_map(|row| {
@@ -90,7 +123,7 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, case: &Decode) {
 
 #[test]
 fn lengths_at_the_edges_of_tiles_and_pages() {
-    for name in ["d128_w4p2c1_pdl", "d128_w4p2c1_async_pdl"] {
+    for name in ["d128_w4p2c1_pdl", "d128_w4p2c1_async_pdl", "d128_w4p2c1_split_async_pdl"] {
         let spec = spec(&format!("attention_decode_{name}"));
         let mut kernel = CpuKernel::of(&spec, &[]);
         check(&mut kernel, &spec, &Decode::new(128, 4, &[0, 14, 15, 16, PAD, 62, 63, 64, 126, 199]));
@@ -115,12 +148,36 @@ fn clusters_share_the_tokens_of_a_row() {
     }
 }
 
+/// Where a part begins to have tokens, where each has as many as the others, and where there are more than a part adds
+/// up at once; by threads and by the copy engine.
+#[test]
+fn parts_share_the_tokens_of_a_row() {
+    for (name, all) in [("d32_w1p2c1_split_async", &[1, 2, 5, 8, 9, 17][..]), ("d64_w2p2c1_split_pdl", &[1, 4])] {
+        let spec = spec(&format!("attention_decode_{name}"));
+        let Op::Attention(op) = spec.op else { panic!("{spec}") };
+        let (mut kernel, taken) = (CpuKernel::of(&spec, &[]), op.warps.get() * 16);
+        for &parts in all {
+            let last = [1, 2, parts, 2 * parts].map(|part| part * taken);
+            let positions: Vec<u32> = last.into_iter().flat_map(|last| [last - 1, last]).chain([PAD, 0]).collect();
+            let case = Decode { kv_heads: 1, ..Decode::new(op.head_dim.get() as usize, 3, &positions) };
+            let problem = Problem::new(&case);
+            let outcome = launch_in(&problem, &mut kernel, &spec, u64::from(parts), parts);
+            let outcome = outcome.unwrap_or_else(|error| panic!("{spec} x{parts}: {error}"));
+            assert_eq!(problem.mismatch(&outcome.out, &outcome.layer), None, "{spec} x{parts} {case:?}");
+            assert_eq!(outcome.fault, 0, "{spec} x{parts}");
+        }
+    }
+}
+
 #[test]
 fn windows_leave_tokens_out() {
-    let spec = spec("attention_decode_d32_w2p2c2");
-    let mut kernel = CpuKernel::of(&spec, &[]);
-    for window in [1, 7, 16, 17, 64, 100, 1000] {
-        check(&mut kernel, &spec, &Decode { window, ..Decode::new(32, 4, &[0, 6, 15, 16, 63, 64, 65, 99, 100, 230]) });
+    for name in ["d32_w2p2c2", "d32_w2p2c1_split_async"] {
+        let spec = spec(&format!("attention_decode_{name}"));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        for window in [1, 7, 16, 17, 64, 100, 1000] {
+            let positions = [0, 6, 15, 16, 63, 64, 65, 99, 100, 230];
+            check(&mut kernel, &spec, &Decode { window, ..Decode::new(32, 4, &positions) });
+        }
     }
 }
 
@@ -157,28 +214,22 @@ fn long_rows() {
 /// The same bits alone, in any batch, and in any order of events.
 #[test]
 fn a_row_does_not_depend_on_its_batch() {
-    let spec = spec("attention_decode_d64_w4p2c2_pdl");
-    let mut kernel = CpuKernel::of(&spec, &[]);
+    for name in ["d64_w4p2c2_pdl", "d64_w2p2c1_split_async_pdl"] {
+        alone_and_together(&spec(&format!("attention_decode_{name}")));
+    }
+}
+
+fn alone_and_together(spec: &VariantSpec) {
+    let mut kernel = CpuKernel::of(spec, &[]);
     let batch = Problem::new(&Decode { bias: true, norm: true, ..Decode::new(64, 4, &[100, 3, PAD, 64, 200]) });
-    let together = launch(&batch, &mut kernel, &spec, 1).unwrap();
+    let together = launch(&batch, &mut kernel, spec, 1).unwrap();
     for seed in 2..5 {
-        let again = launch(&batch, &mut kernel, &spec, seed).unwrap();
+        let again = launch(&batch, &mut kernel, spec, seed).unwrap();
         assert!(again.out == together.out && again.layer == together.layer);
     }
-    let (input, output) = (batch.case.columns(), batch.case.out_columns());
+    let output = batch.case.out_columns();
     for row in 0..batch.case.positions.len() {
-        let alone = Problem {
-            case: Decode { positions: vec![batch.case.positions[row]], ..batch.case.clone() },
-            table: batch.table[row * batch.table_pages..][..batch.table_pages].to_vec(),
-            qkv: batch.qkv[row * input..][..input].to_vec(),
-            layer: batch.layer.clone(),
-            cosines: batch.cosines.clone(),
-            sines: batch.sines.clone(),
-            bias: batch.bias.clone(),
-            norms: batch.norms.clone(),
-            ..batch
-        };
-        let outcome = launch(&alone, &mut kernel, &spec, 9).unwrap();
+        let outcome = launch(&batch.row(row), &mut kernel, spec, 9).unwrap();
         assert_eq!(outcome.out, together.out[row * output..][..output], "row {row}");
     }
 }
@@ -186,7 +237,7 @@ fn a_row_does_not_depend_on_its_batch() {
 /// Nothing that a table says leads out of the cache, and other rows are as they would be.
 #[test]
 fn hostile_tables_are_reported() {
-    for name in ["d32_w2p2c2", "d32_w2p2c2_async"] {
+    for name in ["d32_w2p2c2", "d32_w2p2c2_async", "d32_w2p2c1_split_async"] {
         hostile_tables(&spec(&format!("attention_decode_{name}")));
     }
 }
@@ -442,4 +493,64 @@ fn planted_bugs_are_caught() {
         });
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }
+}
+
+#[test]
+fn planted_bugs_of_parts_are_caught() {
+    let header = "unweight/kernels/attention/decode.cuh";
+    let plants = [
+        // Who adds up sees what was left: each step of the way from one block's threads to the other's.
+        ("ptx::sync_block();  // stores of a part", "// stores of a part"),
+        ("ptx::fence_gpu();  // releases", "// releases"),
+        ("ptx::fence_gpu();  // acquires", "// acquires"),
+        ("ptx::sync_block();  // what one thread", "// what one thread"),
+        // Tickets: not given back, waited for from parts that never come, and taken by them.
+        ("if (last) ptx::store_global(counter, 0);", ""),
+        ("== live - 1;", "== args.parts - 1;"),
+        ("if (Config::kSplit && rank >= live) return;", ""),
+        // Parts: one too few, one counted again and again, another one's, and in the order of who came last.
+        ("least(a.parts, (last_tile - first_tile + Config::kWarps) /", "least(a.parts, (last_tile - first_tile) /"),
+        ("if (first + i >= live || states[i].y == 0) continue;", "if (states[i].y == 0) continue;"),
+        ("u64(ptx::block_index() - rank + of)", "u64(ptx::block_index() - rank + of / 2)"),
+        ("least(first + i, live - 1);  // those", "(rank + first + i) % live;  // those"),
+        // More of them than are read at once.
+        ("sum *= moved;", ""),
+    ];
+    let spec = spec("attention_decode_d32_w2p2c1_split_async");
+    let case = Decode { window: 300, kv_heads: 1, ..Decode::new(32, 16, &[40, 177, 333, 334]) };
+    let problems = [Problem::new(&case), opposed()];
+    let run = |edits: &[Edit]| {
+        let mut kernel = CpuKernel::of(&spec, edits);
+        problems.iter().find_map(|problem| {
+            let mut first = None;
+            (1..=8).find_map(|seed| match launch_in(problem, &mut kernel, &spec, seed, 10) {
+                Err(error) => Some(error),
+                Ok(outcome) => {
+                    let other = *first.get_or_insert_with(|| outcome.out.clone()) != outcome.out;
+                    let other = other.then(|| "other bits".to_owned());
+                    problem.mismatch(&outcome.out, &outcome.layer).or(other)
+                }
+            })
+        })
+    };
+    assert_eq!(run(&[]), None);
+    for (from, to) in plants {
+        assert!(run(&[Edit { header, from, to }]).is_some(), "planting `{to}` for `{from}` went unnoticed");
+    }
+}
+
+/// Ten parts of 32 tokens of equal weight. The values of each second one are those of the part before it with the other
+/// sign, and large: only in the order of parts do they leave exactly what the last two have.
+fn opposed() -> Problem {
+    let mut problem = Problem::new(&Decode { kv_heads: 1, ..Decode::new(32, 8, &[319]) });
+    problem.qkv.fill(0);
+    for token in (0..256).filter(|token| token / 32 % 2 == 0) {
+        for i in 0..32 {
+            let (at, opposite) = (problem.element(0, token, 1, i), problem.element(0, token + 32, 1, i));
+            // 2^20 times as much, and its negative.
+            problem.layer[at] += 20 << 7;
+            problem.layer[opposite] = problem.layer[at] ^ 0x8000;
+        }
+    }
+    problem
 }

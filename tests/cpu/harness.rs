@@ -17,6 +17,7 @@ use std::sync::OnceLock;
 
 use unweight_codegen::abi::{KernelArgs, TensorMap};
 use unweight_codegen::plan::{GemmShape, Plan};
+use unweight_codegen::spec::Op;
 use unweight_codegen::{VariantSpec, render};
 
 type LaunchFn = unsafe extern "C" fn(u32, u32, u32, u32, u64, *const c_void) -> c_int;
@@ -281,8 +282,10 @@ impl CpuKernel {
             self.plans.iter().position(|plan| plan.spec == *spec).unwrap_or_else(|| panic!("{spec} was not built"));
         let plan = self.plans[at].launch;
         let grid = plan.grid.blocks(run.problem, run.sms).unwrap_or_else(|| panic!("{spec}: {run:?} has no grid"));
-        // Blocks that wait for each other have to run at the same time: on the machine, those of a cluster do.
-        let cluster = if plan.co_resident { grid } else { plan.cluster };
+        // Blocks that wait for each other have to run at the same time, and those that meet in memory may come in any
+        // order: on the machine, those of a cluster do.
+        let meet = plan.co_resident || matches!(spec.op, Op::Attention(op) if op.split);
+        let cluster = if meet { grid } else { plan.cluster };
         let smem_bytes = self.plans[at].smem.bytes();
         self.clear_registered();
         for (name, buffer) in buffers.iter().filter(|(_, buffer)| !buffer.is_empty()) {

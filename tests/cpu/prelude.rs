@@ -264,6 +264,72 @@ fn released_memory_may_be_refilled() {
     }
 }
 
+/// Two blocks leave a word a thread each; whoever takes the second ticket reads the other's.
+const LAST: &str = "u32* parts = (u32*)args.output; u32* counter = (u32*)args.second; const u32 own = block_index(); \
+    store_global(parts + own * 64 + thread, 7); MEET \
+    if (thread == 0) { RELEASE const u32 ticket = atomic_add_global(counter, 1); ACQUIRE store_shared(shared, ticket); } \
+    TELL if (load_shared(shared) == 1 && load_global(parts + (own ^ 1) * 64 + thread) != 7) trap();";
+/// Block 0 leaves them, block 1 waits for a flag.
+const FLAG: &str = "u32* parts = (u32*)args.output; u32* flag = (u32*)args.second; \
+    if (block_index() == 0) { store_global(parts + thread, 7); MEET if (thread == 0) store_release_global(flag, 1); } \
+    else { if (thread == 0) while (LOAD == 0) poll(); TELL if (load_global(parts + thread) != 7) trap(); }";
+
+#[test]
+fn partial_sums_are_handed_over() {
+    let right = [
+        ("MEET", "sync_block();"),
+        ("RELEASE", "fence_gpu();"),
+        ("ACQUIRE", "fence_gpu();"),
+        ("TELL", "sync_block();"),
+        ("LOAD", "load_acquire_global(flag)"),
+    ];
+    let with = |text: &str, wrong: Option<(&str, &str)>| {
+        let replace = |text: String, (from, to): (&str, &str)| text.replace(from, to);
+        right.into_iter().fold(wrong.into_iter().fold(text.to_owned(), replace), replace)
+    };
+    // A meeting of half of the block, a fence too few, a fence of one who knows nothing, a load that acquires nothing.
+    // Who does not even wait may read what nobody has written yet.
+    let unread = "load of `partials`";
+    let half = "if (thread < 32) sync_warp();";
+    let cases = [
+        (with(LAST, None), None),
+        (with(FLAG, None), None),
+        (with(LAST, Some(("MEET", half))), Some(unread)),
+        (with(LAST, Some(("RELEASE", ""))), Some(unread)),
+        (with(LAST, Some(("ACQUIRE", ""))), Some(unread)),
+        (with(LAST, Some(("MEET if (thread == 0) {", "if (thread == 32) fence_gpu(); MEET if (thread == 0) {"))), None),
+        (with(&LAST.replace("RELEASE", ""), Some(("MEET", "if (thread == 0) fence_gpu(); MEET"))), Some(unread)),
+        (with(&LAST.replace("ACQUIRE", ""), Some(("TELL", "TELL if (thread == 32) fence_gpu();"))), Some(unread)),
+        (with(LAST, Some(("own ^ 1) * 64", "own) * 64 + 128"))), Some("nobody has written in this launch")),
+        (with(LAST, Some(("parts + own * 64 + thread, 7", "parts + thread, 7"))), Some("store of `partials`")),
+        (with(FLAG, Some(("LOAD", "load_global(flag)"))), Some(unread)),
+        (with(FLAG, Some(("MEET", half))), Some(unread)),
+        (with(FLAG, Some(("TELL", half))), Some(unread)),
+    ];
+    let arms: String =
+        cases.iter().enumerate().map(|(i, (body, _))| format!("case {i}: {{ {body} break; }}\n")).collect();
+    let mut kernel = build(&format!("using cpu::poll;\nswitch (args.padding[0]) {{\n{arms}}}"));
+    for (i, (body, report)) in cases.iter().enumerate() {
+        for seed in 1..=8 {
+            let (parts, counter) = ([0u32; 256], [0u32; 4]);
+            kernel.clear_registered();
+            kernel.register(bytemuck::bytes_of(&parts), "partials");
+            kernel.register(bytemuck::bytes_of(&counter), "counter");
+            let (output, second) = (parts.as_ptr() as u64, counter.as_ptr() as u64);
+            let args = Args { output, second, padding: [i as u64, 0, 0, 0, 0], ..Args::zeroed() };
+            // SAFETY: the wrappers check every access against the two buffers, which live through the launch.
+            let result = unsafe { kernel.launch(&launch(64, 2, seed), &args) };
+            match report {
+                None => assert_eq!(result, Ok(()), "{body}"),
+                Some(report) => {
+                    let error = result.expect_err(body);
+                    assert!(error.contains(report), "{body}\nshould report `{report}`, said: {error}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn mistakes_are_reported() {
     // (body, what the report must say)

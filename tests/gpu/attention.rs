@@ -10,7 +10,7 @@ use unweight_codegen::{
 };
 use unweight_rt::{
     device::{DeviceBuffer, DeviceError, MatrixMut, Refusal, RowFault},
-    ops::attention::Attention,
+    ops::attention::{Attention, PARTS_MAX},
 };
 
 use crate::harness::{Random, gpu, guard_is_whole, lane, poison, refused, stream};
@@ -45,11 +45,12 @@ fn positions(random: &mut Random, rows: usize, longest: u64) -> Vec<u32> {
         .collect()
 }
 
-fn check(attention: &Attention, case: &Decode) {
-    let what = format!("{} {case:?}", attention.kernel().spec());
+fn check(attention: &Attention, case: &Decode, parts: u32) {
+    let what = format!("{} x{parts} {case:?}", attention.kernel().spec());
     let (stream, problem) = (stream(gpu()), Problem::new(case));
     let mut lane = lane(&stream);
-    let mut on_device = DeviceProblem::new(&stream, &problem).unwrap();
+    let on_device = DeviceProblem::new(&stream, &problem).unwrap();
+    let mut on_device = on_device.in_parts(attention, &mut lane, parts).unwrap();
     let (m, columns) = (case.positions.len(), case.out_columns());
     let mut out = DeviceBuffer::<u16>::zeroed(&stream, m * columns).unwrap();
     poison(&stream, &mut out);
@@ -78,7 +79,8 @@ fn every_variant_attends_as_float64() {
             let seed = random.bits();
             let case =
                 Decode { kv_heads, window, bias, norm, rope_dim, seed, ..Decode::new(head_dim, group, &positions) };
-            check(&attention, &case);
+            let parts = if op.split { 1 + random.below(PARTS_MAX.into()) as u32 } else { 1 };
+            check(&attention, &case, parts);
         }
     }
 }
@@ -91,12 +93,84 @@ fn long_rows_and_large_batches() {
         let attention = attention(&spec);
         let head_dim = op.head_dim.get() as usize;
         let long = Decode { seed: random.bits(), ..Decode::new(head_dim, 4, &[9_000 + random.below(500) as u32, 5]) };
-        check(&attention, &long);
+        check(&attention, &long, 1);
+        if op.split {
+            check(&attention, &long, 16);
+            check(&attention, &long, PARTS_MAX);
+        }
         if op.cluster.get() <= 2 && [64, 128].contains(&head_dim) {
             let positions = positions(&mut random, 200, 300);
             let large = Decode { kv_heads: 4, seed: random.bits(), ..Decode::new(head_dim, 4, &positions) };
-            check(&attention, &large);
+            check(&attention, &large, if op.split { 3 } else { 1 });
         }
+    }
+}
+
+/// Where the number of parts that have a token changes, and the tile of the newest token goes from part to part.
+#[test]
+#[ignore = "needs a GPU"]
+fn parts_at_every_edge() {
+    for name in ["d128_w4p2c1_split_async_pdl", "d64_w4p4c1_split_async", "d80_w4p2c1_split_async_pdl"] {
+        let spec: VariantSpec = format!("uw_sm90a_attention_decode_{name}").parse().unwrap();
+        let Op::Attention(op) = spec.op else { unreachable!("named above") };
+        let (attention, head_dim) = (attention(&spec), op.head_dim.get() as usize);
+        for parts in [1, 2, 8, 9, PARTS_MAX] {
+            // A part takes 64 tokens before the next one has any, and all of them as much again in each round.
+            let edges = [1, 2, parts - 1, parts, 2 * parts].map(|part| part * 64).into_iter();
+            let edges = edges.flat_map(|edge| [edge.saturating_sub(17), edge.saturating_sub(1), edge, edge + 16]);
+            let positions: Vec<u32> = edges.chain([0, 15, 16, PAD]).collect();
+            for window in [0, 100] {
+                let seed = fresh();
+                check(&attention, &Decode { window, seed, ..Decode::new(head_dim, 4, &positions) }, parts);
+            }
+        }
+    }
+}
+
+/// As an engine does: recorded once for one row, and replayed while the row grows from part to part, beside others. The
+/// counters are left as they were found, and a row has the bits that it has in any batch.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_recorded_launch_in_parts_replays_at_every_length() {
+    let stream = stream(gpu());
+    let spec: VariantSpec = "uw_sm90a_attention_decode_d128_w4p2c1_split_async_pdl".parse().unwrap();
+    let attention = attention(&spec);
+    for parts in [2, 13, PARTS_MAX] {
+        let seed = fresh();
+        let lengths = [0, 63, 64, 127, 128, 700, 64 * parts, 64 * parts - 1, 2500];
+        let case = |positions: &[u32]| Decode { seed, ..Decode::new(128, 4, positions) };
+        let problem = Problem::new(&case(&lengths));
+        let columns = problem.case.out_columns();
+        let mut lane = lane(&stream);
+        let batch = DeviceProblem::new(&stream, &problem).unwrap();
+        let mut batch = batch.in_parts(&attention, &mut lane, parts).unwrap();
+        let mut together = DeviceBuffer::<u16>::zeroed(&stream, lengths.len() * columns).unwrap();
+        let view = MatrixMut::new(&mut together, lengths.len() as u32, columns as u32, columns as u64).unwrap();
+        batch.decode(&attention, &mut lane, view).unwrap();
+        let together = together.to_host(&stream).unwrap();
+
+        // A row alone, whose position, table, queries and pages become those of each of the rows in turn.
+        let alone = problem.row(0);
+        let mut one = DeviceProblem::new(&stream, &alone).unwrap().in_parts(&attention, &mut lane, parts).unwrap();
+        let mut out = DeviceBuffer::<u16>::zeroed(&stream, columns).unwrap();
+        let graph = stream
+            .capture(|| {
+                let view = MatrixMut::new(&mut out, 1, columns as u32, columns as u64)?;
+                one.decode(&attention, &mut lane, view)
+            })
+            .unwrap();
+        for run in 0..3 {
+            for row in 0..lengths.len() {
+                one.set(&stream, &problem.row(row)).unwrap();
+                poison(&stream, &mut out);
+                // SAFETY: everything that the launch names lives through the read below.
+                unsafe { graph.launch() }.unwrap();
+                let got = out.to_host(&stream).unwrap();
+                let expected = &together[row * columns..][..columns];
+                assert!(got == expected, "x{parts}, seed {seed}, run {run}: row {row} of {} tokens", lengths[row] + 1);
+            }
+        }
+        lane.synchronize().unwrap();
     }
 }
 
@@ -106,9 +180,17 @@ fn long_rows_and_large_batches() {
 fn thousands_of_launches_give_the_same_bits() {
     const RUNS: usize = 50;
     let stream = stream(gpu());
-    for name in
-        ["d128_w4p2c1_pdl", "d128_w8p2c1_pdl", "d128_w8p1c2_pdl", "d128_w4p2c8_pdl", "d64_w4p4c2_pdl", "d64_w4p4c1"]
-    {
+    for (name, parts) in [
+        ("d128_w4p2c1_pdl", 1),
+        ("d128_w8p2c1_pdl", 1),
+        ("d128_w8p1c2_pdl", 1),
+        ("d128_w4p2c8_pdl", 1),
+        ("d64_w4p4c2_pdl", 1),
+        ("d64_w4p4c1", 1),
+        ("d128_w4p2c1_split_async_pdl", 5),
+        ("d128_w4p2c1_split_async", 16),
+        ("d64_w4p4c1_split_async_pdl", 32),
+    ] {
         let spec: VariantSpec = format!("uw_sm90a_attention_decode_{name}").parse().unwrap();
         let Op::Attention(op) = spec.op else { unreachable!("named above") };
         let attention = attention(&spec);
@@ -117,8 +199,9 @@ fn thousands_of_launches_give_the_same_bits() {
         let seed = random.bits();
         let case = Decode { kv_heads: 4, norm: true, seed, ..Decode::new(op.head_dim.get() as usize, 4, &positions) };
         let (m, columns) = (case.positions.len(), case.out_columns());
-        let mut on_device = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
         let mut lane = lane(&stream);
+        let on_device = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
+        let mut on_device = on_device.in_parts(&attention, &mut lane, parts).unwrap();
         let mut outs: Vec<_> = (0..RUNS).map(|_| DeviceBuffer::<u16>::zeroed(&stream, m * columns).unwrap()).collect();
         let graph = stream
             .capture(|| {
@@ -147,7 +230,7 @@ fn thousands_of_launches_give_the_same_bits() {
 #[ignore = "needs a GPU"]
 fn pages_that_are_not_there_are_reported() {
     let stream = stream(gpu());
-    for name in ["d128_w4p2c1", "d64_w4p4c4_pdl"] {
+    for (name, parts) in [("d128_w4p2c1", 1), ("d64_w4p4c4_pdl", 1), ("d128_w4p2c1_split_async_pdl", 4)] {
         let spec: VariantSpec = format!("uw_sm90a_attention_decode_{name}").parse().unwrap();
         let Op::Attention(op) = spec.op else { unreachable!("named above") };
         let attention = attention(&spec);
@@ -156,7 +239,8 @@ fn pages_that_are_not_there_are_reported() {
         let columns = case.out_columns();
         let mut lane = lane(&stream);
         let mut run = |entries: &[(usize, u32)]| {
-            let mut on_device = DeviceProblem::new(&stream, &problem).unwrap();
+            let on_device = DeviceProblem::new(&stream, &problem).unwrap();
+            let mut on_device = on_device.in_parts(&attention, &mut lane, parts).unwrap();
             for (entry, page) in entries {
                 on_device.table().write(&stream, *entry, &[*page]).unwrap();
             }
@@ -201,6 +285,17 @@ fn operands_that_do_not_agree_are_refused() {
         let view = MatrixMut::new(&mut out, rows, columns, columns.into()).unwrap();
         assert!(matches!(refused(right.decode(&attention, &mut lane, view)), Refusal::AttentionHeads { .. }));
     }
+    // Parts: too many, for a kernel that has none, and for a lane without room.
+    assert_eq!(refused(attention.lane_size(2, 2, 2)), Refusal::Parts { parts: 2, limit: 1 });
+    let spec: VariantSpec = "uw_sm90a_attention_decode_d128_w4p2c1_split_async".parse().unwrap();
+    let split = self::attention(&spec);
+    assert_eq!(refused(split.lane_size(2, 2, 0)), Refusal::Parts { parts: 0, limit: PARTS_MAX });
+    assert_eq!(refused(split.lane_size(2, 2, PARTS_MAX + 1)), Refusal::Parts { parts: 33, limit: PARTS_MAX });
+    let problem = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
+    let mut other = crate::harness::lane(&stream);
+    let mut problem = problem.in_parts(&split, &mut other, 2).unwrap();
+    let view = MatrixMut::new(&mut out, 2, 1024, 1024).unwrap();
+    assert!(matches!(refused(problem.decode(&split, &mut lane, view)), Refusal::LaneTooSmall { .. }));
 }
 
 fn check_chunk(attention: &Attention, chunk: &Chunk) -> Vec<u16> {

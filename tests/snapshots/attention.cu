@@ -14,6 +14,7 @@ struct Config {
     static constexpr uw::u32 kWarps = 4;
     static constexpr uw::u32 kStages = 4;
     static constexpr uw::u32 kCluster = 1;
+    static constexpr bool kSplit = false;
     static constexpr bool kAsync = false;
     static constexpr bool kPdl = false;
 };
@@ -22,7 +23,7 @@ using Smem = uw::attention::decode::Smem<Config>;
 
 }  // namespace
 
-static_assert(sizeof(uw::AttentionArgs) == 152, "AttentionArgs: host and device disagree");
+static_assert(sizeof(uw::AttentionArgs) == 168, "AttentionArgs: host and device disagree");
 static_assert(Smem::kRings == 0, "shared memory: plan and kernel disagree");
 static_assert(Smem::kQueries == 16384, "shared memory: plan and kernel disagree");
 static_assert(Smem::kFresh == 16896, "shared memory: plan and kernel disagree");

@@ -169,6 +169,18 @@ impl Problem {
         problem
     }
 
+    /// One of its rows alone, on the same pages.
+    #[must_use]
+    pub fn row(&self, row: usize) -> Self {
+        let columns = self.case.columns();
+        Self {
+            case: Decode { positions: vec![self.case.positions[row]], ..self.case.clone() },
+            table: self.table[row * self.table_pages..][..self.table_pages].to_vec(),
+            qkv: self.qkv[row * columns..][..columns].to_vec(),
+            ..self.clone()
+        }
+    }
+
     /// Where element `index` of head `head` of `[kv_heads][K | V]` of a row's token lies.
     pub fn element(&self, row: usize, token: u32, head: usize, index: usize) -> usize {
         let page = self.table[row * self.table_pages + (token / PAGE_TOKENS) as usize] as usize;
@@ -369,6 +381,7 @@ pub struct DeviceProblem {
     max_positions: u32,
     bias: Option<DeviceBuffer<u16>>,
     norms: [Option<DeviceBuffer<u16>>; 2],
+    parts: u32,
 }
 
 impl DeviceProblem {
@@ -393,8 +406,31 @@ impl DeviceProblem {
             max_positions: problem.max_positions,
             bias: optional(&problem.bias)?,
             norms: [optional(q_norm)?, optional(k_norm)?],
+            parts: 1,
             case: problem.case.clone(),
         })
+    }
+
+    /// Takes the rows of another problem of the same shape, on the same pages. What was recorded reads them from then
+    /// on. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn set(&mut self, stream: &Stream, problem: &Problem) -> Result<(), DeviceError> {
+        self.qkv.write(stream, 0, &problem.qkv)?;
+        self.positions.write(stream, 0, &problem.case.positions)?;
+        self.table.write(stream, 0, &problem.table)
+    }
+
+    /// With rows in so many parts, by kernels that have them. Makes room in the lane.
+    ///
+    /// # Errors
+    /// As for [`Attention::lane_size`] and [`Lane::reserve`].
+    pub fn in_parts(mut self, attention: &Attention, lane: &mut Lane, parts: u32) -> Result<Self, DeviceError> {
+        let m = self.case.positions.len() as u32;
+        lane.reserve(attention.lane_size(m, self.case.kv_heads as u32, parts)?)?;
+        self.parts = parts;
+        Ok(self)
     }
 
     /// Enqueues the attention of its rows into `out` `[m, h * head_dim]`.
@@ -412,11 +448,11 @@ impl DeviceProblem {
         };
         let rows = TokenRows { positions: &self.positions, page_table: &self.table, table_pages: self.table_pages };
         let [q_norm, k_norm] = &self.norms;
-        let options = AttentionOptions::new(rotary).window(Some(self.case.window)).bias(self.bias.as_ref()).norms(
-            q_norm.as_ref(),
-            k_norm.as_ref(),
-            self.case.eps,
-        );
+        let options = AttentionOptions::new(rotary)
+            .window(Some(self.case.window))
+            .bias(self.bias.as_ref())
+            .norms(q_norm.as_ref(), k_norm.as_ref(), self.case.eps)
+            .parts(self.parts);
         let layer = KvLayer::new(&mut self.layer, self.shape, 0)?;
         attention.decode(lane, qkv, layer, rows, options, out)
     }

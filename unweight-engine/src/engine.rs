@@ -3,10 +3,7 @@
 use std::{collections::VecDeque, fmt};
 
 use half::bf16;
-use unweight_codegen::{
-    VariantSpec,
-    spec::{Arch, EmbedSource},
-};
+use unweight_codegen::{VariantSpec, spec::EmbedSource};
 use unweight_format::{
     FormId,
     bundle::{Bundle, Profile},
@@ -16,7 +13,7 @@ use unweight_model::{ModelConfig, ModelWeights, SampleParams, capacity::Residenc
 use unweight_rt::{
     DeviceError, DeviceMatrix, Graph, KernelSet, Lane, LaneSize, Linears, LoadOptions, Loader, MatrixMut, Refusal,
     Resident, RowFault, Stream,
-    choose::reachable::has_compact_gemms,
+    choose::{model::Machine, reachable::has_compact_gemms},
     device::{Pinned, Transfer},
     jit::cache::Progress,
     layer::build::LayerBuilder,
@@ -160,18 +157,22 @@ impl Engine {
         start.finish(kernels, config, weights, lane, "random", &compiled)
     }
 
-    /// The kernels that a bundle's model runs beside its linears; those are
+    /// The kernels that a bundle's model runs beside its linears on such a device; those are
     /// [`loader::reachable`](unweight_rt::layer::loader::reachable)'s.
     ///
     /// # Errors
     /// A model that is not supported, or tensors that are not the model's.
-    pub fn kernels(bundle: &Bundle, options: &EngineOptions, arch: Arch) -> Result<Vec<VariantSpec>, EngineError> {
+    pub fn kernels(
+        bundle: &Bundle,
+        options: &EngineOptions,
+        machine: &Machine,
+    ) -> Result<Vec<VariantSpec>, EngineError> {
         let config = ModelConfig::of_bundle(bundle)?;
         ModelWeights::of_bundle(&config, bundle)?;
         // An embedding that cannot be packed stays BF16, which only its weights tell.
-        let mut all = Variants::of(&config, arch, EmbedSource::Bf16, options.max_batch)?.all();
+        let mut all = Variants::of(&config, machine, EmbedSource::Bf16, options)?.all();
         if options.linears == Linears::Packed {
-            let packed = Variants::of(&config, arch, EmbedSource::Packed, options.max_batch)?.all();
+            let packed = Variants::of(&config, machine, EmbedSource::Packed, options)?.all();
             all.extend(packed.into_iter().filter(|spec| !all.contains(spec)).collect::<Vec<_>>());
         }
         Ok(all)
@@ -668,7 +669,7 @@ impl Start {
         let least = if options.mlp == MlpWeights::Linears { weights } else { 0 };
         memory::plan(config, &options, (least, Shared::default()), have)?;
         let source = embed_source(config, options.linears);
-        let variants = Variants::of(config, arch, source, options.max_batch)?;
+        let variants = Variants::of(config, &device.info().into(), source, &options)?;
         kernels.prepare(&variants.all(), progress)?;
         Ok(Self { stream: device.stream()?, options, have })
     }
@@ -730,8 +731,10 @@ impl Start {
         let memory: Result<Memory, NoMemory> = memory::plan(&config, &options, (weights.bytes(), shared), have);
         let memory = memory?;
         let source = if weights.embed_is_packed() { EmbedSource::Packed } else { EmbedSource::Bf16 };
-        let variants = Variants::of(&config, kernels.device().info().arch, source, options.max_batch)?;
+        let variants = Variants::of(&config, &kernels.device().info().into(), source, &options)?;
         let own = Kernels::load(kernels, &variants)?;
+        // Counted with the activations.
+        lane.reserve(own.lane_size(config.kv_heads)?)?;
         let mut forward = Forward::new(lane, own, &config, &options, &memory, products)?;
         let mut graphs = Vec::new();
         if options.graphs {

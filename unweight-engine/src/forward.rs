@@ -400,17 +400,18 @@ impl Forward {
 
     fn attend(&mut self, layer: &Layer, index: usize, rows: u32) -> Result<(), DeviceError> {
         let Shape { qkv, attended, table_pages, eps, kv, ref windows, .. } = self.shape;
-        let kernel = self.kernels.decode(rows).ok_or(Refusal::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
+        let decode = self.kernels.decode(rows).ok_or(Refusal::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
         let rotary = RotaryTable { cosines: self.cosines.view(), sines: self.sines.view() };
         let options = AttentionOptions::new(rotary)
             .window(windows.get(index).copied().flatten())
             .bias(layer.qkv_bias.as_ref())
-            .norms(layer.q_norm.as_ref(), layer.k_norm.as_ref(), eps);
+            .norms(layer.q_norm.as_ref(), layer.k_norm.as_ref(), eps)
+            .parts(decode.parts);
         let tokens = TokenRows { positions: &self.positions, page_table: &self.tables, table_pages };
         let x = view(&self.qkv, rows, qkv)?;
         let cache = KvLayer::new(&mut self.cache, kv, index as u32)?;
         let out = view_mut(&mut self.attended, rows, attended)?;
-        kernel.decode(&mut self.lane, x, cache, tokens, options, out)
+        decode.kernel.decode(&mut self.lane, x, cache, tokens, options, out)
     }
 
     fn turn(&mut self, layer: &Layer, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {

@@ -5,6 +5,7 @@ use std::{collections::BTreeSet, sync::Arc};
 use unweight_codegen::{
     VariantSpec,
     family::{Instruction, norm::COLUMNS_MAX, sample::VOCABULARY_MAX},
+    plan::{GemmShape, Plan},
     spec::{
         Arch, AttentionSpec, AttentionStep, EmbedSource, EmbedSpec, NormSpec, Op, RopeHeadDim, RopeSpec, SampleSpec,
         SiluMulSpec, catalog,
@@ -12,10 +13,11 @@ use unweight_codegen::{
 };
 use unweight_model::ModelConfig;
 use unweight_rt::{
-    DeviceError, KernelSet,
+    DeviceError, KernelSet, LaneSize,
+    choose::model::Machine,
     device::module::LoadedKernel,
     ops::{
-        attention::{Attention, GROUP_MAX},
+        attention::{Attention, GROUP_MAX, PARTS_MAX},
         embed::Embed,
         norm::Norm,
         rope::Rope,
@@ -26,7 +28,7 @@ use unweight_rt::{
 
 use crate::{
     error::EngineError,
-    options::{BUCKETS, bucket},
+    options::{BUCKETS, EngineOptions, bucket},
 };
 
 /// Variants of a model. All are programmatic dependents where the architecture has such: what a step launches is one
@@ -39,18 +41,35 @@ pub struct Variants {
     rope: VariantSpec,
     prefill: VariantSpec,
     /// By bucket, in the order of [`BUCKETS`].
-    decode: Vec<(u32, VariantSpec)>,
+    decode: Vec<Decode<VariantSpec>>,
     sample: VariantSpec,
 }
 
+/// Attention of the newest tokens of a bucket's rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Decode<K> {
+    /// The bucket.
+    rows: u32,
+    /// By what.
+    pub kernel: K,
+    /// Blocks that share a row and KV head through memory; 1 where it is one block or a cluster.
+    pub parts: u32,
+}
+
 impl Variants {
-    /// Of a model whose embedding lies as `source` says, for batches up to `max_batch`.
+    /// Of a model whose embedding lies as `source` says, for an engine of these options on such a device.
     ///
     /// # Errors
     /// [`EngineError::Geometry`]: sizes that no kernel takes.
-    pub fn of(config: &ModelConfig, arch: Arch, source: EmbedSource, max_batch: u32) -> Result<Self, EngineError> {
+    pub fn of(
+        config: &ModelConfig,
+        machine: &Machine,
+        source: EmbedSource,
+        options: &EngineOptions,
+    ) -> Result<Self, EngineError> {
         check(config)?;
-        let (largest, pdl) = (bucket(max_batch), arch.has(Instruction::DependentLaunch));
+        let arch = machine.arch;
+        let (largest, pdl) = (bucket(options.max_batch), arch.has(Instruction::DependentLaunch));
         let norm = catalog::on::<NormSpec>(arch)
             .filter(|spec| matches!(spec.op, Op::Norm(op) if op.pdl == pdl))
             .min_by_key(|spec| {
@@ -73,12 +92,14 @@ impl Variants {
                 Op::Sample(op) => op.cluster.get(),
                 _ => 0,
             });
-        let prefill = attention(arch, AttentionStep::Prefill, config.head_dim, 4, 1);
+        let prefill = attention(arch, AttentionStep::Prefill, config.head_dim, Shape { warps: 4, ..Shape::BLOCK });
+        let tokens = options.context.unwrap_or(config.max_positions).min(config.max_positions);
         let buckets = BUCKETS.into_iter().filter(|bucket| *bucket <= largest);
         let decode = buckets.map(|bucket| {
-            // A pair of a row and a KV head is a block's work, or a cluster's.
-            let (warps, cluster) = shape(bucket * config.kv_heads);
-            Some((bucket, attention(arch, AttentionStep::Decode, config.head_dim, warps, cluster)?))
+            // A pair of a row and a KV head is a block's work, or a cluster's, or that of several blocks.
+            let shape = Shape::of(machine, bucket * config.kv_heads, tokens);
+            let kernel = attention(arch, AttentionStep::Decode, config.head_dim, shape)?;
+            Some(Decode { rows: bucket, kernel, parts: shape.parts })
         });
         let decode: Option<Vec<_>> = decode.collect();
         let all = (embed, norm, silu_mul, rope, prefill, decode, sample);
@@ -92,28 +113,76 @@ impl Variants {
     /// All of them, each once.
     pub fn all(&self) -> Vec<VariantSpec> {
         let Self { embed, norm, silu_mul, rope, prefill, decode, sample } = self;
-        let decode = decode.iter().map(|(_, spec)| *spec);
+        let decode = decode.iter().map(|decode| decode.kernel);
         let all = [*embed, *norm, *silu_mul, *rope, *prefill, *sample].into_iter().chain(decode);
         all.collect::<BTreeSet<_>>().into_iter().collect()
     }
 }
 
-/// Warps of a block and blocks of a cluster for so many pairs of a row and a KV head: what was fastest within a whole
-/// step on an H200 with 132 multiprocessors (docs/records/h200-2026-11-22).
-fn shape(pairs: u32) -> (u32, u32) {
-    match pairs {
-        0..24 => (4, 8),
-        24..96 => (8, 2),
-        _ => (8, 1),
+/// What works on a pair of a row and a KV head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    /// Of a block.
+    warps: u32,
+    /// Blocks of a cluster.
+    cluster: u32,
+    /// By a kernel whose blocks meet in memory.
+    split: bool,
+    /// Such blocks.
+    parts: u32,
+}
+
+/// Multiprocessors that parts are dealt to, at most: more than any device has, so that their memory can be counted
+/// without one.
+const SMS_MAX: u32 = 256;
+/// Tokens that a warp of a part takes at a time.
+const TILE_TOKENS: u32 = 16;
+
+impl Shape {
+    /// A block, and nothing else.
+    const BLOCK: Self = Self { warps: 8, cluster: 1, split: false, parts: 1 };
+
+    /// For so many pairs on a device, in sequences of up to so many tokens.
+    ///
+    /// With clusters: what was fastest within a whole step on an H200 (docs/records/h200-2026-11-22), at as many pairs
+    /// for each multiprocessor. Without: as many parts as give each multiprocessor a block, but none that could never
+    /// have a token. A block has 64 KB in flight, so that is several times what the memory of any of them needs.
+    ///
+    /// The length that sequences have does not enter: a recorded step runs at all of them.
+    fn of(machine: &Machine, pairs: u32, tokens: u32) -> Self {
+        let (pairs, sms) = (pairs.max(1), machine.sms.clamp(1, SMS_MAX));
+        if !machine.arch.has(Instruction::Cluster) {
+            let warps = 4;
+            let most = tokens.div_ceil(warps * TILE_TOKENS).clamp(1, PARTS_MAX);
+            return Self { warps, split: true, parts: (sms / pairs).clamp(1, most), ..Self::BLOCK };
+        }
+        // As many on an H200.
+        match u64::from(pairs) * u64::from(Machine::H200.sms) / u64::from(sms) {
+            0..24 => Self { warps: 4, cluster: 8, ..Self::BLOCK },
+            24..96 => Self { cluster: 2, ..Self::BLOCK },
+            _ => Self::BLOCK,
+        }
     }
+}
+
+/// Bytes of what parts leave for each other, on any device.
+pub fn parts_bytes(config: &ModelConfig) -> u64 {
+    let shape = Shape { warps: 4, split: true, ..Shape::BLOCK };
+    let kernel = attention(Arch::Sm80, AttentionStep::Decode, config.head_dim, shape);
+    let plan = kernel.and_then(|spec| Plan::new(&spec).ok());
+    // Several parts of a pair are no more than the multiprocessors.
+    plan.map_or(0, |plan| LaneSize::from(plan.workspace(GemmShape::rows(SMS_MAX), SMS_MAX)).bytes())
 }
 
 /// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
 /// models have come with clusters of one.
-fn attention(arch: Arch, step: AttentionStep, head_dim: u32, warps: u32, cluster: u32) -> Option<VariantSpec> {
+fn attention(arch: Arch, step: AttentionStep, head_dim: u32, shape: Shape) -> Option<VariantSpec> {
+    let Shape { warps, cluster, split, .. } = shape;
     let pdl = arch.has(Instruction::DependentLaunch);
     let of = |spec: &VariantSpec| match spec.op {
-        Op::Attention(op) if op.step == step && op.head_dim.get() == head_dim && op.pdl == pdl => Some(op),
+        Op::Attention(op) if op.step == step && op.head_dim.get() == head_dim => {
+            (op.pdl == pdl && op.split == split).then_some(op)
+        }
         _ => None,
     };
     let rank = |op: AttentionSpec| (op.warps.get() * op.cluster.get()).abs_diff(warps * cluster);
@@ -147,7 +216,7 @@ pub struct Kernels {
     pub rope: Rope,
     pub prefill: Attention,
     pub sample: Sample,
-    decode: Vec<(u32, Attention)>,
+    decode: Vec<Decode<Attention>>,
 }
 
 impl Kernels {
@@ -158,7 +227,9 @@ impl Kernels {
     pub fn load(kernels: &KernelSet, variants: &Variants) -> Result<Self, DeviceError> {
         let get = |spec: &VariantSpec| -> Result<Arc<LoadedKernel>, DeviceError> { kernels.get(spec) };
         let decode = variants.decode.iter();
-        let decode = decode.map(|(bucket, spec)| Ok((*bucket, Attention::new(get(spec)?)?)));
+        let decode = decode.map(|Decode { rows, kernel, parts }| {
+            Ok(Decode { rows: *rows, kernel: Attention::new(get(kernel)?)?, parts: *parts })
+        });
         Ok(Self {
             embed: Embed::new(get(&variants.embed)?)?,
             norm: Norm::new(get(&variants.norm)?)?,
@@ -171,23 +242,36 @@ impl Kernels {
     }
 
     /// Attention of the newest tokens of so many rows; `None` above the largest bucket.
-    pub fn decode(&self, rows: u32) -> Option<&Attention> {
-        self.decode.iter().find(|(bucket, _)| *bucket >= rows).map(|(_, attention)| attention)
+    pub fn decode(&self, rows: u32) -> Option<&Decode<Attention>> {
+        self.decode.iter().find(|decode| decode.rows >= rows)
+    }
+
+    /// What they need of a lane, at most [`parts_bytes`].
+    ///
+    /// # Errors
+    /// More blocks than a grid may have.
+    pub fn lane_size(&self, kv_heads: u32) -> Result<LaneSize, DeviceError> {
+        let mut each = self.decode.iter().map(|decode| decode.kernel.lane_size(decode.rows, kv_heads, decode.parts));
+        each.try_fold(LaneSize::default(), |all, size| Ok(all.max(size?)))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use unweight_codegen::plan::Plan;
     use unweight_model::Geometry;
+
+    fn options(max_batch: u32) -> EngineOptions {
+        EngineOptions::default().max_batch(max_batch)
+    }
 
     #[test]
     fn every_known_model_has_its_kernels() {
         for geometry in Geometry::ALL {
             for max_batch in [1, 16, 256] {
-                let variants = Variants::of(&geometry.config(), Arch::Sm90a, EmbedSource::Bf16, max_batch).unwrap();
-                let decode: Vec<u32> = variants.decode.iter().map(|(bucket, _)| *bucket).collect();
+                let config = geometry.config();
+                let variants = Variants::of(&config, &Machine::H200, EmbedSource::Bf16, &options(max_batch)).unwrap();
+                let decode: Vec<u32> = variants.decode.iter().map(|decode| decode.rows).collect();
                 let expected: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= bucket(max_batch)).collect();
                 assert_eq!(decode, expected);
                 let all = variants.all();
@@ -202,7 +286,8 @@ mod tests {
         for arch in Arch::ALL.iter().copied() {
             for geometry in Geometry::ALL {
                 for source in [EmbedSource::Bf16, EmbedSource::Packed] {
-                    let variants = Variants::of(&geometry.config(), arch, source, 256).unwrap();
+                    let machine = Machine::usual(arch);
+                    let variants = Variants::of(&geometry.config(), &machine, source, &options(256)).unwrap();
                     assert!(variants.all().iter().all(|spec| spec.arch == arch && Plan::new(spec).is_ok()), "{arch:?}");
                 }
             }
@@ -212,13 +297,82 @@ mod tests {
     #[test]
     fn small_batches_share_a_sequence_among_blocks() {
         let config = Geometry::named("llama-3.1-8b").unwrap().config();
-        let variants = Variants::of(&config, Arch::Sm90a, EmbedSource::Packed, 256).unwrap();
-        let shapes = variants.decode.iter().map(|(bucket, spec)| match spec.op {
-            Op::Attention(op) => (*bucket, op.warps.get(), op.stages.get(), op.cluster.get()),
-            _ => panic!("{spec:?}"),
+        let variants = Variants::of(&config, &Machine::H200, EmbedSource::Packed, &options(256)).unwrap();
+        let shapes = variants.decode.iter().map(|decode| match decode.kernel.op {
+            Op::Attention(op) => (decode.rows, op.warps.get(), op.stages.get(), op.cluster.get(), decode.parts),
+            _ => panic!("{decode:?}"),
         });
         let shapes: Vec<_> = shapes.collect();
-        assert_eq!(shapes[..4], [(1, 4, 2, 8), (8, 8, 1, 2), (16, 8, 2, 1), (32, 8, 2, 1)]);
+        assert_eq!(shapes[..4], [(1, 4, 2, 8, 1), (8, 8, 1, 2, 1), (16, 8, 2, 1, 1), (32, 8, 2, 1, 1)]);
+    }
+
+    /// By bucket: attention's shape, and its parts.
+    fn shapes(model: &str, machine: &Machine, options: &EngineOptions) -> Vec<(u32, String, u32)> {
+        let config = Geometry::named(model).unwrap().config();
+        let variants = Variants::of(&config, machine, EmbedSource::Packed, options).unwrap();
+        let shape = |decode: &Decode<VariantSpec>| {
+            let name = decode.kernel.to_string();
+            let shape = name.split_once("attention_decode_").expect("attention").1.to_owned();
+            (decode.rows, shape, decode.parts)
+        };
+        variants.decode.iter().map(shape).collect()
+    }
+
+    #[test]
+    fn the_shapes_of_five_cards_follow_from_their_multiprocessors() {
+        let shapes = |model, arch| {
+            let all = shapes(model, &Machine::usual(arch), &options(32));
+            all.into_iter().map(|(rows, shape, parts)| format!("{rows} {shape} x{parts}")).collect::<Vec<_>>()
+        };
+        let split = "d128_w4p2c1_split_async";
+        let of = |parts: [u32; 4]| {
+            [1, 8, 16, 32].into_iter().zip(parts).map(|(rows, parts)| format!("{rows} {split} x{parts}"))
+        };
+        // A100, RTX 3090, RTX 4090: 108, 82 and 128 multiprocessors for 8 KV heads, then 4.
+        assert!(shapes("llama-3.1-8b", Arch::Sm80).into_iter().eq(of([13, 1, 1, 1])));
+        assert!(shapes("llama-3.1-8b", Arch::Sm86).into_iter().eq(of([10, 1, 1, 1])));
+        assert!(shapes("llama-3.1-8b", Arch::Sm89).into_iter().eq(of([16, 2, 1, 1])));
+        assert!(shapes("qwen2.5-7b", Arch::Sm80).into_iter().eq(of([27, 3, 1, 1])));
+        assert!(shapes("qwen2.5-7b", Arch::Sm89).into_iter().eq(of([32, 4, 2, 1])));
+        // H200 and RTX 5090 have clusters; the second has 170 multiprocessors, and room for blocks of four warps alone.
+        let h200 = ["1 d128_w4p2c8_pdl x1", "8 d128_w8p1c2_pdl x1", "16 d128_w8p2c1_pdl x1", "32 d128_w8p2c1_pdl x1"];
+        assert_eq!(shapes("llama-3.1-8b", Arch::Sm90a), h200);
+        let blackwell =
+            ["1 d128_w4p2c8_pdl x1", "8 d128_w8p1c2_pdl x1", "16 d128_w4p2c2_pdl x1", "32 d128_w4p2c2_pdl x1"];
+        assert_eq!(shapes("llama-3.1-8b", Arch::Sm120a), blackwell);
+    }
+
+    /// A step at batch 1 keeps a card without clusters busy, at every size of a card, and no grid is larger than what
+    /// was counted.
+    #[test]
+    fn parts_fill_a_card_and_fit_what_was_counted() {
+        let config = Geometry::named("llama-3.1-8b").unwrap().config();
+        for arch in Arch::ALL.iter().copied().filter(|arch| !arch.has(Instruction::Cluster)) {
+            for sms in [1, 7, 20, 46, 58, 82, 84, 108, 128, 142, 192, 1000] {
+                let machine = Machine { sms, ..Machine::usual(arch) };
+                for (rows, shape, parts) in shapes("llama-3.1-8b", &machine, &options(256)) {
+                    let (pairs, most) = (rows * config.kv_heads, sms.min(SMS_MAX));
+                    assert!((1..=PARTS_MAX).contains(&parts) && (parts == 1 || parts * pairs <= most), "{sms} {shape}");
+                    let idle = most.saturating_sub(parts * pairs);
+                    assert!(idle < pairs || parts == PARTS_MAX, "{sms} {shape} x{parts}: {idle} have nothing to do");
+                    if parts > 1 {
+                        let spec: VariantSpec = format!("uw_{}_attention_decode_{shape}", arch.tag()).parse().unwrap();
+                        let plan = Plan::new(&spec).unwrap();
+                        let need = LaneSize::from(plan.workspace(GemmShape::rows(parts * pairs), sms)).bytes();
+                        assert!(need > 0 && need <= parts_bytes(&config), "{sms} {shape}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn short_contexts_have_no_parts_without_tokens() {
+        let parts = |context| {
+            let options = options(1).context(context);
+            shapes("llama-3.1-8b", &Machine::usual(Arch::Sm89), &options)[0].2
+        };
+        assert_eq!([1, 64, 65, 200, 1024, 131_072].map(parts), [1, 1, 2, 4, 16, 16]);
     }
 
     #[test]
@@ -227,7 +381,7 @@ mod tests {
         let key = |change: &dyn Fn(&mut ModelConfig)| {
             let mut config = config.clone();
             change(&mut config);
-            match Variants::of(&config, Arch::Sm90a, EmbedSource::Bf16, 8) {
+            match Variants::of(&config, &Machine::H200, EmbedSource::Bf16, &options(8)) {
                 Err(EngineError::Geometry { key, .. }) => Some(key),
                 _ => None,
             }

@@ -5,6 +5,7 @@ use std::fmt;
 use unweight_model::ModelConfig;
 
 use crate::{
+    kernels::parts_bytes,
     options::{EngineOptions, Linears, Resident, bucket},
     pages::{PAGE_TOKENS, pages_for},
 };
@@ -196,7 +197,7 @@ fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
     let logits = u64::from(logit_rows(options)) * u64::from(config.vocab);
     let angles = u64::from(context) * u64::from(config.rope.dim);
     let state = (rows + batch * (16 + u64::from(pages_for(context)))) * ID;
-    (rows * row + logits + angles) * BF16 + state
+    (rows * row + logits + angles) * BF16 + state + parts_bytes(config)
 }
 
 #[cfg(test)]

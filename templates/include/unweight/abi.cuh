@@ -237,6 +237,8 @@ struct AttentionArgs {
     const u16* q_norm;                // bf16 [head_dim], or null
     const u16* k_norm;                // the same
     u32* fault;                       // 1 + row, of a row that leaves the tables or the cache
+    u8* partials;                     // decode, split: what parts leave for each other; null where parts is 1
+    u32* counters;                    // the same: u32 [m * kv_heads], zero before and after
     u64 qkv_pitch;                    // elements from row to row
     u64 out_pitch;
     u32 m;
@@ -250,7 +252,7 @@ struct AttentionArgs {
     u32 start;                        // prefill: position of the first row's token
     float scale;                      // of scores, times log2(e)
     float eps;                        // of the norms
-    u32 reserved;
+    u32 parts;                        // decode, split: blocks that share the tokens of a row and KV head, at least 1
 };
 
 // Bias, QK-norm and rotation of the heads of a chunk of one sequence; K and V to their pages.

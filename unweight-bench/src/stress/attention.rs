@@ -20,8 +20,8 @@ use crate::{
     error::BenchError,
 };
 
-/// Rows, query heads of a KV head, the longest row, and the window.
-const CASES: [(usize, usize, u64, u32); 3] = [(1, 4, 2000, 0), (37, 7, 300, 0), (9, 16, 700, 130)];
+/// Rows, query heads of a KV head, the longest row, the window, and parts of a row where the kernel has them.
+const CASES: [(usize, usize, u64, u32, u32); 3] = [(1, 4, 2000, 0, 13), (37, 7, 300, 0, 2), (9, 16, 700, 130, 32)];
 
 /// Position of a chunk's first token, its tokens, query heads of a KV head, and the window.
 const CHUNKS: [(u32, u32, usize, u32); 4] = [(0, 1, 4, 0), (0, 300, 4, 0), (77, 129, 7, 0), (500, 65, 16, 130)];
@@ -35,7 +35,7 @@ impl Run<'_> {
         }
         CASES
             .into_iter()
-            .map(|(m, group, longest, window)| {
+            .map(|(m, group, longest, window, parts)| {
                 let mut random = Random::new(m as u64);
                 let mut positions: Vec<u32> = (0..m).map(|_| random.below(longest) as u32).collect();
                 positions[0] = longest as u32 - 1;
@@ -46,8 +46,10 @@ impl Run<'_> {
                 let case =
                     Decode { window, bias: window != 0, norm: m > 1, ..Decode::new(head_dim, group, &positions) };
                 let problem = Problem::new(&case);
-                let on_device = RefCell::new(DeviceProblem::new(self.stream, &problem)?);
                 let attention = Attention::new(kernel.clone())?;
+                let parts = if spec.split { parts } else { 1 };
+                let on_device = DeviceProblem::new(self.stream, &problem)?;
+                let on_device = RefCell::new(on_device.in_parts(&attention, &mut self.lane.borrow_mut(), parts)?);
                 let columns = case.out_columns();
                 let bytes = m * columns * 2;
                 let on_device = Rc::new(on_device);

@@ -6,13 +6,19 @@
 //! ```
 //!
 //! With `copy = async` there are no barriers: 8 and 16 bytes a stage less.
+//!
+//! With `split` the blocks of a row and KV head, as many as the launch says, meet in device memory:
+//! ```text
+//! decode   workspace = blocks * (128 + 64 * head_dim) bytes, and a counter for each row and KV head
+//! ```
 
 use super::{Edge, Family, Op, Instructions, Instruction};
 use crate::{
     abi::args,
     kv,
     plan::{
-        Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work, most_fitting, named,
+        GemmShape, Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work, WorkspacePlan,
+        most_fitting, named,
     },
     spec::{Arch, ClusterSize, SmemCopy, VariantSpec, axes, range_axis, set_axis, word_axis},
 };
@@ -57,6 +63,9 @@ axes! {
         stages: AttentionStages "p",
         /// Blocks that share the tokens of a row.
         cluster: ClusterSize "c" = 1,
+        /// Where there are no clusters: as many blocks as a launch asks for share the tokens of a row, and meet in
+        /// memory. A unit of the launch's problem is a block: rows x KV heads x parts.
+        split: flag "_split" = false,
         /// Who brings keys and values to shared memory.
         copy: SmemCopy "_" = Bulk unnamed,
         /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
@@ -90,6 +99,10 @@ args! {
         pub k_norm: u64,
         /// u32: 1 and a row that leaves the tables or the cache.
         pub fault: u64,
+        /// This and the next, `split` with several parts: [`WorkspacePlan::bytes`] of workspace.
+        pub partials: u64,
+        /// Its counters, zero before and after.
+        pub counters: u64,
         /// Elements from row to row.
         pub qkv_pitch: u64,
         /// The same.
@@ -116,8 +129,8 @@ args! {
         pub scale: f32,
         /// Of the norms.
         pub eps: f32,
-        /// 0.
-        pub reserved: u32,
+        /// `split`: blocks that share the tokens of a row and KV head, 1 to [`PARTS_MAX`].
+        pub parts: u32,
     }
 }
 
@@ -127,6 +140,9 @@ impl VariantSpec {
         Self { arch, op: Op::Attention(spec) }
     }
 }
+
+/// Blocks that share the tokens of a row and KV head through memory, at most.
+pub const PARTS_MAX: u32 = 32;
 
 /// Tokens of a slot of a ring.
 const TILE_TOKENS: u32 = 16;
@@ -214,6 +230,10 @@ impl AttentionSpec {
             let what = "step = prefill has rows enough for the device; cluster must be 1";
             return Err(Infeasible::Conflict { spec: *spec, what });
         }
+        if op.split && (prefill || cluster != 1) {
+            let what = "split shares a row of step = decode through memory instead of a cluster; cluster must be 1";
+            return Err(Infeasible::Conflict { spec: *spec, what });
+        }
         if prefill && stages == 1 {
             let what = "step = prefill asks for a page while it works on another; stages must be at least 2";
             return Err(Infeasible::Conflict { spec: *spec, what });
@@ -283,6 +303,7 @@ impl Family for AttentionSpec {
     fn summary(&self, _: &Plan) -> String {
         let (head_dim, stages) = (self.head_dim.get(), self.stages.get());
         let group = match self.cluster.get() {
+            _ if self.split => "launch's number of blocks".to_owned(),
             1 => "block".to_owned(),
             cluster => format!("cluster of {cluster}"),
         };
@@ -311,6 +332,8 @@ impl Family for AttentionSpec {
             stages: u32,
             /// `Config::kCluster`.
             cluster: u32,
+            /// `Config::kSplit`.
+            split: bool,
             /// `Config::kAsync`.
             is_async: bool,
             /// `Config::kPdl`.
@@ -323,20 +346,31 @@ impl Family for AttentionSpec {
             warps: self.warps.get(),
             stages: self.stages.get(),
             cluster: self.cluster.get(),
+            split: self.split,
             is_async: matches!(self.copy, SmemCopy::Async),
             pdl: self.pdl,
             step: self.step.tag(),
         }
     }
 
-    /// `decode`: heads of 64 and 128 with every cluster, other heads with one block a row; `prefill`: every head. All
-    /// ordinary and dependent.
+    /// What parts of a row leave for each other. A unit of `problem` is a block.
+    fn workspace(&self, plan: &Plan, problem: GemmShape, sms: u32) -> WorkspacePlan {
+        if !self.split {
+            return WorkspacePlan::default();
+        }
+        // A grid that cannot be launched needs nothing. There are no more rows and KV heads than blocks.
+        let blocks = u64::from(plan.launch.grid.blocks(problem, sms).unwrap_or_default());
+        let part = ROWS * (STATE_BYTES + self.head_dim.get() * size_of::<f32>() as u32);
+        WorkspacePlan { bytes: blocks * u64::from(part), counters: blocks }
+    }
+
+    /// `decode`: heads of 64 and 128 with every cluster, other heads with one block a row, and where there are no
+    /// clusters every head with parts; `prefill`: every head. All ordinary and dependent.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         HeadDim::ALL
             .into_iter()
             .flat_map(move |head_dim| {
-                // 64 KB of rings, and as many stages for small heads as for heads of 64.
-                let stages = if head_dim.get() > 64 { 2 } else { 4 };
+                let stages = stages_of(head_dim);
                 ClusterSize::ALL
                     .into_iter()
                     .filter(move |cluster| [64, 128].contains(&head_dim.get()) || cluster.get() == 1)
@@ -345,7 +379,7 @@ impl Family for AttentionSpec {
             // Where a batch has about as many rows and KV heads as a GPU has multiprocessors: eight warps a block, alone
             // or in pairs (docs/records/h200-2026-11-22).
             .chain(HeadDim::ALL.into_iter().filter(move |head_dim| [64, 128].contains(&head_dim.get())).flat_map(move |head_dim| {
-                let stages = if head_dim.get() > 64 { 2 } else { 4 };
+                let stages = stages_of(head_dim);
                 [(stages, 0), (stages / 2, 1)].into_iter().flat_map(move |(stages, cluster)| {
                     let cluster = ClusterSize::ALL[cluster];
                     [false, true].map(move |pdl| variant(AttentionStep::Decode, head_dim, 8, stages, cluster, pdl))
@@ -354,8 +388,26 @@ impl Family for AttentionSpec {
             .chain(HeadDim::ALL.into_iter().flat_map(move |head_dim| {
                 [false, true].map(move |pdl| variant(AttentionStep::Prefill, head_dim, 4, 2, ClusterSize::ALL[0], pdl))
             }))
+            .chain(AttentionSpec::in_parts().filter(move |_| !arch.has(Instruction::Cluster)))
             .map(move |spec| VariantSpec::attention(arch, AttentionSpec { copy: SmemCopy::of(arch), ..spec }))
     }
+}
+
+impl AttentionSpec {
+    /// What ships where a row has no cluster: parts of four warps, for every head, ordinary and dependent.
+    pub(crate) fn in_parts() -> impl Iterator<Item = Self> {
+        HeadDim::ALL.into_iter().flat_map(|head_dim| {
+            [false, true].map(move |pdl| {
+                let one = ClusterSize::ALL[0];
+                Self { split: true, ..variant(AttentionStep::Decode, head_dim, 4, stages_of(head_dim), one, pdl) }
+            })
+        })
+    }
+}
+
+/// 64 KB of rings for four warps, and as many stages for small heads as for heads of 64.
+const fn stages_of(head_dim: HeadDim) -> u32 {
+    if head_dim.get() > 64 { 2 } else { 4 }
 }
 
 const fn variant(
@@ -368,7 +420,7 @@ const fn variant(
 ) -> AttentionSpec {
     match (AttentionWarps::new(warps), AttentionStages::new(stages)) {
         (Ok(warps), Ok(stages)) => {
-            AttentionSpec { step, head_dim, warps, stages, cluster, copy: SmemCopy::Bulk, pdl }
+            AttentionSpec { step, head_dim, warps, stages, cluster, split: false, copy: SmemCopy::Bulk, pdl }
         }
         _ => panic!("what ships lies within the axes"),
     }

@@ -44,12 +44,13 @@ pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
 
 /// The variants whose operands come by the copy engine, with copies by their threads instead, as far as they have a plan:
 /// where there is a copy engine, what would run without it. With them, there, what ships for architectures without one:
-/// shapes for less shared memory, and decoders of as few warps as that holds.
+/// shapes for less shared memory, decoders of as few warps as that holds, and attention in parts.
 ///
 /// ```
 /// # use unweight_codegen::spec::{Arch, catalog};
 /// let names: Vec<String> = catalog::asynchronous(Arch::Sm90a).map(|spec| spec.to_string()).collect();
-/// for name in ["gemm_mma_b8_r2w16p2c1_async_esc_pdl_store", "decode_full_l7_async", "attention_decode_d128_w4p2c1_async"] {
+/// for name in ["gemm_mma_b8_r2w16p2c1_async_esc_pdl_store", "decode_full_l7_async", "attention_decode_d128_w4p2c1_async",
+///     "attention_decode_d128_w4p2c1_split_async"] {
 ///     assert!(names.contains(&format!("uw_sm90a_{name}")), "{name}");
 /// }
 /// assert!(names.contains(&"uw_sm90a_decode_full_l7_async_w16".to_owned()), "as a GeForce RTX 3090 has it");

@@ -291,6 +291,16 @@ pub enum Refusal {
         /// What was asked for.
         asked: &'static str,
     },
+    /// Parts of a row that the kernel does not take.
+    #[error(
+        "{parts} parts of a row; this kernel takes 1 to {limit}, others of more than one need a variant with split"
+    )]
+    Parts {
+        /// What was asked for.
+        parts: u32,
+        /// What it takes at most.
+        limit: u32,
+    },
     /// A page table that ends before the last token.
     #[error("{tokens} tokens of a sequence need more than the {pages} pages of 64 that its table has; give it more")]
     Pages {

@@ -7,10 +7,12 @@
 //! ```
 //! Everything that a row reads follows from its own position and page table, so its result depends on no other row and
 //! not on the batch. It depends on the kernel: blocks of a cluster share a row's tokens, and sums are added in their
-//! order.
+//! order. A kernel with `split` has no clusters: as many blocks as [`AttentionOptions::parts`] says share them, through
+//! the lane's memory, and their number decides the order.
 
 use std::sync::Arc;
 
+pub use unweight_codegen::family::attention::PARTS_MAX;
 use unweight_codegen::{
     abi::AttentionArgs,
     kv::PAGE_TOKENS,
@@ -20,11 +22,14 @@ use unweight_codegen::{
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, RowFault,
+        DeviceBuffer, DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal, RowFault,
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    ops::{kv::KvLayer, lane::Lane},
+    ops::{
+        kv::KvLayer,
+        lane::{Lane, LaneParts},
+    },
 };
 
 /// Query heads of one KV head, at most: they share the rows of a fragment of the tensor cores.
@@ -118,12 +123,21 @@ pub struct AttentionOptions<'a> {
     q_norm: Option<&'a DeviceBuffer<u16>>,
     k_norm: Option<&'a DeviceBuffer<u16>>,
     eps: f32,
+    parts: u32,
 }
 
 impl<'a> AttentionOptions<'a> {
     /// Queries and keys are turned by these angles, tokens see all before them, and that is all.
     pub fn new(rotary: RotaryTable<'a>) -> Self {
-        Self { rotary, window: 0, scale: None, bias: None, q_norm: None, k_norm: None, eps: 0.0 }
+        Self { rotary, window: 0, scale: None, bias: None, q_norm: None, k_norm: None, eps: 0.0, parts: 1 }
+    }
+
+    /// Blocks that share the tokens of a row and KV head, 1 to [`PARTS_MAX`], where the kernel has `split`; those for
+    /// which a row has no tokens end at once. The lane must have room for them ([`Attention::lane_size`]).
+    #[must_use]
+    pub fn parts(mut self, parts: u32) -> Self {
+        self.parts = parts;
+        self
     }
 
     /// A token sees this many tokens, itself included; `None` or 0: all before it.
@@ -191,6 +205,29 @@ impl Attention {
     /// The kernel.
     pub fn kernel(&self) -> &LoadedKernel {
         &self.kernel
+    }
+
+    /// What a lane needs for the newest tokens of so many rows.
+    ///
+    /// # Errors
+    /// Parts that the kernel does not take, or more blocks than a grid may have.
+    pub fn lane_size(&self, rows: u32, kv_heads: u32, parts: u32) -> Result<LaneSize, DeviceError> {
+        let heads = Heads { rows, kv_heads, group: 1 };
+        let need = self.check_parts(parts).and_then(|()| self.shared(heads.problem(parts)?, parts));
+        need.or_else(|refusal| self.kernel.refuse(refusal))
+    }
+
+    fn shared(&self, problem: GemmShape, parts: u32) -> Result<LaneSize, Refusal> {
+        match parts {
+            // One block has everything, and leaves nothing.
+            1 => Ok(LaneSize::default()),
+            _ => Ok(self.kernel.plan().workspace(problem, self.kernel.device().info().sms).into()),
+        }
+    }
+
+    fn check_parts(&self, parts: u32) -> Result<(), Refusal> {
+        let limit = if self.spec.split { PARTS_MAX } else { 1 };
+        if (1..=limit).contains(&parts) { Ok(()) } else { Err(Refusal::Parts { parts, limit }) }
     }
 
     fn check_step(&self, asked: AttentionStep) -> Result<(), Refusal> {
@@ -271,7 +308,7 @@ impl Attention {
     ///
     /// # Errors
     /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
-    /// takes; or the driver's refusal.
+    /// takes; parts that the kernel does not take, or a lane without room for them; or the driver's refusal.
     pub fn decode(
         &self,
         lane: &mut Lane,
@@ -284,9 +321,11 @@ impl Attention {
         let (qkv, out) = (qkv.place(), out.place());
         let (cosines, sines) = (options.rotary.cosines.place(), options.rotary.sines.place());
         let own = self.kernel.device().ordinal();
-        let head_dim = self.spec.head_dim.get();
+        let (head_dim, parts) = (self.spec.head_dim.get(), options.parts);
+        let have = lane.size();
         let check = || {
             self.check_step(AttentionStep::Decode)?;
+            self.check_parts(parts)?;
             if layer.shape().head_dim() != head_dim {
                 return Err(Refusal::HeadDimOf { takes: head_dim, cache: layer.shape().head_dim() });
             }
@@ -319,10 +358,14 @@ impl Attention {
             layer.check_device(own)?;
             check_apart(("the KV cache", layer.span()), read.iter().cloned())?;
             check_apart(("A", out.span()), read.into_iter().chain([("the KV cache", layer.span())]))?;
-            self.kernel.check_grid(heads.problem()?)?;
-            Ok(heads)
+            let problem = heads.problem(parts)?;
+            self.kernel.check_grid(problem)?;
+            have.check(self.shared(problem, parts)?)?;
+            Ok((heads, problem))
         };
-        let heads = check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let (heads, problem) = check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let fault = lane.row_fault_address(RowFault::Page);
+        let LaneParts { workspace, .. } = lane.parts();
         let address = |vector: Option<&DeviceBuffer<u16>>| vector.map_or(0, DeviceBuffer::address);
         let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
         let args = AttentionArgs {
@@ -336,7 +379,9 @@ impl Attention {
             bias: address(options.bias),
             q_norm: address(options.q_norm),
             k_norm: address(options.k_norm),
-            fault: lane.row_fault_address(RowFault::Page),
+            fault,
+            partials: workspace.partials.address(),
+            counters: workspace.counters.address(),
             qkv_pitch: qkv.pitch,
             out_pitch: out.pitch,
             m: heads.rows,
@@ -350,12 +395,12 @@ impl Attention {
             start: 0,
             scale: scale * std::f32::consts::LOG2_E,
             eps: options.eps,
-            reserved: 0,
+            parts,
         };
-        let problem = heads.problem().or_else(|refusal| self.kernel.refuse(refusal))?;
         // SAFETY: shapes, pitches, places and lengths were held against each other above, the views against their
-        // memory when they were made; the kernel bounds positions and pages. The fault word lives as long as the lane,
-        // on whose stream this runs. Dropping a buffer waits for the kernel.
+        // memory when they were made; the kernel bounds positions and pages. The fault word and the workspace, which
+        // is large enough and whose counters every launch leaves zero, live as long as the lane, on whose stream this
+        // runs. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(lane.stream(), problem, &args) }
     }
 }
@@ -390,15 +435,17 @@ impl Heads {
     /// A unit for each KV head and as many tokens as, with all heads of a group, fit `rows` rows of a block.
     fn chunk(&self, rows: u32) -> Result<GemmShape, Refusal> {
         // A group is at most a fragment's rows.
-        Self { rows: self.rows.div_ceil(rows / self.group), ..*self }.problem()
+        Self { rows: self.rows.div_ceil(rows / self.group), ..*self }.problem(1)
     }
 
-    /// A unit for each row and KV head.
-    fn problem(&self) -> Result<GemmShape, Refusal> {
-        let units = u64::from(self.rows) * u64::from(self.kv_heads);
+    /// A unit for each part of each row and KV head.
+    fn problem(&self, parts: u32) -> Result<GemmShape, Refusal> {
+        let (pairs, limit) = (u64::from(self.rows) * u64::from(self.kv_heads), u64::from(u32::MAX));
+        let units = pairs.saturating_mul(parts.into());
         match u32::try_from(units) {
             Ok(units) => Ok(GemmShape::rows(units)),
-            Err(_) => Err(Refusal::TooLarge { what: "rows times KV heads", value: units, limit: u32::MAX.into() }),
+            Err(_) if pairs > limit => Err(Refusal::TooLarge { what: "rows times KV heads", value: pairs, limit }),
+            Err(_) => Err(Refusal::TooLarge { what: "rows times KV heads times parts", value: units, limit }),
         }
     }
 }
@@ -450,7 +497,10 @@ mod tests {
         let apart = Heads::of(&place(3, 384, 388), &place(3, 256, 256), 1, 64);
         assert!(matches!(apart, Err(Refusal::Pitch { operand: "QKV", .. })), "{apart:?}");
         let many = Heads { rows: u32::MAX, kv_heads: 8, group: 1 };
-        assert!(matches!(many.problem(), Err(Refusal::TooLarge { .. })));
+        assert!(matches!(many.problem(1), Err(Refusal::TooLarge { what: "rows times KV heads", .. })));
+        let parted = Heads { rows: 1 << 26, kv_heads: 8, group: 1 };
+        assert_eq!(parted.problem(2), Ok(GemmShape::rows(1 << 30)));
+        assert!(matches!(parted.problem(8), Err(Refusal::TooLarge { .. })));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //   u32  kWarps          of a block
 //   u32  kStages         slots of each warp's private ring, 16 tokens each
 //   u32  kCluster        1,2,4,8  blocks that share the tokens of a row and KV head
+//   bool kSplit          without clusters: args.parts blocks share them, and meet in memory; kCluster is 1
 //   bool kAsync          every lane copies 16 bytes at a time (cp.async) where otherwise an elected lane asks the copy
 //                        engine; there are no barriers then
 //   bool kPdl            programmatic dependent launch: tables and the pages of earlier tokens are read before
@@ -14,6 +15,8 @@
 //
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
 // blocks along x, grid = m * kv_heads * kCluster: row by row, KV head by KV head.
+//   kSplit: m * kv_heads * parts blocks; partials = Smem<Config>::kPartBytes for each of them, and counters = u32
+//     [m * kv_heads] (zero before, zero after), both if parts > 1.
 //
 // Roles: none. The tiles of 16 tokens of a row are dealt to the cluster's warps in turn: warp w of block `rank` takes
 // tiles rank * kWarps + w, + kCluster * kWarps, ... from that of the first token that the window leaves on. An elected
@@ -22,6 +25,12 @@
 // in order of rank and warp, each block of the cluster making its share of the row's elements, through distributed
 // shared memory. So the order of sums follows from the row's own tokens, kWarps and kCluster alone.
 //
+// kSplit: `rank` is a block's part, parts stand for kCluster, and a part that has no tile ends at once. Of several that
+// have some, each leaves its maximum, sum and O in memory and takes a ticket; who takes the last one adds up all of
+// them in order of their ranks, its own out of memory like the others. No block waits for another, so they need not be
+// resident at the same time. The order of sums follows from the row's own tokens, kWarps and parts, not from who was
+// last.
+//
 // The warp whose last tile has the new token puts the token's K and V over what was copied, sets the values of the
 // lines behind it to zero (whatever lies there must not meet a weight of zero), and stores K and V into the page.
 //
@@ -29,14 +38,16 @@
 // barrier: it releases a slot to the copy engine (pipeline::release_to_copy_engine) before it starts the next copy.
 //   kAsync: a group of copies a tile, also of none; a lane waits for its own, then the warp meets.
 //   The block meets once after queries, new key and new value are in shared memory, and once (the cluster) between
-//   writing and reading sums; clusters: once more before exit.
+//   writing and reading sums; clusters: once more before exit. kSplit: once when its part is in memory, and once for
+//   all to know whether it was the last.
 //
 // Shared memory = kWarps * kStages * 64 * kHeadDim     rings; a warp's O, fp32 [16][kHeadDim], lies over its own
 //               + 32 * kHeadDim                        queries, bf16 [16][kHeadDim], laid out as a tile of a page
 //               + 4 * kHeadDim                         the new key and the new value, bf16
 //               + kWarps * 128                         maximum and sum of each of 16 rows
 //               + kWarps * kStages * 8                 barriers, where there are any
-// Global reads per token and KV head: 4 * kHeadDim bytes.
+// Global reads per token and KV head: 4 * kHeadDim bytes; kSplit: and for each part of a row and KV head
+// group * (4 * kHeadDim + 8) bytes that are written and read again.
 //
 // Safety   for any numbers in the tables: a position that is not below max_positions, or leads out of the page table,
 //          makes the row one without a token, and a page number that is not below `pages` makes its tiles be left out;
@@ -61,6 +72,8 @@ namespace uw::attention::decode {
 constexpr u32 kTileTokens = 16;
 constexpr u32 kPageTiles = kv::kPageTokens / kTileTokens;
 
+constexpr u32 kPartsAtOnce = 8;  // whose loads are in flight together
+
 template <class Config>
 constexpr u32 kThreads = Config::kWarps * 32;
 
@@ -82,6 +95,9 @@ struct Smem {
 
     static_assert(kTileBytes % 512 == 0, "a warp copies 512 bytes at a time");
     static_assert(kSumBytes <= kRingBytes, "a warp's sums lie over its ring");
+
+    // Of one block in `partials`: maximum and sum of each of 16 heads, then their O, fp32.
+    static constexpr u32 kPartBytes = kStateBytes + kSumBytes;
 };
 
 template <class Config>
@@ -89,9 +105,10 @@ struct Kernel {
     using S = Smem<Config>;
     static constexpr u32 kHeadDim = Config::kHeadDim;
     static constexpr u32 kChunks = kHeadDim / 8;
-    static constexpr u32 kTileWarps = Config::kWarps * Config::kCluster;  // warps that share a row's tiles
+    static constexpr u32 kTileWarps = Config::kWarps * Config::kCluster;  // warps that add up in shared memory
     static constexpr u32 kPairs = kHeadDim / 2;                          // words of a row of a head
     static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "a lane prepares one pair of words of a head");
+    static_assert(!Config::kSplit || Config::kCluster == 1, "a row is shared through memory, or by a cluster");
 
     const AttentionArgs& args;
     const u32 shared, warp, lane, rank;
@@ -101,8 +118,9 @@ struct Kernel {
     const bool active;
     const u32 first_token;  // that the window leaves
     const u32 first_tile, last_tile;
-    const u32 tile_warp;  // this warp among the kTileWarps
+    const u32 tile_warp;  // this warp among the tile_warps()
     const u32 tiles;      // of this warp
+    const u32 live;       // kSplit: parts that have a tile, the first ones; of a row without a token one
     const u64 policy;
 
     // The next tile to load, by its number among the warp's; the pages of 32 of them, one a lane, and of the 32 after.
@@ -119,23 +137,30 @@ struct Kernel {
           shared(shared_address),
           warp(ptx::uniform_warp_index()),
           lane(ptx::lane_index()),
-          rank(Config::kCluster > 1 ? ptx::cluster_rank() : 0),
+          rank(Config::kSplit ? ptx::block_index() % a.parts : Config::kCluster > 1 ? ptx::cluster_rank() : 0),
           ring(shared_address + S::kRings + warp * S::kRingBytes),
           barriers(shared_address + S::kBarriers + warp * Config::kStages * 8),
-          row(ptx::block_index() / Config::kCluster / a.kv_heads),
-          kv_head(ptx::block_index() / Config::kCluster % a.kv_heads),
+          row(ptx::block_index() / sharers(a) / a.kv_heads),
+          kv_head(ptx::block_index() / sharers(a) % a.kv_heads),
           position(ptx::load_global(a.positions + row)),
           active(position < a.max_positions && position / kv::kPageTokens < a.table_pages),
           first_token(a.window != 0 && active && position >= a.window ? position - a.window + 1 : 0),
           first_tile(first_token / kTileTokens),
           last_tile(position / kTileTokens),
           tile_warp(rank * Config::kWarps + warp),
-          tiles(active ? (last_tile - first_tile + kTileWarps - tile_warp) / kTileWarps : 0),
+          tiles(active ? (last_tile - first_tile + tile_warps() - tile_warp) / tile_warps() : 0),
+          live(!Config::kSplit || !active
+                   ? 1
+                   : least(a.parts, (last_tile - first_tile + Config::kWarps) / Config::kWarps)),
           policy(ptx::l2_policy(L2::kEvictFirst)),
           // At the same time as the position, as if the row's tokens began at 0; read again if they do not.
-          pages(load_page((tile_warp + lane * kTileWarps) / kPageTiles)) {}
+          pages(load_page((tile_warp + lane * tile_warps()) / kPageTiles)) {}
 
-    UW_DEVICE u32 tile_of(u32 index) const { return first_tile + tile_warp + index * kTileWarps; }
+    UW_DEVICE static u32 least(u32 a, u32 b) { return a < b ? a : b; }
+    // Blocks of a row and KV head, and their warps, to which its tiles are dealt.
+    UW_DEVICE static u32 sharers(const AttentionArgs& a) { return Config::kSplit ? a.parts : Config::kCluster; }
+    UW_DEVICE u32 tile_warps() const { return Config::kWarps * sharers(args); }
+    UW_DEVICE u32 tile_of(u32 index) const { return first_tile + tile_warp + index * tile_warps(); }
     UW_DEVICE u32 key_slot(u32 s) const { return ring + s * S::kSlotBytes; }
     UW_DEVICE u32 value_slot(u32 s) const { return key_slot(s) + S::kTileBytes; }
     UW_DEVICE u32 query_chunk(u32 head, u32 chunk) const {
@@ -252,7 +277,7 @@ struct Kernel {
     // Queries of the group, and the new key and value where a warp of this block has the newest tile.
     UW_DEVICE void prepare_heads(u32 cosines, u32 sines) const {
         const u32 heads = args.kv_heads * args.group;
-        const bool newest = (last_tile - first_tile) % kTileWarps / Config::kWarps == rank;
+        const bool newest = (last_tile - first_tile) % tile_warps() / Config::kWarps == rank;
         for (u32 unit = warp; unit < args.group + 2 * newest; unit += Config::kWarps) {
             if (unit < args.group) {
                 const auto store = [&](u32 word, u32 value) {
@@ -363,8 +388,13 @@ struct Kernel {
     UW_DEVICE U32x2 load_state(u32 w, u32 head) const {
         return load_of(w, shared + S::kStates + head * 8, S::kStateBytes);
     }
-    // Elements 2 * pair and 2 * pair + 1 of a head, from all warps of the cluster, in order.
-    UW_DEVICE u32 total(u32 head, u32 pair) const {
+    // Elements 2 * pair and 2 * pair + 1 of a head, still to be divided by the sum of weights, whose maximum is `top`.
+    struct Total {
+        float top, sum, low, high;
+    };
+    UW_DEVICE static float inverse(float sum) { return sum == 0.0f ? 0.0f : ptx::div(1.0f, sum); }
+    // From all warps of the block, or the cluster, in order.
+    UW_DEVICE Total total(u32 head, u32 pair) const {
         float top = left_out(), factors[kTileWarps];
 #pragma unroll
         for (u32 w = 0; w < kTileWarps; ++w) {
@@ -385,8 +415,11 @@ struct Kernel {
             low += factor * ptx::float_from_bits(o.x);
             high += factor * ptx::float_from_bits(o.y);
         }
-        const float inverse = sum == 0.0f ? 0.0f : ptx::div(1.0f, sum);
-        return ptx::pack_bf16x2(low * inverse, high * inverse);
+        return {top, sum, low, high};
+    }
+    UW_DEVICE u32 divided(Total t) const {
+        const float factor = inverse(t.sum);
+        return ptx::pack_bf16x2(t.low * factor, t.high * factor);
     }
     UW_DEVICE void meet() const {
         if constexpr (Config::kCluster > 1) {
@@ -397,8 +430,80 @@ struct Kernel {
         }
     }
 
+    // ---- parts -----------------------------------------------------------------------------------------------------
+    // What the block of a part leaves in memory: of a head, the maximum and the sum, and O.
+    UW_DEVICE u8* part(u32 of) const { return args.partials + u64(ptx::block_index() - rank + of) * S::kPartBytes; }
+    UW_DEVICE u8* part_state(u32 of, u32 head) const { return part(of) + head * 8; }
+    UW_DEVICE u8* part_sums(u32 of, u32 head) const { return part(of) + S::kStateBytes + head * (kHeadDim * 4); }
+
+    // By the whole block, once. True in the one that comes last: all parts of the row and KV head are in memory then.
+    UW_DEVICE bool leave_part() const {
+        for (u32 unit = warp * 32 + lane; unit < args.group * kPairs; unit += kThreads<Config>) {
+            const u32 head = unit / kPairs, pair = unit % kPairs;
+            const Total t = total(head, pair);
+            const U32x2 sums{ptx::bits_from_float(t.low), ptx::bits_from_float(t.high)};
+            const U32x2 state{ptx::bits_from_float(t.top), ptx::bits_from_float(t.sum)};
+            ptx::store_global_x2(part_sums(rank, head) + pair * 8, sums);
+            if (pair == 0) ptx::store_global_x2(part_state(rank, head), state);
+        }
+        ptx::sync_block();  // stores of a part come before its ticket; loads of states before the word over them
+        if (warp == 0 && ptx::elect_one()) {
+            u32* counter = args.counters + ptx::block_index() / args.parts;
+            ptx::fence_gpu();  // releases the part with the ticket
+            const bool last = ptx::atomic_add_global(counter, 1) == live - 1;
+            ptx::fence_gpu();  // acquires the parts whose tickets came before
+            // Nobody takes another one: the next launch begins at 0.
+            if (last) ptx::store_global(counter, 0);
+            ptx::store_shared(shared + S::kStates, last);
+        }
+        ptx::sync_block();  // what one thread has acquired, all have; and the word comes before their loads of it
+        return ptx::load_shared(shared + S::kStates) != 0;
+    }
+    // Four elements of each head a thread, from all parts, in order of their ranks.
+    UW_DEVICE void add_parts(u16* out) const {
+        constexpr u32 kQuads = kHeadDim / 4;
+        for (u32 unit = warp * 32 + lane; unit < args.group * kQuads; unit += kThreads<Config>) {
+            const u32 head = unit / kQuads, quad = unit % kQuads;
+            float top = left_out(), sum = 0.0f, o[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            for (u32 first = 0; first < live; first += kPartsAtOnce) {
+                U32x2 states[kPartsAtOnce];
+                U32x4 sums[kPartsAtOnce];
+#pragma unroll
+                for (u32 i = 0; i < kPartsAtOnce; ++i) {
+                    const u32 of = least(first + i, live - 1);  // those behind the last one are read for nothing
+                    states[i] = ptx::load_global_x2(part_state(of, head));
+                    sums[i] = ptx::load_global_x4(part_sums(of, head) + quad * 16);
+                }
+                const float before = top;
+#pragma unroll
+                for (u32 i = 0; i < kPartsAtOnce; ++i) top = ptx::maximum(top, ptx::float_from_bits(states[i].x));
+                const float shift = top == left_out() ? 0.0f : top * args.scale;
+                const float moved = sum == 0.0f ? 0.0f : ptx::exp2_approx(before * args.scale - shift);
+                sum *= moved;
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j) o[j] *= moved;
+#pragma unroll
+                for (u32 i = 0; i < kPartsAtOnce; ++i) {
+                    // Of a part whose pages were all refused nothing counts.
+                    if (first + i >= live || states[i].y == 0) continue;
+                    const float factor = ptx::exp2_approx(ptx::float_from_bits(states[i].x) * args.scale - shift);
+                    sum += factor * ptx::float_from_bits(states[i].y);
+                    o[0] += factor * ptx::float_from_bits(sums[i].x);
+                    o[1] += factor * ptx::float_from_bits(sums[i].y);
+                    o[2] += factor * ptx::float_from_bits(sums[i].z);
+                    o[3] += factor * ptx::float_from_bits(sums[i].w);
+                }
+            }
+            const float factor = inverse(sum);
+            const u32 low = ptx::pack_bf16x2(o[0] * factor, o[1] * factor);
+            ptx::store_global_x2(out + 4 * unit, {low, ptx::pack_bf16x2(o[2] * factor, o[3] * factor)});
+        }
+    }
+
     // ---- the block's life ------------------------------------------------------------------------------------------
     UW_DEVICE void run() {
+        // Nobody counts on it. The grid's dependents wait for its first parts, which wait for the kernel before.
+        if (Config::kSplit && rank >= live) return;
         if constexpr (!Config::kAsync) {
             if (ptx::elect_one()) {
 #pragma unroll
@@ -424,7 +529,8 @@ struct Kernel {
         if constexpr (Config::kPdl) ptx::grid_dependency_wait();
 
         const u32 units = args.group * kPairs, share = (units + Config::kCluster - 1) / Config::kCluster;
-        const u32 own = rank * share, end = own + share < units ? own + share : units, begin = own + warp * 32 + lane;
+        const u32 own = Config::kSplit ? 0 : rank * share, end = least(own + share, units);
+        const u32 begin = own + warp * 32 + lane;
         u16* out = args.out + row * args.out_pitch + u64(kv_head) * args.group * kHeadDim;
         // The same for all blocks of a cluster: they have one row.
         if (!active) {
@@ -450,8 +556,14 @@ struct Kernel {
         }
         store_sums();
         meet();  // stores of sums come before the loads of other warps
+        if constexpr (Config::kSplit) {
+            if (live > 1) {
+                if (leave_part()) add_parts(out);
+                return;
+            }
+        }
         for (u32 unit = begin; unit < end; unit += kThreads<Config>) {
-            ptx::store_global(out + 2 * unit, total(unit / kPairs, unit % kPairs));
+            ptx::store_global(out + 2 * unit, divided(total(unit / kPairs, unit % kPairs)));
         }
         // Peers may still be reading this block's sums.
         if constexpr (Config::kCluster > 1) meet();
