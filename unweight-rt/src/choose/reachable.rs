@@ -799,9 +799,10 @@ mod tests {
     /// run; what one card asks for has not.
     #[test]
     fn kernels_for_any_card_are_those_of_every_card() {
+        type Figures = (u32, f64, f64);
         // Multiprocessors, GB/s and MHz, as vendors describe them: GeForce RTX 3060, 3070, 3080, 3090, A2, A10, A40; RTX 4060
         // Ti, 4070, 4090, L4, L40S; A30, A100 of 40 and of 80 GB; B200; RTX 5070, 5090, RTX PRO 6000; H100 (PCIe), H20, H200.
-        let cards: [(Arch, &[(u32, f64, f64)]); 6] = [
+        let cards: [(Arch, &[Figures]); 6] = [
             (
                 Arch::Sm86,
                 &[
