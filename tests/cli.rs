@@ -13,6 +13,7 @@ use std::{
 use serde_json::Value;
 use tempfile::TempDir;
 use unweight::{
+    codegen::spec::{Arch, GemmMmaSpec, Op, VariantSpec, catalog},
     engine::{Engine, EngineOptions},
     format::{
         bundle::{self, Bundle, CompressOptions, Silent},
@@ -1315,6 +1316,19 @@ fn a_bundle_carries_its_kernels() {
     let again = json(&in_home(&[&attach[..], &["--force"]].concat(), 0));
     assert!(again["kernels"].as_array().unwrap().iter().all(|kernel| kernel["state"] == "hit"), "{again}");
     assert_eq!(again["bytes"], attached["bytes"]);
+    // Of an architecture by its name every shape that ships, since which of them a card asks for is the card's; what is
+    // missing is told without a compiler.
+    let every = unweight(&["kernels", "attach", "bundle", "--arch", "sm_89", "--max-batch", "8", "--force"])
+        .current_dir(&home)
+        .env("UNWEIGHT_CACHE_DIR", home.path().join("empty"))
+        .env("UNWEIGHT_NVRTC", home.path().join("nowhere.so"))
+        .output()
+        .unwrap();
+    assert_eq!(every.status.code(), Some(2), "{}", stderr(&every));
+    let asked = |spec: &VariantSpec| matches!(spec.op, Op::GemmMma(op) if op.escapes && !op.dump);
+    for spec in catalog::on::<GemmMmaSpec>(Arch::Sm89).filter(asked) {
+        assert!(stderr(&every).contains(&spec.to_string()), "no {spec} in {}", stderr(&every));
+    }
 
     let verified = json(&in_home(&["verify", "bundle", "--against", "model", "--json"], 0));
     documented("verify", &verified);
