@@ -183,6 +183,8 @@ const fn barrier_bytes(op: &AttentionSpec) -> u32 {
 const fn registers(op: &AttentionSpec) -> u32 {
     let head_dim = op.head_dim.get();
     match op.step {
+        // Adding up parts of the largest heads takes more than what three blocks of four warps have.
+        AttentionStep::Decode if op.split && head_dim > 112 => head_dim + 48,
         AttentionStep::Decode => head_dim + 40,
         // From heads of 88 on it can do with what three blocks of four warps have.
         AttentionStep::Prefill if head_dim > 88 => 168,
