@@ -4,6 +4,7 @@
 mod activations;
 mod attention;
 mod compact_sections;
+mod compress;
 mod gemm_compact;
 mod gemm_mma;
 mod gemm_recon;

@@ -29,9 +29,10 @@ fn build(edits: &[Edit]) -> CpuKernel {
     CpuKernel::all(&stages, edits)
 }
 
-struct Case {
-    bytes: Vec<u8>,
-    tensor: CompactTensor<Vec<u8>>,
+/// A matrix, and what the CPU makes of it.
+pub struct Case {
+    pub bytes: Vec<u8>,
+    pub tensor: CompactTensor<Vec<u8>>,
 }
 
 impl Sections {
@@ -124,7 +125,7 @@ fn packed(
 }
 
 impl Case {
-    fn new(n: usize, k: usize, bytes: Vec<u8>) -> Self {
+    pub fn new(n: usize, k: usize, bytes: Vec<u8>) -> Self {
         let tensor = encode(Matrix::new(&bytes, n, k).unwrap(), &Histogram::of(&bytes)).unwrap();
         Self { bytes, tensor }
     }
@@ -173,7 +174,8 @@ impl Case {
 /// Zeros, infinities, NaNs with payloads, subnormals, the smallest normal, and numbers within the window of 32 alone.
 const SPECIAL: [u16; 11] = [0x0000, 0x8000, 0x7f80, 0xff80, 0x7fc1, 0xffff, 0x0001, 0x807f, 0x0080, 0x3081, 0xb17e];
 
-fn cases() -> Vec<Case> {
+/// Every kind of escape and of code.
+pub fn cases() -> Vec<Case> {
     let mut random = Random::new(5);
     let mut exponents = |exponent: &mut dyn FnMut(u64) -> u16| -> Vec<u8> {
         (0..64 * 128)
@@ -202,7 +204,7 @@ fn cases() -> Vec<Case> {
 
 /// Tiles of one quad, of which every tenth code is another: 0 to 19 of them move where the next tile begins; and tiles of
 /// 1024 codes of 10 bits each, as long as any can be.
-fn longest_streams() -> Case {
+pub fn longest_streams() -> Case {
     let (n, k) = (64, 64 * 40);
     // Elements of a quad: rows g and g + 8, columns 2t and 2t + 1.
     let bytes: Vec<u8> = (0..n * k)

@@ -3,6 +3,7 @@
 mod activations;
 mod attention;
 mod bench;
+mod compress;
 mod cublas;
 mod decode;
 mod encode;

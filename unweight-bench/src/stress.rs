@@ -45,10 +45,16 @@ use unweight_rt::{
     env::Env,
     jit::{cache::KernelCache, compiler::CompileRequest},
     ops::{
-        encode::GpuEncoder, gemm_compact::CompactGemm, gemm_packed::PackedGemm, gemm_recon::Matmul, lane::Lane,
+        compress::{CompressError, Compressor},
+        encode::GpuEncoder,
+        gemm_compact::CompactGemm,
+        gemm_packed::PackedGemm,
+        gemm_recon::Matmul,
+        lane::Lane,
+        repack::Packer,
         transcode,
     },
-    weight::{DeviceCompact, DeviceHuffman, DevicePacked, DevicePalette},
+    weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette},
 };
 
 use crate::{
@@ -310,6 +316,7 @@ impl Run<'_> {
             progress(&format!("{} x {}: {problems} problems, {bad} not clean, {seconds:.0} s", shape.0, shape.1));
         }
         rows.extend(self.encoders()?);
+        rows.extend(self.compressor()?);
         Ok(rows)
     }
 
@@ -397,7 +404,7 @@ impl Run<'_> {
                     }
                 }
                 // One depends on the other: run together, below.
-                Op::Encode(_) => {}
+                Op::Encode(_) | Op::Compress(_) => {}
                 // Heads say its shapes, not weights: once.
                 Op::Attention(_) if shape == SHAPES[0] => {
                     for subject in self.attention(kernel)? {
@@ -747,6 +754,38 @@ impl Run<'_> {
             launch: Box::new(launch),
             check: Box::new(move |got| differs(got, &expected)),
         })
+    }
+
+    /// All stages of the encoder of the compact form together, with escapes of every kind, compared on the host.
+    fn compressor(&self) -> Result<Vec<StressRow>, BenchError> {
+        let variant = "uw_sm90a_compress, all stages".replace("sm90a", self.kernels.device().info().arch.tag());
+        if !self.options.wants(&variant) {
+            return Ok(Vec::new());
+        }
+        let (compressor, mut packer) = (Compressor::of(self.kernels)?, Packer::new(self.stream, self.kernels)?);
+        let mut rows = Vec::new();
+        for (n, k) in [(64u32, 64u32), (192, 576), (1024, 4096)] {
+            let mut bytes = normal_bf16(n as usize * k as usize, 0.02, 78);
+            // Zeros, infinities and neighbours of the window.
+            bytes.chunks_exact_mut(2).step_by(997).for_each(|element| element.fill(0));
+            bytes.chunks_exact_mut(2).skip(7).step_by(4099).for_each(|element| element.copy_from_slice(&[0x80, 0x7f]));
+            let matrix = Matrix::new(&bytes, n as usize, k as usize)?;
+            let host =
+                compact::encode(matrix, &Histogram::of(&bytes)).map_err(|why| BenchError::Uncompact { n, k, why })?;
+            let weights = DeviceMatrix::upload(self.stream, matrix)?;
+            let mut differing = 0;
+            for _ in 0..self.options.launches {
+                let made = match compressor.encode(&mut packer, weights.view()) {
+                    Ok(made) => made.download(self.stream)?,
+                    Err(CompressError::Device(error)) => return Err(error.into()),
+                    Err(CompressError::Uncompact(why)) => return Err(BenchError::Uncompact { n, k, why }),
+                };
+                differing += u32::from(made != host);
+            }
+            let (variant, launches) = (variant.clone(), self.options.launches);
+            rows.push(StressRow { variant, m: 0, n, k, launches, differing, wrong: None });
+        }
+        Ok(rows)
     }
 
     /// All stages of the encoder together, to both forms, compared on the host.

@@ -155,6 +155,27 @@ struct TranscodeArgs {
     u32 reserved;
 };
 
+// BF16 to the compact form (docs/format.md A.11): all stages share one struct. n and k are multiples of 64.
+struct CompressArgs {
+    u16* weights;                     // bf16 [n, k] row-major; only read
+    u32* quads;                       // [4096], zeroed before quads: how often each quad of classes occurs
+    const u32* table;                 // [4096]: the code of each quad, kernels/compress.cuh; not read by quads
+    u32* sizes;                       // [tiles, 2]: words of a tile's streams, and its escapes; written by sizes
+    u64* inexact;                     // zeroed before sizes: ~(row * k + column) of the first element that no operand can stand for; 0: none
+    u32* tiles;                       // [tiles + 1, 2]: first word of the streams, head; write completes the heads
+    u8* dense;                        // [tiles, 5120]; written by write
+    u32* streams;                     // as many words as `tiles` ends with; written by write
+    u32* records;                     // [record_words]: lists of escapes; written by write
+    u32 record_words;
+    u32 base;                         // lowest exponent of the window of 32, 1..223
+    u32 filler;                       // the class that elements outside the window are coded as
+    u32 n;
+    u32 k;
+    u32 tile_rows;
+    u32 tile_cols;
+    u32 reserved;
+};
+
 // Matmul from the compact form for small batches (docs/format.md A.11).
 struct GemmCompactArgs {
     TensorMap x;                      // bf16 [m, k], box 64 (k) x the variant's batch tile, 128-byte swizzle, zero fill

@@ -283,6 +283,8 @@ families! {
     encode: Encode(EncodeSpec),
     /// BF16 to a packed tensor and back.
     repack: Repack(RepackSpec),
+    /// BF16 to a compact tensor.
+    compress: Compress(CompressSpec),
     /// A compact tensor to BF16 or a packed tensor.
     transcode: Transcode(TranscodeSpec),
     /// Reconstructive matmul `Y[m,n] = X[m,k] * W[n,k]^T` (report section 8).

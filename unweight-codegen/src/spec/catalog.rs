@@ -5,7 +5,8 @@
 use std::collections::BTreeSet;
 
 use super::{
-    Arch, AttentionSpec, DecodeSpec, DecodeWarps, EncodeStage, GemmMmaSpec, Op, RepackStage, SmemCopy, VariantSpec,
+    Arch, AttentionSpec, CompressStage, DecodeSpec, DecodeWarps, EncodeStage, GemmMmaSpec, Op, RepackStage, SmemCopy,
+    VariantSpec,
 };
 use crate::{
     family::{FAMILIES, Family, Instruction},
@@ -93,6 +94,11 @@ fn brought_to(spec: VariantSpec, arch: Arch) -> Option<VariantSpec> {
 pub fn packing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     let conversions = RepackStage::ALL.iter().map(move |stage| VariantSpec::repack(arch, *stage));
     conversions.chain([VariantSpec::encode(arch, EncodeStage::Stats)])
+}
+
+/// What makes a compact tensor of a matrix, beside the counts of [`packing`].
+pub fn compressing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+    CompressStage::ALL.iter().map(move |stage| VariantSpec::compress(arch, *stage))
 }
 
 #[cfg(test)]

@@ -9,9 +9,10 @@ mod name;
 pub mod pairs;
 
 pub use crate::family::{
-    AttentionSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmCompactSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec,
-    NormSpec, Op, RepackSpec, RopeSpec, SampleSpec, SiluMulSpec, TranscodeSpec,
+    AttentionSpec, CompressSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmCompactSpec, GemmMmaSpec, GemmReconSpec,
+    GemmWgmmaSpec, NormSpec, Op, RepackSpec, RopeSpec, SampleSpec, SiluMulSpec, TranscodeSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
+    compress::CompressStage,
     decode::{CodeLimit, DecodeOutput, DecodeWarps},
     embed::EmbedSource,
     encode::EncodeStage,

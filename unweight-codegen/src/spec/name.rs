@@ -4,6 +4,7 @@
 //! uw_<arch>_decode_<full|exponent|palette>_l<code limit>[_async][_w<warps>]
 //! uw_<arch>_encode_<stats|table|decode_table|rows|scan|write|palette>
 //! uw_<arch>_repack_<pack|lists|unpack>
+//! uw_<arch>_compress_<quads|sizes|write>
 //! uw_<arch>_transcode_<full|packed|lists>
 //! uw_<arch>_gemm_recon_exponent_n<n tiles>p<stages>_<store|store_add>
 //! uw_<arch>_gemm_recon_palette_n<n tiles>p<stages>_v<verbatim rows>_<store|store_add>
@@ -225,6 +226,7 @@ pub(crate) mod tests {
             "uw_sm90a_gemm_wgmma_b128_g2p6c2_esc_store",
             "uw_sm90a_gemm_mma_b8_r2w8p2c1_esc_silu_mul",
             "uw_sm90a_repack_unpack",
+            "uw_sm90a_compress_quads",
             "uw_sm90a_transcode_full",
             "uw_sm90a_gemm_compact_b8_w16p1c1_pdl_silu_mul",
         ] {

@@ -419,7 +419,13 @@ impl Wanted {
                 match edge.step {
                     Step::Decode(DecodeOutput::Full) => variants.extend(self.decoder()),
                     Step::Transcode => _ = variants.insert(self.transcoder()),
-                    Step::GemmPacked if self.linears == Linears::Packed => variants.extend(products(weight)),
+                    Step::GemmPacked if self.linears == Linears::Packed => {
+                        variants.extend(products(weight));
+                        if self.stays_compact(weight) {
+                            // Parts that are one layer are encoded anew.
+                            variants.extend(catalog::compressing(self.chooser.arch()));
+                        }
+                    }
                     _ => {}
                 }
             }

@@ -3,15 +3,15 @@
 //! ```text
 //! parts --one under the other, or in turns--> scratch [n, k] --pad, pack--> packed weights --> register-sourced matmul
 //!                                                  |--what cannot be packed--> BF16 --> cuBLAS
-//!                                                  +--by the host, if it is to stay small--> compact weights
+//!                                                  +--encode, if it is to stay small--> compact weights
 //! ```
-//! All but the last on the GPU: what comes out has the bytes that the host would make of the same weights. The scratch is as large
+//! All on the GPU: what comes out has the bytes that the host would make of the same weights. The scratch is as large
 //! as the largest layer, and goes with the builder.
 
 use std::sync::Arc;
 
 use unweight_codegen::{VariantSpec, family::Instruction, spec::Epilogue};
-use unweight_format::{Histogram, Matrix, compact, packed::Window};
+use unweight_format::packed::Window;
 
 use crate::{
     choose::reachable::{Expand, KernelSource, Linears, Resident, Wanted, Weight},
@@ -25,6 +25,7 @@ use crate::{
         loader::{LoadError, LoadOptions, Merge, Unsuitable},
     },
     ops::{
+        compress::{CompressError, Compressor},
         lane::Lane,
         repack::{PackError, Packer},
         transcode::Transcoder,
@@ -60,6 +61,8 @@ pub struct LayerBuilder<'k> {
     pub(super) kernels: &'k KernelSet,
     pub(super) packer: Packer,
     pub(super) wanted: Wanted,
+    /// Once a layer is encoded.
+    compressor: Option<Compressor>,
     scratch: Scratch,
     /// What the layers so far need.
     lane_size: LaneSize,
@@ -155,6 +158,7 @@ impl<'k> LayerBuilder<'k> {
         let empty = || DeviceBuffer::zeroed(stream, 0);
         Ok(Self {
             packer: Packer::new(stream, kernels)?,
+            compressor: None,
             kernels,
             wanted,
             scratch: Scratch { whole: empty()?, other: empty()? },
@@ -173,7 +177,7 @@ impl<'k> LayerBuilder<'k> {
     }
 
     /// A layer of these weights `[n, k]`, which messages call `name`; they are copied. Where compact weights are to stay so
-    /// ([`Resident::Small`]), the host encodes them.
+    /// ([`Resident::Small`]), they are encoded.
     ///
     /// # Errors
     /// As [`Loader::merge`](super::loader::Loader::merge).
@@ -338,17 +342,18 @@ impl<'k> LayerBuilder<'k> {
         Ok(())
     }
 
-    /// The compact form of the scratch `[n, k]`, by the host; `None` where it has none. Waits.
+    /// The compact form of the scratch `[n, k]`; `None` where it has none. Waits.
     fn encode_scratch(&mut self, (n, k): (u32, u32)) -> Result<Option<DeviceCompact>, DeviceError> {
-        let stream = self.packer.stream();
-        let elements = length("elements", u64::from(n) * u64::from(k))?;
-        let weights = self.scratch.whole.read(stream, 0, elements)?;
-        let bytes: &[u8] = bytemuck::cast_slice(&weights);
-        let matrix = Matrix::new(bytes, n as usize, k as usize)?;
-        match compact::encode(matrix, &Histogram::of(bytes)) {
-            Ok(tensor) => Ok(Some(DeviceCompact::upload(stream, &tensor)?)),
+        let compressor = match &self.compressor {
+            Some(compressor) => compressor,
+            None => self.compressor.insert(Compressor::of(self.kernels)?),
+        };
+        let whole = MatrixRef::new(&self.scratch.whole, n, k, k.into())?;
+        match compressor.encode(&mut self.packer, whole) {
+            Ok(compressed) => Ok(Some(compressed.tensor)),
             // It is packed, or stays as it is: which, and why not, its weights say.
-            Err(_) => Ok(None),
+            Err(CompressError::Uncompact(_)) => Ok(None),
+            Err(CompressError::Device(error)) => Err(error),
         }
     }
 

@@ -7,7 +7,7 @@
 //! palette  --decode on the host----------+     +--what cannot be packed--> cuBLAS
 //! raw      ------------------------------+
 //! compact  --transcode on the GPU---------+
-//!    +--upload (merged: encoded anew by the host), if it is to stay small--> compact, 10.9 bits a weight
+//!    +--upload (merged: encoded anew), if it is to stay small--> compact, 10.9 bits a weight
 //! ```
 
 use unweight_codegen::{

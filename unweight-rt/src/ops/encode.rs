@@ -43,12 +43,17 @@ use unweight_format::{
     CodeLimit, Digest, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, StoredTensor, TileGrid,
     TileMetadata,
     bundle::{CpuEncoder, Encoder, EncoderError},
+    compact,
+    form::Unfit,
     layout::{TILE_WORDS_MAX, WORDS_ALIGN},
 };
 
 use crate::{
     device::{DeviceBuffer, DeviceError, KernelSet, Refusal, Stream, module::LoadedKernel, view::check_device},
-    ops::repack::{PackError, Packer},
+    ops::{
+        compress::{CompressError, Compressor},
+        repack::{PackError, Packer},
+    },
     weight::{self, DeviceMatrix},
 };
 
@@ -76,6 +81,7 @@ pub struct GpuEncoder {
 #[derive(Debug)]
 pub struct BundleEncoder {
     encoder: GpuEncoder,
+    compressor: Compressor,
     /// One tensor at a time, on the packer's stream.
     device: Mutex<Packer>,
 }
@@ -87,7 +93,8 @@ impl BundleEncoder {
     /// The device or the compiler is missing, or failed.
     pub fn new(kernels: &KernelSet, limit: CodeLimit) -> Result<Self, DeviceError> {
         let packer = Packer::new(&kernels.device().stream()?, kernels)?;
-        Ok(Self { encoder: GpuEncoder::new(kernels, limit)?, device: Mutex::new(packer) })
+        let (encoder, compressor) = (GpuEncoder::new(kernels, limit)?, Compressor::of(kernels)?);
+        Ok(Self { encoder, compressor, device: Mutex::new(packer) })
     }
 
     /// A panic of another thread leaves the stream as usable as it was, and the packer's memory is written before it is read.
@@ -123,6 +130,21 @@ impl Encoder for BundleEncoder {
                     Ok(tensor) => tensor.into(),
                     Err(PackError::Unpackable(why)) => return Err(why.into()),
                     Err(PackError::Device(error)) => return Err(failed(error)),
+                }
+            }
+            FormId::COMPACT => {
+                let stream = packer.stream().clone();
+                let mut encoded = || -> Result<_, CompressError> {
+                    let weights = DeviceMatrix::upload(&stream, matrix)?;
+                    let compressed = self.compressor.encode(&mut packer, weights.view())?;
+                    let tensor = compressed.download(&stream)?;
+                    compact::worth_it(matrix.grid(), &compressed.histogram, limit, tensor.stored_bytes())?;
+                    Ok(tensor)
+                };
+                match encoded() {
+                    Ok(tensor) => tensor.into(),
+                    Err(CompressError::Uncompact(why)) => return Err(Unfit::from(why).into()),
+                    Err(CompressError::Device(error)) => return Err(failed(error)),
                 }
             }
             // A form without a kernel is the CPU's.

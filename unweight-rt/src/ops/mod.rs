@@ -4,6 +4,7 @@
 //! size, the grid) is checked before anything is enqueued.
 
 pub mod attention;
+pub mod compress;
 pub mod cublas;
 pub mod decode;
 pub mod embed;

@@ -45,6 +45,25 @@ impl DeviceCompact {
         Ok(device)
     }
 
+    /// Sections that are there already.
+    ///
+    /// # Errors
+    /// More tiles or words than kernels count.
+    pub(crate) fn new(
+        grid: TileGrid,
+        window: ClassWindow,
+        dense: DeviceBuffer<u8>,
+        tiles: DeviceBuffer<u32>,
+        streams: DeviceBuffer<u32>,
+        escapes: DeviceBuffer<u32>,
+        table: DeviceBuffer<u32>,
+    ) -> Result<Self, DeviceError> {
+        device_shape(grid)?;
+        count("words of streams", streams.len())?;
+        count("words of escapes", escapes.len())?;
+        Ok(Self { grid, window, dense, tiles, streams, escapes, table })
+    }
+
     /// Where it lies.
     pub fn device(&self) -> &Device {
         self.dense.device()

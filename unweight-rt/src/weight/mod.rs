@@ -54,7 +54,7 @@ fn verbatim_rows(bytes: &[u8]) -> Result<(), Refusal> {
 }
 
 /// A count below 2^32.
-fn count(what: &'static str, value: usize) -> Result<(), Refusal> {
+pub(crate) fn count(what: &'static str, value: usize) -> Result<(), Refusal> {
     match u32::try_from(value) {
         Ok(_) => Ok(()),
         Err(_) => Err(Refusal::TooLarge { what, value: value as u64, limit: u32::MAX.into() }),

@@ -11,9 +11,9 @@ use crate::{
 };
 
 /// Classes of four exponents in a window.
-const CLASSES: usize = CLASS_WINDOW / 4;
+pub(super) const CLASSES: usize = CLASS_WINDOW / 4;
 /// Quads: four classes of three bits, the first one lowest.
-pub(super) const QUADS: usize = 1 << 12;
+pub const QUADS: usize = 1 << 12;
 /// What an escape costs when window and book are chosen, bits: its record, and as much again for the time of a kernel.
 const ESCAPE_BITS: u64 = 64;
 /// Bits of an entry of the book.

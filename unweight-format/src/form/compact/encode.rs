@@ -4,11 +4,11 @@ use rayon::prelude::*;
 
 use super::{
     CompactTensor, HEAD_LIST, HEAD_ONE, REGISTERS, UNIT, Uncompact, WORD,
-    book::{self, Chosen, ClassWindow, Code, QUADS},
+    book::{self, CLASSES, Chosen, ClassBook, ClassWindow, Code, QUADS},
     dense_offset, place_of, record, stream_bytes, tiles_bytes, whole_tiles, words_from,
 };
 use crate::{
-    Histogram, Matrix, bf16,
+    Histogram, Matrix, TileGrid, bf16,
     bits::zeroed,
     layout::{DENSE_TILE_BYTES, LANE_CODES, LANES, ROW_BLOCKS, SECTION_ALIGN, STREAM_TILE_BYTES_MAX, TILE},
     packed,
@@ -31,13 +31,8 @@ const LOW: u32 = 0x0180_0180;
 /// [`Uncompact`]; the rules are stated there.
 pub fn encode(matrix: Matrix<'_>, histogram: &Histogram) -> Result<CompactTensor<Vec<u8>>, Uncompact> {
     let grid = matrix.grid();
-    whole_tiles(grid)?;
-    let window = ClassWindow::best(histogram);
-    let ranking = window.ranking(histogram);
-    let outside = outside(window, histogram);
-    // Before the quads are counted: they only add escapes.
-    book::covering(&[0; QUADS], ranking, (outside, histogram.total()))?;
-    let scheme = Scheme { matrix, window, filler: ranking[0].into() };
+    let classes = Classes::of(grid, histogram)?;
+    let scheme = Scheme { matrix, window: classes.window, filler: classes.filler().into() };
     let bands = grid.tiles().div_ceil(BAND_TILES);
     let tiles_of = |band: usize| band * BAND_TILES..grid.tiles().min((band + 1) * BAND_TILES);
     let quads = (0..bands)
@@ -48,7 +43,7 @@ pub fn encode(matrix: Matrix<'_>, histogram: &Histogram) -> Result<CompactTensor
             quads
         })
         .reduce(|| vec![0; QUADS], |a, b| a.iter().zip(&b).map(|(a, b)| a + b).collect());
-    let chosen = book::covering(&quads, ranking, (outside, histogram.total()))?;
+    let chosen = classes.choose(&quads)?;
     let codes = chosen.book.by_quad();
     let mut dense = zeroed(grid.tiles() * DENSE_TILE_BYTES);
     let bands: Vec<Option<Band>> = dense
@@ -77,7 +72,81 @@ pub fn encode(matrix: Matrix<'_>, histogram: &Histogram) -> Result<CompactTensor
     tiles.resize(tiles_bytes(grid), 0);
     streams.resize(streams.len().next_multiple_of(SECTION_ALIGN), 0);
     escapes.resize(escapes.len().next_multiple_of(SECTION_ALIGN), 0);
-    Ok(CompactTensor { grid, window, book: chosen.book, tiles, escapes, streams, dense })
+    Ok(CompactTensor { grid, window: classes.window, book: chosen.book, tiles, escapes, streams, dense })
+}
+
+/// The classes of a matrix's elements, as its exponents choose them: all that an encoder needs to count quads.
+#[derive(Debug, Clone)]
+pub struct Classes {
+    window: ClassWindow,
+    ranking: [u8; CLASSES],
+    outside: u64,
+    elements: u64,
+}
+
+impl Classes {
+    /// Of a matrix with this histogram.
+    ///
+    /// # Errors
+    /// [`Uncompact::Shape`], [`Uncompact::Escapes`].
+    pub fn of(grid: TileGrid, histogram: &Histogram) -> Result<Self, Uncompact> {
+        whole_tiles(grid)?;
+        let window = ClassWindow::best(histogram);
+        let (ranking, outside) = (window.ranking(histogram), outside(window, histogram));
+        let classes = Self { window, ranking, outside, elements: histogram.total() };
+        // Before the quads are counted: they only add escapes.
+        classes.choose(&[0; QUADS])?;
+        Ok(classes)
+    }
+
+    /// The window.
+    pub fn window(&self) -> ClassWindow {
+        self.window
+    }
+
+    /// The class, 0..8, that elements outside the window are coded as.
+    pub fn filler(&self) -> u8 {
+        self.ranking[0]
+    }
+
+    /// The code for these counts of quads (the first class lowest, three bits each).
+    ///
+    /// # Errors
+    /// [`Uncompact::Escapes`].
+    ///
+    /// # Panics
+    /// There are not 4096 counts.
+    pub fn coding(&self, quads: &[u64]) -> Result<Coding, Uncompact> {
+        assert_eq!(quads.len(), QUADS, "a count for each quad");
+        self.choose(quads).map(Coding)
+    }
+
+    fn choose(&self, quads: &[u64]) -> Result<Chosen, Uncompact> {
+        book::covering(quads, self.ranking, (self.outside, self.elements))
+    }
+}
+
+/// The code that an encoder writes.
+#[derive(Debug, Clone)]
+pub struct Coding(Chosen);
+
+impl Coding {
+    /// The book.
+    pub fn book(&self) -> &ClassBook {
+        &self.0.book
+    }
+
+    /// By quad, what it is coded as, as kernels look it up (`templates/include/unweight/kernels/compress.cuh`): the bits of the code in either
+    /// direction, how many, and the places whose elements are escapes.
+    pub fn kernel_table(&self) -> Vec<u32> {
+        let codes = self.0.book.by_quad();
+        let entry = |&coded: &u16| {
+            let code = codes[usize::from(coded & 0xfff)];
+            let (forward, backward, bits) = (code.forward, code.backward, code.bits);
+            u32::from(forward) | u32::from(backward) << 10 | u32::from(bits) << 20 | u32::from(coded >> 12) << 24
+        };
+        self.0.coded.iter().map(entry).collect()
+    }
 }
 
 /// Elements outside a window.

@@ -17,8 +17,8 @@ use std::borrow::Cow;
 use rayon::prelude::*;
 
 pub use self::{
-    book::{ClassBook, ClassWindow, TABLE},
-    encode::encode,
+    book::{ClassBook, ClassWindow, QUADS, TABLE},
+    encode::{Classes, Coding, encode},
 };
 use super::{
     Extent, Form, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit,
@@ -189,10 +189,12 @@ pub fn whole_tiles(grid: TileGrid) -> Result<(), Uncompact> {
     packed::packable_shape(grid).map_err(|_| Uncompact::Shape)
 }
 
-/// Whether the form is not larger than the Huffman form would be: its fixed sections, and the codes of the exponents in
-/// its palette, without
-/// verbatim rows.
-fn worth_it(grid: TileGrid, histogram: &Histogram, limit: CodeLimit, bytes: u64) -> Result<(), Uncompact> {
+/// Whether a tensor of so many bytes is not larger than the Huffman form would be: its fixed sections, and the codes of
+/// the exponents in its palette, without verbatim rows.
+///
+/// # Errors
+/// [`Uncompact::Larger`].
+pub fn worth_it(grid: TileGrid, histogram: &Histogram, limit: CodeLimit, bytes: u64) -> Result<(), Uncompact> {
     let Some(code) = huffman::Code::from_histogram(histogram, limit) else { return Ok(()) };
     let table = code.encode_table();
     let bits: u128 =

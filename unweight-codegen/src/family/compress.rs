@@ -1,0 +1,151 @@
+//! From BF16 to the compact form (docs/format.md A.11): `templates/include/unweight/kernels/compress.cuh`.
+
+use super::{Edge, Family, Instructions};
+use crate::{
+    abi::args,
+    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
+    spec::{Arch, VariantSpec, axes, word_axis},
+};
+use serde::Serialize;
+use unweight_format::{FormId, layout::STREAM_TILE_BYTES_MAX};
+
+word_axis! {
+    /// A step from BF16 to the compact form (docs/format.md A.11).
+    CompressStage, "stage" {
+        /// Counts quads of classes.
+        Quads = "quads",
+        /// What the streams and escapes of each tile take.
+        Sizes = "sizes",
+        /// Writes dense parts, streams, heads and lists.
+        Write = "write",
+    }
+}
+
+axes! {
+    /// One kernel of the encoder of the compact form.
+    pub struct CompressSpec {
+        /// Which one.
+        stage: CompressStage "",
+    }
+}
+
+args! {
+    /// Arguments of the encoder of the compact form: all stages share one struct.
+    pub struct CompressArgs {
+        /// bf16 `[n, k]`, only read.
+        pub weights: u64,
+        /// u32 `[4096]`, zeroed before `quads`: how often each quad of classes occurs.
+        pub quads: u64,
+        /// u32 `[4096]`: `compact::Coding::kernel_table`; not read by `quads`.
+        pub table: u64,
+        /// u32 `[tiles, 2]`: words of a tile's streams, and its escapes; written by `sizes`.
+        pub sizes: u64,
+        /// u64, zeroed before `sizes`: `!(row * k + column)` of the first element that no operand can stand for, 0 if
+        /// there is none.
+        pub inexact: u64,
+        /// u32 `[tiles + 1, 2]`: `class_tiles`, whose heads `write` completes.
+        pub tiles: u64,
+        /// u8 `[tiles, 5120]`; written by `write`.
+        pub dense: u64,
+        /// u32, as many words as `tiles` ends with; written by `write`.
+        pub streams: u64,
+        /// u32 `[record_words]`: lists of escapes; written by `write`.
+        pub records: u64,
+        /// Words in `records`.
+        pub record_words: u32,
+        /// Lowest exponent of the window of 32, 1..=223.
+        pub base: u32,
+        /// The class that elements outside the window are coded as.
+        pub filler: u32,
+        /// Output features, a multiple of 64.
+        pub n: u32,
+        /// Input features, a multiple of 64.
+        pub k: u32,
+        /// `n / 64`.
+        pub tile_rows: u32,
+        /// `k / 64`.
+        pub tile_cols: u32,
+        /// 0.
+        pub reserved: u32,
+    }
+}
+
+impl VariantSpec {
+    /// A step of the encoder of the compact form.
+    pub const fn compress(arch: Arch, stage: CompressStage) -> Self {
+        Self { arch, op: super::Op::Compress(CompressSpec { stage }) }
+    }
+}
+
+const WARPS: u32 = 8;
+/// Counters, or codes, of 4096 quads.
+const QUAD_BYTES: u32 = 4 << 12;
+/// A warp takes eight row blocks.
+const COUNT_TILES_PER_BLOCK: u32 = 16;
+/// Longest streams of a tile, and a word behind them.
+const SLOT_BYTES: u32 = (STREAM_TILE_BYTES_MAX as u32 + 4).next_multiple_of(16);
+
+impl CompressSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE
+    }
+
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let op = self;
+        let work = Work::WeightTiles;
+        let smem = SmemPlan::new().section("quads", 1, QUAD_BYTES, 16);
+        // A warp takes a tile.
+        let (smem, blocks_per_sm, per_block) = match op.stage {
+            CompressStage::Quads => (smem, 4, COUNT_TILES_PER_BLOCK),
+            CompressStage::Sizes => (smem, 3, WARPS),
+            CompressStage::Write => (smem.section("slots", WARPS, SLOT_BYTES, 16), 3, WARPS),
+        };
+        Ok(Plan {
+            spec: *spec,
+            smem,
+            pipeline: None,
+            roles: RolePlan::one("encode", WARPS),
+            launch: LaunchPlan::ordinary(
+                WARPS * spec.arch.limits().warp_threads,
+                blocks_per_sm,
+                LaunchGrid::Covering { work, per_block },
+            ),
+        })
+    }
+}
+
+impl Family for CompressSpec {
+    type Args = CompressArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[Edge { from: FormId::RAW, to: FormId::COMPACT }];
+
+    fn summary(&self, _: &Plan) -> String {
+        let summary = match self.stage {
+            CompressStage::Quads => "bf16 [n, k] -> how often each quad of classes occurs.",
+            CompressStage::Sizes => "bf16 [n, k] and codes -> words and escapes of each tile.",
+            CompressStage::Write => "bf16 [n, k], codes and places of tiles -> compact tensor.",
+        };
+        summary.to_owned()
+    }
+
+    fn context(&self, _: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            /// The function of `uw::compress`.
+            function: &'static str,
+            /// `Stage` in the constants of `uw::compress` that hold the threads of a block and its shared memory:
+            /// `kStageThreads`.
+            constant: &'static str,
+        }
+        let constant = match self.stage {
+            CompressStage::Quads => "Quads",
+            CompressStage::Sizes => "Sizes",
+            CompressStage::Write => "Write",
+        };
+        Context { function: self.stage.tag(), constant }
+    }
+
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        CompressStage::ALL.iter().map(move |stage| VariantSpec::compress(arch, *stage))
+    }
+}
