@@ -98,7 +98,8 @@ impl CompressSpec {
         let (smem, blocks_per_sm, per_block) = match op.stage {
             CompressStage::Quads => (smem, 4, COUNT_TILES_PER_BLOCK),
             CompressStage::Sizes => (smem, 3, WARPS),
-            CompressStage::Write => (smem.section("slots", WARPS, SLOT_BYTES, 16), 3, WARPS),
+            // A lane keeps 32 codes in its registers.
+            CompressStage::Write => (smem.section("slots", WARPS, SLOT_BYTES, 16), 2, WARPS),
         };
         Ok(Plan {
             spec: *spec,

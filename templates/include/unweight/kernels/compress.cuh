@@ -7,7 +7,7 @@
 // stage   threads  blocks/SM  grid               dynamic smem         reads + writes, bytes per element
 // quads   256      4          ceil(tiles / 16)   4 * 4096             2
 // sizes   256      3          ceil(tiles / 8)    4 * 4096             2
-// write   256      3          ceil(tiles / 8)    the same + 8 * 1328  2 + 1.35
+// write   256      2          ceil(tiles / 8)    the same + 8 * 1328  2 + 1.35
 //
 // Bound    quads: additions to one counter of shared memory, one after the other; else instructions.
 //
