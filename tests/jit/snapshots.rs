@@ -24,8 +24,8 @@ use unweight_codegen::{
     plan::Plan,
     render,
     spec::{
-        Arch, CodeLimit, DecodeOutput, EncodeStage, Epilogue, RepackStage, TranscodeStage, Values, VariantSpec,
-        VerbatimRows, WeightSource, catalog,
+        Arch, CodeLimit, CompressStage, DecodeOutput, EncodeStage, Epilogue, RepackStage, TranscodeStage, Values,
+        VariantSpec, VerbatimRows, WeightSource, catalog,
     },
 };
 
@@ -250,6 +250,10 @@ fn transcode_table() -> String {
     stage_table(TranscodeStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::transcode(Arch::Sm90a, *stage))))
 }
 
+fn compress_table() -> String {
+    stage_table(CompressStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::compress(Arch::Sm90a, *stage))))
+}
+
 /// The families of activations: one row for each variant.
 fn activations_table() -> String {
     let mut table =
@@ -337,6 +341,7 @@ fn the_document_shows_the_catalogue() {
         ("decode", decode_table()),
         ("encode", encode_table()),
         ("repack", repack_table()),
+        ("compress", compress_table()),
         ("transcode", transcode_table()),
         ("activations", activations_table()),
     ] {
