@@ -585,6 +585,14 @@ fn a_plan_that_fits_is_compressed_as_it_says() {
     assert!(stderr(&output).contains("is no plan file"), "{}", stderr(&output));
     let output = run(home.path(), &["fit", "model"], 2);
     assert!(stderr(&output).contains("--memory"), "{}", stderr(&output));
+    // What no kernel reads as it is would be packed when it is loaded: no plan has it.
+    run(home.path(), &["demo", "--dir", "demo", "--size", "16M", "--profile", "resident", "-q"], 0);
+    for (arch, compact) in [("sm_90a", true), ("sm_89", false)] {
+        let ask = ["fit", "demo/model", "--max-slowdown", "60%", "--batch", "8", "--context", "64", "--arch", arch];
+        let report = json(&run(home.path(), &[&ask[..], &["--json"]].concat(), 0));
+        let mut groups = report["groups"].as_array().unwrap().iter();
+        assert_eq!((groups.any(|group| group["encoding"] == "compact"), &report["arch"]), (compact, &arch.into()));
+    }
     fs::remove_file(home.path().join("model/config.json")).unwrap();
     let output = run(home.path(), &["fit", "model", "--max-slowdown", "5%"], 2);
     assert!(stderr(&output).contains("config.json"), "{}", stderr(&output));

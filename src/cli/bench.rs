@@ -80,9 +80,10 @@ pub struct MatmulBench {
     /// Only this kind of launch [default: both]
     #[arg(long, value_name = "KIND")]
     launch: Option<Launch>,
-    /// Time the N variants that the model finds fastest, beside the one that dispatch takes
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    candidates: usize,
+    /// Time the N variants that the model finds fastest, beside the one that dispatch takes [default: 0; with
+    /// --save-table 8]
+    #[arg(long, value_name = "N")]
+    candidates: Option<usize>,
     /// Who fills shared memory: `async` adds the variants that need no copy engine, as other cards run them
     #[arg(long, value_name = "WHO", default_value = "bulk")]
     copy: CopyBy,
@@ -227,6 +228,9 @@ enum Measure {
     /// The linears of one Llama-3.1-8B layer in one graph
     Layer,
 }
+
+/// Variants that are timed for a table, for each problem.
+const TABLE_CANDIDATES: usize = 8;
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Launch {
@@ -384,7 +388,8 @@ impl MatmulBench {
             .escapes(self.escapes)
             .ordinary(self.launch != Some(Launch::Dependent))
             .pdl(self.launch != Some(Launch::Ordinary))
-            .candidates(self.candidates)
+            // A table of what dispatch takes anyway would say nothing.
+            .candidates(self.candidates.unwrap_or(if self.save_table.is_some() { TABLE_CANDIDATES } else { 0 }))
             .asynchronous(self.copy == CopyBy::Async)
             .compact(self.compact)
             .variants(self.variant.clone())

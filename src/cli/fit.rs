@@ -6,9 +6,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use clap::Args;
+use clap::{
+    Args,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
 use serde::Serialize;
 use unweight::{
+    codegen::spec::Arch,
     engine::fit::{self, Fit as Fitted, FitError, Tensor, Wanted},
     format::{
         FormId,
@@ -16,10 +20,12 @@ use unweight::{
         plan::PlanFile,
     },
     model::ModelConfig,
+    rt::choose::reachable::has_compact_gemms,
 };
 
 use super::{
     failure::{Failure, Result},
+    kernels::{arch, own_arch},
     output::{self, Output, Table},
     select, size,
     source::{Found, Source},
@@ -42,6 +48,10 @@ pub struct Fit {
     /// Tokens of a sequence
     #[arg(long, value_name = "N", default_value_t = 4096)]
     context: u32,
+    /// The architecture that it is for: what stays compact has kernels on some [default: this machine's GPU, or sm_90a]
+    #[arg(long, value_name = "ARCH",
+          value_parser = PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name())).map(arch))]
+    arch: Option<Arch>,
     /// Write the plan to this file, for compress --plan; replaces a plan file, and nothing else
     #[arg(long, value_name = "FILE")]
     plan: Option<PathBuf>,
@@ -52,6 +62,7 @@ pub struct Fit {
 
 #[derive(Serialize)]
 struct Report {
+    arch: &'static str,
     memory_bytes: Option<u64>,
     batch: u32,
     context: u32,
@@ -86,7 +97,12 @@ impl Fit {
         }
         let model = self.source.find(None, output)?;
         let config = config(&model.root)?;
-        let tensors = self.tensors(&model)?;
+        let mut tensors = self.tensors(&model)?;
+        let arch = self.arch.or_else(own_arch).unwrap_or(Arch::Sm90a);
+        if !has_compact_gemms(arch) {
+            // It would be packed when it is loaded, and larger.
+            tensors.iter_mut().for_each(|tensor| tensor.forms.retain(|(form, _)| *form != FormId::COMPACT));
+        }
         let Self { memory, max_slowdown, batch, context, .. } = *self;
         let fitted = fit::fit(&config, &tensors, &Wanted { memory, max_slowdown, batch, context });
         let fitted = fitted.map_err(|error: FitError| Failure::other(error))?;
@@ -110,6 +126,7 @@ impl Fit {
             us: group.us,
         });
         let report = Report {
+            arch: arch.compiler_name(),
             memory_bytes: memory,
             batch,
             context,
@@ -208,9 +225,9 @@ fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Resu
     )?;
     writeln!(
         out,
-        "products of a step at batch {}: {:.0} us, {:.3} times the fastest plan's; times by formulas of an H200's \
-         records, sizes predicted from samples",
-        report.batch, report.linear_us, report.slowdown
+        "products of a step at batch {}: {:.0} us, {:.3} times the fastest plan's; forms that {} runs, times by \
+         formulas of an H200's records, sizes predicted from samples",
+        report.batch, report.arch, report.linear_us, report.slowdown
     )?;
     if !report.exact {
         writeln!(out, "another plan may be better by a little: not all were compared")?;

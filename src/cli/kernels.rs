@@ -228,7 +228,7 @@ impl Kernels {
 }
 
 /// The architecture that the compiler calls so.
-fn arch(name: String) -> Arch {
+pub fn arch(name: String) -> Arch {
     Arch::of_compiler_name(&name).unwrap_or(Arch::Sm90a)
 }
 

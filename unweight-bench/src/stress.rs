@@ -29,6 +29,7 @@ use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
     abi::{DecodeArgs, RepackArgs, TranscodeArgs},
+    family::Instruction,
     plan::{GemmShape, Plan},
     spec::{Arch, DecodeOutput, Epilogue, Op, RepackStage, TranscodeStage, WeightSource, catalog},
 };
@@ -338,7 +339,11 @@ impl Run<'_> {
             specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().map_err(DeviceError::from)?;
         if let Some(Plant::UnfencedRefill) = self.options.plant {
             let clean = requests.clone();
-            requests.iter_mut().for_each(take_out_the_fence);
+            // Variants without a copy engine have the header, and do not call what it is taken out of.
+            let copied = specs.iter().map(|spec| !spec.op.instructions().has(Instruction::AsyncCopy));
+            for (request, _) in requests.iter_mut().zip(copied).filter(|(_, copied)| *copied) {
+                take_out_the_fence(request);
+            }
             if requests == clean {
                 return Err(BenchError::NoFence);
             }
@@ -790,8 +795,8 @@ impl Run<'_> {
 
     /// All stages of the encoder together, to both forms, compared on the host.
     fn encoders(&self) -> Result<Vec<StressRow>, BenchError> {
-        let name = "uw_sm90a_encode";
-        if !self.options.wants(name) {
+        let name = "uw_sm90a_encode".replace("sm90a", self.kernels.device().info().arch.tag());
+        if !self.options.wants(&name) {
             return Ok(Vec::new());
         }
         let (n, k) = (320u32, 448u32);

@@ -11,6 +11,7 @@ use unweight_model::{LayerWeights, ModelConfig, ModelWeights};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Linear, Linears, LoadError, Loader, MatrixMut, MatrixRef,
     Merge, Resident, Stream,
+    choose::reachable::Expand,
     layer::{build::LayerBuilder, loader::Unsuitable},
     ops::embed::EmbedTable,
     weight::{DeviceHuffman, DevicePalette},
@@ -121,7 +122,10 @@ impl Weights {
         let head = &[(names.lm_head.as_str(), [vocab, hidden])];
         // Ids cannot be looked up in compact weights.
         let before = if tied { Some(source.set_resident(Resident::Fast)) } else { None };
+        // It multiplies the rows that are asked for, a few; a slot of its size, the largest there is, would wait for more.
+        let expand = source.set_expand(Expand::Never);
         let head = source.linear(head, Merge::Rows)?;
+        source.set_expand(expand);
         if let Some(resident) = before {
             source.set_resident(resident);
         }
@@ -244,6 +248,8 @@ pub trait Source {
     fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError>;
     /// What compact weights of the linears from here on lie as; what that was.
     fn set_resident(&mut self, resident: Resident) -> Resident;
+    /// Who multiplies by linears from here on at large batches; who that was.
+    fn set_expand(&mut self, expand: Expand) -> Expand;
     /// Rows to be looked up: packed where linears are and the weights can be.
     fn embedding(&mut self, name: &str, shape: [u32; 2]) -> Result<Embedding, LoadError>;
     /// Vectors one after the other.
@@ -269,6 +275,10 @@ impl Source for Loader<'_> {
 
     fn set_resident(&mut self, resident: Resident) -> Resident {
         self.builder().set_resident(resident)
+    }
+
+    fn set_expand(&mut self, expand: Expand) -> Expand {
+        self.builder().set_expand(expand)
     }
 
     fn embedding(&mut self, name: &str, [vocab, hidden]: [u32; 2]) -> Result<Embedding, LoadError> {
@@ -407,6 +417,10 @@ impl Source for Random<'_> {
 
     fn set_resident(&mut self, resident: Resident) -> Resident {
         self.builder.set_resident(resident)
+    }
+
+    fn set_expand(&mut self, expand: Expand) -> Expand {
+        self.builder.set_expand(expand)
     }
 
     fn embedding(&mut self, name: &str, [rows, cols]: [u32; 2]) -> Result<Embedding, LoadError> {

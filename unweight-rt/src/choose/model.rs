@@ -65,6 +65,9 @@ pub struct Machine {
     pub tensor: f64,
 }
 
+/// Cards for data centers whose tensor cores are halved as those for games.
+const HALVED: [&str; 3] = ["NVIDIA A10G", "NVIDIA L20", "NVIDIA L40"];
+
 impl Machine {
     /// An H200 (SXM), which the model was fitted to, as its driver describes it: what is compiled for one where there is none
     /// is what it will ask for (`device` in docs/records/h200-2026-11-22/decode-compact.json).
@@ -88,13 +91,13 @@ impl Machine {
     /// name: by `mma.sync`, on Hopper by `wgmma`. It is what data sheets say of a card, over its multiprocessors and
     /// its boost clock.
     ///
-    /// Of architectures that are sold for games, too, those cards do half of the others where sums are fp32; so does an
-    /// L40, but not an L40S.
+    /// Of architectures that are sold for games, too, those cards do half of the others where sums are fp32; so do an
+    /// A10G, an L20 and an L40, but not an A10 or an L40S.
     pub fn tensor_rate(arch: Arch, name: &str) -> f64 {
         match arch {
             Arch::Sm90a => 4096.0,
             Arch::Sm80 | Arch::Sm100a | Arch::Sm103a => 2048.0,
-            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a if name.contains("GeForce") || name == "NVIDIA L40" => 512.0,
+            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a if name.contains("GeForce") || HALVED.contains(&name) => 512.0,
             Arch::Sm86 | Arch::Sm89 | Arch::Sm120a => 1024.0,
         }
     }
@@ -524,6 +527,8 @@ mod tests {
             ("NVIDIA GeForce RTX 4090", Arch::Sm89, 128, 2520.0, 165.2),
             ("NVIDIA GeForce RTX 4080", Arch::Sm89, 76, 2505.0, 97.5),
             ("NVIDIA L4", Arch::Sm89, 58, 2040.0, 121.0),
+            ("NVIDIA A10G", Arch::Sm86, 80, 1710.0, 70.0),
+            ("NVIDIA L20", Arch::Sm89, 92, 2520.0, 119.5),
             ("NVIDIA L40", Arch::Sm89, 142, 2490.0, 181.05),
             ("NVIDIA L40S", Arch::Sm89, 142, 2520.0, 362.05),
             ("NVIDIA RTX 6000 Ada Generation", Arch::Sm89, 142, 2505.0, 364.2),

@@ -176,6 +176,11 @@ impl<'k> LayerBuilder<'k> {
         std::mem::replace(&mut self.wanted.resident, resident)
     }
 
+    /// Who multiplies by layers from here on at large batches; who that was.
+    pub fn set_expand(&mut self, expand: Expand) -> Expand {
+        std::mem::replace(&mut self.wanted.expand, expand)
+    }
+
     /// A layer of these weights `[n, k]`, which messages call `name`; they are copied. Where compact weights are to stay so
     /// ([`Resident::Small`]), they are encoded.
     ///
