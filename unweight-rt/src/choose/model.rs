@@ -407,6 +407,14 @@ impl PackedChooser {
         Self::of(Machine::H200, "NVIDIA H200")
     }
 
+    /// For the card of an architecture that is told of where no device is there.
+    pub fn usual(arch: Arch) -> Self {
+        match arch {
+            Arch::Sm90a => Self::h200(),
+            _ => Self::model(Machine::usual(arch)),
+        }
+    }
+
     /// The device that it chooses for.
     pub fn machine(&self) -> &Machine {
         &self.machine

@@ -25,7 +25,7 @@ pub use crate::choose::reachable::{Expand, Linears, Resident};
 use crate::{
     choose::{
         graph::{Node, Step},
-        model::{Machine, PackedChooser},
+        model::PackedChooser,
         reachable::{self, Wanted, Weight},
     },
     device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Staging, Stream},
@@ -249,11 +249,7 @@ pub fn reachable(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) 
 /// The same for every card of an architecture: which of its kernels one asks for follows from its multiprocessors and its
 /// memory, so these are more, and there is none that does not find its own among them.
 pub fn reachable_on_any(bundle: &Bundle, options: LoadOptions, arch: Arch) -> Vec<VariantSpec> {
-    let chooser = match arch {
-        Arch::Sm90a => PackedChooser::h200(),
-        _ => PackedChooser::model(Machine::usual(arch)),
-    };
-    let wanted = wanted(bundle, options, chooser);
+    let wanted = wanted(bundle, options, PackedChooser::usual(arch));
     with_decoders(bundle, &wanted, wanted.reachable_on_any_card(reachable::weights(bundle)))
 }
 
