@@ -1352,7 +1352,7 @@ fn a_bundle_carries_its_kernels() {
     // What loading this bundle and running it asks for, on a machine without NVRTC.
     let bundle = Bundle::open(&home.path().join("bundle")).unwrap();
     let mut specs = reachable(&bundle, LoadOptions::default().max_batch(8), PackedChooser::h200());
-    specs.extend(Engine::kernels(&bundle, &EngineOptions::default(), &Machine::H200).unwrap());
+    specs.extend(Engine::kernels(&bundle, &EngineOptions::default(), &[Machine::H200]).unwrap());
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
     assert!(requests.len() > 20, "{}", requests.len());
     let mut env = Env::process().unwrap().clone();

@@ -65,7 +65,8 @@ pub fn scopes() -> Vec<CompletionCandidate> {
     Scope::ALL.iter().map(|scope| CompletionCandidate::new(scope.name())).collect()
 }
 
-/// Kernels that ship for the architecture that the line names, in this word or by `--arch`; else for this machine's GPU.
+/// Kernels that ship for the architecture that the line names, in this word or by `--arch`; else for this machine's
+/// GPU.
 pub fn kernels(word: &OsStr) -> Vec<CompletionCandidate> {
     let word = word.to_string_lossy();
     let line: Vec<String> = line().map(|word| word.to_string_lossy().into_owned()).collect();

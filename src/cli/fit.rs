@@ -6,10 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use clap::{
-    Args,
-    builder::{PossibleValuesParser, TypedValueParser},
-};
+use clap::Args;
 use serde::Serialize;
 use unweight::{
     codegen::spec::Arch,
@@ -25,7 +22,7 @@ use unweight::{
 
 use super::{
     failure::{Failure, Result},
-    kernels::{arch, own_arch},
+    kernels::{arch_parser, own_arch},
     output::{self, Output, Table},
     select, size,
     source::{Found, Source},
@@ -49,8 +46,7 @@ pub struct Fit {
     #[arg(long, value_name = "N", default_value_t = 4096)]
     context: u32,
     /// The architecture that it is for: what stays compact has kernels on some [default: this machine's GPU, or sm_90a]
-    #[arg(long, value_name = "ARCH",
-          value_parser = PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name())).map(arch))]
+    #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
     arch: Option<Arch>,
     /// Write the plan to this file, for compress --plan; replaces a plan file, and nothing else
     #[arg(long, value_name = "FILE")]

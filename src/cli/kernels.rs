@@ -1,7 +1,6 @@
 //! `unweight kernels`.
 
 use std::{
-    collections::BTreeSet,
     fs,
     io::Write,
     path::{Path, PathBuf},
@@ -68,8 +67,7 @@ pub struct Names {
     names: Vec<String>,
     /// The architecture whose kernels are meant by wildcards, and by no name at all [default: that of this machine's
     /// GPU, or sm_90a]
-    #[arg(long, value_name = "ARCH",
-          value_parser = PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name())).map(arch))]
+    #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
     arch: Option<Arch>,
 }
 
@@ -109,8 +107,7 @@ pub struct Attach {
     /// Directory of the bundle
     bundle: PathBuf,
     /// An architecture to compile for, for every card of it; may be repeated [default: this machine's GPU, or an H200]
-    #[arg(long, value_name = "ARCH",
-          value_parser = PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name())).map(arch))]
+    #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
     arch: Vec<Arch>,
     /// The largest batch that layers are loaded for
     #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch,
@@ -227,9 +224,10 @@ impl Kernels {
     }
 }
 
-/// The architecture that the compiler calls so.
-pub fn arch(name: String) -> Arch {
-    Arch::of_compiler_name(&name).unwrap_or(Arch::Sm90a)
+/// The architectures, as the compiler calls them.
+pub fn arch_parser() -> impl TypedValueParser<Value = Arch> {
+    PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name()))
+        .map(|name| Arch::of_compiler_name(&name).unwrap_or(Arch::Sm90a))
 }
 
 /// The architecture of this machine's GPU, if it has one that kernels are made for.
@@ -406,10 +404,8 @@ fn of_bundle(bundle: &Bundle, options: LoadOptions, cards: Cards, output: Output
     };
     // What `generate` runs beside them, at every batch.
     let engine = EngineOptions::default().max_batch(options::MAX_BATCH);
-    let all = machines.iter().map(|machine| Engine::kernels(bundle, &engine, machine));
-    let all: std::result::Result<Vec<_>, _> = all.collect();
-    match all {
-        Ok(more) => specs.extend(more.into_iter().flatten().collect::<BTreeSet<_>>()),
+    match Engine::kernels(bundle, &engine, &machines) {
+        Ok(more) => specs.extend(more),
         Err(error) => output.note(format_args!("only kernels of linears: {error}")),
     }
     specs

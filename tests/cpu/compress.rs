@@ -158,7 +158,8 @@ fn check(kernel: &mut CpuKernel, bytes: &[u8], oracle: &CompactTensor<Vec<u8>>) 
     Ok(())
 }
 
-/// More quads than a book has room for, each of them once: some of their elements are escapes of the window's own numbers.
+/// More quads than a book has room for, each of them once: some of their elements are escapes of the window's own
+/// numbers.
 fn many_quads() -> Case {
     let (n, k) = (64, 64 * 64);
     let bytes: Vec<u8> = (0..n * k)
@@ -180,7 +181,8 @@ fn many_quads() -> Case {
 fn all_cases() -> Vec<Case> {
     let mut cases = cases();
     cases.extend([longest_streams(), many_quads()]);
-    // Zeros, from which a base borrows, and in the other half of their registers numbers whose mantissa would pass it on.
+    // Zeros, from which a base borrows, and in the other half of their registers numbers whose mantissa would pass it
+    // on.
     let mut bytes = Weights::TRAINED.bytes(64 * 192, 17);
     for pair in bytes.chunks_exact_mut(4).step_by(300) {
         pair[..2].fill(0);

@@ -121,8 +121,8 @@ fn expected(output: DecodeOutput, case: &Case, tensor: &HuffmanTensor<Vec<u8>>, 
     }
 }
 
-/// Decoders of an architecture whose bits come one way: of another than Hopper as few warps a block as its shared memory
-/// holds.
+/// Decoders of an architecture whose bits come one way: of another than Hopper as few warps a block as its shared
+/// memory holds.
 struct Decoders {
     arch: Arch,
     copy: SmemCopy,
@@ -164,8 +164,8 @@ fn both() -> [&'static Decoders; 2] {
     [&BULK, &ASYNC]
 }
 
-/// And of fewer than 32 warps: 16 and 8 where threads copy, 16 of the larger tables where there is more shared memory, and
-/// 16 and 8 by the copy engine.
+/// And of fewer than 32 warps: 16 and 8 where threads copy, 16 of the larger tables where there is more shared memory,
+/// and 16 and 8 by the copy engine.
 static SMALL: LazyLock<[Decoders; 3]> = LazyLock::new(|| {
     let small = [
         Decoders::shipped(Arch::Sm86, &[6, 7, 8, 9, 12, 15]),

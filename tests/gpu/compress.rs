@@ -1,6 +1,9 @@
 //! The encoder of the compact form on the GPU against the CPU's: the same bytes, the same refusals.
 
-use crate::harness::{Random, Weights, gpu, stream};
+use crate::{
+    harness::{Weights, gpu, stream},
+    transcode::sprinkled,
+};
 use unweight_format::{Histogram, Matrix, compact};
 use unweight_rt::{
     device::Stream,
@@ -15,10 +18,6 @@ use unweight_rt::{
 /// machine holds at once.
 const SHAPES: [(usize, usize); 9] =
     [(64, 64), (64, 128), (192, 64), (128, 320), (704, 192), (64, 64 * 17), (64, 8192), (1984, 2112), (4096, 4096)];
-
-/// Zeros, infinities, NaNs with payloads, subnormals, and numbers far from the others.
-const SPECIAL: [u16; 12] =
-    [0x0000, 0x8000, 0x0001, 0x807f, 0x0040, 0x7f80, 0xff80, 0x7fc1, 0xffff, 0x0080, 0x3000, 0xb001];
 
 /// Whether there is a compact tensor: then with the CPU's bytes.
 fn check(
@@ -85,13 +84,7 @@ fn escapes_of_every_kind() {
     let mut taken = 0;
     for (seed, shape) in SHAPES.into_iter().enumerate() {
         for every in [400, 1000, 20_000] {
-            let mut random = Random::new(seed as u64 * 7 + every);
-            let mut bytes = Weights::TRAINED.bytes(shape.0 * shape.1, every);
-            for element in bytes.chunks_exact_mut(2) {
-                if random.below(every) == 0 {
-                    element.copy_from_slice(&SPECIAL[random.below(SPECIAL.len() as u64) as usize].to_le_bytes());
-                }
-            }
+            let bytes = sprinkled(shape, every, seed as u64 * 7 + every);
             let what = format!("one in {every} {shape:?}");
             taken += u32::from(check(&stream, (&compressor, &mut packer), &bytes, shape, &what));
         }

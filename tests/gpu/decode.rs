@@ -14,8 +14,8 @@ use unweight_rt::{
     weight::{DeviceHuffman, DeviceMatrix},
 };
 
-/// How bits come, and the warps of a block: as many as fit, which here are 32, and as few as cards with less shared memory
-/// have.
+/// How bits come, and the warps of a block: as many as fit, which here are 32, and as few as cards with less shared
+/// memory have.
 #[derive(Clone, Copy, Debug)]
 struct Block(SmemCopy, u32);
 

@@ -277,7 +277,8 @@ fn graphs_run(stream: &Stream, case: &Case) {
     assert!(with_scratch > 0);
 }
 
-/// The launches of one capture, one after the other and on a stream of its own beside them, and two captures of one stream.
+/// The launches of one capture, one after the other and on a stream of its own beside them, and two captures of one
+/// stream.
 #[test]
 #[ignore = "needs a GPU"]
 fn launches_of_one_graph_share_no_counters_at_the_same_time() {

@@ -35,7 +35,7 @@ fn check(stream: &Stream, transcoder: &Transcoder, bytes: &[u8], shape: (usize, 
 }
 
 /// Trained weights, and one element in so many one of `SPECIAL`.
-fn sprinkled(shape: (usize, usize), every: u64, seed: u64) -> Vec<u8> {
+pub fn sprinkled(shape: (usize, usize), every: u64, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
     let mut bytes = Weights::TRAINED.bytes(shape.0 * shape.1, seed);
     for element in bytes.chunks_exact_mut(2) {

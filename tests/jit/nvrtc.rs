@@ -390,8 +390,8 @@ fn is_worst(spec: &VariantSpec) -> bool {
 }
 
 /// The block that is looked at for a variant. Matmuls hold as many registers as there are, and the assembler of each
-/// generation shares them out in its own way: every block, on the first architecture of a generation. What needs fewer is
-/// looked at on the first that has it.
+/// generation shares them out in its own way: every block, on the first architecture of a generation. What needs fewer
+/// is looked at on the first that has it.
 fn stands_for(spec: &VariantSpec) -> VariantSpec {
     let arch = match (spec.arch, spec.op) {
         (Arch::Sm89, Op::GemmMma(_)) => Arch::Sm86,
@@ -403,8 +403,8 @@ fn stands_for(spec: &VariantSpec) -> VariantSpec {
 }
 
 /// What ships for other architectures compiles to its plan there, without spills: each block, as the variant that needs
-/// most, and of each architecture one of each family, batch tile and form of output. No such device was at hand: this is
-/// all that is known of them.
+/// most, and of each architecture one of each family, batch tile and form of output. No such device was at hand: this
+/// is all that is known of them.
 #[test]
 fn other_architectures_compile_to_their_plans() {
     let others = || Arch::ALL.iter().copied().filter(|arch| *arch != Arch::Sm90a);

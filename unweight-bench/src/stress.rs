@@ -761,9 +761,14 @@ impl Run<'_> {
         })
     }
 
+    /// A family's name on this device.
+    fn family(&self, family: &str) -> String {
+        format!("uw_{}_{family}", self.kernels.device().info().arch.tag())
+    }
+
     /// All stages of the encoder of the compact form together, with escapes of every kind, compared on the host.
     fn compressor(&self) -> Result<Vec<StressRow>, BenchError> {
-        let variant = "uw_sm90a_compress, all stages".replace("sm90a", self.kernels.device().info().arch.tag());
+        let variant = format!("{}, all stages", self.family("compress"));
         if !self.options.wants(&variant) {
             return Ok(Vec::new());
         }
@@ -795,7 +800,7 @@ impl Run<'_> {
 
     /// All stages of the encoder together, to both forms, compared on the host.
     fn encoders(&self) -> Result<Vec<StressRow>, BenchError> {
-        let name = "uw_sm90a_encode".replace("sm90a", self.kernels.device().info().arch.tag());
+        let name = self.family("encode");
         if !self.options.wants(&name) {
             return Ok(Vec::new());
         }

@@ -1,7 +1,7 @@
 //! What an architecture allows. No other file holds such a number.
 //!
-//! Source: CUDA C++ Programming Guide 13.0, "Compute Capabilities" (technical specifications per compute capability), the PTX
-//! ISA 9.0, and the release notes of CUDA 12.8 and 12.9 for the compilers.
+//! Source: CUDA C++ Programming Guide 13.0, "Compute Capabilities" (technical specifications per compute capability),
+//! the PTX ISA 9.0, and the release notes of CUDA 12.8 and 12.9 for the compilers.
 
 use crate::{
     family::{Instruction, Instructions},

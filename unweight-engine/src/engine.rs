@@ -1,6 +1,9 @@
 //! The engine: a model on a device, with sequences that come and go.
 
-use std::{collections::VecDeque, fmt};
+use std::{
+    collections::{BTreeSet, VecDeque},
+    fmt,
+};
 
 use half::bf16;
 use unweight_codegen::{VariantSpec, spec::EmbedSource};
@@ -157,7 +160,7 @@ impl Engine {
         start.finish(kernels, config, weights, lane, "random", &compiled)
     }
 
-    /// The kernels that a bundle's model runs beside its linears on such a device; those are
+    /// The kernels that a bundle's model runs beside its linears on any of these devices, each once; those are
     /// [`loader::reachable`](unweight_rt::layer::loader::reachable)'s.
     ///
     /// # Errors
@@ -165,17 +168,22 @@ impl Engine {
     pub fn kernels(
         bundle: &Bundle,
         options: &EngineOptions,
-        machine: &Machine,
+        machines: &[Machine],
     ) -> Result<Vec<VariantSpec>, EngineError> {
         let config = ModelConfig::of_bundle(bundle)?;
         ModelWeights::of_bundle(&config, bundle)?;
         // An embedding that cannot be packed stays BF16, which only its weights tell.
-        let mut all = Variants::of(&config, machine, EmbedSource::Bf16, options)?.all();
-        if options.linears == Linears::Packed {
-            let packed = Variants::of(&config, machine, EmbedSource::Packed, options)?.all();
-            all.extend(packed.into_iter().filter(|spec| !all.contains(spec)).collect::<Vec<_>>());
+        let sources: &[EmbedSource] = match options.linears {
+            Linears::Packed => &[EmbedSource::Bf16, EmbedSource::Packed],
+            _ => &[EmbedSource::Bf16],
+        };
+        let mut all = BTreeSet::new();
+        for machine in machines {
+            for source in sources {
+                all.extend(Variants::of(&config, machine, *source, options)?.all());
+            }
         }
-        Ok(all)
+        Ok(all.into_iter().collect())
     }
 
     /// What the model is.

@@ -122,7 +122,8 @@ impl Weights {
         let head = &[(names.lm_head.as_str(), [vocab, hidden])];
         // Ids cannot be looked up in compact weights.
         let before = if tied { Some(source.set_resident(Resident::Fast)) } else { None };
-        // It multiplies the rows that are asked for, a few; a slot of its size, the largest there is, would wait for more.
+        // It multiplies the rows that are asked for, a few; a slot of its size, the largest there is, would wait for
+        // more.
         let expand = source.set_expand(Expand::Never);
         let head = source.linear(head, Merge::Rows)?;
         source.set_expand(expand);

@@ -1,6 +1,6 @@
 //! From BF16 to the compact form (docs/format.md A.11): `templates/include/unweight/kernels/compress.cuh`.
 
-use super::{Edge, Family, Instructions};
+use super::{Edge, Family, Instructions, StageContext};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
@@ -130,20 +130,7 @@ impl Family for CompressSpec {
     }
 
     fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// The function of `uw::compress`.
-            function: &'static str,
-            /// `Stage` in the constants of `uw::compress` that hold the threads of a block and its shared memory:
-            /// `kStageThreads`.
-            constant: &'static str,
-        }
-        let constant = match self.stage {
-            CompressStage::Quads => "Quads",
-            CompressStage::Sizes => "Sizes",
-            CompressStage::Write => "Write",
-        };
-        Context { function: self.stage.tag(), constant }
+        StageContext::of(self.stage.tag())
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

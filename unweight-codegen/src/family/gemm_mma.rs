@@ -144,8 +144,8 @@ pub const SHAPES: [GemmMmaSpec; 23] = [
     small(64, 4, 4, 2, 1),
 ];
 
-/// Shapes for 99 KB of shared memory, which leaves few of [`SHAPES`]: two blocks of four warps on a multiprocessor for many
-/// output features, one of 8 or 12 with a row block each for few. Chosen by the model of times that dispatch takes
+/// Shapes for 99 KB of shared memory, which leaves few of [`SHAPES`]: two blocks of four warps on a multiprocessor for
+/// many output features, one of 8 or 12 with a row block each for few. Chosen by the model of times that dispatch takes
 /// (`unweight_rt::choose::model`) over the linears of five models on 15 cards; no such card has run one.
 pub const SHAPES_99_KB: [GemmMmaSpec; 6] = [
     small(8, 1, 12, 3, 1),

@@ -256,6 +256,23 @@ macro_rules! families {
     };
 }
 
+/// [`Family::context`] of a family whose variants are stages, each a function of `uw::<family>`.
+#[derive(Serialize)]
+struct StageContext {
+    /// The function.
+    function: &'static str,
+    /// `Stage` in the constants of the header that hold the threads of a block and its shared memory: `kStageThreads`.
+    constant: String,
+}
+
+impl StageContext {
+    /// Of the stage that names call so.
+    fn of(tag: &'static str) -> Self {
+        let (first, rest) = tag.split_at(1);
+        Self { function: tag, constant: first.to_ascii_uppercase() + rest }
+    }
+}
+
 /// [`Family::context`] of a plan's variant.
 pub(crate) struct Context<'a>(pub &'a Plan);
 

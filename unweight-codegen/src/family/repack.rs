@@ -1,6 +1,6 @@
 //! Between BF16 and the packed form (docs/format.md A.9): `templates/include/unweight/kernels/repack.cuh`.
 
-use super::{Edge, Family, Instructions};
+use super::{Edge, Family, Instructions, StageContext};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
@@ -123,20 +123,7 @@ impl Family for RepackSpec {
     }
 
     fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// The function of `uw::repack`.
-            function: &'static str,
-            /// `Stage` in the constants of `uw::repack` that hold the threads of a block and its shared memory:
-            /// `kStageThreads`.
-            constant: &'static str,
-        }
-        let constant = match self.stage {
-            RepackStage::Pack => "Pack",
-            RepackStage::Lists => "Lists",
-            RepackStage::Unpack => "Unpack",
-        };
-        Context { function: self.stage.tag(), constant }
+        StageContext::of(self.stage.tag())
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

@@ -1,7 +1,7 @@
 //! From the compact form (docs/format.md A.11) to BF16 and to the packed form:
 //! `templates/include/unweight/kernels/transcode.cuh`.
 
-use super::{Edge, Family, Instructions};
+use super::{Edge, Family, Instructions, StageContext};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
@@ -148,20 +148,7 @@ impl Family for TranscodeSpec {
     }
 
     fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// The function of `uw::transcode`.
-            function: &'static str,
-            /// `Stage` in the constants of `uw::transcode` that hold the threads of a block and its shared memory:
-            /// `kStageThreads`.
-            constant: &'static str,
-        }
-        let constant = match self.stage {
-            TranscodeStage::Full => "Full",
-            TranscodeStage::Packed => "Packed",
-            TranscodeStage::Lists => "Lists",
-        };
-        Context { function: self.stage.tag(), constant }
+        StageContext::of(self.stage.tag())
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

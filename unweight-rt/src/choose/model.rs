@@ -69,8 +69,8 @@ pub struct Machine {
 const HALVED: [&str; 3] = ["NVIDIA A10G", "NVIDIA L20", "NVIDIA L40"];
 
 impl Machine {
-    /// An H200 (SXM), which the model was fitted to, as its driver describes it: what is compiled for one where there is none
-    /// is what it will ask for (`device` in docs/records/h200-2026-11-22/decode-compact.json).
+    /// An H200 (SXM), which the model was fitted to, as its driver describes it: what is compiled for one where there
+    /// is none is what it will ask for (`device` in docs/records/h200-2026-11-22/decode-compact.json).
     pub const H200: Self = Self { arch: Arch::Sm90a, sms: 132, memory: 4.814304e6, clock_mhz: 1980.0, tensor: 4096.0 };
 
     /// A device of an architecture, as its vendor describes it, for kernels that are compiled where there is none.
@@ -211,7 +211,8 @@ fn shapes(arch: Arch) -> &'static [VariantSpec] {
 }
 
 /// Every variant that a card of an architecture can be given for a use and for batches up to this, whatever its
-/// multiprocessors and its memory: all shapes that ship there, as far as [`predicted_us`] considers them at such batches.
+/// multiprocessors and its memory: all shapes that ship there, as far as [`predicted_us`] considers them at such
+/// batches.
 pub fn every_candidate(arch: Arch, max_batch: u32, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
     let wanted = wanted.on(arch);
     let considered = move |shape: &&VariantSpec| max_batch > SMALL_BATCH || !matches!(shape.op, Op::GemmWgmma(_));

@@ -399,8 +399,8 @@ impl Wanted {
         self.reachable_by(weights, |weight| self.products(weight))
     }
 
-    /// What [`Wanted::reachable`] can say of any card of the architecture, whatever its multiprocessors and its memory: of
-    /// products every shape that ships, since which of them is chosen follows from the card.
+    /// What [`Wanted::reachable`] can say of any card of the architecture, whatever its multiprocessors and its memory:
+    /// of products every shape that ships, since which of them is chosen follows from the card.
     pub fn reachable_on_any_card(&self, weights: impl IntoIterator<Item = Weight>) -> Vec<VariantSpec> {
         // Those of this chooser, too: a table may hold what does not ship.
         self.reachable_by(weights, |weight| [self.products(weight), self.every_product(weight)].concat())
@@ -801,13 +801,14 @@ mod tests {
         assert!(ways.iter().flat_map(|choice| choice.kernel.kernels()).all(|spec| reachable.contains(spec)));
     }
 
-    /// What is made ahead for all cards of an architecture has what dispatch asks for on each of them, in models that people
-    /// run; what one card asks for has not.
+    /// What is made ahead for all cards of an architecture has what dispatch asks for on each of them, in models that
+    /// people run; what one card asks for has not.
     #[test]
     fn kernels_for_any_card_are_those_of_every_card() {
         type Figures = (u32, f64, f64);
-        // Multiprocessors, GB/s and MHz, as vendors describe them: GeForce RTX 3060, 3070, 3080, 3090, A2, A10, A40; RTX 4060
-        // Ti, 4070, 4090, L4, L40S; A30, A100 of 40 and of 80 GB; B200; RTX 5070, 5090, RTX PRO 6000; H100 (PCIe), H20, H200.
+        // Multiprocessors, GB/s and MHz, as vendors describe them: GeForce RTX 3060, 3070, 3080, 3090, A2, A10, A40;
+        // RTX 4060 Ti, 4070, 4090, L4, L40S; A30, A100 of 40 and of 80 GB; B200; RTX 5070, 5090, RTX PRO 6000; H100
+        // (PCIe), H20, H200.
         let cards: [(Arch, &[Figures]); 6] = [
             (
                 Arch::Sm86,

@@ -136,7 +136,13 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// The same, where nobody asks for cuBLAS that is not there: slower at large batches, and right.
+/// Whether there is a cuBLAS.
+pub(super) fn has_cublas() -> bool {
+    toolchain::require(Library::Cublas).is_ok()
+}
+
+/// What is wanted, without the cuBLAS that only the model of the machine asks for where there is none: slower at large
+/// batches, and right.
 pub(super) fn expanding(wanted: Wanted, has_cublas: impl FnOnce() -> bool) -> Wanted {
     let may = wanted.expand == Expand::Model && !wanted.chooser.arch().has(Instruction::Wgmma);
     if may && !has_cublas() { Wanted { expand: Expand::Never, ..wanted } } else { wanted }
@@ -154,7 +160,7 @@ impl<'k> LayerBuilder<'k> {
     }
 
     pub(super) fn of(kernels: &'k KernelSet, stream: &Stream, wanted: Wanted) -> Result<Self, DeviceError> {
-        let wanted = expanding(wanted, || toolchain::require(Library::Cublas).is_ok());
+        let wanted = expanding(wanted, has_cublas);
         let empty = || DeviceBuffer::zeroed(stream, 0);
         Ok(Self {
             packer: Packer::new(stream, kernels)?,

@@ -34,8 +34,11 @@ use crate::{
         stream::Captured,
         workspace::{Workspace, length},
     },
-    jit::toolchain::{self, Library},
-    layer::{build::expanding, linear::Linear, loader::LoadOptions},
+    layer::{
+        build::{expanding, has_cublas},
+        linear::Linear,
+        loader::LoadOptions,
+    },
     ops::{
         cublas::{self, Cublas},
         lane::Lane,
@@ -92,7 +95,7 @@ impl Guest {
         Ok(Self {
             packer: Mutex::new(Packer::new(&stream, &kernels)?),
             // Nothing is decoded.
-            wanted: expanding(options.wanted(chooser, 0), || toolchain::require(Library::Cublas).is_ok()),
+            wanted: expanding(options.wanted(chooser, 0), has_cublas),
             counters: Counters::new(&stream)?,
             cublas: Mutex::default(),
             stream,
@@ -181,14 +184,16 @@ impl Guest {
         Ok(Parts::of(layer.lane_size_at(m, epilogue)?).bytes())
     }
 
-    /// Enqueues `y[m, n] = x[m, k] * W^T` (or `+=`, [`Epilogue::StoreAdd`]) on a stream of the framework. Rows have no gaps; x and y begin at
-    /// multiples of 16 bytes. May be called during a capture, and then the graph may run beside the stream and beside graphs of other captures.
+    /// Enqueues `y[m, n] = x[m, k] * W^T` (or `+=`, [`Epilogue::StoreAdd`]) on a stream of the framework. Rows have no
+    /// gaps; x and y begin at multiples of 16 bytes. May be called during a capture, and then the graph may run beside
+    /// the stream and beside graphs of other captures.
     ///
     /// # Safety
     /// - `stream` is a stream of this device's primary context. If a stream was destroyed, its work is done before another of the same handle is
     ///   given.
-    /// - What one capture recorded never runs twice at the same time, as it would by two executables of one graph, or by two places of a graph
-    ///   that has it as a child; and of one stream it runs in the order of these calls. So CUDA orders it, unless it is told otherwise.
+    /// - What one capture recorded never runs twice at the same time, as it would by two executables of one graph, or
+    ///   by two places of a graph that has it as a child; and of one stream it runs in the order of these calls. So
+    ///   CUDA orders it, unless it is told otherwise.
     /// - `x` is the address of `m * k` BF16, `y` of `m * n`, `scratch` of so many bytes, all on this device and apart from each other. They stay
     ///   allocated until the work is done; in a capture, as often as the graph runs.
     /// - Work of other streams on them is ordered with this by the caller. What is in the scratch does not matter, before or after.
@@ -400,7 +405,8 @@ const SLOT_WORDS: usize = 1024;
 /// Slots, 8 MiB of them: vLLM captures 51 sizes in 34 graphs each.
 const SLOTS: usize = 2048;
 
-/// The launches that come one after the other: those of a stream (its handle), or of a stream in a capture (its number).
+/// The launches that come one after the other: those of a stream (its handle), or of a stream in a capture (its
+/// number).
 type Order = (Option<u64>, usize);
 
 /// Counters that are zero between launches, a slot for each order of launches.
@@ -417,9 +423,10 @@ impl Counters {
         Ok(Self { memory, slots: Mutex::default() })
     }
 
-    /// The counters of a stream, or of what is captured on it: its graph may run beside the stream, but not beside itself. `None`: the caller's
-    /// own, cleared before each launch, which costs a launch as much as another kernel. So it is on each thread's own default stream, which all
-    /// have one handle; in captures that the driver does not tell apart; and for more counters or more orders than there are slots for.
+    /// The counters of a stream, or of what is captured on it: its graph may run beside the stream, but not beside
+    /// itself. `None`: the caller's own, cleared before each launch, which costs a launch as much as another kernel. So
+    /// it is on each thread's own default stream, which all have one handle; in captures that the driver does not tell
+    /// apart; and for more counters or more orders than there are slots for.
     fn of(&self, stream: &Stream, words: usize) -> Result<Option<DeviceBuffer<u32>>, DeviceError> {
         let handle = stream.raw();
         if words > SLOT_WORDS || handle == PER_THREAD {
@@ -433,8 +440,8 @@ impl Counters {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(slot) = slot(&mut slots, (capture, handle as usize)) else { return Ok(None) };
         let address = self.memory.address() + (slot * SLOT_WORDS * 4) as u64;
-        // SAFETY: a slot of `memory`, which a guest keeps, with at least the padding of `memory` behind it; only launches of this order, one
-        // after the other, are given it.
+        // SAFETY: a slot of `memory`, which a guest keeps, with at least the padding of `memory` behind it; only
+        // launches of this order, one after the other, are given it.
         Ok(Some(unsafe { DeviceBuffer::borrow(stream.device(), address, words) }?))
     }
 }

@@ -246,8 +246,8 @@ pub fn reachable(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) 
     all_reachable(bundle, &wanted(bundle, options, chooser))
 }
 
-/// The same for every card of an architecture: which of its kernels one asks for follows from its multiprocessors and its
-/// memory, so these are more, and there is none that does not find its own among them.
+/// The same for every card of an architecture: which of its kernels one asks for follows from its multiprocessors and
+/// its memory, so these are more, and there is none that does not find its own among them.
 pub fn reachable_on_any(bundle: &Bundle, options: LoadOptions, arch: Arch) -> Vec<VariantSpec> {
     let wanted = wanted(bundle, options, PackedChooser::usual(arch));
     with_decoders(bundle, &wanted, wanted.reachable_on_any_card(reachable::weights(bundle)))

@@ -3,8 +3,8 @@
 //! ```text
 //! DeviceMatrix ---stats---> 256 counts --host: window--> quads --host: book--> sizes --host: where tiles begin--> write --> DeviceCompact
 //! ```
-//! The weights are read four times, and the host looks three times: by the same code as on the CPU it chooses, or refuses. Nothing is
-//! allocated that is not needed.
+//! The weights are read four times, and the host looks three times: by the same code as on the CPU it chooses, or
+//! refuses. Nothing is allocated that is not needed.
 
 use std::sync::Arc;
 
@@ -62,9 +62,7 @@ impl Compressed {
     /// # Errors
     /// The driver's, or what is on the device is no compact tensor.
     pub fn download(&self, stream: &Stream) -> Result<CompactTensor<Vec<u8>>, DeviceError> {
-        let words = |buffer: &DeviceBuffer<u32>| -> Result<Vec<u8>, DeviceError> {
-            Ok(buffer.to_host(stream)?.iter().flat_map(|word| word.to_le_bytes()).collect())
-        };
+        let words = |words| weight::stored_words(stream, words);
         let (tiles, escapes) = (words(self.tensor.tiles())?, words(self.tensor.escapes())?);
         let (streams, dense) = (words(self.tensor.streams())?, self.tensor.dense().to_host(stream)?);
         let mut sections = vec![
@@ -99,8 +97,8 @@ impl Compressor {
         })
     }
 
-    /// The compact form of a matrix without gaps: the same bytes as [`compact::encode`]. Waits for the packer's stream. Whether another form
-    /// would be smaller is not looked at.
+    /// The compact form of a matrix without gaps: the same bytes as [`compact::encode`]. Waits for the packer's stream.
+    /// Whether another form would be smaller is not looked at.
     ///
     /// # Errors
     /// [`CompressError`]; what has no compact form and why is said there.
@@ -163,7 +161,8 @@ impl Compressor {
             record_words: tensor.escapes().len() as u32,
             ..args
         };
-        // SAFETY: as above; the sections have what the tiles take, which bounds what is written even if the weights change.
+        // SAFETY: as above; the sections have what the tiles take, which bounds what is written even if the weights
+        // change.
         unsafe { self.write.launch(stream, problem, &args) }?;
         stream.synchronize()?;
         Ok(Compressed { tensor, book: coding.book().clone(), histogram })

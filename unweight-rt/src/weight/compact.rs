@@ -8,7 +8,7 @@ use unweight_format::{
 };
 
 use super::{count, device_shape};
-use crate::device::{Device, DeviceBuffer, DeviceError, Upload};
+use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Upload};
 
 /// A compact tensor on the device, with the table that kernels look its codes up in.
 #[derive(Debug)]
@@ -28,9 +28,7 @@ impl DeviceCompact {
     /// # Errors
     /// More tiles or words than kernels count, not enough memory, or the driver's refusal.
     pub fn upload<B: AsRef<[u8]>>(mut to: impl Upload, tensor: &CompactTensor<B>) -> Result<Self, DeviceError> {
-        device_shape(tensor.grid())?;
-        count("words of streams", tensor.streams().len() / 4)?;
-        count("words of escapes", tensor.escapes().len() / 4)?;
+        check(tensor.grid(), tensor.streams().len() / 4, tensor.escapes().len() / 4)?;
         let table: Vec<u8> = tensor.book().kernel_table().into_iter().flat_map(u32::to_le_bytes).collect();
         let device = Self {
             grid: tensor.grid(),
@@ -58,9 +56,7 @@ impl DeviceCompact {
         escapes: DeviceBuffer<u32>,
         table: DeviceBuffer<u32>,
     ) -> Result<Self, DeviceError> {
-        device_shape(grid)?;
-        count("words of streams", streams.len())?;
-        count("words of escapes", escapes.len())?;
+        check(grid, streams.len(), escapes.len())?;
         Ok(Self { grid, window, dense, tiles, streams, escapes, table })
     }
 
@@ -120,4 +116,11 @@ impl DeviceCompact {
         let words = [&self.tiles, &self.streams, &self.escapes, &self.table];
         (self.dense.bytes() + words.iter().map(|words| words.bytes()).sum::<usize>()) as u64
     }
+}
+
+/// That kernels can count the tiles, and the words of streams and of escapes.
+fn check(grid: TileGrid, streams: usize, escapes: usize) -> Result<(), Refusal> {
+    device_shape(grid)?;
+    count("words of streams", streams)?;
+    count("words of escapes", escapes)
 }

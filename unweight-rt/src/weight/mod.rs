@@ -13,7 +13,7 @@ mod palette;
 use bytemuck::Pod;
 use unweight_format::{TileGrid, TileMetadata};
 
-use crate::device::Refusal;
+use crate::device::{DeviceBuffer, DeviceError, Refusal, Stream};
 
 pub use self::{
     compact::DeviceCompact,
@@ -51,6 +51,11 @@ fn verbatim_rows(bytes: &[u8]) -> Result<(), Refusal> {
         return Err(Refusal::Partial { section: "verbatim_exponents", bytes: bytes.len() as u64, unit: 64 });
     }
     count("verbatim rows", bytes.len() / 64)
+}
+
+/// Words on the device as a section stores them. Waits.
+pub(crate) fn stored_words(stream: &Stream, words: &DeviceBuffer<u32>) -> Result<Vec<u8>, DeviceError> {
+    Ok(words.to_host(stream)?.iter().flat_map(|word| word.to_le_bytes()).collect())
 }
 
 /// A count below 2^32.

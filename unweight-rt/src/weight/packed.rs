@@ -7,7 +7,7 @@ use unweight_format::{
     packed::{self, PackedTensor, Window},
 };
 
-use super::{count, device_shape, elements, room};
+use super::{count, device_shape, elements, room, stored_words};
 use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Stream, Upload, view::check_device};
 
 /// A packed tensor on the device (`docs/format.md` A.9): what the register-sourced matmuls multiply with.
@@ -75,10 +75,7 @@ impl DevicePacked {
     /// # Errors
     /// What is on the device is no packed tensor.
     pub fn download(&self, stream: &Stream) -> Result<PackedTensor<Vec<u8>>, DeviceError> {
-        let words = |buffer: &DeviceBuffer<u32>| -> Result<Vec<u8>, DeviceError> {
-            Ok(buffer.to_host(stream)?.iter().flat_map(|word| word.to_le_bytes()).collect())
-        };
-        let (heads, escapes) = (words(&self.escape_heads)?, words(&self.escapes)?);
+        let (heads, escapes) = (stored_words(stream, &self.escape_heads)?, stored_words(stream, &self.escapes)?);
         Ok(PackedTensor::from_parts(self.grid, self.window, self.packed.to_host(stream)?, heads, escapes)?)
     }
 

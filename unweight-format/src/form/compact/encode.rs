@@ -136,8 +136,8 @@ impl Coding {
         &self.0.book
     }
 
-    /// By quad, what it is coded as, as kernels look it up (`templates/include/unweight/kernels/compress.cuh`): the bits of the code in either
-    /// direction, how many, and the places whose elements are escapes.
+    /// By quad, what it is coded as, as kernels look it up (`templates/include/unweight/kernels/compress.cuh`): the
+    /// bits of the code in either direction, how many, and the places whose elements are escapes.
     pub fn kernel_table(&self) -> Vec<u32> {
         let codes = self.0.book.by_quad();
         let entry = |&coded: &u16| {
