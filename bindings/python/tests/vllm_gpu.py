@@ -3,6 +3,12 @@ and tokens of KV cache. Needs vLLM and this package; each engine runs in a proce
 
     python vllm_gpu.py --out vllm.json                       # a model with random weights of Llama-3.1-8B's shapes
     python vllm_gpu.py --out vllm.json --model DIR --tp 2
+    python vllm_gpu.py --out bundle.json --quick             # a bundle, and an adapter beside it: under four minutes
+
+`--quick` takes 8 of the 32 layers, compresses the model, and runs BF16 and the bundle, both without and with
+`--enable-lora`. Greedy tokens part at the first near tie, so logprobs are held to BF16's where the engine is forced to
+say a token; those with an adapter have to differ from those without. Exit status 1: they do not hold. `--seconds`
+bounds the whole; what it left no time for is named in the result.
 """
 
 from __future__ import annotations
@@ -13,6 +19,8 @@ import json
 import os
 import pathlib
 import platform
+import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +34,17 @@ GEOMETRIES = {
     "tiny": (256, 512, 2, 4, 2, 64, 512),
 }
 ROUNDS = 3
+RANK = 16
+# Of logprobs, on average. Random weights give tokens some -12 +- 1, and wrong ones would move that by about 1; an adapter
+# is to move it, too.
+MEAN_DIFFERENCE, LEAST_MOVED = 0.1, 0.2
+# What vLLM logs of loading.
+LOADED = {
+    "read_seconds": r"Loading weights took ([\d.]+) seconds",
+    "gpu_gib": r"Model loading took ([\d.]+) GiB",
+    "packed": r"unweight: (.* packed, .* GiB of .* GiB; \d+ in BF16)",
+    "read": r"unweight: (\d+ of \d+ bytes of the bundle read)",
+}
 
 
 def make(home: pathlib.Path, geometry: str, layers: int | None) -> None:
@@ -86,12 +105,48 @@ def make(home: pathlib.Path, geometry: str, layers: int | None) -> None:
         "eos_token_id": 1,
     }
     (home / "config.json").write_text(json.dumps(config, indent=1))
+    if device == "cuda":
+        # The engines are other processes.
+        torch.cuda.empty_cache()
+
+
+def make_adapter(home: pathlib.Path, config: dict[str, Any]) -> None:
+    """A low-rank adapter of all linear layers but the head, as PEFT saves it, that changes what a model says."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    q, kv = (config[of] * config["head_dim"] for of in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (intermediate, hidden),
+        "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+    }
+    random = torch.Generator().manual_seed(2)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (n, k) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            for part, shape in (("lora_A", (RANK, k)), ("lora_B", (n, RANK))):
+                # The product is half as large as a weight.
+                drawn = torch.randn(shape, generator=random) * (0.01 / RANK**0.5) ** 0.5
+                tensors[f"{prefix}.{part}.weight"] = drawn.to(torch.bfloat16)
+    home.mkdir()
+    save_file(tensors, home / "adapter_model.safetensors")
+    targets = [name.split(".")[1] for name in shapes]
+    adapter = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets}
+    (home / "adapter_config.json").write_text(json.dumps(adapter))
 
 
 def engine(options: dict[str, Any]) -> dict[str, Any]:
     """What one engine says and how fast it is."""
     import torch
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     start = time.monotonic()
     llm = LLM(
@@ -111,22 +166,40 @@ def engine(options: dict[str, Any]) -> dict[str, Any]:
         ids = torch.randint(2, vocabulary, (count, length), generator=random).tolist()
         return [{"prompt_token_ids": one} for one in ids]
 
+    adapter = options.get("adapter")
+    lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+
     def seconds(batch: int, length: int, tokens: int) -> float:
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         given = prompts(batch, length)
         begin = time.monotonic()
-        done = llm.generate(given, sampling, use_tqdm=False)
+        done = llm.generate(given, sampling, lora_request=lora, use_tqdm=False)
         taken = time.monotonic() - begin
         assert all(len(one.outputs[0].token_ids) == tokens for one in done)
         return taken
 
-    sampling = SamplingParams(temperature=0, max_tokens=32, logprobs=1, ignore_eos=True, detokenize=False)
-    said = [one.outputs[0] for one in llm.generate(prompts(8, 64), sampling, use_tqdm=False)]
+    free = SamplingParams(temperature=0, max_tokens=32, logprobs=1, ignore_eos=True, detokenize=False)
+    asked, forced_on = prompts(8, 64), prompts(16, 64)
+    # The one token that may be said, another for each prompt; its logprob is that of before the others were forbidden.
+    forced = [
+        SamplingParams(max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False, allowed_token_ids=[2 + 7 * index])
+        for index in range(len(forced_on))
+    ]
+
+    def told(lora: LoRARequest | None) -> dict[str, Any]:
+        def logprobs(asked: Any, sampling: Any) -> tuple[list[list[int]], list[list[float]]]:
+            said = [one.outputs[0] for one in llm.generate(asked, sampling, lora_request=lora, use_tqdm=False)]
+            tokens = [list(one.token_ids) for one in said]
+            return tokens, [[step[at].logprob for step, at in zip(one.logprobs, one.token_ids)] for one in said]
+
+        tokens, chosen = logprobs(asked, free)
+        return {"tokens": tokens, "logprobs": chosen, "forced_logprobs": logprobs(forced_on, forced)[1]}
+
     result: dict[str, Any] = {
         "load_seconds": loaded,
         "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
-        "tokens": [list(one.token_ids) for one in said],
-        "logprobs": [[step[token].logprob for step, token in zip(one.logprobs, one.token_ids)] for one in said],
+        **told(lora),
+        "without_adapter": None if lora is None else told(None),
         "tokens_per_second": {},
         "first_token_ms": {},
     }
@@ -154,18 +227,59 @@ def compared(bf16: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         agreed.append(same)
         pairs = zip(logprobs[:same], expected_logprobs[:same])
         difference = max([difference, *(abs(one - two) for one, two in pairs)])
-    return {"tokens_agreed": agreed, "of": len(bf16["tokens"][0]), "largest_logprob_difference": difference}
+    mean, largest = apart(bf16, other)
+    return {
+        "tokens_agreed": agreed,
+        "of": len(bf16["tokens"][0]),
+        "largest_logprob_difference": difference,
+        "forced_logprob_difference": {"mean": mean, "largest": largest},
+    }
 
 
-def run(options: dict[str, Any], log: pathlib.Path) -> dict[str, Any]:
-    with open(log, "w") as output:
+def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
+    """How far the logprobs of forced tokens are from each other: on average, and at most."""
+    pairs = zip(sum(one["forced_logprobs"], []), sum(other["forced_logprobs"], []))
+    differences = [abs(left - right) for left, right in pairs]
+    return statistics.fmean(differences), max(differences)
+
+
+def faults(name: str, result: dict[str, Any], bf16: dict[str, Any]) -> list[str]:
+    """What should not be."""
+    found = []
+    pairs = [(name, result, bf16)]
+    if result["without_adapter"] is not None:
+        pairs.append((f"{name}, without it", result["without_adapter"], bf16["without_adapter"]))
+        moved, _ = apart(result["without_adapter"], result)
+        if not moved > LEAST_MOVED:
+            found.append(f"{name}: the adapter moves logprobs by {moved:.4f} only")
+    for what, one, expected in pairs:
+        mean, _ = apart(expected, one)
+        # Not a number is no bound.
+        if not mean < MEAN_DIFFERENCE:
+            found.append(f"{what}: logprobs of forced tokens are {mean:.4f} from BF16's on average")
+    return found
+
+
+def run(options: dict[str, Any], log: pathlib.Path, seconds: float) -> dict[str, Any] | None:
+    """What an engine says in a process of its own; `None`: not in this time."""
+    with open(log, "w+") as output:
         command = [sys.executable, __file__, "--engine", json.dumps(options)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=output, text=True)
-        output.write(done.stdout)
-    for line in done.stdout.splitlines():
+        # Of its own group: an engine has processes, which are to go with it.
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            child.wait(max(1.0, seconds))
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            return None
+    text = log.read_text(errors="replace")
+    for line in text.splitlines():
         if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    sys.exit(f"an engine failed (rc {done.returncode}); see {log}:\n" + log.read_text()[-3000:])
+            result = json.loads(line.removeprefix("RESULT "))
+            said = {what: re.findall(pattern, text) for what, pattern in LOADED.items()}
+            # One of each process.
+            return {**result, "loading": {what: found for what, found in said.items() if found}}
+    sys.exit(f"an engine failed (rc {child.returncode}); see {log}:\n" + text[-3000:])
 
 
 def main() -> None:
@@ -175,6 +289,9 @@ def main() -> None:
     parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--bundle", action="store_true", help="compress the model, and run the bundle, too")
+    parser.add_argument("--lora", action="store_true", help="run BF16 and the last of the others with an adapter, too")
+    parser.add_argument("--quick", action="store_true", help="8 layers; --bundle and --lora, nothing else")
+    parser.add_argument("--seconds", type=float, help="for all of it; without it there is no limit, with --quick 235")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--eager", action="store_true", help="neither CUDA graphs nor torch.compile")
     parser.add_argument("--batches", default="1,8,32,64,256")
@@ -188,6 +305,12 @@ def main() -> None:
     if given.engine:
         print("RESULT " + json.dumps(engine(json.loads(given.engine))), flush=True)
         return
+    begin = time.monotonic()
+    if given.quick:
+        given.bundle = given.lora = True
+        given.layers = given.layers or 8
+        given.batches, given.first = "1,8,32", "128"
+        given.seconds = given.seconds or 235.0
 
     import torch
     import vllm
@@ -209,6 +332,15 @@ def main() -> None:
         if is_cuda:
             total = torch.cuda.get_device_properties(0).total_memory * given.tp
             llm["gpu_memory_utilization"] = given.memory or min(0.9, max(0.15, 2 * weight_bytes / total))
+        common = {
+            "batches": [int(batch) for batch in given.batches.split(",")],
+            "first": [int(length) for length in given.first.split(",")],
+            "prompt": given.prompt,
+            "tokens": given.tokens,
+        }
+        if given.quick and not given.eager:
+            # Of the sizes that are measured: capturing all takes longer than measuring.
+            llm["compilation_config"] = {"cudagraph_capture_sizes": common["batches"]}
         report: dict[str, Any] = {
             "machine": torch.cuda.get_device_name(0) if is_cuda else platform.processor(),
             "date": datetime.date.today().isoformat(),
@@ -219,36 +351,57 @@ def main() -> None:
             "weight_bytes": weight_bytes,
             "llm": llm,
             "engines": {},
+            "left_out": [],
+            "faults": [],
         }
-        engines: dict[str, dict[str, Any]] = {
-            "bf16": {"model": str(model)},
-            "packed while loading": {"model": str(model), "quantization": "unweight"},
-        }
+        # Options of an engine, and the engine in BF16 that it is beside.
+        engines: dict[str, tuple[dict[str, Any], str]] = {"bf16": ({"model": str(model)}, "bf16")}
+        if not given.quick:
+            engines["packed while loading"] = ({"model": str(model), "quantization": "unweight"}, "bf16")
         if given.bundle:
+            start = time.monotonic()
             unweight.compress(model, home / "bundle", profile="resident", verify="none")
-            engines["bundle"] = {"model": str(home / "bundle")}
-        common = {
-            "batches": [int(batch) for batch in given.batches.split(",")],
-            "first": [int(length) for length in given.first.split(",")],
-            "prompt": given.prompt,
-            "tokens": given.tokens,
-        }
-        for name, own in engines.items():
+            report["compress_seconds"] = time.monotonic() - start
+            report["bundle_bytes"] = sum(file.stat().st_size for file in (home / "bundle").glob("*.safetensors"))
+            engines["bundle"] = ({"model": str(home / "bundle")}, "bf16")
+        if given.lora:
+            make_adapter(home / "adapter", json.loads((model / "config.json").read_text()))
+            for name in ("bf16", list(engines)[-1]):
+                options = {**engines[name][0], "enable_lora": True, "max_lora_rank": RANK}
+                engines[f"{name} with an adapter"] = (options, "bf16 with an adapter")
+        for name, (own, beside) in engines.items():
             log = given.out.with_suffix(f".{name.replace(' ', '-')}.log")
-            result = run({"llm": {**llm, **own}, **common}, log)
+            more = {"adapter": str(home / "adapter")} if "enable_lora" in own else {}
+            left = (given.seconds or 1e9) - (time.monotonic() - begin)
+            result = run({"llm": {**llm, **own}, **common, **more}, log, left) if left > 20 else None
+            if result is None:
+                report["left_out"].append(name)
+                given.out.write_text(json.dumps(report, indent=1))
+                print(f"{name}: no time left", flush=True)
+                continue
             report["engines"][name] = result
-            bf16 = report["engines"]["bf16"]
-            if result is not bf16:
+            bf16 = report["engines"].get(beside)
+            if bf16 is not None and result is not bf16:
                 result["beside_bf16"] = compared(bf16, result)
+                if result["without_adapter"] is not None:
+                    result["beside_bf16_without_adapter"] = compared(
+                        bf16["without_adapter"], result["without_adapter"]
+                    )
                 result["kv_tokens_gained"] = result["kv_tokens"] / max(1, bf16["kv_tokens"])
+                report["faults"] += faults(name, result, bf16)
+            report["seconds"] = time.monotonic() - begin
             given.out.write_text(json.dumps(report, indent=1))
             print(f"{name}: load {result['load_seconds']:.1f} s, KV cache of {result['kv_tokens']} tokens")
+            print(f"  {result['loading']}")
             for what, unit in (("tokens_per_second", "tokens/s"), ("first_token_ms", "ms to the first token")):
                 for of, values in result[what].items():
-                    middle, beside = statistics.median(values), statistics.median(bf16[what][of])
-                    print(f"  {of:>5}: {middle:10.1f} {unit}, {middle / beside:.3f} of BF16")
-            if result is not bf16:
+                    middle = statistics.median(values)
+                    over = "" if bf16 is None else f", {middle / statistics.median(bf16[what][of]):.3f} of BF16"
+                    print(f"  {of:>5}: {middle:10.1f} {unit}{over}")
+            if "beside_bf16" in result:
                 print(f"  {result['beside_bf16']}, KV tokens x {result['kv_tokens_gained']:.3f}", flush=True)
+        if report["faults"]:
+            sys.exit("; ".join(report["faults"]))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -203,6 +204,9 @@ class UnweightLoader(DefaultModelLoader):
     def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, Tensor]]:
         folder = self._bundle_folder(source)
         if folder is not None:
+            if not self.counter_before_loading_weights:
+                # What vLLM says of loading counts from here.
+                self.counter_before_loading_weights = time.perf_counter()
             return self._tensors(Bundle(folder), source.prefix)
         weights = super()._get_weights_iterator(source)
         return _no_shards_of_bundles(weights, source.model_or_path) if self._is_ours else weights

@@ -1,0 +1,234 @@
+"""transformers' `generate` at batch 1 with packed weights beside the same in BF16, on one GPU: tokens per second with a
+growing and with a static, compiled cache; logits beside BF16 and float32; every weight bit for bit.
+
+    python transformers_gpu.py --out transformers.json               # Llama-3.1-8B's shapes: under four minutes
+    python transformers_gpu.py --out transformers.json --bundle      # the packed model from a bundle made on the spot
+
+Weights are random. Exit status 1: a weight differs, or logits are further from float32 than BF16's are by more than a
+quarter. `--seconds` bounds the whole; what it left no time for is named in the result. DFloat11 is run with its
+package, if a directory of it is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import pathlib
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any, Callable, Optional
+
+import torch
+import transformers
+import unweight
+import unweight.transformers
+from torch import Tensor, nn
+from unweight.ops import Linear
+from vllm_gpu import GEOMETRIES, make
+
+ROUNDS = 3
+# What is held against float32; BF16's own error is 1.
+BOUND = 1.25
+
+
+def load(folder: pathlib.Path, device: torch.device, **more: Any) -> tuple[nn.Module, float]:
+    """A model on a device, and the seconds that this took."""
+    start = time.monotonic()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, device_map={"": device}, **more
+        )
+    except (ImportError, ValueError) as error:
+        if "accelerate" not in str(error):
+            raise
+        # Without accelerate, weights are packed on the CPU and moved.
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **more).to(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return model.eval(), time.monotonic() - start
+
+
+def generated(model: nn.Module, ids: Tensor, tokens: int, cache: Optional[transformers.StaticCache]) -> Tensor:
+    """Greedy tokens behind a prompt. With a static cache transformers compiles the decoding on a GPU, by itself."""
+    more = {}
+    if cache is not None:
+        cache.reset()
+        more["past_key_values"] = cache
+    with torch.no_grad():
+        # Nothing ends a text here, and the prompt has no padding.
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **more,
+        )
+    return out[0, ids.shape[1] :]
+
+
+def rates(model: nn.Module, ids: Tensor, tokens: int, static: bool) -> dict[str, Any]:
+    """Tokens per second of decoding, from runs of two lengths: what both have in common is not in it."""
+    short = max(2, tokens // 8)
+    # One for all runs: it is a part of what is compiled.
+    cache = transformers.StaticCache(config=model.config, max_cache_len=ids.shape[1] + tokens) if static else None
+    start = time.monotonic()
+    said = generated(model, ids, tokens, cache)
+    first = time.monotonic() - start
+
+    def seconds(count: int) -> float:
+        begin = time.monotonic()
+        generated(model, ids, count, cache).tolist()
+        return time.monotonic() - begin
+
+    seconds(short)
+    found = []
+    for _ in range(ROUNDS):
+        brief = seconds(short)
+        found.append((tokens - short) / (seconds(tokens) - brief))
+    return {"tokens_per_second": sorted(found), "first_seconds": first, "tokens": said.tolist()}
+
+
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids).logits.float()
+
+
+def differing(packed: nn.Module, model: nn.Module) -> tuple[int, list[str]]:
+    """How many layers are packed, and the names of those of which a bit differs."""
+    layers, wrong = 0, []
+    for name, layer in packed.named_modules():
+        if isinstance(layer, Linear) and layer.is_packed:
+            layers += 1
+            weight = model.get_submodule(name).weight
+            if not torch.equal(layer.unpacked().view(torch.int16), weight.detach().view(torch.int16)):
+                wrong.append(name)
+    return layers, wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("transformers.json"))
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--bundle", action="store_true", help="load the packed model from a bundle")
+    parser.add_argument("--dfloat11", type=pathlib.Path, help="a directory of that package, to run as well")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=235.0)
+    given = parser.parse_args()
+    begin = time.monotonic()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    report: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name(0) if device.type == "cuda" else platform.processor(),
+        "date": datetime.date.today().isoformat(),
+        "command": sys.argv,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "unweight": unweight.__version__,
+        "models": {},
+        "left_out": [],
+        "faults": [],
+    }
+    models: dict[str, nn.Module] = {}
+
+    def left() -> float:
+        return given.seconds - (time.monotonic() - begin)
+
+    def step(name: str, least: float, work: Callable[[], object]) -> None:
+        """Does it, if there is time for it; writes what there is."""
+        is_done = left() >= least
+        if is_done:
+            work()
+        else:
+            report["left_out"].append(name)
+        report["seconds"] = time.monotonic() - begin
+        given.out.write_text(json.dumps(report, indent=1))
+        print(f"{report['seconds']:6.1f} s: {name}{'' if is_done else ': no time left'}", flush=True)
+
+    def loaded(name: str, folder: pathlib.Path, **more: Any) -> None:
+        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        models[name], seconds = load(folder, device, **more)
+        gc.collect()
+        after = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        report["models"][name] = {"load_seconds": seconds, "gpu_gib": (after - before) / 2**30}
+
+    def timed(name: str, static: bool) -> None:
+        found = report["models"][name]["static cache, compiled" if static else "dynamic cache"] = rates(
+            models[name], prompt, given.tokens, static
+        )
+        middle = statistics.median(found["tokens_per_second"])
+        print(f"  {name}, {'static cache, compiled' if static else 'dynamic cache'}: {middle:.1f} tokens/s")
+
+    def weights() -> None:
+        layers, wrong = differing(models["packed"], models["bf16"])
+        report["packed_layers"] = layers
+        if not layers:
+            report["faults"].append("no layer is packed")
+        report["faults"] += [f"{name}: its weight is not the model's" for name in wrong]
+
+    def held() -> None:
+        """BF16 becomes float32 here: it is the last that is done with it."""
+        ours = {name: logits(model, batch) for name, model in models.items() if name in ("bf16", "packed")}
+        exact = logits(models["bf16"].float(), batch)
+        errors = {name: (one - exact).pow(2).mean().sqrt().item() for name, one in ours.items()}
+        apart = (ours["packed"] - ours["bf16"]).abs()
+        report["logits"] = {
+            "rms": exact.pow(2).mean().sqrt().item(),
+            "error_beside_float32": errors,
+            "ratio": errors["packed"] / max(errors["bf16"], 1e-30),
+            "largest_beside_bf16": apart.max().item(),
+            "mean_beside_bf16": apart.mean().item(),
+            "argmax_agrees": (ours["packed"].argmax(-1) == ours["bf16"].argmax(-1)).float().mean().item(),
+        }
+        print(f"  logits: {report['logits']}")
+        # Not a number is no bound.
+        if not report["logits"]["ratio"] <= BOUND:
+            report["faults"].append(f"logits are {report['logits']['ratio']:.3f} times as far from float32 as BF16's")
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch) / "model"
+        make(folder, given.geometry, given.layers)
+        print(f"{time.monotonic() - begin:6.1f} s: a model of {given.geometry}")
+        vocabulary = GEOMETRIES[given.geometry][-1]
+        random = torch.Generator().manual_seed(3)
+        prompt = torch.randint(2, vocabulary, (1, given.prompt), generator=random).to(device)
+        batch = torch.randint(2, vocabulary, (4, 64), generator=random).to(device)
+        step("bf16", 0, lambda: loaded("bf16", folder))
+        step("bf16, dynamic cache", 0, lambda: timed("bf16", False))
+        source, more = folder, {"quantization_config": unweight.transformers.UnweightConfig()}
+        if given.bundle:
+            source, more = folder.with_name("bundle"), {}
+            step("compress", 0, lambda: unweight.compress(folder, source, profile="resident", verify="none"))
+        step("packed", 0, lambda: loaded("packed", source, **more))
+        step("packed, dynamic cache", 0, lambda: timed("packed", False))
+        step("weights", 0, weights)
+        step("packed, static cache", 75, lambda: timed("packed", True))
+        step("bf16, static cache", 70, lambda: timed("bf16", True))
+        if given.dfloat11 is not None:
+            import dfloat11
+
+            models["dfloat11"] = dfloat11.DFloat11Model.from_pretrained(str(given.dfloat11), device=str(device))
+            report["models"]["dfloat11"] = {}
+            step("dfloat11, dynamic cache", 20, lambda: timed("dfloat11", False))
+        step("logits", 0, held)
+    for how in ("dynamic cache", "static cache, compiled"):
+        both = [report["models"][name].get(how) for name in ("bf16", "packed")]
+        if all(both):
+            one, other = (statistics.median(found["tokens_per_second"]) for found in both)
+            report[f"{how}: packed over BF16"] = other / one
+            same = (left == right for left, right in zip(both[0]["tokens"], both[1]["tokens"]))
+            report[f"{how}: tokens agreed"] = next((at for at, is_same in enumerate(same) if not is_same), given.tokens)
+    given.out.write_text(json.dumps(report, indent=1))
+    if report["faults"]:
+        sys.exit("; ".join(report["faults"]))
+
+
+if __name__ == "__main__":
+    main()
