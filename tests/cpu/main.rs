@@ -10,6 +10,7 @@ mod gemm_mma;
 mod gemm_recon;
 mod gemm_wgmma;
 mod harness;
+mod moe;
 mod packed_problem;
 mod prelude;
 mod preprocess;

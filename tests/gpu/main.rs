@@ -16,6 +16,7 @@ mod harness;
 mod hostile;
 mod jit;
 mod linear;
+mod moe;
 mod paths;
 mod repack;
 mod sample;

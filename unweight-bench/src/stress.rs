@@ -14,6 +14,7 @@
 
 mod activations;
 mod attention;
+mod experts;
 
 use std::{
     cell::RefCell,
@@ -405,6 +406,17 @@ impl Run<'_> {
                 }
                 Op::Embed(_) | Op::Norm(_) | Op::Rope(_) | Op::SiluMul(_) | Op::Sample(_) => {
                     for subject in self.activations(kernel, &weights)? {
+                        add(self.subject(subject, compare)?);
+                    }
+                }
+                Op::GemmGrouped(op) => {
+                    for tokens in batches(spec) {
+                        let subject = self.grouped(kernel, op, &weights, tokens)?;
+                        add(self.subject(subject, compare)?);
+                    }
+                }
+                Op::Route(op) => {
+                    for subject in self.route(kernel, op, &weights)? {
                         add(self.subject(subject, compare)?);
                     }
                 }
@@ -836,6 +848,7 @@ fn batches(spec: &VariantSpec) -> Vec<u32> {
         Op::GemmMma(op) => op.batch_tile.get(),
         Op::GemmWgmma(op) => op.batch_tile.get(),
         Op::GemmCompact(op) => op.batch_tile.get(),
+        Op::GemmGrouped(op) => op.batch_tile.get(),
         // Slots of 64, 128 or 256 rows, as the batch asks.
         _ => return vec![1, 63, 64, 65, 129, 257],
     };

@@ -8,9 +8,9 @@ use bytemuck::{Pod, Zeroable};
 
 pub use crate::family::{
     attention::AttentionArgs, compress::CompressArgs, decode::DecodeArgs, embed::EmbedArgs, encode::EncodeArgs,
-    gemm_compact::GemmCompactArgs, gemm_mma::GemmPackedArgs, gemm_recon::GemmReconArgs, norm::NormArgs,
-    repack::RepackArgs, rope::RopeArgs, sample::SampleArgs, sample::SampleRow, silu_mul::SiluMulArgs,
-    transcode::TranscodeArgs,
+    gemm_compact::GemmCompactArgs, gemm_grouped::GemmGroupedArgs, gemm_mma::GemmPackedArgs, gemm_recon::GemmReconArgs,
+    norm::NormArgs, repack::RepackArgs, rope::RopeArgs, route::RouteArgs, sample::SampleArgs, sample::SampleRow,
+    silu_mul::SiluMulArgs, transcode::TranscodeArgs,
 };
 
 /// A `CUtensorMap`: opaque, 128 bytes, 64-byte aligned.

@@ -89,6 +89,49 @@ struct GemmPackedArgs {
     u32 reserved[10];
 };
 
+// The same for a mixture of experts: row `pairs[p]` of Y is the row of X that a list names times the weights of an expert,
+// whose matrices [n, k] lie one below the other in one packed tensor. n and k are multiples of 64.
+struct GemmGroupedArgs {
+    const u8* packed;                 // [experts * tiles, 6144]
+    const u32* escape_heads;          // [experts * tiles, 4]
+    const u32* escapes;               // [escape_words]
+    void* y;                          // bf16 [pairs, n], of a silu_mul variant [pairs, n / 2]
+    const u8* x_data;                 // bf16 [pairs / pairs_per_row, k]
+    u64 x_row_bytes;
+    const u32* pairs;                 // [pairs], sorted by expert: rows of Y, and pairs_per_row times rows of X
+    const u32* items;                 // [items, 4]: expert, first entry of `pairs`, entries (0: none; such items are last), 0
+    float scale;                      // 2^(base - 112): the factor between the operands and the weights
+    u32 escape_words;
+    u32 n;                            // of an expert
+    u32 k;
+    u32 tile_cols;                    // k / 64
+    u32 pairs_per_row;                // pairs that share a row of X, at least 1
+};
+
+// Routing of a mixture of experts: all stages share one struct. A pair is a token and a place among its top_k experts;
+// pair = token * top_k + place.
+struct RouteArgs {
+    const u16* logits;                // bf16 [tokens, experts]; topk
+    u32* ids;                         // [tokens, top_k]: written by topk, otherwise read; an id that is no expert is no work
+    float* weights;                   // [tokens, top_k]: written by topk, read by combine
+    u32* pairs;                       // [tokens * top_k]: written by sort
+    u32* items;                       // [items_max, 4]: written by sort, as GemmGroupedArgs has them
+    const u16* products;              // bf16 [tokens * top_k, columns]; combine
+    u16* y;                           // bf16 [tokens, columns]; combine
+    u64 logits_pitch;
+    u64 y_pitch;
+    u32 tokens;
+    u32 experts;                      // 1..512
+    u32 top_k;                        // 1..32, at most `experts` of topk
+    u32 item_rows;                    // entries of an item: the batch tile of the products
+    u32 items_max;
+    u32 columns;                      // a multiple of 8
+    u32 row_blocks;                   // blocks of a row of combine
+    u32 normalized;                   // topk: the weights of a token add up to 1
+    u32 rounded;                      // topk: weights are rounded to bf16
+    u32 adds;                         // combine: y += instead of y =
+};
+
 // Encoding family (report section 4): the six stages and palette packing share one struct.
 struct EncodeArgs {
     const u16* weights;               // bf16 [n, k] row-major

@@ -234,7 +234,7 @@ impl Run<'_> {
     }
 
     /// A subject with `[m, columns]` bf16 as its output.
-    fn rows<'a>(
+    pub(super) fn rows<'a>(
         &'a self,
         kernel: &LoadedKernel,
         (m, columns): (u32, u32),

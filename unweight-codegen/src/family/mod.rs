@@ -312,6 +312,8 @@ families! {
     gemm_wgmma: GemmWgmma(GemmWgmmaSpec),
     /// Matmul for small batches, from a compact tensor.
     gemm_compact: GemmCompact(GemmCompactSpec),
+    /// Register-sourced matmul of a mixture of experts, from one packed tensor of all of them.
+    gemm_grouped: GemmGrouped(GemmGroupedSpec),
     /// Rows of an embedding, from BF16 or a packed tensor.
     embed: Embed(EmbedSpec),
     /// RMSNorm of activations.
@@ -320,6 +322,8 @@ families! {
     rope: Rope(RopeSpec),
     /// The activation of a gated MLP.
     silu_mul: SiluMul(SiluMulSpec),
+    /// Routing of a mixture of experts.
+    route: Route(RouteSpec),
     /// Attention over the pages of a KV cache.
     attention: Attention(AttentionSpec),
     /// A token of each row of logits.

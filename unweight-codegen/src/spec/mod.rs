@@ -9,8 +9,9 @@ mod name;
 pub mod pairs;
 
 pub use crate::family::{
-    AttentionSpec, CompressSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmCompactSpec, GemmMmaSpec, GemmReconSpec,
-    GemmWgmmaSpec, NormSpec, Op, RepackSpec, RopeSpec, SampleSpec, SiluMulSpec, TranscodeSpec,
+    AttentionSpec, CompressSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec,
+    GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RepackSpec, RopeSpec, RouteSpec, SampleSpec, SiluMulSpec,
+    TranscodeSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
     compress::CompressStage,
     decode::{CodeLimit, DecodeOutput, DecodeWarps},
@@ -23,6 +24,7 @@ pub use crate::family::{
     norm::NormThreads,
     repack::RepackStage,
     rope::RopeHeadDim,
+    route::RouteStage,
     silu_mul::SiluMulThreads,
     transcode::TranscodeStage,
 };

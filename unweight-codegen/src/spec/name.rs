@@ -13,10 +13,12 @@
 //! uw_<arch>_gemm_wgmma_b<batch tile>_g<warpgroups>p<stages>[c<cluster>]
 //!                                    [_streamk][_esc][_pdl]_<store|store_add>[_dump]
 //! uw_<arch>_gemm_compact_b<batch tile>_w<warps>p<stages>c<cluster>[_pdl]_<store|store_add|silu_mul>
+//! uw_<arch>_gemm_grouped_b<batch tile>_r<row blocks>w<warps>p<stages>[_pdl]_<store|silu_mul>
 //! uw_<arch>_embed_<bf16|packed>[_pdl]
 //! uw_<arch>_norm_t<threads>[_pdl]
 //! uw_<arch>_rope_d<head dim>[_pdl]
 //! uw_<arch>_silu_mul_t<threads>[_pdl]
+//! uw_<arch>_route_<topk|sort|combine>[_pdl]
 //! uw_<arch>_sample_t1024_c<cluster>[_pdl]
 //! ```
 //!
@@ -229,6 +231,8 @@ pub(crate) mod tests {
             "uw_sm90a_compress_quads",
             "uw_sm90a_transcode_full",
             "uw_sm90a_gemm_compact_b8_w16p1c1_pdl_silu_mul",
+            "uw_sm90a_gemm_grouped_b8_r4w8p2_pdl_silu_mul",
+            "uw_sm90a_route_combine_pdl",
         ] {
             assert_eq!(name.parse::<VariantSpec>().unwrap().to_string(), name);
         }

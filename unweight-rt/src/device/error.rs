@@ -3,7 +3,7 @@
 use unweight_codegen::{
     CodegenError,
     plan::GemmShape,
-    spec::{DecodeOutput, Epilogue},
+    spec::{DecodeOutput, Epilogue, RouteSpec},
 };
 use unweight_format::CodecError;
 
@@ -231,6 +231,18 @@ pub enum Refusal {
         what: &'static str,
         /// How many positions it has.
         limit: u64,
+    },
+    /// Experts, or experts of a token, that routing does not take.
+    #[error(
+        "{experts} experts, {top_k} of a token; routing takes 1 to {} experts and 1 to {} of a token",
+        RouteSpec::EXPERTS_MAX,
+        RouteSpec::TOP_K_MAX
+    )]
+    Experts {
+        /// Experts.
+        experts: u32,
+        /// Of a token.
+        top_k: u32,
     },
     /// Columns that a kernel does not take.
     #[error("{operand} has {cols} columns; the kernel takes multiples of {of} up to {max}")]

@@ -21,6 +21,7 @@
 //                        engine: for architectures without one
 //   bool kPersistent     a cluster works off several tasks, its rings running on across them
 //   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]
+// Args, GemmGroupedArgs in the place of GemmPackedArgs: a group's batch rows are an item of a list (gemm_grouped.cuh).
 //
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
 // blocks along x, m >= 1, and
@@ -77,6 +78,12 @@ constexpr u32 kBatchFragment = 8;  // the n dimension of m16n8k16
 template <class Config>
 constexpr u32 kThreads = Config::kWarps * 32;
 
+// Whether a block's batch rows and its part of the weights are those of an item of a list.
+template <class Args>
+constexpr bool kOfItems = false;
+template <>
+constexpr bool kOfItems<GemmGroupedArgs> = true;
+
 // Offsets of the sections in dynamic shared memory, and their sum.
 template <class Config>
 struct Smem {
@@ -102,9 +109,10 @@ struct Smem {
     static_assert(kSumBytes <= kSumPitchBytes, "a warp's sums lie over its ring");
 };
 
-template <class Config>
+template <class Config, class Args = GemmPackedArgs>
 struct Kernel {
     using S = Smem<Config>;
+    static constexpr bool kItems = kOfItems<Args>;
     static constexpr u32 kFragments = Config::kBatchTile / kBatchFragment;
     static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that share a task's k
     static constexpr u32 kNoColumn = ~0u;
@@ -118,6 +126,9 @@ struct Kernel {
     static constexpr u32 kOutRows = Config::kRowBlocks * kBlockOut;                              // and of a task
     static_assert(packed::kBlockRows == 2 * packed::kGateRows, "a row block is rows of a gate and of its up");
     static_assert(!(Config::kSiluMul && Config::kStoreAdd), "a gate and its up overwrite");
+    static_assert(!kItems || (Config::kAsync && Config::kCluster == 1 && !Config::kPersistent && !Config::kStoreAdd),
+                  "rows of X that a list names are gathered by threads; an item's row blocks are dealt once");
+    static constexpr u32 kListed = kItems ? (Config::kBatchTile + 31) / 32 : 1;  // rows of X of a lane: entries l, l + 32 of an item
 
     // Blocks of one tile are neighbours in memory, so one copy brings up to four; a task of 16-row blocks spans up to
     // kPieces tiles.
@@ -131,10 +142,29 @@ struct Kernel {
     // Row blocks are dealt out in order and evenly, the first clusters getting what does not divide, so that every
     // multiprocessor streams to the end. Clusters that share weights are neighbours.
     struct Share {
-        u32 batch;  // first batch row
+        u32 batch;  // first batch row, of an item: first entry of `pairs`
         u32 first, blocks;
+        u32 rows, skipped;  // of an item: entries, and row blocks of the experts before its own
 
-        UW_DEVICE Share(const GemmPackedArgs& a, u32 batch_tiles) {
+        UW_DEVICE Share(const Args& a, u32 batch_tiles) {
+            if constexpr (kItems) {
+                // Blocks with the same batch rows are neighbours, and items without rows come last.
+                const u32 all = a.n / packed::kBlockRows, groups = (all + Config::kRowBlocks - 1) / Config::kRowBlocks;
+                const u32 index = ptx::block_index() / groups, group = ptx::block_index() - index * groups;
+                const U32x4 item = ptx::load_global_x4(a.items + index * 4);
+                const u32 each = all / groups, more = all - each * groups;
+                batch = item.y;
+                rows = item.z;
+                skipped = item.x * all;
+                first = skipped + group * each + (group < more ? group : more);
+                blocks = rows == 0 ? 0 : each + (group < more);
+                return;
+            } else {
+                deal(a, batch_tiles);
+            }
+        }
+
+        UW_DEVICE void deal(const Args& a, u32 batch_tiles) {
             u32 groups = ptx::grid_size() / Config::kCluster, group = ptx::block_index() / Config::kCluster;
             batch = 0;
             if (batch_tiles > 1) {
@@ -145,6 +175,7 @@ struct Kernel {
             const u32 all = a.n / packed::kBlockRows, each = all / groups, more = all - each * groups;
             first = group * each + (group < more ? group : more);
             blocks = each + (group < more);
+            rows = skipped = 0;  // not used
         }
     };
 
@@ -155,7 +186,7 @@ struct Kernel {
         u32 tiles;                       // bit l: in any
     };
 
-    const GemmPackedArgs& args;
+    const Args& args;
     const u32 shared, warp, lane;
     const u32 ring, barriers;
     const u32 k_warp;  // this warp among the kKWarps
@@ -164,6 +195,7 @@ struct Kernel {
     const u32 tasks;    // in how many tasks it works its row blocks off
     const u32 tiles;    // columns of tiles times tasks; this warp takes k_warp, k_warp + kKWarps, ...
     const u64 x_policy, w_policy;
+    u32 listed[kListed];  // rows of X, of an item
 
     // The next tile to load.
     u32 load_slot = 0, load_index, load_task = 0, load_column;
@@ -173,7 +205,7 @@ struct Kernel {
 
     float sums[Config::kRowBlocks][kFragments][4];
 
-    UW_DEVICE Kernel(const GemmPackedArgs& a, u32 shared_address)
+    UW_DEVICE Kernel(const Args& a, u32 shared_address)
         : args(a),
           shared(shared_address),
           warp(ptx::uniform_warp_index()),
@@ -181,7 +213,7 @@ struct Kernel {
           ring(shared_address + S::kRings + warp * S::kRingBytes),
           barriers(shared_address + S::kBarriers + warp * Config::kStages * 8),
           k_warp(Config::kCluster > 1 ? ptx::cluster_rank() * Config::kWarps + warp : warp),
-          batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
+          batch_tiles(batch_tiles_of(a)),
           share(a, batch_tiles),
           tasks(Config::kPersistent ? (share.blocks + Config::kRowBlocks - 1) / Config::kRowBlocks : share.blocks != 0),
           tiles(tasks * a.tile_cols),
@@ -192,6 +224,18 @@ struct Kernel {
           index(k_warp) {
         if (tiles != 0) set_load_task(0);
         if constexpr (Config::kPersistent) wrap_load();
+        if constexpr (kItems) {
+#pragma unroll
+            for (u32 i = 0; i < kListed; ++i) {
+                const u32 entry = i * 32 + lane;
+                listed[i] = entry < share.rows ? ptx::load_global(a.pairs + share.batch + entry) / a.pairs_per_row : 0;
+            }
+        }
+    }
+
+    UW_DEVICE static u32 batch_tiles_of(const Args& a) {
+        if constexpr (kItems) return 1;
+        else return (a.m + Config::kBatchTile - 1) / Config::kBatchTile;
     }
 
     UW_DEVICE u32 x_slot(u32 s) const { return ring + s * S::kXBytes; }
@@ -242,6 +286,15 @@ struct Kernel {
             to += load_pieces.bytes[i];
         }
     }
+    UW_DEVICE bool is_inside(u32 r) const {
+        if constexpr (kItems) return r < share.rows;
+        else return share.batch + r < args.m;
+    }
+    // The row of X that is batch row r; `row` is that of lane 0, the same in all lanes.
+    UW_DEVICE u64 x_row(u32 row, u32 r, bool inside) const {
+        if constexpr (kItems) return ptx::shuffle(listed[row / 32], r % 32);
+        else return share.batch + (inside ? r : 0);
+    }
     UW_DEVICE void load_x(u32 s, u32 column) const {
         if constexpr (Config::kAsync) {
             // Eight lanes a row, in the swizzle that the copy engine would write.
@@ -249,8 +302,8 @@ struct Kernel {
 #pragma unroll
             for (u32 row = 0; row < Config::kBatchTile; row += 4) {
                 const u32 r = row + lane / 8;
-                const bool inside = share.batch + r < args.m;
-                const u8* from = args.x_data + (share.batch + (inside ? r : 0)) * args.x_row_bytes + column * (kTile * 2) + chunk * 16;
+                const bool inside = is_inside(r);
+                const u8* from = args.x_data + x_row(row, r, inside) * args.x_row_bytes + column * (kTile * 2) + chunk * 16;
                 ptx::async_copy_x4(x_slot(s) + smem::Bf16Tile<Config::kBatchTile>::offset(r, chunk), from, inside);
             }
         } else {
@@ -312,7 +365,7 @@ struct Kernel {
             }
             ptx::sync_warp();
         }
-        if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+        if constexpr (Config::kPdl && !kItems) ptx::grid_launch_dependents();
         u32 columns[Config::kStages];
 #pragma unroll
         for (u32 s = 0; s < Config::kStages; ++s) {
@@ -330,7 +383,7 @@ struct Kernel {
             if (ptx::elect_one()) ptx::prefetch_tensor_map(args.x);
         }
         if constexpr (Config::kEscapes) load_heads(heads);
-        if constexpr (Config::kPdl) ptx::grid_dependency_wait();
+        if constexpr (Config::kPdl && !kItems) ptx::grid_dependency_wait();
 #pragma unroll
         for (u32 s = 0; s < Config::kStages; ++s) {
             if (columns[s] != kNoColumn) {
@@ -473,9 +526,16 @@ struct Kernel {
         }
     }
 
+    UW_DEVICE u32 valid_rows() const {
+        if constexpr (kItems) {
+            return share.rows;
+        } else {
+            const u32 left = args.m - share.batch;
+            return left < Config::kBatchTile ? left : Config::kBatchTile;
+        }
+    }
     UW_DEVICE void reduce(u32 task) {
-        const u32 left = args.m - share.batch;
-        const u32 valid = left < Config::kBatchTile ? left : Config::kBatchTile;
+        const u32 valid = valid_rows();
         if constexpr (Config::kPersistent) meet();  // the sums of the task before have been read
         const u32 own = shared + S::kSums + warp * S::kSumPitchBytes;
         const u32 g = lane / 4, t = lane % 4;
@@ -496,7 +556,7 @@ struct Kernel {
         // one batch row.
         constexpr u32 kPairs = (kOutRows + 2 * Config::kCluster - 1) / (2 * Config::kCluster), kShare = 2 * kPairs;
         const u32 rank = Config::kCluster > 1 ? ptx::cluster_rank() : 0;
-        const u32 rows = task_blocks(task) * kBlockOut, first_row = task_first(task) * kBlockOut;
+        const u32 rows = task_blocks(task) * kBlockOut, first_row = (task_first(task) - (kItems ? share.skipped : 0)) * kBlockOut;
         for (u32 unit = warp * 32 + lane; unit < valid * kPairs; unit += kThreads<Config>) {
             const u32 b = unit / kPairs, r = rank * kShare + unit % kPairs * 2;
             if (r >= rows) continue;
@@ -511,7 +571,7 @@ struct Kernel {
             } else {
                 total(b, r, low, high);
             }
-            u16* y = static_cast<u16*>(args.y) + u64(share.batch + b) * (args.n / packed::kBlockRows * kBlockOut) + first_row + r;
+            u16* y = static_cast<u16*>(args.y) + y_row(b) * (args.n / packed::kBlockRows * kBlockOut) + first_row + r;
             if constexpr (Config::kStoreAdd) {
                 const u32 old = ptx::load_global(y);
                 low += ptx::float_from_bits(old << 16);
@@ -519,6 +579,11 @@ struct Kernel {
             }
             ptx::store_global(y, ptx::pack_bf16x2(low, high));
         }
+    }
+    // The row of Y that is batch row b.
+    UW_DEVICE u64 y_row(u32 b) const {
+        if constexpr (kItems) return ptx::load_global(args.pairs + share.batch + b);
+        else return share.batch + b;
     }
     // The sums of all warps of the cluster for batch row b, rows r and r + 1 of the task, scaled.
     UW_DEVICE void total(u32 b, u32 r, float& low, float& high) const {

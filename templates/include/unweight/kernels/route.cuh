@@ -1,0 +1,257 @@
+// Routing of a mixture of experts: from the logits of a router to a list of work for the products, and from their rows
+// to one for each token. A pair is a token and a place among its top_k experts, pair = token * top_k + place.
+//
+// stage    threads  blocks/SM  grid                                  dynamic smem  what
+// topk     256      4          ceil(tokens / 8)                      0             logits -> ids and weights of pairs
+// sort     1024     1          1                                     67840         ids -> pairs by expert, items
+// combine  128      4          tokens * ceil(columns / 1024)         0             rows of pairs -> rows of tokens
+//
+// bool kPdl  programmatic dependent launch: everything is touched after griddepcontrol.wait
+//
+// topk     A warp takes a token. weight = e^(logit - largest) / sum over all experts, fp32, of the top_k largest
+//          logits; of equal ones the lower expert comes first. `normalized` divides by the sum of those weights,
+//          `rounded` rounds to bf16 then. A NaN counts as below all numbers. What is added up is added up in one order:
+//          a token's ids and weights follow from its row.
+// sort     One block, and no atomics: pairs of an expert stay in their order. Each warp counts a run of pairs, 32 at a
+//          time; thread e adds up expert e's counts over the warps; a scan over experts gives first entries and first
+//          items; each warp goes through its run again and places its pairs. An id that is not below `experts` (an
+//          expert that lies elsewhere) has no entry. Items are whole but the last of each expert; behind the last one
+//          come items without entries, up to items_max.
+// combine  y = sum over places of weight * row, in fp32, places in their order, rounded once; `adds` adds what y holds
+//          after them. Pairs without an expert are left out, and their rows are not read.
+//
+// Roles    topk, combine: none. sort: all warps alike.
+// Barriers sort: see the lines. A warp's counts are its own until the first sync_block, and again after the second.
+// Bound    sort: latency, some 3 us up to 1024 pairs. combine: device memory, 2 * (top_k + 1) bytes per element of y.
+// Safety   Any ids. Nothing is written past pairs[tokens * top_k] and items[items_max].
+#pragma once
+
+#include "unweight/activation/element.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/memory.cuh"
+
+namespace uw::route {
+
+constexpr u32 kExpertsMax = 512;
+constexpr u32 kTopKMax = 32;  // a lane keeps a place
+constexpr u32 kChunk = 8;     // columns of a thread of combine
+
+constexpr u32 kTopkThreads = 256, kTopkSmemBytes = 0;
+constexpr u32 kSortThreads = 1024, kSortWarps = kSortThreads / 32;
+constexpr u32 kCombineThreads = 128, kCombineSmemBytes = 0;
+
+// Shared memory of sort: counts u32 [warp][expert], first entries u32 [expert], sums of warps u32 [warp][2].
+constexpr u32 kCountPitch = kExpertsMax * 4;
+constexpr u32 kFirsts = kSortWarps * kCountPitch;
+constexpr u32 kWarpSums = kFirsts + kExpertsMax * 4;
+constexpr u32 kSortSmemBytes = kWarpSums + kSortWarps * 8;
+
+template <bool kPdl>
+UW_DEVICE void start() {
+    if constexpr (kPdl) {
+        ptx::grid_launch_dependents();
+        ptx::grid_dependency_wait();
+    }
+}
+
+// ---- topk ----------------------------------------------------------------------------------------------------------
+constexpr u32 kPerLane = kExpertsMax / 32;  // experts lane, lane + 32, ...
+
+template <bool kPdl>
+UW_DEVICE void topk(const RouteArgs& args) {
+    start<kPdl>();
+    const u32 lane = ptx::lane_index(), token = ptx::block_index() * (kTopkThreads / 32) + ptx::uniform_warp_index();
+    if (token >= args.tokens) return;
+    const float none = ptx::float_from_bits(0xff800000u);  // -inf
+    const u16* const logits = args.logits + token * args.logits_pitch;
+    float values[kPerLane];
+    u32 left = 0;  // bit i: value i is there and not chosen yet
+    float largest = none;
+#pragma unroll
+    for (u32 i = 0; i < kPerLane; ++i) {
+        values[i] = none;
+        const u32 expert = i * 32 + lane;
+        if (expert < args.experts) {
+            // A NaN is not larger than -inf.
+            values[i] = ptx::maximum(ptx::float_from_bits(ptx::load_global_u16(logits + expert) << 16), none);
+            left |= 1u << i;
+        }
+        largest = ptx::maximum(largest, values[i]);
+    }
+#pragma unroll
+    for (u32 distance = 16; distance > 0; distance /= 2) {
+        largest = ptx::maximum(largest, ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(largest), distance)));
+    }
+    const float offset = largest == none ? 0.0f : largest;
+    float sum = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < kPerLane; ++i) sum = ptx::add(sum, ptx::exp2_approx((values[i] - offset) * 1.44269504f));
+#pragma unroll
+    for (u32 distance = 16; distance > 0; distance /= 2) {
+        sum = ptx::add(sum, ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(sum), distance)));
+    }
+
+    // Lane j keeps place j.
+    u32 id = 0;
+    float weight = 0.0f, chosen = 0.0f;
+    for (u32 place = 0; place < args.top_k; ++place) {
+        float best = none;
+        u32 expert = ~0u;
+#pragma unroll
+        for (u32 i = 0; i < kPerLane; ++i) {
+            // The first of equal ones: experts of a lane grow with i.
+            if ((left >> i & 1) != 0 && (expert == ~0u || values[i] > best)) {
+                best = values[i];
+                expert = i * 32 + lane;
+            }
+        }
+#pragma unroll
+        for (u32 distance = 16; distance > 0; distance /= 2) {
+            const float other = ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(best), distance));
+            const u32 other_expert = ptx::shuffle_xor(expert, distance);
+            // A lane with nothing left has expert ~0 and so loses among equal ones.
+            if (other > best || (other == best && other_expert < expert)) {
+                best = other;
+                expert = other_expert;
+            }
+        }
+        if (expert % 32 == lane) left &= ~(1u << expert / 32 % 32);
+        const float share = ptx::div(ptx::exp2_approx((best - offset) * 1.44269504f), sum);
+        chosen = ptx::add(chosen, share);
+        if (place == lane) {
+            id = expert;
+            weight = share;
+        }
+    }
+    if (lane >= args.top_k) return;
+    if (args.normalized != 0) weight = ptx::div(weight, chosen);
+    if (args.rounded != 0) weight = activation::low_of(ptx::pack_bf16x2(weight, weight));
+    const u64 pair = u64(token) * args.top_k + lane;
+    ptx::store_global(args.ids + pair, id);
+    ptx::store_global(args.weights + pair, ptx::bits_from_float(weight));
+}
+
+// ---- sort ----------------------------------------------------------------------------------------------------------
+// 32 pairs of a run: whose expert each is, which lanes have the same, and which of those comes before.
+struct Step {
+    u32 expert, peers, before;
+    bool counts, leads;
+
+    UW_DEVICE Step(const RouteArgs& args, u32 at, u32 end, u32 lane) {
+        expert = at + lane < end ? ptx::load_global(args.ids + at + lane) : ~0u;
+        counts = expert < args.experts;
+        peers = ptx::match_any(expert);
+        before = ptx::popcount(peers & ((1u << lane) - 1));
+        leads = counts && before == 0;
+    }
+};
+
+template <bool kPdl>
+UW_DEVICE void sort(const RouteArgs& args) {
+    start<kPdl>();
+    const u32 shared = ptx::smem_address(ptx::dynamic_smem());
+    const u32 thread = ptx::thread_index(), warp = ptx::uniform_warp_index(), lane = ptx::lane_index();
+    const u32 counts = shared + warp * kCountPitch, firsts = shared + kFirsts, warp_sums = shared + kWarpSums;
+    // A run of each warp, a whole number of steps.
+    const u32 pairs = args.tokens * args.top_k, run = (pairs + kSortThreads - 1) / kSortThreads * 32;
+    const u32 begin = warp * run < pairs ? warp * run : pairs, end = pairs - begin < run ? pairs : begin + run;
+
+    for (u32 e = lane; e < args.experts; e += 32) ptx::store_shared(counts + e * 4, 0);
+    ptx::sync_warp();  // the zeros of all lanes, before any lane counts
+    for (u32 at = begin; at < end; at += 32) {
+        const Step step(args, at, end, lane);
+        if (step.leads) {
+            const u32 address = counts + step.expert * 4;
+            ptx::store_shared(address, ptx::load_shared(address) + ptx::popcount(step.peers));
+        }
+        ptx::sync_warp();  // this step's counts, before another lane counts the same expert in the next
+    }
+    ptx::sync_block();  // the counts of all warps, before a thread adds up an expert's
+
+    // Thread e: pairs of expert e, and in the place of each warp's count how many of them are in the runs before.
+    u32 total = 0;
+    if (thread < args.experts) {
+        for (u32 w = 0; w < kSortWarps; ++w) {
+            const u32 address = shared + w * kCountPitch + thread * 4, count = ptx::load_shared(address);
+            ptx::store_shared(address, total);
+            total += count;
+        }
+    }
+    const u32 items = (total + args.item_rows - 1) / args.item_rows;
+    u32 entries_to = total, items_to = items;  // inclusive sums over the warp's experts, then over all
+#pragma unroll
+    for (u32 distance = 1; distance < 32; distance *= 2) {
+        const u32 entries_before = ptx::shuffle_up(entries_to, distance), items_before = ptx::shuffle_up(items_to, distance);
+        if (lane >= distance) {
+            entries_to += entries_before;
+            items_to += items_before;
+        }
+    }
+    if (lane == 31) ptx::store_shared_x2(warp_sums + warp * 8, U32x2{entries_to, items_to});
+    ptx::sync_block();  // the sums of all warps, before anybody adds up those before its own
+    u32 all_items = 0;
+    for (u32 w = 0; w < kSortWarps; ++w) {
+        const U32x2 sums = ptx::load_shared_x2(warp_sums + w * 8);
+        if (w < warp) {
+            entries_to += sums.x;
+            items_to += sums.y;
+        }
+        all_items += sums.y;
+    }
+    const u32 first = entries_to - total, first_item = items_to - items;
+    if (thread < args.experts) ptx::store_shared(firsts + thread * 4, first);
+    for (u32 i = 0; i < items && first_item + i < args.items_max; ++i) {
+        const u32 done = i * args.item_rows, more = total - done;
+        const U32x4 item{thread, first + done, more < args.item_rows ? more : args.item_rows, 0};
+        ptx::store_global_x4(args.items + u64(first_item + i) * 4, item);
+    }
+    for (u32 i = all_items + thread; i < args.items_max; i += kSortThreads) {
+        ptx::store_global_x4(args.items + u64(i) * 4, U32x4{0, 0, 0, 0});
+    }
+    ptx::sync_block();  // first entries, and counts that are places now, before warps place their pairs
+
+    for (u32 at = begin; at < end; at += 32) {
+        const Step step(args, at, end, lane);
+        const u32 address = counts + step.expert * 4;
+        u32 place = 0;
+        if (step.counts) {
+            place = ptx::load_shared(address);
+            ptx::store_global(args.pairs + ptx::load_shared(firsts + step.expert * 4) + place + step.before, at + lane);
+        }
+        ptx::sync_warp();  // all lanes have read their places, before a leader moves on
+        if (step.leads) ptx::store_shared(address, place + ptx::popcount(step.peers));
+        ptx::sync_warp();  // and has moved on, before the next step reads
+    }
+}
+
+// ---- combine -------------------------------------------------------------------------------------------------------
+UW_DEVICE void add_product(float (&sums)[kChunk], float weight, U32x4 row) {
+    const u32 words[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+        sums[2 * i] = ptx::fma(weight, activation::low_of(words[i]), sums[2 * i]);
+        sums[2 * i + 1] = ptx::fma(weight, activation::high_of(words[i]), sums[2 * i + 1]);
+    }
+}
+
+template <bool kPdl>
+UW_DEVICE void combine(const RouteArgs& args) {
+    start<kPdl>();
+    const u32 token = ptx::block_index() / args.row_blocks, block = ptx::block_index() - token * args.row_blocks;
+    const u32 column = (block * kCombineThreads + ptx::thread_index()) * kChunk;
+    if (column >= args.columns) return;
+    float sums[kChunk] = {};
+    for (u32 place = 0; place < args.top_k; ++place) {
+        const u64 pair = u64(token) * args.top_k + place;
+        if (ptx::load_global(args.ids + pair) >= args.experts) continue;
+        const float weight = ptx::float_from_bits(ptx::load_global(args.weights + pair));
+        add_product(sums, weight, ptx::load_global_x4(args.products + pair * args.columns + column));
+    }
+    u16* const y = args.y + token * args.y_pitch + column;
+    if (args.adds != 0) add_product(sums, 1.0f, ptx::load_global_x4(y));
+    ptx::store_global_x4(y, U32x4{ptx::pack_bf16x2(sums[0], sums[1]), ptx::pack_bf16x2(sums[2], sums[3]),
+                                  ptx::pack_bf16x2(sums[4], sums[5]), ptx::pack_bf16x2(sums[6], sums[7])});
+}
+
+}  // namespace uw::route

@@ -1,0 +1,597 @@
+//! Routing and the grouped product of a mixture of experts, run on the CPU prelude: lists of pairs and items against a
+//! sort on the host, rows of every pair against float64, choices against the definition, and planted bugs that must be
+//! caught.
+
+use unweight_codegen::{
+    VariantSpec,
+    abi::{GemmGroupedArgs, KernelArgs, RouteArgs},
+    plan::GemmShape,
+    spec::{Epilogue, Op, RouteSpec},
+};
+use unweight_format::{
+    Histogram,
+    packed::{PackedTensor, pack},
+    testing::Random,
+    tile::Matrix,
+};
+
+use crate::harness::{Buffer, CpuKernel, Edit, Run, bf16, spec};
+use crate::packed_problem::{columns, mismatches};
+
+const GUARD: u16 = 0x7fc1;
+const POISON: u32 = 0xa5a5_a5a5;
+/// No expert of this device.
+const ELSEWHERE: u32 = u32::MAX;
+
+fn launch<A: KernelArgs>(
+    kernel: &mut CpuKernel,
+    spec: &VariantSpec,
+    problem: GemmShape,
+    args: &A,
+    buffers: &[(&str, &Buffer)],
+    seed: u64,
+) -> Result<(), String> {
+    let slices: Vec<_> = buffers.iter().map(|(name, buffer)| (*name, buffer.slice())).collect();
+    // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
+    unsafe { kernel.run(spec, Run { problem, sms: 2, seed }, args, &slices) }
+}
+
+// ---- which token goes where ----
+
+/// The experts of each token.
+#[derive(Clone)]
+struct Routes {
+    experts: u32,
+    top_k: u32,
+    ids: Vec<u32>,
+}
+
+/// Pairs by expert, and the items of a batch tile.
+struct Lists {
+    pairs: Vec<u32>,
+    items: Vec<[u32; 4]>,
+}
+
+impl Routes {
+    /// Different experts for each token; one id in ten is of none here.
+    fn random(tokens: u32, experts: u32, top_k: u32, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let mut ids = Vec::new();
+        for _ in 0..tokens {
+            let mut own: Vec<u32> = Vec::new();
+            while own.len() < top_k as usize {
+                let id = random.below(experts.into()) as u32;
+                if !own.contains(&id) {
+                    own.push(id);
+                }
+            }
+            ids.extend(own.into_iter().map(|id| match random.below(10) {
+                0 => [ELSEWHERE, experts, experts + 7][id as usize % 3],
+                _ => id,
+            }));
+        }
+        Self { experts, top_k, ids }
+    }
+
+    /// All tokens go to one expert.
+    fn single(tokens: u32, experts: u32, expert: u32) -> Self {
+        Self { experts, top_k: 1, ids: vec![expert; tokens as usize] }
+    }
+
+    fn tokens(&self) -> u32 {
+        self.ids.len() as u32 / self.top_k
+    }
+
+    fn items_max(&self, rows: u32) -> u32 {
+        RouteSpec::items_max(self.ids.len() as u32, self.experts, rows)
+    }
+
+    /// As the kernel must give them, on the host.
+    fn lists(&self, rows: u32) -> Lists {
+        let (mut pairs, mut items) = (Vec::new(), Vec::new());
+        for expert in 0..self.experts {
+            let first = pairs.len();
+            pairs.extend((0..self.ids.len() as u32).filter(|pair| self.ids[*pair as usize] == expert));
+            for at in (first..pairs.len()).step_by(rows as usize) {
+                items.push([expert, at as u32, rows.min((pairs.len() - at) as u32), 0]);
+            }
+        }
+        assert!(items.len() <= self.items_max(rows) as usize, "the bound of items is too low");
+        items.resize(self.items_max(rows) as usize, [0; 4]);
+        Lists { pairs, items }
+    }
+
+    fn args(&self) -> RouteArgs {
+        RouteArgs { tokens: self.tokens(), experts: self.experts, top_k: self.top_k, ..RouteArgs::default() }
+    }
+
+    /// What the kernel leaves, held against the host's.
+    fn check_sort(&self, kernel: &mut CpuKernel, spec: &VariantSpec, rows: u32, seed: u64) -> Result<(), String> {
+        let items_max = self.items_max(rows);
+        let ids = words(&self.ids);
+        let (pairs, items) = (Buffer::new(self.ids.len() * 4), Buffer::new(items_max as usize * 16));
+        let args = RouteArgs {
+            ids: ids.address(),
+            pairs: pairs.address(),
+            items: items.address(),
+            item_rows: rows,
+            items_max,
+            ..self.args()
+        };
+        let buffers = [("ids", &ids), ("pairs", &pairs), ("items", &items)];
+        launch(kernel, spec, GemmShape::rows(1), &args, &buffers, seed)?;
+        let expected = self.lists(rows);
+        let (got, rest) = (pairs.u32s(), expected.pairs.len());
+        if got[..rest] != expected.pairs {
+            return Err("pairs are not those of the host".to_owned());
+        }
+        if got[rest..].iter().any(|word| *word != POISON) {
+            return Err("pairs without an expert have entries".to_owned());
+        }
+        match items.u32s() == expected.items.concat() {
+            true => Ok(()),
+            false => Err("items are not those of the host".to_owned()),
+        }
+    }
+}
+
+fn words(words: &[u32]) -> Buffer {
+    Buffer::of(bytemuck::cast_slice(words))
+}
+
+fn routes() -> Vec<Routes> {
+    vec![
+        Routes::random(1, 128, 8, 1),
+        Routes::random(37, 60, 4, 2),
+        Routes::random(3, 8, 2, 3),
+        Routes::random(5, 8, 8, 4),
+        Routes::random(2, 512, 32, 5),
+        // More pairs than the block has threads: several steps of a warp.
+        Routes::random(301, 9, 7, 6),
+        Routes::random(5000, 40, 1, 7),
+        Routes::single(97, 8, 7),
+        Routes::single(40, 33, 32),
+        // Nothing at all.
+        Routes { experts: 4, top_k: 2, ids: vec![ELSEWHERE; 6] },
+        Routes { experts: 1, top_k: 1, ids: vec![0] },
+    ]
+}
+
+#[test]
+fn pairs_are_sorted_by_expert() {
+    let specs = [spec("route_sort"), spec("route_sort_pdl")];
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for spec in &specs {
+        for (i, case) in routes().iter().enumerate() {
+            for rows in [8, 64] {
+                case.check_sort(&mut kernel, spec, rows, i as u64)
+                    .unwrap_or_else(|wrong| panic!("{spec} {i}: {wrong}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_of_the_sort_are_caught() {
+    let header = "unweight/kernels/route.cuh";
+    for (from, to) in [
+        ("counts = expert < args.experts;", "counts = expert != ~0u;"),
+        ("ptx::popcount(peers & ((1u << lane) - 1))", "ptx::popcount(peers & ((2u << lane) - 1))"),
+        ("ptx::store_shared(address, total);\n", ""),
+        ("if (w < warp) {", "if (w <= warp) {"),
+        ("(total + args.item_rows - 1) / args.item_rows;", "total / args.item_rows;"),
+        ("more < args.item_rows ? more : args.item_rows, 0", "args.item_rows, 0"),
+        ("i = all_items + thread;", "i = all_items + 1 + thread;"),
+        ("+ place + step.before, at + lane", "+ place, at + lane"),
+        ("place + ptx::popcount(step.peers));", "place + 1);"),
+        ("first = entries_to - total,", "first = entries_to,"),
+        ("if (lane >= distance) {", "if (lane > distance) {"),
+        ("ptx::sync_block();  // the counts of all warps,", "//"),
+        ("ptx::sync_block();  // the sums of all warps,", "//"),
+        ("ptx::sync_block();  // first entries,", "//"),
+    ] {
+        let spec = spec("route_sort_pdl");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let caught = routes().iter().enumerate().any(|(i, case)| {
+            // An id that is no expert may lead anywhere in shared memory, which the machine refuses.
+            (0..3).any(|seed| case.check_sort(&mut kernel, &spec, 8, 10 * seed + i as u64).is_err())
+        });
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}
+
+// ---- products ----
+
+/// Experts one below the other in one packed tensor, and rows of X.
+struct Problem {
+    n: usize,
+    k: usize,
+    /// X has a row for each pair, not for each token.
+    by_pair: bool,
+    routes: Routes,
+    weights: Vec<u16>,
+    packed: PackedTensor<Vec<u8>>,
+    x: Vec<u16>,
+}
+
+impl Problem {
+    /// Weights with exponents 108..=123; one in 500 lies outside, and a row of each expert has a run of those.
+    fn random(routes: Routes, (n, k): (usize, usize), by_pair: bool, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let rows = routes.experts as usize * n;
+        let weights: Vec<u16> = (0..rows * k)
+            .map(|i| {
+                let r = random.bits();
+                let outside = i / k % n == 5 && i % k < 20 || random.below(500) == 0;
+                let exponent =
+                    if outside { [0, 90, 100, 130][(r >> 32 & 3) as usize] } else { 108 + (r >> 20 & 15) as u16 };
+                (r as u16 & 0x807f) | exponent << 7
+            })
+            .collect();
+        let matrix = Matrix::new(bytemuck::cast_slice(&weights), rows, k).unwrap();
+        let packed = pack(matrix, &Histogram::of(matrix.bytes())).unwrap();
+        let x_rows = if by_pair { routes.ids.len() } else { routes.tokens() as usize };
+        let x =
+            (0..x_rows * k).map(|_| (random.bits() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect();
+        Self { n, k, by_pair, routes, weights, packed, x }
+    }
+
+    /// Y, a row for each pair.
+    fn run(&self, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u64) -> Result<Vec<u16>, String> {
+        let Op::GemmGrouped(op) = spec.op else { panic!("{spec} is no grouped product") };
+        let lists = self.routes.lists(op.batch_tile.get());
+        let (packed, heads) = (Buffer::of(self.packed.packed()), Buffer::of(self.packed.escape_heads()));
+        let (escapes, x) = (Buffer::of(self.packed.escapes()), Buffer::of(bytemuck::cast_slice(&self.x)));
+        let (pairs, items) = (words(&lists.pairs), words(&lists.items.concat()));
+        let columns = columns(op.epilogue, self.n);
+        let y = vec![GUARD; self.routes.ids.len() * columns];
+        let y = Buffer::of(bytemuck::cast_slice(&y));
+        let args = GemmGroupedArgs {
+            packed: packed.address(),
+            escape_heads: heads.address(),
+            escapes: escapes.address(),
+            y: y.address(),
+            x_data: x.address(),
+            x_row_bytes: 2 * self.k as u64,
+            pairs: pairs.address(),
+            items: items.address(),
+            scale: self.packed.window().scale(),
+            escape_words: (self.packed.escapes().len() / 4) as u32,
+            n: self.n as u32,
+            k: self.k as u32,
+            tile_cols: self.k as u32 / 64,
+            pairs_per_row: if self.by_pair { 1 } else { self.routes.top_k },
+        };
+        let buffers = [
+            ("packed", &packed),
+            ("escape_heads", &heads),
+            ("escapes", &escapes),
+            ("x", &x),
+            ("pairs", &pairs),
+            ("items", &items),
+            ("y", &y),
+        ];
+        let problem = GemmShape { m: lists.items.len() as u32, n: self.n as u32, k: self.k as u32 };
+        launch(kernel, spec, problem, &args, &buffers, seed)?;
+        Ok(y.u16s())
+    }
+
+    /// Elements that neither one rounding nor fp32 accumulation explains, and those of rows that nobody was to write.
+    fn wrong(&self, y: &[u16], epilogue: Epilogue) -> usize {
+        let columns = columns(epilogue, self.n);
+        let row_of = |pair: usize| if self.by_pair { pair } else { pair / self.routes.top_k as usize };
+        let mut wrong = 0;
+        for (pair, (&id, y)) in self.routes.ids.iter().zip(y.chunks_exact(columns)).enumerate() {
+            if id >= self.routes.experts {
+                wrong += y.iter().filter(|bits| **bits != GUARD).count();
+                continue;
+            }
+            let weights = &self.weights[id as usize * self.n * self.k..][..self.n * self.k];
+            wrong += mismatches(y, y, &self.x[row_of(pair) * self.k..][..self.k], weights, self.k, epilogue);
+        }
+        wrong
+    }
+
+    fn check(&self, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u64) -> Result<(), String> {
+        let Op::GemmGrouped(op) = spec.op else { panic!("{spec} is no grouped product") };
+        match self.wrong(&self.run(kernel, spec, seed)?, op.epilogue) {
+            0 => Ok(()),
+            wrong => Err(format!("{wrong} wrong elements")),
+        }
+    }
+}
+
+fn problems() -> Vec<Problem> {
+    vec![
+        Problem::random(Routes::random(3, 5, 2, 11), (128, 320), false, 1),
+        Problem::random(Routes::random(23, 3, 2, 12), (192, 64), true, 2),
+        Problem::random(Routes::single(37, 3, 2), (64, 192), false, 3),
+        Problem::random(Routes::random(9, 8, 8, 14), (64, 128), false, 4),
+    ]
+}
+
+#[test]
+fn every_pair_is_multiplied_by_its_expert() {
+    for name in [
+        "gemm_grouped_b8_r4w4p2_store",
+        "gemm_grouped_b8_r3w2p1_pdl_silu_mul",
+        "gemm_grouped_b16_r4w2p1_pdl_store",
+        "gemm_grouped_b32_r2w3p2_silu_mul",
+        "gemm_grouped_b64_r2w2p2_pdl_store",
+    ] {
+        let spec = spec(name);
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        for (i, problem) in problems().iter().enumerate() {
+            problem.check(&mut kernel, &spec, i as u64).unwrap_or_else(|wrong| panic!("{spec}, problem {i}: {wrong}"));
+        }
+    }
+}
+
+/// What serving relies on: neither the batch tile nor the other tokens show in a token's bits.
+#[test]
+fn bits_of_a_pair_do_not_depend_on_the_batch() {
+    let names = ["b8_r4w4p2", "b16_r4w4p1", "b32_r2w4p2", "b64_r2w4p1"];
+    let specs = names.map(|name| spec(&format!("gemm_grouped_{name}_pdl_silu_mul")));
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    let all = Problem::random(Routes::random(40, 3, 2, 21), (64, 448), false, 5);
+    let expected = all.run(&mut kernel, &specs[0], 1).unwrap();
+    for spec in &specs[1..] {
+        assert!(all.run(&mut kernel, spec, 2).unwrap() == expected, "{spec} gives other bits than batch tile 8");
+    }
+    let alone = Problem {
+        routes: Routes { ids: all.routes.ids[34..36].to_vec(), ..all.routes.clone() },
+        x: all.x[17 * all.k..18 * all.k].to_vec(),
+        ..all
+    };
+    assert!(
+        alone.run(&mut kernel, &specs[0], 3).unwrap() == expected[34 * 32..36 * 32],
+        "alone a token has other bits"
+    );
+}
+
+#[test]
+fn planted_bugs_of_the_product_are_caught() {
+    let (kernel_header, own) = ("unweight/kernels/gemm_mma.cuh", "unweight/kernels/gemm_grouped.cuh");
+    for (header, from, to) in [
+        (kernel_header, "skipped = item.x * all;", "skipped = 0;"),
+        (kernel_header, "(task_first(task) - (kItems ? share.skipped : 0))", "task_first(task)"),
+        (kernel_header, "blocks = rows == 0 ? 0 : each + (group < more);", "blocks = each + (group < more);"),
+        (
+            kernel_header,
+            "first = skipped + group * each + (group < more ? group : more);",
+            "first = skipped + group * each;",
+        ),
+        (kernel_header, "if constexpr (kItems) return r < share.rows;", "if constexpr (kItems) return true;"),
+        (kernel_header, "ptx::shuffle(listed[row / 32], r % 32)", "ptx::shuffle(listed[0], r % 32)"),
+        (kernel_header, "ptx::load_global(a.pairs + share.batch + entry) / a.pairs_per_row", "share.batch + entry"),
+        (kernel_header, "return ptx::load_global(args.pairs + share.batch + b);", "return share.batch + b;"),
+        (kernel_header, "batch = item.y;\n                rows", "batch = 0;\n                rows"),
+        (own, "kernel.run();", ""),
+    ] {
+        let spec = spec("gemm_grouped_b64_r3w2p2_pdl_silu_mul");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let caught = problems().iter().any(|problem| problem.check(&mut kernel, &spec, 3).is_err());
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}
+
+// ---- choices ----
+
+/// Logits of a router, rows apart.
+struct Router {
+    tokens: usize,
+    experts: usize,
+    top_k: usize,
+    normalized: bool,
+    rounded: bool,
+    logits: Vec<u16>,
+}
+
+const GAP: usize = 8;
+
+impl Router {
+    fn new(tokens: usize, experts: usize, top_k: usize, (normalized, rounded): (bool, bool)) -> Self {
+        let mut random = Random::new((tokens * experts + top_k) as u64);
+        let pitch = experts + GAP;
+        // Few different values, so that many are equal.
+        let mut logits: Vec<u16> = (0..tokens * pitch)
+            .map(|_| (random.bits() as u16 & 0x8060) | (124 + random.below(6) as u16) << 7)
+            .collect();
+        if tokens > 2 {
+            logits[..experts].fill(0x3f80);
+            // NaN is below everything, -inf among it.
+            logits[pitch..][..experts].fill(0xff80);
+            logits[pitch] = 0x7fc0;
+            logits[pitch + experts - 1] = 0xc000;
+        }
+        Self { tokens, experts, top_k, normalized, rounded, logits }
+    }
+
+    /// By the definition: of equal logits the lower expert first.
+    fn expected(&self, token: usize) -> Vec<(u32, f64)> {
+        let logits = &self.logits[token * (self.experts + GAP)..][..self.experts];
+        let value = |bits: u16| if bf16(bits).is_nan() { f64::NEG_INFINITY } else { bf16(bits) };
+        let mut order: Vec<usize> = (0..self.experts).collect();
+        order.sort_by(|a, b| value(logits[*b]).total_cmp(&value(logits[*a])).then(a.cmp(b)));
+        let largest = value(logits[order[0]]);
+        let share = |expert: usize| (value(logits[expert]) - largest).exp();
+        let all: f64 = (0..self.experts).map(share).sum();
+        let own = &order[..self.top_k];
+        let of = if self.normalized { own.iter().map(|expert| share(*expert)).sum() } else { all };
+        own.iter().map(|expert| (*expert as u32, share(*expert) / of)).collect()
+    }
+
+    fn check(&self, kernel: &mut CpuKernel, spec: &VariantSpec) -> Result<(), String> {
+        let (logits, pairs) = (Buffer::of(bytemuck::cast_slice(&self.logits)), self.tokens * self.top_k);
+        let (ids, weights) = (Buffer::new(pairs * 4), Buffer::new(pairs * 4));
+        let args = RouteArgs {
+            logits: logits.address(),
+            ids: ids.address(),
+            weights: weights.address(),
+            logits_pitch: (self.experts + GAP) as u64,
+            tokens: self.tokens as u32,
+            experts: self.experts as u32,
+            top_k: self.top_k as u32,
+            normalized: self.normalized.into(),
+            rounded: self.rounded.into(),
+            ..RouteArgs::default()
+        };
+        let buffers = [("logits", &logits), ("ids", &ids), ("weights", &weights)];
+        launch(kernel, spec, GemmShape::rows(self.tokens as u32), &args, &buffers, 1)?;
+        let (ids, weights) = (ids.u32s(), weights.u32s());
+        for token in 0..self.tokens {
+            for (place, (id, weight)) in self.expected(token).into_iter().enumerate() {
+                let (at, got) = (token * self.top_k + place, f32::from_bits(weights[token * self.top_k + place]));
+                let bound = if self.rounded { weight / 255.0 } else { weight * 1e-5 };
+                let bits = if self.rounded { weights[at] & 0xffff } else { 0 };
+                if ids[at] != id || (f64::from(got) - weight).abs() > bound || got.is_nan() || bits != 0 {
+                    return Err(format!("token {token} place {place}: {} of {got}, not {id} of {weight}", ids[at]));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn routers() -> Vec<Router> {
+    vec![
+        Router::new(1, 8, 2, (true, false)),
+        Router::new(9, 8, 8, (true, true)),
+        Router::new(17, 60, 4, (false, true)),
+        Router::new(5, 128, 8, (true, true)),
+        Router::new(3, 512, 32, (false, false)),
+        Router::new(4, 33, 1, (false, false)),
+    ]
+}
+
+#[test]
+fn tokens_choose_their_largest_logits() {
+    let specs = [spec("route_topk"), spec("route_topk_pdl")];
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for spec in &specs {
+        for (i, router) in routers().iter().enumerate() {
+            router.check(&mut kernel, spec).unwrap_or_else(|wrong| panic!("{spec}, router {i}: {wrong}"));
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_of_choices_are_caught() {
+    let header = "unweight/kernels/route.cuh";
+    for (from, to) in [
+        ("(expert == ~0u || values[i] > best)", "(expert == ~0u || values[i] >= best)"),
+        ("(other == best && other_expert < expert)", "(other == best && other_expert > expert)"),
+        ("if (expert % 32 == lane) left &= ~(1u << expert / 32 % 32);", "if (expert % 32 == lane) left &= ~1u;"),
+        ("chosen = ptx::add(chosen, share);", "chosen = share;"),
+        ("if (args.rounded != 0)", "if (args.rounded == 0)"),
+        ("if (token >= args.tokens) return;", ""),
+        ("args.logits + token * args.logits_pitch;", "args.logits + token * args.experts;"),
+        ("ptx::float_from_bits(ptx::load_global_u16(logits + expert) << 16), none)", "none, none)"),
+        ("if (place == lane) {", "if (place <= lane) {"),
+    ] {
+        let spec = spec("route_topk_pdl");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let caught = routers().iter().any(|router| router.check(&mut kernel, &spec).is_err());
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}
+
+// ---- rows of tokens ----
+
+fn check_combine(
+    kernel: &mut CpuKernel,
+    spec: &VariantSpec,
+    routes: &Routes,
+    n: usize,
+    adds: bool,
+) -> Result<(), String> {
+    let (tokens, top_k, pitch) = (routes.tokens() as usize, routes.top_k as usize, n + GAP);
+    let mut random = Random::new((n + tokens) as u64);
+    let mut values = |count: usize| -> Vec<u16> {
+        (0..count).map(|_| (random.bits() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect()
+    };
+    let (rows, before) = (values(routes.ids.len() * n), values(tokens * pitch));
+    // Rows that nobody wrote are not to be read.
+    let product =
+        |pair: usize| if routes.ids[pair] < routes.experts { &rows[pair * n..][..n] } else { &[GUARD; 4096][..n] };
+    let products: Vec<u16> = (0..routes.ids.len()).flat_map(|pair| product(pair).to_vec()).collect();
+    let weights: Vec<f32> = (0..routes.ids.len()).map(|_| random.below(1000) as f32 / 999.0).collect();
+    let (products_at, y) = (Buffer::of(bytemuck::cast_slice(&products)), Buffer::of(bytemuck::cast_slice(&before)));
+    let (ids, weights_at) = (words(&routes.ids), Buffer::of(bytemuck::cast_slice(&weights)));
+    let args = RouteArgs {
+        ids: ids.address(),
+        weights: weights_at.address(),
+        products: products_at.address(),
+        y: y.address(),
+        y_pitch: pitch as u64,
+        columns: n as u32,
+        row_blocks: (n as u32).div_ceil(RouteSpec::BLOCK_COLUMNS),
+        adds: adds.into(),
+        ..routes.args()
+    };
+    let buffers = [("ids", &ids), ("weights", &weights_at), ("products", &products_at), ("y", &y)];
+    launch(kernel, spec, GemmShape { m: tokens as u32, n: n as u32, k: 0 }, &args, &buffers, 1)?;
+    for (at, got) in y.u16s().into_iter().enumerate() {
+        let (token, column) = (at / pitch, at % pitch);
+        if column >= n {
+            if got != before[at] {
+                return Err(format!("the gap behind row {token} was written"));
+            }
+            continue;
+        }
+        let old = if adds { bf16(before[at]) } else { 0.0 };
+        let (mut sum, mut size) = (old, old.abs());
+        for pair in (token * top_k..(token + 1) * top_k).filter(|pair| routes.ids[*pair] < routes.experts) {
+            let term = f64::from(weights[pair]) * bf16(products[pair * n + column]);
+            (sum, size) = (sum + term, size + term.abs());
+        }
+        let error = (bf16(got) - sum).abs();
+        if error.is_nan() || error > sum.abs() / 256.0 + size * 1e-6 {
+            return Err(format!("[{token}, {column}] is {}, not {sum}", bf16(got)));
+        }
+    }
+    Ok(())
+}
+
+/// Shapes with columns, and whether Y is added to.
+fn sums() -> Vec<(Routes, usize, bool)> {
+    vec![
+        (Routes::random(5, 8, 2, 31), 2048, false),
+        (Routes::random(3, 60, 4, 32), 1032, true),
+        (Routes::random(1, 128, 8, 33), 8, true),
+        (Routes { experts: 4, top_k: 2, ids: vec![ELSEWHERE; 4] }, 72, false),
+    ]
+}
+
+#[test]
+fn rows_of_pairs_become_rows_of_tokens() {
+    let specs = [spec("route_combine"), spec("route_combine_pdl")];
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for spec in &specs {
+        for (i, (routes, n, adds)) in sums().iter().enumerate() {
+            check_combine(&mut kernel, spec, routes, *n, *adds).unwrap_or_else(|wrong| panic!("{spec} {i}: {wrong}"));
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_of_sums_are_caught() {
+    let header = "unweight/kernels/route.cuh";
+    for (from, to) in [
+        ("if (ptx::load_global(args.ids + pair) >= args.experts) continue;", ""),
+        ("if (column >= args.columns) return;", ""),
+        ("if (args.adds != 0)", "if (args.adds == 0)"),
+        ("args.y + token * args.y_pitch + column", "args.y + token * args.columns + column"),
+        ("pair * args.columns + column", "token * args.columns + column"),
+        (
+            "sums[2 * i + 1] = ptx::fma(weight, activation::high_of(words[i]),",
+            "sums[2 * i + 1] = ptx::fma(weight, activation::low_of(words[i]),",
+        ),
+    ] {
+        let spec = spec("route_combine_pdl");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let caught =
+            sums().iter().any(|(routes, n, adds)| check_combine(&mut kernel, &spec, routes, *n, *adds).is_err());
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}

@@ -1,0 +1,330 @@
+//! The experts of a mixture on the GPU: whole layers against double precision at every kind of routing, the same bits for
+//! a token whatever is in the batch, in a graph that is replayed with other choices, and thousands of times.
+//!
+//! Outputs start as NaN, with guards behind them.
+
+use crate::harness::{Random, bf16, gpu, guard_is_whole, lane, poison, refused, stream, value};
+use unweight_codegen::spec::Epilogue;
+use unweight_format::{Histogram, Matrix, packed::pack};
+use unweight_rt::{
+    device::{DeviceBuffer, KernelSet, Refusal, Stream},
+    layer::experts::{Choice, Experts, ExpertsShape, Routed},
+    ops::lane::Lane,
+    weight::{DeviceMatrix, DevicePacked},
+};
+
+/// Weights of all experts, and rows of tokens.
+struct Case {
+    shape: ExpertsShape,
+    gate_up: Vec<u16>,
+    down: Vec<u16>,
+    x: Vec<u16>,
+}
+
+/// The most tokens of a test.
+const TOKENS: usize = 150;
+
+impl Case {
+    /// One weight in 700 lies outside of the window.
+    fn new(experts: u32, hidden: u32, intermediate: u32, seed: u64) -> Self {
+        let shape = ExpertsShape { experts, hidden, intermediate };
+        let mut rng = Random::new(seed);
+        let mut weights = |[n, k]: [u64; 2]| -> Vec<u16> {
+            (0..n * k)
+                .map(|_| match rng.below(700) {
+                    0 => bf16(rng.normal()) & 0x807f | [0, 70, 80, 125][rng.below(4) as usize] << 7,
+                    _ => bf16(rng.normal() / 16.0),
+                })
+                .collect()
+        };
+        let (gate_up, down) = (weights(shape.gate_up()), weights(shape.down()));
+        let x = (0..TOKENS * hidden as usize).map(|_| bf16(rng.normal())).collect();
+        Self { shape, gate_up, down, x }
+    }
+
+    fn load(&self, kernels: &KernelSet, stream: &Stream) -> Experts {
+        let upload = |weights: &[u16], [n, k]: [u64; 2]| {
+            let bytes: &[u8] = bytemuck::cast_slice(weights);
+            let tensor = pack(Matrix::new(bytes, n as usize, k as usize).unwrap(), &Histogram::of(bytes)).unwrap();
+            assert!(tensor.escape_count() > 0, "the data has no escapes");
+            DevicePacked::upload(stream, &tensor).unwrap()
+        };
+        let (gate_up, down) = (upload(&self.gate_up, self.shape.gate_up()), upload(&self.down, self.shape.down()));
+        Experts::new(kernels, self.shape, gate_up, down).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// What an expert makes of a token, and how far from it rounding may lead: the row between is rounded to bf16.
+    fn expert(&self, expert: u32, token: usize) -> Vec<(f64, f64)> {
+        let (hidden, inner) = (self.shape.hidden as usize, self.shape.intermediate as usize);
+        let x: Vec<f64> = self.x[token * hidden..][..hidden].iter().map(|bits| value(*bits)).collect();
+        let turn = Epilogue::GATE_ROWS as usize;
+        let dot = |row: usize| {
+            let w = &self.gate_up[(expert as usize * 2 * inner + row) * hidden..][..hidden];
+            x.iter().zip(w).map(|(x, w)| x * value(*w)).sum::<f64>()
+        };
+        let gated: Vec<f64> = (0..inner)
+            .map(|column| {
+                let row = column / turn * 2 * turn + column % turn;
+                let (gate, up) = (dot(row), dot(row + turn));
+                value(bf16(gate / (1.0 + (-gate).exp()) * up))
+            })
+            .collect();
+        (0..hidden)
+            .map(|row| {
+                let w = &self.down[(expert as usize * hidden + row) * inner..][..inner];
+                let terms = gated.iter().zip(w).map(|(x, w)| x * value(*w));
+                // An element between may be rounded the other way; the row of the pair is rounded once more.
+                let (sum, squares) =
+                    terms.fold((0.0, 0.0), |(sum, squares): (f64, f64), term| (sum + term, squares + term * term));
+                (sum, squares.sqrt() / 64.0 + sum.abs() / 200.0)
+            })
+            .collect()
+    }
+}
+
+/// Choices of each token, on both sides.
+struct Routing {
+    top_k: u32,
+    ids: Vec<u32>,
+    weights: Vec<f32>,
+}
+
+impl Routing {
+    /// Different experts for each token; one in nine is of no expert here.
+    fn random(rng: &mut Random, tokens: usize, experts: u32, top_k: u32) -> Self {
+        let mut ids = Vec::new();
+        for _ in 0..tokens {
+            let mut own: Vec<u32> = Vec::new();
+            while own.len() < top_k as usize {
+                let id = rng.below(experts.into()) as u32;
+                if !own.contains(&id) {
+                    own.push(id);
+                }
+            }
+            ids.extend(own.into_iter().map(|id| if rng.below(9) == 0 { u32::MAX - id } else { id }));
+        }
+        let weights = ids.iter().map(|_| (1 + rng.below(1000)) as f32 / 1000.0).collect();
+        Self { top_k, ids, weights }
+    }
+
+    /// All to one expert.
+    fn single(tokens: usize, expert: u32) -> Self {
+        Self { top_k: 1, ids: vec![expert; tokens], weights: vec![0.75; tokens] }
+    }
+
+    fn tokens(&self) -> usize {
+        self.ids.len() / self.top_k as usize
+    }
+
+    fn upload(&self, stream: &Stream) -> (DeviceBuffer<u32>, DeviceBuffer<f32>) {
+        (DeviceBuffer::from_host(stream, &self.ids).unwrap(), DeviceBuffer::from_host(stream, &self.weights).unwrap())
+    }
+}
+
+fn lane_for(experts: &Experts, stream: &Stream, tokens: u32, top_k: u32) -> Lane {
+    let mut lane = lane(stream);
+    lane.reserve(experts.lane_size(tokens, top_k)).unwrap();
+    lane
+}
+
+/// The rows of tokens `first..`, as many as were routed.
+fn run(
+    case: &Case,
+    experts: &Experts,
+    stream: &Stream,
+    routing: &Routing,
+    first: usize,
+    before: Option<&[u16]>,
+) -> Vec<u16> {
+    let (tokens, hidden) = (routing.tokens(), case.shape.hidden as usize);
+    let x = &case.x[first * hidden..(first + tokens) * hidden];
+    let x = DeviceMatrix::from_host(stream, tokens as u32, case.shape.hidden, x).unwrap();
+    let mut y = DeviceMatrix::zeroed(stream, tokens as u32, case.shape.hidden).unwrap();
+    poison(stream, &mut y);
+    if let Some(before) = before {
+        y.write(stream, 0, before).unwrap();
+    }
+    let (ids, weights) = routing.upload(stream);
+    let mut lane = lane_for(experts, stream, tokens as u32, routing.top_k);
+    let routed = Routed { ids: &ids, weights: &weights, top_k: routing.top_k };
+    experts.enqueue(&mut lane, x.view(), routed, y.view_mut(), before.is_some()).unwrap();
+    let rows = y.to_host(stream).unwrap();
+    guard_is_whole(stream, &y, "experts");
+    rows
+}
+
+fn check(case: &Case, routing: &Routing, y: &[u16], before: Option<&[u16]>, what: &str) {
+    let (hidden, top_k) = (case.shape.hidden as usize, routing.top_k as usize);
+    for token in 0..routing.tokens() {
+        let old = |column: usize| before.map_or(0.0, |before| value(before[token * hidden + column]));
+        let mut sums: Vec<(f64, f64)> = (0..hidden).map(|column| (old(column), old(column).abs() * 1e-6)).collect();
+        for pair in token * top_k..(token + 1) * top_k {
+            let (id, weight) = (routing.ids[pair], f64::from(routing.weights[pair]));
+            if id < case.shape.experts {
+                let row = case.expert(id, token);
+                sums.iter_mut().zip(row).for_each(|(sum, (term, slack))| {
+                    *sum = (sum.0 + weight * term, sum.1 + weight * slack);
+                });
+            }
+        }
+        for (column, (sum, slack)) in sums.into_iter().enumerate() {
+            let got = value(y[token * hidden + column]);
+            let error = (got - sum).abs();
+            assert!(error <= sum.abs() / 200.0 + slack, "{what}: [{token}, {column}] is {got}, not {sum} (+- {slack})");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn experts_of_every_token_at_every_kind_of_routing() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut rng = Random::new(4);
+    for case in [Case::new(8, 192, 64, 1), Case::new(60, 64, 320, 2), Case::new(128, 128, 128, 3)] {
+        let experts = case.load(kernels, &stream);
+        // Around the edges of batch tiles, few experts with work, and more pairs than one item of the largest tile has.
+        for top_k in [1, 2, 4, 8] {
+            for tokens in [1, 3, 17, 64, TOKENS] {
+                let routing = Routing::random(&mut rng, tokens, case.shape.experts, top_k);
+                let what = format!("{:?}, {tokens} tokens, {top_k} each", case.shape);
+                let y = run(&case, &experts, &stream, &routing, 0, None);
+                check(&case, &routing, &y, None, &what);
+                assert!(y == run(&case, &experts, &stream, &routing, 0, None), "{what}: two runs differ");
+            }
+        }
+        for tokens in [7, 8, 9, 63, 64, 65, 129] {
+            let routing = Routing::single(tokens, case.shape.experts - 1);
+            let before: Vec<u16> = (0..tokens * case.shape.hidden as usize).map(|_| bf16(rng.normal())).collect();
+            let y = run(&case, &experts, &stream, &routing, 0, Some(&before));
+            check(&case, &routing, &y, Some(&before), &format!("{:?}, {tokens} tokens, one expert", case.shape));
+        }
+        let nobody = Routing { top_k: 2, ids: vec![u32::MAX; 10], weights: vec![f32::NAN; 10] };
+        let y = run(&case, &experts, &stream, &nobody, 0, None);
+        assert!(y.iter().all(|bits| *bits == 0), "tokens without an expert are not zeros");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn bits_of_a_token_do_not_depend_on_the_batch() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    // Odd numbers of tiles along k of both products.
+    let case = Case::new(8, 576, 448, 9);
+    let (experts, hidden) = (case.load(kernels, &stream), case.shape.hidden as usize);
+    let all = Routing::random(&mut Random::new(5), TOKENS, 8, 2);
+    let expected = run(&case, &experts, &stream, &all, 0, None);
+    // By fewer tokens the batch tile is another: 8, 16, 32, 64.
+    for tokens in [1, 3, 20, 40, 80] {
+        for first in [0, 11, TOKENS - tokens] {
+            let pairs = first * 2..(first + tokens) * 2;
+            let part = Routing { top_k: 2, ids: all.ids[pairs.clone()].to_vec(), weights: all.weights[pairs].to_vec() };
+            let y = run(&case, &experts, &stream, &part, first, None);
+            assert!(y == expected[first * hidden..][..tokens * hidden], "{tokens} tokens from {first} on differ");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_graph_goes_by_the_choices_that_are_there_when_it_runs() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let case = Case::new(60, 320, 192, 12);
+    let experts = case.load(kernels, &stream);
+    let (tokens, top_k, hidden) = (33, 4, case.shape.hidden as usize);
+    let mut rng = Random::new(6);
+    let routings: Vec<Routing> = (0..5).map(|_| Routing::random(&mut rng, tokens, 60, top_k)).collect();
+    let expected: Vec<Vec<u16>> =
+        routings.iter().map(|routing| run(&case, &experts, &stream, routing, 0, None)).collect();
+
+    let x = DeviceMatrix::from_host(&stream, tokens as u32, 320, &case.x[..tokens * hidden]).unwrap();
+    let mut y = DeviceMatrix::zeroed(&stream, tokens as u32, 320).unwrap();
+    let (mut ids, mut weights) = routings[0].upload(&stream);
+    let mut lane = lane_for(&experts, &stream, tokens as u32, top_k);
+    let graph = {
+        let routed = Routed { ids: &ids, weights: &weights, top_k };
+        stream.capture(|| experts.enqueue(&mut lane, x.view(), routed, y.view_mut(), false)).unwrap()
+    };
+    for round in 0..3000 {
+        let at = round % routings.len();
+        if round < 20 {
+            poison(&stream, &mut y);
+        }
+        ids.write(&stream, 0, &routings[at].ids).unwrap();
+        weights.write(&stream, 0, &routings[at].weights).unwrap();
+        // SAFETY: all that the graph names lives to the end of this test.
+        unsafe { graph.launch() }.unwrap();
+        if round < 20 || round % 50 == 0 {
+            assert!(y.to_host(&stream).unwrap() == expected[at], "round {round} differs");
+        }
+    }
+    assert!(y.to_host(&stream).unwrap() == expected[2999 % routings.len()]);
+    guard_is_whole(&stream, &y, "a graph of experts");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_router_chooses_the_largest_logits() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut rng = Random::new(7);
+    for (experts, top_k) in [(8_u32, 2_u32), (60, 4), (128, 8), (512, 32), (1, 1)] {
+        // Only their number matters.
+        let layer = Case::new(experts, 64, 64, 2).load(kernels, &stream);
+        for (tokens, normalized, rounded) in [(1_u32, true, true), (9, false, false), (300, true, false)] {
+            // Few values, so that many are equal.
+            let logits: Vec<u16> = (0..tokens * experts).map(|_| bf16(rng.below(40) as f64 / 4.0 - 3.0)).collect();
+            let x = DeviceMatrix::from_host(&stream, tokens, experts, &logits).unwrap();
+            let pairs = (tokens * top_k) as usize;
+            let (mut ids, mut weights) =
+                (DeviceBuffer::zeroed(&stream, pairs).unwrap(), DeviceBuffer::zeroed(&stream, pairs).unwrap());
+            poison(&stream, &mut ids);
+            poison(&stream, &mut weights);
+            let choice = Choice { top_k, normalized, rounded };
+            layer.choose(&stream, x.view(), choice, &mut ids, &mut weights).unwrap();
+            let (got, shares) = (ids.to_host(&stream).unwrap(), weights.to_host(&stream).unwrap());
+            guard_is_whole(&stream, &ids, "topk");
+            guard_is_whole(&stream, &weights, "topk");
+            for (token, row) in logits.chunks_exact(experts as usize).enumerate() {
+                let mut order: Vec<u32> = (0..experts).collect();
+                order.sort_by(|a, b| value(row[*b as usize]).total_cmp(&value(row[*a as usize])).then(a.cmp(b)));
+                let places = token * top_k as usize..(token + 1) * top_k as usize;
+                order.truncate(if normalized { top_k as usize } else { experts as usize });
+                let all: f64 = order.iter().map(|id| value(row[*id as usize]).exp()).sum();
+                assert_eq!(got[places.clone()], order[..top_k as usize], "{experts} experts, token {token}");
+                for (share, id) in shares[places].iter().zip(&order) {
+                    let wanted = value(row[*id as usize]).exp() / all;
+                    let bound = if rounded { wanted / 250.0 } else { wanted * 1e-5 };
+                    assert!((f64::from(*share) - wanted).abs() <= bound, "token {token}: {share}, not {wanted}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_does_not_fit_is_refused() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let case = Case::new(8, 128, 64, 3);
+    let experts = case.load(kernels, &stream);
+    let x = DeviceMatrix::from_host(&stream, 4, 128, &case.x[..4 * 128]).unwrap();
+    let mut y = DeviceMatrix::zeroed(&stream, 4, 128).unwrap();
+    let mut narrow = DeviceMatrix::zeroed(&stream, 4, 64).unwrap();
+    let (ids, weights) = Routing::random(&mut Random::new(1), 4, 8, 2).upload(&stream);
+    let routed = Routed { ids: &ids, weights: &weights, top_k: 2 };
+    let small = refused(experts.enqueue(&mut lane(&stream), x.view(), routed, y.view_mut(), false));
+    assert!(matches!(small, Refusal::LaneTooSmall { .. }), "{small}");
+    let mut lane = lane_for(&experts, &stream, 4, 8);
+    let shape = refused(experts.enqueue(&mut lane, x.view(), routed, narrow.view_mut(), false));
+    assert!(matches!(shape, Refusal::Shape { .. }), "{shape}");
+    let few = refused(experts.enqueue(&mut lane, x.view(), Routed { top_k: 3, ..routed }, y.view_mut(), false));
+    assert!(matches!(few, Refusal::Elements { .. }), "{few}");
+    let bytes: &[u8] = bytemuck::cast_slice(&case.down);
+    let other = pack(Matrix::new(bytes, 8 * 128, 64).unwrap(), &Histogram::of(bytes)).unwrap();
+    let upload = || DevicePacked::upload(&stream, &other).unwrap();
+    assert!(matches!(refused(Experts::new(kernels, case.shape, upload(), upload())), Refusal::Shape { .. }));
+}

@@ -1,0 +1,230 @@
+//! Register-sourced matmul of a mixture of experts, from one packed tensor of all of them:
+//! `templates/include/unweight/kernels/gemm_grouped.cuh`. A block is one of `gemm_mma` that copies by its threads, and
+//! its shared memory is the same sum.
+
+use super::{
+    Edge, Family, Instructions, Op, PRODUCT,
+    gemm_mma::{GemmMmaSpec, RowBlocks, SmallBatchTile, SmallStages, Warps},
+};
+use crate::{
+    abi::args,
+    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, Work},
+    spec::{Arch, ClusterSize, Epilogue, SmemCopy, VariantSpec, axes},
+};
+use serde::Serialize;
+use unweight_format::FormId;
+
+axes! {
+    /// A variant of the register-sourced matmul of a mixture of experts: a block multiplies up to `batch_tile` rows that
+    /// a list names by `row_blocks` blocks of 16 output features of one expert.
+    pub struct GemmGroupedSpec {
+        /// Rows of an item.
+        batch_tile: SmallBatchTile "b",
+        /// Row blocks of a block.
+        row_blocks: RowBlocks "_r",
+        /// Warps of a block.
+        warps: Warps "w",
+        /// Stages of each warp's ring.
+        stages: SmallStages "p",
+        /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
+        pdl: flag "_pdl" = false,
+        /// Overwrite, or `silu(gate) * up`.
+        epilogue: Epilogue "_" = Store,
+    }
+}
+
+args! {
+    /// Arguments of the grouped product (`gemm_grouped`).
+    pub struct GemmGroupedArgs {
+        /// u8 `[experts * tiles, 6144]`.
+        pub packed: u64,
+        /// u32 `[experts * tiles, 4]`.
+        pub escape_heads: u64,
+        /// u32 `[escape_words]`.
+        pub escapes: u64,
+        /// bf16 `[pairs, n]`, of a `silu_mul` variant `[pairs, n / 2]`.
+        pub y: u64,
+        /// bf16 `[pairs / pairs_per_row, k]`.
+        pub x_data: u64,
+        /// Bytes from one of its rows to the next.
+        pub x_row_bytes: u64,
+        /// u32 `[pairs]`, sorted by expert: rows of `y`, and `pairs_per_row` times rows of `x`.
+        pub pairs: u64,
+        /// u32 `[items, 4]`: expert, first entry of `pairs`, entries (0: none; such items are last), 0.
+        pub items: u64,
+        /// `2^(base - 112)`.
+        pub scale: f32,
+        /// Words in `escapes`.
+        pub escape_words: u32,
+        /// Output features of an expert, a multiple of 64.
+        pub n: u32,
+        /// Input features, a multiple of 64.
+        pub k: u32,
+        /// `k / 64`.
+        pub tile_cols: u32,
+        /// Pairs that share a row of `x`, at least 1.
+        pub pairs_per_row: u32,
+    }
+}
+
+impl VariantSpec {
+    /// A register-sourced matmul of a mixture of experts.
+    pub const fn gemm_grouped(arch: Arch, spec: GemmGroupedSpec) -> Self {
+        Self { arch, op: Op::GemmGrouped(spec) }
+    }
+}
+
+/// The shapes that ship, by batch tile. All have as many warps, so that a row's bits do not depend on the batch. What
+/// measures best is not known yet: no kernel of the family has run on a GPU.
+pub const SHAPES: [GemmGroupedSpec; 4] =
+    [shape(8, 4, 8, 2), shape(16, 4, 8, 1), shape(32, 2, 8, 2), shape(64, 2, 8, 2)];
+
+/// The same with the shorter rings that 99 KB of shared memory hold.
+pub const SHAPES_99_KB: [GemmGroupedSpec; 4] =
+    [shape(8, 4, 8, 1), shape(16, 4, 8, 1), shape(32, 2, 8, 1), shape(64, 2, 8, 1)];
+
+const fn shape(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32) -> GemmGroupedSpec {
+    match (
+        SmallBatchTile::new(batch_tile),
+        RowBlocks::new(row_blocks),
+        Warps::new(warps),
+        SmallStages::new(stages),
+    ) {
+        (Ok(batch_tile), Ok(row_blocks), Ok(warps), Ok(stages)) => {
+            GemmGroupedSpec { batch_tile, row_blocks, warps, stages, pdl: false, epilogue: Epilogue::Store }
+        }
+        _ => panic!("the shapes lie within the axes"),
+    }
+}
+
+/// Rows of W in a fragment of the tensor cores.
+const BLOCK_ROWS: u32 = 16;
+
+impl GemmGroupedSpec {
+    /// The shapes of an architecture, by batch tile.
+    pub const fn shapes(arch: Arch) -> &'static [Self; 4] {
+        match arch {
+            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a => &SHAPES_99_KB,
+            Arch::Sm80 | Arch::Sm90a | Arch::Sm100a | Arch::Sm103a => &SHAPES,
+        }
+    }
+
+    /// The block of `gemm_mma` that this one is.
+    const fn dense(&self) -> GemmMmaSpec {
+        GemmMmaSpec {
+            batch_tile: self.batch_tile,
+            row_blocks: self.row_blocks,
+            warps: self.warps,
+            stages: self.stages,
+            cluster: match ClusterSize::new(1) {
+                Ok(one) => one,
+                Err(_) => panic!("no cluster is a size of clusters"),
+            },
+            copy: SmemCopy::Async,
+            persistent: false,
+            escapes: true,
+            pdl: self.pdl,
+            epilogue: self.epilogue,
+            dump: false,
+        }
+    }
+
+    pub(crate) const fn instructions(&self) -> Instructions {
+        self.dense().instructions()
+    }
+
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        if matches!(self.epilogue, Epilogue::StoreAdd) {
+            let what = "op gemm_grouped overwrites, and rows are added when they are combined; take epilogue = store";
+            return Err(Infeasible::Conflict { spec: *spec, what });
+        }
+        let dense = match self.dense().plan(spec) {
+            Ok(plan) => plan,
+            Err(refused) => return Err(refused),
+        };
+        // As many batch rows as there are items.
+        let work = Work::OutputTiles { rows: 1, columns: BLOCK_ROWS * self.row_blocks.get() };
+        let grid = LaunchGrid::Covering { work, per_block: 1 };
+        Ok(Plan { launch: LaunchPlan { grid, ..dense.launch }, ..dense })
+    }
+}
+
+impl Family for GemmGroupedSpec {
+    type Args = GemmGroupedArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[Edge { from: FormId::PACKED, to: PRODUCT }];
+
+    fn summary(&self, _: &Plan) -> String {
+        let (batch_tile, rows, stages) =
+            (self.batch_tile.get(), BLOCK_ROWS * self.row_blocks.get(), self.stages.get());
+        let formula = match self.epilogue {
+            Epilogue::SiluMul => "Y[pair,n/2] = silu(gate) * up of X[row of pair,k] * W[expert of pair,n,k]^T",
+            Epilogue::Store | Epilogue::StoreAdd => "Y[pair,n] = X[row of pair,k] * W[expert of pair,n,k]^T",
+        };
+        let pdl = if self.pdl { ", dependent launch" } else { "" };
+        format!(
+            "{formula}, W packed to 12 bits, exact escapes; {batch_tile} pairs x {rows} of n per block, a ring of \
+             {stages} per warp{pdl}."
+        )
+    }
+
+    fn context(&self, _: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            batch_tile: u32,
+            row_blocks: u32,
+            warps: u32,
+            stages: u32,
+            silu_mul: bool,
+            gate_rows: u32,
+            pdl: bool,
+        }
+        Context {
+            batch_tile: self.batch_tile.get(),
+            row_blocks: self.row_blocks.get(),
+            warps: self.warps.get(),
+            stages: self.stages.get(),
+            silu_mul: matches!(self.epilogue, Epilogue::SiluMul),
+            gate_rows: Epilogue::GATE_ROWS,
+            pdl: self.pdl,
+        }
+    }
+
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        Self::shapes(arch).iter().flat_map(move |shape| {
+            [Epilogue::Store, Epilogue::SiluMul].into_iter().flat_map(move |epilogue| {
+                [false, true].map(move |pdl| VariantSpec::gemm_grouped(arch, Self { pdl, epilogue, ..*shape }))
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::GemmShape;
+
+    /// A row's sums are added up in the order of its warps: the same for every batch tile, or batches would show.
+    #[test]
+    fn all_shapes_share_k_among_as_many_warps() {
+        for &arch in Arch::ALL {
+            let shapes = GemmGroupedSpec::shapes(arch);
+            assert!(shapes.iter().all(|shape| shape.warps == shapes[0].warps), "{arch:?}");
+            assert_eq!(shapes.map(|shape| shape.batch_tile.get()), [8, 16, 32, 64]);
+            for shape in shapes {
+                assert!(Plan::new(&VariantSpec::gemm_grouped(arch, *shape)).is_ok(), "{arch:?} {shape:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_item_has_blocks_for_all_rows_of_an_expert() {
+        let plan = |name: &str| Plan::new(&name.parse().unwrap());
+        let blocks = |name, m, n| plan(name).unwrap().launch.grid.blocks(GemmShape { m, n, k: 2048 }, 132);
+        assert_eq!(blocks("uw_sm90a_gemm_grouped_b8_r4w8p2_silu_mul", 8, 1536), Some(8 * 24));
+        assert_eq!(blocks("uw_sm90a_gemm_grouped_b64_r2w8p2_pdl_store", 3, 4160), Some(3 * 130));
+        assert_eq!(blocks("uw_sm90a_gemm_grouped_b8_r4w8p2_store", 0, 1536), Some(0));
+        let refused = plan("uw_sm90a_gemm_grouped_b8_r4w8p2_store_add").unwrap_err().to_string();
+        assert!(refused.contains("take epilogue = store"), "{refused}");
+    }
+}

@@ -1,0 +1,194 @@
+//! Routing of a mixture of experts: `templates/include/unweight/kernels/route.cuh`.
+
+use super::{Edge, Family, Instruction, Instructions, Op, StageContext};
+use crate::{
+    abi::args,
+    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
+    spec::{Arch, VariantSpec, axes, word_axis},
+};
+use serde::Serialize;
+
+word_axis! {
+    /// A step of routing.
+    RouteStage, "stage" {
+        /// Logits of a router to ids and weights of each token's experts.
+        Topk = "topk",
+        /// Ids to pairs sorted by expert, and the items of the products.
+        Sort = "sort",
+        /// Rows of pairs, times their weights, to rows of tokens.
+        Combine = "combine",
+    }
+}
+
+axes! {
+    /// One kernel of the routing of a mixture of experts.
+    pub struct RouteSpec {
+        /// Which one.
+        stage: RouteStage "",
+        /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
+        pdl: flag "_pdl" = false,
+    }
+}
+
+args! {
+    /// Arguments of routing: all stages share one struct. A pair is a token and a place among its `top_k` experts, pair
+    /// `token * top_k + place`.
+    pub struct RouteArgs {
+        /// bf16 `[tokens, experts]`; `topk`.
+        pub logits: u64,
+        /// u32 `[tokens, top_k]`: written by `topk`, otherwise read. An id that is no expert is no work.
+        pub ids: u64,
+        /// f32 `[tokens, top_k]`: written by `topk`, read by `combine`.
+        pub weights: u64,
+        /// u32 `[tokens * top_k]`: written by `sort`.
+        pub pairs: u64,
+        /// u32 `[items_max, 4]`: written by `sort`, as [`GemmGroupedArgs`](super::gemm_grouped::GemmGroupedArgs) has
+        /// them.
+        pub items: u64,
+        /// bf16 `[tokens * top_k, columns]`; `combine`.
+        pub products: u64,
+        /// bf16 `[tokens, columns]`; `combine`.
+        pub y: u64,
+        /// Elements from one row of `logits` to the next.
+        pub logits_pitch: u64,
+        /// Elements from one row of `y` to the next.
+        pub y_pitch: u64,
+        /// Tokens.
+        pub tokens: u32,
+        /// 1..=[`RouteSpec::EXPERTS_MAX`].
+        pub experts: u32,
+        /// 1..=[`RouteSpec::TOP_K_MAX`], of `topk` at most `experts`.
+        pub top_k: u32,
+        /// Entries of an item: the batch tile of the products.
+        pub item_rows: u32,
+        /// Items that `sort` writes, those without entries among them.
+        pub items_max: u32,
+        /// Columns of `y`, a multiple of 8.
+        pub columns: u32,
+        /// Blocks of a row of `combine`.
+        pub row_blocks: u32,
+        /// `topk`: 1 if the weights of a token add up to 1.
+        pub normalized: u32,
+        /// `topk`: 1 if weights are rounded to bf16.
+        pub rounded: u32,
+        /// `combine`: 1 if `y` is added to.
+        pub adds: u32,
+    }
+}
+
+impl VariantSpec {
+    /// A step of routing.
+    pub const fn route(arch: Arch, spec: RouteSpec) -> Self {
+        Self { arch, op: Op::Route(spec) }
+    }
+}
+
+const TOPK_WARPS: u32 = 8;
+const SORT_WARPS: u32 = 32;
+const COMBINE_WARPS: u32 = 4;
+/// Columns of a thread of `combine`: 16 bytes.
+const CHUNK: u32 = 8;
+const BLOCKS_PER_SM: u32 = 4;
+
+impl RouteSpec {
+    /// Experts that routing chooses from and sorts by.
+    pub const EXPERTS_MAX: u32 = 512;
+    /// Experts of a token.
+    pub const TOP_K_MAX: u32 = 32;
+    /// Columns of a block of `combine`.
+    pub const BLOCK_COLUMNS: u32 = COMBINE_WARPS * 32 * CHUNK;
+
+    /// Items of at most `rows` entries that `tokens * top_k` pairs make, whatever their experts are.
+    ///
+    /// ```
+    /// # use unweight_codegen::spec::RouteSpec;
+    /// assert_eq!(RouteSpec::items_max(8, 128, 8), 8, "each pair may have an expert of its own");
+    /// assert_eq!(RouteSpec::items_max(64 * 8, 128, 8), 128 + (512 - 128) / 8);
+    /// assert_eq!(RouteSpec::items_max(17, 1, 8), 3);
+    /// ```
+    pub const fn items_max(pairs: u32, experts: u32, rows: u32) -> u32 {
+        // Of c entries an expert makes at most 1 + (c - 1) / rows items.
+        let used = if pairs < experts { pairs } else { experts };
+        used + (pairs - used) / rows
+    }
+
+    const fn warps(&self) -> u32 {
+        match self.stage {
+            RouteStage::Topk => TOPK_WARPS,
+            RouteStage::Sort => SORT_WARPS,
+            RouteStage::Combine => COMBINE_WARPS,
+        }
+    }
+
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
+    }
+
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let none = SmemPlan::new();
+        let (smem, grid, blocks_per_sm) = match self.stage {
+            RouteStage::Topk => {
+                (none, LaunchGrid::Covering { work: Work::Rows, per_block: TOPK_WARPS }, BLOCKS_PER_SM)
+            }
+            RouteStage::Sort => {
+                let smem = none
+                    .section("counts", SORT_WARPS, Self::EXPERTS_MAX * 4, 4)
+                    .section("firsts", Self::EXPERTS_MAX, 4, 4)
+                    .section("warp_sums", SORT_WARPS, 8, 8);
+                (smem, LaunchGrid::Fixed(1), 1)
+            }
+            RouteStage::Combine => {
+                let work = Work::OutputTiles { rows: 1, columns: Self::BLOCK_COLUMNS };
+                (none, LaunchGrid::Covering { work, per_block: 1 }, BLOCKS_PER_SM)
+            }
+        };
+        let threads = self.warps() * spec.arch.limits().warp_threads;
+        Ok(Plan {
+            spec: *spec,
+            smem,
+            pipeline: None,
+            roles: RolePlan::one("route", self.warps()),
+            launch: LaunchPlan { pdl: self.pdl, ..LaunchPlan::ordinary(threads, blocks_per_sm, grid) },
+        })
+    }
+}
+
+impl Family for RouteSpec {
+    type Args = RouteArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[];
+
+    fn summary(&self, _: &Plan) -> String {
+        let pdl = if self.pdl { ", dependent launch" } else { "" };
+        let summary = match self.stage {
+            RouteStage::Topk => "logits[m,experts] -> ids and weights of each token's experts",
+            RouteStage::Sort => "ids -> pairs sorted by expert, and items of the products",
+            RouteStage::Combine => "Y[m,n] = sum of weight * row over a token's pairs",
+        };
+        format!("{summary}{pdl}.")
+    }
+
+    fn context(&self, _: &Plan) -> impl Serialize {
+        #[derive(Serialize)]
+        struct Context {
+            stage: StageContext,
+            pdl: bool,
+            experts_max: u32,
+            top_k_max: u32,
+            block_columns: u32,
+        }
+        Context {
+            stage: StageContext::of(self.stage.tag()),
+            pdl: self.pdl,
+            experts_max: Self::EXPERTS_MAX,
+            top_k_max: Self::TOP_K_MAX,
+            block_columns: Self::BLOCK_COLUMNS,
+        }
+    }
+
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        RouteStage::ALL.iter().flat_map(move |stage| {
+            [false, true].map(move |pdl| VariantSpec::route(arch, RouteSpec { stage: *stage, pdl }))
+        })
+    }
+}
