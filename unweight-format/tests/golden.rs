@@ -189,6 +189,7 @@ fn regenerate() {
                 tensor("packed", "BF16", &[128, 64], &escaping_weights(128 * 64)),
                 tensor("odd", "BF16", &[70, 130], &weights(70 * 130, 15)),
                 tensor("zeros", "BF16", &[64, 64], &[0; 8192]),
+                tensor("blocks", "BF16", &[576, 64], &weights(576 * 64, 17)),
             ],
         ),
     );

@@ -7,7 +7,7 @@ use pyo3::{
     prelude::*,
     types::{PyBytes, PyDict},
 };
-use unweight_format::bundle::{self, BundleTensor};
+use unweight_format::bundle::{self, BundleError, BundleTensor};
 
 use crate::{
     error::{panicked, raised},
@@ -117,6 +117,52 @@ impl Bundle {
         // source has as many, and is of this function.
         py.detach(|| unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, nbytes) });
         Ok(())
+    }
+
+    /// Whether a part of a tensor can be read by itself; otherwise `decode_part_into` reads all of it.
+    #[pyo3(signature = (name, *, file=None))]
+    fn reads_parts(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<bool> {
+        let entry = match file {
+            Some(file) => self.bundle.entry_in(file, name),
+            None => self.bundle.entry(name),
+        };
+        let entry = entry.map_err(|error| raised(py, &error))?;
+        Ok(entry.sections.iter().any(|section| !section.blocks.is_empty()))
+    }
+
+    /// Rows and columns of a matrix, into memory that is the caller's. Returns the stored bytes that were read for them.
+    #[pyo3(signature = (name, rows, cols, address, nbytes, *, file=None))]
+    #[expect(clippy::too_many_arguments, reason = "what Python names")]
+    fn decode_part_into(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        rows: (usize, usize),
+        cols: (usize, usize),
+        address: usize,
+        nbytes: usize,
+        file: Option<&str>,
+    ) -> PyResult<u64> {
+        let (rows, cols) = (rows.0..rows.1, cols.0..cols.1);
+        let part = py.detach(|| match file {
+            Some(file) => self.bundle.decode_part_in(file, name, rows, cols),
+            None => self.bundle.decode_part(name, rows, cols),
+        });
+        let part = part.map_err(|error| match error {
+            BundleError::PartOfNoMatrix { .. } | BundleError::PartOutside { .. } => {
+                PyValueError::new_err(error.to_string())
+            }
+            error => raised(py, &error),
+        })?;
+        if part.bytes.len() != nbytes || address == 0 {
+            let wanted = part.bytes.len();
+            let message = format!("the part of tensor '{name}' has {wanted} bytes, the buffer {nbytes} at {address:#x}");
+            return Err(PyValueError::new_err(message));
+        }
+        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python documents it); the
+        // source has as many, and is of this function.
+        py.detach(|| unsafe { std::ptr::copy_nonoverlapping(part.bytes.as_ptr(), address as *mut u8, nbytes) });
+        Ok(part.read_bytes)
     }
 
     /// A file beside the weights, compared with its digest; `None` if the bundle has none of this name.

@@ -28,6 +28,70 @@ def inputs(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
+class Parts(unittest.TestCase):
+    """Of a matrix of 3 x 2 blocks of 512 x 512, as processes of several read them."""
+
+    def setUp(self):
+        from safetensors.torch import save_file
+        from unweight._part import Part
+
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        home = pathlib.Path(folder.name)
+        (home / "model").mkdir()
+        self.weight = weights(1152, 960, wide=700)
+        save_file({"large": self.weight, "small": self.weight[:512, :512].clone()}, home / "model/model.safetensors")
+        unweight.compress(home / "model", home / "bundle", profile="resident")
+        self.bundle = unweight.Bundle(home / "bundle")
+        self.info, self.read = self.bundle.info("large"), []
+        self.part = Part(self.bundle, self.info, self.read.append)
+
+    def same(self, got: torch.Tensor, expected: torch.Tensor):
+        self.assertEqual((got.shape, got.dtype), (expected.shape, expected.dtype))
+        self.assertTrue(torch.equal(got.contiguous().view(torch.int16), expected.contiguous().view(torch.int16)))
+
+    def test_rows_and_columns_of_a_bundle(self):
+        for rows, cols in ((None, None), ((0, 576), None), ((512, 1152), (5, 700)), (None, (959, 960))):
+            expected = self.weight[slice(*rows or (None,)), slice(*cols or (None,))]
+            self.same(self.bundle.torch("large", rows=rows, cols=cols), expected)
+        self.assertTrue(self.bundle.reads_parts("large"))
+        self.assertFalse(self.bundle.reads_parts("small"))
+        self.same(self.bundle.torch("small", rows=(64, 65)), self.weight[64:65, :512])
+        for rows in ((0, 0), (5, 4), (0, 1153)):
+            with self.assertRaisesRegex(ValueError, "tensor 'large' has 1152 rows, and no part"):
+                self.bundle.torch("large", rows=rows)
+
+    def test_only_what_is_copied_is_read(self):
+        part = self.part.narrow(0, 576, 576)[:, 480:960].narrow(1, 0, 480)
+        self.assertEqual((type(part), list(part.shape), self.read), (type(self.part), [576, 480], []))
+        meta = torch.empty(576, 480, device="meta", dtype=torch.bfloat16)
+        meta.copy_(part)
+        self.assertEqual(self.read, [])
+        room = torch.zeros(576, 480, dtype=torch.bfloat16)
+        room.copy_(part)
+        self.same(room, self.weight[576:, 480:])
+        # Two rows of blocks of three; both columns of them.
+        self.assertEqual(len(self.read), 1)
+        self.assertLess(self.read[0], self.info.stored_bytes * 0.6)
+
+    def test_whatever_else_asks_gets_the_numbers(self):
+        for ask in (
+            lambda matrix: matrix.t(),
+            lambda matrix: matrix[7],
+            lambda matrix: matrix[3:900:7, ::2],
+            lambda matrix: matrix[-100:, :-900],
+            lambda matrix: matrix + 1,
+            lambda matrix: torch.cat([matrix, matrix]),
+            lambda matrix: matrix.detach().clone(),
+            lambda matrix: matrix[2000:],
+        ):
+            got = ask(self.part)
+            got = got.read() if isinstance(got, type(self.part)) else got
+            self.same(got, ask(self.weight))
+        # There is no memory that could be taken for numbers.
+        self.assertEqual(self.part.data_ptr(), 0)
+
+
 class Pack(unittest.TestCase):
     def test_every_bit_comes_back(self):
         for n, k, wide in ((64, 64, 0), (128, 192, 0), (192, 128, 90), (64, 640, 1)):

@@ -157,6 +157,35 @@ class Models(unittest.TestCase):
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("unweight.json", done.stderr)
 
+    def test_a_slice_reads_its_part(self):
+        from unittest import mock
+
+        from safetensors.torch import save_file
+        from unweight.transformers import _Shard
+
+        weight = torch.randn(1152, 640, generator=torch.Generator().manual_seed(5)).mul(0.02).to(torch.bfloat16)
+        (self.home / "one").mkdir()
+        save_file({"w": weight, "v": weight[0].clone()}, self.home / "one" / "model.safetensors")
+        unweight.compress(self.home / "one", self.home / "bundle", profile="resident")
+        shard = _Shard(self.home / "bundle" / "model.safetensors", None)
+        whole = "decode_into"
+        for index, is_part in (
+            (slice(0, 576), True),
+            ((slice(None), slice(320, 640)), True),
+            ((slice(576, 1152), slice(None)), True),
+            (slice(None, None, 2), False),
+            (5, False),
+            (slice(4, 4), False),
+            (..., False),
+        ):
+            with self.subTest(index), mock.patch.object(unweight.Bundle, whole, side_effect=AssertionError):
+                if is_part:
+                    self.assertTrue(torch.equal(shard.get_slice("w")[index], weight[index]))
+                else:
+                    self.assertRaises(AssertionError, lambda: shard.get_slice("w")[index])
+            self.assertTrue(torch.equal(shard.get_slice("w")[index], weight[index]))
+        self.assertTrue(torch.equal(shard.get_slice("v")[3:9], weight[0][3:9]))
+
     def test_two_processes_share_a_model(self):
         for kind in ("llama", "qwen3 moe"):
             with self.subTest(kind):

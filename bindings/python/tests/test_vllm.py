@@ -40,6 +40,18 @@ KINDS = {
     "qwen2, tied": ("Qwen2Config", dict(tie_word_embeddings=True, vocab_size=500), 8),
     # Rows of zeros are packed as well, as long as they are few.
     "llama, padded head": ("LlamaConfig", dict(tie_word_embeddings=False, vocab_size=511), 9),
+    # Matrices of several blocks, of which two processes read their own.
+    "llama, wide": (
+        "LlamaConfig",
+        dict(
+            tie_word_embeddings=False,
+            hidden_size=1024,
+            intermediate_size=2048,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+        ),
+        9,
+    ),
     # 500 columns stay as they are.
     "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 5),
     "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 8),
@@ -50,6 +62,7 @@ KINDS = {
 # What two processes share: how, a model, and whether it has an adapter.
 SHARED = (
     ("tensor_parallel_size", "llama, padded head", False),
+    ("tensor_parallel_size", "llama, wide", False),
     ("tensor_parallel_size", "llama, padded head", True),
     ("tensor_parallel_size", "qwen3 moe", False),
     ("pipeline_parallel_size", "llama", False),
@@ -189,6 +202,11 @@ class Engine(Case):
                     (whole,) = {stored for _, stored in read}
                     self.assertEqual((len(read), sum(part for part, _ in read)), (2, whole))
                     self.assertTrue(all(part < whole * 2 / 3 for part, _ in read), read)
+                elif kind == "llama, wide":
+                    # The linear layers are halved, in rows or in columns; of the rest both read all.
+                    read = [tuple(map(int, pair)) for pair in re.findall(READ, log)]
+                    self.assertEqual(len(read), 2)
+                    self.assertTrue(all(part < whole * 0.6 for part, whole in read), read)
                 self.assertEqual(answers[0], answers[1])
 
     def test_a_bundle_of_the_hub(self):

@@ -35,8 +35,8 @@ GEOMETRIES = {
 }
 ROUNDS = 3
 RANK = 16
-# Of logprobs, on average. Random weights give tokens some -12 +- 1, and wrong ones would move that by about 1; an adapter
-# is to move it, too.
+# Of logprobs, on average. Random weights give tokens some -12 +- 1, and wrong ones would move that by about 1; an
+# adapter is to move it, too.
 MEAN_DIFFERENCE, LEAST_MOVED = 0.1, 0.2
 # What vLLM logs of loading.
 LOADED = {

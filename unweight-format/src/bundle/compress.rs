@@ -26,7 +26,9 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     BundleError, CompareReport, CompareRow, CompressOptions, CompressReport, CpuEncoder, Encoder, EncoderError,
-    PlanReport, Progress, Signer, TensorReport, VerifyAfter, config,
+    PlanReport, Progress, Signer, TensorReport, VerifyAfter,
+    blocks::Blocks,
+    config,
     files::{self, Contents, Input},
     part::{self, Part as ModelPart, PartFile},
     pipeline::{Gate, Work, batches_from, join, on_threads, spawn},
@@ -971,13 +973,17 @@ impl Job<'_> {
         self.progress.tensor(&info.name);
         let (digest, choice, stored) = encode_tensor(bytes, decision.choice.clone(), self.options, self.encoder)
             .map_err(|source| BundleError::Encoder { file: file.name.clone(), tensor: info.name.clone(), source })?;
-        let coded: Vec<(Section, &[u8])> = match &stored {
-            Stored::Coded(tensor) => tensor.sections().collect(),
-            _ => Vec::new(),
+        let (grid, coded): (_, Vec<(Section, &[u8])>) = match &stored {
+            Stored::Coded(tensor) => (tensor.grid(), tensor.sections().collect()),
+            _ => (None, Vec::new()),
         };
         let sections: Vec<SectionEntry> = coded
             .into_par_iter()
-            .map(|(name, bytes)| SectionEntry { name, bytes: bytes.len() as u64, digest: Digest::of(bytes) })
+            .map(|(name, bytes)| {
+                let blocks = grid.filter(|_| name == Section::PACKED).and_then(Blocks::of);
+                let blocks = blocks.map_or_else(Vec::new, |blocks| blocks.digests(bytes));
+                SectionEntry { name, bytes: bytes.len() as u64, digest: Digest::of(bytes), blocks }
+            })
             .collect();
         let held_bytes = if sections.is_empty() { info.bytes } else { sections.iter().map(|s| s.bytes).sum::<u64>() };
         let entry = entry(info, decision, &choice, digest, sections);
@@ -1089,9 +1095,9 @@ impl Finish<'_> {
                 };
                 let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
                 let chosen: Vec<usize> = batch.filter(chosen).collect();
-                chosen
-                    .par_iter()
-                    .try_for_each(|&index| shard.decode(index, &mut shard.buffer(shard.original_bytes(index))?))?;
+                chosen.par_iter().try_for_each(|&index| {
+                    shard.decode(index, &mut shard.buffer(shard.original_bytes(index))?, true)
+                })?;
                 verified += chosen.len() as u64;
                 self.progress.advance(bytes);
             }

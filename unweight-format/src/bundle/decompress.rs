@@ -308,7 +308,7 @@ impl Job<'_> {
                     gate.enter(bytes.saturating_mul(2));
                     let buffer = if bytes <= pooled { free.recv().ok() } else { Some(shard.buffer(bytes)?) };
                     let Some(mut buffer) = buffer else { break };
-                    let results = shard.decode_batch(batch, &mut buffer[..bytes as usize], |entry| {
+                    let results = shard.decode_batch(batch, &mut buffer[..bytes as usize], false, |entry| {
                         self.progress.tensor(&entry.name);
                     });
                     gate.leave(bytes);

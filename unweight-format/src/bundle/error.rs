@@ -484,6 +484,32 @@ pub enum BundleError {
         /// The files.
         files: Vec<String>,
     },
+    /// A part was asked for of a tensor that is not two-dimensional, or has elements that are no whole bytes.
+    #[error("{file}: tensor '{tensor}' of shape {shape:?} is no matrix of whole bytes; read all of it")]
+    PartOfNoMatrix {
+        /// Relative path.
+        file: String,
+        /// Tensor.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// A part was asked for that is empty, or not inside the tensor.
+    #[error("{file}: tensor '{tensor}' has {of} {axis}, and no part {start}..{end}; ask for at least one of them")]
+    PartOutside {
+        /// Relative path.
+        file: String,
+        /// Tensor.
+        tensor: String,
+        /// `rows` or `columns`.
+        axis: &'static str,
+        /// First one asked for.
+        start: usize,
+        /// The one after the last.
+        end: usize,
+        /// How many the tensor has.
+        of: usize,
+    },
 }
 
 impl BundleError {

@@ -8,7 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     CodeLimit, Digest, FormId, Section, TileGrid,
-    bundle::{BundleError, Profile, Scope},
+    bundle::{
+        BundleError, Profile, Scope,
+        blocks::{self, Blocks},
+    },
     digest::Digester,
     layout::ELEMENTS_MAX,
     roles::Role,
@@ -22,7 +25,7 @@ pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
 /// `format` of every manifest.
 pub const FORMAT: &str = "unweight";
 /// The version that this crate writes, and the newest major version that it reads.
-pub const VERSION: Version = Version { major: 1, minor: 2 };
+pub const VERSION: Version = Version { major: 1, minor: 3 };
 /// Program and version that write a bundle.
 pub(crate) const CREATOR: &str = concat!("unweight ", env!("CARGO_PKG_VERSION"));
 /// Largest manifest that is read, bytes: some 100,000 tensors.
@@ -278,6 +281,10 @@ pub struct SectionEntry {
     pub bytes: u64,
     /// Digest of the stored bytes.
     pub digest: Digest,
+    /// Digests of the blocks of a packed matrix of more than one, in rows of blocks: by them a part of the section can be
+    /// read. None before version 1.3.
+    #[serde(default, skip_serializing_if = "Vec::is_empty", with = "blocks::digits")]
+    pub blocks: Vec<Digest>,
 }
 
 /// Sections by the names of the specification.
@@ -448,7 +455,16 @@ impl TensorEntry {
                 return Some(format!("section {} is larger than the tensor", section.name.name()));
             }
             let size = section.name.check_bytes(grid, section.bytes);
-            size.err().map(|error| format!("[{rows}, {cols}]: {error}"))
+            if let Err(error) = size {
+                return Some(format!("[{rows}, {cols}]: {error}"));
+            }
+            let expected =
+                (section.name == Section::PACKED).then(|| Blocks::of(grid)).flatten().map_or(0, Blocks::count);
+            let got = section.blocks.len();
+            (got != 0 && got != expected).then(|| {
+                let name = section.name.name();
+                format!("section {name} of [{rows}, {cols}] has {expected} blocks with digests, it lists {got}")
+            })
         })
     }
 }

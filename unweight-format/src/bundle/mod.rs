@@ -15,6 +15,7 @@
 //! one bundle in [parts](Part), which [`merge`] joins. The source is never written to; an output appears under its name when it is complete.
 
 mod attached;
+mod blocks;
 pub(crate) mod compress;
 mod config;
 mod decompress;
@@ -48,7 +49,7 @@ pub use options::{
 pub use output::{OutputDir, OutputFile, walk};
 pub use part::{FILE_NAME as PART_FILE_NAME, PARTS_MAX, Part, merge};
 pub use progress::{Progress, Silent};
-pub use read::{Bundle, BundleTensor};
+pub use read::{Bundle, BundleTensor, TensorPart};
 pub use report::{
     CompareReport, CompareRow, CompressReport, DecompressReport, FileReport, FormTotal, LargeCopy, PlanReport, Problem,
     RoleTotal, TensorReport, UnmarkedConfig, VerifyReport,

@@ -12,14 +12,17 @@ use rayon::prelude::*;
 use super::{
     BundleError,
     attached::{self, Attached},
+    blocks::Blocks,
     files::{self, Input},
     part::PartFile,
     pipeline::{Work, batches_from, on_threads},
 };
 use crate::{
-    Digest, FormId, StoredTensor,
+    Digest, FormId, Section, StoredTensor, TileGrid,
     bundle::manifest::{self, FileEntry, Manifest, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
+    form::packed::{self, PackedTensor, Window, slice_lists},
     glob,
+    layout::TILE,
     safetensors::{Dtype, HEADER_MAX, Header, LENGTH_BYTES, TensorInfo},
 };
 
@@ -45,6 +48,15 @@ pub struct BundleTensor<'a> {
     pub file: &'a str,
     /// What the manifest says about it.
     pub entry: &'a TensorEntry,
+}
+
+/// A part of a tensor: see [`Bundle::decode_part`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorPart {
+    /// The original little-endian bytes, row by row.
+    pub bytes: Vec<u8>,
+    /// Stored bytes that were read for it.
+    pub read_bytes: u64,
 }
 
 /// What the files of a model are called, if any are called so: the first that is there counts.
@@ -177,6 +189,42 @@ impl Bundle {
         self.decode_at(self.find_in(file, name)?)
     }
 
+    /// Rows and columns of a matrix, as a rank of several takes them. Of a packed tensor whose blocks have digests
+    /// (bundles of format 1.3 on, matrices of more than 512 x 512) only the blocks that they lie in are read and decoded;
+    /// of every other tensor, all.
+    ///
+    /// What is read is compared with its digests, as ever. A part has none of its own to be compared with when it is
+    /// decoded: `verify` does that for the whole.
+    ///
+    /// # Errors
+    /// As [`Bundle::decode`], or the tensor is no matrix, or a range is empty or reaches past it.
+    pub fn decode_part(&self, name: &str, rows: Range<usize>, cols: Range<usize>) -> Result<TensorPart, BundleError> {
+        self.part_at(self.find(name)?, rows, cols)
+    }
+
+    /// As [`Bundle::decode_part`], of one file.
+    ///
+    /// # Errors
+    /// As [`Bundle::decode_part`], or the file does not have it.
+    pub fn decode_part_in(
+        &self,
+        file: &str,
+        name: &str,
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) -> Result<TensorPart, BundleError> {
+        self.part_at(self.find_in(file, name)?, rows, cols)
+    }
+
+    fn part_at(
+        &self,
+        (shard, tensor): (usize, usize),
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) -> Result<TensorPart, BundleError> {
+        on_threads(None, || self.shards[shard].decode_part(tensor, rows, cols))
+    }
+
     /// The bytes of a file beside the weights (`config.json`, `tokenizer.json`) as the source had it, compared with their digest; `None` if the
     /// bundle has none of this name. Indexes are not among them: they belong to the weights.
     ///
@@ -207,7 +255,7 @@ impl Bundle {
         let shard = &self.shards[shard];
         on_threads(None, || {
             let mut out = shard.buffer(shard.original_bytes(tensor))?;
-            shard.decode(tensor, &mut out)?;
+            shard.decode(tensor, &mut out, false)?;
             Ok(out)
         })
     }
@@ -421,16 +469,143 @@ impl Shard {
         })
     }
 
-    /// Decodes a tensor into `out`: every stored section is compared with its digest, and so is what comes out.
-    pub(crate) fn decode(&self, index: usize, out: &mut [u8]) -> Result<(), BundleError> {
+    /// Decodes a tensor into `out`: every stored section is compared with its digest, and so is what comes out; `blocks`:
+    /// and so are blocks, which only matter where a part is read.
+    pub(crate) fn decode(&self, index: usize, out: &mut [u8], blocks: bool) -> Result<(), BundleError> {
         let (entry, place) = (&self.file.tensors[index], self.places[index][0].start);
         if entry.form == FormId::RAW {
             self.input.read_at_together(place, out)?;
             return self.compare(Digest::of(out), entry.digest, place, || format!("tensor '{}'", entry.name));
         }
-        self.tensor(index)?.decode(out).map_err(|source| self.codec_error(index, source))?;
+        let stored = self.tensor(index)?;
+        if blocks {
+            self.check_blocks(index, &stored)?;
+        }
+        stored.decode(out).map_err(|source| self.codec_error(index, source))?;
         // Its sections are those of the manifest: if this differs, the manifest was made up.
         self.compare(Digest::of(out), entry.digest, place, || format!("tensor '{}', decoded", entry.name))
+    }
+
+    fn check_blocks(&self, index: usize, stored: &StoredTensor<Vec<u8>>) -> Result<(), BundleError> {
+        let Some((blocks, digests)) = stored.grid().and_then(|grid| self.blocks(index, grid)) else { return Ok(()) };
+        let got = blocks.digests(stored.section(Section::PACKED).unwrap_or_default());
+        let wrong = got.iter().zip(digests).position(|(got, expected)| got != expected);
+        wrong.map_or(Ok(()), |block| {
+            // The section is sound: if this differs, the manifest was made up.
+            let what = || format!("tensor '{}', block {block}", self.file.tensors[index].name);
+            self.compare(got[block], digests[block], self.places[index].last().map_or(0, |place| place.start), what)
+        })
+    }
+
+    /// See [`Bundle::decode_part`].
+    fn decode_part(&self, index: usize, rows: Range<usize>, cols: Range<usize>) -> Result<TensorPart, BundleError> {
+        let entry = &self.file.tensors[index];
+        let (file, tensor) = (|| self.file.name.clone(), || entry.name.clone());
+        let whole_bytes = entry.original_bytes().unwrap_or(0);
+        let element =
+            |elements: u64| (elements > 0 && whole_bytes.is_multiple_of(elements)).then(|| whole_bytes / elements);
+        let matrix = match entry.shape[..] {
+            [all_rows, all_cols] => element(all_rows as u64 * all_cols as u64).map(|bytes| (all_rows, all_cols, bytes)),
+            _ => None,
+        };
+        let Some((all_rows, all_cols, element)) = matrix else {
+            return Err(BundleError::PartOfNoMatrix { file: file(), tensor: tensor(), shape: entry.shape.clone() });
+        };
+        for (axis, range, of) in [("rows", &rows, all_rows), ("columns", &cols, all_cols)] {
+            let &Range { start, end } = range;
+            if start >= end || end > of {
+                return Err(BundleError::PartOutside { file: file(), tensor: tensor(), axis, start, end, of });
+            }
+        }
+        // What is packed is cut between tiles.
+        let tiles = |range: &Range<usize>| range.start / TILE * TILE..range.end.next_multiple_of(TILE);
+        let (tile_rows, tile_cols) = (tiles(&rows), tiles(&cols));
+        let grid = entry.grid().filter(|grid| (grid.rows(), grid.cols()) == (all_rows, all_cols));
+        let (decoded, read_bytes, first, width) = match grid.and_then(|grid| self.blocks(index, grid)) {
+            Some((blocks, digests)) => {
+                let (part, read_bytes) = self.packed_part(index, blocks, digests, &tile_rows, &tile_cols)?;
+                let mut out = self.buffer(part.grid().elements() as u64 * 2)?;
+                packed::decode_into(&part, &mut out).map_err(|source| self.codec_error(index, source))?;
+                (out, read_bytes, (tile_rows.start, tile_cols.start), tile_cols.len())
+            }
+            None => {
+                let mut out = self.buffer(whole_bytes)?;
+                self.decode(index, &mut out, false)?;
+                (out, entry.stored_bytes(), (0, 0), all_cols)
+            }
+        };
+        // Of what is in memory: its elements can be counted.
+        let element = element as usize;
+        let cut = (cols.start - first.1) * element..(cols.end - first.1) * element;
+        if cut.len() == width * element && decoded.len() == rows.len() * cut.len() {
+            return Ok(TensorPart { bytes: decoded, read_bytes });
+        }
+        let mut bytes = self.buffer((rows.len() * cut.len()) as u64)?;
+        let from = &decoded[(rows.start - first.0) * width * element..];
+        let pairs = bytes.par_chunks_exact_mut(cut.len()).zip(from.par_chunks_exact(width * element));
+        pairs.for_each(|(out, row)| out.copy_from_slice(&row[cut.clone()]));
+        Ok(TensorPart { bytes, read_bytes })
+    }
+
+    /// The blocks of a packed tensor that have digests, and those.
+    fn blocks(&self, index: usize, grid: TileGrid) -> Option<(Blocks, &[Digest])> {
+        let mut sections = self.file.tensors[index].sections.iter();
+        let digests = &sections.find(|section| section.name == Section::PACKED)?.blocks;
+        // The manifest was checked: it has all of them, or none.
+        Blocks::of(grid).filter(|_| !digests.is_empty()).map(|blocks| (blocks, &digests[..]))
+    }
+
+    /// Rows and columns, in whole tiles, of a packed tensor, and how many stored bytes were read for them.
+    fn packed_part(
+        &self,
+        index: usize,
+        blocks: Blocks,
+        digests: &[Digest],
+        rows: &Range<usize>,
+        cols: &Range<usize>,
+    ) -> Result<(PackedTensor<Vec<u8>>, u64), BundleError> {
+        let entry = &self.file.tensors[index];
+        let what = |section: Section| format!("tensor '{}', section {}", entry.name, section.name());
+        let find = |name: Section| {
+            let mut pairs = entry.sections.iter().zip(&self.places[index]);
+            pairs.find(|(section, _)| section.name == name).expect("the manifest was checked: its form has it")
+        };
+        // Window, heads and lists are small: they are read and compared whole.
+        let small = |name: Section| {
+            let (section, place) = find(name);
+            self.part(place.clone(), section.digest, || what(name))
+        };
+        let codec = |source| self.codec_error(index, source);
+        let window = small(Section::PACKED_WINDOW)?;
+        let stored = window.as_slice().try_into().expect("the manifest was checked: its size is that of a window");
+        let window = Window::from_stored(stored).map_err(codec)?;
+        let (heads, escapes) = (small(Section::ESCAPE_HEADS)?, small(Section::ESCAPES)?);
+        let (grid, own_heads, own_escapes) = slice_lists(blocks.grid(), &heads, &escapes, rows, cols).map_err(codec)?;
+        let (_, place) = find(Section::PACKED);
+        let bands = blocks.bands(rows, cols);
+        let tiles: Vec<Vec<u8>> = bands
+            .rows()
+            .into_par_iter()
+            .map(|row| {
+                let mut read = self.buffer(bands.bytes_of(row) as u64)?;
+                let mut rest = &mut read[..];
+                for run in bands.runs(row) {
+                    let (piece, tail) = std::mem::take(&mut rest).split_at_mut(run.bytes);
+                    self.input.read_at(place.start + run.offset, piece)?;
+                    rest = tail;
+                }
+                if let Some((block, got)) = bands.wrong(row, &read, digests) {
+                    let at = place.start + bands.runs(row).first().map_or(0, |run| run.offset);
+                    self.compare(got, digests[block], at, || format!("{}, block {block}", what(Section::PACKED)))?;
+                }
+                Ok(bands.tiles(row, &read, rows, cols).concat())
+            })
+            .collect::<Result<_, BundleError>>()?;
+        let small_bytes =
+            [Section::PACKED_WINDOW, Section::ESCAPE_HEADS, Section::ESCAPES].map(|name| find(name).0.bytes);
+        let read_bytes = small_bytes.iter().sum::<u64>() + bands.bytes();
+        let part = PackedTensor::from_parts(grid, window, tiles.concat(), own_heads, own_escapes).map_err(codec)?;
+        Ok((part, read_bytes))
     }
 
     /// Hands a raw tensor on in pieces, and compares it with its digest at the end.
@@ -471,11 +646,12 @@ impl Shard {
         })
     }
 
-    /// Decodes consecutive tensors into one buffer, which is then a piece of the source file.
+    /// Decodes consecutive tensors into one buffer, which is then a piece of the source file; `blocks` as [`Shard::decode`].
     pub(crate) fn decode_batch(
         &self,
         tensors: Range<usize>,
         out: &mut [u8],
+        blocks: bool,
         each: impl Fn(&TensorEntry) + Sync,
     ) -> Vec<Result<(), BundleError>> {
         let mut rest = out;
@@ -490,7 +666,7 @@ impl Shard {
             .into_par_iter()
             .map(|(index, piece)| {
                 each(&self.file.tensors[index]);
-                self.decode(index, piece)
+                self.decode(index, piece, blocks)
             })
             .collect()
     }

@@ -109,7 +109,8 @@ fn write_weights(
             buffer = shard.buffer(bytes)?;
         }
         let progress = out.progress;
-        let decoded = shard.decode_batch(batch, &mut buffer[..bytes as usize], |entry| progress.tensor(&entry.name));
+        let decoded =
+            shard.decode_batch(batch, &mut buffer[..bytes as usize], false, |entry| progress.tensor(&entry.name));
         decoded.into_iter().collect::<Result<(), _>>()?;
         put(&buffer[..bytes as usize], out)?;
     }

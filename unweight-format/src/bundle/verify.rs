@@ -232,7 +232,7 @@ fn check_shard(
             drop(std::mem::take(&mut buffer));
             buffer = shard.buffer(bytes)?;
         }
-        let decoded = shard.decode_batch(batch.clone(), &mut buffer[..bytes as usize], |entry| {
+        let decoded = shard.decode_batch(batch.clone(), &mut buffer[..bytes as usize], true, |entry| {
             progress.tensor(&entry.name);
         });
         if let Some(sha) = &mut sha {

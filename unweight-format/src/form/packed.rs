@@ -463,30 +463,13 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
     /// # Errors
     /// A range is empty, reaches past the matrix, or is not in multiples of 64.
     pub fn slice(&self, rows: Range<usize>, cols: Range<usize>) -> Result<PackedTensor<Vec<u8>>, CodecError> {
-        for (axis, range, of) in [("rows", &rows, self.grid.rows()), ("columns", &cols, self.grid.cols())] {
-            let &Range { start, end } = range;
-            if start >= end || end > of || !start.is_multiple_of(TILE) || !end.is_multiple_of(TILE) {
-                return Err(CodecError::Slice { axis, start, end, of });
-            }
-        }
-        let grid = TileGrid::new(rows.len(), cols.len())?;
+        let (grid, escape_heads, escapes) =
+            slice_lists(self.grid, self.escape_heads.as_ref(), self.escapes(), &rows, &cols)?;
         let mut packed = Vec::with_capacity(grid.tiles() * TILE_BYTES);
-        let mut escape_heads = Vec::with_capacity(grid.tiles() * ROW_BLOCKS * 4);
-        let mut escapes: Vec<u8> = Vec::new();
         for tile_row in rows.start / TILE..rows.end / TILE {
             let first = tile_row * self.grid.tile_cols();
             let tiles = first + cols.start / TILE..first + cols.end / TILE;
             packed.extend_from_slice(&self.packed()[tiles.start * TILE_BYTES..tiles.end * TILE_BYTES]);
-            for block in tiles.start * ROW_BLOCKS..tiles.end * ROW_BLOCKS {
-                let mut head = self.head(block);
-                if head & HEAD_LIST != 0 {
-                    let at = (head & (HEAD_LIST - 1)) as usize;
-                    // Not past those of the whole tensor, which fit a head.
-                    head = HEAD_LIST | (escapes.len() / 4) as u32;
-                    escapes.extend_from_slice(&self.escapes()[4 * at..4 * (at + 1 + self.records_in(block))]);
-                }
-                escape_heads.extend_from_slice(&head.to_le_bytes());
-            }
         }
         PackedTensor::from_parts(grid, self.window, packed, escape_heads, escapes)
     }
@@ -526,6 +509,49 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
             }
         });
     }
+}
+
+/// The grid of these rows and columns of a packed matrix, and the heads and lists of its tiles, as [`PackedTensor::from_parts`] takes them.
+///
+/// # Errors
+/// As [`PackedTensor::slice`], or a list is not inside `escapes`.
+pub(crate) fn slice_lists(
+    of: TileGrid,
+    heads: &[u8],
+    escapes: &[u8],
+    rows: &Range<usize>,
+    cols: &Range<usize>,
+) -> Result<(TileGrid, Vec<u8>, Vec<u8>), CodecError> {
+    for (axis, range, of) in [("rows", rows, of.rows()), ("columns", cols, of.cols())] {
+        let &Range { start, end } = range;
+        if start >= end || end > of || !start.is_multiple_of(TILE) || !end.is_multiple_of(TILE) {
+            return Err(CodecError::Slice { axis, start, end, of });
+        }
+    }
+    Section::ESCAPE_HEADS.check(of, &heads)?;
+    let grid = TileGrid::new(rows.len(), cols.len())?;
+    let (mut own_heads, mut own) = (Vec::with_capacity(grid.tiles() * ROW_BLOCKS * 4), Vec::new());
+    for tile_row in rows.start / TILE..rows.end / TILE {
+        let first = tile_row * of.tile_cols();
+        let tiles = first + cols.start / TILE..first + cols.end / TILE;
+        for block in tiles.start * ROW_BLOCKS..tiles.end * ROW_BLOCKS {
+            let mut head = word(heads, block).expect("their size was checked");
+            if head & HEAD_LIST != 0 {
+                let at = (head & (HEAD_LIST - 1)) as usize;
+                let count = word(escapes, at).filter(|count| (2..=TILE as u32 * 16).contains(count));
+                let list = count.and_then(|count| escapes.get(4 * at..)?.get(..4 * (count as usize + 1)));
+                let Some(list) = list else {
+                    let (tile, row) = (block / ROW_BLOCKS, block % ROW_BLOCKS * 16);
+                    return Err(CodecError::Row { tile, row, reason: "its list of escapes has a wrong length" });
+                };
+                // Not past those of the whole tensor, which fit a head.
+                head = HEAD_LIST | (own.len() / 4) as u32;
+                own.extend_from_slice(list);
+            }
+            own_heads.extend_from_slice(&head.to_le_bytes());
+        }
+    }
+    Ok((grid, own_heads, own))
 }
 
 impl PackedTensor<Vec<u8>> {

@@ -126,14 +126,37 @@ class Bundle(_native.Bundle):
         *,
         device: Union[str, torch.device, None] = None,
         file: Optional[str] = None,
+        rows: Optional[tuple[int, int]] = None,
+        cols: Optional[tuple[int, int]] = None,
     ) -> torch.Tensor:
-        """A tensor as torch has it, BF16 as `torch.bfloat16`; on the CPU, or on `device`."""
+        """A tensor as torch has it, BF16 as `torch.bfloat16`; on the CPU, or on `device`.
+
+        `rows` and `cols`: these of a matrix, the first and the one after the last. The rest is not read, where
+        `reads_parts` says so.
+        """
         import torch
 
         info = self.info(name, file=file)
-        tensor = torch.empty(info.shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
-        self.decode_into(name, tensor.data_ptr(), tensor.nbytes, file=file)
+        if rows is not None or cols is not None:
+            tensor, _ = self._torch_part(info, rows, cols)
+        else:
+            tensor = torch.empty(info.shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
+            self.decode_into(name, tensor.data_ptr(), tensor.nbytes, file=file)
         return tensor if device is None else tensor.to(device)
+
+    def _torch_part(
+        self, info: TensorInfo, rows: Optional[tuple[int, int]], cols: Optional[tuple[int, int]]
+    ) -> tuple[torch.Tensor, int]:
+        """These rows and columns on the CPU, and the stored bytes that were read for them."""
+        import torch
+
+        if len(info.shape) != 2:
+            raise ValueError(f"tensor '{info.name}' of shape {list(info.shape)} is no matrix; read all of it")
+        rows, cols = rows or (0, info.shape[0]), cols or (0, info.shape[1])
+        shape = tuple(max(0, end - start) for start, end in (rows, cols))
+        tensor = torch.empty(shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
+        read = self.decode_part_into(info.name, rows, cols, tensor.data_ptr(), tensor.nbytes, file=info.file)
+        return tensor, read
 
 
 def _info(row: dict[str, Any]) -> TensorInfo:

@@ -32,6 +32,22 @@ class Bundle:
         """The original bytes of a tensor, little-endian, compared with their digest."""
     def decode_into(self, name: str, address: int, nbytes: int, *, file: Optional[str] = None) -> None:
         """As `read`, into `nbytes` writable bytes at `address`; `nbytes` must be the tensor's."""
+    def reads_parts(self, name: str, *, file: Optional[str] = None) -> bool:
+        """Whether a part of a tensor can be read without the rest: large packed matrices, of bundles from 1.3 on."""
+    def decode_part_into(
+        self,
+        name: str,
+        rows: tuple[int, int],
+        cols: tuple[int, int],
+        address: int,
+        nbytes: int,
+        *,
+        file: Optional[str] = None,
+    ) -> int:
+        """Rows and columns (first, and the one after the last) of a matrix, into `nbytes` writable bytes at `address`.
+
+        Returns how many stored bytes were read for them. Those are compared with their digests.
+        """
     def copied(self, name: str, *, limit: int = ...) -> Optional[bytes]:
         """A file beside the weights, such as tokenizer.json; `None` if the bundle has none of this name."""
 

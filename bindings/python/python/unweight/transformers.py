@@ -210,7 +210,16 @@ class _Slice:
         return list(self._info.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self._bundle.torch(self._info.name, file=self._info.file)[index]
+        name, file, shape = self._info.name, self._info.file, self._info.shape
+        axes = index if isinstance(index, tuple) else (index,)
+        is_part = len(shape) == 2 and len(axes) <= 2 and self._bundle.reads_parts(name, file=file)
+        if is_part and all(isinstance(axis, slice) and axis.step in (None, 1) for axis in axes):
+            axes = (*axes, slice(None))[:2]
+            # What a process of several takes of a matrix; the rest is not read.
+            rows, cols = (axis.indices(extent)[:2] for axis, extent in zip(axes, shape))
+            if rows[0] < rows[1] and cols[0] < cols[1]:
+                return self._bundle.torch(name, file=file, rows=rows, cols=cols)
+        return self._bundle.torch(name, file=file)[index]
 
 
 # Those that are being loaded: all shards of a model are open at once, and one manifest is read once.

@@ -6,17 +6,19 @@ ever. A layer is packed as soon as its shard of this process is whole, and its B
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -36,6 +38,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.platforms import current_platform
 
 from .._bundle import Bundle, TensorInfo
+from .._part import Part
 from ..ops import Packed, pack, why_not
 
 _logger = init_logger("vllm.unweight")
@@ -231,23 +234,32 @@ class UnweightLoader(DefaultModelLoader):
 
     def _tensors(self, bundle: Bundle, prefix: str) -> Iterator[tuple[str, Tensor]]:
         threads = min(_THREADS, os.cpu_count() or 1)
-        ahead: deque[tuple[TensorInfo, Future[Tensor]]] = deque()
+        ahead: deque[tuple[TensorInfo, Callable[[], Tensor]]] = deque()
         ahead_bytes = 0
+        # Each process of several takes a part of most matrices; vLLM's layers cut it out.
+        has_parts = get_tensor_model_parallel_world_size() > 1
         with ThreadPoolExecutor(threads, thread_name_prefix="unweight") as pool:
             for info in bundle.tensors():
                 self._stored_bytes += info.stored_bytes
                 name = prefix + info.name
                 if should_skip_weight(name, self.local_expert_ids) or _is_elsewhere(name, self._model):
                     continue
-                self._read_bytes += info.stored_bytes
-                ahead.append((info, pool.submit(bundle.torch, info.name, file=info.file)))
-                ahead_bytes += info.original_bytes
+                if has_parts and bundle.reads_parts(info.name, file=info.file) and len(info.shape) == 2:
+                    ahead.append((info, functools.partial(Part, bundle, info, self._count)))
+                else:
+                    self._count(info.stored_bytes)
+                    ahead.append((info, pool.submit(bundle.torch, info.name, file=info.file).result))
+                    ahead_bytes += info.original_bytes
                 while len(ahead) > threads or ahead_bytes > _AHEAD_BYTES:
                     first, tensor = ahead.popleft()
-                    ahead_bytes -= first.original_bytes
-                    yield prefix + first.name, tensor.result()
+                    if not isinstance(tensor, functools.partial):
+                        ahead_bytes -= first.original_bytes
+                    yield prefix + first.name, tensor()
             for info, tensor in ahead:
-                yield prefix + info.name, tensor.result()
+                yield prefix + info.name, tensor()
+
+    def _count(self, nbytes: int) -> None:
+        self._read_bytes += nbytes
 
 
 def _is_elsewhere(name: str, model: Optional[nn.Module]) -> bool:

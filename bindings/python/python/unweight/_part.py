@@ -1,0 +1,83 @@
+"""Matrices of a bundle that are read when they are used, and then only the part that is."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ._bundle import Bundle, TensorInfo
+
+_aten = torch.ops.aten
+
+
+class Part(Tensor):
+    """A part of a BF16 matrix on the CPU, without memory of its own.
+
+    Slices of it are parts. Whatever else asks for its numbers gets them, read, compared with their digests and decoded
+    for this one use. A copy into a tensor without memory reads nothing.
+    """
+
+    _bundle: Bundle
+    _info: TensorInfo
+    _rows: tuple[int, int]
+    _cols: tuple[int, int]
+    _tell: Callable[[int], None]
+
+    @staticmethod
+    def __new__(
+        cls,
+        bundle: Bundle,
+        info: TensorInfo,
+        tell: Callable[[int], None],
+        rows: Optional[tuple[int, int]] = None,
+        cols: Optional[tuple[int, int]] = None,
+    ) -> Part:
+        """`tell` is called with the stored bytes that were read, each time."""
+        rows, cols = rows or (0, info.shape[0]), cols or (0, info.shape[1])
+        shape = (rows[1] - rows[0], cols[1] - cols[0])
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device="cpu")
+        self._bundle, self._info, self._tell = bundle, info, tell
+        self._rows, self._cols = rows, cols
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def read(self) -> Tensor:
+        """The numbers, in memory of their own."""
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        tensor, read = self._bundle._torch_part(self._info, self._rows, self._cols)
+        self._tell(read)
+        return tensor
+
+    def _of(self, rows: tuple[int, int], cols: tuple[int, int]) -> Part:
+        return Part(self._bundle, self._info, self._tell, rows, cols)
+
+    def _sliced(self, dim: int = 0, start: Optional[int] = None, end: Optional[int] = None, step: int = 1) -> Any:
+        if step != 1:
+            return _aten.slice.Tensor(self.read(), dim, start, end, step)
+        first, last, _ = slice(start, end).indices(self.shape[dim])
+        first, last = (of + (self._cols if dim % 2 else self._rows)[0] for of in (first, max(first, last)))
+        return self._of(self._rows, (first, last)) if dim % 2 else self._of((first, last), self._cols)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Optional[dict[str, Any]] = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.slice.Tensor:
+            return args[0]._sliced(*args[1:], **kwargs)
+        if func in (_aten.detach.default, _aten.alias.default):
+            return args[0]._of(args[0]._rows, args[0]._cols)
+        if func is _aten.copy_.default and args[0].device.type == "meta":
+            # Only shapes count there.
+            return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"))
+        args, kwargs = tree_map(lambda one: one.read() if isinstance(one, Part) else one, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Part({self._info.name!r}, rows={self._rows}, cols={self._cols})"
