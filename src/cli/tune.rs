@@ -253,7 +253,8 @@ fn has_paths(bundle: &Bundle) -> Result<()> {
     let config = ModelConfig::of_bundle(bundle).map_err(Failure::other)?;
     let names = ModelWeights::of_bundle(&config, bundle).map_err(Failure::other)?;
     for layer in &names.layers {
-        for name in [&layer.gate, &layer.up, &layer.down] {
+        let Some(mlp) = layer.mlp.dense() else { continue };
+        for name in [&mlp.gate, &mlp.up, &mlp.down] {
             if matches!(bundle.entry(name)?.form, FormId::HUFFMAN | FormId::PALETTE) {
                 return Ok(());
             }

@@ -355,7 +355,6 @@ fn planted_bugs_of_the_product_are_caught() {
     for (header, from, to) in [
         (kernel_header, "skipped = item.x * all;", "skipped = 0;"),
         (kernel_header, "(task_first(task) - (kItems ? share.skipped : 0))", "task_first(task)"),
-        (kernel_header, "blocks = rows == 0 ? 0 : each + (group < more);", "blocks = each + (group < more);"),
         (
             kernel_header,
             "first = skipped + group * each + (group < more ? group : more);",

@@ -372,3 +372,47 @@ fn a_cancelled_sequence_is_told_of_no_more() {
     }
     assert_eq!((count, engine.free_pages()), (40, free));
 }
+
+/// A mixture of experts: where a router's logits are as close as rounding, another expert is chosen than the reference
+/// has, so most tokens are held to the bound and not all. Its own bits are the same every time, and at every place in a
+/// batch.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_mixture_follows_the_reference() {
+    let model = DemoOptions { hidden: 256, intermediate: 192, experts: 8, ..MODELS[0] };
+    let home = tempfile::tempdir().unwrap();
+    for profile in [Profile::Resident, Profile::Distribution, Profile::Compact] {
+        let bundle = bundle(home.path(), &model, profile);
+        let config = ModelConfig::of_bundle(&bundle).unwrap();
+        let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
+        assert_eq!(config.mixture.map(|mixture| (mixture.experts, mixture.top_k)), Some((8, 2)));
+        let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
+        for linears in [Linears::Packed, Linears::Bf16] {
+            let mut engine = load(&bundle, options().linears(linears));
+            let held = |got: &[bf16], truth: &[f32], what: &str| {
+                let rows = got.chunks_exact(model.vocab).zip(truth.chunks_exact(model.vocab));
+                let mut errors: Vec<f64> = rows.map(|(got, truth)| error(got, truth)).collect();
+                errors.sort_by(f64::total_cmp);
+                let median = errors[errors.len() / 2];
+                println!("{profile:?} {linears:?}, {what}: median {median:.4}, most {:.4}", errors[errors.len() - 1]);
+                assert!(median < BOUND, "{profile:?} {linears:?}, {what}: {median}");
+            };
+            for count in [1, 2, 65, 300] {
+                let text = tokens(count, model.vocab, count as u64);
+                let truth = reference.logits(&text).unwrap();
+                let whole = engine.logits(&text).unwrap();
+                held(&whole, &truth, &format!("{count} tokens"));
+                assert_eq!(engine.logits(&text).unwrap(), whole, "other bits");
+                if count > 100 {
+                    continue;
+                }
+                let alone = engine.logits_by_steps(&[&text]).unwrap();
+                held(&alone[0], &truth, &format!("{count} tokens by steps"));
+                let others = [tokens(9, model.vocab, 1), tokens(70, model.vocab, 2), tokens(1, model.vocab, 3)];
+                let batch = engine.logits_by_steps(&[&others[0], &text, &others[1], &others[2]]).unwrap();
+                let again = engine.logits_by_steps(&[&others[2], &others[1], &text, &others[0]]).unwrap();
+                assert_eq!(again[2], batch[1], "another place in the batch gave other bits");
+            }
+        }
+    }
+}

@@ -722,6 +722,12 @@ impl Start {
             Products::Beside
         };
         let buckets: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= bucket(options.max_batch)).collect();
+        if let Some(mixture) = config.mixture {
+            let experts = weights.layers.iter().filter_map(|layer| layer.mlp.mixture());
+            let rows = memory::rows(&options);
+            let size = experts.map(|(_, experts)| experts.lane_size(rows, mixture.top_k));
+            lane.reserve(size.fold(LaneSize::default(), LaneSize::max))?;
+        }
         let slot = lane.size().slot_bytes;
         let mut shared = lane.size().bytes() + products.bytes(config.intermediate, memory::rows(&options));
         let mut programs = None;

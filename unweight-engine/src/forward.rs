@@ -11,9 +11,10 @@
 //! writes belongs to the next step, and two steps are never in one graph.
 
 use unweight_codegen::spec::Epilogue;
-use unweight_model::ModelConfig;
+use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, Lane, Linear, MatrixMut, MatrixRef, Refusal, Stream,
+    layer::experts::{Choice, Experts, Routed},
     ops::{
         attention::{AttentionOptions, ChunkRows, RotaryTable, TokenRows},
         kv::{KvLayer, KvShape, PAD_POSITION},
@@ -108,6 +109,7 @@ struct Shape {
     /// Pages of the longest sequence.
     table_pages: u32,
     windows: Vec<Option<u32>>,
+    mixture: Option<Mixture>,
 }
 
 /// What a row of a step is.
@@ -138,6 +140,10 @@ pub struct Forward {
     /// The product of up, where gate's is another.
     up: DeviceBuffer<u16>,
     active: DeviceBuffer<u16>,
+    /// Logits of experts, and what was chosen; of a mixture.
+    router: DeviceBuffer<u16>,
+    experts: DeviceBuffer<u32>,
+    shares: DeviceBuffer<f32>,
     logits: DeviceBuffer<u16>,
     cache: DeviceBuffer<u16>,
     cosines: DeviceMatrix,
@@ -158,6 +164,11 @@ fn view(buffer: &DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixRef<'_
 
 fn view_mut(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixMut<'_>, Refusal> {
     MatrixMut::new(buffer, rows, cols, cols.into())
+}
+
+/// From one row of a router's logits to the next: rows begin at multiples of 16 bytes.
+fn router_pitch(mixture: Mixture) -> u32 {
+    mixture.experts.next_multiple_of(8)
 }
 
 impl Forward {
@@ -191,7 +202,9 @@ impl Forward {
             kv,
             table_pages: pages_for(memory.context),
             windows: config.window.clone(),
+            mixture: config.mixture,
         };
+        let (experts, top_k) = shape.mixture.map_or((0, 0), |mixture| (router_pitch(mixture), mixture.top_k));
         let elements = |rows: u32, cols: u32| rows as usize * cols as usize;
         let zeroed = |rows: u32, cols: u32| DeviceBuffer::<u16>::zeroed(&stream, elements(rows, cols));
         let words = |len: usize| DeviceBuffer::<u32>::zeroed(&stream, len);
@@ -207,6 +220,9 @@ impl Forward {
             gate_up: zeroed(if products == Products::Activated { 0 } else { rows }, 2 * shape.intermediate)?,
             up: zeroed(if products == Products::Stored { rows } else { 0 }, shape.intermediate)?,
             active: zeroed(rows, shape.intermediate)?,
+            router: zeroed(rows, experts)?,
+            experts: words(elements(rows, top_k))?,
+            shares: DeviceBuffer::zeroed(&stream, elements(rows, top_k))?,
             logits: zeroed(shape.logit_rows, shape.logit_pitch)?,
             cache: DeviceBuffer::zeroed(&stream, cache)?,
             cosines: table(&angles.cos)?,
@@ -446,6 +462,9 @@ impl Forward {
         if runs(Part::Norm) {
             self.norm(&layer.post_norm, 0, rows)?;
         }
+        if let (Some((router, experts)), Some(mixture)) = (layer.mlp.mixture(), self.shape.mixture) {
+            return if runs(Part::GateUp) { self.mixture(router, experts, mixture, rows) } else { Ok(()) };
+        }
         let x = view(&self.normed, rows, hidden)?;
         // What lies as it is stored, a program multiplies with.
         let Some((gate_up, gated)) = layer.mlp.gate_up() else { return Ok(()) };
@@ -470,6 +489,21 @@ impl Forward {
             down.enqueue(&mut self.lane, x, y, Epilogue::StoreAdd)?;
         }
         Ok(())
+    }
+
+    /// The experts that a router chooses, added to the residual stream.
+    fn mixture(&mut self, router: &Linear, experts: &Experts, mixture: Mixture, rows: u32) -> Result<(), DeviceError> {
+        let (hidden, pitch) = (self.shape.hidden, router_pitch(mixture).into());
+        let Mixture { top_k, normalized, rounded, .. } = mixture;
+        let x = view(&self.normed, rows, hidden)?;
+        let logits = MatrixMut::new(&mut self.router, rows, mixture.experts, pitch)?;
+        router.enqueue(&mut self.lane, x, logits, Epilogue::Store)?;
+        let logits = MatrixRef::new(&self.router, rows, mixture.experts, pitch)?;
+        let choice = Choice { top_k, normalized, rounded };
+        experts.choose(self.lane.stream(), logits, choice, &mut self.experts, &mut self.shares)?;
+        let routed = Routed { ids: &self.experts, weights: &self.shares, top_k };
+        let y = view_mut(&mut self.hidden, rows, hidden)?;
+        experts.enqueue(&mut self.lane, x, routed, y, true)
     }
 
     fn head(
@@ -586,7 +620,7 @@ impl Forward {
             (all(|layer| layer.mlp.down()), &self.active, intermediate, &mut self.hidden, hidden, true),
         ];
         for (weights, x, k, y, n, add) in products {
-            if y.is_empty() {
+            if y.is_empty() || weights.is_empty() {
                 continue;
             }
             let (x, y) = (view(x, rows, k)?, view_mut(y, rows, n)?);

@@ -7,15 +7,16 @@ use unweight_codegen::{
     family::{Instruction, norm::COLUMNS_MAX, sample::VOCABULARY_MAX},
     plan::{GemmShape, Plan},
     spec::{
-        Arch, AttentionSpec, AttentionStep, EmbedSource, EmbedSpec, NormSpec, Op, RopeHeadDim, RopeSpec, SampleSpec,
-        SiluMulSpec, catalog,
+        Arch, AttentionSpec, AttentionStep, EmbedSource, EmbedSpec, NormSpec, Op, RopeHeadDim, RopeSpec, RouteSpec,
+        SampleSpec, SiluMulSpec, catalog,
     },
 };
-use unweight_model::ModelConfig;
+use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     DeviceError, KernelSet, LaneSize,
     choose::model::Machine,
     device::module::LoadedKernel,
+    layer::experts as mixtures,
     ops::{
         attention::{Attention, GROUP_MAX, PARTS_MAX},
         embed::Embed,
@@ -43,6 +44,8 @@ pub struct Variants {
     /// By bucket, in the order of [`BUCKETS`].
     decode: Vec<Decode<VariantSpec>>,
     sample: VariantSpec,
+    /// Of a mixture.
+    experts: Vec<VariantSpec>,
 }
 
 /// Attention of the newest tokens of a bucket's rows.
@@ -107,13 +110,14 @@ impl Variants {
         else {
             return Err(head_dim(config));
         };
-        Ok(Self { embed, norm, silu_mul, rope, prefill, decode, sample })
+        let experts = config.mixture.map_or_else(Vec::new, |_| mixtures::variants(arch));
+        Ok(Self { embed, norm, silu_mul, rope, prefill, decode, sample, experts })
     }
 
     /// All of them, each once.
     pub fn all(&self) -> Vec<VariantSpec> {
-        let Self { embed, norm, silu_mul, rope, prefill, decode, sample } = self;
-        let decode = decode.iter().map(|decode| decode.kernel);
+        let Self { embed, norm, silu_mul, rope, prefill, decode, sample, experts } = self;
+        let decode = decode.iter().map(|decode| decode.kernel).chain(experts.iter().copied());
         let all = [*embed, *norm, *silu_mul, *rope, *prefill, *sample].into_iter().chain(decode);
         all.collect::<BTreeSet<_>>().into_iter().collect()
     }
@@ -203,6 +207,13 @@ fn check(config: &ModelConfig) -> Result<(), EngineError> {
     check("vocab_size", config.vocab, config.vocab <= VOCABULARY_MAX, "up to 1048576")?;
     check("intermediate_size", intermediate, intermediate.is_multiple_of(8), "multiples of 8")?;
     check("num_attention_heads", heads, heads / kv_heads.max(1) <= GROUP_MAX, "16 for each KV head at most")?;
+    if let Some(Mixture { experts, top_k, .. }) = config.mixture {
+        check("num_experts", experts, experts <= RouteSpec::EXPERTS_MAX, "up to 512")?;
+        check("num_experts_per_tok", top_k, top_k <= RouteSpec::TOP_K_MAX, "up to 32")?;
+        let whole = |size: u32| size.is_multiple_of(64);
+        check("hidden_size", hidden, whole(hidden), "multiples of 64 where there are experts")?;
+        check("moe_intermediate_size", intermediate, whole(intermediate), "multiples of 64")?;
+    }
     let turned = config.rope.dim.is_multiple_of(4) && config.rope.dim <= config.head_dim;
     if turned && config.head_dim.is_multiple_of(16) { Ok(()) } else { Err(head_dim(config)) }
 }

@@ -7,12 +7,18 @@ use unweight_format::{
     CodeLimit, FormId, HuffmanTensor, Matrix, PaletteTensor, bundle::Profile, huffman, palette, safetensors::Dtype,
     testing::Weights as Kind,
 };
-use unweight_model::{LayerWeights, ModelConfig, ModelWeights};
+use unweight_model::{
+    ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights as NamesOfMlp, ModelConfig, ModelWeights,
+};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Linear, Linears, LoadError, Loader, MatrixMut, MatrixRef,
     Merge, Resident, Stream,
     choose::reachable::Expand,
-    layer::{build::LayerBuilder, loader::Unsuitable},
+    layer::{
+        build::LayerBuilder,
+        experts::{Experts, ExpertsShape},
+        loader::{ExpertTensors, Unsuitable},
+    },
     ops::embed::EmbedTable,
     weight::{DeviceHuffman, DevicePalette},
 };
@@ -70,6 +76,8 @@ pub enum Mlp {
     },
     /// As they are stored; a program multiplies ([`crate::run`]).
     Stored(StoredMlp),
+    /// Experts, of which a router chooses.
+    Mixture { router: Linear, experts: Box<Experts> },
 }
 
 impl Mlp {
@@ -78,6 +86,7 @@ impl Mlp {
         match self {
             Self::Linears { gate_up, gated, .. } => Some((gate_up, *gated)),
             Self::Stored(stored) => stored.pair.as_ref().map(|(linear, gated)| (linear, *gated)),
+            Self::Mixture { .. } => None,
         }
     }
 
@@ -85,15 +94,23 @@ impl Mlp {
     pub fn down(&self) -> Option<&Linear> {
         match self {
             Self::Linears { down, .. } => Some(down),
-            Self::Stored(_) => None,
+            Self::Stored(_) | Self::Mixture { .. } => None,
         }
     }
 
     /// What lies as it is stored.
     pub fn stored(&self) -> Option<&StoredMlp> {
         match self {
-            Self::Linears { .. } => None,
+            Self::Linears { .. } | Self::Mixture { .. } => None,
             Self::Stored(stored) => Some(stored),
+        }
+    }
+
+    /// The experts with their router, if there are some.
+    pub fn mixture(&self) -> Option<(&Linear, &Experts)> {
+        match self {
+            Self::Mixture { router, experts } => Some((router, experts)),
+            Self::Linears { .. } | Self::Stored(_) => None,
         }
     }
 
@@ -101,6 +118,7 @@ impl Mlp {
         match self {
             Self::Linears { gate_up, down, .. } => gate_up.bytes() + down.bytes(),
             Self::Stored(stored) => stored.bytes(),
+            Self::Mixture { router, experts } => router.bytes() + experts.bytes(),
         }
     }
 }
@@ -137,8 +155,14 @@ impl Weights {
         let mut coded = 0;
         for names in &names.layers {
             let mlp = match &mut stored {
-                None => linears(source, config, names)?,
+                None => match (&names.mlp, config.mixture) {
+                    (NamesOfMlp::Mixture { router, experts }, Some(mixture)) => {
+                        mixed(source, config, mixture, router, experts)?
+                    }
+                    _ => linears(source, config, names)?,
+                },
                 Some((transcoding, as_what)) => {
+                    let names = dense(config, names)?;
                     let codes = has_codes(source, names)?;
                     let easy = codes && *as_what == MlpWeights::Alternate && coded % 2 == 1;
                     coded += u32::from(codes);
@@ -221,10 +245,38 @@ impl Layer {
 /// An MLP as all linears.
 fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights) -> Result<Mlp, EngineError> {
     let (hidden, intermediate) = (config.hidden, config.intermediate);
+    let names = dense(config, names)?;
     let pair = [(names.gate.as_str(), [intermediate, hidden]), (names.up.as_str(), [intermediate, hidden])];
     let (gate_up, gated) = gate_up(source, &pair)?;
     let down = source.linear(&[(&names.down, [hidden, intermediate])], Merge::Rows)?;
     Ok(Mlp::Linears { gate_up, gated, down })
+}
+
+/// Experts with their router.
+fn mixed(
+    source: &mut impl Source,
+    config: &ModelConfig,
+    mixture: Mixture,
+    router: &str,
+    names: &ExpertWeights,
+) -> Result<Mlp, EngineError> {
+    let shape = ExpertsShape { experts: mixture.experts, hidden: config.hidden, intermediate: config.intermediate };
+    Ok(Mlp::Mixture {
+        router: source.linear(&[(router, [mixture.experts, config.hidden])], Merge::Rows)?,
+        experts: Box::new(source.experts(names, shape)?),
+    })
+}
+
+/// The one MLP of a layer.
+///
+/// # Errors
+/// It has experts.
+pub(crate) fn dense<'a>(config: &ModelConfig, names: &'a LayerWeights) -> Result<&'a GatedWeights, EngineError> {
+    names.mlp.dense().ok_or(EngineError::Geometry {
+        key: "num_experts",
+        value: config.mixture.map_or(0, |mixture| mixture.experts),
+        takes: "no experts where weights lie as they are stored",
+    })
 }
 
 /// Gate and up as one layer that activates its product, or, where their shape or weights do not allow it, one under the
@@ -251,6 +303,8 @@ pub trait Source {
     fn set_resident(&mut self, resident: Resident) -> Resident;
     /// Who multiplies by linears from here on at large batches; who that was.
     fn set_expand(&mut self, expand: Expand) -> Expand;
+    /// The experts of a mixture, packed.
+    fn experts(&mut self, names: &ExpertWeights, shape: ExpertsShape) -> Result<Experts, LoadError>;
     /// Rows to be looked up: packed where linears are and the weights can be.
     fn embedding(&mut self, name: &str, shape: [u32; 2]) -> Result<Embedding, LoadError>;
     /// Vectors one after the other.
@@ -280,6 +334,18 @@ impl Source for Loader<'_> {
 
     fn set_expand(&mut self, expand: Expand) -> Expand {
         self.builder().set_expand(expand)
+    }
+
+    fn experts(&mut self, names: &ExpertWeights, shape: ExpertsShape) -> Result<Experts, LoadError> {
+        match names {
+            ExpertWeights::Each(each) => {
+                let each: Vec<_> = each.iter().map(|names| [&*names.gate, &*names.up, &*names.down]).collect();
+                Loader::experts(self, ExpertTensors::Each(&each), shape)
+            }
+            ExpertWeights::Stacked { gate_up, down } => {
+                Loader::experts(self, ExpertTensors::Stacked { gate_up, down }, shape)
+            }
+        }
     }
 
     fn embedding(&mut self, name: &str, [vocab, hidden]: [u32; 2]) -> Result<Embedding, LoadError> {
@@ -369,7 +435,7 @@ impl<'k> Random<'k> {
     /// Has MLPs lie as a bundle of this profile would have them (docs/format.md B.6).
     pub fn imitate(&mut self, names: &ModelWeights, profile: Profile) {
         for (index, layer) in names.layers.iter().enumerate() {
-            let [gate, up, down] = [&layer.gate, &layer.up, &layer.down];
+            let Some(GatedWeights { gate, up, down }) = layer.mlp.dense() else { continue };
             let forms = match profile {
                 Profile::Distribution => [FormId::HUFFMAN; 3],
                 Profile::Palette => [FormId::PALETTE; 3],
@@ -422,6 +488,15 @@ impl Source for Random<'_> {
 
     fn set_expand(&mut self, expand: Expand) -> Expand {
         self.builder.set_expand(expand)
+    }
+
+    fn experts(&mut self, _: &ExpertWeights, shape: ExpertsShape) -> Result<Experts, LoadError> {
+        let (pool, name) = (&self.pool, "experts");
+        self.builder.experts(name, shape, &mut |_, stream, mut output| {
+            let (rows, cols) = (output.rows(), output.cols());
+            let from = MatrixRef::new(pool, rows, cols, cols.into()).map_err(|error| in_tensor(name)(error.into()))?;
+            output.copy_from(stream, from).map_err(in_tensor(name))
+        })
     }
 
     fn embedding(&mut self, name: &str, [rows, cols]: [u32; 2]) -> Result<Embedding, LoadError> {

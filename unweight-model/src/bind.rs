@@ -10,7 +10,7 @@ use unweight_format::{
     safetensors::{Dtype, TensorInfo},
 };
 
-use crate::config::{Family, ModelConfig};
+use crate::config::{Family, Mixture, ModelConfig};
 
 /// What is known of a tensor without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,12 +67,8 @@ pub struct LayerWeights {
     pub o: String,
     /// Norm before the MLP `[hidden]`.
     pub post_norm: String,
-    /// Gate `[intermediate, hidden]`.
-    pub gate: String,
-    /// Up `[intermediate, hidden]`.
-    pub up: String,
-    /// Down `[hidden, intermediate]`.
-    pub down: String,
+    /// The MLP, or experts in its place.
+    pub mlp: MlpWeights,
     /// Bias of the queries `[heads * head_dim]`.
     pub q_bias: Option<String>,
     /// Bias of the keys `[kv_heads * head_dim]`.
@@ -83,6 +79,55 @@ pub struct LayerWeights {
     pub q_norm: Option<String>,
     /// Norm of each head of the keys `[head_dim]`.
     pub k_norm: Option<String>,
+}
+
+/// Names of what stands behind a layer's second norm.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MlpWeights {
+    /// One gated MLP.
+    Dense(GatedWeights),
+    /// Experts, of which a router chooses.
+    Mixture {
+        /// The router `[experts, hidden]`.
+        router: String,
+        /// The experts.
+        experts: ExpertWeights,
+    },
+}
+
+/// Names of a gated MLP's weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GatedWeights {
+    /// Gate `[intermediate, hidden]`.
+    pub gate: String,
+    /// Up `[intermediate, hidden]`.
+    pub up: String,
+    /// Down `[hidden, intermediate]`.
+    pub down: String,
+}
+
+/// Names of the weights of experts, in either way that checkpoints hold them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ExpertWeights {
+    /// Three tensors for each.
+    Each(Vec<GatedWeights>),
+    /// Two of all.
+    Stacked {
+        /// Gate and up of each, one below the other `[experts, 2 * intermediate, hidden]`.
+        gate_up: String,
+        /// Down `[experts, hidden, intermediate]`.
+        down: String,
+    },
+}
+
+impl MlpWeights {
+    /// The one MLP, if there are no experts.
+    pub fn dense(&self) -> Option<&GatedWeights> {
+        match self {
+            Self::Dense(weights) => Some(weights),
+            Self::Mixture { .. } => None,
+        }
+    }
 }
 
 /// Why the tensors are not those of the configuration.
@@ -194,9 +239,17 @@ impl ModelWeights {
                 v: name("self_attn.v_proj.weight"),
                 o: name("self_attn.o_proj.weight"),
                 post_norm: name("post_attention_layernorm.weight"),
-                gate: name("mlp.gate_proj.weight"),
-                up: name("mlp.up_proj.weight"),
-                down: name("mlp.down_proj.weight"),
+                mlp: match config.mixture {
+                    None => MlpWeights::Dense(gated(config.family, name("mlp."))),
+                    Some(mixture) => {
+                        let block = name(block_of(config.family));
+                        let one = |expert| gated(config.family, format!("{block}experts.{expert}."));
+                        MlpWeights::Mixture {
+                            router: format!("{block}gate.weight"),
+                            experts: ExpertWeights::Each((0..mixture.experts).map(one).collect()),
+                        }
+                    }
+                },
                 q_bias: some(config.bias.qkv, "self_attn.q_proj.bias"),
                 k_bias: some(config.bias.qkv, "self_attn.k_proj.bias"),
                 v_bias: some(config.bias.qkv, "self_attn.v_proj.bias"),
@@ -220,6 +273,19 @@ impl ModelWeights {
         let tensors = bundle.tensors().filter(|tensor| bundle.is_of_model(tensor.file));
         bind(config, tensors.map(|tensor| tensor.entry.into()))
     }
+}
+
+/// Where a family's checkpoints have router and experts of a layer.
+fn block_of(family: Family) -> &'static str {
+    if family == Family::Mixtral { "block_sparse_moe." } else { "mlp." }
+}
+
+/// The names of a gated MLP that begin so.
+fn gated(family: Family, prefix: String) -> GatedWeights {
+    let [gate, up, down] =
+        if family == Family::Mixtral { ["w1", "w3", "w2"] } else { ["gate_proj", "up_proj", "down_proj"] };
+    let name = |name: &str| format!("{prefix}{name}.weight");
+    GatedWeights { gate: name(gate), up: name(up), down: name(down) }
 }
 
 /// What was not used yet.
@@ -247,10 +313,42 @@ impl Binder<'_> {
         Ok(name)
     }
 
+    fn gated(&mut self, config: &ModelConfig, names: GatedWeights) -> Result<GatedWeights, BindError> {
+        let (wide, narrow) = ([config.intermediate, config.hidden], [config.hidden, config.intermediate]);
+        Ok(GatedWeights {
+            gate: self.take(names.gate, &wide)?,
+            up: self.take(names.up, &wide)?,
+            down: self.take(names.down, &narrow)?,
+        })
+    }
+
+    /// Router and experts: stacks, as transformers 5 holds them in memory, or tensors of each, as checkpoints do.
+    fn mixture(&mut self, config: &ModelConfig, mixture: Mixture, prefix: &str) -> Result<MlpWeights, BindError> {
+        let (hidden, intermediate, experts) = (config.hidden, config.intermediate, mixture.experts);
+        let stack = format!("{prefix}mlp.experts.gate_up_proj");
+        let block = if self.has(&stack) { "mlp." } else { block_of(config.family) };
+        let router = self.take(format!("{prefix}{block}gate.weight"), &[experts, hidden])?;
+        let experts = if self.has(&stack) {
+            let down = format!("{prefix}mlp.experts.down_proj");
+            ExpertWeights::Stacked {
+                gate_up: self.take(stack, &[experts, 2 * intermediate, hidden])?,
+                down: self.take(down, &[experts, hidden, intermediate])?,
+            }
+        } else {
+            let one = |expert| gated(config.family, format!("{prefix}{block}experts.{expert}."));
+            ExpertWeights::Each((0..experts).map(|expert| self.gated(config, one(expert))).collect::<Result<_, _>>()?)
+        };
+        Ok(MlpWeights::Mixture { router, experts })
+    }
+
     fn layer(&mut self, config: &ModelConfig, prefix: &str) -> Result<LayerWeights, BindError> {
-        let (hidden, intermediate, head_dim) = (config.hidden, config.intermediate, config.head_dim);
+        let (hidden, head_dim) = (config.hidden, config.head_dim);
         // Both products are at most 2^24: the configuration was checked.
         let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
+        let mlp = match config.mixture {
+            None => MlpWeights::Dense(self.gated(config, gated(config.family, format!("{prefix}mlp.")))?),
+            Some(mixture) => self.mixture(config, mixture, prefix)?,
+        };
         let mut take = |name: &str, shape: &[u32]| self.take(format!("{prefix}{name}"), shape);
         let mut layer = LayerWeights {
             input_norm: take("input_layernorm.weight", &[hidden])?,
@@ -259,9 +357,7 @@ impl Binder<'_> {
             v: take("self_attn.v_proj.weight", &[kv, hidden])?,
             o: take("self_attn.o_proj.weight", &[hidden, q])?,
             post_norm: take("post_attention_layernorm.weight", &[hidden])?,
-            gate: take("mlp.gate_proj.weight", &[intermediate, hidden])?,
-            up: take("mlp.up_proj.weight", &[intermediate, hidden])?,
-            down: take("mlp.down_proj.weight", &[hidden, intermediate])?,
+            mlp,
             q_bias: None,
             k_bias: None,
             v_bias: None,
@@ -344,8 +440,9 @@ mod tests {
                 (last.q.as_str(), last.o.as_str()),
                 ("model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.o_proj.weight")
             );
+            let mlp = last.mlp.dense().unwrap();
             assert_eq!(
-                (last.gate.as_str(), last.up.as_str(), last.down.as_str()),
+                (mlp.gate.as_str(), mlp.up.as_str(), mlp.down.as_str()),
                 (
                     "model.layers.1.mlp.gate_proj.weight",
                     "model.layers.1.mlp.up_proj.weight",

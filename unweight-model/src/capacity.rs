@@ -21,12 +21,13 @@ pub enum Residency {
 
 impl ModelConfig {
     /// The linear layers of one transformer layer as they run, `[outputs, inputs]`: queries, keys and values in one;
-    /// output; gate and up in one; down.
+    /// output; gate and up in one; down. Those of a mixture's experts lie one below the other.
     pub fn linears(&self) -> [[u32; 2]; 4] {
         let q = self.heads * self.head_dim;
-        // An intermediate size is at most 2^24.
-        let gate_up = 2 * self.intermediate;
-        [[self.qkv_rows(), self.hidden], [self.hidden, q], [gate_up, self.hidden], [self.hidden, self.intermediate]]
+        let experts = self.mixture.map_or(1, |mixture| mixture.experts);
+        // An intermediate size is at most 2^24, and so are the rows of all experts.
+        let (gate_up, down) = (experts * 2 * self.intermediate, experts * self.hidden);
+        [[self.qkv_rows(), self.hidden], [self.hidden, q], [gate_up, self.hidden], [down, self.intermediate]]
     }
 
     /// Weights of the model, each counted once: of a tied one the head is the embedding (saturating).
@@ -38,11 +39,12 @@ impl ModelConfig {
         layers.saturating_add(tables).saturating_add(u64::from(self.hidden))
     }
 
-    /// Elements of norms and biases of one layer.
+    /// Elements of norms, biases and the router of one layer, which stay BF16.
     fn vectors(&self) -> u64 {
+        let router = self.mixture.map_or(0, |mixture| u64::from(mixture.experts) * u64::from(self.hidden));
         let bias = if self.bias.qkv { self.qkv_rows() } else { 0 };
         let qk_norm = if self.qk_norm { 2 * self.head_dim } else { 0 };
-        2 * u64::from(self.hidden) + u64::from(bias) + u64::from(qk_norm)
+        2 * u64::from(self.hidden) + u64::from(bias) + u64::from(qk_norm) + router
     }
 
     /// Bytes of all weights on a device (saturating). Norms and biases stay BF16; of a tied model the head is the

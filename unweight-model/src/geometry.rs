@@ -70,6 +70,23 @@ impl Geometry {
                 "rms_norm_eps": 1e-06, "max_position_embeddings": 40960, "use_sliding_window": false,
                 "rope_theta": 1000000, "bos_token_id": 151643, "eos_token_id": 151645}"#,
         },
+        Self {
+            name: "mixtral-8x7b",
+            json: r#"{"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+                "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-05, "max_position_embeddings": 32768, "sliding_window": null,
+                "num_local_experts": 8, "num_experts_per_tok": 2,
+                "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2}"#,
+        },
+        Self {
+            name: "qwen3-30b-a3b",
+            json: r#"{"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+                "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                "rms_norm_eps": 1e-06, "max_position_embeddings": 40960, "use_sliding_window": false,
+                "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": true,
+                "decoder_sparse_step": 1, "mlp_only_layers": [],
+                "rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151645}"#,
+        },
     ];
 
     /// The model of a name.
@@ -109,6 +126,8 @@ mod tests {
             ("mistral-7b-v0.3", 7_248_023_552),
             ("qwen2.5-7b", 7_615_616_512),
             ("qwen3-8b", 8_190_735_360),
+            ("mixtral-8x7b", 46_702_792_704),
+            ("qwen3-30b-a3b", 30_532_122_624),
         ];
         assert_eq!(
             published.map(|(name, _)| name).as_slice(),
@@ -125,7 +144,7 @@ mod tests {
         assert_eq!(
             error,
             "unknown geometry 'gpt-5'; known: llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, mistral-7b-v0.3, qwen2.5-7b, \
-             qwen3-8b"
+             qwen3-8b, mixtral-8x7b, qwen3-30b-a3b"
         );
     }
 }

@@ -30,11 +30,11 @@ pub mod rope;
 pub mod sampling;
 
 #[doc(inline)]
-pub use bind::{BindError, LayerWeights, ModelWeights, TensorHeader, bind};
+pub use bind::{BindError, ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights, TensorHeader, bind};
 #[doc(inline)]
 pub use capacity::Residency;
 #[doc(inline)]
-pub use config::{Activation, Bias, ConfigError, Family, GenerationDefaults, ModelConfig};
+pub use config::{Activation, Bias, ConfigError, Family, GenerationDefaults, Mixture, ModelConfig};
 #[doc(inline)]
 pub use geometry::Geometry;
 #[doc(inline)]

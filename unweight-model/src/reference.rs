@@ -10,8 +10,8 @@ use rayon::prelude::*;
 use unweight_format::bundle::{Bundle, BundleError};
 
 use crate::{
-    bind::{LayerWeights, ModelWeights},
-    config::{Activation, ModelConfig},
+    bind::{ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights},
+    config::{Activation, Mixture, ModelConfig},
 };
 
 /// Why a tensor could not be had.
@@ -131,7 +131,13 @@ where
             let normed = self.norm(&stream, &layer.input_norm, hidden)?;
             add(&mut stream, &self.attention(layer, &normed, *window)?);
             let normed = self.norm(&stream, &layer.post_norm, hidden)?;
-            add(&mut stream, &self.mlp(layer, &normed)?);
+            let mlp = match (&layer.mlp, self.config.mixture) {
+                (MlpWeights::Dense(weights), _) => self.mlp(weights, &normed)?,
+                (MlpWeights::Mixture { router, experts }, mixture) => {
+                    self.mixture(router, experts, mixture.unwrap_or(NO_EXPERTS), &normed)?
+                }
+            };
+            add(&mut stream, &mlp);
             each(number, &stream);
         }
         Ok(stream)
@@ -176,17 +182,71 @@ where
         self.linear(&attended.concat(), &layer.o, None, [hidden, q_rows])
     }
 
-    fn mlp(&self, layer: &LayerWeights, x: &[f32]) -> Result<Vec<f32>, ReferenceError> {
-        let ModelConfig { hidden, intermediate, act, .. } = *self.config;
-        let mut gate = self.linear(x, &layer.gate, None, [intermediate, hidden])?;
-        let up = self.linear(x, &layer.up, None, [intermediate, hidden])?;
+    fn mlp(&self, names: &GatedWeights, x: &[f32]) -> Result<Vec<f32>, ReferenceError> {
+        let ModelConfig { hidden, intermediate, .. } = *self.config;
+        let gate = self.values(&names.gate, &[intermediate, hidden])?;
+        let up = self.values(&names.up, &[intermediate, hidden])?;
+        let down = self.values(&names.down, &[hidden, intermediate])?;
+        Ok(self.gated(x, [&gate, &up, &down]))
+    }
+
+    /// A gated MLP of these weights.
+    fn gated(&self, x: &[f32], [gate, up, down]: [&[f32]; 3]) -> Vec<f32> {
+        let inputs = self.config.hidden as usize;
+        let (mut gate, up) = (multiply(x, gate, inputs), multiply(x, up, inputs));
         for (gate, up) in gate.iter_mut().zip(up) {
             *gate = up
-                * match act {
+                * match self.config.act {
                     Activation::Silu => *gate / (1.0 + (-*gate).exp()),
                 };
         }
-        self.linear(&gate, &layer.down, None, [hidden, intermediate])
+        multiply(&gate, down, self.config.intermediate as usize)
+    }
+
+    /// Of each token the experts with the largest logits, each times its weight, in the order of their logits.
+    fn mixture(
+        &self,
+        router: &str,
+        names: &ExpertWeights,
+        mixture: Mixture,
+        x: &[f32],
+    ) -> Result<Vec<f32>, ReferenceError> {
+        let ModelConfig { hidden, intermediate, .. } = *self.config;
+        let Mixture { experts, top_k, normalized, .. } = mixture;
+        let logits = self.linear(x, router, None, [experts, hidden])?;
+        // For each expert the tokens that go through it, and its weight for them.
+        let mut chosen = vec![Vec::new(); experts as usize];
+        for (token, logits) in logits.chunks(experts as usize).enumerate() {
+            for (expert, weight) in choose(logits, top_k as usize, normalized) {
+                chosen[expert].push((token, weight));
+            }
+        }
+        let width = hidden as usize;
+        let matrix = width * intermediate as usize;
+        let stacks = match names {
+            ExpertWeights::Each(_) => None,
+            ExpertWeights::Stacked { gate_up, down } => Some((
+                self.values(gate_up, &[experts, 2 * intermediate, hidden])?,
+                self.values(down, &[experts, hidden, intermediate])?,
+            )),
+        };
+        let mut sums = vec![0.0; x.len()];
+        for (expert, tokens) in chosen.iter().enumerate().filter(|(_, tokens)| !tokens.is_empty()) {
+            let own: Vec<f32> = tokens.iter().flat_map(|(token, _)| &x[token * width..][..width]).copied().collect();
+            let rows = match (names, &stacks) {
+                (ExpertWeights::Each(names), _) => self.mlp(&names[expert], &own)?,
+                (ExpertWeights::Stacked { .. }, Some((gate_up, down))) => {
+                    let (gate, up) = gate_up[2 * expert * matrix..][..2 * matrix].split_at(matrix);
+                    self.gated(&own, [gate, up, &down[expert * matrix..][..matrix]])
+                }
+                (ExpertWeights::Stacked { .. }, None) => continue,
+            };
+            for ((token, weight), row) in tokens.iter().zip(rows.chunks(width)) {
+                let sums = &mut sums[token * width..][..width];
+                sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += weight * value);
+            }
+        }
+        Ok(sums)
     }
 
     /// `x / sqrt(mean(x^2) + eps) * weight` of every row of `width` elements.
@@ -209,14 +269,12 @@ where
         [outputs, inputs]: [u32; 2],
     ) -> Result<Vec<f32>, ReferenceError> {
         let weight = self.values(weight, &[outputs, inputs])?;
-        let bias = bias.map(|bias| self.values(bias, &[outputs])).transpose()?;
-        let (outputs, inputs) = (outputs as usize, inputs as usize);
-        let one = |i: usize| {
-            let (row, output) = (i / outputs, i % outputs);
-            let product = dot(&x[row * inputs..][..inputs], &weight[output * inputs..][..inputs]);
-            product + bias.as_ref().map_or(0.0, |bias| bias[output])
-        };
-        Ok((0..x.len() / inputs * outputs).into_par_iter().map(one).collect())
+        let mut y = multiply(x, &weight, inputs as usize);
+        if let Some(bias) = bias {
+            let bias = self.values(bias, &[outputs])?;
+            y.chunks_mut(outputs as usize).for_each(|row| add(row, &bias));
+        }
+        Ok(y)
     }
 
     /// A tensor, as long as its shape says.
@@ -229,6 +287,31 @@ where
         }
         Ok(values)
     }
+}
+
+/// Where a configuration is of no mixture and the weights are.
+const NO_EXPERTS: Mixture = Mixture { experts: 1, top_k: 1, normalized: true, rounded: false };
+
+/// The experts with the largest logits, of equal ones the lower first, and their shares of the softmax over all, or
+/// (`normalized`) over themselves.
+fn choose(logits: &[f32], top_k: usize, normalized: bool) -> Vec<(usize, f32)> {
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    let most = logits[order[0]];
+    let share = |expert: usize| (logits[expert] - most).exp();
+    let among = if normalized { &order[..top_k] } else { &order[..] };
+    let sum = among.iter().map(|&expert| f64::from(share(expert))).sum::<f64>() as f32;
+    order[..top_k].iter().map(|&expert| (expert, share(expert) / sum)).collect()
+}
+
+/// `x weight^T`: both have rows of so many inputs.
+fn multiply(x: &[f32], weight: &[f32], inputs: usize) -> Vec<f32> {
+    let outputs = weight.len() / inputs;
+    let one = |i: usize| {
+        let (row, output) = (i / outputs, i % outputs);
+        dot(&x[row * inputs..][..inputs], &weight[output * inputs..][..inputs])
+    };
+    (0..x.len() / inputs * outputs).into_par_iter().map(one).collect()
 }
 
 /// The sum of the products, in f64, rounded once.

@@ -33,7 +33,7 @@ fn a_bundle_says_what_it_is_and_what_is_what() {
     let generation = fs::read_to_string(home.path().join("bundle/generation_config.json")).unwrap();
     assert_eq!(ModelConfig::parse(&own, Some(&generation)).unwrap(), config);
     let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
-    assert_eq!(weights.layers[1].down, "model.layers.1.mlp.down_proj.weight");
+    assert_eq!(weights.layers[1].mlp.dense().unwrap().down, "model.layers.1.mlp.down_proj.weight");
     let named = 3 + weights.layers.len() * 9;
     assert_eq!(bundle.tensors().count(), named, "each tensor has one role");
     for layer in &weights.layers {

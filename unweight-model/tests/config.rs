@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use unweight_model::{ConfigError, Family, ModelConfig, RopeKind};
+use unweight_model::{ConfigError, Family, Mixture, ModelConfig, RopeKind};
 
 /// A configuration with one change.
 fn parse(family: &str, change: Value) -> Result<ModelConfig, ConfigError> {
@@ -25,7 +25,8 @@ fn what_is_not_said_is_as_transformers_has_it() {
         let config = ModelConfig::parse(&format!(r#"{{"model_type": "{family}"}}"#), None).unwrap();
         assert_eq!(config, ModelConfig::from_json(spelled_out, None).unwrap(), "{family}");
         // That the script's keys are read at all: each of these changes what comes out.
-        for key in ["vocab_size", "intermediate_size", "max_position_embeddings", "num_key_value_heads"] {
+        let intermediate = if family == "qwen3_moe" { "moe_intermediate_size" } else { "intermediate_size" };
+        for key in ["vocab_size", intermediate, "max_position_embeddings", "num_key_value_heads"] {
             let mut other = spelled_out.clone();
             other[key] = json!(16);
             assert_ne!(config, ModelConfig::from_json(&other, None).unwrap(), "{family} {key}");
@@ -117,9 +118,9 @@ fn rotary_embedding_in_every_spelling() {
 fn what_is_not_supported_is_refused_by_file_and_key() {
     let cases = [
         (
-            "mixtral",
+            "gpt2",
             json!({}),
-            "config.json: model_type is \"mixtral\", which is not supported; supported are llama, mistral, qwen2,",
+            "config.json: model_type is \"gpt2\", which is not supported; supported are llama, mistral, qwen2,",
         ),
         (
             "llama",
@@ -140,6 +141,8 @@ fn what_is_not_supported_is_refused_by_file_and_key() {
         ),
         ("llama", json!({"num_local_experts": 8}), "config.json: num_local_experts is 8"),
         ("qwen2", json!({"num_experts": 8}), "config.json: num_experts is 8"),
+        ("qwen3_moe", json!({"mlp_only_layers": [0]}), "config.json: mlp_only_layers is [0]"),
+        ("qwen3_moe", json!({"decoder_sparse_step": 2}), "config.json: decoder_sparse_step is 2"),
         ("llama", json!({"partial_rotary_factor": 0.5}), "config.json: partial_rotary_factor is 0.5"),
         (
             "llama",
@@ -203,6 +206,27 @@ fn what_says_nothing_is_no_reason_to_refuse() {
 }
 
 #[test]
+fn experts_in_either_spelling() {
+    let mixture = |family, change| accepted(family, change).mixture.unwrap();
+    let of = |experts, top_k, normalized, rounded| Mixture { experts, top_k, normalized, rounded };
+    assert_eq!(mixture("mixtral", json!({})), of(8, 2, true, false));
+    assert_eq!(mixture("mixtral", json!({"num_local_experts": 4, "num_experts_per_tok": 1})), of(4, 1, true, false));
+    assert_eq!(mixture("qwen3_moe", json!({})), of(128, 8, false, true));
+    let named = json!({"num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": true});
+    assert_eq!(mixture("qwen3_moe", named), of(60, 4, true, true));
+    assert_eq!(accepted("qwen3_moe", json!({"moe_intermediate_size": 24})).intermediate, 24);
+    assert_eq!(accepted("llama", json!({})).mixture, None);
+    for (change, expected) in [
+        (json!({"num_local_experts": 0}), "config.json: num_local_experts is 0, it must be 1 to"),
+        (json!({"num_local_experts": 1 << 20}), "config.json: num_local_experts is 1048576, it must be at most 65536"),
+        (json!({"num_experts_per_tok": 9}), "config.json: num_experts_per_tok is 9, it must be at most"),
+    ] {
+        let error = parse("mixtral", change.clone()).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{change}: {error}");
+    }
+}
+
+#[test]
 fn what_cannot_be_is_refused_with_its_limit() {
     let cases = [
         (json!({"vocab_size": 0}), "config.json: vocab_size is 0, it must be 1 to 16777216"),
@@ -254,7 +278,10 @@ fn what_cannot_be_is_refused_with_its_limit() {
             json!({"layer_types": ["full_attention"]}),
             "config.json: layer_types is [\"full_attention\"], it must be a list of num_hidden_layers (4) entries",
         ),
-        (json!({"model_type": null}), "config.json: no model_type; add it (one of llama, mistral, qwen2, qwen3)"),
+        (
+            json!({"model_type": null}),
+            "config.json: no model_type; add it (one of llama, mistral, qwen2, qwen3, mixtral, qwen3_moe)",
+        ),
     ];
     for (change, expected) in cases {
         let error = parse("llama", change.clone()).expect_err(&change.to_string()).to_string();

@@ -7,11 +7,11 @@ use unweight_format::{
     safetensors::{Header, SOURCE_HEADER_MAX},
 };
 use unweight_model::{
-    Family, ModelConfig, ModelWeights, RopeKind, bind,
+    ExpertWeights, Family, MlpWeights, ModelConfig, ModelWeights, RopeKind, bind,
     reference::{Reference, ReferenceError, bundle_values, widen_bf16},
 };
 
-const MODELS: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "yarn", "linear", "odd"];
+const MODELS: [&str; 9] = ["llama", "mistral", "qwen2", "qwen3", "yarn", "linear", "odd", "mixtral", "qwen3_moe"];
 
 fn folder(model: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model)
@@ -90,8 +90,13 @@ fn both_spellings_are_one_model() {
 
 #[test]
 fn the_same_from_a_bundle() {
-    for (model, profile) in [("llama", Profile::Resident), ("qwen2", Profile::Distribution), ("odd", Profile::Palette)]
-    {
+    for (model, profile) in [
+        ("llama", Profile::Resident),
+        ("qwen2", Profile::Distribution),
+        ("odd", Profile::Palette),
+        ("mixtral", Profile::Resident),
+        ("qwen3_moe", Profile::Distribution),
+    ] {
         let (fixture, home) = (Fixture::load(model), tempfile::tempdir().unwrap());
         let (source, out) = (home.path().join("model"), home.path().join("bundle"));
         fs::create_dir(&source).unwrap();
@@ -109,11 +114,37 @@ fn the_same_from_a_bundle() {
     }
 }
 
+/// Checkpoints have a tensor for each expert's gate, up and down, or stacks of all.
+#[test]
+fn stacks_of_experts_are_the_experts() {
+    let fixture = Fixture::load("qwen3_moe");
+    let apart = ModelWeights::named(&fixture.config);
+    assert_ne!(apart, fixture.weights, "the fixture has stacks");
+    let part = |name: &str| -> Option<Vec<f32>> {
+        let (layer, rest) = name.split_once("mlp.experts.")?;
+        let (expert, kind) = rest.split_once('.')?;
+        let (stack, at) = match kind {
+            "gate_proj.weight" => ("gate_up_proj", 0),
+            "up_proj.weight" => ("gate_up_proj", 1),
+            _ => ("down_proj", 0),
+        };
+        let elements = (fixture.config.hidden * fixture.config.intermediate) as usize;
+        let expert: usize = expert.parse().ok()?;
+        let first = if stack == "down_proj" { expert } else { 2 * expert + at } * elements;
+        Some(fixture.values.get(&format!("{layer}mlp.experts.{stack}"))?[first..first + elements].to_vec())
+    };
+    let values = |name: &str| part(name).or_else(|| fixture.values.get(name).cloned()).ok_or(format!("no {name}"));
+    let logits = |weights, values: &dyn Fn(&str) -> Result<Vec<f32>, String>| {
+        Reference::new(&fixture.config, weights, values).logits(&fixture.tokens).unwrap()
+    };
+    assert_eq!(logits(&apart, &values), logits(&fixture.weights, &values));
+}
+
 /// What a mistake in reading a configuration or in computing looks like: each must be seen.
 #[test]
 fn another_model_has_other_logits() {
     type Plant = fn(&mut ModelConfig, &mut ModelWeights);
-    let plants: [(&str, &str, Plant); 12] = [
+    let plants: [(&str, &str, Plant); 16] = [
         ("llama", "no llama3 scaling", |config, _| config.rope.kind = RopeKind::Default),
         ("llama", "another theta", |config, _| config.rope.theta = 9000.0),
         ("llama", "a ramp of another context", |config, _| {
@@ -131,6 +162,15 @@ fn another_model_has_other_logits() {
         ("qwen2", "no bias of the keys", |_, weights| weights.layers.iter_mut().for_each(|layer| layer.k_bias = None)),
         ("qwen3", "no norm of queries and keys", |config, _| config.qk_norm = false),
         ("odd", "another epsilon", |config, _| config.eps = 0.1),
+        ("mixtral", "one expert a token", |config, _| config.mixture.as_mut().unwrap().top_k = 1),
+        ("mixtral", "weights of all experts", |config, _| config.mixture.as_mut().unwrap().normalized = false),
+        ("mixtral", "experts in another order", |_, weights| {
+            weights.layers.iter_mut().for_each(|layer| match &mut layer.mlp {
+                MlpWeights::Mixture { experts: ExpertWeights::Each(each), .. } => each.reverse(),
+                mlp => panic!("{mlp:?}"),
+            });
+        }),
+        ("qwen3_moe", "weights that add up to 1", |config, _| config.mixture.as_mut().unwrap().normalized = true),
     ];
     for (model, what, plant) in plants {
         let fixture = Fixture::load(model);

@@ -2,7 +2,7 @@
 
 use unweight_codegen::spec::DecodeOutput;
 use unweight_format::FormId;
-use unweight_model::{LayerWeights, ModelConfig};
+use unweight_model::{GatedWeights, ModelConfig};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, Linear, LoadError, Merge, Stream,
     choose::graph,
@@ -68,7 +68,7 @@ pub fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32) -> Result<D
 }
 
 /// Whether a layer has Huffman-coded projections.
-pub fn has_codes(source: &impl Source, names: &LayerWeights) -> Result<bool, LoadError> {
+pub fn has_codes(source: &impl Source, names: &GatedWeights) -> Result<bool, LoadError> {
     for name in [&names.gate, &names.up, &names.down] {
         if source.form(name)? == FormId::HUFFMAN {
             return Ok(true);
@@ -83,7 +83,7 @@ impl StoredMlp {
         source: &mut impl Source,
         transcoding: &mut Transcoding<'_>,
         config: &ModelConfig,
-        names: &LayerWeights,
+        names: &GatedWeights,
         easy: bool,
     ) -> Result<Self, EngineError> {
         let arch = transcoding.kernels.device().info().arch;

@@ -34,11 +34,15 @@ pub enum Family {
     Qwen2,
     /// Qwen3.
     Qwen3,
+    /// Mixtral: a mixture of experts.
+    Mixtral,
+    /// Qwen3-MoE: a mixture of experts.
+    Qwen3Moe,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: &[Self] = &[Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+    pub const ALL: &[Self] = &[Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3, Self::Mixtral, Self::Qwen3Moe];
 
     /// `model_type` in the configuration.
     pub const fn name(self) -> &'static str {
@@ -47,6 +51,8 @@ impl Family {
             Self::Mistral => "mistral",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
+            Self::Mixtral => "mixtral",
+            Self::Qwen3Moe => "qwen3_moe",
         }
     }
 }
@@ -74,6 +80,20 @@ pub struct Bias {
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
+}
+
+/// The experts of a mixture, the same in every layer: each is a gated MLP of width [`ModelConfig::intermediate`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mixture {
+    /// How many there are.
+    pub experts: u32,
+    /// How many of them a token goes through: those with the largest logits of the router, of equal ones the lower
+    /// numbers.
+    pub top_k: u32,
+    /// A token's weights add up to 1; otherwise they are shares of the softmax over all experts.
+    pub normalized: bool,
+    /// Weights are rounded to the type of the activations.
+    pub rounded: bool,
 }
 
 /// How the makers of a model sample from it; what `generation_config.json` leaves out is as transformers has it.
@@ -121,8 +141,10 @@ pub struct ModelConfig {
     pub kv_heads: u32,
     /// Elements of a head. `heads * head_dim` need not be `hidden`.
     pub head_dim: u32,
-    /// Width of the MLP.
+    /// Width of the MLP, of a mixture that of an expert.
     pub intermediate: u32,
+    /// The experts in the place of the MLP, if the model is a mixture.
+    pub mixture: Option<Mixture>,
     /// Added to the mean square in a norm.
     pub eps: f32,
     /// Rotary position embedding.

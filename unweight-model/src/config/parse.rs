@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::{
-    Activation, Bias, CONFIG_FILE, ConfigError, Family, GENERATION_FILE, GenerationDefaults, ModelConfig,
+    Activation, Bias, CONFIG_FILE, ConfigError, Family, GENERATION_FILE, GenerationDefaults, Mixture, ModelConfig,
     fields::{EXTENT_MAX, Fields, excerpt},
 };
 use crate::rope::{Rope, RopeKind};
@@ -11,12 +11,16 @@ use crate::rope::{Rope, RopeKind};
 /// What a family has where the configuration says nothing (transformers 5.17).
 struct Defaults {
     vocab: u32,
+    hidden: u32,
+    layers: u32,
     intermediate: u32,
     /// `None`: as many as query heads.
     kv_heads: Option<u32>,
     /// `None`: `hidden / heads`.
     head_dim: Option<u32>,
     max_positions: u32,
+    eps: f64,
+    theta: f64,
     bos: Option<u32>,
     eos: &'static [u32],
 }
@@ -25,39 +29,42 @@ impl Family {
     const fn defaults(self) -> Defaults {
         let qwen = Defaults {
             vocab: 151_936,
+            hidden: HIDDEN,
+            layers: LAYERS,
             intermediate: 22_016,
             kv_heads: Some(32),
             head_dim: None,
             max_positions: 32_768,
+            eps: EPS,
+            theta: THETA,
             bos: None,
             eos: &[],
         };
+        let mistral = Defaults {
+            vocab: 32_000,
+            hidden: HIDDEN,
+            layers: LAYERS,
+            intermediate: 14_336,
+            kv_heads: Some(8),
+            head_dim: None,
+            max_positions: 131_072,
+            eps: EPS,
+            theta: THETA,
+            bos: Some(1),
+            eos: &[2],
+        };
         match self {
-            Self::Llama => Defaults {
-                vocab: 32_000,
-                intermediate: 11_008,
-                kv_heads: None,
-                head_dim: None,
-                max_positions: 2048,
-                bos: Some(1),
-                eos: &[2],
-            },
-            Self::Mistral => Defaults {
-                vocab: 32_000,
-                intermediate: 14_336,
-                kv_heads: Some(8),
-                head_dim: None,
-                max_positions: 131_072,
-                bos: Some(1),
-                eos: &[2],
-            },
+            Self::Llama => Defaults { intermediate: 11_008, kv_heads: None, max_positions: 2048, ..mistral },
+            Self::Mistral => mistral,
+            Self::Mixtral => Defaults { eps: 1e-5, theta: 1e6, ..mistral },
             Self::Qwen2 => qwen,
             Self::Qwen3 => Defaults { head_dim: Some(128), ..qwen },
+            Self::Qwen3Moe => Defaults { hidden: 2048, layers: 24, intermediate: 768, kv_heads: Some(4), ..qwen },
         }
     }
 }
 
-/// Every family's default of `hidden_size`; those of `num_hidden_layers` and `num_attention_heads` are both 32.
+/// Most families' defaults of `hidden_size` and `num_hidden_layers`; that of `num_attention_heads` is 32 in all.
 const HIDDEN: u32 = 4096;
 const LAYERS: u32 = 32;
 const HEADS: u32 = 32;
@@ -68,15 +75,17 @@ const THETA: f64 = 10_000.0;
 const WINDOW: u32 = 4096;
 /// Qwen: layers from this one on have the window.
 const WINDOW_FROM: u32 = 28;
+/// Most experts.
+const EXPERTS_MAX: u32 = 65_536;
 
 pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result<ModelConfig, ConfigError> {
     let fields = Fields::new(CONFIG_FILE, config)?;
     let family = family(fields)?;
-    refuse(fields)?;
+    refuse(fields, family)?;
     let defaults = family.defaults();
     let vocab = fields.extent("vocab_size", defaults.vocab)?;
-    let hidden = fields.extent("hidden_size", HIDDEN)?;
-    let layers = fields.extent("num_hidden_layers", LAYERS)?;
+    let hidden = fields.extent("hidden_size", defaults.hidden)?;
+    let layers = fields.extent("num_hidden_layers", defaults.layers)?;
     if layers > LAYERS_MAX {
         return Err(fields.out_of_range("num_hidden_layers", format!("at most {LAYERS_MAX}")));
     }
@@ -92,7 +101,7 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
     }
     let head_dim = head_dim(fields, hidden, heads, defaults.head_dim)?;
     let max_positions = fields.extent("max_position_embeddings", defaults.max_positions)?;
-    let eps = fields.positive("rms_norm_eps")?.unwrap_or(EPS) as f32;
+    let eps = fields.positive("rms_norm_eps")?.unwrap_or(defaults.eps) as f32;
     let generation = generation_config.map(|value| Fields::new(GENERATION_FILE, value)).transpose()?;
     let end = |fields: Fields| fields.tokens("eos_token_id", vocab);
     let said = |key| generation.map(|fields| fields.known_tokens(key, vocab)).transpose().map(Option::flatten);
@@ -112,6 +121,12 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         None if fields.get("bos_token_id").is_some() => start(fields)?,
         None => defaults.bos.filter(|&token| token < vocab),
     };
+    let intermediate = match family {
+        // `intermediate_size` is of layers without experts, which are refused.
+        Family::Qwen3Moe => "moe_intermediate_size",
+        _ => "intermediate_size",
+    };
+    let intermediate = fields.extent(intermediate, defaults.intermediate)?;
     Ok(ModelConfig {
         family,
         vocab,
@@ -120,13 +135,14 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         heads,
         kv_heads,
         head_dim,
-        intermediate: fields.extent("intermediate_size", defaults.intermediate)?,
+        intermediate,
+        mixture: mixture(fields, family, hidden, intermediate)?,
         eps,
-        rope: rope(fields, head_dim, max_positions)?,
+        rope: rope(fields, head_dim, max_positions, defaults.theta)?,
         max_positions,
         tied: fields.flag("tie_word_embeddings", false)?,
         bias: bias(fields, family)?,
-        qk_norm: family == Family::Qwen3,
+        qk_norm: matches!(family, Family::Qwen3 | Family::Qwen3Moe),
         window: windows(fields, family, layers)?,
         act: act(fields)?,
         eos,
@@ -143,7 +159,7 @@ fn family(fields: Fields) -> Result<Family, ConfigError> {
 }
 
 /// What would be another model than the one that is computed.
-fn refuse(fields: Fields) -> Result<(), ConfigError> {
+fn refuse(fields: Fields, family: Family) -> Result<(), ConfigError> {
     let because = [
         ("quantization_config", "take the model in BF16, without quantisation"),
         ("per_layer_config", "every layer must be of the same shape"),
@@ -156,15 +172,52 @@ fn refuse(fields: Fields) -> Result<(), ConfigError> {
         }
     }
     // Mixtures of experts by the keys that tell how many there are.
+    let is_mixture = matches!(family, Family::Mixtral | Family::Qwen3Moe);
     for key in ["num_local_experts", "num_experts", "n_routed_experts"] {
-        if fields.some(key).is_some_and(|value| value.as_u64() != Some(0)) {
-            return Err(fields.unsupported(key, "take a dense model: mixtures of experts are not computed yet"));
+        if !is_mixture && fields.some(key).is_some_and(|value| value.as_u64() != Some(0)) {
+            return Err(fields.unsupported(key, "of mixtures of experts, mixtral and qwen3_moe are known"));
         }
     }
     if fields.flag("is_encoder_decoder", false)? {
         return Err(fields.unsupported("is_encoder_decoder", "take a decoder-only model"));
     }
     Ok(())
+}
+
+/// The experts of the families that have some.
+fn mixture(fields: Fields, family: Family, hidden: u32, intermediate: u32) -> Result<Option<Mixture>, ConfigError> {
+    let (experts, top_k) = match family {
+        Family::Mixtral => (8, 2),
+        Family::Qwen3Moe => (128, 8),
+        Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => return Ok(None),
+    };
+    // transformers takes either key for either family.
+    let key = if fields.get("num_local_experts").is_some() { "num_local_experts" } else { "num_experts" };
+    let experts = fields.extent(key, experts)?;
+    // Their matrices lie one below the other.
+    let widest = hidden.max(intermediate.saturating_mul(2));
+    if experts > EXPERTS_MAX || experts.checked_mul(widest).is_none_or(|rows| rows > EXTENT_MAX) {
+        let limit =
+            format!("at most {EXPERTS_MAX}, and {EXTENT_MAX} when multiplied by the rows of an expert ({widest})");
+        return Err(fields.out_of_range(key, limit));
+    }
+    let top_k = fields.extent("num_experts_per_tok", top_k)?;
+    if top_k > experts {
+        return Err(fields.out_of_range("num_experts_per_tok", format!("at most {key} ({experts})")));
+    }
+    let dense = "every layer must have experts";
+    if fields.some("mlp_only_layers").is_some_and(|list| list.as_array().is_none_or(|list| !list.is_empty())) {
+        return Err(fields.unsupported("mlp_only_layers", dense));
+    }
+    if family == Family::Qwen3Moe && fields.extent("decoder_sparse_step", 1)? != 1 {
+        return Err(fields.unsupported("decoder_sparse_step", dense));
+    }
+    Ok(Some(match family {
+        Family::Qwen3Moe => {
+            Mixture { experts, top_k, normalized: fields.flag("norm_topk_prob", false)?, rounded: true }
+        }
+        _ => Mixture { experts, top_k, normalized: true, rounded: false },
+    }))
 }
 
 fn head_dim(fields: Fields, hidden: u32, heads: u32, default: Option<u32>) -> Result<u32, ConfigError> {
@@ -195,7 +248,7 @@ fn head_dim(fields: Fields, hidden: u32, heads: u32, default: Option<u32>) -> Re
 fn bias(fields: Fields, family: Family) -> Result<Bias, ConfigError> {
     let unsupported = |key, what| fields.unsupported(key, format!("{what} cannot have a bias yet"));
     match family {
-        Family::Llama | Family::Qwen3 if fields.flag("attention_bias", false)? => {
+        Family::Llama | Family::Qwen3 | Family::Qwen3Moe if fields.flag("attention_bias", false)? => {
             Err(unsupported("attention_bias", "the output projection of the attention, which it also means,"))
         }
         Family::Llama if fields.flag("mlp_bias", false)? => Err(unsupported("mlp_bias", "the MLP")),
@@ -213,18 +266,18 @@ fn act(fields: Fields) -> Result<Activation, ConfigError> {
 
 fn windows(fields: Fields, family: Family, layers: u32) -> Result<Vec<Option<u32>>, ConfigError> {
     let window = match fields.get("sliding_window") {
-        None => Some(WINDOW),
+        None => Some(WINDOW).filter(|_| family != Family::Mixtral),
         Some(_) => fields.optional_extent("sliding_window")?,
     };
     let used = match family {
         Family::Llama => false,
-        Family::Mistral => true,
-        Family::Qwen2 | Family::Qwen3 => fields.flag("use_sliding_window", false)?,
+        Family::Mistral | Family::Mixtral => true,
+        Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe => fields.flag("use_sliding_window", false)?,
     };
     let window = window.filter(|_| used);
     let Some(types) = fields.some("layer_types") else {
         let from = match family {
-            Family::Llama | Family::Mistral => 0,
+            Family::Llama | Family::Mistral | Family::Mixtral | Family::Qwen3Moe => 0,
             // Unlike other sizes this may be 0: every layer.
             Family::Qwen2 | Family::Qwen3 => match fields.get("max_window_layers") {
                 None => u64::from(WINDOW_FROM),
@@ -240,8 +293,9 @@ fn windows(fields: Fields, family: Family, layers: u32) -> Result<Vec<Option<u32
         return Err(fields.out_of_range("layer_types", format!("a list of num_hidden_layers ({layers}) entries")));
     }
     let of = |value: &Value| match (value.as_str(), family) {
-        (Some("full_attention"), Family::Mistral) if window.is_some() => {
-            Err(fields.unsupported("layer_types", "with sliding_window, every layer of a mistral has the window"))
+        (Some("full_attention"), Family::Mistral | Family::Mixtral | Family::Qwen3Moe) if window.is_some() => {
+            Err(fields
+                .unsupported("layer_types", format!("with sliding_window, every layer of a {family} has the window")))
         }
         (Some("full_attention"), _) => Ok(None),
         (Some("sliding_attention"), Family::Llama) => {
@@ -260,7 +314,7 @@ fn windows(fields: Fields, family: Family, layers: u32) -> Result<Vec<Option<u32
 }
 
 /// `rope_scaling` wins over `rope_parameters`, as in transformers; `rope_theta` may stand in either or beside them.
-fn rope(top: Fields, dim: u32, max_positions: u32) -> Result<Rope, ConfigError> {
+fn rope(top: Fields, dim: u32, max_positions: u32, usual: f64) -> Result<Rope, ConfigError> {
     let partial = |fields: Fields| match fields.number("partial_rotary_factor")? {
         Some(factor) if factor != 1.0 => {
             Err(fields.unsupported("partial_rotary_factor", "every element of a head must be rotated (1.0)"))
@@ -274,13 +328,13 @@ fn rope(top: Fields, dim: u32, max_positions: u32) -> Result<Rope, ConfigError> 
         None => top.object("rope_parameters", "rope_parameters.")?,
     };
     let Some(fields) = object else {
-        return Ok(Rope { theta: base(top)?.unwrap_or(THETA), dim, kind: RopeKind::Default });
+        return Ok(Rope { theta: base(top)?.unwrap_or(usual), dim, kind: RopeKind::Default });
     };
     if let Some(key) = fields.keys().find(|key| key.ends_with("_attention")) {
         return Err(fields.unsupported(key, "every layer must have the same rotary embedding"));
     }
     partial(fields)?;
-    let theta = base(fields)?.map_or_else(|| base(top), |theta| Ok(Some(theta)))?.unwrap_or(THETA);
+    let theta = base(fields)?.map_or_else(|| base(top), |theta| Ok(Some(theta)))?.unwrap_or(usual);
     let key = if fields.some("rope_type").is_some() { "rope_type" } else { "type" };
     let need = |key| fields.ratio(key)?.ok_or_else(|| fields.missing(key, "a number above 0"));
     // The model's own key wins over the one inside (Phi's spelling, which transformers honours for all).

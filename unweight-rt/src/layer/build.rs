@@ -21,6 +21,7 @@ use crate::{
     },
     jit::toolchain::{self, Library},
     layer::{
+        experts::{Experts, ExpertsShape},
         linear::Linear,
         loader::{LoadError, LoadOptions, Merge, Unsuitable},
     },
@@ -88,6 +89,20 @@ pub(super) struct Parts<'a> {
 
 /// Writes a part into rows without gaps.
 pub(super) type Fill<'a> = &'a mut dyn FnMut(usize, &mut Packer, MatrixMut<'_>) -> Result<(), LoadError>;
+
+/// Which matrices of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertPart {
+    /// The gates.
+    Gate,
+    /// The ups.
+    Up,
+    /// The downs.
+    Down,
+}
+
+/// Writes the matrices of all experts one below the other, in stream order.
+pub type FillExperts<'a> = &'a mut dyn FnMut(ExpertPart, &Stream, MatrixMut<'_>) -> Result<(), LoadError>;
 
 impl<'a> Parts<'a> {
     pub(super) fn new(names: &'a [&'a str], shapes: Vec<(u32, u32)>, merge: Merge, compact: bool) -> Self {
@@ -311,6 +326,35 @@ impl<'k> LayerBuilder<'k> {
             PackError::Unpackable(why) => unsuitable(name, Unsuitable::Unpackable(why)),
             PackError::Device(error) => device(error),
         })
+    }
+
+    /// The experts of a mixture, packed: `fill` writes the gates of all of them one below the other, then the ups, then
+    /// the downs. Sizes are multiples of 64.
+    ///
+    /// # Errors
+    /// Weights that cannot be packed, sizes that no kernel takes, what `fill` says, or the driver's. `name` is what
+    /// messages call them.
+    pub fn experts(&mut self, name: &str, shape: ExpertsShape, fill: FillExperts<'_>) -> Result<Experts, LoadError> {
+        let device = in_tensor(name);
+        let rows_of = |[n, k]: [u64; 2]| match (u32::try_from(n), u32::try_from(k)) {
+            (Ok(n), Ok(k)) => Ok((n, k)),
+            _ => Err(unsuitable(name, Unsuitable::TooLarge { extent: n.max(k) })),
+        };
+        let (wide, narrow) = (rows_of(shape.gate_up())?, rows_of(shape.down())?);
+        reserve(&mut self.scratch.whole, &self.packer.stream().clone(), wide).map_err(&device)?;
+        let names = [name];
+        let half = (wide.0 / 2, wide.1);
+        let parts = Parts::new(&names, vec![half; 2], Merge::SiluMul, false);
+        self.take_turns(&parts, wide, &mut |part, packer, output| {
+            fill(if part == 0 { ExpertPart::Gate } else { ExpertPart::Up }, packer.stream(), output)
+        })?;
+        let gate_up = self.pack_scratch(wide, wide).map_err(|error| match error {
+            PackError::Unpackable(why) => unsuitable(name, Unsuitable::Unpackable(why)),
+            PackError::Device(error) => device(error),
+        })?;
+        let down =
+            self.pack_alone(name, narrow, &mut |_, packer, output| fill(ExpertPart::Down, packer.stream(), output))?;
+        Experts::new(self.kernels, shape, gate_up, down).map_err(device)
     }
 
     /// A layer of packed weights, with every kernel that some batch asks for, loaded.

@@ -31,7 +31,8 @@ use crate::{
     device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Staging, Stream},
     jit::cache::Progress,
     layer::{
-        build::{LayerBuilder, Parts, in_tensor, unsuitable},
+        build::{ExpertPart, LayerBuilder, Parts, in_tensor, unsuitable},
+        experts::{Experts, ExpertsShape},
         linear::Linear,
     },
     ops::{decode::Decoder, lane::Lane, repack::Packer, transcode::Transcoder},
@@ -272,6 +273,29 @@ fn with_decoders(bundle: &Bundle, wanted: &Wanted, mut variants: Vec<VariantSpec
     variants
 }
 
+/// The tensors of a mixture's experts.
+#[derive(Clone, Copy, Debug)]
+pub enum ExpertTensors<'a> {
+    /// Gate, up and down of each.
+    Each(&'a [[&'a str; 3]]),
+    /// Stacks of all.
+    Stacked {
+        /// Gate and up of each, one below the other `[experts, 2 * intermediate, hidden]`.
+        gate_up: &'a str,
+        /// Down `[experts, hidden, intermediate]`.
+        down: &'a str,
+    },
+}
+
+impl<'a> ExpertTensors<'a> {
+    fn first(&self) -> &'a str {
+        match self {
+            Self::Each(each) => each.first().map_or("experts", |names| names[0]),
+            Self::Stacked { gate_up, .. } => gate_up,
+        }
+    }
+}
+
 impl<'k> Loader<'k> {
     /// A loader of this bundle's layers, which works on `stream`. Its layers run on any stream of the device, on a lane each.
     ///
@@ -389,6 +413,71 @@ impl<'k> Loader<'k> {
         builder.pack_alone(name, (n, k), &mut |_, packer, output| tensors.decode(name, packer, output))
     }
 
+    /// The experts of a mixture, packed, of tensors of any form; what each is multiplied by lies below the one before.
+    ///
+    /// # Errors
+    /// [`LoadError`]; tensors of other shapes, [`Unsuitable::Unpackable`] also where a size is no multiple of 64.
+    pub fn experts(&mut self, names: ExpertTensors<'_>, shape: ExpertsShape) -> Result<Experts, LoadError> {
+        let ExpertsShape { experts, hidden, intermediate } = shape;
+        let first = names.first();
+        let device = in_tensor(first);
+        match names {
+            ExpertTensors::Each(each) => {
+                if each.len() != experts as usize {
+                    return Err(unsuitable(first, Unsuitable::NotAPair { count: each.len() }));
+                }
+                for [gate, up, down] in each {
+                    for (name, wanted) in
+                        [(gate, [intermediate, hidden]), (up, [intermediate, hidden]), (down, [hidden, intermediate])]
+                    {
+                        of_shape(self.bundle, name, &wanted)?;
+                    }
+                }
+                let (builder, mut tensors) = self.parts();
+                let mut decoding = Packer::new(builder.stream(), builder.kernels).map_err(&device)?;
+                builder.experts(first, shape, &mut |part, _, mut output| {
+                    let (rows, cols) = (output.rows() / experts, output.cols());
+                    for (expert, names) in (0..experts).zip(each) {
+                        let name = names[part as usize];
+                        let own = output.part(expert * rows..(expert + 1) * rows, 0..cols);
+                        let own = own.map_err(|refusal| in_tensor(name)(refusal.into()))?;
+                        tensors.decode(name, &mut decoding, own)?;
+                    }
+                    Ok(())
+                })
+            }
+            ExpertTensors::Stacked { gate_up, down } => {
+                let (wide, narrow) = ([experts, 2 * intermediate, hidden], [experts, hidden, intermediate]);
+                of_shape(self.bundle, gate_up, &wide)?;
+                of_shape(self.bundle, down, &narrow)?;
+                let (builder, mut tensors) = self.parts();
+                let mut stack = |name: &str, rows: u32, cols: u32, packer: &mut Packer| {
+                    let mut matrix = DeviceMatrix::zeroed(packer.stream(), rows, cols).map_err(in_tensor(name))?;
+                    tensors.decode(name, packer, matrix.view_mut())?;
+                    Ok::<_, LoadError>(matrix)
+                };
+                let both = stack(gate_up, experts * 2 * intermediate, hidden, &mut builder.packer)?;
+                let downs = stack(down, experts * hidden, intermediate, &mut builder.packer)?;
+                builder.experts(first, shape, &mut |part, stream, mut output| {
+                    if part == ExpertPart::Down {
+                        return output.copy_from(stream, downs.view()).map_err(in_tensor(down));
+                    }
+                    for expert in 0..experts {
+                        // A gate, then its up.
+                        let at = (2 * expert + part as u32) * intermediate;
+                        let mut copy = || -> Result<(), DeviceError> {
+                            let from = both.view().part(at..at + intermediate, 0..hidden)?;
+                            let rows = expert * intermediate..(expert + 1) * intermediate;
+                            output.part(rows, 0..hidden)?.copy_from(stream, from)
+                        };
+                        copy().map_err(in_tensor(gate_up))?;
+                    }
+                    Ok(())
+                })
+            }
+        }
+    }
+
     /// What linears are made of.
     pub fn linears(&self) -> Linears {
         self.builder.wanted.linears
@@ -496,6 +585,17 @@ impl Tensors<'_> {
             Err(error) => error.into(),
         }
     }
+}
+
+/// Refuses a tensor of another shape, or not of BF16.
+fn of_shape(bundle: &Bundle, name: &str, wanted: &[u32]) -> Result<(), LoadError> {
+    let entry = bundle.entry(name)?;
+    let same = entry.shape.iter().map(|extent| *extent as u64).eq(wanted.iter().map(|extent| u64::from(*extent)));
+    if same && entry.dtype == Dtype::Bf16 {
+        return Ok(());
+    }
+    let shape = entry.shape.iter().map(|extent| *extent as u64).collect();
+    Err(unsuitable(name, Unsuitable::NotAMatrix { dtype: entry.dtype, shape }))
 }
 
 /// Whether a weight is stored as kernels read it.
