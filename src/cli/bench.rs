@@ -15,7 +15,7 @@ use unweight::{
     model::Geometry,
 };
 use unweight_bench::{
-    self as bench, BenchOptions, DecodeModel, DecodeOptions, MatmulOptions, Plant, StressOptions, Timing,
+    self as bench, BenchOptions, DecodeModel, DecodeOptions, MatmulOptions, Plant, RivalsOptions, StressOptions, Timing,
 };
 
 use super::{
@@ -34,6 +34,8 @@ pub enum Bench {
     Kernels(KernelsBench),
     /// Time matmuls from packed weights beside cuBLAS on this machine's GPU
     Matmul(MatmulBench),
+    /// Time other systems' formats beside Unweight's forms and cuBLAS on this machine's GPU
+    Rivals(RivalsBench),
     /// Time whole decode steps beside the same engine on cuBLAS on this machine's GPU
     Decode(DecodeBench),
     /// Measure the tables of the report that this project implements, on this machine's GPU
@@ -109,6 +111,23 @@ pub struct MatmulBench {
     /// the kernel cache, where every start on such a GPU finds them
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     save_table: Option<Option<PathBuf>>,
+    /// Number of the GPU
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: usize,
+}
+
+/// Arguments of `bench rivals`. What is left out is as in docs/rivals.md.
+#[derive(Args)]
+pub struct RivalsBench {
+    /// Shape of the weights, multiples of 64; may be repeated [default: 14336,4096]
+    #[arg(long, value_name = "N,K", value_parser = shape)]
+    shape: Vec<(u32, u32)>,
+    /// Batch of the products; may be repeated [default: 1, 8, 32 and 128]
+    #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    batch: Vec<u32>,
+    /// Rounds that count
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    rounds: Option<u16>,
     /// Number of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
@@ -252,6 +271,7 @@ impl Bench {
         match self {
             Self::Kernels(_) => "bench kernels",
             Self::Matmul(_) => "bench matmul",
+            Self::Rivals(_) => "bench rivals",
             Self::Decode(_) => "bench decode",
             Self::Report(_) => "bench report",
             Self::Stress(_) => "bench stress",
@@ -265,6 +285,18 @@ impl Bench {
             Self::Kernels(arguments) => {
                 let kernels = open(arguments.device)?;
                 let report = bench::bench_kernels(&kernels, &arguments.options(), &timing(arguments.rounds), &note)?;
+                output.result(self.name(), &report, |out| write!(out, "{report}"))
+            }
+            Self::Rivals(arguments) => {
+                let kernels = open(arguments.device)?;
+                let mut options = RivalsOptions::default();
+                if !arguments.shape.is_empty() {
+                    options.shapes.clone_from(&arguments.shape);
+                }
+                if !arguments.batch.is_empty() {
+                    options.batches.clone_from(&arguments.batch);
+                }
+                let report = bench::bench_rivals(&kernels, &options, &timing(arguments.rounds), &note)?;
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Matmul(arguments) => {

@@ -18,7 +18,7 @@ use std::sync::OnceLock;
 use unweight_codegen::abi::{KernelArgs, TensorMap};
 use unweight_codegen::plan::{GemmShape, Plan};
 use unweight_codegen::spec::Op;
-use unweight_codegen::{VariantSpec, render};
+use unweight_codegen::{Outside, VariantSpec, render};
 
 type LaunchFn = unsafe extern "C" fn(u32, u32, u32, u32, u64, *const c_void) -> c_int;
 type ErrorFn = unsafe extern "C" fn() -> *const c_char;
@@ -28,7 +28,7 @@ type TensorMapFn = unsafe extern "C" fn(*mut c_void, *const c_void, u32, u64, u6
 
 /// A change to one header, for planting a bug. `from` must occur exactly once.
 pub struct Edit {
-    /// Path below `templates/include`.
+    /// Path below `templates/include`, or the name of a header from outside.
     pub header: &'static str,
     pub from: &'static str,
     pub to: &'static str,
@@ -68,6 +68,8 @@ pub struct Run {
 pub struct CpuKernel {
     /// Empty for a hand-written source.
     plans: Vec<Plan>,
+    /// Kernels from outside; empty for others.
+    outside: Vec<Outside>,
     launch: Vec<LaunchFn>,
     last_error: ErrorFn,
     register: RegisterFn,
@@ -168,25 +170,48 @@ impl CpuKernel {
             _ = writeln!(exports, "UW_CPU_EXPORT(uw_test_launch_{i}, k{i}::{spec}, uw::{})", spec.op.info().args.name);
         }
         let includes: Vec<_> = includes.into_iter().collect();
-        let mut built = Self::build(&format!("{}\n{bodies}{exports}", includes.join("\n")), specs.len(), edits);
+        let mut built = Self::build(&format!("{}\n{bodies}{exports}", includes.join("\n")), specs.len(), edits, &[]);
         built.plans = specs.iter().map(|spec| Plan::new(spec).unwrap()).collect();
+        built
+    }
+
+    /// Kernels from outside in one library.
+    pub fn outside(kernels: &[Outside], edits: &[Edit]) -> Self {
+        let (mut includes, mut bodies, mut exports) = (BTreeSet::new(), String::new(), String::new());
+        let mut headers: Vec<(&str, &str)> = Vec::new();
+        for (i, kernel) in kernels.iter().enumerate() {
+            let source = kernel.render().unwrap_or_else(|error| panic!("{error}"));
+            includes.extend(source.text.lines().filter(|line| line.starts_with("#include")).map(str::to_owned));
+            _ = writeln!(bodies, "namespace k{i} {{\n{}}}", source.text);
+            _ = writeln!(exports, "UW_CPU_EXPORT(uw_test_launch_{i}, k{i}::{kernel}, uw::{})", kernel.args.name);
+            headers.extend(kernel.headers);
+        }
+        let includes: Vec<_> = includes.into_iter().collect();
+        let source = format!("{}\n{bodies}{exports}", includes.join("\n"));
+        let mut built = Self::build(&source, kernels.len(), edits, &headers);
+        built.outside = kernels.to_vec();
         built
     }
 
     /// A complete translation unit with the entry `kernel`, which takes `args` (a C++ type).
     pub fn source(source: &str, kernel: &str, args: &str) -> Self {
-        Self::build(&format!("{source}\nUW_CPU_EXPORT(uw_test_launch_0, {kernel}, {args})\n"), 1, &[])
+        Self::build(&format!("{source}\nUW_CPU_EXPORT(uw_test_launch_0, {kernel}, {args})\n"), 1, &[], &[])
     }
 
-    fn build(source: &str, kernels: usize, edits: &[Edit]) -> Self {
+    fn build(source: &str, kernels: usize, edits: &[Edit], headers: &[(&str, &str)]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let common = Common::of(!edits.is_empty());
-        let edited = directory.path().join("edited");
+        let (edited, outside) = (directory.path().join("edited"), directory.path().join("outside"));
+        for (name, text) in headers {
+            let path = outside.join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
         for edit in edits {
             // Several edits of one header follow each other.
             let path = edited.join(edit.header);
-            let original = common.include().join(edit.header);
-            let text = std::fs::read_to_string(if path.exists() { &path } else { &original }).unwrap();
+            let places = [&path, &outside.join(edit.header), &common.include().join(edit.header)];
+            let text = std::fs::read_to_string(places.iter().find(|place| place.exists()).unwrap()).unwrap();
             assert_eq!(text.matches(edit.from).count(), 1, "`{}` must occur once in {}", edit.from, edit.header);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text.replace(edit.from, edit.to)).unwrap();
@@ -199,7 +224,7 @@ impl CpuKernel {
         if !edits.iter().any(|edit| ["unweight/abi.cuh", "unweight/ptx/types.cuh"].contains(&edit.header)) {
             command.arg("-I").arg(common.compiled());
         }
-        command.arg("-I").arg(common.include()).arg("-I").arg(prelude());
+        command.arg("-I").arg(&outside).arg("-I").arg(common.include()).arg("-I").arg(prelude());
         let output = command.arg("-o").arg(&library).arg(&file).output().unwrap();
         assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
         // SAFETY: the library was just built from the prelude, which exports these functions with these signatures;
@@ -209,6 +234,7 @@ impl CpuKernel {
             let entry = |i| *loaded.get::<LaunchFn>(format!("uw_test_launch_{i}").as_bytes()).unwrap();
             CpuKernel {
                 plans: Vec::new(),
+                outside: Vec::new(),
                 launch: (0..kernels).map(entry).collect(),
                 last_error: *loaded.get::<ErrorFn>(b"uw_cpu_last_error").unwrap(),
                 register: *loaded.get::<RegisterFn>(b"uw_cpu_register").unwrap(),
@@ -261,7 +287,7 @@ impl CpuKernel {
     /// Every address in `args` must be valid for the accesses the kernel makes through plain pointers; accesses through
     /// wrappers are checked against registered buffers.
     pub unsafe fn launch<A: bytemuck::Pod>(&mut self, launch: &Launch, args: &A) -> Result<(), String> {
-        assert!(self.plans.is_empty(), "a rendered kernel is launched by its plan");
+        assert!(self.plans.is_empty() && self.outside.is_empty(), "a rendered kernel is launched by its plan");
         // SAFETY: the caller's promise.
         unsafe { self.enqueue(0, launch, args) }
     }
@@ -292,6 +318,28 @@ impl CpuKernel {
             self.register(buffer, name);
         }
         let launch = Launch { grid, block: plan.threads, smem_bytes, cluster, seed: run.seed };
+        // SAFETY: the caller's promise.
+        unsafe { self.enqueue(at, &launch, args) }
+    }
+
+    /// Runs one of the kernels from outside, with so many blocks. It may touch only `buffers`.
+    ///
+    /// # Safety
+    /// As [`CpuKernel::launch`].
+    pub unsafe fn run_outside<A: KernelArgs>(
+        &mut self,
+        kernel: &Outside,
+        (grid, seed): (u32, u64),
+        args: &A,
+        buffers: &[(&str, &[u8])],
+    ) -> Result<(), String> {
+        assert!(kernel.takes::<A>(), "{kernel} takes no {}", A::NAME);
+        let at = self.outside.iter().position(|built| built == kernel).unwrap_or_else(|| panic!("{kernel} not built"));
+        self.clear_registered();
+        for (name, buffer) in buffers.iter().filter(|(_, buffer)| !buffer.is_empty()) {
+            self.register(buffer, name);
+        }
+        let launch = Launch { grid, block: kernel.threads, smem_bytes: kernel.smem.bytes(), cluster: 1, seed };
         // SAFETY: the caller's promise.
         unsafe { self.enqueue(at, &launch, args) }
     }

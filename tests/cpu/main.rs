@@ -15,5 +15,6 @@ mod packed_problem;
 mod prelude;
 mod preprocess;
 mod repack;
+mod rivals;
 mod sample;
 mod transcode;

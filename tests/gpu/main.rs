@@ -19,6 +19,7 @@ mod linear;
 mod moe;
 mod paths;
 mod repack;
+mod rivals;
 mod sample;
 #[cfg(feature = "serve")]
 mod serve;

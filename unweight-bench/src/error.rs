@@ -44,6 +44,18 @@ pub enum BenchError {
         /// Why.
         why: Uncompact,
     },
+    /// Weights that another system's format cannot hold.
+    #[error("{system} cannot hold [{n}, {k}]: {why}; take a shape of multiples of 64")]
+    Unheld {
+        /// The system.
+        system: &'static str,
+        /// Output features.
+        n: u32,
+        /// Input features.
+        k: u32,
+        /// Why.
+        why: String,
+    },
     /// A conversion that does not give back what it should.
     #[error("{kernel} does not give the CPU's bits; run the GPU tests")]
     WrongBits {

@@ -19,6 +19,7 @@ mod error;
 mod kernels;
 mod matmul;
 pub mod oracle;
+mod rivals;
 mod stress;
 mod tables;
 mod timing;
@@ -28,6 +29,7 @@ pub use decode::{DecodeModel, DecodeOptions, DecodeReport, EngineRow, PartRow, S
 pub use error::BenchError;
 pub use kernels::{BenchOptions, bench_kernels};
 pub use matmul::{LLAMA_8B_LAYER, MatmulOptions, bench_matmul};
+pub use rivals::{RivalsOptions, bench_rivals};
 pub use stress::{Plant, StressOptions, StressReport, StressRow, stress};
 pub use tables::{BATCHES, Figure, Tables, bench_tables};
 pub use timing::{Report, Row, Timing};

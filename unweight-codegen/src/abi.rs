@@ -37,7 +37,26 @@ pub struct Field {
     pub bytes: usize,
 }
 
-/// An argument struct with its [`KernelArgs`].
+/// An argument struct as data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ArgsInfo {
+    /// See [`KernelArgs::NAME`].
+    pub name: &'static str,
+    /// Its size.
+    pub bytes: usize,
+    /// See [`KernelArgs::FIELDS`].
+    pub fields: &'static [Field],
+}
+
+impl ArgsInfo {
+    /// Of a struct.
+    pub const fn of<A: KernelArgs>() -> Self {
+        Self { name: A::NAME, bytes: size_of::<A>(), fields: A::FIELDS }
+    }
+}
+
+/// An argument struct with its [`KernelArgs`]. Who uses it depends on `bytemuck` with its derives.
+#[macro_export]
 macro_rules! args {
     ($(#[$doc:meta])* pub struct $name:ident { $($(#[$field_doc:meta])* pub $field:ident: $type:ty),+ $(,)? }) => {
         $(#[$doc])*

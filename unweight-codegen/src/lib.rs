@@ -13,6 +13,7 @@
 //! - [`plan`]: shared memory, pipeline, roles, launch
 //! - [`render()`], [`lint`]: the way from a plan to text
 //! - [`abi`]: the argument structs of the kernels
+//! - [`outside`]: kernels of crates above this one
 //! - [`kv`]: where an element of the KV cache lies
 
 pub mod abi;
@@ -21,6 +22,7 @@ pub mod family;
 pub mod kv;
 pub mod limits;
 pub mod lint;
+pub mod outside;
 pub mod plan;
 mod render;
 mod source;
@@ -28,6 +30,7 @@ pub mod spec;
 pub mod text;
 
 pub use error::CodegenError;
+pub use outside::Outside;
 pub use render::render;
 pub use source::Source;
 pub use spec::{Variant, VariantSpec};

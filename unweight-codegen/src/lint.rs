@@ -4,7 +4,7 @@
 //! tabs, nothing of the template language left over, one entry point of the right name, and includes that this build
 //! can answer.
 
-use crate::source::{Include, includes};
+use crate::source::{Include, header, includes};
 
 /// A rule that a rendered source breaks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -23,7 +23,12 @@ const DELIMITERS: [&str; 6] = ["<%", "%>", "<$", "$>", "<#", "#>"];
 
 /// Checks the text of a kernel whose entry point must be called `entry`.
 pub fn kernel(entry: &str, text: &str) -> Result<(), LintError> {
-    plain_text(entry, text)?;
+    kernel_with(entry, text, &[])
+}
+
+/// The same, of a kernel that may include headers of another crate.
+pub(crate) fn kernel_with(entry: &str, text: &str, own: &[(&'static str, &'static str)]) -> Result<(), LintError> {
+    plain_text_with(entry, text, own)?;
     let entries = text.matches("__global__").count();
     if entries != 1 {
         return Err(at(entry, 0, format!("{entries} entry points (__global__), there must be exactly 1")));
@@ -44,6 +49,11 @@ pub fn kernel(entry: &str, text: &str) -> Result<(), LintError> {
 
 /// Checks the text of a header or kernel: characters and includes.
 pub fn plain_text(file: &str, text: &str) -> Result<(), LintError> {
+    plain_text_with(file, text, &[])
+}
+
+/// The same, of a text that may include headers of another crate.
+pub(crate) fn plain_text_with(file: &str, text: &str, own: &[(&'static str, &'static str)]) -> Result<(), LintError> {
     if !text.ends_with('\n') {
         return Err(at(file, text.lines().count(), "no newline at the end".into()));
     }
@@ -65,7 +75,7 @@ pub fn plain_text(file: &str, text: &str) -> Result<(), LintError> {
         }
     }
     for Include { line, name } in includes(file, text)? {
-        if unweight_templates::header(&name).is_none() {
+        if header(&name, own).is_none() {
             return Err(at(file, line, format!("#include \"{name}\" names no header of templates/include")));
         }
     }

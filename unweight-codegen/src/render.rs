@@ -14,9 +14,10 @@ use crate::{
     error::CodegenError,
     family::Context as FamilyContext,
     lint,
+    outside::Outside,
     plan::{Plan, SmemSection},
     source::{Source, closure},
-    spec::VariantSpec,
+    spec::{Arch, VariantSpec},
 };
 use serde::Serialize;
 use std::sync::LazyLock;
@@ -61,12 +62,12 @@ pub fn render(spec: &VariantSpec) -> Result<Source, CodegenError> {
     let text = text(&plan)?;
     let name = spec.name();
     lint::kernel(&name, &text)?;
-    Ok(Source { headers: closure(&name, &text)?, name: name.to_string(), text, options: options(spec) })
+    Ok(Source { headers: closure(&name, &text, &[])?, name: name.to_string(), text, options: options(spec.arch) })
 }
 
 /// What the text needs of a compiler to mean what it says.
-fn options(spec: &VariantSpec) -> Vec<String> {
-    vec![format!("--gpu-architecture={}", spec.arch.compiler_name()), "--std=c++17".to_owned()]
+fn options(arch: Arch) -> Vec<String> {
+    vec![format!("--gpu-architecture={}", arch.compiler_name()), "--std=c++17".to_owned()]
 }
 
 fn text(plan: &Plan) -> Result<String, CodegenError> {
@@ -76,6 +77,51 @@ fn text(plan: &Plan) -> Result<String, CodegenError> {
     let seen = Seen { head: Head::new(plan), own: FamilyContext(plan) };
     let context = Context::from_serialize(&seen).map_err(|error| failed(error.to_string()))?;
     engine.render(template, &context).map_err(|error| failed(error.to_string()))
+}
+
+/// The source of a kernel whose headers lie in another crate: [`Outside::render`].
+pub(crate) fn outside(kernel: &Outside) -> Result<Source, CodegenError> {
+    const TEMPLATE: &str = "outside.tera";
+    let name = kernel.name();
+    for (header, text) in kernel.headers {
+        lint::plain_text_with(header, text, kernel.headers)?;
+    }
+    let failed = |message| CodegenError::Template { template: TEMPLATE, variant: name.clone(), message };
+    let engine = ENGINE.as_ref().map_err(|message| failed(message.clone()))?;
+    let seen = SeenOutside {
+        head: Head {
+            name: name.clone(),
+            summary: kernel.summary.to_owned(),
+            grid: kernel.grid.to_owned(),
+            threads: kernel.threads,
+            blocks_per_sm: kernel.blocks_per_sm,
+            smem_bytes: kernel.smem.bytes(),
+            sections: kernel.smem.sections().iter().map(Section::new).collect(),
+            args_bytes: kernel.args.bytes,
+            layout: Layout::NOW,
+        },
+        family: kernel.family,
+        function: kernel.function,
+        header: kernel.header,
+        args: kernel.args.name,
+        constants: &kernel.constants,
+    };
+    let context = Context::from_serialize(&seen).map_err(|error| failed(error.to_string()))?;
+    let text = engine.render(TEMPLATE, &context).map_err(|error| failed(error.to_string()))?;
+    lint::kernel_with(&name, &text, kernel.headers)?;
+    let headers = closure(&name, &text, kernel.headers)?;
+    Ok(Source { headers, name, text, options: options(kernel.arch) })
+}
+
+/// What the template of kernels from outside sees.
+#[derive(Serialize)]
+struct SeenOutside<'a> {
+    head: Head,
+    family: &'a str,
+    function: &'a str,
+    header: &'a str,
+    args: &'a str,
+    constants: &'a [(&'static str, u32)],
 }
 
 /// What a template sees.
@@ -128,6 +174,16 @@ struct Layout {
     stream_tile_bytes_max: usize,
 }
 
+impl Layout {
+    const NOW: Self = Self {
+        tile: layout::TILE,
+        packed_tile_bytes: layout::PACKED_TILE_BYTES,
+        packed_block_bytes: layout::PACKED_BLOCK_BYTES,
+        dense_tile_bytes: layout::DENSE_TILE_BYTES,
+        stream_tile_bytes_max: layout::STREAM_TILE_BYTES_MAX,
+    };
+}
+
 impl Head {
     fn new(plan: &Plan) -> Self {
         let op = plan.spec.op;
@@ -140,13 +196,7 @@ impl Head {
             smem_bytes: plan.smem.bytes(),
             sections: plan.smem.sections().iter().map(Section::new).collect(),
             args_bytes: op.info().args.bytes,
-            layout: Layout {
-                tile: layout::TILE,
-                packed_tile_bytes: layout::PACKED_TILE_BYTES,
-                packed_block_bytes: layout::PACKED_BLOCK_BYTES,
-                dense_tile_bytes: layout::DENSE_TILE_BYTES,
-                stream_tile_bytes_max: layout::STREAM_TILE_BYTES_MAX,
-            },
+            layout: Layout::NOW,
         }
     }
 }

@@ -69,16 +69,26 @@ pub(crate) fn includes(file: &str, text: &str) -> Result<Vec<Include>, LintError
     Ok(found)
 }
 
-/// The headers that `text` reaches, sorted by name.
-pub(crate) fn closure(file: &str, text: &str) -> Result<Vec<(&'static str, &'static str)>, LintError> {
+/// The header of this name: this crate's, or one of `own`.
+pub(crate) fn header(name: &str, own: &[(&'static str, &'static str)]) -> Option<(&'static str, &'static str)> {
+    let known = unweight_templates::headers();
+    let found = known.binary_search_by_key(&name, |(known, _)| known).ok().map(|index| known[index]);
+    found.or_else(|| own.iter().find(|(own, _)| *own == name).copied())
+}
+
+/// The headers that `text` reaches, sorted by name; `own` are those of another crate.
+pub(crate) fn closure(
+    file: &str,
+    text: &str,
+    own: &[(&'static str, &'static str)],
+) -> Result<Vec<(&'static str, &'static str)>, LintError> {
     let mut reached: BTreeMap<&'static str, &'static str> = BTreeMap::new();
     let mut open: Vec<(String, Include)> =
         includes(file, text)?.into_iter().map(|include| (file.to_owned(), include)).collect();
     while let Some((file, Include { line, name })) = open.pop() {
-        let Ok(index) = unweight_templates::headers().binary_search_by_key(&name.as_str(), |(known, _)| known) else {
+        let Some((name, text)) = header(&name, own) else {
             return Err(at(&file, line, format!("#include \"{name}\" names no header of templates/include")));
         };
-        let (name, text) = unweight_templates::headers()[index];
         if reached.insert(name, text).is_none() {
             open.extend(includes(name, text)?.into_iter().map(|include| (name.to_owned(), include)));
         }
@@ -101,10 +111,10 @@ mod tests {
     #[test]
     fn the_closure_is_sorted_and_complete() {
         let (name, _) = unweight_templates::headers()[0];
-        let reached = closure("x", &format!("#include \"{name}\"\n")).unwrap();
+        let reached = closure("x", &format!("#include \"{name}\"\n"), &[]).unwrap();
         assert!(reached.iter().any(|(reached, _)| *reached == name));
         assert!(reached.windows(2).all(|pair| pair[0].0 < pair[1].0));
-        let missing = closure("x", "\n#include \"unweight/none.cuh\"\n").unwrap_err();
+        let missing = closure("x", "\n#include \"unweight/none.cuh\"\n", &[]).unwrap_err();
         assert_eq!((missing.file.as_str(), missing.line), ("x", 2));
     }
 }

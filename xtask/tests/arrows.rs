@@ -23,8 +23,11 @@ const CRATES: [(&str, &[&str]); 10] = [
     ("unweight-codegen", &["unweight-format", "unweight-macros", "unweight-templates"]),
     ("unweight-rt", &["unweight-format", "unweight-codegen"]),
     ("unweight-engine", &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt"]),
-    ("unweight-rivals", &["unweight-format"]),
-    ("unweight-bench", &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt", "unweight-engine"]),
+    ("unweight-rivals", &["unweight-format", "unweight-codegen", "unweight-rt"]),
+    (
+        "unweight-bench",
+        &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt", "unweight-engine", "unweight-rivals"],
+    ),
     (
         ".",
         &[

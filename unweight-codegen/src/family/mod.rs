@@ -13,7 +13,7 @@
 //! another family is a file and a line. docs/adr/0008-families.md counts the edits.
 
 use crate::{
-    abi::{Field, KernelArgs},
+    abi::{ArgsInfo, KernelArgs},
     plan::{GemmShape, Infeasible, Plan, WorkspacePlan},
     spec::{Arch, Axis, Raw, VariantSpec},
 };
@@ -169,20 +169,9 @@ pub struct FamilyInfo {
     pub catalogue: fn(Arch) -> Vec<VariantSpec>,
 }
 
-/// An argument struct as data.
-#[derive(Clone, Copy, Debug)]
-pub struct ArgsInfo {
-    /// See [`KernelArgs::NAME`].
-    pub name: &'static str,
-    /// Its size.
-    pub bytes: usize,
-    /// See [`KernelArgs::FIELDS`].
-    pub fields: &'static [Field],
-}
-
 impl FamilyInfo {
     const fn of<F: Family>(name: &'static str, template: &'static str) -> Self {
-        let args = ArgsInfo { name: F::Args::NAME, bytes: size_of::<F::Args>(), fields: F::Args::FIELDS };
+        let args = ArgsInfo::of::<F::Args>();
         let catalogue = |arch| F::catalogue(arch).filter(|spec| Plan::new(spec).is_ok()).collect();
         Self { name, template, axes: F::AXES, edges: F::EDGES, args, catalogue }
     }

@@ -22,6 +22,7 @@ pub mod graph;
 pub mod kernels;
 pub mod launch;
 pub mod module;
+pub mod outside;
 pub mod pinned;
 pub mod raw;
 pub mod staging;
@@ -36,6 +37,7 @@ pub use self::{
     error::{DeviceError, Refusal, RowFault},
     graph::Graph,
     kernels::{KernelSet, Prepared},
+    outside::OutsideKernel,
     pinned::{Pinned, Transfer},
     staging::{Staging, Upload},
     stream::{Event, LaunchMode, Mark, Stream},

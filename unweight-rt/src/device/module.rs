@@ -9,7 +9,7 @@ use cudarc::{
     driver::{CudaFunction, sys::CUfunction_attribute_enum as Attribute},
     nvrtc::Ptx,
 };
-use unweight_codegen::{VariantSpec, plan::Plan};
+use unweight_codegen::{VariantSpec, plan::Plan, spec::Arch};
 
 use crate::{
     device::{Call, Device, DeviceError, Refusal},
@@ -37,49 +37,15 @@ impl LoadedKernel {
     /// # Errors
     /// The artifact is of another variant, disagrees with the plan, or the driver refuses it.
     pub fn load(device: &Device, spec: &VariantSpec, artifact: &Artifact) -> Result<Self, DeviceError> {
-        let name = spec.name();
-        let refuse = |refusal| Err(DeviceError::Kernel { kernel: name.to_string(), refusal });
         let plan = Plan::new(spec).map_err(unweight_codegen::CodegenError::from)?;
-        if artifact.name != name.as_str() {
-            return refuse(Refusal::Artifact { found: artifact.name.clone(), wanted: name.to_string() });
-        }
-        if device.info().arch != spec.arch {
-            let arch = |arch: unweight_codegen::spec::Arch| format!("for {}", arch.compiler_name());
-            return refuse(Refusal::Artifact { found: arch(spec.arch), wanted: arch(device.info().arch) });
-        }
-        let (takes, passes) = (artifact.resources.param_bytes.into(), spec.op.info().args.bytes as u64);
-        if takes != passes {
-            return refuse(Refusal::ArgumentBytes { takes, passes });
-        }
-        let smem_bytes = u64::from(plan.smem.bytes()) + artifact.resources.static_smem_bytes;
-        let limit = device.info().smem_bytes_per_block.into();
-        if smem_bytes > limit {
-            return refuse(Refusal::SharedMemory { need: smem_bytes, limit });
-        }
-        // The driver takes a pointer without a length: `cubin::read` has checked the ELF tables when the artifact was made or found.
-        let module = device.context().load_module(Ptx::from_binary(artifact.cubin.to_vec())).call("loading a cubin")?;
-        let function = module.load_function(&name).call("finding a kernel in its cubin")?;
-        let runs = function.max_threads_per_block().call("reading a kernel's attribute")?.unsigned_abs();
-        if runs < plan.launch.threads {
-            return refuse(Refusal::Threads { planned: plan.launch.threads, runs });
-        }
-        let registers = function.num_regs().call("reading a kernel's attribute")?.unsigned_abs();
-        if smem_bytes > u64::from(spec.arch.limits().smem_bytes_without_opt_in) {
-            function
-                .set_attribute(
-                    Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    // Below the device's limit, which is an i32.
-                    plan.smem.bytes().cast_signed(),
-                )
-                .call("raising the shared memory of a kernel")?;
-        }
-        // After the line above: what a block may have decides how many fit.
-        let per_sm = function
-            .occupancy_max_active_blocks_per_multiprocessor(plan.launch.threads, plan.smem.bytes() as usize, None)
-            .call("asking how many blocks fit a multiprocessor")?;
-        let resident_blocks = per_sm.saturating_mul(device.info().sms);
-        // What fails above has launched nothing, so there the module goes.
-        let function = Box::leak(Box::new(function));
+        let wanted = Wanted {
+            name: &spec.name(),
+            arch: spec.arch,
+            args_bytes: spec.op.info().args.bytes,
+            smem_bytes: plan.smem.bytes(),
+            threads: plan.launch.threads,
+        };
+        let Function { function, registers, resident_blocks } = wanted.load(device, artifact)?;
         Ok(Self { device: device.clone(), plan, registers, resident_blocks, function })
     }
 
@@ -115,6 +81,72 @@ impl LoadedKernel {
     /// An error that names this kernel.
     pub(crate) fn refuse<T>(&self, refusal: Refusal) -> Result<T, DeviceError> {
         Err(DeviceError::Kernel { kernel: self.spec().to_string(), refusal })
+    }
+}
+
+/// What an artifact must be.
+pub(crate) struct Wanted<'a> {
+    /// Its symbol.
+    pub name: &'a str,
+    pub arch: Arch,
+    pub args_bytes: usize,
+    /// Dynamic shared memory.
+    pub smem_bytes: u32,
+    pub threads: u32,
+}
+
+/// A kernel that the driver has taken. Leaked, and with it the module that it belongs to: dropping a module unloads its
+/// code at once, under whatever still runs it.
+pub(crate) struct Function {
+    pub function: &'static CudaFunction,
+    pub registers: u32,
+    pub resident_blocks: u32,
+}
+
+impl Wanted<'_> {
+    /// Loads an artifact that is that.
+    pub fn load(&self, device: &Device, artifact: &Artifact) -> Result<Function, DeviceError> {
+        let refuse = |refusal| Err(DeviceError::Kernel { kernel: self.name.to_owned(), refusal });
+        if artifact.name != self.name {
+            return refuse(Refusal::Artifact { found: artifact.name.clone(), wanted: self.name.to_owned() });
+        }
+        if device.info().arch != self.arch {
+            let arch = |arch: Arch| format!("for {}", arch.compiler_name());
+            return refuse(Refusal::Artifact { found: arch(self.arch), wanted: arch(device.info().arch) });
+        }
+        let (takes, passes) = (artifact.resources.param_bytes.into(), self.args_bytes as u64);
+        if takes != passes {
+            return refuse(Refusal::ArgumentBytes { takes, passes });
+        }
+        let smem_bytes = u64::from(self.smem_bytes) + artifact.resources.static_smem_bytes;
+        let limit = device.info().smem_bytes_per_block.into();
+        if smem_bytes > limit {
+            return refuse(Refusal::SharedMemory { need: smem_bytes, limit });
+        }
+        // The driver takes a pointer without a length: `cubin::read` has checked the ELF tables when the artifact was made or found.
+        let module = device.context().load_module(Ptx::from_binary(artifact.cubin.to_vec())).call("loading a cubin")?;
+        let function = module.load_function(self.name).call("finding a kernel in its cubin")?;
+        let runs = function.max_threads_per_block().call("reading a kernel's attribute")?.unsigned_abs();
+        if runs < self.threads {
+            return refuse(Refusal::Threads { planned: self.threads, runs });
+        }
+        let registers = function.num_regs().call("reading a kernel's attribute")?.unsigned_abs();
+        if smem_bytes > u64::from(self.arch.limits().smem_bytes_without_opt_in) {
+            function
+                .set_attribute(
+                    Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    // Below the device's limit, which is an i32.
+                    self.smem_bytes.cast_signed(),
+                )
+                .call("raising the shared memory of a kernel")?;
+        }
+        // After the line above: what a block may have decides how many fit.
+        let per_sm = function
+            .occupancy_max_active_blocks_per_multiprocessor(self.threads, self.smem_bytes as usize, None)
+            .call("asking how many blocks fit a multiprocessor")?;
+        let resident_blocks = per_sm.saturating_mul(device.info().sms);
+        // What fails above has launched nothing, so there the module goes.
+        Ok(Function { function: Box::leak(Box::new(function)), registers, resident_blocks })
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
-use unweight_codegen::{VariantSpec, spec::Arch};
+use unweight_codegen::{Outside, Source, VariantSpec, spec::Arch};
 
 use crate::env::Env;
 use crate::jit::cubin::{self, KernelResources};
@@ -34,15 +34,23 @@ pub struct CompileRequest {
 impl CompileRequest {
     /// The request for a variant: its rendered source, with every header that it reaches.
     pub fn render(spec: &VariantSpec) -> Result<CompileRequest, Error> {
-        let source = unweight_codegen::render(spec)?;
+        Ok(CompileRequest::of(unweight_codegen::render(spec)?, spec.arch))
+    }
+
+    /// The request for a kernel from another crate.
+    pub fn outside(kernel: &Outside) -> Result<CompileRequest, Error> {
+        Ok(CompileRequest::of(kernel.render()?, kernel.arch))
+    }
+
+    fn of(source: Source, arch: Arch) -> CompileRequest {
         let own = |text: &&str| (*text).to_owned();
-        Ok(CompileRequest {
+        CompileRequest {
             name: source.name,
             source: source.text,
             headers: source.headers.iter().map(|(name, text)| (own(name), own(text))).collect(),
             options: source.options,
-            arch: spec.arch.compiler_name().to_owned(),
-        })
+            arch: arch.compiler_name().to_owned(),
+        }
     }
 
     /// Every option that reaches the compiler and can change its output, in order.

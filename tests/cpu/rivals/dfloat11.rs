@@ -1,0 +1,214 @@
+//! DFloat11's kernel: the CPU decoder's weights, any bytes survived, planted bugs caught.
+
+use crate::harness::{Buffer, CpuKernel, Edit};
+use unweight_codegen::Outside;
+use unweight_format::testing::{Random, Weights};
+use unweight_rivals::{
+    cuda::dfloat11::{Dfloat11Args, Tables, kernel},
+    dfloat11::{Code, Unit},
+};
+
+fn own() -> Outside {
+    kernel(super::ARCH)
+}
+
+fn build(edits: &[Edit]) -> CpuKernel {
+    CpuKernel::outside(&[own()], edits)
+}
+
+/// A unit as the kernel finds it, and what it must make of it.
+struct Case {
+    bytes: Vec<u8>,
+    unit: Unit,
+    tables: Tables,
+}
+
+/// The unit's sections in memory.
+struct Sections {
+    codes: Buffer,
+    gaps: Buffer,
+    positions: Buffer,
+    luts: Buffer,
+    sign_mantissa: Buffer,
+}
+
+impl Sections {
+    fn of(unit: &Unit) -> Self {
+        let mut codes = unit.encoded_exponent.clone();
+        codes.resize(codes.len().next_multiple_of(4), 0);
+        Self {
+            codes: Buffer::of(&codes),
+            gaps: Buffer::of(&unit.gaps),
+            positions: Buffer::of(&unit.output_positions),
+            luts: Buffer::of(&unit.luts),
+            sign_mantissa: Buffer::of(&unit.sign_mantissa),
+        }
+    }
+}
+
+impl Case {
+    fn new(bytes: Vec<u8>, threads: usize) -> Self {
+        let unit = Unit::encode(&bytes, threads).unwrap_or_else(|why| panic!("{} bytes: {why}", bytes.len()));
+        assert_eq!(unit.decode().unwrap(), bytes);
+        let tables = Tables::of(&Code::parse(&unit.luts).unwrap());
+        Self { bytes, unit, tables }
+    }
+
+    /// Weights and faults.
+    fn run(&self, kernel: &mut CpuKernel, sections: &Sections, grid: u32) -> Result<(Vec<u8>, u32), String> {
+        let cast = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
+        let starts: Vec<u8> = self.tables.starts.iter().flat_map(|entry| entry.to_le_bytes()).collect();
+        let (starts, symbols) = (Buffer::of(&starts), Buffer::of(&cast(&self.tables.symbols)));
+        let (weights, faults) = (Buffer::new(self.bytes.len()), Buffer::zeroed(4));
+        let args = Dfloat11Args {
+            codes: sections.codes.address(),
+            gaps: sections.gaps.address(),
+            positions: sections.positions.address(),
+            luts: sections.luts.address(),
+            sign_mantissa: sections.sign_mantissa.address(),
+            starts: starts.address(),
+            symbols: symbols.address(),
+            weights: weights.address(),
+            faults: faults.address(),
+            code_words: (sections.codes.slice().len() / 4) as u32,
+            gap_bytes: sections.gaps.slice().len() as u32,
+            blocks: (self.unit.output_positions.len() / 4 - 1) as u32,
+            windows: self.unit.threads as u32,
+            rows: (self.unit.luts.len() / 256 - 1) as u32,
+            elements: self.unit.sign_mantissa.len() as u32,
+        };
+        let buffers = [
+            ("codes", sections.codes.slice()),
+            ("gaps", sections.gaps.slice()),
+            ("positions", sections.positions.slice()),
+            ("luts", sections.luts.slice()),
+            ("sign_mantissa", sections.sign_mantissa.slice()),
+            ("starts", starts.slice()),
+            ("symbols", symbols.slice()),
+            ("weights", weights.slice()),
+            ("faults", faults.slice()),
+        ];
+        // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
+        unsafe { kernel.run_outside(&own(), (grid, 5), &args, &buffers) }?;
+        Ok((weights.slice().to_vec(), faults.u32s()[0]))
+    }
+
+    fn check(&self, kernel: &mut CpuKernel) -> Result<(), String> {
+        for grid in [1, 3] {
+            let (weights, faults) = self.run(kernel, &Sections::of(&self.unit), grid)?;
+            let wrong = weights.iter().zip(&self.bytes).position(|(got, expected)| got != expected);
+            if wrong.is_some() || faults != 0 {
+                let elements = self.unit.sign_mantissa.len();
+                return Err(format!("{elements} elements: byte {wrong:?} differs, {faults} faults"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Elements of these exponents, by a random number for each.
+fn exponents(count: usize, seed: u64, mut of: impl FnMut(u64) -> u16) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    let mut element = || {
+        let bits = random.bits();
+        (bits as u16 & 0x807f | of(bits >> 16) << 7).to_le_bytes()
+    };
+    (0..count).flat_map(|_| element()).collect()
+}
+
+/// Codes of one bit and of more than twelve, windows with few and with 64, blocks of other numbers of threads, a last
+/// block that is nearly empty.
+fn cases() -> Vec<Case> {
+    let trained = |count: usize, threads| Case::new(Weights::TRAINED.bytes(count, count as u64), threads);
+    // Each exponent half as frequent as the one before: codes of 1 to 30 bits.
+    let skewed = |count| exponents(count, 9, |bits| 130 - (bits.trailing_zeros() as u16).min(28));
+    // Nearly all of one kind.
+    let one = exponents(70_001, 4, |bits| if bits % 3001 == 0 { 90 + (bits >> 20) as u16 % 60 } else { 120 });
+    vec![
+        trained(300, 512),
+        trained(30_011, 512),
+        trained(9_000, 256),
+        trained(30_000, 1024),
+        trained(2_000, 37),
+        Case::new(skewed(200_000), 512),
+        Case::new(one, 512),
+        // All alike: codes of eight bits.
+        Case::new(exponents(13_000, 6, |bits| (bits % 239) as u16), 512),
+    ]
+}
+
+#[test]
+fn units_come_back() {
+    let mut kernel = build(&[]);
+    let (mut long, mut full) = (0, false);
+    for case in cases() {
+        case.check(&mut kernel).unwrap();
+        let lengths = &case.unit.luts[case.unit.luts.len() - 256..];
+        long = long.max(lengths.iter().copied().max().unwrap());
+        full |= lengths.contains(&1);
+    }
+    assert!(long > 12 && full, "the data has no long codes, or none of one bit: {long}");
+}
+
+/// Whatever is wrong with a file, nothing is read or written outside of its buffers, and blocks that cannot be right are
+/// counted.
+#[test]
+fn any_bytes_stay_in_bounds() {
+    let mut kernel = build(&[]);
+    let case = Case::new(Weights::TRAINED.bytes(40_000, 8), 512);
+    let mut random = Random::new(77);
+    for turn in 0..10 {
+        let mut sections = Sections::of(&case.unit);
+        let mut noise = |buffer: &Buffer| Buffer::of(&random.bytes(buffer.slice().len()));
+        match turn % 5 {
+            0 => sections.codes = noise(&sections.codes),
+            1 => sections.gaps = noise(&sections.gaps),
+            2 => sections.positions = noise(&sections.positions),
+            3 => {
+                sections.codes = Buffer::filled(sections.codes.slice().len(), if turn == 3 { 0xff } else { 0 });
+                sections.luts = noise(&sections.luts);
+            }
+            _ => {
+                sections.positions = Buffer::filled(sections.positions.slice().len(), 0xff);
+                sections.luts = Buffer::filled(sections.luts.slice().len(), 0xff);
+                sections.codes = noise(&sections.codes);
+            }
+        }
+        let (_, faults) = case.run(&mut kernel, &sections, 2).unwrap();
+        assert!(faults > 0 || turn % 5 == 3, "turn {turn}: nothing was noticed");
+    }
+    // Positions one after the other and within the elements, but others than the codes'.
+    let mut positions = case.unit.output_positions.clone();
+    positions[4] ^= 1;
+    let sections = Sections { positions: Buffer::of(&positions), ..Sections::of(&case.unit) };
+    assert_eq!(case.run(&mut kernel, &sections, 2).unwrap().1, 2);
+}
+
+#[test]
+fn planted_bugs_are_caught() {
+    let header = "rivals/dfloat11.cuh";
+    for (from, to) in [
+        ("const u32 own = room < kLookupBits ? (1u << room) - 1 : kLookups - 1;", "const u32 own = kLookups - 1;"),
+        ("bits.skip(used / 2);\n", "\n"),
+        ("parked.before = parked.last;", ""),
+        ("const u32 over = ptx::funnel_shift_left(symbols, 0, filled);", "const u32 over = 0;"),
+        ("store_bytes(to, words[0], (4 - shift) & 3);", ""),
+        ("(j > 0 || shift == 0)", "true"),
+        ("if (filled > 0) ptx::store_shared(to, parked.last);", ""),
+        ("ptx::shuffle(sums - of_lane, warp) + sum", "sum"),
+        ("first >= begin && first + 8 <= end", "first + 8 <= end"),
+        ("if (first + i < begin || first + i >= end) continue;", "if (first + i >= end) continue;"),
+        ("(rest << 8 & 0x80008000u)", "(rest << 8 & 0x00008000u)"),
+        ("at += taken;", "at += total;"),
+        (">> (11 - bit % 8) & 31", ">> (11 - bit % 8) & 15"),
+        ("ptx::sync_block();  // orders the reading before the next windows' exponents", ""),
+        (
+            "ptx::sync_block();  // orders the sums before their reading, and every thread's reading before the writing below",
+            "",
+        ),
+    ] {
+        let mut kernel = build(&[Edit { header, from, to }]);
+        let caught = cases().iter().any(|case| case.check(&mut kernel).is_err());
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}

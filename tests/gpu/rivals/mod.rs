@@ -1,0 +1,4 @@
+//! The kernels of `unweight-rivals` on the GPU, against its decoders.
+
+mod dfloat11;
+mod zipserv;

@@ -1,0 +1,172 @@
+//! ZipServ's kernels on the GPU.
+
+use crate::harness::{Random, Weights, gpu, guard_is_whole, lane, poison, refused, stream, value};
+use unweight_rivals::{
+    cuda::zipserv::{DeviceZip, ZipKernels},
+    zipserv::{Encoded, encode},
+};
+use unweight_rt::{
+    device::{LaneSize, Refusal, Stream},
+    ops::lane::Lane,
+    weight::DeviceMatrix,
+};
+
+const SHAPES: [(usize, usize); 7] =
+    [(64, 64), (64, 128), (192, 64), (128, 320), (64, 8192), (1984, 2112), (4096, 4096)];
+
+fn halves(bytes: &[u8]) -> Vec<u16> {
+    bytes.chunks_exact(2).map(|element| u16::from_le_bytes([element[0], element[1]])).collect()
+}
+
+/// Weights of which one in so many is any pattern.
+fn sprinkled((rows, cols): (usize, usize), every: u64, seed: u64) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    let mut bytes = Weights::TRAINED.bytes(rows * cols, seed);
+    for element in bytes.chunks_exact_mut(2) {
+        if random.below(every) == 0 {
+            element.copy_from_slice(&(random.bits() as u16).to_le_bytes());
+        }
+    }
+    bytes
+}
+
+fn check(stream: &Stream, zip: &ZipKernels, bytes: &[u8], (rows, cols): (usize, usize), what: &str) {
+    let matrix = DeviceZip::upload(stream, &encode(bytes, rows, cols).unwrap()).unwrap();
+    let mut out = DeviceMatrix::zeroed(stream, rows as u32, cols as u32).unwrap();
+    poison(stream, &mut out);
+    zip.decompress(stream, &matrix, &mut out).unwrap();
+    let got = out.to_host(stream).unwrap();
+    let wrong = got.iter().zip(&halves(bytes)).position(|(got, expected)| got != expected);
+    assert_eq!(wrong, None, "{what}: first element that differs");
+    guard_is_whole(stream, &out, what);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn matrices_of_every_kind_come_back() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let zip = ZipKernels::of(&stream, kernels, 64).unwrap();
+    for (seed, shape) in SHAPES.into_iter().enumerate() {
+        for weights in Weights::ALL {
+            let bytes = weights.bytes(shape.0 * shape.1, seed as u64);
+            check(&stream, &zip, &bytes, shape, &format!("{weights:?} {shape:?}"));
+        }
+        for every in [1, 2, 30, 1000] {
+            let bytes = sprinkled(shape, every, seed as u64 * 7 + every);
+            check(&stream, &zip, &bytes, shape, &format!("one in {every} {shape:?}"));
+        }
+    }
+    assert_eq!(zip.faults(&stream).unwrap(), 0);
+}
+
+/// Many matrices in one process, thousands of launches: always the same bits.
+#[test]
+#[ignore = "needs a GPU"]
+fn matrices_are_decoded_alike_every_time() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let zip = ZipKernels::of(&stream, kernels, 64).unwrap();
+    for (seed, shape) in [(1, (1024, 1024)), (2, (64, 16384)), (3, (2048, 512)), (4, (192, 4096))] {
+        let bytes = sprinkled(shape, 50, seed);
+        let expected = halves(&bytes);
+        let matrix = DeviceZip::upload(&stream, &encode(&bytes, shape.0, shape.1).unwrap()).unwrap();
+        let mut out = DeviceMatrix::zeroed(&stream, shape.0 as u32, shape.1 as u32).unwrap();
+        for launch in 0..2000 {
+            if launch % 100 == 0 {
+                poison(&stream, &mut out);
+            }
+            zip.decompress(&stream, &matrix, &mut out).unwrap();
+            if launch % 100 == 99 {
+                assert!(out.to_host(&stream).unwrap() == expected, "{shape:?}, launch {launch}");
+            }
+        }
+    }
+    assert_eq!(zip.faults(&stream).unwrap(), 0);
+}
+
+/// Products of every batch against sums in f64 of the same numbers, and alike every time.
+#[test]
+#[ignore = "needs a GPU"]
+fn products_are_those_of_the_weights() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut lane = Lane::new(&stream, LaneSize::default().with_cublas()).unwrap();
+    let zip = ZipKernels::of(&stream, kernels, 2112).unwrap();
+    for (seed, (rows, cols)) in [(64, 64), (192, 320), (2112, 1984), (320, 4096)].into_iter().enumerate() {
+        let bytes = Weights::TRAINED.bytes(rows * cols, seed as u64 + 9);
+        let matrix = DeviceZip::upload(&stream, &encode(&bytes, rows, cols).unwrap()).unwrap();
+        let mut scratch = DeviceMatrix::zeroed(&stream, rows as u32, cols as u32).unwrap();
+        let w = halves(&bytes);
+        for batch in [1, 2, 7, 8, 9, 16, 31, 33, 64, 65, 100, 128, 200] {
+            let x = halves(&Weights::TRAINED.bytes(batch * cols, batch as u64));
+            let on_device = DeviceMatrix::from_host(&stream, batch as u32, cols as u32, &x).unwrap();
+            let mut y = DeviceMatrix::zeroed(&stream, batch as u32, rows as u32).unwrap();
+            let mut first = None;
+            for _ in 0..40 {
+                poison(&stream, &mut y);
+                zip.multiply(&mut lane, &on_device, &matrix, &mut scratch, &mut y).unwrap();
+                let got = y.to_host(&stream).unwrap();
+                assert!(*first.get_or_insert_with(|| got.clone()) == got, "{rows}x{cols} batch {batch}: not alike");
+            }
+            guard_is_whole(&stream, &y, "y");
+            let got = first.unwrap();
+            // Some of the elements, of every row of x and every eighth of w.
+            for m in 0..batch {
+                for row in (m % 8..rows).step_by(8) {
+                    let terms = || (0..cols).map(|k| value(x[m * cols + k]) * value(w[row * cols + k]));
+                    let (expected, scale) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
+                    let off = (value(got[m * rows + row]) - expected).abs();
+                    assert!(off <= expected.abs() / 200.0 + scale * 1e-5, "{rows}x{cols} batch {batch} y[{m}, {row}]");
+                }
+            }
+        }
+    }
+    assert_eq!(zip.faults(&stream).unwrap(), 0);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn any_bytes_stay_in_bounds() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let own = lane(&stream);
+    let zip = ZipKernels::of(&stream, kernels, 512).unwrap();
+    let bytes = sprinkled((512, 512), 30, 4);
+    let sound = encode(&bytes, 512, 512).unwrap();
+    let x = DeviceMatrix::from_host(&stream, 5, 512, &halves(&Weights::TRAINED.bytes(5 * 512, 3))).unwrap();
+    let mut random = Random::new(43);
+    let mut before = 0;
+    for turn in 0..50 {
+        let mut matrix = sound.clone();
+        let Encoded { bitmaps, blocks, strips, .. } = &mut matrix;
+        match turn % 5 {
+            0 => bitmaps[1].iter_mut().for_each(|map| *map = random.bits()),
+            1 => blocks.iter_mut().for_each(|entry| *entry = [random.bits() as u32, random.bits() as u32]),
+            2 => strips.iter_mut().for_each(|entry| *entry = [random.bits() as u32 & 0x1fff, random.bits() as u32]),
+            3 => bitmaps.iter_mut().flatten().for_each(|map| *map = 0),
+            _ => strips.iter_mut().for_each(|entry| *entry = [u32::MAX; 2]),
+        }
+        let matrix = DeviceZip::upload_any(&stream, &matrix).unwrap();
+        let mut out = DeviceMatrix::zeroed(&stream, 512, 512).unwrap();
+        poison(&stream, &mut out);
+        zip.decompress(&stream, &matrix, &mut out).unwrap();
+        guard_is_whole(&stream, &out, "the weights");
+        let mut y = DeviceMatrix::zeroed(&stream, 5, 512).unwrap();
+        poison(&stream, &mut y);
+        zip.gemm(own.stream(), &x, &matrix, &mut y).unwrap();
+        guard_is_whole(&stream, &y, "y");
+        let faults = zip.faults(&stream).unwrap();
+        assert!(faults > before, "turn {turn}: nothing was noticed");
+        before = faults;
+    }
+    check(&stream, &zip, &bytes, (512, 512), "the sound matrix");
+    let matrix = DeviceZip::upload(&stream, &sound).unwrap();
+    let mut other = DeviceMatrix::zeroed(&stream, 512, 576).unwrap();
+    let refusal = refused(zip.decompress(&stream, &matrix, &mut other));
+    assert!(matches!(refusal, Refusal::Output { .. }), "{refusal:?}");
+    let many = DeviceMatrix::zeroed(&stream, 129, 512).unwrap();
+    let mut y = DeviceMatrix::zeroed(&stream, 129, 512).unwrap();
+    let refusal = refused(zip.gemm(&stream, &many, &matrix, &mut y));
+    assert!(matches!(refusal, Refusal::TooLarge { .. }), "{refusal:?}");
+}

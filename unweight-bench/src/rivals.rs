@@ -1,0 +1,336 @@
+//! Unweight's forms and other systems' (docs/rivals.md) in one round-robin: decoding, and products beside cuBLAS.
+//!
+//! What is timed was right: decoded weights are the matrix' own bits, products are held against cuBLAS's.
+
+use serde::Serialize;
+use unweight_codegen::{
+    VariantSpec,
+    plan::GemmShape,
+    spec::{DecodeOutput, Epilogue, GemmCompactSpec, Op, catalog},
+};
+use unweight_format::{CodeLimit, Histogram, HuffmanTensor, Matrix, compact, huffman, packed};
+use unweight_rivals::{
+    cuda::{
+        dfloat11::{DeviceUnit, UnitDecoder},
+        zipserv::{DeviceZip, FUSED_MAX, ZipKernels},
+    },
+    dfloat11::{THREADS, Unit},
+    zipserv,
+};
+use unweight_rt::{
+    choose::{
+        graph::decoder,
+        model::PackedUse,
+        recon::{Source, candidates},
+    },
+    device::{DeviceBuffer, DeviceError, KernelSet, LaneSize},
+    ops::{
+        decode::{Decoder, output_bytes},
+        gemm_compact::CompactGemm,
+        gemm_packed::{PackedGemm, lane_size},
+        gemm_recon::Matmul,
+        lane::Lane,
+        repack::Packer,
+        transcode::Transcoder,
+    },
+    weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked},
+};
+
+use crate::{
+    BenchError,
+    data::{halves, normal_bf16, relative_error},
+    timing::{Contender, Report, Row, Timer, Timing},
+};
+
+/// What is measured.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct RivalsOptions {
+    /// `[n, k]` of the weights, multiples of 64.
+    pub shapes: Vec<(u32, u32)>,
+    /// Batches of the products.
+    pub batches: Vec<u32>,
+}
+
+impl Default for RivalsOptions {
+    fn default() -> Self {
+        Self { shapes: vec![(14336, 4096)], batches: vec![1, 8, 32, 128] }
+    }
+}
+
+impl RivalsOptions {
+    /// `[n, k]` of the weights, multiples of 64.
+    #[must_use]
+    pub fn shapes(self, shapes: Vec<(u32, u32)>) -> Self {
+        Self { shapes, ..self }
+    }
+
+    /// Batches of the products.
+    #[must_use]
+    pub fn batches(self, batches: Vec<u32>) -> Self {
+        Self { batches, ..self }
+    }
+}
+
+/// Measures everything that `options` asks for. `progress` hears a line for each group of contenders.
+///
+/// # Errors
+/// No cuBLAS, not enough memory, weights that a form cannot hold, or a kernel whose output is wrong.
+pub fn bench_rivals(
+    kernels: &KernelSet,
+    options: &RivalsOptions,
+    timing: &Timing,
+    progress: &dyn Fn(&str),
+) -> Result<Report<RivalsOptions>, BenchError> {
+    let stream = kernels.device().stream()?;
+    let bench = Bench { kernels, timer: Timer { stream: &stream, timing }, progress };
+    let mut rows = Vec::new();
+    for &(n, k) in &options.shapes {
+        let bytes = normal_bf16(n as usize * k as usize, 0.02, 1);
+        let forms = bench.forms(&bytes, (n, k))?;
+        rows.extend(bench.decode(&forms, &bytes)?);
+        for &m in &options.batches {
+            rows.extend(bench.products(&forms, m)?);
+        }
+    }
+    Ok(Report { device: kernels.device().info().clone(), timing: timing.clone(), options: options.clone(), rows })
+}
+
+struct Bench<'a> {
+    kernels: &'a KernelSet,
+    timer: Timer<'a>,
+    progress: &'a dyn Fn(&str),
+}
+
+/// A weight in all forms, several times over.
+struct Forms {
+    n: u32,
+    k: u32,
+    tensor: HuffmanTensor<Vec<u8>>,
+    whole: Vec<DeviceMatrix>,
+    huffman: Vec<DeviceHuffman>,
+    packed: Vec<DevicePacked>,
+    compact: Vec<DeviceCompact>,
+    units: Vec<DeviceUnit>,
+    zips: Vec<DeviceZip>,
+    zip: ZipKernels,
+}
+
+impl Forms {
+    fn problem(&self, m: u32) -> GemmShape {
+        GemmShape { m, n: self.n, k: self.k }
+    }
+}
+
+impl Bench<'_> {
+    fn say_bits(&self, what: &str, bytes: u64, elements: usize) {
+        (self.progress)(&format!("{what}: {:.3} bits a weight", bytes as f64 * 8.0 / elements as f64));
+    }
+
+    fn forms(&self, bytes: &[u8], (n, k): (u32, u32)) -> Result<Forms, BenchError> {
+        let stream = self.timer.stream;
+        let (rows, cols, elements) = (n as usize, k as usize, bytes.len() / 2);
+        let (matrix, counts) = (Matrix::new(bytes, rows, cols)?, Histogram::of(bytes));
+        let tensor = huffman::encode(matrix, CodeLimit::DEFAULT)?;
+        let pack = packed::pack(matrix, &counts).map_err(|why| BenchError::Unpackable { n, k, why })?;
+        let dense = compact::encode(matrix, &counts).map_err(|why| BenchError::Uncompact { n, k, why })?;
+        let held_by = |system| move |why: String| BenchError::Unheld { system, n, k, why };
+        let unit = Unit::encode(bytes, THREADS).map_err(|why| held_by("DFloat11")(why.to_string()))?;
+        let zip = zipserv::encode(bytes, rows, cols).map_err(|why| held_by("ZipServ")(why.to_string()))?;
+        // Of the smallest form enough for the rotation.
+        let copies = self.timer.copies(elements * 4 / 3);
+        let held = |error: unweight_rivals::cuda::Error| match error {
+            unweight_rivals::cuda::Error::Device(error) => BenchError::Device(error),
+            other => held_by("a rival")(other.to_string()),
+        };
+        let whole = DeviceMatrix::upload(stream, matrix)?;
+        let forms = Forms {
+            n,
+            k,
+            whole: self.timer.each(copies, |_| whole.duplicate(stream))?,
+            huffman: (0..copies).map(|_| DeviceHuffman::upload(stream, &tensor)).collect::<Result<_, _>>()?,
+            packed: self.timer.each(copies, |_| DevicePacked::upload(stream, &pack))?,
+            compact: self.timer.each(copies, |_| DeviceCompact::upload(stream, &dense))?,
+            units: (0..copies).map(|_| DeviceUnit::upload(stream, &unit)).collect::<Result<_, _>>().map_err(held)?,
+            zips: (0..copies).map(|_| DeviceZip::upload(stream, &zip)).collect::<Result<_, _>>().map_err(held)?,
+            zip: ZipKernels::of(stream, self.kernels, n)?,
+            tensor,
+        };
+        self.say_bits("unweight huffman", forms.tensor.coded_bytes() as u64, elements);
+        self.say_bits("unweight packed", forms.packed[0].bytes(), elements);
+        self.say_bits("unweight compact", forms.compact[0].bytes(), elements);
+        self.say_bits("dfloat11", forms.units[0].bytes(), elements);
+        self.say_bits("zipserv", forms.zips[0].bytes(), elements);
+        Ok(forms)
+    }
+
+    fn decoder(&self, tensor: &HuffmanTensor<Vec<u8>>, output: DecodeOutput) -> Result<Decoder, BenchError> {
+        let (arch, bits) = (self.kernels.device().info().arch, tensor.code().max_length());
+        let spec = decoder(arch, output, bits).ok_or(BenchError::CodeBits { bits })?;
+        Ok(Decoder::new(self.kernels.get(&spec)?)?)
+    }
+
+    /// To BF16, from every form.
+    fn decode(&self, forms: &Forms, bytes: &[u8]) -> Result<Vec<Row>, BenchError> {
+        let stream = self.timer.stream;
+        let (copies, problem) = (forms.whole.len(), forms.problem(0));
+        let (full, packer, transcoder, dfloat11) = (
+            self.decoder(&forms.tensor, DecodeOutput::Full)?,
+            Packer::new(stream, self.kernels)?,
+            Transcoder::of(self.kernels)?,
+            UnitDecoder::of(stream, self.kernels)?,
+        );
+        let mut lane = Lane::new(stream, LaneSize::default())?;
+        let mut out = self.timer.each(copies, |_| DeviceMatrix::zeroed(stream, forms.n, forms.k))?;
+        let mut flat = self.timer.each(copies, |_| DeviceBuffer::<u16>::zeroed(stream, bytes.len() / 2))?;
+        let expected = halves(bytes);
+        let (mut contenders, written) = (Vec::new(), bytes.len() as u64);
+        for (name, read) in [
+            ("unweight huffman", forms.tensor.coded_bytes() as u64),
+            ("unweight packed", forms.packed[0].bytes()),
+            ("unweight compact", forms.compact[0].bytes()),
+            ("zipserv", forms.zips[0].bytes()),
+        ] {
+            let mut run = |copy: usize| -> Result<(), DeviceError> {
+                let to = &mut out[copy];
+                match name {
+                    "unweight huffman" => full.full(&mut lane, &forms.huffman[copy], to.view_mut()),
+                    "unweight packed" => packer.unpack(&forms.packed[copy], to.view_mut()),
+                    "unweight compact" => transcoder.full(stream, &forms.compact[copy], to.view_mut()),
+                    _ => forms.zip.decompress(stream, &forms.zips[copy], to),
+                }
+            };
+            (0..copies).try_for_each(&mut run)?;
+            let (graph, launches) = self.timer.record(problem, copies, run)?;
+            // What is seen here was written by this contender: outputs are filled before each.
+            for to in &mut out {
+                if to.to_host(stream)? != expected {
+                    return Err(BenchError::WrongBits { kernel: name });
+                }
+                to.fill_bytes(stream, 0xff)?;
+            }
+            contenders.push(contender(name, (graph, launches), read + written, None));
+        }
+        let mut run = |copy: usize| dfloat11.decode(stream, &forms.units[copy], &mut flat[copy]);
+        (0..copies).try_for_each(&mut run)?;
+        let recorded = self.timer.record(problem, copies, run)?;
+        for to in &flat {
+            if to.to_host(stream)? != expected {
+                return Err(BenchError::WrongBits { kernel: "dfloat11" });
+            }
+        }
+        contenders.push(contender("dfloat11", recorded, forms.units[0].bytes() + written, None));
+        // What no decoder can beat: the bytes of the weights, read and written.
+        let mut run = |copy: usize| out[copy].view_mut().copy_from(stream, forms.whole[copy].view());
+        (0..copies).try_for_each(&mut run)?;
+        let recorded = self.timer.record(problem, copies, run)?;
+        contenders.push(contender("copy of bf16", recorded, 2 * written, None));
+        let rows = self.timer.measure("rivals_decode", contenders, copies, problem, self.progress);
+        // Graphs name these.
+        drop((lane, packer, out, flat, dfloat11));
+        rows
+    }
+
+    /// Products from every form that has one, beside cuBLAS.
+    fn products(&self, forms: &Forms, m: u32) -> Result<Vec<Row>, BenchError> {
+        let (stream, info) = (self.timer.stream, self.kernels.device().info());
+        let (copies, problem) = (forms.whole.len(), forms.problem(m));
+        let mut lane = Lane::new(stream, LaneSize::default().with_cublas())?;
+        let x = halves(&normal_bf16(m as usize * forms.k as usize, 1.0, 2 + u64::from(m)));
+        let x = DeviceMatrix::from_host(stream, m, forms.k, &x)?;
+        let mut y = DeviceMatrix::zeroed(stream, m, forms.n)?;
+        let io = (x.bytes() + y.bytes()) as u64;
+        let cublas = lane.cublas()?;
+        let mut run = |copy: usize| cublas.matmul(x.view(), forms.whole[copy].view(), y.view_mut(), false);
+        (0..copies).try_for_each(&mut run)?;
+        let recorded = self.timer.record(problem, copies, run)?;
+        let expected = y.to_host(stream)?;
+        let mut contenders = vec![Contender::cublas(recorded, io + forms.whole[0].bytes() as u64)];
+
+        let wanted = PackedUse { escapes: forms.packed[0].has_escapes(), pdl: false, epilogue: Epilogue::Store };
+        let spec = self.kernels.chooser().choose(problem, wanted).ok_or(BenchError::NoVariant(problem))?;
+        lane.reserve(lane_size(&spec, problem, info.sms)?)?;
+        let packed = PackedGemm::new(self.kernels.get(&spec)?)?;
+        let compact = self.compact(m)?;
+        let recon = |source| -> Result<Option<Matmul>, BenchError> {
+            let specs = candidates(info.arch, source, problem, Epilogue::Store);
+            Ok(specs.first().map(|spec| Matmul::new(self.kernels.get(spec)?)).transpose()?)
+        };
+        let exponent_product = recon(Source::Exponent)?;
+        let palette_product = recon(Source::Palette { max_verbatim_rows: forms.tensor.max_verbatim_rows() })?;
+        let (to_exponents, to_palette) =
+            (self.decoder(&forms.tensor, DecodeOutput::Exponent)?, self.decoder(&forms.tensor, DecodeOutput::Palette)?);
+        let grid = forms.tensor.grid();
+        // One buffer of exponents for all, as models share it; palettes are stored.
+        let mut exponents = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Exponent))?;
+        let palettes = self.timer.each(copies, |copy| {
+            let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Palette))?;
+            to_palette.palette(&mut lane, &forms.huffman[copy], &mut bytes)?;
+            Ok(bytes)
+        })?;
+        lane.synchronize()?;
+        let mut scratch = DeviceMatrix::zeroed(stream, forms.n, forms.k)?;
+        let palette_bytes = forms.huffman[0].as_palette(&palettes[0]).bytes() as u64;
+        let exponent_bytes = forms.tensor.coded_bytes() as u64;
+        for (name, there, weights) in [
+            ("unweight huffman", exponent_product.is_some(), exponent_bytes),
+            ("unweight palette", palette_product.is_some(), palette_bytes),
+            ("unweight packed", true, forms.packed[0].bytes()),
+            ("unweight compact", compact.is_some(), forms.compact[0].bytes()),
+            ("zipserv", m <= FUSED_MAX, forms.zips[0].bytes()),
+            ("zipserv by cublas", true, forms.zips[0].bytes() + 2 * forms.whole[0].bytes() as u64),
+        ] {
+            if !there {
+                continue;
+            }
+            let mut run = |copy: usize, y: &mut DeviceMatrix| -> Result<(), DeviceError> {
+                let source: &DeviceHuffman = &forms.huffman[copy];
+                match (name, &exponent_product, &palette_product, &compact) {
+                    ("unweight huffman", Some(product), ..) => {
+                        to_exponents.exponent(&mut lane, source, &mut exponents)?;
+                        product.exponent(&mut lane, x.view(), source.as_exponent(&exponents), y.view_mut())
+                    }
+                    ("unweight palette", _, Some(product), _) => {
+                        product.palette(&mut lane, x.view(), source.as_palette(&palettes[copy]), y.view_mut())
+                    }
+                    ("unweight compact", _, _, Some(product)) => {
+                        product.enqueue(stream, x.view(), &forms.compact[copy], y.view_mut())
+                    }
+                    ("zipserv", ..) => forms.zip.gemm(stream, &x, &forms.zips[copy], y),
+                    ("zipserv by cublas", ..) => {
+                        forms.zip.decompress(stream, &forms.zips[copy], &mut scratch)?;
+                        lane.cublas()?.matmul(x.view(), scratch.view(), y.view_mut(), false)
+                    }
+                    _ => packed.enqueue(&mut lane, x.view(), &forms.packed[copy], y.view_mut()),
+                }
+            };
+            y.fill_bytes(stream, 0xff)?;
+            run(copies - 1, &mut y)?;
+            let error = relative_error(&y.to_host(stream)?, &expected);
+            BenchError::check_product(name, problem, error)?;
+            let recorded = self.timer.record(problem, copies, |copy| run(copy, &mut y))?;
+            contenders.push(contender(name, recorded, io + weights, Some(error)));
+        }
+        let rows = self.timer.measure("rivals_product", contenders, copies, problem, self.progress);
+        // Graphs name these.
+        drop((lane, x, y, exponents, palettes, scratch));
+        rows
+    }
+
+    /// The first product from the compact form whose batch tile holds `m`.
+    fn compact(&self, m: u32) -> Result<Option<CompactGemm>, BenchError> {
+        let of = |spec: &VariantSpec| match spec.op {
+            Op::GemmCompact(op) => Some(op),
+            _ => None,
+        };
+        let spec = catalog::on::<GemmCompactSpec>(self.kernels.device().info().arch)
+            .filter_map(|spec| Some((spec, of(&spec)?)))
+            .filter(|(_, op)| op.epilogue == Epilogue::Store && !op.pdl && op.batch_tile.get() >= m)
+            .min_by_key(|(_, op)| op.batch_tile);
+        Ok(spec.map(|(spec, _)| CompactGemm::new(self.kernels.get(&spec)?)).transpose()?)
+    }
+}
+
+fn contender(name: &str, (graph, launches): (unweight_rt::Graph, usize), bytes: u64, error: Option<f64>) -> Contender {
+    Contender { name: name.to_owned(), graph, launches, bytes, error, dispatched: false }
+}

@@ -1,0 +1,334 @@
+// ZipServ's TCA-TBE (docs/rivals.md): to bf16, and to products for small batches. n (`rows`) and k (`cols`) are
+// multiples of 64.
+//
+//   decompress   weights[rows, cols]
+//   gemm         y[batch, rows] = x[batch, cols] * W^T by mma.sync, or with `splits` above 1 fp32 sums for `reduce`
+//   reduce       y = sum of the splits' sums, in their order
+//
+// Config
+//   u32 kBatchTile  decompress: 0; gemm: rows of x that a block takes, 8 to 128; reduce: 0
+//   u32 kStages     2: a block of weights is decoded while the next one comes; reduce: 0
+//
+// Grid      decompress: what fits the machine, a block takes every so many blocks of 64 x 64;
+//           gemm: rows / 64 * splits, each its share of k; reduce: a thread for every element of y
+// Roles     four warps, one a strip of 16 rows. A lane has two neighbours of each tile of 8 x 8, which is what mma wants
+//           of an operand: a tile of 16 x 16 is the whole of it.
+// Smem      a stage: 8256 for what is coded of a block (signs and mantissas, then what is not of the window), and
+//           128 * kBatchTile of x; decompress: 2048 a warp to turn its strip around
+// Barriers  cp.async groups of every thread, then all of the block, before a stage is read; all of the block (barrier 1)
+//           before it is filled again; decompress: __syncwarp around a warp's own 2048 bytes
+//
+// Safety    any bytes: a block is left out if its offsets leave the buffers, are not aligned, or span more than a block
+//           can have; a strip, if its starts are not where the bitmaps lead. Both count in `faults`; in a product what is
+//           left out is zero. First exponents of up to 249.
+#pragma once
+
+#include "unweight/ptx/async.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/memory.cuh"
+#include "unweight/ptx/mma.cuh"
+
+namespace uw {
+
+struct ZipservArgs {
+    const u32* map0;
+    const u32* map1;
+    const u32* map2;
+    const u8* sign_mantissa;
+    const u16* full;
+    const u32* blocks;
+    const u32* strips;
+    u16* weights;
+    const u16* x;
+    u16* y;
+    float* sums;
+    u32* faults;
+    u32 high_bytes;
+    u32 full_elements;
+    u32 first;
+    u32 rows;
+    u32 cols;
+    u32 batch;
+    u32 splits;
+    u32 reserved;
+};
+
+}  // namespace uw
+
+namespace uw::zipserv {
+
+constexpr u32 kBlock = 64, kWarps = 4, kTiles = 64, kStripTiles = kTiles / kWarps, kStripElements = 16 * kBlock;
+// Fullest block: one of its elements in the window, padded to 16 bytes, and the others.
+constexpr u32 kCodedBytes = 16 + 2 * kBlock * kBlock;
+// What a lane reads beside its strip's last element is there.
+constexpr u32 kCodedRoom = kCodedBytes + 48;
+constexpr u32 kTurnBytes = 16 * kBlock * 2;
+
+template <class Config>
+struct Smem {
+    static constexpr u32 kThreads = 32 * kWarps;
+    static constexpr u32 kStageBytes = kCodedRoom + Config::kBatchTile * kBlock * 2;
+    static constexpr u32 kStages = 0, kTurn = Config::kStages * kStageBytes;
+    static constexpr u32 kBytes = kTurn + (Config::kStages > 0 && Config::kBatchTile == 0 ? kWarps * kTurnBytes : 0);
+};
+
+// Where a block's parts lie.
+struct Extent {
+    u32 high, full, high_end, full_end;
+
+    UW_DEVICE u32 high_bytes() const { return high_end - high; }
+    UW_DEVICE u32 full_elements() const { return full_end - full; }
+    // Whether it can be copied as it says.
+    UW_DEVICE bool is_sane(const ZipservArgs& args) const {
+        return high <= high_end && high_end <= args.high_bytes && full <= full_end && full_end <= args.full_elements &&
+               ((high | high_end) & 15) == 0 && ((full | full_end) & 7) == 0 && high_bytes() <= kBlock * kBlock &&
+               full_elements() <= kBlock * kBlock && high_bytes() + 2 * full_elements() <= kCodedBytes;
+    }
+};
+
+UW_DEVICE Extent load_extent(const ZipservArgs& args, u32 block) {
+    const U32x2 begin = ptx::load_global_nc_x2(args.blocks + 2 * block), end = ptx::load_global_nc_x2(args.blocks + 2 * block + 2);
+    return {begin.x, begin.y, end.x, end.y};
+}
+
+// Starts the copy of a block's coded bytes to a stage; what cannot be right is left out.
+UW_DEVICE void copy_coded(const ZipservArgs& args, const Extent& extent, u32 stage) {
+    if (!extent.is_sane(args)) return;
+    const u32 thread = ptx::thread_index(), chunks = extent.high_bytes() / 16, fulls = extent.full_elements() / 8;
+    for (u32 i = thread; i < chunks; i += 32 * kWarps) {
+        ptx::async_copy_x4(stage + 16 * i, args.sign_mantissa + extent.high + 16 * i);
+    }
+    for (u32 i = thread; i < fulls; i += 32 * kWarps) {
+        ptx::async_copy_x4(stage + extent.high_bytes() + 16 * i, args.full + extent.full + 8 * i);
+    }
+}
+
+// A strip as it comes from memory: of lane l the words of its l-th half tile, and where the strip and the next one begin.
+struct Words {
+    u32 map0, map1, map2;
+    U32x2 begin, end;
+};
+
+UW_DEVICE Words load_words(const ZipservArgs& args, u32 block, u32 strip, u32 lane) {
+    const u64 at = (static_cast<u64>(block) * kTiles + strip * kStripTiles) * 2 + lane;
+    const u32* begin = args.strips + (static_cast<u64>(block) * kWarps + strip) * 2;
+    const U32x2 own = ptx::load_global_nc_x2(begin);
+    return {ptx::load_global_nc(args.map0 + at), ptx::load_global_nc(args.map1 + at), ptx::load_global_nc(args.map2 + at), own,
+            strip + 1 < kWarps ? ptx::load_global_nc_x2(begin + 2) : U32x2{0, 0}};
+}
+
+// A strip that can be decoded.
+struct Strip {
+    u32 map0, map1, map2;
+    u32 before;        // elements of the window before this lane's half tile
+    u32 high, full;    // shared addresses of its first ones
+    bool is_sane;      // the same in the whole warp
+};
+
+UW_DEVICE Strip make_strip(const ZipservArgs& args, const Words& words, const Extent& extent, u32 strip, u32 stage, u32 lane) {
+    const u32 own = ptx::popcount(words.map0 | words.map1 | words.map2);
+    u32 sum = own;
+#pragma unroll
+    for (u32 delta = 1; delta < 32; delta *= 2) {
+        const u32 other = ptx::shuffle_up(sum, delta);
+        if (lane >= delta) sum += other;
+    }
+    const u32 total = ptx::shuffle(sum, 31);
+    // The last strip ends where the block does, but for padding. A start beyond the block fails here, too: no sum is
+    // above 2^32, as both are held to the block's extent first.
+    bool sane = extent.is_sane(args) && words.begin.x <= extent.high_bytes() && words.begin.y <= extent.full_elements();
+    u32 high_end = words.begin.x + total, full_end = words.begin.y + (kStripElements - total);
+    if (strip + 1 == kWarps) {
+        sane = sane && (high_end + 15) / 16 * 16 == extent.high_bytes() && (full_end + 7) / 8 * 8 == extent.full_elements();
+    } else {
+        sane = sane && high_end == words.end.x && full_end == words.end.y;
+        sane = sane && high_end <= extent.high_bytes() && full_end <= extent.full_elements();
+    }
+    if (strip == 0) sane = sane && (words.begin.x | words.begin.y) == 0;
+    return {words.map0, words.map1, words.map2, sum - own, stage + words.begin.x,
+            stage + extent.high_bytes() + 2 * words.begin.y, sane};
+}
+
+// Bits 0 and 1 to bits 0 and 16.
+UW_DEVICE u32 spread(u32 bits) { return (bits & 1) | (bits & 2) << 15; }
+
+// This lane's two elements of a tile of 8 x 8: row lane / 4, columns from 2 * (lane % 4) on.
+UW_DEVICE u32 decode_pair(const Strip& strip, u32 first, u32 tile, u32 lane) {
+    const u32 half = 2 * tile + lane / 16, shift = 2 * (lane % 16);
+    const u32 m0 = ptx::shuffle(strip.map0, half), m1 = ptx::shuffle(strip.map1, half), m2 = ptx::shuffle(strip.map2, half);
+    const u32 start = ptx::shuffle(strip.before, half), any = m0 | m1 | m2;
+    const u32 index = start + ptx::popcount(any & ((1u << shift) - 1)), own = any >> shift;
+    const u32 codes = spread(m0 >> shift) | spread(m1 >> shift) << 1 | spread(m2 >> shift) << 2;
+    // A code is the distance from the exponent before the first; halves do not borrow from each other.
+    const u32 exponents = codes + first * 0x10001u - spread(own);
+    const u32 rest = ptx::load_shared_u8(strip.high + index) | ptx::load_shared_u8(strip.high + index + (own & 1)) << 16;
+    u32 pair = (rest << 8 & 0x80008000u) | exponents << 7 | (rest & 0x007f007fu);
+    if ((own & 3) != 3) {
+        // Elements outside of the window that lie before this one.
+        const u32 others = strip.full + 2 * (32 * half + shift - index);
+        if ((own & 1) == 0) pair = (pair & 0xffff0000u) | ptx::load_shared_u16(others);
+        if ((own & 2) == 0) pair = (pair & 0xffffu) | ptx::load_shared_u16(others + 2 * (~own & 1)) << 16;
+    }
+    return pair;
+}
+
+UW_DEVICE void count_fault(const ZipservArgs& args, u32 lane) {
+    if (lane == 0) ptx::reduce_add_global(args.faults, 1);
+}
+
+// All copies but those of the newest group have landed, of every thread.
+UW_DEVICE void wait_for_stage() {
+    ptx::async_wait_group<1>();
+    ptx::sync_block();  // with the wait: orders every thread's copies before their reading by all
+}
+
+// Everybody has read a stage.
+UW_DEVICE void release_stage() {
+    ptx::named_barrier_sync(1, 32 * kWarps);  // orders the reading before the next copies to the stage
+}
+
+template <class Config>
+UW_DEVICE void decompress(const ZipservArgs& args) {
+    using S = Smem<Config>;
+    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32, warp = ptx::uniform_warp_index();
+    const u32 across = args.cols / kBlock, blocks = args.rows / kBlock * across, step = ptx::grid_size();
+    const u32 turn = smem + S::kTurn + warp * kTurnBytes, last = blocks - 1;
+    u32 block = ptx::block_index(), stage = smem;
+    if (block >= blocks) return;
+    // One block ahead of the decoding the bytes, two ahead where they lie; behind the last block that is read again.
+    auto within = [&](u32 b) { return b < blocks ? b : last; };
+    Extent extent = load_extent(args, block), next = load_extent(args, within(block + step));
+    Words words = load_words(args, block, warp, lane);
+    copy_coded(args, extent, stage);
+    ptx::async_commit_group();
+    for (; block < blocks; block += step) {
+        const u32 other = smem + (stage == smem ? S::kStageBytes : 0);
+        if (block + step < blocks) copy_coded(args, next, other);
+        ptx::async_commit_group();
+        const Extent after = load_extent(args, within(block + 2 * step));
+        const Words following = load_words(args, within(block + step), warp, lane);
+        wait_for_stage();
+        const Strip strip = make_strip(args, words, extent, warp, stage, lane);
+        if (strip.is_sane) {
+#pragma unroll 4
+            for (u32 tile = 0; tile < kStripTiles; ++tile) {
+                const u32 row = tile % 2 * 8 + lane / 4, chunk = tile / 4 * 2 + tile / 2 % 2;
+                // Chunks of a row change places by the row, so that eight rows lie in eight groups of banks.
+                ptx::store_shared(turn + row * 128 + (chunk ^ (row & 7)) * 16 + lane % 4 * 4, decode_pair(strip, args.first, tile, lane));
+            }
+            ptx::sync_warp();  // orders the strip before its reading by other lanes
+            const u32 top = block / across * kBlock + warp * 16, left = block % across * kBlock;
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                const u32 row = i * 4 + lane / 8, chunk = lane % 8;
+                u16* to = args.weights + static_cast<u64>(top + row) * args.cols + left + chunk * 8;
+                ptx::store_global_cs_x4(to, ptx::load_shared_x4(turn + row * 128 + (chunk ^ (row & 7)) * 16));
+            }
+            ptx::sync_warp();  // orders the reading before the next strip
+        } else {
+            count_fault(args, lane);
+        }
+        release_stage();
+        stage = other;
+        extent = next;
+        next = after;
+        words = following;
+    }
+}
+
+// Starts the copy of x[0..kBatchTile, 64 columns from `column` on], zeros behind the batch.
+template <class Config>
+UW_DEVICE void copy_x(const ZipservArgs& args, u32 column, u32 stage) {
+    for (u32 i = ptx::thread_index(); i < Config::kBatchTile * 8; i += 32 * kWarps) {
+        const u32 row = i / 8, chunk = i % 8;
+        const bool used = row < args.batch;
+        const u16* from = args.x + static_cast<u64>(used ? row : 0) * args.cols + column + chunk * 8;
+        ptx::async_copy_x4(stage + kCodedRoom + row * 128 + (chunk ^ (row & 7)) * 16, from, used);
+    }
+}
+
+template <class Config>
+UW_DEVICE void gemm(const ZipservArgs& args) {
+    using S = Smem<Config>;
+    constexpr u32 kColumns = Config::kBatchTile / 8;
+    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32, warp = ptx::uniform_warp_index();
+    const u32 across = args.cols / kBlock, row_block = ptx::block_index() / args.splits, split = ptx::block_index() % args.splits;
+    // Shares of k differ by a block at most; `across` is below 2^25, splits below 2^7.
+    const u32 first = across * split / args.splits, end = across * (split + 1) / args.splits, base = row_block * across;
+    float sums[kColumns][4] = {};
+    if (first < end) {
+        auto within = [&](u32 b) { return b < end ? b : end - 1; };
+        u32 stage = smem;
+        Extent extent = load_extent(args, base + first), next = load_extent(args, base + within(first + 1));
+        Words words = load_words(args, base + first, warp, lane);
+        copy_coded(args, extent, stage);
+        copy_x<Config>(args, first * kBlock, stage);
+        ptx::async_commit_group();
+        for (u32 at = first; at < end; ++at) {
+            const u32 other = smem + (stage == smem ? S::kStageBytes : 0);
+            if (at + 1 < end) {
+                copy_coded(args, next, other);
+                copy_x<Config>(args, (at + 1) * kBlock, other);
+            }
+            ptx::async_commit_group();
+            const Extent after = load_extent(args, base + within(at + 2));
+            const Words following = load_words(args, base + within(at + 1), warp, lane);
+            wait_for_stage();
+            const Strip strip = make_strip(args, words, extent, warp, stage, lane);
+            if (strip.is_sane) {
+#pragma unroll
+                for (u32 pair = 0; pair < 2; ++pair) {
+                    u32 weights[2][4];
+#pragma unroll
+                    for (u32 i = 0; i < 8; ++i) weights[i / 4][i % 4] = decode_pair(strip, args.first, pair * 8 + i, lane);
+#pragma unroll
+                    for (u32 c = 0; c < kColumns; ++c) {
+                        const u32 row = c * 8 + lane % 8, chunk = pair * 4 + lane / 8;
+                        const U32x4 x = ptx::load_matrix_x4(stage + kCodedRoom + row * 128 + (chunk ^ (row & 7)) * 16);
+                        const u32 low[2] = {x.x, x.y}, high[2] = {x.z, x.w};
+                        ptx::mma_m16n8k16(sums[c], weights[0], low);
+                        ptx::mma_m16n8k16(sums[c], weights[1], high);
+                    }
+                }
+            } else {
+                count_fault(args, lane);
+            }
+            release_stage();
+            stage = other;
+            extent = next;
+            next = after;
+            words = following;
+        }
+    }
+    // Lane 4 g + t has rows g and g + 8 of the strip, batch rows 2 t and 2 t + 1 of each eight.
+    const u32 row = row_block * kBlock + warp * 16 + lane / 4;
+#pragma unroll
+    for (u32 c = 0; c < kColumns; ++c) {
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 batch = c * 8 + lane % 4 * 2 + i % 2;
+            if (batch >= args.batch) continue;
+            const u64 at = static_cast<u64>(batch) * args.rows + row + i / 2 * 8;
+            if (args.splits == 1) {
+                ptx::store_global_u16(args.y + at, ptx::pack_bf16x2(sums[c][i], 0.0f) & 0xffff);
+            } else {
+                float* to = args.sums + static_cast<u64>(split) * args.batch * args.rows + at;
+                ptx::store_global(to, ptx::bits_from_float(sums[c][i]));
+            }
+        }
+    }
+}
+
+template <class Config>
+UW_DEVICE void reduce(const ZipservArgs& args) {
+    const u64 count = static_cast<u64>(args.batch) * args.rows;
+    const u64 at = static_cast<u64>(ptx::block_index()) * Smem<Config>::kThreads + ptx::thread_index();
+    if (at >= count) return;
+    float sum = 0.0f;
+    for (u32 split = 0; split < args.splits; ++split) {
+        sum = ptx::add(sum, ptx::float_from_bits(ptx::load_global(args.sums + split * count + at)));
+    }
+    ptx::store_global_u16(args.y + at, ptx::pack_bf16x2(sum, 0.0f) & 0xffff);
+}
+
+}  // namespace uw::zipserv

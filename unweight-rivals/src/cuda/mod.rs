@@ -1,0 +1,47 @@
+//! Kernels for these formats, on the runtime's opening for kernels from outside (feature `cuda`).
+//!
+//! ```text
+//! kernels/<format>.cuh   the kernel, with its contract       <format>.rs   argument struct, shared memory, launch
+//! ```
+//! Each takes what the encoders here give and has been checked, or any bytes: a kernel never leaves its buffers, and
+//! counts what it could not decode.
+
+pub mod dfloat11;
+pub mod zipserv;
+
+use unweight_codegen::{Outside, spec::Arch};
+use unweight_rt::device::{DeviceError, Refusal};
+
+/// The headers of all kernels.
+pub const HEADERS: &[(&str, &str)] = &[
+    ("rivals/dfloat11.cuh", include_str!("../../kernels/dfloat11.cuh")),
+    ("rivals/zipserv.cuh", include_str!("../../kernels/zipserv.cuh")),
+];
+
+/// Every kernel that this crate launches, for an architecture.
+pub fn kernels(arch: Arch) -> Vec<Outside> {
+    let mut kernels = vec![dfloat11::kernel(arch), zipserv::decompress(arch), zipserv::reduce(arch)];
+    kernels.extend(zipserv::BATCH_TILES.map(|tile| zipserv::gemm(arch, tile)));
+    kernels
+}
+
+/// Why something of a rival's did not run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The device, the compiler or the driver failed, or operands do not fit.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// A unit that is damaged.
+    #[error("a DFloat11 unit: {0}")]
+    Unit(#[from] crate::dfloat11::UnitError),
+    /// A matrix of ZipServ's that is damaged.
+    #[error("a TCA-TBE matrix: {0}")]
+    Zipserv(#[from] crate::zipserv::Error),
+}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        Self::Device(refusal.into())
+    }
+}
