@@ -8,14 +8,17 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{DecodeOutput, Epilogue, GemmCompactSpec, Op, catalog},
 };
-use unweight_format::{CodeLimit, Histogram, HuffmanTensor, Matrix, compact, huffman, packed};
+use unweight_format::{CodeLimit, Histogram, HuffmanTensor, Matrix, compact, huffman, packed, testing::Random};
 use unweight_rivals::{
     cuda::{
         dfloat11::{DeviceUnit, UnitDecoder},
+        matvans::{DeviceMatvans, MatvansKernels, round},
+        tans::{DeviceTans, TansKernels, place, runs_on},
         zipserv::{DeviceZip, FUSED_MAX, ZipKernels},
     },
     dfloat11::{THREADS, Unit},
-    zipserv,
+    matvans::{self, Layout},
+    tans, zipserv,
 };
 use unweight_rt::{
     choose::{
@@ -50,11 +53,17 @@ pub struct RivalsOptions {
     pub shapes: Vec<(u32, u32)>,
     /// Batches of the products.
     pub batches: Vec<u32>,
+    /// Rows and columns of the int8 matrices, a multiple of 128; 0: none.
+    pub int8: u32,
+    /// Bits of entropy of their values.
+    pub int8_entropy: f64,
+    /// MiB of the FP8 vectors; 0: none.
+    pub fp8_mib: u32,
 }
 
 impl Default for RivalsOptions {
     fn default() -> Self {
-        Self { shapes: vec![(14336, 4096)], batches: vec![1, 8, 32, 128] }
+        Self { shapes: vec![(14336, 4096)], batches: vec![1, 8, 32, 128], int8: 4096, int8_entropy: 4.0, fp8_mib: 256 }
     }
 }
 
@@ -69,6 +78,18 @@ impl RivalsOptions {
     #[must_use]
     pub fn batches(self, batches: Vec<u32>) -> Self {
         Self { batches, ..self }
+    }
+
+    /// Rows and columns of the int8 matrices; 0: none.
+    #[must_use]
+    pub fn int8(self, int8: u32) -> Self {
+        Self { int8, ..self }
+    }
+
+    /// MiB of the FP8 vectors; 0: none.
+    #[must_use]
+    pub fn fp8_mib(self, fp8_mib: u32) -> Self {
+        Self { fp8_mib, ..self }
     }
 }
 
@@ -92,6 +113,12 @@ pub fn bench_rivals(
         for &m in &options.batches {
             rows.extend(bench.products(&forms, m)?);
         }
+    }
+    if options.int8 > 0 {
+        rows.extend(bench.int8(options.int8, options.int8_entropy)?);
+    }
+    if options.fp8_mib > 0 && runs_on(kernels.device().info().arch) {
+        rows.extend(bench.fp8((options.fp8_mib as usize) << 20)?);
     }
     Ok(Report { device: kernels.device().info().clone(), timing: timing.clone(), options: options.clone(), rows })
 }
@@ -314,6 +341,118 @@ impl Bench<'_> {
         let rows = self.timer.measure("rivals_product", contenders, copies, problem, self.progress);
         // Graphs name these.
         drop((lane, x, y, exponents, palettes, scratch));
+        rows
+    }
+
+    /// Products of int8 matrices and a vector, each the next one's vector, as MatVANS' bench has it: what is coded, and
+    /// what is not.
+    fn int8(&self, extent: u32, entropy: f64) -> Result<Vec<Row>, BenchError> {
+        let stream = self.timer.stream;
+        let (d, problem) = (extent as usize, GemmShape { m: 1, n: extent, k: extent });
+        let sigma = entropy.exp2() / (2.0 * std::f64::consts::PI * std::f64::consts::E).sqrt();
+        let integers = |count: usize, sigma: f64, seed: u64| -> Vec<i8> {
+            let value = |bits: u16| f32::from_bits(u32::from(bits) << 16).round().clamp(-127.0, 127.0) as i8;
+            halves(&normal_bf16(count, sigma, seed)).into_iter().map(value).collect()
+        };
+        let (values, first) = (integers(d * d, sigma, 3), integers(d, 30.0, 4));
+        let scale = (1.0 / (sigma * f64::from(extent).sqrt())) as f32;
+        let copies = self.timer.copies(d * d / 2).max(10);
+        let mut expected = first.clone();
+        for _ in 0..copies {
+            let product = |row: &[i8]| row.iter().zip(&expected).map(|(w, x)| i32::from(*w) * i32::from(*x)).sum();
+            expected = values.chunks_exact(d).map(|row| round(product(row), scale)).collect();
+        }
+        let kernels = MatvansKernels::of(stream, self.kernels)?;
+        let dense = self.timer.each(copies, |_| DeviceBuffer::from_host(stream, &values))?;
+        let mut coded = Vec::new();
+        for (name, layout) in [("matvans warp-rows", Layout::Rows), ("matvans warp-stripes", Layout::Stripes)] {
+            let matrix = matvans::encode(&values, d, d, layout).map_err(|why| {
+                let (system, why) = ("MatVANS", why.to_string());
+                BenchError::Unheld { system, n: extent, k: extent, why }
+            })?;
+            self.say_bits(name, matrix.bytes(), d * d);
+            coded.push((name, self.timer.each(copies, |_| DeviceMatvans::upload(stream, &matrix))?));
+        }
+        let mut vectors = self.timer.each(copies + 1, |_| DeviceBuffer::<i8>::zeroed(stream, d))?;
+        vectors[0].write(stream, 0, &first)?;
+        let mut contenders = Vec::new();
+        for name in ["matvans warp-rows", "matvans warp-stripes", "int8 dp4a"] {
+            let matrices = coded.iter().find(|(own, _)| *own == name).map(|(_, matrices)| matrices);
+            let bytes = matrices.map_or((d * d) as u64, |matrices| matrices[0].bytes()) + 2 * d as u64;
+            let mut run = |copy: usize| {
+                let Ok([x, y]) = vectors.get_disjoint_mut([copy, copy + 1]) else { return Ok(()) };
+                match matrices {
+                    Some(matrices) => kernels.multiply(stream, &matrices[copy], x, scale, y),
+                    None => kernels.multiply_dense(stream, &dense[copy], x, scale, y),
+                }
+            };
+            (0..copies).try_for_each(&mut run)?;
+            let recorded = self.timer.record(problem, copies, run)?;
+            if vectors[copies].to_host(stream)? != expected {
+                return Err(BenchError::WrongBits { kernel: name });
+            }
+            for vector in &mut vectors[1..] {
+                vector.fill_bytes(stream, 0xff)?;
+            }
+            contenders.push(contender(name, recorded, bytes, None));
+        }
+        let rows = self.timer.measure("rivals_int8", contenders, copies, problem, self.progress);
+        // Graphs name these.
+        drop((kernels, dense, coded, vectors));
+        rows
+    }
+
+    /// Sums of FP8 vectors, coded in streams of several lengths and not at all. `n` is their bytes.
+    fn fp8(&self, bytes: usize) -> Result<Vec<Row>, BenchError> {
+        let stream = self.timer.stream;
+        let problem = GemmShape { m: 0, n: u32::try_from(bytes).unwrap_or(u32::MAX), k: 1 };
+        let vector = |seed: u64| -> Vec<u8> {
+            // By 16 bits the exponent.
+            let (mut table, mut left) = (Vec::with_capacity(1 << 16), 0.0);
+            for (exponent, share) in tans::QWEN3_14B.iter().enumerate() {
+                left += share;
+                let end = ((left * 65536.0) as usize).min(1 << 16);
+                table.resize(end.max(table.len()), exponent as u8);
+            }
+            table.resize(1 << 16, 13);
+            let mut random = Random::new(seed);
+            let byte = |bits: u64| bits as u8 & 0x87 | table[(bits >> 16 & 0xffff) as usize] << 3;
+            (0..bytes).map(|_| byte(random.bits())).collect()
+        };
+        let (a, b) = (vector(5), vector(6));
+        let kernels = TansKernels::of(stream, self.kernels)?;
+        let (plain_a, plain_b) = (DeviceBuffer::from_host(stream, &a)?, DeviceBuffer::from_host(stream, &b)?);
+        let mut out = DeviceBuffer::<u8>::zeroed(stream, bytes)?;
+        let mut run = |_| kernels.add_plain(stream, &plain_a, &plain_b, &mut out);
+        run(0)?;
+        let recorded = self.timer.record(problem, 1, run)?;
+        let expected = out.to_host(stream)?;
+        let mut contenders = vec![contender("fp8 as it is", recorded, 3 * bytes as u64, None)];
+        let mut coded = Vec::new();
+        for (name, per_stream) in [("tans 128", 128), ("tans 256", 256), ("tans 512", 512), ("tans 1024", 1024)] {
+            let code = |bytes: &[u8]| -> Result<DeviceTans, BenchError> {
+                let unheld = |why: String| BenchError::Unheld { system: "tANS", n: problem.n, k: 1, why };
+                let vector =
+                    tans::encode(bytes, per_stream, &tans::QWEN3_14B).map_err(|why| unheld(why.to_string()))?;
+                DeviceTans::upload(stream, &vector).map_err(|why| unheld(why.to_string()))
+            };
+            let (a, b) = (code(&a)?, code(&b)?);
+            self.say_bits(name, a.bytes(), bytes);
+            out.fill_bytes(stream, 0xff)?;
+            let mut run = |_| kernels.add(stream, &a, &b, &mut out);
+            run(0)?;
+            let recorded = self.timer.record(problem, 1, run)?;
+            let got = out.to_host(stream)?;
+            let streams = bytes / per_stream;
+            if (0..bytes).any(|i| got[place(i, per_stream, streams)] != expected[i]) {
+                return Err(BenchError::WrongBits { kernel: name });
+            }
+            contenders.push(contender(name, recorded, a.bytes() + b.bytes() + bytes as u64, None));
+            coded.push((a, b));
+        }
+        let rows = self.timer.measure("rivals_fp8", contenders, 1, problem, self.progress);
+        // Graphs name these.
+        drop((kernels, plain_a, plain_b, out, coded));
         rows
     }
 

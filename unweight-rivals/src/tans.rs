@@ -193,6 +193,31 @@ fn spread(frequencies: &[u16]) -> Result<Vec<u8>, Error> {
     Ok(slots)
 }
 
+/// Symbol, bits and state without them, by slot.
+fn slots(frequencies: &[u16]) -> Result<Vec<(u8, u32, u32)>, Error> {
+    let spread = spread(frequencies)?;
+    let mut ranks = frequencies.to_vec();
+    let slot = |symbol: u8| {
+        let rank = &mut ranks[usize::from(symbol)];
+        let before = u32::from(*rank);
+        *rank += 1;
+        let bits = before.leading_zeros() - STATES.leading_zeros();
+        (symbol, bits, before << bits)
+    };
+    Ok(spread.into_iter().map(slot).collect())
+}
+
+/// The table that kernels decode by: symbol, bits << 8, next state without them << 16, by slot.
+///
+/// # Errors
+/// The frequencies do not fill it.
+pub fn table(frequencies: &[u16]) -> Result<Vec<u32>, Error> {
+    Ok(slots(frequencies)?
+        .into_iter()
+        .map(|(symbol, bits, state)| u32::from(symbol) | bits << 8 | state << 16)
+        .collect())
+}
+
 /// Encodes FP8 bytes, in streams of `per_stream` of them, with shares of exponents.
 ///
 /// # Errors
@@ -296,18 +321,7 @@ impl Encoded {
                 return Err(Error::Offset { block, begin, end, bytes });
             }
         }
-        // Symbol, bits and state without them, by slot.
-        let mut ranks = self.frequencies.clone();
-        let table: Vec<(u8, u32, u32)> = spread(&self.frequencies)?
-            .into_iter()
-            .map(|symbol| {
-                let rank = &mut ranks[usize::from(symbol)];
-                let before = u32::from(*rank);
-                *rank += 1;
-                let bits = before.leading_zeros() - STATES.leading_zeros();
-                (symbol, bits, before << bits)
-            })
-            .collect();
+        let table = slots(&self.frequencies)?;
         let mut out = vec![0; count * self.per_stream];
         let tasks = out.par_chunks_mut(self.per_stream).enumerate();
         let failed = tasks.map(|(stream, out)| self.stream(stream, &table, out)).find_map_first(Result::err);

@@ -1,6 +1,8 @@
 //! The kernels of `unweight-rivals` on the CPU prelude, against its decoders.
 
 mod dfloat11;
+mod matvans;
+mod tans;
 mod zipserv;
 
 use unweight_codegen::{Outside, lint, spec::Arch};

@@ -7,6 +7,8 @@
 //! counts what it could not decode.
 
 pub mod dfloat11;
+pub mod matvans;
+pub mod tans;
 pub mod zipserv;
 
 use unweight_codegen::{Outside, spec::Arch};
@@ -15,6 +17,8 @@ use unweight_rt::device::{DeviceError, Refusal};
 /// The headers of all kernels.
 pub const HEADERS: &[(&str, &str)] = &[
     ("rivals/dfloat11.cuh", include_str!("../../kernels/dfloat11.cuh")),
+    ("rivals/matvans.cuh", include_str!("../../kernels/matvans.cuh")),
+    ("rivals/tans.cuh", include_str!("../../kernels/tans.cuh")),
     ("rivals/zipserv.cuh", include_str!("../../kernels/zipserv.cuh")),
 ];
 
@@ -22,6 +26,10 @@ pub const HEADERS: &[(&str, &str)] = &[
 pub fn kernels(arch: Arch) -> Vec<Outside> {
     let mut kernels = vec![dfloat11::kernel(arch), zipserv::decompress(arch), zipserv::reduce(arch)];
     kernels.extend(zipserv::BATCH_TILES.map(|tile| zipserv::gemm(arch, tile)));
+    kernels.extend([matvans::rows(arch), matvans::stripes(arch), matvans::dense(arch)]);
+    if tans::runs_on(arch) {
+        kernels.extend([tans::add(arch), tans::plain(arch)]);
+    }
     kernels
 }
 
@@ -38,6 +46,9 @@ pub enum Error {
     /// A matrix of ZipServ's that is damaged.
     #[error("a TCA-TBE matrix: {0}")]
     Zipserv(#[from] crate::zipserv::Error),
+    /// An FP8 vector that is damaged.
+    #[error("a tANS vector: {0}")]
+    Tans(#[from] crate::tans::Error),
 }
 
 impl From<Refusal> for Error {

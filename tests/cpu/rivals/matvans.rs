@@ -1,0 +1,186 @@
+//! MatVANS' products: exactly those of the matrix, any bytes survived, planted bugs caught.
+
+use crate::harness::{Buffer, CpuKernel, Edit};
+use unweight_codegen::Outside;
+use unweight_format::testing::Random;
+use unweight_rivals::{
+    cuda::matvans::{MatvansArgs, dense, parts, round, rows, stripes},
+    matvans::{Encoded, Layout, encode},
+};
+
+const SCALE: f32 = 0.003;
+
+fn build(edits: &[Edit]) -> CpuKernel {
+    CpuKernel::outside(&[rows(super::ARCH), stripes(super::ARCH), dense(super::ARCH)], edits)
+}
+
+fn words(values: &[u32]) -> Buffer {
+    Buffer::of(&values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>())
+}
+
+fn bytes(values: &[i8]) -> Vec<u8> {
+    values.iter().map(|&value| value as u8).collect()
+}
+
+struct Case {
+    values: Vec<i8>,
+    matrix: Encoded,
+    x: Vec<i8>,
+}
+
+impl Case {
+    /// Values around 0: the smaller `narrow`, the wider.
+    fn new((rows, cols): (usize, usize), layout: Layout, narrow: u32, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let mut value = || {
+            let bits = random.bits();
+            let size = (bits & 0xffff).leading_zeros() - 48;
+            let value = (bits >> 16) as i32 % (120 >> (size.min(6) + narrow.min(3))).max(2);
+            (if bits >> 60 & 1 == 1 { -value } else { value }) as i8 / 2 * 2
+        };
+        let values: Vec<i8> = (0..rows * cols).map(|_| value()).collect();
+        let x = (0..cols).map(|_| random.bits() as i8).collect();
+        let matrix = encode(&values, rows, cols, layout).unwrap();
+        assert_eq!(matrix.decode().unwrap(), values);
+        Self { values, matrix, x }
+    }
+
+    fn expected(&self) -> Vec<i8> {
+        let product = |row: &[i8]| row.iter().zip(&self.x).map(|(w, x)| i32::from(*w) * i32::from(*x)).sum();
+        self.values.chunks(self.matrix.cols).map(|row| round(product(row), SCALE)).collect()
+    }
+
+    fn run(
+        &self,
+        kernel: &mut CpuKernel,
+        own: &Outside,
+        offsets: &[u32],
+        data: &[u32],
+        table: &[u32],
+    ) -> Result<(Vec<u8>, u32), String> {
+        let (matrix_words, offsets, table, raw) =
+            (words(data), words(offsets), words(table), Buffer::of(&bytes(&self.values)));
+        let (x, y, faults) = (Buffer::of(&bytes(&self.x)), Buffer::new(self.matrix.rows), Buffer::zeroed(4));
+        let streams = self.matrix.offsets.len() as u32;
+        let args = MatvansArgs {
+            words: matrix_words.address(),
+            offsets: offsets.address(),
+            parts: table.address(),
+            dense: raw.address(),
+            x: x.address(),
+            y: y.address(),
+            faults: faults.address(),
+            word_count: data.len() as u64,
+            streams,
+            rows: self.matrix.rows as u32,
+            cols: self.matrix.cols as u32,
+            scale: SCALE,
+        };
+        let buffers = [
+            ("words", matrix_words.slice()),
+            ("offsets", offsets.slice()),
+            ("parts", table.slice()),
+            ("dense", raw.slice()),
+            ("x", x.slice()),
+            ("y", y.slice()),
+            ("faults", faults.slice()),
+        ];
+        let warps = if own.function == "dense" { args.rows } else { streams };
+        // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
+        unsafe { kernel.run_outside(own, (warps.div_ceil(4), 7), &args, &buffers) }?;
+        Ok((y.slice().to_vec(), faults.u32s()[0]))
+    }
+
+    fn own(&self) -> Outside {
+        match self.matrix.layout {
+            Layout::Rows => rows(super::ARCH),
+            Layout::Stripes => stripes(super::ARCH),
+        }
+    }
+
+    fn check(&self, kernel: &mut CpuKernel) -> Result<(), String> {
+        let expected = bytes(&self.expected());
+        let table = parts(&self.matrix.tables);
+        for own in [self.own(), dense(super::ARCH)] {
+            if own.function == "dense" && !self.matrix.cols.is_multiple_of(16) {
+                continue;
+            }
+            let (y, faults) = self.run(kernel, &own, &self.matrix.offsets, &self.matrix.words, &table)?;
+            if y != expected || faults != 0 {
+                let wrong = y.iter().zip(&expected).position(|(got, expected)| got != expected);
+                return Err(format!("{own}: element {wrong:?} differs, {faults} faults"));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn cases() -> Vec<Case> {
+    vec![
+        Case::new((7, 128), Layout::Rows, 0, 1),
+        Case::new((5, 2048), Layout::Rows, 1, 2),
+        Case::new((3, 4096), Layout::Rows, 3, 3),
+        Case::new((32, 4), Layout::Stripes, 0, 4),
+        Case::new((160, 516), Layout::Stripes, 0, 5),
+        Case::new((64, 1024), Layout::Stripes, 2, 6),
+    ]
+}
+
+#[test]
+fn products_are_exactly_those_of_the_matrix() {
+    let mut kernel = build(&[]);
+    for case in cases() {
+        case.check(&mut kernel).unwrap();
+    }
+}
+
+#[test]
+fn any_bytes_stay_in_bounds() {
+    let mut kernel = build(&[]);
+    let mut random = Random::new(6);
+    for case in [Case::new((9, 1024), Layout::Rows, 0, 8), Case::new((64, 256), Layout::Stripes, 0, 9)] {
+        let (own, matrix) = (case.own(), &case.matrix);
+        let table = parts(&matrix.tables);
+        let noise = |random: &mut Random, count: usize| (0..count).map(|_| random.bits() as u32).collect::<Vec<_>>();
+        for _ in 0..4 {
+            let data = noise(&mut random, matrix.words.len());
+            case.run(&mut kernel, &own, &matrix.offsets, &data, &table).unwrap();
+            let offsets = noise(&mut random, matrix.offsets.len());
+            let (_, faults) = case.run(&mut kernel, &own, &offsets, &matrix.words, &table).unwrap();
+            assert!(faults > 0);
+            let any = noise(&mut random, 128);
+            case.run(&mut kernel, &own, &matrix.offsets, &matrix.words, &any).unwrap();
+        }
+        // States that want a word in every step.
+        let (_, faults) =
+            case.run(&mut kernel, &own, &matrix.offsets, &vec![0; matrix.words.len()], &[0; 128]).unwrap();
+        assert_eq!(faults as usize, matrix.offsets.len());
+    }
+}
+
+#[test]
+fn planted_bugs_are_caught() {
+    let header = "rivals/matvans.cuh";
+    for (from, to) in [
+        ("filled = kFirstWords;", "filled = kGroup;"),
+        ("if (filled - taken < 32) {", "if (filled - taken < 16) {"),
+        ("(taken + before) % kRing", "(taken + before) % kGroup"),
+        ("rest = rest * count + (part[i] - first);", "rest = rest * count + part[i];"),
+        ("(state >> 28) * product", "static_cast<u32>(state >> 28) * product"),
+        ("ptx::prmt(entry[2], entry[3], 0x0040), 0x5410)", "ptx::prmt(entry[3], entry[2], 0x0040), 0x5410)"),
+        (
+            "ptx::store_global_u8(args.y + stream * 32 + lane,",
+            "ptx::store_global_u8(args.y + stream * 32 + (lane ^ 1),",
+        ),
+        ("value < -128.0f ? -128.0f :", ""),
+        ("i32 sum_of_warp(i32 sum) {\n", "i32 sum_of_warp(i32 sum) {\n    return sum;\n"),
+        (
+            "const u32 before = ptx::popcount(all & ((1u << lane) - 1));",
+            "const u32 before = ptx::popcount(all & (1u << lane));",
+        ),
+    ] {
+        let mut kernel = build(&[Edit { header, from, to }]);
+        let caught = cases().iter().any(|case| case.check(&mut kernel).is_err());
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}

@@ -1,0 +1,259 @@
+//! MatVANS' matrix-vector products, and one from int8 as it is: `kernels/matvans.cuh`.
+
+use unweight_codegen::{Outside, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
+use unweight_rt::device::{DeviceBuffer, DeviceError, KernelSet, OutsideKernel, Refusal, Stream};
+
+use super::HEADERS;
+use crate::matvans::{Encoded, Layout, PARTS, Tables};
+
+const WARPS: u32 = 4;
+const THREADS: u32 = 32 * WARPS;
+const RING_BYTES: u32 = 1024;
+
+args! {
+    /// Arguments of all kernels of this format.
+    pub struct MatvansArgs {
+        /// u32 `[word_count]`, 16-byte aligned.
+        pub words: u64,
+        /// u32 `[streams]`: where each begins, in 16 bytes.
+        pub offsets: u64,
+        /// u32 `[128]`: [`parts`].
+        pub parts: u64,
+        /// int8 `[rows, cols]`: read by `dense` alone.
+        pub dense: u64,
+        /// int8 `[cols]`, 16-byte aligned.
+        pub x: u64,
+        /// int8 `[rows]`, written.
+        pub y: u64,
+        /// u32: streams that ran out of words are added.
+        pub faults: u64,
+        /// Words of all streams.
+        pub word_count: u64,
+        /// Streams: of one row, or of 32.
+        pub streams: u32,
+        /// Rows.
+        pub rows: u32,
+        /// Columns: of rows a multiple of 128, of stripes of 4, of `dense` of 16.
+        pub cols: u32,
+        /// What sums are multiplied by.
+        pub scale: f32,
+    }
+}
+
+fn coded(arch: Arch, function: &'static str, summary: &'static str) -> Outside {
+    Outside {
+        family: "matvans",
+        variant: function.to_owned(),
+        arch,
+        summary,
+        grid: "a warp a stream",
+        function,
+        header: "rivals/matvans.cuh",
+        headers: HEADERS,
+        constants: vec![("kCoded", 1)],
+        args: ArgsInfo::of::<MatvansArgs>(),
+        smem: SmemPlan::new().section("table", PARTS as u32, 4, 16).section("rings", WARPS, RING_BYTES, 16),
+        threads: THREADS,
+        blocks_per_sm: 8,
+    }
+}
+
+/// The product from streams of one row.
+pub fn rows(arch: Arch) -> Outside {
+    coded(arch, "rows", "int8 [cols] x rANS rows -> int8 [rows].")
+}
+
+/// The product from streams of 32 rows.
+pub fn stripes(arch: Arch) -> Outside {
+    coded(arch, "stripes", "int8 [cols] x rANS stripes -> int8 [rows].")
+}
+
+/// The product from int8 as it is: not the rival's, and what its are beside.
+pub fn dense(arch: Arch) -> Outside {
+    Outside {
+        constants: vec![("kCoded", 0)],
+        smem: SmemPlan::new(),
+        grid: "a warp a row",
+        ..coded(arch, "dense", "int8 [cols] x int8 [rows, cols] -> int8 [rows].")
+    }
+}
+
+/// The tables as the kernels look them up: value, first part and parts of each part's value.
+pub fn parts(tables: &Tables) -> Vec<u32> {
+    let part = |part: usize| {
+        let value = u32::from(tables.symbols[part] as u8);
+        value | u32::from(tables.firsts[part]) << 8 | u32::from(tables.counts[part]) << 16
+    };
+    (0..PARTS).map(part).collect()
+}
+
+/// What a matrix' product is, element by element: as the kernels round.
+pub fn round(sum: i32, scale: f32) -> i8 {
+    (sum as f32 * scale).round_ties_even().clamp(-128.0, 127.0) as i8
+}
+
+/// A matrix on a device, as its file has it.
+#[derive(Debug)]
+pub struct DeviceMatvans {
+    words: DeviceBuffer<u32>,
+    offsets: DeviceBuffer<u32>,
+    parts: DeviceBuffer<u32>,
+    layout: Layout,
+    rows: u32,
+    cols: u32,
+}
+
+impl DeviceMatvans {
+    /// Copies a matrix. What is damaged in its streams is found by the kernel.
+    ///
+    /// # Errors
+    /// Streams that its shape does not have, or there is no memory.
+    pub fn upload(stream: &Stream, matrix: &Encoded) -> Result<Self, DeviceError> {
+        let (step, col_step) = match matrix.layout {
+            Layout::Rows => (1, 128),
+            Layout::Stripes => (32, 4),
+        };
+        let expected = (matrix.rows / step) as u64;
+        let got = matrix.offsets.len() as u64;
+        if got != expected || !matrix.rows.is_multiple_of(step) || !matrix.cols.is_multiple_of(col_step) {
+            return Err(Refusal::Elements { buffer: "offsets", got, expected }.into());
+        }
+        let extent = |what, value: usize| {
+            u32::try_from(value).map_err(|_| Refusal::TooLarge { what, value: value as u64, limit: u32::MAX.into() })
+        };
+        Ok(Self {
+            words: DeviceBuffer::from_host(stream, &matrix.words)?,
+            offsets: DeviceBuffer::from_host(stream, &matrix.offsets)?,
+            parts: DeviceBuffer::from_host(stream, &parts(&matrix.tables))?,
+            layout: matrix.layout,
+            rows: extent("rows", matrix.rows)?,
+            cols: extent("columns", matrix.cols)?,
+        })
+    }
+
+    /// Bytes of words, offsets and tables.
+    pub fn bytes(&self) -> u64 {
+        (self.words.bytes() + self.offsets.bytes() + self.parts.bytes()) as u64
+    }
+}
+
+/// The kernels on a device.
+#[derive(Debug)]
+pub struct MatvansKernels {
+    rows: OutsideKernel,
+    stripes: OutsideKernel,
+    dense: OutsideKernel,
+    faults: DeviceBuffer<u32>,
+}
+
+impl MatvansKernels {
+    /// Compiles or finds them.
+    ///
+    /// # Errors
+    /// The device or the compiler is missing, or failed.
+    pub fn of(stream: &Stream, kernels: &KernelSet) -> Result<Self, DeviceError> {
+        let arch = kernels.device().info().arch;
+        Ok(Self {
+            rows: OutsideKernel::of(kernels, rows(arch))?,
+            stripes: OutsideKernel::of(kernels, stripes(arch))?,
+            dense: OutsideKernel::of(kernels, dense(arch))?,
+            faults: DeviceBuffer::zeroed(stream, 1)?,
+        })
+    }
+
+    /// Enqueues `y = clamp(round(scale * W x))` from what is coded.
+    ///
+    /// # Errors
+    /// Vectors that are not those of the matrix, or other devices.
+    pub fn multiply(
+        &self,
+        stream: &Stream,
+        matrix: &DeviceMatvans,
+        x: &DeviceBuffer<i8>,
+        scale: f32,
+        y: &mut DeviceBuffer<i8>,
+    ) -> Result<(), DeviceError> {
+        let kernel = match matrix.layout {
+            Layout::Rows => &self.rows,
+            Layout::Stripes => &self.stripes,
+        };
+        check(kernel, (matrix.rows, matrix.cols), x, y)?;
+        check_device(kernel, &matrix.words)?;
+        let streams = matrix.offsets.len() as u32;
+        let args = MatvansArgs {
+            words: matrix.words.address(),
+            offsets: matrix.offsets.address(),
+            parts: matrix.parts.address(),
+            x: x.address(),
+            y: y.address(),
+            faults: self.faults.address(),
+            word_count: matrix.words.len() as u64,
+            streams,
+            rows: matrix.rows,
+            cols: matrix.cols,
+            scale,
+            ..MatvansArgs::default()
+        };
+        // SAFETY: words and offsets lie beside the counts that bound them, the vectors have the matrix' extents.
+        // Dropping a buffer waits for the kernel.
+        unsafe { kernel.launch(stream, streams.div_ceil(WARPS), &args) }
+    }
+
+    /// The same from int8 `[rows, cols]` as it is; columns are a multiple of 16.
+    ///
+    /// # Errors
+    /// As [`MatvansKernels::multiply`].
+    pub fn multiply_dense(
+        &self,
+        stream: &Stream,
+        matrix: &DeviceBuffer<i8>,
+        x: &DeviceBuffer<i8>,
+        scale: f32,
+        y: &mut DeviceBuffer<i8>,
+    ) -> Result<(), DeviceError> {
+        // Checked against the matrix below.
+        let (rows, cols) = (y.len() as u32, x.len() as u32);
+        let (got, expected) = (matrix.len() as u64, y.len() as u64 * x.len() as u64);
+        if got != expected {
+            return self.dense.refuse(Refusal::Elements { buffer: "the matrix", got, expected });
+        }
+        if !cols.is_multiple_of(16) {
+            return self.dense.refuse(Refusal::Columns { operand: "the matrix", cols, of: 16, max: u32::MAX });
+        }
+        check(&self.dense, (rows, cols), x, y)?;
+        check_device(&self.dense, matrix)?;
+        let (dense, x, y) = (matrix.address(), x.address(), y.address());
+        let args = MatvansArgs { dense, x, y, rows, cols, scale, ..MatvansArgs::default() };
+        // SAFETY: as above.
+        unsafe { self.dense.launch(stream, rows.div_ceil(WARPS), &args) }
+    }
+
+    /// Streams that ran out of words so far; waits for the stream.
+    ///
+    /// # Errors
+    /// The driver failed.
+    pub fn faults(&self, stream: &Stream) -> Result<u32, DeviceError> {
+        Ok(self.faults.to_host(stream)?.first().copied().unwrap_or(0))
+    }
+}
+
+fn check(
+    kernel: &OutsideKernel,
+    (rows, cols): (u32, u32),
+    x: &DeviceBuffer<i8>,
+    y: &DeviceBuffer<i8>,
+) -> Result<(), DeviceError> {
+    for (buffer, vector, expected) in [("x", x, cols), ("y", y, rows)] {
+        let (got, expected) = (vector.len() as u64, u64::from(expected));
+        if got != expected {
+            return kernel.refuse(Refusal::Elements { buffer, got, expected });
+        }
+        check_device(kernel, vector)?;
+    }
+    Ok(())
+}
+
+fn check_device<T>(kernel: &OutsideKernel, buffer: &DeviceBuffer<T>) -> Result<(), DeviceError> {
+    let (own, other) = (kernel.device().ordinal(), buffer.device().ordinal());
+    if own == other { Ok(()) } else { kernel.refuse(Refusal::OtherDevice { operand: "an operand", own, other }) }
+}
