@@ -130,7 +130,7 @@ impl Bundle {
         Ok(entry.sections.iter().any(|section| !section.blocks.is_empty()))
     }
 
-    /// Rows and columns of a matrix, into memory that is the caller's. Returns the stored bytes that were read for them.
+    /// Rows and columns of a matrix, into memory that is the caller's. Returns the stored bytes that were read for it.
     #[pyo3(signature = (name, rows, cols, address, nbytes, *, file=None))]
     #[expect(clippy::too_many_arguments, reason = "what Python names")]
     fn decode_part_into(
@@ -156,7 +156,8 @@ impl Bundle {
         })?;
         if part.bytes.len() != nbytes || address == 0 {
             let wanted = part.bytes.len();
-            let message = format!("the part of tensor '{name}' has {wanted} bytes, the buffer {nbytes} at {address:#x}");
+            let message =
+                format!("the part of tensor '{name}' has {wanted} bytes, the buffer {nbytes} at {address:#x}");
             return Err(PyValueError::new_err(message));
         }
         // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python documents it); the

@@ -17,11 +17,14 @@ use pyo3::{
     prelude::*,
 };
 use unweight_codegen::spec::{Arch, Epilogue};
-use unweight_format::{Digest, TileGrid};
+use unweight_format::{Digest, TileGrid, packed::Window};
 use unweight_rt::{
     Device, Expand, KernelSet, Linear, LoadOptions,
     env::Env,
-    layer::guest::{Guest, PackedAt, Scratch},
+    layer::{
+        experts::{Experts, ExpertsShape, RoutedAt},
+        guest::{Guest, PackedAt, Scratch},
+    },
     ops::repack::{PackError, Packer},
 };
 
@@ -40,6 +43,14 @@ struct Known {
     id: u64,
 }
 
+/// Experts that are known by the addresses of their two arenas.
+struct KnownExperts {
+    experts: Experts,
+    down: u64,
+    /// Of this registration.
+    id: u64,
+}
+
 /// Whether there are kernels for GPUs of a compute capability.
 #[pyfunction]
 pub fn has_kernels(major: i32, minor: i32) -> bool {
@@ -51,6 +62,8 @@ pub fn has_kernels(major: i32, minor: i32) -> bool {
 pub struct Runtime {
     guest: Guest,
     known: RwLock<HashMap<u64, Arc<Known>>>,
+    /// By the address of the gate and up.
+    experts: RwLock<HashMap<u64, Arc<KnownExperts>>>,
     next: AtomicU64,
 }
 
@@ -73,7 +86,7 @@ impl Runtime {
                 CString::new(format!("unweight: measurements are not followed: {error}")).map_err(value_error)?;
             PyErr::warn(py, &py.get_type::<PyUserWarning>(), &text, 1)?;
         }
-        Ok(Self { guest, known: RwLock::default(), next: AtomicU64::new(1) })
+        Ok(Self { guest, known: RwLock::default(), experts: RwLock::default(), next: AtomicU64::new(1) })
     }
 
     /// Bytes of an arena for a shape, and the room for lists that packing takes; `None` for a shape that is not packed.
@@ -123,23 +136,7 @@ impl Runtime {
     /// Makes an arena known, and returns what `forget` takes, and the digest of its lists. Compiles what its shape asks
     /// for.
     fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<(u64, String)> {
-        let bytes = self.head(py, arena)?;
-        let (head, grid, layout) = Head::of_bytes(&bytes, arena.1)?;
-        if escapes.1 != head.escapes() {
-            return Err(PyValueError::new_err(format!(
-                "the arena has {} bytes of escapes, the buffer {}",
-                head.escapes(),
-                escapes.1
-            )));
-        }
-        // SAFETY: the caller's tensor, which nobody writes (`_native.pyi`).
-        let lists = py.detach(|| unsafe { self.guest.read(escapes.0, escapes.1) });
-        if Digest::of(&lists.map_err(|error| raised(py, &error))?).to_string() != head.digest() {
-            return Err(PyValueError::new_err("these are not the escapes of this arena"));
-        }
-        // The dimensions of a packed grid fit 32 bits.
-        let (shape, window) = ((grid.rows() as u32, grid.cols() as u32), head.window()?);
-        let at = place(&layout, arena.0, escapes);
+        let Stored { shape, window, at, digest } = self.stored(py, arena, escapes)?;
         // SAFETY: the caller's tensors, which it holds until `forget` and longer than the work (`_native.pyi`). Behind each section of an arena
         // is another or its head, behind the lists what the caller allocated for it.
         let linear = py.detach(|| unsafe { self.guest.layer(shape, window, at) });
@@ -147,7 +144,80 @@ impl Runtime {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
         known.insert(arena.0, Arc::new(Known { linear, id }));
-        Ok((id, head.digest()))
+        Ok((id, digest))
+    }
+
+    /// Makes the experts of a mixture known by their two arenas, each with its escapes: of the gates and ups, 8 rows in
+    /// turns, and of the downs, of all experts one below the other. Returns what `forget_experts` takes.
+    fn register_experts(
+        &self,
+        py: Python<'_>,
+        gate_up: (Memory, Memory),
+        down: (Memory, Memory),
+        experts: u32,
+    ) -> PyResult<u64> {
+        let (upper, lower) = (self.stored(py, gate_up.0, gate_up.1)?, self.stored(py, down.0, down.1)?);
+        let shape = ExpertsShape { experts, hidden: upper.shape.1, intermediate: lower.shape.1 };
+        let known = |stored: Stored| (stored.window, stored.at);
+        // SAFETY: as for `register`.
+        let made = py.detach(|| unsafe { self.guest.experts(shape, known(upper), known(lower)) });
+        let experts = made.map_err(|error| raised(py, &error))?;
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let mut known = self.experts.write().unwrap_or_else(PoisonError::into_inner);
+        known.insert(gate_up.0.0, Arc::new(KnownExperts { experts, down: down.0.0, id }));
+        Ok(id)
+    }
+
+    /// Forgets experts, if they are those that were registered so.
+    fn forget_experts(&self, gate_up: u64, id: u64) {
+        let mut known = self.experts.write().unwrap_or_else(PoisonError::into_inner);
+        if known.get(&gate_up).is_some_and(|known| known.id == id) {
+            known.remove(&gate_up);
+        }
+    }
+
+    /// Bytes of scratch of known experts for so many tokens `[m, hidden]` that chose `top_k` each.
+    fn experts_scratch_nbytes(
+        &self,
+        py: Python<'_>,
+        arenas: (u64, u64),
+        m: u32,
+        hidden: u32,
+        top_k: u32,
+        experts: u32,
+    ) -> PyResult<u64> {
+        let known = self.experts_of(py, arenas)?;
+        let shape = known.experts.shape();
+        if (shape.hidden, shape.experts) != (hidden, experts) {
+            let message = format!(
+                "there are {} experts of {} columns, but x has {hidden} and {experts} are named",
+                shape.experts, shape.hidden
+            );
+            return Err(PyValueError::new_err(message));
+        }
+        Ok(shape.scratch_bytes(m, top_k))
+    }
+
+    /// Enqueues the experts of tokens: `routed` is ids, weights and how many of them a token has.
+    #[expect(clippy::too_many_arguments, reason = "a call a layer: a tuple for each would be made and taken apart")]
+    fn experts(
+        &self,
+        py: Python<'_>,
+        arenas: (u64, u64),
+        x: u64,
+        m: u32,
+        y: u64,
+        routed: (u64, u64, u32),
+        scratch: (u64, u64),
+        stream: usize,
+    ) -> PyResult<()> {
+        let known = self.experts_of(py, arenas)?;
+        let stream = std::ptr::with_exposed_provenance_mut::<c_void>(stream);
+        let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
+        let routed = RoutedAt { ids: routed.0, weights: routed.1, top_k: routed.2 };
+        // SAFETY: the caller's tensors and its stream (`_native.pyi`).
+        unsafe { self.guest.enqueue_experts(&known.experts, stream, (x, m, y), routed, scratch, false) }
+            .map_err(|error| raised(py, &error))
     }
 
     /// Whether an arena is known by this address.
@@ -220,7 +290,45 @@ impl Runtime {
     }
 }
 
+/// A packed matrix in an arena, whose escapes were compared with their digest.
+struct Stored {
+    shape: (u32, u32),
+    window: Window,
+    at: PackedAt,
+    digest: String,
+}
+
 impl Runtime {
+    fn stored(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<Stored> {
+        let bytes = self.head(py, arena)?;
+        let (head, grid, layout) = Head::of_bytes(&bytes, arena.1)?;
+        if escapes.1 != head.escapes() {
+            return Err(PyValueError::new_err(format!(
+                "the arena has {} bytes of escapes, the buffer {}",
+                head.escapes(),
+                escapes.1
+            )));
+        }
+        // SAFETY: the caller's tensor, which nobody writes (`_native.pyi`).
+        let lists = py.detach(|| unsafe { self.guest.read(escapes.0, escapes.1) });
+        let digest = head.digest();
+        if Digest::of(&lists.map_err(|error| raised(py, &error))?).to_string() != digest {
+            return Err(PyValueError::new_err("these are not the escapes of this arena"));
+        }
+        // The dimensions of a packed grid fit 32 bits.
+        let shape = (grid.rows() as u32, grid.cols() as u32);
+        Ok(Stored { shape, window: head.window()?, at: place(&layout, arena.0, escapes), digest })
+    }
+
+    fn experts_of(&self, py: Python<'_>, (gate_up, down): (u64, u64)) -> PyResult<Arc<KnownExperts>> {
+        let known = self.experts.read().unwrap_or_else(PoisonError::into_inner);
+        known.get(&gate_up).filter(|known| known.down == down).cloned().ok_or_else(|| {
+            let message = "these arenas of experts are not known on their device; pack them there \
+                           (unweight.ops.pack_experts), and hold what it returns";
+            plain(py, "UnweightError", message)
+        })
+    }
+
     fn of(&self, py: Python<'_>, arena: u64) -> PyResult<Arc<Known>> {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         known.get(&arena).cloned().ok_or_else(|| {

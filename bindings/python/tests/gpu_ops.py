@@ -11,7 +11,7 @@ import torch
 import unweight
 import unweight.ops
 from torch import nn
-from unweight.ops import Experts, Linear, linear, pack, place, unpack
+from unweight.ops import Experts, Linear, linear, pack, pack_experts, place, unpack
 
 DEVICE = torch.device("cuda", 0)
 # A layer of the least shape, and some like those of real models; of the largest, some batches share tiles out.
@@ -119,6 +119,91 @@ class Packing(Gpu):
         weight = weights(256, 1024)[:, 256:768]
         packed = pack(weight)
         self.assertTrue(torch.equal(unpack(packed.arena), weight))
+
+
+class Grouped(Gpu):
+    """The experts of a mixture by one operator."""
+
+    def made(self, experts: int, hidden: int, intermediate: int):
+        gate_up = weights(experts * 2 * intermediate, hidden, seed=5).view(experts, 2 * intermediate, hidden)
+        down = weights(experts * hidden, intermediate, seed=6).view(experts, hidden, intermediate)
+        return gate_up, down, pack_experts(gate_up, down)
+
+    def chosen(self, m: int, top_k: int, experts: int, seed: int):
+        random = torch.Generator(DEVICE).manual_seed(seed)
+        ids = torch.rand(m, experts, generator=random, device=DEVICE).topk(top_k).indices
+        return ids.int(), torch.rand(m, top_k, generator=random, device=DEVICE)
+
+    def asked(self, packed, x, ids, share):
+        return torch.ops.unweight.experts(x, packed.gate_up, packed.down, ids, share, packed.experts)
+
+    def hold(self, y, x, gate_up, down, ids, share):
+        exact, magnitude = torch.zeros_like(x, dtype=torch.float64), torch.zeros_like(x, dtype=torch.float64)
+        for expert in range(len(gate_up)):
+            tokens, places = (ids == expert).nonzero(as_tuple=True)
+            gate, up = (x[tokens].double() @ gate_up[expert].double().T).chunk(2, dim=-1)
+            gated = (nn.functional.silu(gate) * up).to(torch.bfloat16).double()
+            part = share[tokens, places, None].double()
+            exact.index_add_(0, tokens, gated @ down[expert].double().T * part)
+            magnitude.index_add_(0, tokens, gated.abs() @ down[expert].double().abs().T * part.abs())
+        # Half a unit of BF16's last place of the result, of the gated columns, and of each expert's row.
+        bound = exact.abs() * 2.0**-8 + magnitude * 2.0**-8 + 1e-30
+        wrong = ((y.double() - exact).abs() > bound).sum().item()
+        self.assertEqual((wrong, y.dtype, y.shape), (0, torch.bfloat16, x.shape))
+        # The bound is far from what another expert would give.
+        self.assertGreater((exact.abs() > 4 * bound).double().mean().item(), 0.5)
+
+    def test_products_are_held_to_float64(self):
+        for experts, hidden, intermediate, top_k in ((4, 128, 64, 2), (64, 512, 192, 8), (8, 1024, 1792, 2)):
+            gate_up, down, packed = self.made(experts, hidden, intermediate)
+            on_cpu = pack_experts(gate_up.cpu(), down.cpu())
+            self.assertTrue(torch.equal(packed.gate_up.cpu(), on_cpu.gate_up))
+            self.assertTrue(torch.equal(packed.down.cpu(), on_cpu.down))
+            for m in (1, 2, 7, 33, 200, 1000, 4097):
+                with self.subTest(experts=experts, hidden=hidden, m=m):
+                    x = inputs(m, hidden, seed=m)
+                    ids, share = self.chosen(m, top_k, experts, seed=m)
+                    self.hold(self.asked(packed, x, ids, share), x, gate_up, down, ids, share)
+            none = self.asked(packed, inputs(0, hidden), *self.chosen(0, top_k, experts, seed=0))
+            self.assertEqual(list(none.shape), [0, hidden])
+
+    def test_experts_of_others_are_no_work(self):
+        gate_up, down, packed = self.made(16, 256, 128)
+        x = inputs(100, 256)
+        ids, share = self.chosen(100, 4, 16, seed=1)
+        ids = torch.where(ids % 3 == 0, -1, ids)
+        ids[5] = -1
+        y = self.asked(packed, x, ids, share)
+        self.hold(y, x, gate_up, down, ids, share)
+        self.assertEqual(y[5].abs().max().item(), 0)
+
+    def test_launches_are_the_same_bits_also_in_graphs(self):
+        _, _, packed = self.made(32, 512, 256)
+        x = inputs(64, 512)
+        ids, share = self.chosen(64, 4, 32, seed=2)
+        first = self.asked(packed, x, ids, share)
+        for _ in range(2000):
+            self.assertTrue(torch.equal(self.asked(packed, x, ids, share), first))
+        graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
+        with torch.cuda.graph(graph):
+            out.copy_(self.asked(packed, x, ids, share))
+        # A replay goes by the choice that is there then.
+        for seed in range(20):
+            for held, new in zip((ids, share), self.chosen(64, 4, 32, seed=seed)):
+                held.copy_(new)
+            out.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            self.assertTrue(torch.equal(out, self.asked(packed, x, ids, share)))
+
+    def test_they_are_forgotten_with_what_holds_them(self):
+        _, _, packed = self.made(4, 128, 64)
+        arenas = packed.gate_up, packed.down
+        x, (ids, share) = inputs(3, 128), self.chosen(3, 2, 4, seed=0)
+        del packed
+        gc.collect()
+        with self.assertRaisesRegex(unweight.UnweightError, "experts are not known"):
+            torch.ops.unweight.experts(x, *arenas, ids, share, 4)
 
 
 class Mixture(Gpu):

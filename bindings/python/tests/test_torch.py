@@ -12,7 +12,7 @@ import torch
 import unweight
 import unweight.ops
 from torch import nn
-from unweight.ops import Experts, Linear, linear, pack, unpack
+from unweight.ops import Experts, Linear, linear, pack, pack_experts, unpack, unpack_experts
 
 
 def weights(n: int, k: int, seed: int = 0, wide: int = 0) -> torch.Tensor:
@@ -90,6 +90,62 @@ class Parts(unittest.TestCase):
             self.same(got, ask(self.weight))
         # There is no memory that could be taken for numbers.
         self.assertEqual(self.part.data_ptr(), 0)
+
+
+class Grouped(unittest.TestCase):
+    """The experts of a mixture by one operator."""
+
+    def setUp(self):
+        self.gate_up = weights(3 * 128, 192, wide=90).view(3, 128, 192)
+        self.down = weights(3 * 192, 64, seed=1).view(3, 192, 64)
+        self.packed = pack_experts(self.gate_up, self.down)
+        chance = torch.Generator().manual_seed(4)
+        self.ids = torch.rand(17, 3, generator=chance).topk(2).indices
+        self.share = torch.rand(17, 2, generator=chance)
+
+    def asked(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        packed = self.packed
+        return torch.ops.unweight.experts(x, packed.gate_up, packed.down, ids, self.share, packed.experts)
+
+    def test_every_bit_comes_back(self):
+        for got, weight in zip(
+            unpack_experts(self.packed.gate_up, self.packed.down, 3), (self.gate_up, self.down)
+        ):
+            self.assertTrue(torch.equal(got.contiguous().view(torch.int16), weight.view(torch.int16)))
+        self.assertLess(self.packed.packed_nbytes, self.packed.bf16_nbytes * 0.85)
+
+    def test_each_token_has_its_experts(self):
+        x = inputs(17, 192)
+        ids = self.ids.clone()
+        ids[3, 1], ids[5] = -1, 3
+        y = self.asked(x, ids)
+        for token in range(17):
+            exact = torch.zeros(192, dtype=torch.float64)
+            for expert, share in zip(ids[token].tolist(), self.share[token].tolist()):
+                if 0 <= expert < 3:
+                    gate, up = (self.gate_up[expert].double() @ x[token].double()).chunk(2)
+                    exact += self.down[expert].double() @ (nn.functional.silu(gate) * up) * share
+            error = (y[token].double() - exact).abs().max()
+            self.assertLessEqual(error.item(), 0.03 * exact.abs().max().item())
+        self.assertEqual(y[5].abs().max().item(), 0)
+
+    def test_it_keeps_the_contract_of_an_operator(self):
+        packed, x = self.packed, inputs(17, 192)
+        arguments = (x, packed.gate_up, packed.down, self.ids, self.share, 3)
+        torch.library.opcheck(torch.ops.unweight.experts, arguments)
+        compiled = torch.compile(torch.ops.unweight.experts, fullgraph=True, backend="eager")
+        self.assertTrue(torch.equal(compiled(*arguments), self.asked(x, self.ids)))
+
+    def test_what_cannot_be_is_none_or_refused(self):
+        self.assertIsNone(pack_experts(self.gate_up[:, :96], self.down[:, :, :48]))
+        everything = torch.full_like(self.down, torch.nan)
+        self.assertIsNone(pack_experts(self.gate_up, everything))
+        with self.assertRaisesRegex(ValueError, "not those of one mixture"):
+            pack_experts(self.gate_up, self.down[:2])
+        x = inputs(17, 192)
+        for x, ids in ((x.float(), self.ids), (x[:16], self.ids), (x, self.ids[:9])):
+            with self.assertRaisesRegex(ValueError, "unweight::experts takes"):
+                self.asked(x, ids)
 
 
 class Pack(unittest.TestCase):

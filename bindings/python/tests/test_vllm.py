@@ -55,7 +55,8 @@ KINDS = {
     # 500 columns stay as they are.
     "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 5),
     "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 8),
-    "qwen3 moe": ("Qwen3MoeConfig", MOE, 5),
+    # The experts of a layer are one, too.
+    "qwen3 moe": ("Qwen3MoeConfig", MOE, 7),
 }
 
 

@@ -89,6 +89,26 @@ class Runtime:
     def linear(self, arena: int, x: int, m: int, y: int, scratch: _Memory, stream: int, add: bool) -> None:
         """Enqueues on `stream`, a CUDA stream of this GPU. The caller holds all of it until the work is done."""
     def unpack(self, arena: int, out: _Memory) -> None: ...
+    def register_experts(
+        self, gate_up: tuple[_Memory, _Memory], down: tuple[_Memory, _Memory], experts: int
+    ) -> int:
+        """Each arena with its escapes, held as for `register`. What `forget_experts` takes."""
+    def forget_experts(self, gate_up: int, id: int) -> None: ...
+    def experts_scratch_nbytes(
+        self, arenas: tuple[int, int], m: int, hidden: int, top_k: int, experts: int
+    ) -> int: ...
+    def experts(
+        self,
+        arenas: tuple[int, int],
+        x: int,
+        m: int,
+        y: int,
+        routed: tuple[int, int, int],
+        scratch: _Memory,
+        stream: int,
+    ) -> None:
+        """As `linear`. `routed`: int32 ids and float32 weights `[m, top_k]`, and `top_k`; an id that is no expert's is
+        no work."""
 
 def compress(
     source: _Path,

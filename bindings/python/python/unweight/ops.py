@@ -24,9 +24,27 @@ from torch import Tensor, nn
 from . import _native
 from .errors import UnweightError
 
-__all__ = ["Escapes", "Experts", "Linear", "Packed", "Placed", "linear", "pack", "place", "unpack", "why_not"]
+__all__ = [
+    "Escapes",
+    "Experts",
+    "Linear",
+    "Packed",
+    "PackedExperts",
+    "Placed",
+    "linear",
+    "pack",
+    "pack_experts",
+    "place",
+    "unpack",
+    "unpack_experts",
+    "why_not",
+]
 
 _library = torch.library.Library("unweight", "DEF")
+_library.define(
+    "experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, int experts) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _library.define(
     "linear(Tensor x, Tensor arena, int n, Tensor? bias=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
@@ -202,6 +220,16 @@ class Packed(NamedTuple):
     n: int
     k: int
 
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of the arena."""
+        return self.arena.nbytes
+
+    @property
+    def bf16_nbytes(self) -> int:
+        """Bytes of what was packed."""
+        return self.n * self.k * 2
+
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
     return (tensor.data_ptr(), tensor.nbytes)
@@ -233,6 +261,12 @@ def pack(weight: Tensor) -> Optional[Packed]:
 
 
 def _pack_cuda(weight: Tensor) -> Optional[Packed]:
+    packed = _packed_cuda(weight)
+    return None if packed is None else Packed(packed[0], place(*packed), *weight.shape)
+
+
+def _packed_cuda(weight: Tensor) -> Optional[tuple[Tensor, Tensor]]:
+    """An arena on a GPU that is not known yet, and its lists of escapes."""
     n, k = weight.shape
     room = _native.Runtime.room(n, k)
     if room is None:
@@ -244,9 +278,93 @@ def _pack_cuda(weight: Tensor) -> Optional[Packed]:
         # The weights are written, and what had this memory before is done with it.
         torch.cuda.current_stream().synchronize()
         nbytes = runtime.pack(weight.data_ptr(), n, k, _memory(arena), (lists.data_ptr(), room[1]))
-    if nbytes is None:
+    return None if nbytes is None else (arena, lists[:nbytes])
+
+
+class PackedExperts(NamedTuple):
+    """The experts of a mixture, packed: what `torch.ops.unweight.experts` takes."""
+
+    gate_up: Tensor
+    """The arena of all gates and ups: 8 rows of a gate and 8 of its up in turns, expert below expert."""
+    down: Tensor
+    """The arena of all downs, expert below expert."""
+    kept: tuple[object, ...]
+    """To be kept as long as the arenas."""
+    experts: int
+    bf16_nbytes: int
+    """Bytes of what was packed."""
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of the arenas."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+# Rows of a gate, and of its up, that follow each other.
+_GATE_ROWS = 8
+
+
+def pack_experts(gate_up: Tensor, down: Tensor) -> Optional[PackedExperts]:
+    """Packs the experts of a mixture where they are: BF16 `[experts, 2 * intermediate, hidden]`, of each expert the
+    gate and then the up, and `[experts, hidden, intermediate]`. `None` if that cannot be, as `pack` says; all experts
+    share a window.
+    """
+    if gate_up.dim() != 3 or down.dim() != 3:
+        raise ValueError(f"experts are [experts, n, k], got {list(gate_up.shape)} and {list(down.shape)}")
+    experts, rows, hidden = gate_up.shape
+    if down.shape != (experts, hidden, rows // 2) or rows % 2:
+        raise ValueError(f"gates and ups are {list(gate_up.shape)}, downs {list(down.shape)}: not those of one mixture")
+    if rows % 128 or hidden % 64:
         return None
-    return Packed(arena, place(arena, lists[:nbytes]), n, k)
+    turns = gate_up.view(experts, 2, rows // 2 // _GATE_ROWS, _GATE_ROWS, hidden).transpose(1, 2)
+    upper, lower = turns.reshape(experts * rows, hidden), down.reshape(experts * hidden, rows // 2)
+    if gate_up.device.type != "cuda":
+        first, second = pack(upper), pack(lower)
+        if first is None or second is None:
+            return None
+        kept = (first.escapes, second.escapes)
+        return PackedExperts(first.arena, second.arena, kept, experts, gate_up.nbytes + down.nbytes)
+    if (reason := why_not(gate_up.device)) is not None:
+        raise ValueError(f"{reason}; give weights on the CPU")
+    pairs = []
+    for weight in (upper, lower.contiguous()):
+        packed = _packed_cuda(weight)
+        if packed is None:
+            return None
+        arena, lists = packed
+        # Of its own: with what is read behind it, and as long as the arena.
+        data = torch.empty(lists.nbytes + _PAD, dtype=torch.uint8, device=arena.device)[: lists.nbytes].copy_(lists)
+        pairs.append((arena, data))
+    return _place_experts(pairs, experts, gate_up.nbytes + down.nbytes)
+
+
+class _PlacedExperts:
+    """Experts on a GPU, known there by the addresses of their arenas, which it holds."""
+
+    __slots__ = ("__weakref__", "tensors")
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+
+def _place_experts(pairs: list[tuple[Tensor, Tensor]], experts: int, bf16_nbytes: int) -> PackedExperts:
+    (gate_up, upper), (down, lower) = pairs
+    runtime = _runtime(gate_up.device)
+    with torch.cuda.device(gate_up.device):
+        torch.cuda.current_stream().synchronize()
+        both = (_memory(gate_up), _memory(upper)), (_memory(down), _memory(lower))
+        known = runtime.register_experts(*both, experts)
+    placed = _PlacedExperts(gate_up, upper, down, lower)
+    weakref.finalize(placed, runtime.forget_experts, gate_up.data_ptr(), known)
+    return PackedExperts(gate_up, down, (placed,), experts, bf16_nbytes)
+
+
+def unpack_experts(gate_up: Tensor, down: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """What `pack_experts` was given, bit for bit, from its arenas on the CPU."""
+    upper, lower = unpack(gate_up), unpack(down)
+    (rows, hidden), intermediate = upper.shape, lower.shape[1]
+    turns = upper.view(experts, rows // experts // 2 // _GATE_ROWS, 2, _GATE_ROWS, hidden).transpose(1, 2)
+    return turns.reshape(experts, rows // experts, hidden), lower.view(experts, hidden, intermediate)
 
 
 def unpack(arena: Tensor) -> Tensor:
@@ -337,6 +455,59 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
     return y.view(*x.shape[:-1], n)
 
 
+def _check_experts(x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    if x.dtype != torch.bfloat16 or x.dim() != 2:
+        raise ValueError(f"unweight::experts takes x [tokens, hidden] in bfloat16, got {x.dtype} {list(x.shape)}")
+    if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"unweight::experts takes ids and weights [tokens, top_k], got {list(ids.shape)} and {list(weights.shape)} "
+            f"for x {list(x.shape)}"
+        )
+
+
+def _experts_cpu(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    _check_experts(x, ids, weights)
+    upper, lower = unpack_experts(gate_up, down, experts)
+    out = x.new_zeros((x.shape[0], ids.shape[1], x.shape[1]), dtype=torch.float32)
+    for expert in ids.unique().tolist():
+        if 0 <= expert < experts:
+            tokens, places = (ids == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(x[tokens], upper[expert]).float().chunk(2, dim=-1)
+            rows = F.linear((F.silu(gate) * up).to(x.dtype), lower[expert])
+            out[tokens, places] = rows.float() * weights[tokens, places, None].float()
+    # In fp32 over the places of a token, rounded once.
+    return out.sum(dim=1).to(x.dtype)
+
+
+def _experts_cuda(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    _check_experts(x, ids, weights)
+    device = x.device
+    if not gate_up.device == down.device == ids.device == weights.device == device:
+        raise ValueError("unweight::experts takes all on one device")
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return _experts_cuda(x, gate_up, down, ids, weights, experts)
+    runtime, arenas = _runtime(device), (gate_up.data_ptr(), down.data_ptr())
+    rows = x.contiguous()
+    if rows.data_ptr() % 16:
+        rows = rows.clone()
+    ids, weights = ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
+    (m, hidden), top_k = rows.shape, ids.shape[1]
+    nbytes = runtime.experts_scratch_nbytes(arenas, m, hidden, top_k, experts)
+    y = torch.empty_like(rows)
+    # Held by this name until the launches are enqueued; the allocator orders its next use behind them.
+    scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    routed = (ids.data_ptr(), weights.data_ptr(), top_k)
+    stream = torch.cuda.current_stream().cuda_stream
+    runtime.experts(arenas, rows.data_ptr(), m, y.data_ptr(), routed, _memory(scratch), stream)
+    return y
+
+
+def _experts_fake(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    _check_experts(x, ids, weights)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _fake(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Tensor:
     _check(x, arena, bias)
     return x.new_empty(*x.shape[:-1], n)
@@ -344,10 +515,14 @@ def _fake(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
 
 def _no_backward(context: Any, *gradients: Any) -> Any:
     raise NotImplementedError(
-        "unweight::linear has no backward: packed weights cannot be trained; load the model in BF16 for that"
+        "packed weights have no backward: they cannot be trained; load the model in BF16 for that"
     )
 
 
+_library.impl("experts", _experts_cpu, "CPU")
+_library.impl("experts", _experts_cuda, "CUDA")
+torch.library.register_fake("unweight::experts", _experts_fake, lib=_library)
+torch.library.register_autograd("unweight::experts", _no_backward, lib=_library)
 _library.impl("linear", _cpu, "CPU")
 _library.impl("linear", _cuda, "CUDA")
 torch.library.register_fake("unweight::linear", _fake, lib=_library)

@@ -20,6 +20,11 @@ from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -35,11 +40,12 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from .._bundle import Bundle, TensorInfo
 from .._part import Part
-from ..ops import Packed, pack, why_not
+from ..ops import pack, pack_experts, unpack_experts, why_not
 
 _logger = init_logger("vllm.unweight")
 _NAME = "unweight"
@@ -80,11 +86,30 @@ class UnweightConfig(QuantizationConfig):
         return cls(config.get("manifest"))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Optional[QuantizeMethodBase]:
-        """How a layer is packed; `None`: it is vLLM's, as embeddings and experts are."""
+        """How a layer is packed; `None`: it is vLLM's, as embeddings are."""
         if not self._is_checked:
             _refuse_what_cannot_be(self)
             self._is_checked = True
+        if isinstance(layer, RoutedExperts):
+            return UnweightExpertsMethod(layer.moe_config) if _are_plain(layer) else None
         return UnweightMethod() if isinstance(layer, (LinearBase, ParallelLMHead)) else None
+
+
+def _are_plain(layer: RoutedExperts) -> bool:
+    """Whether experts are silu(gate) * up without more, that only the layer itself asks for."""
+    config = layer.moe_config
+    parallel = config.moe_parallel_config
+    return (
+        config.activation == MoEActivation.SILU
+        and config.is_act_and_mul
+        and not config.has_bias
+        and not layer.apply_router_weight_on_input
+        and layer.swiglu_limit is layer.swiglu_alpha is layer.swiglu_beta is None
+        # Exchanges of tokens, of experts, and adapters of experts are made for BF16 tensors.
+        and not parallel.use_all2all_kernels
+        and not parallel.enable_eplb
+        and not _has_adapters()
+    )
 
 
 def _has_adapters() -> bool:
@@ -173,6 +198,102 @@ class UnweightMethod(LinearMethodBase):
         layer.quant_method = UnquantizedEmbeddingMethod()
         layer.weight = embed_tokens.weight
         return layer
+
+
+class UnweightExpertsMethod(FusedMoEMethodBase):
+    """The experts of a mixture, packed when all of this process are there; routing stays vLLM's.
+
+    On the CPU they are unpacked for each call and given to vLLM's own products: the bits of BF16.
+    """
+
+    uses_meta_device = True
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__(moe)
+        self._plain = UnquantizedFusedMoEMethod(moe)
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether it is given logits rather than what a router chose: as vLLM's products on the CPU are."""
+        return current_platform.is_cpu()
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """The weights as vLLM's loaders want them, without memory until they come."""
+        shapes = {
+            "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
+            "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
+        }
+        for name, shape in shapes.items():
+            weight = nn.Parameter(torch.empty(shape, device="meta", dtype=params_dtype), requires_grad=False)
+            layer.register_parameter(name, weight)
+            set_weight_attrs(weight, extra)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Packs the experts of this process; what cannot be packed is vLLM's from now on."""
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        if hasattr(layer, "unweight_packed"):
+            raise NotImplementedError(_NO_EXCHANGE)
+        layer._already_called_process_weights_after_loading = True
+        gate_up, down = layer.w13_weight.data, layer.w2_weight.data
+        packed = pack_experts(gate_up, down) if why_not(gate_up.device) is None else None
+        if packed is None:
+            # vLLM goes over all layers once more when all are loaded, and then it is this one's turn.
+            layer._replace_quant_method(self._plain)
+            return
+        del layer.w13_weight, layer.w2_weight
+        layer.register_parameter("w13_weight_packed", nn.Parameter(packed.gate_up, requires_grad=False))
+        layer.register_parameter("w2_weight_packed", nn.Parameter(packed.down, requires_grad=False))
+        layer.unweight_packed = packed
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
+        """No scales: nothing was lost."""
+        return self._plain.get_fused_moe_quant_config(layer)
+
+    def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> None:
+        """Tokens stay where they are."""
+        return None
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Optional[Tensor],
+    ) -> Tensor:
+        """What the experts of this process make of tokens."""
+        # An expert of another process is -1, and no work.
+        ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
+        packed = layer.unweight_packed
+        return torch.ops.unweight.experts(
+            x, layer.w13_weight_packed, layer.w2_weight_packed, ids, topk_weights, packed.experts
+        )
+
+    def apply_monolithic(
+        self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Optional[Tensor] = None
+    ) -> Tensor:
+        """The same from a router's logits, on the CPU."""
+        packed = layer.unweight_packed
+        weights = unpack_experts(layer.w13_weight_packed, layer.w2_weight_packed, packed.experts)
+        try:
+            for name, weight in zip(("w13_weight", "w2_weight"), weights):
+                layer.register_parameter(name, nn.Parameter(weight.contiguous(), requires_grad=False))
+            # It lays them out for its products.
+            self._plain.process_weights_after_loading(layer)
+            return self._plain.apply_monolithic(layer, x, router_logits, input_ids)
+        finally:
+            del layer.w13_weight, layer.w2_weight
 
 
 class UnweightLoader(DefaultModelLoader):
@@ -284,11 +405,12 @@ def _no_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str) -> 
 
 def _tell(model: nn.Module) -> None:
     """How many layers are packed, and what they are instead of."""
-    packed: list[Packed] = [layer.unweight_packed for layer in model.modules() if hasattr(layer, "unweight_packed")]
-    is_linear = (LinearBase, ParallelLMHead)
-    others = sum(isinstance(layer, is_linear) and not hasattr(layer, "unweight_packed") for layer in model.modules())
-    gib = sum(weight.arena.nbytes for weight in packed) / 2**30
-    bf16_gib = sum(weight.n * weight.k * 2 for weight in packed) / 2**30
+    kinds = (LinearBase, ParallelLMHead, RoutedExperts)
+    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
+    packed = [layer.unweight_packed for layer in layers if hasattr(layer, "unweight_packed")]
+    gib = sum(weight.packed_nbytes for weight in packed) / 2**30
+    bf16_gib = sum(weight.bf16_nbytes for weight in packed) / 2**30
+    others = len(layers) - len(packed)
     _logger.info("unweight: %d layers packed, %.2f GiB of %.2f GiB; %d in BF16", len(packed), gib, bf16_gib, others)
 
 
