@@ -207,6 +207,22 @@ fn cluster_splits_k_and_adds() {
     check("b16_w1p2c8_store", &[(16, 64, 960)]);
 }
 
+/// Rows dealt to clusters and tiles to warps: shares that end in the middle of a row, in a warp, and between blocks; fewer
+/// tiles than warps; warps with several rows.
+#[test]
+fn rows_are_dealt() {
+    check("b8_w3p1c1_dealt_store", &[(8, 64 * 7, 320), (3, 64, 128), (9, 192, 64)]);
+    check("b8_w2p1c2_t32_dealt_pdl_store_add", &[(5, 64 * 8, 448), (8, 64, 64), (1, 64 * 5, 192)]);
+    check("b16_w5p2c4_t8_dealt_silu_mul", &[(16, 64 * 13, 64 * 3), (30, 128, 64)]);
+    check("b32_w1p1c2_t16_dealt_store", &[(32, 64 * 6, 64 * 3), (7, 64 * 3, 64)]);
+}
+
+#[test]
+fn copies_of_the_table_are_one() {
+    check("b8_w2p1c1_t8_store", &[(3, 128, 320)]);
+    check("b16_w1p1c2_t32_pdl_store", &[(16, 64, 448)]);
+}
+
 #[test]
 fn gate_and_up_become_one() {
     check("b8_w4p2c1_pdl_silu_mul", &[(3, 128, 320), (9, 320, 64)]);
@@ -260,6 +276,7 @@ fn any_bytes_stay_in_bounds() {
 #[test]
 fn planted_bugs_are_caught() {
     let (form, own) = ("unweight/form/compact.cuh", "unweight/kernels/gemm_compact.cuh");
+    let dealt = |from: &str| ["clear_sums", "first_of", "ahead_of"].iter().any(|word| from.contains(word));
     for (header, from, to) in [
         (form, "at = kUp ? at + used : at - used;", "at = at + used;"),
         (form, "p[6] = and_or(w[1] >> 2, 0x01800180u,", "p[6] = and_or(w[1] >> 2, 0x01000100u,"),
@@ -278,18 +295,27 @@ fn planted_bugs_are_caught() {
         (own, "sums[kPair + i * kPairs][f]", "sums[2 * kPair + i][f]"),
         (own, "ptx::mbarrier_expect_tx(barrier(s), compact::kDenseTileBytes);", ""),
         (own, "(c % kHalf < kFirst) != (kPair == 0)", "(c % kHalf < 2) != (kPair == 0)"),
-        (own, "store_shared_x4(table + at * 4,", "store_shared_x4(table + at,"),
+        (form, "store_shared_x4(shared + at * 4, ptx", "store_shared_x4(shared + at, ptx"),
+        (form, "ptx::load_global_nc(table + at / kCopies)", "ptx::load_global_nc(table + at / 4)"),
+        (form, "word + 4 * i);", "word + 4 * (i < 3 ? i : 2));"),
+        // Sums of one row in those of the next; the place of another row; sums that the next row's warp never left there.
+        (own, "                clear_sums();", ""),
+        (own, "(row - first_of(by * Config::kWarps) / args.tile_cols)", "(row & 1)"),
+        (own, "first_of(last + 1) > behind ?", "first_of(last + 1) >= behind ?"),
+        (own, "more + (tile - ahead_of) / each", "more + tile / each"),
         (own, "half * 4 + lane / 8;", "half * 4 + lane / 8 % 2;"),
         (own, "gate + packed::kGateRows, up_low", "gate, up_low"),
     ] {
         let spec = spec(match to {
+            _ if header == form && to.contains("at / 4") => "gemm_compact_b8_w1p2c1_t8_pdl_store",
+            _ if dealt(from) => "gemm_compact_b8_w3p1c2_dealt_store",
             _ if to.contains("gate") => "gemm_compact_b8_w1p2c1_pdl_silu_mul",
             // At batch tile 8 all dense words are loaded at once.
             _ if to.contains("kHalf") => "gemm_compact_b16_w1p2c1_pdl_store",
             _ => "gemm_compact_b8_w1p2c1_pdl_store",
         });
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
-        let problem = Problem::random(128, 64 * 37, 3);
+        let problem = if dealt(from) { Problem::random(64 * 7, 320, 3) } else { Problem::random(128, 64 * 37, 3) };
         // A weight that is wrong by little, as one escape can be, shows only by itself.
         let caught = (1..=3).any(|seed| problem.wrong_sums(&mut kernel, &spec, 8, seed) != Ok(0))
             || traits(&spec).1 == Epilogue::Store

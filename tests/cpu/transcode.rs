@@ -185,7 +185,7 @@ pub fn cases() -> Vec<Case> {
             })
             .collect()
     };
-    // The longest codes: a book whose rarest quads have ten bits; and codes of one bit.
+    // The longest codes: a book whose rarest quads have nine bits; and codes of one bit.
     let skewed = exponents(&mut |bits| 118 - (bits.trailing_zeros() as u16).min(14));
     let one = exponents(&mut |_| 125);
     // All eight classes alike lead to few codes and many escapes: two classes, every quad of them alike.
@@ -203,7 +203,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 /// Tiles of one quad, of which every tenth code is another: 0 to 19 of them move where the next tile begins; and tiles of
-/// 1024 codes of 10 bits each, as long as any can be.
+/// 1024 codes of 9 bits each, as long as any can be.
 pub fn longest_streams() -> Case {
     let (n, k) = (64, 64 * 40);
     // Elements of a quad: rows g and g + 8, columns 2t and 2t + 1.
@@ -213,8 +213,8 @@ pub fn longest_streams() -> Case {
             let (tile, part) = (column / 64, row % 16 / 8 * 2 + column % 2);
             let quad = row / 16 * 256 + row % 8 * 32 + column % 64 / 2;
             let rare = if tile % 2 == 0 { quad < tile / 2 } else { tile % 8 == 7 };
-            // 512 quads, none of them that of the others, which has class 0 four times.
-            let class = if rare { (quad % 512 + 1) >> (3 * part) & 7 } else { 0 };
+            // 256 quads, none of them that of the others, which has class 0 four times.
+            let class = if rare { (quad % 256 + 1) >> (3 * part) & 7 } else { 0 };
             ((108 + 4 * class as u16) << 7 | i as u16 & 0x7f).to_le_bytes()
         })
         .collect();
@@ -227,7 +227,7 @@ fn the_longest_streams_are_copied_to_their_end() {
     let case = longest_streams();
     let furthest = (0..case.tensor.grid().tiles()).any(|tile| {
         let begin = u32::from_le_bytes(case.tensor.tiles()[tile * 8..][..4].try_into().unwrap());
-        begin % 4 == 3 && case.tensor.stream(tile).len() == 1312
+        begin % 4 == 3 && case.tensor.stream(tile).len() == 1184
     });
     assert!(furthest, "the data has no such tile");
     let weights = full(&mut build(&[]), &case.tensor, &Sections::of(&case.tensor)).unwrap();
@@ -283,8 +283,8 @@ fn planted_bugs_are_caught() {
     let (form, own) = ("unweight/form/compact.cuh", "unweight/kernels/transcode.cuh");
     for (header, from, to) in [
         (form, "at = kUp ? at + used : at - used;", "at = at + used;"),
-        (form, "if (!kUp) window = ptx::bit_reverse(window);", ""),
-        (form, "used &= 63;", "used &= 15;"),
+        (form, "if (!kUp) bits[i] = ptx::bit_reverse(bits[i]);", ""),
+        (form, "used += sum & 31;", "used += sum & 15;"),
         (form, "first += 3) {", "first += 4) {"),
         (form, "i < first + 3 &&", "i < first + 4 &&"),
         (form, "up = base + (end > bits ? end - bits : 0);", "up = base + end;"),

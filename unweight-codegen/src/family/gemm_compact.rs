@@ -2,8 +2,8 @@
 //! `templates/include/unweight/kernels/gemm_compact.cuh`.
 //!
 //! ```text
-//! bytes = warps * (align1024(stages * stage) + bulk * 8 * stages) + 4096
-//! stage = batch_tile * 128 + 5120 + 1392      X of 64 k, a tile's dense part, its streams
+//! bytes = warps * (align1024(stages * stage) + bulk * 8 * stages) + 2048 * tables + dealt * 4 * batch_tile * 256
+//! stage = batch_tile * 128 + 5120 + 1232      X of 64 k, a tile's dense part, its streams
 //! ```
 //!
 //! The fp32 sums of a warp, `batch_tile * 256`, lie over its drained ring, which is always larger.
@@ -27,6 +27,11 @@ range_axis! {
     CompactStages, "stages", 1..=16, "1..=16 (stages of op gemm_compact)"
 }
 
+set_axis! {
+    /// Copies of the table of codes in a `gemm_compact` block: lanes of different copies never meet in a bank.
+    CompactTables, "tables", [1, 8, 16, 32], "1, 8, 16 or 32 (tables of op gemm_compact)"
+}
+
 axes! {
     /// A variant of the matmul from the compact form (`mma.m16n8k16`): every warp decodes and multiplies tiles of 64
     /// output features by `batch_tile` batch rows, and the warps of a cluster share k.
@@ -39,6 +44,11 @@ axes! {
         stages: CompactStages "p",
         /// Blocks that share k.
         cluster: ClusterSize "c" = 1,
+        /// Copies of the table of codes.
+        tables: CompactTables "_t" = 1 unnamed,
+        /// Rows of tiles are dealt to as many clusters as the device has room for, and a row's tiles to a cluster's
+        /// warps; else a cluster takes one.
+        dealt: flag "_dealt" = false,
         /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
         /// it reads X.
         pdl: flag "_pdl" = false,
@@ -60,7 +70,7 @@ args! {
         pub streams: u64,
         /// u32 `[record_words]`: `class_escapes`.
         pub records: u64,
-        /// u32 `[1024]`: `ClassBook::kernel_table`.
+        /// u32 `[512]`: `ClassBook::kernel_table`.
         pub table: u64,
         /// bf16 `[m, n]`, of a `silu_mul` variant `[m, n / 2]`.
         pub y: u64,
@@ -90,28 +100,41 @@ impl VariantSpec {
     }
 }
 
-/// The shapes that ship, by batch tile. What measures best is not known yet: no kernel of the family has run on a GPU.
-pub const SHAPES: [GemmCompactSpec; 9] = [
-    shape(8, 8, 1, 1),
-    shape(8, 8, 1, 2),
-    shape(8, 16, 1, 1),
-    shape(8, 16, 1, 2),
-    shape(16, 8, 1, 1),
-    shape(16, 16, 1, 1),
-    shape(16, 16, 1, 2),
-    shape(32, 12, 1, 1),
-    shape(32, 12, 1, 2),
+/// The shapes that ship, by batch tile: what measured best somewhere (docs/adr/0013). Not dealt to clusters of 4: of 33 on
+/// 132 multiprocessors some have to wait for the others.
+pub const SHAPES: [GemmCompactSpec; 11] = [
+    shape(8, 8, 1, 16, false),
+    shape(8, 16, 1, 32, false),
+    shape(8, 16, 2, 32, false),
+    shape(8, 16, 2, 32, true),
+    shape(16, 8, 1, 8, false),
+    shape(16, 16, 1, 32, false),
+    shape(16, 16, 2, 32, false),
+    shape(16, 16, 2, 32, true),
+    shape(32, 12, 1, 16, false),
+    shape(32, 12, 2, 16, false),
+    shape(32, 12, 2, 16, true),
 ];
 
-const fn shape(batch_tile: u32, warps: u32, stages: u32, cluster: u32) -> GemmCompactSpec {
+const fn shape(batch_tile: u32, warps: u32, cluster: u32, tables: u32, dealt: bool) -> GemmCompactSpec {
     match (
         CompactBatchTile::new(batch_tile),
         Warps::new(warps),
-        CompactStages::new(stages),
+        CompactStages::new(1),
         ClusterSize::new(cluster),
+        CompactTables::new(tables),
     ) {
-        (Ok(batch_tile), Ok(warps), Ok(stages), Ok(cluster)) => {
-            GemmCompactSpec { batch_tile, warps, stages, cluster, pdl: false, epilogue: Epilogue::Store }
+        (Ok(batch_tile), Ok(warps), Ok(stages), Ok(cluster), Ok(tables)) => {
+            GemmCompactSpec {
+                batch_tile,
+                warps,
+                stages,
+                cluster,
+                tables,
+                dealt,
+                pdl: false,
+                epilogue: Epilogue::Store,
+            }
         }
         _ => panic!("the shapes lie within the axes"),
     }
@@ -124,6 +147,8 @@ const X_ROW_BYTES: u32 = 128;
 /// Where the copy engine's swizzle repeats, and with it each ring.
 const SWIZZLE_ALIGN: u32 = 1024;
 const MBARRIER_BYTES: u32 = 8;
+/// Dealt rows that end within a block, whose sums have a place: as many rows as it is dealt.
+const FLUSHES: u32 = 4;
 /// As in `gemm_mma`: two blocks hide each other's start and end.
 const BLOCKS_PER_SM_MAX: u32 = 2;
 
@@ -140,10 +165,11 @@ const fn ring_bytes(op: &GemmCompactSpec) -> u32 {
 
 const fn smem(op: &GemmCompactSpec) -> SmemPlan {
     let warps = op.warps.get();
-    SmemPlan::new()
+    let smem = SmemPlan::new()
         .section("rings", warps, ring_bytes(op), SWIZZLE_ALIGN)
-        .section("table", 1, transcode::TABLE_BYTES, 16)
-        .section("barriers", warps * op.stages.get(), MBARRIER_BYTES, MBARRIER_BYTES)
+        .section("table", op.tables.get(), transcode::TABLE_BYTES, 16);
+    let smem = if op.dealt { smem.section("flushed", FLUSHES, op.batch_tile.get() * TILE * 4, 16) } else { smem };
+    smem.section("barriers", warps * op.stages.get(), MBARRIER_BYTES, MBARRIER_BYTES)
 }
 
 const fn fits(spec: &VariantSpec, op: &GemmCompactSpec) -> bool {
@@ -202,11 +228,11 @@ impl GemmCompactSpec {
             launch: LaunchPlan {
                 threads,
                 blocks_per_sm,
-                // One task each: a chain of codes spans two row blocks, so rows are not dealt in less than tiles.
+                // A chain of codes spans two row blocks, so rows are not dealt in less than tiles.
                 grid: LaunchGrid::DealtRowBlocks {
                     batch_rows: op.batch_tile.get(),
                     rows: TILE,
-                    share: Some(1),
+                    share: Some(if op.dealt { FLUSHES * op.cluster.get() } else { 1 }),
                     cluster: op.cluster.get(),
                     blocks_per_sm,
                 },
@@ -246,6 +272,10 @@ impl Family for GemmCompactSpec {
             stages: u32,
             /// `Config::kCluster`.
             cluster: u32,
+            /// `Config::kTables`.
+            tables: u32,
+            /// `Config::kDealt`.
+            dealt: bool,
             /// `Config::kStoreAdd`.
             store_add: bool,
             /// `Config::kSiluMul`.
@@ -260,6 +290,8 @@ impl Family for GemmCompactSpec {
             warps: self.warps.get(),
             stages: self.stages.get(),
             cluster: self.cluster.get(),
+            tables: self.tables.get(),
+            dealt: self.dealt,
             store_add: matches!(self.epilogue, Epilogue::StoreAdd),
             silu_mul: matches!(self.epilogue, Epilogue::SiluMul),
             pdl: self.pdl,
@@ -299,7 +331,7 @@ mod tests {
     #[test]
     fn sums_of_every_shape_lie_over_a_ring() {
         for batch_tile in [8, 16, 32] {
-            let op = shape(batch_tile, 1, 1, 1);
+            let op = shape(batch_tile, 1, 1, 1, false);
             assert!(batch_tile * TILE * 4 <= ring_bytes(&op), "{batch_tile}");
         }
     }

@@ -93,9 +93,9 @@ const TILES_PER_BLOCK: u32 = WARPS;
 /// Eight row blocks a warp.
 const LIST_TILES_PER_BLOCK: u32 = 16;
 /// Entries of 4 bytes.
-pub(super) const TABLE_BYTES: u32 = 1 << 12;
+pub(super) const TABLE_BYTES: u32 = 1 << 11;
 /// Longest streams of a tile, from 16 bytes to 16 bytes, and what a chain may read past them.
-pub(super) const SLOT_BYTES: u32 = (12 + STREAM_TILE_BYTES_MAX as u32 + 20 + 8).next_multiple_of(16) + 32;
+pub(super) const SLOT_BYTES: u32 = (12 + STREAM_TILE_BYTES_MAX as u32 + 9 + 16).next_multiple_of(16);
 
 impl TranscodeSpec {
     pub(crate) const fn instructions(&self) -> Instructions {

@@ -47,8 +47,8 @@ pub const CLASS_BASE_MAX: u8 = 223;
 /// Exponent of an operand of the compact form that is the lowest of the window: a multiple of 32, so that class and
 /// remainder are merged by `or`.
 pub const CLASS_OPERAND_EXPONENT: u8 = 96;
-/// Longest code of a quad of classes, bits: decoders have a table of `2^10` entries.
-pub const CLASS_CODE_MAX: u32 = 10;
+/// Longest code of a quad of classes, bits: decoders have a table of `2^9` entries.
+pub const CLASS_CODE_MAX: u32 = 9;
 /// Lanes of a warp, each with a stream of its own.
 pub const LANES: usize = 32;
 /// Codes of a lane in a tile, four elements each: half of them run forward, half backward.
@@ -63,6 +63,6 @@ pub const SECTION_ALIGN: usize = 4 * WORDS_ALIGN;
 const _: () = assert!(TILE == 64, "the verbatim bitmask is a u64");
 const _: () = assert!(TILE * ROW_BITS_MAX as usize <= u16::MAX as usize, "row_end_offsets fit u16");
 const _: () = assert!(PACKED_TILE_BYTES == 6144 && PACKED_BLOCK_BYTES == 1536, "stated in docs/format.md A.9");
-const _: () = assert!(DENSE_TILE_BYTES == 5120 && STREAM_TILE_BYTES_MAX == 1312, "stated in docs/format.md A.11");
+const _: () = assert!(DENSE_TILE_BYTES == 5120 && STREAM_TILE_BYTES_MAX == 1184, "stated in docs/format.md A.11");
 const _: () = assert!(LANE_CODES * CLASS_CODE_MAX as usize / 2 <= u8::MAX as usize, "a lane's length fits a byte");
 const _: () = assert!(SECTION_ALIGN == 16, "sections end on 16 bytes, as the kernels' bulk copies need");

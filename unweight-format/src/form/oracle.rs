@@ -214,13 +214,13 @@ pub fn decode_compact<B: AsRef<[u8]>>(tensor: &CompactTensor<B>) -> Result<Vec<u
             for block in 0..packed::ROW_BLOCKS {
                 let chain = block / 2;
                 for quad in 0..8 {
-                    // Ten bits, or as many as there are.
+                    // Nine bits, or as many as there are.
                     let next = |i: usize| {
                         let at = used[chain] + i;
                         let at = if chain == 0 { start + at } else { (start + bits).checked_sub(at + 1)? };
                         bit(at)
                     };
-                    let index: usize = (0..10).map(|i| next(i).unwrap_or(0) << i).sum();
+                    let index: usize = (0..9).map(|i| next(i).unwrap_or(0) << i).sum();
                     let entry = table[index];
                     used[chain] += usize::from(entry >> 12);
                     for place in 0..4 {

@@ -269,11 +269,15 @@ const CUBLAS_SHARE: f64 = 0.654;
 /// Bytes of a compact weight (docs/adr/0013-compact.md: 10.81 to 10.9 bits).
 const COMPACT_BYTES: f64 = 1.36;
 /// A tile of 64 x 64 that `gemm_compact` decodes: us of a multiprocessor that always has a warp to run, and us of one warp by itself.
-const COMPACT_TILE_US: (f64, f64) = (0.181, 2.39);
+const COMPACT_TILE_US: (f64, f64) = (0.149, 1.79);
 /// What 8 batch rows more add to a warp's tile, us; to a multiprocessor's an eighth of it.
-const COMPACT_ROWS_US: f64 = 0.157;
+const COMPACT_ROWS_US: f64 = 0.175;
 /// What meeting across a cluster costs there, us, each time that blocks come and go.
-const COMPACT_CLUSTER_US: f64 = 3.3;
+const COMPACT_CLUSTER_US: f64 = 2.34;
+/// The start and the end of a wave of blocks: tables, first copies, the last warp's tile, us.
+const COMPACT_WAVE_US: f64 = 1.95;
+/// The rate at which such products read, as a share of the memory's.
+const COMPACT_READS: f64 = 0.896;
 /// Up to this batch `gemm_wgmma` multiplies mostly zeros and was hardly ever best.
 const SMALL_BATCH: u32 = 32;
 /// A launch of `gemm_wgmma` beside its steps, us.
@@ -319,22 +323,25 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -
             Some(launch + (weight_bytes * batch_tiles / rate + x).max(computed) + waiting + meeting + tail)
         }
         // Decoding is the limit, not the memory: a warp's chains of codes by themselves, or all of a multiprocessor's instructions. Fitted to
-        // 104 problems (docs/records/h200-2026-11-22): what it finds fastest took 0.3 % longer than the best on average, 7 % at most.
+        // 32 problems (docs/records/h200-2026-11-22/matmul-compact-nine.csv): what it finds fastest was the fastest of each.
         Op::GemmCompact(op) => {
             let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
             let (cluster, warps) = (f64::from(op.cluster.get()), f64::from(op.warps.get()));
             let per_sm = f64::from(plan.launch.blocks_per_sm);
             let rows = COMPACT_ROWS_US * (f64::from(op.batch_tile.get()) / 8.0 - 1.0) / machine.tensor_share();
             let meeting = if cluster > 1.0 { COMPACT_CLUSTER_US } else { 0.0 };
-            // With so many blocks on a multiprocessor, each a share of a row of tiles.
+            // With so many blocks on a multiprocessor, each with a share of a cluster's rows of tiles.
+            let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
+            let groups = blocks / (cluster * batch_tiles);
+            let tiles = (f64::from(n / 64) / groups).ceil() * columns;
             let wave = |resident: f64| {
-                let alone = (columns / (cluster * warps)).ceil() * (COMPACT_TILE_US.1 + rows);
-                alone.max(columns / cluster * resident * (COMPACT_TILE_US.0 + rows / 8.0)) / clock + meeting
+                let alone = (tiles / (cluster * warps)).ceil() * (COMPACT_TILE_US.1 + rows);
+                let shared = tiles / cluster * resident * (COMPACT_TILE_US.0 + rows / 8.0);
+                alone.max(shared) / clock + meeting + COMPACT_WAVE_US
             };
             let (waves, rest) = ((blocks / (sms_f * per_sm)).floor(), blocks % (sms_f * per_sm));
             let last = if rest > 0.0 { wave((rest / sms_f).ceil()) } else { 0.0 };
-            let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
-            let read = f64::from(n) * f64::from(k) * COMPACT_BYTES * batch_tiles / machine.reads();
+            let read = f64::from(n) * f64::from(k) * COMPACT_BYTES * batch_tiles / (machine.reads() * COMPACT_READS);
             let launch = if op.pdl { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
             Some(launch + (waves * wave(per_sm) + last).max(read))
         }
@@ -592,14 +599,15 @@ mod tests {
             }
         }
         for (m, n, k, shape, measured) in [
-            (1, 14336, 4096, "b8_w8p1c1", 24.6),
-            (8, 6144, 4096, "b8_w16p1c1", 13.6),
-            (1, 4096, 14336, "b8_w16p1c2", 23.3),
-            (8, 128_256, 4096, "b8_w8p1c1", 184.8),
-            (16, 14336, 4096, "b16_w8p1c1", 26.4),
-            (16, 8192, 8192, "b16_w16p1c1", 27.3),
-            (32, 28672, 8192, "b32_w12p1c1", 124.3),
-            (32, 4096, 14336, "b32_w12p1c2", 30.3),
+            (1, 14336, 4096, "b8_w8p1c1_t16", 22.6),
+            (8, 6144, 4096, "b8_w16p1c1_t32", 12.9),
+            (1, 4096, 14336, "b8_w16p1c2_t32_pdl", 22.1),
+            (8, 128_256, 4096, "b8_w8p1c1_t16", 172.8),
+            (16, 14336, 4096, "b16_w8p1c1_t8", 24.9),
+            (16, 8192, 8192, "b16_w16p1c1_t32", 25.7),
+            (8, 28672, 4096, "b8_w16p1c2_t32_dealt", 41.7),
+            (32, 28672, 8192, "b32_w12p1c2_t16_dealt", 101.7),
+            (32, 4096, 14336, "b32_w12p1c2_t16_pdl", 29.5),
         ] {
             let (spec, us) = best(m, n, k);
             assert!(spec.to_string().contains(shape), "{spec} at {m} of {n}x{k}, not {shape}");

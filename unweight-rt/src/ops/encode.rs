@@ -32,7 +32,7 @@
 //! }
 //! ```
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use unweight_codegen::{
     abi::EncodeArgs,
@@ -77,14 +77,18 @@ pub struct GpuEncoder {
 }
 
 /// The encoder of a device as [`bundle::compress_with`](unweight_format::bundle::compress_with) takes it: digests on the CPU, the rest on the GPU,
-/// one tensor at a time.
+/// a few tensors at a time: one is copied while another is coded.
 #[derive(Debug)]
 pub struct BundleEncoder {
     encoder: GpuEncoder,
     compressor: Compressor,
-    /// One tensor at a time, on the packer's stream.
-    device: Mutex<Packer>,
+    /// Each with a stream of its own, while no tensor has it.
+    free: Mutex<Vec<Packer>>,
+    freed: Condvar,
 }
+
+/// Tensors on the device at once: one comes, one is coded, one goes. Each takes what three of them take in BF16.
+const IN_FLIGHT: usize = 3;
 
 impl BundleEncoder {
     /// Compiles or finds the encoder's kernels.
@@ -92,14 +96,31 @@ impl BundleEncoder {
     /// # Errors
     /// The device or the compiler is missing, or failed.
     pub fn new(kernels: &KernelSet, limit: CodeLimit) -> Result<Self, DeviceError> {
-        let packer = Packer::new(&kernels.device().stream()?, kernels)?;
+        let packers = (0..IN_FLIGHT).map(|_| Packer::new(&kernels.device().stream()?, kernels));
+        let packers = packers.collect::<Result<_, DeviceError>>()?;
         let (encoder, compressor) = (GpuEncoder::new(kernels, limit)?, Compressor::of(kernels)?);
-        Ok(Self { encoder, compressor, device: Mutex::new(packer) })
+        Ok(Self { encoder, compressor, free: Mutex::new(packers), freed: Condvar::new() })
     }
 
-    /// A panic of another thread leaves the stream as usable as it was, and the packer's memory is written before it is read.
-    fn device(&self) -> MutexGuard<'_, Packer> {
-        self.device.lock().unwrap_or_else(PoisonError::into_inner)
+    /// A packer that no other tensor has; waits for one.
+    fn packer(&self) -> Taken<'_> {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.freed.wait_while(free, |free| free.is_empty()).unwrap_or_else(PoisonError::into_inner);
+        Taken { of: self, packer: free.pop() }
+    }
+}
+
+/// A packer, given back when the tensor is done. A panic leaves its stream as usable as it was, and its memory is written before it is read.
+struct Taken<'a> {
+    of: &'a BundleEncoder,
+    /// `None` only while it is dropped.
+    packer: Option<Packer>,
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        self.of.free.lock().unwrap_or_else(PoisonError::into_inner).extend(self.packer.take());
+        self.of.freed.notify_one();
     }
 }
 
@@ -117,7 +138,8 @@ impl Encoder for BundleEncoder {
         }
         let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
         let digest = Digest::of(matrix.bytes());
-        let mut packer = self.device();
+        let mut taken = self.packer();
+        let packer = taken.packer.as_mut().expect("it is there until it is dropped");
         let tensor = match form {
             FormId::HUFFMAN => self.encoder.encode(packer.stream(), matrix).map_err(failed)?.into(),
             FormId::PALETTE => self.encoder.encode_palette(packer.stream(), matrix).map_err(failed)?.into(),
@@ -136,7 +158,7 @@ impl Encoder for BundleEncoder {
                 let stream = packer.stream().clone();
                 let mut encoded = || -> Result<_, CompressError> {
                     let weights = DeviceMatrix::upload(&stream, matrix)?;
-                    let compressed = self.compressor.encode(&mut packer, weights.view())?;
+                    let compressed = self.compressor.encode(packer, weights.view())?;
                     let tensor = compressed.download(&stream)?;
                     compact::worth_it(matrix.grid(), &compressed.histogram, limit, tensor.stored_bytes())?;
                     Ok(tensor)

@@ -106,7 +106,7 @@ impl DeviceCompact {
         &self.escapes
     }
 
-    /// u32 `[1024]`.
+    /// u32 `[512]`.
     pub fn table(&self) -> &DeviceBuffer<u32> {
         &self.table
     }

@@ -3,7 +3,7 @@
 //
 //   streams of a tile  32 bytes of lengths, one a lane, in units of 2 bits; the lanes' bits. A lane's chain of row blocks
 //                      0 and 1 runs up from its first bit, that of row blocks 2 and 3 down from its last one.
-//   table              what the next 10 bits of a chain stand for, u32:
+//   table              what the next 9 bits of a chain stand for, u32:
 //
 //     31..28  27..25    24..22    21..14  13..9          8..6     5..4  3..0
 //     0011    a, high   b, high   0       11 | a, low    b, low   0     bits of the code
@@ -17,8 +17,9 @@
 //
 // An operand has exponent 96 + 4 * class + low; a product is multiplied by 2^(base - 96) once.
 //
-// Whatever the streams hold, a lookup is one of 1024 entries, and a chain moves by 160 bits at most from where its lane
-// begins or ends, which is held within the longest streams of a tile: nothing outside of a slot is read.
+// Whatever the streams hold, a lookup is one of 512 entries, and a chain moves by 72 bits at most before it begins its
+// second row block, from where its lane begins or ends, which is held within the longest streams of a tile. A row block
+// reads four words from there: nothing outside of a slot is read.
 #pragma once
 
 #include "unweight/form/escapes.cuh"
@@ -33,18 +34,21 @@ constexpr u32 kDenseWords = 40;     // of a lane
 constexpr u32 kBlockWords = 10;     // of these, of a row block
 constexpr u32 kBlockQuads = 8;      // quads of a lane in a row block
 constexpr u32 kLengthBytes = 32;
-constexpr u32 kTileBitsMax = 10240;  // 1024 codes of 10 bits
+constexpr u32 kCodeBitsMax = 9;
+constexpr u32 kTileBitsMax = 1024 * kCodeBitsMax;
 constexpr u32 kStreamBytesMax = kLengthBytes + kTileBitsMax / 8;
-constexpr u32 kTableEntries = 1024, kTableBytes = kTableEntries * 4;
+constexpr u32 kTableEntries = 1 << kCodeBitsMax, kTableBytes = kTableEntries * 4;
 constexpr u32 kOperandExponent = 96;
 constexpr u32 kTileRecordsMax = kTile * kTile;
 
 // A slot for the streams of a tile: they begin at any word and are copied by 16 bytes; a chain that does not end in its
-// lane reads up to 160 bits and one window past the last one.
-constexpr u32 kSlotBytes = 1392;
+// lane reads four words from up to 9 bytes past the last one. Backwards these begin at most 24 bytes before a lane's
+// bits and end there: among the lengths.
+constexpr u32 kPastBytes = kBlockQuads * kCodeBitsMax / 8 + 16;
+constexpr u32 kSlotBytes = 1232;
 constexpr u32 kCopyWordsMax = (12 + kStreamBytesMax + 15) / 16 * 4;
 static_assert(kCopyWordsMax * 4 <= kSlotBytes, "what is copied");
-static_assert(12 + kStreamBytesMax + 160 / 8 + 8 <= kSlotBytes && kSlotBytes % 16 == 0, "the longest streams, and what is read past them");
+static_assert(12 + kStreamBytesMax + kPastBytes <= kSlotBytes && kSlotBytes % 16 == 0, "the longest streams, and what is read past them");
 
 // Where a tile's streams lie, in words of the section, and its escapes.
 struct Tile {
@@ -86,27 +90,64 @@ struct Chains {
     }
 };
 
-// The entries of a chain's next row block. A window of 32 bits holds three codes.
-template <bool kUp>
-UW_DEVICE void next_block(u32& at, u32 table, u32 (&entries)[kBlockQuads]) {
+// Where a lane looks codes up. With kCopies = 1 all lanes share a table; with more, entry i of copy c is word
+// i * kCopies + c, so that lanes of different copies never meet in a bank: 32 copies have no conflicts.
+template <u32 kCopies>
+struct Table {
+    static_assert(kCopies == 1 || kCopies == 8 || kCopies == 16 || kCopies == 32, "copies that lie in banks of their own");
+    static constexpr u32 kBytes = kTableBytes * kCopies;
+    u32 own;  // shared address of this lane's first entry
+
+    UW_DEVICE Table(u32 shared, u32 lane) : own(shared + lane % kCopies * 4) {}
+    // By the low bits of a window.
+    UW_DEVICE u32 look(u32 window) const { return ptx::load_shared(own + (window & (kTableEntries - 1)) * (4 * kCopies)); }
+
+    // From device memory, by all `threads` threads of a block, which meets behind it.
+    UW_DEVICE static void copy(u32 shared, const u32* table, u32 thread, u32 threads) {
+        for (u32 at = thread * 4; at < kTableEntries * kCopies; at += threads * 4) {
+            if constexpr (kCopies == 1) {
+                ptx::store_shared_x4(shared + at * 4, ptx::load_global_nc_x4(table + at));
+            } else {
+                const u32 entry = ptx::load_global_nc(table + at / kCopies);
+                ptx::store_shared_x4(shared + at * 4, {entry, entry, entry, entry});
+            }
+        }
+    }
+};
+
+// The entries of a chain's next row block, from the four words that hold it wherever it begins: eight codes of up to 9
+// bits, 32 bits of offset.
+template <bool kUp, class Table>
+UW_DEVICE void next_block(u32& at, const Table& table, u32 (&entries)[kBlockQuads]) {
+    static_assert(kBlockQuads == 8 && kBlockQuads * kCodeBitsMax <= 96 && 3 * kCodeBitsMax < 32, "three windows of three codes in 96 bits");
+    const u32 from = kUp ? at : at - 96;
+    const u32 word = from >> 3 & ~3u;
+    u32 w[4], bits[3];
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) w[i] = ptx::load_shared(word + 4 * i);
+#pragma unroll
+    for (u32 i = 0; i < 3; ++i) {
+        const u32 j = kUp ? i : 2 - i;
+        bits[i] = ptx::funnel_shift_right(w[j], w[j + 1], from);
+        if (!kUp) bits[i] = ptx::bit_reverse(bits[i]);
+    }
+    u32 used = 0;
 #pragma unroll
     for (u32 first = 0; first < kBlockQuads; first += 3) {
-        const u32 from = kUp ? at : at - 32;
-        const u32 word = from >> 3 & ~3u;
-        u32 window = ptx::funnel_shift_right(ptx::load_shared(word), ptx::load_shared(word + 4), from);
-        if (!kUp) window = ptx::bit_reverse(window);
-        u32 used = 0;
+        u32 window = bits[0], sum = 0;
 #pragma unroll
         for (u32 i = first; i < first + 3 && i < kBlockQuads; ++i) {
-            const u32 entry = ptx::load_shared(table + (window & (kTableEntries - 1)) * 4);
+            const u32 entry = table.look(window);
             entries[i] = entry;
             window = ptx::funnel_shift_right(window, 0, entry);  // by its low five bits: those of the length
-            used += entry;
+            sum += entry;
         }
-        // Three lengths, of 30 bits at most: no carry comes from above or leaves the six bits.
-        used &= 63;
-        at = kUp ? at + used : at - used;
+        // Three lengths, of 27 bits at most: the low five bits are theirs alone.
+        bits[0] = ptx::funnel_shift_right(bits[0], bits[1], sum);
+        bits[1] = ptx::funnel_shift_right(bits[1], bits[2], sum);
+        used += sum & 31;
     }
+    at = kUp ? at + used : at - used;
 }
 
 // (a & b) | c as one instruction by name (form/packed.cuh).
@@ -132,8 +173,8 @@ UW_DEVICE void dense_unit(const u32* w, const u32* e, u32* p) {
 }
 
 // The operands of a chain's next row block, its escapes still to be replaced. `words`: its dense words.
-template <bool kUp>
-UW_DEVICE void decode_block(Operands& operands, const u32* words, u32& at, u32 table) {
+template <bool kUp, class Table>
+UW_DEVICE void decode_block(Operands& operands, const u32* words, u32& at, const Table& table) {
     u32 entries[kBlockQuads];
     next_block<kUp>(at, table, entries);
     dense_unit(words, entries, operands.p);

@@ -6,9 +6,12 @@
 //
 // Config
 //   u32  kBatchTile      8,16,32  rows of X per cluster; sums take 2 * kBatchTile registers, X one more a row
-//   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...
+//   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...; of dealt
+//                                 rows, as many neighbouring tiles as the others
 //   u32  kStages         1..16    slots of each warp's private ring
 //   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
+//   u32  kTables         1,8,16,32  copies of the table of codes (form/compact.cuh): fewer bank conflicts
+//   bool kDealt          a cluster takes a share of the rows of tiles, not one
 //   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
 //   bool kSiluMul        y[m, n / 2] = silu(gate) * up, as in kernels/gemm_mma.cuh (no kStoreAdd)
 //   bool kPdl            programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are
@@ -16,8 +19,12 @@
 //
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
 // blocks along x, m >= 1, and
-//   grid = (n / 64) * ceil(m / kBatchTile) * kCluster. A task is a row of tiles: a chain spans two row blocks, so less
-//   cannot be decoded alone.
+//   grid = groups * ceil(m / kBatchTile) * kCluster, groups = n / 64, or with kDealt any number from
+//   n / 64 / (kFlushes * kCluster), rounded up, to n / 64. A task is a row of tiles: a chain spans two row blocks, so less
+//   cannot be decoded alone. kDealt: the rows are dealt to the groups in order, evenly up to one, and their tiles, row by
+//   row, to a cluster's warps, the first warps getting one more: all of a multiprocessor's warps are busy to the end,
+//   however many rows there are. A warp that goes from one row to the next leaves the sums of the first one in a place of
+//   the block's, of which each row that ends within the block has one.
 //
 // Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile,
 // 128-byte swizzle, zero past the batch), the dense part of a tile, and its streams, from the 16 bytes they begin in to
@@ -32,18 +39,18 @@
 // once more before exit.
 //
 // Order of sums: a warp adds its tiles by growing k, then blocks of a cluster and in them warps are added by number. It
-// follows from k and the config alone.
+// follows from k and the config alone; with kDealt from n, k, the config and the number of groups.
 //
-// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + 5120 + 1392) + kEarly * 1392) + 8 * kStages) + 4096
-//   (table).
+// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + 5120 + 1232) + kEarly * 1232) + 8 * kStages)
+//   + 2048 * kTables (table) + kDealt * kFlushes * 256 * kBatchTile.
 //   A warp's sums (fp32 [batch][row]) lie over its own drained ring.
 // Global reads per tile: 5120 + 1380 on average (32 of lengths) + 8, and 128 * min(m, kBatchTile) (X: L2 after the
-//   first); 4 * (1 + records) per list; 4096 per block (L2).
+//   first); 4 * (1 + records) per list; 2048 per block (L2).
 //
 // Safety: any bytes: what leads out of `streams` is cut off, a slot holds the longest streams and what is read past them
 //   (form/compact.cuh), a list never reads past `record_words`, and a record changes a register of its lane.
 //
-// Bound: device memory, n * k * 1.35 bytes; from batch 16 on the decoding's instructions.
+// Bound: device memory, n * k * 1.35 bytes, and close to it shared memory and the decoding's instructions.
 #pragma once
 
 #include "unweight/epilogue/activation.cuh"
@@ -64,6 +71,7 @@ using packed::kSteps, packed::kTile, packed::kTileBlocks, packed::Operands;
 
 constexpr u32 kBatchFragment = 8;  // the n dimension of m16n8k16
 constexpr u32 kPairs = kTileBlocks / 2;  // a row block of either chain at a time
+constexpr u32 kFlushes = 4;              // rows of tiles of each block of a cluster with kDealt, at most
 
 template <class Config>
 constexpr u32 kThreads = Config::kWarps * 32;
@@ -87,7 +95,9 @@ struct Smem {
 
     static constexpr u32 kRings = 0;
     static constexpr u32 kTable = Config::kWarps * kRingBytes;
-    static constexpr u32 kBarriers = kTable + compact::kTableBytes;
+    // kDealt: sums of rows that end within the block, of warps that go on with the next.
+    static constexpr u32 kFlushed = kTable + compact::Table<Config::kTables>::kBytes;
+    static constexpr u32 kBarriers = kFlushed + (Config::kDealt ? kFlushes * kSumBytes : 0);
     static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
 
     static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
@@ -100,6 +110,7 @@ struct Kernel {
     using S = Smem<Config>;
     static constexpr u32 kFragments = Config::kBatchTile / kBatchFragment;
     static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that share a task's k
+    static constexpr u32 kStep = Config::kDealt ? 1 : kKWarps;  // from a tile of a warp to its next
     static constexpr u32 kNoColumn = ~0u;
     static constexpr u32 kPlaces = 32;  // tiles whose places one load of a warp brings: one a lane
     static constexpr u32 kBlockOut = Config::kSiluMul ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T of a row block
@@ -112,18 +123,22 @@ struct Kernel {
 
     const GemmCompactArgs& args;
     const u32 shared, warp, lane;
-    const u32 ring, table, barriers;
+    const u32 ring, barriers;
+    const compact::Table<Config::kTables> table;
+    const u32 rank;    // of the block in its cluster
     const u32 k_warp;  // this warp among the kKWarps
     const u32 batch_tiles, group;
-    const u32 batch, tile_row;  // this cluster's first batch row, and its row of tiles. Clusters that share weights are neighbours
+    const u32 batch, tile_row;  // this cluster's first batch row, and row of tiles. Clusters that share weights are neighbours
+    const u32 tiles;            // of the cluster: whole rows
     const u64 first_tile;
     const u64 x_policy, w_policy;
+    const u32 end;  // behind this warp's last tile; tiles of the cluster are numbered row by row
 
     // The next tile to load. Lane `turn` has the place of the warp's tile `turn` of 32: of those that are loaded, and of
     // those that are computed, which are the same or the 32 before.
-    u32 load_slot = 0, load_stream = 0, load_turn = 0, load_column;
+    u32 load_slot = 0, load_stream = 0, load_turn = 0, load_at, load_column;
     // The next tile to compute.
-    u32 slot = 0, stream = 0, parity = 0, turn = 0, column;
+    u32 slot = 0, stream = 0, parity = 0, turn = 0, at;
     Tile ahead, now;
 
     float sums[kTileBlocks][kFragments][4];
@@ -134,20 +149,37 @@ struct Kernel {
           warp(ptx::uniform_warp_index()),
           lane(ptx::lane_index()),
           ring(shared_address + S::kRings + warp * S::kRingBytes),
-          table(shared_address + S::kTable),
           barriers(shared_address + S::kBarriers + warp * Config::kStages * 8),
-          k_warp(Config::kCluster > 1 ? ptx::cluster_rank() * Config::kWarps + warp : warp),
+          table(shared_address + S::kTable, lane),
+          rank(Config::kCluster > 1 ? ptx::cluster_rank() : 0),
+          k_warp(rank * Config::kWarps + warp),
           batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
           group(ptx::block_index() / Config::kCluster),
           batch(group % batch_tiles * Config::kBatchTile),
-          tile_row(group / batch_tiles),
+          tile_row(first_row(group / batch_tiles)),
+          tiles((first_row(group / batch_tiles + 1) - tile_row) * a.tile_cols),
           first_tile(static_cast<u64>(tile_row) * a.tile_cols),
           x_policy(ptx::l2_policy(L2::kEvictLast)),
           w_policy(ptx::l2_policy(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal)),
-          load_column(k_warp),
-          column(k_warp),
-          ahead(places(k_warp)),
+          end(Config::kDealt ? first_of(k_warp + 1) : tiles),
+          load_at(Config::kDealt ? first_of(k_warp) : k_warp),
+          load_column(Config::kDealt ? load_at % a.tile_cols : k_warp),
+          at(load_at),
+          ahead(places(load_at)),
           now(ahead) {}
+
+    // The first row of tiles of a group of clusters.
+    UW_DEVICE u32 first_row(u32 g) const {
+        if constexpr (!Config::kDealt) return g;
+        const u32 rows = args.n / kTile, groups = ptx::grid_size() / Config::kCluster / batch_tiles;
+        return rows / groups * g + (g < rows % groups ? g : rows % groups);
+    }
+    // kDealt: the first tile of a warp, and the warp of a tile.
+    UW_DEVICE u32 first_of(u32 w) const { return tiles / kKWarps * w + (w < tiles % kKWarps ? w : tiles % kKWarps); }
+    UW_DEVICE u32 warp_of(u32 tile) const {
+        const u32 each = tiles / kKWarps, more = tiles % kKWarps, ahead_of = more * (each + 1);
+        return tile < ahead_of ? tile / (each + 1) : more + (tile - ahead_of) / each;
+    }
 
     UW_DEVICE u32 barrier(u32 s) const { return barriers + s * 8; }
     UW_DEVICE u32 x_slot(u32 s) const { return ring + s * S::kXBytes; }
@@ -155,10 +187,10 @@ struct Kernel {
     UW_DEVICE u32 stream_slot(u32 s) const { return dense_slot(Config::kStages) + s * compact::kSlotBytes; }
 
     // ---- load ------------------------------------------------------------------------------------------------------
-    // Of the warp's tiles from this column on, one a lane. A lane beyond the last column takes that.
+    // Of the warp's tiles from this one on, one a lane. A lane beyond the cluster's last takes that.
     UW_DEVICE Tile places(u32 from) const {
-        const u32 mine = from + lane * kKWarps;
-        return Tile(args.tiles, first_tile + (mine < args.tile_cols ? mine : args.tile_cols - 1), args.stream_words);
+        const u32 mine = from + lane * kStep;
+        return Tile(args.tiles, first_tile + (mine < tiles ? mine : tiles - 1), args.stream_words);
     }
     // Lists are rare and far away: have them near when their tile comes.
     UW_DEVICE void prefetch_lists() const {
@@ -168,8 +200,8 @@ struct Kernel {
 
     // By one lane.
     UW_DEVICE void load_x(u32 s, u32 from) const { ptx::tensor_load_2d(x_slot(s), args.x, from * kTile, batch, barrier(s), x_policy); }
-    UW_DEVICE void load_dense(u32 s, u32 from) const {
-        ptx::bulk_load(dense_slot(s), args.dense + (first_tile + from) * compact::kDenseTileBytes, compact::kDenseTileBytes, barrier(s), w_policy);
+    UW_DEVICE void load_dense(u32 s, u32 tile) const {
+        ptx::bulk_load(dense_slot(s), args.dense + (first_tile + tile) * compact::kDenseTileBytes, compact::kDenseTileBytes, barrier(s), w_policy);
     }
     UW_DEVICE void load_streams(u32 s, u32 to, u32 first, u32 words) const {
         if (words != 0) ptx::bulk_load(stream_slot(to), args.streams + first, words * 4, barrier(s), w_policy);
@@ -178,14 +210,16 @@ struct Kernel {
     UW_DEVICE void advance_load() {
         load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
         load_stream = load_stream + 1 == S::kStreamSlots ? 0 : load_stream + 1;
-        load_column += kKWarps;
+        load_at += kStep;
+        load_column += kStep;
+        if (Config::kDealt && load_column == args.tile_cols) load_column = 0;
         ++load_turn;
     }
     // By a converged warp that has released the slot to the copy engine.
     UW_DEVICE void load_next() {
-        if (load_column >= args.tile_cols) return;
+        if (load_at >= end) return;
         if (load_turn == kPlaces) {
-            ahead = places(load_column);
+            ahead = places(load_at);
             prefetch_lists();
             load_turn = 0;
         }
@@ -193,7 +227,7 @@ struct Kernel {
         if (ptx::elect_one()) {
             ptx::mbarrier_arrive_expect_tx(barrier(load_slot), S::kXBytes + compact::kDenseTileBytes + words * 4);
             load_x(load_slot, load_column);
-            load_dense(load_slot, load_column);
+            load_dense(load_slot, load_at);
             load_streams(load_slot, load_stream, first, words);
         }
         advance_load();
@@ -213,11 +247,11 @@ struct Kernel {
 #pragma unroll
         for (u32 s = 0; s < Config::kStages; ++s) {
             columns[s] = kNoColumn;
-            if (load_column >= args.tile_cols) continue;
+            if (load_at >= end) continue;
             columns[s] = load_column;
             if (ptx::elect_one()) {
                 ptx::mbarrier_expect_tx(barrier(s), compact::kDenseTileBytes);
-                load_dense(s, load_column);
+                load_dense(s, load_at);
             }
             advance_load();
         }
@@ -240,10 +274,8 @@ struct Kernel {
 
     // By the whole block.
     UW_DEVICE void copy_table() const {
-        for (u32 at = ptx::thread_index() * 4; at < compact::kTableEntries; at += kThreads<Config> * 4) {
-            ptx::store_shared_x4(table + at * 4, ptx::load_global_nc_x4(args.table + at));
-        }
-        ptx::sync_block();
+        compact::Table<Config::kTables>::copy(shared + S::kTable, args.table, ptx::thread_index(), kThreads<Config>);
+        ptx::sync_block();  // orders the table before the lookups of every warp
     }
 
     // ---- compute ---------------------------------------------------------------------------------------------------
@@ -367,9 +399,8 @@ struct Kernel {
         }
     }
 
-    UW_DEVICE void reduce() {
-        const u32 left = args.m - batch;
-        const u32 valid = left < Config::kBatchTile ? left : Config::kBatchTile;
+    // To a warp's ring, or where sums of a row are left behind.
+    UW_DEVICE void store_sums(u32 to, u32 valid) const {
         const u32 g = lane / 4, t = lane % 4;
 #pragma unroll
         for (u32 f = 0; f < kFragments; ++f) {
@@ -379,38 +410,88 @@ struct Kernel {
 #pragma unroll
                 for (u32 i = 0; i < 4; ++i) {
                     const u32 row = b * packed::kBlockRows + g + i / 2 * 8;
-                    ptx::store_shared(ring + sum_offset(f * kBatchFragment + 2 * t + i % 2, row), ptx::bits_from_float(sums[b][f][i]));
+                    ptx::store_shared(to + sum_offset(f * kBatchFragment + 2 * t + i % 2, row), ptx::bits_from_float(sums[b][f][i]));
                 }
             }
         }
-        meet();
-        // Block `rank` of the cluster stores its share of the rows of Y^T; a unit is two of them for one batch row.
-        constexpr u32 kUnits = kOutRows / (2 * Config::kCluster);
-        const u32 rank = Config::kCluster > 1 ? ptx::cluster_rank() : 0;
-        for (u32 unit = warp * 32 + lane; unit < valid * kUnits; unit += kThreads<Config>) {
-            const u32 b = unit / kUnits, r = (rank * kUnits + unit % kUnits) * 2;
-            float low, high;
-            if constexpr (Config::kSiluMul) {
-                const u32 gate = r / kBlockOut * packed::kBlockRows + r % kBlockOut;
-                float up_low, up_high;
-                total(b, gate, low, high);
-                total(b, gate + packed::kGateRows, up_low, up_high);
-                low = packed::silu(low) * up_low;
-                high = packed::silu(high) * up_high;
-            } else {
-                total(b, r, low, high);
+    }
+    UW_DEVICE void clear_sums() {
+#pragma unroll
+        for (u32 b = 0; b < kTileBlocks; ++b) {
+#pragma unroll
+            for (u32 f = 0; f < kFragments; ++f) {
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j) sums[b][f][j] = 0.0f;
             }
-            u16* y = args.y + static_cast<u64>(batch + b) * (args.n / packed::kBlockRows * kBlockOut) + static_cast<u64>(tile_row) * kOutRows + r;
-            if constexpr (Config::kStoreAdd) {
-                const u32 old = ptx::load_global(y);
-                low += ptx::float_from_bits(old << 16);
-                high += ptx::float_from_bits(old & 0xffff0000u);
-            }
-            ptx::store_global(y, ptx::pack_bf16x2(low, high));
         }
     }
-    // The sums of all warps of the cluster for batch row b, rows r and r + 1 of the task, scaled.
-    UW_DEVICE void total(u32 b, u32 r, float& low, float& high) const {
+    // kDealt: where the sums are of the warp that ends row `row` of the cluster and goes on with the next, a warp of block
+    // `by`.
+    UW_DEVICE u32 flushed(u32 row, u32 by) const {
+        return shared + S::kFlushed + (row - first_of(by * Config::kWarps) / args.tile_cols) * S::kSumBytes;
+    }
+
+    UW_DEVICE void reduce(u32 valid) {
+        store_sums(ring, valid);
+        meet();  // orders the sums of all warps, and what they left behind, before they are read
+        // A unit is two rows of Y^T for one batch row.
+        if constexpr (Config::kDealt) {
+            constexpr u32 kUnits = kOutRows / 2;
+            const u32 rows = tiles / args.tile_cols;
+            for (u32 unit = rank * kThreads<Config> + ptx::thread_index(); unit < rows * valid * kUnits; unit += Config::kCluster * kThreads<Config>) {
+                const u32 line = unit / kUnits;
+                store(line / valid, line % valid, unit % kUnits * 2);
+            }
+        } else {
+            // Block `rank` of the cluster stores its share of the rows.
+            constexpr u32 kUnits = kOutRows / (2 * Config::kCluster);
+            for (u32 unit = ptx::thread_index(); unit < valid * kUnits; unit += kThreads<Config>) {
+                store(0, unit / kUnits, (rank * kUnits + unit % kUnits) * 2);
+            }
+        }
+    }
+    // Rows r and r + 1 of Y^T of a row of tiles of the cluster, for batch row b.
+    UW_DEVICE void store(u32 row, u32 b, u32 r) const {
+        float low, high;
+        if constexpr (Config::kSiluMul) {
+            const u32 gate = r / kBlockOut * packed::kBlockRows + r % kBlockOut;
+            float up_low, up_high;
+            total(row, b, gate, low, high);
+            total(row, b, gate + packed::kGateRows, up_low, up_high);
+            low = packed::silu(low) * up_low;
+            high = packed::silu(high) * up_high;
+        } else {
+            total(row, b, r, low, high);
+        }
+        u16* y = args.y + static_cast<u64>(batch + b) * (args.n / packed::kBlockRows * kBlockOut) + static_cast<u64>(tile_row + row) * kOutRows + r;
+        if constexpr (Config::kStoreAdd) {
+            const u32 old = ptx::load_global(y);
+            low += ptx::float_from_bits(old << 16);
+            high += ptx::float_from_bits(old & 0xffff0000u);
+        }
+        ptx::store_global(y, ptx::pack_bf16x2(low, high));
+    }
+    UW_DEVICE static void add(u32 from, float& low, float& high) {
+        const U32x2 v = Config::kCluster > 1 ? ptx::load_cluster_x2(from) : ptx::load_shared_x2(from);
+        low += ptx::float_from_bits(v.x);
+        high += ptx::float_from_bits(v.y);
+    }
+    // kDealt: the sums of the warps that had tiles of the row. The last of them may have gone on with the next row.
+    UW_DEVICE void total_of_dealt(u32 row, u32 b, u32 r, float& low, float& high) const {
+        const u32 behind = (row + 1) * args.tile_cols, last = warp_of(behind - 1), offset = sum_offset(b, r);
+        const auto of_block = [](u32 address, u32 by) { return Config::kCluster > 1 ? ptx::map_shared_rank(address, by) : address; };
+        const auto own = [&](u32 w) { return of_block(shared + S::kRings + w % Config::kWarps * S::kRingBytes + offset, w / Config::kWarps); };
+        low = high = 0.0f;
+#pragma unroll 4
+        for (u32 w = warp_of(row * args.tile_cols); w < last; ++w) add(own(w), low, high);
+        const u32 by = last / Config::kWarps;
+        add(first_of(last + 1) > behind ? of_block(flushed(row, by) + offset, by) : own(last), low, high);
+        low *= args.scale;
+        high *= args.scale;
+    }
+    // The sums of all warps of the cluster for batch row b, rows r and r + 1 of a row of tiles, scaled.
+    UW_DEVICE void total(u32 row, u32 b, u32 r, float& low, float& high) const {
+        if constexpr (Config::kDealt) return total_of_dealt(row, b, r, low, high);
         const u32 offset = shared + S::kRings + sum_offset(b, r);
         low = high = 0.0f;
         // Of a gate and of its up at once, the loads of more than 16 warps do not fit the registers.
@@ -420,10 +501,7 @@ struct Kernel {
             const u32 address = Config::kCluster > 1 ? ptx::map_shared_rank(offset, c) : offset;
 #pragma unroll
             for (u32 w = 0; w < Config::kWarps; ++w) {
-                const u32 from = address + w * S::kRingBytes;
-                const U32x2 v = Config::kCluster > 1 ? ptx::load_cluster_x2(from) : ptx::load_shared_x2(from);
-                low += ptx::float_from_bits(v.x);
-                high += ptx::float_from_bits(v.y);
+                add(address + w * S::kRingBytes, low, high);
             }
         }
         low *= args.scale;
@@ -432,17 +510,22 @@ struct Kernel {
 
     // ---- the warp's life -------------------------------------------------------------------------------------------
     UW_DEVICE void run() {
+        const u32 left = args.m - batch;
+        const u32 valid = left < Config::kBatchTile ? left : Config::kBatchTile;
         start();
-#pragma unroll
-        for (u32 b = 0; b < kTileBlocks; ++b) {
-#pragma unroll
-            for (u32 f = 0; f < kFragments; ++f) {
-#pragma unroll
-                for (u32 j = 0; j < 4; ++j) sums[b][f][j] = 0.0f;
+        clear_sums();
+        if constexpr (Config::kDealt) {
+            for (u32 row = at / args.tile_cols; at < end; ++row) {
+                const u32 behind = (row + 1) * args.tile_cols, until = behind < end ? behind : end;
+                for (; at < until; ++at) compute();
+                if (at == end) break;
+                store_sums(flushed(row, rank), valid);
+                clear_sums();
             }
+        } else {
+            for (; at < end; at += kStep) compute();
         }
-        for (; column < args.tile_cols; column += kKWarps) compute();
-        reduce();
+        reduce(valid);
         // Peers may still be reading this block's sums.
         if constexpr (Config::kCluster > 1) meet();
     }

@@ -7,7 +7,7 @@
 //                           sum is 0); the host has chosen the window of 16 exponents
 //
 // stage    threads  blocks/SM  grid              dynamic smem           reads + writes, bytes per element
-// full     256      2          ceil(tiles / 8)   4096 + 8 * 1392        1.35 + 2
+// full     256      2          ceil(tiles / 8)   2048 + 8 * 1232        1.35 + 2
 // packed   256      2          ceil(tiles / 8)   the same               1.35 + 1.5
 // lists    256      2          ceil(tiles / 16)  the same + 64          1.35 per tile with a list; 4 per row block
 //
@@ -42,23 +42,25 @@ constexpr u32 kFullSmemBytes = kSums, kPackedSmemBytes = kSums, kListsSmemBytes 
 // What a warp works with.
 struct Warp {
     const TranscodeArgs& args;
-    const u32 table, lane, warp, slot;
+    const u32 shared, lane, warp, slot;
+    const compact::Table<1> table;
 
     UW_DEVICE explicit Warp(const TranscodeArgs& a)
         : args(a),
-          table(ptx::smem_address(ptx::dynamic_smem())),
+          shared(ptx::smem_address(ptx::dynamic_smem())),
           lane(ptx::thread_index() % 32),
           warp(ptx::uniform_warp_index()),
-          slot(table + kSlots + warp * compact::kSlotBytes) {}
+          slot(shared + kSlots + warp * compact::kSlotBytes),
+          table(shared, lane) {}
 
-    // This thread's 16 bytes of the table.
-    UW_DEVICE U32x4 load_table() const {
-        static_assert(kThreads * 16 == compact::kTableBytes, "each thread copies 16 bytes");
-        return ptx::load_global_nc_x4(args.table + ptx::thread_index() * 4);
+    // This thread's 8 bytes of the table.
+    UW_DEVICE U32x2 load_table() const {
+        static_assert(kThreads * 8 == compact::kTableBytes, "each thread copies 8 bytes");
+        return ptx::load_global_nc_x2(args.table + ptx::thread_index() * 2);
     }
     // By the whole block.
-    UW_DEVICE void store_table(U32x4 entries) const {
-        ptx::store_shared_x4(table + ptx::thread_index() * 16, entries);
+    UW_DEVICE void store_table(U32x2 entries) const {
+        ptx::store_shared_x2(shared + ptx::thread_index() * 8, entries);
         ptx::sync_block();  // orders the table before the lookups of every warp
     }
 
@@ -94,7 +96,7 @@ UW_DEVICE void for_row_blocks(const Warp& own, Store store) {
     const u32 tile = ptx::block_index() * kWarps + own.warp, tiles = args.tile_rows * args.tile_cols;
     // Everything is asked for at once: the table, where the streams lie and then they, the dense part. A warp without a tile
     // reads the last one, for the block's meeting.
-    const U32x4 table = own.load_table();
+    const U32x2 table = own.load_table();
     const u32 source = tile < tiles ? tile : tiles - 1;
     const Tile place(args.tiles, source, args.stream_words);
     u32 words[compact::kDenseWords];
@@ -179,7 +181,7 @@ UW_DEVICE Operands decode_again(const Warp& own, u32 block) {
 UW_DEVICE void lists(const TranscodeArgs& args) {
     const Warp own(args);
     own.store_table(own.load_table());
-    repack::lists(args, own.table + kSums, [&](const Place&, u32 block) { return decode_again(own, block); });
+    repack::lists(args, own.shared + kSums, [&](const Place&, u32 block) { return decode_again(own, block); });
 }
 
 }  // namespace uw::transcode

@@ -158,7 +158,7 @@ pub(super) struct Code {
     pub bits: u8,
 }
 
-/// A complete prefix code over quads of classes, of at most 10 bits.
+/// A complete prefix code over quads of classes, of at most 9 bits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBook {
     /// `quad | bits << 12`, ascending: the order of canonical codes.
@@ -169,7 +169,7 @@ impl ClassBook {
     /// Reads `class_book`.
     ///
     /// # Errors
-    /// Entries do not ascend, a quad appears twice, a code is longer than 10 bits, the code is not complete, or what
+    /// Entries do not ascend, a quad appears twice, a code is longer than 9 bits, the code is not complete, or what
     /// follows the last entry
     /// is not the padding to 16 bytes.
     pub fn from_stored(bytes: &[u8]) -> Result<Self, CodecError> {
@@ -188,7 +188,7 @@ impl ClassBook {
             return fail("a quad appears twice");
         }
         if entries.iter().any(|&entry| !(1..=CLASS_CODE_MAX).contains(&bits_of(entry))) {
-            return fail("a code must have 1 to 10 bits");
+            return fail("a code must have 1 to 9 bits");
         }
         // At most 4096 entries: no overflow.
         if entries.iter().map(|&entry| TABLE >> bits_of(entry)).sum::<usize>() != TABLE {
@@ -214,7 +214,7 @@ impl ClassBook {
         self.entries.is_empty()
     }
 
-    /// What the next 10 bits of a chain stand for, the first one lowest: `quad | bits << 12`. Every index has an entry.
+    /// What the next 9 bits of a chain stand for, the first one lowest: `quad | bits << 12`. Every index has an entry.
     pub fn table(&self) -> Vec<u16> {
         let mut table = vec![0; TABLE];
         for (entry, code) in self.codes() {
@@ -392,8 +392,8 @@ mod tests {
             (&[entry(1, 5), entry(2, 5), entry(2, 6)], "twice"),
             (&[entry(1, 5), entry(2, 6)], "Kraft"),
             (&[entry(1, 5), entry(1, 6), entry(1, 7)], "Kraft"),
-            (&[entry(1, 5), entry(11, 6)], "1 to 10 bits"),
-            (&[entry(0, 5), entry(1, 6)], "1 to 10 bits"),
+            (&[entry(1, 5), entry(10, 6)], "1 to 9 bits"),
+            (&[entry(0, 5), entry(1, 6)], "1 to 9 bits"),
             (&[], "Kraft"),
         ] {
             let error = read(entries).unwrap_err().to_string();

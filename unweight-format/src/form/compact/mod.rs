@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! exponent above the window's base = 4 * class + low
-//!   classes of 4 elements -> one code of at most 10 bits -> class_streams, two chains a lane and tile
+//!   classes of 4 elements -> one code of at most 9 bits -> class_streams, two chains a lane and tile
 //!   sign, low, mantissa   -> 10 bits an element          -> dense, 8 registers in 5 words
 //!   what has no code      -> its exact operand           -> class_escapes, found by the tile's head
 //! ```
@@ -30,8 +30,8 @@ use crate::{
     bits::zeroed,
     huffman,
     layout::{
-        CLASS_OPERAND_EXPONENT, CLASS_WINDOW_BYTES, DENSE_TILE_BYTES, LANE_CODES, LANES, ROW_BLOCKS, SECTION_ALIGN,
-        STREAM_TILE_BYTES_MAX, TILE,
+        CLASS_CODE_MAX, CLASS_OPERAND_EXPONENT, CLASS_WINDOW_BYTES, DENSE_TILE_BYTES, LANE_CODES, LANES, ROW_BLOCKS,
+        SECTION_ALIGN, STREAM_TILE_BYTES_MAX, TILE,
     },
     packed,
     safetensors::Dtype,
@@ -620,7 +620,7 @@ debug_sizes!(CompactTensor, Compact::SECTIONS);
 
 /// Least and most units of two bits of a lane's codes.
 const LANE_UNITS_MIN: u8 = (LANE_CODES / 2) as u8;
-const LANE_UNITS_MAX: u8 = (LANE_CODES * 10 / 2) as u8;
+const LANE_UNITS_MAX: u8 = (LANE_CODES * CLASS_CODE_MAX as usize / 2) as u8;
 
 /// Bytes of `class_tiles`: an entry more than tiles.
 fn tiles_bytes(grid: TileGrid) -> usize {
