@@ -11,7 +11,7 @@ static_assert(uw::packed::kTile == 64, "tiles: format and kernel disagree");
 static_assert(uw::packed::kTileBytes == 6144, "packed tiles: format and kernel disagree");
 static_assert(uw::packed::kBlockBytes == 1536, "row blocks: format and kernel disagree");
 static_assert(uw::compact::kDenseTileBytes == 5120, "dense tiles: format and kernel disagree");
-static_assert(uw::compact::kStreamBytesMax == 1312, "streams: format and kernel disagree");
+static_assert(uw::compact::kStreamBytesMax == 1184, "streams: format and kernel disagree");
 static_assert(sizeof(uw::CompressArgs) == 104, "CompressArgs: host and device disagree");
 static_assert(uw::compress::kQuadsSmemBytes == 16384, "shared memory: plan and kernel disagree");
 static_assert(uw::compress::kQuadsThreads == 256, "threads: plan and kernel disagree");

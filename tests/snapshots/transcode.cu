@@ -1,7 +1,7 @@
 // uw_sm90a_transcode_full
 // Compact tensor -> bf16 [n, k], row-major.
 //
-// Blocks of 256 threads, at least 3 per SM, with 15232 B of dynamic shared memory.
+// Blocks of 256 threads, at least 3 per SM, with 11904 B of dynamic shared memory.
 // Grid: one block for every 8 tiles of W.
 // Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
@@ -11,9 +11,9 @@ static_assert(uw::packed::kTile == 64, "tiles: format and kernel disagree");
 static_assert(uw::packed::kTileBytes == 6144, "packed tiles: format and kernel disagree");
 static_assert(uw::packed::kBlockBytes == 1536, "row blocks: format and kernel disagree");
 static_assert(uw::compact::kDenseTileBytes == 5120, "dense tiles: format and kernel disagree");
-static_assert(uw::compact::kStreamBytesMax == 1312, "streams: format and kernel disagree");
+static_assert(uw::compact::kStreamBytesMax == 1184, "streams: format and kernel disagree");
 static_assert(sizeof(uw::TranscodeArgs) == 128, "TranscodeArgs: host and device disagree");
-static_assert(uw::transcode::kFullSmemBytes == 15232, "shared memory: plan and kernel disagree");
+static_assert(uw::transcode::kFullSmemBytes == 11904, "shared memory: plan and kernel disagree");
 static_assert(uw::transcode::kFullThreads == 256, "threads: plan and kernel disagree");
 
 extern "C" __global__ void __launch_bounds__(256, 3)
