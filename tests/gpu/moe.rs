@@ -1,5 +1,5 @@
-//! The experts of a mixture on the GPU: whole layers against double precision at every kind of routing, the same bits for
-//! a token whatever is in the batch, in a graph that is replayed with other choices, and thousands of times.
+//! The experts of a mixture on the GPU: whole layers against double precision at every kind of routing, the same bits
+//! for a token whatever is in the batch, in a graph that is replayed with other choices, and thousands of times.
 //!
 //! Outputs start as NaN, with guards behind them.
 

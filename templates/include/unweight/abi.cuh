@@ -89,8 +89,8 @@ struct GemmPackedArgs {
     u32 reserved[10];
 };
 
-// The same for a mixture of experts: row `pairs[p]` of Y is the row of X that a list names times the weights of an expert,
-// whose matrices [n, k] lie one below the other in one packed tensor. n and k are multiples of 64.
+// The same for a mixture of experts: row `pairs[p]` of Y is the row of X that a list names times the weights of an
+// expert. Their matrices [n, k] lie one below the other in one packed tensor. n and k are multiples of 64.
 struct GemmGroupedArgs {
     const u8* packed;                 // [experts * tiles, 6144]
     const u32* escape_heads;          // [experts * tiles, 4]

@@ -15,8 +15,8 @@ use serde::Serialize;
 use unweight_format::FormId;
 
 axes! {
-    /// A variant of the register-sourced matmul of a mixture of experts: a block multiplies up to `batch_tile` rows that
-    /// a list names by `row_blocks` blocks of 16 output features of one expert.
+    /// A variant of the register-sourced matmul of a mixture of experts: a block multiplies up to `batch_tile` rows
+    /// that a list names by `row_blocks` blocks of 16 output features of one expert.
     pub struct GemmGroupedSpec {
         /// Rows of an item.
         batch_tile: SmallBatchTile "b",

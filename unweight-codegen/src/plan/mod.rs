@@ -154,7 +154,7 @@ impl Infeasible {
     pub(crate) const fn without_silu_mul(spec: &VariantSpec) -> Self {
         Self::Conflict {
             spec: *spec,
-            what: "epilogue = silu_mul is of ops gemm_mma, gemm_wgmma and gemm_compact alone; take store",
+            what: "epilogue = silu_mul is of ops gemm_mma, gemm_wgmma, gemm_compact and gemm_grouped alone; take store",
         }
     }
 

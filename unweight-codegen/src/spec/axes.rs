@@ -386,8 +386,8 @@ word_axis! {
         /// `Y = Y + X W^T`, added in fp32 and rounded once.
         StoreAdd = "store_add",
         /// `Y = silu(G) * U`, where [`Epilogue::GATE_ROWS`] columns of the product that are G's and those of U that go
-        /// with them take turns: half as many output features. Of ops `gemm_mma`, `gemm_wgmma` and `gemm_compact`
-        /// only.
+        /// with them take turns: half as many output features. Of ops `gemm_mma`, `gemm_wgmma`, `gemm_compact` and
+        /// `gemm_grouped` only.
         SiluMul = "silu_mul",
     }
 }

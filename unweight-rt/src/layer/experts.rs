@@ -1,4 +1,5 @@
-//! The experts of a mixture: packed weights of all of them, and the launches between a router's choice and rows of tokens.
+//! The experts of a mixture: packed weights of all of them, and the launches between a router's choice and rows of
+//! tokens.
 //!
 //! ```text
 //! logits --choose--> ids, weights --sort--> pairs by expert, items --gate and up, silu_mul--> [pairs, intermediate]
@@ -8,8 +9,8 @@
 //! Routing stays on the device: a launch is the same whatever tokens choose, so all of it may be captured. The grid is
 //! for as many items as there may be; blocks past the last leave at once.
 //!
-//! A token's bits follow from its row, its experts and their weights: not from the batch, nor from the batch tile, since
-//! all tiles add up k in one order.
+//! A token's bits follow from its row, its experts and their weights: not from the batch, nor from the batch tile,
+//! since all tiles add up k in one order.
 
 use std::sync::Arc;
 
@@ -102,7 +103,8 @@ pub struct Experts {
 ///
 /// ```
 /// # use unweight_codegen::spec::Arch;
-/// let names: Vec<String> = unweight_rt::layer::experts::variants(Arch::Sm90a).iter().map(|spec| spec.to_string()).collect();
+/// # use unweight_rt::layer::experts::variants;
+/// let names: Vec<String> = variants(Arch::Sm90a).iter().map(|spec| spec.to_string()).collect();
 /// assert!(names.contains(&"uw_sm90a_gemm_grouped_b8_r4w8p2_pdl_silu_mul".to_owned()));
 /// assert_eq!(names.len(), 3 + 2 * 4);
 /// ```
@@ -177,8 +179,8 @@ fn tile_for(pairs: u32, experts: u32) -> u32 {
 }
 
 impl Experts {
-    /// Experts of packed weights: those of gate and up one expert below the other, `[experts * 2 * intermediate, hidden]`
-    /// ([`ExpertsShape::gate_up`]), in which [`Epilogue::GATE_ROWS`] rows of a gate and as many of its up take turns;
+    /// Experts of packed weights: those of gate and up one expert below the other, `[experts * 2 * intermediate,
+    /// hidden]` ([`ExpertsShape::gate_up`]), in which [`Epilogue::GATE_ROWS`] rows of a gate and as many of its up take turns;
     /// those of the down likewise, `[experts * hidden, intermediate]`.
     ///
     /// # Errors
@@ -279,11 +281,12 @@ impl Experts {
         unsafe { self.topk.launch(stream, GemmShape::rows(place.rows), &args) }
     }
 
-    /// Enqueues the experts of each row of `x`: `y[token] = sum of weight * expert(x[token])`, in fp32 over the places of
-    /// a token in their order, rounded once; with `adds` on top of what `y` holds.
+    /// Enqueues the experts of each row of `x`: `y[token] = sum of weight * expert(x[token])`, in fp32 over the places
+    /// of a token in their order, rounded once; with `adds` on top of what `y` holds.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device; a lane that is too small; or the driver's refusal.
+    /// Operands that do not agree, overlap, or lie on another device; a lane that is too small; or the driver's
+    /// refusal.
     pub fn enqueue(
         &self,
         lane: &mut Lane,
@@ -306,8 +309,8 @@ impl Experts {
     }
 
     /// # Safety
-    /// `routed` names `x.rows() * top_k` ids and weights on this device that live until the work is done, and `scratch` an
-    /// address, a multiple of 16, and bytes that are there and that nobody else uses until then.
+    /// `routed` names `x.rows() * top_k` ids and weights on this device that live until the work is done, and `scratch`
+    /// an address, a multiple of 16, and bytes that are there and that nobody else uses until then.
     pub(crate) unsafe fn enqueue_at(
         &self,
         stream: &Stream,
@@ -393,8 +396,8 @@ impl Experts {
             let first_product = product(&self.gate_up, (x.address + row(x.pitch), 2 * x.pitch), gated, wide, top_k);
             let second = product(&self.down, (gated, 2 * u64::from(intermediate)), route.products, narrow, 1);
             let of_items = |[n, k]: [u32; 2]| GemmShape { m: items_max, n, k };
-            // SAFETY: shapes, places and the scratch's size were held against each other above, the parts are apart from
-            // each other, and the lists name what `sort` has found within `tokens * top_k` pairs and `experts` experts.
+            // SAFETY: shapes, places and the scratch's size were held against each other above, the parts are apart
+            // from each other, and the lists name what `sort` has found within `tokens * top_k` pairs and `experts` experts.
             // Each kernel starts to read when the one before is done. Dropping a weight waits for the kernel.
             unsafe {
                 self.sort.launch(stream, GemmShape::rows(1), &route)?;

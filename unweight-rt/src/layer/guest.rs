@@ -257,15 +257,15 @@ impl Guest {
         enqueued
     }
 
-    /// The experts of a mixture, of packed weights that are there ([`Experts::new`] says of which shapes, and how rows of
-    /// a gate and its up take turns), with every kernel that some batch asks for, loaded.
+    /// The experts of a mixture, of packed weights that are there ([`Experts::new`] says of which shapes, and how rows
+    /// of a gate and its up take turns), with every kernel that some batch asks for, loaded.
     ///
     /// # Safety
     /// As for [`Guest::layer`], of both tensors.
     ///
     /// # Errors
-    /// Sizes that no kernel takes, addresses that are no multiples of 256, a kernel that cannot be made, or the driver's
-    /// refusal.
+    /// Sizes that no kernel takes, addresses that are no multiples of 256, a kernel that cannot be made, or the
+    /// driver's refusal.
     pub unsafe fn experts(
         &self,
         shape: ExpertsShape,
@@ -281,17 +281,17 @@ impl Guest {
         Experts::new(&self.kernels, shape, tensor(shape.gate_up(), gate_up)?, tensor(shape.down(), down)?)
     }
 
-    /// Enqueues `y[m, hidden] = sum of weight * expert(x)` over the experts of each row (or `+=`, with `adds`) on a stream
-    /// of the framework. Rows have no gaps; x and y begin at multiples of 16 bytes, ids and weights at multiples of 4.
+    /// Enqueues `y[m, hidden] = sum of weight * expert(x)` over the experts of each row (or `+=`, with `adds`) on a
+    /// stream of the framework. Rows have no gaps; x and y begin at multiples of 16 bytes, ids and weights at multiples of 4.
     /// May be called during a capture; a replay goes by the ids and weights that are there then.
     ///
     /// # Safety
     /// - `stream` is a stream of this device's primary context.
-    /// - `x` and `y` are addresses of `m * hidden` BF16, `routed` of `m * top_k` ids and weights, `scratch` of so many bytes,
-    ///   at least [`ExpertsShape::scratch_bytes`], all on this device and apart from each other. They stay allocated until
-    ///   the work is done; in a capture, as often as the graph runs.
-    /// - Work of other streams on them is ordered with this by the caller. What is in the scratch does not matter, before
-    ///   or after.
+    /// - `x` and `y` are addresses of `m * hidden` BF16, `routed` of `m * top_k` ids and weights, `scratch` of so many
+    ///   bytes, at least [`ExpertsShape::scratch_bytes`], all on this device and apart from each other. They stay
+    ///   allocated until the work is done; in a capture, as often as the graph runs.
+    /// - Work of other streams on them is ordered with this by the caller. What is in the scratch does not matter,
+    ///   before or after.
     ///
     /// # Errors
     /// Everything is checked before anything is enqueued. [`Refusal::Room`]: too small a scratch.

@@ -128,7 +128,8 @@ struct Kernel {
     static_assert(!(Config::kSiluMul && Config::kStoreAdd), "a gate and its up overwrite");
     static_assert(!kItems || (Config::kAsync && Config::kCluster == 1 && !Config::kPersistent && !Config::kStoreAdd),
                   "rows of X that a list names are gathered by threads; an item's row blocks are dealt once");
-    static constexpr u32 kListed = kItems ? (Config::kBatchTile + 31) / 32 : 1;  // rows of X of a lane: entries l, l + 32 of an item
+    // Rows of X that lane l of an item keeps: of entries l, l + 32, ...
+    static constexpr u32 kListed = kItems ? (Config::kBatchTile + 31) / 32 : 1;
 
     // Blocks of one tile are neighbours in memory, so one copy brings up to four; a task of 16-row blocks spans up to
     // kPieces tiles.
@@ -556,7 +557,8 @@ struct Kernel {
         // one batch row.
         constexpr u32 kPairs = (kOutRows + 2 * Config::kCluster - 1) / (2 * Config::kCluster), kShare = 2 * kPairs;
         const u32 rank = Config::kCluster > 1 ? ptx::cluster_rank() : 0;
-        const u32 rows = task_blocks(task) * kBlockOut, first_row = (task_first(task) - (kItems ? share.skipped : 0)) * kBlockOut;
+        const u32 rows = task_blocks(task) * kBlockOut;
+        const u32 first_row = (task_first(task) - (kItems ? share.skipped : 0)) * kBlockOut;
         for (u32 unit = warp * 32 + lane; unit < valid * kPairs; unit += kThreads<Config>) {
             const u32 b = unit / kPairs, r = rank * kShare + unit % kPairs * 2;
             if (r >= rows) continue;

@@ -81,7 +81,8 @@ UW_DEVICE void topk(const RouteArgs& args) {
     }
 #pragma unroll
     for (u32 distance = 16; distance > 0; distance /= 2) {
-        largest = ptx::maximum(largest, ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(largest), distance)));
+        const u32 other = ptx::shuffle_xor(ptx::bits_from_float(largest), distance);
+        largest = ptx::maximum(largest, ptx::float_from_bits(other));
     }
     const float offset = largest == none ? 0.0f : largest;
     float sum = 0.0f;
@@ -182,7 +183,8 @@ UW_DEVICE void sort(const RouteArgs& args) {
     u32 entries_to = total, items_to = items;  // inclusive sums over the warp's experts, then over all
 #pragma unroll
     for (u32 distance = 1; distance < 32; distance *= 2) {
-        const u32 entries_before = ptx::shuffle_up(entries_to, distance), items_before = ptx::shuffle_up(items_to, distance);
+        const u32 entries_before = ptx::shuffle_up(entries_to, distance);
+        const u32 items_before = ptx::shuffle_up(items_to, distance);
         if (lane >= distance) {
             entries_to += entries_before;
             items_to += items_before;
