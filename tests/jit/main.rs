@@ -2,4 +2,5 @@
 
 mod cache_processes;
 mod nvrtc;
+mod rivals;
 mod snapshots;
