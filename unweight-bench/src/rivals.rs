@@ -183,7 +183,7 @@ impl Bench<'_> {
             zip: ZipKernels::of(stream, self.kernels, n)?,
             tensor,
         };
-        self.say_bits("unweight huffman", forms.tensor.coded_bytes() as u64, elements);
+        self.say_bits("unweight huffman", forms.tensor.coded_bytes(), elements);
         self.say_bits("unweight packed", forms.packed[0].bytes(), elements);
         self.say_bits("unweight compact", forms.compact[0].bytes(), elements);
         self.say_bits("dfloat11", forms.units[0].bytes(), elements);
@@ -213,7 +213,7 @@ impl Bench<'_> {
         let expected = halves(bytes);
         let (mut contenders, written) = (Vec::new(), bytes.len() as u64);
         for (name, read) in [
-            ("unweight huffman", forms.tensor.coded_bytes() as u64),
+            ("unweight huffman", forms.tensor.coded_bytes()),
             ("unweight packed", forms.packed[0].bytes()),
             ("unweight compact", forms.compact[0].bytes()),
             ("zipserv", forms.zips[0].bytes()),
@@ -298,7 +298,7 @@ impl Bench<'_> {
         lane.synchronize()?;
         let mut scratch = DeviceMatrix::zeroed(stream, forms.n, forms.k)?;
         let palette_bytes = forms.huffman[0].as_palette(&palettes[0]).bytes() as u64;
-        let exponent_bytes = forms.tensor.coded_bytes() as u64;
+        let exponent_bytes = forms.tensor.coded_bytes();
         for (name, there, weights) in [
             ("unweight huffman", exponent_product.is_some(), exponent_bytes),
             ("unweight palette", palette_product.is_some(), palette_bytes),
