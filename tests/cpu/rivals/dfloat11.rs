@@ -202,7 +202,7 @@ fn planted_bugs_are_caught() {
         ("first >= begin && first + 8 <= end", "first + 8 <= end"),
         ("if (first + i < begin || first + i >= end) continue;", "if (first + i >= end) continue;"),
         ("(rest << 8 & 0x80008000u)", "(rest << 8 & 0x00008000u)"),
-        (">> (11 - bit % 8) & 31", ">> (11 - bit % 8) & 15"),
+        (">> (11 - bit % 8) & 31", ">> (11 - bit % 8) & 3"),
         ("ptx::sync_block();  // orders the reading before the next windows' exponents", ""),
         (
             "ptx::sync_block();  // orders the sums before their reading, and every thread's reading before the writing below",
