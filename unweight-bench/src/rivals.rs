@@ -247,7 +247,7 @@ impl Bench<'_> {
             }
         }
         contenders.push(contender("dfloat11", recorded, forms.units[0].bytes() + written, None));
-        // What no decoder can beat: the bytes of the weights, read and written.
+        // The driver's copy: the bytes of the weights, read and written. Kernels can be faster.
         let mut run = |copy: usize| out[copy].view_mut().copy_from(stream, forms.whole[copy].view());
         (0..copies).try_for_each(&mut run)?;
         let recorded = self.timer.record(problem, copies, run)?;
