@@ -190,6 +190,7 @@ fn any_bytes_stay_in_bounds() {
 #[test]
 fn planted_bugs_are_caught() {
     let header = "rivals/dfloat11.cuh";
+    let cases = cases();
     for (from, to) in [
         ("const u32 own = room < kLookupBits ? (1u << room) - 1 : kLookups - 1;", "const u32 own = kLookups - 1;"),
         ("bits.skip(used / 2);\n", "\n"),
@@ -210,7 +211,7 @@ fn planted_bugs_are_caught() {
         ),
     ] {
         let mut kernel = build(&[Edit { header, from, to }]);
-        let caught = cases().iter().any(|case| case.check(&mut kernel).is_err());
+        let caught = cases.iter().any(|case| case.check(&mut kernel).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }
 }

@@ -165,6 +165,7 @@ fn any_bytes_stay_in_bounds() {
 #[test]
 fn planted_bugs_are_caught() {
     let header = "rivals/matvans.cuh";
+    let cases = cases();
     for (from, to) in [
         ("filled = kFirstWords;", "filled = kGroup;"),
         ("if (filled - taken < 32) {", "if (filled - taken < 16) {"),
@@ -184,7 +185,7 @@ fn planted_bugs_are_caught() {
         ),
     ] {
         let mut kernel = build(&[Edit { header, from, to }]);
-        let caught = cases().iter().any(|case| case.check(&mut kernel).is_err());
+        let caught = cases.iter().any(|case| case.check(&mut kernel).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }
 }

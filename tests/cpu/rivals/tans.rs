@@ -134,7 +134,7 @@ impl Case {
 }
 
 fn cases() -> Vec<Case> {
-    vec![Case::new(64, 16, 1), Case::new(48 * 130, 48, 50), Case::new(512 * 300, 512, 1000), Case::new(1024, 1024, 3)]
+    vec![Case::new(64, 16, 1), Case::new(48 * 300, 48, 50), Case::new(512 * 9, 512, 1000), Case::new(1024, 1024, 3)]
 }
 
 #[test]
@@ -180,6 +180,7 @@ fn any_bytes_stay_in_bounds() {
 #[test]
 fn planted_bugs_are_caught() {
     let header = "rivals/tans.cuh";
+    let cases = cases();
     for (from, to) in [
         ("used = (32 - valid) & 31;", "used = 0;"),
         ("window >> 1 >> (31 - count)", "window >> (31 - count)"),
@@ -192,7 +193,7 @@ fn planted_bugs_are_caught() {
         ("(spread & 0x08080808u) << 4", "(spread & 0x08080808u) << 3"),
     ] {
         let mut kernel = build(&[Edit { header, from, to }]);
-        let caught = cases().iter().any(|case| case.check(&mut kernel).is_err());
+        let caught = cases.iter().any(|case| case.check(&mut kernel).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }
 }
