@@ -31,7 +31,7 @@ fn is_sum(got: u8, a: u8, b: u8) -> bool {
     let off = |byte: u8| (value(byte) - sum).abs();
     let nearest = (0..=255u8).filter(|&byte| !value(byte).is_nan()).map(off).fold(f64::INFINITY, f64::min);
     let ties = (0..=255u8).filter(|&byte| off(byte) == nearest && value(byte) != value(got)).count();
-    off(got) == nearest && (ties == 0 || got % 2 == 0)
+    off(got) == nearest && (ties == 0 || got.is_multiple_of(2))
 }
 
 /// FP8 bytes with the exponents of real weights, and now and then any exponent.

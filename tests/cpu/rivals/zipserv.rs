@@ -205,7 +205,7 @@ fn cases() -> Vec<Case> {
                 first += 1;
                 if first <= 4096 {
                     100
-                } else if bits % 4096 == 0 {
+                } else if bits.is_multiple_of(4096) {
                     101
                 } else {
                     200 + (bits % 40) as u16
