@@ -292,17 +292,23 @@ fn unit(bytes: u64) -> (f64, &'static str) {
 
 /// Times cuBLAS over the batch, a line per shape: what dispatch takes, under dependent launch where that was measured.
 pub fn speedups(rows: &[Row]) -> Result<String> {
+    ratios("Matmul from compressed weights: times cuBLAS, in the same rounds", "times cuBLAS", &dispatched(rows))
+}
+
+/// By shape and form, by batch.
+fn dispatched(rows: &[Row]) -> Vec<(String, BTreeMap<u32, f64>)> {
     // Per shape and batch the last of what dispatch takes: ordinary launches come before dependent ones.
     let mut lines: Vec<(String, BTreeMap<u32, f64>)> = Vec::new();
     for row in rows.iter().filter(|row| row.dispatched) {
         let Some(speedup) = row.speedup_over_cublas else { continue };
-        let name = if row.n == 0 { "a whole layer".to_owned() } else { format!("{} x {}", row.n, row.k) };
+        let form = if row.contender.contains("gemm_compact") { ", compact" } else { "" };
+        let name = if row.n == 0 { "a whole layer".to_owned() } else { format!("{} x {}{form}", row.n, row.k) };
         match lines.iter_mut().find(|line| line.0 == name) {
             Some((_, line)) => drop(line.insert(row.m, speedup)),
             None => lines.push((name, BTreeMap::from([(row.m, speedup)]))),
         }
     }
-    ratios("Matmul from packed weights: times cuBLAS, in the same rounds", "times cuBLAS", &lines)
+    lines
 }
 
 /// Steps of the twin over ours, by batch.
@@ -490,6 +496,45 @@ mod tests {
         let mut text = Vec::new();
         exponents_text(&Histogram::of(&bytes), &mut text).unwrap();
         assert_eq!(String::from_utf8(text).unwrap().lines().count(), 3 + 5);
+    }
+
+    #[test]
+    fn both_forms_of_a_shape_have_a_line() {
+        let row = |contender: &str, m, speedup| Row {
+            family: "gemm_packed",
+            contender: contender.to_owned(),
+            m,
+            n: 4096,
+            k: 64,
+            copies: 1,
+            median_us: 1.0,
+            p10_us: 1.0,
+            p90_us: 1.0,
+            bytes: 1,
+            gb_per_s: 1.0,
+            floor_us: 1.0,
+            floor_fraction: 1.0,
+            speedup_over_cublas: Some(speedup),
+            error_to_cublas: None,
+            dispatched: contender != "cublas",
+        };
+        let (packed, compact) = ("uw_sm90a_gemm_mma_b8_r4w8p2c1_store", "uw_sm90a_gemm_compact_b8_w8p1c1_store");
+        let rows = [
+            row("cublas", 1, 1.0),
+            row(packed, 1, 1.2),
+            row(packed, 1, 1.4),
+            row(compact, 1, 1.3),
+            row(packed, 2, 1.5),
+        ];
+        let lines = dispatched(&rows);
+        let line = |points: &[(u32, f64)]| points.iter().copied().collect::<BTreeMap<_, _>>();
+        assert_eq!(
+            lines,
+            [
+                ("4096 x 64".to_owned(), line(&[(1, 1.4), (2, 1.5)])),
+                ("4096 x 64, compact".to_owned(), line(&[(1, 1.3)])),
+            ]
+        );
     }
 
     #[test]

@@ -13,7 +13,7 @@ use unweight_format::{Histogram, Matrix, compact as compact_form, packed};
 
 use unweight_rt::{
     choose::{
-        model::{PackedChooser, PackedUse, candidates, is_pdl},
+        model::{PackedChooser, PackedUse, candidates, compact_candidates, is_pdl},
         table::{MeasuredRow, MeasuredTable},
     },
     device::{DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Stream},
@@ -353,14 +353,22 @@ impl Bench<'_> {
         specs.into_iter().map(|spec| (spec, Some(spec) == choice)).collect()
     }
 
-    /// The matmuls from the compact form that take a batch: those of the smallest batch tile that holds it.
-    fn compact_variants(&self, m: u32) -> Vec<VariantSpec> {
-        let (arch, launches) = (self.kernels.device().info().arch, self.launches());
+    /// The matmuls from the compact form that take a batch, those of the smallest batch tile that holds it; with each
+    /// whether dispatch takes it.
+    fn compact_variants(&self, problem: GemmShape) -> Vec<(VariantSpec, bool)> {
+        let (info, launches, m) = (self.kernels.device().info(), self.launches(), problem.m);
+        let choices: Vec<VariantSpec> = launches
+            .iter()
+            .filter_map(|&pdl| {
+                let found = compact_candidates(&info.into(), problem, self.wanted(true, pdl));
+                found.first().map(|(spec, _)| *spec)
+            })
+            .collect();
         let of = |spec: &VariantSpec| match spec.op {
             Op::GemmCompact(op) => Some(op),
             _ => None,
         };
-        let fitting: Vec<(VariantSpec, GemmCompactSpec)> = catalog::on::<GemmCompactSpec>(arch)
+        let fitting: Vec<(VariantSpec, GemmCompactSpec)> = catalog::on::<GemmCompactSpec>(info.arch)
             .filter_map(|spec| Some((spec, of(&spec)?)))
             .filter(|(_, op)| op.epilogue == Epilogue::Store && op.batch_tile.get() >= m)
             .filter(|(_, op)| launches.contains(&op.pdl))
@@ -371,7 +379,7 @@ impl Bench<'_> {
         let named =
             self.options.variants.iter().filter(|spec| of(spec).is_some_and(|op| Some(op.batch_tile) == smallest));
         specs.extend(named.filter(|spec| !specs.contains(spec)).copied().collect::<Vec<_>>());
-        specs
+        specs.into_iter().map(|spec| (spec, choices.contains(&spec))).collect()
     }
 
     fn shape(&self, (n, k): (u32, u32), progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
@@ -414,7 +422,8 @@ impl Bench<'_> {
                 let (name, error) = (spec.to_string(), Some(error));
                 contenders.push(Contender { name, graph, launches, bytes, error, dispatched });
             }
-            for spec in self.compact_variants(m).into_iter().filter(|_| !copies.compact.is_empty()) {
+            let compact = if copies.compact.is_empty() { Vec::new() } else { self.compact_variants(problem) };
+            for (spec, dispatched) in compact {
                 let matmul = CompactGemm::new(self.kernels.get(&spec)?)?;
                 y.fill_bytes(stream, 0xff)?;
                 matmul.enqueue(stream, x.view(), &copies.compact[count - 1], y.view_mut())?;
@@ -425,7 +434,7 @@ impl Bench<'_> {
                 })?;
                 let bytes = io + copies.compact[0].bytes();
                 let (name, error) = (spec.to_string(), Some(error));
-                contenders.push(Contender { name, graph, launches, bytes, error, dispatched: false });
+                contenders.push(Contender { name, graph, launches, bytes, error, dispatched });
             }
             rows.extend(self.timer.measure(FAMILY, contenders, count, problem, progress)?);
         }
