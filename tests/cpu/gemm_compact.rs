@@ -213,6 +213,9 @@ fn cluster_splits_k_and_adds() {
 fn rows_are_dealt() {
     check("b8_w3p1c1_dealt_store", &[(8, 64 * 7, 320), (3, 64, 128), (9, 192, 64)]);
     check("b8_w2p1c2_t32_dealt_pdl_store_add", &[(5, 64 * 8, 448), (8, 64, 64), (1, 64 * 5, 192)]);
+    // As many rows as a block may end, and a block with a tile more than its neighbour.
+    check("b8_w8p1c2_dealt_store", &[(8, 512, 192)]);
+    check("b8_w3p1c4_dealt_store", &[(8, 960, 64)]);
     check("b16_w5p2c4_t8_dealt_silu_mul", &[(16, 64 * 13, 64 * 3), (30, 128, 64)]);
     check("b32_w1p1c2_t16_dealt_store", &[(32, 64 * 6, 64 * 3), (7, 64 * 3, 64)]);
 }
@@ -238,7 +241,11 @@ fn places_are_read_again() {
 
 #[test]
 fn any_bytes_stay_in_bounds() {
-    let spec = spec("gemm_compact_b8_w2p2c1_pdl_store");
+    ["b8_w2p2c1_pdl_store", "b8_w3p1c2_t8_dealt_store"].map(any_bytes_of);
+}
+
+fn any_bytes_of(name: &str) {
+    let spec = spec(&format!("gemm_compact_{name}"));
     let mut kernel = CpuKernel::of(&spec, &[]);
     let problem = Problem::random(128, 320, 9);
     let inputs = problem.inputs(3, Epilogue::Store, 1);
@@ -300,9 +307,9 @@ fn planted_bugs_are_caught() {
         (form, "word + 4 * i);", "word + 4 * (i < 3 ? i : 2));"),
         // Sums of one row in those of the next; the place of another row; sums that the next row's warp never left there.
         (own, "                clear_sums();", ""),
-        (own, "(row - first_of(by * Config::kWarps) / args.tile_cols)", "(row & 1)"),
+        (own, "(row - first_of_block(by) / args.tile_cols)", "(row & 1)"),
         (own, "first_of(last + 1) > behind ?", "first_of(last + 1) >= behind ?"),
-        (own, "more + (tile - ahead_of) / each", "more + tile / each"),
+        (own, "more + (thing - ahead_of) / each", "more + thing / each"),
         (own, "half * 4 + lane / 8;", "half * 4 + lane / 8 % 2;"),
         (own, "gate + packed::kGateRows, up_low", "gate, up_low"),
     ] {

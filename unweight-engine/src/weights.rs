@@ -397,7 +397,7 @@ pub(crate) fn in_tensor(name: &str) -> impl FnOnce(DeviceError) -> LoadError {
 /// Random weights in both forms that decoders and palettes' matmuls read.
 type Coded = (HuffmanTensor<Vec<u8>>, PaletteTensor<Vec<u8>>);
 
-/// Random weights that look like a trained model's: what a measurement of shapes needs. Every matrix has the same ones.
+/// Random weights that look like a trained model's: what a measurement of shapes needs. Every layer has the same ones.
 #[derive(Debug)]
 pub struct Random<'k> {
     builder: LayerBuilder<'k>,
@@ -422,7 +422,8 @@ impl<'k> Random<'k> {
         let stream = builder.stream().clone();
         let host: Vec<u16> = Kind::TRAINED.iter(1).take(DRAWN).collect();
         let drawn = DeviceMatrix::from_host(&stream, 1, DRAWN as u32, &host)?;
-        let rows = elements.div_ceil(DRAWN as u64);
+        // And so much more that parts can begin apart.
+        let rows = elements.div_ceil(DRAWN as u64) + 1;
         let mut pool = DeviceBuffer::zeroed(&stream, rows as usize * DRAWN)?;
         let mut all = MatrixMut::new(&mut pool, rows as u32, DRAWN as u32, DRAWN as u64)?;
         for row in 0..rows as u32 {
@@ -472,11 +473,18 @@ impl<'k> Random<'k> {
     }
 }
 
+/// Rows between the first weights of the parts of a layer.
+const APART: u32 = 17;
+
 impl Source for Random<'_> {
     fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError> {
         let first = parts.first().map_or("", |(name, _)| name);
-        let views = parts.iter().map(|(name, [n, k])| {
-            MatrixRef::new(&self.pool, *n, *k, (*k).into()).map_err(|refusal| in_tensor(name)(refusal.into()))
+        // Each part begins elsewhere: a gate and an up of the same weights would code in less than random ones.
+        let views = parts.iter().zip(0..).map(|((name, [n, k]), part)| {
+            let first: u32 = part * APART;
+            let whole = MatrixRef::new(&self.pool, first + n, *k, (*k).into());
+            let view = whole.and_then(|whole| whole.part(first..first + n, 0..*k));
+            view.map_err(|refusal| in_tensor(name)(refusal.into()))
         });
         let views = views.collect::<Result<Vec<_>, _>>()?;
         self.builder.layer(first, &views, merge)

@@ -22,7 +22,7 @@
 //   grid = groups * ceil(m / kBatchTile) * kCluster, groups = n / 64, or with kDealt any number from
 //   n / 64 / (kFlushes * kCluster), rounded up, to n / 64. A task is a row of tiles: a chain spans two row blocks, so less
 //   cannot be decoded alone. kDealt: the rows are dealt to the groups in order, evenly up to one, and their tiles, row by
-//   row, to a cluster's warps, the first warps getting one more: all of a multiprocessor's warps are busy to the end,
+//   row, to a cluster's blocks and a block's warps, the first getting one more: all of a multiprocessor's warps are busy to the end,
 //   however many rows there are. A warp that goes from one row to the next leaves the sums of the first one in a place of
 //   the block's, of which each row that ends within the block has one.
 //
@@ -174,11 +174,25 @@ struct Kernel {
         const u32 rows = args.n / kTile, groups = ptx::grid_size() / Config::kCluster / batch_tiles;
         return rows / groups * g + (g < rows % groups ? g : rows % groups);
     }
-    // kDealt: the first tile of a warp, and the warp of a tile.
-    UW_DEVICE u32 first_of(u32 w) const { return tiles / kKWarps * w + (w < tiles % kKWarps ? w : tiles % kKWarps); }
+    // `count` things shared out to `parts` in order, the first parts getting one more: the first one of a part, and the part
+    // of a thing.
+    UW_DEVICE static u32 first_of_part(u32 count, u32 parts, u32 part) {
+        return count / parts * part + (part < count % parts ? part : count % parts);
+    }
+    UW_DEVICE static u32 part_of(u32 count, u32 parts, u32 thing) {
+        const u32 each = count / parts, more = count % parts, ahead_of = more * (each + 1);
+        return thing < ahead_of ? thing / (each + 1) : more + (thing - ahead_of) / each;
+    }
+    // kDealt: the first tile of a block, of a warp, and the warp of a tile. Tiles are shared out to blocks first: of at most
+    // kFlushes * kCluster rows a block has no more tiles than kFlushes rows have, so that no more end within it.
+    UW_DEVICE u32 first_of_block(u32 by) const { return first_of_part(tiles, Config::kCluster, by); }
+    UW_DEVICE u32 first_of(u32 w) const {
+        const u32 by = w / Config::kWarps, first = first_of_block(by);
+        return first + first_of_part(first_of_block(by + 1) - first, Config::kWarps, w % Config::kWarps);
+    }
     UW_DEVICE u32 warp_of(u32 tile) const {
-        const u32 each = tiles / kKWarps, more = tiles % kKWarps, ahead_of = more * (each + 1);
-        return tile < ahead_of ? tile / (each + 1) : more + (tile - ahead_of) / each;
+        const u32 by = part_of(tiles, Config::kCluster, tile), first = first_of_block(by);
+        return by * Config::kWarps + part_of(first_of_block(by + 1) - first, Config::kWarps, tile - first);
     }
 
     UW_DEVICE u32 barrier(u32 s) const { return barriers + s * 8; }
@@ -428,7 +442,7 @@ struct Kernel {
     // kDealt: where the sums are of the warp that ends row `row` of the cluster and goes on with the next, a warp of block
     // `by`.
     UW_DEVICE u32 flushed(u32 row, u32 by) const {
-        return shared + S::kFlushed + (row - first_of(by * Config::kWarps) / args.tile_cols) * S::kSumBytes;
+        return shared + S::kFlushed + (row - first_of_block(by) / args.tile_cols) * S::kSumBytes;
     }
 
     UW_DEVICE void reduce(u32 valid) {
