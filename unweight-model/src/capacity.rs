@@ -99,7 +99,7 @@ fn compact_bytes(rows: u32, cols: u32) -> u64 {
     if !rows.is_multiple_of(layout::TILE as u32) || !cols.is_multiple_of(layout::TILE as u32) {
         return packed_bytes(rows, cols);
     }
-    // 10.9 bits in thousandths of a byte: N(0, 0.02^2) has 10.81, embeddings 10.9 (docs/adr/0013).
+    // 10.9 bits in thousandths of a byte: N(0, 0.02^2) has 10.83, embeddings 10.9 (docs/adr/0013).
     let elements = u64::from(rows) * u64::from(cols);
     let heads = elements / (layout::TILE * layout::TILE) as u64 * (layout::ROW_BLOCKS * size_of::<u32>()) as u64;
     // Below 2^50 elements: the configuration's sizes are at most 2^24 and a few of them.

@@ -179,7 +179,7 @@ struct TranscodeArgs {
     const u32* tiles;                 // [tiles + 1, 2]: first word of the streams, head
     const u32* streams;               // [stream_words]
     const u32* records;               // [record_words]: lists of escapes
-    const u32* table;                 // [1024], form/compact.cuh
+    const u32* table;                 // [512], form/compact.cuh
     u16* weights;                     // bf16 [n, k] row-major: written by full
     u8* packed;                       // [tiles, 6144]: written by packed
     u32* escape_heads;                // [tiles, 4]: written by packed and lists
@@ -226,7 +226,7 @@ struct GemmCompactArgs {
     const u32* tiles;                 // [tiles + 1, 2]: first word of the streams, head
     const u32* streams;               // [stream_words]
     const u32* records;               // [record_words]: lists of escapes
-    const u32* table;                 // [1024], form/compact.cuh
+    const u32* table;                 // [512], form/compact.cuh
     u16* y;                           // bf16 [m, n] row-major, of a silu_mul variant [m, n / 2]
     float scale;                      // 2^(base - 96): the factor between the operands and the weights
     u32 stream_words;                 // a multiple of 4

@@ -2,7 +2,8 @@
 //! `templates/include/unweight/kernels/gemm_compact.cuh`.
 //!
 //! ```text
-//! bytes = warps * (align1024(stages * stage) + bulk * 8 * stages) + 2048 * tables + dealt * 4 * batch_tile * 256
+//! bytes = warps * (align1024(stages * stage + early * 1232) + 8 * stages) + 2048 * tables + dealt * 4 * batch_tile * 256
+//! early = batch_tile == 8
 //! stage = batch_tile * 128 + 5120 + 1232      X of 64 k, a tile's dense part, its streams
 //! ```
 //!

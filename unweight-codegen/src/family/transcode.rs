@@ -41,7 +41,7 @@ args! {
         pub streams: u64,
         /// u32 `[record_words]`: `class_escapes`.
         pub records: u64,
-        /// u32 `[1024]`: `ClassBook::kernel_table`.
+        /// u32 `[512]`: `ClassBook::kernel_table`.
         pub table: u64,
         /// bf16 `[n, k]`: written by `full`.
         pub weights: u64,

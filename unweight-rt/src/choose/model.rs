@@ -266,7 +266,7 @@ const SMALL_WAVE_US: (f64, f64) = (2.0, 0.4);
 const CLUSTER_US: f64 = 1.0;
 /// Of what tensor cores could do (4096 operations a clock of a Hopper's multiprocessor), what cuBLAS got of an H200: 7.0e8 a us of 10.7e8.
 const CUBLAS_SHARE: f64 = 0.654;
-/// Bytes of a compact weight (docs/adr/0013-compact.md: 10.81 to 10.9 bits).
+/// Bytes of a compact weight (docs/adr/0013-compact.md: 10.83 to 10.92 bits).
 const COMPACT_BYTES: f64 = 1.36;
 /// A tile of 64 x 64 that `gemm_compact` decodes: us of a multiprocessor that always has a warp to run, and us of one warp by itself.
 const COMPACT_TILE_US: (f64, f64) = (0.149, 1.79);
@@ -449,7 +449,7 @@ impl PackedChooser {
         measured.or_else(|| candidates(&self.machine, problem, wanted).first().map(|(spec, _)| *spec))
     }
 
-    /// As [`PackedChooser::choices`], of the products straight from compact weights: by the model alone, since nobody has measured them.
+    /// As [`PackedChooser::choices`], of the products straight from compact weights: by the model alone, which is fitted to what was measured.
     pub fn compact_choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
         let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
         for m in (8..max_batch).step_by(8).chain([max_batch]) {

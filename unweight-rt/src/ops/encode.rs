@@ -138,6 +138,11 @@ impl Encoder for BundleEncoder {
         }
         let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
         let digest = Digest::of(matrix.bytes());
+        // A form without a kernel is the CPU's. Its rayon may run the encoding of another tensor on this thread, which must
+        // not wait for a packer that this one holds.
+        if !matches!(form, FormId::HUFFMAN | FormId::PALETTE | FormId::PACKED | FormId::COMPACT) {
+            return CpuEncoder.encode(matrix, form, limit);
+        }
         let mut taken = self.packer();
         let packer = taken.packer.as_mut().expect("it is there until it is dropped");
         let tensor = match form {
@@ -169,8 +174,7 @@ impl Encoder for BundleEncoder {
                     Err(CompressError::Device(error)) => return Err(failed(error)),
                 }
             }
-            // A form without a kernel is the CPU's.
-            _ => return CpuEncoder.encode(matrix, form, limit),
+            _ => return Err(EncoderError::Failed("a form without a kernel is the CPU's".into())),
         };
         Ok((digest, tensor))
     }

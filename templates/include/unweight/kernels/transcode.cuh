@@ -7,9 +7,9 @@
 //                           sum is 0); the host has chosen the window of 16 exponents
 //
 // stage    threads  blocks/SM  grid              dynamic smem           reads + writes, bytes per element
-// full     256      2          ceil(tiles / 8)   2048 + 8 * 1232        1.35 + 2
-// packed   256      2          ceil(tiles / 8)   the same               1.35 + 1.5
-// lists    256      2          ceil(tiles / 16)  the same + 64          1.35 per tile with a list; 4 per row block
+// full     256      3          ceil(tiles / 8)   2048 + 8 * 1232        1.35 + 2
+// packed   256      3          ceil(tiles / 8)   the same               1.35 + 1.5
+// lists    256      3          ceil(tiles / 16)  the same + 64          1.35 per tile with a list; 4 per row block
 //
 // Bound    device memory for full and packed.
 //
