@@ -168,7 +168,7 @@ fn many_quads() -> Case {
             // Elements of a quad: rows g and g + 8, columns 2t and 2t + 1.
             let (tile, part) = (column / 64, row % 16 / 8 * 2 + column % 2);
             let quad = row / 16 * 256 + row % 8 * 32 + column % 64 / 2;
-            let own = if quad % 102 == 7 { 5 * (tile * 10 + quad / 102) + 1 } else { 0 };
+            let own = if quad % 146 == 7 { 5 * (tile * 7 + quad / 146) + 1 } else { 0 };
             let class = own >> (3 * part) & 7;
             ((108 + 4 * class as u16 + i as u16 % 4) << 7 | i as u16 & 0x807f).to_le_bytes()
         })
