@@ -351,7 +351,7 @@ impl Bench {
                 }
                 if arguments.mlp != Lie::Linears {
                     let plan = bundle.as_ref().map_or_else(Default::default, |bundle| saved_plan(bundle, output));
-                    options = options.mlp(arguments.mlp.into(), plan).profile(Some(arguments.profile));
+                    options = options.mlp(arguments.mlp.into()).plan(plan).profile(Some(arguments.profile));
                 }
                 if let Some(bundle) = &bundle {
                     note_unused(&options.plan, arguments.mlp, bundle, kernels.device().info(), output);

@@ -19,7 +19,7 @@ use unweight_rt::{
     device::{DeviceError, DeviceInfo, Stream},
 };
 
-use crate::{BenchError, timing::Timing};
+use crate::{BenchError, options::options, timing::Timing};
 
 /// What is measured.
 #[derive(Clone, Copy, Debug)]
@@ -30,104 +30,31 @@ pub enum DecodeModel<'a> {
     Geometry(&'a ModelConfig),
 }
 
-/// What is asked for.
-#[derive(Clone, Debug, Serialize)]
-#[non_exhaustive]
-pub struct DecodeOptions {
-    /// Sequences that run together.
-    pub batches: Vec<u32>,
-    /// Tokens that each has behind it.
-    pub context: u32,
-    /// Tokens of a prompt whose first token is timed; 0: none.
-    pub prefill: u32,
-    /// Whether the parts of a step are timed by themselves.
-    pub breakdown: bool,
-    /// Whether the twin runs, too.
-    pub twin: bool,
-    /// What compact tensors lie as, and of a geometry all weights; null: what memory allows.
-    pub resident: Option<Resident>,
-    /// An engine whose MLPs lie as they are stored runs, too, unless they are to lie as all linears.
-    pub mlp: MlpWeights,
-    /// Its settings that were measured before.
-    #[serde(skip)]
-    pub plan: Plan,
-    /// What the other linears of that engine run from.
-    #[serde(skip)]
-    pub mlp_linears: Linears,
-    /// Of a geometry: the profile that MLPs are stored by.
-    pub profile: Option<Profile>,
-}
-
-impl Default for DecodeOptions {
-    fn default() -> Self {
-        Self {
-            batches: vec![1, 8, 16, 32, 64, 128, 256],
-            context: 1024,
-            prefill: 0,
-            breakdown: false,
-            twin: true,
-            resident: Some(Resident::Fast),
-            mlp: MlpWeights::Linears,
-            plan: Plan::default(),
-            mlp_linears: Linears::Packed,
-            profile: None,
-        }
-    }
-}
-
-impl DecodeOptions {
-    /// Sequences that run together.
-    #[must_use]
-    pub fn batches(self, batches: Vec<u32>) -> Self {
-        Self { batches, ..self }
-    }
-
-    /// Tokens that each has behind it.
-    #[must_use]
-    pub fn context(self, context: u32) -> Self {
-        Self { context, ..self }
-    }
-
-    /// Tokens of a prompt whose first token is timed.
-    #[must_use]
-    pub fn prefill(self, prefill: u32) -> Self {
-        Self { prefill, ..self }
-    }
-
-    /// Whether the parts of a step are timed by themselves.
-    #[must_use]
-    pub fn breakdown(self, breakdown: bool) -> Self {
-        Self { breakdown, ..self }
-    }
-
-    /// Whether the twin runs, too.
-    #[must_use]
-    pub fn twin(self, twin: bool) -> Self {
-        Self { twin, ..self }
-    }
-
-    /// What compact tensors lie as.
-    #[must_use]
-    pub fn resident(self, resident: Option<Resident>) -> Self {
-        Self { resident, ..self }
-    }
-
-    /// What the other linears of an engine run from whose MLPs lie as they are stored.
-    #[must_use]
-    pub fn mlp_linears(self, mlp_linears: Linears) -> Self {
-        Self { mlp_linears, ..self }
-    }
-
-    /// Of a geometry: the profile that MLPs are stored by.
-    #[must_use]
-    pub fn profile(self, profile: Option<Profile>) -> Self {
-        Self { profile, ..self }
-    }
-
-    /// How the MLPs of one more engine lie, and its settings.
-    #[must_use]
-    pub fn mlp(self, mlp: MlpWeights, plan: Plan) -> Self {
-        Self { mlp, plan, ..self }
+options! {
+    /// What is asked for.
+    DecodeOptions {
+        /// Sequences that run together.
+        batches: Vec<u32> = vec![1, 8, 16, 32, 64, 128, 256],
+        /// Tokens that each has behind it.
+        context: u32 = 1024,
+        /// Tokens of a prompt whose first token is timed; 0: none.
+        prefill: u32 = 0,
+        /// Whether the parts of a step are timed by themselves.
+        breakdown: bool = false,
+        /// Whether the twin runs, too.
+        twin: bool = true,
+        /// What compact tensors lie as, and of a geometry all weights; null: what memory allows.
+        resident: Option<Resident> = Some(Resident::Fast),
+        /// An engine whose MLPs lie as they are stored runs, too, unless they are to lie as all linears.
+        mlp: MlpWeights = MlpWeights::Linears,
+        /// Its settings that were measured before.
+        #[serde(skip)]
+        plan: Plan = Plan::default(),
+        /// What the other linears of that engine run from.
+        #[serde(skip)]
+        mlp_linears: Linears = Linears::Packed,
+        /// Of a geometry: the profile that MLPs are stored by.
+        profile: Option<Profile> = None,
     }
 }
 

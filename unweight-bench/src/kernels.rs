@@ -1,6 +1,5 @@
 //! The report's families: decoders, encoder, reconstructive matmuls; and the conversions of the packed form.
 
-use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
     abi::TranscodeArgs,
@@ -27,43 +26,29 @@ use unweight_rt::{
 use crate::{
     BenchError,
     data::{halves, normal_bf16, relative_error},
+    options::options,
     timing::{Contender, Report, Row, Timer, Timing},
 };
 
-/// What is measured.
-#[derive(Clone, Debug, Serialize)]
-#[non_exhaustive]
-pub struct BenchOptions {
-    /// `[n, k]` of the weights.
-    pub shapes: Vec<(u32, u32)>,
-    /// Batches of the matmuls.
-    pub batches: Vec<u32>,
-    /// Measure the preprocess family.
-    pub decode: bool,
-    /// Measure the encoder.
-    pub encode: bool,
-    /// Measure the conversions of the packed and of the compact form.
-    pub packed: bool,
-    /// Measure the matmuls.
-    pub matmul: bool,
-    /// Every variant of Table 5 that fits the shape, rather than the heuristic's first choice.
-    pub all_variants: bool,
-    /// Code limit of the weights.
-    pub code_limit: u32,
-}
-
-impl Default for BenchOptions {
-    fn default() -> Self {
-        Self {
-            shapes: vec![(14336, 4096), (4096, 14336), (4096, 4096)],
-            batches: vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
-            decode: true,
-            encode: true,
-            packed: true,
-            matmul: true,
-            all_variants: false,
-            code_limit: CodeLimit::DEFAULT.bits(),
-        }
+options! {
+    /// What is measured.
+    BenchOptions {
+        /// `[n, k]` of the weights.
+        shapes: Vec<(u32, u32)> = vec![(14336, 4096), (4096, 14336), (4096, 4096)],
+        /// Batches of the matmuls.
+        batches: Vec<u32> = vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
+        /// Measure the preprocess family.
+        decode: bool = true,
+        /// Measure the encoder.
+        encode: bool = true,
+        /// Measure the conversions of the packed and of the compact form.
+        packed: bool = true,
+        /// Measure the matmuls.
+        matmul: bool = true,
+        /// Every variant of Table 5 that fits the shape, rather than the heuristic's first choice.
+        all_variants: bool = false,
+        /// Code limit of the weights.
+        code_limit: u32 = CodeLimit::DEFAULT.bits(),
     }
 }
 
@@ -72,54 +57,6 @@ impl BenchOptions {
     #[must_use]
     pub fn nothing() -> Self {
         Self { decode: false, encode: false, packed: false, matmul: false, ..Self::default() }
-    }
-
-    /// `[n, k]` of the weights.
-    #[must_use]
-    pub fn shapes(self, shapes: Vec<(u32, u32)>) -> Self {
-        Self { shapes, ..self }
-    }
-
-    /// Batches of the matmuls.
-    #[must_use]
-    pub fn batches(self, batches: Vec<u32>) -> Self {
-        Self { batches, ..self }
-    }
-
-    /// Measure the preprocess family.
-    #[must_use]
-    pub fn decode(self, decode: bool) -> Self {
-        Self { decode, ..self }
-    }
-
-    /// Measure the encoder.
-    #[must_use]
-    pub fn encode(self, encode: bool) -> Self {
-        Self { encode, ..self }
-    }
-
-    /// Measure the conversions of the packed form.
-    #[must_use]
-    pub fn packed(self, packed: bool) -> Self {
-        Self { packed, ..self }
-    }
-
-    /// Measure the matmuls.
-    #[must_use]
-    pub fn matmul(self, matmul: bool) -> Self {
-        Self { matmul, ..self }
-    }
-
-    /// Every variant of Table 5 that fits the shape, rather than the heuristic's first choice.
-    #[must_use]
-    pub fn all_variants(self, all_variants: bool) -> Self {
-        Self { all_variants, ..self }
-    }
-
-    /// Code limit of the weights.
-    #[must_use]
-    pub fn code_limit(self, code_limit: u32) -> Self {
-        Self { code_limit, ..self }
     }
 }
 

@@ -18,6 +18,7 @@ mod decode;
 mod error;
 mod kernels;
 mod matmul;
+mod options;
 pub mod oracle;
 mod rivals;
 mod stress;

@@ -2,7 +2,6 @@
 
 use std::collections::HashSet;
 
-use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
     family::Instruction,
@@ -26,46 +25,18 @@ use unweight_rt::{
 use crate::{
     BenchError,
     data::{halves, normal_bf16, relative_error},
+    options::options,
     timing::{Contender, Report, Row, Timer, Timing},
 };
 
 /// `[n, k]` of the linears of one Llama-3.1-8B layer, with q, k, v and gate, up merged as servers do it.
 pub const LLAMA_8B_LAYER: [(u32, u32); 4] = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)];
 
-/// What is measured.
-#[derive(Clone, Debug, Serialize)]
-#[non_exhaustive]
-pub struct MatmulOptions {
-    /// `[n, k]` of the weights, multiples of 64.
-    pub shapes: Vec<(u32, u32)>,
-    /// Batches.
-    pub batches: Vec<u32>,
-    /// Share of 64-element row segments with an element outside the window. Normal weights have 0.005 of themselves; it
-    /// cannot be less.
-    pub escapes: f64,
-    /// Measure ordinary launches.
-    pub ordinary: bool,
-    /// Measure programmatic dependent launches.
-    pub pdl: bool,
-    /// Variants that the model finds fastest, beside the one that dispatch takes.
-    pub candidates: usize,
-    /// Measure the linears of a whole layer in one graph too.
-    pub layer: bool,
-    /// What was measured before, for dispatch to follow, instead of the tables that ship and that the cache has.
-    pub table: Option<MeasuredTable>,
-    /// Measure the matmuls from the compact form too, at batches that they take.
-    pub compact: bool,
-    /// Measure the variants that need no copy engine too: of the model's order as many as of the others, one at least.
-    pub asynchronous: bool,
-    /// Variants to time at every problem that their batch tile takes, catalogued or not; those of `gemm_compact` need
-    /// [`MatmulOptions::compact`].
-    pub variants: Vec<VariantSpec>,
-}
-
-impl Default for MatmulOptions {
-    fn default() -> Self {
-        Self {
-            shapes: vec![
+options! {
+    /// What is measured.
+    MatmulOptions {
+        /// `[n, k]` of the weights, multiples of 64.
+        shapes: Vec<(u32, u32)> = vec![
                 (14336, 4096),
                 (28672, 4096),
                 (4096, 14336),
@@ -78,87 +49,32 @@ impl Default for MatmulOptions {
                 (8192, 8192),
                 (10240, 8192),
             ],
-            batches: vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096],
-            escapes: 0.005,
-            ordinary: true,
-            pdl: true,
-            candidates: 0,
-            layer: true,
-            table: None,
-            compact: false,
-            asynchronous: false,
-            variants: Vec::new(),
-        }
+        /// Batches.
+        batches: Vec<u32> = vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096],
+        /// Share of 64-element row segments with an element outside the window. Normal weights have 0.005 of themselves; it
+        /// cannot be less.
+        escapes: f64 = 0.005,
+        /// Measure ordinary launches.
+        ordinary: bool = true,
+        /// Measure programmatic dependent launches.
+        pdl: bool = true,
+        /// Variants that the model finds fastest, beside the one that dispatch takes.
+        candidates: usize = 0,
+        /// Measure the linears of a whole layer in one graph too.
+        layer: bool = true,
+        /// What was measured before, for dispatch to follow, instead of the tables that ship and that the cache has.
+        table: Option<MeasuredTable> = None,
+        /// Measure the matmuls from the compact form too, at batches that they take.
+        compact: bool = false,
+        /// Measure the variants that need no copy engine too: of the model's order as many as of the others, one at least.
+        asynchronous: bool = false,
+        /// Variants to time at every problem that their batch tile takes, catalogued or not; those of `gemm_compact` need
+        /// [`MatmulOptions::compact`].
+        variants: Vec<VariantSpec> = Vec::new(),
     }
 }
 
 impl MatmulOptions {
-    /// `[n, k]` of the weights, multiples of 64.
-    #[must_use]
-    pub fn shapes(self, shapes: Vec<(u32, u32)>) -> Self {
-        Self { shapes, ..self }
-    }
-
-    /// Batches.
-    #[must_use]
-    pub fn batches(self, batches: Vec<u32>) -> Self {
-        Self { batches, ..self }
-    }
-
-    /// Share of 64-element row segments with an element outside the window.
-    #[must_use]
-    pub fn escapes(self, escapes: f64) -> Self {
-        Self { escapes, ..self }
-    }
-
-    /// Measure ordinary launches.
-    #[must_use]
-    pub fn ordinary(self, ordinary: bool) -> Self {
-        Self { ordinary, ..self }
-    }
-
-    /// Measure programmatic dependent launches.
-    #[must_use]
-    pub fn pdl(self, pdl: bool) -> Self {
-        Self { pdl, ..self }
-    }
-
-    /// Variants that the model finds fastest, beside the one that dispatch takes.
-    #[must_use]
-    pub fn candidates(self, candidates: usize) -> Self {
-        Self { candidates, ..self }
-    }
-
-    /// Measure the linears of a whole layer in one graph too.
-    #[must_use]
-    pub fn layer(self, layer: bool) -> Self {
-        Self { layer, ..self }
-    }
-
-    /// What was measured before, for dispatch to follow.
-    #[must_use]
-    pub fn table(self, table: Option<MeasuredTable>) -> Self {
-        Self { table, ..self }
-    }
-
-    /// Measure the matmuls from the compact form too.
-    #[must_use]
-    pub fn compact(self, compact: bool) -> Self {
-        Self { compact, ..self }
-    }
-
-    /// Measure the variants that need no copy engine too.
-    #[must_use]
-    pub fn asynchronous(self, asynchronous: bool) -> Self {
-        Self { asynchronous, ..self }
-    }
-
-    /// Variants to time, catalogued or not.
-    #[must_use]
-    pub fn variants(self, variants: Vec<VariantSpec>) -> Self {
-        Self { variants, ..self }
-    }
-
     fn launches(&self) -> impl Iterator<Item = bool> {
         [(self.ordinary, false), (self.pdl, true)].into_iter().filter_map(|(wanted, mode)| wanted.then_some(mode))
     }

@@ -2,7 +2,6 @@
 //!
 //! What is timed was right: decoded weights are the matrix' own bits, products are held against cuBLAS's.
 
-use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
     plan::GemmShape,
@@ -42,54 +41,23 @@ use unweight_rt::{
 use crate::{
     BenchError,
     data::{halves, normal_bf16, relative_error},
+    options::options,
     timing::{Contender, Report, Row, Timer, Timing},
 };
 
-/// What is measured.
-#[derive(Clone, Debug, Serialize)]
-#[non_exhaustive]
-pub struct RivalsOptions {
-    /// `[n, k]` of the weights, multiples of 64.
-    pub shapes: Vec<(u32, u32)>,
-    /// Batches of the products.
-    pub batches: Vec<u32>,
-    /// Rows and columns of the int8 matrices, a multiple of 128; 0: none.
-    pub int8: u32,
-    /// Bits of entropy of their values.
-    pub int8_entropy: f64,
-    /// MiB of the FP8 vectors; 0: none.
-    pub fp8_mib: u32,
-}
-
-impl Default for RivalsOptions {
-    fn default() -> Self {
-        Self { shapes: vec![(14336, 4096)], batches: vec![1, 8, 32, 128], int8: 4096, int8_entropy: 4.0, fp8_mib: 256 }
-    }
-}
-
-impl RivalsOptions {
-    /// `[n, k]` of the weights, multiples of 64.
-    #[must_use]
-    pub fn shapes(self, shapes: Vec<(u32, u32)>) -> Self {
-        Self { shapes, ..self }
-    }
-
-    /// Batches of the products.
-    #[must_use]
-    pub fn batches(self, batches: Vec<u32>) -> Self {
-        Self { batches, ..self }
-    }
-
-    /// Rows and columns of the int8 matrices; 0: none.
-    #[must_use]
-    pub fn int8(self, int8: u32) -> Self {
-        Self { int8, ..self }
-    }
-
-    /// MiB of the FP8 vectors; 0: none.
-    #[must_use]
-    pub fn fp8_mib(self, fp8_mib: u32) -> Self {
-        Self { fp8_mib, ..self }
+options! {
+    /// What is measured.
+    RivalsOptions {
+        /// `[n, k]` of the weights, multiples of 64.
+        shapes: Vec<(u32, u32)> = vec![(14336, 4096)],
+        /// Batches of the products.
+        batches: Vec<u32> = vec![1, 8, 32, 128],
+        /// Rows and columns of the int8 matrices, a multiple of 128; 0: none.
+        int8: u32 = 4096,
+        /// Bits of entropy of their values.
+        int8_entropy: f64 = 4.0,
+        /// MiB of the FP8 vectors; 0: none.
+        fp8_mib: u32 = 256,
     }
 }
 

@@ -62,6 +62,7 @@ use unweight_rt::{
 use crate::{
     data::{halves, normal_bf16},
     error::BenchError,
+    options::options,
 };
 
 /// A fault put into the kernels on purpose, to see that the run finds what it is there to find.
@@ -72,64 +73,23 @@ pub enum Plant {
     UnfencedRefill,
 }
 
-/// What is run.
-#[derive(Clone, Debug, Serialize)]
-#[non_exhaustive]
-pub struct StressOptions {
-    /// Launches of each variant on each problem.
-    pub launches: u32,
-    /// Only variants whose name contains one of these; empty: all.
-    pub only: Vec<String>,
-    /// Keep memory and shared memory busy from another stream.
-    pub load: bool,
-    /// The variants that need no copy engine ([`catalog::asynchronous`]), and nothing else.
-    pub asynchronous: bool,
-    /// A fault to be found.
-    pub plant: Option<Plant>,
-}
-
-impl Default for StressOptions {
-    fn default() -> Self {
-        Self { launches: 2000, only: Vec::new(), load: true, asynchronous: false, plant: None }
+options! {
+    /// What is run.
+    StressOptions {
+        /// Launches of each variant on each problem.
+        launches: u32 = 2000,
+        /// Only variants whose name contains one of these; empty: all.
+        only: Vec<String> = Vec::new(),
+        /// Keep memory and shared memory busy from another stream.
+        load: bool = true,
+        /// The variants that need no copy engine ([`catalog::asynchronous`]), and nothing else.
+        asynchronous: bool = false,
+        /// A fault to be found.
+        plant: Option<Plant> = None,
     }
 }
 
 impl StressOptions {
-    /// With this many launches of each variant on each problem.
-    #[must_use]
-    pub fn launches(mut self, launches: u32) -> Self {
-        self.launches = launches.max(1);
-        self
-    }
-
-    /// Only variants whose name contains one of these.
-    #[must_use]
-    pub fn only(mut self, names: Vec<String>) -> Self {
-        self.only = names;
-        self
-    }
-
-    /// With or without load from another stream.
-    #[must_use]
-    pub fn load(mut self, load: bool) -> Self {
-        self.load = load;
-        self
-    }
-
-    /// The variants that need no copy engine ([`catalog::asynchronous`]), and nothing else.
-    #[must_use]
-    pub fn asynchronous(mut self, asynchronous: bool) -> Self {
-        self.asynchronous = asynchronous;
-        self
-    }
-
-    /// With a fault in the kernels.
-    #[must_use]
-    pub fn plant(mut self, plant: Option<Plant>) -> Self {
-        self.plant = plant;
-        self
-    }
-
     /// What is run on an architecture.
     fn variants(&self, arch: Arch) -> Vec<VariantSpec> {
         let all = if self.asynchronous { catalog::asynchronous(arch).collect() } else { catalog::all(arch) };
@@ -796,7 +756,7 @@ impl Run<'_> {
                 compact::encode(matrix, &Histogram::of(&bytes)).map_err(|why| BenchError::Uncompact { n, k, why })?;
             let weights = DeviceMatrix::upload(self.stream, matrix)?;
             let mut differing = 0;
-            for _ in 0..self.options.launches {
+            for _ in 0..self.options.launches.max(1) {
                 let made = match compressor.encode(&mut packer, weights.view()) {
                     Ok(made) => made.download(self.stream)?,
                     Err(CompressError::Device(error)) => return Err(error.into()),

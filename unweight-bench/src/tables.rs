@@ -141,7 +141,7 @@ fn steps(
         let options = DecodeOptions::default()
             .batches(batches.to_vec())
             .context(context)
-            .mlp(MlpWeights::Stored, Plan::default())
+            .mlp(MlpWeights::Stored)
             .mlp_linears(Linears::Bf16)
             .profile(Some(profile));
         progress(&format!("whole steps, {name}"));

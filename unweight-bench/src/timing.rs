@@ -7,53 +7,21 @@ use unweight_codegen::plan::GemmShape;
 
 use unweight_rt::device::{DeviceError, DeviceInfo, Graph, Stream};
 
-use crate::BenchError;
+use crate::{BenchError, options::options};
 
-/// How often, and with what memory behind it.
-#[derive(Clone, Debug, Serialize)]
-#[non_exhaustive]
-pub struct Timing {
-    /// Rounds that count.
-    pub rounds: usize,
-    /// Rounds before them that do not.
-    pub warmup_rounds: usize,
-    /// Least copies of the weights.
-    pub min_copies: usize,
-    /// Least bytes of all copies together.
-    pub rotate_bytes: usize,
-    /// Bytes per second, in units of 10^9, that the byte floor assumes: what a plain read reaches, not the data sheet.
-    pub floor_gb_per_s: f64,
-}
-
-impl Default for Timing {
-    fn default() -> Self {
-        Self { rounds: 60, warmup_rounds: 10, min_copies: 5, rotate_bytes: 440_000_000, floor_gb_per_s: 4100.0 }
-    }
-}
-
-impl Timing {
-    /// Rounds that count.
-    #[must_use]
-    pub fn rounds(self, rounds: usize) -> Self {
-        Self { rounds, ..self }
-    }
-
-    /// Rounds before them that do not.
-    #[must_use]
-    pub fn warmup_rounds(self, warmup_rounds: usize) -> Self {
-        Self { warmup_rounds, ..self }
-    }
-
-    /// Least copies of the weights.
-    #[must_use]
-    pub fn min_copies(self, min_copies: usize) -> Self {
-        Self { min_copies, ..self }
-    }
-
-    /// Least bytes of all copies together.
-    #[must_use]
-    pub fn rotate_bytes(self, rotate_bytes: usize) -> Self {
-        Self { rotate_bytes, ..self }
+options! {
+    /// How often, and with what memory behind it.
+    Timing {
+        /// Rounds that count.
+        rounds: usize = 60,
+        /// Rounds before them that do not.
+        warmup_rounds: usize = 10,
+        /// Least copies of the weights.
+        min_copies: usize = 5,
+        /// Least bytes of all copies together.
+        rotate_bytes: usize = 440_000_000,
+        /// Bytes per second, in units of 10^9, that the byte floor assumes: what a plain read reaches, not the data sheet.
+        floor_gb_per_s: f64 = 4100.0,
     }
 }
 

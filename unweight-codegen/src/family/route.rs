@@ -90,6 +90,14 @@ const COMBINE_WARPS: u32 = 4;
 const CHUNK: u32 = 8;
 const BLOCKS_PER_SM: u32 = 4;
 
+/// With 64 registers a thread NVRTC 13.0 spills from sm_100 on, and not before.
+const fn topk_blocks_per_sm(arch: Arch) -> u32 {
+    match arch {
+        Arch::Sm80 | Arch::Sm86 | Arch::Sm89 | Arch::Sm90a => BLOCKS_PER_SM,
+        Arch::Sm100a | Arch::Sm103a | Arch::Sm120a => 3,
+    }
+}
+
 impl RouteSpec {
     /// Experts that routing chooses from and sorts by.
     pub const EXPERTS_MAX: u32 = 512;
@@ -128,7 +136,8 @@ impl RouteSpec {
         let none = SmemPlan::new();
         let (smem, grid, blocks_per_sm) = match self.stage {
             RouteStage::Topk => {
-                (none, LaunchGrid::Covering { work: Work::Rows, per_block: TOPK_WARPS }, BLOCKS_PER_SM)
+                let grid = LaunchGrid::Covering { work: Work::Rows, per_block: TOPK_WARPS };
+                (none, grid, topk_blocks_per_sm(spec.arch))
             }
             RouteStage::Sort => {
                 let smem = none

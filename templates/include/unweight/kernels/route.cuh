@@ -2,9 +2,10 @@
 // to one for each token. A pair is a token and a place among its top_k experts, pair = token * top_k + place.
 //
 // stage    threads  blocks/SM  grid                                  dynamic smem  what
-// topk     256      4          ceil(tokens / 8)                      0             logits -> ids and weights of pairs
+// topk     256      4*         ceil(tokens / 8)                      0             logits -> ids and weights of pairs
 // sort     1024     1          1                                     67840         ids -> pairs by expert, items
 // combine  128      4          tokens * ceil(columns / 1024)         0             rows of pairs -> rows of tokens
+// * 3 from sm_100 on: with 64 registers it spills there.
 //
 // bool kPdl  programmatic dependent launch: everything is touched after griddepcontrol.wait
 //
@@ -193,6 +194,9 @@ UW_DEVICE void sort(const RouteArgs& args) {
     if (lane == 31) ptx::store_shared_x2(warp_sums + warp * 8, U32x2{entries_to, items_to});
     ptx::sync_block();  // the sums of all warps, before anybody adds up those before its own
     u32 all_items = 0;
+#if __CUDA_ARCH__ >= 1000
+#pragma unroll 4  // all 32 at once spill there
+#endif
     for (u32 w = 0; w < kSortWarps; ++w) {
         const U32x2 sums = ptx::load_shared_x2(warp_sums + w * 8);
         if (w < warp) {

@@ -1,0 +1,33 @@
+//! Options of benchmarks: fields, their defaults, and a method of each field's name that sets it.
+
+/// A struct of options.
+macro_rules! options {
+    ($(#[$doc:meta])* $name:ident {
+        $($(#[doc = $field_doc:literal])+ $(#[serde($how:ident)])? $field:ident: $type:ty = $default:expr,)+
+    }) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, serde::Serialize)]
+        #[non_exhaustive]
+        pub struct $name {
+            $($(#[doc = $field_doc])+ $(#[serde($how)])? pub $field: $type,)+
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($field: $default,)+ }
+            }
+        }
+
+        impl $name {
+            $(
+                $(#[doc = $field_doc])+
+                #[must_use]
+                pub fn $field(self, $field: $type) -> Self {
+                    Self { $field, ..self }
+                }
+            )+
+        }
+    };
+}
+
+pub(crate) use options;
