@@ -3,10 +3,11 @@
 //! ```text
 //! codec_speed FILE N,K[;N,K...] [--threads T] [--rounds R] [--on-demand]
 //! ```
-//! `FILE` holds the matrices one after the other. Each round encodes and decodes all of them, shared out among the threads as
-//! bundles do it, into memory of their own, and prints one line of JSON. Encoding includes the digest of the original and those of
-//! every section; decoding includes validating the sections and comparing the digest of the result. With `--on-demand` a round
-//! waits for a line on stdin, so that rounds can be interleaved with those of another program.
+//! `FILE` holds the matrices one after the other. Each round encodes and decodes all of them, shared out among the
+//! threads as bundles do it, into memory of their own, and prints one line of JSON. Encoding includes the digest of the
+//! original and those of every section; decoding includes validating the sections and comparing the digest of the
+//! result. With `--on-demand` a round waits for a line on stdin, so that rounds can be interleaved with those of
+//! another program.
 
 use std::{borrow::Cow, error::Error, hint::black_box, io::BufRead, process::ExitCode, time::Instant};
 

@@ -23,8 +23,10 @@
     doc = "| [`engine`] | `unweight-engine` | runs whole models from bundles | as `rt` |"
 )]
 //!
-//! Features, all on by default: `model` brings `model`, `cuda` that, `codegen`, `rt` and `engine` (nothing is linked against
-//! CUDA), `rivals` formats of other systems, `text` tokenizers and chat templates, `serve` an HTTP server, `cli` all of them and the `unweight` binary. A program that only reads bundles on the CPU turns the default features off.
+//! Features, all on by default: `model` brings `model`, `cuda` that, `codegen`, `rt` and `engine` (nothing is linked
+//! against CUDA), `rivals` formats of other systems, `text` tokenizers and chat templates, `serve` an HTTP server,
+//! `cli` all of them and the `unweight` binary. A program that only reads bundles on the CPU turns the default features
+//! off.
 //!
 //! A model to a bundle and back:
 //! ```

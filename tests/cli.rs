@@ -1278,8 +1278,8 @@ fn kernels_of_a_bundle_are_compiled_ahead() {
     let first = compile();
     let kernels = json(&first)["kernels"].as_array().unwrap().clone();
     let names: Vec<&str> = kernels.iter().map(|kernel| kernel["name"].as_str().unwrap()).collect();
-    // The packer's, and for merged gates and ups, and for what has no escapes, matmuls of batches up to 8; nothing for larger ones. And what
-    // a model runs beside its linears.
+    // The packer's, and for merged gates and ups, and for what has no escapes, matmuls of batches up to 8; nothing for
+    // larger ones. And what a model runs beside its linears.
     for part in [
         "repack_pack",
         "repack_unpack",

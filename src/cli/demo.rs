@@ -176,8 +176,8 @@ fn check_room(dir: Option<&Path>, size: u64) -> Result<()> {
 
 /// The widest Llama shape of at least eight layers that has about `bytes` bytes.
 fn shape(bytes: u64, seed: u64) -> DemoOptions {
-    // In units of hidden^2 elements: 2.5 for attention with a quarter as many key and value heads, 3 * 2.75 for the MLP; two
-    // embeddings of 8 * hidden rows.
+    // In units of hidden^2 elements: 2.5 for attention with a quarter as many key and value heads, 3 * 2.75 for the
+    // MLP; two embeddings of 8 * hidden rows.
     const PER_LAYER: f64 = 10.75;
     const EMBEDDINGS: f64 = 16.0;
     let layers = |hidden: u64| (bytes as f64 / 2.0 / (hidden * hidden) as f64 - EMBEDDINGS) / PER_LAYER;

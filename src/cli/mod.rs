@@ -1,7 +1,8 @@
 //! The command line: arguments, and where each command lives.
 //!
-//! Data goes to stdout, everything else to stderr. Exit status: 0 done, 1 data is not what it should be, 2 the work could
-//! not be done (wrong usage included), 128 and the number of the signal that interrupted. `docs/cli.md` lists the keys of `--json`.
+//! Data goes to stdout, everything else to stderr. Exit status: 0 done, 1 data is not what it should be, 2 the work
+//! could not be done (wrong usage included), 128 and the number of the signal that interrupted. `docs/cli.md` lists the
+//! keys of `--json`.
 
 mod archive;
 mod bench;

@@ -70,13 +70,14 @@ impl Output {
     }
 }
 
-/// Text without characters that would control a terminal, or turn the direction of a line: names of tensors and files are anybody's. They are
-/// written as escapes; line ends and tabs stay.
+/// Text without characters that would control a terminal, or turn the direction of a line: names of tensors and files
+/// are anybody's. They are written as escapes; line ends and tabs stay.
 pub fn printable(text: &str) -> Cow<'_, str> {
     escaped(text, |c| is_harmful(c) && !matches!(c, '\n' | '\t'))
 }
 
-/// As [`printable`], on one line: for names, and for messages that hold them. A line end in a name could say what this program did not.
+/// As [`printable`], on one line: for names, and for messages that hold them. A line end in a name could say what this
+/// program did not.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     escaped(text, is_harmful)
 }

@@ -59,7 +59,8 @@ const SMALL_TENSOR: f64 = 0.002;
 /// Characters of the longest bar on a terminal.
 const COLUMNS: f64 = 56.0;
 
-/// Writes a drawing. A file that is there is replaced if it is a drawing, too: a slip of the fingers must not cost a shard.
+/// Writes a drawing. A file that is there is replaced if it is a drawing, too: a slip of the fingers must not cost a
+/// shard.
 pub fn save(path: &Path, svg: &str) -> Result<()> {
     if let Ok(metadata) = path.symlink_metadata() {
         let mut start = Vec::new();

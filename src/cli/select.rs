@@ -18,7 +18,8 @@ use super::{
 /// Options that decide the form of each tensor.
 #[derive(Args)]
 pub struct Select {
-    /// What the bundle is for: distribution (smallest), inference (hard and easy layers), palette, resident (12 bits, fastest to run), or compact (as small as distribution, and runs as it is)
+    /// What the bundle is for: distribution (smallest), inference (hard and easy layers), palette, resident (12 bits,
+    /// fastest to run), or compact (as small as distribution, and runs as it is)
     #[arg(long, value_name = "PROFILE", default_value = "distribution", value_parser = profile,
           add = ArgValueCandidates::new(completions::profiles))]
     profile: Profile,

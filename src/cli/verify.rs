@@ -17,7 +17,8 @@ use super::{
 pub struct Verify {
     /// Directory of the bundle
     bundle: PathBuf,
-    /// Also compare with the files that the bundle was made from: a directory, a file, a pattern or a name, as for compress
+    /// Also compare with the files that the bundle was made from: a directory, a file, a pattern or a name, as for
+    /// compress
     #[arg(long, value_name = "SOURCE")]
     against: Option<PathBuf>,
     /// Also check that the bundle was signed with the secret key of this minisign public key: a file, or the key itself

@@ -19,7 +19,8 @@ const COMPLETION_TOKENS: u32 = 16;
 /// Whether a value of a field asks for nothing.
 type Neutral = fn(&Value) -> bool;
 
-/// Fields that would change the answer and are not done here, with what may stand there all the same. `null` always may.
+/// Fields that would change the answer and are not done here, with what may stand there all the same. `null` always
+/// may.
 const NOT_DONE: &[(&str, Neutral)] = &[
     ("logit_bias", empty),
     ("frequency_penalty", zero),

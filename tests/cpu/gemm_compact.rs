@@ -33,8 +33,8 @@ struct Inputs {
 }
 
 impl Problem {
-    /// Weights with exponents around 120, one in 700 far outside of the window: a zero, a subnormal, something larger or
-    /// smaller. From 50,000 elements on, row 5 has a run of them: a list longer than a warp.
+    /// Weights with exponents around 120, one in 700 far outside of the window: a zero, a subnormal, something larger
+    /// or smaller. From 50,000 elements on, row 5 has a run of them: a list longer than a warp.
     fn random(n: usize, k: usize, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let weights: Vec<u16> = (0..n * k)
@@ -207,8 +207,8 @@ fn cluster_splits_k_and_adds() {
     check("b16_w1p2c8_store", &[(16, 64, 960)]);
 }
 
-/// Rows dealt to clusters and tiles to warps: shares that end in the middle of a row, in a warp, and between blocks; fewer
-/// tiles than warps; warps with several rows.
+/// Rows dealt to clusters and tiles to warps: shares that end in the middle of a row, in a warp, and between blocks;
+/// fewer tiles than warps; warps with several rows.
 #[test]
 fn rows_are_dealt() {
     check("b8_w3p1c1_dealt_store", &[(8, 64 * 7, 320), (3, 64, 128), (9, 192, 64)]);
@@ -255,8 +255,8 @@ fn any_bytes_of(name: &str) {
     for turn in 0..15 {
         let mut sections = Sections::of(&problem.tensor);
         let mut noise = |buffer: &Buffer| Buffer::of(&random.bytes(buffer.slice().len()));
-        // Streams alone, so that the tiles lead to them; starts and heads alone; everything but the table, whose entries
-        // are no addresses; lists alone.
+        // Streams alone, so that the tiles lead to them; starts and heads alone; everything but the table, whose
+        // entries are no addresses; lists alone.
         match turn % 4 {
             0 => sections.streams = noise(&sections.streams),
             1 => sections.tiles = noise(&sections.tiles),
@@ -307,7 +307,8 @@ fn planted_bugs_are_caught() {
         (form, "store_shared_x4(shared + at * 4, ptx", "store_shared_x4(shared + at, ptx"),
         (form, "ptx::load_global_nc(table + at / kCopies)", "ptx::load_global_nc(table + at / 4)"),
         (form, "word + 4 * i);", "word + 4 * (i < 3 ? i : 2));"),
-        // Sums of one row in those of the next; the place of another row; sums that the next row's warp never left there.
+        // Sums of one row in those of the next; the place of another row; sums that the next row's warp never left
+        // there.
         (own, "                clear_sums();", ""),
         (own, "(row - first_of_block(by) / args.tile_cols)", "(row & 1)"),
         (own, "first_of(last + 1) > behind ?", "first_of(last + 1) >= behind ?"),

@@ -79,8 +79,8 @@ pub struct CpuKernel {
     _directory: tempfile::TempDir,
 }
 
-/// What kernels share: the headers, and the prelude as the compiler keeps it. Reading the standard library's headers takes
-/// longer than most kernels.
+/// What kernels share: the headers, and the prelude as the compiler keeps it. Reading the standard library's headers
+/// takes longer than most kernels.
 struct Common {
     directory: PathBuf,
     planted: bool,

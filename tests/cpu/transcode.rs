@@ -202,8 +202,8 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// Tiles of one quad, of which every tenth code is another: 0 to 19 of them move where the next tile begins; and tiles of
-/// 1024 codes of 9 bits each, as long as any can be.
+/// Tiles of one quad, of which every tenth code is another: 0 to 19 of them move where the next tile begins; and tiles
+/// of 1024 codes of 9 bits each, as long as any can be.
 pub fn longest_streams() -> Case {
     let (n, k) = (64, 64 * 40);
     // Elements of a quad: rows g and g + 8, columns 2t and 2t + 1.
@@ -221,7 +221,8 @@ pub fn longest_streams() -> Case {
     Case::new(n, k, bytes)
 }
 
-/// What is copied of a tile ends where its streams end, also of the longest ones that begin at the last word of 16 bytes.
+/// What is copied of a tile ends where its streams end, also of the longest ones that begin at the last word of 16
+/// bytes.
 #[test]
 fn the_longest_streams_are_copied_to_their_end() {
     let case = longest_streams();

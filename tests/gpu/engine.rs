@@ -108,8 +108,8 @@ fn logits_follow_the_reference_by_every_way() {
     }
 }
 
-/// Both ways of running a compact bundle: the same bound to the reference at every batch, greedy tokens that are the likeliest ones by the
-/// reference's logits, and the same tokens but where two logits are as close as rounding.
+/// Both ways of running a compact bundle: the same bound to the reference at every batch, greedy tokens that are the
+/// likeliest ones by the reference's logits, and the same tokens but where two logits are as close as rounding.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_compact_bundle_says_the_same_fast_and_small() {
@@ -162,7 +162,8 @@ fn a_compact_bundle_says_the_same_fast_and_small() {
                     assert!(slack < 4.0 * BOUND * rms(row.iter().copied()), "token {index} is {slack} below {best}");
                 }
             }
-            // They go apart where two logits are within that bound, and nowhere else: both were held against the truth above.
+            // They go apart where two logits are within that bound, and nowhere else: both were held against the truth
+            // above.
             first += usize::from(fast.first() == small.first());
         }
         assert!(first >= 15, "of 20 first tokens {first} are the same");

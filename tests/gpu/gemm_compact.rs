@@ -1,7 +1,8 @@
 //! Every catalogued matmul from the compact form on the GPU.
 //!
 //! - Every weight comes back, bit for bit but for the sign of a zero, when each row of X takes one column of W.
-//! - Results lie within fp32 accumulation and one rounding of a double-precision product, at every edge of the batch tile.
+//! - Results lie within fp32 accumulation and one rounding of a double-precision product, at every edge of the batch
+//!   tile.
 //! - The same input gives the same bits, run after run, and with dependent launch the same as without.
 //!
 //! Outputs start as NaN, with guards behind them.

@@ -1,8 +1,10 @@
 //! Every catalogued register-sourced matmul on the GPU.
 //!
 //! - What enters the tensor cores is the oracle's operand, bit for bit (variants with `_dump`).
-//! - Results lie within fp32 accumulation and one rounding of a double-precision product, at every edge of the batch tile.
-//! - The same input gives the same bits, run after run, and in a chain under dependent launch the same as one after the other.
+//! - Results lie within fp32 accumulation and one rounding of a double-precision product, at every edge of the batch
+//!   tile.
+//! - The same input gives the same bits, run after run, and in a chain under dependent launch the same as one after the
+//!   other.
 //! - Heads and lists that nobody has checked lead nowhere.
 //!
 //! Outputs start as NaN, with guards behind them.
@@ -52,8 +54,8 @@ fn traits(spec: &VariantSpec) -> Traits {
     Traits { batch_tile, escapes, epilogue, dump }
 }
 
-/// A matrix whose exponents lie in a window of 16, but for one element in `one_in` (0: none): zeros, subnormals, larger and smaller ones.
-/// Row 5 has a run of them, longer than a warp, where there are any.
+/// A matrix whose exponents lie in a window of 16, but for one element in `one_in` (0: none): zeros, subnormals, larger
+/// and smaller ones. Row 5 has a run of them, longer than a warp, where there are any.
 pub fn weights(n: usize, k: usize, one_in: usize, seed: u64) -> Vec<u16> {
     let mut rng = Random::new(seed);
     (0..n * k)
@@ -228,7 +230,8 @@ fn operands_are_the_weights_bit_for_bit() {
     }
 }
 
-/// A chain `x -> W x -> W (W x) ...` in a graph: under dependent launch each kernel starts while the one that makes its input still runs.
+/// A chain `x -> W x -> W (W x) ...` in a graph: under dependent launch each kernel starts while the one that makes its
+/// input still runs.
 #[test]
 #[ignore = "needs a GPU"]
 fn dependent_launches_wait_for_their_input() {

@@ -1,6 +1,8 @@
-//! Every catalogued matmul variant on the GPU: exact where it can be, close to a double-precision reference, close to cuBLAS.
+//! Every catalogued matmul variant on the GPU: exact where it can be, close to a double-precision reference, close to
+//! cuBLAS.
 //!
-//! - One-hot rows of X pick out single weights, so Y is W^T to the bit: every reconstructed weight of every variant is seen.
+//! - One-hot rows of X pick out single weights, so Y is W^T to the bit: every reconstructed weight of every variant is
+//!   seen.
 //! - Random X at batches around every tile boundary, against float64.
 //! - Outputs start as NaN, with guards behind them.
 
@@ -32,8 +34,8 @@ const K: usize = 512;
 
 /// Finite weights whose most laden tile has exactly `verbatim` verbatim rows.
 ///
-/// Sixteen exponents are everywhere; a row with a seventeenth is verbatim. The sixteen span 2^-19 to 2^-4, so that one-hot rows see
-/// every palette entry.
+/// Sixteen exponents are everywhere; a row with a seventeenth is verbatim. The sixteen span 2^-19 to 2^-4, so that
+/// one-hot rows see every palette entry.
 fn weights(n: usize, k: usize, verbatim: u32, seed: u64) -> Vec<u8> {
     let mut rng = Random::new(seed);
     let mut bits: Vec<u16> =

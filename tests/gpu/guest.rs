@@ -1,4 +1,5 @@
-//! Layers in memory and on streams that are somebody else's: the bits of layers that the runtime owns, at any batch, captured, on several streams.
+//! Layers in memory and on streams that are somebody else's: the bits of layers that the runtime owns, at any batch,
+//! captured, on several streams.
 
 use std::{thread, time::Instant};
 

@@ -11,7 +11,8 @@ use unweight_rt::{
     weight::DeviceMatrix,
 };
 
-/// The GPU of this machine. Tests that ask for it are ignored unless they are asked for, and then fail where there is none.
+/// The GPU of this machine. Tests that ask for it are ignored unless they are asked for, and then fail where there is
+/// none.
 pub fn gpu() -> &'static KernelSet {
     static GPU: OnceLock<KernelSet> = OnceLock::new();
     GPU.get_or_init(|| {

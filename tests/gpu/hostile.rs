@@ -1,5 +1,5 @@
-//! Sections that lie, through every decoder and the matmul: no error of the driver, nothing written past an output, and the device as
-//! healthy as before. Meant to be run under `compute-sanitizer` as well.
+//! Sections that lie, through every decoder and the matmul: no error of the driver, nothing written past an output, and
+//! the device as healthy as before. Meant to be run under `compute-sanitizer` as well.
 
 use crate::harness::{Random, Weights, gpu, guard_is_whole, lane, poison, refusal, stream};
 use unweight_bench::{halves, normal_bf16};

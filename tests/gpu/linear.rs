@@ -1,4 +1,5 @@
-//! Layers out of real bundles: every stored form, padded shapes, weights that cannot be packed, merged weights, any batch, captured.
+//! Layers out of real bundles: every stored form, padded shapes, weights that cannot be packed, merged weights, any
+//! batch, captured.
 
 use std::{
     fs,
@@ -420,7 +421,8 @@ fn what_a_layer_was_not_loaded_for_is_refused() {
     assert!(loader.load("layers.9.weight").is_err());
 }
 
-/// A batch above the one that was loaded for: each turn gives the bits that its rows give alone, on whole and padded layers, also in a capture.
+/// A batch above the one that was loaded for: each turn gives the bits that its rows give alone, on whole and padded
+/// layers, also in a capture.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_large_batch_takes_turns() {
@@ -476,7 +478,8 @@ fn a_borrowed_buffer_frees_nothing() {
     assert!(matches!(odd, Err(Refusal::Alignment { bytes: 256, .. })));
 }
 
-/// A lane of another loader lacks what a padded layer and one for cuBLAS need: refused, with nothing written, until it is reserved.
+/// A lane of another loader lacks what a padded layer and one for cuBLAS need: refused, with nothing written, until it
+/// is reserved.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_lane_of_another_loader_is_refused_before_anything_is_written() {
@@ -543,7 +546,8 @@ fn a_graph_outlives_the_growth_of_its_lane() {
     lane.synchronize().unwrap();
 }
 
-/// All that a bundle can reach is there before the first layer, with a line of progress a kernel, and loading adds nothing.
+/// All that a bundle can reach is there before the first layer, with a line of progress a kernel, and loading adds
+/// nothing.
 #[test]
 #[ignore = "needs a GPU"]
 fn loading_compiles_nothing_that_was_not_reached_before() {

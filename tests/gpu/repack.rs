@@ -1,4 +1,5 @@
-//! The conversions of the packed form on the GPU against the CPU's: the same bytes, the same refusals, and the weights back, bit for bit.
+//! The conversions of the packed form on the GPU against the CPU's: the same bytes, the same refusals, and the weights
+//! back, bit for bit.
 
 use crate::harness::{GUARD, Random, Weights, gpu, guard_is_whole, poison, refused, stream};
 use unweight_codegen::spec::DecodeOutput;
@@ -14,7 +15,8 @@ use unweight_rt::{
     weight::{DeviceHuffman, DeviceMatrix, DevicePacked},
 };
 
-/// Multiples of 64 with one tile, a row and a column of tiles, groups of lists of every filling, more row blocks than the machine holds at once.
+/// Multiples of 64 with one tile, a row and a column of tiles, groups of lists of every filling, more row blocks than
+/// the machine holds at once.
 const SHAPES: [(usize, usize); 10] = [
     (64, 64),
     (64, 128),
@@ -36,7 +38,8 @@ fn pack_on_cpu(bytes: &[u8], shape: (usize, usize)) -> Result<PackedTensor<Vec<u
     packed::pack(Matrix::new(bytes, shape.0, shape.1).unwrap(), &Histogram::of(bytes))
 }
 
-/// The packed tensor of the GPU, with the CPU's bytes and from which the weights come back; or the refusal that is the CPU's, too.
+/// The packed tensor of the GPU, with the CPU's bytes and from which the weights come back; or the refusal that is the
+/// CPU's, too.
 fn check(
     stream: &Stream,
     packer: &mut Packer,

@@ -1,9 +1,11 @@
-//! Layers whose weights stay compact: small batches straight from them, larger ones from packed tiles that are written into a lane's slot ahead of
-//! each product.
+//! Layers whose weights stay compact: small batches straight from them, larger ones from packed tiles that are written
+//! into a lane's slot ahead of each product.
 //!
-//! - Results lie within fp32 accumulation and one rounding of a double-precision product; twice and as a graph the same bits.
+//! - Results lie within fp32 accumulation and one rounding of a double-precision product; twice and as a graph the same
+//!   bits.
 //! - Above the largest batch tile the bits are those of the packed layer: the same kernels' shapes, on the same tiles.
-//! - Layers take turns in one slot, hundreds of times, behind each other without a pause: nobody reads what is another's.
+//! - Layers take turns in one slot, hundreds of times, behind each other without a pause: nobody reads what is
+//!   another's.
 
 use std::path::Path;
 
@@ -176,8 +178,8 @@ fn a_compact_gate_and_up_activate_their_product() {
     }
 }
 
-/// An expansion that began before the product in front of it had read the slot, or a product that began before the expansion was done, would mix
-/// two layers' weights.
+/// An expansion that began before the product in front of it had read the slot, or a product that began before the
+/// expansion was done, would mix two layers' weights.
 #[test]
 #[ignore = "needs a GPU"]
 fn layers_take_turns_in_one_slot() {
@@ -265,7 +267,8 @@ fn compact_bundle(home: &Path) -> Bundle {
     Bundle::open(&target).unwrap()
 }
 
-/// Out of a bundle: alone as they are stored, merged as the host encodes them; what is not asked to stay small is packed.
+/// Out of a bundle: alone as they are stored, merged as the host encodes them; what is not asked to stay small is
+/// packed.
 #[test]
 #[ignore = "needs a GPU"]
 fn compact_tensors_of_a_bundle_stay_as_they_are() {
@@ -312,8 +315,8 @@ fn compact_tensors_of_a_bundle_stay_as_they_are() {
     }
 }
 
-/// What runs above batch 64 on architectures without `wgmma`, asked for by an option: packed and compact weights that are expanded to BF16 for
-/// cuBLAS, which may round a product before it is added to or activated.
+/// What runs above batch 64 on architectures without `wgmma`, asked for by an option: packed and compact weights that
+/// are expanded to BF16 for cuBLAS, which may round a product before it is added to or activated.
 #[test]
 #[ignore = "needs a GPU"]
 fn weights_are_expanded_to_bf16_for_cublas() {

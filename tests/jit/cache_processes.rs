@@ -222,7 +222,8 @@ fn a_process_killed_at_any_moment_leaves_only_whole_entries() {
 fn a_full_disk_is_a_miss_and_leaves_nothing_half_written() {
     let bench = Bench::new();
     // A limit on file sizes makes writes fail half-way as a full disk does, for root too. The shell sets it for itself
-    // and its child, which handles no signal: the store itself must not raise one. The limit counts blocks of 512 or 1024 bytes; a cubin of the fake compiler has 4096 bytes.
+    // and its child, which handles no signal: the store itself must not raise one. The limit counts blocks of 512 or
+    // 1024 bytes; a cubin of the fake compiler has 4096 bytes.
     let mut command = Command::new("sh");
     let exe = std::env::current_exe().unwrap();
     command

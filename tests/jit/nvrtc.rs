@@ -389,9 +389,9 @@ fn is_worst(spec: &VariantSpec) -> bool {
     }
 }
 
-/// The block that is looked at for a variant. Matmuls and routing hold as many registers as there are, and the assembler
-/// of each generation shares them out in its own way: every block, on the first architecture of a generation. What needs
-/// fewer is looked at on the first that has it.
+/// The block that is looked at for a variant. Matmuls and routing hold as many registers as there are, and the
+/// assembler of each generation shares them out in its own way: every block, on the first architecture of a generation.
+/// What needs fewer is looked at on the first that has it.
 fn stands_for(spec: &VariantSpec) -> VariantSpec {
     let arch = match (spec.arch, spec.op) {
         (Arch::Sm89, Op::GemmMma(_)) => Arch::Sm86,

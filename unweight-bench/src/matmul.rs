@@ -51,8 +51,8 @@ options! {
             ],
         /// Batches.
         batches: Vec<u32> = vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096],
-        /// Share of 64-element row segments with an element outside the window. Normal weights have 0.005 of themselves; it
-        /// cannot be less.
+        /// Share of 64-element row segments with an element outside the window. Normal weights have 0.005 of
+        /// themselves; it cannot be less.
         escapes: f64 = 0.005,
         /// Measure ordinary launches.
         ordinary: bool = true,
@@ -66,10 +66,11 @@ options! {
         table: Option<MeasuredTable> = None,
         /// Measure the matmuls from the compact form too, at batches that they take.
         compact: bool = false,
-        /// Measure the variants that need no copy engine too: of the model's order as many as of the others, one at least.
+        /// Measure the variants that need no copy engine too: of the model's order as many as of the others, one at
+        /// least.
         asynchronous: bool = false,
-        /// Variants to time at every problem that their batch tile takes, catalogued or not; those of `gemm_compact` need
-        /// [`MatmulOptions::compact`].
+        /// Variants to time at every problem that their batch tile takes, catalogued or not; those of `gemm_compact`
+        /// need [`MatmulOptions::compact`].
         variants: Vec<VariantSpec> = Vec::new(),
     }
 }

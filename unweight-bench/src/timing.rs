@@ -20,7 +20,8 @@ options! {
         min_copies: usize = 5,
         /// Least bytes of all copies together.
         rotate_bytes: usize = 440_000_000,
-        /// Bytes per second, in units of 10^9, that the byte floor assumes: what a plain read reaches, not the data sheet.
+        /// Bytes per second, in units of 10^9, that the byte floor assumes: what a plain read reaches, not the data
+        /// sheet.
         floor_gb_per_s: f64 = 4100.0,
     }
 }

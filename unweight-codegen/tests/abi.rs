@@ -1,6 +1,8 @@
-//! Argument structs on both sides: every field has the same name, place and size in the family's Rust file and in the header.
+//! Argument structs on both sides: every field has the same name, place and size in the family's Rust file and in the
+//! header.
 //!
-//! The rendered sources assert `sizeof`; two fields of one size that changed places would pass there and be caught here.
+//! The rendered sources assert `sizeof`; two fields of one size that changed places would pass there and be caught
+//! here.
 
 use std::collections::BTreeSet;
 use unweight_codegen::family::FAMILIES;

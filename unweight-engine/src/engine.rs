@@ -776,8 +776,8 @@ impl Start {
 }
 
 impl Forward {
-    /// Waits. Rows of NaN are no failure of the device: whoever has one is told by its token, which is none, and what is
-    /// looked up for that is zeros.
+    /// Waits. Rows of NaN are no failure of the device: whoever has one is told by its token, which is none, and what
+    /// is looked up for that is zeros.
     fn settle(&mut self, programs: Option<&mut Programs>) -> Result<(), DeviceError> {
         programs.map_or(Ok(()), |programs| programs.runner.synchronize())?;
         match self.lane().synchronize() {

@@ -106,8 +106,9 @@ pub struct Shared {
 /// Tokens of one sequence that must fit beside expanded weights where no context was asked for.
 const USUAL_CONTEXT: u32 = 8192;
 
-/// What compact tensors lie as where nobody said: packed, which is faster, if the packed weights (`fast` bytes), the working memory and one
-/// sequence fit what may be used. Its length is the context that was asked for, or 8192 tokens if the model takes so many.
+/// What compact tensors lie as where nobody said: packed, which is faster, if the packed weights (`fast` bytes), the
+/// working memory and one sequence fit what may be used. Its length is the context that was asked for, or 8192 tokens
+/// if the model takes so many.
 pub fn resident(config: &ModelConfig, options: &EngineOptions, fast: u64, have: u64) -> Resident {
     let context = options.context.unwrap_or(config.max_positions.min(USUAL_CONTEXT));
     let asked = options.clone().context(context);
@@ -118,8 +119,8 @@ pub fn resident(config: &ModelConfig, options: &EngineOptions, fast: u64, have: 
 }
 
 impl EngineOptions {
-    /// With what compact tensors lie as: packed where there are none or no kernel reads them, else what was asked for, else what
-    /// [`resident`] says. `packed` and `compact` are the bytes of all weights by either way.
+    /// With what compact tensors lie as: packed where there are none or no kernel reads them, else what was asked for,
+    /// else what [`resident`] says. `packed` and `compact` are the bytes of all weights by either way.
     #[must_use]
     pub(crate) fn settled(
         self,

@@ -17,13 +17,15 @@ use crate::paths::Plan;
 pub struct EngineOptions {
     /// Sequences that run at the same time, 1 to 1024; 16 by default.
     pub max_batch: u32,
-    /// Tokens of a sequence, the prompt included; `None` for the model's own limit, or less if the cache does not hold as much.
+    /// Tokens of a sequence, the prompt included; `None` for the model's own limit, or less if the cache does not hold
+    /// as much.
     pub context: Option<u32>,
     /// Bytes of device memory for everything together; `None` for nine tenths of what is free.
     pub memory: Option<u64>,
     /// What the linears lie as: packed, or BF16 for cuBLAS.
     pub linears: Linears,
-    /// What compact tensors lie as; `None` for packed where that leaves room enough ([`memory::resident`](crate::memory::resident)).
+    /// What compact tensors lie as; `None` for packed where that leaves room enough
+    /// ([`memory::resident`](crate::memory::resident)).
     pub resident: Option<Resident>,
     /// Tokens of a prompt that go through the model at once, a multiple of 64; 2048 by default.
     pub chunk: u32,
@@ -144,7 +146,8 @@ pub struct BadOption {
 /// The largest batch of a step.
 pub const MAX_BATCH: u32 = 1024;
 
-/// Batches that steps are recorded for. A batch of 1 to 8 costs the packed linears the same, so there is nothing between.
+/// Batches that steps are recorded for. A batch of 1 to 8 costs the packed linears the same, so there is nothing
+/// between.
 pub const BUCKETS: [u32; 10] = [1, 8, 16, 32, 64, 128, 192, 256, 512, 1024];
 
 /// The smallest bucket that holds `rows`, which are at most [`MAX_BATCH`].

@@ -3,9 +3,10 @@
 //! ```text
 //! add --> pending --(prefill: pages, a row, the first token)--> row --(a token a step)--> finished
 //! ```
-//! The host launches steps ahead of what it has read, since a step takes the tokens of the one before on the device. Rows, pages and sampling
-//! parameters change only while nothing is in flight: a sequence that joins or leaves costs one pause of the device. A sequence that turned out
-//! to be finished while a later step was in flight leaves one token behind that nobody is told of.
+//! The host launches steps ahead of what it has read, since a step takes the tokens of the one before on the device.
+//! Rows, pages and sampling parameters change only while nothing is in flight: a sequence that joins or leaves costs
+//! one pause of the device. A sequence that turned out to be finished while a later step was in flight leaves one token
+//! behind that nobody is told of.
 
 use std::collections::VecDeque;
 
@@ -199,7 +200,8 @@ pub enum Next {
     Idle,
     /// A sequence is to be prefilled ([`Schedule::begin`]). Nothing is in flight.
     Prefill,
-    /// A step of all rows is to be launched. `changed`: rows are other ones than in the step before, and nothing is in flight.
+    /// A step of all rows is to be launched. `changed`: rows are other ones than in the step before, and nothing is in
+    /// flight.
     Launch {
         /// Whether the device has to be told of the rows.
         changed: bool,
@@ -540,8 +542,8 @@ mod tests {
         assert_eq!((events.len(), schedule.due(), schedule.free_pages()), (1, Next::Idle, 100));
     }
 
-    /// Any mixture of requests, cancellations and stops: every sequence gets its own tokens, in order, and exactly as many as it should;
-    /// pages of running sequences never overlap, and all come back.
+    /// Any mixture of requests, cancellations and stops: every sequence gets its own tokens, in order, and exactly as
+    /// many as it should; pages of running sequences never overlap, and all come back.
     #[test]
     fn sequences_that_come_and_go_do_not_disturb_each_other() {
         for seed in 0..300 {

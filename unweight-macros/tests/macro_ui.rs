@@ -1,4 +1,5 @@
-//! `#[unweight_variant]` as a user sees it: every rule has a program that breaks it, with the compiler's words beside it.
+//! `#[unweight_variant]` as a user sees it: every rule has a program that breaks it, with the compiler's words beside
+//! it.
 //!
 //! `TRYBUILD=overwrite cargo test -p unweight-macros` accepts new messages; read them before you commit them.
 

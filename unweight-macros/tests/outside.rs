@@ -1,7 +1,7 @@
 //! The attribute in crates of other people: each names one crate of ours, and no path unless it renames that.
 //!
-//! They are built as strangers build them, from a folder of their own, with cargo. What the workspace has checked already is used
-//! again, so a warm run takes a second or two.
+//! They are built as strangers build them, from a folder of their own, with cargo. What the workspace has checked
+//! already is used again, so a warm run takes a second or two.
 
 use std::{fs, path::Path, process::Command};
 

@@ -14,8 +14,8 @@ pub enum Residency {
     Bf16,
     /// Packed: 12.03 bits a weight, and 4 bytes more for each of the few that are escapes, which only the weights tell.
     Packed,
-    /// Compact, as trained weights are: 10.9 bits, and what the packed form has beside its tiles; what is looked up in, or has no whole tiles,
-    /// is packed.
+    /// Compact, as trained weights are: 10.9 bits, and what the packed form has beside its tiles; what is looked up in,
+    /// or has no whole tiles, is packed.
     Compact,
 }
 
@@ -93,8 +93,8 @@ fn packed_bytes(rows: u32, cols: u32) -> u64 {
     tiles(rows) * tiles(cols) * tile_bytes as u64 + layout::PACKED_WINDOW_BYTES as u64
 }
 
-/// Bytes of a compact matrix of trained weights in device memory (`docs/format.md` A.11), with the heads of its packed form; packed where it
-/// has no whole tiles.
+/// Bytes of a compact matrix of trained weights in device memory (`docs/format.md` A.11), with the heads of its packed
+/// form; packed where it has no whole tiles.
 fn compact_bytes(rows: u32, cols: u32) -> u64 {
     if !rows.is_multiple_of(layout::TILE as u32) || !cols.is_multiple_of(layout::TILE as u32) {
         return packed_bytes(rows, cols);

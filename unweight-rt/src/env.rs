@@ -1,7 +1,8 @@
 //! Every environment variable that Unweight reads, in one table, parsed once.
 //!
-//! [`VARIABLES`] is what the documentation prints (docs/cache.md; a test holds the two equal). [`Env`] is the parsed form that
-//! the rest of the crate is given; no other module reads the environment, so a test can hand in any [`Env`] it likes.
+//! [`VARIABLES`] is what the documentation prints (docs/cache.md; a test holds the two equal). [`Env`] is the parsed
+//! form that the rest of the crate is given; no other module reads the environment, so a test can hand in any [`Env`]
+//! it likes.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -218,8 +219,8 @@ impl SearchPaths {
         let path = |name: &str| get(name).map(PathBuf::from);
         let mut python_prefixes: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(path).collect();
         for folder in list("PATH") {
-            // `<prefix>/bin/python3` belongs to `<prefix>`, and so does what a symlink there points to (a virtual environment
-            // made without activation).
+            // `<prefix>/bin/python3` belongs to `<prefix>`, and so does what a symlink there points to (a virtual
+            // environment made without activation).
             if folder.ends_with("bin") && folder.join("python3").exists() {
                 python_prefixes.extend(folder.parent().map(Path::to_owned));
                 if let Ok(real) = folder.join("python3").canonicalize() {

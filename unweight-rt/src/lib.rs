@@ -6,12 +6,13 @@
 //!        +---------- cache: by content ------+
 //! ```
 //!
-//! This crate owns everything that needs a compiler, a driver or a device. It does not know what a kernel means: that is
-//! `unweight_codegen`. Nothing here is linked against CUDA; every library is looked for at run time by [`jit::toolchain`], and
-//! what is missing is an error that says where it was looked for and what to install.
+//! This crate owns everything that needs a compiler, a driver or a device. It does not know what a kernel means: that
+//! is `unweight_codegen`. Nothing here is linked against CUDA; every library is looked for at run time by
+//! [`jit::toolchain`], and what is missing is an error that says where it was looked for and what to install.
 //!
-//! What programs use: [`Device`], [`Stream`], [`KernelSet`], [`Loader`], [`LayerBuilder`], [`Linear`], [`Lane`], matrices and their views, and the errors. The modules
-//! behind them are public for benchmarks, tests and kernels of one's own; they change without notice.
+//! What programs use: [`Device`], [`Stream`], [`KernelSet`], [`Loader`], [`LayerBuilder`], [`Linear`], [`Lane`],
+//! matrices and their views, and the errors. The modules behind them are public for benchmarks, tests and kernels of
+//! one's own; they change without notice.
 
 #[doc(hidden)]
 pub mod choose;

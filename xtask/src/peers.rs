@@ -9,7 +9,8 @@ use crate::{
 
 /// Installs the peers in `target/peers-venv`, builds our side, and measures.
 pub fn run(arguments: &[String]) -> Result<(), String> {
-    // Without its dependencies: ZipNN asks for torch, gigabytes that its path for bytes does not use (peers.py says more).
+    // Without its dependencies: ZipNN asks for torch, gigabytes that its path for bytes does not use (peers.py says
+    // more).
     let python = setup::python(
         "peers-venv",
         &[&["--no-deps", "zipnn==0.5.4"], &["zstandard", "numpy", "safetensors"]],

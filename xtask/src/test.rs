@@ -1,11 +1,13 @@
-//! `cargo xtask test`: every test of the workspace, then those of the Python package. `cargo xtask test-candle`: those of `bindings/candle`.
+//! `cargo xtask test`: every test of the workspace, then those of the Python package. `cargo xtask test-candle`: those
+//! of `bindings/candle`.
 
 use crate::{
     run::{self, cargo},
     setup, wheel,
 };
 
-/// Prepares and tests. Arguments replace `--workspace --all-targets`, for one test at a time in the prepared environment.
+/// Prepares and tests. Arguments replace `--workspace --all-targets`, for one test at a time in the prepared
+/// environment.
 pub fn run(arguments: &[String]) -> Result<(), String> {
     let environment = setup::prepare()?;
     let test = |arguments: &[&str]| {

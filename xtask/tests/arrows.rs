@@ -84,7 +84,8 @@ fn what_one_crate_owns_no_other_names() {
     }
 }
 
-/// (file, line number, line) of all Rust below a folder, without comments and without test modules, which stand at the end.
+/// (file, line number, line) of all Rust below a folder, without comments and without test modules, which stand at the
+/// end.
 fn code(folder: &str) -> Vec<(PathBuf, usize, String)> {
     let (mut folders, mut lines) = (vec![root().join(folder)], Vec::new());
     assert!(folders[0].is_dir(), "{folder} is gone: renew this test");

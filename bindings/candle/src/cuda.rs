@@ -81,8 +81,8 @@ impl OnGpu {
             escape_words: packed.escapes().len() / 4,
         };
         let shape = (packed.grid().rows() as u32, packed.grid().cols() as u32);
-        // SAFETY: the sections are those of a checked tensor of this shape, with what may be read behind them; `memory` outlives the layer,
-        // and is freed in the order of candle's stream, on which alone the layer works.
+        // SAFETY: the sections are those of a checked tensor of this shape, with what may be read behind them; `memory`
+        // outlives the layer, and is freed in the order of candle's stream, on which alone the layer works.
         let linear = unsafe { guest.layer(shape, packed.window(), at) }.map_err(runtime)?;
         Ok(Self { linear, guest, device: device.clone(), _memory: memory })
     }
@@ -132,8 +132,8 @@ impl OnGpu {
             let (y_at, _y) = y.device_ptr_mut(&stream);
             let (scratch_at, _scratch) = scratch.device_ptr_mut(&stream);
             let scratch = Scratch { address: scratch_at, bytes };
-            // SAFETY: candle's stream of this device's primary context; x, y and the scratch have these sizes, are apart, and are freed in the
-            // order of this stream.
+            // SAFETY: candle's stream of this device's primary context; x, y and the scratch have these sizes, are
+            // apart, and are freed in the order of this stream.
             unsafe {
                 self.guest.enqueue(&self.linear, stream.cu_stream().cast(), (x_at, m, y_at), scratch, Epilogue::Store)
             }

@@ -13,9 +13,10 @@
 //! # Ok(())
 //! # }
 //! ```
-//! On the CPU a layer unpacks its weights and multiplies in F32, as candle has no product of BF16 there: the same bits as candle's own product
-//! of the same weights in F32. On a GPU (feature `cuda`) the kernels of `unweight-rt` multiply by the packed weights, on candle's stream and
-//! in memory that candle allocates. That part is compiled, and has not run on a GPU yet.
+//! On the CPU a layer unpacks its weights and multiplies in F32, as candle has no product of BF16 there: the same bits
+//! as candle's own product of the same weights in F32. On a GPU (feature `cuda`) the kernels of `unweight-rt` multiply
+//! by the packed weights, on candle's stream and in memory that candle allocates. That part is compiled, and has not
+//! run on a GPU yet.
 
 #[cfg(feature = "cuda")]
 mod cuda;

@@ -113,8 +113,8 @@ impl Bundle {
         if address == 0 {
             return Err(PyValueError::new_err("the buffer's address is 0; give the address of memory on the CPU"));
         }
-        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python documents it); the
-        // source has as many, and is of this function.
+        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python
+        // documents it); the source has as many, and is of this function.
         py.detach(|| unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, nbytes) });
         Ok(())
     }
@@ -160,8 +160,8 @@ impl Bundle {
                 format!("the part of tensor '{name}' has {wanted} bytes, the buffer {nbytes} at {address:#x}");
             return Err(PyValueError::new_err(message));
         }
-        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python documents it); the
-        // source has as many, and is of this function.
+        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python
+        // documents it); the source has as many, and is of this function.
         py.detach(|| unsafe { std::ptr::copy_nonoverlapping(part.bytes.as_ptr(), address as *mut u8, nbytes) });
         Ok(part.read_bytes)
     }

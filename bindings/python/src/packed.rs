@@ -1,7 +1,7 @@
 //! Packed weights in memory that torch owns.
 //!
-//! An arena is `packed | escape heads | zeros to a multiple of 256 | a head of 256 bytes`: its size follows from the shape alone. The lists
-//! of escapes, whose size does not, lie elsewhere; the head has their digest.
+//! An arena is `packed | escape heads | zeros to a multiple of 256 | a head of 256 bytes`: its size follows from the
+//! shape alone. The lists of escapes, whose size does not, lie elsewhere; the head has their digest.
 
 use std::{ops::Range, slice};
 

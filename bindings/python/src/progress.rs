@@ -63,8 +63,8 @@ impl State {
     }
 }
 
-/// Does the work. A signal or an exception of the callback stops it; that exception is raised once it has stopped, with what the
-/// work says about it (what is kept, and where) as its cause.
+/// Does the work. A signal or an exception of the callback stops it; that exception is raised once it has stopped, with
+/// what the work says about it (what is kept, and where) as its cause.
 pub fn watched<T: Send>(
     py: Python<'_>,
     callback: Option<&Py<PyAny>>,

@@ -1,6 +1,7 @@
 //! Packed weights on a GPU, in memory that torch owns.
 //!
-//! What this trusts is said in `_native.pyi`: addresses are those of tensors on the runtime's device, and of streams of its primary context.
+//! What this trusts is said in `_native.pyi`: addresses are those of tensors on the runtime's device, and of streams of
+//! its primary context.
 
 use std::{
     collections::HashMap,
@@ -97,7 +98,8 @@ impl Runtime {
         Some((layout.bytes(), Packer::escape_words_max(grid) * 4))
     }
 
-    /// Packs BF16 `[rows, cols]`, and writes the arena; returns the bytes of `escapes` that count. `None`: they cannot be packed.
+    /// Packs BF16 `[rows, cols]`, and writes the arena; returns the bytes of `escapes` that count. `None`: they cannot
+    /// be packed.
     fn pack(
         &self,
         py: Python<'_>,
@@ -137,8 +139,8 @@ impl Runtime {
     /// for.
     fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<(u64, String)> {
         let Stored { shape, window, at, digest } = self.stored(py, arena, escapes)?;
-        // SAFETY: the caller's tensors, which it holds until `forget` and longer than the work (`_native.pyi`). Behind each section of an arena
-        // is another or its head, behind the lists what the caller allocated for it.
+        // SAFETY: the caller's tensors, which it holds until `forget` and longer than the work (`_native.pyi`). Behind
+        // each section of an arena is another or its head, behind the lists what the caller allocated for it.
         let linear = py.detach(|| unsafe { self.guest.layer(shape, window, at) });
         let linear = linear.map_err(|error| raised(py, &error))?;
         let id = self.next.fetch_add(1, Ordering::Relaxed);

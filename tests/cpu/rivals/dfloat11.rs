@@ -150,8 +150,8 @@ fn units_come_back() {
     assert!(long > 12 && full, "the data has no long codes, or none of one bit: {long}");
 }
 
-/// Whatever is wrong with a file, nothing is read or written outside of its buffers, and blocks that cannot be right are
-/// counted.
+/// Whatever is wrong with a file, nothing is read or written outside of its buffers, and blocks that cannot be right
+/// are counted.
 #[test]
 fn any_bytes_stay_in_bounds() {
     let mut kernel = build(&[]);

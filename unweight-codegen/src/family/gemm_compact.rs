@@ -24,7 +24,8 @@ set_axis! {
 }
 
 range_axis! {
-    /// Stages of each warp's ring in a `gemm_compact` block. One can do: other warps' rings load while one is worked on.
+    /// Stages of each warp's ring in a `gemm_compact` block. One can do: other warps' rings load while one is worked
+    /// on.
     CompactStages, "stages", 1..=16, "1..=16 (stages of op gemm_compact)"
 }
 
@@ -101,8 +102,8 @@ impl VariantSpec {
     }
 }
 
-/// The shapes that ship, by batch tile: what measured best somewhere (docs/adr/0013). Not dealt to clusters of 4: of 33 on
-/// 132 multiprocessors some have to wait for the others.
+/// The shapes that ship, by batch tile: what measured best somewhere (docs/adr/0013). Not dealt to clusters of 4: of 33
+/// on 132 multiprocessors some have to wait for the others.
 pub const SHAPES: [GemmCompactSpec; 11] = [
     shape(8, 8, 1, 16, false),
     shape(8, 16, 1, 32, false),
@@ -177,8 +178,8 @@ const fn fits(spec: &VariantSpec, op: &GemmCompactSpec) -> bool {
     smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
 }
 
-/// With fewer registers a thread spills: two row blocks that are decoded side by side, and for each batch row two sums and
-/// one register of X. At batch tile 8 the dense part of a whole tile, too, which is refilled meanwhile.
+/// With fewer registers a thread spills: two row blocks that are decoded side by side, and for each batch row two sums
+/// and one register of X. At batch tile 8 the dense part of a whole tile, too, which is refilled meanwhile.
 const fn registers_min(op: &GemmCompactSpec) -> u32 {
     if op.batch_tile.get() <= 16 { 128 } else { 168 }
 }

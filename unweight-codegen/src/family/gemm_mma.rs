@@ -73,8 +73,8 @@ args! {
     pub struct GemmPackedArgs {
         /// bf16 `[m, k]`, box 64 x the variant's batch tile, 128-byte swizzle, zero fill.
         pub x: TensorMap,
-        /// The product `y`, for variants that store by the copy engine: boxes of 64 x 32 with the 128-byte swizzle, of a
-        /// `silu_mul` variant 32 x 32 with the 64-byte swizzle.
+        /// The product `y`, for variants that store by the copy engine: boxes of 64 x 32 with the 128-byte swizzle, of
+        /// a `silu_mul` variant 32 x 32 with the 64-byte swizzle.
         pub y_map: TensorMap,
         /// u8 `[tiles, 6144]`.
         pub packed: u64,

@@ -7,8 +7,8 @@
 //! templates/include/.../<f>.cuh        the body
 //! ```
 //!
-//! A family turns one form of a weight into another, or into a product: an [`Edge`] of the graph of forms. What works on
-//! activations alone, or only looks rows of a table up, has no edge. Everything that is about all families (names,
+//! A family turns one form of a weight into another, or into a product: an [`Edge`] of the graph of forms. What works
+//! on activations alone, or only looks rows of a table up, has no edge. Everything that is about all families (names,
 //! attributes, plans, rendering, the catalogue, argument checks) goes through the list at the end of this file, so
 //! another family is a file and a line. docs/adr/0008-families.md counts the edits.
 
@@ -35,8 +35,8 @@ pub struct Edge {
     pub to: FormId,
 }
 
-/// An instruction, or a handful that belong together, that not every architecture has, or that a kernel is built around:
-/// compiled code without it is not that kernel.
+/// An instruction, or a handful that belong together, that not every architecture has, or that a kernel is built
+/// around: compiled code without it is not that kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Instruction {
     /// `wgmma.mma_async`.

@@ -43,9 +43,9 @@ pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
     F::catalogue(Arch::Sm90a)
 }
 
-/// The variants whose operands come by the copy engine, with copies by their threads instead, as far as they have a plan:
-/// where there is a copy engine, what would run without it. With them, there, what ships for architectures without one:
-/// shapes for less shared memory, decoders of as few warps as that holds, and attention in parts.
+/// The variants whose operands come by the copy engine, with copies by their threads instead, as far as they have a
+/// plan: where there is a copy engine, what would run without it. With them, there, what ships for architectures
+/// without one: shapes for less shared memory, decoders of as few warps as that holds, and attention in parts.
 ///
 /// ```
 /// # use unweight_codegen::spec::{Arch, catalog};

@@ -36,8 +36,8 @@ pub enum SlotRule {
     /// By its rank among hard layers, modulo the slots.
     Rank,
     /// As the report has it (its section 9.3): half its number, modulo 2. Of adjacent hard layers both may take the
-    /// same slot, and the second is decoded before the first was read: [`check`](super::check()) tells. Here so that this
-    /// can be shown.
+    /// same slot, and the second is decoded before the first was read: [`check`](super::check()) tells. Here so that
+    /// this can be shown.
     HalfOfLayer,
 }
 

@@ -210,8 +210,8 @@ impl TansKernels {
             streams: a.states.len() as u32,
             tiles: (a.per_stream / STEP) as u32,
         };
-        // SAFETY: every part has the sizes that streams and tiles ask for, checked when it was copied. Dropping a buffer
-        // waits for the kernel.
+        // SAFETY: every part has the sizes that streams and tiles ask for, checked when it was copied. Dropping a
+        // buffer waits for the kernel.
         unsafe { self.add.launch(stream, args.streams.div_ceil(THREADS), &args) }
     }
 

@@ -47,8 +47,8 @@ pub fn packed_us(problem: GemmShape) -> Option<f64> {
     candidates(&Machine::H200, problem, wanted).first().map(|(_, us)| *us)
 }
 
-/// A product from weights that stay compact, us: up to batch 32 straight from them, above that behind their expansion. `None` for sides that are
-/// no multiples of 64, which nothing reads so, and where there is nothing to compute.
+/// A product from weights that stay compact, us: up to batch 32 straight from them, above that behind their expansion.
+/// `None` for sides that are no multiples of 64, which nothing reads so, and where there is nothing to compute.
 ///
 /// ```
 /// use unweight_codegen::plan::GemmShape;

@@ -1,4 +1,5 @@
-//! The graph of forms: what a weight can lie as, and the kernel families that turn one form into another or into a product.
+//! The graph of forms: what a weight can lie as, and the kernel families that turn one form into another or into a
+//! product.
 //!
 //! ```text
 //! huffman --decode--> bf16 <--host-- any form        exponents --gemm_recon--> product
@@ -7,7 +8,8 @@
 //!    +--> exponents    v |  repack                   packed    --gemm_packed-> product
 //!    +--> palette     packed                         bf16      --cublas------> product
 //! ```
-//! Nodes and edges are two static lists; whatever loads, warms or lists kernels walks them. Pure: nothing here knows a device.
+//! Nodes and edges are two static lists; whatever loads, warms or lists kernels walks them. Pure: nothing here knows a
+//! device.
 
 use unweight_codegen::{
     VariantSpec,
@@ -135,7 +137,8 @@ pub fn paths(from: Node) -> Vec<Vec<Edge>> {
     found
 }
 
-/// The decoder for codes of up to `code_bits` bits: of all that can, the one with the smallest table. `None` above 15 bits.
+/// The decoder for codes of up to `code_bits` bits: of all that can, the one with the smallest table. `None` above 15
+/// bits.
 pub fn decoder(arch: Arch, output: DecodeOutput, code_bits: u32) -> Option<VariantSpec> {
     let limit = CodeLimit::new(code_bits.max(CodeLimit::MIN.get())).ok()?;
     Some(VariantSpec::decode(arch, output, limit))

@@ -1,4 +1,5 @@
-//! From a weight to kernels, without a device: which forms it can take, which variant computes a problem, and what must be compiled for a bundle.
+//! From a weight to kernels, without a device: which forms it can take, which variant computes a problem, and what must
+//! be compiled for a bundle.
 //!
 //! | module | what it knows |
 //! |---|---|
@@ -9,8 +10,8 @@
 //! | [`cost`] | what a product costs by path, as formulas of records |
 //! | [`recon`] | the report's matmuls |
 //!
-//! Everything is a pure function of shapes, forms and options, for use before anything has been measured on the machine at hand. Loading, warming
-//! (`kernels compile --bundle`), benchmarks and tests ask the same functions.
+//! Everything is a pure function of shapes, forms and options, for use before anything has been measured on the machine
+//! at hand. Loading, warming (`kernels compile --bundle`), benchmarks and tests ask the same functions.
 
 pub mod cost;
 pub mod graph;

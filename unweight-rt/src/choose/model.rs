@@ -1,8 +1,10 @@
-//! Which register-sourced matmul computes a problem: a model of the machine, and a table of what was measured, which overrides it.
+//! Which register-sourced matmul computes a problem: a model of the machine, and a table of what was measured, which
+//! overrides it.
 //!
-//! The model counts what a launch cannot avoid: bytes from memory, X from the second-level cache, the steps of the multiprocessor that has
-//! most to do, and what a launch costs in itself. It is for shapes and machines that nobody has measured; a benchmark writes a table for the
-//! machine at hand, which [`KernelSet::chooser`](crate::device::KernelSet::chooser) follows.
+//! The model counts what a launch cannot avoid: bytes from memory, X from the second-level cache, the steps of the
+//! multiprocessor that has most to do, and what a launch costs in itself. It is for shapes and machines that nobody has
+//! measured; a benchmark writes a table for the machine at hand, which
+//! [`KernelSet::chooser`](crate::device::KernelSet::chooser) follows.
 
 use std::{collections::BTreeSet, sync::OnceLock};
 
@@ -152,8 +154,8 @@ pub fn candidates(machine: &Machine, problem: GemmShape, wanted: PackedUse) -> V
     found
 }
 
-/// The catalogued products straight from compact weights that can compute a problem, with the microseconds that the model predicts, fastest
-/// first. Empty as for [`candidates`], and where none ship.
+/// The catalogued products straight from compact weights that can compute a problem, with the microseconds that the
+/// model predicts, fastest first. Empty as for [`candidates`], and where none ship.
 pub fn compact_candidates(machine: &Machine, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
     let GemmShape { m, n, k } = problem;
     if m == 0 || n == 0 || k == 0 || !n.is_multiple_of(64) || !k.is_multiple_of(64) {
@@ -166,8 +168,8 @@ pub fn compact_candidates(machine: &Machine, problem: GemmShape, wanted: PackedU
     found
 }
 
-/// Microseconds of the expansion of a compact weight to packed tiles: what it reads and writes, at the share of the memory's rate that was
-/// measured (53.7 us for 14336x4096).
+/// Microseconds of the expansion of a compact weight to packed tiles: what it reads and writes, at the share of the
+/// memory's rate that was measured (53.7 us for 14336x4096).
 pub fn expand_us(machine: &Machine, n: u32, k: u32) -> f64 {
     const SHARE: f64 = 0.74;
     let weights = f64::from(n) * f64::from(k);
@@ -181,14 +183,15 @@ pub fn cublas_us(machine: &Machine, problem: GemmShape) -> f64 {
     LAUNCH_US + (2.0 * weights / machine.reads()).max(2.0 * weights * f64::from(m) / machine.cublas_flop())
 }
 
-/// What no product by `mma.sync` goes below, us: the multiplications at the share of the tensor cores that cuBLAS gets. [`predicted_us`] was
-/// fitted to batches that memory limits, and knows of no such floor.
+/// What no product by `mma.sync` goes below, us: the multiplications at the share of the tensor cores that cuBLAS gets.
+/// [`predicted_us`] was fitted to batches that memory limits, and knows of no such floor.
 pub fn mma_floor_us(machine: &Machine, problem: GemmShape) -> f64 {
     let GemmShape { m, n, k } = problem;
     2.0 * f64::from(n) * f64::from(k) * f64::from(m) / machine.tensor_flop(machine.tensor)
 }
 
-/// Microseconds of the expansion of a packed or a compact weight to BF16: what it reads and writes, at the rate of the memory.
+/// Microseconds of the expansion of a packed or a compact weight to BF16: what it reads and writes, at the rate of the
+/// memory.
 pub fn bf16_us(machine: &Machine, n: u32, k: u32, compact: bool) -> f64 {
     let read = if compact { COMPACT_BYTES } else { 1.5 };
     LAUNCH_US + f64::from(n) * f64::from(k) * (read + 2.0) / machine.reads()
@@ -264,11 +267,13 @@ const SMALL_STEP_US: (f64, f64) = (2.6e-3, 1.6e-3);
 const SMALL_WAVE_US: (f64, f64) = (2.0, 0.4);
 /// What meeting across a cluster costs, us.
 const CLUSTER_US: f64 = 1.0;
-/// Of what tensor cores could do (4096 operations a clock of a Hopper's multiprocessor), what cuBLAS got of an H200: 7.0e8 a us of 10.7e8.
+/// Of what tensor cores could do (4096 operations a clock of a Hopper's multiprocessor), what cuBLAS got of an H200:
+/// 7.0e8 a us of 10.7e8.
 const CUBLAS_SHARE: f64 = 0.654;
 /// Bytes of a compact weight (docs/adr/0013-compact.md: 10.83 to 10.92 bits).
 const COMPACT_BYTES: f64 = 1.36;
-/// A tile of 64 x 64 that `gemm_compact` decodes: us of a multiprocessor that always has a warp to run, and us of one warp by itself.
+/// A tile of 64 x 64 that `gemm_compact` decodes: us of a multiprocessor that always has a warp to run, and us of one
+/// warp by itself.
 const COMPACT_TILE_US: (f64, f64) = (0.149, 1.79);
 /// What 8 batch rows more add to a warp's tile, us; to a multiprocessor's an eighth of it.
 const COMPACT_ROWS_US: f64 = 0.175;
@@ -289,9 +294,10 @@ const WIDE_LONE: f64 = 0.6;
 /// Of the multiprocessors, those that clusters of more than 2 can have: 120 of 132.
 const WIDE_CLUSTERED: f64 = 10.0 / 11.0;
 
-/// What the model says a launch takes, us; `None` for a variant that cannot exist, is of another family or is out of the question at this
-/// batch. The constants were fitted to an H200 (docs/adr/0004-register-sourced-kernels.md): over the 334 problems measured there, the
-/// variant that it finds fastest took 1.1 % longer than the best on average, 25 % at most; clusters of `gemm_wgmma` joined later.
+/// What the model says a launch takes, us; `None` for a variant that cannot exist, is of another family or is out of
+/// the question at this batch. The constants were fitted to an H200 (docs/adr/0004-register-sourced-kernels.md): over
+/// the 334 problems measured there, the variant that it finds fastest took 1.1 % longer than the best on average, 25 %
+/// at most; clusters of `gemm_wgmma` joined later.
 pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -> Option<f64> {
     let (sms, clock) = (machine.sms, machine.clock());
     let plan = Plan::new(spec).ok()?;
@@ -322,8 +328,9 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -
             let launch = if op.pdl { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
             Some(launch + (weight_bytes * batch_tiles / rate + x).max(computed) + waiting + meeting + tail)
         }
-        // Decoding is the limit, not the memory: a warp's chains of codes by themselves, or all of a multiprocessor's instructions. Fitted to
-        // 32 problems (docs/records/h200-2026-11-22/matmul-compact-nine.csv): what it finds fastest was the fastest of each.
+        // Decoding is the limit, not the memory: a warp's chains of codes by themselves, or all of a multiprocessor's
+        // instructions. Fitted to 32 problems (docs/records/h200-2026-11-22/matmul-compact-nine.csv): what it finds
+        // fastest was the fastest of each.
         Op::GemmCompact(op) => {
             let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
             let (cluster, warps) = (f64::from(op.cluster.get()), f64::from(op.warps.get()));
@@ -442,14 +449,16 @@ impl PackedChooser {
         self
     }
 
-    /// The variant for a problem: what was measured, else what the model finds fastest. `None` where no variant takes the shape.
+    /// The variant for a problem: what was measured, else what the model finds fastest. `None` where no variant takes
+    /// the shape.
     pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
         let measured = self.table.choose(problem, wanted.on(self.arch()));
         let measured = measured.filter(|spec| spec.arch == self.arch() && Plan::new(spec).is_ok());
         measured.or_else(|| candidates(&self.machine, problem, wanted).first().map(|(spec, _)| *spec))
     }
 
-    /// As [`PackedChooser::choices`], of the products straight from compact weights: by the model alone, which is fitted to what was measured.
+    /// As [`PackedChooser::choices`], of the products straight from compact weights: by the model alone, which is
+    /// fitted to what was measured.
     pub fn compact_choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
         let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
         for m in (8..max_batch).step_by(8).chain([max_batch]) {
@@ -464,8 +473,8 @@ impl PackedChooser {
         choices
     }
 
-    /// The choice for every batch of 1 to `max_batch`: each variant with the largest batch that takes it, ascending. Empty where no variant
-    /// takes the shape.
+    /// The choice for every batch of 1 to `max_batch`: each variant with the largest batch that takes it, ascending.
+    /// Empty where no variant takes the shape.
     pub fn choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
         // Between two of these nothing changes: all batch tiles are multiples of 8.
         let tiles = (8..max_batch).step_by(8);

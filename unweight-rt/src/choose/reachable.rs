@@ -1,5 +1,5 @@
-//! What a loader asks for, as a pure function of what the manifest says: the route of a weight through the graph of forms, the kernels of every
-//! batch, and with them all that must be compiled before the first layer.
+//! What a loader asks for, as a pure function of what the manifest says: the route of a weight through the graph of
+//! forms, the kernels of every batch, and with them all that must be compiled before the first layer.
 //!
 //! ```text
 //! bundle --weights()--> Weight --route()--> steps --Wanted::decoder, packing, gemms--> what the loader asks a KernelSource for
@@ -70,12 +70,14 @@ impl Weight {
         if self.gated { &[Epilogue::SiluMul] } else { &[Epilogue::Store, Epilogue::StoreAdd] }
     }
 
-    /// Whether the packed form may have escapes, before anybody has looked: a packed tensor may have none, others are taken to have some.
+    /// Whether the packed form may have escapes, before anybody has looked: a packed tensor may have none, others are
+    /// taken to have some.
     fn escapes(&self) -> &'static [bool] {
         if self.node == Node::Packed { &[true, false] } else { &[true] }
     }
 
-    /// Whether a step can be taken: kernels read whole tiles; what is no multiple of them is decoded and padded on the host.
+    /// Whether a step can be taken: kernels read whole tiles; what is no multiple of them is decoded and padded on the
+    /// host.
     fn takes(&self, edge: &Edge) -> bool {
         match edge.step {
             Step::Decode(_) | Step::Transcode => self.is_tiled(),
@@ -107,17 +109,17 @@ pub enum Resident {
     /// In the packed form: expanded when they are loaded.
     #[default]
     Fast,
-    /// As they are, a tenth smaller: batches up to [`COMPACT_BATCH`] are multiplied straight from them, for larger ones they are
-    /// expanded into a slot ahead of each product. What kernels do not read so (shapes in no whole tiles, architectures without
-    /// `gemm_compact`, weights that are looked up in) is packed all the same.
+    /// As they are, a tenth smaller: batches up to [`COMPACT_BATCH`] are multiplied straight from them, for larger ones
+    /// they are expanded into a slot ahead of each product. What kernels do not read so (shapes in no whole tiles,
+    /// architectures without `gemm_compact`, weights that are looked up in) is packed all the same.
     Small,
 }
 
 /// The largest batch tile of `gemm_mma`: above it, a batch reads the weights more than once.
 const GEMM_MMA_BATCH: u32 = 64;
 
-/// The largest batch that is multiplied straight from compact weights: the largest batch tile of `gemm_compact`. A second tile would read and
-/// decode everything again.
+/// The largest batch that is multiplied straight from compact weights: the largest batch tile of `gemm_compact`. A
+/// second tile would read and decode everything again.
 pub const COMPACT_BATCH: u32 = 32;
 
 /// How a batch is multiplied.
@@ -141,7 +143,8 @@ pub enum Way<K> {
     },
 }
 
-/// What lies where in a slot that a compact tensor is expanded into, bytes: `tiles | heads | inexact | words of the groups`.
+/// What lies where in a slot that a compact tensor is expanded into, bytes: `tiles | heads | inexact | words of the
+/// groups`.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotPlan {
     /// Where heads begin that nobody reads.
@@ -182,7 +185,8 @@ impl<K> Way<K> {
         [first].into_iter().chain(second)
     }
 
-    /// The same with each kernel's counterpart from `next`, in the order of [`Way::kernels`]. `None` where it has too few.
+    /// The same with each kernel's counterpart from `next`, in the order of [`Way::kernels`]. `None` where it has too
+    /// few.
     fn with<L>(&self, next: &mut impl Iterator<Item = L>) -> Option<Way<L>> {
         Some(match self {
             Self::Direct(_) => Way::Direct(next.next()?),
@@ -220,8 +224,8 @@ pub struct Wanted {
 /// Which batches are multiplied by cuBLAS, from weights that are expanded to BF16 in a slot ahead of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Expand {
-    /// On architectures without `wgmma`, above batch 64, where the model says that this is faster than several batch tiles of `gemm_mma`, each of
-    /// which reads the weights again.
+    /// On architectures without `wgmma`, above batch 64, where the model says that this is faster than several batch
+    /// tiles of `gemm_mma`, each of which reads the weights again.
     #[default]
     Model,
     /// Above this batch, on every architecture: what tests run.
@@ -272,10 +276,11 @@ impl Wanted {
         asked && weight.node == Node::Compact && weight.is_tiled() && has_compact_gemms(self.chooser.arch())
     }
 
-    /// How a layer that stays compact is multiplied at every batch, by epilogue and ascending in the batch. Empty where no kernel takes the
-    /// shape.
+    /// How a layer that stays compact is multiplied at every batch, by epilogue and ascending in the batch. Empty where
+    /// no kernel takes the shape.
     ///
-    /// Above [`COMPACT_BATCH`] it is multiplied as the packed layer would be, by a kernel of the same shape, so with the same bits.
+    /// Above [`COMPACT_BATCH`] it is multiplied as the packed layer would be, by a kernel of the same shape, so with
+    /// the same bits.
     pub fn compact_ways(&self, weight: &Weight) -> Ways<VariantSpec> {
         let (n, k) = (weight.n, weight.k);
         let small = self.max_batch.min(COMPACT_BATCH);
@@ -294,7 +299,8 @@ impl Wanted {
         weight.epilogues().iter().flat_map(of).collect()
     }
 
-    /// How a packed layer is multiplied at every batch, by epilogue and ascending in the batch. Empty where no kernel takes the shape.
+    /// How a packed layer is multiplied at every batch, by epilogue and ascending in the batch. Empty where no kernel
+    /// takes the shape.
     pub fn packed_ways(&self, weight: &Weight, escapes: bool) -> Ways<VariantSpec> {
         let choices = self.gemms(weight, escapes);
         let of = |&epilogue: &Epilogue| {
@@ -305,7 +311,8 @@ impl Wanted {
         weight.epilogues().iter().flat_map(of).collect()
     }
 
-    /// Ranges of batches above `first`, each with the kernel that multiplies packed tiles, as ways; and batches that cuBLAS takes cut out of them.
+    /// Ranges of batches above `first`, each with the kernel that multiplies packed tiles, as ways; and batches that
+    /// cuBLAS takes cut out of them.
     fn expanded(
         &self,
         weight: &Weight,
@@ -394,7 +401,8 @@ impl Wanted {
         weight.epilogues().iter().flat_map(of).collect()
     }
 
-    /// Every kernel that making these weights layers, and running them at any batch, can ask for. Ordered, without repetition.
+    /// Every kernel that making these weights layers, and running them at any batch, can ask for. Ordered, without
+    /// repetition.
     pub fn reachable(&self, weights: impl IntoIterator<Item = Weight>) -> Vec<VariantSpec> {
         self.reachable_by(weights, |weight| self.products(weight))
     }
@@ -500,8 +508,8 @@ pub fn has_compact_gemms(arch: Arch) -> bool {
 /// `[n, k]`, and whether it is compact, by what a tensor is for.
 type Shapes = BTreeMap<Role, (u32, u32, bool)>;
 
-/// The weights of linear layers in a bundle, as its manifest has them: each alone, and merged as servers do it (q, k and v; a gate and an up).
-/// Embeddings are none, unless there is no head: then they are that, too.
+/// The weights of linear layers in a bundle, as its manifest has them: each alone, and merged as servers do it (q, k
+/// and v; a gate and an up). Embeddings are none, unless there is no head: then they are that, too.
 pub fn weights(bundle: &Bundle) -> Vec<Weight> {
     let mut found = BTreeSet::new();
     let tied = bundle.tensors().all(|tensor| tensor.entry.role != Role::LmHead);
@@ -627,7 +635,8 @@ mod tests {
         }
     }
 
-    /// Batches that a compact layer multiplies straight, and those that it expands for: the packed layer's product, launched after it.
+    /// Batches that a compact layer multiplies straight, and those that it expands for: the packed layer's product,
+    /// launched after it.
     #[test]
     fn what_stays_compact_is_expanded_above_batch_32_for_the_product_of_the_packed_layer() {
         let wanted = Wanted { resident: Resident::Small, ..wanted(700, true, 7) };

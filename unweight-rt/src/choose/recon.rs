@@ -1,6 +1,7 @@
 //! Which of the report's reconstructive matmuls computes a problem, best guess first.
 //!
-//! It is the report's heuristic (section 8.4) as far as measurements on an H200 bear it out (docs/adr/0003-matmul-log.md).
+//! It is the report's heuristic (section 8.4) as far as measurements on an H200 bear it out
+//! (docs/adr/0003-matmul-log.md).
 
 use unweight_codegen::{
     VariantSpec,
@@ -8,8 +9,8 @@ use unweight_codegen::{
     spec::{Arch, Epilogue, NTiles, Stages, VerbatimRows, WeightSource, catalog},
 };
 
-/// Multiprocessors of an H100 or H200 (SXM). While one-tile columns of a problem do not outnumber them, the narrow and deep N1P6
-/// is fastest: anything wider leaves some of them idle (4096x14336 at batch 1: 69 us, N2P4 94).
+/// Multiprocessors of an H100 or H200 (SXM). While one-tile columns of a problem do not outnumber them, the narrow and
+/// deep N1P6 is fastest: anything wider leaves some of them idle (4096x14336 at batch 1: 69 us, N2P4 94).
 const SMS: u32 = 132;
 
 /// The source of a matmul, as far as dispatch cares.
@@ -26,9 +27,10 @@ pub enum Source {
 
 /// The matmul variants that can compute a problem, best guess first.
 ///
-/// N1P6 comes first where it keeps all multiprocessors at most once busy, else the report's small-batch order N2P4, N2P3, N2P2: its
-/// wide rings for batches from 256 on (N4P2, N3P2) were never best here. The rest of Table 5 follows in its order, so that every `n`
-/// that is a multiple of 64 has one. Empty if no variant takes the shape: `n` or `k` is no multiple of 64.
+/// N1P6 comes first where it keeps all multiprocessors at most once busy, else the report's small-batch order N2P4,
+/// N2P3, N2P2: its wide rings for batches from 256 on (N4P2, N3P2) were never best here. The rest of Table 5 follows in
+/// its order, so that every `n` that is a multiple of 64 has one. Empty if no variant takes the shape: `n` or `k` is no
+/// multiple of 64.
 ///
 /// ```
 /// use unweight_codegen::{plan::GemmShape, spec::{Arch, Epilogue}};

@@ -9,8 +9,8 @@ use crate::device::{Call, Device, DeviceError, Refusal, Stream};
 
 /// `[T]` on the device, 256-byte aligned.
 ///
-/// Behind its last element lie at least [`DeviceBuffer::PAD_BYTES`] allocated bytes: bulk copies round their ends up to 16 bytes
-/// and may read (never write) past a section.
+/// Behind its last element lie at least [`DeviceBuffer::PAD_BYTES`] allocated bytes: bulk copies round their ends up to
+/// 16 bytes and may read (never write) past a section.
 pub struct DeviceBuffer<T> {
     device: Device,
     address: u64,
@@ -51,16 +51,18 @@ impl<T: Pod> DeviceBuffer<T> {
         Ok(buffer)
     }
 
-    /// Memory of somebody else, such as a tensor of another framework. Dropping the buffer frees nothing, and waits for nothing.
+    /// Memory of somebody else, such as a tensor of another framework. Dropping the buffer frees nothing, and waits for
+    /// nothing.
     ///
     /// # Safety
-    /// `address` is the device address of `len` elements on `device`, with [`DeviceBuffer::PAD_BYTES`] more bytes behind them that may be read
-    /// (and, by [`DeviceBuffer::fill_padding`], written). All of it stays allocated, and nobody else writes it, until the buffer is gone and the
-    /// work that was given it is done; in a capture, as often as the graph runs.
+    /// `address` is the device address of `len` elements on `device`, with [`DeviceBuffer::PAD_BYTES`] more bytes
+    /// behind them that may be read (and, by [`DeviceBuffer::fill_padding`], written). All of it stays allocated, and
+    /// nobody else writes it, until the buffer is gone and the work that was given it is done; in a capture, as often
+    /// as the graph runs.
     ///
     /// # Errors
-    /// [`Refusal::Alignment`]: the address is no multiple of [`DeviceBuffer::PAD_BYTES`]. [`Refusal::TooLarge`]: it would end beyond the
-    /// address space.
+    /// [`Refusal::Alignment`]: the address is no multiple of [`DeviceBuffer::PAD_BYTES`]. [`Refusal::TooLarge`]: it
+    /// would end beyond the address space.
     pub unsafe fn borrow(device: &Device, address: u64, len: usize) -> Result<Self, Refusal> {
         check_borrowed(address, len as u64, size_of::<T>() as u64, Self::PAD_BYTES as u64)?;
         Ok(Self { device: device.clone(), address, len, is_owned: false, marker: PhantomData })
@@ -132,7 +134,8 @@ impl<T: Pod> DeviceBuffer<T> {
             .call("filling device memory")
     }
 
-    /// Sets the bytes behind the last element, so that a kernel that writes past the end shows in [`DeviceBuffer::padding`].
+    /// Sets the bytes behind the last element, so that a kernel that writes past the end shows in
+    /// [`DeviceBuffer::padding`].
     pub fn fill_padding(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
         self.device.bind()?;
         // SAFETY: `zeroed` allocates at least this many bytes behind the elements.

@@ -132,7 +132,8 @@ impl DeviceError {
     }
 }
 
-/// Why operands, or a kernel's artifact, are refused. Sizes are of the operands: `[rows, columns]` in elements unless said otherwise.
+/// Why operands, or a kernel's artifact, are refused. Sizes are of the operands: `[rows, columns]` in elements unless
+/// said otherwise.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {

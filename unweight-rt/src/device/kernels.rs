@@ -85,7 +85,8 @@ impl KernelSet {
         &self.device
     }
 
-    /// Makes every variant ready, compiling what the cache lacks in parallel; `progress` hears of each that was not loaded yet.
+    /// Makes every variant ready, compiling what the cache lacks in parallel; `progress` hears of each that was not
+    /// loaded yet.
     ///
     /// # Errors
     /// Every kernel that could not be made is told; those that could are in the cache.

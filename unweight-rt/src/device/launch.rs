@@ -1,10 +1,11 @@
 //! One launch: `cuLaunchKernelEx` with the plan's block, cluster and shared memory and the problem's grid.
 //!
-//! Raw on purpose: arguments hold device addresses, so [`LoadedKernel::launch`] is unsafe. [`ops`](crate::ops) gives it operands of the right
-//! sizes.
+//! Raw on purpose: arguments hold device addresses, so [`LoadedKernel::launch`] is unsafe. [`ops`](crate::ops) gives it
+//! operands of the right sizes.
 //!
-//! Kernels whose blocks wait for each other ([`LaunchPlan::co_resident`], stream-K) are launched cooperatively: the driver refuses a grid
-//! that does not fit the device, and runs all its blocks at once whatever other streams do (docs/adr/0009-stream-k.md).
+//! Kernels whose blocks wait for each other ([`LaunchPlan::co_resident`], stream-K) are launched cooperatively: the
+//! driver refuses a grid that does not fit the device, and runs all its blocks at once whatever other streams do
+//! (docs/adr/0009-stream-k.md).
 
 use std::{ffi::c_void, ptr};
 
@@ -56,8 +57,9 @@ impl LoadedKernel {
     /// Enqueues the kernel. A problem without work enqueues nothing.
     ///
     /// # Safety
-    /// `args` is what the kernel's contract in `abi.cuh` asks for: every address names memory of the stated size that lives until
-    /// the kernel is done (and, in a capture, as long as the graph is launched), and nobody else writes what it reads.
+    /// `args` is what the kernel's contract in `abi.cuh` asks for: every address names memory of the stated size that
+    /// lives until the kernel is done (and, in a capture, as long as the graph is launched), and nobody else writes
+    /// what it reads.
     ///
     /// # Errors
     /// Arguments of another family, a stream of another device, a grid that does not fit, or the driver's refusal.
@@ -126,8 +128,9 @@ impl LoadedKernel {
         };
         self.device().bind()?;
         let mut parameters = [ptr::from_ref(args).cast_mut().cast::<c_void>()];
-        // SAFETY: the kernel has one parameter, of `args`' size (checked when it was loaded), which the driver copies during the
-        // call; `config` and its attributes live through it. What the addresses mean is the caller's promise.
+        // SAFETY: the kernel has one parameter, of `args`' size (checked when it was loaded), which the driver copies
+        // during the call; `config` and its attributes live through it. What the addresses mean is the caller's
+        // promise.
         unsafe {
             sys::cuLaunchKernelEx(&config, self.function().cu_function(), parameters.as_mut_ptr(), ptr::null_mut())
         }

@@ -8,11 +8,12 @@
 //! tma      what the copy engine sees           workspace   memory that launches of one stream share
 //! pinned   host memory for copies that run while the host goes on          staging   uploads through it
 //! ```
-//! Nothing is touched before [`Device::open`], which asks [`toolchain`](crate::jit::toolchain) for the driver first: cudarc panics where libcuda
-//! is missing, and here that is an error.
+//! Nothing is touched before [`Device::open`], which asks [`toolchain`](crate::jit::toolchain) for the driver first:
+//! cudarc panics where libcuda is missing, and here that is an error.
 //!
-//! Memory comes from `cuMemAlloc` (256-byte aligned) and goes back with `cuMemFree`, which waits for work that still uses it; so
-//! a buffer may be dropped while a kernel runs, and nothing of it belongs to a stream. It is slow: allocate when loading.
+//! Memory comes from `cuMemAlloc` (256-byte aligned) and goes back with `cuMemFree`, which waits for work that still
+//! uses it; so a buffer may be dropped while a kernel runs, and nothing of it belongs to a stream. It is slow: allocate
+//! when loading.
 
 pub mod buffer;
 #[expect(clippy::module_inception, reason = "the room and what it is named for")]

@@ -1,7 +1,7 @@
 //! A compiled kernel in a device's context.
 //!
-//! [`LoadedKernel`] is an artifact that the driver has taken: its plan is held against what the compiler and the driver say of it, once,
-//! so that a launch need only look at numbers that the problem brings.
+//! [`LoadedKernel`] is an artifact that the driver has taken: its plan is held against what the compiler and the driver
+//! say of it, once, so that a launch need only look at numbers that the problem brings.
 
 use std::fmt;
 
@@ -123,7 +123,8 @@ impl Wanted<'_> {
         if smem_bytes > limit {
             return refuse(Refusal::SharedMemory { need: smem_bytes, limit });
         }
-        // The driver takes a pointer without a length: `cubin::read` has checked the ELF tables when the artifact was made or found.
+        // The driver takes a pointer without a length: `cubin::read` has checked the ELF tables when the artifact was
+        // made or found.
         let module = device.context().load_module(Ptx::from_binary(artifact.cubin.to_vec())).call("loading a cubin")?;
         let function = module.load_function(self.name).call("finding a kernel in its cubin")?;
         let runs = function.max_threads_per_block().call("reading a kernel's attribute")?.unsigned_abs();

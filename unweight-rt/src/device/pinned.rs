@@ -1,6 +1,7 @@
 //! Host memory that the copy engines reach, and copies that run while the host goes on.
 //!
-//! A copy owns the pinned memory until it is done, so the host can neither read what has not arrived nor overwrite what has not left:
+//! A copy owns the pinned memory until it is done, so the host can neither read what has not arrived nor overwrite what
+//! has not left:
 //! ```compile_fail,E0382
 //! # use unweight_rt::device::{DeviceBuffer, DeviceError, Pinned, Stream};
 //! # fn read(stream: &Stream, ids: &DeviceBuffer<u32>, pinned: Pinned<u32>) -> Result<u32, DeviceError> {

@@ -31,7 +31,8 @@ impl RawKernel {
     /// Enqueues `blocks` blocks of `threads` threads with `smem_bytes` of dynamic shared memory (48 KiB at most).
     ///
     /// # Safety
-    /// `arguments` point to values of the kernel's parameters, in order, and what they name lives until the kernel is done.
+    /// `arguments` point to values of the kernel's parameters, in order, and what they name lives until the kernel is
+    /// done.
     pub unsafe fn launch(
         &self,
         stream: &Stream,

@@ -1,7 +1,7 @@
 //! Uploads through page-locked memory, of which one piece is filled while the other is copied.
 //!
-//! What a file is read into can be swapped out, so the driver would copy it once more, on one thread. Here all processors do, ahead of the copy
-//! engine.
+//! What a file is read into can be swapped out, so the driver would copy it once more, on one thread. Here all
+//! processors do, ahead of the copy engine.
 
 use std::mem::size_of;
 
@@ -40,7 +40,8 @@ impl Staging {
     /// As for [`MatrixMut::write`].
     pub fn write(&mut self, to: &mut MatrixMut<'_>, bytes: &[u8]) -> Result<(), DeviceError> {
         let address = to.check_bytes(&self.stream, bytes.len())?;
-        // SAFETY: the view was held against its memory when it was made, has no gaps and as many bytes. Dropping a buffer waits for the copy.
+        // SAFETY: the view was held against its memory when it was made, has no gaps and as many bytes. Dropping a
+        // buffer waits for the copy.
         unsafe { self.send(address, bytes) }
     }
 

@@ -1,7 +1,7 @@
 //! Tensor maps: how the tensor memory accelerator sees a matrix.
 //!
-//! [`TensorMapParams`] is the description, checked against what the hardware takes; [`TensorMapParams::encode`] asks the driver for the
-//! 128 opaque bytes. The descriptions are pure, so they are tested without a GPU.
+//! [`TensorMapParams`] is the description, checked against what the hardware takes; [`TensorMapParams::encode`] asks
+//! the driver for the 128 opaque bytes. The descriptions are pure, so they are tested without a GPU.
 
 use std::{ffi::c_void, ptr};
 
@@ -40,7 +40,8 @@ pub enum Swizzle {
     Bytes128,
 }
 
-/// A row-major matrix `[rows, cols]` that is copied box by box; what a box has outside of the matrix is filled with zeros.
+/// A row-major matrix `[rows, cols]` that is copied box by box; what a box has outside of the matrix is filled with
+/// zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorMapParams {
     /// Element type.
@@ -62,7 +63,8 @@ pub struct TensorMapParams {
 }
 
 impl TensorMapParams {
-    /// The activations: bf16 `[m, k]` in boxes of `box_rows` x 64 with the 128-byte swizzle. Rows past `m` read as zeros.
+    /// The activations: bf16 `[m, k]` in boxes of `box_rows` x 64 with the 128-byte swizzle. Rows past `m` read as
+    /// zeros.
     pub(crate) fn activations(x: &Place, box_rows: u32) -> Self {
         Self {
             element: Element::Bf16,

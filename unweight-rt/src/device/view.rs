@@ -1,8 +1,8 @@
 //! Matrices inside device memory: what launches take.
 //!
-//! A view is a place (device, address, rows, columns, pitch) that has been held against the memory it lies in, and that borrows this memory:
-//! what a view says cannot become untrue while it exists. Memory of somebody else is viewed by [`MatrixRef::from_raw`], whose caller answers
-//! for it.
+//! A view is a place (device, address, rows, columns, pitch) that has been held against the memory it lies in, and that
+//! borrows this memory: what a view says cannot become untrue while it exists. Memory of somebody else is viewed by
+//! [`MatrixRef::from_raw`], whose caller answers for it.
 //!
 //! The borrow ends when the call that enqueues work returns, not when the work is done. On one stream that is enough:
 //! work runs in order, and dropping a buffer waits for it. Work of other streams on the same buffers has to be ordered
@@ -191,9 +191,9 @@ impl<'a> MatrixRef<'a> {
     /// Memory of somebody else, such as a tensor of another framework.
     ///
     /// # Safety
-    /// `address` is the device address of `rows` rows of `cols` bf16 on `device`, `pitch` elements apart. They stay allocated, and nobody
-    /// writes them, until the work that is given this view is done; in a capture, as often as the graph runs. No lifetime sees to that:
-    /// work is done when its stream says so.
+    /// `address` is the device address of `rows` rows of `cols` bf16 on `device`, `pitch` elements apart. They stay
+    /// allocated, and nobody writes them, until the work that is given this view is done; in a capture, as often as the
+    /// graph runs. No lifetime sees to that: work is done when its stream says so.
     ///
     /// # Errors
     /// [`Refusal::PitchBelowColumns`], or [`Refusal::Extent`] beyond the address space.

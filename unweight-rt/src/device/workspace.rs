@@ -80,7 +80,8 @@ impl fmt::Display for LaneSize {
     }
 }
 
-/// Partial sums and counters. Every launch leaves the counters zero, so the next one, behind it on the same stream, finds them so.
+/// Partial sums and counters. Every launch leaves the counters zero, so the next one, behind it on the same stream,
+/// finds them so.
 #[derive(Debug)]
 pub(crate) struct Workspace {
     pub(crate) partials: DeviceBuffer<u8>,

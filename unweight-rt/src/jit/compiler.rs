@@ -1,7 +1,7 @@
 //! What a compiler is given, what it returns, and how a failure is told.
 //!
-//! [`Compiler`] is a trait so that the cache and everything around it can be tested where there is no compiler (`FakeCompiler`,
-//! feature `fake`). [`NvrtcCompiler`] is the one that makes kernels.
+//! [`Compiler`] is a trait so that the cache and everything around it can be tested where there is no compiler
+//! (`FakeCompiler`, feature `fake`). [`NvrtcCompiler`] is the one that makes kernels.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -55,8 +55,8 @@ impl CompileRequest {
 
     /// Every option that reaches the compiler and can change its output, in order.
     ///
-    /// A spill is a warning in the log, not an error: a newer compiler that spills a little still runs models. The tests
-    /// refuse spills.
+    /// A spill is a warning in the log, not an error: a newer compiler that spills a little still runs models. The
+    /// tests refuse spills.
     pub fn canonical_options(&self) -> Vec<String> {
         let mut options = vec![
             format!("--gpu-architecture={}", self.arch),

@@ -10,9 +10,9 @@
 //! .text.<kernel>        16 bytes an instruction (sm_70 and newer); opcode = low 9 bits
 //! ```
 //!
-//! Attributes are `format u8, id u8` and then nothing (format 1), a byte (2), a half (3) or a size u16 with as many bytes (4).
-//! The vendor documents neither; ids and opcodes were found by compiling kernels that hold a known instruction
-//! (tests/jit/nvrtc.rs repeats that). Every offset is checked: hostile bytes are an error, never a panic.
+//! Attributes are `format u8, id u8` and then nothing (format 1), a byte (2), a half (3) or a size u16 with as many
+//! bytes (4). The vendor documents neither; ids and opcodes were found by compiling kernels that hold a known
+//! instruction (tests/jit/nvrtc.rs repeats that). Every offset is checked: hostile bytes are an error, never a panic.
 
 use std::collections::BTreeMap;
 
@@ -21,15 +21,15 @@ use object::elf::{FileHeader64, SHT_NOBITS};
 use object::read::elf::{FileHeader, SectionHeader, Sym};
 use serde::{Deserialize, Serialize};
 
-/// Of a section `.nv.shared.<kernel>`, what the system keeps for itself on sm_80 and newer. It stands in front of the kernel's
-/// own and is not part of any limit that a kernel is held to.
+/// Of a section `.nv.shared.<kernel>`, what the system keeps for itself on sm_80 and newer. It stands in front of the
+/// kernel's own and is not part of any limit that a kernel is held to.
 const RESERVED_SMEM_BYTES: u64 = 1024;
 
 /// Machine number of CUDA in an ELF header.
 const EM_CUDA: u16 = 190;
 
-/// Which instruction: its low 9 bits on `sm_90`. Bits 9 to 11 tell the form of the operands (register, descriptor, constant, ...)
-/// and are left out, so that both forms of wgmma are one opcode.
+/// Which instruction: its low 9 bits on `sm_90`. Bits 9 to 11 tell the form of the operands (register, descriptor,
+/// constant, ...) and are left out, so that both forms of wgmma are one opcode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Opcode(pub u16);
 
@@ -346,8 +346,8 @@ mod tests {
     use super::*;
 
     /// A cubin that NVRTC 13.0 made for sm_90a of:
-    /// `extern "C" __global__ void __launch_bounds__(96) k(float* x) { __shared__ float s[64]; s[threadIdx.x & 63] = x[threadIdx.x];
-    /// __syncthreads(); x[threadIdx.x] = s[63 - (threadIdx.x & 63)]; }`
+    /// `extern "C" __global__ void __launch_bounds__(96) k(float* x) { __shared__ float s[64]; s[threadIdx.x & 63] =
+    /// x[threadIdx.x]; __syncthreads(); x[threadIdx.x] = s[63 - (threadIdx.x & 63)]; }`
     const CUBIN: &[u8] = include_bytes!("../../testdata/shared.cubin");
 
     #[test]
@@ -378,8 +378,8 @@ mod tests {
 
     #[test]
     fn every_truncation_of_what_is_read_is_an_error() {
-        // Section table: offset at byte 40 of the header, entries of 64 bytes, their number at byte 60. Program headers, which
-        // nobody reads here, may follow.
+        // Section table: offset at byte 40 of the header, entries of 64 bytes, their number at byte 60. Program
+        // headers, which nobody reads here, may follow.
         let offset = u64::from_le_bytes(CUBIN[40..48].try_into().unwrap()) as usize;
         let sections = usize::from(u16::from_le_bytes(CUBIN[60..62].try_into().unwrap()));
         let end = offset + 64 * sections;

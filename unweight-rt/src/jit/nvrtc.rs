@@ -1,8 +1,9 @@
 //! A small safe layer over libnvrtc.
 //!
-//! cudarc's NVRTC layer is not used: it opens the library by name, so it may get another one than [`crate::jit::toolchain`]
-//! reported, panics where a symbol is missing, and reads status codes into a Rust enum, which is undefined for codes newer
-//! than itself. Nine functions are all it takes. NVRTC may be called from several threads at once, on different programs.
+//! cudarc's NVRTC layer is not used: it opens the library by name, so it may get another one than
+//! [`crate::jit::toolchain`] reported, panics where a symbol is missing, and reads status codes into a Rust enum, which
+//! is undefined for codes newer than itself. Nine functions are all it takes. NVRTC may be called from several threads
+//! at once, on different programs.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
@@ -124,8 +125,8 @@ impl Nvrtc {
         self.found.version
     }
 
-    /// The first 16 hexadecimal digits of the library's build id, which tells the builds of one version apart; empty if it
-    /// has none.
+    /// The first 16 hexadecimal digits of the library's build id, which tells the builds of one version apart; empty if
+    /// it has none.
     pub fn build(&self) -> &str {
         &self.build
     }
@@ -154,7 +155,8 @@ impl Nvrtc {
             header_texts.push(c_string(header, text)?);
         }
         let mut options = options.iter().map(|option| c_string("an option", option)).collect::<Result<Vec<_>, _>>()?;
-        // With a driver present NVRTC keeps a cache of its own. Ours stands before it, so that would only be a second copy.
+        // With a driver present NVRTC keeps a cache of its own. Ours stands before it, so that would only be a second
+        // copy.
         if self.version() >= (Version { major: 13, minor: 0 }) {
             options.push(c"--no-cache".to_owned());
         }
@@ -163,8 +165,8 @@ impl Nvrtc {
         let option_pointers = pointers(&options);
 
         let mut raw: Program = std::ptr::null_mut();
-        // SAFETY: every pointer is a NUL-terminated string or an array of as many of them as its count says, and all of them
-        // outlive `program`, which is dropped before they are (declared after them).
+        // SAFETY: every pointer is a NUL-terminated string or an array of as many of them as its count says, and all of
+        // them outlive `program`, which is dropped before they are (declared after them).
         let status = unsafe {
             (self.functions.create)(
                 &mut raw,
@@ -245,7 +247,8 @@ struct OwnedProgram<'a> {
 }
 
 impl OwnedProgram<'_> {
-    /// The log, without its final NUL and line ends. Empty if NVRTC does not give one: it only ever accompanies a result.
+    /// The log, without its final NUL and line ends. Empty if NVRTC does not give one: it only ever accompanies a
+    /// result.
     fn log(&self) -> String {
         let mut size = 0usize;
         // SAFETY: writes one size.
@@ -282,7 +285,8 @@ fn count(len: usize) -> c_int {
     c_int::try_from(len).unwrap_or(c_int::MAX)
 }
 
-/// The first 8 bytes of a library's GNU build id, in hexadecimal. Reads the section table and one note, not the library.
+/// The first 8 bytes of a library's GNU build id, in hexadecimal. Reads the section table and one note, not the
+/// library.
 fn build_id(path: &Path) -> Option<String> {
     let file = std::fs::File::open(path).ok()?;
     let cache = object::ReadCache::new(file);

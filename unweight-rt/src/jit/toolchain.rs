@@ -1,12 +1,13 @@
 //! Which NVIDIA libraries are on this machine, where, of which version, and why one is not.
 //!
-//! Nothing is loaded before it is asked for: [`find`] looks for one library and keeps it loaded for the life of the process.
-//! cudarc opens libraries by name and panics where one is missing, so whoever calls into cudarc calls [`require`] first. A
-//! library that lives outside the loader's path (a Python wheel, mostly) is loaded here by its absolute path; a later
-//! `dlopen` by SONAME, cudarc's or NVRTC's for its builtins, then meets the one already loaded.
+//! Nothing is loaded before it is asked for: [`find`] looks for one library and keeps it loaded for the life of the
+//! process. cudarc opens libraries by name and panics where one is missing, so whoever calls into cudarc calls
+//! [`require`] first. A library that lives outside the loader's path (a Python wheel, mostly) is loaded here by its
+//! absolute path; a later `dlopen` by SONAME, cudarc's or NVRTC's for its builtins, then meets the one already loaded.
 //!
-//! Order of search, first usable wins: the variable (`UNWEIGHT_NVRTC`, ...; nothing else is tried when it is set), Python
-//! wheels of the active environment, CUDA toolkits, `LD_LIBRARY_PATH`, the loader by name. Python itself is never run.
+//! Order of search, first usable wins: the variable (`UNWEIGHT_NVRTC`, ...; nothing else is tried when it is set),
+//! Python wheels of the active environment, CUDA toolkits, `LD_LIBRARY_PATH`, the loader by name. Python itself is
+//! never run.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -303,8 +304,8 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
             }
         }
     }
-    // By folder first, because the loader only tries the SONAMEs that it is asked for. Not for the driver: a folder may hold a
-    // toolkit's stub of it.
+    // By folder first, because the loader only tries the SONAMEs that it is asked for. Not for the driver: a folder may
+    // hold a toolkit's stub of it.
     for folder in env.search.loader_path.iter().filter(|_| library != Library::Driver) {
         if let Some(found) = first_usable(library, files_in(folder, library.stem()), &Origin::Loader, &mut tried) {
             return Ok(found);
@@ -458,8 +459,8 @@ fn load(library: Library, path: &Path, origin: Origin) -> Result<Found, String> 
     }
     let path =
         if path.is_absolute() { path.to_owned() } else { mapped_file(library).unwrap_or_else(|| path.to_owned()) };
-    // What was refused above is closed again, so that its SONAME is free for a better one. What is used is never closed: these
-    // libraries start threads and register exit handlers, and cudarc keeps pointers into them.
+    // What was refused above is closed again, so that its SONAME is free for a better one. What is used is never
+    // closed: these libraries start threads and register exit handlers, and cudarc keeps pointers into them.
     let handle: &'static Handle = Box::leak(Box::new(handle));
     if library == Library::Nvrtc {
         preload_builtins(&path, version);
@@ -473,7 +474,8 @@ fn preload_builtins(nvrtc: &Path, version: Version) {
         return;
     };
     let builtins = folder.join(format!("libnvrtc-builtins.so.{version}"));
-    // SAFETY: as in `load`. A failure is not an error here: NVRTC's own search may still find them, and its log says if not.
+    // SAFETY: as in `load`. A failure is not an error here: NVRTC's own search may still find them, and its log says if
+    // not.
     if let Ok(handle) = unsafe { Handle::open(Some(&builtins), RTLD_NOW | RTLD_LOCAL) } {
         Box::leak(Box::new(handle));
     }

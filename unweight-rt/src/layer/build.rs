@@ -202,8 +202,8 @@ impl<'k> LayerBuilder<'k> {
         std::mem::replace(&mut self.wanted.expand, expand)
     }
 
-    /// A layer of these weights `[n, k]`, which messages call `name`; they are copied. Where compact weights are to stay so
-    /// ([`Resident::Small`]), they are encoded.
+    /// A layer of these weights `[n, k]`, which messages call `name`; they are copied. Where compact weights are to
+    /// stay so ([`Resident::Small`]), they are encoded.
     ///
     /// # Errors
     /// As [`Loader::merge`](super::loader::Loader::merge).

@@ -180,8 +180,8 @@ fn tile_for(pairs: u32, experts: u32) -> u32 {
 
 impl Experts {
     /// Experts of packed weights: those of gate and up one expert below the other, `[experts * 2 * intermediate,
-    /// hidden]` ([`ExpertsShape::gate_up`]), in which [`Epilogue::GATE_ROWS`] rows of a gate and as many of its up take turns;
-    /// those of the down likewise, `[experts * hidden, intermediate]`.
+    /// hidden]` ([`ExpertsShape::gate_up`]), in which [`Epilogue::GATE_ROWS`] rows of a gate and as many of its up take
+    /// turns; those of the down likewise, `[experts * hidden, intermediate]`.
     ///
     /// # Errors
     /// Sizes that no kernel takes, weights of another shape or device, or a kernel that cannot be made.
@@ -397,8 +397,8 @@ impl Experts {
             let second = product(&self.down, (gated, 2 * u64::from(intermediate)), route.products, narrow, 1);
             let of_items = |[n, k]: [u32; 2]| GemmShape { m: items_max, n, k };
             // SAFETY: shapes, places and the scratch's size were held against each other above, the parts are apart
-            // from each other, and the lists name what `sort` has found within `tokens * top_k` pairs and `experts` experts.
-            // Each kernel starts to read when the one before is done. Dropping a weight waits for the kernel.
+            // from each other, and the lists name what `sort` has found within `tokens * top_k` pairs and `experts`
+            // experts. Each kernel starts to read when the one before is done. Dropping a weight waits for the kernel.
             unsafe {
                 self.sort.launch(stream, GemmShape::rows(1), &route)?;
                 gate_up.launch(stream, of_items(wide), &first_product)?;

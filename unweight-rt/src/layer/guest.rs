@@ -5,9 +5,10 @@
 //! the guest's       kernels, packer, cuBLAS, the counters of each stream               |
 //!                                                          enqueue <-------------------+
 //! ```
-//! A [`Guest`] owns what no framework has. Operands and scratch come as addresses, streams as raw handles, and whoever gives them answers for
-//! them: these calls are unsafe, and each says what it trusts. [`Guest::enqueue`] allocates nothing, waits for nothing and may be captured;
-//! every kernel that it can ask for is compiled and loaded by [`Guest::layer`].
+//! A [`Guest`] owns what no framework has. Operands and scratch come as addresses, streams as raw handles, and whoever
+//! gives them answers for them: these calls are unsafe, and each says what it trusts. [`Guest::enqueue`] allocates
+//! nothing, waits for nothing and may be captured; every kernel that it can ask for is compiled and loaded by
+//! [`Guest::layer`].
 //!
 //! Where weights are expanded to BF16 ahead of cuBLAS (on architectures without `wgmma`, at batches where that is
 //! faster), they lie in the scratch: it is larger by the BF16 matrix, and by cuBLAS's workspace.
@@ -73,7 +74,8 @@ pub struct Scratch {
     pub bytes: u64,
 }
 
-/// Kernels, a packer and counters for layers whose memory is another framework's. May be used from several threads at once.
+/// Kernels, a packer and counters for layers whose memory is another framework's. May be used from several threads at
+/// once.
 pub struct Guest {
     kernels: KernelSet,
     /// Packing is one after the other.
@@ -115,11 +117,13 @@ impl Guest {
     }
 
     /// Packs BF16 `[n, k]` without gaps into memory that is there; `to.escape_words` is the room for lists, at least
-    /// [`Packer::escape_words_max`]. Returns the window, and how many words there are. Runs on a stream of its own, and waits for it.
+    /// [`Packer::escape_words_max`]. Returns the window, and how many words there are. Runs on a stream of its own, and
+    /// waits for it.
     ///
     /// # Safety
-    /// `weights` is the address of these BF16, and `to` names sections of the sizes that the shape asks for, all on this device. What other
-    /// streams do with this memory is done before the call, and nobody else touches it during the call.
+    /// `weights` is the address of these BF16, and `to` names sections of the sizes that the shape asks for, all on
+    /// this device. What other streams do with this memory is done before the call, and nobody else touches it during
+    /// the call.
     ///
     /// # Errors
     /// [`PackError`]: what is not packed and why is said there.
@@ -134,16 +138,17 @@ impl Guest {
         self.packer().pack_at(weights, &mut packed, &mut heads, &mut escapes)
     }
 
-    /// A layer of packed weights that are there, with every kernel that some batch asks for, loaded. Padded layers there are none: n and k are
-    /// multiples of 64.
+    /// A layer of packed weights that are there, with every kernel that some batch asks for, loaded. Padded layers
+    /// there are none: n and k are multiples of 64.
     ///
     /// # Safety
-    /// `at` names sections of the sizes that the shape asks for on this device, with 256 more bytes behind each that may be read. They stay
-    /// allocated, and nobody writes them, until the layer is gone and the work that was given it is done; in a capture, as often as the graph
-    /// runs. What is in them need not be trusted.
+    /// `at` names sections of the sizes that the shape asks for on this device, with 256 more bytes behind each that
+    /// may be read. They stay allocated, and nobody writes them, until the layer is gone and the work that was given it
+    /// is done; in a capture, as often as the graph runs. What is in them need not be trusted.
     ///
     /// # Errors
-    /// A shape that is not packed, addresses that are no multiples of 256, a kernel that cannot be made, or the driver's refusal.
+    /// A shape that is not packed, addresses that are no multiples of 256, a kernel that cannot be made, or the
+    /// driver's refusal.
     pub unsafe fn layer(&self, (n, k): (u32, u32), window: Window, at: PackedAt) -> Result<Linear, DeviceError> {
         let grid = TileGrid::new(n as usize, k as usize)?;
         // SAFETY: the caller's promise.
@@ -161,8 +166,8 @@ impl Guest {
     /// Writes the weights of a layer as BF16 `[n, k]` without gaps. Runs on a stream of its own, and waits for it.
     ///
     /// # Safety
-    /// `output` is the address of so many BF16 on this device. What other streams do with them is done before the call, and nobody else touches
-    /// them during the call.
+    /// `output` is the address of so many BF16 on this device. What other streams do with them is done before the call,
+    /// and nobody else touches them during the call.
     ///
     /// # Errors
     /// A layer that is not packed or overlaps the output, or the driver's refusal.
@@ -190,17 +195,19 @@ impl Guest {
     /// the stream and beside graphs of other captures.
     ///
     /// # Safety
-    /// - `stream` is a stream of this device's primary context. If a stream was destroyed, its work is done before another of the same handle is
-    ///   given.
+    /// - `stream` is a stream of this device's primary context. If a stream was destroyed, its work is done before
+    ///   another of the same handle is given.
     /// - What one capture recorded never runs twice at the same time, as it would by two executables of one graph, or
     ///   by two places of a graph that has it as a child; and of one stream it runs in the order of these calls. So
     ///   CUDA orders it, unless it is told otherwise.
-    /// - `x` is the address of `m * k` BF16, `y` of `m * n`, `scratch` of so many bytes, all on this device and apart from each other. They stay
-    ///   allocated until the work is done; in a capture, as often as the graph runs.
-    /// - Work of other streams on them is ordered with this by the caller. What is in the scratch does not matter, before or after.
+    /// - `x` is the address of `m * k` BF16, `y` of `m * n`, `scratch` of so many bytes, all on this device and apart
+    ///   from each other. They stay allocated until the work is done; in a capture, as often as the graph runs.
+    /// - Work of other streams on them is ordered with this by the caller. What is in the scratch does not matter,
+    ///   before or after.
     ///
     /// # Errors
-    /// Everything is checked before anything is enqueued. [`Refusal::Room`]: a scratch of less than [`Guest::scratch_bytes`].
+    /// Everything is checked before anything is enqueued. [`Refusal::Room`]: a scratch of less than
+    /// [`Guest::scratch_bytes`].
     pub unsafe fn enqueue(
         &self,
         layer: &Linear,
@@ -282,8 +289,8 @@ impl Guest {
     }
 
     /// Enqueues `y[m, hidden] = sum of weight * expert(x)` over the experts of each row (or `+=`, with `adds`) on a
-    /// stream of the framework. Rows have no gaps; x and y begin at multiples of 16 bytes, ids and weights at multiples of 4.
-    /// May be called during a capture; a replay goes by the ids and weights that are there then.
+    /// stream of the framework. Rows have no gaps; x and y begin at multiples of 16 bytes, ids and weights at multiples
+    /// of 4. May be called during a capture; a replay goes by the ids and weights that are there then.
     ///
     /// # Safety
     /// - `stream` is a stream of this device's primary context.

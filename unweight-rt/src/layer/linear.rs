@@ -1,8 +1,8 @@
 //! Linear layers: `Y[m, n] = X[m, k] * W[n, k]^T` on a GPU, whatever form the weights are stored in, at every batch.
 //!
-//! [`Loader`](crate::layer::loader::Loader) makes them. Everything that a batch can ask for is compiled and allocated by then;
-//! [`Linear::enqueue`] only enqueues, so it may be captured into a graph. Shapes that are no multiples of 64 take a padded path: two copies beside
-//! the product.
+//! [`Loader`](crate::layer::loader::Loader) makes them. Everything that a batch can ask for is compiled and allocated
+//! by then; [`Linear::enqueue`] only enqueues, so it may be captured into a graph. Shapes that are no multiples of 64
+//! take a padded path: two copies beside the product.
 //!
 //! ```no_run
 //! use unweight_codegen::spec::Epilogue;
@@ -141,7 +141,8 @@ enum ToBf16 {
     Compact(Transcoder),
 }
 
-/// Rows of a product of a gate and an up that lie beside them before they are activated: what a large batch takes at a time.
+/// Rows of a product of a gate and an up that lie beside them before they are activated: what a large batch takes at a
+/// time.
 const PRODUCT_ROWS: u32 = 512;
 
 /// What a product runs on and in.
@@ -260,7 +261,8 @@ impl Multiply {
                 let Beside { stream, workspace, slot, .. } = lane;
                 // An ordinary launch: the product that read the slot last is done when it starts.
                 expander.enqueue(stream, compact, escapes.window(), slot)?;
-                // SAFETY: gone when this returns. The layer and the lane outlive what they are given: dropping a buffer waits.
+                // SAFETY: gone when this returns. The layer and the lane outlive what they are given: dropping a buffer
+                // waits.
                 let packed = unsafe { escapes.over(slot) }?;
                 // An ordinary launch, too: it starts when the tiles are there.
                 gemm.enqueue_in(stream, workspace, x, &packed, y)
@@ -314,8 +316,8 @@ fn other_form() -> Refusal {
     Refusal::Family { wanted: "a matmul that reads the layer's weights" }
 }
 
-/// Of the kernels of a layer, by epilogue and ascending in the largest batch, the one for this batch, and how many rows it takes at a time: all of
-/// them, or as many as the layer was loaded for.
+/// Of the kernels of a layer, by epilogue and ascending in the largest batch, the one for this batch, and how many rows
+/// it takes at a time: all of them, or as many as the layer was loaded for.
 fn choose<T>(choices: &[T], of: impl Fn(&T) -> (Epilogue, u32), m: u32, asked: Epilogue) -> Result<(&T, u32), Refusal> {
     let mut largest = None;
     for choice in choices {
@@ -401,7 +403,8 @@ impl Linear {
         matches!(self.weights, Weights::Compact(..))
     }
 
-    /// The packed weights, if they are: whole tiles, of which the first `n` rows and `k` columns count. What an embedding shares with its head.
+    /// The packed weights, if they are: whole tiles, of which the first `n` rows and `k` columns count. What an
+    /// embedding shares with its head.
     pub fn packed_weights(&self) -> Option<&DevicePacked> {
         match &self.weights {
             Weights::Packed(packed) => Some(packed),
@@ -417,7 +420,8 @@ impl Linear {
         }
     }
 
-    /// The variant of the product for a batch, or for the first turns of one that takes several; `None` where cuBLAS takes it, or nothing does.
+    /// The variant of the product for a batch, or for the first turns of one that takes several; `None` where cuBLAS
+    /// takes it, or nothing does.
     pub fn variant(&self, m: u32, epilogue: Epilogue) -> Option<VariantSpec> {
         let (choice, _) = self.choose(m, epilogue).ok()?;
         Some(*choice.kernel.kernel()?.spec())
@@ -466,12 +470,14 @@ impl Linear {
         padding(own, self.weights.padded().unwrap_or(own), m)
     }
 
-    /// Enqueues the product on the lane's stream. A batch above the one that was loaded for takes several turns of that many rows. `y` `[m, n]` is overwritten, or added to ([`Epilogue::StoreAdd`]); of a packed or compact gate and up
-    /// only [`Epilogue::SiluMul`] can be had, with `y` `[m, n / 2]`. Rows of packed and compact layers begin at multiples of 16 bytes; those of `y` follow each other
-    /// without a gap, unless the layer is padded or cuBLAS's.
+    /// Enqueues the product on the lane's stream. A batch above the one that was loaded for takes several turns of that
+    /// many rows. `y` `[m, n]` is overwritten, or added to ([`Epilogue::StoreAdd`]); of a packed or compact gate and up
+    /// only [`Epilogue::SiluMul`] can be had, with `y` `[m, n / 2]`. Rows of packed and compact layers begin at
+    /// multiples of 16 bytes; those of `y` follow each other without a gap, unless the layer is padded or cuBLAS's.
     ///
     /// # Errors
-    /// Everything is checked before anything is enqueued: shapes, pitches, alignment, overlap, devices, and the lane's size ([`Loader::lane`](crate::layer::loader::Loader::lane), [`Lane::reserve`]). Then the driver's refusal.
+    /// Everything is checked before anything is enqueued: shapes, pitches, alignment, overlap, devices, and the lane's
+    /// size ([`Loader::lane`](crate::layer::loader::Loader::lane), [`Lane::reserve`]). Then the driver's refusal.
     pub fn enqueue(
         &self,
         lane: &mut Lane,
@@ -538,7 +544,8 @@ impl Linear {
         let beside = Beside { stream, workspace, slot, cublas, product: None };
         choice.kernel.check(&beside, (&padded_x, &padded_y), &self.weights)?;
 
-        // Columns past k must be zeros: they are multiplied with what pads the weights. Below the elements that the lane has.
+        // Columns past k must be zeros: they are multiplied with what pads the weights. Below the elements that the
+        // lane has.
         padded.x.fill_front(stream, m as usize * padded_k as usize, 0)?;
         front(&mut padded.x, m, self.k, padded_k)?.copy_from(stream, x)?;
         if add {

@@ -167,15 +167,16 @@ pub enum Unsuitable {
 pub struct LoadOptions {
     /// The largest batch of a launch, 4096 by default; a layer takes more in turns.
     pub max_batch: u32,
-    /// Programmatic dependent launch: a layer asks for its weights while the kernel before it on the stream still runs, and waits for that one
-    /// before it touches activations. Faster where layers follow each other closely; any kernel may come before. On by default.
+    /// Programmatic dependent launch: a layer asks for its weights while the kernel before it on the stream still runs,
+    /// and waits for that one before it touches activations. Faster where layers follow each other closely; any kernel
+    /// may come before. On by default.
     pub pdl: bool,
     /// What the weights lie as; packed by default.
     pub linears: Linears,
     /// What compact tensors lie as; packed by default.
     pub resident: Resident,
-    /// Which batches are multiplied by cuBLAS from weights that are expanded ahead of it; by default what the model of the machine says, on
-    /// architectures without `wgmma`.
+    /// Which batches are multiplied by cuBLAS from weights that are expanded ahead of it; by default what the model of
+    /// the machine says, on architectures without `wgmma`.
     pub expand: Expand,
 }
 
@@ -241,8 +242,8 @@ pub struct Loader<'k> {
     staging: Staging,
 }
 
-/// Every kernel that a loader with these options can ask for, for any tensor of this bundle, alone or merged as servers do it. Reads the manifest only;
-/// needs no device.
+/// Every kernel that a loader with these options can ask for, for any tensor of this bundle, alone or merged as servers
+/// do it. Reads the manifest only; needs no device.
 pub fn reachable(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Vec<VariantSpec> {
     all_reachable(bundle, &wanted(bundle, options, chooser))
 }
@@ -297,10 +298,11 @@ impl<'a> ExpertTensors<'a> {
 }
 
 impl<'k> Loader<'k> {
-    /// A loader of this bundle's layers, which works on `stream`. Its layers run on any stream of the device, on a lane each.
+    /// A loader of this bundle's layers, which works on `stream`. Its layers run on any stream of the device, on a lane
+    /// each.
     ///
-    /// Every kernel that the bundle can reach ([`reachable`]) is compiled or found first, in parallel; `progress` hears of each. Nothing is compiled
-    /// later but for merges that [`reachable::weights`] does not foresee.
+    /// Every kernel that the bundle can reach ([`reachable`]) is compiled or found first, in parallel; `progress` hears
+    /// of each. Nothing is compiled later but for merges that [`reachable::weights`] does not foresee.
     ///
     /// # Errors
     /// A kernel cannot be made, or the device failed.

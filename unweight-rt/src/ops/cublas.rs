@@ -16,7 +16,8 @@ use crate::{
     ops::check_product,
 };
 
-/// What NVIDIA recommends for Hopper. Given explicitly, so that a captured graph does not name memory of the library's own.
+/// What NVIDIA recommends for Hopper. Given explicitly, so that a captured graph does not name memory of the library's
+/// own.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Addresses that cuBLASLt takes operands at, unless it is told otherwise: what it is tuned for.
@@ -78,7 +79,8 @@ pub struct CublasTuning {
     pub best_us: f64,
 }
 
-// SAFETY: a handle may move between threads; it must not be used by two at a time, which `&mut self` of `matmul` rules out.
+// SAFETY: a handle may move between threads; it must not be used by two at a time, which `&mut self` of `matmul` rules
+// out.
 unsafe impl Send for Cublas {}
 
 impl Cublas {

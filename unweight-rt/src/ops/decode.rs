@@ -70,7 +70,8 @@ impl Decoder {
         self.enqueue(lane, DecodeOutput::Full, tensor, place.address)
     }
 
-    /// Enqueues the decoding of exponents, u8 `[tiles, 64, 64]`. What it leaves in pad columns and rows is not specified.
+    /// Enqueues the decoding of exponents, u8 `[tiles, 64, 64]`. What it leaves in pad columns and rows is not
+    /// specified.
     ///
     /// # Errors
     /// As for [`Decoder::full`].
@@ -127,9 +128,9 @@ impl Decoder {
         check_device("the tensor", tensor.device().ordinal(), own).or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = args(tensor, address, lane.fault_address());
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the sections have the sizes that the grid asks for, or are bounded by the counts beside them; `output` was
-        // checked by the callers; the lane's fault word lives as long as the lane, on whose stream this runs (a lane of another device is
-        // refused by `launch`). Dropping a buffer waits for the kernel.
+        // SAFETY: the sections have the sizes that the grid asks for, or are bounded by the counts beside them;
+        // `output` was checked by the callers; the lane's fault word lives as long as the lane, on whose stream this
+        // runs (a lane of another device is refused by `launch`). Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(lane.stream(), problem, &args) }
     }
 }

@@ -4,8 +4,9 @@
 //! weights --stats--> sign_mantissa, histogram --table--> palette, code --rows--> row lengths, verbatim rows
 //!                                                                        --scan--> offsets --write--> bits, verbatim exponents
 //! ```
-//! Everything a stage needs of the one before is on the device; the host looks at the totals once, at the end. Buffers are sized for the
-//! worst case (319 bits a row, every row verbatim), so that nothing has to be measured before it can be written.
+//! Everything a stage needs of the one before is on the device; the host looks at the totals once, at the end. Buffers
+//! are sized for the worst case (319 bits a row, every row verbatim), so that nothing has to be measured before it can
+//! be written.
 //!
 //! A stage takes what the one before wrote at its word: `write` puts as many bits into its shared memory as the row
 //! lengths say. So the safe calls enqueue a whole pipeline, and a stage alone is the caller's to answer for:
@@ -76,8 +77,8 @@ pub struct GpuEncoder {
     limit: CodeLimit,
 }
 
-/// The encoder of a device as [`bundle::compress_with`](unweight_format::bundle::compress_with) takes it: digests on the CPU, the rest on the GPU,
-/// a few tensors at a time: one is copied while another is coded.
+/// The encoder of a device as [`bundle::compress_with`](unweight_format::bundle::compress_with) takes it: digests on
+/// the CPU, the rest on the GPU, a few tensors at a time: one is copied while another is coded.
 #[derive(Debug)]
 pub struct BundleEncoder {
     encoder: GpuEncoder,
@@ -110,7 +111,8 @@ impl BundleEncoder {
     }
 }
 
-/// A packer, given back when the tensor is done. A panic leaves its stream as usable as it was, and its memory is written before it is read.
+/// A packer, given back when the tensor is done. A panic leaves its stream as usable as it was, and its memory is
+/// written before it is read.
 struct Taken<'a> {
     of: &'a BundleEncoder,
     /// `None` only while it is dropped.
@@ -138,8 +140,8 @@ impl Encoder for BundleEncoder {
         }
         let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
         let digest = Digest::of(matrix.bytes());
-        // A form without a kernel is the CPU's. Its rayon may run the encoding of another tensor on this thread, which must
-        // not wait for a packer that this one holds.
+        // A form without a kernel is the CPU's. Its rayon may run the encoding of another tensor on this thread, which
+        // must not wait for a packer that this one holds.
         if !matches!(form, FormId::HUFFMAN | FormId::PALETTE | FormId::PACKED | FormId::COMPACT) {
             return CpuEncoder.encode(matrix, form, limit);
         }
@@ -378,7 +380,8 @@ impl EncodeBuffers {
         Ok(totals)
     }
 
-    /// The flat decode table that stage `decode_table` wrote: exponent | length << 8 | palette index << 16, `2^limit` entries.
+    /// The flat decode table that stage `decode_table` wrote: exponent | length << 8 | palette index << 16, `2^limit`
+    /// entries.
     pub fn decode_table(&self, limit: CodeLimit) -> Result<Vec<u32>, DeviceError> {
         self.decode_table.read(&self.stream, 0, 1 << limit.bits())
     }

@@ -1,8 +1,8 @@
 //! The matmul from the compact form: `Y[m, n] = X[m, k] * W[n, k]^T` (`docs/format.md` A.11, `docs/adr/0013`).
 //!
-//! A launch allocates nothing, on the device or the host, needs nothing of a lane but its stream, and may be captured into a graph. Under
-//! programmatic dependent launch (variants with `_pdl`) a kernel asks for its weights while the kernel before it on the stream still runs, and
-//! touches `X` and `Y` after that one is done.
+//! A launch allocates nothing, on the device or the host, needs nothing of a lane but its stream, and may be captured
+//! into a graph. Under programmatic dependent launch (variants with `_pdl`) a kernel asks for its weights while the
+//! kernel before it on the stream still runs, and touches `X` and `Y` after that one is done.
 
 use std::sync::Arc;
 
@@ -67,12 +67,12 @@ impl CompactGemm {
         check().or_else(|refusal| self.kernel.refuse(refusal))
     }
 
-    /// Enqueues the product. `y` is overwritten, or added to by a `store_add` variant; of a `silu_mul` variant it is `[m, n / 2]`. Rows of `x`
-    /// may be apart, by a multiple of 8 elements; those of `y` are not.
+    /// Enqueues the product. `y` is overwritten, or added to by a `store_add` variant; of a `silu_mul` variant it is
+    /// `[m, n / 2]`. Rows of `x` may be apart, by a multiple of 8 elements; those of `y` are not.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel takes; more blocks than a grid
-    /// has; or the driver's refusal.
+    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
+    /// takes; more blocks than a grid has; or the driver's refusal.
     pub fn enqueue(
         &self,
         stream: &Stream,
@@ -105,8 +105,9 @@ impl CompactGemm {
             tile_cols: k / 64,
             reserved: [0; 13],
         };
-        // SAFETY: shapes, pitches and places were held against this problem above; the views were held against their memory when they were made;
-        // the kernel bounds what streams, heads and lists lead to. Dropping a buffer waits for the kernel.
+        // SAFETY: shapes, pitches and places were held against this problem above; the views were held against their
+        // memory when they were made; the kernel bounds what streams, heads and lists lead to. Dropping a buffer waits
+        // for the kernel.
         unsafe { self.kernel.launch(stream, problem, &args) }
     }
 }

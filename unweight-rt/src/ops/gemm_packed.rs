@@ -1,8 +1,9 @@
-//! The register-sourced matmuls: `Y[m, n] = X[m, k] * W[n, k]^T` from packed weights (`docs/format.md` A.9, `docs/adr/0004`).
+//! The register-sourced matmuls: `Y[m, n] = X[m, k] * W[n, k]^T` from packed weights (`docs/format.md` A.9,
+//! `docs/adr/0004`).
 //!
-//! A launch allocates nothing, on the device or the host, and may be captured into a graph. Under programmatic dependent launch
-//! (variants with `_pdl`) a kernel asks for its weights while the kernel before it on the stream still runs, and touches `X`, `Y` and the
-//! workspace after that one is done.
+//! A launch allocates nothing, on the device or the host, and may be captured into a graph. Under programmatic
+//! dependent launch (variants with `_pdl`) a kernel asks for its weights while the kernel before it on the stream still
+//! runs, and touches `X`, `Y` and the workspace after that one is done.
 
 use std::sync::Arc;
 
@@ -114,12 +115,14 @@ impl PackedGemm {
         self.kernel.plan().workspace(problem(m, w), self.kernel.device().info().sms).into()
     }
 
-    /// Enqueues the product on the lane's stream. `y` is overwritten, or added to by a `store_add` variant; of a `silu_mul` variant it is
-    /// `[m, n / 2]`. Rows of `x` may be apart, by a multiple of 8 elements; those of `y` are not.
+    /// Enqueues the product on the lane's stream. `y` is overwritten, or added to by a `store_add` variant; of a
+    /// `silu_mul` variant it is `[m, n / 2]`. Rows of `x` may be apart, by a multiple of 8 elements; those of `y` are
+    /// not.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel takes; weights with escapes for a
-    /// variant without; a lane that is too small; blocks that would wait for each other and do not fit the device; or the driver's refusal.
+    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
+    /// takes; weights with escapes for a variant without; a lane that is too small; blocks that would wait for each
+    /// other and do not fit the device; or the driver's refusal.
     pub fn enqueue(
         &self,
         lane: &mut Lane,
@@ -186,8 +189,9 @@ impl PackedGemm {
             x_row_bytes: 2 * x.pitch,
             reserved: [0; 10],
         };
-        // SAFETY: `check` has held shapes, pitches, places and the workspace's size against this problem; the views were held against their
-        // memory when they were made; the kernel bounds what heads and lists lead to. Dropping a buffer waits for the kernel.
+        // SAFETY: `check` has held shapes, pitches, places and the workspace's size against this problem; the views
+        // were held against their memory when they were made; the kernel bounds what heads and lists lead to. Dropping
+        // a buffer waits for the kernel.
         unsafe { self.kernel.launch(stream, GemmShape { m, n, k }, &args) }
     }
 }

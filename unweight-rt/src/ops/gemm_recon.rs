@@ -64,10 +64,12 @@ impl Matmul {
         &self.kernel
     }
 
-    /// Enqueues the product with weights of decoded exponents on the lane's stream. `y` is overwritten, or added to by a `store_add` variant.
+    /// Enqueues the product with weights of decoded exponents on the lane's stream. `y` is overwritten, or added to by
+    /// a `store_add` variant.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel takes; or the driver's refusal.
+    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
+    /// takes; or the driver's refusal.
     pub fn exponent(
         &self,
         lane: &mut Lane,
@@ -84,7 +86,8 @@ impl Matmul {
         unsafe { self.enqueue(lane, args) }
     }
 
-    /// Enqueues the product with weights of palette indices on the lane's stream. `y` is overwritten, or added to by a `store_add` variant.
+    /// Enqueues the product with weights of palette indices on the lane's stream. `y` is overwritten, or added to by a
+    /// `store_add` variant.
     ///
     /// # Errors
     /// As for [`Matmul::exponent`], and weights with more verbatim rows in a tile than the variant has room for.
@@ -114,7 +117,8 @@ impl Matmul {
         args.palette = w.palette.address();
         // Below 2^32: checked when the tensor was uploaded.
         args.verbatim_rows = (w.verbatim_exponents.len() / 64) as u32;
-        // SAFETY: `args` and the lines above: shapes and sizes are checked; the kernel bounds verbatim rows by their count.
+        // SAFETY: `args` and the lines above: shapes and sizes are checked; the kernel bounds verbatim rows by their
+        // count.
         unsafe { self.enqueue(lane, args) }
     }
 

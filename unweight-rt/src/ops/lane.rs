@@ -1,8 +1,8 @@
 //! A lane: one stream, with the memory and the handles that launches on it share.
 //!
-//! Partial sums, counters, padded activations, the slot of expanded weights, cuBLAS's workspace and the fault words are used by one launch after
-//! the other, in stream order. So a lane belongs to one stream for ever, a launch borrows it mutably, and no call takes a lane *and* a stream. Work on two
-//! streams takes two lanes:
+//! Partial sums, counters, padded activations, the slot of expanded weights, cuBLAS's workspace and the fault words are
+//! used by one launch after the other, in stream order. So a lane belongs to one stream for ever, a launch borrows it
+//! mutably, and no call takes a lane *and* a stream. Work on two streams takes two lanes:
 //! ```compile_fail,E0499
 //! # use unweight_codegen::spec::Epilogue;
 //! # use unweight_rt::{device::DeviceError, layer::linear::Linear, ops::lane::Lane, weight::DeviceMatrix};
@@ -25,8 +25,8 @@
 //! });
 //! # }
 //! ```
-//! A launch never allocates: where a lane is too small it is refused ([`Refusal::LaneTooSmall`]) before anything is enqueued.
-//! [`Lane::reserve`] makes room, outside of captures.
+//! A launch never allocates: where a lane is too small it is refused ([`Refusal::LaneTooSmall`]) before anything is
+//! enqueued. [`Lane::reserve`] makes room, outside of captures.
 
 use std::{any::Any, fmt};
 
@@ -43,9 +43,9 @@ pub struct Lane {
     stream: Stream,
     workspace: Workspace,
     padded: Padded,
-    /// Weights that are expanded ahead of their product. Who writes it and who reads it are ordinary launches (cuBLAS's, too), never programmatic
-    /// dependents: each starts when all that was enqueued before is done, so a product reads what was written for it, and the next expansion
-    /// finds the product before it done.
+    /// Weights that are expanded ahead of their product. Who writes it and who reads it are ordinary launches
+    /// (cuBLAS's, too), never programmatic dependents: each starts when all that was enqueued before is done, so a
+    /// product reads what was written for it, and the next expansion finds the product before it done.
     slot: DeviceBuffer<u8>,
     /// [`FAULT_WORDS`]; each 0, or 1 and what it names.
     faults: DeviceBuffer<u32>,
@@ -139,8 +139,8 @@ impl Lane {
         }
     }
 
-    /// Makes room for launches of this size. What it had stays allocated as long as the lane, so that graphs that were captured before can
-    /// still be launched.
+    /// Makes room for launches of this size. What it had stays allocated as long as the lane, so that graphs that were
+    /// captured before can still be launched.
     ///
     /// # Errors
     /// The stream is captured, not enough memory, or no cuBLAS.
@@ -181,8 +181,8 @@ impl Lane {
             .ok_or(Refusal::LaneTooSmall { need: LaneSize { cublas: true, ..LaneSize::default() }, have })
     }
 
-    /// Waits for all of the lane's work, and says whether a kernel left something out: a decoder a tile, another a row of its batch. The
-    /// report is cleared; of several kinds, the first in the order of the errors below is told.
+    /// Waits for all of the lane's work, and says whether a kernel left something out: a decoder a tile, another a row
+    /// of its batch. The report is cleared; of several kinds, the first in the order of the errors below is told.
     ///
     /// # Errors
     /// [`DeviceError::Fault`], [`DeviceError::Row`], or what failed on the stream.

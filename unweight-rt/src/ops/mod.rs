@@ -1,7 +1,7 @@
 //! What a device can be asked to do, one file a kernel family.
 //!
-//! A launch takes views of its operands and a [`lane`]. Everything that can be wrong (shapes, pitches, alignment, devices, overlap, the lane's
-//! size, the grid) is checked before anything is enqueued.
+//! A launch takes views of its operands and a [`lane`]. Everything that can be wrong (shapes, pitches, alignment,
+//! devices, overlap, the lane's size, the grid) is checked before anything is enqueued.
 
 pub mod attention;
 pub mod compress;
@@ -28,8 +28,8 @@ use crate::device::{
     view::{Place, check_apart},
 };
 
-/// What every product asks of its operands: `y[m, columns] = x[m, k] * w[n, k]^T` on device `own`, with `y` apart from what is read.
-/// `columns` is `n`, or fewer where the epilogue makes one column of several.
+/// What every product asks of its operands: `y[m, columns] = x[m, k] * w[n, k]^T` on device `own`, with `y` apart from
+/// what is read. `columns` is `n`, or fewer where the epilogue makes one column of several.
 pub(crate) fn check_product(
     own: usize,
     x: &Place,

@@ -5,8 +5,9 @@
 //! DeviceHuffman --full----> DeviceMatrix
 //! DevicePacked --unpack---> DeviceMatrix
 //! ```
-//! Packing reads the weights twice, and a third time where a row block has a list. The host looks twice: at the counts, by which the same code as on the
-//! CPU chooses the window or refuses, and at the sizes of the lists, so that nothing is allocated that is not needed.
+//! Packing reads the weights twice, and a third time where a row block has a list. The host looks twice: at the counts,
+//! by which the same code as on the CPU chooses the window or refuses, and at the sizes of the lists, so that nothing
+//! is allocated that is not needed.
 
 use std::sync::Arc;
 
@@ -31,7 +32,8 @@ use crate::{
     weight::{self, DeviceHuffman, DevicePacked},
 };
 
-/// u32 words of the scratch before the words of each group of row blocks: 256 counts, and a u64, the place of an element without operand.
+/// u32 words of the scratch before the words of each group of row blocks: 256 counts, and a u64, the place of an
+/// element without operand.
 const SCRATCH_FIXED_WORDS: usize = 256 + 2;
 
 /// Why there is no packed tensor.
@@ -92,8 +94,8 @@ impl Unpacker {
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = RepackArgs { weights: place.address, base: tensor.window().base().into(), ..shape(grid) };
-        // SAFETY: the sections have the sizes that the grid asks for or the count beside them, `output` has the grid's shape, and the kernel
-        // follows no index unchecked. Dropping a buffer waits for the kernel.
+        // SAFETY: the sections have the sizes that the grid asks for or the count beside them, `output` has the grid's
+        // shape, and the kernel follows no index unchecked. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(stream, problem(grid), &with_sections(args, tensor)) }
     }
 }
@@ -129,7 +131,8 @@ impl Packer {
         self.lane.stream()
     }
 
-    /// The packed form of a matrix without gaps: the same bytes as [`unweight_format::packed::pack`]. Waits for the stream.
+    /// The packed form of a matrix without gaps: the same bytes as [`unweight_format::packed::pack`]. Waits for the
+    /// stream.
     ///
     /// # Errors
     /// [`PackError`]; what is not packed and why is said there.
@@ -138,8 +141,9 @@ impl Packer {
         self.pack_source(source)
     }
 
-    /// As [`Packer::pack`], into memory that is there: `packed` and `escape_heads` of the sizes that the shape asks for, `escapes` of
-    /// [`Packer::escape_words_max`] or more. Returns the window, and how many words of `escapes` count. Waits for the stream.
+    /// As [`Packer::pack`], into memory that is there: `packed` and `escape_heads` of the sizes that the shape asks
+    /// for, `escapes` of [`Packer::escape_words_max`] or more. Returns the window, and how many words of `escapes`
+    /// count. Waits for the stream.
     ///
     /// # Errors
     /// As [`Packer::pack`]; and sections of other sizes, on another device, or over the weights.
@@ -211,8 +215,8 @@ impl Packer {
         self.unpack.enqueue(self.lane.stream(), tensor, output)
     }
 
-    /// Enqueues the first `steps` of stats, pack and lists once more, over what this packer made of these weights: for measuring them. Allocates nothing if
-    /// a tensor before was as large, so it can be captured.
+    /// Enqueues the first `steps` of stats, pack and lists once more, over what this packer made of these weights: for
+    /// measuring them. Allocates nothing if a tensor before was as large, so it can be captured.
     ///
     /// # Errors
     /// Weights and tensor do not agree or lie on another device.
@@ -234,7 +238,8 @@ impl Packer {
         self.enqueue_stats(source)?;
         let args = with_sections(self.args(source, tensor.window()), tensor);
         for kernel in [&self.pack, &self.lists].into_iter().take(steps.saturating_sub(1)) {
-            // SAFETY: source and sections have the grid's sizes, the scratch a word for each group; `lists` writes no word past `escape_words`.
+            // SAFETY: source and sections have the grid's sizes, the scratch a word for each group; `lists` writes no
+            // word past `escape_words`.
             unsafe { kernel.launch(self.lane.stream(), problem(grid), &args) }?;
         }
         Ok(())
@@ -283,7 +288,8 @@ impl Packer {
     ) -> Result<(RepackArgs, usize), PackError> {
         let (grid, stream) = (source.grid, self.lane.stream());
         let args = RepackArgs { packed: packed.address(), escape_heads: heads.address(), ..self.args(source, window) };
-        // SAFETY: `source` and both sections have the sizes that the grid asks for (the callers'), the scratch a word for each group.
+        // SAFETY: `source` and both sections have the sizes that the grid asks for (the callers'), the scratch a word
+        // for each group.
         unsafe { self.pack.launch(stream, problem(grid), &args) }?;
         let counted = self.scratch.read(stream, 256, 2 + self.groups(grid)?)?;
         let inexact = u64::from(counted[0]) | u64::from(counted[1]) << 32;
@@ -306,7 +312,8 @@ impl Packer {
         if words == 0 {
             return Ok(());
         }
-        // Less than 2^27: a list has at most 1.5 words for an escape, escapes are at most one in 256 of less than 2^32 elements.
+        // Less than 2^27: a list has at most 1.5 words for an escape, escapes are at most one in 256 of less than 2^32
+        // elements.
         let args = RepackArgs { escapes: escapes.address(), escape_words: words as u32, ..args };
         // SAFETY: as for the containers; the kernel writes no word past `escape_words`.
         unsafe { self.lists.launch(self.lane.stream(), problem(grid), &args) }?;
@@ -349,7 +356,8 @@ impl Packer {
         let RepackArgs { n, k, tile_rows, tile_cols, .. } = shape(source.grid);
         let (weights, histogram) = (source.address, self.scratch.address());
         let args = EncodeArgs { weights, histogram, n, k, tile_rows, tile_cols, ..EncodeArgs::default() };
-        // SAFETY: `source` has the grid's elements, the histogram 256 counts; without sign_mantissa nothing else is touched.
+        // SAFETY: `source` has the grid's elements, the histogram 256 counts; without sign_mantissa nothing else is
+        // touched.
         unsafe { self.stats.launch(stream, problem(source.grid), &args) }
     }
 

@@ -153,10 +153,10 @@ impl Rope {
         &self.kernel
     }
 
-    /// Enqueues bias, norms and rotation of `qkv` `[m, (heads + 2 * kv_heads) * head_dim]`, tokens at positions `start`,
-    /// `start + 1`, ... of one sequence. Q heads are rewritten in place; keys and values go to `kv`, to the pages that
-    /// `pages` names, entry `i` for positions `64 * i` to `64 * i + 63`; what `qkv` has of them stays as it was. A page
-    /// that the cache does not have is left out, and [`Lane::synchronize`] reports it.
+    /// Enqueues bias, norms and rotation of `qkv` `[m, (heads + 2 * kv_heads) * head_dim]`, tokens at positions
+    /// `start`, `start + 1`, ... of one sequence. Q heads are rewritten in place; keys and values go to `kv`, to the
+    /// pages that `pages` names, entry `i` for positions `64 * i` to `64 * i + 63`; what `qkv` has of them stays as it
+    /// was. A page that the cache does not have is left out, and [`Lane::synchronize`] reports it.
     ///
     /// # Errors
     /// Heads of another size than the kernel's, positions beyond the table or the pages; operands that do not agree,

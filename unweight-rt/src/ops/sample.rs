@@ -37,12 +37,12 @@ impl Sample {
         &self.kernel
     }
 
-    /// Enqueues the choice of a token for each row of `logits` `[m, V]`, V up to 2^20. The others have an entry for each
-    /// row, or more: `rows` says how to choose, `positions` holds the position of the token whose logits these are, and
-    /// `ids` gets the token that was chosen, at that position plus 1, to which `positions` is set. A row at
+    /// Enqueues the choice of a token for each row of `logits` `[m, V]`, V up to 2^20. The others have an entry for
+    /// each row, or more: `rows` says how to choose, `positions` holds the position of the token whose logits these
+    /// are, and `ids` gets the token that was chosen, at that position plus 1, to which `positions` is set. A row at
     /// [`PAD_POSITION`](crate::ops::kv::PAD_POSITION) is left alone. A token depends on its row alone: on the logits,
-    /// the parameters and the position, whatever else is in the batch. A row whose logits are all NaN gets
-    /// `u32::MAX`, which is no token, and [`Lane::synchronize`] reports it.
+    /// the parameters and the position, whatever else is in the batch. A row whose logits are all NaN gets `u32::MAX`,
+    /// which is no token, and [`Lane::synchronize`] reports it.
     ///
     /// # Errors
     /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel

@@ -91,7 +91,8 @@ impl SiluMul {
         unsafe { self.kernel.launch(lane.stream(), problem, &args) }
     }
 
-    /// Enqueues the same of `x[m, 2n]` whose columns take turns: [`Epilogue::GATE_ROWS`] of the gate, as many of the up, and so on.
+    /// Enqueues the same of `x[m, 2n]` whose columns take turns: [`Epilogue::GATE_ROWS`] of the gate, as many of the
+    /// up, and so on.
     ///
     /// # Errors
     /// As for [`SiluMul::enqueue`].

@@ -4,7 +4,8 @@
 //! DeviceCompact --full----> DeviceMatrix
 //!               --packed--> the slot of a lane: what a product reads next
 //! ```
-//! All are ordinary launches: they start when the stream has done everything before, and end before a product that reads the slot starts.
+//! All are ordinary launches: they start when the stream has done everything before, and end before a product that
+//! reads the slot starts.
 
 use std::sync::Arc;
 
@@ -73,14 +74,15 @@ impl Transcoder {
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = TranscodeArgs { weights: place.address, ..args(tensor) };
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the sections are those of a checked tensor, beside the counts that bound them, and `output` has the grid's
-        // shape. Dropping a buffer waits for the kernel.
+        // SAFETY: the sections are those of a checked tensor, beside the counts that bound them, and `output` has the
+        // grid's shape. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(stream, problem, &args) }
     }
 }
 
-/// The kernel that writes the packed tiles of a compact tensor into a slot, ahead of a product. Escape heads and lists are those of the packed
-/// tensor ([`PackedEscapes`](crate::weight)), which stay on the device; the kernel's own heads and sums go to the end of the slot, where nobody reads them.
+/// The kernel that writes the packed tiles of a compact tensor into a slot, ahead of a product. Escape heads and lists
+/// are those of the packed tensor ([`PackedEscapes`](crate::weight)), which stay on the device; the kernel's own heads
+/// and sums go to the end of the slot, where nobody reads them.
 #[derive(Clone, Debug)]
 pub struct Expander {
     kernel: Arc<LoadedKernel>,
@@ -137,8 +139,9 @@ impl Expander {
             ..args(tensor)
         };
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the sections are those of a checked tensor, beside the counts that bound them; the slot has room for all that is written.
-        // The sums there grow from whatever they were: nobody reads them. Dropping a buffer waits for the kernel.
+        // SAFETY: the sections are those of a checked tensor, beside the counts that bound them; the slot has room for
+        // all that is written. The sums there grow from whatever they were: nobody reads them. Dropping a buffer waits
+        // for the kernel.
         unsafe { self.kernel.launch(stream, problem, &args) }
     }
 }

@@ -1,8 +1,9 @@
 //! Weights on the device: one file a form, its sections as buffers in the layouts of `docs/format.md` part A.
 //!
-//! Sections lie in buffers of their own, 256-byte aligned and readable past their end ([`DeviceBuffer::PAD_BYTES`](crate::device::DeviceBuffer::PAD_BYTES)).
-//! Uploading takes a validated tensor; `from_sections` takes anything, because kernels check what they follow. No safe call exchanges a buffer
-//! of a weight for another: sizes are checked once, when it is made.
+//! Sections lie in buffers of their own, 256-byte aligned and readable past their end
+//! ([`DeviceBuffer::PAD_BYTES`](crate::device::DeviceBuffer::PAD_BYTES)). Uploading takes a validated tensor;
+//! `from_sections` takes anything, because kernels check what they follow. No safe call exchanges a buffer of a weight
+//! for another: sizes are checked once, when it is made.
 
 mod compact;
 mod huffman;

@@ -45,8 +45,8 @@ impl DevicePacked {
         })
     }
 
-    /// Sections that are on the device, checked by nobody: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Only their sizes are held
-    /// against the grid; kernels bound what a head or a list leads to. Taken to have escapes.
+    /// Sections that are on the device, checked by nobody: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Only
+    /// their sizes are held against the grid; kernels bound what a head or a list leads to. Taken to have escapes.
     pub fn new(
         grid: TileGrid,
         window: Window,
@@ -169,8 +169,8 @@ impl PackedEscapes {
         let bytes = self.grid.tiles() * packed::TILE_BYTES;
         room("the slot", slot.len(), bytes)?;
         check_device("the slot", slot.device().ordinal(), device.ordinal())?;
-        // SAFETY: the front of the slot and both sections, whole, with what is readable behind them (behind the tiles: the
-        // rest of the slot, or its own padding); alive by the caller's promise.
+        // SAFETY: the front of the slot and both sections, whole, with what is readable behind them (behind the tiles:
+        // the rest of the slot, or its own padding); alive by the caller's promise.
         let packed = unsafe {
             DevicePacked::new(
                 self.grid,

@@ -1,8 +1,8 @@
 //! What a cached kernel is the kernel *of*.
 //!
-//! A [`Key`] has two halves. The [`SourceKey`] is a digest over everything that goes into a compiler; the compiler's identity
-//! is what goes over it. They are kept apart so that a machine without a compiler can still find a kernel that another
-//! machine compiled. No path, time or host name takes part. docs/cache.md holds the list, field by field.
+//! A [`Key`] has two halves. The [`SourceKey`] is a digest over everything that goes into a compiler; the compiler's
+//! identity is what goes over it. They are kept apart so that a machine without a compiler can still find a kernel that
+//! another machine compiled. No path, time or host name takes part. docs/cache.md holds the list, field by field.
 
 use std::fmt;
 
@@ -11,7 +11,8 @@ use crate::jit::compiler::{CompileRequest, CompilerId};
 /// Raised whenever the meaning of an entry changes; older entries are then simply never found.
 pub const SCHEMA: u32 = 1;
 
-/// What the compiler is asked to make. There is one kind today; it takes part in the digest so that a second one cannot collide.
+/// What the compiler is asked to make. There is one kind today; it takes part in the digest so that a second one cannot
+/// collide.
 const OUTPUT_KIND: &str = "cubin";
 
 /// BLAKE3 over a request.
@@ -74,8 +75,8 @@ pub struct Key {
 }
 
 impl Key {
-    /// The entry's folder: `<name>.<32 digits of the source key>.<compiler>`. Readable, and unique: the name is part of the
-    /// digest, 128 bits of it suffice against accident, and `meta.json` holds all 256.
+    /// The entry's folder: `<name>.<32 digits of the source key>.<compiler>`. Readable, and unique: the name is part of
+    /// the digest, 128 bits of it suffice against accident, and `meta.json` holds all 256.
     pub fn folder(&self) -> String {
         let compiler: String = self
             .compiler

@@ -1,8 +1,8 @@
 //! One compile per kernel among all processes of a machine.
 //!
-//! An advisory lock on a file per kernel (`flock` on Linux): the kernel of the operating system releases it when its holder
-//! dies, however it dies, so there is no stale lock to recognise. A lock is an economy, not a need: who cannot have it
-//! compiles without it, and the rename in the store sorts out who was first.
+//! An advisory lock on a file per kernel (`flock` on Linux): the kernel of the operating system releases it when its
+//! holder dies, however it dies, so there is no stale lock to recognise. A lock is an economy, not a need: who cannot
+//! have it compiles without it, and the rename in the store sorts out who was first.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::os::unix::fs::OpenOptionsExt;
@@ -29,7 +29,8 @@ pub enum Lock {
 
 /// Locks the file at `path`, creating it, and waits up to `timeout` for another holder.
 ///
-/// The wait polls, up to 20 ms apart: the standard library has no lock with a timeout, and a compile takes 20 ms and more.
+/// The wait polls, up to 20 ms apart: the standard library has no lock with a timeout, and a compile takes 20 ms and
+/// more.
 pub fn acquire(path: &Path, timeout: Duration) -> Lock {
     let start = Instant::now();
     let mut pause = Duration::from_millis(1);
@@ -57,7 +58,8 @@ pub fn acquire(path: &Path, timeout: Duration) -> Lock {
                 }
             }
         }
-        // Pruning removes lock files. One that was removed between our open and our lock excludes nobody: take the new one.
+        // Pruning removes lock files. One that was removed between our open and our lock excludes nobody: take the new
+        // one.
         if is_at(&file, path) {
             return Lock::Held { _file: file, waited };
         }

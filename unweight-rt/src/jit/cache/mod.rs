@@ -9,9 +9,9 @@
 //!            evict what is damaged, compile, store aside + rename, unlock --> the bytes just compiled
 //! ```
 //!
-//! What may go wrong with a folder (read-only, full, damaged, somebody else's, a process killed half-way) is a miss with a
-//! reason, never an error: [`CacheState`] tells it. The caller of a compile always gets the bytes of its own compile, also
-//! where another process stored the same kernel first. docs/cache.md describes the whole.
+//! What may go wrong with a folder (read-only, full, damaged, somebody else's, a process killed half-way) is a miss
+//! with a reason, never an error: [`CacheState`] tells it. The caller of a compile always gets the bytes of its own
+//! compile, also where another process stored the same kernel first. docs/cache.md describes the whole.
 //!
 //! Kernels that are attached to a bundle come before all of this, if the caller trusts them ([`KernelCache::trust`]).
 
@@ -38,8 +38,8 @@ use crate::jit::cubin::{self, KernelResources};
 use crate::jit::error::{Error, MissingKernel, NotCompiled};
 use lock::Lock;
 
-/// The entry of a kernel that is to be attached to a bundle: it is found there as in the store, by the digest of `request`
-/// and by its name.
+/// The entry of a kernel that is to be attached to a bundle: it is found there as in the store, by the digest of
+/// `request` and by its name.
 pub fn attachable(request: &CompileRequest, artifact: &Artifact) -> AttachedKernel {
     let CompilerId { name, version, build } = artifact.compiler.clone();
     let by = AttachedBy { name, version, build };
@@ -96,8 +96,8 @@ impl CacheState {
 pub enum Miss {
     /// The store did not hold it.
     Absent,
-    /// The store held a damaged entry, which was removed if that was possible; or a kernel attached to the bundle is not what
-    /// its entry says.
+    /// The store held a damaged entry, which was removed if that was possible; or a kernel attached to the bundle is
+    /// not what its entry says.
     Damaged(String),
     /// Somebody else compiled the same kernel for longer than the timeout.
     LockTimeout(Duration),
@@ -158,11 +158,11 @@ impl KernelCache {
         KernelCache { policy, store, compiler, attached: None }
     }
 
-    /// Takes kernels that are attached to a bundle, where they were made of the very sources that are asked for; the store and
-    /// the compiler are for the others.
+    /// Takes kernels that are attached to a bundle, where they were made of the very sources that are asked for; the
+    /// store and the compiler are for the others.
     ///
-    /// **This runs code of whoever made the bundle**, with the rights of this process: no digest tells where it is from. What
-    /// is taken from there is never put into the store. `UNWEIGHT_JIT=off` passes over it, too.
+    /// **This runs code of whoever made the bundle**, with the rights of this process: no digest tells where it is
+    /// from. What is taken from there is never put into the store. `UNWEIGHT_JIT=off` passes over it, too.
     #[must_use]
     pub fn trust(self, attached: Attached) -> KernelCache {
         KernelCache { attached: Some(attached), ..self }
@@ -186,10 +186,10 @@ impl KernelCache {
 
     /// Every kernel of `requests`, in their order, compiling what the store lacks on up to `threads` threads.
     ///
-    /// Equal requests are compiled once. `progress` is called once per different kernel as it becomes ready, from the thread
-    /// that made it but never by two at a time. If several kernels fail, all failures are told ([`Error::Several`]); kernels
-    /// that were ready by then are in the store. Where nothing may or can be compiled, [`Error::NotCached`] lists *every*
-    /// kernel that is missing, and nothing is called back.
+    /// Equal requests are compiled once. `progress` is called once per different kernel as it becomes ready, from the
+    /// thread that made it but never by two at a time. If several kernels fail, all failures are told
+    /// ([`Error::Several`]); kernels that were ready by then are in the store. Where nothing may or can be compiled,
+    /// [`Error::NotCached`] lists *every* kernel that is missing, and nothing is called back.
     pub fn compile_all(
         &self,
         requests: &[CompileRequest],
@@ -272,8 +272,8 @@ impl KernelCache {
         }
         match self.compiler.identity() {
             Ok(compiler) => Supply::CompiledBy(compiler),
-            // Without a compiler there is no telling which compiler's kernels would have been right: any that was given this
-            // very source is.
+            // Without a compiler there is no telling which compiler's kernels would have been right: any that was given
+            // this very source is.
             Err(error) => Supply::StoreOnly(NotCompiled::NoCompiler(Box::new(error))),
         }
     }
@@ -327,8 +327,8 @@ impl KernelCache {
         };
         std::thread::scope(|scope| {
             for _ in 0..threads.clamp(1, 256).min(total) {
-                // NVRTC recurses deeply on nested templates; 2 MiB, the default, is not what it was tested with. A thread that
-                // cannot be started is work for the others.
+                // NVRTC recurses deeply on nested templates; 2 MiB, the default, is not what it was tested with. A
+                // thread that cannot be started is work for the others.
                 let _ = std::thread::Builder::new()
                     .name("unweight-jit".to_owned())
                     .stack_size(16 << 20)
@@ -438,8 +438,8 @@ struct Wanted<'a> {
 }
 
 impl Wanted<'_> {
-    /// The kernel as it is attached: by name and source, read by its digest, and a cubin that holds it. Else notes what is
-    /// wrong with it.
+    /// The kernel as it is attached: by name and source, read by its digest, and a cubin that holds it. Else notes what
+    /// is wrong with it.
     fn find_in(&mut self, attached: Option<&Attached>) -> Option<Artifact> {
         let start = Instant::now();
         let attached = attached?;

@@ -96,7 +96,8 @@ impl Store {
         for entry in listed {
             if total > max_bytes || entry.meta.is_err() {
                 let path = self.lock_path(&entry.folder);
-                // A free lock is taken so that its file may be removed as well; a lock that cannot exist protects nobody.
+                // A free lock is taken so that its file may be removed as well; a lock that cannot exist protects
+                // nobody.
                 let held = lock::acquire(&path, Duration::ZERO);
                 if matches!(held, Lock::TimedOut(_)) {
                     continue;

@@ -13,8 +13,8 @@
 //!   tables/uw_<device>.json   what was measured on a device of that name, for whoever chooses kernels
 //! ```
 //!
-//! An entry is built aside, flushed and renamed into place, so it is there completely or not at all. Every read checks the
-//! digests. Nothing here returns an error to a caller that wants a kernel: trouble is a [`Lookup::Damaged`] or
+//! An entry is built aside, flushed and renamed into place, so it is there completely or not at all. Every read checks
+//! the digests. Nothing here returns an error to a caller that wants a kernel: trouble is a [`Lookup::Damaged`] or
 //! [`Kept::NotStored`] that says what it was, and the kernel is compiled as if there were no cache.
 
 use std::collections::BTreeMap;
@@ -39,10 +39,11 @@ const META_LIMIT_BYTES: u64 = 4 << 20;
 const TABLE_LIMIT_BYTES: u64 = 16 << 20;
 /// Nor is a cubin larger than this.
 const CUBIN_LIMIT_BYTES: u64 = 256 << 20;
-/// A construction site that nobody holds and that is older than this was left by a process that died. The age spares one
-/// that was made this instant and is not locked yet.
+/// A construction site that nobody holds and that is older than this was left by a process that died. The age spares
+/// one that was made this instant and is not locked yet.
 const ABANDONED_AFTER: Duration = Duration::from_secs(600);
-/// The file that makes a folder a kernel cache: the Cache Directory Tagging Specification's, so that backups leave it out, with a line of our own.
+/// The file that makes a folder a kernel cache: the Cache Directory Tagging Specification's, so that backups leave it
+/// out, with a line of our own.
 const TAG: &str = "CACHEDIR.TAG";
 const TAG_TEXT: &str = "Signature: 8a477f597d28d172789f06886806bc55\n\
     # unweight kernel cache. Everything in this folder may be removed at any time.\n";
@@ -198,8 +199,8 @@ impl Store {
         Ok(Store { root: root.to_owned() })
     }
 
-    /// Makes sure that the folder is a kernel cache, or an empty one, which becomes it. A mistaken `UNWEIGHT_CACHE_DIR` names a folder whose `entries`
-    /// or `failed` are somebody's work.
+    /// Makes sure that the folder is a kernel cache, or an empty one, which becomes it. A mistaken `UNWEIGHT_CACHE_DIR`
+    /// names a folder whose `entries` or `failed` are somebody's work.
     fn tag(root: &Path) -> Result<(), String> {
         let tag = root.join(TAG);
         match read_bounded(&tag, 4096) {
@@ -390,7 +391,8 @@ impl Store {
                 .prefix(&format!("{folder}."))
                 .tempdir_in(self.building())
                 .map_err(say("cannot create a folder"))?;
-            // Held until the end: tells `sweep` that somebody is at work. The lock goes with the folder, not with its name.
+            // Held until the end: tells `sweep` that somebody is at work. The lock goes with the folder, not with its
+            // name.
             let handle = File::open(site.path()).map_err(say("cannot open a new folder"))?;
             handle.try_lock().map_err(|error| format!("cannot lock a new folder: {error}"))?;
             write_file(&site.path().join("kernel.cubin"), &compiled.cubin).map_err(say("kernel.cubin"))?;
