@@ -28,8 +28,8 @@
 #include <unordered_map>
 #include <vector>
 
-// To the end of the kernel source. Without it, statics of inline functions (the machine itself, a kernel's __shared__
-// objects) would be one object for all kernel libraries of a process: GNU ld's unique symbols ignore RTLD_LOCAL.
+// To the end of the source. Without it the machine, and statics of inline functions (a kernel's __shared__ objects),
+// would be one object for all kernel libraries of a process: GNU ld's unique symbols ignore RTLD_LOCAL.
 #pragma GCC visibility push(hidden)
 
 #include "machine.hpp"
@@ -92,34 +92,22 @@ inline T max(T a, T b) {
 }
 
 // ---- C ABI of a library built from a kernel source -----------------------------------------------------------------
+#define UW_CPU_API __attribute__((used, visibility("default")))
 extern "C" {
 // Text of the last failed launch of this library.
-inline __attribute__((used, visibility("default"))) const char* uw_cpu_last_error() { return uw::cpu::machine().error.c_str(); }
+UW_CPU_API const char* uw_cpu_last_error();
 // Once any allocation is registered, every global access through a wrapper must lie inside one.
-inline __attribute__((used, visibility("default"))) void uw_cpu_register(const void* begin, unsigned long long bytes, const char* name) {
-    const char* p = static_cast<const char*>(begin);
-    uw::cpu::machine().allocations[p] = {p, bytes, name};
-    uw::cpu::machine().partials |= strcmp(name, "partials") == 0;
-}
-inline __attribute__((used, visibility("default"))) void uw_cpu_clear_registered() {
-    uw::cpu::machine().allocations.clear();
-    uw::cpu::machine().partials = false;
-}
+UW_CPU_API void uw_cpu_register(const void* begin, unsigned long long bytes, const char* name);
+UW_CPU_API void uw_cpu_clear_registered();
 // Fills a tensor map: row-major [rows, columns], `row_bytes` from row to row, box [box_rows, box_columns], swizzle 0,
 // 64 or 128 bytes.
-inline __attribute__((used, visibility("default"))) void uw_cpu_tensor_map_2d(void* map, void* base, unsigned element_bytes, unsigned long long columns,
-                                                                              unsigned long long rows, unsigned long long row_bytes,
-                                                                              unsigned box_columns, unsigned box_rows, unsigned swizzle_bytes) {
-    uw::ptx::detail::Map m{uw::ptx::detail::Map::kMagic, static_cast<uw::u8*>(base), columns, rows, row_bytes,
-                           box_columns, box_rows, element_bytes, swizzle_bytes};
-    memset(map, 0, sizeof(uw::TensorMap));
-    memcpy(map, &m, sizeof m);
-}
+UW_CPU_API void uw_cpu_tensor_map_2d(void* map, void* base, unsigned element_bytes, unsigned long long columns, unsigned long long rows,
+                                     unsigned long long row_bytes, unsigned box_columns, unsigned box_rows, unsigned swizzle_bytes);
 }
 
 // Exports `int SYMBOL(grid, block, smem_bytes, cluster, seed, args*)` for kernel KERNEL(ARGS). 0 = success.
 #define UW_CPU_EXPORT(SYMBOL, KERNEL, ARGS)                                                                                               \
-    extern "C" __attribute__((used, visibility("default"))) int SYMBOL(unsigned grid, unsigned block, unsigned smem_bytes, unsigned cluster, \
+    extern "C" UW_CPU_API int SYMBOL(unsigned grid, unsigned block, unsigned smem_bytes, unsigned cluster, \
                                                                        unsigned long long seed, const void* arguments) {                 \
         return uw::cpu::run_grid(                                                                                                         \
             grid, block, smem_bytes, cluster, seed, [](const void* a) { KERNEL(*static_cast<const ARGS*>(a)); }, arguments);              \

@@ -79,12 +79,15 @@ pub struct CpuKernel {
     _directory: tempfile::TempDir,
 }
 
-/// What kernels share: the headers, and the prelude as the compiler keeps it. Reading the standard library's headers
-/// takes longer than most kernels.
+/// What kernels share: the headers, the prelude as the compiler keeps it, and the machine as objects. Reading the
+/// standard library's headers and compiling the machine take longer than most kernels.
 struct Common {
     directory: PathBuf,
     planted: bool,
 }
+
+/// Sources of the machine.
+const MACHINE: [&str; 2] = ["machine", "ptx"];
 
 impl Common {
     /// For sources with a planted bug, or without. Made once for the headers as they are, and kept among what is built.
@@ -93,7 +96,7 @@ impl Common {
         BOTH[usize::from(planted)].get_or_init(|| {
             let mut hash = DefaultHasher::new();
             (compiler(), planted, unweight_templates::headers()).hash(&mut hash);
-            for name in ["prelude.hpp", "machine.hpp", "ptx.hpp"] {
+            for name in ["prelude.hpp", "machine.hpp", "ptx.hpp", "machine.cpp", "ptx.cpp"] {
                 std::fs::read(prelude().join(name)).unwrap().hash(&mut hash);
             }
             let home = Path::new(env!("CARGO_TARGET_TMPDIR"));
@@ -109,11 +112,17 @@ impl Common {
                 std::fs::write(path, text).unwrap();
             }
             std::fs::create_dir(common.compiled()).unwrap();
-            let mut command = common.command();
-            command.arg("-I").arg(common.include()).args(["-x", "c++-header"]).arg(prelude().join("prelude.hpp"));
-            let output = command.arg("-o").arg(common.compiled().join("prelude.hpp.gch")).output();
-            let output = output.unwrap_or_else(|e| panic!("no C++ compiler: {e}; install g++ (C++17) or set CXX"));
-            assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
+            let make = |from: &str, to: &str, kind: &[&str]| {
+                let mut command = common.command();
+                command.arg("-I").arg(common.include()).args(kind);
+                let output = command.arg(prelude().join(from)).arg("-o").arg(common.compiled().join(to)).output();
+                let output = output.unwrap_or_else(|e| panic!("no C++ compiler: {e}; install g++ (C++17) or set CXX"));
+                assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
+            };
+            make("prelude.hpp", "prelude.hpp.gch", &["-x", "c++-header"]);
+            for source in MACHINE {
+                make(&format!("{source}.cpp"), &format!("{source}.o"), &["-c"]);
+            }
             // Another process may have been first: its folder is as good.
             match std::fs::rename(made.path(), &complete.directory) {
                 Err(_) if !complete.directory.exists() => panic!("{}", complete.directory.display()),
@@ -229,7 +238,9 @@ impl CpuKernel {
             // These run for less time than they compile.
             command.arg("-O0");
         }
-        let output = command.arg("-o").arg(&library).arg(&file).output().unwrap();
+        command.arg("-o").arg(&library).arg(&file).args(["-x", "none"]);
+        command.args(MACHINE.map(|source| common.compiled().join(format!("{source}.o"))));
+        let output = command.output().unwrap();
         assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
         // SAFETY: the library was just built from the prelude, which exports these functions with these signatures;
         // its only initialisers are C++ static objects.

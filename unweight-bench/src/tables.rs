@@ -8,7 +8,7 @@
 use std::{fmt, time::Instant};
 
 use serde::Serialize;
-use unweight_engine::{Linears, MlpWeights, paths::Plan};
+use unweight_engine::{Linears, MlpWeights};
 use unweight_format::{CodeLimit, Matrix, bundle::Profile};
 use unweight_model::ModelConfig;
 use unweight_rt::{KernelSet, device::DeviceInfo, ops::encode::GpuEncoder};
