@@ -1231,18 +1231,18 @@ fn kernels_that_were_not_kept_are_not_called_ready() {
 #[test]
 fn nothing_compressed_is_said_loudly() {
     let home = tempfile::tempdir().unwrap();
-    fs::create_dir(home.path().join("f16")).unwrap();
-    one_matrix(&home.path().join("f16/a.safetensors"), "model.layers.0.mlp.up_proj.weight");
-    let path = home.path().join("f16/a.safetensors");
+    fs::create_dir(home.path().join("i16")).unwrap();
+    one_matrix(&home.path().join("i16/a.safetensors"), "model.layers.0.mlp.up_proj.weight");
+    let path = home.path().join("i16/a.safetensors");
     let bytes = fs::read(&path).unwrap();
     let at = bytes.windows(6).position(|window| window == b"\"BF16\"").unwrap();
     // One byte shorter; a space takes its place.
-    let header = [&bytes[..at], b"\"F16\" ", &bytes[at + 6..]].concat();
+    let header = [&bytes[..at], b"\"I16\" ", &bytes[at + 6..]].concat();
     copy(&fixture().join("model"), &home.path().join("model"));
     fs::write(&path, header).unwrap();
     let cases: [(&[&str], &str); 4] = [
-        (&["compress", "f16", "-o", "a"], "only BF16 is compressed"),
-        (&["plan", "f16"], "only BF16 is compressed"),
+        (&["compress", "i16", "-o", "a"], "BF16, F16, F32 and FP8 are compressed"),
+        (&["plan", "i16"], "BF16, F16, F32 and FP8 are compressed"),
         (&["compress", "model", "-o", "b", "--include", "nothing"], "matches --include"),
         (&["compress", "model", "-o", "c", "--exclude", "*"], "--exclude matches"),
     ];
@@ -1251,7 +1251,7 @@ fn nothing_compressed_is_said_loudly() {
         let text = stderr(&output);
         assert!(text.contains("warning: nothing was compressed") && text.contains(help), "{arguments:?}: {text}");
     }
-    let report = json(&run(home.path(), &["compress", "f16", "-o", "d", "--json"], 0));
+    let report = json(&run(home.path(), &["compress", "i16", "-o", "d", "--json"], 0));
     assert_eq!(report["coded_tensors"], 0);
     assert!(report["saved_bytes"].as_i64().unwrap() < 0);
     let output = run(home.path(), &["compress", "model", "-o", "e", "--json"], 0);

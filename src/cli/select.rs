@@ -121,8 +121,8 @@ pub fn nothing_coded(tensors: &[TensorReport]) -> Option<String> {
     let all: u64 = bytes.values().sum();
     let (reason, most) = bytes.into_iter().max_by_key(|(_, bytes)| *bytes)?;
     let help = match reason {
-        reason if reason.ends_with("not BF16") => {
-            "only BF16 is compressed: start from the BF16 weights of this model, if there are any"
+        reason if reason.ends_with("is not coded") => {
+            "BF16, F16, F32 and FP8 are compressed: start from such weights of this model, if there are any"
         }
         "not included" => "no tensor that could be compressed matches --include; `unweight plan` lists the names",
         "excluded" => "--exclude matches every tensor that could be compressed; `unweight plan` lists the names",

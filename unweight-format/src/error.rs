@@ -1,12 +1,16 @@
 //! Errors of the tensor codec. File and tensor names are added by the bundle layer.
 
+use crate::Float;
+
 /// Why a tensor cannot be encoded, or a stored tensor cannot be trusted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CodecError {
     /// The bytes given do not hold the matrix that was announced.
-    #[error("a bf16 matrix [{rows}, {cols}] has {expected} bytes, got {got}")]
+    #[error("a matrix [{rows}, {cols}] of {} has {expected} bytes, got {got}", .float.name())]
     MatrixBytes {
+        /// Type announced.
+        float: Float,
         /// Rows announced.
         rows: usize,
         /// Columns announced.
@@ -15,6 +19,12 @@ pub enum CodecError {
         expected: usize,
         /// Bytes given.
         got: usize,
+    },
+    /// The form is for another type.
+    #[error("the form does not take {}", .float.name())]
+    Type {
+        /// Type of the matrix.
+        float: Float,
     },
     /// The buffer for a raw tensor has another size.
     #[error("a raw tensor has {expected} bytes, the buffer {got}")]

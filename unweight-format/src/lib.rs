@@ -6,7 +6,7 @@
 //! ```text
 //! bits      bytes, tiles, histograms, digests
 //!   ^
-//! form      raw, huffman, palette, packed, compact: one file each, one list; oracle judges them
+//! form      raw, huffman, palette, packed, compact, exponents: one file each, one list; oracle judges them
 //!   ^
 //! model     safetensors, names to roles, a form per tensor
 //!   ^
@@ -32,16 +32,18 @@ mod model;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
-pub use bits::{bf16, bitstream, digest, histogram, keep_freed_memory, layout, named, tile};
+pub use bits::{bf16, bitstream, digest, float, histogram, keep_freed_memory, layout, named, tile};
 pub use compact::CompactTensor;
 pub use digest::Digest;
 pub use error::CodecError;
+pub use exponents::ExponentsTensor;
 #[cfg(feature = "failpoints")]
 pub use failpoint::{FAILPOINTS, FAULTS};
-pub use form::{FormId, Section, StoredTensor, Survey, compact, huffman, oracle, packed, palette};
+pub use float::Float;
+pub use form::{FormId, Section, StoredTensor, Survey, compact, exponents, huffman, oracle, packed, palette};
 pub use histogram::Histogram;
 pub use huffman::{Code, CodeLimit, HuffmanTensor};
 pub use model::{glob, plan, roles, safetensors};
 pub use packed::PackedTensor;
 pub use palette::{Palette, PaletteTensor};
-pub use tile::{Matrix, TileGrid, TileMetadata};
+pub use tile::{FloatMatrix, Matrix, TileGrid, TileMetadata};

@@ -11,7 +11,7 @@ use std::{
 
 use common::{Scratch, header, read_tree, real_model, safetensors_file, small_model, tensor};
 use unweight_format::{
-    CodeLimit, Digest, FormId, Matrix, StoredTensor,
+    CodeLimit, Digest, FloatMatrix, FormId, StoredTensor,
     bundle::{
         Bundle, BundleError, CompressOptions, CpuEncoder, DecompressOptions, Encoder, EncoderError, ErrorClass,
         Profile, Progress, Remedy, Scope, Silent, VerifyAfter, compress, compress_with, decompress, manifest, plan,
@@ -219,7 +219,7 @@ struct Unpacked;
 impl Encoder for Unpacked {
     fn encode(
         &self,
-        matrix: Matrix<'_>,
+        matrix: FloatMatrix<'_>,
         form: FormId,
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
@@ -761,7 +761,7 @@ struct Counting(AtomicU64);
 impl Encoder for Counting {
     fn encode(
         &self,
-        matrix: Matrix<'_>,
+        matrix: FloatMatrix<'_>,
         form: FormId,
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {

@@ -654,7 +654,7 @@ fn what_cannot_be_compact_is_said() {
         .collect();
     let matrix = Matrix::new(&two, 256, 256).unwrap();
     let form = FormId::COMPACT.form();
-    let why = form.encode(matrix, &Survey::of(&two), CodeLimit::DEFAULT).unwrap_err();
+    let why = form.encode(matrix.into(), &Survey::of(&two), CodeLimit::DEFAULT).unwrap_err();
     assert!(matches!(why.reason(), Some(Uncompact::Larger { .. })), "{why}");
     assert_eq!(form.fallback(), FormId::HUFFMAN);
 }

@@ -11,22 +11,24 @@ use std::{
 
 use common::{Scratch, chain, header, read_tree, safetensors_file, tensor, weights};
 use unweight_format::{
-    CompactTensor, Digest, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, TileMetadata,
+    CompactTensor, Digest, ExponentsTensor, Float, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section,
+    TileMetadata,
     bundle::{Bundle, CompressOptions, DecompressOptions, Profile, Silent, compress, decompress, verify},
     huffman, oracle,
     safetensors::{Header, SOURCE_HEADER_MAX},
-    testing::Random,
+    testing::{Random, float_weights},
 };
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
-const VALID: [(&str, Profile); 4] = [
+const VALID: [(&str, Profile); 5] = [
     ("single", Profile::Distribution),
     ("sharded", Profile::Inference),
     ("resident", Profile::Resident),
     ("compact", Profile::Compact),
+    ("floats", Profile::Distribution),
 ];
 
 /// Rows `| name | why | message |` of a section of the README.
@@ -73,6 +75,7 @@ fn valid_models_give_the_same_bytes_and_come_back() {
                 FormId::PALETTE => oracle::decode_palette(&PaletteTensor::of(tensor).unwrap()),
                 FormId::PACKED => oracle::unpack(&PackedTensor::of(tensor).unwrap()),
                 FormId::COMPACT => oracle::decode_compact(&CompactTensor::of(tensor).unwrap()).unwrap(),
+                FormId::EXPONENTS => oracle::decode_exponents(&ExponentsTensor::of(tensor).unwrap()).unwrap(),
                 other => panic!("no oracle for {other}"),
             };
             assert_eq!(Digest::of(&bytes), t.entry.digest, "{name}: {}", t.entry.name);
@@ -205,6 +208,30 @@ fn regenerate() {
             ],
         ),
     );
+    let floats = golden().join("valid/floats/source");
+    let of = |name: &str, float: Float, dtype: &str, shape: [usize; 2], seed| {
+        let elements = shape[0] * shape[1];
+        let mut bytes = float_weights(float, elements, seed);
+        // Any bits here and there: zeros, subnormals, infinities and not-a-numbers are among them.
+        let mut random = Random::new(seed ^ 1);
+        for element in bytes.chunks_exact_mut(float.bytes()).step_by(701) {
+            element.copy_from_slice(&(random.bits() as u32).to_le_bytes()[..float.bytes()]);
+        }
+        tensor(name, dtype, &shape, &bytes)
+    };
+    put(
+        floats.join("model.safetensors"),
+        &safetensors_file(
+            &[],
+            &[
+                of("e4m3", Float::E4M3, "F8_E4M3", [144, 192], 18),
+                of("e4m3.scale", Float::F32, "F32", [2, 2], 19),
+                of("e5m2", Float::E5M2, "F8_E5M2", [131, 187], 20),
+                of("f16", Float::F16, "F16", [70, 190], 21),
+                of("f32", Float::F32, "F32", [70, 130], 22),
+            ],
+        ),
+    );
     for (name, profile) in VALID {
         let dir = golden().join("valid").join(name);
         compress(&dir.join("source"), &dir.join("bundle"), &CompressOptions::new(profile), &Silent).unwrap();
@@ -258,12 +285,15 @@ fn regenerate() {
         scratch.path("c/t.safetensors"),
         &safetensors_file(&[], &[tensor("t", "BF16", &[128, 256], &escaping_weights(128 * 256))]),
     );
+    put(scratch.path("f/t.safetensors"), &safetensors_file(&[], &[of("t", Float::F16, "F16", [70, 190], 21)]));
     put(
         scratch.path("r/t.safetensors"),
         &safetensors_file(&[], &[tensor("t", "BF16", &[128, 64], &escaping_weights(128 * 64))]),
     );
+    // What is coded: of the profile's own form, or another type's exponents.
+    const FLOATS: Profile = Profile::Inference;
     type Change = fn(Section, &mut [u8]);
-    let streams: [(&str, Profile, Change); 24] = [
+    let streams: [(&str, Profile, Change); 31] = [
         ("start-word", Profile::Distribution, |s, b| {
             if s == Section::TILE_METADATA {
                 b[TileMetadata::BYTES] ^= 1
@@ -399,6 +429,46 @@ fn regenerate() {
                 b[64] ^= 1
             }
         }),
+        ("exponents-format", FLOATS, |s, b| {
+            if s == Section::FLOAT_FORMAT {
+                b[0] = 6
+            }
+        }),
+        ("exponents-palette", FLOATS, |s, b| {
+            if s == Section::PALETTE {
+                b[0] = 32
+            }
+        }),
+        ("exponents-verbatim", FLOATS, |s, b| {
+            if s == Section::VERBATIM_EXPONENTS {
+                b[63] = 255
+            }
+        }),
+        ("exponents-start", FLOATS, |s, b| {
+            if s == Section::TILE_METADATA {
+                b[TileMetadata::BYTES] ^= 1
+            }
+        }),
+        ("exponents-row", FLOATS, |s, b| {
+            if s == Section::ROW_LENGTHS {
+                // The tile's bits stay the same.
+                let first = (0..64).find(|&row| b[row] > 0).unwrap();
+                let last = (0..64).rfind(|&row| b[row] > 0).unwrap();
+                b[first] += 1;
+                b[last] -= 1;
+            }
+        }),
+        ("exponents-fill", FLOATS, |s, b| {
+            if s == Section::FRACTION_BYTES {
+                *b.last_mut().unwrap() = 1
+            }
+        }),
+        ("exponents-group", FLOATS, |s, b| {
+            if s == Section::FRACTION_BITS {
+                // 13,300 elements: the last group has four, 12 of its 24 bits.
+                b[13_300 / 8 * 3 + 2] = 0x80
+            }
+        }),
     ];
     for (name, profile, change) in streams {
         let dir = golden().join("invalid/streams").join(name);
@@ -407,9 +477,11 @@ fn regenerate() {
             Profile::Palette => "p",
             Profile::Resident => "r",
             Profile::Compact => "c",
+            FLOATS => "f",
             _ => "m",
         });
-        compress(&source, &dir, &CompressOptions::new(profile), &Silent).unwrap();
+        let with = if profile == FLOATS { Profile::Distribution } else { profile };
+        compress(&source, &dir, &CompressOptions::new(with), &Silent).unwrap();
         let (shard, manifest) = (dir.join("t.safetensors"), dir.join("unweight.json"));
         let mut bytes = fs::read(&shard).unwrap();
         let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest).unwrap()).unwrap();
@@ -418,6 +490,7 @@ fn regenerate() {
             Profile::Palette => FormId::PALETTE,
             Profile::Resident => FormId::PACKED,
             Profile::Compact => FormId::COMPACT,
+            FLOATS => FormId::EXPONENTS,
             _ => FormId::HUFFMAN,
         };
         let sections = sections.form().sections();

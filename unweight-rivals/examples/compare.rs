@@ -7,9 +7,9 @@
 use std::{error::Error, fs};
 
 use unweight_format::{
-    CodeLimit, Matrix, Survey,
-    form::FORMS,
-    testing::{Random, Weights},
+    CodeLimit, Float, FloatMatrix, FormId, Histogram, Matrix, Survey, exponents,
+    form::{DynForm, FORMS},
+    testing::{Random, Weights, float_weights, round_to},
 };
 use unweight_rivals::{
     dfloat11::{THREADS, Unit},
@@ -61,12 +61,13 @@ fn of_bf16(contenders: &mut Vec<Contender>) {
     let mut add = |name: &str, run: Box<dyn Fn() -> Result<Round, Box<dyn Error>>>| {
         contenders.push(Contender { name: name.into(), elements: rows * cols, bytes_each: 2, run });
     };
-    for form in FORMS.iter().filter(|form| form.id().name() != "raw") {
+    let codes_bf16 = |form: &&&dyn DynForm| form.id() != FormId::RAW && form.floats().contains(&Float::Bf16);
+    for form in FORMS.iter().filter(codes_bf16) {
         let run = move || {
             let matrix = Matrix::new(weights, rows, cols)?;
             let encode = || {
                 let survey = Survey::of(weights);
-                Ok(form.encode(matrix, &survey, CodeLimit::DEFAULT)?)
+                Ok(form.encode(matrix.into(), &survey, CodeLimit::DEFAULT)?)
             };
             let bytes = |sections: &Vec<Vec<u8>>| sections.iter().map(|section| section.len() as u64).sum();
             let decode = |sections: &Vec<Vec<u8>>| {
@@ -115,8 +116,8 @@ fn of_int8(contenders: &mut Vec<Contender>) {
     }
 }
 
-fn of_fp8(contenders: &mut Vec<Contender>) {
-    let count = 8 << 20;
+/// E4M3 whose exponents have the shares of Qwen3-14B-FP8.
+fn qwen_fp8(count: usize) -> Vec<u8> {
     let mut random = Random::new(13);
     let sum: f64 = tans::QWEN3_14B.iter().map(|&share| f64::from(share)).sum();
     let bytes = (0..count).map(|_| {
@@ -127,7 +128,12 @@ fn of_fp8(contenders: &mut Vec<Contender>) {
         });
         (random.below(2) as u8) << 7 | (exponent.unwrap_or(15) as u8) << 3 | random.below(8) as u8
     });
-    let bytes: &'static Vec<u8> = Box::leak(Box::new(bytes.collect()));
+    bytes.collect()
+}
+
+fn of_fp8(contenders: &mut Vec<Contender>) {
+    let count = 8 << 20;
+    let bytes: &'static Vec<u8> = Box::leak(Box::new(qwen_fp8(count)));
     for per_stream in [128, 512, 1024] {
         let run = move || {
             let encode = || Ok(tans::encode(bytes, per_stream, &tans::QWEN3_14B)?);
@@ -154,51 +160,55 @@ fn bits(counts: &[u64]) -> (f64, f64) {
     (entropy, coded as f64 / total as f64)
 }
 
-/// The nearest E4M3 number, ties to even: sign, exponent and mantissa as stored. Above 448 is 448.
-fn e4m3(value: f32) -> u8 {
-    let sign = u8::from(value.is_sign_negative()) << 7;
-    let size = value.abs().min(448.0);
-    // Spacing of its binade, subnormals included.
-    let exponent = (size.to_bits() >> 23) as i32 - 127;
-    let step = 2f32.powi(exponent.max(-6) - 3);
-    let steps = (size / step).round_ties_even();
-    // A carry into the next exponent adds up by itself.
-    let code = if exponent < -6 { steps as u8 } else { (((exponent + 7) as u8) << 3) + (steps as u8 - 8) };
-    sign | code
+/// Weights of other types than BF16, as rows of both tables name them.
+fn floats() -> Vec<(&'static str, Float, Vec<u8>)> {
+    let count = 8 << 20;
+    let mut random = Random::new(14);
+    let values: Vec<f32> = (0..count).map(|_| (random.normal() * 0.02) as f32).collect();
+    let largest = |values: &[f32]| values.iter().fold(0f32, |most, value| most.max(value.abs()));
+    // E4M3 as checkpoints have it: the largest weight of a row of 4096 becomes 448.
+    let channel = |row: &[f32]| {
+        let scale = 448.0 / largest(row);
+        row.iter().map(|value| round_to(Float::E4M3, value * scale) as u8).collect::<Vec<u8>>()
+    };
+    let of = |float| float_weights(float, count, 14);
+    vec![
+        ("E4M3 of N(0, 0.02^2), a scale a block of 128 x 128", Float::E4M3, of(Float::E4M3)),
+        ("E4M3 of N(0, 0.02^2), a scale a row of 4096", Float::E4M3, values.chunks(4096).flat_map(channel).collect()),
+        ("E4M3 with the exponents of Qwen3-14B-FP8", Float::E4M3, qwen_fp8(count)),
+        ("E5M2 of N(0, 0.02^2), a scale a block of 128 x 128", Float::E5M2, of(Float::E5M2)),
+        ("F16, N(0, 0.02^2)", Float::F16, of(Float::F16)),
+        ("F32, N(0, 0.02^2)", Float::F32, of(Float::F32)),
+    ]
 }
 
-/// What coded exponents would save of tensors that no form holds yet.
-fn study() {
-    println!("\n| weights | exponent bits stored | entropy | Huffman | of all bits saved |\n|---|---:|---:|---:|---:|");
-    let line = |name: &str, stored: u32, all: f64, counts: &[u64]| {
-        let (entropy, coded) = bits(counts);
-        let saved = 100.0 * (f64::from(stored) - coded) / all;
-        println!("| {name} | {stored} | {entropy:.3} | {coded:.3} | {saved:.1} % |");
-    };
-    let gaussian = || {
-        let mut random = Random::new(14);
-        (0..1 << 22).map(move |_| (random.normal() * 0.02) as f32)
-    };
-    let values: Vec<f32> = gaussian().collect();
-    let most = values.iter().fold(0f32, |most, value| most.max(value.abs()));
-    let mut whole = vec![0; 16];
-    values.iter().for_each(|value| whole[usize::from(e4m3(value / most * 448.0) >> 3 & 15)] += 1);
-    line("E4M3 of N(0, 0.02^2), one scale a tensor", 4, 8.0, &whole);
-    let mut blocks = vec![0; 16];
-    for block in values.chunks(128 * 128) {
-        let most = block.iter().fold(0f32, |most, value| most.max(value.abs()));
-        block.iter().for_each(|value| blocks[usize::from(e4m3(value / most * 448.0) >> 3 & 15)] += 1);
+fn of_floats(contenders: &mut Vec<Contender>) {
+    for (name, float, bytes) in floats() {
+        let bytes: &'static Vec<u8> = Box::leak(Box::new(bytes));
+        let elements = bytes.len() / float.bytes();
+        let run = move || {
+            let matrix = FloatMatrix::new(float, bytes, elements / 4096, 4096)?;
+            let encode = || Ok(exponents::encode(matrix, CodeLimit::DEFAULT)?);
+            round(bytes, encode, exponents::ExponentsTensor::coded_bytes, |tensor| Ok(exponents::decode(tensor)?))
+        };
+        let name = format!("Unweight exponents: {name}");
+        contenders.push(Contender { name, elements, bytes_each: float.bytes(), run: Box::new(run) });
     }
-    line("E4M3 of N(0, 0.02^2), a scale a block of 128 x 128", 4, 8.0, &blocks);
-    let qwen: Vec<u64> = tans::QWEN3_14B.iter().map(|&share| (share * 10_000.0).round() as u64).collect();
-    line("Qwen3-14B-FP8, as its exponents were counted", 4, 8.0, &qwen);
-    let mut half = vec![0; 32];
-    // Binades of F16, whose rounding moves next to nothing between them.
-    gaussian().for_each(|value| half[((value.to_bits() >> 23 & 255) as i32 - 127 + 15).clamp(0, 31) as usize] += 1);
-    line("F16, N(0, 0.02^2)", 5, 16.0, &half);
-    let mut single = vec![0; 256];
-    gaussian().for_each(|value| single[(value.to_bits() >> 23 & 255) as usize] += 1);
-    line("F32, N(0, 0.02^2)", 8, 32.0, &single);
+}
+
+/// What coded exponents save of other types: in theory, and as they are stored.
+fn study() -> Result<(), Box<dyn Error>> {
+    println!("\n| weights | exponent bits | entropy | Huffman | bits an element, all sections | saved |");
+    println!("|---|---:|---:|---:|---:|---:|");
+    for (name, float, bytes) in floats() {
+        let (entropy, coded) = bits(Histogram::of_float(float, &bytes).counts());
+        let elements = bytes.len() / float.bytes();
+        let matrix = FloatMatrix::new(float, &bytes, elements / 4096, 4096)?;
+        let stored = exponents::encode(matrix, CodeLimit::DEFAULT)?.coded_bytes();
+        let (each, saved) = (stored as f64 * 8.0 / elements as f64, 100.0 - stored as f64 * 100.0 / bytes.len() as f64);
+        println!("| {name} | {} | {entropy:.3} | {coded:.3} | {each:.3} | {saved:.1} % |", float.exponent_bits());
+    }
+    Ok(())
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -213,6 +223,7 @@ fn compare(rounds: u32) -> Result<(), Box<dyn Error>> {
     of_bf16(&mut contenders);
     of_int8(&mut contenders);
     of_fp8(&mut contenders);
+    of_floats(&mut contenders);
     let mut best: Vec<Round> =
         contenders.iter().map(|_| Round { bytes: 0, encode: f64::MAX, decode: f64::MAX }).collect();
     for _ in 0..rounds {
@@ -229,6 +240,5 @@ fn compare(rounds: u32) -> Result<(), Box<dyn Error>> {
         let bits = best.bytes as f64 * 8.0 / contender.elements as f64;
         println!("| {} | {bits:.2} | {:.3} | {:.3} |", contender.name, rate(best.encode), rate(best.decode));
     }
-    study();
-    Ok(())
+    study()
 }

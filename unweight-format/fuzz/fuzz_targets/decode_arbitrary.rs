@@ -3,8 +3,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use unweight_format::{
-    CodeLimit, CompactTensor, FormId, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, TileGrid,
-    compact, huffman, oracle, packed, palette,
+    CodeLimit, CompactTensor, ExponentsTensor, Float, FloatMatrix, FormId, Histogram, HuffmanTensor, Matrix,
+    PackedTensor, PaletteTensor, Section, TileGrid, compact, exponents, huffman, oracle, packed, palette,
 };
 
 /// The sections of the forms with verbatim rows, as an input numbers them.
@@ -55,8 +55,20 @@ fn check_compact(tensor: &CompactTensor<Vec<u8>>) {
     (0..tensor.grid().tiles()).for_each(|tile| drop(tensor.operands(tile)));
 }
 
+fn check_exponents(tensor: &ExponentsTensor<Vec<u8>>) {
+    let (fast, slow) = (exponents::decode(tensor), oracle::decode_exponents(tensor));
+    match (&fast, &slow) {
+        (Ok(fast), Ok(slow)) => assert!(fast == slow, "both accept, and differ"),
+        (Err(error), Ok(_)) => panic!("only the fast decoder refuses: {error}"),
+        _ => {}
+    }
+}
+
 fuzz_target!(|data: &[u8]| {
     let [mode, rows, cols, data @ ..] = data else { return };
+    if mode & 12 == 8 {
+        return exponents_sections(*mode, usize::from(*rows) + 1, usize::from(*cols) + 1, data);
+    }
     if mode & 4 != 0 {
         if mode & 8 != 0 {
             return compact_sections(*mode, usize::from(rows % 3), usize::from(cols % 3), data);
@@ -115,6 +127,62 @@ fuzz_target!(|data: &[u8]| {
         PaletteTensor::from_sections(grid, section).iter().for_each(check_palette);
     }
 });
+
+/// Other types: sections cut from the input, or valid ones with (section, offset, xor) from the input.
+fn exponents_sections(mode: u8, rows: usize, cols: usize, data: &[u8]) {
+    let grid = TileGrid::new(rows, cols).expect("small");
+    let float = [Float::E4M3, Float::E5M2, Float::F16, Float::F32][usize::from(mode >> 4 & 3)];
+    let format = [float.exponent_bits() as u8, float.fraction_bits() as u8];
+    if mode & 1 == 0 {
+        let mut rest = data;
+        let cut = |section: Section| {
+            let bytes = section.fixed_bytes(grid).unwrap_or_else(|| {
+                let fraction = 1 + float.fraction_bits() as usize;
+                let (&n, tail) = rest.split_first().unwrap_or((&0, &[]));
+                rest = tail;
+                match section {
+                    Section::FRACTION_BYTES => (grid.elements() * (fraction / 8)).next_multiple_of(16),
+                    Section::FRACTION_BITS => (grid.elements().div_ceil(8) * (fraction % 8)).next_multiple_of(16),
+                    Section::ENCODED_EXP => usize::from(n) * 16,
+                    _ => usize::from(n) * 64,
+                }
+            });
+            let mut out = vec![0; bytes];
+            if section == Section::FLOAT_FORMAT {
+                out[..2].copy_from_slice(&format);
+                return out;
+            }
+            let n = rest.len().min(bytes);
+            out[..n].copy_from_slice(&rest[..n]);
+            rest = &rest[n..];
+            out
+        };
+        ExponentsTensor::from_sections(grid, cut).iter().for_each(check_exponents);
+        return;
+    }
+    let element = |i: u32| {
+        let mixed = i.wrapping_mul(0x9e37_79b9) ^ u32::from(mode) << 8;
+        let exponent = (1 << (float.exponent_bits() - 1)) - 1 - (mixed >> 20).trailing_zeros().min(12) as u8 / 2;
+        float.join(mixed & ((2 << float.fraction_bits()) - 1), exponent)
+    };
+    let weights: Vec<u8> =
+        (0..grid.elements() as u32).flat_map(|i| element(i).to_le_bytes().into_iter().take(float.bytes())).collect();
+    let matrix = FloatMatrix::new(float, &weights, rows, cols).expect("the shape is right");
+    let tensor = exponents::encode(matrix, CodeLimit::DEFAULT).expect("small");
+    check_exponents(&tensor);
+    let damaged = |section: Section| {
+        let mut bytes = tensor.section(section).map(|bytes| bytes.into_owned()).unwrap_or_default();
+        let own = |change: &&[u8]| FormId::EXPONENTS.form().sections()[usize::from(change[0]) % 9] == section;
+        for change in data.chunks_exact(4).filter(own) {
+            if !bytes.is_empty() {
+                let at = usize::from(u16::from_le_bytes([change[1], change[2]])) % bytes.len();
+                bytes[at] ^= change[3];
+            }
+        }
+        bytes
+    };
+    ExponentsTensor::from_sections(grid, damaged).iter().for_each(check_exponents);
+}
 
 /// Packed tensors of up to 2 x 2 tiles; 0 tile rows or columns: a shape that cannot be packed.
 fn packed_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {

@@ -2,7 +2,9 @@
 //! Any weights of any small shape come back, and both encoders agree.
 
 use libfuzzer_sys::fuzz_target;
-use unweight_format::{CodeLimit, Histogram, Matrix, compact, huffman, oracle, packed, palette};
+use unweight_format::{
+    CodeLimit, Float, FloatMatrix, Histogram, Matrix, compact, exponents, huffman, oracle, packed, palette,
+};
 
 fuzz_target!(|data: &[u8]| {
     let [cols, limit, weights @ ..] = data else { return };
@@ -21,6 +23,16 @@ fuzz_target!(|data: &[u8]| {
     let mut out = vec![0; weights.len()];
     palette::decode_into(&palette, &mut out).expect("valid");
     assert!(out == weights);
+    // The same bytes as other types, rows as long as they are and what is left out.
+    for float in [Float::E4M3, Float::E5M2, Float::F16, Float::F32] {
+        let rows = weights.len() / float.bytes() / cols;
+        let weights = &weights[..rows * cols * float.bytes()];
+        let Ok(matrix) = FloatMatrix::new(float, weights, rows, cols) else { continue };
+        let fast = exponents::encode(matrix, limit).expect("small");
+        assert!(fast == oracle::encode_exponents(matrix, limit).expect("small"), "encoders differ");
+        assert!(exponents::decode(&fast).expect("valid") == weights);
+        assert!(oracle::decode_exponents(&fast).expect("valid") == weights);
+    }
     // Whole tiles of the same weights, repeated as often as it takes.
     let whole: Vec<u8> = weights.iter().copied().cycle().take(64 * 128 * 2).collect();
     let matrix = Matrix::new(&whole, 64, 128).expect("the shape is right");

@@ -1,6 +1,6 @@
 //! Counts of exponents.
 
-use crate::bf16;
+use crate::{Float, bf16};
 
 /// How often each exponent occurs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,8 +17,13 @@ impl Default for Histogram {
 impl Histogram {
     /// Counts little-endian BF16 elements; an odd last byte is ignored.
     pub fn of(bytes: &[u8]) -> Self {
+        Self::of_float(Float::Bf16, bytes)
+    }
+
+    /// Counts little-endian elements of another type; an incomplete last one is ignored.
+    pub fn of_float(float: Float, bytes: &[u8]) -> Self {
         let mut counter = Counter::default();
-        counter.add(bytes);
+        counter.add_float(float, bytes);
         counter.finish()
     }
 
@@ -81,6 +86,27 @@ impl Default for Counter {
 }
 
 impl Counter {
+    /// Counts little-endian elements; an incomplete last one is ignored.
+    pub(crate) fn add_float(&mut self, float: Float, bytes: &[u8]) {
+        match float {
+            Float::Bf16 => self.add(bytes),
+            Float::E4M3 => self.add_each(bytes, |&[byte]| Float::E4M3.exponent(byte.into())),
+            Float::E5M2 => self.add_each(bytes, |&[byte]| Float::E5M2.exponent(byte.into())),
+            Float::F16 => self.add_each(bytes, |&half| Float::F16.exponent(u16::from_le_bytes(half).into())),
+            Float::F32 => self.add_each(bytes, |&single| Float::F32.exponent(u32::from_le_bytes(single))),
+        }
+    }
+
+    fn add_each<const BYTES: usize>(&mut self, bytes: &[u8], exponent: impl Fn(&[u8; BYTES]) -> u8) {
+        let (quads, rest) = bytes.as_chunks::<BYTES>().0.as_chunks::<4>();
+        for quad in quads {
+            for (i, element) in quad.iter().enumerate() {
+                self.tables[usize::from(exponent(element))][i] += 1;
+            }
+        }
+        rest.iter().for_each(|element| self.tables[usize::from(exponent(element))][0] += 1);
+    }
+
     /// Counts little-endian BF16 elements; an odd last byte is ignored.
     pub(crate) fn add(&mut self, bytes: &[u8]) {
         #[cfg(target_arch = "x86_64")]
@@ -183,6 +209,12 @@ mod tests {
         assert_eq!(plain.finish(), obvious);
         assert_eq!(Histogram::of(&bytes), obvious);
         assert_eq!(obvious.total(), bytes.len() as u64 / 2);
+        for float in Float::ALL {
+            let mut obvious = Histogram::default();
+            let elements = bytes.chunks_exact(float.bytes());
+            elements.for_each(|element| obvious.add(float.exponent(float.read(element)), 1));
+            assert_eq!(Histogram::of_float(float, &bytes), obvious, "{}", float.name());
+        }
     }
 
     #[test]

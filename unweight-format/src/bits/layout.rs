@@ -55,6 +55,8 @@ pub const LANES: usize = 32;
 pub const LANE_CODES: usize = TILE_ELEMENTS / LANES / 4;
 /// Most bytes of one tile of `class_streams`: the lanes' lengths, and their longest codes.
 pub const STREAM_TILE_BYTES_MAX: usize = LANES + LANES * LANE_CODES * CLASS_CODE_MAX as usize / 8;
+/// Bytes of `float_format`.
+pub const FLOAT_FORMAT_BYTES: usize = 16;
 /// Bytes of one record of `tile_metadata`.
 pub const TILE_METADATA_BYTES: usize = 16;
 /// Bytes that a section of variable size is padded to, as the kernels' bulk copies need.

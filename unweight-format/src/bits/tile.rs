@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 
 use crate::{
-    CodecError,
+    CodecError, Float,
     layout::{TILE, TILE_METADATA_BYTES},
 };
 
@@ -21,7 +21,7 @@ impl<'a> Matrix<'a> {
         let grid = TileGrid::new(rows, cols)?;
         if grid.elements().checked_mul(2) != Some(bytes.len()) {
             let expected = grid.elements().saturating_mul(2);
-            return Err(CodecError::MatrixBytes { rows, cols, expected, got: bytes.len() });
+            return Err(CodecError::MatrixBytes { float: Float::Bf16, rows, cols, expected, got: bytes.len() });
         }
         Ok(Self { bytes, grid })
     }
@@ -44,6 +44,70 @@ impl<'a> Matrix<'a> {
         assert!(row < self.grid.rows && col < self.grid.cols);
         let at = (row * self.grid.cols + col) * 2;
         u16::from_le_bytes([self.bytes[at], self.bytes[at + 1]])
+    }
+}
+
+/// A matrix `[rows, cols]` of any type whose exponents can be coded, row-major, little-endian, of any alignment.
+#[derive(Debug, Clone, Copy)]
+pub struct FloatMatrix<'a> {
+    float: Float,
+    bytes: &'a [u8],
+    grid: TileGrid,
+}
+
+impl<'a> FloatMatrix<'a> {
+    /// # Errors
+    /// As [`Matrix::new`], with the bytes of the type.
+    pub fn new(float: Float, bytes: &'a [u8], rows: usize, cols: usize) -> Result<Self, CodecError> {
+        let grid = TileGrid::new(rows, cols)?;
+        // A grid's elements, four bytes each, fit the address space.
+        let expected = grid.elements() * float.bytes();
+        if expected != bytes.len() {
+            return Err(CodecError::MatrixBytes { float, rows, cols, expected, got: bytes.len() });
+        }
+        Ok(Self { float, bytes, grid })
+    }
+
+    /// The matrix, if it is one of BF16.
+    ///
+    /// # Errors
+    /// It has another type.
+    pub fn bf16(&self) -> Result<Matrix<'a>, CodecError> {
+        match self.float {
+            Float::Bf16 => Ok(Matrix { bytes: self.bytes, grid: self.grid }),
+            float => Err(CodecError::Type { float }),
+        }
+    }
+
+    /// Type of the elements.
+    pub fn float(&self) -> Float {
+        self.float
+    }
+
+    /// The elements' bytes.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// Shape and tiling.
+    pub fn grid(&self) -> TileGrid {
+        self.grid
+    }
+
+    /// Bits of the element at (`row`, `col`).
+    ///
+    /// # Panics
+    /// Outside the matrix.
+    pub fn get(&self, row: usize, col: usize) -> u32 {
+        assert!(row < self.grid.rows && col < self.grid.cols);
+        let width = self.float.bytes();
+        self.float.read(&self.bytes[(row * self.grid.cols + col) * width..][..width])
+    }
+}
+
+impl<'a> From<Matrix<'a>> for FloatMatrix<'a> {
+    fn from(matrix: Matrix<'a>) -> Self {
+        Self { float: Float::Bf16, bytes: matrix.bytes, grid: matrix.grid }
     }
 }
 

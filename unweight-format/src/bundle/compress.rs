@@ -38,7 +38,7 @@ use super::{
     stage::{Replaceable, Stage},
 };
 use crate::{
-    CodeLimit, Digest, FormId, Matrix, Section, StoredTensor, bf16,
+    CodeLimit, Digest, Float, FloatMatrix, FormId, Section, StoredTensor, bf16,
     bundle::manifest::{
         self, ChangedFile, CopiedFile, FileEntry, Manifest, Options, SOURCE_HEADER, SOURCE_SUFFIX, SectionEntry,
         TensorEntry, VERSION, WeightsFile, section_name,
@@ -173,7 +173,7 @@ pub fn compare(source: &Path, options: &[CompressOptions]) -> Result<CompareRepo
     let rows = options.iter().zip(predicted).map(|(options, (tensors, stored_bytes))| CompareRow {
         profile: options.profile,
         scope: options.scope,
-        code_limit: tensors.iter().any(|t| t.form == FormId::HUFFMAN).then(|| options.code_limit.bits()),
+        code_limit: tensors.iter().any(is_limited).then(|| options.code_limit.bits()),
         roles: by_role(&tensors),
         stored_bytes,
         saved_bytes: saved(original_bytes, stored_bytes),
@@ -185,6 +185,11 @@ pub fn compare(source: &Path, options: &[CompressOptions]) -> Result<CompareRepo
         original_bytes,
         seconds: started.elapsed().as_secs_f64(),
     })
+}
+
+/// Whether a code limit says something about a tensor.
+fn is_limited(tensor: &TensorReport) -> bool {
+    tensor.form.form().sections().contains(&Section::CODE_LENGTHS)
 }
 
 fn tensor_names(model: &Source) -> impl Iterator<Item = &str> + Clone {
@@ -285,28 +290,35 @@ fn predict_tensor(
     let mut reports = Vec::with_capacity(ways.len());
     for &(planner, limit) in ways {
         let decision = planner.decide(&info.name, info.dtype, &info.shape);
-        if decision.choice.grid().is_none() {
+        let Some(float) = Float::of(info.dtype).filter(|_| decision.choice.grid().is_some()) else {
             reports.push(report(file, info, &decision, &decision.choice, info.bytes));
             continue;
-        }
+        };
         if !samples.iter().any(|(of, _)| *of == limit) {
             if read.is_none() {
                 let pieces = pieces(info.bytes).into_iter().map(|(at, bytes)| input.read(info.offset + at, bytes));
                 read = Some(pieces.collect::<Result<_, _>>()?);
             }
             let pieces: Vec<&[u8]> = read.iter().flatten().map(Vec::as_slice).collect();
-            samples.push((limit, Sample::of(&pieces, limit)));
+            samples.push((limit, Sample::of_float(float, &pieces, limit)));
         }
         let sample = samples.iter().find(|(of, _)| *of == limit).map(|(_, sample)| sample);
         let predicted = sample.map(|sample| plan::predict(decision.choice.clone(), sample));
         reports.push(match predicted {
-            Some((choice, Some(bytes))) if bytes < info.bytes => report(file, info, &decision, &choice, bytes),
+            Some((choice, Some(bytes))) if is_worth_it(choice.form(), bytes, info.bytes) => {
+                report(file, info, &decision, &choice, bytes)
+            }
             Some((choice, Some(_))) => report(file, info, &decision, &choice.not_smaller(), info.bytes),
             Some((choice, None)) => report(file, info, &decision, &choice, info.bytes),
             None => report(file, info, &decision, &decision.choice, info.bytes),
         });
     }
     Ok(reports)
+}
+
+/// Whether so many bytes are few enough for a tensor that has `original` of them.
+fn is_worth_it(form: FormId, bytes: u64, original: u64) -> bool {
+    bytes.saturating_add(form.form().least_saved()) <= original
 }
 
 /// Pieces (offset, bytes) spread evenly over a tensor, each on a multiple of 64 elements; all of a small one.
@@ -924,7 +936,7 @@ impl Job<'_> {
             }
             if again.is_none() {
                 let bytes = input.read(offset, info.bytes)?;
-                let made = encode_tensor(&bytes, decision.choice.clone(), self.options, self.encoder);
+                let made = encode_tensor(&bytes, info.dtype, decision.choice.clone(), self.options, self.encoder);
                 again = Some(made.map_err(|source| BundleError::Encoder {
                     file: file.name.clone(),
                     tensor: info.name.clone(),
@@ -971,8 +983,10 @@ impl Job<'_> {
         decision: &Decision,
     ) -> Result<Encoded<'a>, BundleError> {
         self.progress.tensor(&info.name);
-        let (digest, choice, stored) = encode_tensor(bytes, decision.choice.clone(), self.options, self.encoder)
-            .map_err(|source| BundleError::Encoder { file: file.name.clone(), tensor: info.name.clone(), source })?;
+        let (digest, choice, stored) =
+            encode_tensor(bytes, info.dtype, decision.choice.clone(), self.options, self.encoder).map_err(
+                |source| BundleError::Encoder { file: file.name.clone(), tensor: info.name.clone(), source },
+            )?;
         let (grid, coded): (_, Vec<(Section, &[u8])>) = match &stored {
             Stored::Coded(tensor) => (tensor.grid(), tensor.sections().collect()),
             _ => (None, Vec::new()),
@@ -1189,14 +1203,15 @@ struct Encoded<'a> {
 /// Digest and stored form of a tensor: the form chosen, what takes its place if it does not fit, or raw if it would not shrink.
 fn encode_tensor(
     bytes: &[u8],
+    dtype: Dtype,
     mut choice: Choice,
     options: &CompressOptions,
     encoder: &dyn Encoder,
 ) -> Result<(Digest, Choice, Stored), EncoderError> {
-    while let Some(grid) = choice.grid() {
-        let matrix = Matrix::new(bytes, grid.rows(), grid.cols())?;
+    while let Some((float, grid)) = Float::of(dtype).zip(choice.grid()) {
+        let matrix = FloatMatrix::new(float, bytes, grid.rows(), grid.cols())?;
         match encoder.encode(matrix, choice.form(), options.code_limit) {
-            Ok((digest, tensor)) if tensor.stored_bytes() < bytes.len() as u64 => {
+            Ok((digest, tensor)) if is_worth_it(choice.form(), tensor.stored_bytes(), bytes.len() as u64) => {
                 return Ok((digest, choice, Stored::Coded(tensor)));
             }
             Ok((digest, _)) => return Ok((digest, choice.not_smaller(), Stored::Raw(bytes.to_vec()))),

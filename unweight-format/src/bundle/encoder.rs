@@ -2,7 +2,9 @@
 
 use std::error::Error;
 
-use crate::{CodeLimit, CodecError, Digest, FormId, Matrix, StoredTensor, Survey, form::Unfit, packed::Unpackable};
+use crate::{
+    CodeLimit, CodecError, Digest, FloatMatrix, FormId, StoredTensor, Survey, form::Unfit, packed::Unpackable,
+};
 
 /// Turns matrices into their coded forms. All encoders give the same bytes, so a bundle does not tell which one made it.
 pub trait Encoder: Sync {
@@ -12,7 +14,7 @@ pub trait Encoder: Sync {
     /// The matrix does not fit the form (another is then tried), or the encoder failed.
     fn encode(
         &self,
-        matrix: Matrix<'_>,
+        matrix: FloatMatrix<'_>,
         form: FormId,
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError>;
@@ -52,12 +54,12 @@ pub struct CpuEncoder;
 impl Encoder for CpuEncoder {
     fn encode(
         &self,
-        matrix: Matrix<'_>,
+        matrix: FloatMatrix<'_>,
         form: FormId,
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
         form.form().fits(matrix.grid())?;
-        let survey = Survey::of(matrix.bytes());
+        let survey = Survey::of_float(matrix.float(), matrix.bytes());
         let sections = form.form().encode(matrix, &survey, limit)?;
         Ok((survey.digest, StoredTensor::trusted(form, matrix.grid(), sections)))
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    CodeLimit, Digest, FormId, Section, TileGrid,
+    CodeLimit, Digest, Float, FormId, Section, TileGrid,
     bundle::{
         BundleError, Profile, Scope,
         blocks::{self, Blocks},
@@ -25,7 +25,7 @@ pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
 /// `format` of every manifest.
 pub const FORMAT: &str = "unweight";
 /// The version that this crate writes, and the newest major version that it reads.
-pub const VERSION: Version = Version { major: 1, minor: 3 };
+pub const VERSION: Version = Version { major: 1, minor: 4 };
 /// Program and version that write a bundle.
 pub(crate) const CREATOR: &str = concat!("unweight ", env!("CARGO_PKG_VERSION"));
 /// Largest manifest that is read, bytes: some 100,000 tensors.
@@ -432,12 +432,13 @@ impl TensorEntry {
             let coded = self.rows.is_some() || self.cols.is_some() || !self.sections.is_empty();
             return coded.then(|| "a raw tensor has rows, cols or sections".into());
         }
-        if self.dtype != Dtype::Bf16 {
+        let takes = |float: &Float| self.form.form().floats().contains(float);
+        let Some(float) = Float::of(self.dtype).filter(takes) else {
             return Some(format!("{} cannot be {}", self.dtype, self.form));
-        }
+        };
         let (rows, cols) = (self.rows.unwrap_or(0), self.cols.unwrap_or(0));
         let Some(grid) = self.grid() else { return Some(format!("[{rows}, {cols}] is no matrix")) };
-        if grid.elements() as u64 * 2 != original {
+        if (grid.elements() * float.bytes()) as u64 != original {
             return Some(format!("[{rows}, {cols}] does not have the elements of {:?}", self.shape));
         }
         if grid.elements() as u64 > ELEMENTS_MAX {

@@ -235,6 +235,6 @@ mod tests {
             assert_eq!(serde_json::to_string(profile).unwrap(), format!("\"{profile}\""));
         }
         let error = "zip".parse::<crate::FormId>().unwrap_err().to_string();
-        assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette, packed, compact");
+        assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette, packed, compact, exponents");
     }
 }

@@ -18,9 +18,12 @@ use super::{
     pipeline::{Work, batches_from, on_threads},
 };
 use crate::{
-    Digest, FormId, Section, StoredTensor, TileGrid,
+    Digest, Float, FormId, Section, StoredTensor, TileGrid,
     bundle::manifest::{self, FileEntry, Manifest, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
-    form::packed::{self, PackedTensor, Window, slice_lists},
+    form::{
+        exponents,
+        packed::{self, PackedTensor, Window, slice_lists},
+    },
     glob,
     layout::TILE,
     safetensors::{Dtype, HEADER_MAX, Header, LENGTH_BYTES, TensorInfo},
@@ -447,7 +450,16 @@ impl Shard {
             self.part(place.clone(), section.digest, what)
         });
         let sections = sections.collect::<Result<Vec<_>, _>>()?;
-        StoredTensor::new(entry.form, grid, sections).map_err(|source| self.codec_error(index, source))
+        let stored = StoredTensor::new(entry.form, grid, sections).map_err(|source| self.codec_error(index, source))?;
+        // A form of several types says which one it is of; it has to be the tensor's.
+        match stored.section(Section::FLOAT_FORMAT) {
+            Some(format) if Float::of(entry.dtype).is_none_or(|float| format != exponents::format_of(float)) => {
+                let reason = "it is not that of the tensor's type";
+                let section = Section::FLOAT_FORMAT.name();
+                Err(self.codec_error(index, crate::CodecError::Code { section, reason }))
+            }
+            _ => Ok(stored),
+        }
     }
 
     fn codec_error(&self, index: usize, source: crate::CodecError) -> BundleError {

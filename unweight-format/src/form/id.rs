@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
 use super::{DynForm, FORMS};
-use crate::named::UnknownName;
+use crate::{Float, named::UnknownName};
 
 /// The name of a form: the key of [`FORMS`]. Each form's file has its constant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -28,6 +28,18 @@ impl FormId {
     /// It is not in [`FORMS`]: an id that was read, or is a form's constant, always is.
     pub fn form(self) -> &'static dyn DynForm {
         self.find().unwrap_or_else(|| panic!("the form '{self}' is not in FORMS"))
+    }
+
+    /// The form, if it takes the type; else the first coded one that does.
+    ///
+    /// # Panics
+    /// As [`FormId::form`].
+    pub fn for_float(self, float: Float) -> Self {
+        let takes = |form: &&dyn DynForm| form.id() != Self::RAW && form.floats().contains(&float);
+        if self.form().floats().contains(&float) {
+            return self;
+        }
+        FORMS.iter().copied().find(takes).map_or(Self::RAW, |form| form.id())
     }
 
     fn find(self) -> Option<&'static dyn DynForm> {

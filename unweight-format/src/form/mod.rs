@@ -1,13 +1,14 @@
-//! The forms a weight is stored in (`docs/format.md` A.6 - A.11), one file each, and the list of them.
+//! The forms a weight is stored in (`docs/format.md` A.6 - A.12), one file each, and the list of them.
 //!
 //! ```text
-//! BF16 [n, k] --Survey--> histogram, digest --Form::encode--> StoredTensor {form, grid, sections} --decode--> BF16 [n, k]
+//! floats [n, k] --Survey--> histogram, digest --Form::encode--> StoredTensor {form, grid, sections} --decode--> floats [n, k]
 //! ```
 //! A form is a type without values that implements [`Form`]: its sections as data, and six functions. Everything else (manifests, bundles,
 //! plans, sums, the command line) goes through [`FORMS`], so another form is a file and a line in that list. Those who need a form's
 //! fields take its typed view ([`HuffmanTensor`](crate::HuffmanTensor), ...), which lies in the form's file.
 
 pub mod compact;
+pub mod exponents;
 pub mod huffman;
 mod id;
 pub mod oracle;
@@ -28,20 +29,24 @@ pub use section::{Extent, Section, Sections};
 pub use stored::StoredTensor;
 pub use survey::Survey;
 
-use crate::{CodeLimit, CodecError, Matrix, TileGrid};
+use crate::{CodeLimit, CodecError, Float, FloatMatrix, TileGrid};
 
 /// Every form that bundles know, in the order of reports.
 pub static FORMS: &[&dyn DynForm] =
-    &[&raw::Raw, &huffman::Huffman, &palette::PaletteForm, &packed::Packed, &compact::Compact];
+    &[&raw::Raw, &huffman::Huffman, &palette::PaletteForm, &packed::Packed, &compact::Compact, &exponents::Exponents];
 
-/// How a BF16 matrix is stored.
+/// How a matrix of floats is stored.
 pub trait Form: Sync + 'static {
     /// Its name in manifests, plan files and reports.
     const ID: FormId;
     /// Its sections, in stored order.
     const SECTIONS: &'static [Section];
+    /// What it takes: BF16, unless it says otherwise.
+    const FLOATS: &'static [Float] = &[Float::Bf16];
     /// What takes its place for a matrix that it does not fit.
     const FALLBACK: FormId = FormId::RAW;
+    /// Bytes that it has to save at least, or the tensor is stored raw.
+    const LEAST_SAVED: u64 = 1;
     /// Whether it has to be decoded or transcoded before a matmul can read it: a layer with such a tensor is hard.
     const HARD: bool = false;
 
@@ -66,10 +71,10 @@ pub trait Form: Sync + 'static {
     /// The sections of a matrix in stored order; `survey` is that of the matrix.
     ///
     /// # Errors
-    /// The matrix does not fit.
-    fn encode(matrix: Matrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit>;
+    /// The matrix does not fit, or has another type.
+    fn encode(matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit>;
 
-    /// The weights: `n * k * 2` bytes, little-endian. Checks the sections first.
+    /// The weights: `n * k` elements, little-endian. Checks the sections first.
     ///
     /// # Errors
     /// As [`Form::check`]; `out` has another size; or the codes are not those of any matrix.
@@ -82,8 +87,12 @@ pub trait DynForm: Sync {
     fn id(&self) -> FormId;
     /// [`Form::SECTIONS`].
     fn sections(&self) -> &'static [Section];
+    /// [`Form::FLOATS`].
+    fn floats(&self) -> &'static [Float];
     /// [`Form::FALLBACK`].
     fn fallback(&self) -> FormId;
+    /// [`Form::LEAST_SAVED`].
+    fn least_saved(&self) -> u64;
     /// [`Form::HARD`].
     fn is_hard(&self) -> bool;
     /// [`Form::fits`].
@@ -105,7 +114,7 @@ pub trait DynForm: Sync {
     ///
     /// # Errors
     /// As there.
-    fn encode(&self, matrix: Matrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit>;
+    fn encode(&self, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit>;
     /// [`Form::decode`].
     ///
     /// # Errors
@@ -122,8 +131,16 @@ impl<F: Form> DynForm for F {
         F::SECTIONS
     }
 
+    fn floats(&self) -> &'static [Float] {
+        F::FLOATS
+    }
+
     fn fallback(&self) -> FormId {
         F::FALLBACK
+    }
+
+    fn least_saved(&self) -> u64 {
+        F::LEAST_SAVED
     }
 
     fn is_hard(&self) -> bool {
@@ -142,7 +159,7 @@ impl<F: Form> DynForm for F {
         F::check(grid, sections)
     }
 
-    fn encode(&self, matrix: Matrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+    fn encode(&self, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
         F::encode(matrix, survey, limit)
     }
 
@@ -213,6 +230,11 @@ mod tests {
                 at = at.form().fallback();
             }
             assert_eq!(at, FormId::RAW);
+            assert!(!form.floats().is_empty());
+        }
+        // Whatever can be coded has a form that takes it.
+        for float in Float::ALL {
+            assert!(FORMS.iter().any(|form| form.id() != FormId::RAW && form.floats().contains(&float)));
         }
         // One name has one meaning, whatever the form.
         let mut sections: Vec<Section> = FORMS.iter().flat_map(|form| form.sections()).copied().collect();

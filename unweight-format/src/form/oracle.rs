@@ -1,10 +1,12 @@
 //! The slow, obvious codec: one element, one bit at a time, straight from `docs/format.md`. It judges the fast one.
 
 use crate::{
-    Code, CodeLimit, CodecError, CompactTensor, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, TileMetadata, bf16,
+    Code, CodeLimit, CodecError, CompactTensor, ExponentsTensor, FloatMatrix, HuffmanTensor, Matrix, PackedTensor,
+    PaletteTensor, TileMetadata, bf16,
     bitstream::{BitReader, BitWriter},
     compact,
     histogram::Histogram,
+    huffman::CodedExponents,
     layout::{DENSE_TILE_BYTES, ROW_BITS_MAX, ROW_BITS_MIN, TILE, WORDS_ALIGN},
     packed::{self, Unpackable, Window},
     palette::Palette,
@@ -15,6 +17,41 @@ use crate::{
 /// # Errors
 /// As [`crate::huffman::encode`].
 pub fn encode_huffman(matrix: Matrix<'_>, limit: CodeLimit) -> Result<HuffmanTensor<Vec<u8>>, CodecError> {
+    let (code, [words, row_lengths, metadata, verbatim]) = encode_exponents_of(matrix.into(), limit)?;
+    let sections = [sign_mantissa(matrix), words, row_lengths, metadata, verbatim];
+    Ok(HuffmanTensor::from_encoder(matrix.grid(), code, sections))
+}
+
+/// Encodes another type element by element, and its fractions bit by bit.
+///
+/// # Errors
+/// As [`crate::exponents::encode`].
+pub fn encode_exponents(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Result<ExponentsTensor<Vec<u8>>, CodecError> {
+    let (float, grid) = (matrix.float(), matrix.grid());
+    let (code, sections) = encode_exponents_of(matrix, limit)?;
+    let exponents = CodedExponents::from_encoder(grid, code, sections);
+    let elements = || (0..grid.rows()).flat_map(|row| (0..grid.cols()).map(move |col| (row, col)));
+    let rests = elements().map(|(row, col)| float.sign_fraction(matrix.get(row, col)));
+    let bits = 1 + float.fraction_bits();
+    let (mut lower, mut upper) = (BitWriter::default(), BitWriter::default());
+    for rest in rests {
+        for bit in 0..bits {
+            let writer = if bit < bits / 8 * 8 { &mut lower } else { &mut upper };
+            writer.push(rest >> bit & 1, 1);
+        }
+    }
+    // The last group has its eight elements, too.
+    (grid.elements()..grid.elements().next_multiple_of(8)).for_each(|_| upper.push(0, bits % 8));
+    let padded = |writer: BitWriter| {
+        let mut bytes: Vec<u8> = writer.into_words().iter().flat_map(|word| word.to_le_bytes()).collect();
+        bytes.resize(bytes.len().next_multiple_of(4 * WORDS_ALIGN), 0);
+        bytes
+    };
+    Ok(ExponentsTensor::from_parts(float, exponents, padded(lower), padded(upper)))
+}
+
+/// The code of a matrix, and its coded words, row lengths, metadata and verbatim rows.
+fn encode_exponents_of(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Result<(Code, [Vec<u8>; 4]), CodecError> {
     let grid = matrix.grid();
     let code = code_of(matrix, limit);
     let index = code.palette().index();
@@ -51,7 +88,7 @@ pub fn encode_huffman(matrix: Matrix<'_>, limit: CodeLimit) -> Result<HuffmanTen
     let mut words = writer.into_words();
     words.resize(words.len().next_multiple_of(WORDS_ALIGN), 0);
     let encoded = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-    Ok(HuffmanTensor::from_encoder(grid, code, [sign_mantissa(matrix), encoded, row_lengths, metadata, verbatim]))
+    Ok((code, [encoded, row_lengths, metadata, verbatim]))
 }
 
 /// Encodes element by element.
@@ -60,7 +97,7 @@ pub fn encode_huffman(matrix: Matrix<'_>, limit: CodeLimit) -> Result<HuffmanTen
 /// As [`crate::palette::encode`].
 pub fn encode_palette(matrix: Matrix<'_>, limit: CodeLimit) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
     let grid = matrix.grid();
-    let code = code_of(matrix, limit);
+    let code = code_of(matrix.into(), limit);
     let index = code.palette().index();
     let (mut packed, mut metadata, mut verbatim) = (Vec::new(), Vec::new(), Vec::new());
     for tile_row in 0..grid.tile_rows() {
@@ -68,7 +105,7 @@ pub fn encode_palette(matrix: Matrix<'_>, limit: CodeLimit) -> Result<PaletteTen
             let offset = (verbatim.len() / TILE) as u32;
             let mut bitmask = 0u64;
             for row in 0..TILE {
-                match row_of(matrix, &code, tile_row, tile_col, row) {
+                match row_of(matrix.into(), &code, tile_row, tile_col, row) {
                     Row::Pad => packed.extend([0; TILE / 2]),
                     Row::Verbatim(exponents) => {
                         packed.extend([0; TILE / 2]);
@@ -94,7 +131,7 @@ pub fn encode_palette(matrix: Matrix<'_>, limit: CodeLimit) -> Result<PaletteTen
 pub fn pack(matrix: Matrix<'_>) -> Result<PackedTensor<Vec<u8>>, Unpackable> {
     let grid = matrix.grid();
     packed::packable_shape(grid)?;
-    let window = Window::covering(&histogram_of(matrix))?;
+    let window = Window::covering(&histogram_of(matrix.into()))?;
     for (row, col) in (0..grid.rows()).flat_map(|row| (0..grid.cols()).map(move |col| (row, col))) {
         let weight = matrix.get(row, col);
         if window.nibble(bf16::exponent(weight)).is_none() && window.operand(weight).is_none() {
@@ -313,6 +350,29 @@ fn dense_half(
 /// # Errors
 /// A row's codes do not use its stored bits, or bits between tiles are not 0.
 pub fn decode_huffman<B: AsRef<[u8]>>(tensor: &HuffmanTensor<B>) -> Result<Vec<u8>, CodecError> {
+    Ok(joined(tensor.sign_mantissa(), &decode_exponents_of(tensor.exponents())?))
+}
+
+/// As [`decode_huffman`], of another type.
+///
+/// # Errors
+/// As there.
+pub fn decode_exponents<B: AsRef<[u8]>>(tensor: &ExponentsTensor<B>) -> Result<Vec<u8>, CodecError> {
+    let (float, exponents) = (tensor.float(), decode_exponents_of(tensor.exponents())?);
+    let bits = 1 + float.fraction_bits() as usize;
+    let (lower, upper) = (bits / 8 * 8, bits % 8);
+    let bit = |bytes: &[u8], at: usize| u32::from(bytes[at / 8] >> (at % 8) & 1);
+    let mut out = Vec::new();
+    for (i, &exponent) in exponents.iter().enumerate() {
+        let below = (0..lower).map(|at| bit(tensor.fraction_bytes(), i * lower + at) << at);
+        let above = (0..upper).map(|at| bit(tensor.fraction_bits(), i * upper + at) << (lower + at));
+        let element = float.join(below.chain(above).sum(), exponent);
+        out.extend_from_slice(&element.to_le_bytes()[..float.bytes()]);
+    }
+    Ok(out)
+}
+
+fn decode_exponents_of<B: AsRef<[u8]>>(tensor: &CodedExponents<B>) -> Result<Vec<u8>, CodecError> {
     let grid = tensor.grid();
     let mut exponents = vec![0u8; grid.elements()];
     for tile in 0..grid.tiles() {
@@ -345,7 +405,7 @@ pub fn decode_huffman<B: AsRef<[u8]>>(tensor: &HuffmanTensor<B>) -> Result<Vec<u
             }
         }
     }
-    Ok(joined(tensor.sign_mantissa(), &exponents))
+    Ok(exponents)
 }
 
 /// Decodes nibble by nibble.
@@ -380,13 +440,14 @@ enum Row {
     Coded([u8; TILE], u32),
 }
 
-fn row_of(matrix: Matrix<'_>, code: &Code, tile_row: usize, tile_col: usize, row: usize) -> Row {
+fn row_of(matrix: FloatMatrix<'_>, code: &Code, tile_row: usize, tile_col: usize, row: usize) -> Row {
     let grid = matrix.grid();
     if row >= grid.rows_in(tile_row) {
         return Row::Pad;
     }
     let cols = grid.cols_in(tile_col);
-    let exponent = |col: usize| bf16::exponent(matrix.get(tile_row * TILE + row, tile_col * TILE + col));
+    let float = matrix.float();
+    let exponent = |col: usize| float.exponent(matrix.get(tile_row * TILE + row, tile_col * TILE + col));
     let index = code.palette().index();
     let lengths = code.lengths();
     let bits: Option<u32> = (0..TILE)
@@ -402,16 +463,16 @@ fn row_of(matrix: Matrix<'_>, code: &Code, tile_row: usize, tile_col: usize, row
     }
 }
 
-fn code_of(matrix: Matrix<'_>, limit: CodeLimit) -> Code {
+fn code_of(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Code {
     let histogram = histogram_of(matrix);
     debug_assert!(Palette::from_histogram(&histogram).is_some());
     Code::from_histogram(&histogram, limit).expect("a matrix has elements")
 }
 
-fn histogram_of(matrix: Matrix<'_>) -> Histogram {
-    let mut histogram = Histogram::default();
-    for element in matrix.bytes().chunks_exact(2) {
-        histogram.add(bf16::exponent(u16::from_le_bytes([element[0], element[1]])), 1);
+fn histogram_of(matrix: FloatMatrix<'_>) -> Histogram {
+    let (mut histogram, float) = (Histogram::default(), matrix.float());
+    for element in matrix.bytes().chunks_exact(float.bytes()) {
+        histogram.add(float.exponent(float.read(element)), 1);
     }
     histogram
 }

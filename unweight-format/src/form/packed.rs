@@ -25,7 +25,7 @@ pub use crate::layout::{
     OPERAND_EXPONENT, PACKED_TILE_BYTES as TILE_BYTES, PACKED_WINDOW_BYTES as WINDOW_BYTES, ROW_BLOCKS,
 };
 use crate::{
-    CodeLimit, CodecError, Histogram, Matrix, TileGrid, bf16,
+    CodeLimit, CodecError, FloatMatrix, Histogram, Matrix, TileGrid, bf16,
     bits::zeroed,
     layout::{PACKED_BLOCK_BYTES as BLOCK_BYTES, SECTION_ALIGN, TILE, WINDOW_BASE_MAX, WINDOW_BASE_MIN, WORDS_ALIGN},
     safetensors::Dtype,
@@ -72,8 +72,8 @@ impl Form for Packed {
         PackedTensor::from_sections(grid, |section| sections.get(section)).map(|_| ())
     }
 
-    fn encode(matrix: Matrix<'_>, survey: &Survey, _: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
-        Ok(pack(matrix, &survey.histogram)?.into_sections())
+    fn encode(matrix: FloatMatrix<'_>, survey: &Survey, _: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+        Ok(pack(matrix.bf16()?, &survey.histogram)?.into_sections())
     }
 
     fn decode(grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {

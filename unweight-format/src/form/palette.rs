@@ -11,7 +11,7 @@ use super::{
     tiles::{check_metadata, check_out, debug_sizes, join, low_bits, small},
 };
 use crate::{
-    Code, CodeLimit, CodecError, Histogram, Matrix, TileGrid, TileMetadata,
+    Code, CodeLimit, CodecError, FloatMatrix, Histogram, Matrix, TileGrid, TileMetadata,
     layout::{PALETTE_MAX, PALETTE_TILE_BYTES, TILE},
     safetensors::Dtype,
 };
@@ -111,9 +111,9 @@ impl Form for PaletteForm {
         PaletteTensor::from_sections(grid, |section| sections.get(section)).map(|_| ())
     }
 
-    fn encode(matrix: Matrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+    fn encode(matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
         let code = Code::from_histogram(&survey.histogram, limit).expect("a matrix has elements");
-        Ok(encode_with(matrix, &code)?.into_sections())
+        Ok(encode_with(matrix.bf16()?, &code)?.into_sections())
     }
 
     fn decode(grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
@@ -134,7 +134,7 @@ pub fn encode(matrix: Matrix<'_>, limit: CodeLimit) -> Result<PaletteTensor<Vec<
 /// # Errors
 /// As [`encode`].
 pub fn encode_with(matrix: Matrix<'_>, code: &Code) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
-    let [sign_mantissa, packed, metadata, _, verbatim] = bands::<false>(matrix, code, PALETTE_TILE_BYTES)?;
+    let [sign_mantissa, packed, metadata, _, verbatim] = bands::<false>(matrix.into(), code, PALETTE_TILE_BYTES)?;
     Ok(PaletteTensor::from_encoder(matrix.grid(), *code.palette(), [sign_mantissa, packed, metadata, verbatim]))
 }
 

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::{Extent, Form, FormId, Sample, Section, Sections, Survey, Unfit};
-use crate::{CodeLimit, CodecError, Matrix, TileGrid, safetensors::Dtype};
+use crate::{CodeLimit, CodecError, Float, FloatMatrix, TileGrid, safetensors::Dtype};
 
 /// The raw form.
 #[derive(Debug, Clone, Copy)]
@@ -22,20 +22,21 @@ impl Section {
 impl Form for Raw {
     const ID: FormId = FormId::RAW;
     const SECTIONS: &'static [Section] = &[Section::RAW];
+    const FLOATS: &'static [Float] = &Float::ALL;
 
     fn fits(_: TileGrid) -> Result<(), Unfit> {
         Ok(())
     }
 
-    fn predict(grid: TileGrid, _: &Sample) -> Result<u64, Unfit> {
-        Ok(grid.elements() as u64 * 2)
+    fn predict(grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
+        Ok((grid.elements() * sample.float().bytes()) as u64)
     }
 
     fn check(_: TileGrid, _: &Sections<'_>) -> Result<(), CodecError> {
         Ok(())
     }
 
-    fn encode(matrix: Matrix<'_>, _: &Survey, _: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+    fn encode(matrix: FloatMatrix<'_>, _: &Survey, _: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
         Ok(vec![matrix.bytes().to_vec()])
     }
 

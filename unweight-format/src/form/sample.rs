@@ -2,13 +2,14 @@
 
 use super::Section;
 use crate::{
-    Code, CodeLimit, Histogram, TileGrid, bf16,
+    Code, CodeLimit, Float, Histogram, TileGrid,
     layout::{ROW_BITS_MAX, TILE},
 };
 
 /// What a sample of a tensor tells about all of it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
+    float: Float,
     histogram: Histogram,
     limit: CodeLimit,
     /// Rows of 64 elements in the sample.
@@ -22,16 +23,21 @@ pub struct Sample {
 impl Sample {
     /// Samples contiguous pieces of BF16 elements; each is cut in rows of 64, an incomplete one at its end is not counted.
     pub fn of(pieces: &[&[u8]], limit: CodeLimit) -> Self {
+        Self::of_float(Float::Bf16, pieces, limit)
+    }
+
+    /// As [`Sample::of`], of another type.
+    pub fn of_float(float: Float, pieces: &[&[u8]], limit: CodeLimit) -> Self {
         let mut histogram = Histogram::default();
-        pieces.iter().for_each(|piece| histogram.merge(&Histogram::of(piece)));
-        let mut sample = Self { histogram, limit, rows: 0, verbatim_rows: 0, coded_bits: 0 };
+        pieces.iter().for_each(|piece| histogram.merge(&Histogram::of_float(float, piece)));
+        let mut sample = Self { float, histogram, limit, rows: 0, verbatim_rows: 0, coded_bits: 0 };
         let Some(code) = Code::from_histogram(&sample.histogram, limit) else { return sample };
         let table = code.encode_table();
-        for row in pieces.iter().flat_map(|piece| piece.chunks_exact(2 * TILE)) {
+        for row in pieces.iter().flat_map(|piece| piece.chunks_exact(float.bytes() * TILE)) {
             let mut coded = true;
             let bits: u32 = row
-                .chunks_exact(2)
-                .map(|e| table[usize::from(bf16::exponent(u16::from_le_bytes([e[0], e[1]])))].1)
+                .chunks_exact(float.bytes())
+                .map(|e| table[usize::from(float.exponent(float.read(e)))].1)
                 .inspect(|&length| coded &= length > 0)
                 .map(u32::from)
                 .sum();
@@ -48,6 +54,11 @@ impl Sample {
             sample.coded_bits = (code.mean_bits(&sample.histogram) * TILE as f64) as u64;
         }
         sample
+    }
+
+    /// Type of the elements.
+    pub fn float(&self) -> Float {
+        self.float
     }
 
     /// Exponents of the sample.

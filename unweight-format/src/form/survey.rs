@@ -2,12 +2,12 @@
 
 use rayon::prelude::*;
 
-use crate::{Digest, Histogram, digest::LEAF_BYTES, histogram::Counter};
+use crate::{Digest, Float, Histogram, digest::LEAF_BYTES, histogram::Counter};
 
 /// What one read of a tensor tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Survey {
-    /// Exponent counts (meaningless if the bytes are not BF16).
+    /// Exponent counts.
     pub histogram: Histogram,
     /// Digest of the bytes.
     pub digest: Digest,
@@ -16,6 +16,11 @@ pub struct Survey {
 impl Survey {
     /// Histogram and digest of BF16 bytes in one read.
     pub fn of(bytes: &[u8]) -> Self {
+        Self::of_float(Float::Bf16, bytes)
+    }
+
+    /// As [`Survey::of`], of another type.
+    pub fn of_float(float: Float, bytes: &[u8]) -> Self {
         const SPAN: usize = 16;
         let mut leaves = vec![Digest::leaf(&[]); bytes.len().div_ceil(LEAF_BYTES)];
         let counter = leaves
@@ -23,7 +28,8 @@ impl Survey {
             .zip(bytes.par_chunks(SPAN * LEAF_BYTES))
             .fold(Counter::default, |mut counter, (digests, span)| {
                 for (digest, leaf) in digests.iter_mut().zip(span.chunks(LEAF_BYTES)) {
-                    counter.add(leaf);
+                    // A leaf holds whole elements.
+                    counter.add_float(float, leaf);
                     *digest = Digest::leaf(leaf);
                 }
                 counter

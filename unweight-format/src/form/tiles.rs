@@ -2,7 +2,7 @@
 
 use super::{Extent, Section};
 use crate::{
-    CodecError, TileGrid, TileMetadata, bf16,
+    CodecError, Float, TileGrid, TileMetadata, bf16,
     layout::{PALETTE_MAX, TILE, TILE_METADATA_BYTES},
     safetensors::Dtype,
 };
@@ -86,13 +86,19 @@ pub(crate) fn join(sign_mantissa: &[u8], exponents: &[u8], out: &mut [u8]) {
     }
 }
 
-/// Whether `out` has room for the weights of `grid`, and no more.
+/// Whether `out` has room for the BF16 weights of `grid`, and no more.
 pub(crate) fn check_out(grid: TileGrid, out: &[u8]) -> Result<(), CodecError> {
-    let expected = grid.elements() * 2;
+    check_room(Float::Bf16, grid, out)
+}
+
+/// As [`check_out`], for another type.
+pub(crate) fn check_room(float: Float, grid: TileGrid, out: &[u8]) -> Result<(), CodecError> {
+    // A grid's elements, four bytes each, fit the address space.
+    let expected = grid.elements() * float.bytes();
     if out.len() == expected {
         return Ok(());
     }
-    Err(CodecError::MatrixBytes { rows: grid.rows(), cols: grid.cols(), expected, got: out.len() })
+    Err(CodecError::MatrixBytes { float, rows: grid.rows(), cols: grid.cols(), expected, got: out.len() })
 }
 
 /// Sizes, not megabytes.

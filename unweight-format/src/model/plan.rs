@@ -12,7 +12,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    FormId, TileGrid,
+    Float, FormId, TileGrid,
     bundle::{
         BundleError, CompressOptions, Profile, Scope, files,
         manifest::{Layer, LayerMode},
@@ -28,7 +28,7 @@ use crate::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reason {
-    /// Not BF16.
+    /// No float, or none whose exponents are coded.
     Dtype(Dtype),
     /// Rank 0 or 1.
     Rank(usize),
@@ -57,7 +57,7 @@ pub enum Reason {
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Dtype(dtype) => write!(f, "{dtype}, not BF16"),
+            Self::Dtype(dtype) => write!(f, "{dtype} is not coded"),
             Self::Rank(rank) => write!(f, "rank {rank}"),
             Self::Empty => f.write_str("no elements"),
             Self::TooLarge => f.write_str("more than 2^34 elements, or a dimension above 2^32 - 1"),
@@ -68,7 +68,10 @@ impl fmt::Display for Reason {
             Self::Bootstrap => f.write_str("bootstrap layer"),
             Self::Down => f.write_str("down projection"),
             Self::NoLayer => f.write_str("in no layer"),
-            Self::NotSmaller(_) => f.write_str("not smaller when coded"),
+            Self::NotSmaller(form) => match form.form().least_saved() {
+                1 => f.write_str("not smaller when coded"),
+                least => write!(f, "coded it would save less than {least} bytes"),
+            },
         }
     }
 }
@@ -152,8 +155,10 @@ impl Choice {
 
 /// Overrides from a file: `{"rules": [{"match": "model.layers.0.*", "encoding": "raw"}, ...]}`.
 ///
-/// A later rule overrides an earlier one; a rule overrides profile, scope, include and exclude. Type and shape are stronger
-/// than any rule: only BF16 tensors of rank 2 and up are ever coded.
+/// A later rule overrides an earlier one; a rule overrides profile, scope, include and exclude. Type and shape are
+/// stronger than any rule: only BF16, FP8, F16 and F32 tensors of rank 2 and up are ever coded. A form that does not take
+/// a tensor's type stands for the first one that does: `huffman` and `exponents` are the same coding, of BF16 and of
+/// other types.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlanFile {
@@ -235,11 +240,11 @@ impl Planner {
     /// Decides about one tensor.
     pub fn decide(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Decision {
         let (role, layer) = roles::of(name);
-        let wanted = eligible(dtype, shape).and_then(|grid| Ok((self.wanted(name, role, layer)?, grid)));
+        let wanted = eligible(dtype, shape).and_then(|of| Ok((self.wanted(name, role, layer)?, of)));
         let choice = match wanted {
             Err(reason) => Choice::raw(reason),
             Ok((FormId::RAW, _)) => Choice::raw(Reason::PlanFile),
-            Ok((form, grid)) => Choice::of(form, grid),
+            Ok((form, (float, grid))) => Choice::of(form.for_float(float), grid),
         };
         Decision { role, layer, choice }
     }
@@ -293,10 +298,8 @@ impl Planner {
     }
 }
 
-fn eligible(dtype: Dtype, shape: &[usize]) -> Result<TileGrid, Reason> {
-    if dtype != Dtype::Bf16 {
-        return Err(Reason::Dtype(dtype));
-    }
+fn eligible(dtype: Dtype, shape: &[usize]) -> Result<(Float, TileGrid), Reason> {
+    let float = Float::of(dtype).ok_or(Reason::Dtype(dtype))?;
     if shape.contains(&0) {
         return Err(Reason::Empty);
     }
@@ -304,7 +307,7 @@ fn eligible(dtype: Dtype, shape: &[usize]) -> Result<TileGrid, Reason> {
         return Err(Reason::Rank(shape.len()));
     }
     let grid = TileGrid::fold(shape).ok_or(Reason::TooLarge)?;
-    if grid.elements() as u64 > ELEMENTS_MAX { Err(Reason::TooLarge) } else { Ok(grid) }
+    if grid.elements() as u64 > ELEMENTS_MAX { Err(Reason::TooLarge) } else { Ok((float, grid)) }
 }
 
 /// How the inference profile has a layer run, by its number (report section 6): the first is the bootstrap, then easy and hard ones take turns.
@@ -376,12 +379,31 @@ mod tests {
     fn type_and_shape_come_first() {
         let all = planner(Profile::Distribution, Scope::All, &[("*", FormId::HUFFMAN)]);
         let form = |dtype, shape: &[usize]| all.decide("x", dtype, shape).choice;
-        assert_eq!(form(Dtype::F16, &[64, 64]), Choice::raw(Reason::Dtype(Dtype::F16)));
+        assert_eq!(form(Dtype::I8, &[64, 64]), Choice::raw(Reason::Dtype(Dtype::I8)));
+        assert_eq!(form(Dtype::F64, &[64, 64]), Choice::raw(Reason::Dtype(Dtype::F64)));
+        assert_eq!(form(Dtype::F16, &[64]), Choice::raw(Reason::Rank(1)));
         assert_eq!(form(Dtype::Bf16, &[64]), Choice::raw(Reason::Rank(1)));
         assert_eq!(form(Dtype::Bf16, &[]), Choice::raw(Reason::Rank(0)));
         assert_eq!(form(Dtype::Bf16, &[0, 64]), Choice::raw(Reason::Empty));
         assert_eq!(form(Dtype::Bf16, &[1 << 40, 1]), Choice::raw(Reason::TooLarge));
         assert_eq!(form(Dtype::Bf16, &[8, 4, 64]), Choice::of(FormId::HUFFMAN, TileGrid::new(32, 64).unwrap()));
+    }
+
+    #[test]
+    fn what_is_not_bf16_is_exponents_whatever_was_asked_for() {
+        let grid = TileGrid::new(64, 64).unwrap();
+        for profile in [Profile::Distribution, Profile::Palette, Profile::Resident, Profile::Compact] {
+            let planner = planner(profile, Scope::All, &[]);
+            for dtype in [Dtype::F8E4M3, Dtype::F8E5M2, Dtype::F8E4M3Fnuz, Dtype::F8E5M2Fnuz, Dtype::F16, Dtype::F32] {
+                assert_eq!(planner.decide("x", dtype, &[64, 64]).choice, Choice::of(FormId::EXPONENTS, grid));
+            }
+        }
+        let inference = planner(Profile::Inference, Scope::Mlp, &[("*.9.*", FormId::EXPONENTS)]);
+        let form = |name: &str, dtype| inference.decide(name, dtype, &[64, 64]).choice.form();
+        assert_eq!(form("layers.1.mlp.up_proj", Dtype::F16), FormId::EXPONENTS);
+        assert_eq!(form("layers.1.mlp.down_proj", Dtype::F16), FormId::RAW);
+        assert_eq!(form("layers.9.mlp.down_proj", Dtype::F32), FormId::EXPONENTS);
+        assert_eq!(form("layers.9.mlp.down_proj", Dtype::Bf16), FormId::HUFFMAN, "the same coding of BF16");
     }
 
     #[test]

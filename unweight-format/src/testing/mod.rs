@@ -8,4 +8,4 @@ pub fn is_resume_record(bytes: &[u8]) -> bool {
     crate::bundle::compress::Record::parse(bytes).is_some()
 }
 
-pub use random::{Random, Weights, bf16, sprinkle};
+pub use random::{Random, Weights, bf16, float_weights, round_to, sprinkle};

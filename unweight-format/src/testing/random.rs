@@ -1,5 +1,7 @@
 //! Random numbers and random weights: the one generator of this repository. The same seed gives the same bytes, on every machine.
 
+use crate::Float;
+
 /// splitmix64. Small and deterministic, so that a failure names its seed; good enough for weights, and for nothing secret.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
@@ -159,6 +161,37 @@ pub fn bf16(value: f32) -> u16 {
     ((bits + (0x7fff + (bits >> 16 & 1))) >> 16) as u16
 }
 
+/// Weights of any type, little-endian: N(0, 0.02^2), and of FP8 as checkpoints have them, with a scale for each run of
+/// 128 x 128 that makes its largest one the type's.
+pub fn float_weights(float: Float, elements: usize, seed: u64) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    let values: Vec<f32> = (0..elements).map(|_| (random.normal() * 0.02) as f32).collect();
+    let largest = match float {
+        Float::E4M3 => Some(448.0),
+        Float::E5M2 => Some(57344.0),
+        Float::F16 | Float::Bf16 | Float::F32 => None,
+    };
+    let mut bytes = Vec::with_capacity(elements * float.bytes());
+    for run in values.chunks(128 * 128) {
+        let most = run.iter().fold(f32::MIN_POSITIVE, |most, value| most.max(value.abs()));
+        let scale = largest.map_or(1.0, |largest| largest / most);
+        run.iter().for_each(|value| bytes.extend(&round_to(float, value * scale).to_le_bytes()[..float.bytes()]));
+    }
+    bytes
+}
+
+/// The nearest number of a type, ties to even. The value is finite and no larger than the type's largest number.
+pub fn round_to(float: Float, value: f32) -> u32 {
+    let (fraction, bias) = (float.fraction_bits(), (1 << (float.exponent_bits() - 1)) - 1);
+    let sign = u32::from(value.is_sign_negative()) << (8 * float.bytes() - 1);
+    let size = f64::from(value.abs());
+    // The binade, and no lower than the subnormals'.
+    let exponent = ((size.to_bits() >> 52) as i32 - 1023).max(1 - bias);
+    let steps = (size * 2f64.powi(fraction as i32 - exponent)).round_ties_even() as u32;
+    // A carry into the next exponent adds up by itself, as does the bit that is not stored.
+    sign | ((((exponent + bias - 1) as u32) << fraction) + steps)
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
@@ -195,6 +228,20 @@ mod tests {
         let rows: Vec<usize> =
             of(Weights::LongRows { cols: 96 }).enumerate().filter(|(_, w)| rare(*w)).map(|(i, _)| i / 96).collect();
         assert!(rows.len() > 500 && rows.iter().all(|row| row % 64 == 5), "{}", rows.len());
+    }
+
+    #[test]
+    fn rounding_to_any_type_is_that_of_half() {
+        let mut random = Random::new(3);
+        for _ in 0..100_000 {
+            let value = (random.normal() * 10f64.powi(random.below(12) as i32 - 8)) as f32;
+            assert_eq!(round_to(Float::F16, value), u32::from(half::f16::from_f32(value).to_bits()), "{value}");
+            assert_eq!(round_to(Float::Bf16, value), u32::from(half::bf16::from_f32(value).to_bits()), "{value}");
+            assert_eq!(round_to(Float::F32, value), value.to_bits());
+        }
+        for (value, e4m3, e5m2) in [(1.0, 0x38, 0x3c), (-448.0, 0xfe, 0xdf), (0.0078125, 4, 0x20), (0.0, 0, 0)] {
+            assert_eq!((round_to(Float::E4M3, value), round_to(Float::E5M2, value)), (e4m3, e5m2), "{value}");
+        }
     }
 
     #[test]

@@ -41,8 +41,8 @@ use unweight_codegen::{
     spec::{EncodeStage, VariantSpec},
 };
 use unweight_format::{
-    CodeLimit, Digest, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, StoredTensor, TileGrid,
-    TileMetadata,
+    CodeLimit, Digest, FloatMatrix, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, StoredTensor,
+    TileGrid, TileMetadata,
     bundle::{CpuEncoder, Encoder, EncoderError},
     compact,
     form::Unfit,
@@ -129,7 +129,7 @@ impl Drop for Taken<'_> {
 impl Encoder for BundleEncoder {
     fn encode(
         &self,
-        matrix: Matrix<'_>,
+        matrix: FloatMatrix<'_>,
         form: FormId,
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
@@ -139,12 +139,13 @@ impl Encoder for BundleEncoder {
             return Err(EncoderError::Failed(reason.into()));
         }
         let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
-        let digest = Digest::of(matrix.bytes());
         // A form without a kernel is the CPU's. Its rayon may run the encoding of another tensor on this thread, which
         // must not wait for a packer that this one holds.
         if !matches!(form, FormId::HUFFMAN | FormId::PALETTE | FormId::PACKED | FormId::COMPACT) {
             return CpuEncoder.encode(matrix, form, limit);
         }
+        let digest = Digest::of(matrix.bytes());
+        let matrix = matrix.bf16().map_err(Unfit::from)?;
         let mut taken = self.packer();
         let packer = taken.packer.as_mut().expect("it is there until it is dropped");
         let tensor = match form {

@@ -44,7 +44,7 @@ class TensorInfo(NamedTuple):
     """As safetensors names it: `"BF16"`, `"F32"`, ..."""
     shape: tuple[int, ...]
     encoding: str
-    """How it is stored: `"raw"`, `"huffman"`, `"palette"` or `"packed"`."""
+    """How it is stored: `"raw"`, `"huffman"`, `"palette"`, `"packed"`, `"compact"` or `"exponents"`."""
     file: str
     role: str
     layer: Optional[int]

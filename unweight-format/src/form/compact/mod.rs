@@ -26,7 +26,7 @@ use super::{
     tiles::{check_out, debug_sizes},
 };
 use crate::{
-    CodeLimit, CodecError, Histogram, Matrix, TileGrid,
+    CodeLimit, CodecError, FloatMatrix, Histogram, TileGrid,
     bits::zeroed,
     huffman,
     layout::{
@@ -103,8 +103,8 @@ impl Form for Compact {
         CompactTensor::from_sections(grid, |section| sections.get(section)).map(|_| ())
     }
 
-    fn encode(matrix: Matrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
-        let tensor = encode(matrix, &survey.histogram)?;
+    fn encode(matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+        let tensor = encode(matrix.bf16()?, &survey.histogram)?;
         worth_it(matrix.grid(), &survey.histogram, limit, tensor.stored_bytes())?;
         Ok(tensor.into_sections())
     }

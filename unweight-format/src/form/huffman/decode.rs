@@ -16,7 +16,10 @@ use rayon::prelude::*;
 use crate::{
     Code, CodecError, HuffmanTensor, PaletteTensor,
     bits::zeroed,
-    form::tiles::{check_out, join, low_bits},
+    form::{
+        huffman::CodedExponents,
+        tiles::{check_out, join, low_bits},
+    },
     layout::{CODE_LENGTH_MAX, PALETTE_TILE_BYTES, ROW_BITS_MAX, TILE},
 };
 
@@ -37,20 +40,54 @@ pub fn decode<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Vec<u8
 /// # Errors
 /// `out` is not `n * k * 2` bytes long, or as [`decode`].
 pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
-    let grid = tensor.grid();
-    check_out(grid, out)?;
+    check_out(tensor.grid(), out)?;
+    decode_rows(tensor.exponents(), &SignMantissa(tensor.sign_mantissa()), out)
+}
+
+/// What exponents are joined with.
+pub(crate) trait Join: Sync {
+    /// Bytes of an element.
+    fn bytes(&self) -> usize;
+
+    /// The elements from `first` on that have these exponents; `out` has room for them.
+    fn join(&self, first: usize, exponents: &[u8], out: &mut [u8]);
+}
+
+struct SignMantissa<'a>(&'a [u8]);
+
+impl Join for SignMantissa<'_> {
+    fn bytes(&self) -> usize {
+        2
+    }
+
+    #[inline(always)]
+    fn join(&self, first: usize, exponents: &[u8], out: &mut [u8]) {
+        join(&self.0[first..][..exponents.len()], exponents, out);
+    }
+}
+
+/// Decodes exponents, and joins them with the rest of the elements; `out` has the bytes of the matrix.
+///
+/// # Errors
+/// As [`decode`].
+pub(crate) fn decode_rows<B: AsRef<[u8]> + Sync, J: Join>(
+    tensor: &CodedExponents<B>,
+    rest: &J,
+    out: &mut [u8],
+) -> Result<(), CodecError> {
     let table = Table::new(tensor.code());
-    out.par_chunks_mut(TILE * grid.cols() * 2)
+    out.par_chunks_mut(TILE * tensor.grid().cols() * rest.bytes())
         .enumerate()
         .try_for_each_init(Scratch::default, |scratch, (tile_row, out)| {
-            huffman_tile_row(tensor, &table, scratch, tile_row, out)
+            tile_row_into(tensor, &table, rest, scratch, tile_row, out)
         })
 }
 
 /// Decodes one tile row (up to 64 rows of the matrix) into `out`.
-fn huffman_tile_row<B: AsRef<[u8]>>(
-    tensor: &HuffmanTensor<B>,
+fn tile_row_into<B: AsRef<[u8]>, J: Join>(
+    tensor: &CodedExponents<B>,
     table: &Table,
+    rest: &J,
     scratch: &mut Scratch,
     tile_row: usize,
     out: &mut [u8],
@@ -62,14 +99,14 @@ fn huffman_tile_row<B: AsRef<[u8]>>(
             && is_x86_feature_detected!("bmi2")
         {
             // SAFETY: the processor has the instructions.
-            return unsafe { huffman_tile_row_avx512(tensor, table, scratch, tile_row, out) };
+            return unsafe { tile_row_avx512(tensor, table, rest, scratch, tile_row, out) };
         }
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi2") {
             // SAFETY: the processor has the instructions.
-            return unsafe { huffman_tile_row_avx2(tensor, table, scratch, tile_row, out) };
+            return unsafe { tile_row_avx2(tensor, table, rest, scratch, tile_row, out) };
         }
     }
-    huffman_tile_row_any(tensor, table, scratch, tile_row, out)
+    tile_row_any(tensor, table, rest, scratch, tile_row, out)
 }
 
 /// The same code for another instruction set.
@@ -77,19 +114,20 @@ macro_rules! compile_for {
     ($name:ident, $features:literal) => {
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = $features)]
-        fn $name<B: AsRef<[u8]>>(
-            tensor: &HuffmanTensor<B>,
+        fn $name<B: AsRef<[u8]>, J: Join>(
+            tensor: &CodedExponents<B>,
             table: &Table,
+            rest: &J,
             scratch: &mut Scratch,
             tile_row: usize,
             out: &mut [u8],
         ) -> Result<(), CodecError> {
-            huffman_tile_row_any(tensor, table, scratch, tile_row, out)
+            tile_row_any(tensor, table, rest, scratch, tile_row, out)
         }
     };
 }
-compile_for!(huffman_tile_row_avx512, "avx512f,avx512bw,avx512vl,bmi1,bmi2,lzcnt,popcnt");
-compile_for!(huffman_tile_row_avx2, "avx2,bmi1,bmi2,lzcnt,popcnt");
+compile_for!(tile_row_avx512, "avx512f,avx512bw,avx512vl,bmi1,bmi2,lzcnt,popcnt");
+compile_for!(tile_row_avx2, "avx2,bmi1,bmi2,lzcnt,popcnt");
 
 /// Tiles decoded before they are joined: 64 rows of 1024 exponents are 64 KiB, which the L2 cache holds.
 const STRIP: usize = 16;
@@ -119,9 +157,10 @@ impl Default for Scratch {
 }
 
 #[inline(always)]
-fn huffman_tile_row_any<B: AsRef<[u8]>>(
-    tensor: &HuffmanTensor<B>,
+fn tile_row_any<B: AsRef<[u8]>, J: Join>(
+    tensor: &CodedExponents<B>,
     table: &Table,
+    rest: &J,
     scratch: &mut Scratch,
     tile_row: usize,
     out: &mut [u8],
@@ -134,9 +173,8 @@ fn huffman_tile_row_any<B: AsRef<[u8]>>(
         }
         let (first, last) = (strip * TILE, cols.min((strip + STRIP) * TILE));
         for row in 0..rows {
-            let sign_mantissa = &tensor.sign_mantissa()[(tile_row * TILE + row) * cols..][first..last];
-            let target = &mut out[row * cols * 2..][first * 2..last * 2];
-            join(sign_mantissa, &scratch.strip[row][..last - first], target);
+            let target = &mut out[row * cols * rest.bytes()..][first * rest.bytes()..last * rest.bytes()];
+            rest.join((tile_row * TILE + row) * cols + first, &scratch.strip[row][..last - first], target);
         }
     }
     Ok(())
@@ -145,7 +183,7 @@ fn huffman_tile_row_any<B: AsRef<[u8]>>(
 /// Decodes the exponents of one tile into columns `column..column + 64` of the strip.
 #[inline(always)]
 fn decode_tile<B: AsRef<[u8]>>(
-    tensor: &HuffmanTensor<B>,
+    tensor: &CodedExponents<B>,
     table: &Table,
     scratch: &mut Scratch,
     tile: usize,
@@ -377,7 +415,7 @@ impl Table {
 
 /// Finds the row that a damaged tile breaks at, with the flat table.
 #[cold]
-fn blame<B: AsRef<[u8]>>(tensor: &HuffmanTensor<B>, tile: usize) -> CodecError {
+fn blame<B: AsRef<[u8]>>(tensor: &CodedExponents<B>, tile: usize) -> CodecError {
     let flat = tensor.code().decode_table();
     let start = u64::from(tensor.metadata(tile).start_word) * 32;
     let (bytes, bits) = (tensor.encoded_exp(), tensor.row_bits(tile));
@@ -409,7 +447,7 @@ pub fn transcode<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Pal
     packed.par_chunks_mut(PALETTE_TILE_BYTES).enumerate().try_for_each_init(
         Scratch::default,
         |scratch, (tile, packed)| {
-            decode_tile(tensor, &table, scratch, tile, 0)?;
+            decode_tile(tensor.exponents(), &table, scratch, tile, 0)?;
             let bits = tensor.row_bits(tile);
             for (row, packed) in packed.chunks_exact_mut(TILE / 2).enumerate().filter(|&(row, _)| bits[row] > 0) {
                 for (byte, pair) in packed.iter_mut().zip(scratch.strip[row][..TILE].chunks_exact(2)) {

@@ -10,7 +10,7 @@
 use rayon::prelude::*;
 
 use crate::{
-    Code, CodecError, Matrix, TileMetadata, bf16,
+    Code, CodecError, Float, FloatMatrix, TileMetadata, bf16,
     bits::zeroed,
     layout::{PALETTE_TILE_BYTES, ROW_BITS_MAX, ROW_BITS_MIN, TILE, TILE_WORDS_MAX, WORDS_ALIGN},
 };
@@ -67,10 +67,11 @@ struct Band {
 /// Tiles of a band: enough to make a task worth its dispatch, few enough to balance (256 tiles are 2 MiB of weights).
 const BAND_TILES: usize = 256;
 
-/// Encodes band by band, for the forms of tiles with verbatim rows. `HUFFMAN`: coded rows go to the word stream and their lengths to `out` (64 bytes a tile);
-/// otherwise their packed indices go to `out` (2048 bytes a tile). Returns `sign_mantissa`, `out`, metadata, words, verbatim rows.
+/// Encodes band by band, for the forms of tiles with verbatim rows. `HUFFMAN`: coded rows go to the word stream and
+/// their lengths to `out` (64 bytes a tile); otherwise their packed indices go to `out` (2048 bytes a tile). Returns
+/// `sign_mantissa` (empty unless it is BF16), `out`, metadata, words, verbatim rows.
 pub(crate) fn bands<const HUFFMAN: bool>(
-    matrix: Matrix<'_>,
+    matrix: FloatMatrix<'_>,
     code: &Code,
     tile_bytes: usize,
 ) -> Result<[Vec<u8>; 5], CodecError> {
@@ -78,16 +79,20 @@ pub(crate) fn bands<const HUFFMAN: bool>(
     let grid = matrix.grid();
     let band_rows = (BAND_TILES / grid.tile_cols()).max(1);
     let band_tiles = band_rows * grid.tile_cols();
-    let mut sign_mantissa = zeroed(grid.elements());
+    // Another type's sign and fraction are the form's own business: a byte a band stands for what is not made.
+    let is_bf16 = matrix.float() == Float::Bf16;
+    let band_count = grid.tile_rows().div_ceil(band_rows);
+    let (mut sign_mantissa, band_bytes) =
+        if is_bf16 { (zeroed(grid.elements()), band_rows * TILE * grid.cols()) } else { (zeroed(band_count), 1) };
     let mut out = zeroed(grid.tiles() * tile_bytes);
     let mut metadata = zeroed(grid.tiles() * TileMetadata::BYTES);
     // Room for the longest tiles; only what is used is ever touched, and the pieces move together at the end.
     let mut words = zeroed(if HUFFMAN { grid.tiles() * TILE_WORDS_MAX * 4 + WORDS_ALIGN * 4 } else { 0 });
     let arena = if HUFFMAN { band_tiles * TILE_WORDS_MAX * 4 } else { 1 };
-    let nothing: &mut [u8] = &mut vec![0; if HUFFMAN { 0 } else { grid.tile_rows().div_ceil(band_rows) }];
+    let nothing: &mut [u8] = &mut vec![0; if HUFFMAN { 0 } else { band_count }];
     let arenas = if HUFFMAN { words.as_mut_slice() } else { nothing };
     let bands: Vec<Band> = sign_mantissa
-        .par_chunks_mut(band_rows * TILE * grid.cols())
+        .par_chunks_mut(band_bytes)
         .zip(out.par_chunks_mut(band_tiles * tile_bytes))
         .zip(metadata.par_chunks_mut(band_tiles * TileMetadata::BYTES))
         .zip(arenas.par_chunks_mut(arena))
@@ -138,12 +143,15 @@ pub(crate) fn bands<const HUFFMAN: bool>(
         words.shrink_to_fit();
     }
     let verbatim = bands.iter().flat_map(|b| b.verbatim.iter().copied()).collect();
+    if !is_bf16 {
+        sign_mantissa = Vec::new();
+    }
     Ok([sign_mantissa, out, metadata, words, verbatim])
 }
 
 /// The work on one band: inputs, and the slices of the outputs that belong to it.
 struct Job<'a> {
-    matrix: Matrix<'a>,
+    matrix: FloatMatrix<'a>,
     tables: &'a Tables,
     first_tile_row: usize,
     sign_mantissa: &'a mut [u8],
@@ -163,6 +171,8 @@ macro_rules! band {
             let tiles = self.metadata.len() / TileMetadata::BYTES;
             let mut band = Band { word_bytes: 0, verbatim: Vec::new() };
             let mut writer = TileWriter::new();
+            let float = self.matrix.float();
+            let (mut halves, mut unused) = ([0u8; TILE * 2], [0u8; TILE]);
             for tile in 0..tiles {
                 let (tile_row, tile_col) = (self.first_tile_row + tile / grid.tile_cols(), tile % grid.tile_cols());
                 let width = grid.cols_in(tile_col);
@@ -171,9 +181,14 @@ macro_rules! band {
                 writer.reset();
                 for row in 0..grid.rows_in(tile_row) {
                     let at = (tile_row * TILE + row) * cols + tile_col * TILE;
-                    let source = &self.matrix.bytes()[at * 2..(at + width) * 2];
+                    let source = &self.matrix.bytes()[at * float.bytes()..(at + width) * float.bytes()];
                     let target = at - self.first_tile_row * TILE * cols;
-                    let target = &mut self.sign_mantissa[target..target + width];
+                    let (source, target) = if float == Float::Bf16 {
+                        (source, &mut self.sign_mantissa[target..target + width])
+                    } else {
+                        exponents_as_bf16(float, source, &mut halves);
+                        (&halves[..width * 2], &mut unused[..width])
+                    };
                     let mut exponents = [0u8; TILE];
                     let bits = if width == TILE {
                         let source = source.try_into().expect("64 elements");
@@ -226,6 +241,24 @@ impl Job<'_> {
         run_avx512,
         row_avx512
     );
+}
+
+/// Up to 64 elements of another type as BF16 elements with the same exponents.
+#[inline(always)]
+fn exponents_as_bf16(float: Float, source: &[u8], out: &mut [u8; TILE * 2]) {
+    #[inline(always)]
+    fn each<const BYTES: usize>(source: &[u8], out: &mut [u8; TILE * 2], exponent: impl Fn(&[u8; BYTES]) -> u8) {
+        for (element, out) in source.as_chunks::<BYTES>().0.iter().zip(out.as_chunks_mut::<2>().0) {
+            *out = bf16::join(0, exponent(element)).to_le_bytes();
+        }
+    }
+    match float {
+        Float::E4M3 => each(source, out, |&[byte]| Float::E4M3.exponent(byte.into())),
+        Float::E5M2 => each(source, out, |&[byte]| Float::E5M2.exponent(byte.into())),
+        Float::F16 => each(source, out, |&half| Float::F16.exponent(u16::from_le_bytes(half).into())),
+        Float::Bf16 => each(source, out, |&half| bf16::exponent(u16::from_le_bytes(half))),
+        Float::F32 => each(source, out, |&single| Float::F32.exponent(u32::from_le_bytes(single))),
+    }
 }
 
 /// Splits 64 elements, codes the exponents; returns the coded bits, or 0 if the row is verbatim.

@@ -1,23 +1,24 @@
 //! Huffman-coded exponents (`docs/format.md` A.4 - A.6): the smallest form, decoded or transcoded before a kernel multiplies.
 
 pub(crate) mod code;
-mod decode;
+mod coded;
+pub(crate) mod decode;
 pub(crate) mod encode;
 
 use std::borrow::Cow;
 
 pub use self::{
     code::{Code, CodeLimit, DecodeEntry},
+    coded::CodedExponents,
     decode::{decode, decode_into, transcode},
 };
 use super::{
-    Extent, Form, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit,
-    sample::fixed_bytes,
-    tiles::{check_metadata, debug_sizes, low_bits, small},
+    Extent, Form, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit, sample::fixed_bytes,
+    tiles::debug_sizes,
 };
 use crate::{
-    CodecError, Matrix, TileGrid, TileMetadata,
-    layout::{PALETTE_MAX, ROW_BITS_MIN, SECTION_ALIGN, TILE, WORDS_ALIGN},
+    CodecError, FloatMatrix, Matrix, TileGrid, TileMetadata,
+    layout::{PALETTE_MAX, SECTION_ALIGN, TILE},
     safetensors::Dtype,
 };
 
@@ -64,9 +65,9 @@ impl Form for Huffman {
         HuffmanTensor::from_sections(grid, |section| sections.get(section)).map(|_| ())
     }
 
-    fn encode(matrix: Matrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+    fn encode(matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
         let code = Code::from_histogram(&survey.histogram, limit).expect("a matrix has elements");
-        Ok(encode_with(matrix, &code)?.into_sections())
+        Ok(encode_with(matrix.bf16()?, &code)?.into_sections())
     }
 
     fn decode(grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
@@ -87,9 +88,19 @@ pub fn encode(matrix: Matrix<'_>, limit: CodeLimit) -> Result<HuffmanTensor<Vec<
 /// # Errors
 /// As [`encode`].
 pub fn encode_with(matrix: Matrix<'_>, code: &Code) -> Result<HuffmanTensor<Vec<u8>>, CodecError> {
+    let (exponents, sign_mantissa) = encode_exponents(matrix.into(), code)?;
+    Ok(HuffmanTensor { exponents, sign_mantissa })
+}
+
+/// The exponents of a matrix of any type, and sign and mantissa if it is BF16.
+pub(crate) fn encode_exponents(
+    matrix: FloatMatrix<'_>,
+    code: &Code,
+) -> Result<(CodedExponents<Vec<u8>>, Vec<u8>), CodecError> {
     let [sign_mantissa, row_lengths, metadata, mut words, verbatim] = encode::bands::<true>(matrix, code, TILE)?;
     words.resize(words.len().next_multiple_of(SECTION_ALIGN), 0);
-    Ok(HuffmanTensor::from_encoder(matrix.grid(), *code, [sign_mantissa, words, row_lengths, metadata, verbatim]))
+    let sections = [words, row_lengths, metadata, verbatim];
+    Ok((CodedExponents::from_encoder(matrix.grid(), *code, sections), sign_mantissa))
 }
 
 /// A tensor whose coded rows are Huffman bits. `B` owns (`Vec<u8>`) or borrows (`&[u8]`) the section bytes.
@@ -97,13 +108,8 @@ pub fn encode_with(matrix: Matrix<'_>, code: &Code) -> Result<HuffmanTensor<Vec<
 /// Constructing one validates it (invariants 1-3), so every offset inside may be trusted.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HuffmanTensor<B> {
-    grid: TileGrid,
-    code: Code,
+    exponents: CodedExponents<B>,
     sign_mantissa: B,
-    encoded_exp: B,
-    row_lengths: B,
-    tile_metadata: B,
-    verbatim_exponents: B,
 }
 
 impl<B: AsRef<[u8]>> HuffmanTensor<B> {
@@ -112,119 +118,62 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
     /// # Errors
     /// A section has the wrong size, or invariant 1, 2 or 3 does not hold.
     pub fn from_sections(grid: TileGrid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
-        let palette = small(section(Section::PALETTE), Section::PALETTE, grid)?;
-        let lengths = small(section(Section::CODE_LENGTHS), Section::CODE_LENGTHS, grid)?;
-        let tensor = Self {
-            grid,
-            code: Code::from_stored(palette, lengths)?,
-            sign_mantissa: section(Section::SIGN_MANTISSA),
-            encoded_exp: section(Section::ENCODED_EXP),
-            row_lengths: section(Section::ROW_LENGTHS),
-            tile_metadata: section(Section::TILE_METADATA),
-            verbatim_exponents: section(Section::VERBATIM_EXPONENTS),
-        };
-        Section::SIGN_MANTISSA.check(grid, &tensor.sign_mantissa)?;
-        Section::ENCODED_EXP.check(grid, &tensor.encoded_exp)?;
-        Section::ROW_LENGTHS.check(grid, &tensor.row_lengths)?;
-        check_metadata(grid, &tensor.tile_metadata, &tensor.verbatim_exponents, |tile, metadata| {
-            tensor.tile_bits_checked(tile, metadata)
-        })?;
-        let words = tensor.encoded_exp.as_ref().len() as u64 / 4;
-        let last = grid.tiles() - 1;
-        let metadata = tensor.metadata(last);
-        let end = u64::from(metadata.start_word) + u64::from(tensor.tile_bits(last, metadata).div_ceil(32));
-        if end.next_multiple_of(WORDS_ALIGN as u64) != words {
-            let expected = end.next_multiple_of(WORDS_ALIGN as u64) * 4;
-            return Err(CodecError::SectionBytes { section: "encoded_exp", expected, got: words * 4 });
-        }
-        Ok(tensor)
+        let sign_mantissa = section(Section::SIGN_MANTISSA);
+        Section::SIGN_MANTISSA.check(grid, &sign_mantissa)?;
+        Ok(Self { exponents: CodedExponents::from_sections(grid, section)?, sign_mantissa })
     }
 
     /// Assembles what an encoder made.
     pub(crate) fn from_encoder(grid: TileGrid, code: Code, sections: [B; 5]) -> Self {
-        let [sign_mantissa, encoded_exp, row_lengths, tile_metadata, verbatim_exponents] = sections;
-        Self { grid, code, sign_mantissa, encoded_exp, row_lengths, tile_metadata, verbatim_exponents }
+        let [sign_mantissa, exponents @ ..] = sections;
+        Self { exponents: CodedExponents::from_encoder(grid, code, exponents), sign_mantissa }
+    }
+
+    /// Its exponents.
+    pub fn exponents(&self) -> &CodedExponents<B> {
+        &self.exponents
     }
 
     /// Shape and tiling.
     pub fn grid(&self) -> TileGrid {
-        self.grid
+        self.exponents.grid()
     }
 
     /// Palette and code.
     pub fn code(&self) -> &Code {
-        &self.code
+        self.exponents.code()
     }
 
-    /// Metadata of a tile.
+    /// See [`CodedExponents::metadata`].
     ///
     /// # Panics
-    /// `tile` is not in the grid.
+    /// As there.
     pub fn metadata(&self, tile: usize) -> TileMetadata {
-        TileMetadata::read(self.tile_metadata.as_ref(), tile)
+        self.exponents.metadata(tile)
     }
 
-    /// Coded bits of each row of a tile: 0 for verbatim and pad rows.
+    /// See [`CodedExponents::row_bits`].
     ///
     /// # Panics
-    /// `tile` is not in the grid.
+    /// As there.
     pub fn row_bits(&self, tile: usize) -> [u32; TILE] {
-        let bitmask = self.metadata(tile).bitmask();
-        let rows = self.grid.rows_in(tile / self.grid.tile_cols());
-        let stored = &self.row_lengths.as_ref()[tile * TILE..][..TILE];
-        std::array::from_fn(|row| {
-            if row < rows && bitmask >> row & 1 == 0 { u32::from(stored[row]) + ROW_BITS_MIN } else { 0 }
-        })
+        self.exponents.row_bits(tile)
     }
 
-    /// `row_end_offsets` of the report: bits from the tile's start to the end of each row.
+    /// See [`CodedExponents::row_end_offsets`].
     ///
     /// # Panics
-    /// `tile` is not in the grid.
+    /// As there.
     pub fn row_end_offsets(&self, tile: usize) -> [u16; TILE] {
-        let mut end = 0;
-        // At most 64 * 319 bits: it fits u16 (const assert in `layout`).
-        self.row_bits(tile).map(|bits| {
-            end += bits as u16;
-            end
-        })
-    }
-
-    fn tile_bits(&self, tile: usize, metadata: TileMetadata) -> u32 {
-        let rows = self.grid.rows_in(tile / self.grid.tile_cols());
-        let coded = low_bits(rows) & !metadata.bitmask();
-        let stored = &self.row_lengths.as_ref()[tile * TILE..][..TILE];
-        // The rows without codes store 0 (checked), so their bytes may be added.
-        stored.iter().map(|&l| u32::from(l)).sum::<u32>() + coded.count_ones() * ROW_BITS_MIN
-    }
-
-    fn tile_bits_checked(&self, tile: usize, metadata: TileMetadata) -> Result<u32, CodecError> {
-        let rows = self.grid.rows_in(tile / self.grid.tile_cols());
-        let mut empty = !(low_bits(rows) & !metadata.bitmask());
-        let stored = &self.row_lengths.as_ref()[tile * TILE..][..TILE];
-        while empty != 0 {
-            let row = empty.trailing_zeros() as usize;
-            if stored[row] != 0 {
-                return Err(CodecError::Row { tile, row, reason: "a row without codes has a stored length" });
-            }
-            empty &= empty - 1;
-        }
-        Ok(self.tile_bits(tile, metadata))
+        self.exponents.row_end_offsets(tile)
     }
 
     /// The bytes of one section.
     pub fn section(&self, section: Section) -> Option<Cow<'_, [u8]>> {
-        use Cow::{Borrowed, Owned};
-        Some(match section {
-            Section::SIGN_MANTISSA => Borrowed(self.sign_mantissa.as_ref()),
-            Section::ENCODED_EXP => Borrowed(self.encoded_exp.as_ref()),
-            Section::ROW_LENGTHS => Borrowed(self.row_lengths.as_ref()),
-            Section::TILE_METADATA => Borrowed(self.tile_metadata.as_ref()),
-            Section::VERBATIM_EXPONENTS => Borrowed(self.verbatim_exponents.as_ref()),
-            Section::PALETTE => Owned(self.code.palette().stored().to_vec()),
-            Section::CODE_LENGTHS => Owned(self.code.lengths().to_vec()),
-            _ => return None,
-        })
+        match section {
+            Section::SIGN_MANTISSA => Some(Cow::Borrowed(self.sign_mantissa.as_ref())),
+            _ => self.exponents.section(section),
+        }
     }
 
     /// `sign_mantissa`: u8 `[n, k]`.
@@ -234,22 +183,22 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
 
     /// `encoded_exp` as little-endian bytes.
     pub fn encoded_exp(&self) -> &[u8] {
-        self.encoded_exp.as_ref()
+        self.exponents.encoded_exp()
     }
 
     /// `row_lengths`: u8 `[tiles, 64]`.
     pub fn row_lengths(&self) -> &[u8] {
-        self.row_lengths.as_ref()
+        self.exponents.row_lengths()
     }
 
     /// `tile_metadata` as stored.
     pub fn tile_metadata(&self) -> &[u8] {
-        self.tile_metadata.as_ref()
+        self.exponents.tile_metadata()
     }
 
     /// `verbatim_exponents`: u8 `[rows, 64]`.
     pub fn verbatim_exponents(&self) -> &[u8] {
-        self.verbatim_exponents.as_ref()
+        self.exponents.verbatim_exponents()
     }
 
     /// Bytes of all sections.
@@ -257,24 +206,18 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
         Huffman::SECTIONS.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
     }
 
-    /// Most verbatim rows in one tile: what selects the matmul's `MAX_VERBATIM_ROWS` (report section 4.3).
+    /// See [`CodedExponents::max_verbatim_rows`].
     pub fn max_verbatim_rows(&self) -> u32 {
-        (0..self.grid.tiles()).map(|t| self.metadata(t).bitmask().count_ones()).max().unwrap_or(0)
+        self.exponents.max_verbatim_rows()
     }
 }
 
 impl HuffmanTensor<Vec<u8>> {
     /// In stored order.
     fn into_sections(self) -> Vec<Vec<u8>> {
-        vec![
-            self.code.palette().stored().to_vec(),
-            self.code.lengths().to_vec(),
-            self.tile_metadata,
-            self.row_lengths,
-            self.verbatim_exponents,
-            self.encoded_exp,
-            self.sign_mantissa,
-        ]
+        let mut sections = Vec::from(self.exponents.into_sections());
+        sections.push(self.sign_mantissa);
+        sections
     }
 }
 
@@ -288,7 +231,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
 
 impl From<HuffmanTensor<Vec<u8>>> for StoredTensor<Vec<u8>> {
     fn from(tensor: HuffmanTensor<Vec<u8>>) -> Self {
-        Self::trusted(FormId::HUFFMAN, tensor.grid, tensor.into_sections())
+        Self::trusted(FormId::HUFFMAN, tensor.grid(), tensor.into_sections())
     }
 }
 
