@@ -24,12 +24,12 @@ use std::{
 
 use serde_json::Value;
 use unweight_format::{
-    Digest,
+    Digest, Float,
     bundle::{BundleError, CompressOptions, DecompressOptions, Profile, Silent, compress, decompress, verify},
     testing::{
         Random, Weights,
         demo_model::{self, DemoOptions},
-        sprinkle,
+        float_weights, sprinkle,
     },
 };
 
@@ -130,8 +130,15 @@ fn bundles(root: &Path) -> Result<Vec<(Tree, Tree)>, Box<dyn Error>> {
     // Special values and odd shapes.
     let mut odd = Weights::TRAINED.bytes(70 * 66, 5);
     sprinkle(&mut odd, 100, Weights::Noise, 6);
-    let header = r#"{"odd":{"dtype":"BF16","shape":[70,66],"data_offsets":[0,9240]},"f":{"dtype":"U8","shape":[3],"data_offsets":[9240,9243]}}"#;
-    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &odd, &[1, 2, 3]].concat();
+    let (half, eight) = (float_weights(Float::F16, 128 * 128, 7), float_weights(Float::E4M3, 144 * 192, 8));
+    let header = concat!(
+        r#"{"odd":{"dtype":"BF16","shape":[70,66],"data_offsets":[0,9240]},"#,
+        r#""half":{"dtype":"F16","shape":[128,128],"data_offsets":[9240,42008]},"#,
+        r#""eight":{"dtype":"F8_E4M3","shape":[144,192],"data_offsets":[42008,69656]},"#,
+        r#""f":{"dtype":"U8","shape":[3],"data_offsets":[69656,69659]}}"#,
+    );
+    let length = (header.len() as u64).to_le_bytes();
+    let file = [&length[..], header.as_bytes(), &odd, &half, &eight, &[1, 2, 3]].concat();
     fs::write(source.join("odd.safetensors"), file)?;
     let mut made = Vec::new();
     for (i, &profile) in Profile::ALL.iter().enumerate() {
@@ -275,7 +282,9 @@ fn manifest(tree: &mut Tree, random: &mut Random) {
             ["", ".", "..", "/", "../x", "a\0b", "\u{1b}[2J", "odd.safetensors"][random.below(8) as usize].into()
         }
         (_, Value::String(_)) => {
-            ["raw", "huffman", "palette", "packed", "BF16", "F32", "weights", "copied"][random.below(8) as usize].into()
+            let names =
+                ["raw", "huffman", "exponents", "palette", "packed", "BF16", "F8_E5M2", "F32", "weights", "copied"];
+            names[random.below(10) as usize].into()
         }
         (_, old) => old.clone(),
     };
