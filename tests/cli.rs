@@ -1835,7 +1835,7 @@ fn dfloat11_there_and_back() {
     }
 }
 
-/// A model that has a quantisation of its own cannot be marked as a bundle.
+/// A model that names its file of weights itself cannot be marked as a bundle.
 #[test]
 fn a_configuration_that_stays_as_it_is_is_remarked_on() {
     let home = tempfile::tempdir().unwrap();
@@ -1844,12 +1844,12 @@ fn a_configuration_that_stays_as_it_is_is_remarked_on() {
     let own = fs::read_to_string(home.path().join("marked/config.json")).unwrap();
     assert!(own.contains("\"transformers_weights\": \"unweight.json\""), "{own}");
     let config = home.path().join("model/config.json");
-    let text =
-        fs::read_to_string(&config).unwrap().replacen('{', "{\"quantization_config\": {\"quant_method\": \"fp8\"},", 1);
+    let own = "{\"transformers_weights\": \"model.safetensors\",";
+    let text = fs::read_to_string(&config).unwrap().replacen('{', own, 1);
     fs::write(&config, text).unwrap();
     for arguments in [&["plan", "model"][..], &["compress", "model", "-o", "bundle"]] {
         let text = stderr(&run(home.path(), arguments, 0));
-        assert!(text.contains("config.json is copied as it is (it has a quantization_config of its own)"), "{text}");
+        assert!(text.contains("config.json is copied as it is (it has transformers_weights of its own)"), "{text}");
     }
     let report = json(&run(home.path(), &["plan", "model", "--json"], 0));
     assert_eq!(report["unmarked_configs"][0]["name"], "config.json");

@@ -405,13 +405,27 @@ fn a_configuration_says_what_its_weights_are() {
     }
 }
 
+/// A key that says nothing gets the value; a method of its own stays, and the key that makes others refuse is added.
+#[test]
+fn a_configuration_without_a_method_and_one_with_another_are_marked() {
+    let scratch = Scratch::new();
+    for (name, value, method) in [("null", "null", "unweight"), ("fp8", r#"{"quant_method": "fp8"}"#, "fp8")] {
+        let source = configured(&scratch, name, format!("{{\"a\": 1, \"quantization_config\": {value}}}").as_bytes());
+        let files = round_trip(&source, &CompressOptions::default());
+        let stored: serde_json::Value = serde_json::from_slice(&files["config.json"]).unwrap();
+        assert_eq!(stored["quantization_config"]["quant_method"], method);
+        assert_eq!((&stored["transformers_weights"], &stored["a"]), (&"unweight.json".into(), &1.into()));
+        assert_eq!(files["config.json.source"], fs::read(source.join("config.json")).unwrap());
+        assert_eq!(plan(&source, &CompressOptions::default()).unwrap().unmarked_configs, []);
+    }
+}
+
 #[test]
 fn a_configuration_that_has_other_plans_is_left_as_it_is() {
     let scratch = Scratch::new();
     let large = format!("{{\"a\": \"{}\"}}", "a".repeat(16 << 20));
-    let cases: [(&str, &[u8], &str); 4] = [
+    let cases: [(&str, &[u8], &str); 3] = [
         ("list", b"[1, 2]", "it is no JSON object"),
-        ("fp8", br#"{"quantization_config": {"quant_method": "fp8"}}"#, "it has a quantization_config of its own"),
         ("named", br#"{"transformers_weights": "model.safetensors"}"#, "it has transformers_weights of its own"),
         ("large", large.as_bytes(), "it has more than 16 MiB"),
     ];

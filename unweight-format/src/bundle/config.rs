@@ -3,12 +3,9 @@
 //!
 //! Stock readers take the weights by their names. In a bundle they find none of them, and some make up what they miss.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, collections::HashMap, ops::Range};
 
-use serde::{
-    Deserialize, Deserializer,
-    de::{IgnoredAny, MapAccess, Visitor},
-};
+use serde::de::IgnoredAny;
 
 use crate::{Digest, bundle::manifest};
 
@@ -35,52 +32,96 @@ pub(crate) fn check_bytes(bytes: u64) -> Result<(), &'static str> {
 pub(crate) fn check(text: &[u8]) -> Result<(), &'static str> {
     let no_object = "it is no JSON object";
     std::str::from_utf8(text).map_err(|_| no_object)?;
-    let Keys(keys) = serde_json::from_slice(&strict(text)).map_err(|_| no_object)?;
-    // Of a key that is there twice readers take the last.
-    if keys.iter().any(|key| key == METHOD_KEY) {
-        return Err("it has a quantization_config of its own");
-    }
-    if keys.iter().any(|key| key == WEIGHTS_KEY) {
+    let _: HashMap<String, IgnoredAny> = serde_json::from_slice(&strict(text)).map_err(|_| no_object)?;
+    if matches!(last(text, WEIGHTS_KEY), Some((_, false))) {
         return Err("it has transformers_weights of its own");
     }
     Ok(())
 }
 
-/// The text with the two keys behind its opening brace; every other byte is as it was. It was [`check`]ed.
+/// The text with the two keys; every other byte is as it was. It was [`check`]ed. A key that is there with `null`,
+/// which names nothing, gets the value; the others stand behind the opening brace. A `quantization_config` of its own stays:
+/// two methods cannot be named.
 pub(crate) fn with_keys(text: &[u8], weights: Digest) -> Vec<u8> {
+    let method = format!(r#"{{"quant_method": "{}", "manifest": "{weights}"}}"#, manifest::FORMAT);
+    let file = format!(r#""{}""#, manifest::FILE_NAME);
+    let (mut nulls, mut missing) = (Vec::new(), Vec::new());
+    for (key, value) in [(METHOD_KEY, method), (WEIGHTS_KEY, file)] {
+        match last(text, key) {
+            None => missing.push(format!(r#""{key}": {value}"#)),
+            Some((range, true)) => nulls.push((range, value)),
+            Some((_, false)) => {}
+        }
+    }
+    nulls.sort_by_key(|(range, _)| range.start);
     let at = text.iter().position(|&byte| byte == b'{').map_or(0, |brace| brace + 1);
-    let (start, rest) = text.split_at(at);
-    let gap = rest.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(rest.len());
+    let gap = text[at..].iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(text.len() - at);
     // An object without keys needs no comma, and has no line to begin as the others begin.
-    let (gap, end) = if rest.get(gap) == Some(&b'}') { (&b""[..], "") } else { (&rest[..gap], ",") };
-    let method = format!(r#""{METHOD_KEY}": {{"quant_method": "{}", "manifest": "{weights}"}},"#, manifest::FORMAT);
-    let file = format!(r#""{WEIGHTS_KEY}": "{}"{end}"#, manifest::FILE_NAME);
-    [start, gap, method.as_bytes(), gap, file.as_bytes(), rest].concat()
+    let is_empty = text.get(at + gap) == Some(&b'}');
+    let gap = if is_empty { &b""[..] } else { &text[at..at + gap] };
+    let mut marked = text[..at].to_vec();
+    for (index, key) in missing.iter().enumerate() {
+        let comma = if is_empty && index + 1 == missing.len() { "" } else { "," };
+        marked.extend([gap, key.as_bytes(), comma.as_bytes()].concat());
+    }
+    let mut from = at;
+    for (range, value) in nulls {
+        marked.extend([&text[from..range.start], value.as_bytes()].concat());
+        from = range.end;
+    }
+    marked.extend(&text[from..]);
+    marked
 }
 
-/// The keys of an object; what is in it is only passed over.
-struct Keys(Vec<String>);
-
-impl<'de> Deserialize<'de> for Keys {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Object;
-        impl<'de> Visitor<'de> for Object {
-            type Value = Keys;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
-                let mut keys = Vec::new();
-                while let Some((key, IgnoredAny)) = map.next_entry()? {
-                    keys.push(key);
-                }
-                Ok(Keys(keys))
-            }
+/// Where the value of an object's own key is, and whether it is `null`; of a key that is there twice the last, which is
+/// what readers take.
+fn last(text: &[u8], key: &str) -> Option<(Range<usize>, bool)> {
+    let plain = strict(text);
+    let mut found = None;
+    let mut at = plain.iter().position(|&byte| byte == b'{')? + 1;
+    while let Some(quote) = plain[at..].iter().position(|&byte| byte == b'"') {
+        let name = at + quote..string_end(&plain, at + quote);
+        let colon = name.end + plain[name.end..].iter().position(|&byte| byte == b':')?;
+        let start = colon + 1 + plain[colon + 1..].iter().position(|byte| !byte.is_ascii_whitespace())?;
+        at = value_end(&plain, start);
+        if serde_json::from_slice::<String>(&plain[name]).is_ok_and(|name| name == key) {
+            let is_null = plain[start..at].trim_ascii_end() == b"null";
+            found = Some((start..start + plain[start..at].trim_ascii_end().len(), is_null));
         }
-        deserializer.deserialize_map(Object)
     }
+    found
+}
+
+/// Behind the closing quote of the string that begins here.
+fn string_end(text: &[u8], start: usize) -> usize {
+    let mut at = start + 1;
+    while at < text.len() {
+        match text[at] {
+            b'"' => return at + 1,
+            b'\\' => at += 2,
+            _ => at += 1,
+        }
+    }
+    text.len()
+}
+
+/// Where the comma or the brace behind the value that begins here is.
+fn value_end(text: &[u8], start: usize) -> usize {
+    let (mut at, mut depth) = (start, 0_usize);
+    while at < text.len() {
+        match text[at] {
+            b'"' => {
+                at = string_end(text, at);
+                continue;
+            }
+            b'{' | b'[' => depth += 1,
+            b',' | b'}' | b']' if depth == 0 => return at,
+            b'}' | b']' => depth -= 1,
+            _ => {}
+        }
+        at += 1;
+    }
+    text.len()
 }
 
 /// The text with plain numbers in place of `NaN` and `Infinity`, which are no JSON but which Python writes.
@@ -150,6 +191,42 @@ mod tests {
     }
 
     #[test]
+    fn a_key_without_a_value_gets_one_and_a_method_of_its_own_stays() {
+        let (method, file) =
+            (r#"{"quant_method": "unweight", "manifest": "D"}"#, r#""transformers_weights": "unweight.json""#);
+        for (text, expected) in [
+            (
+                "{\n  \"a\": [1, {\"quantization_config\": null}],\n  \"quantization_config\" : null\n}",
+                format!(
+                    "{{\n  {file},\n  \"a\": [1, {{\"quantization_config\": null}}],\n  \
+                     \"quantization_config\" : {method}\n}}"
+                ),
+            ),
+            (r#"{"quantization\u005fconfig":null}"#, format!(r#"{{{file},"quantization\u005fconfig":{method}}}"#)),
+            (
+                r#"{"b": "}\",null", "transformers_weights": null, "quantization_config": null, "c": NaN}"#,
+                format!(r#"{{"b": "}}\",null", {file}, "quantization_config": {method}, "c": NaN}}"#),
+            ),
+            (
+                r#"{"quantization_config": {"quant_method": "fp8"}, "quantization_config": null}"#,
+                format!(
+                    r#"{{{file},"quantization_config": {{"quant_method": "fp8"}}, "quantization_config": {method}}}"#
+                ),
+            ),
+            (
+                r#"{"quantization_config": null, "quantization_config": {"quant_method": "fp8"}}"#,
+                format!(r#"{{{file},"quantization_config": null, "quantization_config": {{"quant_method": "fp8"}}}}"#),
+            ),
+        ] {
+            assert_eq!(marked(text), expected);
+            let value: serde_json::Value = serde_json::from_str(&expected.replace("NaN", "0")).unwrap();
+            assert_eq!(value["transformers_weights"], "unweight.json");
+            let is_fp8 = text.ends_with("\"fp8\"}}");
+            assert_eq!(value["quantization_config"]["quant_method"], if is_fp8 { "fp8" } else { "unweight" });
+        }
+    }
+
+    #[test]
     fn what_gets_no_keys_says_why() {
         let no_object = "it is no JSON object";
         for (text, reason) in [
@@ -163,9 +240,11 @@ mod tests {
             ("{\"a\": 1NaN}", no_object),
             ("{\"a\": 1.Infinity}", no_object),
             ("{\"a\": \"\\", no_object),
-            (r#"{"a": 1, "quantization_config": {"quant_method": "fp8"}}"#, "it has a quantization_config of its own"),
-            (r#"{"quantization\u005fconfig": null}"#, "it has a quantization_config of its own"),
             (r#"{"transformers_weights": "x"}"#, "it has transformers_weights of its own"),
+            (
+                r#"{"transformers_weights": null, "transformers\u005fweights": ""}"#,
+                "it has transformers_weights of its own",
+            ),
         ] {
             assert_eq!(check(text.as_bytes()), Err(reason), "{text}");
         }
