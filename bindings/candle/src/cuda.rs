@@ -109,6 +109,10 @@ impl OnGpu {
         if stream.context().ordinal() != self.guest.device().ordinal() {
             bail!("unweight: the weight is on another GPU than the input");
         }
+        if device.id() != self.device.id() {
+            // Its stream is another: the weight's memory would not be freed in the order of this launch.
+            bail!("unweight: the input is of another CudaDevice than the weight; give both the same one (clone it)");
+        }
         let Ok(m) = u32::try_from(rows) else { bail!("unweight: {rows} rows are more than a product takes") };
         // SAFETY: all of it is written by the product, before anything reads it.
         let mut y = unsafe { device.alloc::<bf16>(rows * n) }?;
