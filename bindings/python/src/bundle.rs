@@ -11,6 +11,7 @@ use unweight_format::bundle::{self, BundleError, BundleTensor};
 
 use crate::{
     error::{panicked, raised},
+    pool::on_pool,
     report::to_python,
 };
 
@@ -25,7 +26,7 @@ pub struct Bundle {
 impl Bundle {
     #[new]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let bundle = py.detach(|| bundle::Bundle::open_weights(&path)).map_err(|error| raised(py, &error))?;
+        let bundle = on_pool(py, || bundle::Bundle::open_weights(&path))?.map_err(|error| raised(py, &error))?;
         Ok(Self { bundle, path })
     }
 
@@ -59,6 +60,11 @@ impl Bundle {
         let entry = entry.map_err(|error| raised(py, &error))?;
         let mut tensors = self.bundle.tensors();
         row(py, tensors.find(|tensor| std::ptr::eq(tensor.entry, entry)).ok_or_else(panicked)?)
+    }
+
+    /// Whether a model is loaded from a file: earlier states of a training below it are none of the model's.
+    fn is_of_model(&self, file: &str) -> bool {
+        self.bundle.is_of_model(file)
     }
 
     /// As `inspect` of the command line.
@@ -144,10 +150,10 @@ impl Bundle {
         file: Option<&str>,
     ) -> PyResult<u64> {
         let (rows, cols) = (rows.0..rows.1, cols.0..cols.1);
-        let part = py.detach(|| match file {
+        let part = on_pool(py, || match file {
             Some(file) => self.bundle.decode_part_in(file, name, rows, cols),
             None => self.bundle.decode_part(name, rows, cols),
-        });
+        })?;
         let part = part.map_err(|error| match error {
             BundleError::PartOfNoMatrix { .. } | BundleError::PartOutside { .. } => {
                 PyValueError::new_err(error.to_string())
@@ -169,17 +175,17 @@ impl Bundle {
     /// A file beside the weights, compared with its digest; `None` if the bundle has none of this name.
     #[pyo3(signature = (name, *, limit=64 << 20))]
     fn copied<'py>(&self, py: Python<'py>, name: &str, limit: u64) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let bytes = py.detach(|| self.bundle.copied(name, limit)).map_err(|error| raised(py, &error))?;
+        let bytes = on_pool(py, || self.bundle.copied(name, limit))?.map_err(|error| raised(py, &error))?;
         Ok(bytes.map(|bytes| PyBytes::new(py, &bytes)))
     }
 }
 
 impl Bundle {
     fn decode(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<Vec<u8>> {
-        let decoded = py.detach(|| match file {
+        let decoded = on_pool(py, || match file {
             Some(file) => self.bundle.decode_in(file, name),
             None => self.bundle.decode(name),
-        });
+        })?;
         decoded.map_err(|error| raised(py, &error))
     }
 }

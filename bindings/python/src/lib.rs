@@ -3,6 +3,7 @@
 mod bundle;
 mod error;
 mod packed;
+mod pool;
 mod progress;
 mod report;
 mod runtime;

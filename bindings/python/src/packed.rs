@@ -12,6 +12,8 @@ use unweight_format::{
     packed::{self, TILE_BYTES, Window},
 };
 
+use crate::pool::on_pool;
+
 /// Sections and the arena's size are multiples of this.
 pub const ALIGN: usize = 256;
 const MAGIC: &[u8; 8] = b"UWARENA1";
@@ -186,10 +188,10 @@ pub fn pack(py: Python<'_>, address: usize, rows: usize, cols: usize) -> PyResul
     present(&[(address, bytes)])?;
     // SAFETY: the caller's tensor of this shape, which it holds during the call (stated in `_native.pyi`).
     let weights = unsafe { at(address, bytes) };
-    py.detach(|| {
+    on_pool(py, || {
         let matrix = Matrix::new(weights, rows, cols).map_err(value_error)?;
         Ok(packed::pack(matrix, &Histogram::of(weights)).ok().map(Packed))
-    })
+    })?
 }
 
 /// Rows, columns, bytes of the lists of escapes, and their digest.
@@ -201,16 +203,17 @@ pub fn arena_head(address: usize, nbytes: usize) -> PyResult<(usize, usize, usiz
     Ok((grid.rows(), grid.cols(), head.escapes(), head.digest()))
 }
 
-/// The weights of an arena, bit for bit. Everything is checked before it is trusted.
+/// The weights of an arena, bit for bit. What memory is read and written follows from what is checked; the weights
+/// themselves have no digest here.
 #[pyfunction]
 pub fn unpack(py: Python<'_>, arena: (usize, usize), escapes: (usize, usize), out: (usize, usize)) -> PyResult<()> {
     present(&[arena, escapes, out])?;
     // SAFETY: the caller's tensors, of these sizes, which it holds during the call (stated in `_native.pyi`).
     let (arena, escapes, out) = unsafe { (at(arena.0, arena.1), at(escapes.0, escapes.1), at_mut(out.0, out.1)) };
-    py.detach(|| {
+    on_pool(py, || {
         let (head, grid, layout) = Head::of(arena)?;
         let sections = (&arena[..layout.heads.start], &arena[layout.heads]);
         let tensor = PackedTensor::from_parts(grid, head.window()?, sections.0, sections.1, escapes);
         packed::decode_into(&tensor.map_err(value_error)?, out).map_err(value_error)
-    })
+    })?
 }

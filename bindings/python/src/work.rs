@@ -8,7 +8,7 @@ use unweight_format::{
     bundle::{self, CompressOptions, DecompressOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions},
 };
 
-use crate::{progress::watched, report::to_python};
+use crate::{pool::processors, progress::watched, report::to_python};
 
 /// What `compress` and `plan` share, as a dict.
 #[derive(FromPyObject)]
@@ -62,10 +62,18 @@ fn named<T: FromStr<Err: Display>>(name: &str) -> PyResult<T> {
     name.parse().map_err(|error: T::Err| PyValueError::new_err(error.to_string()))
 }
 
+/// More than any machine has: threads are made before anything can be cancelled.
+const THREADS_MAX: usize = 1024;
+
 fn threads(threads: Option<usize>) -> PyResult<Option<usize>> {
     match threads {
         Some(0) => Err(PyValueError::new_err("threads is 0; give 1 or more, or None for all processors")),
-        other => Ok(other),
+        Some(more) if more > THREADS_MAX => {
+            let message = format!("threads is {more}; give {THREADS_MAX} or fewer, or None for all processors");
+            Err(PyValueError::new_err(message))
+        }
+        // Of its own, rather than those that all calls share: a forked child has none of its parent's.
+        other => Ok(Some(other.unwrap_or_else(processors))),
     }
 }
 

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import unittest
+import warnings
 
 import models
 import unweight
@@ -115,6 +116,13 @@ class Work(Case):
         unweight.compress(self.home / "model", self.home / "bundle", force=True, skip=["config.json"])
         self.assertFalse((self.home / "bundle" / "config.json").exists())
 
+    def test_a_configuration_that_cannot_be_marked_is_warned_of(self):
+        models.small(self.home / "model")
+        (self.home / "model" / "config.json").write_text('{"transformers_weights": "x.safetensors"}')
+        with self.assertWarnsRegex(UserWarning, "config.json is copied as it is .it has transformers_weights of its"):
+            report = unweight.compress(self.home / "model", self.home / "bundle")
+        self.assertEqual([one["name"] for one in report["unmarked_configs"]], ["config.json"])
+
     def test_wrong_arguments_are_refused_before_anything_is_written(self):
         models.small(self.home / "model")
         for wrong, says in (
@@ -123,6 +131,7 @@ class Work(Case):
             ({"verify": "twice"}, "known: none"),
             ({"code_limit": 99}, "6..=15"),
             ({"threads": 0}, "give 1 or more"),
+            ({"threads": 10**9}, "threads is 1000000000; give 1024 or fewer"),
         ):
             with self.subTest(wrong), self.assertRaisesRegex(ValueError, says):
                 unweight.compress(self.home / "model", self.home / "bundle", **wrong)
@@ -241,6 +250,36 @@ class Read(Case):
         bundle = unweight.Bundle(self.home / "bundle")
         self.assertEqual(bundle.read("scale"), self.tensors["scale"][2])
         self.assertIsNone(bundle.copied("tokenizer.json"))
+
+    def test_a_forked_process_reads_and_compresses(self):
+        import pickle
+
+        bundle = self.bundle()
+        expected = {name: bundle.read(name) for name in bundle}
+        again = pickle.loads(pickle.dumps(bundle))
+        self.assertEqual((again.path.name, again.names()), (bundle.path.name, bundle.names()))
+        with warnings.catch_warnings():
+            # That it has threads is the point.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            # No exit handlers of the parent's, whatever comes.
+            try:
+                same = {name: bundle.read(name) for name in bundle} == expected
+                unweight.compress(self.home / "model", self.home / "forked")
+                os._exit(0 if same and unweight.Bundle(self.home / "forked").names() else 1)
+            finally:
+                os._exit(2)
+        for _ in range(600):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            self.fail("the child hangs")
+        self.assertEqual(os.waitstatus_to_exitcode(status), 0)
 
     def test_several_threads_read_one_bundle(self):
         bundle, wrong = self.bundle(), []

@@ -57,9 +57,26 @@ class Parts(unittest.TestCase):
         self.assertTrue(self.bundle.reads_parts("large"))
         self.assertFalse(self.bundle.reads_parts("small"))
         self.same(self.bundle.torch("small", rows=(64, 65)), self.weight[64:65, :512])
-        for rows in ((0, 0), (5, 4), (0, 1153)):
+        # The last would be two petabytes, if there were memory for it before it is looked at.
+        for rows in ((0, 0), (5, 4), (0, 1153), (-2, 5), (0, -1), (0, 2**40)):
             with self.assertRaisesRegex(ValueError, "tensor 'large' has 1152 rows, and no part"):
                 self.bundle.torch("large", rows=rows)
+        for rows in ((), (True, 64), (0, 64.0), 5, (0, 1, 2)):
+            with self.assertRaisesRegex(TypeError, "rows=.*give a pair of integers"):
+                self.bundle.torch("large", rows=rows)
+        self.same(self.bundle.torch("large", rows=[0, 64]), self.weight[:64])
+
+    def test_a_part_is_not_changed_in_place(self):
+        for change in (
+            lambda part: part.zero_(),
+            lambda part: part.copy_(torch.zeros_like(self.weight)),
+            lambda part: part.__setitem__(slice(5), 0),
+            lambda part: torch.add(self.weight, 1, out=part),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, "cannot be changed in place; clone"):
+                change(self.part)
+        self.same(self.part.clone().add_(0), self.weight)
+        self.same(torch.empty_like(self.weight).copy_(self.part), self.weight)
 
     def test_only_what_is_copied_is_read(self):
         part = self.part.narrow(0, 576, 576)[:, 480:960].narrow(1, 0, 480)
@@ -146,6 +163,13 @@ class Grouped(unittest.TestCase):
         for x, ids in ((x.float(), self.ids), (x[:16], self.ids), (x, self.ids[:9])):
             with self.assertRaisesRegex(ValueError, "unweight::experts takes"):
                 self.asked(x, ids)
+        x = inputs(17, 192)
+        with self.assertRaisesRegex(ValueError, "takes ids of a type of integers, got torch.float32"):
+            self.asked(x, self.ids.float())
+        for experts, says in ((0, "takes 1 expert or more"), (2, "are not those of 2 experts")):
+            with self.assertRaisesRegex(ValueError, says):
+                packed = self.packed
+                torch.ops.unweight.experts(x, packed.gate_up, packed.down, self.ids, self.share, experts)
 
 
 class Pack(unittest.TestCase):
@@ -241,6 +265,28 @@ class Operator(unittest.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "no backward.*load the model in BF16"):
             y.float().sum().backward()
 
+    def test_forward_derivatives_are_refused_and_are_not_zeros(self):
+        from torch.autograd import forward_ad
+
+        packed, x = pack(weights(64, 64)), inputs(2, 64)
+        with self.assertRaisesRegex(NotImplementedError, "no backward.*load the model in BF16"):
+            torch.func.jvp(lambda x: linear(x, packed), (x,), (x,))
+        with forward_ad.dual_level():
+            with self.assertRaisesRegex(NotImplementedError, "no backward"):
+                linear(forward_ad.make_dual(x, x), packed)
+            # Without a tangent there is nothing to be lost.
+            self.assertEqual(linear(x, packed).shape, (2, 64))
+
+    def test_operands_without_numbers_are_refused(self):
+        packed, x = pack(weights(128, 64)), inputs(2, 64)
+        with self.assertRaisesRegex(ValueError, "takes all on one device, got cpu and meta"):
+            linear(x, packed._replace(arena=packed.arena.to("meta")))
+        self.assertEqual(linear(x.to("meta"), packed._replace(arena=packed.arena.to("meta"))).device.type, "meta")
+
+    def test_a_negative_view_is_packed_as_what_it_says(self):
+        weight = weights(64, 64)
+        self.assertTrue(torch.equal(unpack(pack(torch._neg_view(weight)).arena), -weight))
+
     def test_wrong_operands_are_refused(self):
         packed = pack(weights(128, 64))
         op = torch.ops.unweight.linear
@@ -299,6 +345,24 @@ class Module(unittest.TestCase):
             gc.collect()
             self.assertTrue(torch.equal(copied(x), stock(x)))
             self.assertTrue(torch.equal(copied.unpacked(), expected))
+
+    def test_a_state_without_its_lists_is_refused(self):
+        stock, packed = self.layer()
+        x = inputs(4, 128)
+        expected = packed(x)
+        with self.assertRaisesRegex(NotImplementedError, "packed weights have no state_dict"):
+            packed.state_dict()
+        state = {"weight_packed": pack(weights(192, 128, seed=5)).arena}
+        for layer in (packed, Linear(stock)):
+            with self.assertRaisesRegex(NotImplementedError, "packed weights have no state_dict"):
+                layer.load_state_dict(state, strict=False)
+        self.assertTrue(torch.equal(packed(x), expected))
+        # One that is not packed is as any other.
+        plain = Linear(nn.Linear(128, 192).to(torch.bfloat16))
+        plain.load_state_dict(stock.state_dict())
+        self.assertEqual(set(plain.state_dict()), {"weight", "bias"})
+        with self.assertRaisesRegex(ValueError, "is packed already"):
+            packed.pack()
 
     def test_the_weight_is_gone_and_memory_with_it(self):
         stock, packed = self.layer(wide=0)

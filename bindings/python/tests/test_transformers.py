@@ -3,8 +3,10 @@
 As a program: one process of tensor parallelism, under torchrun.
 """
 
+import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -151,11 +153,62 @@ class Models(unittest.TestCase):
 
     def test_without_unweight_transformers_refuses(self):
         """Stock transformers would return random weights; the bundle's config.json makes it stop."""
-        _, bundle = self.bundle()
-        program = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
-        done = subprocess.run([sys.executable, "-c", program, str(bundle)], capture_output=True, text=True)
-        self.assertNotEqual(done.returncode, 0)
-        self.assertIn("unweight.json", done.stderr)
+        model, bundle = self.bundle()
+        config = json.loads((model / "config.json").read_text())
+        null = self.home / "null"
+        # As tools write it; the key is there, and says nothing.
+        (model / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+        unweight.compress(model, null, profile="resident")
+        program = (
+            "import sys, transformers\n"
+            "for path in sys.argv[1:]:\n"
+            "    try: transformers.AutoModelForCausalLM.from_pretrained(path)\n"
+            "    except ValueError as error: assert 'unweight.json' in str(error), error\n"
+            "    else: sys.exit(path + ' is loaded')\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program, str(bundle), str(null)], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr[-2000:])
+        expected, got = (AutoModelForCausalLM.from_pretrained(path) for path in (model, null))
+        self.assertEqual(packed(got), 15)
+        self.assertTrue(torch.equal(logits(got), logits(expected)))
+
+    def test_a_bundle_that_does_not_say_so_is_loaded_with_a_warning(self):
+        model, bundle = self.bundle()
+        shutil.copy(model / "config.json", bundle / "config.json")
+        expected = AutoModelForCausalLM.from_pretrained(model)
+        with self.assertLogs("unweight.transformers", "WARNING") as told:
+            got = AutoModelForCausalLM.from_pretrained(bundle)
+        self.assertIn("its weights are not packed", told.output[0])
+        self.assertEqual(packed(got), 0)
+        self.assertTrue(torch.equal(logits(got), logits(expected)))
+        with self.assertNoLogs("unweight.transformers", "WARNING"):
+            got = AutoModelForCausalLM.from_pretrained(bundle, quantization_config=UnweightConfig())
+        self.assertEqual(packed(got), 15)
+
+    def test_another_transformers_is_refused_and_not_trusted(self):
+        from unittest import mock
+
+        from transformers import modeling_utils
+
+        model, bundle = self.bundle()
+        with mock.patch.object(transformers, "__version__", "5.18.0"):
+            with self.assertRaisesRegex(ValueError, "bundles are loaded by transformers 5.17, this is 5.18.0"):
+                AutoModelForCausalLM.from_pretrained(bundle)
+            AutoModelForCausalLM.from_pretrained(model)
+        # One that reads shards from another place.
+        with mock.patch.object(modeling_utils, "safe_open", unweight.transformers._safe_open):
+            with self.assertRaisesRegex(ValueError, "has read a bundle without unweight"):
+                AutoModelForCausalLM.from_pretrained(bundle)
+
+    def test_it_compiles_where_gradients_are_on(self):
+        model, bundle = self.bundle()
+        expected, got = (AutoModelForCausalLM.from_pretrained(path) for path in (model, bundle))
+        self.assertFalse([name for name, one in got.named_parameters() if one.requires_grad])
+        torch._dynamo.reset()
+        self.assertTrue(torch.is_grad_enabled())
+        # It traces a backward, if anything wants one.
+        compiled = torch.compile(got, fullgraph=True, backend="aot_eager")
+        self.assertTrue(torch.equal(compiled(TOKENS).logits, logits(expected)))
 
     def test_a_slice_reads_its_part(self):
         from unittest import mock

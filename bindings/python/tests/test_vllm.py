@@ -92,6 +92,17 @@ def bundle_of(model: pathlib.Path, profile: str = "resident") -> pathlib.Path:
     return bundle
 
 
+def without(model: pathlib.Path, copy: pathlib.Path, name: str) -> pathlib.Path:
+    """A model that lacks a tensor."""
+    import safetensors.torch
+
+    shutil.copytree(model, copy)
+    tensors = safetensors.torch.load_file(copy / "model.safetensors")
+    del tensors[name]
+    safetensors.torch.save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
 def adapter(home: pathlib.Path) -> pathlib.Path:
     """A low-rank adapter of all linear layers but the head, as PEFT saves it, that changes what a model says."""
     import safetensors.torch
@@ -240,6 +251,7 @@ class Engine(Case):
             "packed weights cannot be offloaded": dict(model=str(bundle), cpu_offload_gb=1),
             "cannot be loaded by --load-format dummy": dict(model=str(bundle), load_format="dummy"),
             "cannot be exchanged (reload_weights)": dict(model=str(bundle), reload=True),
+            "cannot be exchanged (reload_weights); start": dict(model=str(bundle), exchange=True),
             "vLLM's CPU backend has no expert parallelism": dict(
                 model=str(experts), configure=True, tensor_parallel_size=2, enable_expert_parallel=True
             ),
@@ -249,6 +261,88 @@ class Engine(Case):
         answers, log = engines([{**run, "refused": True, "enforce_eager": True} for run in expected.values()])
         for says, answer in zip(expected, answers):
             self.assertIn(says, answer, log[-2000:])
+
+
+    def test_a_model_that_lacks_weights_is_refused_and_they_are_named(self):
+        llama, moe = make(self.home / "llama", "llama"), make(self.home / "moe", "qwen3 moe")
+        norm, down = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"
+        bias = "model.layers.1.self_attn.k_proj.bias"
+        cases = [(llama, name, False) for name in (norm, "model.layers.0.self_attn.k_proj.weight", down)]
+        cases += [(llama, "lm_head.weight", False), (llama, "model.embed_tokens.weight", False)]
+        cases += [(llama, norm, True), (llama, down, True)]
+        cases += [(make(self.home / "qwen2", "qwen2, tied"), bias, False)]
+        cases += [(moe, f"model.layers.1.mlp.experts.2.{one}_proj.weight", False) for one in ("down", "up")]
+        runs = []
+        for index, (model, name, is_bundle) in enumerate(cases):
+            path = without(model, self.home / str(index) / "model", name)
+            runs.append(dict(model=str(bundle_of(path) if is_bundle else path)))
+            if not is_bundle:
+                runs[-1]["quantization"] = "unweight"
+        answers, log = engines([{**run, "refused": True, "enforce_eager": True} for run in runs])
+        for (_, name, _), answer in zip(cases, answers):
+            self.assertIn(f"the model's files lack weights: {name}; fetch", str(answer), log[-2000:])
+
+    def test_files_beside_and_below_the_model_s_are_not_the_model(self):
+        import safetensors.torch
+        import torch
+
+        model = make(self.home / "model", "llama")
+        tensors = safetensors.torch.load_file(model / "model.safetensors")
+        random = torch.Generator().manual_seed(7)
+        others = {name: torch.randn(one.shape, generator=random).mul(0.05).bfloat16() for name, one in tensors.items()}
+        below, beside, twice = (self.home / name / "model" for name in ("below", "beside", "twice"))
+        for path in (below, beside, twice):
+            shutil.copytree(model, path)
+        (below / "checkpoint-500").mkdir()
+        safetensors.torch.save_file(others, below / "checkpoint-500" / "model.safetensors")
+        # As transformers shards it; the index does not name the third.
+        names = sorted(tensors)
+        parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
+        (beside / "model.safetensors").unlink()
+        for file, part in parts.items():
+            safetensors.torch.save_file({name: tensors[name] for name in part}, beside / file)
+        safetensors.torch.save_file(others, beside / "model-00003-of-00002.safetensors")
+        index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+        (beside / "model.safetensors.index.json").write_text(json.dumps(index))
+        runs = [dict(model=str(model)), dict(model=str(bundle_of(below))), dict(model=str(bundle_of(beside)))]
+        self.hold_equal(runs, enforce_eager=True)
+
+        # Without an index nobody knows which of two is meant.
+        name = "model.layers.0.mlp.down_proj.weight"
+        safetensors.torch.save_file({name: others[name]}, twice / "other.safetensors")
+        refused = dict(model=str(twice), quantization="unweight", refused=True, enforce_eager=True)
+        (answer,), log = engines([refused])
+        self.assertIn(f"two tensors came for {name}; a packed weight takes one", str(answer), log[-2000:])
+
+    def test_a_bundle_that_does_not_say_so_is_served_with_a_warning(self):
+        model = make(self.home / "model", "llama")
+        bundle = bundle_of(model)
+        shutil.copy(model / "config.json", bundle / "config.json")
+        log = self.hold_equal([dict(model=str(model)), dict(model=str(bundle))], enforce_eager=True)
+        self.assertIn("is a bundle, but its config.json does not say so", log)
+
+    def test_a_vllm_that_is_not_known_runs_on_without(self):
+        program = (
+            "import vllm.model_executor.model_loader as loader\n"
+            "from vllm.model_executor.model_loader.default_loader import DefaultModelLoader\n"
+            "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS\n"
+            "import unweight.vllm\n"
+            "before = dict(loader._LOAD_FORMAT_TO_MODEL_LOADER)\n"
+            "stock = DefaultModelLoader.get_all_weights\n"
+            "DefaultModelLoader.get_all_weights = lambda self, model: iter(())\n"
+            "unweight.vllm.register()\n"
+            "assert loader._LOAD_FORMAT_TO_MODEL_LOADER == before\n"
+            "assert 'unweight' not in QUANTIZATION_METHODS\n"
+            "DefaultModelLoader.get_all_weights = stock\n"
+            "unweight.vllm.register()\n"
+            "assert loader._LOAD_FORMAT_TO_MODEL_LOADER['auto'] is not before['auto']\n"
+            "assert 'unweight' in QUANTIZATION_METHODS\n"
+        )
+        # Not as a plugin: it would be there already.
+        environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": ""}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+        self.assertEqual((done.stdout + done.stderr).count("unweight does not know this vLLM"), 1, done.stderr[-4000:])
 
 
 class Serve(Case):
@@ -291,7 +385,9 @@ class Serve(Case):
             server.wait(60)
 
 
-def answers(model: str, reload: bool = False, adapter: Optional[str] = None, **options: object) -> list[dict]:
+def answers(
+    model: str, reload: bool = False, exchange: bool = False, adapter: Optional[str] = None, **options: object
+) -> list[dict]:
     """What an engine says to a few prompts, greedily."""
     import torch
     from vllm import LLM, SamplingParams
@@ -303,6 +399,8 @@ def answers(model: str, reload: bool = False, adapter: Optional[str] = None, **o
     llm = LLM(model=model, skip_tokenizer_init=True, max_model_len=128, seed=0, **options)
     if reload:
         llm.collective_rpc("reload_weights")
+    if exchange:
+        llm.apply_model(lambda inner: inner.load_weights(iter(())))
     random = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 500, (length,), generator=random).tolist() for length in (5, 17, 40)]
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, detokenize=False, ignore_eos=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Union
 
@@ -59,8 +61,11 @@ class Bundle(_native.Bundle):
     decoded and compared with their digests when they are asked for. May be used from several threads at once; the
     interpreter is free while it decodes.
 
-    A name that several files have needs `file=`, too.
+    A name that several files have needs `file=`, too. A pickled bundle is its path, and is opened again.
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (os.path.abspath(self.path),)
 
     def tensors(self) -> list[TensorInfo]:
         """Every tensor, in the order of files and of their data."""
@@ -72,12 +77,21 @@ class Bundle(_native.Bundle):
 
     def info(self, name: str, *, file: Optional[str] = None) -> TensorInfo:
         """What the bundle says about one tensor."""
-        return _info(self._row(name, file=file))
+        only = self._by_name.get(name, ()) if file is None else ()
+        # A name that there is once is found here; of the others the bundle knows which is meant.
+        return only[0] if len(only) == 1 else _info(self._row(name, file=file))
 
     # A bundle never changes while it is open.
     @cached_property
     def _tensors(self) -> list[TensorInfo]:
         return [_info(row) for row in self._rows()]
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[TensorInfo]]:
+        known: dict[str, list[TensorInfo]] = {}
+        for info in self._tensors:
+            known.setdefault(info.name, []).append(info)
+        return known
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -152,11 +166,24 @@ class Bundle(_native.Bundle):
 
         if len(info.shape) != 2:
             raise ValueError(f"tensor '{info.name}' of shape {list(info.shape)} is no matrix; read all of it")
-        rows, cols = rows or (0, info.shape[0]), cols or (0, info.shape[1])
-        shape = tuple(max(0, end - start) for start, end in (rows, cols))
+        # Before there is memory for them.
+        rows, cols = _range("rows", rows, info, 0), _range("cols", cols, info, 1)
+        shape = tuple(end - start for start, end in (rows, cols))
         tensor = torch.empty(shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
         read = self.decode_part_into(info.name, rows, cols, tensor.data_ptr(), tensor.nbytes, file=info.file)
         return tensor, read
+
+
+def _range(name: str, given: Optional[tuple[int, int]], info: TensorInfo, dim: int) -> tuple[int, int]:
+    if given is None:
+        return (0, info.shape[dim])
+    is_pair = isinstance(given, (tuple, list)) and len(given) == 2
+    if not is_pair or any(isinstance(one, bool) or not hasattr(one, "__index__") for one in given):
+        raise TypeError(f"{name}={given!r}; give a pair of integers: the first, and the one after the last")
+    start, end = (operator.index(one) for one in given)
+    if not 0 <= start < end <= info.shape[dim]:
+        raise ValueError(f"tensor '{info.name}' has {info.shape[dim]} {name}, and no part {start}..{end} of them")
+    return (start, end)
 
 
 def _info(row: dict[str, Any]) -> TensorInfo:

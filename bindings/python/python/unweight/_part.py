@@ -76,6 +76,15 @@ class Part(Tensor):
         if func is _aten.copy_.default and args[0].device.type == "meta":
             # Only shapes count there.
             return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"))
+        if func._schema.is_mutable:
+            told = func._schema.arguments
+            given = [*zip(told, args), *((one, kwargs.get(one.name)) for one in told)]
+            for argument, part in given:
+                if isinstance(part, Part) and argument.alias_info is not None and argument.alias_info.is_write:
+                    raise NotImplementedError(
+                        f"{func}: a part of tensor '{part._info.name}' is read from a bundle, and cannot be changed in "
+                        "place; clone() it first"
+                    )
         args, kwargs = tree_map(lambda one: one.read() if isinstance(one, Part) else one, (args, kwargs))
         return func(*args, **kwargs)
 

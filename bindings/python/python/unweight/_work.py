@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any, Callable, NamedTuple, Optional, Sequence, Union
 
 from . import _native
@@ -79,11 +80,19 @@ def compress(
     `progress` is called about ten times a second, and at the end, on the calling thread. Ctrl-C, or an exception of the
     callback, stops the work at the next tensor and is raised; what is finished is kept for `resume=True`.
 
-    Returns a report with the keys of `unweight compress --json`.
+    Returns a report with the keys of `unweight compress --json`. A `config.json` that cannot say that the weights
+    beside it are a bundle's (`unmarked_configs`) is warned of.
     """
     choice = _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads)
     more = {"ram_bytes": ram_bytes, "resume": resume, "force": force, "verify": verify, "sha256": sha256}
-    return _native.compress(source, output, choice, more, progress)
+    report = _native.compress(source, output, choice, more, progress)
+    for config in report["unmarked_configs"]:
+        warnings.warn(
+            f"{config['name']} is copied as it is ({config['reason']}): it does not say that the weights beside it are "
+            "a bundle's; readers that do not know bundles would make up weights",
+            stacklevel=2,
+        )
+    return report
 
 
 def plan(

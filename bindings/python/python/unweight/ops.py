@@ -20,6 +20,9 @@ from typing import Any, Callable, NamedTuple, Optional, Union
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import eager_transforms
+from torch._library import autograd
+from torch.autograd import forward_ad
 
 from . import _native
 from .errors import UnweightError
@@ -246,7 +249,7 @@ def pack(weight: Tensor) -> Optional[Packed]:
     if (reason := why_not(weight.device)) is not None:
         raise ValueError(f"{reason}; give weight.cpu()")
     # Held by this name until Rust has read it: rows of a shard are strided, and become a temporary here.
-    held = weight.detach().contiguous()
+    held = weight.detach().resolve_neg().contiguous()
     n, k = held.shape
     if held.device.type == "cuda":
         return _pack_cuda(held)
@@ -316,7 +319,8 @@ def pack_experts(gate_up: Tensor, down: Tensor) -> Optional[PackedExperts]:
         raise ValueError(f"gates and ups are {list(gate_up.shape)}, downs {list(down.shape)}: not those of one mixture")
     if rows % 128 or hidden % 64:
         return None
-    turns = gate_up.view(experts, 2, rows // 2 // _GATE_ROWS, _GATE_ROWS, hidden).transpose(1, 2)
+    gate_up, down = gate_up.detach().resolve_neg(), down.detach().resolve_neg()
+    turns = gate_up.reshape(experts, 2, rows // 2 // _GATE_ROWS, _GATE_ROWS, hidden).transpose(1, 2)
     upper, lower = turns.reshape(experts * rows, hidden), down.reshape(experts * hidden, rows // 2)
     if gate_up.device.type != "cuda":
         first, second = pack(upper), pack(lower)
@@ -363,6 +367,8 @@ def unpack_experts(gate_up: Tensor, down: Tensor, experts: int) -> tuple[Tensor,
     """What `pack_experts` was given, bit for bit, from its arenas on the CPU."""
     upper, lower = unpack(gate_up), unpack(down)
     (rows, hidden), intermediate = upper.shape, lower.shape[1]
+    if experts < 1 or rows % (2 * _GATE_ROWS * experts) or lower.shape[0] != experts * hidden:
+        raise ValueError(f"arenas of {list(upper.shape)} and {list(lower.shape)} are not those of {experts} experts")
     turns = upper.view(experts, rows // experts // 2 // _GATE_ROWS, 2, _GATE_ROWS, hidden).transpose(1, 2)
     return turns.reshape(experts, rows // experts, hidden), lower.view(experts, hidden, intermediate)
 
@@ -397,6 +403,18 @@ def unpack(arena: Tensor) -> Tensor:
     weight = torch.empty(n, k, dtype=torch.bfloat16)
     _native.unpack(_memory(arena), lists, _memory(weight))
     return weight
+
+
+_NO_DERIVATIVES = "packed weights have no backward: they cannot be trained; load the model in BF16 for that"
+
+
+def _refuse_tangents(*operands: Tensor) -> None:
+    """Refuses operands with a forward-mode derivative."""
+    # torch.func has a count of its own.
+    if forward_ad._current_level < 0 and not eager_transforms.JVP_NESTING:
+        return
+    if any(forward_ad.unpack_dual(one, level=0).tangent is not None for one in operands):
+        raise NotImplementedError(_NO_DERIVATIVES)
 
 
 def _check(x: Tensor, arena: Tensor, bias: Optional[Tensor]) -> None:
@@ -455,7 +473,11 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
     return y.view(*x.shape[:-1], n)
 
 
-def _check_experts(x: Tensor, ids: Tensor, weights: Tensor) -> None:
+def _check_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: int) -> None:
+    if experts < 1:
+        raise ValueError(f"unweight::experts takes 1 expert or more, got {experts}")
+    if ids.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        raise ValueError(f"unweight::experts takes ids of a type of integers, got {ids.dtype}")
     if x.dtype != torch.bfloat16 or x.dim() != 2:
         raise ValueError(f"unweight::experts takes x [tokens, hidden] in bfloat16, got {x.dtype} {list(x.shape)}")
     if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
@@ -466,7 +488,7 @@ def _check_experts(x: Tensor, ids: Tensor, weights: Tensor) -> None:
 
 
 def _experts_cpu(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
-    _check_experts(x, ids, weights)
+    _check_experts(x, ids, weights, experts)
     upper, lower = unpack_experts(gate_up, down, experts)
     out = x.new_zeros((x.shape[0], ids.shape[1], x.shape[1]), dtype=torch.float32)
     for expert in ids.unique().tolist():
@@ -480,7 +502,7 @@ def _experts_cpu(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights:
 
 
 def _experts_cuda(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
-    _check_experts(x, ids, weights)
+    _check_experts(x, ids, weights, experts)
     device = x.device
     if not gate_up.device == down.device == ids.device == weights.device == device:
         raise ValueError("unweight::experts takes all on one device")
@@ -504,29 +526,55 @@ def _experts_cuda(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights
 
 
 def _experts_fake(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
-    _check_experts(x, ids, weights)
+    _check_experts(x, ids, weights, experts)
+    _check_devices("experts", x, gate_up, down, ids, weights)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _fake(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Tensor:
     _check(x, arena, bias)
+    _check_devices("linear", x, arena, bias)
     return x.new_empty(*x.shape[:-1], n)
 
 
+def _check_devices(name: str, x: Tensor, *others: Optional[Tensor]) -> None:
+    """Refuses operands without numbers beside those with: the result would be what lay in memory."""
+    for other in others:
+        if other is not None and other.device != x.device:
+            raise ValueError(
+                f"unweight::{name} takes all on one device, got {x.device} and {other.device}; were weights left out "
+                "when the model was loaded?"
+            )
+
+
 def _no_backward(context: Any, *gradients: Any) -> Any:
-    raise NotImplementedError(
-        "packed weights have no backward: they cannot be trained; load the model in BF16 for that"
-    )
+    raise NotImplementedError(_NO_DERIVATIVES)
+
+
+def _refuse_derivatives(name: str) -> None:
+    """As `torch.library.register_autograd`, which would let forward-mode derivatives through, as zeros."""
+    info = autograd.Info(_no_backward, _remember)
+    kernel = autograd.make_autograd_impl(getattr(torch.ops.unweight, name).default, info)
+
+    def refusing(keyset: Any, *operands: Any, **more: Any) -> Any:
+        _refuse_tangents(*(one for one in (*operands, *more.values()) if isinstance(one, Tensor)))
+        return kernel(keyset, *operands, **more)
+
+    _library.impl(name, refusing, "Autograd", with_keyset=True)
+
+
+def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+    """Nothing: there is no backward. torch.func wants to be told."""
 
 
 _library.impl("experts", _experts_cpu, "CPU")
 _library.impl("experts", _experts_cuda, "CUDA")
 torch.library.register_fake("unweight::experts", _experts_fake, lib=_library)
-torch.library.register_autograd("unweight::experts", _no_backward, lib=_library)
+_refuse_derivatives("experts")
 _library.impl("linear", _cpu, "CPU")
 _library.impl("linear", _cuda, "CUDA")
 torch.library.register_fake("unweight::linear", _fake, lib=_library)
-torch.library.register_autograd("unweight::linear", _no_backward, lib=_library)
+_refuse_derivatives("linear")
 
 
 def linear(x: Tensor, packed: Packed, bias: Optional[Tensor] = None) -> Tensor:
@@ -556,6 +604,8 @@ class Linear(nn.Module):
 
     def pack(self, weight: Optional[Tensor] = None) -> bool:
         """Packs `weight`, or the one that is here, in its place; false if it cannot be, and then nothing changes."""
+        if self.is_packed:
+            raise ValueError("the weight of this layer is packed already; make another Linear to pack another weight")
         packed = pack(self.weight if weight is None else weight)
         if packed is None:
             return False
@@ -564,6 +614,14 @@ class Linear(nn.Module):
         self.register_buffer("weight_packed", packed.arena)
         self._escapes, self._n = packed.escapes, packed.n
         return True
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        _refuse_state(self.is_packed or f"{prefix}weight_packed" in state_dict)
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        _refuse_state(self.is_packed)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def unpacked(self) -> Tensor:
         """The weight, bit for bit."""
@@ -585,6 +643,14 @@ class Linear(nn.Module):
     def extra_repr(self) -> str:
         form = "packed" if self.is_packed else "not packed"
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {form}"
+
+
+def _refuse_state(is_packed: bool) -> None:
+    if is_packed:
+        raise NotImplementedError(
+            "packed weights have no state_dict: they are found with lists that it does not have; copy the bundle "
+            "instead, or keep the module by torch.save or copy.deepcopy"
+        )
 
 
 class Experts(nn.Module):
@@ -619,6 +685,12 @@ class Experts(nn.Module):
     def linear(self, x: Tensor, expert: int) -> Tensor:
         """`x @ weight.T` by the matrix of one expert."""
         return torch.ops.unweight.linear(x, self.arenas[expert], self.n)
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        _refuse_state(True)
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        _refuse_state(True)
 
     def unpacked(self, expert: int) -> Tensor:
         """The matrix of one expert, bit for bit."""

@@ -11,6 +11,7 @@ and tensor parallelism work as they do without.
 from __future__ import annotations
 
 import pathlib
+import threading
 import weakref
 from types import TracebackType
 from typing import Any, Iterator, Optional, Union
@@ -34,6 +35,8 @@ __all__ = ["UnweightConfig"]
 
 _logger = logging.get_logger(__name__)
 _MANIFEST = "unweight.json"
+# The one whose loading of shards is known here.
+_KNOWN = (5, 17)
 
 
 @register_quantization_config("unweight")
@@ -136,9 +139,13 @@ class UnweightHfQuantizer(HfQuantizer):
         """Nothing is needed."""
 
     def update_tp_plan(self, config: Any) -> Any:
-        """A bundle's config.json names a file that is no checkpoint, so that nothing else loads it; we can."""
+        """A bundle's config.json names a file that is no checkpoint, so that nothing else loads it. Known now, and no
+        part of the model's configuration.
+        """
         if getattr(config, "transformers_weights", None) == _MANIFEST:
+            _check_version()
             config.transformers_weights = None
+        _loading.is_packed = True
         return config
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -168,6 +175,13 @@ class UnweightHfQuantizer(HfQuantizer):
         return _has_experts(module) and name in ("gate_up_proj", "up_proj", "down_proj")
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        if not getattr(_loading, "bundles", set()) <= _opened:
+            raise ValueError(
+                f"transformers {transformers.__version__} has read a bundle without unweight: it knows no names of its "
+                "tensors, and the model's weights are random; unweight is written for transformers 5.17"
+            )
+        # There is no backward; what needs no gradient is traced as what it is.
+        model.requires_grad_(False)
         if any(isinstance(module, Experts) for module in model.modules()):
             # Of those that transformers has, none takes packed weights.
             model.set_experts_implementation("unweight")
@@ -222,6 +236,10 @@ class _Slice:
         return self._bundle.torch(name, file=file)[index]
 
 
+# What is being loaded in this thread: whether it is to be packed, and the bundles it comes from.
+_loading = threading.local()
+# The bundles of which transformers has opened shards since.
+_opened: set[pathlib.Path] = set()
 # Those that are being loaded: all shards of a model are open at once, and one manifest is read once.
 _open_bundles: weakref.WeakValueDictionary[pathlib.Path, Bundle] = weakref.WeakValueDictionary()
 
@@ -267,19 +285,56 @@ class _Shard:
         return self._bundle.torch(name, device=self._device, file=self._file)
 
 
+def _check_version() -> None:
+    """Refuses to load a bundle by what reads shards in another way, for all that is known."""
+    version = transformers.__version__
+    if tuple(version.split(".")[:2]) != tuple(map(str, _KNOWN)):
+        raise ValueError(
+            f"bundles are loaded by transformers {_KNOWN[0]}.{_KNOWN[1]}, this is {version}; install transformers=="
+            f"{_KNOWN[0]}.{_KNOWN[1]}.*, or load the original files (`unweight decompress BUNDLE -o MODEL`)"
+        )
+
+
 _safe_open = modeling_utils.safe_open
+_resolved = modeling_utils._get_resolved_checkpoint_files
+
+
+def _resolve(*args: Any, **kwargs: Any) -> Any:
+    """The files of a model; those of a bundle, though its config.json names none that others can load."""
+    if kwargs.get("transformers_explicit_filename") == _MANIFEST:
+        # It has a quantization of its own: with ours the key has gone by now.
+        _check_version()
+        kwargs["transformers_explicit_filename"] = None
+    files, more = _resolved(*args, **kwargs)
+    is_packed, _loading.is_packed = getattr(_loading, "is_packed", False), False
+    folders = {pathlib.Path(file).parent for file in files or ()}
+    _loading.bundles = {folder for folder in folders if (folder / _MANIFEST).is_file()}
+    _opened.difference_update(_loading.bundles)
+    for folder in _loading.bundles:
+        _check_version()
+        if not is_packed:
+            _logger.warning(
+                f"unweight: {folder} is a bundle, but the model's configuration does not say so: its weights are not "
+                "packed, exact and not smaller; quantization_config=UnweightConfig() packs them"
+            )
+    return files, more
+
+
+modeling_utils._get_resolved_checkpoint_files = _resolve
 
 
 def _open(filename: Any, framework: str = "pt", device: Any = "cpu", **more: Any) -> Any:
     """`safetensors.safe_open` that shows the shards of bundles as the files that they were made of."""
     path = pathlib.Path(filename)
     if path.with_name(_MANIFEST).is_file():
+        _opened.add(path.parent)
         return _Shard(path, device)
     stock = _safe_open(filename, framework=framework, device=device, **more)
     if any(".unweight." in name for name in stock.keys()):
         raise ValueError(
             f"{path} is a shard of a bundle, but there is no {_MANIFEST} beside it; fetch the whole bundle "
-            "(`hf download ORG/NAME`) and load the folder"
+            "(`hf download ORG/NAME`) and load the folder. A folder inside a bundle is none of its own: load it from the "
+            "original files (`unweight decompress BUNDLE -o MODEL`)"
         )
     return stock
 

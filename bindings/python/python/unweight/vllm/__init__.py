@@ -20,9 +20,10 @@ def register() -> None:
     """
     try:
         from ._plugin import install
-    except ImportError as error:
+
+        install()
+    # Whatever it is: models in BF16 are none of our business.
+    except Exception as error:
         logging.getLogger("vllm.unweight").warning(
             "unweight does not know this vLLM, and bundles cannot be served (%s); it is tested with vllm 0.26", error
         )
-        return
-    install()

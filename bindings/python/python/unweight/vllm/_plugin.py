@@ -7,9 +7,12 @@ ever. A layer is packed as soon as its shard of this process is whole, and its B
 from __future__ import annotations
 
 import functools
+import inspect
+import json
 import os
 import pathlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,16 +31,22 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import set_weight_attrs
@@ -50,9 +59,13 @@ from ..ops import pack, pack_experts, unpack_experts, why_not
 _logger = init_logger("vllm.unweight")
 _NAME = "unweight"
 _MANIFEST = "unweight.json"
+_INDEX = "model.safetensors.index.json"
 # Tensors of a bundle that are decoded while vLLM is busy with the ones before.
 _THREADS = 8
 _AHEAD_BYTES = 1 << 30
+_TWICE = (
+    "unweight: two tensors came for {}; a packed weight takes one: leave only the files of one checkpoint in the folder"
+)
 _NO_EXCHANGE = "unweight: the weights of a running engine cannot be exchanged (reload_weights); start another one"
 
 
@@ -91,8 +104,142 @@ class UnweightConfig(QuantizationConfig):
             _refuse_what_cannot_be(self)
             self._is_checked = True
         if isinstance(layer, RoutedExperts):
-            return UnweightExpertsMethod(layer.moe_config) if _are_plain(layer) else None
-        return UnweightMethod() if isinstance(layer, (LinearBase, ParallelLMHead)) else None
+            if not _are_plain(layer):
+                return None
+            _loads[layer] = _Loads(prefix, {})
+            return UnweightExpertsMethod(layer.moe_config)
+        if not isinstance(layer, (LinearBase, ParallelLMHead)):
+            return None
+        # The model class fills the mapping in before it makes layers.
+        _loads[layer] = _Loads(prefix, self.packed_modules_mapping)
+        return UnweightMethod()
+
+
+class _Loads:
+    """What has come for a layer that is to be packed."""
+
+    def __init__(self, prefix: str, merged: dict[str, list[str]]) -> None:
+        self.prefix, self.merged = prefix, merged
+        self.came: dict[str, set[tuple[object, ...]]] = {}
+        """For each parameter, which parts of it: q, k or v, the gate or the up, of which expert."""
+        self.numels: dict[str, int] = {}
+        """How many weights of each parameter that was."""
+
+
+_loads: weakref.WeakKeyDictionary[nn.Module, _Loads] = weakref.WeakKeyDictionary()
+
+
+def _watch(layer: nn.Module) -> None:
+    """Keeps count of what comes for a layer. vLLM itself passes over tensors that come for a packed layer, and packs
+    what was in memory where none came.
+    """
+    for name, parameter in layer.named_parameters(recurse=False):
+        if not hasattr(parameter.weight_loader, "unweight_watches"):
+            parameter.weight_loader = _watched(weakref.ref(layer), name, parameter.weight_loader)
+
+
+def _watched(layer_of: Callable[[], Optional[nn.Module]], name: str, load: Callable[..., Any]) -> Callable[..., Any]:
+    inner = inspect.unwrap(load)
+    signature = inspect.signature(inner)
+
+    # vLLM unwraps it by its name, which it has from what it wraps.
+    @functools.wraps(load)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        layer = layer_of()
+        loads = None if layer is None else _loads.get(layer)
+        if loads is None:
+            return load(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        others = ("param", "loaded_weight", "weight_name", "return_success")
+        part = tuple(value for key, value in bound.arguments.items() if key not in others)
+        came = loads.came.setdefault(name, set())
+        if part in came:
+            which = "".join(f" ({one})" for one in part if one is not None)
+            raise ValueError(_TWICE.format(f"{loads.prefix}.{name}{which}"))
+        came.add(part)
+        info = get_layerwise_info(layer)
+        before = info.load_numel
+        answer = load(*args, **kwargs)
+        # A layer that is whole begins at 0 again, and is not asked any more.
+        loads.numels[name] = loads.numels.get(name, 0) + max(0, info.load_numel - before)
+        return answer
+
+    watched.unweight_watches = True
+    return watched
+
+
+def _lacking(layer: nn.Module) -> list[str]:
+    """The tensors that did not come for a layer that is to be packed, by the names of vLLM's model."""
+    loads = _loads[layer]
+    info = get_layerwise_info(layer)
+    if not info.can_load() or info.load_numel >= info.load_numel_total:
+        return []
+    lacking = []
+    for name, parameter in layer.named_parameters(recurse=False):
+        expected = parameter.numel()
+        if isinstance(layer, VocabParallelEmbedding):
+            # The rest is padding.
+            expected = expected // parameter.shape[0] * layer.shard_indices.num_org_elements
+        if loads.numels.get(name, 0) < expected:
+            lacking += _parts_lacking(layer, loads, name)
+    return lacking
+
+
+def _parts_lacking(layer: nn.Module, loads: _Loads, name: str) -> list[str]:
+    came = loads.came.get(name, set())
+    whole = [f"{loads.prefix}.{name}"]
+    if isinstance(layer, RoutedExperts):
+        projections = {
+            "w1": layer.ckpt_gate_proj_name,
+            "w2": layer.ckpt_down_proj_name,
+            "w3": layer.ckpt_up_proj_name,
+        }
+        shards = ("w2",) if name.startswith("w2") else ("w1", "w3")
+        parts = [
+            f"{loads.prefix}.{expert}.{projections[shard]}.weight"
+            for expert in range(layer.moe_config.num_experts)
+            for shard in shards
+            if (shard, expert) not in came and layer._map_global_expert_id_to_local_expert_id(expert) != -1
+        ]
+        return parts or whole
+    parent, _, leaf = loads.prefix.rpartition(".")
+    names = loads.merged.get(leaf, [])
+    if isinstance(layer, QKVParallelLinear):
+        shards = ("q", "k", "v")
+    elif isinstance(layer, MergedColumnParallelLinear):
+        shards = tuple(range(len(layer.output_sizes)))
+    else:
+        return whole
+    if len(names) != len(shards):
+        names = [f"{leaf} ({shard})" for shard in shards]
+    parts = [f"{parent}.{one}.{name}" for one, shard in zip(names, shards) if (shard,) not in came]
+    return parts or whole
+
+
+def _others_lacking(model: nn.Module, loaded: set[str]) -> list[str]:
+    """The parameters of layers that are not to be packed for which nothing came."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    # A head that is the embedding has come with it.
+    came = {id(named[name]) for name in loaded if name in named}
+    lacking = []
+    for prefix, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        # Others have scales, which no checkpoint needs to have.
+        is_known = method is None or isinstance(module, (LinearBase, VocabParallelEmbedding))
+        if is_known and module not in _loads:
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in came:
+                    lacking.append(f"{prefix}.{name}" if prefix else name)
+    return lacking
+
+
+def _refuse_lacking(lacking: list[str]) -> None:
+    if lacking:
+        shown = ", ".join(sorted(lacking)[:8]) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
+        raise ValueError(
+            f"unweight: the model's files lack weights: {shown}; fetch the whole model again, or compress the whole one"
+        )
 
 
 def _are_plain(layer: RoutedExperts) -> bool:
@@ -163,6 +310,7 @@ class UnweightMethod(LinearMethodBase):
         weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
         layer.register_parameter("weight", weight)
         initialize_online_processing(layer)
+        _watch(layer)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Packs the weight of this process; what cannot be packed is vLLM's from now on."""
@@ -170,6 +318,9 @@ class UnweightMethod(LinearMethodBase):
             return
         if hasattr(layer, "unweight_packed"):
             raise NotImplementedError(_NO_EXCHANGE)
+        if _loads[layer].came:
+            # Our loader has looked by now; others, which have no such check, and dummy weights end up here.
+            _refuse_lacking(_lacking(layer))
         layer._already_called_process_weights_after_loading = True
         weight = layer.weight.data
         reason = why_not(weight.device)
@@ -236,6 +387,7 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
             layer.register_parameter(name, weight)
             set_weight_attrs(weight, extra)
         initialize_online_processing(layer)
+        _watch(layer)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Packs the experts of this process; what cannot be packed is vLLM's from now on."""
@@ -243,6 +395,9 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
             return
         if hasattr(layer, "unweight_packed"):
             raise NotImplementedError(_NO_EXCHANGE)
+        if _loads[layer].came:
+            # Our loader has looked by now; others, which have no such check, and dummy weights end up here.
+            _refuse_lacking(_lacking(layer))
         layer._already_called_process_weights_after_loading = True
         gate_up, down = layer.w13_weight.data, layer.w2_weight.data
         packed = pack_experts(gate_up, down) if why_not(gate_up.device) is None else None
@@ -309,21 +464,40 @@ class UnweightLoader(DefaultModelLoader):
         model = super().load_model(vllm_config, model_config, prefix)
         if model_config.quantization == _NAME:
             _tell(model)
+            # Weights that come in another way would find no layer to go to, when others have been replaced.
+            model.load_weights = _no_exchange
             if self._stored_bytes:
                 _logger.info("unweight: %d of %d bytes of the bundle read", self._read_bytes, self._stored_bytes)
         return model
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """As vLLM's."""
+        """As vLLM's, and nothing may be missing: vLLM itself looks for that in models without a quantization."""
         self._is_ours = model_config.quantization == _NAME
+        if self._is_ours:
+            self.enable_weights_track = True
         super().load_weights(model, model_config)
+
+    def track_weights_loading(self, model: nn.Module, loaded_weights: Optional[set[str]]) -> None:
+        """As vLLM's; for packed weights by what came for each layer."""
+        if not self._is_ours:
+            return super().track_weights_loading(model, loaded_weights)
+        lacking = [name for layer in model.modules() if layer in _loads for name in _lacking(layer)]
+        if loaded_weights is not None:
+            lacking += _others_lacking(model, loaded_weights)
+        _refuse_lacking(lacking)
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """As vLLM's, once: here a running engine is still whole."""
         if any(hasattr(layer, "unweight_packed") for layer in model.modules()):
             raise NotImplementedError(_NO_EXCHANGE)
+        for layer in model.modules():
+            if isinstance(getattr(layer, "quant_method", None), (UnweightMethod, UnweightExpertsMethod)):
+                # Once more, for biases: layers have them since.
+                initialize_online_processing(layer)
+                _watch(layer)
         self._model, self._read_bytes, self._stored_bytes = model, 0, 0
-        return super().get_all_weights(model_config, model)
+        weights = super().get_all_weights(model_config, model)
+        return _each_once(weights) if self._is_ours else weights
 
     def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, Tensor]]:
         folder = self._bundle_folder(source)
@@ -331,6 +505,12 @@ class UnweightLoader(DefaultModelLoader):
             if not self.counter_before_loading_weights:
                 # What vLLM says of loading counts from here.
                 self.counter_before_loading_weights = time.perf_counter()
+            if not self._is_ours:
+                _logger.warning(
+                    "unweight: %s is a bundle, but its config.json does not say so: the weights are served in BF16, "
+                    "exact and not smaller; --quantization unweight packs them",
+                    folder,
+                )
             return self._tensors(Bundle(folder), source.prefix)
         weights = super()._get_weights_iterator(source)
         return _no_shards_of_bundles(weights, source.model_or_path) if self._is_ours else weights
@@ -348,7 +528,7 @@ class UnweightLoader(DefaultModelLoader):
             source.model_or_path,
             revision=source.revision,
             cache_dir=self.load_config.download_dir,
-            allow_patterns=[f"**/{_MANIFEST}", _MANIFEST, "*.safetensors"],
+            allow_patterns=[f"**/{_MANIFEST}", _MANIFEST, "*.safetensors", "*.safetensors.index.json"],
         )
         folder = pathlib.Path(folder, source.subfolder or "")
         return folder if (folder / _MANIFEST).is_file() else None
@@ -360,7 +540,7 @@ class UnweightLoader(DefaultModelLoader):
         # Each process of several takes a part of most matrices; vLLM's layers cut it out.
         has_parts = get_tensor_model_parallel_world_size() > 1
         with ThreadPoolExecutor(threads, thread_name_prefix="unweight") as pool:
-            for info in bundle.tensors():
+            for info in _of_model(bundle):
                 self._stored_bytes += info.stored_bytes
                 name = prefix + info.name
                 if should_skip_weight(name, self.local_expert_ids) or _is_elsewhere(name, self._model):
@@ -383,6 +563,20 @@ class UnweightLoader(DefaultModelLoader):
         self._read_bytes += nbytes
 
 
+def _of_model(bundle: Bundle) -> list[TensorInfo]:
+    """The tensors that the model is loaded from. A folder may have others: earlier states of a training below it, the
+    same weights by other names beside it.
+    """
+    files = {info.file for info in bundle.tensors() if bundle.is_of_model(info.file)}
+    files = {file for file in files if "/" not in file} or files
+    if pathlib.Path(bundle.path, _INDEX).is_file():
+        index = bundle.copied(_INDEX)
+        named = set(json.loads(index)["weight_map"].values()) if index is not None else set()
+        # As vLLM does, if there is one to choose.
+        files = files & named or files
+    return [info for info in bundle.tensors() if info.file in files]
+
+
 def _is_elsewhere(name: str, model: Optional[nn.Module]) -> bool:
     """Whether another stage of the pipeline has a tensor: then it is not read here."""
     if model is None:
@@ -393,6 +587,16 @@ def _is_elsewhere(name: str, model: Optional[nn.Module]) -> bool:
     return bool(names) and all(is_pp_missing_parameter(name, model) for name in names)
 
 
+def _each_once(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """In BF16 the last of several tensors of a name counts; a layer is packed when the first is there."""
+    came = set()
+    for name, tensor in weights:
+        if name in came:
+            raise ValueError(_TWICE.format(name))
+        came.add(name)
+        yield name, tensor
+
+
 def _no_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
         if ".unweight." in name:
@@ -401,6 +605,10 @@ def _no_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str) -> 
                 "and serve the folder"
             )
         yield name, tensor
+
+
+def _no_exchange(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(_NO_EXCHANGE)
 
 
 def _tell(model: nn.Module) -> None:
@@ -415,11 +623,31 @@ def _tell(model: nn.Module) -> None:
 
 
 def install() -> None:
-    """Registers all of it, once."""
+    """Registers all of it, once; nothing, if this vLLM's loader is another than the one that ours is made of.
+
+    Raises:
+        TypeError: it is.
+    """
     if _NAME in QUANTIZATION_METHODS:
         return
+    _check_loader()
+    # All formats of files, `auto` among them: a bundle looks like one of them.
+    names = [name for name, loader in _LOAD_FORMAT_TO_MODEL_LOADER.items() if loader is DefaultModelLoader]
     register_quantization_config(_NAME)(UnweightConfig)
-    for name, loader in list(_LOAD_FORMAT_TO_MODEL_LOADER.items()):
-        # All formats of files, `auto` among them: a bundle looks like one of them.
-        if loader is DefaultModelLoader:
-            _LOAD_FORMAT_TO_MODEL_LOADER[name] = UnweightLoader
+    _LOAD_FORMAT_TO_MODEL_LOADER.update({name: UnweightLoader for name in names})
+
+
+def _check_loader() -> None:
+    """BF16 models go through our loader, too: vLLM's has to have each method of it, with the same parameters."""
+    for name in (
+        "load_model",
+        "load_weights",
+        "track_weights_loading",
+        "get_all_weights",
+        "_get_weights_iterator",
+    ):
+        theirs, ours = (getattr(loader, name, None) for loader in (DefaultModelLoader, UnweightLoader))
+        if theirs is None:
+            raise TypeError(f"its DefaultModelLoader has no {name}")
+        if list(inspect.signature(theirs).parameters) != list(inspect.signature(ours).parameters):
+            raise TypeError(f"its DefaultModelLoader.{name} takes {inspect.signature(theirs)}")

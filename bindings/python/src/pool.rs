@@ -1,0 +1,54 @@
+//! The threads that bundles are read and weights are packed on.
+//!
+//! Python forks: workers of a `DataLoader`, `multiprocessing`. A child has the memory of its parent, but not its
+//! threads, and would wait for them for ever. So the pool knows its process, and a child makes its own.
+
+use std::{
+    num::NonZero,
+    process,
+    sync::atomic::{AtomicPtr, Ordering},
+    thread,
+};
+
+use pyo3::{exceptions::PyRuntimeError, prelude::*};
+use rayon::ThreadPool;
+
+/// The newest pool and its process. No lock: one that another thread held at a fork would stay locked.
+static POOL: AtomicPtr<(u32, ThreadPool)> = AtomicPtr::new(std::ptr::null_mut());
+
+/// How many threads a pool has, and other work that is not told how many.
+pub fn processors() -> usize {
+    thread::available_parallelism().map_or(1, NonZero::get)
+}
+
+/// Runs `work` on the pool of this process, without the interpreter.
+pub fn on_pool<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
+    py.detach(|| {
+        let pool = of_process().map_err(|error| {
+            PyRuntimeError::new_err(format!("no threads can be made: {error}; allow more processes (ulimit -u)"))
+        })?;
+        Ok(pool.install(work))
+    })
+}
+
+fn of_process() -> Result<&'static ThreadPool, rayon::ThreadPoolBuildError> {
+    let known = POOL.load(Ordering::Acquire);
+    // SAFETY: what is stored is leaked and never changed.
+    match unsafe { known.as_ref() } {
+        Some((process, pool)) if *process == process::id() => return Ok(pool),
+        _ => {}
+    }
+    let builder = rayon::ThreadPoolBuilder::new().num_threads(processors()).thread_name(|i| format!("unweight-{i}"));
+    let new = Box::into_raw(Box::new((process::id(), builder.build()?)));
+    match POOL.compare_exchange(known, new, Ordering::AcqRel, Ordering::Acquire) {
+        // A parent's pool has no threads here to be stopped, and stays.
+        // SAFETY: it was made above, and is leaked now.
+        Ok(_) => Ok(unsafe { &(*new).1 }),
+        Err(other) => {
+            // SAFETY: it was made above, and nobody else has seen it.
+            drop(unsafe { Box::from_raw(new) });
+            // SAFETY: what is stored is leaked; another thread of this process has stored it since.
+            Ok(unsafe { &(*other).1 })
+        }
+    }
+}
