@@ -8,7 +8,7 @@
 //! A unit is what is multiplied at once: queries, keys and values; output; gate and up; down; the head; and the
 //! embedding. Units of MLPs may stay Huffman-coded: their layers are hard, are spread evenly, and cost slots
 //! ([`program`](crate::program)) for what is decoded. Or units stay compact, at the cost of one slot for the largest of
-//! them; not both, since no engine runs both.
+//! them; not both, since no engine runs both. Experts of a mixture are packed: nothing else runs them.
 
 mod solve;
 #[cfg(test)]
@@ -23,7 +23,7 @@ use unweight_format::{
     plan::{PlanFile, Rule},
     roles::Role,
 };
-use unweight_model::ModelConfig;
+use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::choose::{cost, reachable::SlotPlan};
 
 use crate::{
@@ -101,6 +101,12 @@ pub enum FitError {
         layer: Option<u32>,
         /// The role.
         role: Role,
+    },
+    /// An expert that has no packed form.
+    #[error("'{tensor}' and the experts beside it do not all fit the packed form, as which alone experts run")]
+    Unpackable {
+        /// The first of the layer's.
+        tensor: String,
     },
     /// No plan is small enough.
     #[error(
@@ -217,13 +223,17 @@ struct Unit<'a> {
 }
 
 impl<'a> Unit<'a> {
-    fn new(kind: usize, layer: Option<u32>, tensors: Vec<&'a Tensor>, batch: u32, tied: bool) -> Self {
+    fn new(
+        kind: usize,
+        layer: Option<u32>,
+        tensors: Vec<&'a Tensor>,
+        product_us: impl Fn(&[&Tensor], FormId) -> Option<f64>,
+    ) -> Self {
         let (mut forms, mut choices) = (Vec::new(), Vec::new());
         for form in [FormId::PACKED, FormId::RAW, FormId::HUFFMAN, FormId::COMPACT] {
             // A form of some of the tensors is none of the unit.
             let bytes: Option<u64> = tensors.iter().map(|tensor| tensor.resident_bytes(form)).sum();
-            let us = product_us(kind, &tensors, form, batch, tied);
-            if let (Some(bytes), Some(us)) = (bytes, us) {
+            if let (Some(bytes), Some(us)) = (bytes, product_us(&tensors, form)) {
                 forms.push(form);
                 choices.push(Choice { bytes, us });
             }
@@ -276,6 +286,14 @@ fn product_us(kind: usize, tensors: &[&Tensor], form: FormId, m: u32, tied: bool
     }
 }
 
+/// Microseconds of a mixture's products; `None` unless its experts are packed, as which alone they run.
+fn experts_us(mixture: Mixture, tensors: &[&Tensor], form: FormId, m: u32) -> Option<f64> {
+    let rows =
+        tensors.iter().map(|tensor| tensor.rows).fold(0, u64::saturating_add) / u64::from(mixture.experts.max(1));
+    let one = GemmShape { n: u32::try_from(rows).unwrap_or(u32::MAX), ..shape(tensors.first()?, m) };
+    (form == FormId::PACKED).then(|| cost::experts_us(one, mixture.experts, mixture.top_k))
+}
+
 /// Bytes that a decoded tensor takes in a slot: BF16, or a byte a weight, in whole tiles.
 fn slot_bytes(tensor: &Tensor, m: u32) -> u64 {
     let tiles = tensor.rows.div_ceil(64).saturating_mul(tensor.cols.div_ceil(64));
@@ -288,9 +306,11 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
     let mut by_place: BTreeMap<(Option<u32>, Role), Vec<&Tensor>> = BTreeMap::new();
     let mut rest = 0_u64;
     for tensor in tensors {
-        let known = KINDS.iter().any(|(_, roles)| roles.contains(&tensor.role)) && tensor.cols > 1;
+        // A stack of experts has gate and up in one tensor.
+        let role = if config.mixture.is_some() && tensor.role == Role::GateUp { Role::Gate } else { tensor.role };
+        let known = KINDS.iter().any(|(_, roles)| roles.contains(&role)) && tensor.cols > 1;
         if known {
-            by_place.entry((tensor.layer, tensor.role)).or_default().push(tensor);
+            by_place.entry((tensor.layer, role)).or_default().push(tensor);
         } else {
             rest = rest.saturating_add(tensor.bytes(FormId::RAW).unwrap_or(0));
         }
@@ -309,12 +329,25 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
             }
             let mut of = Vec::new();
             for role in roles {
-                of.extend(by_place.remove(&(layer, *role)).ok_or(FitError::Missing { layer, role: *role })?);
+                let found = by_place.remove(&(layer, *role));
+                let stacked = |first: &&Tensor| first.role == Role::GateUp;
+                if found.is_none() && of.first().is_some_and(stacked) {
+                    continue;
+                }
+                of.extend(found.ok_or(FitError::Missing { layer, role: *role })?);
             }
-            units.push(Unit::new(kind, layer, of, batch, tied));
+            let experts = config.mixture.filter(|_| is_mlp(kind));
+            let unit = Unit::new(kind, layer, of, |tensors, form| match experts {
+                Some(mixture) => experts_us(mixture, tensors, form, batch),
+                None => product_us(kind, tensors, form, batch, tied),
+            });
+            if let (true, Some(tensor)) = (unit.forms.is_empty(), unit.tensors.first()) {
+                return Err(FitError::Unpackable { tensor: tensor.name.clone() });
+            }
+            units.push(unit);
         }
     }
-    // Experts, and whatever else has a role and no place in this model.
+    // Whatever else has a role and no place in this model.
     let left = by_place.values().flatten().filter_map(|tensor| tensor.bytes(FormId::RAW));
     Ok((units, left.fold(rest, u64::saturating_add)))
 }

@@ -22,6 +22,8 @@ const LAUNCH_US: f64 = 4.0;
 const CUBLAS_MEMORY: f64 = 4.55e6;
 /// Its floating-point operations in a us, on a card that has grown warm.
 const CUBLAS_FLOP: f64 = 7.0e8;
+/// Weights that a grouped product reads in a us: as many as the register-sourced matmul at batch 1.
+const GROUPED: f64 = 3.5e6;
 /// Weights that are decoded to BF16 in a us, where writing them is the limit.
 const FULL_DECODE: f64 = 0.94e6;
 /// Weights that are decoded to exponents in a us.
@@ -69,6 +71,23 @@ pub fn compact_us(problem: GemmShape) -> Option<f64> {
     // Ordinary launches, both.
     let product = candidates(&Machine::H200, problem, wanted(false)).first()?.1;
     Some(expand_us(&Machine::H200, n, k) + product)
+}
+
+/// The products of a mixture's experts from packed weights, us: `problem` is that of one expert and of all tokens, of
+/// which each chooses `top_k` of `experts`. Experts that nobody chooses are not read; choices count as even.
+///
+/// ```
+/// use unweight_codegen::plan::GemmShape;
+/// use unweight_rt::choose::cost::experts_us;
+/// let at = |m| experts_us(GemmShape { m, n: 1536, k: 2048 }, 128, 8);
+/// assert!(at(8) < 8.0 * at(1) && at(64) > 3.0 * at(8), "more tokens, more experts");
+/// assert!(at(4096) - at(1024) < 1.0, "until all are read");
+/// ```
+pub fn experts_us(problem: GemmShape, experts: u32, top_k: u32) -> f64 {
+    let GemmShape { m, n, k } = problem;
+    let experts = f64::from(experts);
+    let unchosen = (1.0 - f64::from(top_k) / experts).max(0.0).powf(f64::from(m));
+    LAUNCH_US + experts * (1.0 - unchosen) * f64::from(n) * f64::from(k) / GROUPED
 }
 
 /// Decoding a Huffman-coded weight and multiplying with it, us, and what it is decoded to: exponents for the
