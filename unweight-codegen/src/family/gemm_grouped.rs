@@ -74,10 +74,14 @@ impl VariantSpec {
     }
 }
 
-/// The shapes that ship, by batch tile. All have as many warps, so that a row's bits do not depend on the batch. What
-/// measures best is not known yet: no kernel of the family has run on a GPU.
+/// The shapes that ship, by batch tile. All have as many warps, so that a row's bits do not depend on the batch. They
+/// have run on an H200; which measure best is not known.
 pub const SHAPES: [GemmGroupedSpec; 4] =
     [shape(8, 4, 8, 2), shape(16, 4, 8, 1), shape(32, 2, 8, 2), shape(64, 2, 8, 2)];
+
+/// The same as far as 163 KB of shared memory hold them.
+pub const SHAPES_163_KB: [GemmGroupedSpec; 4] =
+    [shape(8, 4, 8, 2), shape(16, 4, 8, 1), shape(32, 2, 8, 2), shape(64, 2, 8, 1)];
 
 /// The same with the shorter rings that 99 KB of shared memory hold.
 pub const SHAPES_99_KB: [GemmGroupedSpec; 4] =
@@ -105,7 +109,8 @@ impl GemmGroupedSpec {
     pub const fn shapes(arch: Arch) -> &'static [Self; 4] {
         match arch {
             Arch::Sm86 | Arch::Sm89 | Arch::Sm120a => &SHAPES_99_KB,
-            Arch::Sm80 | Arch::Sm90a | Arch::Sm100a | Arch::Sm103a => &SHAPES,
+            Arch::Sm80 => &SHAPES_163_KB,
+            Arch::Sm90a | Arch::Sm100a | Arch::Sm103a => &SHAPES,
         }
     }
 

@@ -71,6 +71,8 @@ pub fn copied_by_threads(spec: VariantSpec) -> Option<VariantSpec> {
         Op::GemmMma(op) => Op::GemmMma(GemmMmaSpec { copy, ..op }),
         Op::Decode(op) => Op::Decode(DecodeSpec { copy, ..op }),
         Op::Attention(op) => Op::Attention(AttentionSpec { copy, ..op }),
+        // Copied so on every architecture.
+        Op::GemmGrouped(_) => spec.op,
         _ => return None,
     };
     let spec = VariantSpec { op, ..spec };

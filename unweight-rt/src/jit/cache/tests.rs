@@ -255,7 +255,7 @@ fn threads_with_a_cache_each_share_one_compile() {
             (0..16).map(|_| scope.spawn(|| fixture.cache().get(&request("uw_a")).unwrap().state)).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
-    assert_eq!(fixture.compiler.calls(), 1);
+    assert_eq!(fixture.compiler.calls(), 1, "{states:?}");
     assert_eq!(states.iter().filter(|state| !state.is_hit()).count(), 1);
     assert!(states.contains(&CacheState::HitAfterWait), "{states:?}");
 }
