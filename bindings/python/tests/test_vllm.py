@@ -295,13 +295,13 @@ class Engine(Case):
             shutil.copytree(model, path)
         (below / "checkpoint-500").mkdir()
         safetensors.torch.save_file(others, below / "checkpoint-500" / "model.safetensors")
-        # As transformers shards it; the index does not name the third.
+        # Only the index says which of these files are the model.
         names = sorted(tensors)
-        parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
+        parts = {"weights-1.safetensors": names[:5], "weights-2.safetensors": names[5:]}
         (beside / "model.safetensors").unlink()
         for file, part in parts.items():
             safetensors.torch.save_file({name: tensors[name] for name in part}, beside / file)
-        safetensors.torch.save_file(others, beside / "model-00003-of-00002.safetensors")
+        safetensors.torch.save_file(others, beside / "extra.safetensors")
         index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
         (beside / "model.safetensors.index.json").write_text(json.dumps(index))
         runs = [dict(model=str(model)), dict(model=str(bundle_of(below))), dict(model=str(bundle_of(beside)))]
