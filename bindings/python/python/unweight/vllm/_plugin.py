@@ -569,11 +569,10 @@ def _of_model(bundle: Bundle) -> list[TensorInfo]:
     """
     files = {info.file for info in bundle.tensors() if bundle.is_of_model(info.file)}
     files = {file for file in files if "/" not in file} or files
-    if pathlib.Path(bundle.path, _INDEX).is_file():
-        index = bundle.copied(_INDEX)
-        named = set(json.loads(index)["weight_map"].values()) if index is not None else set()
-        # As vLLM does, if there is one to choose.
-        files = files & named or files
+    index = pathlib.Path(bundle.path, _INDEX)
+    if index.is_file():
+        # As vLLM does. It only chooses among files, whose tensors are compared with digests.
+        files = files & set(json.loads(index.read_bytes())["weight_map"].values()) or files
     return [info for info in bundle.tensors() if info.file in files]
 
 
