@@ -203,13 +203,17 @@ impl Store {
     /// names a folder whose `entries` or `failed` are somebody's work.
     fn tag(root: &Path) -> Result<(), String> {
         let tag = root.join(TAG);
-        match read_bounded(&tag, 4096) {
-            Ok(text) if text == TAG_TEXT.as_bytes() => return Ok(()),
-            Ok(_) => {
-                return Err(format!("{TAG} in it is of another program; set UNWEIGHT_CACHE_DIR to another folder"));
-            }
-            Err(_) if tag.symlink_metadata().is_ok() => return Err(format!("{TAG} in it cannot be read")),
-            Err(_) => {}
+        let look = || match read_bounded(&tag, 4096) {
+            Ok(text) if text == TAG_TEXT.as_bytes() => Some(Ok(())),
+            Ok(_) => Some(Err(format!("{TAG} in it is of another program; set UNWEIGHT_CACHE_DIR to another folder"))),
+            Err(_) => None,
+        };
+        if let Some(found) = look() {
+            return found;
+        }
+        if tag.symlink_metadata().is_ok() {
+            // Another process may have put it there since: what is read now counts.
+            return look().unwrap_or_else(|| Err(format!("{TAG} in it cannot be read")));
         }
         let mut entries = std::fs::read_dir(root).map_err(|error| error.to_string())?;
         // Another process may be making the same folder: what it has made so far is the tag's temporary file.

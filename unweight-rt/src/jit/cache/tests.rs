@@ -260,6 +260,26 @@ fn threads_with_a_cache_each_share_one_compile() {
     assert!(states.contains(&CacheState::HitAfterWait), "{states:?}");
 }
 
+/// Whoever finds the folder half made must neither refuse it nor go without it: that compiles everything again.
+#[test]
+fn many_may_make_the_same_store_at_once() {
+    let home = tempfile::tempdir().unwrap();
+    for round in 0..400 {
+        let root = home.path().join(round.to_string());
+        let barrier = std::sync::Barrier::new(8);
+        std::thread::scope(|scope| {
+            let open = || {
+                barrier.wait();
+                Store::open(&root)
+            };
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(open)).collect();
+            for opened in threads.into_iter().map(|thread| thread.join().unwrap()) {
+                assert!(opened.is_ok(), "round {round}: {:?}", opened.err());
+            }
+        });
+    }
+}
+
 #[test]
 fn who_cannot_have_the_lock_compiles_without_it() {
     let fixture = Fixture::new();
