@@ -458,6 +458,17 @@ static void run_blocks() {
             if (!g.queue.empty()) fail("the block ended with wgmma operations that nobody waited for");
 }
 
+static void drop_blocks() {
+    Machine& m = machine();
+    for (Fiber* f : m.fibers) delete f;
+    m.fibers.clear();
+    for (Block* b : m.blocks) {
+        free(b->shared);
+        delete b;
+    }
+    m.blocks.clear();
+}
+
 int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, void (*entry)(const void*), const void* arguments) {
     Machine& m = machine();
     m.grid = grid;
@@ -513,23 +524,11 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
             }
             m.cluster_arrived = 0;
             run_blocks();
-            for (Fiber* f : m.fibers) delete f;
-            m.fibers.clear();
-            for (Block* b : m.blocks) {
-                free(b->shared);
-                delete b;
-            }
-            m.blocks.clear();
+            drop_blocks();
         }
     } else {
         result = 1;
-        for (Fiber* f : m.fibers) delete f;
-        m.fibers.clear();
-        for (Block* b : m.blocks) {
-            free(b->shared);
-            delete b;
-        }
-        m.blocks.clear();
+        drop_blocks();
         m.pending.clear();
         m.current = nullptr;
     }

@@ -181,6 +181,18 @@ static void check_map_address(const Map& m, u32 shared, const char* what) {
     cpu::shared_at(shared, map_box_bytes(m), alignment);
     (void)what;
 }
+// Until of a thread's groups all but the last `pending` closed ones are done.
+static void wait_for_groups(const std::vector<u32>& groups, u32 pending, const char* what) {
+    u64 closed = groups.size() - 1;
+    u64 must_finish = closed > pending ? closed - pending : 0;
+    cpu::wait_until(
+        [&groups, must_finish] {
+            for (u64 i = 0; i < must_finish; ++i)
+                if (groups[i] != 0) return false;
+            return true;
+        },
+        "%s", what);
+}
 }  // namespace detail
 
 void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64) {
@@ -251,16 +263,7 @@ void tensor_reduce_add_2d(const TensorMap& opaque, u32 column, u32 row, u32 sour
 }
 void bulk_commit_group() { cpu::self().bulk_groups.push_back(0); }
 void bulk_wait_group(u32 pending) {
-    cpu::Fiber* f = &cpu::self();
-    u64 closed = f->bulk_groups.size() - 1;
-    u64 must_finish = closed > pending ? closed - pending : 0;
-    cpu::wait_until(
-        [f, must_finish] {
-            for (u64 i = 0; i < must_finish; ++i)
-                if (f->bulk_groups[i] != 0) return false;
-            return true;
-        },
-        "bulk store groups");
+    detail::wait_for_groups(cpu::self().bulk_groups, pending, "bulk store groups");
 }
 // ---- async.cuh -----------------------------------------------------------------------------------------------------
 void async_copy_x4(u32 destination, const void* source, bool used) {
@@ -279,16 +282,7 @@ void async_copy_x4(u32 destination, const void* source, bool used) {
 }
 void async_commit_group() { cpu::self().async_groups.push_back(0); }
 void async_wait_group(u32 pending) {
-    cpu::Fiber* f = &cpu::self();
-    u64 closed = f->async_groups.size() - 1;
-    u64 must_finish = closed > pending ? closed - pending : 0;
-    cpu::wait_until(
-        [f, must_finish] {
-            for (u64 i = 0; i < must_finish; ++i)
-                if (f->async_groups[i] != 0) return false;
-            return true;
-        },
-        "its own asynchronous copies");
+    detail::wait_for_groups(cpu::self().async_groups, pending, "its own asynchronous copies");
 }
 // ---- mma.cuh -------------------------------------------------------------------------------------------------------
 namespace detail {
