@@ -19,13 +19,16 @@ use unweight_rt::{
     choose::{model::Machine, reachable::has_compact_gemms},
     device::{Pinned, Transfer},
     jit::cache::Progress,
-    layer::build::LayerBuilder,
+    layer::{
+        build::LayerBuilder,
+        offload::{ExpertTraffic, Fetcher, OffloadedExperts},
+    },
     ops::{kv::PAD_POSITION, sample::SampleRow},
 };
 
 use crate::{
     error::EngineError,
-    forward::{Forward, Part, Products, RowState, Work},
+    forward::{Forward, Part, Products, RowState, Work, experts_shape},
     kernels::{Kernels, Variants},
     memory::{self, Memory, NoMemory, Shared},
     options::{BUCKETS, BadOption, EngineOptions, MlpWeights, bucket},
@@ -194,6 +197,29 @@ impl Engine {
     /// What it was made for; of [`EngineOptions::resident`] what was chosen.
     pub fn options(&self) -> &EngineOptions {
         &self.options
+    }
+
+    /// What fetching experts has cost since the model was loaded, where the device has not all of them
+    /// ([`EngineOptions::resident_experts`]). Waits for copies that are under way.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn expert_traffic(&mut self) -> Result<Option<ExpertTraffic>, EngineError> {
+        self.check_alive()?;
+        let traffic = self.forward.expert_traffic();
+        self.note(traffic)
+    }
+
+    /// Forgets which experts are on the device, and overwrites them: what is not fetched shows. Nothing may run.
+    ///
+    /// # Errors
+    /// The device's.
+    #[doc(hidden)]
+    pub fn poison_experts(&mut self, byte: u8) -> Result<(), EngineError> {
+        self.check_alive()?;
+        let stream = self.forward.stream().clone();
+        let poisoned = self.weights.offloaded_mut().try_for_each(|experts| experts.poison(&stream, byte));
+        self.note(poisoned)
     }
 
     /// What it has on the device.
@@ -641,11 +667,36 @@ impl Stored {
         Self { packed, compact }
     }
 
+    /// Without experts that lie in host memory; they are packed by either way.
+    fn without(self, options: &EngineOptions, config: &ModelConfig) -> Self {
+        let offloaded = offloaded_bytes(options, config, Residency::Packed);
+        let less = |bytes: u64| bytes.saturating_sub(offloaded);
+        Self { packed: less(self.packed), compact: self.compact.map(less) }
+    }
+
     /// Of random weights.
     fn random(config: &ModelConfig) -> Self {
         let of = |residency| config.weight_bytes(residency);
         Self { packed: of(Residency::Packed), compact: Some(of(Residency::Compact)) }
     }
+}
+
+/// With what becomes of experts: as many as there are need no room but their own, and a step that waits for the host
+/// cannot be recorded.
+fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOptions, EngineError> {
+    let Some(resident) = options.resident_experts else { return Ok(options) };
+    let mixture = config.mixture.ok_or(EngineError::NoExperts(resident))?;
+    if resident >= mixture.experts {
+        return Ok(EngineOptions { resident_experts: None, ..options });
+    }
+    Ok(options.graphs(false))
+}
+
+/// Bytes of experts that the device has no room for.
+fn offloaded_bytes(options: &EngineOptions, config: &ModelConfig, residency: Residency) -> u64 {
+    let (Some(resident), Some(mixture)) = (options.resident_experts, config.mixture) else { return 0 };
+    let others = u64::from(mixture.experts.saturating_sub(resident)) * u64::from(config.layers);
+    others.saturating_mul(config.expert_bytes(residency))
 }
 
 impl Start {
@@ -665,11 +716,15 @@ impl Start {
         let (free, _) = device.memory()?;
         let have = options.memory.unwrap_or(free as u64 / 10 * 9).min(free as u64);
         let arch = device.info().arch;
+        let options = offloading(options, config)?;
+        let stored = stored.without(&options, config);
         // The report's pipelines have their own ways with what is stored.
         let kept = has_compact_gemms(arch) && options.mlp == MlpWeights::Linears;
         let options = options.settled(config, (stored.packed, stored.compact), kept, have);
         let weights = match (options.linears, options.resident, stored.compact) {
-            (Linears::Bf16, ..) => config.weight_bytes(Residency::Bf16),
+            (Linears::Bf16, ..) => {
+                config.weight_bytes(Residency::Bf16).saturating_sub(offloaded_bytes(&options, config, Residency::Bf16))
+            }
             (Linears::Packed, Some(Resident::Small), Some(compact)) => compact,
             (Linears::Packed, ..) => stored.packed,
         };
@@ -701,7 +756,7 @@ impl Start {
             _ => Some(Transcoding::new(kernels, &self.stream)?),
         };
         let stored = transcoding.as_mut().map(|transcoding| (transcoding, self.options.mlp));
-        Weights::load(source, config, names, stored, &told)
+        Weights::load(source, config, names, stored, self.options.resident_experts, &told)
     }
 
     fn finish(
@@ -741,9 +796,14 @@ impl Start {
             programs =
                 Some(Programs::new(kernels, &stream, &weights, (&buckets, memory::rows(&options)), &set, progress)?);
         }
+        if let (Some(_), Some(shape), Some(mixture)) =
+            (options.resident_experts, experts_shape(&config), config.mixture)
+        {
+            shared += Fetcher::bytes(shape, memory::rows(&options), mixture.top_k);
+        }
         let shared = Shared { bytes: shared, slot };
         let memory: Result<Memory, NoMemory> = memory::plan(&config, &options, (weights.bytes(), shared), have);
-        let memory = memory?;
+        let memory = Memory { host: weights.offloaded().map(OffloadedExperts::host_bytes).sum(), ..memory? };
         let source = if weights.embed_is_packed() { EmbedSource::Packed } else { EmbedSource::Bf16 };
         let variants = Variants::of(&config, &kernels.device().info().into(), source, &options)?;
         let own = Kernels::load(kernels, &variants)?;

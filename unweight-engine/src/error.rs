@@ -40,6 +40,9 @@ pub enum EngineError {
     /// Paths were asked for where there are none.
     #[error("the weights of MLPs do not lie as they are stored; load the model with MlpWeights::Stored or Alternate")]
     NotStored,
+    /// Experts were to be offloaded where there are none.
+    #[error("resident_experts = {0} was asked for, and the model has no experts; leave it out")]
+    NoExperts(u32),
     /// A setting of paths that cannot run here.
     #[error("{0}; tune the bundle again, or load it without its plan")]
     Program(#[from] BindFailure),

@@ -14,7 +14,10 @@ use unweight_codegen::spec::Epilogue;
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, Lane, Linear, MatrixMut, MatrixRef, Refusal, Stream,
-    layer::experts::{Choice, Experts, Routed},
+    layer::{
+        experts::{Choice, ExpertsShape, Routed},
+        offload::{ExpertTraffic, Fetcher},
+    },
     ops::{
         attention::{AttentionOptions, ChunkRows, RotaryTable, TokenRows},
         kv::{KvLayer, KvShape, PAD_POSITION},
@@ -30,7 +33,7 @@ use crate::{
     options::{EngineOptions, bucket},
     pages::pages_for,
     program::{Job, Place},
-    weights::{Layer, Weights},
+    weights::{Layer, MixtureExperts, Weights},
 };
 
 /// A part of a step, for a breakdown of its time.
@@ -144,6 +147,11 @@ pub struct Forward {
     router: DeviceBuffer<u16>,
     experts: DeviceBuffer<u32>,
     shares: DeviceBuffer<f32>,
+    /// Where the device has not all experts.
+    fetcher: Option<Fetcher>,
+    /// Rows of a step that have a token, as they were set last; and those of the pass that is enqueued.
+    live: u32,
+    passing: u32,
     logits: DeviceBuffer<u16>,
     cache: DeviceBuffer<u16>,
     cosines: DeviceMatrix,
@@ -164,6 +172,12 @@ fn view(buffer: &DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixRef<'_
 
 fn view_mut(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixMut<'_>, Refusal> {
     MatrixMut::new(buffer, rows, cols, cols.into())
+}
+
+/// The sizes of a mixture's experts.
+pub fn experts_shape(config: &ModelConfig) -> Option<ExpertsShape> {
+    let Mixture { experts, .. } = config.mixture?;
+    Some(ExpertsShape { experts, hidden: config.hidden, intermediate: config.intermediate })
 }
 
 /// From one row of a router's logits to the next: rows begin at multiples of 16 bytes.
@@ -223,6 +237,12 @@ impl Forward {
             router: zeroed(rows, experts)?,
             experts: words(elements(rows, top_k))?,
             shares: DeviceBuffer::zeroed(&stream, elements(rows, top_k))?,
+            fetcher: match (options.resident_experts, experts_shape(config)) {
+                (Some(_), Some(experts)) => Some(Fetcher::new(&stream, experts, rows, top_k)?),
+                _ => None,
+            },
+            live: 0,
+            passing: 0,
             logits: zeroed(shape.logit_rows, shape.logit_pitch)?,
             cache: DeviceBuffer::zeroed(&stream, cache)?,
             cosines: table(&angles.cos)?,
@@ -295,6 +315,8 @@ impl Forward {
             let table = &mut tables[at * table_pages..(at + 1) * table_pages];
             table[..row.pages.len()].copy_from_slice(row.pages);
         }
+        // At most the bucket's.
+        self.live = rows.len() as u32;
         let stream = self.lane.stream();
         self.ids.write(stream, 0, &ids)?;
         self.positions.write(stream, 0, &positions)?;
@@ -316,6 +338,7 @@ impl Forward {
     /// The driver's.
     pub fn step(&mut self, weights: &Weights, rows: u32, only: Option<Part>) -> Result<(), DeviceError> {
         let runs = |part: Part| only.is_none_or(|only| only == part);
+        self.passing = self.live.min(rows);
         if runs(Part::Embed) {
             self.embed(weights, rows, Ids::Step)?;
         }
@@ -360,6 +383,7 @@ impl Forward {
     /// More tokens than [`Forward::chunk_rows`], or the driver's.
     pub fn chunk(&mut self, weights: &Weights, ids: &[u32], start: u32) -> Result<(), DeviceError> {
         let rows = self.set_prompt(ids)?;
+        self.passing = rows;
         self.embed(weights, rows, Ids::Prompt)?;
         for (index, layer) in weights.layers.iter().enumerate() {
             self.norm(&layer.input_norm, 0, rows)?;
@@ -492,18 +516,49 @@ impl Forward {
     }
 
     /// The experts that a router chooses, added to the residual stream.
-    fn mixture(&mut self, router: &Linear, experts: &Experts, mixture: Mixture, rows: u32) -> Result<(), DeviceError> {
+    fn mixture(
+        &mut self,
+        router: &Linear,
+        experts: &MixtureExperts,
+        mixture: Mixture,
+        rows: u32,
+    ) -> Result<(), DeviceError> {
         let (hidden, pitch) = (self.shape.hidden, router_pitch(mixture).into());
         let Mixture { top_k, normalized, rounded, .. } = mixture;
         let x = view(&self.normed, rows, hidden)?;
         let logits = MatrixMut::new(&mut self.router, rows, mixture.experts, pitch)?;
         router.enqueue(&mut self.lane, x, logits, Epilogue::Store)?;
+        // Nothing is fetched for rows without a token, which come last.
+        let rows = if self.fetcher.is_some() { self.passing } else { rows };
+        if rows == 0 {
+            return Ok(());
+        }
+        let x = view(&self.normed, rows, hidden)?;
         let logits = MatrixRef::new(&self.router, rows, mixture.experts, pitch)?;
         let choice = Choice { top_k, normalized, rounded };
-        experts.choose(self.lane.stream(), logits, choice, &mut self.experts, &mut self.shares)?;
-        let routed = Routed { ids: &self.experts, weights: &self.shares, top_k };
+        let (ids, shares, lane) = (&mut self.experts, &mut self.shares, &mut self.lane);
         let y = view_mut(&mut self.hidden, rows, hidden)?;
-        experts.enqueue(&mut self.lane, x, routed, y, true)
+        match (experts, &mut self.fetcher) {
+            (MixtureExperts::Resident(experts), _) => {
+                experts.choose(lane.stream(), logits, choice, ids, shares)?;
+                experts.enqueue(lane, x, Routed { ids, weights: shares, top_k }, y, true)
+            }
+            (MixtureExperts::Offloaded(experts), Some(fetcher)) => {
+                experts.choose(lane.stream(), logits, choice, ids, shares)?;
+                experts.enqueue(lane, fetcher, x, Routed { ids, weights: shares, top_k }, y, true)
+            }
+            (MixtureExperts::Offloaded(_), None) => {
+                Err(Refusal::Source { takes: "experts on the device", got: "experts in host memory" }.into())
+            }
+        }
+    }
+
+    /// What fetching experts has cost so far, where the device has not all of them. Waits for copies under way.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn expert_traffic(&mut self) -> Result<Option<ExpertTraffic>, DeviceError> {
+        self.fetcher.as_mut().map(Fetcher::traffic).transpose()
     }
 
     fn head(

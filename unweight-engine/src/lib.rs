@@ -28,3 +28,5 @@ pub use options::{EngineOptions, Linears, MlpWeights, Resident};
 pub use schedule::{Event, Finish, Rejected, Request, SeqId};
 #[doc(inline)]
 pub use unweight_model::{SampleParams, sampling::NO_TOKEN};
+#[doc(inline)]
+pub use unweight_rt::layer::offload::ExpertTraffic;

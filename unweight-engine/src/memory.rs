@@ -32,6 +32,8 @@ pub struct Memory {
     pub token: u64,
     /// Tokens of one sequence.
     pub context: u32,
+    /// Bytes of page-locked host memory: packed experts, where the device has not all of them.
+    pub host: u64,
 }
 
 impl Memory {
@@ -56,9 +58,12 @@ impl fmt::Display for Memory {
             self.tokens(),
             self.token
         )?;
-        match self.slot {
+        if self.slot > 0 {
+            write!(f, ", of it a slot of {:.2} GB", gb(self.slot))?;
+        }
+        match self.host {
             0 => Ok(()),
-            slot => write!(f, ", of it a slot of {:.2} GB", gb(slot)),
+            host => write!(f, "; {:.2} GB of experts in host memory", gb(host)),
         }
     }
 }
@@ -185,6 +190,7 @@ pub fn plan(
         pages,
         token: config.kv_bytes_per_token(),
         context,
+        host: 0,
     })
 }
 

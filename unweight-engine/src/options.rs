@@ -37,6 +37,9 @@ pub struct EngineOptions {
     pub plan: Plan,
     /// Record each step as a CUDA graph. On by default; off is slower and shows each kernel to a profiler by itself.
     pub graphs: bool,
+    /// Of a mixture: experts of a layer that the device has room for; `None` for all. The others lie packed in host
+    /// memory and are fetched when they are chosen; steps are not recorded then.
+    pub resident_experts: Option<u32>,
 }
 
 impl Default for EngineOptions {
@@ -52,6 +55,7 @@ impl Default for EngineOptions {
             mlp: MlpWeights::Linears,
             plan: Plan::default(),
             graphs: true,
+            resident_experts: None,
         }
     }
 }
@@ -117,6 +121,12 @@ impl EngineOptions {
         Self { graphs, ..self }
     }
 
+    /// Experts of a layer that the device has room for.
+    #[must_use]
+    pub fn resident_experts(self, resident_experts: u32) -> Self {
+        Self { resident_experts: Some(resident_experts), ..self }
+    }
+
     /// Whether every option is in its range.
     ///
     /// # Errors
@@ -127,7 +137,9 @@ impl EngineOptions {
         check("max_batch", max_batch.into(), (1..=MAX_BATCH).contains(&max_batch), "1 to 1024")?;
         let whole = chunk.is_multiple_of(64) && (64..=8192).contains(&chunk);
         check("chunk", chunk.into(), whole, "a multiple of 64 from 64 to 8192")?;
-        check("context", self.context.unwrap_or(1).into(), self.context != Some(0), "1 at least")
+        check("context", self.context.unwrap_or(1).into(), self.context != Some(0), "1 at least")?;
+        let experts = self.resident_experts.unwrap_or(1);
+        check("resident_experts", experts.into(), experts > 0, "1 at least")
     }
 }
 
@@ -168,6 +180,7 @@ mod tests {
         assert_eq!(named(EngineOptions::default().chunk(100)), Err("chunk"));
         assert_eq!(named(EngineOptions::default().chunk(0)), Err("chunk"));
         assert_eq!(named(EngineOptions::default().context(0)), Err("context"));
+        assert_eq!(named(EngineOptions::default().resident_experts(0)), Err("resident_experts"));
         assert_eq!([1, 2, 8, 9, 129, 256, 257, 1024].map(bucket), [1, 8, 8, 16, 192, 256, 512, 1024]);
     }
 }

@@ -11,13 +11,14 @@ use unweight_model::{
     ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights as NamesOfMlp, ModelConfig, ModelWeights,
 };
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Linear, Linears, LoadError, Loader, MatrixMut, MatrixRef,
-    Merge, Resident, Stream,
+    DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, LaneSize, Linear, Linears, LoadError, Loader, MatrixMut,
+    MatrixRef, Merge, Resident, Stream,
     choose::reachable::Expand,
     layer::{
         build::LayerBuilder,
         experts::{Experts, ExpertsShape},
         loader::{ExpertTensors, Unsuitable},
+        offload::OffloadedExperts,
     },
     ops::embed::EmbedTable,
     weight::{DeviceHuffman, DevicePalette},
@@ -77,7 +78,33 @@ pub enum Mlp {
     /// As they are stored; a program multiplies ([`crate::run`]).
     Stored(StoredMlp),
     /// Experts, of which a router chooses.
-    Mixture { router: Linear, experts: Box<Experts> },
+    Mixture { router: Linear, experts: MixtureExperts },
+}
+
+/// Where the experts of a layer are.
+#[derive(Debug)]
+pub enum MixtureExperts {
+    /// On the device.
+    Resident(Box<Experts>),
+    /// In host memory; some on the device, too.
+    Offloaded(Box<OffloadedExperts>),
+}
+
+impl MixtureExperts {
+    /// What they need of a lane.
+    pub fn lane_size(&self, tokens: u32, top_k: u32) -> LaneSize {
+        match self {
+            Self::Resident(experts) => experts.lane_size(tokens, top_k),
+            Self::Offloaded(experts) => experts.lane_size(tokens, top_k),
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Resident(experts) => experts.bytes(),
+            Self::Offloaded(experts) => experts.bytes(),
+        }
+    }
 }
 
 impl Mlp {
@@ -107,7 +134,7 @@ impl Mlp {
     }
 
     /// The experts with their router, if there are some.
-    pub fn mixture(&self) -> Option<(&Linear, &Experts)> {
+    pub fn mixture(&self) -> Option<(&Linear, &MixtureExperts)> {
         match self {
             Self::Mixture { router, experts } => Some((router, experts)),
             Self::Linears { .. } | Self::Stored(_) => None,
@@ -133,6 +160,7 @@ impl Weights {
         config: &ModelConfig,
         names: &ModelWeights,
         mut stored: Option<(&mut Transcoding<'_>, MlpWeights)>,
+        resident_experts: Option<u32>,
         progress: &dyn Fn(usize),
     ) -> Result<Self, EngineError> {
         let [vocab, hidden] = [config.vocab, config.hidden];
@@ -157,7 +185,7 @@ impl Weights {
             let mlp = match &mut stored {
                 None => match (&names.mlp, config.mixture) {
                     (NamesOfMlp::Mixture { router, experts }, Some(mixture)) => {
-                        mixed(source, config, mixture, router, experts)?
+                        mixed(source, config, (mixture, resident_experts), router, experts)?
                     }
                     _ => linears(source, config, names)?,
                 },
@@ -189,6 +217,22 @@ impl Weights {
     /// Whether ids are looked up in packed weights.
     pub fn embed_is_packed(&self) -> bool {
         matches!(self.embed_table(), Some(EmbedTable::Packed { .. }))
+    }
+
+    /// Experts that are not all on the device, by layer.
+    pub fn offloaded(&self) -> impl Iterator<Item = &OffloadedExperts> {
+        self.layers.iter().filter_map(|layer| match layer.mlp.mixture()? {
+            (_, MixtureExperts::Offloaded(experts)) => Some(&**experts),
+            (_, MixtureExperts::Resident(_)) => None,
+        })
+    }
+
+    /// The same, to be overwritten.
+    pub fn offloaded_mut(&mut self) -> impl Iterator<Item = &mut OffloadedExperts> {
+        self.layers.iter_mut().filter_map(|layer| match &mut layer.mlp {
+            Mlp::Mixture { experts: MixtureExperts::Offloaded(experts), .. } => Some(&mut **experts),
+            _ => None,
+        })
     }
 
     /// Bytes on the device.
@@ -256,14 +300,14 @@ fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights)
 fn mixed(
     source: &mut impl Source,
     config: &ModelConfig,
-    mixture: Mixture,
+    (mixture, resident): (Mixture, Option<u32>),
     router: &str,
     names: &ExpertWeights,
 ) -> Result<Mlp, EngineError> {
     let shape = ExpertsShape { experts: mixture.experts, hidden: config.hidden, intermediate: config.intermediate };
     Ok(Mlp::Mixture {
         router: source.linear(&[(router, [mixture.experts, config.hidden])], Merge::Rows)?,
-        experts: Box::new(source.experts(names, shape)?),
+        experts: source.experts(names, shape, resident)?,
     })
 }
 
@@ -303,8 +347,13 @@ pub trait Source {
     fn set_resident(&mut self, resident: Resident) -> Resident;
     /// Who multiplies by linears from here on at large batches; who that was.
     fn set_expand(&mut self, expand: Expand) -> Expand;
-    /// The experts of a mixture, packed.
-    fn experts(&mut self, names: &ExpertWeights, shape: ExpertsShape) -> Result<Experts, LoadError>;
+    /// The experts of a mixture, packed; with `resident` in host memory, with room for so many on the device.
+    fn experts(
+        &mut self,
+        names: &ExpertWeights,
+        shape: ExpertsShape,
+        resident: Option<u32>,
+    ) -> Result<MixtureExperts, LoadError>;
     /// Rows to be looked up: packed where linears are and the weights can be.
     fn embedding(&mut self, name: &str, shape: [u32; 2]) -> Result<Embedding, LoadError>;
     /// Vectors one after the other.
@@ -336,16 +385,24 @@ impl Source for Loader<'_> {
         self.builder().set_expand(expand)
     }
 
-    fn experts(&mut self, names: &ExpertWeights, shape: ExpertsShape) -> Result<Experts, LoadError> {
-        match names {
-            ExpertWeights::Each(each) => {
-                let each: Vec<_> = each.iter().map(|names| [&*names.gate, &*names.up, &*names.down]).collect();
-                Loader::experts(self, ExpertTensors::Each(&each), shape)
+    fn experts(
+        &mut self,
+        names: &ExpertWeights,
+        shape: ExpertsShape,
+        resident: Option<u32>,
+    ) -> Result<MixtureExperts, LoadError> {
+        let each: Vec<_>;
+        let names = match names {
+            ExpertWeights::Each(names) => {
+                each = names.iter().map(|names| [&*names.gate, &*names.up, &*names.down]).collect();
+                ExpertTensors::Each(&each)
             }
-            ExpertWeights::Stacked { gate_up, down } => {
-                Loader::experts(self, ExpertTensors::Stacked { gate_up, down }, shape)
-            }
-        }
+            ExpertWeights::Stacked { gate_up, down } => ExpertTensors::Stacked { gate_up, down },
+        };
+        Ok(match resident {
+            None => MixtureExperts::Resident(Loader::experts(self, names, shape)?.into()),
+            Some(slots) => MixtureExperts::Offloaded(self.offloaded_experts(names, shape, slots)?.into()),
+        })
     }
 
     fn embedding(&mut self, name: &str, [vocab, hidden]: [u32; 2]) -> Result<Embedding, LoadError> {
@@ -498,12 +555,23 @@ impl Source for Random<'_> {
         self.builder.set_expand(expand)
     }
 
-    fn experts(&mut self, _: &ExpertWeights, shape: ExpertsShape) -> Result<Experts, LoadError> {
+    fn experts(
+        &mut self,
+        _: &ExpertWeights,
+        shape: ExpertsShape,
+        resident: Option<u32>,
+    ) -> Result<MixtureExperts, LoadError> {
         let (pool, name) = (&self.pool, "experts");
-        self.builder.experts(name, shape, &mut |_, stream, mut output| {
+        let mut fill = |_, stream: &Stream, mut output: MatrixMut<'_>| {
             let (rows, cols) = (output.rows(), output.cols());
             let from = MatrixRef::new(pool, rows, cols, cols.into()).map_err(|error| in_tensor(name)(error.into()))?;
             output.copy_from(stream, from).map_err(in_tensor(name))
+        };
+        Ok(match resident {
+            None => MixtureExperts::Resident(self.builder.experts(name, shape, &mut fill)?.into()),
+            Some(slots) => {
+                MixtureExperts::Offloaded(self.builder.offloaded_experts(name, shape, slots, &mut fill)?.into())
+            }
         })
     }
 

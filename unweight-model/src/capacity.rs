@@ -30,6 +30,16 @@ impl ModelConfig {
         [[self.qkv_rows(), self.hidden], [self.hidden, q], [gate_up, self.hidden], [down, self.intermediate]]
     }
 
+    /// Bytes of one expert of a mixture, packed or as BF16; 0 where there are none.
+    pub fn expert_bytes(&self, residency: Residency) -> u64 {
+        let linear = |[outputs, inputs]: [u32; 2]| match residency {
+            Residency::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
+            Residency::Packed | Residency::Compact => tiles_bytes(outputs, inputs),
+        };
+        let one = [[2 * self.intermediate, self.hidden], [self.hidden, self.intermediate]];
+        self.mixture.map_or(0, |_| one.map(linear).iter().sum())
+    }
+
     /// Weights of the model, each counted once: of a tied one the head is the embedding (saturating).
     pub fn parameters(&self) -> u64 {
         let linears = self.linears().map(|[outputs, inputs]| u64::from(outputs) * u64::from(inputs));
@@ -88,9 +98,14 @@ impl ModelConfig {
 
 /// Bytes of a packed matrix without escapes, padded to whole tiles (`docs/format.md` A.9).
 fn packed_bytes(rows: u32, cols: u32) -> u64 {
+    tiles_bytes(rows, cols) + layout::PACKED_WINDOW_BYTES as u64
+}
+
+/// Without the window.
+fn tiles_bytes(rows: u32, cols: u32) -> u64 {
     let tiles = |extent: u32| u64::from(extent).div_ceil(layout::TILE as u64);
     let tile_bytes = layout::PACKED_TILE_BYTES + layout::ROW_BLOCKS * size_of::<u32>();
-    tiles(rows) * tiles(cols) * tile_bytes as u64 + layout::PACKED_WINDOW_BYTES as u64
+    tiles(rows) * tiles(cols) * tile_bytes as u64
 }
 
 /// Bytes of a compact matrix of trained weights in device memory (`docs/format.md` A.11), with the heads of its packed
@@ -124,6 +139,20 @@ mod tests {
         assert_eq!(config.kv_tokens(131_072 * 1000, 64), 960, "whole pages");
         assert_eq!(config.kv_tokens(131_072 * 1000, 0), 1000);
         assert_eq!(config.kv_tokens(131_071, 1), 0);
+    }
+
+    #[test]
+    fn experts_are_what_is_left_of_a_layer() {
+        let (mixtral, dense) = (config("mixtral-8x7b"), config("llama-3.1-8b"));
+        assert_eq!(dense.expert_bytes(Residency::Packed), 0);
+        // 12 bits, and 16 bytes a tile of 4096 weights.
+        let weights = 3 * 14_336 * 4096u64;
+        assert_eq!(mixtral.expert_bytes(Residency::Packed), weights * 3 / 2 + weights / 256);
+        assert_eq!(mixtral.expert_bytes(Residency::Bf16), weights * 2);
+        let all = 32 * 8 * mixtral.expert_bytes(Residency::Packed);
+        assert!(
+            all < mixtral.weight_bytes(Residency::Packed) && all > mixtral.weight_bytes(Residency::Packed) / 10 * 9
+        );
     }
 
     #[test]

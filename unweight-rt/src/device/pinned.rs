@@ -151,18 +151,87 @@ impl<T> Drop for Transfer<T> {
     }
 }
 
+/// Pinned memory that nobody writes any more, from which parts are copied on one stream, as often as wanted. Dropping it
+/// waits for that stream.
+#[derive(Debug)]
+pub(crate) struct Source<T> {
+    /// `None` while it is dropped.
+    pinned: Option<Pinned<T>>,
+    stream: Stream,
+}
+
+impl<T: Pod> Source<T> {
+    /// Of what is in `pinned`; `stream` makes all copies.
+    pub(crate) fn new(stream: &Stream, pinned: Pinned<T>) -> Self {
+        Self { pinned: Some(pinned), stream: stream.clone() }
+    }
+
+    /// Bytes of the host's memory.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.pinned.as_ref().map_or(0, |pinned| (pinned.len * size_of::<T>()) as u64)
+    }
+
+    /// Enqueues a copy of `len` elements from `from` on to those of `to` from `at` on. What else touches these, the
+    /// caller orders.
+    ///
+    /// # Errors
+    /// Elements that are not there, or the driver's refusal.
+    pub(crate) fn copy(&self, from: usize, len: usize, to: &DeviceBuffer<T>, at: usize) -> Result<(), DeviceError> {
+        let address = to.element(at, len)?;
+        let all = self.pinned.as_deref().unwrap_or_default();
+        let host = from.checked_add(len).and_then(|end| all.get(from..end));
+        let Some(host) = host else {
+            return Err(Refusal::Range { at: from as u64, len: len as u64, have: all.len() as u64 }.into());
+        };
+        self.stream.device().bind()?;
+        if len > 0 {
+            // SAFETY: the range lies inside the buffer, whose memory is freed by `cuMemFree` at the earliest; that of
+            // the host is not written, and goes behind the stream's work.
+            unsafe { result::memcpy_htod_async(address, host, self.stream.raw()) }.call("copying to the device")?;
+        }
+        Ok(())
+    }
+}
+
+impl<T> Drop for Source<T> {
+    fn drop(&mut self) {
+        if self.stream.synchronize().is_err() {
+            // Whether a copy runs is unknown: the memory must stay.
+            std::mem::forget(self.pinned.take());
+        }
+    }
+}
+
 impl<T: Pod> DeviceBuffer<T> {
     /// Enqueues a copy of as many elements as `pinned` has, from `at` on, to the host.
     ///
     /// # Errors
     /// Elements that the buffer does not have, or the driver's refusal.
     pub fn read_later(&self, stream: &Stream, at: usize, pinned: Pinned<T>) -> Result<Transfer<T>, DeviceError> {
-        let from = self.element(at, pinned.len)?;
+        let len = pinned.len;
+        self.read_front_later(stream, at, pinned, len)
+    }
+
+    /// Enqueues a copy of `len` elements, from `at` on, to the first ones of `pinned`.
+    ///
+    /// # Errors
+    /// Elements that the buffer or `pinned` does not have, or the driver's refusal.
+    pub fn read_front_later(
+        &self,
+        stream: &Stream,
+        at: usize,
+        mut pinned: Pinned<T>,
+        len: usize,
+    ) -> Result<Transfer<T>, DeviceError> {
+        let from = self.element(at, len)?;
+        let have = pinned.len as u64;
+        let Some(host) = pinned.get_mut(..len) else {
+            return Err(Refusal::Range { at: 0, len: len as u64, have }.into());
+        };
         self.device().bind()?;
-        let mut pinned = pinned;
-        if pinned.len > 0 {
+        if len > 0 {
             // SAFETY: the range lies inside the buffer; the transfer keeps the host's memory until the copy is done.
-            unsafe { result::memcpy_dtoh_async(&mut pinned, from, stream.raw()) }.call("copying from the device")?;
+            unsafe { result::memcpy_dtoh_async(host, from, stream.raw()) }.call("copying from the device")?;
         }
         Self::under_way(stream, pinned)
     }

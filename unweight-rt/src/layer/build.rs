@@ -24,6 +24,7 @@ use crate::{
         experts::{Experts, ExpertsShape},
         linear::Linear,
         loader::{LoadError, LoadOptions, Merge, Unsuitable},
+        offload::OffloadedExperts,
     },
     ops::{
         compress::{CompressError, Compressor},
@@ -67,6 +68,8 @@ pub struct LayerBuilder<'k> {
     scratch: Scratch,
     /// What the layers so far need.
     lane_size: LaneSize,
+    /// Fetches offloaded experts, once there are some.
+    copies: Option<Stream>,
 }
 
 /// Memory of the size of the largest layer so far.
@@ -184,6 +187,7 @@ impl<'k> LayerBuilder<'k> {
             wanted,
             scratch: Scratch { whole: empty()?, other: empty()? },
             lane_size: LaneSize::default(),
+            copies: None,
         })
     }
 
@@ -335,6 +339,49 @@ impl<'k> LayerBuilder<'k> {
     /// Weights that cannot be packed, sizes that no kernel takes, what `fill` says, or the driver's. `name` is what
     /// messages call them.
     pub fn experts(&mut self, name: &str, shape: ExpertsShape, fill: FillExperts<'_>) -> Result<Experts, LoadError> {
+        let (gate_up, down) = self.pack_experts(name, shape, fill)?;
+        Experts::new(self.kernels, shape, gate_up, down).map_err(in_tensor(name))
+    }
+
+    /// The same in host memory, with room for `slots` of them on the device.
+    ///
+    /// # Errors
+    /// As [`LayerBuilder::experts`]; not enough memory that can be locked.
+    pub fn offloaded_experts(
+        &mut self,
+        name: &str,
+        shape: ExpertsShape,
+        slots: u32,
+        fill: FillExperts<'_>,
+    ) -> Result<OffloadedExperts, LoadError> {
+        let packed = self.pack_experts(name, shape, fill)?;
+        self.offload(name, shape, slots, packed)
+    }
+
+    /// Packed experts, taken to host memory.
+    pub(super) fn offload(
+        &mut self,
+        name: &str,
+        shape: ExpertsShape,
+        slots: u32,
+        (gate_up, down): (DevicePacked, DevicePacked),
+    ) -> Result<OffloadedExperts, LoadError> {
+        let device = in_tensor(name);
+        let stream = self.packer.stream().clone();
+        let copies = match &self.copies {
+            Some(copies) => copies.clone(),
+            None => self.copies.insert(stream.device().stream().map_err(&device)?).clone(),
+        };
+        OffloadedExperts::new(self.kernels, (&stream, &copies), shape, slots, gate_up, down).map_err(device)
+    }
+
+    /// Gate and up, and down, of all experts.
+    pub(super) fn pack_experts(
+        &mut self,
+        name: &str,
+        shape: ExpertsShape,
+        fill: FillExperts<'_>,
+    ) -> Result<(DevicePacked, DevicePacked), LoadError> {
         let device = in_tensor(name);
         let rows_of = |[n, k]: [u64; 2]| match (u32::try_from(n), u32::try_from(k)) {
             (Ok(n), Ok(k)) => Ok((n, k)),
@@ -354,7 +401,7 @@ impl<'k> LayerBuilder<'k> {
         })?;
         let down =
             self.pack_alone(name, narrow, &mut |_, packer, output| fill(ExpertPart::Down, packer.stream(), output))?;
-        Experts::new(self.kernels, shape, gate_up, down).map_err(device)
+        Ok((gate_up, down))
     }
 
     /// A layer of packed weights, with every kernel that some batch asks for, loaded.

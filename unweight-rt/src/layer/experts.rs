@@ -26,7 +26,7 @@ use crate::{
     device::{
         Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
         module::LoadedKernel,
-        view::{check_apart, check_device},
+        view::{Place, check_apart, check_device},
     },
     ops::{
         check_activations,
@@ -36,7 +36,7 @@ use crate::{
 };
 
 /// Tokens that are worked on at a time: what the scratch is for.
-const CHUNK_TOKENS: u32 = 4096;
+pub(super) const CHUNK_TOKENS: u32 = 4096;
 /// Parts of a scratch begin at multiples of this.
 const ALIGN: u64 = 256;
 /// Columns of a matrix of activations: more than any model has.
@@ -132,6 +132,24 @@ impl ExpertsShape {
         Ok(())
     }
 
+    /// That weights are of this shape, on the device of the kernels.
+    pub(super) fn check_weights(
+        self,
+        kernels: &KernelSet,
+        gate_up: &DevicePacked,
+        down: &DevicePacked,
+    ) -> Result<(), Refusal> {
+        self.check(1)?;
+        for (weights, wanted) in [(gate_up, self.gate_up()), (down, self.down())] {
+            let have = shape(weights.grid());
+            if have != wanted {
+                return Err(Refusal::Shape { y: [0, wanted[0]], x: [0, wanted[1]], w: have });
+            }
+            check_device("the weights of experts", weights.device().ordinal(), kernels.device().ordinal())?;
+        }
+        Ok(())
+    }
+
     /// Output and input features of the gate and up of all experts, one below the other.
     pub fn gate_up(self) -> [u64; 2] {
         [u64::from(self.experts) * 2 * u64::from(self.intermediate), self.hidden.into()]
@@ -191,14 +209,7 @@ impl Experts {
         gate_up: DevicePacked,
         down: DevicePacked,
     ) -> Result<Self, DeviceError> {
-        sizes.check(1)?;
-        for (weights, wanted) in [(&gate_up, sizes.gate_up()), (&down, sizes.down())] {
-            let have = shape(weights.grid());
-            if have != wanted {
-                return Err(Refusal::Shape { y: [0, wanted[0]], x: [0, wanted[1]], w: have }.into());
-            }
-            check_device("the weights of experts", weights.device().ordinal(), kernels.device().ordinal())?;
-        }
+        sizes.check_weights(kernels, &gate_up, &down)?;
         let arch = kernels.device().info().arch;
         kernels.prepare(&variants(arch), &|_| {})?;
         let pdl = arch.has(Instruction::DependentLaunch);
@@ -230,6 +241,17 @@ impl Experts {
         self.gate_up.device()
     }
 
+    /// Gate and up, and down.
+    pub(super) fn weights(&self) -> [&DevicePacked; 2] {
+        [&self.gate_up, &self.down]
+    }
+
+    /// Overwrites tiles and heads.
+    pub(super) fn fill(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
+        self.gate_up.fill(stream, byte)?;
+        self.down.fill(stream, byte)
+    }
+
     /// Bytes of its weights on the device.
     pub fn bytes(&self) -> u64 {
         self.gate_up.bytes() + self.down.bytes()
@@ -252,11 +274,23 @@ impl Experts {
         ids: &mut DeviceBuffer<u32>,
         weights: &mut DeviceBuffer<f32>,
     ) -> Result<(), DeviceError> {
+        self.choose_of(self.shape, stream, logits, choice, ids, weights)
+    }
+
+    /// The same among experts of another number.
+    pub(super) fn choose_of(
+        &self,
+        shape: ExpertsShape,
+        stream: &Stream,
+        logits: MatrixRef<'_>,
+        choice: Choice,
+        ids: &mut DeviceBuffer<u32>,
+        weights: &mut DeviceBuffer<f32>,
+    ) -> Result<(), DeviceError> {
         let (place, own) = (logits.place(), self.device().ordinal());
         let check = || {
-            self.shape.check(choice.top_k)?;
-            let columns = u64::from(self.shape.experts);
-            if u64::from(place.cols) != columns || choice.top_k > self.shape.experts {
+            shape.check(choice.top_k)?;
+            if place.cols != shape.experts || choice.top_k > shape.experts {
                 return Err(Refusal::Experts { experts: place.cols, top_k: choice.top_k });
             }
             place.check_device("logits", own)?;
@@ -271,7 +305,7 @@ impl Experts {
             weights: weights.address(),
             logits_pitch: place.pitch,
             tokens: place.rows,
-            experts: self.shape.experts,
+            experts: shape.experts,
             top_k: choice.top_k,
             normalized: choice.normalized.into(),
             rounded: choice.rounded.into(),
@@ -295,12 +329,7 @@ impl Experts {
         y: MatrixMut<'_>,
         adds: bool,
     ) -> Result<(), DeviceError> {
-        let pairs = x.rows() as usize * routed.top_k as usize;
-        elements("ids", routed.ids.len().min(pairs), pairs)?;
-        elements("weights of experts", routed.weights.len().min(pairs), pairs)?;
-        check_device("ids", routed.ids.device().ordinal(), self.device().ordinal())?;
-        check_device("weights of experts", routed.weights.device().ordinal(), self.device().ordinal())?;
-        let at = RoutedAt { ids: routed.ids.address(), weights: routed.weights.address(), top_k: routed.top_k };
+        let at = routed.check(x.rows(), self.device())?;
         lane.size().check(self.lane_size(x.rows(), routed.top_k))?;
         let LaneParts { stream, workspace, .. } = lane.parts();
         let scratch = (workspace.partials.address(), workspace.partials.len() as u64);
@@ -320,19 +349,44 @@ impl Experts {
         scratch: (u64, u64),
         adds: bool,
     ) -> Result<(), DeviceError> {
-        let (x, y, own) = (x.place(), y.place(), self.device().ordinal());
-        let RoutedAt { ids, weights, top_k } = routed;
-        let ExpertsShape { experts, hidden, intermediate } = self.shape;
+        let (x, y) = (x.place(), y.place());
+        self.check_operands(self.shape, (x, y), routed.top_k, scratch)?;
+        for run in Run::all(self.shape, (x, y), routed, scratch.0, adds) {
+            let Run { tile, route, .. } = run;
+            let items_max = RouteSpec::items_max(run.pairs(), self.shape.experts, tile);
+            let route = RouteArgs { item_rows: tile, items_max, ..route };
+            let lists = Lists { pairs: route.pairs, items: route.items, count: items_max };
+            // SAFETY: shapes, places and the scratch's size were held against each other above, the parts are apart
+            // from each other, and the lists name what `sort` has found within `tokens * top_k` pairs and `experts`
+            // experts. Each kernel starts to read when the one before is done. Dropping a weight waits for the kernel.
+            unsafe {
+                self.sort.launch(stream, GemmShape::rows(1), &route)?;
+                self.multiply(stream, &run, lists)?;
+                self.combine(stream, &run)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// That operands of experts of this shape agree, and lie apart on this device.
+    pub(super) fn check_operands(
+        &self,
+        shape: ExpertsShape,
+        (x, y): (&Place, &Place),
+        top_k: u32,
+        scratch: (u64, u64),
+    ) -> Result<(), DeviceError> {
+        let own = self.device().ordinal();
         let check = || {
-            self.shape.check(top_k)?;
-            if x.shape() != y.shape() || x.cols != hidden {
-                return Err(Refusal::Shape { y: y.shape(), x: x.shape(), w: self.shape.down() });
+            shape.check(top_k)?;
+            if x.shape() != y.shape() || x.cols != shape.hidden {
+                return Err(Refusal::Shape { y: y.shape(), x: x.shape(), w: shape.down() });
             }
             check_activations("x", x, COLUMNS_MAX)?;
             check_activations("y", y, COLUMNS_MAX)?;
             x.check_device("x", own)?;
             y.check_device("y", own)?;
-            let need = self.shape.scratch_bytes(x.rows, top_k);
+            let need = shape.scratch_bytes(x.rows, top_k);
             if scratch.1 < need {
                 return Err(Refusal::Room { buffer: "bytes of scratch", need, have: scratch.1 });
             }
@@ -343,70 +397,134 @@ impl Experts {
             check_apart(("y", y.span()), [("x", x.span()), ("the scratch", used.clone())])?;
             check_apart(("the scratch", used), [("x", x.span())])
         };
-        check().or_else(|refusal| self.sort.refuse(refusal))?;
+        check().or_else(|refusal| self.sort.refuse(refusal))
+    }
 
-        for first in (0..x.rows).step_by(CHUNK_TOKENS as usize) {
+    /// Enqueues both products of the items of a list.
+    ///
+    /// # Safety
+    /// The operands of the run were checked, and the lists name pairs of it and experts of these weights; all of it is
+    /// there until the work is done.
+    pub(super) unsafe fn multiply(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
+        let ExpertsShape { hidden, intermediate, .. } = self.shape;
+        let Some((_, [gate_up, down])) = self.products.iter().find(|(rows, _)| *rows == run.tile) else {
+            return self.sort.refuse(Refusal::Family { wanted: "a grouped product of this batch tile" });
+        };
+        let product = |w: &DevicePacked, (x, x_row_bytes), y, [n, k]: [u32; 2], pairs_per_row| GemmGroupedArgs {
+            packed: w.packed().address(),
+            escape_heads: w.escape_heads().address(),
+            escapes: w.escapes().address(),
+            y,
+            x_data: x,
+            x_row_bytes,
+            pairs: lists.pairs,
+            items: lists.items,
+            scale: w.window().scale(),
+            // Below 2^32: checked when the tensor was made.
+            escape_words: w.escapes().len() as u32,
+            n,
+            k,
+            tile_cols: k / 64,
+            pairs_per_row,
+        };
+        let (wide, narrow) = ([2 * intermediate, hidden], [hidden, intermediate]);
+        let first = product(&self.gate_up, run.x, run.gated, wide, run.route.top_k);
+        let second = product(&self.down, (run.gated, 2 * u64::from(intermediate)), run.route.products, narrow, 1);
+        let of_items = |[n, k]: [u32; 2]| GemmShape { m: lists.count, n, k };
+        // SAFETY: the caller's promise.
+        unsafe {
+            gate_up.launch(stream, of_items(wide), &first)?;
+            down.launch(stream, of_items(narrow), &second)
+        }
+    }
+
+    /// Enqueues the sums of each token's rows.
+    ///
+    /// # Safety
+    /// The operands of the run were checked, and are there until the work is done.
+    pub(super) unsafe fn combine(&self, stream: &Stream, run: &Run) -> Result<(), DeviceError> {
+        let problem = GemmShape { m: run.route.tokens, n: run.route.columns, k: 0 };
+        // SAFETY: the caller's promise.
+        unsafe { self.combine.launch(stream, problem, &run.route) }
+    }
+}
+
+/// Work for some tokens at a time.
+pub(super) struct Run {
+    /// The batch tile of the products.
+    pub(super) tile: u32,
+    /// The first token.
+    pub(super) first: u32,
+    /// The rows of tokens, and the bytes from one to the next.
+    x: (u64, u64),
+    /// The rows between the two products.
+    gated: u64,
+    /// What routing needs but for the lists' sizes.
+    pub(super) route: RouteArgs,
+}
+
+/// Lists of pairs, by addresses.
+#[derive(Clone, Copy)]
+pub(super) struct Lists {
+    pub(super) pairs: u64,
+    pub(super) items: u64,
+    /// Items.
+    pub(super) count: u32,
+}
+
+impl Run {
+    /// All tokens, [`CHUNK_TOKENS`] at a time, of operands that were checked.
+    pub(super) fn all<'a>(
+        shape: ExpertsShape,
+        (x, y): (&'a Place, &'a Place),
+        routed: RoutedAt,
+        scratch: u64,
+        adds: bool,
+    ) -> impl Iterator<Item = Self> + use<'a> {
+        let ExpertsShape { experts, hidden, .. } = shape;
+        let RoutedAt { ids, weights, top_k } = routed;
+        (0..x.rows).step_by(CHUNK_TOKENS as usize).map(move |first| {
             let tokens = (x.rows - first).min(CHUNK_TOKENS);
-            let parts = Parts::of(self.shape, tokens, top_k);
-            let pairs = tokens * top_k;
-            let tile = tile_for(pairs, experts);
-            let Some((_, [gate_up, down])) = self.products.iter().find(|(rows, _)| *rows == tile) else {
-                return self.sort.refuse(Refusal::Family { wanted: "a grouped product of this batch tile" });
-            };
-            let items_max = RouteSpec::items_max(pairs, experts, tile);
-            let (from, row) = (u64::from(first), |pitch: u64| u64::from(first) * pitch * 2);
-            let place = u64::from(top_k) * 4 * from;
+            let parts = Parts::of(shape, tokens, top_k);
+            let row = |pitch: u64| u64::from(first) * pitch * 2;
+            let place = u64::from(top_k) * 4 * u64::from(first);
             let route = RouteArgs {
                 ids: ids + place,
                 weights: weights + place,
-                pairs: scratch.0,
-                items: scratch.0 + parts.items,
-                products: scratch.0 + parts.rows,
+                pairs: scratch,
+                items: scratch + parts.items,
+                products: scratch + parts.rows,
                 y: y.address + row(y.pitch),
                 y_pitch: y.pitch,
                 tokens,
                 experts,
                 top_k,
-                item_rows: tile,
-                items_max,
                 columns: hidden,
                 row_blocks: hidden.div_ceil(RouteSpec::BLOCK_COLUMNS),
                 adds: adds.into(),
                 ..RouteArgs::default()
             };
-            let product = |w: &DevicePacked, (x, x_row_bytes), y, [n, k]: [u32; 2], pairs_per_row| GemmGroupedArgs {
-                packed: w.packed().address(),
-                escape_heads: w.escape_heads().address(),
-                escapes: w.escapes().address(),
-                y,
-                x_data: x,
-                x_row_bytes,
-                pairs: route.pairs,
-                items: route.items,
-                scale: w.window().scale(),
-                // Below 2^32: checked when the tensor was made.
-                escape_words: w.escapes().len() as u32,
-                n,
-                k,
-                tile_cols: k / 64,
-                pairs_per_row,
-            };
-            let gated = scratch.0 + parts.gated;
-            let (wide, narrow) = ([2 * intermediate, hidden], [hidden, intermediate]);
-            let first_product = product(&self.gate_up, (x.address + row(x.pitch), 2 * x.pitch), gated, wide, top_k);
-            let second = product(&self.down, (gated, 2 * u64::from(intermediate)), route.products, narrow, 1);
-            let of_items = |[n, k]: [u32; 2]| GemmShape { m: items_max, n, k };
-            // SAFETY: shapes, places and the scratch's size were held against each other above, the parts are apart
-            // from each other, and the lists name what `sort` has found within `tokens * top_k` pairs and `experts`
-            // experts. Each kernel starts to read when the one before is done. Dropping a weight waits for the kernel.
-            unsafe {
-                self.sort.launch(stream, GemmShape::rows(1), &route)?;
-                gate_up.launch(stream, of_items(wide), &first_product)?;
-                down.launch(stream, of_items(narrow), &second)?;
-                self.combine.launch(stream, GemmShape { m: tokens, n: hidden, k: 0 }, &route)?;
-            }
-        }
-        Ok(())
+            let (tile, gated) = (tile_for(tokens * top_k, experts), scratch + parts.gated);
+            Self { tile, first, x: (x.address + row(x.pitch), 2 * x.pitch), gated, route }
+        })
+    }
+
+    /// Tokens and places.
+    pub(super) fn pairs(&self) -> u32 {
+        self.route.tokens * self.route.top_k
+    }
+}
+
+impl Routed<'_> {
+    /// The addresses of choices for so many tokens.
+    pub(super) fn check(self, tokens: u32, device: &Device) -> Result<RoutedAt, Refusal> {
+        let Routed { ids, weights, top_k } = self;
+        let pairs = tokens as usize * top_k as usize;
+        elements("ids", ids.len().min(pairs), pairs)?;
+        elements("weights of experts", weights.len().min(pairs), pairs)?;
+        check_device("ids", ids.device().ordinal(), device.ordinal())?;
+        check_device("weights of experts", weights.device().ordinal(), device.ordinal())?;
+        Ok(RoutedAt { ids: ids.address(), weights: weights.address(), top_k })
     }
 }
 

@@ -34,6 +34,7 @@ use crate::{
         build::{ExpertPart, LayerBuilder, Parts, in_tensor, unsuitable},
         experts::{Experts, ExpertsShape},
         linear::Linear,
+        offload::OffloadedExperts,
     },
     ops::{decode::Decoder, lane::Lane, repack::Packer, transcode::Transcoder},
     weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette, pods},
@@ -420,6 +421,30 @@ impl<'k> Loader<'k> {
     /// # Errors
     /// [`LoadError`]; tensors of other shapes, [`Unsuitable::Unpackable`] also where a size is no multiple of 64.
     pub fn experts(&mut self, names: ExpertTensors<'_>, shape: ExpertsShape) -> Result<Experts, LoadError> {
+        let (gate_up, down) = self.pack_experts(names, shape)?;
+        Experts::new(self.builder.kernels, shape, gate_up, down).map_err(in_tensor(names.first()))
+    }
+
+    /// The same in host memory, with room for `slots` of them on the device.
+    ///
+    /// # Errors
+    /// As [`Loader::experts`]; not enough memory that can be locked.
+    pub fn offloaded_experts(
+        &mut self,
+        names: ExpertTensors<'_>,
+        shape: ExpertsShape,
+        slots: u32,
+    ) -> Result<OffloadedExperts, LoadError> {
+        let packed = self.pack_experts(names, shape)?;
+        self.builder.offload(names.first(), shape, slots, packed)
+    }
+
+    /// Gate and up, and down, of all experts.
+    fn pack_experts(
+        &mut self,
+        names: ExpertTensors<'_>,
+        shape: ExpertsShape,
+    ) -> Result<(DevicePacked, DevicePacked), LoadError> {
         let ExpertsShape { experts, hidden, intermediate } = shape;
         let first = names.first();
         let device = in_tensor(first);
@@ -437,7 +462,7 @@ impl<'k> Loader<'k> {
                 }
                 let (builder, mut tensors) = self.parts();
                 let mut decoding = Packer::new(builder.stream(), builder.kernels).map_err(&device)?;
-                builder.experts(first, shape, &mut |part, _, mut output| {
+                builder.pack_experts(first, shape, &mut |part, _, mut output| {
                     let (rows, cols) = (output.rows() / experts, output.cols());
                     for (expert, names) in (0..experts).zip(each) {
                         let name = names[part as usize];
@@ -460,7 +485,7 @@ impl<'k> Loader<'k> {
                 };
                 let both = stack(gate_up, experts * 2 * intermediate, hidden, &mut builder.packer)?;
                 let downs = stack(down, experts * hidden, intermediate, &mut builder.packer)?;
-                builder.experts(first, shape, &mut |part, stream, mut output| {
+                builder.pack_experts(first, shape, &mut |part, stream, mut output| {
                     if part == ExpertPart::Down {
                         return output.copy_from(stream, downs.view()).map_err(in_tensor(down));
                     }

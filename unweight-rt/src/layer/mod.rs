@@ -5,3 +5,4 @@ pub mod experts;
 pub mod guest;
 pub mod linear;
 pub mod loader;
+pub mod offload;

@@ -79,6 +79,22 @@ impl DevicePacked {
         Ok(PackedTensor::from_parts(self.grid, self.window, self.packed.to_host(stream)?, heads, escapes)?)
     }
 
+    /// Room for tiles and heads of a tensor of another shape, which name lists of this one; its own tiles go. Waits.
+    pub(crate) fn into_room(self, stream: &Stream, grid: TileGrid) -> Result<Self, DeviceError> {
+        let Self { window, has_escapes, packed, escape_heads, escapes, .. } = self;
+        // Before there is room for others.
+        drop((packed, escape_heads));
+        let packed = DeviceBuffer::zeroed(stream, grid.tiles() * packed::TILE_BYTES)?;
+        let heads = DeviceBuffer::zeroed(stream, grid.tiles() * packed::ROW_BLOCKS)?;
+        Ok(Self { has_escapes, ..Self::new(grid, window, packed, heads, escapes)? })
+    }
+
+    /// Overwrites tiles and heads, in stream order.
+    pub(crate) fn fill(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
+        self.packed.fill_bytes(stream, byte)?;
+        self.escape_heads.fill_bytes(stream, byte)
+    }
+
     /// What it has beside its tiles, which go.
     pub(crate) fn into_escapes(self) -> PackedEscapes {
         let Self { grid, window, has_escapes, escape_heads, escapes, .. } = self;

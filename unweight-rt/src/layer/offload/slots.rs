@@ -1,0 +1,227 @@
+//! Which experts of a layer are in the slots of the device, and what makes way for which: no device, no time.
+//!
+//! A step asks for experts. Those that are there are hits; a miss takes the slot that was used longest ago. Where a step
+//! asks for more than there are slots it goes in waves: first what is there, so that nothing is thrown out that is still
+//! to be used; then the misses, half of the slots at a time, so that the copies of a wave overwrite none of those that
+//! the products of the wave before it read.
+
+/// What is multiplied by at a time.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Wave {
+    /// Experts and their slots.
+    pub experts: Vec<(u32, u32)>,
+    /// Those of them that are not there yet.
+    pub copies: Vec<(u32, u32)>,
+    /// The last wave of this step that reads a slot which the copies overwrite.
+    pub behind: Option<usize>,
+}
+
+/// Slots of equal size, each with one expert or none; the least recently used makes way.
+#[derive(Clone, Debug)]
+pub struct Slots {
+    /// By slot.
+    slots: Vec<Slot>,
+    /// By expert.
+    slot_of: Vec<Option<u32>>,
+    /// Waves so far.
+    clock: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Slot {
+    expert: Option<u32>,
+    /// The wave that used it last; 0: none.
+    used: u64,
+}
+
+impl Slots {
+    /// Empty slots, one at least, for some of so many experts.
+    pub fn new(experts: u32, slots: u32) -> Self {
+        let slots = vec![Slot::default(); slots.max(1) as usize];
+        Self { slots, slot_of: vec![None; experts as usize], clock: 0 }
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Whether no expert is there.
+    pub fn is_empty(&self) -> bool {
+        self.slots.iter().all(|slot| slot.expert.is_none())
+    }
+
+    /// Where an expert is.
+    pub fn slot_of(&self, expert: u32) -> Option<u32> {
+        self.slot_of.get(expert as usize).copied().flatten()
+    }
+
+    /// Forgets what is there: whether it was copied is unknown.
+    pub fn clear(&mut self) {
+        self.slots.fill(Slot::default());
+        self.slot_of.fill(None);
+    }
+
+    /// Brings the experts of a step, each named once, to slots; what is no expert is left out. In each wave come first
+    /// those that were there.
+    pub fn step(&mut self, wanted: &[u32]) -> Vec<Wave> {
+        let wanted = wanted.iter().copied().filter(|expert| (*expert as usize) < self.slot_of.len());
+        let (hits, misses): (Vec<u32>, Vec<u32>) = wanted.partition(|expert| self.slot_of(*expert).is_some());
+        let first = self.clock;
+        if hits.len() + misses.len() <= self.slots.len() {
+            let empty = hits.is_empty() && misses.is_empty();
+            return if empty { Vec::new() } else { vec![self.wave(first, &hits, &misses)] };
+        }
+        let mut waves = Vec::new();
+        if !hits.is_empty() {
+            waves.push(self.wave(first, &hits, &[]));
+        }
+        for some in misses.chunks((self.slots.len() / 2).max(1)) {
+            waves.push(self.wave(first, &[], some));
+        }
+        waves
+    }
+
+    /// The next wave of a step that began when the clock was `first`; at most as many experts as there are slots.
+    fn wave(&mut self, first: u64, hits: &[u32], misses: &[u32]) -> Wave {
+        self.clock += 1;
+        let mut wave = Wave::default();
+        for &expert in hits {
+            let Some(slot) = self.slot_of(expert) else { continue };
+            self.slots[slot as usize].used = self.clock;
+            wave.experts.push((expert, slot));
+        }
+        for &expert in misses {
+            // Of equal ones the first; none of this wave, whose slots were used last.
+            let Some((at, slot)) = self.slots.iter_mut().enumerate().min_by_key(|(_, slot)| slot.used) else {
+                continue;
+            };
+            if slot.used > first {
+                // The first wave of the step has the clock `first + 1`.
+                wave.behind = wave.behind.max(Some((slot.used - first - 1) as usize));
+            }
+            slot.used = self.clock;
+            if let Some(before) = slot.expert.replace(expert) {
+                self.slot_of[before as usize] = None;
+            }
+            // Slots are counted in 32 bits.
+            self.slot_of[expert as usize] = Some(at as u32);
+            wave.experts.push((expert, at as u32));
+            wave.copies.push((expert, at as u32));
+        }
+        wave
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use unweight_format::testing::Random;
+
+    use super::*;
+
+    fn wave(experts: &[(u32, u32)], copies: &[(u32, u32)], behind: Option<usize>) -> Wave {
+        Wave { experts: experts.to_vec(), copies: copies.to_vec(), behind }
+    }
+
+    #[test]
+    fn the_least_recently_used_makes_way() {
+        let mut slots = Slots::new(8, 3);
+        assert!(slots.is_empty() && slots.step(&[]).is_empty());
+        assert_eq!(slots.step(&[5, 2]), [wave(&[(5, 0), (2, 1)], &[(5, 0), (2, 1)], None)]);
+        assert_eq!(slots.step(&[7]), [wave(&[(7, 2)], &[(7, 2)], None)]);
+        assert_eq!(slots.step(&[5]), [wave(&[(5, 0)], &[], None)]);
+        // 2 is the oldest, then 7; an id that is no expert is no work.
+        assert_eq!(slots.step(&[1, 5, 8, u32::MAX]), [wave(&[(5, 0), (1, 1)], &[(1, 1)], None)]);
+        assert_eq!(slots.step(&[2]), [wave(&[(2, 2)], &[(2, 2)], None)]);
+        assert_eq!([1, 2, 5, 7].map(|expert| slots.slot_of(expert)), [Some(1), Some(2), Some(0), None]);
+    }
+
+    #[test]
+    fn a_step_of_more_experts_than_slots_goes_in_waves() {
+        let mut slots = Slots::new(8, 4);
+        slots.step(&[6, 7]);
+        let waves = slots.step(&[0, 1, 2, 3, 6]);
+        assert_eq!(
+            waves,
+            [
+                wave(&[(6, 0)], &[], None),
+                // The empty ones, then the one that was used longest ago; none of the wave before.
+                wave(&[(0, 2), (1, 3)], &[(0, 2), (1, 3)], None),
+                wave(&[(2, 1), (3, 0)], &[(2, 1), (3, 0)], Some(0)),
+            ]
+        );
+        // One slot: each wave overwrites what the one before reads.
+        let waves = Slots::new(8, 1).step(&[3, 4, 5]);
+        let behind: Vec<_> = waves.iter().map(|wave| wave.behind).collect();
+        assert_eq!((waves.len(), behind), (3, vec![None, Some(0), Some(1)]));
+    }
+
+    #[test]
+    fn what_was_forgotten_is_copied_again() {
+        let mut slots = Slots::new(4, 2);
+        slots.step(&[0, 1]);
+        slots.clear();
+        assert!(slots.is_empty());
+        assert_eq!(slots.step(&[1]).iter().map(|wave| wave.copies.len()).sum::<usize>(), 1);
+    }
+
+    /// A device that copies and multiplies in the order of the waves, whatever is asked for: every product finds its
+    /// expert, no slot is overwritten that a wave still reads, and no request is counted twice or lost.
+    #[test]
+    fn every_wave_finds_its_experts_whatever_is_asked_for() {
+        let mut random = Random::new(12);
+        for (experts, count) in [(8, 1), (8, 2), (8, 3), (8, 7), (60, 9), (128, 2), (128, 33), (4, 4), (3, 9)] {
+            let mut slots = Slots::new(experts, count);
+            let mut device: Vec<Option<u32>> = vec![None; count as usize];
+            let mut last = vec![0u64; experts as usize];
+            for step in 1..600 {
+                let wanted: BTreeSet<u32> = (0..1 + random.below(u64::from(experts) * 2))
+                    .map(|_| random.below(u64::from(experts) + 1).min(random.below(u64::from(experts) + 1)) as u32)
+                    .take(1 + step as usize % 40)
+                    .collect();
+                let wanted: Vec<u32> = wanted.into_iter().collect();
+                let real: BTreeSet<u32> = wanted.iter().copied().filter(|expert| *expert < experts).collect();
+                let before: BTreeSet<u32> = device.iter().flatten().copied().collect();
+                assert_eq!(before, (0..experts).filter(|e| slots.slot_of(*e).is_some()).collect(), "what is there");
+                let waves = slots.step(&wanted);
+
+                let mut done = BTreeSet::new();
+                let mut read_by: Vec<Option<usize>> = vec![None; count as usize];
+                let mut misses = 0;
+                for (at, wave) in waves.iter().enumerate() {
+                    assert!(!wave.experts.is_empty() && wave.experts.len() <= count as usize, "bounded");
+                    let own: BTreeSet<u32> = wave.experts.iter().map(|(_, slot)| *slot).collect();
+                    assert_eq!(own.len(), wave.experts.len(), "a slot for each");
+                    let overwritten = wave.copies.iter().map(|(_, slot)| read_by[*slot as usize]).max().flatten();
+                    assert_eq!(wave.behind, overwritten, "who reads what is overwritten");
+                    for &(expert, slot) in &wave.copies {
+                        let out = device[slot as usize].replace(expert);
+                        if let Some(out) = out {
+                            assert!(!real.contains(&out) || done.contains(&out), "{out} is still to be used");
+                        }
+                        misses += 1;
+                    }
+                    if waves.len() == 1 {
+                        // Of those who were not asked for, nobody who stays was used longer ago than who went.
+                        let idle = before.difference(&real).map(|e| (device.contains(&Some(*e)), last[*e as usize]));
+                        let (stay, went): (Vec<_>, Vec<_>) = idle.partition(|(is_there, _)| *is_there);
+                        let (stay, went) = (stay.iter().map(|at| at.1), went.iter().map(|at| at.1));
+                        assert!(went.max().unwrap_or(0) <= stay.min().unwrap_or(u64::MAX), "the oldest go");
+                    } else if count > 1 && at > 1 {
+                        assert_ne!(wave.behind, Some(at - 1), "copies run beside the products of the wave before");
+                    }
+                    for &(expert, slot) in &wave.experts {
+                        assert_eq!(device[slot as usize], Some(expert), "a product of another expert");
+                        read_by[slot as usize] = Some(at);
+                        assert!(done.insert(expert), "twice");
+                    }
+                }
+                assert_eq!(done, real);
+                assert_eq!(misses, real.difference(&before).count(), "hits and misses are all requests");
+                done.iter().for_each(|expert| last[*expert as usize] = step);
+            }
+        }
+    }
+}
