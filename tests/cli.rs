@@ -823,7 +823,7 @@ fn generate_explains_what_it_lacks() {
     let notes = notes.to_str().unwrap();
     let shard = shards(Path::new(bundle))[0].to_str().unwrap().to_owned();
     let before = fs::read(&shard).unwrap();
-    let cases: [(&[&str], &[&str]); 16] = [
+    let cases: [(&[&str], &[&str]); 18] = [
         (&["--tokens", "-5"], &["'-5'"]),
         (&["--tokens", "1.5"], &["'1.5'", "1,450,4996"]),
         (&["--tokens", ""], &["no tokens", "1,450,4996"]),
@@ -842,6 +842,8 @@ fn generate_explains_what_it_lacks() {
         (&["--tokens", "1", "--top-p", "2"], &["top_p = 2", "at most 1"]),
         (&["--tokens", "1", "--temperature", "-1"], &["temperature = -1"]),
         (&["--tokens", "1", "--by-steps"], &["--dump-logits"]),
+        (&["--tokens", "1", "--resident-experts", "2"], &["resident_experts = 2", "no experts"]),
+        (&["--tokens", "1", "--resident-experts", "0"], &["--resident-experts", "0"]),
         (&["--tokens", "1", "--prompt", "hello"], &["cannot be used with"]),
     ];
     for (arguments, expected) in cases {

@@ -158,6 +158,9 @@ pub struct DecodeBench {
     /// What compact tensors lie as; of a geometry all weights
     #[arg(long, value_name = "SIZE", default_value = "fast")]
     resident: ResidentArg,
+    /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    resident_experts: Option<u32>,
     /// Without the twin on cuBLAS
     #[arg(long)]
     no_twin: bool,
@@ -345,6 +348,7 @@ impl Bench {
                     .prefill(arguments.prefill)
                     .breakdown(arguments.breakdown)
                     .twin(!arguments.no_twin)
+                    .resident_experts(arguments.resident_experts)
                     .resident(arguments.resident.into());
                 if !arguments.batch.is_empty() {
                     options.batches.clone_from(&arguments.batch);

@@ -16,7 +16,10 @@ use std::{
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use unweight::{
-    engine::{Engine, EngineOptions, Finish, Linears, LoadProgress, Rejected, Request, Resident, SampleParams, SeqId},
+    engine::{
+        Engine, EngineError, EngineOptions, ExpertTraffic, Finish, Linears, LoadProgress, Rejected, Request, Resident,
+        SampleParams, SeqId,
+    },
     format::bundle::Bundle,
     model::ModelConfig,
     text::{self, Message, StopStrings, Text, TextStream},
@@ -87,6 +90,9 @@ pub struct Generate {
     /// What the weights of MLPs lie as
     #[arg(long, value_name = "HOW", default_value = "linears", help_heading = "Engine")]
     mlp: Lie,
+    /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
+    resident_experts: Option<u32>,
     /// Sequences that run at the same time [default: 16, or as many as there are prompts]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
     max_batch: Option<u32>,
@@ -171,6 +177,8 @@ struct Report {
     working_bytes: u64,
     slot_bytes: u64,
     resident: Resident,
+    host_bytes: u64,
+    experts: Option<ExpertTraffic>,
 }
 
 #[derive(Serialize)]
@@ -272,6 +280,11 @@ impl Generate {
         {
             output.note(format_args!("prompt {:.1} ms, then {rate:.1} tokens/s", report.prefill_ms));
         }
+        if output.verbose > 0
+            && let Some(traffic) = &report.experts
+        {
+            output.note(traffic);
+        }
         if output.json { output.result("generate", &report, |_| Ok(())) } else { Ok(()) }
     }
 
@@ -343,6 +356,9 @@ impl Generate {
     fn check(&self, config: &ModelConfig, prompts: &[Vec<u32>]) -> Result<()> {
         let (vocab, max_new_tokens) = (config.vocab, self.max_new_tokens());
         let context = self.context.unwrap_or(config.max_positions).min(config.max_positions);
+        if let (Some(resident), None) = (self.resident_experts, config.mixture) {
+            return Err(Failure::other(EngineError::NoExperts(resident)));
+        }
         for prompt in prompts {
             if prompt.is_empty() {
                 return Err(Failure::other(Rejected::Empty));
@@ -363,6 +379,7 @@ impl Generate {
         let mut options = EngineOptions::default().max_batch(batch).chunk(self.chunk).linears(self.linears.into());
         options.waiting = options.waiting.max(prompts);
         options.resident = self.resident.into();
+        options.resident_experts = self.resident_experts;
         options.context = self.context;
         options.memory = self.memory;
         options
@@ -506,7 +523,7 @@ impl Generate {
             }
         }
         let first = first.unwrap_or(total);
-        let memory = engine.memory();
+        let memory = *engine.memory();
         let seconds = (total - first.min(total)).as_secs_f64();
         Ok(Report {
             sequences,
@@ -519,6 +536,8 @@ impl Generate {
             working_bytes: memory.working,
             slot_bytes: memory.slot,
             resident: engine.options().resident.unwrap_or_default(),
+            host_bytes: memory.host,
+            experts: engine.expert_traffic()?,
         })
     }
 }

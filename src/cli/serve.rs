@@ -59,6 +59,9 @@ pub struct Serve {
     /// What compact tensors lie as on the GPU
     #[arg(long, value_name = "SIZE", default_value = "auto", help_heading = "Engine")]
     resident: ResidentArg,
+    /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
+    resident_experts: Option<u32>,
     /// Sequences that run at the same time
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
     max_batch: u32,
@@ -115,7 +118,14 @@ impl Serve {
         if output.verbose > 0 {
             output.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
         }
-        self.serve(&mut engine, text, listener, options, start, output)
+        let served = self.serve(&mut engine, text, listener, options, start, output);
+        // An engine that failed has told why.
+        if output.verbose > 0
+            && let Ok(Some(traffic)) = engine.expert_traffic()
+        {
+            output.note(traffic);
+        }
+        served
     }
 
     fn serve_options(&self) -> Result<ServeOptions> {
@@ -150,6 +160,7 @@ impl Serve {
         // The server counts those that wait; the engine has them all until it has rows for them.
         options.waiting = self.max_batch as usize + self.max_waiting as usize;
         options.resident = self.resident.into();
+        options.resident_experts = self.resident_experts;
         options.context = self.context;
         options.memory = self.memory;
         options

@@ -13,6 +13,7 @@ use unweight_format::{
 };
 use unweight_model::{
     ModelConfig, ModelWeights,
+    capacity::Residency,
     reference::{self, Reference},
 };
 
@@ -416,4 +417,85 @@ fn a_mixture_follows_the_reference() {
             }
         }
     }
+}
+
+/// The tokens of several requests that join one after the other, and what `engine` says of a text by every way.
+fn sayings(engine: &mut Engine, vocab: usize) -> (BTreeMap<SeqId, Vec<u32>>, Vec<Vec<bf16>>) {
+    let mut said = BTreeMap::new();
+    for (index, (prompt, more)) in [(1, 200), (70, 90), (200, 40), (3, 200), (9, 10), (64, 60)].into_iter().enumerate()
+    {
+        let params = SampleParams::default().temperature(0.7).seed(index as u64);
+        let request = Request::new(tokens(prompt, vocab, index as u64)).max_new_tokens(more).params(params);
+        engine.add(request).unwrap();
+        for _ in 0..5 {
+            for Event { seq, token, .. } in engine.step().unwrap() {
+                said.entry(seq).or_insert_with(Vec::new).push(token);
+            }
+        }
+    }
+    while !engine.is_idle() {
+        for Event { seq, token, .. } in engine.step().unwrap() {
+            said.entry(seq).or_insert_with(Vec::new).push(token);
+        }
+    }
+    let texts: Vec<Vec<u32>> = (0..8).map(|row| tokens(4 + 5 * row, vocab, 90 + row as u64)).collect();
+    let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
+    // A prompt of several chunks, whose experts are more than there are slots; one row, and eight.
+    let mut logits = vec![engine.logits(&tokens(300, vocab, 5)).unwrap()];
+    logits.extend(engine.logits_by_steps(&texts[3..4]).unwrap());
+    logits.extend(engine.logits_by_steps(&texts).unwrap());
+    (said, logits)
+}
+
+type Make<'a> = &'a dyn Fn(EngineOptions) -> Engine;
+
+/// Experts that are fetched when they are chosen: the tokens and the logits are those of the engine that has all of them
+/// on the device, bit by bit, whatever has room there.
+#[test]
+#[ignore = "needs a GPU"]
+fn fetched_experts_say_what_resident_ones_say() {
+    let home = tempfile::tempdir().unwrap();
+    let mixtral = DemoOptions { hidden: 256, intermediate: 192, experts: 8, ..MODELS[0] };
+    let bundle = bundle(home.path(), &mixtral, Profile::Resident);
+    let qwen3 = r#"{"model_type": "qwen3_moe", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-06,
+        "max_position_embeddings": 4096, "num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 128,
+        "norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1000000.0}"#;
+    let qwen3 = ModelConfig::parse(qwen3, None).unwrap();
+    let of_bundle = |options: EngineOptions| load(&bundle, options);
+    let of_config = |options: EngineOptions| Engine::random(gpu(), qwen3.clone(), options, &|_| {}).expect("an engine");
+    let models: [(&str, u32, Make<'_>); 2] = [("mixtral", 8, &of_bundle), ("qwen3-moe", 32, &of_config)];
+    for (name, experts, make) in models {
+        let mut whole = make(options());
+        assert_eq!((whole.expert_traffic().unwrap(), whole.memory().host), (None, 0));
+        let expected = sayings(&mut whole, 1024);
+        assert!(
+            expected.0.len() == 6 && expected.0.values().map(Vec::len).sum::<usize>() == 600,
+            "{name}: ended early"
+        );
+        assert!(expected.1.iter().flatten().all(|logit| logit.is_finite()), "{name}");
+        for resident in [1, 2, 3, experts / 2, experts - 1] {
+            let mut engine = make(options().resident_experts(resident));
+            assert!(!engine.options().graphs && engine.memory().host > 0, "{name}: {}", engine.memory());
+            assert!(engine.memory().weights < whole.memory().weights, "{name}: {}", engine.memory());
+            engine.poison_experts(0xa5).unwrap();
+            let said = sayings(&mut engine, 1024);
+            assert!(said.0 == expected.0, "{name}, {resident} of {experts} experts: other tokens");
+            assert!(said.1 == expected.1, "{name}, {resident} of {experts} experts: other logits");
+            let traffic = engine.expert_traffic().unwrap().expect("what was fetched");
+            println!("{name}, {resident} of {experts}: {traffic}");
+            assert_eq!(traffic.bytes, traffic.misses * engine.config().expert_bytes(Residency::Packed));
+            assert!(traffic.misses > 0 && traffic.hits > 0 && traffic.stalls > 0, "{traffic}");
+            // Once more with all slots filled by what came last.
+            engine.poison_experts(0x5a).unwrap();
+            assert!(sayings(&mut engine, 1024).1 == expected.1, "{name}, {resident}: other logits the second time");
+        }
+        // Room for all is no reason to fetch.
+        let mut all = make(options().resident_experts(experts));
+        assert_eq!((all.expert_traffic().unwrap(), all.memory().weights), (None, whole.memory().weights));
+    }
+    let other = tempfile::tempdir().unwrap();
+    let dense = self::bundle(other.path(), &MODELS[0], Profile::Resident);
+    let refused = Engine::load(gpu(), &dense, options().resident_experts(2), &|_| {});
+    assert!(matches!(refused, Err(EngineError::NoExperts(2))), "{refused:?}");
 }

@@ -1,14 +1,20 @@
 //! The experts of a mixture on the GPU: whole layers against double precision at every kind of routing, the same bits
-//! for a token whatever is in the batch, in a graph that is replayed with other choices, and thousands of times.
+//! for a token whatever is in the batch, in a graph that is replayed with other choices, and thousands of times; and
+//! from slots that experts are fetched into.
 //!
 //! Outputs start as NaN, with guards behind them.
+
+use std::collections::BTreeSet;
 
 use crate::harness::{Random, bf16, gpu, guard_is_whole, lane, poison, refused, stream, value};
 use unweight_codegen::spec::Epilogue;
 use unweight_format::{Histogram, Matrix, packed::pack};
 use unweight_rt::{
     device::{DeviceBuffer, KernelSet, Refusal, Stream},
-    layer::experts::{Choice, Experts, ExpertsShape, Routed},
+    layer::{
+        experts::{Choice, Experts, ExpertsShape, Routed},
+        offload::{ExpertTraffic, Fetcher, OffloadedExperts},
+    },
     ops::lane::Lane,
     weight::{DeviceMatrix, DevicePacked},
 };
@@ -42,15 +48,29 @@ impl Case {
         Self { shape, gate_up, down, x }
     }
 
-    fn load(&self, kernels: &KernelSet, stream: &Stream) -> Experts {
+    fn upload(&self, stream: &Stream) -> [DevicePacked; 2] {
         let upload = |weights: &[u16], [n, k]: [u64; 2]| {
             let bytes: &[u8] = bytemuck::cast_slice(weights);
             let tensor = pack(Matrix::new(bytes, n as usize, k as usize).unwrap(), &Histogram::of(bytes)).unwrap();
             assert!(tensor.escape_count() > 0, "the data has no escapes");
             DevicePacked::upload(stream, &tensor).unwrap()
         };
-        let (gate_up, down) = (upload(&self.gate_up, self.shape.gate_up()), upload(&self.down, self.shape.down()));
+        [upload(&self.gate_up, self.shape.gate_up()), upload(&self.down, self.shape.down())]
+    }
+
+    fn load(&self, kernels: &KernelSet, stream: &Stream) -> Experts {
+        let [gate_up, down] = self.upload(stream);
         Experts::new(kernels, self.shape, gate_up, down).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// In host memory, with room for `slots` on the device, which holds nothing but rubbish.
+    fn offload(&self, kernels: &KernelSet, stream: &Stream, slots: u32) -> OffloadedExperts {
+        let [gate_up, down] = self.upload(stream);
+        let copies = stream.device().stream().unwrap();
+        let experts = OffloadedExperts::new(kernels, (stream, &copies), self.shape, slots, gate_up, down);
+        let mut experts = experts.unwrap_or_else(|error| panic!("{error}"));
+        experts.poison(stream, 0xa5).unwrap();
+        experts
     }
 
     /// What an expert makes of a token, and how far from it rounding may lead: the row between is rounded to bf16.
@@ -262,6 +282,148 @@ fn a_graph_goes_by_the_choices_that_are_there_when_it_runs() {
     }
     assert!(y.to_host(&stream).unwrap() == expected[2999 % routings.len()]);
     guard_is_whole(&stream, &y, "a graph of experts");
+}
+
+/// As [`run`].
+fn run_offloaded(
+    case: &Case,
+    (experts, fetcher): (&OffloadedExperts, &mut Fetcher),
+    stream: &Stream,
+    routing: &Routing,
+    before: Option<&[u16]>,
+) -> Vec<u16> {
+    let (tokens, hidden) = (routing.tokens(), case.shape.hidden as usize);
+    let x = DeviceMatrix::from_host(stream, tokens as u32, case.shape.hidden, &case.x[..tokens * hidden]).unwrap();
+    let mut y = DeviceMatrix::zeroed(stream, tokens as u32, case.shape.hidden).unwrap();
+    poison(stream, &mut y);
+    if let Some(before) = before {
+        y.write(stream, 0, before).unwrap();
+    }
+    let (ids, weights) = routing.upload(stream);
+    let mut lane = lane(stream);
+    lane.reserve(experts.lane_size(tokens as u32, routing.top_k)).unwrap();
+    let routed = Routed { ids: &ids, weights: &weights, top_k: routing.top_k };
+    experts.enqueue(&mut lane, fetcher, x.view(), routed, y.view_mut(), before.is_some()).unwrap();
+    let rows = y.to_host(stream).unwrap();
+    guard_is_whole(stream, &y, "offloaded experts");
+    rows
+}
+
+/// Whatever fits the device: every expert has a slot, almost so, two have one, or all take turns in a single one.
+#[test]
+#[ignore = "needs a GPU"]
+fn fetched_experts_have_the_bits_of_resident_ones() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut rng = Random::new(14);
+    for case in [Case::new(8, 192, 64, 21), Case::new(60, 64, 320, 22), Case::new(128, 128, 128, 23)] {
+        let (all, shape) = (case.load(kernels, &stream), case.shape);
+        for slots in [1, 2, 3, shape.experts / 2, shape.experts - 1, shape.experts] {
+            let experts = case.offload(kernels, &stream, slots);
+            let mut fetcher = Fetcher::new(&stream, shape, TOKENS as u32, 8).unwrap();
+            assert_eq!(experts.slots(), slots);
+            assert!(experts.host_bytes() > experts.bytes() || slots + 1 >= shape.experts, "{slots} of {shape:?}");
+            let each = experts.host_bytes() / u64::from(shape.experts);
+            let mut asked = 0;
+            for (tokens, top_k) in [(1, 2), (3, 8), (64, 2), (TOKENS, 4), (1, 1), (17, 8), (TOKENS, 8), (1, 8)] {
+                let routing = Routing::random(&mut rng, tokens, shape.experts, top_k);
+                let before: Vec<u16> = (0..tokens * shape.hidden as usize).map(|_| bf16(rng.normal())).collect();
+                let before = (tokens % 2 == 0).then_some(&before[..]);
+                let what = format!("{shape:?}, {slots} slots, {tokens} tokens, {top_k} each");
+                let expected = run(&case, &all, &stream, &routing, 0, before);
+                for again in 0..2 {
+                    let y = run_offloaded(&case, (&experts, &mut fetcher), &stream, &routing, before);
+                    assert!(y == expected, "{what}, time {again}: other bits");
+                    let own: BTreeSet<u32> = routing.ids.iter().copied().filter(|id| *id < shape.experts).collect();
+                    asked += own.len() as u64;
+                }
+                let ExpertTraffic { hits, misses, bytes, stalls, stalled_us, .. } = fetcher.traffic().unwrap();
+                assert_eq!((hits + misses, bytes), (asked, misses * each), "{what}");
+                assert!(stalls <= misses && (stalls > 0) == (stalled_us > 0.0), "{what}: {stalls}, {stalled_us} us");
+            }
+            let nobody = Routing { top_k: 2, ids: vec![u32::MAX; 10], weights: vec![f32::NAN; 10] };
+            let y = run_offloaded(&case, (&experts, &mut fetcher), &stream, &nobody, None);
+            assert!(y.iter().all(|bits| *bits == 0), "tokens without an expert are not zeros");
+        }
+    }
+}
+
+/// Call behind call, whose products and copies nobody waits for but they themselves: slots are overwritten all the time.
+#[test]
+#[ignore = "needs a GPU"]
+fn thousands_of_fetches_leave_every_row_right() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    // Copies as large as products are long.
+    let case = Case::new(24, 576, 448, 31);
+    let all = case.load(kernels, &stream);
+    let mut rng = Random::new(15);
+    let routings: Vec<Routing> = [(1, 2), (5, 4), (40, 4), (1, 8), (TOKENS, 2), (2, 2), (16, 8), (TOKENS, 8)]
+        .map(|(tokens, top_k)| Routing::random(&mut rng, tokens, 24, top_k))
+        .into();
+    let expected: Vec<Vec<u16>> = routings.iter().map(|routing| run(&case, &all, &stream, routing, 0, None)).collect();
+    for slots in [2, 5, 16] {
+        let experts = case.offload(kernels, &stream, slots);
+        let mut fetcher = Fetcher::new(&stream, case.shape, TOKENS as u32, 8).unwrap();
+        let mut lane = lane(&stream);
+        lane.reserve(experts.lane_size(TOKENS as u32, 8)).unwrap();
+        let x = DeviceMatrix::from_host(&stream, TOKENS as u32, 576, &case.x).unwrap();
+        let mut operands: Vec<_> = routings
+            .iter()
+            .map(|routing| {
+                let y = DeviceMatrix::zeroed(&stream, routing.tokens() as u32, 576).unwrap();
+                (routing, routing.upload(&stream), y)
+            })
+            .collect();
+        for round in 0..400 {
+            for (routing, (ids, weights), y) in &mut operands {
+                poison(&stream, y);
+                let tokens = routing.tokens() as u32;
+                let x = x.view().part(0..tokens, 0..576).unwrap();
+                let routed = Routed { ids, weights, top_k: routing.top_k };
+                experts.enqueue(&mut lane, &mut fetcher, x, routed, y.view_mut(), false).unwrap();
+            }
+            if round < 20 || round % 20 == 0 {
+                for ((.., y), expected) in operands.iter().zip(&expected) {
+                    assert!(y.to_host(&stream).unwrap() == *expected, "{slots} slots, round {round}");
+                }
+            }
+        }
+        let traffic = fetcher.traffic().unwrap();
+        println!("{slots} slots: {traffic}");
+        assert!(traffic.misses > 400 && (slots == 2 || traffic.hits > 400), "{traffic}");
+        for ((.., y), expected) in operands.iter().zip(&expected) {
+            assert!(y.to_host(&stream).unwrap() == *expected, "{slots} slots, at the end");
+            guard_is_whole(&stream, y, "fetched experts");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_cannot_be_fetched_is_refused() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let case = Case::new(8, 128, 64, 3);
+    let experts = case.offload(kernels, &stream, 3);
+    let mut fetcher = Fetcher::new(&stream, case.shape, 2, 2).unwrap();
+    let x = DeviceMatrix::from_host(&stream, 4, 128, &case.x[..4 * 128]).unwrap();
+    let mut y = DeviceMatrix::zeroed(&stream, 4, 128).unwrap();
+    let routing = Routing::random(&mut Random::new(1), 4, 8, 2);
+    let (ids, weights) = routing.upload(&stream);
+    let routed = Routed { ids: &ids, weights: &weights, top_k: 2 };
+    let mut lane = lane(&stream);
+    let small = refused(experts.enqueue(&mut lane, &mut fetcher, x.view(), routed, y.view_mut(), false));
+    assert!(matches!(small, Refusal::LaneTooSmall { .. }), "{small}");
+    lane.reserve(experts.lane_size(4, 2)).unwrap();
+    let few = refused(experts.enqueue(&mut lane, &mut fetcher, x.view(), routed, y.view_mut(), false));
+    assert!(matches!(few, Refusal::Room { .. }), "{few}");
+    let mut fetcher = Fetcher::new(&stream, case.shape, 4, 2).unwrap();
+    let captured = stream.capture(|| experts.enqueue(&mut lane, &mut fetcher, x.view(), routed, y.view_mut(), false));
+    assert!(matches!(refused(captured.map(|_| ())), Refusal::Capturing));
+    // And nothing of it is in the way of the next.
+    let expected = run(&case, &case.load(kernels, &stream), &stream, &routing, 0, None);
+    assert!(run_offloaded(&case, (&experts, &mut fetcher), &stream, &routing, None) == expected);
 }
 
 #[test]

@@ -9,8 +9,8 @@ use std::{fmt, time::Instant};
 
 use serde::Serialize;
 use unweight_engine::{
-    Engine, EngineError, EngineOptions, Linears, LoadProgress, Memory, MlpWeights, Request, Resident, forward::Part,
-    options::MAX_BATCH, paths::Plan,
+    Engine, EngineError, EngineOptions, ExpertTraffic, Linears, LoadProgress, Memory, MlpWeights, Request, Resident,
+    forward::Part, options::MAX_BATCH, paths::Plan,
 };
 use unweight_format::bundle::{Bundle, Profile};
 use unweight_model::ModelConfig;
@@ -45,6 +45,8 @@ options! {
         twin: bool = true,
         /// What compact tensors lie as, and of a geometry all weights; null: what memory allows.
         resident: Option<Resident> = Some(Resident::Fast),
+        /// Experts of a layer that the device has room for; null: all.
+        resident_experts: Option<u32> = None,
         /// An engine whose MLPs lie as they are stored runs, too, unless they are to lie as all linears.
         mlp: MlpWeights = MlpWeights::Linears,
         /// Its settings that were measured before.
@@ -88,6 +90,8 @@ pub struct EngineRow {
     pub cache_bytes: u64,
     /// Bytes of everything else.
     pub working_bytes: u64,
+    /// Bytes of experts in host memory.
+    pub host_bytes: u64,
     /// From nothing to the first step, s.
     pub load_s: f64,
     /// From a prompt of [`DecodeOptions::prefill`] tokens to the first token, median, ms.
@@ -111,6 +115,8 @@ pub struct StepRow {
     pub tokens_per_s: f64,
     /// The twin's median over this one.
     pub over_twin: Option<f64>,
+    /// Of all steps of this row, warm-up included, where the device has not all experts.
+    pub experts: Option<ExpertTraffic>,
 }
 
 /// A part of a step, of all layers together, by itself.
@@ -174,7 +180,8 @@ pub fn bench_decode(
             Some(resident) => own.resident(resident),
             None => own,
         };
-        let own = own.mlp(mlp).plan(options.plan.clone());
+        let mut own = own.mlp(mlp).plan(options.plan.clone());
+        own.resident_experts = options.resident_experts;
         let told = |loaded: &LoadProgress<'_>| {
             if let LoadProgress::Kernel(kernel) = loaded {
                 progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
@@ -191,7 +198,7 @@ pub fn bench_decode(
             0 => None,
             tokens => Some(first_token(&mut engine, tokens, rounds.min(10))?),
         };
-        let Memory { weights, cache, working, .. } = *engine.memory();
+        let Memory { weights, cache, working, host: host_bytes, .. } = *engine.memory();
         progress(&format!("{name}: loaded in {load_s:.1} s, {}", engine.memory()));
         let (weight_bytes, cache_bytes, working_bytes) = (weights, cache, working);
         let resident = engine.options().resident.unwrap_or_default();
@@ -201,6 +208,7 @@ pub fn bench_decode(
             weight_bytes,
             cache_bytes,
             working_bytes,
+            host_bytes,
             load_s,
             first_token_ms,
         });
@@ -218,7 +226,9 @@ pub fn bench_decode(
             for contender in &mut contenders {
                 // A part that samples goes on to the next position each time.
                 contender.engine.rehearse(batch, options.context, PART_ROUNDS as u32 * 3)?;
-                for part in Part::ALL {
+                // Experts that are fetched cannot be recorded.
+                let offloaded = contender.engine.options().resident_experts.is_some();
+                for part in Part::ALL.into_iter().filter(|part| !(offloaded && *part == Part::GateUp)) {
                     let graph = contender.engine.record_part(batch, part)?;
                     let median_us = alone(contender.engine.stream(), &graph, rounds.min(PART_ROUNDS))?;
                     parts.push(PartRow { batch, linears: contender.linears, part: part.name(), median_us });
@@ -243,6 +253,10 @@ fn steps(
         contender.engine.rehearse(batch, context.saturating_sub(all / 2), all)?;
     }
     let mut times = vec![Vec::new(); contenders.len()];
+    let traffic = |contenders: &mut [Contender]| -> Result<Vec<Option<ExpertTraffic>>, EngineError> {
+        contenders.iter_mut().map(|contender| contender.engine.expert_traffic()).collect()
+    };
+    let before = traffic(contenders)?;
     for round in 0..timing.warmup_rounds + timing.rounds.max(1) {
         for (contender, times) in contenders.iter_mut().zip(&mut times) {
             let stream = contender.engine.stream().clone();
@@ -262,12 +276,14 @@ fn steps(
     for contender in contenders.iter_mut() {
         contender.engine.rehearsed()?;
     }
+    let after = traffic(contenders)?;
+    let experts = after.into_iter().zip(before).map(|(after, before)| Some(after?.since(before?)));
     let mut rows = Vec::new();
-    for (contender, times) in contenders.iter().zip(&mut times) {
+    for ((contender, times), experts) in contenders.iter().zip(&mut times).zip(experts) {
         let [p10_us, median_us, p90_us] = quantiles(times);
         let tokens_per_s = f64::from(batch) / median_us * 1e6;
         let linears = contender.linears;
-        rows.push(StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin: None });
+        rows.push(StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin: None, experts });
     }
     if let Some(twin) = rows.iter().find(|row| row.linears == "cublas").map(|row| row.median_us) {
         rows.iter_mut().for_each(|row| row.over_twin = Some(twin / row.median_us));
@@ -321,10 +337,13 @@ fn first_token(engine: &mut Engine, tokens: u32, rounds: usize) -> Result<f64, E
 
 impl fmt::Display for StepRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin } = self;
+        let Self { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin, experts } = self;
         write!(f, "batch {batch} {linears}: {median_us:.0} us ({p10_us:.0}..{p90_us:.0}), {tokens_per_s:.0} tokens/s")?;
-        match over_twin {
-            Some(ratio) => write!(f, ", {ratio:.2}x the twin"),
+        if let Some(ratio) = over_twin {
+            write!(f, ", {ratio:.2}x the twin")?;
+        }
+        match experts {
+            Some(experts) => write!(f, "; {experts}"),
             None => Ok(()),
         }
     }
@@ -353,12 +372,23 @@ impl fmt::Display for DecodeReport {
             f,
             "\n| batch | linears | step us | p10 | p90 | tokens/s | over twin |\n|---|---|---|---|---|---|---|"
         )?;
-        for StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin } in &self.rows {
+        for StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin, .. } in &self.rows {
             let over = over_twin.map_or_else(String::new, |ratio| format!("{ratio:.2}"));
             writeln!(
                 f,
                 "| {batch} | {linears} | {median_us:.0} | {p10_us:.0} | {p90_us:.0} | {tokens_per_s:.0} | {over} |"
             )?;
+        }
+        if self.rows.iter().any(|row| row.experts.is_some()) {
+            writeln!(
+                f,
+                "\n| batch | linears | hits | misses | GB fetched | waits | ms waited |\n|---|---|---|---|---|---|---|"
+            )?;
+            for StepRow { batch, linears, experts, .. } in &self.rows {
+                let Some(ExpertTraffic { hits, misses, bytes, stalls, stalled_us, .. }) = experts else { continue };
+                let (gb, ms) = (*bytes as f64 / 1e9, stalled_us / 1e3);
+                writeln!(f, "| {batch} | {linears} | {hits} | {misses} | {gb:.2} | {stalls} | {ms:.1} |")?;
+            }
         }
         if self.parts.is_empty() {
             return Ok(());

@@ -17,11 +17,12 @@
 pub mod slots;
 
 use std::{
+    fmt,
     ops::Range,
     sync::{Mutex, PoisonError},
-    time::Duration,
 };
 
+use serde::Serialize;
 use unweight_format::{TileGrid, packed};
 
 use self::slots::{Slots, Wave};
@@ -39,7 +40,7 @@ use crate::{
 const ITEM_WORDS: usize = 4;
 
 /// What was asked of slots, and what it cost.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ExpertTraffic {
     /// Experts that a step chose and that were on the device, counted once a step and layer.
@@ -50,8 +51,9 @@ pub struct ExpertTraffic {
     pub bytes: u64,
     /// How often products had to wait for copies.
     pub stalls: u64,
-    /// How long: of the first products of a step from when the choice was known, of others from the end of those before.
-    pub stalled: Duration,
+    /// How long, in us: the first products of a layer from when the choice was known, others from the end of those
+    /// before.
+    pub stalled_us: f64,
 }
 
 impl ExpertTraffic {
@@ -63,8 +65,16 @@ impl ExpertTraffic {
             misses: self.misses.saturating_sub(before.misses),
             bytes: self.bytes.saturating_sub(before.bytes),
             stalls: self.stalls.saturating_sub(before.stalls),
-            stalled: self.stalled.saturating_sub(before.stalled),
+            stalled_us: (self.stalled_us - before.stalled_us).max(0.0),
         }
+    }
+}
+
+impl fmt::Display for ExpertTraffic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { hits, misses, bytes, stalls, stalled_us } = self;
+        let (gb, ms) = (*bytes as f64 / 1e9, stalled_us / 1e3);
+        write!(f, "experts: {hits} hits, {misses} misses, {gb:.2} GB fetched, {stalls} waits of {ms:.1} ms together")
     }
 }
 
@@ -434,7 +444,7 @@ impl Fetcher {
 
     fn read_waits(&mut self) -> Result<(), DeviceError> {
         for (from, to) in self.waits.drain(..) {
-            self.traffic.stalled += Duration::from_secs_f64(from.elapsed_us(&to)?.max(0.0) * 1e-6);
+            self.traffic.stalled_us += from.elapsed_us(&to)?;
         }
         Ok(())
     }
