@@ -420,7 +420,7 @@ fn what_cannot_be_fetched_is_refused() {
     assert!(matches!(few, Refusal::Room { .. }), "{few}");
     let mut fetcher = Fetcher::new(&stream, case.shape, 4, 2).unwrap();
     let captured = stream.capture(|| experts.enqueue(&mut lane, &mut fetcher, x.view(), routed, y.view_mut(), false));
-    assert!(matches!(refused(captured.map(|_| ())), Refusal::Capturing));
+    assert!(matches!(refused(captured.map(|_| ())), Refusal::Fetching));
     // And nothing of it is in the way of the next.
     let expected = run(&case, &case.load(kernels, &stream), &stream, &routing, 0, None);
     assert!(run_offloaded(&case, (&experts, &mut fetcher), &stream, &routing, None) == expected);

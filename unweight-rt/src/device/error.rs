@@ -480,6 +480,12 @@ pub enum Refusal {
     /// Memory cannot be had, and nothing timed, while work is recorded.
     #[error("a lane cannot grow or be tuned while its stream is captured; do it before the capture")]
     Capturing,
+    /// Who has to know what was chosen cannot be recorded.
+    #[error(
+        "experts in host memory are fetched by a host that knows the choice, which no capture has; enqueue them outside of \
+         a capture, or keep all experts on the device"
+    )]
+    Fetching,
     /// A grid that cannot be launched.
     #[error(
         "m = {}, n = {}, k = {} needs more than 2^31 - 1 blocks, or has fewer than the {cluster} steps of 64 of k that a \

@@ -226,7 +226,7 @@ impl OffloadedExperts {
     /// all that was enqueued before; it cannot be captured.
     ///
     /// # Errors
-    /// As [`Experts::enqueue`]; [`Refusal::Capturing`]; more tokens or places than `fetcher` was made for.
+    /// As [`Experts::enqueue`]; [`Refusal::Fetching`] in a capture; more tokens or places than `fetcher` was made for.
     pub fn enqueue(
         &self,
         lane: &mut Lane,
@@ -239,7 +239,7 @@ impl OffloadedExperts {
         let at = routed.check(x.rows(), self.resident.device())?;
         lane.size().check(self.lane_size(x.rows(), routed.top_k))?;
         if lane.stream().is_capturing()? {
-            return Err(Refusal::Capturing.into());
+            return Err(Refusal::Fetching.into());
         }
         let LaneParts { stream, workspace, .. } = lane.parts();
         let scratch = (workspace.partials.address(), workspace.partials.len() as u64);
@@ -272,9 +272,11 @@ impl OffloadedExperts {
         // Products of an earlier call have read their lists before these overwrite them: one stream has both.
         let lists = fetcher.send(&stream, plan)?;
         let Fetcher { begun, marks, waits, traffic, .. } = fetcher;
-        // `begun`: products of earlier calls have read the slots before anything is copied over them.
-        stream.record(begun)?;
-        self.copies.wait(begun)?;
+        if plan.waves.iter().any(|wave| !wave.copies.is_empty()) {
+            // `begun`: products of earlier calls have read the slots before anything is copied over them.
+            stream.record(begun)?;
+            self.copies.wait(begun)?;
+        }
         for ((wave, items), (there, done)) in plan.waves.iter().zip(&plan.items).zip(&*marks) {
             traffic.hits += (wave.experts.len() - wave.copies.len()) as u64;
             traffic.misses += wave.copies.len() as u64;
