@@ -217,13 +217,17 @@ impl Problem {
 }
 
 fn check(name: &str, shapes: &[(usize, usize, usize)]) {
+    check_on(name, shapes, [2, 3]);
+}
+
+fn check_on(name: &str, shapes: &[(usize, usize, usize)], sms: [u32; 2]) {
     let spec = spec(name);
     let mut kernel = CpuKernel::of(&spec, &[]);
     for (i, &(m, n, k)) in shapes.iter().enumerate() {
-        for seed in [1, 2] {
+        for (seed, sms) in [1, 2].into_iter().zip(sms) {
             let problem = Problem::random(&spec, m, n, k, 77 + i as u64);
             let y = problem
-                .run(&spec, &mut kernel, 1 + seed as u32, seed * 1000 + i as u64)
+                .run(&spec, &mut kernel, sms, seed * 1000 + i as u64)
                 .unwrap_or_else(|e| panic!("{spec} m={m} n={n} k={k} seed={seed}: {e}"));
             assert_eq!(problem.mismatches(&spec, &y), 0, "{spec} m={m} n={n} k={k} seed={seed}");
         }
@@ -254,6 +258,32 @@ fn palette_source_matches_the_reference() {
 fn store_add_reads_adds_and_rounds_once() {
     check("gemm_recon_exponent_n2p2_store_add", &[(1, 128, 128), (130, 256, 128)]);
     check("gemm_recon_palette_n4p2_v4_store_add", &[(65, 256, 128)]);
+}
+
+/// Clusters share k: even and uneven shares, last tasks of few rows, and clusters that take several tasks in turn (5
+/// and 6 multiprocessors are 2 clusters of 2, 5 one of 4).
+#[test]
+fn splits_of_k_match_the_reference() {
+    let shapes = [(1, 64, 128), (17, 192, 256), (64, 128, 192), (65, 128, 320), (130, 192, 128)];
+    check_on("gemm_recon_exponent_n1p2s2_store", &shapes, [5, 132]);
+    check_on("gemm_recon_palette_n1p6s2_v8_store_add", &shapes, [6, 132]);
+    let shapes = [(1, 64, 256), (33, 128, 320), (130, 192, 704)];
+    check_on("gemm_recon_palette_n1p3s4_v4_store", &shapes, [5, 132]);
+    check_on("gemm_recon_exponent_n1p6s4_store_add", &shapes, [1, 132]);
+}
+
+/// The interleaving of blocks decides nothing: a sum is added up in one order.
+#[test]
+fn splits_give_the_same_bits_in_every_interleaving() {
+    for name in ["gemm_recon_palette_n1p2s2_v8_store", "gemm_recon_exponent_n1p2s4_store"] {
+        let spec = spec(name);
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        let problem = Problem::random(&spec, 70, 128, 576, 12);
+        let first = problem.run(&spec, &mut kernel, 132, 1).unwrap();
+        for seed in 2..8 {
+            assert!(problem.run(&spec, &mut kernel, seed as u32, seed).unwrap() == first, "{spec}: seed {seed}");
+        }
+    }
 }
 
 /// X = identity copies W^T: every finite pattern must come through untouched (-0 becomes +0 in the sum).
@@ -426,7 +456,56 @@ fn planted_bugs_are_caught_where_the_weights_own_the_rows() {
     catches("gemm_recon_palette_n2p2_v8_store", bugs.into());
 }
 
+/// What the blocks of a split owe each other. Two clusters work off eight tasks.
+#[test]
+fn planted_bugs_are_caught_where_blocks_share_k() {
+    use Symptom::{Error, Wrong};
+    let header = "unweight/kernels/gemm_recon/batch_rows.cuh";
+    let sources = "unweight/kernels/gemm_recon/sources.cuh";
+    let bugs = [
+        // Whose share is what.
+        (Edit { header: sources, from: "return rank * steps / kSplits;", to: "return 0;" }, Wrong),
+        (Edit { header: sources, from: "return this->first(args.tile_cols) + (s", to: "return (s" }, Wrong),
+        // Sums that are read before they are left, and X that is filled before they are read.
+        (Edit { header, from: "        meet();  // all blocks have left their sums\n", to: "" }, Error("deadlock")),
+        (
+            Edit {
+                header,
+                from: "        meet();  // all blocks have left their sums\n",
+                to: "        ptx::cluster_arrive();\n",
+            },
+            Wrong,
+        ),
+        (
+            Edit { header, from: "            meet();\n            meet();\n", to: "            meet();\n" },
+            Error("deadlock"),
+        ),
+        (
+            Edit {
+                header,
+                from: "            meet();\n            meet();\n",
+                to: "            meet();\n            ptx::cluster_arrive();\n",
+            },
+            Wrong,
+        ),
+        (Edit { header, from: "        ptx::fence_proxy_async();\n", to: "" }, Error("without fence.proxy.async")),
+        // Pieces of another, or of nobody.
+        (Edit { header, from: "const u32 peer = j + (j >= rank);", to: "const u32 peer = j;" }, Wrong),
+        (Edit { header, from: "(rank - (rank > peer))", to: "rank" }, Wrong),
+        (Edit { header, from: "y + rank * kPieceColumns, args.n", to: "y, args.n" }, Wrong),
+        (
+            Edit { header: "unweight/epilogue/store.cuh", from: "row / kLineRows % (8 / kLineRows)", to: "row % 8" },
+            Wrong,
+        ),
+    ];
+    catches_on("gemm_recon_palette_n1p2s2_v8_store", bugs.into(), 5);
+}
+
 fn catches(name: &str, bugs: Vec<(Edit, Symptom)>) {
+    catches_on(name, bugs, 4);
+}
+
+fn catches_on(name: &str, bugs: Vec<(Edit, Symptom)>, sms: u32) {
     let spec = spec(name);
     let problem = Problem::random(&spec, 130, 256, 384, 3);
     for (edit, symptom) in bugs {
@@ -435,7 +514,7 @@ fn catches(name: &str, bugs: Vec<(Edit, Symptom)>) {
         // A race shows in some interleavings only.
         let mut seen = Vec::new();
         let caught = (0..8).any(|seed| {
-            let outcome = problem.run(&spec, &mut kernel, 4, seed).map(|y| problem.mismatches(&spec, &y));
+            let outcome = problem.run(&spec, &mut kernel, sms, seed).map(|y| problem.mismatches(&spec, &y));
             let caught = match (&symptom, &outcome) {
                 (Symptom::Error(text), Err(e)) => e.contains(text),
                 (Symptom::Wrong, Ok(wrong)) => *wrong > 0,

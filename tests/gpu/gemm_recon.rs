@@ -283,7 +283,8 @@ fn the_default_variants_on_large_shapes_against_cublas() {
             let problem = GemmShape { m, n: n as u32, k: k as u32 };
             let max_verbatim_rows = forms.huffman.max_verbatim_rows();
             for source in [Source::Exponent, Source::Palette { max_verbatim_rows }] {
-                for spec in candidates(Arch::Sm90a, source, problem, Epilogue::Store).into_iter().take(3) {
+                let sms = kernels.device().info().sms;
+                for spec in candidates(Arch::Sm90a, source, problem, sms, Epilogue::Store).into_iter().take(3) {
                     poison(&stream, &mut y);
                     run(kernels, &stream, &spec, &forms, false, &x, &mut y);
                     let error = relative_error(&y.to_host(&stream).unwrap(), &expected);
@@ -305,7 +306,8 @@ fn the_same_launch_gives_the_same_bits() {
     let x = halves(&normal_bf16(129 * K, 1.0, 32));
     let x = DeviceMatrix::from_host(&stream, 129, K as u32, &x).unwrap();
     let problem = GemmShape { m: 129, n: N as u32, k: K as u32 };
-    for spec in candidates(Arch::Sm90a, Source::Palette { max_verbatim_rows: 8 }, problem, Epilogue::Store) {
+    let source = Source::Palette { max_verbatim_rows: 8 };
+    for spec in candidates(Arch::Sm90a, source, problem, kernels.device().info().sms, Epilogue::Store) {
         let mut y = DeviceMatrix::zeroed(&stream, 129, N as u32).unwrap();
         let mut first = None;
         for _ in 0..10 {

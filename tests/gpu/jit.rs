@@ -41,7 +41,7 @@ fn specs() -> Vec<VariantSpec> {
         (4096, 14336, palette(20)),
     ] {
         for m in [1, 128, 129, 256, 257, 512, 1024] {
-            specs.extend(candidates(Arch::Sm90a, source, GemmShape { m, n, k }, Epilogue::Store).first());
+            specs.extend(candidates(Arch::Sm90a, source, GemmShape { m, n, k }, 132, Epilogue::Store).first());
         }
     }
     specs.into_iter().collect()

@@ -392,7 +392,8 @@ impl Bench<'_> {
 
     fn matmul_specs(&self, max_verbatim_rows: u32, problem: GemmShape) -> Vec<VariantSpec> {
         let sources = [Source::Exponent, Source::Palette { max_verbatim_rows }];
-        let of_source = |source| candidates(self.arch, source, problem, Epilogue::Store);
+        let of_source =
+            |source| candidates(self.arch, source, problem, self.kernels.device().info().sms, Epilogue::Store);
         let count = if self.options.all_variants { usize::MAX } else { 1 };
         sources.into_iter().flat_map(|source| of_source(source).into_iter().take(count)).collect()
     }

@@ -248,7 +248,7 @@ impl Bench<'_> {
         let packed = PackedGemm::new(self.kernels.get(&spec)?)?;
         let compact = self.compact(m)?;
         let recon = |source| -> Result<Option<Matmul>, BenchError> {
-            let specs = candidates(info.arch, source, problem, Epilogue::Store);
+            let specs = candidates(info.arch, source, problem, info.sms, Epilogue::Store);
             Ok(specs.first().map(|spec| Matmul::new(self.kernels.get(spec)?)).transpose()?)
         };
         let exponent_product = recon(Source::Exponent)?;

@@ -470,8 +470,8 @@ impl Engine {
     /// there are no such layers, or weights do not lie as they are stored.
     pub fn path_choices(&self, batch: u32) -> Choices {
         let layers = self.programs.as_ref().map_or(&[][..], |programs| programs.runner.layers());
-        let arch = self.stream().device().info().arch;
-        paths::choices(layers, arch, bucket(batch))
+        let info = self.stream().device().info();
+        paths::choices(layers, info.arch, bucket(batch), info.sms)
     }
 
     /// The best guess at a batch.

@@ -90,7 +90,7 @@ impl Bound {
     /// The program of these layers with a setting for steps of `rows` rows.
     pub fn new(layers: &[LyingMlp], setting: &Setting, rows: u32, device: &Device) -> Result<Self, BindFailure> {
         let info = device.info();
-        let ways = setting.ways(layers, info.arch, rows);
+        let ways = setting.ways(layers, info.arch, rows, info.sms);
         let mlps: Vec<program::Mlp> = ways.iter().map(|ways| ways.map(|way| way.path)).collect();
         let program = Checked::new(program::build(&mlps, &setting.layout(info.sms))?)?;
         Ok(Self { program, ways })

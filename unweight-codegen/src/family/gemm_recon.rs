@@ -7,7 +7,8 @@
 //! ```
 //!
 //! With two tiles the weights own the rows of wgmma (`weight_rows`): X has a ring of 768 rows, whatever the stages are.
-//! With 1, 3 or 4 (`batch_rows`) X has 128 rows per stage, and one slot more.
+//! With 1, 3 or 4 (`batch_rows`) X has 128 rows per stage, and one slot more. What the blocks of a split exchange lies
+//! over X.
 
 use super::{EXPONENTS, Edge, Family, Op, PRODUCT, Instructions, Instruction};
 use crate::{
@@ -38,6 +39,12 @@ set_axis! {
     VerbatimRows, "verbatim", [0, 4, 8, 16, 32, 64], "0, 4, 8, 16, 32 or 64 (rows per tile)"
 }
 
+set_axis! {
+    /// Blocks that share the k of a task and exchange their sums through distributed shared memory; 1 for none. For
+    /// shapes with fewer tasks than multiprocessors.
+    Splits, "splits", [1, 2, 4], "1, 2 or 4 (blocks that share k)"
+}
+
 /// Where a matmul takes the exponents from (report section 8.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum WeightSource {
@@ -59,6 +66,8 @@ pub struct GemmReconSpec {
     pub n_tiles: NTiles,
     /// Stages of the ring.
     pub stages: Stages,
+    /// Blocks that share k.
+    pub splits: Splits,
     /// Overwrite or add.
     pub epilogue: Epilogue,
 }
@@ -72,6 +81,7 @@ impl GemmReconSpec {
         Axis { default: Some(PALETTE), ..Axis::words("source", &["exponent", "palette"]) },
         Axis { mark: "_n", ..NTiles::AXIS },
         Axis { mark: "p", ..Stages::AXIS },
+        Axis { mark: "s", default: Some(1), unnamed: Some(1), ..Splits::AXIS },
         Axis {
             mark: "_v",
             // Covers nearly every tile of trained weights.
@@ -86,21 +96,22 @@ impl GemmReconSpec {
         let mut raw = [0; AXES_MAX];
         if let WeightSource::Palette { verbatim } = self.source {
             raw[0] = PALETTE;
-            raw[3] = verbatim.raw();
+            raw[4] = verbatim.raw();
         }
         raw[1] = self.n_tiles.raw();
         raw[2] = self.stages.raw();
-        raw[4] = self.epilogue.raw();
+        raw[3] = self.splits.raw();
+        raw[5] = self.epilogue.raw();
         raw
     }
 
     pub(crate) const fn of(raw: &Raw) -> Self {
         let source = match raw[0] {
-            PALETTE => WeightSource::Palette { verbatim: VerbatimRows::of_raw(raw[3]) },
+            PALETTE => WeightSource::Palette { verbatim: VerbatimRows::of_raw(raw[4]) },
             _ => WeightSource::Exponent,
         };
-        let (n_tiles, stages) = (NTiles::of_raw(raw[1]), Stages::of_raw(raw[2]));
-        Self { source, n_tiles, stages, epilogue: Epilogue::of_raw(raw[4]) }
+        let (n_tiles, stages, splits) = (NTiles::of_raw(raw[1]), Stages::of_raw(raw[2]), Splits::of_raw(raw[3]));
+        Self { source, n_tiles, stages, splits, epilogue: Epilogue::of_raw(raw[5]) }
     }
 
     /// Verbatim rows for which a stage has room: 0 for the exponent source, which has none.
@@ -145,7 +156,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// A matmul.
+    /// A matmul whose blocks take whole tasks.
     pub const fn gemm_recon(
         arch: Arch,
         source: WeightSource,
@@ -153,13 +164,17 @@ impl VariantSpec {
         stages: Stages,
         epilogue: Epilogue,
     ) -> Self {
-        Self { arch, op: Op::GemmRecon(GemmReconSpec { source, n_tiles, stages, epilogue }) }
+        Self { arch, op: Op::GemmRecon(GemmReconSpec { source, n_tiles, stages, splits: Splits::ALL[0], epilogue }) }
     }
 }
 
 /// The rings of the report's Table 5 as (N tiles, stages), in its order.
 pub const TABLE_5: [(NTiles, Stages); 8] =
     [ring(1, 6), ring(1, 4), ring(1, 2), ring(2, 4), ring(2, 3), ring(2, 2), ring(3, 2), ring(4, 2)];
+
+/// The rings that ship with a split of k as well: where tasks are fewer than multiprocessors, the narrow and deep one
+/// was fastest (docs/adr/0003-matmul-log.md).
+pub const SPLIT_RINGS: [(NTiles, Stages); 1] = [ring(1, 6)];
 
 const fn ring(n: u32, stages: u32) -> (NTiles, Stages) {
     match (NTiles::new(n), Stages::new(stages)) {
@@ -279,7 +294,7 @@ const fn fits(spec: &VariantSpec, op: &GemmReconSpec) -> bool {
 
 impl GemmReconSpec {
     pub(crate) const fn instructions(&self) -> Instructions {
-        Instructions::NONE.with(Instruction::Wgmma).with(Instruction::BulkCopy).with(Instruction::TensorCopy).with(Instruction::SetMaxRegisters)
+        Instructions::NONE.with(Instruction::Wgmma).with(Instruction::BulkCopy).with(Instruction::TensorCopy).with(Instruction::SetMaxRegisters).when(self.splits.get() > 1, Instruction::Cluster)
     }
 
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
@@ -288,6 +303,12 @@ impl GemmReconSpec {
         let stages = op.stages.get();
         if matches!(op.epilogue, Epilogue::SiluMul) {
             return Err(Infeasible::without_silu_mul(spec));
+        }
+        if op.splits.get() > 1 && op.n_tiles.get() > 1 {
+            return Err(Infeasible::Conflict {
+                spec: *spec,
+                what: "splits are of n = 1 alone, whose tasks are the smallest; take n = 1 or splits = 1",
+            });
         }
         if !fits(spec, op) {
             return Err(Infeasible::SharedMemory {
@@ -303,6 +324,10 @@ impl GemmReconSpec {
         // The finest cut: where the weights own the rows, a task can be as small as one box of X.
         let rows = if weights_own_rows(op) { TILE } else { CONSUMER_WARPGROUPS * TILE };
         let work = Work::OutputTiles { rows, columns: op.n_tiles.get() * TILE };
+        let grid = match op.splits.get() {
+            1 => LaunchGrid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
+            cluster => LaunchGrid::PersistentClusters { work, cluster },
+        };
         Ok(Plan {
             spec: *spec,
             smem,
@@ -322,11 +347,14 @@ impl GemmReconSpec {
                     registers: Some(CONSUMER_REGISTERS),
                 }),
             },
-            launch: LaunchPlan::ordinary(
-                (PRODUCER_WARPS + CONSUMER_WARPS) * spec.arch.limits().warp_threads,
-                BLOCKS_PER_SM,
-                LaunchGrid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
-            ),
+            launch: LaunchPlan {
+                cluster: op.splits.get(),
+                ..LaunchPlan::ordinary(
+                    (PRODUCER_WARPS + CONSUMER_WARPS) * spec.arch.limits().warp_threads,
+                    BLOCKS_PER_SM,
+                    grid,
+                )
+            },
         })
     }
 }
@@ -354,7 +382,11 @@ impl Family for GemmReconSpec {
         let (product, stages) = (self.epilogue.formula(), self.stages.get());
         let rows = if weights_own_rows(self) { 256 } else { 128 };
         let columns = TILE * self.n_tiles.get();
-        format!("{product}, W from {source}; up to {rows} x {columns} of Y per block, {stages} stages.")
+        let shared = match self.splits.get() {
+            1 => "per block".to_owned(),
+            splits => format!("by {splits} blocks that share k"),
+        };
+        format!("{product}, W from {source}; up to {rows} x {columns} of Y {shared}, {stages} stages.")
     }
 
     fn context(&self, plan: &Plan) -> impl Serialize {
@@ -370,6 +402,8 @@ impl Family for GemmReconSpec {
             verbatim_rows: u32,
             /// `Config::kStoreAdd`.
             store_add: bool,
+            /// `kSplits`, if it is not 1.
+            splits: u32,
             /// Registers per thread of the loading warpgroup.
             producer_registers: Option<u32>,
             /// Registers per thread of the multiplying warpgroups.
@@ -382,19 +416,24 @@ impl Family for GemmReconSpec {
             stages: self.stages.get(),
             verbatim_rows: self.verbatim_rows(),
             store_add: matches!(self.epilogue, Epilogue::StoreAdd),
+            splits: self.splits.get(),
             producer_registers: registers.next(),
             consumer_registers: registers.next(),
         }
     }
 
-    /// Table 5 x every source and epilogue, as far as it fits.
+    /// Table 5, and the rings with splits, x every source and epilogue, as far as it fits.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         let sources = std::iter::once(WeightSource::Exponent)
             .chain(VerbatimRows::ALL.into_iter().map(|verbatim| WeightSource::Palette { verbatim }));
         let all = sources.flat_map(move |source| {
-            TABLE_5.into_iter().flat_map(move |(n, stages)| {
-                [Epilogue::Store, Epilogue::StoreAdd]
-                    .map(move |epilogue| VariantSpec::gemm_recon(arch, source, n, stages, epilogue))
+            let whole = TABLE_5.into_iter().map(|ring| (ring, Splits::ALL[0]));
+            let split = SPLIT_RINGS.into_iter().flat_map(|ring| Splits::ALL[1..].iter().map(move |splits| (ring, *splits)));
+            whole.chain(split).flat_map(move |((n_tiles, stages), splits)| {
+                [Epilogue::Store, Epilogue::StoreAdd].map(move |epilogue| {
+                    let op = GemmReconSpec { source, n_tiles, stages, splits, epilogue };
+                    VariantSpec { arch, op: Op::GemmRecon(op) }
+                })
             })
         });
         all.filter(move |spec| Plan::new(spec).is_ok())
@@ -404,6 +443,7 @@ impl Family for GemmReconSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::GemmShape;
 
     /// Table 6 of the report, (verbatim budget) -> does the ring fit?
     fn table_6(budget: u32, n: u32, stages: u32) -> bool {
@@ -447,6 +487,22 @@ mod tests {
                 (64, 4, 2, true),
             ]
         );
+    }
+
+    #[test]
+    fn splits_are_of_one_tile_and_take_clusters() {
+        let plan = |name: &str| Plan::new(&name.parse().unwrap());
+        let why = plan("uw_sm90a_gemm_recon_exponent_n2p4s2_store").unwrap_err().to_string();
+        assert!(why.contains("take n = 1 or splits = 1"), "{why}");
+        let whole = plan("uw_sm90a_gemm_recon_palette_n1p6_v8_store").unwrap();
+        let split = plan("uw_sm90a_gemm_recon_palette_n1p6s4_v8_store").unwrap();
+        assert_eq!((split.launch.cluster, split.smem, split.launch.threads), (4, whole.smem, whole.launch.threads));
+        let problem = |n, k| GemmShape { m: 1, n, k };
+        assert_eq!(split.launch.grid.blocks(problem(1024, 4096), 132), Some(64));
+        assert_eq!(split.launch.grid.blocks(problem(1024, 192), 132), None, "three steps for four blocks");
+        assert_eq!(whole.launch.grid.blocks(problem(1024, 192), 132), Some(16));
+        let ampere = "uw_sm80_gemm_recon_exponent_n1p6s2_store".parse().unwrap();
+        assert!(matches!(Plan::new(&ampere), Err(Infeasible::Instruction { .. })));
     }
 
     /// The sum decides, so rings beyond Table 5 must meet the limit somewhere.

@@ -75,6 +75,15 @@ pub enum LaunchGrid {
         /// Blocks of a cluster.
         cluster: u32,
     },
+    /// Clusters that loop until the work is done, each with a unit at a time: as many as the device holds at one block
+    /// per SM, one at least, but none without work. Blocks share the steps of 64 of k of a unit, and each has one at
+    /// least.
+    PersistentClusters {
+        /// What is shared out.
+        work: Work,
+        /// Blocks of a cluster.
+        cluster: u32,
+    },
     /// Groups of blocks to which the rows of W are dealt evenly, once for every `batch_rows` of the batch: as few
     /// groups as fill every SM a whole number of times, up to `blocks_per_sm`, and more only where a group could not
     /// take its share.
@@ -130,8 +139,8 @@ impl LaunchGrid {
 
     /// Blocks for a problem on a device with `sms` multiprocessors; 0 if there is nothing to do.
     ///
-    /// `None` if it is more than a grid may have (2^31 - 1), or `k` has fewer steps than [`LaunchGrid::Clusters`] has
-    /// blocks to share them.
+    /// `None` if it is more than a grid may have (2^31 - 1), or `k` has fewer steps than a cluster has blocks to share
+    /// them.
     ///
     /// ```
     /// # use unweight_codegen::plan::{LaunchGrid, GemmShape, Work};
@@ -151,6 +160,11 @@ impl LaunchGrid {
                 0 => 0,
                 _ if !matches!(work, Work::Rows) && problem.k.div_ceil(64) < cluster => return None,
                 units => units.saturating_mul(u64::from(cluster)),
+            },
+            Self::PersistentClusters { work, cluster } => match work.units(problem) {
+                0 => 0,
+                _ if problem.k.div_ceil(64) < cluster => return None,
+                units => units.min(u64::from(sms / cluster).max(1)) * u64::from(cluster),
             },
             Self::DealtRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
                 let batch_tiles = u64::from(problem.m.div_ceil(batch_rows));
@@ -200,6 +214,9 @@ impl fmt::Display for LaunchGrid {
                 write!(f, "persistent, min({units}, SMs x {blocks_per_sm})")
             }
             Self::Clusters { work, cluster } => write!(f, "a cluster of {cluster} for each of the {work}"),
+            Self::PersistentClusters { work, cluster } => {
+                write!(f, "persistent, clusters of {cluster}, min({work}, SMs / {cluster})")
+            }
             Self::DealtRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
                 write!(f, "blocks of {rows} rows of W dealt to ")?;
                 match cluster {
@@ -236,6 +253,14 @@ mod tests {
         assert_eq!(clusters(4).blocks(problem, 132), None, "65 of k are two steps");
         assert_eq!(clusters(4).blocks(nothing, 132), Some(0));
         assert_eq!(clusters(64).blocks(huge, 132), None);
+        let looping =
+            |cluster| LaunchGrid::PersistentClusters { work: Work::OutputTiles { rows: 128, columns: 64 }, cluster };
+        assert_eq!(looping(2).blocks(problem, 132), Some(12));
+        assert_eq!(looping(2).blocks(problem, 7), Some(6), "a share of the device: three clusters for six tiles");
+        assert_eq!(looping(2).blocks(problem, 1), Some(2), "one cluster at least");
+        assert_eq!(looping(4).blocks(problem, 132), None, "65 of k are two steps");
+        assert_eq!(looping(4).blocks(nothing, 132), Some(0));
+        assert_eq!(looping(4).blocks(huge, 132), Some(132));
     }
 
     #[test]

@@ -14,7 +14,9 @@ use crate::{
 };
 
 pub use crate::family::{
-    gemm_compact::SHAPES as GEMM_COMPACT, gemm_mma::SHAPES as GEMM_MMA, gemm_recon::TABLE_5,
+    gemm_compact::SHAPES as GEMM_COMPACT,
+    gemm_mma::SHAPES as GEMM_MMA,
+    gemm_recon::{SPLIT_RINGS, TABLE_5},
     gemm_wgmma::SHAPES as GEMM_WGMMA,
 };
 

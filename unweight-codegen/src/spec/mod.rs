@@ -19,7 +19,7 @@ pub use crate::family::{
     encode::EncodeStage,
     gemm_compact::{CompactBatchTile, CompactStages},
     gemm_mma::{RowBlocks, SmallBatchTile, SmallStages, Warps},
-    gemm_recon::{NTiles, Stages, VerbatimRows, WeightSource},
+    gemm_recon::{NTiles, Splits, Stages, VerbatimRows, WeightSource},
     gemm_wgmma::{Warpgroups, WideBatchTile, WideStages},
     norm::NormThreads,
     repack::RepackStage,

@@ -62,19 +62,23 @@ impl MlpWeights {
     }
 }
 
-/// A ring of the reconstructive matmul, as its variants are named: `n2p4`.
+/// A ring of the reconstructive matmul, as its variants are named: `n2p4`, `n1p6s2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ring {
     /// Tiles of 64 output features that a block multiplies at a time.
     pub tiles: u32,
     /// Stages.
     pub stages: u32,
+    /// Blocks that share k; 1 for none, which names leave out.
+    pub splits: u32,
 }
 
 impl Ring {
     fn of(spec: &VariantSpec) -> Option<Self> {
         match spec.op {
-            Op::GemmRecon(op) => Some(Self { tiles: op.n_tiles.get(), stages: op.stages.get() }),
+            Op::GemmRecon(op) => {
+                Some(Self { tiles: op.n_tiles.get(), stages: op.stages.get(), splits: op.splits.get() })
+            }
             _ => None,
         }
     }
@@ -113,7 +117,8 @@ impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.path.name())?;
         match self.ring {
-            Some(Ring { tiles, stages }) => write!(f, "/n{tiles}p{stages}"),
+            Some(Ring { tiles, stages, splits: 1 }) => write!(f, "/n{tiles}p{stages}"),
+            Some(Ring { tiles, stages, splits }) => write!(f, "/n{tiles}p{stages}s{splits}"),
             None => Ok(()),
         }
     }
@@ -139,7 +144,11 @@ impl FromStr for Way {
             None => None,
             Some(ring) => {
                 let (tiles, stages) = ring.strip_prefix('n').and_then(|ring| ring.split_once('p')).ok_or_else(no)?;
-                Some(Ring { tiles: number(tiles).ok_or_else(no)?, stages: number(stages).ok_or_else(no)? })
+                let (stages, splits) = match stages.split_once('s') {
+                    None => (stages, 1),
+                    Some((stages, splits)) => (stages, number(splits).filter(|splits| *splits > 1).ok_or_else(no)?),
+                };
+                Some(Ring { tiles: number(tiles).ok_or_else(no)?, stages: number(stages).ok_or_else(no)?, splits })
             }
         };
         if ring.is_some() == reconstructs(path) { Ok(Self { path, ring }) } else { Err(no()) }
@@ -162,7 +171,7 @@ pub enum Lies {
 /// What a stored projection `[n, k]` becomes; `easy`: Huffman codes are to go.
 pub fn loads_as(form: FormId, [n, k]: [u32; 2], easy: bool, arch: Arch) -> Lies {
     let problem = GemmShape { m: 1, n, k };
-    let takes = |source| !recon::candidates(arch, source, problem, Epilogue::Store).is_empty();
+    let takes = |source| !recon::candidates(arch, source, problem, 1, Epilogue::Store).is_empty();
     let palettes = || takes(Source::Palette { max_verbatim_rows: 64 });
     match form {
         FormId::RAW => Lies::Raw,
@@ -206,16 +215,17 @@ impl Lying {
             _ => return None,
         };
         let problem = GemmShape { m: 1, n: self.n, k: self.k };
-        let candidates = recon::candidates(arch, source, problem, epilogue);
+        // Whatever the batch and the multiprocessors: they order them.
+        let candidates = recon::candidates(arch, source, problem, 1, epilogue);
         candidates.into_iter().find(|spec| Ring::of(spec) == way.ring)
     }
 
     /// Every way, best guess first: the records' order for Huffman-coded weights (docs/benchmarks.md), the rings'
-    /// own within a path.
-    pub fn ways(&self, arch: Arch, m: u32) -> Vec<Way> {
+    /// own within a path. `sms`: the multiprocessors of a product.
+    pub fn ways(&self, arch: Arch, m: u32, sms: u32) -> Vec<Way> {
         let problem = GemmShape { m, n: self.n, k: self.k };
         let rings = |path, source| {
-            let candidates = recon::candidates(arch, source, problem, Epilogue::Store);
+            let candidates = recon::candidates(arch, source, problem, sms, Epilogue::Store);
             candidates.iter().filter_map(Ring::of).map(|ring| Way { path, ring: Some(ring) }).collect::<Vec<_>>()
         };
         let palette = Source::Palette { max_verbatim_rows: self.verbatim_rows };
@@ -266,21 +276,21 @@ pub fn is_hard(mlp: &LyingMlp) -> bool {
 impl Setting {
     /// What nobody has measured: the best guess for the layers of each kind ([`choices`]).
     pub fn guess(layers: &[LyingMlp], arch: Arch, m: u32, sms: u32) -> Self {
-        let [hard, easy] = choices(layers, arch, m);
+        let [hard, easy] = choices(layers, arch, m, sms);
         let first = |ways: [Vec<Way>; 3]| ways.map(|ways| ways.first().copied().unwrap_or(Way::plain(Path::Raw)));
-        // As the report's: a sixth of the multiprocessors decodes.
-        let decode_sms = (sms / 6).max(Projection::ALL.len() as u32).min(sms.saturating_sub(1)).max(1);
-        Self { hard: first(hard), easy: first(easy), decode_sms, consumers: 2 }
+        Self { hard: first(hard), easy: first(easy), decode_sms: decode_sms(sms), consumers: 2 }
     }
 
     /// The way of every projection of every layer: what is set where the weight can be multiplied so, else the best
     /// guess.
-    pub fn ways(&self, layers: &[LyingMlp], arch: Arch, m: u32) -> Vec<[Way; 3]> {
+    pub fn ways(&self, layers: &[LyingMlp], arch: Arch, m: u32, sms: u32) -> Vec<[Way; 3]> {
+        let sms = product_sms(layers, sms, self.decode_sms);
         let of = |mlp: &LyingMlp| {
             let set = if is_hard(mlp) { &self.hard } else { &self.easy };
             Projection::ALL.map(|projection| {
                 let (lying, way) = (&mlp[projection as usize], set[projection as usize]);
-                if lying.ways(arch, m).contains(&way) { way } else { guess(lying, arch, m) }
+                let ways = lying.ways(arch, m, sms);
+                if ways.contains(&way) { way } else { ways.first().copied().unwrap_or(Way::plain(Path::Raw)) }
             })
         };
         layers.iter().map(of).collect()
@@ -297,15 +307,16 @@ impl Setting {
 /// there are no such layers.
 pub type Choices = [[Vec<Way>; 3]; 2];
 
-/// What can be chosen for these layers at a batch. Of the layers of a kind each projection's is that of the first with
+/// What can be chosen for these layers at a batch, on a device of `sms` multiprocessors. Of the layers of a kind each projection's is that of the first with
 /// the most ways: where the first layer is raw, those behind it count.
-pub fn choices(layers: &[LyingMlp], arch: Arch, m: u32) -> Choices {
+pub fn choices(layers: &[LyingMlp], arch: Arch, m: u32, sms: u32) -> Choices {
+    let sms = product_sms(layers, sms, decode_sms(sms));
     [true, false].map(|hard| {
         Projection::ALL.map(|projection| {
             let own = layers.iter().filter(|mlp| is_hard(mlp) == hard);
             let mut most: Vec<Way> = Vec::new();
             for lying in own.map(|mlp| &mlp[projection as usize]) {
-                let ways = lying.ways(arch, m);
+                let ways = lying.ways(arch, m, sms);
                 if ways.len() > most.len() {
                     most = ways;
                 }
@@ -315,8 +326,14 @@ pub fn choices(layers: &[LyingMlp], arch: Arch, m: u32) -> Choices {
     })
 }
 
-fn guess(lying: &Lying, arch: Arch, m: u32) -> Way {
-    lying.ways(arch, m).first().copied().unwrap_or(Way::plain(Path::Raw))
+/// Multiprocessors that decode where nobody has measured: a sixth, as the report's.
+fn decode_sms(sms: u32) -> u32 {
+    (sms / 6).max(Projection::ALL.len() as u32).min(sms.saturating_sub(1)).max(1)
+}
+
+/// Multiprocessors of a product: what those that decode leave, if any do.
+fn product_sms(layers: &[LyingMlp], sms: u32, decode_sms: u32) -> u32 {
+    if layers.iter().any(is_hard) { sms.saturating_sub(decode_sms).max(1) } else { sms }
 }
 
 /// The variants of the reconstructive matmul that ways of these layers can ask for, each once.
@@ -325,7 +342,7 @@ pub fn reachable(layers: &[LyingMlp], arch: Arch) -> Vec<VariantSpec> {
     for mlp in layers {
         for (projection, lying) in Projection::ALL.into_iter().zip(mlp) {
             let epilogue = epilogue(projection);
-            let specs = lying.ways(arch, 1).into_iter().filter_map(|way| lying.variant(arch, way, epilogue));
+            let specs = lying.ways(arch, 1, 1).into_iter().filter_map(|way| lying.variant(arch, way, epilogue));
             all.extend(specs);
         }
     }

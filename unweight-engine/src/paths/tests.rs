@@ -36,7 +36,9 @@ fn hhr_ppr() -> Vec<LyingMlp> {
 #[test]
 fn ways_have_names() {
     let of = lying(Lies::Huffman, [14336, 4096], 9);
-    for way in of.ways(ARCH, 64) {
+    let narrow = lying(Lies::Palette, [4096, 14336], 9).ways(ARCH, 64, SMS);
+    assert!(narrow.iter().any(|way| way.to_string() == "palette/n1p6s2"), "{narrow:?}");
+    for way in of.ways(ARCH, 64, SMS).into_iter().chain(narrow) {
         assert_eq!(way.to_string().parse(), Ok(way));
     }
     for text in [
@@ -51,6 +53,9 @@ fn ways_have_names() {
         "exponents/n200p4",
         "exponents/n-2p4",
         "palette/n2p4p4",
+        "palette/n1p6s1",
+        "palette/n1p6s",
+        "palette/n1p6s2s2",
         "packed/n1p6",
         "\u{661}",
     ] {
@@ -67,7 +72,7 @@ fn every_way_has_its_kernel() {
             for m in [1, 16, 17, 64, 256, 1024] {
                 for as_what in [Lies::Raw, Lies::Palette, Lies::Huffman, Lies::Linear] {
                     let of = lying(as_what, [n, k], rows);
-                    let ways = of.ways(ARCH, m);
+                    let ways = of.ways(ARCH, m, SMS);
                     assert!(!ways.is_empty(), "{of:?}");
                     for way in ways {
                         let variant = of.variant(ARCH, way, Epilogue::StoreAdd);
@@ -92,12 +97,26 @@ fn every_way_has_its_kernel() {
 
 #[test]
 fn guesses_follow_the_records() {
-    let first = |shape, m| lying(Lies::Huffman, shape, 4).ways(ARCH, m)[0].path;
+    let first = |shape, m| lying(Lies::Huffman, shape, 4).ways(ARCH, m, SMS)[0].path;
     assert_eq!(
         [1, 16, 17, 64, 1024].map(|m| first([14336, 4096], m)),
         [Path::Transcode, Path::Transcode, Path::Exponents, Path::Exponents, Path::FullDecode]
     );
     assert_eq!([1, 64, 512].map(|m| first([4096, 14336], m)), [Path::FullDecode; 3]);
+}
+
+/// Tasks fewer than multiprocessors share k, unless decoders leave too few.
+#[test]
+fn guesses_split_k_by_what_a_product_has() {
+    let palettes = |up: Lies| vec![mlp(up, up, Lies::Palette)];
+    let down = |layers: &[LyingMlp], m| {
+        let guess = Setting::guess(layers, ARCH, m, SMS);
+        let [hard, easy] = [guess.hard[2], guess.easy[2]];
+        (if is_hard(&layers[0]) { hard } else { easy }).to_string()
+    };
+    assert_eq!(down(&palettes(Lies::Palette), 64), "palette/n1p6s2");
+    assert_eq!(down(&palettes(Lies::Palette), 256), "palette/n1p6");
+    assert_eq!(down(&palettes(Lies::Huffman), 64), "palette/n1p6");
 }
 
 #[test]
@@ -115,7 +134,7 @@ fn what_no_kernel_reads_lies_as_bf16() {
     }
     // An architecture without the report's matmul decodes whole weights.
     assert_eq!(loads_as(FormId::PALETTE, [128, 64], false, Arch::Sm80), Lies::Raw);
-    assert_eq!(lying(Lies::Huffman, [128, 64], 0).ways(Arch::Sm80, 1), [Way::plain(Path::FullDecode)]);
+    assert_eq!(lying(Lies::Huffman, [128, 64], 0).ways(Arch::Sm80, 1, SMS), [Way::plain(Path::FullDecode)]);
 }
 
 /// What a setting says is taken where the weight has it, and programs of all of them are sound.
@@ -124,10 +143,10 @@ fn settings_are_taken_where_weights_have_them() {
     let layers = hhr_ppr();
     for m in BUCKETS {
         let guess = Setting::guess(&layers, ARCH, m, SMS);
-        let all = lying(Lies::Huffman, [14336, 4096], 5).ways(ARCH, m);
+        let all = lying(Lies::Huffman, [14336, 4096], 5).ways(ARCH, m, SMS);
         for way in all {
             let setting = Setting { hard: [way; 3], ..guess.clone() };
-            let ways = setting.ways(&layers, ARCH, m);
+            let ways = setting.ways(&layers, ARCH, m, SMS);
             for (layer, ways) in layers.iter().zip(&ways) {
                 if is_hard(layer) {
                     assert_eq!(ways[..2], [way; 2]);
@@ -145,13 +164,13 @@ fn settings_are_taken_where_weights_have_them() {
 /// Where the first layer is raw, the easy layers behind it are what can be chosen for.
 #[test]
 fn a_raw_first_layer_hides_no_choices() {
-    let [hard, easy] = choices(&hhr_ppr(), ARCH, 64);
+    let [hard, easy] = choices(&hhr_ppr(), ARCH, 64, SMS);
     assert!(hard[..2].iter().all(|ways| ways.iter().any(|way| way.path == Path::Exponents)));
     assert!(easy[..2].iter().all(|ways| ways.len() > 3 && ways.iter().all(|way| way.path == Path::Palette)));
     assert_eq!((&hard[2], &easy[2]), (&vec![Way::plain(Path::Raw)], &vec![Way::plain(Path::Raw)]));
     let guess = Setting::guess(&hhr_ppr(), ARCH, 64, SMS);
     assert_eq!((guess.easy[0].path, guess.hard[0].path), (Path::Palette, Path::Exponents));
-    assert!(choices(&[], ARCH, 1).iter().flatten().all(Vec::is_empty));
+    assert!(choices(&[], ARCH, 1, SMS).iter().flatten().all(Vec::is_empty));
 }
 
 /// Points are settings and settings points; the first is the best guess; all of them make programs that are sound.
@@ -161,7 +180,7 @@ fn points_are_settings() {
     let mut random = Random::new(3);
     for m in BUCKETS {
         let guess = Setting::guess(&layers, ARCH, m, SMS);
-        let space = PathSpace::new(&choices(&layers, ARCH, m), &guess, SMS);
+        let space = PathSpace::new(&choices(&layers, ARCH, m, SMS), &guess, SMS);
         assert!(!space.is_trivial());
         assert_eq!(space.setting(&space.space().first()), guess);
         assert_eq!(space.point(&guess), space.space().first());
@@ -172,7 +191,8 @@ fn points_are_settings() {
             let point = space.space().point(&names).unwrap();
             let setting = space.setting(&point);
             assert_eq!(space.point(&setting), point, "{setting:?}");
-            let mlps: Vec<_> = setting.ways(&layers, ARCH, m).iter().map(|ways| ways.map(|way| way.path)).collect();
+            let mlps: Vec<_> =
+                setting.ways(&layers, ARCH, m, SMS).iter().map(|ways| ways.map(|way| way.path)).collect();
             Checked::new(build(&mlps, &setting.layout(SMS)).unwrap()).unwrap();
         }
         // What cannot be chosen is the best guess.
@@ -181,7 +201,7 @@ fn points_are_settings() {
     }
     let packed = vec![mlp(Lies::Linear, Lies::Linear, Lies::Linear); 3];
     let guess = Setting::guess(&packed, ARCH, 1, SMS);
-    assert!(PathSpace::new(&choices(&packed, ARCH, 1), &guess, SMS).is_trivial());
+    assert!(PathSpace::new(&choices(&packed, ARCH, 1, SMS), &guess, SMS).is_trivial());
 }
 
 /// A search over the very space of a model, where times are invented: from the worst point to near the best, and the
@@ -211,7 +231,7 @@ fn a_search_over_paths_improves_a_bad_plan() {
     }
     let layers = hhr_ppr();
     let guess = Setting::guess(&layers, ARCH, 64, SMS);
-    let space = PathSpace::new(&choices(&layers, ARCH, 64), &guess, SMS);
+    let space = PathSpace::new(&choices(&layers, ARCH, 64, SMS), &guess, SMS);
     let axes = space.space().axes();
     // The worst choice of every axis: times are sums.
     let mut bad = space.space().first();
@@ -296,7 +316,7 @@ proptest! {
         if let Ok(plan) = Plan::parse(&bytes) {
             for Measured { batch, setting, .. } in plan.settings() {
                 let mlps: Vec<_> =
-                    setting.ways(&hhr_ppr(), ARCH, *batch).iter().map(|ways| ways.map(|way| way.path)).collect();
+                    setting.ways(&hhr_ppr(), ARCH, *batch, SMS).iter().map(|ways| ways.map(|way| way.path)).collect();
                 if let Ok(program) = build(&mlps, &setting.layout(SMS)) {
                     prop_assert_eq!(Checked::new(program).err(), None);
                 }

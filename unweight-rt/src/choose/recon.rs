@@ -6,12 +6,13 @@
 use unweight_codegen::{
     VariantSpec,
     plan::{GemmShape, Plan},
-    spec::{Arch, Epilogue, NTiles, Stages, VerbatimRows, WeightSource, catalog},
+    spec::{Arch, Epilogue, GemmReconSpec, Op, Splits, VerbatimRows, WeightSource, catalog},
 };
 
-/// Multiprocessors of an H100 or H200 (SXM). While one-tile columns of a problem do not outnumber them, the narrow and
-/// deep N1P6 is fastest: anything wider leaves some of them idle (4096x14336 at batch 1: 69 us, N2P4 94).
+/// Multiprocessors of an H100 or H200 (SXM).
 const SMS: u32 = 132;
+/// Steps of 64 of k that each block of a split must have at least, for its exchange of sums to be worth it.
+const SPLIT_STEPS: u32 = 8;
 
 /// The source of a matmul, as far as dispatch cares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,27 +26,32 @@ pub enum Source {
     },
 }
 
-/// The matmul variants that can compute a problem, best guess first.
+/// The matmul variants that can compute a problem on `sms` multiprocessors, best guess first.
 ///
-/// N1P6 comes first where it keeps all multiprocessors at most once busy, else the report's small-batch order N2P4,
-/// N2P3, N2P2: its wide rings for batches from 256 on (N4P2, N3P2) were never best here. The rest of Table 5 follows in
-/// its order, so that every `n` that is a multiple of 64 has one. Empty if no variant takes the shape: `n` or `k` is no
-/// multiple of 64.
+/// N1P6 comes first while its tasks of 128 rows by 64 columns do not outnumber the multiprocessors: anything wider
+/// leaves some of them idle (4096x14336 at batch 1: 69 us, N2P4 94). Where its tasks are half as many at most, it is
+/// split along k, by 4 or by 2. Else the report's small-batch order N2P4, N2P3, N2P2: its wide rings for batches from
+/// 256 on (N4P2, N3P2) were never best here. The rest of Table 5 follows in its order, so that every `n` that is a
+/// multiple of 64 has one, and splits that may be worth measuring.
+///
+/// Which variants there are follows from `n`, `k` and the source alone; `m` and `sms` are for their order. Empty if no
+/// variant takes the shape: `n` or `k` is no multiple of 64.
 ///
 /// ```
 /// use unweight_codegen::{plan::GemmShape, spec::{Arch, Epilogue}};
 /// use unweight_rt::choose::recon::{Source, candidates};
 /// let names = |m, n| -> Vec<String> {
 ///     let problem = GemmShape { m, n, k: 4096 };
-///     candidates(Arch::Sm90a, Source::Palette { max_verbatim_rows: 5 }, problem, Epilogue::Store)
+///     candidates(Arch::Sm90a, Source::Palette { max_verbatim_rows: 5 }, problem, 132, Epilogue::Store)
 ///         .iter().map(|spec| spec.to_string()).collect()
 /// };
 /// assert_eq!(names(1, 14336)[0], "uw_sm90a_gemm_recon_palette_n2p4_v8_store");
 /// assert_eq!(names(1024, 14336)[0], "uw_sm90a_gemm_recon_palette_n2p4_v8_store");
 /// assert_eq!(names(256, 4096)[0], "uw_sm90a_gemm_recon_palette_n1p6_v8_store");
+/// assert_eq!(names(128, 4096)[0], "uw_sm90a_gemm_recon_palette_n1p6s2_v8_store");
 /// assert!(names(1, 100).is_empty());
 /// ```
-pub fn candidates(arch: Arch, source: Source, problem: GemmShape, epilogue: Epilogue) -> Vec<VariantSpec> {
+pub fn candidates(arch: Arch, source: Source, problem: GemmShape, sms: u32, epilogue: Epilogue) -> Vec<VariantSpec> {
     let GemmShape { m, n, k } = problem;
     if n == 0 || k == 0 || !k.is_multiple_of(64) {
         return Vec::new();
@@ -57,28 +63,40 @@ pub fn candidates(arch: Arch, source: Source, problem: GemmShape, epilogue: Epil
             None => return Vec::new(),
         },
     };
-    let preferred: [(u32, u32); 4] =
-        if m <= narrow_batch(n) { [(1, 6), (2, 4), (2, 3), (2, 2)] } else { [(2, 4), (2, 3), (2, 2), (1, 6)] };
-    let rank = |ring: &(NTiles, Stages)| {
-        preferred
-            .iter()
-            .position(|(n, stages)| (ring.0.get(), ring.1.get()) == (*n, *stages))
-            .unwrap_or(preferred.len())
+    // Tasks of 128 rows by one tile.
+    let tasks = u64::from(m.div_ceil(128)) * u64::from(n.div_ceil(64));
+    let fits =
+        |splits: u32| tasks * u64::from(splits) <= u64::from(room(sms, splits)) && k / 64 >= SPLIT_STEPS * splits;
+    let mut preferred: Vec<(u32, u32, u32)> =
+        [4, 2].into_iter().filter(|splits| fits(*splits)).map(|splits| (1, 6, splits)).collect();
+    preferred.extend(match tasks <= u64::from(sms) {
+        true => [(1, 6, 1), (2, 4, 1), (2, 3, 1), (2, 2, 1)],
+        false => [(2, 4, 1), (2, 3, 1), (2, 2, 1), (1, 6, 1)],
+    });
+    let rank = |spec: &GemmReconSpec| {
+        let own = (spec.n_tiles.get(), spec.stages.get(), spec.splits.get());
+        preferred.iter().position(|ring| *ring == own).unwrap_or(preferred.len())
     };
-    let mut rings = catalog::TABLE_5;
+    let whole = catalog::TABLE_5.into_iter().map(|ring| (ring, Splits::ALL[0]));
+    // Beyond two rounds of a large device there is nothing to gain.
+    let split =
+        catalog::SPLIT_RINGS.into_iter().flat_map(|ring| Splits::ALL[1..].iter().map(move |splits| (ring, *splits)));
+    let split = split.filter(|(_, splits)| n.div_ceil(64) <= 2 * SMS / splits.get() && k / 64 >= splits.get());
+    let mut specs: Vec<_> = whole
+        .chain(split)
+        .filter(|((tiles, _), _)| n.is_multiple_of(64 * tiles.get()))
+        .map(|((n_tiles, stages), splits)| GemmReconSpec { source, n_tiles, stages, splits, epilogue })
+        .collect();
     // Stable: what the heuristic does not name keeps Table 5's order.
-    rings.sort_by_key(rank);
-    rings
-        .into_iter()
-        .filter(|(tiles, _)| n.is_multiple_of(64 * tiles.get()))
-        .map(|(tiles, stages)| VariantSpec::gemm_recon(arch, source, tiles, stages, epilogue))
-        .filter(|spec| Plan::new(spec).is_ok())
-        .collect()
+    specs.sort_by_key(rank);
+    let specs = specs.into_iter().map(|op| VariantSpec { arch, op: Op::GemmRecon(op) });
+    specs.filter(|spec| Plan::new(spec).is_ok()).collect()
 }
 
-/// The largest batch whose tasks of 128 rows by one tile do not outnumber the multiprocessors.
-fn narrow_batch(n: u32) -> u32 {
-    128 * (SMS / n.div_ceil(64).max(1))
+/// Blocks in clusters of so many that run at once on so many multiprocessors, one each. An H200 runs 66 clusters of 2,
+/// and no more than 30 of 4: parts of it have multiprocessors that make up no whole one.
+fn room(sms: u32, cluster: u32) -> u32 {
+    if cluster > 2 { sms / 11 * 10 } else { sms }
 }
 
 #[cfg(test)]
@@ -88,7 +106,11 @@ mod tests {
     const ARCH: Arch = Arch::Sm90a;
 
     fn rings(source: Source, m: u32, n: u32) -> Vec<String> {
-        let specs = candidates(ARCH, source, GemmShape { m, n, k: 512 }, Epilogue::Store);
+        rings_on(source, GemmShape { m, n, k: 512 }, SMS)
+    }
+
+    fn rings_on(source: Source, problem: GemmShape, sms: u32) -> Vec<String> {
+        let specs = candidates(ARCH, source, problem, sms, Epilogue::Store);
         specs.iter().map(|spec| spec.to_string().split('_').nth(5).unwrap().to_owned()).collect()
     }
 
@@ -102,6 +124,38 @@ mod tests {
     }
 
     #[test]
+    fn k_is_split_where_multiprocessors_would_be_idle() {
+        let first = |m, n, k, sms| rings_on(Source::Exponent, GemmShape { m, n, k }, sms)[0].clone();
+        assert_eq!(first(1, 4096, 4096, SMS), "n1p6s2");
+        assert_eq!(first(128, 4096, 14336, SMS), "n1p6s2");
+        assert_eq!(first(129, 4096, 4096, SMS), "n1p6", "two rows of tasks");
+        assert_eq!(first(1, 4096, 4096, 110), "n1p6", "a share of the device");
+        assert_eq!(first(1, 1024, 4096, SMS), "n1p6s4");
+        // 30 clusters of 4 run at once.
+        assert_eq!(first(1, 1920, 4096, SMS), "n1p6s4");
+        assert_eq!(first(1, 1984, 4096, SMS), "n1p6s2");
+        assert_eq!(first(1, 1024, 1024, SMS), "n1p6s2", "8 steps for each block");
+        assert_eq!(first(1, 1024, 960, SMS), "n1p6");
+        assert_eq!(first(1, 64, 64, SMS), "n1p6");
+        assert_eq!(first(1, 14336, 4096, SMS), "n2p4");
+    }
+
+    /// Whoever loads them beforehand asks once, for any batch.
+    #[test]
+    fn batch_and_multiprocessors_change_the_order_alone() {
+        for (n, k) in [(64, 64), (4096, 4096), (4096, 192), (14336, 4096)] {
+            let sorted = |m, sms| {
+                let mut all = rings_on(Source::Exponent, GemmShape { m, n, k }, sms);
+                all.sort_unstable();
+                all
+            };
+            for (m, sms) in [(1, 1), (64, 110), (129, 132), (1024, 78), (u32::MAX, 132)] {
+                assert_eq!(sorted(m, sms), sorted(1, SMS), "m = {m}, {n}x{k}, {sms}");
+            }
+        }
+    }
+
+    #[test]
     fn every_multiple_of_64_has_a_variant_and_nothing_else_has() {
         for n in 1..=1024 {
             for source in [Source::Exponent, Source::Palette { max_verbatim_rows: 64 }] {
@@ -111,9 +165,10 @@ mod tests {
                 }
             }
         }
-        assert_eq!(rings(Source::Exponent, 1, 64), ["n1p6", "n1p4", "n1p2"]);
+        // 8 steps of k: none to share.
+        assert_eq!(rings(Source::Exponent, 1, 64), ["n1p6", "n1p4", "n1p2", "n1p6s2", "n1p6s4"]);
         let odd_k = GemmShape { m: 1, n: 64, k: 65 };
-        assert!(candidates(ARCH, Source::Exponent, odd_k, Epilogue::Store).is_empty());
+        assert!(candidates(ARCH, Source::Exponent, odd_k, SMS, Epilogue::Store).is_empty());
     }
 
     #[test]
@@ -121,14 +176,15 @@ mod tests {
         for rows in 0..=64 {
             for n in [64, 128, 192, 256, 768, 14336] {
                 let problem = GemmShape { m: 17, n, k: 4096 };
-                for spec in candidates(ARCH, Source::Palette { max_verbatim_rows: rows }, problem, Epilogue::StoreAdd) {
-                    let unweight_codegen::spec::Op::GemmRecon(matmul) = spec.op else { panic!("{spec} is no matmul") };
+                let source = Source::Palette { max_verbatim_rows: rows };
+                for spec in candidates(ARCH, source, problem, SMS, Epilogue::StoreAdd) {
+                    let Op::GemmRecon(matmul) = spec.op else { panic!("{spec} is no matmul") };
                     assert!(n % (64 * matmul.n_tiles.get()) == 0 && matmul.verbatim_rows() >= rows, "{spec}");
                     assert!(Plan::new(&spec).is_ok() && catalog::all(Arch::Sm90a).contains(&spec), "{spec}");
                 }
             }
         }
         let problem = GemmShape { m: 1, n: 64, k: 64 };
-        assert!(candidates(ARCH, Source::Palette { max_verbatim_rows: 65 }, problem, Epilogue::Store).is_empty());
+        assert!(candidates(ARCH, Source::Palette { max_verbatim_rows: 65 }, problem, SMS, Epilogue::Store).is_empty());
     }
 }

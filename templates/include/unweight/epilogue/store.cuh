@@ -15,10 +15,12 @@ template <u32 kColumns>
 constexpr u32 kStagingBytes = 16 * kColumns * 2;
 
 // staging: [16 rows][kColumns] bf16, 16-byte chunk c of row r at chunk c ^ r%8: neither stmatrix nor the row-wise
-// accesses conflict.
+// accesses conflict. Where several rows lie in 128 bytes, r counts those.
 template <u32 kColumns>
 UW_DEVICE u32 staging_offset(u32 row, u32 chunk) {
-    return row * (kColumns * 2) + ((chunk ^ (row % 8)) * 16);
+    static_assert(kColumns % 64 == 0 || kColumns == 32 || kColumns == 16, "whole lines of 128 bytes, or whole rows in one");
+    constexpr u32 kLineRows = kColumns < 64 ? 64 / kColumns : 1;
+    return row * (kColumns * 2) + ((chunk ^ (row / kLineRows % (8 / kLineRows))) * 16);
 }
 
 // `visit(staging address, row, chunk)` for every 16-byte chunk below `rows`, consecutive lanes on consecutive chunks.

@@ -3,9 +3,10 @@
 // the tensor cores read it.
 //
 // Config: bool kPaletteSource; u32 kNTiles (1..4), kStages (>= 2), kVerbatimRows (0..64, palette source only); bool
-// kStoreAdd. Launch: kThreads = 384 threads, 1 CTA per SM, grid = min(blocks of the plan, SMs), Smem<Config>::kBytes of
-// dynamic shared memory.
-//         n is a multiple of 64 * kNTiles, k of 64, m is any.
+// kStoreAdd. Beside it u32 kSplits (1, 2 or 4; above 1 kNTiles = 1): blocks of a cluster that share the k of a task.
+// Launch: kThreads = 384 threads, 1 CTA per SM, clusters of kSplits, grid = min(blocks of the plan, SMs),
+// Smem<Config>::kBytes of dynamic shared memory.
+//         n is a multiple of 64 * kNTiles, k of 64 and at least 64 * kSplits, m is any.
 //
 // Two shapes, chosen by kNTiles
 //   batch_rows    kNTiles = 1, 3, 4   Y: X owns the rows of wgmma. Task = 128 rows of X by 64 * kNTiles rows of W. All
@@ -37,6 +38,11 @@
 //                  other multiplies, and each weight is read by one wgmma instead of two. Tasks that do not fill a
 //                  round of the grid are cut in two or four along m where the pieces fit one round.
 //
+// kSplits > 1 (batch_rows): each block of a cluster has a contiguous share of the k steps of one task, with rings of
+// its own. When all are multiplied, the partial sums are exchanged through distributed shared memory, over the drained
+// X: a block adds up 64 / kSplits columns of the task and stores them. A cluster meets twice a task: when the sums lie
+// in shared memory, and when they have been read; the loading warpgroup meets with it, so that X is not filled sooner.
+//
 // Barriers
 //   source full   [kStages]    1 arrival (warp 0) + bytes          source empty   [kStages]    8 arrivals: one per
 //                                                                                              consumer warp, once its
@@ -59,8 +65,8 @@
 // Bound: shared memory at 128 B per cycle, and the latency of a join. Per 128 x 256 x 64 of product batch_rows n4 moves
 // 80 KB for wgmma and 64 KB for joining (exponents), weight_rows 80 and 32. A wgmma is issued only when the one before
 // it has left the queue, so a warpgroup that joins does not multiply: that, not bytes, is what is left. With n = 4096
-// the grid has 32 blocks (n2) or 64 (n1) where m <= 128: such shapes want a split along k, which this family does not
-// have. Figures: docs/records; what was tried: docs/adr/0003-matmul-log.md.
+// there are 32 tasks (n2) or 64 (n1) where m <= 128: such shapes are what kSplits is for. Figures: docs/records; what was
+// tried: docs/adr/0003-matmul-log.md.
 //
 // Sources: report section 8 (roles, sources, variants); ThunderKittens (load-compute-finish). Changed: weights are
 // joined while earlier wgmma run, X has its own ring, the palette lookup has no mux (mma/reconstruct.cuh), tiles are
@@ -72,25 +78,25 @@
 
 namespace uw::gemm_recon {
 
-template <class Config, bool kWeightRows = Config::kNTiles == 2>
+template <class Config, u32 kSplits = 1, bool kWeightRows = Config::kNTiles == 2>
 struct Shape {
     using Smem = batch_rows::Smem<Config>;
-    using Kernel = batch_rows::Kernel<Config>;
+    using Kernel = batch_rows::Kernel<Config, kSplits>;
 };
 template <class Config>
-struct Shape<Config, true> {
+struct Shape<Config, 1, true> {
     using Smem = weight_rows::Smem<Config>;
     using Kernel = weight_rows::Kernel<Config>;
 };
 
 template <class Config>
 using Smem = typename Shape<Config>::Smem;
-template <class Config>
-using Kernel = typename Shape<Config>::Kernel;
+template <class Config, u32 kSplits = 1>
+using Kernel = typename Shape<Config, kSplits>::Kernel;
 
-template <class Config>
+template <class Config, u32 kSplits = 1>
 UW_DEVICE void run(const GemmReconArgs& args) {
-    pipeline::run<Kernel<Config>>(args);
+    pipeline::run<Kernel<Config, kSplits>>(args);
 }
 
 }  // namespace uw::gemm_recon

@@ -7,9 +7,10 @@
 //
 // A kernel fills in
 //   Args, kConsumerWarpgroups, kProducerRegisters, kConsumerRegisters
+//   kCluster                       blocks of a cluster, which work on one task together
 //   Kernel(args, shared address)   addresses only; every thread
 //   setup()                        one warp: barriers and descriptor prefetch
-//   tasks()                        how many; block b takes b, b + grid, ...
+//   tasks()                        how many; cluster c takes c, c + clusters of the grid, ...
 //   load(task, warp), compute(task), finish(task)
 // The skeleton owns placement of roles, register budgets, the order of start-up and the task loop. It knows nothing
 // about rings: a kernel's cursors live in the kernel object, which every thread has a copy of.
@@ -41,7 +42,7 @@ UW_DEVICE void run(const typename Kernel::Args& args) {
     ptx::grid_dependency_wait();
 
     const u32 tasks = kernel.tasks();
-    const u32 first = ptx::block_index(), stride = ptx::grid_size();
+    const u32 first = ptx::block_index() / Kernel::kCluster, stride = ptx::grid_size() / Kernel::kCluster;
     if (warp < kWarpgroupWarps) {
         ptx::lower_registers<Kernel::kProducerRegisters>();
         for (u32 task = first; task < tasks; task += stride) kernel.load(task, warp);

@@ -34,15 +34,20 @@ struct Smem : SourceSizes<Config> {
     static_assert(kConsumerWarps * epilogue::kStagingBytes<Config::kNTiles * kTile> <= kBBuffers * Sizes::kBBytes, "the output is staged in B");
 };
 
-template <class Config>
-struct Kernel : SourceRing<Config, Smem<Config>> {
+template <class Config, u32 kSplits = 1>
+struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
     using Args = GemmReconArgs;
     using S = Smem<Config>;
-    using Base = SourceRing<Config, S>;
+    using Base = SourceRing<Config, S, kSplits>;
     static constexpr u32 kProducerRegisters = 40;
     static constexpr u32 kConsumerRegisters = 232;
     static constexpr u32 kAccumulators = Base::kTaskColumns / 2;
-    using Base::args, Base::shared, Base::sources, Base::source_cursor, Base::kNTiles, Base::kTaskColumns, Base::steps, Base::rotated;
+    static constexpr u32 kPieceSums = kAccumulators / kSplits;  // of each thread: what one block of a cluster adds up
+    static constexpr u32 kPieceColumns = Base::kTaskColumns / kSplits;
+    static constexpr u32 kVectorBytes = kConsumerThreads * 16;  // four sums of each thread
+    static_assert(kSplits == 1 || kPieceColumns % 16 == 0, "the output is stored in groups of 16 columns");
+    static_assert((kSplits - 1) * (kPieceSums / 4) * kVectorBytes <= S::kB, "what a cluster exchanges lies over X");
+    using Base::args, Base::shared, Base::rank, Base::sources, Base::source_cursor, Base::kNTiles, Base::kTaskColumns, Base::steps, Base::rotated;
 
     const pipeline::Ring<S::kXStages> activations;
     pipeline::Cursor<S::kXStages> x_cursor;
@@ -68,6 +73,12 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
     UW_DEVICE void load(u32 task, u32 warp) {
         if (warp == 0) Base::load_sources(first_column(task), m_tasks() == 1);
         if (warp == 1) load_activations(first_row(task), first_column(task));
+        if constexpr (kSplits > 1) {
+            // As often as the warps that multiply. Behind the second meeting X is free again: its sums have been read.
+            ptx::sync_warp();
+            meet();
+            meet();
+        }
     }
 
     UW_DEVICE void load_activations(u32 row, u32 column) {
@@ -226,14 +237,80 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         }
     }
 
+    // ---- partial sums ----------------------------------------------------------------------------------------------
+    UW_DEVICE static void meet() {
+        ptx::cluster_arrive();
+        ptx::cluster_wait();
+    }
+
+    // Block r of a cluster adds up and stores columns r * kPieceColumns.. of the task: registers r * kPieceSums.. of
+    // every thread. What the others add up it leaves over X, [their pieces in order][4 sums][thread] fp32, and to its
+    // own it adds what they left, in the order of their ranks: the same bits in every run. Warps without rows have no
+    // part in it but the meetings. Ends with the arrival at the second one, which says that all has been read.
+    UW_DEVICE void exchange(float (&own)[kPieceSums], bool has_rows, const Place& p) const {
+        constexpr u32 kVectors = kPieceSums / 4, kPeers = kSplits - 1;
+        const u32 sums = shared + S::kX + p.thread * 16;
+#pragma unroll
+        for (u32 piece = 0; piece < kSplits; ++piece) {
+            const float* d = accumulators + piece * kPieceSums;
+            if (piece == rank) {
+#pragma unroll
+                for (u32 i = 0; i < kPieceSums; ++i) own[i] = d[i];
+            } else if (has_rows) {
+                // The barrier behind the last step: both warpgroups' wgmma have read X.
+#pragma unroll
+                for (u32 i = 0; i < kVectors; ++i) {
+                    ptx::store_shared_x4(sums + ((piece - (piece > rank)) * kVectors + i) * kVectorBytes,
+                                         {ptx::bits_from_float(d[4 * i]), ptx::bits_from_float(d[4 * i + 1]), ptx::bits_from_float(d[4 * i + 2]),
+                                          ptx::bits_from_float(d[4 * i + 3])});
+                }
+            }
+        }
+        ptx::sync_warp();
+        meet();  // all blocks have left their sums
+        if (has_rows) {
+            U32x4 v[kPeers][kVectors];
+#pragma unroll
+            for (u32 j = 0; j < kPeers; ++j) {
+                const u32 peer = j + (j >= rank);
+                const u32 from = ptx::map_shared_rank(sums + (rank - (rank > peer)) * kVectors * kVectorBytes, peer);
+#pragma unroll
+                for (u32 i = 0; i < kVectors; ++i) v[j][i] = ptx::load_cluster_x4(from + i * kVectorBytes);
+            }
+#pragma unroll
+            for (u32 j = 0; j < kPeers; ++j) {
+#pragma unroll
+                for (u32 i = 0; i < kVectors; ++i) {
+                    own[4 * i + 0] += ptx::float_from_bits(v[j][i].x);
+                    own[4 * i + 1] += ptx::float_from_bits(v[j][i].y);
+                    own[4 * i + 2] += ptx::float_from_bits(v[j][i].z);
+                    own[4 * i + 3] += ptx::float_from_bits(v[j][i].w);
+                }
+            }
+        }
+        // Behind the second meeting warp 1 has the copy engine fill X again, here and in the blocks that were read.
+        ptx::fence_proxy_async();
+        ptx::sync_warp();
+        ptx::cluster_arrive();
+    }
+
     // ---- finish ----------------------------------------------------------------------------------------------------
     UW_DEVICE void finish(u32 task) {
         const Place p;
         const u32 row = first_row(task) + p.warp * 16;
         const u32 left = row < args.m ? args.m - row : 0;
         u16* y = static_cast<u16*>(args.y) + u64(row) * args.n + first_column(task);
-        epilogue::store_rows<Config::kStoreAdd>(accumulators, y, args.n, left < 16 ? left : 16,
-                                                shared + S::kB + p.warp * epilogue::kStagingBytes<kTaskColumns>);
+        if constexpr (kSplits == 1) {
+            epilogue::store_rows<Config::kStoreAdd>(accumulators, y, args.n, left < 16 ? left : 16,
+                                                    shared + S::kB + p.warp * epilogue::kStagingBytes<kTaskColumns>);
+        } else {
+            float own[kPieceSums];
+            exchange(own, left > 0, p);
+            epilogue::store_rows<Config::kStoreAdd>(own, y + rank * kPieceColumns, args.n, left < 16 ? left : 16,
+                                                    shared + S::kB + p.warp * epilogue::kStagingBytes<kPieceColumns>);
+            ptx::sync_warp();
+            ptx::cluster_wait();  // the second meeting: peers have read this block's sums
+        }
         // The next task's weights go where the output was staged.
         ptx::named_barrier_sync(kConsumers, kConsumerThreads);
     }

@@ -6,6 +6,7 @@
 #include "unweight/mma/reconstruct.cuh"
 #include "unweight/pipeline/lcf.cuh"
 #include "unweight/pipeline/ring.cuh"
+#include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/bulk.cuh"
 #include "unweight/ptx/wgmma.cuh"
 #include "unweight/smem/tile.cuh"
@@ -35,9 +36,25 @@ struct SourceSizes {
     static constexpr u32 kMaskSlotBytes = kHasVerbatim ? Config::kNTiles * 8 : 0;
 };
 
-// S: the offsets, on top of SourceSizes. The base of either kernel.
-template <class Config, class S>
-struct SourceRing {
+// Which of the k steps of a task are this block's: a contiguous share, never empty (the grid refuses a shorter k).
+template <u32 kSplits>
+struct Share {
+    const u32 rank = ptx::cluster_rank();
+    UW_DEVICE u32 first(u32 steps) const { return rank * steps / kSplits; }
+    UW_DEVICE u32 count(u32 steps) const { return (rank + 1) * steps / kSplits - first(steps); }
+};
+template <>
+struct Share<1> {
+    static constexpr u32 rank = 0;
+    UW_DEVICE static u32 first(u32) { return 0; }
+    UW_DEVICE static u32 count(u32 steps) { return steps; }
+};
+
+// S: the offsets, on top of SourceSizes. kSplits: blocks of a cluster that share the k steps of a task. The base of
+// either kernel.
+template <class Config, class S, u32 kSplits = 1>
+struct SourceRing : Share<kSplits> {
+    static constexpr u32 kCluster = kSplits;
     static constexpr u32 kNTiles = Config::kNTiles;
     static constexpr u32 kTaskColumns = kNTiles * kTile;
     static constexpr u32 kMetadataBatch = 32 / kNTiles;  // steps whose metadata one load of a warp brings
@@ -58,14 +75,14 @@ struct SourceRing {
         ptx::prefetch_tensor_map(args.sign_mantissa);
     }
 
-    UW_DEVICE u32 steps() const { return args.tile_cols; }
+    UW_DEVICE u32 steps() const { return this->count(args.tile_cols); }
 
-    // Neighbouring blocks walk k from different places: in step they would all ask for the same lines of X at the same
+    // Neighbouring tasks walk k from different places: in step they would all ask for the same lines of X at the same
     // time, at m = 1 a single one. It fixes the order of each sum, which depends on the column and on nothing else.
     // `step` may be past the end by less than one round.
     UW_DEVICE u32 rotated(u32 step, u32 column) const {
         const u32 s = step + column / kTaskColumns * 5 % steps();
-        return s >= steps() ? s - steps() : s;
+        return this->first(args.tile_cols) + (s >= steps() ? s - steps() : s);
     }
 
     // The part of a TileMetadata that the matmul needs.
