@@ -477,16 +477,12 @@ fn planted_bugs_are_caught_where_blocks_share_k() {
             Wrong,
         ),
         (
-            Edit { header, from: "            meet();\n            meet();\n", to: "            meet();\n" },
-            Error("deadlock"),
-        ),
-        (
             Edit {
                 header,
                 from: "            meet();\n            meet();\n",
                 to: "            meet();\n            ptx::cluster_arrive();\n",
             },
-            Wrong,
+            Error("refills shared offset"),
         ),
         (Edit { header, from: "        ptx::fence_proxy_async();\n", to: "" }, Error("without fence.proxy.async")),
         // Pieces of another, or of nobody.

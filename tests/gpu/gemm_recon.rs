@@ -20,10 +20,11 @@ use unweight_rt::{
         graph,
         recon::{Source, candidates},
     },
-    device::{DeviceBuffer, KernelSet, Refusal, Stream},
+    device::{DeviceBuffer, DeviceError, KernelSet, LaunchMode, Refusal, Stream},
     ops::cublas::Cublas,
     ops::decode::{Decoder, output_bytes},
     ops::gemm_recon::Matmul,
+    ops::lane::Lane,
     weight::{DeviceHuffman, DeviceMatrix, DevicePalette},
 };
 
@@ -109,13 +110,23 @@ fn run(
     y: &mut DeviceMatrix,
 ) {
     let matmul = Matmul::new(kernels.get(spec).unwrap_or_else(|error| panic!("{error}"))).unwrap();
-    let (lane, x, y) = (&mut lane(stream), x.view(), y.view_mut());
+    enqueue(&matmul, spec, &mut lane(stream), (forms, stored), x, y).unwrap_or_else(|error| panic!("{error}"));
+}
+
+fn enqueue(
+    matmul: &Matmul,
+    spec: &VariantSpec,
+    lane: &mut Lane,
+    (forms, stored): (&Forms, bool),
+    x: &DeviceMatrix,
+    y: &mut DeviceMatrix,
+) -> Result<(), DeviceError> {
+    let (x, y) = (x.view(), y.view_mut());
     match spec_of(spec).source {
         WeightSource::Exponent => matmul.exponent(lane, x, forms.huffman.as_exponent(&forms.exponents), y),
         WeightSource::Palette { .. } if stored => matmul.palette(lane, x, forms.palette.view(), y),
         WeightSource::Palette { .. } => matmul.palette(lane, x, forms.huffman.as_palette(&forms.indices), y),
     }
-    .unwrap_or_else(|error| panic!("{error}"));
 }
 
 /// What an output starts as: NaN where it is overwritten, known values where it is added to.
@@ -319,6 +330,104 @@ fn the_same_launch_gives_the_same_bits() {
     }
 }
 
+/// Those that ship with so many blocks to share k and room for 8 verbatim rows.
+fn split_by(splits: u32) -> Vec<VariantSpec> {
+    let all = catalog::all(Arch::Sm90a).into_iter().filter(|spec| match spec.op {
+        Op::GemmRecon(op) => op.splits.get() == splits && [0, 8].contains(&op.verbatim_rows()),
+        _ => false,
+    });
+    // The budget of 0 is that of exponents, too.
+    all.filter(|spec| spec_of(spec).source == WeightSource::Exponent || spec_of(spec).verbatim_rows() == 8).collect()
+}
+
+/// Splits of k at odd shapes, uneven shares among them: near float64, and the same bits on all of the device, on shares
+/// of it where clusters take several tasks in turn, and captured.
+#[test]
+#[ignore = "needs a GPU"]
+fn splits_of_k_give_the_same_bits_on_any_grid() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut lane = lane(&stream);
+    let most = 300;
+    for (n, k, seed) in [(64, 256, 51), (192, 704, 52), (1984, 320, 53), (4096, 576, 54)] {
+        let bytes = weights(n, k, 8, seed);
+        let forms = forms(kernels, &stream, &bytes, n, k);
+        let (x, before) =
+            (halves(&normal_bf16(most * k, 1.0, seed + 10)), halves(&normal_bf16(most * n, 1.0, seed + 20)));
+        let (w, magnitude) = (halves(&bytes), |v: &[u16]| v.iter().map(|bits| bits & 0x7fff).collect::<Vec<_>>());
+        let exact = reference(&x, &w, most, n, k);
+        let norm = reference(&magnitude(&x), &magnitude(&w), most, n, k);
+        for m in [1, 15, 16, 17, 63, 64, 65, 128, 129, 300] {
+            let x = DeviceMatrix::from_host(&stream, m as u32, k as u32, &x[..m * k]).unwrap();
+            let mut y = DeviceMatrix::zeroed(&stream, m as u32, n as u32).unwrap();
+            for spec in [2, 4].into_iter().flat_map(split_by) {
+                let what = format!("{spec} m = {m}, {n} x {k}");
+                let matmul = Matmul::new(kernels.get(&spec).unwrap()).unwrap();
+                let add = spec_of(&spec).epilogue == Epilogue::StoreAdd;
+                let mut first: Option<Vec<u16>> = None;
+                for sms in [None, Some(1), Some(7), Some(70)] {
+                    lane.set_mode(LaunchMode { sms, ..LaunchMode::default() });
+                    start(&stream, &spec, &mut y, &before[..m * n]);
+                    enqueue(&matmul, &spec, &mut lane, (&forms, false), &x, &mut y).unwrap();
+                    lane.synchronize().unwrap();
+                    let got = y.to_host(&stream).unwrap();
+                    guard_is_whole(&stream, &y, &what);
+                    assert!(*first.get_or_insert_with(|| got.clone()) == got, "{what}: other bits on {sms:?}");
+                }
+                lane.set_mode(LaunchMode::default());
+                let got = first.unwrap();
+                for (at, got) in got.iter().enumerate() {
+                    let want = exact[at] + if add { value(before[at]) } else { 0.0 };
+                    let bound = want.abs() * 2f64.powi(-8) + norm[at] * k as f64 * 2f64.powi(-23);
+                    let error = (value(*got) - want).abs();
+                    assert!(error <= bound, "{what}: y[{}, {}] is {error} off", at / n, at % n);
+                }
+                let graph = stream.capture(|| enqueue(&matmul, &spec, &mut lane, (&forms, false), &x, &mut y)).unwrap();
+                start(&stream, &spec, &mut y, &before[..m * n]);
+                // SAFETY: everything that the graph names is alive.
+                unsafe { graph.launch() }.unwrap();
+                assert!(y.to_host(&stream).unwrap() == got, "{what}: captured, it has other bits");
+            }
+        }
+    }
+}
+
+/// Blocks that read each other's memory, thousands of times back to back: the same bits.
+#[test]
+#[ignore = "needs a GPU"]
+fn splits_of_k_give_the_same_bits_thousands_of_times() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut lane = lane(&stream);
+    // 129 tasks at 300 rows: clusters take several in turn.
+    let (n, k) = (2752, K);
+    let bytes = weights(n, k, 8, 61);
+    let forms = forms(kernels, &stream, &bytes, n, k);
+    for m in [1usize, 65, 300] {
+        let x = halves(&normal_bf16(m * k, 1.0, 62));
+        let x = DeviceMatrix::from_host(&stream, m as u32, k as u32, &x).unwrap();
+        let before = halves(&normal_bf16(m * n, 1.0, 63));
+        for spec in [2, 4].into_iter().flat_map(split_by) {
+            let matmul = Matmul::new(kernels.get(&spec).unwrap()).unwrap();
+            let mut ys: Vec<_> = (0..50).map(|_| DeviceMatrix::zeroed(&stream, m as u32, n as u32).unwrap()).collect();
+            let mut first = None;
+            for round in 0..20 {
+                ys.iter_mut().for_each(|y| start(&stream, &spec, y, &before));
+                // Back to back: one begins on multiprocessors that another leaves.
+                for y in &mut ys {
+                    enqueue(&matmul, &spec, &mut lane, (&forms, false), &x, y).unwrap();
+                }
+                lane.synchronize().unwrap();
+                for (launch, y) in ys.iter().enumerate() {
+                    let got = y.to_host(&stream).unwrap();
+                    let same = *first.get_or_insert_with(|| got.clone()) == got;
+                    assert!(same, "{spec} m = {m}: launch {launch} of round {round} has other bits");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn what_does_not_go_together_is_refused_before_the_launch() {
@@ -343,6 +452,14 @@ fn what_does_not_go_together_is_refused_before_the_launch() {
     let v16 = matmul("uw_sm90a_gemm_recon_palette_n2p4_v16_store");
     let shape = refused(v16.palette(&mut lane, x.view(), palette, wrong.view_mut()));
     assert!(matches!(shape, Refusal::Shape { y: [4, _], x: [3, _], .. }), "{shape}");
+
+    // Two steps of k are none for some of four blocks.
+    let split = matmul("uw_sm90a_gemm_recon_exponent_n1p6s4_store");
+    let bytes = weights(N, 128, 0, 42);
+    let short = self::forms(kernels, &stream, &bytes, N, 128);
+    let x = DeviceMatrix::zeroed(&stream, 3, 128).unwrap();
+    let few = refused(split.exponent(&mut lane, x.view(), short.huffman.as_exponent(&short.exponents), y.view_mut()));
+    assert!(matches!(few, Refusal::Grid { cluster: 4, .. }), "{few}");
 
     // A batch of nothing is nothing to do.
     let none = DeviceMatrix::zeroed(&stream, 0, K as u32).unwrap();

@@ -4,18 +4,23 @@
 use std::path::Path as File;
 
 use half::bf16;
+use rayon::prelude::*;
 use unweight::engine::{
     Engine, EngineOptions, MlpWeights, Request,
     options::BUCKETS,
     paths::{
-        Measured, Plan, Setting, Way,
+        Lies, Lying, Measured, Plan, Setting, Way,
         oracle::{PathSpace, Rounds, StepOracle},
     },
     program::Path,
     tune::{Journal, Limits, descend},
 };
+use unweight_bench::{halves, normal_bf16};
+use unweight_codegen::spec::{Arch, DecodeOutput, Epilogue};
 use unweight_format::{
+    CodeLimit, Matrix,
     bundle::{self, Bundle, CompressOptions, Profile, Scope, Silent},
+    huffman,
     testing::demo_model::{self, DemoOptions},
 };
 use unweight_model::{
@@ -23,7 +28,23 @@ use unweight_model::{
     reference::{self, Reference},
 };
 
-use crate::harness::{Random, error, gpu};
+use unweight_rt::{
+    choose::graph,
+    device::{DeviceBuffer, DeviceError},
+    layer::{
+        build::LayerBuilder,
+        linear::Linear,
+        loader::{LoadOptions, Merge},
+    },
+    ops::{
+        decode::{Decoder, output_bytes},
+        gemm_recon::Matmul,
+        lane::Lane,
+    },
+    weight::{DeviceHuffman, DeviceMatrix, DevicePalette},
+};
+
+use crate::harness::{Random, Weights, error, gpu, guard_is_whole, poison, stream, value};
 
 /// Six layers, so that hard ones use each slot more than once; whole tiles.
 const MODEL: DemoOptions = DemoOptions {
@@ -254,4 +275,180 @@ fn a_bad_start_is_improved() {
         let before: Vec<f32> = before.iter().map(|logit| logit.to_f32()).collect();
         assert!(error(after, &before) < BOUND);
     }
+}
+
+/// Rows at both sides of every bucket's edge.
+const EDGES: [u32; 20] = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257, 512, 513, 1023, 1024];
+
+/// A projection in every form that a path reads.
+struct Forms {
+    shape: [u32; 2],
+    verbatim_rows: u32,
+    adds: bool,
+    whole: DeviceMatrix,
+    huffman: DeviceHuffman,
+    palette: DevicePalette,
+    linear: Linear,
+    /// Where a path decodes to.
+    slot: (DeviceMatrix, DeviceBuffer<u8>, DeviceBuffer<u8>),
+    weights: Vec<u16>,
+}
+
+impl Forms {
+    fn new(builder: &mut LayerBuilder<'_>, [n, k]: [u32; 2], adds: bool, seed: u64) -> Self {
+        let stream = builder.stream().clone();
+        let mut bytes = Weights::TRAINED.bytes(n as usize * k as usize, seed);
+        // More exponents than a palette has.
+        for row in (0..n as usize).step_by(37) {
+            bytes[row * k as usize * 2 + 1] = 0x3f;
+        }
+        let tensor = huffman::encode(Matrix::new(&bytes, n as usize, k as usize).unwrap(), CodeLimit::DEFAULT).unwrap();
+        let weights = halves(&bytes);
+        let whole = DeviceMatrix::from_host(&stream, n, k, &weights).unwrap();
+        let linear = builder.layer("projection", &[whole.view()], Merge::Rows).unwrap();
+        assert!(linear.is_packed() && tensor.max_verbatim_rows() > 0);
+        let buffer = |output| DeviceBuffer::zeroed(&stream, output_bytes(tensor.grid(), output)).unwrap();
+        Self {
+            shape: [n, k],
+            verbatim_rows: tensor.max_verbatim_rows(),
+            adds,
+            huffman: DeviceHuffman::upload(&stream, &tensor).unwrap(),
+            palette: DevicePalette::upload(&stream, &huffman::transcode(&tensor).unwrap()).unwrap(),
+            linear,
+            slot: (
+                DeviceMatrix::zeroed(&stream, n, k).unwrap(),
+                buffer(DecodeOutput::Exponent),
+                buffer(DecodeOutput::Palette),
+            ),
+            whole,
+            weights,
+        }
+    }
+
+    fn epilogue(&self) -> Epilogue {
+        if self.adds { Epilogue::StoreAdd } else { Epilogue::Store }
+    }
+
+    /// What this is to the choice of a way.
+    fn lying(&self, as_what: Lies) -> Lying {
+        let [n, k] = self.shape;
+        Lying { as_what, packed: as_what == Lies::Linear, n, k, verbatim_rows: self.verbatim_rows }
+    }
+
+    /// Decodes, if the path does, and multiplies.
+    fn enqueue(
+        &mut self,
+        way: Way,
+        matmul: Option<&Matmul>,
+        lane: &mut Lane,
+        x: &DeviceMatrix,
+        y: &mut DeviceMatrix,
+    ) -> Result<(), DeviceError> {
+        let (epilogue, adds, bits) = (self.epilogue(), self.adds, self.huffman.code_bits());
+        let (whole, exponents, indices) = (&mut self.slot.0, &mut self.slot.1, &mut self.slot.2);
+        let decoder = |output| Decoder::new(gpu().get(&graph::decoder(Arch::Sm90a, output, bits).unwrap())?);
+        let (x, y) = (x.view(), y.view_mut());
+        match way.path {
+            Path::Raw => lane.cublas()?.matmul(x, self.whole.view(), y, adds),
+            Path::Packed => self.linear.enqueue(lane, x, y, epilogue),
+            Path::Palette => matmul.unwrap().palette(lane, x, self.palette.view(), y),
+            Path::FullDecode => {
+                decoder(DecodeOutput::Full)?.full(lane, &self.huffman, whole.view_mut())?;
+                lane.cublas()?.matmul(x, whole.view(), y, adds)
+            }
+            Path::Exponents => {
+                decoder(DecodeOutput::Exponent)?.exponent(lane, &self.huffman, exponents)?;
+                matmul.unwrap().exponent(lane, x, self.huffman.as_exponent(exponents), y)
+            }
+            Path::Transcode => {
+                decoder(DecodeOutput::Palette)?.palette(lane, &self.huffman, indices)?;
+                matmul.unwrap().palette(lane, x, self.huffman.as_palette(indices), y)
+            }
+        }
+    }
+
+    /// `X * W^T` in double precision, and the sum of the magnitudes of each.
+    fn reference(&self, x: &[u16]) -> Vec<(f64, f64)> {
+        let (n, k) = (self.shape[0] as usize, self.shape[1] as usize);
+        let values = |bits: &[u16]| bits.iter().map(|bits| value(*bits)).collect::<Vec<f64>>();
+        let (x, w) = (values(x), values(&self.weights));
+        let element = |at: usize| {
+            let terms = x[at / n * k..][..k].iter().zip(&w[at % n * k..][..k]).map(|(x, w)| x * w);
+            terms.fold((0.0, 0.0), |(sum, magnitude), term| (sum + term, magnitude + term.abs()))
+        };
+        (0..x.len() / k * n).into_par_iter().map(element).collect()
+    }
+}
+
+/// Gate, up and down by every way of every path, at every edge of the buckets, against float64: launched one by one and
+/// captured, the same bits.
+#[test]
+#[ignore = "needs a GPU"]
+fn every_way_of_every_projection_against_float64() {
+    let stream = stream(gpu());
+    let sms = gpu().device().info().sms;
+    let mut builder = LayerBuilder::new(gpu(), &stream, LoadOptions::default()).unwrap();
+    let mut seen = std::collections::BTreeSet::new();
+    let most = EDGES[EDGES.len() - 1];
+    for (name, shape, adds) in [("gate", [512, 256], false), ("up", [512, 256], false), ("down", [256, 512], true)] {
+        let mut forms = Forms::new(&mut builder, shape, adds, 7 + seen.len() as u64);
+        let mut lane = Lane::new(&stream, forms.linear.lane_size().with_cublas()).unwrap();
+        let [n, k] = shape;
+        let x = halves(&normal_bf16((most * k) as usize, 1.0, 8 + seen.len() as u64));
+        let before = halves(&normal_bf16((most * n) as usize, 1.0, 9));
+        // Rows do not depend on each other: every batch is the first rows of the largest.
+        let exact = forms.reference(&x);
+        for m in EDGES {
+            let count = (m * n) as usize;
+            let x = DeviceMatrix::from_host(&stream, m, k, &x[..(m * k) as usize]).unwrap();
+            let mut y = DeviceMatrix::zeroed(&stream, m, n).unwrap();
+            let start = |y: &mut DeviceMatrix| {
+                poison(&stream, y);
+                if adds {
+                    y.write(&stream, 0, &before[..count]).unwrap();
+                }
+            };
+            for lying in [Lies::Raw, Lies::Palette, Lies::Huffman, Lies::Linear].map(|lies| forms.lying(lies)) {
+                for way in lying.ways(Arch::Sm90a, m, sms) {
+                    let what = format!("{name}, {m} rows, {way}");
+                    let spec = lying.variant(Arch::Sm90a, way, forms.epilogue());
+                    let matmul = spec.map(|spec| Matmul::new(gpu().get(&spec).unwrap()).unwrap());
+                    // What a slot holds from before is of no use.
+                    poison(&stream, &mut forms.slot.0);
+                    poison(&stream, &mut forms.slot.1);
+                    poison(&stream, &mut forms.slot.2);
+                    start(&mut y);
+                    forms.enqueue(way, matmul.as_ref(), &mut lane, &x, &mut y).unwrap();
+                    lane.synchronize().unwrap();
+                    let direct = y.to_host(&stream).unwrap();
+                    guard_is_whole(&stream, &y, &what);
+                    let wrong = (0..count).into_par_iter().find_first(|&at| {
+                        let (sum, magnitude) = exact[at];
+                        let old = if adds { value(before[at]) } else { 0.0 };
+                        // As in `gemm_recon.rs`: the result's rounding, and the sum's in fp32.
+                        let bound = (sum + old).abs() * 2f64.powi(-8) + magnitude * f64::from(k) * 2f64.powi(-23);
+                        // Not `>`: NaN is wrong.
+                        !((value(direct[at]) - sum - old).abs() <= bound)
+                    });
+                    if let Some(at) = wrong {
+                        let (row, column) = (at / n as usize, at % n as usize);
+                        panic!("{what}: y[{row}, {column}] = {}, want {:?}", value(direct[at]), exact[at]);
+                    }
+                    start(&mut y);
+                    poison(&stream, &mut forms.slot.0);
+                    poison(&stream, &mut forms.slot.1);
+                    poison(&stream, &mut forms.slot.2);
+                    let graph = stream.capture(|| forms.enqueue(way, matmul.as_ref(), &mut lane, &x, &mut y)).unwrap();
+                    // SAFETY: everything that the graph names is alive.
+                    unsafe { graph.launch() }.unwrap();
+                    assert!(y.to_host(&stream).unwrap() == direct, "{what}: captured, it has other bits");
+                    seen.insert(way.to_string());
+                }
+            }
+        }
+    }
+    for path in Path::ALL {
+        assert!(seen.iter().any(|way| way.starts_with(path.name())), "{path:?} was not run: {seen:?}");
+    }
+    assert!(seen.contains("exponents/n1p6s2") && seen.contains("palette/n1p6s4"), "{seen:?}");
 }
