@@ -427,8 +427,8 @@ fn every_way_of_every_projection_against_float64() {
                         let old = if adds { value(before[at]) } else { 0.0 };
                         // As in `gemm_recon.rs`: the result's rounding, and the sum's in fp32.
                         let bound = (sum + old).abs() * 2f64.powi(-8) + magnitude * f64::from(k) * 2f64.powi(-23);
-                        // Not `>`: NaN is wrong.
-                        !((value(direct[at]) - sum - old).abs() <= bound)
+                        let error = (value(direct[at]) - sum - old).abs();
+                        error.is_nan() || error > bound
                     });
                     if let Some(at) = wrong {
                         let (row, column) = (at / n as usize, at % n as usize);
