@@ -4,6 +4,7 @@ and tokens of KV cache. Needs vLLM and this package; each engine runs in a proce
     python vllm_gpu.py --out vllm.json                       # a model with random weights of Llama-3.1-8B's shapes
     python vllm_gpu.py --out vllm.json --model DIR --tp 2
     python vllm_gpu.py --out bundle.json --quick             # a bundle, and an adapter beside it: under four minutes
+    python vllm_gpu.py --out mixture.json --geometry qwen3-30b-a3b --layers 4 --bundle
 
 `--quick` takes 8 of the 32 layers, compresses the model, and runs BF16 and the bundle, both without and with
 `--enable-lora`. Greedy tokens part at the first near tie, so logprobs are held to BF16's where the engine is forced to
@@ -31,8 +32,20 @@ from typing import Any
 # hidden, intermediate, layers, heads, heads of keys and values, head, vocabulary
 GEOMETRIES = {
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128, 128256),
+    "mixtral-8x7b": (4096, 14336, 32, 32, 8, 128, 32000),
+    "qwen3-30b-a3b": (2048, 768, 48, 32, 4, 128, 151936),
     "tiny": (256, 512, 2, 4, 2, 64, 512),
+    "tiny-mixtral": (256, 512, 2, 4, 2, 64, 512),
+    "tiny-qwen3-moe": (256, 128, 2, 4, 2, 64, 512),
 }
+# Those that are mixtures: the type of model, experts of a layer, and how many a token has.
+MIXTURES = {
+    "mixtral-8x7b": ("mixtral", 8, 2),
+    "qwen3-30b-a3b": ("qwen3_moe", 128, 8),
+    "tiny-mixtral": ("mixtral", 4, 2),
+    "tiny-qwen3-moe": ("qwen3_moe", 8, 2),
+}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 ROUNDS = 3
 RANK = 16
 # Of logprobs, on average. Random weights give tokens some -12 +- 1, and wrong ones would move that by about 1; an
@@ -48,11 +61,12 @@ LOADED = {
 
 
 def make(home: pathlib.Path, geometry: str, layers: int | None) -> None:
-    """A Llama with random weights: a bell curve, as trained ones are. Made on the GPU, if there is one."""
+    """A model with random weights: a bell curve, as trained ones are. Made on the GPU, if there is one."""
     import torch
     from safetensors.torch import save_file
 
     hidden, intermediate, own_layers, heads, kv_heads, head, vocabulary = GEOMETRIES[geometry]
+    kind, experts, chosen = MIXTURES.get(geometry, ("llama", 0, 0))
     layers = layers or own_layers
     device = "cuda" if torch.cuda.is_available() else "cpu"
     random = torch.Generator(device).manual_seed(0)
@@ -68,26 +82,38 @@ def make(home: pathlib.Path, geometry: str, layers: int | None) -> None:
         save_file(tensors, home / name, {"format": "pt"})
         places.update(dict.fromkeys(tensors, name))
 
+    attention = {
+        "self_attn.q_proj": (heads * head, hidden),
+        "self_attn.k_proj": (kv_heads * head, hidden),
+        "self_attn.v_proj": (kv_heads * head, hidden),
+        "self_attn.o_proj": (hidden, heads * head),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if kind == "qwen3_moe":
+        norms |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
+    if kind == "mixtral":
+        mlp, mlps, router = ("w1", "w3", "w2"), "block_sparse_moe.experts.{}", "block_sparse_moe.gate"
+    else:
+        mlp, mlps, router = ("gate_proj", "up_proj", "down_proj"), "mlp.experts.{}" if experts else "mlp", "mlp.gate"
+    places_of_mlps = [mlps.format(expert) for expert in range(max(1, experts))]
     for layer in range(layers):
-        shapes = {
-            "self_attn.q_proj": (heads * head, hidden),
-            "self_attn.k_proj": (kv_heads * head, hidden),
-            "self_attn.v_proj": (kv_heads * head, hidden),
-            "self_attn.o_proj": (hidden, heads * head),
-            "mlp.gate_proj": (intermediate, hidden),
-            "mlp.up_proj": (intermediate, hidden),
-            "mlp.down_proj": (hidden, intermediate),
-        }
-        tensors = {f"model.layers.{layer}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+        shapes = dict(attention)
+        for place in places_of_mlps:
+            for name, shape in zip(mlp, 2 * [(intermediate, hidden)] + [(hidden, intermediate)]):
+                shapes[f"{place}.{name}"] = shape
+        if experts:
+            shapes[router] = (experts, hidden)
+        prefix = f"model.layers.{layer}"
+        tensors = {f"{prefix}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+        for norm, width in norms.items():
+            tensors[f"{prefix}.{norm}.weight"] = torch.ones(width, dtype=torch.bfloat16)
         save(layer, tensors)
     ends = {"model.embed_tokens.weight": matrix(vocabulary, hidden), "lm_head.weight": matrix(vocabulary, hidden)}
     save(layers, {**ends, "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16)})
     (home / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
         "torch_dtype": "bfloat16",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -104,6 +130,11 @@ def make(home: pathlib.Path, geometry: str, layers: int | None) -> None:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
+    if kind == "mixtral":
+        config |= {"num_local_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
+    elif kind == "qwen3_moe":
+        config |= {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": intermediate}
+        config |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     (home / "config.json").write_text(json.dumps(config, indent=1))
     if device == "cuda":
         # The engines are other processes.
@@ -111,7 +142,8 @@ def make(home: pathlib.Path, geometry: str, layers: int | None) -> None:
 
 
 def make_adapter(home: pathlib.Path, config: dict[str, Any]) -> None:
-    """A low-rank adapter of all linear layers but the head, as PEFT saves it, that changes what a model says."""
+    """A low-rank adapter of all linear layers but the head and the experts, as PEFT saves it, that changes what a model
+    says."""
     import torch
     from safetensors.torch import save_file
 
@@ -122,10 +154,13 @@ def make_adapter(home: pathlib.Path, config: dict[str, Any]) -> None:
         "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden),
         "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (intermediate, hidden),
-        "mlp.up_proj": (intermediate, hidden),
-        "mlp.down_proj": (hidden, intermediate),
     }
+    if config["model_type"] == "llama":
+        shapes |= {
+            "mlp.gate_proj": (intermediate, hidden),
+            "mlp.up_proj": (intermediate, hidden),
+            "mlp.down_proj": (hidden, intermediate),
+        }
     random = torch.Generator().manual_seed(2)
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
