@@ -10,6 +10,7 @@
 //! ```
 
 use std::{
+    ffi::OsStr,
     fs,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
@@ -160,25 +161,28 @@ pub fn strip(file: &Path) {
 /// Runs cargo and returns (target name, file) of each executable it made.
 fn executables(arguments: &[&str]) -> Result<Vec<(String, PathBuf)>, String> {
     let named = |message: &Value| Some(message.get("target")?.get("name")?.as_str()?.to_owned());
-    Ok(made(arguments)?.into_iter().filter_map(|(message, file)| Some((named(&message)?, file))).collect())
+    Ok(made(&mut cargo(), arguments)?
+        .into_iter()
+        .filter_map(|(message, file)| Some((named(&message)?, file)))
+        .collect())
 }
 
-/// Runs cargo and returns the `unweight` command that it made, or that was there already.
-pub fn command(arguments: &[&str]) -> Result<PathBuf, String> {
+/// Runs cargo, with programs looked for in `path`, and returns the `unweight` command that it made, or that was there
+/// already.
+pub fn command(arguments: &[&str], path: &OsStr) -> Result<PathBuf, String> {
     let is_command = |message: &Value| {
         let target = &message["target"];
         target["name"] == "unweight"
             && target["kind"] == serde_json::json!(["bin"])
             && message["profile"]["test"] == false
     };
-    let mut found = made(arguments)?.into_iter().filter(|(message, _)| is_command(message));
+    let mut found = made(cargo().env("PATH", path), arguments)?.into_iter().filter(|(message, _)| is_command(message));
     let (_, file) = found.next().ok_or_else(|| format!("`cargo {}` made no unweight", arguments.join(" ")))?;
     Ok(file)
 }
 
 /// Runs cargo and returns what it says about each executable it made, and the file.
-fn made(arguments: &[&str]) -> Result<Vec<(Value, PathBuf)>, String> {
-    let mut command = cargo();
+fn made(command: &mut Command, arguments: &[&str]) -> Result<Vec<(Value, PathBuf)>, String> {
     command.args(arguments).arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
     eprintln!("$ cargo {}", arguments.join(" "));
     let output = command.stderr(Stdio::inherit()).output().map_err(|error| format!("cargo: {error}"))?;

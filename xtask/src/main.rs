@@ -21,6 +21,7 @@ usage: cargo xtask <task>
   test-vllm           the wheel with vLLM on the CPU, many minutes: fetches 6 GB, unless UNWEIGHT_VLLM_PYTHON has it
   test-candle         bindings/candle on the CPU: builds candle, minutes
   wheel               build the Python package with the command in it: target/wheels
+                        --manylinux2014  for any Linux since glibc 2.17, linked by zig (from PyPI)
   gpu-pack            gather stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
                         --with-nvrtc  put libnvrtc beside them
   bench-peers [MODEL] measure the codec beside ZipNN and zstd on a Gaussian tensor and on MODEL's BF16 matrices

@@ -15,6 +15,10 @@ use crate::{
 };
 
 const MATURIN: &str = "maturin>=1.9.4,<2";
+/// A linker that knows the symbols of older glibcs, and cargo's way to it.
+const ZIG: [&str; 2] = ["ziglang>=0.14,<0.18", "cargo-zigbuild>=0.20,<1"];
+/// The glibc of manylinux2014.
+const GLIBC: &str = "2.17";
 /// What the tests of the operator and of transformers were written against.
 const TORCH: &[&str] =
     &["torch==2.11.0", "transformers==5.17.0", "accelerate>=1.10", "safetensors>=0.8", "numpy>=1.24"];
@@ -71,8 +75,10 @@ const VLLM_NEEDS: &[&str] = &[
 /// How the extension is built, and the command that the wheel carries.
 #[derive(Clone, Copy)]
 enum Build {
-    /// To be published.
+    /// For this system.
     Release,
+    /// To be published: for every Linux of the last ten years.
+    Manylinux,
     /// With what the tests of the workspace have built.
     Tests,
     /// As the tests, but of the workspace only the command.
@@ -81,8 +87,14 @@ enum Build {
 
 /// `cargo xtask wheel`: builds one in `target/wheels`.
 pub fn run_task(arguments: &[String]) -> Result<(), String> {
-    run::no_arguments(arguments)?;
-    let wheel = build(Build::Release)?;
+    let how = match arguments {
+        [flag] if flag == "--manylinux2014" => Build::Manylinux,
+        _ => {
+            run::no_arguments(arguments)?;
+            Build::Release
+        }
+    };
+    let wheel = build(how)?;
     println!("{}", wheel.display());
     Ok(())
 }
@@ -169,17 +181,32 @@ fn package() -> PathBuf {
 
 /// The wheel, with the command in it.
 fn build(how: Build) -> Result<PathBuf, String> {
-    let maturin = setup::python("maturin", &[&[MATURIN]], "import maturin")?;
-    let profile = match how {
-        Build::Release => "release",
-        Build::Tests | Build::Command => "dev",
+    let (tools, installs) = match how {
+        Build::Manylinux => ("maturin-zig", [&[MATURIN][..], &ZIG].concat()),
+        Build::Release | Build::Tests | Build::Command => ("maturin", vec![MATURIN]),
     };
-    let command = gpu_pack::command(match how {
-        Build::Release => &["build", "--release", "--package", "unweight", "--bin", "unweight"],
-        // The very build of `cargo xtask test`: it is there already.
-        Build::Tests => &["test", "--no-run", "--workspace", "--all-targets"],
-        Build::Command => &["build", "--package", "unweight", "--bin", "unweight"],
-    })?;
+    let maturin = setup::python(tools, &[&installs], "import maturin")?;
+    // The launcher that stands for a virtual environment has its programs elsewhere.
+    let mut path = OsString::from(maturin.with_file_name("").as_os_str());
+    path.push(":");
+    path.push(prepared(tools).join("site-0/bin"));
+    path.push(":");
+    path.push(env::var_os("PATH").unwrap_or_default());
+    let target = format!("{}-unknown-linux-gnu", env::consts::ARCH);
+    let target_of_command = format!("{target}.{GLIBC}");
+    let command = gpu_pack::command(
+        match how {
+            Build::Release => &["build", "--release", "--package", "unweight", "--bin", "unweight"],
+            Build::Manylinux => {
+                let target = ["--target", &target_of_command];
+                &[&["zigbuild", "--release", "--package", "unweight", "--bin", "unweight"][..], &target].concat()
+            }
+            // The very build of `cargo xtask test`: it is there already.
+            Build::Tests => &["test", "--no-run", "--workspace", "--all-targets"],
+            Build::Command => &["build", "--package", "unweight", "--bin", "unweight"],
+        },
+        &path,
+    )?;
     let io = |path: &Path| {
         let path = path.to_owned();
         move |error: std::io::Error| format!("{}: {error}", path.display())
@@ -191,19 +218,20 @@ fn build(how: Build) -> Result<PathBuf, String> {
     gpu_pack::strip(&script);
     let wheels = prepared("wheels");
     setup::remove(&wheels)?;
-    // The launcher that stands for a virtual environment has its programs elsewhere.
-    let mut path = OsString::from(maturin.with_file_name("").as_os_str());
-    path.push(":");
-    path.push(prepared("maturin/site-0/bin"));
-    path.push(":");
-    path.push(env::var_os("PATH").unwrap_or_default());
-    run(Command::new(&maturin)
-        .current_dir(package())
-        .args(["-m", "maturin", "build", "--quiet", "--profile", profile, "--out"])
-        .arg(&wheels)
-        .env("PATH", path)
-        // Its dependencies have been built for the workspace.
-        .env("CARGO_TARGET_DIR", env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| prepared("").into())))?;
+    let profile = match how {
+        Build::Release | Build::Manylinux => "release",
+        Build::Tests | Build::Command => "dev",
+    };
+    let mut command = Command::new(&maturin);
+    command.current_dir(package()).args(["-m", "maturin", "build", "--quiet", "--profile", profile, "--out"]);
+    command.arg(&wheels).env("PATH", path);
+    if let Build::Manylinux = how {
+        // It fails where a symbol is younger than the tag says.
+        command.args(["--zig", "--compatibility", "manylinux2014", "--target", &target]);
+    }
+    // Its dependencies have been built for the workspace.
+    let shared = env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| prepared("").into());
+    run(command.env("CARGO_TARGET_DIR", shared))?;
     let mut made = fs::read_dir(&wheels).map_err(io(&wheels))?.filter_map(|entry| Some(entry.ok()?.path()));
     made.find(|path| path.extension().is_some_and(|extension| extension == "whl"))
         .ok_or_else(|| format!("{}: maturin left no wheel", wheels.display()))

@@ -6,8 +6,8 @@ and tokens of KV cache. Needs vLLM and this package; each engine runs in a proce
     python vllm_gpu.py --out bundle.json --quick             # a bundle, and an adapter beside it: under four minutes
     python vllm_gpu.py --out mixture.json --geometry qwen3-30b-a3b --layers 4 --bundle
 
-`--quick` takes 8 of the 32 layers, compresses the model, and runs BF16 and the bundle, both without and with
-`--enable-lora`. Greedy tokens part at the first near tie, so logprobs are held to BF16's where the engine is forced to
+`--quick` takes 4 of the 32 layers, compresses the model, and runs BF16 and the bundle with `--enable-lora`; what each
+says without the adapter is compared, too. Greedy tokens part at the first near tie, so logprobs are held to BF16's where the engine is forced to
 say a token; those with an adapter have to differ from those without. Exit status 1: they do not hold. `--seconds`
 bounds the whole; what it left no time for is named in the result.
 """
@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--bundle", action="store_true", help="compress the model, and run the bundle, too")
     parser.add_argument("--lora", action="store_true", help="run BF16 and the last of the others with an adapter, too")
-    parser.add_argument("--quick", action="store_true", help="8 layers; --bundle and --lora, nothing else")
+    parser.add_argument("--quick", action="store_true", help="4 layers; --bundle and --lora, nothing else")
     parser.add_argument("--seconds", type=float, help="for all of it; without it there is no limit, with --quick 235")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--eager", action="store_true", help="neither CUDA graphs nor torch.compile")
@@ -343,7 +343,7 @@ def main() -> None:
     begin = time.monotonic()
     if given.quick:
         given.bundle = given.lora = True
-        given.layers = given.layers or 8
+        given.layers = given.layers or 4
         given.batches, given.first = "1,8,32", "128"
         given.seconds = given.seconds or 235.0
 
@@ -404,6 +404,8 @@ def main() -> None:
             for name in ("bf16", list(engines)[-1]):
                 options = {**engines[name][0], "enable_lora": True, "max_lora_rank": RANK}
                 engines[f"{name} with an adapter"] = (options, "bf16 with an adapter")
+        if given.quick:
+            engines = {name: engine for name, engine in engines.items() if "enable_lora" in engine[0]}
         for name, (own, beside) in engines.items():
             log = given.out.with_suffix(f".{name.replace(' ', '-')}.log")
             more = {"adapter": str(home / "adapter")} if "enable_lora" in own else {}
