@@ -194,19 +194,15 @@ fn build(how: Build) -> Result<PathBuf, String> {
     path.push(env::var_os("PATH").unwrap_or_default());
     let target = format!("{}-unknown-linux-gnu", env::consts::ARCH);
     let target_of_command = format!("{target}.{GLIBC}");
-    let command = gpu_pack::command(
-        match how {
-            Build::Release => &["build", "--release", "--package", "unweight", "--bin", "unweight"],
-            Build::Manylinux => {
-                let target = ["--target", &target_of_command];
-                &[&["zigbuild", "--release", "--package", "unweight", "--bin", "unweight"][..], &target].concat()
-            }
-            // The very build of `cargo xtask test`: it is there already.
-            Build::Tests => &["test", "--no-run", "--workspace", "--all-targets"],
-            Build::Command => &["build", "--package", "unweight", "--bin", "unweight"],
-        },
-        &path,
-    )?;
+    let of_command = ["--package", "unweight", "--bin", "unweight"];
+    let arguments = match how {
+        Build::Release => [&["build", "--release"], &of_command[..]].concat(),
+        Build::Manylinux => [&["zigbuild", "--release", "--target", &target_of_command], &of_command[..]].concat(),
+        // The very build of `cargo xtask test`: it is there already.
+        Build::Tests => vec!["test", "--no-run", "--workspace", "--all-targets"],
+        Build::Command => [&["build"], &of_command[..]].concat(),
+    };
+    let command = gpu_pack::command(&arguments, &path)?;
     let io = |path: &Path| {
         let path = path.to_owned();
         move |error: std::io::Error| format!("{}: {error}", path.display())
