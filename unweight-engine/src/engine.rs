@@ -689,6 +689,8 @@ fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOpti
     if resident >= mixture.experts {
         return Ok(EngineOptions { resident_experts: None, ..options });
     }
+    let all = u64::from(mixture.experts) * u64::from(config.layers);
+    memory::check_host(all.saturating_mul(config.expert_bytes(Residency::Packed)))?;
     Ok(options.graphs(false))
 }
 

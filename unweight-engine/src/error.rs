@@ -3,7 +3,12 @@
 use unweight_model::{BindError, ConfigError};
 use unweight_rt::{DeviceError, LoadError, Refusal, Remedy};
 
-use crate::{memory::NoMemory, options::BadOption, run::BindFailure, schedule::Rejected};
+use crate::{
+    memory::{NoHostMemory, NoMemory},
+    options::BadOption,
+    run::BindFailure,
+    schedule::Rejected,
+};
 
 /// What an engine could not do.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +36,9 @@ pub enum EngineError {
     /// The weights leave no room.
     #[error(transparent)]
     Memory(#[from] NoMemory),
+    /// The host has no room for experts.
+    #[error(transparent)]
+    HostMemory(#[from] NoHostMemory),
     /// A tensor could not be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),

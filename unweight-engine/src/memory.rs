@@ -89,6 +89,42 @@ pub struct NoMemory {
     pub context: u32,
 }
 
+/// The host has no room for experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{need} bytes of host memory are needed for the experts and {have} are there; free memory of the host, or leave \
+     resident_experts out where the device has room for all experts"
+)]
+pub struct NoHostMemory {
+    /// Bytes of all packed experts.
+    pub need: u64,
+    /// Bytes that the host has at most.
+    pub have: u64,
+}
+
+/// Refuses what locked memory cannot hold: the system would not refuse it, but end processes for it.
+///
+/// # Errors
+/// [`NoHostMemory`].
+pub fn check_host(need: u64) -> Result<(), NoHostMemory> {
+    let read = |file| std::fs::read_to_string(file).unwrap_or_default();
+    let have = host_bytes(&read("/proc/meminfo"), &read("/sys/fs/cgroup/memory.max"));
+    match have {
+        Some(have) if have < need => Err(NoHostMemory { need, have }),
+        _ => Ok(()),
+    }
+}
+
+/// Bytes that a process can have at most, by what the system says of itself and of a container; `None` where neither
+/// says anything.
+fn host_bytes(meminfo: &str, limit: &str) -> Option<u64> {
+    let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = available.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    // `max` where there is no limit.
+    let limit = limit.trim().parse().ok();
+    [kib.map(|kib| kib.saturating_mul(1024)), limit].into_iter().flatten().min()
+}
+
 /// Rows of the activations: of a chunk of a prompt, or of a step.
 pub fn rows(options: &EngineOptions) -> u32 {
     options.chunk.max(bucket(options.max_batch))
@@ -287,6 +323,20 @@ mod tests {
         assert_eq!(chosen(asked.clone(), None, true, 80), fast);
         assert_eq!(chosen(asked.clone(), Some(11 * gb), false, 13), fast);
         assert_eq!(chosen(asked.linears(Linears::Bf16), Some(11 * gb), true, 13), fast);
+    }
+
+    #[test]
+    fn experts_that_the_host_cannot_hold_are_refused() {
+        let meminfo = "MemTotal:       263939380 kB\nMemFree:         1000 kB\nMemAvailable:   201000000 kB\n";
+        assert_eq!(host_bytes(meminfo, "max\n"), Some(201_000_000 * 1024));
+        assert_eq!(host_bytes(meminfo, "137438953472\n"), Some(137_438_953_472));
+        assert_eq!(
+            (host_bytes("", "max"), host_bytes("", "5"), host_bytes("MemAvailable: x kB", "")),
+            (None, Some(5), None)
+        );
+        assert_eq!(check_host(0), Ok(()));
+        let refused = check_host(u64::MAX).unwrap_err();
+        assert!(refused.have < refused.need && refused.to_string().contains("resident_experts"), "{refused}");
     }
 
     #[test]
