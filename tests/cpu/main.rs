@@ -5,6 +5,7 @@ mod activations;
 mod attention;
 mod compact_sections;
 mod compress;
+mod exponents;
 mod gemm_compact;
 mod gemm_mma;
 mod gemm_recon;

@@ -9,7 +9,10 @@ use unweight_codegen::{
     VariantSpec,
     abi::{DecodeArgs, EncodeArgs},
     plan::{GemmShape, Plan},
-    spec::{self, Arch, DecodeOutput, DecodeSpec, DecodeWarps, EncodeSpec, EncodeStage, Op, SmemCopy, catalog},
+    spec::{
+        self, Arch, DecodeElement, DecodeOutput, DecodeSpec, DecodeWarps, EncodeSpec, EncodeStage, Op, SmemCopy,
+        catalog,
+    },
 };
 use unweight_format::{
     CodeLimit, FormId, HuffmanTensor, Matrix, Section, bf16, oracle,
@@ -134,7 +137,8 @@ struct Decoders {
 impl Decoders {
     fn spec(arch: Arch, copy: SmemCopy, output: DecodeOutput, limit: u32) -> VariantSpec {
         let (code_limit, warps) = (spec::CodeLimit::new(limit).unwrap(), DecodeWarps::FITTING);
-        VariantSpec { arch, op: Op::Decode(DecodeSpec { output, code_limit, copy, warps }) }
+        let element = DecodeElement::Bf16;
+        VariantSpec { arch, op: Op::Decode(DecodeSpec { output, element, code_limit, copy, warps }) }
     }
 
     fn of(arch: Arch, copy: SmemCopy, outputs: &'static [DecodeOutput], limits: &'static [u32]) -> Self {

@@ -8,6 +8,7 @@ mod cublas;
 mod decode;
 mod encode;
 mod engine;
+mod exponents;
 mod gemm_compact;
 mod gemm_packed;
 mod gemm_recon;

@@ -7,7 +7,10 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{DecodeOutput, Epilogue, GemmCompactSpec, Op, catalog},
 };
-use unweight_format::{CodeLimit, Histogram, HuffmanTensor, Matrix, compact, huffman, packed, testing::Random};
+use unweight_format::{
+    CodeLimit, Float, FloatMatrix, Histogram, HuffmanTensor, Matrix, compact, exponents, huffman, packed,
+    testing::{Random, float_weights},
+};
 use unweight_rivals::{
     cuda::{
         dfloat11::{DeviceUnit, UnitDecoder},
@@ -21,7 +24,7 @@ use unweight_rivals::{
 };
 use unweight_rt::{
     choose::{
-        graph::decoder,
+        graph::{decoder, element_decoder},
         model::PackedUse,
         recon::{Source, candidates},
     },
@@ -35,7 +38,7 @@ use unweight_rt::{
         repack::Packer,
         transcode::Transcoder,
     },
-    weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked},
+    weight::{DeviceCompact, DeviceExponents, DeviceHuffman, DeviceMatrix, DevicePacked},
 };
 
 use crate::{
@@ -81,6 +84,8 @@ pub fn bench_rivals(
         for &m in &options.batches {
             rows.extend(bench.products(&forms, m)?);
         }
+        drop(forms);
+        rows.extend(bench.elements((n, k))?);
     }
     if options.int8 > 0 {
         rows.extend(bench.int8(options.int8, options.int8_entropy)?);
@@ -223,6 +228,49 @@ impl Bench<'_> {
         let rows = self.timer.measure("rivals_decode", contenders, copies, problem, self.progress);
         // Graphs name these.
         drop((lane, packer, out, flat, dfloat11));
+        rows
+    }
+
+    /// To FP8, F16 and F32, from exponents.
+    fn elements(&self, (n, k): (u32, u32)) -> Result<Vec<Row>, BenchError> {
+        let (stream, problem) = (self.timer.stream, GemmShape { m: 0, n, k });
+        let (rows, cols) = (n as usize, k as usize);
+        // Of the smallest output enough for the rotation.
+        let copies = self.timer.copies(rows * cols);
+        let mut lane = Lane::new(stream, LaneSize::default())?;
+        let (mut contenders, mut kept) = (Vec::new(), Vec::new());
+        for (name, float) in [
+            ("unweight e4m3", Float::E4M3),
+            ("unweight e5m2", Float::E5M2),
+            ("unweight f16", Float::F16),
+            ("unweight f32", Float::F32),
+        ] {
+            let bytes = float_weights(float, rows * cols, 7);
+            let tensor = exponents::encode(FloatMatrix::new(float, &bytes, rows, cols)?, CodeLimit::DEFAULT)?;
+            self.say_bits(name, tensor.coded_bytes(), rows * cols);
+            let (arch, bits) = (self.kernels.device().info().arch, tensor.exponents().code().max_length());
+            let spec = element_decoder(arch, float, bits).ok_or(BenchError::CodeBits { bits })?;
+            let decoder = Decoder::new(self.kernels.get(&spec)?)?;
+            let sources = self.timer.each(copies, |_| DeviceExponents::upload(stream, &tensor))?;
+            let mut out = self.timer.each(copies, |_| DeviceBuffer::<u8>::zeroed(stream, bytes.len()))?;
+            for to in &mut out {
+                to.fill_bytes(stream, 0xff)?;
+            }
+            let mut run = |copy: usize| decoder.elements(&mut lane, &sources[copy], &mut out[copy]);
+            (0..copies).try_for_each(&mut run)?;
+            let recorded = self.timer.record(problem, copies, run)?;
+            lane.synchronize()?;
+            for to in &out {
+                if to.to_host(stream)? != bytes {
+                    return Err(BenchError::WrongBits { kernel: name });
+                }
+            }
+            contenders.push(contender(name, recorded, tensor.coded_bytes() + bytes.len() as u64, None));
+            kept.push((decoder, sources, out));
+        }
+        let rows = self.timer.measure("rivals_elements", contenders, copies, problem, self.progress);
+        // Graphs name these.
+        drop((lane, kept));
         rows
     }
 

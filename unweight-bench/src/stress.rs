@@ -32,11 +32,14 @@ use unweight_codegen::{
     abi::{DecodeArgs, RepackArgs, TranscodeArgs},
     family::Instruction,
     plan::{GemmShape, Plan},
-    spec::{Arch, DecodeOutput, Epilogue, Op, RepackStage, TranscodeStage, WeightSource, catalog},
+    spec::{Arch, DecodeElement, DecodeOutput, Epilogue, Op, RepackStage, TranscodeStage, WeightSource, catalog},
 };
 use unweight_format::{
-    CodeLimit, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, TileGrid, TileMetadata, compact, huffman,
+    CodeLimit, Float, FloatMatrix, Histogram, Matrix, PackedTensor, PaletteTensor, TileGrid, TileMetadata, compact,
+    exponents,
+    huffman::{self, CodedExponents},
     packed, palette,
+    testing::{Random, float_weights},
 };
 
 use unweight_rt::{
@@ -547,7 +550,18 @@ impl Run<'_> {
 
     fn decode<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
         let Op::Decode(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
-        let tensor = huffman::encode(weights.matrix()?, CodeLimit::new(spec.code_limit.get())?)?;
+        let limit = CodeLimit::new(spec.code_limit.get())?;
+        if spec.element != DecodeElement::Bf16 {
+            let (float, (n, k)) = (spec.element.float(), weights.shape);
+            let (n, k) = (n as usize, k as usize);
+            let bytes = with_any_bits(float, n * k);
+            let tensor = exponents::encode(FloatMatrix::new(float, &bytes, n, k)?, limit)?;
+            // Only F16 has both.
+            let fractions = [tensor.fraction_bytes(), tensor.fraction_bits()].concat();
+            let sections = CodedOnDevice::upload(self.stream, &fractions, tensor.exponents())?;
+            return self.decoder(kernel, sections, tensor.grid(), (bytes.len(), bytes));
+        }
+        let tensor = huffman::encode(weights.matrix()?, limit)?;
         let (bytes, expected) = match spec.output {
             DecodeOutput::Full => (weights.bytes.len(), weights.bytes.clone()),
             // Indices of verbatim rows are 0, and the shapes here have no padding.
@@ -557,9 +571,19 @@ impl Run<'_> {
             }
             DecodeOutput::Exponent => (weights.bytes.len() / 2, exponents_by_tile(weights.matrix()?)),
         };
-        let sections = HuffmanOnDevice::upload(self.stream, &tensor)?;
+        let sections = CodedOnDevice::upload(self.stream, tensor.sign_mantissa(), tensor.exponents())?;
+        self.decoder(kernel, sections, tensor.grid(), (bytes, expected))
+    }
+
+    /// A decoder whose output has so many bytes, and these.
+    fn decoder<'a>(
+        &'a self,
+        kernel: &'a LoadedKernel,
+        sections: CodedOnDevice,
+        grid: TileGrid,
+        (bytes, expected): (usize, Vec<u8>),
+    ) -> Result<Subject<'a>, BenchError> {
         let fault = DeviceBuffer::<u32>::zeroed(self.stream, 1)?;
-        let grid = tensor.grid();
         let args = sections.args(grid, fault.address());
         let shape = GemmShape { m: 0, n: args.n, k: args.k };
         let stream = self.stream;
@@ -887,7 +911,19 @@ impl ReconOnDevice {
     }
 }
 
-struct HuffmanOnDevice {
+/// Weights of a type, of which one in 700 has any bits.
+fn with_any_bits(float: Float, elements: usize) -> Vec<u8> {
+    let seed = elements as u64;
+    let (mut bytes, mut random) = (float_weights(float, elements, seed), Random::new(seed ^ 0x77));
+    for element in bytes.chunks_exact_mut(float.bytes()) {
+        if random.below(700) == 0 {
+            element.copy_from_slice(&(random.bits() as u32).to_le_bytes()[..float.bytes()]);
+        }
+    }
+    bytes
+}
+
+struct CodedOnDevice {
     sign_mantissa: DeviceBuffer<u8>,
     encoded_exp: DeviceBuffer<u32>,
     row_lengths: DeviceBuffer<u8>,
@@ -897,10 +933,10 @@ struct HuffmanOnDevice {
     code_lengths: DeviceBuffer<u8>,
 }
 
-impl HuffmanOnDevice {
-    fn upload(stream: &Stream, tensor: &HuffmanTensor<Vec<u8>>) -> Result<Self, BenchError> {
+impl CodedOnDevice {
+    fn upload(stream: &Stream, sign_mantissa: &[u8], tensor: &CodedExponents<Vec<u8>>) -> Result<Self, BenchError> {
         Ok(Self {
-            sign_mantissa: DeviceBuffer::from_host(stream, tensor.sign_mantissa())?,
+            sign_mantissa: DeviceBuffer::from_host(stream, sign_mantissa)?,
             encoded_exp: DeviceBuffer::from_host(stream, &pods::<u32>(tensor.encoded_exp()))?,
             row_lengths: DeviceBuffer::from_host(stream, tensor.row_lengths())?,
             tile_metadata: DeviceBuffer::from_host(stream, &pods::<TileMetadata>(tensor.tile_metadata()))?,

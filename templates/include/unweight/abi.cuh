@@ -29,16 +29,17 @@ struct alignas(16) TileMetadata {
     u32 verbatim_high;        // bitmask of verbatim rows 32..63
 };
 
-// Preprocess family: decode_full, decode_exponent, decode_palette. Read-only input is a Huffman tensor.
+// Preprocess family: decode_full, decode_exponent, decode_palette. Read-only input is a Huffman tensor; of decode_full
+// also one of the form `exponents` (docs/format.md A.12).
 struct DecodeArgs {
-    const u8* sign_mantissa;          // [n, k]; used by decode_full only
+    const u8* sign_mantissa;          // [n, k]; used by decode_full only. Of exponents: fraction_bytes, then fraction_bits
     const u32* encoded_exp;           // [encoded_words]
     const u8* row_lengths;            // [tiles, 64], bits - 64
     const TileMetadata* tile_metadata;// [tiles]
     const u8* verbatim_exponents;     // [verbatim_rows, 64]
     const u8* palette;                // [16]
     const u8* code_lengths;           // [16]
-    void* output;                     // full: bf16 [n, k] row-major; exponent: u8 [tiles, 64, 64]; palette: u8 [tiles, 64, 32]
+    void* output;                     // full: [n, k] row-major; exponent: u8 [tiles, 64, 64]; palette: u8 [tiles, 64, 32]
     u32* fault;                       // set to 1 + tile where a tile's metadata is out of bounds (the tile is skipped)
     u64 encoded_words;
     u32 verbatim_rows;

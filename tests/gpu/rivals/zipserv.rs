@@ -2,7 +2,7 @@
 
 use crate::harness::{Random, Weights, gpu, guard_is_whole, lane, poison, refused, stream, value};
 use unweight_rivals::{
-    cuda::zipserv::{DeviceZip, ZipKernels},
+    cuda::zipserv::{DeviceZip, FUSED_BEST, FUSED_MAX, ZipKernels},
     zipserv::{Encoded, encode},
 };
 use unweight_rt::{
@@ -98,14 +98,22 @@ fn products_are_those_of_the_weights() {
         let matrix = DeviceZip::upload(&stream, &encode(&bytes, rows, cols).unwrap()).unwrap();
         let mut scratch = DeviceMatrix::zeroed(&stream, rows as u32, cols as u32).unwrap();
         let w = halves(&bytes);
-        for batch in [1, 2, 7, 8, 9, 16, 31, 33, 64, 65, 100, 128, 200] {
+        let batches = [1, 2, 7, 8, 9, 16, 31, 33, 64, 65, 100, 128, 200];
+        // As the kernel has it, and as `multiply` chooses, where that is something else.
+        let fused = batches.iter().filter(|batch| **batch <= FUSED_MAX as usize).map(|batch| (*batch, true));
+        let chosen = batches.iter().filter(|batch| **batch > FUSED_BEST as usize).map(|batch| (*batch, false));
+        for (batch, fused) in fused.chain(chosen) {
             let x = halves(&Weights::TRAINED.bytes(batch * cols, batch as u64));
             let on_device = DeviceMatrix::from_host(&stream, batch as u32, cols as u32, &x).unwrap();
             let mut y = DeviceMatrix::zeroed(&stream, batch as u32, rows as u32).unwrap();
             let mut first = None;
             for _ in 0..40 {
                 poison(&stream, &mut y);
-                zip.multiply(&mut lane, &on_device, &matrix, &mut scratch, &mut y).unwrap();
+                if fused {
+                    zip.gemm(&stream, &on_device, &matrix, &mut y).unwrap();
+                } else {
+                    zip.multiply(&mut lane, &on_device, &matrix, &mut scratch, &mut y).unwrap();
+                }
                 let got = y.to_host(&stream).unwrap();
                 assert!(*first.get_or_insert_with(|| got.clone()) == got, "{rows}x{cols} batch {batch}: not alike");
             }

@@ -1,23 +1,75 @@
 //! Huffman tensor to a form that a consumer reads (report section 7): `templates/include/unweight/kernels/decode.cuh`.
 
-use super::{EXPONENTS, Edge, Family, Instruction, Instructions};
+use super::{DECODED_EXPONENTS, Edge, Family, Instruction, Instructions};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work, named},
     spec::{Arch, SmemCopy, VariantSpec, axes, range_axis, set_axis, word_axis},
 };
 use serde::Serialize;
-use unweight_format::FormId;
+use unweight_format::{Float, FormId};
 
 word_axis! {
     /// What a decoder of the preprocess family writes (report section 7).
     DecodeOutput, "output" {
-        /// bf16 `[n, k]`, row-major: the weights themselves.
+        /// `[n, k]`, row-major: the weights themselves.
         Full = "full",
         /// u8 `[tiles, 64, 64]`: one exponent byte per element.
         Exponent = "exponent",
         /// u8 `[tiles, 64, 32]`: packed 4-bit palette indices.
         Palette = "palette",
+    }
+}
+
+word_axis! {
+    /// The type of the weights: BF16 from a Huffman tensor, the others from a tensor of the form `exponents`, of which
+    /// only the weights themselves are decoded.
+    DecodeElement, "element" {
+        /// BF16.
+        Bf16 = "bf16",
+        /// FP8 with four bits of exponent.
+        E4M3 = "e4m3",
+        /// FP8 with five bits of exponent.
+        E5M2 = "e5m2",
+        /// IEEE half.
+        F16 = "f16",
+        /// IEEE single.
+        F32 = "f32",
+    }
+}
+
+impl DecodeElement {
+    /// That of a type whose exponents can be coded.
+    pub const fn of(float: Float) -> Self {
+        match float {
+            Float::Bf16 => Self::Bf16,
+            Float::E4M3 => Self::E4M3,
+            Float::E5M2 => Self::E5M2,
+            Float::F16 => Self::F16,
+            Float::F32 => Self::F32,
+        }
+    }
+
+    /// The type.
+    pub const fn float(self) -> Float {
+        match self {
+            Self::Bf16 => Float::Bf16,
+            Self::E4M3 => Float::E4M3,
+            Self::E5M2 => Float::E5M2,
+            Self::F16 => Float::F16,
+            Self::F32 => Float::F32,
+        }
+    }
+
+    /// The second argument of `uw::decode::run`: a struct of `form/elements.cuh`.
+    const fn argument(self) -> &'static str {
+        match self {
+            Self::Bf16 => "",
+            Self::E4M3 => ", uw::elements::E4m3",
+            Self::E5M2 => ", uw::elements::E5m2",
+            Self::F16 => ", uw::elements::F16",
+            Self::F32 => ", uw::elements::F32",
+        }
     }
 }
 
@@ -31,6 +83,11 @@ set_axis! {
     DecodeWarps, "warps", [0, 4, 8, 16, 32], "4, 8, 16 or 32, or 0 for as many of these as shared memory holds"
 }
 
+impl CodeLimit {
+    /// The encoder's default.
+    pub const DEFAULT: Self = Self(7);
+}
+
 impl DecodeWarps {
     /// As many as fit.
     pub const FITTING: Self = Self::ALL[0];
@@ -41,6 +98,8 @@ axes! {
     pub struct DecodeSpec {
         /// What is written.
         output: DecodeOutput "",
+        /// Type of the weights.
+        element: DecodeElement "_" = Bf16 unnamed,
         /// The longest code accepted; of an attribute that does not say, the encoder's default.
         code_limit: CodeLimit "_l" = 7,
         /// What brings the bits to shared memory.
@@ -53,7 +112,8 @@ axes! {
 args! {
     /// Arguments of the preprocess family.
     pub struct DecodeArgs {
-        /// `[n, k]` u8; read by `decode_full` only.
+        /// `[n, k]` u8; read by `decode_full` only. Of other types than BF16: `fraction_bytes`, and `fraction_bits`
+        /// behind them.
         pub sign_mantissa: u64,
         /// `[encoded_words]` u32.
         pub encoded_exp: u64,
@@ -67,7 +127,7 @@ args! {
         pub palette: u64,
         /// `[16]` u8.
         pub code_lengths: u64,
-        /// full: bf16 `[n, k]`; exponent: u8 `[tiles, 64, 64]`; palette: u8 `[tiles, 64, 32]`.
+        /// full: `[n, k]` of the element's type; exponent: u8 `[tiles, 64, 64]`; palette: u8 `[tiles, 64, 32]`.
         pub output: u64,
         /// u32; 1 + tile where a tile's metadata is out of bounds.
         pub fault: u64,
@@ -92,7 +152,14 @@ impl VariantSpec {
     /// A decoder, whose bits come by the copy engine where there is one.
     pub const fn decode(arch: Arch, output: DecodeOutput, code_limit: CodeLimit) -> Self {
         let (copy, warps) = (SmemCopy::of(arch), DecodeWarps::FITTING);
-        Self { arch, op: super::Op::Decode(DecodeSpec { output, code_limit, copy, warps }) }
+        let element = DecodeElement::Bf16;
+        Self { arch, op: super::Op::Decode(DecodeSpec { output, element, code_limit, copy, warps }) }
+    }
+
+    /// A decoder to weights of any type, likewise.
+    pub const fn decode_elements(arch: Arch, element: DecodeElement, code_limit: CodeLimit) -> Self {
+        let (output, copy, warps) = (DecodeOutput::Full, SmemCopy::of(arch), DecodeWarps::FITTING);
+        Self { arch, op: super::Op::Decode(DecodeSpec { output, element, code_limit, copy, warps }) }
     }
 }
 
@@ -148,6 +215,10 @@ impl DecodeSpec {
     }
 
     pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        if !matches!((self.output, self.element), (DecodeOutput::Full, _) | (_, DecodeElement::Bf16)) {
+            let what = "element other than bf16 is of output = full alone; take that, or bf16";
+            return Err(Infeasible::Conflict { spec: *spec, what });
+        }
         let limit_bytes = spec.arch.limits().smem_bytes_per_block;
         // As many as the shared memory holds: on Hopper all of them.
         let mut fitting = WARPS_MAX;
@@ -193,17 +264,22 @@ impl Family for DecodeSpec {
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[
         Edge { from: FormId::HUFFMAN, to: FormId::RAW },
-        Edge { from: FormId::HUFFMAN, to: EXPONENTS },
+        Edge { from: FormId::HUFFMAN, to: DECODED_EXPONENTS },
         Edge { from: FormId::HUFFMAN, to: FormId::PALETTE },
+        Edge { from: FormId::EXPONENTS, to: FormId::RAW },
     ];
 
     fn edges(&self) -> &'static [Edge] {
-        let index = self.output as usize;
+        let index = if matches!(self.element, DecodeElement::Bf16) { self.output as usize } else { 3 };
         &Self::EDGES[index..=index]
     }
 
     fn summary(&self, _: &Plan) -> String {
         let written = match self.output {
+            DecodeOutput::Full if self.element != DecodeElement::Bf16 => {
+                let (element, bits) = (self.element.tag(), self.code_limit.get());
+                return format!("Tensor of exponents with codes of at most {bits} bits -> {element} [n, k], row-major.");
+            }
             DecodeOutput::Full => "bf16 [n, k], row-major",
             DecodeOutput::Exponent => "u8 exponents [tiles, 64, 64]",
             DecodeOutput::Palette => "packed 4-bit palette indices [tiles, 64, 32]",
@@ -216,6 +292,8 @@ impl Family for DecodeSpec {
         struct Context {
             /// `Config::kOutput`: 0 full, 1 exponent, 2 palette.
             output: u32,
+            /// Second argument of the kernel's body; empty for BF16.
+            element: &'static str,
             /// `Config::kCodeLimit`, bits.
             code_limit: u32,
             /// `Config::kWarps`.
@@ -225,18 +303,25 @@ impl Family for DecodeSpec {
         }
         Context {
             output: self.output.raw(),
+            element: self.element.argument(),
             code_limit: self.code_limit.get(),
             warps: plan.roles.warps(),
             is_async: matches!(self.copy, SmemCopy::Async),
         }
     }
 
-    /// Exponents only where something reads them: the reconstructive matmul, which needs `wgmma`.
+    /// Exponents only where something reads them: the reconstructive matmul, which needs `wgmma`. Of other types than
+    /// BF16 codes of the encoder's default limit, and all.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        let of_type = move |element: &DecodeElement| {
+            [CodeLimit::DEFAULT, CodeLimit::MAX].map(|limit| VariantSpec::decode_elements(arch, *element, limit))
+        };
+        let others = DecodeElement::ALL.iter().filter(|element| **element != DecodeElement::Bf16).flat_map(of_type);
         let read = move |output: &&DecodeOutput| **output != DecodeOutput::Exponent || arch.has(Instruction::Wgmma);
         DecodeOutput::ALL
             .iter()
             .filter(read)
             .flat_map(move |output| CodeLimit::all().map(move |limit| VariantSpec::decode(arch, *output, limit)))
+            .chain(others)
     }
 }

@@ -10,7 +10,7 @@
 //! With 1, 3 or 4 (`batch_rows`) X has 128 rows per stage, and one slot more. What the blocks of a split exchange lies
 //! over X.
 
-use super::{EXPONENTS, Edge, Family, Op, PRODUCT, Instructions, Instruction};
+use super::{DECODED_EXPONENTS, Edge, Family, Op, PRODUCT, Instructions, Instruction};
 use crate::{
     abi::{TensorMap, args},
     plan::{
@@ -363,7 +363,7 @@ impl Family for GemmReconSpec {
     type Args = GemmReconArgs;
     const AXES: &'static [Axis] = Self::AXES;
     const EDGES: &'static [Edge] =
-        &[Edge { from: EXPONENTS, to: PRODUCT }, Edge { from: FormId::PALETTE, to: PRODUCT }];
+        &[Edge { from: DECODED_EXPONENTS, to: PRODUCT }, Edge { from: FormId::PALETTE, to: PRODUCT }];
 
     fn edges(&self) -> &'static [Edge] {
         match self.source {

@@ -21,8 +21,8 @@ use serde::{Serialize, Serializer};
 use unweight_format::FormId;
 
 /// Decoded exponents, u8 `[tiles, 64, 64]`, beside the sign-mantissa bytes: a form that only a device holds and no
-/// bundle stores.
-pub const EXPONENTS: FormId = FormId::new("exponents");
+/// bundle stores. [`FormId::EXPONENTS`] is another one, which bundles store.
+pub const DECODED_EXPONENTS: FormId = FormId::new("decoded_exponents");
 /// `Y`: where the graph ends. Not a form of the weight.
 pub const PRODUCT: FormId = FormId::new("product");
 
@@ -357,8 +357,8 @@ mod tests {
     fn every_end_of_an_edge_is_a_form() {
         let stored = |id: FormId| unweight_format::form::FORMS.iter().any(|form| form.id() == id);
         for Edge { from, to } in FAMILIES.iter().flat_map(|family| family.edges) {
-            assert!(stored(*from) || *from == EXPONENTS, "{from}");
-            assert!(stored(*to) || *to == EXPONENTS || *to == PRODUCT, "{to}");
+            assert!(stored(*from) || *from == DECODED_EXPONENTS, "{from}");
+            assert!(stored(*to) || *to == DECODED_EXPONENTS || *to == PRODUCT, "{to}");
         }
     }
 

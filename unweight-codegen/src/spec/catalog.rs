@@ -120,7 +120,9 @@ mod tests {
             for spec in all(*arch).iter().filter(|spec| spec.op.instructions().has(Instruction::AsyncCopy)) {
                 let here = plan(spec);
                 let same = |there: &&Plan| match (there.spec.op, spec.op) {
-                    (Op::Decode(a), Op::Decode(b)) => (a.output, a.code_limit) == (b.output, b.code_limit),
+                    (Op::Decode(a), Op::Decode(b)) => {
+                        (a.output, a.element, a.code_limit) == (b.output, b.element, b.code_limit)
+                    }
                     (a, b) => a == b,
                 };
                 let there = run.iter().filter(same).find(|there| there.roles.warps() == here.roles.warps());

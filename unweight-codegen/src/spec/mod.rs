@@ -14,7 +14,7 @@ pub use crate::family::{
     TranscodeSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
     compress::CompressStage,
-    decode::{CodeLimit, DecodeOutput, DecodeWarps},
+    decode::{CodeLimit, DecodeElement, DecodeOutput, DecodeWarps},
     embed::EmbedSource,
     encode::EncodeStage,
     gemm_compact::{CompactBatchTile, CompactStages},

@@ -1,7 +1,7 @@
 //! Canonical names: symbol, cache folder, log line and bench row are this one string.
 //!
 //! ```text
-//! uw_<arch>_decode_<full|exponent|palette>_l<code limit>[_async][_w<warps>]
+//! uw_<arch>_decode_<full|exponent|palette>[_<e4m3|e5m2|f16|f32>]_l<code limit>[_async][_w<warps>]
 //! uw_<arch>_encode_<stats|table|decode_table|rows|scan|write|palette>
 //! uw_<arch>_repack_<pack|lists|unpack>
 //! uw_<arch>_compress_<quads|sizes|write>

@@ -116,6 +116,11 @@ impl Rest {
     }
 }
 
+/// Bytes of `fraction_bytes` and `fraction_bits` of a matrix; `None` of a type that the form does not hold.
+pub fn fraction_sections(float: Float, grid: TileGrid) -> Option<[usize; 2]> {
+    Exponents::FLOATS.contains(&float).then(|| Rest::of(float).section_bytes(grid))
+}
+
 /// Encodes a matrix with its own optimal code under `limit`.
 ///
 /// # Errors

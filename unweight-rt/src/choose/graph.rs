@@ -13,9 +13,9 @@
 
 use unweight_codegen::{
     VariantSpec,
-    spec::{Arch, CodeLimit, DecodeOutput, TranscodeStage, catalog},
+    spec::{Arch, CodeLimit, DecodeElement, DecodeOutput, TranscodeStage, catalog},
 };
-use unweight_format::FormId;
+use unweight_format::{Float, FormId};
 
 /// A form that a weight can lie in, as far as kernels care.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -144,6 +144,13 @@ pub fn decoder(arch: Arch, output: DecodeOutput, code_bits: u32) -> Option<Varia
     Some(VariantSpec::decode(arch, output, limit))
 }
 
+/// The decoder of a tensor of exponents, whose codes have up to `code_bits` bits: of those that ship, the one with the
+/// smallest table. `None` above 15 bits, and of BF16, which is decoded from a Huffman tensor.
+pub fn element_decoder(arch: Arch, float: Float, code_bits: u32) -> Option<VariantSpec> {
+    let limit = [CodeLimit::DEFAULT, CodeLimit::MAX].into_iter().find(|limit| code_bits <= limit.get())?;
+    (float != Float::Bf16).then(|| VariantSpec::decode_elements(arch, DecodeElement::of(float), limit))
+}
+
 /// The kernel of [`Step::Transcode`].
 pub fn transcoder(arch: Arch) -> VariantSpec {
     VariantSpec::transcode(arch, TranscodeStage::Full)
@@ -166,6 +173,22 @@ mod tests {
         assert_eq!(name(DecodeOutput::Full, 1).unwrap(), "uw_sm90a_decode_full_l6");
         assert_eq!(name(DecodeOutput::Palette, 15).unwrap(), "uw_sm90a_decode_palette_l15");
         assert_eq!(name(DecodeOutput::Full, 16), None);
+        let name = |float, bits| element_decoder(Arch::Sm90a, float, bits).map(|spec| spec.to_string());
+        assert_eq!(name(Float::E4M3, 3).unwrap(), "uw_sm90a_decode_full_e4m3_l7");
+        assert_eq!(name(Float::F32, 8).unwrap(), "uw_sm90a_decode_full_f32_l15");
+        assert_eq!((name(Float::F16, 16), name(Float::Bf16, 7)), (None, None));
+    }
+
+    #[test]
+    fn decoders_of_every_type_ship() {
+        for arch in Arch::ALL {
+            let shipped = catalog::all(*arch);
+            for (float, bits) in Float::ALL.into_iter().flat_map(|float| (1..=15).map(move |bits| (float, bits))) {
+                let spec = element_decoder(*arch, float, bits);
+                assert_eq!(spec.is_some(), float != Float::Bf16);
+                assert!(spec.is_none_or(|spec| shipped.contains(&spec)), "{spec:?}");
+            }
+        }
     }
 
     #[test]

@@ -3,9 +3,9 @@
 use unweight_codegen::{
     CodegenError,
     plan::GemmShape,
-    spec::{DecodeOutput, Epilogue, RouteSpec},
+    spec::{DecodeElement, DecodeOutput, Epilogue, RouteSpec},
 };
-use unweight_format::CodecError;
+use unweight_format::{CodecError, Float};
 
 use crate::{device::workspace::LaneSize, remedy::Remedy};
 
@@ -527,6 +527,20 @@ pub enum Refusal {
         writes: DecodeOutput,
         /// What was asked for.
         asked: DecodeOutput,
+    },
+    /// A decoder to weights of another type.
+    #[error("writes {}, the tensor holds {}; take the decoder of its type", .writes.tag(), .tensor.tag())]
+    DecodesElement {
+        /// What the kernel writes.
+        writes: DecodeElement,
+        /// What the tensor holds.
+        tensor: DecodeElement,
+    },
+    /// A type that the form `exponents` does not hold.
+    #[error("no tensor of exponents holds {}; take a form of BF16", .float.name())]
+    NotExponents {
+        /// The type.
+        float: Float,
     },
     /// Longer codes than a decoder takes.
     #[error("decodes codes of up to {limit} bits, the tensor has {bits}")]

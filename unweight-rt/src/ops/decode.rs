@@ -1,9 +1,11 @@
-//! The preprocess family: a Huffman tensor to the form that a consumer reads (report section 7).
+//! The preprocess family: a Huffman tensor to the form that a consumer reads (report section 7), and a tensor of
+//! exponents to its weights.
 //!
 //! ```text
 //! DeviceHuffman --full-----> bf16 [n, k]              --> cuBLAS
 //!               --exponent-> u8 [tiles, 64, 64]       --> matmul, exponent source
 //!               --palette--> u8 [tiles, 64, 32]       --> matmul, palette source
+//! DeviceExponents --elements--> FP8, F16 or F32 [n, k], as bytes
 //! ```
 //! A decoder only enqueues. Tiles whose metadata lead out of their sections are left out and reported by
 //! [`Lane::synchronize`](crate::ops::lane::Lane::synchronize).
@@ -13,7 +15,7 @@ use std::sync::Arc;
 use unweight_codegen::{
     abi::DecodeArgs,
     plan::GemmShape,
-    spec::{DecodeOutput, DecodeSpec, Op},
+    spec::{DecodeElement, DecodeOutput, DecodeSpec, Op},
 };
 use unweight_format::TileGrid;
 
@@ -24,7 +26,7 @@ use crate::{
         view::{check_apart, check_device},
     },
     ops::lane::Lane,
-    weight::{self, DeviceHuffman},
+    weight::{self, DeviceCoded, DeviceExponents, DeviceHuffman},
 };
 
 /// A decoder kernel.
@@ -67,7 +69,29 @@ impl Decoder {
             check_apart(("the output", place.span()), tensor.spans())
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
-        self.enqueue(lane, DecodeOutput::Full, tensor, place.address)
+        self.enqueue_huffman(lane, DecodeOutput::Full, tensor, place.address)
+    }
+
+    /// Enqueues the decoding of weights of another type than BF16, `[n, k]` row-major without gaps: the little-endian
+    /// bytes that were encoded.
+    ///
+    /// # Errors
+    /// A kernel for another type, an output of another size, codes that are too long, another device, or the driver's
+    /// refusal.
+    pub fn elements(
+        &self,
+        lane: &mut Lane,
+        tensor: &DeviceExponents,
+        output: &mut DeviceBuffer<u8>,
+    ) -> Result<(), DeviceError> {
+        let own = self.kernel.device().ordinal();
+        weight::elements("the output", output.len(), tensor.decoded_bytes())
+            .and_then(|()| check_device("the output", output.device().ordinal(), own))
+            .and_then(|()| check_device("the tensor", tensor.device().ordinal(), own))
+            .and_then(|()| check_apart(("the output", output.span()), tensor.spans()))
+            .or_else(|refusal| self.kernel.refuse(refusal))?;
+        let what = (DecodeOutput::Full, DecodeElement::of(tensor.float()));
+        self.enqueue(lane, what, (&tensor.coded, tensor.fractions.address()), output.address())
     }
 
     /// Enqueues the decoding of exponents, u8 `[tiles, 64, 64]`. What it leaves in pad columns and rows is not
@@ -107,35 +131,50 @@ impl Decoder {
         weight::elements("the output", output.len(), output_bytes(tensor.grid(), what))
             .and_then(|()| check_device("the output", output.device().ordinal(), self.kernel.device().ordinal()))
             .or_else(|refusal| self.kernel.refuse(refusal))?;
-        self.enqueue(lane, what, tensor, output.address())
+        self.enqueue_huffman(lane, what, tensor, output.address())
     }
 
-    fn enqueue(
+    fn enqueue_huffman(
         &self,
         lane: &mut Lane,
         asked: DecodeOutput,
         tensor: &DeviceHuffman,
         address: u64,
     ) -> Result<(), DeviceError> {
+        let own = self.kernel.device().ordinal();
+        check_device("the tensor", tensor.device().ordinal(), own).or_else(|refusal| self.kernel.refuse(refusal))?;
+        let source = (&tensor.coded, tensor.sign_mantissa.address());
+        self.enqueue(lane, (asked, DecodeElement::Bf16), source, address)
+    }
+
+    /// `source`: the exponents, and the address of signs and fractions.
+    fn enqueue(
+        &self,
+        lane: &mut Lane,
+        (asked, element): (DecodeOutput, DecodeElement),
+        (coded, fractions): (&DeviceCoded, u64),
+        address: u64,
+    ) -> Result<(), DeviceError> {
         let (writes, limit) = (self.spec.output, self.spec.code_limit.get());
         if writes != asked {
             return self.kernel.refuse(Refusal::Decodes { writes, asked });
         }
-        if tensor.code_bits() > limit {
-            return self.kernel.refuse(Refusal::CodeBits { limit, bits: tensor.code_bits() });
+        if self.spec.element != element {
+            return self.kernel.refuse(Refusal::DecodesElement { writes: self.spec.element, tensor: element });
         }
-        let own = self.kernel.device().ordinal();
-        check_device("the tensor", tensor.device().ordinal(), own).or_else(|refusal| self.kernel.refuse(refusal))?;
-        let args = args(tensor, address, lane.fault_address());
+        if coded.code_bits > limit {
+            return self.kernel.refuse(Refusal::CodeBits { limit, bits: coded.code_bits });
+        }
+        let args = args(coded, fractions, address, lane.fault_address());
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the sections have the sizes that the grid asks for, or are bounded by the counts beside them;
+        // SAFETY: the sections have the sizes that grid and type ask for, or are bounded by the counts beside them;
         // `output` was checked by the callers; the lane's fault word lives as long as the lane, on whose stream this
         // runs (a lane of another device is refused by `launch`). Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(lane.stream(), problem, &args) }
     }
 }
 
-/// Bytes that a decoder writes.
+/// Bytes that a decoder of BF16 writes.
 pub fn output_bytes(grid: TileGrid, output: DecodeOutput) -> usize {
     match output {
         DecodeOutput::Full => grid.elements() * 2,
@@ -144,10 +183,10 @@ pub fn output_bytes(grid: TileGrid, output: DecodeOutput) -> usize {
     }
 }
 
-fn args(tensor: &DeviceHuffman, output: u64, fault: u64) -> DecodeArgs {
-    let grid = tensor.grid();
+fn args(tensor: &DeviceCoded, sign_mantissa: u64, output: u64, fault: u64) -> DecodeArgs {
+    let grid = tensor.grid;
     DecodeArgs {
-        sign_mantissa: tensor.sign_mantissa.address(),
+        sign_mantissa,
         encoded_exp: tensor.encoded_exp.address(),
         row_lengths: tensor.row_lengths.address(),
         tile_metadata: tensor.tile_metadata.address(),

@@ -2,9 +2,13 @@
 
 use std::ops::Range;
 
-use unweight_format::{HuffmanTensor, TileGrid, TileMetadata};
+use unweight_format::{HuffmanTensor, TileGrid};
 
-use super::{DevicePalette, PaletteView, device_shape, elements, most_verbatim, pods, verbatim_rows};
+use super::{
+    DevicePalette, PaletteView,
+    coded::{CodedSections, DeviceCoded},
+    elements,
+};
 use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Upload};
 
 /// The sections of a Huffman tensor as host slices, checked by nobody.
@@ -29,16 +33,8 @@ pub struct HuffmanSections<'a> {
 /// A Huffman tensor on the device.
 #[derive(Debug)]
 pub struct DeviceHuffman {
-    grid: TileGrid,
-    code_bits: u32,
-    max_verbatim_rows: u32,
+    pub(crate) coded: DeviceCoded,
     pub(crate) sign_mantissa: DeviceBuffer<u8>,
-    pub(crate) encoded_exp: DeviceBuffer<u32>,
-    pub(crate) row_lengths: DeviceBuffer<u8>,
-    pub(crate) tile_metadata: DeviceBuffer<TileMetadata>,
-    pub(crate) verbatim_exponents: DeviceBuffer<u8>,
-    pub(crate) palette: DeviceBuffer<u8>,
-    pub(crate) code_lengths: DeviceBuffer<u8>,
 }
 
 impl DeviceHuffman {
@@ -63,41 +59,34 @@ impl DeviceHuffman {
         grid: TileGrid,
         sections: &HuffmanSections<'_>,
     ) -> Result<Self, DeviceError> {
-        device_shape(grid)?;
         elements("sign_mantissa", sections.sign_mantissa.len(), grid.elements())?;
-        elements("row_lengths", sections.row_lengths.len(), grid.tiles() * 64)?;
-        elements("tile_metadata", sections.tile_metadata.len(), grid.tiles() * TileMetadata::BYTES)?;
-        verbatim_rows(sections.verbatim_exponents)?;
-        let metadata: Vec<TileMetadata> = pods(sections.tile_metadata)?;
-        let tensor = Self {
-            grid,
-            code_bits: sections.code_lengths.iter().copied().max().unwrap_or(0).into(),
-            max_verbatim_rows: most_verbatim(&metadata),
-            sign_mantissa: to.section(sections.sign_mantissa)?,
-            encoded_exp: to.section(sections.encoded_exp)?,
-            row_lengths: to.section(sections.row_lengths)?,
-            tile_metadata: to.section(sections.tile_metadata)?,
-            verbatim_exponents: to.section(sections.verbatim_exponents)?,
-            palette: to.section(&sections.palette)?,
-            code_lengths: to.section(&sections.code_lengths)?,
+        let coded = CodedSections {
+            encoded_exp: sections.encoded_exp,
+            row_lengths: sections.row_lengths,
+            tile_metadata: sections.tile_metadata,
+            verbatim_exponents: sections.verbatim_exponents,
+            palette: sections.palette,
+            code_lengths: sections.code_lengths,
         };
+        let coded = DeviceCoded::from_sections(&mut to, grid, &coded)?;
+        let tensor = Self { coded, sign_mantissa: to.section(sections.sign_mantissa)? };
         to.finish()?;
         Ok(tensor)
     }
 
     /// Shape and tiling.
     pub fn grid(&self) -> TileGrid {
-        self.grid
+        self.coded.grid
     }
 
     /// Longest code, bits.
     pub fn code_bits(&self) -> u32 {
-        self.code_bits
+        self.coded.code_bits
     }
 
     /// Most verbatim rows in one tile.
     pub fn max_verbatim_rows(&self) -> u32 {
-        self.max_verbatim_rows
+        self.coded.max_verbatim_rows
     }
 
     /// Where it lies.
@@ -107,13 +96,8 @@ impl DeviceHuffman {
 
     /// The addresses of its sections, but for palette and code.
     pub(crate) fn spans(&self) -> [(&'static str, Range<u64>); 5] {
-        [
-            ("sign_mantissa", self.sign_mantissa.span()),
-            ("encoded_exp", self.encoded_exp.span()),
-            ("row_lengths", self.row_lengths.span()),
-            ("tile_metadata", self.tile_metadata.span()),
-            ("verbatim_exponents", self.verbatim_exponents.span()),
-        ]
+        let [encoded, lengths, metadata, verbatim] = self.coded.spans();
+        [("sign_mantissa", self.sign_mantissa.span()), encoded, lengths, metadata, verbatim]
     }
 
     /// Bytes of the buffers' elements: what a decoder reads at most, `sign_mantissa` included.
@@ -123,24 +107,19 @@ impl DeviceHuffman {
 
     /// Bytes of everything but `sign_mantissa`.
     pub fn coded_exponent_bytes(&self) -> usize {
-        self.encoded_exp.bytes()
-            + self.row_lengths.bytes()
-            + self.tile_metadata.bytes()
-            + self.verbatim_exponents.bytes()
-            + self.palette.bytes()
-            + self.code_lengths.bytes()
+        self.coded.bytes()
     }
 
     /// The weights as a palette source, with the indices that a transcoder wrote to `palette_index`.
     pub fn as_palette<'a>(&'a self, palette_index: &'a DeviceBuffer<u8>) -> PaletteView<'a> {
         PaletteView {
-            grid: self.grid,
-            max_verbatim_rows: self.max_verbatim_rows,
+            grid: self.coded.grid,
+            max_verbatim_rows: self.coded.max_verbatim_rows,
             sign_mantissa: &self.sign_mantissa,
             palette_index,
-            tile_metadata: &self.tile_metadata,
-            verbatim_exponents: &self.verbatim_exponents,
-            palette: &self.palette,
+            tile_metadata: &self.coded.tile_metadata,
+            verbatim_exponents: &self.coded.verbatim_exponents,
+            palette: &self.coded.palette,
         }
     }
 
@@ -149,15 +128,16 @@ impl DeviceHuffman {
     /// # Errors
     /// Indices of another number of tiles.
     pub fn into_palette(self, palette_index: DeviceBuffer<u8>) -> Result<DevicePalette, Refusal> {
-        elements("palette_index", palette_index.len(), self.grid.tiles() * 2048)?;
-        let Self { grid, max_verbatim_rows, sign_mantissa, tile_metadata, verbatim_exponents, palette, .. } = self;
+        elements("palette_index", palette_index.len(), self.grid().tiles() * 2048)?;
+        let Self { coded, sign_mantissa } = self;
+        let DeviceCoded { grid, max_verbatim_rows, tile_metadata, verbatim_exponents, palette, .. } = coded;
         let sections = (sign_mantissa, palette_index, tile_metadata, verbatim_exponents, palette);
         Ok(DevicePalette::of_parts(grid, max_verbatim_rows, sections))
     }
 
     /// The weights as an exponent source, with the exponents that a decoder wrote to `exponents`.
     pub fn as_exponent<'a>(&'a self, exponents: &'a DeviceBuffer<u8>) -> ExponentView<'a> {
-        ExponentView { grid: self.grid, sign_mantissa: &self.sign_mantissa, exponents }
+        ExponentView { grid: self.coded.grid, sign_mantissa: &self.sign_mantissa, exponents }
     }
 }
 

@@ -5,7 +5,9 @@
 //! `from_sections` takes anything, because kernels check what they follow. No safe call exchanges a buffer of a weight
 //! for another: sizes are checked once, when it is made.
 
+mod coded;
 mod compact;
+mod exponents;
 mod huffman;
 mod matrix;
 mod packed;
@@ -18,13 +20,14 @@ use crate::device::{DeviceBuffer, DeviceError, Refusal, Stream};
 
 pub use self::{
     compact::DeviceCompact,
+    exponents::{DeviceExponents, ExponentsSections},
     huffman::{DeviceHuffman, ExponentView, HuffmanSections},
     matrix::DeviceMatrix,
     packed::DevicePacked,
     palette::{DevicePalette, PaletteSections, PaletteView},
 };
 
-pub(crate) use self::packed::PackedEscapes;
+pub(crate) use self::{coded::DeviceCoded, packed::PackedEscapes};
 
 /// Kernels count tiles in 32 bits.
 fn device_shape(grid: TileGrid) -> Result<(), Refusal> {

@@ -1,9 +1,11 @@
-// Preprocess family (report section 7): Huffman tensor -> bf16 matrix | exponent bytes | packed palette indices.
+// Preprocess family (report section 7): Huffman tensor -> bf16 matrix | exponent bytes | packed palette indices;
+// tensor of exponents (docs/format.md A.12) -> its matrix of FP8, F16 or F32.
 //
 // Config   { static constexpr u32 kOutput /* 0 full, 1 exponent, 2 palette */, kCodeLimit /* 6..15 */, kWarps /* 1..32,
 //          planned: 32, fewer where shared memory is short */; static constexpr bool kAsync /* bits come by cp.async, all
 //          lanes copying, in place of the copy engine; there are no barriers then */; }
 //          A tensor may be decoded by a kernel of its own longest code or of any larger limit.
+// Element  what full output writes (form/elements.cuh); Bf16 where a source does not say.
 // Launch   threads = 32 * kWarps, grid = min(tiles, SMs) (1 block per SM; any grid is right), dynamic shared memory =
 //          Smem<Config>::kBytes,
 //          __launch_bounds__(32 * kWarps, 1).
@@ -14,8 +16,9 @@
 //          one warp scan of the lengths gives all 64 rows' first bits. Then, for each half (32 rows): (1) a bulk copy
 //          brings the bits, started while the half before was being decoded; (2) each lane decodes a row from shared
 //          memory (decode/reader.cuh) into 16-byte pieces of a staging area; (3) the warp writes the staging area out,
-//          16 bytes a lane, whole sectors side by side. Full output decodes to palette indices; its sign-mantissa bytes
-//          are loaded before (2) and joined with the exponents (mma/reconstruct.cuh) in (3).
+//          16 bytes a lane, whole sectors side by side. Full output decodes to palette indices; signs and fractions
+//          (of BF16 the sign-mantissa bytes) are loaded before (2) and joined with the exponents in (3): of all of a
+//          lane's elements, but of half of them in F16 and a quarter in F32, whose others follow batch by batch.
 // kAsync   a group of copies a fetch, also of none: when a half is needed, its group is the last but one.
 // Barriers 2 mbarriers per warp, one per half: 1 arrival (the copying lane, with the bytes expected); a phase per copy.
 //
@@ -31,7 +34,8 @@
 // B).
 //
 // Bytes    per element, 2.75 bits a code: read 0.34 + 0.016 + 0.004 (full: + 1), write palette 0.5, exponent 1, full 2.
-//          14336x4096: palette 50 MB, exponent 80 MB, full 198 MB.
+//          14336x4096: palette 50 MB, exponent 80 MB, full 198 MB. Full of other types: E4M3 (read 0.36 + 0.5, write 1)
+//          109 MB, E5M2 102, F16 219, F32 432.
 // Bound    palette and exponent: shared memory (a pair lookup of 32 lanes meets in 3 to 4 wavefronts); full: device
 //          memory. Figures: docs/records; what else was
 //          tried: docs/adr/0005-preprocess-log.md.
@@ -45,8 +49,8 @@
 #pragma once
 
 #include "unweight/abi.cuh"
+#include "unweight/form/elements.cuh"
 #include "unweight/form/huffman/reader.cuh"
-#include "unweight/mma/reconstruct.cuh"
 #include "unweight/pipeline/ring.cuh"
 #include "unweight/ptx/async.cuh"
 #include "unweight/ptx/bulk.cuh"
@@ -205,20 +209,39 @@ UW_DEVICE u32 piece(u32 row, u32 c) {
     return row * 32 + ((c ^ (row >> 2 & 1)) << 4);
 }
 
-// Full output: a lane's part of a half tile is rows lane / 8 + 4 i, columns lane % 8 * 8 and the 7 after them.
-constexpr u32 kCells = 8;
-
+// Full output: a lane's part of a half tile is kCount cells of kWidth elements, in rows lane / kLanes + kStep i.
+template <u32 kWidth>
 struct Cells {
+    static constexpr u32 kLanes = kTile / kWidth;   // that share a row
+    static constexpr u32 kStep = 32 / kLanes;       // rows that a warp has at once
+    static constexpr u32 kCount = kRows / kStep;
+
     u64 first;    // element of cell 0
-    u32 rows;     // cells 0.. that are inside: i with lane / 8 + 4 i below this
-    u32 row;      // lane / 8
-    UW_DEVICE bool inside(u32 i) const { return row + 4 * i < rows; }
+    u32 rows;     // cells 0.. that are inside: i with row + kStep * i below this
+    u32 row;      // lane / kLanes
+    UW_DEVICE bool inside(u32 i) const { return row + kStep * i < rows; }
+    // The first of cell i.
+    UW_DEVICE u64 element(const DecodeArgs& args, u32 i) const { return first + static_cast<u64>(kStep * i) * args.k; }
 };
 
-UW_DEVICE Cells cells(const DecodeArgs& args, const Tile& t, u32 half, u32 tile_row, u32 lane) {
-    u32 column = (t.index - tile_row * args.tile_cols) * kTile + lane % 8 * 8;
-    u32 row = lane / 8, left = t.rows > half * kRows ? t.rows - half * kRows : 0;
+template <u32 kWidth>
+UW_DEVICE Cells<kWidth> cells(const DecodeArgs& args, const Tile& t, u32 half, u32 tile_row, u32 lane) {
+    constexpr u32 kLanes = Cells<kWidth>::kLanes;
+    u32 column = (t.index - tile_row * args.tile_cols) * kTile + lane % kLanes * kWidth;
+    u32 row = lane / kLanes, left = t.rows > half * kRows ? t.rows - half * kRows : 0;
     return {static_cast<u64>(tile_row * kTile + half * kRows + row) * args.k + column, column < args.k ? left : 0, row};
+}
+
+// Signs and fractions of the cells from `begin` on.
+template <class Element>
+UW_DEVICE void load_batch(const DecodeArgs& args, const Cells<Element::kWidth>& part, u32 begin,
+                          typename Element::Rest (&batch)[Element::kBatch]) {
+    const elements::Fractions from = elements::fractions<Element>(args.sign_mantissa, args.n, args.k);
+#pragma unroll
+    for (u32 i = 0; i < Element::kBatch; ++i) {
+        batch[i] = {};
+        if (part.inside(begin + i)) batch[i] = Element::load(from, part.element(args, begin + i));
+    }
 }
 
 // The record of a verbatim row of a half.
@@ -228,8 +251,8 @@ UW_DEVICE const u8* verbatim_row(const DecodeArgs& args, const Tile& t, u32 half
     return args.verbatim_exponents + (static_cast<u64>(t.metadata.verbatim_row_offset) + before) * kTile;
 }
 
-// Writes a half tile of bf16 whose rows start at any 2-byte boundary: two bytes a lane.
-template <u32 kRowBytes>
+// Writes a half tile whose rows start at any element: one a lane.
+template <class Element, u32 kRowBytes>
 UW_DEVICE void write_narrow(const DecodeArgs& args, const Tile& t, u32 half, u32 tile_row, u32 output, u32 lane) {
     u32 tile_col = t.index - tile_row * args.tile_cols;
     u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
@@ -243,44 +266,58 @@ UW_DEVICE void write_narrow(const DecodeArgs& args, const Tile& t, u32 half, u32
             u32 pair = ptx::load_shared_u8(output + piece<kRowBytes>(row, column / 32) + column % 32 / 2);
             exponent = args.palette + (pair >> column % 2 * 4 & 15);
         }
-        u32 e = ptx::load_global_nc_u8(exponent), s = ptx::load_global_nc_u8(args.sign_mantissa + at);
-        ptx::store_global_u16(static_cast<u8*>(args.output) + at * 2, (s & 0x80) << 8 | e << 7 | (s & 0x7f));
+        u32 e = ptx::load_global_nc_u8(exponent);
+        u32 rest = elements::rest_of<Element>(elements::fractions<Element>(args.sign_mantissa, args.n, args.k), at);
+        elements::store_one<Element>(args.output, at, rest, e);
     }
 }
 
-// Writes a half tile of bf16 from its indices and the sign-mantissa bytes already on their way, 16 bytes a lane.
-template <u32 kRowBytes>
+// Writes a half tile from its indices and the signs and fractions of the first cells, already on their way: up to 16
+// bytes a lane.
+template <class Element, u32 kRowBytes>
 UW_DEVICE void write_wide(const DecodeArgs& args, const Tile& t, u32 half, u32 tile_row, u32 output,
-                          const U32x2 (&sign_mantissa)[kCells], u32 palette, u32 lane) {
+                          typename Element::Rest (&batch)[Element::kBatch], u32 palette, u32 lane) {
+    using Part = Cells<Element::kWidth>;
     // Found again rather than kept: registers are short while a row is decoded.
-    Cells part = cells(args, t, half, tile_row, lane);
+    Part part = cells<Element::kWidth>(args, t, half, tile_row, lane);
     u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
-    mma::PaletteTable table(ptx::load_shared_x4(palette));
-    // The swizzle repeats every 8 rows.
-    u32 from[2] = {output + piece<kRowBytes>(part.row, lane % 8 / 4) + lane % 4 * 4,
-                   output + piece<kRowBytes>(part.row + 4, lane % 8 / 4) + lane % 4 * 4};
+    typename Element::Table table(ptx::load_shared_x4(palette));
+    // A piece has 32 columns, two a byte. The swizzle repeats every 8 rows and changes every 4, which kStep divides.
+    constexpr u32 kLanes = 32 / Element::kWidth;  // that share a piece
+    u32 column = lane % Part::kLanes / kLanes, place = lane % kLanes * (Element::kWidth / 2);
+    u32 from[2] = {output + piece<kRowBytes>(part.row, column) + place,
+                   output + piece<kRowBytes>(part.row + 4, column) + place};
 #pragma unroll
-    for (u32 i = 0; i < kCells; ++i) {
-        u32 indices = ptx::load_shared(from[i % 2] + i / 2 * 8 * kRowBytes), flipped = indices ^ 0x88888888u;
-        U32x2 s = sign_mantissa[i];
-        U32x4 v;
-        table.join(s.x, indices, flipped, v.x, v.y);
-        table.join(s.y, indices >> 16, flipped >> 16, v.z, v.w);
-        if (part.inside(i)) {
-            u32 row = part.row + 4 * i;
-            if (mask >> row & 1) {
-                U32x2 e = ptx::load_global_nc_x2(verbatim_row(args, t, half, row) + lane % 8 * 8);
-                mma::join_exponents(s.x, e.x, v.x, v.y);
-                mma::join_exponents(s.y, e.y, v.z, v.w);
+    for (u32 begin = 0; begin < Part::kCount; begin += Element::kBatch) {
+        if (begin != 0) load_batch<Element>(args, part, begin, batch);
+#pragma unroll
+        for (u32 j = 0; j < Element::kBatch; ++j) {
+            u32 i = begin + j, row = part.row + Part::kStep * i;
+            u32 address = from[Part::kStep * i / 4 % 2] + (Part::kStep * i / 8 * 8 + Part::kStep * i % 4) * kRowBytes;
+            u32 indices = Element::kWidth == 8 ? ptx::load_shared(address) : ptx::load_shared_u16(address);
+            auto v = Element::join(table, batch[j], part.element(args, i), indices);
+            if (part.inside(i)) {
+                if (mask >> row & 1) {
+                    const u8* e = verbatim_row(args, t, half, row) + lane % Part::kLanes * Element::kWidth;
+                    if constexpr (Element::kWidth == 8) {
+                        v = Element::join(batch[j], part.element(args, i), ptx::load_global_nc_x2(e));
+                    } else {
+                        v = Element::join(batch[j], part.element(args, i), ptx::load_global_nc(e));
+                    }
+                }
+                u8* to = static_cast<u8*>(args.output) + part.element(args, i) * Element::kBytes;
+                if constexpr (sizeof(v) == 16) {
+                    ptx::store_global_x4(to, {v.word[0], v.word[1], v.word[2], v.word[3]});
+                } else {
+                    ptx::store_global_x2(to, {v.word[0], v.word[1]});
+                }
             }
-            u64 at = part.first + static_cast<u64>(4 * i) * args.k;
-            ptx::store_global_x4(static_cast<u8*>(args.output) + at * 2, v);
         }
     }
 }
 
 // Decodes a half tile whose bits are (or are about to be) in `stage` and writes it out.
-template <class Config>
+template <class Config, class Element>
 UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 lane, u32 table, u32 palette, u32 stage,
                            u32 output, u32 barrier, u32& parity) {
     using Layout = Smem<Config>;
@@ -290,19 +327,12 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
 
     u32 tile_row = 0;
     bool wide = false;
-    [[maybe_unused]] U32x2 sign_mantissa[kCells];
+    [[maybe_unused]] typename Element::Rest batch[Element::kBatch];
     if constexpr (Config::kOutput == kOutputFull) {
         tile_row = t.index / args.tile_cols;
-        wide = args.k % 8 == 0;
-        if (wide) {
-            // On their way while the row is decoded.
-            Cells part = cells(args, t, half, tile_row, lane);
-#pragma unroll
-            for (u32 i = 0; i < kCells; ++i) {
-                sign_mantissa[i] = {};
-                if (part.inside(i)) sign_mantissa[i] = ptx::load_global_nc_x2(args.sign_mantissa + part.first + static_cast<u64>(4 * i) * args.k);
-            }
-        }
+        wide = args.k % Element::kWidth == 0;
+        // On their way while the row is decoded.
+        if (wide) load_batch<Element>(args, cells<Element::kWidth>(args, t, half, tile_row, lane), 0, batch);
     }
 
     if (half_bits(t, half) != 0) {
@@ -336,9 +366,9 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
 
     if constexpr (Config::kOutput == kOutputFull) {
         if (wide) {
-            write_wide<kRowBytes>(args, t, half, tile_row, output, sign_mantissa, palette, lane);
+            write_wide<Element, kRowBytes>(args, t, half, tile_row, output, batch, palette, lane);
         } else {
-            write_narrow<kRowBytes>(args, t, half, tile_row, output, lane);
+            write_narrow<Element, kRowBytes>(args, t, half, tile_row, output, lane);
         }
     } else {
         // 32 pieces further on, the swizzle is the same: one address each, and constant steps.
@@ -357,7 +387,7 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
     }
 }
 
-template <class Config>
+template <class Config, class Element = elements::Bf16>
 UW_DEVICE void run(const DecodeArgs& args) {
     using Layout = Smem<Config>;
     using Table = typename Layout::Table;
@@ -403,7 +433,9 @@ UW_DEVICE void run(const DecodeArgs& args) {
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             u32 buffer = stage + half * kStageBytes, barrier = barriers + 8 * half;
-            if (tile.halves >> half & 1) decode_half<Config>(args, tile, half, lane, table, palette, buffer, output, barrier, parity);
+            if (tile.halves >> half & 1) {
+                decode_half<Config, Element>(args, tile, half, lane, table, palette, buffer, output, barrier, parity);
+            }
             if (half == 0) {
                 next = prepare(args, header, later, lane);
                 later = work(round + 2 * warps, own, tiles, warps);

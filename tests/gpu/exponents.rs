@@ -1,0 +1,340 @@
+//! Decoders of the form `exponents` on the GPU: FP8, F16 and F32, byte for byte what was encoded; sections that lie stay
+//! inside. Meant to be run under `compute-sanitizer` as well.
+
+use crate::harness::{Random, SHAPES, gpu, guard_is_whole, lane, poison, refusal, refused, stream};
+use unweight_codegen::{
+    VariantSpec,
+    spec::{self, Arch, DecodeElement, DecodeOutput, DecodeSpec, DecodeWarps, Op, SmemCopy},
+};
+use unweight_format::{
+    CodeLimit, ExponentsTensor, Float, FloatMatrix, Matrix, TileGrid, TileMetadata, exponents, huffman,
+    testing::float_weights,
+};
+use unweight_rt::{
+    choose::graph,
+    device::{DeviceBuffer, DeviceError, KernelSet, Refusal, Stream},
+    ops::decode::Decoder,
+    weight::{DeviceExponents, DeviceHuffman, DeviceMatrix, ExponentsSections},
+};
+
+const CODED: [Float; 4] = [Float::E4M3, Float::E5M2, Float::F16, Float::F32];
+
+/// How bits come, and the warps of a block; 0: as many as fit.
+const BLOCKS: [(SmemCopy, u32); 4] =
+    [(SmemCopy::Bulk, 0), (SmemCopy::Async, 0), (SmemCopy::Async, 16), (SmemCopy::Async, 8)];
+
+fn spec(float: Float, bits: u32, (copy, warps): (SmemCopy, u32)) -> VariantSpec {
+    let limit = spec::CodeLimit::new(bits).unwrap();
+    let spec = VariantSpec::decode_elements(Arch::Sm90a, DecodeElement::of(float), limit);
+    let Op::Decode(op) = spec.op else { unreachable!("a decoder") };
+    VariantSpec { op: Op::Decode(DecodeSpec { copy, warps: DecodeWarps::new(warps).unwrap(), ..op }), ..spec }
+}
+
+fn decoder(kernels: &KernelSet, spec: &VariantSpec) -> Decoder {
+    Decoder::new(kernels.get(spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
+}
+
+/// What ships, as the runtime chooses it.
+fn shipped(kernels: &KernelSet, float: Float, bits: u32) -> Decoder {
+    decoder(kernels, &graph::element_decoder(kernels.device().info().arch, float, bits).unwrap())
+}
+
+/// Weights of which one in `one_in` has any bits; 1: all of them.
+fn weights(float: Float, elements: usize, one_in: u64, seed: u64) -> Vec<u8> {
+    let (mut bytes, mut random) = (float_weights(float, elements, seed), Random::new(seed ^ 1));
+    for element in bytes.chunks_exact_mut(float.bytes()) {
+        if random.below(one_in) == 0 {
+            element.copy_from_slice(&(random.bits() as u32).to_le_bytes()[..float.bytes()]);
+        }
+    }
+    bytes
+}
+
+fn encode(float: Float, bytes: &[u8], (rows, cols): (usize, usize), limit: u32) -> ExponentsTensor<Vec<u8>> {
+    let matrix = FloatMatrix::new(float, bytes, rows, cols).unwrap();
+    exponents::encode(matrix, CodeLimit::new(limit).unwrap()).unwrap()
+}
+
+/// `bits`: of the kernel.
+fn exact(kernels: &KernelSet, tensor: &ExponentsTensor<Vec<u8>>, bytes: &[u8], bits: u32, what: &str) {
+    let stream = stream(kernels);
+    let device = DeviceExponents::upload(&stream, tensor).unwrap();
+    let mut lane = lane(&stream);
+    let mut output = DeviceBuffer::zeroed(&stream, bytes.len()).unwrap();
+    for block in BLOCKS {
+        let decoder = decoder(kernels, &spec(tensor.float(), bits, block));
+        poison(&stream, &mut output);
+        decoder.elements(&mut lane, &device, &mut output).unwrap();
+        let what = format!("{:?} {what} {block:?}", tensor.float());
+        lane.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
+        let got = output.to_host(&stream).unwrap();
+        let wrong = got.iter().zip(bytes).position(|(got, want)| got != want);
+        assert_eq!(wrong, None, "{what}: byte");
+        guard_is_whole(&stream, &output, &what);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_type_in_every_shape() {
+    let kernels = gpu();
+    for float in CODED {
+        for (seed, shape) in SHAPES.into_iter().enumerate() {
+            let elements = shape.0 * shape.1;
+            for (one_in, what) in [(u64::MAX, "weights"), (300, "outliers"), (1, "any bits")] {
+                let bytes = weights(float, elements, one_in, seed as u64);
+                exact(kernels, &encode(float, &bytes, shape, 7), &bytes, 7, &format!("{what} {shape:?}"));
+            }
+            let bytes = vec![0; elements * float.bytes()];
+            exact(kernels, &encode(float, &bytes, shape, 7), &bytes, 7, &format!("zeros {shape:?}"));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_edge_remainder() {
+    let kernels = gpu();
+    for float in CODED {
+        for edge in 1..=130 {
+            for shape in [(edge, 72), (70, edge)] {
+                let bytes = weights(float, shape.0 * shape.1, 90, edge as u64);
+                exact(kernels, &encode(float, &bytes, shape, 7), &bytes, 7, &format!("{shape:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_code_limit() {
+    let kernels = gpu();
+    let of = |bits| CODED.iter().flat_map(move |float| BLOCKS.map(|block| spec(*float, bits, block)));
+    let specs: Vec<VariantSpec> = [7, 9, 12, 15].into_iter().flat_map(of).collect();
+    kernels.prepare(&specs, &|_| {}).unwrap();
+    for float in CODED {
+        for bits in [7, 9, 12, 15] {
+            for shape in [(190, 264), (190, 257)] {
+                let bytes = weights(float, shape.0 * shape.1, 200, u64::from(bits));
+                for limit in [6, bits] {
+                    let tensor = encode(float, &bytes, shape, limit);
+                    exact(kernels, &tensor, &bytes, bits, &format!("{shape:?} limit {limit} through {bits}"));
+                }
+            }
+        }
+    }
+}
+
+/// 2000 launches of each type, and of each of its bits: new weights every 100.
+#[test]
+#[ignore = "needs a GPU"]
+fn thousands_of_launches_give_the_bytes_that_were_encoded() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut lane = lane(&stream);
+    for float in CODED {
+        for seed in 0..20 {
+            // More tiles than a GPU has warps, but for the last round; rows that end within a tile.
+            let shape = (1000 + 37 * seed as usize, 1032);
+            let bytes = weights(float, shape.0 * shape.1, 1000, 0x5eed + seed);
+            let tensor = encode(float, &bytes, shape, if seed % 4 == 3 { 15 } else { 7 });
+            let device = DeviceExponents::upload(&stream, &tensor).unwrap();
+            let decoder = shipped(kernels, float, device.code_bits());
+            let mut output = DeviceBuffer::zeroed(&stream, bytes.len()).unwrap();
+            for launch in 0..100 {
+                poison(&stream, &mut output);
+                decoder.elements(&mut lane, &device, &mut output).unwrap();
+                lane.synchronize().unwrap();
+                assert!(output.to_host(&stream).unwrap() == bytes, "{float:?}, seed {seed}, launch {launch}");
+            }
+            guard_is_whole(&stream, &output, "a decoder");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_large_matrix_of_each_type() {
+    let kernels = gpu();
+    for float in CODED {
+        let bytes = weights(float, 4096 * 4096, 5000, 9);
+        exact(kernels, &encode(float, &bytes, (4096, 4096), 7), &bytes, 7, "4096 x 4096");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_does_not_go_together_is_refused_before_the_launch() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut lane = lane(&stream);
+    let bytes = weights(Float::F16, 64 * 64, 20, 1);
+    let tensor = encode(Float::F16, &bytes, (64, 64), 15);
+    let device = DeviceExponents::upload(&stream, &tensor).unwrap();
+    let bits = device.code_bits();
+    assert!(bits > 7, "{bits}");
+    let mut output = DeviceBuffer::zeroed(&stream, bytes.len()).unwrap();
+    let short = shipped(kernels, Float::F16, 7);
+    assert_eq!(refused(short.elements(&mut lane, &device, &mut output)), Refusal::CodeBits { limit: 7, bits });
+    let other = shipped(kernels, Float::E5M2, 15);
+    let element = Refusal::DecodesElement { writes: DecodeElement::E5M2, tensor: DecodeElement::F16 };
+    assert_eq!(refused(other.elements(&mut lane, &device, &mut output)), element);
+    let right = shipped(kernels, Float::F16, bits);
+    let mut small = DeviceBuffer::zeroed(&stream, bytes.len() - 1).unwrap();
+    let elements = Refusal::Elements { buffer: "the output", got: 8191, expected: 8192 };
+    assert_eq!(refused(right.elements(&mut lane, &device, &mut small)), elements);
+    // BF16 by a decoder of F16, F16 by one of indices.
+    let huffman = huffman::encode(Matrix::new(&bytes, 64, 64).unwrap(), CodeLimit::DEFAULT).unwrap();
+    let huffman = DeviceHuffman::upload(&stream, &huffman).unwrap();
+    let mut whole = DeviceMatrix::zeroed(&stream, 64, 64).unwrap();
+    let element = Refusal::DecodesElement { writes: DecodeElement::F16, tensor: DecodeElement::Bf16 };
+    assert_eq!(refused(right.full(&mut lane, &huffman, whole.view_mut())), element);
+    let indices = decoder(kernels, &graph::decoder(Arch::Sm90a, DecodeOutput::Palette, 15).unwrap());
+    let writes = Refusal::Decodes { writes: DecodeOutput::Palette, asked: DecodeOutput::Full };
+    assert_eq!(refused(indices.elements(&mut lane, &device, &mut output)), writes);
+    // Sections of another type.
+    let sections = Sections::of(&tensor);
+    let e4m3 = ExponentsSections { float: Float::E4M3, ..sections.view() };
+    let elements = Refusal::Elements { buffer: "fraction_bytes", got: 4096, expected: 0 };
+    assert_eq!(refused(DeviceExponents::from_sections(&stream, tensor.grid(), &e4m3)), elements);
+    let bf16 = ExponentsSections { float: Float::Bf16, ..sections.view() };
+    let refusal = refused(DeviceExponents::from_sections(&stream, tensor.grid(), &bf16));
+    assert_eq!(refusal, Refusal::NotExponents { float: Float::Bf16 });
+    lane.synchronize().unwrap();
+}
+
+/// Owned sections, to be damaged.
+#[derive(Clone)]
+struct Sections {
+    float: Float,
+    grid: TileGrid,
+    fractions: [Vec<u8>; 2],
+    encoded_exp: Vec<u8>,
+    row_lengths: Vec<u8>,
+    tile_metadata: Vec<u8>,
+    verbatim_exponents: Vec<u8>,
+    palette: [u8; 16],
+    code_lengths: [u8; 16],
+}
+
+impl Sections {
+    fn of(tensor: &ExponentsTensor<Vec<u8>>) -> Self {
+        let exponents = tensor.exponents();
+        Self {
+            float: tensor.float(),
+            grid: tensor.grid(),
+            fractions: [tensor.fraction_bytes().to_vec(), tensor.fraction_bits().to_vec()],
+            encoded_exp: exponents.encoded_exp().to_vec(),
+            row_lengths: exponents.row_lengths().to_vec(),
+            tile_metadata: exponents.tile_metadata().to_vec(),
+            verbatim_exponents: exponents.verbatim_exponents().to_vec(),
+            palette: exponents.code().palette().stored(),
+            code_lengths: exponents.code().lengths(),
+        }
+    }
+
+    fn view(&self) -> ExponentsSections<'_> {
+        ExponentsSections {
+            float: self.float,
+            fraction_bytes: &self.fractions[0],
+            fraction_bits: &self.fractions[1],
+            encoded_exp: &self.encoded_exp,
+            row_lengths: &self.row_lengths,
+            tile_metadata: &self.tile_metadata,
+            verbatim_exponents: &self.verbatim_exponents,
+            palette: self.palette,
+            code_lengths: self.code_lengths,
+        }
+    }
+
+    fn metadata(&mut self, tile: usize, change: impl Fn(&mut TileMetadata)) {
+        let mut record = TileMetadata::read(&self.tile_metadata, tile);
+        change(&mut record);
+        self.tile_metadata[tile * TileMetadata::BYTES..][..TileMetadata::BYTES].copy_from_slice(&record.to_bytes());
+    }
+
+    /// Decodes what may be damaged: the bytes, and whether a fault was reported.
+    fn survive(&self, kernels: &KernelSet, stream: &Stream, bits: u32, what: &str) -> (Vec<u8>, bool) {
+        let decoder = shipped(kernels, self.float, bits);
+        let mut lane = lane(stream);
+        let device = DeviceExponents::from_sections(stream, self.grid, &self.view()).unwrap();
+        let mut output = DeviceBuffer::zeroed(stream, device.decoded_bytes()).unwrap();
+        poison(stream, &mut output);
+        let refused = refusal(decoder.elements(&mut lane, &device, &mut output)).is_some();
+        stream.synchronize().unwrap_or_else(|error| panic!("{:?}: {what}: {error}", self.float));
+        guard_is_whole(stream, &output, what);
+        let fault = match lane.synchronize() {
+            Ok(()) => refused,
+            Err(DeviceError::Fault { tile }) => {
+                assert!((tile as usize) < self.grid.tiles(), "{what}: fault in tile {tile}");
+                true
+            }
+            Err(error) => panic!("{what}: {error}"),
+        };
+        (output.to_host(stream).unwrap(), fault)
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn sections_that_lie_stay_inside() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    for (float, bits) in CODED.into_iter().flat_map(|float| [(float, 7), (float, 15)]) {
+        // Whole groups of eight, and one by one. The last tile row and column are ragged.
+        for shape in [(200, 152), (190, 131)] {
+            let bytes = weights(float, shape.0 * shape.1, 100, 5);
+            let good = Sections::of(&encode(float, &bytes, shape, bits));
+            let survive = |sections: &Sections, what: &str| sections.survive(kernels, &stream, bits, what);
+            assert!(survive(&good, "undamaged") == (bytes.clone(), false));
+            let words = (good.encoded_exp.len() / 4) as u32;
+            for tile in [0, good.grid.tiles() - 1] {
+                for start in [words, words + 1, u32::MAX, u32::MAX - 100, 1 << 31] {
+                    let mut bad = good.clone();
+                    bad.metadata(tile, |m| {
+                        m.start_word = start;
+                        // Some row must be coded for a start to matter.
+                        (m.verbatim_low, m.verbatim_high) = (0, 0);
+                    });
+                    let what = format!("tile {tile} starts at word {start} of {words}");
+                    let (got, fault) = survive(&bad, &what);
+                    assert!(fault, "no fault: {what}");
+                    // The tile is left out.
+                    let (row, col) = (tile / good.grid.tile_cols() * 64, tile % good.grid.tile_cols() * 64);
+                    let first = (row * shape.1 + col) * float.bytes();
+                    assert!(got[first..first + float.bytes()].iter().all(|byte| *byte == 0xff), "{what}");
+                }
+                for offset in [u32::MAX, u32::MAX - 3, 1 << 31] {
+                    let mut bad = good.clone();
+                    bad.metadata(tile, |m| {
+                        m.verbatim_row_offset = offset;
+                        m.verbatim_low |= 1;
+                    });
+                    assert!(survive(&bad, "verbatim rows elsewhere").1, "tile {tile}: no fault at row {offset}");
+                }
+            }
+            for lengths in [[0u8; 16], [1; 16], std::array::from_fn(|i| 15 - i as u8), [255; 16]] {
+                let bad = Sections { code_lengths: lengths, palette: [255; 16], ..good.clone() };
+                survive(&bad, &format!("code lengths {lengths:?}"));
+            }
+            for seed in 0..16 {
+                let mut random = Random::new(seed);
+                let mut bad = good.clone();
+                for _ in 0..1 + random.below(20) {
+                    let target: &mut [u8] = match random.below(6) {
+                        0 | 1 => &mut bad.tile_metadata,
+                        2 => &mut bad.row_lengths,
+                        3 => &mut bad.encoded_exp,
+                        4 => &mut bad.palette,
+                        _ => &mut bad.code_lengths,
+                    };
+                    let at = random.below(target.len() as u64) as usize;
+                    target[at] = random.bits() as u8;
+                }
+                survive(&bad, &format!("random damage {seed}"));
+            }
+            // What came before has left the device able to do its work.
+            assert!(survive(&good, "undamaged, afterwards") == (bytes.clone(), false));
+        }
+    }
+}
