@@ -1302,6 +1302,40 @@ fn kernels_of_a_bundle_are_compiled_ahead() {
     run(home.path(), &["kernels", "compile", "--max-batch", "8"], 2);
 }
 
+/// What is missing is told without a compiler.
+#[test]
+fn kernels_of_stored_mlps_are_told() {
+    let home = tempfile::tempdir().unwrap();
+    demo_model::write(&home.path().join("model"), &tiny()).unwrap();
+    run(home.path(), &["compress", "model", "-o", "bundle", "--profile", "inference"], 0);
+    let missing = |more: &[&str]| {
+        let attach = [&["kernels", "attach", "bundle", "--arch", "sm_90a"], more].concat();
+        let output = unweight(&attach)
+            .current_dir(&home)
+            .env("UNWEIGHT_CACHE_DIR", home.path().join("empty"))
+            .env("UNWEIGHT_NVRTC", home.path().join("nowhere.so"))
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        stderr(&output)
+    };
+    let linears = missing(&[]);
+    assert!(linears.contains("uw_sm90a_gemm_") && !linears.contains("_gemm_recon_"), "{linears}");
+    let stored = missing(&["--mlp", "stored"]);
+    // Palettes of odd layers, exponents of even ones, what is decoded for them, down's sums.
+    for name in [
+        "_gemm_recon_palette_n1p6s2_",
+        "_gemm_recon_exponent_n1p6_",
+        "_decode_full_",
+        "_decode_exponent_",
+        "_store_add",
+    ] {
+        assert!(stored.contains(name), "no {name} in {stored}");
+    }
+    let alternate = missing(&["--mlp", "alternate"]);
+    assert!(alternate.contains("_decode_palette_"), "{alternate}");
+}
+
 #[test]
 fn a_bundle_carries_its_kernels() {
     assert!(

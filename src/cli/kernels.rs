@@ -38,6 +38,7 @@ use super::{
     completions,
     failure::{Failure, Result},
     output::{self, Output, Table},
+    paths::Lie,
     select,
     trust::note_table,
 };
@@ -96,6 +97,9 @@ pub struct Compile {
     /// With --bundle: kernels for ordinary launches, not for programmatic dependent ones
     #[arg(long, requires = "bundle")]
     no_pdl: bool,
+    /// With --bundle: what the weights of MLPs will lie as [default: linears]
+    #[arg(long, value_name = "HOW", requires = "bundle")]
+    mlp: Option<Lie>,
     /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
@@ -116,6 +120,9 @@ pub struct Attach {
     /// Kernels for ordinary launches, not for programmatic dependent ones
     #[arg(long)]
     no_pdl: bool,
+    /// What the weights of MLPs will lie as
+    #[arg(long, value_name = "HOW", default_value = "linears")]
+    mlp: Lie,
     /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
@@ -393,7 +400,13 @@ fn load_options(max_batch: u32, no_pdl: bool) -> LoadOptions {
 }
 
 /// What loading a bundle and running its model can ask for.
-fn of_bundle(bundle: &Bundle, options: LoadOptions, cards: Cards, output: Output) -> Vec<VariantSpec> {
+fn of_bundle(
+    bundle: &Bundle,
+    options: LoadOptions,
+    mlp: Lie,
+    cards: Cards,
+    output: Output,
+) -> Result<Vec<VariantSpec>> {
     let (machines, mut specs) = match cards {
         Cards::All(arch) => {
             // Multiprocessors come in pairs. Attention's shapes follow from their number.
@@ -403,12 +416,14 @@ fn of_bundle(bundle: &Bundle, options: LoadOptions, cards: Cards, output: Output
         Cards::One(chooser) => (vec![*chooser.machine()], reachable(bundle, options, chooser)),
     };
     // What `generate` runs beside them, at every batch.
-    let engine = EngineOptions::default().max_batch(options::MAX_BATCH);
+    let engine = EngineOptions::default().max_batch(options::MAX_BATCH).mlp(mlp.into());
     match Engine::kernels(bundle, &engine, &machines) {
         Ok(more) => specs.extend(more),
-        Err(error) => output.note(format_args!("only kernels of linears: {error}")),
+        // Any bundle's linears may be loaded; who asks for programs has a model.
+        Err(error) if mlp == Lie::Linears => output.note(format_args!("only kernels of linears: {error}")),
+        Err(error) => return Err(error.into()),
     }
-    specs
+    Ok(specs)
 }
 
 fn render(specs: &[VariantSpec]) -> Result<Vec<CompileRequest>> {
@@ -448,7 +463,7 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
     };
     let mut specs: Vec<VariantSpec> = Vec::new();
     for cards in cards {
-        let more = of_bundle(&bundle, options, cards, output);
+        let more = of_bundle(&bundle, options, arguments.mlp, cards, output)?;
         specs.extend(more);
     }
     specs.sort();
@@ -498,7 +513,8 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         None => arguments.names.specs(output)?,
         Some(folder) => {
             let options = load_options(arguments.max_batch, arguments.no_pdl);
-            of_bundle(&Bundle::open(folder)?, options, Cards::of(arguments.names.arch, env, output), output)
+            let mlp = arguments.mlp.unwrap_or(Lie::Linears);
+            of_bundle(&Bundle::open(folder)?, options, mlp, Cards::of(arguments.names.arch, env, output), output)?
         }
     };
     let requests = render(&specs)?;

@@ -20,6 +20,7 @@ use super::{
     failure::{Failure, Result},
     generate::{Form, ResidentArg, note_load, text_of},
     output::Output,
+    paths::{Lie, note_unused, saved_plan},
     progress, size,
     trust::Trust,
 };
@@ -59,6 +60,9 @@ pub struct Serve {
     /// What compact tensors lie as on the GPU
     #[arg(long, value_name = "SIZE", default_value = "auto", help_heading = "Engine")]
     resident: ResidentArg,
+    /// What the weights of MLPs lie as
+    #[arg(long, value_name = "HOW", default_value = "linears", help_heading = "Engine")]
+    mlp: Lie,
     /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     resident_experts: Option<u32>,
@@ -114,7 +118,12 @@ impl Serve {
             return self.serve(&mut model, text, listener, options, start, output);
         }
         let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
-        let mut engine = Engine::load(&kernels, &bundle, self.engine_options(), &|loaded| note_load(output, loaded))?;
+        let mut options_of_engine = self.engine_options();
+        if self.mlp != Lie::Linears {
+            options_of_engine = options_of_engine.plan(saved_plan(&bundle, output));
+        }
+        note_unused(&options_of_engine.plan, self.mlp, &bundle, kernels.device().info(), output);
+        let mut engine = Engine::load(&kernels, &bundle, options_of_engine, &|loaded| note_load(output, loaded))?;
         if output.verbose > 0 {
             output.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
         }
@@ -157,6 +166,7 @@ impl Serve {
 
     fn engine_options(&self) -> EngineOptions {
         let mut options = EngineOptions::default().max_batch(self.max_batch).linears(self.linears.into());
+        options = options.mlp(self.mlp.into());
         // The server counts those that wait; the engine has them all until it has rows for them.
         options.waiting = self.max_batch as usize + self.max_waiting as usize;
         options.resident = self.resident.into();

@@ -47,7 +47,7 @@ fn specs() -> Vec<VariantSpec> {
     specs.into_iter().collect()
 }
 
-fn cache(env: &Env, dir: &Path) -> KernelCache {
+pub(crate) fn cache(env: &Env, dir: &Path) -> KernelCache {
     let policy = Policy { mode: JitMode::Auto, lock_timeout: env.lock_timeout };
     KernelCache::new(policy, Some(dir), Arc::new(NvrtcCompiler::new(env)))
 }

@@ -29,12 +29,14 @@ use unweight_model::{
 };
 
 use unweight_rt::{
-    choose::graph,
-    device::{DeviceBuffer, DeviceError},
+    choose::{graph, reachable::Resident},
+    device::{DeviceBuffer, DeviceError, KernelSet},
+    env::Env,
+    jit::compiler::CompileRequest,
     layer::{
         build::LayerBuilder,
         linear::Linear,
-        loader::{LoadOptions, Merge},
+        loader::{LoadOptions, Merge, reachable},
     },
     ops::{
         decode::{Decoder, output_bytes},
@@ -45,6 +47,7 @@ use unweight_rt::{
 };
 
 use crate::harness::{Random, Weights, error, gpu, guard_is_whole, poison, stream, value};
+use crate::jit::cache;
 
 /// Six layers, so that hard ones use each slot more than once; whole tiles.
 const MODEL: DemoOptions = DemoOptions {
@@ -78,6 +81,34 @@ fn options(mlp: MlpWeights) -> EngineOptions {
 
 fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
     Engine::load(gpu(), bundle, options, &|_| {}).expect("an engine")
+}
+
+/// What is told beforehand of a bundle is all that its engine asks for.
+#[test]
+#[ignore = "needs a GPU"]
+fn programs_need_no_compiler_with_the_kernels_that_are_told() {
+    let home = tempfile::tempdir().unwrap();
+    let (env, device) = (Env::process().unwrap(), gpu().device());
+    for (profile, mlp) in [
+        (Profile::Inference, MlpWeights::Stored),
+        (Profile::Distribution, MlpWeights::Stored),
+        (Profile::Distribution, MlpWeights::Alternate),
+    ] {
+        let bundle = bundle(home.path(), profile);
+        let options = options(mlp);
+        let chooser = gpu().chooser().clone();
+        let mut specs = Engine::kernels(&bundle, &options, &[*chooser.machine()]).unwrap();
+        specs.extend(reachable(&bundle, LoadOptions::default().max_batch(64).resident(Resident::Small), chooser));
+        let folder = home.path().join(format!("{profile:?}{mlp:?}"));
+        let requests = specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().unwrap();
+        cache(env, &folder).compile_all(&requests, env.jit_threads, &|_| {}).unwrap();
+        let mut bare = env.clone();
+        bare.nvrtc = Some(home.path().join("nowhere.so"));
+        let set = KernelSet::new(device, cache(&bare, &folder), 1);
+        let mut engine = Engine::load(&set, &bundle, options.clone(), &|_| {}).expect("nothing to compile");
+        let text = tokens(70, 3);
+        assert_eq!(engine.logits(&text).unwrap(), load(&bundle, options).logits(&text).unwrap());
+    }
 }
 
 fn tokens(count: usize, seed: u64) -> Vec<u32> {

@@ -33,11 +33,14 @@ use crate::{
     memory::{self, Memory, NoMemory, Shared},
     options::{BUCKETS, BadOption, EngineOptions, MlpWeights, bucket},
     pages::pages_for,
-    paths::{self, Choices, Setting, weights::Transcoding},
+    paths::{
+        self, Choices, Setting,
+        weights::{Transcoding, kernels as stored_kernels},
+    },
     program::Layout,
     run::{self, Bound, Programs},
     schedule::{Event, Limits, Next, Rejected, Request, Schedule, SeqId},
-    weights::{Random, Source, Weights},
+    weights::{Random, Source, Weights, dense},
 };
 
 /// Steps that are launched before the first is read: one runs while the host reads the one before.
@@ -164,17 +167,18 @@ impl Engine {
     }
 
     /// The kernels that a bundle's model runs beside its linears on any of these devices, each once; those are
-    /// [`loader::reachable`](unweight_rt::layer::loader::reachable)'s.
+    /// [`loader::reachable`](unweight_rt::layer::loader::reachable)'s. Where MLPs are to lie as they are stored
+    /// ([`EngineOptions::mlp`]) their tensors are read.
     ///
     /// # Errors
-    /// A model that is not supported, or tensors that are not the model's.
+    /// A model that is not supported, or tensors that are not the model's, or cannot be read.
     pub fn kernels(
         bundle: &Bundle,
         options: &EngineOptions,
         machines: &[Machine],
     ) -> Result<Vec<VariantSpec>, EngineError> {
         let config = ModelConfig::of_bundle(bundle)?;
-        ModelWeights::of_bundle(&config, bundle)?;
+        let names = ModelWeights::of_bundle(&config, bundle)?;
         // An embedding that cannot be packed stays BF16, which only its weights tell.
         let sources: &[EmbedSource] = match options.linears {
             Linears::Packed => &[EmbedSource::Bf16, EmbedSource::Packed],
@@ -184,6 +188,13 @@ impl Engine {
         for machine in machines {
             for source in sources {
                 all.extend(Variants::of(&config, machine, *source, options)?.all());
+            }
+        }
+        if options.mlp != MlpWeights::Linears {
+            let mlps = names.layers.iter().map(|layer| dense(&config, layer)).collect::<Result<Vec<_>, _>>()?;
+            let archs: BTreeSet<_> = machines.iter().map(|machine| machine.arch).collect();
+            for arch in archs {
+                all.extend(stored_kernels(bundle, &config, mlps.iter().copied(), options.mlp, arch)?);
             }
         }
         Ok(all.into_iter().collect())

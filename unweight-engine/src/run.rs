@@ -24,7 +24,7 @@ use crate::{
     forward::{Forward, Mlp, Work},
     paths::{
         self, LyingMlp, Setting, Way,
-        weights::{Stored, decoder},
+        weights::{Stored, decoder, outputs},
     },
     program::{self, BuildError, Checked, Job, Path, Projection, Step, Violation},
     weights::Weights,
@@ -131,10 +131,8 @@ impl Runner {
         let slot_count = program::Layout::default().slots;
         let (mut lanes, mut slots) = (Vec::new(), Vec::new());
         if let Some(bits) = stored.iter().filter_map(|mlp| mlp.code_bits()).max() {
-            // Exponents and palettes are for reconstructive matmuls, which not every architecture has.
-            let outputs = [DecodeOutput::Full, DecodeOutput::Exponent, DecodeOutput::Palette];
-            for output in outputs.into_iter().take(if matmuls.is_empty() { 1 } else { 3 }) {
-                decoders.insert(output, decoder(kernels, output, bits)?);
+            for output in outputs(!matmuls.is_empty()) {
+                decoders.insert(*output, decoder(kernels, *output, bits)?);
             }
             let need = stored.iter().map(|mlp| mlp.lane_size()).fold(LaneSize::default(), LaneSize::max);
             let device = kernels.device();

@@ -28,7 +28,7 @@ use crate::{
     error::EngineError,
     paths::{
         MlpWeights,
-        weights::{StoredMlp, Transcoding, has_codes},
+        weights::{StoredMlp, Transcoding, has_codes, is_easy},
     },
 };
 
@@ -192,7 +192,7 @@ impl Weights {
                 Some((transcoding, as_what)) => {
                     let names = dense(config, names)?;
                     let codes = has_codes(source, names)?;
-                    let easy = codes && *as_what == MlpWeights::Alternate && coded % 2 == 1;
+                    let easy = codes && is_easy(*as_what, coded);
                     coded += u32::from(codes);
                     Mlp::Stored(StoredMlp::load(source, transcoding, config, names, easy)?)
                 }

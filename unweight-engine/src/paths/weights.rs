@@ -1,7 +1,12 @@
 //! Weights of MLPs on the device, as they are stored.
 
-use unweight_codegen::spec::DecodeOutput;
-use unweight_format::FormId;
+use std::collections::BTreeSet;
+
+use unweight_codegen::{
+    VariantSpec,
+    spec::{Arch, DecodeOutput},
+};
+use unweight_format::{FormId, HuffmanTensor, PaletteTensor, bundle::Bundle};
 use unweight_model::{GatedWeights, ModelConfig};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, Linear, LoadError, Merge, Stream,
@@ -10,9 +15,10 @@ use unweight_rt::{
     weight::{DeviceHuffman, DevicePalette},
 };
 
-use super::{Lies, Lying, LyingMlp, loads_as};
+use super::{Lies, Lying, LyingMlp, loads_as, reachable};
 use crate::{
     error::EngineError,
+    options::MlpWeights,
     weights::{Source, gate_up, in_tensor},
 };
 
@@ -67,6 +73,77 @@ pub fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32) -> Result<D
     }
 }
 
+/// Gate, up and down of a model, `[n, k]`.
+fn shapes(config: &ModelConfig) -> [[u32; 2]; 3] {
+    let (hidden, intermediate) = (config.hidden, config.intermediate);
+    [[intermediate, hidden], [intermediate, hidden], [hidden, intermediate]]
+}
+
+/// Whether a layer's Huffman codes are to go, behind so many layers that have some.
+pub fn is_easy(as_what: MlpWeights, coded: u32) -> bool {
+    as_what == MlpWeights::Alternate && coded % 2 == 1
+}
+
+/// The forms that decoders make for programs. Exponents and palettes are for reconstructive matmuls, which not every
+/// architecture has.
+pub fn outputs(has_matmuls: bool) -> &'static [DecodeOutput] {
+    const ALL: [DecodeOutput; 3] = [DecodeOutput::Full, DecodeOutput::Exponent, DecodeOutput::Palette];
+    if has_matmuls { &ALL } else { &ALL[..1] }
+}
+
+/// The kernels that a bundle's MLPs ask for when they are loaded as they are stored, and in programs, whatever the
+/// setting. Reads the tensors: which variants there are follows from the codes and the tiles' verbatim rows.
+///
+/// # Errors
+/// A tensor cannot be read.
+pub fn kernels<'a>(
+    bundle: &Bundle,
+    config: &ModelConfig,
+    names: impl IntoIterator<Item = &'a GatedWeights>,
+    as_what: MlpWeights,
+    arch: Arch,
+) -> Result<Vec<VariantSpec>, EngineError> {
+    let (mut layers, mut decoders) = (Vec::new(), BTreeSet::new());
+    let (mut coded, mut longest) = (0, None);
+    for names in names {
+        let all = [names.gate.as_str(), &names.up, &names.down];
+        let mut forms = [FormId::RAW; 3];
+        for (form, name) in forms.iter_mut().zip(all) {
+            *form = bundle.entry(name).map_err(LoadError::from)?.form;
+        }
+        let codes = forms.contains(&FormId::HUFFMAN);
+        let easy = codes && is_easy(as_what, coded);
+        coded += u32::from(codes);
+        let mut mlp = shapes(config).map(|[n, k]| Lying { as_what: Lies::Raw, packed: false, n, k, verbatim_rows: 0 });
+        for ((lying, form), name) in mlp.iter_mut().zip(forms).zip(all) {
+            lying.as_what = loads_as(form, [lying.n, lying.k], easy, arch);
+            if !matches!(lying.as_what, Lies::Palette | Lies::Huffman) {
+                continue;
+            }
+            let tensor = bundle.tensor(name).map_err(LoadError::from)?;
+            if form == FormId::PALETTE {
+                lying.verbatim_rows = PaletteTensor::of(tensor).map_or(0, |tensor| tensor.max_verbatim_rows());
+            } else if let Some(tensor) = HuffmanTensor::of(tensor) {
+                lying.verbatim_rows = tensor.max_verbatim_rows();
+                let bits = tensor.code().max_length();
+                if lying.as_what == Lies::Huffman {
+                    longest = longest.max(Some(bits));
+                } else {
+                    decoders.extend(graph::decoder(arch, DecodeOutput::Palette, bits));
+                }
+            }
+        }
+        layers.push(mlp);
+    }
+    let matmuls = reachable(&layers, arch);
+    if let Some(bits) = longest {
+        let outputs = outputs(!matmuls.is_empty()).iter();
+        decoders.extend(outputs.filter_map(|output| graph::decoder(arch, *output, bits)));
+    }
+    decoders.extend(matmuls);
+    Ok(decoders.into_iter().collect())
+}
+
 /// Whether a layer has Huffman-coded projections.
 pub fn has_codes(source: &impl Source, names: &GatedWeights) -> Result<bool, LoadError> {
     for name in [&names.gate, &names.up, &names.down] {
@@ -87,8 +164,7 @@ impl StoredMlp {
         easy: bool,
     ) -> Result<Self, EngineError> {
         let arch = transcoding.kernels.device().info().arch;
-        let (hidden, intermediate) = (config.hidden, config.intermediate);
-        let shapes = [[intermediate, hidden], [intermediate, hidden], [hidden, intermediate]];
+        let shapes = shapes(config);
         let all = [names.gate.as_str(), &names.up, &names.down];
         let mut lies = [Lies::Raw; 3];
         for ((lies, name), shape) in lies.iter_mut().zip(all).zip(shapes) {
