@@ -58,9 +58,9 @@ options! {
         /// Rows and columns of the int8 matrices, a multiple of 128; 0: none.
         int8: u32 = 4096,
         /// Bits of entropy of their values.
-        int8_entropy: f64 = 4.0,
-        /// MiB of the FP8 vectors; 0: none.
-        fp8_mib: u32 = 256,
+        int8_entropy: Vec<f64> = vec![4.0, 5.0],
+        /// MiB of the FP8 vectors.
+        fp8_mib: Vec<u32> = vec![32, 64, 128, 256],
     }
 }
 
@@ -88,10 +88,14 @@ pub fn bench_rivals(
         rows.extend(bench.elements((n, k))?);
     }
     if options.int8 > 0 {
-        rows.extend(bench.int8(options.int8, options.int8_entropy)?);
+        for &entropy in &options.int8_entropy {
+            rows.extend(bench.int8(options.int8, entropy)?);
+        }
     }
-    if options.fp8_mib > 0 && runs_on(kernels.device().info().arch) {
-        rows.extend(bench.fp8((options.fp8_mib as usize) << 20)?);
+    if runs_on(kernels.device().info().arch) {
+        for &mib in &options.fp8_mib {
+            rows.extend(bench.fp8((mib as usize) << 20)?);
+        }
     }
     Ok(Report { device: kernels.device().info().clone(), timing: timing.clone(), options: options.clone(), rows })
 }
@@ -386,7 +390,7 @@ impl Bench<'_> {
                 let (system, why) = ("MatVANS", why.to_string());
                 BenchError::Unheld { system, n: extent, k: extent, why }
             })?;
-            self.say_bits(name, matrix.bytes(), d * d);
+            self.say_bits(&format!("{name} at {entropy} bits"), matrix.bytes(), d * d);
             coded.push((name, self.timer.each(copies, |_| DeviceMatvans::upload(stream, &matrix))?));
         }
         let mut vectors = self.timer.each(copies + 1, |_| DeviceBuffer::<i8>::zeroed(stream, d))?;
@@ -410,7 +414,7 @@ impl Bench<'_> {
             for vector in &mut vectors[1..] {
                 vector.fill_bytes(stream, 0xff)?;
             }
-            contenders.push(contender(name, recorded, bytes, None));
+            contenders.push(contender(&format!("{name} at {entropy} bits"), recorded, bytes, None));
         }
         let rows = self.timer.measure("rivals_int8", contenders, copies, problem, self.progress);
         // Graphs name these.
