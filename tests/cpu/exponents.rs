@@ -270,7 +270,9 @@ fn planted_bugs_are_caught() {
     // Not in groups of eight, and in groups. Two others end where their sections do, which are filled up to 16 bytes.
     const ODD: (usize, usize) = (67, 129);
     const WIDE: (usize, usize) = (67, 200);
-    let bugs: [(&str, Float, (usize, usize), (&'static str, &'static str, &'static str)); 17] = [
+    /// Its name, a type and a shape that show it, and `(header, from, to)`.
+    type Bug = (&'static str, Float, (usize, usize), (&'static str, &'static str, &'static str));
+    let bugs: [Bug; 17] = [
         (
             "fraction bits at the end of fraction bytes",
             Float::F16,
