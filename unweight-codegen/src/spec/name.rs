@@ -6,8 +6,8 @@
 //! uw_<arch>_repack_<pack|lists|unpack>
 //! uw_<arch>_compress_<quads|sizes|write>
 //! uw_<arch>_transcode_<full|packed|lists>
-//! uw_<arch>_gemm_recon_exponent_n<n tiles>p<stages>_<store|store_add>
-//! uw_<arch>_gemm_recon_palette_n<n tiles>p<stages>_v<verbatim rows>_<store|store_add>
+//! uw_<arch>_gemm_recon_exponent_n<n tiles>p<stages>[s<splits>]_<store|store_add>
+//! uw_<arch>_gemm_recon_palette_n<n tiles>p<stages>[s<splits>]_v<verbatim rows>_<store|store_add>
 //! uw_<arch>_gemm_mma_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>
 //!                                    [_async][_persistent][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
 //! uw_<arch>_gemm_wgmma_b<batch tile>_g<warpgroups>p<stages>[c<cluster>]

@@ -14,6 +14,7 @@ fn main() {
     declare! {
         "uw_sm90a_gemm_recon_palette_n2p4_v8_store": (n = 2, stages = 4),
         "uw_sm90a_gemm_recon_palette_n1p2_v0_store_add": (n = 1, stages = 2, verbatim = 0, epilogue = store_add),
+        "uw_sm90a_gemm_recon_palette_n1p6s2_v8_store": (n = 1, stages = 6, splits = 2),
         "uw_sm90a_gemm_recon_palette_n2p2_v4_store": (source = palette, n = 2, stages = 2, verbatim = 4, epilogue = store),
         "uw_sm90a_gemm_recon_palette_n2p2_v16_store": (n = 2, stages = 2, verbatim = 16),
         "uw_sm90a_gemm_recon_palette_n2p2_v32_store": (n = 2, stages = 2, verbatim = 32),
