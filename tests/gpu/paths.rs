@@ -98,7 +98,8 @@ fn programs_need_no_compiler_with_the_kernels_that_are_told() {
         let options = options(mlp);
         let chooser = gpu().chooser().clone();
         let mut specs = Engine::kernels(&bundle, &options, &[*chooser.machine()]).unwrap();
-        specs.extend(reachable(&bundle, LoadOptions::default().max_batch(64).resident(Resident::Small), chooser));
+        // As the command attaches them.
+        specs.extend(reachable(&bundle, LoadOptions::default().resident(Resident::Small), chooser));
         let folder = home.path().join(format!("{profile:?}{mlp:?}"));
         let requests = specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().unwrap();
         cache(env, &folder).compile_all(&requests, env.jit_threads, &|_| {}).unwrap();
