@@ -128,6 +128,9 @@ pub struct RivalsBench {
     /// Rounds that count
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     rounds: Option<u16>,
+    /// File for a drawing: sums of coded FP8 vectors beside plain ones, over their size
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
     /// Number of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
@@ -300,6 +303,10 @@ impl Bench {
                     options.batches.clone_from(&arguments.batch);
                 }
                 let report = bench::bench_rivals(&kernels, &options, &timing(arguments.rounds), &note)?;
+                if let Some(file) = &arguments.svg {
+                    plot::save(file, &plot::amplification(&report.rows)?)?;
+                    output.note(format_args!("{}: drawn", file.display()));
+                }
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Matmul(arguments) => {

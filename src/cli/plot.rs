@@ -293,7 +293,8 @@ fn unit(bytes: u64) -> (f64, &'static str) {
 
 /// Times cuBLAS over the batch, a line per shape: what dispatch takes, under dependent launch where that was measured.
 pub fn speedups(rows: &[Row]) -> Result<String> {
-    ratios("Matmul from compressed weights: times cuBLAS, in the same rounds", "times cuBLAS", &dispatched(rows))
+    let caption = "Matmul from compressed weights: times cuBLAS, in the same rounds";
+    ratios(caption, ("batch", "times cuBLAS"), &dispatched(rows))
 }
 
 /// By shape and form, by batch.
@@ -317,17 +318,39 @@ pub fn decode_steps(report: &DecodeReport) -> Result<String> {
     let steps = report.rows.iter().filter(|row| row.linears == "packed");
     let line = steps.filter_map(|row| Some((row.batch, row.over_twin?))).collect();
     let name = format!("context {}", report.options.context);
-    ratios("A decode step: times the same engine on cuBLAS, in the same rounds", "times the twin", &[(name, line)])
+    let caption = "A decode step: times the same engine on cuBLAS, in the same rounds";
+    ratios(caption, ("batch", "times the twin"), &[(name, line)])
 }
 
 /// Steps where a search began over those that it found, by batch.
 pub fn tuned(rows: &[tune::Row]) -> Result<String> {
     let line = rows.iter().map(|row| (row.batch, row.start_us / row.step_us)).collect();
-    ratios("A decode step: times the best guess of paths", "times the start", &[("tuned".to_owned(), line)])
+    ratios("A decode step: times the best guess of paths", ("batch", "times the start"), &[("tuned".to_owned(), line)])
 }
 
-/// Ratios over the batch, a line each.
-fn ratios(caption: &str, ratio_name: &str, lines: &[(String, BTreeMap<u32, f64>)]) -> Result<String> {
+/// Bytes that sums of coded FP8 vectors work through a second over those of plain ones, by size: how far coding
+/// amplifies the memory's rate.
+pub fn amplification(rows: &[Row]) -> Result<String> {
+    ratios("Sums of two FP8 vectors: times the rate of plain ones", ("MiB a vector", "times plain"), &amplified(rows))
+}
+
+fn amplified(rows: &[Row]) -> Vec<(String, BTreeMap<u32, f64>)> {
+    const PLAIN: &str = "fp8 as it is";
+    let sums = || rows.iter().filter(|row| row.family == "rivals_fp8");
+    let mut lines: Vec<(String, BTreeMap<u32, f64>)> = Vec::new();
+    for row in sums().filter(|row| row.contender != PLAIN) {
+        let Some(plain) = sums().find(|plain| plain.contender == PLAIN && plain.n == row.n) else { continue };
+        let (name, point) = (format!("{} bytes", row.contender), (row.n >> 20, plain.median_us / row.median_us));
+        match lines.iter_mut().find(|line| line.0 == name) {
+            Some((_, line)) => drop(line.insert(point.0, point.1)),
+            None => lines.push((name, BTreeMap::from([point]))),
+        }
+    }
+    lines
+}
+
+/// Ratios over the batch, or whatever `x_name` says, a line each.
+fn ratios(caption: &str, (x_name, ratio_name): (&str, &str), lines: &[(String, BTreeMap<u32, f64>)]) -> Result<String> {
     const COLOURS: [RGBColor; 12] = [
         RGBColor(0x00, 0x72, 0xb2),
         RGBColor(0xe6, 0x9f, 0x00),
@@ -356,7 +379,7 @@ fn ratios(caption: &str, ratio_name: &str, lines: &[(String, BTreeMap<u32, f64>)
             if x.fract().abs() < 1e-9 && *x <= at(last) { format!("{:.0}", x.exp2()) } else { String::new() }
         };
         let ratio = |y: &f64| format!("{y:.1}");
-        let mut chart = frame(&chart, caption, x, ("batch", &batch), highest * 1.05, (ratio_name, &ratio))?;
+        let mut chart = frame(&chart, caption, x, (x_name, &batch), highest * 1.05, (ratio_name, &ratio))?;
         let even = [(at(first), 1.0), (at(last), 1.0)];
         chart.draw_series([PathElement::new(even, BLACK.stroke_width(1))]).map_err(text)?;
         for ((_, line), colour) in lines.iter().zip(COLOURS.into_iter().cycle()) {
@@ -458,6 +481,43 @@ mod tests {
             stored_bytes,
             bits_per_element: 0.0,
         }
+    }
+
+    fn sum(contender: &str, n: u32, median_us: f64) -> Row {
+        Row {
+            family: "rivals_fp8",
+            contender: contender.to_owned(),
+            m: 0,
+            n,
+            k: 1,
+            copies: 1,
+            median_us,
+            p10_us: median_us,
+            p90_us: median_us,
+            bytes: 0,
+            gb_per_s: 0.0,
+            floor_us: 0.0,
+            floor_fraction: 0.0,
+            speedup_over_cublas: None,
+            error_to_cublas: None,
+            dispatched: false,
+        }
+    }
+
+    #[test]
+    fn coded_sums_stand_beside_plain_ones_of_their_size() {
+        let rows = [
+            sum("fp8 as it is", 1 << 25, 25.0),
+            sum("tans 128", 1 << 25, 75.0),
+            sum("fp8 as it is", 1 << 26, 50.0),
+            sum("tans 128", 1 << 26, 100.0),
+            sum("tans 512", 1 << 26, 125.0),
+            sum("tans 512", 1 << 27, 1.0),
+        ];
+        let line = |name: &str, points: &[(u32, f64)]| (name.to_owned(), points.iter().copied().collect());
+        let expected = [line("tans 128 bytes", &[(32, 1.0 / 3.0), (64, 0.5)]), line("tans 512 bytes", &[(64, 0.4)])];
+        assert_eq!(amplified(&rows), expected);
+        assert!(amplification(&[]).is_err());
     }
 
     #[test]

@@ -89,26 +89,23 @@ fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
 fn programs_need_no_compiler_with_the_kernels_that_are_told() {
     let home = tempfile::tempdir().unwrap();
     let (env, device) = (Env::process().unwrap(), gpu().device());
-    for (profile, mlp) in [
-        (Profile::Inference, MlpWeights::Stored),
-        (Profile::Distribution, MlpWeights::Stored),
-        (Profile::Distribution, MlpWeights::Alternate),
-    ] {
-        let bundle = bundle(home.path(), profile);
+    let bundles = [bundle(home.path(), Profile::Inference), bundle(home.path(), Profile::Distribution)];
+    for (at, mlp) in [(0, MlpWeights::Stored), (1, MlpWeights::Stored), (1, MlpWeights::Alternate)] {
+        let bundle = &bundles[at];
         let options = options(mlp);
         let chooser = gpu().chooser().clone();
-        let mut specs = Engine::kernels(&bundle, &options, &[*chooser.machine()]).unwrap();
+        let mut specs = Engine::kernels(bundle, &options, &[*chooser.machine()]).unwrap();
         // As the command attaches them.
-        specs.extend(reachable(&bundle, LoadOptions::default().resident(Resident::Small), chooser));
-        let folder = home.path().join(format!("{profile:?}{mlp:?}"));
+        specs.extend(reachable(bundle, LoadOptions::default().resident(Resident::Small), chooser));
+        let folder = home.path().join(format!("{at}{mlp:?}"));
         let requests = specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().unwrap();
         cache(env, &folder).compile_all(&requests, env.jit_threads, &|_| {}).unwrap();
         let mut bare = env.clone();
         bare.nvrtc = Some(home.path().join("nowhere.so"));
         let set = KernelSet::new(device, cache(&bare, &folder), 1);
-        let mut engine = Engine::load(&set, &bundle, options.clone(), &|_| {}).expect("nothing to compile");
+        let mut engine = Engine::load(&set, bundle, options.clone(), &|_| {}).expect("nothing to compile");
         let text = tokens(70, 3);
-        assert_eq!(engine.logits(&text).unwrap(), load(&bundle, options).logits(&text).unwrap());
+        assert_eq!(engine.logits(&text).unwrap(), load(bundle, options).logits(&text).unwrap());
     }
 }
 
