@@ -251,6 +251,27 @@ class Read(Case):
         self.assertEqual(bundle.read("scale"), self.tensors["scale"][2])
         self.assertIsNone(bundle.copied("tokenizer.json"))
 
+    def test_a_copy_is_of_the_folder_that_was_opened(self):
+        import copy
+        import pickle
+
+        for name, layers in (("here", 3), ("there", 1)):
+            models.small(self.home / name / "model", layers=layers)
+            unweight.compress(self.home / name / "model", self.home / name / "bundle")
+        before = os.getcwd()
+        self.addCleanup(os.chdir, before)
+        os.chdir(self.home / "here")
+        bundle = unweight.Bundle("bundle")
+        self.assertEqual(bundle.path, pathlib.Path("bundle"))
+        os.chdir(self.home / "there")
+        copies = [copy.copy(bundle), copy.deepcopy(bundle), pickle.loads(pickle.dumps(bundle))]
+        for again in (*copies, copy.copy(copies[0])):
+            self.assertEqual(again.manifest_digest, bundle.manifest_digest)
+            self.assertEqual(again.names(), bundle.names())
+        name = "model.layers.2.mlp.up_proj.weight"
+        # So does the one that is open.
+        self.assertEqual(bundle.read(name), copy.copy(bundle).read(name))
+
     def test_a_forked_process_reads_and_compresses(self):
         import pickle
 

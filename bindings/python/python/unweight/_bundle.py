@@ -61,11 +61,16 @@ class Bundle(_native.Bundle):
     decoded and compared with their digests when they are asked for. May be used from several threads at once; the
     interpreter is free while it decodes.
 
-    A name that several files have needs `file=`, too. A pickled bundle is its path, and is opened again.
+    A name that several files have needs `file=`, too. A bundle that is pickled or copied is its path, as it was when
+    this one was opened, and is opened again.
     """
 
+    def __init__(self, path: Union[str, os.PathLike[str]]) -> None:
+        # A process may go to another folder; the path that was given stays `path`.
+        self._opened_at = os.path.join(os.getcwd(), os.fspath(path)) if not os.path.isabs(path) else os.fspath(path)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (os.path.abspath(self.path),)
+        return type(self), (self._opened_at,)
 
     def tensors(self) -> list[TensorInfo]:
         """Every tensor, in the order of files and of their data."""

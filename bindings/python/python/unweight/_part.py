@@ -6,18 +6,95 @@ from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ._bundle import Bundle, TensorInfo
 
 _aten = torch.ops.aten
 
 
-class Part(Tensor):
+class _Fixed(Tensor):
+    """A tensor that refuses to be changed in place: nothing would keep the change."""
+
+    _name: str
+
+    @property
+    def data(self) -> Tensor:
+        """As torch's; it cannot be set."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _: Tensor) -> None:
+        raise _no_change("data =", self._name)
+
+    def read(self) -> Tensor:
+        """The numbers."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Optional[dict[str, Any]] = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.copy_.default and args[0].device.type == "meta":
+            # Only shapes count there.
+            return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"))
+        told, seen = func._schema.arguments, None
+        # By its place or by its name, and in a list as well.
+        for argument, given in [*zip(told, args), *((one, kwargs.get(one.name)) for one in told)]:
+            if argument.alias_info is not None:
+                fixed = next((one for one in tree_leaves(given) if isinstance(one, _Fixed)), None)
+                if fixed is not None and argument.alias_info.is_write:
+                    raise _no_change(func, fixed._name)
+                seen = fixed if seen is None else seen
+        args, kwargs = tree_map(lambda one: one.read() if isinstance(one, _Fixed) else one, (args, kwargs))
+        results = func(*args, **kwargs)
+        if seen is None:
+            return results
+        return tree_map(lambda one: _Seen(one, seen._name) if isinstance(one, Tensor) else one, results)
+
+
+def _no_change(what: object, name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what}: a part of tensor '{name}' is read from a bundle, and cannot be changed in place; clone() it first"
+    )
+
+
+class _Seen(_Fixed):
+    """What a view of a part shows: the numbers, read once."""
+
+    _read: Tensor
+
+    @staticmethod
+    def __new__(cls, read: Tensor, name: str) -> _Seen:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            read.shape,
+            strides=read.stride(),
+            storage_offset=read.storage_offset(),
+            dtype=read.dtype,
+            device=read.device,
+        )
+        self._read, self._name = read, name
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def read(self) -> Tensor:
+        """The numbers."""
+        return self._read
+
+    def __repr__(self, **_: Any) -> str:
+        return f"view of a part of {self._name!r}, {self._read!r}"
+
+
+class Part(_Fixed):
     """A part of a BF16 matrix on the CPU, without memory of its own.
 
     Slices of it are parts. Whatever else asks for its numbers gets them, read, compared with their digests and decoded
-    for this one use. A copy into a tensor without memory reads nothing.
+    for this one use; other views of it have read them, and cannot be changed either. A copy into a tensor without
+    memory reads nothing.
     """
 
     _bundle: Bundle
@@ -39,7 +116,7 @@ class Part(Tensor):
         rows, cols = rows or (0, info.shape[0]), cols or (0, info.shape[1])
         shape = (rows[1] - rows[0], cols[1] - cols[0])
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device="cpu")
-        self._bundle, self._info, self._tell = bundle, info, tell
+        self._bundle, self._info, self._tell, self._name = bundle, info, tell, info.name
         self._rows, self._cols = rows, cols
         return self
 
@@ -57,9 +134,7 @@ class Part(Tensor):
     def _of(self, rows: tuple[int, int], cols: tuple[int, int]) -> Part:
         return Part(self._bundle, self._info, self._tell, rows, cols)
 
-    def _sliced(self, dim: int = 0, start: Optional[int] = None, end: Optional[int] = None, step: int = 1) -> Any:
-        if step != 1:
-            return _aten.slice.Tensor(self.read(), dim, start, end, step)
+    def _sliced(self, dim: int = 0, start: Optional[int] = None, end: Optional[int] = None, step: int = 1) -> Part:
         first, last, _ = slice(start, end).indices(self.shape[dim])
         first, last = (of + (self._cols if dim % 2 else self._rows)[0] for of in (first, max(first, last)))
         return self._of(self._rows, (first, last)) if dim % 2 else self._of((first, last), self._cols)
@@ -69,24 +144,11 @@ class Part(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Optional[dict[str, Any]] = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _aten.slice.Tensor:
+        if func is _aten.slice.Tensor and (args[4] if len(args) > 4 else kwargs.get("step", 1)) == 1:
             return args[0]._sliced(*args[1:], **kwargs)
         if func in (_aten.detach.default, _aten.alias.default):
             return args[0]._of(args[0]._rows, args[0]._cols)
-        if func is _aten.copy_.default and args[0].device.type == "meta":
-            # Only shapes count there.
-            return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"))
-        if func._schema.is_mutable:
-            told = func._schema.arguments
-            given = [*zip(told, args), *((one, kwargs.get(one.name)) for one in told)]
-            for argument, part in given:
-                if isinstance(part, Part) and argument.alias_info is not None and argument.alias_info.is_write:
-                    raise NotImplementedError(
-                        f"{func}: a part of tensor '{part._info.name}' is read from a bundle, and cannot be changed in "
-                        "place; clone() it first"
-                    )
-        args, kwargs = tree_map(lambda one: one.read() if isinstance(one, Part) else one, (args, kwargs))
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:
         return f"Part({self._info.name!r}, rows={self._rows}, cols={self._cols})"
