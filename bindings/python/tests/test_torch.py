@@ -290,6 +290,13 @@ class Operator(unittest.TestCase):
         packed, x = pack(weights(64, 64)), inputs(2, 64)
         with self.assertRaisesRegex(NotImplementedError, "no backward.*load the model in BF16"):
             torch.func.jvp(lambda x: linear(x, packed), (x,), (x,))
+        for take in (
+            lambda: torch.func.grad(lambda x: linear(x, packed).float().sum())(x),
+            lambda: torch.func.vjp(lambda x: linear(x, packed), x),
+            lambda: torch.func.vmap(torch.func.grad(lambda x: linear(x, packed).float().sum()))(x),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, "no backward.*load the model in BF16"):
+                take()
         with forward_ad.dual_level():
             with self.assertRaisesRegex(NotImplementedError, "no backward"):
                 linear(forward_ad.make_dual(x, x), packed)

@@ -200,6 +200,45 @@ class Models(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "has read a bundle without unweight"):
                 AutoModelForCausalLM.from_pretrained(bundle)
 
+    def test_two_threads_load_one_bundle(self):
+        """The second begins when the first has read all, and opens no shard until the first is done."""
+        import threading
+        from unittest import mock
+
+        from transformers import modeling_utils
+        from unweight.transformers import UnweightHfQuantizer, _open
+
+        model, bundle = self.bundle()
+        expected = logits(AutoModelForCausalLM.from_pretrained(model))
+        opening, done, others = threading.Event(), threading.Event(), []
+        second = threading.Thread(target=lambda: others.append(AutoModelForCausalLM.from_pretrained(bundle)))
+        after = UnweightHfQuantizer._process_model_after_weight_loading
+
+        def process(*args, **more):
+            if threading.current_thread() is not second:
+                second.start()
+                self.assertTrue(opening.wait(120))
+            return after(*args, **more)
+
+        def opened(*args, **more):
+            if threading.current_thread() is second:
+                opening.set()
+                self.assertTrue(done.wait(120))
+            return _open(*args, **more)
+
+        with (
+            mock.patch.object(UnweightHfQuantizer, "_process_model_after_weight_loading", process),
+            mock.patch.object(modeling_utils, "safe_open", opened),
+        ):
+            try:
+                first = AutoModelForCausalLM.from_pretrained(bundle)
+            finally:
+                done.set()
+                second.join(120)
+        for got in (first, *others):
+            self.assertTrue(torch.equal(logits(got), expected))
+        self.assertEqual(len(others), 1)
+
     def test_it_compiles_where_gradients_are_on(self):
         model, bundle = self.bundle()
         expected, got = (AutoModelForCausalLM.from_pretrained(path) for path in (model, bundle))

@@ -409,7 +409,10 @@ _NO_DERIVATIVES = "packed weights have no backward: they cannot be trained; load
 
 
 def _refuse_tangents(*operands: Tensor) -> None:
-    """Refuses operands with a forward-mode derivative."""
+    """Refuses operands with a forward-mode derivative, and all within a derivative of torch.func's."""
+    # It wraps whatever comes, whether the derivative is by that or not.
+    if any(torch._C._functorch.is_gradtrackingtensor(one) for one in operands):
+        raise NotImplementedError(_NO_DERIVATIVES)
     # torch.func has a count of its own.
     if forward_ad._current_level < 0 and not eager_transforms.JVP_NESTING:
         return
@@ -564,7 +567,7 @@ def _refuse_derivatives(name: str) -> None:
 
 
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    """Nothing: there is no backward. torch.func wants to be told."""
+    """Nothing: there is no backward."""
 
 
 _library.impl("experts", _experts_cpu, "CPU")

@@ -175,7 +175,7 @@ class UnweightHfQuantizer(HfQuantizer):
         return _has_experts(module) and name in ("gate_up_proj", "up_proj", "down_proj")
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        if not getattr(_loading, "bundles", set()) <= _opened:
+        if not _loading.bundles <= _loading.opened:
             raise ValueError(
                 f"transformers {transformers.__version__} has read a bundle without unweight: it knows no names of its "
                 "tensors, and the model's weights are random; unweight is written for transformers 5.17"
@@ -236,10 +236,19 @@ class _Slice:
         return self._bundle.torch(name, file=file)[index]
 
 
-# What is being loaded in this thread: whether it is to be packed, and the bundles it comes from.
-_loading = threading.local()
-# The bundles of which transformers has opened shards since.
-_opened: set[pathlib.Path] = set()
+class _Loading(threading.local):
+    """What is being loaded in this thread."""
+
+    def __init__(self) -> None:
+        self.is_packed = False
+        """Whether it is to be packed."""
+        self.bundles: set[pathlib.Path] = set()
+        """Those that it comes from."""
+        self.opened: set[pathlib.Path] = set()
+        """Those of which transformers has opened shards since."""
+
+
+_loading = _Loading()
 # Those that are being loaded: all shards of a model are open at once, and one manifest is read once.
 _open_bundles: weakref.WeakValueDictionary[pathlib.Path, Bundle] = weakref.WeakValueDictionary()
 
@@ -306,10 +315,10 @@ def _resolve(*args: Any, **kwargs: Any) -> Any:
         _check_version()
         kwargs["transformers_explicit_filename"] = None
     files, more = _resolved(*args, **kwargs)
-    is_packed, _loading.is_packed = getattr(_loading, "is_packed", False), False
+    is_packed, _loading.is_packed = _loading.is_packed, False
     folders = {pathlib.Path(file).parent for file in files or ()}
     _loading.bundles = {folder for folder in folders if (folder / _MANIFEST).is_file()}
-    _opened.difference_update(_loading.bundles)
+    _loading.opened = set()
     for folder in _loading.bundles:
         _check_version()
         if not is_packed:
@@ -327,7 +336,7 @@ def _open(filename: Any, framework: str = "pt", device: Any = "cpu", **more: Any
     """`safetensors.safe_open` that shows the shards of bundles as the files that they were made of."""
     path = pathlib.Path(filename)
     if path.with_name(_MANIFEST).is_file():
-        _opened.add(path.parent)
+        _loading.opened.add(path.parent)
         return _Shard(path, device)
     stock = _safe_open(filename, framework=framework, device=device, **more)
     if any(".unweight." in name for name in stock.keys()):
