@@ -55,8 +55,16 @@ KINDS = {
     # 500 columns stay as they are.
     "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 5),
     "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 8),
+    # The head is a module of its own, with the embedding's weight; here it is tied by a method,
+    "llama, tied": ("LlamaConfig", dict(tie_word_embeddings=True), 8),
     # The experts of a layer are one, too.
     "qwen3 moe": ("Qwen3MoeConfig", MOE, 7),
+    # and here by setting it.
+    "mixtral, tied": (
+        "MixtralConfig",
+        dict(tie_word_embeddings=True, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2),
+        6,
+    ),
 }
 
 
@@ -174,11 +182,21 @@ class Engine(Case):
                 self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
                 model = make(self.home / "model", kind)
                 runs = [dict(model=str(model)), dict(model=str(bundle_of(model)))]
-                if kind == "llama":
+                if kind in ("llama", "llama, tied", "mixtral, tied"):
                     runs.append(dict(model=str(model), quantization="unweight"))
+                if kind == "llama":
                     runs += [dict(model=str(bundle_of(model, profile))) for profile in ("distribution", "palette")]
                 log = self.hold_equal(runs, enforce_eager=True)
                 self.assertEqual(log.count(f"unweight: {layers} layers packed"), len(runs) - 1, log[-4000:])
+
+    def test_a_head_in_the_files_of_a_tied_model_is_passed_over(self):
+        model = make(self.home / "model", "llama")
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+        runs = [dict(model=str(model)), dict(model=str(bundle_of(model)))]
+        runs.append(dict(model=str(model), quantization="unweight"))
+        log = self.hold_equal(runs, enforce_eager=True)
+        self.assertEqual(log.count("unweight: 8 layers packed"), 2, log[-4000:])
 
     def test_graphs_are_compiled(self):
         model = make(self.home / "model", "llama")
@@ -252,6 +270,7 @@ class Engine(Case):
             "cannot be loaded by --load-format dummy": dict(model=str(bundle), load_format="dummy"),
             "cannot be exchanged (reload_weights)": dict(model=str(bundle), reload=True),
             "cannot be exchanged (reload_weights); start": dict(model=str(bundle), exchange=True),
+            "be exchanged (reload_weights); start another": dict(model=str(bundle), exchange_inner=True),
             "vLLM's CPU backend has no expert parallelism": dict(
                 model=str(experts), configure=True, tensor_parallel_size=2, enable_expert_parallel=True
             ),
@@ -261,7 +280,6 @@ class Engine(Case):
         answers, log = engines([{**run, "refused": True, "enforce_eager": True} for run in expected.values()])
         for says, answer in zip(expected, answers):
             self.assertIn(says, answer, log[-2000:])
-
 
     def test_a_model_that_lacks_weights_is_refused_and_they_are_named(self):
         llama, moe = make(self.home / "llama", "llama"), make(self.home / "moe", "qwen3 moe")
@@ -310,9 +328,37 @@ class Engine(Case):
         # Without an index nobody knows which of two is meant.
         name = "model.layers.0.mlp.down_proj.weight"
         safetensors.torch.save_file({name: others[name]}, twice / "other.safetensors")
-        refused = dict(model=str(twice), quantization="unweight", refused=True, enforce_eager=True)
-        (answer,), log = engines([refused])
-        self.assertIn(f"two tensors came for {name}; a packed weight takes one", str(answer), log[-2000:])
+        stray = bundle_of(model)
+        shutil.copy(twice / "other.safetensors", stray / "other.safetensors")
+        both = str(bundle_of(twice))
+        runs = [dict(model=str(twice), quantization="unweight"), dict(model=both)]
+        runs += [dict(model=str(stray)), dict(model=both, load_format="pt")]
+        answers, log = engines([{**run, "refused": True, "enforce_eager": True} for run in runs])
+        for answer in answers[:2]:
+            self.assertIn(f"two tensors came for {name}; a packed weight takes one", str(answer), log[-2000:])
+        self.assertIn("other.safetensors is no file of the bundle", str(answers[2]), log[-2000:])
+        self.assertIn("Cannot find any model weights", str(answers[3]), log[-2000:])
+
+    def test_the_files_of_mistral_s_own_form_come_first_as_in_vllm(self):
+        import safetensors.torch
+        import torch
+
+        model, both = make(self.home / "model", "llama"), self.home / "both" / "model"
+        tensors = safetensors.torch.load_file(model / "model.safetensors")
+        random = torch.Generator().manual_seed(7)
+        others = {name: torch.randn(one.shape, generator=random).mul(0.05).bfloat16() for name, one in tensors.items()}
+        shutil.copytree(model, both)
+        safetensors.torch.save_file(others, both / "consolidated.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+        (both / "model.safetensors.index.json").write_text(json.dumps(index))
+        bundle = str(bundle_of(both))
+        runs = [dict(model=str(both)), dict(model=bundle), dict(model=str(model))]
+        # The others can be asked for.
+        runs.append(dict(model=bundle, load_format="safetensors"))
+        said, _ = engines([dict(run, enforce_eager=True) for run in runs])
+        self.assertEqual(said[0], said[1])
+        self.assertEqual(said[2], said[3])
+        self.assertNotEqual(said[0], said[2])
 
     def test_a_bundle_that_does_not_say_so_is_served_with_a_warning(self):
         model = make(self.home / "model", "llama")
@@ -386,7 +432,12 @@ class Serve(Case):
 
 
 def answers(
-    model: str, reload: bool = False, exchange: bool = False, adapter: Optional[str] = None, **options: object
+    model: str,
+    reload: bool = False,
+    exchange: bool = False,
+    exchange_inner: bool = False,
+    adapter: Optional[str] = None,
+    **options: object,
 ) -> list[dict]:
     """What an engine says to a few prompts, greedily."""
     import torch
@@ -401,6 +452,8 @@ def answers(
         llm.collective_rpc("reload_weights")
     if exchange:
         llm.apply_model(lambda inner: inner.load_weights(iter(())))
+    if exchange_inner:
+        llm.apply_model(lambda outer: outer.model.load_weights(iter(())))
     random = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 500, (length,), generator=random).tolist() for length in (5, 17, 40)]
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, detokenize=False, ignore_eos=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import pathlib
 import time
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Optional
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -59,7 +59,6 @@ from ..ops import pack, pack_experts, unpack_experts, why_not
 _logger = init_logger("vllm.unweight")
 _NAME = "unweight"
 _MANIFEST = "unweight.json"
-_INDEX = "model.safetensors.index.json"
 # Tensors of a bundle that are decoded while vLLM is busy with the ones before.
 _THREADS = 8
 _AHEAD_BYTES = 1 << 30
@@ -127,6 +126,25 @@ class _Loads:
 
 
 _loads: weakref.WeakKeyDictionary[nn.Module, _Loads] = weakref.WeakKeyDictionary()
+
+
+def _leave(head: ParallelLMHead) -> None:
+    """Takes back that a head is to be packed: its weight is the embedding's, and comes with that."""
+    head.quant_method = UnquantizedEmbeddingMethod()
+    _loads.pop(head, None)
+    get_layerwise_info(head).reset()
+
+
+def _leave_tied(model: nn.Module) -> None:
+    """Some models set the head's weight to the embedding's without a word to its method."""
+    embeddings = [
+        one for one in model.modules() if isinstance(one, VocabParallelEmbedding) and not isinstance(one, ParallelLMHead)
+    ]
+    tied = {id(weight) for one in embeddings for weight in one.parameters(recurse=False)}
+    for head in model.modules():
+        is_ours = isinstance(head, ParallelLMHead) and isinstance(head.quant_method, UnweightMethod)
+        if is_ours and id(getattr(head, "weight", None)) in tied:
+            _leave(head)
 
 
 def _watch(layer: nn.Module) -> None:
@@ -346,8 +364,8 @@ class UnweightMethod(LinearMethodBase):
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
         """A head that is the embedding, which stays as it is."""
-        layer.quant_method = UnquantizedEmbeddingMethod()
         layer.weight = embed_tokens.weight
+        _leave(layer)
         return layer
 
 
@@ -465,7 +483,9 @@ class UnweightLoader(DefaultModelLoader):
         if model_config.quantization == _NAME:
             _tell(model)
             # Weights that come in another way would find no layer to go to, when others have been replaced.
-            model.load_weights = _no_exchange
+            for module in model.modules():
+                if hasattr(module, "load_weights"):
+                    module.load_weights = _no_exchange
             if self._stored_bytes:
                 _logger.info("unweight: %d of %d bytes of the bundle read", self._read_bytes, self._stored_bytes)
         return model
@@ -490,6 +510,7 @@ class UnweightLoader(DefaultModelLoader):
         """As vLLM's, once: here a running engine is still whole."""
         if any(hasattr(layer, "unweight_packed") for layer in model.modules()):
             raise NotImplementedError(_NO_EXCHANGE)
+        _leave_tied(model)
         for layer in model.modules():
             if isinstance(getattr(layer, "quant_method", None), (UnweightMethod, UnweightExpertsMethod)):
                 # Once more, for biases: layers have them since.
@@ -511,7 +532,8 @@ class UnweightLoader(DefaultModelLoader):
                     "exact and not smaller; --quantization unweight packs them",
                     folder,
                 )
-            return self._tensors(Bundle(folder), source.prefix)
+            bundle = Bundle(folder)
+            return self._tensors(bundle, self._of_model(bundle, folder, source), source.prefix)
         weights = super()._get_weights_iterator(source)
         return _no_shards_of_bundles(weights, source.model_or_path) if self._is_ours else weights
 
@@ -533,14 +555,42 @@ class UnweightLoader(DefaultModelLoader):
         folder = pathlib.Path(folder, source.subfolder or "")
         return folder if (folder / _MANIFEST).is_file() else None
 
-    def _tensors(self, bundle: Bundle, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def _of_model(self, bundle: Bundle, folder: pathlib.Path, source: DefaultModelLoader.Source) -> list[TensorInfo]:
+        """The tensors of the files that vLLM itself chooses in this folder, which has the names of the model's.
+
+        A folder may have others: earlier states of a training below it, the same weights by other names beside it.
+        """
+        more = (source.fall_back_to_pt, source.allow_patterns_overrides)
+        _, chosen, is_safetensors = self._prepare_weights(str(folder), None, None, *more)
+        if not is_safetensors:
+            raise ValueError(
+                f"unweight: of the bundle {folder} vLLM would read {chosen[0]}, which is no file of safetensors; leave "
+                "--load-format away"
+            )
+        names = [pathlib.Path(file).relative_to(folder).as_posix() for file in sorted(chosen)]
+        tensors: dict[str, list[TensorInfo]] = {}
+        for info in bundle.tensors():
+            tensors.setdefault(info.file, []).append(info)
+        for name in names:
+            if name in tensors:
+                continue
+            with safe_open(folder / name, framework="pt") as file:
+                is_empty = not list(file.keys())
+            if not is_empty:
+                raise ValueError(
+                    f"unweight: {folder / name} is no file of the bundle, and vLLM would read it; move it away, or "
+                    "compress the whole folder again"
+                )
+        return [info for name in names for info in tensors.get(name, ())]
+
+    def _tensors(self, bundle: Bundle, infos: list[TensorInfo], prefix: str) -> Iterator[tuple[str, Tensor]]:
         threads = min(_THREADS, os.cpu_count() or 1)
         ahead: deque[tuple[TensorInfo, Callable[[], Tensor]]] = deque()
         ahead_bytes = 0
         # Each process of several takes a part of most matrices; vLLM's layers cut it out.
         has_parts = get_tensor_model_parallel_world_size() > 1
         with ThreadPoolExecutor(threads, thread_name_prefix="unweight") as pool:
-            for info in _of_model(bundle):
+            for info in infos:
                 self._stored_bytes += info.stored_bytes
                 name = prefix + info.name
                 if should_skip_weight(name, self.local_expert_ids) or _is_elsewhere(name, self._model):
@@ -561,19 +611,6 @@ class UnweightLoader(DefaultModelLoader):
 
     def _count(self, nbytes: int) -> None:
         self._read_bytes += nbytes
-
-
-def _of_model(bundle: Bundle) -> list[TensorInfo]:
-    """The tensors that the model is loaded from. A folder may have others: earlier states of a training below it, the
-    same weights by other names beside it.
-    """
-    files = {info.file for info in bundle.tensors() if bundle.is_of_model(info.file)}
-    files = {file for file in files if "/" not in file} or files
-    index = pathlib.Path(bundle.path, _INDEX)
-    if index.is_file():
-        # As vLLM does. It only chooses among files, whose tensors are compared with digests.
-        files = files & set(json.loads(index.read_bytes())["weight_map"].values()) or files
-    return [info for info in bundle.tensors() if info.file in files]
 
 
 def _is_elsewhere(name: str, model: Optional[nn.Module]) -> bool:
@@ -638,6 +675,8 @@ def install() -> None:
 
 def _check_loader() -> None:
     """BF16 models go through our loader, too: vLLM's has to have each method of it, with the same parameters."""
+    if not hasattr(DefaultModelLoader, "_prepare_weights"):
+        raise TypeError("its DefaultModelLoader has no _prepare_weights")
     for name in (
         "load_model",
         "load_weights",
