@@ -137,10 +137,9 @@ def _leave(head: ParallelLMHead) -> None:
 
 def _leave_tied(model: nn.Module) -> None:
     """Some models set the head's weight to the embedding's without a word to its method."""
-    embeddings = [
-        one for one in model.modules() if isinstance(one, VocabParallelEmbedding) and not isinstance(one, ParallelLMHead)
-    ]
-    tied = {id(weight) for one in embeddings for weight in one.parameters(recurse=False)}
+    embeddings = (one for one in model.modules() if isinstance(one, VocabParallelEmbedding))
+    others = (one for one in embeddings if not isinstance(one, ParallelLMHead))
+    tied = {id(weight) for one in others for weight in one.parameters(recurse=False)}
     for head in model.modules():
         is_ours = isinstance(head, ParallelLMHead) and isinstance(head.quant_method, UnweightMethod)
         if is_ours and id(getattr(head, "weight", None)) in tied:
