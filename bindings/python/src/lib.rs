@@ -13,6 +13,7 @@ use pyo3::prelude::*;
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    pool::follow_forks(module.py())?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<bundle::Bundle>()?;
     module.add_class::<packed::Packed>()?;

@@ -1,7 +1,8 @@
 //! The threads that bundles are read and weights are packed on.
 //!
 //! Python forks: workers of a `DataLoader`, `multiprocessing`. A child has the memory of its parent, but not its
-//! threads, and would wait for them for ever. So the pool knows its process, and a child makes its own.
+//! threads, and would wait for them for ever. So the pool knows its process, and a child makes its own: Python tells of
+//! its forks, and what forks without Python has another number, unless it is in another namespace of them.
 
 use std::{
     num::NonZero,
@@ -10,11 +11,25 @@ use std::{
     thread,
 };
 
-use pyo3::{exceptions::PyRuntimeError, prelude::*};
+use pyo3::{exceptions::PyRuntimeError, prelude::*, types::PyDict};
 use rayon::ThreadPool;
 
 /// The newest pool and its process. No lock: one that another thread held at a fork would stay locked.
 static POOL: AtomicPtr<(u32, ThreadPool)> = AtomicPtr::new(std::ptr::null_mut());
+
+/// A child of a fork has no pool. Its number may be its parent's: the first process of a container, say.
+#[pyfunction]
+fn forget() {
+    // The parent's stays as it is there; here it is leaked.
+    POOL.store(std::ptr::null_mut(), Ordering::Release);
+}
+
+/// Has Python call [`forget`] in each child.
+pub fn follow_forks(py: Python<'_>) -> PyResult<()> {
+    let after = PyDict::new(py);
+    after.set_item("after_in_child", wrap_pyfunction!(forget, py)?)?;
+    py.import("os")?.call_method("register_at_fork", (), Some(&after)).map(drop)
+}
 
 /// How many threads a pool has, and other work that is not told how many.
 pub fn processors() -> usize {

@@ -302,6 +302,29 @@ class Read(Case):
             self.fail("the child hangs")
         self.assertEqual(os.waitstatus_to_exitcode(status), 0)
 
+    def test_a_forked_process_may_have_its_parent_s_number(self):
+        bundle = self.bundle()
+        own = ["unshare", "--pid", "--fork", "--kill-child"]
+        try:
+            subprocess.run([*own, "true"], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as why:
+            self.skipTest(f"namespaces cannot be made here: {why}")
+        # The first process of its namespace reads, and its child is the first of another.
+        text = """
+import ctypes, os, sys, unweight
+bundle = unweight.Bundle(sys.argv[1])
+name = bundle.names()[0]
+expected = bundle.read(name)
+assert ctypes.CDLL(None).unshare(0x20000000) == 0
+child = os.fork()
+if child == 0:
+    os._exit(0 if os.getpid() == 1 and bundle.read(name) == expected else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+        run = [*own, sys.executable, "-W", "ignore", "-c", text, str(bundle.path)]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_several_threads_read_one_bundle(self):
         bundle, wrong = self.bundle(), []
 
