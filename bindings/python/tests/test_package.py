@@ -132,11 +132,16 @@ class Work(Case):
             ({"code_limit": 99}, "6..=15"),
             ({"threads": 0}, "give 1 or more"),
             ({"threads": 10**9}, "threads is 1000000000; give 1024 or fewer"),
+            ({"threads": -1}, "threads=-1; give a number that is not below 0"),
+            ({"ram_bytes": -1}, "ram_bytes=-1; give a number that is not below 0"),
         ):
             with self.subTest(wrong), self.assertRaisesRegex(ValueError, says):
                 unweight.compress(self.home / "model", self.home / "bundle", **wrong)
         with self.assertRaisesRegex(TypeError, "give a list"):
             unweight.compress(self.home / "model", self.home / "bundle", include="*gate*")
+        for wrong, says in (({"threads": 1.5}, "threads=1.5; give a whole number"), ({"plan_file": 3}, "os.PathLike")):
+            with self.subTest(wrong), self.assertRaisesRegex(TypeError, says):
+                unweight.compress(self.home / "model", self.home / "bundle", **wrong)
         self.assertEqual(os.listdir(self.home), ["model"])
 
     def test_progress_is_told_on_this_thread_and_ends_full(self):

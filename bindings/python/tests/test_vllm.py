@@ -365,7 +365,14 @@ class Engine(Case):
         bundle = bundle_of(model)
         shutil.copy(model / "config.json", bundle / "config.json")
         log = self.hold_equal([dict(model=str(model)), dict(model=str(bundle))], enforce_eager=True)
-        self.assertIn("is a bundle, but its config.json does not say so", log)
+        self.assertIn("its config.json does not say so: the weights are served in BF16, exact and not smaller;", log)
+        # As another quantization's it is not said to be exact; nor does every vLLM for the CPU have one.
+        config = json.loads((model / "config.json").read_text())
+        other = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+        (bundle / "config.json").write_text(json.dumps({**config, **other}))
+        _, log = engines([dict(model=str(bundle), enforce_eager=True, refused=True)])
+        self.assertIn("the weights are given to another quantization (fp8)", log)
+        self.assertNotIn("exact and not smaller", log)
 
     def test_a_vllm_that_is_not_known_runs_on_without(self):
         program = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from typing import Any, Callable, NamedTuple, Optional, Sequence, Union
@@ -41,9 +42,19 @@ def _choice(
         "include": _several("include", include),
         "exclude": _several("exclude", exclude),
         "skip": _several("skip", skip),
-        "plan_file": plan_file,
-        "threads": threads,
+        "plan_file": None if plan_file is None else os.fspath(plan_file),
+        "threads": _count("threads", threads),
     }
+
+
+def _count(name: str, count: Optional[int]) -> Optional[int]:
+    if count is None:
+        return None
+    if isinstance(count, bool) or not hasattr(count, "__index__"):
+        raise TypeError(f"{name}={count!r}; give a whole number")
+    if operator.index(count) < 0:
+        raise ValueError(f"{name}={count!r}; give a number that is not below 0")
+    return operator.index(count)
 
 
 def _several(name: str, patterns: Sequence[str]) -> list[str]:
@@ -84,7 +95,8 @@ def compress(
     beside it are a bundle's (`unmarked_configs`) is warned of.
     """
     choice = _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads)
-    more = {"ram_bytes": ram_bytes, "resume": resume, "force": force, "verify": verify, "sha256": sha256}
+    more = {"resume": resume, "force": force, "verify": verify, "sha256": sha256}
+    more["ram_bytes"] = _count("ram_bytes", ram_bytes)
     report = _native.compress(source, output, choice, more, progress)
     for config in report["unmarked_configs"]:
         warnings.warn(
@@ -125,7 +137,8 @@ def decompress(
 
     `progress` and Ctrl-C are as for `compress`.
     """
-    more = {"threads": threads, "ram_bytes": ram_bytes, "resume": resume, "force": force}
+    counts = {"threads": _count("threads", threads), "ram_bytes": _count("ram_bytes", ram_bytes)}
+    more = {**counts, "resume": resume, "force": force}
     return _native.decompress(bundle, output, more, progress)
 
 
@@ -149,8 +162,8 @@ def verify(
         "against": against,
         "skip": _several("skip", skip),
         "quick": quick,
-        "threads": threads,
-        "ram_bytes": ram_bytes,
+        "threads": _count("threads", threads),
+        "ram_bytes": _count("ram_bytes", ram_bytes),
         "key": key,
     }
     return _native.verify(bundle, more, progress)

@@ -472,6 +472,8 @@ class UnweightLoader(DefaultModelLoader):
     """vLLM's loader of files, which reads bundles, too: their tensors by the names and with the bits of the model."""
 
     _is_ours = False
+    # The quantization, if it is not ours.
+    _other: Optional[str] = None
     _model: Optional[nn.Module] = None
     _read_bytes = 0
     _stored_bytes = 0
@@ -492,6 +494,7 @@ class UnweightLoader(DefaultModelLoader):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """As vLLM's, and nothing may be missing: vLLM itself looks for that in models without a quantization."""
         self._is_ours = model_config.quantization == _NAME
+        self._other = None if self._is_ours else model_config.quantization
         if self._is_ours:
             self.enable_weights_track = True
         super().load_weights(model, model_config)
@@ -526,10 +529,16 @@ class UnweightLoader(DefaultModelLoader):
                 # What vLLM says of loading counts from here.
                 self.counter_before_loading_weights = time.perf_counter()
             if not self._is_ours:
+                became = (
+                    "the weights are served in BF16, exact and not smaller"
+                    if self._other is None
+                    else f"the weights are given to another quantization ({self._other}), and what is served is its own"
+                )
                 _logger.warning(
-                    "unweight: %s is a bundle, but its config.json does not say so: the weights are served in BF16, "
-                    "exact and not smaller; --quantization unweight packs them",
+                    "unweight: %s is a bundle, but its config.json does not say so: %s; --quantization unweight packs "
+                    "them, if config.json names no other",
                     folder,
+                    became,
                 )
             bundle = Bundle(folder)
             return self._tensors(bundle, self._of_model(bundle, folder, source), source.prefix)
