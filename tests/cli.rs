@@ -580,6 +580,11 @@ fn a_plan_that_fits_is_compressed_as_it_says() {
     let less = (least.parse::<u64>().unwrap() - 1).to_string();
     run(home.path(), &["fit", "model", "--batch", "2", "--context", "5", "--memory", &less], 2);
     // A plan file is replaced, nothing else.
+    let text = stdout(&run(home.path(), &["fit", "model", "--memory", "1G", "--context", "128", "--arch", "sm_89"], 0));
+    let line = text.lines().find(|line| line.starts_with("products of a step at batch 1: ")).expect(&text);
+    let words: Vec<&str> = line.split(' ').collect();
+    assert!(words[7].parse::<f64>().is_ok() && words[8] == "us,", "{line}");
+    assert!(line.contains(" times the fastest plan's; forms that sm_89 runs, "), "{line}");
     run(home.path(), &["fit", "model", "--memory", "1G", "--context", "128", "--plan", "plan.json"], 0);
     let output = run(home.path(), &["fit", "model", "--memory", "1G", "--plan", "model/config.json"], 2);
     assert!(stderr(&output).contains("is no plan file"), "{}", stderr(&output));
@@ -1334,6 +1339,15 @@ fn kernels_of_stored_mlps_are_told() {
     }
     let alternate = missing(&["--mlp", "alternate"]);
     assert!(alternate.contains("_decode_palette_"), "{alternate}");
+
+    // A plan is in nobody's way.
+    bundle::attach_plan(&home.path().join("bundle"), "{\"version\": 1}").unwrap();
+    assert_eq!(missing(&["--mlp", "stored"]), stored);
+    assert_eq!(json(&run(home.path(), &["inspect", "bundle", "--json"], 0))["attached_plan"], true);
+    assert!(stdout(&run(home.path(), &["inspect", "bundle"], 0)).ends_with("a plan of `tune` is attached\n"));
+    let detached = stdout(&run(home.path(), &["kernels", "detach", "bundle"], 0));
+    assert!(detached.contains("removed with the plan of `tune`"), "{detached}");
+    assert_eq!(json(&run(home.path(), &["inspect", "bundle", "--json"], 0))["attached_plan"], false);
 }
 
 #[test]

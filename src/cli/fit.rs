@@ -223,7 +223,7 @@ fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Resu
         out,
         "products of a step at batch {}: {:.0} us, {:.3} times the fastest plan's; forms that {} runs, times by \
          formulas of an H200's records, sizes predicted from samples",
-        report.batch, report.arch, report.linear_us, report.slowdown
+        report.batch, report.linear_us, report.slowdown, report.arch
     )?;
     if !report.exact {
         writeln!(out, "another plan may be better by a little: not all were compared")?;

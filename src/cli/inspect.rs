@@ -58,6 +58,7 @@ struct Report<'a> {
     original_bytes: u64,
     stored_bytes: u64,
     attached_kernels: Vec<AttachedKernel>,
+    attached_plan: bool,
     /// BF16 exponents of the tensors by value, if they were drawn.
     #[serde(skip_serializing_if = "Option::is_none")]
     exponent_counts: Option<Vec<u64>>,
@@ -79,15 +80,13 @@ impl Inspect {
                 "`unweight inspect BUNDLE` lists the names",
             ));
         }
-        let attached_kernels = match bundle.attached() {
-            Ok(attached) => attached.map_or_else(Vec::new, |attached| attached.kernels().to_vec()),
-            Err(error) => {
-                output.note(format_args!("{error}"));
-                Vec::new()
-            }
-        };
+        let attached = bundle.attached().unwrap_or_else(|error| {
+            output.note(format_args!("{error}"));
+            None
+        });
         let mut report = Report {
-            attached_kernels,
+            attached_kernels: attached.as_ref().map_or_else(Vec::new, |attached| attached.kernels().to_vec()),
+            attached_plan: attached.is_some_and(|attached| attached.plan().is_some()),
             creator: &manifest.creator,
             format_version: format!("{}.{}", manifest.version.major, manifest.version.minor),
             options: &manifest.options,
@@ -146,6 +145,9 @@ impl Report<'_> {
         let totals =
             format!("\n{} tensors: {}", self.tensors.len(), select::percent(self.stored_bytes, self.original_bytes));
         writeln!(out, "{totals} of {} bytes", self.original_bytes)?;
+        if self.attached_plan {
+            writeln!(out, "a plan of `tune` is attached")?;
+        }
         let kernels = &self.attached_kernels;
         if kernels.is_empty() {
             return Ok(());

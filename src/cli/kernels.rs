@@ -20,7 +20,7 @@ use unweight::{
     },
     engine::{Engine, EngineOptions, options},
     format::{
-        bundle::{self as format, ATTACHED_NAME, Bundle, BundleError},
+        bundle::{self as format, ATTACHED_NAME, Attached, Bundle, BundleError},
         glob::matches,
     },
     rt::{
@@ -187,6 +187,7 @@ struct OneAttached {
 #[derive(Serialize)]
 struct Detached {
     detached: bool,
+    plan: bool,
     bytes: u64,
 }
 
@@ -451,9 +452,10 @@ fn word(state: &CacheState) -> &'static str {
 fn attach(arguments: &Attach, output: Output) -> Result<()> {
     let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
     let bundle = Bundle::open(&arguments.bundle)?;
-    // Known before minutes of compiling.
+    // Known before minutes of compiling. A plan stays.
     let path = arguments.bundle.join(ATTACHED_NAME);
-    if !arguments.force && path.symlink_metadata().is_ok() {
+    let is_taken = bundle.attached().map_or(true, |attached| attached.is_some_and(|old| !old.kernels().is_empty()));
+    if !arguments.force && is_taken {
         return Err(BundleError::OutputExists { path }.into());
     }
     let options = load_options(arguments.max_batch, arguments.no_pdl);
@@ -493,12 +495,18 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
 }
 
 fn detach(arguments: &Detach, output: Output) -> Result<()> {
+    // One that is damaged goes, too.
+    let attached = Attached::open(&arguments.bundle.join(ATTACHED_NAME)).ok().flatten();
+    let plan = attached.is_some_and(|attached| attached.plan().is_some());
     let bytes = format::detach(&arguments.bundle)?;
-    let report = Detached { detached: bytes.is_some(), bytes: bytes.unwrap_or(0) };
+    let report = Detached { detached: bytes.is_some(), plan, bytes: bytes.unwrap_or(0) };
     output.summary("kernels detach", &report, |out| {
         let path = arguments.bundle.join(ATTACHED_NAME);
         match report.detached {
-            true => writeln!(out, "{}: removed, {}", path.display(), output::bytes(report.bytes)),
+            true => {
+                let plan = if report.plan { " with the plan of `tune`" } else { "" };
+                writeln!(out, "{}: removed{plan}, {}", path.display(), output::bytes(report.bytes))
+            }
             false => writeln!(out, "{}: there is none", path.display()),
         }
     })

@@ -309,10 +309,11 @@ pub(crate) struct Programs {
 }
 
 impl Programs {
-    /// Makes all of them: of `set` where it has a setting for a batch, else of best guesses.
+    /// Makes all of them: of `set` where it has a setting for a batch that this device can run, else of best guesses. A
+    /// plan may be anybody's, and costs nothing but time.
     ///
     /// # Errors
-    /// [`EngineError::Program`]: a setting that this device cannot run; or what fails on the way.
+    /// What fails on the way.
     pub fn new(
         kernels: &KernelSet,
         stream: &Stream,
@@ -326,8 +327,9 @@ impl Programs {
         let guess = |m| Setting::guess(runner.layers(), device.info().arch, m, device.info().sms);
         let mut steps = Vec::new();
         for &rows in batches {
-            let setting = set(rows).unwrap_or_else(|| guess(rows));
-            steps.push((rows, Bound::new(runner.layers(), &setting, rows, device)?));
+            let of_set = set(rows).and_then(|setting| Bound::new(runner.layers(), &setting, rows, device).ok());
+            let bound = of_set.map_or_else(|| Bound::new(runner.layers(), &guess(rows), rows, device), Ok)?;
+            steps.push((rows, bound));
         }
         let chunk = Bound::new(runner.layers(), &guess(chunk), chunk, device)?;
         for bound in steps.iter().map(|(_, bound)| bound).chain([&chunk]) {

@@ -123,7 +123,7 @@ impl Plan {
         let mut plan = Self::default();
         for row in text.settings {
             let measured = row.check()?;
-            if plan.settings.last().is_some_and(|last| last.batch >= measured.batch) {
+            if plan.settings.last().is_some_and(|last| last.place() >= measured.place()) {
                 return Err(PlanError::Order(measured.batch));
             }
             plan.settings.push(measured);
@@ -139,14 +139,14 @@ impl Plan {
         text.map(|text| text + "\n").unwrap_or_default()
     }
 
-    /// Settings, ascending in the batch.
+    /// Settings, ascending in the batch, those of one batch by their keys.
     pub fn settings(&self) -> &[Measured] {
         &self.settings
     }
 
-    /// Takes a setting, instead of an older one of its batch.
+    /// Takes a setting, instead of an older one of its batch and key: another device's stays.
     pub fn insert(&mut self, measured: Measured) {
-        match self.settings.binary_search_by_key(&measured.batch, |own| own.batch) {
+        match self.settings.binary_search_by(|own| own.place().cmp(&measured.place())) {
             Ok(at) => self.settings[at] = measured,
             Err(at) => self.settings.insert(at, measured),
         }
@@ -156,6 +156,12 @@ impl Plan {
     pub fn setting(&self, batch: u32, key: &str) -> Option<&Setting> {
         let found = self.settings.iter().find(|own| own.batch == batch && own.key == key);
         found.map(|measured| &measured.setting)
+    }
+}
+
+impl Measured {
+    fn place(&self) -> (u32, &str) {
+        (self.batch, &self.key)
     }
 }
 

@@ -274,6 +274,11 @@ fn plans_come_back() {
     let plan = plan();
     assert_eq!(plan.settings().iter().map(|own| own.batch).collect::<Vec<_>>(), [1, 64, 1024]);
     assert_eq!(Plan::parse(plan.text().as_bytes()), Ok(plan.clone()));
+    // Of another device, or another --mlp: both stay.
+    let (mut more, key) = (plan.clone(), "f".repeat(32));
+    more.insert(Measured { key: key.clone(), ..plan.settings()[1].clone() });
+    assert!(more.setting(64, &key).is_some() && more.setting(64, &format!("{:032x}", 64)).is_some());
+    assert_eq!(Plan::parse(more.text().as_bytes()), Ok(more));
     assert!(plan.setting(64, &format!("{:032x}", 64)).is_some());
     assert!(plan.setting(64, &format!("{:032x}", 1)).is_none(), "measured for something else");
     assert!(plan.setting(8, &format!("{:032x}", 64)).is_none());
@@ -289,7 +294,7 @@ fn what_is_wrong_with_a_plan_is_named() {
     for (from, to, what) in [
         ("\"version\": 1", "\"version\": 2", "version 2"),
         ("\"batch\": 1,", "\"batch\": 3,", "batch is not"),
-        ("\"batch\": 64", "\"batch\": 1", "stands behind"),
+        ("\"batch\": 1024", "\"batch\": 1", "stands behind"),
         ("\"consumers\": 2", "\"consumers\": 3", "consumers is not 1 or 2"),
         ("\"decode_sms\": 22", "\"decode_sms\": 0", "decode_sms is not"),
         ("\"step_us\": 1.0", "\"step_us\": -1.0", "step_us is not"),

@@ -106,14 +106,20 @@ impl Journal {
         file.read_to_end(&mut bytes).map_err(io)?;
         // What a kill cut off is measured again.
         let whole = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
+        let axes = space.axes().iter().map(|axis| axis.coordinate.to_string()).collect();
+        let head = Head { tune: VERSION, key: key.to_owned(), axes };
+        // Of a file without a line the beginning of a head alone is ours to write over.
+        if whole == 0 && !serde_json::to_vec(&head).is_ok_and(|head| head.starts_with(&bytes)) {
+            let reason = "neither a journal nor the beginning of this one".to_owned();
+            return Err(JournalError::Damaged { path: path.to_owned(), line: 1, reason });
+        }
         bytes.truncate(whole);
         let answers = read(path, &bytes, key, space)?;
         file.set_len(whole as u64).map_err(io)?;
         file.seek(SeekFrom::Start(whole as u64)).map_err(io)?;
         let mut journal = Self { path: path.to_owned(), file, answers };
         if whole == 0 {
-            let axes = space.axes().iter().map(|axis| axis.coordinate.to_string()).collect();
-            journal.write(&Head { tune: VERSION, key: key.to_owned(), axes })?;
+            journal.write(&head)?;
             // The name of a new file is in its folder.
             let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
             File::open(folder).and_then(|folder| folder.sync_all()).map_err(io)?;

@@ -268,6 +268,16 @@ fn a_journal_that_is_no_journal_is_refused() {
         let error = open(&(lines.join("\n") + "\n"), KEY).unwrap_err();
         assert!(error.contains(&format!("j: line {line}: ")) && error.contains("begin with a new file"), "{error}");
     }
+    // Without a line: what a kill left of the head is begun again, anything else is somebody's.
+    let head = text.lines().next().unwrap();
+    for torn in ["", &head[..7], head] {
+        assert_eq!(open(torn, KEY), Ok(0), "{torn}");
+    }
+    for other in ["{}", "a file of somebody's", &head[1..], &format!("{head} ")] {
+        let error = open(other, KEY).unwrap_err();
+        assert!(error.contains("j: line 1: neither"), "{error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), other);
+    }
     let twice = text.clone() + text.lines().last().unwrap() + "\n";
     assert!(open(&twice, KEY).unwrap_err().contains("a second time"));
     assert!(open(&text.replacen("\"c1\"", "\"c7\"", 1), KEY).unwrap_err().contains("cannot be 'c7'"));
