@@ -82,8 +82,9 @@ impl Bundle {
         report.set_item("stored_bytes", sum(|tensor| tensor.entry.stored_bytes()))?;
         // Damage to them is no damage to the weights: `verify` says it.
         let attached = self.bundle.attached().ok().flatten();
-        let kernels = attached.map_or_else(Vec::new, |attached| attached.kernels().to_vec());
+        let kernels = attached.as_ref().map_or_else(Vec::new, |attached| attached.kernels().to_vec());
         report.set_item("attached_kernels", to_python(py, &kernels)?)?;
+        report.set_item("attached_plan", attached.is_some_and(|attached| attached.plan().is_some()))?;
         Ok(report.into_any())
     }
 
