@@ -10,6 +10,9 @@ use unweight_format::testing::Random;
 
 use super::*;
 
+#[cfg(unix)]
+mod killed;
+
 const KEY: &str = "0123";
 
 /// Axes of both profiles and of the whole step.
