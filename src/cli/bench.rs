@@ -125,6 +125,9 @@ pub struct RivalsBench {
     /// Batch of the products; may be repeated [default: 1, 8, 32 and 128]
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=65536))]
     batch: Vec<u32>,
+    /// What to measure; may be repeated [default: all]
+    #[arg(long, value_name = "WHAT")]
+    only: Vec<RivalsPart>,
     /// Rounds that count
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     rounds: Option<u16>,
@@ -254,6 +257,20 @@ enum Measure {
     Layer,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum RivalsPart {
+    /// BF16 of each shape: decoded, copied from the host, multiplied
+    Weights,
+    /// FP8, F16 and F32 of each shape, decoded
+    Elements,
+    /// The linears of one Llama-3.1-8B layer
+    Layer,
+    /// Chained products of int8 matrices and a vector
+    Int8,
+    /// Sums of FP8 vectors
+    Fp8,
+}
+
 /// Variants that are timed for a table, for each problem.
 const TABLE_CANDIDATES: usize = 8;
 
@@ -295,14 +312,7 @@ impl Bench {
             }
             Self::Rivals(arguments) => {
                 let kernels = open(arguments.device)?;
-                let mut options = RivalsOptions::default();
-                if !arguments.shape.is_empty() {
-                    options.shapes.clone_from(&arguments.shape);
-                }
-                if !arguments.batch.is_empty() {
-                    options.batches.clone_from(&arguments.batch);
-                }
-                let report = bench::bench_rivals(&kernels, &options, &timing(arguments.rounds), &note)?;
+                let report = bench::bench_rivals(&kernels, &arguments.options(), &timing(arguments.rounds), &note)?;
                 if let Some(file) = &arguments.svg {
                     plot::save(file, &plot::amplification(&report.rows)?)?;
                     output.note(format_args!("{}: drawn", file.display()));
@@ -447,6 +457,29 @@ impl MatmulBench {
             options.batches.clone_from(&self.batch);
         }
         Ok(options)
+    }
+}
+
+impl RivalsBench {
+    fn options(&self) -> RivalsOptions {
+        let wanted = |part| self.only.is_empty() || self.only.contains(&part);
+        let mut options = RivalsOptions::default()
+            .weights(wanted(RivalsPart::Weights))
+            .elements(wanted(RivalsPart::Elements))
+            .layer(wanted(RivalsPart::Layer));
+        if !self.shape.is_empty() {
+            options.shapes.clone_from(&self.shape);
+        }
+        if !self.batch.is_empty() {
+            options.batches.clone_from(&self.batch);
+        }
+        if !wanted(RivalsPart::Int8) {
+            options.int8 = 0;
+        }
+        if !wanted(RivalsPart::Fp8) {
+            options.fp8_mib.clear();
+        }
+        options
     }
 }
 

@@ -1,7 +1,9 @@
 //! The benchmark itself on a GPU: small problems, every family, a report whose numbers can be true.
 
 use crate::harness::gpu;
-use unweight_bench::{BenchOptions, MatmulOptions, Report, Timing, bench_kernels, bench_matmul};
+use unweight_bench::{
+    BenchOptions, MatmulOptions, Report, RivalsOptions, Timing, bench_kernels, bench_matmul, bench_rivals,
+};
 
 /// Small problems: the numbers are not for records.
 fn quick() -> BenchOptions {
@@ -75,4 +77,20 @@ fn packed_matmuls_beside_cublas() {
         let others = report.rows.iter().filter(|other| (other.n, other.k, other.m) == (row.n, row.k, row.m));
         assert!(others.filter(|other| other.contender.contains(launch)).all(|other| other.median_us >= best));
     }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn rivals_beside_cublas() {
+    let kernels = gpu();
+    let options = RivalsOptions::default().shapes(vec![(1024, 512)]).batches(vec![1, 40]).int8(256).fp8_mib(vec![1]);
+    let report = bench_rivals(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    println!("{report}");
+    let of = |family: &str, m: u32| report.rows.iter().filter(|row| row.family == family && row.m == m).count();
+    assert_eq!((of("rivals_decode", 0), of("rivals_elements", 0), of("rivals_fp8", 0)), (7, 4, 5));
+    // Four ways to multiply, and decoding by itself of the two that do it first.
+    assert_eq!((of("rivals_layer", 1), of("rivals_layer", 40)), (6, 6));
+    assert!(report.rows.iter().all(|row| row.median_us > 0.0));
+    let host = report.rows.iter().find(|row| row.contender == "copy from the host").map(|row| row.bytes);
+    assert_eq!(host, Some(2 * 1024 * 512));
 }

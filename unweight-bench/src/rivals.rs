@@ -2,6 +2,8 @@
 //!
 //! What is timed was right: decoded weights are the matrix' own bits, products are held against cuBLAS's.
 
+mod layer;
+
 use unweight_codegen::{
     VariantSpec,
     plan::GemmShape,
@@ -28,7 +30,10 @@ use unweight_rt::{
         model::PackedUse,
         recon::{Source, candidates},
     },
-    device::{DeviceBuffer, DeviceError, KernelSet, LaneSize},
+    device::{
+        DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixRef,
+        pinned::{Pinned, Source as HostSource},
+    },
     ops::{
         decode::{Decoder, output_bytes},
         gemm_compact::CompactGemm,
@@ -55,6 +60,12 @@ options! {
         shapes: Vec<(u32, u32)> = vec![(14336, 4096)],
         /// Batches of the products.
         batches: Vec<u32> = vec![1, 8, 32, 128],
+        /// BF16 of these shapes: decoding, copies from the host, products.
+        weights: bool = true,
+        /// FP8, F16 and F32 of these shapes: decoding.
+        elements: bool = true,
+        /// The linears of one Llama-3.1-8B layer at these batches, from one DFloat11 unit.
+        layer: bool = true,
         /// Rows and columns of the int8 matrices, a multiple of 128; 0: none.
         int8: u32 = 4096,
         /// Bits of entropy of their values.
@@ -78,14 +89,20 @@ pub fn bench_rivals(
     let bench = Bench { kernels, timer: Timer { stream: &stream, timing }, progress };
     let mut rows = Vec::new();
     for &(n, k) in &options.shapes {
-        let bytes = normal_bf16(n as usize * k as usize, 0.02, 1);
-        let forms = bench.forms(&bytes, (n, k))?;
-        rows.extend(bench.decode(&forms, &bytes)?);
-        for &m in &options.batches {
-            rows.extend(bench.products(&forms, m)?);
+        if options.weights {
+            let bytes = normal_bf16(n as usize * k as usize, 0.02, 1);
+            let forms = bench.forms(&bytes, (n, k))?;
+            rows.extend(bench.decode(&forms, &bytes)?);
+            for &m in &options.batches {
+                rows.extend(bench.products(&forms, m)?);
+            }
         }
-        drop(forms);
-        rows.extend(bench.elements((n, k))?);
+        if options.elements {
+            rows.extend(bench.elements((n, k))?);
+        }
+    }
+    if options.layer {
+        rows.extend(bench.layer(&options.batches)?);
     }
     if options.int8 > 0 {
         for &entropy in &options.int8_entropy {
@@ -138,15 +155,11 @@ impl Bench<'_> {
         let tensor = huffman::encode(matrix, CodeLimit::DEFAULT)?;
         let pack = packed::pack(matrix, &counts).map_err(|why| BenchError::Unpackable { n, k, why })?;
         let dense = compact::encode(matrix, &counts).map_err(|why| BenchError::Uncompact { n, k, why })?;
-        let held_by = |system| move |why: String| BenchError::Unheld { system, n, k, why };
-        let unit = Unit::encode(bytes, THREADS).map_err(|why| held_by("DFloat11")(why.to_string()))?;
-        let zip = zipserv::encode(bytes, rows, cols).map_err(|why| held_by("ZipServ")(why.to_string()))?;
+        let unit = Unit::encode(bytes, THREADS).map_err(unheld("DFloat11", (n, k)))?;
+        let zip = zipserv::encode(bytes, rows, cols).map_err(unheld("ZipServ", (n, k)))?;
         // Of the smallest form enough for the rotation.
         let copies = self.timer.copies(elements * 4 / 3);
-        let held = |error: unweight_rivals::cuda::Error| match error {
-            unweight_rivals::cuda::Error::Device(error) => BenchError::Device(error),
-            other => held_by("a rival")(other.to_string()),
-        };
+        let held = not_taken((n, k));
         let whole = DeviceMatrix::upload(stream, matrix)?;
         let forms = Forms {
             n,
@@ -155,7 +168,7 @@ impl Bench<'_> {
             huffman: (0..copies).map(|_| DeviceHuffman::upload(stream, &tensor)).collect::<Result<_, _>>()?,
             packed: self.timer.each(copies, |_| DevicePacked::upload(stream, &pack))?,
             compact: self.timer.each(copies, |_| DeviceCompact::upload(stream, &dense))?,
-            units: (0..copies).map(|_| DeviceUnit::upload(stream, &unit)).collect::<Result<_, _>>().map_err(held)?,
+            units: (0..copies).map(|_| DeviceUnit::upload(stream, &unit)).collect::<Result<_, _>>().map_err(&held)?,
             zips: (0..copies).map(|_| DeviceZip::upload(stream, &zip)).collect::<Result<_, _>>().map_err(held)?,
             zip: ZipKernels::of(stream, self.kernels, n)?,
             tensor,
@@ -224,6 +237,20 @@ impl Bench<'_> {
             }
         }
         contenders.push(contender("dfloat11", recorded, forms.units[0].bytes() + written, None));
+        // What is done without compression where memory is short: the weights wait in host memory. One copy takes long
+        // enough to hide the gap between two graphs.
+        let mut waiting = Pinned::zeroed(self.kernels.device(), expected.len())?;
+        waiting.copy_from_slice(&expected);
+        let waiting = HostSource::new(stream, waiting);
+        flat[0].fill_bytes(stream, 0xff)?;
+        let fetch = || waiting.copy(0, expected.len(), &flat[0], 0);
+        fetch()?;
+        stream.synchronize()?;
+        let recorded = (stream.capture(fetch)?, 1);
+        if flat[0].to_host(stream)? != expected {
+            return Err(BenchError::WrongBits { kernel: "copy from the host" });
+        }
+        contenders.push(contender("copy from the host", recorded, written, None));
         // The driver's copy: the bytes of the weights, read and written. Kernels can be faster.
         let mut run = |copy: usize| out[copy].view_mut().copy_from(stream, forms.whole[copy].view());
         (0..copies).try_for_each(&mut run)?;
@@ -231,7 +258,7 @@ impl Bench<'_> {
         contenders.push(contender("copy of bf16", recorded, 2 * written, None));
         let rows = self.timer.measure("rivals_decode", contenders, copies, problem, self.progress);
         // Graphs name these.
-        drop((lane, packer, out, flat, dfloat11));
+        drop((lane, packer, out, flat, dfloat11, waiting));
         rows
     }
 
@@ -317,6 +344,8 @@ impl Bench<'_> {
         })?;
         lane.synchronize()?;
         let mut scratch = DeviceMatrix::zeroed(stream, forms.n, forms.k)?;
+        let unit_decoder = UnitDecoder::of(stream, self.kernels)?;
+        let mut flat = DeviceBuffer::<u16>::zeroed(stream, forms.n as usize * forms.k as usize)?;
         let palette_bytes = forms.huffman[0].as_palette(&palettes[0]).bytes() as u64;
         let exponent_bytes = forms.tensor.coded_bytes();
         for (name, there, weights) in [
@@ -326,6 +355,7 @@ impl Bench<'_> {
             ("unweight compact", compact.is_some(), forms.compact[0].bytes()),
             ("zipserv", m <= FUSED_MAX, forms.zips[0].bytes()),
             ("zipserv by cublas", true, forms.zips[0].bytes() + 2 * forms.whole[0].bytes() as u64),
+            ("dfloat11 by cublas", true, forms.units[0].bytes() + 2 * forms.whole[0].bytes() as u64),
         ] {
             if !there {
                 continue;
@@ -348,6 +378,11 @@ impl Bench<'_> {
                         forms.zip.decompress(stream, &forms.zips[copy], &mut scratch)?;
                         lane.cublas()?.matmul(x.view(), scratch.view(), y.view_mut(), false)
                     }
+                    ("dfloat11 by cublas", ..) => {
+                        unit_decoder.decode(stream, &forms.units[copy], &mut flat)?;
+                        let weights = MatrixRef::new(&flat, forms.n, forms.k, forms.k.into())?;
+                        lane.cublas()?.matmul(x.view(), weights, y.view_mut(), false)
+                    }
                     _ => packed.enqueue(&mut lane, x.view(), &forms.packed[copy], y.view_mut()),
                 }
             };
@@ -360,7 +395,7 @@ impl Bench<'_> {
         }
         let rows = self.timer.measure("rivals_product", contenders, copies, problem, self.progress);
         // Graphs name these.
-        drop((lane, x, y, exponents, palettes, scratch));
+        drop((lane, x, y, exponents, palettes, scratch, unit_decoder, flat));
         rows
     }
 
@@ -386,10 +421,7 @@ impl Bench<'_> {
         let dense = self.timer.each(copies, |_| DeviceBuffer::from_host(stream, &values))?;
         let mut coded = Vec::new();
         for (name, layout) in [("matvans warp-rows", Layout::Rows), ("matvans warp-stripes", Layout::Stripes)] {
-            let matrix = matvans::encode(&values, d, d, layout).map_err(|why| {
-                let (system, why) = ("MatVANS", why.to_string());
-                BenchError::Unheld { system, n: extent, k: extent, why }
-            })?;
+            let matrix = matvans::encode(&values, d, d, layout).map_err(unheld("MatVANS", (extent, extent)))?;
             self.say_bits(&format!("{name} at {entropy} bits"), matrix.bytes(), d * d);
             coded.push((name, self.timer.each(copies, |_| DeviceMatvans::upload(stream, &matrix))?));
         }
@@ -451,10 +483,9 @@ impl Bench<'_> {
         let mut coded = Vec::new();
         for (name, per_stream) in [("tans 128", 128), ("tans 256", 256), ("tans 512", 512), ("tans 1024", 1024)] {
             let code = |bytes: &[u8]| -> Result<DeviceTans, BenchError> {
-                let unheld = |why: String| BenchError::Unheld { system: "tANS", n: problem.n, k: 1, why };
-                let vector =
-                    tans::encode(bytes, per_stream, &tans::QWEN3_14B).map_err(|why| unheld(why.to_string()))?;
-                DeviceTans::upload(stream, &vector).map_err(|why| unheld(why.to_string()))
+                let shape = (problem.n, 1);
+                let vector = tans::encode(bytes, per_stream, &tans::QWEN3_14B).map_err(unheld("tANS", shape))?;
+                DeviceTans::upload(stream, &vector).map_err(not_taken(shape))
             };
             let (a, b) = (code(&a)?, code(&b)?);
             self.say_bits(name, a.bytes(), bytes);
@@ -492,4 +523,17 @@ impl Bench<'_> {
 
 fn contender(name: &str, (graph, launches): (unweight_rt::Graph, usize), bytes: u64, error: Option<f64>) -> Contender {
     Contender { name: name.to_owned(), graph, launches, bytes, error, dispatched: false }
+}
+
+/// A format that cannot hold weights of this shape.
+fn unheld<E: std::fmt::Display>(system: &'static str, (n, k): (u32, u32)) -> impl Fn(E) -> BenchError {
+    move |why| BenchError::Unheld { system, n, k, why: why.to_string() }
+}
+
+/// A device that did not take them.
+fn not_taken(shape: (u32, u32)) -> impl Fn(unweight_rivals::cuda::Error) -> BenchError {
+    move |error| match error {
+        unweight_rivals::cuda::Error::Device(error) => BenchError::Device(error),
+        other => unheld("a rival", shape)(other),
+    }
 }

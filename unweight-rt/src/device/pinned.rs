@@ -154,20 +154,20 @@ impl<T> Drop for Transfer<T> {
 /// Pinned memory that nobody writes any more, from which parts are copied on one stream, as often as wanted. Dropping it
 /// waits for that stream.
 #[derive(Debug)]
-pub(crate) struct Source<T> {
+pub struct Source<T> {
     /// `None` while it is dropped.
     pinned: Option<Pinned<T>>,
     stream: Stream,
 }
 
 impl<T: Pod> Source<T> {
-    /// Of what is in `pinned`; `stream` makes all copies.
-    pub(crate) fn new(stream: &Stream, pinned: Pinned<T>) -> Self {
+    /// Of what is in `pinned`; `stream` makes all copies. A graph of them must be dropped before it.
+    pub fn new(stream: &Stream, pinned: Pinned<T>) -> Self {
         Self { pinned: Some(pinned), stream: stream.clone() }
     }
 
     /// Bytes of the host's memory.
-    pub(crate) fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         self.pinned.as_ref().map_or(0, |pinned| (pinned.len * size_of::<T>()) as u64)
     }
 
@@ -176,7 +176,7 @@ impl<T: Pod> Source<T> {
     ///
     /// # Errors
     /// Elements that are not there, or the driver's refusal.
-    pub(crate) fn copy(&self, from: usize, len: usize, to: &DeviceBuffer<T>, at: usize) -> Result<(), DeviceError> {
+    pub fn copy(&self, from: usize, len: usize, to: &DeviceBuffer<T>, at: usize) -> Result<(), DeviceError> {
         let address = to.element(at, len)?;
         let all = self.pinned.as_deref().unwrap_or_default();
         let host = from.checked_add(len).and_then(|end| all.get(from..end));
