@@ -74,6 +74,7 @@ inline float add(float a, float b) { return a + b; }
 inline float div(float a, float b) { return a / b; }
 inline u32 pack_bf16x2(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 inline void pin(u32&) {}
+inline void pin(float&) {}
 [[noreturn]] inline void trap() { cpu::fail("trap"); }
 
 // ---- memory.cuh ----------------------------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
 //! Decoders of the form `exponents` on the GPU: FP8, F16 and F32, byte for byte what was encoded; sections that lie stay
 //! inside. Meant to be run under `compute-sanitizer` as well.
 
-use crate::harness::{Random, SHAPES, gpu, guard_is_whole, lane, poison, refusal, refused, stream};
+use crate::harness::{OwnedCoded, Random, SHAPES, gpu, guard_is_whole, lane, poison, refusal, refused, stream};
 use unweight_codegen::{
     VariantSpec,
     spec::{self, Arch, DecodeElement, DecodeOutput, DecodeSpec, DecodeWarps, Op, SmemCopy},
 };
 use unweight_format::{
-    CodeLimit, ExponentsTensor, Float, FloatMatrix, Matrix, TileGrid, TileMetadata, exponents, huffman,
-    testing::float_weights,
+    CodeLimit, ExponentsTensor, Float, FloatMatrix, Matrix, TileGrid, exponents, huffman, testing::float_weights,
 };
 use unweight_rt::{
     choose::graph,
@@ -212,27 +211,16 @@ struct Sections {
     float: Float,
     grid: TileGrid,
     fractions: [Vec<u8>; 2],
-    encoded_exp: Vec<u8>,
-    row_lengths: Vec<u8>,
-    tile_metadata: Vec<u8>,
-    verbatim_exponents: Vec<u8>,
-    palette: [u8; 16],
-    code_lengths: [u8; 16],
+    coded: OwnedCoded,
 }
 
 impl Sections {
     fn of(tensor: &ExponentsTensor<Vec<u8>>) -> Self {
-        let exponents = tensor.exponents();
         Self {
             float: tensor.float(),
             grid: tensor.grid(),
             fractions: [tensor.fraction_bytes().to_vec(), tensor.fraction_bits().to_vec()],
-            encoded_exp: exponents.encoded_exp().to_vec(),
-            row_lengths: exponents.row_lengths().to_vec(),
-            tile_metadata: exponents.tile_metadata().to_vec(),
-            verbatim_exponents: exponents.verbatim_exponents().to_vec(),
-            palette: exponents.code().palette().stored(),
-            code_lengths: exponents.code().lengths(),
+            coded: OwnedCoded::of(tensor.exponents()),
         }
     }
 
@@ -241,19 +229,8 @@ impl Sections {
             float: self.float,
             fraction_bytes: &self.fractions[0],
             fraction_bits: &self.fractions[1],
-            encoded_exp: &self.encoded_exp,
-            row_lengths: &self.row_lengths,
-            tile_metadata: &self.tile_metadata,
-            verbatim_exponents: &self.verbatim_exponents,
-            palette: self.palette,
-            code_lengths: self.code_lengths,
+            exponents: self.coded.view(),
         }
-    }
-
-    fn metadata(&mut self, tile: usize, change: impl Fn(&mut TileMetadata)) {
-        let mut record = TileMetadata::read(&self.tile_metadata, tile);
-        change(&mut record);
-        self.tile_metadata[tile * TileMetadata::BYTES..][..TileMetadata::BYTES].copy_from_slice(&record.to_bytes());
     }
 
     /// Decodes what may be damaged: the bytes, and whether a fault was reported.
@@ -290,11 +267,11 @@ fn sections_that_lie_stay_inside() {
             let good = Sections::of(&encode(float, &bytes, shape, bits));
             let survive = |sections: &Sections, what: &str| sections.survive(kernels, &stream, bits, what);
             assert!(survive(&good, "undamaged") == (bytes.clone(), false));
-            let words = (good.encoded_exp.len() / 4) as u32;
+            let words = (good.coded.encoded_exp.len() / 4) as u32;
             for tile in [0, good.grid.tiles() - 1] {
                 for start in [words, words + 1, u32::MAX, u32::MAX - 100, 1 << 31] {
                     let mut bad = good.clone();
-                    bad.metadata(tile, |m| {
+                    bad.coded.metadata(tile, |m| {
                         m.start_word = start;
                         // Some row must be coded for a start to matter.
                         (m.verbatim_low, m.verbatim_high) = (0, 0);
@@ -309,7 +286,7 @@ fn sections_that_lie_stay_inside() {
                 }
                 for offset in [u32::MAX, u32::MAX - 3, 1 << 31] {
                     let mut bad = good.clone();
-                    bad.metadata(tile, |m| {
+                    bad.coded.metadata(tile, |m| {
                         m.verbatim_row_offset = offset;
                         m.verbatim_low |= 1;
                     });
@@ -317,7 +294,8 @@ fn sections_that_lie_stay_inside() {
                 }
             }
             for lengths in [[0u8; 16], [1; 16], std::array::from_fn(|i| 15 - i as u8), [255; 16]] {
-                let bad = Sections { code_lengths: lengths, palette: [255; 16], ..good.clone() };
+                let mut bad = good.clone();
+                (bad.coded.code_lengths, bad.coded.palette) = (lengths, [255; 16]);
                 survive(&bad, &format!("code lengths {lengths:?}"));
             }
             for seed in 0..16 {
@@ -325,11 +303,11 @@ fn sections_that_lie_stay_inside() {
                 let mut bad = good.clone();
                 for _ in 0..1 + random.below(20) {
                     let target: &mut [u8] = match random.below(6) {
-                        0 | 1 => &mut bad.tile_metadata,
-                        2 => &mut bad.row_lengths,
-                        3 => &mut bad.encoded_exp,
-                        4 => &mut bad.palette,
-                        _ => &mut bad.code_lengths,
+                        0 | 1 => &mut bad.coded.tile_metadata,
+                        2 => &mut bad.coded.row_lengths,
+                        3 => &mut bad.coded.encoded_exp,
+                        4 => &mut bad.coded.palette,
+                        _ => &mut bad.coded.code_lengths,
                     };
                     let at = random.below(target.len() as u64) as usize;
                     target[at] = random.bits() as u8;

@@ -2,13 +2,13 @@
 
 use std::sync::OnceLock;
 
-use unweight_format::testing;
 pub use unweight_format::testing::{Random, Weights};
+use unweight_format::{TileMetadata, huffman::CodedExponents, testing};
 use unweight_rt::{
     device::{Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, Refusal, Stream},
     env::Env,
     ops::lane::Lane,
-    weight::DeviceMatrix,
+    weight::{CodedSections, DeviceMatrix},
 };
 
 /// The GPU of this machine. Tests that ask for it are ignored unless they are asked for, and then fail where there is
@@ -23,6 +23,47 @@ pub fn gpu() -> &'static KernelSet {
 
 pub fn stream(kernels: &KernelSet) -> Stream {
     kernels.device().stream().expect("a stream")
+}
+
+/// Sections of coded exponents, to be damaged.
+#[derive(Clone)]
+pub struct OwnedCoded {
+    pub encoded_exp: Vec<u8>,
+    pub row_lengths: Vec<u8>,
+    pub tile_metadata: Vec<u8>,
+    pub verbatim_exponents: Vec<u8>,
+    pub palette: [u8; 16],
+    pub code_lengths: [u8; 16],
+}
+
+impl OwnedCoded {
+    pub fn of(exponents: &CodedExponents<Vec<u8>>) -> Self {
+        Self {
+            encoded_exp: exponents.encoded_exp().to_vec(),
+            row_lengths: exponents.row_lengths().to_vec(),
+            tile_metadata: exponents.tile_metadata().to_vec(),
+            verbatim_exponents: exponents.verbatim_exponents().to_vec(),
+            palette: exponents.code().palette().stored(),
+            code_lengths: exponents.code().lengths(),
+        }
+    }
+
+    pub fn view(&self) -> CodedSections<'_> {
+        CodedSections {
+            encoded_exp: &self.encoded_exp,
+            row_lengths: &self.row_lengths,
+            tile_metadata: &self.tile_metadata,
+            verbatim_exponents: &self.verbatim_exponents,
+            palette: self.palette,
+            code_lengths: self.code_lengths,
+        }
+    }
+
+    pub fn metadata(&mut self, tile: usize, change: impl Fn(&mut TileMetadata)) {
+        let mut record = TileMetadata::read(&self.tile_metadata, tile);
+        change(&mut record);
+        self.tile_metadata[tile * TileMetadata::BYTES..][..TileMetadata::BYTES].copy_from_slice(&record.to_bytes());
+    }
 }
 
 /// Behind every output of a test.

@@ -1,7 +1,7 @@
 //! Sections that lie, through every decoder and the matmul: no error of the driver, nothing written past an output, and
 //! the device as healthy as before. Meant to be run under `compute-sanitizer` as well.
 
-use crate::harness::{Random, Weights, gpu, guard_is_whole, lane, poison, refusal, stream};
+use crate::harness::{OwnedCoded, Random, Weights, gpu, guard_is_whole, lane, poison, refusal, stream};
 use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::spec::{Arch, DecodeOutput};
 use unweight_format::{CodeLimit, HuffmanTensor, Matrix, TileGrid, TileMetadata, huffman, palette};
@@ -18,12 +18,7 @@ use unweight_rt::{
 struct Sections {
     grid: TileGrid,
     sign_mantissa: Vec<u8>,
-    encoded_exp: Vec<u8>,
-    row_lengths: Vec<u8>,
-    tile_metadata: Vec<u8>,
-    verbatim_exponents: Vec<u8>,
-    palette: [u8; 16],
-    code_lengths: [u8; 16],
+    coded: OwnedCoded,
 }
 
 impl Sections {
@@ -31,32 +26,13 @@ impl Sections {
         Self {
             grid: tensor.grid(),
             sign_mantissa: tensor.sign_mantissa().to_vec(),
-            encoded_exp: tensor.encoded_exp().to_vec(),
-            row_lengths: tensor.row_lengths().to_vec(),
-            tile_metadata: tensor.tile_metadata().to_vec(),
-            verbatim_exponents: tensor.verbatim_exponents().to_vec(),
-            palette: tensor.code().palette().stored(),
-            code_lengths: tensor.code().lengths(),
+            coded: OwnedCoded::of(tensor.exponents()),
         }
     }
 
     fn upload(&self, stream: &Stream) -> DeviceHuffman {
-        let sections = HuffmanSections {
-            sign_mantissa: &self.sign_mantissa,
-            encoded_exp: &self.encoded_exp,
-            row_lengths: &self.row_lengths,
-            tile_metadata: &self.tile_metadata,
-            verbatim_exponents: &self.verbatim_exponents,
-            palette: self.palette,
-            code_lengths: self.code_lengths,
-        };
+        let sections = HuffmanSections { sign_mantissa: &self.sign_mantissa, exponents: self.coded.view() };
         DeviceHuffman::from_sections(stream, self.grid, &sections).unwrap()
-    }
-
-    fn metadata(&mut self, tile: usize, change: impl Fn(&mut TileMetadata)) {
-        let mut record = TileMetadata::read(&self.tile_metadata, tile);
-        change(&mut record);
-        self.tile_metadata[tile * TileMetadata::BYTES..][..TileMetadata::BYTES].copy_from_slice(&record.to_bytes());
     }
 }
 
@@ -128,12 +104,12 @@ fn metadata_that_leave_their_section_are_reported() {
     each_decoder(|output, bits| {
         // The last tile row and column are ragged.
         let good = Sections::of(&tensor(200, 150, bits));
-        let (tiles, words) = (good.grid.tiles(), (good.encoded_exp.len() / 4) as u32);
+        let (tiles, words) = (good.grid.tiles(), (good.coded.encoded_exp.len() / 4) as u32);
         assert!(!survives(kernels, &stream, &good, output, bits, "undamaged"));
         for tile in [0, tiles / 2, tiles - 1] {
             for start in [words, words - 1, words + 1, u32::MAX, u32::MAX - 100, 1 << 31] {
                 let mut bad = good.clone();
-                bad.metadata(tile, |m| {
+                bad.coded.metadata(tile, |m| {
                     m.start_word = start;
                     // Some row must be coded for a start to matter.
                     (m.verbatim_low, m.verbatim_high) = (0, 0);
@@ -141,10 +117,10 @@ fn metadata_that_leave_their_section_are_reported() {
                 let what = format!("tile {tile} starts at word {start} of {words}");
                 assert!(survives(kernels, &stream, &bad, output, bits, &what), "no fault: {what}");
             }
-            let rows = (good.verbatim_exponents.len() / 64) as u32;
+            let rows = (good.coded.verbatim_exponents.len() / 64) as u32;
             for offset in [rows, u32::MAX, u32::MAX - 3, 1 << 31] {
                 let mut bad = good.clone();
-                bad.metadata(tile, |m| {
+                bad.coded.metadata(tile, |m| {
                     m.verbatim_row_offset = offset;
                     m.verbatim_low |= 1;
                 });
@@ -155,7 +131,7 @@ fn metadata_that_leave_their_section_are_reported() {
             }
         }
         let mut bad = good.clone();
-        bad.metadata(tiles - 1, |m| m.verbatim_high = u32::MAX);
+        bad.coded.metadata(tiles - 1, |m| m.verbatim_high = u32::MAX);
         survives(kernels, &stream, &bad, output, bits, "pad rows are verbatim");
     });
 }
@@ -170,32 +146,32 @@ fn lengths_and_codes_that_lie_stay_inside() {
         let run = |bad: &Sections, what: &str| survives(kernels, &stream, bad, output, bits, what);
         for length in [0, 1, 254, 255] {
             let mut bad = good.clone();
-            bad.row_lengths.fill(length);
+            bad.coded.row_lengths.fill(length);
             run(&bad, &format!("all row lengths {length}"));
         }
         for byte in [0x00, 0xff, 0x55] {
             let mut bad = good.clone();
-            bad.encoded_exp.fill(byte);
+            bad.coded.encoded_exp.fill(byte);
             run(&bad, &format!("all bits {byte:#04x}"));
         }
         for lengths in [[0u8; 16], [1; 16], [bits as u8; 16], std::array::from_fn(|i| 15 - i as u8), [255; 16]] {
             let mut bad = good.clone();
-            bad.code_lengths = lengths;
+            bad.coded.code_lengths = lengths;
             run(&bad, &format!("code lengths {lengths:?}"));
         }
         let mut bad = good.clone();
-        bad.palette = [255; 16];
+        bad.coded.palette = [255; 16];
         run(&bad, "palette of one exponent, sixteen times");
         let mut bad = good.clone();
-        bad.encoded_exp.clear();
+        bad.coded.encoded_exp.clear();
         assert!(run(&bad, "no bits at all"), "no fault without any bits");
         let mut bad = good.clone();
-        bad.encoded_exp.truncate(bad.encoded_exp.len() / 2 / 16 * 16);
+        bad.coded.encoded_exp.truncate(bad.coded.encoded_exp.len() / 2 / 16 * 16);
         assert!(run(&bad, "half of the bits"), "no fault with half of the bits");
         let mut bad = good.clone();
-        bad.verbatim_exponents.clear();
+        bad.coded.verbatim_exponents.clear();
         for tile in 0..bad.grid.tiles() {
-            bad.metadata(tile, |m| (m.verbatim_low, m.verbatim_high) = (u32::MAX, u32::MAX));
+            bad.coded.metadata(tile, |m| (m.verbatim_low, m.verbatim_high) = (u32::MAX, u32::MAX));
         }
         run(&bad, "every row verbatim, no verbatim rows");
     });
@@ -214,11 +190,11 @@ fn random_damage() {
             for _ in 0..1 + (rng.below(20) as usize) {
                 let value = rng.bits() as u8;
                 let target: &mut [u8] = match rng.below(6) as usize {
-                    0 | 1 => &mut bad.tile_metadata,
-                    2 => &mut bad.row_lengths,
-                    3 => &mut bad.encoded_exp,
-                    4 => &mut bad.palette,
-                    _ => &mut bad.code_lengths,
+                    0 | 1 => &mut bad.coded.tile_metadata,
+                    2 => &mut bad.coded.row_lengths,
+                    3 => &mut bad.coded.encoded_exp,
+                    4 => &mut bad.coded.palette,
+                    _ => &mut bad.coded.code_lengths,
                 };
                 let at = rng.below(target.len() as u64) as usize;
                 target[at] = value;

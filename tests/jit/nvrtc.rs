@@ -352,11 +352,6 @@ fn the_catalogue_compiles_to_its_plans() {
         assert_eq!(info.kernels.len(), 1, "{spec}: one entry per translation unit");
         let kernel = info.kernel(&artifact.name).unwrap();
         let mut found = faults(kernel, &artifact.log);
-        if is_serialised(spec) {
-            // Whoever mends it takes the exception away.
-            assert!(artifact.log.contains("C7514"), "{spec} is no longer serialised");
-            found.retain(|fault| !fault.contains("Potential Performance Loss") || fault.contains("setmaxnreg"));
-        }
         found.extend(differences(&Plan::new(spec).unwrap(), kernel));
         if !found.is_empty() {
             wrong.insert(artifact.name.clone(), found);
@@ -364,12 +359,6 @@ fn the_catalogue_compiles_to_its_plans() {
     }
     let report: String = wrong.iter().map(|(name, found)| format!("\n{name}:\n  {}", found.join("\n  "))).collect();
     assert!(wrong.is_empty(), "{} of {} variants:{report}", wrong.len(), specs.len());
-}
-
-/// Splits of k, whose wgmma ptxas serialises, a known loss: so they ran on a GPU, and so they were measured
-/// (docs/kernels.md, "Splits of k").
-fn is_serialised(spec: &VariantSpec) -> bool {
-    matches!(spec.op, Op::GemmRecon(op) if op.splits.get() > 1)
 }
 
 /// Whether every variant is compiled, ten minutes of two processors, or of each block the one that needs most. Who

@@ -164,6 +164,11 @@ impl ExpertsShape {
     pub fn scratch_bytes(self, tokens: u32, top_k: u32) -> u64 {
         Parts::of(self, tokens.min(CHUNK_TOKENS), top_k).end
     }
+
+    /// What a lane needs for them.
+    pub(super) fn lane_size(self, tokens: u32, top_k: u32) -> LaneSize {
+        LaneSize { workspace_bytes: self.scratch_bytes(tokens, top_k), ..LaneSize::default() }
+    }
 }
 
 /// What lies where in a scratch.
@@ -259,7 +264,7 @@ impl Experts {
 
     /// What [`Experts::enqueue`] needs of a lane.
     pub fn lane_size(&self, tokens: u32, top_k: u32) -> LaneSize {
-        LaneSize { workspace_bytes: self.shape.scratch_bytes(tokens, top_k), ..LaneSize::default() }
+        self.shape.lane_size(tokens, top_k)
     }
 
     /// Enqueues a router's choice: of each row of `logits` the `top_k` largest, of equal ones the lower expert first.

@@ -3,19 +3,39 @@
 
 use std::ops::Range;
 
-use unweight_format::{TileGrid, TileMetadata};
+use unweight_format::{TileGrid, TileMetadata, huffman::CodedExponents};
 
 use super::{device_shape, elements, most_verbatim, pods, verbatim_rows};
 use crate::device::{DeviceBuffer, DeviceError, Upload};
 
-/// Their sections as host slices, checked by nobody.
-pub(super) struct CodedSections<'a> {
+/// The sections of coded exponents as host slices, checked by nobody.
+#[derive(Clone, Copy, Debug)]
+pub struct CodedSections<'a> {
+    /// u32 `[words]`, as bytes.
     pub encoded_exp: &'a [u8],
+    /// u8 `[tiles, 64]`.
     pub row_lengths: &'a [u8],
+    /// `[tiles]` of 16 bytes.
     pub tile_metadata: &'a [u8],
+    /// u8 `[rows, 64]`.
     pub verbatim_exponents: &'a [u8],
+    /// Exponents.
     pub palette: [u8; 16],
+    /// Bits.
     pub code_lengths: [u8; 16],
+}
+
+impl<'a, B: AsRef<[u8]>> From<&'a CodedExponents<B>> for CodedSections<'a> {
+    fn from(exponents: &'a CodedExponents<B>) -> Self {
+        Self {
+            encoded_exp: exponents.encoded_exp(),
+            row_lengths: exponents.row_lengths(),
+            tile_metadata: exponents.tile_metadata(),
+            verbatim_exponents: exponents.verbatim_exponents(),
+            palette: exponents.code().palette().stored(),
+            code_lengths: exponents.code().lengths(),
+        }
+    }
 }
 
 /// What a decoder finds a row's bits by.
@@ -37,7 +57,7 @@ impl DeviceCoded {
     pub(super) fn from_sections(
         to: &mut impl Upload,
         grid: TileGrid,
-        sections: &CodedSections<'_>,
+        sections: CodedSections<'_>,
     ) -> Result<Self, DeviceError> {
         device_shape(grid)?;
         elements("row_lengths", sections.row_lengths.len(), grid.tiles() * 64)?;

@@ -19,18 +19,8 @@ pub struct ExponentsSections<'a> {
     pub fraction_bytes: &'a [u8],
     /// u8 `[bytes]`.
     pub fraction_bits: &'a [u8],
-    /// u32 `[words]`, as bytes.
-    pub encoded_exp: &'a [u8],
-    /// u8 `[tiles, 64]`.
-    pub row_lengths: &'a [u8],
-    /// `[tiles]` of 16 bytes.
-    pub tile_metadata: &'a [u8],
-    /// u8 `[rows, 64]`.
-    pub verbatim_exponents: &'a [u8],
-    /// Exponents.
-    pub palette: [u8; 16],
-    /// Bits.
-    pub code_lengths: [u8; 16],
+    /// What a decoder finds the exponents by.
+    pub exponents: CodedSections<'a>,
 }
 
 /// A tensor of exponents on the device: FP8, F16 or F32 weights that a decoder writes as they were
@@ -49,17 +39,11 @@ impl DeviceExponents {
     /// # Errors
     /// Not enough memory, more tiles than kernels count, or the driver's refusal.
     pub fn upload<B: AsRef<[u8]>>(to: impl Upload, tensor: &ExponentsTensor<B>) -> Result<Self, DeviceError> {
-        let coded = tensor.exponents();
         let sections = ExponentsSections {
             float: tensor.float(),
             fraction_bytes: tensor.fraction_bytes(),
             fraction_bits: tensor.fraction_bits(),
-            encoded_exp: coded.encoded_exp(),
-            row_lengths: coded.row_lengths(),
-            tile_metadata: coded.tile_metadata(),
-            verbatim_exponents: coded.verbatim_exponents(),
-            palette: coded.code().palette().stored(),
-            code_lengths: coded.code().lengths(),
+            exponents: tensor.exponents().into(),
         };
         Self::from_sections(to, tensor.grid(), &sections)
     }
@@ -84,15 +68,7 @@ impl DeviceExponents {
             ([], bits) => Cow::Borrowed(bits),
             both => Cow::Owned([both.0, both.1].concat()),
         };
-        let coded = CodedSections {
-            encoded_exp: sections.encoded_exp,
-            row_lengths: sections.row_lengths,
-            tile_metadata: sections.tile_metadata,
-            verbatim_exponents: sections.verbatim_exponents,
-            palette: sections.palette,
-            code_lengths: sections.code_lengths,
-        };
-        let coded = DeviceCoded::from_sections(&mut to, grid, &coded)?;
+        let coded = DeviceCoded::from_sections(&mut to, grid, sections.exponents)?;
         let tensor = Self { float, coded, fractions: to.section(&fractions)? };
         to.finish()?;
         Ok(tensor)

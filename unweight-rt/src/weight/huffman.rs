@@ -16,18 +16,8 @@ use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Upload};
 pub struct HuffmanSections<'a> {
     /// u8 `[n, k]`.
     pub sign_mantissa: &'a [u8],
-    /// u32 `[words]`, as bytes.
-    pub encoded_exp: &'a [u8],
-    /// u8 `[tiles, 64]`.
-    pub row_lengths: &'a [u8],
-    /// `[tiles]` of 16 bytes.
-    pub tile_metadata: &'a [u8],
-    /// u8 `[rows, 64]`.
-    pub verbatim_exponents: &'a [u8],
-    /// Exponents.
-    pub palette: [u8; 16],
-    /// Bits.
-    pub code_lengths: [u8; 16],
+    /// What a decoder finds the exponents by.
+    pub exponents: CodedSections<'a>,
 }
 
 /// A Huffman tensor on the device.
@@ -40,15 +30,7 @@ pub struct DeviceHuffman {
 impl DeviceHuffman {
     /// Copies a tensor to the device. Waits for the copy.
     pub fn upload<B: AsRef<[u8]>>(to: impl Upload, tensor: &HuffmanTensor<B>) -> Result<Self, DeviceError> {
-        let sections = HuffmanSections {
-            sign_mantissa: tensor.sign_mantissa(),
-            encoded_exp: tensor.encoded_exp(),
-            row_lengths: tensor.row_lengths(),
-            tile_metadata: tensor.tile_metadata(),
-            verbatim_exponents: tensor.verbatim_exponents(),
-            palette: tensor.code().palette().stored(),
-            code_lengths: tensor.code().lengths(),
-        };
+        let sections = HuffmanSections { sign_mantissa: tensor.sign_mantissa(), exponents: tensor.exponents().into() };
         Self::from_sections(to, tensor.grid(), &sections)
     }
 
@@ -60,15 +42,7 @@ impl DeviceHuffman {
         sections: &HuffmanSections<'_>,
     ) -> Result<Self, DeviceError> {
         elements("sign_mantissa", sections.sign_mantissa.len(), grid.elements())?;
-        let coded = CodedSections {
-            encoded_exp: sections.encoded_exp,
-            row_lengths: sections.row_lengths,
-            tile_metadata: sections.tile_metadata,
-            verbatim_exponents: sections.verbatim_exponents,
-            palette: sections.palette,
-            code_lengths: sections.code_lengths,
-        };
-        let coded = DeviceCoded::from_sections(&mut to, grid, &coded)?;
+        let coded = DeviceCoded::from_sections(&mut to, grid, sections.exponents)?;
         let tensor = Self { coded, sign_mantissa: to.section(sections.sign_mantissa)? };
         to.finish()?;
         Ok(tensor)

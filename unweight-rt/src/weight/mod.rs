@@ -19,6 +19,7 @@ use unweight_format::{TileGrid, TileMetadata};
 use crate::device::{DeviceBuffer, DeviceError, Refusal, Stream};
 
 pub use self::{
+    coded::CodedSections,
     compact::DeviceCompact,
     exponents::{DeviceExponents, ExponentsSections},
     huffman::{DeviceHuffman, ExponentView, HuffmanSections},

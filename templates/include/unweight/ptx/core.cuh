@@ -103,6 +103,7 @@ UW_DEVICE u32 bits_from_float(float value) { return __float_as_uint(value); }
 // Nothing at run time: what is computed from `value` after it stays after it, also across other instructions that the
 // compiler may not reorder.
 UW_DEVICE void pin(u32& value) { asm volatile("" : "+r"(value)); }
+UW_DEVICE void pin(float& value) { asm volatile("" : "+f"(value)); }
 
 // Stops the kernel with an error.
 UW_DEVICE void trap() { asm volatile("trap;"); }

@@ -191,7 +191,7 @@ impl OffloadedExperts {
 
     /// What [`OffloadedExperts::enqueue`] needs of a lane.
     pub fn lane_size(&self, tokens: u32, top_k: u32) -> LaneSize {
-        LaneSize { workspace_bytes: self.shape.scratch_bytes(tokens, top_k), ..LaneSize::default() }
+        self.shape.lane_size(tokens, top_k)
     }
 
     /// As [`Experts::choose`].

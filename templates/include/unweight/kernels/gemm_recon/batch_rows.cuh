@@ -247,9 +247,12 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
     // every thread. What the others add up it leaves over X, [their pieces in order][4 sums][thread] fp32, and to its
     // own it adds what they left, in the order of their ranks: the same bits in every run. Warps without rows have no
     // part in it but the meetings. Ends with the arrival at the second one, which says that all has been read.
-    UW_DEVICE void exchange(float (&own)[kPieceSums], bool has_rows, const Place& p) const {
+    UW_DEVICE void exchange(float (&own)[kPieceSums], bool has_rows, const Place& p) {
         constexpr u32 kVectors = kPieceSums / 4, kPeers = kSplits - 1;
         const u32 sums = shared + S::kX + p.thread * 16;
+        // Reads below stay below: ptxas takes one among the wgmma for a reason to serialise all of them (C7514).
+#pragma unroll
+        for (u32 i = 0; i < kAccumulators; ++i) ptx::pin(accumulators[i]);
 #pragma unroll
         for (u32 piece = 0; piece < kSplits; ++piece) {
             const float* d = accumulators + piece * kPieceSums;
