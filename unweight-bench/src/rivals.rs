@@ -526,12 +526,12 @@ fn contender(name: &str, (graph, launches): (unweight_rt::Graph, usize), bytes: 
 }
 
 /// A format that cannot hold weights of this shape.
-fn unheld<E: std::fmt::Display>(system: &'static str, (n, k): (u32, u32)) -> impl Fn(E) -> BenchError {
+pub(crate) fn unheld<E: std::fmt::Display>(system: &'static str, (n, k): (u32, u32)) -> impl Fn(E) -> BenchError {
     move |why| BenchError::Unheld { system, n, k, why: why.to_string() }
 }
 
 /// A device that did not take them.
-fn not_taken(shape: (u32, u32)) -> impl Fn(unweight_rivals::cuda::Error) -> BenchError {
+pub(crate) fn not_taken(shape: (u32, u32)) -> impl Fn(unweight_rivals::cuda::Error) -> BenchError {
     move |error| match error {
         unweight_rivals::cuda::Error::Device(error) => BenchError::Device(error),
         other => unheld("a rival", shape)(other),

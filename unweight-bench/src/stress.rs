@@ -15,6 +15,7 @@
 mod activations;
 mod attention;
 mod experts;
+mod rivals;
 
 use std::{
     cell::RefCell,
@@ -271,11 +272,12 @@ impl Run<'_> {
         let compare = self.raw("uw_stress_compare", "UW_COMPARE")?;
         let specs = self.options.variants(self.kernels.device().info().arch);
         let kernels = self.loaded(&specs)?;
+        let rivals = self.load_rivals()?;
         let mut rows = Vec::new();
         for shape in SHAPES {
             let start = Instant::now();
             let before = rows.len();
-            self.shape(shape, &kernels, &compare, &mut rows, progress)?;
+            self.shape(shape, (&kernels, rivals.as_ref()), &compare, &mut rows, progress)?;
             let bad = rows[before..].iter().filter(|row| !row.is_clean()).count();
             let (problems, seconds) = (rows.len() - before, start.elapsed().as_secs_f64());
             progress(&format!("{} x {}: {problems} problems, {bad} not clean, {seconds:.0} s", shape.0, shape.1));
@@ -323,7 +325,7 @@ impl Run<'_> {
     fn shape(
         &self,
         shape: (u32, u32),
-        kernels: &[Arc<LoadedKernel>],
+        (kernels, rivals): (&[Arc<LoadedKernel>], Option<&rivals::Rivals>),
         compare: &RawKernel,
         rows: &mut Vec<StressRow>,
         progress: &dyn Fn(&str),
@@ -392,6 +394,11 @@ impl Run<'_> {
                     }
                 }
                 Op::Attention(_) => {}
+            }
+        }
+        if let Some(rivals) = rivals {
+            for subject in self.rivals(rivals, &weights)? {
+                add(self.subject(subject?, compare)?);
             }
         }
         Ok(())

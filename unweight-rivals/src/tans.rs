@@ -374,6 +374,29 @@ impl Encoded {
 pub mod oracle {
     use super::{BLOCK_STREAMS, Encoded, STATES, spread};
 
+    /// The value of an E4M3 byte.
+    pub fn value(byte: u8) -> f64 {
+        let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f64::from(byte & 7));
+        let size = match exponent {
+            15 if byte & 7 == 7 => f64::NAN,
+            0 => mantissa / 512.0,
+            _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
+        };
+        if byte > 127 { -size } else { size }
+    }
+
+    /// Whether an E4M3 byte is the sum of two: the nearest, of two the even one, the largest for what is too large.
+    pub fn is_sum(got: u8, a: u8, b: u8) -> bool {
+        let sum = value(a) + value(b);
+        if sum.is_nan() {
+            return value(got).is_nan();
+        }
+        let off = |byte: u8| (value(byte) - sum).abs();
+        let nearest = (0..=255u8).filter(|&byte| !value(byte).is_nan()).map(off).fold(f64::INFINITY, f64::min);
+        let ties = (0..=255u8).filter(|&byte| off(byte) == nearest && value(byte) != value(got)).count();
+        off(got) == nearest && (ties == 0 || got.is_multiple_of(2))
+    }
+
     /// The FP8 bytes; `None` where bits end.
     pub fn decode(encoded: &Encoded) -> Option<Vec<u8>> {
         let slots = spread(&encoded.frequencies).ok()?;

@@ -4,34 +4,11 @@ use crate::harness::{Buffer, CpuKernel, Edit};
 use unweight_format::testing::Random;
 use unweight_rivals::{
     cuda::tans::{TansArgs, add, place, plain},
-    tans::{Encoded, QWEN3_14B, encode, table},
+    tans::{Encoded, QWEN3_14B, encode, oracle::is_sum, table},
 };
 
 fn build(edits: &[Edit]) -> CpuKernel {
     CpuKernel::outside(&[add(super::ARCH), plain(super::ARCH)], edits)
-}
-
-/// The value of an E4M3 byte.
-fn value(byte: u8) -> f64 {
-    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f64::from(byte & 7));
-    let size = match exponent {
-        15 if byte & 7 == 7 => f64::NAN,
-        0 => mantissa / 512.0,
-        _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
-    };
-    if byte > 127 { -size } else { size }
-}
-
-/// Whether a byte is the sum: the nearest, of two the even one, the largest for what is too large.
-fn is_sum(got: u8, a: u8, b: u8) -> bool {
-    let sum = value(a) + value(b);
-    if sum.is_nan() {
-        return value(got).is_nan();
-    }
-    let off = |byte: u8| (value(byte) - sum).abs();
-    let nearest = (0..=255u8).filter(|&byte| !value(byte).is_nan()).map(off).fold(f64::INFINITY, f64::min);
-    let ties = (0..=255u8).filter(|&byte| off(byte) == nearest && value(byte) != value(got)).count();
-    off(got) == nearest && (ties == 0 || got.is_multiple_of(2))
 }
 
 /// FP8 bytes with the exponents of real weights, and now and then any exponent.

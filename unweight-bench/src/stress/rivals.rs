@@ -1,0 +1,338 @@
+//! The kernels for other systems' formats under load. They take buffers, not addresses: each launch poisons a buffer of
+//! its own, fills it, and copies it to the output that is compared.
+
+use std::cell::RefCell;
+
+use unweight_codegen::{Outside, plan::GemmShape, spec::Epilogue};
+use unweight_format::{Float, testing::float_weights};
+use unweight_rivals::{
+    cuda::{
+        self,
+        dfloat11::{DeviceUnit, UnitDecoder},
+        matvans::{DeviceMatvans, MatvansKernels, round},
+        tans::{DeviceTans, TansKernels, place},
+        zipserv::{BATCH_TILES, DeviceZip, ZipKernels},
+    },
+    dfloat11::{THREADS, Unit},
+    matvans::{self, Layout},
+    tans, zipserv,
+};
+use unweight_rt::{
+    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef},
+    weight::DeviceMatrix,
+};
+
+use super::{RUNS, Run, SHAPES, Subject, Weights, differs, mismatch};
+use crate::{
+    data::halves,
+    error::BenchError,
+    rivals::{not_taken, unheld},
+};
+
+/// What a kernel is run on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rival {
+    Dfloat11,
+    Decompress,
+    /// A product of so many rows at most.
+    Gemm(u32),
+    /// Runs behind every product whose k is shared out.
+    Reduce,
+    Matvans(Layout),
+    Dense,
+    Tans,
+    Plain,
+}
+
+impl Rival {
+    fn of(kernel: &Outside) -> Option<Self> {
+        match (kernel.family, kernel.function) {
+            ("dfloat11", "run") => Some(Self::Dfloat11),
+            ("zipserv", "decompress") => Some(Self::Decompress),
+            ("zipserv", "gemm") => {
+                let tile = kernel.constants.iter().find(|(name, _)| *name == "kBatchTile");
+                tile.map(|(_, tile)| Self::Gemm(*tile))
+            }
+            ("zipserv", "reduce") => Some(Self::Reduce),
+            ("matvans", "rows") => Some(Self::Matvans(Layout::Rows)),
+            ("matvans", "stripes") => Some(Self::Matvans(Layout::Stripes)),
+            ("matvans", "dense") => Some(Self::Dense),
+            ("tans", "add") => Some(Self::Tans),
+            ("tans", "plain") => Some(Self::Plain),
+            _ => None,
+        }
+    }
+
+    /// Whether a matrix of this shape can be coded so.
+    fn takes(self, (n, k): (u32, u32)) -> bool {
+        match self {
+            Self::Matvans(Layout::Rows) => k.is_multiple_of(128),
+            Self::Matvans(Layout::Stripes) => n.is_multiple_of(32),
+            _ => true,
+        }
+    }
+}
+
+/// The kernels that were asked for, and what launches them.
+pub(super) struct Rivals {
+    kernels: Vec<(String, Rival)>,
+    dfloat11: UnitDecoder,
+    zip: ZipKernels,
+    matvans: MatvansKernels,
+    tans: Option<TansKernels>,
+}
+
+impl Run<'_> {
+    /// None, if none was asked for: nor where faults are planted, or variants without copy engine are run alone.
+    pub(super) fn load_rivals(&self) -> Result<Option<Rivals>, BenchError> {
+        let arch = self.kernels.device().info().arch;
+        let named = cuda::kernels(arch).into_iter().filter_map(|kernel| Some((kernel.name(), Rival::of(&kernel)?)));
+        let kernels: Vec<_> = named.filter(|(name, _)| self.options.wants(name)).collect();
+        if kernels.is_empty() || self.options.asynchronous || self.options.plant.is_some() {
+            return Ok(None);
+        }
+        let (stream, set) = (self.stream, self.kernels);
+        let tallest = SHAPES.iter().map(|(n, _)| *n).max().unwrap_or(0);
+        Ok(Some(Rivals {
+            kernels,
+            dfloat11: UnitDecoder::of(stream, set)?,
+            zip: ZipKernels::of(stream, set, tallest)?,
+            matvans: MatvansKernels::of(stream, set)?,
+            tans: if cuda::tans::runs_on(arch) { Some(TansKernels::of(stream, set)?) } else { None },
+        }))
+    }
+
+    /// What they are run on at a shape, one made after the other.
+    pub(super) fn rivals<'a>(
+        &'a self,
+        own: &'a Rivals,
+        weights: &'a Weights,
+    ) -> Result<impl Iterator<Item = Result<Subject<'a>, BenchError>>, BenchError> {
+        let shape = weights.shape;
+        let zip = zipserv::encode(&weights.bytes, shape.0 as usize, shape.1 as usize);
+        let zip = zip.map_err(unheld("ZipServ", shape))?;
+        let cases = own.kernels.iter().filter(move |(_, rival)| rival.takes(shape)).flat_map(|(name, rival)| {
+            let details: Vec<u32> = match rival {
+                Rival::Reduce => Vec::new(),
+                // Every batch that takes this tile begins behind the tile before.
+                Rival::Gemm(tile) => {
+                    let before = BATCH_TILES.into_iter().filter(|other| other < tile).max().unwrap_or(0);
+                    vec![before + 1, tile - 1, *tile]
+                }
+                Rival::Tans => vec![128, 512],
+                _ => vec![0],
+            };
+            details.into_iter().map(move |detail| (name.as_str(), *rival, detail))
+        });
+        Ok(cases.map(move |(name, rival, detail)| match rival {
+            Rival::Dfloat11 => self.unit(name, own, weights),
+            Rival::Decompress => self.decompress(name, own, weights, &zip),
+            Rival::Gemm(_) | Rival::Reduce => self.zip_product(name, own, weights, &zip, detail),
+            Rival::Matvans(layout) => self.int8(name, own, shape, Some(layout)),
+            Rival::Dense => self.int8(name, own, shape, None),
+            Rival::Tans => self.sum(name, own, shape, detail as usize),
+            Rival::Plain => self.sum(name, own, shape, 0),
+        }))
+    }
+
+    /// `launch` fills a buffer of so many bytes, and says where it lies.
+    fn rival<'a>(
+        &'a self,
+        name: &str,
+        shape: GemmShape,
+        bytes: usize,
+        launch: impl FnMut() -> Result<u64, DeviceError> + 'a,
+        check: impl Fn(&[u8]) -> Option<String> + 'a,
+    ) -> Result<Subject<'a>, BenchError> {
+        let (launch, device) = (RefCell::new(launch), self.kernels.device());
+        let halves = (bytes / 2) as u32;
+        let copied = move |to: u64| {
+            let from = (launch.borrow_mut())()?;
+            // SAFETY: the buffer that was just filled, which the launch owns, and one of the outputs below, which live
+            // until the stream was waited for; both have so many bytes.
+            let (from, mut to) = unsafe {
+                (
+                    MatrixRef::from_raw(device, from, 1, halves, halves.into())?,
+                    MatrixMut::from_raw(device, to, 1, halves, halves.into())?,
+                )
+            };
+            to.copy_from(self.stream, from)
+        };
+        Ok(Subject {
+            name: name.to_owned(),
+            shape,
+            outputs: DeviceBuffer::zeroed(self.stream, bytes * RUNS as usize)?,
+            bytes,
+            before: None,
+            launch: Box::new(copied),
+            check: Box::new(check),
+        })
+    }
+
+    /// What is wrong, or how much a kernel could not decode.
+    fn or_faults(&self, wrong: Option<String>, faults: Result<u32, DeviceError>) -> Option<String> {
+        wrong.or_else(|| match faults {
+            Ok(0) => None,
+            Ok(faults) => Some(format!("{faults} faults were counted in sound input")),
+            Err(error) => Some(error.to_string()),
+        })
+    }
+
+    fn unit<'a>(&'a self, name: &str, own: &'a Rivals, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
+        let (stream, (n, k)) = (self.stream, weights.shape);
+        let unit = Unit::encode(&weights.bytes, THREADS).map_err(unheld("DFloat11", (n, k)))?;
+        let unit = DeviceUnit::upload(stream, &unit).map_err(not_taken((n, k)))?;
+        let mut out = DeviceBuffer::<u16>::zeroed(stream, weights.bytes.len() / 2)?;
+        let launch = move || {
+            out.fill_bytes(stream, 0xff)?;
+            own.dfloat11.decode(stream, &unit, &mut out)?;
+            Ok(out.address())
+        };
+        let check = move |got: &[u8]| self.or_faults(differs(got, &weights.bytes), own.dfloat11.faults(stream));
+        self.rival(name, GemmShape { m: 0, n, k }, weights.bytes.len(), launch, check)
+    }
+
+    fn decompress<'a>(
+        &'a self,
+        name: &str,
+        own: &'a Rivals,
+        weights: &'a Weights,
+        matrix: &zipserv::Encoded,
+    ) -> Result<Subject<'a>, BenchError> {
+        let (stream, (n, k)) = (self.stream, weights.shape);
+        let matrix = DeviceZip::upload(stream, matrix).map_err(not_taken((n, k)))?;
+        let mut out = DeviceMatrix::zeroed(stream, n, k)?;
+        let launch = move || {
+            out.fill_bytes(stream, 0xff)?;
+            own.zip.decompress(stream, &matrix, &mut out)?;
+            Ok(out.data().address())
+        };
+        let check = move |got: &[u8]| self.or_faults(differs(got, &weights.bytes), own.zip.faults(stream));
+        self.rival(name, GemmShape { m: 0, n, k }, weights.bytes.len(), launch, check)
+    }
+
+    fn zip_product<'a>(
+        &'a self,
+        name: &str,
+        own: &'a Rivals,
+        weights: &'a Weights,
+        matrix: &zipserv::Encoded,
+        m: u32,
+    ) -> Result<Subject<'a>, BenchError> {
+        let (stream, (n, k)) = (self.stream, weights.shape);
+        let shape = GemmShape { m, n, k };
+        let matrix = DeviceZip::upload(stream, matrix).map_err(not_taken((n, k)))?;
+        let x = weights.x.read(stream, 0, m as usize * k as usize)?;
+        let x = DeviceMatrix::from_host(stream, m, k, &x)?;
+        let mut y = DeviceMatrix::zeroed(stream, m, n)?;
+        let bytes = y.bytes();
+        let launch = move || {
+            y.fill_bytes(stream, 0xff)?;
+            own.zip.gemm(stream, &x, &matrix, &mut y)?;
+            Ok(y.data().address())
+        };
+        let check = move |got: &[u8]| {
+            let wrong = mismatch(got, shape, Epilogue::Store, &weights.exact, &weights.old);
+            self.or_faults(wrong, own.zip.faults(stream))
+        };
+        self.rival(name, shape, bytes, launch, check)
+    }
+
+    /// The product of an int8 matrix and a vector, from what is coded or as it is.
+    fn int8<'a>(
+        &'a self,
+        name: &str,
+        own: &'a Rivals,
+        (n, k): (u32, u32),
+        layout: Option<Layout>,
+    ) -> Result<Subject<'a>, BenchError> {
+        /// Few sums are cut off.
+        const SCALE: f32 = 0.01;
+        let (stream, rows, cols) = (self.stream, n as usize, k as usize);
+        let integers = |count: usize, seed: u64| -> Vec<i8> {
+            let bits = halves(&crate::data::normal_bf16(count, 9.0, seed));
+            bits.into_iter().map(|bits| f32::from_bits(u32::from(bits) << 16).round() as i8).collect()
+        };
+        let (values, x) = (integers(rows * cols, 31), integers(cols, 32));
+        let sum = |row: &[i8]| row.iter().zip(&x).map(|(w, x)| i32::from(*w) * i32::from(*x)).sum();
+        let expected: Vec<u8> = values.chunks_exact(cols).map(|row| round(sum(row), SCALE).cast_unsigned()).collect();
+        let encoded = layout.map(|layout| matvans::encode(&values, rows, cols, layout)).transpose();
+        let encoded = encoded.map_err(unheld("MatVANS", (n, k)))?;
+        let coded = encoded.map(|matrix| DeviceMatvans::upload(stream, &matrix)).transpose()?;
+        let (dense, x) = (DeviceBuffer::from_host(stream, &values)?, DeviceBuffer::from_host(stream, &x)?);
+        let mut y = DeviceBuffer::<i8>::zeroed(stream, rows)?;
+        let launch = move || {
+            y.fill_bytes(stream, 0x55)?;
+            match &coded {
+                Some(matrix) => own.matvans.multiply(stream, matrix, &x, SCALE, &mut y)?,
+                None => own.matvans.multiply_dense(stream, &dense, &x, SCALE, &mut y)?,
+            }
+            Ok(y.address())
+        };
+        let check = move |got: &[u8]| self.or_faults(differs(got, &expected), own.matvans.faults(stream));
+        self.rival(name, GemmShape { m: 1, n, k }, rows, launch, check)
+    }
+
+    /// The sum of two FP8 vectors of `n * k` bytes: coded with so many bytes a stream, or with 0 as they are.
+    fn sum<'a>(
+        &'a self,
+        name: &str,
+        own: &'a Rivals,
+        (n, k): (u32, u32),
+        per_stream: usize,
+    ) -> Result<Subject<'a>, BenchError> {
+        let (stream, bytes) = (self.stream, n as usize * k as usize);
+        let Some(kernels) = &own.tans else { unreachable!("no kernel is listed where none runs") };
+        let [a, b] = [41, 42].map(|seed| float_weights(Float::E4M3, bytes, seed));
+        let on_device = |bytes: &[u8]| DeviceBuffer::from_host(stream, bytes);
+        let (plain_a, plain_b) = (on_device(&a)?, on_device(&b)?);
+        let code = |bytes: &[u8]| -> Result<DeviceTans, BenchError> {
+            let vector = tans::encode(bytes, per_stream, &tans::QWEN3_14B).map_err(unheld("tANS", (n, k)))?;
+            DeviceTans::upload(stream, &vector).map_err(not_taken((n, k)))
+        };
+        let coded = if per_stream > 0 { Some((code(&a)?, code(&b)?)) } else { None };
+        let mut out = DeviceBuffer::<u8>::zeroed(stream, bytes)?;
+        let launch = move || {
+            // No number, so no sum of these.
+            out.fill_bytes(stream, 0xff)?;
+            match &coded {
+                Some((a, b)) => kernels.add(stream, a, b, &mut out)?,
+                None => kernels.add_plain(stream, &plain_a, &plain_b, &mut out)?,
+            }
+            Ok(out.address())
+        };
+        let check = move |got: &[u8]| {
+            // Of each pair the sum that was found right once.
+            let mut right: Vec<Option<u8>> = vec![None; 1 << 16];
+            let wrong = (0..bytes).find_map(|at| {
+                let at_output = if per_stream > 0 { place(at, per_stream, bytes / per_stream) } else { at };
+                let (a, b, got) = (a[at], b[at], got[at_output]);
+                let known = &mut right[usize::from(a) << 8 | usize::from(b)];
+                if *known != Some(got) && !tans::oracle::is_sum(got, a, b) {
+                    return Some(format!("byte {at} is {got:#04x}, of {a:#04x} and {b:#04x}"));
+                }
+                *known = Some(got);
+                None
+            });
+            self.or_faults(wrong, kernels.faults(stream))
+        };
+        self.rival(name, GemmShape { m: per_stream as u32, n, k }, bytes, launch, check)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use unweight_codegen::spec::Arch;
+
+    #[test]
+    fn every_kernel_is_run_on_something() {
+        for arch in Arch::ALL {
+            for kernel in cuda::kernels(*arch) {
+                let rival = Rival::of(&kernel);
+                assert!(rival.is_some(), "{kernel}: nobody runs it");
+                assert!(SHAPES.iter().filter(|shape| rival.is_some_and(|rival| rival.takes(**shape))).count() >= 3);
+            }
+        }
+    }
+}
