@@ -405,11 +405,50 @@ fn a_configuration_says_what_its_weights_are() {
     }
 }
 
+/// Files of two bundles in one folder, as a download that was begun again leaves them.
+#[test]
+fn weights_are_not_opened_by_the_configuration_of_another_bundle() {
+    let scratch = Scratch::new();
+    let source = configured(&scratch, "model", b"{\"a\": 1}");
+    let [one, two] = [Profile::Distribution, Profile::Resident].map(|profile| {
+        let made = scratch.path(profile.name());
+        compress(&source, &made, &CompressOptions::new(profile), &Silent).unwrap();
+        made
+    });
+    for folder in ["", "deeper"] {
+        let config = one.join(folder).join("config.json");
+        let own = fs::read_to_string(&config).unwrap();
+        fs::copy(two.join(folder).join("config.json"), &config).unwrap();
+        let error = Bundle::open_weights(&one).unwrap_err();
+        assert!(matches!(&error, BundleError::OtherConfig { path, .. } if *path == config), "{error}");
+        assert_eq!(error.class(), ErrorClass::Mismatch);
+        // Whatever else it is, it names no other weights.
+        let digest = manifest::weights_digest(&Bundle::open_weights(&two).unwrap().manifest().files).to_string();
+        for text in [
+            format!("{{\"quantization_config\": {{\"quant_method\": \"fp8\", \"manifest\": \"{digest}\"}}}}"),
+            "{\"quantization_config\": {\"quant_method\": \"unweight\"}}".into(),
+            own.replace("\"a\": 1", "\"a\": 2, \"b\": NaN"),
+            "{\"quantization_config\": \"".into(),
+            String::new(),
+        ] {
+            fs::write(&config, &text).unwrap();
+            assert!(Bundle::open_weights(&one).is_ok(), "{text}");
+        }
+        fs::write(&config, own).unwrap();
+    }
+    // No weights are beside it.
+    fs::copy(two.join("config.json"), one.join("elsewhere/config.json")).unwrap();
+    assert!(Bundle::open_weights(&one).is_ok());
+}
+
 /// A key that says nothing gets the value; a method of its own stays, and the key that makes others refuse is added.
 #[test]
 fn a_configuration_without_a_method_and_one_with_another_are_marked() {
     let scratch = Scratch::new();
-    for (name, value, method) in [("null", "null", "unweight"), ("fp8", r#"{"quant_method": "fp8"}"#, "fp8")] {
+    let saved = r#"{"quant_method": "unweight", "manifest": "of the bundle that it was saved from"}"#;
+    for (name, value, method) in
+        [("null", "null", "unweight"), ("fp8", r#"{"quant_method": "fp8"}"#, "fp8"), ("saved", saved, "unweight")]
+    {
         let source = configured(&scratch, name, format!("{{\"a\": 1, \"quantization_config\": {value}}}").as_bytes());
         let files = round_trip(&source, &CompressOptions::default());
         let stored: serde_json::Value = serde_json::from_slice(&files["config.json"]).unwrap();
@@ -417,6 +456,7 @@ fn a_configuration_without_a_method_and_one_with_another_are_marked() {
         assert_eq!((&stored["transformers_weights"], &stored["a"]), (&"unweight.json".into(), &1.into()));
         assert_eq!(files["config.json.source"], fs::read(source.join("config.json")).unwrap());
         assert_eq!(plan(&source, &CompressOptions::default()).unwrap().unmarked_configs, []);
+        assert!(!String::from_utf8(files["config.json"].clone()).unwrap().contains("saved from"));
     }
 }
 

@@ -45,6 +45,11 @@ impl Bundle {
         self.bundle.manifest().manifest_digest.to_string()
     }
 
+    #[getter]
+    fn weights_digest(&self) -> String {
+        self.bundle.weights_digest().to_string()
+    }
+
     /// One dict a tensor, in the order of files and of their data.
     fn _rows<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         self.bundle.tensors().map(|tensor| row(py, tensor)).collect()

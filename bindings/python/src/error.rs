@@ -120,6 +120,7 @@ fn place(error: &BundleError) -> Place {
         | BundleError::PlanFile { path, .. }
         | BundleError::NotABundle { path }
         | BundleError::NewerVersion { path, .. }
+        | BundleError::OtherConfig { path, .. }
         | BundleError::Manifest { path, .. }
         | BundleError::Interrupted { partial: path } => Place { file: of(path), ..none() },
         BundleError::SetAside { old, source, .. } => Place { file: of(old), errno: source.raw_os_error(), ..none() },
@@ -155,6 +156,11 @@ fn worded(remedy: Remedy) -> Option<&'static str> {
         Remedy::FewerThreads => "ask for fewer with threads=, or allow more processes (ulimit -u)",
         _ => return None,
     })
+}
+
+/// Where the system makes no threads. Of `std` and `rayon` those ways are taken that say so; the others panic.
+pub fn no_threads(py: Python<'_>, error: &dyn Error) -> PyErr {
+    plain(py, "UnweightError", &format!("no threads can be made: {error}; allow more processes (ulimit -u)"))
 }
 
 /// For what cannot happen.

@@ -11,8 +11,10 @@ use std::{
     thread,
 };
 
-use pyo3::{exceptions::PyRuntimeError, prelude::*, types::PyDict};
+use pyo3::{prelude::*, types::PyDict};
 use rayon::ThreadPool;
+
+use crate::error::no_threads;
 
 /// The newest pool and its process. No lock: one that another thread held at a fork would stay locked.
 static POOL: AtomicPtr<(u32, ThreadPool)> = AtomicPtr::new(std::ptr::null_mut());
@@ -38,12 +40,7 @@ pub fn processors() -> usize {
 
 /// Runs `work` on the pool of this process, without the interpreter.
 pub fn on_pool<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
-    py.detach(|| {
-        let pool = of_process().map_err(|error| {
-            PyRuntimeError::new_err(format!("no threads can be made: {error}; allow more processes (ulimit -u)"))
-        })?;
-        Ok(pool.install(work))
-    })
+    py.detach(|| Ok(of_process()?.install(work))).map_err(|error: rayon::ThreadPoolBuildError| no_threads(py, &error))
 }
 
 fn of_process() -> Result<&'static ThreadPool, rayon::ThreadPoolBuildError> {

@@ -1,6 +1,7 @@
 //! Long work: on another thread, with the interpreter free, while this one reports and looks for signals.
 
 use std::{
+    io,
     sync::{
         Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -13,7 +14,7 @@ use std::{
 use pyo3::prelude::*;
 use unweight_format::bundle::{BundleError, Progress};
 
-use crate::error::{panicked, raised};
+use crate::error::{no_threads, panicked, raised};
 
 /// How often signals are looked for and a callback is called.
 const PERIOD: Duration = Duration::from_millis(100);
@@ -71,19 +72,19 @@ pub fn watched<T: Send>(
     work: impl FnOnce(&dyn Progress) -> Result<T, BundleError> + Send,
 ) -> PyResult<T> {
     let state = State::default();
-    let (result, exception) = py.detach(|| {
+    let watched = py.detach(|| {
         thread::scope(|scope| {
             let (send, receive) = mpsc::sync_channel(1);
             let state = &state;
-            let worker = scope.spawn(move || send.send(work(state)));
+            let worker = thread::Builder::new().spawn_scoped(scope, move || send.send(work(state)))?;
             let mut exception = None;
             loop {
                 match receive.recv_timeout(PERIOD) {
-                    Ok(result) => return (Some(result), exception),
+                    Ok(result) => return Ok((Some(result), exception)),
                     Err(RecvTimeoutError::Disconnected) => {
                         // It panicked; joined, it does not end this thread, too.
                         let _ = worker.join();
-                        return (None, exception);
+                        return Ok((None, exception));
                     }
                     Err(RecvTimeoutError::Timeout) if exception.is_some() => {}
                     Err(RecvTimeoutError::Timeout) => {
@@ -100,6 +101,7 @@ pub fn watched<T: Send>(
             }
         })
     });
+    let (result, exception) = watched.map_err(|error: io::Error| no_threads(py, &error))?;
     let result = result.ok_or_else(panicked)?;
     if let Some(exception) = exception {
         if let Err(error) = &result {

@@ -256,6 +256,23 @@ class Read(Case):
         self.assertEqual(bundle.read("scale"), self.tensors["scale"][2])
         self.assertIsNone(bundle.copied("tokenizer.json"))
 
+    def test_a_configuration_of_another_bundle_is_refused(self):
+        bundle, other = self.bundle(), self.home / "other"
+        unweight.compress(self.home / "model", other, profile="resident")
+        named = unweight.Bundle(other).weights_digest
+        config = self.home / "bundle" / "config.json"
+        self.assertIn(f'"manifest": "{bundle.weights_digest}"', config.read_text())
+        config.write_bytes((other / "config.json").read_bytes())
+        with self.assertRaises(unweight.DamagedError) as refused:
+            unweight.Bundle(self.home / "bundle")
+        self.assertEqual(refused.exception.file, str(config))
+        self.assertIn(f"the weights {named}, and those of unweight.json are {bundle.weights_digest}", str(refused.exception))
+        # One from elsewhere, as engines take it.
+        bundle.refuse_other(bundle.weights_digest)
+        bundle.refuse_other(None)
+        with self.assertRaisesRegex(unweight.DamagedError, named):
+            bundle.refuse_other(named)
+
     def test_a_copy_is_of_the_folder_that_was_opened(self):
         import copy
         import pickle
@@ -366,6 +383,27 @@ class Errors(Case):
         with self.assertRaises(OSError) as missing:
             unweight.compress(self.home / "not there", self.home / "out")
         self.assertEqual((type(missing.exception), missing.exception.errno), (unweight.StorageError, errno.ENOENT))
+
+    def test_a_system_that_makes_no_threads_is_an_error(self):
+        self.bundle()
+        program = (
+            "import sys, unweight\n"
+            "model, bundle, out = sys.argv[1:]\n"
+            "for work in (lambda: unweight.Bundle(bundle), lambda: unweight.compress(model, out, threads=1)):\n"
+            "    try:\n"
+            "        work()\n"
+            "    except unweight.UnweightError as error:\n"
+            "        assert 'no threads can be made' in str(error) and 'ulimit -u' in str(error), error\n"
+            "    else:\n"
+            "        sys.exit('it made threads')\n"
+        )
+        folders = [str(self.home / name) for name in ("model", "bundle", "out")]
+        # Stacks that no address space holds.
+        environment = {**os.environ, "RUST_MIN_STACK": str(1 << 46)}
+        command = [sys.executable, "-c", program, *folders]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertFalse((self.home / "out").exists())
 
     def test_a_flipped_bit_is_found_and_placed(self):
         bundle = self.bundle(profile="resident")

@@ -151,6 +151,20 @@ class Models(unittest.TestCase):
         with self.assertRaisesRegex(unweight.DamagedError, "the file is damaged: fetch or compress it again"):
             AutoModelForCausalLM.from_pretrained(bundle)
 
+    def test_a_configuration_of_another_bundle_is_refused(self):
+        model, bundle = self.bundle()
+        # The same model, and other digests: with equal shapes nothing else would tell them apart.
+        other = self.home / "other"
+        unweight.compress(model, other, profile="distribution")
+        config = transformers.AutoConfig.from_pretrained(other)
+        with self.assertRaisesRegex(unweight.DamagedError, "the configuration of the model is of another bundle"):
+            AutoModelForCausalLM.from_pretrained(bundle, config=config)
+        # What was refused is not held against the next.
+        self.assertEqual(packed(AutoModelForCausalLM.from_pretrained(bundle)), 15)
+        shutil.copy(other / "config.json", bundle / "config.json")
+        with self.assertRaisesRegex(unweight.DamagedError, "config.json: it is of another bundle"):
+            AutoModelForCausalLM.from_pretrained(bundle)
+
     def test_without_unweight_transformers_refuses(self):
         """Stock transformers would return random weights; the bundle's config.json makes it stop."""
         model, bundle = self.bundle()

@@ -264,6 +264,10 @@ class Engine(Case):
         shard.write_bytes(data)
         shutil.copytree(bundle, partial)
         (partial / "unweight.json").unlink()
+        # The same model, and other digests: with equal shapes nothing else would tell them apart.
+        other, mixed = bundle_of(self.home / "model", "distribution"), self.home / "mixed"
+        shutil.copytree(bundle, mixed)
+        shutil.copy(other / "config.json", mixed / "config.json")
         expected = {
             "float16 is not supported for quantization method unweight": dict(model=str(bundle), dtype="float16"),
             "packed weights cannot be offloaded": dict(model=str(bundle), cpu_offload_gb=1),
@@ -276,6 +280,8 @@ class Engine(Case):
             ),
             "the file is damaged": dict(model=str(broken)),
             "no unweight.json; fetch the whole bundle": dict(model=str(partial)),
+            "mixed/config.json: it is of another bundle": dict(model=str(mixed)),
+            "the configuration of the model is of another": dict(model=str(bundle), hf_config_path=str(other)),
         }
         answers, log = engines([{**run, "refused": True, "enforce_eager": True} for run in expected.values()])
         for says, answer in zip(expected, answers):

@@ -3,14 +3,17 @@
 //!
 //! Stock readers take the weights by their names. In a bundle they find none of them, and some make up what they miss.
 
-use std::{borrow::Cow, collections::HashMap, ops::Range};
+use std::{borrow::Cow, collections::HashMap, fs::File, io::Read, ops::Range, path::Path};
 
 use serde::de::IgnoredAny;
 
-use crate::{Digest, bundle::manifest};
+use crate::{
+    Digest,
+    bundle::{BundleError, manifest},
+};
 
 /// Name of the file, in any folder with weights.
-const FILE_NAME: &str = "config.json";
+pub(crate) const FILE_NAME: &str = "config.json";
 /// Largest one that gets the keys, bytes.
 const BYTES_MAX: u64 = 16 << 20;
 /// By this key readers choose who decodes.
@@ -39,21 +42,47 @@ pub(crate) fn check(text: &[u8]) -> Result<(), &'static str> {
     Ok(())
 }
 
+/// Refuses a `config.json` that names the weights of another bundle: with files of two downloads in one folder a model
+/// would be made by the one and filled by the other. Nothing is said of one that is missing, cannot be read or names
+/// none: weights do without it.
+pub(crate) fn check_names(path: &Path, weights: Digest) -> Result<(), BundleError> {
+    let mut text = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(BYTES_MAX + 1).read_to_end(&mut text));
+    if read.is_err() || check_bytes(text.len() as u64).is_err() {
+        return Ok(());
+    }
+    match last(&text, METHOD_KEY).and_then(|(range, _)| named(&text[range])) {
+        Some(Some(got)) if got != weights.to_string() => {
+            Err(BundleError::OtherConfig { path: path.into(), expected: weights, got })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether a `quantization_config` is ours, and then the weights that it names, if it names any.
+fn named(method: &[u8]) -> Option<Option<String>> {
+    let method: serde_json::Value = serde_json::from_slice(&strict(method)).ok()?;
+    (method["quant_method"] == manifest::FORMAT).then(|| method["manifest"].as_str().map(str::to_owned))
+}
+
 /// The text with the two keys; every other byte is as it was. It was [`check`]ed. A key that is there with `null`,
-/// which names nothing, gets the value; the others stand behind the opening brace. A `quantization_config` of its own stays:
-/// two methods cannot be named.
+/// which names nothing, gets the value; the others stand behind the opening brace. A `quantization_config` of another
+/// method stays: two methods cannot be named. One of ours, saved from a bundle, names the weights of that one, and gets
+/// the value.
 pub(crate) fn with_keys(text: &[u8], weights: Digest) -> Vec<u8> {
     let method = format!(r#"{{"quant_method": "{}", "manifest": "{weights}"}}"#, manifest::FORMAT);
     let file = format!(r#""{}""#, manifest::FILE_NAME);
-    let (mut nulls, mut missing) = (Vec::new(), Vec::new());
+    let (mut replaced, mut missing) = (Vec::new(), Vec::new());
     for (key, value) in [(METHOD_KEY, method), (WEIGHTS_KEY, file)] {
         match last(text, key) {
             None => missing.push(format!(r#""{key}": {value}"#)),
-            Some((range, true)) => nulls.push((range, value)),
-            Some((_, false)) => {}
+            Some((range, is_null)) if is_null || key == METHOD_KEY && named(&text[range.clone()]).is_some() => {
+                replaced.push((range, value));
+            }
+            Some(_) => {}
         }
     }
-    nulls.sort_by_key(|(range, _)| range.start);
+    replaced.sort_by_key(|(range, _)| range.start);
     let at = text.iter().position(|&byte| byte == b'{').map_or(0, |brace| brace + 1);
     let gap = text[at..].iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(text.len() - at);
     // An object without keys needs no comma, and has no line to begin as the others begin.
@@ -65,7 +94,7 @@ pub(crate) fn with_keys(text: &[u8], weights: Digest) -> Vec<u8> {
         marked.extend([gap, key.as_bytes(), comma.as_bytes()].concat());
     }
     let mut from = at;
-    for (range, value) in nulls {
+    for (range, value) in replaced {
         marked.extend([&text[from..range.start], value.as_bytes()].concat());
         from = range.end;
     }
@@ -212,6 +241,10 @@ mod tests {
                 format!(
                     r#"{{{file},"quantization_config": {{"quant_method": "fp8"}}, "quantization_config": {method}}}"#
                 ),
+            ),
+            (
+                r#"{"quantization_config": {"manifest": "of another", "quant_method": "unweight"}, "c": NaN}"#,
+                format!(r#"{{{file},"quantization_config": {method}, "c": NaN}}"#),
             ),
             (
                 r#"{"quantization_config": null, "quantization_config": {"quant_method": "fp8"}}"#,

@@ -3,7 +3,7 @@
 use std::{error::Error, io, path::PathBuf};
 
 use crate::{
-    CodecError,
+    CodecError, Digest,
     bundle::{Part, manifest::Version},
     safetensors::HeaderError,
 };
@@ -430,6 +430,20 @@ pub enum BundleError {
         /// What was found.
         got: String,
     },
+    /// A `config.json` of another bundle.
+    #[error(
+        "{}: it is of another bundle: it names the weights {got}, and those of unweight.json are {expected}; fetch the \
+         bundle again, all files from one place, or take quantization_config out of this file",
+        path.display()
+    )]
+    OtherConfig {
+        /// The file.
+        path: PathBuf,
+        /// What the weights here are called.
+        expected: Digest,
+        /// What it calls them.
+        got: String,
+    },
     /// A bundle file has another size.
     #[error("{file}: expected {expected} bytes, got {got}; the file is {}", if got < expected { "truncated" } else { "too long" })]
     FileSize {
@@ -530,6 +544,7 @@ impl BundleError {
         match self {
             Self::Manifest { .. }
             | Self::Mismatch { .. }
+            | Self::OtherConfig { .. }
             | Self::FileSize { .. }
             | Self::MissingFile { .. }
             | Self::ExtraFile { .. }

@@ -13,6 +13,7 @@ use super::{
     BundleError,
     attached::{self, Attached},
     blocks::Blocks,
+    config,
     files::{self, Input},
     part::PartFile,
     pipeline::{Work, batches_from, on_threads},
@@ -80,12 +81,21 @@ impl Bundle {
 
     /// Opens the weights of a bundle: its manifest and its shards, which are checked as [`Bundle::open`] checks them. What lies beside them may
     /// be missing or changed, as in a download of the weights alone or a repository with an edited README; [`Bundle::copied`] and
-    /// [`Bundle::write_file`] still refuse such a file.
+    /// [`Bundle::write_file`] still refuse such a file. But a `config.json` beside weights must not name those of another bundle.
     ///
     /// # Errors
-    /// There is no manifest, it is damaged or newer, or a shard is missing or has another size or header.
+    /// There is no manifest, it is damaged or newer, a shard is missing or has another size or header, or a `config.json` is of another
+    /// bundle.
     pub fn open_weights(dir: &Path) -> Result<Self, BundleError> {
-        on_threads(None, || Self::with_shards(dir, read_manifest(dir)?))
+        on_threads(None, || {
+            let bundle = Self::with_shards(dir, read_manifest(dir)?)?;
+            let files = bundle.manifest.files.iter().filter_map(FileEntry::weights);
+            let folders: HashSet<_> =
+                files.filter_map(|file| dir.join(&file.name).parent().map(Path::to_owned)).collect();
+            let weights = bundle.weights_digest();
+            folders.iter().try_for_each(|folder| config::check_names(&folder.join(config::FILE_NAME), weights))?;
+            Ok(bundle)
+        })
     }
 
     fn with_shards(dir: &Path, manifest: Manifest) -> Result<Self, BundleError> {
@@ -117,6 +127,11 @@ impl Bundle {
     /// The manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
+    }
+
+    /// What `config.json` calls the bundle by: a digest of its weights' digests (docs/format.md B.9).
+    pub fn weights_digest(&self) -> Digest {
+        manifest::weights_digest(&self.manifest.files)
     }
 
     /// The kernels that were attached to the bundle, if there are any: code of whoever attached them.

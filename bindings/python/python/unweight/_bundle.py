@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Union
 
 from . import _native
+from .errors import DamagedError
 
 if TYPE_CHECKING:
     import numpy
@@ -71,6 +72,18 @@ class Bundle(_native.Bundle):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._opened_at,)
+
+    def refuse_other(self, named: Optional[str]) -> None:
+        """Refuses a configuration that is not this bundle's: one that names the weights of another.
+
+        The one in the folder was compared when the bundle was opened; engines take one from elsewhere, too.
+        """
+        if named is not None and named != self.weights_digest:
+            raise DamagedError(
+                f"{self.path}: the configuration of the model is of another bundle: it names the weights {named}, and "
+                f"those here are {self.weights_digest}; take the config.json of this folder, and fetch the bundle "
+                "again if that is the one"
+            )
 
     def tensors(self) -> list[TensorInfo]:
         """Every tensor, in the order of files and of their data."""

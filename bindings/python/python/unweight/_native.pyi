@@ -25,6 +25,9 @@ class Bundle:
     @property
     def manifest_digest(self) -> str:
         """Of everything in it: two bundles with the same digest are the same."""
+    @property
+    def weights_digest(self) -> str:
+        """Of its weights: what `config.json` calls the bundle by, as `manifest` in `quantization_config`."""
     def _rows(self) -> list[dict[str, Any]]: ...
     def _row(self, name: str, *, file: Optional[str] = None) -> dict[str, Any]: ...
     def is_of_model(self, file: str) -> bool:

@@ -46,7 +46,7 @@ class UnweightConfig(QuantizationConfigMixin):
     def __init__(self, manifest: Optional[str] = None, **_: Any) -> None:
         self.quant_method = "unweight"
         self.manifest = manifest
-        """The digest of a bundle's manifest; `None` for a model that is packed when it is loaded."""
+        """What a bundle's weights are called; `None` for a model that is packed when it is loaded."""
 
 
 def _packed(module: nn.Module, name: str, weight: Tensor) -> bool:
@@ -145,7 +145,7 @@ class UnweightHfQuantizer(HfQuantizer):
         if getattr(config, "transformers_weights", None) == _MANIFEST:
             _check_version()
             config.transformers_weights = None
-        _loading.is_packed = True
+        _loading.is_packed, _loading.named = True, self.quantization_config.manifest
         return config
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -242,6 +242,8 @@ class _Loading(threading.local):
     def __init__(self) -> None:
         self.is_packed = False
         """Whether it is to be packed."""
+        self.named: Optional[str] = None
+        """The weights that its configuration names."""
         self.bundles: set[pathlib.Path] = set()
         """Those that it comes from."""
         self.opened: set[pathlib.Path] = set()
@@ -316,11 +318,13 @@ def _resolve(*args: Any, **kwargs: Any) -> Any:
         kwargs["transformers_explicit_filename"] = None
     files, more = _resolved(*args, **kwargs)
     is_packed, _loading.is_packed = _loading.is_packed, False
+    named, _loading.named = _loading.named, None
     folders = {pathlib.Path(file).parent for file in files or ()}
     _loading.bundles = {folder for folder in folders if (folder / _MANIFEST).is_file()}
     _loading.opened = set()
     for folder in _loading.bundles:
         _check_version()
+        _bundle(folder).refuse_other(named)
         if not is_packed:
             _logger.warning(
                 f"unweight: {folder} is a bundle, but the model's configuration does not say so: its weights are not "

@@ -74,7 +74,7 @@ class UnweightConfig(QuantizationConfig):
     def __init__(self, manifest: Optional[str] = None) -> None:
         super().__init__()
         self.manifest = manifest
-        """The digest of a bundle's manifest; `None` for a model that is packed when it is loaded."""
+        """What a bundle's weights are called; `None` for a model that is packed when it is loaded."""
         self._is_checked = False
 
     def get_name(self) -> str:
@@ -472,6 +472,8 @@ class UnweightLoader(DefaultModelLoader):
     """vLLM's loader of files, which reads bundles, too: their tensors by the names and with the bits of the model."""
 
     _is_ours = False
+    # The weights that the configuration names.
+    _named: Optional[str] = None
     # The quantization, if it is not ours.
     _other: Optional[str] = None
     _model: Optional[nn.Module] = None
@@ -480,6 +482,7 @@ class UnweightLoader(DefaultModelLoader):
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         """As vLLM's, and says what became of the weights."""
+        self._named = getattr(vllm_config.quant_config, "manifest", None)
         model = super().load_model(vllm_config, model_config, prefix)
         if model_config.quantization == _NAME:
             _tell(model)
@@ -541,6 +544,9 @@ class UnweightLoader(DefaultModelLoader):
                     became,
                 )
             bundle = Bundle(folder)
+            if self._is_ours and not source.prefix:
+                # With a prefix it is another model's, which is a part of this one.
+                bundle.refuse_other(self._named)
             return self._tensors(bundle, self._of_model(bundle, folder, source), source.prefix)
         weights = super()._get_weights_iterator(source)
         return _no_shards_of_bundles(weights, source.model_or_path) if self._is_ours else weights
