@@ -3,10 +3,12 @@ growing and with a static, compiled cache; logits beside BF16 and float32; every
 
     python transformers_gpu.py --out transformers.json               # Llama-3.1-8B's shapes: under four minutes
     python transformers_gpu.py --out transformers.json --bundle      # the packed model from a bundle made on the spot
+    python transformers_gpu.py --out transformers.json --dfloat11    # and DFloat11's package with the same weights
 
 Weights are random. Exit status 1: a weight differs, or logits are further from float32 than BF16's are by more than a
-quarter. `--seconds` bounds the whole; what it left no time for is named in the result. DFloat11 is run with its
-package, if a directory of it is given.
+quarter. `--seconds` bounds the whole; what it left no time for is named in the result. `--dfloat11` needs that package
+and cupy: it loads what `unweight convert --to dfloat11` made of the model, and its logits have to be BF16's, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import pathlib
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +31,7 @@ import transformers
 import unweight
 import unweight.transformers
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 from unweight.ops import Linear
 from vllm_gpu import GEOMETRIES, make
 
@@ -118,7 +122,7 @@ def main() -> None:
     parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--bundle", action="store_true", help="load the packed model from a bundle")
-    parser.add_argument("--dfloat11", type=pathlib.Path, help="a directory of that package, to run as well")
+    parser.add_argument("--dfloat11", action="store_true", help="run that package as well, with the same weights")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=235.0)
@@ -173,6 +177,29 @@ def main() -> None:
             report["faults"].append("no layer is packed")
         report["faults"] += [f"{name}: its weight is not the model's" for name in wrong]
 
+    def theirs(folder: pathlib.Path) -> None:
+        import dfloat11
+
+        converted = folder.with_name("dfloat11")
+        start = time.monotonic()
+        command = [sys.executable, "-m", "unweight", "convert", str(folder), "-o", str(converted), "--to", "dfloat11"]
+        subprocess.run(command, check=True)
+        report["dfloat11_convert_seconds"] = time.monotonic() - start
+        # Of its own way to make the model transformers has moved a part; the package fills one that it is given.
+        config = transformers.AutoConfig.from_pretrained(folder)
+        with no_init_weights():
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        start = time.monotonic()
+        filled = dfloat11.DFloat11Model.from_pretrained(str(converted), device=str(device), bfloat16_model=model)
+        models["dfloat11"] = filled
+        report["models"]["dfloat11"] = {"load_seconds": time.monotonic() - start}
+
+    def same_as_bf16() -> None:
+        same = torch.equal(logits(models["dfloat11"], batch), logits(models["bf16"], batch))
+        report["models"]["dfloat11"]["logits_are_bf16s"] = same
+        if not same:
+            report["faults"].append("dfloat11: its logits are not those of the BF16 model")
+
     def held() -> None:
         """BF16 becomes float32 here: it is the last that is done with it."""
         ours = {name: logits(model, batch) for name, model in models.items() if name in ("bf16", "packed")}
@@ -211,12 +238,11 @@ def main() -> None:
         step("weights", 0, weights)
         step("packed, static cache", 75, lambda: timed("packed", True))
         step("bf16, static cache", 70, lambda: timed("bf16", True))
-        if given.dfloat11 is not None:
-            import dfloat11
-
-            models["dfloat11"] = dfloat11.DFloat11Model.from_pretrained(str(given.dfloat11), device=str(device))
-            report["models"]["dfloat11"] = {}
+        if given.dfloat11:
+            step("dfloat11", 60, lambda: theirs(folder))
+        if "dfloat11" in models:
             step("dfloat11, dynamic cache", 20, lambda: timed("dfloat11", False))
+            step("dfloat11, logits", 0, same_as_bf16)
         step("logits", 0, held)
     for how in ("dynamic cache", "static cache, compiled"):
         both = [report["models"][name].get(how) for name in ("bf16", "packed")]

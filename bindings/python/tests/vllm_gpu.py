@@ -6,6 +6,8 @@ and tokens of KV cache. Needs vLLM and this package; each engine runs in a proce
     python vllm_gpu.py --out bundle.json --quick             # a bundle, and an adapter beside it: under four minutes
     python vllm_gpu.py --out mixture.json --geometry qwen3-30b-a3b --layers 4 --bundle
 
+On two GPUs `--tp 2` (with `--expert-parallel` for a mixture) or `--pp 2`, and with `--quick` an adapter in each process.
+
 `--quick` takes 4 of the 32 layers, compresses the model, and runs BF16 and the bundle with `--enable-lora`; what each
 says without the adapter is compared, too. Greedy tokens part at the first near tie, so logprobs are held to BF16's where the engine is forced to
 say a token; those with an adapter have to differ from those without. Exit status 1: they do not hold. `--seconds`
@@ -327,7 +329,9 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true", help="run BF16 and the last of the others with an adapter, too")
     parser.add_argument("--quick", action="store_true", help="4 layers; --bundle and --lora, nothing else")
     parser.add_argument("--seconds", type=float, help="for all of it; without it there is no limit, with --quick 235")
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="processes that share each layer")
+    parser.add_argument("--pp", type=int, default=1, help="stages of a pipeline")
+    parser.add_argument("--expert-parallel", action="store_true", help="the processes of --tp share experts out")
     parser.add_argument("--eager", action="store_true", help="neither CUDA graphs nor torch.compile")
     parser.add_argument("--batches", default="1,8,32,64,256")
     parser.add_argument("--prompt", type=int, default=128)
@@ -360,12 +364,14 @@ def main() -> None:
         weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         llm: dict[str, Any] = {
             "tensor_parallel_size": given.tp,
+            "pipeline_parallel_size": given.pp,
+            "enable_expert_parallel": given.expert_parallel,
             "enforce_eager": given.eager,
             "max_model_len": given.max_model_len,
         }
         is_cuda = torch.cuda.is_available()
         if is_cuda:
-            total = torch.cuda.get_device_properties(0).total_memory * given.tp
+            total = torch.cuda.get_device_properties(0).total_memory * given.tp * given.pp
             llm["gpu_memory_utilization"] = given.memory or min(0.9, max(0.15, 2 * weight_bytes / total))
         common = {
             "batches": [int(batch) for batch in given.batches.split(",")],
