@@ -10,7 +10,7 @@ use std::{
 
 use crate::{
     gpu_pack,
-    run::{self, prepared, root, run},
+    run::{self, prepared, root, run, succeeds},
     setup::{self, Environment},
 };
 
@@ -107,12 +107,24 @@ pub fn test(environment: &Environment) -> Result<(), String> {
 }
 
 /// `cargo xtask test-python`: torch and transformers on the CPU. They come from PyPI, 5 GB; `UNWEIGHT_TORCH_PYTHON`
-/// names a Python that has them already.
+/// names a Python that has them already, and that of `test-vllm` is taken where it is prepared. With `--if-prepared`
+/// nothing is fetched: where they are not there, it says so and does nothing.
 pub fn test_python(arguments: &[String]) -> Result<(), String> {
-    run::no_arguments(arguments)?;
-    let python = match env::var_os("UNWEIGHT_TORCH_PYTHON") {
-        Some(python) => python.into(),
-        None => setup::python("torch-venv", &[TORCH], "import torch, transformers, accelerate, safetensors")?,
+    let fetches = match arguments {
+        [flag] if flag == "--if-prepared" => false,
+        _ => run::no_arguments(arguments).map(|()| true)?,
+    };
+    let check = "import torch, transformers, accelerate, safetensors";
+    let venvs = ["vllm-venv", "torch-venv"].map(|name| prepared(name).join("bin/python3"));
+    let named = env::var_os("UNWEIGHT_TORCH_PYTHON").map(PathBuf::from);
+    let python = match named.or_else(|| venvs.into_iter().find(|venv| succeeds(Command::new(venv).args(["-c", check]))))
+    {
+        Some(python) => python,
+        None if fetches => setup::python("torch-venv", &[TORCH], check)?,
+        None => {
+            println!("left out: the tests of torch and transformers (cargo xtask test-python fetches 5 GB for them)");
+            return Ok(());
+        }
     };
     let (_, site) = installed(Build::Command)?;
     unittest(&python, Some(&site), &["test_torch"])?;
