@@ -11,18 +11,19 @@
 //
 // Grid      decompress: what fits the machine, a block takes every so many blocks of 64 x 64;
 //           gemm: rows / 64 * splits, each its share of k; reduce: a thread for every element of y
-// Roles     four warps, one a strip of 16 rows. A lane has two neighbours of each tile of 8 x 8, which is what mma wants
-//           of an operand: a tile of 16 x 16 is the whole of it.
+// Roles     four warps, one a strip of 16 rows. A lane decodes a row of a tile of 8 x 8 at a time, 16 bytes.
 // Smem      a stage: 8256 for what is coded of a block (signs and mantissas, then what is not of the window), and
-//           128 * kBatchTile of x; decompress: 2048 a warp to turn its strip around
+//           128 * kBatchTile of x
 // Barriers  cp.async groups of every thread, then all of the block, before a stage is read; all of the block (barrier 1)
-//           before it is filled again; decompress: __syncwarp around a warp's own 2048 bytes
+//           before it is filled again
+// Bound     instructions, not bytes (docs/rivals.md).
 //
 // Safety    any bytes: a block is left out if its offsets leave the buffers, are not aligned, or span more than a block
 //           can have; a strip, if its starts are not where the bitmaps lead. Both count in `faults`; in a product what is
 //           left out is zero. First exponents of up to 249.
 #pragma once
 
+#include "unweight/mma/reconstruct.cuh"
 #include "unweight/ptx/async.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/memory.cuh"
@@ -62,14 +63,12 @@ constexpr u32 kBlock = 64, kWarps = 4, kTiles = 64, kStripTiles = kTiles / kWarp
 constexpr u32 kCodedBytes = 16 + 2 * kBlock * kBlock;
 // What a lane reads beside its strip's last element is there.
 constexpr u32 kCodedRoom = kCodedBytes + 48;
-constexpr u32 kTurnBytes = 16 * kBlock * 2;
 
 template <class Config>
 struct Smem {
     static constexpr u32 kThreads = 32 * kWarps;
     static constexpr u32 kStageBytes = kCodedRoom + Config::kBatchTile * kBlock * 2;
-    static constexpr u32 kStages = 0, kTurn = Config::kStages * kStageBytes;
-    static constexpr u32 kBytes = kTurn + (Config::kStages > 0 && Config::kBatchTile == 0 ? kWarps * kTurnBytes : 0);
+    static constexpr u32 kStages = 0, kBytes = Config::kStages * kStageBytes;
 };
 
 // Where a block's parts lie.
@@ -149,27 +148,40 @@ UW_DEVICE Strip make_strip(const ZipservArgs& args, const Words& words, const Ex
             stage + extent.high_bytes() + 2 * words.begin.y, sane};
 }
 
-// Bits 0 and 1 to bits 0 and 16.
-UW_DEVICE u32 spread(u32 bits) { return (bits & 1) | (bits & 2) << 15; }
+// Bit i of four to byte i. The copies of a bit that the product makes meet no other.
+UW_DEVICE u32 spread_bytes(u32 bits) { return (bits & 15) * 0x204081u & 0x01010101u; }
 
-// This lane's two elements of a tile of 8 x 8: row lane / 4, columns from 2 * (lane % 4) on.
-UW_DEVICE u32 decode_pair(const Strip& strip, u32 first, u32 tile, u32 lane) {
-    const u32 half = 2 * tile + lane / 16, shift = 2 * (lane % 16);
+// Four exponents from four codes, `any` of them of the window; others become `first`. Bytes neither carry nor borrow.
+UW_DEVICE u32 four_exponents(u32 m0, u32 m1, u32 m2, u32 any, u32 first) {
+    return (spread_bytes(m0) | spread_bytes(m1) << 1 | spread_bytes(m2) << 2) + first * 0x01010101u - spread_bytes(any);
+}
+
+// This lane's eight elements: a row of a tile of 8 x 8.
+UW_DEVICE U32x4 decode_row(const Strip& strip, u32 first, u32 tile, u32 row) {
+    const u32 half = 2 * tile + row / 4, shift = 8 * (row % 4);
     const u32 m0 = ptx::shuffle(strip.map0, half), m1 = ptx::shuffle(strip.map1, half), m2 = ptx::shuffle(strip.map2, half);
-    const u32 start = ptx::shuffle(strip.before, half), any = m0 | m1 | m2;
-    const u32 index = start + ptx::popcount(any & ((1u << shift) - 1)), own = any >> shift;
-    const u32 codes = spread(m0 >> shift) | spread(m1 >> shift) << 1 | spread(m2 >> shift) << 2;
-    // A code is the distance from the exponent before the first; halves do not borrow from each other.
-    const u32 exponents = codes + first * 0x10001u - spread(own);
-    const u32 rest = ptx::load_shared_u8(strip.high + index) | ptx::load_shared_u8(strip.high + index + (own & 1)) << 16;
-    u32 pair = (rest << 8 & 0x80008000u) | exponents << 7 | (rest & 0x007f007fu);
-    if ((own & 3) != 3) {
-        // Elements outside of the window that lie before this one.
-        const u32 others = strip.full + 2 * (32 * half + shift - index);
-        if ((own & 1) == 0) pair = (pair & 0xffff0000u) | ptx::load_shared_u16(others);
-        if ((own & 2) == 0) pair = (pair & 0xffffu) | ptx::load_shared_u16(others + 2 * (~own & 1)) << 16;
+    const u32 any = m0 | m1 | m2, index = ptx::shuffle(strip.before, half) + ptx::popcount(any & ((1u << shift) - 1));
+    const u32 c0 = m0 >> shift, c1 = m1 >> shift, c2 = m2 >> shift, own = any >> shift;
+    u64 exponents = static_cast<u64>(four_exponents(c0 >> 4, c1 >> 4, c2 >> 4, own >> 4, first)) << 32 |
+                    four_exponents(c0, c1, c2, own, first);
+    // Eight bytes of the window from any byte on, as if all eight were of it.
+    const u32 from = strip.high + index, word = from & ~3u, turn = 8 * (from & 3), middle = ptx::load_shared(word + 4);
+    u64 rest = static_cast<u64>(ptx::funnel_shift_right(middle, ptx::load_shared(word + 8), turn)) << 32 |
+               ptx::funnel_shift_right(ptx::load_shared(word), middle, turn);
+    // What is not makes room for itself. Elements outside of the window that lie before this row come first.
+    u32 others = strip.full + 2 * (32 * half + shift - index);
+#pragma unroll 1
+    for (u32 missing = ~own & 0xff; missing != 0; missing &= missing - 1) {
+        const u32 at = 8 * ptx::popcount((missing & -missing) - 1), element = ptx::load_shared_u16(others);
+        const u64 before = (1ull << at) - 1;
+        rest = (rest & before) | (rest & ~before) << 8 | static_cast<u64>((element >> 8 & 0x80) | (element & 0x7f)) << at;
+        exponents ^= static_cast<u64>((element >> 7 & 0xff) ^ first) << at;
+        others += 2;
     }
-    return pair;
+    U32x4 weights;
+    mma::join_exponents(static_cast<u32>(rest), static_cast<u32>(exponents), weights.x, weights.y);
+    mma::join_exponents(static_cast<u32>(rest >> 32), static_cast<u32>(exponents >> 32), weights.z, weights.w);
+    return weights;
 }
 
 UW_DEVICE void count_fault(const ZipservArgs& args, u32 lane) {
@@ -192,7 +204,7 @@ UW_DEVICE void decompress(const ZipservArgs& args) {
     using S = Smem<Config>;
     const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32, warp = ptx::uniform_warp_index();
     const u32 across = args.cols / kBlock, blocks = args.rows / kBlock * across, step = ptx::grid_size();
-    const u32 turn = smem + S::kTurn + warp * kTurnBytes, last = blocks - 1;
+    const u32 last = blocks - 1;
     u32 block = ptx::block_index(), stage = smem;
     if (block >= blocks) return;
     // One block ahead of the decoding the bytes, two ahead where they lie; behind the last block that is read again.
@@ -210,21 +222,15 @@ UW_DEVICE void decompress(const ZipservArgs& args) {
         wait_for_stage();
         const Strip strip = make_strip(args, words, extent, warp, stage, lane);
         if (strip.is_sane) {
-#pragma unroll 4
-            for (u32 tile = 0; tile < kStripTiles; ++tile) {
-                const u32 row = tile % 2 * 8 + lane / 4, chunk = tile / 4 * 2 + tile / 2 % 2;
-                // Chunks of a row change places by the row, so that eight rows lie in eight groups of banks.
-                ptx::store_shared(turn + row * 128 + (chunk ^ (row & 7)) * 16 + lane % 4 * 4, decode_pair(strip, args.first, tile, lane));
-            }
-            ptx::sync_warp();  // orders the strip before its reading by other lanes
-            const u32 top = block / across * kBlock + warp * 16, left = block % across * kBlock;
-#pragma unroll
+            // A lane has 8 neighbours in a row, eight lanes the 128 bytes of a row of the block.
+            const u32 top = block / across * kBlock + warp * 16 + lane / 8, left = block % across * kBlock + lane % 8 * 8;
+            u16* to = args.weights + static_cast<u64>(top) * args.cols + left;
+#pragma unroll 2
             for (u32 i = 0; i < 4; ++i) {
-                const u32 row = i * 4 + lane / 8, chunk = lane % 8;
-                u16* to = args.weights + static_cast<u64>(top + row) * args.cols + left + chunk * 8;
-                ptx::store_global_cs_x4(to, ptx::load_shared_x4(turn + row * 128 + (chunk ^ (row & 7)) * 16));
+                // Rows of the strip's tiles: two tiles one above the other, eight of these pairs side by side.
+                const u32 tile = lane % 8 * 2 + i / 2, row = i % 2 * 4 + lane / 8;
+                ptx::store_global_cs_x4(to + static_cast<u64>(4 * i) * args.cols, decode_row(strip, args.first, tile, row));
             }
-            ptx::sync_warp();  // orders the reading before the next strip
         } else {
             count_fault(args, lane);
         }
@@ -236,6 +242,9 @@ UW_DEVICE void decompress(const ZipservArgs& args) {
     }
 }
 
+// Where 16 bytes of a row of x lie. Eight lanes read four neighbours of two rows, which so lie in eight groups of banks.
+UW_DEVICE u32 x_place(u32 row, u32 chunk) { return row * 128 + (chunk ^ (row & 1) << 2) * 16; }
+
 // Starts the copy of x[0..kBatchTile, 64 columns from `column` on], zeros behind the batch.
 template <class Config>
 UW_DEVICE void copy_x(const ZipservArgs& args, u32 column, u32 stage) {
@@ -243,7 +252,7 @@ UW_DEVICE void copy_x(const ZipservArgs& args, u32 column, u32 stage) {
         const u32 row = i / 8, chunk = i % 8;
         const bool used = row < args.batch;
         const u16* from = args.x + static_cast<u64>(used ? row : 0) * args.cols + column + chunk * 8;
-        ptx::async_copy_x4(stage + kCodedRoom + row * 128 + (chunk ^ (row & 7)) * 16, from, used);
+        ptx::async_copy_x4(stage + kCodedRoom + x_place(row, chunk), from, used);
     }
 }
 
@@ -277,14 +286,16 @@ UW_DEVICE void gemm(const ZipservArgs& args) {
             const Strip strip = make_strip(args, words, extent, warp, stage, lane);
             if (strip.is_sane) {
 #pragma unroll
-                for (u32 pair = 0; pair < 2; ++pair) {
-                    u32 weights[2][4];
-#pragma unroll
-                    for (u32 i = 0; i < 8; ++i) weights[i / 4][i % 4] = decode_pair(strip, args.first, pair * 8 + i, lane);
+                for (u32 side = 0; side < 2; ++side) {
+                    // Lane 4 g + t has columns 8 t .. 8 t + 8 of 32, of rows g and g + 8. mma wants two and two of 16 of
+                    // it: which ones does not matter, as long as x has the same.
+                    const u32 chunk = side * 4 + lane % 4;
+                    const U32x4 top = decode_row(strip, args.first, 2 * chunk, lane / 4);
+                    const U32x4 bottom = decode_row(strip, args.first, 2 * chunk + 1, lane / 4);
+                    const u32 weights[2][4] = {{top.x, bottom.x, top.y, bottom.y}, {top.z, bottom.z, top.w, bottom.w}};
 #pragma unroll
                     for (u32 c = 0; c < kColumns; ++c) {
-                        const u32 row = c * 8 + lane % 8, chunk = pair * 4 + lane / 8;
-                        const U32x4 x = ptx::load_matrix_x4(stage + kCodedRoom + row * 128 + (chunk ^ (row & 7)) * 16);
+                        const U32x4 x = ptx::load_shared_x4(stage + kCodedRoom + x_place(c * 8 + lane / 4, chunk));
                         const u32 low[2] = {x.x, x.y}, high[2] = {x.z, x.w};
                         ptx::mma_m16n8k16(sums[c], weights[0], low);
                         ptx::mma_m16n8k16(sums[c], weights[1], high);

@@ -272,20 +272,21 @@ fn planted_bugs_are_caught() {
     let header = "rivals/zipserv.cuh";
     let (cases, of_product) = (cases(), Case::new(128, 256, Weights::TRAINED.bytes(128 * 256, 5)));
     for (from, to) in [
-        ("ptx::load_shared_u8(strip.high + index + (own & 1))", "ptx::load_shared_u8(strip.high + index + 1)"),
-        ("ptx::load_shared_u16(others + 2 * (~own & 1))", "ptx::load_shared_u16(others + 2)"),
-        (" - spread(own);", " - 0x10001u;"),
-        ("const u32 half = 2 * tile + lane / 16,", "const u32 half = 2 * tile,"),
-        (
-            "const u32 row = tile % 2 * 8 + lane / 4, chunk = tile / 4 * 2 + tile / 2 % 2;",
-            "const u32 row = tile / 2 % 2 * 8 + lane / 4, chunk = tile / 4 * 2 + tile % 2;",
-        ),
+        ("const u32 tile = lane % 8 * 2 + i / 2,", "const u32 tile = lane % 8 + i / 2 * 8,"),
+        ("* 0x204081u", "* 0x104081u"),
+        (" - spread_bytes(any);", " - 0x1010101u;"),
+        ("const u32 half = 2 * tile + row / 4,", "const u32 half = 2 * tile,"),
+        ("(rest & ~before) << 8 |", "(rest & ~before) |"),
+        ("missing &= missing - 1)", "missing = 0)"),
+        ("((element >> 7 & 0xff) ^ first) << at", "(element >> 7 & 0xff) << at"),
+        ("        others += 2;\n", ""),
         ("const u32 low[2] = {x.x, x.y}", "const u32 low[2] = {x.y, x.x}"),
-        ("weights[i / 4][i % 4] = decode_pair", "weights[i / 4][i % 2 * 2 + i / 2 % 2] = decode_pair"),
+        ("{{top.x, bottom.x, top.y, bottom.y}", "{{top.x, top.y, bottom.x, bottom.y}"),
         (
-            "ptx::async_copy_x4(stage + kCodedRoom + row * 128 + (chunk ^ (row & 7)) * 16, from, used);",
-            "ptx::async_copy_x4(stage + kCodedRoom + row * 128 + chunk * 16, from, used);",
+            "decode_row(strip, args.first, 2 * chunk + 1, lane / 4)",
+            "decode_row(strip, args.first, 2 * chunk, lane / 4)",
         ),
+        ("kCodedRoom + x_place(row, chunk), from", "kCodedRoom + row * 128 + chunk * 16, from"),
         ("end = across * (split + 1) / args.splits,", "end = across * (split + 1) / args.splits - (split > 0),"),
         ("ptx::load_global(args.sums + split * count + at)", "ptx::load_global(args.sums + at)"),
         ("lane % 4 * 2 + i % 2;", "lane % 4 * 2 + i / 2;"),

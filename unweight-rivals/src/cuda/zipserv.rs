@@ -90,7 +90,7 @@ fn base(arch: Arch, function: &'static str, summary: &'static str, grid: &'stati
 
 /// The kernel that writes the weights.
 pub fn decompress(arch: Arch) -> Outside {
-    let smem = SmemPlan::new().section("stages", 2, CODED_ROOM, 16).section("turn", WARPS, 2048, 16);
+    let smem = SmemPlan::new().section("stages", 2, CODED_ROOM, 16);
     Outside { smem, ..base(arch, "decompress", "TCA-TBE -> bf16 [n, k], row-major.", "what fits the machine") }
 }
 

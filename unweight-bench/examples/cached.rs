@@ -1,0 +1,24 @@
+//! The products of `bench matmul` from weights that stay in the second-level cache: what unpacking and multiplying take
+//! when memory is no limit (docs/adr/0017-fp8-product.md). Needs a GPU.
+//!
+//! ```sh
+//! cargo run --release -p unweight-bench --example cached > cached.md
+//! ```
+
+use std::error::Error;
+
+use unweight_bench::{MatmulOptions, Timing, bench_matmul};
+use unweight_rt::{
+    device::{Device, KernelSet},
+    env::Env,
+};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let kernels = KernelSet::open(&Device::open(0)?, Env::process()?);
+    // 25 and 38 MB packed, one copy of each: an H200's cache has 50.
+    let options =
+        MatmulOptions::default().shapes(vec![(4096, 4096), (6144, 4096)]).batches(vec![1, 8]).layer(false).pdl(false);
+    let timing = Timing::default().min_copies(1).rotate_bytes(0);
+    println!("{}", bench_matmul(&kernels, &options, &timing, &|line| eprintln!("{line}"))?);
+    Ok(())
+}
