@@ -9,9 +9,9 @@ and tokens of KV cache. Needs vLLM and this package; each engine runs in a proce
 On two GPUs `--tp 2` (with `--expert-parallel` for a mixture) or `--pp 2`, and with `--quick` an adapter in each process.
 
 `--quick` takes 4 of the 32 layers, compresses the model, and runs BF16 and the bundle with `--enable-lora`; what each
-says without the adapter is compared, too. Greedy tokens part at the first near tie, so logprobs are held to BF16's where the engine is forced to
-say a token; those with an adapter have to differ from those without. Exit status 1: they do not hold. `--seconds`
-bounds the whole; what it left no time for is named in the result.
+says without the adapter is compared, too. Greedy tokens part at the first near tie, so logprobs are held to BF16's
+where the engine is forced to say a token; those with an adapter have to differ from those without. Exit status 1: they
+do not hold. `--seconds` bounds the whole; what it left no time for is named in the result.
 """
 
 from __future__ import annotations

@@ -307,8 +307,8 @@ impl Setting {
 /// there are no such layers.
 pub type Choices = [[Vec<Way>; 3]; 2];
 
-/// What can be chosen for these layers at a batch, on a device of `sms` multiprocessors. Of the layers of a kind each projection's is that of the first with
-/// the most ways: where the first layer is raw, those behind it count.
+/// What can be chosen for these layers at a batch, on a device of `sms` multiprocessors. Of the layers of a kind each
+/// projection's is that of the first with the most ways: where the first layer is raw, those behind it count.
 pub fn choices(layers: &[LyingMlp], arch: Arch, m: u32, sms: u32) -> Choices {
     let sms = product_sms(layers, sms, decode_sms(sms));
     [true, false].map(|hard| {
