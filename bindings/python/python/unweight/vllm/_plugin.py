@@ -11,6 +11,7 @@ import inspect
 import os
 import pathlib
 import time
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -405,10 +406,14 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
             set_weight_attrs(weight, extra)
         initialize_online_processing(layer)
         _watch(layer)
+        self._loaders = {name: getattr(layer, name).weight_loader for name in shapes}
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Packs the experts of this process; what cannot be packed is vLLM's from now on."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
+            # All have come: vLLM goes over all layers once more then.
+            for name in self._loaders:
+                layer.__dict__.pop(name, None)
             return
         if hasattr(layer, "unweight_packed"):
             raise NotImplementedError(_NO_EXCHANGE)
@@ -426,6 +431,9 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
         layer.register_parameter("w13_weight_packed", nn.Parameter(packed.gate_up, requires_grad=False))
         layer.register_parameter("w2_weight_packed", nn.Parameter(packed.down, requires_grad=False))
         layer.unweight_packed = packed
+        for name, loader in self._loaders.items():
+            # Experts of other processes come behind the last of this one, and are looked at by their parameter.
+            setattr(layer, name, types.SimpleNamespace(weight_loader=loader))
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
         """No scales: nothing was lost."""
