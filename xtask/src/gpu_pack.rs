@@ -4,7 +4,7 @@
 //! .gpu/bin/unweight      the command line
 //! .gpu/tests/gpu         the GPU tests
 //! .gpu/nvrtc/            libnvrtc and its builtins, with --with-nvrtc
-//! .gpu/parity/           whole models beside transformers, and the texts that they learn
+//! .gpu/parity/           whole models beside transformers, and the texts that they learn; `unweight tune`, killed
 //! .gpu/torch_decode.py   PyTorch's decode step, which ours is compared with
 //! .gpu/run.sh            correctness, then timing; results as JSON in $OUT
 //! ```
@@ -29,14 +29,15 @@ const RUN_SH: &str = r#"#!/bin/sh
 # (default: ./out):
 #   gpu.log            the tests; a figure after a failed test would mean nothing, so they come first
 #   doctor.json        what the machine has
+#   tune_kills.json, .log  `unweight tune`, killed ten times
 #   parity.json, .log  whole models beside transformers: minutes
 #   stress.json        every kernel thousands of times under load: minutes
 #   kernels.json       the benchmarks
 #   matmul.json, .svg
 #   decode.json        steps of whole models, and PyTorch's:
 #   torch_decode.json
-# parity and torch_decode need Python with torch (CUDA) and transformers ($PYTHON, default: python3). Where it has none
-# they are left out, and the last line says so.
+# tune_kills needs Python, parity and torch_decode need it with torch (CUDA) and transformers ($PYTHON, default:
+# python3). Where it has none they are left out, and the last line says so.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/out}
@@ -52,6 +53,14 @@ if ! (cd "$here" && ./tests/gpu --include-ignored --test-threads=1) >"$out/gpu.l
 fi
 tail -n 3 "$out/gpu.log"
 python=${PYTHON:-python3}
+if command -v "$python" >/dev/null; then
+    if ! "$python" "$here/parity/tune_kills.py" --unweight "$here/bin/unweight" --json "$out/tune_kills.json" \
+        >"$out/tune_kills.log" 2>&1; then
+        tail -n 20 "$out/tune_kills.log"
+        exit 1
+    fi
+    tail -n 1 "$out/tune_kills.log"
+fi
 torch=yes
 if ! "$python" -c 'import sys, torch, transformers; sys.exit(not torch.cuda.is_available())' 2>"$out/python.log"; then
     torch=

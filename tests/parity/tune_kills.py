@@ -1,0 +1,197 @@
+"""`unweight tune` on a GPU, killed (SIGKILL) at ten random points and begun again each time.
+
+    python3 tune_kills.py --unweight ../bin/unweight [--size 512M] [--seed N] [--json FILE]
+
+Makes the demo model (profile inference), tunes it once undisturbed, then with kills on another journal. Checked are
+- after each kill: every whole line of the journals is still there, in its place, when the next process goes on, and no
+  line is there twice;
+- the last run ends, and one more on the same journals measures nothing, finds the same plan, and saves it;
+- its steps take no longer than the undisturbed run's by more than a tenth. Measurements have noise, so the plans
+  themselves may differ: the last line says which do.
+
+Needs nothing but Python. Everything together takes at most `--limit` seconds (120), or it fails.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+KILLS = 10
+BATCHES = [1, 64]
+# Most seconds from a point to its kill, a few comparisons; and from a process's start, where the point was passed.
+SOON = 0.05
+START = 1.0
+# A step may be this much longer than the undisturbed run's.
+BOUND = 1.1
+PLAN = ["batch", "hard", "easy", "decode_sms", "consumers"]
+
+
+class Failed(Exception):
+    """What does not hold."""
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Without what a kill tore; none where there is no file."""
+    text = path.read_bytes() if path.exists() else b""
+    return text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
+
+
+class Tuning:
+    """One journal's searches."""
+
+    def __init__(self, unweight: str, bundle: Path, journal: Path, ends: float):
+        journals = [journal.with_name(f"{journal.name}.{batch}") for batch in BATCHES]
+        batches = ",".join(str(batch) for batch in BATCHES)
+        command = [unweight, "tune", str(bundle), "--batch", batches, "--rounds", "3", "--journal", str(journal)]
+        self.command, self.journals, self.ends = command, journals, ends
+        self.stderr = journal.with_name(f"{journal.name}.stderr")
+
+    def lines(self) -> list[list[bytes]]:
+        return [whole_lines(path) for path in self.journals]
+
+    def comparisons(self) -> int:
+        # The first line of each is its head.
+        return sum(max(len(lines) - 1, 0) for lines in self.lines())
+
+    def begin(self) -> subprocess.Popen:
+        with self.stderr.open("ab") as stderr:
+            return subprocess.Popen([*self.command, "--json"], stdout=subprocess.PIPE, stderr=stderr)
+
+    def end(self, *more: str) -> list[dict]:
+        """A run that nobody disturbs; its rows."""
+        with self.stderr.open("ab") as stderr:
+            ran = subprocess.run(
+                [*self.command, *more, "--json"],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                timeout=max(self.ends - time.monotonic(), 1),
+            )
+        if ran.returncode != 0:
+            raise Failed(f"{' '.join(self.command)}: exit {ran.returncode}\n{self.stderr.read_text()[-2000:]}")
+        return json.loads(ran.stdout)["rows"]
+
+    def killed(self, point: int, share: float) -> None:
+        """A run that is killed soon after the journals have so many comparisons; while it starts, if they have."""
+        wait = share * (START if self.comparisons() >= point else SOON)
+        process = self.begin()
+        try:
+            while self.comparisons() < point:
+                if process.poll() is not None:
+                    raise Failed(f"it ended by itself before comparison {point}:\n{self.stderr.read_text()[-2000:]}")
+                if time.monotonic() > self.ends:
+                    raise Failed("out of time")
+                time.sleep(0.001)
+            time.sleep(wait)
+        finally:
+            process.kill()
+            process.communicate()
+        if process.returncode != -9:
+            raise Failed(f"it ended by itself, exit {process.returncode}, and not by the kill; try another seed")
+
+
+def plans(rows: list[dict]) -> list[dict]:
+    return [{key: row[key] for key in PLAN} for row in rows]
+
+
+def check_lines(before: list[list[bytes]], after: list[list[bytes]], number: int) -> None:
+    for batch, old, new in zip(BATCHES, before, after):
+        if new[: len(old)] != old:
+            raise Failed(f"kill {number}, batch {batch}: lines that stood in the journal are others now")
+        asked = [json.dumps([line[key] for key in ("phase", "incumbent", "challenger")]) for line in parsed(new[1:])]
+        if len(set(asked)) != len(asked):
+            raise Failed(f"kill {number}, batch {batch}: a comparison stands in the journal twice")
+
+
+def parsed(lines: list[bytes]) -> list[dict]:
+    return [json.loads(line) for line in lines]
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict:
+    begun = time.monotonic()
+    ends = begun + options.limit
+    demo = [options.unweight, "demo", "--size", options.size, "--profile", "inference", "--dir", str(folder / "demo")]
+    subprocess.run(demo, check=True, stdout=subprocess.DEVNULL, timeout=options.limit)
+    bundle = folder / "demo" / "bundle"
+    plain = Tuning(options.unweight, bundle, folder / "plain", ends)
+    # The first run compiles kernels.
+    undisturbed = plain.end()
+    whole = plain.comparisons()
+    seconds = time.monotonic()
+    killed = Tuning(options.unweight, bundle, folder / "killed", ends)
+    draw = random.Random(options.seed)
+    # Noise may make a search shorter than the first: none of its last third.
+    points = sorted(draw.randrange(max(whole * 2 // 3, 1)) for _ in range(KILLS))
+    torn, before = 0, killed.lines()
+    for number, point in enumerate(points, start=1):
+        killed.killed(point, draw.random())
+        after = killed.lines()
+        check_lines(before, after, number)
+        sizes = zip(killed.journals, after)
+        torn += sum(path.exists() and path.stat().st_size > sum(map(len, lines)) for path, lines in sizes)
+        before = after
+        print(f"kill {number}: at {point}, {killed.comparisons()} comparisons in the journals", flush=True)
+    rows = killed.end()
+    check_lines(before, killed.lines(), KILLS + 1)
+    files = [path.read_bytes() for path in killed.journals]
+    again = killed.end("--save")
+    if any(row["measured"] for row in again):
+        raise Failed("a finished journal, and something was measured again")
+    if [path.read_bytes() for path in killed.journals] != files:
+        raise Failed("a finished journal, and it was written to")
+    if plans(again) != plans(rows):
+        raise Failed(f"another plan from the same journal: {plans(rows)}, {plans(again)}")
+    inspect = subprocess.run([options.unweight, "inspect", str(bundle), "--json"], check=True, capture_output=True)
+    if not json.loads(inspect.stdout)["attached_plan"]:
+        raise Failed("the plan is not beside the bundle")
+    for own, other in zip(again, undisturbed):
+        if own["step_us"] > other["step_us"] * BOUND:
+            raise Failed(f"batch {own['batch']}: {own['step_us']:.0f} us, undisturbed {other['step_us']:.0f}")
+    same = [own["batch"] for own, other in zip(plans(again), plans(undisturbed)) if own == other]
+    return {
+        "seed": options.seed,
+        "points": points,
+        "torn_lines": torn,
+        "comparisons": [whole, killed.comparisons()],
+        "rows": again,
+        "undisturbed": undisturbed,
+        "same_plan_at": same,
+        "killed_seconds": time.monotonic() - seconds,
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="unweight tune, killed ten times")
+    parser.add_argument("--unweight", default="unweight")
+    parser.add_argument("--size", default="512M", help="of the demo model")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for everything")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    options = parser.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="unweight-tune-kills-"))
+    try:
+        record = run(options, folder)
+    except (Failed, subprocess.SubprocessError) as error:
+        print(f"FAILED: {error}")
+        return 1
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(
+        f"{KILLS} kills, {record['torn_lines']} lines torn, {record['comparisons'][1]} comparisons "
+        f"({record['comparisons'][0]} undisturbed), nothing measured twice; the undisturbed run's plan at batches "
+        f"{record['same_plan_at']} of {BATCHES}; {record['seconds']:.0f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
