@@ -603,6 +603,58 @@ fn a_plan_that_fits_is_compressed_as_it_says() {
     assert!(stderr(&output).contains("config.json"), "{}", stderr(&output));
 }
 
+/// What an engine would not load has no plan; what it would, counts once. Experts are packed.
+#[test]
+fn fit_refuses_what_no_engine_loads() {
+    let home = tempfile::tempdir().unwrap();
+    let small = DemoOptions {
+        layers: 2,
+        hidden: 256,
+        intermediate: 256,
+        heads: 4,
+        kv_heads: 2,
+        vocab: 512,
+        ..DemoOptions::default()
+    };
+    let write = |name: &str, options: DemoOptions| demo_model::write(&home.path().join(name), &options).unwrap();
+    write("mixture", DemoOptions { experts: 3, shards: 1, ..small });
+    let ask = |model: &'static str| ["fit", model, "--memory", "1G", "--context", "128", "--json"];
+    run(home.path(), &ask("mixture"), 0);
+    // Its MLPs have one way to lie.
+    run(home.path(), &["compress", "mixture", "-o", "experts", "--profile", "inference", "--quiet"], 0);
+    for command in [&["tune", "experts"][..], &["kernels", "attach", "experts", "--arch", "sm_90a", "--mlp", "stored"]]
+    {
+        let refused = stderr(&run(home.path(), command, 2));
+        assert!(refused.contains("of this") && refused.contains("are experts, which run from packed"), "{refused}");
+    }
+    // An expert by another number: that one is missing.
+    let weights = home.path().join("mixture/model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let (old, new) = (b"1.block_sparse_moe.experts.2.w1", b"1.block_sparse_moe.experts.7.w1");
+    let at = bytes.windows(old.len()).position(|window| window == old).unwrap();
+    bytes[at..at + new.len()].copy_from_slice(new);
+    fs::write(&weights, bytes).unwrap();
+    let refused = stderr(&run(home.path(), &ask("mixture"), 2));
+    assert!(refused.contains("'model.layers.1.block_sparse_moe.experts.2.w1.weight'"), "{refused}");
+    // The same weights once more, in a file that nobody loads.
+    write("model", DemoOptions { shards: 1, ..small });
+    let once = json(&run(home.path(), &ask("model"), 0));
+    let weights = home.path().join("model/model.safetensors");
+    fs::copy(&weights, home.path().join("model/consolidated.safetensors")).unwrap();
+    let twice = json(&run(home.path(), &ask("model"), 0));
+    assert_eq!((&once["weight_bytes"], &once["groups"]), (&twice["weight_bytes"], &twice["groups"]));
+    // A context that nobody asked for is none that the model does not take.
+    let config = home.path().join("model/config.json");
+    let mut text: Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
+    text["max_position_embeddings"] = 512.into();
+    fs::write(&config, text.to_string()).unwrap();
+    let output = run(home.path(), &["fit", "model", "--memory", "1G", "--json"], 0);
+    assert_eq!(json(&output)["context"], 512);
+    assert!(stderr(&output).contains("a context of 512"), "{}", stderr(&output));
+    let longer = run(home.path(), &["fit", "model", "--memory", "1G", "--context", "513"], 2);
+    assert!(stderr(&longer).contains("limit is 512"), "{}", stderr(&longer));
+}
+
 /// What `tune` refuses before it looks for a GPU, and what it says without one.
 #[test]
 fn tune_says_what_it_needs() {
@@ -624,12 +676,34 @@ fn tune_says_what_it_needs() {
     }
     // A plan that is none is said and left alone, before anybody asks for a GPU.
     let dir = home.path().join("inference");
-    bundle::attach_plan(&dir, "{\"version\": 1}").unwrap();
+    bundle::attach_plan(&dir, |_| "{\"version\": 1}".to_owned()).unwrap();
     let generate = ["generate", "inference", "--tokens", "1", "--mlp", "stored", "--device", "99"];
     let output = run(home.path(), &generate, 2);
     assert!(stderr(&output).contains("not used: not a tuned plan"), "{}", stderr(&output));
     assert!(!stderr(&output).contains("trust-attached"), "a plan is no code: {}", stderr(&output));
     run(home.path(), &["verify", "inference", "--against", "model"], 0);
+    // What cannot be written is said before anything is loaded, and nothing is left behind.
+    let before: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    fs::write(home.path().join("text"), "mine").unwrap();
+    for (wrong, said) in [
+        (["--journal", "absent/journal"], "absent/journal.1"),
+        (["--journal", "text/journal"], "text/journal.1"),
+        (["--svg", "absent/plot.svg"], "absent"),
+        (["--svg", "text"], "is no drawing"),
+        (["--svg", "model"], "is no drawing"),
+    ] {
+        let output = run(home.path(), &[&["tune", "inference", "--save"], &wrong[..]].concat(), 2);
+        let text = stderr(&output);
+        assert!(text.contains(said) && !text.contains("libcuda"), "{wrong:?}: {text}");
+    }
+    let attached = dir.join("unweight.kernels");
+    fs::write(&attached, "damaged").unwrap();
+    let output = run(home.path(), &["tune", "inference", "--save"], 1);
+    assert!(stderr(&output).contains("cut off at byte 7"), "{}", stderr(&output));
+    fs::remove_file(&attached).unwrap();
+    fs::remove_file(home.path().join("text")).unwrap();
+    let after: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(before.len(), after.len(), "{after:?}");
     // Where there is a GPU, `tests/gpu/paths.rs` has the rest.
     if unweight_rt::device::Device::open(0).is_err() {
         let output = run(home.path(), &["tune", "inference"], 2);
@@ -1341,7 +1415,7 @@ fn kernels_of_stored_mlps_are_told() {
     assert!(alternate.contains("_decode_palette_"), "{alternate}");
 
     // A plan is in nobody's way.
-    bundle::attach_plan(&home.path().join("bundle"), "{\"version\": 1}").unwrap();
+    bundle::attach_plan(&home.path().join("bundle"), |_| "{\"version\": 1}".to_owned()).unwrap();
     assert_eq!(missing(&["--mlp", "stored"]), stored);
     assert_eq!(json(&run(home.path(), &["inspect", "bundle", "--json"], 0))["attached_plan"], true);
     assert!(stdout(&run(home.path(), &["inspect", "bundle"], 0)).ends_with("a plan of `tune` is attached\n"));
@@ -1441,6 +1515,18 @@ fn a_bundle_carries_its_kernels() {
     fs::write(&path, bytes).unwrap();
     let damaged = json(&in_home(&["verify", "bundle", "--json"], 1));
     assert_eq!(damaged["problems"][0]["file"], "unweight.kernels");
+    // Whoever replaces a damaged file hears what became of a plan in it.
+    in_home(&["kernels", "detach", "bundle"], 0);
+    bundle::attach_plan(&home.path().join("bundle"), |_| "{\"version\": 1}".to_owned()).unwrap();
+    in_home(&attach, 0);
+    let bytes = fs::read(&path).unwrap();
+    for (kept, plan) in [(bytes.len() - 1, "its plan of `tune` was sound, and stays"), (100, "is gone")] {
+        fs::write(&path, &bytes[..kept]).unwrap();
+        let said = stderr(&in_home(&[&attach[..], &["--force"]].concat(), 0));
+        assert!(said.contains("what was attached is replaced (unweight.kernels: ") && said.contains(plan), "{said}");
+        let stays = json(&in_home(&["inspect", "bundle", "--json"], 0));
+        assert_eq!(stays["attached_plan"], plan.ends_with("stays"));
+    }
     fs::write(&path, "unweight.kernels").unwrap();
     assert!(stderr(&in_home(&trusted, 2)).contains("not used: unweight.kernels: cut off at byte 16"));
     assert!(stderr(&in_home(&["inspect", "bundle"], 0)).contains("unweight.kernels: cut off at byte 16"));

@@ -311,6 +311,7 @@ impl Bench {
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Rivals(arguments) => {
+                plot::may_save(arguments.svg.as_deref())?;
                 let kernels = open(arguments.device)?;
                 let report = bench::bench_rivals(&kernels, &arguments.options(), &timing(arguments.rounds), &note)?;
                 if let Some(file) = &arguments.svg {
@@ -320,6 +321,7 @@ impl Bench {
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Matmul(arguments) => {
+                plot::may_save(arguments.svg.as_deref())?;
                 let kernels = open(arguments.device)?;
                 note_table(&kernels, output);
                 let options = arguments.options(kernels.device().info())?;
@@ -352,6 +354,7 @@ impl Bench {
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Decode(arguments) => {
+                plot::may_save(arguments.svg.as_deref())?;
                 let bundle = arguments.bundle.as_deref().map(Bundle::open).transpose()?;
                 let config = arguments.geometry.map(Geometry::config);
                 let model = match (&bundle, &config) {

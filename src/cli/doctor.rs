@@ -8,7 +8,7 @@ use std::{
 use clap::Args;
 use serde::Serialize;
 use unweight::{
-    engine::pages::PAGE_TOKENS,
+    engine::{memory, pages::PAGE_TOKENS},
     format::TileGrid,
     model::{Geometry, Residency},
     rt::{
@@ -189,7 +189,7 @@ impl ModelReport {
 /// Nine tenths of the memory, as an engine takes when it has the GPU to itself.
 fn models(device: &DeviceReport) -> Vec<ModelReport> {
     let DeviceReport::Usable(info) = device else { return Vec::new() };
-    let have = info.memory_bytes / 10 * 9;
+    let have = memory::usual_share(info.memory_bytes);
     let model = |geometry: &Geometry| {
         let config = geometry.config();
         let of = |residency| {

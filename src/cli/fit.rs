@@ -10,13 +10,17 @@ use clap::Args;
 use serde::Serialize;
 use unweight::{
     codegen::spec::Arch,
-    engine::fit::{self, Fit as Fitted, FitError, Tensor, Wanted},
+    engine::{
+        fit::{self, Fit as Fitted, FitError, Tensor, Wanted},
+        memory,
+    },
     format::{
         FormId,
-        bundle::{self, CompressOptions, Profile, Scope, Selection},
+        bundle::{self, CompressOptions, Profile, Scope, Selection, TensorReport},
+        glob::matches,
         plan::PlanFile,
     },
-    model::ModelConfig,
+    model::{ModelConfig, TensorHeader, bind},
     rt::choose::reachable::has_compact_gemms,
 };
 
@@ -33,7 +37,8 @@ use super::{
 pub struct Fit {
     #[command(flatten)]
     source: Source,
-    /// Device memory for everything together, such as 24G [default: as little as --max-slowdown allows]
+    /// Device memory for everything together, as `generate --memory` takes it, such as 24G [default: as little as
+    /// --max-slowdown allows]
     #[arg(long, value_name = "SIZE", value_parser = size::parse, required_unless_present = "max_slowdown")]
     memory: Option<u64>,
     /// How much longer than in the fastest plan the products of a step may take, such as 5%
@@ -42,9 +47,9 @@ pub struct Fit {
     /// Sequences that run at the same time
     #[arg(long, value_name = "N", default_value_t = 1)]
     batch: u32,
-    /// Tokens of a sequence
-    #[arg(long, value_name = "N", default_value_t = 4096)]
-    context: u32,
+    /// Tokens of a sequence [default: 4096, or as many as the model takes if that is fewer]
+    #[arg(long, value_name = "N")]
+    context: Option<u32>,
     /// The architecture that it is for: what stays compact has kernels on some [default: this machine's GPU, or sm_90a]
     #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
     arch: Option<Arch>,
@@ -63,6 +68,7 @@ struct Report {
     batch: u32,
     context: u32,
     total_bytes: u64,
+    free_bytes: u64,
     weight_bytes: u64,
     cache_bytes: u64,
     working_bytes: u64,
@@ -93,13 +99,19 @@ impl Fit {
         }
         let model = self.source.find(None, output)?;
         let config = config(&model.root)?;
-        let mut tensors = self.tensors(&model)?;
+        let mut tensors = self.tensors(&model, &config)?;
+        let context = self.context.unwrap_or_else(|| {
+            if config.max_positions < CONTEXT {
+                output.note(format_args!("a context of {}: the model takes no more", config.max_positions));
+            }
+            CONTEXT.min(config.max_positions)
+        });
         let arch = self.arch.or_else(own_arch).unwrap_or(Arch::Sm90a);
         if !has_compact_gemms(arch) {
             // It would be packed when it is loaded, and larger.
             tensors.iter_mut().for_each(|tensor| tensor.forms.retain(|(form, _)| *form != FormId::COMPACT));
         }
-        let Self { memory, max_slowdown, batch, context, .. } = *self;
+        let Self { memory, max_slowdown, batch, .. } = *self;
         let fitted = fit::fit(&config, &tensors, &Wanted { memory, max_slowdown, batch, context });
         let fitted = fitted.map_err(|error: FitError| Failure::other(error))?;
         if let Some(plan) = &self.plan {
@@ -127,6 +139,7 @@ impl Fit {
             batch,
             context,
             total_bytes: fitted.total(),
+            free_bytes: memory::free_for(fitted.total()),
             weight_bytes: fitted.weights,
             cache_bytes: fitted.cache,
             working_bytes: fitted.working,
@@ -141,15 +154,25 @@ impl Fit {
         output.result("fit", &report, |out| write_text(&fitted, &report, out))
     }
 
-    /// Every tensor with the bytes of each form, predicted from samples as `plan` does.
-    fn tensors(&self, model: &Found) -> Result<Vec<Tensor>> {
+    /// Every tensor that an engine loads, with the bytes of each form, predicted from samples as `plan` does. Refuses
+    /// what an engine would: weights that are missing, or that the configuration does not have.
+    fn tensors(&self, model: &Found, config: &ModelConfig) -> Result<Vec<Tensor>> {
         let of = |profile: Profile| {
             let selection = model.select(Selection::default());
             let options = CompressOptions::new(profile).scope(Scope::All).selection(selection).threads(self.threads);
             bundle::plan(&model.root, &options)
         };
         let (packed, coded, compact) = (of(Profile::Resident)?, of(Profile::Distribution)?, of(Profile::Compact)?);
+        // Some models bring their weights once more, in files that nothing loads.
+        let of_model = bundle::model_files(packed.tensors.iter().map(|tensor| tensor.file.as_str()));
+        let loaded = |tensor: &TensorReport| matches(of_model, &tensor.file);
+        let headers = packed.tensors.iter().filter(|tensor| loaded(tensor)).map(|tensor| {
+            let dtype = tensor.dtype.parse().map_err(Failure::other)?;
+            Ok(TensorHeader { name: &tensor.name, dtype, shape: &tensor.shape })
+        });
+        bind(config, headers.collect::<Result<Vec<_>>>()?).map_err(Failure::other)?;
         let all = packed.tensors.into_iter().zip(coded.tensors).zip(compact.tensors);
+        let all = all.filter(|((packed, _), _)| loaded(packed));
         let tensors = all.map(|((packed, coded), compact)| {
             let mut forms = vec![(FormId::RAW, packed.original_bytes)];
             let others = [(FormId::PACKED, &packed), (FormId::HUFFMAN, &coded), (FormId::COMPACT, &compact)];
@@ -165,6 +188,8 @@ impl Fit {
     }
 }
 
+/// Tokens of a sequence where nobody says.
+const CONTEXT: u32 = 4096;
 /// Most bytes of a `config.json`.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
@@ -224,6 +249,12 @@ fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Resu
         "products of a step at batch {}: {:.0} us, {:.3} times the fastest plan's; forms that {} runs, times by \
          formulas of an H200's records, sizes predicted from samples",
         report.batch, report.linear_us, report.slowdown, report.arch
+    )?;
+    writeln!(
+        out,
+        "`generate` and `serve` fill so much with --memory {}, or by themselves where {} of the device are free",
+        report.total_bytes,
+        output::bytes(report.free_bytes)
     )?;
     if !report.exact {
         writeln!(out, "another plan may be better by a little: not all were compared")?;

@@ -87,7 +87,7 @@ pub struct Generate {
     /// What compact tensors lie as on the GPU
     #[arg(long, value_name = "SIZE", default_value = "auto", help_heading = "Engine")]
     resident: ResidentArg,
-    /// What the weights of MLPs lie as
+    /// What the weights of MLPs lie as; experts of a mixture have one way
     #[arg(long, value_name = "HOW", default_value = "linears", help_heading = "Engine")]
     mlp: Lie,
     /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]

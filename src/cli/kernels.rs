@@ -97,7 +97,7 @@ pub struct Compile {
     /// With --bundle: kernels for ordinary launches, not for programmatic dependent ones
     #[arg(long, requires = "bundle")]
     no_pdl: bool,
-    /// With --bundle: what the weights of MLPs will lie as [default: linears]
+    /// With --bundle: the --mlp of the starts that it is for; experts have one way [default: linears]
     #[arg(long, value_name = "HOW", requires = "bundle")]
     mlp: Option<Lie>,
     /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
@@ -120,13 +120,13 @@ pub struct Attach {
     /// Kernels for ordinary launches, not for programmatic dependent ones
     #[arg(long)]
     no_pdl: bool,
-    /// What the weights of MLPs will lie as
+    /// The --mlp of the starts that it is for: what the weights of MLPs will lie as; experts have one way
     #[arg(long, value_name = "HOW", default_value = "linears")]
     mlp: Lie,
     /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
-    /// Replace the kernels that are attached
+    /// Replace the kernels that are attached; a plan of `tune` stays, unless the file is too damaged to tell it
     #[arg(long)]
     force: bool,
 }
@@ -479,7 +479,15 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
         .zip(&artifacts)
         .map(|(request, artifact)| (attachable(request, artifact), &*artifact.cubin))
         .collect();
+    let damaged = bundle.attached().err();
     let bytes = format::attach(&arguments.bundle, &entries, arguments.force)?;
+    if let Some(error) = damaged {
+        let plan = match Attached::open(&path)?.is_some_and(|now| now.plan().is_some()) {
+            true => "its plan of `tune` was sound, and stays",
+            false => "a plan of `tune`, if it had one, is gone: `unweight tune --save` measures again",
+        };
+        output.note(format_args!("what was attached is replaced ({error}); {plan}"));
+    }
     let kernels = entries.iter().zip(&artifacts).map(|((entry, _), artifact)| OneAttached {
         name: entry.name.clone(),
         arch: entry.arch.clone(),

@@ -62,6 +62,19 @@ const COLUMNS: f64 = 56.0;
 /// Writes a drawing. A file that is there is replaced if it is a drawing, too: a slip of the fingers must not cost a
 /// shard.
 pub fn save(path: &Path, svg: &str) -> Result<()> {
+    let mut file = partial(path)?;
+    file.write_all(svg.as_bytes()).map_err(Failure::io(path.display()))?;
+    file.persist(path).map_err(|error| Failure::io(path.display())(error.error))?;
+    Ok(())
+}
+
+/// Whether [`save`] could write there, as things are now: to be asked before minutes of measuring.
+pub fn may_save(path: Option<&Path>) -> Result<()> {
+    path.map_or(Ok(()), |path| partial(path).map(drop))
+}
+
+/// A file beside `path` that can take its name: what stands there is nothing or a drawing.
+fn partial(path: &Path) -> Result<tempfile::NamedTempFile> {
     if let Ok(metadata) = path.symlink_metadata() {
         let mut start = Vec::new();
         if metadata.is_file() {
@@ -78,10 +91,7 @@ pub fn save(path: &Path, svg: &str) -> Result<()> {
     let mut builder = tempfile::Builder::new();
     // As any file that a program makes: what the user's mask allows.
     builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
-    let mut file = builder.tempfile_in(folder).map_err(Failure::io(folder.display()))?;
-    file.write_all(svg.as_bytes()).map_err(Failure::io(path.display()))?;
-    file.persist(path).map_err(|error| Failure::io(path.display())(error.error))?;
-    Ok(())
+    builder.tempfile_in(folder).map_err(Failure::io(folder.display()))
 }
 
 /// What is drawn of a histogram of exponents.

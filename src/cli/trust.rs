@@ -22,8 +22,8 @@ use super::{
 /// What is run of a bundle beside its weights.
 #[derive(Args)]
 pub struct Trust {
-    /// Run the kernels that are attached to the bundle, where they fit, and compile only the others: this runs code of
-    /// whoever made the bundle
+    /// Run the kernels that are attached to the bundle, where they are of this program and GPU; the others come from
+    /// the cache, or are compiled. This runs code of whoever made the bundle
     #[arg(long, help_heading = "Kernels")]
     trust_attached_kernels: bool,
     #[command(flatten)]

@@ -1,6 +1,7 @@
 //! `unweight tune`.
 
 use std::{
+    fs::OpenOptions,
     io::{self, Write},
     path::{Path, PathBuf},
     sync::atomic::Ordering,
@@ -14,11 +15,11 @@ use unweight::{
         Engine, EngineError, EngineOptions,
         options::BUCKETS,
         paths::{
-            Measured, MlpWeights, Setting, Way,
+            Measured, MlpWeights, Plan, Setting, Way,
             oracle::{Interrupted, PathSpace, Rounds, StepOracle},
             plan,
         },
-        tune::{Journal, Limits, Progress, Subject, TuneError, Tuned, descend},
+        tune::{How, Journal, Limits, Point, Progress, Subject, TuneError, Tuned, descend},
     },
     format::{
         FormId,
@@ -48,7 +49,7 @@ pub struct Tune {
     /// Tokens that each sequence has behind it
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     context: u32,
-    /// What the weights of MLPs lie as
+    /// What the weights of MLPs lie as: stored, or alternate
     #[arg(long, value_name = "HOW", default_value = "stored", value_parser = stored)]
     mlp: Lie,
     /// What the other linears run from
@@ -84,6 +85,8 @@ pub struct Report {
     rows: Vec<Row>,
     skipped: Vec<u32>,
     saved: bool,
+    /// What `--save` could not save.
+    plan: Option<serde_json::Value>,
     seconds: f64,
 }
 
@@ -119,9 +122,10 @@ impl Tune {
         let mut batches = self.batch.clone();
         batches.sort_unstable();
         batches.dedup();
+        self.may_write(&batches)?;
         let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
         let cancelled = progress::cancel_flag()?;
-        let mut plan = saved_plan(&bundle, output);
+        let plan = saved_plan(&bundle, output);
         let mut options = EngineOptions::default()
             .max_batch(batches.last().copied().unwrap_or(1))
             .context(self.context.saturating_add(STEPS + 1))
@@ -132,69 +136,142 @@ impl Tune {
         options.memory = self.memory;
         let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
         output.note(format_args!("loaded: {}", engine.memory()));
-        let (mut rows, mut skipped) = (Vec::new(), Vec::new());
+        // Every journal is open before the first measurement.
+        let mut searches = Vec::new();
+        for &batch in &batches {
+            let from = plan.setting(batch, &self.plan_key(&bundle, &kernels, batch));
+            searches.push(self.search(&engine, &bundle, &kernels, batch, from)?);
+        }
+        let (mut found, mut rows, mut skipped, mut failed) = (Plan::default(), Vec::new(), Vec::new(), None);
         let stop = || cancelled.load(Ordering::Relaxed);
-        for batch in batches {
-            let from = plan.setting(batch, &self.plan_key(&bundle, &kernels, batch)).cloned();
-            match self.tune(&mut engine, &bundle, &kernels, (batch, from), &stop, output)? {
-                Some((row, measured)) => {
-                    plan.insert(measured);
+        for (done, search) in searches.into_iter().enumerate() {
+            let (batch, key) = (search.batch, self.plan_key(&bundle, &kernels, search.batch));
+            match self.tune(&mut engine, search, batches.len() - done - 1, &stop, output) {
+                Ok(Some((row, setting))) => {
+                    found.insert(Measured { batch, key, setting, step_us: row.step_us, gain: row.gain });
                     rows.push(row);
                 }
-                None => skipped.push(batch),
+                Ok(None) => skipped.push(batch),
+                // What the batches before it gave is saved and said all the same.
+                Err(failure) => {
+                    failed = Some(failure);
+                    break;
+                }
             }
         }
+        if rows.is_empty()
+            && let Some(failure) = failed
+        {
+            return Err(failure);
+        }
+        let mut saved = false;
         if self.save && !rows.is_empty() {
-            format::attach_plan(&self.bundle, &plan.text())?;
+            match self.attach(&found) {
+                Ok(()) => saved = true,
+                Err(failure) => failed = Some(failure),
+            }
         }
         if let Some(file) = &self.svg {
-            plot::save(file, &plot::tuned(&rows)?)?;
-            output.note(format_args!("{}: drawn", file.display()));
+            match plot::tuned(&rows).and_then(|svg| plot::save(file, &svg)) {
+                Ok(()) => output.note(format_args!("{}: drawn", file.display())),
+                Err(failure) => failed = failed.or(Some(failure)),
+            }
         }
-        let (saved, seconds) = (self.save && !rows.is_empty(), begun.elapsed().as_secs_f64());
-        let report = Report { mlp: self.mlp.name(), context: self.context, rows, skipped, saved, seconds };
-        output.result("tune", &report, |out| report.write(out))
+        let lost = (self.save && !saved && !rows.is_empty()).then(|| found.text());
+        let plan = lost.as_deref().and_then(|text| serde_json::from_str(text).ok());
+        let seconds = begun.elapsed().as_secs_f64();
+        let report = Report { mlp: self.mlp.name(), context: self.context, rows, skipped, saved, plan, seconds };
+        output.result("tune", &report, |out| report.write(lost.as_deref(), out))?;
+        failed.map_or(Ok(()), |failure| Err(failure.reported()))
+    }
+
+    /// Whether everything that will be written can be, as things are now: an hour of measuring is not to end in a wrong
+    /// name.
+    fn may_write(&self, batches: &[u32]) -> Result<()> {
+        if self.save {
+            format::may_attach(&self.bundle)?;
+        }
+        plot::may_save(self.svg.as_deref())?;
+        for path in self.journal.iter().flat_map(|file| batches.iter().map(|batch| numbered(file, *batch))) {
+            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            let there = path.symlink_metadata().is_ok();
+            let written = if there {
+                OpenOptions::new().append(true).open(&path).map(drop)
+            } else {
+                tempfile::tempfile_in(folder).map(drop)
+            };
+            written.map_err(Failure::io(path.display()))?;
+        }
+        Ok(())
+    }
+
+    /// Puts what was found beside the bundle, over what is there now: another `tune` may have saved meanwhile.
+    fn attach(&self, found: &Plan) -> Result<()> {
+        format::attach_plan(&self.bundle, |old| {
+            // A plan that cannot be read is replaced; it was said at the start that it is not used.
+            let mut plan = old.and_then(|old| Plan::parse(old.as_bytes()).ok()).unwrap_or_default();
+            found.settings().iter().for_each(|measured| plan.insert(measured.clone()));
+            plan.text()
+        })?;
+        Ok(())
     }
 
     fn plan_key(&self, bundle: &Bundle, kernels: &KernelSet, batch: u32) -> String {
         plan::key(&bundle.manifest().manifest_digest.to_string(), self.mlp.into(), batch, kernels.device().info())
     }
 
-    /// One batch; nothing where the memory does not hold so many sequences.
-    fn tune(
+    /// What a batch needs to be searched; its journal is open.
+    fn search(
         &self,
-        engine: &mut Engine,
+        engine: &Engine,
         bundle: &Bundle,
         kernels: &KernelSet,
-        (batch, from): (u32, Option<Setting>),
-        stop: &dyn Fn() -> bool,
-        output: Output,
-    ) -> Result<Option<(Row, Measured)>> {
+        batch: u32,
+        from: Option<&Setting>,
+    ) -> Result<Search> {
         let info = kernels.device().info();
         let (choices, guess) = (engine.path_choices(batch), engine.path_guess(batch)?);
         let space = PathSpace::new(&choices, &guess, info.sms);
         if space.is_trivial() {
             return Err(nothing_to_choose());
         }
-        let start = from.map_or_else(|| space.space().first(), |setting| space.point(&setting));
-        let digest = bundle.manifest().manifest_digest;
-        let model = format!("{digest} {} {:?}", self.mlp.name(), self.linears);
-        let key = Subject { model: &model, batch, context: self.context, ..plan::subject(info) }.key();
+        let start = from.map_or_else(|| space.space().first(), |setting| space.point(setting));
+        let rounds = Rounds { rounds: self.rounds, steps: STEPS };
+        let model = format!("{} {}", bundle.manifest().manifest_digest, self.mlp.name());
+        let how = How {
+            linears: &format!("{:?}", self.linears),
+            rounds: (rounds.rounds, rounds.steps),
+            memory: self.memory,
+            table: &kernels.chooser().table().to_json(),
+        };
+        let subject = Subject { model: &model, batch, context: self.context, how: Some(how), ..plan::subject(info) };
         let folder = tempfile::tempdir().map_err(Failure::io("a folder for measurements"))?;
         let path = match &self.journal {
             Some(file) => numbered(file, batch),
             None => folder.path().join("journal"),
         };
-        let mut journal = Journal::open(&path, &key, space.space()).map_err(Failure::other)?;
-        let rounds = Rounds { rounds: self.rounds, steps: STEPS };
-        let mut oracle = match StepOracle::new(engine, &space, (batch, self.context), rounds, stop) {
+        let journal = Journal::open(&path, &subject.key(), space.space()).map_err(Failure::other)?;
+        Ok(Search { batch, space, start, rounds, journal, _folder: folder })
+    }
+
+    /// One batch; nothing where the memory does not hold so many sequences.
+    fn tune(
+        &self,
+        engine: &mut Engine,
+        search: Search,
+        behind: usize,
+        stop: &dyn Fn() -> bool,
+        output: Output,
+    ) -> Result<Option<(Row, Setting)>> {
+        let Search { batch, space, start, rounds, mut journal, _folder } = search;
+        let mut oracle = match StepOracle::new(engine, &space, (batch, self.context), rounds, &start, stop) {
             Err(EngineError::Rejected(why)) => {
                 output.note(format_args!("batch {batch} is left out: {why}"));
                 return Ok(None);
             }
             oracle => oracle?,
         };
-        let mut watch = Watch::new(batch, output);
+        let mut watch = Watch::new(batch, behind, output);
         let tuned = descend(space.space(), &start, &mut oracle, &mut journal, &Limits::default(), &mut |progress| {
             watch.told(&progress, &space.space().names(progress.incumbent).join(" "));
         });
@@ -217,9 +294,19 @@ impl Tune {
             decode_sms: setting.decode_sms,
             consumers: setting.consumers,
         };
-        let key = self.plan_key(bundle, kernels, batch);
-        Ok(Some((row, Measured { batch, key, setting, step_us, gain })))
+        Ok(Some((row, setting)))
     }
+}
+
+/// A batch before it is searched.
+struct Search {
+    batch: u32,
+    space: PathSpace,
+    start: Point,
+    rounds: Rounds,
+    journal: Journal,
+    /// Where the journal lies that nobody asked for.
+    _folder: tempfile::TempDir,
 }
 
 /// `FILE.64`.
@@ -252,6 +339,12 @@ fn nothing_to_choose() -> Failure {
 fn has_paths(bundle: &Bundle) -> Result<()> {
     let config = ModelConfig::of_bundle(bundle).map_err(Failure::other)?;
     let names = ModelWeights::of_bundle(&config, bundle).map_err(Failure::other)?;
+    if config.mixture.is_some() {
+        return Err(Failure::new(
+            "the MLPs of this bundle are experts, which run from packed weights alone: there is nothing to choose",
+            "`generate` and `serve` run it as it is",
+        ));
+    }
     for layer in &names.layers {
         let Some(mlp) = layer.mlp.dense() else { continue };
         for name in [&mlp.gate, &mlp.up, &mlp.down] {
@@ -283,6 +376,8 @@ fn stored(text: &str) -> std::result::Result<Lie, String> {
 /// What is said while it searches.
 struct Watch {
     batch: u32,
+    /// Batches that come after this one.
+    behind: usize,
     output: Output,
     begun: Instant,
     measured: u32,
@@ -290,8 +385,8 @@ struct Watch {
 }
 
 impl Watch {
-    fn new(batch: u32, output: Output) -> Self {
-        Self { batch, output, begun: Instant::now(), measured: 0, said: None }
+    fn new(batch: u32, behind: usize, output: Output) -> Self {
+        Self { batch, behind, output, begun: Instant::now(), measured: 0, said: None }
     }
 
     fn told(&mut self, progress: &Progress<'_>, best: &str) {
@@ -303,9 +398,15 @@ impl Watch {
         self.said = Some(Instant::now());
         let left = left(self.begun.elapsed(), self.measured, expected.saturating_sub(compared));
         let left =
-            left.map_or_else(String::new, |left| format!(", {} left if nothing is gained", output::seconds(left)));
+            left.map_or_else(String::new, |left| format!(", {} left if nothing more is gained", output::seconds(left)));
+        let behind = match self.behind {
+            0 => String::new(),
+            1 => ", then one more batch".to_owned(),
+            behind => format!(", then {behind} more batches"),
+        };
         let batch = self.batch;
-        self.output.note(format_args!("batch {batch}: {compared} of {expected} comparisons{left}; best: {best}"));
+        let line = format!("batch {batch}: {compared} of {expected} comparisons{left}{behind}; best: {best}");
+        self.output.note(line);
     }
 }
 
@@ -315,7 +416,8 @@ fn left(elapsed: Duration, measured: u32, more: u32) -> Option<f64> {
 }
 
 impl Report {
-    fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+    /// `lost` is the text of a plan that could not be saved.
+    fn write(&self, lost: Option<&str>, out: &mut dyn Write) -> io::Result<()> {
         let headings =
             [">batch", ">start us", ">step us", ">gain", ">tokens/s", "hard", "easy", ">decode SMs", ">streams"];
         let mut table = Table::new(&headings);
@@ -333,6 +435,9 @@ impl Report {
             ]);
         }
         table.write(out)?;
+        if let Some(plan) = lost {
+            write!(out, "\nthe plan, which could not be saved:\n{plan}")?;
+        }
         if self.saved {
             writeln!(out, "\nsaved beside the bundle: --mlp {} takes it", self.mlp)?;
         }

@@ -292,7 +292,7 @@ fn a_bad_start_is_improved() {
     for _ in 0..2 {
         let mut journal = Journal::open(&path, "key", space.space()).unwrap();
         let never = || false;
-        let mut oracle = StepOracle::new(&mut engine, &space, (8, 64), Rounds::default(), &never).unwrap();
+        let mut oracle = StepOracle::new(&mut engine, &space, (8, 64), Rounds::default(), &bad, &never).unwrap();
         let tuned = descend(space.space(), &bad, &mut oracle, &mut journal, &Limits::default(), &mut |_| {}).unwrap();
         assert!(tuned.gain > 0.05 && tuned.rejected == 0, "{tuned:?}");
         measured.push(tuned.measured);

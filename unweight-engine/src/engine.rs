@@ -191,7 +191,7 @@ impl Engine {
             }
         }
         if options.mlp != MlpWeights::Linears {
-            let mlps = names.layers.iter().map(|layer| dense(&config, layer)).collect::<Result<Vec<_>, _>>()?;
+            let mlps = names.layers.iter().map(|layer| dense(options.mlp, layer)).collect::<Result<Vec<_>, _>>()?;
             let archs: BTreeSet<_> = machines.iter().map(|machine| machine.arch).collect();
             for arch in archs {
                 all.extend(stored_kernels(bundle, &config, mlps.iter().copied(), options.mlp, arch)?);
@@ -727,7 +727,7 @@ impl Start {
         }
         let device = kernels.device();
         let (free, _) = device.memory()?;
-        let have = options.memory.unwrap_or(free as u64 / 10 * 9).min(free as u64);
+        let have = options.memory.unwrap_or(memory::usual_share(free as u64)).min(free as u64);
         let arch = device.info().arch;
         let options = offloading(options, config)?;
         let stored = stored.without(&options, config);

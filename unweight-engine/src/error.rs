@@ -48,6 +48,12 @@ pub enum EngineError {
     /// Paths were asked for where there are none.
     #[error("the weights of MLPs do not lie as they are stored; load the model with MlpWeights::Stored or Alternate")]
     NotStored,
+    /// Experts have one way to lie.
+    #[error(
+        "mlp = {0} was asked for, and the MLPs of this model are experts, which run from packed weights alone: nothing \
+         is decoded beside them; leave it out, and the model runs"
+    )]
+    StoredExperts(&'static str),
     /// Experts were to be offloaded where there are none.
     #[error("resident_experts = {0} was asked for, and the model has no experts; leave it out")]
     NoExperts(u32),

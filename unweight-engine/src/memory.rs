@@ -1,6 +1,6 @@
 //! What lies on the device, to the byte before anything is allocated: an engine never allocates after it is loaded.
 
-use std::fmt;
+use std::{fmt, path::Path};
 
 use unweight_model::ModelConfig;
 
@@ -108,21 +108,50 @@ pub struct NoHostMemory {
 /// [`NoHostMemory`].
 pub fn check_host(need: u64) -> Result<(), NoHostMemory> {
     let read = |file| std::fs::read_to_string(file).unwrap_or_default();
-    let have = host_bytes(&read("/proc/meminfo"), &read("/sys/fs/cgroup/memory.max"));
-    match have {
+    let limit = group_bytes(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"));
+    match host_bytes(&read("/proc/meminfo"), limit) {
         Some(have) if have < need => Err(NoHostMemory { need, have }),
         _ => Ok(()),
     }
 }
 
-/// Bytes that a process can have at most, by what the system says of itself and of a container; `None` where neither
-/// says anything.
-fn host_bytes(meminfo: &str, limit: &str) -> Option<u64> {
+/// Bytes that a process can have at most, by what the system says of itself and by the limit of its control group;
+/// `None` where neither says anything.
+fn host_bytes(meminfo: &str, limit: Option<u64>) -> Option<u64> {
     let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = available.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    // `max` where there is no limit.
-    let limit = limit.trim().parse().ok();
     [kib.map(|kib| kib.saturating_mul(1024)), limit].into_iter().flatten().min()
+}
+
+/// The least limit of the control groups that this process is in, and of those they are in: of both versions, and of
+/// the root, which in a container is the container's own. `groups` is what `/proc/self/cgroup` says.
+fn group_bytes(root: &Path, groups: &str) -> Option<u64> {
+    // `0::/a/b` of version 2, `7:cpu,memory:/a/b` of version 1.
+    let of = |line: &str| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (controllers, group) = (parts.next()?, parts.next()?);
+        let (home, file) = match controllers {
+            "" => (root.to_owned(), "memory.max"),
+            _ if controllers.split(',').any(|own| own == "memory") => (root.join("memory"), "memory.limit_in_bytes"),
+            _ => return None,
+        };
+        // A container that sees no more than its own group finds it at the root, whatever the path says.
+        let groups = Path::new(group.trim_start_matches('/')).ancestors().map(|group| home.join(group).join(file));
+        // `max`, or a number above all memory, where there is no limit.
+        groups.filter_map(|path| std::fs::read_to_string(path).ok()?.trim().parse().ok()).min()
+    };
+    // Where nothing is said of this process the root is asked all the same.
+    groups.lines().chain(["0::/"]).filter_map(of).min()
+}
+
+/// What is used of free device memory where nobody said how much: nine tenths.
+pub fn usual_share(free: u64) -> u64 {
+    free / 10 * 9
+}
+
+/// Free device memory of which [`usual_share`] is at least so many bytes.
+pub fn free_for(bytes: u64) -> u64 {
+    bytes.div_ceil(9).saturating_mul(10)
 }
 
 /// Rows of the activations: of a chunk of a prompt, or of a step.
@@ -325,13 +354,47 @@ mod tests {
         assert_eq!(chosen(asked.linears(Linears::Bf16), Some(11 * gb), true, 13), fast);
     }
 
+    /// The least of all that holds: of the group, of those around it, of either version.
+    #[test]
+    fn limits_of_control_groups_are_found() {
+        let home = tempfile::tempdir().unwrap();
+        let root = home.path();
+        let write = |path: &str, text: &str| {
+            std::fs::create_dir_all(root.join(path).parent().unwrap()).unwrap();
+            std::fs::write(root.join(path), text).unwrap();
+        };
+        let own = "12:cpu:/x\n7:hugetlb,memory:/docker/c\n0::/user.slice/job\n";
+        assert_eq!(group_bytes(root, own), None);
+        write("user.slice/job/memory.max", "max\n");
+        write("memory/memory.limit_in_bytes", "9223372036854771712\n");
+        assert_eq!(group_bytes(root, own), Some(9_223_372_036_854_771_712));
+        write("user.slice/memory.max", "8000\n");
+        assert_eq!(group_bytes(root, own), Some(8000));
+        write("memory/docker/c/memory.limit_in_bytes", "7000\n");
+        assert_eq!(group_bytes(root, own), Some(7000));
+        assert_eq!(group_bytes(root, "0::/elsewhere\n"), None);
+        // A container's own group, which it sees as the root.
+        write("memory.max", "6000");
+        for groups in [own, "", "0::/\n", "0::/../elsewhere\n", "no line of it"] {
+            assert_eq!(group_bytes(root, groups), Some(6000), "{groups}");
+        }
+    }
+
+    #[test]
+    fn the_usual_share_is_enough_of_what_is_said_to_be_free() {
+        for bytes in [0, 1, 8, 9, 10, 89, 90, 91, 24 << 30, (24 << 30) + 1] {
+            let free = free_for(bytes);
+            assert!(usual_share(free) >= bytes && (free < 10 || usual_share(free - 10) < bytes), "{bytes}");
+        }
+    }
+
     #[test]
     fn experts_that_the_host_cannot_hold_are_refused() {
         let meminfo = "MemTotal:       263939380 kB\nMemFree:         1000 kB\nMemAvailable:   201000000 kB\n";
-        assert_eq!(host_bytes(meminfo, "max\n"), Some(201_000_000 * 1024));
-        assert_eq!(host_bytes(meminfo, "137438953472\n"), Some(137_438_953_472));
+        assert_eq!(host_bytes(meminfo, None), Some(201_000_000 * 1024));
+        assert_eq!(host_bytes(meminfo, Some(137_438_953_472)), Some(137_438_953_472));
         assert_eq!(
-            (host_bytes("", "max"), host_bytes("", "5"), host_bytes("MemAvailable: x kB", "")),
+            (host_bytes("", None), host_bytes("", Some(5)), host_bytes("MemAvailable: x kB", None)),
             (None, Some(5), None)
         );
         assert_eq!(check_host(0), Ok(()));

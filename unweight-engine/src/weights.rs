@@ -190,7 +190,7 @@ impl Weights {
                     _ => linears(source, config, names)?,
                 },
                 Some((transcoding, as_what)) => {
-                    let names = dense(config, names)?;
+                    let names = dense(*as_what, names)?;
                     let codes = has_codes(source, names)?;
                     let easy = codes && is_easy(*as_what, coded);
                     coded += u32::from(codes);
@@ -289,7 +289,8 @@ impl Layer {
 /// An MLP as all linears.
 fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights) -> Result<Mlp, EngineError> {
     let (hidden, intermediate) = (config.hidden, config.intermediate);
-    let names = dense(config, names)?;
+    // Experts are told apart before: what is bound has them if its configuration does.
+    let names = dense(MlpWeights::Linears, names)?;
     let pair = [(names.gate.as_str(), [intermediate, hidden]), (names.up.as_str(), [intermediate, hidden])];
     let (gate_up, gated) = gate_up(source, &pair)?;
     let down = source.linear(&[(&names.down, [hidden, intermediate])], Merge::Rows)?;
@@ -311,16 +312,12 @@ fn mixed(
     })
 }
 
-/// The one MLP of a layer.
+/// The one MLP of a layer whose weights are to lie as `mlp` says.
 ///
 /// # Errors
 /// It has experts.
-pub(crate) fn dense<'a>(config: &ModelConfig, names: &'a LayerWeights) -> Result<&'a GatedWeights, EngineError> {
-    names.mlp.dense().ok_or(EngineError::Geometry {
-        key: "num_experts",
-        value: config.mixture.map_or(0, |mixture| mixture.experts),
-        takes: "no experts where weights lie as they are stored",
-    })
+pub(crate) fn dense(mlp: MlpWeights, names: &LayerWeights) -> Result<&GatedWeights, EngineError> {
+    names.mlp.dense().ok_or(EngineError::StoredExperts(mlp.name()))
 }
 
 /// Gate and up as one layer that activates its product, or, where their shape or weights do not allow it, one under the

@@ -13,7 +13,8 @@ use unweight_format::{
     Digest,
     bundle::{
         ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, Bundle, BundleError, CompressOptions, DecompressOptions,
-        ErrorClass, Silent, VerifyOptions, attach, attach_plan, compress, decompress, detach, verify, verify_with,
+        ErrorClass, Silent, VerifyOptions, attach, attach_plan, compress, decompress, detach, may_attach, verify,
+        verify_with,
     },
 };
 
@@ -99,12 +100,12 @@ fn a_plan_lies_beside_kernels() {
     let before = read_tree(&dir);
     let attached = || Bundle::open(&dir).unwrap().attached().unwrap().unwrap();
     let plan = || attached().plan().map(str::to_owned);
-    attach_plan(&dir, "a plan \u{fc}").unwrap();
+    attach_plan(&dir, |old| format!("a plan \u{fc}{}", old.unwrap_or_default())).unwrap();
     assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("a plan \u{fc}"), 0));
     // No kernels were there, so nothing is replaced.
     attach(&dir, &kernels(), false).unwrap();
     assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("a plan \u{fc}"), 3));
-    attach_plan(&dir, "another").unwrap();
+    attach_plan(&dir, |old| old.unwrap().replace("a plan \u{fc}", "another")).unwrap();
     assert_eq!(plan().as_deref(), Some("another"));
     let kernels_now = attached();
     for (kernel, binary) in kernels().iter().take(3) {
@@ -116,17 +117,55 @@ fn a_plan_lies_beside_kernels() {
     assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("another"), 1));
     let report = verify(&dir, Some(&scratch.path("model")), &Silent).unwrap();
     assert!(report.is_ok() && report.attached_kernels == 1, "{:?}", report.problems);
-    assert!(reason(attach_plan(&dir, &"x".repeat((64 << 10) + 1))).contains("above the limit"));
+    assert!(reason(attach_plan(&dir, |_| "x".repeat((64 << 10) + 1))).contains("above the limit"));
     assert_eq!(plan().as_deref(), Some("another"), "nothing changed");
     // What is damaged is not rewritten as if it were sound.
     let path = dir.join(ATTACHED_NAME);
     let mut bytes = fs::read(&path).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&path, &bytes).unwrap();
-    reason(attach_plan(&dir, "a third"));
+    reason(attach_plan(&dir, |_| "a third".to_owned()));
+    reason(may_attach(&dir).map(|()| 0));
     assert!(fs::read(&path).unwrap() == bytes);
+    // By force it is replaced; the plan is in the index, which is sound, and stays. Without an index there is none.
+    for cut in [1, 10] {
+        fs::write(&path, &bytes[..bytes.len() - cut]).unwrap();
+        attach(&dir, &kernels(), true).unwrap();
+        assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("another"), 3), "{cut}");
+        fs::write(&path, &bytes).unwrap();
+    }
+    fs::write(&path, &bytes[..100]).unwrap();
+    attach(&dir, &kernels(), true).unwrap();
+    assert_eq!(plan(), None);
     detach(&dir).unwrap();
     assert!(read_tree(&dir) == before);
+}
+
+/// Many who add to one plan at once: each waits for the others, and none is lost.
+#[test]
+fn plans_are_merged_as_they_are_written() {
+    let scratch = Scratch::new();
+    let dir = bundle(&scratch);
+    let before = read_tree(&dir);
+    may_attach(&dir).unwrap();
+    assert!(read_tree(&dir) == before, "asking leaves nothing");
+    std::thread::scope(|scope| {
+        for writer in 0..4 {
+            let dir = &dir;
+            scope.spawn(move || {
+                for line in 0..5 {
+                    attach_plan(dir, |old| format!("{}{writer}.{line}\n", old.unwrap_or_default())).unwrap();
+                    may_attach(dir).unwrap();
+                }
+            });
+        }
+    });
+    let attached = Bundle::open(&dir).unwrap().attached().unwrap().unwrap();
+    let mut lines: Vec<&str> = attached.plan().unwrap().lines().collect();
+    lines.sort_unstable();
+    lines.dedup();
+    assert_eq!(lines.len(), 20, "{lines:?}");
+    assert!(matches!(may_attach(&scratch.path("model")), Err(BundleError::NotABundle { .. })));
 }
 
 #[test]

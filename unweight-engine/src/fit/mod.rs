@@ -315,7 +315,15 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
             rest = rest.saturating_add(tensor.bytes(FormId::RAW).unwrap_or(0));
         }
     }
-    let tied = config.tied && !by_place.contains_key(&(None, Role::LmHead));
+    // A tied model may have the one table by either name.
+    let (embedding, head) = ((None, Role::Embedding), (None, Role::LmHead));
+    if config.tied
+        && !by_place.contains_key(&embedding)
+        && let Some(table) = by_place.remove(&head)
+    {
+        by_place.insert(embedding, table);
+    }
+    let tied = config.tied && !by_place.contains_key(&head);
     let mut units = Vec::new();
     for layer in (0..config.layers).map(Some).chain([None]) {
         for (kind, (name, roles)) in KINDS.into_iter().enumerate() {

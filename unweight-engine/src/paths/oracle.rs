@@ -116,7 +116,7 @@ impl Default for Rounds {
 
 /// Rows whose logits are compared.
 const COMPARED: u32 = 8;
-/// Logits that are farther from those of the first point than rounding explains, RMS over RMS.
+/// Logits that are farther from those of the start than rounding explains, RMS over RMS.
 const FAR: f64 = 0.05;
 /// Recorded steps that are kept.
 const KEPT: usize = 16;
@@ -130,6 +130,8 @@ pub struct StepOracle<'a> {
     pages: Vec<Vec<u32>>,
     rounds: Rounds,
     graphs: HashMap<Point, Graph>,
+    start: Point,
+    /// The start's logits.
     truth: Option<Vec<bf16>>,
     stop: &'a dyn Fn() -> bool,
 }
@@ -141,7 +143,8 @@ pub struct Interrupted;
 
 impl<'a> StepOracle<'a> {
     /// Measures steps of `batch` sequences, a size that steps are recorded for, with `context` tokens each. Between
-    /// measurements `stop` is asked.
+    /// measurements `stop` is asked. Every challenger is to compute what `start` does: of a search that goes on from a
+    /// journal, too, whose best so far came to it by other roundings.
     ///
     /// # Errors
     /// No room for so many sequences, or a busy engine.
@@ -150,11 +153,12 @@ impl<'a> StepOracle<'a> {
         space: &'a PathSpace,
         (batch, context): (u32, u32),
         rounds: Rounds,
+        start: &Point,
         stop: &'a dyn Fn() -> bool,
     ) -> Result<Self, EngineError> {
         let pages = engine.begin_rehearsal(batch, context, rounds.steps + 1)?;
-        let (graphs, truth) = (HashMap::new(), None);
-        Ok(Self { engine, space, batch, context, pages, rounds, graphs, truth, stop })
+        let (graphs, start, truth) = (HashMap::new(), start.clone(), None);
+        Ok(Self { engine, space, batch, context, pages, rounds, graphs, start, truth, stop })
     }
 
     /// The median time of a step, us.
@@ -214,10 +218,12 @@ impl<'a> StepOracle<'a> {
     }
 
     fn measured(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, EngineError> {
-        self.prepare(incumbent)?;
         if self.truth.is_none() {
-            self.truth = Some(self.logits(incumbent)?);
+            let start = self.start.clone();
+            self.prepare(&start)?;
+            self.truth = Some(self.logits(&start)?);
         }
+        self.prepare(incumbent)?;
         match self.prepare(challenger) {
             Err(error @ EngineError::Program(_)) => return Ok(Answer::Rejected(error.to_string())),
             prepared => prepared?,
@@ -227,7 +233,7 @@ impl<'a> StepOracle<'a> {
         let got = self.logits(challenger)?;
         let apart = self.truth.as_ref().map_or(0.0, |truth| distance(&got, truth));
         if apart.is_nan() || apart > FAR {
-            return Ok(Answer::Rejected(format!("its logits are {apart:.3} from those of the first point")));
+            return Ok(Answer::Rejected(format!("its logits are {apart:.3} from those of the start")));
         }
         let mut paired = Paired::default();
         for round in 0..self.rounds.rounds {

@@ -20,7 +20,7 @@ pub fn subject(device: &DeviceInfo) -> Subject<'_> {
     let DeviceInfo { arch, name, sms, driver, .. } = device;
     let major: String = driver.chars().take_while(char::is_ascii_digit).collect();
     let driver = major.parse().unwrap_or(0);
-    Subject { model: "", batch: 0, context: 0, arch: *arch, device: name, sms: *sms, driver }
+    Subject { model: "", batch: 0, context: 0, arch: *arch, device: name, sms: *sms, driver, how: None }
 }
 
 /// Version of the text.

@@ -21,6 +21,21 @@ pub struct Subject<'a> {
     pub sms: u32,
     /// The driver's major version, such as 580.
     pub driver: u32,
+    /// How steps are measured; `None` where that does not matter, as for a plan that was found.
+    pub how: Option<How<'a>>,
+}
+
+/// What is measured with, beside the step itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct How<'a> {
+    /// What the linears outside MLPs run from.
+    pub linears: &'a str,
+    /// Rounds of a comparison, and steps of a round.
+    pub rounds: (u32, u32),
+    /// Bytes of device memory for everything, where they were said.
+    pub memory: Option<u64>,
+    /// The table that chooses matmuls, as text.
+    pub table: &'a str,
 }
 
 impl Subject<'_> {
@@ -31,18 +46,22 @@ impl Subject<'_> {
     /// use unweight_codegen::spec::Arch;
     /// use unweight_engine::tune::Subject;
     /// let (arch, device) = (Arch::Sm90a, "NVIDIA H200");
-    /// let subject = Subject { model: "llama-3.1-8b", batch: 1, context: 1024, arch, device, sms: 132, driver: 580 };
+    /// let (sms, driver, how) = (132, 580, None);
+    /// let subject = Subject { model: "llama-3.1-8b", batch: 1, context: 1024, arch, device, sms, driver, how };
     /// assert_eq!(subject.key(), subject.key());
     /// assert_ne!(subject.key(), Subject { batch: 8, ..subject.clone() }.key());
     /// ```
     pub fn key(&self) -> String {
-        let Self { model, batch, context, arch, device, sms, driver } = self;
+        let Self { model, batch, context, arch, device, sms, driver, how } = self;
         let mut text = String::new();
         // Lengths before texts, so that no two subjects have one text.
         for part in [env!("CARGO_PKG_VERSION"), model, device] {
             text += &format!("{}:{part}\n", part.len());
         }
         text += &format!("{batch} {context} {arch:?} {sms} {driver}\n");
+        if let Some(How { linears, rounds: (rounds, steps), memory, table }) = how {
+            text += &format!("{}:{linears}\n{rounds} {steps} {memory:?}\n{}:{table}\n", linears.len(), table.len());
+        }
         let mut names: Vec<String> = catalog::all(*arch).iter().map(ToString::to_string).collect();
         names.sort_unstable();
         text += &names.join("\n");
@@ -56,8 +75,19 @@ mod tests {
 
     #[test]
     fn everything_that_a_measurement_depends_on_is_in_its_key() {
-        let subject = Subject { model: "m", batch: 1, context: 2, arch: Arch::Sm90a, device: "d", sms: 3, driver: 4 };
+        let how = How { linears: "packed", rounds: (7, 4), memory: None, table: "{}" };
+        let (arch, driver) = (Arch::Sm90a, 4);
+        let subject =
+            Subject { model: "m", batch: 1, context: 2, arch, device: "d", sms: 3, driver, how: Some(how.clone()) };
+        let of = |how: How<'static>| Subject { how: Some(how), ..subject.clone() };
         let others = [
+            Subject { how: None, ..subject.clone() },
+            of(How { linears: "bf16", ..how.clone() }),
+            of(How { rounds: (5, 4), ..how.clone() }),
+            of(How { rounds: (7, 5), ..how.clone() }),
+            of(How { memory: Some(0), ..how.clone() }),
+            of(How { memory: Some(1 << 30), ..how.clone() }),
+            of(How { table: "{ }", ..how.clone() }),
             Subject { model: "n", ..subject.clone() },
             Subject { batch: 2, ..subject.clone() },
             Subject { context: 3, ..subject.clone() },

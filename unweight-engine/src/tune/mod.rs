@@ -22,6 +22,6 @@ pub mod space;
 mod tests;
 
 pub use journal::{Journal, JournalError};
-pub use key::Subject;
+pub use key::{How, Subject};
 pub use search::{Answer, Limits, Oracle, OracleError, Paired, Phase, Progress, TuneError, Tuned, descend};
 pub use space::{Axis, Coordinate, Linear, Point, Profile, Space, SpaceError};

@@ -128,7 +128,8 @@ impl Default for Limits {
 pub struct Progress<'a> {
     /// Comparisons so far, those of the journal included.
     pub compared: u32,
-    /// How many it will have been, if nothing more is gained.
+    /// How many it will have been at the end of the search, if nothing more is gained; points that were left already
+    /// may make it a few less.
     pub expected: u32,
     /// Whether the last one was measured now.
     pub measured: bool,
@@ -179,20 +180,16 @@ pub fn descend(
 ) -> Result<Tuned, TuneError> {
     let left = HashSet::from([start.clone()]);
     let tuned = Tuned { best: start.clone(), gain: 0.0, measured: 0, replayed: 0, rejected: 0, taken: Vec::new() };
-    let mut search = Search { space, oracle, journal, watch, left, tuned, ahead: 0 };
-    for group in [Some(Profile::Hard), Some(Profile::Easy), None] {
-        let axes: Vec<usize> =
-            (0..space.axes().len()).filter(|axis| space.axes()[*axis].coordinate.profile() == group).collect();
+    let of = |group| (0..space.axes().len()).filter(move |axis| space.axes()[*axis].coordinate.profile() == group);
+    let groups = [Some(Profile::Hard), Some(Profile::Easy), None].map(|group| of(group).collect::<Vec<usize>>());
+    let mut search = Search { space, oracle, journal, watch, left, tuned, ahead: 0, behind: 0 };
+    for (at, axes) in groups.iter().enumerate() {
+        // Of those behind, every alternative twice: a sweep and a revisit.
+        search.behind = 2 * groups[at + 1..].iter().map(|axes| search.alternatives(axes)).sum::<u32>();
         for _ in 0..limits.rounds {
-            let mut gained = false;
-            loop {
-                let swept = search.sweep(&axes, Phase::Sweep, limits.gain)?;
-                gained |= swept;
-                if !swept {
-                    break;
-                }
-            }
-            if !search.sweep(&axes, Phase::Revisit, limits.revisit_gain)? && !gained {
+            while search.sweep(axes, Phase::Sweep, limits.gain)? {}
+            // The last sweep and this found nothing: another round would ask the same.
+            if !search.sweep(axes, Phase::Revisit, limits.revisit_gain)? {
                 break;
             }
         }
@@ -209,16 +206,25 @@ struct Search<'a> {
     /// Points that were the best once; none comes back.
     left: HashSet<Point>,
     tuned: Tuned,
-    /// Comparisons that the present sweep still has before it.
+    /// Comparisons of the present sweep that are left, and of those that follow it in its group if nothing is gained.
     ahead: u32,
+    /// Those of the groups behind.
+    behind: u32,
 }
 
 impl Search<'_> {
+    /// How many choices these axes have beside their own ones.
+    fn alternatives(&self, axes: &[usize]) -> u32 {
+        axes.iter().map(|axis| self.space.axes()[*axis].choices.len() as u32 - 1).sum()
+    }
+
     /// Every alternative of every axis beside the best so far. Whether one was taken.
     fn sweep(&mut self, axes: &[usize], phase: Phase, least: f64) -> Result<bool, TuneError> {
         let mut gained = false;
-        let choices = |axis: usize| self.space.axes()[axis].choices.len();
-        self.ahead = axes.iter().map(|axis| choices(*axis) as u32 - 1).sum();
+        // Behind a sweep a revisit; once something is gained, another sweep before it, or both behind a revisit.
+        let all = self.alternatives(axes);
+        self.ahead = if phase == Phase::Sweep { 2 * all } else { all };
+        let again = if phase == Phase::Sweep { all } else { 2 * all };
         for &axis in axes {
             // Where the sweep of this axis began: the one choice that it need not try.
             let from = self.tuned.best.choice(axis);
@@ -231,6 +237,7 @@ impl Search<'_> {
                 let incumbent = self.tuned.best.clone();
                 match self.ask(phase, &incumbent, &challenger)? {
                     Answer::Measured(paired) if paired.is_gain(least) => {
+                        self.ahead += if gained { 0 } else { again };
                         gained = true;
                         self.left.insert(challenger.clone());
                         self.tuned.taken.push(challenger.clone());
@@ -249,6 +256,7 @@ impl Search<'_> {
         if self.tuned.best == *start {
             return Ok(());
         }
+        self.ahead = 0;
         let best = self.tuned.best.clone();
         let gain = match self.ask(Phase::Confirm, start, &best)? {
             Answer::Measured(paired) => paired.gain().0,
@@ -273,7 +281,9 @@ impl Search<'_> {
         };
         *(if measured { &mut self.tuned.measured } else { &mut self.tuned.replayed }) += 1;
         let compared = self.tuned.measured + self.tuned.replayed;
-        (self.watch)(Progress { compared, expected: compared + self.ahead, measured, incumbent });
+        let confirm = u32::from(phase != Phase::Confirm && !self.tuned.taken.is_empty());
+        let expected = compared + self.ahead + self.behind + confirm;
+        (self.watch)(Progress { compared, expected, measured, incumbent });
         Ok(answer)
     }
 }

@@ -122,6 +122,33 @@ fn separable_costs_are_solved_in_few_comparisons() {
     }
 }
 
+/// What is said to be left covers the whole search: exact as long as nothing is gained, and from the last gain on.
+#[test]
+fn what_is_expected_is_the_whole_search() {
+    let space = space([3, 3, 4, 6, 2, 5]);
+    for seed in 0..20 {
+        let costs = separable(&space, seed);
+        for flat in [true, false] {
+            let folder = folder();
+            let mut journal = Journal::open(&folder.path().join("j"), KEY, &space).unwrap();
+            let mut oracle = Invented::new(|point: &Point| if flat { 1.0 } else { costs(point) });
+            let mut told = Vec::new();
+            let mut watch = |progress: Progress<'_>| {
+                told.push((progress.compared, progress.expected, progress.incumbent.clone()));
+            };
+            let limits = Limits::default();
+            let tuned = descend(&space, &space.first(), &mut oracle, &mut journal, &limits, &mut watch).unwrap();
+            let all = tuned.measured + tuned.replayed;
+            assert_eq!(told.last().map(|last| (last.0, last.1)), Some((all, all)));
+            let settled = told.iter().filter(|(_, _, incumbent)| *incumbent == tuned.best);
+            // Points that were left are not compared again: at most as many as were taken, in a sweep and a revisit.
+            let most = all + 2 * tuned.taken.len() as u32;
+            assert!(settled.clone().all(|(_, expected, _)| (all..=most).contains(expected)), "{all}: {told:?}");
+            assert!(!flat || told.iter().all(|(_, expected, _)| *expected == all), "{told:?}");
+        }
+    }
+}
+
 /// Where coordinates depend on each other a search may end beside the best; it goes down all the way, comes back
 /// nowhere, and ends.
 #[test]

@@ -12,6 +12,7 @@ use std::{
     fs::{self, File, TryLockError},
     io,
     path::Path,
+    time::{Duration, Instant},
 };
 
 use serde::{Deserialize, Serialize};
@@ -141,39 +142,7 @@ impl Attached {
     /// # Errors
     /// It cannot be read, is damaged, exceeds a limit, or is of a newer major version.
     pub fn open(path: &Path) -> Result<Option<Self>, BundleError> {
-        match path.metadata() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound && path.symlink_metadata().is_err() => {
-                return Ok(None);
-            }
-            Ok(metadata) if !metadata.is_file() => return Err(fault("not a regular file")),
-            _ => {}
-        }
-        let input = Input::open(path)?;
-        if input.bytes() > ATTACHED_BYTES_MAX {
-            return Err(fault(format!("{} bytes, above the limit of {ATTACHED_BYTES_MAX}", input.bytes())));
-        }
-        if input.bytes() < HEAD_BYTES as u64 {
-            return Err(fault(format!("cut off at byte {}", input.bytes())));
-        }
-        let mut head = [0; HEAD_BYTES];
-        input.read_at(0, &mut head)?;
-        let (magic, rest) = head.split_at(MAGIC.len());
-        let (length, digits) = rest.split_at(8);
-        if magic != MAGIC {
-            return Err(fault("does not begin as attached kernels do"));
-        }
-        let mut eight = [0; 8];
-        eight.copy_from_slice(length);
-        let length = u64::from_le_bytes(eight);
-        if length > INDEX_BYTES_MAX || length > input.bytes() - HEAD_BYTES as u64 {
-            return Err(fault(format!("says that its index has {length} bytes")));
-        }
-        let text = input.read(HEAD_BYTES as u64, length)?;
-        if Digest::of(&text).to_string().as_bytes() != digits {
-            return Err(fault(format!("its index at byte {HEAD_BYTES} has another digest than it says")));
-        }
-        let Index { kernels, plan } = index(&text)?;
-        let start = HEAD_BYTES as u64 + length;
+        let Some((input, Index { kernels, plan }, start)) = read_index(path)? else { return Ok(None) };
         // At most 64 MiB each, and few: the sum is far below 2^64.
         let end = start + kernels.iter().map(|kernel| kernel.bytes).sum::<u64>();
         if end != input.bytes() {
@@ -267,6 +236,42 @@ impl Attached {
     }
 }
 
+/// Opens the file and reads its index; behind it, where the first kernel begins. `None` if there is no file.
+fn read_index(path: &Path) -> Result<Option<(Input, Index, u64)>, BundleError> {
+    match path.metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && path.symlink_metadata().is_err() => {
+            return Ok(None);
+        }
+        Ok(metadata) if !metadata.is_file() => return Err(fault("not a regular file")),
+        _ => {}
+    }
+    let input = Input::open(path)?;
+    if input.bytes() > ATTACHED_BYTES_MAX {
+        return Err(fault(format!("{} bytes, above the limit of {ATTACHED_BYTES_MAX}", input.bytes())));
+    }
+    if input.bytes() < HEAD_BYTES as u64 {
+        return Err(fault(format!("cut off at byte {}", input.bytes())));
+    }
+    let mut head = [0; HEAD_BYTES];
+    input.read_at(0, &mut head)?;
+    let (magic, rest) = head.split_at(MAGIC.len());
+    let (length, digits) = rest.split_at(8);
+    if magic != MAGIC {
+        return Err(fault("does not begin as attached kernels do"));
+    }
+    let mut eight = [0; 8];
+    eight.copy_from_slice(length);
+    let length = u64::from_le_bytes(eight);
+    if length > INDEX_BYTES_MAX || length > input.bytes() - HEAD_BYTES as u64 {
+        return Err(fault(format!("says that its index has {length} bytes")));
+    }
+    let text = input.read(HEAD_BYTES as u64, length)?;
+    if Digest::of(&text).to_string().as_bytes() != digits {
+        return Err(fault(format!("its index at byte {HEAD_BYTES} has another digest than it says")));
+    }
+    Ok(Some((input, index(&text)?, HEAD_BYTES as u64 + length)))
+}
+
 /// The entries of an index, checked.
 fn index(text: &[u8]) -> Result<Index, BundleError> {
     let place = |error: serde_json::Error| {
@@ -323,7 +328,7 @@ pub(crate) fn of_bundle(dir: &Path, manifest: &Manifest) -> Result<Option<Attach
 }
 
 /// Attaches kernels to a bundle: they appear together, or nothing changes. Returns the bytes of the file. No other byte
-/// of the bundle changes; a plan that is attached stays.
+/// of the bundle changes; a plan that is attached stays, in a damaged file, too, as long as its index is sound.
 ///
 /// # Errors
 /// `dir` is no bundle, it has kernels already and `force` is not set, or the file cannot be written.
@@ -335,27 +340,57 @@ pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> R
     let plan = match Attached::open(&path) {
         Ok(None) => None,
         Ok(Some(old)) if force || old.kernels.is_empty() => old.plan,
-        Err(_) if force => None,
+        Err(_) if force => read_index(&path).ok().flatten().and_then(|(_, index, _)| index.plan),
         _ => return Err(BundleError::OutputExists { path }),
     };
     place(dir, &Attached::encode_with(kernels, plan.as_deref())?, &lock)
 }
 
-/// Attaches a plan of paths to a bundle, in place of one that is there; its kernels stay. Returns the bytes of the file.
+/// Attaches a plan of paths to a bundle: what `change` makes of the one that is there. Nobody attaches in between, so
+/// that of two who add to a plan none is lost. The kernels stay. Returns the bytes of the file.
 ///
 /// # Errors
-/// `dir` is no bundle, what is attached to it is damaged, or the file cannot be written.
-pub fn attach_plan(dir: &Path, plan: &str) -> Result<u64, BundleError> {
-    check_plan(Some(plan))?;
-    let lock = lock(dir)?;
-    let mut binaries = Vec::new();
-    if let Some(old) = Attached::open(&dir.join(ATTACHED_NAME))? {
-        for kernel in &old.kernels {
-            binaries.push((kernel.clone(), old.read(kernel)?));
+/// `dir` is no bundle, what is attached to it is damaged, the file cannot be written, or somebody else has been writing
+/// it for half a minute.
+pub fn attach_plan(dir: &Path, change: impl FnOnce(Option<&str>) -> String) -> Result<u64, BundleError> {
+    let until = Instant::now() + PLAN_PATIENCE;
+    let lock = loop {
+        match lock(dir) {
+            Err(BundleError::Locked { .. }) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
+            lock => break lock?,
         }
-    }
+    };
+    let (binaries, old) = all_attached(dir)?;
     let kernels: Vec<_> = binaries.iter().map(|(kernel, binary)| (kernel.clone(), binary.as_slice())).collect();
-    place(dir, &Attached::encode_with(&kernels, Some(plan))?, &lock)
+    place(dir, &Attached::encode_with(&kernels, Some(&change(old.as_deref())))?, &lock)
+}
+
+/// Whether [`attach_plan`] could write, as things are now: to be asked before minutes of measuring.
+///
+/// # Errors
+/// As for [`attach_plan`].
+pub fn may_attach(dir: &Path) -> Result<(), BundleError> {
+    let _lock = match lock(dir) {
+        // Somebody is at it, and soon done.
+        Err(BundleError::Locked { .. }) => return Ok(()),
+        lock => lock?,
+    };
+    all_attached(dir)?;
+    let partial = dir.join(PARTIAL_NAME);
+    remove(&partial)?;
+    File::create_new(&partial).map_err(BundleError::io("write the file", &partial))?;
+    remove(&partial).map(|_| ())
+}
+
+/// How long a writer of a plan waits for another who attaches something: a measurement is worth more than that.
+const PLAN_PATIENCE: Duration = Duration::from_secs(30);
+
+/// What is attached, each kernel compared with its digest.
+#[expect(clippy::type_complexity, reason = "kernels with their bytes, and the plan")]
+fn all_attached(dir: &Path) -> Result<(Vec<(AttachedKernel, Vec<u8>)>, Option<String>), BundleError> {
+    let Some(old) = Attached::open(&dir.join(ATTACHED_NAME))? else { return Ok((Vec::new(), None)) };
+    let read = |kernel: &AttachedKernel| Ok((kernel.clone(), old.read(kernel)?));
+    Ok((old.kernels.iter().map(read).collect::<Result<_, BundleError>>()?, old.plan))
 }
 
 /// Puts the file in its place, as a whole. Returns its bytes.

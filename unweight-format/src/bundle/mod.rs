@@ -37,7 +37,7 @@ mod stream;
 mod verify;
 
 pub use crate::named::UnknownName;
-pub use attached::{ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, attach, attach_plan, detach};
+pub use attached::{ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, attach, attach_plan, detach, may_attach};
 pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
@@ -49,7 +49,7 @@ pub use options::{
 pub use output::{OutputDir, OutputFile, walk};
 pub use part::{FILE_NAME as PART_FILE_NAME, PARTS_MAX, Part, merge};
 pub use progress::{Progress, Silent};
-pub use read::{Bundle, BundleTensor, TensorPart};
+pub use read::{Bundle, BundleTensor, TensorPart, model_files};
 pub use report::{
     CompareReport, CompareRow, CompressReport, DecompressReport, FileReport, FormTotal, LargeCopy, PlanReport, Problem,
     RoleTotal, TensorReport, UnmarkedConfig, VerifyReport,

@@ -111,8 +111,7 @@ impl Bundle {
                 by_name.entry(tensor.name.clone()).or_default().push((s, t));
             }
         }
-        let has = |pattern: &&str| shards.iter().any(|shard| glob::matches(pattern, &shard.file.name));
-        let of_model = MODEL_FILES.into_iter().find(has).unwrap_or("*");
+        let of_model = model_files(shards.iter().map(|shard| shard.file.name.as_str()));
         Ok(Self { dir: dir.into(), manifest, shards, by_name, of_model })
     }
 
@@ -149,8 +148,7 @@ impl Bundle {
             .flat_map(|shard| shard.file.tensors.iter().map(|entry| BundleTensor { file: &shard.file.name, entry }))
     }
 
-    /// Whether a model is loaded from this file. Of the files `model.safetensors`, else `model-*-of-*.safetensors`, else all, as
-    /// transformers chooses: some models bring their weights once more (`consolidated.safetensors`).
+    /// Whether a model is loaded from this file: whether [`model_files`] matches it.
     pub fn is_of_model(&self, file: &str) -> bool {
         glob::matches(self.of_model, file)
     }
@@ -301,6 +299,19 @@ impl Bundle {
             }
         }
     }
+}
+
+/// A pattern of the files that a model is loaded from: of these `model.safetensors`, else `model-*-of-*.safetensors`,
+/// else all, as transformers chooses. Some models bring their weights once more (`consolidated.safetensors`).
+///
+/// ```
+/// use unweight_format::{bundle::model_files, glob::matches};
+/// let files = ["consolidated.safetensors", "model-00001-of-00001.safetensors"];
+/// assert_eq!(files.map(|file| matches(model_files(files.into_iter()), file)), [false, true]);
+/// ```
+pub fn model_files<'a>(files: impl Iterator<Item = &'a str> + Clone) -> &'static str {
+    let has = |pattern: &&str| files.clone().any(|file| glob::matches(pattern, file));
+    MODEL_FILES.into_iter().find(has).unwrap_or("*")
 }
 
 /// Reads and checks `unweight.json`.

@@ -435,6 +435,11 @@ impl PackedChooser {
         &self.machine
     }
 
+    /// What was measured, which stands above the model.
+    pub fn table(&self) -> &MeasuredTable {
+        &self.table
+    }
+
     /// The architecture that it chooses for.
     pub fn arch(&self) -> Arch {
         self.machine.arch
