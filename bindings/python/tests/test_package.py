@@ -144,6 +144,13 @@ class Work(Case):
                 unweight.compress(self.home / "model", self.home / "bundle", **wrong)
         self.assertEqual(os.listdir(self.home), ["model"])
 
+    def test_a_callback_that_is_none_is_refused_before_the_work(self):
+        with self.assertRaisesRegex(TypeError, "progress=3; give a function"):
+            unweight.compress(self.home / "model", self.home / "bundle", progress=3)
+        self.assertFalse((self.home / "bundle").exists())
+        with self.assertRaisesRegex(ValueError, "code_limit=-1; give a number that is not below 0"):
+            unweight.compress(self.home / "model", self.home / "bundle", code_limit=-1)
+
     def test_progress_is_told_on_this_thread_and_ends_full(self):
         models.small(self.home / "model")
         told = []

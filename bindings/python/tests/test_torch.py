@@ -308,6 +308,15 @@ class Operator(unittest.TestCase):
             # Without a tangent there is nothing to be lost.
             self.assertEqual(linear(x, packed).shape, (2, 64))
 
+    def test_autocast_changes_no_type(self):
+        weight, x = weights(64, 128), weights(3, 128)
+        packed, plain = pack(weight), nn.functional.linear(x, weight)
+        for dtype in (torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype=dtype):
+                y = linear(x, packed)
+            self.assertEqual(y.dtype, torch.bfloat16)
+            self.assertTrue(torch.equal(y, plain))
+
     def test_operands_without_numbers_are_refused(self):
         packed, x = pack(weights(128, 64)), inputs(2, 64)
         with self.assertRaisesRegex(ValueError, "takes all on one device, got cpu and meta"):

@@ -38,7 +38,7 @@ def _choice(
     return {
         "profile": profile,
         "scope": scope,
-        "code_limit": code_limit,
+        "code_limit": _count("code_limit", code_limit),
         "include": _several("include", include),
         "exclude": _several("exclude", exclude),
         "skip": _several("skip", skip),
@@ -55,6 +55,13 @@ def _count(name: str, count: Optional[int]) -> Optional[int]:
     if operator.index(count) < 0:
         raise ValueError(f"{name}={count!r}; give a number that is not below 0")
     return operator.index(count)
+
+
+def _callback(progress: Optional[Callback]) -> Optional[Callback]:
+    # Now, rather than when the work is done.
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress={progress!r}; give a function that takes a Progress")
+    return progress
 
 
 def _several(name: str, patterns: Sequence[str]) -> list[str]:
@@ -85,8 +92,8 @@ def compress(
     """Compresses a model directory to a bundle, which appears under its name when it is complete.
 
     `profile` is `"distribution"`, `"inference"`, `"palette"`, `"resident"` or `"compact"`; `scope` `"mlp"`, `"linear"`
-    or `"all"`; `include`, `exclude` and `skip` are lists of patterns over names of tensors, and of files beside them. `verify` is
-    what to decode again before the bundle gets its name: `"full"`, `"sample"` or `"none"`.
+    or `"all"`; `include`, `exclude` and `skip` are lists of patterns over names of tensors, and of files beside them.
+    `verify` is what to decode again before the bundle gets its name: `"full"`, `"sample"` or `"none"`.
 
     `progress` is called about ten times a second, and at the end, on the calling thread. Ctrl-C, or an exception of the
     callback, stops the work at the next tensor and is raised; what is finished is kept for `resume=True`.
@@ -97,7 +104,7 @@ def compress(
     choice = _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads)
     more = {"resume": resume, "force": force, "verify": verify, "sha256": sha256}
     more["ram_bytes"] = _count("ram_bytes", ram_bytes)
-    report = _native.compress(source, output, choice, more, progress)
+    report = _native.compress(source, output, choice, more, _callback(progress))
     for config in report["unmarked_configs"]:
         warnings.warn(
             f"{config['name']} is copied as it is ({config['reason']}): it does not say that the weights beside it are "
@@ -139,7 +146,7 @@ def decompress(
     """
     counts = {"threads": _count("threads", threads), "ram_bytes": _count("ram_bytes", ram_bytes)}
     more = {**counts, "resume": resume, "force": force}
-    return _native.decompress(bundle, output, more, progress)
+    return _native.decompress(bundle, output, more, _callback(progress))
 
 
 def verify(
@@ -166,7 +173,7 @@ def verify(
         "ram_bytes": _count("ram_bytes", ram_bytes),
         "key": key,
     }
-    return _native.verify(bundle, more, progress)
+    return _native.verify(bundle, more, _callback(progress))
 
 
 def inspect(bundle: Path) -> dict[str, Any]:

@@ -241,8 +241,8 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 def pack(weight: Tensor) -> Optional[Packed]:
     """Packs a BF16 matrix `[n, k]` where it is, on the CPU or on a GPU; `None` if that cannot be.
 
-    That is so if n or k is no multiple of 64, or if more than one weight in 256 lies outside of every window of 16
-    exponents, which trained models do not have.
+    That is so if n or k is no multiple of 64, if more than one weight in 256 lies outside of every window of 16
+    exponents, or if one outside has no exact operand, as the largest of BF16: trained models have neither.
     """
     if weight.dtype != torch.bfloat16 or weight.dim() != 2:
         raise ValueError(f"pack takes a bfloat16 matrix, got {weight.dtype} {list(weight.shape)}")
@@ -436,7 +436,9 @@ def _cpu(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Ten
     weight = unpack(arena)
     if weight.shape[0] != n or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weights are {list(weight.shape)}, but n is {n} and x has {x.shape[-1]} columns")
-    return F.linear(x, weight, bias).contiguous()
+    # The type that the operator says that it has; on a GPU no autocast comes between, either.
+    with torch.autocast("cpu", enabled=False):
+        return F.linear(x, weight, bias).contiguous()
 
 
 def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Tensor:
@@ -490,6 +492,7 @@ def _check_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Non
         )
 
 
+@torch.autocast("cpu", enabled=False)
 def _experts_cpu(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
     _check_experts(x, ids, weights, experts)
     upper, lower = unpack_experts(gate_up, down, experts)
