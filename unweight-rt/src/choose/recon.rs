@@ -95,7 +95,7 @@ pub fn candidates(arch: Arch, source: Source, problem: GemmShape, sms: u32, epil
 
 /// Blocks in clusters of so many that run at once on so many multiprocessors, one each. An H200 runs 66 clusters of 2,
 /// and no more than 30 of 4: parts of it have multiprocessors that make up no whole one.
-pub(super) fn room(sms: u32, cluster: u32) -> u32 {
+fn room(sms: u32, cluster: u32) -> u32 {
     if cluster > 2 { sms / 11 * 10 } else { sms }
 }
 
