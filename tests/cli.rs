@@ -579,6 +579,9 @@ fn a_plan_that_fits_is_compressed_as_it_says() {
     run(home.path(), &["fit", "model", "--batch", "2", "--context", "5", "--memory", least], 0);
     let less = (least.parse::<u64>().unwrap() - 1).to_string();
     run(home.path(), &["fit", "model", "--batch", "2", "--context", "5", "--memory", &less], 2);
+    // Where the plan cannot be written nothing is asked of the weights.
+    let nowhere = run(home.path(), &["fit", "absent", "--memory", "1G", "--plan", "nowhere/plan.json"], 2);
+    assert!(stderr(&nowhere).contains("nowhere"), "{}", stderr(&nowhere));
     // A plan file is replaced, nothing else.
     let text = stdout(&run(home.path(), &["fit", "model", "--memory", "1G", "--context", "128", "--arch", "sm_89"], 0));
     let line = text.lines().find(|line| line.starts_with("products of a step at batch 1: ")).expect(&text);
@@ -685,9 +688,11 @@ fn tune_says_what_it_needs() {
     // What cannot be written is said before anything is loaded, and nothing is left behind.
     let before: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     fs::write(home.path().join("text"), "mine").unwrap();
+    fs::create_dir(home.path().join("folder.1")).unwrap();
     for (wrong, said) in [
         (["--journal", "absent/journal"], "absent/journal.1"),
         (["--journal", "text/journal"], "text/journal.1"),
+        (["--journal", "folder"], "no file that a journal could be"),
         (["--svg", "absent/plot.svg"], "absent"),
         (["--svg", "text"], "is no drawing"),
         (["--svg", "model"], "is no drawing"),
@@ -702,6 +707,7 @@ fn tune_says_what_it_needs() {
     assert!(stderr(&output).contains("cut off at byte 7"), "{}", stderr(&output));
     fs::remove_file(&attached).unwrap();
     fs::remove_file(home.path().join("text")).unwrap();
+    fs::remove_dir(home.path().join("folder.1")).unwrap();
     let after: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(before.len(), after.len(), "{after:?}");
     // Where there is a GPU, `tests/gpu/paths.rs` has the rest.

@@ -28,7 +28,7 @@ use super::{
     failure::{Failure, Result},
     kernels::{arch_parser, own_arch},
     output::{self, Output, Table},
-    select, size,
+    plot, select, size,
     source::{Found, Source},
 };
 
@@ -117,12 +117,13 @@ impl Fit {
         if let Some(plan) = &self.plan {
             write_plan(plan, &fitted.plan)?;
         }
-        if fitted.groups.iter().any(|group| group.form == FormId::HUFFMAN) {
+        if has(&fitted, FormId::HUFFMAN) {
             output.note(
-                "remark: what stays Huffman-coded is decoded in every step; `generate` and `serve` pack it instead",
+                "remark: what stays Huffman-coded is decoded in every step of `--mlp stored`; without it `generate` and \
+                 `serve` pack it, and need more memory",
             );
         }
-        if fitted.groups.iter().any(|group| group.form == FormId::COMPACT) {
+        if has(&fitted, FormId::COMPACT) {
             output.note("remark: what stays compact does so with `--resident small`, or `auto` where memory is short");
         }
         let groups = fitted.groups.iter().map(|group| Group {
@@ -207,18 +208,26 @@ fn config(root: &Path) -> Result<ModelConfig> {
     ModelConfig::parse(&text, None).map_err(Failure::other)
 }
 
-/// Refuses to replace what is no plan file.
+/// Whether a plan can be written there, as things are now: asked before minutes of samples. Refuses to replace what is
+/// no plan file.
 fn may_write(path: &Path) -> Result<()> {
-    if path.symlink_metadata().is_err() || PlanFile::read(path).is_ok() {
-        return Ok(());
+    if path.symlink_metadata().is_ok() && PlanFile::read(path).is_err() {
+        return Err(Failure::new(format!("{}: exists and is no plan file", path.display()), "choose another name"));
     }
-    Err(Failure::new(format!("{}: exists and is no plan file", path.display()), "choose another name"))
+    plot::beside(path).map(drop)
 }
 
 fn write_plan(path: &Path, plan: &PlanFile) -> Result<()> {
+    let mut file = plot::beside(path)?;
     let mut text = serde_json::to_vec_pretty(plan).map_err(io::Error::from)?;
     text.push(b'\n');
-    fs::write(path, text).map_err(Failure::io(path.display()))
+    file.write_all(&text).map_err(Failure::io(path.display()))?;
+    file.persist(path).map_err(|error| Failure::io(path.display())(error.error))?;
+    Ok(())
+}
+
+fn has(fitted: &Fitted, form: FormId) -> bool {
+    fitted.groups.iter().any(|group| group.form == form)
 }
 
 fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Result<()> {
@@ -250,10 +259,12 @@ fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Resu
          formulas of an H200's records, sizes predicted from samples",
         report.batch, report.linear_us, report.slowdown, report.arch
     )?;
+    let kept = kept(has(fitted, FormId::HUFFMAN), has(fitted, FormId::COMPACT));
     writeln!(
         out,
-        "`generate` and `serve` fill so much with --memory {}, or by themselves where {} of the device are free",
+        "`generate` and `serve` fill so much with {kept}--memory {}, or {}where {} of the device are free",
         report.total_bytes,
+        if kept.is_empty() { "by themselves ".to_owned() } else { format!("with {kept}") },
         output::bytes(report.free_bytes)
     )?;
     if !report.exact {
@@ -263,6 +274,15 @@ fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Resu
         writeln!(out, "compress it: unweight compress SOURCE -o BUNDLE --plan {}", plan.display())?;
     }
     Ok(())
+}
+
+/// The option of an engine that keeps what a plan with such forms leaves coded; no plan has both.
+fn kept(huffman: bool, compact: bool) -> &'static str {
+    match (huffman, compact) {
+        (true, _) => "--mlp stored ",
+        (_, true) => "--resident small ",
+        _ => "",
+    }
 }
 
 /// `0-3,5,7-9`.
@@ -299,6 +319,14 @@ mod tests {
         for text in ["", "%", "-1%", "x", "inf", "5%%"] {
             assert!(percent(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn an_engine_is_asked_to_keep_what_is_coded() {
+        assert_eq!(
+            [kept(true, false), kept(false, true), kept(false, false)],
+            ["--mlp stored ", "--resident small ", ""]
+        );
     }
 
     #[test]

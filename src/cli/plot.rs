@@ -87,6 +87,11 @@ fn partial(path: &Path) -> Result<tempfile::NamedTempFile> {
             return Err(Failure::new(message, "choose another name for --svg, or remove the file"));
         }
     }
+    beside(path)
+}
+
+/// A file in the folder of `path` that can take its name.
+pub fn beside(path: &Path) -> Result<tempfile::NamedTempFile> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut builder = tempfile::Builder::new();
     // As any file that a program makes: what the user's mask allows.

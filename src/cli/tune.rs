@@ -194,7 +194,12 @@ impl Tune {
         plot::may_save(self.svg.as_deref())?;
         for path in self.journal.iter().flat_map(|file| batches.iter().map(|batch| numbered(file, *batch))) {
             let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            // A pipe would wait for whoever reads it.
             let there = path.symlink_metadata().is_ok();
+            if there && path.metadata().is_ok_and(|metadata| !metadata.is_file()) {
+                let message = format!("{}: exists, and is no file that a journal could be", path.display());
+                return Err(Failure::new(message, "choose another name for --journal"));
+            }
             let written = if there {
                 OpenOptions::new().append(true).open(&path).map(drop)
             } else {
@@ -250,7 +255,9 @@ impl Tune {
             Some(file) => numbered(file, batch),
             None => folder.path().join("journal"),
         };
-        let journal = Journal::open(&path, &subject.key(), space.space()).map_err(Failure::other)?;
+        let journal = Journal::open(&path, &subject.key(), space.space(), &start).map_err(Failure::other)?;
+        // What this search found before may be saved, and `from` be that: it began elsewhere.
+        let start = journal.start().clone();
         Ok(Search { batch, space, start, rounds, journal, _folder: folder })
     }
 

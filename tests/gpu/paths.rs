@@ -290,7 +290,7 @@ fn a_bad_start_is_improved() {
     let mut measured = Vec::new();
     let mut best = None;
     for _ in 0..2 {
-        let mut journal = Journal::open(&path, "key", space.space()).unwrap();
+        let mut journal = Journal::open(&path, "key", space.space(), &bad).unwrap();
         let never = || false;
         let mut oracle = StepOracle::new(&mut engine, &space, (8, 64), Rounds::default(), &bad, &never).unwrap();
         let tuned = descend(space.space(), &bad, &mut oracle, &mut journal, &Limits::default(), &mut |_| {}).unwrap();

@@ -17,7 +17,7 @@ mod tests;
 use std::collections::{BTreeMap, BTreeSet};
 
 use solve::{Choice, Frontier, spread};
-use unweight_codegen::{plan::GemmShape, spec::DecodeOutput};
+use unweight_codegen::plan::GemmShape;
 use unweight_format::{
     FormId, TileGrid,
     plan::{PlanFile, Rule},
@@ -278,7 +278,8 @@ fn product_us(kind: usize, tensors: &[&Tensor], form: FormId, m: u32, tied: bool
     match form {
         FormId::PACKED => cost::packed_us(whole),
         FormId::COMPACT => cost::compact_us(whole),
-        FormId::HUFFMAN if is_mlp(kind) => {
+        // Others are decoded by the host, and lie as BF16.
+        FormId::HUFFMAN if is_mlp(kind) && tensors.iter().all(|tensor| has_whole_tiles(tensor)) => {
             Some(tensors.iter().map(|tensor| cost::huffman_us(shape(tensor, m)).0).sum())
         }
         FormId::HUFFMAN => None,
@@ -294,11 +295,14 @@ fn experts_us(mixture: Mixture, tensors: &[&Tensor], form: FormId, m: u32) -> Op
     (form == FormId::PACKED).then(|| cost::experts_us(one, mixture.experts, mixture.top_k))
 }
 
-/// Bytes that a decoded tensor takes in a slot: BF16, or a byte a weight, in whole tiles.
-fn slot_bytes(tensor: &Tensor, m: u32) -> u64 {
-    let tiles = tensor.rows.div_ceil(64).saturating_mul(tensor.cols.div_ceil(64));
-    let element = if cost::huffman_us(shape(tensor, m)).1 == DecodeOutput::Full { 2 } else { 1 };
-    tiles.saturating_mul(64 * 64 * element)
+/// Whether a device keeps it Huffman-coded ([`paths::loads_as`](crate::paths::loads_as)).
+fn has_whole_tiles(tensor: &Tensor) -> bool {
+    tensor.rows.is_multiple_of(64) && tensor.cols.is_multiple_of(64)
+}
+
+/// Bytes that a decoded tensor takes in a slot: BF16, which prompts need, whatever steps decode it to.
+fn slot_bytes(tensor: &Tensor) -> u64 {
+    tensor.rows.saturating_mul(tensor.cols).saturating_mul(2)
 }
 
 /// The units of a model, and the bytes of what is in none.
@@ -371,7 +375,7 @@ struct Case<'a> {
 
 impl<'a> Case<'a> {
     /// `slot`: bytes of the slot that what stays compact is expanded into; 0: nothing does.
-    fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64, batch: u32) -> Self {
+    fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64) -> Self {
         let may = |unit: &Unit<'_>, form: FormId| match form {
             FormId::HUFFMAN => hard.contains(&unit.kind),
             FormId::COMPACT => unit.expanded_bytes() <= slot,
@@ -386,7 +390,7 @@ impl<'a> Case<'a> {
         for unit in units.iter().filter(|unit| hard.contains(&unit.kind) && unit.forms.contains(&FormId::HUFFMAN)) {
             for tensor in &unit.tensors {
                 let bytes = largest.entry(tensor.role).or_default();
-                *bytes = (*bytes).max(slot_bytes(tensor, batch));
+                *bytes = (*bytes).max(slot_bytes(tensor));
             }
         }
         let slots = largest.values().fold(0_u64, |sum, bytes| sum.saturating_add(*bytes)).saturating_mul(SLOTS);
@@ -451,11 +455,11 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<
     let kinds: Vec<usize> = (0..KINDS.len()).filter(|kind| is_mlp(*kind)).collect();
     let hard = (0..1 << kinds.len()).map(|set: usize| {
         let hard: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();
-        Case::new(&units, &hard, 0, batch)
+        Case::new(&units, &hard, 0)
     });
     // The larger the slot, the more may stay compact.
     let slots: BTreeSet<u64> = units.iter().map(Unit::expanded_bytes).filter(|bytes| *bytes > 0).collect();
-    let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot, batch));
+    let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot));
     let cases: Vec<Case<'_>> = hard.chain(compact).collect();
     let frontiers: Vec<Frontier<'_>> = cases.iter().map(|case| Frontier::new(&case.choices)).collect();
     let solved = || cases.iter().zip(&frontiers);

@@ -242,7 +242,7 @@ fn a_search_over_paths_improves_a_bad_plan() {
     }
     let folder = tempfile::tempdir().unwrap();
     let search = |oracle: &mut Invented<'_>| {
-        let mut journal = Journal::open(&folder.path().join("journal"), "key", space.space()).unwrap();
+        let mut journal = Journal::open(&folder.path().join("journal"), "key", space.space(), &bad).unwrap();
         descend(space.space(), &bad, oracle, &mut journal, &Limits::default(), &mut |_| {}).unwrap()
     };
     let mut oracle = Invented { space: &space, asked: 0 };

@@ -1,7 +1,7 @@
 //! What was measured, a line each, on disk before the next measurement begins.
 //!
 //! ```text
-//! {"tune":1,"key":"9a...","axes":["hard.gate.path","easy.gate.variant"]}
+//! {"tune":1,"key":"9a...","axes":["hard.gate.path","easy.gate.variant"],"start":["transcode","..."]}
 //! {"phase":"sweep","incumbent":["exponents","..."],"challenger":["transcode","..."],"answer":{"measured":{...}}}
 //! ```
 //! A kill leaves a last line that is not whole: it is cut off. Anything else that is no such line is damage, and
@@ -70,6 +70,7 @@ struct Head {
     tune: u32,
     key: String,
     axes: Vec<String>,
+    start: Vec<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -81,20 +82,25 @@ struct Line<N> {
     answer: Answer,
 }
 
+/// What was measured of two points.
+type Answers = HashMap<(Phase, Point, Point), Answer>;
+
 /// The measurements of one search.
 #[derive(Debug)]
 pub struct Journal {
     path: PathBuf,
     file: File,
-    answers: HashMap<(Phase, Point, Point), Answer>,
+    start: Point,
+    answers: Answers,
 }
 
 impl Journal {
-    /// Opens a journal, or begins one, for the measurements of `key` in `space`.
+    /// Opens a journal, or begins one, for the measurements of `key` in `space` from `start` on. A search that goes on
+    /// begins at [`Journal::start`].
     ///
     /// # Errors
     /// [`JournalError`].
-    pub fn open(path: &Path, key: &str, space: &Space) -> Result<Self, JournalError> {
+    pub fn open(path: &Path, key: &str, space: &Space, start: &Point) -> Result<Self, JournalError> {
         let io = |source| JournalError::Io { path: path.to_owned(), source };
         let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
         match file.try_lock() {
@@ -107,17 +113,23 @@ impl Journal {
         // What a kill cut off is measured again.
         let whole = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
         let axes = space.axes().iter().map(|axis| axis.coordinate.to_string()).collect();
-        let head = Head { tune: VERSION, key: key.to_owned(), axes };
+        let head = Head {
+            tune: VERSION,
+            key: key.to_owned(),
+            axes,
+            start: space.names(start).into_iter().map(str::to_owned).collect(),
+        };
         // Of a file without a line the beginning of a head alone is ours to write over.
         if whole == 0 && !serde_json::to_vec(&head).is_ok_and(|head| head.starts_with(&bytes)) {
             let reason = "neither a journal nor the beginning of this one".to_owned();
             return Err(JournalError::Damaged { path: path.to_owned(), line: 1, reason });
         }
         bytes.truncate(whole);
-        let answers = read(path, &bytes, key, space)?;
+        let (begun, answers) = read(path, &bytes, key, space)?;
+        let start = begun.unwrap_or_else(|| start.clone());
         file.set_len(whole as u64).map_err(io)?;
         file.seek(SeekFrom::Start(whole as u64)).map_err(io)?;
-        let mut journal = Self { path: path.to_owned(), file, answers };
+        let mut journal = Self { path: path.to_owned(), file, start, answers };
         if whole == 0 {
             journal.write(&head)?;
             // The name of a new file is in its folder.
@@ -125,6 +137,12 @@ impl Journal {
             File::open(folder).and_then(|folder| folder.sync_all()).map_err(io)?;
         }
         Ok(journal)
+    }
+
+    /// Where the search began whose journal this is: what was found may have been saved since, and be where another
+    /// one would begin.
+    pub fn start(&self) -> &Point {
+        &self.start
     }
 
     /// Measurements that it has.
@@ -174,15 +192,12 @@ impl Journal {
     }
 }
 
-/// All measurements of whole lines.
-fn read(
-    path: &Path,
-    bytes: &[u8],
-    key: &str,
-    space: &Space,
-) -> Result<HashMap<(Phase, Point, Point), Answer>, JournalError> {
+/// The start and all measurements of whole lines.
+fn read(path: &Path, bytes: &[u8], key: &str, space: &Space) -> Result<(Option<Point>, Answers), JournalError> {
     let damaged = |line: usize, reason: String| JournalError::Damaged { path: path.to_owned(), line, reason };
-    let mut answers = HashMap::new();
+    let (mut start, mut answers) = (None, HashMap::new());
+    let place =
+        |number: usize, names: &[String]| space.point(names).map_err(|error| damaged(number, error.to_string()));
     let lines = bytes.split_inclusive(|byte| *byte == b'\n').map(|line| &line[..line.len() - 1]);
     for (number, line) in (1..).zip(lines) {
         if number == 1 {
@@ -198,14 +213,14 @@ fn read(
             if head.axes != axes {
                 return Err(damaged(1, "other coordinates than are searched now".to_owned()));
             }
+            start = Some(place(1, &head.start)?);
             continue;
         }
         let line: Line<String> = serde_json::from_slice(line).map_err(|error| damaged(number, error.to_string()))?;
-        let point = |names: &[String]| space.point(names).map_err(|error| damaged(number, error.to_string()));
-        let at = (line.phase, point(&line.incumbent)?, point(&line.challenger)?);
+        let at = (line.phase, place(number, &line.incumbent)?, place(number, &line.challenger)?);
         if answers.insert(at, line.answer).is_some() {
             return Err(damaged(number, "the same points a second time".to_owned()));
         }
     }
-    Ok(answers)
+    Ok((start, answers))
 }

@@ -95,7 +95,7 @@ fn separable(space: &Space, seed: u64) -> impl Fn(&Point) -> f64 + use<> {
 }
 
 fn search(space: &Space, oracle: &mut dyn Oracle, path: &Path) -> Result<Tuned, TuneError> {
-    let mut journal = Journal::open(path, KEY, space)?;
+    let mut journal = Journal::open(path, KEY, space, &space.first())?;
     descend(space, &space.first(), oracle, &mut journal, &Limits::default(), &mut |_| {})
 }
 
@@ -130,7 +130,7 @@ fn what_is_expected_is_the_whole_search() {
         let costs = separable(&space, seed);
         for flat in [true, false] {
             let folder = folder();
-            let mut journal = Journal::open(&folder.path().join("j"), KEY, &space).unwrap();
+            let mut journal = Journal::open(&folder.path().join("j"), KEY, &space, &space.first()).unwrap();
             let mut oracle = Invented::new(|point: &Point| if flat { 1.0 } else { costs(point) });
             let mut told = Vec::new();
             let mut watch = |progress: Progress<'_>| {
@@ -289,7 +289,9 @@ fn a_journal_that_is_no_journal_is_refused() {
     let text = fs::read_to_string(&path).unwrap();
     let open = |text: &str, key: &str| {
         fs::write(&path, text).unwrap();
-        Journal::open(&path, key, &space).map(|journal| journal.len()).map_err(|error| error.to_string())
+        Journal::open(&path, key, &space, &space.first())
+            .map(|journal| journal.len())
+            .map_err(|error| error.to_string())
     };
     assert_eq!(open(&text, KEY), Ok(text.lines().count() - 1));
     for (line, damage) in [(2, "{}"), (1, "x"), (2, ""), (2, "\0\0\0\0")] {
@@ -316,12 +318,32 @@ fn a_journal_that_is_no_journal_is_refused() {
     let other = open(&text, "4567").unwrap_err();
     assert!(other.contains("of 0123 and not of 4567"), "{other}");
     fs::write(&path, &text).unwrap();
-    let held = Journal::open(&path, KEY, &space).unwrap();
-    assert!(matches!(Journal::open(&path, KEY, &space), Err(JournalError::Busy { .. })));
+    let again = |path: &Path| Journal::open(path, KEY, &space, &space.first());
+    let held = again(&path).unwrap();
+    assert!(matches!(again(&path), Err(JournalError::Busy { .. })));
     drop(held);
-    assert!(Journal::open(&path, KEY, &space).is_ok());
+    assert!(again(&path).is_ok());
     let nowhere = folder.path().join("missing").join("j");
-    assert!(matches!(Journal::open(&nowhere, KEY, &space), Err(JournalError::Io { .. })));
+    assert!(matches!(again(&nowhere), Err(JournalError::Io { .. })));
+}
+
+/// What a search found is where the next one begins; the same search, of the same journal, begins where it began: it
+/// measures nothing twice, and its gain is that over its own start.
+#[test]
+fn a_search_goes_on_from_its_own_start() {
+    for seed in 0..10 {
+        let (space, folder) = (space([3, 3, 4, 6, 2, 5]), folder());
+        let path = folder.path().join("j");
+        let mut oracle = Invented::new(separable(&space, seed));
+        let found = search(&space, &mut oracle, &path).unwrap();
+        assert!(found.gain > 0.0);
+        let mut journal = Journal::open(&path, KEY, &space, &found.best).unwrap();
+        let start = journal.start().clone();
+        assert_eq!(start, space.first());
+        let mut oracle = Invented { lives: Some(0), ..oracle };
+        let again = descend(&space, &start, &mut oracle, &mut journal, &Limits::default(), &mut |_| {}).unwrap();
+        assert_eq!((again.best, again.gain, again.measured), (found.best, found.gain, 0));
+    }
 }
 
 #[test]
