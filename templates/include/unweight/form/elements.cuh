@@ -119,24 +119,31 @@ struct ShortPalette {
 };
 
 struct E4m3 {
-    static constexpr u32 kBytes = 1, kFractionBits = 3, kRestBytes = 0, kRestBits = 4, kWidth = 8, kBatch = 8;
-    using Rest = u32;  // two elements a byte, the earlier one in the low nibble
+    static constexpr u32 kBytes = 1, kFractionBits = 3, kRestBytes = 0, kRestBits = 4, kWidth = 16, kBatch = 4;
+    using Rest = U32x2;  // two elements a byte, the earlier one in the low nibble
     using Table = ShortPalette<4>;
 
-    static UW_DEVICE Rest load(const Fractions& from, u64 first) { return ptx::load_global_nc(from.bits + first / 2); }
+    static UW_DEVICE Rest load(const Fractions& from, u64 first) { return ptx::load_global_nc_x2(from.bits + first / 2); }
 
-    static UW_DEVICE Words<2> join(const Table& table, Rest rest, u64, u32 indices) {
-        return placed(rest, table.four(indices), table.four(indices >> 16));
+    static UW_DEVICE Words<4> join(const Table& table, const Rest& rest, u64, U32x2 indices) {
+        Words<4> v;
+        placed(rest.x, table.four(indices.x), table.four(indices.x >> 16), v.word[0], v.word[1]);
+        placed(rest.y, table.four(indices.y), table.four(indices.y >> 16), v.word[2], v.word[3]);
+        return v;
     }
-    static UW_DEVICE Words<2> join(Rest rest, u64, U32x2 exponents) {
-        return placed(rest, Table::place(exponents.x), Table::place(exponents.y));
+    static UW_DEVICE Words<4> join(const Rest& rest, u64, U32x4 exponents) {
+        Words<4> v;
+        placed(rest.x, Table::place(exponents.x), Table::place(exponents.y), v.word[0], v.word[1]);
+        placed(rest.y, Table::place(exponents.z), Table::place(exponents.w), v.word[2], v.word[3]);
+        return v;
     }
 
 private:
-    static UW_DEVICE Words<2> placed(Rest rest, u32 first, u32 second) {
+    static UW_DEVICE void placed(u32 rest, u32 exponents, u32 later_exponents, u32& first, u32& second) {
         constexpr u32 kFractions = 0x07070707u;
         const u32 even = (rest << 4 & kSigns) | (rest & kFractions), odd = (rest & kSigns) | (rest >> 4 & kFractions);
-        return {{first | ptx::prmt(even, odd, 0x5140), second | ptx::prmt(even, odd, 0x7362)}};
+        first = exponents | ptx::prmt(even, odd, 0x5140);
+        second = later_exponents | ptx::prmt(even, odd, 0x7362);
     }
 };
 

@@ -272,6 +272,18 @@ UW_DEVICE void write_narrow(const DecodeArgs& args, const Tile& t, u32 half, u32
     }
 }
 
+// Palette indices of a cell, four bits each.
+template <u32 kWidth>
+UW_DEVICE auto load_indices(u32 address) {
+    if constexpr (kWidth == 16) {
+        return ptx::load_shared_x2(address);
+    } else if constexpr (kWidth == 8) {
+        return ptx::load_shared(address);
+    } else {
+        return ptx::load_shared_u16(address);
+    }
+}
+
 // Writes a half tile from its indices and the signs and fractions of the first cells, already on their way: up to 16
 // bytes a lane.
 template <class Element, u32 kRowBytes>
@@ -282,7 +294,7 @@ UW_DEVICE void write_wide(const DecodeArgs& args, const Tile& t, u32 half, u32 t
     Part part = cells<Element::kWidth>(args, t, half, tile_row, lane);
     u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
     typename Element::Table table(ptx::load_shared_x4(palette));
-    // A piece has 32 columns, two a byte. The swizzle repeats every 8 rows and changes every 4, which kStep divides.
+    // A piece has 32 columns, two a byte. The swizzle repeats every 8 rows and changes every 4: kStep divides 4, or is 8.
     constexpr u32 kLanes = 32 / Element::kWidth;  // that share a piece
     u32 column = lane % Part::kLanes / kLanes, place = lane % kLanes * (Element::kWidth / 2);
     u32 from[2] = {output + piece<kRowBytes>(part.row, column) + place,
@@ -294,12 +306,14 @@ UW_DEVICE void write_wide(const DecodeArgs& args, const Tile& t, u32 half, u32 t
         for (u32 j = 0; j < Element::kBatch; ++j) {
             u32 i = begin + j, row = part.row + Part::kStep * i;
             u32 address = from[Part::kStep * i / 4 % 2] + (Part::kStep * i / 8 * 8 + Part::kStep * i % 4) * kRowBytes;
-            u32 indices = Element::kWidth == 8 ? ptx::load_shared(address) : ptx::load_shared_u16(address);
+            const auto indices = load_indices<Element::kWidth>(address);
             auto v = Element::join(table, batch[j], part.element(args, i), indices);
             if (part.inside(i)) {
                 if (mask >> row & 1) {
                     const u8* e = verbatim_row(args, t, half, row) + lane % Part::kLanes * Element::kWidth;
-                    if constexpr (Element::kWidth == 8) {
+                    if constexpr (Element::kWidth == 16) {
+                        v = Element::join(batch[j], part.element(args, i), ptx::load_global_nc_x4(e));
+                    } else if constexpr (Element::kWidth == 8) {
                         v = Element::join(batch[j], part.element(args, i), ptx::load_global_nc_x2(e));
                     } else {
                         v = Element::join(batch[j], part.element(args, i), ptx::load_global_nc(e));
