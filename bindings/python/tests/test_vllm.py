@@ -239,6 +239,28 @@ class Engine(Case):
                     self.assertTrue(all(part < whole * 0.6 for part, whole in read), read)
                 self.assertEqual(answers[0], answers[1])
 
+    def test_experts_of_other_processes_are_passed_over(self):
+        import safetensors.torch
+        import torch
+
+        model = make(self.home / "model", "qwen3 moe")
+        tensors = safetensors.torch.load_file(model / "model.safetensors")
+
+        def digests(layer: int, expert: int) -> list[str]:
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            gate, up, down = (tensors[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            return [digest(torch.cat([gate, up])), digest(down)]
+
+        for options in (dict(model=str(model), quantization="unweight"), dict(model=str(bundle_of(model)))):
+            # Of the first process the experts come before those of the other, of the second behind them.
+            for rank in (0, 1):
+                with self.subTest(rank=rank, **options):
+                    [layers], _ = engines([dict(options, rank=rank)])
+                    self.assertEqual(len(layers), SMALL["num_hidden_layers"])
+                    for layer, (gate_up, down) in enumerate(layers):
+                        expected = [digests(layer, expert) for expert in (2 * rank, 2 * rank + 1)]
+                        self.assertEqual([list(pair) for pair in zip(gate_up, down)], expected)
+
     def test_a_bundle_of_the_hub(self):
         """As the hub's own client keeps it: the name is all that vLLM is given."""
         model = make(self.home / "model", "llama", max_shard_size="400KB")
@@ -482,6 +504,53 @@ def answers(
     ]
 
 
+def experts_of_one_of_two(rank: int, **options: object) -> list[list[list[str]]]:
+    """Digests of gate and up and of down of each expert that this process, one of two that share a mixture's, has packed
+    in each layer. vLLM's processes do not share experts on the CPU, so it is told that it is one of them while it loads;
+    nothing is multiplied.
+    """
+    import dataclasses
+    from unittest import mock
+
+    from unweight.ops import unpack_experts
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.model_loader import get_model
+
+    alone = FusedMoEParallelConfig.make
+
+    def of_two(*args: object, **more: object) -> FusedMoEParallelConfig:
+        return dataclasses.replace(alone(*args, **more), ep_size=2, ep_rank=rank, use_ep=True)
+
+    config = EngineArgs(dtype="bfloat16", skip_tokenizer_init=True, max_model_len=128, **options)
+    config = config.create_engine_config()
+    with tempfile.TemporaryDirectory() as home, set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{home}/one", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with mock.patch.object(FusedMoEParallelConfig, "make", of_two):
+            model = get_model(vllm_config=config)
+    layers = []
+    for layer in model.modules():
+        if isinstance(layer, RoutedExperts):
+            # What stood for them while others' came has gone.
+            assert not hasattr(layer, "w13_weight") and not hasattr(layer, "w2_weight")
+            weights = unpack_experts(layer.w13_weight_packed, layer.w2_weight_packed, layer.unweight_packed.experts)
+            layers.append([[digest(one) for one in experts] for experts in weights])
+    return layers
+
+
+def digest(tensor: object) -> str:
+    """Of its bits."""
+    import hashlib
+
+    import torch
+
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
 def configured(**options: object) -> None:
     """What an engine's processes are told before there are any."""
     import torch
@@ -510,7 +579,7 @@ def main(runs: list[dict]) -> None:
                     error = error.__cause__ or error.__context__
                 results.append("\n".join(causes))
         else:
-            results.append(answers(**run))
+            results.append((experts_of_one_of_two if "rank" in run else answers)(**run))
         gc.collect()
         cleanup_dist_env_and_memory()
     print("ANSWERS " + json.dumps(results), flush=True)
