@@ -91,6 +91,13 @@ class Parts(unittest.TestCase):
         ):
             with self.assertRaisesRegex(NotImplementedError, "cannot be changed in place; clone"):
                 change(self.part)
+        for ask in (
+            lambda part: part.share_memory_(),
+            lambda part: torch.from_dlpack(part),
+            lambda part: part.t().share_memory_(),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, "has no memory of its own; clone"):
+                ask(self.part)
         self.same(self.part.clone().add_(0), self.weight)
         self.same(self.part.t().clone().mul_(1), self.weight.t())
         self.same(self.part.data, self.weight)

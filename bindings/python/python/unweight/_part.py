@@ -31,6 +31,14 @@ class _Fixed(Tensor):
         """The numbers."""
         raise NotImplementedError
 
+    def share_memory_(self) -> Tensor:
+        """Refused: there is no memory of its own that could be shared or shown."""
+        raise _no_memory("share_memory_", self._name)
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        """Refused."""
+        raise _no_memory("__dlpack__", self._name)
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Optional[dict[str, Any]] = None
@@ -57,6 +65,12 @@ class _Fixed(Tensor):
 def _no_change(what: object, name: str) -> NotImplementedError:
     return NotImplementedError(
         f"{what}: a part of tensor '{name}' is read from a bundle, and cannot be changed in place; clone() it first"
+    )
+
+
+def _no_memory(what: str, name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what}: a part of tensor '{name}' is read from a bundle, and has no memory of its own; clone() it first"
     )
 
 
