@@ -53,6 +53,13 @@ use crate::{
     timing::{Contender, Report, Row, Timer, Timing},
 };
 
+/// MatVANS' layouts as rows of the report name them.
+const MATVANS: [(&str, Layout); 3] = [
+    ("matvans warp-rows", Layout::Rows),
+    ("matvans warp-stripes", Layout::Stripes),
+    ("matvans warp-per-row", Layout::Lanes),
+];
+
 options! {
     /// What is measured.
     RivalsOptions {
@@ -420,7 +427,7 @@ impl Bench<'_> {
         let kernels = MatvansKernels::of(stream, self.kernels)?;
         let dense = self.timer.each(copies, |_| DeviceBuffer::from_host(stream, &values))?;
         let mut coded = Vec::new();
-        for (name, layout) in [("matvans warp-rows", Layout::Rows), ("matvans warp-stripes", Layout::Stripes)] {
+        for (name, layout) in MATVANS {
             let matrix = matvans::encode(&values, d, d, layout).map_err(unheld("MatVANS", (extent, extent)))?;
             self.say_bits(&format!("{name} at {entropy} bits"), matrix.bytes(), d * d);
             coded.push((name, self.timer.each(copies, |_| DeviceMatvans::upload(stream, &matrix))?));
@@ -428,7 +435,7 @@ impl Bench<'_> {
         let mut vectors = self.timer.each(copies + 1, |_| DeviceBuffer::<i8>::zeroed(stream, d))?;
         vectors[0].write(stream, 0, &first)?;
         let mut contenders = Vec::new();
-        for name in ["matvans warp-rows", "matvans warp-stripes", "int8 dp4a"] {
+        for name in MATVANS.map(|(name, _)| name).into_iter().chain(["int8 dp4a"]) {
             let matrices = coded.iter().find(|(own, _)| *own == name).map(|(_, matrices)| matrices);
             let bytes = matrices.map_or((d * d) as u64, |matrices| matrices[0].bytes()) + 2 * d as u64;
             let mut run = |copy: usize| {

@@ -107,7 +107,11 @@ fn of_int8(contenders: &mut Vec<Contender>) {
     let deviation = 16.0 / (2.0 * std::f64::consts::PI * std::f64::consts::E).sqrt();
     let values = (0..rows * cols).map(|_| (random.normal() * deviation).round().clamp(-127.0, 127.0) as i8);
     let values: &'static Vec<i8> = Box::leak(Box::new(values.collect()));
-    for (name, layout) in [("MatVANS warp-rows", Layout::Rows), ("MatVANS warp-stripes", Layout::Stripes)] {
+    for (name, layout) in [
+        ("MatVANS warp-rows", Layout::Rows),
+        ("MatVANS warp-stripes", Layout::Stripes),
+        ("MatVANS WarpPerRow", Layout::Lanes),
+    ] {
         let run = move || {
             let encode = || Ok(matvans::encode(values, rows, cols, layout)?);
             round(values, encode, matvans::Encoded::bytes, |encoded| Ok(encoded.decode()?))

@@ -3,18 +3,20 @@
 //
 //   rows      a warp takes a row: step t has columns 128 t .. 128 t + 128, lane c four of them from 4 c on
 //   stripes   a warp takes 32 rows: step t has columns 4 t .. 4 t + 4, lane c row c
+//   lanes     a warp takes a row, of which each lane has words of its own: 16 columns of every 512, from 16 c on
 //   dense     a warp takes a row of int8
 //
 // Config
-//   u32 kCoded     1 for rows and stripes, 0 for dense
+//   u32 kParts     parts of a whole: 128 for rows and stripes, 256 for lanes, 0 for dense
+//   u32 kRing      words of a warp's ring: 256 for rows and stripes, else 0
 //
 // Grid      four warps a block; a warp a stream, or a row
-// Smem      coded: 512 for a word for each of the 128 parts (value, first part, parts), and 1024 a warp: the words of the
-//           stream that are next, word n in place n % 256
+// Smem      a word for each part (value, first part, parts), and a ring a warp: the words of the stream that are next,
+//           word n in place n % 256; those of lanes stay in registers
 // Barriers  all of the block (sync_block) behind the parts; __syncwarp between a warp's words and their reading
 // Bound     the chain from state to state: a step takes a look at the words, four at the parts, a product of 64 bits.
 //
-// Safety    any bytes: words are read from the stream's own stretch, zeros behind it; parts are looked up by 7 bits; a
+// Safety    any bytes: words are read from the stream's own stretch, zeros behind it; parts are looked up by 7 or 8 bits; a
 //           stretch that leaves the words, or has no whole groups, has none. Streams that ran out of words, or have such a
 //           stretch, count in `faults`; their sums are of whatever was decoded.
 #pragma once
@@ -48,8 +50,8 @@ constexpr u32 kWarps = 4, kParts = 128, kGroup = 128, kRing = 256, kFirstWords =
 template <class Config>
 struct Smem {
     static constexpr u32 kThreads = 32 * kWarps;
-    static constexpr u32 kTable = 0, kRings = 4 * kParts;
-    static constexpr u32 kBytes = Config::kCoded ? kRings + kWarps * kRing * 4 : 0;
+    static constexpr u32 kTable = 0, kRings = 4 * Config::kParts;
+    static constexpr u32 kBytes = kRings + kWarps * Config::kRing * 4;
 };
 
 // a.x * b.x + ... + sum, of four int8 each.
@@ -150,8 +152,10 @@ UW_DEVICE Queue open(const MatvansArgs& args, u32 stream, u32 ring, u32 lane, bo
 template <class Config>
 UW_DEVICE u32 prepare(const MatvansArgs& args, u32 smem) {
     using S = Smem<Config>;
-    static_assert(S::kThreads == kParts, "a thread copies a part");
-    ptx::store_shared(smem + S::kTable + 4 * ptx::thread_index(), ptx::load_global_nc(args.parts + ptx::thread_index()));
+    static_assert(Config::kParts % S::kThreads == 0, "a thread copies whole parts");
+#pragma unroll
+    for (u32 part = ptx::thread_index(); part < Config::kParts; part += S::kThreads)
+        ptx::store_shared(smem + S::kTable + 4 * part, ptx::load_global_nc(args.parts + part));
     ptx::sync_block();  // orders the parts before the lookups of every warp
     return ptx::block_index() * kWarps + ptx::uniform_warp_index();
 }
@@ -208,6 +212,70 @@ UW_DEVICE void stripes(const MatvansArgs& args) {
     }
     ptx::store_global_u8(args.y + stream * 32 + lane, rounded(sum, args.scale));
     finish(args, queue, words, sane);
+}
+
+// A lane's own words, in order: 8 in registers, and its next 8.
+struct LaneQueue {
+    const u32* next;    // this lane's next 4 words of 32 bits, a group of all lanes apart
+    u32 groups;         // groups from there on
+    u32 left, taken;    // words of 16 bits in `low` and `high`, and out of them
+    u64 low, high;
+    U32x4 ahead;
+
+    UW_DEVICE void load() {
+        ahead = groups > 0 ? ptx::load_global_nc_x4(next) : U32x4{0, 0, 0, 0};
+        next += kGroup;
+        groups -= groups > 0;
+    }
+    UW_DEVICE u32 take() {
+        if (left == 0) {
+            low = static_cast<u64>(ahead.y) << 32 | ahead.x;
+            high = static_cast<u64>(ahead.w) << 32 | ahead.z;
+            left = 8;
+            load();
+        }
+        const u32 word = static_cast<u32>(low) & 0xffff;
+        low = low >> 16 | high << 48;
+        high >>= 16;
+        --left;
+        ++taken;
+        return word;
+    }
+};
+
+template <class Config>
+UW_DEVICE void lanes(const MatvansArgs& args) {
+    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32;
+    const u32 stream = prepare<Config>(args, smem);
+    if (stream >= args.streams) return;
+    bool sane;
+    const Queue whole = open(args, stream, 0, lane, sane);
+    LaneQueue queue{whole.next + 4 * lane, whole.groups, 0, 0, 0, 0, {0, 0, 0, 0}};
+    queue.load();
+    u32 state = queue.take() << 16;
+    state |= queue.take();
+    i32 sum = 0;
+    for (u32 at = 16 * lane; at < args.cols; at += 512) {
+        const U32x4 x = ptx::load_global_nc_x4(args.x + at);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            u32 values = 0;
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) {
+                if (state >> 16 == 0) state = state << 16 | queue.take();
+                const u32 part = state & (Config::kParts - 1), entry = ptx::load_shared(smem + 4 * part);
+                state = (state >> 8) * (entry >> 16 & 0xff) + part - (entry >> 8 & 0xff);
+                values |= (entry & 0xff) << (8 * j);
+            }
+            sum = dot(values, i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w, sum);
+        }
+    }
+    sum = sum_of_warp(sum);
+    const bool faulty = ptx::warp_ballot(!sane || queue.taken > 8 * whole.groups) != 0;
+    if (lane == 0) {
+        ptx::store_global_u8(args.y + stream, rounded(sum, args.scale));
+        if (faulty) ptx::reduce_add_global(args.faults, 1);
+    }
 }
 
 template <class Config>

@@ -147,6 +147,26 @@ fn matvans_is_its_own_encoders() {
     }
 }
 
+#[test]
+fn matvans_warp_per_row_is_its_own_encoders() {
+    let all = fixture("matvans");
+    let (shape, values) = (&all["lanes.values"].0, i8s(&all["lanes.values"].1));
+    let encoded = matvans::encode(&values, shape[0], shape[1], Layout::Lanes).unwrap();
+    // Its tables: the value of each 256th, from the least on, and where the parts of each value begin.
+    let (least, ends, value) = (i8s(&all["lanes.least"].1)[0], &all["lanes.cdf"].1, &all["lanes.ppf"].1);
+    for (part, &value) in value.iter().enumerate() {
+        let value = usize::from(value);
+        assert_eq!(encoded.tables.symbols[part], least + value as i8);
+        assert_eq!(encoded.tables.firsts[part], ends[value]);
+        assert_eq!(encoded.tables.counts[part], ends[value + 1].wrapping_sub(ends[value]));
+    }
+    // It counts words of 16 bits.
+    let offsets: Vec<u32> = encoded.offsets.iter().map(|offset| 8 * offset).collect();
+    assert_eq!(offsets, u32s(&all["lanes.offsets"].1));
+    assert_eq!(encoded.words, u32s(&all["lanes.words"].1));
+    assert_eq!(encoded.decode().unwrap(), values);
+}
+
 /// Values of a spread.
 fn values(seed: u64, count: usize, deviation: f64) -> Vec<i8> {
     let mut random = Random::new(seed);
@@ -157,10 +177,18 @@ fn values(seed: u64, count: usize, deviation: f64) -> Vec<i8> {
 fn matvans_refuses_what_it_cannot_hold() {
     assert!(matches!(matvans::encode(&[], 1, 0, Layout::Rows), Err(matvans::Error::Shape { .. })));
     assert!(matches!(matvans::encode(&[0; 64], 1, 64, Layout::Rows), Err(matvans::Error::Shape { .. })));
+    assert!(matches!(matvans::encode(&[0; 128], 1, 128, Layout::Lanes), Err(matvans::Error::Shape { .. })));
     assert!(matches!(matvans::encode(&[0; 124], 31, 4, Layout::Stripes), Err(matvans::Error::Shape { .. })));
     assert!(matches!(matvans::encode(&[0; 64], 1, 128, Layout::Rows), Err(matvans::Error::Size { .. })));
     let many: Vec<i8> = (0..256).map(|i| (i - 128) as i8).collect();
-    assert_eq!(matvans::encode(&many, 2, 128, Layout::Rows), Err(matvans::Error::Values { got: 256 }));
+    assert_eq!(matvans::encode(&many, 2, 128, Layout::Rows), Err(matvans::Error::Values { got: 256, limit: 128 }));
+    let wide = [many.clone(), many.clone()].concat();
+    assert_eq!(matvans::encode(&wide, 1, 512, Layout::Lanes), Err(matvans::Error::Values { got: 256, limit: 255 }));
+    for values in [[&wide[1..256], &wide[..1 + 256]].concat().iter().map(|&v| v.max(-127)).collect(), vec![127; 512]] {
+        let encoded = matvans::encode(&values, 1, 512, Layout::Lanes).unwrap();
+        assert_eq!(encoded.decode().unwrap(), values);
+        assert_eq!(matvans::oracle::decode(&encoded).unwrap(), values);
+    }
     // As many as there are parts, and a single one.
     for values in [many[..128].to_vec(), vec![-7; 128]] {
         let encoded = matvans::encode(&values, 1, 128, Layout::Rows).unwrap();
@@ -173,8 +201,8 @@ fn matvans_refuses_what_it_cannot_hold() {
 fn matvans_trusts_nothing() {
     let values = values(1, 64 * 256, 9.0);
     let mut random = Random::new(2);
-    for layout in [Layout::Rows, Layout::Stripes] {
-        let encoded = matvans::encode(&values, 64, 256, layout).unwrap();
+    for (layout, rows, cols) in [(Layout::Rows, 64, 256), (Layout::Stripes, 64, 256), (Layout::Lanes, 32, 512)] {
+        let encoded = matvans::encode(&values, rows, cols, layout).unwrap();
         let (mut refused, mut same) = (0, 0);
         for round in 0..2000 {
             let mut damaged = encoded.clone();
@@ -291,7 +319,7 @@ proptest! {
 
     #[test]
     fn matvans_comes_back(seed: u64, down in 1usize..4, across in 1usize..5, deviation in 0.01f64..40.0) {
-        for (layout, rows, cols) in [(Layout::Rows, down, 128 * across), (Layout::Stripes, 32 * down, 4 * across)] {
+        for (layout, rows, cols) in [(Layout::Rows, down, 128 * across), (Layout::Stripes, 32 * down, 4 * across), (Layout::Lanes, down, 512 * across)] {
             let values = values(seed, rows * cols, deviation);
             let encoded = matvans::encode(&values, rows, cols, layout).unwrap();
             prop_assert_eq!(&encoded.decode().unwrap(), &values);

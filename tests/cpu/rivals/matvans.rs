@@ -4,14 +4,14 @@ use crate::harness::{Buffer, CpuKernel, Edit};
 use unweight_codegen::Outside;
 use unweight_format::testing::Random;
 use unweight_rivals::{
-    cuda::matvans::{MatvansArgs, dense, parts, round, rows, stripes},
+    cuda::matvans::{MatvansArgs, dense, lanes, parts, round, rows, stripes},
     matvans::{Encoded, Layout, encode},
 };
 
 const SCALE: f32 = 0.003;
 
 fn build(edits: &[Edit]) -> CpuKernel {
-    CpuKernel::outside(&[rows(super::ARCH), stripes(super::ARCH), dense(super::ARCH)], edits)
+    CpuKernel::outside(&[rows(super::ARCH), stripes(super::ARCH), lanes(super::ARCH), dense(super::ARCH)], edits)
 }
 
 fn words(values: &[u32]) -> Buffer {
@@ -95,6 +95,7 @@ impl Case {
         match self.matrix.layout {
             Layout::Rows => rows(super::ARCH),
             Layout::Stripes => stripes(super::ARCH),
+            Layout::Lanes => lanes(super::ARCH),
         }
     }
 
@@ -123,6 +124,8 @@ fn cases() -> Vec<Case> {
         Case::new((32, 4), Layout::Stripes, 0, 4),
         Case::new((160, 516), Layout::Stripes, 0, 5),
         Case::new((64, 1024), Layout::Stripes, 2, 6),
+        Case::new((3, 512), Layout::Lanes, 0, 7),
+        Case::new((5, 4096), Layout::Lanes, 3, 8),
     ]
 }
 
@@ -138,7 +141,11 @@ fn products_are_exactly_those_of_the_matrix() {
 fn any_bytes_stay_in_bounds() {
     let mut kernel = build(&[]);
     let mut random = Random::new(6);
-    for case in [Case::new((9, 1024), Layout::Rows, 0, 8), Case::new((64, 256), Layout::Stripes, 0, 9)] {
+    for case in [
+        Case::new((9, 1024), Layout::Rows, 0, 8),
+        Case::new((64, 256), Layout::Stripes, 0, 9),
+        Case::new((5, 512), Layout::Lanes, 0, 10),
+    ] {
         let (own, matrix) = (case.own(), &case.matrix);
         let table = parts(&matrix.tables);
         let noise = |random: &mut Random, count: usize| (0..count).map(|_| random.bits() as u32).collect::<Vec<_>>();
@@ -148,16 +155,21 @@ fn any_bytes_stay_in_bounds() {
             let offsets = noise(&mut random, matrix.offsets.len());
             let (_, faults) = case.run(&mut kernel, &own, &offsets, &matrix.words, &table).unwrap();
             assert!(faults > 0);
-            let any = noise(&mut random, 128);
+            let any = noise(&mut random, table.len());
             case.run(&mut kernel, &own, &matrix.offsets, &matrix.words, &any).unwrap();
         }
         // States that want a word in every step.
         let (_, faults) =
-            case.run(&mut kernel, &own, &matrix.offsets, &vec![0; matrix.words.len()], &[0; 128]).unwrap();
+            case.run(&mut kernel, &own, &matrix.offsets, &vec![0; matrix.words.len()], &vec![0; table.len()]).unwrap();
         let begins = matrix.offsets.iter().map(|&offset| 4 * offset as usize).chain([matrix.words.len()]);
         let begins: Vec<usize> = begins.collect();
-        let wanted = matrix.rows * matrix.cols / matrix.offsets.len() / 4;
-        let short = begins.windows(2).filter(|stream| stream[1] - stream[0] - 64 < wanted).count();
+        let wanted = matrix.rows * matrix.cols / matrix.offsets.len();
+        let too_short = |words: usize| match matrix.layout {
+            Layout::Rows | Layout::Stripes => words - 64 < wanted / 4,
+            // Words of 16 bits, two of which are the state.
+            Layout::Lanes => 2 * words - 64 < wanted,
+        };
+        let short = begins.windows(2).filter(|stream| too_short(stream[1] - stream[0])).count();
         assert!(faults as usize == short && short > 0, "{faults} faults, {short} streams are too short");
     }
 }
@@ -176,6 +188,14 @@ fn planted_bugs_are_caught() {
         (
             "ptx::store_global_u8(args.y + stream * 32 + lane,",
             "ptx::store_global_u8(args.y + stream * 32 + (lane ^ 1),",
+        ),
+        ("state << 16 | queue.take()", "state << 16 | 1"),
+        ("low = low >> 16 | high << 48;", "low >>= 16;"),
+        ("whole.next + 4 * lane", "whole.next + 4 * (lane ^ 1)"),
+        ("i == 2 ? x.z : x.w", "i == 2 ? x.w : x.z"),
+        (
+            "next += kGroup;\n        groups -= groups > 0;\n    }\n    UW_DEVICE u32 take()",
+            "next += 4;\n        groups -= groups > 0;\n    }\n    UW_DEVICE u32 take()",
         ),
         ("value < -128.0f ? -128.0f :", ""),
         ("i32 sum_of_warp(i32 sum) {\n", "i32 sum_of_warp(i32 sum) {\n    return sum;\n"),

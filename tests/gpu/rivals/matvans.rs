@@ -38,6 +38,9 @@ fn products_are_exactly_those_of_the_matrix_every_time() {
         (32, 4, Layout::Stripes),
         (160, 516, Layout::Stripes),
         (4096, 1024, Layout::Stripes),
+        (1, 512, Layout::Lanes),
+        (1000, 4096, Layout::Lanes),
+        (4096, 1024, Layout::Lanes),
     ] {
         let (dense, x) = (values(rows * cols, &mut random), values(cols, &mut random));
         let matrix = DeviceMatvans::upload(&stream, &encode(&dense, rows, cols, layout).unwrap()).unwrap();
@@ -71,7 +74,7 @@ fn any_bytes_stay_in_bounds() {
     let own = MatvansKernels::of(&stream, kernels).unwrap();
     let mut random = Random::new(72);
     let mut before = 0;
-    for layout in [Layout::Rows, Layout::Stripes] {
+    for layout in [Layout::Rows, Layout::Stripes, Layout::Lanes] {
         let sound = encode(&values(256 * 512, &mut random), 256, 512, layout).unwrap();
         let x = DeviceBuffer::from_host(&stream, &values(512, &mut random)).unwrap();
         let mut y = DeviceBuffer::zeroed(&stream, 256).unwrap();

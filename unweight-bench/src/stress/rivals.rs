@@ -56,6 +56,7 @@ impl Rival {
             ("zipserv", "reduce") => Some(Self::Reduce),
             ("matvans", "rows") => Some(Self::Matvans(Layout::Rows)),
             ("matvans", "stripes") => Some(Self::Matvans(Layout::Stripes)),
+            ("matvans", "lanes") => Some(Self::Matvans(Layout::Lanes)),
             ("matvans", "dense") => Some(Self::Dense),
             ("tans", "add") => Some(Self::Tans),
             ("tans", "plain") => Some(Self::Plain),
@@ -66,8 +67,10 @@ impl Rival {
     /// Whether a matrix of this shape can be coded so.
     fn takes(self, (n, k): (u32, u32)) -> bool {
         match self {
-            Self::Matvans(Layout::Rows) => k.is_multiple_of(128),
-            Self::Matvans(Layout::Stripes) => n.is_multiple_of(32),
+            Self::Matvans(layout) => {
+                let (rows, cols) = layout.steps();
+                n.is_multiple_of(rows as u32) && k.is_multiple_of(cols as u32)
+            }
             _ => true,
         }
     }

@@ -4,11 +4,12 @@ use unweight_codegen::{Outside, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch}
 use unweight_rt::device::{DeviceBuffer, DeviceError, KernelSet, OutsideKernel, Refusal, Stream};
 
 use super::HEADERS;
-use crate::matvans::{Encoded, Layout, PARTS, Tables};
+use crate::matvans::{Encoded, Layout, Tables};
 
 const WARPS: u32 = 4;
+const PARTS: u32 = Layout::Rows.parts() as u32;
 const THREADS: u32 = 32 * WARPS;
-const RING_BYTES: u32 = 1024;
+const RING_WORDS: u32 = 256;
 
 args! {
     /// Arguments of all kernels of this format.
@@ -17,7 +18,7 @@ args! {
         pub words: u64,
         /// u32 `[streams]`: where each begins, in 16 bytes.
         pub offsets: u64,
-        /// u32 `[128]`: [`parts`].
+        /// u32 `[128]`, of lanes `[256]`: [`parts`].
         pub parts: u64,
         /// int8 `[rows, cols]`: read by `dense` alone.
         pub dense: u64,
@@ -33,7 +34,7 @@ args! {
         pub streams: u32,
         /// Rows.
         pub rows: u32,
-        /// Columns: of rows a multiple of 128, of stripes of 4, of `dense` of 16.
+        /// Columns: of rows a multiple of 128, of stripes of 4, of lanes of 512, of `dense` of 16.
         pub cols: u32,
         /// What sums are multiplied by.
         pub scale: f32,
@@ -50,9 +51,9 @@ fn coded(arch: Arch, function: &'static str, summary: &'static str) -> Outside {
         function,
         header: "rivals/matvans.cuh",
         headers: HEADERS,
-        constants: vec![("kCoded", 1)],
+        constants: vec![("kParts", PARTS), ("kRing", RING_WORDS)],
         args: ArgsInfo::of::<MatvansArgs>(),
-        smem: SmemPlan::new().section("table", PARTS as u32, 4, 16).section("rings", WARPS, RING_BYTES, 16),
+        smem: SmemPlan::new().section("table", PARTS, 4, 16).section("rings", WARPS, 4 * RING_WORDS, 16),
         threads: THREADS,
         blocks_per_sm: 8,
     }
@@ -68,10 +69,20 @@ pub fn stripes(arch: Arch) -> Outside {
     coded(arch, "stripes", "int8 [cols] x rANS stripes -> int8 [rows].")
 }
 
+/// The product from streams of one row in which each coder has words of its own: MatVANS' WarpPerRow.
+pub fn lanes(arch: Arch) -> Outside {
+    let parts = Layout::Lanes.parts() as u32;
+    Outside {
+        constants: vec![("kParts", parts), ("kRing", 0)],
+        smem: SmemPlan::new().section("table", parts, 4, 16),
+        ..coded(arch, "lanes", "int8 [cols] x rANS lanes -> int8 [rows].")
+    }
+}
+
 /// The product from int8 as it is: not the rival's, and what its are beside.
 pub fn dense(arch: Arch) -> Outside {
     Outside {
-        constants: vec![("kCoded", 0)],
+        constants: vec![("kParts", 0), ("kRing", 0)],
         smem: SmemPlan::new(),
         grid: "a warp a row",
         ..coded(arch, "dense", "int8 [cols] x int8 [rows, cols] -> int8 [rows].")
@@ -84,7 +95,7 @@ pub fn parts(tables: &Tables) -> Vec<u32> {
         let value = u32::from(tables.symbols[part] as u8);
         value | u32::from(tables.firsts[part]) << 8 | u32::from(tables.counts[part]) << 16
     };
-    (0..PARTS).map(part).collect()
+    (0..tables.symbols.len()).map(part).collect()
 }
 
 /// What a matrix' product is, element by element: as the kernels round.
@@ -109,10 +120,14 @@ impl DeviceMatvans {
     /// # Errors
     /// Streams that its shape does not have, or there is no memory.
     pub fn upload(stream: &Stream, matrix: &Encoded) -> Result<Self, DeviceError> {
-        let (step, col_step) = match matrix.layout {
-            Layout::Rows => (1, 128),
-            Layout::Stripes => (32, 4),
-        };
+        let (step, col_step) = matrix.layout.steps();
+        let tables = &matrix.tables;
+        let expected = matrix.layout.parts() as u64;
+        for got in [tables.symbols.len(), tables.firsts.len(), tables.counts.len()].map(|len| len as u64) {
+            if got != expected {
+                return Err(Refusal::Elements { buffer: "tables", got, expected }.into());
+            }
+        }
         let expected = (matrix.rows / step) as u64;
         let got = matrix.offsets.len() as u64;
         if got != expected || !matrix.rows.is_multiple_of(step) || !matrix.cols.is_multiple_of(col_step) {
@@ -142,6 +157,7 @@ impl DeviceMatvans {
 pub struct MatvansKernels {
     rows: OutsideKernel,
     stripes: OutsideKernel,
+    lanes: OutsideKernel,
     dense: OutsideKernel,
     faults: DeviceBuffer<u32>,
 }
@@ -156,6 +172,7 @@ impl MatvansKernels {
         Ok(Self {
             rows: OutsideKernel::of(kernels, rows(arch))?,
             stripes: OutsideKernel::of(kernels, stripes(arch))?,
+            lanes: OutsideKernel::of(kernels, lanes(arch))?,
             dense: OutsideKernel::of(kernels, dense(arch))?,
             faults: DeviceBuffer::zeroed(stream, 1)?,
         })
@@ -176,6 +193,7 @@ impl MatvansKernels {
         let kernel = match matrix.layout {
             Layout::Rows => &self.rows,
             Layout::Stripes => &self.stripes,
+            Layout::Lanes => &self.lanes,
         };
         check(kernel, (matrix.rows, matrix.cols), x, y)?;
         check_device(kernel, &matrix.words)?;

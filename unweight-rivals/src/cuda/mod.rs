@@ -26,7 +26,7 @@ pub const HEADERS: &[(&str, &str)] = &[
 pub fn kernels(arch: Arch) -> Vec<Outside> {
     let mut kernels = vec![dfloat11::kernel(arch), zipserv::decompress(arch), zipserv::reduce(arch)];
     kernels.extend(zipserv::BATCH_TILES.map(|tile| zipserv::gemm(arch, tile)));
-    kernels.extend([matvans::rows(arch), matvans::stripes(arch), matvans::dense(arch)]);
+    kernels.extend([matvans::rows(arch), matvans::stripes(arch), matvans::lanes(arch), matvans::dense(arch)]);
     if tans::runs_on(arch) {
         kernels.extend([tans::add(arch), tans::plain(arch)]);
     }
