@@ -458,6 +458,7 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
     if !arguments.force && is_taken {
         return Err(BundleError::OutputExists { path }.into());
     }
+    format::may_attach(&arguments.bundle)?;
     let options = load_options(arguments.max_batch, arguments.no_pdl);
     let cards = match arguments.arch.as_slice() {
         [] => vec![Cards::of(None, env, output)],

@@ -164,6 +164,10 @@ impl Tune {
         {
             return Err(failure);
         }
+        if rows.is_empty() {
+            let message = "no batch was tuned: the memory holds none of them";
+            failed = Some(Failure::new(message, "give smaller batches with --batch, or more memory with --memory"));
+        }
         let mut saved = false;
         if self.save && !rows.is_empty() {
             match self.attach(&found) {
@@ -189,7 +193,7 @@ impl Tune {
     /// name.
     fn may_write(&self, batches: &[u32]) -> Result<()> {
         if self.save {
-            format::may_attach(&self.bundle)?;
+            format::may_attach_plan(&self.bundle)?;
         }
         plot::may_save(self.svg.as_deref())?;
         for path in self.journal.iter().flat_map(|file| batches.iter().map(|batch| numbered(file, *batch))) {

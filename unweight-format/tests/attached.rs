@@ -13,8 +13,8 @@ use unweight_format::{
     Digest,
     bundle::{
         ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, Bundle, BundleError, CompressOptions, DecompressOptions,
-        ErrorClass, Silent, VerifyOptions, attach, attach_plan, compress, decompress, detach, may_attach, verify,
-        verify_with,
+        ErrorClass, Silent, VerifyOptions, attach, attach_plan, compress, decompress, detach, may_attach,
+        may_attach_plan, verify, verify_with,
     },
 };
 
@@ -125,7 +125,9 @@ fn a_plan_lies_beside_kernels() {
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&path, &bytes).unwrap();
     reason(attach_plan(&dir, |_| "a third".to_owned()));
-    reason(may_attach(&dir).map(|()| 0));
+    reason(may_attach_plan(&dir).map(|()| 0));
+    // By force it could be.
+    may_attach(&dir).unwrap();
     assert!(fs::read(&path).unwrap() == bytes);
     // By force it is replaced; the plan is in the index, which is sound, and stays. Without an index there is none.
     for cut in [1, 10] {
@@ -139,6 +141,9 @@ fn a_plan_lies_beside_kernels() {
     assert_eq!(plan(), None);
     detach(&dir).unwrap();
     assert!(read_tree(&dir) == before);
+    // Said before anything is compiled.
+    fs::create_dir(&path).unwrap();
+    assert!(matches!(may_attach(&dir), Err(BundleError::Io { path: at, .. }) if at == path));
 }
 
 /// Many who add to one plan at once: each waits for the others, and none is lost.
@@ -147,7 +152,7 @@ fn plans_are_merged_as_they_are_written() {
     let scratch = Scratch::new();
     let dir = bundle(&scratch);
     let before = read_tree(&dir);
-    may_attach(&dir).unwrap();
+    may_attach_plan(&dir).unwrap();
     assert!(read_tree(&dir) == before, "asking leaves nothing");
     std::thread::scope(|scope| {
         for writer in 0..4 {
@@ -155,7 +160,7 @@ fn plans_are_merged_as_they_are_written() {
             scope.spawn(move || {
                 for line in 0..5 {
                     attach_plan(dir, |old| format!("{}{writer}.{line}\n", old.unwrap_or_default())).unwrap();
-                    may_attach(dir).unwrap();
+                    may_attach_plan(dir).unwrap();
                 }
             });
         }
@@ -165,7 +170,7 @@ fn plans_are_merged_as_they_are_written() {
     lines.sort_unstable();
     lines.dedup();
     assert_eq!(lines.len(), 20, "{lines:?}");
-    assert!(matches!(may_attach(&scratch.path("model")), Err(BundleError::NotABundle { .. })));
+    assert!(matches!(may_attach_plan(&scratch.path("model")), Err(BundleError::NotABundle { .. })));
 }
 
 #[test]

@@ -365,17 +365,34 @@ pub fn attach_plan(dir: &Path, change: impl FnOnce(Option<&str>) -> String) -> R
     place(dir, &Attached::encode_with(&kernels, Some(&change(old.as_deref())))?, &lock)
 }
 
+/// Whether [`attach`] could write, as things are now: to be asked before minutes of compiling.
+///
+/// # Errors
+/// `dir` is no bundle, somebody else writes it, or a file cannot be made there.
+pub fn may_attach(dir: &Path) -> Result<(), BundleError> {
+    may_place(dir, &lock(dir)?)
+}
+
 /// Whether [`attach_plan`] could write, as things are now: to be asked before minutes of measuring.
 ///
 /// # Errors
 /// As for [`attach_plan`].
-pub fn may_attach(dir: &Path) -> Result<(), BundleError> {
-    let _lock = match lock(dir) {
+pub fn may_attach_plan(dir: &Path) -> Result<(), BundleError> {
+    let lock = match lock(dir) {
         // Somebody is at it, and soon done.
         Err(BundleError::Locked { .. }) => return Ok(()),
         lock => lock?,
     };
     all_attached(dir)?;
+    may_place(dir, &lock)
+}
+
+/// Whether [`place`] could make its file.
+fn may_place(dir: &Path, _lock: &File) -> Result<(), BundleError> {
+    let path = dir.join(ATTACHED_NAME);
+    if path.is_dir() {
+        return Err(BundleError::Io { action: "write the file", path, source: io::ErrorKind::IsADirectory.into() });
+    }
     let partial = dir.join(PARTIAL_NAME);
     remove(&partial)?;
     File::create_new(&partial).map_err(BundleError::io("write the file", &partial))?;

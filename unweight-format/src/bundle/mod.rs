@@ -37,7 +37,9 @@ mod stream;
 mod verify;
 
 pub use crate::named::UnknownName;
-pub use attached::{ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, attach, attach_plan, detach, may_attach};
+pub use attached::{
+    ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, attach, attach_plan, detach, may_attach, may_attach_plan,
+};
 pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
