@@ -233,7 +233,8 @@ impl Tables {
             let first = symbols.len();
             for _ in 0..count {
                 symbols.push((value as i16 - 128) as i8);
-                (firsts.push(first as u8), tabled.push(count as u8));
+                firsts.push(first as u8);
+                tabled.push(count as u8);
             }
         }
         Ok(Self { symbols, firsts, counts: tabled })
@@ -381,7 +382,7 @@ fn encode_lanes(row: &[i8], steps: usize, shares: &[Option<(u64, u64)>; 256], wo
                     pushed.push(state as u16);
                     state >>= 16;
                 }
-                state = state / count << 8 | (first + state % count);
+                state = ((state / count) << 8) | (first + state % count);
             }
         }
         pushed.extend([state as u16, (state >> 16) as u16]);
