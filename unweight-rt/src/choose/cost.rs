@@ -28,7 +28,8 @@ const GROUPED: f64 = 3.5e6;
 const FULL_DECODE: f64 = 0.94e6;
 /// Weights that are decoded to exponents in a us.
 const EXPONENT_DECODE: f64 = 1.98e6;
-/// The reconstructive matmul: us for a k, with one tile and with two tiles of columns a block.
+/// The reconstructive matmul: us for a k, with one tile and with two tiles of columns a block. Without splits of k, for
+/// which decoders beside it leave no room (docs/kernels.md).
 const RECON_K: (f64, f64) = (4.7e-3, 10.3e-3);
 /// Up to this batch it takes no longer than at batch 1.
 const RECON_BATCH: u32 = 64;
