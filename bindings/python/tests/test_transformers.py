@@ -136,6 +136,38 @@ class Models(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "packs bfloat16 weights.*unweight decompress"):
             AutoModelForCausalLM.from_pretrained(bundle, dtype=torch.float32)
 
+    def test_what_would_be_offloaded_is_refused_by_name(self):
+        model, bundle = self.bundle()
+        layers = {f"model.layers.{index}": "cpu" for index in range(2)}
+        rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+        beside = {**dict.fromkeys(rest, 0), **layers}
+        for source, more in ((bundle, {}), (model, dict(quantization_config=UnweightConfig()))):
+            for name, device_map, told in (
+                ("disk", {**rest, **layers, "model.layers.1": "disk"}, "offloads model.layers.1 on 'disk':"),
+                ("cpu beside a GPU", beside, "offloads model.layers.0 on 'cpu', model.layers.1 on 'cpu':"),
+                ("all of it", {"": "disk"}, "offloads the model on 'disk':"),
+                ("many", {**dict.fromkeys(rest, "disk"), **layers}, "'disk' and 1 more: packed .*unweight decompress"),
+            ):
+                with self.subTest(name, bundle=source == bundle), self.assertRaisesRegex(ValueError, told):
+                    AutoModelForCausalLM.from_pretrained(source, device_map=device_map, **more)
+            # It is known only when transformers has placed all.
+            with self.subTest("auto"), self.assertRaisesRegex(ValueError, "offloads .* on 'disk'"):
+                AutoModelForCausalLM.from_pretrained(source, device_map="auto", max_memory={"cpu": "1MB"}, **more)
+            with self.subTest("cpu"):
+                got = AutoModelForCausalLM.from_pretrained(source, device_map={**rest, **layers}, **more)
+                self.assertEqual(packed(got), 15)
+
+    def test_auto_fits_packed_weights_into_memory(self):
+        for kind in ("llama", "mixtral", "odd"):
+            with self.subTest(kind):
+                self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                model, bundle = self.bundle(kind)
+                expected = AutoModelForCausalLM.from_pretrained(model)
+                room = int(AutoModelForCausalLM.from_pretrained(bundle).get_memory_footprint() * 1.04)
+                self.assertLess(room, expected.get_memory_footprint())
+                got = AutoModelForCausalLM.from_pretrained(bundle, device_map="auto", max_memory={"cpu": room})
+                self.assertTrue(torch.equal(logits(got), logits(expected)))
+
     def test_a_shard_without_its_manifest_is_refused(self):
         _, bundle = self.bundle()
         (bundle / "unweight.json").unlink()

@@ -28,6 +28,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from . import _native
 from ._bundle import Bundle, TensorInfo
 from .ops import Experts, Linear, why_not
 
@@ -65,6 +66,11 @@ def _packed(module: nn.Module, name: str, weight: Tensor) -> bool:
     delattr(module, name)
     setattr(module, name, experts)
     return True
+
+
+def _has_kernels() -> bool:
+    """Whether weights are packed on every device that there is."""
+    return not any(why_not(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -135,8 +141,30 @@ class UnweightHfQuantizer(HfQuantizer):
         # What transformers reads is BF16 in any case; it is packed on the way.
         self.pre_quantized = False
 
-    def validate_environment(self, *_: Any, **__: Any) -> None:
-        """Nothing is needed."""
+    def validate_environment(self, device_map: Any = None, **_: Any) -> None:
+        """Layers that are to be kept elsewhere than where they run are refused: what fetches them for each product
+        finds them by a state_dict. Asked of the map that the caller gave, and of the one that "auto" has come to.
+        """
+        # As accelerate reads it: by these words, and the CPU by its word only beside another device.
+        places = device_map if isinstance(device_map, dict) else {}
+        away = {"disk"} if all(place in ("cpu", "disk") for place in places.values()) else {"cpu", "disk"}
+        kept = [f"{name or 'the model'} on '{place}'" for name, place in places.items() if place in away]
+        if kept:
+            shown = ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
+            raise ValueError(
+                f"device_map offloads {shown}: packed weights cannot be offloaded; give them room where they run (more "
+                "or larger GPUs, max_memory, or device_map='cpu' for all), or load the model in BF16 (without "
+                "UnweightConfig; of a bundle the original files: `unweight decompress BUNDLE -o MODEL`)"
+            )
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes of an element where it is loaded: "auto" fits packed weights, not BF16, into memory."""
+        stock = super().param_element_size(model, param_name, param)
+        if not self.param_needs_quantization(model, param_name) or not _has_kernels():
+            return stock
+        *_, n, k = param.shape
+        room = _native.Runtime.room(n, k)
+        return stock if room is None else room[0] / (n * k)
 
     def update_tp_plan(self, config: Any) -> Any:
         """A bundle's config.json names a file that is no checkpoint, so that nothing else loads it. Known now, and no
@@ -152,8 +180,8 @@ class UnweightHfQuantizer(HfQuantizer):
         """Packed weights are BF16; another type would be another model."""
         if dtype != torch.bfloat16:
             raise ValueError(
-                f"unweight packs bfloat16 weights, but the model is to be loaded as {dtype}; pass dtype=torch.bfloat16, "
-                "or load the original files (`unweight decompress BUNDLE -o MODEL`)"
+                f"unweight packs bfloat16 weights, but the model is to be loaded as {dtype}; pass "
+                "dtype=torch.bfloat16, or load the original files (`unweight decompress BUNDLE -o MODEL`)"
             )
         return dtype
 
@@ -194,9 +222,9 @@ class UnweightHfQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         """Packed weights are not saved again."""
         _logger.warning(
-            "save_pretrained does not write packed weights. The bundle that the model came from is the model: copy that "
-            "folder. A model that was packed when it was loaded: `unweight compress MODEL -o BUNDLE`. The original "
-            "files of a bundle: `unweight decompress BUNDLE -o MODEL`."
+            "save_pretrained does not write packed weights. The bundle that the model came from is the model: copy "
+            "that folder. A model that was packed when it was loaded: `unweight compress MODEL -o BUNDLE`. The "
+            "original files of a bundle: `unweight decompress BUNDLE -o MODEL`."
         )
         return False
 
@@ -346,8 +374,8 @@ def _open(filename: Any, framework: str = "pt", device: Any = "cpu", **more: Any
     if any(".unweight." in name for name in stock.keys()):
         raise ValueError(
             f"{path} is a shard of a bundle, but there is no {_MANIFEST} beside it; fetch the whole bundle "
-            "(`hf download ORG/NAME`) and load the folder. A folder inside a bundle is none of its own: load it from the "
-            "original files (`unweight decompress BUNDLE -o MODEL`)"
+            "(`hf download ORG/NAME`) and load the folder. A folder inside a bundle is none of its own: load it from "
+            "the original files (`unweight decompress BUNDLE -o MODEL`)"
         )
     return stock
 
