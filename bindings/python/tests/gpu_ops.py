@@ -1,4 +1,4 @@
-"""The operator on an NVIDIA GPU: `python -m unittest gpu_ops`. Needs torch, and fails without a GPU that has kernels."""
+"""The operator on an NVIDIA GPU: `python -m unittest gpu_ops`. Needs torch; fails without a GPU that has kernels."""
 
 import copy
 import gc

@@ -505,9 +505,9 @@ def answers(
 
 
 def experts_of_one_of_two(rank: int, **options: object) -> list[list[list[str]]]:
-    """Digests of gate and up and of down of each expert that this process, one of two that share a mixture's, has packed
-    in each layer. vLLM's processes do not share experts on the CPU, so it is told that it is one of them while it loads;
-    nothing is multiplied.
+    """Digests of gate and up and of down of each expert that this process, one of two that share a mixture's, has
+    packed in each layer. vLLM's processes do not share experts on the CPU, so it is told that it is one of them while
+    it loads; nothing is multiplied.
     """
     import dataclasses
     from unittest import mock

@@ -6,7 +6,8 @@ and tokens of KV cache. Needs vLLM and this package; each engine runs in a proce
     python vllm_gpu.py --out bundle.json --quick             # a bundle, and an adapter beside it: under four minutes
     python vllm_gpu.py --out mixture.json --geometry qwen3-30b-a3b --layers 4 --bundle
 
-On two GPUs `--tp 2` (with `--expert-parallel` for a mixture) or `--pp 2`, and with `--quick` an adapter in each process.
+On two GPUs `--tp 2` (with `--expert-parallel` for a mixture) or `--pp 2`, and with `--quick` an adapter in each
+process.
 
 `--quick` takes 4 of the 32 layers, compresses the model, and runs BF16 and the bundle with `--enable-lora`; what each
 says without the adapter is compared, too. Greedy tokens part at the first near tie, so logprobs are held to BF16's

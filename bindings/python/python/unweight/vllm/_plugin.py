@@ -355,7 +355,8 @@ class UnweightMethod(LinearMethodBase):
         layer.register_parameter("weight_packed", nn.Parameter(packed.arena, requires_grad=False))
         layer.unweight_packed, layer.unweight_n = packed, packed.n
         if isinstance(layer, ParallelLMHead) and _has_adapters():
-            # vLLM asks a head's weight for its type and device. Two bytes, and no number that could be taken for a weight.
+            # vLLM asks a head's weight for its type and device. Two bytes, and no number that could be taken for a
+            # weight.
             layer.weight = weight.new_full((), torch.nan).expand(weight.shape)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
