@@ -4,7 +4,7 @@
 //! its primary context.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     error::Error,
     ffi::{CString, c_void},
     sync::{
@@ -37,19 +37,44 @@ use crate::{
 /// Address and bytes.
 type Memory = (u64, usize);
 
-/// A layer that is known by the address of its arena.
-struct Known {
-    linear: Linear,
-    /// Of this registration: an address may be another arena's later.
-    id: u64,
+type Registered<T> = Vec<(u64, Arc<T>)>;
+
+/// What is known by the address of an arena. One that is made known twice is so until both are forgotten.
+struct Known<T> {
+    /// By the number of each registration: an address may be another arena's later.
+    by_address: RwLock<HashMap<u64, Registered<T>>>,
+    next: AtomicU64,
 }
 
-/// Experts that are known by the addresses of their two arenas.
-struct KnownExperts {
-    experts: Experts,
-    down: u64,
-    /// Of this registration.
-    id: u64,
+impl<T> Default for Known<T> {
+    fn default() -> Self {
+        Self { by_address: RwLock::default(), next: AtomicU64::new(1) }
+    }
+}
+
+impl<T> Known<T> {
+    /// Returns what `forget` takes.
+    fn add(&self, address: u64, one: T) -> u64 {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let mut known = self.by_address.write().unwrap_or_else(PoisonError::into_inner);
+        known.entry(address).or_default().push((id, Arc::new(one)));
+        id
+    }
+
+    fn forget(&self, address: u64, id: u64) {
+        let mut known = self.by_address.write().unwrap_or_else(PoisonError::into_inner);
+        if let Entry::Occupied(mut all) = known.entry(address) {
+            all.get_mut().retain(|one| one.0 != id);
+            if all.get().is_empty() {
+                all.remove();
+            }
+        }
+    }
+
+    fn get(&self, address: u64) -> Option<Arc<T>> {
+        let known = self.by_address.read().unwrap_or_else(PoisonError::into_inner);
+        Some(known.get(&address)?.last()?.1.clone())
+    }
 }
 
 /// Whether there are kernels for GPUs of a compute capability.
@@ -62,10 +87,9 @@ pub fn has_kernels(major: i32, minor: i32) -> bool {
 #[pyclass(frozen, module = "unweight._native")]
 pub struct Runtime {
     guest: Guest,
-    known: RwLock<HashMap<u64, Arc<Known>>>,
-    /// By the address of the gate and up.
-    experts: RwLock<HashMap<u64, Arc<KnownExperts>>>,
-    next: AtomicU64,
+    linears: Known<Linear>,
+    /// By the address of the gate and up, with that of the down.
+    experts: Known<(Experts, u64)>,
 }
 
 #[pymethods]
@@ -87,7 +111,7 @@ impl Runtime {
                 CString::new(format!("unweight: measurements are not followed: {error}")).map_err(value_error)?;
             PyErr::warn(py, &py.get_type::<PyUserWarning>(), &text, 1)?;
         }
-        Ok(Self { guest, known: RwLock::default(), experts: RwLock::default(), next: AtomicU64::new(1) })
+        Ok(Self { guest, linears: Known::default(), experts: Known::default() })
     }
 
     /// Bytes of an arena for a shape, and the room for lists that packing takes; `None` for a shape that is not packed.
@@ -142,10 +166,7 @@ impl Runtime {
         // SAFETY: the caller's tensors, which it holds until `forget` and longer than the work (`_native.pyi`). Behind
         // each section of an arena is another or its head, behind the lists what the caller allocated for it.
         let linear = py.detach(|| unsafe { self.guest.layer(shape, window, at) });
-        let linear = linear.map_err(|error| raised(py, &error))?;
-        let id = self.next.fetch_add(1, Ordering::Relaxed);
-        let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
-        known.insert(arena.0, Arc::new(Known { linear, id }));
+        let id = self.linears.add(arena.0, linear.map_err(|error| raised(py, &error))?);
         Ok((id, digest))
     }
 
@@ -164,18 +185,12 @@ impl Runtime {
         // SAFETY: as for `register`.
         let made = py.detach(|| unsafe { self.guest.experts(shape, known(upper), known(lower)) });
         let experts = made.map_err(|error| raised(py, &error))?;
-        let id = self.next.fetch_add(1, Ordering::Relaxed);
-        let mut known = self.experts.write().unwrap_or_else(PoisonError::into_inner);
-        known.insert(gate_up.0.0, Arc::new(KnownExperts { experts, down: down.0.0, id }));
-        Ok(id)
+        Ok(self.experts.add(gate_up.0.0, (experts, down.0.0)))
     }
 
-    /// Forgets experts, if they are those that were registered so.
+    /// Forgets experts that were registered so.
     fn forget_experts(&self, gate_up: u64, id: u64) {
-        let mut known = self.experts.write().unwrap_or_else(PoisonError::into_inner);
-        if known.get(&gate_up).is_some_and(|known| known.id == id) {
-            known.remove(&gate_up);
-        }
+        self.experts.forget(gate_up, id);
     }
 
     /// Bytes of scratch of known experts for so many tokens `[m, hidden]` that chose `top_k` each.
@@ -189,7 +204,7 @@ impl Runtime {
         experts: u32,
     ) -> PyResult<u64> {
         let known = self.experts_of(py, arenas)?;
-        let shape = known.experts.shape();
+        let shape = known.0.shape();
         if (shape.hidden, shape.experts) != (hidden, experts) {
             let message = format!(
                 "there are {} experts of {} columns, but x has {hidden} and {experts} are named",
@@ -218,13 +233,13 @@ impl Runtime {
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
         let routed = RoutedAt { ids: routed.0, weights: routed.1, top_k: routed.2 };
         // SAFETY: the caller's tensors and its stream (`_native.pyi`).
-        unsafe { self.guest.enqueue_experts(&known.experts, stream, (x, m, y), routed, scratch, false) }
+        unsafe { self.guest.enqueue_experts(&known.0, stream, (x, m, y), routed, scratch, false) }
             .map_err(|error| raised(py, &error))
     }
 
     /// Whether an arena is known by this address.
     fn knows(&self, arena: u64) -> bool {
-        self.known.read().unwrap_or_else(PoisonError::into_inner).contains_key(&arena)
+        self.linears.get(arena).is_some()
     }
 
     /// The digest of the lists of an arena, known or not.
@@ -233,30 +248,27 @@ impl Runtime {
         Ok(Head::of_bytes(&bytes, arena.1)?.0.digest())
     }
 
-    /// Forgets an arena, if it is the one that was registered so.
+    /// Forgets an arena that was registered so.
     fn forget(&self, arena: u64, id: u64) {
-        let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
-        if known.get(&arena).is_some_and(|known| known.id == id) {
-            known.remove(&arena);
-        }
+        self.linears.forget(arena, id);
     }
 
     /// Rows and columns of a known arena.
     fn shape(&self, py: Python<'_>, arena: u64) -> PyResult<(u32, u32)> {
-        let known = self.of(py, arena)?;
-        Ok((known.linear.n(), known.linear.k()))
+        let linear = self.of(py, arena)?;
+        Ok((linear.n(), linear.k()))
     }
 
     /// Bytes of scratch for a batch of a known arena `[n, k]`.
     fn scratch_nbytes(&self, py: Python<'_>, arena: u64, m: u32, shape: (u32, u32), add: bool) -> PyResult<u64> {
-        let known = self.of(py, arena)?;
-        let (rows, cols) = (known.linear.n(), known.linear.k());
+        let linear = self.of(py, arena)?;
+        let (rows, cols) = (linear.n(), linear.k());
         if (rows, cols) != shape {
             let (n, k) = shape;
             let message = format!("weights are [{rows}, {cols}], but n is {n} and x has {k} columns");
             return Err(PyValueError::new_err(message));
         }
-        self.guest.scratch_bytes(&known.linear, m, epilogue(add)).map_err(|error| raised(py, &error))
+        self.guest.scratch_bytes(&linear, m, epilogue(add)).map_err(|error| raised(py, &error))
     }
 
     /// Enqueues the product; `add`: to what is in `y`.
@@ -272,23 +284,23 @@ impl Runtime {
         stream: usize,
         add: bool,
     ) -> PyResult<()> {
-        let known = self.of(py, arena)?;
+        let linear = self.of(py, arena)?;
         let stream = std::ptr::with_exposed_provenance_mut::<c_void>(stream);
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
         // SAFETY: the caller's tensors and its stream (`_native.pyi`).
-        unsafe { self.guest.enqueue(&known.linear, stream, (x, m, y), scratch, epilogue(add)) }
+        unsafe { self.guest.enqueue(&linear, stream, (x, m, y), scratch, epilogue(add)) }
             .map_err(|error| raised(py, &error))
     }
 
     /// Writes the weights of a known arena as BF16.
     fn unpack(&self, py: Python<'_>, arena: u64, out: Memory) -> PyResult<()> {
-        let known = self.of(py, arena)?;
-        let wanted = known.linear.n() as usize * known.linear.k() as usize * 2;
+        let linear = self.of(py, arena)?;
+        let wanted = linear.n() as usize * linear.k() as usize * 2;
         if out.1 != wanted {
             return Err(PyValueError::new_err(format!("the weights have {wanted} bytes, the buffer {}", out.1)));
         }
         // SAFETY: the caller's tensor, of this size, that nobody uses meanwhile (`_native.pyi`).
-        py.detach(|| unsafe { self.guest.unpack_at(&known.linear, out.0) }).map_err(|error| raised(py, &error))
+        py.detach(|| unsafe { self.guest.unpack_at(&linear, out.0) }).map_err(|error| raised(py, &error))
     }
 }
 
@@ -322,18 +334,16 @@ impl Runtime {
         Ok(Stored { shape, window: head.window()?, at: place(&layout, arena.0, escapes), digest })
     }
 
-    fn experts_of(&self, py: Python<'_>, (gate_up, down): (u64, u64)) -> PyResult<Arc<KnownExperts>> {
-        let known = self.experts.read().unwrap_or_else(PoisonError::into_inner);
-        known.get(&gate_up).filter(|known| known.down == down).cloned().ok_or_else(|| {
+    fn experts_of(&self, py: Python<'_>, (gate_up, down): (u64, u64)) -> PyResult<Arc<(Experts, u64)>> {
+        self.experts.get(gate_up).filter(|known| known.1 == down).ok_or_else(|| {
             let message = "these arenas of experts are not known on their device; pack them there \
                            (unweight.ops.pack_experts), and hold what it returns";
             plain(py, "UnweightError", message)
         })
     }
 
-    fn of(&self, py: Python<'_>, arena: u64) -> PyResult<Arc<Known>> {
-        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
-        known.get(&arena).cloned().ok_or_else(|| {
+    fn of(&self, py: Python<'_>, arena: u64) -> PyResult<Arc<Linear>> {
+        self.linears.get(arena).ok_or_else(|| {
             let message = "this arena is not known on its device, and neither are its escapes, or the copy is met in a \
                            capture; move the module (unweight.ops.Linear), or give both to unweight.ops.place";
             plain(py, "UnweightError", message)

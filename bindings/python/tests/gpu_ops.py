@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import pickle
 import threading
 import unittest
@@ -205,6 +206,19 @@ class Grouped(Gpu):
         with self.assertRaisesRegex(unweight.UnweightError, "experts are not known"):
             torch.ops.unweight.experts(x, *arenas, ids, share, 4)
 
+    def test_copies_are_known_by_themselves(self):
+        _, _, packed = self.made(4, 128, 64)
+        x, (ids, share) = inputs(3, 128), self.chosen(3, 2, 4, seed=0)
+        expected = self.asked(packed, x, ids, share)
+        saved = io.BytesIO()
+        torch.save(packed, saved)
+        saved.seek(0)
+        copies = copy.deepcopy(packed), torch.load(saved, weights_only=False)
+        del packed
+        gc.collect()
+        for one in copies:
+            self.assertTrue(torch.equal(self.asked(one, x, ids, share), expected))
+
 
 class Mixture(Gpu):
     def test_each_expert_is_its_own_product_there_and_after_a_move(self):
@@ -287,6 +301,25 @@ class Operator(Gpu):
         torch.cuda.synchronize()
         with self.assertRaisesRegex(unweight.UnweightError, "capture"), torch.cuda.graph(graph):
             op(x, clone, 192)
+
+    def test_an_arena_that_is_made_known_twice_is_so_until_both_are_gone(self):
+        packed, op, x = pack(weights(192, 320)), torch.ops.unweight.linear, inputs(33, 320)
+        arena, lists, expected = packed.arena, packed.escapes.data, linear(x, packed)
+        with warnings.catch_warnings():
+            # Of what is not known a copy would be made known, with a warning.
+            warnings.simplefilter("error")
+            again = place(arena, lists)
+            del again
+            gc.collect()
+            self.assertTrue(torch.equal(op(x, arena, 192), expected))
+            again = place(arena, lists)
+            del packed
+            gc.collect()
+            self.assertTrue(torch.equal(op(x, arena, 192), expected))
+            del again
+            gc.collect()
+            with self.assertRaisesRegex(unweight.UnweightError, "not known"):
+                op(x, arena, 192)
 
     def test_torch_s_own_checks_of_operators_pass(self):
         packed = pack(weights(192, 320))

@@ -9,6 +9,7 @@ the packed weights, may be captured into CUDA graphs, and run on any stream. It 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import os
 import pathlib
@@ -144,21 +145,45 @@ def _name_libraries() -> None:
 
 
 class Placed:
-    """An arena on a GPU, known to the operator there by its address, with its lists of escapes.
+    """An arena on a GPU, known to an operator there by its address, with its lists of escapes; or both of a mixture.
 
-    Whoever holds an arena on a GPU holds this object, too. It holds the arena, so that its address stays its own.
+    Whoever holds an arena on a GPU holds this object, too. It holds the arena, so that its address stays its own. A
+    copy makes the copy of the arena known.
     """
 
-    __slots__ = ("__weakref__", "arena", "data", "_shared")
+    __slots__ = ("__weakref__", "arenas", "lists", "_place", "_shared")
 
-    def __init__(self, arena: Tensor, data: Tensor, shared: Escapes) -> None:
-        self.arena, self.data, self._shared = arena, data, shared
+    def __init__(
+        self,
+        place: Callable[..., Placed],
+        arenas: tuple[Tensor, ...],
+        lists: tuple[Tensor, ...],
+        shared: Optional[Escapes] = None,
+    ) -> None:
+        self.arenas, self.lists, self._place, self._shared = arenas, lists, place, shared
+
+    @property
+    def arena(self) -> Tensor:
+        """The one arena."""
+        (arena,) = self.arenas
+        return arena
+
+    @property
+    def data(self) -> Tensor:
+        """Its lists of escapes."""
+        (lists,) = self.lists
+        return lists
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
-        return place(copy.deepcopy(self.arena, memo), self.data)
+        return self._place(*(copy.deepcopy(arena, memo) for arena in self.arenas), *self.lists)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return place, (self.arena, self.data)
+        return self._place, (*self.arenas, *self.lists)
+
+
+def _own(lists: Tensor, device: torch.device) -> Tensor:
+    """Lists of escapes in memory of their own: with what is read behind them, and as long as their arena."""
+    return torch.empty(lists.nbytes + _PAD, dtype=torch.uint8, device=device)[: lists.nbytes].copy_(lists)
 
 
 def place(arena: Tensor, escapes: Tensor) -> Placed:
@@ -166,14 +191,12 @@ def place(arena: Tensor, escapes: Tensor) -> Placed:
 
     The kernels of its shape are compiled by then, or found in the cache. Not during a capture.
     """
-    # Of its own: with what is read behind it, and as long as the arena.
-    data = torch.empty(escapes.nbytes + _PAD, dtype=torch.uint8, device=arena.device)[: escapes.nbytes].copy_(escapes)
-    runtime, memory = _runtime(arena.device), _memory(arena)
+    data, runtime, memory = _own(escapes, arena.device), _runtime(arena.device), _memory(arena)
     with torch.cuda.device(arena.device):
         torch.cuda.current_stream().synchronize()
         known, digest = runtime.register(memory, _memory(data))
     # By the digest, the lists are found for a copy of the arena, too.
-    placed = Placed(arena, data, _escapes(digest, data))
+    placed = Placed(place, (arena,), (data,), _escapes(digest, data))
     weakref.finalize(placed, runtime.forget, memory[0], known)
     return placed
 
@@ -330,37 +353,24 @@ def pack_experts(gate_up: Tensor, down: Tensor) -> Optional[PackedExperts]:
         return PackedExperts(first.arena, second.arena, kept, experts, gate_up.nbytes + down.nbytes)
     if (reason := why_not(gate_up.device)) is not None:
         raise ValueError(f"{reason}; give weights on the CPU")
-    pairs = []
-    for weight in (upper, lower.contiguous()):
-        packed = _packed_cuda(weight)
-        if packed is None:
-            return None
-        arena, lists = packed
-        # Of its own: with what is read behind it, and as long as the arena.
-        data = torch.empty(lists.nbytes + _PAD, dtype=torch.uint8, device=arena.device)[: lists.nbytes].copy_(lists)
-        pairs.append((arena, data))
-    return _place_experts(pairs, experts, gate_up.nbytes + down.nbytes)
+    first, second = _packed_cuda(upper), _packed_cuda(lower.contiguous())
+    if first is None or second is None:
+        return None
+    placed = _place_experts(experts, first[0], second[0], first[1], second[1])
+    return PackedExperts(*placed.arenas, (placed,), experts, gate_up.nbytes + down.nbytes)
 
 
-class _PlacedExperts:
-    """Experts on a GPU, known there by the addresses of their arenas, which it holds."""
-
-    __slots__ = ("__weakref__", "tensors")
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
-
-
-def _place_experts(pairs: list[tuple[Tensor, Tensor]], experts: int, bf16_nbytes: int) -> PackedExperts:
-    (gate_up, upper), (down, lower) = pairs
+def _place_experts(experts: int, gate_up: Tensor, down: Tensor, upper: Tensor, lower: Tensor) -> Placed:
+    """As `place`, both arenas of a mixture."""
     runtime = _runtime(gate_up.device)
+    upper, lower = _own(upper, gate_up.device), _own(lower, gate_up.device)
     with torch.cuda.device(gate_up.device):
         torch.cuda.current_stream().synchronize()
         both = (_memory(gate_up), _memory(upper)), (_memory(down), _memory(lower))
         known = runtime.register_experts(*both, experts)
-    placed = _PlacedExperts(gate_up, upper, down, lower)
+    placed = Placed(functools.partial(_place_experts, experts), (gate_up, down), (upper, lower))
     weakref.finalize(placed, runtime.forget_experts, gate_up.data_ptr(), known)
-    return PackedExperts(gate_up, down, (placed,), experts, bf16_nbytes)
+    return placed
 
 
 def unpack_experts(gate_up: Tensor, down: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -395,7 +405,8 @@ def unpack(arena: Tensor) -> Tensor:
         known = _known.get((arena.device, digest))
         if known is None:
             raise UnweightError(
-                f"the escapes of an arena [{n}, {k}] are gone; keep `escapes` of what pack() returned as long as its arena"
+                f"the escapes of an arena [{n}, {k}] are gone; keep `escapes` of what pack() returned as long as its "
+                "arena"
             )
         lists = _memory(known.data)
     if lists[1] != nbytes:
