@@ -87,7 +87,19 @@ pub struct Report {
     saved: bool,
     /// What `--save` could not save.
     plan: Option<serde_json::Value>,
+    /// Why not all was done.
+    error: Option<serde_json::Value>,
     seconds: f64,
+}
+
+/// What became of the batches.
+#[derive(Default)]
+struct Found {
+    rows: Vec<Row>,
+    plan: Plan,
+    skipped: Vec<u32>,
+    /// The first thing that failed.
+    failed: Option<Failure>,
 }
 
 /// A batch.
@@ -140,51 +152,34 @@ impl Tune {
         let mut searches = Vec::new();
         for &batch in &batches {
             let from = plan.setting(batch, &self.plan_key(&bundle, &kernels, batch));
-            searches.push(self.search(&engine, &bundle, &kernels, batch, from)?);
+            searches.push((batch, self.search(&engine, &bundle, &kernels, batch, from)?));
         }
-        let (mut found, mut rows, mut skipped, mut failed) = (Plan::default(), Vec::new(), Vec::new(), None);
         let stop = || cancelled.load(Ordering::Relaxed);
-        for (done, search) in searches.into_iter().enumerate() {
-            let (batch, key) = (search.batch, self.plan_key(&bundle, &kernels, search.batch));
-            match self.tune(&mut engine, search, batches.len() - done - 1, &stop, output) {
-                Ok(Some((row, setting))) => {
-                    found.insert(Measured { batch, key, setting, step_us: row.step_us, gain: row.gain });
-                    rows.push(row);
-                }
-                Ok(None) => skipped.push(batch),
-                // What the batches before it gave is saved and said all the same.
-                Err(failure) => {
-                    failed = Some(failure);
-                    break;
-                }
-            }
-        }
-        if rows.is_empty()
-            && let Some(failure) = failed
-        {
-            return Err(failure);
-        }
-        if rows.is_empty() {
-            let message = "no batch was tuned: the memory holds none of them";
-            failed = Some(Failure::new(message, "give smaller batches with --batch, or more memory with --memory"));
-        }
+        let mut behind = searches.len();
+        let mut found = Found::of(searches, |batch, search| {
+            behind -= 1;
+            let Some((row, setting)) = self.tune(&mut engine, (batch, search), behind, &stop, output)? else {
+                return Ok(None);
+            };
+            let key = self.plan_key(&bundle, &kernels, batch);
+            let measured = Measured { batch, key, setting, step_us: row.step_us, gain: row.gain };
+            Ok(Some((row, measured)))
+        })?;
         let mut saved = false;
-        if self.save && !rows.is_empty() {
-            match self.attach(&found) {
+        if self.save && !found.rows.is_empty() {
+            match self.attach(&found.plan) {
                 Ok(()) => saved = true,
-                Err(failure) => failed = Some(failure),
+                Err(failure) => found.fail(failure, output),
             }
         }
         if let Some(file) = &self.svg {
-            match plot::tuned(&rows).and_then(|svg| plot::save(file, &svg)) {
+            match plot::tuned(&found.rows).and_then(|svg| plot::save(file, &svg)) {
                 Ok(()) => output.note(format_args!("{}: drawn", file.display())),
-                Err(failure) => failed = failed.or(Some(failure)),
+                Err(failure) => found.fail(failure, output),
             }
         }
-        let lost = (self.save && !saved && !rows.is_empty()).then(|| found.text());
-        let plan = lost.as_deref().and_then(|text| serde_json::from_str(text).ok());
-        let seconds = begun.elapsed().as_secs_f64();
-        let report = Report { mlp: self.mlp.name(), context: self.context, rows, skipped, saved, plan, seconds };
+        let lost = (self.save && !saved && !found.rows.is_empty()).then(|| found.plan.text());
+        let (report, failed) = found.report(self, saved, lost.as_deref(), begun.elapsed().as_secs_f64());
         output.result("tune", &report, |out| report.write(lost.as_deref(), out))?;
         failed.map_or(Ok(()), |failure| Err(failure.reported()))
     }
@@ -262,19 +257,19 @@ impl Tune {
         let journal = Journal::open(&path, &subject.key(), space.space(), &start).map_err(Failure::other)?;
         // What this search found before may be saved, and `from` be that: it began elsewhere.
         let start = journal.start().clone();
-        Ok(Search { batch, space, start, rounds, journal, _folder: folder })
+        Ok(Search { space, start, rounds, journal, _folder: folder })
     }
 
     /// One batch; nothing where the memory does not hold so many sequences.
     fn tune(
         &self,
         engine: &mut Engine,
-        search: Search,
+        (batch, search): (u32, Search),
         behind: usize,
         stop: &dyn Fn() -> bool,
         output: Output,
     ) -> Result<Option<(Row, Setting)>> {
-        let Search { batch, space, start, rounds, mut journal, _folder } = search;
+        let Search { space, start, rounds, mut journal, _folder } = search;
         let mut oracle = match StepOracle::new(engine, &space, (batch, self.context), rounds, &start, stop) {
             Err(EngineError::Rejected(why)) => {
                 output.note(format_args!("batch {batch} is left out: {why}"));
@@ -311,7 +306,6 @@ impl Tune {
 
 /// A batch before it is searched.
 struct Search {
-    batch: u32,
     space: PathSpace,
     start: Point,
     rounds: Rounds,
@@ -426,6 +420,52 @@ fn left(elapsed: Duration, measured: u32, more: u32) -> Option<f64> {
     (measured > 0).then(|| elapsed.as_secs_f64() / f64::from(measured) * f64::from(more))
 }
 
+impl Found {
+    /// What `tune` finds for one batch after the other, until one fails: what those before it gave is saved and said all
+    /// the same.
+    fn of<S>(
+        searches: Vec<(u32, S)>,
+        mut tune: impl FnMut(u32, S) -> Result<Option<(Row, Measured)>>,
+    ) -> Result<Self> {
+        let mut found = Self::default();
+        for (batch, search) in searches {
+            match tune(batch, search) {
+                Ok(Some((row, measured))) => {
+                    found.plan.insert(measured);
+                    found.rows.push(row);
+                }
+                Ok(None) => found.skipped.push(batch),
+                Err(failure) if found.rows.is_empty() => return Err(failure),
+                Err(failure) => {
+                    found.failed = Some(failure);
+                    break;
+                }
+            }
+        }
+        if found.rows.is_empty() {
+            let message = "no batch was tuned: the memory holds none of them";
+            let help = "give smaller batches with --batch, or more memory with --memory";
+            found.failed = Some(Failure::new(message, help));
+        }
+        Ok(found)
+    }
+
+    /// The first failure is the command's, and a later one said as it comes.
+    fn fail(&mut self, failure: Failure, output: Output) {
+        match self.failed {
+            None => self.failed = Some(failure),
+            Some(_) => output.note(format_args!("and {failure}")),
+        }
+    }
+
+    fn report(self, of: &Tune, saved: bool, lost: Option<&str>, seconds: f64) -> (Report, Option<Failure>) {
+        let Self { rows, skipped, failed, .. } = self;
+        let plan = lost.and_then(|text| serde_json::from_str(text).ok());
+        let error = failed.as_ref().map(Failure::to_json);
+        (Report { mlp: of.mlp.name(), context: of.context, rows, skipped, saved, plan, error, seconds }, failed)
+    }
+}
+
 impl Report {
     /// `lost` is the text of a plan that could not be saved.
     fn write(&self, lost: Option<&str>, out: &mut dyn Write) -> io::Result<()> {
@@ -458,6 +498,8 @@ impl Report {
 
 #[cfg(test)]
 mod tests {
+    use clap::FromArgMatches;
+
     use super::*;
 
     #[test]
@@ -465,6 +507,65 @@ mod tests {
         assert_eq!(batch("64"), Ok(64));
         for text in ["3", "0", "x", "2048", "-1"] {
             assert!(batch(text).unwrap_err().contains("1, 8, 16"), "{text}");
+        }
+    }
+
+    /// The second of four batches has no room, the third fails, the fourth is not begun.
+    #[test]
+    fn a_batch_that_fails_is_in_the_report_beside_those_that_were_found() {
+        let way = || Way::Cublas;
+        let setting = Setting { hard: [way(), way(), way()], easy: [way(), way(), way()], decode_sms: 22, consumers: 2 };
+        let row = |batch| Row {
+            batch,
+            start_us: 2.0,
+            step_us: 1.0,
+            gain: 0.5,
+            tokens_per_s: 1e6,
+            measured: 3,
+            replayed: 0,
+            rejected: 0,
+            hard: Default::default(),
+            easy: Default::default(),
+            decode_sms: 22,
+            consumers: 2,
+        };
+        let found = |last: u32| {
+            Found::of(vec![(1, ()), (64, ()), (256, ()), (512, ())], |batch, ()| match batch {
+                64 => Ok(None),
+                batch if batch == last => Err(Failure::new("the device is lost", "look at its cables")),
+                batch => {
+                    let (key, setting) = ("0".repeat(32), setting.clone());
+                    Ok(Some((row(batch), Measured { batch, key, setting, step_us: 1.0, gain: 0.5 })))
+                }
+            })
+        };
+        let tune = Tune::from_arg_matches(&Tune::augment_args(clap::Command::new("tune")).get_matches_from(["tune", "b"]));
+        let report = |found: Found| {
+            let (report, failed) = found.report(tune.as_ref().unwrap(), false, None, 1.0);
+            (serde_json::to_value(report).unwrap(), failed)
+        };
+        let (json, failed) = report(found(256).unwrap());
+        assert_eq!((json["rows"].as_array().unwrap().len(), &json["skipped"][0]), (1, &64.into()));
+        assert_eq!((&json["rows"][0]["batch"], json["rows"][0]["gain"].as_f64()), (&1.into(), Some(0.5)));
+        let error = ["class", "message", "help"].map(|key| json["error"][key].as_str().unwrap());
+        assert_eq!(error, ["failed", "the device is lost", "look at its cables"]);
+        assert_eq!(failed.unwrap().to_string(), "the device is lost");
+        // Nothing failed, and nothing was found.
+        let (json, failed) = report(found(0).unwrap());
+        assert!(json["error"].is_null() && failed.is_none() && json["rows"].as_array().unwrap().len() == 3);
+        assert_eq!(found(1).err().unwrap().to_string(), "the device is lost");
+        let none = Found::of(vec![(1, ())], |_, ()| Ok(None)).unwrap();
+        assert!(report(none).0["error"]["message"].as_str().unwrap().contains("holds none of them"));
+        // What comes later does not hide what came first.
+        let mut both = found(256).unwrap();
+        both.fail(Failure::new("no room", "make room"), Output { json: true, quiet: true, verbose: 0 });
+        assert_eq!(report(both).0["error"]["message"], "the device is lost");
+        // All of it is in the tables of the documents.
+        let (_, section) = include_str!("../../docs/cli.md").split_once("\n### tune\n`tune").unwrap();
+        let (section, _) = section.split_once("\n### ").unwrap();
+        for key in json.as_object().unwrap().keys().chain(json["rows"][0].as_object().unwrap().keys()) {
+            let known = [format!("`{key}`"), format!("`{key}[]`"), format!("`rows[].{key}`")];
+            assert!(key == "rows" || known.iter().any(|known| section.contains(known)), "{key} is not in docs/cli.md");
         }
     }
 
