@@ -701,6 +701,20 @@ fn tune_says_what_it_needs() {
         let text = stderr(&output);
         assert!(text.contains(said) && !text.contains("libcuda"), "{wrong:?}: {text}");
     }
+    // So are journals that are none, and those that another process writes; what was there is as it was.
+    let second = home.path().join("journal.64");
+    fs::write(&second, "mine\n").unwrap();
+    let journals = ["tune", "inference", "--journal", "journal", "--batch", "1,64"];
+    let text = stderr(&run(home.path(), &journals, 2));
+    assert!(text.contains("journal.64: line 1: ") && !text.contains("libcuda"), "{text}");
+    assert_eq!(fs::read_to_string(&second).unwrap(), "mine\n");
+    fs::write(&second, "").unwrap();
+    let held = fs::File::open(&second).unwrap();
+    held.lock().unwrap();
+    let text = stderr(&run(home.path(), &journals, 2));
+    assert!(text.contains("journal.64: another process writes this journal") && !text.contains("libcuda"), "{text}");
+    drop(held);
+    fs::remove_file(&second).unwrap();
     let attached = dir.join("unweight.kernels");
     fs::write(&attached, "damaged").unwrap();
     let output = run(home.path(), &["tune", "inference", "--save"], 1);

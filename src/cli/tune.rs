@@ -1,7 +1,6 @@
 //! `unweight tune`.
 
 use std::{
-    fs::OpenOptions,
     io::{self, Write},
     path::{Path, PathBuf},
     sync::atomic::Ordering,
@@ -19,14 +18,14 @@ use unweight::{
             oracle::{Interrupted, PathSpace, Rounds, StepOracle},
             plan,
         },
-        tune::{How, Journal, Limits, Point, Progress, Subject, TuneError, Tuned, descend},
+        tune::{Claim, How, Journal, Limits, Point, Progress, Subject, TuneError, Tuned, descend},
     },
     format::{
         FormId,
         bundle::{self as format, Bundle},
     },
     model::{ModelConfig, ModelWeights},
-    rt::KernelSet,
+    rt::{KernelSet, device::DeviceInfo},
 };
 
 use super::{
@@ -134,7 +133,7 @@ impl Tune {
         let mut batches = self.batch.clone();
         batches.sort_unstable();
         batches.dedup();
-        self.may_write(&batches)?;
+        let claims = self.claim(&batches)?;
         let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
         let cancelled = progress::cancel_flag()?;
         let plan = saved_plan(&bundle, output);
@@ -146,14 +145,21 @@ impl Tune {
             .mlp(self.mlp.into())
             .graphs(false);
         options.memory = self.memory;
+        // What a journal is of is known before minutes of loading.
+        let subjects = claims.into_iter().map(|(batch, claim)| {
+            let key = self.journal_key(&bundle, &kernels, batch);
+            claim.of.check(&key).map_err(Failure::other)?;
+            Ok((batch, claim, key))
+        });
+        let subjects = subjects.collect::<Result<Vec<_>>>()?;
         let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
         output.note(format_args!("loaded: {}", engine.memory()));
-        // Every journal is open before the first measurement.
-        let mut searches = Vec::new();
-        for &batch in &batches {
+        // Every journal has its head before the first measurement.
+        let searches = subjects.into_iter().map(|(batch, claim, key)| {
             let from = plan.setting(batch, &self.plan_key(&bundle, &kernels, batch));
-            searches.push((batch, self.search(&engine, &bundle, &kernels, batch, from)?));
-        }
+            Ok((batch, search(&engine, kernels.device().info(), (batch, claim, &key), from)?))
+        });
+        let searches = searches.collect::<Result<Vec<_>>>()?;
         let stop = || cancelled.load(Ordering::Relaxed);
         let mut behind = searches.len();
         let mut found = Found::of(searches, |batch, search| {
@@ -184,29 +190,23 @@ impl Tune {
         failed.map_or(Ok(()), |failure| Err(failure.reported()))
     }
 
-    /// Whether everything that will be written can be, as things are now: an hour of measuring is not to end in a wrong
-    /// name.
-    fn may_write(&self, batches: &[u32]) -> Result<()> {
+    /// The journals, locked, once everything else that will be written can be, as things are now: an hour of measuring
+    /// is not to end in a wrong name.
+    fn claim(&self, batches: &[u32]) -> Result<Vec<(u32, Claimed)>> {
         if self.save {
             format::may_attach_plan(&self.bundle)?;
         }
         plot::may_save(self.svg.as_deref())?;
-        for path in self.journal.iter().flat_map(|file| batches.iter().map(|batch| numbered(file, *batch))) {
-            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            // A pipe would wait for whoever reads it.
-            let there = path.symlink_metadata().is_ok();
-            if there && path.metadata().is_ok_and(|metadata| !metadata.is_file()) {
-                let message = format!("{}: exists, and is no file that a journal could be", path.display());
-                return Err(Failure::new(message, "choose another name for --journal"));
-            }
-            let written = if there {
-                OpenOptions::new().append(true).open(&path).map(drop)
-            } else {
-                tempfile::tempfile_in(folder).map(drop)
+        let claim = |batch: &u32| {
+            let folder = match &self.journal {
+                Some(_) => None,
+                None => Some(tempfile::tempdir().map_err(Failure::io("a folder for measurements"))?),
             };
-            written.map_err(Failure::io(path.display()))?;
-        }
-        Ok(())
+            let own = folder.as_ref().map(|folder| folder.path().join("journal"));
+            let path = self.journal.as_deref().map(|file| numbered(file, *batch)).or(own).unwrap_or_default();
+            Ok((*batch, Claimed { of: Claim::new(&path).map_err(Failure::other)?, folder }))
+        };
+        batches.iter().map(claim).collect()
     }
 
     /// Puts what was found beside the bundle, over what is there now: another `tune` may have saved meanwhile.
@@ -224,40 +224,22 @@ impl Tune {
         plan::key(&bundle.manifest().manifest_digest.to_string(), self.mlp.into(), batch, kernels.device().info())
     }
 
-    /// What a batch needs to be searched; its journal is open.
-    fn search(
-        &self,
-        engine: &Engine,
-        bundle: &Bundle,
-        kernels: &KernelSet,
-        batch: u32,
-        from: Option<&Setting>,
-    ) -> Result<Search> {
-        let info = kernels.device().info();
-        let (choices, guess) = (engine.path_choices(batch), engine.path_guess(batch)?);
-        let space = PathSpace::new(&choices, &guess, info.sms);
-        if space.is_trivial() {
-            return Err(nothing_to_choose());
-        }
-        let start = from.map_or_else(|| space.space().first(), |setting| space.point(setting));
-        let rounds = Rounds { rounds: self.rounds, steps: STEPS };
+    /// What a journal is of.
+    fn journal_key(&self, bundle: &Bundle, kernels: &KernelSet, batch: u32) -> String {
         let model = format!("{} {}", bundle.manifest().manifest_digest, self.mlp.name());
+        let rounds = self.rounds();
         let how = How {
             linears: &format!("{:?}", self.linears),
             rounds: (rounds.rounds, rounds.steps),
             memory: self.memory,
             table: &kernels.chooser().table().to_json(),
         };
-        let subject = Subject { model: &model, batch, context: self.context, how: Some(how), ..plan::subject(info) };
-        let folder = tempfile::tempdir().map_err(Failure::io("a folder for measurements"))?;
-        let path = match &self.journal {
-            Some(file) => numbered(file, batch),
-            None => folder.path().join("journal"),
-        };
-        let journal = Journal::open(&path, &subject.key(), space.space(), &start).map_err(Failure::other)?;
-        // What this search found before may be saved, and `from` be that: it began elsewhere.
-        let start = journal.start().clone();
-        Ok(Search { space, start, rounds, journal, _folder: folder })
+        let subject = plan::subject(kernels.device().info());
+        Subject { model: &model, batch, context: self.context, how: Some(how), ..subject }.key()
+    }
+
+    fn rounds(&self) -> Rounds {
+        Rounds { rounds: self.rounds, steps: STEPS }
     }
 
     /// One batch; nothing where the memory does not hold so many sequences.
@@ -269,8 +251,8 @@ impl Tune {
         stop: &dyn Fn() -> bool,
         output: Output,
     ) -> Result<Option<(Row, Setting)>> {
-        let Search { space, start, rounds, mut journal, _folder } = search;
-        let mut oracle = match StepOracle::new(engine, &space, (batch, self.context), rounds, &start, stop) {
+        let Search { space, start, mut journal, _folder } = search;
+        let mut oracle = match StepOracle::new(engine, &space, (batch, self.context), self.rounds(), &start, stop) {
             Err(EngineError::Rejected(why)) => {
                 output.note(format_args!("batch {batch} is left out: {why}"));
                 return Ok(None);
@@ -304,14 +286,39 @@ impl Tune {
     }
 }
 
+/// A journal before the model is loaded.
+struct Claimed {
+    of: Claim,
+    /// Where the journal lies that nobody asked for.
+    folder: Option<tempfile::TempDir>,
+}
+
 /// A batch before it is searched.
 struct Search {
     space: PathSpace,
     start: Point,
-    rounds: Rounds,
     journal: Journal,
-    /// Where the journal lies that nobody asked for.
-    _folder: tempfile::TempDir,
+    /// See [`Claimed`].
+    _folder: Option<tempfile::TempDir>,
+}
+
+/// What a batch needs to be searched, with a journal of this key.
+fn search(
+    engine: &Engine,
+    info: &DeviceInfo,
+    (batch, claimed, key): (u32, Claimed, &str),
+    from: Option<&Setting>,
+) -> Result<Search> {
+    let (choices, guess) = (engine.path_choices(batch), engine.path_guess(batch)?);
+    let space = PathSpace::new(&choices, &guess, info.sms);
+    if space.is_trivial() {
+        return Err(nothing_to_choose());
+    }
+    let start = from.map_or_else(|| space.space().first(), |setting| space.point(setting));
+    let journal = claimed.of.begin(key, space.space(), &start).map_err(Failure::other)?;
+    // What this search found before may be saved, and `from` be that: it began elsewhere.
+    let start = journal.start().clone();
+    Ok(Search { space, start, journal, _folder: claimed.folder })
 }
 
 /// `FILE.64`.
@@ -421,12 +428,9 @@ fn left(elapsed: Duration, measured: u32, more: u32) -> Option<f64> {
 }
 
 impl Found {
-    /// What `tune` finds for one batch after the other, until one fails: what those before it gave is saved and said all
-    /// the same.
-    fn of<S>(
-        searches: Vec<(u32, S)>,
-        mut tune: impl FnMut(u32, S) -> Result<Option<(Row, Measured)>>,
-    ) -> Result<Self> {
+    /// What `tune` finds for one batch after the other, until one fails: what those before it gave is saved and said
+    /// all the same.
+    fn of<S>(searches: Vec<(u32, S)>, mut tune: impl FnMut(u32, S) -> Result<Option<(Row, Measured)>>) -> Result<Self> {
         let mut found = Self::default();
         for (batch, search) in searches {
             match tune(batch, search) {
@@ -513,8 +517,8 @@ mod tests {
     /// The second of four batches has no room, the third fails, the fourth is not begun.
     #[test]
     fn a_batch_that_fails_is_in_the_report_beside_those_that_were_found() {
-        let way = || Way::Cublas;
-        let setting = Setting { hard: [way(), way(), way()], easy: [way(), way(), way()], decode_sms: 22, consumers: 2 };
+        let ways: [Way; 3] = ["raw"; 3].map(|way| way.parse().unwrap());
+        let setting = Setting { hard: ways, easy: ways, decode_sms: 22, consumers: 2 };
         let row = |batch| Row {
             batch,
             start_us: 2.0,
@@ -539,9 +543,10 @@ mod tests {
                 }
             })
         };
-        let tune = Tune::from_arg_matches(&Tune::augment_args(clap::Command::new("tune")).get_matches_from(["tune", "b"]));
+        let arguments = Tune::augment_args(clap::Command::new("tune")).get_matches_from(["tune", "b"]);
+        let tune = Tune::from_arg_matches(&arguments).unwrap();
         let report = |found: Found| {
-            let (report, failed) = found.report(tune.as_ref().unwrap(), false, None, 1.0);
+            let (report, failed) = found.report(&tune, false, None, 1.0);
             (serde_json::to_value(report).unwrap(), failed)
         };
         let (json, failed) = report(found(256).unwrap());

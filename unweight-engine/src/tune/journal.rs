@@ -9,8 +9,9 @@
 
 use std::{
     collections::HashMap,
-    fs::{File, OpenOptions, TryLockError},
-    io::{Read, Seek, SeekFrom, Write},
+    fs::{self, File, Metadata, OpenOptions, TryLockError},
+    io::{self, ErrorKind, Read, Seek, SeekFrom, Write},
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
@@ -34,7 +35,7 @@ pub enum JournalError {
         /// The file.
         path: PathBuf,
         /// Why.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// A line that is none of a journal.
     #[error("{}: line {line}: {reason}; mend the line, or begin with a new file", .path.display())]
@@ -55,6 +56,12 @@ pub enum JournalError {
         found: String,
         /// The key asked for.
         want: String,
+    },
+    /// A folder, a pipe, or the like.
+    #[error("{}: exists, and is no file that a journal could be; choose another name", .path.display())]
+    NoFile {
+        /// What it is not.
+        path: PathBuf,
     },
     /// Somebody else writes it.
     #[error("{}: another process writes this journal; let it end, or choose another file", .path.display())]
@@ -94,42 +101,125 @@ pub struct Journal {
     answers: Answers,
 }
 
-impl Journal {
-    /// Opens a journal, or begins one, for the measurements of `key` in `space` from `start` on. A search that goes on
-    /// begins at [`Journal::start`].
+/// A file that a journal lies in, or will: locked and read, before anybody knows what will be measured. What is known
+/// sooner is checked sooner; what was claimed and not begun leaves nothing behind.
+#[derive(Debug)]
+pub struct Claim {
+    /// Before the file, so that a name goes while its lock is held.
+    unused: Unused,
+    path: PathBuf,
+    file: File,
+    bytes: Vec<u8>,
+}
+
+/// A new file that nothing was written to, and what tells it from others of its name: the name goes with it.
+#[derive(Debug)]
+struct Unused(Option<(PathBuf, Place)>);
+
+impl Drop for Unused {
+    fn drop(&mut self) {
+        if let Some((path, place)) = &self.0
+            && place_of(path.metadata()) == Some(*place)
+        {
+            // An empty file is a journal, too.
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Device and inode.
+type Place = (u64, u64);
+
+fn place_of(metadata: io::Result<Metadata>) -> Option<Place> {
+    metadata.ok().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+impl Claim {
+    /// Claims a file, or a new one of this name.
+    ///
+    /// # Errors
+    /// It is no file, cannot be opened, is written by somebody else, or does not begin as a journal does.
+    pub fn new(path: &Path) -> Result<Self, JournalError> {
+        let io = |source| JournalError::Io { path: path.to_owned(), source };
+        loop {
+            // A pipe would wait for whoever reads it.
+            if path.metadata().is_ok_and(|metadata| !metadata.is_file()) {
+                return Err(JournalError::NoFile { path: path.to_owned() });
+            }
+            let mut options = OpenOptions::new();
+            options.read(true).write(true);
+            let (mut file, fresh) = match options.open(path) {
+                Err(error) if error.kind() == ErrorKind::NotFound => match options.create_new(true).open(path) {
+                    // Somebody was faster.
+                    Err(error) if error.kind() == ErrorKind::AlreadyExists && path.exists() => continue,
+                    file => (file.map_err(io)?, true),
+                },
+                file => (file.map_err(io)?, false),
+            };
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => return Err(JournalError::Busy { path: path.to_owned() }),
+                Err(TryLockError::Error(source)) => return Err(io(source)),
+            }
+            let place = place_of(file.metadata());
+            if place != place_of(path.metadata()) {
+                // Of a claim that came to nothing: whoever makes the next file locks that.
+                continue;
+            }
+            let unused = Unused(place.filter(|_| fresh).map(|place| (path.to_owned(), place)));
+            let mut bytes = Vec::new();
+            file.read_to_end(&mut bytes).map_err(io)?;
+            let claim = Self { unused, path: path.to_owned(), file, bytes };
+            if claim.whole() > 0 {
+                claim.head()?;
+            }
+            return Ok(claim);
+        }
+    }
+
+    /// Whether it has measurements of something else.
+    ///
+    /// # Errors
+    /// [`JournalError::Key`], or what is there is neither a journal nor the beginning of this one.
+    pub fn check(&self, key: &str) -> Result<(), JournalError> {
+        if self.whole() > 0 {
+            let head = self.head()?;
+            if head.key != key {
+                let (found, want) = (head.key.chars().take(64).collect(), key.to_owned());
+                return Err(JournalError::Key { path: self.path.clone(), found, want });
+            }
+            return Ok(());
+        }
+        // As far as it is known what a head says; the rest is compared in [`Claim::begin`].
+        let head = Head { tune: VERSION, key: key.to_owned(), axes: Vec::new(), start: Vec::new() };
+        let text = serde_json::to_string(&head).unwrap_or_default();
+        let known = text.split("[]").next().unwrap_or_default();
+        self.torn(known.as_bytes(), self.bytes.len().min(known.len()))
+    }
+
+    /// The journal for the measurements of `key` in `space` from `start` on. A search that goes on begins at
+    /// [`Journal::start`].
     ///
     /// # Errors
     /// [`JournalError`].
-    pub fn open(path: &Path, key: &str, space: &Space, start: &Point) -> Result<Self, JournalError> {
-        let io = |source| JournalError::Io { path: path.to_owned(), source };
-        let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(JournalError::Busy { path: path.to_owned() }),
-            Err(TryLockError::Error(source)) => return Err(io(source)),
-        }
-        let mut bytes = Vec::new();
-        file.read_to_end(&mut bytes).map_err(io)?;
-        // What a kill cut off is measured again.
-        let whole = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
+    pub fn begin(mut self, key: &str, space: &Space, start: &Point) -> Result<Journal, JournalError> {
+        self.check(key)?;
+        let whole = self.whole();
         let axes = space.axes().iter().map(|axis| axis.coordinate.to_string()).collect();
-        let head = Head {
-            tune: VERSION,
-            key: key.to_owned(),
-            axes,
-            start: space.names(start).into_iter().map(str::to_owned).collect(),
-        };
-        // Of a file without a line the beginning of a head alone is ours to write over.
-        if whole == 0 && !serde_json::to_vec(&head).is_ok_and(|head| head.starts_with(&bytes)) {
-            let reason = "neither a journal nor the beginning of this one".to_owned();
-            return Err(JournalError::Damaged { path: path.to_owned(), line: 1, reason });
+        let names = space.names(start).into_iter().map(str::to_owned).collect();
+        let head = Head { tune: VERSION, key: key.to_owned(), axes, start: names };
+        if whole == 0 {
+            self.torn(&serde_json::to_vec(&head).unwrap_or_default(), self.bytes.len())?;
         }
-        bytes.truncate(whole);
-        let (begun, answers) = read(path, &bytes, key, space)?;
+        let (begun, answers) = read(&self.path, &self.bytes[..whole], &head.axes, space)?;
+        let path = self.path.clone();
+        let io = |source| JournalError::Io { path: path.clone(), source };
+        // What a kill cut off is measured again.
+        self.file.set_len(whole as u64).map_err(io)?;
+        self.file.seek(SeekFrom::Start(whole as u64)).map_err(io)?;
+        self.unused.0 = None;
         let start = begun.unwrap_or_else(|| start.clone());
-        file.set_len(whole as u64).map_err(io)?;
-        file.seek(SeekFrom::Start(whole as u64)).map_err(io)?;
-        let mut journal = Self { path: path.to_owned(), file, start, answers };
+        let mut journal = Journal { path: self.path, file: self.file, start, answers };
         if whole == 0 {
             journal.write(&head)?;
             // The name of a new file is in its folder.
@@ -137,6 +227,41 @@ impl Journal {
             File::open(folder).and_then(|folder| folder.sync_all()).map_err(io)?;
         }
         Ok(journal)
+    }
+
+    /// Bytes of whole lines.
+    fn whole(&self) -> usize {
+        self.bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1)
+    }
+
+    /// Of a file without a line the beginning of a head alone is ours to write over.
+    fn torn(&self, head: &[u8], length: usize) -> Result<(), JournalError> {
+        if head.starts_with(&self.bytes[..length]) {
+            return Ok(());
+        }
+        let reason = "neither a journal nor the beginning of this one".to_owned();
+        Err(JournalError::Damaged { path: self.path.clone(), line: 1, reason })
+    }
+
+    /// The first of its whole lines.
+    fn head(&self) -> Result<Head, JournalError> {
+        let damaged = |reason| JournalError::Damaged { path: self.path.clone(), line: 1, reason };
+        let line = self.bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
+        let head: Head = serde_json::from_slice(line).map_err(|error| damaged(error.to_string()))?;
+        if head.tune != VERSION {
+            return Err(damaged(format!("version {} of the lines; this program writes {VERSION}", head.tune)));
+        }
+        Ok(head)
+    }
+}
+
+impl Journal {
+    /// Opens a journal, or begins one: [`Claim::new`] and [`Claim::begin`].
+    ///
+    /// # Errors
+    /// [`JournalError`].
+    pub fn open(path: &Path, key: &str, space: &Space, start: &Point) -> Result<Self, JournalError> {
+        Claim::new(path)?.begin(key, space, start)
     }
 
     /// Where the search began whose journal this is: what was found may have been saved since, and be where another
@@ -192,8 +317,8 @@ impl Journal {
     }
 }
 
-/// The start and all measurements of whole lines.
-fn read(path: &Path, bytes: &[u8], key: &str, space: &Space) -> Result<(Option<Point>, Answers), JournalError> {
+/// The start and all measurements of whole lines, of which the first is a head that was checked.
+fn read(path: &Path, bytes: &[u8], axes: &[String], space: &Space) -> Result<(Option<Point>, Answers), JournalError> {
     let damaged = |line: usize, reason: String| JournalError::Damaged { path: path.to_owned(), line, reason };
     let (mut start, mut answers) = (None, HashMap::new());
     let place =
@@ -202,14 +327,6 @@ fn read(path: &Path, bytes: &[u8], key: &str, space: &Space) -> Result<(Option<P
     for (number, line) in (1..).zip(lines) {
         if number == 1 {
             let head: Head = serde_json::from_slice(line).map_err(|error| damaged(1, error.to_string()))?;
-            if head.tune != VERSION {
-                return Err(damaged(1, format!("version {} of the lines; this program writes {VERSION}", head.tune)));
-            }
-            if head.key != key {
-                let (found, want) = (head.key.chars().take(64).collect(), key.to_owned());
-                return Err(JournalError::Key { path: path.to_owned(), found, want });
-            }
-            let axes: Vec<String> = space.axes().iter().map(|axis| axis.coordinate.to_string()).collect();
             if head.axes != axes {
                 return Err(damaged(1, "other coordinates than are searched now".to_owned()));
             }

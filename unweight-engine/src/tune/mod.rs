@@ -21,7 +21,7 @@ pub mod space;
 #[cfg(test)]
 mod tests;
 
-pub use journal::{Journal, JournalError};
+pub use journal::{Claim, Journal, JournalError};
 pub use key::{How, Subject};
 pub use search::{Answer, Limits, Oracle, OracleError, Paired, Phase, Progress, TuneError, Tuned, descend};
 pub use space::{Axis, Coordinate, Linear, Point, Profile, Space, SpaceError};

@@ -327,6 +327,46 @@ fn a_journal_that_is_no_journal_is_refused() {
     assert!(matches!(again(&nowhere), Err(JournalError::Io { .. })));
 }
 
+/// Before anybody knows what can be chosen: who writes it, and what it is of. A claim that comes to nothing leaves
+/// nothing, and what was there as it was.
+#[test]
+fn a_journal_is_claimed_before_its_space_is_known() {
+    let (space, folder) = (space([2, 2, 1, 1, 1, 1]), folder());
+    let path = folder.path().join("j");
+    let claim = Claim::new(&path).unwrap();
+    claim.check(KEY).unwrap();
+    assert!(path.exists() && matches!(Claim::new(&path), Err(JournalError::Busy { .. })));
+    drop(claim);
+    assert!(!path.exists());
+    let journal = Claim::new(&path).unwrap().begin(KEY, &space, &space.first()).unwrap();
+    assert!(journal.is_empty() && matches!(Claim::new(&path), Err(JournalError::Busy { .. })));
+    drop(journal);
+    let head = fs::read_to_string(&path).unwrap();
+    let checked = |text: &str, key: &str| {
+        fs::write(&path, text).unwrap();
+        let checked = Claim::new(&path).and_then(|claim| claim.check(key)).map_err(|error| error.to_string());
+        assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        checked
+    };
+    for own in ["", &head[..1], &head[..20], &head[..head.len() - 1], &head] {
+        assert_eq!(checked(own, KEY), Ok(()), "{own}");
+    }
+    assert!(checked(&head, "4567").unwrap_err().contains("of 0123 and not of 4567"));
+    for (other, said) in [("mine", "neither a journal"), (&head[..40], "neither"), ("mine\n", "line 1: ")] {
+        assert!(checked(other, "4567").unwrap_err().contains(said), "{other}");
+    }
+    let below = path.join("j");
+    assert!(matches!(Claim::new(&below), Err(JournalError::Io { .. })));
+    assert!(matches!(Claim::new(folder.path()), Err(JournalError::NoFile { .. })));
+    // The name of a file that somebody took away while it was claimed is the next one's.
+    fs::remove_file(&path).unwrap();
+    let first = Claim::new(&path).unwrap();
+    fs::remove_file(&path).unwrap();
+    let second = Claim::new(&path).unwrap().begin(KEY, &space, &space.first()).unwrap();
+    drop(first);
+    assert!(second.is_empty() && path.exists());
+}
+
 /// What a search found is where the next one begins; the same search, of the same journal, begins where it began: it
 /// measures nothing twice, and its gain is that over its own start.
 #[test]
