@@ -98,7 +98,7 @@ pub struct NoMemory {
 pub struct NoHostMemory {
     /// Bytes of all packed experts.
     pub need: u64,
-    /// Bytes that the host has at most.
+    /// Bytes that the host has left.
     pub have: u64,
 }
 
@@ -108,37 +108,67 @@ pub struct NoHostMemory {
 /// [`NoHostMemory`].
 pub fn check_host(need: u64) -> Result<(), NoHostMemory> {
     let read = |file| std::fs::read_to_string(file).unwrap_or_default();
-    let limit = group_bytes(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"));
-    match host_bytes(&read("/proc/meminfo"), limit) {
+    let left = group_bytes(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"));
+    match host_bytes(&read("/proc/meminfo"), left) {
         Some(have) if have < need => Err(NoHostMemory { need, have }),
         _ => Ok(()),
     }
 }
 
-/// Bytes that a process can have at most, by what the system says of itself and by the limit of its control group;
-/// `None` where neither says anything.
-fn host_bytes(meminfo: &str, limit: Option<u64>) -> Option<u64> {
+/// Bytes that a process can have yet, by what the system says of itself and by what its control group has left; `None`
+/// where neither says anything.
+fn host_bytes(meminfo: &str, left: Option<u64>) -> Option<u64> {
     let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = available.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    [kib.map(|kib| kib.saturating_mul(1024)), limit].into_iter().flatten().min()
+    [kib.map(|kib| kib.saturating_mul(1024)), left].into_iter().flatten().min()
 }
 
-/// The least limit of the control groups that this process is in, and of those they are in: of both versions, and of
-/// the root, which in a container is the container's own. `groups` is what `/proc/self/cgroup` says.
+/// Of a version of control groups: the files of a limit and of what is used of it, and what is used for files whose
+/// pages can be had back, as a group's `memory.stat` calls it, the groups in it counted.
+struct Version {
+    limit: &'static str,
+    used: &'static str,
+    cached: [&'static str; 2],
+}
+
+const V1: Version = Version {
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    cached: ["total_inactive_file", "total_active_file"],
+};
+const V2: Version =
+    Version { limit: "memory.max", used: "memory.current", cached: ["inactive_file", "active_file"] };
+
+impl Version {
+    /// What the group of this folder leaves; `None` where it has no limit.
+    fn left(&self, group: &Path) -> Option<u64> {
+        let read = |file: &str| std::fs::read_to_string(group.join(file)).ok();
+        let number = |text: &str| text.trim().parse::<u64>().ok();
+        // `max`, or a number above all memory, where there is no limit.
+        let limit = number(&read(self.limit)?)?;
+        let used = read(self.used).and_then(|text| number(&text)).unwrap_or(0);
+        let stat = read("memory.stat").unwrap_or_default();
+        let cached = stat.lines().filter_map(|line| line.split_once(' '));
+        let cached = cached.filter(|(name, _)| self.cached.contains(name)).filter_map(|(_, bytes)| number(bytes));
+        Some(limit.saturating_sub(used.saturating_sub(cached.fold(0, u64::saturating_add))))
+    }
+}
+
+/// The least that is left by the control groups that this process is in, and by those they are in: of both versions,
+/// and by the root, which in a container is the container's own. `groups` is what `/proc/self/cgroup` says.
 fn group_bytes(root: &Path, groups: &str) -> Option<u64> {
     // `0::/a/b` of version 2, `7:cpu,memory:/a/b` of version 1.
     let of = |line: &str| {
         let mut parts = line.splitn(3, ':').skip(1);
         let (controllers, group) = (parts.next()?, parts.next()?);
-        let (home, file) = match controllers {
-            "" => (root.to_owned(), "memory.max"),
-            _ if controllers.split(',').any(|own| own == "memory") => (root.join("memory"), "memory.limit_in_bytes"),
+        let (home, version) = match controllers {
+            "" => (root.to_owned(), V2),
+            _ if controllers.split(',').any(|own| own == "memory") => (root.join("memory"), V1),
             _ => return None,
         };
         // A container that sees no more than its own group finds it at the root, whatever the path says.
-        let groups = Path::new(group.trim_start_matches('/')).ancestors().map(|group| home.join(group).join(file));
-        // `max`, or a number above all memory, where there is no limit.
-        groups.filter_map(|path| std::fs::read_to_string(path).ok()?.trim().parse().ok()).min()
+        let groups = Path::new(group.trim_start_matches('/')).ancestors().map(|group| home.join(group));
+        groups.filter_map(|group| version.left(&group)).min()
     };
     // Where nothing is said of this process the root is asked all the same.
     groups.lines().chain(["0::/"]).filter_map(of).min()
@@ -354,30 +384,62 @@ mod tests {
         assert_eq!(chosen(asked.linears(Linears::Bf16), Some(11 * gb), true, 13), fast);
     }
 
+    /// Makes a file in a tree of control groups.
+    fn write(root: &Path, path: &str, text: &str) {
+        std::fs::create_dir_all(root.join(path).parent().unwrap()).unwrap();
+        std::fs::write(root.join(path), text).unwrap();
+    }
+
     /// The least of all that holds: of the group, of those around it, of either version.
     #[test]
     fn limits_of_control_groups_are_found() {
         let home = tempfile::tempdir().unwrap();
         let root = home.path();
-        let write = |path: &str, text: &str| {
-            std::fs::create_dir_all(root.join(path).parent().unwrap()).unwrap();
-            std::fs::write(root.join(path), text).unwrap();
-        };
         let own = "12:cpu:/x\n7:hugetlb,memory:/docker/c\n0::/user.slice/job\n";
         assert_eq!(group_bytes(root, own), None);
-        write("user.slice/job/memory.max", "max\n");
-        write("memory/memory.limit_in_bytes", "9223372036854771712\n");
+        write(root, "user.slice/job/memory.max", "max\n");
+        write(root, "memory/memory.limit_in_bytes", "9223372036854771712\n");
         assert_eq!(group_bytes(root, own), Some(9_223_372_036_854_771_712));
-        write("user.slice/memory.max", "8000\n");
+        write(root, "user.slice/memory.max", "8000\n");
         assert_eq!(group_bytes(root, own), Some(8000));
-        write("memory/docker/c/memory.limit_in_bytes", "7000\n");
+        write(root, "memory/docker/c/memory.limit_in_bytes", "7000\n");
         assert_eq!(group_bytes(root, own), Some(7000));
         assert_eq!(group_bytes(root, "0::/elsewhere\n"), None);
         // A container's own group, which it sees as the root.
-        write("memory.max", "6000");
+        write(root, "memory.max", "6000");
         for groups in [own, "", "0::/\n", "0::/../elsewhere\n", "no line of it"] {
             assert_eq!(group_bytes(root, groups), Some(6000), "{groups}");
         }
+    }
+
+    /// What is used cannot be had once more, unless it caches files.
+    #[test]
+    fn what_control_groups_have_left_is_their_limits_without_what_is_used() {
+        let home = tempfile::tempdir().unwrap();
+        let root = home.path();
+        let own = "7:memory:/c\n0::/slice/job\n";
+        write(root, "slice/job/memory.max", "8000\n");
+        write(root, "slice/job/memory.current", "5000\n");
+        assert_eq!(group_bytes(root, own), Some(3000));
+        let stat = "anon 4000\ninactive_file 700\nactive_file 200\nshmem 50\nworkingset_activate_file 9\n";
+        write(root, "slice/job/memory.stat", stat);
+        assert_eq!(group_bytes(root, own), Some(3900));
+        // Groups beside it share the limit around them.
+        write(root, "slice/memory.max", "100000\n");
+        write(root, "slice/memory.current", "98000\n");
+        assert_eq!(group_bytes(root, own), Some(2000));
+        // Of version 1 the groups below are in other lines than the group's own.
+        write(root, "memory/c/memory.limit_in_bytes", "6000\n");
+        write(root, "memory/c/memory.usage_in_bytes", "5500\n");
+        assert_eq!(group_bytes(root, own), Some(500));
+        let stat = "inactive_file 1\nactive_file 2\ntotal_inactive_file 300\ntotal_active_file 100\n";
+        write(root, "memory/c/memory.stat", stat);
+        assert_eq!(group_bytes(root, own), Some(900));
+        // For a moment more may be used than there may be, or less than is cached.
+        write(root, "memory/c/memory.usage_in_bytes", "7000\n");
+        assert_eq!(group_bytes(root, own), Some(0));
+        write(root, "memory/c/memory.usage_in_bytes", "399\n");
+        assert_eq!(group_bytes(root, own), Some(2000));
     }
 
     #[test]
