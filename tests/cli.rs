@@ -1051,6 +1051,12 @@ fn an_interrupted_run_is_resumed() {
         assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
         assert!(stderr(&output).contains("--resume"), "{}", stderr(&output));
         assert!(!home.path().join("bundle").exists(), "nothing half-written under the final name");
+        // Whoever looks for the bundle, or into what there is of it, is told.
+        for path in ["bundle", "bundle.partial"] {
+            let text = stderr(&run(home.path(), &["verify", path], 2));
+            assert!(text.contains("bundle: not finished: ") && text.contains("done in bundle.partial"), "{text}");
+            assert!(text.contains("the command that was making it goes on from there with --resume"), "{text}");
+        }
         interrupted = true;
         break;
     }
@@ -1540,6 +1546,11 @@ fn a_bundle_carries_its_kernels() {
     bundle::attach_plan(&home.path().join("bundle"), |_| "{\"version\": 1}".to_owned()).unwrap();
     in_home(&attach, 0);
     let bytes = fs::read(&path).unwrap();
+    let left = home.path().join("bundle/unweight.kernels.partial");
+    fs::write(&left, "half").unwrap();
+    let text = stderr(&in_home(&["verify", "bundle"], 1));
+    assert!(text.contains("nothing that the bundle lists is damaged: run again what was interrupted"), "{text}");
+    fs::remove_file(&left).unwrap();
     for (kept, plan) in [(bytes.len() - 1, "its plan of `tune` was sound, and stays"), (100, "is gone")] {
         fs::write(&path, &bytes[..kept]).unwrap();
         let said = stderr(&in_home(&[&attach[..], &["--force"]].concat(), 0));

@@ -78,7 +78,10 @@ impl Verify {
             0 => Ok(()),
             problems => Err(Failure::mismatch(
                 format!("{}: {}", self.bundle.display(), count(problems)),
-                "fetch the files named above again, or make the bundle again from its source",
+                match report.problems.iter().all(|problem| problem.is_extra) {
+                    true => "nothing that the bundle lists is damaged: run again what was interrupted, or move away the files named above",
+                    false => "fetch the files named above again, or make the bundle again from its source",
+                },
             )
             .reported()),
         }

@@ -305,6 +305,12 @@ fn an_interrupted_attachment_is_in_nobodys_way() {
     for plant in plants {
         plant(&partial, &outside);
         assert!(Bundle::open(&dir).unwrap().attached().unwrap().is_none());
+        if !partial.is_symlink() {
+            // It is said what it is, and that nothing else is wrong.
+            let problems = verify(&dir, None, &Silent).unwrap().problems;
+            assert!(problems.len() == 1 && problems[0].is_extra, "{problems:?}");
+            assert!(problems[0].message.contains("an interrupted run was about to attach this"), "{problems:?}");
+        }
         attach(&dir, &kernels(), false).unwrap();
         assert!(verify(&dir, None, &Silent).unwrap().is_ok());
         plant(&partial, &outside);
@@ -332,4 +338,14 @@ fn the_name_is_reserved_and_the_file_is_replaced_with_its_bundle() {
     fs::write(scratch.path("model").join(ATTACHED_NAME), "mine").unwrap();
     let error = compress(&scratch.path("model"), &scratch.path("other"), &CompressOptions::default(), &Silent);
     assert!(matches!(error, Err(BundleError::ReservedFile { .. })), "{error:?}");
+    // The name under which an attachment grows may be a file of the source's: it is nobody's to remove.
+    fs::remove_file(scratch.path("model").join(ATTACHED_NAME)).unwrap();
+    let own = scratch.path("model").join("unweight.kernels.partial");
+    fs::write(&own, "mine").unwrap();
+    let other = scratch.path("other");
+    compress(&scratch.path("model"), &other, &CompressOptions::default(), &Silent).unwrap();
+    let refused = [attach(&other, &kernels(), true), attach_plan(&other, |_| String::new())];
+    assert!(refused.iter().all(|refused| matches!(refused, Err(BundleError::ReservedFile { .. }))), "{refused:?}");
+    assert!(matches!(detach(&other), Err(BundleError::ReservedFile { .. })));
+    assert!(verify(&other, Some(&scratch.path("model")), &Silent).unwrap().is_ok());
 }

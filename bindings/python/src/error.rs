@@ -55,7 +55,7 @@ fn new(py: Python<'_>, class: &str, message: &str, place: &Place) -> PyResult<Py
 /// The exception's class: what a caller would tell apart.
 fn class(error: &BundleError) -> &'static str {
     match error {
-        BundleError::NotABundle { .. } => "NotABundleError",
+        BundleError::NotABundle { .. } | BundleError::Unfinished { .. } => "NotABundleError",
         BundleError::NewerVersion { .. } => "NewerVersionError",
         BundleError::OutputExists { .. } | BundleError::NotReplaceable { .. } => "OutputExistsError",
         BundleError::UnknownTensor { .. } | BundleError::AmbiguousTensor { .. } | BundleError::UnknownFile { .. } => {
@@ -119,6 +119,7 @@ fn place(error: &BundleError) -> Place {
         | BundleError::Memory { path, .. }
         | BundleError::PlanFile { path, .. }
         | BundleError::NotABundle { path }
+        | BundleError::Unfinished { path, .. }
         | BundleError::NewerVersion { path, .. }
         | BundleError::OtherConfig { path, .. }
         | BundleError::Manifest { path, .. }
@@ -138,7 +139,8 @@ fn place(error: &BundleError) -> Place {
         | BundleError::Unproven { file }
         | BundleError::FileSize { file, .. }
         | BundleError::MissingFile { file }
-        | BundleError::ExtraFile { file } => Place { file: Some(file.clone()), ..none() },
+        | BundleError::ExtraFile { file }
+        | BundleError::HalfAttached { file } => Place { file: Some(file.clone()), ..none() },
         BundleError::UnknownTensor { name } | BundleError::AmbiguousTensor { name, .. } => {
             Place { tensor: Some(name.clone()), ..none() }
         }
@@ -152,6 +154,7 @@ fn worded(remedy: Remedy) -> Option<&'static str> {
     Some(match remedy {
         Remedy::Overwrite => "choose another name, or replace it with force=True",
         Remedy::Resume => "call again with resume=True to go on from there",
+        Remedy::ResumeMaking => "the call that was making it goes on from there with resume=True",
         Remedy::FreeAndResume => "free some space, then call again with resume=True",
         Remedy::FewerThreads => "ask for fewer with threads=, or allow more processes (ulimit -u)",
         _ => return None,

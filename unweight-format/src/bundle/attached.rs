@@ -315,16 +315,15 @@ fn fault(reason: impl Into<String>) -> BundleError {
     BundleError::Attached { reason: reason.into() }
 }
 
-/// Whether the source had a file of the name: then it is that file, and the bundle has no kernels.
-pub(crate) fn is_taken(manifest: &Manifest) -> bool {
-    let below =
-        |name: &str| name.strip_prefix(ATTACHED_NAME).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+/// Whether the source had a file of this name, or a folder: then it is that.
+fn is_listed(manifest: &Manifest, own: &str) -> bool {
+    let below = |name: &str| name.strip_prefix(own).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
     manifest.files.iter().flat_map(|file| file.stored()).any(|(name, _)| below(&name))
 }
 
 /// The kernels of the bundle in `dir`, if it has any.
 pub(crate) fn of_bundle(dir: &Path, manifest: &Manifest) -> Result<Option<Attached>, BundleError> {
-    if is_taken(manifest) { Ok(None) } else { Attached::open(&dir.join(ATTACHED_NAME)) }
+    if is_listed(manifest, ATTACHED_NAME) { Ok(None) } else { Attached::open(&dir.join(ATTACHED_NAME)) }
 }
 
 /// Attaches kernels to a bundle: they appear together, or nothing changes. Returns the bytes of the file. No other byte
@@ -448,8 +447,10 @@ pub fn detach(dir: &Path) -> Result<Option<u64>, BundleError> {
 
 /// Keeps other processes from attaching to the bundle, until it is dropped.
 fn lock(dir: &Path) -> Result<File, BundleError> {
-    if is_taken(&read_manifest(dir)?) {
-        return Err(BundleError::ReservedFile { path: dir.join(ATTACHED_NAME) });
+    let manifest = read_manifest(dir)?;
+    // What grows is removed where it is in the way.
+    if let Some(taken) = [ATTACHED_NAME, PARTIAL_NAME].into_iter().find(|name| is_listed(&manifest, name)) {
+        return Err(BundleError::ReservedFile { path: dir.join(taken) });
     }
     let lock = File::open(dir).map_err(BundleError::io("open the directory", dir))?;
     match lock.try_lock() {

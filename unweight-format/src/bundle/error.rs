@@ -27,6 +27,8 @@ pub enum Remedy {
     Overwrite,
     /// Finished files are kept: resume ([`CompressOptions::resume`](super::CompressOptions::resume)).
     Resume,
+    /// Whoever makes this output can resume.
+    ResumeMaking,
     /// Free some space, then resume.
     FreeAndResume,
     /// Use [`CpuEncoder`](super::CpuEncoder): every encoder gives the same bytes.
@@ -302,6 +304,14 @@ pub enum BundleError {
         /// The directory.
         path: PathBuf,
     },
+    /// Not there yet: a run has begun it.
+    #[error("{}: not finished: an interrupted run, or one that still works, keeps what is done in {}", path.display(), partial.display())]
+    Unfinished {
+        /// The directory.
+        path: PathBuf,
+        /// What is kept.
+        partial: PathBuf,
+    },
     /// A part of a bundle.
     #[error("{}: part {part} of a bundle; merge all parts first", path.display())]
     NotMerged {
@@ -466,6 +476,15 @@ pub enum BundleError {
         /// The file.
         file: String,
     },
+    /// What a run that ended too early left of what it was about to attach.
+    #[error(
+        "{file}: an interrupted run was about to attach this; it is no part of the bundle, and the next run that \
+             attaches or detaches removes it"
+    )]
+    HalfAttached {
+        /// The file.
+        file: String,
+    },
     /// Stored sections that break the tensor format.
     #[error("{file}: tensor '{tensor}' at byte {offset}")]
     Codec {
@@ -532,6 +551,7 @@ impl BundleError {
         match self {
             Self::OutputExists { .. } => Some(Remedy::Overwrite),
             Self::Interrupted { .. } => Some(Remedy::Resume),
+            Self::Unfinished { .. } => Some(Remedy::ResumeMaking),
             Self::DiskFull { .. } => Some(Remedy::FreeAndResume),
             Self::Encoder { .. } => Some(Remedy::CpuEncoder),
             Self::Threads { .. } => Some(Remedy::FewerThreads),
@@ -548,6 +568,7 @@ impl BundleError {
             | Self::FileSize { .. }
             | Self::MissingFile { .. }
             | Self::ExtraFile { .. }
+            | Self::HalfAttached { .. }
             | Self::Signature { .. }
             | Self::Unproven { .. }
             | Self::Attached { .. }

@@ -3,6 +3,7 @@
 use std::{
     collections::{HashMap, HashSet},
     fs::File,
+    io,
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -17,6 +18,7 @@ use super::{
     files::{self, Input},
     part::PartFile,
     pipeline::{Work, batches_from, on_threads},
+    stage,
 };
 use crate::{
     Digest, Float, FormId, Section, StoredTensor, TileGrid,
@@ -321,14 +323,26 @@ pub(crate) fn read_manifest(dir: &Path) -> Result<Manifest, BundleError> {
 
 /// As [`read_manifest`], with the bytes that were parsed.
 pub(crate) fn read_manifest_bytes(dir: &Path) -> Result<(Manifest, Vec<u8>), BundleError> {
-    if !dir.metadata().map_err(BundleError::io("open the bundle", dir))?.is_dir() {
-        return Err(BundleError::NotADirectory { path: dir.into() });
+    match dir.metadata() {
+        Ok(metadata) if metadata.is_dir() => {}
+        Ok(_) => return Err(BundleError::NotADirectory { path: dir.into() }),
+        Err(error) => {
+            return Err(match stage::partial_of(dir).filter(|partial| stage::is_begun(partial)) {
+                Some(partial) if error.kind() == io::ErrorKind::NotFound => {
+                    BundleError::Unfinished { path: dir.into(), partial }
+                }
+                _ => BundleError::io("open the bundle", dir)(error),
+            });
+        }
     }
     let path = dir.join(manifest::FILE_NAME);
     if !path.exists() {
         return Err(match PartFile::read(dir)? {
             Some(part) => BundleError::NotMerged { path: dir.into(), part: part.part() },
-            None => BundleError::NotABundle { path: dir.into() },
+            None => match stage::output_of(dir).filter(|_| stage::is_begun(dir)) {
+                Some(path) => BundleError::Unfinished { path, partial: dir.into() },
+                None => BundleError::NotABundle { path: dir.into() },
+            },
         });
     }
     let bytes = files::read_small(&path, manifest::BYTES_MAX)?;
@@ -348,7 +362,7 @@ pub(crate) fn check_size(dir: &Path, file: String, expected: u64) -> Result<(), 
             Err(BundleError::FileSize { file, expected, got: metadata.len() })
         }
         Ok(_) => Ok(()),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Err(BundleError::MissingFile { file }),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(BundleError::MissingFile { file }),
         Err(source) => Err(BundleError::Io { action: "look at the file", path: dir.join(file), source }),
     }
 }

@@ -228,11 +228,15 @@ pub struct Problem {
     pub tensor: Option<String>,
     /// The whole message.
     pub message: String,
+    /// It is about a file that the bundle does not list: nothing is wrong with what it does list.
+    #[serde(skip)]
+    pub is_extra: bool,
 }
 
 impl Problem {
     pub(crate) fn new(error: &BundleError, file: &str, tensor: Option<&str>) -> Self {
-        Self { file: file.into(), tensor: tensor.map(Into::into), message: super::error::chain(error) }
+        let message = super::error::chain(error);
+        Self { file: file.into(), tensor: tensor.map(Into::into), message, is_extra: false }
     }
 }
 

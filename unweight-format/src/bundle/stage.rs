@@ -10,10 +10,13 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    ffi::OsString,
+    ffi::{OsStr, OsString},
     fs::{self, DirBuilder, File, TryLockError},
     io,
-    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
+    },
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
 };
@@ -56,6 +59,26 @@ pub(crate) struct Stage {
     _lock: File,
 }
 
+/// Where an output grows; `None` of what is no name for one.
+pub(crate) fn partial_of(output: &Path) -> Option<PathBuf> {
+    let mut name = OsString::from(output.file_name()?);
+    name.push(PARTIAL);
+    Some(output.with_file_name(name))
+}
+
+/// The output that grows there, by its name.
+pub(crate) fn output_of(partial: &Path) -> Option<PathBuf> {
+    let name = partial.file_name()?.as_bytes().strip_suffix(PARTIAL.as_bytes())?;
+    (!name.is_empty()).then(|| partial.with_file_name(OsStr::from_bytes(name)))
+}
+
+const PARTIAL: &str = ".partial";
+
+/// Whether a run works there, or ended before its output had its name: what a run that is done leaves has no `work`.
+pub(crate) fn is_begun(partial: &Path) -> bool {
+    partial.join("lock").is_file() && partial.join("work").is_dir()
+}
+
 impl Stage {
     /// Fails if `output` is taken or overlaps one of `inputs`; touches nothing.
     pub(crate) fn check(
@@ -76,12 +99,9 @@ impl Stage {
         resume: bool,
     ) -> Result<Self, BundleError> {
         let output = std::path::absolute(output).map_err(BundleError::io("resolve the path", output))?;
-        let (Some(parent), Some(name)) = (output.parent(), output.file_name()) else {
+        let (Some(parent), Some(partial)) = (output.parent(), partial_of(&output)) else {
             return Err(BundleError::Unstorable { path: output, reason: "not a name for an output" });
         };
-        let mut partial_name = OsString::from(name);
-        partial_name.push(".partial");
-        let partial = parent.join(partial_name);
         check_overlap(inputs, &output)?;
         check_output(&output, replaceable.as_ref())?;
         fs::create_dir_all(parent).map_err(BundleError::io("create the directory", parent))?;

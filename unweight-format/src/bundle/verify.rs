@@ -6,7 +6,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     BundleError, ErrorClass, Problem, Progress, VerifyOptions, VerifyReport,
-    attached::{self, ATTACHED_NAME},
+    attached::{self, ATTACHED_NAME, PARTIAL_NAME},
     decompress::{check_contents, check_sha256, compare_original},
     files::{self, Input},
     pipeline::{Work, on_threads},
@@ -113,7 +113,7 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
             .filter(|(name, _)| !known.contains(name.as_str()))
         {
             let message = format!("{name}: in the source, but not in the bundle");
-            report.problems.push(Problem { file: name, tensor: None, message });
+            report.problems.push(Problem { file: name, tensor: None, message, is_extra: false });
         }
     }
     report.seconds = started.elapsed().as_secs_f64();
@@ -159,8 +159,11 @@ fn extra_files(bundle: &Path, manifest: &Manifest, report: &mut VerifyReport) ->
             report.files += 1;
             report.stored_bytes += path.metadata().map_err(BundleError::io("look at the file", &path))?.len();
         } else if !known.contains(&file) && file != ATTACHED_NAME {
-            let error = BundleError::ExtraFile { file: file.clone() };
-            report.problems.push(Problem::new(&error, &file, None));
+            let error = match file.as_str() {
+                PARTIAL_NAME => BundleError::HalfAttached { file: file.clone() },
+                _ => BundleError::ExtraFile { file: file.clone() },
+            };
+            report.problems.push(Problem { is_extra: true, ..Problem::new(&error, &file, None) });
         }
     }
     Ok(())
