@@ -31,7 +31,7 @@ pub mod text;
 
 pub use error::CodegenError;
 pub use outside::Outside;
-pub use render::render;
+pub use render::{catalog_digest, render};
 pub use source::Source;
 pub use spec::{Variant, VariantSpec};
 pub use unweight_macros::unweight_variant;

@@ -17,12 +17,12 @@ use crate::{
     outside::Outside,
     plan::{Plan, SmemSection},
     source::{Source, closure},
-    spec::{Arch, VariantSpec},
+    spec::{Arch, VariantSpec, catalog},
 };
 use serde::Serialize;
-use std::sync::LazyLock;
+use std::sync::{LazyLock, OnceLock};
 use tera::{Context, Delimiters, Tera};
-use unweight_format::layout;
+use unweight_format::{Digest, layout};
 
 /// Templates are parsed once; a parse error is kept and reported by every render.
 static ENGINE: LazyLock<Result<Tera, String>> = LazyLock::new(|| {
@@ -63,6 +63,54 @@ pub fn render(spec: &VariantSpec) -> Result<Source, CodegenError> {
     let name = spec.name();
     lint::kernel(&name, &text)?;
     Ok(Source { headers: closure(&name, &text, &[])?, name: name.to_string(), text, options: options(spec.arch) })
+}
+
+/// What all kernels that ship for an architecture are compiled from, as one digest: their texts, options, and every
+/// header, reached or not. Made once a process, in some milliseconds.
+///
+/// ```
+/// # use unweight_codegen::{catalog_digest, spec::Arch};
+/// assert_eq!(catalog_digest(Arch::Sm90a), catalog_digest(Arch::Sm90a));
+/// assert_ne!(catalog_digest(Arch::Sm90a), catalog_digest(Arch::Sm80));
+/// ```
+pub fn catalog_digest(arch: Arch) -> Digest {
+    static MADE: [OnceLock<Digest>; Arch::ALL.len()] = [const { OnceLock::new() }; Arch::ALL.len()];
+    let make = || {
+        let texts = catalog::all(arch).into_iter().map(|spec| {
+            // What has no plan here has its name.
+            let text = Plan::new(&spec).ok().and_then(|plan| text(&plan).ok()).unwrap_or_default();
+            (spec.to_string(), text)
+        });
+        digest_of(arch, texts, unweight_templates::headers())
+    };
+    match Arch::ALL.iter().position(|own| *own == arch) {
+        Some(at) => *MADE[at].get_or_init(make),
+        None => make(),
+    }
+}
+
+/// Without the closure of headers of each and without lint, which take longer than all the texts.
+fn digest_of(
+    arch: Arch,
+    texts: impl Iterator<Item = (String, String)>,
+    headers: &[(&'static str, &'static str)],
+) -> Digest {
+    let mut all = Vec::new();
+    // Lengths first, so that no two lists are one.
+    let mut add = |part: &str| {
+        all.extend_from_slice(&(part.len() as u64).to_le_bytes());
+        all.extend_from_slice(part.as_bytes());
+    };
+    options(arch).iter().for_each(|option| add(option));
+    for (name, text) in texts {
+        add(&name);
+        add(&text);
+    }
+    for (name, text) in headers {
+        add(name);
+        add(text);
+    }
+    Digest::of(&all)
 }
 
 /// What the text needs of a compiler to mean what it says.
@@ -214,7 +262,7 @@ impl Section {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::{Arch, catalog};
+    use crate::spec::Arch;
 
     #[derive(Serialize)]
     struct One {
@@ -225,6 +273,31 @@ mod tests {
         let tera = engine([("t", template)].into_iter()).map_err(|e| e.to_string())?;
         let context = Context::from_serialize(&One { value: "a < b && c > \"d\" & 'e'" }).unwrap();
         tera.render("t", &context).map_err(|e| e.to_string())
+    }
+
+    /// A letter of a text, of a header or of a name is another digest.
+    #[test]
+    fn the_digest_is_of_all_that_is_compiled() {
+        let texts = |text: &str| [("a".to_owned(), text.to_owned()), ("b".to_owned(), "y".to_owned())];
+        let of = |text: &str, headers: &[(&'static str, &'static str)]| {
+            digest_of(Arch::Sm90a, texts(text).into_iter(), headers)
+        };
+        let (h, none) = ([("h", "one")], []);
+        let digests = [
+            of("x", &h),
+            of("z", &h),
+            of("x", &[("h", "two")]),
+            of("x", &[("i", "one")]),
+            of("x", &none),
+            digest_of(Arch::Sm80, texts("x").into_iter(), &h),
+            digest_of(Arch::Sm90a, texts("x").into_iter().rev(), &h),
+        ];
+        for (at, digest) in digests.iter().enumerate() {
+            assert!(!digests[..at].contains(digest), "{at}");
+        }
+        let rendered = |spec: &VariantSpec| render(spec).map(|source| source.text).unwrap_or_default();
+        let texts = catalog::all(Arch::Sm90a).into_iter().map(|spec| (spec.to_string(), rendered(&spec)));
+        assert_eq!(catalog_digest(Arch::Sm90a), digest_of(Arch::Sm90a, texts, unweight_templates::headers()));
     }
 
     #[test]

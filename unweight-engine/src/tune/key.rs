@@ -1,6 +1,6 @@
 //! For what a measurement holds.
 
-use unweight_codegen::spec::{Arch, catalog};
+use unweight_codegen::{catalog_digest, spec::Arch};
 use unweight_format::digest::Digest;
 
 /// What is measured, where. Whoever writes measurements and whoever reads them call [`Subject::key`]: there is no other
@@ -39,8 +39,8 @@ pub struct How<'a> {
 }
 
 impl Subject<'_> {
-    /// Names the measurements of this subject: 32 hexadecimal digits. Another version of this crate or another
-    /// catalogue of kernels has another.
+    /// Names the measurements of this subject: 32 hexadecimal digits. Another version of this crate, or a letter in what
+    /// a kernel is compiled from, has another.
     ///
     /// ```
     /// use unweight_codegen::spec::Arch;
@@ -52,6 +52,10 @@ impl Subject<'_> {
     /// assert_ne!(subject.key(), Subject { batch: 8, ..subject.clone() }.key());
     /// ```
     pub fn key(&self) -> String {
+        self.key_with(catalog_digest(self.arch))
+    }
+
+    fn key_with(&self, kernels: Digest) -> String {
         let Self { model, batch, context, arch, device, sms, driver, how } = self;
         let mut text = String::new();
         // Lengths before texts, so that no two subjects have one text.
@@ -62,9 +66,7 @@ impl Subject<'_> {
         if let Some(How { linears, rounds: (rounds, steps), memory, table }) = how {
             text += &format!("{}:{linears}\n{rounds} {steps} {memory:?}\n{}:{table}\n", linears.len(), table.len());
         }
-        let mut names: Vec<String> = catalog::all(*arch).iter().map(ToString::to_string).collect();
-        names.sort_unstable();
-        text += &names.join("\n");
+        text += &kernels.to_string();
         Digest::of(text.as_bytes()).to_string()
     }
 }
@@ -102,5 +104,8 @@ mod tests {
         keys.sort_unstable();
         keys.dedup();
         assert_eq!(keys.len(), others.len() + 1);
+        // Other kernels of the same names.
+        let [old, new] = ["old", "new"].map(|text| subject.key_with(Digest::of(text.as_bytes())));
+        assert!(old != new && !keys.contains(&old) && keys.contains(&subject.key_with(catalog_digest(arch))));
     }
 }
