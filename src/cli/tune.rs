@@ -145,9 +145,10 @@ impl Tune {
             .mlp(self.mlp.into())
             .graphs(false);
         options.memory = self.memory;
+        let (model, info) = (bundle.manifest().manifest_digest.to_string(), kernels.device().info());
         // What a journal is of is known before minutes of loading.
         let subjects = claims.into_iter().map(|(batch, claim)| {
-            let key = self.journal_key(&bundle, &kernels, batch);
+            let key = self.journal_key(&model, &kernels, batch);
             claim.of.check(&key).map_err(Failure::other)?;
             Ok((batch, claim, key))
         });
@@ -156,8 +157,8 @@ impl Tune {
         output.note(format_args!("loaded: {}", engine.memory()));
         // Every journal has its head before the first measurement.
         let searches = subjects.into_iter().map(|(batch, claim, key)| {
-            let from = plan.setting(batch, &self.plan_key(&bundle, &kernels, batch));
-            Ok((batch, search(&engine, kernels.device().info(), (batch, claim, &key), from)?))
+            let from = plan.setting(batch, &plan::key(&model, self.mlp.into(), batch, info));
+            Ok((batch, search(&engine, info, (batch, claim, &key), from)?))
         });
         let searches = searches.collect::<Result<Vec<_>>>()?;
         let stop = || cancelled.load(Ordering::Relaxed);
@@ -167,8 +168,8 @@ impl Tune {
             let Some((row, setting)) = self.tune(&mut engine, (batch, search), behind, &stop, output)? else {
                 return Ok(None);
             };
-            let key = self.plan_key(&bundle, &kernels, batch);
-            let measured = Measured { batch, key, setting, step_us: row.step_us, gain: row.gain };
+            let (of, found) = ((model.as_str(), self.mlp.into()), (row.step_us, row.gain));
+            let measured = Measured::new(of, batch, info, setting, found);
             Ok(Some((row, measured)))
         })?;
         let mut saved = false;
@@ -220,13 +221,9 @@ impl Tune {
         Ok(())
     }
 
-    fn plan_key(&self, bundle: &Bundle, kernels: &KernelSet, batch: u32) -> String {
-        plan::key(&bundle.manifest().manifest_digest.to_string(), self.mlp.into(), batch, kernels.device().info())
-    }
-
     /// What a journal is of.
-    fn journal_key(&self, bundle: &Bundle, kernels: &KernelSet, batch: u32) -> String {
-        let model = format!("{} {}", bundle.manifest().manifest_digest, self.mlp.name());
+    fn journal_key(&self, model: &str, kernels: &KernelSet, batch: u32) -> String {
+        let model = format!("{model} {}", self.mlp.name());
         let rounds = self.rounds();
         let how = How {
             linears: &format!("{:?}", self.linears),
@@ -538,8 +535,10 @@ mod tests {
                 64 => Ok(None),
                 batch if batch == last => Err(Failure::new("the device is lost", "look at its cables")),
                 batch => {
-                    let (key, setting) = ("0".repeat(32), setting.clone());
-                    Ok(Some((row(batch), Measured { batch, key, setting, step_us: 1.0, gain: 0.5 })))
+                    let (key, basis, device) = ("0".repeat(32), "0".repeat(32), "a card".to_owned());
+                    let setting = setting.clone();
+                    let measured = Measured { batch, key, device, basis, setting, step_us: 1.0, gain: 0.5 };
+                    Ok(Some((row(batch), measured)))
                 }
             })
         };

@@ -261,8 +261,8 @@ fn settings_that_cannot_run_are_refused() {
     // A plan of another key is not taken.
     let mut plan = Plan::default();
     let bad = Setting { decode_sms: sms, ..good };
-    let measured = Measured { batch: 1, key: "0".repeat(32), setting: bad, step_us: 1.0, gain: 0.0 };
-    plan.insert(measured);
+    let info = gpu().device().info();
+    plan.insert(Measured::new(("another", MlpWeights::Stored), 1, info, bad, (1.0, 0.0)));
     let mut engine = load(&bundle, options(MlpWeights::Stored).plan(plan));
     assert_eq!(by_steps(&mut engine, 1), before);
 }

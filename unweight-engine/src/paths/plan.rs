@@ -23,10 +23,12 @@ pub fn subject(device: &DeviceInfo) -> Subject<'_> {
     Subject { model: "", batch: 0, context: 0, arch: *arch, device: name, sms: *sms, driver, how: None }
 }
 
-/// Version of the text.
-const VERSION: u32 = 1;
+/// Version of the text. Of 1 nobody knew which device a setting was of.
+const VERSION: u32 = 2;
 /// Largest text that is read, bytes.
 pub const PLAN_BYTES_MAX: usize = 64 << 10;
+/// Longest name of a device, bytes.
+const DEVICE_BYTES_MAX: usize = 512;
 /// Multiprocessors of the largest device that is thought of.
 const SMS_MAX: u32 = 4096;
 
@@ -37,6 +39,10 @@ pub struct Measured {
     pub batch: u32,
     /// For what the measurement holds: [`Subject::key`](crate::tune::Subject::key).
     pub key: String,
+    /// The device that it was measured on.
+    pub device: String,
+    /// [`Subject::basis`](crate::tune::Subject::basis) of the measurement.
+    pub basis: String,
     /// What was found.
     pub setting: Setting,
     /// Median time of a step, us.
@@ -99,6 +105,8 @@ struct Text {
 struct Row {
     batch: u32,
     key: String,
+    device: String,
+    basis: String,
     hard: [String; 3],
     easy: [String; 3],
     decode_sms: u32,
@@ -144,8 +152,11 @@ impl Plan {
         &self.settings
     }
 
-    /// Takes a setting, instead of an older one of its batch and key: another device's stays.
+    /// Takes a setting, instead of an older one of its batch and key. Others of its device go where another program,
+    /// other kernels or another model measured them: nothing asks for them any more, and they would stay for ever.
+    /// Those of other devices stay, which other machines may have, and so do those of other drivers.
     pub fn insert(&mut self, measured: Measured) {
+        self.settings.retain(|own| own.device != measured.device || own.basis == measured.basis);
         match self.settings.binary_search_by(|own| own.place().cmp(&measured.place())) {
             Ok(at) => self.settings[at] = measured,
             Err(at) => self.settings.insert(at, measured),
@@ -160,6 +171,20 @@ impl Plan {
 }
 
 impl Measured {
+    /// What was found for a model, by the digest of its manifest, as it lies, at a batch on a device.
+    pub fn new(
+        (model, mlp): (&str, MlpWeights),
+        batch: u32,
+        device: &DeviceInfo,
+        setting: Setting,
+        (step_us, gain): (f64, f64),
+    ) -> Self {
+        let basis = Subject { model, ..subject(device) }.basis();
+        let DeviceInfo { name, sms, .. } = device;
+        let device_name = format!("{name}, {sms} multiprocessors");
+        Self { batch, key: key(model, mlp, batch, device), device: device_name, basis, setting, step_us, gain }
+    }
+
     fn place(&self) -> (u32, &str) {
         (self.batch, &self.key)
     }
@@ -167,20 +192,22 @@ impl Measured {
 
 impl Row {
     fn of(measured: &Measured) -> Self {
-        let Measured { batch, key, setting, step_us, gain } = measured;
+        let Measured { batch, key, device, basis, setting, step_us, gain } = measured.clone();
         let names = |ways: &[Way; 3]| ways.each_ref().map(ToString::to_string);
         let Setting { hard, easy, decode_sms, consumers } = setting;
-        let (hard, easy) = (names(hard), names(easy));
-        let (decode_sms, consumers) = (*decode_sms, *consumers);
-        Self { batch: *batch, key: key.clone(), hard, easy, decode_sms, consumers, step_us: *step_us, gain: *gain }
+        let (hard, easy) = (names(&hard), names(&easy));
+        Self { batch, key, device, basis, hard, easy, decode_sms, consumers, step_us, gain }
     }
 
     fn check(self) -> Result<Measured, PlanError> {
-        let Self { batch, key, hard, easy, decode_sms, consumers, step_us, gain } = self;
+        let Self { batch, key, device, basis, hard, easy, decode_sms, consumers, step_us, gain } = self;
         let range = |name, ok, range| if ok { Ok(()) } else { Err(PlanError::Range { batch, name, range }) };
         range("batch", BUCKETS.contains(&batch), "a batch that steps are recorded for")?;
-        let digits = key.len() == 32 && key.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
-        range("key", digits, "32 hexadecimal digits")?;
+        let digits =
+            |text: &str| text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        range("key", digits(&key), "32 hexadecimal digits")?;
+        range("basis", digits(&basis), "32 hexadecimal digits")?;
+        range("device", (1..=DEVICE_BYTES_MAX).contains(&device.len()), "1 to 512 bytes")?;
         range("decode_sms", (1..=SMS_MAX).contains(&decode_sms), "1 to 4096")?;
         range("consumers", (1..=2).contains(&consumers), "1 or 2")?;
         range("step_us", step_us.is_finite() && step_us > 0.0, "a positive number")?;
@@ -190,6 +217,6 @@ impl Row {
             Ok([way(gate)?, way(up)?, way(down)?])
         };
         let setting = Setting { hard: ways(hard)?, easy: ways(easy)?, decode_sms, consumers };
-        Ok(Measured { batch, key, setting, step_us, gain })
+        Ok(Measured { batch, key, device, basis, setting, step_us, gain })
     }
 }

@@ -6,6 +6,7 @@ use unweight_codegen::{
     spec::{Epilogue, Op, WeightSource},
 };
 use unweight_format::testing::Random;
+use unweight_rt::device::DeviceInfo;
 
 use super::{oracle::PathSpace, *};
 use crate::{
@@ -263,8 +264,8 @@ fn plan() -> Plan {
     let mut plan = Plan::default();
     for batch in [64, 1, 1024, 64] {
         let setting = Setting::guess(&hhr_ppr(), ARCH, batch, SMS);
-        let key = format!("{batch:032x}");
-        plan.insert(Measured { batch, key, setting, step_us: f64::from(batch), gain: 0.125 });
+        let (key, device, basis) = (format!("{batch:032x}"), "a card".to_owned(), "0".repeat(32));
+        plan.insert(Measured { batch, key, device, basis, setting, step_us: f64::from(batch), gain: 0.125 });
     }
     plan
 }
@@ -284,6 +285,50 @@ fn plans_come_back() {
     assert!(plan.setting(8, &format!("{:032x}", 64)).is_none());
 }
 
+/// Two machines share a bundle, one of them has two drivers in turn; then the program is another on one of them.
+#[test]
+fn a_plan_keeps_what_somebody_may_ask_for() {
+    let info = |name: &str, driver: &str| DeviceInfo {
+        ordinal: 0,
+        name: name.into(),
+        arch: ARCH,
+        sms: SMS,
+        clock_mhz: 1980,
+        memory_mb_per_s: 4_800_000,
+        l2_bytes: 60 << 20,
+        smem_bytes_per_block: 232_448,
+        memory_bytes: 140 << 30,
+        driver: driver.into(),
+    };
+    let of = |model: &str, batch: u32, mlp, device: &DeviceInfo| {
+        let setting = Setting::guess(&hhr_ppr(), ARCH, batch, SMS);
+        Measured::new((model, mlp), batch, device, setting, (1.0, 0.0))
+    };
+    let (old, new, other) = (info("one", "12.9"), info("one", "13.0"), info("two", "13.0"));
+    let mut plan = Plan::default();
+    for device in [&old, &new, &other] {
+        for mlp in [MlpWeights::Stored, MlpWeights::Alternate] {
+            plan.insert(of("m", 1, mlp, device));
+            plan.insert(of("m", 64, mlp, device));
+        }
+    }
+    assert_eq!(plan.settings().len(), 12);
+    let key = |mlp, batch, device: &DeviceInfo| plan::key("m", mlp, batch, device);
+    assert!(plan.setting(64, &key(MlpWeights::Alternate, 64, &old)).is_some());
+    // Again: no more than there were.
+    plan.insert(of("m", 1, MlpWeights::Stored, &new));
+    assert_eq!(plan.settings().len(), 12);
+    // Of another basis, as of another version or another manifest, all of this device goes, and nothing else.
+    for _ in 0..3 {
+        plan.insert(of("n", 1, MlpWeights::Stored, &new));
+        assert_eq!(plan.settings().len(), 5);
+    }
+    let stay: Vec<_> = plan.settings().iter().map(|own| own.device.clone()).collect();
+    assert_eq!(stay.iter().filter(|device| device.starts_with("two, ")).count(), 4);
+    assert!(plan.setting(1, &plan::key("n", MlpWeights::Stored, 1, &new)).is_some());
+    assert_eq!(Plan::parse(plan.text().as_bytes()), Ok(plan));
+}
+
 #[test]
 fn what_is_wrong_with_a_plan_is_named() {
     let text = plan().text();
@@ -292,7 +337,9 @@ fn what_is_wrong_with_a_plan_is_named() {
         Plan::parse(text.replacen(from, to, 1).as_bytes()).unwrap_err().to_string()
     };
     for (from, to, what) in [
-        ("\"version\": 1", "\"version\": 2", "version 2"),
+        ("\"version\": 2", "\"version\": 1", "version 1"),
+        ("\"basis\": \"0000", "\"basis\": \"000", "basis is not 32"),
+        ("\"a card\"", "\"\"", "device is not 1 to 512"),
         ("\"batch\": 1,", "\"batch\": 3,", "batch is not"),
         ("\"batch\": 1024", "\"batch\": 1", "stands behind"),
         ("\"consumers\": 2", "\"consumers\": 3", "consumers is not 1 or 2"),

@@ -19,7 +19,7 @@ pub struct Subject<'a> {
     pub device: &'a str,
     /// Its multiprocessors.
     pub sms: u32,
-    /// The driver's major version, such as 580.
+    /// The major version of CUDA that the driver supports, such as 13.
     pub driver: u32,
     /// How steps are measured; `None` where that does not matter, as for a plan that was found.
     pub how: Option<How<'a>>,
@@ -53,6 +53,15 @@ impl Subject<'_> {
     /// ```
     pub fn key(&self) -> String {
         self.key_with(catalog_digest(self.arch))
+    }
+
+    /// What of this subject no other driver, batch or way of measuring changes: 32 hexadecimal digits of this crate's
+    /// version, the model and what kernels are compiled from. What was measured on the device of another basis,
+    /// nothing asks for any more.
+    pub fn basis(&self) -> String {
+        let kernels = catalog_digest(self.arch);
+        let text = format!("{} {kernels} {}", env!("CARGO_PKG_VERSION"), self.model);
+        Digest::of(text.as_bytes()).to_string()
     }
 
     fn key_with(&self, kernels: Digest) -> String {
