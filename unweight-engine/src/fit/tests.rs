@@ -223,13 +223,21 @@ fn the_least_memory_that_would_do_does() {
     assert_eq!(totals[5], least);
 }
 
+/// A model of two layers, with its tensors.
+fn small(intermediate: u32) -> (ModelConfig, Vec<Tensor>) {
+    let json = format!(
+        r#"{{"model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": {intermediate},
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048}}"#
+    );
+    let config = ModelConfig::parse(&json, None).unwrap();
+    let tensors = tensors(&config);
+    (config, tensors)
+}
+
 /// Sides that are no multiple of 64 lie as BF16 on a device: nothing is gained by coding them.
 #[test]
 fn what_no_device_keeps_coded_is_not_planned_so() {
-    let json = r#"{"model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2080,
-        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048}"#;
-    let config = ModelConfig::parse(json, None).unwrap();
-    let tensors = tensors(&config);
+    let (config, tensors) = small(2080);
     let (units, _) = units(&config, &tensors, 1).unwrap();
     assert!(units.iter().all(|unit| !unit.forms.contains(&FormId::HUFFMAN)));
 }
@@ -237,10 +245,7 @@ fn what_no_device_keeps_coded_is_not_planned_so() {
 /// Two layers, all forms of all units: no plan is better.
 #[test]
 fn small_models_are_solved_as_by_brute_force() {
-    let json = r#"{"model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048,
-        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048}"#;
-    let config = ModelConfig::parse(json, None).unwrap();
-    let tensors = tensors(&config);
+    let (config, tensors) = small(2048);
     let (units, rest) = units(&config, &tensors, 1).unwrap();
     let plans = units.iter().fold(vec![Vec::new()], |plans: Vec<Vec<usize>>, unit| {
         plans.iter().flat_map(|plan| (0..unit.forms.len()).map(|at| [&plan[..], &[at]].concat())).collect()
