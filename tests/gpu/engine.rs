@@ -6,6 +6,7 @@ use half::bf16;
 use unweight::engine::{
     Engine, EngineError, EngineOptions, Event, Finish, Linears, NO_TOKEN, Rejected, Request, Resident, SampleParams,
     SeqId,
+    memory::{self, Shared},
 };
 use unweight_format::{
     bundle::{self, Bundle, CompressOptions, Profile, Silent},
@@ -105,6 +106,34 @@ fn logits_follow_the_reference_by_every_way() {
                     assert_eq!(again[2], batch[1], "another place in the batch gave other bits");
                 }
             }
+        }
+    }
+}
+
+/// What is counted before anything is loaded is what the engine then says of itself; or a little more, where tensors turn
+/// out to have no escapes.
+#[test]
+#[ignore = "needs a GPU"]
+fn memory_is_planned_as_it_is_reserved() {
+    let model = &MODELS[0];
+    let home = tempfile::tempdir().unwrap();
+    for (profile, resident) in [
+        (Profile::Resident, Resident::Fast),
+        (Profile::Distribution, Resident::Fast),
+        (Profile::Compact, Resident::Fast),
+        (Profile::Compact, Resident::Small),
+    ] {
+        let bundle = bundle(home.path(), model, profile);
+        for max_batch in [1, 8, 256] {
+            let options = options().max_batch(max_batch).resident(resident);
+            let engine = load(&bundle, options.clone());
+            let (config, had) = (engine.config(), *engine.memory());
+            let lane = memory::lane_size(config, &options, gpu().chooser(), |_| resident == Resident::Small);
+            let shared = Shared::planned(config, &options, lane);
+            let planned = memory::plan(config, &options, (had.weights, shared), 4 << 30).unwrap();
+            let what = format!("{profile:?}, {resident:?}, {max_batch}: {had}; planned {planned}");
+            assert!(had.working <= planned.working && planned.working - had.working <= had.working / 10, "{what}");
+            assert_eq!((had.slot, had.cache), (planned.slot, planned.cache), "{what}");
         }
     }
 }

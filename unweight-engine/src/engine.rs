@@ -632,11 +632,6 @@ fn sample_row(params: &SampleParams) -> SampleRow {
     SampleRow { seed, temperature, top_k, top_p, min_p }
 }
 
-fn load_options(options: &EngineOptions) -> LoadOptions {
-    let resident = options.resident.unwrap_or_default();
-    LoadOptions::default().max_batch(memory::rows(options)).linears(options.linears).resident(resident)
-}
-
 /// How the embedding will lie, unless it cannot be packed. A head is padded, an embedding of its own is not.
 fn embed_source(config: &ModelConfig, linears: Linears) -> EmbedSource {
     let whole = config.tied || config.vocab.is_multiple_of(64) && config.hidden.is_multiple_of(64);
@@ -751,7 +746,7 @@ impl Start {
     }
 
     fn load_options(&self) -> LoadOptions {
-        load_options(&self.options)
+        memory::load_options(&self.options)
     }
 
     fn weights(
@@ -796,18 +791,21 @@ impl Start {
             let size = experts.map(|(_, experts)| experts.lane_size(rows, mixture.top_k));
             lane.reserve(size.fold(LaneSize::default(), LaneSize::max))?;
         }
+        if products == Products::Stored {
+            lane.reserve(LaneSize::default().with_cublas())?;
+        }
         let slot = lane.size().slot_bytes;
         let mut shared = lane.size().bytes() + products.bytes(config.intermediate, memory::rows(&options));
         let mut programs = None;
         if products == Products::Stored {
-            lane.reserve(LaneSize::default().with_cublas())?;
             let layers = run::lying(&weights);
             shared += run::slot_bytes(&layers, Layout::default().slots);
             let device = kernels.device().info();
             let subject = |batch| paths::plan::key(model, options.mlp, batch, device);
             let set = |batch| options.plan.setting(batch, &subject(batch)).cloned();
-            programs =
-                Some(Programs::new(kernels, &stream, &weights, (&buckets, memory::rows(&options)), &set, progress)?);
+            let own = Programs::new(kernels, &stream, &weights, (&buckets, memory::rows(&options)), &set, progress)?;
+            shared += own.runner.lane_bytes();
+            programs = Some(own);
         }
         if let (Some(_), Some(shape), Some(mixture)) =
             (options.resident_experts, experts_shape(&config), config.mixture)

@@ -2,11 +2,21 @@
 
 use std::{fmt, path::Path};
 
+use unweight_format::roles::Role;
 use unweight_model::ModelConfig;
+use unweight_rt::{
+    LaneSize, LoadOptions,
+    choose::{
+        model::PackedChooser,
+        reachable::{Expand, Wanted, Weight},
+    },
+    layer::{experts::ExpertsShape, linear},
+};
 
 use crate::{
+    forward::Products,
     kernels::parts_bytes,
-    options::{EngineOptions, Linears, Resident, bucket},
+    options::{EngineOptions, Linears, MlpWeights, Resident, bucket},
     pages::{PAGE_TOKENS, pages_for},
 };
 
@@ -136,8 +146,7 @@ const V1: Version = Version {
     used: "memory.usage_in_bytes",
     cached: ["total_inactive_file", "total_active_file"],
 };
-const V2: Version =
-    Version { limit: "memory.max", used: "memory.current", cached: ["inactive_file", "active_file"] };
+const V2: Version = Version { limit: "memory.max", used: "memory.current", cached: ["inactive_file", "active_file"] };
 
 impl Version {
     /// What the group of this folder leaves; `None` where it has no limit.
@@ -194,6 +203,45 @@ pub fn logit_rows(options: &EngineOptions) -> u32 {
     bucket(options.max_batch).max(64)
 }
 
+/// What linears are loaded for.
+pub(crate) fn load_options(options: &EngineOptions) -> LoadOptions {
+    let resident = options.resident.unwrap_or_default();
+    LoadOptions::default().max_batch(rows(options)).linears(options.linears).resident(resident)
+}
+
+/// What the linears of a model need of a lane, before one of them is there; of compact weights where their role (of
+/// queries, keys and values that of queries, of a gate and an up that of the gate) is `compact`. As much as [`Lane::size`](unweight_rt::Lane::size) says behind loading, if weights can be what is asked for and have
+/// escapes.
+pub fn lane_size(
+    config: &ModelConfig,
+    options: &EngineOptions,
+    chooser: &PackedChooser,
+    compact: impl Fn(Role) -> bool,
+) -> LaneSize {
+    let wanted = load_options(options).wanted(chooser.clone(), 0);
+    let (hidden, intermediate) = (config.hidden, config.intermediate);
+    let attention = config.heads * config.head_dim;
+    let of = |role, weight: Weight| linear::lane_size_of(&weight.all_compact(compact(role)), &wanted);
+    let merged = |role, n, k| of(role, Weight::merged(n, k, false));
+    let mlp = match config.mixture {
+        Some(mixture) => {
+            let shape = ExpertsShape { experts: mixture.experts, hidden, intermediate };
+            merged(Role::Router, mixture.experts, hidden).max(shape.lane_size(rows(options), mixture.top_k))
+        }
+        None => {
+            let gated = intermediate.is_multiple_of(32) && hidden.is_multiple_of(64);
+            let both = of(Role::Gate, Weight::merged(2 * intermediate, hidden, gated));
+            both.max(merged(Role::Down, hidden, intermediate))
+        }
+    };
+    // As it is loaded: by no cuBLAS, and packed where ids are looked up in it.
+    let resident = if config.tied { Resident::Fast } else { wanted.resident };
+    let own = Wanted { expand: Expand::Never, resident, ..wanted.clone() };
+    let head =
+        linear::lane_size_of(&Weight::merged(config.vocab, hidden, false).all_compact(compact(Role::LmHead)), &own);
+    merged(Role::Q, config.qkv_rows(), hidden).max(merged(Role::O, hidden, attention)).max(mlp).max(head)
+}
+
 /// What its kernels share, bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shared {
@@ -201,6 +249,20 @@ pub struct Shared {
     pub bytes: u64,
     /// The slot that weights are expanded into.
     pub slot: u64,
+}
+
+impl Shared {
+    /// What an engine's kernels share, before there is one: as much as it says of itself, or more. Of MLPs that lie as
+    /// they are stored without the slots of their programs.
+    pub fn planned(config: &ModelConfig, options: &EngineOptions, lane: LaneSize) -> Self {
+        let slot = lane.slot_bytes;
+        if options.mlp == MlpWeights::Linears {
+            return Self { bytes: lane.bytes(), slot };
+        }
+        // The stream that multiplies beside the first has a lane, too.
+        let lanes = lane.with_cublas().bytes().saturating_mul(2);
+        Self { bytes: lanes.saturating_add(Products::Stored.bytes(config.intermediate, rows(options))), slot }
+    }
 }
 
 /// Tokens of one sequence that must fit beside expanded weights where no context was asked for.

@@ -157,6 +157,11 @@ impl Runner {
         &self.layers
     }
 
+    /// Bytes of its lanes.
+    pub fn lane_bytes(&self) -> u64 {
+        self.lanes.iter().map(|lane| lane.size().bytes()).sum()
+    }
+
     /// Makes the marks of a program, which a capture may not.
     ///
     /// # Errors

@@ -17,18 +17,21 @@ mod tests;
 use std::collections::{BTreeMap, BTreeSet};
 
 use solve::{Choice, Frontier, spread};
-use unweight_codegen::plan::GemmShape;
+use unweight_codegen::{plan::GemmShape, spec::Arch};
 use unweight_format::{
     FormId, TileGrid,
     plan::{PlanFile, Rule},
     roles::Role,
 };
 use unweight_model::{Mixture, ModelConfig};
-use unweight_rt::choose::{cost, reachable::SlotPlan};
+use unweight_rt::{
+    LaneSize,
+    choose::{cost, model::PackedChooser, reachable::SlotPlan},
+};
 
 use crate::{
-    memory,
-    options::{BadOption, EngineOptions},
+    memory::{self, Shared},
+    options::{BadOption, EngineOptions, MlpWeights, Resident},
 };
 
 /// A tensor, and what it takes in each form that it can be stored in.
@@ -71,6 +74,8 @@ pub struct Wanted {
     pub batch: u32,
     /// Tokens of each.
     pub context: u32,
+    /// The architecture that it is for.
+    pub arch: Arch,
 }
 
 /// Why there is no plan.
@@ -122,7 +127,7 @@ pub enum FitError {
         weights: u64,
         /// The KV cache.
         cache: u64,
-        /// Activations and tables.
+        /// Activations and tables, and what kernels share.
         working: u64,
         /// Slots for decoded weights.
         slots: u64,
@@ -172,7 +177,7 @@ pub struct Fit {
     pub weights: u64,
     /// Of the KV cache.
     pub cache: u64,
-    /// Of activations and tables.
+    /// Of activations and tables, and of what kernels share beside slots.
     pub working: u64,
     /// Of slots for decoded or expanded weights.
     pub slots: u64,
@@ -364,9 +369,42 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
     Ok((units, left.fold(rest, u64::saturating_add)))
 }
 
+/// What an engine's kernels share, by what stays coded.
+struct Lanes<'a> {
+    config: &'a ModelConfig,
+    options: &'a EngineOptions,
+    /// With all weights packed, and with all compact.
+    packed: LaneSize,
+    compact: LaneSize,
+}
+
+impl<'a> Lanes<'a> {
+    fn new(config: &'a ModelConfig, options: &'a EngineOptions, arch: Arch) -> Self {
+        let chooser = PackedChooser::usual(arch);
+        let of = |resident| {
+            let options = options.clone().resident(resident);
+            memory::lane_size(config, &options, &chooser, |_| resident == Resident::Small)
+        };
+        Self { config, options, packed: of(Resident::Fast), compact: of(Resident::Small) }
+    }
+
+    /// Any weight may be packed; with a `slot`, those that it is large enough for may be compact.
+    fn shared(&self, coded: bool, slot: u64) -> Shared {
+        let mut lane = self.packed;
+        if slot > 0 {
+            lane = lane.max(self.compact);
+            lane.slot_bytes = self.packed.slot_bytes.max(slot);
+        }
+        let mlp = if coded { MlpWeights::Stored } else { MlpWeights::Linears };
+        Shared::planned(self.config, &self.options.clone().mlp(mlp), lane)
+    }
+}
+
 /// A set of units that may be Huffman-coded, with the slots that costs, solved.
 struct Case<'a> {
     slots: u64,
+    /// What kernels share beside the slots.
+    shared: u64,
     /// By unit, its choices among those of all.
     allowed: Vec<Vec<usize>>,
     choices: Vec<Vec<Choice>>,
@@ -375,7 +413,7 @@ struct Case<'a> {
 
 impl<'a> Case<'a> {
     /// `slot`: bytes of the slot that what stays compact is expanded into; 0: nothing does.
-    fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64) -> Self {
+    fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64, lanes: &Lanes<'_>) -> Self {
         let may = |unit: &Unit<'_>, form: FormId| match form {
             FormId::HUFFMAN => hard.contains(&unit.kind),
             FormId::COMPACT => unit.expanded_bytes() <= slot,
@@ -394,8 +432,14 @@ impl<'a> Case<'a> {
             }
         }
         let slots = largest.values().fold(0_u64, |sum, bytes| sum.saturating_add(*bytes)).saturating_mul(SLOTS);
-        let slots = slots.saturating_add(slot);
-        Self { slots, allowed, choices, units }
+        let own = lanes.shared(!hard.is_empty(), slot);
+        let (slots, shared) = (slots.saturating_add(own.slot), own.bytes.saturating_sub(own.slot));
+        Self { slots, shared, allowed, choices, units }
+    }
+
+    /// Bytes beside the weights of its units.
+    fn bytes(&self) -> u64 {
+        self.slots.saturating_add(self.shared)
     }
 
     /// The forms of a solution, hard units spread evenly over the layers where that takes no more than `weights` bytes.
@@ -429,7 +473,7 @@ impl<'a> Case<'a> {
 /// # Errors
 /// [`FitError`]; where no plan would do, with the least memory of one.
 pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<Fit, FitError> {
-    let Wanted { memory, max_slowdown, batch, context } = *wanted;
+    let Wanted { memory, max_slowdown, batch, context, arch } = *wanted;
     let options = EngineOptions::default().max_batch(batch).context(context);
     options.check()?;
     if context > config.max_positions {
@@ -443,9 +487,10 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<
     }
     let (units, rest) = units(config, tensors, batch)?;
     // What the engine reserves beside weights, with all the memory in the world.
-    let sums = memory::plan(config, &options, (0, memory::Shared::default()), u64::MAX);
+    let sums = memory::plan(config, &options, (0, Shared::default()), u64::MAX);
     let (cache, working) = sums.map_or((u64::MAX, u64::MAX), |memory| (memory.cache, memory.working));
     let fixed = rest.saturating_add(cache).saturating_add(working);
+    let lanes = Lanes::new(config, &options, arch);
     let fastest_us: f64 = units
         .iter()
         .map(|unit| unit.choices.iter().map(|choice| choice.us).fold(f64::INFINITY, f64::min))
@@ -455,11 +500,11 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<
     let kinds: Vec<usize> = (0..KINDS.len()).filter(|kind| is_mlp(*kind)).collect();
     let hard = (0..1 << kinds.len()).map(|set: usize| {
         let hard: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();
-        Case::new(&units, &hard, 0)
+        Case::new(&units, &hard, 0, &lanes)
     });
     // The larger the slot, the more may stay compact.
     let slots: BTreeSet<u64> = units.iter().map(Unit::expanded_bytes).filter(|bytes| *bytes > 0).collect();
-    let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot));
+    let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot, &lanes));
     let cases: Vec<Case<'_>> = hard.chain(compact).collect();
     let frontiers: Vec<Frontier<'_>> = cases.iter().map(|case| Frontier::new(&case.choices)).collect();
     let solved = || cases.iter().zip(&frontiers);
@@ -467,33 +512,38 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<
     // The fewest bytes that are fast enough.
     let smallest = solved()
         .filter_map(|(case, frontier)| Some((case, frontier.smallest(limit_us)?)))
-        .min_by_key(|(case, picked)| picked.bytes.saturating_add(case.slots));
+        .min_by_key(|(case, picked)| picked.bytes.saturating_add(case.bytes()));
     let (case, picked) = match memory {
         None => smallest.ok_or(FitError::Nothing)?,
         Some(have) => {
             let fastest = solved().filter_map(|(case, frontier)| {
-                let left = have.checked_sub(fixed)?.checked_sub(case.slots)?;
+                let left = have.checked_sub(fixed)?.checked_sub(case.bytes())?;
                 Some((case, frontier.fastest(left)?))
             });
             let fastest = fastest.min_by(|a, b| a.1.us.total_cmp(&b.1.us));
             match (fastest, smallest) {
                 (Some((case, picked)), _) if picked.us <= limit_us => (case, picked),
                 (Some((_, picked)), Some((case, small))) => {
-                    let least = fixed.saturating_add(case.slots).saturating_add(small.bytes);
+                    let least = fixed.saturating_add(case.bytes()).saturating_add(small.bytes);
                     let (slowdown, limit) = (picked.us / fastest_us, 1.0 + max_slowdown.unwrap_or(0.0));
                     return Err(FitError::TooSlow { have, slowdown, limit, least });
                 }
                 (_, small) => {
-                    let (slots, weights) = small.map_or((0, 0), |(case, small)| (case.slots, small.bytes));
-                    let weights = weights.saturating_add(rest);
+                    let (case, weights) = small.map_or((&cases[0], 0), |(case, small)| (case, small.bytes));
+                    let (slots, weights) = (case.slots, weights.saturating_add(rest));
+                    let working = working.saturating_add(case.shared);
                     let least = weights.saturating_add(cache).saturating_add(working).saturating_add(slots);
                     return Err(FitError::TooSmall { have, least, weights, cache, working, slots });
                 }
             }
         }
     };
-    let room = memory.map_or(picked.bytes, |have| have.saturating_sub(fixed).saturating_sub(case.slots));
+    let room = memory.map_or(picked.bytes, |have| have.saturating_sub(fixed).saturating_sub(case.bytes()));
     let forms = case.forms(&picked.choices, room.max(picked.bytes));
+    let any = |form: FormId| units.iter().zip(&forms).any(|(unit, at)| unit.forms[*at] == form);
+    // Of a plan that has no use for what its case allows, an engine has what the first one has.
+    let case = if any(FormId::HUFFMAN) || any(FormId::COMPACT) { case } else { &cases[0] };
+    let working = working.saturating_add(case.shared);
     Ok(tell(&units, &forms, Sums { rest, cache, working, slots: case.slots, fastest_us, exact }))
 }
 
@@ -532,15 +582,13 @@ fn tell(units: &[Unit<'_>], forms: &[usize], sums: Sums) -> Fit {
             rules.extend(unit.tensors.iter().map(|tensor| Rule { pattern: tensor.name.clone(), form }));
         }
     }
-    let any = |form: FormId| units.iter().zip(forms).any(|(unit, at)| unit.forms[*at] == form);
-    let decoded = any(FormId::HUFFMAN) || any(FormId::COMPACT);
     Fit {
         plan: PlanFile { rules },
         groups: groups.into_values().collect(),
         weights,
         cache: sums.cache,
         working: sums.working,
-        slots: if decoded { sums.slots } else { 0 },
+        slots: sums.slots,
         us,
         fastest_us: sums.fastest_us,
         exact: sums.exact,

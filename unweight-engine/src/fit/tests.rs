@@ -8,7 +8,7 @@ use super::*;
 const GB: u64 = 1_000_000_000;
 
 fn wanted(memory: impl Into<Option<u64>>) -> Wanted {
-    Wanted { memory: memory.into(), max_slowdown: None, batch: 1, context: 1024 }
+    Wanted { memory: memory.into(), max_slowdown: None, batch: 1, context: 1024, arch: Arch::Sm90a }
 }
 
 /// The tensors of a configuration: packed at 12.03 bits, Huffman-coded at 10.9, norms raw.
@@ -58,6 +58,14 @@ fn llama() -> (ModelConfig, Vec<Tensor>) {
     (config, tensors)
 }
 
+/// The same twice as deep: slots are of a layer, so that here as much is gained twice as often.
+fn deep() -> (ModelConfig, Vec<Tensor>) {
+    let (mut config, _) = llama();
+    config.layers *= 2;
+    let tensors = tensors(&config);
+    (config, tensors)
+}
+
 fn form_of(plan: &PlanFile, name: &str) -> FormId {
     plan.rules.iter().rfind(|rule| rule.pattern == name || rule.pattern == "*").map(|rule| rule.form).unwrap()
 }
@@ -75,8 +83,7 @@ fn with_memory_to_spare_the_fastest_plan_is_taken() {
     assert!(fit.groups.iter().all(|group| group.form == FormId::PACKED), "{:?}", fit.groups);
     assert_eq!(weights(&fit.plan, &tensors), fit.weights);
     // What the engine reserves.
-    let options = EngineOptions::default().max_batch(1).context(1024);
-    let memory = memory::plan(&config, &options, (fit.weights, memory::Shared::default()), 80 * GB).unwrap();
+    let memory = reserved(&config, &fit, Resident::Fast, MlpWeights::Linears);
     assert_eq!((fit.total(), fit.cache, fit.working), (memory.total(), memory.cache, memory.working));
     // At large batches cuBLAS is faster on some shapes, where there is room for BF16.
     let large = Wanted { batch: 256, ..wanted(80 * GB) };
@@ -84,9 +91,59 @@ fn with_memory_to_spare_the_fastest_plan_is_taken() {
     assert!(fit.groups.iter().any(|group| group.form == FormId::RAW) && fit.total() <= 80 * GB);
 }
 
+/// What an engine says that it reserves for a plan, at batch 1 and 1024 tokens.
+fn reserved(config: &ModelConfig, fit: &Fit, resident: Resident, mlp: MlpWeights) -> memory::Memory {
+    let options = EngineOptions::default().max_batch(1).context(1024).resident(resident).mlp(mlp);
+    let chooser = PackedChooser::usual(Arch::Sm90a);
+    let compact = |role: Role| {
+        let own = fit.groups.iter().filter(|group| group.form == FormId::COMPACT);
+        own.into_iter().any(|group| KINDS.iter().any(|(name, roles)| *name == group.name && roles.contains(&role)))
+    };
+    // Of a kind some may be packed.
+    let [packed, compact] =
+        [false, true].map(|some| memory::lane_size(config, &options, &chooser, |role| some && compact(role)));
+    let mut shared = Shared::planned(config, &options, packed.max(compact));
+    if mlp == MlpWeights::Stored {
+        // What programs decode to.
+        shared.bytes += fit.slots;
+    }
+    memory::plan(config, &options, (fit.weights, shared), u64::MAX).unwrap()
+}
+
+/// Of every kind of plan all that an engine reserves is counted, what its kernels share among it.
+#[test]
+fn what_kernels_share_is_counted_as_the_engine_does() {
+    let (config, weights) = llama();
+    let plenty = fit(&config, &weights, &wanted(80 * GB)).unwrap();
+    let none = EngineOptions::default().max_batch(1).context(1024);
+    let bare = memory::plan(&config, &none, (plenty.weights, Shared::default()), u64::MAX).unwrap();
+    assert!(plenty.working > bare.working, "{} {}", plenty.working, bare.working);
+    let (many, layers) = deep();
+    let all = fit(&many, &layers, &wanted(80 * GB)).unwrap();
+    let coded = fit(&many, &layers, &wanted(all.total() - 100_000_000)).unwrap();
+    assert!(coded.groups.iter().any(|group| group.form == FormId::HUFFMAN), "{:?}", coded.groups);
+    assert_eq!(coded.total(), reserved(&many, &coded, Resident::Fast, MlpWeights::Stored).total());
+    // cuBLAS has a workspace on each of two streams.
+    assert!(coded.working > plenty.working + (64 << 20));
+    let compact = with_compact(&weights);
+    let small = fit(&config, &compact, &Wanted { max_slowdown: Some(9.0), ..wanted(None) }).unwrap();
+    let memory = reserved(&config, &small, Resident::Small, MlpWeights::Linears);
+    assert_eq!(
+        (small.total(), small.working + small.slots, small.slots),
+        (memory.total(), memory.working, memory.slot)
+    );
+    // Experts leave for each other what a whole chunk of a prompt chooses.
+    let config = Geometry::named("qwen3-30b-a3b").unwrap().config();
+    let experts = fit(&config, &tensors(&config), &wanted(80 * GB)).unwrap();
+    let memory = reserved(&config, &experts, Resident::Fast, MlpWeights::Linears);
+    assert_eq!((experts.total(), experts.working), (memory.total(), memory.working));
+    let chosen = 2048 * 8 * 2 * u64::from(config.intermediate + config.hidden);
+    assert!(experts.working > chosen, "{} {chosen}", experts.working);
+}
+
 #[test]
 fn where_memory_is_short_some_layers_stay_coded_evenly() {
-    let (config, tensors) = llama();
+    let (config, tensors) = deep();
     let plenty = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
     let short = plenty.total() - 50_000_000;
     let fit = fit(&config, &tensors, &wanted(short)).unwrap();
@@ -194,7 +251,7 @@ fn norms(tensors: &[Tensor]) -> u64 {
 
 #[test]
 fn the_least_memory_that_would_do_does() {
-    let (config, tensors) = llama();
+    let (config, tensors) = deep();
     let Err(FitError::TooSmall { least, weights, cache, working, slots, have }) =
         fit(&config, &tensors, &wanted(4 * GB))
     else {
@@ -247,6 +304,9 @@ fn what_no_device_keeps_coded_is_not_planned_so() {
 fn small_models_are_solved_as_by_brute_force() {
     let (config, tensors) = small(2048);
     let (units, rest) = units(&config, &tensors, 1).unwrap();
+    let options = EngineOptions::default().max_batch(1).context(1024);
+    let lanes = Lanes::new(&config, &options, Arch::Sm90a);
+    let shared = |coded| lanes.shared(coded, 0).bytes;
     let plans = units.iter().fold(vec![Vec::new()], |plans: Vec<Vec<usize>>, unit| {
         plans.iter().flat_map(|plan| (0..unit.forms.len()).map(|at| [&plan[..], &[at]].concat())).collect()
     });
@@ -262,7 +322,9 @@ fn small_models_are_solved_as_by_brute_force() {
                     largest.insert(tensor.role, slot_bytes(tensor));
                 }
             }
-            (bytes + largest.values().sum::<u64>() * SLOTS, us)
+            // Such plans share more: two lanes with cuBLAS, and products of their own.
+            let coded = if largest.is_empty() { 0 } else { shared(true) - shared(false) };
+            (bytes + largest.values().sum::<u64>() * SLOTS + coded, us)
         })
         .collect();
     let fixed = {

@@ -72,7 +72,7 @@ impl Weight {
 
     /// Whether the packed form may have escapes, before anybody has looked: a packed tensor may have none, others are
     /// taken to have some.
-    fn escapes(&self) -> &'static [bool] {
+    pub(crate) fn escapes(&self) -> &'static [bool] {
         if self.node == Node::Packed { &[true, false] } else { &[true] }
     }
 

@@ -6,6 +6,10 @@ use unweight_codegen::plan::WorkspacePlan;
 
 use crate::device::{DeviceBuffer, DeviceError, Refusal, Stream};
 
+/// Bytes of cuBLAS's workspace, as NVIDIA recommends for Hopper. Given explicitly, so that a captured graph does not name
+/// memory of the library's own.
+pub(crate) const CUBLAS_BYTES: usize = 32 << 20;
+
 /// What launches need beside their operands: of several launches on one stream the largest of each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -38,11 +42,12 @@ impl LaneSize {
         }
     }
 
-    /// Bytes on the device, beside cuBLAS's own.
+    /// Bytes on the device, of cuBLAS its workspace.
     pub fn bytes(self) -> u64 {
+        let cublas = if self.cublas { CUBLAS_BYTES as u64 } else { 0 };
         let elements = self.padded_x.saturating_add(self.padded_y);
         let shared = self.workspace_bytes.saturating_add(self.counters.saturating_mul(4));
-        shared.saturating_add(elements.saturating_mul(2)).saturating_add(self.slot_bytes)
+        shared.saturating_add(elements.saturating_mul(2)).saturating_add(self.slot_bytes).saturating_add(cublas)
     }
 
     /// And cuBLAS.
@@ -139,6 +144,7 @@ mod tests {
     fn the_slot_is_counted_and_told() {
         let size = LaneSize { workspace_bytes: 8, slot_bytes: 6160, ..LaneSize::default() };
         assert_eq!((size.bytes(), LaneSize::default().bytes()), (6168, 0));
+        assert_eq!(size.with_cublas().bytes(), 6168 + CUBLAS_BYTES as u64);
         assert_eq!(size.to_string(), "8 B, 0 counters, a slot of 6160 B");
     }
 

@@ -166,7 +166,7 @@ impl ExpertsShape {
     }
 
     /// What a lane needs for them.
-    pub(super) fn lane_size(self, tokens: u32, top_k: u32) -> LaneSize {
+    pub fn lane_size(self, tokens: u32, top_k: u32) -> LaneSize {
         LaneSize { workspace_bytes: self.scratch_bytes(tokens, top_k), ..LaneSize::default() }
     }
 }

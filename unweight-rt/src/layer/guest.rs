@@ -33,7 +33,7 @@ use crate::{
         Call, Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
         buffer::copy_to_device,
         stream::Captured,
-        workspace::{Workspace, length},
+        workspace::{CUBLAS_BYTES, Workspace, length},
     },
     layer::{
         build::{expanding, has_cublas},
@@ -42,7 +42,7 @@ use crate::{
         loader::LoadOptions,
     },
     ops::{
-        cublas::{self, Cublas},
+        cublas::Cublas,
         lane::Lane,
         repack::{PackError, Packer},
     },
@@ -252,7 +252,7 @@ impl Guest {
                     scratch.address + parts.slot_at(),
                     length("bytes of a slot", parts.slot)?,
                 )?,
-                DeviceBuffer::borrow(device, scratch.address + parts.cublas_at(), cublas::WORKSPACE_BYTES)?,
+                DeviceBuffer::borrow(device, scratch.address + parts.cublas_at(), CUBLAS_BYTES)?,
             )
         };
         // Until this product is enqueued; what was before keeps its own stream and workspace.
@@ -458,7 +458,7 @@ impl Parts {
     fn bytes(self) -> u64 {
         match self.cublas {
             false => self.slot_at(),
-            true => self.cublas_at().saturating_add(padded(cublas::WORKSPACE_BYTES as u64)),
+            true => self.cublas_at().saturating_add(padded(CUBLAS_BYTES as u64)),
         }
     }
 }
@@ -561,7 +561,7 @@ mod tests {
             let whole = Parts { slot, cublas: true, ..before };
             assert_eq!(whole.slot_at(), before.bytes(), "where nothing of ours is, weights come first");
             assert!(whole.cublas_at() >= whole.slot_at() + slot + ALIGN && whole.cublas_at().is_multiple_of(ALIGN));
-            assert!(whole.bytes() >= whole.cublas_at() + cublas::WORKSPACE_BYTES as u64 + ALIGN);
+            assert!(whole.bytes() >= whole.cublas_at() + CUBLAS_BYTES as u64 + ALIGN);
         }
         let most = Parts { slot: u64::MAX, cublas: true, ..parts(u64::MAX, u64::MAX) };
         assert_eq!(most.bytes(), u64::MAX);

@@ -37,11 +37,11 @@
 
 use std::{ops::Range, sync::Arc};
 
-use unweight_codegen::{VariantSpec, spec::Epilogue};
+use unweight_codegen::{VariantSpec, plan::GemmShape, spec::Epilogue};
 use unweight_format::TileGrid;
 
 use crate::{
-    choose::reachable::{Choice, Way, Ways},
+    choose::reachable::{Choice, Linears, Wanted, Way, Ways, Weight},
     device::{
         DeviceBuffer, DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
         module::LoadedKernel,
@@ -52,7 +52,7 @@ use crate::{
         check_product,
         cublas::Cublas,
         gemm_compact::CompactGemm,
-        gemm_packed::PackedGemm,
+        gemm_packed::{self, PackedGemm},
         lane::{Lane, LaneParts},
         repack::Unpacker,
         silu_mul::SiluMul,
@@ -196,14 +196,8 @@ impl Multiply {
         match self {
             Self::Packed(gemm) => gemm.lane_size_of(m, grid),
             Self::Compact(_) => LaneSize::default(),
-            Self::Slot(_, gemm) => LaneSize { slot_bytes: Expander::slot_bytes(grid), ..LaneSize::default() }
-                .max(gemm.lane_size_of(m, grid)),
-            Self::Cublas(_, activate) => {
-                // A grid's elements and rows fit.
-                let product = activate.as_ref().map_or(0, |_| u64::from(m.min(PRODUCT_ROWS)) * grid.rows() as u64);
-                let slot_bytes = 2 * grid.elements() as u64;
-                LaneSize { slot_bytes, padded_y: product, cublas: true, ..LaneSize::default() }
-            }
+            Self::Slot(_, gemm) => slot_size(grid).max(gemm.lane_size_of(m, grid)),
+            Self::Cublas(_, activate) => cublas_size(m, grid, activate.is_some()),
         }
     }
 
@@ -565,6 +559,45 @@ impl Linear {
 
 fn front(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u32) -> Result<MatrixMut<'_>, Refusal> {
     MatrixMut::new(buffer, rows, cols, pitch.into())
+}
+
+/// What [`Linear::lane_size`] says of the layer that such a weight becomes, before there is a device: with escapes and
+/// without, where nobody has looked, and all that is wanted packed taken to be so.
+pub fn lane_size_of(weight: &Weight, wanted: &Wanted) -> LaneSize {
+    let tiles = weight.padded().map(|(n, k)| TileGrid::new(n as usize, k as usize));
+    let (Some(Ok(grid)), Linears::Packed) = (tiles, wanted.linears) else { return LaneSize::default().with_cublas() };
+    let compact = wanted.stays_compact(weight);
+    let ways = match compact {
+        true => wanted.compact_ways(weight),
+        false => weight.escapes().iter().flat_map(|escapes| wanted.packed_ways(weight, *escapes)).collect(),
+    };
+    let sms = wanted.chooser.machine().sms;
+    let (n, k) = weight.padded().unwrap_or_default();
+    let of = |choice: &Choice<Way<VariantSpec>>| {
+        let m = choice.last;
+        // What was chosen has a plan.
+        let packed = |spec| gemm_packed::lane_size(spec, GemmShape { m, n, k }, sms).unwrap_or_default();
+        let size = match &choice.kernel {
+            Way::Direct(_) if compact => LaneSize::default(),
+            Way::Direct(spec) => packed(spec),
+            Way::Slot { product, .. } => slot_size(grid).max(packed(product)),
+            Way::Cublas { activate, .. } => cublas_size(m, grid, activate.is_some()),
+        };
+        size.max(padding((weight.n, weight.k), (n, k), m))
+    };
+    ways.iter().map(of).fold(LaneSize::default(), LaneSize::max)
+}
+
+/// Of weights that are expanded to packed tiles.
+fn slot_size(grid: TileGrid) -> LaneSize {
+    LaneSize { slot_bytes: Expander::slot_bytes(grid), ..LaneSize::default() }
+}
+
+/// Of weights that cuBLAS multiplies with, and whose products may be activated.
+fn cublas_size(m: u32, grid: TileGrid, activates: bool) -> LaneSize {
+    // A grid's elements and rows fit.
+    let product = if activates { u64::from(m.min(PRODUCT_ROWS)) * grid.rows() as u64 } else { 0 };
+    LaneSize { slot_bytes: 2 * grid.elements() as u64, padded_y: product, cublas: true, ..LaneSize::default() }
 }
 
 /// Room for `m` rows of a layer `(n, k)` whose weights are padded; nothing where they are not.

@@ -218,7 +218,8 @@ impl LoadOptions {
         Self { expand, ..self }
     }
 
-    pub(super) fn wanted(self, chooser: PackedChooser, code_limit: u32) -> Wanted {
+    /// The same for whoever chooses, and Huffman codes of up to so many bits.
+    pub fn wanted(self, chooser: PackedChooser, code_limit: u32) -> Wanted {
         let Self { max_batch, pdl, linears, resident, expand } = self;
         Wanted { linears, resident, chooser, max_batch, pdl, code_limit, expand }
     }

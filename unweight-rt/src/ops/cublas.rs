@@ -11,14 +11,10 @@ use cudarc::{
 };
 
 use crate::{
-    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, Stream, view::Place},
+    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, Stream, view::Place, workspace::CUBLAS_BYTES},
     jit::toolchain::{self, Library},
     ops::check_product,
 };
-
-/// What NVIDIA recommends for Hopper. Given explicitly, so that a captured graph does not name memory of the library's
-/// own.
-pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Addresses that cuBLASLt takes operands at, unless it is told otherwise: what it is tuned for.
 const TUNED_ALIGN: u64 = 256;
@@ -90,7 +86,7 @@ impl Cublas {
     /// There is no usable cuBLAS.
     pub fn new(stream: &Stream) -> Result<Self, DeviceError> {
         let mut cublas = Self::unplaced(stream)?;
-        cublas.place(stream, DeviceBuffer::zeroed(stream, WORKSPACE_BYTES)?)?;
+        cublas.place(stream, DeviceBuffer::zeroed(stream, CUBLAS_BYTES)?)?;
         Ok(cublas)
     }
 
@@ -103,10 +99,10 @@ impl Cublas {
         Ok(Self { handle, lt: None, tuned: HashMap::new(), stream: stream.clone(), workspace })
     }
 
-    /// Puts what is enqueued from here on on this stream of the same device, with a workspace of [`WORKSPACE_BYTES`].
+    /// Puts what is enqueued from here on on this stream of the same device, with a workspace of [`CUBLAS_BYTES`].
     /// What was enqueued before keeps the stream and the workspace that it was given. Also during a capture.
     pub(crate) fn place(&mut self, stream: &Stream, workspace: DeviceBuffer<u8>) -> Result<(), DeviceError> {
-        let (need, have) = (WORKSPACE_BYTES as u64, workspace.len() as u64);
+        let (need, have) = (CUBLAS_BYTES as u64, workspace.len() as u64);
         if have < need {
             return Err(Refusal::Room { buffer: "bytes of cuBLAS's workspace", need, have }.into());
         }
@@ -116,7 +112,7 @@ impl Cublas {
             .map_err(|error| refuse("cublasSetStream", error))?;
         // After the stream: setting a stream resets the workspace.
         // SAFETY: the workspace has this many bytes, is 256-byte aligned and lives as long as it is this handle's.
-        unsafe { sys::cublasSetWorkspace_v2(self.handle, workspace.address() as *mut c_void, WORKSPACE_BYTES) }
+        unsafe { sys::cublasSetWorkspace_v2(self.handle, workspace.address() as *mut c_void, CUBLAS_BYTES) }
             .result()
             .map_err(|error| refuse("cublasSetWorkspace", error))?;
         (self.stream, self.workspace) = (stream.clone(), workspace);
@@ -277,7 +273,7 @@ impl Cublas {
                     y_layout,
                     &plan.algorithm,
                     self.workspace.address() as *mut c_void,
-                    WORKSPACE_BYTES,
+                    CUBLAS_BYTES,
                     self.stream.raw().cast(),
                 )
             }
@@ -362,7 +358,7 @@ impl LtHandle {
             // SAFETY: one of the first `count`.
             let result = unsafe { result.assume_init_ref() };
             let usable = result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS;
-            if usable && result.workspaceSize <= WORKSPACE_BYTES {
+            if usable && result.workspaceSize <= CUBLAS_BYTES {
                 plans.push(Plan { descriptors: Descriptors::new(extents)?, algorithm: result.algo });
             }
         }
@@ -449,7 +445,7 @@ impl Preference {
         use cublaslt::{result, sys};
         let preference =
             Self(result::create_matmul_pref().map_err(|error| refuse_lt("cublasLtMatmulPreferenceCreate", error))?);
-        let bytes = WORKSPACE_BYTES as u64;
+        let bytes = CUBLAS_BYTES as u64;
         let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         // SAFETY: the preference was just made; the attribute is of this type.
         unsafe {
