@@ -1,26 +1,29 @@
 //! MatVANS: int8 matrices by rANS, 32 coders a row or 32 rows (`docs/rivals.md`).
 //!
 //! ```text
-//! rows      a stream a row:          step t has columns 128 t .. 128 t + 128, coder c has 4 c .. 4 c + 4 of them
-//! stripes   a stream 32 rows:        step t has columns 4 t .. 4 t + 4, coder c has row c
+//! rows      a stream a row:     step t has columns 128 t .. 128 t + 128, coder c has 4 c .. 4 c + 4 of them
+//! stripes   a stream 32 rows:   step t has columns 4 t .. 4 t + 4, coder c has row c
 //!
 //! words     u32, groups of 32 lanes x 4: word n of a group is lane n % 32, place n / 32
-//! first group: 64 words of the stream, the coders' low words, their high words; then the stream's other words, zeros
-//! to the end offsets   u32, in 16 bytes: where each stream begins tables    [128] symbol, first and count of the
-//! 128ths of a symbol
+//!           first group: 64 words of the stream, the coders' low words, their high words
+//!           then the stream's other words, zeros to the end
+//! offsets   u32, in 16 bytes: where each stream begins
+//! tables    [128] symbol, first and count of the 128ths of a symbol
 //! ```
-//! In rows and stripes a coder's state has 64 bits. It decodes four symbols from its low 28 bits; before that, it takes a word of the
+//! A coder's state has 64 bits. It decodes four symbols from its low 28 bits; before that, it takes a word of the
 //! stream, coder by coder, if its high half is zero. The encoder goes the other way, and goes on with its states from
 //! stream to stream.
 //!
+//! MatVANS' WarpPerRow is
+//!
 //! ```text
-//! lanes     a stream a row:          steps 4 c .. 4 c + 4 have columns 512 c .. 512 c + 512, coder l has 16 of them from
-//!                                    16 l on, four a step
-//! words     groups of 32 lanes x 8 u16: each coder has words of its own, the first two its state, the higher half first
+//! lanes     a stream a row:     steps 4 c .. 4 c + 4 have columns 512 c .. 512 c + 512, coder l has 16 of them from
+//!                               16 l on, four a step
+//! words     groups of 32 lanes x 8 u16: each coder has words of its own, the first two its state, high half first
 //! tables    [256] of the 256ths of a symbol
 //! ```
-//! There (MatVANS' WarpPerRow) a state has 32 bits, and decodes a symbol from its low 8; before that, it takes a word of
-//! its own if its high half is zero. All begin and end a row with 2^16.
+//! There a state has 32 bits, and decodes a symbol from its low 8; before that, it takes a word of its own if its high
+//! half is zero. All begin and end a row with 2^16.
 
 use rayon::prelude::*;
 
@@ -293,9 +296,9 @@ fn shares_of_128(counts: &[u64; 256], occurring: &[usize], total: usize) -> Vec<
     }
 }
 
-/// Shares of two values or more in 256ths, as `matvansWarpPerRow` finds them: too many are taken from the most frequent,
-/// too few given to the rarest, one each. Of values as frequent as each other, of which NumPy's order is not defined,
-/// the larger counts as the more frequent.
+/// Shares of two values or more in 256ths, as `matvansWarpPerRow` finds them: too many are taken from the most
+/// frequent, too few given to the rarest, one each. Of values as frequent as each other, of which NumPy's order is not
+/// defined, the larger counts as the more frequent.
 fn shares_of_256(counts: &[u64; 256], occurring: &[usize], total: usize) -> Vec<u32> {
     let share = |value: &usize| (counts[*value] as f64 * (256.0 / total as f64)).round_ties_even();
     let mut parts: Vec<u32> = occurring.iter().map(|value| (share(value) as u32).max(1)).collect();
