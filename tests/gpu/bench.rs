@@ -83,7 +83,7 @@ fn packed_matmuls_beside_cublas() {
 #[ignore = "needs a GPU"]
 fn rivals_beside_cublas() {
     let kernels = gpu();
-    let options = RivalsOptions::default().shapes(vec![(1024, 512)]).batches(vec![1, 40]).int8(256).fp8_mib(vec![1]);
+    let options = RivalsOptions::default().shapes(vec![(1024, 512)]).batches(vec![1, 40]).int8(512).fp8_mib(vec![1]);
     let report = bench_rivals(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     println!("{report}");
     let of = |family: &str, m: u32| report.rows.iter().filter(|row| row.family == family && row.m == m).count();

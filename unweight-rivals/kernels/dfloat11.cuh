@@ -5,12 +5,15 @@
 //
 // A thread decodes the codes that begin in its window of 8 bytes, up to four of them for each look at 12 bits, and parks
 // the exponents. A sum over the block says where each window's exponents belong; there they go, one after the other. The
-// block then stores 8 elements a thread, 16 bytes each. The package's kernel decodes twice instead: once to count.
+// block then stores 8 elements a thread, 16 bytes each. The package's kernel decodes twice instead: once to count. So
+// does this one where parked exponents have no room: where a window has more than 32, which takes codes of one bit, or
+// the block's windows more than some 31.8 on average. Each thread then stores its own, one by one.
 //
 // Grid      what fits the machine: a block takes every so many format blocks, so tables are read once.
-// Smem      8192 + 16384 + 4 * warps + 64 * kThreads + 16: codes that begin in 12 bits, their exponents, sums, exponents
-// Barriers  all of the block (sync_block): behind the tables, behind the sums of warps, between the exponents and their
-//           reading, and before the next ones overwrite them. No copy engine.
+// Smem      8192 + 16384 + 4 * warps + 64 * kThreads - 64: codes that begin in 12 bits, their exponents, sums, exponents,
+//           those parked. Of 512 threads four blocks fit a multiprocessor, with not a byte to spare.
+// Barriers  all of the block (sync_block): behind the tables, behind the sums of warps, and between the exponents and
+//           their reading. Parked words are their thread's alone. No copy engine.
 // Bound     device memory: 10.8 bits in and 16 out an element; the arithmetic takes as long.
 //
 // Safety    any bytes in codes, gaps, positions, luts. A block whose positions are not within the elements, one after the
@@ -47,7 +50,8 @@ struct Dfloat11Args {
 namespace uw::dfloat11 {
 
 constexpr u32 kLookupBits = 12, kLookups = 1 << kLookupBits;
-constexpr u32 kWindowBits = 64, kWindowWords = 16;  // words of exponents that a window can have
+constexpr u32 kWindowBits = 64, kParkedWords = 8;  // words of exponents that a window may park
+constexpr u32 kUnparked = 1 << 20;  // in sums: a window has more. Blocks have fewer exponents.
 constexpr u32 kFirstJump = 240;
 
 template <class Config>
@@ -55,8 +59,9 @@ struct Smem {
     static constexpr u32 kThreads = Config::kThreads, kWarps = kThreads / 32;
     static constexpr u32 kStarts = 0, kSymbols = kStarts + 2 * kLookups, kSums = kSymbols + 4 * kLookups;
     static constexpr u32 kExponents = kSums + (4 * kWarps + 15) / 16 * 16;
-    // An unaligned front, and all windows full.
-    static constexpr u32 kBytes = kExponents + kWindowBits * kThreads + 16;
+    // Behind an unaligned front.
+    static constexpr u32 kRoom = 4 * kParkedWords * kThreads - 64, kParked = kExponents + kRoom;
+    static constexpr u32 kBytes = kParked + 4 * kParkedWords * kThreads;
 };
 
 // 96 bits of codes, the next one at the top.
@@ -92,27 +97,38 @@ UW_DEVICE Found walk(const Dfloat11Args& args, u32 bits) {
     return {exponent, length == 0 ? 1 : length > 32 ? 32 : length};
 }
 
-// The last exponents that a window parked: how many in all, and the last eight bytes of them.
-struct Parked {
-    u32 count, before, last;
+// A thread's part of a block: its bits, and how many of them are the code's before.
+struct Window {
+    Bits bits;
+    u32 at;
+
+    // Without codes where the block has no such window, or the unit no such words.
+    UW_DEVICE static Window load(const Dfloat11Args& args, u32 block, u32 within) {
+        const u32 window = block * args.windows + within, word = 2 * window;
+        if (within >= args.windows || word >= args.code_words) return {{0, 0, 0}, kWindowBits};
+        auto load = [&](u32 w) { return w < args.code_words ? ptx::prmt(ptx::load_global_nc(args.codes + w), 0, 0x0123) : 0; };
+        const u32 bit = 5 * window, byte = bit / 8;
+        const u32 high = byte < args.gap_bytes ? ptx::load_global_nc_u8(args.gaps + byte) : 0;
+        const u32 low = byte + 1 < args.gap_bytes ? ptx::load_global_nc_u8(args.gaps + byte + 1) : 0;
+        return {{load(word), load(word + 1), load(word + 2)}, (high << 8 | low) >> (11 - bit % 8) & 31};
+    }
 };
 
-// Decodes a window from its first code on; exponents go to every `stride`-th byte address from `to` on, by words.
-UW_DEVICE Parked decode(const Dfloat11Args& args, Bits bits, u32 at, u32 smem_starts, u32 smem_symbols, u32 to, u32 stride) {
-    Parked parked{0, 0, 0};
-    u32 filled = 0;  // bits of `parked.last`
-    bits.skip(at);
+// Decodes a window from its first code on: `take(exponents, count)` for 1 to 4 codes at a time.
+template <class Take>
+UW_DEVICE void decode(const Dfloat11Args& args, const Window& window, u32 smem_starts, u32 smem_symbols, Take& take) {
+    Bits bits = window.bits;
+    u32 at = window.at;
+    bits.skip(at & 31);
     while (at < kWindowBits) {
         const u32 next = bits.a >> (32 - kLookupBits);
+        // Both are asked for before either is waited for.
         const u32 entry = ptx::load_shared_u16(smem_starts + 2 * next);
-        u32 used = entry >> kLookupBits, symbols, count;
-        if (used > 0) {
-            symbols = ptx::load_shared(smem_symbols + 4 * next);
-            // Codes that begin behind the window are the next thread's.
-            const u32 room = kWindowBits - at;
-            const u32 own = room < kLookupBits ? (1u << room) - 1 : kLookups - 1;
-            count = ptx::popcount(entry & own);
-        } else {
+        u32 symbols = ptx::load_shared(smem_symbols + 4 * next), used = entry % 16;
+        // Codes that begin behind the window are the next thread's: those of the last bits that a look sees.
+        const i32 behind = static_cast<i32>(at + kLookupBits - kWindowBits) + 4;
+        u32 count = ptx::popcount(entry >> (behind > 4 ? behind : 4));
+        if (used == 0) {
             const Found found = walk(args, bits.a);
             symbols = found.exponent;
             count = 1;
@@ -124,22 +140,50 @@ UW_DEVICE Parked decode(const Dfloat11Args& args, Bits bits, u32 at, u32 smem_st
         }
         bits.skip(used);
         at += used;
-        parked.last |= symbols << filled;
-        const u32 over = ptx::funnel_shift_left(symbols, 0, filled);
-        filled += 8 * count;
-        if (filled >= 32) {
-            ptx::store_shared(to, parked.last);
-            to += stride;
-            parked.before = parked.last;
-            parked.last = over;
-            filled -= 32;
-            parked.count += 4;
+        take(symbols, count);
+    }
+}
+
+// Exponents of a window in words of shared memory, `stride` bytes apart. What has no place is counted only.
+struct Parked {
+    u32 to, stride, end;
+    u32 bits, before, last;  // bits of all; the last eight bytes
+
+    UW_DEVICE void operator()(u32 symbols, u32 count) {
+        // These shifts are by `bits % 32`.
+        last |= ptx::funnel_shift_left(0, symbols, bits);
+        const u32 over = ptx::funnel_shift_left(symbols, 0, bits), old = bits;
+        bits += 8 * count;
+        const bool full = ((old ^ bits) & 32) != 0;
+        if (full && to < end) ptx::store_shared(to, last);
+        to += full ? stride : 0;
+        before = full ? last : before;
+        last = full ? over : last;
+    }
+
+    // What is left.
+    UW_DEVICE void flush() const {
+        if (bits % 32 > 0 && to < end) ptx::store_shared(to, last);
+    }
+};
+
+// Two elements: signs and mantissas in bytes 0 and 2 of `rest`, exponents likewise.
+UW_DEVICE u32 join(u32 rest, u32 exponents) {
+    return (rest << 8 & 0x80008000u) | exponents << 7 | (rest & 0x007f007fu);
+}
+
+// Elements of a window, stored one by one.
+struct Stored {
+    const Dfloat11Args& args;
+    u32 at, end;
+
+    UW_DEVICE void operator()(u32 symbols, u32 count) {
+#pragma unroll 1
+        for (; count > 0 && at < end; --count, ++at, symbols >>= 8) {
+            ptx::store_global_u16(args.weights + at, join(ptx::load_global_nc_u8(args.sign_mantissa + at), symbols & 0xff));
         }
     }
-    if (filled > 0) ptx::store_shared(to, parked.last);
-    parked.count += filled / 8;
-    return parked;
-}
+};
 
 // Bytes from `value`, lowest first.
 UW_DEVICE void store_bytes(u32 to, u32 value, u32 count) {
@@ -149,20 +193,34 @@ UW_DEVICE void store_bytes(u32 to, u32 value, u32 count) {
     }
 }
 
-// Two elements: signs and mantissas in bytes 0 and 2 of `rest`, exponents likewise.
-UW_DEVICE u32 join(u32 rest, u32 exponents) {
-    return (rest << 8 & 0x80008000u) | exponents << 7 | (rest & 0x007f007fu);
-}
-
 // Elements 0, 1 or 2, 3 of four bytes each.
 UW_DEVICE u32 join_low(u32 rest, u32 exponents) { return join(ptx::prmt(rest, 0, 0x4140), ptx::prmt(exponents, 0, 0x4140)); }
 UW_DEVICE u32 join_high(u32 rest, u32 exponents) { return join(ptx::prmt(rest, 0, 0x4342), ptx::prmt(exponents, 0, 0x4342)); }
 
+// The exponents that a window parked to where they belong, at any byte: whole words, and what is left of them at both
+// ends.
+UW_DEVICE void place(u32 to, u32 park, u32 stride, const Parked& parked) {
+    const u32 count = parked.bits / 8, shift = to & 3, aligned = to - shift, reach = shift + count;
+    u32 words[kParkedWords];
+#pragma unroll
+    for (u32 j = 0; j < kParkedWords; ++j) words[j] = 4 * j < count ? ptx::load_shared(park + stride * j) : 0;
+    if (count < 4) return store_bytes(to, words[0], count);
+    store_bytes(to, words[0], (4 - shift) & 3);
+#pragma unroll
+    for (u32 j = 0; j < kParkedWords; ++j) {
+        if (4 * j + 4 <= reach && (j > 0 || shift == 0)) {
+            ptx::store_shared(aligned + 4 * j, ptx::funnel_shift_left(j > 0 ? words[j - 1] : 0, words[j], 8 * shift));
+        }
+    }
+    const u32 four = ptx::funnel_shift_right(parked.before, parked.last, 8 * (count & 3)), rest = reach & 3;
+    store_bytes(aligned + (reach & ~3u), ptx::funnel_shift_left(four, 0, 8 * rest), rest);
+}
+
 // Stores elements [begin, end), whose exponents lie from `exponents` on: byte i is that of element begin / 8 * 8 + i.
 template <u32 kThreads>
-UW_DEVICE void store(const Dfloat11Args& args, u32 begin, u32 end, u32 exponents) {
+UW_DEVICE void store(const Dfloat11Args& args, u32 thread, u32 begin, u32 end, u32 exponents) {
     const u32 front = begin & ~7u;
-    for (u32 first = front + 8 * ptx::thread_index(); first < end; first += 8 * kThreads) {
+    for (u32 first = front + 8 * thread; first < end; first += 8 * kThreads) {
         const u32 from = exponents + (first - front);
         if (first >= begin && first + 8 <= end) {
             const U32x2 rest = ptx::load_global_nc_x2(args.sign_mantissa + first), own = ptx::load_shared_x2(from);
@@ -183,7 +241,10 @@ template <class Config>
 UW_DEVICE void run(const Dfloat11Args& args) {
     using S = Smem<Config>;
     constexpr u32 kThreads = S::kThreads, kWarps = S::kWarps;
-    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), thread = ptx::thread_index(), lane = thread % 32;
+    const u32 smem = ptx::smem_address(ptx::dynamic_smem());
+    u32 thread = ptx::thread_index();
+    ptx::pin(thread);  // read once: ptxas reads the special register at each use otherwise, and waits for it
+    const u32 lane = thread % 32;
     const u32 warp = ptx::uniform_warp_index();
     for (u32 i = thread; i < kLookups / 8; i += kThreads) {
         ptx::store_shared_x4(smem + S::kStarts + 16 * i, ptx::load_global_nc_x4(args.starts + 8 * i));
@@ -192,72 +253,57 @@ UW_DEVICE void run(const Dfloat11Args& args) {
         ptx::store_shared_x4(smem + S::kSymbols + 16 * i, ptx::load_global_nc_x4(args.symbols + 4 * i));
     }
     ptx::sync_block();  // orders the tables before the lookups
-    const u32 park = smem + S::kExponents + 4 * thread;
+    const u32 park = smem + S::kParked + 4 * thread;
     for (u32 block = ptx::block_index(); block < args.blocks; block += ptx::grid_size()) {
         const u32 begin = ptx::load_global_nc(args.positions + block), end = ptx::load_global_nc(args.positions + block + 1);
         if (begin > end || end > args.elements) {
             if (thread == 0) ptx::reduce_add_global(args.faults, 1);
             continue;
         }
-        // What is read last is asked for first.
+        // What is read last is asked for first, and what the next block begins with.
         if (begin + 128 * thread < end) ptx::prefetch_l2(args.sign_mantissa + begin + 128 * thread);
+        if (const u32 next = block + ptx::grid_size(); warp == 0 && next < args.blocks) {
+            const u32 word = 2 * next * args.windows + 32 * lane, byte = 5 * next * args.windows / 8 + 128 * lane;
+            if (word < args.code_words) ptx::prefetch_l2(args.codes + word);
+            if (lane < 3 && byte < args.gap_bytes) ptx::prefetch_l2(args.gaps + byte);
+        }
         u32 at = begin, found = 0;
         for (u32 first = 0; first < args.windows; first += kThreads) {
-            const u32 within = first + thread, window = block * args.windows + within, word = 2 * window;
-            Parked parked{0, 0, 0};
-            if (within < args.windows && word < args.code_words) {
-                auto load = [&](u32 w) { return w < args.code_words ? ptx::prmt(ptx::load_global_nc(args.codes + w), 0, 0x0123) : 0; };
-                const Bits bits{load(word), load(word + 1), load(word + 2)};
-                const u32 bit = 5 * window, byte = bit / 8;
-                const u32 high = byte < args.gap_bytes ? ptx::load_global_nc_u8(args.gaps + byte) : 0;
-                const u32 low = byte + 1 < args.gap_bytes ? ptx::load_global_nc_u8(args.gaps + byte + 1) : 0;
-                const u32 gap = (high << 8 | low) >> (11 - bit % 8) & 31;
-                parked = decode(args, bits, gap, smem + S::kStarts, smem + S::kSymbols, park, 4 * kThreads);
-            }
-            // Words that this thread has parked itself, before others take their places.
-            u32 words[kWindowWords];
-#pragma unroll
-            for (u32 j = 0; j < kWindowWords; ++j) words[j] = 4 * j < parked.count ? ptx::load_shared(park + 4 * kThreads * j) : 0;
-            u32 sum = parked.count;
+            const u32 within = first + thread;
+            Parked parked{park, 4 * kThreads, smem + S::kBytes, 0, 0, 0};
+            decode(args, Window::load(args, block, within), smem + S::kStarts, smem + S::kSymbols, parked);
+            parked.flush();
+            const u32 count = parked.bits / 8;
+            u32 sum = count > 4 * kParkedWords ? kUnparked | count : count;
 #pragma unroll
             for (u32 delta = 1; delta < 32; delta *= 2) {
                 const u32 other = ptx::shuffle_up(sum, delta);
                 if (lane >= delta) sum += other;
             }
             if (lane == 31) ptx::store_shared(smem + S::kSums + 4 * warp, sum);
-            ptx::sync_block();  // orders the sums before their reading, and every thread's reading before the writing below
+            ptx::sync_block();  // orders the sums before their reading
             const u32 of_lane = lane < kWarps ? ptx::load_shared(smem + S::kSums + 4 * lane) : 0;
             u32 sums = of_lane;
 #pragma unroll
-            for (u32 delta = 1; delta < 32; delta *= 2) {
+            for (u32 delta = 1; delta < kWarps; delta *= 2) {
                 const u32 other = ptx::shuffle_up(sums, delta);
                 if (lane >= delta) sums += other;
             }
-            const u32 total = ptx::shuffle(sums, 31), before = ptx::shuffle(sums - of_lane, warp) + sum - parked.count;
-            // Exponents of this window to where they belong, at any byte: whole words, and what is left of them at both
-            // ends.
-            const u32 to = smem + S::kExponents + (at & 7) + before, shift = to & 3, aligned = to - shift;
-            const u32 reach = shift + parked.count;
-            if (parked.count >= 4) {
-                store_bytes(to, words[0], (4 - shift) & 3);
-#pragma unroll
-                for (u32 j = 0; j < kWindowWords; ++j) {
-                    if (4 * j + 4 <= reach && (j > 0 || shift == 0)) {
-                        ptx::store_shared(aligned + 4 * j, ptx::funnel_shift_left(j > 0 ? words[j - 1] : 0, words[j], 8 * shift));
-                    }
-                }
-                const u32 four = ptx::funnel_shift_right(parked.before, parked.last, 8 * (parked.count & 3));
-                const u32 rest = reach & 3;
-                store_bytes(aligned + (reach & ~3u), ptx::funnel_shift_left(four, 0, 8 * rest), rest);
+            const u32 total = ptx::shuffle(sums, kWarps - 1), before = ptx::shuffle(sums - of_lane, warp) + sum - count;
+            const u32 all = total % kUnparked, taken = all < end - at ? all : end - at;
+            if ((at & 7) + total > S::kRoom) {
+                // Once more, as not all are parked, or there is no room to put them together.
+                Stored stored{args, at + before % kUnparked, at + taken};
+                decode(args, Window::load(args, block, within), smem + S::kStarts, smem + S::kSymbols, stored);
+                ptx::sync_block();  // orders the reading of the sums before the next ones
             } else {
-                store_bytes(to, words[0], parked.count);
+                place(smem + S::kExponents + (at & 7) + before, park, 4 * kThreads, parked);
+                ptx::sync_block();  // orders the exponents before their reading by others, and the sums' before the next
+                store<kThreads>(args, thread, at, at + taken, smem + S::kExponents);
+                // The barrier behind the next sums orders this reading before the next windows' exponents.
             }
-            ptx::sync_block();  // orders the exponents before their reading by others, and the sums before the next ones
-            const u32 taken = total < end - at ? total : end - at;
-            store<kThreads>(args, at, at + taken, smem + S::kExponents);
             at += taken;
-            found += total;
-            ptx::sync_block();  // orders the reading before the next windows' exponents
+            found += all;
         }
         // The last block's codes end in bits that look like some.
         const bool wrong = found < end - begin || (found > end - begin && block + 1 < args.blocks);

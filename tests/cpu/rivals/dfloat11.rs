@@ -116,8 +116,8 @@ fn exponents(count: usize, seed: u64, mut of: impl FnMut(u64) -> u16) -> Vec<u8>
     (0..count).flat_map(|_| element()).collect()
 }
 
-/// Codes of one bit and of more than twelve, windows with few and with 64, blocks of other numbers of threads, a last
-/// block that is nearly empty.
+/// Codes of one bit and of more than twelve, windows with few and with 64, blocks of whose windows none has more than 32
+/// and which have no room together, blocks of other numbers of threads, a last block that is nearly empty.
 fn cases() -> Vec<Case> {
     let trained = |count: usize, threads| Case::new(Weights::TRAINED.bytes(count, count as u64), threads);
     // Each exponent half as frequent as the one before: codes of 1 to 30 bits.
@@ -132,6 +132,11 @@ fn cases() -> Vec<Case> {
         trained(2_000, 37),
         Case::new(skewed(200_000), 512),
         Case::new(one, 512),
+        // Three often, others hardly ever: codes of two bits, 32 a window.
+        Case::new(
+            exponents(60_000, 5, |bits| 117 + if bits % 1009 < 2 { 9 } else { 0 } + (bits >> 20) as u16 % 3),
+            512,
+        ),
         // All alike: codes of eight bits.
         Case::new(exponents(13_000, 6, |bits| (bits % 239) as u16), 512),
     ]
@@ -192,21 +197,26 @@ fn planted_bugs_are_caught() {
     let header = "rivals/dfloat11.cuh";
     let cases = cases();
     for (from, to) in [
-        ("const u32 own = room < kLookupBits ? (1u << room) - 1 : kLookups - 1;", "const u32 own = kLookups - 1;"),
+        ("(behind > 4 ? behind : 4)", "4"),
         ("bits.skip(used / 2);\n", "\n"),
-        ("parked.before = parked.last;", ""),
-        ("const u32 over = ptx::funnel_shift_left(symbols, 0, filled);", "const u32 over = 0;"),
+        ("before = full ? last : before;", ""),
+        ("const u32 over = ptx::funnel_shift_left(symbols, 0, bits), old", "const u32 over = 0, old"),
+        ("if (full && to < end)", "if (full)"),
+        ("parked.flush();", ""),
         ("store_bytes(to, words[0], (4 - shift) & 3);", ""),
         ("(j > 0 || shift == 0)", "true"),
-        ("if (filled > 0) ptx::store_shared(to, parked.last);", ""),
         ("ptx::shuffle(sums - of_lane, warp) + sum", "sum"),
+        ("kUnparked | count : count", "count : count"),
+        ("(at & 7) + total > S::kRoom", "total >= kUnparked"),
+        ("at + before % kUnparked", "at + before"),
+        ("count > 0 && at < end", "count > 0"),
         ("first >= begin && first + 8 <= end", "first + 8 <= end"),
         ("if (first + i < begin || first + i >= end) continue;", "if (first + i >= end) continue;"),
         ("(rest << 8 & 0x80008000u)", "(rest << 8 & 0x00008000u)"),
         (">> (11 - bit % 8) & 31", ">> (11 - bit % 8) & 3"),
-        ("ptx::sync_block();  // orders the reading before the next windows' exponents", ""),
+        ("ptx::sync_block();  // orders the sums before their reading\n", "\n"),
         (
-            "ptx::sync_block();  // orders the sums before their reading, and every thread's reading before the writing below",
+            "ptx::sync_block();  // orders the exponents before their reading by others, and the sums' before the next",
             "",
         ),
     ] {

@@ -98,7 +98,7 @@ fn products_are_those_of_the_weights() {
         let matrix = DeviceZip::upload(&stream, &encode(&bytes, rows, cols).unwrap()).unwrap();
         let mut scratch = DeviceMatrix::zeroed(&stream, rows as u32, cols as u32).unwrap();
         let w = halves(&bytes);
-        let batches = [1, 2, 7, 8, 9, 16, 31, 33, 64, 65, 100, 128, 200];
+        let batches = [1, 2, 7, 8, 9, 16, 31, 32, 33, 64, 65, 100, 128, 200];
         // As the kernel has it, and as `multiply` chooses, where that is something else.
         let fused = batches.iter().filter(|batch| **batch <= FUSED_MAX as usize).map(|batch| (*batch, true));
         let chosen = batches.iter().filter(|batch| **batch > FUSED_BEST as usize).map(|batch| (*batch, false));

@@ -8,7 +8,9 @@ use crate::dfloat11::{Code, Decoder, Sections, Unit, WINDOW_BYTES};
 
 /// Threads of a block.
 const THREADS: u32 = 512;
-const BLOCKS_PER_SM: u32 = 3;
+const BLOCKS_PER_SM: u32 = 4;
+/// Exponents that a window may park.
+const PARKED: u32 = 32;
 /// Bits that a look at the tables takes.
 const LOOKUP_BITS: u32 = 12;
 const LOOKUPS: usize = 1 << LOOKUP_BITS;
@@ -57,7 +59,8 @@ pub fn kernel(arch: Arch) -> Outside {
         .section("starts", LOOKUPS as u32, 2, 16)
         .section("symbols", LOOKUPS as u32, 4, 16)
         .section("sums", THREADS / 32, 4, 16)
-        .section("exponents", 1, 8 * WINDOW_BYTES as u32 * THREADS + 16, 16);
+        .section("exponents", THREADS - 2, PARKED, 16)
+        .section("parked", THREADS, PARKED, 16);
     Outside {
         family: "dfloat11",
         variant: format!("t{THREADS}"),
@@ -78,7 +81,7 @@ pub fn kernel(arch: Arch) -> Outside {
 /// What 12 bits begin with: up to four whole codes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tables {
-    /// Bit i: a code begins behind i bits; from bit 12 on, the bits of all of them, 0 if not one is whole.
+    /// Bit 15 - i: a code begins behind i bits; the lowest four, the bits of all of them, 0 if not one is whole.
     pub starts: Vec<u16>,
     /// Their exponents, the first one lowest.
     pub symbols: Vec<u32>,
@@ -104,14 +107,14 @@ impl Tables {
                 if bits == 0 || at + bits > LOOKUP_BITS {
                     break;
                 }
-                starts |= 1 << at;
+                starts |= 1 << (15 - at);
                 symbols |= exponent << (8 * place);
                 at += bits;
                 if at == LOOKUP_BITS {
                     break;
                 }
             }
-            (starts | (at as u16) << LOOKUP_BITS, symbols)
+            (starts | at as u16, symbols)
         };
         let (starts, symbols) = (0..LOOKUPS).map(entry).unzip();
         Self { starts, symbols }

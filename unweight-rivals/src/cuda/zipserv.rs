@@ -18,9 +18,10 @@ const CODED_ROOM: u32 = 16 + 2 * (BLOCK * BLOCK) as u32 + 48;
 pub const BATCH_TILES: [u32; 5] = [8, 16, 32, 64, 128];
 /// Largest batch of the fused product.
 pub const FUSED_MAX: u32 = 128;
-/// Largest batch for which [`ZipKernels::multiply`] takes it. On an H200, 14336x4096, it takes 115.5 us at 8 rows where
-/// decompressing and cuBLAS take 142.9, and 147.2 at 32 where they take 142.3 (docs/rivals.md). ZipServ goes up to 128.
-pub const FUSED_BEST: u32 = 31;
+/// Largest batch for which [`ZipKernels::multiply`] takes it. On an H200, 14336x4096, it takes 96 us at 32 rows where
+/// decompressing and cuBLAS take 101, and 155 at 128 where they take 103; none in between was measured (docs/rivals.md).
+/// ZipServ goes up to 128.
+pub const FUSED_BEST: u32 = 32;
 /// Shares of k at most.
 const SPLITS_MAX: u32 = 8;
 
