@@ -236,6 +236,10 @@ impl<'a> Unit<'a> {
     ) -> Self {
         let (mut forms, mut choices) = (Vec::new(), Vec::new());
         for form in [FormId::PACKED, FormId::RAW, FormId::HUFFMAN, FormId::COMPACT] {
+            // What is raw an engine packs if it can: BF16 is what it has of the rest.
+            if form == FormId::RAW && forms.contains(&FormId::PACKED) {
+                continue;
+            }
             // A form of some of the tensors is none of the unit.
             let bytes: Option<u64> = tensors.iter().map(|tensor| tensor.resident_bytes(form)).sum();
             if let (Some(bytes), Some(us)) = (bytes, product_us(&tensors, form)) {
@@ -379,13 +383,17 @@ struct Lanes<'a> {
 }
 
 impl<'a> Lanes<'a> {
-    fn new(config: &'a ModelConfig, options: &'a EngineOptions, arch: Arch) -> Self {
+    fn new(config: &'a ModelConfig, options: &'a EngineOptions, arch: Arch, units: &[Unit<'_>]) -> Self {
         let chooser = PackedChooser::usual(arch);
         let of = |resident| {
             let options = options.clone().resident(resident);
             memory::lane_size(config, &options, &chooser, |_| resident == Resident::Small)
         };
-        Self { config, options, packed: of(Resident::Fast), compact: of(Resident::Small) }
+        // What cannot be packed cuBLAS multiplies with; an embedding of its own is only looked up in.
+        let multiplied = |unit: &&Unit<'_>| config.tied || KINDS[unit.kind].0 != "embed";
+        let whole = units.iter().filter(multiplied).any(|unit| !unit.forms.contains(&FormId::PACKED));
+        let with = |lane: LaneSize| if whole { lane.with_cublas() } else { lane };
+        Self { config, options, packed: with(of(Resident::Fast)), compact: with(of(Resident::Small)) }
     }
 
     /// Any weight may be packed; with a `slot`, those that it is large enough for may be compact.
@@ -490,7 +498,7 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<
     let sums = memory::plan(config, &options, (0, Shared::default()), u64::MAX);
     let (cache, working) = sums.map_or((u64::MAX, u64::MAX), |memory| (memory.cache, memory.working));
     let fixed = rest.saturating_add(cache).saturating_add(working);
-    let lanes = Lanes::new(config, &options, arch);
+    let lanes = Lanes::new(config, &options, arch, &units);
     let fastest_us: f64 = units
         .iter()
         .map(|unit| unit.choices.iter().map(|choice| choice.us).fold(f64::INFINITY, f64::min))

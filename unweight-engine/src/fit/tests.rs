@@ -85,10 +85,16 @@ fn with_memory_to_spare_the_fastest_plan_is_taken() {
     // What the engine reserves.
     let memory = reserved(&config, &fit, Resident::Fast, MlpWeights::Linears);
     assert_eq!((fit.total(), fit.cache, fit.working), (memory.total(), memory.cache, memory.working));
-    // At large batches cuBLAS is faster on some shapes, where there is room for BF16.
+    // cuBLAS is faster on some shapes at large batches, and an engine packs what is raw all the same. What cannot be
+    // packed is raw.
     let large = Wanted { batch: 256, ..wanted(80 * GB) };
+    let packed = super::fit(&config, &tensors, &large).unwrap();
+    assert!(packed.groups.iter().all(|group| group.form == FormId::PACKED), "{:?}", packed.groups);
+    let mut tensors = tensors;
+    tensors.iter_mut().filter(|tensor| tensor.role == Role::O).for_each(|o| o.forms.truncate(1));
     let fit = super::fit(&config, &tensors, &large).unwrap();
-    assert!(fit.groups.iter().any(|group| group.form == FormId::RAW) && fit.total() <= 80 * GB);
+    assert!(fit.groups.iter().all(|group| (group.form == FormId::RAW) == (group.name == "o")), "{:?}", fit.groups);
+    assert_eq!(fit.working, packed.working + (32 << 20), "with cuBLAS's workspace");
 }
 
 /// What an engine says that it reserves for a plan, at batch 1 and 1024 tokens.
@@ -305,7 +311,7 @@ fn small_models_are_solved_as_by_brute_force() {
     let (config, tensors) = small(2048);
     let (units, rest) = units(&config, &tensors, 1).unwrap();
     let options = EngineOptions::default().max_batch(1).context(1024);
-    let lanes = Lanes::new(&config, &options, Arch::Sm90a);
+    let lanes = Lanes::new(&config, &options, Arch::Sm90a, &units);
     let shared = |coded| lanes.shared(coded, 0).bytes;
     let plans = units.iter().fold(vec![Vec::new()], |plans: Vec<Vec<usize>>, unit| {
         plans.iter().flat_map(|plan| (0..unit.forms.len()).map(|at| [&plan[..], &[at]].concat())).collect()
