@@ -20,6 +20,7 @@ usage: cargo xtask <task>
   test-python         the wheel with torch and transformers on the CPU: fetches 5 GB, unless UNWEIGHT_TORCH_PYTHON has them
   test-vllm           the wheel with vLLM on the CPU, many minutes: fetches 6 GB, unless UNWEIGHT_VLLM_PYTHON has it
   test-candle         bindings/candle on the CPU: builds candle, minutes
+                        --if-prepared (of these three)  fetch nothing, and leave out what is not there and what is slow
   wheel               build the Python package with the command in it: target/wheels
                         --manylinux2014  for any Linux since glibc 2.17, linked by zig (from PyPI)
   gpu-pack            gather stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
@@ -45,7 +46,7 @@ fn main() -> ExitCode {
         "test-wheel" => run::no_arguments(rest).and_then(|()| setup::prepare()).and_then(|found| wheel::test(&found)),
         "test-python" => wheel::test_python(rest),
         "test-vllm" => wheel::test_vllm(rest),
-        "test-candle" => run::no_arguments(rest).and_then(|()| test::candle()),
+        "test-candle" => test::candle(rest),
         "wheel" => wheel::run_task(rest),
         "gpu-pack" => gpu_pack::run(rest),
         "bench-peers" => peers::run(rest),

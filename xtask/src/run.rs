@@ -51,6 +51,14 @@ pub fn no_arguments(arguments: &[String]) -> Result<(), String> {
     }
 }
 
+/// Whether `--if-prepared` is the argument: nothing is fetched then, and what is not there is left out.
+pub fn if_prepared(arguments: &[String]) -> Result<bool, String> {
+    match arguments {
+        [flag] if flag == "--if-prepared" => Ok(true),
+        _ => no_arguments(arguments).map(|()| false),
+    }
+}
+
 fn shown(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(OsStr::to_string_lossy).collect::<Vec<_>>().join(" ")

