@@ -682,7 +682,7 @@ fn tune_says_what_it_needs() {
     bundle::attach_plan(&dir, |_| "{\"version\": 1}".to_owned()).unwrap();
     let generate = ["generate", "inference", "--tokens", "1", "--mlp", "stored", "--device", "99"];
     let output = run(home.path(), &generate, 2);
-    assert!(stderr(&output).contains("not used: not a tuned plan"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("not used: a tuned plan of version 1, "), "{}", stderr(&output));
     assert!(!stderr(&output).contains("trust-attached"), "a plan is no code: {}", stderr(&output));
     run(home.path(), &["verify", "inference", "--against", "model"], 0);
     // What cannot be written is said before anything is loaded, and nothing is left behind.
@@ -1541,6 +1541,7 @@ fn a_bundle_carries_its_kernels() {
     fs::write(&path, bytes).unwrap();
     let damaged = json(&in_home(&["verify", "bundle", "--json"], 1));
     assert_eq!(damaged["problems"][0]["file"], "unweight.kernels");
+    assert!(stderr(&in_home(&["verify", "bundle"], 1)).contains("`unweight kernels detach` removes what is attached"));
     // Whoever replaces a damaged file hears what became of a plan in it.
     in_home(&["kernels", "detach", "bundle"], 0);
     bundle::attach_plan(&home.path().join("bundle"), |_| "{\"version\": 1}".to_owned()).unwrap();

@@ -225,6 +225,7 @@ fn worded(remedy: Remedy) -> Option<&'static str> {
         Remedy::Overwrite => "choose another name, or replace it with --force",
         Remedy::Resume => "run again with --resume to go on from there",
         Remedy::ResumeMaking => "the command that was making it goes on from there with --resume",
+        Remedy::FreeAndRepeat => "free some space, then run it again",
         Remedy::FreeAndResume => "free some space, then run again with --resume",
         Remedy::CpuEncoder => "run again with --device cpu",
         Remedy::FewerThreads => "ask for fewer with --threads, or allow more processes (ulimit -u)",

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use unweight::format::bundle::{self, Selection, VerifyOptions};
+use unweight::format::bundle::{self, ATTACHED_NAME, Selection, VerifyOptions};
 
 use super::{
     failure::{Failure, Result},
@@ -78,9 +78,12 @@ impl Verify {
             0 => Ok(()),
             problems => Err(Failure::mismatch(
                 format!("{}: {}", self.bundle.display(), count(problems)),
-                match report.problems.iter().all(|problem| problem.is_extra) {
-                    true => "nothing that the bundle lists is damaged: run again what was interrupted, or move away the files named above",
-                    false => "fetch the files named above again, or make the bundle again from its source",
+                if report.problems.iter().all(|problem| problem.is_extra) {
+                    "nothing that the bundle lists is damaged: run again what was interrupted, or move away the files named above"
+                } else if report.problems.iter().all(|problem| problem.is_extra || problem.file == ATTACHED_NAME) {
+                    "nothing that the bundle lists is damaged: `unweight kernels detach` removes what is attached"
+                } else {
+                    "fetch the files named above again, or make the bundle again from its source"
                 },
             )
             .reported()),

@@ -13,7 +13,7 @@ use unweight_format::{
     Digest,
     bundle::{
         ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, Bundle, BundleError, CompressOptions, DecompressOptions,
-        ErrorClass, Silent, VerifyOptions, attach, attach_plan, compress, decompress, detach, may_attach,
+        ErrorClass, Remedy, Silent, VerifyOptions, attach, attach_plan, compress, decompress, detach, may_attach,
         may_attach_plan, verify, verify_with,
     },
 };
@@ -292,6 +292,16 @@ fn a_writer_refuses_what_a_reader_would() {
     let (mut entry, binary) = kernel("uw_a", '1', b"abc");
     entry.arch = "sm 90".into();
     assert!(reason(Attached::encode(&[(entry, binary)])).contains("its arch"));
+}
+
+#[test]
+fn where_there_is_no_room_nothing_is_resumed() {
+    let full = |path: &str| {
+        let source = std::io::ErrorKind::StorageFull.into();
+        BundleError::DiskFull { path: path.into(), needed_bytes: 2, free_bytes: 1, source }.remedy()
+    };
+    assert_eq!(full("b/unweight.kernels"), Some(Remedy::FreeAndRepeat));
+    assert_eq!(full("b/model.safetensors"), Some(Remedy::FreeAndResume));
 }
 
 #[test]

@@ -93,6 +93,11 @@ pub enum PlanError {
     Order(u32),
 }
 
+#[derive(Deserialize)]
+struct Head {
+    version: u32,
+}
+
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Text {
@@ -124,10 +129,13 @@ impl Plan {
         if bytes.len() > PLAN_BYTES_MAX {
             return Err(PlanError::TooLarge(bytes.len()));
         }
-        let text: Text = serde_json::from_slice(bytes).map_err(|error| PlanError::Json(error.to_string()))?;
-        if text.version != VERSION {
-            return Err(PlanError::Version(text.version));
+        // The version first: another one has other fields.
+        let json = |error: serde_json::Error| PlanError::Json(error.to_string());
+        let Head { version } = serde_json::from_slice(bytes).map_err(json)?;
+        if version != VERSION {
+            return Err(PlanError::Version(version));
         }
+        let text: Text = serde_json::from_slice(bytes).map_err(json)?;
         let mut plan = Self::default();
         for row in text.settings {
             let measured = row.check()?;

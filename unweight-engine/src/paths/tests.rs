@@ -353,6 +353,11 @@ fn what_is_wrong_with_a_plan_is_named() {
         let error = broken(from, to);
         assert!(error.contains(what) && error.contains("tune the bundle again"), "{error}");
     }
+    // Whatever fields another version has: rows of 1 had no device and no basis.
+    for (version, row) in [(1, r#"{"batch":1,"key":"00"}"#), (3, "[]")] {
+        let other = format!(r#"{{"version":{version},"settings":[{row}],"more":1}}"#);
+        assert_eq!(Plan::parse(other.as_bytes()), Err(PlanError::Version(version)));
+    }
     assert!(matches!(Plan::parse(&vec![b' '; 1 << 20]), Err(PlanError::TooLarge(_))));
     assert!(matches!(Plan::parse(&[b'['; 60_000]), Err(PlanError::Json(_))), "deep nesting");
 }

@@ -150,8 +150,11 @@ impl Claim {
             options.read(true).write(true);
             let (mut file, fresh) = match options.open(path) {
                 Err(error) if error.kind() == ErrorKind::NotFound => match options.create_new(true).open(path) {
-                    // Somebody was faster.
-                    Err(error) if error.kind() == ErrorKind::AlreadyExists && path.exists() => continue,
+                    // A link to nothing; else somebody was faster.
+                    Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_symlink() => {
+                        return Err(JournalError::NoFile { path: path.to_owned() });
+                    }
+                    Err(error) if error.kind() == ErrorKind::AlreadyExists => continue,
                     file => (file.map_err(io)?, true),
                 },
                 file => (file.map_err(io)?, false),

@@ -358,6 +358,9 @@ fn a_journal_is_claimed_before_its_space_is_known() {
     let below = path.join("j");
     assert!(matches!(Claim::new(&below), Err(JournalError::Io { .. })));
     assert!(matches!(Claim::new(folder.path()), Err(JournalError::NoFile { .. })));
+    let link = folder.path().join("link");
+    std::os::unix::fs::symlink("absent", &link).unwrap();
+    assert!(matches!(Claim::new(&link), Err(JournalError::NoFile { .. })));
     // The name of a file that somebody took away while it was claimed is the next one's.
     fs::remove_file(&path).unwrap();
     let first = Claim::new(&path).unwrap();

@@ -4,7 +4,7 @@ use std::{error::Error, io, path::PathBuf};
 
 use crate::{
     CodecError, Digest,
-    bundle::{Part, manifest::Version},
+    bundle::{ATTACHED_NAME, Part, manifest::Version},
     safetensors::HeaderError,
 };
 
@@ -31,6 +31,8 @@ pub enum Remedy {
     ResumeMaking,
     /// Free some space, then resume.
     FreeAndResume,
+    /// Free some space, then do the same again: nothing is left of it.
+    FreeAndRepeat,
     /// Use [`CpuEncoder`](super::CpuEncoder): every encoder gives the same bytes.
     CpuEncoder,
     /// Use fewer threads ([`CompressOptions::threads`](super::CompressOptions::threads)), or allow this user more processes.
@@ -552,6 +554,8 @@ impl BundleError {
             Self::OutputExists { .. } => Some(Remedy::Overwrite),
             Self::Interrupted { .. } => Some(Remedy::Resume),
             Self::Unfinished { .. } => Some(Remedy::ResumeMaking),
+            // What is attached is written at once.
+            Self::DiskFull { path, .. } if path.ends_with(ATTACHED_NAME) => Some(Remedy::FreeAndRepeat),
             Self::DiskFull { .. } => Some(Remedy::FreeAndResume),
             Self::Encoder { .. } => Some(Remedy::CpuEncoder),
             Self::Threads { .. } => Some(Remedy::FewerThreads),
