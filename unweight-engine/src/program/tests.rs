@@ -500,3 +500,33 @@ fn a_timeline_tells_what_is_hidden() {
     stuck.steps.insert(0, Step::Wait { stream: 0, event: 1 });
     assert!(matches!(simulate(&stuck, &|_: &Job, _| 1.0), Err(Violation::WaitBeforeRecord { step: 0, .. })));
 }
+
+/// Who writes must be behind every stream that read; and a stream that is behind nothing but one that begins nowhere
+/// begins nowhere itself.
+#[test]
+fn readers_on_several_streams_are_all_waited_for() {
+    let run = |stream, job, reads, writes| Step::Run { stream, job, reads, writes, sms: 1, dependent: false };
+    let product = |stream, projection, y| {
+        let job = Job::Linear { layer: 0, projection, path: Path::Raw, slot: None };
+        run(stream, job, vec![Buffer::Normed], vec![y, Buffer::Workspace(stream)])
+    };
+    let of = |steps: Vec<Step>| Program { steps, streams: 3, events: 3, sms: 132, ..Program::default() };
+    let checked = |waits: &[u32]| {
+        let wait = |event: &u32| Step::Wait { stream: 0, event: *event };
+        let mut steps = vec![Step::Record { stream: 0, event: 0 }];
+        steps.extend([Step::Wait { stream: 1, event: 0 }, Step::Wait { stream: 2, event: 0 }]);
+        steps.extend([product(1, Projection::Up, Buffer::Up), Step::Record { stream: 1, event: 1 }]);
+        steps.extend([product(2, Projection::Gate, Buffer::Gate), Step::Record { stream: 2, event: 2 }]);
+        steps.extend(waits.iter().map(wait));
+        steps.push(run(0, Job::Norm(None), vec![Buffer::Hidden], vec![Buffer::Normed]));
+        steps.extend([1, 2].iter().map(wait));
+        check(&of(steps))
+    };
+    assert_eq!(checked(&[1, 2]), Ok(()));
+    for (waited, first) in [(1, 5), (2, 3)] {
+        assert_eq!(checked(&[waited]), Err(Violation::Race { first, second: 8, buffer: Buffer::Normed }));
+    }
+    let mut steps = vec![Step::Record { stream: 1, event: 0 }, Step::Wait { stream: 2, event: 0 }];
+    steps.push(product(2, Projection::Gate, Buffer::Gate));
+    assert_eq!(check(&of(steps)), Err(Violation::Unforked { step: 2, stream: 2 }));
+}

@@ -46,7 +46,7 @@ impl Subject<'_> {
     /// use unweight_codegen::spec::Arch;
     /// use unweight_engine::tune::Subject;
     /// let (arch, device) = (Arch::Sm90a, "NVIDIA H200");
-    /// let (sms, driver, how) = (132, 580, None);
+    /// let (sms, driver, how) = (132, 13, None);
     /// let subject = Subject { model: "llama-3.1-8b", batch: 1, context: 1024, arch, device, sms, driver, how };
     /// assert_eq!(subject.key(), subject.key());
     /// assert_ne!(subject.key(), Subject { batch: 8, ..subject.clone() }.key());

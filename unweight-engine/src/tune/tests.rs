@@ -370,6 +370,19 @@ fn a_journal_is_claimed_before_its_space_is_known() {
     assert!(second.is_empty() && path.exists());
 }
 
+/// What a kill cut off is gone before anything is written: the line that takes its place may be shorter.
+#[test]
+fn nothing_of_a_torn_line_is_left() {
+    let (space, folder) = (space([2, 1, 1, 1, 1, 1]), folder());
+    let path = folder.path().join("journal");
+    let open = || Journal::open(&path, KEY, &space, &space.first()).unwrap();
+    drop(open());
+    let head = fs::read(&path).unwrap();
+    fs::write(&path, [&head[..], &[b'{'; 500]].concat()).unwrap();
+    drop(open());
+    assert_eq!(fs::read(&path).unwrap(), head);
+}
+
 /// What a search found is where the next one begins; the same search, of the same journal, begins where it began: it
 /// measures nothing twice, and its gain is that over its own start.
 #[test]
