@@ -1984,7 +1984,7 @@ fn dfloat11_there_and_back() {
     same(&home.path().join("again"), &home.path().join("third"));
 
     for (arguments, status, expected) in [
-        (["convert", "plain", "-o", "third", "--to", "dfloat11"], 2, "output exists"),
+        (["convert", "plain", "-o", "third", "--to", "dfloat11"], 2, "output exists\n  help: choose another name\n"),
         (["convert", "df11", "-o", "x", "--to", "dfloat11"], 2, "a DFloat11 model already"),
         (["convert", "plain", "-o", "x", "--to", "bf16"], 2, "this is no DFloat11 model"),
     ] {

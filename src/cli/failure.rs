@@ -208,6 +208,10 @@ impl From<BundleError> for Failure {
 impl From<ConvertError> for Failure {
     fn from(error: ConvertError) -> Self {
         let class = match error {
+            // `convert` replaces nothing.
+            ConvertError::Bundle(error @ BundleError::OutputExists { .. }) => {
+                return Self { help: Some("choose another name".into()), ..error.into() };
+            }
             ConvertError::Bundle(error) => return error.into(),
             _ if error.class() == ErrorClass::Mismatch => Class::Mismatch,
             _ => Class::Failed,

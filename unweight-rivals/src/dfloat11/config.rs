@@ -34,7 +34,7 @@ struct Stored {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "threads_per_block is no number, and no list of numbers")]
 enum OneOrMore {
     One(u64),
     More(Vec<u64>),
@@ -150,10 +150,10 @@ pub(super) fn without_key(text: &[u8]) -> Option<Vec<u8>> {
         if name != KEY {
             continue;
         }
-        // With the comma before it; of the first one, with that behind it.
-        let (start, end) = match index.checked_sub(1) {
-            Some(before) => (all[before].2.end, value.end),
-            None => (key.start, all.get(1).map_or(value.end, |(_, next, _)| next.start)),
+        // With the comma before it; of the first ones, with that behind it.
+        let (start, end) = match all[..index].iter().rfind(|(before, ..)| before != KEY) {
+            Some((_, _, before)) => (before.end, value.end),
+            None => (key.start, all.get(index + 1).map_or(value.end, |(_, next, _)| next.start)),
         };
         kept.extend_from_slice(&text[from.min(start)..start]);
         from = end;
@@ -274,6 +274,15 @@ mod tests {
         let first = br#"{"dfloat11_config": {"a": [1, 2]}, "b": 2}"#;
         assert_eq!(without_key(first).unwrap(), br#"{"b": 2}"#);
         assert_eq!(without_key(br#"{"dfloat11_config": 1}"#).unwrap(), b"{}");
+        // More than once, which readers of JSON take.
+        for (text, without) in [
+            (r#"{"K": 1, "K": 2, "b": 3}"#, r#"{"b": 3}"#),
+            (r#"{"a": 0, "K": 1, "K": 2, "b": 3}"#, r#"{"a": 0, "b": 3}"#),
+            (r#"{"K": 1, "a": 0, "K": 2}"#, r#"{"a": 0}"#),
+            (r#"{"K": 1, "K": 2}"#, "{}"),
+        ] {
+            assert_eq!(without_key(text.replace('K', KEY).as_bytes()).unwrap(), without.as_bytes());
+        }
     }
 
     #[test]
@@ -302,6 +311,7 @@ mod tests {
         for (value, word) in [
             ("1", "invalid type"),
             (r#"{"threads_per_block": [512], "bytes_per_thread": 4, "pattern_dict": {}}"#, "bytes_per_thread is 4"),
+            (r#"{"threads_per_block": "512", "bytes_per_thread": 8, "pattern_dict": {}}"#, "is no number"),
             (r#"{"threads_per_block": [16, 32], "bytes_per_thread": 8, "pattern_dict": {}}"#, "2 extents"),
             (r#"{"threads_per_block": 512, "bytes_per_thread": 8, "pattern_dict": {"(": []}}"#, "pattern '('"),
         ] {

@@ -3,12 +3,13 @@
 //! A unit is a module of the model whose weights lie end to end: a decoder layer, the embedding, the head. Its
 //! sections:
 //! ```text
-//! luts             U8 [rows + 1, 256]   a row a prefix of whole bytes; the last row is the length of each exponent's
-//! code encoded_exponent U8 [bytes]           codes, most significant bit first; the end of a code without symbol fills
-//! the last byte sign_mantissa    U8 [elements]        sign << 7 | mantissa output_positions U8 [4 * (blocks + 1)]
-//! u32, little-endian: the first element of each block, then the number of elements gaps             U8 [5 bits a
-//! window] where the first code of a window of 8 bytes begins, most significant bit first split_positions  I64 [weights
-//! - 1]    where each weight but the first begins
+//! luts              U8 [rows + 1, 256]     a row a prefix of whole bytes; the last one: lengths of exponents' codes
+//! encoded_exponent  U8 [bytes]             codes, most significant bit first; the end of a code without symbol fills
+//!                                          the last byte
+//! sign_mantissa     U8 [elements]          sign << 7 | mantissa
+//! output_positions  U8 [4 * (blocks + 1)]  u32, little-endian: the first element of each block, then their number
+//! gaps              U8 [5 bits a window]   where the first code of a window of 8 bytes begins, highest bit first
+//! split_positions   I64 [weights - 1]      where each weight but the first begins
 //! ```
 //! A window is what one thread of the kernel decodes, a block what `threads` of them do. An entry of a row is the
 //! exponent whose code the bits begin with, or 256 - i: go on in row i with the next byte. So exponents from 240 on
