@@ -242,6 +242,7 @@ class Engine(Case):
     def test_experts_of_other_processes_are_passed_over(self):
         import safetensors.torch
         import torch
+        import unweight
 
         model = make(self.home / "model", "qwen3 moe")
         tensors = safetensors.torch.load_file(model / "model.safetensors")
@@ -255,11 +256,18 @@ class Engine(Case):
             # Of the first process the experts come before those of the other, of the second behind them.
             for rank in (0, 1):
                 with self.subTest(rank=rank, **options):
-                    [layers], _ = engines([dict(options, rank=rank)])
+                    [layers], log = engines([dict(options, rank=rank)])
                     self.assertEqual(len(layers), SMALL["num_hidden_layers"])
                     for layer, (gate_up, down) in enumerate(layers):
                         expected = [digests(layer, expert) for expert in (2 * rank, 2 * rank + 1)]
                         self.assertEqual([list(pair) for pair in zip(gate_up, down)], expected)
+                    if "quantization" not in options:
+                        # The other process's experts are not read.
+                        others = re.compile(rf"\.experts\.[{2 - 2 * rank}{3 - 2 * rank}]\.")
+                        infos = unweight.Bundle(options["model"]).tensors()
+                        own = sum(info.stored_bytes for info in infos if not others.search(info.name))
+                        [(read, whole)] = re.findall(READ, log)
+                        self.assertEqual((int(read), int(whole)), (own, sum(info.stored_bytes for info in infos)))
 
     def test_a_bundle_of_the_hub(self):
         """As the hub's own client keeps it: the name is all that vLLM is given."""

@@ -531,6 +531,9 @@ class UnweightLoader(DefaultModelLoader):
                 initialize_online_processing(layer)
                 _watch(layer)
         self._model, self._read_bytes, self._stored_bytes = model, 0, 0
+        if self.local_expert_ids is None:
+            # As vLLM does with `--enable-ep-weight-filter`: what others multiply with is not read.
+            self.local_expert_ids = _own_experts(model)
         weights = super().get_all_weights(model_config, model)
         return _each_once(weights) if self._is_ours else weights
 
@@ -634,6 +637,23 @@ class UnweightLoader(DefaultModelLoader):
 
     def _count(self, nbytes: int) -> None:
         self._read_bytes += nbytes
+
+
+def _own_experts(model: nn.Module) -> Optional[set[int]]:
+    """The experts of this process, where others have the rest; `None` where every expert may be asked for."""
+    layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    config = get_current_vllm_config_or_none()
+    # With `--enable-eplb` a process keeps others' experts, too.
+    if not layers or config is None or config.parallel_config.enable_eplb:
+        return None
+    known = {expert for layer in layers for expert in range(layer.moe_config.num_experts)}
+    own = {
+        expert
+        for layer in layers
+        for expert in range(layer.moe_config.num_experts)
+        if layer._map_global_expert_id_to_local_expert_id(expert) != -1
+    }
+    return own if own < known else None
 
 
 def _is_elsewhere(name: str, model: Optional[nn.Module]) -> bool:
