@@ -20,19 +20,28 @@ use crate::{
 pub struct Bundle {
     bundle: bundle::Bundle,
     path: PathBuf,
+    /// The same, wherever the process goes.
+    folder: PathBuf,
 }
 
 #[pymethods]
 impl Bundle {
     #[new]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let bundle = on_pool(py, || bundle::Bundle::open_weights(&path))?.map_err(|error| raised(py, &error))?;
-        Ok(Self { bundle, path })
+        // Files beside the weights are opened when they are asked for. An empty path stays one, and is no folder.
+        let folder = std::path::absolute(&path).unwrap_or_else(|_| path.clone());
+        let bundle = on_pool(py, || bundle::Bundle::open_weights(&folder))?.map_err(|error| raised(py, &error))?;
+        Ok(Self { bundle, path, folder })
     }
 
     #[getter]
     fn path(&self) -> PathBuf {
         self.path.clone()
+    }
+
+    #[getter]
+    fn _folder(&self) -> PathBuf {
+        self.folder.clone()
     }
 
     #[getter]

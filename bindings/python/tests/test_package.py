@@ -301,6 +301,8 @@ class Read(Case):
         name = "model.layers.2.mlp.up_proj.weight"
         # So does the one that is open.
         self.assertEqual(bundle.read(name), copy.copy(bundle).read(name))
+        os.chdir(self.home)
+        self.assertEqual(bundle.copied("config.json"), (self.home / "here" / "model" / "config.json").read_bytes())
 
     def test_a_forked_process_reads_and_compresses(self):
         import pickle

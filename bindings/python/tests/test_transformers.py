@@ -231,6 +231,34 @@ class Models(unittest.TestCase):
             got = AutoModelForCausalLM.from_pretrained(bundle, quantization_config=UnweightConfig())
         self.assertEqual(packed(got), 15)
 
+    def test_a_load_that_failed_leaves_nothing_to_the_next(self):
+        model, bundle = self.bundle()
+        (self.home / "empty").mkdir()
+        shutil.copy(bundle / "config.json", self.home / "empty")
+        other = self.home / "other"
+        unweight.compress(model, other, profile="distribution")
+        shutil.copy(model / "config.json", other)
+        with self.assertRaisesRegex(OSError, "no file named"):
+            AutoModelForCausalLM.from_pretrained(self.home / "empty")
+        with self.assertLogs("unweight.transformers", "WARNING") as told:
+            got = AutoModelForCausalLM.from_pretrained(other)
+        self.assertIn("its weights are not packed", told.output[0])
+        self.assertTrue(torch.equal(logits(got), logits(AutoModelForCausalLM.from_pretrained(model))))
+
+    def test_a_bundle_is_not_taken_for_another_that_is_open_by_its_name(self):
+        home, models = self.home, {}
+        self.addCleanup(os.chdir, os.getcwd())
+        for name in ("here", "there"):
+            self.home = home / name
+            models[name], _ = self.bundle("llama" if name == "here" else "qwen2")
+        os.chdir(home / "here")
+        # As the traceback of a load that failed does.
+        held = unweight.transformers._Shard(pathlib.Path("bundle/model.safetensors"), "cpu")
+        os.chdir(home / "there")
+        got, expected = (AutoModelForCausalLM.from_pretrained(path) for path in ("bundle", models["there"]))
+        self.assertTrue(torch.equal(logits(got), logits(expected)))
+        self.assertNotIn("model.layers.0.self_attn.q_proj.bias", held.keys())
+
     def test_another_transformers_is_refused_and_not_trusted(self):
         from unittest import mock
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Union
 
@@ -66,12 +65,8 @@ class Bundle(_native.Bundle):
     this one was opened, and is opened again.
     """
 
-    def __init__(self, path: Union[str, os.PathLike[str]]) -> None:
-        # A process may go to another folder; the path that was given stays `path`.
-        self._opened_at = os.path.join(os.getcwd(), os.fspath(path)) if not os.path.isabs(path) else os.fspath(path)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._opened_at,)
+        return type(self), (self._folder,)
 
     def refuse_other(self, named: Optional[str]) -> None:
         """Refuses a configuration that is not this bundle's: one that names the weights of another.

@@ -20,6 +20,9 @@ class Bundle:
     def path(self) -> pathlib.Path:
         """As it was given."""
     @property
+    def _folder(self) -> pathlib.Path:
+        """The same, wherever the process goes."""
+    @property
     def profile(self) -> str:
         """What the bundle was made for."""
     @property

@@ -81,6 +81,15 @@ _known: weakref.WeakValueDictionary[tuple[torch.device, str], Escapes] = weakref
 _lock = threading.Lock()
 
 
+def _unlock() -> None:
+    """In a child of a fork: who held the lock is not there, and would never give it back."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
 def _escapes(digest: str, data: Tensor) -> Escapes:
     """The one object with these lists on a device."""
     with _lock:

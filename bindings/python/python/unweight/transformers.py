@@ -280,13 +280,16 @@ class _Loading(threading.local):
 
 _loading = _Loading()
 # Those that are being loaded: all shards of a model are open at once, and one manifest is read once.
-_open_bundles: weakref.WeakValueDictionary[pathlib.Path, Bundle] = weakref.WeakValueDictionary()
+_open_bundles: weakref.WeakValueDictionary[tuple[pathlib.Path, int, int], Bundle] = weakref.WeakValueDictionary()
 
 
 def _bundle(folder: pathlib.Path) -> Bundle:
-    bundle = _open_bundles.get(folder)
+    # Not by its path alone: a traceback may keep the one that was there before.
+    told = (folder / _MANIFEST).stat()
+    which = (folder.resolve(), told.st_ino, told.st_mtime_ns)
+    bundle = _open_bundles.get(which)
     if bundle is None:
-        bundle = _open_bundles[folder] = Bundle(folder)
+        bundle = _open_bundles[which] = Bundle(folder)
     return bundle
 
 
@@ -344,9 +347,10 @@ def _resolve(*args: Any, **kwargs: Any) -> Any:
         # It has a quantization of its own: with ours the key has gone by now.
         _check_version()
         kwargs["transformers_explicit_filename"] = None
-    files, more = _resolved(*args, **kwargs)
+    # Whatever comes: what was asked for this model is not asked for the next.
     is_packed, _loading.is_packed = _loading.is_packed, False
     named, _loading.named = _loading.named, None
+    files, more = _resolved(*args, **kwargs)
     folders = {pathlib.Path(file).parent for file in files or ()}
     _loading.bundles = {folder for folder in folders if (folder / _MANIFEST).is_file()}
     _loading.opened = set()
