@@ -3,6 +3,7 @@
 As a program: one process of tensor parallelism, under torchrun.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -30,6 +31,8 @@ KINDS = {
     "llama": ("LlamaConfig", dict(tie_word_embeddings=False), 15),
     "llama, tied": ("LlamaConfig", dict(tie_word_embeddings=True), 14),
     "qwen2": ("Qwen2Config", dict(tie_word_embeddings=False), 15),
+    "qwen3": ("Qwen3Config", dict(tie_word_embeddings=False), 15),
+    "mistral": ("MistralConfig", dict(tie_word_embeddings=False), 15),
     "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 14),
     "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 9),
     "qwen3 moe": ("Qwen3MoeConfig", MOE, 9 + EXPERTS),
@@ -322,6 +325,37 @@ class Models(unittest.TestCase):
         # It traces a backward, if anything wants one.
         compiled = torch.compile(got, fullgraph=True, backend="aot_eager")
         self.assertTrue(torch.equal(compiled(TOKENS).logits, logits(expected)))
+
+    def test_what_is_for_gpus_is_planned_and_told_without_one(self):
+        import gpu_checks
+
+        programs = pathlib.Path(gpu_checks.__file__)
+        run = [sys.executable, "-W", "default", programs]
+        planned = subprocess.run([*run, "--plan"], capture_output=True, text=True)
+        self.assertEqual(planned.returncode, 0, planned.stderr)
+        for name in (*gpu_checks.CHECKS, "bundle with an adapter, beside bf16 with an adapter", "dfloat11, logits"):
+            self.assertIn(f"\n{name}", "\n" + planned.stdout)
+        # What runs too long is ended with what it has started, and what failed stays known.
+        slow = "-c __import__('subprocess').run(['sleep','60.125'])"
+        for arguments, seconds, passed in (("-c pass", 60, True), ("-c 1/0", 60, False), (slow, 2, False)):
+            told = gpu_checks.run("one", gpu_checks.Check(arguments, 0, 1), self.home, seconds)
+            self.assertEqual((told["passed"], told["rc"] == 0), (passed, passed), told)
+            self.assertLess(told["seconds"], 50)
+        commands = []
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+            # Others end meanwhile.
+            with contextlib.suppress(OSError):
+                commands.append(path.read_bytes())
+        self.assertNotIn(b"sleep\x0060.125\x00", commands)
+        earlier = {"operator": {"passed": True}, "vllm": {"passed": False, "rc": 1}}
+        (self.home / "checks.json").write_text(json.dumps(earlier))
+        if not torch.cuda.is_available():
+            done = subprocess.run([*run, "--out", self.home, "--seconds", "9"], capture_output=True, text=True)
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertIn("not passed: vllm, transformers, mixture", done.stderr)
+            told = json.loads((self.home / "checks.json").read_text())
+            self.assertEqual({name: told[name] for name in earlier}, earlier)
+            self.assertEqual(told["mixture"]["not_run"], "0 GPUs are there, and it takes 1")
 
     def test_a_slice_reads_its_part(self):
         from unittest import mock

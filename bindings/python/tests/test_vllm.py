@@ -54,6 +54,8 @@ KINDS = {
     ),
     # 500 columns stay as they are.
     "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 5),
+    "qwen3": ("Qwen3Config", dict(tie_word_embeddings=False), 9),
+    "mistral": ("MistralConfig", dict(tie_word_embeddings=False), 9),
     "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 8),
     # The head is a module of its own, with the embedding's weight; here it is tied by a method,
     "llama, tied": ("LlamaConfig", dict(tie_word_embeddings=True), 8),

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from typing import Any, Callable, Optional
 
 import torch
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=235.0)
+    parser.add_argument("--plan", action="store_true", help="say what would be done, and do nothing")
     given = parser.parse_args()
     begin = time.monotonic()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -147,14 +149,24 @@ def main() -> None:
 
     def step(name: str, least: float, work: Callable[[], object]) -> None:
         """Does it, if there is time for it; writes what there is."""
-        is_done = left() >= least
-        if is_done:
-            work()
+        if given.plan:
+            print(f"{name}, with {least:.0f} s left")
+            return
+        said = name
+        if left() >= least:
+            try:
+                work()
+            except Exception as error:
+                # The others are worth having without it.
+                traceback.print_exc()
+                report["faults"].append(f"{name}: {type(error).__name__}: {error}")
+                said = f"{name}: failed"
         else:
             report["left_out"].append(name)
+            said = f"{name}: no time left"
         report["seconds"] = time.monotonic() - begin
         given.out.write_text(json.dumps(report, indent=1))
-        print(f"{report['seconds']:6.1f} s: {name}{'' if is_done else ': no time left'}", flush=True)
+        print(f"{report['seconds']:6.1f} s: {said}", flush=True)
 
     def loaded(name: str, folder: pathlib.Path, **more: Any) -> None:
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
@@ -221,8 +233,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch) / "model"
-        make(folder, given.geometry, given.layers)
-        print(f"{time.monotonic() - begin:6.1f} s: a model of {given.geometry}")
+        step("model", 0, lambda: make(folder, given.geometry, given.layers))
         vocabulary = GEOMETRIES[given.geometry][-1]
         random = torch.Generator().manual_seed(3)
         prompt = torch.randint(2, vocabulary, (1, given.prompt), generator=random).to(device)
@@ -236,16 +247,18 @@ def main() -> None:
         step("packed", 0, lambda: loaded("packed", source, **more))
         step("packed, dynamic cache", 0, lambda: timed("packed", False))
         step("weights", 0, weights)
+        if given.dfloat11:
+            step("dfloat11", 90, lambda: theirs(folder))
+            if given.plan or "dfloat11" in models:
+                step("dfloat11, dynamic cache", 20, lambda: timed("dfloat11", False))
+                step("dfloat11, logits", 0, same_as_bf16)
         step("packed, static cache", 75, lambda: timed("packed", True))
         step("bf16, static cache", 70, lambda: timed("bf16", True))
-        if given.dfloat11:
-            step("dfloat11", 60, lambda: theirs(folder))
-        if "dfloat11" in models:
-            step("dfloat11, dynamic cache", 20, lambda: timed("dfloat11", False))
-            step("dfloat11, logits", 0, same_as_bf16)
         step("logits", 0, held)
+    if given.plan:
+        return
     for how in ("dynamic cache", "static cache, compiled"):
-        both = [report["models"][name].get(how) for name in ("bf16", "packed")]
+        both = [report["models"].get(name, {}).get(how) for name in ("bf16", "packed")]
         if all(both):
             one, other = (statistics.median(found["tokens_per_second"]) for found in both)
             report[f"{how}: packed over BF16"] = other / one

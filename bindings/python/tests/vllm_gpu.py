@@ -7,17 +7,20 @@ and tokens of KV cache. Needs vLLM and this package; each engine runs in a proce
     python vllm_gpu.py --out mixture.json --geometry qwen3-30b-a3b --layers 4 --bundle
 
 On two GPUs `--tp 2` (with `--expert-parallel` for a mixture) or `--pp 2`, and with `--quick` an adapter in each
-process.
+process. `--no-packed` and `--few-graphs` save time where a bundle is what is to be seen. `--plan` says which engines
+would be started, with what, and starts none: it needs neither vLLM nor a GPU.
 
 `--quick` takes 4 of the 32 layers, compresses the model, and runs BF16 and the bundle with `--enable-lora`; what each
 says without the adapter is compared, too. Greedy tokens part at the first near tie, so logprobs are held to BF16's
 where the engine is forced to say a token; those with an adapter have to differ from those without. Exit status 1: they
-do not hold. `--seconds` bounds the whole; what it left no time for is named in the result.
+do not hold. `--seconds` bounds the whole; what it left no time for is named in the result. Goals of speed, memory and
+loading are told as met or missed, and change no exit status.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -51,9 +54,16 @@ MIXTURES = {
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 ROUNDS = 3
 RANK = 16
+# An engine is on its way for some 45 seconds on a GPU before it says anything.
+LEAST_SECONDS = 60
+# Tokens per second over BF16's, by sequences; and the same of tokens of KV cache in twice the memory of the weights.
+GOALS = {"1": 1.25, "8": 1.25, "16": 1.25, "64": 1.1, "256": 1.0}
+KV_GOAL = 1.3
 # Of logprobs, on average. Random weights give tokens some -12 +- 1, and wrong ones would move that by about 1; an
 # adapter is to move it, too.
 MEAN_DIFFERENCE, LEAST_MOVED = 0.1, 0.2
+# Begins the lines in which an engine tells.
+SAID = "RESULT "
 # What vLLM logs of loading.
 LOADED = {
     "read_seconds": r"Loading weights took ([\d.]+) seconds",
@@ -180,8 +190,8 @@ def make_adapter(home: pathlib.Path, config: dict[str, Any]) -> None:
     (home / "adapter_config.json").write_text(json.dumps(adapter))
 
 
-def engine(options: dict[str, Any]) -> dict[str, Any]:
-    """What one engine says and how fast it is."""
+def engine(options: dict[str, Any]) -> None:
+    """Tells what one engine says and how fast it is."""
     import torch
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -241,6 +251,7 @@ def engine(options: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_second": {},
         "first_token_ms": {},
     }
+    tell(result)
     for batch in options["batches"]:
         rates = []
         for turn in range(ROUNDS + 1):
@@ -249,10 +260,17 @@ def engine(options: dict[str, Any]) -> dict[str, Any]:
             if turn > 0:
                 rates.append(batch * (options["tokens"] - 1) / (whole - first))
         result["tokens_per_second"][str(batch)] = sorted(rates)
+        tell(result)
     for length in options["first"]:
         times = [seconds(1, length, 1) * 1e3 for _ in range(2 * ROUNDS + 1)]
         result["first_token_ms"][str(length)] = sorted(times[1:])
-    return result
+    result["is_whole"] = True
+    tell(result)
+
+
+def tell(result: dict[str, Any]) -> None:
+    """What there is so far: an engine that is stopped has not run in vain."""
+    print(SAID + json.dumps(result), flush=True)
 
 
 def compared(bf16: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -281,6 +299,34 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
     return statistics.fmean(differences), max(differences)
 
 
+def over_bf16(bf16: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """An engine's figures over those of BF16: medians, and of the processes that read weights the slowest."""
+    over: dict[str, Any] = {
+        what: {
+            of: statistics.median(values) / statistics.median(bf16[what][of])
+            for of, values in other[what].items()
+            if of in bf16[what]
+        }
+        for what in ("tokens_per_second", "first_token_ms")
+    }
+    over["kv_tokens"] = other["kv_tokens"] / max(1, bf16["kv_tokens"])
+    read = [max(map(float, one["loading"].get("read_seconds", [0]))) for one in (other, bf16)]
+    over["read_seconds"] = read[0] / read[1] if read[1] else None
+    return over
+
+
+def goals(over: dict[str, Any], is_dense: bool) -> dict[str, bool]:
+    """Which are met. They are for whole dense models; of others the figures stand for themselves."""
+    if not is_dense:
+        return {}
+    rates = over["tokens_per_second"]
+    met = {f"tokens per second at {of}: {goal}": rates[of] >= goal for of, goal in GOALS.items() if of in rates}
+    met[f"tokens of KV cache: {KV_GOAL}"] = over["kv_tokens"] >= KV_GOAL
+    if over["read_seconds"] is not None:
+        met["reading the weights: 1.0"] = over["read_seconds"] <= 1.0
+    return met
+
+
 def faults(name: str, result: dict[str, Any], bf16: dict[str, Any]) -> list[str]:
     """What should not be."""
     found = []
@@ -298,26 +344,57 @@ def faults(name: str, result: dict[str, Any], bf16: dict[str, Any]) -> list[str]
     return found
 
 
-def run(options: dict[str, Any], log: pathlib.Path, seconds: float) -> dict[str, Any] | None:
-    """What an engine says in a process of its own; `None`: not in this time."""
-    with open(log, "w+") as output:
+def run(options: dict[str, Any], log: pathlib.Path, seconds: float) -> tuple[dict[str, Any] | None, str | None]:
+    """What an engine in a process of its own has told in this time, and what went wrong."""
+    fault = None
+    with open(log, "w") as output:
         command = [sys.executable, __file__, "--engine", json.dumps(options)]
         # Of its own group: an engine has processes, which are to go with it.
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            child.wait(max(1.0, seconds))
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(seconds)
+        finally:
+            if child.poll():
+                fault = f"the engine failed (rc {child.returncode}); see {log}"
+            # Whatever became of it: the next one needs the memory.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-            return None
     text = log.read_text(errors="replace")
-    for line in text.splitlines():
-        if line.startswith("RESULT "):
-            result = json.loads(line.removeprefix("RESULT "))
-            said = {what: re.findall(pattern, text) for what, pattern in LOADED.items()}
-            # One of each process.
-            return {**result, "loading": {what: found for what, found in said.items() if found}}
-    sys.exit(f"an engine failed (rc {child.returncode}); see {log}:\n" + text[-3000:])
+    if fault is not None:
+        print(text[-3000:])
+    told = [line for line in text.splitlines() if line.startswith(SAID)]
+    if not told:
+        return None, fault
+    said = {what: re.findall(pattern, text) for what, pattern in LOADED.items()}
+    # One of each process.
+    loading = {what: found for what, found in said.items() if found}
+    return {**json.loads(told[-1].removeprefix(SAID)), "loading": loading}, fault
+
+
+def numbers(parser: argparse.ArgumentParser, option: str, told: str) -> list[int]:
+    found = [int(one) if one.strip().isdigit() else 0 for one in told.split(",")]
+    if not all(found):
+        parser.error(f"{option} {told!r}; give numbers of 1 or more with commas between them")
+    return found
+
+
+def engines_of(given: argparse.Namespace, home: pathlib.Path) -> dict[str, tuple[dict[str, Any], str]]:
+    """Options of each engine, and the engine in BF16 that it is beside, in the order in which they run."""
+    model = str(given.model or home / "model")
+    engines: dict[str, tuple[dict[str, Any], str]] = {"bf16": ({"model": model}, "bf16")}
+    if not given.no_packed:
+        engines["packed while loading"] = ({"model": model, "quantization": "unweight"}, "bf16")
+    if given.bundle:
+        engines["bundle"] = ({"model": str(home / "bundle")}, "bf16")
+    if given.lora:
+        for name in ("bf16", list(engines)[-1]):
+            options = {**engines[name][0], "enable_lora": True, "max_lora_rank": RANK}
+            engines[f"{name} with an adapter"] = (options, "bf16 with an adapter")
+    if given.quick:
+        engines = {name: engine for name, engine in engines.items() if "enable_lora" in engine[0]}
+    return engines
 
 
 def main() -> None:
@@ -328,29 +405,54 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--bundle", action="store_true", help="compress the model, and run the bundle, too")
     parser.add_argument("--lora", action="store_true", help="run BF16 and the last of the others with an adapter, too")
+    parser.add_argument("--no-packed", action="store_true", help="leave out the engine that packs while it loads")
     parser.add_argument("--quick", action="store_true", help="4 layers; --bundle and --lora, nothing else")
     parser.add_argument("--seconds", type=float, help="for all of it; without it there is no limit, with --quick 235")
     parser.add_argument("--tp", type=int, default=1, help="processes that share each layer")
     parser.add_argument("--pp", type=int, default=1, help="stages of a pipeline")
     parser.add_argument("--expert-parallel", action="store_true", help="the processes of --tp share experts out")
     parser.add_argument("--eager", action="store_true", help="neither CUDA graphs nor torch.compile")
-    parser.add_argument("--batches", default="1,8,32,64,256")
+    parser.add_argument("--few-graphs", action="store_true", help="capture the measured sizes only; --quick does")
+    parser.add_argument("--batches", default="1,8,16,32,64,256")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--first", default="128,2048", help="prompts whose first token is timed")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--memory", type=float, help="share of the GPU; default: twice the weights in BF16")
+    parser.add_argument("--plan", action="store_true", help="say what would be started, and start nothing")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.engine:
-        print("RESULT " + json.dumps(engine(json.loads(given.engine))), flush=True)
+        engine(json.loads(given.engine))
         return
+    # As an error: engines are processes of their own, and go with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begin = time.monotonic()
     if given.quick:
-        given.bundle = given.lora = True
+        given.bundle = given.lora = given.no_packed = given.few_graphs = True
         given.layers = given.layers or 4
-        given.batches, given.first = "1,8,32", "128"
+        given.batches, given.first = "1,8,16,32", "128"
         given.seconds = given.seconds or 235.0
+    common = {
+        "batches": numbers(parser, "--batches", given.batches),
+        "first": numbers(parser, "--first", given.first),
+        "prompt": given.prompt,
+        "tokens": given.tokens,
+    }
+    llm: dict[str, Any] = {
+        "tensor_parallel_size": given.tp,
+        "pipeline_parallel_size": given.pp,
+        "enable_expert_parallel": given.expert_parallel,
+        "enforce_eager": given.eager,
+        "max_model_len": given.max_model_len,
+    }
+    if given.few_graphs and not given.eager:
+        # Of the sizes that are measured: capturing all takes longer than measuring.
+        llm["compilation_config"] = {"cudagraph_capture_sizes": common["batches"]}
+    if given.plan:
+        for name, (own, beside) in engines_of(given, pathlib.Path("SCRATCH")).items():
+            print(f"{name}, beside {beside}: {json.dumps({**llm, **own, **common})}")
+        return
 
     import torch
     import vllm
@@ -363,26 +465,10 @@ def main() -> None:
         if given.model is None:
             make(model, given.geometry, given.layers)
         weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-        llm: dict[str, Any] = {
-            "tensor_parallel_size": given.tp,
-            "pipeline_parallel_size": given.pp,
-            "enable_expert_parallel": given.expert_parallel,
-            "enforce_eager": given.eager,
-            "max_model_len": given.max_model_len,
-        }
         is_cuda = torch.cuda.is_available()
         if is_cuda:
             total = torch.cuda.get_device_properties(0).total_memory * given.tp * given.pp
             llm["gpu_memory_utilization"] = given.memory or min(0.9, max(0.15, 2 * weight_bytes / total))
-        common = {
-            "batches": [int(batch) for batch in given.batches.split(",")],
-            "first": [int(length) for length in given.first.split(",")],
-            "prompt": given.prompt,
-            "tokens": given.tokens,
-        }
-        if given.quick and not given.eager:
-            # Of the sizes that are measured: capturing all takes longer than measuring.
-            llm["compilation_config"] = {"cudagraph_capture_sizes": common["batches"]}
         report: dict[str, Any] = {
             "machine": torch.cuda.get_device_name(0) if is_cuda else platform.processor(),
             "date": datetime.date.today().isoformat(),
@@ -396,32 +482,29 @@ def main() -> None:
             "left_out": [],
             "faults": [],
         }
-        # Options of an engine, and the engine in BF16 that it is beside.
-        engines: dict[str, tuple[dict[str, Any], str]] = {"bf16": ({"model": str(model)}, "bf16")}
-        if not given.quick:
-            engines["packed while loading"] = ({"model": str(model), "quantization": "unweight"}, "bf16")
         if given.bundle:
             start = time.monotonic()
             unweight.compress(model, home / "bundle", profile="resident", verify="none")
             report["compress_seconds"] = time.monotonic() - start
             report["bundle_bytes"] = sum(file.stat().st_size for file in (home / "bundle").glob("*.safetensors"))
-            engines["bundle"] = ({"model": str(home / "bundle")}, "bf16")
+        config = json.loads((model / "config.json").read_text())
+        is_whole = is_cuda and given.layers is None and not any("experts" in key for key in config)
         if given.lora:
-            make_adapter(home / "adapter", json.loads((model / "config.json").read_text()))
-            for name in ("bf16", list(engines)[-1]):
-                options = {**engines[name][0], "enable_lora": True, "max_lora_rank": RANK}
-                engines[f"{name} with an adapter"] = (options, "bf16 with an adapter")
-        if given.quick:
-            engines = {name: engine for name, engine in engines.items() if "enable_lora" in engine[0]}
-        for name, (own, beside) in engines.items():
+            make_adapter(home / "adapter", config)
+        for name, (own, beside) in engines_of(given, home).items():
             log = given.out.with_suffix(f".{name.replace(' ', '-')}.log")
             more = {"adapter": str(home / "adapter")} if "enable_lora" in own else {}
             left = (given.seconds or 1e9) - (time.monotonic() - begin)
-            result = run({"llm": {**llm, **own}, **common, **more}, log, left) if left > 20 else None
-            if result is None:
+            result, fault = None, None
+            if left > (LEAST_SECONDS if is_cuda else 0):
+                result, fault = run({"llm": {**llm, **own}, **common, **more}, log, left)
+            if fault is not None:
+                report["faults"].append(f"{name}: {fault}")
+            elif result is None or not result.get("is_whole"):
                 report["left_out"].append(name)
+            if result is None:
                 given.out.write_text(json.dumps(report, indent=1))
-                print(f"{name}: no time left", flush=True)
+                print(f"{name}: {fault or 'no time left'}", flush=True)
                 continue
             report["engines"][name] = result
             bf16 = report["engines"].get(beside)
@@ -431,7 +514,8 @@ def main() -> None:
                     result["beside_bf16_without_adapter"] = compared(
                         bf16["without_adapter"], result["without_adapter"]
                     )
-                result["kv_tokens_gained"] = result["kv_tokens"] / max(1, bf16["kv_tokens"])
+                result["over_bf16"] = over_bf16(bf16, result)
+                result["goals"] = goals(result["over_bf16"], is_whole and "enable_lora" not in own)
                 report["faults"] += faults(name, result, bf16)
             report["seconds"] = time.monotonic() - begin
             given.out.write_text(json.dumps(report, indent=1))
@@ -439,11 +523,14 @@ def main() -> None:
             print(f"  {result['loading']}")
             for what, unit in (("tokens_per_second", "tokens/s"), ("first_token_ms", "ms to the first token")):
                 for of, values in result[what].items():
-                    middle = statistics.median(values)
-                    over = "" if bf16 is None else f", {middle / statistics.median(bf16[what][of]):.3f} of BF16"
-                    print(f"  {of:>5}: {middle:10.1f} {unit}{over}")
-            if "beside_bf16" in result:
-                print(f"  {result['beside_bf16']}, KV tokens x {result['kv_tokens_gained']:.3f}", flush=True)
+                    over = result.get("over_bf16", {}).get(what, {}).get(of)
+                    over = "" if over is None else f", {over:.3f} of BF16"
+                    print(f"  {of:>5}: {statistics.median(values):10.1f} {unit}{over}")
+            if "over_bf16" in result:
+                print(f"  {result['beside_bf16']}, KV tokens x {result['over_bf16']['kv_tokens']:.3f}")
+                for goal, is_met in result["goals"].items():
+                    print(f"  {'met' if is_met else 'MISSED'}: {goal}")
+            sys.stdout.flush()
         if report["faults"]:
             sys.exit("; ".join(report["faults"]))
 
