@@ -1991,6 +1991,20 @@ fn dfloat11_there_and_back() {
         let text = stderr(&run(home.path(), &arguments, status));
         assert!(text.contains(expected), "{text}");
     }
+    // Without a sound configuration its files are tensors of bytes: not in silence.
+    copy(&stock, &home.path().join("cut"));
+    let config = fs::read(stock.join("config.json")).unwrap();
+    fs::write(home.path().join("cut/config.json"), &config[..config.len() - 2]).unwrap();
+    for arguments in
+        [&["compress", "cut", "-o", "x"][..], &["plan", "cut"], &["convert", "cut", "-o", "x", "--to", "bf16"]]
+    {
+        let text = stderr(&run(home.path(), arguments, 2));
+        let expected = format!("cut/config.json: byte {}: it ends within its JSON object", config.len() - 2);
+        assert!(text.contains(&expected) && text.contains("again"), "{text}");
+        assert!(!home.path().join("x").exists() && !home.path().join("x.partial").exists());
+    }
+    run(home.path(), &["compress", "cut/lm_head.safetensors", "-o", "x"], 0);
+    fs::remove_dir_all(home.path().join("x")).unwrap();
     // A flipped bit that shifts the codes behind it is data that is not what it should be.
     let file = home.path().join("df11/lm_head.safetensors");
     let mut bytes = fs::read(&file).unwrap();

@@ -63,7 +63,11 @@ impl Source {
             let (scratch, root) = unpacked(output, speak)?;
             Found { root, only: None, _scratch: Some(scratch) }
         };
-        if found.only.is_none() && dfloat11::is_model(&found.root) { decoded(&found, output, speak) } else { Ok(found) }
+        if found.only.is_none() && dfloat11::is_model(&found.root)? {
+            decoded(&found, output, speak)
+        } else {
+            Ok(found)
+        }
     }
 }
 

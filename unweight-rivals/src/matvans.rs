@@ -570,6 +570,7 @@ pub mod oracle {
         }
         Some(out)
     }
+
     /// A row of [`Layout::Lanes`]: all of a coder's words, then all of its values.
     fn lanes(encoded: &Encoded, words: &[u32], row: &mut [i8]) -> Option<()> {
         for lane in 0..CODERS {

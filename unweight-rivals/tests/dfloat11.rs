@@ -142,7 +142,7 @@ fn units_of_the_package_decode_and_are_made_again() {
 fn a_directory_of_the_package_comes_back_and_is_made_again() {
     let home = tempfile::tempdir().unwrap();
     let (plain, again) = (home.path().join("plain"), home.path().join("again"));
-    assert!(is_model(&fixture("model")) && !is_model(home.path()));
+    assert!(is_model(&fixture("model")).unwrap() && !is_model(home.path()).unwrap());
     let report = restore(&fixture("model"), &plain, false, &Silent).unwrap();
     assert_eq!((report.units, report.weights, report.kept_tensors), (4, 16, 3));
     let mut all = HashMap::new();
@@ -375,7 +375,21 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
             }
         }
     };
-    let cases: [(Change<'_>, &[&str]); 9] = [
+    let swapped = |files: &mut Files| {
+        let bytes = files.get_mut("lm_head.safetensors").unwrap();
+        for (from, to) in
+            [("lm_head.gaps", "lm_head.????"), ("lm_head.luts", "lm_head.gaps"), ("lm_head.????", "lm_head.luts")]
+        {
+            let at = bytes.windows(from.len()).position(|window| window == from.as_bytes()).unwrap();
+            bytes[at..at + to.len()].copy_from_slice(to.as_bytes());
+        }
+    };
+    let cases: [(Change<'_>, &[&str]); 13] = [
+        // By how many threads units are cut stands nowhere else.
+        (&replace("512", "256"), &["config.json", "threads_per_block is 256", "every unit are those of 512", "fetch"]),
+        (&replace("512", "999"), &["config.json", "threads_per_block is 999", "every unit are those of 512", "fetch"]),
+        (&replace("512", "  0"), &["config.json", "threads_per_block is 0", "1 to 1024", "fetch"]),
+        (&swapped, &["lm_head.safetensors", "unit 'lm_head' at byte", "gaps: 768 bytes, expected 320"]),
         (&replace("dfloat11_config", "dfloat12_config"), &["config.json", "no dfloat11_config"]),
         (&replace("lm_head.luts", "lm_head.lutz"), &["lm_head.safetensors", "'lm_head.luts'", "missing"]),
         (&replace(".encoded_exponent", ".encoded_exponenT"), &["no unit of DFloat11"]),
@@ -415,6 +429,76 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
         let text = failure(&damage(tensor, byte));
         assert!(text.contains("model_layers_0.safetensors") && text.contains("model.layers.0"), "{tensor}: {text}");
         assert!(text.contains(word) || tensor != "luts" && text.contains("gaps"), "{tensor}: {text}");
+        // The place is that of the section that does not fit, which need not be the damaged one.
+        let Some((place, what)) = text.split_once(": not what DFloat11 writes; fetch the file again: ") else {
+            continue;
+        };
+        let named = format!("model.layers.0.{}", what.split([',', ':']).next().unwrap());
+        let file = &stock["model_layers_0.safetensors"];
+        let header = Header::parse(file, file.len() as u64, SOURCE_HEADER_MAX).unwrap();
+        let offset = header.tensors.iter().find(|t| t.name == named).unwrap().offset;
+        assert!(place.ends_with(&format!("at byte {offset}")), "{tensor}: {text}");
+    }
+}
+
+/// A DFloat11 directory whose `config.json` does not say so must not be taken for tensors of bytes.
+#[test]
+fn units_without_a_sound_configuration_are_refused() {
+    let home = tempfile::tempdir().unwrap();
+    let stock = tree(&fixture("model"));
+    let model = |change: Change<'_>| {
+        let mut files = stock.clone();
+        change(&mut files);
+        let root = home.path().join("model");
+        _ = fs::remove_dir_all(&root);
+        for (name, bytes) in &files {
+            fs::create_dir_all(root.join(name).parent().unwrap()).unwrap();
+            fs::write(root.join(name), bytes).unwrap();
+        }
+        is_model(&root)
+    };
+    let config = String::from_utf8(stock["config.json"].clone()).unwrap();
+    let with = |text: String| move |files: &mut Files| _ = files.insert("config.json".into(), text.clone().into());
+    let cut = config.find("pattern_dict").unwrap();
+    let comma = config.find(",\n  \"dfloat11_config\"").unwrap();
+    let cases: [(Change<'_>, String); 6] = [
+        (&with(config[..cut].into()), format!("byte {cut}: it ends within")),
+        (&with(format!("{} {}", &config[..comma], &config[comma + 1..])), format!("byte {}: no JSON", comma + 4)),
+        (&with(String::new()), "byte 0: it ends within".into()),
+        (&with("{\"hidden_size\": 64}".into()), "no dfloat11_config inside".into()),
+        (&with(" ".repeat((16 << 20) + 1)), "more than 16 MiB".into()),
+        (&|files| _ = files.remove("config.json"), "it is missing".into()),
+    ];
+    for (change, reason) in &cases {
+        let error = model(change).unwrap_err().to_string();
+        let unit = "lm_head.safetensors holds the unit 'lm_head' of DFloat11; fetch config.json again";
+        assert!(error.contains("model/config.json: ") && error.contains(reason) && error.contains(unit), "{error}");
+    }
+    // The key is there, what is wrong with it is said later.
+    assert!(model(&with(config.replace("\"threads_per_block\":", "\"threads_per_block\""))).unwrap());
+    let error = restore(&home.path().join("model"), &home.path().join("out"), false, &Silent).unwrap_err().to_string();
+    let at = config.find("\"threads_per_block\":").unwrap() + "\"threads_per_block\"".len();
+    assert!(error.contains(&format!("config.json: dfloat11_config, byte {}", at + 1)), "{error}");
+    assert!(error.contains("expected `:`; fetch the model again"), "{error}");
+
+    // Models of other kinds are nobody's business: no unit has all of its sections, or the weights are no units, or
+    // these lie in a folder below.
+    let broken = |files: &mut Files| _ = files.insert("config.json".into(), b"{".into());
+    let incomplete = |files: &mut Files| {
+        broken(files);
+        for bytes in files.values_mut() {
+            while let Some(at) = bytes.windows(5).position(|window| window == b".luts") {
+                bytes[at + 4] = b'z';
+            }
+        }
+    };
+    let below = |files: &mut Files| {
+        *files =
+            std::mem::take(files).into_iter().map(|(name, bytes)| (format!("transformer/{name}"), bytes)).collect();
+    };
+    let others: [Change<'_>; 3] = [&incomplete, &below, &|files| files.retain(|name, _| name == "model.safetensors")];
+    for (index, change) in others.into_iter().enumerate() {
+        assert!(!model(change).unwrap(), "{index}");
     }
 }
 

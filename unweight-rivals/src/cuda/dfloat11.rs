@@ -4,7 +4,7 @@ use unweight_codegen::{Outside, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch}
 use unweight_rt::device::{DeviceBuffer, DeviceError, KernelSet, OutsideKernel, Refusal, Stream};
 
 use super::{Error, HEADERS};
-use crate::dfloat11::{Code, Decoder, Sections, Unit, WINDOW_BYTES};
+use crate::dfloat11::{Code, Decoder, Unit, WINDOW_BYTES};
 
 /// Threads of a block.
 const THREADS: u32 = 512;
@@ -141,14 +141,7 @@ impl DeviceUnit {
     /// # Errors
     /// They do not belong together, or there is no memory. Damaged codes are found by the kernel.
     pub fn upload(stream: &Stream, unit: &Unit) -> Result<Self, Error> {
-        Decoder::new(&Sections {
-            luts: &unit.luts,
-            output_positions: &unit.output_positions,
-            gaps: &unit.gaps,
-            encoded_bytes: unit.encoded_exponent.len() as u64,
-            elements: unit.sign_mantissa.len() as u64,
-            threads: unit.threads as u64,
-        })?;
+        Decoder::new(&unit.sections())?;
         Ok(Self::upload_any(stream, unit, &Tables::of(&Code::parse(&unit.luts)?))?)
     }
 

@@ -5,7 +5,7 @@ use std::{ops::Range, path::Path};
 use regex::Regex;
 use serde::Deserialize;
 
-use super::{ConvertError, THREADS, WINDOW_BYTES};
+use super::{ConvertError, THREADS, THREADS_MAX, WINDOW_BYTES};
 
 /// Name of the file.
 pub(super) const FILE_NAME: &str = "config.json";
@@ -19,8 +19,8 @@ const DEPTH_MAX: usize = 128;
 /// Which modules have their weights in a unit, and how units are cut.
 #[derive(Debug)]
 pub(super) struct Config {
-    /// Threads a block.
-    pub(super) threads: u64,
+    /// Threads a block, 1 to [`THREADS_MAX`].
+    pub(super) threads: usize,
     /// Names of modules, and the modules below them whose weights are in the unit; none for the module's own.
     pub(super) patterns: Vec<(Regex, Vec<String>)>,
 }
@@ -69,9 +69,15 @@ impl Config {
     /// Reads the key; `None` if the object does not have it.
     pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Option<Self>, ConvertError> {
         let fail = |reason: String| ConvertError::Config { path: path.into(), reason };
-        let Some(value) = member(text, KEY) else { return Ok(None) };
-        let stored: Stored =
-            serde_json::from_slice(value).map_err(|error| fail(format!("{KEY}: {error}; fetch the model again")))?;
+        let members = members(text).map_err(|at| fail(format!("{}; fetch the model again", no_object(text, at))))?;
+        let Some(place) = place(members, KEY) else { return Ok(None) };
+        let value = &text[place.clone()];
+        let stored: Stored = serde_json::from_slice(value).map_err(|error| {
+            let at = place.start + offset(value, &error);
+            let what = error.to_string();
+            let what = what.rsplit_once(" at line ").map_or(what.as_str(), |(what, _)| what);
+            fail(format!("{KEY}, byte {at}: {what}; fetch the model again"))
+        })?;
         let threads = match stored.threads_per_block {
             OneOrMore::One(threads) => threads,
             OneOrMore::More(threads) => match threads[..] {
@@ -79,6 +85,11 @@ impl Config {
                 _ => return Err(fail(format!("{KEY}: threads_per_block has {} extents; one is known", threads.len()))),
             },
         };
+        let possible = usize::try_from(threads).ok().filter(|threads| (1..=THREADS_MAX).contains(threads));
+        let threads = possible.ok_or_else(|| {
+            let possible = format!("1 to {THREADS_MAX} are possible");
+            fail(format!("{KEY}: threads_per_block is {threads}; {possible}; fetch the model again"))
+        })?;
         if stored.bytes_per_thread != WINDOW_BYTES as u64 {
             let got = stored.bytes_per_thread;
             return Err(fail(format!("{KEY}: bytes_per_thread is {got}; only {WINDOW_BYTES} is known")));
@@ -110,18 +121,26 @@ pub(super) fn number(text: &[u8], keys: &[&str]) -> Option<u64> {
     of(text).or_else(|| of(member(text, "text_config")?))
 }
 
-/// Whether the object has the key.
-pub(super) fn has_key(text: &[u8]) -> bool {
-    member(text, KEY).is_some()
+/// Whether the object has the key; where it is none, the byte that shows it.
+pub(super) fn has_key(text: &[u8]) -> Result<bool, usize> {
+    Ok(place(members(text)?, KEY).is_some())
 }
 
-/// The text with the key at its end.
-pub(super) fn with_key(text: &[u8], patterns: &[(String, Vec<String>)]) -> Option<Vec<u8>> {
+/// What is wrong with a text that is no object from this byte on.
+pub(super) fn no_object(text: &[u8], at: usize) -> String {
+    match text.get(at) {
+        Some(_) => format!("byte {at}: no JSON object goes on like this"),
+        None => format!("byte {at}: it ends within its JSON object"),
+    }
+}
+
+/// The text with the key at its end; where it is no object, the byte that shows it.
+pub(super) fn with_key(text: &[u8], patterns: &[(String, Vec<String>)]) -> Result<Vec<u8>, usize> {
     let members = members(text)?;
-    let close = text.iter().rposition(|&byte| byte == b'}')?;
-    let end = members
-        .last()
-        .map_or_else(|| text.iter().position(|&byte| byte == b'{').map(|at| at + 1), |m| Some(m.2.end))?;
+    // An object has both.
+    let close = text.iter().rposition(|&byte| byte == b'}').ok_or(0usize)?;
+    let open = text.iter().position(|&byte| byte == b'{').ok_or(0usize)?;
+    let end = members.last().map_or(open + 1, |(.., value)| value.end);
     let comma = if members.is_empty() { "" } else { "," };
     let string = |text: &str| serde_json::Value::from(text).to_string();
     let patterns: Vec<String> = patterns
@@ -138,12 +157,12 @@ pub(super) fn with_key(text: &[u8], patterns: &[(String, Vec<String>)]) -> Optio
     );
     // Where the object ended on the line of its last value, or of its brace.
     let gap = if text[end..close].is_empty() { &b"\n"[..] } else { b"" };
-    Some([&text[..end], value.as_bytes(), gap, &text[end..]].concat())
+    Ok([&text[..end], value.as_bytes(), gap, &text[end..]].concat())
 }
 
-/// The text without the key.
-pub(super) fn without_key(text: &[u8]) -> Option<Vec<u8>> {
-    let all = members(text)?;
+/// The text without the key; as it is, where it is no object.
+pub(super) fn without_key(text: &[u8]) -> Vec<u8> {
+    let all = members(text).unwrap_or_default();
     let mut kept = Vec::new();
     let mut from = 0;
     for (index, (name, key, value)) in all.iter().enumerate() {
@@ -159,83 +178,94 @@ pub(super) fn without_key(text: &[u8]) -> Option<Vec<u8>> {
         from = end;
     }
     kept.extend_from_slice(&text[from..]);
-    Some(kept)
+    kept
 }
 
-/// The value of a key of an object; of a key that is there twice, readers take the last.
+/// The value of a key of an object.
 fn member<'a>(text: &'a [u8], key: &str) -> Option<&'a [u8]> {
-    let members = members(text)?;
-    members.into_iter().rfind(|(name, ..)| name == key).map(|(.., value)| &text[value])
+    place(members(text).ok()?, key).map(|value| &text[value])
+}
+
+/// Where the value of a key is; of a key that is there twice, readers take the last.
+fn place(members: Vec<Member>, key: &str) -> Option<Range<usize>> {
+    members.into_iter().rfind(|(name, ..)| name == key).map(|(.., value)| value)
+}
+
+/// Where in a text its reader stopped.
+fn offset(text: &[u8], error: &serde_json::Error) -> usize {
+    let lines = text.split_inclusive(|&byte| byte == b'\n').take(error.line().saturating_sub(1));
+    (lines.map(<[u8]>::len).sum::<usize>() + error.column().saturating_sub(1)).min(text.len())
 }
 
 /// Name, place of the name and place of the value.
 type Member = (String, Range<usize>, Range<usize>);
 
-/// The members of an object; `None` if it is none. Values are only passed over: Python
-/// writes some that are no JSON.
-fn members(text: &[u8]) -> Option<Vec<Member>> {
+/// The members of an object; if it is none, the byte that shows it. Inside of values only strings and brackets are
+/// looked at: Python writes some that are no JSON.
+fn members(text: &[u8]) -> Result<Vec<Member>, usize> {
     let skip = |mut at: usize| {
         while text.get(at).is_some_and(u8::is_ascii_whitespace) {
             at += 1;
         }
         at
     };
+    let expect = |at: usize, byte: u8| if text.get(at) == Some(&byte) { Ok(at + 1) } else { Err(at) };
     let string = |at: usize| {
-        let mut end = at + 1;
+        let mut end = expect(at, b'"')?;
         loop {
-            match text.get(end)? {
-                b'"' => return Some(end + 1),
-                b'\\' => end += 2,
-                _ => end += 1,
+            match text.get(end) {
+                None => return Err(text.len()),
+                Some(b'"') => return Ok(end + 1),
+                Some(b'\\') => end += 2,
+                Some(_) => end += 1,
             }
         }
     };
-    let mut at = skip(0);
-    if text.get(at) != Some(&b'{') {
-        return None;
-    }
-    let mut found = Vec::new();
-    at = skip(at + 1);
-    if text.get(at) == Some(&b'}') {
-        return (skip(at + 1) == text.len()).then_some(found);
-    }
-    loop {
-        if text.get(at) != Some(&b'"') {
-            return None;
-        }
-        let key = at..string(at)?;
-        let name: String = serde_json::from_slice(text.get(key.clone())?).ok()?;
-        at = skip(key.end);
-        if text.get(at) != Some(&b':') {
-            return None;
-        }
-        let start = skip(at + 1);
-        let (mut open, mut end) = (0usize, start);
-        at = start;
+    // Behind a value, which is a string, or whatever brackets hold, or a word.
+    let value = |start: usize| {
+        let (mut at, mut open) = (start, Vec::new());
         loop {
-            match text.get(at)? {
-                b'"' => at = string(at)? - 1,
-                b'{' | b'[' => open += 1,
-                b'}' | b',' if open == 0 => break,
-                b'}' | b']' => open = open.checked_sub(1)?,
-                _ => {}
+            match text.get(at) {
+                None => return Err(text.len()),
+                Some(b'"') => at = string(at)?,
+                Some(b'{') => (at, _) = (at + 1, open.push(b'}')),
+                Some(b'[') => (at, _) = (at + 1, open.push(b']')),
+                Some(&byte @ (b'}' | b']')) if open.last() == Some(&byte) => (at, _) = (at + 1, open.pop()),
+                Some(b'}' | b']') => return Err(at),
+                Some(_) if !open.is_empty() => at += 1,
+                Some(_) => {
+                    let word = |byte: &u8| byte.is_ascii_alphanumeric() || b"+-.".contains(byte);
+                    at += text[at..].iter().take_while(|byte| word(byte)).count();
+                    return if at > start { Ok(at) } else { Err(at) };
+                }
             }
-            if open > DEPTH_MAX {
-                return None;
+            if open.is_empty() {
+                return Ok(at);
             }
-            if !text[at].is_ascii_whitespace() {
-                end = at + 1;
+            if open.len() > DEPTH_MAX {
+                return Err(at);
             }
-            at += 1;
         }
-        if end == start {
-            return None;
+    };
+    let mut found = Vec::new();
+    let mut at = skip(expect(skip(0), b'{')?);
+    if text.get(at) != Some(&b'}') {
+        loop {
+            let key = at..string(at)?;
+            let name: String = serde_json::from_slice(&text[key.clone()]).map_err(|_| at)?;
+            let start = skip(expect(skip(key.end), b':')?);
+            let end = value(start)?;
+            found.push((name, key, start..end));
+            at = skip(end);
+            if text.get(at) == Some(&b'}') {
+                break;
+            }
+            at = skip(expect(at, b',')?);
         }
-        found.push((name, key, start..end));
-        if text[at] == b'}' {
-            return (skip(at + 1) == text.len()).then_some(found);
-        }
-        at = skip(at + 1);
+    }
+    match skip(at + 1) {
+        end if end == text.len() => Ok(found),
+        more => Err(more),
     }
 }
 
@@ -260,7 +290,7 @@ mod tests {
             assert_eq!(config.weights("lm_head").unwrap(), ["lm_head.weight"]);
             assert_eq!(config.weights("model.layers.x"), None);
             assert_eq!(config.weights("xlm_head"), None);
-            let without = String::from_utf8(without_key(&with).unwrap()).unwrap();
+            let without = String::from_utf8(without_key(&with)).unwrap();
             assert_eq!(
                 without.trim_end().trim_end_matches('}').trim_end(),
                 text.trim_end().trim_end_matches('}').trim_end()
@@ -272,8 +302,8 @@ mod tests {
             }
         }
         let first = br#"{"dfloat11_config": {"a": [1, 2]}, "b": 2}"#;
-        assert_eq!(without_key(first).unwrap(), br#"{"b": 2}"#);
-        assert_eq!(without_key(br#"{"dfloat11_config": 1}"#).unwrap(), b"{}");
+        assert_eq!(without_key(first), br#"{"b": 2}"#);
+        assert_eq!(without_key(br#"{"dfloat11_config": 1}"#), b"{}");
         // More than once, which readers of JSON take.
         for (text, without) in [
             (r#"{"K": 1, "K": 2, "b": 3}"#, r#"{"b": 3}"#),
@@ -281,35 +311,46 @@ mod tests {
             (r#"{"K": 1, "a": 0, "K": 2}"#, r#"{"a": 0}"#),
             (r#"{"K": 1, "K": 2}"#, "{}"),
         ] {
-            assert_eq!(without_key(text.replace('K', KEY).as_bytes()).unwrap(), without.as_bytes());
+            assert_eq!(without_key(text.replace('K', KEY).as_bytes()), without.as_bytes());
         }
     }
 
     #[test]
     fn what_is_no_object_has_no_members() {
-        for text in [
-            "",
-            "[]",
-            "{",
-            "{\"a\"",
-            "{\"a\":}",
-            "{\"a\":1",
-            "{\"a\":1}}",
-            "{\"a\":1,}",
-            "{a:1}",
-            "{\"a\\",
-            "{\"a\":]}",
+        for (text, at) in [
+            ("", 0),
+            ("[]", 0),
+            ("\u{feff}{}", 0),
+            ("{", 1),
+            ("{\"a\"", 4),
+            ("{\"a\":}", 5),
+            ("{\"a\":1", 6),
+            ("{\"a\":1}}", 7),
+            ("{\"a\":1,}", 7),
+            ("{a:1}", 1),
+            ("{\"a\\", 4),
+            ("{\"a\":]}", 5),
+            ("{\"a\": 1 \"b\": 2}", 8),
+            ("{\"a\": 1\"b\": 2}", 7),
+            ("{\"a\": {} []}", 9),
+            ("{\"a\": [1, 2}, \"b\": 2}", 11),
+            ("{\"a\": 1:2}", 7),
+            ("{\"a\": \"b}", 9),
+            ("{} {", 3),
         ] {
-            assert_eq!(members(text.as_bytes()), None, "{text}");
+            assert_eq!(members(text.as_bytes()), Err(at), "{text}");
         }
         let deep = format!("{{\"a\":{}", "[".repeat(1000));
-        assert_eq!(members(deep.as_bytes()), None);
+        assert_eq!(members(deep.as_bytes()), Err(6 + DEPTH_MAX));
     }
 
     #[test]
     fn a_configuration_that_is_not_understood_says_why() {
         for (value, word) in [
-            ("1", "invalid type"),
+            ("1", "dfloat11_config, byte 20: invalid type"),
+            ("{\"threads_per_block\": [512],\n \"bytes_per_thread\" 8}", "dfloat11_config, byte 69: expected `:`"),
+            (r#"{"threads_per_block": 0, "bytes_per_thread": 8, "pattern_dict": {}}"#, "threads_per_block is 0; 1 to"),
+            (r#"{"threads_per_block": [5000], "bytes_per_thread": 8, "pattern_dict": {}}"#, "is 5000; 1 to 1024"),
             (r#"{"threads_per_block": [512], "bytes_per_thread": 4, "pattern_dict": {}}"#, "bytes_per_thread is 4"),
             (r#"{"threads_per_block": "512", "bytes_per_thread": 8, "pattern_dict": {}}"#, "is no number"),
             (r#"{"threads_per_block": [16, 32], "bytes_per_thread": 8, "pattern_dict": {}}"#, "2 extents"),

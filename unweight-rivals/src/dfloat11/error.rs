@@ -143,6 +143,19 @@ pub enum UnitError {
     },
 }
 
+impl UnitError {
+    /// The section that is not as it should be.
+    pub(super) fn section(&self) -> &'static str {
+        match self {
+            Self::Size { section, .. } | Self::Count { section, .. } => section,
+            Self::Luts { .. } => "luts",
+            Self::Position { .. } => "output_positions",
+            Self::Gap { .. } => "gaps",
+            Self::Threads { .. } | Self::NoCode { .. } | Self::End { .. } => "encoded_exponent",
+        }
+    }
+}
+
 /// Why a directory could not be read, made or trusted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

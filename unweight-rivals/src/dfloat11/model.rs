@@ -1,9 +1,10 @@
 //! A model to a DFloat11 directory: what the stock package's `from_pretrained` reads.
 //!
 //! ```text
-//! model.layers.0.self_attn.q_proj.weight, ... --a unit--> model_layers_0.safetensors: its sections, and what else is
-//! below it model.norm.weight, ...                      ----------> model.safetensors config.json                      
-//! --a key-->  config.json
+//! model.layers.0.self_attn.q_proj.weight, ...  --a unit-->  model_layers_0.safetensors: its sections, and what else
+//!                                                           is below it
+//! model.norm.weight, ...                       ---------->  model.safetensors
+//! config.json                                  --a key--->  config.json
 //! ```
 
 use std::{
@@ -106,7 +107,12 @@ pub fn convert(
     let nothing = |reason| ConvertError::Nothing { path: source.into(), reason };
     let model = Model::open(source)?;
     let text = model.read(config::FILE_NAME, config::BYTES_MAX)?;
-    if text.as_deref().is_some_and(config::has_key) {
+    let text = text.as_deref().unwrap_or(b"{}");
+    let no_object = |at| ConvertError::Config {
+        path: source.join(config::FILE_NAME),
+        reason: format!("{}; correct it, or leave it out", config::no_object(text, at)),
+    };
+    if config::has_key(text).map_err(no_object)? {
         return Err(nothing("a DFloat11 model already"));
     }
     let (groups, mut kept) = groups(&model.tensors);
@@ -149,12 +155,7 @@ pub fn convert(
         report.bytes += file.write(&model, &output, options.resume, progress)?;
     }
     let patterns = patterns(&planned);
-    let with_key =
-        config::with_key(text.as_deref().unwrap_or(b"{}"), &patterns).ok_or_else(|| ConvertError::Config {
-            path: source.join(config::FILE_NAME),
-            reason: "it is no JSON object; correct it, or leave it out".into(),
-        })?;
-    output.put(config::FILE_NAME, &with_key)?;
+    output.put(config::FILE_NAME, &config::with_key(text, &patterns).map_err(no_object)?)?;
     for name in model.others().iter().filter(|name| *name != config::FILE_NAME) {
         model.copy(name, &output, progress)?;
     }

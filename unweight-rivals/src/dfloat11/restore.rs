@@ -8,7 +8,11 @@
 //! ```
 //! The format holds no shapes of weights. They come of `config.json` and of what a weight is for, by its name.
 
-use std::{collections::HashMap, path::Path};
+use std::{
+    collections::{HashMap, HashSet},
+    fs,
+    path::Path,
+};
 
 use serde::Serialize;
 use unweight_format::{
@@ -19,19 +23,27 @@ use unweight_format::{
 };
 
 use super::{
-    ConvertError, Decoder, Sections,
+    ConvertError, Decoder, Sections, THREADS, THREADS_MAX, UnitError,
     config::{self, Config},
     tensors::{Directory, WEIGHTS_END, WeightsFile, header},
+    unit::Cut,
 };
 
 /// Elements that are decoded at a time, if a block does not hold more.
 const STEP_ELEMENTS: u64 = 8 << 20;
 /// The section by which a unit is known.
 const ENCODED: &str = "encoded_exponent";
-/// All of them; the last one may be missing.
-const SECTIONS: [&str; 6] = ["luts", ENCODED, "sign_mantissa", "output_positions", "gaps", "split_positions"];
+/// Those that every unit has, of bytes.
+const BYTE_SECTIONS: [&str; 5] = ["luts", ENCODED, "sign_mantissa", "output_positions", "gaps"];
+/// The one that a unit of one weight may lack.
+const SPLITS: &str = "split_positions";
 /// Most bytes of sections that are held while a unit is decoded.
 const HELD_MAX: u64 = 1 << 30;
+
+/// All sections that a unit may have.
+fn sections() -> impl Iterator<Item = &'static str> {
+    BYTE_SECTIONS.into_iter().chain([SPLITS])
+}
 
 /// What [`restore`] did.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -50,15 +62,57 @@ pub struct RestoreReport {
 }
 
 /// Whether a directory holds a DFloat11 model: by its `config.json`.
-pub fn is_model(directory: &Path) -> bool {
-    let text = || {
-        let input = Input::open(&directory.join(config::FILE_NAME)).ok()?;
-        if input.bytes() > config::BYTES_MAX {
-            return None;
-        }
-        input.read(0, input.bytes()).ok()
+///
+/// # Errors
+/// That file does not say so or cannot be read, but weights beside it are units.
+pub fn is_model(directory: &Path) -> Result<bool, ConvertError> {
+    let path = directory.join(config::FILE_NAME);
+    let wrong = match read_config(&path) {
+        Ok(text) => match config::has_key(&text) {
+            Ok(true) => return Ok(true),
+            Ok(false) => ConvertError::Config { path, reason: "no dfloat11_config inside".into() },
+            Err(at) => ConvertError::Config { path, reason: config::no_object(&text, at) },
+        },
+        Err(_) if !path.exists() => ConvertError::Config { path, reason: "it is missing".into() },
+        Err(error) => error,
     };
-    text().is_some_and(|text| config::has_key(&text))
+    match (a_unit_in(directory), wrong) {
+        (None, _) => Ok(false),
+        (Some((file, unit)), ConvertError::Config { path, reason }) => Err(ConvertError::Config {
+            path,
+            reason: format!("{reason}, but {file} holds the unit '{unit}' of DFloat11; fetch config.json again"),
+        }),
+        (Some(_), error) => Err(error),
+    }
+}
+
+/// The text of `config.json`.
+fn read_config(path: &Path) -> Result<Vec<u8>, ConvertError> {
+    let input = Input::open(path)?;
+    if input.bytes() > config::BYTES_MAX {
+        let reason = "it has more than 16 MiB; it is not what its name says".into();
+        return Err(ConvertError::Config { path: path.into(), reason });
+    }
+    Ok(input.read(0, input.bytes())?)
+}
+
+/// A weights file right in a directory that holds a unit, and the unit. Files that are not understood are for others to
+/// report.
+fn a_unit_in(directory: &Path) -> Option<(String, String)> {
+    let names = fs::read_dir(directory).ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    let mut names: Vec<String> = names.filter(|name| name.ends_with(WEIGHTS_END)).collect();
+    names.sort();
+    names.into_iter().find_map(|name| {
+        let file = WeightsFile::open(&directory.join(&name)).ok()?;
+        let bytes: HashSet<&str> =
+            file.header.tensors.iter().filter(|t| t.dtype == Dtype::U8).map(|t| t.name.as_str()).collect();
+        let unit = file.header.tensors.iter().find_map(|tensor| {
+            let unit = tensor.name.strip_suffix(ENCODED)?.strip_suffix('.')?;
+            let has_all = BYTE_SECTIONS.iter().all(|section| bytes.contains(format!("{unit}.{section}").as_str()));
+            has_all.then(|| unit.to_owned())
+        })?;
+        Some((name, unit))
+    })
 }
 
 /// A unit of a directory.
@@ -107,17 +161,15 @@ pub fn restore(
     progress: &dyn Progress,
 ) -> Result<RestoreReport, ConvertError> {
     let path = source.join(config::FILE_NAME);
-    let fail = |reason: &str| ConvertError::Config { path: path.clone(), reason: reason.into() };
-    let input = Input::open(&path)?;
-    if input.bytes() > config::BYTES_MAX {
-        return Err(fail("it has more than 16 MiB; it is not what its name says"));
-    }
-    let text = input.read(0, input.bytes())?;
-    let config =
-        Config::parse(&path, &text)?.ok_or_else(|| fail("no dfloat11_config inside; this is no DFloat11 model"))?;
-    let plain = config::without_key(&text).ok_or_else(|| fail("it is no JSON object"))?;
+    let text = read_config(&path)?;
+    let config = Config::parse(&path, &text)?.ok_or_else(|| ConvertError::Config {
+        path: path.clone(),
+        reason: "no dfloat11_config inside; this is no DFloat11 model".into(),
+    })?;
+    let plain = config::without_key(&text);
     let directory = Directory::open(source)?;
     let shards = shards(&directory, &config, &path, &text)?;
+    check_cut(&shards, &config, &path)?;
 
     let output = OutputDir::open(&[source.into()], output, resume)?;
     let headers: Vec<Vec<u8>> = shards.iter().map(|shard| header(&[("format", "pt")], shard.tensors())).collect();
@@ -159,7 +211,8 @@ fn shards<'a>(
     let by_name = directory.by_name();
     let unit_of = |tensor: &str| {
         let (unit, section) = tensor.rsplit_once('.')?;
-        let is_section = SECTIONS.contains(&section) && by_name.contains_key(format!("{unit}.{ENCODED}").as_str());
+        let is_section =
+            sections().any(|own| own == section) && by_name.contains_key(format!("{unit}.{ENCODED}").as_str());
         is_section.then(|| unit.to_owned())
     };
     let mut shards = Vec::new();
@@ -201,6 +254,28 @@ fn shards<'a>(
     Ok(shards)
 }
 
+/// By how many threads units are cut stands in `config.json` alone. Where that is wrong no unit is to blame.
+fn check_cut(shards: &[Shard<'_>], config: &Config, path: &Path) -> Result<(), ConvertError> {
+    let are_for = |threads: usize| {
+        shards.iter().flat_map(|shard| &shard.units).all(|unit| {
+            let bytes = |section| unit.parts[section].1.bytes;
+            Cut::of(bytes(ENCODED), threads).is_of(bytes("gaps"), bytes("output_positions"))
+        })
+    };
+    if are_for(config.threads) {
+        return Ok(());
+    }
+    // Whole warps, as kernels have them. Units that agree on none are looked at one by one.
+    let other = [THREADS].into_iter().chain((32..=THREADS_MAX).step_by(32)).find(|&threads| are_for(threads));
+    let Some(other) = other else { return Ok(()) };
+    let reason = format!(
+        "dfloat11_config: threads_per_block is {}, but the sections of every unit are those of {other}; fetch \
+         config.json again",
+        config.threads
+    );
+    Err(ConvertError::Config { path: path.into(), reason })
+}
+
 fn unit<'a>(
     by_name: &HashMap<&str, (&'a WeightsFile, &'a TensorInfo)>,
     name: String,
@@ -210,14 +285,14 @@ fn unit<'a>(
 ) -> Result<Unit<'a>, ConvertError> {
     let mut parts = HashMap::new();
     let (first, _) = by_name[format!("{name}.{ENCODED}").as_str()];
-    for section in SECTIONS {
+    for section in sections() {
         let tensor = format!("{name}.{section}");
         let fail = |file: &WeightsFile, reason: String| ConvertError::Section {
             path: file.path.clone(),
             tensor: tensor.clone(),
             reason,
         };
-        let dtype = if section == "split_positions" { Dtype::I64 } else { Dtype::U8 };
+        let dtype = if section == SPLITS { Dtype::I64 } else { Dtype::U8 };
         match by_name.get(tensor.as_str()) {
             Some((file, found)) if found.dtype != dtype => {
                 return Err(fail(file, format!("{} in place of {dtype}", found.dtype)));
@@ -232,7 +307,7 @@ fn unit<'a>(
         path: path.into(),
         reason: format!("dfloat11_config has no pattern of the unit '{name}'; fetch the model again"),
     })?;
-    let splits = match parts.get("split_positions") {
+    let splits = match parts.get(SPLITS) {
         Some((file, tensor)) => {
             let bytes = file.input.read(tensor.offset, check_held(file, tensor)?)?;
             bytes.chunks_exact(8).map(|split| u64::from_le_bytes(split.try_into().unwrap_or_default())).collect()
@@ -241,7 +316,7 @@ fn unit<'a>(
     };
     let bounds: Vec<u64> = [0].into_iter().chain(splits).chain([elements]).collect();
     if bounds.len() != names.len() + 1 || bounds.windows(2).any(|pair| pair[0] > pair[1]) {
-        let (file, tensor) = parts.get("split_positions").unwrap_or(&parts[ENCODED]);
+        let (file, tensor) = parts.get(SPLITS).unwrap_or(&parts[ENCODED]);
         return Err(ConvertError::Section {
             path: file.path.clone(),
             tensor: tensor.name.clone(),
@@ -311,15 +386,15 @@ fn write(
     output: &OutputDir,
     shard: &Shard<'_>,
     header: &[u8],
-    threads: u64,
+    threads: usize,
     resume: bool,
     progress: &dyn Progress,
 ) -> Result<(), ConvertError> {
     // All that decides its bytes.
     let mut key = Digester::default();
     key.update(header);
-    key.update(&threads.to_le_bytes());
-    let sources = shard.units.iter().flat_map(|unit| SECTIONS.iter().filter_map(|section| unit.parts.get(section)));
+    key.update(&(threads as u64).to_le_bytes());
+    let sources = shard.units.iter().flat_map(|unit| sections().filter_map(|section| unit.parts.get(section)));
     let total: u64 = header.len() as u64 + shard.tensors().map(|tensor| tensor.3).sum::<u64>();
     for (file, tensor) in sources.chain(&shard.kept) {
         let digest = file.input.stream(tensor.offset, tensor.bytes, |_| output.check(progress))?;
@@ -340,11 +415,10 @@ fn write(
             Ok(file.input.read(tensor.offset, check_held(file, tensor)?)?)
         };
         let (encoded, sign_mantissa) = (unit.parts[ENCODED], unit.parts["sign_mantissa"]);
-        let damaged = |source| ConvertError::Unit {
-            path: encoded.0.path.clone(),
-            unit: unit.name.clone(),
-            offset: encoded.1.offset,
-            source,
+        let damaged = |source: UnitError| {
+            // A section may lie in a file of its own.
+            let (file, tensor) = unit.parts.get(source.section()).unwrap_or(&encoded);
+            ConvertError::Unit { path: file.path.clone(), unit: unit.name.clone(), offset: tensor.offset, source }
         };
         let decoder = Decoder::new(&Sections {
             luts: &read("luts")?,
@@ -352,7 +426,7 @@ fn write(
             gaps: &read("gaps")?,
             encoded_bytes: encoded.1.bytes,
             elements: sign_mantissa.1.bytes,
-            threads,
+            threads: threads as u64,
         });
         let decoder = decoder.map_err(damaged)?;
         let mut block = 0;

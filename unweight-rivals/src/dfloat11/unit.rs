@@ -57,19 +57,24 @@ impl Unit {
         Ok(Self { luts, encoded_exponent, sign_mantissa, output_positions, gaps, threads })
     }
 
-    /// The weights, little-endian BF16.
-    ///
-    /// # Errors
-    /// The unit is damaged.
-    pub fn decode(&self) -> Result<Vec<u8>, UnitError> {
-        let decoder = Decoder::new(&Sections {
+    /// Its small sections, and the sizes of the large ones.
+    pub fn sections(&self) -> Sections<'_> {
+        Sections {
             luts: &self.luts,
             output_positions: &self.output_positions,
             gaps: &self.gaps,
             encoded_bytes: self.encoded_exponent.len() as u64,
             elements: self.sign_mantissa.len() as u64,
             threads: self.threads as u64,
-        })?;
+        }
+    }
+
+    /// The weights, little-endian BF16.
+    ///
+    /// # Errors
+    /// The unit is damaged.
+    pub fn decode(&self) -> Result<Vec<u8>, UnitError> {
+        let decoder = Decoder::new(&self.sections())?;
         let mut out = vec![0; 2 * self.sign_mantissa.len()];
         decoder.decode(0..decoder.blocks(), &self.encoded_exponent, &self.sign_mantissa, &mut out)?;
         Ok(out)
@@ -101,9 +106,30 @@ impl Sizes {
                 return Err(Unfit::Count { what, got });
             }
         }
-        let blocks = encoded_exponent.div_ceil((threads * WINDOW_BYTES) as u64);
-        let gaps = (blocks * (threads * GAP_BITS) as u64).div_ceil(8);
+        let Cut { blocks, gaps } = Cut::of(encoded_exponent, threads);
         Ok(Self { elements, encoded_exponent, output_positions: 4 * (blocks + 1), gaps })
+    }
+}
+
+/// How a unit is cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Cut {
+    blocks: u64,
+    /// Bytes of `gaps`.
+    gaps: u64,
+}
+
+impl Cut {
+    /// So many bytes of codes, for so many threads a block.
+    pub(super) fn of(encoded_bytes: u64, threads: usize) -> Self {
+        let blocks = encoded_bytes.div_ceil((threads * WINDOW_BYTES) as u64);
+        Self { blocks, gaps: (blocks * (threads * GAP_BITS) as u64).div_ceil(8) }
+    }
+
+    /// Whether sections of so many bytes may be its; positions are one short where no code begins in the last block
+    /// (see [`Encoder::finish`]).
+    pub(super) fn is_of(self, gaps: u64, output_positions: u64) -> bool {
+        self.gaps == gaps && [self.blocks, self.blocks + 1].contains(&(output_positions / 4))
     }
 }
 
@@ -301,12 +327,12 @@ impl Decoder {
                 return Err(UnitError::Count { section, got });
             }
         }
-        let blocks = encoded_bytes.div_ceil((threads * WINDOW_BYTES) as u64);
+        let Cut { blocks, gaps } = Cut::of(encoded_bytes, threads);
         let size = |section, expected: u64, bytes: &[u8]| match bytes.len() as u64 {
             got if got == expected => Ok(()),
             got => Err(UnitError::Size { section, expected, got }),
         };
-        size("gaps", (blocks * (threads * GAP_BITS) as u64).div_ceil(8), sections.gaps)?;
+        size("gaps", gaps, sections.gaps)?;
         let mut positions: Vec<u64> = sections
             .output_positions
             .chunks_exact(4)
