@@ -411,19 +411,40 @@ static void fiber_main() {
     fail("%s", text.c_str());
 }
 
+// Who runs in the coming passes: all fibers but [begin, end), or only these; everybody where there are none.
+struct Turn {
+    u32 begin = 0, end = 0, passes = 1;
+    bool others = true;
+
+    bool everybody() const { return begin == end; }
+    bool has(u32 fiber) const { return (begin <= fiber && fiber < end) != others; }
+};
+
+static Turn next_turn(u32 fibers) {
+    // Groups of 32, 64, ... threads, less than all.
+    u32 sizes = 0;
+    while (32u << sizes < fibers) ++sizes;
+    if (sizes == 0 || random_below(4) == 0) return {};
+    const u32 size = 32u << random_below(sizes), begin = random_below((fibers + size - 1) / size) * size;
+    return {begin, begin + size, 16u << random_below(6), random_below(2) == 0};
+}
+
 static void run_blocks() {
     Machine& m = machine();
-    static u32 spins;
-    spins = 0;
-    for (;;) {
-        bool all_done = true, progressed = false, polled = false;
-        u32 count = static_cast<u32>(m.fibers.size());
+    const u32 count = static_cast<u32>(m.fibers.size());
+    u32 left = count, spins = 0;
+    Turn turn;
+    while (left > 0) {
+        if (turn.passes-- == 0) {
+            turn = next_turn(count);
+            continue;
+        }
+        bool progressed = false, polled = false;
         u32 start = random_below(count);
         for (u32 i = 0; i < count; ++i) {
+            if (!turn.has((start + i) % count)) continue;
             Fiber* f = m.fibers[(start + i) % count];
-            if (f->done) continue;
-            all_done = false;
-            if (f->ready && !f->ready()) continue;
+            if (f->done || (f->ready && !f->ready())) continue;
             (f->polling ? polled : progressed) = true;
             m.current = f;
             if (_setjmp(m.scheduler) == 0) {
@@ -432,8 +453,14 @@ static void run_blocks() {
                 setcontext(&f->first);
             }
             m.current = nullptr;
+            if (f->done) --left;
         }
-        if (all_done) break;
+        if (!turn.everybody()) {
+            // As far as they can go; no copy completes meanwhile.
+            if (progressed) spins = 0;
+            else turn.passes = 0;
+            continue;
+        }
         // Asynchronous work completes late: at random, or when nothing else can move.
         bool stuck = !progressed;
         while (!m.pending.empty() && (stuck || random_below(3) == 0)) {

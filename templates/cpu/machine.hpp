@@ -3,7 +3,8 @@
 // include/unweight/ptx onto it.
 //
 //   launch ── cluster by cluster ── blocks of a cluster together ── one fiber per thread
-//                                        │ a fiber runs until it must wait, then names what it waits for
+//                                        │ a fiber runs until it must wait, then names what it waits for; everybody in
+//                                        │ turns, or a group of warps ahead of the others, or left behind (seeded)
 //                                        └ pending: bulk copies and wgmma, each completed at a random later point
 //                                        (seeded)
 //

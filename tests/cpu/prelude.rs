@@ -330,6 +330,57 @@ fn partial_sums_are_handed_over() {
     }
 }
 
+/// A warp may be ahead of the others, or behind them, by all that no barrier forbids, whatever it meets in between.
+#[test]
+fn barriers_that_are_missing_are_seen() {
+    // Each warp leaves a number and adds up all of them, round by round.
+    const SUMS: &str = "u32 sum = 0; for (u32 round = 0; round < 4; ++round) { \
+        for (u32 i = 0; i < 6; ++i) sync_warp(); \
+        if (lane == 31) store_shared(shared + thread / 32 * 4, round * 10 + thread / 32); WRITTEN \
+        for (u32 w = 0; w < 4; ++w) sum += load_shared(shared + 4 * w); READ } args.output[thread] = sum;";
+    // Three warps make a number together, which the last one reads.
+    const MADE: &str = "float sum = 0; for (u32 round = 0; round < 4; ++round) { \
+        if (thread < 96) { for (u32 i = 0; i < 6; ++i) named_barrier_sync(1, 96); \
+            if (thread == 0) store_shared(shared, round + 1); } WRITTEN \
+        if (thread >= 96) sum += load_shared(shared); READ } args.output[thread] = sum;";
+    let (barrier, cases) = ("sync_block();", [("SUMS", SUMS), ("MADE", MADE)]);
+    let (mut bodies, mut names) = (Vec::new(), Vec::new());
+    for (name, text) in cases {
+        for (written, read) in [(barrier, barrier), ("", barrier), (barrier, "")] {
+            bodies.push(text.replace("WRITTEN", written).replace("READ", read));
+            names.push((name, written.is_empty(), read.is_empty()));
+        }
+    }
+    let arms: String = bodies.iter().enumerate().map(|(i, body)| format!("case {i}: {{ {body} break; }}\n")).collect();
+    let mut kernel = build(&format!("switch (args.padding[0]) {{\n{arms}}}"));
+    for (i, &(name, unwritten, unread)) in names.iter().enumerate() {
+        let wrong = (1..=8).filter(|&seed| {
+            let out = vec![f32::NAN; 128];
+            let args = Args { output: out.as_ptr() as u64, padding: [i as u64, 0, 0, 0, 0], ..Args::zeroed() };
+            // SAFETY: `out` holds a number a thread; everything else is shared memory.
+            unsafe { kernel.launch(&launch(128, 1, seed), &args) }.unwrap();
+            let out = std::hint::black_box(out);
+            let expected = |thread: usize| match name {
+                // 0 to 3, and tens of the round, four times each.
+                "SUMS" => 4.0 * 6.0 + 40.0 * 6.0,
+                _ => {
+                    if thread < 96 {
+                        0.0
+                    } else {
+                        10.0
+                    }
+                }
+            };
+            out.iter().enumerate().any(|(thread, &sum)| sum != expected(thread))
+        });
+        let (wrong, right) = (wrong.count(), !unwritten && !unread);
+        assert!(
+            if right { wrong == 0 } else { wrong >= 6 },
+            "{name}, {unwritten} {unread}: wrong by {wrong} of 8 seeds"
+        );
+    }
+}
+
 #[test]
 fn mistakes_are_reported() {
     // (body, what the report must say)

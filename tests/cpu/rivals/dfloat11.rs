@@ -116,8 +116,56 @@ fn exponents(count: usize, seed: u64, mut of: impl FnMut(u64) -> u16) -> Vec<u8>
     (0..count).flat_map(|_| element()).collect()
 }
 
+/// Blocks whose exponents have just room together, or a byte or seven too many, from several places of a line of eight
+/// on.
+///
+/// Three exponents have codes of two bits, one of three and one of four: so a block of 4096 bytes has 16384 codes, less
+/// half of the bits that the rare ones take beyond two. There are as many of one rare exponent as of the other, as all
+/// zeros would be the end's code otherwise.
+fn full_blocks() -> Case {
+    const ROOM: usize = 32 * 512 - 64;
+    let mut random = Random::new(12);
+    let (mut all, mut positions, mut rare) = (Vec::new(), vec![0], [0, 0]);
+    // Elements of a block, and where in a line of eight it begins.
+    for (count, begins) in [(16_383, 0), (ROOM - 7, 7), (ROOM, 0), (16_383, 0), (ROOM - 6, 7), (16_382, 1), (ROOM, 7)] {
+        assert_eq!(positions.last().unwrap() % 8, begins, "{count}");
+        let (mut beyond, mut turn) = (2 * (16_384 - count), 0);
+        for i in 0..count {
+            turn = if i % 3 == 0 { random.below(3) as usize } else { turn };
+            let exponent = match i {
+                // What has no room comes to lie on the first one's place.
+                0 => 117,
+                _ if i == count - 1 => 119,
+                _ if i % 50 == 25 && beyond > 0 => {
+                    let long = usize::from(rare[1] <= rare[0] && beyond > 1);
+                    rare[long] += 1;
+                    beyond -= long + 1;
+                    126 - long as u16
+                }
+                _ => 117 + ((i + turn) % 3) as u16,
+            };
+            all.extend((exponent << 7 | random.bits() as u16 & 0x807f).to_le_bytes());
+        }
+        positions.push(positions.last().unwrap() + count);
+    }
+    let case = Case::new(all, 512);
+    let got = Buffer::of(&case.unit.output_positions).u32s();
+    assert!(got.iter().map(|&position| position as usize).eq(positions), "{got:?}");
+    case
+}
+
+/// A unit whose last window has codes: of its gap the bits end with the section.
+fn full_to_the_end(threads: usize) -> Case {
+    let ends = |case: &Case| {
+        let last = case.unit.encoded_exponent.len() - 1;
+        last / 8 % threads == threads - 1
+    };
+    (300..).map(|count| Case::new(Weights::TRAINED.bytes(count, 3), threads)).find(ends).unwrap()
+}
+
 /// Codes of one bit and of more than twelve, windows with few and with 64, blocks of whose windows none has more than 32
-/// and which have no room together, blocks of other numbers of threads, a last block that is nearly empty.
+/// and which have no room together, blocks of other numbers of threads, a last block that is nearly empty, one that is
+/// full.
 fn cases() -> Vec<Case> {
     let trained = |count: usize, threads| Case::new(Weights::TRAINED.bytes(count, count as u64), threads);
     // Each exponent half as frequent as the one before: codes of 1 to 30 bits.
@@ -137,6 +185,8 @@ fn cases() -> Vec<Case> {
             exponents(60_000, 5, |bits| 117 + if bits % 1009 < 2 { 9 } else { 0 } + (bits >> 20) as u16 % 3),
             512,
         ),
+        full_blocks(),
+        full_to_the_end(8),
         // All alike: codes of eight bits.
         Case::new(exponents(13_000, 6, |bits| (bits % 239) as u16), 512),
     ]
@@ -163,18 +213,20 @@ fn any_bytes_stay_in_bounds() {
     let mut random = Random::new(77);
     // More windows a block than threads, too.
     let cases = [512, 1024].map(|threads| Case::new(Weights::TRAINED.bytes(40_000, 8), threads));
-    for turn in 0..20 {
-        let case = &cases[turn / 10];
+    for turn in 0..24 {
+        let case = &cases[turn / 12];
         let mut sections = Sections::of(&case.unit);
         let mut noise = |buffer: &Buffer| Buffer::of(&random.bytes(buffer.slice().len()));
-        match turn % 5 {
+        match turn % 6 {
             0 => sections.codes = noise(&sections.codes),
             1 => sections.gaps = noise(&sections.gaps),
             2 => sections.positions = noise(&sections.positions),
             3 => {
-                sections.codes = Buffer::filled(sections.codes.slice().len(), if turn % 2 == 1 { 0xff } else { 0 });
+                let fill = if turn / 6 % 2 == 0 { 0xff } else { 0 };
+                sections.codes = Buffer::filled(sections.codes.slice().len(), fill);
                 sections.luts = noise(&sections.luts);
             }
+            4 => sections.gaps = Buffer::of(&case.unit.gaps[..3]),
             _ => {
                 sections.positions = Buffer::filled(sections.positions.slice().len(), 0xff);
                 sections.luts = Buffer::filled(sections.luts.slice().len(), 0xff);
@@ -182,7 +234,7 @@ fn any_bytes_stay_in_bounds() {
             }
         }
         let (_, faults) = case.run(&mut kernel, &sections, 2).unwrap();
-        assert!(faults > 0 || turn % 5 == 3, "turn {turn}: nothing was noticed");
+        assert!(faults > 0 || turn % 6 == 3, "turn {turn}: nothing was noticed");
     }
     // Positions one after the other and within the elements, but others than the codes'.
     let case = &cases[0];
@@ -208,6 +260,11 @@ fn planted_bugs_are_caught() {
         ("ptx::shuffle(sums - of_lane, warp) + sum", "sum"),
         ("kUnparked | count : count", "count : count"),
         ("(at & 7) + total > S::kRoom", "total >= kUnparked"),
+        ("(at & 7) + total > S::kRoom", "total > S::kRoom"),
+        ("(at & 7) + total > S::kRoom", "(at & 7) + total > S::kRoom + 1"),
+        ("byte + 1 < args.gap_bytes", "byte < args.gap_bytes"),
+        ("ptx::sync_block();  // orders the tables before the lookups\n", "\n"),
+        ("ptx::sync_block();  // orders the reading of the sums before the next ones\n", "\n"),
         ("at + before % kUnparked", "at + before"),
         ("count > 0 && at < end", "count > 0"),
         ("first >= begin && first + 8 <= end", "first + 8 <= end"),

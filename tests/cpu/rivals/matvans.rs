@@ -190,6 +190,9 @@ fn planted_bugs_are_caught() {
             "ptx::store_global_u8(args.y + stream * 32 + (lane ^ 1),",
         ),
         ("state << 16 | queue.take()", "state << 16 | 1"),
+        ("ptx::sync_block();  // orders the parts before the lookups of every warp\n", "\n"),
+        // The queue's other two are behind or before a ballot, at which lanes meet here; on a GPU that orders nothing.
+        ("ptx::sync_warp();  // orders the words before their reading by other lanes\n        }", "}"),
         ("low = low >> 16 | high << 48;", "low >>= 16;"),
         ("whole.next + 4 * lane", "whole.next + 4 * (lane ^ 1)"),
         ("i == 2 ? x.z : x.w", "i == 2 ? x.w : x.z"),
