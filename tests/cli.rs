@@ -16,7 +16,7 @@ use unweight::{
     codegen::spec::{Arch, GemmMmaSpec, Op, VariantSpec, catalog},
     engine::{Engine, EngineOptions},
     format::{
-        bundle::{self, Bundle, CompressOptions, Silent},
+        bundle::{self, Bundle, BundleError, CompressOptions, PLAN_BYTES_MAX, Silent},
         testing::demo_model::{self, DemoOptions},
     },
     rt::{
@@ -59,6 +59,11 @@ fn stderr(output: &Output) -> String {
 
 fn json(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {}", stdout(output)))
+}
+
+/// Attaches a plan in place of the one that is there.
+fn attach_plan(bundle: &Path, plan: &str) {
+    bundle::attach_plan(bundle, |_| Ok::<_, BundleError>(plan.to_owned())).unwrap();
 }
 
 fn tiny() -> DemoOptions {
@@ -591,6 +596,11 @@ fn a_plan_that_fits_is_compressed_as_it_says() {
     run(home.path(), &["fit", "model", "--memory", "1G", "--context", "128", "--plan", "plan.json"], 0);
     let output = run(home.path(), &["fit", "model", "--memory", "1G", "--plan", "model/config.json"], 2);
     assert!(stderr(&output).contains("is no plan file"), "{}", stderr(&output));
+    // Options of nothing are named as they were given.
+    for option in ["--batch", "--context", "--memory", "--threads"] {
+        let text = stderr(&run(home.path(), &["fit", "model", "--max-slowdown", "5%", option, "0"], 2));
+        assert!(text.contains(&format!("'{option} <")) && text.contains("'0'"), "{text}");
+    }
     let output = run(home.path(), &["fit", "model"], 2);
     assert!(stderr(&output).contains("--memory"), "{}", stderr(&output));
     // What no kernel reads as it is would be packed when it is loaded: no plan has it.
@@ -673,13 +683,14 @@ fn tune_says_what_it_needs() {
         (&["tune", "inference", "--batch", "3"][..], "1, 8, 16"),
         (&["tune", "inference", "--mlp", "linears"][..], "neither stored nor alternate"),
         (&["tune", "nowhere"][..], "nowhere"),
+        (&["tune", "inference", "--context", "8188"][..], "give 8187 at most"),
     ] {
         let output = run(home.path(), wrong, 2);
         assert!(stderr(&output).contains(said), "{}", stderr(&output));
     }
     // A plan that is none is said and left alone, before anybody asks for a GPU.
     let dir = home.path().join("inference");
-    bundle::attach_plan(&dir, |_| "{\"version\": 1}".to_owned()).unwrap();
+    attach_plan(&dir, "{\"version\": 1}");
     let generate = ["generate", "inference", "--tokens", "1", "--mlp", "stored", "--device", "99"];
     let output = run(home.path(), &generate, 2);
     assert!(stderr(&output).contains("not used: a tuned plan of version 1, "), "{}", stderr(&output));
@@ -712,7 +723,7 @@ fn tune_says_what_it_needs() {
     let held = fs::File::open(&second).unwrap();
     held.lock().unwrap();
     let text = stderr(&run(home.path(), &journals, 2));
-    assert!(text.contains("journal.64: another process writes this journal") && !text.contains("libcuda"), "{text}");
+    assert!(text.contains(" writes this journal") && !text.contains("libcuda"), "{text}");
     drop(held);
     fs::remove_file(&second).unwrap();
     let attached = dir.join("unweight.kernels");
@@ -720,6 +731,15 @@ fn tune_says_what_it_needs() {
     let output = run(home.path(), &["tune", "inference", "--save"], 1);
     assert!(stderr(&output).contains("cut off at byte 7"), "{}", stderr(&output));
     fs::remove_file(&attached).unwrap();
+    // Nor is the plan of a newer program replaced, nor one that has no room for more.
+    let full = format!("{{\"version\": 2, \"settings\": []}}{}", " ".repeat(PLAN_BYTES_MAX - 8192));
+    for (plan, said) in [("{\"version\": 3}", "use the newer program"), (&full, "5 settings are to be added")] {
+        attach_plan(&dir, plan);
+        let text = stderr(&run(home.path(), &["tune", "inference", "--save"], 2));
+        assert!(text.contains(said) && text.contains("kernels detach") && !text.contains("libcuda"), "{text}");
+        assert_eq!(Bundle::open(&dir).unwrap().attached().unwrap().unwrap().plan(), Some(plan));
+        run(home.path(), &["kernels", "detach", "inference"], 0);
+    }
     fs::remove_file(home.path().join("text")).unwrap();
     fs::remove_dir(home.path().join("folder.1")).unwrap();
     let after: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -1441,7 +1461,7 @@ fn kernels_of_stored_mlps_are_told() {
     assert!(alternate.contains("_decode_palette_"), "{alternate}");
 
     // A plan is in nobody's way.
-    bundle::attach_plan(&home.path().join("bundle"), |_| "{\"version\": 1}".to_owned()).unwrap();
+    attach_plan(&home.path().join("bundle"), "{\"version\": 1}");
     assert_eq!(missing(&["--mlp", "stored"]), stored);
     assert_eq!(json(&run(home.path(), &["inspect", "bundle", "--json"], 0))["attached_plan"], true);
     assert!(stdout(&run(home.path(), &["inspect", "bundle"], 0)).ends_with("a plan of `tune` is attached\n"));
@@ -1544,7 +1564,7 @@ fn a_bundle_carries_its_kernels() {
     assert!(stderr(&in_home(&["verify", "bundle"], 1)).contains("`unweight kernels detach` removes what is attached"));
     // Whoever replaces a damaged file hears what became of a plan in it.
     in_home(&["kernels", "detach", "bundle"], 0);
-    bundle::attach_plan(&home.path().join("bundle"), |_| "{\"version\": 1}".to_owned()).unwrap();
+    attach_plan(&home.path().join("bundle"), "{\"version\": 1}");
     in_home(&attach, 0);
     let bytes = fs::read(&path).unwrap();
     let left = home.path().join("bundle/unweight.kernels.partial");

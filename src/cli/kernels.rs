@@ -504,11 +504,12 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
 }
 
 fn detach(arguments: &Detach, output: Output) -> Result<()> {
-    // One that is damaged goes, too.
-    let attached = Attached::open(&arguments.bundle.join(ATTACHED_NAME)).ok().flatten();
-    let plan = attached.is_some_and(|attached| attached.plan().is_some());
-    let bytes = format::detach(&arguments.bundle)?;
-    let report = Detached { detached: bytes.is_some(), plan, bytes: bytes.unwrap_or(0) };
+    let gone = format::detach(&arguments.bundle)?;
+    let report = Detached {
+        detached: gone.is_some(),
+        plan: gone.is_some_and(|gone| gone.had_plan),
+        bytes: gone.map_or(0, |gone| gone.bytes),
+    };
     output.summary("kernels detach", &report, |out| {
         let path = arguments.bundle.join(ATTACHED_NAME);
         match report.detached {

@@ -22,7 +22,7 @@ use unweight::{
     },
     format::{
         FormId,
-        bundle::{self as format, Bundle},
+        bundle::{self as format, ATTACHED_NAME, Bundle},
     },
     model::{ModelConfig, ModelWeights},
     rt::{KernelSet, device::DeviceInfo},
@@ -129,7 +129,7 @@ impl Tune {
     pub fn run(&self, output: Output) -> Result<()> {
         let begun = Instant::now();
         let bundle = Bundle::open(&self.bundle)?;
-        has_paths(&bundle)?;
+        self.has_paths(&bundle)?;
         let mut batches = self.batch.clone();
         batches.sort_unstable();
         batches.dedup();
@@ -139,7 +139,7 @@ impl Tune {
         let plan = saved_plan(&bundle, output);
         let mut options = EngineOptions::default()
             .max_batch(batches.last().copied().unwrap_or(1))
-            .context(self.context.saturating_add(STEPS + 1))
+            .context(self.tokens())
             .chunk(256)
             .linears(self.linears.into())
             .mlp(self.mlp.into())
@@ -195,7 +195,8 @@ impl Tune {
     /// is not to end in a wrong name.
     fn claim(&self, batches: &[u32]) -> Result<Vec<(u32, Claimed)>> {
         if self.save {
-            format::may_attach_plan(&self.bundle)?;
+            let saved = format::may_attach_plan(&self.bundle)?;
+            self.to_add_to(saved.as_deref(), batches.len())?;
         }
         plot::may_save(self.svg.as_deref())?;
         let claim = |batch: &u32| {
@@ -213,12 +214,19 @@ impl Tune {
     /// Puts what was found beside the bundle, over what is there now: another `tune` may have saved meanwhile.
     fn attach(&self, found: &Plan) -> Result<()> {
         format::attach_plan(&self.bundle, |old| {
-            // A plan that cannot be read is replaced; it was said at the start that it is not used.
-            let mut plan = old.and_then(|old| Plan::parse(old.as_bytes()).ok()).unwrap_or_default();
+            let mut plan = self.to_add_to(old, found.settings().len())?;
             found.settings().iter().for_each(|measured| plan.insert(measured.clone()));
-            plan.text()
+            Ok::<_, Failure>(plan.text())
         })?;
         Ok(())
+    }
+
+    /// The plan that is saved, to be added to. One that cannot be read is replaced, but not a newer program's.
+    fn to_add_to(&self, saved: Option<&str>, more: usize) -> Result<Plan> {
+        Plan::to_add_to(saved, more).map_err(|error| {
+            let message = format!("{}: {error}", self.bundle.join(ATTACHED_NAME).display());
+            Failure::new(message, "or remove it, and the kernels beside it, with `unweight kernels detach`")
+        })
     }
 
     /// What a journal is of.
@@ -233,6 +241,42 @@ impl Tune {
         };
         let subject = plan::subject(kernels.device().info());
         Subject { model: &model, batch, context: self.context, how: Some(how), ..subject }.key()
+    }
+
+    /// Tokens of a sequence behind the last step of a round.
+    fn tokens(&self) -> u32 {
+        self.context.saturating_add(STEPS + 1)
+    }
+
+    /// Refuses a bundle whose MLPs have one path each, and sequences that the model does not take, before anything is
+    /// loaded.
+    fn has_paths(&self, bundle: &Bundle) -> Result<()> {
+        let config = ModelConfig::of_bundle(bundle).map_err(Failure::other)?;
+        let names = ModelWeights::of_bundle(&config, bundle).map_err(Failure::other)?;
+        if config.mixture.is_some() {
+            return Err(Failure::new(
+                "the MLPs of this bundle are experts, which run from packed weights alone: there is nothing to choose",
+                "`generate` and `serve` run it as it is",
+            ));
+        }
+        let most = config.max_positions;
+        if self.tokens() > most {
+            let message = format!(
+                "--context {}, and {} tokens that are measured behind it: the model takes {most}",
+                self.context,
+                STEPS + 1
+            );
+            return Err(Failure::new(message, format!("give {} at most", most.saturating_sub(STEPS + 1))));
+        }
+        for layer in &names.layers {
+            let Some(mlp) = layer.mlp.dense() else { continue };
+            for name in [&mlp.gate, &mlp.up, &mlp.down] {
+                if matches!(bundle.entry(name)?.form, FormId::HUFFMAN | FormId::PALETTE) {
+                    return Ok(());
+                }
+            }
+        }
+        Err(nothing_to_choose())
     }
 
     fn rounds(&self) -> Rounds {
@@ -342,27 +386,6 @@ fn nothing_to_choose() -> Failure {
         "the MLPs of this bundle leave nothing to choose: none of their weights is Huffman-coded or a palette",
         "compress the model with --profile inference or distribution; packed weights are fastest as they are",
     )
-}
-
-/// Refuses a bundle whose MLPs have one path each, before anything is loaded.
-fn has_paths(bundle: &Bundle) -> Result<()> {
-    let config = ModelConfig::of_bundle(bundle).map_err(Failure::other)?;
-    let names = ModelWeights::of_bundle(&config, bundle).map_err(Failure::other)?;
-    if config.mixture.is_some() {
-        return Err(Failure::new(
-            "the MLPs of this bundle are experts, which run from packed weights alone: there is nothing to choose",
-            "`generate` and `serve` run it as it is",
-        ));
-    }
-    for layer in &names.layers {
-        let Some(mlp) = layer.mlp.dense() else { continue };
-        for name in [&mlp.gate, &mlp.up, &mlp.down] {
-            if matches!(bundle.entry(name)?.form, FormId::HUFFMAN | FormId::PALETTE) {
-                return Ok(());
-            }
-        }
-    }
-    Err(nothing_to_choose())
 }
 
 /// A size that steps are recorded for.

@@ -6,6 +6,7 @@ use std::{
     fs::{self, File},
     os::unix::fs::symlink,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use common::{Scratch, read_tree, small_model};
@@ -13,8 +14,8 @@ use unweight_format::{
     Digest,
     bundle::{
         ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, Bundle, BundleError, CompressOptions, DecompressOptions,
-        ErrorClass, Remedy, Silent, VerifyOptions, attach, attach_plan, compress, decompress, detach, may_attach,
-        may_attach_plan, verify, verify_with,
+        ErrorClass, PLAN_BYTES_MAX, Remedy, Silent, VerifyOptions, attach, attach_plan, compress, decompress, detach,
+        may_attach, may_attach_plan, verify, verify_with,
     },
 };
 
@@ -39,6 +40,11 @@ fn kernels() -> Vec<(AttachedKernel, &'static [u8])> {
         kernel("uw_a", '1', b"the first"),
         kernel("uw_b", '1', b"not this one"),
     ]
+}
+
+/// Attaches what is made of the plan that is there.
+fn add_plan(dir: &Path, change: impl FnOnce(Option<&str>) -> String) -> Result<u64, BundleError> {
+    attach_plan(dir, |old| Ok(change(old)))
 }
 
 fn reason(result: Result<impl std::fmt::Debug, BundleError>) -> String {
@@ -87,7 +93,7 @@ fn kernels_come_and_go_and_no_other_byte_changes() {
     let fewer = attach(&dir, &kernels()[..1], true).unwrap();
     assert!(fewer < bytes);
     assert_eq!(Bundle::open(&dir).unwrap().attached().unwrap().unwrap().kernels().len(), 1);
-    assert_eq!(detach(&dir).unwrap(), Some(fewer));
+    assert_eq!(detach(&dir).unwrap().map(|gone| (gone.bytes, gone.had_plan)), Some((fewer, false)));
     assert_eq!(detach(&dir).unwrap(), None);
     assert!(read_tree(&dir) == before);
 }
@@ -100,12 +106,12 @@ fn a_plan_lies_beside_kernels() {
     let before = read_tree(&dir);
     let attached = || Bundle::open(&dir).unwrap().attached().unwrap().unwrap();
     let plan = || attached().plan().map(str::to_owned);
-    attach_plan(&dir, |old| format!("a plan \u{fc}{}", old.unwrap_or_default())).unwrap();
+    add_plan(&dir, |old| format!("a plan \u{fc}{}", old.unwrap_or_default())).unwrap();
     assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("a plan \u{fc}"), 0));
     // No kernels were there, so nothing is replaced.
     attach(&dir, &kernels(), false).unwrap();
     assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("a plan \u{fc}"), 3));
-    attach_plan(&dir, |old| old.unwrap().replace("a plan \u{fc}", "another")).unwrap();
+    add_plan(&dir, |old| old.unwrap().replace("a plan \u{fc}", "another")).unwrap();
     assert_eq!(plan().as_deref(), Some("another"));
     let kernels_now = attached();
     for (kernel, binary) in kernels().iter().take(3) {
@@ -117,15 +123,15 @@ fn a_plan_lies_beside_kernels() {
     assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("another"), 1));
     let report = verify(&dir, Some(&scratch.path("model")), &Silent).unwrap();
     assert!(report.is_ok() && report.attached_kernels == 1, "{:?}", report.problems);
-    assert!(reason(attach_plan(&dir, |_| "x".repeat((64 << 10) + 1))).contains("above the limit"));
+    assert!(reason(add_plan(&dir, |_| "x".repeat(PLAN_BYTES_MAX + 1))).contains("above the limit"));
     assert_eq!(plan().as_deref(), Some("another"), "nothing changed");
     // What is damaged is not rewritten as if it were sound.
     let path = dir.join(ATTACHED_NAME);
     let mut bytes = fs::read(&path).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&path, &bytes).unwrap();
-    reason(attach_plan(&dir, |_| "a third".to_owned()));
-    reason(may_attach_plan(&dir).map(|()| 0));
+    reason(add_plan(&dir, |_| "a third".to_owned()));
+    reason(may_attach_plan(&dir));
     // By force it could be.
     may_attach(&dir).unwrap();
     assert!(fs::read(&path).unwrap() == bytes);
@@ -146,6 +152,49 @@ fn a_plan_lies_beside_kernels() {
     assert!(matches!(may_attach(&dir), Err(BundleError::Io { path: at, .. }) if at == path));
 }
 
+/// Whoever attaches, detaches, or asks whether it can, waits for who is at it.
+#[test]
+fn writers_of_attachments_wait_for_each_other() {
+    let scratch = Scratch::new();
+    let dir = bundle(&scratch);
+    let writers: [&(dyn Fn(&Path) + Sync); 5] = [
+        &|dir| _ = attach(dir, &kernels(), true).unwrap(),
+        &|dir| _ = add_plan(dir, |_| "a plan".to_owned()).unwrap(),
+        &|dir| may_attach(dir).unwrap(),
+        &|dir| _ = may_attach_plan(dir).unwrap(),
+        &|dir| _ = detach(dir).unwrap(),
+    ];
+    for (at, writer) in writers.iter().enumerate() {
+        let held = File::open(&dir).unwrap();
+        held.lock().unwrap();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| writer(&dir));
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(!waits.is_finished(), "{at}");
+            drop(held);
+        });
+    }
+    // And what it makes of what is there by then.
+    let held = File::open(&dir).unwrap();
+    held.lock().unwrap();
+    std::thread::scope(|scope| {
+        let both = [
+            scope.spawn(|| attach(&dir, &kernels(), false)),
+            scope.spawn(|| add_plan(&dir, |old| format!("{}a plan", old.unwrap_or_default()))),
+        ];
+        std::thread::sleep(Duration::from_millis(50));
+        drop(held);
+        both.into_iter().for_each(|one| _ = one.join().unwrap().unwrap());
+    });
+    let attached = Bundle::open(&dir).unwrap().attached().unwrap().unwrap();
+    assert_eq!((attached.plan(), attached.kernels().len()), (Some("a plan"), 3));
+    // A change that fails changes nothing.
+    let failed: Result<u64, Box<dyn std::error::Error>> = attach_plan(&dir, |_| Err("no".into()));
+    assert_eq!(failed.unwrap_err().to_string(), "no");
+    assert_eq!(may_attach_plan(&dir).unwrap().as_deref(), Some("a plan"));
+    assert!(detach(&dir).unwrap().is_some_and(|gone| gone.had_plan));
+}
+
 /// Many who add to one plan at once: each waits for the others, and none is lost.
 #[test]
 fn plans_are_merged_as_they_are_written() {
@@ -159,8 +208,9 @@ fn plans_are_merged_as_they_are_written() {
             let dir = &dir;
             scope.spawn(move || {
                 for line in 0..5 {
-                    attach_plan(dir, |old| format!("{}{writer}.{line}\n", old.unwrap_or_default())).unwrap();
-                    may_attach_plan(dir).unwrap();
+                    add_plan(dir, |old| format!("{}{writer}.{line}\n", old.unwrap_or_default())).unwrap();
+                    let plan = may_attach_plan(dir).unwrap().unwrap();
+                    assert!(plan.contains(&format!("{writer}.{line}\n")));
                 }
             });
         }
@@ -212,7 +262,7 @@ fn every_flipped_bit_and_every_cut_is_noticed() {
     assert_eq!(verify_with(&dir, &quick, &Silent).unwrap().problems[0].file, ATTACHED_NAME);
     decompress(&dir, &scratch.path("back"), &DecompressOptions::default(), &Silent).unwrap();
     assert!(read_tree(&scratch.path("back")) == read_tree(&scratch.path("model")));
-    assert_eq!(detach(&dir).unwrap(), Some(40));
+    assert_eq!(detach(&dir).unwrap().map(|gone| gone.bytes), Some(40));
 }
 
 /// A file with an index of one's own, under the right digest.
@@ -328,12 +378,6 @@ fn an_interrupted_attachment_is_in_nobodys_way() {
         assert!(verify(&dir, None, &Silent).unwrap().is_ok());
     }
     assert_eq!(fs::read_to_string(&outside).unwrap(), "mine");
-    // One at a time.
-    let held = File::open(&dir).unwrap();
-    held.lock().unwrap();
-    assert!(matches!(attach(&dir, &kernels(), false), Err(BundleError::Locked { .. })));
-    assert!(matches!(detach(&dir), Err(BundleError::Locked { .. })));
-    drop(held);
     assert!(matches!(attach(&scratch.path("model"), &kernels(), false), Err(BundleError::NotABundle { .. })));
 }
 
@@ -354,8 +398,9 @@ fn the_name_is_reserved_and_the_file_is_replaced_with_its_bundle() {
     fs::write(&own, "mine").unwrap();
     let other = scratch.path("other");
     compress(&scratch.path("model"), &other, &CompressOptions::default(), &Silent).unwrap();
-    let refused = [attach(&other, &kernels(), true), attach_plan(&other, |_| String::new())];
-    assert!(refused.iter().all(|refused| matches!(refused, Err(BundleError::ReservedFile { .. }))), "{refused:?}");
-    assert!(matches!(detach(&other), Err(BundleError::ReservedFile { .. })));
+    let refused = [attach(&other, &kernels(), true), add_plan(&other, |_| String::new())];
+    assert!(refused.iter().all(|refused| matches!(refused, Err(BundleError::NameTaken { .. }))), "{refused:?}");
+    let error = detach(&other).unwrap_err();
+    assert!(error.to_string().contains("unweight.kernels.partial: the model has a file of this name"), "{error}");
     assert!(verify(&other, Some(&scratch.path("model")), &Silent).unwrap().is_ok());
 }

@@ -75,6 +75,7 @@ fn class(error: &BundleError) -> &'static str {
         | BundleError::IndexDisagrees { .. }
         | BundleError::ReservedTensor { .. }
         | BundleError::ReservedFile { .. }
+        | BundleError::NameTaken { .. }
         | BundleError::SourceChanged { .. }
         | BundleError::Rank { .. }
         | BundleError::ManifestTooLarge { .. }
@@ -108,7 +109,8 @@ fn place(error: &BundleError) -> Place {
         | BundleError::OutputExists { path }
         | BundleError::ForeignPartial { path, .. }
         | BundleError::NotReplaceable { path, .. }
-        | BundleError::Locked { path }
+        | BundleError::Locked { path, .. }
+        | BundleError::NameTaken { path }
         | BundleError::Unstorable { path, .. }
         | BundleError::Header { path, .. }
         | BundleError::Index { path, .. }

@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use unweight_format::bundle::PLAN_BYTES_MAX;
 use unweight_rt::device::DeviceInfo;
 
 use super::{MlpWeights, NoWay, Setting, Way};
@@ -25,8 +26,8 @@ pub fn subject(device: &DeviceInfo) -> Subject<'_> {
 
 /// Version of the text. Of 1 nobody knew which device a setting was of.
 const VERSION: u32 = 2;
-/// Largest text that is read, bytes.
-pub const PLAN_BYTES_MAX: usize = 64 << 10;
+/// Most that a setting adds to a text, bytes.
+const ROW_BYTES_MAX: usize = 4 << 10;
 /// Longest name of a device, bytes.
 const DEVICE_BYTES_MAX: usize = 512;
 /// Multiprocessors of the largest device that is thought of.
@@ -67,9 +68,22 @@ pub enum PlanError {
     /// No JSON, or not these fields.
     #[error("not a tuned plan: {0}; tune the bundle again")]
     Json(String),
-    /// Of another version.
+    /// Of an older version.
     #[error("a tuned plan of version {0}, this program reads {VERSION}; tune the bundle again")]
     Version(u32),
+    /// Of a newer version.
+    #[error("a tuned plan of version {0}, this program reads {VERSION}; use the newer program that saved it")]
+    Newer(u32),
+    /// No room for what is to be added.
+    #[error(
+        "a tuned plan of {bytes} bytes, to which {more} settings are to be added; one has at most {PLAN_BYTES_MAX}"
+    )]
+    Full {
+        /// Bytes of its text.
+        bytes: usize,
+        /// How many are to be added.
+        more: usize,
+    },
     /// A way that is none.
     #[error("tuned plan, batch {batch}: {source}; tune the bundle again")]
     Way {
@@ -132,8 +146,10 @@ impl Plan {
         // The version first: another one has other fields.
         let json = |error: serde_json::Error| PlanError::Json(error.to_string());
         let Head { version } = serde_json::from_slice(bytes).map_err(json)?;
-        if version != VERSION {
-            return Err(PlanError::Version(version));
+        match version {
+            VERSION => {}
+            ..VERSION => return Err(PlanError::Version(version)),
+            _ => return Err(PlanError::Newer(version)),
         }
         let text: Text = serde_json::from_slice(bytes).map_err(json)?;
         let mut plan = Self::default();
@@ -145,6 +161,23 @@ impl Plan {
             plan.settings.push(measured);
         }
         Ok(plan)
+    }
+
+    /// The plan to which so many settings can be added that are to be saved in place of this text. What is damaged or
+    /// of an older program is of no use to anybody and makes room; what a newer program saved is not this one's to
+    /// replace.
+    ///
+    /// # Errors
+    /// [`PlanError::Newer`], [`PlanError::Full`].
+    pub fn to_add_to(text: Option<&str>, more: usize) -> Result<Self, PlanError> {
+        let Some(text) = text else { return Ok(Self::default()) };
+        match Self::parse(text.as_bytes()) {
+            Err(error @ PlanError::Newer(_)) => Err(error),
+            Ok(_) if text.len() + more.saturating_mul(ROW_BYTES_MAX) > PLAN_BYTES_MAX => {
+                Err(PlanError::Full { bytes: text.len(), more })
+            }
+            plan => Ok(plan.unwrap_or_default()),
+        }
     }
 
     /// Its text.

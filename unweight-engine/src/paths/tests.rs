@@ -5,7 +5,7 @@ use unweight_codegen::{
     plan::Plan as KernelPlan,
     spec::{Epilogue, Op, WeightSource},
 };
-use unweight_format::testing::Random;
+use unweight_format::{bundle::PLAN_BYTES_MAX, testing::Random};
 use unweight_rt::device::DeviceInfo;
 
 use super::{oracle::PathSpace, *};
@@ -356,10 +356,60 @@ fn what_is_wrong_with_a_plan_is_named() {
     // Whatever fields another version has: rows of 1 had no device and no basis.
     for (version, row) in [(1, r#"{"batch":1,"key":"00"}"#), (3, "[]")] {
         let other = format!(r#"{{"version":{version},"settings":[{row}],"more":1}}"#);
-        assert_eq!(Plan::parse(other.as_bytes()), Err(PlanError::Version(version)));
+        let error = if version < 2 { PlanError::Version(version) } else { PlanError::Newer(version) };
+        assert_eq!(Plan::parse(other.as_bytes()), Err(error));
     }
-    assert!(matches!(Plan::parse(&vec![b' '; 1 << 20]), Err(PlanError::TooLarge(_))));
+    assert!(matches!(Plan::parse(&vec![b' '; PLAN_BYTES_MAX + 1]), Err(PlanError::TooLarge(_))));
     assert!(matches!(Plan::parse(&[b'['; 60_000]), Err(PlanError::Json(_))), "deep nesting");
+}
+
+/// A newer program's is never replaced; what nobody can read is. There is room for a search before it begins, or it is
+/// said.
+#[test]
+fn a_plan_is_added_to_only_where_nothing_is_lost() {
+    let (text, kept) = (plan().text(), plan().settings().len());
+    assert_eq!(Plan::to_add_to(None, 10), Ok(Plan::default()));
+    assert_eq!(Plan::to_add_to(Some(&text), 10).map(|plan| plan.settings().len()), Ok(kept));
+    for (of, error) in [(1, None), (3, Some(PlanError::Newer(3))), (u32::MAX, Some(PlanError::Newer(u32::MAX)))] {
+        let other = text.replacen("\"version\": 2", &format!("\"version\": {of}"), 1);
+        assert_eq!(Plan::to_add_to(Some(&other), 10).err(), error);
+    }
+    for damaged in ["", "{", &" ".repeat(PLAN_BYTES_MAX + 1)] {
+        assert_eq!(Plan::to_add_to(Some(damaged), 10), Ok(Plan::default()));
+    }
+    // Of many devices, more than 64 KiB; nothing that could be measured takes more than it is counted for.
+    let mut many = Plan::default();
+    let worst = Measured {
+        batch: 1024,
+        key: "f".repeat(32),
+        device: "\u{1}".repeat(512),
+        basis: "f".repeat(32),
+        setting: plan().settings()[0].setting.clone(),
+        step_us: f64::MAX,
+        gain: -1.0 / 3.0,
+    };
+    let empty = many.text().len();
+    let mut added = 0;
+    let full = loop {
+        if let Err(error) = Plan::to_add_to(Some(&many.text()), 1) {
+            break error;
+        }
+        many.insert(Measured { key: format!("{added:032x}"), ..worst.clone() });
+        added += 1;
+        if added == 64 {
+            let text = many.text();
+            assert!(text.len() > 64 << 10 && text.len() - empty < added * (4 << 10), "{}", text.len());
+            assert_eq!(Plan::parse(text.as_bytes()).as_ref(), Ok(&many));
+        }
+        // So many, each written: a few steps at a time are enough.
+        if added > 64 {
+            for _ in 0..9 {
+                many.insert(Measured { key: format!("{added:032x}"), ..worst.clone() });
+                added += 1;
+            }
+        }
+    };
+    assert!(matches!(full, PlanError::Full { bytes, more: 1 } if bytes < PLAN_BYTES_MAX), "{full}");
 }
 
 proptest! {

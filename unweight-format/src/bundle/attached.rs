@@ -11,6 +11,7 @@ use std::{
     cmp::Ordering,
     fs::{self, File, TryLockError},
     io,
+    os::unix::fs::MetadataExt,
     path::Path,
     time::{Duration, Instant},
 };
@@ -20,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     BundleError,
     files::{self, Input},
+    holder::Holder,
     manifest::{CREATOR, Manifest, Version},
     read::read_manifest,
 };
@@ -38,8 +40,8 @@ pub const INDEX_BYTES_MAX: u64 = 16 << 20;
 /// Largest kernel that is read, bytes.
 pub const KERNEL_BYTES_MAX: u64 = 64 << 20;
 
-/// Longest plan that is read, bytes.
-pub const PLAN_BYTES_MAX: usize = 64 << 10;
+/// Longest plan that is read, bytes: thousands of settings.
+pub const PLAN_BYTES_MAX: usize = 1 << 20;
 
 const MAGIC: &[u8; 16] = b"unweight.kernels";
 /// Magic, length and digest of the index.
@@ -202,7 +204,7 @@ impl Attached {
     /// The same with a plan.
     ///
     /// # Errors
-    /// As for [`Attached::encode`]; a plan of more than 64 KiB.
+    /// As for [`Attached::encode`]; a plan above [`PLAN_BYTES_MAX`].
     pub fn encode_with(kernels: &[(AttachedKernel, &[u8])], plan: Option<&str>) -> Result<Vec<u8>, BundleError> {
         check_plan(plan)?;
         let mut sorted: Vec<&(AttachedKernel, &[u8])> = kernels.iter().collect();
@@ -330,7 +332,8 @@ pub(crate) fn of_bundle(dir: &Path, manifest: &Manifest) -> Result<Option<Attach
 /// of the bundle changes; a plan that is attached stays, in a damaged file, too, as long as its index is sound.
 ///
 /// # Errors
-/// `dir` is no bundle, it has kernels already and `force` is not set, or the file cannot be written.
+/// `dir` is no bundle, it has kernels already and `force` is not set, the file cannot be written, or somebody else has
+/// been writing it for half a minute.
 pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> Result<u64, BundleError> {
     // Before anything is locked.
     Attached::encode(kernels)?;
@@ -349,41 +352,37 @@ pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> R
 /// that of two who add to a plan none is lost. The kernels stay. Returns the bytes of the file.
 ///
 /// # Errors
-/// `dir` is no bundle, what is attached to it is damaged, the file cannot be written, or somebody else has been writing
-/// it for half a minute.
-pub fn attach_plan(dir: &Path, change: impl FnOnce(Option<&str>) -> String) -> Result<u64, BundleError> {
-    let until = Instant::now() + PLAN_PATIENCE;
-    let lock = loop {
-        match lock(dir) {
-            Err(BundleError::Locked { .. }) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
-            lock => break lock?,
-        }
-    };
+/// `change`'s own; `dir` is no bundle, what is attached to it is damaged, the file cannot be written, or somebody else
+/// has been writing it for half a minute.
+pub fn attach_plan<E: From<BundleError>>(
+    dir: &Path,
+    change: impl FnOnce(Option<&str>) -> Result<String, E>,
+) -> Result<u64, E> {
+    let lock = lock(dir)?;
     let (binaries, old) = all_attached(dir)?;
     let kernels: Vec<_> = binaries.iter().map(|(kernel, binary)| (kernel.clone(), binary.as_slice())).collect();
-    place(dir, &Attached::encode_with(&kernels, Some(&change(old.as_deref())))?, &lock)
+    let plan = change(old.as_deref())?;
+    Ok(place(dir, &Attached::encode_with(&kernels, Some(&plan))?, &lock)?)
 }
 
 /// Whether [`attach`] could write, as things are now: to be asked before minutes of compiling.
 ///
 /// # Errors
-/// `dir` is no bundle, somebody else writes it, or a file cannot be made there.
+/// `dir` is no bundle, a file cannot be made there, or somebody else has been writing it for half a minute.
 pub fn may_attach(dir: &Path) -> Result<(), BundleError> {
     may_place(dir, &lock(dir)?)
 }
 
-/// Whether [`attach_plan`] could write, as things are now: to be asked before minutes of measuring.
+/// Whether [`attach_plan`] could write, as things are now, with the plan that is there: to be asked before minutes of
+/// measuring.
 ///
 /// # Errors
 /// As for [`attach_plan`].
-pub fn may_attach_plan(dir: &Path) -> Result<(), BundleError> {
-    let lock = match lock(dir) {
-        // Somebody is at it, and soon done.
-        Err(BundleError::Locked { .. }) => return Ok(()),
-        lock => lock?,
-    };
-    all_attached(dir)?;
-    may_place(dir, &lock)
+pub fn may_attach_plan(dir: &Path) -> Result<Option<String>, BundleError> {
+    let lock = lock(dir)?;
+    let (_, plan) = all_attached(dir)?;
+    may_place(dir, &lock)?;
+    Ok(plan)
 }
 
 /// Whether [`place`] could make its file.
@@ -398,8 +397,8 @@ fn may_place(dir: &Path, _lock: &File) -> Result<(), BundleError> {
     remove(&partial).map(|_| ())
 }
 
-/// How long a writer of a plan waits for another who attaches something: a measurement is worth more than that.
-const PLAN_PATIENCE: Duration = Duration::from_secs(30);
+/// How long whoever attaches or detaches waits for another: kernels and measurements are worth more than that.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What is attached, each kernel compared with its digest.
 #[expect(clippy::type_complexity, reason = "kernels with their bytes, and the plan")]
@@ -431,32 +430,58 @@ fn place(dir: &Path, bytes: &[u8], _lock: &File) -> Result<u64, BundleError> {
     Ok(bytes.len() as u64)
 }
 
-/// Removes the kernels of a bundle, sound or not, and what an interrupted [`attach`] left. Returns the bytes of the file, or
-/// `None` if there was none.
+/// What [`detach`] removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Detached {
+    /// Bytes of the file.
+    pub bytes: u64,
+    /// A plan was in it.
+    pub had_plan: bool,
+}
+
+/// Removes the kernels of a bundle, sound or not, its plan, and what an interrupted [`attach`] left. `None` if there was
+/// nothing.
 ///
 /// # Errors
-/// `dir` is no bundle, or the file cannot be removed.
-pub fn detach(dir: &Path) -> Result<Option<u64>, BundleError> {
+/// `dir` is no bundle, the file cannot be removed, or somebody else has been writing it for half a minute.
+pub fn detach(dir: &Path) -> Result<Option<Detached>, BundleError> {
     let path = dir.join(ATTACHED_NAME);
     let _lock = lock(dir)?;
     remove(&dir.join(PARTIAL_NAME))?;
+    let had_plan = read_index(&path).is_ok_and(|read| read.is_some_and(|(_, index, _)| index.plan.is_some()));
     let bytes = remove(&path)?;
     files::sync_dir(dir)?;
-    Ok(bytes)
+    Ok(bytes.map(|bytes| Detached { bytes, had_plan }))
 }
 
-/// Keeps other processes from attaching to the bundle, until it is dropped.
+/// Keeps other processes from attaching to the bundle, until it is dropped. The system gives back the lock of a process
+/// that dies, however it does.
 fn lock(dir: &Path) -> Result<File, BundleError> {
-    let manifest = read_manifest(dir)?;
-    // What grows is removed where it is in the way.
-    if let Some(taken) = [ATTACHED_NAME, PARTIAL_NAME].into_iter().find(|name| is_listed(&manifest, name)) {
-        return Err(BundleError::ReservedFile { path: dir.join(taken) });
-    }
-    let lock = File::open(dir).map_err(BundleError::io("open the directory", dir))?;
-    match lock.try_lock() {
-        Err(TryLockError::WouldBlock) => Err(BundleError::Locked { path: dir.into() }),
+    lock_within(dir, PATIENCE)
+}
+
+fn lock_within(dir: &Path, patience: Duration) -> Result<File, BundleError> {
+    let until = Instant::now() + patience;
+    let place = |metadata: io::Result<fs::Metadata>| metadata.ok().map(|metadata| (metadata.dev(), metadata.ino()));
+    loop {
+        let manifest = read_manifest(dir)?;
+        // What grows is removed where it is in the way.
+        if let Some(taken) = [ATTACHED_NAME, PARTIAL_NAME].into_iter().find(|name| is_listed(&manifest, name)) {
+            return Err(BundleError::NameTaken { path: dir.join(taken) });
+        }
+        let lock = File::open(dir).map_err(BundleError::io("open the directory", dir))?;
         // Not every file system has locks; a name that is taken is an error in any case.
-        Ok(()) | Err(TryLockError::Error(_)) => Ok(lock),
+        while let Err(TryLockError::WouldBlock) = lock.try_lock() {
+            if Instant::now() >= until {
+                return Err(BundleError::Locked { path: dir.into(), by: Holder::of(&lock) });
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        // Else another bundle has come in its place.
+        if place(lock.metadata()) == place(dir.metadata()) {
+            return Ok(lock);
+        }
     }
 }
 
@@ -468,4 +493,73 @@ fn remove(path: &Path) -> Result<Option<u64>, BundleError> {
     };
     fs::remove_file(path).map_err(BundleError::io("remove the file", path))?;
     Ok(Some(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        env,
+        process::{Command, Stdio},
+    };
+
+    use super::*;
+    use crate::{
+        bundle::{CompressOptions, Silent, compress},
+        testing::demo_model::{self, DemoOptions},
+    };
+
+    /// Makes a bundle again and again.
+    fn make(home: &Path) -> impl Fn(&Path) {
+        let model = home.join("model");
+        let options = DemoOptions { layers: 1, hidden: 64, intermediate: 64, vocab: 64, ..DemoOptions::default() };
+        demo_model::write(&model, &options).unwrap();
+        move |dir| _ = compress(&model, dir, &CompressOptions::default().force(true), &Silent).unwrap()
+    }
+
+    /// Who does not let go is named; the lock of who is killed is nobody's.
+    #[test]
+    fn a_lock_is_waited_for_and_its_holder_named() {
+        const HOLD: &str = "UNWEIGHT_TEST_HOLD";
+        if let Some(dir) = env::var_os(HOLD) {
+            let _lock = lock_within(dir.as_ref(), Duration::ZERO).unwrap();
+            eprintln!("held");
+            std::thread::sleep(Duration::from_secs(600));
+            return;
+        }
+        let home = tempfile::tempdir().unwrap();
+        let dir = home.path().join("bundle");
+        make(home.path())(&dir);
+        let name = "bundle::attached::tests::a_lock_is_waited_for_and_its_holder_named";
+        let mut other = Command::new(env::current_exe().unwrap());
+        let other = other.args(["--exact", name, "--nocapture"]).env(HOLD, &dir);
+        let mut other = other.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        io::Read::read_exact(other.stderr.as_mut().unwrap(), &mut [0; 5]).unwrap();
+        let patience = Duration::from_millis(300);
+        let begun = Instant::now();
+        let error = lock_within(&dir, patience).unwrap_err();
+        assert!(begun.elapsed() >= patience && matches!(error, BundleError::Locked { .. }), "{error}");
+        // Where the system does not say who, it is another process.
+        let (text, process) = (error.to_string(), format!("process {} (", other.id()));
+        assert!(text.contains("another process is") || text.contains(&process), "{text}");
+        other.kill().unwrap();
+        other.wait().unwrap();
+        lock_within(&dir, Duration::ZERO).unwrap();
+    }
+
+    /// Who waited for the lock of a bundle has that of the one that came in its place.
+    #[test]
+    fn a_bundle_that_is_replaced_is_locked_anew() {
+        let home = tempfile::tempdir().unwrap();
+        let (make, dir) = (make(home.path()), home.path().join("bundle"));
+        make(&dir);
+        let held = lock_within(&dir, Duration::ZERO).unwrap();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| lock_within(&dir, PATIENCE).unwrap());
+            std::thread::sleep(Duration::from_millis(100));
+            make(&dir);
+            drop(held);
+            let lock = waits.join().unwrap();
+            assert_eq!(lock.metadata().unwrap().ino(), dir.metadata().unwrap().ino());
+        });
+    }
 }

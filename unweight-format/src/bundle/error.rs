@@ -4,7 +4,7 @@ use std::{error::Error, io, path::PathBuf};
 
 use crate::{
     CodecError, Digest,
-    bundle::{ATTACHED_NAME, Part, manifest::Version},
+    bundle::{ATTACHED_NAME, Holder, Part, manifest::Version},
     safetensors::HeaderError,
 };
 
@@ -145,11 +145,13 @@ pub enum BundleError {
         /// The system's answer.
         source: io::Error,
     },
-    /// Another process is writing the same output.
-    #[error("{}: another process is writing this output; wait for it, or choose another output", path.display())]
+    /// Another process is writing the same output, or attaches to the same bundle.
+    #[error("{}: {by} is writing here; wait for it, or end it", path.display())]
     Locked {
-        /// The partial directory.
+        /// The partial directory, or the bundle.
         path: PathBuf,
+        /// Who.
+        by: Holder,
     },
     /// Cancelled.
     #[error("interrupted; finished files are kept in {}", partial.display())]
@@ -203,6 +205,15 @@ pub enum BundleError {
     /// A source file has a name that the bundle needs.
     #[error("{}: the name is reserved for bundles; is this a bundle already? (decompress it, or move the file away)", path.display())]
     ReservedFile {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A file of the model has a name that attaching needs.
+    #[error(
+        "{}: the model has a file of this name, which is needed to attach anything; rename it in the model and compress again",
+        path.display()
+    )]
+    NameTaken {
         /// The file.
         path: PathBuf,
     },

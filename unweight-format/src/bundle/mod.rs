@@ -22,6 +22,7 @@ mod decompress;
 mod encoder;
 mod error;
 pub(crate) mod files;
+mod holder;
 pub mod manifest;
 pub(crate) mod options;
 mod output;
@@ -38,13 +39,15 @@ mod verify;
 
 pub use crate::named::UnknownName;
 pub use attached::{
-    ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, attach, attach_plan, detach, may_attach, may_attach_plan,
+    ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, Detached, PLAN_BYTES_MAX, attach, attach_plan, detach,
+    may_attach, may_attach_plan,
 };
 pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
 pub use error::{BundleError, ErrorClass, Remedy};
 pub use files::Input;
+pub use holder::Holder;
 pub use options::{
     CompressOptions, DecompressOptions, MergeOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions,
 };

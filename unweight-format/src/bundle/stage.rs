@@ -30,6 +30,7 @@ use super::{
     BundleError,
     attached::{ATTACHED_NAME, PARTIAL_NAME},
     files::{self, Input, Stamp},
+    holder::Holder,
     manifest::{self, FileEntry},
     part::{self, PartFile},
 };
@@ -501,7 +502,9 @@ fn lock(partial: &Path) -> Result<File, BundleError> {
         }
         match file.try_lock() {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(BundleError::Locked { path: partial.into() }),
+            Err(TryLockError::WouldBlock) => {
+                return Err(BundleError::Locked { path: partial.into(), by: Holder::of(&file) });
+            }
             Err(TryLockError::Error(source)) => {
                 return Err(BundleError::Io { action: "lock", path, source });
             }

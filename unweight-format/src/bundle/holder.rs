@@ -1,0 +1,83 @@
+//! Who holds a lock, as far as the system says.
+
+use std::{
+    fmt,
+    fs::{self, File},
+    os::unix::fs::MetadataExt,
+};
+
+/// Another process that holds a lock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Holder {
+    /// Its number, and its name; unknown of a process of another container, or on another machine.
+    known: Option<(u32, String)>,
+}
+
+impl Holder {
+    /// Whoever holds the lock of this file.
+    pub fn of(file: &File) -> Self {
+        let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
+        let process = file.metadata().ok().and_then(|metadata| process(&locks, metadata.dev(), metadata.ino()));
+        let known = process.map(|process| {
+            let name = fs::read_to_string(format!("/proc/{process}/comm")).unwrap_or_default();
+            (process, name.trim().escape_debug().to_string())
+        });
+        Self { known }
+    }
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.known {
+            None => f.write_str("another process"),
+            Some((process, name)) if name.is_empty() => write!(f, "process {process}"),
+            Some((process, name)) => write!(f, "process {process} ({name})"),
+        }
+    }
+}
+
+/// The process that holds a whole file, of what the system says of all locks. Who waits stands behind an arrow.
+/// ```text
+/// 3: FLOCK  ADVISORY  WRITE 708 08:02:1441831 0 EOF
+/// 3: -> FLOCK  ADVISORY  WRITE 714 08:02:1441831 0 EOF
+/// ```
+fn process(locks: &str, dev: u64, ino: u64) -> Option<u32> {
+    let place = format!("{:02x}:{:02x}:{ino}", libc::major(dev), libc::minor(dev));
+    let of = |line: &str| match line.split_whitespace().collect::<Vec<_>>()[..] {
+        [_, "FLOCK", _, _, process, at, ..] if at == place => process.parse().ok(),
+        _ => None,
+    };
+    // 0: of another container.
+    locks.lines().find_map(of).filter(|process| *process > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_holder_of_a_lock_is_found_among_all_others() {
+        let locks = "1: POSIX  ADVISORY  WRITE 7 08:02:11 0 EOF\n2: -> FLOCK  ADVISORY  WRITE 8 08:02:11 0 EOF\n\
+                     3: FLOCK  ADVISORY  WRITE 9 08:02:12 0 EOF\n4: FLOCK  ADVISORY  WRITE 10 fd:1a:11 0 EOF\n\
+                     5: FLOCK  ADVISORY  WRITE 11 08:02:11 0 EOF\n6: FLOCK  ADVISORY  WRITE 0 08:02:13 0 EOF\n7:\n";
+        let of = |major, minor, ino| process(locks, libc::makedev(major, minor), ino);
+        assert_eq!((of(8, 2, 11), of(8, 2, 12), of(0xfd, 0x1a, 11)), (Some(11), Some(9), Some(10)));
+        assert_eq!((of(8, 2, 13), of(8, 2, 1), process("", 0, 0)), (None, None, None));
+        let said = |known: Option<(u32, &str)>| {
+            Holder { known: known.map(|(process, name)| (process, name.to_owned())) }.to_string()
+        };
+        assert_eq!(
+            [said(Some((9, "cat"))), said(Some((9, ""))), said(None)],
+            ["process 9 (cat)", "process 9", "another process"]
+        );
+    }
+
+    #[test]
+    fn a_lock_of_this_process_is_this_process_s() {
+        let file = tempfile::tempfile().unwrap();
+        file.lock().unwrap();
+        let own = Holder::of(&file);
+        // Some file systems have other numbers there than a file has: then nobody is named.
+        assert!(own.known.as_ref().is_none_or(|(process, _)| *process == std::process::id()), "{own}");
+    }
+}
