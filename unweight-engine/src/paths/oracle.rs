@@ -9,7 +9,8 @@ use super::{Choices, Setting};
 use crate::{
     engine::Engine,
     error::EngineError,
-    tune::{Answer, Axis, Coordinate, Linear, Oracle, OracleError, Paired, Point, Profile, Space},
+    program::Projection,
+    tune::{Answer, Axis, Coordinate, Oracle, OracleError, Paired, Point, Profile, Space},
 };
 
 /// Multiprocessors that decode, as a search tries them, after the report's sixth.
@@ -22,18 +23,15 @@ pub struct PathSpace {
     guess: Setting,
 }
 
-const PROFILES: [Profile; 2] = [Profile::Hard, Profile::Easy];
-const LINEARS: [Linear; 3] = [Linear::Gate, Linear::Up, Linear::Down];
-
 impl PathSpace {
     /// The space of these ways on a device of `sms` multiprocessors; `guess` stands for what has no choice.
     pub fn new(choices: &Choices, guess: &Setting, sms: u32) -> Self {
         let mut axes = Vec::new();
-        for (profile, ways) in PROFILES.into_iter().zip(choices) {
-            for (linear, ways) in LINEARS.into_iter().zip(ways) {
+        for (profile, ways) in Profile::ALL.into_iter().zip(choices) {
+            for (projection, ways) in Projection::ALL.into_iter().zip(ways) {
                 if !ways.is_empty() {
                     let choices = ways.iter().map(ToString::to_string).collect();
-                    axes.push(Axis { coordinate: Coordinate::Path(profile, linear), choices });
+                    axes.push(Axis { coordinate: Coordinate::Path(profile, projection), choices });
                 }
             }
         }
@@ -65,16 +63,13 @@ impl PathSpace {
         let mut setting = self.guess.clone();
         for (axis, name) in self.space.axes().iter().zip(self.space.names(point)) {
             match axis.coordinate {
-                Coordinate::Path(profile, linear) => {
+                Coordinate::Path(profile, projection) => {
                     let ways = if profile == Profile::Hard { &mut setting.hard } else { &mut setting.easy };
-                    let at = LINEARS.iter().position(|own| *own == linear);
-                    if let (Some(at), Ok(way)) = (at, name.parse()) {
-                        ways[at] = way;
-                    }
+                    let way = &mut ways[projection as usize];
+                    *way = name.parse().unwrap_or(*way);
                 }
                 Coordinate::DecodeSms => setting.decode_sms = name.parse().unwrap_or(setting.decode_sms),
                 Coordinate::Consumers => setting.consumers = name.parse().unwrap_or(setting.consumers),
-                _ => {}
             }
         }
         setting
@@ -84,13 +79,12 @@ impl PathSpace {
     pub fn point(&self, setting: &Setting) -> Point {
         let names = self.space.axes().iter().map(|axis| {
             let wanted = match axis.coordinate {
-                Coordinate::Path(profile, linear) => {
+                Coordinate::Path(profile, projection) => {
                     let ways = if profile == Profile::Hard { &setting.hard } else { &setting.easy };
-                    let at = LINEARS.iter().position(|own| *own == linear);
-                    at.map(|at| ways[at].to_string()).unwrap_or_default()
+                    ways[projection as usize].to_string()
                 }
                 Coordinate::DecodeSms => setting.decode_sms.to_string(),
-                _ => setting.consumers.to_string(),
+                Coordinate::Consumers => setting.consumers.to_string(),
             };
             let known = axis.choices.iter().find(|choice| **choice == wanted).or(axis.choices.first());
             known.cloned().unwrap_or_default()

@@ -16,6 +16,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
+use unweight_format::bundle::Holder;
 
 use super::{
     search::{Answer, Phase},
@@ -24,6 +25,8 @@ use super::{
 
 /// Version of the lines.
 const VERSION: u32 = 1;
+/// Largest file that is read, bytes: tens of thousands of measurements, where a search has some hundreds.
+pub const JOURNAL_BYTES_MAX: u64 = 64 << 20;
 
 /// Why a journal cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -57,6 +60,14 @@ pub enum JournalError {
         /// The key asked for.
         want: String,
     },
+    /// No search writes so much.
+    #[error("{}: {bytes} bytes, above the limit of {JOURNAL_BYTES_MAX}; begin with a new file", .path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Its bytes.
+        bytes: u64,
+    },
     /// A folder, a pipe, or the like.
     #[error("{}: exists, and is no file that a journal could be; choose another name", .path.display())]
     NoFile {
@@ -64,10 +75,12 @@ pub enum JournalError {
         path: PathBuf,
     },
     /// Somebody else writes it.
-    #[error("{}: another process writes this journal; let it end, or choose another file", .path.display())]
+    #[error("{}: {by} writes this journal; let it end, or choose another file", .path.display())]
     Busy {
         /// The file.
         path: PathBuf,
+        /// Who.
+        by: Holder,
     },
 }
 
@@ -148,7 +161,7 @@ impl Claim {
             }
             let mut options = OpenOptions::new();
             options.read(true).write(true);
-            let (mut file, fresh) = match options.open(path) {
+            let (file, fresh) = match options.open(path) {
                 Err(error) if error.kind() == ErrorKind::NotFound => match options.create_new(true).open(path) {
                     // A link to nothing; else somebody was faster.
                     Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_symlink() => {
@@ -161,7 +174,9 @@ impl Claim {
             };
             match file.try_lock() {
                 Ok(()) => {}
-                Err(TryLockError::WouldBlock) => return Err(JournalError::Busy { path: path.to_owned() }),
+                Err(TryLockError::WouldBlock) => {
+                    return Err(JournalError::Busy { path: path.to_owned(), by: Holder::of(&file) });
+                }
                 Err(TryLockError::Error(source)) => return Err(io(source)),
             }
             let place = place_of(file.metadata());
@@ -171,7 +186,11 @@ impl Claim {
             }
             let unused = Unused(place.filter(|_| fresh).map(|place| (path.to_owned(), place)));
             let mut bytes = Vec::new();
-            file.read_to_end(&mut bytes).map_err(io)?;
+            (&file).take(JOURNAL_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(io)?;
+            if bytes.len() as u64 > JOURNAL_BYTES_MAX {
+                let bytes = file.metadata().map_or(JOURNAL_BYTES_MAX + 1, |metadata| metadata.len());
+                return Err(JournalError::TooLarge { path: path.to_owned(), bytes });
+            }
             let claim = Self { unused, path: path.to_owned(), file, bytes };
             if claim.whole() > 0 {
                 claim.head()?;

@@ -24,4 +24,4 @@ mod tests;
 pub use journal::{Claim, Journal, JournalError};
 pub use key::{How, Subject};
 pub use search::{Answer, Limits, Oracle, OracleError, Paired, Phase, Progress, TuneError, Tuned, descend};
-pub use space::{Axis, Coordinate, Linear, Point, Profile, Space, SpaceError};
+pub use space::{Axis, Coordinate, Point, Profile, Space, SpaceError};

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::program::Projection;
+
 /// Layers that are tuned together: a decoder hides under easy layers, and not under hard ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Profile {
@@ -23,76 +25,33 @@ impl Profile {
     }
 }
 
-/// A linear layer, as far as tuning tells them apart, in the order in which they are swept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Linear {
-    /// Queries, keys and values.
-    Qkv,
-    /// Behind attention.
-    Output,
-    /// Gate.
-    Gate,
-    /// Up.
-    Up,
-    /// Gate and up as one.
-    GateUp,
-    /// Down.
-    Down,
-    /// The head.
-    Head,
-}
-
-impl Linear {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Qkv => "qkv",
-            Self::Output => "o",
-            Self::Gate => "gate",
-            Self::Up => "up",
-            Self::GateUp => "gate_up",
-            Self::Down => "down",
-            Self::Head => "lm_head",
-        }
-    }
-}
-
 /// Something that can be chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Coordinate {
-    /// How a linear layer is multiplied with: a [`Path`](crate::program::Path).
-    Path(Profile, Linear),
-    /// The variant of its matmul.
-    Variant(Profile, Linear),
-    /// Launched as a programmatic dependent or not.
-    Launch(Profile, Linear),
+    /// How a projection is multiplied with: a [`Way`](crate::paths::Way).
+    Path(Profile, Projection),
     /// Multiprocessors that decode.
     DecodeSms,
     /// Streams that multiply.
     Consumers,
-    /// The shape of attention's kernel.
-    Attention,
 }
 
 impl Coordinate {
     /// The profile that it belongs to, if it is one's own.
     pub fn profile(self) -> Option<Profile> {
         match self {
-            Self::Path(profile, _) | Self::Variant(profile, _) | Self::Launch(profile, _) => Some(profile),
-            Self::DecodeSms | Self::Consumers | Self::Attention => None,
+            Self::Path(profile, _) => Some(profile),
+            Self::DecodeSms | Self::Consumers => None,
         }
     }
 }
 
 impl fmt::Display for Coordinate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let of = |profile: &Profile, linear: &Linear| format!("{}.{}", profile.name(), linear.name());
         match self {
-            Self::Path(profile, linear) => write!(f, "{}.path", of(profile, linear)),
-            Self::Variant(profile, linear) => write!(f, "{}.variant", of(profile, linear)),
-            Self::Launch(profile, linear) => write!(f, "{}.launch", of(profile, linear)),
+            Self::Path(profile, projection) => write!(f, "{}.{}.path", profile.name(), projection.name()),
             Self::DecodeSms => f.write_str("decode_sms"),
             Self::Consumers => f.write_str("consumers"),
-            Self::Attention => f.write_str("attention"),
         }
     }
 }

@@ -9,6 +9,7 @@ use std::{
 use unweight_format::testing::Random;
 
 use super::*;
+use crate::program::Projection;
 
 #[cfg(unix)]
 mod killed;
@@ -18,11 +19,11 @@ const KEY: &str = "0123";
 /// Axes of both profiles and of the whole step.
 fn space(sizes: [usize; 6]) -> Space {
     let coordinates = [
-        Coordinate::Path(Profile::Hard, Linear::Gate),
-        Coordinate::Path(Profile::Hard, Linear::Up),
-        Coordinate::Path(Profile::Hard, Linear::Down),
-        Coordinate::Variant(Profile::Easy, Linear::Gate),
-        Coordinate::Variant(Profile::Easy, Linear::Down),
+        Coordinate::Path(Profile::Hard, Projection::Gate),
+        Coordinate::Path(Profile::Hard, Projection::Up),
+        Coordinate::Path(Profile::Hard, Projection::Down),
+        Coordinate::Path(Profile::Easy, Projection::Gate),
+        Coordinate::Path(Profile::Easy, Projection::Down),
         Coordinate::DecodeSms,
     ];
     let axes = coordinates
@@ -314,7 +315,7 @@ fn a_journal_that_is_no_journal_is_refused() {
     assert!(open(&twice, KEY).unwrap_err().contains("a second time"));
     assert!(open(&text.replacen("\"c1\"", "\"c7\"", 1), KEY).unwrap_err().contains("cannot be 'c7'"));
     assert!(open(&text.replacen("\"tune\":1", "\"tune\":2", 1), KEY).unwrap_err().contains("version 2"));
-    assert!(open(&text.replacen("hard.gate.path", "hard.gate.launch", 1), KEY).unwrap_err().contains("coordinates"));
+    assert!(open(&text.replacen("hard.gate.path", "hard.up.path", 1), KEY).unwrap_err().contains("coordinates"));
     let other = open(&text, "4567").unwrap_err();
     assert!(other.contains("of 0123 and not of 4567"), "{other}");
     fs::write(&path, &text).unwrap();
@@ -323,6 +324,12 @@ fn a_journal_that_is_no_journal_is_refused() {
     assert!(matches!(again(&path), Err(JournalError::Busy { .. })));
     drop(held);
     assert!(again(&path).is_ok());
+    // One that no memory would hold, without a line: it is not read.
+    let huge = folder.path().join("huge");
+    fs::File::create(&huge).unwrap().set_len(1 << 40).unwrap();
+    let error = again(&huge).unwrap_err();
+    assert!(error.to_string().contains("huge: 1099511627776 bytes, above the limit of 67108864"), "{error}");
+    assert_eq!(huge.metadata().unwrap().len(), 1 << 40);
     let nowhere = folder.path().join("missing").join("j");
     assert!(matches!(again(&nowhere), Err(JournalError::Io { .. })));
 }
@@ -423,7 +430,7 @@ fn gains_are_medians_of_rounds() {
 fn spaces_that_make_no_sense_are_refused() {
     let axis =
         |coordinate, choices: &[&str]| Axis { coordinate, choices: choices.iter().map(|c| c.to_string()).collect() };
-    let (a, b) = (Coordinate::Consumers, Coordinate::Launch(Profile::Easy, Linear::Qkv));
+    let (a, b) = (Coordinate::Consumers, Coordinate::Path(Profile::Easy, Projection::Up));
     assert_eq!(Space::new(vec![axis(a, &[])]), Err(SpaceError::NoChoices(a)));
     assert_eq!(Space::new(vec![axis(a, &["1"]), axis(a, &["2"])]), Err(SpaceError::Twice(a)));
     let twice = SpaceError::ChoiceTwice { coordinate: b, choice: "x".to_owned() };
@@ -434,5 +441,5 @@ fn spaces_that_make_no_sense_are_refused() {
     assert_eq!(space.point(&["off"]), Err(SpaceError::Count { got: 1, axes: 2 }));
     let error = space.point(&["off", "3"]).unwrap_err().to_string();
     assert_eq!(error, "consumers cannot be '3'; it can be 1, 2");
-    assert_eq!(b.to_string(), "easy.qkv.launch");
+    assert_eq!(b.to_string(), "easy.up.path");
 }
