@@ -45,10 +45,10 @@ pub struct Fit {
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     max_slowdown: Option<f64>,
     /// Sequences that run at the same time
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     batch: u32,
     /// Tokens of a sequence [default: 4096, or as many as the model takes if that is fewer]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
     /// The architecture that it is for: what stays compact has kernels on some [default: this machine's GPU, or sm_90a]
     #[arg(long, value_name = "ARCH", value_parser = arch_parser())]

@@ -499,12 +499,6 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<
     let (cache, working) = sums.map_or((u64::MAX, u64::MAX), |memory| (memory.cache, memory.working));
     let fixed = rest.saturating_add(cache).saturating_add(working);
     let lanes = Lanes::new(config, &options, arch, &units);
-    let fastest_us: f64 = units
-        .iter()
-        .map(|unit| unit.choices.iter().map(|choice| choice.us).fold(f64::INFINITY, f64::min))
-        .filter(|us| us.is_finite())
-        .sum();
-    let limit_us = max_slowdown.map_or(f64::INFINITY, |slowdown| fastest_us * (1.0 + slowdown) * (1.0 + 1e-9));
     let kinds: Vec<usize> = (0..KINDS.len()).filter(|kind| is_mlp(*kind)).collect();
     let hard = (0..1 << kinds.len()).map(|set: usize| {
         let hard: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();
@@ -515,42 +509,40 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<
     let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot, &lanes));
     let cases: Vec<Case<'_>> = hard.chain(compact).collect();
     let frontiers: Vec<Frontier<'_>> = cases.iter().map(|case| Frontier::new(&case.choices)).collect();
-    let solved = || cases.iter().zip(&frontiers);
     let exact = frontiers.iter().all(Frontier::is_exact);
-    // The fewest bytes that are fast enough.
-    let smallest = solved()
-        .filter_map(|(case, frontier)| Some((case, frontier.smallest(limit_us)?)))
-        .min_by_key(|(case, picked)| picked.bytes.saturating_add(case.bytes()));
+    // Of plans that are equal the first is taken, whose case comes first and has the fewest bytes beside the weights.
+    let within = |have: u64| {
+        let picked = cases.iter().zip(&frontiers).filter_map(|(case, frontier)| {
+            let left = have.checked_sub(fixed)?.checked_sub(case.bytes())?;
+            Some((case, frontier.fastest(left)?))
+        });
+        picked.min_by(|a, b| a.1.us.total_cmp(&b.1.us))
+    };
+    let fastest_us = frontiers.iter().filter_map(|frontier| Some(frontier.fastest(u64::MAX)?.us));
+    let fastest_us = fastest_us.fold(f64::INFINITY, f64::min);
+    let limit_us = max_slowdown.map_or(f64::INFINITY, |slowdown| fastest_us * (1.0 + slowdown) * (1.0 + 1e-9));
+    // The fewest bytes that are fast enough, which some plan is.
+    let small = cases.iter().zip(&frontiers).filter_map(|(case, frontier)| Some((case, frontier.smallest(limit_us)?)));
+    let small = small.min_by_key(|(case, picked)| picked.bytes.saturating_add(case.bytes()));
+    let (small_case, small) = small.ok_or(FitError::Nothing)?;
+    let least = fixed.saturating_add(small_case.bytes()).saturating_add(small.bytes);
     let (case, picked) = match memory {
-        None => smallest.ok_or(FitError::Nothing)?,
-        Some(have) => {
-            let fastest = solved().filter_map(|(case, frontier)| {
-                let left = have.checked_sub(fixed)?.checked_sub(case.bytes())?;
-                Some((case, frontier.fastest(left)?))
-            });
-            let fastest = fastest.min_by(|a, b| a.1.us.total_cmp(&b.1.us));
-            match (fastest, smallest) {
-                (Some((case, picked)), _) if picked.us <= limit_us => (case, picked),
-                (Some((_, picked)), Some((case, small))) => {
-                    let least = fixed.saturating_add(case.bytes()).saturating_add(small.bytes);
-                    let (slowdown, limit) = (picked.us / fastest_us, 1.0 + max_slowdown.unwrap_or(0.0));
-                    return Err(FitError::TooSlow { have, slowdown, limit, least });
-                }
-                (_, small) => {
-                    let (case, weights) = small.map_or((&cases[0], 0), |(case, small)| (case, small.bytes));
-                    let (slots, weights) = (case.slots, weights.saturating_add(rest));
-                    let working = working.saturating_add(case.shared);
-                    let least = weights.saturating_add(cache).saturating_add(working).saturating_add(slots);
-                    return Err(FitError::TooSmall { have, least, weights, cache, working, slots });
-                }
+        None => (small_case, small),
+        Some(have) => match within(have) {
+            Some((case, picked)) if picked.us <= limit_us => (case, picked),
+            Some((_, picked)) => {
+                let (slowdown, limit) = (picked.us / fastest_us, 1.0 + max_slowdown.unwrap_or(0.0));
+                return Err(FitError::TooSlow { have, slowdown, limit, least });
             }
-        }
+            None => {
+                let (slots, weights) = (small_case.slots, small.bytes.saturating_add(rest));
+                let working = working.saturating_add(small_case.shared);
+                return Err(FitError::TooSmall { have, least, weights, cache, working, slots });
+            }
+        },
     };
     let room = memory.map_or(picked.bytes, |have| have.saturating_sub(fixed).saturating_sub(case.bytes()));
     let forms = case.forms(&picked.choices, room.max(picked.bytes));
-    let any = |form: FormId| units.iter().zip(&forms).any(|(unit, at)| unit.forms[*at] == form);
-    // Of a plan that has no use for what its case allows, an engine has what the first one has.
-    let case = if any(FormId::HUFFMAN) || any(FormId::COMPACT) { case } else { &cases[0] };
     let working = working.saturating_add(case.shared);
     Ok(tell(&units, &forms, Sums { rest, cache, working, slots: case.slots, fastest_us, exact }))
 }

@@ -305,47 +305,74 @@ fn what_no_device_keeps_coded_is_not_planned_so() {
     assert!(units.iter().all(|unit| !unit.forms.contains(&FormId::HUFFMAN)));
 }
 
-/// Two layers, all forms of all units: no plan is better.
-#[test]
-fn small_models_are_solved_as_by_brute_force() {
-    let (config, tensors) = small(2048);
-    let (units, rest) = units(&config, &tensors, 1).unwrap();
-    let options = EngineOptions::default().max_batch(1).context(1024);
-    let lanes = Lanes::new(&config, &options, Arch::Sm90a, &units);
-    let shared = |coded| lanes.shared(coded, 0).bytes;
+/// Bytes and microseconds of every plan there is, what its kernels share among them. None has both kinds of codes.
+fn every_plan(units: &[Unit<'_>], rest: u64, lanes: &Lanes<'_>) -> Vec<(u64, f64)> {
     let plans = units.iter().fold(vec![Vec::new()], |plans: Vec<Vec<usize>>, unit| {
         plans.iter().flat_map(|plan| (0..unit.forms.len()).map(|at| [&plan[..], &[at]].concat())).collect()
     });
-    let sums: Vec<(u64, f64)> = plans
-        .iter()
-        .map(|plan| {
-            let mut largest = BTreeMap::new();
-            let (mut bytes, mut us) = (rest, 0.0);
-            for (unit, at) in units.iter().zip(plan) {
-                bytes += unit.choices[*at].bytes;
-                us += unit.choices[*at].us;
-                for tensor in unit.tensors.iter().filter(|_| unit.forms[*at] == FormId::HUFFMAN) {
-                    largest.insert(tensor.role, slot_bytes(tensor));
-                }
+    let sum = |plan: &Vec<usize>| {
+        let (mut decoded, mut expanded) = (BTreeMap::new(), 0);
+        let (mut bytes, mut us) = (rest, 0.0);
+        for (unit, at) in units.iter().zip(plan) {
+            bytes += unit.choices[*at].bytes;
+            us += unit.choices[*at].us;
+            match unit.forms[*at] {
+                FormId::HUFFMAN => decoded.extend(unit.tensors.iter().map(|tensor| (tensor.role, slot_bytes(tensor)))),
+                FormId::COMPACT => expanded = unit.expanded_bytes().max(expanded),
+                _ => {}
             }
-            // Such plans share more: two lanes with cuBLAS, and products of their own.
-            let coded = if largest.is_empty() { 0 } else { shared(true) - shared(false) };
-            (bytes + largest.values().sum::<u64>() * SLOTS + coded, us)
-        })
-        .collect();
-    let fixed = {
-        let fit = fit(&config, &tensors, &wanted(GB)).unwrap();
-        fit.cache + fit.working
+        }
+        let coded = !decoded.is_empty();
+        bytes += decoded.values().sum::<u64>() * SLOTS + lanes.shared(coded, expanded).bytes;
+        (!coded || expanded == 0).then_some((bytes, us))
     };
-    let (least, most) = (sums.iter().map(|sum| sum.0).min().unwrap(), sums.iter().map(|sum| sum.0).max().unwrap());
-    for step in 0..=40 {
-        let memory = fixed + least + (most - least) * step / 40;
-        let best = sums.iter().filter(|sum| fixed + sum.0 <= memory).map(|sum| sum.1).fold(f64::INFINITY, f64::min);
-        let fit = fit(&config, &tensors, &wanted(memory)).unwrap();
-        assert!((fit.us - best).abs() < 1e-9 && fit.exact, "{memory}: {} for {best}", fit.us);
-        assert!(fit.total() <= memory);
+    plans.iter().filter_map(sum).collect()
+}
+
+/// Two layers, all forms of all units: no plan is better, and what is said of it is so.
+#[test]
+fn small_models_are_solved_as_by_brute_force() {
+    let (config, plain) = small(2048);
+    // Of the first layer Huffman codes save a lot, of the second next to nothing: spread evenly they would not fit.
+    let mut uneven = plain.clone();
+    for tensor in uneven.iter_mut().filter(|tensor| tensor.role.is_mlp()) {
+        let packed = tensor.bytes(FormId::PACKED).unwrap();
+        let less = if tensor.layer == Some(0) { packed / 2 } else { packed / 100 };
+        tensor.forms.iter_mut().filter(|(form, _)| *form == FormId::HUFFMAN).for_each(|of| of.1 = packed - less);
     }
-    assert!(fit(&config, &tensors, &wanted(fixed + least - 1)).is_err());
+    let (mut by_codes, mut by_compact, mut one_sided) = (0, 0, 0);
+    for tensors in [plain.clone(), uneven.clone(), with_compact(&plain), with_compact(&uneven)] {
+        let (units, rest) = units(&config, &tensors, 1).unwrap();
+        let options = EngineOptions::default().max_batch(1).context(1024);
+        let lanes = Lanes::new(&config, &options, Arch::Sm90a, &units);
+        let bare = memory::plan(&config, &options, (0, Shared::default()), u64::MAX).unwrap();
+        let fixed = bare.cache + bare.working;
+        let sums = every_plan(&units, rest, &lanes);
+        let (least, most) = (sums.iter().map(|sum| sum.0).min().unwrap(), sums.iter().map(|sum| sum.0).max().unwrap());
+        let fastest = sums.iter().map(|sum| sum.1).fold(f64::INFINITY, f64::min);
+        for step in 0..=40 {
+            let memory = fixed + least + (most - least) * step / 40;
+            let best = sums.iter().filter(|sum| fixed + sum.0 <= memory).map(|sum| sum.1).fold(f64::INFINITY, f64::min);
+            let fit = fit(&config, &tensors, &wanted(memory)).unwrap();
+            assert!((fit.us - best).abs() < 1e-9 && fit.exact, "{memory}: {} for {best}", fit.us);
+            assert!(fit.total() <= memory && (fit.fastest_us - fastest).abs() < 1e-9);
+            let of = |form| fit.groups.iter().filter(move |group| group.form == form);
+            let has = |form| of(form).next().is_some();
+            // Nothing is kept free for codes that it does not have.
+            assert_eq!(fit.slots > 0, has(FormId::HUFFMAN) || has(FormId::COMPACT), "{:?}", fit.groups);
+            by_codes += u32::from(has(FormId::HUFFMAN));
+            by_compact += u32::from(has(FormId::COMPACT));
+            one_sided += u32::from(of(FormId::HUFFMAN).any(|group| group.layers == [0]));
+        }
+        assert!(fit(&config, &tensors, &wanted(fixed + least - 1)).is_err());
+        for slowdown in [0.0, 0.01, 0.1, 0.5, 1.0, 10.0, 1000.0] {
+            let fast = |sum: &&(u64, f64)| sum.1 <= fastest * (1.0 + slowdown) * (1.0 + 1e-9);
+            let smallest = sums.iter().filter(fast).map(|sum| sum.0).min().unwrap();
+            let fit = fit(&config, &tensors, &Wanted { max_slowdown: Some(slowdown), ..wanted(None) }).unwrap();
+            assert_eq!(fit.total(), fixed + smallest, "{slowdown}");
+        }
+    }
+    assert!(by_codes > 10 && by_compact > 10 && one_sided > 3, "{by_codes} {by_compact} {one_sided}");
 }
 
 #[test]
