@@ -51,8 +51,10 @@ fn bundle(home: &Path, model: &DemoOptions, profile: Profile) -> Bundle {
     if !source.exists() {
         demo_model::write(&source, model).expect("a model");
     }
-    let options = CompressOptions::default().profile(profile);
-    bundle::compress(&source, &target, &options, &Silent).expect("a bundle");
+    if !target.exists() {
+        let options = CompressOptions::default().profile(profile);
+        bundle::compress(&source, &target, &options, &Silent).expect("a bundle");
+    }
     Bundle::open(&target).expect("a bundle")
 }
 
