@@ -1,25 +1,13 @@
 //! `#[unweight_variant(...)]`: a kernel variant declared as a type.
 //!
-//! ```
-//! use unweight_codegen::{Variant, unweight_variant};
-//!
-//! /// Two tiles of W per block, four stages; palette source with room for 8 verbatim rows, plain store.
+//! ```text
 //! #[unweight_variant(n = 2, stages = 4)]
 //! struct GateProjection;
-//!
-//! #[unweight_variant(op = decode, output = full, code_limit = 7)]
-//! struct FullDecode;
-//!
-//! /// Batches of up to 8 from packed weights, launched before the kernel in front of it is done.
-//! #[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2, pdl = true)]
-//! struct TokenProjection;
-//!
-//! assert_eq!(GateProjection::SPEC.to_string(), "uw_sm90a_gemm_recon_palette_n2p4_v8_store");
-//! assert_eq!(FullDecode::SPEC.to_string(), "uw_sm90a_decode_full_l7");
-//! assert_eq!(TokenProjection::SPEC.to_string(), "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_pdl_store");
 //! ```
 //!
-//! The struct then implements `unweight_codegen::Variant`: its spec is a constant, checked where it is written.
+//! The struct then implements `unweight_codegen::Variant`: its spec is a constant, checked where it is written. That
+//! crate has examples that run, and the tests: those of a crate of macros are built for the machine that builds, and
+//! everything that they use with them a second time.
 //!
 //! ```text
 //! attr     tokens of the attribute -> key = value pairs, with spans

@@ -1,0 +1,7 @@
+//! The workspace holds partial sums or operands.
+use unweight_codegen::unweight_variant;
+
+#[unweight_variant(op = gemm_wgmma, batch_tile = 128, stages = 4, stream_k = true, dump = true)]
+struct Down;
+
+fn main() {}

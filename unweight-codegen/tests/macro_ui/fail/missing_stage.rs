@@ -1,0 +1,7 @@
+//! An encoder needs its stage.
+use unweight_codegen::unweight_variant;
+
+#[unweight_variant(op = encode)]
+struct Stats;
+
+fn main() {}

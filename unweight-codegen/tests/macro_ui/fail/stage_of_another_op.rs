@@ -1,0 +1,7 @@
+//! Each operation has stages of its own.
+use unweight_codegen::unweight_variant;
+
+#[unweight_variant(op = repack, stage = stats)]
+struct Down;
+
+fn main() {}

@@ -1,0 +1,7 @@
+//! One stage is no pipeline.
+use unweight_codegen::unweight_variant;
+
+#[unweight_variant(n = 2, stages = 1)]
+struct Gate;
+
+fn main() {}

@@ -1,0 +1,7 @@
+//! Keys are known by name.
+use unweight_codegen::unweight_variant;
+
+#[unweight_variant(n = 2, stage = 4)]
+struct Gate;
+
+fn main() {}

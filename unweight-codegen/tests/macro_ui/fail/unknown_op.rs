@@ -1,0 +1,7 @@
+//! Operations are known by name.
+use unweight_codegen::unweight_variant;
+
+#[unweight_variant(op = softmax, n = 2, stages = 4)]
+struct Gate;
+
+fn main() {}

@@ -1,0 +1,7 @@
+//! Sources are known by name.
+use unweight_codegen::unweight_variant;
+
+#[unweight_variant(n = 2, stages = 4, source = bitmap)]
+struct Gate;
+
+fn main() {}

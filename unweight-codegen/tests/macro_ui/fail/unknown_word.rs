@@ -1,0 +1,7 @@
+//! Values of an enum are known by name.
+use unweight_codegen::unweight_variant;
+
+#[unweight_variant(n = 2, stages = 4, epilogue = keep)]
+struct Gate;
+
+fn main() {}

@@ -1,0 +1,7 @@
+//! A block has 32 warps at most.
+use unweight_codegen::unweight_variant;
+
+#[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 1, warps = 33, stages = 1)]
+struct Down;
+
+fn main() {}

@@ -1,7 +1,0 @@
-//! Small batches are for the other operation.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = gemm_wgmma, batch_tile = 8, stages = 4)]
-struct Down;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! A switch is not a number.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = gemm_wgmma, batch_tile = true, stages = 4)]
-struct Down;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! A cluster divides the rows that it adds up.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2, cluster = 3)]
-struct Down;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! Code limits are those of the format.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = decode, output = full, code_limit = 16)]
-struct Full;
-
-fn main() {}

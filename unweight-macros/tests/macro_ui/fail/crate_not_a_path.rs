@@ -1,7 +1,0 @@
-//! The crate is a path.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(n = 2, stages = 4, crate = 1)]
-struct Gate;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! The workspace holds partial sums or operands.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = gemm_wgmma, batch_tile = 128, stages = 4, stream_k = true, dump = true)]
-struct Down;
-
-fn main() {}

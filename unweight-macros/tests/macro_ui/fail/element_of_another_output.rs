@@ -1,7 +1,0 @@
-//! Indices have no type of their own.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = decode, output = palette, element = e4m3)]
-struct Indices;
-
-fn main() {}

@@ -1,9 +1,0 @@
-//! A variant has no fields.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(n = 2, stages = 4)]
-struct Gate {
-    n: u32,
-}
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! The rings of all warps stay below the limit of shared memory.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 16, stages = 3)]
-struct Down;
-
-fn main() {}

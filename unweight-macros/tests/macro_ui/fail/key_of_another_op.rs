@@ -1,7 +1,0 @@
-//! A decoder has no ring.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = decode, output = full, stages = 4)]
-struct Full;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! A matmul needs its number of tiles.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(stages = 4)]
-struct Gate;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! A decoder needs its output.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = decode, code_limit = 7)]
-struct Full;
-
-fn main() {}

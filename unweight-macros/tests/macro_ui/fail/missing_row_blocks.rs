@@ -1,7 +1,0 @@
-//! A small matmul must say how many row blocks a task has.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = gemm_mma, batch_tile = 8, warps = 8, stages = 2)]
-struct Down;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! A small matmul must say how many warps share k.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 4, stages = 2)]
-struct Down;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! The attribute holds key = value pairs.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(2, 4)]
-struct Gate;
-
-fn main() {}

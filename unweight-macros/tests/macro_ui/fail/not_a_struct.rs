@@ -1,7 +1,0 @@
-//! A variant is a struct, not an enum.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(n = 2, stages = 4)]
-enum Gate {}
-
-fn main() {}

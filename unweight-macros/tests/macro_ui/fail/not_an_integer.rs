@@ -1,7 +1,0 @@
-//! A number is not a word.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(n = two, stages = 4)]
-struct Gate;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! A wide matmul streams along k.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = gemm_wgmma, batch_tile = 128, stages = 4, persistent = true)]
-struct Down;
-
-fn main() {}

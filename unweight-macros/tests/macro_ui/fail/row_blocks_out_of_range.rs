@@ -1,7 +1,0 @@
-//! A warp keeps the sums of its row blocks.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 9, warps = 8, stages = 2)]
-struct Down;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! The sum of shared memory stays below the limit.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(n = 4, stages = 6)]
-struct Gate;
-
-fn main() {}

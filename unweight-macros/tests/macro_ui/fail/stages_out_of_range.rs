@@ -1,7 +1,0 @@
-//! One stage is no pipeline.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(n = 2, stages = 1)]
-struct Gate;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! Architectures are known by name.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(n = 2, stages = 4, arch = sm75)]
-struct Gate;
-
-fn main() {}

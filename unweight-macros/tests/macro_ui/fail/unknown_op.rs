@@ -1,7 +1,0 @@
-//! Operations are known by name.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = softmax, n = 2, stages = 4)]
-struct Gate;
-
-fn main() {}

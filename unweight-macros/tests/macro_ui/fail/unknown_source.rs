@@ -1,7 +1,0 @@
-//! Sources are known by name.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(n = 2, stages = 4, source = bitmap)]
-struct Gate;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! Values of an enum are known by name.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(n = 2, stages = 4, epilogue = keep)]
-struct Gate;
-
-fn main() {}

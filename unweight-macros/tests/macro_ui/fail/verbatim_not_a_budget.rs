@@ -1,7 +1,0 @@
-//! Budgets are a short list.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(n = 2, stages = 4, verbatim = 7)]
-struct Gate;
-
-fn main() {}

@@ -1,7 +1,0 @@
-//! A block has 32 warps at most.
-use unweight_macros::unweight_variant;
-
-#[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 1, warps = 33, stages = 1)]
-struct Down;
-
-fn main() {}
