@@ -34,7 +34,6 @@ void to_scheduler() {
 
 void poll() {
     Fiber& f = self();
-    f.waits_for = "polls";
     f.polling = true;
     to_scheduler();
     f.polling = false;
@@ -83,10 +82,9 @@ void mark_read(u32 address, u32 bytes) {
     Block& b = block_of(address);
     Fiber& f = self();
     if (&b != f.block) return;
-    if (f.read_at.empty()) f.read_at.assign(b.unfenced.size(), 0);
     u32 first = (address & ((1u << kRankShift) - 1)) - kSharedBase;
     ++f.loads;
-    for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g) f.read_at[g] = f.loads;
+    for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g) f.read_at.set(g, f.loads);
 }
 
 void release_own_reads() { self().released = self().loads; }
@@ -115,7 +113,7 @@ void check_refill(u32 address, u32 bytes, const char* writer) {
     for (Fiber* f : machine().fibers) {
         if (f->block != &b || f->released == f->loads) continue;
         for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
-            if (f->read_at[g] > f->released)
+            if (f->read_at.of(g) > f->released)
                 fail("%s refills shared offset %u, which thread %u has read with ordinary loads that nobody has released (fence.proxy.async by every reader, or an "
                      "arrival on an mbarrier and a wait for it)",
                      writer, g * 16, f->thread);
@@ -132,12 +130,12 @@ void check_overwrite(u32 address, u32 bytes, const char* writer) {
     Fiber& own = self();
     u32 first = offset_of(address, bytes, 1);
     for (Fiber* other : machine().fibers) {
-        if (other->block != &b || other == &own || other->read_at.empty()) continue;
+        if (other->block != &b || other == &own) continue;
         u64 last = other->warp == own.warp ? other->met_warp : 0;
         for (u32 id = 0; id < 16; ++id)
             if (other->met_barrier[id] > last && other->met_generation[id] <= own.met_generation[id]) last = other->met_barrier[id];
         for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
-            if (other->read_at[g] > last) fail("%s overwrites shared offset %u, which thread %u has read and not met since", writer, g * 16, other->thread);
+            if (other->read_at.of(g) > last) fail("%s overwrites shared offset %u, which thread %u has read and not met since", writer, g * 16, other->thread);
     }
 }
 
@@ -264,7 +262,7 @@ void mbarrier_bytes_landed(u32 address, u32 bytes) {
 void warp_collective(const char* operation, void* lane_data, void (*finish)(void**)) {
     Fiber& f = self();
     Warp& w = *f.warp;
-    if (w.arrived != 0 && strcmp(w.operation, operation) != 0)
+    if (w.arrived != 0 && w.operation != operation && strcmp(w.operation, operation) != 0)
         fail("warp %u is not converged: lane %u executes %s while others wait in %s", f.thread / 32, f.thread % 32, operation, w.operation);
     w.operation = operation;
     w.lanes[f.thread % 32] = lane_data;
@@ -300,7 +298,8 @@ static void wgmma_check_fenced(Block& b, const WgmmaOperation& op) {
 }
 
 static void wgmma_execute(Block& b, const WgmmaOperation& op) {
-    float a[64][16];
+    // By k, then by row: each sum in the order of k, the rows beside each other, for the compiler's vectors.
+    float a[16][64];
     for (u32 row = 0; row < 64; ++row) {
         for (u32 k = 0; k < 16; ++k) {
             u16 bits;
@@ -311,7 +310,7 @@ static void wgmma_execute(Block& b, const WgmmaOperation& op) {
             } else {
                 memcpy(&bits, b.shared + operand_offset(b, op.a_descriptor, row, k), 2);
             }
-            a[row][k] = bf16_to_float(bits);
+            a[k][row] = bf16_to_float(bits);
         }
     }
     for (u32 column = 0; column < op.n; ++column) {
@@ -321,11 +320,12 @@ static void wgmma_execute(Block& b, const WgmmaOperation& op) {
             memcpy(&bits, b.shared + operand_offset(b, op.b_descriptor, column, k), 2);
             w[k] = bf16_to_float(bits);
         }
+        float sums[64] = {};
+        for (u32 k = 0; k < 16; ++k)
+            for (u32 row = 0; row < 64; ++row) sums[row] += a[k][row] * w[k];
         for (u32 row = 0; row < 64; ++row) {
-            float sum = 0;
-            for (u32 k = 0; k < 16; ++k) sum += a[row][k] * w[k];
             u32 thread = row / 16 * 32 + row % 8 * 4 + column % 8 / 2;
-            op.d[thread][column / 8 * 4 + row % 16 / 8 * 2 + column % 2] += sum;
+            op.d[thread][column / 8 * 4 + row % 16 / 8 * 2 + column % 2] += sums[row];
         }
     }
 }
@@ -396,7 +396,7 @@ static void fiber_main() {
     Machine& m = machine();
     std::map<std::string, std::vector<u32>> waits;
     for (Fiber* f : m.fibers)
-        if (!f->done) waits[f->waits_for].push_back(f->thread);
+        if (!f->done) waits[f->wait ? f->wait->told() : "polls"].push_back(f->thread);
     std::string text = kind;
     for (auto& [what, threads] : waits) {
         text += "\n  " + std::to_string(threads.size()) + " threads (" + std::to_string(threads.front()) + ".." + std::to_string(threads.back()) +
@@ -434,17 +434,22 @@ static void run_blocks() {
     const u32 count = static_cast<u32>(m.fibers.size());
     u32 left = count, spins = 0;
     Turn turn;
+    std::vector<Fiber*> members = m.fibers;  // of the turn
     while (left > 0) {
         if (turn.passes-- == 0) {
             turn = next_turn(count);
+            members.clear();
+            for (u32 i = 0; i < count; ++i)
+                if (turn.has(i) && !m.fibers[i]->done) members.push_back(m.fibers[i]);
             continue;
         }
         bool progressed = false, polled = false;
-        u32 start = random_below(count);
-        for (u32 i = 0; i < count; ++i) {
-            if (!turn.has((start + i) % count)) continue;
-            Fiber* f = m.fibers[(start + i) % count];
-            if (f->done || (f->ready && !f->ready())) continue;
+        const u32 all = static_cast<u32>(members.size());
+        u32 next = all == 0 ? 0 : random_below(all);
+        for (u32 i = 0; i < all; ++i) {
+            Fiber* f = members[next];
+            next = next + 1 == all ? 0 : next + 1;
+            if (f->done || (f->wait && !f->wait->ready())) continue;
             (f->polling ? polled : progressed) = true;
             m.current = f;
             if (_setjmp(m.scheduler) == 0) {
@@ -518,10 +523,15 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
     volatile int result = 0;
     u32 fibers = threads * m.cluster;
     u64 stack_total = u64(fibers) * kStackBytes;
-    u8* stacks = static_cast<u8*>(mmap(nullptr, stack_total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (stacks == MAP_FAILED) {
-        m.error = "no memory for the fibers' stacks";
-        return 1;
+    if (m.stack_bytes < stack_total) {
+        if (m.stacks) munmap(m.stacks, m.stack_bytes);
+        void* stacks = mmap(nullptr, stack_total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        m.stacks = stacks == MAP_FAILED ? nullptr : static_cast<u8*>(stacks);
+        m.stack_bytes = m.stacks ? stack_total : 0;
+        if (!m.stacks) {
+            m.error = "no memory for the fibers' stacks";
+            return 1;
+        }
     }
     if (_setjmp(m.launch) == 0) {
         for (u32 first = 0; first < grid; first += m.cluster) {
@@ -540,10 +550,11 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
                     f->thread = t;
                     f->block = b;
                     f->warp = &b->warps[t / 32];
-                    f->stack = stacks + u64(r * threads + t) * kStackBytes;
+                    f->stack = m.stacks + u64(r * threads + t) * kStackBytes;
                     getcontext(&f->first);
                     f->first.uc_stack.ss_sp = f->stack;
-                    f->first.uc_stack.ss_size = kStackBytes;
+                    // Tops in different lines of a cache: the scheduler reads there what each fiber waits for.
+                    f->first.uc_stack.ss_size = kStackBytes - t % 64 * 64;
                     f->first.uc_link = nullptr;
                     makecontext(&f->first, fiber_main, 0);
                     m.fibers.push_back(f);
@@ -559,7 +570,6 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
         m.pending.clear();
         m.current = nullptr;
     }
-    munmap(stacks, stack_total);
     return result;
 }
 

@@ -25,8 +25,10 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <sys/mman.h>
+#include <tuple>
 #include <ucontext.h>
 #include <unordered_map>
 #include <vector>
@@ -46,6 +48,32 @@ struct Warp;
 // Of each thread of the grid (block x threads of a block + thread), how many of its stores to `partials` come before; nothing: none of anybody.
 using Clock = std::vector<u32>;
 
+// What a fiber waits for. It lies on the fiber's own stack, and says so in words only when it is asked.
+struct Wait {
+    virtual bool ready() const = 0;
+    virtual std::string told() const = 0;
+};
+
+// Of each 16-byte granule of shared memory the number of a thread's last load of it; 0: none. Pages come with the first
+// load: most threads read little of what a block has.
+class LastReads {
+  public:
+    u64 of(u32 granule) const {
+        const u32 page = granule / kPage;
+        return page < pages.size() && pages[page] ? pages[page][granule % kPage] : 0;
+    }
+    void set(u32 granule, u64 load) {
+        const u32 page = granule / kPage;
+        if (page >= pages.size()) pages.resize(page + 1);
+        if (!pages[page]) pages[page].reset(new u64[kPage]());
+        pages[page][granule % kPage] = load;
+    }
+
+  private:
+    static constexpr u32 kPage = 64;
+    std::vector<std::unique_ptr<u64[]>> pages;
+};
+
 struct Fiber {
     jmp_buf context;
     ucontext_t first;
@@ -55,9 +83,8 @@ struct Fiber {
     u32 thread = 0;
     Block* block = nullptr;
     Warp* warp = nullptr;
-    // Why it waits; ready() is asked before it runs again.
-    std::function<bool()> ready;
-    std::string waits_for;
+    // Why it waits, asked before it runs again; nothing: it can run.
+    const Wait* wait = nullptr;
     bool polling = false;
     // Bulk groups of this thread: copies still pending in each; the last one is open.
     std::vector<u32> bulk_groups{0};
@@ -73,7 +100,7 @@ struct Fiber {
     // copy engine, were made when it last met its warp, and when it last met each named barrier (with the barrier's generation then).
     u64 loads = 0, released = 0, met_warp = 0;
     u64 met_barrier[16] = {}, met_generation[16] = {};
-    std::vector<u64> read_at;
+    LastReads read_at;
     // Of what is handed over between blocks ("partials"): what comes before its next access, what came before its last fence, and what the words of its
     // atomics spoke for, which its next fence takes over.
     Clock clock, fenced, seen;
@@ -160,6 +187,13 @@ struct Machine {
     std::string error;
     void (*entry)(const void*) = nullptr;
     const void* arguments = nullptr;
+    // Of fibers, kept from launch to launch.
+    u8* stacks = nullptr;
+    u64 stack_bytes = 0;
+
+    ~Machine() {
+        if (stacks) munmap(stacks, stack_bytes);
+    }
 };
 
 extern Machine instance;
@@ -177,13 +211,22 @@ void to_scheduler();
 template <class Ready, class... Words>
 void wait_until(Ready ready, const char* format, Words... words) {
     if (ready() && random_below(8) != 0) return;  // now and then let the others run first
-    Fiber& f = self();
-    char text[160];
-    snprintf(text, sizeof text, format, words...);
-    f.waits_for = text;
-    f.ready = ready;
+    struct Own final : Wait {
+        Own(Ready test, const char* format, Words... words) : test(test), format(format), words(words...) {}
+        bool ready() const override { return test(); }
+        std::string told() const override {
+            char text[160];
+            std::apply([&](Words... each) { snprintf(text, sizeof text, format, each...); }, words);
+            return text;
+        }
+        Ready test;
+        const char* format;
+        std::tuple<Words...> words;
+    };
+    const Own wait(ready, format, words...);
+    self().wait = &wait;
     to_scheduler();
-    f.ready = nullptr;
+    self().wait = nullptr;
 }
 
 // One turn of a polling loop: lets everybody else run.

@@ -338,16 +338,18 @@ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     detail::MmaLane lane{d, a, b};
     cpu::warp_collective("mma", &lane, [](void** lanes) {
         auto at = [&](u32 l) { return static_cast<detail::MmaLane*>(lanes[l]); };
+        // Each sum in the order of k; the columns beside each other, for the compiler's vectors.
+        float w[16][8];
+        for (u32 k = 0; k < 16; ++k)
+            for (u32 column = 0; column < 8; ++column)
+                w[k][column] = cpu::bf16_to_float(detail::half_of(at(column * 4 + k % 8 / 2)->b[k / 8], k % 2));
         for (u32 row = 0; row < 16; ++row) {
-            for (u32 column = 0; column < 8; ++column) {
-                float sum = 0;
-                for (u32 k = 0; k < 16; ++k) {
-                    u16 x = detail::half_of(at(row % 8 * 4 + k % 8 / 2)->a[row / 8 + k / 8 * 2], k % 2);
-                    u16 w = detail::half_of(at(column * 4 + k % 8 / 2)->b[k / 8], k % 2);
-                    sum += cpu::bf16_to_float(x) * cpu::bf16_to_float(w);
-                }
-                at(row % 8 * 4 + column / 2)->d[row / 8 * 2 + column % 2] += sum;
+            float sums[8] = {};
+            for (u32 k = 0; k < 16; ++k) {
+                const float x = cpu::bf16_to_float(detail::half_of(at(row % 8 * 4 + k % 8 / 2)->a[row / 8 + k / 8 * 2], k % 2));
+                for (u32 column = 0; column < 8; ++column) sums[column] += x * w[k][column];
             }
+            for (u32 column = 0; column < 8; ++column) at(row % 8 * 4 + column / 2)->d[row / 8 * 2 + column % 2] += sums[column];
         }
     });
 }

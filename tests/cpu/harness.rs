@@ -121,7 +121,7 @@ impl Common {
             };
             make("prelude.hpp", "prelude.hpp.gch", &["-x", "c++-header"]);
             for source in MACHINE {
-                make(&format!("{source}.cpp"), &format!("{source}.o"), &["-c"]);
+                make(&format!("{source}.cpp"), &format!("{source}.o"), &["-c", "-O3"]);
             }
             // Another process may have been first: its folder is as good.
             match std::fs::rename(made.path(), &complete.directory) {
