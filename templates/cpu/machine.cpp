@@ -434,7 +434,8 @@ static void run_blocks() {
     const u32 count = static_cast<u32>(m.fibers.size());
     u32 left = count, spins = 0;
     Turn turn;
-    std::vector<Fiber*> members = m.fibers;  // of the turn
+    std::vector<Fiber*>& members = m.members;
+    members = m.fibers;
     while (left > 0) {
         if (turn.passes-- == 0) {
             turn = next_turn(count);
@@ -469,7 +470,8 @@ static void run_blocks() {
         // Asynchronous work completes late: at random, or when nothing else can move.
         bool stuck = !progressed;
         while (!m.pending.empty() && (stuck || random_below(3) == 0)) {
-            complete_one_copy();
+            // Of many, several: one a pass would be thousands of passes over threads that wait.
+            for (size_t due = 1 + m.pending.size() / 16; due > 0; --due) complete_one_copy();
             progressed = true;
             stuck = false;
         }

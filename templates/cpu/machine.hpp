@@ -175,6 +175,7 @@ struct Machine {
     jmp_buf launch;
     Fiber* current = nullptr;
     std::vector<Fiber*> fibers;
+    std::vector<Fiber*> members;  // of the turn
     std::vector<Block*> blocks;
     std::vector<Pending> pending;
     u32 cluster_arrived = 0;

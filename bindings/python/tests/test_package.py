@@ -13,10 +13,10 @@ import tempfile
 import threading
 import time
 import unittest
-import warnings
 
 import models
 import unweight
+from processes import forked
 
 
 class Case(unittest.TestCase):
@@ -311,28 +311,13 @@ class Read(Case):
         expected = {name: bundle.read(name) for name in bundle}
         again = pickle.loads(pickle.dumps(bundle))
         self.assertEqual((again.path.name, again.names()), (bundle.path.name, bundle.names()))
-        with warnings.catch_warnings():
-            # That it has threads is the point.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            # No exit handlers of the parent's, whatever comes.
-            try:
-                same = {name: bundle.read(name) for name in bundle} == expected
-                unweight.compress(self.home / "model", self.home / "forked")
-                os._exit(0 if same and unweight.Bundle(self.home / "forked").names() else 1)
-            finally:
-                os._exit(2)
-        for _ in range(600):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                break
-            time.sleep(0.1)
-        else:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            self.fail("the child hangs")
-        self.assertEqual(os.waitstatus_to_exitcode(status), 0)
+
+        def work():
+            same = {name: bundle.read(name) for name in bundle} == expected
+            unweight.compress(self.home / "model", self.home / "forked")
+            return same and unweight.Bundle(self.home / "forked").names()
+
+        self.assertEqual(forked(work, 60), 0)
 
     def test_a_forked_process_may_have_its_parent_s_number(self):
         bundle = self.bundle()

@@ -2,10 +2,8 @@
 
 import copy
 import gc
-import os
 import pathlib
 import pickle
-import signal
 import tempfile
 import time
 import unittest
@@ -15,6 +13,7 @@ import models
 import torch
 import unweight
 import unweight.ops
+from processes import forked
 from torch import nn
 from unweight.ops import Experts, Linear, linear, pack, pack_experts, unpack, unpack_experts
 
@@ -218,26 +217,9 @@ class Pack(unittest.TestCase):
 
     def test_a_child_packs_whatever_its_parent_was_at(self):
         weight = weights(64, 64)
-        with unweight.ops._lock, warnings.catch_warnings():
-            # That there are threads is the point.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-            if child == 0:
-                try:
-                    same = torch.equal(unpack(pack(weight).arena), weight)
-                    os._exit(0 if same else 1)
-                finally:
-                    os._exit(2)
-        for _ in range(300):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                break
-            time.sleep(0.1)
-        else:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            self.fail("the child hangs")
-        self.assertEqual(os.waitstatus_to_exitcode(status), 0)
+        with unweight.ops._lock:
+            status = forked(lambda: torch.equal(unpack(pack(weight).arena), weight), 30)
+        self.assertEqual(status, 0)
 
     def test_strided_rows_are_packed_as_they_are(self):
         whole = weights(128, 256)

@@ -3,7 +3,6 @@
 As a program: one process of tensor parallelism, under torchrun.
 """
 
-import contextlib
 import json
 import os
 import pathlib
@@ -21,6 +20,7 @@ import transformers
 import unweight
 import unweight.transformers
 from models import MOE, of_transformers
+from processes import running
 from transformers import AutoModelForCausalLM
 from unweight.ops import Experts, Linear
 from unweight.transformers import UnweightConfig
@@ -59,17 +59,6 @@ def packed(model: torch.nn.Module) -> int:
 @torch.inference_mode()
 def logits(model: torch.nn.Module) -> torch.Tensor:
     return model(TOKENS).logits
-
-
-def running(command):
-    """The processes that run this command."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        # Others end meanwhile.
-        with contextlib.suppress(OSError):
-            if path.read_bytes() == command:
-                found.append(path.parent.name)
-    return found
 
 
 class Models(unittest.TestCase):
