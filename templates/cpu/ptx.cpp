@@ -322,6 +322,7 @@ template <bool kTransposed>
 U32x4 load_matrices(u32 address) {
     u32 v[4] = {};
     MatrixLane lane{address, v};
+    cpu::shared_at(address, 16, 16);
     cpu::mark_read(address, 16);
     cpu::warp_collective("load_matrix", &lane, move_matrices<kTransposed, false>);
     return {v[0], v[1], v[2], v[3]};

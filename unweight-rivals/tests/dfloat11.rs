@@ -473,6 +473,9 @@ fn units_without_a_sound_configuration_are_refused() {
         let error = model(change).unwrap_err().to_string();
         let unit = "lm_head.safetensors holds the unit 'lm_head' of DFloat11; fetch config.json again";
         assert!(error.contains("model/config.json: ") && error.contains(reason) && error.contains(unit), "{error}");
+        let (model, out) = (home.path().join("model"), home.path().join("out"));
+        let error = convert(&model, &out, ConvertOptions::default(), &Silent).unwrap_err().to_string();
+        assert!(error.contains("model/config.json: ") && error.contains(unit) && !out.exists(), "{error}");
     }
     // The key is there, what is wrong with it is said later.
     assert!(model(&with(config.replace("\"threads_per_block\":", "\"threads_per_block\""))).unwrap());

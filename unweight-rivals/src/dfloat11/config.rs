@@ -2,7 +2,7 @@
 
 use std::{ops::Range, path::Path};
 
-use regex::Regex;
+use regex::{Regex, RegexBuilder};
 use serde::Deserialize;
 
 use super::{ConvertError, THREADS, THREADS_MAX, WINDOW_BYTES};
@@ -13,6 +13,10 @@ pub(super) const FILE_NAME: &str = "config.json";
 pub(super) const BYTES_MAX: u64 = 16 << 20;
 /// The package's key.
 const KEY: &str = "dfloat11_config";
+/// Most patterns, and most bytes of one when it is compiled. The package writes one for decoder layers, and one for each
+/// module beside them.
+const PATTERNS_MAX: usize = 256;
+const PATTERN_BYTES_MAX: usize = 256 << 10;
 /// Most nesting that is followed.
 const DEPTH_MAX: usize = 128;
 
@@ -94,8 +98,15 @@ impl Config {
             let got = stored.bytes_per_thread;
             return Err(fail(format!("{KEY}: bytes_per_thread is {got}; only {WINDOW_BYTES} is known")));
         }
+        let count = stored.pattern_dict.0.len();
+        if count > PATTERNS_MAX {
+            return Err(fail(format!(
+                "{KEY}: {count} patterns; at most {PATTERNS_MAX} are read; fetch the model again"
+            )));
+        }
         let patterns = stored.pattern_dict.0.into_iter().map(|(pattern, modules)| {
-            let whole = Regex::new(&format!(r"\A(?:{pattern})\z"));
+            let mut whole = RegexBuilder::new(&format!(r"\A(?:{pattern})\z"));
+            let whole = whole.size_limit(PATTERN_BYTES_MAX).build();
             let whole =
                 whole.map_err(|error| fail(format!("{KEY}: the pattern '{pattern}' is not understood: {error}")));
             whole.map(|whole| (whole, modules))
@@ -346,7 +357,14 @@ mod tests {
 
     #[test]
     fn a_configuration_that_is_not_understood_says_why() {
+        let many: Vec<String> = (0..=PATTERNS_MAX).map(|i| format!("\"{i}\": []")).collect();
+        let with = |patterns: &str| {
+            format!(r#"{{"threads_per_block": 512, "bytes_per_thread": 8, "pattern_dict": {{{patterns}}}}}"#)
+        };
         for (value, word) in [
+            (with(&many.join(",")).as_str(), "257 patterns; at most 256"),
+            // Megabytes, compiled.
+            (with(r#""\\w{100}x": []"#).as_str(), "size limit"),
             ("1", "dfloat11_config, byte 20: invalid type"),
             ("{\"threads_per_block\": [512],\n \"bytes_per_thread\" 8}", "dfloat11_config, byte 69: expected `:`"),
             (r#"{"threads_per_block": 0, "bytes_per_thread": 8, "pattern_dict": {}}"#, "threads_per_block is 0; 1 to"),

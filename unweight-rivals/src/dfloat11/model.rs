@@ -22,7 +22,7 @@ use unweight_format::{
 };
 
 use super::{
-    Code, ConvertError, Encoder, Sizes, THREADS, Unfit, config,
+    Code, ConvertError, Encoder, Sizes, THREADS, Unfit, config, is_model,
     tensors::{Model, Tensor, WEIGHTS_END, header},
 };
 
@@ -106,15 +106,17 @@ pub fn convert(
 ) -> Result<ConvertReport, ConvertError> {
     let nothing = |reason| ConvertError::Nothing { path: source.into(), reason };
     let model = Model::open(source)?;
+    // Units without a sound configuration are refused here, too: what was made of them nobody could read.
+    if is_model(source)? {
+        return Err(nothing("a DFloat11 model already"));
+    }
     let text = model.read(config::FILE_NAME, config::BYTES_MAX)?;
     let text = text.as_deref().unwrap_or(b"{}");
     let no_object = |at| ConvertError::Config {
         path: source.join(config::FILE_NAME),
         reason: format!("{}; correct it, or leave it out", config::no_object(text, at)),
     };
-    if config::has_key(text).map_err(no_object)? {
-        return Err(nothing("a DFloat11 model already"));
-    }
+    config::has_key(text).map_err(no_object)?;
     let (groups, mut kept) = groups(&model.tensors);
     let output = OutputDir::open(&[source.into()], output, options.resume)?;
     let source_bytes: u64 = model.tensors.iter().map(|tensor| tensor.bytes).sum();
