@@ -135,7 +135,9 @@ void check_overwrite(u32 address, u32 bytes, const char* writer) {
         for (u32 id = 0; id < 16; ++id)
             if (other->met_barrier[id] > last && other->met_generation[id] <= own.met_generation[id]) last = other->met_barrier[id];
         for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
-            if (other->read_at.of(g) > last) fail("%s overwrites shared offset %u, which thread %u has read and not met since", writer, g * 16, other->thread);
+            if (other->read_at.of(g) > last)
+                fail("%s overwrites shared offset %u, which thread %u has read and not met since", writer, g * 16,
+                     other->thread);
     }
 }
 
@@ -527,7 +529,8 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
     u64 stack_total = u64(fibers) * kStackBytes;
     if (m.stack_bytes < stack_total) {
         if (m.stacks) munmap(m.stacks, m.stack_bytes);
-        void* stacks = mmap(nullptr, stack_total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        void* stacks = mmap(nullptr, stack_total, PROT_READ | PROT_WRITE, kind, -1, 0);
         m.stacks = stacks == MAP_FAILED ? nullptr : static_cast<u8*>(stacks);
         m.stack_bytes = m.stacks ? stack_total : 0;
         if (!m.stacks) {

@@ -347,10 +347,12 @@ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
         for (u32 row = 0; row < 16; ++row) {
             float sums[8] = {};
             for (u32 k = 0; k < 16; ++k) {
-                const float x = cpu::bf16_to_float(detail::half_of(at(row % 8 * 4 + k % 8 / 2)->a[row / 8 + k / 8 * 2], k % 2));
+                const u32 word = at(row % 8 * 4 + k % 8 / 2)->a[row / 8 + k / 8 * 2];
+                const float x = cpu::bf16_to_float(detail::half_of(word, k % 2));
                 for (u32 column = 0; column < 8; ++column) sums[column] += x * w[k][column];
             }
-            for (u32 column = 0; column < 8; ++column) at(row % 8 * 4 + column / 2)->d[row / 8 * 2 + column % 2] += sums[column];
+            for (u32 column = 0; column < 8; ++column)
+                at(row % 8 * 4 + column / 2)->d[row / 8 * 2 + column % 2] += sums[column];
         }
     });
 }

@@ -2,7 +2,8 @@
 //! it. Here and not beside the attribute: tests of a crate of macros are built for the machine that builds, and with
 //! them a second time everything that they use.
 //!
-//! `TRYBUILD=overwrite cargo test -p unweight-codegen --test macro_ui` accepts new messages; read them before you commit them.
+//! `TRYBUILD=overwrite cargo test -p unweight-codegen --test macro_ui` accepts new messages; read them before you
+//! commit them.
 
 #[test]
 fn programs_compile_or_fail_with_the_right_words() {

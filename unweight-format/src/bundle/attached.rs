@@ -440,8 +440,8 @@ pub struct Detached {
     pub had_plan: bool,
 }
 
-/// Removes the kernels of a bundle, sound or not, its plan, and what an interrupted [`attach`] left. `None` if there was
-/// nothing.
+/// Removes the kernels of a bundle, sound or not, its plan, and what an interrupted [`attach`] left. `None` if there
+/// was nothing.
 ///
 /// # Errors
 /// `dir` is no bundle, the file cannot be removed, or somebody else has been writing it for half a minute.

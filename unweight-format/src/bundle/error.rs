@@ -210,7 +210,8 @@ pub enum BundleError {
     },
     /// A file of the model has a name that attaching needs.
     #[error(
-        "{}: the model has a file of this name, which is needed to attach anything; rename it in the model and compress again",
+        "{}: the model has a file of this name, which is needed to attach anything; rename it in the model and \
+         compress again",
         path.display()
     )]
     NameTaken {

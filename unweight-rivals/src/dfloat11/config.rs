@@ -13,8 +13,8 @@ pub(super) const FILE_NAME: &str = "config.json";
 pub(super) const BYTES_MAX: u64 = 16 << 20;
 /// The package's key.
 const KEY: &str = "dfloat11_config";
-/// Most patterns, and most bytes of one when it is compiled. The package writes one for decoder layers, and one for each
-/// module beside them.
+/// Most patterns, and most bytes of one when it is compiled. The package writes one for decoder layers, and one for
+/// each module beside them.
 const PATTERNS_MAX: usize = 256;
 const PATTERN_BYTES_MAX: usize = 256 << 10;
 /// Most nesting that is followed.
