@@ -39,8 +39,9 @@ fn matmuls_beside_cublas() {
     let kernels = gpu();
     let options = quick().matmul(true).all_variants(true);
     let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
-    // At each batch cuBLAS, and of both sources every ring of Table 5 but n = 3, which does not divide 256.
-    check(&report, 2 * (1 + 2 * 7));
+    // At each batch cuBLAS, and of both sources every ring of Table 5 but n = 3, which does not divide 256, and
+    // n1p6 with k in two and in four.
+    check(&report, 2 * (1 + 2 * (7 + 2)));
     assert!(report.rows.iter().all(|row| row.speedup_over_cublas.is_some()));
 }
 

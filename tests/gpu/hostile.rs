@@ -251,3 +251,19 @@ fn a_palette_source_that_lies_stays_inside() {
         }
     }
 }
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_does_not_fit_is_said_with_its_bytes() {
+    let kernels = gpu();
+    let stream = stream(&kernels);
+    let asked = 1 << 50;
+    for _ in 0..3 {
+        let refused = DeviceBuffer::<u8>::zeroed(&stream, asked).expect_err("a petabyte");
+        let DeviceError::Room { bytes, free } = refused else { panic!("{refused}") };
+        assert!(bytes >= asked as u64 && free > 0, "{bytes} {free}");
+        assert!(refused.to_string().contains("ask for less"), "{refused}");
+    }
+    // Nothing is lost by it.
+    assert!(DeviceBuffer::<u8>::zeroed(&stream, 1 << 20).is_ok());
+}

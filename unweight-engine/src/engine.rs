@@ -472,9 +472,11 @@ impl Engine {
     /// Records one part of a step of all layers.
     #[doc(hidden)]
     pub fn record_part(&mut self, batch: u32, part: Part) -> Result<Graph, EngineError> {
+        self.check_alive()?;
         let rows = bucket(batch);
         let stream = self.forward.stream().clone();
-        Ok(stream.capture(|| self.forward.step(&self.weights, rows, Some(part)))?)
+        let recorded = stream.capture(|| self.forward.step(&self.weights, rows, Some(part)));
+        self.note(recorded)
     }
 
     /// The ways of every projection at a batch, best guesses first: of hard layers, then of easy ones. Nothing where
@@ -503,22 +505,34 @@ impl Engine {
         self.check_alive()?;
         let rows = bucket(batch);
         let bound = self.bind(rows, setting)?;
+        let replaced = self.replace_program(rows, bound);
+        self.note(replaced)
+    }
+
+    /// Runs steps by this program from now on.
+    fn replace_program(&mut self, rows: u32, bound: Bound) -> Result<(), DeviceError> {
         let Self { forward, programs, weights, .. } = self;
         forward.stream().synchronize()?;
         if let Some(programs) = programs.as_mut() {
             programs.replace(rows, bound);
         }
-        let recorded = if self.options.graphs {
+        if self.options.graphs {
             forward.set_rows(&[], rows)?;
             step(forward, programs.as_mut(), weights, rows)?;
             forward.stream().synchronize()?;
-            let stream = forward.stream().clone();
-            Some(stream.capture(|| step(forward, programs.as_mut(), weights, rows))?)
-        } else {
-            None
-        };
+        }
+        self.record_step(rows)
+    }
+
+    /// Records the step anew, if steps are recorded.
+    fn record_step(&mut self, rows: u32) -> Result<(), DeviceError> {
         self.graphs.retain(|(of, _)| *of != rows);
-        self.graphs.extend(recorded.map(|graph| (rows, graph)));
+        if self.options.graphs {
+            let Self { forward, programs, weights, .. } = self;
+            let stream = forward.stream().clone();
+            let graph = stream.capture(|| step(forward, programs.as_mut(), weights, rows))?;
+            self.graphs.push((rows, graph));
+        }
         Ok(())
     }
 
@@ -533,15 +547,17 @@ impl Engine {
 
     /// Records a step by these ways, which nothing else will run; its rows were set. Runs it once.
     pub(crate) fn record_paths(&mut self, batch: u32, setting: &Setting) -> Result<Graph, EngineError> {
+        self.check_alive()?;
         let rows = bucket(batch);
         let bound = self.bind(rows, setting)?;
         let Self { forward, programs, weights, .. } = self;
         let runner = &mut programs.as_mut().ok_or(EngineError::NotStored)?.runner;
         let work = Work::Step { rows };
-        runner.run(&bound, forward, weights, work)?;
-        forward.stream().synchronize()?;
-        let stream = forward.stream().clone();
-        Ok(stream.capture(|| runner.run(&bound, forward, weights, work))?)
+        let recorded = runner
+            .run(&bound, forward, weights, work)
+            .and_then(|()| forward.stream().synchronize())
+            .and_then(|()| forward.stream().clone().capture(|| runner.run(&bound, forward, weights, work)));
+        self.note(recorded)
     }
 
     /// As [`Engine::rehearse`], for steps that begin anew again and again ([`Engine::rewind`]); the pages are lent.
@@ -584,16 +600,10 @@ impl Engine {
     /// Lets cuBLAS find its fastest for every product of steps of `batch` rows, and records them anew.
     #[doc(hidden)]
     pub fn tune_cublas(&mut self, batch: u32) -> Result<(), EngineError> {
+        self.check_alive()?;
         let rows = bucket(batch);
-        self.forward.tune(&self.weights, rows)?;
-        self.graphs.retain(|(of, _)| *of != rows);
-        if self.options.graphs {
-            let stream = self.forward.stream().clone();
-            let Self { forward, programs, weights, .. } = self;
-            let graph = stream.capture(|| step(forward, programs.as_mut(), weights, rows))?;
-            self.graphs.push((rows, graph));
-        }
-        Ok(())
+        let tuned = self.forward.tune(&self.weights, rows).and_then(|()| self.record_step(rows));
+        self.note(tuned)
     }
 }
 

@@ -32,6 +32,17 @@ pub enum DeviceError {
         /// The driver's words for it.
         text: String,
     },
+    /// The device has no room.
+    #[error(
+        "{bytes} bytes do not fit on the device, where {free} are free; stop what else runs there, or ask for less: a \
+         smaller batch, a shorter context, or a smaller model"
+    )]
+    Room {
+        /// What was asked for.
+        bytes: u64,
+        /// What is free, in pieces maybe.
+        free: u64,
+    },
     /// cuBLAS refused a call.
     #[error("{call}: cuBLAS status {status}")]
     Cublas {
