@@ -176,6 +176,9 @@ pub struct DecodeBench {
     /// With --geometry and --mlp: the profile that the MLPs are stored by
     #[arg(long, value_name = "PROFILE", default_value = "inference", requires = "geometry", value_parser = select::profile)]
     profile: Profile,
+    /// With --geometry and --mlp: search for settings first, as `tune` does, and time steps by them, too
+    #[arg(long, requires_all = ["geometry", "mlp"])]
+    tune: bool,
     /// Rounds that count [default: 20]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     rounds: Option<u16>,
@@ -205,6 +208,9 @@ pub struct ReportBench {
     /// Rounds that count
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..))]
     rounds: u16,
+    /// Search for the settings of HHR-PPR first, as `tune` does, and measure it with them, too
+    #[arg(long)]
+    tune: bool,
     /// Number of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
@@ -375,7 +381,8 @@ impl Bench {
                 }
                 if arguments.mlp != Lie::Linears {
                     let plan = bundle.as_ref().map_or_else(Default::default, |bundle| saved_plan(bundle, output));
-                    options = options.mlp(arguments.mlp.into()).plan(plan).profile(Some(arguments.profile));
+                    let profile = Some(arguments.profile);
+                    options = options.mlp(arguments.mlp.into()).plan(plan).profile(profile).tune(arguments.tune);
                 }
                 if let Some(bundle) = &bundle {
                     note_unused(&options.plan, arguments.mlp, bundle, kernels.device().info(), output);
@@ -392,7 +399,7 @@ impl Bench {
                 let kernels = open(arguments.device)?;
                 let timing = Timing::default().rounds(arguments.rounds.into()).warmup_rounds(5);
                 let config = arguments.geometry.config();
-                let asked = (arguments.batch.as_slice(), arguments.context);
+                let asked = (arguments.batch.as_slice(), arguments.context, arguments.tune);
                 let tables = bench::bench_tables(&kernels, &config, asked, &timing, &note)?;
                 output.result(self.name(), &tables, |out| write!(out, "{tables}"))
             }

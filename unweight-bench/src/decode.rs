@@ -19,7 +19,12 @@ use unweight_rt::{
     device::{DeviceError, DeviceInfo, Stream},
 };
 
-use crate::{BenchError, options::options, timing::Timing};
+use crate::{
+    BenchError,
+    options::options,
+    timing::Timing,
+    tuned::{self, TunedRow},
+};
 
 /// What is measured.
 #[derive(Clone, Copy, Debug)]
@@ -55,6 +60,8 @@ options! {
         /// What the other linears of that engine run from.
         #[serde(skip)]
         mlp_linears: Linears = Linears::Packed,
+        /// Of a geometry: settings are searched for at every batch, and its steps timed by them, too.
+        tune: bool = false,
         /// Of a geometry: the profile that MLPs are stored by.
         profile: Option<Profile> = None,
     }
@@ -71,6 +78,8 @@ pub struct DecodeReport {
     pub options: DecodeOptions,
     /// Engines, packed first.
     pub engines: Vec<EngineRow>,
+    /// Settings that were searched for.
+    pub tuned: Vec<TunedRow>,
     /// Steps, by batch and engine.
     pub rows: Vec<StepRow>,
     /// Parts of steps.
@@ -103,7 +112,7 @@ pub struct EngineRow {
 pub struct StepRow {
     /// Sequences.
     pub batch: u32,
-    /// `packed`, `cublas`, or how MLPs lie: `stored` or `alternate`.
+    /// `packed`, `cublas`, or how MLPs lie: `stored` or `alternate`; by settings that were searched for, `tuned`.
     pub linears: &'static str,
     /// Median of a step, us.
     pub median_us: f64,
@@ -134,6 +143,9 @@ pub struct PartRow {
 
 /// Steps of one engine between two looks at the clock.
 const STEPS: u32 = 4;
+
+/// Steps by settings that were searched for.
+const TUNED: &str = "tuned";
 
 /// Rounds of a part, at most.
 const PART_ROUNDS: usize = 15;
@@ -171,9 +183,7 @@ pub fn bench_decode(
     if options.twin {
         forms.push(("cublas", Linears::Bf16, MlpWeights::Linears));
     }
-    let (mut engines, mut contenders) = (Vec::new(), Vec::new());
-    for (name, linears, mlp) in forms {
-        let start = Instant::now();
+    let own_options = |linears: Linears, mlp: MlpWeights| {
         let chunk = if options.prefill > 0 { 2048 } else { 256 };
         let own = EngineOptions::default().max_batch(largest).context(context).linears(linears).chunk(chunk);
         let own = match options.resident {
@@ -182,6 +192,20 @@ pub fn bench_decode(
         };
         let mut own = own.mlp(mlp).plan(options.plan.clone());
         own.resident_experts = options.resident_experts;
+        own
+    };
+    // Before the engines that are timed: all memory is its own, and theirs behind it.
+    let tuned = match model {
+        DecodeModel::Geometry(config) if options.tune && options.mlp != MlpWeights::Linears => {
+            let own = (own_options(options.mlp_linears, options.mlp), options.profile);
+            tuned::search(kernels, config, own, (&options.batches, options.context), progress)?
+        }
+        _ => Vec::new(),
+    };
+    let (mut engines, mut contenders) = (Vec::new(), Vec::new());
+    for (name, linears, mlp) in forms {
+        let start = Instant::now();
+        let own = own_options(linears, mlp);
         let told = |loaded: &LoadProgress<'_>| {
             if let LoadProgress::Kernel(kernel) = loaded {
                 progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
@@ -222,6 +246,15 @@ pub fn bench_decode(
             }
         }
         rows.extend(steps(&mut contenders, batch, options.context, timing, progress)?);
+        if let Some(found) = tuned.iter().find(|found| found.batch == batch) {
+            for contender in contenders.iter_mut().filter(|own| own.linears == options.mlp.name()) {
+                contender.engine.set_paths(batch, &found.setting)?;
+                contender.linears = TUNED;
+            }
+            let again = steps(&mut contenders, batch, options.context, timing, progress)?;
+            rows.extend(again.into_iter().filter(|row| row.linears == TUNED));
+            contenders.iter_mut().filter(|own| own.linears == TUNED).for_each(|own| own.linears = options.mlp.name());
+        }
         if options.breakdown {
             for contender in &mut contenders {
                 // A part that samples goes on to the next position each time.
@@ -237,7 +270,7 @@ pub fn bench_decode(
         }
     }
     let device = kernels.device().info().clone();
-    Ok(DecodeReport { device, rounds, options: options.clone(), engines, rows, parts })
+    Ok(DecodeReport { device, rounds, options: options.clone(), engines, tuned, rows, parts })
 }
 
 fn steps(

@@ -1,7 +1,10 @@
 //! Why a measurement was not made.
 
 use unweight_codegen::plan::GemmShape;
-use unweight_engine::EngineError;
+use unweight_engine::{
+    EngineError,
+    tune::{JournalError, TuneError},
+};
 use unweight_format::{CodecError, compact::Uncompact, packed::Unpackable};
 use unweight_rt::{
     Remedy,
@@ -18,6 +21,12 @@ pub enum BenchError {
     /// A whole model.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// A search for settings.
+    #[error(transparent)]
+    Tune(#[from] TuneError),
+    /// A folder for what a search measures.
+    #[error("a temporary folder for measurements: {0}; set TMPDIR to one that can be written to")]
+    Temporary(std::io::Error),
     /// Weights that cannot be coded.
     #[error(transparent)]
     Codec(#[from] CodecError),
@@ -101,6 +110,11 @@ impl BenchError {
             Self::Device(error) => error.remedy(),
             _ => None,
         }
+    }
+
+    /// The journal of a search.
+    pub(crate) fn journal(error: JournalError) -> Self {
+        Self::Tune(error.into())
     }
 
     /// Refuses a product that is further from cuBLAS's than two bf16 products may be.

@@ -24,6 +24,7 @@ mod rivals;
 mod stress;
 mod tables;
 mod timing;
+mod tuned;
 
 pub use data::{halves, normal_bf16, relative_error};
 pub use decode::{DecodeModel, DecodeOptions, DecodeReport, EngineRow, PartRow, StepRow, bench_decode};
@@ -34,3 +35,4 @@ pub use rivals::{RivalsOptions, bench_rivals};
 pub use stress::{Plant, StressOptions, StressReport, StressRow, stress};
 pub use tables::{BATCHES, Figure, Tables, bench_tables};
 pub use timing::{Report, Row, Timing};
+pub use tuned::TunedRow;

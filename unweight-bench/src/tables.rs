@@ -1,7 +1,7 @@
 //! The report's tables (its section 11), measured here: sizes, whole steps, decoders, products and encoders, beside the
 //! figures that it gives for an H100.
 //!
-//! Whole steps are of a geometry with random weights, by the best guesses of paths. As in the report, nothing but MLPs
+//! Whole steps are of a geometry with random weights, by the best guesses of paths, or by what a search found. As in the report, nothing but MLPs
 //! is coded in `HHR-PPR` and `all Huffman`, and their baseline is the same engine with BF16 weights by cuBLAS, the
 //! fastest of what cuBLASLt proposes; `packed` are all linears in this project's own form.
 
@@ -15,7 +15,7 @@ use unweight_rt::{KernelSet, device::DeviceInfo, ops::encode::GpuEncoder};
 
 use crate::{
     BenchError, BenchOptions, DecodeModel, DecodeOptions, bench_decode, bench_kernels, data::normal_bf16,
-    timing::Timing,
+    timing::Timing, tuned::TunedRow,
 };
 
 /// A figure of a table.
@@ -48,10 +48,14 @@ pub struct Tables {
     pub context: u32,
     /// Rounds of each figure.
     pub rounds: usize,
+    /// Settings of HHR-PPR that were searched for.
+    pub tuned: Vec<TunedRow>,
     /// Table by table.
     pub figures: Vec<Figure>,
 }
 
+/// HHR-PPR by settings that were searched for, as the report's own figures are.
+const TUNED: &str = "HHR-PPR, tuned";
 /// Batches of the report.
 pub const BATCHES: [u32; 5] = [1, 64, 256, 512, 1024];
 /// `gate_proj` of Llama-3.1-8B.
@@ -75,19 +79,20 @@ fn of_batch<const N: usize>(table: &[[f64; N]; 5], batch: u32) -> Option<[f64; N
     BATCHES.iter().position(|own| *own == batch).map(|at| table[at])
 }
 
-/// Measures what the tables have, at `batches`, with `context` tokens behind each sequence.
+/// Measures what the tables have, at `batches`, with `context` tokens behind each sequence; with `tune`, HHR-PPR by
+/// settings that are searched for first, too.
 ///
 /// # Errors
 /// No room for the engines, or what fails on the way.
 pub fn bench_tables(
     kernels: &KernelSet,
     config: &ModelConfig,
-    (batches, context): (&[u32], u32),
+    (batches, context, tune): (&[u32], u32, bool),
     timing: &Timing,
     progress: &(dyn Fn(&str) + Sync),
 ) -> Result<Tables, BenchError> {
     let mut figures = Vec::new();
-    steps(kernels, config, (batches, context), timing, progress, &mut figures)?;
+    let tuned = steps(kernels, config, (batches, context, tune), timing, progress, &mut figures)?;
     let one = BenchOptions::nothing().shapes(vec![GATE]).batches(batches.to_vec()).decode(true).matmul(true);
     let report = bench_kernels(kernels, &one, timing, &|line| progress(line))?;
     for (name, theirs) in TABLE_10 {
@@ -124,31 +129,34 @@ pub fn bench_tables(
     }
     encoders(kernels, timing, &mut figures)?;
     let rounds = timing.rounds.max(1);
-    Ok(Tables { device: kernels.device().info().clone(), context, rounds, figures })
+    Ok(Tables { device: kernels.device().info().clone(), context, rounds, tuned, figures })
 }
 
-/// Tables 8 and 9.
+/// Tables 8 and 9; returns the settings of HHR-PPR that were searched for.
 fn steps(
     kernels: &KernelSet,
     config: &ModelConfig,
-    (batches, context): (&[u32], u32),
+    (batches, context, tune): (&[u32], u32, bool),
     timing: &Timing,
     progress: &(dyn Fn(&str) + Sync),
     figures: &mut Vec<Figure>,
-) -> Result<(), BenchError> {
-    let (mut sizes, mut all) = (Vec::new(), Vec::new());
+) -> Result<Vec<TunedRow>, BenchError> {
+    let (mut sizes, mut all, mut tuned) = (Vec::new(), Vec::new(), Vec::new());
     for (profile, name) in [(Profile::Inference, "HHR-PPR"), (Profile::Distribution, "all Huffman")] {
         let options = DecodeOptions::default()
             .batches(batches.to_vec())
             .context(context)
             .mlp(MlpWeights::Stored)
             .mlp_linears(Linears::Bf16)
+            // The report ships HHR-PPR, and tunes that.
+            .tune(tune && profile == Profile::Inference)
             .profile(Some(profile));
         progress(&format!("whole steps, {name}"));
         let report = bench_decode(kernels, DecodeModel::Geometry(config), &options, timing, progress)?;
         let named = |linears: &str| match linears {
             "cublas" => "baseline",
             "stored" => name,
+            "tuned" => TUNED,
             _ => "packed",
         };
         for engine in &report.engines {
@@ -157,6 +165,7 @@ fn steps(
         for row in &report.rows {
             all.push((named(row.linears), row.batch, row.tokens_per_s, row.over_twin));
         }
+        tuned.extend(report.tuned);
     }
     let baseline = sizes.iter().find(|(name, _)| *name == "baseline").map(|(_, size)| *size);
     for (at, name) in ["baseline", "HHR-PPR", "all Huffman", "packed"].into_iter().enumerate() {
@@ -175,24 +184,24 @@ fn steps(
     }
     for &batch in batches {
         let theirs = of_batch(&TABLE_9, batch);
-        for (at, name) in ["baseline", "HHR-PPR", "all Huffman", "packed"].into_iter().enumerate() {
+        for (column, name) in [(0, "baseline"), (1, "HHR-PPR"), (1, TUNED), (2, "all Huffman"), (3, "packed")] {
             // The baseline and packed weights were measured beside both; the first time counts.
             let found = all.iter().find(|(own, of, ..)| *own == name && *of == batch);
             let Some((_, _, ours, ratio)) = found else { continue };
-            let theirs = theirs.filter(|_| at < 2);
+            let theirs = theirs.filter(|_| column < 2);
             figures.push(Figure {
                 table: 9,
                 what: name.to_owned(),
                 batch: Some(batch),
                 unit: "tokens/s",
                 ours: *ours,
-                theirs: theirs.map(|theirs| theirs[at]),
-                our_ratio: ratio.filter(|_| at > 0),
-                their_ratio: theirs.filter(|_| at > 0).map(|theirs| theirs[at] / theirs[0]),
+                theirs: theirs.map(|theirs| theirs[column]),
+                our_ratio: ratio.filter(|_| column > 0),
+                their_ratio: theirs.filter(|_| column > 0).map(|theirs| theirs[column] / theirs[0]),
             });
         }
     }
-    Ok(())
+    Ok(tuned)
 }
 
 /// Table 12: one tensor from the host's memory to the host's memory, allocations and copies included.
