@@ -34,6 +34,14 @@ pub enum CodecError {
         /// Bytes of the buffer.
         got: usize,
     },
+    /// The buffer for a tensor has another size.
+    #[error("the tensor has {expected} bytes, the buffer {got}")]
+    TensorBytes {
+        /// Bytes of the tensor.
+        expected: u64,
+        /// Bytes of the buffer.
+        got: usize,
+    },
     /// A matrix without elements, or with a dimension of 2^32 and more, has no tiles.
     #[error("a matrix [{rows}, {cols}] cannot be tiled (each dimension must be 1..=4294967295); store it raw")]
     MatrixShape {

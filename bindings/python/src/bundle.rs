@@ -11,6 +11,7 @@ use unweight_format::bundle::{self, BundleError, BundleTensor};
 
 use crate::{
     error::{panicked, raised},
+    packed::at_mut,
     pool::on_pool,
     report::to_python,
 };
@@ -127,17 +128,19 @@ impl Bundle {
             let wanted = wanted.unwrap_or(0);
             return Err(PyValueError::new_err(format!("tensor '{name}' has {wanted} bytes, the buffer {nbytes}")));
         }
-        let bytes = self.decode(py, name, file)?;
-        if nbytes == 0 {
-            return Ok(());
-        }
-        if address == 0 {
+        if nbytes > 0 && address == 0 {
             return Err(PyValueError::new_err("the buffer's address is 0; give the address of memory on the CPU"));
         }
-        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python
-        // documents it); the source has as many, and is of this function.
-        py.detach(|| unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, nbytes) });
-        Ok(())
+        let decoded = on_pool(py, || {
+            // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where
+            // Python documents it).
+            let out = unsafe { at_mut(address, nbytes) };
+            match file {
+                Some(file) => self.bundle.decode_in_into(file, name, out),
+                None => self.bundle.decode_into(name, out),
+            }
+        })?;
+        decoded.map_err(|error| raised(py, &error))
     }
 
     /// Whether a part of a tensor can be read by itself; otherwise `decode_part_into` reads all of it.

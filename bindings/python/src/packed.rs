@@ -120,7 +120,7 @@ unsafe fn at<'a>(address: usize, bytes: usize) -> &'a [u8] {
 ///
 /// # Safety
 /// `bytes` writable bytes lie there for as long as `'a`, and nobody else reads or writes them.
-unsafe fn at_mut<'a>(address: usize, bytes: usize) -> &'a mut [u8] {
+pub unsafe fn at_mut<'a>(address: usize, bytes: usize) -> &'a mut [u8] {
     if bytes == 0 {
         return &mut [];
     }

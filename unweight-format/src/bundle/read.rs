@@ -21,7 +21,7 @@ use super::{
     stage,
 };
 use crate::{
-    Digest, Float, FormId, Section, StoredTensor, TileGrid,
+    CodecError, Digest, Float, FormId, Section, StoredTensor, TileGrid,
     bundle::manifest::{self, FileEntry, Manifest, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
     form::{
         exponents,
@@ -207,6 +207,22 @@ impl Bundle {
         self.decode_at(self.find_in(file, name)?)
     }
 
+    /// As [`Bundle::decode`], into memory of the caller's: of just its bytes. What is there after an error means nothing.
+    ///
+    /// # Errors
+    /// As [`Bundle::decode`], or the tensor has another number of bytes.
+    pub fn decode_into(&self, name: &str, out: &mut [u8]) -> Result<(), BundleError> {
+        self.decode_at_into(self.find(name)?, out)
+    }
+
+    /// As [`Bundle::decode_into`], of one file.
+    ///
+    /// # Errors
+    /// As [`Bundle::decode_into`], or the file does not have it.
+    pub fn decode_in_into(&self, file: &str, name: &str, out: &mut [u8]) -> Result<(), BundleError> {
+        self.decode_at_into(self.find_in(file, name)?, out)
+    }
+
     /// Rows and columns of a matrix, as a rank of several takes them. Of a packed tensor whose blocks have digests
     /// (bundles of format 1.3 on, matrices of more than 512 x 512) only the blocks that they lie in are read and decoded;
     /// of every other tensor, all.
@@ -276,6 +292,15 @@ impl Bundle {
             shard.decode(tensor, &mut out, false)?;
             Ok(out)
         })
+    }
+
+    fn decode_at_into(&self, (shard, tensor): (usize, usize), out: &mut [u8]) -> Result<(), BundleError> {
+        let shard = &self.shards[shard];
+        let (expected, got) = (shard.original_bytes(tensor), out.len());
+        if expected != got as u64 {
+            return Err(shard.codec_error(tensor, CodecError::TensorBytes { expected, got }));
+        }
+        on_threads(None, || shard.decode(tensor, out, false))
     }
 
     fn find_in(&self, file: &str, name: &str) -> Result<(usize, usize), BundleError> {
@@ -496,13 +521,13 @@ impl Shard {
             Some(format) if Float::of(entry.dtype).is_none_or(|float| format != exponents::format_of(float)) => {
                 let reason = "it is not that of the tensor's type";
                 let section = Section::FLOAT_FORMAT.name();
-                Err(self.codec_error(index, crate::CodecError::Code { section, reason }))
+                Err(self.codec_error(index, CodecError::Code { section, reason }))
             }
             _ => Ok(stored),
         }
     }
 
-    fn codec_error(&self, index: usize, source: crate::CodecError) -> BundleError {
+    fn codec_error(&self, index: usize, source: CodecError) -> BundleError {
         BundleError::Codec {
             file: self.file.name.clone(),
             tensor: self.file.tensors[index].name.clone(),
