@@ -12,6 +12,7 @@ import torch
 import unweight
 import unweight.ops
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from unweight.ops import Experts, Linear, linear, pack, pack_experts, place, unpack
 
 DEVICE = torch.device("cuda", 0)
@@ -415,6 +416,18 @@ class Expanded(Operator):
         self.assertLess(runtime.scratch_nbytes(at, 64, (4096, 4096), False), 4096 * 4096)
 
 
+class Seen(TorchDispatchMode):
+    """The operations that go past."""
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 class Module(Gpu):
     def test_layers_move_and_are_copied(self):
         stock = nn.Linear(512, 256).to(torch.bfloat16)
@@ -436,6 +449,22 @@ class Module(Gpu):
             gc.collect()
             self.assertTrue(torch.equal(copied(x), expected))
             self.assertTrue(torch.equal(copied.to("cpu")(x.cpu()), on_cpu))
+
+    def test_without_the_dispatcher_it_is_the_operator(self):
+        for n, k in SHAPES:
+            packed = pack(weights(n, k))
+            for rows, bias in ((1, None), (5, inputs(n)), (33, None)):
+                x = inputs(rows, k)
+                expected = torch.ops.unweight.linear(x, packed.arena, packed.n, bias)
+                with torch.no_grad():
+                    self.assertTrue(torch.equal(linear(x, packed, bias), expected))
+                    self.assertTrue(torch.equal(linear(torch._neg_view(-x), packed, bias), expected))
+                    twice = x.expand(2, rows, k)
+                    by_name = torch.ops.unweight.linear(twice, packed.arena, packed.n, bias)
+                    self.assertTrue(torch.equal(linear(twice, packed, bias), by_name))
+                with torch.no_grad(), Seen() as seen:
+                    linear(x, packed, bias)
+                self.assertIn("unweight.linear.default", seen.names)
 
     @unittest.skipIf(torch.cuda.device_count() < 2, "one GPU")
     def test_two_gpus(self):

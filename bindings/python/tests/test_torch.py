@@ -323,6 +323,40 @@ class Operator(unittest.TestCase):
             # Without a tangent there is nothing to be lost.
             self.assertEqual(linear(x, packed).shape, (2, 64))
 
+    def test_whoever_watches_operations_sees_it(self):
+        from torch.autograd import forward_ad
+        from torch.overrides import TorchFunctionMode
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from unweight.ops import _is_watched
+
+        seen = []
+
+        def watched(x):
+            seen.append(_is_watched())
+            return x
+
+        x = inputs(2, 64)
+        self.assertTrue(_is_watched(), "gradients may be asked for")
+        with torch.inference_mode():
+            self.assertFalse(_is_watched())
+        with torch.no_grad():
+            self.assertFalse(_is_watched())
+            torch.func.vmap(watched)(x)
+            torch.func.functionalize(watched)(x)
+            with warnings.catch_warnings():
+                # torch warns of itself.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                torch.jit.trace(watched, x, check_trace=False)
+            for context in (TorchDispatchMode(), TorchFunctionMode(), forward_ad.dual_level()):
+                with context:
+                    watched(x)
+            torch._dynamo.reset()
+            compiled = torch.compile(lambda x: x + _is_watched(), fullgraph=True, backend="eager")
+            self.assertTrue(torch.equal(compiled(x), x + 1), "a compiler takes it for a constant")
+            self.assertFalse(_is_watched())
+        self.assertEqual(seen, [True] * len(seen))
+        self.assertGreaterEqual(len(seen), 6)
+
     def test_autocast_changes_no_type(self):
         weight, x = weights(64, 128), weights(3, 128)
         packed, plain = pack(weight), nn.functional.linear(x, weight)

@@ -167,9 +167,18 @@ class Bundle(_native.Bundle):
         if rows is not None or cols is not None:
             tensor, _ = self._torch_part(info, rows, cols)
         else:
-            tensor = torch.empty(info.shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
-            self.decode_into(name, tensor.data_ptr(), tensor.nbytes, file=file)
+            to_gpu = device is not None and torch.device(device).type == "cuda" and torch.cuda.is_available()
+            tensor = self._torch_whole(info, pin=to_gpu)
         return tensor if device is None else tensor.to(device)
+
+    def _torch_whole(self, info: TensorInfo, *, pin: bool = False) -> torch.Tensor:
+        """A tensor on the CPU; with `pin` in page-locked memory, which a GPU reads without a copy."""
+        import torch
+
+        dtype = getattr(torch, _dtype(info, _TORCH, "torch"))
+        tensor = torch.empty(info.shape, dtype=dtype, device="cpu", pin_memory=pin)
+        self.decode_into(info.name, tensor.data_ptr(), tensor.nbytes, file=info.file)
+        return tensor
 
     def _torch_part(
         self, info: TensorInfo, rows: Optional[tuple[int, int]], cols: Optional[tuple[int, int]]

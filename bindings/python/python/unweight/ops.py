@@ -603,9 +603,31 @@ torch.library.register_fake("unweight::linear", _fake, lib=_library)
 _refuse_derivatives("linear")
 
 
+def _is_watched() -> bool:
+    """Whether somebody but the caller is to see operations: a trace, a mode, a derivative."""
+    return bool(
+        # The first: a compiler looks no further.
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or eager_transforms.JVP_NESTING
+    )
+
+
+def _linear(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor]) -> Tensor:
+    """The operator; where nobody watches, without the dispatcher, which takes longer than a small product."""
+    if not _is_watched() and type(x) is Tensor and x.is_cuda and not x.is_neg():
+        return _cuda(x, arena, n, bias)
+    return torch.ops.unweight.linear(x, arena, n, bias)
+
+
 def linear(x: Tensor, packed: Packed, bias: Optional[Tensor] = None) -> Tensor:
     """`x @ weight.T + bias` by a packed weight."""
-    return torch.ops.unweight.linear(x, packed.arena, packed.n, bias)
+    return _linear(x, packed.arena, packed.n, bias)
 
 
 class Linear(nn.Module):
@@ -664,7 +686,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._escapes is None:
             return F.linear(x, self.weight, self.bias)
-        return torch.ops.unweight.linear(x, self.weight_packed, self._n, self.bias)
+        return _linear(x, self.weight_packed, self._n, self.bias)
 
     def extra_repr(self) -> str:
         form = "packed" if self.is_packed else "not packed"
@@ -710,7 +732,7 @@ class Experts(nn.Module):
 
     def linear(self, x: Tensor, expert: int) -> Tensor:
         """`x @ weight.T` by the matrix of one expert."""
-        return torch.ops.unweight.linear(x, self.arenas[expert], self.n)
+        return _linear(x, self.arenas[expert], self.n, None)
 
     def _load_from_state_dict(self, *_: Any) -> None:
         _refuse_state(True)

@@ -613,6 +613,8 @@ class UnweightLoader(DefaultModelLoader):
         threads = min(_THREADS, os.cpu_count() or 1)
         ahead: deque[tuple[TensorInfo, Callable[[], Tensor]]] = deque()
         ahead_bytes = 0
+        # Torch keeps such memory for the next tensor: nobody waits for pages that are new, and copies are fast.
+        pin = current_platform.is_cuda_alike()
         # Each process of several takes a part of most matrices; vLLM's layers cut it out.
         has_parts = get_tensor_model_parallel_world_size() > 1
         with ThreadPoolExecutor(threads, thread_name_prefix="unweight") as pool:
@@ -625,7 +627,7 @@ class UnweightLoader(DefaultModelLoader):
                     ahead.append((info, functools.partial(Part, bundle, info, self._count)))
                 else:
                     self._count(info.stored_bytes)
-                    ahead.append((info, pool.submit(bundle.torch, info.name, file=info.file).result))
+                    ahead.append((info, pool.submit(bundle._torch_whole, info, pin=pin).result))
                     ahead_bytes += info.original_bytes
                 while len(ahead) > threads or ahead_bytes > _AHEAD_BYTES:
                     first, tensor = ahead.popleft()
