@@ -11,7 +11,7 @@ use std::{
 
 use common::{Scratch, header, read_tree, real_model, safetensors_file, small_model, tensor};
 use unweight_format::{
-    CodeLimit, Digest, FloatMatrix, FormId, StoredTensor,
+    CodeLimit, CodecError, Digest, FloatMatrix, FormId, StoredTensor,
     bundle::{
         Bundle, BundleError, CompressOptions, CpuEncoder, DecompressOptions, Encoder, EncoderError, ErrorClass,
         Profile, Progress, Remedy, Scope, Silent, VerifyAfter, compress, compress_with, decompress, manifest, plan,
@@ -199,6 +199,23 @@ fn a_resident_bundle_packs_or_falls_back_and_says_why() {
             "{name}: {text}"
         );
         assert!(bundle.decode(name).unwrap() == *bytes, "{name}");
+        // The same into memory that has something in it, and nothing of another size.
+        let file = bundle.tensors().find(|tensor| tensor.entry.name == *name).unwrap().file;
+        let mut own = vec![0xa5; bytes.len() + 1];
+        bundle.decode_into(name, &mut own[..bytes.len()]).unwrap();
+        assert!(own[..bytes.len()] == *bytes, "{name}");
+        own.fill(0xa5);
+        bundle.decode_in_into(file, name, &mut own[1..]).unwrap();
+        assert!(own[1..] == *bytes && own[0] == 0xa5, "{name}");
+        own.fill(0xa5);
+        let refused = match bundle.decode_into(name, &mut own) {
+            Err(BundleError::Codec { tensor, source: CodecError::TensorBytes { expected, got }, .. }) => {
+                tensor == *name && (expected, got) == (bytes.len() as u64, bytes.len() + 1)
+            }
+            _ => false,
+        };
+        assert!(refused, "{name}");
+        assert!(own.iter().all(|byte| *byte == 0xa5), "{name}: nothing is written");
         assert_eq!(bundle.entry(name).unwrap().reason, got.reason);
         // A plan looks at samples: of such small tensors at all of them, but not for single elements.
         if *name != "huge" {
