@@ -8,6 +8,7 @@ import tempfile
 import time
 import unittest
 import warnings
+from unittest import mock
 
 import models
 import torch
@@ -324,7 +325,7 @@ class Operator(unittest.TestCase):
             self.assertEqual(linear(x, packed).shape, (2, 64))
 
     def test_whoever_watches_operations_sees_it(self):
-        from torch.autograd import forward_ad
+        from torch.autograd import forward_ad, profiler
         from torch.overrides import TorchFunctionMode
         from torch.utils._python_dispatch import TorchDispatchMode
         from unweight.ops import _is_watched
@@ -347,7 +348,7 @@ class Operator(unittest.TestCase):
                 # torch warns of itself.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 torch.jit.trace(watched, x, check_trace=False)
-            for context in (TorchDispatchMode(), TorchFunctionMode(), forward_ad.dual_level()):
+            for context in (TorchDispatchMode(), TorchFunctionMode(), forward_ad.dual_level(), profiler.profile()):
                 with context:
                     watched(x)
             torch._dynamo.reset()
@@ -355,7 +356,7 @@ class Operator(unittest.TestCase):
             self.assertTrue(torch.equal(compiled(x), x + 1), "a compiler takes it for a constant")
             self.assertFalse(_is_watched())
         self.assertEqual(seen, [True] * len(seen))
-        self.assertGreaterEqual(len(seen), 6)
+        self.assertGreaterEqual(len(seen), 7)
 
     def test_autocast_changes_no_type(self):
         weight, x = weights(64, 128), weights(3, 128)
@@ -514,6 +515,26 @@ class Tensors(unittest.TestCase):
                         self.assertEqual(got.dtype, expected.dtype)
                         self.assertTrue(torch.equal(got, expected), name)
                 self.assertEqual(bundle.torch("scale", device="meta").device.type, "meta")
+
+    def test_without_memory_that_can_be_locked_tensors_come_nevertheless(self):
+        empty, asked = torch.empty, []
+
+        def refused(*shape, pin_memory=False, **more):
+            asked.append(pin_memory)
+            if pin_memory:
+                raise torch.AcceleratorError("CUDA error: out of memory")
+            return empty(*shape, **more)
+
+        with tempfile.TemporaryDirectory() as home:
+            home = pathlib.Path(home)
+            models.small(home / "model")
+            unweight.compress(home / "model", home / "bundle", profile="resident")
+            bundle = unweight.Bundle(home / "bundle")
+            expected = {info: bundle.torch(info.name) for info in bundle.tensors()}
+            with mock.patch.object(torch, "empty", refused):
+                for info, tensor in expected.items():
+                    self.assertTrue(torch.equal(bundle._torch_whole(info, pin=True), tensor), info.name)
+        self.assertEqual(asked, [True, False] * len(expected))
 
 
 if __name__ == "__main__":

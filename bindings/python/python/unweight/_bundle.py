@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from functools import cached_property
+from contextlib import nullcontext
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Union
 
 from . import _native
@@ -168,15 +169,23 @@ class Bundle(_native.Bundle):
             tensor, _ = self._torch_part(info, rows, cols)
         else:
             to_gpu = device is not None and torch.device(device).type == "cuda" and torch.cuda.is_available()
-            tensor = self._torch_whole(info, pin=to_gpu)
+            # Torch locks pages by whatever device has a context already: there would be one on the first GPU, too.
+            with torch.cuda.device(torch.device(device)) if to_gpu else nullcontext():
+                tensor = self._torch_whole(info, pin=to_gpu)
         return tensor if device is None else tensor.to(device)
 
     def _torch_whole(self, info: TensorInfo, *, pin: bool = False) -> torch.Tensor:
-        """A tensor on the CPU; with `pin` in page-locked memory, which a GPU reads without a copy."""
+        """A tensor on the CPU; with `pin` in page-locked memory, which a GPU reads without a copy, if there is some."""
         import torch
 
-        dtype = getattr(torch, _dtype(info, _TORCH, "torch"))
-        tensor = torch.empty(info.shape, dtype=dtype, device="cpu", pin_memory=pin)
+        empty = partial(torch.empty, info.shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
+        try:
+            tensor = empty(pin_memory=pin)
+        except RuntimeError:
+            # The system may lock less than there is.
+            if not pin:
+                raise
+            tensor = empty()
         self.decode_into(info.name, tensor.data_ptr(), tensor.nbytes, file=info.file)
         return tensor
 

@@ -39,7 +39,10 @@ class Bundle:
     def read(self, name: str, *, file: Optional[str] = None) -> bytes:
         """The original bytes of a tensor, little-endian, compared with their digest."""
     def decode_into(self, name: str, address: int, nbytes: int, *, file: Optional[str] = None) -> None:
-        """As `read`, into `nbytes` writable bytes at `address`; `nbytes` must be the tensor's."""
+        """As `read`, into `nbytes` writable bytes at `address`; `nbytes` must be the tensor's.
+
+        After an error what is there means nothing: it may be another's, or in part the tensor's.
+        """
     def reads_parts(self, name: str, *, file: Optional[str] = None) -> bool:
         """Whether a part of a tensor can be read without the rest: large packed matrices, of bundles from 1.3 on."""
     def decode_part_into(

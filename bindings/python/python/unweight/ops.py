@@ -604,7 +604,7 @@ _refuse_derivatives("linear")
 
 
 def _is_watched() -> bool:
-    """Whether somebody but the caller is to see operations: a trace, a mode, a derivative."""
+    """Whether somebody but the caller is to see operations: a trace, a mode, a profiler, a derivative."""
     return bool(
         # The first: a compiler looks no further.
         torch.compiler.is_compiling()
@@ -613,6 +613,7 @@ def _is_watched() -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
         or forward_ad._current_level >= 0
         or eager_transforms.JVP_NESTING
     )

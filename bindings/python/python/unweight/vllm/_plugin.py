@@ -493,6 +493,9 @@ class UnweightLoader(DefaultModelLoader):
         """As vLLM's, and says what became of the weights."""
         self._named = getattr(vllm_config.quant_config, "manifest", None)
         model = super().load_model(vllm_config, model_config, prefix)
+        if self._stored_bytes and current_platform.is_cuda_alike():
+            # Torch would keep what it locked for tensors that are gone, some GB, as long as this process runs.
+            torch._C._host_emptyCache()
         if model_config.quantization == _NAME:
             _tell(model)
             # Weights that come in another way would find no layer to go to, when others have been replaced.
