@@ -256,7 +256,7 @@ fn a_palette_source_that_lies_stays_inside() {
 #[ignore = "needs a GPU"]
 fn what_does_not_fit_is_said_with_its_bytes() {
     let kernels = gpu();
-    let stream = stream(&kernels);
+    let stream = stream(kernels);
     let asked = 1 << 50;
     for _ in 0..3 {
         let refused = DeviceBuffer::<u8>::zeroed(&stream, asked).expect_err("a petabyte");
