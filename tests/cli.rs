@@ -726,6 +726,10 @@ fn tune_says_what_it_needs() {
     assert!(text.contains(" writes this journal") && !text.contains("libcuda"), "{text}");
     drop(held);
     fs::remove_file(&second).unwrap();
+    // A search for what will not run is refused.
+    let asked = ["bench", "decode", "--geometry", "llama-3.2-1b", "--tune", "--mlp", "linears"];
+    let text = stderr(&run(home.path(), &asked, 2));
+    assert!(text.contains("give --mlp stored") && !text.contains("libcuda"), "{text}");
     let attached = dir.join("unweight.kernels");
     fs::write(&attached, "damaged").unwrap();
     let output = run(home.path(), &["tune", "inference", "--save"], 1);

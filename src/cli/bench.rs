@@ -360,6 +360,10 @@ impl Bench {
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Decode(arguments) => {
+                if arguments.tune && arguments.mlp == Lie::Linears {
+                    let message = "--tune searches for settings of MLPs as they are stored, and --mlp is linears";
+                    return Err(Failure::new(message, "give --mlp stored, or leave --tune out"));
+                }
                 plot::may_save(arguments.svg.as_deref())?;
                 let bundle = arguments.bundle.as_deref().map(Bundle::open).transpose()?;
                 let config = arguments.geometry.map(Geometry::config);

@@ -147,6 +147,7 @@ fn advice(error: &io::Error) -> Option<&'static str> {
         io::ErrorKind::ReadOnlyFilesystem => "choose a place that can be written to",
         io::ErrorKind::IsADirectory => "give a file",
         io::ErrorKind::NotADirectory => "give a directory",
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space, then run it again",
         _ => return None,
     })
 }

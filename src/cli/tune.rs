@@ -18,7 +18,7 @@ use unweight::{
             oracle::{Interrupted, PathSpace, Rounds, StepOracle},
             plan,
         },
-        tune::{Claim, How, Journal, Limits, Point, Progress, Subject, TuneError, Tuned, descend},
+        tune::{Claim, How, Journal, JournalError, Limits, Point, Progress, Subject, TuneError, Tuned, descend},
     },
     format::{
         FormId,
@@ -149,7 +149,7 @@ impl Tune {
         // What a journal is of is known before minutes of loading.
         let subjects = claims.into_iter().map(|(batch, claim)| {
             let key = self.journal_key(&model, &kernels, batch);
-            claim.of.check(&key).map_err(Failure::other)?;
+            claim.of.check(&key).map_err(of_journal)?;
             Ok((batch, claim, key))
         });
         let subjects = subjects.collect::<Result<Vec<_>>>()?;
@@ -206,7 +206,7 @@ impl Tune {
             };
             let own = folder.as_ref().map(|folder| folder.path().join("journal"));
             let path = self.journal.as_deref().map(|file| numbered(file, *batch)).or(own).unwrap_or_default();
-            Ok((*batch, Claimed { of: Claim::new(&path).map_err(Failure::other)?, folder }))
+            Ok((*batch, Claimed { of: Claim::new(&path).map_err(of_journal)?, folder }))
         };
         batches.iter().map(claim).collect()
     }
@@ -356,7 +356,7 @@ fn search(
         return Err(nothing_to_choose());
     }
     let start = from.map_or_else(|| space.space().first(), |setting| space.point(setting));
-    let journal = claimed.of.begin(key, space.space(), &start).map_err(Failure::other)?;
+    let journal = claimed.of.begin(key, space.space(), &start).map_err(of_journal)?;
     // What this search found before may be saved, and `from` be that: it began elsewhere.
     let start = journal.start().clone();
     Ok(Search { space, start, journal, _folder: claimed.folder })
@@ -377,6 +377,14 @@ fn ended(error: TuneError, journal: Option<&Path>) -> Failure {
                 None => "interrupted; with --journal FILE the same command would go on from there",
             })
         }
+        TuneError::Journal(error) => of_journal(error),
+        error => Failure::other(error),
+    }
+}
+
+fn of_journal(error: JournalError) -> Failure {
+    match error {
+        JournalError::Io { path, source } => Failure::io(path.display())(source),
         error => Failure::other(error),
     }
 }
@@ -532,6 +540,14 @@ mod tests {
         for text in ["3", "0", "x", "2048", "-1"] {
             assert!(batch(text).unwrap_err().contains("1, 8, 16"), "{text}");
         }
+    }
+
+    #[test]
+    fn a_journal_without_room_says_what_to_do() {
+        let source = io::ErrorKind::StorageFull.into();
+        let error = JournalError::Io { path: "some/journal.1".into(), source };
+        let text = ended(error.into(), None).to_json().to_string();
+        assert!(text.contains(r#""message":"some/journal.1""#) && text.contains("free some space"), "{text}");
     }
 
     /// The second of four batches has no room, the third fails, the fourth is not begun.

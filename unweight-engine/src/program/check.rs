@@ -30,8 +30,8 @@ pub enum Violation {
         /// What both touch.
         buffer: Buffer,
     },
-    /// A stream or an event that the program does not have.
-    #[error("step {step} names a stream or event that the program does not have")]
+    /// A stream, an event or a slot that the program does not have.
+    #[error("step {step} names a stream, event or slot that the program does not have")]
     OutOfRange {
         /// The step.
         step: usize,
@@ -107,6 +107,14 @@ pub enum Violation {
         /// Its projection.
         projection: Projection,
     },
+    /// A tensor is decoded, and no product reads what it became.
+    #[error("{projection:?} of layer {layer} is decoded, and no product reads it")]
+    Unread {
+        /// The layer.
+        layer: u32,
+        /// Its projection.
+        projection: Projection,
+    },
     /// A programmatic dependent whose stream has an event, or a kernel that knows no dependence, before it.
     #[error(
         "step {step} is a programmatic dependent, and what stands before it on its stream is no kernel that allows it"
@@ -173,6 +181,7 @@ pub fn check(program: &Program) -> Result<(), Violation> {
     let mut users: HashMap<Buffer, Users> = HashMap::new();
     let mut held: HashMap<(u8, Projection), Held> = HashMap::new();
     let mut decoded: HashMap<(u32, Projection), DecodeOutput> = HashMap::new();
+    let mut read: HashSet<(u32, Projection)> = HashSet::new();
     let mut resident: Option<(Point, usize)> = None;
     let mut last: Vec<Option<Point>> = vec![None; streams];
     // Streams that belong to the step; what their last entry allows to follow.
@@ -241,7 +250,10 @@ pub fn check(program: &Program) -> Result<(), Violation> {
                     }
                     resident = Some((point, step));
                 }
-                slots(step, job, &mut held, &mut decoded)?;
+                if job.slot().is_some_and(|slot| slot >= program.slots) {
+                    return Err(Violation::OutOfRange { step });
+                }
+                read.extend(slots(step, job, &mut held, &mut decoded)?);
             }
         }
     }
@@ -249,6 +261,9 @@ pub fn check(program: &Program) -> Result<(), Violation> {
         for (projection, output) in Projection::ALL.into_iter().zip(outputs) {
             if output.is_some() && decoded.get(&(layer, projection)) != output.as_ref() {
                 return Err(Violation::NeverDecoded { layer, projection });
+            }
+            if output.is_some() && !read.contains(&(layer, projection)) {
+                return Err(Violation::Unread { layer, projection });
             }
         }
     }
@@ -271,30 +286,31 @@ fn declared(program: &Program) -> Result<(), Violation> {
     Ok(())
 }
 
-/// What a job does to the slots. Conflicting steps are ordered as the host enqueues them, so that this order is the
-/// device's, too.
+/// What a job does to the slots, and the decoded tensor that it reads. Conflicting steps are ordered as the host enqueues
+/// them, so that this order is the device's, too.
 fn slots(
     step: usize,
     job: &Job,
     held: &mut HashMap<(u8, Projection), Held>,
     decoded: &mut HashMap<(u32, Projection), DecodeOutput>,
-) -> Result<(), Violation> {
+) -> Result<Option<(u32, Projection)>, Violation> {
     match *job {
         Job::Decode { layer, projection, output, slot } => {
             if decoded.insert((layer, projection), output).is_some() {
                 return Err(Violation::DecodedTwice { step, layer, projection });
             }
             held.insert((slot, projection), (layer, output));
+            Ok(None)
         }
         Job::Linear { layer, projection, path, slot } => {
-            let Some(output) = path.decodes() else { return Ok(()) };
+            let Some(output) = path.decodes() else { return Ok(None) };
             let Some(slot) = slot else { return Err(Violation::NeverDecoded { layer, projection }) };
             let (want, found) = ((layer, output), held.get(&(slot, projection)).copied());
             if found != Some(want) {
                 return Err(Violation::Stale { step, slot, projection, want, found });
             }
+            Ok(Some((layer, projection)))
         }
-        _ => {}
+        _ => Ok(None),
     }
-    Ok(())
 }

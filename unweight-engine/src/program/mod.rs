@@ -247,6 +247,15 @@ impl Job {
         }
     }
 
+    /// The slot that it fills or reads.
+    fn slot(&self) -> Option<u8> {
+        match *self {
+            Self::Decode { slot, .. } => Some(slot),
+            Self::Linear { slot, .. } => slot,
+            _ => None,
+        }
+    }
+
     /// Whether its kernel knows no programmatic dependence.
     pub(crate) fn is_ordinary(&self) -> bool {
         matches!(self, Self::Linear { path, .. } if path.is_cublas()) || matches!(self, Self::Decode { .. })

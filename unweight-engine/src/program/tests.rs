@@ -350,6 +350,9 @@ fn every_violation_is_found() {
     assert_eq!(check(&sound), Ok(()));
     let at = |of: &dyn Fn(&Step) -> bool| sound.steps.iter().position(of).unwrap();
     let decoder = at(&|step| matches!(step, Step::Run { job: Job::Decode { .. }, .. }));
+    let other = at(&|step| matches!(step, Step::Run { job: Job::Decode { slot: 1, .. }, .. }));
+    let product =
+        at(&|step| matches!(step, Step::Run { job: Job::Linear { layer: 1, projection: Projection::Down, .. }, .. }));
     let broken = |change: &dyn Fn(&mut Program)| {
         let mut program = sound.clone();
         change(&mut program);
@@ -382,6 +385,18 @@ fn every_violation_is_found() {
     });
     let stale = (1, DecodeOutput::Palette);
     assert!(matches!(error, Violation::Stale { found, .. } if found == Some(stale)), "{error:?}");
+    assert_eq!(broken(&|program| program.slots = 1), Violation::OutOfRange { step: other });
+    // A product that reads weights as they are stored, where they were decoded.
+    let unread = Violation::Unread { layer: 1, projection: Projection::Down };
+    let error = broken(&|program| {
+        let Step::Run { job: Job::Linear { path, slot, .. }, reads, dependent, .. } = &mut program.steps[product]
+        else {
+            unreachable!()
+        };
+        (*path, *slot, *dependent) = (Path::Palette, None, false);
+        reads.retain(|buffer| !matches!(buffer, Buffer::Slot(..)));
+    });
+    assert_eq!(error, unread);
     let behind = at(&|step| matches!(step, Step::Run { stream: 0, job: Job::Linear { slot: Some(0), .. }, .. }));
     let error = broken(&|program| {
         let Step::Run { dependent, .. } = &mut program.steps[behind] else { unreachable!() };
