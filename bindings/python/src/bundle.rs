@@ -7,7 +7,7 @@ use pyo3::{
     prelude::*,
     types::{PyBytes, PyDict},
 };
-use unweight_format::bundle::{self, BundleError, BundleTensor};
+use unweight_format::bundle::{self, BundleError, BundleTensor, manifest::TensorEntry};
 
 use crate::{
     error::{panicked, raised},
@@ -68,11 +68,7 @@ impl Bundle {
     /// The same of one tensor.
     #[pyo3(signature = (name, *, file=None))]
     fn _row<'py>(&self, py: Python<'py>, name: &str, file: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
-        let entry = match file {
-            Some(file) => self.bundle.entry_in(file, name),
-            None => self.bundle.entry(name),
-        };
-        let entry = entry.map_err(|error| raised(py, &error))?;
+        let entry = self.entry(py, name, file)?;
         let mut tensors = self.bundle.tensors();
         row(py, tensors.find(|tensor| std::ptr::eq(tensor.entry, entry)).ok_or_else(panicked)?)
     }
@@ -106,7 +102,9 @@ impl Bundle {
     /// The original bytes of a tensor, compared with their digest.
     #[pyo3(signature = (name, *, file=None))]
     fn read<'py>(&self, py: Python<'py>, name: &str, file: Option<&str>) -> PyResult<Bound<'py, PyBytes>> {
-        Ok(PyBytes::new(py, &self.decode(py, name, file)?))
+        let bytes = usize::try_from(self.entry(py, name, file)?.original_bytes().unwrap_or(0))?;
+        // Made by Python first: where there is no memory for it, that is an error.
+        PyBytes::new_with(py, bytes, |out| self.decode(py, name, file, out))
     }
 
     /// As `read`, into memory that is the caller's.
@@ -119,11 +117,7 @@ impl Bundle {
         nbytes: usize,
         file: Option<&str>,
     ) -> PyResult<()> {
-        let entry = match file {
-            Some(file) => self.bundle.entry_in(file, name),
-            None => self.bundle.entry(name),
-        };
-        let wanted = entry.map_err(|error| raised(py, &error))?.original_bytes();
+        let wanted = self.entry(py, name, file)?.original_bytes();
         if wanted != Some(nbytes as u64) {
             let wanted = wanted.unwrap_or(0);
             return Err(PyValueError::new_err(format!("tensor '{name}' has {wanted} bytes, the buffer {nbytes}")));
@@ -131,26 +125,15 @@ impl Bundle {
         if nbytes > 0 && address == 0 {
             return Err(PyValueError::new_err("the buffer's address is 0; give the address of memory on the CPU"));
         }
-        let decoded = on_pool(py, || {
-            // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where
-            // Python documents it).
-            let out = unsafe { at_mut(address, nbytes) };
-            match file {
-                Some(file) => self.bundle.decode_in_into(file, name, out),
-                None => self.bundle.decode_into(name, out),
-            }
-        })?;
-        decoded.map_err(|error| raised(py, &error))
+        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python
+        // documents it).
+        self.decode(py, name, file, unsafe { at_mut(address, nbytes) })
     }
 
     /// Whether a part of a tensor can be read by itself; otherwise `decode_part_into` reads all of it.
     #[pyo3(signature = (name, *, file=None))]
     fn reads_parts(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<bool> {
-        let entry = match file {
-            Some(file) => self.bundle.entry_in(file, name),
-            None => self.bundle.entry(name),
-        };
-        let entry = entry.map_err(|error| raised(py, &error))?;
+        let entry = self.entry(py, name, file)?;
         Ok(entry.sections.iter().any(|section| !section.blocks.is_empty()))
     }
 
@@ -199,12 +182,20 @@ impl Bundle {
 }
 
 impl Bundle {
-    fn decode(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<Vec<u8>> {
+    fn decode(&self, py: Python<'_>, name: &str, file: Option<&str>, out: &mut [u8]) -> PyResult<()> {
         let decoded = on_pool(py, || match file {
-            Some(file) => self.bundle.decode_in(file, name),
-            None => self.bundle.decode(name),
+            Some(file) => self.bundle.decode_in_into(file, name, out),
+            None => self.bundle.decode_into(name, out),
         })?;
         decoded.map_err(|error| raised(py, &error))
+    }
+
+    fn entry(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<&TensorEntry> {
+        let entry = match file {
+            Some(file) => self.bundle.entry_in(file, name),
+            None => self.bundle.entry(name),
+        };
+        entry.map_err(|error| raised(py, &error))
     }
 }
 

@@ -357,6 +357,25 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             thread.join()
         self.assertEqual(wrong, [])
 
+    def test_without_memory_it_is_an_error(self):
+        (self.home / "large").mkdir()
+        models.safetensors(self.home / "large" / "model.safetensors", {"t": ("U8", [64 << 20], bytes(64 << 20))})
+        unweight.compress(self.home / "large", self.home / "packed")
+        script = """
+import resource, sys, unweight
+bundle = unweight.Bundle(sys.argv[1])
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+for room in (32, 96):
+    resource.setrlimit(resource.RLIMIT_AS, (now + (room << 20), resource.RLIM_INFINITY))
+    try:
+        print(len(bundle.read("t")) >> 20)
+    except MemoryError:
+        print("refused")
+"""
+        command = [sys.executable, "-c", script, str(self.home / "packed")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.stdout, "refused\n64\n", done.stderr[-2000:])
+
 
 class Errors(Case):
     def test_each_says_where(self):
