@@ -7,9 +7,6 @@ use cudarc::driver::{result, sys};
 
 use crate::device::{Call, Device, DeviceError, Refusal, Stream};
 
-/// What the driver says of an allocation that has no room.
-const OUT_OF_MEMORY: u32 = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
-
 /// `[T]` on the device, 256-byte aligned.
 ///
 /// Behind its last element lie at least [`DeviceBuffer::PAD_BYTES`] allocated bytes: bulk copies round their ends up to
@@ -47,12 +44,11 @@ impl<T: Pod> DeviceBuffer<T> {
         device.bind()?;
         // SAFETY: the memory is set below, before anything can read it.
         let allocated = unsafe { result::malloc_sync(bytes) }.call("allocating device memory");
-        let address = allocated.map_err(|error| match error {
-            DeviceError::Driver { code: OUT_OF_MEMORY, .. } => {
+        let address = allocated.map_err(|error| {
+            error.of_room(|| {
                 let free = device.memory().map_or(0, |(free, _)| free as u64);
                 DeviceError::Room { bytes: bytes as u64, free }
-            }
-            error => error,
+            })
         })?;
         let buffer = Self { device, address, len, is_owned: true, marker: PhantomData };
         // SAFETY: the range was just allocated. `T: Pod` is valid with zeros.

@@ -43,6 +43,12 @@ pub enum DeviceError {
         /// What is free, in pieces maybe.
         free: u64,
     },
+    /// The host has no room that can be locked.
+    #[error("{bytes} bytes of page-locked memory are not to be had; free some of the host's memory, or ask for less")]
+    HostRoom {
+        /// What was asked for.
+        bytes: u64,
+    },
     /// cuBLAS refused a call.
     #[error("{call}: cuBLAS status {status}")]
     Cublas {
@@ -121,7 +127,18 @@ impl RowFault {
     pub(crate) const ALL: [Self; 4] = [Self::Token, Self::Source, Self::Page, Self::Logits];
 }
 
+/// What the driver says of an allocation that has no room.
+const OUT_OF_MEMORY: u32 = cudarc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
+
 impl DeviceError {
+    /// Of an allocation: what there was no room for, if that is why it failed.
+    pub(super) fn of_room(self, room: impl FnOnce() -> Self) -> Self {
+        match self {
+            Self::Driver { code: OUT_OF_MEMORY, .. } => room(),
+            error => error,
+        }
+    }
+
     /// Why operands were refused, if that is what this is.
     pub fn refusal(&self) -> Option<&Refusal> {
         match self {

@@ -56,7 +56,8 @@ impl<T: Pod> Pinned<T> {
         })?;
         device.bind()?;
         // SAFETY: the memory is set below, before anything can read it. Page-aligned, so aligned for any `Pod`.
-        let start = unsafe { result::malloc_host(bytes, 0) }.call("allocating page-locked memory")?;
+        let allocated = unsafe { result::malloc_host(bytes, 0) }.call("allocating page-locked memory");
+        let start = allocated.map_err(|error| error.of_room(|| DeviceError::HostRoom { bytes: bytes as u64 }))?;
         let start = NonNull::new(start.cast::<T>()).ok_or_else(|| DeviceError::Driver {
             call: "allocating page-locked memory",
             code: 0,
