@@ -37,9 +37,9 @@ class Check(NamedTuple):
 
 # In order of worth.
 CHECKS = {
-    "operator": Check("-m unittest -v gpu_ops", 1, 90),
-    "vllm": Check("vllm_gpu.py --bundle", 1, 350),
-    "transformers": Check("transformers_gpu.py --bundle --dfloat11", 1, 260),
+    "operator": Check("-m unittest -v gpu_ops", 1, 40),
+    "vllm": Check("vllm_gpu.py --bundle", 1, 390),
+    "transformers": Check("transformers_gpu.py --bundle --dfloat11", 1, 230),
     "mixture": Check(
         "vllm_gpu.py --geometry qwen3-30b-a3b --layers 4 --bundle --batches 1,8,16,32,64 --first 128 --few-graphs",
         1,
