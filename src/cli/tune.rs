@@ -25,7 +25,7 @@ use unweight::{
         bundle::{self as format, ATTACHED_NAME, Bundle},
     },
     model::{ModelConfig, ModelWeights},
-    rt::{KernelSet, device::DeviceInfo},
+    rt::KernelSet,
 };
 
 use super::{
@@ -115,10 +115,8 @@ pub struct Row {
     measured: u32,
     replayed: u32,
     rejected: u32,
-    hard: [String; 3],
-    easy: [String; 3],
-    decode_sms: u32,
-    consumers: u8,
+    #[serde(flatten)]
+    setting: Setting,
 }
 
 /// Steps between two looks at the clock.
@@ -158,18 +156,18 @@ impl Tune {
         // Every journal has its head before the first measurement.
         let searches = subjects.into_iter().map(|(batch, claim, key)| {
             let from = plan.setting(batch, &plan::key(&model, self.mlp.into(), batch, info));
-            Ok((batch, search(&engine, info, (batch, claim, &key), from)?))
+            Ok((batch, search(&engine, (batch, claim, &key), from)?))
         });
         let searches = searches.collect::<Result<Vec<_>>>()?;
         let stop = || cancelled.load(Ordering::Relaxed);
         let mut behind = searches.len();
         let mut found = Found::of(searches, |batch, search| {
             behind -= 1;
-            let Some((row, setting)) = self.tune(&mut engine, (batch, search), behind, &stop, output)? else {
+            let Some(row) = self.tune(&mut engine, (batch, search), behind, &stop, output)? else {
                 return Ok(None);
             };
             let (of, found) = ((model.as_str(), self.mlp.into()), (row.step_us, row.gain));
-            let measured = Measured::new(of, batch, info, setting, found);
+            let measured = Measured::new(of, batch, info, row.setting.clone(), found);
             Ok(Some((row, measured)))
         })?;
         let mut saved = false;
@@ -291,7 +289,7 @@ impl Tune {
         behind: usize,
         stop: &dyn Fn() -> bool,
         output: Output,
-    ) -> Result<Option<(Row, Setting)>> {
+    ) -> Result<Option<Row>> {
         let Search { space, start, mut journal, _folder } = search;
         let mut oracle = match StepOracle::new(engine, &space, (batch, self.context), self.rounds(), &start, stop) {
             Err(EngineError::Rejected(why)) => {
@@ -306,10 +304,8 @@ impl Tune {
         });
         let tuned = tuned.map_err(|error| ended(error, self.journal.as_deref()))?;
         let (start_us, step_us) = (oracle.step_us(&start)?, oracle.step_us(&tuned.best)?);
-        let setting = space.setting(&tuned.best);
-        let Tuned { gain, measured, replayed, rejected, .. } = tuned;
-        let names = |ways: &[Way; 3]| ways.each_ref().map(ToString::to_string);
-        let row = Row {
+        let Tuned { best, gain, measured, replayed, rejected, .. } = tuned;
+        Ok(Some(Row {
             batch,
             start_us,
             step_us,
@@ -318,12 +314,8 @@ impl Tune {
             measured,
             replayed,
             rejected,
-            hard: names(&setting.hard),
-            easy: names(&setting.easy),
-            decode_sms: setting.decode_sms,
-            consumers: setting.consumers,
-        };
-        Ok(Some((row, setting)))
+            setting: space.setting(&best),
+        }))
     }
 }
 
@@ -344,14 +336,8 @@ struct Search {
 }
 
 /// What a batch needs to be searched, with a journal of this key.
-fn search(
-    engine: &Engine,
-    info: &DeviceInfo,
-    (batch, claimed, key): (u32, Claimed, &str),
-    from: Option<&Setting>,
-) -> Result<Search> {
-    let (choices, guess) = (engine.path_choices(batch), engine.path_guess(batch)?);
-    let space = PathSpace::new(&choices, &guess, info.sms);
+fn search(engine: &Engine, (batch, claimed, key): (u32, Claimed, &str), from: Option<&Setting>) -> Result<Search> {
+    let space = engine.path_space(batch)?;
     if space.is_trivial() {
         return Err(nothing_to_choose());
     }
@@ -504,6 +490,7 @@ impl Report {
         let headings =
             [">batch", ">start us", ">step us", ">gain", ">tokens/s", "hard", "easy", ">decode SMs", ">streams"];
         let mut table = Table::new(&headings);
+        let names = |ways: &[Way; 3]| ways.each_ref().map(ToString::to_string).join(" ");
         for row in &self.rows {
             table.row([
                 row.batch.to_string(),
@@ -511,10 +498,10 @@ impl Report {
                 format!("{:.0}", row.step_us),
                 format!("{:.1} %", row.gain * 100.0),
                 format!("{:.0}", row.tokens_per_s),
-                row.hard.join(" "),
-                row.easy.join(" "),
-                row.decode_sms.to_string(),
-                row.consumers.to_string(),
+                names(&row.setting.hard),
+                names(&row.setting.easy),
+                row.setting.decode_sms.to_string(),
+                row.setting.consumers.to_string(),
             ]);
         }
         table.write(out)?;
@@ -542,6 +529,30 @@ mod tests {
         }
     }
 
+    fn row(batch: u32, setting: Setting) -> Row {
+        Row {
+            batch,
+            start_us: 2.0,
+            step_us: 1.0,
+            gain: 0.5,
+            tokens_per_s: 1e6,
+            measured: 3,
+            replayed: 0,
+            rejected: 0,
+            setting,
+        }
+    }
+
+    #[test]
+    fn a_setting_is_told_by_names() {
+        let ways = |names: [&str; 3]| names.map(|way| way.parse().unwrap());
+        let (hard, easy) = (ways(["raw", "exponents/n2p4", "palette/n1p6s2"]), ways(["raw"; 3]));
+        let told = serde_json::to_string(&row(64, Setting { hard, easy, decode_sms: 22, consumers: 2 })).unwrap();
+        let hard = r#""hard":["raw","exponents/n2p4","palette/n1p6s2"]"#;
+        let rest = r#""easy":["raw","raw","raw"],"decode_sms":22,"consumers":2}"#;
+        assert!(told.ends_with(&format!("{hard},{rest}")), "{told}");
+    }
+
     #[test]
     fn a_journal_without_room_says_what_to_do() {
         let source = io::ErrorKind::StorageFull.into();
@@ -555,20 +566,6 @@ mod tests {
     fn a_batch_that_fails_is_in_the_report_beside_those_that_were_found() {
         let ways: [Way; 3] = ["raw"; 3].map(|way| way.parse().unwrap());
         let setting = Setting { hard: ways, easy: ways, decode_sms: 22, consumers: 2 };
-        let row = |batch| Row {
-            batch,
-            start_us: 2.0,
-            step_us: 1.0,
-            gain: 0.5,
-            tokens_per_s: 1e6,
-            measured: 3,
-            replayed: 0,
-            rejected: 0,
-            hard: Default::default(),
-            easy: Default::default(),
-            decode_sms: 22,
-            consumers: 2,
-        };
         let found = |last: u32| {
             Found::of(vec![(1, ()), (64, ()), (256, ()), (512, ())], |batch, ()| match batch {
                 64 => Ok(None),
@@ -577,7 +574,7 @@ mod tests {
                     let (key, basis, device) = ("0".repeat(32), "0".repeat(32), "a card".to_owned());
                     let setting = setting.clone();
                     let measured = Measured { batch, key, device, basis, setting, step_us: 1.0, gain: 0.5 };
-                    Ok(Some((row(batch), measured)))
+                    Ok(Some((row(batch, measured.setting.clone()), measured)))
                 }
             })
         };

@@ -10,7 +10,7 @@ use unweight::engine::{
     options::BUCKETS,
     paths::{
         Lies, Lying, Measured, Plan, Setting, Way,
-        oracle::{PathSpace, Rounds, StepOracle},
+        oracle::{Rounds, StepOracle},
     },
     program::Path,
     tune::{Journal, Limits, descend},
@@ -281,11 +281,9 @@ fn a_bad_start_is_improved() {
     let options = EngineOptions::default().max_batch(8).context(128).chunk(128).memory(8 << 30);
     let mut engine = load(&bundle, options.mlp(MlpWeights::Stored).graphs(false));
     let before = by_steps(&mut engine, 8);
-    let (choices, guess) = (engine.path_choices(8), engine.path_guess(8).unwrap());
-    let sms = gpu().device().info().sms;
-    let space = PathSpace::new(&choices, &guess, sms);
+    let space = engine.path_space(8).unwrap();
     // One multiprocessor for each decoder.
-    let bad = space.point(&Setting { decode_sms: 3, consumers: 1, ..guess });
+    let bad = space.point(&Setting { decode_sms: 3, consumers: 1, ..engine.path_guess(8).unwrap() });
     let path = home.path().join("journal");
     let mut measured = Vec::new();
     let mut best = None;

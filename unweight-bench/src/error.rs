@@ -1,10 +1,7 @@
 //! Why a measurement was not made.
 
 use unweight_codegen::plan::GemmShape;
-use unweight_engine::{
-    EngineError,
-    tune::{JournalError, TuneError},
-};
+use unweight_engine::{EngineError, tune::TuneError};
 use unweight_format::{CodecError, compact::Uncompact, packed::Unpackable};
 use unweight_rt::{
     Remedy,
@@ -110,11 +107,6 @@ impl BenchError {
             Self::Device(error) => error.remedy(),
             _ => None,
         }
-    }
-
-    /// The journal of a search.
-    pub(crate) fn journal(error: JournalError) -> Self {
-        Self::Tune(error.into())
     }
 
     /// Refuses a product that is further from cuBLAS's than two bf16 products may be.

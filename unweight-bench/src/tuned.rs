@@ -1,15 +1,15 @@
 //! Settings for the steps of a geometry whose MLPs lie as they are stored, found as `unweight tune` finds them: by
-//! coordinate descent over whole steps, of all layers: what was best for the first eight of 32 lost 6 % of a step of all
-//! of them.
+//! coordinate descent over whole steps, of all layers. What was best for the first eight of 32 lost 6 % of a step of
+//! all of them.
 
 use serde::Serialize;
 use unweight_engine::{
     Engine, EngineOptions, LoadProgress,
     paths::{
-        Setting, Way,
-        oracle::{PathSpace, Rounds, StepOracle},
+        Setting,
+        oracle::{Rounds, StepOracle},
     },
-    tune::{Journal, Limits, Tuned, descend},
+    tune::{Journal, Limits, TuneError, Tuned, descend},
 };
 use unweight_format::bundle::Profile;
 use unweight_model::ModelConfig;
@@ -29,16 +29,8 @@ pub struct TunedRow {
     pub gain: f64,
     /// Comparisons of two settings.
     pub compared: u32,
-    /// Paths of gate, up and down in layers with something to decode.
-    pub hard: [String; 3],
-    /// Paths of gate, up and down in the others.
-    pub easy: [String; 3],
-    /// Multiprocessors that decode.
-    pub decode_sms: u32,
-    /// Streams that multiply in hard layers.
-    pub consumers: u8,
-    /// The same, as an engine takes it.
-    #[serde(skip)]
+    /// What was found.
+    #[serde(flatten)]
     pub setting: Setting,
 }
 
@@ -57,26 +49,21 @@ pub(crate) fn search(
     let told = |_: &LoadProgress<'_>| {};
     let mut engine = Engine::random_stored(kernels, config.clone(), own.graphs(false), profile, &told)?;
     let folder = tempfile::tempdir().map_err(BenchError::Temporary)?;
-    let sms = kernels.device().info().sms;
     let mut rows = Vec::new();
     for &batch in batches {
-        let space = PathSpace::new(&engine.path_choices(batch), &engine.path_guess(batch)?, sms);
+        let space = engine.path_space(batch)?;
         if space.is_trivial() {
             continue;
         }
         let start = space.space().first();
         let path = folder.path().join(batch.to_string());
-        let mut journal = Journal::open(&path, "", space.space(), &start).map_err(BenchError::journal)?;
+        let mut journal = Journal::open(&path, "", space.space(), &start).map_err(TuneError::from)?;
         let mut oracle = StepOracle::new(&mut engine, &space, (batch, context), ROUNDS, &start, &|| false)?;
         let found = descend(space.space(), &start, &mut oracle, &mut journal, &Limits::default(), &mut |_| {})?;
         let Tuned { best, gain, measured, .. } = found;
-        let setting = space.setting(&best);
-        let names = |ways: &[Way; 3]| ways.each_ref().map(ToString::to_string);
-        let (hard, easy) = (names(&setting.hard), names(&setting.easy));
         let what = space.space().names(&best).join(" ");
         progress(&format!("batch {batch}: {measured} comparisons gain {:.1} %: {what}", gain * 100.0));
-        let (decode_sms, consumers) = (setting.decode_sms, setting.consumers);
-        rows.push(TunedRow { batch, gain, compared: measured, hard, easy, decode_sms, consumers, setting });
+        rows.push(TunedRow { batch, gain, compared: measured, setting: space.setting(&best) });
     }
     Ok(rows)
 }

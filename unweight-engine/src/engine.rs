@@ -35,6 +35,7 @@ use crate::{
     pages::pages_for,
     paths::{
         self, Choices, Setting,
+        oracle::PathSpace,
         weights::{Transcoding, kernels as stored_kernels},
     },
     program::Layout,
@@ -495,6 +496,15 @@ impl Engine {
         let layers = self.programs.as_ref().ok_or(EngineError::NotStored)?.runner.layers();
         let info = self.stream().device().info();
         Ok(Setting::guess(layers, info.arch, bucket(batch), info.sms))
+    }
+
+    /// Everything that can be chosen of steps of a batch, the best guess first.
+    ///
+    /// # Errors
+    /// [`EngineError::NotStored`].
+    pub fn path_space(&self, batch: u32) -> Result<PathSpace, EngineError> {
+        let sms = self.stream().device().info().sms;
+        Ok(PathSpace::new(&self.path_choices(batch), &self.path_guess(batch)?, sms))
     }
 
     /// Runs steps of a batch by these ways from now on. Waits for what runs.

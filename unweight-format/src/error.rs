@@ -26,14 +26,6 @@ pub enum CodecError {
         /// Type of the matrix.
         float: Float,
     },
-    /// The buffer for a raw tensor has another size.
-    #[error("a raw tensor has {expected} bytes, the buffer {got}")]
-    RawBytes {
-        /// Bytes of the tensor.
-        expected: usize,
-        /// Bytes of the buffer.
-        got: usize,
-    },
     /// The buffer for a tensor has another size.
     #[error("the tensor has {expected} bytes, the buffer {got}")]
     TensorBytes {

@@ -22,7 +22,7 @@ pub(crate) mod weights;
 
 use std::{fmt, str::FromStr};
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use unweight_codegen::{
     VariantSpec,
     plan::GemmShape,
@@ -121,6 +121,13 @@ impl fmt::Display for Way {
             Some(Ring { tiles, stages, splits }) => write!(f, "/n{tiles}p{stages}s{splits}"),
             None => Ok(()),
         }
+    }
+}
+
+/// As its text.
+impl Serialize for Way {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 
@@ -253,7 +260,7 @@ impl Lying {
 const TRANSCODE_BATCH: u32 = 16;
 
 /// How the projections of a step of one batch are multiplied with.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Setting {
     /// In layers with something to decode: gate, up, down.
     pub hard: [Way; 3],

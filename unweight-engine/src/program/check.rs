@@ -286,8 +286,8 @@ fn declared(program: &Program) -> Result<(), Violation> {
     Ok(())
 }
 
-/// What a job does to the slots, and the decoded tensor that it reads. Conflicting steps are ordered as the host enqueues
-/// them, so that this order is the device's, too.
+/// What a job does to the slots, and the decoded tensor that it reads. Conflicting steps are ordered as the host
+/// enqueues them, so that this order is the device's, too.
 fn slots(
     step: usize,
     job: &Job,

@@ -207,7 +207,8 @@ impl Bundle {
         self.decode_at(self.find_in(file, name)?)
     }
 
-    /// As [`Bundle::decode`], into memory of the caller's: of just its bytes. What is there after an error means nothing.
+    /// As [`Bundle::decode`], into memory of the caller's, of just its bytes. What is there after an error means
+    /// nothing.
     ///
     /// # Errors
     /// As [`Bundle::decode`], or the tensor has another number of bytes.
@@ -286,12 +287,9 @@ impl Bundle {
     }
 
     fn decode_at(&self, (shard, tensor): (usize, usize)) -> Result<Vec<u8>, BundleError> {
-        let shard = &self.shards[shard];
-        on_threads(None, || {
-            let mut out = shard.buffer(shard.original_bytes(tensor))?;
-            shard.decode(tensor, &mut out, false)?;
-            Ok(out)
-        })
+        let mut out = self.shards[shard].buffer(self.shards[shard].original_bytes(tensor))?;
+        self.decode_at_into((shard, tensor), &mut out)?;
+        Ok(out)
     }
 
     fn decode_at_into(&self, (shard, tensor): (usize, usize), out: &mut [u8]) -> Result<(), BundleError> {

@@ -49,7 +49,7 @@ impl Form for Raw {
 pub(crate) fn copy(from: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
     const PIECE: usize = 1 << 20;
     if from.len() != out.len() {
-        return Err(CodecError::RawBytes { expected: from.len(), got: out.len() });
+        return Err(CodecError::TensorBytes { expected: from.len() as u64, got: out.len() });
     }
     out.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE)).for_each(|(to, from)| to.copy_from_slice(from));
     Ok(())

@@ -168,10 +168,11 @@ class Bundle(_native.Bundle):
         if rows is not None or cols is not None:
             tensor, _ = self._torch_part(info, rows, cols)
         else:
-            to_gpu = device is not None and torch.device(device).type == "cuda" and torch.cuda.is_available()
+            to = torch.device("cpu" if device is None else device)
+            pin = to.type == "cuda" and torch.cuda.is_available()
             # Torch locks pages by whatever device has a context already: there would be one on the first GPU, too.
-            with torch.cuda.device(torch.device(device)) if to_gpu else nullcontext():
-                tensor = self._torch_whole(info, pin=to_gpu)
+            with torch.cuda.device(to) if pin else nullcontext():
+                tensor = self._torch_whole(info, pin=pin)
         return tensor if device is None else tensor.to(device)
 
     def _torch_whole(self, info: TensorInfo, *, pin: bool = False) -> torch.Tensor:
