@@ -95,11 +95,13 @@ fn planted_bugs_are_caught() {
     let clustered = "gemm_wgmma_b64_g2p3c2_esc_pdl_store";
     let gated = "gemm_wgmma_b64_g2p3_esc_pdl_silu_mul";
     for (name, from, to) in [
-        // The ring: a slot given back while it is read, sums read too early, a wrong byte count, another warp's
-        // weights.
+        // The ring: a slot given back while it is read, sums read too early, a wrong byte count, a box of X twice, one
+        // left out, another warp's weights.
         (streaming, "if (step != s.first) release(slots, p);", "release(slots, p);"),
         (streaming, "ptx::wgmma_wait_group<0>();", "ptx::wgmma_wait_group<4>();"),
-        (streaming, "S::kXBytes + S::kWBytes);", "S::kXBytes);"),
+        (streaming, "from.boxes * S::kXBoxBytes + S::kWBytes);", "from.boxes * S::kXBoxBytes);"),
+        (streaming, "from.row + i * S::kXBoxRows", "from.row"),
+        (streaming, "args.m - from.row + S::kXBoxRows - 1", "args.m - from.row - 1"),
         (streaming, "p.warp * packed::kBlockBytes", "0 * packed::kBlockBytes"),
         // Another row block's escapes.
         (streaming, "p.warp * kBlockRecordBytes", "0 * kBlockRecordBytes"),

@@ -5,7 +5,7 @@ use unweight_codegen::{
     VariantSpec,
     abi::GemmPackedArgs,
     plan::{GemmShape, Plan},
-    spec::{Epilogue, Op},
+    spec::{Epilogue, GemmWgmmaSpec, Op},
 };
 use unweight_format::{
     Histogram,
@@ -104,10 +104,10 @@ impl Problem {
                 swizzle_bytes: 2 * box_columns,
             })
         };
-        let (batch_tile, epilogue) = traits(spec);
+        let (x_box_rows, epilogue) = traits(spec);
         let y_box = if epilogue == Epilogue::SiluMul { (32, 32) } else { (64, 32) };
         let args = GemmPackedArgs {
-            x: map(kernel, x.slice(), self.k, (64, batch_tile)),
+            x: map(kernel, x.slice(), self.k, (64, x_box_rows)),
             y_map: map(kernel, &y.slice()[..stored * 2], columns(epilogue, self.n), y_box),
             packed: packed.address(),
             escape_heads: heads.address(),
@@ -180,11 +180,11 @@ impl Problem {
     }
 }
 
-/// Batch tile and epilogue.
+/// Batch rows of a box of X, and epilogue.
 fn traits(spec: &VariantSpec) -> (u32, Epilogue) {
     match spec.op {
         Op::GemmMma(op) => (op.batch_tile.get(), op.epilogue),
-        Op::GemmWgmma(op) => (op.batch_tile.get(), op.epilogue),
+        Op::GemmWgmma(op) => (GemmWgmmaSpec::X_BOX_ROWS, op.epilogue),
         _ => panic!("{spec} does not read packed weights"),
     }
 }

@@ -184,6 +184,9 @@ const fn registers(op: &GemmWgmmaSpec) -> (Option<u32>, Option<u32>) {
 }
 
 impl GemmWgmmaSpec {
+    /// Batch rows of a box of X. The copy engine brings as many of a batch tile as have rows of the batch.
+    pub const X_BOX_ROWS: u32 = 32;
+
     pub(crate) const fn instructions(&self) -> Instructions {
         Instructions::NONE.with(Instruction::Wgmma).with(Instruction::BulkCopy).with(Instruction::TensorCopy).when(self.cluster.get() > 1, Instruction::Cluster).when(self.pdl, Instruction::DependentLaunch)
     }
@@ -303,6 +306,8 @@ impl Family for GemmWgmmaSpec {
             cluster: u32,
             /// `Config::kStreamK`.
             stream_k: bool,
+            /// `Smem::kXBoxRows`.
+            x_box_rows: u32,
             /// Registers per thread of the loading warpgroup, if it gives some up.
             producer_registers: Option<u32>,
             /// Registers per thread of the multiplying warpgroups, if they ask for more.
@@ -314,6 +319,7 @@ impl Family for GemmWgmmaSpec {
             warpgroups: self.warpgroups.get(),
             cluster: self.cluster.get(),
             stream_k: self.stream_k,
+            x_box_rows: Self::X_BOX_ROWS,
             producer_registers: registers.next(),
             consumer_registers: registers.next(),
         }

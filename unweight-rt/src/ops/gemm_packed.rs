@@ -12,7 +12,7 @@ use unweight_codegen::{
     abi::{GemmPackedArgs, TensorMap},
     family::Instruction,
     plan::{GemmShape, Plan},
-    spec::{Epilogue, Op},
+    spec::{Epilogue, GemmWgmmaSpec, Op},
 };
 use unweight_format::TileGrid;
 
@@ -43,7 +43,8 @@ pub fn lane_size(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Result<Lan
 /// What the kernel of a variant takes, beside the shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Takes {
-    batch_tile: u32,
+    /// Batch rows of a box of X.
+    x_box_rows: u32,
     escapes: bool,
     epilogue: Epilogue,
     /// The copy engine reads X and writes Y: it wants maps of them, which devices without one do not make.
@@ -52,12 +53,12 @@ struct Takes {
 
 impl Takes {
     fn of(spec: &VariantSpec) -> Result<Self, Refusal> {
-        let (batch_tile, escapes, epilogue) = match spec.op {
+        let (x_box_rows, escapes, epilogue) = match spec.op {
             Op::GemmMma(op) => (op.batch_tile.get(), op.escapes, op.epilogue),
-            Op::GemmWgmma(op) => (op.batch_tile.get(), op.escapes, op.epilogue),
+            Op::GemmWgmma(op) => (GemmWgmmaSpec::X_BOX_ROWS, op.escapes, op.epilogue),
             _ => return Err(Refusal::Family { wanted: "a register-sourced matmul" }),
         };
-        Ok(Self { batch_tile, escapes, epilogue, maps: spec.op.instructions().has(Instruction::TensorCopy) })
+        Ok(Self { x_box_rows, escapes, epilogue, maps: spec.op.instructions().has(Instruction::TensorCopy) })
     }
 
     /// Columns of `Y` from `n` rows of weights.
@@ -170,7 +171,7 @@ impl PackedGemm {
             false => Ok(TensorMap::default()),
         };
         let args = GemmPackedArgs {
-            x: map(TensorMapParams::activations(x, self.takes.batch_tile))?,
+            x: map(TensorMapParams::activations(x, self.takes.x_box_rows))?,
             y_map: map(y_map)?,
             packed: w.packed().address(),
             escape_heads: w.escape_heads().address(),

@@ -30,7 +30,7 @@
 //     counters = 2 * grid * kWarpgroups u32 (zero before, zero after). Otherwise neither.
 //   kCluster > 1: grid = tiles * kCluster, k >= 64 * kCluster. Clusters of 2 fill 132 multiprocessors, clusters of 4
 //     no more than 120 of them: one cluster more is a round more.
-//   args.x: box 64 x kBatchTile. args.y_map: bf16 [m, n], box 64 (n) x 32 (m), 128-byte swizzle; with kSiluMul
+//   args.x: box 64 x 32. args.y_map: bf16 [m, n], box 64 (n) x 32 (m), 128-byte swizzle; with kSiluMul
 //     bf16 [m, n / 2], box 32 (n / 2) x 32 (m), 64-byte swizzle.
 //
 // Shared memory = kStages * (kBatchTile * 128 + kWarpgroups * (6144 + E) + 16)
@@ -40,9 +40,9 @@
 //   Sections: kX, kW, kStaging, kRecords (with kEscapes), kBarriers. What the blocks of a cluster exchange lies over kX
 //   and kW.
 //
-// Roles: warp 0 loads (an elected lane issues, per step of 64 k, one box of X and one 6144-byte copy of W per
-// warpgroup); warps 1.. find the escapes, one warp for each warpgroup that multiplies, and lay their records beside W;
-// warpgroups 1.. decode and multiply. One step of a warpgroup, in quarters of 16 k: wgmma on operands decoded before |
+// Roles: warp 0 loads (an elected lane issues, per step of 64 k, the boxes of X that have rows of the batch and one
+// 6144-byte copy of W per warpgroup); warps 1.. find the escapes, one warp for each warpgroup that multiplies, and lay
+// their records beside W; warpgroups 1.. decode and multiply. One step of a warpgroup, in quarters of 16 k: wgmma on operands decoded before |
 // a quarter of the next step's 3 x 16 bytes a lane, decoded | ... | the next step's records, if it has any.
 //
 // Barriers: full [kStages], 1 arrival and the bytes of X and W, with kEscapes 1 more a warpgroup;
@@ -87,7 +87,12 @@ constexpr u32 kThreads = (Config::kWarpgroups + 1) * kWarpgroupThreads;
 // Offsets of the sections in dynamic shared memory, and their sum.
 template <class Config>
 struct Smem {
-    static constexpr u32 kXBytes = Config::kBatchTile * smem::kSwizzleBytes;
+    // A box without rows of the batch is not asked for: rows that the copy engine fills with zeros take it longer than
+    // those that it reads. What is multiplied there instead are sums of rows that are not stored.
+    static constexpr u32 kXBoxRows = 32;
+    static constexpr u32 kXBoxes = Config::kBatchTile / kXBoxRows;
+    static constexpr u32 kXBoxBytes = kXBoxRows * smem::kSwizzleBytes;
+    static constexpr u32 kXBytes = kXBoxes * kXBoxBytes;
     static constexpr u32 kWBytes = Config::kWarpgroups * packed::kTileBytes;
     // A warpgroup turns its part of Y over in pieces of kStoreRows batch rows by 64 features.
     static constexpr u32 kStoreRows = Config::kBatchTile % 64 == 0 && Config::kBatchTile > 64 && Config::kCluster == 1 ? 64 : 32;
@@ -260,24 +265,29 @@ struct Kernel {
     // Where a segment's weights and activations come from.
     struct Sources {
         const u8* w[Config::kWarpgroups];  // in step 0
-        u32 row;                           // of X
+        u32 row, boxes;                    // of X
     };
     UW_DEVICE Sources sources(const Segment& s) const {
         Sources from;
 #pragma unroll
         for (u32 g = 0; g < Config::kWarpgroups; ++g) from.w[g] = args.packed + u64(tile_row(s, g)) * args.tile_cols * packed::kTileBytes;
         from.row = batch_row(s);
+        const u32 boxes = (args.m - from.row + S::kXBoxRows - 1) / S::kXBoxRows;
+        from.boxes = boxes < S::kXBoxes ? boxes : S::kXBoxes;
         return from;
     }
     UW_DEVICE void load_w(const Sources& from, u32 step, u32 slot, u64 policy) const {
-        ptx::mbarrier_arrive_expect_tx(ring.full(slot), S::kXBytes + S::kWBytes);
+        ptx::mbarrier_arrive_expect_tx(ring.full(slot), from.boxes * S::kXBoxBytes + S::kWBytes);
 #pragma unroll
         for (u32 g = 0; g < Config::kWarpgroups; ++g) {
             ptx::bulk_load(w_slot(slot) + g * packed::kTileBytes, from.w[g] + u64(step) * packed::kTileBytes, packed::kTileBytes, ring.full(slot), policy);
         }
     }
     UW_DEVICE void load_x(const Sources& from, u32 step, u32 slot, u64 policy) const {
-        ptx::tensor_load_2d(x_slot(slot), args.x, step * kTile, from.row, ring.full(slot), policy);
+#pragma unroll
+        for (u32 i = 0; i < S::kXBoxes; ++i) {
+            if (i < from.boxes) ptx::tensor_load_2d(x_slot(slot) + i * S::kXBoxBytes, args.x, step * kTile, from.row + i * S::kXBoxRows, ring.full(slot), policy);
+        }
     }
 
     // One lane.
