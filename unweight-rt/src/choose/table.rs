@@ -59,6 +59,9 @@ pub enum TableError {
     },
 }
 
+/// Batch rows of the smallest tile of a product. All tiles are multiples of it.
+const SMALLEST_TILE: u32 = 8;
+
 /// What was fastest where it was measured.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeasuredTable {
@@ -132,11 +135,13 @@ impl MeasuredTable {
         self
     }
 
-    /// The variant that was fastest for the smallest measured batch that is not below `m`.
+    /// The variant that was fastest for the smallest measured batch that is not below `m`. One above twice `m`, in whole
+    /// tiles of the smallest batch tile, says nothing of it.
     pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
+        let is_near = |m: u32| m >= problem.m && m / (2 * SMALLEST_TILE) * SMALLEST_TILE < problem.m;
         self.rows
             .iter()
-            .filter(|row| (row.n, row.k, row.pdl) == (problem.n, problem.k, wanted.pdl) && row.m >= problem.m)
+            .filter(|row| (row.n, row.k, row.pdl) == (problem.n, problem.k, wanted.pdl) && is_near(row.m))
             .min_by_key(|row| row.m)
             .and_then(|row| wanted.of(row.variant))
     }
@@ -199,5 +204,9 @@ mod tests {
         let plain = PackedUse { escapes: true, pdl: false, epilogue: unweight_codegen::spec::Epilogue::Store };
         let at = |m| both.choose(GemmShape { m, n: 4096, k: 4096 }, plain).unwrap().to_string();
         assert_eq!((at(1).as_str(), at(2).as_str()), (first, second));
+        let holds = |row_m, m| of(vec![row(row_m, first)]).choose(GemmShape { m, n: 4096, k: 4096 }, plain).is_some();
+        assert_eq!([32, 33, 64, 65].map(|m| holds(64, m)), [false, true, true, false]);
+        assert_eq!([48, 49, 100].map(|m| holds(100, m)), [false, true, true]);
+        assert!(holds(15, 1) && !holds(16, 8) && holds(16, 9));
     }
 }
