@@ -159,6 +159,11 @@ impl Runtime {
         .map_err(|error| raised(py, &error))
     }
 
+    /// Compiles what `register` asks for of a shape.
+    fn prepare(&self, py: Python<'_>, rows: u32, cols: u32) -> PyResult<()> {
+        py.detach(|| self.guest.prepare((rows, cols))).map_err(|error| raised(py, &error))
+    }
+
     /// Makes an arena known, and returns what `forget` takes, and the digest of its lists. Compiles what its shape asks
     /// for.
     fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<(u64, String)> {

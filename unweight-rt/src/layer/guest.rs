@@ -17,7 +17,7 @@ use std::{
     collections::BTreeMap,
     ffi::c_void,
     fmt,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use cudarc::driver::{result, sys};
@@ -28,10 +28,11 @@ use unweight_format::{
 };
 
 use crate::{
-    choose::reachable::{Wanted, Way, Weight},
+    choose::reachable::{Wanted, Way, Ways, Weight},
     device::{
         Call, Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
         buffer::copy_to_device,
+        module::LoadedKernel,
         stream::Captured,
         workspace::{CUBLAS_BYTES, Workspace, length},
     },
@@ -154,13 +155,26 @@ impl Guest {
         // SAFETY: the caller's promise.
         let (packed, heads, escapes) = unsafe { sections(self.device(), grid, at) }?;
         let packed = DevicePacked::new(grid, window, packed, heads, escapes)?;
-        let weight = Weight::stored(n, k, FormId::PACKED);
-        let ways = self.wanted.packed_ways(&weight, packed.has_escapes());
+        let ways = self.ways((n, k), packed.has_escapes())?;
+        Linear::packed((n, k), packed, ways)
+    }
+
+    /// Makes the kernels that [`Guest::layer`] asks for of this shape, as tensors with escapes do: what takes long of a
+    /// first layer, before its weights are there.
+    ///
+    /// # Errors
+    /// A kernel that cannot be made, or the driver's refusal.
+    pub fn prepare(&self, shape: (u32, u32)) -> Result<(), DeviceError> {
+        self.ways(shape, true).map(drop)
+    }
+
+    /// Every kernel that some batch asks for of a shape, loaded.
+    fn ways(&self, (n, k): (u32, u32), escapes: bool) -> Result<Ways<Arc<LoadedKernel>>, DeviceError> {
+        let ways = self.wanted.packed_ways(&Weight::stored(n, k, FormId::PACKED), escapes);
         if ways.iter().any(|choice| matches!(choice.kernel, Way::Cublas { .. })) {
             self.cublas_of(&mut self.cublas())?;
         }
-        let ways = Wanted::take_ways(&self.kernels, &ways)?;
-        Linear::packed((n, k), packed, ways)
+        Wanted::take_ways(&self.kernels, &ways)
     }
 
     /// Writes the weights of a layer as BF16 `[n, k]` without gaps. Runs on a stream of its own, and waits for it.

@@ -89,6 +89,8 @@ class Runtime:
     @staticmethod
     def room(rows: int, cols: int) -> Optional[tuple[int, int]]: ...
     def pack(self, weights: int, rows: int, cols: int, arena: _Memory, escapes: _Memory) -> Optional[int]: ...
+    def prepare(self, rows: int, cols: int) -> None:
+        """Makes the kernels that `register` asks for of a shape."""
     def register(self, arena: _Memory, escapes: _Memory) -> tuple[int, str]:
         """The caller holds both until `forget`, unchanged, and until all work with them is done. What `forget` takes,
         and the digest of the escapes."""

@@ -138,6 +138,12 @@ def _runtime(device: torch.device) -> _native.Runtime:
     return runtime
 
 
+def _prepare(device: torch.device, n: int, k: int) -> None:
+    """Compiles what `place` asks for of a shape, before its weights are there."""
+    if _native.Runtime.room(n, k) is not None:
+        _runtime(device).prepare(n, k)
+
+
 def _name_libraries() -> None:
     """Names the NVRTC and the cuBLAS that came with torch, unless the user has named some: their folders are this
     Python's own affair."""

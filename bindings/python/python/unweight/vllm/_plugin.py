@@ -14,9 +14,9 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Optional
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Optional
 
 import torch
 from safetensors import safe_open
@@ -55,14 +55,16 @@ from vllm.platforms import current_platform
 
 from .._bundle import Bundle, TensorInfo
 from .._part import Part
-from ..ops import pack, pack_experts, unpack_experts, why_not
+from ..ops import _prepare, pack, pack_experts, unpack_experts, why_not
 
 _logger = init_logger("vllm.unweight")
 _NAME = "unweight"
 _MANIFEST = "unweight.json"
-# Tensors of a bundle that are decoded while vLLM is busy with the ones before.
+# Tensors that are read and decoded while vLLM is busy with the ones before.
 _THREADS = 8
 _AHEAD_BYTES = 1 << 30
+# Of the largest tensor that comes in page-locked memory: locking takes longer than one ordinary copy does.
+_PINNED_BYTES = 256 << 20
 _TWICE = (
     "unweight: two tensors came for {}; a packed weight takes one: leave only the files of one checkpoint in the folder"
 )
@@ -306,6 +308,35 @@ def _refuse_what_cannot_be(config: UnweightConfig) -> None:
         raise ValueError(f"unweight: a bundle cannot be loaded by --load-format {name}; leave the option away")
 
 
+class _Kernels:
+    """Makes kernels in a thread of its own, while vLLM makes the model: the first take almost a second."""
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[int, int], Future[None]] = {}
+        self._pool: Optional[ThreadPoolExecutor] = None
+
+    def prepare(self, n: int, k: int) -> None:
+        """Asks for those of a shape, once."""
+        if (n, k) in self._asked or not current_platform.is_cuda():
+            return
+        device = torch.device("cuda", torch.cuda.current_device())
+        if why_not(device) is None:
+            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="unweight")
+            self._asked[n, k] = self._pool.submit(_prepare, device, n, k)
+
+    def finish(self) -> None:
+        """Waits for all. What failed is told when a layer asks for it, if one does."""
+        for made in self._asked.values():
+            made.exception()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+        self._asked.clear()
+
+
+_kernels = _Kernels()
+
+
 @register_weight_loader_v2_supported_method
 class UnweightMethod(LinearMethodBase):
     """A linear layer, or an output head, that is packed when its weight is whole."""
@@ -329,6 +360,7 @@ class UnweightMethod(LinearMethodBase):
         layer.register_parameter("weight", weight)
         initialize_online_processing(layer)
         _watch(layer)
+        _kernels.prepare(*data.shape)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Packs the weight of this process; what cannot be packed is vLLM's from now on."""
@@ -344,6 +376,7 @@ class UnweightMethod(LinearMethodBase):
         reason = why_not(weight.device)
         if reason is not None:
             _logger.warning_once("unweight: %s; weights stay in BF16: exact, but not smaller", reason)
+        _kernels.finish()
         packed = pack(weight) if reason is None else None
         if packed is None:
             is_head = isinstance(layer, ParallelLMHead)
@@ -493,7 +526,7 @@ class UnweightLoader(DefaultModelLoader):
         """As vLLM's, and says what became of the weights."""
         self._named = getattr(vllm_config.quant_config, "manifest", None)
         model = super().load_model(vllm_config, model_config, prefix)
-        if self._stored_bytes and current_platform.is_cuda_alike():
+        if (self._is_ours or self._stored_bytes) and current_platform.is_cuda_alike():
             # Torch would keep what it locked for tensors that are gone, some GB, as long as this process runs.
             torch._C._host_emptyCache()
         if model_config.quantization == _NAME:
@@ -564,7 +597,9 @@ class UnweightLoader(DefaultModelLoader):
                 bundle.refuse_other(self._named)
             return self._tensors(bundle, self._of_model(bundle, folder, source), source.prefix)
         weights = super()._get_weights_iterator(source)
-        return _no_shards_of_bundles(weights, source.model_or_path) if self._is_ours else weights
+        if not self._is_ours:
+            return weights
+        return self._page_locked(_no_shards_of_bundles(weights, source.model_or_path))
 
     def _bundle_folder(self, source: DefaultModelLoader.Source) -> Optional[pathlib.Path]:
         """Where the bundle is; fetched, if it is on the hub. `None`: it is none."""
@@ -613,35 +648,75 @@ class UnweightLoader(DefaultModelLoader):
         return [info for name in names for info in tensors.get(name, ())]
 
     def _tensors(self, bundle: Bundle, infos: list[TensorInfo], prefix: str) -> Iterator[tuple[str, Tensor]]:
-        threads = min(_THREADS, os.cpu_count() or 1)
-        ahead: deque[tuple[TensorInfo, Callable[[], Tensor]]] = deque()
-        ahead_bytes = 0
-        # Torch keeps such memory for the next tensor: nobody waits for pages that are new, and copies are fast.
-        pin = current_platform.is_cuda_alike()
-        # Each process of several takes a part of most matrices; vLLM's layers cut it out.
-        has_parts = get_tensor_model_parallel_world_size() > 1
-        with ThreadPoolExecutor(threads, thread_name_prefix="unweight") as pool:
+        def jobs() -> Iterator[_Job]:
             for info in infos:
                 self._stored_bytes += info.stored_bytes
                 name = prefix + info.name
                 if should_skip_weight(name, self.local_expert_ids) or _is_elsewhere(name, self._model):
                     continue
                 if has_parts and bundle.reads_parts(info.name, file=info.file) and len(info.shape) == 2:
-                    ahead.append((info, functools.partial(Part, bundle, info, self._count)))
+                    yield _Job(name, functools.partial(Part, bundle, info, self._count), 0)
                 else:
                     self._count(info.stored_bytes)
-                    ahead.append((info, pool.submit(bundle._torch_whole, info, pin=pin).result))
-                    ahead_bytes += info.original_bytes
-                while len(ahead) > threads or ahead_bytes > _AHEAD_BYTES:
-                    first, tensor = ahead.popleft()
-                    if not isinstance(tensor, functools.partial):
-                        ahead_bytes -= first.original_bytes
-                    yield prefix + first.name, tensor()
-            for info, tensor in ahead:
-                yield prefix + info.name, tensor()
+                    pin = is_cuda and info.original_bytes <= _PINNED_BYTES
+                    make = functools.partial(bundle._torch_whole, info, pin=pin)
+                    yield _Job(name, make, info.original_bytes)
+
+        # Each process of several takes a part of most matrices; vLLM's layers cut it out.
+        is_cuda, has_parts = current_platform.is_cuda_alike(), get_tensor_model_parallel_world_size() > 1
+        return _ahead(jobs())
+
+    def _page_locked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors, in memory that a GPU copies from fast. Files are mapped: threads read them, ahead."""
+        if not current_platform.is_cuda_alike() or get_tensor_model_parallel_world_size() > 1:
+            return weights
+        return _ahead(
+            _Job(name, functools.partial(_pinned, tensor), tensor.nbytes)
+            if tensor.device.type == "cpu" and not _is_elsewhere(name, self._model)
+            else _Job(name, functools.partial(_same, tensor), 0)
+            for name, tensor in weights
+        )
 
     def _count(self, nbytes: int) -> None:
         self._read_bytes += nbytes
+
+
+class _Job(NamedTuple):
+    name: str
+    make: Callable[[], Tensor]
+    nbytes: int
+    """Of what it makes; 0: not worth a thread."""
+
+
+def _ahead(jobs: Iterable[_Job]) -> Iterator[tuple[str, Tensor]]:
+    """What jobs make, in their order, by threads that work while vLLM is busy with the ones before."""
+    threads = min(_THREADS, os.cpu_count() or 1)
+    ahead: deque[tuple[_Job, Callable[[], Tensor]]] = deque()
+    ahead_bytes = 0
+    with ThreadPoolExecutor(threads, thread_name_prefix="unweight") as pool:
+        for job in jobs:
+            ahead.append((job, pool.submit(job.make).result if job.nbytes else job.make))
+            ahead_bytes += job.nbytes
+            while len(ahead) > threads or ahead_bytes > _AHEAD_BYTES:
+                first, made = ahead.popleft()
+                ahead_bytes -= first.nbytes
+                yield first.name, made()
+        for job, made in ahead:
+            yield job.name, made()
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    if tensor.nbytes > _PINNED_BYTES:
+        return tensor
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:
+        # The system may lock less than there is.
+        return tensor
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _own_experts(model: nn.Module) -> Optional[set[int]]:
