@@ -297,7 +297,7 @@ const WIDE_CLUSTERED: f64 = 10.0 / 11.0;
 /// What the model says a launch takes, us; `None` for a variant that cannot exist, is of another family or is out of
 /// the question at this batch. The constants were fitted to an H200 (docs/adr/0004-register-sourced-kernels.md): over
 /// the 334 problems measured there, the variant that it finds fastest took 1.1 % longer than the best on average, 25 %
-/// at most; clusters of `gemm_wgmma` joined later.
+/// at most; clusters of `gemm_wgmma` joined later, and were fitted again with stream-K (item 12 of `fused_wide` there).
 pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -> Option<f64> {
     let (sms, clock) = (machine.sms, machine.clock());
     let plan = Plan::new(spec).ok()?;

@@ -63,7 +63,7 @@ _MANIFEST = "unweight.json"
 # Tensors that are read and decoded while vLLM is busy with the ones before.
 _THREADS = 8
 _AHEAD_BYTES = 1 << 30
-# Of the largest tensor that comes in page-locked memory: locking takes longer than one ordinary copy does.
+# Tensors above this come in other memory: locking so much takes longer than copying from there.
 _PINNED_BYTES = 256 << 20
 _TWICE = (
     "unweight: two tensors came for {}; a packed weight takes one: leave only the files of one checkpoint in the folder"
