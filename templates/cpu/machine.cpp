@@ -545,7 +545,7 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
                 b->index = first + r;
                 b->rank = r;
                 b->shared = static_cast<u8*>(aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
-                memset(b->shared, 0xCB, shared_bytes);  // garbage, as on the device
+                memset(b->shared, 0xFF, shared_bytes);  // garbage, as on the device: NaN, where it is taken for numbers
                 b->unfenced.assign(shared_bytes / 16 + 2, 0);
                 b->warps.resize(threads / 32);
                 b->warpgroups.resize((threads + 127) / 128);
