@@ -158,6 +158,17 @@ mod tests {
         for row in &table.rows {
             assert!(is_pdl(&row.variant) == Some(row.pdl) && Plan::new(&row.variant).is_ok(), "{row:?}");
         }
+        // It was measured at the powers of two: none between a shape's rows is left to the model.
+        for row in &table.rows {
+            let same = |other: &&MeasuredRow| (other.n, other.k, other.pdl) == (row.n, row.k, row.pdl);
+            let smallest = table.rows.iter().filter(same).map(|other| other.m).min().unwrap();
+            for m in (0..13).map(|shift| 1 << shift).filter(|m| (smallest..=row.m).contains(m)) {
+                let wanted =
+                    PackedUse { escapes: true, pdl: row.pdl, epilogue: unweight_codegen::spec::Epilogue::Store };
+                let problem = GemmShape { m, n: row.n, k: row.k };
+                assert!(table.choose(problem, wanted).is_some(), "{problem:?}, pdl: {}", row.pdl);
+            }
+        }
     }
 
     fn row(m: u32, variant: &str) -> MeasuredRow {

@@ -42,8 +42,9 @@
 //
 // Roles: warp 0 loads (an elected lane issues, per step of 64 k, the boxes of X that have rows of the batch and one
 // 6144-byte copy of W per warpgroup); warps 1.. find the escapes, one warp for each warpgroup that multiplies, and lay
-// their records beside W; warpgroups 1.. decode and multiply. One step of a warpgroup, in quarters of 16 k: wgmma on operands decoded before |
-// a quarter of the next step's 3 x 16 bytes a lane, decoded | ... | the next step's records, if it has any.
+// their records beside W; warpgroups 1.. decode and multiply. One step of a warpgroup, in quarters of 16 k: wgmma on
+// operands decoded before | a quarter of the next step's 3 x 16 bytes a lane, decoded | ... | the next step's records,
+// if it has any.
 //
 // Barriers: full [kStages], 1 arrival and the bytes of X and W, with kEscapes 1 more a warpgroup;
 //   empty [kStages], one arrival a warp that multiplies; one a warpgroup for the old Y of kStoreAdd;

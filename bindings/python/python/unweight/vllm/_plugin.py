@@ -668,12 +668,16 @@ class UnweightLoader(DefaultModelLoader):
 
     def _page_locked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same tensors, in memory that a GPU copies from fast. Files are mapped: threads read them, ahead."""
-        if not current_platform.is_cuda_alike() or get_tensor_model_parallel_world_size() > 1:
+        is_on_gpu = str(self.load_config.load_format) in ("fastsafetensors", "instanttensor")
+        if is_on_gpu or not current_platform.is_cuda_alike() or get_tensor_model_parallel_world_size() > 1:
+            return weights
+        if self._model is not None and any(isinstance(layer, RoutedExperts) for layer in self._model.modules()):
+            # vLLM keeps tensors until their layer is whole: gigabytes of a mixture, which are better left in the file.
             return weights
         return _ahead(
-            _Job(name, functools.partial(_pinned, tensor), tensor.nbytes)
-            if tensor.device.type == "cpu" and not _is_elsewhere(name, self._model)
-            else _Job(name, functools.partial(_same, tensor), 0)
+            _Job(name, functools.partial(_same, tensor), 0)
+            if _is_elsewhere(name, self._model)
+            else _Job(name, functools.partial(_pinned, tensor), tensor.nbytes)
             for name, tensor in weights
         )
 
