@@ -33,6 +33,7 @@ mod model;
 pub mod testing;
 
 pub use bits::{bf16, bitstream, digest, float, histogram, keep_freed_memory, layout, named, tile};
+pub use bundle::plan;
 pub use compact::CompactTensor;
 pub use digest::Digest;
 pub use error::CodecError;
@@ -43,7 +44,7 @@ pub use float::Float;
 pub use form::{FormId, Section, StoredTensor, Survey, compact, exponents, huffman, oracle, packed, palette};
 pub use histogram::Histogram;
 pub use huffman::{Code, CodeLimit, HuffmanTensor};
-pub use model::{glob, plan, roles, safetensors};
+pub use model::{glob, roles, safetensors};
 pub use packed::PackedTensor;
 pub use palette::{Palette, PaletteTensor};
 pub use tile::{FloatMatrix, Matrix, TileGrid, TileMetadata};

@@ -28,6 +28,7 @@ pub(crate) mod options;
 mod output;
 mod part;
 pub(crate) mod pipeline;
+pub mod plan;
 mod progress;
 mod read;
 mod report;

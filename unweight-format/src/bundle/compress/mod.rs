@@ -1,0 +1,334 @@
+//! Compressing a model to a bundle, tensor by tensor.
+//!
+//! ```text
+//! predict       headers and samples --> sizes, for `plan` and `compare`
+//! mod           the job: files in order, one shard settling on the disk while the next is encoded
+//! encode        source, read --batches--> survey + encode (rayon) --tensors, bounded--> writer
+//! shard_writer  order and alignment of a shard's bytes: work/shard --fsync, rename--> tree/
+//! resume        what an interrupted run left that may be taken over
+//! seal          indexes, config.json, manifest, signature, verification
+//! ```
+
+mod encode;
+mod predict;
+pub(crate) mod resume;
+mod seal;
+mod shard_writer;
+
+use std::{
+    collections::{BTreeSet, HashSet},
+    path::Path,
+    thread,
+    time::Instant,
+};
+
+use predict::predict_one;
+pub use predict::{compare, plan};
+use resume::Earlier;
+pub(crate) use seal::{Finish, Sealed, seal};
+
+use super::{
+    BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, Progress, TensorReport, VerifyAfter,
+    files::{Contents, Input},
+    manifest::{self, ChangedFile, CopiedFile, FileEntry, Options, SOURCE_SUFFIX},
+    part::{self, Part, PartFile},
+    pipeline::{join, on_threads, spawn},
+    plan::{Choice, Decision, Planner},
+    report::{coded, peak_rss_bytes, ratio, saved, totals},
+    source::{Kind, Source, SourceFile},
+    stage::{Replaceable, Stage},
+};
+use crate::{
+    Digest,
+    safetensors::{self, TensorInfo},
+};
+
+/// Compresses a model directory to a bundle.
+///
+/// The output appears under its name when it is complete; until then everything is in `<output>.partial`.
+///
+/// # Errors
+/// The source is not a sound model, the output exists or cannot be written, or `progress` asked to stop.
+pub fn compress(
+    source: &Path,
+    output: &Path,
+    options: &CompressOptions,
+    progress: &dyn Progress,
+) -> Result<CompressReport, BundleError> {
+    compress_with(source, output, options, &CpuEncoder, progress)
+}
+
+/// [`compress`] with another encoder.
+///
+/// # Errors
+/// As [`compress`], or the encoder failed.
+pub fn compress_with(
+    source: &Path,
+    output: &Path,
+    options: &CompressOptions,
+    encoder: &dyn Encoder,
+    progress: &dyn Progress,
+) -> Result<CompressReport, BundleError> {
+    let started = Instant::now();
+    // A signature of digests that can be forged would prove nothing.
+    let options = &options.clone().sha256(options.sha256 || options.sign.is_some());
+    let planner = Planner::new(options)?;
+    let replaceable = options.force.then_some(Replaceable::Bundle);
+    let inputs = options.selection.inputs(source);
+    Stage::check(&inputs, output, replaceable.as_ref())?;
+    let model = Source::open(source, &options.selection)?;
+    planner.check_rules(tensor_names(&model))?;
+    let own = options.part.map(|part| part.files(&model));
+    let chosen = |file: &&SourceFile| own.as_ref().is_none_or(|own| own.contains(&file.name));
+    let files: Vec<&SourceFile> = model.files.iter().filter(chosen).collect();
+    let has_copies = options.part.is_none_or(Part::has_copies);
+    if options.part.is_some()
+        && let Some(taken) = model.files.iter().find(|file| file.name == part::FILE_NAME)
+    {
+        return Err(BundleError::ReservedFile { path: taken.path.clone() });
+    }
+    let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
+    let job = Job { options, planner: &planner, stage: &stage, encoder, progress };
+    let result = on_threads(options.threads, || job.run(&model, &files));
+    let Made { files: made, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors } = result?;
+    stage.finish()?;
+    let tensors = tensor_reports(&made);
+    let original_bytes = files.iter().map(|f| f.bytes).sum();
+    Ok(CompressReport {
+        part: options.part.map(|part| part.to_string()),
+        forms: totals(&tensors),
+        coded_tensors: coded(&tensors),
+        saved_bytes: saved(original_bytes, stored_bytes),
+        tensors,
+        files: files.len() as u64,
+        large_copies: if has_copies { model.large_copies() } else { Vec::new() },
+        unmarked_configs: if has_copies { model.unmarked_configs.clone() } else { Vec::new() },
+        resumed_files,
+        resumed_tensors,
+        original_bytes,
+        stored_bytes,
+        ratio: ratio(stored_bytes, original_bytes),
+        verified_tensors,
+        seconds: started.elapsed().as_secs_f64(),
+        peak_rss_bytes: peak_rss_bytes(),
+        manifest_digest: digest,
+    })
+}
+
+pub(super) fn tensor_names(model: &Source) -> impl Iterator<Item = &str> + Clone {
+    model.tensors().map(|t| t.name.as_str())
+}
+
+pub(super) fn report(
+    file: &str,
+    info: &TensorInfo,
+    decision: &Decision,
+    choice: &Choice,
+    stored_bytes: u64,
+) -> TensorReport {
+    let elements = info.elements();
+    TensorReport {
+        file: file.into(),
+        name: info.name.clone(),
+        role: decision.role,
+        layer: decision.layer,
+        dtype: info.dtype.to_string(),
+        shape: info.shape.clone(),
+        form: choice.form(),
+        reason: choice.reason(),
+        elements,
+        original_bytes: info.bytes,
+        stored_bytes,
+        bits_per_element: bits_per_element(stored_bytes, elements),
+    }
+}
+
+fn bits_per_element(bytes: u64, elements: u64) -> f64 {
+    if elements == 0 { 0.0 } else { bytes as f64 * 8.0 / elements as f64 }
+}
+
+/// What a bundle's tensors are, for reports.
+pub(crate) fn tensor_reports(files: &[FileEntry]) -> Vec<TensorReport> {
+    let files = files.iter().filter_map(FileEntry::weights);
+    files
+        .flat_map(|file| {
+            file.tensors.iter().map(|t| {
+                let elements = safetensors::elements(&t.shape);
+                TensorReport {
+                    file: file.name.clone(),
+                    name: t.name.clone(),
+                    role: t.role,
+                    layer: t.layer,
+                    dtype: t.dtype.to_string(),
+                    shape: t.shape.clone(),
+                    form: t.form,
+                    reason: t.reason.clone(),
+                    elements,
+                    original_bytes: t.original_bytes().unwrap_or(0),
+                    stored_bytes: t.stored_bytes(),
+                    bits_per_element: bits_per_element(t.stored_bytes(), elements),
+                }
+            })
+        })
+        .collect()
+}
+
+struct Job<'a> {
+    options: &'a CompressOptions,
+    planner: &'a Planner,
+    stage: &'a Stage,
+    encoder: &'a dyn Encoder,
+    progress: &'a dyn Progress,
+}
+
+/// What [`Job::run`] has made.
+struct Made {
+    files: Vec<FileEntry>,
+    /// Of the manifest, or of the part.
+    digest: Digest,
+    resumed_files: Vec<String>,
+    resumed_tensors: u64,
+    stored_bytes: u64,
+    verified_tensors: u64,
+}
+
+impl Job<'_> {
+    /// Fills the stage with what becomes of these files of the model.
+    fn run(&self, model: &Source, chosen: &[&SourceFile]) -> Result<Made, BundleError> {
+        let total: u64 = chosen.iter().map(|f| f.bytes).sum();
+        let earlier = if self.options.resume { self.earlier(chosen)? } else { Earlier::default() };
+        let resumed_files: BTreeSet<String> = earlier.finished.keys().cloned().collect();
+        let resumed_tensors = earlier.begun.values().map(|kept| kept.entries.len() as u64).sum();
+        self.reserve(chosen, &earlier)?;
+        let keep: HashSet<String> = resumed_files.iter().cloned().collect();
+        self.stage.keep_only(&keep, &earlier.begun.keys().cloned().collect())?;
+
+        // What is decoded again is work, too.
+        let verified = if self.options.verify == VerifyAfter::None { 0 } else { tensor_bytes(chosen) };
+        self.progress.start(total.saturating_add(verified));
+        let files = self.files(chosen, earlier)?;
+        let options = Options {
+            profile: self.options.profile,
+            scope: self.options.scope,
+            code_limit: self.options.code_limit.bits(),
+        };
+        let finish = Finish {
+            stage: self.stage,
+            verify: self.options.verify,
+            ram_bytes: self.options.ram_bytes,
+            sign: self.options.sign.as_ref(),
+            progress: self.progress,
+        };
+        let (files, digest, stored_bytes, verified_tensors) = match self.options.part {
+            None => {
+                let kinds = chosen.iter().map(|file| Some(&file.kind));
+                let Sealed { manifest, stored_bytes, verified_tensors } = seal(&finish, kinds, files, options)?;
+                (manifest.files, manifest.manifest_digest, stored_bytes, verified_tensors)
+            }
+            Some(part) => {
+                let part = PartFile::new(part, self.fingerprint(), options, model, files)?;
+                let (digest, bytes) = part.to_bytes();
+                manifest::check_bytes(bytes.len() as u64)?;
+                self.stage.put(part::FILE_NAME, &bytes)?;
+                let stored_bytes = bytes.len() as u64 + part.stored().iter().map(|(_, bytes)| bytes).sum::<u64>();
+                let verified_tensors = finish.verify(&part.files)?;
+                (part.files, digest, stored_bytes, verified_tensors)
+            }
+        };
+        let resumed_files = resumed_files.into_iter().collect();
+        Ok(Made { files, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors })
+    }
+
+    /// Reserves disk space for what is still to be written.
+    fn reserve(&self, chosen: &[&SourceFile], earlier: &Earlier) -> Result<(), BundleError> {
+        let total: u64 = chosen.iter().map(|f| f.bytes).sum();
+        let finished: u64 = chosen.iter().filter(|f| earlier.finished.contains_key(&f.name)).map(|f| f.bytes).sum();
+        let taken_over = finished + earlier.begun.values().map(|kept| kept.source_bytes).sum::<u64>();
+        // A bundle is not larger than its source but for headers; predict in earnest only when that may not fit.
+        let worst = total - taken_over;
+        if self.stage.free_bytes().is_some_and(|free| free < worst + worst / 16 + (64 << 20)) {
+            let (_, predicted) = predict_one(chosen, self.planner, self.options)?;
+            return self.stage.reserve(predicted.saturating_sub(taken_over));
+        }
+        self.stage.reserve(worst)
+    }
+
+    /// Makes or takes over every file, in order.
+    fn files(&self, chosen: &[&SourceFile], mut earlier: Earlier) -> Result<Vec<FileEntry>, BundleError> {
+        thread::scope(|scope| {
+            let mut files = Vec::with_capacity(chosen.len());
+            // A shard is settled while the next one is encoded: waiting for the disk costs no encoding time.
+            let mut settling: Option<thread::ScopedJoinHandle<'_, Result<(), BundleError>>> = None;
+            for file in chosen {
+                self.check_cancelled()?;
+                self.progress.file(&file.name);
+                files.push(match &file.kind {
+                    Kind::Weights { header, header_bytes } => {
+                        FileEntry::Weights(match earlier.finished.remove(&file.name) {
+                            Some(entry) => {
+                                self.progress.advance(file.bytes);
+                                entry
+                            }
+                            None => {
+                                let kept = earlier.begun.remove(&file.name);
+                                let shard = self.weights(file, header, header_bytes, kept)?;
+                                let entry = shard.record.file.clone();
+                                settling.take().map_or(Ok(()), join)?;
+                                settling = Some(spawn(scope, move || self.settle(shard))?);
+                                entry
+                            }
+                        })
+                    }
+                    Kind::Index(_) => FileEntry::Index(self.copy_changed(file)?),
+                    Kind::Config(_) => FileEntry::Config(self.copy_changed(file)?),
+                    Kind::Copied => {
+                        let Contents { bytes: size, digest, sha256 } = self.copy(file, &file.name)?;
+                        FileEntry::Copied(CopiedFile { name: file.name.clone(), size, digest, sha256 })
+                    }
+                });
+            }
+            settling.map_or(Ok(()), join)?;
+            Ok(files)
+        })
+    }
+
+    fn check_cancelled(&self) -> Result<(), BundleError> {
+        if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
+    }
+
+    /// Copies a file that is no weights.
+    fn copy(&self, file: &SourceFile, name: &str) -> Result<Contents, BundleError> {
+        let advance = |bytes| {
+            self.progress.advance(bytes);
+            self.check_cancelled()
+        };
+        self.stage.copy(&Input::open_same(&file.path, &file.stamp)?, name, self.options.sha256, advance, |_| Ok(()))
+    }
+
+    /// Keeps a file as it is beside its stored form, which is written when all shards are known.
+    fn copy_changed(&self, file: &SourceFile) -> Result<ChangedFile, BundleError> {
+        let contents = self.copy(file, &format!("{}{SOURCE_SUFFIX}", file.name))?;
+        if let Kind::Config(text) = &file.kind
+            && Digest::of(text) != contents.digest
+        {
+            return Err(BundleError::SourceChanged { path: file.path.clone(), change: "it was written to" });
+        }
+        Ok(ChangedFile {
+            name: file.name.clone(),
+            size: contents.bytes,
+            digest: contents.digest,
+            sha256: contents.sha256,
+            stored_size: 0,
+            stored_digest: contents.digest,
+        })
+    }
+}
+
+/// Bytes of all tensors of these files.
+fn tensor_bytes(files: &[&SourceFile]) -> u64 {
+    let headers = files.iter().filter_map(|file| match &file.kind {
+        Kind::Weights { header, .. } => Some(header),
+        _ => None,
+    });
+    headers.flat_map(|header| &header.tensors).map(|tensor| tensor.bytes).sum()
+}

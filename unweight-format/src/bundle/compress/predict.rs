@@ -1,0 +1,179 @@
+//! Predicting the size of a bundle from headers and samples: what [`plan()`] and [`compare`] report.
+
+use std::{path::Path, time::Instant};
+
+use rayon::prelude::*;
+
+use super::{report, tensor_names};
+use crate::{
+    CodeLimit, Digest, Float, FormId, Section,
+    bundle::{
+        BundleError, CompareReport, CompareRow, CompressOptions, PlanReport, TensorReport, config,
+        files::Input,
+        pipeline::on_threads,
+        plan::{self, Planner},
+        report::{by_role, coded, ratio, saved, totals},
+        source::{Kind, Source, SourceFile},
+    },
+    form::Sample,
+    safetensors::TensorInfo,
+};
+
+/// A tensor is sampled for a prediction in this many pieces of this many bytes.
+const SAMPLE_PIECES: u64 = 8;
+const SAMPLE_BYTES: u64 = 128 << 10;
+
+/// Predicts what [`compress`] would do, from the headers and samples of the weights.
+///
+/// # Errors
+/// The source is not a sound model, or the plan file cannot be followed.
+pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, BundleError> {
+    let started = Instant::now();
+    let planner = Planner::new(options)?;
+    let model = Source::open(source, &options.selection)?;
+    planner.check_rules(tensor_names(&model))?;
+    let files: Vec<&SourceFile> = model.files.iter().collect();
+    let (tensors, stored_bytes) = on_threads(options.threads, || predict_one(&files, &planner, options))?;
+    let original_bytes = model.files.iter().map(|f| f.bytes).sum();
+    Ok(PlanReport {
+        forms: totals(&tensors),
+        coded_tensors: coded(&tensors),
+        saved_bytes: saved(original_bytes, stored_bytes),
+        tensors,
+        files: model.files.len() as u64,
+        large_copies: model.large_copies(),
+        unmarked_configs: model.unmarked_configs,
+        original_bytes,
+        stored_bytes,
+        ratio: ratio(stored_bytes, original_bytes),
+        seconds: started.elapsed().as_secs_f64(),
+    })
+}
+
+/// What [`plan()`] predicts, summed by role, for several options at once: the samples are read once. The files selected and the threads
+/// are those of the first.
+///
+/// # Errors
+/// As [`plan()`].
+pub fn compare(source: &Path, options: &[CompressOptions]) -> Result<CompareReport, BundleError> {
+    let started = Instant::now();
+    let planners = options.iter().map(Planner::new).collect::<Result<Vec<_>, _>>()?;
+    let (selection, threads) =
+        options.first().map_or_else(Default::default, |first| (first.selection.clone(), first.threads));
+    let model = Source::open(source, &selection)?;
+    planners.iter().try_for_each(|planner| planner.check_rules(tensor_names(&model)))?;
+    let ways: Vec<_> = planners.iter().zip(options.iter().map(|options| options.code_limit)).collect();
+    let files: Vec<&SourceFile> = model.files.iter().collect();
+    let predicted = on_threads(threads, || predict(&files, &ways))?;
+    let original_bytes = model.files.iter().map(|f| f.bytes).sum();
+    let rows = options.iter().zip(predicted).map(|(options, (tensors, stored_bytes))| CompareRow {
+        profile: options.profile,
+        scope: options.scope,
+        code_limit: tensors.iter().any(is_limited).then(|| options.code_limit.bits()),
+        roles: by_role(&tensors),
+        stored_bytes,
+        saved_bytes: saved(original_bytes, stored_bytes),
+        ratio: ratio(stored_bytes, original_bytes),
+    });
+    Ok(CompareReport {
+        rows: rows.collect(),
+        files: model.files.len() as u64,
+        original_bytes,
+        seconds: started.elapsed().as_secs_f64(),
+    })
+}
+
+/// Whether a code limit says something about a tensor.
+fn is_limited(tensor: &TensorReport) -> bool {
+    tensor.form.form().sections().contains(&Section::CODE_LENGTHS)
+}
+
+/// Reports of all tensors, and the bytes of all files.
+pub(super) type Predicted = (Vec<TensorReport>, u64);
+
+pub(super) fn predict_one(
+    files: &[&SourceFile],
+    planner: &Planner,
+    options: &CompressOptions,
+) -> Result<Predicted, BundleError> {
+    Ok(predict(files, &[(planner, options.code_limit)])?.pop().unwrap_or_default())
+}
+
+/// For each way to encode files of a model.
+fn predict(files: &[&SourceFile], ways: &[(&Planner, CodeLimit)]) -> Result<Vec<Predicted>, BundleError> {
+    let mut predicted = vec![Predicted::default(); ways.len()];
+    for file in files {
+        let Kind::Weights { header, .. } = &file.kind else {
+            let bytes = match &file.kind {
+                Kind::Index(_) => 4 * file.bytes,
+                Kind::Config(text) => file.bytes + config::with_keys(text, Digest::leaf(&[])).len() as u64,
+                _ => file.bytes,
+            };
+            predicted.iter_mut().for_each(|(_, stored_bytes)| *stored_bytes += bytes);
+            continue;
+        };
+        let input = Input::open_same(&file.path, &file.stamp)?;
+        let tensors = header.tensors.par_iter().map(|info| predict_tensor(&file.name, info, &input, ways));
+        for reports in tensors.collect::<Result<Vec<_>, BundleError>>()? {
+            for ((tensors, stored_bytes), report) in predicted.iter_mut().zip(reports) {
+                // Shard header and manifest name every section once each, about 1.5 KB a tensor with its digests.
+                *stored_bytes += report.stored_bytes + if report.form == FormId::RAW { 0 } else { 1500 };
+                tensors.push(report);
+            }
+        }
+        predicted.iter_mut().for_each(|(_, stored_bytes)| *stored_bytes += 2 * header.data_offset);
+    }
+    Ok(predicted)
+}
+
+fn predict_tensor(
+    file: &str,
+    info: &TensorInfo,
+    input: &Input,
+    ways: &[(&Planner, CodeLimit)],
+) -> Result<Vec<TensorReport>, BundleError> {
+    // Read when the first way asks for them; one sample for each limit.
+    let mut read: Option<Vec<Vec<u8>>> = None;
+    let mut samples: Vec<(CodeLimit, Sample)> = Vec::new();
+    let mut reports = Vec::with_capacity(ways.len());
+    for &(planner, limit) in ways {
+        let decision = planner.decide(&info.name, info.dtype, &info.shape);
+        let Some(float) = Float::of(info.dtype).filter(|_| decision.choice.grid().is_some()) else {
+            reports.push(report(file, info, &decision, &decision.choice, info.bytes));
+            continue;
+        };
+        if !samples.iter().any(|(of, _)| *of == limit) {
+            if read.is_none() {
+                let pieces = pieces(info.bytes).into_iter().map(|(at, bytes)| input.read(info.offset + at, bytes));
+                read = Some(pieces.collect::<Result<_, _>>()?);
+            }
+            let pieces: Vec<&[u8]> = read.iter().flatten().map(Vec::as_slice).collect();
+            samples.push((limit, Sample::of_float(float, &pieces, limit)));
+        }
+        let sample = samples.iter().find(|(of, _)| *of == limit).map(|(_, sample)| sample);
+        let predicted = sample.map(|sample| plan::predict(decision.choice.clone(), sample));
+        reports.push(match predicted {
+            Some((choice, Some(bytes))) if is_worth_it(choice.form(), bytes, info.bytes) => {
+                report(file, info, &decision, &choice, bytes)
+            }
+            Some((choice, Some(_))) => report(file, info, &decision, &choice.not_smaller(), info.bytes),
+            Some((choice, None)) => report(file, info, &decision, &choice, info.bytes),
+            None => report(file, info, &decision, &decision.choice, info.bytes),
+        });
+    }
+    Ok(reports)
+}
+
+/// Whether so many bytes are few enough for a tensor that has `original` of them.
+pub(super) fn is_worth_it(form: FormId, bytes: u64, original: u64) -> bool {
+    bytes.saturating_add(form.form().least_saved()) <= original
+}
+
+/// Pieces (offset, bytes) spread evenly over a tensor, each on a multiple of 64 elements; all of a small one.
+fn pieces(bytes: u64) -> Vec<(u64, u64)> {
+    if bytes <= SAMPLE_PIECES * SAMPLE_BYTES {
+        return vec![(0, bytes)];
+    }
+    let step = (bytes - SAMPLE_BYTES) / (SAMPLE_PIECES - 1) / 128 * 128;
+    (0..SAMPLE_PIECES).map(|i| (i * step, SAMPLE_BYTES)).collect()
+}

@@ -1,0 +1,335 @@
+//! Resuming: records of finished shards, journals of growing ones, and what a later run may take over from them.
+//!
+//! ```text
+//! work/<shard>.journal   head, then a line per tensor that is written: a later run takes over the sound beginning
+//! work/<shard>.record    after the shard got its name: a later run takes the whole shard over
+//! ```
+//! Both hold digests of the source's bytes, never its path or time: a later run reads the source and compares.
+
+use std::{collections::BTreeMap, fs::File, path::Path};
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+
+use super::{
+    Job,
+    encode::{Stored, encode_tensor},
+    shard_writer::{ALIGN, Deferred, Part, Pending, ShardWriter},
+};
+use crate::{
+    Digest, FormId, Section,
+    bundle::{
+        BundleError,
+        files::{self, Input},
+        manifest::{self, TensorEntry, VERSION, WeightsFile, section_name},
+        plan::Decision,
+        read::Shard,
+        source::{Kind, SourceFile},
+    },
+    safetensors::TensorInfo,
+};
+
+/// What is kept of a finished shard until the bundle is complete. It names no time and no path of the source: a later run compares the source's
+/// bytes with the digests.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Record {
+    /// Everything that decides the shard's bytes beside the source.
+    pub(super) options: String,
+    pub(super) file: WeightsFile,
+}
+
+impl Record {
+    /// The digest of the JSON text, then that text.
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let json = serde_json::to_vec(self).expect("a record is strings, numbers and lists");
+        [Digest::of(&json).to_string().as_bytes(), b"\n", &json].concat()
+    }
+
+    /// `None` for anything that [`Record::to_bytes`] did not write, or a damaged one: the shard is then made again.
+    pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
+        let (digest, json) = bytes.split_at_checked(33)?;
+        let (digest, end) = digest.split_at(32);
+        if end != b"\n" || Digest::of(json).to_string().as_bytes() != digest {
+            return None;
+        }
+        let record: Self = serde_json::from_slice(json).ok()?;
+        manifest::check_weights(&record.file).ok()?;
+        Some(record)
+    }
+}
+
+/// What a journal begins with: it is of this very source file, as far as its header tells, and of these options.
+#[derive(PartialEq, Serialize, Deserialize)]
+pub(super) struct JournalHead {
+    options: String,
+    name: String,
+    size: u64,
+    header_digest: Digest,
+}
+
+/// A line of a journal: the digest of the JSON text, then that text.
+pub(super) fn journal_line(value: &impl Serialize) -> Vec<u8> {
+    let json = serde_json::to_vec(value).expect("a line is strings, numbers and lists");
+    [Digest::of(&json).to_string().as_bytes(), b" ", &json, b"\n"].concat()
+}
+
+/// The lines of a journal up to the first that is not whole.
+fn journal_lines(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    bytes.split(|byte| *byte == b'\n').map_while(|line| {
+        let (digest, json) = line.split_at_checked(33)?;
+        (digest[32] == b' ' && Digest::of(json).to_string().as_bytes() == &digest[..32]).then_some(json)
+    })
+}
+
+/// What an interrupted run left of the files of a model, by name.
+#[derive(Default)]
+pub(super) struct Earlier {
+    /// Shards that are complete.
+    pub(super) finished: BTreeMap<String, WeightsFile>,
+    /// Shards of which a beginning is kept.
+    pub(super) begun: BTreeMap<String, Kept>,
+}
+
+/// The beginning of a shard that an interrupted run wrote, as far as it is sound and of this source.
+pub(super) struct Kept {
+    pub(super) entries: Vec<TensorEntry>,
+    /// Of the source, up to here.
+    pub(super) sha: Option<Sha256>,
+    /// Bytes of the tensors in the source.
+    pub(super) source_bytes: u64,
+}
+
+impl Job<'_> {
+    /// Reads what an interrupted run left: that takes time of its own, which is reported as progress.
+    pub(super) fn earlier(&self, chosen: &[&SourceFile]) -> Result<Earlier, BundleError> {
+        let mut earlier = Earlier::default();
+        let left = |file: &&SourceFile| {
+            let left = [self.stage.record(&file.name), self.stage.journal(&file.name)];
+            matches!(file.kind, Kind::Weights { .. }) && left.iter().any(|path| path.symlink_metadata().is_ok())
+        };
+        let read: u64 = chosen.iter().copied().filter(left).map(|file| file.bytes).sum();
+        if read > 0 {
+            self.progress.start(read);
+        }
+        for file in chosen {
+            self.check_cancelled()?;
+            if let Some(entry) = self.resumable(file)? {
+                earlier.finished.insert(file.name.clone(), entry);
+            } else if let Some(kept) = self.kept(file)? {
+                earlier.begun.insert(file.name.clone(), kept);
+            }
+        }
+        Ok(earlier)
+    }
+
+    /// The options that a shard depends on, as text.
+    pub(super) fn fingerprint(&self) -> String {
+        let o = self.options;
+        format!(
+            "{} {} {}.{} {} {} {} {:?} {}",
+            manifest::FORMAT,
+            env!("CARGO_PKG_VERSION"),
+            VERSION.major,
+            VERSION.minor,
+            o.profile,
+            o.scope,
+            o.code_limit.bits(),
+            // The same plan may lie elsewhere.
+            self.planner.without_path(),
+            o.sha256,
+        )
+    }
+
+    /// The entry of a shard that an interrupted run finished, if it is of this very source and these options, and its bytes are sound.
+    ///
+    /// The source is read for that, which takes a fraction of encoding it: name, size and time of a file do not tell one model from another.
+    pub(super) fn resumable(&self, file: &SourceFile) -> Result<Option<WeightsFile>, BundleError> {
+        let Kind::Weights { header, header_bytes } = &file.kind else { return Ok(None) };
+        let Ok(bytes) = files::read_small(&self.stage.record(&file.name), manifest::BYTES_MAX) else { return Ok(None) };
+        let Some(Record { options, file: entry }) = Record::parse(&bytes) else { return Ok(None) };
+        let planned = |(t, info): (&TensorEntry, &TensorInfo)| {
+            is_planned(t, info, &self.planner.decide(&info.name, info.dtype, &info.shape))
+        };
+        let same = options == self.fingerprint()
+            && (&entry.name, entry.size, entry.sha256.is_some()) == (&file.name, file.bytes, self.options.sha256)
+            && entry.header_digest == Digest::of(header_bytes)
+            && entry.tensors.len() == header.tensors.len()
+            && entry.tensors.iter().zip(&header.tensors).all(planned);
+        if !same {
+            return Ok(None);
+        }
+        let input = Input::open_same(&file.path, &file.stamp)?;
+        let mut sha = entry.sha256.is_some().then(Sha256::new);
+        if let Some(sha) = &mut sha {
+            sha.update(header_bytes);
+        }
+        self.progress.advance(header_bytes.len() as u64);
+        for (t, info) in entry.tensors.iter().zip(&header.tensors) {
+            let digest = input.stream(info.offset, info.bytes, |piece| {
+                if let Some(sha) = &mut sha {
+                    sha.update(piece);
+                }
+                self.progress.advance(piece.len() as u64);
+                self.check_cancelled()
+            })?;
+            if digest != t.digest {
+                return Ok(None);
+            }
+        }
+        input.check_unchanged()?;
+        if sha.map(files::hex) != entry.sha256 {
+            return Ok(None);
+        }
+        // Last, the shard itself: a section that was damaged since makes it worthless.
+        let Ok(shard) = Shard::open(&self.stage.tree(), entry) else { return Ok(None) };
+        let sound = shard.source_header().is_ok()
+            && (0..shard.file.tensors.len()).into_par_iter().all(|index| shard.is_sound(index));
+        Ok(sound.then_some(shard.file))
+    }
+
+    pub(super) fn journal_head(&self, file: &SourceFile, header_bytes: &[u8]) -> JournalHead {
+        JournalHead {
+            options: self.fingerprint(),
+            name: file.name.clone(),
+            size: file.bytes,
+            header_digest: Digest::of(header_bytes),
+        }
+    }
+
+    /// The beginning of a shard that an interrupted run wrote: up to the first tensor whose source or whose stored parts have not the
+    /// digests of the journal.
+    pub(super) fn kept(&self, file: &SourceFile) -> Result<Option<Kept>, BundleError> {
+        let Kind::Weights { header, header_bytes } = &file.kind else { return Ok(None) };
+        let Ok(journal) = files::read_small(&self.stage.journal(&file.name), manifest::BYTES_MAX) else {
+            return Ok(None);
+        };
+        let Ok(written) = Input::open(&self.stage.growing(&file.name)) else { return Ok(None) };
+        let mut lines = journal_lines(&journal);
+        let head = lines.next().and_then(|json| serde_json::from_slice::<JournalHead>(json).ok());
+        if head.is_none_or(|head| head != self.journal_head(file, header_bytes)) {
+            return Ok(None);
+        }
+        let layout = self.layout(file, header, header_bytes)?;
+        let input = Input::open_same(&file.path, &file.stamp)?;
+        let mut sha = self.options.sha256.then(Sha256::new);
+        if let Some(sha) = &mut sha {
+            sha.update(header_bytes);
+        }
+        self.progress.advance(header_bytes.len() as u64);
+        let mut kept = Kept { entries: Vec::new(), sha, source_bytes: 0 };
+        let mut at = layout.reserved;
+        for ((json, info), decision) in lines.zip(&header.tensors).zip(&layout.decisions) {
+            self.check_cancelled()?;
+            let entry = serde_json::from_slice::<TensorEntry>(json).ok();
+            let sound = |entry: &TensorEntry| is_planned(entry, info, decision) && entry.contradiction().is_none();
+            let Some(entry) = entry.filter(sound) else { break };
+            let is_written = stored_parts(&entry, info).filter(|(bytes, _)| bytes.is_multiple_of(ALIGN)).all(|part| {
+                let (from, (bytes, digest)) = (at, part);
+                at += bytes;
+                at <= written.stamp().bytes && written.stream(from, bytes, |_| Ok(())).is_ok_and(|got| got == digest)
+            });
+            if !is_written {
+                break;
+            }
+            let mut sha = kept.sha.clone();
+            let digest = input.stream(info.offset, info.bytes, |piece| {
+                if let Some(sha) = &mut sha {
+                    sha.update(piece);
+                }
+                self.progress.advance(piece.len() as u64);
+                self.check_cancelled()
+            })?;
+            if digest != entry.digest {
+                break;
+            }
+            kept.sha = sha;
+            kept.source_bytes += info.bytes;
+            kept.entries.push(entry);
+        }
+        input.check_unchanged()?;
+        Ok(Some(kept))
+    }
+
+    /// A journal with what is kept, in place of an older one.
+    pub(super) fn begin_journal(
+        &self,
+        path: &Path,
+        head: &JournalHead,
+        entries: &[TensorEntry],
+    ) -> Result<File, BundleError> {
+        let lines: Vec<u8> =
+            [journal_line(head)].into_iter().chain(entries.iter().map(journal_line)).flatten().collect();
+        let new = self.stage.work().join("journal");
+        let mut file = files::create(&new).map_err(self.stage.write_error(&new))?;
+        files::append(&mut file, &lines).map_err(self.stage.write_error(&new))?;
+        std::fs::rename(&new, path).map_err(self.stage.write_error(path))?;
+        Ok(file)
+    }
+
+    /// Goes past a tensor that an interrupted run has written. What waits for the end of the shard is got ready again.
+    pub(super) fn take_over(
+        &self,
+        writer: &mut ShardWriter<'_>,
+        file: &SourceFile,
+        (entry, info, decision): (&TensorEntry, &TensorInfo, &Decision),
+        input: &Input,
+        deferred: &mut Vec<Deferred>,
+    ) -> Result<(), BundleError> {
+        let (offset, digest) = (info.offset, entry.digest);
+        let Some(grid) = entry.grid() else {
+            let part = Part::new(info.name.clone(), info.dtype, info.shape.clone(), info.bytes);
+            if part.bytes.is_multiple_of(ALIGN) {
+                writer.pass(part);
+            } else {
+                deferred.push(Deferred { part, contents: Pending::Raw { offset, digest } });
+            }
+            return Ok(());
+        };
+        let mut again = None;
+        for section in &entry.sections {
+            let shape = section.name.shape(grid, section.bytes as usize);
+            let name = section_name(&info.name, section.name);
+            let part = Part::new(name, section.name.dtype(), shape, section.bytes);
+            if part.bytes.is_multiple_of(ALIGN) {
+                writer.pass(part);
+                continue;
+            }
+            if section.name == Section::SIGN_MANTISSA {
+                let contents = Pending::SignMantissa { offset, bytes: info.bytes, digest };
+                deferred.push(Deferred { part, contents });
+                continue;
+            }
+            if again.is_none() {
+                let bytes = input.read(offset, info.bytes)?;
+                let made = encode_tensor(&bytes, info.dtype, decision.choice.clone(), self.options, self.encoder);
+                again = Some(made.map_err(|source| BundleError::Encoder {
+                    file: file.name.clone(),
+                    tensor: info.name.clone(),
+                    source,
+                })?);
+            }
+            let made = match &again {
+                Some((_, _, Stored::Coded(tensor))) => tensor.sections().find(|(name, _)| *name == section.name),
+                _ => None,
+            };
+            match made.filter(|(_, bytes)| Digest::of(bytes) == section.digest) {
+                Some((_, bytes)) => deferred.push(Deferred { part, contents: Pending::Held(bytes.to_vec()) }),
+                None => return Err(input.changed()),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether an entry is of this tensor, and what it is for was decided the same.
+fn is_planned(entry: &TensorEntry, info: &TensorInfo, decision: &Decision) -> bool {
+    (&entry.name, entry.dtype, &entry.shape, entry.role, entry.layer)
+        == (&info.name, info.dtype, &info.shape, decision.role, decision.layer)
+}
+
+/// Bytes and digests of the parts that a tensor is stored in, in stored order.
+pub(super) fn stored_parts<'a>(entry: &'a TensorEntry, info: &TensorInfo) -> impl Iterator<Item = (u64, Digest)> + 'a {
+    let raw = (entry.form == FormId::RAW).then_some((info.bytes, entry.digest));
+    raw.into_iter().chain(entry.sections.iter().map(|section| (section.bytes, section.digest)))
+}

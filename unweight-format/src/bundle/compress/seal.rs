@@ -1,0 +1,175 @@
+//! Completing a bundle whose shards are written: indexes, `config.json`, manifest, signature, and the proof that it decodes.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashSet},
+    path::Path,
+};
+
+use rayon::prelude::*;
+
+use crate::{
+    Digest, FormId,
+    bundle::plan,
+    bundle::{
+        BundleError, Progress, Signer, VerifyAfter, config,
+        manifest::{self, FileEntry, Manifest, Options, TensorEntry, WeightsFile, section_name},
+        pipeline::Work,
+        read::Shard,
+        source::{Index, Kind},
+        stage::Stage,
+    },
+    form::FORMS,
+};
+
+/// What is left to do when the files of a bundle are in the stage.
+pub(crate) struct Finish<'a> {
+    pub(crate) stage: &'a Stage,
+    pub(crate) verify: VerifyAfter,
+    pub(crate) ram_bytes: Option<u64>,
+    pub(crate) sign: Option<&'a Signer>,
+    pub(crate) progress: &'a dyn Progress,
+}
+
+/// A complete stage.
+pub(crate) struct Sealed {
+    pub(crate) manifest: Manifest,
+    pub(crate) stored_bytes: u64,
+    pub(crate) verified_tensors: u64,
+}
+
+/// Completes a bundle: what depends on all shards, the manifest, its signature, and the proof that all can be decoded. `kinds` are those of the files; only
+/// those of changed files are needed.
+pub(crate) fn seal<'a>(
+    finish: &Finish<'_>,
+    kinds: impl Iterator<Item = Option<&'a Kind>>,
+    mut files: Vec<FileEntry>,
+    options: Options,
+) -> Result<Sealed, BundleError> {
+    finish.changed(kinds, &mut files)?;
+    let tensors = files.iter().filter_map(FileEntry::weights).flat_map(|file| &file.tensors);
+    let layers = plan::layers(tensors.map(|t| (t.role, t.layer, t.form)));
+    let mut manifest = Manifest::new(options, files, layers);
+    let bytes = manifest.seal();
+    manifest::check_bytes(bytes.len() as u64)?;
+    // As a reader will have it: what it would refuse is never published.
+    let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;
+    finish.stage.put(manifest::FILE_NAME, &bytes)?;
+    let mut own_bytes = bytes.len() as u64;
+    if let Some(signer) = finish.sign {
+        let signature = signer.sign(&bytes)?;
+        finish.stage.put(manifest::SIGNATURE_NAME, signature.as_bytes())?;
+        own_bytes += signature.len() as u64;
+    }
+    let stored = manifest.files.iter().flat_map(FileEntry::stored).map(|(_, bytes)| bytes).sum::<u64>();
+    let verified_tensors = finish.verify(&manifest.files)?;
+    Ok(Sealed { manifest, stored_bytes: stored + own_bytes, verified_tensors })
+}
+
+impl Finish<'_> {
+    pub(super) fn check_cancelled(&self) -> Result<(), BundleError> {
+        if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
+    }
+
+    /// Writes what depends on the shards: indexes of the stored names, and each `config.json`.
+    pub(super) fn changed<'a>(
+        &self,
+        kinds: impl Iterator<Item = Option<&'a Kind>>,
+        files: &mut [FileEntry],
+    ) -> Result<(), BundleError> {
+        let shards: BTreeMap<String, WeightsFile> =
+            files.iter().filter_map(FileEntry::weights).map(|file| (file.name.clone(), file.clone())).collect();
+        let weights = manifest::weights_digest(files);
+        for (kind, entry) in kinds.zip(files) {
+            let (bytes, entry) = match (kind, entry) {
+                (Some(Kind::Index(index)), FileEntry::Index(entry)) => {
+                    (stored_index(index, &entry.name, &shards), entry)
+                }
+                (Some(Kind::Config(text)), FileEntry::Config(entry)) => (config::with_keys(text, weights), entry),
+                _ => continue,
+            };
+            self.stage.put(&entry.name, &bytes)?;
+            (entry.stored_size, entry.stored_digest) = (bytes.len() as u64, Digest::of(&bytes));
+        }
+        Ok(())
+    }
+
+    /// Decodes again what `VerifyAfter` asks for. Returns how many tensors that were.
+    pub(super) fn verify(&self, files: &[FileEntry]) -> Result<u64, BundleError> {
+        if self.verify == VerifyAfter::None {
+            return Ok(0);
+        }
+        let mut verified = 0;
+        for file in files.iter().filter_map(FileEntry::weights) {
+            let shard = Shard::open(&self.stage.tree(), file.clone())?;
+            shard.source_header()?;
+            let all = self.verify == VerifyAfter::Full;
+            let sample = sampled(file);
+            let chosen = |index: &usize| all || sample.contains(index);
+            for work in shard.work(self.ram_bytes) {
+                self.check_cancelled()?;
+                let batch = match work {
+                    Work::Pieces(index) if chosen(&index) => {
+                        shard.stream(index, |piece| {
+                            self.progress.advance(piece.len() as u64);
+                            self.check_cancelled()
+                        })?;
+                        verified += 1;
+                        continue;
+                    }
+                    Work::Pieces(index) => {
+                        self.progress.advance(shard.original_bytes(index));
+                        continue;
+                    }
+                    Work::Batch(batch) => batch,
+                };
+                let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
+                let chosen: Vec<usize> = batch.filter(chosen).collect();
+                chosen.par_iter().try_for_each(|&index| {
+                    shard.decode(index, &mut shard.buffer(shard.original_bytes(index))?, true)
+                })?;
+                verified += chosen.len() as u64;
+                self.progress.advance(bytes);
+            }
+        }
+        Ok(verified)
+    }
+}
+
+/// First and last, the largest of each form, and every sixteenth.
+fn sampled(file: &WeightsFile) -> HashSet<usize> {
+    let mut chosen: HashSet<usize> = (0..file.tensors.len()).step_by(16).collect();
+    chosen.extend(file.tensors.len().checked_sub(1));
+    for form in FORMS {
+        let of_this = file.tensors.iter().enumerate().filter(|(_, t)| t.form == form.id());
+        chosen.extend(of_this.max_by_key(|(_, t)| t.original_bytes()).map(|(index, _)| index));
+    }
+    chosen
+}
+
+/// The index of the stored names: the source's metadata with the stored size.
+fn stored_index(index: &Index, name: &str, shards: &BTreeMap<String, WeightsFile>) -> Vec<u8> {
+    let dir = name.rfind('/').map_or("", |slash| &name[..=slash]);
+    let listed: BTreeSet<&str> = index.weight_map.values().map(String::as_str).collect();
+    let (mut weight_map, mut total) = (BTreeMap::new(), 0u64);
+    for shard in listed {
+        // Every shard of an index was checked to be there.
+        let Some(file) = shards.get(&format!("{dir}{shard}")) else { continue };
+        total += file.shard_size - file.shard_header_bytes;
+        weight_map.extend(file.tensors.iter().flat_map(stored_names).map(|name| (name, shard)));
+    }
+    let mut metadata = index.metadata.clone().unwrap_or_else(|| serde_json::json!({}));
+    if let Some(metadata) = metadata.as_object_mut() {
+        metadata.insert("total_size".into(), total.into());
+    }
+    let value = serde_json::json!({ "metadata": metadata, "weight_map": weight_map });
+    let mut bytes = serde_json::to_vec_pretty(&value).expect("an index is strings, numbers and maps");
+    bytes.push(b'\n');
+    bytes
+}
+
+fn stored_names(tensor: &TensorEntry) -> Vec<String> {
+    match tensor.form {
+        FormId::RAW => vec![tensor.name.clone()],
+        _ => tensor.sections.iter().map(|s| section_name(&tensor.name, s.name)).collect(),
+    }
+}

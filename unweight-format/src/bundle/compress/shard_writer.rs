@@ -1,0 +1,277 @@
+//! The shard that is being written, and the order of its bytes.
+//!
+//! First everything that keeps the next part on a multiple of 16 bytes, in source order; then what does not (raw tensors of odd
+//! sizes, and sign_mantissa sections of them), largest element type first; last the source's header. So every section that a
+//! kernel or a stock reader wants aligned is, without padding.
+
+use std::{borrow::Cow, collections::BTreeMap, fs::File, path::PathBuf};
+
+use super::{
+    Job,
+    encode::{Encoded, Stored},
+    resume::{Record, journal_line},
+};
+use crate::{
+    Digest, FormId, Section, bf16,
+    bundle::{
+        BundleError,
+        files::{self, Input},
+        manifest::{self, SOURCE_HEADER, TensorEntry, VERSION, section_name},
+        plan::Decision,
+        source::SourceFile,
+        stage::Stage,
+    },
+    failpoint::failpoint,
+    safetensors::{Dtype, HEADER_MAX, Header, header_to_bytes},
+};
+
+/// Every section starts on a multiple of this many bytes, unless what is before it cannot be moved.
+pub(super) const ALIGN: u64 = 16;
+
+/// What a shard will look like, as far as its source's header tells.
+pub(super) struct Layout {
+    pub(super) decisions: Vec<Decision>,
+    pub(super) metadata: BTreeMap<String, String>,
+    /// Bytes for the header.
+    pub(super) reserved: u64,
+}
+
+/// A shard that is written but may not be on the disk yet.
+pub(super) struct Written {
+    pub(super) file: File,
+    pub(super) work: PathBuf,
+    pub(super) journal: PathBuf,
+    pub(super) record: Record,
+}
+
+impl Job<'_> {
+    /// Forms, metadata and the place for the header of a shard.
+    pub(super) fn layout(
+        &self,
+        file: &SourceFile,
+        header: &Header,
+        header_bytes: &[u8],
+    ) -> Result<Layout, BundleError> {
+        let decisions: Vec<Decision> =
+            header.tensors.iter().map(|t| self.planner.decide(&t.name, t.dtype, &t.shape)).collect();
+        let mut metadata: BTreeMap<String, String> = header.metadata.iter().cloned().collect();
+        for (key, value) in [("format", manifest::FORMAT.to_string()), ("unweight_version", VERSION.to_string())] {
+            if let Some(theirs) = metadata.insert(key.into(), value) {
+                metadata.insert(format!("unweight.source.{key}"), theirs);
+            }
+        }
+        let reserved = header_bound(&metadata, header, &decisions, file.bytes, header_bytes.len() as u64);
+        if reserved > HEADER_MAX {
+            return Err(BundleError::HeaderTooLarge { file: file.name.clone(), got: reserved, limit: HEADER_MAX });
+        }
+        Ok(Layout { decisions, metadata, reserved })
+    }
+
+    /// Waits until a shard is on the disk, gives it its name, and notes that for a later run.
+    pub(super) fn settle(&self, shard: Written) -> Result<(), BundleError> {
+        shard.file.sync_all().map_err(self.stage.write_error(&shard.work))?;
+        self.stage.accept(&shard.work, &shard.record.file.name)?;
+        self.stage.put_record(&shard.record.file.name, &shard.record.to_bytes())?;
+        std::fs::remove_file(&shard.journal).map_err(BundleError::io("remove the file", &shard.journal))
+    }
+}
+
+/// A part of a shard as its header names it.
+pub(super) struct Part {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<usize>,
+    pub(super) bytes: u64,
+}
+
+impl Part {
+    pub(super) fn new(name: String, dtype: Dtype, shape: Vec<usize>, bytes: u64) -> Self {
+        Self { name, dtype, shape, bytes }
+    }
+}
+
+/// A part that waits for the end of the shard because it would misalign what follows.
+pub(super) struct Deferred {
+    pub(super) part: Part,
+    pub(super) contents: Pending,
+}
+
+/// Where the bytes of a part come from that is written later.
+pub(super) enum Pending {
+    /// From the source, from `offset` on: a raw tensor with this digest.
+    Raw { offset: u64, digest: Digest },
+    /// From the source: the sign_mantissa of the `bytes` bytes from `offset` on, which have this digest. Half of a large tensor would be much to hold.
+    SignMantissa { offset: u64, bytes: u64, digest: Digest },
+    /// Small sections of other kinds, held.
+    Held(Vec<u8>),
+}
+
+/// The shard being written.
+pub(super) struct ShardWriter<'a> {
+    pub(super) file: File,
+    pub(super) path: PathBuf,
+    pub(super) stage: &'a Stage,
+    /// Where the next byte goes.
+    pub(super) at: u64,
+    pub(super) parts: Vec<Part>,
+    /// What has been written, for a run that goes on with it.
+    pub(super) journal: File,
+}
+
+impl ShardWriter<'_> {
+    /// Goes past a part that is written.
+    pub(super) fn pass(&mut self, part: Part) {
+        self.at += part.bytes;
+        self.parts.push(part);
+    }
+
+    /// Notes that a tensor is written.
+    pub(super) fn note(&mut self, entry: &TensorEntry) -> Result<(), BundleError> {
+        files::append(&mut self.journal, &journal_line(entry)).map_err(self.stage.write_error(&self.path))?;
+        failpoint("journalled");
+        Ok(())
+    }
+
+    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), BundleError> {
+        files::write_at(&self.file, bytes, self.at).map_err(self.stage.write_error(&self.path))?;
+        self.at += bytes.len() as u64;
+        self.stage.wrote(bytes.len() as u64);
+        Ok(())
+    }
+
+    pub(super) fn put(
+        &mut self,
+        encoded: &Encoded<'_>,
+        deferred: &mut Vec<Deferred>,
+        input: &Input,
+    ) -> Result<(), BundleError> {
+        let (info, digest, offset) = (encoded.info, encoded.entry.digest, encoded.info.offset);
+        let (tensor, grid) = match (&encoded.stored, encoded.entry.grid()) {
+            (Stored::Coded(tensor), Some(grid)) => (tensor, grid),
+            (stored, _) => {
+                let part = Part::new(info.name.clone(), info.dtype, info.shape.clone(), info.bytes);
+                match stored {
+                    _ if !part.bytes.is_multiple_of(ALIGN) => {
+                        deferred.push(Deferred { part, contents: Pending::Raw { offset, digest } });
+                        return Ok(());
+                    }
+                    Stored::Raw(bytes) => self.write(bytes)?,
+                    _ => self.write_again(input, offset, info.bytes, digest, |piece| Cow::Borrowed(piece))?,
+                }
+                self.parts.push(part);
+                return Ok(());
+            }
+        };
+        for (section, bytes) in tensor.sections() {
+            let shape = section.shape(grid, bytes.len());
+            let part = Part::new(section_name(&info.name, section), section.dtype(), shape, bytes.len() as u64);
+            if part.bytes.is_multiple_of(ALIGN) {
+                self.write(bytes)?;
+                self.parts.push(part);
+            } else {
+                let contents = match section {
+                    Section::SIGN_MANTISSA => Pending::SignMantissa { offset, bytes: info.bytes, digest },
+                    _ => Pending::Held(bytes.to_vec()),
+                };
+                deferred.push(Deferred { part, contents });
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes what waited, largest elements first, so that each keeps its own alignment.
+    pub(super) fn put_deferred(&mut self, mut deferred: Vec<Deferred>, input: &Input) -> Result<(), BundleError> {
+        deferred.sort_by_key(|d| std::cmp::Reverse(d.part.dtype.bits()));
+        for item in deferred {
+            match item.contents {
+                Pending::Held(bytes) => self.write(&bytes)?,
+                Pending::Raw { offset, digest } => {
+                    self.write_again(input, offset, item.part.bytes, digest, |piece| Cow::Borrowed(piece))?;
+                }
+                Pending::SignMantissa { offset, bytes, digest } => {
+                    let split = |e: &[u8]| bf16::sign_mantissa(u16::from_le_bytes([e[0], e[1]]));
+                    // A piece is an even number of bytes, as the tensor is.
+                    self.write_again(input, offset, bytes, digest, |piece| {
+                        Cow::Owned(piece.chunks_exact(2).map(split).collect())
+                    })?;
+                }
+            }
+            self.parts.push(item.part);
+        }
+        Ok(())
+    }
+
+    /// Writes what becomes of bytes of the source that were read before: they must still be the same.
+    pub(super) fn write_again(
+        &mut self,
+        input: &Input,
+        offset: u64,
+        bytes: u64,
+        expected: Digest,
+        form: impl Fn(&[u8]) -> Cow<'_, [u8]>,
+    ) -> Result<(), BundleError> {
+        let got = input.stream(offset, bytes, |piece| self.write(&form(piece)))?;
+        if got == expected { Ok(()) } else { Err(input.changed()) }
+    }
+
+    /// Writes the header before the data.
+    pub(super) fn finish(
+        &mut self,
+        metadata: &BTreeMap<String, String>,
+        reserved: u64,
+    ) -> Result<Vec<u8>, BundleError> {
+        let mut begin = 0;
+        let entries = self.parts.iter().map(|part| {
+            let offsets = [begin, begin + part.bytes];
+            begin = offsets[1];
+            (part.name.as_str(), part.dtype, part.shape.as_slice(), offsets)
+        });
+        let header = header_to_bytes(metadata, entries, reserved);
+        assert_eq!(header.len() as u64, reserved, "the reserved header bounds the real one");
+        files::write_at(&self.file, &header, 0).map_err(self.stage.write_error(&self.path))?;
+        Ok(header)
+    }
+}
+
+/// Bytes that the shard's header can need at most: every coded tensor with all its sections, every number as long as it can be.
+fn header_bound(
+    metadata: &BTreeMap<String, String>,
+    header: &Header,
+    decisions: &[Decision],
+    file_bytes: u64,
+    header_bytes: u64,
+) -> u64 {
+    // A coded tensor is smaller than its source and the header's copy as large as the original, so no offset is above this.
+    let most = file_bytes;
+    let mut parts = Vec::new();
+    for (info, decision) in header.tensors.iter().zip(decisions) {
+        let raw = || (info.name.clone(), info.dtype, info.shape.clone());
+        let Some(grid) = decision.choice.grid() else {
+            parts.push(raw());
+            continue;
+        };
+        // Of the form and of what may take its place, whichever a header names at greater length.
+        let named = |form: FormId| -> Vec<(String, Dtype, Vec<usize>)> {
+            let sections = form.form().sections().iter().map(|&section| {
+                let bytes = section.fixed_bytes(grid).unwrap_or(info.bytes as usize);
+                (section_name(&info.name, section), section.dtype(), section.shape(grid, bytes))
+            });
+            sections.collect()
+        };
+        let chain = std::iter::successors(Some(decision.choice.form()), |form| Some(form.form().fallback()));
+        let coded = chain.take_while(|form| *form != FormId::RAW).map(named);
+        parts.extend(coded.max_by_key(|parts| header_bytes_of(&BTreeMap::new(), parts, most)).unwrap_or_default());
+        // Raw takes the place of every form, and a shape of many dimensions may be longer than the names of all sections.
+        if info.shape.len() > 8 {
+            parts.push(raw());
+        }
+    }
+    parts.push((SOURCE_HEADER.into(), Dtype::U8, vec![header_bytes as usize]));
+    header_bytes_of(metadata, &parts, most)
+}
+
+/// Bytes of a header with these parts, all at offset `most`.
+fn header_bytes_of(metadata: &BTreeMap<String, String>, parts: &[(String, Dtype, Vec<usize>)], most: u64) -> u64 {
+    let entries = parts.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice(), [most, most]));
+    header_to_bytes(metadata, entries, 0).len() as u64
+}
