@@ -82,7 +82,7 @@ pub fn kernels(word: &OsStr) -> Vec<CompletionCandidate> {
 /// Tensors of the bundle on the command line.
 pub fn tensors() -> Vec<CompletionCandidate> {
     let Some(bundle) = bundle() else { return Vec::new() };
-    bundle.tensors().filter_map(|tensor| candidate(&tensor.entry.name)).collect()
+    bundle.tensors().filter_map(|tensor| candidate(&tensor.entry().name)).collect()
 }
 
 /// Files that this bundle was made of.

@@ -81,10 +81,11 @@ impl Extract {
     fn tensor(&self, bundle: &Bundle, tensor: &str, file: Option<&str>, output: Output) -> Result<()> {
         // From here on a signal ends the work between two pieces, and what was begun is removed.
         let bar = Bar::new(output, "extracting")?;
-        let (entry, bytes) = match file {
-            None => (bundle.entry(tensor)?, bundle.decode(tensor)?),
-            Some(file) => (bundle.entry_in(file, tensor)?, bundle.decode_in(file, tensor)?),
+        let tensor = match file {
+            None => bundle.tensor(tensor)?,
+            Some(file) => bundle.tensor_in(file, tensor)?,
         };
+        let bytes = tensor.decode()?;
         bar.start(bytes.len() as u64);
         let write = |out: &mut (dyn Write + Send)| {
             for piece in bytes.chunks(4 << 20) {
@@ -99,11 +100,11 @@ impl Extract {
         let Some(()) = self.write(write)? else { return Ok(()) };
         bar.finish();
         let report = TensorJson {
-            tensor: &entry.name,
-            dtype: entry.dtype.to_string(),
-            shape: &entry.shape,
+            tensor: tensor.name(),
+            dtype: tensor.dtype().to_string(),
+            shape: tensor.shape(),
             bytes: bytes.len() as u64,
-            digest: entry.digest,
+            digest: tensor.entry().digest,
         };
         output.summary("extract", &report, |out| {
             let (size, shape) = (output::bytes(report.bytes), output::shape(report.shape));

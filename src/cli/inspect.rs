@@ -7,8 +7,8 @@ use clap_complete::engine::ArgValueCandidates;
 use serde::Serialize;
 use unweight::format::{
     Histogram,
-    bundle::manifest::{Layer, LayerMode, Options},
-    bundle::{AttachedKernel, Bundle, BundleError, BundleTensor, Progress, TensorReport},
+    bundle::manifest::Options,
+    bundle::{AttachedKernel, Bundle, BundleError, Progress, TensorHandle, TensorReport},
     glob::matches,
     safetensors,
 };
@@ -53,7 +53,6 @@ struct Report<'a> {
     format_version: String,
     options: &'a Options,
     manifest_digest: String,
-    layers: &'a [Layer],
     tensors: Vec<TensorReport>,
     original_bytes: u64,
     stored_bytes: u64,
@@ -73,7 +72,7 @@ impl Inspect {
         let manifest = bundle.manifest();
         let chosen = |name: &str| self.tensor.is_empty() || self.tensor.iter().any(|pattern| matches(pattern, name));
         let tensors: Vec<TensorReport> =
-            bundle.tensors().filter(|tensor| chosen(&tensor.entry.name)).map(row).collect();
+            bundle.tensors().filter(|tensor| chosen(&tensor.entry().name)).map(row).collect();
         if tensors.is_empty() && !self.tensor.is_empty() {
             return Err(Failure::new(
                 format!("{}: no tensor matches {}", self.bundle.display(), self.tensor.join(", ")),
@@ -91,7 +90,6 @@ impl Inspect {
             format_version: format!("{}.{}", manifest.version.major, manifest.version.minor),
             options: &manifest.options,
             manifest_digest: manifest.manifest_digest.to_string(),
-            layers: &manifest.layers,
             original_bytes: tensors.iter().map(|tensor| tensor.original_bytes).sum(),
             stored_bytes: tensors.iter().map(|tensor| tensor.stored_bytes).sum(),
             tensors,
@@ -133,14 +131,11 @@ impl Report<'_> {
         let Options { profile, scope, code_limit } = self.options;
         writeln!(
             out,
-            "format {}, by {}, profile {profile}, scope {scope}, codes up to {code_limit} bits, manifest {}",
+            "format {}, by {}, profile {profile}, scope {scope}, codes up to {code_limit} bits, manifest {}\n",
             self.format_version,
             output::one_line(self.creator),
             self.manifest_digest
         )?;
-        let layers = |mode| self.layers.iter().filter(|layer| layer.mode == mode).count();
-        let (hard, easy) = (layers(LayerMode::Hard), layers(LayerMode::Easy));
-        writeln!(out, "layers: {} bootstrap, {easy} easy, {hard} hard\n", layers(LayerMode::Bootstrap))?;
         select::tensors(&self.tensors).write(out)?;
         let totals =
             format!("\n{} tensors: {}", self.tensors.len(), select::percent(self.stored_bytes, self.original_bytes));
@@ -166,12 +161,12 @@ impl Report<'_> {
     }
 }
 
-fn row(tensor: BundleTensor<'_>) -> TensorReport {
-    let BundleTensor { file, entry } = tensor;
+fn row(tensor: TensorHandle<'_>) -> TensorReport {
+    let entry = tensor.entry();
     let elements = safetensors::elements(&entry.shape);
     let stored_bytes = entry.stored_bytes();
     TensorReport {
-        file: file.to_owned(),
+        file: tensor.file().to_owned(),
         name: entry.name.clone(),
         role: entry.role,
         layer: entry.layer,
@@ -198,7 +193,7 @@ fn exponents(bundle: &Bundle, tensors: &[TensorReport], output: Output) -> Resul
             return Err(BundleError::Cancelled.into());
         }
         bar.tensor(&tensor.name);
-        let histogram = Histogram::of(&bundle.decode_in(&tensor.file, &tensor.name)?);
+        let histogram = Histogram::of(&bundle.tensor_in(&tensor.file, &tensor.name)?.decode()?);
         sum.merge(&histogram);
         bar.advance(tensor.original_bytes);
     }

@@ -269,7 +269,7 @@ impl Tune {
         for layer in &names.layers {
             let Some(mlp) = layer.mlp.dense() else { continue };
             for name in [&mlp.gate, &mlp.up, &mlp.down] {
-                if matches!(bundle.entry(name)?.form, FormId::HUFFMAN | FormId::PALETTE) {
+                if matches!(bundle.tensor(name)?.encoding(), FormId::HUFFMAN | FormId::PALETTE) {
                     return Ok(());
                 }
             }

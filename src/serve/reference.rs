@@ -80,7 +80,7 @@ impl CpuReference {
             return Err(CpuError::TooLarge { parameters });
         }
         let read = bundle_values(bundle);
-        let names = bundle.tensors().map(|tensor| tensor.entry.name.as_str());
+        let names = bundle.tensors().map(|tensor| tensor.entry().name.as_str());
         let values = names.map(|name| Ok((name.to_owned(), read(name)?))).collect::<Result<_, BundleError>>()?;
         let context = options.context.unwrap_or(CONTEXT).min(config.max_positions);
         let max_batch = options.max_batch;

@@ -161,7 +161,7 @@ fn every_stored_form_becomes_a_layer() {
         for (layer, (name, n, k, kind)) in layers.iter().zip(TENSORS) {
             assert_eq!((layer.n() as usize, layer.k() as usize), (n, k));
             assert_eq!(layer.is_packed(), kind != Weights::HeavyTails, "{name} in a bundle of profile {profile:?}");
-            let w = rows(&bundle.decode(name).unwrap(), k);
+            let w = rows(&bundle.tensor(name).unwrap().decode().unwrap(), k);
             let before: Vec<u16> = (0..MAX_BATCH as usize * n).map(|_| bf16(rng.normal())).collect();
             for m in BATCHES {
                 let inputs = rows(bytemuck::cast_slice(&x[..m as usize * k]), k);
@@ -199,7 +199,7 @@ fn merged_weights_are_one_layer() {
     let mut run = Run { stream: &stream, lane: loader.lane(&stream).unwrap() };
     let mut rng = Random::new(9);
     let x: Vec<u16> = (0..MAX_BATCH as usize * 128).map(|_| bf16(rng.normal() * 8.0)).collect();
-    let of = |name: &str| rows(&bundle.decode(name).unwrap(), 128);
+    let of = |name: &str| rows(&bundle.tensor(name).unwrap().decode().unwrap(), 128);
     for m in BATCHES {
         let inputs = rows(bytemuck::cast_slice(&x[..m as usize * 128]), 128);
         let both: Vec<Vec<f64>> = of(q).into_iter().chain(of(k)).collect();
@@ -226,10 +226,10 @@ fn merged_weights_are_one_layer() {
 
 /// Rows of the tensors as a layer has them, put together on the host: one under the other, or in turns.
 fn merged_on_host(bundle: &Bundle, names: &[&str], merge: Merge) -> Vec<u8> {
-    let parts: Vec<Vec<u8>> = names.iter().map(|name| bundle.decode(name).unwrap()).collect();
+    let parts: Vec<Vec<u8>> = names.iter().map(|name| bundle.tensor(name).unwrap().decode().unwrap()).collect();
     match (merge, parts.as_slice()) {
         (Merge::SiluMul, [gate, up]) => {
-            let turn = Epilogue::GATE_ROWS as usize * bundle.entry(names[0]).unwrap().shape[1] * 2;
+            let turn = Epilogue::GATE_ROWS as usize * bundle.tensor(names[0]).unwrap().entry().shape[1] * 2;
             gate.chunks(turn).zip(up.chunks(turn)).flat_map(|(gate, up)| [gate, up].concat()).collect()
         }
         _ => parts.concat(),
@@ -306,7 +306,10 @@ fn any_bundle_becomes_layers_for_cublas() {
             let layer = loader.load(name).unwrap_or_else(|error| panic!("{error}"));
             let weights = layer.bf16_weights().unwrap_or_else(|| panic!("{name}, {profile:?}"));
             assert_eq!((weights.rows() as usize, weights.cols() as usize), (rows, cols));
-            assert!(bytes_of(&stream, weights) == bundle.decode(name).unwrap(), "{name}, {profile:?}");
+            assert!(
+                bytes_of(&stream, weights) == bundle.tensor(name).unwrap().decode().unwrap(),
+                "{name}, {profile:?}"
+            );
         }
         let merges: [(&[&str], Merge); 2] = [(&[q, k, v], Merge::Rows), (&[gate, up], Merge::SiluMul)];
         for (names, merge) in merges {
@@ -334,7 +337,7 @@ fn tensors_that_are_no_layers_come_as_they_were() {
         let bundle = bundle_of(home.path(), profile);
         let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
         for (name, rows, cols, kind) in TENSORS {
-            let weights = bundle.decode(name).unwrap();
+            let weights = bundle.tensor(name).unwrap().decode().unwrap();
             let matrix = loader.matrix(name).unwrap_or_else(|error| panic!("{error}"));
             assert!(bytes_of(&stream, &matrix) == weights, "{name}, {profile:?}");
             let whole_tiles = rows % 64 == 0 && cols % 64 == 0;
@@ -348,7 +351,7 @@ fn tensors_that_are_no_layers_come_as_they_were() {
         }
         let norm: Vec<u8> =
             loader.vector(NORM).unwrap().to_host(&stream).unwrap().iter().flat_map(|b| b.to_le_bytes()).collect();
-        assert_eq!(norm, bundle.decode(NORM).unwrap());
+        assert_eq!(norm, bundle.tensor(NORM).unwrap().decode().unwrap());
         let vector = loader.vector(TENSORS[0].0).unwrap_err().to_string();
         assert!(vector.contains("Bf16 of shape [192, 128] is not a vector"), "{vector}");
         let matrix = loader.matrix(NORM).unwrap_err().to_string();

@@ -290,7 +290,7 @@ fn compact_tensors_of_a_bundle_stay_as_they_are() {
         let mlp = loader.merge(&[&gate, &up], Merge::SiluMul).unwrap();
         assert_eq!(kernels.len(), loaded, "{resident:?}: a kernel was made when a layer was loaded");
         // Small tensors may be stored in another form, and then they are packed: alone, or with all of their layer.
-        let stored = |name: &String| bundle.entry(name).unwrap().form == FormId::COMPACT;
+        let stored = |name: &String| bundle.tensor(name).unwrap().encoding() == FormId::COMPACT;
         let mut stay = 0;
         for (layer, names) in [(&down_layer, vec![&down]), (&qkv, vec![&q, &k, &v]), (&mlp, vec![&gate, &up])] {
             let may = resident == Resident::Small && names.iter().all(|name| stored(name));
@@ -300,7 +300,10 @@ fn compact_tensors_of_a_bundle_stay_as_they_are() {
         assert_eq!(stay > 0, resident == Resident::Small, "{stay} layers stay compact");
         let mut lane = loader.lane(&stream).unwrap();
         for (layer, names) in [(&down_layer, vec![&down]), (&qkv, vec![&q, &k, &v])] {
-            let w: Vec<f64> = names.iter().flat_map(|name| values(&halves(&bundle.decode(name).unwrap()))).collect();
+            let w: Vec<f64> = names
+                .iter()
+                .flat_map(|name| values(&halves(&bundle.tensor(name).unwrap().decode().unwrap())))
+                .collect();
             for m in [1, 32, 33, 300] {
                 let x = inputs(m, layer.k(), 11);
                 let exact = product(&values(&x), &w, layer.k() as usize);

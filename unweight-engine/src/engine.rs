@@ -680,14 +680,14 @@ impl Stored {
         let packed = config.weight_bytes(Residency::Packed);
         let mut saved = 0u64;
         let tied = names.embed == names.lm_head;
-        for tensor in bundle.tensors().filter(|tensor| tensor.entry.form == FormId::COMPACT) {
-            let name = &tensor.entry.name;
+        for tensor in bundle.tensors().filter(|tensor| tensor.encoding() == FormId::COMPACT) {
+            let name = &tensor.entry().name;
             // What is looked up in is packed.
             if *name == names.embed || tied && *name == names.lm_head {
                 continue;
             }
-            let elements = tensor.entry.shape.iter().map(|extent| *extent as u64).product::<u64>();
-            saved = saved.saturating_add((elements / 2 * 3).saturating_sub(tensor.entry.stored_bytes()));
+            let elements = tensor.entry().shape.iter().map(|extent| *extent as u64).product::<u64>();
+            saved = saved.saturating_add((elements / 2 * 3).saturating_sub(tensor.entry().stored_bytes()));
         }
         let compact = (saved > 0).then(|| packed.saturating_sub(saved));
         Self { packed, compact }

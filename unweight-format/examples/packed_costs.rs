@@ -26,12 +26,12 @@ fn of_bundle(path: &Path) -> Result<(), Box<dyn Error>> {
     let bundle = Bundle::open(path)?;
     let (mut elements, mut bytes, mut escapes, mut most) = (0, 0, 0, 0);
     for tensor in bundle.tensors() {
-        if let Some(packed) = PackedTensor::of(bundle.tensor_in(tensor.file, &tensor.entry.name)?) {
+        if let Some(packed) = PackedTensor::of(tensor.stored()?) {
             elements += packed.grid().elements() as u64;
             bytes += packed.stored_bytes();
             escapes += packed.escape_count();
             most = most.max(packed.max_escapes());
-            println!("{}: {}", tensor.entry.name, row(&packed));
+            println!("{}: {}", tensor.name(), row(&packed));
         }
     }
     let bits = bytes as f64 * 8.0 / elements as f64;

@@ -102,7 +102,7 @@ fn the_inference_profile_is_hhr_ppr() {
     demo_model::write(&source, &demo).unwrap();
     compress(&source, &bundle, &CompressOptions::new(Profile::Inference), &Silent).unwrap();
     let bundle = Bundle::open(&bundle).unwrap();
-    let form = |name: &str| match bundle.tensor(&format!("model.layers.{name}_proj.weight")).unwrap().form() {
+    let form = |name: &str| match bundle.tensor(&format!("model.layers.{name}_proj.weight")).unwrap().encoding() {
         FormId::RAW => 'R',
         FormId::HUFFMAN => 'H',
         FormId::PALETTE => 'P',
@@ -111,23 +111,8 @@ fn the_inference_profile_is_hhr_ppr() {
     let layer = |i: usize| ["gate", "up", "down"].map(|p| form(&format!("{i}.mlp.{p}"))).iter().collect::<String>();
     assert_eq!([0, 1, 2, 3].map(layer), ["RRR", "PPR", "HHR", "PPR"]);
     assert_eq!(form("1.self_attn.q"), 'R');
-    let layers: Vec<_> = bundle.manifest().layers.iter().map(|l| (l.index, l.mode, l.next_hard)).collect();
-    use unweight_format::bundle::manifest::LayerMode::{Bootstrap, Easy, Hard};
-    assert_eq!(layers, [(0, Bootstrap, Some(2)), (1, Easy, Some(2)), (2, Hard, None), (3, Easy, None)]);
-    // The plan follows the forms that are there, whatever the profile.
-    let modes = |options: CompressOptions| {
-        let made = scratch.path("other");
-        compress(&source, &made, &options.force(true), &Silent).unwrap();
-        Bundle::open(&made).unwrap().manifest().layers.iter().map(|l| l.mode).collect::<Vec<_>>()
-    };
-    assert_eq!(modes(CompressOptions::new(Profile::Distribution)), [Hard; 4]);
-    assert_eq!(modes(CompressOptions::new(Profile::Palette)), [Easy; 4]);
-    assert_eq!(modes(CompressOptions::new(Profile::Resident)), [Easy; 4]);
-    let exclude = vec!["*.0.*".into(), "*.2.*".into()];
-    let excluded = CompressOptions::new(Profile::Distribution).exclude(exclude);
-    assert_eq!(modes(excluded), [Bootstrap, Hard, Easy, Hard], "raw layers have nothing to decode");
     let source = fs::read(source.join("model.safetensors")).unwrap();
-    let decoded = bundle.decode("model.layers.2.mlp.up_proj.weight").unwrap();
+    let decoded = bundle.tensor("model.layers.2.mlp.up_proj.weight").unwrap().decode().unwrap();
     assert!(source.windows(decoded.len()).any(|window| window == decoded));
     assert!(matches!(bundle.tensor("nothing"), Err(BundleError::UnknownTensor { .. })));
 }
@@ -198,17 +183,18 @@ fn a_resident_bundle_packs_or_falls_back_and_says_why() {
             text.is_empty() == reason.is_empty() && reason.iter().all(|part| text.contains(part)),
             "{name}: {text}"
         );
-        assert!(bundle.decode(name).unwrap() == *bytes, "{name}");
+        assert!(bundle.tensor(name).unwrap().decode().unwrap() == *bytes, "{name}");
         // The same into memory that has something in it, and nothing of another size.
-        let file = bundle.tensors().find(|tensor| tensor.entry.name == *name).unwrap().file;
+        let file = bundle.tensors().find(|tensor| tensor.entry().name == *name).unwrap().file();
         let mut own = vec![0xa5; bytes.len() + 1];
-        bundle.decode_into(name, &mut own[..bytes.len()]).unwrap();
+        let stored = bundle.tensor(name).unwrap();
+        stored.decode_into(&mut own[..bytes.len()]).unwrap();
         assert!(own[..bytes.len()] == *bytes, "{name}");
         own.fill(0xa5);
-        bundle.decode_in_into(file, name, &mut own[1..]).unwrap();
+        bundle.tensor_in(file, name).unwrap().decode_into(&mut own[1..]).unwrap();
         assert!(own[1..] == *bytes && own[0] == 0xa5, "{name}");
         own.fill(0xa5);
-        let refused = match bundle.decode_into(name, &mut own) {
+        let refused = match stored.decode_into(&mut own) {
             Err(BundleError::Codec { tensor, source: CodecError::TensorBytes { expected, got }, .. }) => {
                 tensor == *name && (expected, got) == (bytes.len() as u64, bytes.len() + 1)
             }
@@ -216,7 +202,7 @@ fn a_resident_bundle_packs_or_falls_back_and_says_why() {
         };
         assert!(refused, "{name}");
         assert!(own.iter().all(|byte| *byte == 0xa5), "{name}: nothing is written");
-        assert_eq!(bundle.entry(name).unwrap().reason, got.reason);
+        assert_eq!(bundle.tensor(name).unwrap().entry().reason, got.reason);
         // A plan looks at samples: of such small tensors at all of them, but not for single elements.
         if *name != "huge" {
             assert_eq!((planned.tensors[i].form, &planned.tensors[i].reason), (*encoding, &got.reason), "{name}");
@@ -343,7 +329,7 @@ fn a_name_in_two_files_is_ambiguous_until_the_file_is_named() {
     compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
     let bundle = Bundle::open(&bundle).unwrap();
     assert!(matches!(bundle.tensor("t"), Err(BundleError::AmbiguousTensor { .. })));
-    assert!(matches!(bundle.tensor_in("b.safetensors", "t"), Ok(tensor) if tensor.form() == FormId::HUFFMAN));
+    assert!(matches!(bundle.tensor_in("b.safetensors", "t"), Ok(tensor) if tensor.encoding() == FormId::HUFFMAN));
     assert_eq!(bundle.tensors().count(), 2);
 }
 
@@ -520,7 +506,9 @@ fn weights_open_without_what_lies_beside_them() {
     let whole = read_tree(&made);
     let decodes = |bundle: &Bundle| {
         assert_eq!(bundle.tensors().count(), originals.len());
-        originals.iter().for_each(|(name, bytes)| assert!(bundle.decode(name).unwrap() == *bytes, "{name}"));
+        originals
+            .iter()
+            .for_each(|(name, bytes)| assert!(bundle.tensor(name).unwrap().decode().unwrap() == *bytes, "{name}"));
     };
     decodes(&Bundle::open_weights(&made).unwrap());
 

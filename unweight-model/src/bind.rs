@@ -270,8 +270,8 @@ impl ModelWeights {
     /// # Errors
     /// As [`bind`].
     pub fn of_bundle(config: &ModelConfig, bundle: &Bundle) -> Result<Self, BindError> {
-        let tensors = bundle.tensors().filter(|tensor| bundle.is_of_model(tensor.file));
-        bind(config, tensors.map(|tensor| tensor.entry.into()))
+        let tensors = bundle.tensors().filter(|tensor| bundle.is_of_model(tensor.file()));
+        bind(config, tensors.map(|tensor| tensor.entry().into()))
     }
 }
 

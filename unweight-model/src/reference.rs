@@ -58,7 +58,7 @@ pub enum ReferenceError {
 /// # Errors
 /// Of the returned function: the bundle does not have the tensor, or it is damaged.
 pub fn bundle_values(bundle: &Bundle) -> impl Fn(&str) -> Result<Vec<f32>, BundleError> {
-    move |name| Ok(widen_bf16(&bundle.decode(name)?))
+    move |name| Ok(widen_bf16(&bundle.tensor(name)?.decode()?))
 }
 
 /// BF16 as little-endian bytes to f32.

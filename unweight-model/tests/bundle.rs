@@ -37,8 +37,8 @@ fn a_bundle_says_what_it_is_and_what_is_what() {
     let named = 3 + weights.layers.len() * 9;
     assert_eq!(bundle.tensors().count(), named, "each tensor has one role");
     for layer in &weights.layers {
-        assert_eq!(bundle.entry(&layer.q).unwrap().shape, [64, 64]);
-        assert_eq!(bundle.entry(&layer.v).unwrap().shape, [32, 64]);
+        assert_eq!(bundle.tensor(&layer.q).unwrap().entry().shape, [64, 64]);
+        assert_eq!(bundle.tensor(&layer.v).unwrap().entry().shape, [32, 64]);
     }
 }
 
@@ -64,8 +64,16 @@ fn the_same_weights_under_other_names_are_passed_over() {
     let zeros = file_of("model.layers.0.self_attn.q_proj.weight", 64, 64);
     let bundle = compressed(home.path(), |model| fs::write(model.join("adapter.safetensors"), &zeros).unwrap());
     let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
-    assert!(bundle.decode(&weights.layers[0].q).unwrap().iter().any(|&byte| byte != 0));
-    assert!(bundle.decode_in("adapter.safetensors", &weights.layers[0].q).unwrap().iter().all(|&byte| byte == 0));
+    assert!(bundle.tensor(&weights.layers[0].q).unwrap().decode().unwrap().iter().any(|&byte| byte != 0));
+    assert!(
+        bundle
+            .tensor_in("adapter.safetensors", &weights.layers[0].q)
+            .unwrap()
+            .decode()
+            .unwrap()
+            .iter()
+            .all(|&byte| byte == 0)
+    );
     // A file of the model's own naming is no such copy.
     let home = tempfile::tempdir().unwrap();
     let bundle =

@@ -125,14 +125,14 @@ impl UnweightLinear {
     /// # Errors
     /// The bundle does not have it or is damaged, it cannot be packed, or there is nothing to run it on the device.
     pub fn of_bundle(bundle: &Bundle, name: &str, bias: Option<Tensor>, device: &Device) -> Result<Self, Error> {
-        let entry = bundle.entry(name)?;
-        let (&[n, k], "BF16") = (entry.shape.as_slice(), &*entry.dtype.to_string()) else {
-            let (dtype, shape) = (entry.dtype.to_string(), entry.shape.clone());
+        let tensor = bundle.tensor(name)?;
+        let (&[n, k], "BF16") = (tensor.shape(), &*tensor.dtype().to_string()) else {
+            let (dtype, shape) = (tensor.dtype().to_string(), tensor.shape().to_vec());
             return Err(Error::NoMatrix { name: name.into(), dtype, shape });
         };
-        let packed = match PackedTensor::of(bundle.tensor(name)?) {
+        let packed = match PackedTensor::of(tensor.stored()?) {
             Some(packed) => packed,
-            None => pack(name, &bundle.decode(name)?, n, k)?,
+            None => pack(name, &tensor.decode()?, n, k)?,
         };
         Self::of_packed(name, packed, bias, device)
     }

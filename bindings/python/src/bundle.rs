@@ -7,10 +7,10 @@ use pyo3::{
     prelude::*,
     types::{PyBytes, PyDict},
 };
-use unweight_format::bundle::{self, BundleError, BundleTensor, manifest::TensorEntry};
+use unweight_format::bundle::{self, BundleError, TensorHandle};
 
 use crate::{
-    error::{panicked, raised},
+    error::raised,
     packed::at_mut,
     pool::on_pool,
     report::to_python,
@@ -68,9 +68,7 @@ impl Bundle {
     /// The same of one tensor.
     #[pyo3(signature = (name, *, file=None))]
     fn _row<'py>(&self, py: Python<'py>, name: &str, file: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
-        let entry = self.entry(py, name, file)?;
-        let mut tensors = self.bundle.tensors();
-        row(py, tensors.find(|tensor| std::ptr::eq(tensor.entry, entry)).ok_or_else(panicked)?)
+        row(py, self.tensor(py, name, file)?)
     }
 
     /// Whether a model is loaded from a file: earlier states of a training below it are none of the model's.
@@ -86,11 +84,10 @@ impl Bundle {
         report.set_item("format_version", format!("{}.{}", manifest.version.major, manifest.version.minor))?;
         report.set_item("options", to_python(py, &manifest.options)?)?;
         report.set_item("manifest_digest", manifest.manifest_digest.to_string())?;
-        report.set_item("layers", to_python(py, &manifest.layers)?)?;
         report.set_item("tensors", self._rows(py)?)?;
-        let sum = |bytes: fn(BundleTensor<'_>) -> u64| self.bundle.tensors().map(bytes).sum::<u64>();
-        report.set_item("original_bytes", sum(|tensor| tensor.entry.original_bytes().unwrap_or(0)))?;
-        report.set_item("stored_bytes", sum(|tensor| tensor.entry.stored_bytes()))?;
+        let sum = |bytes: fn(TensorHandle<'_>) -> u64| self.bundle.tensors().map(bytes).sum::<u64>();
+        report.set_item("original_bytes", sum(|tensor| tensor.original_bytes()))?;
+        report.set_item("stored_bytes", sum(|tensor| tensor.entry().stored_bytes()))?;
         // Damage to them is no damage to the weights: `verify` says it.
         let attached = self.bundle.attached().ok().flatten();
         let kernels = attached.as_ref().map_or_else(Vec::new, |attached| attached.kernels().to_vec());
@@ -102,9 +99,10 @@ impl Bundle {
     /// The original bytes of a tensor, compared with their digest.
     #[pyo3(signature = (name, *, file=None))]
     fn read<'py>(&self, py: Python<'py>, name: &str, file: Option<&str>) -> PyResult<Bound<'py, PyBytes>> {
-        let bytes = usize::try_from(self.entry(py, name, file)?.original_bytes().unwrap_or(0))?;
+        let tensor = self.tensor(py, name, file)?;
+        let bytes = usize::try_from(tensor.original_bytes())?;
         // Made by Python first: where there is no memory for it, that is an error.
-        PyBytes::new_with(py, bytes, |out| self.decode(py, name, file, out))
+        PyBytes::new_with(py, bytes, |out| decode(py, tensor, out))
     }
 
     /// As `read`, into memory that is the caller's.
@@ -117,9 +115,9 @@ impl Bundle {
         nbytes: usize,
         file: Option<&str>,
     ) -> PyResult<()> {
-        let wanted = self.entry(py, name, file)?.original_bytes();
-        if wanted != Some(nbytes as u64) {
-            let wanted = wanted.unwrap_or(0);
+        let tensor = self.tensor(py, name, file)?;
+        let wanted = tensor.original_bytes();
+        if wanted != nbytes as u64 {
             return Err(PyValueError::new_err(format!("tensor '{name}' has {wanted} bytes, the buffer {nbytes}")));
         }
         if nbytes > 0 && address == 0 {
@@ -127,13 +125,13 @@ impl Bundle {
         }
         // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python
         // documents it).
-        self.decode(py, name, file, unsafe { at_mut(address, nbytes) })
+        decode(py, tensor, unsafe { at_mut(address, nbytes) })
     }
 
     /// Whether a part of a tensor can be read by itself; otherwise `decode_part_into` reads all of it.
     #[pyo3(signature = (name, *, file=None))]
     fn reads_parts(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<bool> {
-        let entry = self.entry(py, name, file)?;
+        let entry = self.tensor(py, name, file)?.entry();
         Ok(entry.sections.iter().any(|section| !section.blocks.is_empty()))
     }
 
@@ -151,10 +149,8 @@ impl Bundle {
         file: Option<&str>,
     ) -> PyResult<u64> {
         let (rows, cols) = (rows.0..rows.1, cols.0..cols.1);
-        let part = on_pool(py, || match file {
-            Some(file) => self.bundle.decode_part_in(file, name, rows, cols),
-            None => self.bundle.decode_part(name, rows, cols),
-        })?;
+        let tensor = self.tensor(py, name, file)?;
+        let part = on_pool(py, || tensor.decode_part(rows, cols))?;
         let part = part.map_err(|error| match error {
             BundleError::PartOfNoMatrix { .. } | BundleError::PartOutside { .. } => {
                 PyValueError::new_err(error.to_string())
@@ -182,30 +178,26 @@ impl Bundle {
 }
 
 impl Bundle {
-    fn decode(&self, py: Python<'_>, name: &str, file: Option<&str>, out: &mut [u8]) -> PyResult<()> {
-        let decoded = on_pool(py, || match file {
-            Some(file) => self.bundle.decode_in_into(file, name, out),
-            None => self.bundle.decode_into(name, out),
-        })?;
-        decoded.map_err(|error| raised(py, &error))
-    }
-
-    fn entry(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<&TensorEntry> {
-        let entry = match file {
-            Some(file) => self.bundle.entry_in(file, name),
-            None => self.bundle.entry(name),
+    fn tensor(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<TensorHandle<'_>> {
+        let tensor = match file {
+            Some(file) => self.bundle.tensor_in(file, name),
+            None => self.bundle.tensor(name),
         };
-        entry.map_err(|error| raised(py, &error))
+        tensor.map_err(|error| raised(py, &error))
     }
 }
 
+fn decode(py: Python<'_>, tensor: TensorHandle<'_>, out: &mut [u8]) -> PyResult<()> {
+    on_pool(py, || tensor.decode_into(out))?.map_err(|error| raised(py, &error))
+}
+
 /// The keys that the command line's reports have.
-fn row<'py>(py: Python<'py>, tensor: BundleTensor<'_>) -> PyResult<Bound<'py, PyDict>> {
-    let BundleTensor { file, entry } = tensor;
+fn row<'py>(py: Python<'py>, tensor: TensorHandle<'_>) -> PyResult<Bound<'py, PyDict>> {
+    let entry = tensor.entry();
     let elements: u64 = entry.shape.iter().map(|&extent| extent as u64).product();
     let stored = entry.stored_bytes();
     let row = PyDict::new(py);
-    row.set_item("file", file)?;
+    row.set_item("file", tensor.file())?;
     row.set_item("name", &entry.name)?;
     row.set_item("role", entry.role.to_string())?;
     row.set_item("layer", entry.layer)?;

@@ -88,7 +88,7 @@ fn run() -> Result<()> {
 
     // Compare with the product in double precision.
     let w: Vec<u16> =
-        bundle.decode(&name)?.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect();
+        bundle.tensor(&name)?.decode()?.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect();
     let value = |bits: u16| f64::from(f32::from_bits(u32::from(bits) << 16));
     let (mut difference, mut norm) = (0.0, 0.0);
     for (at, got) in y.to_host(&stream)?.into_iter().enumerate() {
@@ -113,13 +113,12 @@ fn demo_bundle(home: &Path) -> Result<std::path::PathBuf> {
 
 /// The first tensor that the declared variants can take.
 fn first_that_fits(bundle: &Bundle) -> Result<(String, HuffmanTensor<Vec<u8>>)> {
-    for entry in bundle.tensors() {
-        let name = &entry.entry.name;
-        if let Some(tensor) = HuffmanTensor::of(bundle.tensor(name)?) {
+    for stored in bundle.tensors() {
+        if let Some(tensor) = HuffmanTensor::of(stored.stored()?) {
             let (n, k) = (tensor.grid().rows(), tensor.grid().cols());
             let fits = n.is_multiple_of(128) && k.is_multiple_of(64);
             if fits && tensor.code().max_length() <= 7 && tensor.max_verbatim_rows() <= 16 {
-                return Ok((name.clone(), tensor));
+                return Ok((stored.name().to_owned(), tensor));
             }
         }
     }

@@ -109,7 +109,7 @@ pub fn kernels<'a>(
         let all = [names.gate.as_str(), &names.up, &names.down];
         let mut forms = [FormId::RAW; 3];
         for (form, name) in forms.iter_mut().zip(all) {
-            *form = bundle.entry(name).map_err(LoadError::from)?.form;
+            *form = bundle.tensor(name).map_err(LoadError::from)?.encoding();
         }
         let codes = forms.contains(&FormId::HUFFMAN);
         let easy = codes && is_easy(as_what, coded);
@@ -120,7 +120,7 @@ pub fn kernels<'a>(
             if !matches!(lying.as_what, Lies::Palette | Lies::Huffman) {
                 continue;
             }
-            let tensor = bundle.tensor(name).map_err(LoadError::from)?;
+            let tensor = bundle.tensor(name).and_then(|tensor| tensor.stored()).map_err(LoadError::from)?;
             if form == FormId::PALETTE {
                 lying.verbatim_rows = PaletteTensor::of(tensor).map_or(0, |tensor| tensor.max_verbatim_rows());
             } else if let Some(tensor) = HuffmanTensor::of(tensor) {

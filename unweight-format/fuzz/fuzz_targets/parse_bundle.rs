@@ -39,10 +39,9 @@ fuzz_target!(|data: &[u8]| {
     _ = fs::remove_file(DIR.join("t.safetensors"));
     fs::write(DIR.join("t.safetensors"), shard).expect("written");
     if let Ok(bundle) = Bundle::open(&DIR) {
-        let names: Vec<String> = bundle.tensors().map(|t| t.entry.name.clone()).collect();
-        for name in names {
-            _ = bundle.tensor(&name);
-            _ = bundle.decode(&name);
+        for tensor in bundle.tensors() {
+            _ = tensor.stored();
+            _ = tensor.decode();
         }
     }
 });

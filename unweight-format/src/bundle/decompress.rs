@@ -19,8 +19,9 @@ use super::{
     BundleError, DecompressOptions, DecompressReport, FileReport, Progress,
     files::{self, CHUNK, Contents, Input},
     pipeline::{Gate, Work, join, on_threads, spawn},
-    read::{Shard, check_sizes, read_manifest},
+    read::{check_sizes, read_manifest},
     report::peak_rss_bytes,
+    shard::Shard,
     stage::{Replaceable, Stage},
 };
 use crate::{
@@ -242,16 +243,34 @@ impl Job<'_> {
             Ok(())
         };
         write(&header, 0)?;
+        self.decode_rest(&shard, first, begun_bytes.max(file.header_bytes), &write)?;
+        shard.pass_attributes(&target);
+        target.sync_all().map_err(self.stage.write_error(&work))?;
+        if let Some(expected) = &file.sha256 {
+            check_sha256(file, expected, files::sha256(&work)?)?;
+        }
+        self.progress.advance(file.header_bytes);
+        self.stage.accept(&work, &file.name)?;
+        Ok(begun_bytes)
+    }
+
+    /// Decodes the tensors from `first` on, and hands their bytes to `write` with their place in the file, from `at` on.
+    fn decode_rest(
+        &self,
+        shard: &Shard,
+        first: usize,
+        at: u64,
+        write: &(dyn Fn(&[u8], u64) -> Result<(), BundleError> + Sync),
+    ) -> Result<(), BundleError> {
         let gate = Gate::new(self.options.ram_bytes);
         let failed = AtomicBool::new(false);
-        let (sender, receiver) = mpsc::channel::<(Vec<u8>, usize, u64)>();
+        let (sender, receiver) = mpsc::channel::<Decoded>();
         let all = shard.work_from(first, self.options.ram_bytes);
-        let batch_bytes = |batch: &Range<usize>| batch.clone().map(|index| shard.original_bytes(index)).sum::<u64>();
-        // Two buffers take turns, one decoded to while the other is written: fresh pages for each batch would cost more than
-        // decoding. A batch too large for two of its size gets one of its own.
+        // Two buffers, one decoded to while the other is written: fresh pages for each batch would cost more than decoding.
+        // A batch too large for two of its size gets one of its own.
         let pooled_max = (gate.limit() / 2).max(CHUNK as u64);
         let sizes = all.iter().map(|work| match work {
-            Work::Batch(batch) => batch_bytes(batch),
+            Work::Batch(batch) => batch_bytes(shard, batch),
             Work::Pieces(_) => CHUNK as u64,
         });
         let pooled = sizes.filter(|&bytes| bytes <= pooled_max).max().unwrap_or(0);
@@ -264,7 +283,7 @@ impl Job<'_> {
             let (gate, failed) = (&gate, &failed);
             let writer = spawn(scope, move || {
                 let mut result = Ok(());
-                for (buffer, bytes, at) in receiver {
+                for Decoded { buffer, bytes, at } in receiver {
                     if result.is_ok() {
                         result = write(&buffer[..bytes], at);
                         failpoint("part-written");
@@ -278,64 +297,83 @@ impl Job<'_> {
                 }
                 result
             })?;
-            let decode_all = || {
-                let mut at = begun_bytes.max(file.header_bytes);
-                for work in all {
-                    self.check_cancelled()?;
-                    if failed.load(Ordering::Relaxed) {
-                        break;
-                    }
-                    let batch = match work {
-                        Work::Batch(batch) => batch,
-                        Work::Pieces(index) => {
-                            self.progress.tensor(&file.tensors[index].name);
-                            shard.stream(index, |piece| {
-                                self.check_cancelled()?;
-                                gate.enter(piece.len() as u64);
-                                // Both ends live as long as the writer, which hands every buffer back.
-                                let mut buffer = free.recv().unwrap_or_else(|_| vec![0; piece.len()]);
-                                buffer[..piece.len()].copy_from_slice(piece);
-                                _ = sender.send((buffer, piece.len(), at));
-                                at += piece.len() as u64;
-                                self.progress.advance(piece.len() as u64);
-                                Ok(())
-                            })?;
-                            continue;
-                        }
-                    };
-                    let bytes = batch_bytes(&batch);
-                    // The coded form, and what it becomes.
-                    gate.enter(bytes.saturating_mul(2));
-                    let buffer = if bytes <= pooled { free.recv().ok() } else { Some(shard.buffer(bytes)?) };
-                    let Some(mut buffer) = buffer else { break };
-                    let results = shard.decode_batch(batch, &mut buffer[..bytes as usize], false, |entry| {
-                        self.progress.tensor(&entry.name);
-                    });
-                    gate.leave(bytes);
-                    results.into_iter().collect::<Result<(), _>>()?;
-                    self.progress.advance(bytes);
-                    if sender.send((buffer, bytes as usize, at)).is_err() {
-                        break;
-                    }
-                    at += bytes;
-                }
-                Ok(())
-            };
-            let decoded = decode_all();
-            drop(sender);
+            let decoded = self.decode_all(shard, all, at, Buffers { free, pooled, sender, gate, failed });
             let written = join(writer);
             decoded?;
             written
-        })?;
-        shard.pass_attributes(&target);
-        target.sync_all().map_err(self.stage.write_error(&work))?;
-        if let Some(expected) = &file.sha256 {
-            check_sha256(file, expected, files::sha256(&work)?)?;
-        }
-        self.progress.advance(file.header_bytes);
-        self.stage.accept(&work, &file.name)?;
-        Ok(begun_bytes)
+        })
     }
+
+    /// Decodes batch by batch, until all is done or the writer failed.
+    fn decode_all(&self, shard: &Shard, all: Vec<Work>, mut at: u64, buffers: Buffers<'_>) -> Result<(), BundleError> {
+        let Buffers { free, pooled, sender, gate, failed } = buffers;
+        for work in all {
+            self.check_cancelled()?;
+            if failed.load(Ordering::Relaxed) {
+                break;
+            }
+            let batch = match work {
+                Work::Batch(batch) => batch,
+                Work::Pieces(index) => {
+                    self.progress.tensor(&shard.file.tensors[index].name);
+                    shard.stream(index, |piece| {
+                        self.check_cancelled()?;
+                        gate.enter(piece.len() as u64);
+                        // Both ends live as long as the writer, which hands every buffer back.
+                        let mut buffer = free.recv().unwrap_or_else(|_| vec![0; piece.len()]);
+                        buffer[..piece.len()].copy_from_slice(piece);
+                        _ = sender.send(Decoded { buffer, bytes: piece.len(), at });
+                        at += piece.len() as u64;
+                        self.progress.advance(piece.len() as u64);
+                        Ok(())
+                    })?;
+                    continue;
+                }
+            };
+            let bytes = batch_bytes(shard, &batch);
+            // The coded form, and what it becomes.
+            gate.enter(bytes.saturating_mul(2));
+            let buffer = if bytes <= pooled { free.recv().ok() } else { Some(shard.buffer(bytes)?) };
+            let Some(mut buffer) = buffer else { break };
+            let results = shard.decode_batch(batch, &mut buffer[..bytes as usize], false, |entry| {
+                self.progress.tensor(&entry.name);
+            });
+            gate.leave(bytes);
+            results.into_iter().collect::<Result<(), _>>()?;
+            self.progress.advance(bytes);
+            if sender.send(Decoded { buffer, bytes: bytes as usize, at }).is_err() {
+                break;
+            }
+            at += bytes;
+        }
+        Ok(())
+    }
+}
+
+/// Decoded bytes on their way to the writer.
+struct Decoded {
+    buffer: Vec<u8>,
+    /// How many, at the start of `buffer`.
+    bytes: usize,
+    /// Their place in the file.
+    at: u64,
+}
+
+/// What the decoding thread shares with the writer.
+struct Buffers<'a> {
+    /// Buffers that the writer gave back.
+    free: mpsc::Receiver<Vec<u8>>,
+    /// Size of those.
+    pooled: u64,
+    sender: mpsc::Sender<Decoded>,
+    gate: &'a Gate,
+    /// Set by the writer when it could not write.
+    failed: &'a AtomicBool,
+}
+
+/// Original bytes of these tensors.
+fn batch_bytes(shard: &Shard, batch: &Range<usize>) -> u64 {
+    batch.clone().map(|index| shard.original_bytes(index)).sum()
 }
 
 /// Compares the SHA-256 of a rebuilt file with the manifest's.

@@ -22,6 +22,7 @@ mod decompress;
 mod encoder;
 mod error;
 pub(crate) mod files;
+mod handle;
 mod holder;
 pub mod manifest;
 pub(crate) mod options;
@@ -32,6 +33,7 @@ pub mod plan;
 mod progress;
 mod read;
 mod report;
+mod shard;
 mod sign;
 mod source;
 mod stage;
@@ -48,6 +50,7 @@ pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
 pub use error::{BundleError, ErrorClass, Remedy};
 pub use files::Input;
+pub use handle::{TensorHandle, TensorPart};
 pub use holder::Holder;
 pub use options::{
     CompressOptions, DecompressOptions, MergeOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions,
@@ -55,7 +58,7 @@ pub use options::{
 pub use output::{OutputDir, OutputFile, walk};
 pub use part::{FILE_NAME as PART_FILE_NAME, PARTS_MAX, Part, merge};
 pub use progress::{Progress, Silent};
-pub use read::{Bundle, BundleTensor, TensorPart, model_files};
+pub use read::{Bundle, model_files};
 pub use report::{
     CompareReport, CompareRow, CompressReport, DecompressReport, FileReport, FormTotal, LargeCopy, PlanReport, Problem,
     RoleTotal, TensorReport, UnmarkedConfig, VerifyReport,

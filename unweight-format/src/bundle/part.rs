@@ -26,8 +26,9 @@ use super::{
     files::{self, Input},
     manifest::{self, FileEntry, Manifest, Options, Version},
     pipeline::on_threads,
-    read::{Shard, check_size},
+    read::check_size,
     report::{coded, peak_rss_bytes, ratio, saved, totals},
+    shard::Shard,
     source::{Kind, Source, SourceFile, index_of},
     stage::{Replaceable, Stage},
 };

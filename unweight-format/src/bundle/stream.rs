@@ -9,7 +9,8 @@ use super::{
     decompress::{check_contents, check_sha256},
     files,
     pipeline::{Work, on_threads},
-    read::{Shard, check_size},
+    read::check_size,
+    shard::Shard,
 };
 use crate::bundle::manifest::{FileEntry, WeightsFile};
 

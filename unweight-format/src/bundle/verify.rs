@@ -10,8 +10,9 @@ use super::{
     decompress::{check_contents, check_sha256, compare_original},
     files::{self, Input},
     pipeline::{Work, on_threads},
-    read::{Shard, check_sizes, read_manifest_bytes},
+    read::{check_sizes, read_manifest_bytes},
     report::peak_rss_bytes,
+    shard::Shard,
     sign,
 };
 use crate::bundle::manifest::{self, FileEntry, Manifest, WeightsFile};

@@ -122,17 +122,17 @@ impl Model {
         let tensors: Vec<Tensor> = bundle
             .tensors()
             .map(|tensor| Tensor {
-                name: tensor.entry.name.clone(),
-                dtype: tensor.entry.dtype,
-                shape: tensor.entry.shape.clone(),
-                bytes: tensor.entry.original_bytes().unwrap_or(0),
+                name: tensor.entry().name.clone(),
+                dtype: tensor.entry().dtype,
+                shape: tensor.entry().shape.clone(),
+                bytes: tensor.entry().original_bytes().unwrap_or(0),
                 file: 0,
                 offset: 0,
             })
             .collect();
         let mut seen = HashSet::new();
-        if let Some(tensor) = bundle.tensors().find(|tensor| !seen.insert(&tensor.entry.name)) {
-            return Err(ConvertError::Twice { path: tensor.file.into(), tensor: tensor.entry.name.clone() });
+        if let Some(tensor) = bundle.tensors().find(|tensor| !seen.insert(&tensor.entry().name)) {
+            return Err(ConvertError::Twice { path: tensor.file().into(), tensor: tensor.entry().name.clone() });
         }
         Ok(Self { tensors, origin: Origin::Bundle(Box::new(bundle)) })
     }
@@ -148,7 +148,7 @@ impl Model {
                 directory.weights[tensor.file].input.stream(tensor.offset, tensor.bytes, each)?
             }
             Origin::Bundle(bundle) => {
-                let bytes = bundle.decode(&tensor.name)?;
+                let bytes = bundle.tensor(&tensor.name)?.decode()?;
                 each(&bytes)?;
                 Digest::of(&bytes)
             }

@@ -512,11 +512,11 @@ type Shapes = BTreeMap<Role, (u32, u32, bool)>;
 /// and v; a gate and an up). Embeddings are none, unless there is no head: then they are that, too.
 pub fn weights(bundle: &Bundle) -> Vec<Weight> {
     let mut found = BTreeSet::new();
-    let tied = bundle.tensors().all(|tensor| tensor.entry.role != Role::LmHead);
+    let tied = bundle.tensors().all(|tensor| tensor.entry().role != Role::LmHead);
     // By layer, and by their names but for the last two parts (`q_proj.weight`).
     let mut siblings: BTreeMap<(Option<u32>, &str), Shapes> = BTreeMap::new();
     for tensor in bundle.tensors() {
-        let entry = tensor.entry;
+        let entry = tensor.entry();
         let &[n, k] = entry.shape.as_slice() else { continue };
         let (Ok(n), Ok(k)) = (u32::try_from(n), u32::try_from(k)) else { continue };
         if entry.dtype != Dtype::Bf16 || n == 0 || k == 0 || entry.role == Role::Embedding && !tied {

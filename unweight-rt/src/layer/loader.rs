@@ -267,10 +267,10 @@ fn all_reachable(bundle: &Bundle, wanted: &Wanted) -> Vec<VariantSpec> {
 
 fn with_decoders(bundle: &Bundle, wanted: &Wanted, mut variants: Vec<VariantSpec>) -> Vec<VariantSpec> {
     // An embedding is decoded, too, though it is no weight of a layer.
-    if bundle.tensors().any(|tensor| tensor.entry.form == FormId::HUFFMAN) {
+    if bundle.tensors().any(|tensor| tensor.encoding() == FormId::HUFFMAN) {
         variants.extend(wanted.decoder().filter(|decoder| !variants.contains(decoder)));
     }
-    if bundle.tensors().any(|tensor| tensor.entry.form == FormId::COMPACT) && !variants.contains(&wanted.transcoder()) {
+    if bundle.tensors().any(|tensor| tensor.encoding() == FormId::COMPACT) && !variants.contains(&wanted.transcoder()) {
         variants.push(wanted.transcoder());
     }
     variants
@@ -327,7 +327,7 @@ impl<'k> Loader<'k> {
     /// [`LoadError`].
     pub fn load(&mut self, name: &str) -> Result<Linear, LoadError> {
         let (n, k) = extents(self.bundle, name)?;
-        let weight = Weight::stored(n, k, self.bundle.entry(name)?.form);
+        let weight = Weight::stored(n, k, self.bundle.tensor(name)?.encoding());
         match self.builder.wanted.linears {
             Linears::Packed if is_packed(&weight) => {
                 let packed = self.parts().1.packed(name)?;
@@ -347,7 +347,7 @@ impl<'k> Loader<'k> {
     /// [`LoadError`]; the tensors have different `k`, or a gate and an up do not have the same multiple of 32 rows.
     pub fn merge(&mut self, names: &[&str], merge: Merge) -> Result<Linear, LoadError> {
         let shapes = names.iter().map(|name| extents(self.bundle, name)).collect::<Result<_, _>>()?;
-        let form = |name: &&str| self.bundle.entry(name).map(|entry| entry.form);
+        let form = |name: &&str| self.bundle.tensor(name).map(|tensor| tensor.encoding());
         let compact = names.iter().all(|name| form(name).is_ok_and(|form| form == FormId::COMPACT));
         let (builder, mut tensors) = self.parts();
         builder.merge(&Parts::new(names, shapes, merge, compact), &mut |part, packer, output| {
@@ -374,7 +374,7 @@ impl<'k> Loader<'k> {
     /// # Errors
     /// There is no such tensor.
     pub fn form(&self, name: &str) -> Result<FormId, LoadError> {
-        Ok(self.bundle.entry(name)?.form)
+        Ok(self.bundle.tensor(name)?.encoding())
     }
 
     /// A Huffman-coded tensor `[n, k]` as it is.
@@ -384,7 +384,7 @@ impl<'k> Loader<'k> {
     pub fn huffman(&mut self, name: &str) -> Result<DeviceHuffman, LoadError> {
         extents(self.bundle, name)?;
         let (_, tensors) = self.parts();
-        let Some(tensor) = HuffmanTensor::of(tensors.bundle.tensor(name)?) else {
+        let Some(tensor) = HuffmanTensor::of(tensors.bundle.tensor(name)?.stored()?) else {
             return Err(tensors.other_form(name));
         };
         DeviceHuffman::upload(&mut *tensors.staging, &tensor).map_err(in_tensor(name))
@@ -397,7 +397,7 @@ impl<'k> Loader<'k> {
     pub fn palette(&mut self, name: &str) -> Result<DevicePalette, LoadError> {
         extents(self.bundle, name)?;
         let (builder, tensors) = self.parts();
-        let Some(tensor) = PaletteTensor::of(tensors.bundle.tensor(name)?) else {
+        let Some(tensor) = PaletteTensor::of(tensors.bundle.tensor(name)?.stored()?) else {
             return Err(tensors.other_form(name));
         };
         DevicePalette::upload(builder.stream(), &tensor).map_err(in_tensor(name))
@@ -409,7 +409,7 @@ impl<'k> Loader<'k> {
     /// [`LoadError`]; [`Unsuitable::Unpackable`] also where `n` or `k` is no multiple of 64.
     pub fn packed(&mut self, name: &str) -> Result<DevicePacked, LoadError> {
         let (n, k) = extents(self.bundle, name)?;
-        let weight = Weight::stored(n, k, self.bundle.entry(name)?.form);
+        let weight = Weight::stored(n, k, self.bundle.tensor(name)?.encoding());
         let (builder, mut tensors) = self.parts();
         if is_packed(&weight) {
             return tensors.packed(name);
@@ -516,12 +516,12 @@ impl<'k> Loader<'k> {
     /// # Errors
     /// [`LoadError`].
     pub fn vector(&mut self, name: &str) -> Result<DeviceBuffer<u16>, LoadError> {
-        let entry = self.bundle.entry(name)?;
+        let entry = self.bundle.tensor(name)?.entry();
         if entry.dtype != Dtype::Bf16 || entry.shape.len() != 1 {
             let shape = entry.shape.iter().map(|extent| *extent as u64).collect();
             return Err(unsuitable(name, Unsuitable::NotAVector { dtype: entry.dtype, shape }));
         }
-        let bytes = self.bundle.decode(name)?;
+        let bytes = self.bundle.tensor(name)?.decode()?;
         pods(&bytes)
             .map_err(DeviceError::from)
             .and_then(|bits| DeviceBuffer::from_host(self.builder.stream(), &bits))
@@ -563,7 +563,7 @@ struct Tensors<'a> {
 impl Tensors<'_> {
     /// A tensor that is stored packed.
     fn packed(&mut self, name: &str) -> Result<DevicePacked, LoadError> {
-        let Some(tensor) = PackedTensor::of(self.bundle.tensor(name)?) else {
+        let Some(tensor) = PackedTensor::of(self.bundle.tensor(name)?.stored()?) else {
             return Err(self.other_form(name));
         };
         DevicePacked::upload(&mut *self.staging, &tensor).map_err(in_tensor(name))
@@ -571,7 +571,7 @@ impl Tensors<'_> {
 
     /// A tensor that is stored compact.
     fn compact(&mut self, name: &str) -> Result<DeviceCompact, LoadError> {
-        let Some(tensor) = CompactTensor::of(self.bundle.tensor(name)?) else {
+        let Some(tensor) = CompactTensor::of(self.bundle.tensor(name)?.stored()?) else {
             return Err(self.other_form(name));
         };
         DeviceCompact::upload(&mut *self.staging, &tensor).map_err(in_tensor(name))
@@ -580,11 +580,11 @@ impl Tensors<'_> {
     /// Writes the weights of a tensor of any form into rows without gaps, in stream order.
     fn decode(&mut self, name: &str, packer: &mut Packer, mut output: MatrixMut<'_>) -> Result<(), LoadError> {
         let device = in_tensor(name);
-        let weight = Weight::stored(output.rows(), output.cols(), self.bundle.entry(name)?.form);
+        let weight = Weight::stored(output.rows(), output.cols(), self.bundle.tensor(name)?.encoding());
         match weight.route().first().map(|edge| edge.step) {
             _ if is_packed(&weight) => packer.unpack(&self.packed(name)?, output).map_err(device),
             Some(Step::Decode(DecodeOutput::Full)) => {
-                let Some(tensor) = HuffmanTensor::of(self.bundle.tensor(name)?) else {
+                let Some(tensor) = HuffmanTensor::of(self.bundle.tensor(name)?.stored()?) else {
                     return Err(self.other_form(name));
                 };
                 let (bits, limit) = (tensor.code().max_length(), self.code_limit);
@@ -603,13 +603,13 @@ impl Tensors<'_> {
                 transcoder.full(packer.stream(), &tensor, output).map_err(device)
             }
             // Raw, and what the host decodes.
-            _ => self.staging.write(&mut output, &self.bundle.decode(name)?).map_err(device),
+            _ => self.staging.write(&mut output, &self.bundle.tensor(name)?.decode()?).map_err(device),
         }
     }
 
     fn other_form(&self, name: &str) -> LoadError {
-        match self.bundle.entry(name) {
-            Ok(entry) => unsuitable(name, Unsuitable::OtherForm { form: entry.form }),
+        match self.bundle.tensor(name) {
+            Ok(tensor) => unsuitable(name, Unsuitable::OtherForm { form: tensor.encoding() }),
             Err(error) => error.into(),
         }
     }
@@ -617,7 +617,7 @@ impl Tensors<'_> {
 
 /// Refuses a tensor of another shape, or not of BF16.
 fn of_shape(bundle: &Bundle, name: &str, wanted: &[u32]) -> Result<(), LoadError> {
-    let entry = bundle.entry(name)?;
+    let entry = bundle.tensor(name)?.entry();
     let same = entry.shape.iter().map(|extent| *extent as u64).eq(wanted.iter().map(|extent| u64::from(*extent)));
     if same && entry.dtype == Dtype::Bf16 {
         return Ok(());
@@ -633,7 +633,7 @@ fn is_packed(weight: &Weight) -> bool {
 
 /// `[n, k]` of a tensor.
 fn extents(bundle: &Bundle, name: &str) -> Result<(u32, u32), LoadError> {
-    let entry = bundle.entry(name)?;
+    let entry = bundle.tensor(name)?.entry();
     match entry.shape.as_slice() {
         &[n, k] if entry.dtype == Dtype::Bf16 && n > 0 && k > 0 => match (u32::try_from(n), u32::try_from(k)) {
             (Ok(n), Ok(k)) => Ok((n, k)),

@@ -24,7 +24,7 @@ use crate::{
         files::{self, Input},
         manifest::{self, TensorEntry, VERSION, WeightsFile, section_name},
         plan::Decision,
-        read::Shard,
+        shard::Shard,
         source::{Kind, SourceFile},
     },
     safetensors::TensorInfo,

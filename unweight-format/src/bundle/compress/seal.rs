@@ -9,12 +9,12 @@ use rayon::prelude::*;
 
 use crate::{
     Digest, FormId,
-    bundle::plan,
     bundle::{
         BundleError, Progress, Signer, VerifyAfter, config,
         manifest::{self, FileEntry, Manifest, Options, TensorEntry, WeightsFile, section_name},
         pipeline::Work,
-        read::Shard,
+        plan,
+        shard::Shard,
         source::{Index, Kind},
         stage::Stage,
     },
