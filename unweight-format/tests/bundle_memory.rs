@@ -129,13 +129,13 @@ fn a_manifest_takes_no_more_memory_than_a_small_multiple_of_its_bytes() {
         vec![format!(r#"{{"name":"palette","bytes":1,"digest":"{zeros}"}}"#); 64].join(",")
     );
     let copied = format!(r#"{{"kind":"copied","name":"NAME","size":0,"digest":"{zeros}"}}"#);
-    let layer = r#"{"index":1,"mode":"hard","next_hard":null}"#;
+    let unknown = r#"{"index":1,"mode":"hard","next_hard":null}"#;
     let cases = [
         ("tensors", "tensors", tensor("", "")),
         ("shapes", "tensors", tensor(&ones, "")),
         ("sections", "tensors", tensor("", &sections)),
         ("files", "files", copied),
-        ("layers", "layers", layer.to_owned()),
+        ("unknown fields", "unknown", unknown.to_owned()),
     ];
     for (what, list, entry) in cases {
         let bytes = 32 * MIB;
@@ -152,13 +152,13 @@ fn a_manifest_takes_no_more_memory_than_a_small_multiple_of_its_bytes() {
                 r#"{{"kind":"weights","name":"w.safetensors","size":0,"digest":"{zeros}","header_bytes":0,"header_digest":"{zeros}","shard_size":0,"shard_header_bytes":0,"shard_header_digest":"{zeros}","tensors":[{tensors}]}}"#
             )
         };
-        let (files, layers) = match list {
+        let (files, unknown) = match list {
             "tensors" => (weights(&entries), String::new()),
             "files" => (entries, String::new()),
             _ => (weights(""), entries),
         };
         let text = format!(
-            r#"{{"format":"unweight","version":{{"major":1,"minor":0}},"creator":"x","options":{{"profile":"palette","scope":"all","code_limit":8}},"files":[{files}],"layers":[{layers}],"manifest_digest":"{zeros}"}}"#
+            r#"{{"format":"unweight-bundle","version":{{"major":1,"minor":0}},"creator":"x","options":{{"profile":"palette","scope":"all","code_limit":8}},"files":[{files}],"unknown":[{unknown}],"manifest_digest":"{zeros}"}}"#
         );
         let digest = Digest::of(text.as_bytes()).to_string();
         let end = text.len() - 2 - zeros.len();

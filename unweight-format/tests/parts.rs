@@ -351,7 +351,7 @@ fn damaged_and_hostile_parts_are_refused() {
     let error = merge(&made, &out, &MergeOptions::default(), &Silent).unwrap_err();
     assert!(matches!(&error, BundleError::PartCreator { creator, .. } if creator == "unweight 99.0.0"), "{error}");
     restore();
-    reseal(&made[1], |part| part["version"]["minor"] = 0.into());
+    reseal(&made[1], |part| part["version"]["minor"] = 7.into());
     let error = merge(&made, &out, &MergeOptions::default(), &Silent).unwrap_err();
     assert!(error.to_string().contains("another program or version"), "{error}");
     restore();

@@ -24,7 +24,7 @@ for path in sorted(bundle.glob("*.safetensors")):
     size = int.from_bytes(original[:8], "little")
     header, data = json.loads(original[8:8 + size]), original[8 + size:]
     with safe_open(path, framework="np") as file:
-        assert file.metadata()["format"] == "unweight" and file.metadata()["unweight_version"] == "1.4"
+        assert file.metadata()["format"] == "unweight" and file.metadata()["unweight_version"] == "1.0"
         keys = set(file.keys())
         assert bytes(file.get_tensor("unweight.source_header")) == original[:8 + size]
         names |= {(key, path.name) for key in keys - {"unweight.source_header"}}

@@ -57,6 +57,7 @@ fn class(error: &BundleError) -> &'static str {
     match error {
         BundleError::NotABundle { .. } | BundleError::Unfinished { .. } => "NotABundleError",
         BundleError::NewerVersion { .. } => "NewerVersionError",
+        BundleError::OldVersion { .. } => "OldVersionError",
         BundleError::OutputExists { .. } | BundleError::NotReplaceable { .. } => "OutputExistsError",
         BundleError::UnknownTensor { .. } | BundleError::AmbiguousTensor { .. } | BundleError::UnknownFile { .. } => {
             "UnknownNameError"
@@ -123,6 +124,7 @@ fn place(error: &BundleError) -> Place {
         | BundleError::NotABundle { path }
         | BundleError::Unfinished { path, .. }
         | BundleError::NewerVersion { path, .. }
+        | BundleError::OldVersion { path, .. }
         | BundleError::OtherConfig { path, .. }
         | BundleError::Manifest { path, .. }
         | BundleError::Interrupted { partial: path } => Place { file: of(path), ..none() },

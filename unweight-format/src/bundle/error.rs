@@ -393,7 +393,17 @@ pub enum BundleError {
         /// The file.
         file: String,
     },
-    /// A format from the future.
+    /// A bundle of a development version, or of an older major version.
+    #[error("{}: format version {version} of a development version of the program, this one reads {supported}; compress the model again with this program", path.display())]
+    OldVersion {
+        /// The manifest.
+        path: PathBuf,
+        /// Version found.
+        version: Version,
+        /// Version that this program reads.
+        supported: Version,
+    },
+    /// A bundle of a newer major version, or of a newer minor version with an encoding that this one does not know.
     #[error("{}: format version {version} is newer than this program's {supported}; update the program", path.display())]
     NewerVersion {
         /// The manifest.

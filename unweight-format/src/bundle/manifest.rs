@@ -23,9 +23,11 @@ pub const FILE_NAME: &str = "unweight.json";
 /// File name of its signature, if there is one.
 pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
 /// `format` of every manifest.
+pub const MANIFEST_FORMAT: &str = "unweight-bundle";
+/// `format` in the metadata of every shard, and `quant_method` in `config.json`. Development versions had it in their manifests, too.
 pub const FORMAT: &str = "unweight";
-/// The version that this crate writes, and the newest major version that it reads.
-pub const VERSION: Version = Version { major: 1, minor: 4 };
+/// The version that this crate writes, and the only major version that it reads.
+pub const VERSION: Version = Version { major: 1, minor: 0 };
 /// Program and version that write a bundle.
 pub(crate) const CREATOR: &str = concat!("unweight ", env!("CARGO_PKG_VERSION"));
 /// Largest manifest that is read, bytes: some 100,000 tensors.
@@ -42,7 +44,7 @@ pub const SOURCE_SUFFIX: &str = ".source";
 const DIGEST_KEY: &[u8] = b"\"manifest_digest\":\"";
 const DIGEST_DIGITS: usize = 32;
 
-/// A format version. A reader of `major` reads every `minor` of it.
+/// A format version. A reader reads every `minor` of its own `major`, as far as it knows the encodings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Version {
     /// Changes when old readers cannot read new bundles.
@@ -60,7 +62,7 @@ impl std::fmt::Display for Version {
 /// What a bundle is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// [`FORMAT`].
+    /// [`MANIFEST_FORMAT`].
     pub format: String,
     /// Format version.
     pub version: Version,
@@ -70,8 +72,6 @@ pub struct Manifest {
     pub options: Options,
     /// Every file of the source, by name.
     pub files: Vec<FileEntry>,
-    /// Layers in the order they run.
-    pub layers: Vec<Layer>,
     /// Digest of the manifest's own bytes with these 32 digits as zeros.
     pub manifest_digest: Digest,
 }
@@ -282,7 +282,7 @@ pub struct SectionEntry {
     /// Digest of the stored bytes.
     pub digest: Digest,
     /// Digests of the blocks of a packed matrix of more than one, in rows of blocks: by them a part of the section can be
-    /// read. None before version 1.3.
+    /// read.
     #[serde(default, skip_serializing_if = "Vec::is_empty", with = "blocks::digits")]
     pub blocks: Vec<Digest>,
 }
@@ -302,29 +302,6 @@ mod section_names {
         let mut known = FORMS.iter().flat_map(|form| form.sections()).copied();
         known.find(|s| s.name() == name && !name.is_empty()).ok_or_else(|| D::Error::custom("unknown section name"))
     }
-}
-
-/// How a runtime treats a layer (report section 6).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Layer {
-    /// Layer number in tensor names.
-    pub index: u32,
-    /// How it runs.
-    pub mode: LayerMode,
-    /// The next hard layer, whose decoding this one hides.
-    pub next_hard: Option<u32>,
-}
-
-/// How a layer runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum LayerMode {
-    /// The first, and raw: nothing runs before it that could hide work.
-    Bootstrap,
-    /// Its weights are used as they are stored.
-    Easy,
-    /// Its weights have to be decoded, best while easy layers run.
-    Hard,
 }
 
 impl FileEntry {
@@ -462,7 +439,7 @@ impl TensorEntry {
             let expected =
                 (section.name == Section::PACKED).then(|| Blocks::of(grid)).flatten().map_or(0, Blocks::count);
             let got = section.blocks.len();
-            (got != 0 && got != expected).then(|| {
+            (got != expected).then(|| {
                 let name = section.name.name();
                 format!("section {name} of [{rows}, {cols}] has {expected} blocks with digests, it lists {got}")
             })
@@ -490,14 +467,13 @@ pub fn section_name(tensor: &str, section: Section) -> String {
 
 impl Manifest {
     /// A manifest of this version, with its digest not yet known.
-    pub(crate) fn new(options: Options, files: Vec<FileEntry>, layers: Vec<Layer>) -> Self {
+    pub(crate) fn new(options: Options, files: Vec<FileEntry>) -> Self {
         Self {
-            format: FORMAT.into(),
+            format: MANIFEST_FORMAT.into(),
             version: VERSION,
             creator: CREATOR.into(),
             options,
             files,
-            layers,
             manifest_digest: Digest::leaf(&[]),
         }
     }
@@ -515,7 +491,8 @@ impl Manifest {
     /// Reads and checks the bytes of `unweight.json`; `path` is named in errors.
     ///
     /// # Errors
-    /// The digest is not that of the bytes, the version is newer, or the fields contradict each other.
+    /// The digest is not that of the bytes, the version is another major one, or of a newer minor one with an encoding that
+    /// this version does not know, or the fields contradict each other.
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, BundleError> {
         let fail = |reason: String| BundleError::Manifest { path: path.into(), reason };
         let at = digest_digits(bytes).ok_or_else(|| fail("it has no manifest_digest; it is damaged".into()))?;
@@ -527,7 +504,7 @@ impl Manifest {
         if digest.to_string() != stored {
             return Err(fail(format!("its digest is {digest}, it says {stored}; it is damaged")));
         }
-        // The version first: a newer manifest may have fields of another shape.
+        // Format and version first: a manifest of another version may have fields of another shape.
         #[derive(Deserialize)]
         struct Head {
             format: String,
@@ -536,15 +513,19 @@ impl Manifest {
         let parse_error =
             |error: serde_json::Error| fail(format!("at line {}, column {}: {error}", error.line(), error.column()));
         let head: Head = serde_json::from_slice(bytes).map_err(parse_error)?;
-        if head.format != FORMAT {
-            return Err(fail(format!("its format is '{}', not '{FORMAT}'", head.format.escape_default())));
+        let (version, supported) = (head.version, VERSION);
+        if head.format == FORMAT || head.format == MANIFEST_FORMAT && version.major < supported.major {
+            return Err(BundleError::OldVersion { path: path.into(), version, supported });
         }
-        let newer = || BundleError::NewerVersion { path: path.into(), version: head.version, supported: VERSION };
-        if head.version.major > VERSION.major {
+        if head.format != MANIFEST_FORMAT {
+            return Err(fail(format!("its format is '{}', not '{MANIFEST_FORMAT}'", head.format.escape_default())));
+        }
+        let newer = || BundleError::NewerVersion { path: path.into(), version, supported };
+        if version.major > supported.major {
             return Err(newer());
         }
         // Its digest is right: what cannot be read of a newer minor version is an encoding of that version.
-        let known = head.version <= VERSION;
+        let known = version <= supported;
         let manifest: Self =
             serde_json::from_slice(bytes).map_err(|error| if known { parse_error(error) } else { newer() })?;
         manifest.check().map_err(fail)?;

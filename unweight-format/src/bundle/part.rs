@@ -194,7 +194,7 @@ impl PartFile {
         if Part::new(part.part.index, part.part.of).is_none() {
             return Err(fail(format!("there is no part {}", part.part)));
         }
-        Manifest::new(part.options.clone(), part.files.clone(), Vec::new()).check().map_err(fail)?;
+        Manifest::new(part.options.clone(), part.files.clone()).check().map_err(fail)?;
         Ok(Some(part))
     }
 

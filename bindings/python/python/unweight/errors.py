@@ -47,6 +47,10 @@ class NewerVersionError(UnweightError):
     """The bundle is of a newer version of the format: update this package."""
 
 
+class OldVersionError(UnweightError):
+    """The bundle is of a development version of the format: compress the model again."""
+
+
 class ModelError(UnweightError, ValueError):
     """The model to compress cannot be used as it is: no weights, a broken file, or one that changes meanwhile."""
 

@@ -13,7 +13,6 @@ use crate::{
         BundleError, Progress, Signer, VerifyAfter, config,
         manifest::{self, FileEntry, Manifest, Options, TensorEntry, WeightsFile, section_name},
         pipeline::Work,
-        plan,
         shard::Shard,
         source::{Index, Kind},
         stage::Stage,
@@ -46,9 +45,7 @@ pub(crate) fn seal<'a>(
     options: Options,
 ) -> Result<Sealed, BundleError> {
     finish.changed(kinds, &mut files)?;
-    let tensors = files.iter().filter_map(FileEntry::weights).flat_map(|file| &file.tensors);
-    let layers = plan::layers(tensors.map(|t| (t.role, t.layer, t.form)));
-    let mut manifest = Manifest::new(options, files, layers);
+    let mut manifest = Manifest::new(options, files);
     let bytes = manifest.seal();
     manifest::check_bytes(bytes.len() as u64)?;
     // As a reader will have it: what it would refuse is never published.
