@@ -8,7 +8,7 @@ use std::{error::Error, fs};
 
 use unweight_format::{
     CodeLimit, Float, FloatMatrix, FormId, Histogram, Matrix, Survey, exponents,
-    form::{DynForm, FORMS},
+    form::{Encoding, FORMS},
     testing::{Random, Weights, float_weights, round_to},
 };
 use unweight_rivals::{
@@ -61,7 +61,7 @@ fn of_bf16(contenders: &mut Vec<Contender>) {
     let mut add = |name: &str, run: Box<dyn Fn() -> Result<Round, Box<dyn Error>>>| {
         contenders.push(Contender { name: name.into(), elements: rows * cols, bytes_each: 2, run });
     };
-    let codes_bf16 = |form: &&&dyn DynForm| form.id() != FormId::RAW && form.floats().contains(&Float::Bf16);
+    let codes_bf16 = |form: &&&dyn Encoding| form.id() != FormId::RAW && form.floats().contains(&Float::Bf16);
     for form in FORMS.iter().filter(codes_bf16) {
         let run = move || {
             let matrix = Matrix::new(weights, rows, cols)?;

@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use rayon::prelude::*;
 
 use super::{
-    Extent, Form, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit,
+    Encoding, Extent, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit,
     huffman::{
         CodedExponents,
         decode::{Join, decode_rows},
@@ -43,8 +43,8 @@ impl Section {
     pub const FRACTION_BITS: Self = Self::new("fraction_bits", Dtype::U8, &[Extent::Open]).padded_to(SECTION_ALIGN);
 }
 
-impl Form for Exponents {
-    const ID: FormId = FormId::EXPONENTS;
+impl Exponents {
+    /// Its sections, in stored order.
     const SECTIONS: &'static [Section] = &[
         Section::FLOAT_FORMAT,
         Section::PALETTE,
@@ -56,32 +56,49 @@ impl Form for Exponents {
         Section::FRACTION_BYTES,
         Section::FRACTION_BITS,
     ];
+    /// The types that it takes.
     const FLOATS: &'static [Float] = &[Float::E4M3, Float::E5M2, Float::F16, Float::F32];
-    const HARD: bool = true;
-    /// Naming nine sections takes about as much, in a shard's header and in the manifest.
-    const LEAST_SAVED: u64 = 2048;
+}
 
-    fn fits(_: TileGrid) -> Result<(), Unfit> {
+impl Encoding for Exponents {
+    fn id(&self) -> FormId {
+        FormId::EXPONENTS
+    }
+
+    fn sections(&self) -> &'static [Section] {
+        Self::SECTIONS
+    }
+
+    fn floats(&self) -> &'static [Float] {
+        Self::FLOATS
+    }
+
+    /// Naming nine sections takes about as much, in a shard's header and in the manifest.
+    fn least_saved(&self) -> u64 {
+        2048
+    }
+
+    fn fits(&self, _: TileGrid) -> Result<(), Unfit> {
         Ok(())
     }
 
-    fn predict(grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
+    fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
         let rest = Rest::of(sample.float());
         let dense = rest.section_bytes(grid).iter().sum::<usize>() as u64;
         let exponents = (sample.verbatim_bytes(grid) + sample.coded_bytes(grid)) as u64;
         Ok(fixed_bytes(Self::SECTIONS, grid) + dense + exponents)
     }
 
-    fn check(grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
+    fn check(&self, grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
         ExponentsTensor::from_sections(grid, |section| sections.get(section)).map(|_| ())
     }
 
-    fn encode(matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+    fn encode(&self, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
         let code = Code::from_histogram(&survey.histogram, limit).expect("a matrix has elements");
         Ok(encode_with(matrix, &code)?.into_sections())
     }
 
-    fn decode(grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
+    fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
         decode_into(&ExponentsTensor::from_sections(grid, |section| sections.get(section))?, out)
     }
 }

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
-use super::{DynForm, FORMS};
+use super::{Encoding, FORMS};
 use crate::{Float, named::UnknownName};
 
 /// The name of a form: the key of [`FORMS`]. Each form's file has its constant.
@@ -26,7 +26,7 @@ impl FormId {
     ///
     /// # Panics
     /// It is not in [`FORMS`]: an id that was read, or is a form's constant, always is.
-    pub fn form(self) -> &'static dyn DynForm {
+    pub fn form(self) -> &'static dyn Encoding {
         self.find().unwrap_or_else(|| panic!("the form '{self}' is not in FORMS"))
     }
 
@@ -35,14 +35,14 @@ impl FormId {
     /// # Panics
     /// As [`FormId::form`].
     pub fn for_float(self, float: Float) -> Self {
-        let takes = |form: &&dyn DynForm| form.id() != Self::RAW && form.floats().contains(&float);
+        let takes = |form: &&dyn Encoding| form.id() != Self::RAW && form.floats().contains(&float);
         if self.form().floats().contains(&float) {
             return self;
         }
         FORMS.iter().copied().find(takes).map_or(Self::RAW, |form| form.id())
     }
 
-    fn find(self) -> Option<&'static dyn DynForm> {
+    fn find(self) -> Option<&'static dyn Encoding> {
         FORMS.iter().copied().find(|form| form.id() == self)
     }
 }

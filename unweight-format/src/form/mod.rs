@@ -1,11 +1,11 @@
-//! The forms a weight is stored in (`docs/format.md` A.6 - A.12), one file each, and the list of them.
+//! The encodings that a weight is stored in (`docs/format.md` A.6 - A.12), one module each, and the list of them.
 //!
 //! ```text
-//! floats [n, k] --Survey--> histogram, digest --Form::encode--> StoredTensor {form, grid, sections} --decode--> floats [n, k]
+//! floats [n, k] --Survey--> histogram, digest --Encoding::encode--> StoredTensor {form, grid, sections} --decode--> floats [n, k]
 //! ```
-//! A form is a type without values that implements [`Form`]: its sections as data, and six functions. Everything else (manifests, bundles,
-//! plans, sums, the command line) goes through [`FORMS`], so another form is a file and a line in that list. Those who need a form's
-//! fields take its typed view ([`HuffmanTensor`](crate::HuffmanTensor), ...), which lies in the form's file.
+//! Manifests, bundles, plans, sums and the command line go through [`FORMS`], so another encoding is a module and a line in that
+//! list. Code that needs the fields of one encoding takes its typed view ([`HuffmanTensor`](crate::HuffmanTensor), ...), which the
+//! encoding's module defines.
 
 pub mod compact;
 pub mod exponents;
@@ -31,141 +31,64 @@ pub use survey::Survey;
 
 use crate::{CodeLimit, CodecError, Float, FloatMatrix, TileGrid};
 
-/// Every form that bundles know, in the order of reports.
-pub static FORMS: &[&dyn DynForm] =
+/// Every encoding that bundles know, in the order of reports.
+pub static FORMS: &[&dyn Encoding] =
     &[&raw::Raw, &huffman::Huffman, &palette::PaletteForm, &packed::Packed, &compact::Compact, &exponents::Exponents];
 
-/// How a matrix of floats is stored.
-pub trait Form: Sync + 'static {
+/// How a matrix of floats `[n, k]` is stored: its sections as data, and six functions.
+///
+/// An encoding is a type without values; [`FORMS`] lists all of them, and [`FormId::form`] finds one by its name.
+pub trait Encoding: Sync {
     /// Its name in manifests, plan files and reports.
-    const ID: FormId;
-    /// Its sections, in stored order.
-    const SECTIONS: &'static [Section];
-    /// What it takes: BF16, unless it says otherwise.
-    const FLOATS: &'static [Float] = &[Float::Bf16];
-    /// What takes its place for a matrix that it does not fit.
-    const FALLBACK: FormId = FormId::RAW;
-    /// Bytes that it has to save at least, or the tensor is stored raw.
-    const LEAST_SAVED: u64 = 1;
-    /// Whether it has to be decoded or transcoded before a matmul can read it: a layer with such a tensor is hard.
-    const HARD: bool = false;
+    fn id(&self) -> FormId;
 
-    /// Whether a matrix of this shape can have the form.
+    /// Its sections, in stored order.
+    fn sections(&self) -> &'static [Section];
+
+    /// The element types that it takes: BF16, unless it says otherwise.
+    fn floats(&self) -> &'static [Float] {
+        &[Float::Bf16]
+    }
+
+    /// What is tried next for a matrix that it does not fit. The last one is raw, which fits everything.
+    fn fallback(&self) -> FormId {
+        FormId::RAW
+    }
+
+    /// Bytes that it has to save at least, or the tensor is stored raw.
+    fn least_saved(&self) -> u64 {
+        1
+    }
+
+    /// Whether a matrix of this shape can have the encoding.
     ///
     /// # Errors
     /// It cannot, and why.
-    fn fits(grid: TileGrid) -> Result<(), Unfit>;
+    fn fits(&self, grid: TileGrid) -> Result<(), Unfit>;
 
     /// Bytes of all sections of a matrix `[n, k]`, if all of it is like the sample.
     ///
     /// # Errors
     /// Such a matrix would not fit.
-    fn predict(grid: TileGrid, sample: &Sample) -> Result<u64, Unfit>;
+    fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, Unfit>;
 
-    /// Whether stored sections may be trusted: sizes and every offset.
+    /// Checks stored sections: sizes and every offset inside. A reader may trust them afterwards.
     ///
     /// # Errors
     /// What is wrong, and where.
-    fn check(grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError>;
+    fn check(&self, grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError>;
 
     /// The sections of a matrix in stored order; `survey` is that of the matrix.
     ///
     /// # Errors
     /// The matrix does not fit, or has another type.
-    fn encode(matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit>;
-
-    /// The weights: `n * k` elements, little-endian. Checks the sections first.
-    ///
-    /// # Errors
-    /// As [`Form::check`]; `out` has another size; or the codes are not those of any matrix.
-    fn decode(grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError>;
-}
-
-/// [`Form`] behind a pointer.
-pub trait DynForm: Sync {
-    /// [`Form::ID`].
-    fn id(&self) -> FormId;
-    /// [`Form::SECTIONS`].
-    fn sections(&self) -> &'static [Section];
-    /// [`Form::FLOATS`].
-    fn floats(&self) -> &'static [Float];
-    /// [`Form::FALLBACK`].
-    fn fallback(&self) -> FormId;
-    /// [`Form::LEAST_SAVED`].
-    fn least_saved(&self) -> u64;
-    /// [`Form::HARD`].
-    fn is_hard(&self) -> bool;
-    /// [`Form::fits`].
-    ///
-    /// # Errors
-    /// As there.
-    fn fits(&self, grid: TileGrid) -> Result<(), Unfit>;
-    /// [`Form::predict`].
-    ///
-    /// # Errors
-    /// As there.
-    fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, Unfit>;
-    /// [`Form::check`].
-    ///
-    /// # Errors
-    /// As there.
-    fn check(&self, grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError>;
-    /// [`Form::encode`].
-    ///
-    /// # Errors
-    /// As there.
     fn encode(&self, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit>;
-    /// [`Form::decode`].
+
+    /// Decodes to `n * k` little-endian elements. Checks the sections first.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Encoding::check`]; `out` has another size; or the codes are not those of any matrix.
     fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError>;
-}
-
-impl<F: Form> DynForm for F {
-    fn id(&self) -> FormId {
-        F::ID
-    }
-
-    fn sections(&self) -> &'static [Section] {
-        F::SECTIONS
-    }
-
-    fn floats(&self) -> &'static [Float] {
-        F::FLOATS
-    }
-
-    fn fallback(&self) -> FormId {
-        F::FALLBACK
-    }
-
-    fn least_saved(&self) -> u64 {
-        F::LEAST_SAVED
-    }
-
-    fn is_hard(&self) -> bool {
-        F::HARD
-    }
-
-    fn fits(&self, grid: TileGrid) -> Result<(), Unfit> {
-        F::fits(grid)
-    }
-
-    fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
-        F::predict(grid, sample)
-    }
-
-    fn check(&self, grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
-        F::check(grid, sections)
-    }
-
-    fn encode(&self, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
-        F::encode(matrix, survey, limit)
-    }
-
-    fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
-        F::decode(grid, sections, out)
-    }
 }
 
 /// Why a matrix cannot have a form. Each form has an error type of its own for that; [`Unfit::reason`] gives it back.

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use rayon::prelude::*;
 
 use super::{
-    Extent, Form, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit,
+    Encoding, Extent, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit,
     huffman::encode::bands,
     sample::fixed_bytes,
     tiles::{check_metadata, check_out, debug_sizes, join, low_bits, small},
@@ -89,8 +89,8 @@ impl Section {
         Self::new("palette_index", Dtype::U8, &[Extent::Tiles, Extent::Fixed(TILE), Extent::Fixed(TILE / 2)]);
 }
 
-impl Form for PaletteForm {
-    const ID: FormId = FormId::PALETTE;
+impl PaletteForm {
+    /// Its sections, in stored order.
     const SECTIONS: &'static [Section] = &[
         Section::PALETTE,
         Section::TILE_METADATA,
@@ -98,25 +98,35 @@ impl Form for PaletteForm {
         Section::PALETTE_INDEX,
         Section::SIGN_MANTISSA,
     ];
+}
 
-    fn fits(_: TileGrid) -> Result<(), Unfit> {
+impl Encoding for PaletteForm {
+    fn id(&self) -> FormId {
+        FormId::PALETTE
+    }
+
+    fn sections(&self) -> &'static [Section] {
+        Self::SECTIONS
+    }
+
+    fn fits(&self, _: TileGrid) -> Result<(), Unfit> {
         Ok(())
     }
 
-    fn predict(grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
+    fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
         Ok(fixed_bytes(Self::SECTIONS, grid) + sample.verbatim_bytes(grid) as u64)
     }
 
-    fn check(grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
+    fn check(&self, grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
         PaletteTensor::from_sections(grid, |section| sections.get(section)).map(|_| ())
     }
 
-    fn encode(matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+    fn encode(&self, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
         let code = Code::from_histogram(&survey.histogram, limit).expect("a matrix has elements");
         Ok(encode_with(matrix.bf16()?, &code)?.into_sections())
     }
 
-    fn decode(grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
+    fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
         decode_into(&PaletteTensor::from_sections(grid, |section| sections.get(section))?, out)
     }
 }

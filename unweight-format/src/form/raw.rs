@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Extent, Form, FormId, Sample, Section, Sections, Survey, Unfit};
+use super::{Encoding, Extent, FormId, Sample, Section, Sections, Survey, Unfit};
 use crate::{CodeLimit, CodecError, Float, FloatMatrix, TileGrid, safetensors::Dtype};
 
 /// The raw form.
@@ -19,28 +19,41 @@ impl Section {
     pub const RAW: Self = Self::new("", Dtype::Bf16, &[Extent::Rows, Extent::Cols]);
 }
 
-impl Form for Raw {
-    const ID: FormId = FormId::RAW;
+impl Raw {
+    /// Its sections, in stored order.
     const SECTIONS: &'static [Section] = &[Section::RAW];
-    const FLOATS: &'static [Float] = &Float::ALL;
+}
 
-    fn fits(_: TileGrid) -> Result<(), Unfit> {
+impl Encoding for Raw {
+    fn id(&self) -> FormId {
+        FormId::RAW
+    }
+
+    fn sections(&self) -> &'static [Section] {
+        Self::SECTIONS
+    }
+
+    fn floats(&self) -> &'static [Float] {
+        &Float::ALL
+    }
+
+    fn fits(&self, _: TileGrid) -> Result<(), Unfit> {
         Ok(())
     }
 
-    fn predict(grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
+    fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
         Ok((grid.elements() * sample.float().bytes()) as u64)
     }
 
-    fn check(_: TileGrid, _: &Sections<'_>) -> Result<(), CodecError> {
+    fn check(&self, _: TileGrid, _: &Sections<'_>) -> Result<(), CodecError> {
         Ok(())
     }
 
-    fn encode(matrix: FloatMatrix<'_>, _: &Survey, _: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+    fn encode(&self, matrix: FloatMatrix<'_>, _: &Survey, _: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
         Ok(vec![matrix.bytes().to_vec()])
     }
 
-    fn decode(_: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
+    fn decode(&self, _: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
         copy(sections.get(Section::RAW), out)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{DynForm, FormId, Section, Sections, raw};
+use super::{Encoding, FormId, Section, Sections, raw};
 use crate::{CodecError, TileGrid};
 
 /// A stored tensor: its form, the matrix that it is, and the bytes of its sections, owned (`Vec<u8>`) or borrowed (`&[u8]`).
@@ -10,7 +10,7 @@ use crate::{CodecError, TileGrid};
 /// Constructing one validates it, so that every offset inside may be trusted.
 #[derive(Clone)]
 pub struct StoredTensor<B> {
-    form: &'static dyn DynForm,
+    form: &'static dyn Encoding,
     /// `None` for a tensor that is no matrix, which is always raw.
     grid: Option<TileGrid>,
     sections: Vec<B>,
@@ -20,7 +20,7 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
     /// Reads the sections of a matrix, in the form's order.
     ///
     /// # Errors
-    /// As [`Form::check`](super::Form::check).
+    /// As [`Encoding::check`](super::Encoding::check).
     pub fn new(form: FormId, grid: TileGrid, sections: Vec<B>) -> Result<Self, CodecError> {
         let tensor = Self::trusted(form, grid, sections);
         tensor.form.check(grid, &tensor.checked(grid)?)?;

@@ -21,7 +21,7 @@ pub use self::{
     encode::{Classes, Coding, encode},
 };
 use super::{
-    Extent, Form, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit,
+    Encoding, Extent, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit,
     sample::fixed_bytes,
     tiles::{check_out, debug_sizes},
 };
@@ -62,8 +62,8 @@ impl Section {
     pub const DENSE: Self = Self::new("dense", Dtype::U8, &[Extent::Tiles, Extent::Fixed(DENSE_TILE_BYTES)]);
 }
 
-impl Form for Compact {
-    const ID: FormId = FormId::COMPACT;
+impl Compact {
+    /// Its sections, in stored order.
     const SECTIONS: &'static [Section] = &[
         Section::CLASS_WINDOW,
         Section::CLASS_BOOK,
@@ -72,15 +72,28 @@ impl Form for Compact {
         Section::CLASS_STREAMS,
         Section::DENSE,
     ];
-    const FALLBACK: FormId = FormId::HUFFMAN;
+}
 
-    fn fits(grid: TileGrid) -> Result<(), Unfit> {
+impl Encoding for Compact {
+    fn id(&self) -> FormId {
+        FormId::COMPACT
+    }
+
+    fn sections(&self) -> &'static [Section] {
+        Self::SECTIONS
+    }
+
+    fn fallback(&self) -> FormId {
+        FormId::HUFFMAN
+    }
+
+    fn fits(&self, grid: TileGrid) -> Result<(), Unfit> {
         Ok(whole_tiles(grid)?)
     }
 
     /// As if the exponents were independent of each other. Single escapes without an operand are not looked for.
-    fn predict(grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
-        Self::fits(grid)?;
+    fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
+        self.fits(grid)?;
         let histogram = sample.histogram();
         let window = ClassWindow::best(histogram);
         let quads = window.expected_quads(histogram);
@@ -99,17 +112,17 @@ impl Form for Compact {
         Ok(worth_it(grid, histogram, sample.limit(), bytes).map(|()| bytes)?)
     }
 
-    fn check(grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
+    fn check(&self, grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
         CompactTensor::from_sections(grid, |section| sections.get(section)).map(|_| ())
     }
 
-    fn encode(matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+    fn encode(&self, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
         let tensor = encode(matrix.bf16()?, &survey.histogram)?;
         worth_it(matrix.grid(), &survey.histogram, limit, tensor.stored_bytes())?;
         Ok(tensor.into_sections())
     }
 
-    fn decode(grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
+    fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
         decode_into(&CompactTensor::from_sections(grid, |section| sections.get(section))?, out)
     }
 }

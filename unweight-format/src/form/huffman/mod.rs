@@ -13,7 +13,7 @@ pub use self::{
     decode::{decode, decode_into, transcode},
 };
 use super::{
-    Extent, Form, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit, sample::fixed_bytes,
+    Encoding, Extent, FormId, Sample, Section, Sections, StoredTensor, Survey, Unfit, sample::fixed_bytes,
     tiles::debug_sizes,
 };
 use crate::{
@@ -40,9 +40,9 @@ impl Section {
     pub const ENCODED_EXP: Self = Self::new("encoded_exp", Dtype::U32, &[Extent::Open]).padded_to(SECTION_ALIGN);
 }
 
-impl Form for Huffman {
-    const ID: FormId = FormId::HUFFMAN;
-    const SECTIONS: &'static [Section] = &[
+impl Huffman {
+    /// Its sections, in stored order.
+    pub(crate) const SECTIONS: &'static [Section] = &[
         Section::PALETTE,
         Section::CODE_LENGTHS,
         Section::TILE_METADATA,
@@ -51,26 +51,35 @@ impl Form for Huffman {
         Section::ENCODED_EXP,
         Section::SIGN_MANTISSA,
     ];
-    const HARD: bool = true;
+}
 
-    fn fits(_: TileGrid) -> Result<(), Unfit> {
+impl Encoding for Huffman {
+    fn id(&self) -> FormId {
+        FormId::HUFFMAN
+    }
+
+    fn sections(&self) -> &'static [Section] {
+        Self::SECTIONS
+    }
+
+    fn fits(&self, _: TileGrid) -> Result<(), Unfit> {
         Ok(())
     }
 
-    fn predict(grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
+    fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, Unfit> {
         Ok(fixed_bytes(Self::SECTIONS, grid) + (sample.verbatim_bytes(grid) + sample.coded_bytes(grid)) as u64)
     }
 
-    fn check(grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
+    fn check(&self, grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
         HuffmanTensor::from_sections(grid, |section| sections.get(section)).map(|_| ())
     }
 
-    fn encode(matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
+    fn encode(&self, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, Unfit> {
         let code = Code::from_histogram(&survey.histogram, limit).expect("a matrix has elements");
         Ok(encode_with(matrix.bf16()?, &code)?.into_sections())
     }
 
-    fn decode(grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
+    fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
         decode_into(&HuffmanTensor::from_sections(grid, |section| sections.get(section))?, out)
     }
 }

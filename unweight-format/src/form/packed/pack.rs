@@ -1,0 +1,109 @@
+//! Packing a matrix: the window, then bands of tiles in parallel, then one list of escapes out of those of the bands.
+
+use rayon::prelude::*;
+
+use super::{
+    PackedTensor, Unpackable, Window,
+    container::{NO_OPERAND, pack_tile, place_of},
+    packable_shape,
+    tensor::{HEAD_LIST, HEAD_ONE},
+};
+use crate::{
+    Histogram, Matrix, bf16,
+    bits::zeroed,
+    layout::{PACKED_TILE_BYTES as TILE_BYTES, ROW_BLOCKS, WORDS_ALIGN},
+};
+
+/// Tiles of a band, the unit of work: as for encoding.
+const BAND_TILES: usize = 256;
+
+/// Packs a matrix, or says why it stays in another form. `histogram` is that of the matrix.
+///
+/// # Errors
+/// [`Unpackable`]; the rule is stated there.
+pub fn pack(matrix: Matrix<'_>, histogram: &Histogram) -> Result<PackedTensor<Vec<u8>>, Unpackable> {
+    let grid = matrix.grid();
+    packable_shape(grid)?;
+    let window = Window::covering(histogram)?;
+    let mut packed = zeroed(grid.tiles() * TILE_BYTES);
+    let mut heads = vec![0; grid.tiles() * ROW_BLOCKS * 4];
+    let bands: Vec<Option<Vec<u32>>> = packed
+        .par_chunks_mut(BAND_TILES * TILE_BYTES)
+        .zip(heads.par_chunks_mut(BAND_TILES * ROW_BLOCKS * 4))
+        .enumerate()
+        .map(|(band, (packed, heads))| pack_band(matrix, window, band * BAND_TILES, packed, heads))
+        .collect();
+    let Some(bands) = bands.into_iter().collect::<Option<Vec<Vec<u32>>>>() else {
+        return Err(first_without_operand(matrix, window));
+    };
+    // The bands counted their lists from their own start; move them to the tensor's.
+    let (mut words, mut starts) = (0usize, Vec::with_capacity(bands.len()));
+    for band in &bands {
+        starts.push(words as u32);
+        words += band.len();
+    }
+    if words > HEAD_LIST as usize {
+        let (_, outside) = Window::best(histogram);
+        return Err(Unpackable::Escapes { outside, elements: histogram.total() });
+    }
+    heads.par_chunks_mut(BAND_TILES * ROW_BLOCKS * 4).zip(starts).filter(|&(_, start)| start > 0).for_each(
+        |(heads, start)| {
+            for head in heads.chunks_exact_mut(4) {
+                let value = u32::from_le_bytes((&*head).try_into().expect("4 bytes"));
+                if value & HEAD_LIST != 0 {
+                    head.copy_from_slice(&(value + start).to_le_bytes());
+                }
+            }
+        },
+    );
+    let mut escapes: Vec<u8> = bands.iter().flatten().flat_map(|word| word.to_le_bytes()).collect();
+    escapes.resize(escapes.len().next_multiple_of(4 * WORDS_ALIGN), 0);
+    Ok(PackedTensor { grid, window, packed, escape_heads: heads, escapes, escape_words: words })
+}
+
+/// The first element, in row-major order, that keeps a matrix from being packed with this window.
+#[cold]
+fn first_without_operand(matrix: Matrix<'_>, window: Window) -> Unpackable {
+    let cols = matrix.grid().cols();
+    let without = |bits: u16| window.nibble(bf16::exponent(bits)).is_none() && window.operand(bits).is_none();
+    let elements = matrix.bytes().chunks_exact(2).map(|e| u16::from_le_bytes([e[0], e[1]]));
+    let at = elements.enumerate().find(|&(_, bits)| without(bits)).map_or(0, |(at, _)| at);
+    Unpackable::Operand { row: at / cols, col: at % cols }
+}
+
+/// Packs consecutive tiles: heads with indices from the band's start, and its lists; `None` if an escape has no operand.
+fn pack_band(
+    matrix: Matrix<'_>,
+    window: Window,
+    first: usize,
+    packed: &mut [u8],
+    heads: &mut [u8],
+) -> Option<Vec<u32>> {
+    let mut lists = Vec::new();
+    let mut records = [const { Vec::new() }; ROW_BLOCKS];
+    for (i, bytes) in packed.chunks_exact_mut(TILE_BYTES).enumerate() {
+        let bytes = bytes.try_into().expect("a tile");
+        if !pack_tile(matrix, window, first + i, bytes, &mut records) {
+            continue;
+        }
+        for (records, head) in records.iter_mut().zip(heads[i * ROW_BLOCKS * 4..].chunks_exact_mut(4)) {
+            if records.contains(&NO_OPERAND) {
+                return None;
+            }
+            let value = match records.as_slice() {
+                [] => 0,
+                [one] => HEAD_ONE | one,
+                _ => {
+                    records.sort_unstable_by_key(|&record| place_of(record));
+                    let at = lists.len() as u32;
+                    lists.push(records.len() as u32);
+                    lists.extend_from_slice(records);
+                    HEAD_LIST | at
+                }
+            };
+            head.copy_from_slice(&value.to_le_bytes());
+            records.clear();
+        }
+    }
+    Some(lists)
+}
