@@ -7,7 +7,11 @@
 
 use std::{error::Error, process::ExitCode};
 
-use unweight::format::{Code, CodeLimit, Histogram, Matrix, huffman, testing::Weights};
+use unweight::format::{
+    CodeLimit, Histogram, Matrix,
+    raw::{Code, huffman},
+    testing::Weights,
+};
 
 fn main() -> ExitCode {
     match run() {

@@ -13,7 +13,8 @@ use std::{borrow::Cow, error::Error, hint::black_box, io::BufRead, process::Exit
 
 use rayon::prelude::*;
 use unweight::format::{
-    Code, CodeLimit, Digest, FormId, HuffmanTensor, Matrix, Survey, TileGrid, huffman, keep_freed_memory,
+    CodeLimit, Digest, FormId, Matrix, Survey, TileGrid,
+    raw::{Code, HuffmanTensor, huffman, keep_freed_memory},
 };
 
 struct Stored {

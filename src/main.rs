@@ -3,6 +3,6 @@
 mod cli;
 
 fn main() -> std::process::ExitCode {
-    unweight::format::keep_freed_memory();
+    unweight::format::raw::keep_freed_memory();
     cli::main()
 }

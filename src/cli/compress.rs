@@ -165,5 +165,5 @@ impl Compress {
 }
 
 pub fn verify_after(text: &str) -> std::result::Result<VerifyAfter, String> {
-    text.parse().map_err(|error: bundle::UnknownName| error.to_string())
+    text.parse().map_err(|error: unweight::format::UnknownName| error.to_string())
 }

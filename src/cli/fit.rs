@@ -16,9 +16,8 @@ use unweight::{
     },
     format::{
         FormId,
-        bundle::{self, CompressOptions, Profile, Scope, Selection, TensorReport},
-        glob::matches,
-        plan::PlanFile,
+        bundle::{self, CompressOptions, PlanFile, Profile, Scope, Selection, TensorReport},
+        raw::glob::matches,
     },
     model::{ModelConfig, TensorHeader, bind},
     rt::choose::reachable::has_compact_gemms,

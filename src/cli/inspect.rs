@@ -7,10 +7,8 @@ use clap_complete::engine::ArgValueCandidates;
 use serde::Serialize;
 use unweight::format::{
     Histogram,
-    bundle::manifest::Options,
-    bundle::{AttachedKernel, Bundle, BundleError, Progress, TensorHandle, TensorReport},
-    glob::matches,
-    safetensors,
+    bundle::{AttachedKernel, Bundle, BundleError, Progress, TensorReport, manifest::Options},
+    raw::glob::matches,
 };
 
 use super::{
@@ -72,7 +70,7 @@ impl Inspect {
         let manifest = bundle.manifest();
         let chosen = |name: &str| self.tensor.is_empty() || self.tensor.iter().any(|pattern| matches(pattern, name));
         let tensors: Vec<TensorReport> =
-            bundle.tensors().filter(|tensor| chosen(&tensor.entry().name)).map(row).collect();
+            bundle.tensors().filter(|tensor| chosen(&tensor.entry().name)).map(|tensor| tensor.report()).collect();
         if tensors.is_empty() && !self.tensor.is_empty() {
             return Err(Failure::new(
                 format!("{}: no tensor matches {}", self.bundle.display(), self.tensor.join(", ")),
@@ -128,7 +126,7 @@ impl Inspect {
 
 impl Report<'_> {
     fn write(&self, out: &mut dyn Write) -> std::io::Result<()> {
-        let Options { profile, scope, code_limit } = self.options;
+        let Options { profile, scope, code_limit, .. } = self.options;
         writeln!(
             out,
             "format {}, by {}, profile {profile}, scope {scope}, codes up to {code_limit} bits, manifest {}\n",
@@ -158,27 +156,6 @@ impl Report<'_> {
             list(|kernel| format!("{} {}", kernel.compiler.name, kernel.compiler.version)),
             output::bytes(kernels.iter().map(|kernel| kernel.bytes).sum()),
         )
-    }
-}
-
-fn row(tensor: TensorHandle<'_>) -> TensorReport {
-    let entry = tensor.entry();
-    let elements = safetensors::elements(&entry.shape);
-    let stored_bytes = entry.stored_bytes();
-    TensorReport {
-        file: tensor.file().to_owned(),
-        name: entry.name.clone(),
-        role: entry.role,
-        layer: entry.layer,
-        dtype: entry.dtype.to_string(),
-        shape: entry.shape.clone(),
-        form: entry.form,
-        reason: entry.reason.clone(),
-        elements,
-        // Known: opening the bundle has checked the shapes.
-        original_bytes: entry.original_bytes().unwrap_or(0),
-        stored_bytes,
-        bits_per_element: if elements == 0 { 0.0 } else { stored_bytes as f64 * 8.0 / elements as f64 },
     }
 }
 

@@ -20,8 +20,9 @@ use unweight::{
     },
     engine::{Engine, EngineOptions, options},
     format::{
-        bundle::{self as format, ATTACHED_NAME, Attached, Bundle, BundleError},
-        glob::matches,
+        bundle as format,
+        bundle::{ATTACHED_NAME, Attached, Bundle, BundleError},
+        raw::glob::matches,
     },
     rt::{
         choose::model::{Machine, PackedChooser},

@@ -4,8 +4,8 @@ use std::io::{self, Write};
 
 use clap::Args;
 use unweight::format::{
+    Role,
     bundle::{self, CompareReport},
-    roles::Role,
 };
 
 use super::{

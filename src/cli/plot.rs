@@ -18,7 +18,7 @@ use plotters::{
     },
     style::text_anchor::{HPos, Pos, VPos},
 };
-use unweight::format::{FormId, Histogram, bundle::TensorReport, form::FORMS, roles::Role};
+use unweight::format::{FORMS, FormId, Histogram, Role, bundle::TensorReport};
 
 use unweight_bench::{DecodeReport, Row};
 

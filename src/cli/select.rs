@@ -89,11 +89,11 @@ impl Select {
 }
 
 pub fn profile(text: &str) -> Result<Profile, String> {
-    text.parse().map_err(|error: unweight::format::bundle::UnknownName| error.to_string())
+    text.parse().map_err(|error: unweight::format::UnknownName| error.to_string())
 }
 
 fn scope(text: &str) -> Result<Scope, String> {
-    text.parse().map_err(|error: unweight::format::bundle::UnknownName| error.to_string())
+    text.parse().map_err(|error: unweight::format::UnknownName| error.to_string())
 }
 
 /// Parses a thread count.
@@ -152,7 +152,7 @@ pub fn large_copies(copies: &[LargeCopy]) -> Option<String> {
 
 /// What to say where a configuration does not say that its weights are a bundle's.
 pub fn unmarked_configs(configs: &[UnmarkedConfig]) -> Option<String> {
-    let UnmarkedConfig { name, reason } = configs.first()?;
+    let UnmarkedConfig { name, reason, .. } = configs.first()?;
     let more = if configs.len() > 1 { format!(", and {} more", configs.len() - 1) } else { String::new() };
     Some(format!(
         "remark: {name} is copied as it is ({reason}){more}: it does not say that the weights beside it are a bundle's\n  \

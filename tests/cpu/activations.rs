@@ -12,7 +12,7 @@ use unweight_codegen::{
 };
 use unweight_format::{
     Histogram, Matrix,
-    packed::{PackedTensor, pack},
+    raw::{PackedTensor, packed::pack},
     testing::Random,
 };
 

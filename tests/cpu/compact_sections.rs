@@ -1,6 +1,6 @@
 //! A compact tensor for kernels that run on the CPU.
 
-use unweight_format::CompactTensor;
+use unweight_format::raw::CompactTensor;
 
 use crate::harness::Buffer;
 

@@ -10,9 +10,12 @@ use unweight_codegen::{
     spec::{Arch, CompressStage},
 };
 use unweight_format::{
-    CompactTensor, Histogram, Matrix, TileGrid,
-    compact::{Classes, Coding, Uncompact, encode},
-    layout::DENSE_TILE_BYTES,
+    Histogram, Matrix, TileGrid,
+    raw::{
+        CompactTensor,
+        compact::{Classes, Coding, Uncompact, encode},
+        layout::DENSE_TILE_BYTES,
+    },
     testing::{Random, Weights},
 };
 

@@ -10,7 +10,8 @@ use unweight_codegen::{
     spec::{self, Arch, DecodeElement},
 };
 use unweight_format::{
-    CodeLimit, ExponentsTensor, Float, FloatMatrix, Section, oracle,
+    CodeLimit, Float, FloatMatrix,
+    raw::{ExponentsTensor, Section, oracle},
     testing::{Random, float_weights},
 };
 

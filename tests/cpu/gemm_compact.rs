@@ -7,7 +7,11 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{Epilogue, Op},
 };
-use unweight_format::{CompactTensor, Histogram, Matrix, compact::encode, testing::Random};
+use unweight_format::{
+    Histogram, Matrix,
+    raw::{CompactTensor, compact::encode},
+    testing::Random,
+};
 
 use crate::compact_sections::Sections;
 use crate::harness::{Buffer, CpuKernel, Edit, MapSpec, Run, bf16, spec};

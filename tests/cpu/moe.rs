@@ -9,10 +9,9 @@ use unweight_codegen::{
     spec::{Epilogue, Op, RouteSpec},
 };
 use unweight_format::{
-    Histogram,
-    packed::{PackedTensor, pack},
+    Histogram, Matrix,
+    raw::{PackedTensor, packed::pack},
     testing::Random,
-    tile::Matrix,
 };
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, bf16, spec};

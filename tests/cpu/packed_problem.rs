@@ -8,10 +8,9 @@ use unweight_codegen::{
     spec::{Epilogue, GemmWgmmaSpec, Op},
 };
 use unweight_format::{
-    Histogram,
-    packed::{PackedTensor, pack},
+    Histogram, Matrix,
+    raw::{PackedTensor, packed::pack},
     testing::Random,
-    tile::Matrix,
 };
 
 use crate::harness::{Buffer, CpuKernel, MapSpec, Run, bf16};

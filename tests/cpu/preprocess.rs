@@ -15,7 +15,8 @@ use unweight_codegen::{
     },
 };
 use unweight_format::{
-    CodeLimit, FormId, HuffmanTensor, Matrix, Section, bf16, oracle,
+    CodeLimit, FormId, Matrix,
+    raw::{HuffmanTensor, Section, bf16, oracle},
     testing::{Random, Weights},
 };
 

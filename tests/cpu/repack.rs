@@ -1,4 +1,4 @@
-//! The conversions of the packed form, run on the CPU prelude against `unweight_format::packed`: the same bytes, any
+//! The conversions of the packed form, run on the CPU prelude against `unweight_format::raw::packed`: the same bytes, any
 //! bytes survived, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
@@ -8,7 +8,10 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{Arch, RepackStage},
 };
-use unweight_format::packed::{PackedTensor, TILE_BYTES, Unpackable, Window, pack};
+use unweight_format::raw::{
+    PackedTensor,
+    packed::{TILE_BYTES, Unpackable, Window, pack},
+};
 use unweight_format::{Histogram, Matrix, testing::Random};
 
 /// Row blocks of a block of `lists`.

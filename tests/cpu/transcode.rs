@@ -10,9 +10,12 @@ use unweight_codegen::{
     spec::{Arch, TranscodeStage},
 };
 use unweight_format::{
-    CompactTensor, Histogram, Matrix,
-    compact::encode,
-    packed::{PackedTensor, TILE_BYTES, pack},
+    Histogram, Matrix,
+    raw::{
+        CompactTensor, PackedTensor,
+        compact::encode,
+        packed::{TILE_BYTES, pack},
+    },
     testing::{Random, Weights},
 };
 

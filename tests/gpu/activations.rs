@@ -5,7 +5,7 @@ use unweight_bench::{halves, normal_bf16, oracle};
 use unweight_codegen::spec::{
     Arch, EmbedSource, EmbedSpec, NormSpec, NormThreads, SiluMulSpec, SiluMulThreads, VariantSpec,
 };
-use unweight_format::{Histogram, Matrix, packed};
+use unweight_format::{Histogram, Matrix, raw::packed};
 use unweight_rt::{
     device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, MatrixRef, Refusal, RowFault, Stream},
     ops::{

@@ -4,7 +4,7 @@ use crate::{
     harness::{Weights, gpu, stream},
     transcode::sprinkled,
 };
-use unweight_format::{Histogram, Matrix, compact};
+use unweight_format::{Histogram, Matrix, raw::compact};
 use unweight_rt::{
     device::Stream,
     ops::{

@@ -6,7 +6,10 @@ use unweight_codegen::{
     VariantSpec,
     spec::{Arch, DecodeOutput, DecodeSpec, DecodeWarps, Op, SmemCopy},
 };
-use unweight_format::{CodeLimit, Matrix, bf16, huffman};
+use unweight_format::{
+    CodeLimit, Matrix,
+    raw::{bf16, huffman},
+};
 use unweight_rt::{
     choose::graph,
     device::{DeviceBuffer, KernelSet, MatrixMut, Refusal},

@@ -3,9 +3,9 @@
 use crate::harness::{SHAPES, Weights, gpu, stream};
 use unweight_codegen::spec::EncodeStage;
 use unweight_format::{
-    Code, CodeLimit, FormId, Histogram, Matrix, PaletteTensor,
+    CodeLimit, FormId, Histogram, Matrix,
     bundle::{self, CompressOptions, Profile, Silent},
-    huffman, palette,
+    raw::{Code, PaletteTensor, huffman, palette},
     testing::demo_model::{self, DemoOptions},
 };
 use unweight_rt::{

@@ -7,7 +7,9 @@ use unweight_codegen::{
     spec::{self, Arch, DecodeElement, DecodeOutput, DecodeSpec, DecodeWarps, Op, SmemCopy},
 };
 use unweight_format::{
-    CodeLimit, ExponentsTensor, Float, FloatMatrix, Matrix, TileGrid, exponents, huffman, testing::float_weights,
+    CodeLimit, Float, FloatMatrix, Matrix, TileGrid,
+    raw::{ExponentsTensor, exponents, huffman},
+    testing::float_weights,
 };
 use unweight_rt::{
     choose::graph,

@@ -12,7 +12,7 @@ use unweight_codegen::{
     VariantSpec,
     spec::{Epilogue, GemmCompactSpec, Op, catalog},
 };
-use unweight_format::{Histogram, Matrix, compact::encode};
+use unweight_format::{Histogram, Matrix, raw::compact::encode};
 use unweight_rt::{
     device::{KernelSet, Refusal, Stream},
     ops::gemm_compact::CompactGemm,

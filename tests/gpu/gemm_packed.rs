@@ -20,7 +20,7 @@ use unweight_codegen::{
 };
 use unweight_format::{
     Histogram, Matrix,
-    packed::{PackedTensor, pack},
+    raw::{PackedTensor, packed::pack},
 };
 use unweight_rt::{
     choose::model::{Machine, PackedChooser, PackedUse},

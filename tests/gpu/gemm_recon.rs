@@ -14,7 +14,10 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{Arch, DecodeOutput, Epilogue, GemmReconSpec, Op, WeightSource, catalog},
 };
-use unweight_format::{CodeLimit, HuffmanTensor, Matrix, huffman};
+use unweight_format::{
+    CodeLimit, Matrix,
+    raw::{HuffmanTensor, huffman},
+};
 use unweight_rt::{
     choose::{
         graph,

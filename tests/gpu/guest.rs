@@ -12,7 +12,7 @@ use unweight_codegen::{
 use unweight_format::{
     Histogram, Matrix, TileGrid,
     bundle::{self, Bundle, CompressOptions, Profile, Silent},
-    packed::{self, ROW_BLOCKS, TILE_BYTES, Window},
+    raw::packed::{self, ROW_BLOCKS, TILE_BYTES, Window},
 };
 use unweight_rt::{
     KernelSet,

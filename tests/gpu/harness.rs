@@ -3,7 +3,10 @@
 use std::sync::OnceLock;
 
 pub use unweight_format::testing::{Random, Weights};
-use unweight_format::{TileMetadata, huffman::CodedExponents, testing};
+use unweight_format::{
+    raw::{TileMetadata, huffman::CodedExponents},
+    testing,
+};
 use unweight_rt::{
     device::{Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, Refusal, Stream},
     env::Env,

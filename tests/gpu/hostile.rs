@@ -4,7 +4,10 @@
 use crate::harness::{OwnedCoded, Random, Weights, gpu, guard_is_whole, lane, poison, refusal, stream};
 use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::spec::{Arch, DecodeOutput};
-use unweight_format::{CodeLimit, HuffmanTensor, Matrix, TileGrid, TileMetadata, huffman, palette};
+use unweight_format::{
+    CodeLimit, Matrix, TileGrid,
+    raw::{HuffmanTensor, TileMetadata, huffman, palette},
+};
 use unweight_rt::{
     choose::graph,
     device::{DeviceBuffer, DeviceError, KernelSet, Stream},

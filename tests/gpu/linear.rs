@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use unweight::format::{
     Histogram, Matrix,
     bundle::{self, Bundle, CompressOptions, Profile, Silent},
-    packed::{self, Window},
+    raw::packed::{self, Window},
 };
 use unweight_bench::halves;
 use unweight_codegen::spec::Epilogue;

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 use crate::harness::{Random, bf16, gpu, guard_is_whole, lane, poison, refused, stream, value};
 use unweight_codegen::spec::Epilogue;
-use unweight_format::{Histogram, Matrix, packed::pack};
+use unweight_format::{Histogram, Matrix, raw::packed::pack};
 use unweight_rt::{
     device::{DeviceBuffer, KernelSet, Refusal, Stream},
     layer::{

@@ -20,7 +20,7 @@ use unweight_codegen::spec::{Arch, DecodeOutput, Epilogue};
 use unweight_format::{
     CodeLimit, Matrix,
     bundle::{self, Bundle, CompressOptions, Profile, Scope, Silent},
-    huffman,
+    raw::huffman,
     testing::demo_model::{self, DemoOptions},
 };
 use unweight_model::{

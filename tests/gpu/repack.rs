@@ -4,8 +4,11 @@
 use crate::harness::{GUARD, Random, Weights, gpu, guard_is_whole, poison, refused, stream};
 use unweight_codegen::spec::DecodeOutput;
 use unweight_format::{
-    CodeLimit, Histogram, Matrix, TileGrid, huffman,
-    packed::{self, PackedTensor, TILE_BYTES, Unpackable, Window},
+    CodeLimit, Histogram, Matrix, TileGrid,
+    raw::{
+        PackedTensor, huffman,
+        packed::{self, TILE_BYTES, Unpackable, Window},
+    },
 };
 use unweight_rt::{
     choose::graph::decoder,

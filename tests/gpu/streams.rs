@@ -16,7 +16,7 @@ use unweight_codegen::{
     plan::{GemmShape, Plan},
     spec::{GemmWgmmaSpec, catalog},
 };
-use unweight_format::{Histogram, Matrix, packed::pack};
+use unweight_format::{Histogram, Matrix, raw::packed::pack};
 use unweight_rt::{
     device::{DeviceBuffer, KernelSet, Refusal, Staging, Stream, Upload},
     ops::{gemm_packed::PackedGemm, lane::Lane},

@@ -1,7 +1,10 @@
 //! The conversions of the compact form on the GPU against the CPU's: the weights back, bit for bit.
 
 use crate::harness::{Random, Weights, gpu, guard_is_whole, poison, refused, stream};
-use unweight_format::{CompactTensor, Histogram, Matrix, TileGrid, compact};
+use unweight_format::{
+    Histogram, Matrix, TileGrid,
+    raw::{CompactTensor, compact},
+};
 use unweight_rt::{
     device::{Refusal, Stream},
     ops::transcode::Transcoder,

@@ -2,7 +2,10 @@
 
 use unweight_codegen::plan::GemmShape;
 use unweight_engine::{EngineError, tune::TuneError};
-use unweight_format::{CodecError, compact::Uncompact, packed::Unpackable};
+use unweight_format::{
+    CodecError,
+    raw::{compact::Uncompact, packed::Unpackable},
+};
 use unweight_rt::{
     Remedy,
     device::{DeviceError, Refusal},

@@ -6,7 +6,10 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{Arch, DecodeOutput, EncodeStage, Epilogue, Op, TranscodeStage, WeightSource},
 };
-use unweight_format::{CodeLimit, Histogram, HuffmanTensor, Matrix, TileGrid, compact, huffman, packed};
+use unweight_format::{
+    CodeLimit, Histogram, Matrix, TileGrid,
+    raw::{HuffmanTensor, compact, huffman, packed},
+};
 
 use unweight_rt::{
     choose::{

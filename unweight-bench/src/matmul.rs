@@ -8,7 +8,10 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{Epilogue, GemmCompactSpec, GemmMmaSpec, Op, SmemCopy, catalog},
 };
-use unweight_format::{Histogram, Matrix, compact as compact_form, packed};
+use unweight_format::{
+    Histogram, Matrix,
+    raw::{compact as compact_form, packed},
+};
 
 use unweight_rt::{
     choose::{

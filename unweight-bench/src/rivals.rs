@@ -10,7 +10,8 @@ use unweight_codegen::{
     spec::{DecodeOutput, Epilogue, GemmCompactSpec, Op, catalog},
 };
 use unweight_format::{
-    CodeLimit, Float, FloatMatrix, Histogram, HuffmanTensor, Matrix, compact, exponents, huffman, packed,
+    CodeLimit, Float, FloatMatrix, Histogram, Matrix,
+    raw::{HuffmanTensor, compact, exponents, huffman, packed},
     testing::{Random, float_weights},
 };
 use unweight_rivals::{

@@ -36,10 +36,12 @@ use unweight_codegen::{
     spec::{Arch, DecodeElement, DecodeOutput, Epilogue, Op, RepackStage, TranscodeStage, WeightSource, catalog},
 };
 use unweight_format::{
-    CodeLimit, Float, FloatMatrix, Histogram, Matrix, PackedTensor, PaletteTensor, TileGrid, TileMetadata, compact,
-    exponents,
-    huffman::{self, CodedExponents},
-    packed, palette,
+    CodeLimit, Float, FloatMatrix, Histogram, Matrix, TileGrid,
+    raw::{
+        PackedTensor, PaletteTensor, TileMetadata, compact, exponents,
+        huffman::{self, CodedExponents},
+        packed, palette,
+    },
     testing::{Random, float_weights},
 };
 

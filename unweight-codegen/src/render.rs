@@ -22,7 +22,7 @@ use crate::{
 use serde::Serialize;
 use std::sync::{LazyLock, OnceLock};
 use tera::{Context, Delimiters, Tera};
-use unweight_format::{Digest, layout};
+use unweight_format::{Digest, raw::layout};
 
 /// Templates are parsed once; a parse error is kept and reported by every render.
 static ENGINE: LazyLock<Result<Tera, String>> = LazyLock::new(|| {
@@ -212,7 +212,7 @@ struct Section {
     offset: u32,
 }
 
-/// `unweight_format::layout`, against which the headers are asserted.
+/// `unweight_format::raw::layout`, against which the headers are asserted.
 #[derive(Serialize)]
 struct Layout {
     tile: usize,

@@ -2,7 +2,7 @@
 
 use std::{fmt, path::Path};
 
-use unweight_format::roles::Role;
+use unweight_format::Role;
 use unweight_model::ModelConfig;
 use unweight_rt::{
     LaneSize, LoadOptions,

@@ -4,7 +4,10 @@ use std::collections::HashMap;
 
 use half::bf16;
 use unweight_format::{
-    CodeLimit, FormId, HuffmanTensor, Matrix, PaletteTensor, bundle::Profile, huffman, palette, safetensors::Dtype,
+    CodeLimit, FormId, Matrix,
+    bundle::Profile,
+    raw::{HuffmanTensor, PaletteTensor, huffman, palette},
+    safetensors::Dtype,
     testing::Weights as Kind,
 };
 use unweight_model::{

@@ -3,7 +3,11 @@
 use std::{hint::black_box, time::Duration};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use unweight_format::{Code, CodeLimit, Digest, Histogram, Matrix, Survey, huffman, packed, palette, testing::Weights};
+use unweight_format::{
+    CodeLimit, Digest, Histogram, Matrix, Survey,
+    raw::{Code, huffman, packed, palette},
+    testing::Weights,
+};
 
 const ROWS: usize = 14336;
 const COLS: usize = 4096;

@@ -4,7 +4,8 @@
 use std::{env, fs};
 
 use unweight_format::{
-    CodeLimit, Histogram, Matrix, TileGrid, compact, huffman,
+    CodeLimit, Histogram, Matrix, TileGrid,
+    raw::{compact, huffman},
     safetensors::{Dtype, Header, SOURCE_HEADER_MAX},
     testing::Weights,
 };

@@ -8,7 +8,10 @@
 use std::{error::Error, path::Path, time::Instant};
 
 use unweight_format::{
-    Code, CodeLimit, Histogram, Matrix, PackedTensor, bundle::Bundle, huffman, packed, palette, testing::Random,
+    CodeLimit, Histogram, Matrix,
+    bundle::Bundle,
+    raw::{Code, PackedTensor, huffman, packed, palette},
+    testing::Random,
 };
 
 const ROWS: usize = 4096;

@@ -1,50 +1,57 @@
-//! The Unweight format: bytes in, fewer bytes out, the same bytes back.
+//! The Unweight format: lossless compression of BF16, F16, F32 and FP8 weights, of one tensor and of a model.
 //!
-//! This crate owns the stored form of one tensor (`docs/format.md`, part A) and of a model (part B). It knows
-//! nothing of CUDA, kernels or launch geometry.
+//! `docs/format.md` specifies it: part A a tensor, part B a *bundle*, which is a model directory a third smaller that
+//! standard safetensors tools open. This crate knows nothing of CUDA, kernels or launch geometry.
 //!
 //! ```text
 //! bits      bytes, tiles, histograms, digests
 //!   ^
-//! form      raw, huffman, palette, packed, compact, exponents: one file each, one list; oracle judges them
+//! form      raw, huffman, palette, packed, compact, exponents: a module each, one list; an oracle judges them
 //!   ^
-//! model     safetensors, names to roles, a form per tensor
+//! model     safetensors, names to roles
 //!   ^
-//! bundle    compress, decompress, verify, read            testing (feature)  random weights, a demo model
+//! bundle    plan, compress, decompress, verify, read      raw                the insides, for experts: no promises
+//!                                                         testing (feature)  random weights, a demo model
 //! ```
 //!
+//! One tensor:
 //! ```
-//! use unweight_format::{CodeLimit, Matrix, huffman};
+//! use unweight_format::{CodeLimit, FormId, Matrix, StoredTensor, Survey};
 //! let bf16: Vec<u8> = (0..128 * 64u32).flat_map(|i| (0x3c00 + (i * 37 % 512) as u16).to_le_bytes()).collect();
 //! let matrix = Matrix::new(&bf16, 128, 64)?;
-//! let tensor = huffman::encode(matrix, CodeLimit::DEFAULT)?;
-//! assert!(tensor.coded_bytes() < bf16.len() as u64);
-//! assert_eq!(huffman::decode(&tensor)?, bf16);
-//! # Ok::<(), unweight_format::CodecError>(())
+//! let stored = StoredTensor::encode(FormId::HUFFMAN, matrix.into(), &Survey::of(&bf16), CodeLimit::DEFAULT)?;
+//! assert!(stored.stored_bytes() < bf16.len() as u64);
+//! let mut back = vec![0; bf16.len()];
+//! stored.decode(&mut back)?;
+//! assert_eq!(back, bf16);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//! A model: [`bundle::compress`], [`bundle::Bundle`].
 
 mod bits;
 pub mod bundle;
-pub mod error;
+mod error;
 mod failpoint;
-pub mod form;
+mod form;
 mod model;
+pub mod raw;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
-pub use bits::{bf16, bitstream, digest, float, histogram, keep_freed_memory, layout, named, tile};
-pub use bundle::plan;
-pub use compact::CompactTensor;
-pub use digest::Digest;
+pub(crate) use bits::{bf16, digest, histogram, layout, named};
+pub use bits::{
+    digest::Digest,
+    float::Float,
+    histogram::Histogram,
+    named::UnknownName,
+    tile::{FloatMatrix, Matrix, TileGrid},
+};
 pub use error::CodecError;
-pub use exponents::ExponentsTensor;
-#[cfg(feature = "failpoints")]
-pub use failpoint::{FAILPOINTS, FAULTS};
-pub use float::Float;
-pub use form::{FormId, Section, StoredTensor, Survey, compact, exponents, huffman, oracle, packed, palette};
-pub use histogram::Histogram;
-pub use huffman::{Code, CodeLimit, HuffmanTensor};
-pub use model::{glob, roles, safetensors};
-pub use packed::PackedTensor;
-pub use palette::{Palette, PaletteTensor};
-pub use tile::{FloatMatrix, Matrix, TileGrid, TileMetadata};
+pub use form::{Encoding, FORMS, FormId, Sample, StoredTensor, Survey, Unfit, huffman::CodeLimit};
+pub(crate) use form::{compact, huffman, packed, palette};
+pub(crate) use model::{glob, roles};
+pub use model::{roles::Role, safetensors};
+pub(crate) use raw::{
+    Code, CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, Palette, PaletteTensor, Section, TileMetadata,
+    bitstream,
+};

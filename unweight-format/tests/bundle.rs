@@ -11,13 +11,12 @@ use std::{
 
 use common::{Scratch, header, read_tree, real_model, safetensors_file, small_model, tensor};
 use unweight_format::{
-    CodeLimit, CodecError, Digest, FloatMatrix, FormId, StoredTensor,
+    CodeLimit, CodecError, Digest, FloatMatrix, FormId, StoredTensor, Unfit,
     bundle::{
         Bundle, BundleError, CompressOptions, CpuEncoder, DecompressOptions, Encoder, EncoderError, ErrorClass,
         Profile, Progress, Remedy, Scope, Silent, VerifyAfter, compress, compress_with, decompress, manifest, plan,
         verify,
     },
-    form::Unfit,
     testing::{
         Random,
         demo_model::{self, DemoOptions},

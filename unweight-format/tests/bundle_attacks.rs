@@ -15,11 +15,12 @@ use std::{
 use common::{Scratch, chain, read_tree, safetensors_file, small_model, tensor};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use unweight_format::{
-    Digest, FAILPOINTS,
+    Digest,
     bundle::{
         Bundle, BundleError, CompressOptions, DecompressOptions, ErrorClass, Profile, Progress, Silent, VerifyAfter,
         compare, compress, decompress, plan, verify,
     },
+    raw::FAILPOINTS,
     testing::Weights,
 };
 

@@ -6,12 +6,14 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 use unweight_format::{
-    CodeLimit, CodecError, CompactTensor, FormId, Histogram, HuffmanTensor, Matrix, PackedTensor, PaletteTensor,
-    Section, StoredTensor, Survey, TileGrid, TileMetadata,
-    compact::{self, ClassWindow, Uncompact},
-    huffman, oracle,
-    packed::{self, Unpackable, Window},
-    palette,
+    CodeLimit, CodecError, FormId, Histogram, Matrix, StoredTensor, Survey, TileGrid,
+    raw::{
+        CompactTensor, HuffmanTensor, PackedTensor, PaletteTensor, Section, TileMetadata,
+        compact::{self, ClassWindow, Uncompact},
+        huffman, oracle,
+        packed::{self, Unpackable, Window},
+        palette,
+    },
     testing::{Random, Weights},
 };
 
@@ -678,7 +680,7 @@ fn compact_bytes_do_not_depend_on_the_number_of_threads() {
 fn predicted_compact_bytes_are_near() {
     let bytes = Weights::TRAINED.bytes(512 * 512, 4);
     let (grid, form) = (TileGrid::new(512, 512).unwrap(), FormId::COMPACT.form());
-    let sample = unweight_format::form::Sample::of(&[&bytes[..1 << 17]], CodeLimit::DEFAULT);
+    let sample = unweight_format::Sample::of(&[&bytes[..1 << 17]], CodeLimit::DEFAULT);
     let predicted = form.predict(grid, &sample).unwrap() as f64;
     let stored =
         compact::encode(Matrix::new(&bytes, 512, 512).unwrap(), &Histogram::of(&bytes)).unwrap().stored_bytes();

@@ -7,9 +7,9 @@ use std::fs;
 use common::{Scratch, chain, read_tree, safetensors_file, tensor};
 use proptest::prelude::*;
 use unweight_format::{
-    CodeLimit, CodecError, ExponentsTensor, Float, FloatMatrix, FormId, Matrix, Section, StoredTensor,
+    CodeLimit, CodecError, Float, FloatMatrix, FormId, Matrix, StoredTensor,
     bundle::{Bundle, CompressOptions, DecompressOptions, Profile, Silent, compress, decompress, plan, verify},
-    exponents, huffman, oracle,
+    raw::{ExponentsTensor, Section, exponents, huffman, oracle},
     testing::{Random, float_weights},
 };
 

@@ -11,10 +11,12 @@ use std::{
 
 use common::{Scratch, chain, header, read_tree, safetensors_file, tensor, weights};
 use unweight_format::{
-    CompactTensor, Digest, ExponentsTensor, Float, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section,
-    TileMetadata,
+    Digest, Float, FormId, Matrix,
     bundle::{Bundle, BundleError, CompressOptions, DecompressOptions, Profile, Silent, compress, decompress, verify},
-    huffman, oracle,
+    raw::{
+        CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, Section, TileMetadata, huffman,
+        oracle,
+    },
     safetensors::{Header, SOURCE_HEADER_MAX},
     testing::{Random, float_weights},
 };

@@ -1,6 +1,6 @@
 //! How much device memory a model takes: its weights, and the keys and values of a token.
 
-use unweight_format::layout;
+use unweight_format::raw::layout;
 
 use crate::config::ModelConfig;
 
@@ -88,7 +88,7 @@ impl ModelConfig {
     /// let config = Geometry::named("llama-3.1-8b")?.config();
     /// assert_eq!(config.kv_bytes_per_token(), 131_072);
     /// assert_eq!(config.kv_tokens(80 << 30, 64), 655_360);
-    /// # Ok::<(), unweight_format::named::UnknownName>(())
+    /// # Ok::<(), unweight_format::UnknownName>(())
     /// ```
     pub fn kv_tokens(&self, budget_bytes: u64, page_tokens: u32) -> u64 {
         let tokens = budget_bytes / self.kv_bytes_per_token();
@@ -123,7 +123,7 @@ fn compact_bytes(rows: u32, cols: u32) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use unweight_format::{Histogram, Matrix, packed};
+    use unweight_format::{Histogram, Matrix, raw::packed};
 
     use super::*;
     use crate::Geometry;

@@ -1,6 +1,6 @@
 //! Configurations of well-known models by name, for benchmarks and estimates that need shapes and no weights.
 
-use unweight_format::named::UnknownName;
+use unweight_format::UnknownName;
 
 use crate::config::ModelConfig;
 
@@ -10,7 +10,7 @@ use crate::config::ModelConfig;
 /// use unweight_model::Geometry;
 /// let config = Geometry::named("llama-3.1-8b")?.config();
 /// assert_eq!((config.layers, config.qkv_rows(), config.intermediate), (32, 6144, 14336));
-/// # Ok::<(), unweight_format::named::UnknownName>(())
+/// # Ok::<(), unweight_format::UnknownName>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {

@@ -7,8 +7,8 @@
 use std::{error::Error, fs};
 
 use unweight_format::{
-    CodeLimit, Float, FloatMatrix, FormId, Histogram, Matrix, Survey, exponents,
-    form::{Encoding, FORMS},
+    CodeLimit, Encoding, FORMS, Float, FloatMatrix, FormId, Histogram, Matrix, Survey,
+    raw::exponents,
     testing::{Random, Weights, float_weights, round_to},
 };
 use unweight_rivals::{

@@ -12,7 +12,7 @@
 //! of these tiles of 8 x 8, column by column. The code of an exponent is its distance from that before the window.
 
 use rayon::prelude::*;
-use unweight_format::{Histogram, bf16};
+use unweight_format::{Histogram, raw::bf16};
 
 /// Exponents of the window.
 pub const WINDOW: usize = 7;

@@ -50,7 +50,7 @@ fn tensors(path: &Path) -> HashMap<String, (Vec<usize>, Vec<u8>)> {
 
 /// Relative names and contents of all files.
 fn tree(root: &Path) -> Files {
-    bundle::walk(root).unwrap().into_iter().map(|(name, path)| (name, fs::read(path).unwrap())).collect()
+    unweight_format::raw::walk(root).unwrap().into_iter().map(|(name, path)| (name, fs::read(path).unwrap())).collect()
 }
 
 /// The units of the fixture.
@@ -537,7 +537,7 @@ fn an_interrupted_run_is_gone_on_with() {
         let stop = StopAfter(AtomicU64::new(0), 2 * bytes);
         assert!(convert(&at("plain"), &at("again"), ConvertOptions::default(), &stop).is_err());
         // What was finished is looked at: a byte that changed meanwhile is written again.
-        let finished = bundle::walk(&at("again.partial/tree")).unwrap();
+        let finished = unweight_format::raw::walk(&at("again.partial/tree")).unwrap();
         if let Some((_, path)) = finished.first() {
             let mut bytes = fs::read(path).unwrap();
             *bytes.last_mut().unwrap() ^= 1;

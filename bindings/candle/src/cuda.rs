@@ -14,7 +14,7 @@ use candle_core::{
 };
 use half::bf16;
 use unweight_codegen::spec::Epilogue;
-use unweight_format::PackedTensor;
+use unweight_format::raw::PackedTensor;
 use unweight_rt::{
     Device as Gpu, KernelSet, Linear, LoadOptions,
     env::Env,

@@ -25,11 +25,7 @@ use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, bail};
 use half::bf16;
-use unweight_format::{
-    CodecError, Histogram, Matrix, PackedTensor,
-    bundle::{Bundle, BundleError},
-    packed::{self, Unpackable},
-};
+use unweight_format::{CodecError, Histogram, Matrix, raw::{PackedTensor, packed::{self, Unpackable}}, bundle::{Bundle, BundleError}};
 
 /// Why a layer cannot be made.
 #[derive(Debug, thiserror::Error)]

@@ -6,11 +6,7 @@
 use std::{ops::Range, slice};
 
 use pyo3::{exceptions::PyValueError, prelude::*};
-use unweight_format::{
-    Digest, Histogram, Matrix, PackedTensor, TileGrid,
-    layout::{PACKED_WINDOW_BYTES, ROW_BLOCKS},
-    packed::{self, TILE_BYTES, Window},
-};
+use unweight_format::{Digest, Histogram, Matrix, raw::{PackedTensor, layout::{PACKED_WINDOW_BYTES, ROW_BLOCKS}, packed::{self, TILE_BYTES, Window}}, TileGrid};
 
 use crate::pool::on_pool;
 

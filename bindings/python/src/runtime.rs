@@ -18,7 +18,7 @@ use pyo3::{
     prelude::*,
 };
 use unweight_codegen::spec::{Arch, Epilogue};
-use unweight_format::{Digest, TileGrid, packed::Window};
+use unweight_format::{Digest, TileGrid, raw::packed::Window};
 use unweight_rt::{
     Device, Expand, KernelSet, Linear, LoadOptions,
     env::Env,

@@ -10,8 +10,8 @@ use std::{error::Error, path::Path, process::ExitCode};
 use unweight::{
     codegen::Variant,
     format::{
-        HuffmanTensor,
         bundle::{self, Bundle, CompressOptions, Profile, Silent},
+        raw::HuffmanTensor,
         testing::demo_model::{self, DemoOptions},
     },
     rt::{

@@ -2,7 +2,7 @@
 //! need not, by batch. How long a step takes is the sum of decoding, which no batch changes, and products.
 
 use unweight_codegen::{plan::GemmShape, spec::Epilogue};
-use unweight_format::{Histogram, Matrix, packed};
+use unweight_format::{Histogram, Matrix, raw::packed};
 use unweight_rivals::{
     cuda::{
         dfloat11::{DeviceUnit, UnitDecoder},

@@ -7,7 +7,7 @@ use crate::{
     spec::{Arch, VariantSpec, axes, word_axis},
 };
 use serde::Serialize;
-use unweight_format::{FormId, layout::STREAM_TILE_BYTES_MAX};
+use unweight_format::{FormId, raw::layout::STREAM_TILE_BYTES_MAX};
 
 word_axis! {
     /// A step from BF16 to the compact form (docs/format.md A.11).

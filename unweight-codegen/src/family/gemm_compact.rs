@@ -16,7 +16,7 @@ use crate::{
     spec::{Arch, ClusterSize, Epilogue, VariantSpec, Warps, axes, range_axis, set_axis},
 };
 use serde::Serialize;
-use unweight_format::{FormId, layout};
+use unweight_format::{FormId, raw::layout};
 
 set_axis! {
     /// Batch rows that a `gemm_compact` variant multiplies at a time: `n` of `mma.m16n8k16`, eight rows a fragment.

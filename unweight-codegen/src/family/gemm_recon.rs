@@ -19,7 +19,7 @@ use crate::{
     spec::{AXES_MAX, Arch, Axis, Epilogue, Only, Raw, VariantSpec, range_axis, set_axis},
 };
 use serde::Serialize;
-use unweight_format::{FormId, layout};
+use unweight_format::{FormId, raw::layout};
 
 range_axis! {
     /// 64-row tiles of `W` that one CTA multiplies at a time: columns of `Y` in units of 64, and `n` of the WGMMA

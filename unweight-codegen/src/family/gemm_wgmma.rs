@@ -17,7 +17,7 @@ use crate::{
     spec::{Arch, ClusterSize, Epilogue, VariantSpec, axes, range_axis, set_axis},
 };
 use serde::Serialize;
-use unweight_format::{FormId, layout};
+use unweight_format::{FormId, raw::layout};
 
 set_axis! {
     /// Batch rows of a `gemm_wgmma` variant's tile of Y: `n` of WGMMA, whose widths are those of `ptx/wgmma.cuh`.

@@ -355,7 +355,7 @@ mod tests {
     /// A form that bundles store and no kernel reads would be stuck; raw weights need none.
     #[test]
     fn every_end_of_an_edge_is_a_form() {
-        let stored = |id: FormId| unweight_format::form::FORMS.iter().any(|form| form.id() == id);
+        let stored = |id: FormId| unweight_format::FORMS.iter().any(|form| form.id() == id);
         for Edge { from, to } in FAMILIES.iter().flat_map(|family| family.edges) {
             assert!(stored(*from) || *from == DECODED_EXPONENTS, "{from}");
             assert!(stored(*to) || *to == DECODED_EXPONENTS || *to == PRODUCT, "{to}");

@@ -8,7 +8,7 @@ use crate::{
     spec::{Arch, VariantSpec, axes, word_axis},
 };
 use serde::Serialize;
-use unweight_format::{FormId, layout::STREAM_TILE_BYTES_MAX};
+use unweight_format::{FormId, raw::layout::STREAM_TILE_BYTES_MAX};
 
 word_axis! {
     /// A step of the conversions of the compact form (docs/format.md A.11).

@@ -19,9 +19,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use solve::{Choice, Frontier, spread};
 use unweight_codegen::{plan::GemmShape, spec::Arch};
 use unweight_format::{
-    FormId, TileGrid,
-    plan::{PlanFile, Rule},
-    roles::Role,
+    FormId, Role, TileGrid,
+    bundle::{PlanFile, Rule},
 };
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{

@@ -1,6 +1,6 @@
 //! Plans of a real geometry, and of small ones against all plans there are.
 
-use unweight_format::{layout, plan::PlanFile};
+use unweight_format::{bundle::PlanFile, raw::layout};
 use unweight_model::Geometry;
 
 use super::*;

@@ -6,7 +6,11 @@ use unweight_codegen::{
     VariantSpec,
     spec::{Arch, DecodeOutput},
 };
-use unweight_format::{FormId, HuffmanTensor, PaletteTensor, bundle::Bundle};
+use unweight_format::{
+    FormId,
+    bundle::Bundle,
+    raw::{HuffmanTensor, PaletteTensor},
+};
 use unweight_model::{GatedWeights, ModelConfig};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, Linear, LoadError, Merge, Stream,

@@ -1,7 +1,7 @@
 //! For what a measurement holds.
 
 use unweight_codegen::{catalog_digest, spec::Arch};
-use unweight_format::digest::Digest;
+use unweight_format::Digest;
 
 /// What is measured, where. Whoever writes measurements and whoever reads them call [`Subject::key`]: there is no other
 /// way to a key.

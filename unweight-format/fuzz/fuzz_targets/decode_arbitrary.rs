@@ -2,10 +2,7 @@
 //! Stored sections from anywhere: arbitrary ones, and valid ones with bytes changed.
 
 use libfuzzer_sys::fuzz_target;
-use unweight_format::{
-    CodeLimit, CompactTensor, ExponentsTensor, Float, FloatMatrix, FormId, Histogram, HuffmanTensor, Matrix,
-    PackedTensor, PaletteTensor, Section, TileGrid, compact, exponents, huffman, oracle, packed, palette,
-};
+use unweight_format::{CodeLimit, raw::{CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, compact, exponents, huffman, oracle, packed, palette, Section}, Float, FloatMatrix, FormId, Histogram, Matrix, TileGrid};
 
 /// The sections of the forms with verbatim rows, as an input numbers them.
 const NUMBERED: [Section; 8] = [

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use libfuzzer_sys::fuzz_target;
-use unweight_format::{glob::matches, plan::PlanFile};
+use unweight_format::{raw::glob::matches, bundle::PlanFile};
 
 /// The obvious matcher, exponential and right.
 fn obvious(pattern: &[char], name: &[char]) -> bool {

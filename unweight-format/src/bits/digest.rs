@@ -27,13 +27,13 @@ impl Digest {
     }
 
     /// Digest of one leaf of at most [`LEAF_BYTES`].
-    pub fn leaf(bytes: &[u8]) -> Self {
+    pub(crate) fn leaf(bytes: &[u8]) -> Self {
         debug_assert!(bytes.len() <= LEAF_BYTES);
         Self(XxHash3_128::oneshot(bytes).to_be_bytes())
     }
 
     /// Digest of the whole from the digests of its leaves; all leaves but the last must be full.
-    pub fn of_leaves(leaves: &[Self]) -> Self {
+    pub(crate) fn of_leaves(leaves: &[Self]) -> Self {
         match leaves {
             [] => Self::leaf(&[]),
             [only] => *only,

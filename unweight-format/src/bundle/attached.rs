@@ -205,7 +205,7 @@ impl Attached {
     ///
     /// # Errors
     /// As for [`Attached::encode`]; a plan above [`PLAN_BYTES_MAX`].
-    pub fn encode_with(kernels: &[(AttachedKernel, &[u8])], plan: Option<&str>) -> Result<Vec<u8>, BundleError> {
+    pub(crate) fn encode_with(kernels: &[(AttachedKernel, &[u8])], plan: Option<&str>) -> Result<Vec<u8>, BundleError> {
         check_plan(plan)?;
         let mut sorted: Vec<&(AttachedKernel, &[u8])> = kernels.iter().collect();
         sorted.sort_by(|(a, _), (b, _)| a.order(&b.name, &b.source));

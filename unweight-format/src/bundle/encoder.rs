@@ -60,7 +60,6 @@ impl Encoder for CpuEncoder {
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
         form.form().fits(matrix.grid())?;
         let survey = Survey::of_float(matrix.float(), matrix.bytes());
-        let sections = form.form().encode(matrix, &survey, limit)?;
-        Ok((survey.digest, StoredTensor::trusted(form, matrix.grid(), sections)))
+        Ok((survey.digest, StoredTensor::encode(form, matrix, &survey, limit)?))
     }
 }

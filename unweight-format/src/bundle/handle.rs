@@ -2,7 +2,7 @@
 
 use std::{fmt, ops::Range};
 
-use super::{BundleError, manifest::TensorEntry, pipeline::on_threads, shard::Shard};
+use super::{BundleError, TensorReport, manifest::TensorEntry, pipeline::on_threads, shard::Shard};
 use crate::{CodecError, FormId, StoredTensor, safetensors::Dtype};
 
 /// A tensor of an open [`Bundle`](super::Bundle). Its bytes are read when a method asks for them, and compared with their digests.
@@ -65,6 +65,11 @@ impl<'a> TensorHandle<'a> {
     /// How the bundle stores it.
     pub fn encoding(&self) -> FormId {
         self.entry().form
+    }
+
+    /// The same as one row of `inspect`, with sizes.
+    pub fn report(&self) -> TensorReport {
+        TensorReport::of(self.file(), self.entry())
     }
 
     /// Bytes of the original, which [`TensorHandle::decode_into`] fills.

@@ -23,23 +23,23 @@ pub const FILE_NAME: &str = "unweight.json";
 /// File name of its signature, if there is one.
 pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
 /// `format` of every manifest.
-pub const MANIFEST_FORMAT: &str = "unweight-bundle";
+pub(crate) const MANIFEST_FORMAT: &str = "unweight-bundle";
 /// `format` in the metadata of every shard, and `quant_method` in `config.json`. Development versions had it in their manifests, too.
-pub const FORMAT: &str = "unweight";
+pub(crate) const FORMAT: &str = "unweight";
 /// The version that this crate writes, and the only major version that it reads.
 pub const VERSION: Version = Version { major: 1, minor: 0 };
 /// Program and version that write a bundle.
 pub(crate) const CREATOR: &str = concat!("unweight ", env!("CARGO_PKG_VERSION"));
 /// Largest manifest that is read, bytes: some 100,000 tensors.
-pub const BYTES_MAX: u64 = 128 << 20;
+pub(crate) const BYTES_MAX: u64 = 128 << 20;
 /// Most extents of a shape.
-pub const RANK_MAX: usize = 64;
+pub(crate) const RANK_MAX: usize = 64;
 /// Name of the U8 tensor in every bundle shard that holds length and header of the source file.
-pub const SOURCE_HEADER: &str = "unweight.source_header";
+pub(crate) const SOURCE_HEADER: &str = "unweight.source_header";
 /// Between a tensor's name and its section's.
-pub const SECTION_INFIX: &str = ".unweight.";
+pub(crate) const SECTION_INFIX: &str = ".unweight.";
 /// What the name of a file that the bundle has in another form gets for the copy of the source's own.
-pub const SOURCE_SUFFIX: &str = ".source";
+pub(crate) const SOURCE_SUFFIX: &str = ".source";
 
 const DIGEST_KEY: &[u8] = b"\"manifest_digest\":\"";
 const DIGEST_DIGITS: usize = 32;
@@ -61,8 +61,9 @@ impl std::fmt::Display for Version {
 
 /// What a bundle is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Manifest {
-    /// [`MANIFEST_FORMAT`].
+    /// `unweight-bundle`.
     pub format: String,
     /// Format version.
     pub version: Version,
@@ -78,6 +79,7 @@ pub struct Manifest {
 
 /// The options that decide a bundle's bytes, beside per-tensor choices.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Options {
     /// Profile.
     pub profile: Profile,
@@ -90,6 +92,7 @@ pub struct Options {
 /// A file of the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", try_from = "FlatEntry")]
+#[non_exhaustive]
 pub enum FileEntry {
     /// A safetensors file.
     Weights(WeightsFile),
@@ -182,6 +185,7 @@ fn shape_of<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<usi
 
 /// A safetensors file and the bundle shard of the same name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct WeightsFile {
     /// Relative path, `/` between parts.
     pub name: String,
@@ -208,6 +212,7 @@ pub struct WeightsFile {
 
 /// A file that the bundle has in another form, with the source's own beside it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ChangedFile {
     /// Relative path.
     pub name: String,
@@ -226,6 +231,7 @@ pub struct ChangedFile {
 
 /// A copied file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct CopiedFile {
     /// Relative path.
     pub name: String,
@@ -240,6 +246,7 @@ pub struct CopiedFile {
 
 /// A tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct TensorEntry {
     /// Name in the source.
     pub name: String,
@@ -273,6 +280,7 @@ pub struct TensorEntry {
 
 /// A stored section of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SectionEntry {
     /// Section.
     #[serde(with = "section_names")]
@@ -374,7 +382,7 @@ impl FileEntry {
 
 impl WeightsFile {
     /// The digest that stands for the whole source file.
-    pub fn digest_of(header: Digest, tensors: &[TensorEntry]) -> Digest {
+    pub(crate) fn digest_of(header: Digest, tensors: &[TensorEntry]) -> Digest {
         let mut bytes = header.to_string().into_bytes();
         tensors.iter().for_each(|t| bytes.extend_from_slice(t.digest.to_string().as_bytes()));
         Digest::of(&bytes)
@@ -461,7 +469,7 @@ pub fn weights_digest(files: &[FileEntry]) -> Digest {
 }
 
 /// Name of a stored section of a tensor.
-pub fn section_name(tensor: &str, section: Section) -> String {
+pub(crate) fn section_name(tensor: &str, section: Section) -> String {
     format!("{tensor}{SECTION_INFIX}{}", section.name())
 }
 
@@ -596,7 +604,7 @@ pub(crate) fn check_weights(file: &WeightsFile) -> Result<(), String> {
 }
 
 /// True for names that a bundle needs for itself.
-pub fn is_reserved(tensor: &str) -> bool {
+pub(crate) fn is_reserved(tensor: &str) -> bool {
     tensor.contains(SECTION_INFIX) || tensor.contains(SOURCE_HEADER)
 }
 

@@ -26,10 +26,10 @@ mod handle;
 mod holder;
 pub mod manifest;
 pub(crate) mod options;
-mod output;
+pub(crate) mod output;
 mod part;
 pub(crate) mod pipeline;
-pub mod plan;
+pub(crate) mod plan;
 mod progress;
 mod read;
 mod report;
@@ -40,7 +40,6 @@ mod stage;
 mod stream;
 mod verify;
 
-pub use crate::named::UnknownName;
 pub use attached::{
     ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, Detached, PLAN_BYTES_MAX, attach, attach_plan, detach,
     may_attach, may_attach_plan,
@@ -49,14 +48,13 @@ pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
 pub use error::{BundleError, ErrorClass, Remedy};
-pub use files::Input;
 pub use handle::{TensorHandle, TensorPart};
 pub use holder::Holder;
 pub use options::{
     CompressOptions, DecompressOptions, MergeOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions,
 };
-pub use output::{OutputDir, OutputFile, walk};
 pub use part::{FILE_NAME as PART_FILE_NAME, PARTS_MAX, Part, merge};
+pub use plan::{PlanFile, Rule};
 pub use progress::{Progress, Silent};
 pub use read::{Bundle, model_files};
 pub use report::{

@@ -117,7 +117,7 @@ options! {
         exclude: Vec<String>,
         /// Which files of the source are taken.
         selection: Selection,
-        /// A JSON file that overrides profile, scope and patterns: see [`PlanFile`](crate::bundle::plan::PlanFile).
+        /// A JSON file that overrides profile, scope and patterns: see [`PlanFile`](super::PlanFile).
         plan_file: Option<PathBuf>,
         /// Threads to encode with; `None` is all.
         threads: Option<usize>,

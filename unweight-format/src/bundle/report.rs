@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 
-use super::{BundleError, Profile, Scope};
-use crate::{Digest, FormId, form::FORMS, roles::Role};
+use super::{BundleError, Profile, Scope, manifest::TensorEntry};
+use crate::{Digest, FormId, form::FORMS, roles::Role, safetensors};
 
 /// One tensor of a plan or a bundle.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -35,8 +35,36 @@ pub struct TensorReport {
     pub bits_per_element: f64,
 }
 
+impl TensorReport {
+    /// What a manifest says about a tensor of the file `file`.
+    pub(crate) fn of(file: &str, entry: &TensorEntry) -> Self {
+        let elements = safetensors::elements(&entry.shape);
+        Self {
+            file: file.into(),
+            name: entry.name.clone(),
+            role: entry.role,
+            layer: entry.layer,
+            dtype: entry.dtype.to_string(),
+            shape: entry.shape.clone(),
+            form: entry.form,
+            reason: entry.reason.clone(),
+            elements,
+            // Known: the manifest was checked.
+            original_bytes: entry.original_bytes().unwrap_or(0),
+            stored_bytes: entry.stored_bytes(),
+            bits_per_element: bits_per_element(entry.stored_bytes(), elements),
+        }
+    }
+}
+
+/// Bits of each element; 0 if there are no elements.
+pub(crate) fn bits_per_element(bytes: u64, elements: u64) -> f64 {
+    if elements == 0 { 0.0 } else { bytes as f64 * 8.0 / elements as f64 }
+}
+
 /// Sums over the tensors of one form.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct FormTotal {
     /// The form.
     #[serde(rename = "encoding")]
@@ -53,6 +81,7 @@ pub struct FormTotal {
 
 /// A file (or a folder of a version control system) that is copied as it is, and large for what it is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct LargeCopy {
     /// Name, relative.
     pub name: String,
@@ -63,6 +92,7 @@ pub struct LargeCopy {
 /// A `config.json` beside weights that does not say that they are a bundle's: it is copied as it is. Readers that do not know bundles may then load
 /// something else without a word.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct UnmarkedConfig {
     /// Name, relative.
     pub name: String,
@@ -72,6 +102,7 @@ pub struct UnmarkedConfig {
 
 /// Sums over the tensors of one role.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct RoleTotal {
     /// The role.
     pub role: Role,
@@ -87,6 +118,7 @@ pub struct RoleTotal {
 
 /// What one set of options would make of a model.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct CompareRow {
     /// Profile.
     pub profile: Profile,
@@ -106,6 +138,7 @@ pub struct CompareRow {
 
 /// What [`compare`](super::compare) predicts.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct CompareReport {
     /// In the order of the options given.
     pub rows: Vec<CompareRow>,
@@ -119,6 +152,7 @@ pub struct CompareReport {
 
 /// What [`plan`](super::plan) predicts.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct PlanReport {
     /// Every tensor.
     pub tensors: Vec<TensorReport>,
@@ -147,6 +181,7 @@ pub struct PlanReport {
 
 /// What [`compress`](super::compress) or [`merge`](super::merge) did.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct CompressReport {
     /// Which part of a model was made (`2/5`), if it was not all of it; the other fields are about this part.
     pub part: Option<String>,
@@ -187,6 +222,7 @@ pub struct CompressReport {
 
 /// A file that [`decompress`](super::decompress) rebuilt.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct FileReport {
     /// Name, relative.
     pub name: String,
@@ -204,6 +240,7 @@ pub struct FileReport {
 
 /// What [`decompress`](super::decompress) did.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct DecompressReport {
     /// Every file of the source, rebuilt.
     pub files: Vec<FileReport>,
@@ -221,6 +258,7 @@ pub struct DecompressReport {
 
 /// Something in a bundle that is not as it should be.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Problem {
     /// File, relative.
     pub file: String,
@@ -242,6 +280,7 @@ impl Problem {
 
 /// What [`verify`](super::verify) found.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct VerifyReport {
     /// Everything found wrong; empty for a sound bundle.
     pub problems: Vec<Problem>,

@@ -13,7 +13,7 @@ pub struct FormId(&'static str);
 
 impl FormId {
     /// The id of a form with this name, lowercase.
-    pub const fn new(name: &'static str) -> Self {
+    pub(crate) const fn new(name: &'static str) -> Self {
         Self(name)
     }
 
@@ -34,7 +34,7 @@ impl FormId {
     ///
     /// # Panics
     /// As [`FormId::form`].
-    pub fn for_float(self, float: Float) -> Self {
+    pub(crate) fn for_float(self, float: Float) -> Self {
         let takes = |form: &&dyn Encoding| form.id() != Self::RAW && form.floats().contains(&float);
         if self.form().floats().contains(&float) {
             return self;

@@ -25,7 +25,8 @@ use std::{error::Error, fmt, sync::Arc};
 
 pub use id::FormId;
 pub use sample::Sample;
-pub use section::{Extent, Section, Sections};
+pub(crate) use section::Extent;
+pub use section::{Section, Sections};
 pub use stored::StoredTensor;
 pub use survey::Survey;
 

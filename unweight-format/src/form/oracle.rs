@@ -25,7 +25,7 @@ pub fn encode_huffman(matrix: Matrix<'_>, limit: CodeLimit) -> Result<HuffmanTen
 /// Encodes another type element by element, and its fractions bit by bit.
 ///
 /// # Errors
-/// As [`crate::exponents::encode`].
+/// As [`exponents::encode`](super::exponents::encode).
 pub fn encode_exponents(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Result<ExponentsTensor<Vec<u8>>, CodecError> {
     let (float, grid) = (matrix.float(), matrix.grid());
     let (code, sections) = encode_exponents_of(matrix, limit)?;

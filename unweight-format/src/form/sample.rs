@@ -72,12 +72,12 @@ impl Sample {
     }
 
     /// Bytes of the verbatim rows of a matrix like the sample.
-    pub fn verbatim_bytes(&self, grid: TileGrid) -> f64 {
+    pub(crate) fn verbatim_bytes(&self, grid: TileGrid) -> f64 {
         self.share(grid, self.verbatim_rows) * TILE as f64
     }
 
     /// Bytes of the coded rows of a matrix like the sample, with what is lost at the end of tiles.
-    pub fn coded_bytes(&self, grid: TileGrid) -> f64 {
+    pub(crate) fn coded_bytes(&self, grid: TileGrid) -> f64 {
         // A tile ends on a word: 16 bits are lost on average.
         self.share(grid, self.coded_bits) / 8.0 + grid.tiles() as f64 * 2.0
     }

@@ -4,7 +4,7 @@ use crate::{CodecError, TileGrid, layout::TILE, safetensors::Dtype};
 
 /// One extent of a section's shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Extent {
+pub(crate) enum Extent {
     /// Rows of the matrix.
     Rows,
     /// Columns of the matrix.
@@ -30,12 +30,12 @@ pub struct Section {
 
 impl Section {
     /// A section of this type and shape. At most one extent is [`Extent::Open`].
-    pub const fn new(name: &'static str, dtype: Dtype, shape: &'static [Extent]) -> Self {
+    pub(crate) const fn new(name: &'static str, dtype: Dtype, shape: &'static [Extent]) -> Self {
         Self { name, dtype, shape, multiple: 1 }
     }
 
     /// With zeros up to a multiple of `bytes`.
-    pub const fn padded_to(self, bytes: usize) -> Self {
+    pub(crate) const fn padded_to(self, bytes: usize) -> Self {
         Self { multiple: bytes, ..self }
     }
 
@@ -50,7 +50,7 @@ impl Section {
     }
 
     /// Bytes of one stored element.
-    pub const fn element_bytes(self) -> usize {
+    pub(crate) const fn element_bytes(self) -> usize {
         self.dtype.bits() as usize / 8
     }
 
@@ -69,7 +69,7 @@ impl Section {
     ///
     /// # Errors
     /// It cannot; the error says how many it would have to have.
-    pub fn check_bytes(self, grid: TileGrid, bytes: u64) -> Result<(), CodecError> {
+    pub(crate) fn check_bytes(self, grid: TileGrid, bytes: u64) -> Result<(), CodecError> {
         let expected = match self.fixed_bytes(grid) {
             Some(fixed) => fixed as u64,
             None => {
@@ -112,7 +112,7 @@ pub struct Sections<'a>(Vec<(Section, &'a [u8])>);
 impl<'a> Sections<'a> {
     /// # Errors
     /// A section has a size that the grid does not allow, or there are too few or too many.
-    pub fn new(form: &'static [Section], grid: TileGrid, bytes: Vec<&'a [u8]>) -> Result<Self, CodecError> {
+    pub(crate) fn new(form: &'static [Section], grid: TileGrid, bytes: Vec<&'a [u8]>) -> Result<Self, CodecError> {
         if form.len() != bytes.len() {
             return Err(CodecError::Sections { expected: form.len(), got: bytes.len() });
         }

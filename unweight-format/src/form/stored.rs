@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use super::{Encoding, FormId, Section, Sections, raw};
-use crate::{CodecError, TileGrid};
+use super::{Encoding, FormId, Section, Sections, Survey, Unfit, raw};
+use crate::{CodeLimit, CodecError, FloatMatrix, TileGrid};
 
 /// A stored tensor: its form, the matrix that it is, and the bytes of its sections, owned (`Vec<u8>`) or borrowed (`&[u8]`).
 ///
@@ -14,6 +14,16 @@ pub struct StoredTensor<B> {
     /// `None` for a tensor that is no matrix, which is always raw.
     grid: Option<TileGrid>,
     sections: Vec<B>,
+}
+
+impl StoredTensor<Vec<u8>> {
+    /// Encodes a matrix. `survey` is that of the matrix; `limit` bounds the codes of the encodings that have any.
+    ///
+    /// # Errors
+    /// As [`Encoding::encode`].
+    pub fn encode(form: FormId, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Self, Unfit> {
+        Ok(Self::trusted(form, matrix.grid(), form.form().encode(matrix, survey, limit)?))
+    }
 }
 
 impl<B: AsRef<[u8]>> StoredTensor<B> {

@@ -23,9 +23,9 @@ pub use crate::bits::dtype::Dtype;
 /// Largest header accepted of a source file, bytes.
 pub const SOURCE_HEADER_MAX: u64 = 25_000_000;
 /// Largest header that safetensors readers accept, bytes: the limit for the files of a bundle, which name every section.
-pub const HEADER_MAX: u64 = 100_000_000;
+pub(crate) const HEADER_MAX: u64 = 100_000_000;
 /// Bytes of the length before the header.
-pub const LENGTH_BYTES: u64 = 8;
+pub(crate) const LENGTH_BYTES: u64 = 8;
 
 /// Why a header cannot be trusted. Offsets count from the start of the file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -152,7 +152,7 @@ impl TensorInfo {
 }
 
 /// Elements of a shape (saturating): 0 if an extent is, whatever the others would multiply to.
-pub fn elements(shape: &[usize]) -> u64 {
+pub(crate) fn elements(shape: &[usize]) -> u64 {
     if shape.contains(&0) { 0 } else { shape.iter().fold(1, |n, &d| n.saturating_mul(d as u64)) }
 }
 

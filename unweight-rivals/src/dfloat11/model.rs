@@ -14,10 +14,9 @@ use std::{
 
 use serde::Serialize;
 use unweight_format::{
-    Digest, Histogram,
-    bundle::{OutputDir, Progress},
-    digest::Digester,
-    roles::{self, Role},
+    Digest, Histogram, Role,
+    bundle::Progress,
+    raw::{Digester, OutputDir, roles},
     safetensors::Dtype,
 };
 
@@ -393,7 +392,7 @@ impl Planned<'_> {
         &self,
         model: &Model,
         output: &OutputDir,
-        out: &unweight_format::bundle::OutputFile<'_>,
+        out: &unweight_format::raw::OutputFile<'_>,
         sections: &HashMap<&'static str, u64>,
         progress: &dyn Progress,
     ) -> Result<(), ConvertError> {

@@ -1,6 +1,6 @@
 //! DFloat11 as its documents describe it, bit by bit: the judge of the fast encoder and decoder.
 
-use unweight_format::{Histogram, bf16};
+use unweight_format::{Histogram, raw::bf16};
 
 use super::{Code, FIRST_JUMP, Unfit, Unit, WINDOW_BYTES};
 

@@ -16,9 +16,9 @@ use std::{
 
 use serde::Serialize;
 use unweight_format::{
-    bundle::{Input, OutputDir, Progress},
-    digest::Digester,
-    roles::{self, Role},
+    Role,
+    bundle::Progress,
+    raw::{Digester, Input, OutputDir, roles},
     safetensors::{Dtype, TensorInfo},
 };
 

@@ -7,7 +7,8 @@ use std::{
 
 use unweight_format::{
     Digest,
-    bundle::{self, Bundle, Input, manifest},
+    bundle::{self, Bundle, manifest},
+    raw::Input,
     safetensors::{Dtype, Header, SOURCE_HEADER_MAX, TensorInfo},
 };
 
@@ -50,7 +51,7 @@ impl Directory {
     /// Opens all weights; no two may have a tensor of one name.
     pub(super) fn open(root: &Path) -> Result<Self, ConvertError> {
         let (weights, others): (Vec<_>, Vec<_>) =
-            bundle::walk(root)?.into_iter().partition(|(name, _)| name.ends_with(WEIGHTS_END));
+            unweight_format::raw::walk(root)?.into_iter().partition(|(name, _)| name.ends_with(WEIGHTS_END));
         let weights = weights.iter().map(|(_, path)| WeightsFile::open(path)).collect::<Result<Vec<_>, _>>()?;
         let mut seen = HashSet::new();
         for file in &weights {
@@ -199,7 +200,7 @@ impl Model {
     pub(super) fn copy(
         &self,
         name: &str,
-        output: &bundle::OutputDir,
+        output: &unweight_format::raw::OutputDir,
         progress: &dyn bundle::Progress,
     ) -> Result<(), ConvertError> {
         match &self.origin {

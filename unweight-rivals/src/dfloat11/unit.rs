@@ -9,7 +9,7 @@
 use std::ops::Range;
 
 use rayon::prelude::*;
-use unweight_format::{Histogram, bf16};
+use unweight_format::{Histogram, raw::bf16};
 
 use super::{CODE_BITS_MAX, COUNT_MAX, Code, THREADS, THREADS_MAX, Unfit, UnitError, WINDOW_BYTES};
 

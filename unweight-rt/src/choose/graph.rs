@@ -163,7 +163,7 @@ pub fn packing(arch: Arch) -> Vec<VariantSpec> {
 
 #[cfg(test)]
 mod tests {
-    use unweight_format::form::FORMS;
+    use unweight_format::FORMS;
 
     use super::*;
 

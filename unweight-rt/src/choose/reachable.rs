@@ -15,7 +15,7 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{Arch, DecodeOutput, Epilogue, GemmCompactSpec, Op, RepackStage, SiluMulSpec, TranscodeStage, catalog},
 };
-use unweight_format::{FormId, TileGrid, bundle::Bundle, packed, roles::Role, safetensors::Dtype};
+use unweight_format::{FormId, Role, TileGrid, bundle::Bundle, raw::packed, safetensors::Dtype};
 
 use super::{
     graph::{Edge, Node, Step, decoder, packing, paths, transcoder},
@@ -547,7 +547,7 @@ mod tests {
 
     use unweight_codegen::plan::Plan;
 
-    use unweight_format::form::FORMS;
+    use unweight_format::FORMS;
 
     use super::*;
     use crate::choose::model::Machine;

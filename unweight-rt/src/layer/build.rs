@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use unweight_codegen::{VariantSpec, family::Instruction, spec::Epilogue};
-use unweight_format::packed::Window;
+use unweight_format::raw::packed::Window;
 
 use crate::{
     choose::reachable::{Expand, KernelSource, Linears, Resident, Wanted, Weight},

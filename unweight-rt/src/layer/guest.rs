@@ -24,7 +24,7 @@ use cudarc::driver::{result, sys};
 use unweight_codegen::spec::Epilogue;
 use unweight_format::{
     FormId, TileGrid,
-    packed::{self, Window},
+    raw::packed::{self, Window},
 };
 
 use crate::{

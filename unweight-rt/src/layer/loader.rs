@@ -15,9 +15,9 @@ use unweight_codegen::{
     spec::{Arch, DecodeOutput},
 };
 use unweight_format::{
-    CompactTensor, FormId, HuffmanTensor, PackedTensor, PaletteTensor,
+    FormId,
     bundle::{Bundle, BundleError},
-    packed::Unpackable,
+    raw::{CompactTensor, HuffmanTensor, PackedTensor, PaletteTensor, packed::Unpackable},
     safetensors::Dtype,
 };
 

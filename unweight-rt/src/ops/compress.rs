@@ -15,9 +15,12 @@ use unweight_codegen::{
     spec::{CompressStage, catalog},
 };
 use unweight_format::{
-    CompactTensor, Histogram, Section, TileGrid,
-    compact::{self, ClassBook, Classes, QUADS, Uncompact},
-    layout::{DENSE_TILE_BYTES, SECTION_ALIGN},
+    Histogram, TileGrid,
+    raw::{
+        CompactTensor, Section,
+        compact::{self, ClassBook, Classes, QUADS, Uncompact},
+        layout::{DENSE_TILE_BYTES, SECTION_ALIGN},
+    },
 };
 
 use crate::{

@@ -41,12 +41,12 @@ use unweight_codegen::{
     spec::{EncodeStage, VariantSpec},
 };
 use unweight_format::{
-    CodeLimit, Digest, FloatMatrix, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section, StoredTensor,
-    TileGrid, TileMetadata,
+    CodeLimit, Digest, FloatMatrix, FormId, Matrix, StoredTensor, TileGrid, Unfit,
     bundle::{CpuEncoder, Encoder, EncoderError},
-    compact,
-    form::Unfit,
-    layout::{TILE_WORDS_MAX, WORDS_ALIGN},
+    raw::{
+        HuffmanTensor, PackedTensor, PaletteTensor, Section, TileMetadata, compact,
+        layout::{TILE_WORDS_MAX, WORDS_ALIGN},
+    },
 };
 
 use crate::{
@@ -226,7 +226,7 @@ impl GpuEncoder {
         Ok(Self { kernels: variants.iter().map(|spec| kernels.get(spec)).collect::<Result<_, _>>()?, limit })
     }
 
-    /// The tensor of a matrix: the same bytes as [`unweight_format::huffman::encode`].
+    /// The tensor of a matrix: the same bytes as [`unweight_format::raw::huffman::encode`].
     ///
     /// # Errors
     /// More than 2^32 words (store such a tensor raw), or the device failed.
@@ -237,7 +237,7 @@ impl GpuEncoder {
         buffers.huffman()
     }
 
-    /// The palette tensor of a matrix: the same bytes as [`unweight_format::palette::encode`].
+    /// The palette tensor of a matrix: the same bytes as [`unweight_format::raw::palette::encode`].
     pub fn encode_palette(&self, stream: &Stream, matrix: Matrix<'_>) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
         let mut buffers = EncodeBuffers::new(stream, matrix.grid())?;
         buffers.set_weights(matrix)?;

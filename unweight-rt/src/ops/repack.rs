@@ -19,7 +19,7 @@ use unweight_codegen::{
 };
 use unweight_format::{
     Histogram, TileGrid,
-    packed::{self, Unpackable, Window},
+    raw::packed::{self, Unpackable, Window},
 };
 
 use crate::{
@@ -131,7 +131,7 @@ impl Packer {
         self.lane.stream()
     }
 
-    /// The packed form of a matrix without gaps: the same bytes as [`unweight_format::packed::pack`]. Waits for the
+    /// The packed form of a matrix without gaps: the same bytes as [`unweight_format::raw::packed::pack`]. Waits for the
     /// stream.
     ///
     /// # Errors

@@ -16,7 +16,7 @@ use unweight_codegen::{
     spec::{Op, TranscodeStage},
 };
 
-use unweight_format::{TileGrid, packed::Window};
+use unweight_format::{TileGrid, raw::packed::Window};
 
 use crate::{
     choose::reachable::SlotPlan,

@@ -3,7 +3,10 @@
 
 use std::ops::Range;
 
-use unweight_format::{TileGrid, TileMetadata, huffman::CodedExponents};
+use unweight_format::{
+    TileGrid,
+    raw::{TileMetadata, huffman::CodedExponents},
+};
 
 use super::{device_shape, elements, most_verbatim, pods, verbatim_rows};
 use crate::device::{DeviceBuffer, DeviceError, Upload};

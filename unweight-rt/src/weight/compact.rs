@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use unweight_format::{
     TileGrid,
-    compact::{ClassWindow, CompactTensor},
+    raw::{CompactTensor, compact::ClassWindow},
 };
 
 use super::{count, device_shape};

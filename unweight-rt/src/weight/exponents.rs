@@ -2,7 +2,10 @@
 
 use std::{borrow::Cow, ops::Range};
 
-use unweight_format::{ExponentsTensor, Float, TileGrid, exponents};
+use unweight_format::{
+    Float, TileGrid,
+    raw::{ExponentsTensor, exponents},
+};
 
 use super::{
     coded::{CodedSections, DeviceCoded},

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use unweight_format::{HuffmanTensor, TileGrid};
+use unweight_format::{TileGrid, raw::HuffmanTensor};
 
 use super::{
     DevicePalette, PaletteView,

@@ -14,7 +14,7 @@ mod packed;
 mod palette;
 
 use bytemuck::Pod;
-use unweight_format::{TileGrid, TileMetadata};
+use unweight_format::{TileGrid, raw::TileMetadata};
 
 use crate::device::{DeviceBuffer, DeviceError, Refusal, Stream};
 

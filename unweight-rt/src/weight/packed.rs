@@ -4,7 +4,10 @@ use std::ops::Range;
 
 use unweight_format::{
     TileGrid,
-    packed::{self, PackedTensor, Window},
+    raw::{
+        PackedTensor,
+        packed::{self, Window},
+    },
 };
 
 use super::{count, device_shape, elements, room, stored_words};

@@ -1,6 +1,9 @@
 //! Palette indices (`docs/format.md` A.8), as stored or as a transcoder made them.
 
-use unweight_format::{PaletteTensor, TileGrid, TileMetadata};
+use unweight_format::{
+    TileGrid,
+    raw::{PaletteTensor, TileMetadata},
+};
 
 use super::{device_shape, elements, most_verbatim, pods, verbatim_rows};
 use crate::device::{DeviceBuffer, DeviceError, Stream};

@@ -34,14 +34,11 @@ use super::{
     part::{self, Part, PartFile},
     pipeline::{join, on_threads, spawn},
     plan::{Choice, Decision, Planner},
-    report::{coded, peak_rss_bytes, ratio, saved, totals},
+    report::{bits_per_element, coded, peak_rss_bytes, ratio, saved, totals},
     source::{Kind, Source, SourceFile},
     stage::{Replaceable, Stage},
 };
-use crate::{
-    Digest,
-    safetensors::{self, TensorInfo},
-};
+use crate::{Digest, safetensors::TensorInfo};
 
 /// Compresses a model directory to a bundle.
 ///
@@ -143,34 +140,10 @@ pub(super) fn report(
     }
 }
 
-fn bits_per_element(bytes: u64, elements: u64) -> f64 {
-    if elements == 0 { 0.0 } else { bytes as f64 * 8.0 / elements as f64 }
-}
-
 /// What a bundle's tensors are, for reports.
 pub(crate) fn tensor_reports(files: &[FileEntry]) -> Vec<TensorReport> {
     let files = files.iter().filter_map(FileEntry::weights);
-    files
-        .flat_map(|file| {
-            file.tensors.iter().map(|t| {
-                let elements = safetensors::elements(&t.shape);
-                TensorReport {
-                    file: file.name.clone(),
-                    name: t.name.clone(),
-                    role: t.role,
-                    layer: t.layer,
-                    dtype: t.dtype.to_string(),
-                    shape: t.shape.clone(),
-                    form: t.form,
-                    reason: t.reason.clone(),
-                    elements,
-                    original_bytes: t.original_bytes().unwrap_or(0),
-                    stored_bytes: t.stored_bytes(),
-                    bits_per_element: bits_per_element(t.stored_bytes(), elements),
-                }
-            })
-        })
-        .collect()
+    files.flat_map(|file| file.tensors.iter().map(|tensor| TensorReport::of(&file.name, tensor))).collect()
 }
 
 struct Job<'a> {

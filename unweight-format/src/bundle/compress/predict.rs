@@ -23,7 +23,7 @@ use crate::{
 const SAMPLE_PIECES: u64 = 8;
 const SAMPLE_BYTES: u64 = 128 << 10;
 
-/// Predicts what [`compress`] would do, from the headers and samples of the weights.
+/// Predicts what [`compress`](super::compress) would do, from the headers and samples of the weights.
 ///
 /// # Errors
 /// The source is not a sound model, or the plan file cannot be followed.

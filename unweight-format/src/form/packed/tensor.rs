@@ -240,8 +240,8 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
     /// The matrix of these rows and columns, packed with the same window: what a rank of several takes of it. The tiles and their lists of
     /// escapes are copied; nothing is decoded.
     ///
-    /// The window is the tensor's, not the one that [`pack`] would choose for the part, and more than one element of the part in
-    /// [`ESCAPES_ONE_IN`] may be an escape.
+    /// The window is the tensor's, not the one that [`pack`](super::pack()) would choose for the part, and more than one element of the part in
+    /// [`ESCAPES_ONE_IN`](super::ESCAPES_ONE_IN) may be an escape.
     ///
     /// # Errors
     /// A range is empty, reaches past the matrix, or is not in multiples of 64.

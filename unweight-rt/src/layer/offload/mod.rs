@@ -23,7 +23,7 @@ use std::{
 };
 
 use serde::Serialize;
-use unweight_format::{TileGrid, packed};
+use unweight_format::{TileGrid, raw::packed};
 
 use self::slots::{Slots, Wave};
 use crate::{

@@ -1,0 +1,33 @@
+//! The insides of encodings, for kernels, loaders and converters of other formats. No stability promise: any release may
+//! change what is here.
+//!
+//! - One module per encoding with what its kernels need: windows, codes, tables, and the typed view of a stored tensor.
+//! - [`Section`]: the parts that an encoding stores, each with a name, a type and a shape.
+//! - [`oracle`]: slow encoders and decoders, written straight from the specification; the fast ones are tested against them.
+//! - [`layout`]: sizes of `docs/format.md`, A.2, as constants.
+//! - [`Input`], [`OutputDir`]: reading a source that must not change, and writing a folder that appears when it is complete.
+
+#[cfg(feature = "failpoints")]
+pub use crate::failpoint::{FAILPOINTS, FAULTS};
+pub use crate::{
+    bits::{
+        bf16, bitstream,
+        digest::{Digester, LEAF_BYTES},
+        keep_freed_memory, layout,
+        tile::TileMetadata,
+    },
+    bundle::{
+        files::Input,
+        output::{OutputDir, OutputFile, walk},
+    },
+    form::{
+        Section, Sections,
+        compact::{self, CompactTensor},
+        exponents::{self, ExponentsTensor},
+        huffman::{self, Code, HuffmanTensor},
+        oracle,
+        packed::{self, PackedTensor},
+        palette::{self, Palette, PaletteTensor},
+    },
+    model::{glob, roles},
+};

@@ -1,0 +1,371 @@
+//! The public items of published crates are those that `docs/api/<crate>.txt` lists, and no more than agreed.
+//!
+//! `UPDATE_DOCS=1 cargo test -p xtask --test public_api` writes the listings; review the difference before committing it.
+//!
+//! **Measure.** An item is a module, type, trait, function, constant, static or macro that a path of public modules and re-exports
+//! leads to, an inherent method or associated constant of such a type, or a method of such a trait. An item with several
+//! paths counts once. Fields and variants belong to their types, and implementations of traits to both; neither is an item.
+//! What is `#[doc(hidden)]` or needs a feature for tests is left out. Items below `raw`, which promises nothing, are listed and
+//! counted by themselves.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
+use syn::{Attribute, ImplItem, Item, TraitItem, Type, UseTree, Visibility};
+
+/// Crate, and how many items outside `raw` it may have.
+const CRATES: [(&str, usize); 1] = [("unweight-format", 300)];
+
+/// Macros of the crates that define types: the name comes first (after attributes), fields or variants in braces.
+/// With them, what they define beside the type.
+const DEFINERS: [(&str, Defined); 2] = [
+    ("named", Defined { kind: "enum", always: &[("const", "ALL"), ("fn", "name")], setters: false }),
+    ("options", Defined { kind: "struct", always: &[], setters: true }),
+];
+
+struct Defined {
+    kind: &'static str,
+    always: &'static [(&'static str, &'static str)],
+    /// Each field has a method of its name.
+    setters: bool,
+}
+
+type Place = Vec<String>;
+
+/// What a module says, by name.
+#[derive(Default)]
+struct Module {
+    /// Kind of everything that it defines, and whether that is `pub`.
+    items: BTreeMap<String, (&'static str, bool)>,
+    /// Names that `use` brings in: the path, as it is written, and whether it is `pub`.
+    uses: Vec<(String, Place, bool)>,
+    globs: Vec<(Place, bool)>,
+}
+
+#[derive(Default)]
+struct Crate {
+    modules: BTreeMap<Place, Module>,
+    /// Methods and constants of types and traits, by the type's name.
+    members: BTreeMap<String, BTreeSet<(&'static str, String)>>,
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
+}
+
+fn is_pub(visibility: &Visibility) -> bool {
+    matches!(visibility, Visibility::Public(_))
+}
+
+/// Whether tests alone see it, or nobody should.
+fn is_hidden(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| {
+        let text = match &attribute.meta {
+            syn::Meta::List(list) => list.tokens.to_string(),
+            _ => String::new(),
+        };
+        attribute.path().is_ident("cfg") && (text.contains("test") || text.contains("failpoints"))
+            || attribute.path().is_ident("doc") && text == "hidden"
+    })
+}
+
+impl Crate {
+    fn read(name: &str) -> Self {
+        let mut read = Self::default();
+        let source = root().join(name).join("src");
+        read.file(&source.join("lib.rs"), &source, Vec::new());
+        read
+    }
+
+    /// `folder` is where the modules of the file are.
+    fn file(&mut self, path: &Path, folder: &Path, place: Place) {
+        let text = fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let file = syn::parse_file(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        self.items(&file.items, folder, place);
+    }
+
+    fn items(&mut self, items: &[Item], folder: &Path, place: Place) {
+        let mut module = Module::default();
+        for item in items {
+            let mut define = |name: &syn::Ident, kind, visibility: &Visibility, attributes: &[Attribute]| {
+                if !is_hidden(attributes) {
+                    module.items.insert(name.to_string(), (kind, is_pub(visibility)));
+                }
+            };
+            match item {
+                Item::Struct(item) => define(&item.ident, "struct", &item.vis, &item.attrs),
+                Item::Enum(item) => define(&item.ident, "enum", &item.vis, &item.attrs),
+                Item::Union(item) => define(&item.ident, "union", &item.vis, &item.attrs),
+                Item::Type(item) => define(&item.ident, "type", &item.vis, &item.attrs),
+                Item::Fn(item) => define(&item.sig.ident, "fn", &item.vis, &item.attrs),
+                Item::Const(item) => define(&item.ident, "const", &item.vis, &item.attrs),
+                Item::Static(item) => define(&item.ident, "static", &item.vis, &item.attrs),
+                Item::Trait(item) => {
+                    define(&item.ident, "trait", &item.vis, &item.attrs);
+                    let members = self.members.entry(item.ident.to_string()).or_default();
+                    members.extend(item.items.iter().filter_map(|member| match member {
+                        TraitItem::Fn(member) => Some(("fn", member.sig.ident.to_string())),
+                        TraitItem::Const(member) => Some(("const", member.ident.to_string())),
+                        TraitItem::Type(member) => Some(("type", member.ident.to_string())),
+                        _ => None,
+                    }));
+                }
+                Item::Mod(item) if !is_hidden(&item.attrs) => {
+                    define(&item.ident, "mod", &item.vis, &[]);
+                    let name = item.ident.to_string();
+                    let inner = [place.as_slice(), &[name.clone()]].concat();
+                    match &item.content {
+                        Some((_, items)) => self.items(items, &folder.join(&name), inner),
+                        None => {
+                            let flat = folder.join(format!("{name}.rs"));
+                            let path: PathBuf = if flat.is_file() { flat } else { folder.join(&name).join("mod.rs") };
+                            self.file(&path, &folder.join(&name), inner);
+                        }
+                    }
+                }
+                Item::Use(item) if !is_hidden(&item.attrs) => {
+                    imports(&item.tree, Vec::new(), is_pub(&item.vis), &mut module);
+                }
+                Item::Impl(item) if item.trait_.is_none() && !is_hidden(&item.attrs) => self.inherent(item),
+                Item::Macro(item) => {
+                    if let Some(name) = item.mac.path.get_ident().filter(|_| item.ident.is_none()) {
+                        self.defined(&name.to_string(), item.mac.tokens.clone(), &mut module);
+                    } else if let Some(name) = &item.ident
+                        && item.attrs.iter().any(|attribute| attribute.path().is_ident("macro_export"))
+                    {
+                        module.items.insert(name.to_string(), ("macro", true));
+                    }
+                }
+                _ => {}
+            }
+        }
+        self.modules.insert(place, module);
+    }
+
+    fn inherent(&mut self, item: &syn::ItemImpl) {
+        let Type::Path(path) = &*item.self_ty else { return };
+        let Some(last) = path.path.segments.last() else { return };
+        let members = self.members.entry(last.ident.to_string()).or_default();
+        members.extend(item.items.iter().filter_map(|member| match member {
+            ImplItem::Fn(member) if is_pub(&member.vis) && !is_hidden(&member.attrs) => {
+                Some(("fn", member.sig.ident.to_string()))
+            }
+            ImplItem::Const(member) if is_pub(&member.vis) && !is_hidden(&member.attrs) => {
+                Some(("const", member.ident.to_string()))
+            }
+            _ => None,
+        }));
+    }
+
+    /// What a macro of [`DEFINERS`] defines.
+    fn defined(&mut self, name: &str, tokens: TokenStream, module: &mut Module) {
+        let Some((_, defined)) = DEFINERS.iter().find(|(definer, _)| *definer == name) else { return };
+        let mut idents = Vec::new();
+        for token in tokens {
+            match token {
+                TokenTree::Ident(ident) => idents.push(ident.to_string()),
+                TokenTree::Group(group) if group.delimiter() == Delimiter::Brace => {
+                    let Some(ident) = idents.first() else { return };
+                    module.items.insert(ident.clone(), (defined.kind, true));
+                    let members = self.members.entry(ident.clone()).or_default();
+                    members.extend(defined.always.iter().map(|(kind, name)| (*kind, (*name).to_owned())));
+                    if defined.setters {
+                        members.extend(fields(group.stream()).into_iter().map(|field| ("fn", field)));
+                    }
+                    return;
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Where a path of a module leads: the module that defines the last name, or that is the last name.
+    fn resolve(&self, from: &Place, path: &[String], seen: &mut BTreeSet<(Place, Place)>) -> Option<Place> {
+        if !seen.insert((from.clone(), path.to_vec())) {
+            return None;
+        }
+        let (first, rest) = path.split_first()?;
+        match first.as_str() {
+            "crate" if rest.is_empty() => return Some(Vec::new()),
+            "crate" => return self.resolve(&Vec::new(), rest, seen),
+            "self" if rest.is_empty() => return Some(from.clone()),
+            "self" => return self.resolve(from, rest, seen),
+            "super" => return self.resolve(&from[..from.len().checked_sub(1)?].to_vec(), rest, seen),
+            _ => {}
+        }
+        let module = self.modules.get(from)?;
+        let own = [from.as_slice(), std::slice::from_ref(first)].concat();
+        let mut targets = Vec::new();
+        if module.items.contains_key(first) {
+            targets.push(own);
+        }
+        for (name, path, _) in &module.uses {
+            if name == first {
+                targets.extend(self.resolve(from, path, seen));
+            }
+        }
+        for (path, _) in &module.globs {
+            if let Some(of) = self.resolve(from, path, seen) {
+                targets.extend(self.resolve(&of, std::slice::from_ref(first), seen));
+            }
+        }
+        if rest.is_empty() {
+            return targets.into_iter().next();
+        }
+        targets
+            .into_iter()
+            .filter(|target| self.modules.contains_key(target))
+            .find_map(|of| self.resolve(&of, rest, seen))
+    }
+
+    /// Every public path and the definition that it leads to.
+    fn paths(&self, public: &Place, module: &Place, open: &mut Vec<Place>, found: &mut Vec<(Place, Place)>) {
+        if open.contains(module) {
+            return;
+        }
+        open.push(module.clone());
+        let own = &self.modules[module];
+        let mut reached: Vec<(String, Place)> = Vec::new();
+        for (name, (_, public)) in &own.items {
+            if *public {
+                reached.push((name.clone(), [module.as_slice(), std::slice::from_ref(name)].concat()));
+            }
+        }
+        for (name, path, _) in own.uses.iter().filter(|(.., public)| *public) {
+            if let Some(target) = self.resolve(module, path, &mut BTreeSet::new()) {
+                reached.push((name.clone(), target));
+            }
+        }
+        for (path, _) in own.globs.iter().filter(|(_, public)| *public) {
+            let Some(of) = self.resolve(module, path, &mut BTreeSet::new()) else { continue };
+            self.paths(public, &of, open, found);
+        }
+        for (name, target) in reached {
+            let path = [public.as_slice(), &[name]].concat();
+            found.push((path.clone(), target.clone()));
+            if self.modules.contains_key(&target) {
+                self.paths(&path, &target, open, found);
+            }
+        }
+        open.pop();
+    }
+
+    fn kind(&self, definition: &Place) -> &'static str {
+        let Some((name, module)) = definition.split_last() else { return "mod" };
+        self.modules.get(module).and_then(|module| module.items.get(name)).map_or("mod", |(kind, _)| kind)
+    }
+}
+
+fn fields(body: TokenStream) -> Vec<String> {
+    let tokens: Vec<TokenTree> = body.into_iter().collect();
+    let is = |at: usize, sign| matches!(&tokens.get(at), Some(TokenTree::Punct(punct)) if punct.as_char() == sign);
+    let starts = |at: usize| at == 0 || is(at - 1, ',') || matches!(&tokens[at - 1], TokenTree::Group(_));
+    let named = tokens.iter().enumerate().filter(|(at, _)| starts(*at) && is(at + 1, ':') && !is(at + 2, ':'));
+    named
+        .filter_map(|(_, token)| if let TokenTree::Ident(ident) = token { Some(ident.to_string()) } else { None })
+        .collect()
+}
+
+fn imports(tree: &UseTree, prefix: Place, public: bool, module: &mut Module) {
+    let with = |name: &syn::Ident| [prefix.as_slice(), &[name.to_string()]].concat();
+    match tree {
+        UseTree::Path(path) => imports(&path.tree, with(&path.ident), public, module),
+        UseTree::Name(name) if name.ident == "self" => {
+            let last = prefix.last().expect("a path before self").clone();
+            module.uses.push((last, prefix.clone(), public));
+        }
+        UseTree::Name(name) => module.uses.push((name.ident.to_string(), with(&name.ident), public)),
+        UseTree::Rename(name) => module.uses.push((name.rename.to_string(), with(&name.ident), public)),
+        UseTree::Glob(_) => module.globs.push((prefix.clone(), public)),
+        UseTree::Group(group) => group.items.iter().for_each(|tree| imports(tree, prefix.clone(), public, module)),
+    }
+}
+
+/// The listing of a crate, and how many items it has outside `raw`.
+fn listing(name: &str) -> (String, usize) {
+    let read = Crate::read(name);
+    let mut found = Vec::new();
+    read.paths(&Vec::new(), &Vec::new(), &mut Vec::new(), &mut found);
+    // The shortest path of an item is its own; the others only name it.
+    found.sort_by_key(|(path, _)| (path.len(), path.first().is_some_and(|first| first == "raw"), path.clone()));
+    let mut first: BTreeMap<&Place, &Place> = BTreeMap::new();
+    let (mut lines, mut counts) = (BTreeSet::new(), [0usize; 2]);
+    let start = name.replace('-', "_");
+    for (path, definition) in &found {
+        let text = format!("{start}::{}", path.join("::"));
+        let kind = read.kind(definition);
+        if let Some(own) = first.get(definition) {
+            if *own != path {
+                lines.insert(format!("{text} = {start}::{}", own.join("::")));
+            }
+            continue;
+        }
+        first.insert(definition, path);
+        let of_raw = usize::from(path[0] == "raw");
+        counts[of_raw] += usize::from(lines.insert(format!("{text}: {kind}")));
+        if matches!(kind, "struct" | "enum" | "union" | "trait") {
+            let members = read.members.get(definition.last().expect("a name"));
+            for (kind, member) in members.into_iter().flatten() {
+                counts[of_raw] += usize::from(lines.insert(format!("{text}::{member}: {kind}")));
+            }
+        }
+    }
+    let [public, raw] = counts;
+    let mut text = format!(
+        "# Public items of {name}: {public}, and {raw} below raw. Checked and explained by xtask/tests/public_api.rs;\n\
+         # UPDATE_DOCS=1 cargo test -p xtask --test public_api writes it.\n"
+    );
+    lines.iter().for_each(|line| writeln!(text, "{line}").expect("a string"));
+    (text, public)
+}
+
+#[test]
+fn listings_are_those_of_the_sources() {
+    for (name, most) in CRATES {
+        let (text, public) = listing(name);
+        let path = root().join(format!("docs/api/{name}.txt"));
+        if std::env::var_os("UPDATE_DOCS").is_some() {
+            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder for listings");
+            fs::write(&path, &text).expect("a listing");
+        }
+        assert!(
+            public <= most,
+            "{name} has {public} public items, more than {most}: make some private, or move them to raw"
+        );
+        let listed = fs::read_to_string(&path).unwrap_or_default();
+        let (old, new): (BTreeSet<&str>, BTreeSet<&str>) = (listed.lines().collect(), text.lines().collect());
+        let (gone, added): (Vec<_>, Vec<_>) = (old.difference(&new).collect(), new.difference(&old).collect());
+        assert!(
+            listed == text,
+            "{} differs; UPDATE_DOCS=1 writes it\ngone: {gone:#?}\nnew: {added:#?}",
+            path.display()
+        );
+    }
+}
+
+#[test]
+fn the_reader_finds_what_is_public_and_nothing_else() {
+    let mut read = Crate::default();
+    let text = "
+        mod a { pub mod b { pub struct S; impl S { pub fn new() -> Self { S } fn own() {} } pub struct Lost; }
+                pub fn f() {} pub(crate) fn g() {} }
+        pub mod raw { pub use super::a::b; }
+        pub use a::{b::S as T, f};
+        #[cfg(test)] pub fn only_tests() {}
+        options! { /// Doc.
+            #[derive(Default)] O { /// Field.
+                x: std::option::Option<u8>, y: u8, } }
+    ";
+    read.items(&syn::parse_file(text).expect("Rust").items, Path::new(""), Vec::new());
+    let mut found = Vec::new();
+    read.paths(&Vec::new(), &Vec::new(), &mut Vec::new(), &mut found);
+    let paths: BTreeSet<String> = found.iter().map(|(path, _)| path.join("::")).collect();
+    assert_eq!(paths.into_iter().collect::<Vec<_>>(), ["O", "T", "f", "raw", "raw::b", "raw::b::Lost", "raw::b::S"]);
+    let members = |of: &str| read.members[of].iter().map(|(_, name)| name.as_str()).collect::<Vec<_>>();
+    assert_eq!((members("S"), members("O")), (vec!["new"], vec!["x", "y"]));
+}
