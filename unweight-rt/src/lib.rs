@@ -18,6 +18,7 @@
 pub mod choose;
 pub mod device;
 pub mod env;
+mod exec;
 pub mod jit;
 pub mod layer;
 #[doc(hidden)]
@@ -31,6 +32,8 @@ pub use device::{
     Device, DeviceBuffer, DeviceError, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, RowFault, Stream,
 };
 #[doc(inline)]
+pub use exec::Lane;
+#[doc(inline)]
 pub use jit::error::Error;
 #[doc(inline)]
 pub use layer::{
@@ -38,8 +41,6 @@ pub use layer::{
     linear::Linear,
     loader::{Expand, Linears, LoadError, LoadOptions, Loader, Merge, Resident},
 };
-#[doc(inline)]
-pub use ops::lane::Lane;
 #[doc(inline)]
 pub use remedy::Remedy;
 #[doc(inline)]

@@ -29,7 +29,9 @@ use std::{marker::PhantomData, ops::Range, ptr};
 use cudarc::driver::sys;
 
 use crate::device::{
-    Call, Device, DeviceBuffer, DeviceError, Refusal, Stream, buffer::copy_to_device, error::PitchRule,
+    Call, Device, DeviceBuffer, DeviceError, Refusal, Stream,
+    buffer::{copy_to_device, length},
+    error::PitchRule,
 };
 
 /// Bytes of a bf16.
@@ -354,8 +356,7 @@ impl<'a> MatrixMut<'a> {
             return Ok(());
         }
         stream.device().bind()?;
-        let bytes =
-            |elements: u64| crate::device::workspace::length("bytes of a row", elements.saturating_mul(ELEMENT));
+        let bytes = |elements: u64| length("bytes of a row", elements.saturating_mul(ELEMENT));
         let copy = sys::CUDA_MEMCPY2D_st {
             srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
             srcDevice: from.address,

@@ -16,19 +16,19 @@ use unweight_format::packed::Window;
 use crate::{
     choose::reachable::{Expand, KernelSource, Linears, Resident, Wanted, Weight},
     device::{
-        DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream, module::LoadedKernel,
-        workspace::length,
+        DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Stream, buffer::length,
+        module::LoadedKernel,
     },
+    exec::Lane,
     jit::toolchain::{self, Library},
     layer::{
-        experts::{Experts, ExpertsShape},
+        error::{LoadError, Unsuitable, in_tensor, refused, unsuitable},
+        experts::{Experts, ExpertsShape, offload::OffloadedExperts},
         linear::Linear,
-        loader::{LoadError, LoadOptions, Merge, Unsuitable},
-        offload::OffloadedExperts,
+        options::{LoadOptions, Merge},
     },
     ops::{
         compress::{CompressError, Compressor},
-        lane::Lane,
         repack::{PackError, Packer},
         transcode::Transcoder,
     },
@@ -498,18 +498,4 @@ fn reserve(buffer: &mut DeviceBuffer<u16>, stream: &Stream, (rows, cols): (u32, 
         *buffer = DeviceBuffer::zeroed(stream, elements)?;
     }
     Ok(())
-}
-
-/// What failed on the device, with the tensor that it failed for.
-pub(super) fn in_tensor(name: &str) -> impl Fn(DeviceError) -> LoadError {
-    let name = name.to_owned();
-    move |source| LoadError::Device { name: name.clone(), source: Box::new(source) }
-}
-
-fn refused(device: &impl Fn(DeviceError) -> LoadError) -> impl Fn(Refusal) -> LoadError {
-    move |refusal| device(refusal.into())
-}
-
-pub(super) fn unsuitable(name: &str, why: Unsuitable) -> LoadError {
-    LoadError::Unsuitable { name: name.to_owned(), why }
 }

@@ -22,12 +22,8 @@ use crate::{
         module::LoadedKernel,
         tma::TensorMapParams,
         view::{Place, check_device},
-        workspace::Workspace,
     },
-    ops::{
-        check_product,
-        lane::{Lane, LaneParts},
-    },
+    exec::{Lane, context::LaneParts, operands::check_product, workspace::Workspace},
     weight::{self, DevicePacked},
 };
 

@@ -15,7 +15,7 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart},
     },
-    ops::{check_activations, lane::Lane},
+    exec::{Lane, operands::check_activations},
 };
 
 /// A kernel of `silu(gate) * up`.

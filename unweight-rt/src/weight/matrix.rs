@@ -3,7 +3,7 @@
 use unweight_format::Matrix;
 
 use super::{elements, pods};
-use crate::device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, workspace::length};
+use crate::device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, buffer::length};
 
 /// A BF16 matrix `[rows, cols]`, row-major, in memory of its own.
 ///

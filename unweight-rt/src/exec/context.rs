@@ -31,11 +31,8 @@
 use std::{any::Any, fmt};
 
 use crate::{
-    device::{
-        DeviceBuffer, DeviceError, LaneSize, LaunchMode, Refusal, RowFault, Stream,
-        workspace::{Workspace, length},
-    },
-    ops::cublas::Cublas,
+    device::{DeviceBuffer, DeviceError, LaneSize, LaunchMode, Refusal, RowFault, Stream, buffer::length},
+    exec::{cublas::Cublas, workspace::Workspace},
 };
 
 /// One stream with what launches on it share.

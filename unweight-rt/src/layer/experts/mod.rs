@@ -12,6 +12,8 @@
 //! A token's bits follow from its row, its experts and their weights: not from the batch, nor from the batch tile,
 //! since all tiles add up k in one order.
 
+pub mod offload;
+
 use std::sync::Arc;
 
 use unweight_codegen::{
@@ -28,10 +30,7 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    ops::{
-        check_activations,
-        lane::{Lane, LaneParts},
-    },
+    exec::{Lane, context::LaneParts, operands::check_activations},
     weight::{DevicePacked, elements, room, shape},
 };
 

@@ -11,9 +11,9 @@ use cudarc::{
 };
 
 use crate::{
-    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, Stream, view::Place, workspace::CUBLAS_BYTES},
+    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, Stream, lane_size::CUBLAS_BYTES, view::Place},
+    exec::operands::check_product,
     jit::toolchain::{self, Library},
-    ops::check_product,
 };
 
 /// Addresses that cuBLASLt takes operands at, unless it is told otherwise: what it is tuned for.

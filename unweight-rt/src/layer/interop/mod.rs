@@ -31,22 +31,19 @@ use crate::{
     choose::reachable::{Wanted, Way, Ways, Weight},
     device::{
         Call, Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
-        buffer::copy_to_device,
+        buffer::{copy_to_device, length},
+        lane_size::CUBLAS_BYTES,
         module::LoadedKernel,
         stream::Captured,
-        workspace::{CUBLAS_BYTES, Workspace, length},
     },
+    exec::{Lane, cublas::Cublas, workspace::Workspace},
     layer::{
         build::{expanding, has_cublas},
         experts::{Experts, ExpertsShape, RoutedAt},
         linear::Linear,
-        loader::LoadOptions,
+        options::LoadOptions,
     },
-    ops::{
-        cublas::Cublas,
-        lane::Lane,
-        repack::{PackError, Packer},
-    },
+    ops::repack::{PackError, Packer},
     weight::{DevicePacked, room},
 };
 
