@@ -24,7 +24,7 @@ use crate::{
     layer::{
         error::{LoadError, Unsuitable, in_tensor, refused, unsuitable},
         experts::{Experts, ExpertsShape, offload::OffloadedExperts},
-        linear::Linear,
+        linear::{Bf16Linear, CompactLinear, Linear, PackedLinear},
         options::{LoadOptions, Merge},
     },
     ops::{
@@ -277,8 +277,8 @@ impl<'k> LayerBuilder<'k> {
             (Ok(packed), Some(compact)) => {
                 let escapes = packed.into_escapes();
                 let ways = Wanted::take_ways(self.kernels, &self.wanted.compact_ways(weight)).map_err(&device)?;
-                let layer = Linear::compact(compact, escapes, ways).map_err(&device)?;
-                Ok(self.noted(layer))
+                let layer = CompactLinear::new(compact, escapes, ways).map_err(&device)?;
+                Ok(self.noted(Linear::Compact(layer)))
             }
             (packed, _) => self.layer_of_packed(name, weight, packed, &stream),
         }
@@ -408,14 +408,14 @@ impl<'k> LayerBuilder<'k> {
     pub(super) fn packed(&mut self, packed: DevicePacked, weight: &Weight) -> Result<Linear, DeviceError> {
         let ways = self.wanted.packed_ways(weight, packed.has_escapes());
         let ways = Wanted::take_ways(self.kernels, &ways)?;
-        let layer = Linear::packed((weight.n, weight.k), packed, ways)?;
-        Ok(self.noted(layer))
+        let layer = PackedLinear::new((weight.n, weight.k), packed, ways)?;
+        Ok(self.noted(Linear::Packed(layer)))
     }
 
     /// A layer for cuBLAS, once its weights are there: any stream may run it.
     fn whole(&mut self, weights: DeviceMatrix) -> Result<Linear, DeviceError> {
         self.packer.stream().synchronize()?;
-        Ok(self.noted(Linear::whole(weights)))
+        Ok(self.noted(Linear::Bf16(Bf16Linear::new(weights))))
     }
 
     fn noted(&mut self, layer: Linear) -> Linear {

@@ -40,7 +40,7 @@ use crate::{
     layer::{
         build::{expanding, has_cublas},
         experts::{Experts, ExpertsShape, RoutedAt},
-        linear::Linear,
+        linear::{Linear, PackedLinear},
         options::LoadOptions,
     },
     ops::repack::{PackError, Packer},
@@ -153,7 +153,7 @@ impl Guest {
         let (packed, heads, escapes) = unsafe { sections(self.device(), grid, at) }?;
         let packed = DevicePacked::new(grid, window, packed, heads, escapes)?;
         let ways = self.ways((n, k), packed.has_escapes())?;
-        Linear::packed((n, k), packed, ways)
+        Ok(Linear::Packed(PackedLinear::new((n, k), packed, ways)?))
     }
 
     /// Makes the kernels that [`Guest::layer`] asks for of this shape, as tensors with escapes do: what takes long of a
