@@ -5,10 +5,8 @@ use std::sync::OnceLock;
 pub use unweight_format::testing::{Random, Weights};
 use unweight_format::{TileMetadata, huffman::CodedExponents, testing};
 use unweight_rt::{
-    device::{Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, Refusal, Stream},
-    env::Env,
-    ops::lane::Lane,
-    weight::{CodedSections, DeviceMatrix},
+    Device, DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, Refusal, Stream, env::Env,
+    raw::weight::CodedSections,
 };
 
 /// The GPU of this machine. Tests that ask for it are ignored unless they are asked for, and then fail where there is

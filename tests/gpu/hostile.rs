@@ -6,11 +6,15 @@ use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::spec::{Arch, DecodeOutput};
 use unweight_format::{CodeLimit, HuffmanTensor, Matrix, TileGrid, TileMetadata, huffman, palette};
 use unweight_rt::{
-    choose::graph,
-    device::{DeviceBuffer, DeviceError, KernelSet, Stream},
-    ops::decode::{Decoder, output_bytes},
-    ops::gemm_recon::Matmul,
-    weight::{DeviceHuffman, DeviceMatrix, DevicePalette, HuffmanSections, PaletteSections},
+    DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Stream,
+    raw::{
+        choose::graph,
+        ops::{
+            decode::{Decoder, output_bytes},
+            gemm_recon::Matmul,
+        },
+        weight::{DeviceHuffman, DevicePalette, HuffmanSections, PaletteSections},
+    },
 };
 
 /// Owned sections, to be damaged.

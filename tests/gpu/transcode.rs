@@ -3,9 +3,8 @@
 use crate::harness::{Random, Weights, gpu, guard_is_whole, poison, refused, stream};
 use unweight_format::{CompactTensor, Histogram, Matrix, TileGrid, compact};
 use unweight_rt::{
-    device::{Refusal, Stream},
-    ops::transcode::Transcoder,
-    weight::{DeviceCompact, DeviceMatrix},
+    DeviceMatrix, Refusal, Stream,
+    raw::{ops::transcode::Transcoder, weight::DeviceCompact},
 };
 
 /// Multiples of 64 with one tile, a row and a column of tiles, blocks with warps that have none, more tiles than the

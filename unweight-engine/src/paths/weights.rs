@@ -10,9 +10,11 @@ use unweight_format::{FormId, HuffmanTensor, PaletteTensor, bundle::Bundle};
 use unweight_model::{GatedWeights, ModelConfig};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, Linear, LoadError, Merge, Stream,
-    choose::graph,
-    ops::decode::{Decoder, output_bytes},
-    weight::{DeviceHuffman, DevicePalette},
+    raw::{
+        choose::graph,
+        ops::decode::{Decoder, output_bytes},
+        weight::{DeviceHuffman, DevicePalette},
+    },
 };
 
 use super::{Lies, Lying, LyingMlp, loads_as, reachable};

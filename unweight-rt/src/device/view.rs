@@ -11,13 +11,13 @@
 //!
 //! No safe call takes an address:
 //! ```compile_fail,E0133
-//! # use unweight_rt::device::{Device, MatrixRef};
+//! # use unweight_rt::{Device, MatrixRef};
 //! fn anywhere(device: &Device) -> MatrixRef<'_> {
 //!     MatrixRef::from_raw(device, 0x7f00_0000_0000, 8, 4096, 4096).unwrap()
 //! }
 //! ```
 //! ```
-//! # use unweight_rt::device::{Device, MatrixRef};
+//! # use unweight_rt::{Device, MatrixRef};
 //! fn of_a_tensor(device: &Device, address: u64) -> MatrixRef<'_> {
 //!     // SAFETY: the tensor is contiguous bf16 [8, 4096] on this device and outlives the work that reads it.
 //!     unsafe { MatrixRef::from_raw(device, address, 8, 4096, 4096) }.unwrap()

@@ -18,25 +18,21 @@ use unweight_format::{
     CompactTensor, FormId, HuffmanTensor, PackedTensor, PaletteTensor, bundle::Bundle, safetensors::Dtype,
 };
 
-pub use super::{
-    error::{LoadError, Unsuitable},
-    options::{LoadOptions, Merge},
-};
-pub use crate::choose::reachable::{Expand, Linears, Resident};
 use crate::{
     choose::{
         graph::{Node, Step},
         model::PackedChooser,
-        reachable::{self, Wanted, Weight},
+        reachable::{self, Linears, Wanted, Weight},
     },
     device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Staging, Stream},
     exec::Lane,
     jit::cache::Progress,
     layer::{
         build::{ExpertPart, LayerBuilder, Parts},
-        error::{in_tensor, unsuitable},
+        error::{LoadError, Unsuitable, in_tensor, unsuitable},
         experts::{Experts, ExpertsShape, offload::OffloadedExperts},
         linear::Linear,
+        options::{LoadOptions, Merge},
     },
     ops::{decode::Decoder, repack::Packer, transcode::Transcoder},
     weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette, pods},

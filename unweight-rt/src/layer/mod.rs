@@ -7,5 +7,3 @@ pub mod interop;
 pub mod linear;
 pub mod loader;
 pub mod options;
-
-pub use self::{experts::offload, interop as guest};

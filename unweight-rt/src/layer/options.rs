@@ -8,7 +8,7 @@ use crate::choose::{
 /// What layers are loaded for.
 ///
 /// ```
-/// # use unweight_rt::layer::loader::LoadOptions;
+/// # use unweight_rt::LoadOptions;
 /// let options = LoadOptions::default().max_batch(256).pdl(false);
 /// assert_eq!((options.max_batch, options.pdl), (256, false));
 /// ```

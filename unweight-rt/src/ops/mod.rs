@@ -18,5 +18,3 @@ pub mod rope;
 pub mod sample;
 pub mod silu_mul;
 pub mod transcode;
-
-pub use crate::exec::{context as lane, cublas};

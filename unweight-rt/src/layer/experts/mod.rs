@@ -102,7 +102,7 @@ pub struct Experts {
 ///
 /// ```
 /// # use unweight_codegen::spec::Arch;
-/// # use unweight_rt::layer::experts::variants;
+/// # use unweight_rt::raw::layer::experts::variants;
 /// let names: Vec<String> = variants(Arch::Sm90a).iter().map(|spec| spec.to_string()).collect();
 /// assert!(names.contains(&"uw_sm90a_gemm_grouped_b8_r4w8p2_pdl_silu_mul".to_owned()));
 /// assert_eq!(names.len(), 3 + 2 * 4);

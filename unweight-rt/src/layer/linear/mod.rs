@@ -7,7 +7,7 @@
 //! ```no_run
 //! use unweight_codegen::spec::Epilogue;
 //! use unweight_format::bundle::Bundle;
-//! use unweight_rt::{Device, DeviceMatrix, KernelSet, LoadOptions, Loader, Merge, env::Env, jit::cache::Progress};
+//! use unweight_rt::{Device, DeviceMatrix, KernelSet, LoadOptions, Loader, Merge, cache::Progress, env::Env};
 //!
 //! let device = Device::open(0)?;
 //! let (kernels, stream) = (KernelSet::open(&device, Env::process()?), device.stream()?);
@@ -29,7 +29,7 @@
 //! A lane has one stream for life, so a launch cannot use a lane's memory on another stream:
 //! ```compile_fail,E0061
 //! # use unweight_codegen::spec::Epilogue;
-//! # use unweight_rt::{device::{DeviceError, Stream}, layer::linear::Linear, ops::lane::Lane, weight::DeviceMatrix};
+//! # use unweight_rt::{DeviceError, DeviceMatrix, Lane, Linear, Stream};
 //! # fn run(layer: &Linear, other: &Stream, lane: &mut Lane, x: &DeviceMatrix, y: &mut DeviceMatrix) -> Result<(), DeviceError> {
 //! layer.enqueue(other, lane, x.view(), y.view_mut(), Epilogue::Store)
 //! # }
