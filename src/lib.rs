@@ -104,7 +104,7 @@ mod tests {
     /// README shows a part of an example that is compiled where it stands.
     #[test]
     fn the_example_of_the_readme_is_one_that_compiles() {
-        let (readme, compiled) = (include_str!("../README.md"), include_str!("../unweight-rt/src/layer/linear.rs"));
+        let (readme, compiled) = (include_str!("../README.md"), include_str!("../unweight-rt/src/layer/linear/mod.rs"));
         let block = readme.split("```rust").find(|block| block.contains("Loader::new")).expect("an example");
         let block = block.split("```").next().unwrap_or_default();
         let lines: Vec<&str> = block.lines().map(str::trim).filter(|line| !line.is_empty()).collect();

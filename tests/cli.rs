@@ -20,12 +20,14 @@ use unweight::{
         testing::demo_model::{self, DemoOptions},
     },
     rt::{
-        Error,
-        choose::model::{Machine, PackedChooser},
+        Error, LoadOptions,
+        cache::{CacheState, KernelCache, Policy},
         env::{Env, JitMode},
-        jit::cache::{CacheState, KernelCache, Policy},
-        jit::compiler::{CompileRequest, NvrtcCompiler},
-        layer::loader::{LoadOptions, reachable},
+        raw::{
+            choose::model::{Machine, PackedChooser},
+            jit::compiler::{CompileRequest, NvrtcCompiler},
+            layer::loader::reachable,
+        },
     },
 };
 
@@ -486,7 +488,7 @@ fn kernels_are_listed_and_emitted() {
     );
     // Without a word it is that of the GPU; where there is none, it is said.
     let output = run(home.path(), &["kernels", "list"], 0);
-    match unweight_rt::device::Device::arch_of(0) {
+    match unweight_rt::Device::arch_of(0) {
         Ok(arch) => assert!(stdout(&output).contains(&format!("uw_{}_encode_stats", arch.tag()))),
         Err(_) => assert!(stderr(&output).contains("no GPU here: kernels for sm_90a; --arch"), "{}", stderr(&output)),
     }
@@ -749,7 +751,7 @@ fn tune_says_what_it_needs() {
     let after: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(before.len(), after.len(), "{after:?}");
     // Where there is a GPU, `tests/gpu/paths.rs` has the rest.
-    if unweight_rt::device::Device::open(0).is_err() {
+    if unweight_rt::Device::open(0).is_err() {
         let output = run(home.path(), &["tune", "inference"], 2);
         assert!(stderr(&output).contains("libcuda"), "{}", stderr(&output));
     }
@@ -926,7 +928,7 @@ fn a_reader_that_goes_away_is_no_error() {
 fn a_missing_gpu_is_explained() {
     let home = tempfile::tempdir().unwrap();
     copy(&fixture().join("model"), &home.path().join("model"));
-    if unweight_rt::device::Device::open(0).is_ok() {
+    if unweight_rt::Device::open(0).is_ok() {
         run(home.path(), &["compress", "model", "-o", "out", "--device", "cuda"], 0);
         return;
     }
@@ -978,7 +980,7 @@ fn generate_explains_what_it_lacks() {
     }
     assert_eq!(fs::read_to_string(notes).unwrap(), "dear diary");
     assert!(fs::read(&shard).unwrap() == before);
-    if unweight_rt::device::Device::open(0).is_err() {
+    if unweight_rt::Device::open(0).is_err() {
         let logits = home.path().join("logits.safetensors");
         let header = br#"{"logits.0":{"dtype":"BF16","shape":[0,512],"data_offsets":[0,0]}}"#;
         fs::write(&logits, [&(header.len() as u64).to_le_bytes()[..], header].concat()).unwrap();

@@ -4,12 +4,7 @@ use std::{fs, path::PathBuf};
 
 use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 use unweight::codegen::VariantSpec;
-use unweight::rt::{
-    Remedy,
-    choose::table::MeasuredTable,
-    device::{Device, DeviceInfo, KernelSet},
-    env::Env,
-};
+use unweight::rt::{Device, DeviceInfo, KernelSet, Remedy, env::Env, raw::choose::table::MeasuredTable};
 use unweight::{
     format::bundle::{Bundle, Profile},
     model::Geometry,

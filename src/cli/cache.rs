@@ -4,10 +4,7 @@ use std::{path::PathBuf, time::SystemTime};
 
 use clap::{Args, Subcommand};
 use serde::Serialize;
-use unweight::rt::{
-    env::Env,
-    jit::cache::{Removed, Store},
-};
+use unweight::rt::{cache::Removed, env::Env, raw::jit::cache::Store};
 
 use super::{
     failure::{Failure, Result},

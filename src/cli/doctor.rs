@@ -12,11 +12,15 @@ use unweight::{
     format::TileGrid,
     model::{Geometry, Residency},
     rt::{
-        choose::reachable::SlotPlan,
-        device::{Device, DeviceInfo},
+        Device, DeviceInfo, Library,
         env::Env,
-        jit::cache::Store,
-        jit::toolchain::{self, Library, OldNvrtc, Version},
+        raw::{
+            choose::reachable::SlotPlan,
+            jit::{
+                cache::Store,
+                toolchain::{self, OldNvrtc, Version},
+            },
+        },
     },
 };
 

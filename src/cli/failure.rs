@@ -266,7 +266,7 @@ macro_rules! from_runtime {
     )+};
 }
 
-from_runtime!(unweight::engine::EngineError, rt::Error, rt::device::DeviceError, unweight_bench::BenchError);
+from_runtime!(unweight::engine::EngineError, rt::Error, rt::DeviceError, unweight_bench::BenchError);
 
 /// A remedy in words of the command line; `None` where the error's own message says it.
 fn words(remedy: rt::Remedy) -> Option<&'static str> {

@@ -20,7 +20,7 @@ use unweight::{
         raw::glob::matches,
     },
     model::{ModelConfig, TensorHeader, bind},
-    rt::choose::reachable::has_compact_gemms,
+    rt::raw::choose::reachable::has_compact_gemms,
 };
 
 use super::{

@@ -25,13 +25,18 @@ use unweight::{
         raw::glob::matches,
     },
     rt::{
-        choose::model::{Machine, PackedChooser},
-        device::{Device, KernelSet},
+        Device, KernelSet, LoadOptions, Resident,
+        cache::{CacheState, KernelCache, Progress},
         env::{Env, JitMode},
-        jit::cache::{CacheState, Kept, KernelCache, Progress, attachable},
-        jit::compiler::{CompileRequest, Compiler, NvrtcCompiler},
-        jit::cubin::{self, KernelResources, Opcode},
-        layer::loader::{LoadOptions, Resident, reachable, reachable_on_any},
+        raw::{
+            choose::model::{Machine, PackedChooser},
+            jit::{
+                cache::{Kept, attachable},
+                compiler::{CompileRequest, Compiler, NvrtcCompiler},
+                cubin::{self, KernelResources, Opcode},
+            },
+            layer::loader::{reachable, reachable_on_any},
+        },
     },
 };
 

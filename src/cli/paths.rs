@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use unweight::{
     engine::paths::{MlpWeights, Plan, plan},
     format::bundle::{ATTACHED_NAME, Bundle},
-    rt::device::DeviceInfo,
+    rt::DeviceInfo,
 };
 
 use super::output::Output;

@@ -5,13 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use unweight::{
     format::bundle::{ATTACHED_NAME, Bundle},
-    rt::{
-        Remedy,
-        choose::table::MeasuredTable,
-        device::{Device, KernelSet},
-        env::Env,
-        jit::cache::KernelCache,
-    },
+    rt::{Device, KernelSet, Remedy, cache::KernelCache, env::Env, raw::choose::table::MeasuredTable},
 };
 
 use super::{

@@ -7,13 +7,12 @@ use unweight_codegen::spec::{
 };
 use unweight_format::{Histogram, Matrix, raw::packed};
 use unweight_rt::{
-    device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, MatrixRef, Refusal, RowFault, Stream},
-    ops::{
+    DeviceBuffer, DeviceError, DevicePacked, KernelSet, MatrixMut, MatrixRef, Refusal, RowFault, Stream,
+    raw::ops::{
         embed::{Embed, EmbedTable},
         norm::Norm,
         silu_mul::SiluMul,
     },
-    weight::DevicePacked,
 };
 
 use crate::harness::{Random, gpu, guard_is_whole, lane, poison, refused, stream};

@@ -9,8 +9,8 @@ use unweight_codegen::{
     spec::{Arch, AttentionSpec, AttentionStep, Op, catalog},
 };
 use unweight_rt::{
-    device::{DeviceBuffer, DeviceError, MatrixMut, Refusal, RowFault},
-    ops::attention::{Attention, PARTS_MAX},
+    DeviceBuffer, DeviceError, MatrixMut, Refusal, RowFault,
+    raw::ops::attention::{Attention, PARTS_MAX},
 };
 
 use crate::harness::{Random, gpu, guard_is_whole, lane, poison, refused, stream};

@@ -6,12 +6,11 @@ use crate::{
 };
 use unweight_format::{Histogram, Matrix, raw::compact};
 use unweight_rt::{
-    device::Stream,
-    ops::{
+    DeviceMatrix, Stream,
+    raw::ops::{
         compress::{CompressError, Compressor},
         repack::Packer,
     },
-    weight::DeviceMatrix,
 };
 
 /// Multiples of 64 with one tile, a row and a column of tiles, blocks with warps that have none, more tiles than the

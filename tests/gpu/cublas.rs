@@ -1,11 +1,7 @@
 //! What cuBLASLt proposes, timed: the fastest is taken, and gives the product that the library's own choice gives.
 
 use crate::harness::{Random, bf16, gpu, guard_is_whole, poison, stream, value};
-use unweight_rt::{
-    device::{DeviceBuffer, LaneSize, MatrixRef, Refusal},
-    ops::lane::Lane,
-    weight::DeviceMatrix,
-};
+use unweight_rt::{DeviceBuffer, DeviceMatrix, Lane, LaneSize, MatrixRef, Refusal};
 
 /// Elements that neither rounding nor the order of fp32 sums explains.
 fn close(got: &[u16], other: &[u16], what: &str) {

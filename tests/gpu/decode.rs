@@ -11,10 +11,12 @@ use unweight_format::{
     raw::{bf16, huffman},
 };
 use unweight_rt::{
-    choose::graph,
-    device::{DeviceBuffer, KernelSet, MatrixMut, Refusal},
-    ops::decode::{Decoder, output_bytes},
-    weight::{DeviceHuffman, DeviceMatrix},
+    DeviceBuffer, DeviceMatrix, KernelSet, MatrixMut, Refusal,
+    raw::{
+        choose::graph,
+        ops::decode::{Decoder, output_bytes},
+        weight::DeviceHuffman,
+    },
 };
 
 /// How bits come, and the warps of a block: as many as fit, which here are 32, and as few as cards with less shared

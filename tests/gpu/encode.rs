@@ -9,8 +9,8 @@ use unweight_format::{
     testing::demo_model::{self, DemoOptions},
 };
 use unweight_rt::{
-    device::KernelSet,
-    ops::encode::{BundleEncoder, EncodeBuffers, GpuEncoder},
+    KernelSet,
+    raw::ops::encode::{BundleEncoder, EncodeBuffers, GpuEncoder},
 };
 
 fn same_bytes(

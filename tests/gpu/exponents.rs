@@ -12,10 +12,12 @@ use unweight_format::{
     testing::float_weights,
 };
 use unweight_rt::{
-    choose::graph,
-    device::{DeviceBuffer, DeviceError, KernelSet, Refusal, Stream},
-    ops::decode::Decoder,
-    weight::{DeviceExponents, DeviceHuffman, DeviceMatrix, ExponentsSections},
+    DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Refusal, Stream,
+    raw::{
+        choose::graph,
+        ops::decode::Decoder,
+        weight::{DeviceExponents, DeviceHuffman, ExponentsSections},
+    },
 };
 
 const CODED: [Float; 4] = [Float::E4M3, Float::E5M2, Float::F16, Float::F32];

@@ -14,9 +14,8 @@ use unweight_codegen::{
 };
 use unweight_format::{Histogram, Matrix, raw::compact::encode};
 use unweight_rt::{
-    device::{KernelSet, Refusal, Stream},
-    ops::gemm_compact::CompactGemm,
-    weight::{DeviceCompact, DeviceMatrix},
+    DeviceMatrix, KernelSet, Refusal, Stream,
+    raw::{ops::gemm_compact::CompactGemm, weight::DeviceCompact},
 };
 
 fn op(spec: &VariantSpec) -> GemmCompactSpec {

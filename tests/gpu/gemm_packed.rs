@@ -23,11 +23,11 @@ use unweight_format::{
     raw::{PackedTensor, packed::pack},
 };
 use unweight_rt::{
-    choose::model::{Machine, PackedChooser, PackedUse},
-    device::{DeviceBuffer, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream},
-    ops::gemm_packed::{PackedGemm, lane_size},
-    ops::lane::Lane,
-    weight::{DeviceMatrix, DevicePacked},
+    DeviceBuffer, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
+    raw::{
+        choose::model::{Machine, PackedChooser, PackedUse},
+        ops::gemm_packed::{PackedGemm, lane_size},
+    },
 };
 
 fn catalogued(dump: bool) -> Vec<VariantSpec> {

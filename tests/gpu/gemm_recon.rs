@@ -19,16 +19,20 @@ use unweight_format::{
     raw::{HuffmanTensor, huffman},
 };
 use unweight_rt::{
-    choose::{
-        graph,
-        recon::{Source, candidates},
+    DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, Refusal, Stream,
+    raw::{
+        choose::{
+            graph,
+            recon::{Source, candidates},
+        },
+        device::LaunchMode,
+        exec::cublas::Cublas,
+        ops::{
+            decode::{Decoder, output_bytes},
+            gemm_recon::Matmul,
+        },
+        weight::{DeviceHuffman, DevicePalette},
     },
-    device::{DeviceBuffer, DeviceError, KernelSet, LaunchMode, Refusal, Stream},
-    ops::cublas::Cublas,
-    ops::decode::{Decoder, output_bytes},
-    ops::gemm_recon::Matmul,
-    ops::lane::Lane,
-    weight::{DeviceHuffman, DeviceMatrix, DevicePalette},
 };
 
 const BATCHES: [u32; 10] = [1, 2, 17, 64, 65, 128, 129, 256, 1000, 1024];

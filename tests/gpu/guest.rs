@@ -15,21 +15,16 @@ use unweight_format::{
     raw::packed::{self, ROW_BLOCKS, TILE_BYTES, Window},
 };
 use unweight_rt::{
-    KernelSet,
-    choose::{
-        model::PackedUse,
-        table::{MeasuredRow, MeasuredTable},
-    },
-    device::{DeviceBuffer, Refusal, Stream},
+    DeviceBuffer, DeviceMatrix, Expand, KernelSet, LayerBuilder, Linear, LoadOptions, Loader, Merge, Refusal, Stream,
     env::Env,
-    layer::{
-        build::LayerBuilder,
-        guest::{Guest, PackedAt, Scratch},
-        linear::Linear,
-        loader::{Expand, LoadOptions, Loader, Merge},
+    interop::{Guest, PackedAt, Scratch},
+    raw::{
+        choose::{
+            model::PackedUse,
+            table::{MeasuredRow, MeasuredTable},
+        },
+        ops::repack::{PackError, Packer},
     },
-    ops::repack::{PackError, Packer},
-    weight::DeviceMatrix,
 };
 
 /// A layer of one launch, and some of whose batches share tiles out.

@@ -8,10 +8,8 @@ use unweight_format::{
     testing,
 };
 use unweight_rt::{
-    device::{Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, Refusal, Stream},
-    env::Env,
-    ops::lane::Lane,
-    weight::{CodedSections, DeviceMatrix},
+    Device, DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, Refusal, Stream, env::Env,
+    raw::weight::CodedSections,
 };
 
 /// The GPU of this machine. Tests that ask for it are ignored unless they are asked for, and then fail where there is

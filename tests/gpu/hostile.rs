@@ -9,11 +9,15 @@ use unweight_format::{
     raw::{HuffmanTensor, TileMetadata, huffman, palette},
 };
 use unweight_rt::{
-    choose::graph,
-    device::{DeviceBuffer, DeviceError, KernelSet, Stream},
-    ops::decode::{Decoder, output_bytes},
-    ops::gemm_recon::Matmul,
-    weight::{DeviceHuffman, DeviceMatrix, DevicePalette, HuffmanSections, PaletteSections},
+    DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Stream,
+    raw::{
+        choose::graph,
+        ops::{
+            decode::{Decoder, output_bytes},
+            gemm_recon::Matmul,
+        },
+        weight::{DeviceHuffman, DevicePalette, HuffmanSections, PaletteSections},
+    },
 };
 
 /// Owned sections, to be damaged.

@@ -10,15 +10,20 @@ use unweight_codegen::{
 };
 use unweight_format::bundle::Attached;
 use unweight_rt::{
-    choose::{
-        graph::decoder,
-        recon::{Source, candidates},
-    },
-    device::module::LoadedKernel,
-    device::{Device, KernelSet},
+    Device, KernelSet,
+    cache::{Artifact, KernelCache, Policy},
     env::{Env, JitMode},
-    jit::cache::{Artifact, KernelCache, Policy, attachable},
-    jit::compiler::{CompileRequest, NvrtcCompiler},
+    raw::{
+        choose::{
+            graph::decoder,
+            recon::{Source, candidates},
+        },
+        device::module::LoadedKernel,
+        jit::{
+            cache::attachable,
+            compiler::{CompileRequest, NvrtcCompiler},
+        },
+    },
 };
 
 /// Where the warm child finds its cache.
@@ -65,7 +70,7 @@ fn a_cold_bundle_takes_seconds_and_a_warm_one_milliseconds() {
     let mut requests = specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().unwrap();
     // NVRTC keeps a cache of its own where there is a driver; a cold start has neither.
     requests.iter_mut().for_each(|request| request.options.push("--no-cache".to_owned()));
-    let line = |progress: &unweight_rt::jit::cache::Progress<'_>| {
+    let line = |progress: &unweight_rt::cache::Progress<'_>| {
         let ms = progress.artifact.elapsed.as_secs_f64() * 1e3;
         let registers = progress.artifact.resources.registers;
         println!("  {}/{} {} {ms:.0} ms, {registers} registers", progress.done, progress.total, progress.artifact.name);

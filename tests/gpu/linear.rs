@@ -17,16 +17,9 @@ use unweight::format::{
 use unweight_bench::halves;
 use unweight_codegen::spec::Epilogue;
 use unweight_rt::{
-    device::{Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, Refusal, Stream},
-    env::Env,
-    jit::cache::Progress,
-    layer::{
-        build::LayerBuilder,
-        linear::Linear,
-        loader::{Linears, LoadError, LoadOptions, Loader, Merge, Unsuitable, reachable},
-    },
-    ops::lane::Lane,
-    weight::{DeviceMatrix, DevicePacked},
+    Device, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, LayerBuilder, Linear,
+    Linears, LoadError, LoadOptions, Loader, Merge, Refusal, Stream, Unsuitable, cache::Progress, env::Env,
+    raw::layer::loader::reachable,
 };
 
 /// Of one dimension.

@@ -10,13 +10,8 @@ use crate::harness::{Random, bf16, gpu, guard_is_whole, lane, poison, refused, s
 use unweight_codegen::spec::Epilogue;
 use unweight_format::{Histogram, Matrix, raw::packed::pack};
 use unweight_rt::{
-    device::{DeviceBuffer, KernelSet, Refusal, Stream},
-    layer::{
-        experts::{Choice, Experts, ExpertsShape, Routed},
-        offload::{ExpertTraffic, Fetcher, OffloadedExperts},
-    },
-    ops::lane::Lane,
-    weight::{DeviceMatrix, DevicePacked},
+    DeviceBuffer, DeviceMatrix, DevicePacked, KernelSet, Lane, Refusal, Stream,
+    experts::{Choice, ExpertTraffic, Experts, ExpertsShape, Fetcher, OffloadedExperts, Routed},
 };
 
 /// Weights of all experts, and rows of tokens.

@@ -29,21 +29,18 @@ use unweight_model::{
 };
 
 use unweight_rt::{
-    choose::{graph, reachable::Resident},
-    device::{DeviceBuffer, DeviceError, KernelSet},
+    DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LayerBuilder, Linear, LoadOptions, Merge, Resident,
     env::Env,
-    jit::compiler::CompileRequest,
-    layer::{
-        build::LayerBuilder,
-        linear::Linear,
-        loader::{LoadOptions, Merge, reachable},
+    raw::{
+        choose::graph,
+        jit::compiler::CompileRequest,
+        layer::loader::reachable,
+        ops::{
+            decode::{Decoder, output_bytes},
+            gemm_recon::Matmul,
+        },
+        weight::{DeviceHuffman, DevicePalette},
     },
-    ops::{
-        decode::{Decoder, output_bytes},
-        gemm_recon::Matmul,
-        lane::Lane,
-    },
-    weight::{DeviceHuffman, DeviceMatrix, DevicePalette},
 };
 
 use crate::harness::{Random, Weights, error, gpu, guard_is_whole, poison, stream, value};

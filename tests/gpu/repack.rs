@@ -11,11 +11,15 @@ use unweight_format::{
     },
 };
 use unweight_rt::{
-    choose::graph::decoder,
-    device::{DeviceBuffer, KernelSet, Refusal, Stream},
-    ops::decode::Decoder,
-    ops::repack::{PackError, Packer},
-    weight::{DeviceHuffman, DeviceMatrix, DevicePacked},
+    DeviceBuffer, DeviceMatrix, DevicePacked, KernelSet, Refusal, Stream,
+    raw::{
+        choose::graph::decoder,
+        ops::{
+            decode::Decoder,
+            repack::{PackError, Packer},
+        },
+        weight::DeviceHuffman,
+    },
 };
 
 /// Multiples of 64 with one tile, a row and a column of tiles, groups of lists of every filling, more row blocks than

@@ -4,7 +4,7 @@ use unweight_codegen::spec::{SampleSpec, VariantSpec, catalog};
 use unweight_model::{SampleParams, sampling};
 use unweight_rt::{
     DeviceBuffer, Lane, MatrixRef, Stream,
-    ops::{
+    raw::ops::{
         kv::PAD_POSITION,
         sample::{Sample, SampleRow},
     },

@@ -18,9 +18,11 @@ use unweight_codegen::{
 };
 use unweight_format::{Histogram, Matrix, raw::packed::pack};
 use unweight_rt::{
-    device::{DeviceBuffer, KernelSet, Refusal, Staging, Stream, Upload},
-    ops::{gemm_packed::PackedGemm, lane::Lane},
-    weight::{DeviceMatrix, DevicePacked},
+    DeviceBuffer, DeviceMatrix, DevicePacked, KernelSet, Lane, Refusal, Stream,
+    raw::{
+        device::{Staging, Upload},
+        ops::gemm_packed::PackedGemm,
+    },
 };
 
 /// Ends the process if it is not dropped in time: blocks that wait for each other for ever cannot be interrupted.

@@ -6,9 +6,8 @@ use unweight_format::{
     raw::{CompactTensor, compact},
 };
 use unweight_rt::{
-    device::{Refusal, Stream},
-    ops::transcode::Transcoder,
-    weight::{DeviceCompact, DeviceMatrix},
+    DeviceMatrix, Refusal, Stream,
+    raw::{ops::transcode::Transcoder, weight::DeviceCompact},
 };
 
 /// Multiples of 64 with one tile, a row and a column of tiles, blocks with warps that have none, more tiles than the

@@ -13,8 +13,11 @@ use std::time::{Duration, Instant};
 
 use unweight_rt::Error;
 use unweight_rt::env::JitMode;
-use unweight_rt::jit::cache::{CacheState, Kept, KernelCache, Miss, Policy, Store};
-use unweight_rt::jit::compiler::{CompileRequest, Compiled, Compiler, CompilerId, FakeCompiler};
+use unweight_rt::raw::jit::compiler::{CompileRequest, Compiled, Compiler, CompilerId, FakeCompiler};
+use unweight_rt::{
+    cache::{CacheState, KernelCache, Miss, Policy},
+    raw::jit::cache::{Kept, Store},
+};
 
 /// Kernels that a child asks for.
 const KERNELS: usize = 6;

@@ -6,9 +6,9 @@ use std::{fmt::Write as _, fs, path::Path, sync::Arc};
 use unweight_codegen::{Outside, spec::Arch};
 use unweight_rivals::cuda::kernels;
 use unweight_rt::{
+    cache::{KernelCache, Policy},
     env::{Env, JitMode},
-    jit::{
-        cache::{KernelCache, Policy},
+    raw::jit::{
         compiler::{CompileRequest, Compiler, NvrtcCompiler},
         cubin,
     },

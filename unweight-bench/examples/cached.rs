@@ -8,10 +8,7 @@
 use std::error::Error;
 
 use unweight_bench::{MatmulOptions, Timing, bench_matmul};
-use unweight_rt::{
-    device::{Device, KernelSet},
-    env::Env,
-};
+use unweight_rt::{Device, KernelSet, env::Env};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let kernels = KernelSet::open(&Device::open(0)?, Env::process()?);

@@ -6,11 +6,10 @@ use rayon::prelude::*;
 use unweight_codegen::kv::{self, PAGE_TOKENS};
 use unweight_format::testing::Random;
 use unweight_rt::{
-    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream},
-    ops::{
+    DeviceBuffer, DeviceError, Lane, MatrixMut, MatrixRef, Stream,
+    raw::ops::{
         attention::{Attention, AttentionOptions, ChunkRows, RotaryTable, TokenRows},
         kv::{KvLayer, KvShape},
-        lane::Lane,
     },
 };
 

@@ -14,10 +14,7 @@ use unweight_engine::{
 };
 use unweight_format::bundle::{Bundle, Profile};
 use unweight_model::ModelConfig;
-use unweight_rt::{
-    Graph, KernelSet,
-    device::{DeviceError, DeviceInfo, Stream},
-};
+use unweight_rt::{DeviceError, DeviceInfo, Graph, KernelSet, Stream};
 
 use crate::{
     BenchError,

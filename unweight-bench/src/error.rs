@@ -6,10 +6,7 @@ use unweight_format::{
     CodecError,
     raw::{compact::Uncompact, packed::Unpackable},
 };
-use unweight_rt::{
-    Remedy,
-    device::{DeviceError, Refusal},
-};
+use unweight_rt::{DeviceError, Refusal, Remedy};
 
 /// Why there is no report. A kernel whose output is wrong is never timed.
 #[derive(Debug, thiserror::Error)]

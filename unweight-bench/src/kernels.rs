@@ -12,18 +12,21 @@ use unweight_format::{
 };
 
 use unweight_rt::{
-    choose::{
-        graph::decoder,
-        recon::{Source, candidates},
+    DeviceBuffer, DeviceMatrix, KernelSet, Lane, LaneSize,
+    raw::{
+        choose::{
+            graph::decoder,
+            recon::{Source, candidates},
+        },
+        ops::{
+            decode::{Decoder, output_bytes},
+            encode::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
+            gemm_recon::Matmul,
+            repack::{PackError, Packer},
+            transcode::{self, Transcoder},
+        },
+        weight::{DeviceCompact, DeviceHuffman},
     },
-    device::{DeviceBuffer, KernelSet, LaneSize},
-    ops::decode::{Decoder, output_bytes},
-    ops::encode::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
-    ops::gemm_recon::Matmul,
-    ops::lane::Lane,
-    ops::repack::{PackError, Packer},
-    ops::transcode::{self, Transcoder},
-    weight::{DeviceCompact, DeviceHuffman, DeviceMatrix},
 };
 
 use crate::{

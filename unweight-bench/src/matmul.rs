@@ -14,15 +14,18 @@ use unweight_format::{
 };
 
 use unweight_rt::{
-    choose::{
-        model::{PackedChooser, PackedUse, candidates, compact_candidates, is_pdl},
-        table::{MeasuredRow, MeasuredTable},
+    DeviceError, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, MatrixMut, MatrixRef, Stream,
+    raw::{
+        choose::{
+            model::{PackedChooser, PackedUse, candidates, compact_candidates, is_pdl},
+            table::{MeasuredRow, MeasuredTable},
+        },
+        ops::{
+            gemm_compact::CompactGemm,
+            gemm_packed::{PackedGemm, lane_size},
+        },
+        weight::DeviceCompact,
     },
-    device::{DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Stream},
-    ops::gemm_compact::CompactGemm,
-    ops::gemm_packed::{PackedGemm, lane_size},
-    ops::lane::Lane,
-    weight::{DeviceCompact, DeviceMatrix, DevicePacked},
 };
 
 use crate::{

@@ -26,25 +26,24 @@ use unweight_rivals::{
     tans, zipserv,
 };
 use unweight_rt::{
-    choose::{
-        graph::{decoder, element_decoder},
-        model::PackedUse,
-        recon::{Source, candidates},
+    DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, MatrixRef,
+    raw::{
+        choose::{
+            graph::{decoder, element_decoder},
+            model::PackedUse,
+            recon::{Source, candidates},
+        },
+        device::pinned::{Pinned, Source as HostSource},
+        ops::{
+            decode::{Decoder, output_bytes},
+            gemm_compact::CompactGemm,
+            gemm_packed::{PackedGemm, lane_size},
+            gemm_recon::Matmul,
+            repack::Packer,
+            transcode::Transcoder,
+        },
+        weight::{DeviceCompact, DeviceExponents, DeviceHuffman},
     },
-    device::{
-        DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixRef,
-        pinned::{Pinned, Source as HostSource},
-    },
-    ops::{
-        decode::{Decoder, output_bytes},
-        gemm_compact::CompactGemm,
-        gemm_packed::{PackedGemm, lane_size},
-        gemm_recon::Matmul,
-        lane::Lane,
-        repack::Packer,
-        transcode::Transcoder,
-    },
-    weight::{DeviceCompact, DeviceExponents, DeviceHuffman, DeviceMatrix, DevicePacked},
 };
 
 use crate::{

@@ -46,23 +46,24 @@ use unweight_format::{
 };
 
 use unweight_rt::{
-    device::{
-        DeviceBuffer, DeviceError, DeviceInfo, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef, Stream,
-        module::LoadedKernel, raw::RawKernel,
-    },
+    DeviceBuffer, DeviceError, DeviceInfo, DeviceMatrix, DevicePacked, Graph, KernelSet, Lane, LaneSize, MatrixMut,
+    MatrixRef, Stream,
+    cache::KernelCache,
     env::Env,
-    jit::{cache::KernelCache, compiler::CompileRequest},
-    ops::{
-        compress::{CompressError, Compressor},
-        encode::GpuEncoder,
-        gemm_compact::CompactGemm,
-        gemm_packed::PackedGemm,
-        gemm_recon::Matmul,
-        lane::Lane,
-        repack::Packer,
-        transcode,
+    raw::{
+        device::{module::LoadedKernel, raw::RawKernel},
+        jit::compiler::CompileRequest,
+        ops::{
+            compress::{CompressError, Compressor},
+            encode::GpuEncoder,
+            gemm_compact::CompactGemm,
+            gemm_packed::PackedGemm,
+            gemm_recon::Matmul,
+            repack::Packer,
+            transcode,
+        },
+        weight::{DeviceCompact, DeviceHuffman, DevicePalette},
     },
-    weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette},
 };
 
 use crate::{

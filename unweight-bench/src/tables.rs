@@ -11,7 +11,7 @@ use serde::Serialize;
 use unweight_engine::{Linears, MlpWeights};
 use unweight_format::{CodeLimit, Matrix, bundle::Profile};
 use unweight_model::ModelConfig;
-use unweight_rt::{KernelSet, device::DeviceInfo, ops::encode::GpuEncoder};
+use unweight_rt::{DeviceInfo, KernelSet, raw::ops::encode::GpuEncoder};
 
 use crate::{
     BenchError, BenchOptions, DecodeModel, DecodeOptions, bench_decode, bench_kernels, data::normal_bf16,

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 use unweight_codegen::plan::GemmShape;
 
-use unweight_rt::device::{DeviceError, DeviceInfo, Graph, Stream};
+use unweight_rt::{DeviceError, DeviceInfo, Graph, Stream};
 
 use crate::{BenchError, options::options};
 

@@ -14,16 +14,15 @@ use unweight_format::{
 };
 use unweight_model::{ModelConfig, ModelWeights, SampleParams, capacity::Residency};
 use unweight_rt::{
-    DeviceError, DeviceMatrix, Graph, KernelSet, Lane, LaneSize, Linears, LoadOptions, Loader, MatrixMut, Refusal,
-    Resident, RowFault, Stream,
-    choose::{model::Machine, reachable::has_compact_gemms},
-    device::{Pinned, Transfer},
-    jit::cache::Progress,
-    layer::{
-        build::LayerBuilder,
-        offload::{ExpertTraffic, Fetcher, OffloadedExperts},
+    DeviceError, DeviceMatrix, Graph, KernelSet, Lane, LaneSize, LayerBuilder, Linears, LoadOptions, Loader, MatrixMut,
+    Refusal, Resident, RowFault, Stream,
+    cache::Progress,
+    experts::{ExpertTraffic, Fetcher, OffloadedExperts},
+    raw::{
+        choose::{model::Machine, reachable::has_compact_gemms},
+        device::{Pinned, Transfer},
+        ops::{kv::PAD_POSITION, sample::SampleRow},
     },
-    ops::{kv::PAD_POSITION, sample::SampleRow},
 };
 
 use crate::{
@@ -168,7 +167,7 @@ impl Engine {
     }
 
     /// The kernels that a bundle's model runs beside its linears on any of these devices, each once; those are
-    /// [`loader::reachable`](unweight_rt::layer::loader::reachable)'s. Where MLPs are to lie as they are stored
+    /// [`loader::reachable`](unweight_rt::raw::layer::loader::reachable)'s. Where MLPs are to lie as they are stored
     /// ([`EngineOptions::mlp`]) their tensors are read.
     ///
     /// # Errors

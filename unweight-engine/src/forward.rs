@@ -7,7 +7,7 @@
 //! hidden --norm--> normed --head--> logits --sample--> ids, positions + 1
 //! ```
 //! All of it is one chain on one stream, but for copies of experts that are fetched
-//! ([`offload`](unweight_rt::layer::offload)), for whose choice the host waits. A kernel of a step may read positions,
+//! ([`offload`](unweight_rt::raw::layer::experts::offload)), for whose choice the host waits. A kernel of a step may read positions,
 //! page tables and the keys and values of earlier tokens before the kernel in front of it has ended: nothing of the
 //! same step writes them. What the sampler writes belongs to the next step, and two steps are never in one graph.
 
@@ -15,11 +15,8 @@ use unweight_codegen::spec::Epilogue;
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, Lane, Linear, MatrixMut, MatrixRef, Refusal, Stream,
-    layer::{
-        experts::{Choice, ExpertsShape, Routed},
-        offload::{ExpertTraffic, Fetcher},
-    },
-    ops::{
+    experts::{Choice, ExpertTraffic, ExpertsShape, Fetcher, Routed},
+    raw::ops::{
         attention::{AttentionOptions, ChunkRows, RotaryTable, TokenRows},
         kv::{KvLayer, KvShape, PAD_POSITION},
         rope::{HeadOptions, RopeTable},

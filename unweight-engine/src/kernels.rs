@@ -14,16 +14,18 @@ use unweight_codegen::{
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     DeviceError, KernelSet, LaneSize,
-    choose::model::Machine,
-    device::module::LoadedKernel,
-    layer::experts as mixtures,
-    ops::{
-        attention::{Attention, GROUP_MAX, PARTS_MAX},
-        embed::Embed,
-        norm::Norm,
-        rope::Rope,
-        sample::Sample,
-        silu_mul::SiluMul,
+    raw::{
+        choose::model::Machine,
+        device::module::LoadedKernel,
+        layer::experts as mixtures,
+        ops::{
+            attention::{Attention, GROUP_MAX, PARTS_MAX},
+            embed::Embed,
+            norm::Norm,
+            rope::Rope,
+            sample::Sample,
+            silu_mul::SiluMul,
+        },
     },
 };
 

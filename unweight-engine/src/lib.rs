@@ -29,4 +29,4 @@ pub use schedule::{Event, Finish, Rejected, Request, SeqId};
 #[doc(inline)]
 pub use unweight_model::{SampleParams, sampling::NO_TOKEN};
 #[doc(inline)]
-pub use unweight_rt::layer::offload::ExpertTraffic;
+pub use unweight_rt::experts::ExpertTraffic;

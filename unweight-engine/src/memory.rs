@@ -5,12 +5,15 @@ use std::{fmt, path::Path};
 use unweight_format::Role;
 use unweight_model::ModelConfig;
 use unweight_rt::{
-    LaneSize, LoadOptions,
-    choose::{
-        model::PackedChooser,
-        reachable::{Expand, Wanted, Weight},
+    Expand, LaneSize, LoadOptions,
+    experts::ExpertsShape,
+    raw::{
+        choose::{
+            model::PackedChooser,
+            reachable::{Wanted, Weight},
+        },
+        layer::linear,
     },
-    layer::{experts::ExpertsShape, linear},
 };
 
 use crate::{

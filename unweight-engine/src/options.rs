@@ -1,6 +1,6 @@
 //! What an engine is made for.
 
-pub use unweight_rt::layer::loader::{Linears, Resident};
+pub use unweight_rt::{Linears, Resident};
 
 pub use crate::paths::MlpWeights;
 use crate::paths::Plan;

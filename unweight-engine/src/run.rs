@@ -11,11 +11,13 @@ use std::collections::HashMap;
 use unweight_codegen::{VariantSpec, spec::DecodeOutput};
 use unweight_rt::{
     Device, DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
-    device::{LaunchMode, Mark},
-    jit::cache::Progress,
-    ops::{
-        decode::{Decoder, output_bytes},
-        gemm_recon::Matmul,
+    cache::Progress,
+    raw::{
+        device::{LaunchMode, Mark},
+        ops::{
+            decode::{Decoder, output_bytes},
+            gemm_recon::Matmul,
+        },
     },
 };
 

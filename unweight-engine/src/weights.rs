@@ -14,17 +14,13 @@ use unweight_model::{
     ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights as NamesOfMlp, ModelConfig, ModelWeights,
 };
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, LaneSize, Linear, Linears, LoadError, Loader, MatrixMut,
-    MatrixRef, Merge, Resident, Stream,
-    choose::reachable::Expand,
-    layer::{
-        build::LayerBuilder,
-        experts::{Experts, ExpertsShape},
-        loader::{ExpertTensors, Unsuitable},
-        offload::OffloadedExperts,
+    DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Expand, LaneSize, LayerBuilder, Linear, Linears, LoadError,
+    Loader, MatrixMut, MatrixRef, Merge, Resident, Stream, Unsuitable,
+    experts::{ExpertTensors, Experts, ExpertsShape, OffloadedExperts},
+    raw::{
+        ops::embed::EmbedTable,
+        weight::{DeviceHuffman, DevicePalette},
     },
-    ops::embed::EmbedTable,
-    weight::{DeviceHuffman, DevicePalette},
 };
 
 use crate::{

@@ -6,41 +6,82 @@
 //!        +---------- cache: by content ------+
 //! ```
 //!
-//! This crate owns everything that needs a compiler, a driver or a device. It does not know what a kernel means: that
-//! is `unweight_codegen`. Nothing here is linked against CUDA; every library is looked for at run time by
-//! [`jit::toolchain`], and what is missing is an error that says where it was looked for and what to install.
+//! This crate owns everything that needs a compiler, a driver or a device. It does not know what a kernel computes: that
+//! is `unweight_codegen`. Nothing is linked against CUDA. Every library is searched for at run time; the error for a
+//! missing one lists where it was searched for and what to install.
 //!
-//! What programs use: [`Device`], [`Stream`], [`KernelSet`], [`Loader`], [`LayerBuilder`], [`Linear`], [`Lane`],
-//! matrices and their views, and the errors. The modules behind them are public for benchmarks, tests and kernels of
-//! one's own; they change without notice.
+//! | start with | for |
+//! |---|---|
+//! | [`Device`], [`Stream`], [`DeviceMatrix`] | a GPU, work in order, a BF16 matrix |
+//! | [`KernelSet`] | the kernels of a GPU, compiled or found in the [`cache`] |
+//! | [`Loader`], [`LayerBuilder`] | layers of a bundle, or of matrices on the GPU |
+//! | [`Linear`], [`experts`] | what layers compute, in the memory of a [`Lane`] |
+//! | [`interop`] | layers in the memory and on the streams of another framework |
+//! | [`raw`] | everything below, without a promise of stability |
 
-#[doc(hidden)]
-pub mod choose;
-pub mod device;
+mod choose;
+mod device;
 pub mod env;
-pub mod jit;
-pub mod layer;
-#[doc(hidden)]
-pub mod ops;
-pub mod remedy;
-#[doc(hidden)]
-pub mod weight;
+mod exec;
+mod jit;
+mod layer;
+mod ops;
+pub mod raw;
+mod remedy;
+mod weight;
 
+#[doc(inline)]
+pub use choose::reachable::{Expand, Linears, Resident};
 #[doc(inline)]
 pub use device::{
-    Device, DeviceBuffer, DeviceError, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, RowFault, Stream,
+    Device, DeviceBuffer, DeviceError, DeviceInfo, Event, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef,
+    OutsideKernel, Prepared, Refusal, RowFault, Stream,
+    error::{MapRule, PitchRule},
 };
 #[doc(inline)]
-pub use jit::error::Error;
+pub use exec::Lane;
+#[doc(inline)]
+pub use jit::{
+    error::{Error, MissingKernel, NotCompiled},
+    toolchain::Library,
+};
 #[doc(inline)]
 pub use layer::{
     build::LayerBuilder,
-    linear::Linear,
-    loader::{Expand, Linears, LoadError, LoadOptions, Loader, Merge, Resident},
+    error::{LoadError, Unsuitable},
+    linear::{Bf16Linear, CompactLinear, Linear, PackedLinear},
+    loader::Loader,
+    options::{LoadOptions, Merge},
 };
-#[doc(inline)]
-pub use ops::lane::Lane;
 #[doc(inline)]
 pub use remedy::Remedy;
 #[doc(inline)]
 pub use weight::{DeviceMatrix, DevicePacked};
+
+/// The cache of compiled kernels: what it holds, and what happened on a lookup.
+pub mod cache {
+    #[doc(inline)]
+    pub use crate::jit::cache::{Artifact, CacheState, KernelCache, Listed, Miss, Policy, Progress, Removed, Verified};
+}
+
+/// The experts of a mixture-of-experts layer: all of them on the device, or in host memory with slots on the device.
+pub mod experts {
+    #[doc(inline)]
+    pub use crate::layer::{
+        build::{ExpertPart, FillExperts},
+        experts::{
+            Choice, Experts, ExpertsShape, Routed, RoutedAt,
+            offload::{ExpertTraffic, Fetcher, OffloadedExperts},
+        },
+        loader::ExpertTensors,
+    };
+}
+
+/// Layers in the memory and on the streams of another framework, such as PyTorch.
+pub mod interop {
+    #[doc(inline)]
+    pub use crate::{
+        layer::interop::{Guest, PackedAt, Scratch},
+        ops::repack::PackError,
+    };
+}

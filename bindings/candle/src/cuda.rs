@@ -18,7 +18,7 @@ use unweight_format::raw::PackedTensor;
 use unweight_rt::{
     Device as Gpu, KernelSet, Linear, LoadOptions,
     env::Env,
-    layer::guest::{Guest, PackedAt, Scratch},
+    interop::{Guest, PackedAt, Scratch},
 };
 
 use crate::Error;

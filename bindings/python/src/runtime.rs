@@ -22,11 +22,9 @@ use unweight_format::{Digest, TileGrid, raw::packed::Window};
 use unweight_rt::{
     Device, Expand, KernelSet, Linear, LoadOptions,
     env::Env,
-    layer::{
-        experts::{Experts, ExpertsShape, RoutedAt},
-        guest::{Guest, PackedAt, Scratch},
-    },
-    ops::repack::{PackError, Packer},
+    experts::{Experts, ExpertsShape, RoutedAt},
+    interop::{Guest, PackedAt, Scratch},
+    raw::ops::repack::{PackError, Packer},
 };
 
 use crate::{

@@ -15,12 +15,15 @@ use unweight::{
         testing::demo_model::{self, DemoOptions},
     },
     rt::{
-        device::{Device, DeviceBuffer, KernelSet, LaneSize},
+        Device, DeviceBuffer, DeviceMatrix, KernelSet, Lane, LaneSize,
         env::Env,
-        ops::decode::{Decoder, output_bytes},
-        ops::gemm_recon::Matmul,
-        ops::lane::Lane,
-        weight::{DeviceHuffman, DeviceMatrix},
+        raw::{
+            ops::{
+                decode::{Decoder, output_bytes},
+                gemm_recon::Matmul,
+            },
+            weight::DeviceHuffman,
+        },
     },
     unweight_variant,
 };

@@ -5,7 +5,7 @@ use unweight_rivals::{
     cuda::dfloat11::{DeviceUnit, Tables, UnitDecoder},
     dfloat11::{Code, Unit},
 };
-use unweight_rt::device::{DeviceBuffer, Refusal, Stream};
+use unweight_rt::{DeviceBuffer, Refusal, Stream};
 
 fn weights(bytes: &[u8]) -> Vec<u16> {
     bytes.chunks_exact(2).map(|element| u16::from_le_bytes([element[0], element[1]])).collect()

@@ -5,7 +5,7 @@ use unweight_rivals::{
     cuda::matvans::{DeviceMatvans, MatvansKernels, round},
     matvans::{Layout, encode},
 };
-use unweight_rt::device::{DeviceBuffer, Refusal};
+use unweight_rt::{DeviceBuffer, Refusal};
 
 /// Values around 0, with up to 64 different ones.
 fn values(count: usize, random: &mut Random) -> Vec<i8> {

@@ -5,7 +5,7 @@ use unweight_rivals::{
     cuda::tans::{DeviceTans, TansKernels, place},
     tans::{QWEN3_14B, encode, oracle::is_sum},
 };
-use unweight_rt::device::DeviceBuffer;
+use unweight_rt::DeviceBuffer;
 
 /// FP8 bytes with the exponents of real weights.
 fn vector(bytes: usize, seed: u64) -> Vec<u8> {

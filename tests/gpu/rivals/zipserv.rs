@@ -5,11 +5,7 @@ use unweight_rivals::{
     cuda::zipserv::{DeviceZip, FUSED_BEST, FUSED_MAX, ZipKernels},
     zipserv::{Encoded, encode},
 };
-use unweight_rt::{
-    device::{LaneSize, Refusal, Stream},
-    ops::lane::Lane,
-    weight::DeviceMatrix,
-};
+use unweight_rt::{DeviceMatrix, Lane, LaneSize, Refusal, Stream};
 
 const SHAPES: [(usize, usize); 7] =
     [(64, 64), (64, 128), (192, 64), (128, 320), (64, 8192), (1984, 2112), (4096, 4096)];

@@ -12,13 +12,11 @@ use unweight_rivals::{
     zipserv,
 };
 use unweight_rt::{
-    choose::model::PackedUse,
-    device::{DeviceBuffer, DeviceError, LaneSize, MatrixRef},
-    ops::{
-        gemm_packed::{PackedGemm, lane_size},
-        lane::Lane,
+    DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Lane, LaneSize, MatrixRef,
+    raw::{
+        choose::model::PackedUse,
+        ops::gemm_packed::{PackedGemm, lane_size},
     },
-    weight::{DeviceMatrix, DevicePacked},
 };
 
 use super::{Bench, contender, not_taken, unheld};

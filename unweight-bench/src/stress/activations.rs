@@ -11,13 +11,16 @@ use unweight_codegen::{
 use unweight_format::testing::Random;
 use unweight_model::sampling::{SampleParams, sample};
 use unweight_rt::{
-    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, RowFault, module::LoadedKernel},
-    ops::{
-        embed::{Embed, EmbedTable},
-        kv::{KvLayer, KvShape},
-        norm::Norm,
-        rope::{HeadOptions, Rope, RopeTable},
-        silu_mul::SiluMul,
+    DeviceBuffer, DeviceError, MatrixMut, MatrixRef, RowFault,
+    raw::{
+        device::module::LoadedKernel,
+        ops::{
+            embed::{Embed, EmbedTable},
+            kv::{KvLayer, KvShape},
+            norm::Norm,
+            rope::{HeadOptions, Rope, RopeTable},
+            silu_mul::SiluMul,
+        },
     },
 };
 

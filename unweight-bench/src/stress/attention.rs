@@ -9,8 +9,8 @@ use unweight_codegen::{
 };
 use unweight_format::testing::Random;
 use unweight_rt::{
-    device::{DeviceBuffer, MatrixMut, module::LoadedKernel},
-    ops::attention::Attention,
+    DeviceBuffer, MatrixMut,
+    raw::{device::module::LoadedKernel, ops::attention::Attention},
 };
 
 use super::{RUNS, Run, Subject};

@@ -8,7 +8,7 @@ use unweight_codegen::{
     spec::{Epilogue, GemmGroupedSpec, RouteSpec, RouteStage},
 };
 use unweight_format::testing::Random;
-use unweight_rt::device::{DeviceBuffer, module::LoadedKernel};
+use unweight_rt::{DeviceBuffer, raw::device::module::LoadedKernel};
 
 use super::{Launch, RUNS, Run, Subject, Weights, differs};
 use crate::{data::halves, error::BenchError, oracle::value};

@@ -17,10 +17,7 @@ use unweight_rivals::{
     matvans::{self, Layout},
     tans, zipserv,
 };
-use unweight_rt::{
-    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef},
-    weight::DeviceMatrix,
-};
+use unweight_rt::{DeviceBuffer, DeviceError, DeviceMatrix, MatrixMut, MatrixRef};
 
 use super::{RUNS, Run, SHAPES, Subject, Weights, differs, mismatch};
 use crate::{

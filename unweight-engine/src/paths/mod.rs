@@ -29,7 +29,7 @@ use unweight_codegen::{
     spec::{Arch, DecodeOutput, Epilogue, Op},
 };
 use unweight_format::FormId;
-use unweight_rt::choose::{
+use unweight_rt::raw::choose::{
     cost,
     recon::{self, Source},
 };

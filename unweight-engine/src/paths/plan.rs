@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use unweight_format::bundle::PLAN_BYTES_MAX;
-use unweight_rt::device::DeviceInfo;
+use unweight_rt::DeviceInfo;
 
 use super::{MlpWeights, NoWay, Setting, Way};
 use crate::{options::BUCKETS, tune::Subject};

@@ -6,7 +6,7 @@ use unweight_codegen::{
     spec::{Epilogue, Op, WeightSource},
 };
 use unweight_format::{bundle::PLAN_BYTES_MAX, testing::Random};
-use unweight_rt::device::DeviceInfo;
+use unweight_rt::DeviceInfo;
 
 use super::{oracle::PathSpace, *};
 use crate::{

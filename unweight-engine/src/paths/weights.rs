@@ -14,9 +14,11 @@ use unweight_format::{
 use unweight_model::{GatedWeights, ModelConfig};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, Linear, LoadError, Merge, Stream,
-    choose::graph,
-    ops::decode::{Decoder, output_bytes},
-    weight::{DeviceHuffman, DevicePalette},
+    raw::{
+        choose::graph,
+        ops::decode::{Decoder, output_bytes},
+        weight::{DeviceHuffman, DevicePalette},
+    },
 };
 
 use super::{Lies, Lying, LyingMlp, loads_as, reachable};

@@ -4,7 +4,7 @@
 use std::{fs, path::PathBuf, sync::LazyLock};
 
 use libfuzzer_sys::fuzz_target;
-use unweight_rt::jit::cache::Store;
+use unweight_rt::raw::jit::cache::Store;
 
 static ROOT: LazyLock<PathBuf> = LazyLock::new(|| tempfile::tempdir().expect("a directory").keep().join("cache"));
 

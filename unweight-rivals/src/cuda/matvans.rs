@@ -1,7 +1,7 @@
 //! MatVANS' matrix-vector products, and one from int8 as it is: `kernels/matvans.cuh`.
 
 use unweight_codegen::{Outside, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
-use unweight_rt::device::{DeviceBuffer, DeviceError, KernelSet, OutsideKernel, Refusal, Stream};
+use unweight_rt::{DeviceBuffer, DeviceError, KernelSet, OutsideKernel, Refusal, Stream};
 
 use super::HEADERS;
 use crate::matvans::{Encoded, Layout, Tables};

@@ -12,7 +12,7 @@ pub mod tans;
 pub mod zipserv;
 
 use unweight_codegen::{Outside, spec::Arch};
-use unweight_rt::device::{DeviceError, Refusal};
+use unweight_rt::{DeviceError, Refusal};
 
 /// The headers of all kernels.
 pub const HEADERS: &[(&str, &str)] = &[

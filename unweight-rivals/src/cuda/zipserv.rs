@@ -1,11 +1,7 @@
 //! ZipServ's matrices on a device, to BF16 and to products: `kernels/zipserv.cuh`.
 
 use unweight_codegen::{Outside, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
-use unweight_rt::{
-    device::{DeviceBuffer, DeviceError, KernelSet, OutsideKernel, Refusal, Stream},
-    ops::lane::Lane,
-    weight::DeviceMatrix,
-};
+use unweight_rt::{DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, OutsideKernel, Refusal, Stream};
 
 use super::{Error, HEADERS};
 use crate::zipserv::{BLOCK, Encoded};

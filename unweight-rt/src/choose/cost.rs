@@ -55,7 +55,7 @@ pub fn packed_us(problem: GemmShape) -> Option<f64> {
 ///
 /// ```
 /// use unweight_codegen::plan::GemmShape;
-/// use unweight_rt::choose::cost::{compact_us, packed_us};
+/// use unweight_rt::raw::choose::cost::{compact_us, packed_us};
 /// let at = |m| GemmShape { m, n: 14336, k: 4096 };
 /// let behind = |m| compact_us(at(m)).unwrap() / packed_us(at(m)).unwrap();
 /// assert!((1.0..1.4).contains(&behind(1)) && (1.5..5.0).contains(&behind(64)) && behind(2048) < 1.4);
@@ -79,7 +79,7 @@ pub fn compact_us(problem: GemmShape) -> Option<f64> {
 ///
 /// ```
 /// use unweight_codegen::plan::GemmShape;
-/// use unweight_rt::choose::cost::experts_us;
+/// use unweight_rt::raw::choose::cost::experts_us;
 /// let at = |m| experts_us(GemmShape { m, n: 1536, k: 2048 }, 128, 8);
 /// assert!(at(8) < 8.0 * at(1) && at(64) > 2.0 * at(8), "more tokens, more experts");
 /// assert!(at(4096) - at(1024) < 1.0, "until all are read");
@@ -96,7 +96,7 @@ pub fn experts_us(problem: GemmShape, experts: u32, top_k: u32) -> f64 {
 ///
 /// ```
 /// use unweight_codegen::{plan::GemmShape, spec::DecodeOutput};
-/// use unweight_rt::choose::cost::huffman_us;
+/// use unweight_rt::raw::choose::cost::huffman_us;
 /// let at = |m| huffman_us(GemmShape { m, n: 14336, k: 4096 });
 /// assert_eq!(at(1).1, DecodeOutput::Exponent);
 /// assert!((70.0..84.0).contains(&at(1).0), "43.2 + 33.6 us were measured");

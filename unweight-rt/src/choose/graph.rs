@@ -111,7 +111,7 @@ pub const EDGES: [Edge; 14] = [
 /// Every way from a node to a product that meets no node twice, shortest first; of equals, as [`EDGES`] lists them.
 ///
 /// ```
-/// use unweight_rt::choose::graph::{Node, Step, paths};
+/// use unweight_rt::raw::choose::graph::{Node, Step, paths};
 /// let steps = |node| paths(node).iter().map(|path| path.iter().map(|edge| edge.step).collect::<Vec<_>>()).collect::<Vec<_>>();
 /// assert_eq!(steps(Node::Packed), [vec![Step::GemmPacked], vec![Step::Unpack, Step::Cublas]]);
 /// assert_eq!(steps(Node::Bf16), [vec![Step::Cublas], vec![Step::Pack, Step::GemmPacked]]);

@@ -39,7 +39,7 @@ pub enum Source {
 ///
 /// ```
 /// use unweight_codegen::{plan::GemmShape, spec::{Arch, Epilogue}};
-/// use unweight_rt::choose::recon::{Source, candidates};
+/// use unweight_rt::raw::choose::recon::{Source, candidates};
 /// let names = |m, n| -> Vec<String> {
 ///     let problem = GemmShape { m, n, k: 4096 };
 ///     candidates(Arch::Sm90a, Source::Palette { max_verbatim_rows: 5 }, problem, 132, Epilogue::Store)

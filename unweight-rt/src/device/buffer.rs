@@ -289,6 +289,11 @@ impl<T> fmt::Debug for DeviceBuffer<T> {
     }
 }
 
+/// `value` as a length in host memory.
+pub(crate) fn length(what: &'static str, value: u64) -> Result<usize, Refusal> {
+    usize::try_from(value).map_err(|_| Refusal::TooLarge { what, value, limit: usize::MAX as u64 })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -7,7 +7,7 @@ use unweight_codegen::{
 };
 use unweight_format::{CodecError, Float};
 
-use crate::{device::workspace::LaneSize, remedy::Remedy};
+use crate::{device::lane_size::LaneSize, remedy::Remedy};
 
 /// Why something on the device did not happen.
 #[derive(Debug, thiserror::Error)]

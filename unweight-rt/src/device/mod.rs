@@ -21,6 +21,7 @@ pub mod device;
 pub mod error;
 pub mod graph;
 pub mod kernels;
+pub mod lane_size;
 pub mod launch;
 pub mod module;
 pub mod outside;
@@ -30,7 +31,6 @@ pub mod staging;
 pub mod stream;
 pub mod tma;
 pub mod view;
-pub mod workspace;
 
 pub use self::{
     buffer::DeviceBuffer,
@@ -38,12 +38,12 @@ pub use self::{
     error::{DeviceError, Refusal, RowFault},
     graph::Graph,
     kernels::{KernelSet, Prepared},
+    lane_size::LaneSize,
     outside::OutsideKernel,
     pinned::{Pinned, Transfer},
     staging::{Staging, Upload},
     stream::{Event, LaunchMode, Mark, Stream},
     view::{MatrixMut, MatrixRef},
-    workspace::LaneSize,
 };
 
 use cudarc::driver::DriverError;

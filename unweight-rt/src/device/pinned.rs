@@ -3,14 +3,14 @@
 //! A copy owns the pinned memory until it is done, so the host can neither read what has not arrived nor overwrite what
 //! has not left:
 //! ```compile_fail,E0382
-//! # use unweight_rt::device::{DeviceBuffer, DeviceError, Pinned, Stream};
+//! # use unweight_rt::{DeviceBuffer, DeviceError, Stream, raw::device::Pinned};
 //! # fn read(stream: &Stream, ids: &DeviceBuffer<u32>, pinned: Pinned<u32>) -> Result<u32, DeviceError> {
 //! let transfer = ids.read_later(stream, 0, pinned)?;
 //! Ok(pinned[0])
 //! # }
 //! ```
 //! ```
-//! # use unweight_rt::device::{DeviceBuffer, DeviceError, Pinned, Stream};
+//! # use unweight_rt::{DeviceBuffer, DeviceError, Stream, raw::device::Pinned};
 //! # fn read(stream: &Stream, ids: &DeviceBuffer<u32>, pinned: Pinned<u32>) -> Result<u32, DeviceError> {
 //! let transfer = ids.read_later(stream, 0, pinned)?;
 //! let pinned = transfer.wait()?;

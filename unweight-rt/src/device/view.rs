@@ -11,13 +11,13 @@
 //!
 //! No safe call takes an address:
 //! ```compile_fail,E0133
-//! # use unweight_rt::device::{Device, MatrixRef};
+//! # use unweight_rt::{Device, MatrixRef};
 //! fn anywhere(device: &Device) -> MatrixRef<'_> {
 //!     MatrixRef::from_raw(device, 0x7f00_0000_0000, 8, 4096, 4096).unwrap()
 //! }
 //! ```
 //! ```
-//! # use unweight_rt::device::{Device, MatrixRef};
+//! # use unweight_rt::{Device, MatrixRef};
 //! fn of_a_tensor(device: &Device, address: u64) -> MatrixRef<'_> {
 //!     // SAFETY: the tensor is contiguous bf16 [8, 4096] on this device and outlives the work that reads it.
 //!     unsafe { MatrixRef::from_raw(device, address, 8, 4096, 4096) }.unwrap()
@@ -29,7 +29,9 @@ use std::{marker::PhantomData, ops::Range, ptr};
 use cudarc::driver::sys;
 
 use crate::device::{
-    Call, Device, DeviceBuffer, DeviceError, Refusal, Stream, buffer::copy_to_device, error::PitchRule,
+    Call, Device, DeviceBuffer, DeviceError, Refusal, Stream,
+    buffer::{copy_to_device, length},
+    error::PitchRule,
 };
 
 /// Bytes of a bf16.
@@ -354,8 +356,7 @@ impl<'a> MatrixMut<'a> {
             return Ok(());
         }
         stream.device().bind()?;
-        let bytes =
-            |elements: u64| crate::device::workspace::length("bytes of a row", elements.saturating_mul(ELEMENT));
+        let bytes = |elements: u64| length("bytes of a row", elements.saturating_mul(ELEMENT));
         let copy = sys::CUDA_MEMCPY2D_st {
             srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
             srcDevice: from.address,

@@ -16,19 +16,19 @@ use unweight_format::raw::packed::Window;
 use crate::{
     choose::reachable::{Expand, KernelSource, Linears, Resident, Wanted, Weight},
     device::{
-        DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream, module::LoadedKernel,
-        workspace::length,
+        DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Stream, buffer::length,
+        module::LoadedKernel,
     },
+    exec::Lane,
     jit::toolchain::{self, Library},
     layer::{
-        experts::{Experts, ExpertsShape},
-        linear::Linear,
-        loader::{LoadError, LoadOptions, Merge, Unsuitable},
-        offload::OffloadedExperts,
+        error::{LoadError, Unsuitable, in_tensor, refused, unsuitable},
+        experts::{Experts, ExpertsShape, offload::OffloadedExperts},
+        linear::{Bf16Linear, CompactLinear, Linear, PackedLinear},
+        options::{LoadOptions, Merge},
     },
     ops::{
         compress::{CompressError, Compressor},
-        lane::Lane,
         repack::{PackError, Packer},
         transcode::Transcoder,
     },
@@ -277,8 +277,8 @@ impl<'k> LayerBuilder<'k> {
             (Ok(packed), Some(compact)) => {
                 let escapes = packed.into_escapes();
                 let ways = Wanted::take_ways(self.kernels, &self.wanted.compact_ways(weight)).map_err(&device)?;
-                let layer = Linear::compact(compact, escapes, ways).map_err(&device)?;
-                Ok(self.noted(layer))
+                let layer = CompactLinear::new(compact, escapes, ways).map_err(&device)?;
+                Ok(self.noted(Linear::Compact(layer)))
             }
             (packed, _) => self.layer_of_packed(name, weight, packed, &stream),
         }
@@ -408,14 +408,14 @@ impl<'k> LayerBuilder<'k> {
     pub(super) fn packed(&mut self, packed: DevicePacked, weight: &Weight) -> Result<Linear, DeviceError> {
         let ways = self.wanted.packed_ways(weight, packed.has_escapes());
         let ways = Wanted::take_ways(self.kernels, &ways)?;
-        let layer = Linear::packed((weight.n, weight.k), packed, ways)?;
-        Ok(self.noted(layer))
+        let layer = PackedLinear::new((weight.n, weight.k), packed, ways)?;
+        Ok(self.noted(Linear::Packed(layer)))
     }
 
     /// A layer for cuBLAS, once its weights are there: any stream may run it.
     fn whole(&mut self, weights: DeviceMatrix) -> Result<Linear, DeviceError> {
         self.packer.stream().synchronize()?;
-        Ok(self.noted(Linear::whole(weights)))
+        Ok(self.noted(Linear::Bf16(Bf16Linear::new(weights))))
     }
 
     fn noted(&mut self, layer: Linear) -> Linear {
@@ -498,18 +498,4 @@ fn reserve(buffer: &mut DeviceBuffer<u16>, stream: &Stream, (rows, cols): (u32, 
         *buffer = DeviceBuffer::zeroed(stream, elements)?;
     }
     Ok(())
-}
-
-/// What failed on the device, with the tensor that it failed for.
-pub(super) fn in_tensor(name: &str) -> impl Fn(DeviceError) -> LoadError {
-    let name = name.to_owned();
-    move |source| LoadError::Device { name: name.clone(), source: Box::new(source) }
-}
-
-fn refused(device: &impl Fn(DeviceError) -> LoadError) -> impl Fn(Refusal) -> LoadError {
-    move |refusal| device(refusal.into())
-}
-
-pub(super) fn unsuitable(name: &str, why: Unsuitable) -> LoadError {
-    LoadError::Unsuitable { name: name.to_owned(), why }
 }

@@ -16,225 +16,30 @@ use unweight_codegen::{
 };
 use unweight_format::{
     FormId,
-    bundle::{Bundle, BundleError},
-    raw::{CompactTensor, HuffmanTensor, PackedTensor, PaletteTensor, packed::Unpackable},
+    bundle::Bundle,
+    raw::{CompactTensor, HuffmanTensor, PackedTensor, PaletteTensor},
     safetensors::Dtype,
 };
 
-pub use crate::choose::reachable::{Expand, Linears, Resident};
 use crate::{
     choose::{
         graph::{Node, Step},
         model::PackedChooser,
-        reachable::{self, Wanted, Weight},
+        reachable::{self, Linears, Wanted, Weight},
     },
     device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Staging, Stream},
+    exec::Lane,
     jit::cache::Progress,
     layer::{
-        build::{ExpertPart, LayerBuilder, Parts, in_tensor, unsuitable},
-        experts::{Experts, ExpertsShape},
+        build::{ExpertPart, LayerBuilder, Parts},
+        error::{LoadError, Unsuitable, in_tensor, unsuitable},
+        experts::{Experts, ExpertsShape, offload::OffloadedExperts},
         linear::Linear,
-        offload::OffloadedExperts,
+        options::{LoadOptions, Merge},
     },
-    ops::{decode::Decoder, lane::Lane, repack::Packer, transcode::Transcoder},
+    ops::{decode::Decoder, repack::Packer, transcode::Transcoder},
     weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette, pods},
 };
-
-/// Why a layer could not be loaded.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum LoadError {
-    /// The bundle does not have the tensor, or it is damaged.
-    #[error(transparent)]
-    Bundle(#[from] BundleError),
-    /// The device, the compiler or the driver failed.
-    #[error("{name}: {source}")]
-    Device {
-        /// The tensor, or the first of those that become one layer.
-        name: String,
-        /// What failed.
-        #[source]
-        source: Box<DeviceError>,
-    },
-    /// The tensors are no weights of a linear layer, or do not become one.
-    #[error("{name}: {why}")]
-    Unsuitable {
-        /// The tensor.
-        name: String,
-        /// Why.
-        why: Unsuitable,
-    },
-}
-
-impl LoadError {
-    /// What to do about it, where one thing is to be done.
-    pub fn remedy(&self) -> Option<crate::Remedy> {
-        match self {
-            Self::Device { source, .. } => source.remedy(),
-            _ => None,
-        }
-    }
-}
-
-/// Why tensors do not become a linear layer.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum Unsuitable {
-    /// Not BF16, or not of two dimensions.
-    #[error("{dtype:?} of shape {shape:?} is not the weight of a linear layer (BF16, two dimensions)")]
-    NotAMatrix {
-        /// Its type.
-        dtype: Dtype,
-        /// Its shape.
-        shape: Vec<u64>,
-    },
-    /// Not BF16, or not of one dimension.
-    #[error("{dtype:?} of shape {shape:?} is not a vector (BF16, one dimension)")]
-    NotAVector {
-        /// Its type.
-        dtype: Dtype,
-        /// Its shape.
-        shape: Vec<u64>,
-    },
-    /// Extents that kernels cannot count.
-    #[error("{extent} rows or columns exceed the kernels' 2^32 - 1; split it")]
-    TooLarge {
-        /// The extent.
-        extent: u64,
-    },
-    /// Nothing to merge.
-    #[error("no tensors were named; a merged layer has one at least")]
-    Nothing,
-    /// Weights of another input.
-    #[error("has {cols} columns, {first} has {first_cols}; they are not of one input")]
-    Columns {
-        /// Of this tensor.
-        cols: u32,
-        /// The first tensor.
-        first: String,
-        /// Of the first tensor.
-        first_cols: u32,
-    },
-    /// A gate and an up are two.
-    #[error("a gate and an up are 2 tensors, not {count}")]
-    NotAPair {
-        /// How many were named.
-        count: usize,
-    },
-    /// A gate and an up of shapes that do not become one layer.
-    #[error(
-        "a gate [{gate}, {k}] and an up [{up}, {k}] must have the same multiple of 32 rows, and a multiple of 64 columns; load \
-         them apart"
-    )]
-    Pair {
-        /// Rows of the gate.
-        gate: u32,
-        /// Rows of the up.
-        up: u32,
-        /// Columns of both.
-        k: u32,
-    },
-    /// A gate and an up that cuBLAS would have to multiply, which has no such epilogue.
-    #[error("a gate with its up cannot be packed: {0}; load them apart")]
-    GateAndUp(Unpackable),
-    /// Weights without a packed form.
-    #[error("cannot be packed: {0}; load it as a matrix")]
-    Unpackable(Unpackable),
-    /// Sections of another form than the manifest says.
-    #[error("is not the {form} tensor that the manifest says; the bundle is damaged")]
-    OtherForm {
-        /// By the manifest.
-        form: FormId,
-    },
-    /// Longer codes than the bundle says.
-    #[error("has codes of {bits} bits, the manifest says {limit} at most; the bundle is damaged")]
-    CodeBits {
-        /// The longest code.
-        bits: u32,
-        /// By the manifest.
-        limit: u32,
-    },
-}
-
-/// What layers are loaded for.
-///
-/// ```
-/// # use unweight_rt::layer::loader::LoadOptions;
-/// let options = LoadOptions::default().max_batch(256).pdl(false);
-/// assert_eq!((options.max_batch, options.pdl), (256, false));
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct LoadOptions {
-    /// The largest batch of a launch, 4096 by default; a layer takes more in turns.
-    pub max_batch: u32,
-    /// Programmatic dependent launch: a layer asks for its weights while the kernel before it on the stream still runs,
-    /// and waits for that one before it touches activations. Faster where layers follow each other closely; any kernel
-    /// may come before. On by default.
-    pub pdl: bool,
-    /// What the weights lie as; packed by default.
-    pub linears: Linears,
-    /// What compact tensors lie as; packed by default.
-    pub resident: Resident,
-    /// Which batches are multiplied by cuBLAS from weights that are expanded ahead of it; by default what the model of
-    /// the machine says, on architectures without `wgmma`.
-    pub expand: Expand,
-}
-
-impl Default for LoadOptions {
-    fn default() -> Self {
-        Self { max_batch: 4096, pdl: true, linears: Linears::Packed, resident: Resident::Fast, expand: Expand::Model }
-    }
-}
-
-impl LoadOptions {
-    /// The largest batch.
-    #[must_use]
-    pub fn max_batch(self, max_batch: u32) -> Self {
-        Self { max_batch, ..self }
-    }
-
-    /// Programmatic dependent launch.
-    #[must_use]
-    pub fn pdl(self, pdl: bool) -> Self {
-        Self { pdl, ..self }
-    }
-
-    /// What the weights lie as.
-    #[must_use]
-    pub fn linears(self, linears: Linears) -> Self {
-        Self { linears, ..self }
-    }
-
-    /// What compact tensors lie as.
-    #[must_use]
-    pub fn resident(self, resident: Resident) -> Self {
-        Self { resident, ..self }
-    }
-
-    /// Which batches are multiplied by cuBLAS from weights that are expanded ahead of it.
-    #[must_use]
-    pub fn expand(self, expand: Expand) -> Self {
-        Self { expand, ..self }
-    }
-
-    /// The same for whoever chooses, and Huffman codes of up to so many bits.
-    pub fn wanted(self, chooser: PackedChooser, code_limit: u32) -> Wanted {
-        let Self { max_batch, pdl, linears, resident, expand } = self;
-        Wanted { linears, resident, chooser, max_batch, pdl, code_limit, expand }
-    }
-}
-
-/// How several weights become one layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Merge {
-    /// One under the other: the outputs lie side by side (`q`, `k`, `v`).
-    Rows,
-    /// A gate and an up: the output is `silu(X gate^T) * (X up^T)`, computed in fp32 and rounded once. As BF16
-    /// ([`Linears::Bf16`]) they lie one under the other, and the output has both side by side: cuBLAS has no such
-    /// epilogue.
-    SiluMul,
-}
 
 /// Loads layers onto one device.
 #[derive(Debug)]

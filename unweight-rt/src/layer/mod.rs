@@ -1,8 +1,9 @@
-//! Layers out of bundles: a loader that makes them, and what they are when they are loaded.
+//! Layers of bundles, or of matrices on the device: what makes them, and what they compute.
 
 pub mod build;
+pub mod error;
 pub mod experts;
-pub mod guest;
+pub mod interop;
 pub mod linear;
 pub mod loader;
-pub mod offload;
+pub mod options;

@@ -26,10 +26,8 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    ops::{
-        kv::KvLayer,
-        lane::{Lane, LaneParts},
-    },
+    exec::{Lane, context::LaneParts},
+    ops::kv::KvLayer,
 };
 
 /// Query heads of one KV head, at most: they share the rows of a fragment of the tensor cores.

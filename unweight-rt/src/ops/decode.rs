@@ -8,7 +8,7 @@
 //! DeviceExponents --elements--> FP8, F16 or F32 [n, k], as bytes
 //! ```
 //! A decoder only enqueues. Tiles whose metadata lead out of their sections are left out and reported by
-//! [`Lane::synchronize`](crate::ops::lane::Lane::synchronize).
+//! [`Lane::synchronize`](crate::exec::Lane::synchronize).
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ use crate::{
         module::LoadedKernel,
         view::{check_apart, check_device},
     },
-    ops::lane::Lane,
+    exec::Lane,
     weight::{self, DeviceCoded, DeviceExponents, DeviceHuffman},
 };
 

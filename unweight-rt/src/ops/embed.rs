@@ -14,7 +14,10 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    ops::{check_activations, check_len, lane::Lane},
+    exec::{
+        Lane,
+        operands::{check_activations, check_len},
+    },
     weight::{self, DevicePacked},
 };
 

@@ -12,20 +12,20 @@
 //! lengths say. So the safe calls enqueue a whole pipeline, and a stage alone is the caller's to answer for:
 //! ```compile_fail,E0133
 //! # use unweight_codegen::spec::EncodeStage;
-//! # use unweight_rt::{device::DeviceError, ops::encode::{EncodeBuffers, GpuEncoder}};
+//! # use unweight_rt::{DeviceError, raw::ops::encode::{EncodeBuffers, GpuEncoder}};
 //! fn lengths_of_nothing(encoder: &GpuEncoder, buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
 //!     encoder.enqueue_stage(buffers, EncodeStage::Write)
 //! }
 //! ```
 //! ```compile_fail,E0133
-//! # use unweight_rt::{device::DeviceError, ops::encode::EncodeBuffers};
+//! # use unweight_rt::{DeviceError, raw::ops::encode::EncodeBuffers};
 //! fn lengths_of_255(buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
 //!     buffers.poison(0xff)
 //! }
 //! ```
 //! ```
 //! # use unweight_codegen::spec::EncodeStage;
-//! # use unweight_rt::{device::DeviceError, ops::encode::{EncodeBuffers, GpuEncoder}};
+//! # use unweight_rt::{DeviceError, raw::ops::encode::{EncodeBuffers, GpuEncoder}};
 //! fn a_tensor_and_its_table(encoder: &GpuEncoder, buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
 //!     encoder.enqueue_huffman(buffers)?;
 //!     // SAFETY: every stage before it has just been enqueued, by the same encoder.

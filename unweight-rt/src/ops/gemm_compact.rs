@@ -19,7 +19,7 @@ use crate::{
         tma::TensorMapParams,
         view::{Place, check_device},
     },
-    ops::check_product,
+    exec::operands::check_product,
     weight::{self, DeviceCompact},
 };
 

@@ -22,12 +22,8 @@ use crate::{
         module::LoadedKernel,
         tma::TensorMapParams,
         view::{Place, check_device},
-        workspace::Workspace,
     },
-    ops::{
-        check_product,
-        lane::{Lane, LaneParts},
-    },
+    exec::{Lane, context::LaneParts, operands::check_product, workspace::Workspace},
     weight::{self, DevicePacked},
 };
 
@@ -132,35 +128,36 @@ impl PackedGemm {
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
         let LaneParts { stream, workspace, .. } = lane.parts();
-        self.enqueue_in(stream, workspace, x, w, y)
+        match self.prepare(workspace, x.place(), w, y.place())? {
+            // SAFETY: prepared with this workspace; the views were held against their memory when they were made.
+            // Dropping a buffer waits for the kernel.
+            Some(launch) => unsafe { launch.enqueue(stream) },
+            None => Ok(()),
+        }
     }
 
-    /// Everything that can be refused at these operands, without enqueuing anything.
-    pub(crate) fn check(&self, have: LaneSize, x: &Place, w: &DevicePacked, y: &Place) -> Result<(), DeviceError> {
+    /// Checks everything that can be refused at these operands, without enqueuing anything. `None` where there is
+    /// nothing to compute.
+    pub(crate) fn prepare(
+        &self,
+        workspace: &Workspace,
+        x: &Place,
+        w: &DevicePacked,
+        y: &Place,
+    ) -> Result<Option<PackedLaunch<'_>>, DeviceError> {
         let check = || {
             let own = self.kernel.device().ordinal();
             let weights = Weights { shape: weight::shape(w.grid()), spans: w.spans(), has_escapes: w.has_escapes() };
             self.takes.check(own, x, &weights, y)?;
             check_device("the weights", w.device().ordinal(), own)?;
-            have.check(self.lane_size(x.rows, w))?;
+            workspace.size().check(self.lane_size(x.rows, w))?;
             self.kernel.check_grid(problem(x.rows, w.grid()))
         };
-        check().or_else(|refusal| self.kernel.refuse(refusal))
-    }
-
-    pub(crate) fn enqueue_in(
-        &self,
-        stream: &Stream,
-        workspace: &mut Workspace,
-        x: MatrixRef<'_>,
-        w: &DevicePacked,
-        y: MatrixMut<'_>,
-    ) -> Result<(), DeviceError> {
-        let (x, y) = (x.place(), y.place());
-        self.check(workspace.size(), x, w, y)?;
-        let GemmShape { m, n, k } = problem(x.rows, w.grid());
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let problem = problem(x.rows, w.grid());
+        let GemmShape { m, n, k } = problem;
         if m == 0 || n == 0 || k == 0 {
-            return Ok(());
+            return Ok(None);
         }
         let y_map = match self.takes.epilogue {
             Epilogue::Store | Epilogue::StoreAdd => TensorMapParams::product(y),
@@ -190,10 +187,27 @@ impl PackedGemm {
             x_row_bytes: 2 * x.pitch,
             reserved: [0; 10],
         };
-        // SAFETY: `check` has held shapes, pitches, places and the workspace's size against this problem; the views
-        // were held against their memory when they were made; the kernel bounds what heads and lists lead to. Dropping
-        // a buffer waits for the kernel.
-        unsafe { self.kernel.launch(stream, GemmShape { m, n, k }, &args) }
+        Ok(Some(PackedLaunch { kernel: &self.kernel, problem, args }))
+    }
+}
+
+/// A product whose operands were checked, with the arguments of its kernel.
+pub(crate) struct PackedLaunch<'k> {
+    kernel: &'k LoadedKernel,
+    problem: GemmShape,
+    args: GemmPackedArgs,
+}
+
+impl PackedLaunch<'_> {
+    /// Enqueues the product.
+    ///
+    /// # Safety
+    /// The memory of the operands and of the workspace is there until the work is done, and `stream` is the one that
+    /// the workspace belongs to.
+    pub(crate) unsafe fn enqueue(&self, stream: &Stream) -> Result<(), DeviceError> {
+        // SAFETY: `prepare` has held shapes, pitches, places and the workspace's size against this problem; the kernel
+        // bounds what heads and lists lead to. The rest is the caller's promise.
+        unsafe { self.kernel.launch(stream, self.problem, &self.args) }
     }
 }
 

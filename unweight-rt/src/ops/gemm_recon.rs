@@ -16,7 +16,7 @@ use crate::{
         tma::TensorMapParams,
         view::{Place, check_device},
     },
-    ops::{check_product, lane::Lane},
+    exec::{Lane, operands::check_product},
     weight::{self, ExponentView, PaletteView},
 };
 

@@ -103,7 +103,7 @@ pub(crate) fn check_head_dim(head_dim: u32) -> Result<(), Refusal> {
 /// One layer of a cache, to be read and written.
 ///
 /// Which pages a sequence has is said by tables on the device. A page number outside of the layer is not followed:
-/// kernels skip it, and [`Lane::synchronize`](crate::ops::lane::Lane::synchronize) reports it.
+/// kernels skip it, and [`Lane::synchronize`](crate::exec::Lane::synchronize) reports it.
 #[derive(Debug)]
 pub struct KvLayer<'a> {
     device: usize,

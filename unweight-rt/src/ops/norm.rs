@@ -10,7 +10,10 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    ops::{check_activations, check_len, lane::Lane},
+    exec::{
+        Lane,
+        operands::{check_activations, check_len},
+    },
 };
 
 /// An RMSNorm kernel.
@@ -105,7 +108,7 @@ fn check_shapes(x: &Place, rows: Option<usize>, y: &Place) -> Result<(), Refusal
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::CHUNK;
+    use crate::exec::operands::CHUNK;
 
     fn place(rows: u32, cols: u32) -> Place {
         Place::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap()

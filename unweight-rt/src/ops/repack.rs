@@ -28,7 +28,8 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    ops::{decode::Decoder, lane::Lane},
+    exec::Lane,
+    ops::decode::Decoder,
     weight::{self, DeviceHuffman, DevicePacked},
 };
 

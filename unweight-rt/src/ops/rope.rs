@@ -16,11 +16,8 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    ops::{
-        check_len,
-        kv::{KvLayer, KvShape},
-        lane::Lane,
-    },
+    exec::{Lane, operands::check_len},
+    ops::kv::{KvLayer, KvShape},
 };
 
 /// Cosines and sines of every position, bf16 `[positions, rope_dim / 2]` each.

@@ -11,7 +11,7 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    ops::lane::Lane,
+    exec::Lane,
 };
 
 /// A kernel of `sample`.

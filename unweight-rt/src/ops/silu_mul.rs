@@ -15,7 +15,7 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart},
     },
-    ops::{check_activations, lane::Lane},
+    exec::{Lane, operands::check_activations},
 };
 
 /// A kernel of `silu(gate) * up`.
@@ -91,21 +91,32 @@ impl SiluMul {
         unsafe { self.kernel.launch(lane.stream(), problem, &args) }
     }
 
-    /// Enqueues the same of `x[m, 2n]` whose columns take turns: [`Epilogue::GATE_ROWS`] of the gate, as many of the
-    /// up, and so on.
+    /// Checks the operands of [`SiluMul::launch_interleaved`], without enqueuing anything.
     ///
     /// # Errors
     /// As for [`SiluMul::enqueue`].
-    pub(crate) fn enqueue_turns(&self, stream: &Stream, x: MatrixRef<'_>, y: MatrixMut<'_>) -> Result<(), DeviceError> {
-        const { assert!(Epilogue::GATE_ROWS == 8, "a thread takes as many columns") };
-        let (x, y, own) = (x.place(), y.place(), self.kernel.device().ordinal());
+    pub(crate) fn check_interleaved(&self, x: &Place, y: &Place) -> Result<(), DeviceError> {
+        let own = self.kernel.device().ordinal();
         let check = || {
             check_shapes(x, y)?;
             x.check_device("x", own)?;
             y.check_device("y", own)?;
             check_apart(("y", y.span()), [("x", x.span())])
         };
-        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        check().or_else(|refusal| self.kernel.refuse(refusal))
+    }
+
+    /// Enqueues `y[m, n] = silu(gate[m, n]) * up[m, n]` of `x[m, 2n]`, in whose columns gate and up are interleaved:
+    /// [`Epilogue::GATE_ROWS`] of the gate, as many of the up, and so on.
+    ///
+    /// # Safety
+    /// [`SiluMul::check_interleaved`] takes these operands, or more rows of them; their memory is there until the work
+    /// is done.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) unsafe fn launch_interleaved(&self, stream: &Stream, x: &Place, y: &Place) -> Result<(), DeviceError> {
+        const { assert!(Epilogue::GATE_ROWS == 8, "a thread takes as many columns") };
         let args = SiluMulArgs {
             gate: x.address,
             up: x.address + u64::from(Epilogue::GATE_ROWS) * 2,
@@ -118,7 +129,7 @@ impl SiluMul {
             reserved: 0,
         };
         let problem = GemmShape { m: y.rows, n: y.cols, k: 0 };
-        // SAFETY: as above; turns of both fill the columns of `x`.
+        // SAFETY: the caller's promise; gate and up fill the columns of `x`.
         unsafe { self.kernel.launch(stream, problem, &args) }
     }
 }

@@ -3,26 +3,26 @@
 use unweight_format::Matrix;
 
 use super::{elements, pods};
-use crate::device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, workspace::length};
+use crate::device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, buffer::length};
 
 /// A BF16 matrix `[rows, cols]`, row-major, in memory of its own.
 ///
 /// Its buffer always has the elements that its shape asks for, so nothing can exchange it:
 /// ```compile_fail,E0599
-/// # use unweight_rt::{device::DeviceBuffer, weight::DeviceMatrix};
+/// # use unweight_rt::{DeviceBuffer, DeviceMatrix};
 /// fn shrink(matrix: &mut DeviceMatrix, short: DeviceBuffer<u16>) {
 ///     *matrix.data_mut() = short;
 /// }
 /// ```
 /// ```compile_fail,E0308
-/// # use unweight_rt::{device::DeviceBuffer, weight::DeviceMatrix};
+/// # use unweight_rt::{DeviceBuffer, DeviceMatrix};
 /// fn shrink(matrix: &mut DeviceMatrix, mut short: DeviceBuffer<u16>) {
 ///     std::mem::swap(matrix.data(), &mut short);
 /// }
 /// ```
 /// What can be done is to write its elements:
 /// ```
-/// # use unweight_rt::{device::{DeviceError, Stream}, weight::DeviceMatrix};
+/// # use unweight_rt::{DeviceError, DeviceMatrix, Stream};
 /// fn fill(stream: &Stream, matrix: &mut DeviceMatrix, elements: &[u16]) -> Result<(), DeviceError> {
 ///     matrix.write(stream, 0, elements)
 /// }

@@ -31,8 +31,8 @@ use crate::{
         DeviceBuffer, DeviceError, Event, KernelSet, LaneSize, LaunchMode, Mark, MatrixMut, MatrixRef, Pinned, Refusal,
         Stream, Transfer, pinned::Source,
     },
+    exec::{Lane, context::LaneParts},
     layer::experts::{CHUNK_TOKENS, Choice, Experts, ExpertsShape, Lists, Routed, Run},
-    ops::lane::{Lane, LaneParts},
     weight::DevicePacked,
 };
 

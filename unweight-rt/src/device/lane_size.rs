@@ -1,10 +1,10 @@
-//! Memory that the launches of one stream share.
+//! How much memory the launches of one stream need from the context that they run in.
 
 use std::fmt;
 
 use unweight_codegen::plan::WorkspacePlan;
 
-use crate::device::{DeviceBuffer, DeviceError, Refusal, Stream};
+use crate::device::Refusal;
 
 /// Bytes of cuBLAS's workspace, as NVIDIA recommends for Hopper. Given explicitly, so that a captured graph does not name
 /// memory of the library's own.
@@ -83,35 +83,6 @@ impl fmt::Display for LaneSize {
         }
         if *cublas { f.write_str(", cuBLAS") } else { Ok(()) }
     }
-}
-
-/// Partial sums and counters. Every launch leaves the counters zero, so the next one, behind it on the same stream,
-/// finds them so.
-#[derive(Debug)]
-pub(crate) struct Workspace {
-    pub(crate) partials: DeviceBuffer<u8>,
-    pub(crate) counters: DeviceBuffer<u32>,
-}
-
-impl Workspace {
-    pub(crate) fn new(stream: &Stream, size: LaneSize) -> Result<Self, DeviceError> {
-        Ok(Self {
-            partials: DeviceBuffer::zeroed(stream, length("bytes of a workspace", size.workspace_bytes)?)?,
-            counters: DeviceBuffer::zeroed(stream, length("counters of a workspace", size.counters)?)?,
-        })
-    }
-
-    pub(crate) fn size(&self) -> LaneSize {
-        LaneSize {
-            workspace_bytes: self.partials.len() as u64,
-            counters: self.counters.len() as u64,
-            ..LaneSize::default()
-        }
-    }
-}
-
-pub(crate) fn length(what: &'static str, value: u64) -> Result<usize, Refusal> {
-    usize::try_from(value).map_err(|_| Refusal::TooLarge { what, value, limit: usize::MAX as u64 })
 }
 
 #[cfg(test)]

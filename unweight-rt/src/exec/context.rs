@@ -5,7 +5,7 @@
 //! mutably, and no call takes a lane *and* a stream. Work on two streams takes two lanes:
 //! ```compile_fail,E0499
 //! # use unweight_codegen::spec::Epilogue;
-//! # use unweight_rt::{device::DeviceError, layer::linear::Linear, ops::lane::Lane, weight::DeviceMatrix};
+//! # use unweight_rt::{DeviceError, DeviceMatrix, Lane, Linear};
 //! # fn two(layer: &Linear, x: &DeviceMatrix, y: &mut [DeviceMatrix; 2], lane: &mut Lane) {
 //! let [first, second] = y;
 //! std::thread::scope(|scope| {
@@ -16,7 +16,7 @@
 //! ```
 //! ```
 //! # use unweight_codegen::spec::Epilogue;
-//! # use unweight_rt::{device::DeviceError, layer::linear::Linear, ops::lane::Lane, weight::DeviceMatrix};
+//! # use unweight_rt::{DeviceError, DeviceMatrix, Lane, Linear};
 //! # fn two(layer: &Linear, x: &DeviceMatrix, y: &mut [DeviceMatrix; 2], lanes: &mut [Lane; 2]) {
 //! let ([first, second], [one, other]) = (y, lanes);
 //! std::thread::scope(|scope| {
@@ -31,11 +31,8 @@
 use std::{any::Any, fmt};
 
 use crate::{
-    device::{
-        DeviceBuffer, DeviceError, LaneSize, LaunchMode, Refusal, RowFault, Stream,
-        workspace::{Workspace, length},
-    },
-    ops::cublas::Cublas,
+    device::{DeviceBuffer, DeviceError, LaneSize, LaunchMode, Refusal, RowFault, Stream, buffer::length},
+    exec::{cublas::Cublas, workspace::Workspace},
 };
 
 /// One stream with what launches on it share.

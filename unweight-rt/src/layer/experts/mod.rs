@@ -12,6 +12,8 @@
 //! A token's bits follow from its row, its experts and their weights: not from the batch, nor from the batch tile,
 //! since all tiles add up k in one order.
 
+pub mod offload;
+
 use std::sync::Arc;
 
 use unweight_codegen::{
@@ -28,10 +30,7 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    ops::{
-        check_activations,
-        lane::{Lane, LaneParts},
-    },
+    exec::{Lane, context::LaneParts, operands::check_activations},
     weight::{DevicePacked, elements, room, shape},
 };
 
@@ -103,7 +102,7 @@ pub struct Experts {
 ///
 /// ```
 /// # use unweight_codegen::spec::Arch;
-/// # use unweight_rt::layer::experts::variants;
+/// # use unweight_rt::raw::layer::experts::variants;
 /// let names: Vec<String> = variants(Arch::Sm90a).iter().map(|spec| spec.to_string()).collect();
 /// assert!(names.contains(&"uw_sm90a_gemm_grouped_b8_r4w8p2_pdl_silu_mul".to_owned()));
 /// assert_eq!(names.len(), 3 + 2 * 4);

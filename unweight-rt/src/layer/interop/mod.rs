@@ -31,22 +31,19 @@ use crate::{
     choose::reachable::{Wanted, Way, Ways, Weight},
     device::{
         Call, Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
-        buffer::copy_to_device,
+        buffer::{copy_to_device, length},
+        lane_size::CUBLAS_BYTES,
         module::LoadedKernel,
         stream::Captured,
-        workspace::{CUBLAS_BYTES, Workspace, length},
     },
+    exec::{Lane, cublas::Cublas, workspace::Workspace},
     layer::{
         build::{expanding, has_cublas},
         experts::{Experts, ExpertsShape, RoutedAt},
-        linear::Linear,
-        loader::LoadOptions,
+        linear::{Linear, PackedLinear},
+        options::LoadOptions,
     },
-    ops::{
-        cublas::Cublas,
-        lane::Lane,
-        repack::{PackError, Packer},
-    },
+    ops::repack::{PackError, Packer},
     weight::{DevicePacked, room},
 };
 
@@ -156,7 +153,7 @@ impl Guest {
         let (packed, heads, escapes) = unsafe { sections(self.device(), grid, at) }?;
         let packed = DevicePacked::new(grid, window, packed, heads, escapes)?;
         let ways = self.ways((n, k), packed.has_escapes())?;
-        Linear::packed((n, k), packed, ways)
+        Ok(Linear::Packed(PackedLinear::new((n, k), packed, ways)?))
     }
 
     /// Makes the kernels that [`Guest::layer`] asks for of this shape, as tensors with escapes do: what takes long of a

@@ -11,9 +11,9 @@ use cudarc::{
 };
 
 use crate::{
-    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, Stream, view::Place, workspace::CUBLAS_BYTES},
+    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, Stream, lane_size::CUBLAS_BYTES, view::Place},
+    exec::operands::check_product,
     jit::toolchain::{self, Library},
-    ops::check_product,
 };
 
 /// Addresses that cuBLASLt takes operands at, unless it is told otherwise: what it is tuned for.
@@ -55,6 +55,34 @@ struct Addresses {
     x: u64,
     w: u64,
     y: u64,
+}
+
+/// A product `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` where `add`, as cuBLAS takes it.
+#[derive(Clone, Copy)]
+pub(crate) struct Product {
+    extents: Extents,
+    addresses: Addresses,
+}
+
+impl Product {
+    /// The product of matrices whose shapes agree. Checks that cuBLAS can count their extents and pitches.
+    pub(crate) fn new(x: &Place, w: &Place, y: &Place, add: bool) -> Result<Self, Refusal> {
+        let int = |what, value: u64| {
+            let limit = i32::MAX as u64;
+            i32::try_from(value).map_err(|_| Refusal::TooLarge { what, value, limit })
+        };
+        let pitch = |place: &Place| int("a pitch", place.pitch.max(1));
+        let extents = Extents {
+            m: int("m", y.rows.into())?,
+            n: int("n", y.cols.into())?,
+            k: int("k", x.cols.into())?,
+            x_pitch: pitch(x)?,
+            w_pitch: pitch(w)?,
+            y_pitch: pitch(y)?,
+            add,
+        };
+        Ok(Self { extents, addresses: Addresses { x: x.address, w: w.address, y: y.address } })
+    }
 }
 
 impl Addresses {
@@ -131,10 +159,20 @@ impl Cublas {
         y: MatrixMut<'_>,
         add: bool,
     ) -> Result<(), DeviceError> {
-        let Some((extents, addresses)) = self.check(x, w, &y, add)? else { return Ok(()) };
-        let plan = self.tuned.get(&extents).filter(|_| addresses.are_aligned()).and_then(Option::as_ref);
+        let Some(product) = self.check(x, w, &y, add)? else { return Ok(()) };
         // SAFETY: the operands were checked, and are views of memory with these shapes and pitches.
-        unsafe { self.enqueue(plan, &extents, addresses) }
+        unsafe { self.enqueue(&product) }
+    }
+
+    /// Enqueues a product by the algorithm that [`Cublas::tune`] found for it, or by the library's own choice.
+    ///
+    /// # Safety
+    /// The operands lie on the handle's device, `y` apart from the others, and live until the product is done.
+    pub(crate) unsafe fn enqueue(&self, product: &Product) -> Result<(), DeviceError> {
+        let Product { extents, addresses } = product;
+        let plan = self.tuned.get(extents).filter(|_| addresses.are_aligned()).and_then(Option::as_ref);
+        // SAFETY: the caller's promise; a plan is kept with the extents that it was made for.
+        unsafe { self.enqueue_by(plan, extents, *addresses) }
     }
 
     /// Times what cuBLASLt proposes for this product, over weights `ws` of one shape (several, so that they come from
@@ -158,7 +196,7 @@ impl Cublas {
         let mut problem = None;
         let mut products = Vec::with_capacity(ws.len());
         for w in ws {
-            let Some((extents, addresses)) = self.check(x, *w, &y, add)? else { continue };
+            let Some(Product { extents, addresses }) = self.check(x, *w, &y, add)? else { continue };
             let first = *problem.get_or_insert(extents);
             if extents != first {
                 let w = w.place().shape();
@@ -204,7 +242,7 @@ impl Cublas {
         let start = self.stream.event()?;
         for product in products.iter().cycle().take(count) {
             // SAFETY: `tune` has checked these operands, which it borrows.
-            unsafe { self.enqueue(plan, extents, *product) }?;
+            unsafe { self.enqueue_by(plan, extents, *product) }?;
         }
         Ok(start.elapsed_us(&self.stream.event()?)? / count as f64)
     }
@@ -216,7 +254,7 @@ impl Cublas {
         w: MatrixRef<'_>,
         y: &MatrixMut<'_>,
         add: bool,
-    ) -> Result<Option<(Extents, Addresses)>, DeviceError> {
+    ) -> Result<Option<Product>, DeviceError> {
         let own = self.stream.device().ordinal();
         let (x, w, y) = (x.place(), w.place(), y.place());
         check_product(own, x, w.shape(), w.rows.into(), y, [("the weights", w.span())])?;
@@ -224,27 +262,13 @@ impl Cublas {
         if y.rows == 0 || y.cols == 0 {
             return Ok(None);
         }
-        let int = |what, value: u64| {
-            let limit = i32::MAX as u64;
-            i32::try_from(value).map_err(|_| Refusal::TooLarge { what, value, limit })
-        };
-        let pitch = |place: &Place| int("a pitch", place.pitch.max(1));
-        let extents = Extents {
-            m: int("m", y.rows.into())?,
-            n: int("n", y.cols.into())?,
-            k: int("k", x.cols.into())?,
-            x_pitch: pitch(x)?,
-            w_pitch: pitch(w)?,
-            y_pitch: pitch(y)?,
-            add,
-        };
-        Ok(Some((extents, Addresses { x: x.address, w: w.address, y: y.address })))
+        Ok(Some(Product::new(x, w, y, add)?))
     }
 
     /// # Safety
     /// The addresses are of matrices of these extents and pitches, `y` apart from the others, that live until the
     /// product is done; `plan` was made for these extents, and the addresses are aligned as it wants.
-    unsafe fn enqueue(
+    unsafe fn enqueue_by(
         &self,
         plan: Option<&Plan>,
         extents: &Extents,

@@ -1,0 +1,77 @@
+//! What operations check of their operands before they enqueue anything.
+
+use std::ops::Range;
+
+use crate::device::{
+    Refusal,
+    view::{Place, check_apart},
+};
+
+/// What every product asks of its operands: `y[m, columns] = x[m, k] * w[n, k]^T` on device `own`, with `y` apart from
+/// what is read. `columns` is `n`, or fewer where the epilogue makes one column of several.
+pub(crate) fn check_product(
+    own: usize,
+    x: &Place,
+    w: [u64; 2],
+    columns: u64,
+    y: &Place,
+    read: impl IntoIterator<Item = (&'static str, Range<u64>)>,
+) -> Result<(), Refusal> {
+    if u64::from(x.cols) != w[1] || [u64::from(x.rows), columns] != y.shape() {
+        return Err(Refusal::Shape { y: y.shape(), x: x.shape(), w });
+    }
+    x.check_device("x", own)?;
+    y.check_device("y", own)?;
+    check_apart(("y", y.span()), [("x", x.span())].into_iter().chain(read))
+}
+
+/// Elements that a thread of an activation kernel moves at a time: 16 bytes.
+pub(crate) const CHUNK: u32 = 8;
+
+/// What every activation kernel asks of a matrix: whole chunks in aligned rows, at most `max` columns.
+pub(crate) fn check_activations(operand: &'static str, place: &Place, max: u32) -> Result<(), Refusal> {
+    let cols = place.cols;
+    if !cols.is_multiple_of(CHUNK) || cols > max {
+        return Err(Refusal::Columns { operand, cols, of: CHUNK, max });
+    }
+    place.check_rows_aligned(operand)
+}
+
+/// That a vector has as many elements as something has columns or rows.
+pub(crate) fn check_len(buffer: &'static str, got: usize, expected: u32) -> Result<(), Refusal> {
+    let (got, expected) = (got as u64, u64::from(expected));
+    if got == expected { Ok(()) } else { Err(Refusal::Elements { buffer, got, expected }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(address: u64, rows: u32, cols: u32) -> Place {
+        Place::new(0, address, rows, cols, cols.into(), u64::MAX).unwrap()
+    }
+
+    #[test]
+    fn operands_of_a_product_agree_and_lie_apart() {
+        let (x, y) = (place(0x1000, 3, 64), place(0x2000, 3, 128));
+        let w = || [("the weights", 0x8000..0x9000)];
+        assert_eq!(check_product(0, &x, [128, 64], 128, &y, w()), Ok(()));
+        // Of a gate and an up, half.
+        assert_eq!(check_product(0, &x, [256, 64], 128, &y, w()), Ok(()));
+        for (n, k, columns) in [(128, 65, 128), (127, 64, 127)] {
+            let shape = Refusal::Shape { y: [3, 128], x: [3, 64], w: [n, k] };
+            assert_eq!(check_product(0, &x, [n, k], columns, &y, w()), Err(shape));
+        }
+        let fewer = place(0x2000, 2, 128);
+        assert!(matches!(check_product(0, &x, [128, 64], 128, &fewer, w()), Err(Refusal::Shape { .. })));
+        let same = place(0x1000, 3, 128);
+        let overlap = |other| Err(Refusal::Overlap { written: "y", other });
+        assert_eq!(check_product(0, &x, [128, 64], 128, &same, w()), overlap("x"));
+        let inside = place(0x8800, 3, 128);
+        assert_eq!(check_product(0, &x, [128, 64], 128, &inside, w()), overlap("the weights"));
+        assert!(matches!(
+            check_product(1, &x, [128, 64], 128, &y, w()),
+            Err(Refusal::OtherDevice { operand: "x", own: 1, other: 0 })
+        ));
+    }
+}

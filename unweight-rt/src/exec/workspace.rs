@@ -1,0 +1,28 @@
+//! Partial sums and counters that the launches of one stream share.
+
+use crate::device::{DeviceBuffer, DeviceError, LaneSize, Stream, buffer::length};
+
+/// Partial sums and counters. Every launch leaves the counters zero, so the next one, behind it on the same stream,
+/// finds them so.
+#[derive(Debug)]
+pub(crate) struct Workspace {
+    pub(crate) partials: DeviceBuffer<u8>,
+    pub(crate) counters: DeviceBuffer<u32>,
+}
+
+impl Workspace {
+    pub(crate) fn new(stream: &Stream, size: LaneSize) -> Result<Self, DeviceError> {
+        Ok(Self {
+            partials: DeviceBuffer::zeroed(stream, length("bytes of a workspace", size.workspace_bytes)?)?,
+            counters: DeviceBuffer::zeroed(stream, length("counters of a workspace", size.counters)?)?,
+        })
+    }
+
+    pub(crate) fn size(&self) -> LaneSize {
+        LaneSize {
+            workspace_bytes: self.partials.len() as u64,
+            counters: self.counters.len() as u64,
+            ..LaneSize::default()
+        }
+    }
+}

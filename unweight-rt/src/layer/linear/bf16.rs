@@ -1,0 +1,45 @@
+//! A layer of BF16 weights, which cuBLAS multiplies with at every batch.
+
+use unweight_codegen::spec::Epilogue;
+
+use crate::{
+    device::{DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal},
+    exec::Lane,
+    weight::DeviceMatrix,
+};
+
+/// A linear layer of BF16 weights `[n, k]`.
+#[derive(Debug)]
+pub struct Bf16Linear {
+    weights: DeviceMatrix,
+}
+
+impl Bf16Linear {
+    pub(crate) fn new(weights: DeviceMatrix) -> Self {
+        Self { weights }
+    }
+
+    /// The weights `[n, k]`, row-major, on the device.
+    pub fn weights(&self) -> &DeviceMatrix {
+        &self.weights
+    }
+
+    pub(super) fn lane_size(&self) -> LaneSize {
+        LaneSize::default().with_cublas()
+    }
+
+    pub(super) fn enqueue(
+        &self,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
+        y: MatrixMut<'_>,
+        epilogue: Epilogue,
+    ) -> Result<(), DeviceError> {
+        let add = match epilogue {
+            Epilogue::Store => false,
+            Epilogue::StoreAdd => true,
+            asked => return Err(Refusal::Epilogue { asked, loaded: Epilogue::Store }.into()),
+        };
+        lane.cublas()?.matmul(x, self.weights.view(), y, add)
+    }
+}

@@ -1,0 +1,168 @@
+//! A layer of compact weights: multiplied by kernels that read them, or expanded ahead of the product.
+
+use std::{ops::Range, sync::Arc};
+
+use unweight_codegen::spec::Epilogue;
+use unweight_format::TileGrid;
+
+use super::{
+    expanded::{Expanded, ExpandedProduct},
+    routes::{Routed, routes},
+};
+use crate::{
+    choose::reachable::{Choice, Way, Ways},
+    device::{DeviceError, LaneSize, MatrixMut, MatrixRef, module::LoadedKernel, view::Place},
+    exec::{Lane, context::LaneParts},
+    ops::{
+        gemm_compact::CompactGemm,
+        gemm_packed::PackedGemm,
+        silu_mul::SiluMul,
+        transcode::{Expander, Transcoder},
+    },
+    weight::{DeviceCompact, PackedEscapes},
+};
+
+/// A linear layer of compact weights, in whole tiles of 64 x 64.
+#[derive(Debug)]
+pub struct CompactLinear {
+    weights: DeviceCompact,
+    /// The escapes of the packed form, whose tiles are written into the slot.
+    escapes: PackedEscapes,
+    routes: Vec<Choice<Route>>,
+}
+
+/// How a batch is multiplied.
+#[derive(Debug)]
+pub(super) enum Route {
+    /// By a kernel that reads compact weights.
+    Direct(CompactGemm),
+    /// Expanded to packed tiles in the slot, then multiplied by a kernel that reads those.
+    ExpandToPacked(Expander, PackedGemm),
+    /// Expanded to BF16 in the slot, then multiplied by cuBLAS.
+    ExpandToBf16(Transcoder, ExpandedProduct),
+}
+
+impl Route {
+    fn new(way: Way<Arc<LoadedKernel>>) -> Result<Self, DeviceError> {
+        Ok(match way {
+            Way::Direct(kernel) => Self::Direct(CompactGemm::new(kernel)?),
+            Way::Slot { expand, product } => Self::ExpandToPacked(Expander::new(expand)?, PackedGemm::new(product)?),
+            Way::Cublas { expand, activate } => {
+                let activate = activate.map(SiluMul::new).transpose()?;
+                Self::ExpandToBf16(Transcoder::new(expand)?, ExpandedProduct::new(activate))
+            }
+        })
+    }
+}
+
+/// What a context must provide for weights that are expanded to packed tiles.
+pub(super) fn slot_size(grid: TileGrid) -> LaneSize {
+    LaneSize { slot_bytes: Expander::slot_bytes(grid), ..LaneSize::default() }
+}
+
+impl CompactLinear {
+    /// Compact weights, with the escapes of their packed form.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub(crate) fn new(
+        weights: DeviceCompact,
+        escapes: PackedEscapes,
+        ways: Ways<Arc<LoadedKernel>>,
+    ) -> Result<Self, DeviceError> {
+        Ok(Self { weights, escapes, routes: routes(ways, Route::new)? })
+    }
+
+    /// Bytes of the weights on the device.
+    pub(super) fn bytes(&self) -> u64 {
+        self.weights.bytes() + self.escapes.bytes()
+    }
+
+    /// Enqueues the expansion to packed tiles, then the product from them.
+    fn enqueue_packed(
+        &self,
+        lane: LaneParts<'_>,
+        (x, y): (&Place, &Place),
+        (expander, gemm): (&Expander, &PackedGemm),
+    ) -> Result<(), DeviceError> {
+        let LaneParts { stream, workspace, slot, .. } = lane;
+        let have = LaneSize { slot_bytes: slot.len() as u64, ..workspace.size() };
+        let grid = self.weights.grid();
+        have.check(slot_size(grid).max(gemm.lane_size_of(x.rows, grid)))?;
+        // SAFETY: gone when this returns. The layer and the context outlive the work that is enqueued here: dropping a
+        // buffer waits.
+        let packed = unsafe { self.escapes.over(slot) }?;
+        let Some(launch) = gemm.prepare(workspace, x, &packed, y)? else { return Ok(()) };
+        // An ordinary launch: the product that read the slot last is done when it starts.
+        expander.enqueue(stream, &self.weights, self.escapes.window(), slot)?;
+        // SAFETY: prepared with this context's workspace and slot; the views were held against their memory when they
+        // were made. An ordinary launch, too: it starts when the tiles are written.
+        unsafe { launch.enqueue(stream) }
+    }
+}
+
+impl Routed for CompactLinear {
+    type Route = Route;
+
+    fn routes(&self) -> &[Choice<Route>] {
+        &self.routes
+    }
+
+    fn shape(&self) -> [u32; 2] {
+        let grid = self.weights.grid();
+        // A grid's dimensions fit 32 bits.
+        [grid.rows() as u32, grid.cols() as u32]
+    }
+
+    fn ordinal(&self) -> usize {
+        self.weights.device().ordinal()
+    }
+
+    fn spans(&self) -> impl Iterator<Item = (&'static str, Range<u64>)> {
+        self.weights.spans().into_iter().chain(self.escapes.spans())
+    }
+
+    fn kernel<'a>(&self, route: &'a Route) -> Option<&'a LoadedKernel> {
+        match route {
+            Route::Direct(gemm) => Some(gemm.kernel()),
+            Route::ExpandToPacked(_, gemm) => Some(gemm.kernel()),
+            Route::ExpandToBf16(..) => None,
+        }
+    }
+
+    fn rows_size(&self, route: &Route, rows: u32) -> LaneSize {
+        let grid = self.weights.grid();
+        match route {
+            Route::Direct(_) => LaneSize::default(),
+            Route::ExpandToPacked(_, gemm) => slot_size(grid).max(gemm.lane_size_of(rows, grid)),
+            Route::ExpandToBf16(_, product) => product.lane_size(rows, grid),
+        }
+    }
+
+    fn enqueue_rows(
+        &self,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
+        y: MatrixMut<'_>,
+        choice: &Choice<Route>,
+    ) -> Result<(), DeviceError> {
+        match &choice.kernel {
+            Route::Direct(gemm) => gemm.enqueue(lane.stream(), x, &self.weights, y),
+            Route::ExpandToPacked(expander, gemm) => {
+                self.enqueue_packed(lane.parts(), (x.place(), y.place()), (expander, gemm))
+            }
+            Route::ExpandToBf16(transcoder, product) => {
+                let mut lane = lane.parts();
+                let weights = Expanded { grid: self.weights.grid(), ordinal: self.ordinal(), spans: self.spans() };
+                let add = choice.epilogue == Epilogue::StoreAdd;
+                let Some(launch) = product.prepare(&mut lane, weights, (x.place(), y.place()), add)? else {
+                    return Ok(());
+                };
+                let expand = |stream: &_, output: MatrixMut<'_>| transcoder.full(stream, &self.weights, output);
+                // SAFETY: prepared for these parts of the context. The views were held against their memory when they
+                // were made, and dropping a buffer waits for the work.
+                unsafe { launch.enqueue(&mut lane, expand) }
+            }
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Linear layers: `Y[m, n] = X[m, k] * W[n, k]^T` on a GPU, for every encoding of the weights and every batch.
+//!
+//! [`Loader`](crate::layer::loader::Loader) makes them, and compiles every kernel that a batch can need.
+//! [`Linear::enqueue`] only enqueues, so it may be captured into a graph. Shapes that are not multiples of 64 take a
+//! padded path: two copies more than the product.
+//!
+//! ```no_run
+//! use unweight_codegen::spec::Epilogue;
+//! use unweight_format::bundle::Bundle;
+//! use unweight_rt::{Device, DeviceMatrix, KernelSet, LoadOptions, Loader, Merge, cache::Progress, env::Env};
+//!
+//! let device = Device::open(0)?;
+//! let (kernels, stream) = (KernelSet::open(&device, Env::process()?), device.stream()?);
+//! let bundle = Bundle::open("bundle".as_ref())?;
+//! let progress = |kernel: &Progress<'_>| eprintln!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name);
+//! let (mut loader, _) = Loader::new(&kernels, &stream, &bundle, LoadOptions::default(), &progress)?;
+//! let mlp = loader.merge(&["mlp.gate_proj.weight", "mlp.up_proj.weight"], Merge::SiluMul)?;
+//! let down = loader.load("mlp.down_proj.weight")?;
+//! let mut lane = loader.lane(&stream)?;
+//!
+//! let (m, x) = (8, DeviceMatrix::zeroed(&stream, 8, mlp.k())?);
+//! let mut activated = DeviceMatrix::zeroed(&stream, m, mlp.n() / 2)?;
+//! let mut residual = DeviceMatrix::zeroed(&stream, m, down.n())?;
+//! mlp.enqueue(&mut lane, x.view(), activated.view_mut(), Epilogue::SiluMul)?;
+//! down.enqueue(&mut lane, activated.view(), residual.view_mut(), Epilogue::StoreAdd)?;
+//! lane.synchronize()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//! A lane has one stream for life, so a launch cannot use a lane's memory on another stream:
+//! ```compile_fail,E0061
+//! # use unweight_codegen::spec::Epilogue;
+//! # use unweight_rt::{DeviceError, DeviceMatrix, Lane, Linear, Stream};
+//! # fn run(layer: &Linear, other: &Stream, lane: &mut Lane, x: &DeviceMatrix, y: &mut DeviceMatrix) -> Result<(), DeviceError> {
+//! layer.enqueue(other, lane, x.view(), y.view_mut(), Epilogue::Store)
+//! # }
+//! ```
+
+mod bf16;
+mod compact;
+mod expanded;
+mod packed;
+mod routes;
+
+use unweight_codegen::{VariantSpec, plan::GemmShape, spec::Epilogue};
+use unweight_format::TileGrid;
+
+pub use self::{bf16::Bf16Linear, compact::CompactLinear, packed::PackedLinear};
+use self::{packed::padding, routes::Routed};
+use crate::{
+    choose::reachable::{Choice, Linears, Wanted, Way, Weight},
+    device::{DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal},
+    exec::Lane,
+    ops::gemm_packed,
+    weight::{DeviceMatrix, DevicePacked},
+};
+
+/// A linear layer on the device, by how its weights are held.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Linear {
+    /// Packed weights, 12 bits each.
+    Packed(PackedLinear),
+    /// Compact weights, 10.9 bits each.
+    Compact(CompactLinear),
+    /// BF16 weights.
+    Bf16(Bf16Linear),
+}
+
+impl Linear {
+    /// Output features; of a gate and an up projection, the sum of both.
+    pub fn n(&self) -> u32 {
+        match self {
+            Self::Packed(layer) => layer.shape()[0],
+            Self::Compact(layer) => layer.shape()[0],
+            Self::Bf16(layer) => layer.weights().rows(),
+        }
+    }
+
+    /// Input features.
+    pub fn k(&self) -> u32 {
+        match self {
+            Self::Packed(layer) => layer.shape()[1],
+            Self::Compact(layer) => layer.shape()[1],
+            Self::Bf16(layer) => layer.weights().cols(),
+        }
+    }
+
+    /// Bytes of the weights on the device.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Self::Packed(layer) => layer.weights().bytes(),
+            Self::Compact(layer) => layer.bytes(),
+            Self::Bf16(layer) => layer.weights().bytes() as u64,
+        }
+    }
+
+    /// Whether the weights are packed.
+    pub fn is_packed(&self) -> bool {
+        matches!(self, Self::Packed(_))
+    }
+
+    /// Whether the weights are compact.
+    pub fn is_compact(&self) -> bool {
+        matches!(self, Self::Compact(_))
+    }
+
+    /// The weights of a packed layer, in whole tiles: an embedding shares them with its head.
+    pub fn packed_weights(&self) -> Option<&DevicePacked> {
+        match self {
+            Self::Packed(layer) => Some(layer.weights()),
+            Self::Compact(_) | Self::Bf16(_) => None,
+        }
+    }
+
+    /// The weights `[n, k]` of a BF16 layer.
+    pub fn bf16_weights(&self) -> Option<&DeviceMatrix> {
+        match self {
+            Self::Bf16(layer) => Some(layer.weights()),
+            Self::Packed(_) | Self::Compact(_) => None,
+        }
+    }
+
+    /// The kernel variant of the product at batch `m`, or of the first part of a batch that is split. `None` where
+    /// cuBLAS multiplies, and for an epilogue that the layer was not loaded for.
+    pub fn variant(&self, m: u32, epilogue: Epilogue) -> Option<VariantSpec> {
+        match self {
+            Self::Packed(layer) => layer.variant(m, epilogue),
+            Self::Compact(layer) => layer.variant(m, epilogue),
+            Self::Bf16(_) => None,
+        }
+    }
+
+    /// What a lane must provide for every batch.
+    pub fn lane_size(&self) -> LaneSize {
+        match self {
+            Self::Packed(layer) => layer.lane_size(),
+            Self::Compact(layer) => layer.lane_size(),
+            Self::Bf16(layer) => layer.lane_size(),
+        }
+    }
+
+    /// What a lane must provide for a batch of `m` rows.
+    ///
+    /// # Errors
+    /// [`Refusal::Epilogue`]: the layer was not loaded for this epilogue.
+    pub fn lane_size_at(&self, m: u32, epilogue: Epilogue) -> Result<LaneSize, Refusal> {
+        match self {
+            Self::Packed(layer) => layer.lane_size_at(m, epilogue),
+            Self::Compact(layer) => layer.lane_size_at(m, epilogue),
+            Self::Bf16(layer) => Ok(layer.lane_size()),
+        }
+    }
+
+    /// Enqueues the product on the lane's stream. A batch larger than the layer was loaded for is split. `x` is
+    /// `[m, k]`, `y` `[m, n]`, both BF16; `y` is overwritten, or added to ([`Epilogue::StoreAdd`]). A packed or compact
+    /// gate and up take [`Epilogue::SiluMul`] alone, with `y` `[m, n / 2]`. Rows of packed and compact layers begin at
+    /// multiples of 16 bytes; those of `y` are dense, unless the layer is padded or BF16.
+    ///
+    /// # Errors
+    /// Shapes, pitches, alignment, overlap, devices and the lane's size
+    /// ([`Loader::lane`](crate::layer::loader::Loader::lane), [`Lane::reserve`]) are checked before anything is
+    /// enqueued. Then the driver's.
+    pub fn enqueue(
+        &self,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
+        y: MatrixMut<'_>,
+        epilogue: Epilogue,
+    ) -> Result<(), DeviceError> {
+        match self {
+            Self::Packed(layer) => layer.enqueue(lane, x, y, epilogue),
+            Self::Compact(layer) => layer.enqueue(lane, x, y, epilogue),
+            Self::Bf16(layer) => layer.enqueue(lane, x, y, epilogue),
+        }
+    }
+}
+
+/// The [`Linear::lane_size`] of the layer that a weight becomes, without a device. Counts the routes with escapes and
+/// those without where both are possible, and takes every weight that should be packed as one that can be.
+pub fn lane_size_of(weight: &Weight, wanted: &Wanted) -> LaneSize {
+    let tiles = weight.padded().map(|(n, k)| TileGrid::new(n as usize, k as usize));
+    let (Some(Ok(grid)), Linears::Packed) = (tiles, wanted.linears) else { return LaneSize::default().with_cublas() };
+    let compact = wanted.stays_compact(weight);
+    let ways = match compact {
+        true => wanted.compact_ways(weight),
+        false => weight.escapes().iter().flat_map(|escapes| wanted.packed_ways(weight, *escapes)).collect(),
+    };
+    let sms = wanted.chooser.machine().sms;
+    let (n, k) = weight.padded().unwrap_or_default();
+    let of = |choice: &Choice<Way<VariantSpec>>| {
+        let m = choice.last;
+        // What was chosen has a plan.
+        let packed = |spec| gemm_packed::lane_size(spec, GemmShape { m, n, k }, sms).unwrap_or_default();
+        let size = match &choice.kernel {
+            Way::Direct(_) if compact => LaneSize::default(),
+            Way::Direct(spec) => packed(spec),
+            Way::Slot { product, .. } => compact::slot_size(grid).max(packed(product)),
+            Way::Cublas { activate, .. } => expanded::size(m, grid, activate.is_some()),
+        };
+        size.max(padding((weight.n, weight.k), (n, k), m))
+    };
+    ways.iter().map(of).fold(LaneSize::default(), LaneSize::max)
+}

@@ -1,0 +1,245 @@
+//! A layer of packed weights: multiplied by kernels that read them, or expanded to BF16 ahead of cuBLAS.
+
+use std::{ops::Range, sync::Arc};
+
+use unweight_codegen::spec::Epilogue;
+
+use super::{
+    expanded::{Expanded, ExpandedLaunch, ExpandedProduct},
+    routes::{Routed, routes},
+};
+use crate::{
+    choose::reachable::{Choice, Way, Ways},
+    device::{
+        DeviceBuffer, DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal,
+        module::LoadedKernel,
+        view::{Place, check_device},
+    },
+    exec::{Lane, context::LaneParts, operands::check_product},
+    ops::{
+        gemm_packed::{PackedGemm, PackedLaunch},
+        repack::Unpacker,
+        silu_mul::SiluMul,
+    },
+    weight::DevicePacked,
+};
+
+/// A linear layer of packed weights. Weights whose shape is no multiple of 64 are padded to one; activations are then
+/// copied to padded ones and back.
+#[derive(Debug)]
+pub struct PackedLinear {
+    n: u32,
+    k: u32,
+    weights: DevicePacked,
+    routes: Vec<Choice<Route>>,
+}
+
+/// How a batch is multiplied.
+#[derive(Debug)]
+pub(super) enum Route {
+    /// By a kernel that reads packed weights.
+    Direct(PackedGemm),
+    /// Unpacked to BF16 in the slot, then multiplied by cuBLAS.
+    ExpandToBf16(Unpacker, ExpandedProduct),
+}
+
+/// A product whose operands were checked. `'k` is the layer's life, `'c` the context's.
+#[expect(clippy::large_enum_variant, reason = "a launch allocates nothing, on the host neither")]
+enum Launch<'k, 'c> {
+    Direct(PackedLaunch<'k>),
+    ExpandToBf16(&'k Unpacker, ExpandedLaunch<'k, 'c>),
+}
+
+impl Route {
+    fn new(way: Way<Arc<LoadedKernel>>) -> Result<Self, DeviceError> {
+        match way {
+            Way::Direct(kernel) => Ok(Self::Direct(PackedGemm::new(kernel)?)),
+            Way::Cublas { expand, activate } => {
+                let activate = activate.map(SiluMul::new).transpose()?;
+                Ok(Self::ExpandToBf16(Unpacker::new(expand)?, ExpandedProduct::new(activate)))
+            }
+            Way::Slot { expand, .. } => expand.refuse(Refusal::Family { wanted: "a kernel that reads packed weights" }),
+        }
+    }
+}
+
+impl PackedLinear {
+    /// Packed weights, of which the first `n` rows and `k` columns belong to the layer.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub(crate) fn new(
+        (n, k): (u32, u32),
+        weights: DevicePacked,
+        ways: Ways<Arc<LoadedKernel>>,
+    ) -> Result<Self, DeviceError> {
+        Ok(Self { n, k, weights, routes: routes(ways, Route::new)? })
+    }
+
+    /// The weights, in tiles of 64 x 64: of their rows and columns the first `n` and `k` are the layer's.
+    pub fn weights(&self) -> &DevicePacked {
+        &self.weights
+    }
+
+    /// Rows and columns of the weights, padding included.
+    fn padded(&self) -> (u32, u32) {
+        let grid = self.weights.grid();
+        // A grid's dimensions fit 32 bits.
+        (grid.rows() as u32, grid.cols() as u32)
+    }
+
+    /// Checks the operands, without enqueuing anything. `None` where there is nothing to compute.
+    fn prepare<'k, 'c>(
+        &'k self,
+        route: &'k Route,
+        lane: &mut LaneParts<'c>,
+        (x, y): (&Place, &Place),
+        add: bool,
+    ) -> Result<Option<Launch<'k, 'c>>, DeviceError> {
+        Ok(match route {
+            Route::Direct(gemm) => gemm.prepare(lane.workspace, x, &self.weights, y)?.map(Launch::Direct),
+            Route::ExpandToBf16(unpacker, product) => {
+                let spans = self.weights.spans().into_iter();
+                let weights = Expanded { grid: self.weights.grid(), ordinal: self.ordinal(), spans };
+                product.prepare(lane, weights, (x, y), add)?.map(|launch| Launch::ExpandToBf16(unpacker, launch))
+            }
+        })
+    }
+
+    /// # Safety
+    /// `lane` is what the launch was prepared for, and the operands' memory is there until the work is done.
+    unsafe fn launch(&self, launch: Launch<'_, '_>, lane: &mut LaneParts<'_>) -> Result<(), DeviceError> {
+        match launch {
+            // SAFETY: the caller's promise. The weights outlive the work: dropping a buffer waits.
+            Launch::Direct(launch) => unsafe { launch.enqueue(lane.stream) },
+            Launch::ExpandToBf16(unpacker, launch) => {
+                let expand = |stream: &_, output: MatrixMut<'_>| unpacker.enqueue(stream, &self.weights, output);
+                // SAFETY: the caller's promise.
+                unsafe { launch.enqueue(lane, expand) }
+            }
+        }
+    }
+
+    /// Enqueues a batch by way of padded activations: copies to them, the product, and the copy from them.
+    fn enqueue_padded(
+        &self,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
+        mut y: MatrixMut<'_>,
+        choice: &Choice<Route>,
+    ) -> Result<(), DeviceError> {
+        let (m, own, (padded_n, padded_k)) = (x.rows(), self.ordinal(), self.padded());
+        let add = choice.epilogue == Epilogue::StoreAdd;
+        let w = [u64::from(self.n), self.k.into()];
+        check_product(own, x.place(), w, self.n.into(), y.place(), self.spans())?;
+        check_device("the lane", lane.stream().device().ordinal(), own)?;
+        lane.size().check(padding((self.n, self.k), (padded_n, padded_k), m))?;
+        if m == 0 {
+            return Ok(());
+        }
+        let mut lane = lane.parts();
+        let padded_x = Place::of(&lane.padded.x, m, padded_k)?;
+        let padded_y = Place::of(&lane.padded.y, m, padded_n)?;
+        let launch = self.prepare(&choice.kernel, &mut lane, (&padded_x, &padded_y), add)?;
+
+        // Columns past k must be zeros: they are multiplied with what pads the weights. Below the elements that the
+        // context has.
+        let (stream, padded) = (lane.stream, &mut *lane.padded);
+        padded.x.fill_front(stream, m as usize * padded_k as usize, 0)?;
+        front(&mut padded.x, m, self.k, padded_k)?.copy_from(stream, x)?;
+        if add {
+            front(&mut padded.y, m, self.n, padded_n)?.copy_from(stream, y.as_ref())?;
+        }
+        if let Some(launch) = launch {
+            // SAFETY: prepared for these parts of the context, whose memory outlives the work: dropping a buffer waits.
+            unsafe { self.launch(launch, &mut lane) }?;
+        }
+        y.copy_from(stream, MatrixRef::new(&lane.padded.y, m, self.n, padded_n.into())?)
+    }
+}
+
+impl Routed for PackedLinear {
+    type Route = Route;
+
+    fn routes(&self) -> &[Choice<Route>] {
+        &self.routes
+    }
+
+    fn shape(&self) -> [u32; 2] {
+        [self.n, self.k]
+    }
+
+    fn ordinal(&self) -> usize {
+        self.weights.device().ordinal()
+    }
+
+    fn spans(&self) -> impl Iterator<Item = (&'static str, Range<u64>)> {
+        self.weights.spans().into_iter()
+    }
+
+    fn kernel<'a>(&self, route: &'a Route) -> Option<&'a LoadedKernel> {
+        match route {
+            Route::Direct(gemm) => Some(gemm.kernel()),
+            Route::ExpandToBf16(..) => None,
+        }
+    }
+
+    fn rows_size(&self, route: &Route, rows: u32) -> LaneSize {
+        let grid = self.weights.grid();
+        let product = match route {
+            Route::Direct(gemm) => gemm.lane_size_of(rows, grid),
+            Route::ExpandToBf16(_, product) => product.lane_size(rows, grid),
+        };
+        product.max(padding((self.n, self.k), self.padded(), rows))
+    }
+
+    fn enqueue_rows(
+        &self,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
+        y: MatrixMut<'_>,
+        choice: &Choice<Route>,
+    ) -> Result<(), DeviceError> {
+        if (self.n, self.k) != self.padded() {
+            return self.enqueue_padded(lane, x, y, choice);
+        }
+        let (mut lane, add) = (lane.parts(), choice.epilogue == Epilogue::StoreAdd);
+        let Some(launch) = self.prepare(&choice.kernel, &mut lane, (x.place(), y.place()), add)? else {
+            return Ok(());
+        };
+        // SAFETY: prepared for these parts of the context. The views were held against their memory when they were
+        // made, and dropping a buffer waits for the work.
+        unsafe { self.launch(launch, &mut lane) }
+    }
+}
+
+/// What a context must provide for `m` rows of a layer `(n, k)` whose weights are `padded`: nothing where they are not.
+pub(super) fn padding(layer: (u32, u32), padded: (u32, u32), m: u32) -> LaneSize {
+    if layer == padded {
+        return LaneSize::default();
+    }
+    let (m, (n, k)) = (u64::from(m), padded);
+    // Below 2^64: products of two 32-bit numbers.
+    LaneSize { padded_x: m * u64::from(k), padded_y: m * u64::from(n), ..LaneSize::default() }
+}
+
+fn front(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u32) -> Result<MatrixMut<'_>, Refusal> {
+    MatrixMut::new(buffer, rows, cols, pitch.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The copies of a padded layer are held against the context before they are made.
+    #[test]
+    fn a_padded_layer_needs_whole_tiles_of_rows() {
+        assert_eq!(padding((192, 128), (192, 128), 300), LaneSize::default());
+        let need = padding((100, 72), (128, 128), 300);
+        assert_eq!(need, LaneSize { padded_x: 300 * 128, padded_y: 300 * 128, ..LaneSize::default() });
+        // A context made for another layer, with less.
+        let have = LaneSize { workspace_bytes: 1 << 20, counters: 1 << 10, padded_x: 299 * 128, ..need };
+        assert_eq!(have.check(need), Err(Refusal::LaneTooSmall { need, have }));
+        assert_eq!(padding((1, 1), (u32::MAX, u32::MAX), u32::MAX).padded_x, u64::from(u32::MAX).pow(2));
+    }
+}

@@ -1,0 +1,176 @@
+//! Choosing how a batch is multiplied, and splitting a batch that is larger than the layer was loaded for.
+
+use std::{ops::Range, sync::Arc};
+
+use unweight_codegen::{VariantSpec, spec::Epilogue};
+
+use crate::{
+    choose::reachable::{Choice, Way, Ways},
+    device::{DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal, module::LoadedKernel},
+    exec::{Lane, operands::check_product},
+};
+
+/// A layer whose product depends on the batch: one route for each epilogue and range of batches.
+pub(super) trait Routed {
+    /// How one batch is multiplied.
+    type Route;
+
+    /// By epilogue, ascending in the largest batch.
+    fn routes(&self) -> &[Choice<Self::Route>];
+
+    /// `[n, k]`, without padding.
+    fn shape(&self) -> [u32; 2];
+
+    /// The device that holds the weights.
+    fn ordinal(&self) -> usize;
+
+    /// The address range of each section of the weights.
+    fn spans(&self) -> impl Iterator<Item = (&'static str, Range<u64>)>;
+
+    /// The kernel of the product; `None` where cuBLAS multiplies.
+    fn kernel<'a>(&self, route: &'a Self::Route) -> Option<&'a LoadedKernel>;
+
+    /// What a context must provide for `rows` rows that are multiplied at once.
+    fn rows_size(&self, route: &Self::Route, rows: u32) -> LaneSize;
+
+    /// Checks the operands and enqueues a batch that the route takes at once.
+    fn enqueue_rows(
+        &self,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
+        y: MatrixMut<'_>,
+        choice: &Choice<Self::Route>,
+    ) -> Result<(), DeviceError>;
+
+    /// The route of a batch, and how many rows it takes at a time: all of them, or the largest batch that the layer was
+    /// loaded for.
+    fn route(&self, m: u32, epilogue: Epilogue) -> Result<(&Choice<Self::Route>, u32), Refusal> {
+        select(self.routes(), |choice| (choice.epilogue, choice.last), m, epilogue)
+    }
+
+    /// The variant of the product for a batch, or for the first part of one that is split.
+    fn variant(&self, m: u32, epilogue: Epilogue) -> Option<VariantSpec> {
+        let (choice, _) = self.route(m, epilogue).ok()?;
+        Some(*self.kernel(&choice.kernel)?.spec())
+    }
+
+    /// What a context must provide for every batch.
+    fn lane_size(&self) -> LaneSize {
+        // The largest batch of a range needs most.
+        let of = |choice: &Choice<Self::Route>| self.rows_size(&choice.kernel, choice.last);
+        self.routes().iter().map(of).fold(LaneSize::default(), LaneSize::max)
+    }
+
+    /// What a context must provide for one batch, with all parts of it.
+    fn lane_size_at(&self, m: u32, epilogue: Epilogue) -> Result<LaneSize, Refusal> {
+        let (_, rows) = self.route(m, epilogue)?;
+        let mut need = LaneSize::default();
+        for rows in [rows, m % rows.max(1)].into_iter().filter(|rows| *rows > 0) {
+            let (choice, _) = self.route(rows, epilogue)?;
+            need = need.max(self.rows_size(&choice.kernel, rows));
+        }
+        Ok(need)
+    }
+
+    /// Checks the operands and enqueues a batch, in several parts where it is larger than the layer was loaded for.
+    fn enqueue(
+        &self,
+        lane: &mut Lane,
+        x: MatrixRef<'_>,
+        mut y: MatrixMut<'_>,
+        epilogue: Epilogue,
+    ) -> Result<(), DeviceError> {
+        let (m, [n, k]) = (x.rows(), self.shape());
+        let (choice, rows) = self.route(m, epilogue)?;
+        if rows == m {
+            return self.enqueue_rows(lane, x, y, choice);
+        }
+        let columns = if epilogue == Epilogue::SiluMul { n / 2 } else { n };
+        let w = [u64::from(n), k.into()];
+        check_product(self.ordinal(), x.place(), w, columns.into(), y.place(), self.spans())?;
+        // Each part begins at a multiple of 16 bytes if the batch does. The last one may have another route.
+        for rows in [rows, m % rows] {
+            let (choice, _) = self.route(rows, epilogue)?;
+            lane.size().check(self.rows_size(&choice.kernel, rows))?;
+        }
+        for part in parts(m, rows) {
+            let (choice, _) = self.route(part.end - part.start, epilogue)?;
+            let y = y.part(part.clone(), 0..columns)?;
+            self.enqueue_rows(lane, x.part(part, 0..k)?, y, choice)?;
+        }
+        Ok(())
+    }
+}
+
+/// Routes made of loaded kernels.
+///
+/// # Errors
+/// Those of `of`: a kernel of another family.
+pub(super) fn routes<R>(
+    ways: Ways<Arc<LoadedKernel>>,
+    of: impl Fn(Way<Arc<LoadedKernel>>) -> Result<R, DeviceError>,
+) -> Result<Vec<Choice<R>>, DeviceError> {
+    let of = |Choice { epilogue, last, kernel }| Ok(Choice { epilogue, last, kernel: of(kernel)? });
+    ways.into_iter().map(of).collect()
+}
+
+/// Of choices by epilogue and ascending in the largest batch, the one for this batch, and how many rows it takes at a
+/// time.
+fn select<T>(choices: &[T], of: impl Fn(&T) -> (Epilogue, u32), m: u32, asked: Epilogue) -> Result<(&T, u32), Refusal> {
+    let mut largest = None;
+    for choice in choices {
+        let (epilogue, last) = of(choice);
+        if epilogue == asked {
+            if m <= last {
+                return Ok((choice, m));
+            }
+            largest = Some((choice, last));
+        }
+    }
+    match (largest, choices.first()) {
+        (Some(largest), _) => Ok(largest),
+        (None, Some(first)) => Err(Refusal::Epilogue { asked, loaded: of(first).0 }),
+        (None, None) => Err(Refusal::Epilogue { asked, loaded: Epilogue::Store }),
+    }
+}
+
+/// Splits `m` rows into ranges of at most `rows`. No rows make one empty range.
+pub(super) fn parts(m: u32, rows: u32) -> impl Iterator<Item = Range<u32>> {
+    let step = rows.max(1);
+    (0..m.div_ceil(step).max(1)).map(move |part| part * step..m.min(part.saturating_add(1).saturating_mul(step)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_epilogue_that_was_not_loaded_for_is_refused_and_a_large_batch_is_split() {
+        let choices = [(Epilogue::Store, 8), (Epilogue::Store, 64), (Epilogue::StoreAdd, 64)];
+        let chosen = |m, asked| select(&choices, |choice| *choice, m, asked).map(|(choice, rows)| (*choice, rows));
+        assert_eq!(chosen(0, Epilogue::Store), Ok(((Epilogue::Store, 8), 0)));
+        assert_eq!(chosen(1, Epilogue::Store), Ok(((Epilogue::Store, 8), 1)));
+        assert_eq!(chosen(8, Epilogue::Store), Ok(((Epilogue::Store, 8), 8)));
+        assert_eq!(chosen(9, Epilogue::Store), Ok(((Epilogue::Store, 64), 9)));
+        assert_eq!(chosen(9, Epilogue::StoreAdd), Ok(((Epilogue::StoreAdd, 64), 9)));
+        assert_eq!(chosen(65, Epilogue::StoreAdd), Ok(((Epilogue::StoreAdd, 64), 64)));
+        assert_eq!(chosen(u32::MAX, Epilogue::Store), Ok(((Epilogue::Store, 64), 64)));
+        let wrong = Refusal::Epilogue { asked: Epilogue::SiluMul, loaded: Epilogue::Store };
+        assert_eq!(chosen(1, Epilogue::SiluMul), Err(wrong));
+    }
+
+    #[test]
+    fn parts_cover_each_row_once() {
+        for (m, rows) in [(5, 4), (8, 4), (9, 4), (20_000, 4096), (1, 1), (3, 1), (u32::MAX, 1 << 31), (u32::MAX, 4096)]
+        {
+            let mut next = 0;
+            for part in parts(m, rows) {
+                assert_eq!(part.start, next, "{m} in {rows}");
+                assert!((1..=rows).contains(&(part.end - part.start)), "{m} in {rows}: {part:?}");
+                assert!(part.end == m || part.len() == rows as usize, "only the last is shorter");
+                next = part.end;
+            }
+            assert_eq!(next, m);
+        }
+    }
+}
