@@ -1,4 +1,4 @@
-"""PyTorch's decode step of Llama-3.1-8B in BF16, what `unweight bench decode` is compared with; on one GPU.
+"""PyTorch's decode step of Llama-3.1-8B in BF16, what `unweight-bench decode` is compared with; on one GPU.
 
     python3 torch_decode.py --context 1024 --prefill 2048 --transformers > torch_decode.json
 

@@ -9,7 +9,7 @@
 //! |---|---|---|---|
 //! | [`format`](mod@format) | `unweight-format` | tensor codec and model bundles, on the CPU | nothing |
 #![cfg_attr(
-    feature = "rivals",
+    feature = "dfloat11",
     doc = "| [`rivals`] | `unweight-rivals` | formats of other systems, read and written | nothing |"
 )]
 #![cfg_attr(
@@ -17,16 +17,26 @@
     doc = "| [`model`] | `unweight-model` | what a model is: configuration, weights by role, an f32 reference | nothing |"
 )]
 #![cfg_attr(
-    feature = "cuda",
+    feature = "gpu",
     doc = "| [`codegen`] | `unweight-codegen` | kernel specs to specialised CUDA source | nothing |",
     doc = "| [`rt`] | `unweight-rt` | compiles, caches, loads and launches kernels | NVRTC to compile, a driver to launch |",
     doc = "| [`engine`] | `unweight-engine` | runs whole models from bundles | as `rt` |"
 )]
 //!
-//! Features, all on by default: `model` brings `model`, `cuda` that, `codegen`, `rt` and `engine` (nothing is linked
-//! against CUDA), `rivals` formats of other systems, `text` tokenizers and chat templates, `serve` an HTTP server,
-//! `cli` all of them and the `unweight` binary. A program that only reads bundles on the CPU turns the default features
-//! off.
+//! | feature | what it adds | commands |
+//! |---|---|---|
+//! | `cli` (default) | the `unweight` command | `compress`, `merge`, `plan`, `decompress`, `verify`, `inspect`, `extract`, `demo`, `man`, `completions` |
+//! | `gpu` | `model`, `codegen`, `rt`, `engine`; nothing is linked against CUDA | `fit`, `tune`, `kernels`, `cache`, `doctor`; `compress --device cuda` |
+//! | `text` | `text`: tokenizers and chat templates | with `gpu`: `generate` |
+//! | `serve` | `serve`: an HTTP server; brings `gpu` and `text` | `serve` |
+//! | `sign` | | `compress --sign`, `merge --sign` |
+//! | `dfloat11` | `rivals`: formats of other systems | `convert`; DFloat11 directories as sources |
+//! | `plots` | | `inspect --svg`, `tune --svg` |
+//! | `full` | all of the above | every command |
+//! | `model` | `model`; part of `gpu` | |
+//! | `testing` | the demo model and random weights in `format`; part of `cli` | |
+//!
+//! A program that only reads bundles on the CPU turns the default features off.
 //!
 //! A model to a bundle and back:
 //! ```
@@ -43,6 +53,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+// The command line names this library as any other program does.
+#[cfg(feature = "cli")]
+extern crate self as unweight;
+
 pub use unweight_format as format;
 
 /// README's first example.
@@ -58,24 +72,27 @@ pub use unweight_format as format;
 struct FirstExample;
 #[cfg(feature = "model")]
 pub use unweight_model as model;
-#[cfg(feature = "rivals")]
+#[cfg(feature = "dfloat11")]
 pub use unweight_rivals as rivals;
 
-#[cfg(feature = "cuda")]
+#[cfg(feature = "gpu")]
 pub use unweight_codegen as codegen;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "gpu")]
 pub use unweight_engine as engine;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "gpu")]
 pub use unweight_macros::facade_unweight_variant as unweight_variant;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "gpu")]
 pub use unweight_rt as rt;
 
+#[cfg(feature = "cli")]
+#[doc(hidden)]
+pub mod cli;
 #[cfg(feature = "serve")]
 pub mod serve;
 #[cfg(feature = "text")]
 pub mod text;
 
-#[cfg(all(test, feature = "cuda"))]
+#[cfg(all(test, feature = "gpu"))]
 mod tests {
     /// What README shows of Cargo.toml has this version, and features that exist.
     #[test]

@@ -1,8 +1,5 @@
 //! The `unweight` command.
 
-mod cli;
-
 fn main() -> std::process::ExitCode {
-    unweight::format::raw::keep_freed_memory();
-    cli::main()
+    unweight::cli::main()
 }

@@ -1,11 +1,8 @@
 //! `unweight completions`, and what a shell asks when somebody presses the tab key.
 
-use std::{
-    env,
-    ffi::{OsStr, OsString},
-    io::Write,
-    path::Path,
-};
+#[cfg(feature = "gpu")]
+use std::ffi::OsStr;
+use std::{env, ffi::OsString, io::Write, path::Path};
 
 use clap::{Args, CommandFactory};
 use clap_complete::{
@@ -13,15 +10,15 @@ use clap_complete::{
     engine::CompletionCandidate,
     env::{CompleteEnv, Shells},
 };
-use unweight::{
-    codegen::spec::{Arch, catalog},
-    format::bundle::{Bundle, Profile, Scope, manifest::FILE_NAME},
-};
+#[cfg(feature = "gpu")]
+use unweight::codegen::spec::{Arch, catalog};
+use unweight::format::bundle::{Bundle, Profile, Scope, manifest::FILE_NAME};
 
+#[cfg(feature = "gpu")]
+use super::kernels::{arch_in, own_arch};
 use super::{
     Cli,
     failure::{Failure, Result},
-    kernels::{arch_in, own_arch},
     output::Output,
 };
 
@@ -67,6 +64,7 @@ pub fn scopes() -> Vec<CompletionCandidate> {
 
 /// Kernels that ship for the architecture that the line names, in this word or by `--arch`; else for this machine's
 /// GPU.
+#[cfg(feature = "gpu")]
 pub fn kernels(word: &OsStr) -> Vec<CompletionCandidate> {
     let word = word.to_string_lossy();
     let line: Vec<String> = line().map(|word| word.to_string_lossy().into_owned()).collect();

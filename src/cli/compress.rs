@@ -3,14 +3,9 @@
 use std::{env, path::PathBuf};
 
 use clap::{Args, ValueEnum};
-use unweight::{
-    format::bundle::{self, BundleError, CompressOptions, CpuEncoder, Encoder, Part, VerifyAfter},
-    rt::{
-        KernelSet,
-        env::Env,
-        raw::{device, ops::encode::BundleEncoder},
-    },
-};
+use unweight::format::bundle::{self, BundleError, CompressOptions, CpuEncoder, Encoder, Part, VerifyAfter};
+#[cfg(feature = "gpu")]
+use unweight::rt::{KernelSet, env::Env, raw::{device, ops::encode::BundleEncoder}};
 
 use super::{
     archive,
@@ -71,16 +66,24 @@ enum Device {
 
 impl Device {
     fn encoder(self, options: &CompressOptions) -> Result<Box<dyn Encoder>> {
-        Ok(match self {
-            Self::Cpu => Box::new(CpuEncoder),
-            Self::Cuda => {
-                let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
-                let device = device::Device::open(0)?;
-                let kernels = KernelSet::open(&device, env);
-                Box::new(BundleEncoder::new(&kernels, options.code_limit)?)
-            }
-        })
+        match self {
+            Self::Cpu => Ok(Box::new(CpuEncoder)),
+            Self::Cuda => on_gpu(options),
+        }
     }
+}
+
+#[cfg(feature = "gpu")]
+fn on_gpu(options: &CompressOptions) -> Result<Box<dyn Encoder>> {
+    let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
+    let device = device::Device::open(0)?;
+    let kernels = KernelSet::open(&device, env);
+    Ok(Box::new(BundleEncoder::new(&kernels, options.code_limit)?))
+}
+
+#[cfg(not(feature = "gpu"))]
+fn on_gpu(_: &CompressOptions) -> Result<Box<dyn Encoder>> {
+    Err(super::absent::option("--device cuda", "gpu"))
 }
 
 impl Compress {

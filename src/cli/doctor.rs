@@ -29,6 +29,9 @@ use super::{
     output::{self, Output},
 };
 
+/// The environment variable of `serve` that holds its API key.
+pub const API_KEY: &str = "UNWEIGHT_API_KEY";
+
 /// Arguments of `doctor`.
 #[derive(Args)]
 pub struct Doctor {}
@@ -108,7 +111,7 @@ impl Doctor {
         let mut warnings = probed.warnings;
         // The key of `serve` is no variable of the runtime.
         let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-        let names = names.filter(|name| name != super::serve::API_KEY);
+        let names = names.filter(|name| name != API_KEY);
         warnings.extend(Env::unknown(names).into_iter().map(|name| format!("{name}: no such variable; misspelt?")));
         let devices = devices();
         if let Ok(nvrtc) = &probed.libraries[Library::Nvrtc as usize] {

@@ -3,20 +3,19 @@
 use std::{
     error::Error,
     fmt,
-    io::{self, IsTerminal},
+    io::{self, IsTerminal, Write},
 };
 
 use super::{
     output::{one_line, printable},
     progress,
 };
-use miette::{Diagnostic, ReportHandler};
 use serde::Serialize;
-use unweight::{
-    format::bundle::{BundleError, ErrorClass, Remedy},
-    rivals::dfloat11::ConvertError,
-    rt,
-};
+use unweight::format::bundle::{BundleError, ErrorClass, Remedy};
+#[cfg(feature = "dfloat11")]
+use unweight::rivals::dfloat11::ConvertError;
+#[cfg(feature = "gpu")]
+use unweight::rt;
 
 /// Whatever ends a command.
 #[derive(Debug)]
@@ -80,6 +79,7 @@ impl Failure {
     }
 
     /// An error with what to do about it.
+    #[cfg(feature = "gpu")]
     pub fn remedied(error: impl Error + Send + Sync + 'static, remedy: rt::Remedy) -> Self {
         let Some(help) = words(remedy) else { return Self::other(error) };
         // The whole of its message: what to do is said here.
@@ -206,6 +206,7 @@ impl From<BundleError> for Failure {
     }
 }
 
+#[cfg(feature = "dfloat11")]
 impl From<ConvertError> for Failure {
     fn from(error: ConvertError) -> Self {
         let class = match error {
@@ -253,6 +254,7 @@ impl From<io::Error> for Failure {
 }
 
 /// The runtime's errors name a remedy; how it is done here is said here.
+#[cfg(feature = "gpu")]
 macro_rules! from_runtime {
     ($($error:ty),+ $(,)?) => {$(
         impl From<$error> for Failure {
@@ -266,9 +268,11 @@ macro_rules! from_runtime {
     )+};
 }
 
-from_runtime!(unweight::engine::EngineError, rt::Error, rt::DeviceError, unweight_bench::BenchError);
+#[cfg(feature = "gpu")]
+from_runtime!(unweight::engine::EngineError, rt::Error, rt::DeviceError);
 
 /// A remedy in words of the command line; `None` where the error's own message says it.
+#[cfg(feature = "gpu")]
 fn words(remedy: rt::Remedy) -> Option<&'static str> {
     Some(match remedy {
         rt::Remedy::ClearKernelCache => "`unweight cache clear` removes the kernels of another version",
@@ -276,7 +280,7 @@ fn words(remedy: rt::Remedy) -> Option<&'static str> {
             "`unweight kernels compile` makes them where there is a compiler and UNWEIGHT_JIT is auto"
         }
         rt::Remedy::VerifyBundle => "`unweight verify` finds the damaged tensor",
-        rt::Remedy::MeasureTable => "`unweight bench matmul --save-table FILE` measures a table",
+        rt::Remedy::MeasureTable => "`unweight-bench matmul --save-table FILE` measures a table",
         _ => return None,
     })
 }
@@ -293,36 +297,37 @@ impl Error for Failure {
     }
 }
 
-impl Diagnostic for Failure {
-    fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
-        self.help.as_ref().map(|help| Box::new(help) as _)
+impl Failure {
+    /// Prints `error:`, `cause:` and `help:` lines on stderr.
+    pub fn print(&self) {
+        let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        // stderr may be closed; the exit status still tells.
+        let _ = io::stderr().write_all(self.text(colour).as_bytes());
+    }
+
+    /// What [`Failure::print`] prints.
+    pub(super) fn text(&self, colour: bool) -> String {
+        let (on, off) = if colour { ("\x1b[1;31m", "\x1b[0m") } else { ("", "") };
+        let mut text = format!("{on}error:{off} {}\n", printable(&self.message));
+        let lines = causes(self).into_iter().map(|cause| ("cause", cause));
+        for (what, line) in lines.chain(self.help.clone().map(|help| ("help", help))) {
+            text += &format!("  {what}: {}\n", printable(&line));
+        }
+        text
     }
 }
 
-/// Prints a diagnostic as `error:`, `cause:` and `help:` lines.
-struct Plain {
-    colour: bool,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl ReportHandler for Plain {
-    fn debug(&self, error: &dyn Diagnostic, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (on, off) = if self.colour { ("\x1b[1;31m", "\x1b[0m") } else { ("", "") };
-        write!(f, "{on}error:{off} {}", printable(&error.to_string()))?;
-        let mut cause = error.source();
-        while let Some(error) = cause {
-            write!(f, "\n  cause: {}", printable(&error.to_string()))?;
-            cause = error.source();
-        }
-        if let Some(help) = error.help() {
-            write!(f, "\n  help: {}", printable(&help.to_string()))?;
-        }
-        Ok(())
+    #[test]
+    fn a_failure_is_printed_with_its_cause_and_its_help() {
+        let failure = Failure::io("some/file")(io::ErrorKind::NotFound.into());
+        let expected = "error: some/file\n  cause: entity not found\n  help: look at how the path is spelt; nothing of this \
+                        name is there\n";
+        assert_eq!(failure.text(false), expected);
+        assert!(failure.text(true).starts_with("\x1b[1;31merror:\x1b[0m some/file\n"));
+        assert_eq!(Failure::interrupted("\x1b[2J").text(false), "error: \\u{1b}[2J\n");
     }
-}
-
-/// Makes [`Plain`] the form of every report.
-pub fn install_handler() {
-    let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    // Fails only if a handler is set already; nothing else sets one.
-    let _ = miette::set_hook(Box::new(move |_| Box::new(Plain { colour })));
 }

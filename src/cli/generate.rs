@@ -13,12 +13,11 @@ use std::{
     time::Instant,
 };
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde::Serialize;
 use unweight::{
     engine::{
-        Engine, EngineError, EngineOptions, ExpertTraffic, Finish, Linears, LoadProgress, Rejected, Request, Resident,
-        SampleParams, SeqId,
+        Engine, EngineError, EngineOptions, ExpertTraffic, Finish, Rejected, Request, Resident, SampleParams, SeqId,
     },
     format::bundle::Bundle,
     model::ModelConfig,
@@ -28,7 +27,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::{Output, printable},
-    paths::{Lie, note_unused, saved_plan},
+    paths::{Form, Lie, ResidentArg, note_load, note_unused, saved_plan},
     progress, size,
     trust::Trust,
 };
@@ -117,45 +116,6 @@ pub struct Generate {
     /// Make these logits by steps of one token, as generating does, not all at once
     #[arg(long, requires = "dump_logits", help_heading = "Logits")]
     by_steps: bool,
-}
-
-/// What linears run from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Form {
-    /// Packed weights, by the kernels of this project
-    Packed,
-    /// The same weights as BF16, by cuBLAS
-    Cublas,
-}
-
-impl From<Form> for Linears {
-    fn from(form: Form) -> Self {
-        match form {
-            Form::Packed => Self::Packed,
-            Form::Cublas => Self::Bf16,
-        }
-    }
-}
-
-/// What compact tensors lie as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ResidentArg {
-    /// Fast where a sequence of 8192 tokens, or of --context, fits beside it; else small
-    Auto,
-    /// Expanded to 12 bits a weight when loaded
-    Fast,
-    /// As they are stored, a tenth smaller
-    Small,
-}
-
-impl From<ResidentArg> for Option<Resident> {
-    fn from(resident: ResidentArg) -> Self {
-        match resident {
-            ResidentArg::Auto => None,
-            ResidentArg::Fast => Some(Resident::Fast),
-            ResidentArg::Small => Some(Resident::Small),
-        }
-    }
 }
 
 #[derive(Clone)]
@@ -568,19 +528,6 @@ fn check_replaceable(file: &Path) -> Result<()> {
     }
     let message = format!("{}: exists, and is no file of logits", file.display());
     Err(Failure::new(message, "choose another name for --dump-logits, or remove the file"))
-}
-
-/// Says what loading does, where that takes long or was asked for.
-pub fn note_load(output: Output, loaded: &LoadProgress<'_>) {
-    match loaded {
-        LoadProgress::Kernel(kernel) if !kernel.artifact.state.is_hit() => {
-            output.note(format_args!("[{}/{}] {} compiled", kernel.done, kernel.total, kernel.artifact.name));
-        }
-        LoadProgress::Layers { done, total } if output.verbose > 1 => {
-            output.note(format_args!("{done} of {total} layers"));
-        }
-        _ => {}
-    }
 }
 
 /// The tokenizer of a bundle.

@@ -15,7 +15,7 @@ use super::{
     completions,
     failure::{Failure, Result},
     output::{self, Output},
-    plot,
+    plot::{self, Drawing},
     progress::Bar,
     select,
 };
@@ -66,6 +66,7 @@ struct Report<'a> {
 impl Inspect {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
+        plot::may_save(self.svg.as_deref())?;
         let bundle = Bundle::open(&self.bundle)?;
         let manifest = bundle.manifest();
         let chosen = |name: &str| self.tensor.is_empty() || self.tensor.iter().any(|pattern| matches(pattern, name));
@@ -104,8 +105,8 @@ impl Inspect {
                 report.exponent_entropy_bits = Some(histogram.entropy_bits());
             }
             if let Some(file) = &self.svg {
-                let svg = histogram.as_ref().map_or_else(|| plot::ratio(&report.tensors), plot::exponents)?;
-                plot::save(file, &svg)?;
+                let drawing = histogram.as_ref().map_or(Drawing::Tensors(&report.tensors), Drawing::Exponents);
+                plot::save(file, &drawing)?;
                 output.note(format_args!("{}: drawn", file.display()));
             } else if !output.json && !self.csv {
                 let mut drawing = Vec::new();

@@ -4,58 +4,64 @@
 //! could not be done (wrong usage included), 128 and the number of the signal that interrupted. `docs/cli.md` lists the
 //! keys of `--json`.
 
+mod absent;
 mod archive;
-mod bench;
+#[cfg(feature = "gpu")]
 mod cache;
 mod completions;
 mod compress;
+#[cfg(feature = "dfloat11")]
 mod convert;
 mod decompress;
 mod demo;
+#[cfg(feature = "gpu")]
 mod doctor;
 mod extract;
-mod failure;
+pub mod failure;
+#[cfg(feature = "gpu")]
 mod fit;
+#[cfg(all(feature = "gpu", feature = "text"))]
 mod generate;
 mod inspect;
+#[cfg(feature = "gpu")]
 mod kernels;
 mod man;
 mod merge;
-mod output;
-mod paths;
+pub mod output;
+#[cfg(feature = "gpu")]
+pub mod paths;
 mod plan;
-mod plot;
+pub mod plot;
+mod program;
 mod progress;
 mod scratch;
 mod select;
+#[cfg(feature = "serve")]
 mod serve;
 mod sign;
 mod size;
 mod source;
-mod trust;
+#[cfg(feature = "gpu")]
+pub mod trust;
+#[cfg(feature = "gpu")]
 mod tune;
 mod verify;
 
-use std::{io::Write, process::ExitCode};
+use std::process::ExitCode;
 
-use clap::{ArgAction, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 
-use failure::{Class, Result};
+use failure::{Failure, Result};
 use output::Output;
+pub use program::{Everywhere, Program, run};
+pub use select::profile;
 
 /// Stores BF16 language model weights losslessly in about two thirds of the space.
 #[derive(Parser)]
-#[command(name = "unweight", version, propagate_version = true, max_term_width = 120)]
+#[command(name = "unweight", version, propagate_version = true, max_term_width = 120, after_help = absent::commands())]
 pub struct Cli {
-    /// Print one JSON object on stdout (docs/cli.md lists the keys)
-    #[arg(long, global = true, help_heading = "Everywhere")]
-    json: bool,
-    /// Print only what was asked for, and errors
-    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = "Everywhere")]
-    quiet: bool,
-    /// Name each file on stderr; twice: each tensor
-    #[arg(short, long, global = true, action = ArgAction::Count, help_heading = "Everywhere")]
-    verbose: u8,
+    #[command(flatten)]
+    everywhere: Everywhere,
     #[command(subcommand)]
     command: Command,
 }
@@ -67,12 +73,15 @@ enum Command {
     /// Join the parts that compress --shard made to one bundle
     Merge(merge::Merge),
     /// Make a DFloat11 directory of a model or a bundle, or the BF16 model that one was made of
+    #[cfg(feature = "dfloat11")]
     Convert(convert::Convert),
     /// Predict what compress would do, from headers and samples
     Plan(plan::Plan),
     /// Find which tensors to store how, so that a model fits a memory
+    #[cfg(feature = "gpu")]
     Fit(fit::Fit),
     /// Find the fastest way to run a bundle's MLPs as they are stored, on the GPU
+    #[cfg(feature = "gpu")]
     Tune(tune::Tune),
     /// Rebuild the original files, byte for byte
     Decompress(decompress::Decompress),
@@ -83,21 +92,23 @@ enum Command {
     /// Write the original bytes of one tensor
     Extract(extract::Extract),
     /// Continue a text with a compressed model, on the GPU
+    #[cfg(all(feature = "gpu", feature = "text"))]
     Generate(generate::Generate),
     /// Answer OpenAI's API with a compressed model, on the GPU
+    #[cfg(feature = "serve")]
     Serve(serve::Serve),
     /// Make a small model, compress it, verify, decompress and compare
     Demo(demo::Demo),
     /// List, print, compile and check the GPU kernels
+    #[cfg(feature = "gpu")]
     #[command(subcommand)]
     Kernels(kernels::Kernels),
-    /// Measure on this machine
-    #[command(subcommand)]
-    Bench(bench::Bench),
     /// Look after the cache of compiled kernels
+    #[cfg(feature = "gpu")]
     #[command(subcommand)]
     Cache(cache::Cache),
     /// Show what this machine has, and what each lack disables
+    #[cfg(feature = "gpu")]
     Doctor(doctor::Doctor),
     /// Write the manual pages to a directory
     Man(man::Man),
@@ -111,20 +122,27 @@ impl Command {
         match self {
             Self::Compress(_) => "compress",
             Self::Merge(_) => "merge",
+            #[cfg(feature = "dfloat11")]
             Self::Convert(_) => "convert",
             Self::Plan(_) => "plan",
+            #[cfg(feature = "gpu")]
             Self::Fit(_) => "fit",
+            #[cfg(feature = "gpu")]
             Self::Tune(_) => "tune",
             Self::Decompress(_) => "decompress",
             Self::Verify(_) => "verify",
             Self::Inspect(_) => "inspect",
             Self::Extract(_) => "extract",
+            #[cfg(all(feature = "gpu", feature = "text"))]
             Self::Generate(_) => "generate",
+            #[cfg(feature = "serve")]
             Self::Serve(_) => "serve",
             Self::Demo(_) => "demo",
+            #[cfg(feature = "gpu")]
             Self::Kernels(command) => command.name(),
-            Self::Bench(command) => command.name(),
+            #[cfg(feature = "gpu")]
             Self::Cache(command) => command.name(),
+            #[cfg(feature = "gpu")]
             Self::Doctor(_) => "doctor",
             Self::Man(_) => "man",
             Self::Completions(_) => "completions",
@@ -135,20 +153,27 @@ impl Command {
         match self {
             Self::Compress(command) => command.run(output),
             Self::Merge(command) => command.run(output),
+            #[cfg(feature = "dfloat11")]
             Self::Convert(command) => command.run(output),
             Self::Plan(command) => command.run(output),
+            #[cfg(feature = "gpu")]
             Self::Fit(command) => command.run(output),
+            #[cfg(feature = "gpu")]
             Self::Tune(command) => command.run(output),
             Self::Decompress(command) => command.run(output),
             Self::Verify(command) => command.run(output),
             Self::Inspect(command) => command.run(output),
             Self::Extract(command) => command.run(output),
+            #[cfg(all(feature = "gpu", feature = "text"))]
             Self::Generate(command) => command.run(output),
+            #[cfg(feature = "serve")]
             Self::Serve(command) => command.run(output),
             Self::Demo(command) => command.run(output),
+            #[cfg(feature = "gpu")]
             Self::Kernels(command) => command.run(output),
-            Self::Bench(command) => command.run(output),
+            #[cfg(feature = "gpu")]
             Self::Cache(command) => command.run(output),
+            #[cfg(feature = "gpu")]
             Self::Doctor(command) => command.run(output),
             Self::Man(command) => command.run(output),
             Self::Completions(command) => command.run(output),
@@ -156,56 +181,25 @@ impl Command {
     }
 }
 
-/// Prints help, or what is wrong with the arguments; as a JSON object where one was asked for.
-fn usage(error: &clap::Error) -> ExitCode {
-    // stdout or stderr may be closed; the exit status still tells.
-    let _ = error.print();
-    if error.use_stderr() && std::env::args_os().any(|argument| argument == "--json") {
-        let text = error.render().to_string();
-        let (message, help) = text.split_once("\n\n").unwrap_or((&text, ""));
-        let document = serde_json::json!({
-            "command": std::env::args().skip(1).find(|argument| !argument.starts_with('-')),
-            "unweight_version": env!("CARGO_PKG_VERSION"),
-            "error": {
-                "class": Class::Failed,
-                "message": message.trim_start_matches("error: ").trim_end(),
-                "causes": [],
-                "help": Some(help.trim_end()).filter(|help| !help.is_empty()),
-            },
-        });
-        let _ = writeln!(std::io::stdout(), "{document:#}");
+impl Program for Cli {
+    fn output(&self) -> Output {
+        self.everywhere.output()
     }
-    ExitCode::from(if error.use_stderr() { Class::Failed.exit_code() } else { 0 })
+
+    fn command(&self) -> &'static str {
+        self.command.name()
+    }
+
+    fn run(&self, output: Output) -> Result<()> {
+        self.command.run(output)
+    }
+
+    fn unknown(command: &str) -> Option<Failure> {
+        absent::command(command)
+    }
 }
 
-/// Parses the arguments and runs the command.
+/// The `unweight` command.
 pub fn main() -> ExitCode {
-    failure::install_handler();
-    progress::survive_file_limit();
-    match completions::answer() {
-        Ok(true) => return ExitCode::SUCCESS,
-        Ok(false) => {}
-        Err(error) => return usage(&error),
-    }
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
-        Err(error) => return usage(&error),
-    };
-    let output = Output { json: cli.json, quiet: cli.quiet, verbose: cli.verbose };
-    let Err(failure) = cli.command.run(output) else { return ExitCode::SUCCESS };
-    let class = failure.class();
-    if class != Class::Gone {
-        let (report, reported) = (failure.to_json(), failure.is_reported());
-        // stderr may be closed; the exit status still tells.
-        let _ = writeln!(std::io::stderr(), "{:?}", miette::Report::new(failure));
-        if output.json && !reported {
-            let document = serde_json::json!({
-                "command": cli.command.name(),
-                "unweight_version": env!("CARGO_PKG_VERSION"),
-                "error": report,
-            });
-            let _ = writeln!(std::io::stdout(), "{document:#}");
-        }
-    }
-    ExitCode::from(class.exit_code())
+    run::<Cli>(completions::answer)
 }

@@ -1,13 +1,55 @@
-//! How MLPs lie, and the plan that `tune` saved for them.
+//! Options of the engine, and the plan that `tune` saved for MLPs.
 
 use clap::ValueEnum;
 use unweight::{
-    engine::paths::{MlpWeights, Plan, plan},
+    engine::{
+        Linears, LoadProgress, Resident,
+        paths::{MlpWeights, Plan, plan},
+    },
     format::bundle::{ATTACHED_NAME, Bundle},
     rt::DeviceInfo,
 };
 
 use super::output::Output;
+
+/// What linears run from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Form {
+    /// Packed weights, by the kernels of this project
+    Packed,
+    /// The same weights as BF16, by cuBLAS
+    Cublas,
+}
+
+impl From<Form> for Linears {
+    fn from(form: Form) -> Self {
+        match form {
+            Form::Packed => Self::Packed,
+            Form::Cublas => Self::Bf16,
+        }
+    }
+}
+
+/// What compact tensors lie as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ResidentArg {
+    /// Fast where a sequence of 8192 tokens, or of --context, fits beside it; else small
+    Auto,
+    /// Expanded to 12 bits a weight when loaded
+    Fast,
+    /// As they are stored, a tenth smaller
+    Small,
+}
+
+impl From<ResidentArg> for Option<Resident> {
+    fn from(resident: ResidentArg) -> Self {
+        match resident {
+            ResidentArg::Auto => None,
+            ResidentArg::Fast => Some(Resident::Fast),
+            ResidentArg::Small => Some(Resident::Small),
+        }
+    }
+}
 
 /// What the weights of MLPs lie as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -65,5 +107,18 @@ pub fn note_unused(plan: &Plan, lie: Lie, bundle: &Bundle, device: &DeviceInfo, 
             "the saved plan was measured on another device, driver or program, or for another --mlp: best guesses are \
              taken; `unweight tune --save` measures here",
         );
+    }
+}
+
+/// Says what loading does, where that takes long or was asked for.
+pub fn note_load(output: Output, loaded: &LoadProgress<'_>) {
+    match loaded {
+        LoadProgress::Kernel(kernel) if !kernel.artifact.state.is_hit() => {
+            output.note(format_args!("[{}/{}] {} compiled", kernel.done, kernel.total, kernel.artifact.name));
+        }
+        LoadProgress::Layers { done, total } if output.verbose > 1 => {
+            output.note(format_args!("{done} of {total} layers"));
+        }
+        _ => {}
     }
 }

@@ -1,4 +1,7 @@
-//! Drawings, as SVG and for terminals. In SVG text stays text, so no font is needed here.
+//! Drawings, as text for terminals and, with the feature `plots`, as SVG.
+
+#[cfg(feature = "plots")]
+mod svg;
 
 use std::{
     collections::BTreeMap,
@@ -9,47 +12,15 @@ use std::{
     path::Path,
 };
 
-use plotters::{
-    chart::ChartContext,
-    coord::{Shift, types::RangedCoordf64},
-    prelude::{
-        BLACK, Cartesian2d, ChartBuilder, Circle, Color, DrawingArea, IntoDrawingArea, IntoTextStyle, PathElement,
-        RGBColor, Rectangle, SVGBackend, Text, WHITE,
-    },
-    style::text_anchor::{HPos, Pos, VPos},
-};
 use unweight::format::{FORMS, FormId, Histogram, Role, bundle::TensorReport};
-
-use unweight_bench::{DecodeReport, Row};
 
 use super::{
     failure::{Failure, Result},
-    output, tune,
+    output,
 };
+#[cfg(feature = "plots")]
+use svg::render;
 
-const SIZE: (u32, u32) = (960, 480);
-const FONT: &str = "sans-serif";
-/// Told apart by colour-blind readers, and in print.
-/// One a form, in their order.
-const FORM_COLOURS: [RGBColor; 8] = [
-    RGBColor(0xbb, 0xbb, 0xbb),
-    HUFFMAN,
-    PALETTE,
-    PACKED,
-    RGBColor(0xcc, 0x79, 0xa7),
-    RGBColor(0x56, 0xb4, 0xe9),
-    RGBColor(0xd5, 0x5e, 0x00),
-    RGBColor(0xf0, 0xe4, 0x42),
-];
-const HUFFMAN: RGBColor = RGBColor(0x00, 0x72, 0xb2);
-const PALETTE: RGBColor = RGBColor(0xe6, 0x9f, 0x00);
-const PACKED: RGBColor = RGBColor(0x00, 0x9e, 0x73);
-
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-type Chart<'b, 'a> = ChartContext<'b, SVGBackend<'a>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
-
-/// Right of a chart, for what would lie over the data otherwise.
-const BESIDE: u32 = 176;
 /// From the first to the last exponent with this share of the elements is drawn; the others are counted beside.
 const COMMON: f64 = 1e-3;
 /// A role with a smaller share of the bytes is drawn with the others.
@@ -59,9 +30,32 @@ const SMALL_TENSOR: f64 = 0.002;
 /// Characters of the longest bar on a terminal.
 const COLUMNS: f64 = 56.0;
 
+/// What an SVG file shows.
+pub enum Drawing<'a> {
+    /// How often each exponent occurs.
+    Exponents(&'a Histogram),
+    /// Stored size of each tensor as a share of its original size; as wide as it is large, by role.
+    Tensors(&'a [TensorReport]),
+    /// Ratios over a number that doubles, such as the batch, a line each.
+    Ratios(Ratios),
+}
+
+/// Lines of ratios to something that they are compared with.
+pub struct Ratios {
+    /// Above the chart.
+    pub caption: &'static str,
+    /// What ratios are over.
+    pub x_name: &'static str,
+    /// What ratios are of.
+    pub ratio_name: &'static str,
+    /// Name and points of each line.
+    pub lines: Vec<(String, BTreeMap<u32, f64>)>,
+}
+
 /// Writes a drawing. A file that is there is replaced if it is a drawing, too: a slip of the fingers must not cost a
 /// shard.
-pub fn save(path: &Path, svg: &str) -> Result<()> {
+pub fn save(path: &Path, drawing: &Drawing<'_>) -> Result<()> {
+    let svg = render(drawing)?;
     let mut file = partial(path)?;
     file.write_all(svg.as_bytes()).map_err(Failure::io(path.display()))?;
     file.persist(path).map_err(|error| Failure::io(path.display())(error.error))?;
@@ -70,7 +64,11 @@ pub fn save(path: &Path, svg: &str) -> Result<()> {
 
 /// Whether [`save`] could write there, as things are now: to be asked before minutes of measuring.
 pub fn may_save(path: Option<&Path>) -> Result<()> {
-    path.map_or(Ok(()), |path| partial(path).map(drop))
+    let Some(path) = path else { return Ok(()) };
+    if !cfg!(feature = "plots") {
+        return Err(super::absent::option("--svg", "plots"));
+    }
+    partial(path).map(drop)
 }
 
 /// A file beside `path` that can take its name: what stands there is nothing or a drawing.
@@ -97,6 +95,11 @@ pub fn beside(path: &Path) -> Result<tempfile::NamedTempFile> {
     // As any file that a program makes: what the user's mask allows.
     builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
     builder.tempfile_in(folder).map_err(Failure::io(folder.display()))
+}
+
+#[cfg(not(feature = "plots"))]
+fn render(_: &Drawing<'_>) -> Result<String> {
+    Err(super::absent::option("--svg", "plots"))
 }
 
 /// What is drawn of a histogram of exponents.
@@ -144,28 +147,7 @@ impl Exponents {
     }
 }
 
-/// How often each exponent occurs.
-pub fn exponents(histogram: &Histogram) -> Result<String> {
-    let exponents = Exponents::of(histogram)?;
-    draw(|area| {
-        let x = f64::from(*exponents.drawn.start()) - 0.5..f64::from(*exponents.drawn.end()) + 0.5;
-        let (chart, beside) = area.split_horizontally(SIZE.0 - BESIDE);
-        let x_axis = ("exponent (biased by 127)", &whole as &dyn Fn(&f64) -> String);
-        let y_axis = ("share of elements, %", &whole as &dyn Fn(&f64) -> String);
-        let mut chart = frame(&chart, "BF16 exponents".to_owned(), x, x_axis, exponents.highest() * 1.05, y_axis)?;
-        let bars = exponents.bars().map(|(exponent, share)| {
-            let middle = f64::from(exponent);
-            Rectangle::new([(middle - 0.4, 0.0), (middle + 0.4, share)], HUFFMAN.filled())
-        });
-        chart.draw_series(bars).map_err(text)?;
-        for (line, y) in exponents.beside.iter().zip((48..).step_by(18)) {
-            write_at(&beside, line, (0, y))?;
-        }
-        Ok(())
-    })
-}
-
-/// [`exponents`] for a terminal.
+/// [`Drawing::Exponents`] for a terminal.
 pub fn exponents_text(histogram: &Histogram, out: &mut dyn Write) -> Result<()> {
     let exponents = Exponents::of(histogram)?;
     for (exponent, share) in exponents.bars() {
@@ -178,6 +160,7 @@ pub fn exponents_text(histogram: &Histogram, out: &mut dyn Write) -> Result<()> 
 }
 
 /// Tensors side by side: their places in the drawing are as wide as their bytes.
+#[cfg_attr(not(feature = "plots"), allow(dead_code, reason = "only SVG shows single tensors"))]
 struct Stripe {
     from: u64,
     to: u64,
@@ -238,47 +221,7 @@ fn ratio_caption(tensors: &[TensorReport]) -> Result<(u64, String)> {
     Ok((original, format!("{} tensors: {percent:.1} % of {original} bytes", tensors.len())))
 }
 
-/// Stored size of each tensor as a share of its original size; as wide as it is large, by role.
-pub fn ratio(tensors: &[TensorReport]) -> Result<String> {
-    let (original, caption) = ratio_caption(tensors)?;
-    let (groups, stripes) = arrange(tensors);
-    let (divisor, unit) = unit(original);
-    let at = |bytes: u64| bytes as f64 / divisor;
-    draw(|area| {
-        let (chart, beside) = area.split_horizontally(SIZE.0 - BESIDE);
-        let x_name = format!("original bytes, {unit}, by role");
-        let x_axis = (x_name.as_str(), &short as &dyn Fn(&f64) -> String);
-        let y_axis = ("stored, % of the original", &whole as &dyn Fn(&f64) -> String);
-        let mut chart = frame(&chart, caption, 0.0..at(original), x_axis, 115.0, y_axis)?;
-        let mut entries = Vec::new();
-        for (form, &colour) in FORMS.iter().map(|form| form.id()).zip(FORM_COLOURS.iter().cycle()) {
-            let mut own = stripes.iter().filter(|stripe| stripe.form == form).peekable();
-            if own.peek().is_none() {
-                continue;
-            }
-            let bars = own.map(|stripe| {
-                let share = stripe.stored_bytes as f64 * 100.0 / (stripe.to - stripe.from) as f64;
-                Rectangle::new([(at(stripe.from), 0.0), (at(stripe.to), share)], colour.filled())
-            });
-            chart.draw_series(bars).map_err(text)?;
-            entries.push((form.name().to_owned(), colour));
-        }
-        for group in &groups {
-            let edge = [(at(group.from), 0.0), (at(group.from), 115.0)];
-            chart.draw_series([PathElement::new(edge, BLACK.mix(0.3).stroke_width(1))]).map_err(text)?;
-            // A name wider than its place would lie over the next one.
-            if (group.to - group.from) as f64 * 96.0 < original as f64 * group.label.len() as f64 {
-                continue;
-            }
-            let style = (FONT, 13).into_text_style(area).pos(Pos::new(HPos::Center, VPos::Center));
-            let middle = (at(group.from) + at(group.to)) / 2.0;
-            chart.draw_series([Text::new(group.label, (middle, 108.0), style)]).map_err(text)?;
-        }
-        legend(&beside, &entries)
-    })
-}
-
-/// [`ratio`] for a terminal: a line per role.
+/// [`Drawing::Tensors`] for a terminal: a line per role.
 pub fn ratio_text(tensors: &[TensorReport], out: &mut dyn Write) -> Result<()> {
     let (_, caption) = ratio_caption(tensors)?;
     for group in arrange(tensors).0 {
@@ -295,186 +238,6 @@ fn blocks(share: f64) -> String {
     let eighths = (share * COLUMNS * 8.0).round() as usize;
     let bar = "\u{2588}".repeat(eighths / 8) + PARTS[eighths % 8];
     format!("{bar:<width$}", width = COLUMNS as usize)
-}
-
-/// A unit in which this many bytes are a number of few digits.
-fn unit(bytes: u64) -> (f64, &'static str) {
-    match bytes {
-        0..0x10_0000 => (1024.0, "KiB"),
-        0x10_0000..0x4000_0000 => (1048576.0, "MiB"),
-        _ => (1073741824.0, "GiB"),
-    }
-}
-
-/// Times cuBLAS over the batch, a line per shape: what dispatch takes, under dependent launch where that was measured.
-pub fn speedups(rows: &[Row]) -> Result<String> {
-    let caption = "Matmul from compressed weights: times cuBLAS, in the same rounds";
-    ratios(caption, ("batch", "times cuBLAS"), &dispatched(rows))
-}
-
-/// By shape and form, by batch.
-fn dispatched(rows: &[Row]) -> Vec<(String, BTreeMap<u32, f64>)> {
-    // Per shape and batch the last of what dispatch takes: ordinary launches come before dependent ones.
-    let mut lines: Vec<(String, BTreeMap<u32, f64>)> = Vec::new();
-    for row in rows.iter().filter(|row| row.dispatched) {
-        let Some(speedup) = row.speedup_over_cublas else { continue };
-        let form = if row.contender.contains("gemm_compact") { ", compact" } else { "" };
-        let name = if row.n == 0 { "a whole layer".to_owned() } else { format!("{} x {}{form}", row.n, row.k) };
-        match lines.iter_mut().find(|line| line.0 == name) {
-            Some((_, line)) => drop(line.insert(row.m, speedup)),
-            None => lines.push((name, BTreeMap::from([(row.m, speedup)]))),
-        }
-    }
-    lines
-}
-
-/// Steps of the twin over ours, by batch.
-pub fn decode_steps(report: &DecodeReport) -> Result<String> {
-    let steps = report.rows.iter().filter(|row| row.linears == "packed");
-    let line = steps.filter_map(|row| Some((row.batch, row.over_twin?))).collect();
-    let name = format!("context {}", report.options.context);
-    let caption = "A decode step: times the same engine on cuBLAS, in the same rounds";
-    ratios(caption, ("batch", "times the twin"), &[(name, line)])
-}
-
-/// Steps where a search began over those that it found, by batch.
-pub fn tuned(rows: &[tune::Row]) -> Result<String> {
-    let line = rows.iter().map(|row| (row.batch, row.start_us / row.step_us)).collect();
-    ratios("A decode step: times the best guess of paths", ("batch", "times the start"), &[("tuned".to_owned(), line)])
-}
-
-/// Bytes that sums of coded FP8 vectors work through a second over those of plain ones, by size: how far coding
-/// amplifies the memory's rate.
-pub fn amplification(rows: &[Row]) -> Result<String> {
-    ratios("Sums of two FP8 vectors: times the rate of plain ones", ("MiB a vector", "times plain"), &amplified(rows))
-}
-
-fn amplified(rows: &[Row]) -> Vec<(String, BTreeMap<u32, f64>)> {
-    const PLAIN: &str = "fp8 as it is";
-    let sums = || rows.iter().filter(|row| row.family == "rivals_fp8");
-    let mut lines: Vec<(String, BTreeMap<u32, f64>)> = Vec::new();
-    for row in sums().filter(|row| row.contender != PLAIN) {
-        let Some(plain) = sums().find(|plain| plain.contender == PLAIN && plain.n == row.n) else { continue };
-        let (name, point) = (format!("{} bytes", row.contender), (row.n >> 20, plain.median_us / row.median_us));
-        match lines.iter_mut().find(|line| line.0 == name) {
-            Some((_, line)) => drop(line.insert(point.0, point.1)),
-            None => lines.push((name, BTreeMap::from([point]))),
-        }
-    }
-    lines
-}
-
-/// Ratios over the batch, or whatever `x_name` says, a line each.
-fn ratios(caption: &str, (x_name, ratio_name): (&str, &str), lines: &[(String, BTreeMap<u32, f64>)]) -> Result<String> {
-    const COLOURS: [RGBColor; 12] = [
-        RGBColor(0x00, 0x72, 0xb2),
-        RGBColor(0xe6, 0x9f, 0x00),
-        RGBColor(0x00, 0x9e, 0x73),
-        RGBColor(0xcc, 0x79, 0xa7),
-        RGBColor(0x56, 0xb4, 0xe9),
-        RGBColor(0xd5, 0x5e, 0x00),
-        RGBColor(0x88, 0x88, 0x88),
-        RGBColor(0x33, 0x22, 0x88),
-        RGBColor(0x88, 0x22, 0x55),
-        RGBColor(0x99, 0x99, 0x33),
-        RGBColor(0x00, 0x00, 0x00),
-        RGBColor(0x66, 0x33, 0x00),
-    ];
-    let points = || lines.iter().flat_map(|(_, line)| line.iter());
-    let (Some(first), Some(last)) = (points().map(|(m, _)| *m).min(), points().map(|(m, _)| *m).max()) else {
-        return Err(Failure::new("nothing to draw", "measure at least one batch beside cuBLAS"));
-    };
-    let highest = points().map(|(_, speedup)| *speedup).fold(1.0, f64::max);
-    let at = |m: u32| f64::from(m).log2();
-    draw(|area| {
-        let caption = caption.to_owned();
-        let x = at(first) - 0.2..at(last) + 0.2;
-        let (chart, beside) = area.split_horizontally(SIZE.0 - BESIDE);
-        let batch = |x: &f64| {
-            if x.fract().abs() < 1e-9 && *x <= at(last) { format!("{:.0}", x.exp2()) } else { String::new() }
-        };
-        let ratio = |y: &f64| format!("{y:.1}");
-        let mut chart = frame(&chart, caption, x, (x_name, &batch), highest * 1.05, (ratio_name, &ratio))?;
-        let even = [(at(first), 1.0), (at(last), 1.0)];
-        chart.draw_series([PathElement::new(even, BLACK.stroke_width(1))]).map_err(text)?;
-        for ((_, line), colour) in lines.iter().zip(COLOURS.into_iter().cycle()) {
-            let points: Vec<(f64, f64)> = line.iter().map(|(m, speedup)| (at(*m), *speedup)).collect();
-            let dots = points.iter().map(|point| Circle::new(*point, 3, colour.filled()));
-            chart.draw_series(dots).map_err(text)?;
-            chart.draw_series([PathElement::new(points, colour.stroke_width(2))]).map_err(text)?;
-        }
-        let entries: Vec<_> = lines.iter().map(|(name, _)| name.clone()).zip(COLOURS.into_iter().cycle()).collect();
-        legend(&beside, &entries)
-    })
-}
-
-/// Names of the series, beside the chart.
-fn legend(area: &Area<'_>, entries: &[(String, RGBColor)]) -> std::result::Result<(), String> {
-    for ((name, colour), y) in entries.iter().zip((48..).step_by(20)) {
-        area.draw(&Rectangle::new([(0, y), (14, y + 12)], colour.filled())).map_err(text)?;
-        write_at(area, name, (20, y))?;
-    }
-    Ok(())
-}
-
-fn write_at(area: &Area<'_>, line: &str, at: (i32, i32)) -> std::result::Result<(), String> {
-    area.draw(&Text::new(line, at, (FONT, 13).into_text_style(area))).map_err(text)
-}
-
-/// Caption, axes and grid; `y` begins at 0.
-fn frame<'a, 'b>(
-    area: &Area<'a>,
-    caption: String,
-    x: Range<f64>,
-    (x_name, x_label): (&str, &dyn Fn(&f64) -> String),
-    y_end: f64,
-    (y_name, y_label): (&str, &dyn Fn(&f64) -> String),
-) -> std::result::Result<Chart<'b, 'a>, String> {
-    let mut chart = ChartBuilder::on(area)
-        .caption(caption, (FONT, 18))
-        .margin(12)
-        .x_label_area_size(40)
-        .y_label_area_size(56)
-        .build_cartesian_2d(x, 0.0..y_end)
-        .map_err(text)?;
-    chart
-        .configure_mesh()
-        .disable_x_mesh()
-        .max_light_lines(1)
-        .x_desc(x_name)
-        .y_desc(y_name)
-        .x_label_formatter(x_label)
-        .y_label_formatter(y_label)
-        .draw()
-        .map_err(text)?;
-    Ok(chart)
-}
-
-fn whole(value: &f64) -> String {
-    format!("{value:.0}")
-}
-
-/// Without digits that say nothing.
-fn short(value: &f64) -> String {
-    let text = format!("{value:.2}");
-    text.trim_end_matches('0').trim_end_matches('.').to_owned()
-}
-
-fn draw(on: impl FnOnce(&Area<'_>) -> std::result::Result<(), String>) -> Result<String> {
-    let mut svg = String::new();
-    let drawn = {
-        let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-        area.fill(&WHITE).map_err(text).and_then(|()| on(&area)).and_then(|()| area.present().map_err(text))
-    };
-    match drawn {
-        Ok(()) => Ok(svg),
-        Err(why) => Err(Failure::new(format!("cannot draw: {why}"), "use --json or --csv and draw it elsewhere")),
-    }
-}
-
-/// The backend's errors borrow what is drawn on.
-fn text(error: impl std::fmt::Display) -> String {
-    error.to_string()
 }
 
 #[cfg(test)]
@@ -496,43 +259,6 @@ mod tests {
             stored_bytes,
             bits_per_element: 0.0,
         }
-    }
-
-    fn sum(contender: &str, n: u32, median_us: f64) -> Row {
-        Row {
-            family: "rivals_fp8",
-            contender: contender.to_owned(),
-            m: 0,
-            n,
-            k: 1,
-            copies: 1,
-            median_us,
-            p10_us: median_us,
-            p90_us: median_us,
-            bytes: 0,
-            gb_per_s: 0.0,
-            floor_us: 0.0,
-            floor_fraction: 0.0,
-            speedup_over_cublas: None,
-            error_to_cublas: None,
-            dispatched: false,
-        }
-    }
-
-    #[test]
-    fn coded_sums_stand_beside_plain_ones_of_their_size() {
-        let rows = [
-            sum("fp8 as it is", 1 << 25, 25.0),
-            sum("tans 128", 1 << 25, 75.0),
-            sum("fp8 as it is", 1 << 26, 50.0),
-            sum("tans 128", 1 << 26, 100.0),
-            sum("tans 512", 1 << 26, 125.0),
-            sum("tans 512", 1 << 27, 1.0),
-        ];
-        let line = |name: &str, points: &[(u32, f64)]| (name.to_owned(), points.iter().copied().collect());
-        let expected = [line("tans 128 bytes", &[(32, 1.0 / 3.0), (64, 0.5)]), line("tans 512 bytes", &[(64, 0.4)])];
-        assert_eq!(amplified(&rows), expected);
-        assert!(amplification(&[]).is_err());
     }
 
     #[test]
@@ -572,45 +298,6 @@ mod tests {
         let mut text = Vec::new();
         exponents_text(&Histogram::of(&bytes), &mut text).unwrap();
         assert_eq!(String::from_utf8(text).unwrap().lines().count(), 3 + 5);
-    }
-
-    #[test]
-    fn both_forms_of_a_shape_have_a_line() {
-        let row = |contender: &str, m, speedup| Row {
-            family: "gemm_packed",
-            contender: contender.to_owned(),
-            m,
-            n: 4096,
-            k: 64,
-            copies: 1,
-            median_us: 1.0,
-            p10_us: 1.0,
-            p90_us: 1.0,
-            bytes: 1,
-            gb_per_s: 1.0,
-            floor_us: 1.0,
-            floor_fraction: 1.0,
-            speedup_over_cublas: Some(speedup),
-            error_to_cublas: None,
-            dispatched: contender != "cublas",
-        };
-        let (packed, compact) = ("uw_sm90a_gemm_mma_b8_r4w8p2c1_store", "uw_sm90a_gemm_compact_b8_w8p1c1_store");
-        let rows = [
-            row("cublas", 1, 1.0),
-            row(packed, 1, 1.2),
-            row(packed, 1, 1.4),
-            row(compact, 1, 1.3),
-            row(packed, 2, 1.5),
-        ];
-        let lines = dispatched(&rows);
-        let line = |points: &[(u32, f64)]| points.iter().copied().collect::<BTreeMap<_, _>>();
-        assert_eq!(
-            lines,
-            [
-                ("4096 x 64".to_owned(), line(&[(1, 1.4), (2, 1.5)])),
-                ("4096 x 64, compact".to_owned(), line(&[(1, 1.3)])),
-            ]
-        );
     }
 
     #[test]

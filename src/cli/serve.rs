@@ -17,16 +17,14 @@ use unweight::{
 };
 
 use super::{
+    doctor::API_KEY,
     failure::{Failure, Result},
-    generate::{Form, ResidentArg, note_load, text_of},
+    generate::text_of,
     output::Output,
-    paths::{Lie, note_unused, saved_plan},
+    paths::{Form, Lie, ResidentArg, note_load, note_unused, saved_plan},
     progress, size,
     trust::Trust,
 };
-
-/// The variable of the API key.
-pub const API_KEY: &str = "UNWEIGHT_API_KEY";
 
 /// Arguments of `serve`.
 #[derive(Args)]

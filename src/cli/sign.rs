@@ -2,6 +2,7 @@
 
 use std::{fs, path::Path};
 
+#[cfg(feature = "sign")]
 use minisign::{SecretKey, SecretKeyBox};
 use unweight::format::bundle::Signer;
 
@@ -11,6 +12,7 @@ use super::failure::{Failure, Result};
 const KEY_MAX: u64 = 16 << 10;
 
 /// A signer with the secret key of a file; its password, if it has one, is the first line of another.
+#[cfg(feature = "sign")]
 pub fn signer(key: &Path, password: Option<&Path>) -> Result<Signer> {
     let key_box = SecretKeyBox::from_string(&read(key)?);
     let refused = |key_box: std::result::Result<_, Box<minisign::PError>>| -> Result<SecretKey> {
@@ -31,6 +33,12 @@ pub fn signer(key: &Path, password: Option<&Path>) -> Result<Signer> {
         let signature = minisign::sign(None, &secret, manifest, Some("unweight.json"), Some("signature of a bundle"))?;
         Ok(signature.to_string())
     }))
+}
+
+/// Signing needs the feature.
+#[cfg(not(feature = "sign"))]
+pub fn signer(_: &Path, _: Option<&Path>) -> Result<Signer> {
+    Err(super::absent::option("--sign", "sign"))
 }
 
 /// The text of a public key: that of a file, or the key itself.

@@ -10,15 +10,14 @@ use std::{
 };
 
 use clap::Args;
-use unweight::{
-    format::bundle::{BundleError, Selection},
-    rivals::dfloat11::{self, ConvertError},
-};
+use unweight::format::bundle::{BundleError, Selection};
+#[cfg(feature = "dfloat11")]
+use unweight::rivals::dfloat11::{self, ConvertError};
 
 use super::{
     archive,
     failure::{Failure, Result},
-    output::{Output, bytes},
+    output::Output,
     progress::Bar,
     scratch::Scratch,
 };
@@ -63,15 +62,32 @@ impl Source {
             let (scratch, root) = unpacked(output, speak)?;
             Found { root, only: None, _scratch: Some(scratch) }
         };
-        if found.only.is_none() && dfloat11::is_model(&found.root)? {
-            decoded(&found, output, speak)
-        } else {
-            Ok(found)
-        }
+        if found.only.is_some() { Ok(found) } else { as_bf16(found, output, speak) }
     }
 }
 
+/// A DFloat11 directory decoded; any other as it is.
+#[cfg(feature = "dfloat11")]
+fn as_bf16(found: Found, output: Option<&Path>, speak: Output) -> Result<Found> {
+    if dfloat11::is_model(&found.root)? { decoded(&found, output, speak) } else { Ok(found) }
+}
+
+/// Refuses a DFloat11 directory, whose weights would be taken for plain bytes.
+#[cfg(not(feature = "dfloat11"))]
+fn as_bf16(found: Found, _: Option<&Path>, _: Output) -> Result<Found> {
+    const BYTES_MAX: u64 = 16 << 20;
+    let mut text = Vec::new();
+    // A file that cannot be read is the command's to report.
+    let read = File::open(found.root.join("config.json")).and_then(|file| file.take(BYTES_MAX).read_to_end(&mut text));
+    let config = read.ok().and_then(|_| serde_json::from_slice::<serde_json::Value>(&text).ok());
+    if config.is_some_and(|config| config.get("dfloat11_config").is_some()) {
+        return Err(super::absent::option("a DFloat11 directory as the source", "dfloat11"));
+    }
+    Ok(found)
+}
+
 /// The BF16 model that a DFloat11 directory was made of, in a folder beside `output` or in the temporary one.
+#[cfg(feature = "dfloat11")]
 fn decoded(found: &Found, output: Option<&Path>, speak: Output) -> Result<Found> {
     let home = scratch_home(output)?;
     let scratch = Scratch::new(&home, SCRATCH_PREFIX).map_err(Failure::io(home.display()))?;
@@ -87,7 +103,7 @@ fn decoded(found: &Found, output: Option<&Path>, speak: Output) -> Result<Found>
         "a DFloat11 model: {} weights of {} units, decoded to {} of BF16 first",
         report.weights,
         report.units,
-        bytes(report.bytes)
+        super::output::bytes(report.bytes)
     ));
     Ok(Found { root, only: None, _scratch: Some(scratch) })
 }

@@ -27,7 +27,7 @@ pub struct Trust {
 /// What was measured on a GPU.
 #[derive(Args)]
 pub struct Table {
-    /// File that `bench matmul --save-table` wrote on such a GPU: which matmul is fastest for which batch [default:
+    /// File that `unweight-bench matmul --save-table` wrote on such a GPU: which matmul is fastest for which batch [default:
     /// what the kernel cache keeps of this GPU, what ships, and a model of the machine]
     #[arg(long, value_name = "FILE", help_heading = "Kernels")]
     table: Option<PathBuf>,
@@ -49,7 +49,7 @@ impl Table {
 pub fn note_table(kernels: &KernelSet, output: Output) {
     if let Some(error) = kernels.table_error() {
         output.note(format_args!(
-            "not followed: {error}; `unweight bench matmul --save-table` measures it anew, `unweight cache clear` \
+            "not followed: {error}; `unweight-bench matmul --save-table` measures it anew, `unweight cache clear` \
              removes it"
         ));
     }

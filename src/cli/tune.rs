@@ -30,10 +30,10 @@ use unweight::{
 
 use super::{
     failure::{Failure, Result},
-    generate::{Form, note_load},
     output::{self, Output, Table},
-    paths::{Lie, saved_plan},
-    plot, progress, size,
+    paths::{Form, Lie, note_load, saved_plan},
+    plot::{self, Drawing, Ratios},
+    progress, size,
     trust::Trust,
 };
 
@@ -60,7 +60,7 @@ pub struct Tune {
     /// File of measurements, .N added for each batch: what is there is not measured again
     #[arg(long, value_name = "FILE")]
     journal: Option<PathBuf>,
-    /// Keep what was found beside the bundle, for `generate --mlp` and `bench decode --mlp`
+    /// Keep what was found beside the bundle, for `generate --mlp` and `unweight-bench decode --mlp`
     #[arg(long)]
     save: bool,
     /// File for a drawing: steps of the start over those that were found, by batch
@@ -178,7 +178,7 @@ impl Tune {
             }
         }
         if let Some(file) = &self.svg {
-            match plot::tuned(&found.rows).and_then(|svg| plot::save(file, &svg)) {
+            match plot::save(file, &drawing(&found.rows)) {
                 Ok(()) => output.note(format_args!("{}: drawn", file.display())),
                 Err(failure) => found.fail(failure, output),
             }
@@ -397,6 +397,17 @@ fn stored(text: &str) -> std::result::Result<Lie, String> {
         Ok(lie) if MlpWeights::from(lie) != MlpWeights::Linears => Ok(lie),
         _ => Err(format!("'{text}' is neither stored nor alternate")),
     }
+}
+
+/// Steps where a search began over those that it found, by batch.
+fn drawing(rows: &[Row]) -> Drawing<'static> {
+    let line = rows.iter().map(|row| (row.batch, row.start_us / row.step_us)).collect();
+    Drawing::Ratios(Ratios {
+        caption: "A decode step: times the best guess of paths",
+        x_name: "batch",
+        ratio_name: "times the start",
+        lines: vec![("tuned".to_owned(), line)],
+    })
 }
 
 /// What is said while it searches.

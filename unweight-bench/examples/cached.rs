@@ -1,4 +1,4 @@
-//! The products of `bench matmul` from weights that stay in the second-level cache: what unpacking and multiplying take
+//! The products of `unweight-bench matmul` from weights that stay in the second-level cache: what unpacking and multiplying take
 //! when memory is no limit (docs/adr/0017-fp8-product.md). Needs a GPU.
 //!
 //! ```sh

@@ -1,4 +1,4 @@
-//! Problems of attention over pages, and what must come out, in double precision: for tests, and for `bench stress`.
+//! Problems of attention over pages, and what must come out, in double precision: for tests, and for `unweight-bench stress`.
 //!
 //! Whatever nobody may use is NaN: pages of nobody, lines behind a row's newest token and before its window.
 

@@ -9,7 +9,7 @@ use std::{fs, path::Path, process::Command};
 const CRATES: [(&str, &str, &str); 3] = [
     (
         "facade",
-        r#"unweight = { path = "ROOT", default-features = false, features = ["cuda"] }"#,
+        r#"unweight = { path = "ROOT", default-features = false, features = ["gpu"] }"#,
         "use unweight::{codegen::{Variant, spec::Op}, unweight_variant};
          #[unweight_variant(n = 2, stages = 4)]
          struct Gate;
@@ -27,7 +27,7 @@ const CRATES: [(&str, &str, &str); 3] = [
     ),
     (
         "renamed",
-        r#"uw = { package = "unweight", path = "ROOT", default-features = false, features = ["cuda"] }"#,
+        r#"uw = { package = "unweight", path = "ROOT", default-features = false, features = ["gpu"] }"#,
         "use uw::{codegen::{Variant, spec::Op}, unweight_variant};
          #[unweight_variant(op = repack, stage = pack, crate = ::uw::codegen)]
          struct Pack;

@@ -9,7 +9,7 @@
 //! Each has an encoder whose bytes are those of the system's own program, a decoder that trusts no byte, and an oracle
 //! that is slow and obvious. What a format cannot hold is refused by name. `docs/rivals.md` compares them.
 
-#[cfg(feature = "cuda")]
+#[cfg(feature = "gpu")]
 pub mod cuda;
 pub mod dfloat11;
 pub mod matvans;

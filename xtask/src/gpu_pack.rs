@@ -1,7 +1,7 @@
 //! `cargo xtask gpu-pack`: what a GPU machine without Rust needs, in `.gpu/`.
 //!
 //! ```text
-//! .gpu/bin/unweight      the command line
+//! .gpu/bin/unweight      the command line, and unweight-bench
 //! .gpu/tests/gpu         the GPU tests
 //! .gpu/nvrtc/            libnvrtc and its builtins, with --with-nvrtc
 //! .gpu/parity/           whole models beside transformers, and the texts that they learn; `unweight tune`, killed
@@ -73,10 +73,10 @@ if [ -n "$torch" ]; then
     fi
     tail -n 1 "$out/parity.log"
 fi
-"$here/bin/unweight" bench stress --json >"$out/stress.json" || exit 1
-"$here/bin/unweight" bench kernels --json >"$out/kernels.json" || exit 1
-"$here/bin/unweight" bench matmul --json --svg "$out/matmul.svg" >"$out/matmul.json" || exit 1
-"$here/bin/unweight" bench decode --geometry llama-3.1-8b --batch 1,8,16,32,64,128,256 --context 1024 --breakdown \
+"$here/bin/unweight-bench" stress --json >"$out/stress.json" || exit 1
+"$here/bin/unweight-bench" kernels --json >"$out/kernels.json" || exit 1
+"$here/bin/unweight-bench" matmul --json --svg "$out/matmul.svg" >"$out/matmul.json" || exit 1
+"$here/bin/unweight-bench" decode --geometry llama-3.1-8b --batch 1,8,16,32,64,128,256 --context 1024 --breakdown \
     --json >"$out/decode.json" || exit 1
 if [ -z "$torch" ]; then
     echo "left out: parity and torch_decode; $python has no torch with CUDA or no transformers ($out/python.log)"
@@ -104,8 +104,9 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     for folder in ["bin", "tests"] {
         fs::create_dir_all(pack.join(folder)).map_err(io(&pack))?;
     }
-    let binaries = executables(&["build", "--release", "--package", "unweight", "--bin", "unweight"])?;
-    let arguments = ["test", "--release", "--no-run", "--package", "unweight", "--test", "gpu"];
+    let build = ["build", "--profile", "dist", "--package", "unweight", "--package", "unweight-bench"];
+    let binaries = executables(&[&build[..], &["--features", "unweight/full", "--bins"]].concat())?;
+    let arguments = ["test", "--profile", "dist", "--no-run", "--package", "unweight", "--test", "gpu"];
     // Building a test also builds the binary; it is in the pack already.
     let tests: Vec<_> = executables(&arguments)?.into_iter().filter(|(name, _)| name == "gpu").collect();
     for (folder, files) in [("bin", &binaries), ("tests", &tests)] {

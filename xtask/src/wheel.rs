@@ -215,10 +215,12 @@ fn build(how: Build) -> Result<PathBuf, String> {
     path.push(env::var_os("PATH").unwrap_or_default());
     let target = format!("{}-unknown-linux-gnu", env::consts::ARCH);
     let target_of_command = format!("{target}.{GLIBC}");
-    let of_command = ["--package", "unweight", "--bin", "unweight"];
+    let of_command = ["--package", "unweight", "--bin", "unweight", "--features", "full"];
     let arguments = match how {
-        Build::Release => [&["build", "--release"], &of_command[..]].concat(),
-        Build::Manylinux => [&["zigbuild", "--release", "--target", &target_of_command], &of_command[..]].concat(),
+        Build::Release => [&["build", "--profile", "dist"], &of_command[..]].concat(),
+        Build::Manylinux => {
+            [&["zigbuild", "--profile", "dist", "--target", &target_of_command], &of_command[..]].concat()
+        }
         // The very build of `cargo xtask test`: it is there already.
         Build::Tests => vec!["test", "--no-run", "--workspace", "--all-targets"],
         Build::Command => [&["build"], &of_command[..]].concat(),
@@ -236,7 +238,7 @@ fn build(how: Build) -> Result<PathBuf, String> {
     let wheels = prepared("wheels");
     setup::remove(&wheels)?;
     let profile = match how {
-        Build::Release | Build::Manylinux => "release",
+        Build::Release | Build::Manylinux => "dist",
         Build::Tests | Build::Command => "dev",
     };
     let mut command = Command::new(&maturin);

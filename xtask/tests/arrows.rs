@@ -26,7 +26,15 @@ const CRATES: [(&str, &[&str]); 10] = [
     ("unweight-rivals", &["unweight-format", "unweight-codegen", "unweight-rt"]),
     (
         "unweight-bench",
-        &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt", "unweight-engine", "unweight-rivals"],
+        &[
+            "unweight",
+            "unweight-format",
+            "unweight-model",
+            "unweight-codegen",
+            "unweight-rt",
+            "unweight-engine",
+            "unweight-rivals",
+        ],
     ),
     (
         ".",
@@ -37,23 +45,21 @@ const CRATES: [(&str, &[&str]); 10] = [
             "unweight-macros",
             "unweight-rt",
             "unweight-engine",
-            "unweight-bench",
             "unweight-rivals",
         ],
     ),
 ];
 
 /// Who alone may name a dependency.
-const OWNERS: [(&str, &str); 9] = [
-    ("tera", "unweight-codegen"),
-    ("syn", "unweight-macros"),
-    ("cudarc", "unweight-rt"),
-    ("clap", "."),
-    ("indicatif", "."),
-    ("miette", "."),
-    ("plotters", "."),
-    ("axum", "."),
-    ("tokio", "."),
+const OWNERS: [(&str, &[&str]); 8] = [
+    ("tera", &["unweight-codegen"]),
+    ("syn", &["unweight-macros"]),
+    ("cudarc", &["unweight-rt"]),
+    ("clap", &[".", "unweight-bench"]),
+    ("indicatif", &["."]),
+    ("plotters", &["."]),
+    ("axum", &["."]),
+    ("tokio", &["."]),
 ];
 
 /// Names under `[dependencies]`.
@@ -77,9 +83,9 @@ fn crates_name_only_those_above_them() {
 #[test]
 fn what_one_crate_owns_no_other_names() {
     let named: BTreeMap<_, _> = CRATES.map(|(folder, _)| (folder, dependencies(folder))).into();
-    for (name, owner) in OWNERS {
+    for (name, owners) in OWNERS {
         for (folder, names) in &named {
-            assert_eq!(names.iter().any(|n| n == name), *folder == owner, "{folder}/Cargo.toml: {name}");
+            assert_eq!(names.iter().any(|n| n == name), owners.contains(folder), "{folder}/Cargo.toml: {name}");
         }
     }
 }
@@ -163,6 +169,9 @@ fn libraries_have_no_words_of_the_command_line() {
     let words: Vec<_> =
         words.into_iter().chain(["exit status", "exit code", "unweight cache", "unweight kernels"]).collect();
     for (folder, _) in CRATES.iter().filter(|(folder, _)| *folder != ".") {
-        assert_eq!(found(&format!("{folder}/src"), &words), [""; 0], "{folder}");
+        let own_program = |hit: &String| hit.contains("unweight-bench/src/cli/");
+        let hits: Vec<_> =
+            found(&format!("{folder}/src"), &words).into_iter().filter(|hit| !own_program(hit)).collect();
+        assert_eq!(hits, [""; 0], "{folder}");
     }
 }

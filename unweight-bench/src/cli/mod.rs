@@ -1,30 +1,63 @@
-//! `unweight bench`.
+//! The arguments of `unweight-bench`, and what each command measures.
+
+mod plot;
 
 use std::{fs, path::PathBuf};
 
-use clap::{ArgGroup, Args, Subcommand, ValueEnum};
-use unweight::codegen::VariantSpec;
-use unweight::rt::{Device, DeviceInfo, KernelSet, Remedy, env::Env, raw::choose::table::MeasuredTable};
-use unweight::{
-    format::bundle::{Bundle, Profile},
-    model::Geometry,
-};
-use unweight_bench::{
-    self as bench, BenchOptions, DecodeModel, DecodeOptions, MatmulOptions, Plant, RivalsOptions, StressOptions, Timing,
-};
-
-use super::{
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use unweight::cli::{
+    Everywhere, Program,
     failure::{Failure, Result},
-    generate::ResidentArg,
     output::Output,
-    paths::{Lie, note_unused, saved_plan},
-    plot, select,
+    paths::{Lie, ResidentArg, note_unused, saved_plan},
+    plot::{may_save, save},
+    profile,
     trust::{Trust, note_table},
 };
+use unweight_bench::{
+    self as bench, BenchError, BenchOptions, DecodeModel, DecodeOptions, MatmulOptions, Plant, RivalsOptions,
+    StressOptions, Timing,
+};
+use unweight_codegen::VariantSpec;
+use unweight_format::bundle::{Bundle, Profile};
+use unweight_model::Geometry;
+use unweight_rt::{Device, DeviceInfo, KernelSet, Remedy, env::Env, raw::choose::table::MeasuredTable};
 
-/// Subcommands of `bench`.
+/// Measures kernels and whole decode steps on this machine's GPU.
+#[derive(Parser)]
+#[command(name = "unweight-bench", version, propagate_version = true, max_term_width = 120)]
+pub struct Cli {
+    #[command(flatten)]
+    everywhere: Everywhere,
+    #[command(subcommand)]
+    bench: Bench,
+}
+
+impl Program for Cli {
+    fn output(&self) -> Output {
+        self.everywhere.output()
+    }
+
+    fn command(&self) -> &'static str {
+        self.bench.name()
+    }
+
+    fn run(&self, output: Output) -> Result<()> {
+        self.bench.run(output)
+    }
+}
+
+/// An error with what to do about it, where one thing is to be done.
+fn failed(error: BenchError) -> Failure {
+    match error.remedy() {
+        Some(remedy) => Failure::remedied(error, remedy),
+        None => Failure::other(error),
+    }
+}
+
+/// What to measure.
 #[derive(Subcommand)]
-pub enum Bench {
+enum Bench {
     /// Time the kernels beside cuBLAS on this machine's GPU
     Kernels(KernelsBench),
     /// Time matmuls from packed weights beside cuBLAS on this machine's GPU
@@ -39,9 +72,9 @@ pub enum Bench {
     Stress(StressBench),
 }
 
-/// Arguments of `bench kernels`. What is left out is as in docs/benchmarks.md.
+/// Arguments of `kernels`. What is left out is as in docs/benchmarks.md.
 #[derive(Args)]
-pub struct KernelsBench {
+struct KernelsBench {
     /// Shape of the weights; may be repeated
     #[arg(long, value_name = "N,K", value_parser = shape)]
     shape: Vec<(u32, u32)>,
@@ -62,9 +95,9 @@ pub struct KernelsBench {
     device: usize,
 }
 
-/// Arguments of `bench matmul`. What is left out is as in docs/benchmarks.md.
+/// Arguments of `matmul`. What is left out is as in docs/benchmarks.md.
 #[derive(Args)]
-pub struct MatmulBench {
+struct MatmulBench {
     /// Shape of the weights, multiples of 64; may be repeated
     #[arg(long, value_name = "N,K", value_parser = shape)]
     shape: Vec<(u32, u32)>,
@@ -111,9 +144,9 @@ pub struct MatmulBench {
     device: usize,
 }
 
-/// Arguments of `bench rivals`. What is left out is as in docs/rivals.md.
+/// Arguments of `rivals`. What is left out is as in docs/rivals.md.
 #[derive(Args)]
-pub struct RivalsBench {
+struct RivalsBench {
     /// Shape of the weights, multiples of 64; may be repeated [default: 14336,4096]
     #[arg(long, value_name = "N,K", value_parser = shape)]
     shape: Vec<(u32, u32)>,
@@ -134,10 +167,10 @@ pub struct RivalsBench {
     device: usize,
 }
 
-/// Arguments of `bench decode`. Random weights do for a geometry.
+/// Arguments of `decode`. Random weights do for a geometry.
 #[derive(Args)]
 #[command(group(ArgGroup::new("model").required(true)))]
-pub struct DecodeBench {
+struct DecodeBench {
     /// Directory of a bundle
     #[arg(group = "model")]
     bundle: Option<PathBuf>,
@@ -169,7 +202,7 @@ pub struct DecodeBench {
     #[arg(long, value_name = "HOW", default_value = "linears")]
     mlp: Lie,
     /// With --geometry and --mlp: the profile that the MLPs are stored by
-    #[arg(long, value_name = "PROFILE", default_value = "inference", requires = "geometry", value_parser = select::profile)]
+    #[arg(long, value_name = "PROFILE", default_value = "inference", requires = "geometry", value_parser = profile)]
     profile: Profile,
     /// With --geometry and --mlp: search for settings first, as `tune` does, and time steps by them, too
     #[arg(long, requires_all = ["geometry", "mlp"])]
@@ -187,9 +220,9 @@ pub struct DecodeBench {
     trust: Trust,
 }
 
-/// Arguments of `bench report`.
+/// Arguments of `report`.
 #[derive(Args)]
-pub struct ReportBench {
+struct ReportBench {
     /// A published model's shapes
     #[arg(long, value_name = "NAME", default_value = "llama-3.1-8b", value_parser = geometry)]
     geometry: Geometry,
@@ -211,9 +244,9 @@ pub struct ReportBench {
     device: usize,
 }
 
-/// Arguments of `bench stress`.
+/// Arguments of `stress`.
 #[derive(Args)]
-pub struct StressBench {
+struct StressBench {
     /// Launches of each variant on each problem
     #[arg(long, value_name = "N", default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..))]
     launches: u32,
@@ -291,7 +324,7 @@ enum Family {
 
 impl Bench {
     /// As in the JSON.
-    pub fn name(&self) -> &'static str {
+    fn name(&self) -> &'static str {
         match self {
             Self::Kernels(_) => "bench kernels",
             Self::Matmul(_) => "bench matmul",
@@ -302,27 +335,28 @@ impl Bench {
         }
     }
 
-    /// Runs it.
-    pub fn run(&self, output: Output) -> Result<()> {
+    fn run(&self, output: Output) -> Result<()> {
         let note = |line: &str| output.note(line);
         match self {
             Self::Kernels(arguments) => {
                 let kernels = open(arguments.device)?;
-                let report = bench::bench_kernels(&kernels, &arguments.options(), &timing(arguments.rounds), &note)?;
+                let report = bench::bench_kernels(&kernels, &arguments.options(), &timing(arguments.rounds), &note)
+                    .map_err(failed)?;
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Rivals(arguments) => {
-                plot::may_save(arguments.svg.as_deref())?;
+                may_save(arguments.svg.as_deref())?;
                 let kernels = open(arguments.device)?;
-                let report = bench::bench_rivals(&kernels, &arguments.options(), &timing(arguments.rounds), &note)?;
+                let report = bench::bench_rivals(&kernels, &arguments.options(), &timing(arguments.rounds), &note)
+                    .map_err(failed)?;
                 if let Some(file) = &arguments.svg {
-                    plot::save(file, &plot::amplification(&report.rows)?)?;
+                    save(file, &plot::amplification(&report.rows))?;
                     output.note(format_args!("{}: drawn", file.display()));
                 }
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Matmul(arguments) => {
-                plot::may_save(arguments.svg.as_deref())?;
+                may_save(arguments.svg.as_deref())?;
                 let kernels = open(arguments.device)?;
                 note_table(&kernels, output);
                 let options = arguments.options(kernels.device().info())?;
@@ -334,9 +368,10 @@ impl Bench {
                     (Some(None), Ok(store)) => Some(store),
                     _ => None,
                 };
-                let report = bench::bench_matmul(&kernels, &options, &timing(arguments.rounds), &note)?;
+                let report =
+                    bench::bench_matmul(&kernels, &options, &timing(arguments.rounds), &note).map_err(failed)?;
                 if let Some(file) = &arguments.svg {
-                    plot::save(file, &plot::speedups(&report.rows)?)?;
+                    save(file, &plot::speedups(&report.rows))?;
                     output.note(format_args!("{}: drawn", file.display()));
                 }
                 if let Some(Some(file)) = &arguments.save_table {
@@ -359,7 +394,7 @@ impl Bench {
                     let message = "--tune searches for settings of MLPs as they are stored, and --mlp is linears";
                     return Err(Failure::new(message, "give --mlp stored, or leave --tune out"));
                 }
-                plot::may_save(arguments.svg.as_deref())?;
+                may_save(arguments.svg.as_deref())?;
                 let bundle = arguments.bundle.as_deref().map(Bundle::open).transpose()?;
                 let config = arguments.geometry.map(Geometry::config);
                 let model = match (&bundle, &config) {
@@ -387,9 +422,9 @@ impl Bench {
                     note_unused(&options.plan, arguments.mlp, bundle, kernels.device().info(), output);
                 }
                 let timing = Timing::default().rounds(arguments.rounds.unwrap_or(20).into()).warmup_rounds(5);
-                let report = bench::bench_decode(&kernels, model, &options, &timing, &note)?;
+                let report = bench::bench_decode(&kernels, model, &options, &timing, &note).map_err(failed)?;
                 if let Some(file) = &arguments.svg {
-                    plot::save(file, &plot::decode_steps(&report)?)?;
+                    save(file, &plot::decode_steps(&report))?;
                     output.note(format_args!("{}: drawn", file.display()));
                 }
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
@@ -399,7 +434,7 @@ impl Bench {
                 let timing = Timing::default().rounds(arguments.rounds.into()).warmup_rounds(5);
                 let config = arguments.geometry.config();
                 let asked = (arguments.batch.as_slice(), arguments.context, arguments.tune);
-                let tables = bench::bench_tables(&kernels, &config, asked, &timing, &note)?;
+                let tables = bench::bench_tables(&kernels, &config, asked, &timing, &note).map_err(failed)?;
                 output.result(self.name(), &tables, |out| write!(out, "{tables}"))
             }
             Self::Stress(arguments) => {

@@ -1,0 +1,65 @@
+//! Commands and options that need a feature that this build leaves out.
+
+use super::failure::Failure;
+
+/// Each command that needs more than `cli`, what it belongs to, whether it is here, and the features that bring it.
+const COMMANDS: [(&str, &str, bool, &str); 8] = [
+    ("cache", "GPU commands", cfg!(feature = "gpu"), "gpu"),
+    ("convert", "commands for DFloat11", cfg!(feature = "dfloat11"), "dfloat11"),
+    ("doctor", "GPU commands", cfg!(feature = "gpu"), "gpu"),
+    ("fit", "GPU commands", cfg!(feature = "gpu"), "gpu"),
+    ("generate", "text generation", cfg!(all(feature = "gpu", feature = "text")), "gpu,text"),
+    ("kernels", "GPU commands", cfg!(feature = "gpu"), "gpu"),
+    ("serve", "HTTP server", cfg!(feature = "serve"), "serve"),
+    ("tune", "GPU commands", cfg!(feature = "gpu"), "gpu"),
+];
+
+/// Why a command is unknown, if another build knows it.
+pub fn command(name: &str) -> Option<Failure> {
+    let (_, what, _, features) = COMMANDS.into_iter().find(|(command, _, here, _)| *command == name && !here)?;
+    Some(without(&format!("this build has no {what} (`unweight {name}`)"), features))
+}
+
+/// For `--help`: the commands that this build leaves out.
+pub fn commands() -> String {
+    let names: Vec<_> = COMMANDS.into_iter().filter(|(.., here, _)| !here).map(|(name, ..)| name).collect();
+    if names.is_empty() {
+        return String::new();
+    }
+    format!("Not in this build: {}. Install with --features full for all commands.", names.join(", "))
+}
+
+/// Why an option cannot be followed.
+pub fn option(option: &str, feature: &str) -> Failure {
+    without(&format!("this build does not support {option}"), feature)
+}
+
+fn without(message: &str, features: &str) -> Failure {
+    Failure::new(message, format!("install with --features full, or --features {features}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+    use crate::cli::Cli;
+
+    #[test]
+    fn each_command_is_here_or_named_with_its_feature() {
+        let names: Vec<String> =
+            Cli::command().get_subcommands().map(|command| command.get_name().to_owned()).collect();
+        for (name, _, here, features) in COMMANDS {
+            assert_eq!(names.iter().any(|known| known == name), here, "{name}");
+            match command(name) {
+                None => assert!(here, "{name}"),
+                Some(failure) => {
+                    let text = failure.text(false);
+                    assert!(text.contains(name) && text.contains(&format!("--features {features}")), "{text}");
+                    assert!(commands().contains(name), "{name}");
+                }
+            }
+        }
+        assert!(command("demo").is_none() && command("no-such-command").is_none());
+    }
+}

@@ -1,0 +1,120 @@
+//! What every program of this project does around its commands: options, help, errors, exit status.
+
+use std::{io::Write, process::ExitCode};
+
+use clap::{
+    ArgAction, Args, Parser,
+    error::{ContextKind, ContextValue},
+};
+
+use super::{
+    failure::{self, Class, Failure},
+    output::Output,
+    progress,
+};
+
+/// Options of every command.
+#[derive(Args)]
+pub struct Everywhere {
+    /// Print one JSON object on stdout (docs/cli.md lists the keys)
+    #[arg(long, global = true, help_heading = "Everywhere")]
+    json: bool,
+    /// Print only what was asked for, and errors
+    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = "Everywhere")]
+    quiet: bool,
+    /// Name each file on stderr; twice: each tensor
+    #[arg(short, long, global = true, action = ArgAction::Count, help_heading = "Everywhere")]
+    verbose: u8,
+}
+
+impl Everywhere {
+    /// How a command speaks with these options.
+    pub fn output(&self) -> Output {
+        Output { json: self.json, quiet: self.quiet, verbose: self.verbose }
+    }
+}
+
+/// A command line program.
+pub trait Program: Parser {
+    /// How it speaks.
+    fn output(&self) -> Output;
+
+    /// The command, as the JSON names it.
+    fn command(&self) -> &'static str;
+
+    /// Runs the command.
+    fn run(&self, output: Output) -> failure::Result<()>;
+
+    /// Why a command is unknown, if there is more to say than its name.
+    fn unknown(_command: &str) -> Option<Failure> {
+        None
+    }
+}
+
+/// Parses the arguments and runs the command, unless `answer` says that there is nothing more to do.
+pub fn run<P: Program>(answer: impl FnOnce() -> Result<bool, clap::Error>) -> ExitCode {
+    crate::format::raw::keep_freed_memory();
+    progress::survive_file_limit();
+    match answer() {
+        Ok(true) => return ExitCode::SUCCESS,
+        Ok(false) => {}
+        Err(error) => return usage(&error),
+    }
+    let program = match P::try_parse() {
+        Ok(program) => program,
+        Err(error) => {
+            let command = match error.get(ContextKind::InvalidSubcommand) {
+                Some(ContextValue::String(command)) => command.as_str(),
+                _ => return usage(&error),
+            };
+            return P::unknown(command)
+                .map_or_else(|| usage(&error), |failure| failed(&failure, command, asks_for_json()));
+        }
+    };
+    let output = program.output();
+    match program.run(output) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failed(&failure, program.command(), output.json),
+    }
+}
+
+/// Prints why a command failed; as a JSON object, too, where one was asked for and none was printed.
+fn failed(failure: &Failure, command: &str, json: bool) -> ExitCode {
+    let class = failure.class();
+    if class != Class::Gone {
+        failure.print();
+        if json && !failure.is_reported() {
+            print(Some(command), failure.to_json());
+        }
+    }
+    ExitCode::from(class.exit_code())
+}
+
+/// Prints help, or what is wrong with the arguments; as a JSON object where one was asked for.
+fn usage(error: &clap::Error) -> ExitCode {
+    // stdout or stderr may be closed; the exit status still tells.
+    let _ = error.print();
+    if error.use_stderr() && asks_for_json() {
+        let text = error.render().to_string();
+        let (message, help) = text.split_once("\n\n").unwrap_or((&text, ""));
+        let error = serde_json::json!({
+            "class": Class::Failed,
+            "message": message.trim_start_matches("error: ").trim_end(),
+            "causes": [],
+            "help": Some(help.trim_end()).filter(|help| !help.is_empty()),
+        });
+        print(std::env::args().skip(1).find(|argument| !argument.starts_with('-')).as_deref(), error);
+    }
+    ExitCode::from(if error.use_stderr() { Class::Failed.exit_code() } else { 0 })
+}
+
+/// Whether the arguments, which could not be parsed, ask for JSON.
+fn asks_for_json() -> bool {
+    std::env::args_os().any(|argument| argument == "--json")
+}
+
+fn print(command: Option<&str>, error: serde_json::Value) {
+    let document =
+        serde_json::json!({ "command": command, "unweight_version": env!("CARGO_PKG_VERSION"), "error": error });
+    let _ = writeln!(std::io::stdout(), "{document:#}");
+}
