@@ -118,7 +118,7 @@ impl Crate {
                 Item::Mod(item) if !is_hidden(&item.attrs) => {
                     define(&item.ident, "mod", &item.vis, &[]);
                     let name = item.ident.to_string();
-                    let inner = [place.as_slice(), &[name.clone()]].concat();
+                    let inner = [place.as_slice(), std::slice::from_ref(&name)].concat();
                     match &item.content {
                         Some((_, items)) => self.items(items, &folder.join(&name), inner),
                         None => {

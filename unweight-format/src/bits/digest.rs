@@ -1,7 +1,7 @@
 //! Content digests: XXH3-128 over leaves of 1 MiB, so that threads can share the work and each reads what is in its cache.
 //!
 //! `digest(x) = XXH3-128(x)` for up to 1 MiB, and XXH3-128 of the leaves' digests (big-endian, the canonical form of xxHash) in order above. It detects
-//! accidents (flipped bits, truncation, swapped shards), not forgery: whoever can rewrite a bundle can rewrite its digests.
+//! accidents (flipped bits, truncation, swapped shards), not forgery: a program that can rewrite a bundle can rewrite its digests.
 
 use std::{fmt, str::FromStr};
 
@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
-/// Bytes of a leaf.
+/// Bytes of a leaf: what one XXH3-128 covers.
 pub const LEAF_BYTES: usize = 1 << 20;
 
 /// A 128-bit content digest; prints as 32 hexadecimal digits.

@@ -18,10 +18,11 @@ pub enum Float {
 }
 
 impl Float {
-    /// All.
+    /// Every type, by size.
     pub const ALL: [Self; 5] = [Self::E4M3, Self::E5M2, Self::F16, Self::Bf16, Self::F32];
 
-    /// That of a safetensors type; `None` if it is no float, or its exponents are not coded.
+    /// The type of a safetensors dtype; `None` for integers, and for floats whose exponents are not coded.
+    /// The variants of FP8 without infinities (`FNUZ`) split as those with.
     pub const fn of(dtype: Dtype) -> Option<Self> {
         Some(match dtype {
             Dtype::F8E4M3 | Dtype::F8E4M3Fnuz => Self::E4M3,
@@ -33,7 +34,7 @@ impl Float {
         })
     }
 
-    /// As in messages.
+    /// The name in messages, such as `BF16`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::E4M3 => "E4M3",
@@ -44,7 +45,7 @@ impl Float {
         }
     }
 
-    /// Bits of the exponent.
+    /// Bits of the exponent field.
     pub const fn exponent_bits(self) -> u32 {
         match self {
             Self::E4M3 => 4,
@@ -69,7 +70,7 @@ impl Float {
         (1 + self.exponent_bits() + self.fraction_bits()) as usize / 8
     }
 
-    /// The exponent in the bits of an element.
+    /// The exponent field in the bits of an element.
     #[inline(always)]
     pub const fn exponent(self, bits: u32) -> u8 {
         (bits >> self.fraction_bits() & ((1 << self.exponent_bits()) - 1)) as u8
@@ -82,7 +83,7 @@ impl Float {
         bits >> (fraction + self.exponent_bits()) << fraction | bits & ((1 << fraction) - 1)
     }
 
-    /// Inverse of the split.
+    /// The bits of an element: the inverse of [`Float::exponent`] and [`Float::sign_fraction`].
     #[inline(always)]
     pub const fn join(self, sign_fraction: u32, exponent: u8) -> u32 {
         let fraction = self.fraction_bits();
@@ -94,7 +95,7 @@ impl Float {
     /// The bits of one little-endian element.
     ///
     /// # Panics
-    /// `element` has not [`Float::bytes`] bytes.
+    /// `element` is longer or shorter than [`Float::bytes`].
     #[inline(always)]
     pub fn read(self, element: &[u8]) -> u32 {
         let mut bits = [0; 4];

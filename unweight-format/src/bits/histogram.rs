@@ -2,7 +2,7 @@
 
 use crate::{Float, bf16};
 
-/// How often each exponent occurs.
+/// How often each value of the exponent field occurs in a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Histogram {
     counts: Box<[u64; 256]>,
@@ -27,12 +27,12 @@ impl Histogram {
         counter.finish()
     }
 
-    /// Adds `count` occurrences.
+    /// Adds `count` occurrences of an exponent.
     pub fn add(&mut self, exponent: u8, count: u64) {
         self.counts[usize::from(exponent)] += count;
     }
 
-    /// Adds another histogram.
+    /// Adds the counts of another histogram.
     pub fn merge(&mut self, other: &Self) {
         self.counts.iter_mut().zip(other.counts.iter()).for_each(|(total, &count)| *total += count);
     }
@@ -42,12 +42,12 @@ impl Histogram {
         self.counts[usize::from(exponent)]
     }
 
-    /// All counts.
+    /// All counts, by exponent.
     pub fn counts(&self) -> &[u64; 256] {
         &self.counts
     }
 
-    /// Elements counted.
+    /// How many elements were counted.
     pub fn total(&self) -> u64 {
         self.counts.iter().sum()
     }

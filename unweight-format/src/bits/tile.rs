@@ -15,6 +15,8 @@ pub struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
+    /// A matrix of `rows * cols` little-endian elements of two bytes.
+    ///
     /// # Errors
     /// The matrix has no elements or too many rows or columns, or `bytes` is not `rows * cols * 2` long.
     pub fn new(bytes: &'a [u8], rows: usize, cols: usize) -> Result<Self, CodecError> {
@@ -26,7 +28,7 @@ impl<'a> Matrix<'a> {
         Ok(Self { bytes, grid })
     }
 
-    /// The elements' bytes.
+    /// The bytes of all elements, row by row.
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
@@ -36,10 +38,10 @@ impl<'a> Matrix<'a> {
         self.grid
     }
 
-    /// Element at (`row`, `col`).
+    /// The BF16 bits of the element at (`row`, `col`).
     ///
     /// # Panics
-    /// Outside the matrix.
+    /// `row` or `col` is outside the matrix.
     pub fn get(&self, row: usize, col: usize) -> u16 {
         assert!(row < self.grid.rows && col < self.grid.cols);
         let at = (row * self.grid.cols + col) * 2;
@@ -56,6 +58,8 @@ pub struct FloatMatrix<'a> {
 }
 
 impl<'a> FloatMatrix<'a> {
+    /// A matrix of `rows * cols` little-endian elements of [`Float::bytes`] each.
+    ///
     /// # Errors
     /// As [`Matrix::new`], with the bytes of the type.
     pub fn new(float: Float, bytes: &'a [u8], rows: usize, cols: usize) -> Result<Self, CodecError> {
@@ -84,7 +88,7 @@ impl<'a> FloatMatrix<'a> {
         self.float
     }
 
-    /// The elements' bytes.
+    /// The bytes of all elements, row by row.
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
@@ -94,10 +98,10 @@ impl<'a> FloatMatrix<'a> {
         self.grid
     }
 
-    /// Bits of the element at (`row`, `col`).
+    /// The bits of the element at (`row`, `col`), in the lowest bits of the result.
     ///
     /// # Panics
-    /// Outside the matrix.
+    /// `row` or `col` is outside the matrix.
     pub fn get(&self, row: usize, col: usize) -> u32 {
         assert!(row < self.grid.rows && col < self.grid.cols);
         let width = self.float.bytes();
@@ -111,7 +115,7 @@ impl<'a> From<Matrix<'a>> for FloatMatrix<'a> {
     }
 }
 
-/// Shape of a matrix and of its tiling.
+/// Shape `[n, k]` of a matrix, and of its tiling by tiles of 64 x 64 (`docs/format.md` A.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TileGrid {
     rows: usize,
@@ -119,11 +123,13 @@ pub struct TileGrid {
 }
 
 impl TileGrid {
+    /// The grid of a matrix of `rows` and `cols`.
+    ///
     /// # Errors
     /// A dimension is 0 or does not fit 32 bits, or the elements do not fit the address space.
     pub fn new(rows: usize, cols: usize) -> Result<Self, CodecError> {
         let fits = |d: usize| (1..=u32::MAX as usize).contains(&d);
-        // Padded elements, too, must be countable; four bytes an element leaves room for every section's size.
+        // Padded elements must be countable as well; four bytes an element leaves room for every section's size.
         let padded = rows.checked_next_multiple_of(TILE).zip(cols.checked_next_multiple_of(TILE));
         let countable = padded.and_then(|(r, c)| r.checked_mul(c)).and_then(|e| e.checked_mul(4)).is_some();
         if fits(rows) && fits(cols) && countable {
@@ -155,7 +161,7 @@ impl TileGrid {
         self.cols
     }
 
-    /// Elements.
+    /// `rows * cols`.
     pub fn elements(&self) -> usize {
         self.rows * self.cols
     }
@@ -170,7 +176,7 @@ impl TileGrid {
         self.cols.div_ceil(TILE)
     }
 
-    /// Number of tiles.
+    /// `tile_rows * tile_cols`.
     pub fn tiles(&self) -> usize {
         self.tile_rows() * self.tile_cols()
     }

@@ -3,9 +3,8 @@
 //! ```text
 //! "unweight.kernels", bytes of the index: u64, digest of the index: 32 digits | index: JSON | one binary after the other
 //! ```
-//! A file beside the bundle's own, of which no weight depends: the manifest does not name it, so that a signature stays
-//! right and a reader that knows nothing of it misses nothing. What a kernel is found by is the business of whoever looks
-//! for it; here keys are text.
+//! No weight depends on this file: the manifest does not name it, so that a signature stays right and a reader that does not
+//! know it misses nothing. This module treats the keys of kernels as text; the runtime defines them.
 
 use std::{
     cmp::Ordering,
@@ -47,7 +46,7 @@ const MAGIC: &[u8; 16] = b"unweight.kernels";
 /// Magic, length and digest of the index.
 const HEAD_BYTES: usize = 56;
 
-/// An attached kernel: what it is found by, and what its bytes are.
+/// An entry of the index of attached kernels: keys, and size and digest of a binary.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttachedKernel {
     /// Its symbol: 1 to 160 of A-Z, a-z, 0-9 and _.
@@ -56,7 +55,7 @@ pub struct AttachedKernel {
     pub arch: String,
     /// Digest of all that went into the compiler, 64 hexadecimal digits: a kernel is found by this and its name.
     pub source: String,
-    /// Who compiled it.
+    /// The compiler that made it.
     pub compiler: AttachedBy,
     /// Bytes of the binary.
     pub bytes: u64,
@@ -64,7 +63,7 @@ pub struct AttachedKernel {
     pub digest: Digest,
 }
 
-/// A compiler.
+/// The compiler of an attached kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttachedBy {
     /// Its name.
@@ -76,7 +75,7 @@ pub struct AttachedBy {
 }
 
 impl AttachedKernel {
-    /// The entry of a binary.
+    /// The entry of a binary, with its size and digest.
     pub fn new(name: String, arch: String, source: String, compiler: AttachedBy, binary: &[u8]) -> Self {
         Self { name, arch, source, compiler, bytes: binary.len() as u64, digest: Digest::of(binary) }
     }
@@ -128,7 +127,7 @@ struct Index {
 /// The kernels of a bundle, open for reading.
 ///
 /// Opening checks sizes, the digest of the index and every entry. A kernel is read, and compared with its digest, when it is
-/// asked for. The digests detect accidents, not forgery: a kernel is code, and runs with the rights of whoever loads it.
+/// asked for. The digests detect accidents, not forgery: a kernel is code, and runs with the rights of the process that loads it.
 #[derive(Debug)]
 pub struct Attached {
     input: Input,
@@ -158,7 +157,7 @@ impl Attached {
         &self.kernels
     }
 
-    /// The plan of paths that was attached, as its text: no code. Whoever reads it checks it.
+    /// The text of the tuned plan that was attached. It is data, not code; its reader checks it.
     pub fn plan(&self) -> Option<&str> {
         self.plan.as_deref()
     }
@@ -329,7 +328,7 @@ pub(crate) fn of_bundle(dir: &Path, manifest: &Manifest) -> Result<Option<Attach
 }
 
 /// Attaches kernels to a bundle: they appear together, or nothing changes. Returns the bytes of the file. No other byte
-/// of the bundle changes; a plan that is attached stays, in a damaged file, too, as long as its index is sound.
+/// of the bundle changes. An attached plan stays, even in a damaged file, as long as its index is sound.
 ///
 /// # Errors
 /// `dir` is no bundle, it has kernels already and `force` is not set, the file cannot be written, or somebody else has
@@ -348,11 +347,11 @@ pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> R
     place(dir, &Attached::encode_with(kernels, plan.as_deref())?, &lock)
 }
 
-/// Attaches a plan of paths to a bundle: what `change` makes of the one that is there. Nobody attaches in between, so
-/// that of two who add to a plan none is lost. The kernels stay. Returns the bytes of the file.
+/// Attaches a tuned plan to a bundle: what `change` returns, given the plan that is attached now. A lock is held
+/// meanwhile, so that two processes that add to a plan lose nothing. The kernels stay. Returns the bytes of the file.
 ///
 /// # Errors
-/// `change`'s own; `dir` is no bundle, what is attached to it is damaged, the file cannot be written, or somebody else
+/// `change`'s own; `dir` is no bundle, what is attached to it is damaged, the file cannot be written, or another process
 /// has been writing it for half a minute.
 pub fn attach_plan<E: From<BundleError>>(
     dir: &Path,
@@ -365,16 +364,15 @@ pub fn attach_plan<E: From<BundleError>>(
     Ok(place(dir, &Attached::encode_with(&kernels, Some(&plan))?, &lock)?)
 }
 
-/// Whether [`attach`] could write, as things are now: to be asked before minutes of compiling.
+/// Checks that [`attach`] could write now, before minutes of compiling.
 ///
 /// # Errors
-/// `dir` is no bundle, a file cannot be made there, or somebody else has been writing it for half a minute.
+/// `dir` is no bundle, a file cannot be made there, or another process has been writing it for half a minute.
 pub fn may_attach(dir: &Path) -> Result<(), BundleError> {
     may_place(dir, &lock(dir)?)
 }
 
-/// Whether [`attach_plan`] could write, as things are now, with the plan that is there: to be asked before minutes of
-/// measuring.
+/// Checks that [`attach_plan`] could write now, before minutes of measuring. Returns the plan that is attached.
 ///
 /// # Errors
 /// As for [`attach_plan`].
@@ -397,7 +395,7 @@ fn may_place(dir: &Path, _lock: &File) -> Result<(), BundleError> {
     remove(&partial).map(|_| ())
 }
 
-/// How long whoever attaches or detaches waits for another: kernels and measurements are worth more than that.
+/// How long a process that attaches or detaches waits for another: kernels and measurements are worth more than that.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What is attached, each kernel compared with its digest.
@@ -444,7 +442,7 @@ pub struct Detached {
 /// was nothing.
 ///
 /// # Errors
-/// `dir` is no bundle, the file cannot be removed, or somebody else has been writing it for half a minute.
+/// `dir` is no bundle, the file cannot be removed, or another process has been writing it for half a minute.
 pub fn detach(dir: &Path) -> Result<Option<Detached>, BundleError> {
     let path = dir.join(ATTACHED_NAME);
     let _lock = lock(dir)?;

@@ -243,7 +243,7 @@ impl Job<'_> {
             Ok(())
         };
         write(&header, 0)?;
-        self.decode_rest(&shard, first, begun_bytes.max(file.header_bytes), &write)?;
+        self.decode_rest(&shard, first, begun_bytes.max(file.header_bytes), write)?;
         shard.pass_attributes(&target);
         target.sync_all().map_err(self.stage.write_error(&work))?;
         if let Some(expected) = &file.sha256 {
@@ -260,7 +260,7 @@ impl Job<'_> {
         shard: &Shard,
         first: usize,
         at: u64,
-        write: &(dyn Fn(&[u8], u64) -> Result<(), BundleError> + Sync),
+        write: impl Fn(&[u8], u64) -> Result<(), BundleError> + Sync,
     ) -> Result<(), BundleError> {
         let gate = Gate::new(self.options.ram_bytes);
         let failed = AtomicBool::new(false);
@@ -280,7 +280,7 @@ impl Job<'_> {
             _ = give_back.send(shard.buffer(pooled)?);
         }
         thread::scope(|scope| {
-            let (gate, failed) = (&gate, &failed);
+            let (gate, failed, write) = (&gate, &failed, &write);
             let writer = spawn(scope, move || {
                 let mut result = Ok(());
                 for Decoded { buffer, bytes, at } in receiver {
@@ -290,7 +290,7 @@ impl Job<'_> {
                         failed.store(result.is_err(), Ordering::Relaxed);
                     }
                     if buffer.len() as u64 == pooled {
-                        // Who no longer wants the buffer has let go of the other end.
+                        // The decoding thread drops the other end when it needs no more buffers.
                         _ = give_back.send(buffer);
                     }
                     gate.leave(bytes as u64);

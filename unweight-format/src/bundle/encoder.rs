@@ -1,4 +1,4 @@
-//! Who codes the tensors of a bundle.
+//! Encoders of the tensors of a bundle: the CPU's, or another that gives the same bytes.
 
 use std::error::Error;
 
@@ -6,9 +6,9 @@ use crate::{
     CodeLimit, CodecError, Digest, FloatMatrix, FormId, StoredTensor, Survey, form::Unfit, packed::Unpackable,
 };
 
-/// Turns matrices into their coded forms. All encoders give the same bytes, so a bundle does not tell which one made it.
+/// Encodes matrices. All encoders give the same bytes, so a bundle does not depend on which one made it.
 pub trait Encoder: Sync {
-    /// The digest of the matrix' bytes and the form asked for. Called from several threads at once.
+    /// The digest of the matrix's bytes, and the matrix in the encoding asked for. Called from several threads at once.
     ///
     /// # Errors
     /// The matrix does not fit the form (another is then tried), or the encoder failed.
@@ -20,7 +20,7 @@ pub trait Encoder: Sync {
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError>;
 }
 
-/// Why there is no coded form.
+/// Why a matrix was not encoded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EncoderError {

@@ -8,7 +8,7 @@ use crate::{
     safetensors::HeaderError,
 };
 
-/// What an error means for whoever asked.
+/// What an error means for the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorClass {
     /// The bundle is damaged or does not match: its bytes are not those that were written.
@@ -19,7 +19,7 @@ pub enum ErrorClass {
     Interrupted,
 }
 
-/// What a caller can ask for next, where that is a choice of this library's options. Whoever talks to people words it.
+/// What a caller can ask for next, where that is a choice of this library's options. The command line words it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Remedy {
@@ -27,7 +27,7 @@ pub enum Remedy {
     Overwrite,
     /// Finished files are kept: resume ([`CompressOptions::resume`](super::CompressOptions::resume)).
     Resume,
-    /// Whoever makes this output can resume.
+    /// The program that makes this output can resume.
     ResumeMaking,
     /// Free some space, then resume.
     FreeAndResume,
@@ -85,7 +85,7 @@ pub enum BundleError {
         /// The system's answer.
         source: io::Error,
     },
-    /// Whoever takes the original bytes of a file does not take them.
+    /// The original bytes of a file could not be written to the output given.
     #[error("{file}: cannot write its bytes")]
     Output {
         /// The file of the source.
@@ -127,7 +127,7 @@ pub enum BundleError {
         /// What tells.
         reason: &'static str,
     },
-    /// The output may be replaced, and holds what would not be written anew.
+    /// The output may be replaced, and holds a file that would be lost.
     #[error("{}: holds '{}', which would be lost; move it away, or choose another output", path.display(), file.escape_debug())]
     NotReplaceable {
         /// The output.

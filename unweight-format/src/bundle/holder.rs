@@ -1,4 +1,4 @@
-//! Who holds a lock, as far as the system says.
+//! The process that holds a lock, as far as the system says.
 
 use std::{
     fmt,
@@ -14,7 +14,7 @@ pub struct Holder {
 }
 
 impl Holder {
-    /// Whoever holds the lock of this file.
+    /// The process that holds the lock of this file.
     pub fn of(file: &File) -> Self {
         let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
         let process = file.metadata().ok().and_then(|metadata| process(&locks, metadata.dev(), metadata.ino()));

@@ -24,7 +24,7 @@ pub const FILE_NAME: &str = "unweight.json";
 pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
 /// `format` of every manifest.
 pub(crate) const MANIFEST_FORMAT: &str = "unweight-bundle";
-/// `format` in the metadata of every shard, and `quant_method` in `config.json`. Development versions had it in their manifests, too.
+/// `format` in the metadata of every shard, and `quant_method` in `config.json`. Manifests of development versions had it as well.
 pub(crate) const FORMAT: &str = "unweight";
 /// The version that this crate writes, and the only major version that it reads.
 pub const VERSION: Version = Version { major: 1, minor: 0 };
@@ -59,7 +59,7 @@ impl std::fmt::Display for Version {
     }
 }
 
-/// What a bundle is.
+/// `unweight.json`: every file of the source, and how the bundle stores it (`docs/format.md` B.3).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Manifest {
@@ -77,7 +77,7 @@ pub struct Manifest {
     pub manifest_digest: Digest,
 }
 
-/// The options that decide a bundle's bytes, beside per-tensor choices.
+/// The options that a bundle was made with; per-tensor choices are in its tensors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Options {
@@ -98,7 +98,7 @@ pub enum FileEntry {
     Weights(WeightsFile),
     /// A safetensors index; the bundle has one of the same name for the stored tensors and the source's as `<name>.source`.
     Index(ChangedFile),
-    /// A `config.json`; the bundle's says what the weights are, and the source's is beside it as `<name>.source`.
+    /// A `config.json`; the bundle's says what the weights are, and the source's is in the bundle as `<name>.source`.
     Config(ChangedFile),
     /// Any other file, copied.
     Copied(CopiedFile),
@@ -210,7 +210,7 @@ pub struct WeightsFile {
     pub tensors: Vec<TensorEntry>,
 }
 
-/// A file that the bundle has in another form, with the source's own beside it.
+/// A file that the bundle has with other contents, and the source's own as `<name>.source`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ChangedFile {
@@ -455,7 +455,7 @@ impl TensorEntry {
     }
 }
 
-/// What `config.json` of a bundle calls it by: the digest of the digests (as text, 32 digits each) of every source file with weights, its shard's
+/// The digest by which `config.json` names a bundle (`docs/format.md` B.9): the digest of the digests (as text, 32 digits each) of every source file with weights, its shard's
 /// header, and the sections of its tensors, in order. It covers no other file, so a `config.json` can hold it.
 pub fn weights_digest(files: &[FileEntry]) -> Digest {
     let mut digester = Digester::default();
@@ -543,7 +543,7 @@ impl Manifest {
     pub(crate) fn check(&self) -> Result<(), String> {
         CodeLimit::new(self.options.code_limit).map_err(|e| e.to_string())?;
         let mut names = std::collections::BTreeSet::new();
-        // Sums of all sizes, so that nobody who adds them up has to look.
+        // Sums of all sizes: code that adds them up later cannot overflow.
         let (mut source, mut stored_bytes) = (0u64, 0u64);
         for file in &self.files {
             let name = file.name();

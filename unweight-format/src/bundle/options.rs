@@ -1,4 +1,4 @@
-//! What a user may ask for.
+//! Options of compressing, merging, decompressing and verifying.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use super::{Part, Signer, files};
 use crate::{CodeLimit, bits::named::named, glob::matches};
 
 named! {
-    /// What a bundle is for.
+    /// What a bundle is for: which encoding each tensor gets.
     Profile, "profile" {
         /// Smallest: every eligible tensor in scope is Huffman-coded; may be transcoded when loaded.
         Distribution = "distribution",
@@ -14,7 +14,7 @@ named! {
         Inference = "inference",
         /// Every eligible tensor in scope as packed palette indices.
         Palette = "palette",
-        /// As it is resident on a GPU: every eligible tensor in scope packed, or palette where that cannot be.
+        /// Ready for kernels: every eligible tensor in scope packed, or palette where that cannot be.
         Resident = "resident",
         /// Every eligible tensor in scope compact, or Huffman-coded where that cannot be or is smaller: as small as `distribution`, and laid
         /// out for kernels.
@@ -131,7 +131,7 @@ options! {
         verify: VerifyAfter,
         /// Also record the SHA-256 of every source file.
         sha256: bool,
-        /// Signs the manifest; SHA-256 is then recorded, too. A part has no manifest: [`MergeOptions::sign`] signs that of the whole.
+        /// Signs the manifest; SHA-256 is then recorded as well. A part has no manifest: [`MergeOptions::sign`] signs that of the whole.
         sign: Option<Signer>,
         /// Only this part of the model, for [`merge`](super::merge).
         part: Option<Part>,
@@ -209,7 +209,7 @@ options! {
     /// How to verify a bundle.
     #[derive(Default)]
     VerifyOptions {
-        /// The source to compare with, too.
+        /// A source directory to compare every file with.
         against: Option<PathBuf>,
         /// Which files of that source the bundle was made from.
         selection: Selection,

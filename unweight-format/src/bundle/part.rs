@@ -5,8 +5,8 @@
 //!        --compress, part 2 of 3--> b/  shard 2                  +--merge--> bundle/
 //!        --compress, part 3 of 3--> c/  shard 3                --+
 //! ```
-//! Every part sees the whole source, and reads the headers of all of it: so they agree on who does what without a word, and `merge` can tell that
-//! they were made of one source. It needs the parts alone.
+//! Every machine has the whole source, and reads all of its headers: so the parts divide the files in the same way without
+//! talking to each other, and `merge`, which needs the parts alone, can tell that they were made of one source.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -54,12 +54,12 @@ impl Part {
         (1..=PARTS_MAX).contains(&of).then_some(Self { index, of }).filter(|part| (1..=part.of).contains(&part.index))
     }
 
-    /// Which one, from 1 on.
+    /// Index of the part, from 1 on.
     pub fn index(self) -> u32 {
         self.index
     }
 
-    /// How many there are.
+    /// Number of parts.
     pub fn of(self) -> u32 {
         self.of
     }
@@ -287,7 +287,7 @@ pub fn merge(
         };
         seal(&finish, kinds.iter().map(Option::as_ref), files, first.options.clone())
     });
-    // Nothing of it is kept for another run: who is told to resume would be told wrong.
+    // Nothing is kept for another run, so an error must not suggest to resume.
     let made = made.map_err(|error| match error {
         BundleError::Interrupted { .. } => BundleError::Cancelled,
         BundleError::DiskFull { path, source, .. } => BundleError::Io { action: "write the file", path, source },

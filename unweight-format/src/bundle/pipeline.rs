@@ -63,7 +63,7 @@ pub(crate) fn spawn<'scope, 'env, T: Send + 'scope>(
     thread::Builder::new().spawn_scoped(scope, work).map_err(failed)
 }
 
-/// What a thread returned; its panic goes on here.
+/// What a thread returned; its panic is resumed here.
 pub(crate) fn join<T>(handle: thread::ScopedJoinHandle<'_, T>) -> T {
     handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }

@@ -1,6 +1,6 @@
-//! How long work tells what it is doing, and is told to stop.
+//! Progress and cancellation of long work.
 
-/// Receives progress and may stop the work. Called from several threads.
+/// Receives progress, and may stop the work. Its methods are called from several threads.
 pub trait Progress: Sync {
     /// Work begins on this many bytes (of the original files).
     fn start(&self, total_bytes: u64) {
@@ -24,7 +24,7 @@ pub trait Progress: Sync {
     }
 }
 
-/// No progress, no cancelling.
+/// Ignores progress and never stops the work.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Silent;
 

@@ -29,7 +29,7 @@ pub struct Bundle {
     shards: Vec<Shard>,
     /// Tensor name to (shard, tensor) in each file that has it.
     by_name: HashMap<String, Vec<(usize, usize)>>,
-    /// Which files are the model's: see [`Bundle::is_of_model`].
+    /// Pattern of the files that the model is loaded from: see [`Bundle::is_of_model`].
     of_model: &'static str,
 }
 
@@ -49,9 +49,10 @@ impl Bundle {
         })
     }
 
-    /// Opens the weights of a bundle: its manifest and its shards, which are checked as [`Bundle::open`] checks them. What lies beside them may
+    /// Opens the weights of a bundle: its manifest and its shards, which are checked as [`Bundle::open`] checks them. Other files may
     /// be missing or changed, as in a download of the weights alone or a repository with an edited README; [`Bundle::copied`] and
-    /// [`Bundle::write_file`] still refuse such a file. But a `config.json` beside weights must not name those of another bundle.
+    /// [`Bundle::write_file`] still refuse such a file. But a `config.json` in a folder with weights must not name those of another
+    /// bundle.
     ///
     /// # Errors
     /// There is no manifest, it is damaged or newer, a shard is missing or has another size or header, or a `config.json` is of another
@@ -98,12 +99,12 @@ impl Bundle {
         &self.manifest
     }
 
-    /// What `config.json` calls the bundle by: a digest of its weights' digests (docs/format.md B.9).
+    /// The digest of its weights' digests, by which `config.json` names the bundle (`docs/format.md` B.9).
     pub fn weights_digest(&self) -> Digest {
         manifest::weights_digest(&self.manifest.files)
     }
 
-    /// The kernels that were attached to the bundle, if there are any: code of whoever attached them.
+    /// The kernels that were attached to the bundle, if there are any. They are code, and no signature covers them.
     ///
     /// # Errors
     /// They cannot be read, or are damaged; no weight is.
@@ -160,7 +161,7 @@ impl Bundle {
         TensorHandle::new(&self.shards[shard], tensor)
     }
 
-    /// The bytes of a file beside the weights (`config.json`, `tokenizer.json`) as the source had it, compared with their digest; `None` if the
+    /// The bytes of a copied file (`config.json`, `tokenizer.json`) as the source had it, compared with their digest; `None` if the
     /// bundle has none of this name. Indexes are not among them: they belong to the weights.
     ///
     /// # Errors

@@ -79,7 +79,7 @@ pub struct FormTotal {
     pub stored_bytes: u64,
 }
 
-/// A file (or a folder of a version control system) that is copied as it is, and large for what it is.
+/// A file that is copied as it is although it is large, or the folder of a version control system.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct LargeCopy {
@@ -89,14 +89,14 @@ pub struct LargeCopy {
     pub bytes: u64,
 }
 
-/// A `config.json` beside weights that does not say that they are a bundle's: it is copied as it is. Readers that do not know bundles may then load
-/// something else without a word.
+/// A `config.json` in a folder with weights that could not get the keys of `docs/format.md` B.9 and is copied as it is. Readers that do
+/// not know bundles may then load something else without an error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct UnmarkedConfig {
     /// Name, relative.
     pub name: String,
-    /// Why.
+    /// Why it has no keys.
     pub reason: &'static str,
 }
 
@@ -116,7 +116,7 @@ pub struct RoleTotal {
     pub stored_bytes: u64,
 }
 
-/// What one set of options would make of a model.
+/// Sizes of the bundle that one set of options would make of a model (predicted).
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompareRow {
@@ -234,7 +234,7 @@ pub struct FileReport {
     pub sha256: Option<String>,
     /// Taken over from an interrupted run.
     pub resumed: bool,
-    /// Bytes taken over, of a file that it did not finish, too.
+    /// Bytes taken over from it, of a finished or an unfinished file.
     pub resumed_bytes: u64,
 }
 
@@ -256,7 +256,7 @@ pub struct DecompressReport {
     pub peak_rss_bytes: Option<u64>,
 }
 
-/// Something in a bundle that is not as it should be.
+/// Something in a bundle that is damaged, missing or not part of it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Problem {
@@ -294,7 +294,7 @@ pub struct VerifyReport {
     pub original_bytes: u64,
     /// Kernels attached to the bundle that were checked.
     pub attached_kernels: u64,
-    /// The source directory was compared, too.
+    /// The source directory was compared as well.
     pub against_source: bool,
     /// Trusted comment of the signature, if a key was given and it is right.
     pub signature: Option<String>,

@@ -14,12 +14,13 @@ const SIGNATURE_MAX: u64 = 16 << 10;
 
 type Sign = dyn Fn(&[u8]) -> Result<String, Box<dyn Error + Send + Sync>> + Send + Sync;
 
-/// Signs manifests. The secret key stays with whoever made it.
+/// Signs manifests. It holds a function, not the secret key.
 #[derive(Clone)]
 pub struct Signer(Arc<Sign>);
 
 impl Signer {
-    /// `sign` gives the text of a minisign signature (of the bytes' hash, as minisign makes them) of the bytes of a manifest.
+    /// A signer whose `sign` returns, for the bytes of a manifest, the text of their minisign signature (prehashed, as
+    /// minisign makes them).
     pub fn new(sign: impl Fn(&[u8]) -> Result<String, Box<dyn Error + Send + Sync>> + Send + Sync + 'static) -> Self {
         Self(Arc::new(sign))
     }

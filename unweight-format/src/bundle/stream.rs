@@ -1,4 +1,4 @@
-//! The original bytes of a file, in order, to whoever takes them.
+//! Writing the original bytes of a file, in order, to a stream.
 
 use std::{io::Write, path::Path};
 

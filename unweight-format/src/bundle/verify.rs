@@ -17,10 +17,10 @@ use super::{
 };
 use crate::bundle::manifest::{self, FileEntry, Manifest, WeightsFile};
 
-/// Checks every byte of a bundle: the manifest, all sizes and headers, every section, and every tensor decoded; that nothing is
-/// missing and nothing is there that does not belong. With `against`, every source file is compared, too.
+/// Checks every byte of a bundle: the manifest, all sizes and headers, every section, and every tensor decoded; that no file is
+/// missing, and that there is no other. With `against`, every source file is compared as well.
 ///
-/// What is wrong is collected in the report.
+/// The report collects every problem.
 ///
 /// # Errors
 /// There is no readable manifest ([`ErrorClass::Mismatch`] if it is damaged), the system refuses to read a file, or `progress` asked to stop.
@@ -28,7 +28,7 @@ pub fn verify(bundle: &Path, against: Option<&Path>, progress: &dyn Progress) ->
     verify_with(bundle, &VerifyOptions::default().against(against.map(Path::to_path_buf)), progress)
 }
 
-/// [`verify`] with limits of its own.
+/// [`verify`] with options.
 ///
 /// # Errors
 /// As [`verify`], or the threads cannot be made.

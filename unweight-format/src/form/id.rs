@@ -1,4 +1,4 @@
-//! Names of forms.
+//! Names of encodings.
 
 use std::{fmt, str::FromStr};
 
@@ -7,30 +7,30 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 use super::{Encoding, FORMS};
 use crate::{Float, named::UnknownName};
 
-/// The name of a form: the key of [`FORMS`]. Each form's file has its constant.
+/// The name of an encoding: the key of [`FORMS`]. Each encoding's module defines its constant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FormId(&'static str);
 
 impl FormId {
-    /// The id of a form with this name, lowercase.
+    /// The id of an encoding with this name, lowercase.
     pub(crate) const fn new(name: &'static str) -> Self {
         Self(name)
     }
 
-    /// As in manifests, plan files and reports.
+    /// The name in manifests, plan files and reports.
     pub const fn name(self) -> &'static str {
         self.0
     }
 
-    /// The form.
+    /// The encoding of this name.
     ///
     /// # Panics
-    /// It is not in [`FORMS`]: an id that was read, or is a form's constant, always is.
+    /// It is not in [`FORMS`]. An id that was parsed, and every constant, is.
     pub fn form(self) -> &'static dyn Encoding {
         self.find().unwrap_or_else(|| panic!("the form '{self}' is not in FORMS"))
     }
 
-    /// The form, if it takes the type; else the first coded one that does.
+    /// This encoding if it takes the type, else the first coded one that does.
     ///
     /// # Panics
     /// As [`FormId::form`].

@@ -92,17 +92,17 @@ pub trait Encoding: Sync {
     fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError>;
 }
 
-/// Why a matrix cannot have a form. Each form has an error type of its own for that; [`Unfit::reason`] gives it back.
+/// Why a matrix cannot have an encoding. It wraps the error type of that encoding; [`Unfit::reason`] returns it.
 #[derive(Debug, Clone)]
 pub struct Unfit(Arc<dyn Error + Send + Sync>);
 
 impl Unfit {
-    /// A form's own reason.
+    /// Wraps the reason of an encoding.
     pub fn new(reason: impl Error + Send + Sync + 'static) -> Self {
         Self(Arc::new(reason))
     }
 
-    /// The form's own reason, if it is of this type.
+    /// The encoding's own reason, if it is of this type.
     pub fn reason<E: Error + 'static>(&self) -> Option<&E> {
         self.0.downcast_ref()
     }
@@ -120,7 +120,7 @@ impl Error for Unfit {
     }
 }
 
-/// Two are equal that say the same.
+/// Two reasons are equal if their messages are.
 impl PartialEq for Unfit {
     fn eq(&self, other: &Self) -> bool {
         self.to_string() == other.to_string()

@@ -353,10 +353,10 @@ pub fn decode_huffman<B: AsRef<[u8]>>(tensor: &HuffmanTensor<B>) -> Result<Vec<u
     Ok(joined(tensor.sign_mantissa(), &decode_exponents_of(tensor.exponents())?))
 }
 
-/// As [`decode_huffman`], of another type.
+/// Decodes another type bit by bit, as [`decode_huffman`] does.
 ///
 /// # Errors
-/// As there.
+/// A row's codes do not use its stored bits, or bits between tiles are not 0.
 pub fn decode_exponents<B: AsRef<[u8]>>(tensor: &ExponentsTensor<B>) -> Result<Vec<u8>, CodecError> {
     let (float, exponents) = (tensor.float(), decode_exponents_of(tensor.exponents())?);
     let bits = 1 + float.fraction_bits() as usize;

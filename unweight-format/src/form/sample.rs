@@ -6,7 +6,7 @@ use crate::{
     layout::{ROW_BITS_MAX, TILE},
 };
 
-/// What a sample of a tensor tells about all of it.
+/// Statistics of a sample of a tensor, from which [`Encoding::predict`](super::Encoding::predict) predicts its stored size.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
     float: Float,
@@ -26,7 +26,7 @@ impl Sample {
         Self::of_float(Float::Bf16, pieces, limit)
     }
 
-    /// As [`Sample::of`], of another type.
+    /// Samples contiguous pieces of elements of another type, as [`Sample::of`] does.
     pub fn of_float(float: Float, pieces: &[&[u8]], limit: CodeLimit) -> Self {
         let mut histogram = Histogram::default();
         pieces.iter().for_each(|piece| histogram.merge(&Histogram::of_float(float, piece)));
@@ -56,12 +56,12 @@ impl Sample {
         sample
     }
 
-    /// Type of the elements.
+    /// Type of the sampled elements.
     pub fn float(&self) -> Float {
         self.float
     }
 
-    /// Exponents of the sample.
+    /// Counts of the exponents of the sample.
     pub fn histogram(&self) -> &Histogram {
         &self.histogram
     }

@@ -1,4 +1,4 @@
-//! Sections: the named parts that a form stores.
+//! Sections: the named parts that an encoding stores.
 
 use crate::{CodecError, TileGrid, layout::TILE, safetensors::Dtype};
 
@@ -19,7 +19,7 @@ pub(crate) enum Extent {
 
 /// A named part of a stored tensor: its type, its shape and what follows from them.
 ///
-/// Each form's file has the constants of its sections; those of several forms are in `form/tiles.rs`.
+/// Each encoding's module defines the constants of its sections; `tiles.rs` defines those of several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Section {
     name: &'static str,
@@ -44,7 +44,7 @@ impl Section {
         self.name
     }
 
-    /// Its safetensors type.
+    /// Type of the stored elements.
     pub const fn dtype(self) -> Dtype {
         self.dtype
     }
@@ -105,11 +105,13 @@ impl Section {
     }
 }
 
-/// Stored sections of one tensor, borrowed, in the order of its form.
+/// The stored sections of one tensor, borrowed, in the order of its encoding.
 #[derive(Debug, Clone)]
 pub struct Sections<'a>(Vec<(Section, &'a [u8])>);
 
 impl<'a> Sections<'a> {
+    /// The sections of an encoding with their bytes.
+    ///
     /// # Errors
     /// A section has a size that the grid does not allow, or there are too few or too many.
     pub(crate) fn new(form: &'static [Section], grid: TileGrid, bytes: Vec<&'a [u8]>) -> Result<Self, CodecError> {
@@ -120,7 +122,7 @@ impl<'a> Sections<'a> {
         Ok(Self(form.iter().copied().zip(bytes).collect()))
     }
 
-    /// The bytes of a section; empty if the form does not have it.
+    /// The bytes of a section; empty if the encoding does not have it.
     pub fn get(&self, section: Section) -> &'a [u8] {
         self.0.iter().find(|(own, _)| *own == section).map_or(&[], |(_, bytes)| bytes)
     }

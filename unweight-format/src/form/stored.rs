@@ -1,13 +1,13 @@
-//! A tensor in whatever form it is stored.
+//! A tensor as it is stored, in any encoding.
 
 use std::fmt;
 
 use super::{Encoding, FormId, Section, Sections, Survey, Unfit, raw};
 use crate::{CodeLimit, CodecError, FloatMatrix, TileGrid};
 
-/// A stored tensor: its form, the matrix that it is, and the bytes of its sections, owned (`Vec<u8>`) or borrowed (`&[u8]`).
+/// A stored tensor: its encoding, the shape of its matrix, and the bytes of its sections, owned (`Vec<u8>`) or borrowed (`&[u8]`).
 ///
-/// Constructing one validates it, so that every offset inside may be trusted.
+/// Constructing one checks it, so that every offset inside may be trusted.
 #[derive(Clone)]
 pub struct StoredTensor<B> {
     form: &'static dyn Encoding,
@@ -27,7 +27,7 @@ impl StoredTensor<Vec<u8>> {
 }
 
 impl<B: AsRef<[u8]>> StoredTensor<B> {
-    /// Reads the sections of a matrix, in the form's order.
+    /// A tensor from the sections of a matrix, in the encoding's order.
     ///
     /// # Errors
     /// As [`Encoding::check`](super::Encoding::check).
@@ -47,12 +47,12 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
         Self { form: &raw::Raw, grid: None, sections: vec![bytes] }
     }
 
-    /// Its form.
+    /// Its encoding.
     pub fn form(&self) -> FormId {
         self.form.id()
     }
 
-    /// The matrix that it is; `None` for raw tensors whose shape nobody asked for.
+    /// The shape of its matrix; `None` for a raw tensor, which may have any shape.
     pub fn grid(&self) -> Option<TileGrid> {
         self.grid
     }
@@ -62,7 +62,7 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
         self.form.sections().iter().copied().zip(self.sections.iter().map(AsRef::as_ref))
     }
 
-    /// The bytes of one section; `None` if the form does not have it.
+    /// The bytes of one section; `None` if the encoding does not have it.
     pub fn section(&self, section: Section) -> Option<&[u8]> {
         self.sections().find(|(own, _)| *own == section).map(|(_, bytes)| bytes)
     }
@@ -89,7 +89,7 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
         StoredTensor { form: self.form, grid: self.grid, sections }
     }
 
-    /// Takes a matrix of this form apart: its grid, and its sections by name. `None` if it has another form.
+    /// Takes a matrix of this encoding apart: its grid, and its sections by name. `None` if it has another encoding.
     pub(crate) fn take(self, form: FormId) -> Option<(TileGrid, impl FnMut(Section) -> B)> {
         let grid = self.grid.filter(|_| self.form.id() == form)?;
         let mut sections: Vec<Option<B>> = self.sections.into_iter().map(Some).collect();

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use crate::{Digest, Float, Histogram, digest::LEAF_BYTES, histogram::Counter};
 
-/// What one read of a tensor tells.
+/// Histogram and digest of a tensor, from one read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Survey {
     /// Exponent counts.
@@ -19,7 +19,7 @@ impl Survey {
         Self::of_float(Float::Bf16, bytes)
     }
 
-    /// As [`Survey::of`], of another type.
+    /// Histogram and digest of the bytes of another type in one read.
     pub fn of_float(float: Float, bytes: &[u8]) -> Self {
         const SPAN: usize = 16;
         let mut leaves = vec![Digest::leaf(&[]); bytes.len().div_ceil(LEAF_BYTES)];

@@ -40,12 +40,12 @@ named! {
 }
 
 impl Role {
-    /// gate, up and down.
+    /// Whether it is an MLP projection: gate, up or down.
     pub const fn is_mlp(self) -> bool {
         matches!(self, Self::Gate | Self::Up | Self::GateUp | Self::Down)
     }
 
-    /// q, k, v and o.
+    /// Whether it is an attention projection: q, k, v or o.
     pub const fn is_attention(self) -> bool {
         matches!(self, Self::Q | Self::K | Self::V | Self::Qkv | Self::O)
     }

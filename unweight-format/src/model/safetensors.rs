@@ -65,7 +65,7 @@ pub enum HeaderError {
         /// What the parser says.
         reason: String,
     },
-    /// An element type that nobody knows.
+    /// An element type that the specification does not have.
     #[error("tensor '{tensor}': unknown dtype '{dtype}'")]
     Dtype {
         /// The tensor.

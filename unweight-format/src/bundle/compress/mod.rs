@@ -176,7 +176,7 @@ impl Job<'_> {
         let keep: HashSet<String> = resumed_files.iter().cloned().collect();
         self.stage.keep_only(&keep, &earlier.begun.keys().cloned().collect())?;
 
-        // What is decoded again is work, too.
+        // Verification counts as work.
         let verified = if self.options.verify == VerifyAfter::None { 0 } else { tensor_bytes(chosen) };
         self.progress.start(total.saturating_add(verified));
         let files = self.files(chosen, earlier)?;
@@ -278,7 +278,7 @@ impl Job<'_> {
         self.stage.copy(&Input::open_same(&file.path, &file.stamp)?, name, self.options.sha256, advance, |_| Ok(()))
     }
 
-    /// Keeps a file as it is beside its stored form, which is written when all shards are known.
+    /// Copies a changed file to `<name>.source`; its stored form is written when all shards are known.
     fn copy_changed(&self, file: &SourceFile) -> Result<ChangedFile, BundleError> {
         let contents = self.copy(file, &format!("{}{SOURCE_SUFFIX}", file.name))?;
         if let Kind::Config(text) = &file.kind

@@ -34,7 +34,7 @@ use crate::{
 /// bytes with the digests.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Record {
-    /// Everything that decides the shard's bytes beside the source.
+    /// Everything but the source that decides the shard's bytes.
     pub(super) options: String,
     pub(super) file: WeightsFile,
 }
@@ -135,7 +135,7 @@ impl Job<'_> {
             o.profile,
             o.scope,
             o.code_limit.bits(),
-            // The same plan may lie elsewhere.
+            // The same plan may be read from another path.
             self.planner.without_path(),
             o.sha256,
         )

@@ -114,7 +114,7 @@ pub(super) struct ShardWriter<'a> {
     /// Where the next byte goes.
     pub(super) at: u64,
     pub(super) parts: Vec<Part>,
-    /// What has been written, for a run that goes on with it.
+    /// What has been written, for a run that resumes.
     pub(super) journal: File,
 }
 

@@ -156,7 +156,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
     /// See [`CodedExponents::metadata`].
     ///
     /// # Panics
-    /// As there.
+    /// `tile` is not in the grid.
     pub fn metadata(&self, tile: usize) -> TileMetadata {
         self.exponents.metadata(tile)
     }
@@ -164,7 +164,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
     /// See [`CodedExponents::row_bits`].
     ///
     /// # Panics
-    /// As there.
+    /// `tile` is not in the grid.
     pub fn row_bits(&self, tile: usize) -> [u32; TILE] {
         self.exponents.row_bits(tile)
     }
@@ -172,7 +172,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
     /// See [`CodedExponents::row_end_offsets`].
     ///
     /// # Panics
-    /// As there.
+    /// `tile` is not in the grid.
     pub fn row_end_offsets(&self, tile: usize) -> [u16; TILE] {
         self.exponents.row_end_offsets(tile)
     }
