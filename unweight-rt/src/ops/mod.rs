@@ -1,7 +1,7 @@
-//! What a device can be asked to do, one file a kernel family.
+//! Launches, one module per kernel family.
 //!
-//! A launch takes views of its operands and a [`Lane`](crate::exec::Lane). Everything that can be wrong (shapes, pitches, alignment,
-//! devices, overlap, the lane's size, the grid) is checked before anything is enqueued.
+//! A launch takes views of its operands and a [`Lane`](crate::exec::Lane). Everything that can be wrong (shapes,
+//! pitches, alignment, devices, overlap, the lane's size, the grid) is checked before anything is enqueued.
 
 pub mod attention;
 pub mod compress;

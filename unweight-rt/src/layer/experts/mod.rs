@@ -6,8 +6,8 @@
 //!                        |                                      \--down-------------------> [pairs, hidden]
 //!                        +--------------------------------------------------------combine--> y [tokens, hidden]
 //! ```
-//! Routing stays on the device: a launch is the same whatever tokens choose, so all of it may be captured. The grid is
-//! for as many items as there may be; blocks past the last leave at once.
+//! Routing stays on the device: launches do not depend on the choice of tokens, so all of them may be captured. The
+//! grid covers the most items possible; blocks past the last item exit at once.
 //!
 //! A token's bits follow from its row, its experts and their weights: not from the batch, nor from the batch tile,
 //! since all tiles add up k in one order.
@@ -44,7 +44,7 @@ const COLUMNS_MAX: u32 = 1 << 24;
 /// The sizes of a mixture's experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertsShape {
-    /// How many there are.
+    /// The number of experts.
     pub experts: u32,
     /// Columns of a token's row: a multiple of 64.
     pub hidden: u32,
@@ -52,10 +52,10 @@ pub struct ExpertsShape {
     pub intermediate: u32,
 }
 
-/// How a router's logits become weights.
+/// How a router's logits become experts and weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Choice {
-    /// Experts of a token.
+    /// Experts per token.
     pub top_k: u32,
     /// A token's weights add up to 1; otherwise they are shares of the softmax over all experts.
     pub normalized: bool,
@@ -66,20 +66,20 @@ pub struct Choice {
 /// What a router has chosen, on the device: `[tokens, top_k]` of each.
 #[derive(Clone, Copy, Debug)]
 pub struct Routed<'a> {
-    /// Experts. What is not below their number is no work: an expert that another device has.
+    /// Experts. Ids outside `0..experts` are skipped: their experts are on another device.
     pub ids: &'a DeviceBuffer<u32>,
-    /// What their rows are multiplied by.
+    /// The weight of each expert's output.
     pub weights: &'a DeviceBuffer<f32>,
     /// Experts of a token.
     pub top_k: u32,
 }
 
-/// The same by addresses, multiples of 4.
+/// What a router has chosen, by device addresses, multiples of 4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoutedAt {
-    /// u32 (or i32, of which negative ones are no work).
+    /// Device address of u32 ids; i32 works too, negative ids are skipped.
     pub ids: u64,
-    /// f32.
+    /// Device address of f32 weights.
     pub weights: u64,
     /// Experts of a token.
     pub top_k: u32,
@@ -154,23 +154,23 @@ impl ExpertsShape {
         [u64::from(self.experts) * 2 * u64::from(self.intermediate), self.hidden.into()]
     }
 
-    /// The same of the down.
+    /// Output and input features of the down projection of all experts, one below the other.
     pub fn down(self) -> [u64; 2] {
         [u64::from(self.experts) * u64::from(self.hidden), self.intermediate.into()]
     }
 
-    /// Bytes beside the operands that tokens need.
+    /// Bytes of scratch for a batch of `tokens`.
     pub fn scratch_bytes(self, tokens: u32, top_k: u32) -> u64 {
         Parts::of(self, tokens.min(CHUNK_TOKENS), top_k).end
     }
 
-    /// What a lane needs for them.
+    /// What a lane must provide for a batch of `tokens`.
     pub fn lane_size(self, tokens: u32, top_k: u32) -> LaneSize {
         LaneSize { workspace_bytes: self.scratch_bytes(tokens, top_k), ..LaneSize::default() }
     }
 }
 
-/// What lies where in a scratch.
+/// The layout of a scratch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Parts {
     items: u64,
@@ -202,8 +202,8 @@ fn tile_for(pairs: u32, experts: u32) -> u32 {
 
 impl Experts {
     /// Experts of packed weights: those of gate and up one expert below the other, `[experts * 2 * intermediate,
-    /// hidden]` ([`ExpertsShape::gate_up`]), in which [`Epilogue::GATE_ROWS`] rows of a gate and as many of its up take
-    /// turns; those of the down likewise, `[experts * hidden, intermediate]`.
+    /// hidden]` ([`ExpertsShape::gate_up`]), in which [`Epilogue::GATE_ROWS`] rows of a gate alternate with as many of
+    /// its up; those of the down likewise, `[experts * hidden, intermediate]`.
     ///
     /// # Errors
     /// Sizes that no kernel takes, weights of another shape or device, or a kernel that cannot be made.
@@ -235,7 +235,7 @@ impl Experts {
         })
     }
 
-    /// Its sizes.
+    /// The sizes of the experts.
     pub fn shape(&self) -> ExpertsShape {
         self.shape
     }
@@ -261,7 +261,7 @@ impl Experts {
         self.gate_up.bytes() + self.down.bytes()
     }
 
-    /// What [`Experts::enqueue`] needs of a lane.
+    /// What [`Experts::enqueue`] needs from a lane.
     pub fn lane_size(&self, tokens: u32, top_k: u32) -> LaneSize {
         self.shape.lane_size(tokens, top_k)
     }
@@ -269,7 +269,7 @@ impl Experts {
     /// Enqueues a router's choice: of each row of `logits` the `top_k` largest, of equal ones the lower expert first.
     ///
     /// # Errors
-    /// Operands of other sizes, or the driver's refusal.
+    /// Operands of other sizes, or an error of the driver.
     pub fn choose(
         &self,
         stream: &Stream,
@@ -323,8 +323,8 @@ impl Experts {
     /// of a token in their order, rounded once; with `adds` on top of what `y` holds.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device; a lane that is too small; or the driver's
-    /// refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device; a lane that is too small; or the
+    /// driver's refusal.
     pub fn enqueue(
         &self,
         lane: &mut Lane,
@@ -343,7 +343,7 @@ impl Experts {
 
     /// # Safety
     /// `routed` names `x.rows() * top_k` ids and weights on this device that live until the work is done, and `scratch`
-    /// an address, a multiple of 16, and bytes that are there and that nobody else uses until then.
+    /// an address, a multiple of 16, and bytes that are allocated and that nothing else uses until then.
     pub(crate) unsafe fn enqueue_at(
         &self,
         stream: &Stream,
@@ -372,7 +372,7 @@ impl Experts {
         Ok(())
     }
 
-    /// That operands of experts of this shape agree, and lie apart on this device.
+    /// Checks that operands of experts of this shape match, do not overlap and are on this device.
     pub(super) fn check_operands(
         &self,
         shape: ExpertsShape,
@@ -407,8 +407,8 @@ impl Experts {
     /// Enqueues both products of the items of a list.
     ///
     /// # Safety
-    /// The operands of the run were checked, and the lists name pairs of it and experts of these weights; all of it is
-    /// there until the work is done.
+    /// The operands of the run were checked, and the lists name its pairs and experts of these weights; all memory
+    /// stays allocated until the work is done.
     pub(super) unsafe fn multiply(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
         let ExpertsShape { hidden, intermediate, .. } = self.shape;
         let Some((_, [gate_up, down])) = self.products.iter().find(|(rows, _)| *rows == run.tile) else {
@@ -550,7 +550,7 @@ mod tests {
             assert!(parts.rows - parts.gated >= pairs * 768 * 2 && parts.end - parts.rows >= pairs * 2048 * 2);
             assert!([parts.items, parts.gated, parts.rows, parts.end].iter().all(|at| at.is_multiple_of(ALIGN)));
         }
-        assert_eq!(QWEN3.scratch_bytes(100_000, 8), QWEN3.scratch_bytes(CHUNK_TOKENS, 8), "longer batches take turns");
+        assert_eq!(QWEN3.scratch_bytes(100_000, 8), QWEN3.scratch_bytes(CHUNK_TOKENS, 8), "longer batches are split");
     }
 
     #[test]
