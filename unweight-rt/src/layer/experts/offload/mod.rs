@@ -32,7 +32,8 @@ use crate::{
         Stream, Transfer, pinned::Source,
     },
     exec::{Lane, context::LaneParts},
-    layer::experts::{CHUNK_TOKENS, Choice, Experts, ExpertsShape, Lists, Routed, Run},
+    layer::experts::{CHUNK_TOKENS, Choice, Experts, ExpertsShape, Routed, Run},
+    ops::gemm_grouped::Lists,
     weight::DevicePacked,
 };
 
@@ -206,7 +207,7 @@ impl OffloadedExperts {
         ids: &mut DeviceBuffer<u32>,
         weights: &mut DeviceBuffer<f32>,
     ) -> Result<(), DeviceError> {
-        self.resident.choose_of(self.shape, stream, logits, choice, ids, weights)
+        self.resident.router().choose(stream, logits, self.shape.experts, choice, (ids, weights))
     }
 
     /// Forgets what is on the device, and overwrites it: whatever is asked for next is fetched, and a product that
@@ -305,7 +306,7 @@ impl OffloadedExperts {
             stream.record(done)?;
         }
         // SAFETY: as above. Rows of pairs without an expert are not read.
-        unsafe { self.resident.combine(&stream, run) }
+        unsafe { self.resident.router().combine(&stream, &run.route) }
     }
 }
 
