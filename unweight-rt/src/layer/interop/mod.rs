@@ -12,28 +12,30 @@
 //! Where weights are expanded to BF16 ahead of cuBLAS (on architectures without `wgmma`, at batches where that is
 //! faster), they are in the scratch, which is larger by the BF16 matrix and cuBLAS's workspace.
 
+mod counters;
+mod scratch;
+
 use std::{
-    collections::BTreeMap,
     ffi::c_void,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::result;
 use unweight_codegen::spec::Epilogue;
 use unweight_format::{
     FormId, TileGrid,
     packed::{self, Window},
 };
 
+use self::{counters::Counters, scratch::Parts};
 use crate::{
     choose::reachable::{Wanted, Way, Ways, Weight},
     device::{
-        Call, Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
+        Call, Device, DeviceBuffer, DeviceError, KernelSet, MatrixMut, MatrixRef, Refusal, Stream,
         buffer::{copy_to_device, length},
         lane_size::CUBLAS_BYTES,
         module::LoadedKernel,
-        stream::Captured,
     },
     exec::{Lane, cublas::Cublas, workspace::Workspace},
     layer::{
@@ -45,9 +47,6 @@ use crate::{
     ops::repack::{PackError, Packer},
     weight::{DevicePacked, room},
 };
-
-/// Parts of a scratch begin at multiples of this, and as much is readable behind each.
-const ALIGN: u64 = 256;
 
 /// Device addresses of the sections of a packed tensor, multiples of 256.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -431,120 +430,11 @@ unsafe fn sections(device: &Device, grid: TileGrid, at: PackedAt) -> Result<Sect
     }
 }
 
-/// The layout of a scratch: `partial sums | 256 | counters | 256`, if there are any, then, where cuBLAS
-/// multiplies, `weights as BF16 | 256 | its workspace | 256`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Parts {
-    /// Bytes.
-    partials: u64,
-    /// u32.
-    counters: u64,
-    /// Bytes.
-    slot: u64,
-    cublas: bool,
-}
-
-impl Parts {
-    fn of(need: LaneSize) -> Self {
-        let LaneSize { workspace_bytes, counters, slot_bytes, cublas, .. } = need;
-        Self { partials: workspace_bytes, counters, slot: slot_bytes, cublas }
-    }
-
-    fn counters_at(self) -> u64 {
-        padded(self.partials)
-    }
-
-    fn slot_at(self) -> u64 {
-        match self {
-            Self { partials: 0, counters: 0, .. } => 0,
-            _ => self.counters_at().saturating_add(padded(self.counters.saturating_mul(4))),
-        }
-    }
-
-    fn cublas_at(self) -> u64 {
-        self.slot_at().saturating_add(padded(self.slot))
-    }
-
-    fn bytes(self) -> u64 {
-        match self.cublas {
-            false => self.slot_at(),
-            true => self.cublas_at().saturating_add(padded(CUBLAS_BYTES as u64)),
-        }
-    }
-}
-
-/// With what is readable behind it, to the next multiple.
-fn padded(bytes: u64) -> u64 {
-    bytes.saturating_add(2 * ALIGN - 1) / ALIGN * ALIGN
-}
-
-/// Words of a slot: a grid that fits a device has fewer warpgroups.
-const SLOT_WORDS: usize = 1024;
-/// Slots, 8 MiB of them: vLLM captures 51 sizes in 34 graphs each.
-const SLOTS: usize = 2048;
-
-/// The launches that come one after the other: those of a stream (its handle), or of a stream in a capture (its
-/// number).
-type Order = (Option<u64>, usize);
-
-/// Counters that are zero between launches, a slot for each order of launches.
-struct Counters {
-    memory: DeviceBuffer<u32>,
-    slots: Mutex<BTreeMap<Order, usize>>,
-}
-
-impl Counters {
-    fn new(stream: &Stream) -> Result<Self, DeviceError> {
-        let memory = DeviceBuffer::zeroed(stream, SLOTS * SLOT_WORDS)?;
-        // Launches are on other streams.
-        stream.synchronize()?;
-        Ok(Self { memory, slots: Mutex::default() })
-    }
-
-    /// The counters of a stream, or of what is captured on it: its graph may run concurrently with the stream, but not
-    /// with itself. `None`: the caller's own, cleared before each launch, which costs a launch as much as another
-    /// kernel. So it is on each thread's own default stream, which all have one handle; in captures that the driver
-    /// does not tell apart; and for more counters or more orders than there are slots for.
-    fn of(&self, stream: &Stream, words: usize) -> Result<Option<DeviceBuffer<u32>>, DeviceError> {
-        let handle = stream.raw();
-        if words > SLOT_WORDS || handle == PER_THREAD {
-            return Ok(None);
-        }
-        let capture = match stream.capture_of()? {
-            Captured::No => None,
-            Captured::By(number) => Some(number),
-            Captured::Unknown => return Ok(None),
-        };
-        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(slot) = slot(&mut slots, (capture, handle as usize)) else { return Ok(None) };
-        let address = self.memory.address() + (slot * SLOT_WORDS * 4) as u64;
-        // SAFETY: a slot of `memory`, which a guest keeps, with at least the padding of `memory` behind it; only
-        // launches of this order, one after the other, are given it.
-        Ok(Some(unsafe { DeviceBuffer::borrow(stream.device(), address, words) }?))
-    }
-}
-
-/// `CU_STREAM_PER_THREAD`.
-const PER_THREAD: sys::CUstream = std::ptr::without_provenance_mut(2);
-
-/// The slot of an order. It is never reused: the driver does not report when a graph is destroyed.
-fn slot(slots: &mut BTreeMap<Order, usize>, order: Order) -> Option<usize> {
-    let next = slots.len();
-    match slots.get(&order) {
-        Some(&slot) => Some(slot),
-        None if next < SLOTS => {
-            slots.insert(order, next);
-            Some(next)
-        }
-        None => None,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use unweight_codegen::{
         plan::Plan,
-        spec::{Arch, GemmWgmmaSpec, Op, catalog},
+        spec::{Arch, Op},
     };
 
     use super::*;
@@ -552,30 +442,6 @@ mod tests {
         model::{Machine, PackedChooser},
         reachable::Expand,
     };
-
-    #[test]
-    fn parts_of_a_scratch_lie_apart_and_are_readable_past_their_ends() {
-        let parts = |partials, counters| Parts { partials, counters, ..Parts::default() };
-        assert_eq!(parts(0, 0).bytes(), 0);
-        assert_eq!((parts(0, 1).counters_at(), parts(0, 1).bytes()), (256, 256 + 512));
-        assert_eq!((parts(1, 0).counters_at(), parts(1, 0).bytes()), (512, 512 + 256));
-        assert_eq!((parts(256, 64).counters_at(), parts(256, 64).bytes()), (512, 512 + 512));
-        assert_eq!(parts(257, 65).counters_at(), 768);
-        for (partials, counters) in [(17 << 20, 528), (0, 3), (300, 0), (255, 1024)] {
-            let parts = parts(partials, counters);
-            assert!(parts.counters_at() >= partials + ALIGN && parts.counters_at().is_multiple_of(ALIGN));
-            assert!(parts.bytes() >= parts.counters_at() + counters * 4 + ALIGN);
-        }
-        assert_eq!(parts(u64::MAX, u64::MAX).bytes(), u64::MAX);
-        for (before, slot) in [(parts(0, 0), 2 << 12), (parts(300, 3), 100), (parts(17 << 20, 528), 448 << 20)] {
-            let whole = Parts { slot, cublas: true, ..before };
-            assert_eq!(whole.slot_at(), before.bytes(), "where nothing of ours is, weights come first");
-            assert!(whole.cublas_at() >= whole.slot_at() + slot + ALIGN && whole.cublas_at().is_multiple_of(ALIGN));
-            assert!(whole.bytes() >= whole.cublas_at() + CUBLAS_BYTES as u64 + ALIGN);
-        }
-        let most = Parts { slot: u64::MAX, cublas: true, ..parts(u64::MAX, u64::MAX) };
-        assert_eq!(most.bytes(), u64::MAX);
-    }
 
     /// A prompt's chunk would read the weights once for each 64 rows where there is no `wgmma`.
     #[test]
@@ -595,21 +461,6 @@ mod tests {
         assert_eq!(expands(Arch::Sm90a, options, true), [false, false]);
         // Asked for, it is not given up in silence.
         assert_eq!(expands(Arch::Sm90a, options.expand(Expand::Above(0)), false), [true, true]);
-    }
-
-    #[test]
-    fn each_order_has_a_slot_of_its_own_until_there_are_none() {
-        let mut slots = BTreeMap::new();
-        for order in 0..SLOTS {
-            // Two streams; each by itself, and in captures.
-            let capture = order.checked_sub(2).map(|rest| rest as u64 / 2);
-            assert_eq!(slot(&mut slots, (capture, order % 2 * 7)), Some(order));
-        }
-        assert_eq!(slot(&mut slots, (None, 7)), Some(1));
-        assert_eq!(slot(&mut slots, (Some(0), 7)), Some(3));
-        assert_eq!(slot(&mut slots, (None, 1)), None);
-        assert_eq!(slot(&mut slots, (Some(u64::MAX), 7)), None);
-        assert_eq!(slots.len(), SLOTS);
     }
 
     /// What [`Guest::new`] and [`Guest::layer`] ask for, on each kind of GPU that a [`Device`] opens.
@@ -637,14 +488,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    /// Otherwise every launch would clear its counters first.
-    #[test]
-    fn the_counters_of_every_variant_fit_a_slot_of_an_h200() {
-        let problem = unweight_codegen::plan::GemmShape { m: 4096, n: 28672, k: 8192 };
-        let counters = |spec| Plan::new(&spec).map_or(0, |plan| plan.workspace(problem, 132).counters);
-        let most = catalog::of::<GemmWgmmaSpec>().filter(|spec| spec.arch == Arch::Sm90a).map(counters).max();
-        assert!(most.is_some_and(|most| (1..=SLOT_WORDS as u64).contains(&most)), "{most:?}");
     }
 }
