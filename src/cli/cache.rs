@@ -4,7 +4,10 @@ use std::{path::PathBuf, time::SystemTime};
 
 use clap::{Args, Subcommand};
 use serde::Serialize;
-use unweight::rt::{cache::Removed, env::Env, raw::jit::cache::Store};
+use unweight::rt::{
+    env::Env,
+    raw::jit::cache::{Removed, Store},
+};
 
 use super::{
     failure::{Failure, Result},

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// One documented variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variable {
-    /// Its name.
+    /// The variable.
     pub name: &'static str,
     /// What it may hold.
     pub values: &'static str,
@@ -227,7 +227,7 @@ impl SearchPaths {
                     python_prefixes.extend(real.parent().and_then(Path::parent).map(Path::to_owned));
                 }
             }
-            // pyenv puts scripts there; the version they run stands in a file beside.
+            // pyenv puts scripts there; the version they run is in a file in the same folder.
             if folder.ends_with("shims")
                 && folder.join("python3").exists()
                 && let Some(root) = folder.parent()

@@ -6,9 +6,9 @@
 //!        +---------- cache: by content ------+
 //! ```
 //!
-//! This crate owns everything that needs a compiler, a driver or a device. It does not know what a kernel computes: that
-//! is `unweight_codegen`. Nothing is linked against CUDA. Every library is searched for at run time; the error for a
-//! missing one lists where it was searched for and what to install.
+//! This crate owns everything that needs a compiler, a driver or a device. It does not know what a kernel computes:
+//! that is `unweight_codegen`. Nothing is linked against CUDA. Every library is searched for at run time; the error for
+//! a missing one lists where it was searched for and what to install.
 //!
 //! | start with | for |
 //! |---|---|
@@ -61,7 +61,7 @@ pub use weight::{DeviceMatrix, DevicePacked};
 /// The cache of compiled kernels: what it holds, and what happened on a lookup.
 pub mod cache {
     #[doc(inline)]
-    pub use crate::jit::cache::{Artifact, CacheState, KernelCache, Listed, Miss, Policy, Progress, Removed, Verified};
+    pub use crate::jit::cache::{Artifact, CacheState, KernelCache, Miss, Policy, Progress};
 }
 
 /// The experts of a mixture-of-experts layer: all of them on the device, or in host memory with slots on the device.

@@ -1,19 +1,19 @@
-//! What to do about an error, as a value: a library does not know its user's command line.
+//! What resolves an error, as a value: a library does not know its user's command line.
 
 use crate::jit::toolchain::Library;
 
-/// The one thing to do about an error. A program says it in its own words.
+/// The action that resolves an error. A program words it for its user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {
-    /// Remove the compiled kernels: they are of another version.
+    /// Remove the compiled kernels: they belong to another version.
     ClearKernelCache,
-    /// Install a library, or say where it is.
+    /// Install a library, or set the variable that names its path.
     Install(Library),
-    /// Compile the missing kernels where that is possible, or allow it here.
+    /// Compile the missing kernels on a machine with a compiler, or allow compilation here.
     CompileKernels,
-    /// Compare the bundle's digests: its data are damaged.
+    /// Compare the bundle's digests: the data are damaged.
     VerifyBundle,
-    /// Measure the table of fastest variants anew on this machine.
+    /// Measure the table of fastest variants again on this machine.
     MeasureTable,
 }

@@ -9,7 +9,7 @@ use crate::device::{Call, Device, DeviceError, Refusal, Stream};
 
 /// `[T]` on the device, 256-byte aligned.
 ///
-/// Behind its last element lie at least [`DeviceBuffer::PAD_BYTES`] allocated bytes: bulk copies round their ends up to
+/// At least [`DeviceBuffer::PAD_BYTES`] allocated bytes follow its last element: bulk copies round their ends up to
 /// 16 bytes and may read (never write) past a section.
 pub struct DeviceBuffer<T> {
     device: Device,
@@ -57,17 +57,17 @@ impl<T: Pod> DeviceBuffer<T> {
         Ok(buffer)
     }
 
-    /// Memory of somebody else, such as a tensor of another framework. Dropping the buffer frees nothing, and waits for
-    /// nothing.
+    /// Memory that something else owns, such as a tensor of another framework. Dropping the buffer frees nothing, and
+    /// waits for nothing.
     ///
     /// # Safety
     /// `address` is the device address of `len` elements on `device`, with [`DeviceBuffer::PAD_BYTES`] more bytes
     /// behind them that may be read (and, by [`DeviceBuffer::fill_padding`], written). All of it stays allocated, and
-    /// nobody else writes it, until the buffer is gone and the work that was given it is done; in a capture, as often
+    /// nothing else writes it, until the buffer is gone and the work that was given it is done; in a capture, as often
     /// as the graph runs.
     ///
     /// # Errors
-    /// [`Refusal::Alignment`]: the address is no multiple of [`DeviceBuffer::PAD_BYTES`]. [`Refusal::TooLarge`]: it
+    /// [`Refusal::Alignment`]: the address is not a multiple of [`DeviceBuffer::PAD_BYTES`]. [`Refusal::TooLarge`]: it
     /// would end beyond the address space.
     pub unsafe fn borrow(device: &Device, address: u64, len: usize) -> Result<Self, Refusal> {
         check_borrowed(address, len as u64, size_of::<T>() as u64, Self::PAD_BYTES as u64)?;
@@ -90,7 +90,7 @@ impl<T: Pod> DeviceBuffer<T> {
     pub fn write(&mut self, stream: &Stream, at: usize, host: &[T]) -> Result<(), DeviceError> {
         self.check(at, host.len())?;
         let to = self.address + (at * size_of::<T>()) as u64;
-        // SAFETY: the range lies inside the buffer.
+        // SAFETY: the range is inside the buffer.
         unsafe { copy_to_device(stream, to, bytemuck::cast_slice(host)) }
     }
 
@@ -115,7 +115,7 @@ impl<T: Pod> DeviceBuffer<T> {
         let mut host = vec![T::zeroed(); len];
         if len > 0 {
             self.device.bind()?;
-            // SAFETY: the range lies inside the buffer, and `host` lives until the wait below.
+            // SAFETY: the range is inside the buffer, and `host` lives until the wait below.
             unsafe { result::memcpy_dtoh_async(&mut host, self.address + (at * size_of::<T>()) as u64, stream.raw()) }
                 .call("copying from the device")?;
         }
@@ -135,7 +135,7 @@ impl<T: Pod> DeviceBuffer<T> {
         if len == 0 {
             return Ok(());
         }
-        // SAFETY: the range lies inside the buffer. Any bytes are a valid `T: Pod`.
+        // SAFETY: the range is inside the buffer. Any bytes are a valid `T: Pod`.
         unsafe { result::memset_d8_async(self.address, byte, len * size_of::<T>(), stream.raw()) }
             .call("filling device memory")
     }
@@ -198,7 +198,7 @@ impl<T: Pod> DeviceBuffer<T> {
     }
 }
 
-/// That a buffer of `len` elements and what is behind them can lie at an address.
+/// Checks that a buffer of `len` elements and its padding fit at an address.
 fn check_borrowed(address: u64, len: u64, element: u64, pad: u64) -> Result<(), Refusal> {
     // As an allocation would begin: sections are read by bulk copies and tensor maps.
     if !address.is_multiple_of(pad) {
@@ -232,7 +232,7 @@ impl DeviceBuffer<u16> {
         if len == 0 {
             return Ok(());
         }
-        // SAFETY: the range lies inside the buffer, whose elements have 16 bits.
+        // SAFETY: the range is inside the buffer, whose elements have 16 bits.
         unsafe { sys::cuMemsetD16Async(self.address, value, len, stream.raw()) }.result().call("filling device memory")
     }
 }
@@ -243,7 +243,7 @@ impl<T> DeviceBuffer<T> {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Whether it has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -253,7 +253,7 @@ impl<T> DeviceBuffer<T> {
         self.len * size_of::<T>()
     }
 
-    /// The device that it lies on.
+    /// The device that holds it.
     pub fn device(&self) -> &Device {
         &self.device
     }

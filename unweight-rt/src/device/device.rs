@@ -69,7 +69,7 @@ impl Device {
     /// How many CUDA devices the machine has.
     ///
     /// # Errors
-    /// There is no usable driver.
+    /// No usable driver.
     pub fn count() -> Result<usize, DeviceError> {
         toolchain::require(Library::Driver)?;
         result::init().call("initialising the driver")?;
@@ -156,7 +156,7 @@ impl Device {
         Ok(Stream::new(self, inner))
     }
 
-    /// A stream of somebody else, as a raw `CUstream` (or `cudaStream_t`; null is the default stream).
+    /// A borrowed stream, as a raw `CUstream` (or `cudaStream_t`; null is the default stream).
     ///
     /// # Safety
     /// The stream belongs to this device's primary context and outlives every use of what is returned.

@@ -1,4 +1,5 @@
-//! What the runtime refuses, and why: every error before a launch is one of these, with the numbers that do not agree.
+//! Errors of device operations. An operand that a launch cannot take is refused before anything is enqueued, by an
+//! error that names the operand, its value, the limit and what to do next.
 
 use unweight_codegen::{
     CodegenError,
@@ -9,7 +10,7 @@ use unweight_format::{CodecError, Float};
 
 use crate::{device::lane_size::LaneSize, remedy::Remedy};
 
-/// Why something on the device did not happen.
+/// Why an operation on the device failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
@@ -19,45 +20,48 @@ pub enum DeviceError {
     /// A variant cannot exist or be rendered.
     #[error(transparent)]
     Codegen(#[from] CodegenError),
-    /// What came back from the device, or was to go there, is no valid tensor.
+    /// Data read from the device, or meant for it, are not a valid tensor.
     #[error(transparent)]
     Codec(#[from] CodecError),
     /// The driver refused a call.
     #[error("{call}: {text}")]
     Driver {
-        /// What was asked for.
+        /// What the call was for.
         call: &'static str,
-        /// The driver's status.
+        /// The driver's status (`CUresult`).
         code: u32,
-        /// The driver's words for it.
+        /// The driver's name and description of the status.
         text: String,
     },
-    /// The device has no room.
+    /// The device has too little free memory.
     #[error(
-        "{bytes} bytes do not fit on the device, where {free} are free; stop what else runs there, or ask for less: a \
-         smaller batch, a shorter context, or a smaller model"
+        "cannot allocate {bytes} bytes on the device, {free} bytes are free; stop other programs on this GPU, or use a \
+         smaller batch, a shorter context or a smaller model"
     )]
     Room {
-        /// What was asked for.
+        /// Bytes of the allocation.
         bytes: u64,
-        /// What is free, in pieces maybe.
+        /// Free bytes, possibly not contiguous.
         free: u64,
     },
-    /// The host has no room that can be locked.
-    #[error("{bytes} bytes of page-locked memory are not to be had; free some of the host's memory, or ask for less")]
+    /// The host has too little memory that can be pinned.
+    #[error(
+        "cannot allocate {bytes} bytes of pinned host memory; free host memory, or use less: fewer experts on the host, \
+         or fewer slots"
+    )]
     HostRoom {
-        /// What was asked for.
+        /// Bytes of the allocation.
         bytes: u64,
     },
     /// cuBLAS refused a call.
     #[error("{call}: cuBLAS status {status}")]
     Cublas {
-        /// What was asked for.
+        /// The function.
         call: &'static str,
         /// cuBLAS's status.
         status: String,
     },
-    /// No kernel is made for such a device.
+    /// A compute capability without kernels.
     #[error(
         "{name} has compute capability {major}.{minor}; kernels exist for 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 and 12.0 (Ampere to Blackwell)"
     )]
@@ -69,69 +73,71 @@ pub enum DeviceError {
         /// Minor number.
         minor: i32,
     },
-    /// There is no device of this number.
-    #[error("device {ordinal} does not exist; this machine has {count} (CUDA_VISIBLE_DEVICES hides some)")]
+    /// A device number that does not exist.
+    #[error("device {ordinal} does not exist, {count} devices are visible; check CUDA_VISIBLE_DEVICES")]
     Ordinal {
-        /// What was asked for.
+        /// The number, from 0.
         ordinal: usize,
-        /// How many there are.
+        /// Visible devices.
         count: usize,
     },
-    /// A kernel does not take what it was given. Nothing was enqueued.
+    /// A kernel cannot take its operands. Nothing was enqueued.
     #[error("{kernel}: {refusal}")]
     Kernel {
-        /// The variant.
+        /// The name of the kernel variant.
         kernel: String,
-        /// Why.
+        /// The operand, and the limit that it misses.
         refusal: Refusal,
     },
-    /// An operation does not take what it was given. Nothing was enqueued.
+    /// An operation cannot take its operands. Nothing was enqueued.
     #[error(transparent)]
     Operand(#[from] Refusal),
-    /// A decoder met metadata that lead out of their sections and left the tile out.
-    #[error("tile {tile} of a decoded tensor has metadata that leave their section; its output is not valid")]
+    /// Metadata of a tile point outside their section. A decoder skipped the tile.
+    #[error(
+        "tile {tile} of a tensor has metadata that point outside their section; its output is not valid; verify the bundle"
+    )]
     Fault {
-        /// The last such tile to be reported.
+        /// The last tile that was reported.
         tile: u32,
     },
-    /// A row of a batch asked for what is not there, and was left out. Its output is zeros.
+    /// A row of a batch names a token, a row or a page that does not exist. The kernel skipped it.
     #[error("row {row} of a batch: {what}")]
     Row {
-        /// The last such row to be reported.
+        /// The last row that was reported.
         row: u32,
-        /// What it asked for.
+        /// What does not exist.
         what: RowFault,
     },
 }
 
-/// What a kernel met in a row of its batch, among numbers that only the device knows.
+/// What a kernel found wrong in a row of its batch, in values that only the device can read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RowFault {
-    /// An id outside of the vocabulary.
+    /// A token id outside the vocabulary.
     #[error("its token id is not below the rows of the embedding; its embedding was set to zeros")]
     Token,
-    /// An entry of a list of rows.
+    /// An entry of a list of rows that is not a row of the matrix.
     #[error("the list of rows names a row that the matrix does not have; its output was set to zeros")]
     Source,
-    /// An entry of a page table.
-    #[error("its page table names a page that the KV cache does not have, or is too short; the page was left out")]
+    /// An entry of a page table that is not a page of the KV cache, or a table that ends too early.
+    #[error("its page table names a page that the KV cache does not have, or is too short; the page was skipped")]
     Page,
-    /// Logits that are no numbers.
+    /// Logits that are all NaN.
     #[error("its logits are all NaN; token 0 was chosen")]
     Logits,
 }
 
 impl RowFault {
-    /// All of them, in the order in which a lane keeps them.
+    /// All faults, in the order of a lane's fault words.
     pub(crate) const ALL: [Self; 4] = [Self::Token, Self::Source, Self::Page, Self::Logits];
 }
 
-/// What the driver says of an allocation that has no room.
+/// The driver's status for an allocation that does not fit.
 const OUT_OF_MEMORY: u32 = cudarc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
 
 impl DeviceError {
-    /// Of an allocation: what there was no room for, if that is why it failed.
+    /// Turns the out-of-memory status of an allocation into the error of `room`.
     pub(super) fn of_room(self, room: impl FnOnce() -> Self) -> Self {
         match self {
             Self::Driver { code: OUT_OF_MEMORY, .. } => room(),
@@ -139,7 +145,7 @@ impl DeviceError {
         }
     }
 
-    /// Why operands were refused, if that is what this is.
+    /// The refused operand, if the operation failed because of one.
     pub fn refusal(&self) -> Option<&Refusal> {
         match self {
             Self::Kernel { refusal, .. } | Self::Operand(refusal) => Some(refusal),
@@ -147,7 +153,7 @@ impl DeviceError {
         }
     }
 
-    /// What to do about it, where one thing is to be done.
+    /// What the user can do about the error, if one action resolves it.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Toolchain(error) => error.remedy(),
@@ -160,14 +166,13 @@ impl DeviceError {
     }
 }
 
-/// Why operands, or a kernel's artifact, are refused. Sizes are of the operands: `[rows, columns]` in elements unless
-/// said otherwise.
+/// An operand, or a compiled kernel, that a launch cannot take. Shapes are `[rows, columns]` in elements.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
     // ---- products ----
-    /// The operands of a product.
-    #[error("Y{y:?} = X{x:?} * W{w:?}^T: the shapes do not agree")]
+    /// Shapes of a product that do not match.
+    #[error("Y{y:?} = X{x:?} * W{w:?}^T: the shapes do not match; Y is [m, n], X is [m, k], W is [n, k]")]
     Shape {
         /// The output.
         y: [u64; 2],
@@ -176,198 +181,200 @@ pub enum Refusal {
         /// The weights, `[n, k]`.
         w: [u64; 2],
     },
-    /// An extent that is not a multiple of what the kernel works in.
+    /// An extent that is not a multiple of the kernel's tile.
     #[error("{extent} = {value} must be a multiple of {of}; pad the weights")]
     Multiple {
-        /// `n` or `k`.
+        /// The extent, such as `n` or `k`.
         extent: &'static str,
-        /// Its value.
+        /// The value.
         value: u32,
-        /// What it must be a multiple of.
+        /// The tile: the extent must be a multiple.
         of: u32,
     },
-    /// A batch above the one that a layer was loaded for.
-    #[error("a batch of {m}: this layer was loaded for {max_batch} at most; raise LoadOptions::max_batch")]
+    /// A batch larger than the layer was loaded for.
+    #[error("a batch of {m} rows, the layer was loaded for at most {max_batch}; raise LoadOptions::max_batch")]
     Batch {
         /// Batch rows.
         m: u32,
-        /// The most that was loaded for.
+        /// The largest batch that the layer was loaded for.
         max_batch: u32,
     },
     /// An epilogue that a layer was not loaded for.
-    #[error("the weights were not loaded for the epilogue {}; ask for {}", .asked.tag(), .loaded.tag())]
+    #[error("the layer was not loaded for the epilogue {}; use {}", .asked.tag(), .loaded.tag())]
     Epilogue {
-        /// What was asked for.
+        /// The epilogue of the call.
         asked: Epilogue,
-        /// One that was loaded.
+        /// An epilogue that was loaded.
         loaded: Epilogue,
     },
-    /// Weights with escapes, for a kernel without.
-    #[error("has no escapes, the tensor has; take a variant with _esc")]
+    /// Weights with escapes, for a kernel that reads none.
+    #[error("reads no escapes, the tensor has some; use a variant with _esc")]
     Escapes,
-    /// More verbatim rows in a tile than the kernel has room for.
-    #[error("has room for {room} verbatim rows per tile, the weights have {rows}; take a variant with more")]
+    /// More verbatim rows in a tile than the kernel takes.
+    #[error("takes {room} verbatim rows per tile, the weights have up to {rows}; use a variant with more")]
     VerbatimRows {
-        /// Of the kernel.
+        /// Verbatim rows per tile that the kernel takes.
         room: u32,
-        /// Of the weights.
+        /// The most verbatim rows of a tile of the weights.
         rows: u32,
     },
-    /// A kernel for another source of weights.
-    #[error("takes weights as {takes}, got {got}")]
+    /// Weights of another source than the kernel reads.
+    #[error("reads weights from {takes}, got {got}; use a variant for {got}")]
     Source {
-        /// `exponent` or `palette`.
+        /// The kernel's source: `exponent` or `palette`.
         takes: &'static str,
-        /// The other.
+        /// The source of the weights.
         got: &'static str,
     },
 
     // ---- activations ----
-    /// Heads of another size than a kernel's.
-    #[error("takes heads of {takes} elements, got {got}; take the variant for them")]
+    /// A head size that is not the kernel's.
+    #[error("takes heads of {takes} elements, got {got}; use the variant for heads of {got}")]
     HeadSize {
-        /// Of the kernel.
+        /// Elements per head of the kernel.
         takes: u32,
-        /// Of the cache.
+        /// Elements per head of the KV cache.
         got: u32,
     },
-    /// Columns that are not those of the heads.
-    #[error("{cols} columns are not those of {heads} q heads and twice {kv_heads} k and v heads of {head_dim}")]
+    /// A QKV matrix whose columns do not match its heads.
+    #[error(
+        "QKV has {cols} columns; {heads} query heads, {kv_heads} key heads and {kv_heads} value heads of {head_dim} \
+         elements need {}", (u64::from(*.heads) + 2 * u64::from(*.kv_heads)) * u64::from(*.head_dim)
+    )]
     Heads {
-        /// Columns.
+        /// Columns of QKV.
         cols: u32,
-        /// Q heads.
+        /// Query heads.
         heads: u32,
-        /// K heads, and V heads.
+        /// Key heads, and as many value heads.
         kv_heads: u32,
         /// Elements of a head.
         head_dim: u32,
     },
-    /// A part of a head that cannot be rotated.
+    /// A rotated part of a head that kernels do not take.
     #[error("rope_dim = {rope_dim} must be a multiple of 4 in 4..={head_dim}, the elements of a head")]
     RopeDim {
-        /// Elements that are to be rotated.
+        /// Rotated elements of a head.
         rope_dim: u32,
         /// Elements of a head.
         head_dim: u32,
     },
-    /// More positions than there are angles or pages for.
-    #[error("{what} ends at position {limit}, the rows at {end}; give it more")]
+    /// Rows past the last position of a table.
+    #[error("{what} ends at position {limit}, the rows at {end}; make it longer")]
     Positions {
         /// One past the last row's position.
         end: u64,
-        /// What is too short.
+        /// The table that is too short.
         what: &'static str,
-        /// How many positions it has.
+        /// Positions of the table.
         limit: u64,
     },
-    /// Experts, or experts of a token, that routing does not take.
+    /// A number of experts, or of experts per token, that routing does not take.
     #[error(
-        "{experts} experts, {top_k} of a token; routing takes 1 to {} experts and 1 to {} of a token",
+        "{experts} experts with {top_k} per token; routing takes 1 to {} experts and 1 to {} per token",
         RouteSpec::EXPERTS_MAX,
         RouteSpec::TOP_K_MAX
     )]
     Experts {
         /// Experts.
         experts: u32,
-        /// Of a token.
+        /// Experts per token.
         top_k: u32,
     },
-    /// Columns that a kernel does not take.
-    #[error("{operand} has {cols} columns; the kernel takes multiples of {of} up to {max}")]
+    /// A number of columns that a kernel does not take.
+    #[error("{operand} has {cols} columns; the kernel takes multiples of {of} up to {max}; pad {operand}")]
     Columns {
         /// The matrix.
         operand: &'static str,
-        /// Its columns.
+        /// Columns of the matrix.
         cols: u32,
-        /// What they must be a multiple of.
+        /// The columns must be a multiple of this.
         of: u32,
-        /// The most there may be.
+        /// The most columns.
         max: u32,
     },
-    /// A gate and an up beside their product.
-    #[error("x{x:?} must have the rows of y{y:?} and twice its columns: a gate's, then an up's")]
+    /// A gate and an up projection whose shape does not match the activated output.
+    #[error("x{x:?} must have the rows of y{y:?} and twice its columns: those of the gate, then those of the up")]
     Gated {
-        /// Gate and up.
+        /// Gate and up, next to each other.
         x: [u64; 2],
-        /// Their product.
+        /// The activated output.
         y: [u64; 2],
     },
-    /// More ids than a table has rows.
-    #[error("a vocabulary of {vocabulary}, the table has {rows} rows")]
+    /// A vocabulary larger than the embedding table.
+    #[error("a vocabulary of {vocabulary} ids, the embedding has {rows} rows; use the model's vocabulary")]
     Vocabulary {
-        /// Ids.
+        /// Token ids.
         vocabulary: u32,
-        /// Of the table.
+        /// Rows of the table.
         rows: u64,
     },
-    /// Logits of more tokens than a kernel takes, or of none.
-    #[error("logits of {cols} tokens; the kernel takes 1 to {max}")]
+    /// A vocabulary that the sampling kernel does not take.
+    #[error("logits of {cols} tokens; the sampling kernel takes 1 to {max}")]
     Logits {
-        /// Tokens.
+        /// Columns of the logits.
         cols: u32,
-        /// The most there may be.
+        /// The most columns.
         max: u32,
     },
-    /// A size of heads that no kernel takes.
-    #[error("head_dim = {head_dim} must be a multiple of 16 in 16..=256; no kernel takes other heads")]
+    /// A head size that no kernel takes.
+    #[error("head_dim = {head_dim} must be a multiple of 16 in 16..=256")]
     HeadDim {
         /// Elements of a head.
         head_dim: u32,
     },
 
-    /// A kernel for heads of another size than the cache has.
-    #[error("takes heads of {takes}, the KV cache has heads of {cache}; take the variant for these")]
+    /// A kernel for another head size than the KV cache has.
+    #[error("takes heads of {takes} elements, the KV cache has heads of {cache}; use the variant for heads of {cache}")]
     HeadDimOf {
-        /// Of the kernel.
+        /// Elements per head of the kernel.
         takes: u32,
-        /// Of the cache.
+        /// Elements per head of the KV cache.
         cache: u32,
     },
-    /// A kernel for other tokens of a sequence.
-    #[error("is for step = {takes}, not {asked}; take a variant for this step")]
+    /// A kernel for another kind of step.
+    #[error("is for step = {takes}, not {asked}; use a variant for step = {asked}")]
     Step {
-        /// What it is for.
+        /// The kernel's step.
         takes: &'static str,
-        /// What was asked for.
+        /// The step of the call.
         asked: &'static str,
     },
-    /// Parts of a row that the kernel does not take.
-    #[error(
-        "{parts} parts of a row; this kernel takes 1 to {limit}, others of more than one need a variant with split"
-    )]
+    /// A split of the KV cache that the kernel does not take.
+    #[error("{parts} parts per row; this kernel takes 1 to {limit}; more than one part needs a variant with split")]
     Parts {
-        /// What was asked for.
+        /// Parts per row.
         parts: u32,
-        /// What it takes at most.
+        /// The most parts of the kernel.
         limit: u32,
     },
     /// A page table that ends before the last token.
-    #[error("{tokens} tokens of a sequence need more than the {pages} pages of 64 that its table has; give it more")]
+    #[error("{tokens} tokens of a sequence need more than the {pages} pages of 64 tokens of its table; make it longer")]
     Pages {
-        /// Up to the last token of the chunk.
+        /// Tokens of the sequence, up to the last of the chunk.
         tokens: u64,
-        /// Entries of the table.
+        /// Entries of the page table.
         pages: u32,
     },
-    /// Heads that do not divide the columns.
+    /// A QKV matrix and an output whose columns do not match the KV heads.
     #[error(
-        "QKV{qkv:?} and A{out:?} for {kv_heads} KV heads of {head_dim}: A must have 1 to 16 times as many heads, and QKV \
-         two more for each KV head"
+        "QKV{qkv:?} and output{out:?} for {kv_heads} KV heads of {head_dim} elements: the output must have 1 to 16 heads \
+         per KV head, and QKV two heads per KV head more"
     )]
     AttentionHeads {
-        /// Of the projection.
+        /// Shape of QKV.
         qkv: [u64; 2],
-        /// Of the result.
+        /// Shape of the output.
         out: [u64; 2],
-        /// Heads of keys and values.
+        /// Key heads, and as many value heads.
         kv_heads: u32,
         /// Elements of a head.
         head_dim: u32,
     },
-    /// Angles that are not for pairs of elements of a head.
+    /// A rotary table whose columns do not fit a head.
     #[error(
-        "angles [positions, {cols}] for heads of {head_dim}: their columns must be even, and half of a head at most"
+        "a rotary table of {cols} columns for heads of {head_dim} elements: the columns must be even, and at most half \
+         of a head"
     )]
     Rotary {
         /// Columns of the cosines.
@@ -377,8 +384,10 @@ pub enum Refusal {
     },
 
     // ---- views ----
-    /// A matrix that its memory cannot hold.
-    #[error("a matrix [{rows}, {cols}] of pitch {pitch} needs {need} elements, the memory has {have}")]
+    /// A matrix larger than its memory.
+    #[error(
+        "a matrix [{rows}, {cols}] of pitch {pitch} needs {need} elements, the buffer has {have}; use a larger one"
+    )]
     Extent {
         /// Rows.
         rows: u32,
@@ -386,13 +395,13 @@ pub enum Refusal {
         cols: u32,
         /// Elements from one row to the next.
         pitch: u64,
-        /// What it needs; `u64::MAX` where that does not fit 64 bits.
+        /// Elements that the matrix needs; `u64::MAX` where that does not fit 64 bits.
         need: u64,
-        /// What there is.
+        /// Elements of the buffer.
         have: u64,
     },
-    /// Rows that overlap each other.
-    #[error("rows of {cols} elements overlap at pitch {pitch}; the pitch must be at least the columns")]
+    /// A pitch smaller than a row.
+    #[error("rows of {cols} elements overlap at pitch {pitch}; the pitch must be at least {cols}")]
     PitchBelowColumns {
         /// Columns.
         cols: u32,
@@ -402,237 +411,239 @@ pub enum Refusal {
     /// A pitch that the operation does not take.
     #[error("{operand} has pitch {pitch}, which must be {wanted}; copy it to a matrix of its own")]
     Pitch {
-        /// `x` or `y`.
+        /// The operand, such as `x`.
         operand: &'static str,
         /// Elements from one row to the next.
         pitch: u64,
-        /// What it must be.
+        /// The rule that the pitch misses.
         wanted: PitchRule,
     },
-    /// An address that copies of 16 bytes cannot begin at.
-    #[error("{operand} lies at {address:#x}, which is not {bytes}-byte aligned")]
+    /// An address that is not aligned for the kernel's copies.
+    #[error("{operand} begins at {address:#x}, which is not {bytes}-byte aligned; copy it to an aligned buffer")]
     Alignment {
-        /// `x` or `y`.
+        /// The operand, such as `x`.
         operand: &'static str,
         /// Device address.
         address: u64,
-        /// What it must be a multiple of.
+        /// The alignment, bytes.
         bytes: u64,
     },
-    /// Something that is written overlaps something that is read.
-    #[error("{written} overlaps {other}: a kernel would read what it writes; give {written} memory of its own")]
+    /// An output that overlaps an input.
+    #[error("{written} overlaps {other}: a kernel would read what it writes; give {written} a buffer of its own")]
     Overlap {
-        /// What is written.
+        /// The output.
         written: &'static str,
-        /// What it overlaps.
+        /// The input that it overlaps.
         other: &'static str,
     },
-    /// Operands on another device than the kernel.
-    #[error("{operand} is on device {other}, the kernel on device {own}")]
+    /// An operand on another device than the kernel.
+    #[error("{operand} is on device {other}, the kernel on device {own}; copy it to device {own}")]
     OtherDevice {
-        /// What is elsewhere.
+        /// The operand.
         operand: &'static str,
-        /// Where the kernel is.
+        /// The device of the kernel.
         own: usize,
-        /// Where the operand is.
+        /// The device of the operand.
         other: usize,
     },
-    /// The output of a conversion has another shape than its tensor.
-    #[error("output {output:?} for a tensor {tensor:?}")]
+    /// An output whose shape is not that of its source.
+    #[error("the output is {output:?}, its source {tensor:?}; the shapes must be equal")]
     Output {
-        /// Of the output.
+        /// Shape of the output.
         output: [u64; 2],
-        /// Of the tensor.
+        /// Shape of the source.
         tensor: [u64; 2],
     },
-    /// Memory of the caller that is too small.
-    #[error("{buffer} need room for {need}, there is room for {have}; give more")]
+    /// A buffer of the caller that is too small.
+    #[error("{buffer}: {need} needed, {have} provided; provide a larger buffer")]
     Room {
-        /// What needs it, in its own units.
+        /// The buffer, with its unit.
         buffer: &'static str,
-        /// How much.
+        /// What the operation needs.
         need: u64,
-        /// What there is.
+        /// What the buffer has.
         have: u64,
     },
-    /// A buffer that does not have the size that a tensor asks for.
-    #[error("{buffer} has {got} elements, the shape asks for {expected}")]
+    /// A buffer whose length does not match a shape.
+    #[error("{buffer} has {got} elements, the shape needs {expected}")]
     Elements {
         /// The buffer or section.
         buffer: &'static str,
-        /// What it has.
+        /// Elements of the buffer.
         got: u64,
-        /// What it must have.
+        /// Elements of the shape.
         expected: u64,
     },
-    /// Bytes that are no whole number of values.
-    #[error("{section} has {bytes} B, which is no whole number of {unit} B")]
+    /// A section that ends inside a value.
+    #[error("{section} has {bytes} B, which is not a multiple of {unit} B; the bundle is damaged")]
     Partial {
         /// The section.
         section: &'static str,
-        /// Its bytes.
+        /// Bytes of the section.
         bytes: u64,
         /// Bytes of one value.
         unit: u64,
     },
-    /// A part of a buffer that it does not have.
-    #[error("elements {at}..{at}+{len} of a buffer of {have}")]
+    /// A range outside a buffer or a matrix.
+    #[error("the range of {len} from {at} is outside of 0..{have}")]
     Range {
-        /// The first element.
+        /// The first element, row or column.
         at: u64,
-        /// How many.
+        /// Length of the range.
         len: u64,
-        /// Of the buffer.
+        /// Elements, rows or columns that exist.
         have: u64,
     },
-    /// A count that kernels or the address space cannot hold.
+    /// A count that does not fit a kernel's counters or the address space.
     #[error("{what} = {value} exceeds the limit of {limit}; split the matrix")]
     TooLarge {
         /// What is counted.
         what: &'static str,
-        /// How many there are.
+        /// The count.
         value: u64,
-        /// How many there may be.
+        /// The largest count.
         limit: u64,
     },
 
     // ---- lanes and launches ----
-    /// A lane that was made for smaller launches.
-    #[error("needs a lane of {need}, this one has {have}; reserve it for the layer first")]
+    /// A lane with too little memory for the launch.
+    #[error("needs a lane of {need}, this one has {have}; call Lane::reserve with the layer's size first")]
     LaneTooSmall {
         /// What the launch needs.
         need: LaneSize,
         /// What the lane has.
         have: LaneSize,
     },
-    /// Memory cannot be had, and nothing timed, while work is recorded.
+    /// An allocation or a measurement during a capture.
     #[error("a lane cannot grow or be tuned while its stream is captured; do it before the capture")]
     Capturing,
-    /// Who has to know what was chosen cannot be recorded.
+    /// Experts in host memory during a capture.
     #[error(
-        "experts in host memory are fetched by a host that knows the choice, which no capture has; enqueue them outside of \
-         a capture, or keep all experts on the device"
+        "experts in host memory cannot be captured: the host fetches the experts that a router chose; enqueue them \
+         outside of a capture, or keep all experts on the device"
     )]
     Fetching,
     /// A grid that cannot be launched.
     #[error(
-        "m = {}, n = {}, k = {} needs more than 2^31 - 1 blocks, or has fewer than the {cluster} steps of 64 of k that a \
-         cluster shares; split the matrix or take a smaller cluster",
+        "m = {}, n = {}, k = {} needs more than 2^31 - 1 blocks, or has fewer than {cluster} steps of 64 in k, one per \
+         block of a cluster; split the matrix or use a variant with a smaller cluster",
         .problem.m, .problem.n, .problem.k
     )]
     Grid {
         /// The problem.
         problem: GemmShape,
-        /// Blocks of a cluster.
+        /// Blocks per cluster.
         cluster: u32,
     },
-    /// Blocks that wait for each other, more than run at once.
+    /// A cooperative grid with more blocks than the device runs at once.
     #[error(
-        "{blocks} blocks that wait for each other, of which {resident} run at once; take a variant without stream-K"
+        "{blocks} blocks wait for each other, and the device runs {resident} at once; use a variant without stream-K"
     )]
     Residency {
-        /// Of the grid.
+        /// Blocks of the grid.
         blocks: u32,
-        /// What the device holds.
+        /// Blocks that the device runs at once.
         resident: u32,
     },
-    /// Arguments of another family.
-    #[error("takes no {given}")]
+    /// Arguments of another kernel family.
+    #[error("does not take {given}; pass the argument struct of its family")]
     Arguments {
-        /// The argument struct.
+        /// The argument struct of the call.
         given: &'static str,
     },
-    /// A kernel of another family.
+    /// A kernel or a layer of another kind.
     #[error("is not {wanted}")]
     Family {
-        /// What was asked for.
+        /// The kind that the operation takes.
         wanted: &'static str,
     },
-    /// A decoder of another output.
-    #[error("writes {}, asked for {}", .writes.tag(), .asked.tag())]
+    /// A decoder for another output.
+    #[error("writes {}, not {}; use a decoder of {}", .writes.tag(), .asked.tag(), .asked.tag())]
     Decodes {
-        /// What the kernel writes.
+        /// The kernel's output.
         writes: DecodeOutput,
-        /// What was asked for.
+        /// The output of the call.
         asked: DecodeOutput,
     },
-    /// A decoder to weights of another type.
-    #[error("writes {}, the tensor holds {}; take the decoder of its type", .writes.tag(), .tensor.tag())]
+    /// A decoder for another element type.
+    #[error("writes {}, the tensor holds {}; use a decoder of {}", .writes.tag(), .tensor.tag(), .tensor.tag())]
     DecodesElement {
-        /// What the kernel writes.
+        /// The kernel's element type.
         writes: DecodeElement,
-        /// What the tensor holds.
+        /// The tensor's element type.
         tensor: DecodeElement,
     },
-    /// A type that the form `exponents` does not hold.
-    #[error("no tensor of exponents holds {}; take a form of BF16", .float.name())]
+    /// An element type that `exponents` cannot store.
+    #[error("`exponents` cannot store {}; compress the tensor as BF16", .float.name())]
     NotExponents {
-        /// The type.
+        /// The element type.
         float: Float,
     },
     /// Longer codes than a decoder takes.
-    #[error("decodes codes of up to {limit} bits, the tensor has {bits}")]
+    #[error("decodes codes of up to {limit} bits, the tensor has codes of {bits}; use a variant for longer codes")]
     CodeBits {
-        /// Of the kernel.
+        /// The longest code of the kernel.
         limit: u32,
-        /// Of the tensor.
+        /// The longest code of the tensor.
         bits: u32,
     },
 
     // ---- artifacts ----
     /// An artifact of another variant, or for another architecture.
-    #[error("the artifact is {found}, wanted {wanted}")]
+    #[error("the compiled kernel is {found}, not {wanted}; clear the kernel cache")]
     Artifact {
-        /// What it is.
+        /// The artifact's variant or architecture.
         found: String,
-        /// What was asked for.
+        /// The variant or architecture of the request.
         wanted: String,
     },
-    /// An artifact whose arguments are not those of this version.
-    #[error("takes {takes} B of arguments, this version passes {passes} B")]
+    /// An artifact with the arguments of another version.
+    #[error("takes {takes} B of arguments, this version passes {passes} B; clear the kernel cache")]
     ArgumentBytes {
-        /// By the artifact.
+        /// Bytes of arguments that the artifact takes.
         takes: u64,
-        /// By this version.
+        /// Bytes of arguments that this version passes.
         passes: u64,
     },
     /// More shared memory than the device has for a block.
-    #[error("shared memory {need} B exceeds the device's limit {limit} B")]
+    #[error("a block needs {need} B of shared memory, the device has {limit} B; use a variant with fewer stages")]
     SharedMemory {
-        /// What a block needs.
+        /// Bytes per block that the kernel needs.
         need: u64,
-        /// What it may have.
+        /// Bytes per block that the device has.
         limit: u64,
     },
-    /// More threads than the kernel can run with.
-    #[error("{planned} threads per block planned, the kernel runs with {runs}")]
+    /// More threads per block than the compiled kernel can run with.
+    #[error(
+        "the plan has {planned} threads per block, the compiled kernel runs with at most {runs}; use a smaller variant"
+    )]
     Threads {
-        /// By the plan.
+        /// Threads per block of the plan.
         planned: u32,
-        /// By the driver.
+        /// The driver's limit for the kernel.
         runs: u32,
     },
 
     // ---- tensor maps ----
-    /// A matrix that the copy engine cannot see.
+    /// A matrix that a tensor map cannot describe.
     #[error("tensor map [{rows}, {cols}]: {value} is not {rule}")]
     TensorMap {
         /// Rows of the matrix.
         rows: u64,
         /// Columns.
         cols: u64,
-        /// What does not fit.
+        /// The value that does not fit.
         value: u64,
-        /// What it must be.
+        /// The rule that it misses.
         rule: MapRule,
     },
 }
 
-/// What a pitch must be.
+/// The pitch that an operation takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PitchRule {
-    /// The rows follow each other without a gap.
+    /// Exactly the columns: rows are dense.
     Columns(u32),
     /// A multiple of this many elements.
     MultipleOf(u64),

@@ -25,7 +25,7 @@ impl Graph {
     ///
     /// # Safety
     /// Every buffer and lane that the recorded work reads or writes is still alive, and no other stream works with them
-    /// meanwhile. Kernels are no part of this: they stay loaded for the life of the process
+    /// meanwhile. Kernels need no care: they stay loaded for the life of the process
     /// ([`LoadedKernel`](crate::device::module::LoadedKernel)).
     pub unsafe fn launch(&self) -> Result<(), DeviceError> {
         let graph = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -6,30 +6,31 @@ use unweight_codegen::plan::WorkspacePlan;
 
 use crate::device::Refusal;
 
-/// Bytes of cuBLAS's workspace, as NVIDIA recommends for Hopper. Given explicitly, so that a captured graph does not name
-/// memory of the library's own.
+/// Bytes of cuBLAS's workspace, as NVIDIA recommends for Hopper. The workspace is set explicitly, so that a captured
+/// graph does not use memory that the library owns.
 pub(crate) const CUBLAS_BYTES: usize = 32 << 20;
 
-/// What launches need beside their operands: of several launches on one stream the largest of each.
+/// The memory and the handles that launches need in addition to their operands. Launches on one stream share them: a
+/// lane needs the maximum of each field.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LaneSize {
-    /// Bytes of partial sums, or of what a debugging variant dumps.
+    /// Bytes of partial sums, or of the dump of a debugging variant.
     pub workspace_bytes: u64,
-    /// u32 counters by which blocks wait for each other.
+    /// u32 counters that blocks synchronise with.
     pub counters: u64,
     /// Elements of an input, padded to whole tiles.
     pub padded_x: u64,
-    /// Elements of an output, padded to whole tiles; or of a gate's and an up's product before it is activated.
+    /// Elements of an output, padded to whole tiles; or of the product of a gate and an up before its activation.
     pub padded_y: u64,
-    /// Bytes of the slot that weights are expanded into ahead of their product.
+    /// Bytes of the slot that weights are expanded into before they are multiplied.
     pub slot_bytes: u64,
-    /// Whether cuBLAS multiplies.
+    /// Whether a product needs cuBLAS.
     pub cublas: bool,
 }
 
 impl LaneSize {
-    /// Enough for either.
+    /// The maximum of each field: enough for either.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         Self {
@@ -42,7 +43,7 @@ impl LaneSize {
         }
     }
 
-    /// Bytes on the device, of cuBLAS its workspace.
+    /// Bytes on the device, cuBLAS's workspace included.
     pub fn bytes(self) -> u64 {
         let cublas = if self.cublas { CUBLAS_BYTES as u64 } else { 0 };
         let elements = self.padded_x.saturating_add(self.padded_y);
@@ -50,16 +51,16 @@ impl LaneSize {
         shared.saturating_add(elements.saturating_mul(2)).saturating_add(self.slot_bytes).saturating_add(cublas)
     }
 
-    /// And cuBLAS.
+    /// The same with cuBLAS.
     #[must_use]
     pub fn with_cublas(self) -> Self {
         Self { cublas: true, ..self }
     }
 
-    /// Refuses what needs more.
+    /// Checks that this is enough for `need`.
     ///
     /// # Errors
-    /// [`Refusal::LaneTooSmall`].
+    /// [`Refusal::LaneTooSmall`] where a field of `need` is larger.
     pub fn check(self, need: Self) -> Result<(), Refusal> {
         if self.max(need) == self { Ok(()) } else { Err(Refusal::LaneTooSmall { need, have: self }) }
     }

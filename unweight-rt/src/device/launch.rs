@@ -1,7 +1,7 @@
 //! One launch: `cuLaunchKernelEx` with the plan's block, cluster and shared memory and the problem's grid.
 //!
-//! Raw on purpose: arguments hold device addresses, so [`LoadedKernel::launch`] is unsafe. [`ops`](crate::ops) gives it
-//! operands of the right sizes.
+//! Arguments hold device addresses, so [`LoadedKernel::launch`] is unsafe. The module of each kernel family checks the
+//! operands before it calls this.
 //!
 //! Kernels whose blocks wait for each other ([`LaunchPlan::co_resident`], stream-K) are launched cooperatively: the
 //! driver refuses a grid that does not fit the device, and runs all its blocks at once whatever other streams do
@@ -58,11 +58,11 @@ impl LoadedKernel {
     ///
     /// # Safety
     /// `args` is what the kernel's contract in `abi.cuh` asks for: every address names memory of the stated size that
-    /// lives until the kernel is done (and, in a capture, as long as the graph is launched), and nobody else writes
+    /// lives until the kernel is done (and, in a capture, as long as the graph is launched), and nothing else writes
     /// what it reads.
     ///
     /// # Errors
-    /// Arguments of another family, a stream of another device, a grid that does not fit, or the driver's refusal.
+    /// Arguments of another family, a stream of another device, a grid that does not fit, or an error of the driver.
     pub unsafe fn launch<A: KernelArgs>(
         &self,
         stream: &Stream,

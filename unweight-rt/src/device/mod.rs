@@ -3,17 +3,17 @@
 //! ```text
 //! device   the CUDA context; the only place that decides which architecture a device has
 //! stream   work in order, events, recording    graph   work that was recorded
-//! buffer   [T] on the device                   view    matrices inside buffers, or in memory of somebody else
+//! buffer   [T] on the device                   view    matrices inside buffers, or in borrowed memory
 //! module   a cubin that the driver has taken   launch  one launch of it        kernels   all of a device, by variant
-//! tma      what the copy engine sees           workspace   memory that launches of one stream share
-//! pinned   host memory for copies that run while the host goes on          staging   uploads through it
+//! tma      what the copy engine sees           lane_size   how much memory launches of one stream share
+//! pinned   host memory for copies that run while the host continues          staging   uploads through it
 //! ```
-//! Nothing is touched before [`Device::open`], which asks [`toolchain`](crate::jit::toolchain) for the driver first:
-//! cudarc panics where libcuda is missing, and here that is an error.
+//! Nothing is touched before [`Device::open`], which looks for the driver first: cudarc panics where libcuda is
+//! missing, and here that is an error.
 //!
 //! Memory comes from `cuMemAlloc` (256-byte aligned) and goes back with `cuMemFree`, which waits for work that still
-//! uses it; so a buffer may be dropped while a kernel runs, and nothing of it belongs to a stream. It is slow: allocate
-//! when loading.
+//! uses it; so a buffer may be dropped while a kernel runs, and no part of a buffer belongs to a stream. It is slow:
+//! allocate when loading.
 
 pub mod buffer;
 #[expect(clippy::module_inception, reason = "the room and what it is named for")]

@@ -1,7 +1,7 @@
 //! A compiled kernel in a device's context.
 //!
-//! [`LoadedKernel`] is an artifact that the driver has taken: its plan is held against what the compiler and the driver
-//! say of it, once, so that a launch need only look at numbers that the problem brings.
+//! [`LoadedKernel`] is an artifact that the driver has taken: its plan is checked once against
+//! the compiler's and the driver's numbers, so that a launch only checks the numbers of its problem.
 
 use std::fmt;
 
@@ -49,17 +49,17 @@ impl LoadedKernel {
         Ok(Self { device: device.clone(), plan, registers, resident_blocks, function })
     }
 
-    /// The variant.
+    /// The kernel variant.
     pub fn spec(&self) -> &VariantSpec {
         &self.plan.spec
     }
 
-    /// Its plan.
+    /// The launch plan.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// Where it is loaded.
+    /// The device that it is loaded on.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -86,7 +86,7 @@ impl LoadedKernel {
 
 /// What an artifact must be.
 pub(crate) struct Wanted<'a> {
-    /// Its symbol.
+    /// The symbol.
     pub name: &'a str,
     pub arch: Arch,
     pub args_bytes: usize,

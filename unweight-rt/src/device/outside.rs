@@ -1,4 +1,4 @@
-//! Kernels of crates above this one: compiled, cached, loaded and launched as the families' own are.
+//! External kernels: kernels of other crates, compiled, cached, loaded and launched as the built-in ones are.
 
 use std::{ffi::c_void, fmt, ptr, sync::Arc};
 
@@ -13,7 +13,7 @@ use crate::{
     jit::{cache::CacheState, compiler::CompileRequest},
 };
 
-/// A loaded kernel from outside. It stays loaded for the life of the process; clones share it.
+/// A loaded external kernel. It stays loaded for the life of the process; clones share it.
 #[derive(Clone)]
 pub struct OutsideKernel {
     device: Device,
@@ -40,7 +40,7 @@ impl OutsideKernel {
         };
         let artifact = kernels.cache().get(&request)?;
         let loaded = match wanted.load(kernels.device(), &artifact) {
-            // Attached for another driver, or by whoever knows no better.
+            // Attached for another driver, or damaged.
             Err(_) if artifact.state == CacheState::Attached => {
                 let own = kernels.cache().compile_own(&[request], 1, &|_| {})?.swap_remove(0);
                 wanted.load(kernels.device(), &own)
@@ -51,12 +51,12 @@ impl OutsideKernel {
         Ok(Self { device: kernels.device().clone(), kernel: Arc::new(kernel), registers, resident_blocks, function })
     }
 
-    /// What it was made from.
+    /// The source and the launch plan that it was made from.
     pub fn kernel(&self) -> &Outside {
         &self.kernel
     }
 
-    /// Where it is loaded.
+    /// The device that it is loaded on.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -83,11 +83,11 @@ impl OutsideKernel {
     ///
     /// # Safety
     /// `args` is what the kernel's header asks for: every address names memory of the stated size that lives until the
-    /// kernel is done (in a capture, as long as the graph is launched), and nobody else writes what it reads. No block
+    /// kernel is done (in a capture, as long as the graph is launched), and nothing else writes what it reads. No block
     /// waits for another.
     ///
     /// # Errors
-    /// Arguments of another kernel, a stream of another device, a grid that no device has, or the driver's refusal.
+    /// Arguments of another kernel, a stream of another device, a grid that no device has, or an error of the driver.
     pub unsafe fn launch<A: KernelArgs>(&self, stream: &Stream, blocks: u32, args: &A) -> Result<(), DeviceError> {
         if !self.kernel.takes::<A>() {
             return self.refuse(Refusal::Arguments { given: A::NAME });

@@ -1,4 +1,4 @@
-//! Host memory that the copy engines reach, and copies that run while the host goes on.
+//! Host memory that the copy engines reach, and copies that run while the host continues.
 //!
 //! A copy owns the pinned memory until it is done, so the host can neither read what has not arrived nor overwrite what
 //! has not left:
@@ -152,7 +152,7 @@ impl<T> Drop for Transfer<T> {
     }
 }
 
-/// Pinned memory that nobody writes any more, from which parts are copied on one stream, as often as wanted. Dropping it
+/// Pinned memory that is not written again, from which parts are copied on one stream, as often as wanted. Dropping it
 /// waits for that stream.
 #[derive(Debug)]
 pub struct Source<T> {
@@ -176,7 +176,7 @@ impl<T: Pod> Source<T> {
     /// caller orders.
     ///
     /// # Errors
-    /// Elements that are not there, or the driver's refusal.
+    /// Elements that are not there, or an error of the driver.
     pub fn copy(&self, from: usize, len: usize, to: &DeviceBuffer<T>, at: usize) -> Result<(), DeviceError> {
         let address = to.element(at, len)?;
         let all = self.pinned.as_deref().unwrap_or_default();
@@ -186,7 +186,7 @@ impl<T: Pod> Source<T> {
         };
         self.stream.device().bind()?;
         if len > 0 {
-            // SAFETY: the range lies inside the buffer, whose memory is freed by `cuMemFree` at the earliest; that of
+            // SAFETY: the range is inside the buffer, whose memory is freed by `cuMemFree` at the earliest; that of
             // the host is not written, and goes behind the stream's work.
             unsafe { result::memcpy_htod_async(address, host, self.stream.raw()) }.call("copying to the device")?;
         }
@@ -207,7 +207,7 @@ impl<T: Pod> DeviceBuffer<T> {
     /// Enqueues a copy of as many elements as `pinned` has, from `at` on, to the host.
     ///
     /// # Errors
-    /// Elements that the buffer does not have, or the driver's refusal.
+    /// Elements that the buffer does not have, or an error of the driver.
     pub fn read_later(&self, stream: &Stream, at: usize, pinned: Pinned<T>) -> Result<Transfer<T>, DeviceError> {
         let len = pinned.len;
         self.read_front_later(stream, at, pinned, len)
@@ -216,7 +216,7 @@ impl<T: Pod> DeviceBuffer<T> {
     /// Enqueues a copy of `len` elements, from `at` on, to the first ones of `pinned`.
     ///
     /// # Errors
-    /// Elements that the buffer or `pinned` does not have, or the driver's refusal.
+    /// Elements that the buffer or `pinned` does not have, or an error of the driver.
     pub fn read_front_later(
         &self,
         stream: &Stream,
@@ -231,7 +231,7 @@ impl<T: Pod> DeviceBuffer<T> {
         };
         self.device().bind()?;
         if len > 0 {
-            // SAFETY: the range lies inside the buffer; the transfer keeps the host's memory until the copy is done.
+            // SAFETY: the range is inside the buffer; the transfer keeps the host's memory until the copy is done.
             unsafe { result::memcpy_dtoh_async(host, from, stream.raw()) }.call("copying from the device")?;
         }
         Self::under_way(stream, pinned)
@@ -240,7 +240,7 @@ impl<T: Pod> DeviceBuffer<T> {
     /// Enqueues a copy of the first `len` elements of `pinned` to the elements from `at` on.
     ///
     /// # Errors
-    /// Elements that the buffer or `pinned` does not have, or the driver's refusal.
+    /// Elements that the buffer or `pinned` does not have, or an error of the driver.
     pub fn write_later(
         &mut self,
         stream: &Stream,
@@ -254,7 +254,7 @@ impl<T: Pod> DeviceBuffer<T> {
         };
         self.device().bind()?;
         if len > 0 {
-            // SAFETY: the range lies inside the buffer; the transfer keeps the host's memory until the copy is done.
+            // SAFETY: the range is inside the buffer; the transfer keeps the host's memory until the copy is done.
             unsafe { result::memcpy_htod_async(to, host, stream.raw()) }.call("copying to the device")?;
         }
         Self::under_way(stream, pinned)

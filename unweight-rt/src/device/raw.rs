@@ -1,4 +1,4 @@
-//! A kernel of somebody else's making: compiled and cached as ours are, without a spec or a plan.
+//! A foreign kernel: compiled and cached as the built-in ones are, without a spec or a plan.
 
 use std::{ffi::c_void, ptr};
 

@@ -72,7 +72,7 @@ pub trait Upload {
     /// A copy of the values whose little-endian bytes these are, in stream order.
     ///
     /// # Errors
-    /// No whole number of values, not enough memory, or the driver's refusal.
+    /// No whole number of values, not enough memory, or an error of the driver.
     fn section<T: Pod>(&mut self, bytes: &[u8]) -> Result<DeviceBuffer<T>, DeviceError>;
 
     /// Waits until all of it is there, so that any stream may use it.
@@ -82,7 +82,7 @@ pub trait Upload {
     fn finish(&mut self) -> Result<(), DeviceError>;
 }
 
-/// Straight from where the bytes lie.
+/// Uploads directly from the bytes, without pinned memory.
 impl Upload for &Stream {
     fn section<T: Pod>(&mut self, bytes: &[u8]) -> Result<DeviceBuffer<T>, DeviceError> {
         let mut buffer = DeviceBuffer::zeroed(self, elements::<T>(bytes)?)?;

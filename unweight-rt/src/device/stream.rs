@@ -14,7 +14,7 @@ pub struct Stream {
     mode: LaunchMode,
 }
 
-/// How kernels are launched by one handle of a stream; other handles of it are not concerned.
+/// How kernels are launched by one handle of a stream; its other handles keep their mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaunchMode {
     /// Multiprocessors that grids are made for, where a grid depends on them; `None` for all of the device.
@@ -46,7 +46,7 @@ impl Stream {
     /// capture the mark belongs to what is recorded.
     ///
     /// # Errors
-    /// A mark of another device, or the driver's refusal.
+    /// A mark of another device, or an error of the driver.
     pub fn record(&self, mark: &Mark) -> Result<(), DeviceError> {
         mark.0.record(&self.inner).call("recording an event")
     }
@@ -54,7 +54,7 @@ impl Stream {
     /// Has all that follows on this stream wait for a mark. A mark that was never recorded is not waited for.
     ///
     /// # Errors
-    /// The driver's refusal.
+    /// An error of the driver.
     pub fn wait(&self, mark: &Mark) -> Result<(), DeviceError> {
         self.inner.wait(&mark.0).call("waiting for an event")
     }
@@ -72,7 +72,7 @@ impl Stream {
 
     /// Records what `enqueue` puts on this stream into a graph instead of running it.
     ///
-    /// `enqueue` must not allocate, wait or copy to the host; what this crate enqueues for a product does none of it.
+    /// `enqueue` must not allocate, wait or copy to the host; the products of this crate do none of these.
     /// Streams that wait for a [`Mark`] that was recorded inside are recorded, too, until this one waits for their last
     /// work; the graph runs on this one.
     /// If it fails or panics, the recording is thrown away and the stream is as it was.
@@ -140,12 +140,12 @@ impl Stream {
     /// Waits for whatever another stream has enqueued by now before anything that comes later on this one.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub fn wait_for(&self, other: &Stream) -> Result<(), DeviceError> {
         self.inner.join(&other.inner).call("waiting for another stream")
     }
 
-    /// The raw `CUstream`, for calls of somebody else. It is a stream's as long as this.
+    /// The raw `CUstream`, for calls of other libraries. Valid as long as this handle.
     pub fn handle(&self) -> *mut std::ffi::c_void {
         self.raw().cast()
     }
@@ -172,7 +172,7 @@ impl fmt::Debug for Stream {
     }
 }
 
-/// Ends a recording that nobody else ended: `enqueue` panicked, or an error from before made cudarc return before it
+/// Ends a capture that was not ended: `enqueue` panicked, or an error from before made cudarc return before it
 /// asked the driver. A stream left recording would refuse to wait, and swallow all work, from then on.
 struct Recording<'a>(&'a Stream);
 
@@ -188,7 +188,7 @@ impl Drop for Recording<'_> {
         if matches!(capturing, Ok(status) if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE) {
             let mut graph = ptr::null_mut();
             // SAFETY: the stream is recording, begun by this thread, which `Stream::capture` does not leave. What comes
-            // back is null or a graph that nobody else knows.
+            // back is null or a graph that nothing else refers to.
             unsafe {
                 let _ = sys::cuStreamEndCapture(stream, &mut graph);
                 if !graph.is_null() {
@@ -207,7 +207,7 @@ impl Mark {
     /// A mark that was not recorded yet.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub fn new(device: &Device) -> Result<Self, DeviceError> {
         let event = device.context().new_event(Some(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING));
         Ok(Self(event.call("making an event")?))

@@ -1,8 +1,8 @@
 //! Matrices inside device memory: what launches take.
 //!
-//! A view is a place (device, address, rows, columns, pitch) that has been held against the memory it lies in, and that
-//! borrows this memory: what a view says cannot become untrue while it exists. Memory of somebody else is viewed by
-//! [`MatrixRef::from_raw`], whose caller answers for it.
+//! A view is a place (device, address, rows, columns, pitch) that was checked against a buffer and borrows it, so it
+//! stays valid as long as it exists. [`MatrixRef::from_raw`] views memory that something else owns; its caller keeps
+//! that memory valid.
 //!
 //! The borrow ends when the call that enqueues work returns, not when the work is done. On one stream that is enough:
 //! work runs in order, and dropping a buffer waits for it. Work of other streams on the same buffers has to be ordered
@@ -39,7 +39,7 @@ const ELEMENT: u64 = 2;
 /// Bytes that a thread, or the copy engine, moves at a time.
 const COPY: u64 = 16;
 
-/// Where a matrix lies. Its last element's end is inside the address space.
+/// The device, address and shape of a matrix. Its end is inside the address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub device: usize,
@@ -53,8 +53,8 @@ pub(crate) struct Place {
 impl Place {
     /// Checks a place in `have` elements of memory.
     ///
-    /// Nothing lies one pitch behind the only row, so its pitch says nothing, and might be more than a copy or a tensor
-    /// map can take.
+    /// The pitch of a single row has no meaning and may exceed what a copy or a tensor map takes, so it is replaced by
+    /// the columns.
     pub fn new(device: usize, address: u64, rows: u32, cols: u32, pitch: u64, have: u64) -> Result<Self, Refusal> {
         let place = Self { device, address, rows, cols, pitch: if rows <= 1 { cols.into() } else { pitch } };
         if pitch < u64::from(cols) {
@@ -69,7 +69,7 @@ impl Place {
         }
     }
 
-    /// The front of a buffer, without gaps.
+    /// A dense matrix at the front of a buffer.
     pub fn of(buffer: &DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<Self, Refusal> {
         Self::new(buffer.device().ordinal(), buffer.address(), rows, cols, cols.into(), buffer.len() as u64)
     }
@@ -82,7 +82,7 @@ impl Place {
         self.pitch.checked_mul(u64::from(self.rows) - 1)?.checked_add(self.cols.into())
     }
 
-    /// The addresses from the first element to the last; what lies between rows is among them.
+    /// The addresses from the first element to the last; the gaps between rows are included.
     pub fn span(&self) -> Range<u64> {
         // Checked when it was made.
         self.address..self.address + self.elements().unwrap_or(0) * ELEMENT
@@ -98,21 +98,21 @@ impl Place {
         }
         let part = Self { rows: rows.end - rows.start, cols: cols.end - cols.start, ..*self };
         if part.rows == 0 || part.cols == 0 {
-            // Nothing lies there, and the sum below might leave the address space.
+            // An empty part; the sum below might leave the address space.
             return Ok(part);
         }
-        // Its first element lies in the matrix, whose end is inside the address space.
+        // Its first element is inside the matrix, whose end is inside the address space.
         let first = u64::from(rows.start) * self.pitch + u64::from(cols.start);
         let pitch = if part.rows == 1 { part.cols.into() } else { self.pitch };
         Ok(Self { address: self.address + first * ELEMENT, pitch, ..part })
     }
 
-    /// As a message shows it.
+    /// `[rows, columns]`.
     pub fn shape(&self) -> [u64; 2] {
         [self.rows.into(), self.cols.into()]
     }
 
-    /// That copies of 16 bytes can begin at its first element.
+    /// Checks that copies of 16 bytes can begin at its first element.
     pub fn check_aligned(&self, operand: &'static str) -> Result<(), Refusal> {
         if self.address.is_multiple_of(COPY) {
             Ok(())
@@ -121,7 +121,7 @@ impl Place {
         }
     }
 
-    /// That copies of 16 bytes can begin at each of its rows.
+    /// Checks that copies of 16 bytes can begin at each of its rows.
     pub fn check_rows_aligned(&self, operand: &'static str) -> Result<(), Refusal> {
         self.check_aligned(operand)?;
         const OF: u64 = COPY / ELEMENT;
@@ -132,7 +132,7 @@ impl Place {
         }
     }
 
-    /// That its rows follow each other without a gap.
+    /// Checks that its rows are dense.
     pub fn check_dense(&self, operand: &'static str) -> Result<(), Refusal> {
         if self.rows <= 1 || self.pitch == u64::from(self.cols) {
             Ok(())
@@ -141,18 +141,19 @@ impl Place {
         }
     }
 
-    /// That it lies on `own`.
+    /// Checks that it is on device `own`.
     pub fn check_device(&self, operand: &'static str, own: usize) -> Result<(), Refusal> {
         check_device(operand, self.device, own)
     }
 }
 
-/// That an operand lies on `own`.
+/// Checks that an operand is on device `own`.
 pub(crate) fn check_device(operand: &'static str, other: usize, own: usize) -> Result<(), Refusal> {
     if other == own { Ok(()) } else { Err(Refusal::OtherDevice { operand, own, other }) }
 }
 
-/// That nothing which is read lies where `written` is. Conservative: between the rows of a view counts as inside.
+/// Checks that `written` overlaps nothing that is read. Conservative: the gaps between the rows of a view count as
+/// read.
 pub(crate) fn check_apart(
     (written, to): (&'static str, Range<u64>),
     read: impl IntoIterator<Item = (&'static str, Range<u64>)>,
@@ -166,14 +167,14 @@ pub(crate) fn check_apart(
     Ok(())
 }
 
-/// A BF16 matrix `[rows, cols]` to be read, row-major, `pitch` elements from one row to the next.
+/// A view of a BF16 matrix `[rows, cols]` to read, row-major, `pitch` elements from one row to the next.
 #[derive(Clone, Copy, Debug)]
 pub struct MatrixRef<'a> {
     place: Place,
     memory: PhantomData<&'a [u16]>,
 }
 
-/// A BF16 matrix `[rows, cols]` to be written, row-major, `pitch` elements from one row to the next.
+/// A view of a BF16 matrix `[rows, cols]` to write, row-major, `pitch` elements from one row to the next.
 #[derive(Debug)]
 pub struct MatrixMut<'a> {
     place: Place,
@@ -190,12 +191,12 @@ impl<'a> MatrixRef<'a> {
         Ok(Self { place, memory: PhantomData })
     }
 
-    /// Memory of somebody else, such as a tensor of another framework.
+    /// Memory that something else owns, such as a tensor of another framework.
     ///
     /// # Safety
     /// `address` is the device address of `rows` rows of `cols` bf16 on `device`, `pitch` elements apart. They stay
-    /// allocated, and nobody writes them, until the work that is given this view is done; in a capture, as often as the
-    /// graph runs. No lifetime sees to that: work is done when its stream says so.
+    /// allocated, and nothing writes them, until the work that is given this view is done; in a capture, as often as
+    /// the graph runs. No lifetime sees to that: work is done when its stream says so.
     ///
     /// # Errors
     /// [`Refusal::PitchBelowColumns`], or [`Refusal::Extent`] beyond the address space.
@@ -255,10 +256,10 @@ impl<'a> MatrixMut<'a> {
         Ok(Self { place, memory: PhantomData })
     }
 
-    /// Memory of somebody else, such as a tensor of another framework.
+    /// Memory that something else owns, such as a tensor of another framework.
     ///
     /// # Safety
-    /// As for [`MatrixRef::from_raw`], and nobody else reads or writes it either.
+    /// As for [`MatrixRef::from_raw`], and nothing else reads or writes it.
     ///
     /// # Errors
     /// As for [`MatrixRef::from_raw`].
@@ -283,12 +284,12 @@ impl<'a> MatrixMut<'a> {
         &self.place
     }
 
-    /// To be read.
+    /// A view to read from.
     pub fn as_ref(&self) -> MatrixRef<'_> {
         MatrixRef { place: self.place, memory: PhantomData }
     }
 
-    /// The same for a shorter time.
+    /// The same view for a shorter borrow.
     pub fn reborrow(&mut self) -> MatrixMut<'_> {
         MatrixMut { place: self.place, memory: PhantomData }
     }
@@ -319,7 +320,7 @@ impl<'a> MatrixMut<'a> {
     /// Writes the rows, little-endian bf16 one after the other. Waits for the copy.
     ///
     /// # Errors
-    /// Rows with gaps, bytes that are not those of its elements, another device, or the driver's refusal.
+    /// Rows with gaps, bytes that are not those of its elements, another device, or an error of the driver.
     pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<(), DeviceError> {
         let to = self.check_bytes(stream, bytes.len())?;
         // SAFETY: the view was held against its memory when it was made, has no gaps and as many bytes.
@@ -342,7 +343,7 @@ impl<'a> MatrixMut<'a> {
     /// Enqueues a copy of a matrix of the same shape.
     ///
     /// # Errors
-    /// Another shape or device, matrices that overlap, or the driver's refusal.
+    /// Another shape or device, matrices that overlap, or an error of the driver.
     pub fn copy_from(&mut self, stream: &Stream, source: MatrixRef<'_>) -> Result<(), DeviceError> {
         let (to, from) = (&self.place, &source.place);
         if to.shape() != from.shape() {
@@ -401,7 +402,7 @@ mod tests {
         );
         assert_eq!(place(3, 64, 63, 1 << 20), Err(Refusal::PitchBelowColumns { cols: 64, pitch: 63 }));
         assert!(place(0, 64, 64, 0).unwrap().span().is_empty() && place(5, 0, 0, 0).unwrap().span().is_empty());
-        // What does not fit 64 bits is no smaller for it.
+        // A need above 64 bits is not truncated.
         assert!(matches!(place(u32::MAX, 1, u64::MAX, u64::MAX), Err(Refusal::Extent { need: u64::MAX, .. })));
         assert!(matches!(
             Place::new(0, u64::MAX - 10, 1, 64, 64, u64::MAX),

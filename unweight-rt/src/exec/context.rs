@@ -1,8 +1,8 @@
-//! A lane: one stream, with the memory and the handles that launches on it share.
+//! The context of launches: one stream, with the memory and the handles that its launches share.
 //!
 //! Partial sums, counters, padded activations, the slot of expanded weights, cuBLAS's workspace and the fault words are
-//! used by one launch after the other, in stream order. So a lane belongs to one stream for ever, a launch borrows it
-//! mutably, and no call takes a lane *and* a stream. Work on two streams takes two lanes:
+//! used by one launch after the other, in stream order. So a lane keeps one stream for life, a launch borrows the lane
+//! mutably, and no call takes a lane *and* a stream. Work on two streams needs two lanes:
 //! ```compile_fail,E0499
 //! # use unweight_codegen::spec::Epilogue;
 //! # use unweight_rt::{DeviceError, DeviceMatrix, Lane, Linear};
@@ -25,8 +25,8 @@
 //! });
 //! # }
 //! ```
-//! A launch never allocates: where a lane is too small it is refused ([`Refusal::LaneTooSmall`]) before anything is
-//! enqueued. [`Lane::reserve`] makes room, outside of captures.
+//! A launch never allocates. One that needs a larger lane is refused ([`Refusal::LaneTooSmall`]) before anything is
+//! enqueued. [`Lane::reserve`] allocates, outside of captures.
 
 use std::{any::Any, fmt};
 
@@ -35,19 +35,19 @@ use crate::{
     exec::{cublas::Cublas, workspace::Workspace},
 };
 
-/// One stream with what launches on it share.
+/// One stream with the memory and the handles that its launches share.
 pub struct Lane {
     stream: Stream,
     workspace: Workspace,
     padded: Padded,
-    /// Weights that are expanded ahead of their product. Who writes it and who reads it are ordinary launches
-    /// (cuBLAS's, too), never programmatic dependents: each starts when all that was enqueued before is done, so a
-    /// product reads what was written for it, and the next expansion finds the product before it done.
+    /// Weights that are expanded before they are multiplied. The launches that write it and those that read it are
+    /// ordinary ones (cuBLAS's, too), never programmatic dependents: each starts when all work before it is done. So a
+    /// product reads its own weights, and the next expansion overwrites them after that product.
     slot: DeviceBuffer<u8>,
-    /// [`FAULT_WORDS`]; each 0, or 1 and what it names.
+    /// [`FAULT_WORDS`] words; each 0, or 1 + the number of a tile or a row.
     faults: DeviceBuffer<u32>,
     cublas: Option<Cublas>,
-    /// What was too small. Graphs that were captured with it may still be launched.
+    /// Memory that `reserve` has replaced. Graphs that were captured with it may still be launched.
     outgrown: Vec<Box<dyn Any + Send + Sync>>,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct Padded {
     pub(crate) y: DeviceBuffer<u16>,
 }
 
-/// What a lane has, each to be borrowed by itself.
+/// The parts of a lane, as separate borrows.
 pub(crate) struct LaneParts<'a> {
     pub(crate) stream: &'a Stream,
     pub(crate) workspace: &'a mut Workspace,
@@ -80,10 +80,10 @@ impl Padded {
 }
 
 impl Lane {
-    /// A lane of this stream.
+    /// A lane on `stream` with memory for launches of `size`.
     ///
     /// # Errors
-    /// Not enough memory, or no cuBLAS where `size` asks for it.
+    /// Too little memory, or no cuBLAS where `size` needs it.
     pub fn new(stream: &Stream, size: LaneSize) -> Result<Self, DeviceError> {
         Ok(Self {
             workspace: Workspace::new(stream, size)?,
@@ -96,8 +96,8 @@ impl Lane {
         })
     }
 
-    /// A lane of what somebody else has: no room for what is padded, and nobody who would report. Allocates nothing on
-    /// the device. cuBLAS is placed on this stream.
+    /// A lane of borrowed memory, without padded activations and without fault words. Allocates nothing on the device.
+    /// cuBLAS is already placed on this stream.
     pub(crate) fn of_parts(
         stream: Stream,
         workspace: Workspace,
@@ -110,22 +110,22 @@ impl Lane {
         Self { workspace, padded, slot, faults, cublas, outgrown: Vec::new(), stream }
     }
 
-    /// Its cuBLAS, for another lane.
+    /// Takes the cuBLAS handle out, for another lane.
     pub(crate) fn into_cublas(self) -> Option<Cublas> {
         self.cublas
     }
 
-    /// The stream that all of its work goes to.
+    /// The stream of all its work.
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// How its kernels are launched from now on; cuBLAS's are not concerned.
+    /// Sets how kernels are launched from now on; cuBLAS is not affected.
     pub fn set_mode(&mut self, mode: LaunchMode) {
         self.stream.set_mode(mode);
     }
 
-    /// What it has room for.
+    /// The memory that it has.
     pub fn size(&self) -> LaneSize {
         LaneSize {
             padded_x: self.padded.x.len() as u64,
@@ -136,11 +136,11 @@ impl Lane {
         }
     }
 
-    /// Makes room for launches of this size. What it had stays allocated as long as the lane, so that graphs that were
+    /// Allocates what launches of this size need. Replaced memory stays allocated as long as the lane, so that graphs
     /// captured before can still be launched.
     ///
     /// # Errors
-    /// The stream is captured, not enough memory, or no cuBLAS.
+    /// [`Refusal::Capturing`] while the stream is captured, too little memory, or no cuBLAS.
     pub fn reserve(&mut self, size: LaneSize) -> Result<(), DeviceError> {
         let (have, want) = (self.size(), self.size().max(size));
         if want == have {
@@ -167,7 +167,7 @@ impl Lane {
         Ok(())
     }
 
-    /// The lane's cuBLAS.
+    /// The cuBLAS handle.
     ///
     /// # Errors
     /// [`Refusal::LaneTooSmall`] if it was not made with one.
@@ -178,11 +178,12 @@ impl Lane {
             .ok_or(Refusal::LaneTooSmall { need: LaneSize { cublas: true, ..LaneSize::default() }, have })
     }
 
-    /// Waits for all of the lane's work, and says whether a kernel left something out: a decoder a tile, another a row
-    /// of its batch. The report is cleared; of several kinds, the first in the order of the errors below is told.
+    /// Waits for all of the lane's work, and reports whether a kernel skipped something: a decoder a tile, another
+    /// kernel a row of its batch. Clears the report. Of several faults it returns the first in the order of the errors
+    /// below.
     ///
     /// # Errors
-    /// [`DeviceError::Fault`], [`DeviceError::Row`], or what failed on the stream.
+    /// [`DeviceError::Fault`], [`DeviceError::Row`], or an error of earlier work on the stream.
     pub fn synchronize(&mut self) -> Result<(), DeviceError> {
         let words = self.faults.read(&self.stream, 0, FAULT_WORDS)?;
         let Some(fault) = fault_of(&words) else { return Ok(()) };
@@ -195,25 +196,25 @@ impl Lane {
         LaneParts { stream, workspace, padded, slot, cublas: cublas.as_mut() }
     }
 
-    /// Where decoders of this lane report.
+    /// The device address of the decoders' fault word.
     pub(crate) fn fault_address(&self) -> u64 {
         self.faults.address()
     }
 
-    /// Where kernels of this lane report such a row: a u32, 1 and the row. For kernels of one's own.
+    /// The device address where kernels report such a row: a u32, 1 + the row. For external kernels.
     pub fn row_fault_address(&self, what: RowFault) -> u64 {
         // In the order of `RowFault::ALL`, behind the decoders' word.
         self.faults.address() + (1 + what as u64) * 4
     }
 
-    /// The partial sums; a debugging variant leaves its operands here.
+    /// The partial sums. A debugging variant writes its operands there.
     #[doc(hidden)]
     pub fn partials(&self) -> &DeviceBuffer<u8> {
         &self.workspace.partials
     }
 }
 
-/// What the fault words of a lane say.
+/// The first fault of a lane's fault words.
 fn fault_of(words: &[u32]) -> Option<DeviceError> {
     let place = words.iter().position(|word| *word != 0)?;
     let value = words[place] - 1;

@@ -1,4 +1,4 @@
-//! cuBLAS: the BF16 baseline of every benchmark, and the matmul of weights that are stored raw or decoded whole.
+//! cuBLAS: the BF16 baseline of every benchmark, and the matmul of weights that are held as BF16.
 //!
 //! The library chooses an algorithm for each product by a model of its own, and takes the first that the model
 //! proposes. [`Cublas::tune`] times the proposals of cuBLASLt on the weights at hand, and keeps the fastest.
@@ -16,7 +16,7 @@ use crate::{
     jit::toolchain::{self, Library},
 };
 
-/// Addresses that cuBLASLt takes operands at, unless it is told otherwise: what it is tuned for.
+/// The alignment of operands that cuBLASLt assumes by default, bytes; tuning is valid for it.
 const TUNED_ALIGN: u64 = 256;
 /// Proposals that are timed.
 const PROPOSALS: usize = 16;
@@ -33,7 +33,7 @@ pub struct Cublas {
     /// What was fastest; `None`: what the library chooses by itself.
     tuned: HashMap<Extents, Option<Plan>>,
     stream: Stream,
-    /// In use by whatever is enqueued.
+    /// Used by enqueued products.
     workspace: DeviceBuffer<u8>,
 }
 
@@ -49,7 +49,7 @@ struct Extents {
     add: bool,
 }
 
-/// Where the operands of a product lie.
+/// The device addresses of a product's operands.
 #[derive(Clone, Copy)]
 struct Addresses {
     x: u64,
@@ -91,15 +91,15 @@ impl Addresses {
     }
 }
 
-/// What a tuning found.
+/// The result of [`Cublas::tune`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CublasTuning {
-    /// Proposals that were timed, beside the library's own choice.
+    /// Proposals that were timed, without the library's own choice.
     pub proposals: usize,
-    /// A product as the library does it by itself, us.
+    /// Microseconds of a product by the library's own choice.
     pub own_us: f64,
-    /// A product by what was fastest, us.
+    /// Microseconds of a product by the fastest proposal.
     pub best_us: f64,
 }
 
@@ -111,14 +111,14 @@ impl Cublas {
     /// A handle with its workspace.
     ///
     /// # Errors
-    /// There is no usable cuBLAS.
+    /// No usable cuBLAS.
     pub fn new(stream: &Stream) -> Result<Self, DeviceError> {
         let mut cublas = Self::unplaced(stream)?;
         cublas.place(stream, DeviceBuffer::zeroed(stream, CUBLAS_BYTES)?)?;
         Ok(cublas)
     }
 
-    /// A handle that is to be placed before each use.
+    /// A handle that must be placed on a stream before each use.
     pub(crate) fn unplaced(stream: &Stream) -> Result<Self, DeviceError> {
         toolchain::require(Library::Cublas)?;
         stream.device().bind()?;
@@ -127,8 +127,8 @@ impl Cublas {
         Ok(Self { handle, lt: None, tuned: HashMap::new(), stream: stream.clone(), workspace })
     }
 
-    /// Puts what is enqueued from here on on this stream of the same device, with a workspace of [`CUBLAS_BYTES`].
-    /// What was enqueued before keeps the stream and the workspace that it was given. Also during a capture.
+    /// Enqueues from here on on this stream of the same device, with a workspace of [`CUBLAS_BYTES`]. Products that
+    /// were enqueued before keep their stream and workspace. Allowed during a capture.
     pub(crate) fn place(&mut self, stream: &Stream, workspace: DeviceBuffer<u8>) -> Result<(), DeviceError> {
         let (need, have) = (CUBLAS_BYTES as u64, workspace.len() as u64);
         if have < need {
@@ -148,10 +148,11 @@ impl Cublas {
     }
 
     /// Enqueues `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` where `add`, on the handle's stream; fp32 accumulation. Any
-    /// pitches. By what [`Cublas::tune`] found for such a product, if it was asked.
+    /// pitches. Uses the algorithm that [`Cublas::tune`] found for such a product, if there is one.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap or lie on another device, an extent above 2^31 - 1, or cuBLAS's refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device, an extent above 2^31 - 1, or an error
+    /// of cuBLAS.
     pub fn matmul(
         &mut self,
         x: MatrixRef<'_>,
@@ -167,7 +168,7 @@ impl Cublas {
     /// Enqueues a product by the algorithm that [`Cublas::tune`] found for it, or by the library's own choice.
     ///
     /// # Safety
-    /// The operands lie on the handle's device, `y` apart from the others, and live until the product is done.
+    /// The operands are on the handle's device, `y` overlaps none of the others, and all live until the product is done.
     pub(crate) unsafe fn enqueue(&self, product: &Product) -> Result<(), DeviceError> {
         let Product { extents, addresses } = product;
         let plan = self.tuned.get(extents).filter(|_| addresses.are_aligned()).and_then(Option::as_ref);
@@ -179,7 +180,7 @@ impl Cublas {
     /// memory), and takes the fastest for every later product of the same extents, pitches and `add`. `y` is
     /// overwritten. Waits for the stream; not inside a capture.
     ///
-    /// Other bits may come out afterwards: another algorithm sums in another order.
+    /// Results may differ in their last bits afterwards: another algorithm sums in another order.
     ///
     /// # Errors
     /// As for [`Cublas::matmul`], weights of unlike shapes, or none.
@@ -218,7 +219,7 @@ impl Cublas {
         }
         let mut times = vec![Vec::with_capacity(ROUNDS); plans.len()];
         for round in 0..=ROUNDS {
-            // In turn, so that a clock that changes hits all alike; the first round is to warm up.
+            // Interleaved, so that a changing clock affects all alike. The first round warms up.
             for (plan, times) in plans.iter().zip(&mut times) {
                 match self.time(plan.as_ref(), &extents, &products) {
                     Ok(us) if round > 0 => times.push(us),
@@ -403,7 +404,7 @@ struct Plan {
     algorithm: cublaslt::sys::cublasLtMatmulAlgo_t,
 }
 
-/// What cuBLASLt is told about a product. Null where nothing was made yet.
+/// cuBLASLt's descriptors of a product. Null until they are created.
 struct Descriptors {
     product: cublaslt::sys::cublasLtMatmulDesc_t,
     w: cublaslt::sys::cublasLtMatrixLayout_t,

@@ -7,7 +7,7 @@ use crate::device::{
     view::{Place, check_apart},
 };
 
-/// What every product asks of its operands: `y[m, columns] = x[m, k] * w[n, k]^T` on device `own`, with `y` apart from
+/// Checks the operands of a product: `y[m, columns] = x[m, k] * w[n, k]^T` on device `own`, with `y` apart from
 /// what is read. `columns` is `n`, or fewer where the epilogue makes one column of several.
 pub(crate) fn check_product(
     own: usize,
@@ -28,7 +28,7 @@ pub(crate) fn check_product(
 /// Elements that a thread of an activation kernel moves at a time: 16 bytes.
 pub(crate) const CHUNK: u32 = 8;
 
-/// What every activation kernel asks of a matrix: whole chunks in aligned rows, at most `max` columns.
+/// Checks a matrix of activations: whole chunks in aligned rows, at most `max` columns.
 pub(crate) fn check_activations(operand: &'static str, place: &Place, max: u32) -> Result<(), Refusal> {
     let cols = place.cols;
     if !cols.is_multiple_of(CHUNK) || cols > max {
@@ -37,7 +37,7 @@ pub(crate) fn check_activations(operand: &'static str, place: &Place, max: u32) 
     place.check_rows_aligned(operand)
 }
 
-/// That a vector has as many elements as something has columns or rows.
+/// Checks that a vector has `expected` elements.
 pub(crate) fn check_len(buffer: &'static str, got: usize, expected: u32) -> Result<(), Refusal> {
     let (got, expected) = (got as u64, u64::from(expected));
     if got == expected { Ok(()) } else { Err(Refusal::Elements { buffer, got, expected }) }

@@ -1,4 +1,4 @@
-//! What a compiler is given, what it returns, and how a failure is told.
+//! What a compiler is given, what it returns, and how a failure is reported.
 //!
 //! [`Compiler`] is a trait so that the cache and everything around it can be tested where there is no compiler
 //! (`FakeCompiler`, feature `fake`). [`NvrtcCompiler`] is the one that makes kernels.
@@ -118,7 +118,7 @@ pub struct Compiled {
 
 /// Turns sources into cubins.
 pub trait Compiler: Send + Sync {
-    /// Who it is. An error if there is no compiler on this machine.
+    /// The compiler's name and version. An error if this machine has no compiler.
     fn identity(&self) -> Result<CompilerId, Error>;
 
     /// Compiles one kernel. Called from several threads at a time.
@@ -196,7 +196,7 @@ pub struct Excerpt {
     pub file: String,
     /// The line, from 1.
     pub line: usize,
-    /// The compiler's words.
+    /// The compiler's message.
     pub message: String,
     /// The line and two on either side: number and text.
     pub lines: Vec<(usize, String)>,

@@ -87,7 +87,7 @@ pub struct KernelResources {
 /// One kernel of a cubin.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KernelInfo {
-    /// Its symbol.
+    /// The symbol.
     pub name: String,
     /// What it takes.
     pub resources: KernelResources,
@@ -124,10 +124,10 @@ impl CubinInfo {
     }
 }
 
-/// Bytes that are no cubin, or a damaged one.
+/// Bytes that are not a cubin, or a damaged one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CubinError {
-    /// Not an ELF file, or its tables lead out of it.
+    /// Not an ELF file, or its tables point outside of it.
     #[error("not a readable cubin: {0}; delete it and compile again")]
     Elf(String),
     /// An ELF file for something else.
@@ -259,7 +259,7 @@ fn read_code(info: &mut KernelInfo, code: &[u8], section: &str) -> Result<(), Cu
         return Err(CubinError::Section {
             section: section.to_owned(),
             offset: code.len() - rest.len(),
-            what: "code is no multiple of 16 bytes",
+            what: "code is not a multiple of 16 bytes",
         });
     }
     for instruction in instructions {
@@ -379,7 +379,7 @@ mod tests {
     #[test]
     fn every_truncation_of_what_is_read_is_an_error() {
         // Section table: offset at byte 40 of the header, entries of 64 bytes, their number at byte 60. Program
-        // headers, which nobody reads here, may follow.
+        // headers, which are not read here, may follow.
         let offset = u64::from_le_bytes(CUBIN[40..48].try_into().unwrap()) as usize;
         let sections = usize::from(u16::from_le_bytes(CUBIN[60..62].try_into().unwrap()));
         let end = offset + 64 * sections;

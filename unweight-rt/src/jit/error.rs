@@ -10,26 +10,26 @@ use crate::jit::cubin::CubinError;
 use crate::jit::toolchain::{Library, MissingLibrary, OldNvrtc};
 use crate::remedy::Remedy;
 
-/// Why there is no kernel.
+/// Why a kernel could not be compiled or found.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An environment variable holds a value that is not documented.
     #[error(transparent)]
     Env(#[from] EnvError),
-    /// A library is not there, or not usable.
+    /// A library is missing, or not usable.
     #[error(transparent)]
     Library(#[from] MissingLibrary),
     /// The compiler does not know the architecture yet.
     #[error(transparent)]
     OldNvrtc(#[from] OldNvrtc),
-    /// There is no source for a variant.
+    /// The source of a variant could not be generated.
     #[error(transparent)]
     Codegen(#[from] unweight_codegen::CodegenError),
     /// The compiler refused a source. Boxed: it carries the log and the source.
     #[error(transparent)]
     Compile(#[from] Box<CompileFailure>),
-    /// The compiler's output is no cubin that this crate can read.
+    /// The compiler's output is not a cubin that this crate can read.
     #[error("kernel {name}: {source}")]
     Cubin {
         /// The kernel.
@@ -56,7 +56,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What to do about it, where one thing is to be done.
+    /// What the user can do about the error, if one action resolves it.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Library(missing) => Some(Remedy::Install(missing.library)),
@@ -77,7 +77,7 @@ impl From<CompileFailure> for Error {
 /// A kernel that the cache does not hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MissingKernel {
-    /// Its name.
+    /// The name of the kernel.
     pub name: String,
     /// Why the cache has no good one.
     pub why: Miss,
@@ -93,14 +93,14 @@ impl fmt::Display for MissingKernel {
     }
 }
 
-/// Why nothing was compiled.
+/// Why missing kernels were not compiled.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NotCompiled {
-    /// The user forbids it.
+    /// `UNWEIGHT_JIT=cache-only`.
     #[error("UNWEIGHT_JIT=cache-only; compile them where the cache may be written, with UNWEIGHT_JIT=auto")]
     CacheOnly,
-    /// There is no compiler.
+    /// No usable compiler.
     #[error(transparent)]
     NoCompiler(Box<Error>),
 }

@@ -52,7 +52,7 @@ pub struct Output {
     pub log: String,
 }
 
-/// Why NVRTC made nothing.
+/// Why NVRTC made no cubin.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NvrtcError {
     /// The source, or an option, is wrong.
@@ -68,20 +68,20 @@ pub enum NvrtcError {
         call: &'static str,
         /// NVRTC's status.
         status: c_int,
-        /// Its words for the status.
+        /// NVRTC's text for the status.
         text: String,
-        /// The log, as far as there is one.
+        /// The log; empty if NVRTC gives none.
         log: String,
     },
     /// A string holds a zero byte.
     #[error("{what} holds a zero byte at offset {offset}")]
     ZeroByte {
-        /// Which string.
+        /// The string: a source, a header or an option.
         what: String,
-        /// Where.
+        /// Byte offset in the string.
         offset: usize,
     },
-    /// The options ask for a virtual architecture, for which there is no binary.
+    /// The options name a virtual architecture, for which NVRTC makes no binary.
     #[error(
         "no binary was made: the options name no real architecture such as sm_90a (a virtual one, compute_90a, gives PTX only)"
     )]
@@ -120,7 +120,7 @@ impl Nvrtc {
         Ok(Nvrtc { found, build, functions })
     }
 
-    /// Its version.
+    /// The library's version.
     pub fn version(&self) -> Version {
         self.found.version
     }
@@ -131,7 +131,7 @@ impl Nvrtc {
         &self.build
     }
 
-    /// Where it was found.
+    /// The file, and how it was found.
     pub fn found(&self) -> &Found {
         &self.found
     }

@@ -1,7 +1,7 @@
 //! Which NVIDIA libraries are on this machine, where, of which version, and why one is not.
 //!
 //! Nothing is loaded before it is asked for: [`find`] looks for one library and keeps it loaded for the life of the
-//! process. cudarc opens libraries by name and panics where one is missing, so whoever calls into cudarc calls
+//! process. cudarc opens libraries by name and panics where one is missing, so code that calls into cudarc calls
 //! [`require`] first. A library that lives outside the loader's path (a Python wheel, mostly) is loaded here by its
 //! absolute path; a later `dlopen` by SONAME, cudarc's or NVRTC's for its builtins, then meets the one already loaded.
 //!
@@ -125,7 +125,7 @@ impl Library {
             Library::CublasLt => env
                 .cublas
                 .as_deref()
-                // A file names libcublas; its companion lies beside it.
+                // A file names libcublas; its companion is in the same folder.
                 .map(|path| if path.is_file() { path.parent().unwrap_or(path) } else { path })
                 .map(|path| ("UNWEIGHT_CUBLAS", path)),
             Library::Cublas => env.cublas.as_deref().map(|path| ("UNWEIGHT_CUBLAS", path)),
@@ -176,7 +176,7 @@ impl fmt::Display for Origin {
 /// A library that is loaded and usable.
 #[derive(Debug)]
 pub struct Found {
-    /// Which.
+    /// The library.
     pub library: Library,
     /// The file, as far as known.
     pub path: PathBuf,
@@ -198,7 +198,7 @@ impl Found {
     }
 }
 
-/// A place that was tried in vain.
+/// A place that was tried, without success.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tried {
     /// The file or SONAME.
@@ -207,10 +207,10 @@ pub struct Tried {
     pub why: String,
 }
 
-/// A library that is not there or not usable.
+/// A library that is missing or not usable.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct MissingLibrary {
-    /// Which.
+    /// The library.
     pub library: Library,
     /// Everything that was tried, in order.
     pub tried: Vec<Tried>,
@@ -232,7 +232,7 @@ impl fmt::Display for MissingLibrary {
     }
 }
 
-/// An NVRTC from before an architecture.
+/// An NVRTC that is older than an architecture.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "NVRTC {version} ({}) does not know {}: the first that does is {first}; {}, then `unweight doctor` shows which one is \
@@ -242,13 +242,13 @@ impl fmt::Display for MissingLibrary {
     Library::Nvrtc.remedy()
 )]
 pub struct OldNvrtc {
-    /// What it is to compile for.
+    /// The architecture to compile for.
     pub arch: Arch,
-    /// The first that can.
+    /// The first NVRTC that knows it.
     pub first: Version,
-    /// What it is.
+    /// The version that was found.
     pub version: Version,
-    /// Where it lies.
+    /// The path of the library.
     pub path: PathBuf,
 }
 
@@ -270,7 +270,7 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
     let mut tried = Vec::new();
     let missing = |tried| MissingLibrary { library, tried };
     if library == Library::Cublas {
-        // libcublas needs libcublasLt by name; load it first so that it may lie anywhere.
+        // libcublas needs libcublasLt by name; load it first so that it may be in any folder.
         if let Err(error) = find(Library::CublasLt, env) {
             tried.extend(error.tried);
         }
@@ -356,7 +356,7 @@ pub fn report(env: &Env) -> Report {
     Report { libraries, warnings }
 }
 
-/// Folders in which Python packages of the environment's interpreters lie, existing ones only.
+/// Folders in which Python packages of the environment's interpreters are, existing ones only.
 fn site_packages(env: &Env) -> Vec<PathBuf> {
     let mut sites: Vec<PathBuf> = env.search.python_path.clone();
     for prefix in &env.search.python_prefixes {
@@ -380,7 +380,7 @@ fn site_packages(env: &Env) -> Vec<PathBuf> {
     sites
 }
 
-/// Candidates for a variable's value: the file itself, or what lies in the folder, its `lib`, or the wheels below it.
+/// Candidates for a variable's value: the file itself, or the files in the folder, its `lib`, or the wheels below it.
 fn files_at(library: Library, path: &Path) -> Vec<PathBuf> {
     if !path.is_dir() {
         return if path.exists() { vec![path.to_owned()] } else { Vec::new() };
@@ -468,7 +468,7 @@ fn load(library: Library, path: &Path, origin: Origin) -> Result<Found, String> 
     Ok(Found { library, path, origin, version, handle })
 }
 
-/// NVRTC opens its builtins by SONAME at the first compile, which fails if they lie outside the loader's path.
+/// NVRTC opens its builtins by SONAME at the first compile, which fails if they are outside the loader's path.
 fn preload_builtins(nvrtc: &Path, version: Version) {
     let Some(folder) = nvrtc.canonicalize().ok().and_then(|path| path.parent().map(Path::to_owned)) else {
         return;

@@ -1,12 +1,12 @@
-//! From matrices on the device to layers.
+//! Builds layers from matrices on the device.
 //!
 //! ```text
-//! parts --one under the other, or in turns--> scratch [n, k] --pad, pack--> packed weights --> register-sourced matmul
+//! parts --rows concatenated or interleaved--> scratch [n, k] --pad, pack--> packed weights --> matmul of packed weights
 //!                                                  |--what cannot be packed--> BF16 --> cuBLAS
-//!                                                  +--encode, if it is to stay small--> compact weights
+//!                                                  +--encode, if compact is wanted----> compact weights
 //! ```
-//! All on the GPU: what comes out has the bytes that the host would make of the same weights. The scratch is as large
-//! as the largest layer, and goes with the builder.
+//! All of it runs on the GPU and gives the bytes that the host codec gives. The scratch is as large as the largest
+//! layer, and is freed with the builder.
 
 use std::sync::Arc;
 
@@ -45,7 +45,7 @@ impl KernelSource for KernelSet {
     }
 }
 
-/// Makes layers of matrices that are on the device, whatever they come from.
+/// Builds layers from matrices on the device, of any origin.
 ///
 /// ```no_run
 /// use unweight_rt::{Device, DeviceMatrix, KernelSet, LayerBuilder, LoadOptions, Merge, env::Env};
@@ -63,12 +63,12 @@ pub struct LayerBuilder<'k> {
     pub(super) kernels: &'k KernelSet,
     pub(super) packer: Packer,
     pub(super) wanted: Wanted,
-    /// Once a layer is encoded.
+    /// Created for the first layer that is encoded.
     compressor: Option<Compressor>,
     scratch: Scratch,
-    /// What the layers so far need.
+    /// What the layers built so far need from a lane.
     lane_size: LaneSize,
-    /// Fetches offloaded experts, once there are some.
+    /// The stream that fetches offloaded experts; created for the first of them.
     copies: Option<Stream>,
 }
 
@@ -77,34 +77,35 @@ pub struct LayerBuilder<'k> {
 struct Scratch {
     /// The layer.
     whole: DeviceBuffer<u16>,
-    /// One of the parts that take turns; later the layer in whole tiles, if it is padded.
+    /// One of the parts that are interleaved; later the padded layer.
     other: DeviceBuffer<u16>,
 }
 
-/// What becomes a layer: tensors of one name each, or of one for all of them.
+/// The tensors of a layer, with a name for each or one name for all.
 pub(super) struct Parts<'a> {
     names: &'a [&'a str],
     shapes: Vec<(u32, u32)>,
     merge: Merge,
-    /// Whether all of them are compact, or of no form yet.
+    /// Whether all of them are compact, or not encoded yet.
     compact: bool,
 }
 
-/// Writes a part into rows without gaps.
+/// Writes a part into dense rows.
 pub(super) type Fill<'a> = &'a mut dyn FnMut(usize, &mut Packer, MatrixMut<'_>) -> Result<(), LoadError>;
 
-/// Which matrices of experts.
+/// One of the three matrices of each expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ExpertPart {
-    /// The gates.
+    /// The gate projections.
     Gate,
-    /// The ups.
+    /// The up projections.
     Up,
-    /// The downs.
+    /// The down projections.
     Down,
 }
 
-/// Writes the matrices of all experts one below the other, in stream order.
+/// Writes one matrix of all experts, rows concatenated in the order of experts, on the given stream.
 pub type FillExperts<'a> = &'a mut dyn FnMut(ExpertPart, &Stream, MatrixMut<'_>) -> Result<(), LoadError>;
 
 impl<'a> Parts<'a> {
@@ -121,7 +122,7 @@ impl<'a> Parts<'a> {
         self.names.get(part).copied().unwrap_or(self.first())
     }
 
-    /// What they become together.
+    /// The weight of the merged layer.
     fn weight(&self, linears: Linears) -> Result<Weight, LoadError> {
         let first = self.first();
         let Some(&(_, k)) = self.shapes.first() else {
@@ -154,13 +155,13 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Whether there is a cuBLAS.
+/// Whether cuBLAS is usable.
 pub(super) fn has_cublas() -> bool {
     toolchain::require(Library::Cublas).is_ok()
 }
 
-/// What is wanted, without the cuBLAS that only the model of the machine asks for where there is none: slower at large
-/// batches, and right.
+/// `wanted`, without expansion to cuBLAS where cuBLAS is missing and only the GPU's model would use it: correct, and
+/// slower at large batches.
 pub(super) fn expanding(wanted: Wanted, has_cublas: impl FnOnce() -> bool) -> Wanted {
     let may = wanted.expand == Expand::Model && !wanted.chooser.arch().has(Instruction::Wgmma);
     if may && !has_cublas() { Wanted { expand: Expand::Never, ..wanted } } else { wanted }
@@ -196,7 +197,7 @@ impl<'k> LayerBuilder<'k> {
         self.packer.stream()
     }
 
-    /// What compact weights of the layers from here on lie as; what that was.
+    /// Sets how compact weights are held in the layers built from here on. Returns the previous setting.
     pub fn set_resident(&mut self, resident: Resident) -> Resident {
         std::mem::replace(&mut self.wanted.resident, resident)
     }
@@ -305,7 +306,7 @@ impl<'k> LayerBuilder<'k> {
         }
     }
 
-    /// Weights on the device, packed, that are no layer: what is looked up. Rows and columns are multiples of 64.
+    /// Packs a matrix that is not a layer, such as an embedding. Rows and columns are multiples of 64.
     ///
     /// # Errors
     /// [`Unsuitable::Unpackable`], or the driver's. `name` is what it will call them.
@@ -423,7 +424,7 @@ impl<'k> LayerBuilder<'k> {
         layer
     }
 
-    /// A gate and an up, whose rows take turns in the scratch as the epilogue wants them.
+    /// Interleaves the rows of a gate and an up in the scratch, as the epilogue reads them.
     fn take_turns(&mut self, parts: &Parts<'_>, (n, k): (u32, u32), fill: Fill<'_>) -> Result<(), LoadError> {
         let device = in_tensor(parts.first());
         let stream = self.packer.stream().clone();
@@ -465,7 +466,7 @@ impl<'k> LayerBuilder<'k> {
         if padded == (n, k) {
             return self.packer.pack(whole);
         }
-        // What is added lies in the window that suits the weights, so that it costs no escapes.
+        // The padding is inside the window of the weights, so that it needs no escapes.
         let fill = u16::from(Window::best(&self.packer.histogram(whole)?).0.base()) << 7;
         let stream = self.packer.stream().clone();
         reserve(&mut self.scratch.other, &stream, padded)?;
@@ -477,7 +478,7 @@ impl<'k> LayerBuilder<'k> {
     }
 }
 
-/// Writes parts one under the other.
+/// Writes parts below each other.
 fn stack(packer: &mut Packer, parts: &Parts<'_>, mut whole: MatrixMut<'_>, fill: Fill<'_>) -> Result<(), LoadError> {
     let mut first = 0;
     for (part, &(rows, k)) in parts.shapes.iter().enumerate() {
@@ -490,7 +491,7 @@ fn stack(packer: &mut Packer, parts: &Parts<'_>, mut whole: MatrixMut<'_>, fill:
     Ok(())
 }
 
-/// Room for a matrix; what was there goes first, so that both need not fit.
+/// Makes room for a matrix. Frees the previous one first, so that both need not fit.
 fn reserve(buffer: &mut DeviceBuffer<u16>, stream: &Stream, (rows, cols): (u32, u32)) -> Result<(), DeviceError> {
     let elements = length("elements", u64::from(rows) * u64::from(cols))?;
     if buffer.len() < elements {

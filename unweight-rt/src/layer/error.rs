@@ -11,30 +11,30 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// The bundle does not have the tensor, or it is damaged.
+    /// The bundle has no such tensor, or is damaged.
     #[error(transparent)]
     Bundle(#[from] BundleError),
     /// The device, the compiler or the driver failed.
     #[error("{name}: {source}")]
     Device {
-        /// The tensor, or the first of those that become one layer.
+        /// The tensor, or the first tensor of a merged layer.
         name: String,
-        /// What failed.
+        /// The error of the device.
         #[source]
         source: Box<DeviceError>,
     },
-    /// The tensors are no weights of a linear layer, or do not become one.
+    /// The tensors cannot become a linear layer.
     #[error("{name}: {why}")]
     Unsuitable {
         /// The tensor.
         name: String,
-        /// Why.
+        /// The property that is not supported.
         why: Unsuitable,
     },
 }
 
 impl LoadError {
-    /// What to do about it, where one thing is to be done.
+    /// What the user can do about the error, if one action resolves it.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Device { source, .. } => source.remedy(),
@@ -43,55 +43,55 @@ impl LoadError {
     }
 }
 
-/// Why tensors do not become a linear layer.
+/// A property of tensors that cannot become a linear layer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Unsuitable {
     /// Not BF16, or not of two dimensions.
     #[error("{dtype:?} of shape {shape:?} is not the weight of a linear layer (BF16, two dimensions)")]
     NotAMatrix {
-        /// Its type.
+        /// The tensor's type.
         dtype: Dtype,
-        /// Its shape.
+        /// The tensor's shape.
         shape: Vec<u64>,
     },
     /// Not BF16, or not of one dimension.
     #[error("{dtype:?} of shape {shape:?} is not a vector (BF16, one dimension)")]
     NotAVector {
-        /// Its type.
+        /// The tensor's type.
         dtype: Dtype,
-        /// Its shape.
+        /// The tensor's shape.
         shape: Vec<u64>,
     },
-    /// Extents that kernels cannot count.
-    #[error("{extent} rows or columns exceed the kernels' 2^32 - 1; split it")]
+    /// More rows or columns than kernels count.
+    #[error("{extent} rows or columns exceed the limit of 2^32 - 1; split the tensor")]
     TooLarge {
-        /// The extent.
+        /// Rows or columns.
         extent: u64,
     },
-    /// Nothing to merge.
-    #[error("no tensors were named; a merged layer has one at least")]
+    /// A merge of no tensors.
+    #[error("no tensors were named; name at least one")]
     Nothing,
-    /// Weights of another input.
-    #[error("has {cols} columns, {first} has {first_cols}; they are not of one input")]
+    /// Tensors of a merged layer with different columns.
+    #[error("has {cols} columns, {first} has {first_cols}; tensors of a merged layer must have the same columns")]
     Columns {
-        /// Of this tensor.
+        /// Columns of this tensor.
         cols: u32,
         /// The first tensor.
         first: String,
-        /// Of the first tensor.
+        /// Columns of the first tensor.
         first_cols: u32,
     },
-    /// A gate and an up are two.
-    #[error("a gate and an up are 2 tensors, not {count}")]
+    /// Another number of tensors than a gate and an up projection.
+    #[error("a gate and an up projection are 2 tensors, {count} were named")]
     NotAPair {
-        /// How many were named.
+        /// Tensors that were named.
         count: usize,
     },
-    /// A gate and an up of shapes that do not become one layer.
+    /// A gate and an up projection whose shapes cannot become one layer.
     #[error(
-        "a gate [{gate}, {k}] and an up [{up}, {k}] must have the same multiple of 32 rows, and a multiple of 64 columns; load \
-         them apart"
+        "a gate [{gate}, {k}] and an up [{up}, {k}] must have the same number of rows, a multiple of 32, and a multiple of \
+         64 columns; load them as separate layers"
     )]
     Pair {
         /// Rows of the gate.
@@ -101,29 +101,29 @@ pub enum Unsuitable {
         /// Columns of both.
         k: u32,
     },
-    /// A gate and an up that cuBLAS would have to multiply, which has no such epilogue.
-    #[error("a gate with its up cannot be packed: {0}; load them apart")]
+    /// A gate and an up projection that cannot be packed. cuBLAS has no epilogue for them.
+    #[error("gate and up cannot be packed: {0}; load them as separate layers")]
     GateAndUp(Unpackable),
-    /// Weights without a packed form.
-    #[error("cannot be packed: {0}; load it as a matrix")]
+    /// Weights that cannot be packed.
+    #[error("cannot be packed: {0}; load it as a BF16 matrix")]
     Unpackable(Unpackable),
-    /// Sections of another form than the manifest says.
+    /// A tensor that is not of the encoding in the manifest.
     #[error("is not the {form} tensor that the manifest says; the bundle is damaged")]
     OtherForm {
-        /// By the manifest.
+        /// The encoding in the manifest.
         form: FormId,
     },
-    /// Longer codes than the bundle says.
-    #[error("has codes of {bits} bits, the manifest says {limit} at most; the bundle is damaged")]
+    /// Longer codes than the manifest states.
+    #[error("has codes of {bits} bits, the manifest states at most {limit}; the bundle is damaged")]
     CodeBits {
-        /// The longest code.
+        /// The longest code, bits.
         bits: u32,
-        /// By the manifest.
+        /// The limit in the manifest, bits.
         limit: u32,
     },
 }
 
-/// What failed on the device, with the tensor that it failed for.
+/// Adds the name of the tensor to an error of the device.
 pub(super) fn in_tensor(name: &str) -> impl Fn(DeviceError) -> LoadError {
     let name = name.to_owned();
     move |source| LoadError::Device { name: name.clone(), source: Box::new(source) }

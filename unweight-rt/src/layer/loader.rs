@@ -1,13 +1,13 @@
-//! From a bundle to layers.
+//! Loads layers from a bundle.
 //!
 //! ```text
 //! packed   --upload-----------------------------> packed, 12 bits a weight --> matmul (crate::ops::gemm_packed)
 //!    +--unpack on the GPU, to be merged--+
 //! huffman  --decode on the GPU-----------+--> BF16 --merge, pad, pack on the GPU--> packed
-//! palette  --decode on the host----------+     +--what cannot be packed--> cuBLAS
+//! palette  --decode on the host----------+     +--what cannot be packed--> BF16 for cuBLAS
 //! raw      ------------------------------+
 //! compact  --transcode on the GPU---------+
-//!    +--upload (merged: encoded anew), if it is to stay small--> compact, 10.9 bits a weight
+//!    +--upload (merged: encoded again), if compact is wanted--> compact, 10.9 bits a weight
 //! ```
 
 use unweight_codegen::{
@@ -49,14 +49,14 @@ pub struct Loader<'k> {
     staging: Staging,
 }
 
-/// Every kernel that a loader with these options can ask for, for any tensor of this bundle, alone or merged as servers
-/// do it. Reads the manifest only; needs no device.
+/// Every kernel that a loader with these options can need, for any tensor of this bundle, alone or merged as servers
+/// merge them. Reads the manifest only; needs no device.
 pub fn reachable(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Vec<VariantSpec> {
     all_reachable(bundle, &wanted(bundle, options, chooser))
 }
 
-/// The same for every card of an architecture: which of its kernels one asks for follows from its multiprocessors and
-/// its memory, so these are more, and there is none that does not find its own among them.
+/// The same for every GPU of an architecture. The kernels of one GPU follow from its multiprocessors and its memory;
+/// these include the kernels of each.
 pub fn reachable_on_any(bundle: &Bundle, options: LoadOptions, arch: Arch) -> Vec<VariantSpec> {
     let wanted = wanted(bundle, options, PackedChooser::usual(arch));
     with_decoders(bundle, &wanted, wanted.reachable_on_any_card(reachable::weights(bundle)))
@@ -71,7 +71,7 @@ fn all_reachable(bundle: &Bundle, wanted: &Wanted) -> Vec<VariantSpec> {
 }
 
 fn with_decoders(bundle: &Bundle, wanted: &Wanted, mut variants: Vec<VariantSpec>) -> Vec<VariantSpec> {
-    // An embedding is decoded, too, though it is no weight of a layer.
+    // An embedding is decoded, too, though it is not the weight of a layer.
     if bundle.tensors().any(|tensor| tensor.encoding() == FormId::HUFFMAN) {
         variants.extend(wanted.decoder().filter(|decoder| !variants.contains(decoder)));
     }
@@ -105,11 +105,11 @@ impl<'a> ExpertTensors<'a> {
 }
 
 impl<'k> Loader<'k> {
-    /// A loader of this bundle's layers, which works on `stream`. Its layers run on any stream of the device, on a lane
-    /// each.
+    /// A loader of this bundle's layers that works on `stream`. Its layers run on any stream of the device, each with
+    /// its own lane.
     ///
-    /// Every kernel that the bundle can reach ([`reachable`]) is compiled or found first, in parallel; `progress` hears
-    /// of each. Nothing is compiled later but for merges that [`reachable::weights`] does not foresee.
+    /// Every kernel that the bundle can reach ([`reachable()`]) is compiled or found first, in parallel; `progress`
+    /// hears of each. Nothing is compiled later, except for merges of tensors that servers do not merge.
     ///
     /// # Errors
     /// A kernel cannot be made, or the device failed.
@@ -174,15 +174,15 @@ impl<'k> Loader<'k> {
         Ok(matrix)
     }
 
-    /// The form that a tensor is stored in.
+    /// The encoding of a tensor.
     ///
     /// # Errors
-    /// There is no such tensor.
+    /// The bundle has no such tensor.
     pub fn form(&self, name: &str) -> Result<FormId, LoadError> {
         Ok(self.bundle.tensor(name)?.encoding())
     }
 
-    /// A Huffman-coded tensor `[n, k]` as it is.
+    /// A Huffman-coded tensor `[n, k]`, still encoded.
     ///
     /// # Errors
     /// [`LoadError`]; [`Unsuitable::OtherForm`] where it is stored in another form.
@@ -195,7 +195,7 @@ impl<'k> Loader<'k> {
         DeviceHuffman::upload(&mut *tensors.staging, &tensor).map_err(in_tensor(name))
     }
 
-    /// Palette indices `[n, k]` as they are.
+    /// A palette tensor `[n, k]`, still encoded.
     ///
     /// # Errors
     /// As for [`Loader::huffman`].
@@ -211,7 +211,7 @@ impl<'k> Loader<'k> {
     /// The packed form of a tensor `[n, k]`, whatever form it is stored in.
     ///
     /// # Errors
-    /// [`LoadError`]; [`Unsuitable::Unpackable`] also where `n` or `k` is no multiple of 64.
+    /// [`LoadError`]; [`Unsuitable::Unpackable`] also where `n` or `k` is not a multiple of 64.
     pub fn packed(&mut self, name: &str) -> Result<DevicePacked, LoadError> {
         let (n, k) = extents(self.bundle, name)?;
         let weight = Weight::stored(n, k, self.bundle.tensor(name)?.encoding());
@@ -222,10 +222,10 @@ impl<'k> Loader<'k> {
         builder.pack_alone(name, (n, k), &mut |_, packer, output| tensors.decode(name, packer, output))
     }
 
-    /// The experts of a mixture, packed, of tensors of any form; what each is multiplied by lies below the one before.
+    /// The experts of a mixture, packed, of tensors of any form; experts are concatenated by rows.
     ///
     /// # Errors
-    /// [`LoadError`]; tensors of other shapes, [`Unsuitable::Unpackable`] also where a size is no multiple of 64.
+    /// [`LoadError`]; tensors of other shapes, [`Unsuitable::Unpackable`] also where a size is not a multiple of 64.
     pub fn experts(&mut self, names: ExpertTensors<'_>, shape: ExpertsShape) -> Result<Experts, LoadError> {
         let (gate_up, down) = self.pack_experts(names, shape)?;
         Experts::new(self.builder.kernels, shape, gate_up, down).map_err(in_tensor(names.first()))
@@ -311,7 +311,7 @@ impl<'k> Loader<'k> {
         }
     }
 
-    /// What linears are made of.
+    /// How linear layers are held on the device.
     pub fn linears(&self) -> Linears {
         self.builder.wanted.linears
     }
@@ -333,7 +333,7 @@ impl<'k> Loader<'k> {
             .map_err(in_tensor(name))
     }
 
-    /// What makes layers of matrices that are on the device: for weights that no bundle has.
+    /// Builds layers from matrices on the device: for weights that are not in the bundle.
     pub fn builder(&mut self) -> &mut LayerBuilder<'k> {
         &mut self.builder
     }
@@ -346,7 +346,7 @@ impl<'k> Loader<'k> {
         self.builder.lane(stream)
     }
 
-    /// What makes layers, and what brings it their weights.
+    /// The builder of layers, and the source of their weights.
     fn parts(&mut self) -> (&mut LayerBuilder<'k>, Tensors<'_>) {
         let Self { bundle, builder, staging } = self;
         let LayerBuilder { kernels, wanted, .. } = &*builder;
@@ -355,7 +355,7 @@ impl<'k> Loader<'k> {
     }
 }
 
-/// What a bundle has, as it comes to the device.
+/// Brings tensors of a bundle to the device.
 struct Tensors<'a> {
     bundle: &'a Bundle,
     kernels: &'a KernelSet,

@@ -15,18 +15,18 @@ use crate::choose::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadOptions {
-    /// The largest batch of a launch, 4096 by default; a layer takes more in turns.
+    /// The largest batch of a launch, rows; 4096 by default. A layer splits larger batches.
     pub max_batch: u32,
-    /// Programmatic dependent launch: a layer asks for its weights while the kernel before it on the stream still runs,
-    /// and waits for that one before it touches activations. Faster where layers follow each other closely; any kernel
-    /// may come before. On by default.
+    /// Programmatic dependent launch: a layer prefetches its weights while the kernel before it on the stream still
+    /// runs, and waits for that kernel before it accesses activations. Faster where layers follow each other closely.
+    /// Any kernel may come before. On by default.
     pub pdl: bool,
-    /// What the weights lie as; packed by default.
+    /// How weights are held on the device; packed by default.
     pub linears: Linears,
-    /// What compact tensors lie as; packed by default.
+    /// How compact tensors are held on the device; packed by default.
     pub resident: Resident,
-    /// Which batches are multiplied by cuBLAS from weights that are expanded ahead of it; by default what the model of
-    /// the machine says, on architectures without `wgmma`.
+    /// Which batches are expanded to BF16 and multiplied by cuBLAS; by default those for which the model of the GPU
+    /// predicts less time, on architectures without `wgmma`.
     pub expand: Expand,
 }
 
@@ -37,37 +37,37 @@ impl Default for LoadOptions {
 }
 
 impl LoadOptions {
-    /// The largest batch.
+    /// Sets the largest batch, rows.
     #[must_use]
     pub fn max_batch(self, max_batch: u32) -> Self {
         Self { max_batch, ..self }
     }
 
-    /// Programmatic dependent launch.
+    /// Sets programmatic dependent launch.
     #[must_use]
     pub fn pdl(self, pdl: bool) -> Self {
         Self { pdl, ..self }
     }
 
-    /// What the weights lie as.
+    /// Sets how weights are held on the device.
     #[must_use]
     pub fn linears(self, linears: Linears) -> Self {
         Self { linears, ..self }
     }
 
-    /// What compact tensors lie as.
+    /// Sets how compact tensors are held on the device.
     #[must_use]
     pub fn resident(self, resident: Resident) -> Self {
         Self { resident, ..self }
     }
 
-    /// Which batches are multiplied by cuBLAS from weights that are expanded ahead of it.
+    /// Sets which batches are expanded to BF16 and multiplied by cuBLAS.
     #[must_use]
     pub fn expand(self, expand: Expand) -> Self {
         Self { expand, ..self }
     }
 
-    /// The same for whoever chooses, and Huffman codes of up to so many bits.
+    /// The input of dispatch: these options, a chooser, and the longest Huffman code in bits.
     pub fn wanted(self, chooser: PackedChooser, code_limit: u32) -> Wanted {
         let Self { max_batch, pdl, linears, resident, expand } = self;
         Wanted { linears, resident, chooser, max_batch, pdl, code_limit, expand }
@@ -76,11 +76,12 @@ impl LoadOptions {
 
 /// How several weights become one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Merge {
-    /// One under the other: the outputs lie side by side (`q`, `k`, `v`).
+    /// Rows are concatenated: the outputs are next to each other, as for `q`, `k` and `v`.
     Rows,
-    /// A gate and an up: the output is `silu(X gate^T) * (X up^T)`, computed in fp32 and rounded once. As BF16
-    /// ([`Linears::Bf16`]) they lie one under the other, and the output has both side by side: cuBLAS has no such
-    /// epilogue.
+    /// A gate and an up: the output is `silu(X gate^T) * (X up^T)`, computed in fp32 and rounded once. A BF16 layer
+    /// ([`Linears::Bf16`]) concatenates the rows instead and gives both outputs next to each other, because cuBLAS has
+    /// no such epilogue.
     SiluMul,
 }

@@ -189,7 +189,7 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Wraps a kernel of `attention`.
+    /// Launches a kernel of family `attention`.
     ///
     /// # Errors
     /// A kernel of another family.
@@ -241,8 +241,8 @@ impl Attention {
     /// sequence is cut into chunks.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
-    /// takes; a table too short for the chunk; or the driver's refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
+    /// kernel takes; a table too short for the chunk; or an error of the driver.
     pub fn prefill(
         &self,
         lane: &mut Lane,
@@ -305,8 +305,8 @@ impl Attention {
     /// the angles makes its row zeros; [`Lane::synchronize`] reports either.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
-    /// takes; parts that the kernel does not take, or a lane without room for them; or the driver's refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
+    /// kernel takes; parts that the kernel does not take, or a lane without room for them; or an error of the driver.
     pub fn decode(
         &self,
         lane: &mut Lane,

@@ -29,7 +29,7 @@ use crate::{
     weight::{self, DeviceCompact},
 };
 
-/// Why there is no compact tensor.
+/// Why a matrix was not compressed to a compact tensor.
 #[derive(Debug, thiserror::Error)]
 pub enum CompressError {
     /// The matrix stays in another form.
@@ -53,7 +53,7 @@ pub struct Compressor {
 pub struct Compressed {
     /// The tensor.
     pub tensor: DeviceCompact,
-    /// Its code.
+    /// The code of its exponent classes.
     pub book: ClassBook,
     /// The exponents of the matrix.
     pub histogram: Histogram,
@@ -63,7 +63,7 @@ impl Compressed {
     /// The tensor as it is stored. Waits for the stream.
     ///
     /// # Errors
-    /// The driver's, or what is on the device is no compact tensor.
+    /// The driver's, or the data on the device are not a compact tensor.
     pub fn download(&self, stream: &Stream) -> Result<CompactTensor<Vec<u8>>, DeviceError> {
         let words = |words| weight::stored_words(stream, words);
         let (tiles, escapes) = (words(self.tensor.tiles())?, words(self.tensor.escapes())?);
@@ -190,7 +190,7 @@ impl Places {
         let (mut words, mut listed) = (0usize, 0usize);
         for size in sizes.chunks_exact(2) {
             let (own, escapes) = (size[0] as usize, size[1] as usize);
-            // Fits: checked below, before anybody reads it.
+            // Fits: checked below, before it is read.
             let head = match escapes {
                 0 => 0,
                 1 => 1 << 30,

@@ -56,7 +56,7 @@ impl Decoder {
     /// Enqueues the decoding of the weights themselves, `[n, k]` bf16 without gaps.
     ///
     /// # Errors
-    /// An output of another shape or pitch, codes that are too long, another device, or the driver's refusal.
+    /// An output of another shape or pitch, codes that are too long, another device, or an error of the driver.
     pub fn full(&self, lane: &mut Lane, tensor: &DeviceHuffman, output: MatrixMut<'_>) -> Result<(), DeviceError> {
         let (place, wanted) = (output.place(), weight::shape(tensor.grid()));
         let check = || {
@@ -167,7 +167,7 @@ impl Decoder {
         }
         let args = args(coded, fractions, address, lane.fault_address());
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the sections have the sizes that grid and type ask for, or are bounded by the counts beside them;
+        // SAFETY: the sections have the sizes that grid and type ask for, or are bounded by their counts;
         // `output` was checked by the callers; the lane's fault word lives as long as the lane, on whose stream this
         // runs (a lane of another device is refused by `launch`). Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(lane.stream(), problem, &args) }

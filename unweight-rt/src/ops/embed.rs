@@ -53,7 +53,7 @@ pub struct Embed {
 }
 
 impl Embed {
-    /// Wraps a kernel of `embed`.
+    /// Launches a kernel of family `embed`.
     ///
     /// # Errors
     /// A kernel of another family.
@@ -70,11 +70,11 @@ impl Embed {
     }
 
     /// Enqueues `y[r] = table[ids[r]]` for each row of `y` `[m, d]`; `ids` has `m` entries at least, `d` is a multiple
-    /// of 8. An id that is no row of the table gives zeros, and [`Lane::synchronize`] reports it.
+    /// of 8. An id that is not a row of the table gives zeros, and [`Lane::synchronize`] reports it.
     ///
     /// # Errors
-    /// A table of another form than the kernel takes; operands that do not agree, overlap, or lie on another device, at
-    /// another address or pitch; or the driver's refusal.
+    /// A table of another form than the kernel takes; operands that do not agree, overlap, or are on another device, at
+    /// another address or pitch; or an error of the driver.
     pub fn enqueue(
         &self,
         lane: &mut Lane,

@@ -249,7 +249,7 @@ impl GpuEncoder {
     /// captured.
     ///
     /// # Errors
-    /// The buffers lie on another device, or the driver refuses.
+    /// The buffers are on another device, or the driver refuses.
     pub fn enqueue_huffman(&self, buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
         self.enqueue(buffers, &HUFFMAN_STAGES)
     }
@@ -267,7 +267,7 @@ impl GpuEncoder {
     fn enqueue(&self, buffers: &mut EncodeBuffers, stages: &[EncodeStage; 5]) -> Result<(), DeviceError> {
         for stage in stages {
             // SAFETY: both lists begin with `stats` and hold every stage that a later one reads, in order; `buffers` is
-            // borrowed mutably meanwhile, so nobody writes between them. After a failure the next pipeline begins with
+            // borrowed mutably meanwhile, so nothing writes between them. After a failure the next pipeline begins with
             // `stats` again.
             unsafe { self.enqueue_stage(buffers, *stage)? };
         }

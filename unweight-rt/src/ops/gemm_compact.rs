@@ -1,8 +1,8 @@
 //! The matmul from the compact form: `Y[m, n] = X[m, k] * W[n, k]^T` (`docs/format.md` A.11, `docs/adr/0013`).
 //!
-//! A launch allocates nothing, on the device or the host, needs nothing of a lane but its stream, and may be captured
-//! into a graph. Under programmatic dependent launch (variants with `_pdl`) a kernel asks for its weights while the
-//! kernel before it on the stream still runs, and touches `X` and `Y` after that one is done.
+//! A launch allocates nothing, on the device or the host, needs no memory of a lane, and may be captured
+//! into a graph. Under programmatic dependent launch (variants with `_pdl`) a kernel prefetches its weights while the
+//! kernel before it on the stream still runs, and accesses `X` and `Y` when that kernel is done.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ pub struct CompactGemm {
 }
 
 impl CompactGemm {
-    /// Wraps a kernel of `gemm_compact`.
+    /// Launches a kernel of family `gemm_compact`.
     ///
     /// # Errors
     /// A kernel of another family.
@@ -53,7 +53,7 @@ impl CompactGemm {
         if self.epilogue == Epilogue::SiluMul { n / 2 } else { n }
     }
 
-    /// Everything that can be refused at these operands, without enqueuing anything.
+    /// Checks everything that can be refused at these operands, without enqueuing anything.
     pub(crate) fn check(&self, x: &Place, w: &DeviceCompact, y: &Place) -> Result<(), DeviceError> {
         let check = || {
             let (own, shape) = (self.kernel.device().ordinal(), weight::shape(w.grid()));
@@ -71,8 +71,8 @@ impl CompactGemm {
     /// `[m, n / 2]`. Rows of `x` may be apart, by a multiple of 8 elements; those of `y` are not.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
-    /// takes; more blocks than a grid has; or the driver's refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
+    /// kernel takes; more blocks than a grid has; or an error of the driver.
     pub fn enqueue(
         &self,
         stream: &Stream,

@@ -1,9 +1,9 @@
-//! The register-sourced matmuls: `Y[m, n] = X[m, k] * W[n, k]^T` from packed weights (`docs/format.md` A.9,
-//! `docs/adr/0004`).
+//! The matmuls of packed weights, which decode them in registers: `Y[m, n] = X[m, k] * W[n, k]^T` from packed weights
+//! (`docs/format.md` A.9, `docs/adr/0004`).
 //!
 //! A launch allocates nothing, on the device or the host, and may be captured into a graph. Under programmatic
-//! dependent launch (variants with `_pdl`) a kernel asks for its weights while the kernel before it on the stream still
-//! runs, and touches `X`, `Y` and the workspace after that one is done.
+//! dependent launch (variants with `_pdl`) a kernel prefetches its weights while the kernel before it on the stream
+//! still runs, and accesses `X`, `Y` and the workspace when that kernel is done.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ use crate::{
     weight::{self, DevicePacked},
 };
 
-/// What a launch of this variant needs of a lane.
+/// What a launch of this variant needs from a lane.
 ///
 /// # Errors
 /// A variant that cannot exist.
@@ -36,7 +36,7 @@ pub fn lane_size(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Result<Lan
     Ok(plan.workspace(problem, sms).into())
 }
 
-/// What the kernel of a variant takes, beside the shapes.
+/// What the kernel of a variant takes, shapes aside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Takes {
     /// Batch rows of a box of X.
@@ -52,7 +52,7 @@ impl Takes {
         let (x_box_rows, escapes, epilogue) = match spec.op {
             Op::GemmMma(op) => (op.batch_tile.get(), op.escapes, op.epilogue),
             Op::GemmWgmma(op) => (GemmWgmmaSpec::X_BOX_ROWS, op.escapes, op.epilogue),
-            _ => return Err(Refusal::Family { wanted: "a register-sourced matmul" }),
+            _ => return Err(Refusal::Family { wanted: "a matmul of packed weights" }),
         };
         Ok(Self { x_box_rows, escapes, epilogue, maps: spec.op.instructions().has(Instruction::TensorCopy) })
     }
@@ -62,7 +62,7 @@ impl Takes {
         if self.epilogue == Epilogue::SiluMul { n / 2 } else { n }
     }
 
-    /// Whether operands at these places, beside the lane's memory, can be multiplied.
+    /// Checks the operands, without the lane's memory.
     fn check(self, own: usize, x: &Place, w: &Weights, y: &Place) -> Result<(), Refusal> {
         check_product(own, x, w.shape, self.columns(w.shape[0]), y, w.spans.iter().cloned())?;
         // The copy engine reads X, and writes Y of some variants; others write rows of n one after the other.
@@ -73,14 +73,14 @@ impl Takes {
     }
 }
 
-/// What is looked at of packed weights.
+/// The properties of packed weights that are checked.
 struct Weights {
     shape: [u64; 2],
     spans: [(&'static str, std::ops::Range<u64>); 3],
     has_escapes: bool,
 }
 
-/// A register-sourced matmul kernel.
+/// A matmul kernel that reads packed weights.
 #[derive(Clone, Debug)]
 pub struct PackedGemm {
     kernel: Arc<LoadedKernel>,
@@ -102,7 +102,7 @@ impl PackedGemm {
         &self.kernel
     }
 
-    /// What a launch at batch `m` needs of a lane.
+    /// What a launch at batch `m` needs from a lane.
     pub fn lane_size(&self, m: u32, w: &DevicePacked) -> LaneSize {
         self.lane_size_of(m, w.grid())
     }
@@ -117,9 +117,9 @@ impl PackedGemm {
     /// not.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
-    /// takes; weights with escapes for a variant without; a lane that is too small; blocks that would wait for each
-    /// other and do not fit the device; or the driver's refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
+    /// kernel takes; weights with escapes for a variant without; a lane that is too small; blocks that would wait for
+    /// each other and do not fit the device; or an error of the driver.
     pub fn enqueue(
         &self,
         lane: &mut Lane,
@@ -289,6 +289,6 @@ mod tests {
     #[test]
     fn a_kernel_of_another_family_is_refused() {
         let other = Takes::of(&VariantSpec::encode(Arch::Sm90a, EncodeStage::Stats));
-        assert_eq!(other, Err(Refusal::Family { wanted: "a register-sourced matmul" }));
+        assert_eq!(other, Err(Refusal::Family { wanted: "a matmul of packed weights" }));
     }
 }

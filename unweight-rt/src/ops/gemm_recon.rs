@@ -27,7 +27,7 @@ pub struct Matmul {
     spec: GemmReconSpec,
 }
 
-/// What the kernel of a variant asks of its operands.
+/// Checks the operands against the kernel of a variant.
 fn check(
     spec: &GemmReconSpec,
     own: usize,
@@ -68,8 +68,8 @@ impl Matmul {
     /// a `store_add` variant.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
-    /// takes; or the driver's refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
+    /// kernel takes; or an error of the driver.
     pub fn exponent(
         &self,
         lane: &mut Lane,

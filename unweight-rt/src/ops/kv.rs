@@ -1,10 +1,10 @@
-//! The KV cache of a layer: pages of 64 tokens, of which a table says which are a sequence's.
+//! The KV cache of a layer: pages of 64 tokens, and per sequence a table of its pages.
 //!
 //! ```text
 //! cache   bf16 [layer][page][kv_head][K | V][64 tokens * head_dim], one allocation
 //! ```
-//! A sequence's token `t` is token `t % 64` of the page that its table has at `t / 64`. Where an element of a token
-//! lies in its page is said by [`unweight_codegen::kv`], for hosts and kernels alike.
+//! A sequence's token `t` is token `t % 64` of the page that its table has at `t / 64`. [`unweight_codegen::kv`] defines
+//! the place of an element in its page, for hosts and kernels.
 
 use std::{marker::PhantomData, ops::Range};
 
@@ -12,7 +12,7 @@ use unweight_codegen::kv::{self, PAGE_TOKENS};
 
 use crate::device::{DeviceBuffer, Refusal, view::check_device};
 
-/// Position of a row of a batch in which there is no token.
+/// The position of a padding row of a batch.
 pub const PAD_POSITION: u32 = u32::MAX;
 
 /// Bytes of a bf16.
@@ -83,7 +83,7 @@ impl KvShape {
         u64::from(self.pages) * self.page_elements()
     }
 
-    /// Where an element lies in its layer: `token` of 0..64 in a page, `index` in a head.
+    /// The place of an element in its layer: `token` of 0..64 in a page, `index` in a head.
     pub fn element(&self, page: u32, kv_head: u32, half: KvHalf, token: u32, index: u32) -> u64 {
         let head = u64::from(page) * u64::from(self.kv_heads) + u64::from(kv_head);
         let tile = 2 * head + u64::from(half == KvHalf::Value);
@@ -91,7 +91,7 @@ impl KvShape {
     }
 }
 
-/// Sizes of heads that kernels take: pairs of elements that are rotated together lie in whole chunks of 8.
+/// Sizes of heads that kernels take: pairs of elements that are rotated together are in whole chunks of 8.
 pub(crate) fn check_head_dim(head_dim: u32) -> Result<(), Refusal> {
     if head_dim.is_multiple_of(16) && (16..=256).contains(&head_dim) {
         Ok(())
@@ -149,7 +149,7 @@ impl<'a> KvLayer<'a> {
         self.address..self.address + self.shape.layer_elements() * ELEMENT
     }
 
-    /// That it lies on `own`.
+    /// Checks that it is on device `own`.
     pub fn check_device(&self, own: usize) -> Result<(), Refusal> {
         check_device("the KV cache", self.device, own)
     }

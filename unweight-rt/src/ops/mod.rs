@@ -1,7 +1,7 @@
-//! What a device can be asked to do, one file a kernel family.
+//! Launches, one module per kernel family.
 //!
-//! A launch takes views of its operands and a [`Lane`](crate::exec::Lane). Everything that can be wrong (shapes, pitches, alignment,
-//! devices, overlap, the lane's size, the grid) is checked before anything is enqueued.
+//! A launch takes views of its operands and a [`Lane`](crate::exec::Lane). Everything that can be wrong (shapes,
+//! pitches, alignment, devices, overlap, the lane's size, the grid) is checked before anything is enqueued.
 
 pub mod attention;
 pub mod compress;
@@ -9,12 +9,14 @@ pub mod decode;
 pub mod embed;
 pub mod encode;
 pub mod gemm_compact;
+pub mod gemm_grouped;
 pub mod gemm_packed;
 pub mod gemm_recon;
 pub mod kv;
 pub mod norm;
 pub mod repack;
 pub mod rope;
+pub mod route;
 pub mod sample;
 pub mod silu_mul;
 pub mod transcode;

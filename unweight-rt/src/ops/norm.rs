@@ -23,7 +23,7 @@ pub struct Norm {
 }
 
 impl Norm {
-    /// Wraps a kernel of `norm`.
+    /// Launches a kernel of family `norm`.
     ///
     /// # Errors
     /// A kernel of another family.
@@ -41,11 +41,11 @@ impl Norm {
 
     /// Enqueues the norm of the rows of `x` `[m, d]`, or of those that `rows` names: `y` has as many rows as are asked
     /// for, and `rows` that many entries at least. `gamma` is `[d]`; `d` is a multiple of 8, at most 16384. An entry of
-    /// `rows` that is no row of `x` gives zeros, and [`Lane::synchronize`] reports it.
+    /// `rows` that is not a row of `x` gives zeros, and [`Lane::synchronize`] reports it.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
-    /// takes; or the driver's refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
+    /// kernel takes; or an error of the driver.
     pub fn enqueue(
         &self,
         lane: &mut Lane,

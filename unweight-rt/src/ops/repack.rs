@@ -37,10 +37,10 @@ use crate::{
 /// element without operand.
 const SCRATCH_FIXED_WORDS: usize = 256 + 2;
 
-/// Why there is no packed tensor.
+/// Why a matrix was not packed.
 #[derive(Debug, thiserror::Error)]
 pub enum PackError {
-    /// The matrix stays in another form.
+    /// The matrix has no packed form.
     #[error(transparent)]
     Unpackable(#[from] Unpackable),
     /// The device failed.
@@ -48,7 +48,7 @@ pub enum PackError {
     Device(#[from] DeviceError),
 }
 
-/// The conversion kernels of one device, with the memory they work in and the lane they run on.
+/// The kernels that pack and unpack on one device, with their memory and their lane.
 #[derive(Debug)]
 pub struct Packer {
     lane: Lane,
@@ -80,7 +80,7 @@ impl Unpacker {
     /// Enqueues the unpacking of a tensor to a matrix without gaps: an ordinary launch.
     ///
     /// # Errors
-    /// `output` has another shape, overlaps the tensor, or lies on another device.
+    /// `output` has another shape, overlaps the tensor, or is on another device.
     pub fn enqueue(&self, stream: &Stream, tensor: &DevicePacked, output: MatrixMut<'_>) -> Result<(), DeviceError> {
         let (grid, place, own) = (tensor.grid(), output.place(), self.kernel.device().ordinal());
         let check = || {
@@ -95,8 +95,8 @@ impl Unpacker {
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = RepackArgs { weights: place.address, base: tensor.window().base().into(), ..shape(grid) };
-        // SAFETY: the sections have the sizes that the grid asks for or the count beside them, `output` has the grid's
-        // shape, and the kernel follows no index unchecked. Dropping a buffer waits for the kernel.
+        // SAFETY: the sections have the sizes that the grid asks for or a count that bounds them, `output` has the
+        // grid's shape, and the kernel follows no index unchecked. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(stream, problem(grid), &with_sections(args, tensor)) }
     }
 }
@@ -188,7 +188,7 @@ impl Packer {
     /// How often each exponent occurs in a matrix without gaps, of any shape. Waits for the stream.
     ///
     /// # Errors
-    /// A matrix that is too large, or not where the kernels take it, or the driver's refusal.
+    /// A matrix that is too large, or not where the kernels take it, or an error of the driver.
     pub fn histogram(&mut self, weights: MatrixRef<'_>) -> Result<Histogram, DeviceError> {
         let source = self.source("weights", weights.place())?;
         self.count_exponents(source)
@@ -211,7 +211,7 @@ impl Packer {
     /// Enqueues the unpacking of a tensor to a matrix without gaps.
     ///
     /// # Errors
-    /// `output` has another shape, overlaps the tensor, or lies on another device.
+    /// `output` has another shape, overlaps the tensor, or is on another device.
     pub fn unpack(&self, tensor: &DevicePacked, output: MatrixMut<'_>) -> Result<(), DeviceError> {
         self.unpack.enqueue(self.lane.stream(), tensor, output)
     }
@@ -220,7 +220,7 @@ impl Packer {
     /// measuring them. Allocates nothing if a tensor before was as large, so it can be captured.
     ///
     /// # Errors
-    /// Weights and tensor do not agree or lie on another device.
+    /// Weights and tensor do not agree or are on another device.
     #[doc(hidden)]
     pub fn again(
         &mut self,

@@ -134,7 +134,7 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// Wraps a kernel of `rope`.
+    /// Launches a kernel of family `rope`.
     ///
     /// # Errors
     /// A kernel of another family.
@@ -157,7 +157,7 @@ impl Rope {
     ///
     /// # Errors
     /// Heads of another size than the kernel's, positions beyond the table or the pages; operands that do not agree,
-    /// overlap, or lie on another device, at another address or pitch; or the driver's refusal.
+    /// overlap, or are on another device, at another address or pitch; or an error of the driver.
     pub fn enqueue(
         &self,
         lane: &mut Lane,

@@ -21,7 +21,7 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Wraps a kernel of `sample`.
+    /// Launches a kernel of family `sample`.
     ///
     /// # Errors
     /// A kernel of another family.
@@ -42,11 +42,11 @@ impl Sample {
     /// are, and `ids` gets the token that was chosen, at that position plus 1, to which `positions` is set. A row at
     /// [`PAD_POSITION`](crate::ops::kv::PAD_POSITION) is left alone. A token depends on its row alone: on the logits,
     /// the parameters and the position, whatever else is in the batch. A row whose logits are all NaN gets `u32::MAX`,
-    /// which is no token, and [`Lane::synchronize`] reports it.
+    /// which is not a token, and [`Lane::synchronize`] reports it.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
-    /// takes; or the driver's refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
+    /// kernel takes; or an error of the driver.
     pub fn enqueue(
         &self,
         lane: &mut Lane,

@@ -1,4 +1,4 @@
-//! The activation of a gated MLP, `y = silu(gate) * up`, where the product was stored as it is.
+//! The activation of a gated MLP, `y = silu(gate) * up`, where the product of gate and up was stored.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ pub struct SiluMul {
 }
 
 impl SiluMul {
-    /// Wraps a kernel of `silu_mul`.
+    /// Launches a kernel of family `silu_mul`.
     ///
     /// # Errors
     /// A kernel of another family.
@@ -45,16 +45,16 @@ impl SiluMul {
     /// Enqueues `y[m, n] = silu(x[m, 0..n]) * x[m, n..2n]`, in fp32 and rounded once. `n` is a multiple of 8.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device, at another address or pitch than the kernel
-    /// takes; or the driver's refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
+    /// kernel takes; or an error of the driver.
     pub fn enqueue(&self, lane: &mut Lane, x: MatrixRef<'_>, y: MatrixMut<'_>) -> Result<(), DeviceError> {
         check_shapes(x.place(), y.place()).or_else(|refusal| self.kernel.refuse(refusal))?;
         let half = |cols| x.part(0..x.rows(), cols);
         self.enqueue_pair(lane, half(0..y.cols())?, half(y.cols()..2 * y.cols())?, y)
     }
 
-    /// Enqueues `y[m, n] = silu(gate[m, n]) * up[m, n]` of two products, wherever they lie; their rows are equally far
-    /// from each other.
+    /// Enqueues `y[m, n] = silu(gate[m, n]) * up[m, n]` of two products in any memory; both
+    /// have the same pitch.
     ///
     /// # Errors
     /// As for [`SiluMul::enqueue`].
@@ -114,7 +114,7 @@ impl SiluMul {
     /// is done.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub(crate) unsafe fn launch_interleaved(&self, stream: &Stream, x: &Place, y: &Place) -> Result<(), DeviceError> {
         const { assert!(Epilogue::GATE_ROWS == 8, "a thread takes as many columns") };
         let args = SiluMulArgs {

@@ -57,7 +57,7 @@ impl Transcoder {
     /// Enqueues the decoding of a tensor to a matrix without gaps.
     ///
     /// # Errors
-    /// `output` has another shape, overlaps the tensor, or lies on another device.
+    /// `output` has another shape, overlaps the tensor, or is on another device.
     pub fn full(&self, stream: &Stream, tensor: &DeviceCompact, output: MatrixMut<'_>) -> Result<(), DeviceError> {
         let (place, wanted) = (output.place(), weight::shape(tensor.grid()));
         let check = || {
@@ -74,15 +74,15 @@ impl Transcoder {
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = TranscodeArgs { weights: place.address, ..args(tensor) };
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the sections are those of a checked tensor, beside the counts that bound them, and `output` has the
+        // SAFETY: the sections are those of a checked tensor, with the counts that bound them, and `output` has the
         // grid's shape. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(stream, problem, &args) }
     }
 }
 
 /// The kernel that writes the packed tiles of a compact tensor into a slot, ahead of a product. Escape heads and lists
-/// are those of the packed tensor ([`PackedEscapes`](crate::weight)), which stay on the device; the kernel's own heads
-/// and sums go to the end of the slot, where nobody reads them.
+/// are those of the packed tensor, which stay on the device; the kernel's own heads
+/// and sums go to the end of the slot, where nothing reads them.
 #[derive(Clone, Debug)]
 pub struct Expander {
     kernel: Arc<LoadedKernel>,
@@ -105,7 +105,7 @@ impl Expander {
         SlotPlan::of(grid).bytes
     }
 
-    /// Everything that can be refused, without enqueuing anything.
+    /// Checks everything that can be refused, without enqueuing anything.
     pub(crate) fn check(&self, tensor: &DeviceCompact, slot: &DeviceBuffer<u8>) -> Result<(), DeviceError> {
         let check = || {
             let own = self.kernel.device().ordinal();
@@ -120,7 +120,7 @@ impl Expander {
     /// Enqueues the writing of the tiles to the front of `slot`, for the window of the packed tensor.
     ///
     /// # Errors
-    /// A slot that is too small, or on another device; or the driver's refusal.
+    /// A slot that is too small, or on another device; or an error of the driver.
     pub fn enqueue(
         &self,
         stream: &Stream,
@@ -139,8 +139,8 @@ impl Expander {
             ..args(tensor)
         };
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the sections are those of a checked tensor, beside the counts that bound them; the slot has room for
-        // all that is written. The sums there grow from whatever they were: nobody reads them. Dropping a buffer waits
+        // SAFETY: the sections are those of a checked tensor, with the counts that bound them; the slot has room for
+        // all that is written. The sums there grow from whatever they were: nothing reads them. Dropping a buffer waits
         // for the kernel.
         unsafe { self.kernel.launch(stream, problem, &args) }
     }

@@ -11,7 +11,7 @@ use unweight_format::{
 use super::{device_shape, elements, most_verbatim, pods, verbatim_rows};
 use crate::device::{DeviceBuffer, DeviceError, Upload};
 
-/// The sections of coded exponents as host slices, checked by nobody.
+/// The sections of coded exponents as host slices; they are not checked.
 #[derive(Clone, Copy, Debug)]
 pub struct CodedSections<'a> {
     /// u32 `[words]`, as bytes.
@@ -56,7 +56,7 @@ pub(crate) struct DeviceCoded {
 }
 
 impl DeviceCoded {
-    /// Copies sections that nobody has checked. Only their sizes are held against the grid; decoders bound the rest.
+    /// Copies sections that were not checked. Only their sizes are held against the grid; decoders bound the rest.
     pub(super) fn from_sections(
         to: &mut impl Upload,
         grid: TileGrid,

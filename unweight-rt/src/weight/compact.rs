@@ -26,7 +26,7 @@ impl DeviceCompact {
     /// Copies a tensor to the device. Waits for the copy.
     ///
     /// # Errors
-    /// More tiles or words than kernels count, not enough memory, or the driver's refusal.
+    /// More tiles or words than kernels count, not enough memory, or an error of the driver.
     pub fn upload<B: AsRef<[u8]>>(mut to: impl Upload, tensor: &CompactTensor<B>) -> Result<Self, DeviceError> {
         check(tensor.grid(), tensor.streams().len() / 4, tensor.escapes().len() / 4)?;
         let table: Vec<u8> = tensor.book().kernel_table().into_iter().flat_map(u32::to_le_bytes).collect();
@@ -60,7 +60,7 @@ impl DeviceCompact {
         Ok(Self { grid, window, dense, tiles, streams, escapes, table })
     }
 
-    /// Where it lies.
+    /// The device that holds it.
     pub fn device(&self) -> &Device {
         self.dense.device()
     }

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Upload};
 
-/// The sections of a tensor of exponents as host slices, checked by nobody.
+/// The sections of a tensor of exponents as host slices; they are not checked.
 #[derive(Clone, Copy, Debug)]
 pub struct ExponentsSections<'a> {
     /// What `float_format` says.
@@ -40,7 +40,7 @@ impl DeviceExponents {
     /// Copies a tensor to the device. Waits for the copy.
     ///
     /// # Errors
-    /// Not enough memory, more tiles than kernels count, or the driver's refusal.
+    /// Not enough memory, more tiles than kernels count, or an error of the driver.
     pub fn upload<B: AsRef<[u8]>>(to: impl Upload, tensor: &ExponentsTensor<B>) -> Result<Self, DeviceError> {
         let sections = ExponentsSections {
             float: tensor.float(),
@@ -51,7 +51,7 @@ impl DeviceExponents {
         Self::from_sections(to, tensor.grid(), &sections)
     }
 
-    /// Copies sections that nobody has checked. Only their sizes are held against the grid; decoders bound the rest.
+    /// Copies sections that were not checked. Only their sizes are held against the grid; decoders bound the rest.
     /// Waits for the copy.
     ///
     /// # Errors
@@ -92,7 +92,7 @@ impl DeviceExponents {
         self.coded.code_bits
     }
 
-    /// Where it lies.
+    /// The device that holds it.
     pub fn device(&self) -> &Device {
         self.fractions.device()
     }

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Upload};
 
-/// The sections of a Huffman tensor as host slices, checked by nobody.
+/// The sections of a Huffman tensor as host slices; they are not checked.
 #[derive(Clone, Copy, Debug)]
 pub struct HuffmanSections<'a> {
     /// u8 `[n, k]`.
@@ -34,7 +34,7 @@ impl DeviceHuffman {
         Self::from_sections(to, tensor.grid(), &sections)
     }
 
-    /// Copies sections that nobody has checked. Only their sizes are held against the grid; decoders bound the rest.
+    /// Copies sections that were not checked. Only their sizes are held against the grid; decoders bound the rest.
     /// Waits for the copy.
     pub fn from_sections(
         mut to: impl Upload,
@@ -63,7 +63,7 @@ impl DeviceHuffman {
         self.coded.max_verbatim_rows
     }
 
-    /// Where it lies.
+    /// The device that holds it.
     pub fn device(&self) -> &Device {
         self.sign_mantissa.device()
     }

@@ -1,9 +1,9 @@
 //! Weights on the device: one file a form, its sections as buffers in the layouts of `docs/format.md` part A.
 //!
-//! Sections lie in buffers of their own, 256-byte aligned and readable past their end
+//! Each section has its own buffer, 256-byte aligned and readable past its end
 //! ([`DeviceBuffer::PAD_BYTES`](crate::device::DeviceBuffer::PAD_BYTES)). Uploading takes a validated tensor;
-//! `from_sections` takes anything, because kernels check what they follow. No safe call exchanges a buffer of a weight
-//! for another: sizes are checked once, when it is made.
+//! `from_sections` takes anything, because kernels check what they follow. No safe call replaces a buffer of a weight:
+//! sizes are checked once, when it is made.
 
 mod coded;
 mod compact;
@@ -39,12 +39,12 @@ fn device_shape(grid: TileGrid) -> Result<(), Refusal> {
     }
 }
 
-/// That a buffer or section has the elements that a shape asks for.
+/// Checks that a buffer or section has the elements that a shape needs.
 pub(crate) fn elements(buffer: &'static str, got: usize, expected: usize) -> Result<(), Refusal> {
     if got == expected { Ok(()) } else { Err(Refusal::Elements { buffer, got: got as u64, expected: expected as u64 }) }
 }
 
-/// That a buffer has room for the elements that something needs.
+/// Checks that a buffer has room for `need` elements.
 pub(crate) fn room(buffer: &'static str, have: usize, need: usize) -> Result<(), Refusal> {
     let refusal = Refusal::Room { buffer, need: need as u64, have: have as u64 };
     if have >= need { Ok(()) } else { Err(refusal) }
@@ -84,7 +84,7 @@ fn most_verbatim(metadata: &[TileMetadata]) -> u32 {
     metadata.iter().map(|tile| tile.bitmask().count_ones()).max().unwrap_or(0)
 }
 
-/// Rows and columns, as a message shows them.
+/// `[rows, columns]`.
 pub(crate) fn shape(grid: TileGrid) -> [u64; 2] {
     [grid.rows() as u64, grid.cols() as u64]
 }

@@ -1,4 +1,4 @@
-//! The resident form, 12 bits a weight (`docs/format.md` A.9): what the register-sourced matmuls multiply with.
+//! Packed weights on the device, 12 bits each (`docs/format.md` A.9).
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use unweight_format::{
 use super::{count, device_shape, elements, room, stored_words};
 use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Stream, Upload, view::check_device};
 
-/// A packed tensor on the device (`docs/format.md` A.9): what the register-sourced matmuls multiply with.
+/// A packed tensor on the device (`docs/format.md` A.9), which the matmuls of packed weights read.
 #[derive(Debug)]
 pub struct DevicePacked {
     grid: TileGrid,
@@ -48,7 +48,7 @@ impl DevicePacked {
         })
     }
 
-    /// Sections that are on the device, checked by nobody: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Only
+    /// Sections that are on the device; they are not checked: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Only
     /// their sizes are held against the grid; kernels bound what a head or a list leads to. Taken to have escapes.
     pub fn new(
         grid: TileGrid,
@@ -76,13 +76,14 @@ impl DevicePacked {
     /// The tensor on the host, checked.
     ///
     /// # Errors
-    /// What is on the device is no packed tensor.
+    /// What is on the device is not a packed tensor.
     pub fn download(&self, stream: &Stream) -> Result<PackedTensor<Vec<u8>>, DeviceError> {
         let (heads, escapes) = (stored_words(stream, &self.escape_heads)?, stored_words(stream, &self.escapes)?);
         Ok(PackedTensor::from_parts(self.grid, self.window, self.packed.to_host(stream)?, heads, escapes)?)
     }
 
-    /// Room for tiles and heads of a tensor of another shape, which name lists of this one; its own tiles go. Waits.
+    /// Room for tiles and heads of another shape that refer to the escape lists of this tensor; frees its own tiles.
+    /// Waits.
     pub(crate) fn into_room(self, stream: &Stream, grid: TileGrid) -> Result<Self, DeviceError> {
         let Self { window, has_escapes, packed, escape_heads, escapes, .. } = self;
         // Before there is room for others.
@@ -98,13 +99,13 @@ impl DevicePacked {
         self.escape_heads.fill_bytes(stream, byte)
     }
 
-    /// What it has beside its tiles, which go.
+    /// Its escapes; frees its tiles.
     pub(crate) fn into_escapes(self) -> PackedEscapes {
         let Self { grid, window, has_escapes, escape_heads, escapes, .. } = self;
         PackedEscapes { grid, window, has_escapes, escape_heads, escapes }
     }
 
-    /// Where it lies.
+    /// The device that holds it.
     pub fn device(&self) -> &Device {
         self.packed.device()
     }
@@ -124,7 +125,7 @@ impl DevicePacked {
         self.window
     }
 
-    /// Whether an element may lie outside the window.
+    /// Whether exponents outside the window are possible.
     pub fn has_escapes(&self) -> bool {
         self.has_escapes
     }
@@ -150,7 +151,7 @@ impl DevicePacked {
     }
 }
 
-/// What a packed tensor has beside its tiles: of a tensor whose tiles are written into a slot whenever they are needed.
+/// The escapes of a packed tensor whose tiles are written into a slot for each product.
 #[derive(Debug)]
 pub(crate) struct PackedEscapes {
     grid: TileGrid,
@@ -176,10 +177,10 @@ impl PackedEscapes {
         (self.escape_heads.bytes() + self.escapes.bytes()) as u64
     }
 
-    /// The tensor whose tiles lie at the front of `slot`.
+    /// The tensor whose tiles are at the front of `slot`.
     ///
     /// # Safety
-    /// What is made of it is gone, and the work that was given it enqueued, before either is.
+    /// The result is dropped, and its work enqueued, before the slot or the escapes are dropped.
     ///
     /// # Errors
     /// The slot is too small or on another device.

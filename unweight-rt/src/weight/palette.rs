@@ -37,7 +37,7 @@ impl DevicePalette {
         Self::from_sections(stream, tensor.grid(), &sections)
     }
 
-    /// Copies sections that nobody has checked. Only their sizes are held against the grid; the matmul bounds the rest.
+    /// Copies sections that were not checked. Only their sizes are held against the grid; the matmul bounds the rest.
     pub fn from_sections(stream: &Stream, grid: TileGrid, sections: &PaletteSections<'_>) -> Result<Self, DeviceError> {
         device_shape(grid)?;
         elements("sign_mantissa", sections.sign_mantissa.len(), grid.elements())?;
@@ -56,7 +56,7 @@ impl DevicePalette {
         })
     }
 
-    /// Sections that lie on the device, of the sizes that the grid asks for.
+    /// Sections on the device, of the sizes that the grid asks for.
     pub(super) fn of_parts(grid: TileGrid, max_verbatim_rows: u32, sections: Sections) -> Self {
         let (sign_mantissa, palette_index, tile_metadata, verbatim_exponents, palette) = sections;
         Self { grid, max_verbatim_rows, sign_mantissa, palette_index, tile_metadata, verbatim_exponents, palette }
@@ -91,7 +91,7 @@ impl DevicePalette {
     }
 }
 
-/// The sections of a palette tensor as host slices, checked by nobody.
+/// The sections of a palette tensor as host slices; they are not checked.
 #[derive(Clone, Copy, Debug)]
 pub struct PaletteSections<'a> {
     /// u8 `[n, k]`.

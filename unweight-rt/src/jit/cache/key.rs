@@ -76,7 +76,7 @@ pub struct Key {
 
 impl Key {
     /// The entry's folder: `<name>.<32 digits of the source key>.<compiler>`. Readable, and unique: the name is part of
-    /// the digest, 128 bits of it suffice against accident, and `meta.json` holds all 256.
+    /// the digest, 128 bits suffice against accident, and `meta.json` holds all 256.
     pub fn folder(&self) -> String {
         let compiler: String = self
             .compiler

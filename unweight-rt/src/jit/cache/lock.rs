@@ -1,8 +1,8 @@
 //! One compile per kernel among all processes of a machine.
 //!
 //! An advisory lock on a file per kernel (`flock` on Linux): the kernel of the operating system releases it when its
-//! holder dies, however it dies, so there is no stale lock to recognise. A lock is an economy, not a need: who cannot
-//! have it compiles without it, and the rename in the store sorts out who was first.
+//! holder dies, however it dies, so there is no stale lock to recognise. A lock is an economy, not a need: a process
+//! that cannot have it compiles without it, and the rename in the store sorts out who was first.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::os::unix::fs::OpenOptionsExt;
@@ -14,7 +14,7 @@ use rustix::fs::OFlags;
 /// The outcome of trying to lock.
 #[derive(Debug)]
 pub enum Lock {
-    /// Locked until dropped. `waited` if somebody else held it first.
+    /// Locked until dropped. `waited` if another process held it first.
     Held {
         /// The locked file, held for its drop.
         _file: File,
@@ -58,8 +58,8 @@ pub fn acquire(path: &Path, timeout: Duration) -> Lock {
                 }
             }
         }
-        // Pruning removes lock files. One that was removed between our open and our lock excludes nobody: take the new
-        // one.
+        // Pruning removes lock files. One that was removed between our open and our lock excludes no other process:
+        // take the new one.
         if is_at(&file, path) {
             return Lock::Held { _file: file, waited };
         }

@@ -9,9 +9,9 @@
 //!            evict what is damaged, compile, store aside + rename, unlock --> the bytes just compiled
 //! ```
 //!
-//! What may go wrong with a folder (read-only, full, damaged, somebody else's, a process killed half-way) is a miss
-//! with a reason, never an error: [`CacheState`] tells it. The caller of a compile always gets the bytes of its own
-//! compile, also where another process stored the same kernel first. docs/cache.md describes the whole.
+//! What may go wrong with a folder (read-only, full, damaged, owned by another user, a process killed half-way) is a
+//! miss with a reason, never an error: [`CacheState`] tells it. The caller of a compile always gets the bytes of its
+//! own compile, also where another process stored the same kernel first. docs/cache.md describes the whole.
 //!
 //! Kernels that are attached to a bundle come before all of this, if the caller trusts them ([`KernelCache::trust`]).
 
@@ -58,28 +58,28 @@ pub struct Artifact {
     pub resources: KernelResources,
     /// What the compiler said when it was made.
     pub log: String,
-    /// Who made it.
+    /// The compiler that made it.
     pub compiler: CompilerId,
-    /// How it came here.
+    /// Where it came from.
     pub state: CacheState,
-    /// How long it took to come here.
+    /// How long the lookup, and a compile if needed, took.
     pub elapsed: Duration,
 }
 
 /// How an artifact came to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheState {
-    /// It was in the store.
+    /// The kernel was in the store.
     Hit,
-    /// It was attached to the bundle.
+    /// The kernel was attached to the bundle.
     Attached,
-    /// It was not, but another thread or process stored it while we waited for the lock.
+    /// Another thread or process stored the kernel while this one waited for the lock.
     HitAfterWait,
-    /// It was compiled.
+    /// The kernel was compiled.
     Compiled {
-        /// Why.
+        /// Why the store had none.
         why: Miss,
-        /// What became of it.
+        /// Whether it was stored.
         kept: Kept,
     },
 }
@@ -99,9 +99,9 @@ pub enum Miss {
     /// The store held a damaged entry, which was removed if that was possible; or a kernel attached to the bundle is
     /// not what its entry says.
     Damaged(String),
-    /// Somebody else compiled the same kernel for longer than the timeout.
+    /// Another process compiled the same kernel for longer than the timeout.
     LockTimeout(Duration),
-    /// There is no usable store.
+    /// No usable store.
     NoStore(Unusable),
     /// `UNWEIGHT_JIT=off`.
     Off,
@@ -161,8 +161,8 @@ impl KernelCache {
     /// Takes kernels that are attached to a bundle, where they were made of the very sources that are asked for; the
     /// store and the compiler are for the others.
     ///
-    /// **This runs code of whoever made the bundle**, with the rights of this process: no digest tells where it is
-    /// from. What is taken from there is never put into the store. `UNWEIGHT_JIT=off` passes over it, too.
+    /// **This runs code that the maker of the bundle chose**, with the rights of this process: no digest tells where it
+    /// is from. What is taken from there is never put into the store. `UNWEIGHT_JIT=off` passes over it, too.
     #[must_use]
     pub fn trust(self, attached: Attached) -> KernelCache {
         KernelCache { attached: Some(attached), ..self }
@@ -187,7 +187,7 @@ impl KernelCache {
     /// Every kernel of `requests`, in their order, compiling what the store lacks on up to `threads` threads.
     ///
     /// Equal requests are compiled once. `progress` is called once per different kernel as it becomes ready, from the
-    /// thread that made it but never by two at a time. If several kernels fail, all failures are told
+    /// thread that made it but never by two at a time. If several kernels fail, all failures are reported
     /// ([`Error::Several`]); kernels that were ready by then are in the store. Where nothing may or can be compiled,
     /// [`Error::NotCached`] lists *every* kernel that is missing, and nothing is called back.
     pub fn compile_all(
@@ -272,7 +272,7 @@ impl KernelCache {
         }
         match self.compiler.identity() {
             Ok(compiler) => Supply::CompiledBy(compiler),
-            // Without a compiler there is no telling which compiler's kernels would have been right: any that was given
+            // Without a compiler it is unknown which compiler's kernels would be right: any that was given
             // this very source is.
             Err(error) => Supply::StoreOnly(NotCompiled::NoCompiler(Box::new(error))),
         }

@@ -8,7 +8,7 @@ use super::store::{Meta, Store, remove};
 /// One entry of a listing.
 #[derive(Clone, Debug)]
 pub struct Listed {
-    /// Its folder below `entries`.
+    /// The folder below `entries`.
     pub folder: String,
     /// Bytes of its files.
     pub bytes: u64,
@@ -97,7 +97,7 @@ impl Store {
             if total > max_bytes || entry.meta.is_err() {
                 let path = self.lock_path(&entry.folder);
                 // A free lock is taken so that its file may be removed as well; a lock that cannot exist protects
-                // nobody.
+                // nothing.
                 let held = lock::acquire(&path, Duration::ZERO);
                 if matches!(held, Lock::TimedOut(_)) {
                     continue;
@@ -129,7 +129,7 @@ impl Store {
         removed.leftovers = self.sweep(Duration::ZERO) + self.remove_ours("failed") + self.remove_ours("tables");
         let locks = std::fs::read_dir(self.root().join("locks")).into_iter().flatten().flatten();
         for file in locks.filter(|file| is_ours(&file.file_name().to_string_lossy())) {
-            // One that somebody holds stays: he is compiling.
+            // A lock that is held stays: its process is compiling.
             if matches!(lock::acquire(&file.path(), Duration::ZERO), Lock::Held { .. }) {
                 let _ = std::fs::remove_file(file.path());
             }

@@ -5,12 +5,12 @@
 //!   CACHEDIR.TAG          says that the folder is a kernel cache; without it nothing here is read or removed
 //!   entries/<folder>/     one complete kernel, never changed once it is there (key.rs names the folder)
 //!     kernel.cubin        what the driver loads
-//!     kernel.cu           what was compiled, for whoever wants to read it
+//!     kernel.cu           what was compiled, for a reader
 //!     meta.json           sizes and digests of both, the key in full, resources, log
 //!   building/             entries under construction, and entries on their way out
 //!   locks/<folder>.lock   see lock.rs
 //!   failed/<folder>/      sources that did not compile, with headers, options and log
-//!   tables/uw_<device>.json   what was measured on a device of that name, for whoever chooses kernels
+//!   tables/uw_<device>.json   what was measured on a device of that name, for dispatch
 //! ```
 //!
 //! An entry is built aside, flushed and renamed into place, so it is there completely or not at all. Every read checks
@@ -39,8 +39,8 @@ const META_LIMIT_BYTES: u64 = 4 << 20;
 const TABLE_LIMIT_BYTES: u64 = 16 << 20;
 /// Nor is a cubin larger than this.
 const CUBIN_LIMIT_BYTES: u64 = 256 << 20;
-/// A construction site that nobody holds and that is older than this was left by a process that died. The age spares
-/// one that was made this instant and is not locked yet.
+/// A construction site that no process holds and that is older than this was left by a process that died. The age
+/// spares one that was made this instant and is not locked yet.
 const ABANDONED_AFTER: Duration = Duration::from_secs(600);
 /// The file that makes a folder a kernel cache: the Cache Directory Tagging Specification's, so that backups leave it
 /// out, with a line of our own.
@@ -62,16 +62,16 @@ pub struct Store {
 pub struct Unusable {
     /// The folder.
     pub root: PathBuf,
-    /// Why.
+    /// What is wrong with it.
     pub why: String,
 }
 
 /// Size and digest of a file of an entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRecord {
-    /// Its length.
+    /// The length.
     pub bytes: u64,
-    /// Its BLAKE3 digest in hexadecimal.
+    /// The BLAKE3 digest in hexadecimal.
     pub blake3: String,
 }
 
@@ -122,9 +122,9 @@ struct MetaFile {
 /// A complete, checked entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its description.
+    /// The description.
     pub meta: Meta,
-    /// Its binary.
+    /// The binary.
     pub cubin: Vec<u8>,
 }
 
@@ -139,7 +139,7 @@ pub enum Lookup {
     Damaged(String),
 }
 
-/// What became of a new kernel.
+/// Whether a new kernel was stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kept {
     /// It is in the store.
@@ -153,7 +153,7 @@ pub enum Kept {
 impl Store {
     /// Opens the folder, creating it with mode 0700 if it is not there.
     ///
-    /// Refuses a folder that somebody else could write to: what lies in it is code that is going to be run.
+    /// Refuses a folder that another user could write to: its files are code that will be run.
     pub fn open(root: &Path) -> Result<Store, Unusable> {
         let unusable = |why: String| Unusable { root: root.to_owned(), why };
         if !root.is_dir() {
@@ -200,7 +200,7 @@ impl Store {
     }
 
     /// Makes sure that the folder is a kernel cache, or an empty one, which becomes it. A mistaken `UNWEIGHT_CACHE_DIR`
-    /// names a folder whose `entries` or `failed` are somebody's work.
+    /// names a folder whose `entries` or `failed` belong to another program.
     fn tag(root: &Path) -> Result<(), String> {
         let tag = root.join(TAG);
         let look = || match read_bounded(&tag, 4096) {
@@ -226,7 +226,7 @@ impl Store {
             Some(entry) => {
                 let name = entry.map(|entry| entry.file_name().to_string_lossy().into_owned()).unwrap_or_default();
                 Err(format!(
-                    "it holds '{name}' and no {TAG}, so it is no kernel cache; set UNWEIGHT_CACHE_DIR to a new folder"
+                    "it holds '{name}' and no {TAG}, so it is not a kernel cache; set UNWEIGHT_CACHE_DIR to a new folder"
                 ))
             }
             None => {
@@ -395,7 +395,7 @@ impl Store {
                 .prefix(&format!("{folder}."))
                 .tempdir_in(self.building())
                 .map_err(say("cannot create a folder"))?;
-            // Held until the end: tells `sweep` that somebody is at work. The lock goes with the folder, not with its
+            // Held until the end: tells `sweep` that a process is at work. The lock goes with the folder, not with its
             // name.
             let handle = File::open(site.path()).map_err(say("cannot open a new folder"))?;
             handle.try_lock().map_err(|error| format!("cannot lock a new folder: {error}"))?;
@@ -480,7 +480,7 @@ impl Store {
         read_meta(&self.entries().join(folder))
     }
 
-    /// Removes construction sites that nobody works on any more. How many.
+    /// Removes construction sites that no process works on. Returns how many.
     pub(crate) fn sweep(&self, older_than: Duration) -> usize {
         let mut swept = 0;
         for entry in std::fs::read_dir(self.building()).into_iter().flatten().flatten() {

@@ -340,7 +340,7 @@ fn without_a_compiler_any_compilers_kernel_of_the_same_source_serves() {
     let cache = KernelCache::new(policy(JitMode::Auto), Some(&fixture.root), Arc::new(NoCompiler));
     assert_eq!(cache.get(&request("uw_a")).unwrap().compiler.version, "1.10");
     let error = cache.get(&request("uw_b")).unwrap_err().to_string();
-    assert!(error.contains("uw_b") && error.contains("nobody is here"), "{error}");
+    assert!(error.contains("uw_b") && error.contains("the compiler is missing"), "{error}");
     // The newest one damaged: the next newest serves.
     let newest = names(&fixture.root.join("entries")).into_iter().find(|name| name.contains("1.10")).unwrap();
     flip(&fixture.root.join("entries").join(newest).join("kernel.cubin"), 3);
@@ -444,7 +444,7 @@ fn a_table_is_kept_by_the_name_of_its_device_until_the_cache_is_cleared() {
     assert_eq!(store.table("NVIDIA GeForce RTX 4090").unwrap().as_deref(), Some(&b"second"[..]));
     assert_eq!(store.table("../../etc/passwd").unwrap(), None, "a name leads nowhere else");
     assert_eq!(names(&fixture.root.join("tables")), ["uw_nvidia-geforce-rtx-4090.json"], "nothing half-written");
-    assert_eq!(store.prune(0).unwrap(), Removed::default(), "it is no kernel");
+    assert_eq!(store.prune(0).unwrap(), Removed::default(), "it is not a kernel");
     std::fs::write(fixture.root.join("tables/notes"), "mine").unwrap();
     assert_eq!(store.clear().unwrap().leftovers, 1);
     assert_eq!(names(&fixture.root.join("tables")), ["notes"]);
@@ -557,7 +557,7 @@ struct NoCompiler;
 
 impl Compiler for NoCompiler {
     fn identity(&self) -> Result<CompilerId, Error> {
-        Err(Error::BadName("nobody is here".to_owned()))
+        Err(Error::BadName("the compiler is missing".to_owned()))
     }
     fn compile(&self, _: &CompileRequest) -> Result<crate::jit::compiler::Compiled, Error> {
         panic!("asked to compile")
@@ -601,7 +601,7 @@ fn attached_kernels_are_found_without_a_compiler_and_stay_out_of_the_store() {
     assert_eq!(told.into_inner().unwrap(), [(1, 1, "k".to_owned())]);
     assert_eq!(artifacts.len(), 2);
     assert_eq!((&*artifacts[1].cubin, &artifacts[1].state), (CUBIN, &CacheState::Attached));
-    // Read from the cubin, not said by whoever attached it.
+    // Read from the cubin, not from the attached entry.
     assert_eq!((artifacts[0].resources.max_threads, artifacts[0].resources.static_smem_bytes), (96, 256));
     assert!(artifacts[0].state.is_hit());
     assert!(names(&fixture.root.join("entries")).is_empty());
@@ -644,7 +644,7 @@ fn what_is_not_attached_is_compiled_and_told_in_one_count() {
 fn an_attached_kernel_that_is_not_what_it_says_is_compiled() {
     let fixture = Fixture::new();
     let home = fixture._dir.path();
-    // Under the digests of whoever could write them.
+    // Under digests that an attacker could write.
     let mut machine = CUBIN.to_vec();
     machine[18] = 62;
     let harms: [(&str, &[u8], &str); 4] = [
@@ -673,5 +673,5 @@ fn an_attached_kernel_that_is_not_what_it_says_is_compiled() {
     assert!(matches!(artifact.state, CacheState::Compiled { why: Miss::Damaged(_), .. }), "{:?}", artifact.state);
     let alone = KernelCache::new(policy(JitMode::Auto), Some(&home.join("empty")), Arc::new(NoCompiler));
     let error = alone.trust(Attached::open(&path).unwrap().unwrap()).get(&request("k")).unwrap_err().to_string();
-    assert!(error.contains("k (damaged: attached kernel: ") && error.contains("nobody is here"), "{error}");
+    assert!(error.contains("k (damaged: attached kernel: ") && error.contains("the compiler is missing"), "{error}");
 }

@@ -6,32 +6,32 @@
 //!                        |                                      \--down-------------------> [pairs, hidden]
 //!                        +--------------------------------------------------------combine--> y [tokens, hidden]
 //! ```
-//! Routing stays on the device: a launch is the same whatever tokens choose, so all of it may be captured. The grid is
-//! for as many items as there may be; blocks past the last leave at once.
+//! Routing stays on the device: launches do not depend on the choice of tokens, so all of them may be captured. The
+//! grid covers the most items possible; blocks past the last item exit at once.
 //!
 //! A token's bits follow from its row, its experts and their weights: not from the batch, nor from the batch tile,
 //! since all tiles add up k in one order.
 
 pub mod offload;
 
-use std::sync::Arc;
-
 use unweight_codegen::{
     VariantSpec,
-    abi::{GemmGroupedArgs, RouteArgs},
-    family::Instruction,
-    plan::GemmShape,
+    abi::RouteArgs,
     spec::{Arch, Epilogue, GemmGroupedSpec, RouteSpec, RouteStage},
 };
 
+pub use crate::ops::route::Choice;
 use crate::{
     device::{
         Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
-        module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
     exec::{Lane, context::LaneParts, operands::check_activations},
-    weight::{DevicePacked, elements, room, shape},
+    ops::{
+        gemm_grouped::{self, GroupedGemm, Lists, Rows},
+        route::{self, Router},
+    },
+    weight::{DevicePacked, elements, shape},
 };
 
 /// Tokens that are worked on at a time: what the scratch is for.
@@ -44,7 +44,7 @@ const COLUMNS_MAX: u32 = 1 << 24;
 /// The sizes of a mixture's experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertsShape {
-    /// How many there are.
+    /// The number of experts.
     pub experts: u32,
     /// Columns of a token's row: a multiple of 64.
     pub hidden: u32,
@@ -52,34 +52,23 @@ pub struct ExpertsShape {
     pub intermediate: u32,
 }
 
-/// How a router's logits become weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Choice {
-    /// Experts of a token.
-    pub top_k: u32,
-    /// A token's weights add up to 1; otherwise they are shares of the softmax over all experts.
-    pub normalized: bool,
-    /// Weights are rounded to bf16.
-    pub rounded: bool,
-}
-
 /// What a router has chosen, on the device: `[tokens, top_k]` of each.
 #[derive(Clone, Copy, Debug)]
 pub struct Routed<'a> {
-    /// Experts. What is not below their number is no work: an expert that another device has.
+    /// Experts. Ids outside `0..experts` are skipped: their experts are on another device.
     pub ids: &'a DeviceBuffer<u32>,
-    /// What their rows are multiplied by.
+    /// The weight of each expert's output.
     pub weights: &'a DeviceBuffer<f32>,
     /// Experts of a token.
     pub top_k: u32,
 }
 
-/// The same by addresses, multiples of 4.
+/// What a router has chosen, by device addresses, multiples of 4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoutedAt {
-    /// u32 (or i32, of which negative ones are no work).
+    /// Device address of u32 ids; i32 works too, negative ids are skipped.
     pub ids: u64,
-    /// f32.
+    /// Device address of f32 weights.
     pub weights: u64,
     /// Experts of a token.
     pub top_k: u32,
@@ -91,11 +80,9 @@ pub struct Experts {
     shape: ExpertsShape,
     gate_up: DevicePacked,
     down: DevicePacked,
-    topk: Arc<LoadedKernel>,
-    sort: Arc<LoadedKernel>,
-    combine: Arc<LoadedKernel>,
+    router: Router,
     /// By batch tile, growing: the gate and up, and the down.
-    products: Vec<(u32, [Arc<LoadedKernel>; 2])>,
+    products: Vec<(u32, [GroupedGemm; 2])>,
 }
 
 /// The kernels of [`Experts`] on an architecture.
@@ -108,11 +95,9 @@ pub struct Experts {
 /// assert_eq!(names.len(), 3 + 2 * 4);
 /// ```
 pub fn variants(arch: Arch) -> Vec<VariantSpec> {
-    let pdl = arch.has(Instruction::DependentLaunch);
-    let routes = RouteStage::ALL.iter().map(|stage| VariantSpec::route(arch, RouteSpec { stage: *stage, pdl }));
+    let routes = RouteStage::ALL.iter().map(|stage| route::variant(arch, *stage));
     let products = GemmGroupedSpec::shapes(arch).iter().flat_map(|shape| {
-        [Epilogue::SiluMul, Epilogue::Store]
-            .map(|epilogue| VariantSpec::gemm_grouped(arch, GemmGroupedSpec { pdl, epilogue, ..*shape }))
+        [Epilogue::SiluMul, Epilogue::Store].map(|epilogue| gemm_grouped::variant(arch, *shape, epilogue))
     });
     routes.chain(products).collect()
 }
@@ -120,9 +105,7 @@ pub fn variants(arch: Arch) -> Vec<VariantSpec> {
 impl ExpertsShape {
     fn check(self, top_k: u32) -> Result<(), Refusal> {
         let Self { experts, hidden, intermediate } = self;
-        if !(1..=RouteSpec::EXPERTS_MAX).contains(&experts) || !(1..=RouteSpec::TOP_K_MAX).contains(&top_k) {
-            return Err(Refusal::Experts { experts, top_k });
-        }
+        route::check(experts, top_k)?;
         for (extent, value) in [("hidden", hidden), ("intermediate", intermediate)] {
             if value == 0 || !value.is_multiple_of(64) {
                 return Err(Refusal::Multiple { extent, value, of: 64 });
@@ -154,23 +137,23 @@ impl ExpertsShape {
         [u64::from(self.experts) * 2 * u64::from(self.intermediate), self.hidden.into()]
     }
 
-    /// The same of the down.
+    /// Output and input features of the down projection of all experts, one below the other.
     pub fn down(self) -> [u64; 2] {
         [u64::from(self.experts) * u64::from(self.hidden), self.intermediate.into()]
     }
 
-    /// Bytes beside the operands that tokens need.
+    /// Bytes of scratch for a batch of `tokens`.
     pub fn scratch_bytes(self, tokens: u32, top_k: u32) -> u64 {
         Parts::of(self, tokens.min(CHUNK_TOKENS), top_k).end
     }
 
-    /// What a lane needs for them.
+    /// What a lane must provide for a batch of `tokens`.
     pub fn lane_size(self, tokens: u32, top_k: u32) -> LaneSize {
         LaneSize { workspace_bytes: self.scratch_bytes(tokens, top_k), ..LaneSize::default() }
     }
 }
 
-/// What lies where in a scratch.
+/// The layout of a scratch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Parts {
     items: u64,
@@ -202,8 +185,8 @@ fn tile_for(pairs: u32, experts: u32) -> u32 {
 
 impl Experts {
     /// Experts of packed weights: those of gate and up one expert below the other, `[experts * 2 * intermediate,
-    /// hidden]` ([`ExpertsShape::gate_up`]), in which [`Epilogue::GATE_ROWS`] rows of a gate and as many of its up take
-    /// turns; those of the down likewise, `[experts * hidden, intermediate]`.
+    /// hidden]` ([`ExpertsShape::gate_up`]), in which [`Epilogue::GATE_ROWS`] rows of a gate alternate with as many of
+    /// its up; those of the down likewise, `[experts * hidden, intermediate]`.
     ///
     /// # Errors
     /// Sizes that no kernel takes, weights of another shape or device, or a kernel that cannot be made.
@@ -216,26 +199,15 @@ impl Experts {
         sizes.check_weights(kernels, &gate_up, &down)?;
         let arch = kernels.device().info().arch;
         kernels.prepare(&variants(arch), &|_| {})?;
-        let pdl = arch.has(Instruction::DependentLaunch);
-        let route = |stage| kernels.get(&VariantSpec::route(arch, RouteSpec { stage, pdl }));
         let mut products = Vec::new();
         for shape in GemmGroupedSpec::shapes(arch) {
-            let product =
-                |epilogue| kernels.get(&VariantSpec::gemm_grouped(arch, GemmGroupedSpec { pdl, epilogue, ..*shape }));
+            let product = |epilogue| GroupedGemm::of(kernels, *shape, epilogue);
             products.push((shape.batch_tile.get(), [product(Epilogue::SiluMul)?, product(Epilogue::Store)?]));
         }
-        Ok(Self {
-            shape: sizes,
-            gate_up,
-            down,
-            topk: route(RouteStage::Topk)?,
-            sort: route(RouteStage::Sort)?,
-            combine: route(RouteStage::Combine)?,
-            products,
-        })
+        Ok(Self { shape: sizes, gate_up, down, router: Router::of(kernels)?, products })
     }
 
-    /// Its sizes.
+    /// The sizes of the experts.
     pub fn shape(&self) -> ExpertsShape {
         self.shape
     }
@@ -261,7 +233,7 @@ impl Experts {
         self.gate_up.bytes() + self.down.bytes()
     }
 
-    /// What [`Experts::enqueue`] needs of a lane.
+    /// What [`Experts::enqueue`] needs from a lane.
     pub fn lane_size(&self, tokens: u32, top_k: u32) -> LaneSize {
         self.shape.lane_size(tokens, top_k)
     }
@@ -269,7 +241,7 @@ impl Experts {
     /// Enqueues a router's choice: of each row of `logits` the `top_k` largest, of equal ones the lower expert first.
     ///
     /// # Errors
-    /// Operands of other sizes, or the driver's refusal.
+    /// Operands of other sizes, or an error of the driver.
     pub fn choose(
         &self,
         stream: &Stream,
@@ -278,53 +250,20 @@ impl Experts {
         ids: &mut DeviceBuffer<u32>,
         weights: &mut DeviceBuffer<f32>,
     ) -> Result<(), DeviceError> {
-        self.choose_of(self.shape, stream, logits, choice, ids, weights)
+        self.router.choose(stream, logits, self.shape.experts, choice, (ids, weights))
     }
 
-    /// The same among experts of another number.
-    pub(super) fn choose_of(
-        &self,
-        shape: ExpertsShape,
-        stream: &Stream,
-        logits: MatrixRef<'_>,
-        choice: Choice,
-        ids: &mut DeviceBuffer<u32>,
-        weights: &mut DeviceBuffer<f32>,
-    ) -> Result<(), DeviceError> {
-        let (place, own) = (logits.place(), self.device().ordinal());
-        let check = || {
-            shape.check(choice.top_k)?;
-            if place.cols != shape.experts || choice.top_k > shape.experts {
-                return Err(Refusal::Experts { experts: place.cols, top_k: choice.top_k });
-            }
-            place.check_device("logits", own)?;
-            let pairs = place.rows as usize * choice.top_k as usize;
-            room("ids", ids.len(), pairs)?;
-            room("weights of experts", weights.len(), pairs)
-        };
-        check().or_else(|refusal| self.topk.refuse(refusal))?;
-        let args = RouteArgs {
-            logits: place.address,
-            ids: ids.address(),
-            weights: weights.address(),
-            logits_pitch: place.pitch,
-            tokens: place.rows,
-            experts: shape.experts,
-            top_k: choice.top_k,
-            normalized: choice.normalized.into(),
-            rounded: choice.rounded.into(),
-            ..RouteArgs::default()
-        };
-        // SAFETY: sizes were held against each other above; dropping a buffer waits for the kernel.
-        unsafe { self.topk.launch(stream, GemmShape::rows(place.rows), &args) }
+    /// The kernels of routing.
+    pub(super) fn router(&self) -> &Router {
+        &self.router
     }
 
     /// Enqueues the experts of each row of `x`: `y[token] = sum of weight * expert(x[token])`, in fp32 over the places
     /// of a token in their order, rounded once; with `adds` on top of what `y` holds.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap, or lie on another device; a lane that is too small; or the driver's
-    /// refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device; a lane that is too small; or the
+    /// driver's refusal.
     pub fn enqueue(
         &self,
         lane: &mut Lane,
@@ -343,7 +282,7 @@ impl Experts {
 
     /// # Safety
     /// `routed` names `x.rows() * top_k` ids and weights on this device that live until the work is done, and `scratch`
-    /// an address, a multiple of 16, and bytes that are there and that nobody else uses until then.
+    /// an address, a multiple of 16, and bytes that are allocated and that nothing else uses until then.
     pub(crate) unsafe fn enqueue_at(
         &self,
         stream: &Stream,
@@ -364,15 +303,15 @@ impl Experts {
             // from each other, and the lists name what `sort` has found within `tokens * top_k` pairs and `experts`
             // experts. Each kernel starts to read when the one before is done. Dropping a weight waits for the kernel.
             unsafe {
-                self.sort.launch(stream, GemmShape::rows(1), &route)?;
+                self.router.sort(stream, &route)?;
                 self.multiply(stream, &run, lists)?;
-                self.combine(stream, &run)?;
+                self.router.combine(stream, &run.route)?;
             }
         }
         Ok(())
     }
 
-    /// That operands of experts of this shape agree, and lie apart on this device.
+    /// Checks that operands of experts of this shape match, do not overlap and are on this device.
     pub(super) fn check_operands(
         &self,
         shape: ExpertsShape,
@@ -401,55 +340,28 @@ impl Experts {
             check_apart(("y", y.span()), [("x", x.span()), ("the scratch", used.clone())])?;
             check_apart(("the scratch", used), [("x", x.span())])
         };
-        check().or_else(|refusal| self.sort.refuse(refusal))
+        check().or_else(|refusal| self.router.refuse(refusal))
     }
 
     /// Enqueues both products of the items of a list.
     ///
     /// # Safety
-    /// The operands of the run were checked, and the lists name pairs of it and experts of these weights; all of it is
-    /// there until the work is done.
+    /// The operands of the run were checked, and the lists name its pairs and experts of these weights; all memory
+    /// stays allocated until the work is done.
     pub(super) unsafe fn multiply(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
         let ExpertsShape { hidden, intermediate, .. } = self.shape;
         let Some((_, [gate_up, down])) = self.products.iter().find(|(rows, _)| *rows == run.tile) else {
-            return self.sort.refuse(Refusal::Family { wanted: "a grouped product of this batch tile" });
+            return self.router.refuse(Refusal::Family { wanted: "a grouped product of this batch tile" });
         };
-        let product = |w: &DevicePacked, (x, x_row_bytes), y, [n, k]: [u32; 2], pairs_per_row| GemmGroupedArgs {
-            packed: w.packed().address(),
-            escape_heads: w.escape_heads().address(),
-            escapes: w.escapes().address(),
-            y,
-            x_data: x,
-            x_row_bytes,
-            pairs: lists.pairs,
-            items: lists.items,
-            scale: w.window().scale(),
-            // Below 2^32: checked when the tensor was made.
-            escape_words: w.escapes().len() as u32,
-            n,
-            k,
-            tile_cols: k / 64,
-            pairs_per_row,
-        };
-        let (wide, narrow) = ([2 * intermediate, hidden], [hidden, intermediate]);
-        let first = product(&self.gate_up, run.x, run.gated, wide, run.route.top_k);
-        let second = product(&self.down, (run.gated, 2 * u64::from(intermediate)), run.route.products, narrow, 1);
-        let of_items = |[n, k]: [u32; 2]| GemmShape { m: lists.count, n, k };
+        let (x, x_row_bytes) = run.x;
+        let first = Rows { x, x_row_bytes, y: run.gated, pairs_per_row: run.route.top_k };
+        let gated_row_bytes = 2 * u64::from(intermediate);
+        let second = Rows { x: run.gated, x_row_bytes: gated_row_bytes, y: run.route.products, pairs_per_row: 1 };
         // SAFETY: the caller's promise.
         unsafe {
-            gate_up.launch(stream, of_items(wide), &first)?;
-            down.launch(stream, of_items(narrow), &second)
+            gate_up.launch(stream, &self.gate_up, [2 * intermediate, hidden], lists, first)?;
+            down.launch(stream, &self.down, [hidden, intermediate], lists, second)
         }
-    }
-
-    /// Enqueues the sums of each token's rows.
-    ///
-    /// # Safety
-    /// The operands of the run were checked, and are there until the work is done.
-    pub(super) unsafe fn combine(&self, stream: &Stream, run: &Run) -> Result<(), DeviceError> {
-        let problem = GemmShape { m: run.route.tokens, n: run.route.columns, k: 0 };
-        // SAFETY: the caller's promise.
-        unsafe { self.combine.launch(stream, problem, &run.route) }
     }
 }
 
@@ -465,15 +377,6 @@ pub(super) struct Run {
     gated: u64,
     /// What routing needs but for the lists' sizes.
     pub(super) route: RouteArgs,
-}
-
-/// Lists of pairs, by addresses.
-#[derive(Clone, Copy)]
-pub(super) struct Lists {
-    pub(super) pairs: u64,
-    pub(super) items: u64,
-    /// Items.
-    pub(super) count: u32,
 }
 
 impl Run {
@@ -550,7 +453,7 @@ mod tests {
             assert!(parts.rows - parts.gated >= pairs * 768 * 2 && parts.end - parts.rows >= pairs * 2048 * 2);
             assert!([parts.items, parts.gated, parts.rows, parts.end].iter().all(|at| at.is_multiple_of(ALIGN)));
         }
-        assert_eq!(QWEN3.scratch_bytes(100_000, 8), QWEN3.scratch_bytes(CHUNK_TOKENS, 8), "longer batches take turns");
+        assert_eq!(QWEN3.scratch_bytes(100_000, 8), QWEN3.scratch_bytes(CHUNK_TOKENS, 8), "longer batches are split");
     }
 
     #[test]

@@ -24,8 +24,8 @@ use crate::{
     weight::DevicePacked,
 };
 
-/// A linear layer of packed weights. Weights whose shape is no multiple of 64 are padded to one; activations are then
-/// copied to padded ones and back.
+/// A linear layer of packed weights. Weights whose shape is not a multiple of 64 are padded to one; activations are
+/// then copied to padded ones and back.
 #[derive(Debug)]
 pub struct PackedLinear {
     n: u32,

@@ -1,18 +1,18 @@
-//! Experts of which only some are on the device. All of them lie packed in page-locked host memory; a layer has slots
-//! for a few, and those that a router chooses are fetched when they are missing.
+//! Experts of which only some are on the device. All of them are packed in pinned host memory. A layer has slots for a
+//! few on the device, and fetches those that a router chooses when they are missing.
 //!
 //! ```text
 //! ids --to the host--> slots: hits, misses, waves --lists--> products of a wave --> ... --combine--> y
 //!                                    \--copies of packed tiles, on a stream of their own--> slots of a wave
 //! ```
 //! The host has to know what was chosen before it can say what is to be copied, so [`OffloadedExperts::enqueue`] waits
-//! for the choice, and cannot be captured. The lists that [`Experts`] makes on the device it makes itself, with slots in
-//! the place of experts: the products are the same kernels, and neither a slot nor a wave changes the bits of a row. The
-//! rows of all waves are added up by one launch behind the last, in the order of a token's places, so the bits are those
+//! for the choice, and cannot be captured. The lists that [`Experts`] makes on the device it makes itself, with slots
+//! in the place of experts: the products are the same kernels, and neither a slot nor a wave changes the bits of a row.
+//! One launch after the last wave adds up the rows of all waves in the order of a token's places, so the bits are those
 //! of [`Experts`].
 //!
 //! The lists of escapes, about a hundredth of the weights at most, stay on the device: heads name them wherever a tile
-//! lies.
+//! is.
 
 pub mod slots;
 
@@ -32,20 +32,21 @@ use crate::{
         Stream, Transfer, pinned::Source,
     },
     exec::{Lane, context::LaneParts},
-    layer::experts::{CHUNK_TOKENS, Choice, Experts, ExpertsShape, Lists, Routed, Run},
+    layer::experts::{CHUNK_TOKENS, Choice, Experts, ExpertsShape, Routed, Run},
+    ops::gemm_grouped::Lists,
     weight::DevicePacked,
 };
 
 /// Words of an item.
 const ITEM_WORDS: usize = 4;
 
-/// What was asked of slots, and what it cost.
+/// Hits and misses of the slots, and the cost of the misses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ExpertTraffic {
     /// Experts that a step chose and that were on the device, counted once a step and layer.
     pub hits: u64,
-    /// Those that were not.
+    /// Experts that a step chose and that were not on the device.
     pub misses: u64,
     /// Bytes that were copied to the device.
     pub bytes: u64,
@@ -141,11 +142,11 @@ pub struct OffloadedExperts {
 }
 
 impl OffloadedExperts {
-    /// Takes weights as [`Experts::new`] does to the host, and makes room for `slots` experts on the device. `copies` is
-    /// the stream that will fetch them; one may serve all layers. Waits.
+    /// Takes weights as [`Experts::new`] does to the host, and makes room for `slots` experts on the device. `copies`
+    /// is the stream that will fetch them; one may serve all layers. Waits.
     ///
     /// # Errors
-    /// As [`Experts::new`]; not enough memory that can be locked.
+    /// As [`Experts::new`]; not enough host memory that can be pinned.
     pub fn new(
         kernels: &KernelSet,
         (stream, copies): (&Stream, &Stream),
@@ -189,7 +190,7 @@ impl OffloadedExperts {
         self.host.iter().map(HostPacked::bytes).sum()
     }
 
-    /// What [`OffloadedExperts::enqueue`] needs of a lane.
+    /// What [`OffloadedExperts::enqueue`] needs from a lane.
     pub fn lane_size(&self, tokens: u32, top_k: u32) -> LaneSize {
         self.shape.lane_size(tokens, top_k)
     }
@@ -206,14 +207,14 @@ impl OffloadedExperts {
         ids: &mut DeviceBuffer<u32>,
         weights: &mut DeviceBuffer<f32>,
     ) -> Result<(), DeviceError> {
-        self.resident.choose_of(self.shape, stream, logits, choice, ids, weights)
+        self.resident.router().choose(stream, logits, self.shape.experts, choice, (ids, weights))
     }
 
-    /// Forgets what is on the device, and overwrites it: whatever is asked for next is fetched, and a product that would
-    /// not wait for it shows. Waits.
+    /// Forgets what is on the device, and overwrites it: whatever is asked for next is fetched, and a product that
+    /// would not wait for it shows. Waits.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     #[doc(hidden)]
     pub fn poison(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
         self.slots.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
@@ -255,7 +256,7 @@ impl OffloadedExperts {
             // SAFETY: the operands were checked, and the lists name pairs of this run and slots that there are.
             let enqueued = unsafe { self.waves(stream, fetcher, &run, &plan) };
             if let Err(error) = enqueued {
-                // What of it was enqueued is unknown.
+                // How much was enqueued is unknown.
                 slots.clear();
                 return Err(error);
             }
@@ -267,7 +268,7 @@ impl OffloadedExperts {
     /// The operands of `run` were checked, and `plan` is of its pairs and these slots.
     unsafe fn waves(&self, stream: &Stream, fetcher: &mut Fetcher, run: &Run, plan: &Plan) -> Result<(), DeviceError> {
         let mut stream = stream.clone();
-        // No kernel is there before what stands in front of it, copies among it, is done.
+        // No kernel starts before the work in front of it, copies included, is done.
         stream.set_mode(LaunchMode { ordinary: true, ..stream.mode() });
         // Products of an earlier call have read their lists before these overwrite them: one stream has both.
         let lists = fetcher.send(&stream, plan)?;
@@ -305,7 +306,7 @@ impl OffloadedExperts {
             stream.record(done)?;
         }
         // SAFETY: as above. Rows of pairs without an expert are not read.
-        unsafe { self.resident.combine(&stream, run) }
+        unsafe { self.resident.router().combine(&stream, &run.route) }
     }
 }
 
@@ -319,8 +320,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// Of the expert of each pair; what is none is left out. As `sort` does, pairs of an expert stay in their order, and
-    /// items are whole but the last of each expert.
+    /// Of the expert of each pair; what is none is left out. As `sort` does, pairs of an expert stay in their order,
+    /// and items are whole but the last of each expert.
     fn new(ids: &[u32], slots: &mut Slots, experts: u32, tile: u32) -> Self {
         let mut counts = vec![0u32; experts as usize];
         for id in ids {
@@ -362,7 +363,7 @@ impl Plan {
     }
 }
 
-/// What fetching experts needs beside them, shared by all layers: lists, marks, and counts.
+/// The memory and the counters that fetching needs, shared by all layers.
 #[derive(Debug)]
 pub struct Fetcher {
     /// What was enqueued before a call.
@@ -416,7 +417,7 @@ impl Fetcher {
     /// What it has counted. Waits for copies that are under way.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub fn traffic(&mut self) -> Result<ExpertTraffic, DeviceError> {
         self.read_waits()?;
         Ok(self.traffic)
@@ -527,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_who_is_chosen_is_no_work() {
+    fn a_batch_without_experts_has_no_work() {
         let plan = Plan::new(&[u32::MAX, 8], &mut Slots::new(8, 2), 8, 8);
         assert!(plan.waves.is_empty() && plan.words.is_empty() && plan.item_words() == 0);
     }

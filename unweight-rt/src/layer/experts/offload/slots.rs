@@ -1,9 +1,9 @@
 //! Which experts of a layer are in the slots of the device, and what makes way for which: no device, no time.
 //!
-//! A step asks for experts. Those that are there are hits; a miss takes the slot that was used longest ago. Where a step
-//! asks for more than there are slots it goes in waves: first what is there, so that nothing is thrown out that is still
-//! to be used; then the misses, half of the slots at a time, so that the copies of a wave overwrite none of those that
-//! the products of the wave before it read.
+//! A step asks for experts. Those that are there are hits; a miss takes the slot that was used longest ago. Where a
+//! step asks for more than there are slots it goes in waves: first what is there, so that nothing is thrown out that is
+//! still to be used; then the misses, half of the slots at a time, so that the copies of a wave overwrite none of those
+//! that the products of the wave before it read.
 
 /// What is multiplied by at a time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -62,8 +62,8 @@ impl Slots {
         self.slot_of.fill(None);
     }
 
-    /// Brings the experts of a step, each named once, to slots; what is no expert is left out. In each wave come first
-    /// those that were there.
+    /// Brings the experts of a step, each named once, to slots; ids that are not experts are skipped. In each wave come
+    /// first those that were there.
     pub fn step(&mut self, wanted: &[u32]) -> Vec<Wave> {
         let wanted = wanted.iter().copied().filter(|expert| (*expert as usize) < self.slot_of.len());
         let (hits, misses): (Vec<u32>, Vec<u32>) = wanted.partition(|expert| self.slot_of(*expert).is_some());
@@ -132,7 +132,7 @@ mod tests {
         assert_eq!(slots.step(&[5, 2]), [wave(&[(5, 0), (2, 1)], &[(5, 0), (2, 1)], None)]);
         assert_eq!(slots.step(&[7]), [wave(&[(7, 2)], &[(7, 2)], None)]);
         assert_eq!(slots.step(&[5]), [wave(&[(5, 0)], &[], None)]);
-        // 2 is the oldest, then 7; an id that is no expert is no work.
+        // 2 is the oldest, then 7; an id that is not an expert is skipped.
         assert_eq!(slots.step(&[1, 5, 8, u32::MAX]), [wave(&[(5, 0), (1, 1)], &[(1, 1)], None)]);
         assert_eq!(slots.step(&[2]), [wave(&[(2, 2)], &[(2, 2)], None)]);
         assert_eq!([1, 2, 5, 7].map(|expert| slots.slot_of(expert)), [Some(1), Some(2), Some(0), None]);
@@ -204,13 +204,13 @@ mod tests {
                         misses += 1;
                     }
                     if waves.len() == 1 {
-                        // Of those who were not asked for, nobody who stays was used longer ago than who went.
+                        // No expert that stays was used longer ago than one that was evicted.
                         let idle = before.difference(&real).map(|e| (device.contains(&Some(*e)), last[*e as usize]));
                         let (stay, went): (Vec<_>, Vec<_>) = idle.partition(|(is_there, _)| *is_there);
                         let (stay, went) = (stay.iter().map(|at| at.1), went.iter().map(|at| at.1));
                         assert!(went.max().unwrap_or(0) <= stay.min().unwrap_or(u64::MAX), "the oldest go");
                     } else if count > 1 && at > 1 {
-                        assert_ne!(wave.behind, Some(at - 1), "copies run beside the products of the wave before");
+                        assert_ne!(wave.behind, Some(at - 1), "copies overlap the products of the wave before");
                     }
                     for &(expert, slot) in &wave.experts {
                         assert_eq!(device[slot as usize], Some(expert), "a product of another expert");

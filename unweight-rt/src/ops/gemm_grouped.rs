@@ -1,0 +1,103 @@
+//! The grouped matmul of a mixture of experts: one launch multiplies the rows of each expert's tokens with that
+//! expert's packed weights.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    VariantSpec,
+    abi::GemmGroupedArgs,
+    family::Instruction,
+    plan::GemmShape,
+    spec::{Arch, Epilogue, GemmGroupedSpec, Op},
+};
+
+use crate::{
+    device::{DeviceError, KernelSet, Refusal, Stream, module::LoadedKernel},
+    weight::DevicePacked,
+};
+
+/// A grouped matmul kernel.
+#[derive(Clone, Debug)]
+pub struct GroupedGemm {
+    kernel: Arc<LoadedKernel>,
+}
+
+/// Pairs of a token and one of its experts, as items of one expert each, by device addresses.
+#[derive(Clone, Copy)]
+pub(crate) struct Lists {
+    pub(crate) pairs: u64,
+    pub(crate) items: u64,
+    /// Items.
+    pub(crate) count: u32,
+}
+
+/// The rows of a grouped product, by device addresses.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows {
+    pub(crate) x: u64,
+    /// Bytes from one row of x to the next.
+    pub(crate) x_row_bytes: u64,
+    pub(crate) y: u64,
+    /// Pairs that share a row of x.
+    pub(crate) pairs_per_row: u32,
+}
+
+/// The variant of a shape on an architecture.
+pub(crate) fn variant(arch: Arch, shape: GemmGroupedSpec, epilogue: Epilogue) -> VariantSpec {
+    VariantSpec::gemm_grouped(arch, GemmGroupedSpec { pdl: arch.has(Instruction::DependentLaunch), epilogue, ..shape })
+}
+
+impl GroupedGemm {
+    /// Compiles or finds the kernel of a shape.
+    ///
+    /// # Errors
+    /// The kernel cannot be made, or the device failed.
+    pub fn of(kernels: &KernelSet, shape: GemmGroupedSpec, epilogue: Epilogue) -> Result<Self, DeviceError> {
+        Self::new(kernels.get(&variant(kernels.device().info().arch, shape, epilogue))?)
+    }
+
+    /// Launches a kernel of family `gemm_grouped`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::GemmGrouped(_) => Ok(Self { kernel }),
+            _ => kernel.refuse(Refusal::Family { wanted: "a grouped matmul" }),
+        }
+    }
+
+    /// Enqueues the products of the items of a list, with weights `[n, k]` per expert.
+    ///
+    /// # Safety
+    /// `lists` names pairs whose rows are in `rows`, and experts of these weights; all of it lives until the work is
+    /// done.
+    pub(crate) unsafe fn launch(
+        &self,
+        stream: &Stream,
+        w: &DevicePacked,
+        [n, k]: [u32; 2],
+        lists: Lists,
+        rows: Rows,
+    ) -> Result<(), DeviceError> {
+        let args = GemmGroupedArgs {
+            packed: w.packed().address(),
+            escape_heads: w.escape_heads().address(),
+            escapes: w.escapes().address(),
+            y: rows.y,
+            x_data: rows.x,
+            x_row_bytes: rows.x_row_bytes,
+            pairs: lists.pairs,
+            items: lists.items,
+            scale: w.window().scale(),
+            // Below 2^32: checked when the tensor was made.
+            escape_words: w.escapes().len() as u32,
+            n,
+            k,
+            tile_cols: k / 64,
+            pairs_per_row: rows.pairs_per_row,
+        };
+        // SAFETY: the caller's promise.
+        unsafe { self.kernel.launch(stream, GemmShape { m: lists.count, n, k }, &args) }
+    }
+}

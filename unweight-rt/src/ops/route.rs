@@ -1,0 +1,137 @@
+//! Routing of a mixture of experts: the choice of a router, the lists that grouped products work through, and the sum
+//! of each token's rows.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    VariantSpec,
+    abi::RouteArgs,
+    family::Instruction,
+    plan::GemmShape,
+    spec::{Arch, Op, RouteSpec, RouteStage},
+};
+
+use crate::{
+    device::{DeviceBuffer, DeviceError, KernelSet, MatrixRef, Refusal, Stream, module::LoadedKernel},
+    weight::room,
+};
+
+/// How a router's logits become experts and weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// Experts per token.
+    pub top_k: u32,
+    /// A token's weights add up to 1; otherwise they are shares of the softmax over all experts.
+    pub normalized: bool,
+    /// Weights are rounded to bf16.
+    pub rounded: bool,
+}
+
+/// The kernels of all stages of routing.
+#[derive(Clone, Debug)]
+pub struct Router {
+    topk: Arc<LoadedKernel>,
+    sort: Arc<LoadedKernel>,
+    combine: Arc<LoadedKernel>,
+}
+
+/// The variant of a stage on an architecture.
+pub(crate) fn variant(arch: Arch, stage: RouteStage) -> VariantSpec {
+    VariantSpec::route(arch, RouteSpec { stage, pdl: arch.has(Instruction::DependentLaunch) })
+}
+
+impl Router {
+    /// Compiles or finds the kernels.
+    ///
+    /// # Errors
+    /// A kernel cannot be made, or the device failed.
+    pub fn of(kernels: &KernelSet) -> Result<Self, DeviceError> {
+        let arch = kernels.device().info().arch;
+        let stage = |stage| {
+            let kernel = kernels.get(&variant(arch, stage))?;
+            match kernel.spec().op {
+                Op::Route(spec) if spec.stage == stage => Ok(kernel),
+                _ => kernel.refuse(Refusal::Family { wanted: "a routing kernel of this stage" }),
+            }
+        };
+        Ok(Self {
+            topk: stage(RouteStage::Topk)?,
+            sort: stage(RouteStage::Sort)?,
+            combine: stage(RouteStage::Combine)?,
+        })
+    }
+
+    /// An error of routing, which names the sorting kernel.
+    pub(crate) fn refuse<T>(&self, refusal: Refusal) -> Result<T, DeviceError> {
+        self.sort.refuse(refusal)
+    }
+
+    /// Enqueues a router's choice among `experts` experts: of each row of `logits` `[tokens, experts]` the `top_k`
+    /// largest, of equal ones the lower expert first. `ids` and `weights` have `tokens * top_k` elements or more.
+    ///
+    /// # Errors
+    /// Operands of other sizes or on another device, or an error of the driver.
+    pub fn choose(
+        &self,
+        stream: &Stream,
+        logits: MatrixRef<'_>,
+        experts: u32,
+        choice: Choice,
+        (ids, weights): (&mut DeviceBuffer<u32>, &mut DeviceBuffer<f32>),
+    ) -> Result<(), DeviceError> {
+        let place = logits.place();
+        let check = || {
+            check(experts, choice.top_k)?;
+            if place.cols != experts || choice.top_k > experts {
+                return Err(Refusal::Experts { experts: place.cols, top_k: choice.top_k });
+            }
+            place.check_device("logits", self.topk.device().ordinal())?;
+            let pairs = place.rows as usize * choice.top_k as usize;
+            room("ids", ids.len(), pairs)?;
+            room("weights of experts", weights.len(), pairs)
+        };
+        check().or_else(|refusal| self.topk.refuse(refusal))?;
+        let args = RouteArgs {
+            logits: place.address,
+            ids: ids.address(),
+            weights: weights.address(),
+            logits_pitch: place.pitch,
+            tokens: place.rows,
+            experts,
+            top_k: choice.top_k,
+            normalized: choice.normalized.into(),
+            rounded: choice.rounded.into(),
+            ..RouteArgs::default()
+        };
+        // SAFETY: sizes were held against each other above; dropping a buffer waits for the kernel.
+        unsafe { self.topk.launch(stream, GemmShape::rows(place.rows), &args) }
+    }
+
+    /// Enqueues the lists of pairs by expert.
+    ///
+    /// # Safety
+    /// The addresses of `args` name memory of the sizes that its counts ask for, which lives until the work is done.
+    pub(crate) unsafe fn sort(&self, stream: &Stream, args: &RouteArgs) -> Result<(), DeviceError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.sort.launch(stream, GemmShape::rows(1), args) }
+    }
+
+    /// Enqueues the sums of each token's rows.
+    ///
+    /// # Safety
+    /// As for [`Router::sort`].
+    pub(crate) unsafe fn combine(&self, stream: &Stream, args: &RouteArgs) -> Result<(), DeviceError> {
+        let problem = GemmShape { m: args.tokens, n: args.columns, k: 0 };
+        // SAFETY: the caller's promise.
+        unsafe { self.combine.launch(stream, problem, args) }
+    }
+}
+
+/// Checks that routing takes so many experts, and so many per token.
+pub(crate) fn check(experts: u32, top_k: u32) -> Result<(), Refusal> {
+    if (1..=RouteSpec::EXPERTS_MAX).contains(&experts) && (1..=RouteSpec::TOP_K_MAX).contains(&top_k) {
+        Ok(())
+    } else {
+        Err(Refusal::Experts { experts, top_k })
+    }
+}
