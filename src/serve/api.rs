@@ -381,11 +381,11 @@ fn message(index: usize, value: Value) -> Result<Message, ApiError> {
         }
         _ => return Err(wrong("the content is neither text nor parts of text")),
     };
-    let mut message = Message::new(role, content);
-    if let Some(name @ Value::String(_)) = fields.take("name") {
-        message.extra.insert("name".to_owned(), name);
-    }
-    Ok(message)
+    let message = Message::new(role, content);
+    Ok(match fields.take("name") {
+        Some(Value::String(name)) => message.name(name),
+        _ => message,
+    })
 }
 
 /// What all answers to a request have in common.

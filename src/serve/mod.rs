@@ -39,6 +39,7 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use serde_json::{Value, json};
+use subtle::ConstantTimeEq;
 use tokio::{
     net::TcpStream,
     sync::{Semaphore, mpsc, watch},
@@ -350,7 +351,7 @@ async fn gate(State(server): State<Server>, request: HttpRequest, next: Next) ->
 fn has_key(headers: &HeaderMap, key: &str) -> bool {
     let given = headers.get(header::AUTHORIZATION).map_or(&b""[..], HeaderValue::as_bytes);
     let given = given.strip_prefix(b"Bearer ").unwrap_or_default();
-    given.len() == key.len() && given.iter().zip(key.as_bytes()).fold(0, |sum, (a, b)| sum | (a ^ b)) == 0
+    given.ct_eq(key.as_bytes()).into()
 }
 
 async fn health(State(server): State<Server>) -> Response {

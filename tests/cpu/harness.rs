@@ -10,7 +10,6 @@
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt::Write as _;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -19,6 +18,7 @@ use unweight_codegen::abi::{KernelArgs, TensorMap};
 use unweight_codegen::plan::{GemmShape, Plan};
 use unweight_codegen::spec::Op;
 use unweight_codegen::{Outside, VariantSpec, render};
+use unweight_format::Digest;
 
 type LaunchFn = unsafe extern "C" fn(u32, u32, u32, u32, u64, *const c_void) -> c_int;
 type ErrorFn = unsafe extern "C" fn() -> *const c_char;
@@ -94,16 +94,21 @@ impl Common {
     fn of(planted: bool) -> &'static Self {
         static BOTH: [OnceLock<Common>; 2] = [const { OnceLock::new() }; 2];
         BOTH[usize::from(planted)].get_or_init(|| {
-            let mut hash = DefaultHasher::new();
-            (compiler(), planted, unweight_templates::headers()).hash(&mut hash);
+            let mut key = Key::default();
+            // How kernels are compiled is said in this file.
+            key.add(include_str!("harness.rs")).add(compiler_version()).add([u8::from(planted)]);
+            for (name, text) in unweight_templates::headers() {
+                key.add(name).add(text);
+            }
             for name in ["prelude.hpp", "machine.hpp", "ptx.hpp", "machine.cpp", "ptx.cpp"] {
-                std::fs::read(prelude().join(name)).unwrap().hash(&mut hash);
+                key.add(std::fs::read(prelude().join(name)).unwrap());
             }
             let home = Path::new(env!("CARGO_TARGET_TMPDIR"));
-            let complete = Self { directory: home.join(format!("prelude-{:016x}", hash.finish())), planted };
+            let complete = Self { directory: home.join(format!("prelude-{}", key.digest())), planted };
             if complete.directory.exists() {
                 return complete;
             }
+            remove_old_preludes(home);
             let made = tempfile::tempdir_in(home).unwrap();
             let common = Self { directory: made.path().to_owned(), planted };
             for (name, text) in unweight_templates::headers() {
@@ -112,6 +117,7 @@ impl Common {
                 std::fs::write(path, text).unwrap();
             }
             std::fs::create_dir(common.compiled()).unwrap();
+            std::fs::create_dir(common.kernels()).unwrap();
             let make = |from: &str, to: &str, kind: &[&str]| {
                 let mut command = common.command();
                 command.arg("-I").arg(common.include()).args(kind);
@@ -139,6 +145,11 @@ impl Common {
         self.directory.join("compiled")
     }
 
+    /// Libraries of kernels that earlier runs compiled, by the digest of all that goes into them.
+    fn kernels(&self) -> PathBuf {
+        self.directory.join("kernels")
+    }
+
     /// The compiler with what the prelude and a kernel must have in common.
     fn command(&self) -> Command {
         let mut command = Command::new(compiler());
@@ -155,6 +166,47 @@ impl Common {
 
 fn compiler() -> String {
     std::env::var("CXX").unwrap_or_else(|_| "g++".into())
+}
+
+/// The first line that the compiler says of itself.
+fn compiler_version() -> &'static str {
+    static VERSION: OnceLock<String> = OnceLock::new();
+    VERSION.get_or_init(|| {
+        let output = Command::new(compiler()).arg("--version").output();
+        let output = output.unwrap_or_else(|e| panic!("no C++ compiler: {e}; install g++ (C++17) or set CXX"));
+        format!("{} {}", compiler(), String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or_default())
+    })
+}
+
+/// The digest of parts, each with its length.
+#[derive(Default)]
+struct Key(Vec<u8>);
+
+impl Key {
+    fn add(&mut self, part: impl AsRef<[u8]>) -> &mut Self {
+        self.0.extend((part.as_ref().len() as u64).to_le_bytes());
+        self.0.extend(part.as_ref());
+        self
+    }
+
+    fn digest(&self) -> String {
+        Digest::of(&self.0).to_string().replace(':', "-")
+    }
+}
+
+/// Each state of the headers leaves two folders, with every kernel that was compiled against them: only the newest stay.
+fn remove_old_preludes(home: &Path) {
+    const KEPT: usize = 6;
+    let entries = std::fs::read_dir(home).into_iter().flatten().flatten();
+    let preludes = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("prelude-"));
+    let mut preludes: Vec<_> =
+        preludes.filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path()))).collect();
+    preludes.sort();
+    let old = preludes.len().saturating_sub(KEPT);
+    for (_, folder) in preludes.drain(..old) {
+        // What another process removes at the same time is gone all the same.
+        _ = std::fs::remove_dir_all(folder);
+    }
 }
 
 /// The headers that stand for the device.
@@ -225,24 +277,25 @@ impl CpuKernel {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text.replace(edit.from, edit.to)).unwrap();
         }
-        let (file, library) = (directory.path().join("kernel.cu"), directory.path().join("kernel.so"));
-        std::fs::write(&file, source).unwrap();
-        let mut command = common.command();
-        command.args(["-shared", "-x", "c++", "-include", "prelude.hpp", "-I"]).arg(&edited);
-        // What the compiled prelude has read must not be edited.
-        if !edits.iter().any(|edit| ["unweight/abi.cuh", "unweight/ptx/types.cuh"].contains(&edit.header)) {
-            command.arg("-I").arg(common.compiled());
+        let library = directory.path().join("kernel.so");
+        let mut key = Key::default();
+        key.add(source);
+        for (name, text) in headers {
+            key.add(name).add(text);
         }
-        command.arg("-I").arg(&outside).arg("-I").arg(common.include()).arg("-I").arg(prelude());
-        if !headers.is_empty() && !edits.is_empty() {
-            // These run for less time than they compile.
-            command.arg("-O0");
+        for Edit { header, from, to } in edits {
+            key.add("edit").add(header).add(from).add(to);
         }
-        command.arg("-o").arg(&library).arg(&file).args(["-x", "none"]);
-        command.args(MACHINE.map(|source| common.compiled().join(format!("{source}.o"))));
-        let output = command.output().unwrap();
-        assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
-        // SAFETY: the library was just built from the prelude, which exports these functions with these signatures;
+        let compiled = common.kernels().join(format!("{}.so", key.digest()));
+        // The loader takes two names of one file for one library, and each kernel needs a machine of its own: a copy.
+        if std::fs::copy(&compiled, &library).is_err() {
+            Self::compile(source, common, directory.path(), edits, headers);
+            // It appears under its name only when it is complete.
+            let whole = tempfile::NamedTempFile::new_in(common.kernels()).unwrap();
+            std::fs::copy(&library, whole.path()).unwrap();
+            whole.persist(&compiled).unwrap();
+        }
+        // SAFETY: the library was built from the prelude, which exports these functions with these signatures;
         // its only initialisers are C++ static objects.
         unsafe {
             let loaded = libloading::Library::new(&library).unwrap();
@@ -259,6 +312,27 @@ impl CpuKernel {
                 _directory: directory,
             }
         }
+    }
+
+    /// Compiles `directory/kernel.so`; edited headers and those from outside are in the folder.
+    fn compile(source: &str, common: &Common, directory: &Path, edits: &[Edit], headers: &[(&str, &str)]) {
+        let file = directory.join("kernel.cu");
+        std::fs::write(&file, source).unwrap();
+        let mut command = common.command();
+        command.args(["-shared", "-x", "c++", "-include", "prelude.hpp", "-I"]).arg(directory.join("edited"));
+        // What the compiled prelude has read must not be edited.
+        if !edits.iter().any(|edit| ["unweight/abi.cuh", "unweight/ptx/types.cuh"].contains(&edit.header)) {
+            command.arg("-I").arg(common.compiled());
+        }
+        command.arg("-I").arg(directory.join("outside")).arg("-I").arg(common.include()).arg("-I").arg(prelude());
+        if !headers.is_empty() && !edits.is_empty() {
+            // These run for less time than they compile.
+            command.arg("-O0");
+        }
+        command.arg("-o").arg(directory.join("kernel.so")).arg(&file).args(["-x", "none"]);
+        command.args(MACHINE.map(|source| common.compiled().join(format!("{source}.o"))));
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
     }
 
     /// Declares a buffer that the kernel may touch. Once one is declared, accesses outside all of them fail the launch.

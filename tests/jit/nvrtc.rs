@@ -6,6 +6,7 @@
 //! each of these conditions is seen when it is violated.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -320,6 +321,12 @@ fn a_warm_cache_gives_the_same_bytes_without_a_compile() {
     }
 }
 
+/// Kernels that earlier runs compiled, found by their whole text, their options and the compiler.
+pub fn kept() -> KernelCache {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cubins");
+    KernelCache::new(policy(JitMode::Auto), Some(&folder), Arc::new(compiler()))
+}
+
 #[test]
 fn the_catalogue_compiles_to_its_plans() {
     let env = Env::process().unwrap();
@@ -337,7 +344,7 @@ fn the_catalogue_compiles_to_its_plans() {
         .iter()
         .map(|spec| CompileRequest::render(spec).unwrap_or_else(|error| panic!("{spec}: {error}")))
         .collect();
-    let cache = KernelCache::new(policy(JitMode::Off), None, Arc::new(compiler()));
+    let cache = kept();
     let start = Instant::now();
     let artifacts = cache.compile_all(&requests, env.jit_threads, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     println!(
@@ -445,7 +452,7 @@ fn other_architectures_compile_to_their_plans() {
     let left_out = others().flat_map(catalog::all).find(|spec| !blocks.contains(&stands_for(spec)));
     assert_eq!(left_out, None, "a block without its worst variant");
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
-    let cache = KernelCache::new(policy(JitMode::Off), None, Arc::new(compiler()));
+    let cache = kept();
     let threads = Env::process().unwrap().jit_threads;
     let start = Instant::now();
     let artifacts = cache.compile_all(&requests, threads, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
@@ -484,7 +491,7 @@ fn variants_at_the_ends_of_the_axes_compile_to_their_plans() {
     ];
     let specs: Vec<VariantSpec> = names.iter().map(|name| name.parse().unwrap()).collect();
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
-    let cache = KernelCache::new(policy(JitMode::Off), None, Arc::new(compiler()));
+    let cache = kept();
     let artifacts = cache.compile_all(&requests, 2, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     for (spec, artifact) in specs.iter().zip(&artifacts) {
         let info = cubin::read(&artifact.cubin).unwrap();

@@ -1,29 +1,19 @@
 //! The kernels of `unweight-rivals`: through the real compiler, and as files that a reviewer reads
 //! (`unweight-rivals/kernels/snapshot.txt`; `INSTA_UPDATE=always cargo test --test jit rivals` writes it anew).
 
-use std::{fmt::Write as _, fs, path::Path, sync::Arc};
+use std::{fmt::Write as _, fs, path::Path};
 
 use unweight_codegen::{Outside, spec::Arch};
 use unweight_rivals::cuda::kernels;
-use unweight_rt::{
-    cache::{KernelCache, Policy},
-    env::{Env, JitMode},
-    raw::jit::{
-        compiler::{CompileRequest, Compiler, NvrtcCompiler},
-        cubin,
-    },
-};
+use unweight_rt::raw::jit::{compiler::CompileRequest, cubin};
+
+use crate::nvrtc::kept;
 
 /// Compiles for an architecture; what is wrong with each.
 fn faults(arch: Arch) -> Vec<String> {
-    let env = Env::process().unwrap_or_else(|error| panic!("{error}"));
-    let compiler = NvrtcCompiler::new(env);
-    compiler.identity().unwrap_or_else(|error| panic!("these tests need NVRTC: run `cargo xtask test`\n{error}"));
     let kernels = kernels(arch);
     let requests: Vec<_> = kernels.iter().map(|kernel| CompileRequest::outside(kernel).unwrap()).collect();
-    let policy = Policy { mode: JitMode::Off, lock_timeout: std::time::Duration::from_secs(60) };
-    let cache = KernelCache::new(policy, None, Arc::new(compiler));
-    let artifacts = cache.compile_all(&requests, 2, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    let artifacts = kept().compile_all(&requests, 2, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     let mut faults = Vec::new();
     for (kernel, artifact) in kernels.iter().zip(&artifacts) {
         let info = cubin::read(&artifact.cubin).unwrap();

@@ -18,18 +18,20 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod chat;
+mod clock;
+
 use std::{
     any::Any,
     cell::Cell,
     panic::{self, AssertUnwindSafe},
-    sync::{Arc, Once, OnceLock},
-    thread,
+    sync::{Arc, Once},
 };
 
-use hf_chat_template::{ChatTemplate, ChatTemplateField, RenderInput, TokenizerConfig};
+use chat::Template;
 use tokenizers::Tokenizer;
 
-pub use hf_chat_template::Message;
+pub use chat::Message;
 
 /// The file of the tokenizer.
 pub const TOKENIZER: &str = "tokenizer.json";
@@ -73,56 +75,6 @@ pub struct Text {
     template: Option<Arc<Template>>,
 }
 
-/// A chat template, compiled when it is first asked for: whoever has no conversations needs none that compiles.
-struct Template {
-    file: &'static str,
-    /// Contents of [`CHAT_TEMPLATE`]; without, it is in the configuration.
-    source: Option<String>,
-    config: TokenizerConfig,
-    compiled: OnceLock<Result<ChatTemplate, String>>,
-}
-
-impl Template {
-    /// Bytes of a template; published ones have some ten thousand.
-    const LIMIT: usize = 256 << 10;
-    /// Its compiler and what it makes call themselves at each level of an expression, and a level can be a byte.
-    const STACK: usize = 1 << 30;
-
-    fn compile(&self) -> Result<ChatTemplate, String> {
-        let length = match (&self.source, &self.config.chat_template) {
-            (Some(source), _) | (None, Some(ChatTemplateField::Single(source))) => source.len(),
-            (None, Some(ChatTemplateField::Named(list))) => {
-                list.iter().map(|one| one.template.len()).max().unwrap_or(0)
-            }
-            (None, None) => 0,
-        };
-        if length > Self::LIMIT {
-            return Err(format!("the chat template has {length} bytes, and at most {} are taken", Self::LIMIT));
-        }
-        let compiled = match &self.source {
-            Some(source) => ChatTemplate::from_template_and_config(source, &self.config),
-            None => ChatTemplate::from_tokenizer_config(&self.config),
-        };
-        compiled.map_err(|error| error.to_string())
-    }
-
-    fn render(&self, messages: &[Message]) -> Result<String, TextError> {
-        let work = || {
-            let compiled = self.compiled.get_or_init(|| caught(|| self.compile()).unwrap_or_else(Err));
-            let template = compiled.as_ref().map_err(|why| TextError::File { file: self.file, why: why.clone() })?;
-            let messages = messages.to_vec();
-            let input = RenderInput { messages, add_generation_prompt: true, ..RenderInput::default() };
-            let rendered = caught(|| template.render(&input).map_err(|error| error.to_string()));
-            rendered.and_then(|text| text).map_err(TextError::Template)
-        };
-        thread::scope(|scope| {
-            let thread = thread::Builder::new().stack_size(Self::STACK).spawn_scoped(scope, work);
-            let thread = thread.map_err(|error| TextError::Template(format!("no thread for it: {error}")))?;
-            thread.join().unwrap_or_else(|why| Err(TextError::Template(said(&*why))))
-        })
-    }
-}
-
 impl Text {
     /// From the contents of [`TOKENIZER`], [`TOKENIZER_CONFIG`] and [`CHAT_TEMPLATE`]. The template is read when
     /// [`Text::encode_chat`] first needs it.
@@ -136,21 +88,7 @@ impl Text {
         let file = |file, why: &dyn ToString| TextError::File { file, why: why.to_string() };
         let tokenizer = caught(|| Tokenizer::from_bytes(tokenizer));
         let tokenizer = tokenizer.map_err(|why| file(TOKENIZER, &why))?.map_err(|error| file(TOKENIZER, &error))?;
-        let config = match config {
-            Some(bytes) => {
-                serde_json::from_slice::<TokenizerConfig>(bytes).map_err(|error| file(TOKENIZER_CONFIG, &error))?
-            }
-            None => TokenizerConfig::default(),
-        };
-        let source = template.map(|bytes| String::from_utf8(bytes.to_vec())).transpose();
-        let source = source.map_err(|error| file(CHAT_TEMPLATE, &error))?;
-        let name = if source.is_some() { CHAT_TEMPLATE } else { TOKENIZER_CONFIG };
-        let template = (source.is_some() || config.chat_template.is_some()).then(|| Template {
-            file: name,
-            source,
-            config,
-            compiled: OnceLock::new(),
-        });
+        let template = Template::of(config, template)?;
         Ok(Self { tokenizer: Arc::new(tokenizer), template: template.map(Arc::new) })
     }
 
