@@ -5,7 +5,11 @@ use std::{env, path::PathBuf};
 use clap::{Args, ValueEnum};
 use unweight::format::bundle::{self, BundleError, CompressOptions, CpuEncoder, Encoder, Part, VerifyAfter};
 #[cfg(feature = "gpu")]
-use unweight::rt::{KernelSet, env::Env, raw::{device, ops::encode::BundleEncoder}};
+use unweight::rt::{
+    KernelSet,
+    env::Env,
+    raw::{device, ops::encode::BundleEncoder},
+};
 
 use super::{
     archive,

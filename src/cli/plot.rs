@@ -12,7 +12,7 @@ use std::{
     path::Path,
 };
 
-use unweight::format::{FORMS, FormId, Histogram, Role, bundle::TensorReport};
+use unweight::format::{FormId, Histogram, Role, bundle::TensorReport};
 
 use super::{
     failure::{Failure, Result},

@@ -32,7 +32,7 @@ fn decode_rejects_arguments_that_contradict_each_other() {
 
 #[test]
 fn decode_parses_a_list_of_batches_apart_from_the_bundle() {
-    if unweight_rt::device::Device::open(0).is_ok() {
+    if unweight_rt::Device::open(0).is_ok() {
         return;
     }
     let home = tempfile::tempdir().unwrap();

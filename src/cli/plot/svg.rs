@@ -11,7 +11,7 @@ use plotters::{
     },
     style::text_anchor::{HPos, Pos, VPos},
 };
-use unweight::format::{Histogram, bundle::TensorReport, form::FORMS};
+use unweight::format::{FORMS, Histogram, bundle::TensorReport};
 
 use super::{
     super::failure::{Failure, Result},

@@ -1,6 +1,6 @@
 //! Why a layer could not be loaded.
 
-use unweight_format::{FormId, bundle::BundleError, packed::Unpackable, safetensors::Dtype};
+use unweight_format::{FormId, bundle::BundleError, raw::packed::Unpackable, safetensors::Dtype};
 
 use crate::{
     device::{DeviceError, Refusal},
