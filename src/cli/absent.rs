@@ -35,7 +35,7 @@ pub fn option(option: &str, feature: &str) -> Failure {
 }
 
 fn without(message: &str, features: &str) -> Failure {
-    Failure::new(message, format!("install with --features full, or --features {features}"))
+    Failure::new("feature-missing", message, format!("install with --features full, or --features {features}"))
 }
 
 #[cfg(test)]

@@ -11,15 +11,42 @@ use super::{
     progress,
 };
 use serde::Serialize;
-use unweight::format::bundle::{BundleError, ErrorClass, Remedy};
+use unweight::format::{
+    UnknownName,
+    bundle::{BundleError, ErrorClass, Remedy, io_code},
+};
 #[cfg(feature = "dfloat11")]
 use unweight::rivals::dfloat11::ConvertError;
+#[cfg(feature = "serve")]
+use unweight::serve::{CpuError, ServeError};
+#[cfg(feature = "text")]
+use unweight::text::TextError;
 #[cfg(feature = "gpu")]
-use unweight::rt;
+use unweight::{
+    codegen::{CodegenError, plan::Infeasible, spec::ParseNameError},
+    engine::{
+        EngineError,
+        fit::FitError,
+        options::BadOption,
+        schedule::Rejected,
+        tune::{JournalError, TuneError},
+    },
+    model::{BindError, ConfigError, sampling::OutOfRange},
+    rt::{
+        self, DeviceError,
+        env::EnvError,
+        raw::{
+            choose::table::TableError,
+            jit::{cache::Unusable, cubin::CubinError},
+        },
+    },
+};
 
 /// Whatever ends a command.
 #[derive(Debug)]
 pub struct Failure {
+    /// Stable; docs/cli.md lists all.
+    code: &'static str,
     message: String,
     help: Option<String>,
     cause: Option<Box<dyn Error + Send + Sync>>,
@@ -57,14 +84,16 @@ impl Class {
 pub type Result<T> = std::result::Result<T, Failure>;
 
 impl Failure {
-    /// A failure with what to do next.
-    pub fn new(message: impl Into<String>, help: impl Into<String>) -> Self {
-        Self { message: message.into(), help: Some(help.into()), cause: None, class: Class::Failed, reported: false }
+    /// A failure with its stable code and what to do next.
+    pub fn new(code: &'static str, message: impl Into<String>, help: impl Into<String>) -> Self {
+        let (message, help) = (message.into(), Some(help.into()));
+        Self { code, message, help, cause: None, class: Class::Failed, reported: false }
     }
 
     /// A failure of the system on `what`.
     pub fn io(what: impl fmt::Display) -> impl FnOnce(io::Error) -> Self {
         move |error| Self {
+            code: io_code(&error),
             message: what.to_string(),
             help: advice(&error).map(str::to_owned),
             cause: Some(error.into()),
@@ -74,26 +103,26 @@ impl Failure {
     }
 
     /// Any error, whose own message says what to do.
-    pub fn other(error: impl Error + Send + Sync + 'static) -> Self {
+    pub fn other(error: impl Coded) -> Self {
         Self::from_error(error, Class::Failed)
     }
 
     /// An error with what to do about it.
     #[cfg(feature = "gpu")]
-    pub fn remedied(error: impl Error + Send + Sync + 'static, remedy: rt::Remedy) -> Self {
+    pub fn remedied(error: impl Coded, remedy: rt::Remedy) -> Self {
         let Some(help) = words(remedy) else { return Self::other(error) };
         // The whole of its message: what to do is said here.
         Self { message: error.to_string(), help: Some(help.to_owned()), ..Self::other(error) }
     }
 
     /// Data that is not what it should be.
-    pub fn mismatch(message: impl Into<String>, help: impl Into<String>) -> Self {
-        Self { class: Class::Mismatch, ..Self::new(message, help) }
+    pub fn mismatch(code: &'static str, message: impl Into<String>, help: impl Into<String>) -> Self {
+        Self { class: Class::Mismatch, ..Self::new(code, message, help) }
     }
 
     /// A signal ended the work.
     pub fn interrupted(message: impl Into<String>) -> Self {
-        Self { class: Class::Interrupted, help: None, ..Self::new(message, "") }
+        Self { class: Class::Interrupted, help: None, ..Self::new("interrupted", message, "") }
     }
 
     /// For a command whose own report, already on stdout, says what is wrong: `--json` adds nothing to it.
@@ -111,7 +140,7 @@ impl Failure {
         self.class
     }
 
-    fn from_error(error: impl Error + Send + Sync + 'static, class: Class) -> Self {
+    fn from_error(error: impl Coded, class: Class) -> Self {
         // The library's messages read "what; what to do next"; the last part is the help.
         let text = error.to_string();
         let (message, help) = match text.rsplit_once("; ") {
@@ -120,6 +149,7 @@ impl Failure {
         };
         let system = || error.source()?.downcast_ref::<io::Error>().and_then(advice).map(str::to_owned);
         Self {
+            code: error.code(),
             message,
             help: help.or_else(system),
             cause: error.source().map(|cause| Box::new(Texts::of(cause)) as _),
@@ -128,10 +158,11 @@ impl Failure {
         }
     }
 
-    /// Message, causes and help for `--json`.
+    /// Code, message, causes and help for `--json`.
     pub fn to_json(&self) -> serde_json::Value {
         serde_json::json!({
             "class": self.class,
+            "code": self.code,
             "message": self.message,
             "causes": causes(self),
             "help": self.help,
@@ -150,6 +181,69 @@ fn advice(error: &io::Error) -> Option<&'static str> {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space, then run it again",
         _ => return None,
     })
+}
+
+/// An error with a stable code, which docs/cli.md lists.
+pub trait Coded: Error + Send + Sync + 'static {
+    /// The code.
+    fn code(&self) -> &'static str;
+}
+
+macro_rules! coded {
+    ($($error:ty),+ $(,)?) => {$(
+        impl Coded for $error {
+            fn code(&self) -> &'static str {
+                // The inherent method.
+                <$error>::code(self)
+            }
+        }
+    )+};
+}
+
+coded!(BundleError, UnknownName);
+
+#[cfg(feature = "dfloat11")]
+coded!(ConvertError);
+
+#[cfg(feature = "text")]
+coded!(TextError);
+
+#[cfg(feature = "gpu")]
+coded!(
+    BadOption,
+    BindError,
+    CodegenError,
+    ConfigError,
+    CubinError,
+    DeviceError,
+    EngineError,
+    EnvError,
+    FitError,
+    Infeasible,
+    JournalError,
+    OutOfRange,
+    ParseNameError,
+    Rejected,
+    TableError,
+    TuneError,
+    Unusable,
+    rt::Error,
+);
+
+#[cfg(feature = "serve")]
+coded!(CpuError);
+
+#[cfg(feature = "serve")]
+impl<E: Error + Send + Sync + 'static> Coded for ServeError<E> {
+    fn code(&self) -> &'static str {
+        Self::code(self)
+    }
+}
+
+impl Coded for glob::GlobError {
+    fn code(&self) -> &'static str {
+        io_code(self.error())
+    }
 }
 
 /// A chain of causes as text: the library's errors own no `'static` sources to keep.
@@ -244,6 +338,7 @@ impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         let class = if error.kind() == io::ErrorKind::BrokenPipe { Class::Gone } else { Class::Failed };
         Self {
+            code: io_code(&error),
             message: "cannot write to stdout".to_owned(),
             help: None,
             cause: Some(error.into()),
@@ -269,7 +364,7 @@ macro_rules! from_runtime {
 }
 
 #[cfg(feature = "gpu")]
-from_runtime!(unweight::engine::EngineError, rt::Error, rt::DeviceError);
+from_runtime!(EngineError, rt::Error, DeviceError);
 
 /// A remedy in words of the command line; `None` where the error's own message says it.
 #[cfg(feature = "gpu")]
@@ -298,7 +393,7 @@ impl Error for Failure {
 }
 
 impl Failure {
-    /// Prints `error:`, `cause:` and `help:` lines on stderr.
+    /// Prints `error[code]:`, `cause:` and `help:` lines on stderr.
     pub fn print(&self) {
         let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         // stderr may be closed; the exit status still tells.
@@ -308,7 +403,7 @@ impl Failure {
     /// What [`Failure::print`] prints.
     pub(super) fn text(&self, colour: bool) -> String {
         let (on, off) = if colour { ("\x1b[1;31m", "\x1b[0m") } else { ("", "") };
-        let mut text = format!("{on}error:{off} {}\n", printable(&self.message));
+        let mut text = format!("{on}error[{}]:{off} {}\n", self.code, printable(&self.message));
         let lines = causes(self).into_iter().map(|cause| ("cause", cause));
         for (what, line) in lines.chain(self.help.clone().map(|help| ("help", help))) {
             text += &format!("  {what}: {}\n", printable(&line));
@@ -324,10 +419,10 @@ mod tests {
     #[test]
     fn a_failure_is_printed_with_its_cause_and_its_help() {
         let failure = Failure::io("some/file")(io::ErrorKind::NotFound.into());
-        let expected = "error: some/file\n  cause: entity not found\n  help: look at how the path is spelt; nothing of this \
+        let expected = "error[not-found]: some/file\n  cause: entity not found\n  help: look at how the path is spelt; nothing of this \
                         name is there\n";
         assert_eq!(failure.text(false), expected);
-        assert!(failure.text(true).starts_with("\x1b[1;31merror:\x1b[0m some/file\n"));
-        assert_eq!(Failure::interrupted("\x1b[2J").text(false), "error: \\u{1b}[2J\n");
+        assert!(failure.text(true).starts_with("\x1b[1;31merror[not-found]:\x1b[0m some/file\n"));
+        assert_eq!(Failure::interrupted("\x1b[2J").text(false), "error[interrupted]: \\u{1b}[2J\n");
     }
 }

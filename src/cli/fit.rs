@@ -16,7 +16,7 @@ use unweight::{
     },
     format::{
         FormId,
-        bundle::{self, CompressOptions, PlanFile, Profile, Scope, Selection, TensorReport},
+        bundle::{self, CompressOptions, PlanFile, Profile, Scope, Selection, TensorReport, io_code},
         raw::glob::matches,
     },
     model::{ModelConfig, TensorHeader, bind},
@@ -197,11 +197,11 @@ fn config(root: &Path) -> Result<ModelConfig> {
     let path = root.join("config.json");
     let size = fs::metadata(&path).map_err(|error| {
         let help = "fit needs the directory of a model, with its config.json";
-        Failure::new(format!("{}: {error}", path.display()), help)
+        Failure::new(io_code(&error), format!("{}: {error}", path.display()), help)
     })?;
     if size.len() > CONFIG_BYTES_MAX {
         let message = format!("{}: {} bytes; a config.json has at most {CONFIG_BYTES_MAX}", path.display(), size.len());
-        return Err(Failure::new(message, "give the directory of a model"));
+        return Err(Failure::new("file-too-large", message, "give the directory of a model"));
     }
     let text = fs::read_to_string(&path).map_err(Failure::io(path.display()))?;
     ModelConfig::parse(&text, None).map_err(Failure::other)
@@ -211,7 +211,11 @@ fn config(root: &Path) -> Result<ModelConfig> {
 /// no plan file.
 fn may_write(path: &Path) -> Result<()> {
     if path.symlink_metadata().is_ok() && PlanFile::read(path).is_err() {
-        return Err(Failure::new(format!("{}: exists and is no plan file", path.display()), "choose another name"));
+        return Err(Failure::new(
+            "output-not-replaceable",
+            format!("{}: exists and is no plan file", path.display()),
+            "choose another name",
+        ));
     }
     plot::beside(path).map(drop)
 }
@@ -321,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_is_asked_to_keep_what_is_coded() {
+    fn coded_weights_need_an_engine_option() {
         assert_eq!(
             [kept(true, false), kept(false, true), kept(false, false)],
             ["--mlp stored ", "--resident small ", ""]

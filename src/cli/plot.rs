@@ -82,7 +82,11 @@ fn partial(path: &Path) -> Result<tempfile::NamedTempFile> {
         // From its first byte: elsewhere, a name in somebody's header would do.
         if !start.starts_with(b"<svg") && !start.starts_with(b"<?xml") {
             let message = format!("{}: exists, and is no drawing", path.display());
-            return Err(Failure::new(message, "choose another name for --svg, or remove the file"));
+            return Err(Failure::new(
+                "output-not-replaceable",
+                message,
+                "choose another name for --svg, or remove the file",
+            ));
         }
     }
     beside(path)
@@ -119,7 +123,11 @@ impl Exponents {
             |&exponent: &u8| histogram.count(exponent) > 0 && histogram.count(exponent) as f64 >= COMMON * total as f64;
         let common: Vec<u8> = (0..=255).filter(common).collect();
         let (Some(&first), Some(&last)) = (common.first(), common.last()) else {
-            return Err(Failure::new("no BF16 elements to draw", "choose other tensors with --tensor"));
+            return Err(Failure::new(
+                "nothing-to-draw",
+                "no BF16 elements to draw",
+                "choose other tensors with --tensor",
+            ));
         };
         let share = |count: u64| count as f64 * 100.0 / total as f64;
         let outside = |range: Range<u16>| range.map(|exponent| histogram.count(exponent as u8)).sum::<u64>();
@@ -215,7 +223,7 @@ fn ratio_caption(tensors: &[TensorReport]) -> Result<(u64, String)> {
     let original: u64 = tensors.iter().map(|tensor| tensor.original_bytes).sum();
     let stored: u64 = tensors.iter().map(|tensor| tensor.stored_bytes).sum();
     if original == 0 {
-        return Err(Failure::new("no tensors to draw", "choose other tensors with --tensor"));
+        return Err(Failure::new("nothing-to-draw", "no tensors to draw", "choose other tensors with --tensor"));
     }
     let percent = stored as f64 * 100.0 / original as f64;
     Ok((original, format!("{} tensors: {percent:.1} % of {original} bytes", tensors.len())))

@@ -15,7 +15,7 @@ use crate::harness::{Random, bf16, gpu, guard_is_whole, poison, refused, stream,
 use rayon::prelude::*;
 use unweight_codegen::{
     VariantSpec,
-    plan::GemmShape,
+    plan::{GemmShape, Plan},
     spec::{Arch, Epilogue, GemmMmaSpec, GemmWgmmaSpec, Op, catalog},
 };
 use unweight_format::{
@@ -25,7 +25,7 @@ use unweight_format::{
 use unweight_rt::{
     DeviceBuffer, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
     raw::{
-        choose::model::{Machine, PackedChooser, PackedUse},
+        choose::model::{PackedChooser, PackedUse},
         ops::gemm_packed::{PackedGemm, lane_size},
     },
 };
@@ -285,7 +285,7 @@ fn dependent_launches_wait_for_their_input() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn unchecked_escapes_lead_nowhere() {
+fn hostile_escapes_stay_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
     let case = &cases()[0];
@@ -328,14 +328,20 @@ fn unchecked_escapes_lead_nowhere() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_does_not_fit_is_refused() {
+fn mismatched_operands_are_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let case = &cases()[0];
     let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
     let wanted = PackedUse { escapes: false, pdl: false, epilogue: Epilogue::Store };
     let problem = GemmShape { m: 4, n: case.n as u32, k: case.k as u32 };
-    let spec = PackedChooser::model(Machine::H200).choose(problem, wanted).unwrap();
+    // A variant without escapes, whatever dispatch would take.
+    let info = kernels.device().info();
+    let plain = |spec: &VariantSpec| {
+        let blocks = |spec: &VariantSpec| Plan::new(spec).ok()?.launch.grid.blocks(problem, info.sms);
+        matches!(spec.op, Op::GemmMma(op) if !op.escapes && !op.dump) && blocks(spec).is_some()
+    };
+    let spec = catalog::on::<GemmMmaSpec>(info.arch).find(plain).and_then(|spec| wanted.of(spec)).unwrap();
     let mut lane = lane(&stream, &spec, problem);
     let mut y = DeviceMatrix::zeroed(&stream, 4, case.n as u32).unwrap();
     let x = case.input(&stream, 4);
@@ -404,7 +410,7 @@ fn rows_of_x_may_be_apart() {
 /// A lane that is too small for stream-K is refused and written nowhere; once it is reserved, the same launch runs.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_lane_that_is_too_small_is_refused() {
+fn too_small_workspace_is_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let case = &cases()[1];

@@ -6,7 +6,7 @@ use std::path::Path as File;
 use half::bf16;
 use rayon::prelude::*;
 use unweight::engine::{
-    Engine, EngineOptions, MlpWeights, Request,
+    Engine, EngineError, EngineOptions, MlpWeights, Request,
     options::BUCKETS,
     paths::{
         Lies, Lying, Measured, Plan, Setting, Way,
@@ -43,21 +43,11 @@ use unweight_rt::{
     },
 };
 
-use crate::harness::{Random, Weights, error, gpu, guard_is_whole, poison, stream, value};
+use crate::harness::{Random, WHOLE_TILES, Weights, error, gpu, guard_is_whole, poison, stream, value};
 use crate::jit::cache;
 
 /// Six layers, so that hard ones use each slot more than once; whole tiles.
-const MODEL: DemoOptions = DemoOptions {
-    layers: 6,
-    hidden: 256,
-    intermediate: 512,
-    heads: 4,
-    kv_heads: 2,
-    vocab: 1024,
-    experts: 0,
-    shards: 1,
-    seed: 11,
-};
+const MODEL: DemoOptions = DemoOptions { layers: 6, seed: 11, ..WHOLE_TILES };
 
 /// As in `engine.rs`: rounding to bf16 everywhere costs a few parts in a thousand.
 const BOUND: f64 = 0.02;
@@ -83,7 +73,7 @@ fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
 /// What is told beforehand of a bundle is all that its engine asks for.
 #[test]
 #[ignore = "needs a GPU"]
-fn programs_need_no_compiler_with_the_kernels_that_are_told() {
+fn pipelines_need_only_the_listed_kernels() {
     let home = tempfile::tempdir().unwrap();
     let (env, device) = (Env::process().unwrap(), gpu().device());
     let bundles = [bundle(home.path(), Profile::Inference), bundle(home.path(), Profile::Distribution)];
@@ -114,7 +104,7 @@ fn tokens(count: usize, seed: u64) -> Vec<u32> {
 /// Every profile, as it is stored and with every other coded layer made easy: chunks of a prompt, and steps.
 #[test]
 #[ignore = "needs a GPU"]
-fn logits_follow_the_reference_whatever_is_stored() {
+fn logits_match_the_reference_for_every_encoding() {
     let home = tempfile::tempdir().unwrap();
     for profile in [Profile::Inference, Profile::Distribution, Profile::Palette, Profile::Resident, Profile::Compact] {
         let bundle = bundle(home.path(), profile);
@@ -153,7 +143,7 @@ fn by_steps(engine: &mut Engine, rows: usize) -> Vec<Vec<bf16>> {
 /// Every way of every projection, at the edges of the buckets; recorded and launched one by one, the same bits.
 #[test]
 #[ignore = "needs a GPU"]
-fn every_path_follows_the_reference_at_every_edge() {
+fn every_mlp_path_matches_the_reference() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), Profile::Distribution);
     let config = ModelConfig::of_bundle(&bundle).unwrap();
@@ -206,7 +196,7 @@ fn every_setting(engine: &Engine, bucket: u32) -> Vec<Setting> {
 /// What a race would break: the same step, thousands of times.
 #[test]
 #[ignore = "needs a GPU"]
-fn thousands_of_replays_give_the_same_bits() {
+fn repeated_replays_give_the_same_bits() {
     let home = tempfile::tempdir().unwrap();
     for profile in [Profile::Inference, Profile::Distribution] {
         let bundle = bundle(home.path(), profile);
@@ -248,8 +238,8 @@ fn settings_that_cannot_run_are_refused() {
     let good = every_setting(&engine, 1).remove(0);
     let sms = gpu().device().info().sms;
     for setting in [Setting { decode_sms: sms, ..good.clone() }, Setting { consumers: 3, ..good.clone() }] {
-        let error = engine.set_paths(1, &setting).unwrap_err().to_string();
-        assert!(error.contains("tune the bundle again"), "{error}");
+        let error = engine.set_paths(1, &setting).unwrap_err();
+        assert!(matches!(error, EngineError::Program(_)), "{error}");
     }
     assert_eq!(by_steps(&mut engine, 1), before, "nothing changed");
     let mut packed = load(&bundle, options(MlpWeights::Linears));
@@ -267,7 +257,7 @@ fn settings_that_cannot_run_are_refused() {
 /// A deliberately bad start is improved, by steps of the engine itself; the result runs, and the journal has all of it.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_bad_start_is_improved() {
+fn tuning_improves_a_bad_start() {
     let home = tempfile::tempdir().unwrap();
     let (source, target) = (home.path().join("model"), home.path().join("bundle"));
     let model = DemoOptions { hidden: 1024, intermediate: 4096, heads: 8, ..MODEL };
@@ -408,7 +398,7 @@ impl Forms {
 /// captured, the same bits.
 #[test]
 #[ignore = "needs a GPU"]
-fn every_way_of_every_projection_against_float64() {
+fn every_projection_path_matches_float64() {
     let stream = stream(gpu());
     let sms = gpu().device().info().sms;
     let mut builder = LayerBuilder::new(gpu(), &stream, LoadOptions::default()).unwrap();

@@ -9,7 +9,7 @@
 
 use std::path::Path;
 
-use crate::harness::{Random, Weights, bf16, gpu, guard_is_whole, poison, refused, stream, value};
+use crate::harness::{Random, WHOLE_TILES, Weights, bf16, close, gpu, guard_is_whole, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight_bench::halves;
 use unweight_codegen::spec::{Epilogue, Op};
@@ -55,13 +55,6 @@ fn product(x: &[f64], w: &[f64], k: usize) -> Vec<(f64, f64)> {
             })
         })
         .collect()
-}
-
-fn close(got: &[u16], exact: impl Iterator<Item = (f64, f64)>, what: &str) {
-    for (at, (got, (sum, slack))) in got.iter().zip(exact).enumerate() {
-        let error = (value(*got) - sum).abs();
-        assert!(error <= sum.abs() / 256.0 + slack, "{what}: element {at} is {}, not {sum}", value(*got));
-    }
 }
 
 /// Y directly, again, and as a graph: the same bits.
@@ -182,7 +175,7 @@ fn a_compact_gate_and_up_activate_their_product() {
 /// expansion was done, would mix two layers' weights.
 #[test]
 #[ignore = "needs a GPU"]
-fn layers_take_turns_in_one_slot() {
+fn layers_share_one_slot() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut small = builder(kernels, &stream, Resident::Small, true);
@@ -228,7 +221,7 @@ fn layers_take_turns_in_one_slot() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn a_lane_without_a_slot_is_refused() {
+fn workspace_without_a_slot_is_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut small = builder(kernels, &stream, Resident::Small, true);
@@ -251,18 +244,7 @@ fn a_lane_without_a_slot_is_refused() {
 
 fn compact_bundle(home: &Path) -> Bundle {
     let (source, target) = (home.join("model"), home.join("bundle"));
-    let model = DemoOptions {
-        layers: 1,
-        hidden: 256,
-        intermediate: 512,
-        heads: 4,
-        kv_heads: 2,
-        vocab: 1024,
-        experts: 0,
-        shards: 1,
-        seed: 5,
-    };
-    demo_model::write(&source, &model).unwrap();
+    demo_model::write(&source, &DemoOptions { layers: 1, ..WHOLE_TILES }).unwrap();
     bundle::compress(&source, &target, &CompressOptions::new(Profile::Compact), &Silent).unwrap();
     Bundle::open(&target).unwrap()
 }
@@ -271,7 +253,7 @@ fn compact_bundle(home: &Path) -> Bundle {
 /// packed.
 #[test]
 #[ignore = "needs a GPU"]
-fn compact_tensors_of_a_bundle_stay_as_they_are() {
+fn compact_tensors_of_a_bundle_stay_compact() {
     let device = Device::open(0).unwrap();
     let stream = device.stream().unwrap();
     let home = tempfile::tempdir().unwrap();

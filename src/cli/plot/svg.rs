@@ -139,7 +139,7 @@ fn ratios(Ratios { caption, x_name, ratio_name, lines }: &Ratios) -> Result<Stri
     ];
     let points = || lines.iter().flat_map(|(_, line)| line.iter());
     let (Some(first), Some(last)) = (points().map(|(m, _)| *m).min(), points().map(|(m, _)| *m).max()) else {
-        return Err(Failure::new("nothing to draw", "measure at least one batch beside cuBLAS"));
+        return Err(Failure::new("nothing-to-draw", "nothing to draw", "measure at least one batch beside cuBLAS"));
     };
     let highest = points().map(|(_, speedup)| *speedup).fold(1.0, f64::max);
     let at = |m: u32| f64::from(m).log2();
@@ -225,7 +225,11 @@ fn draw(on: impl FnOnce(&Area<'_>) -> std::result::Result<(), String>) -> Result
     };
     match drawn {
         Ok(()) => Ok(svg),
-        Err(why) => Err(Failure::new(format!("cannot draw: {why}"), "use --json or --csv and draw it elsewhere")),
+        Err(why) => Err(Failure::new(
+            "drawing-failed",
+            format!("cannot draw: {why}"),
+            "use --json or --csv and draw it elsewhere",
+        )),
     }
 }
 

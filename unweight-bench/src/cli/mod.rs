@@ -7,7 +7,7 @@ use std::{fs, path::PathBuf};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use unweight::cli::{
     Everywhere, Program,
-    failure::{Failure, Result},
+    failure::{Coded, Failure, Result},
     output::Output,
     paths::{Lie, ResidentArg, note_unused, saved_plan},
     plot::{may_save, save},
@@ -47,11 +47,22 @@ impl Program for Cli {
     }
 }
 
+/// An error of a measurement as the command line takes errors.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+struct Failed(BenchError);
+
+impl Coded for Failed {
+    fn code(&self) -> &'static str {
+        self.0.code()
+    }
+}
+
 /// An error with what to do about it, where one thing is to be done.
 fn failed(error: BenchError) -> Failure {
     match error.remedy() {
-        Some(remedy) => Failure::remedied(error, remedy),
-        None => Failure::other(error),
+        Some(remedy) => Failure::remedied(Failed(error), remedy),
+        None => Failure::other(Failed(error)),
     }
 }
 
@@ -363,7 +374,7 @@ impl Bench {
                 // Known before minutes of measuring.
                 let store = match (&arguments.save_table, kernels.cache().store()) {
                     (Some(None), Err(why)) => {
-                        return Err(Failure::new(why.to_string(), "name a FILE for --save-table"));
+                        return Err(Failure::new(why.code(), why.to_string(), "name a FILE for --save-table"));
                     }
                     (Some(None), Ok(store)) => Some(store),
                     _ => None,
@@ -392,7 +403,7 @@ impl Bench {
             Self::Decode(arguments) => {
                 if arguments.tune && arguments.mlp == Lie::Linears {
                     let message = "--tune searches for settings of MLPs as they are stored, and --mlp is linears";
-                    return Err(Failure::new(message, "give --mlp stored, or leave --tune out"));
+                    return Err(Failure::new("usage", message, "give --mlp stored, or leave --tune out"));
                 }
                 may_save(arguments.svg.as_deref())?;
                 let bundle = arguments.bundle.as_deref().map(Bundle::open).transpose()?;
@@ -400,7 +411,9 @@ impl Bench {
                 let model = match (&bundle, &config) {
                     (Some(bundle), _) => DecodeModel::Bundle(bundle),
                     (None, Some(config)) => DecodeModel::Geometry(config),
-                    (None, None) => return Err(Failure::new("no model was given", "name a bundle, or a --geometry")),
+                    (None, None) => {
+                        return Err(Failure::new("usage", "no model was given", "name a bundle, or a --geometry"));
+                    }
                 };
                 let kernels = arguments.trust.kernels(arguments.device, bundle.as_ref(), output)?;
                 let mut options = DecodeOptions::default()
@@ -447,13 +460,14 @@ impl Bench {
                     .load(!arguments.no_load)
                     .asynchronous(arguments.copy == CopyBy::Async)
                     .plant(plant);
-                let report = bench::stress(&kernels, env, &options, &note).map_err(Failure::other)?;
+                let report = bench::stress(&kernels, env, &options, &note).map_err(failed)?;
                 output.result(self.name(), &report, |out| write!(out, "{report}"))?;
                 if report.is_clean() {
                     return Ok(());
                 }
                 let (differing, wrong) = (report.differing, report.wrong);
                 Err(Failure::mismatch(
+                    "kernel-results-differ",
                     format!("{differing} launches differ from the first, {wrong} first outputs are wrong"),
                     "do not use these kernels on this card; report this with the output of `unweight doctor --json`",
                 )

@@ -43,6 +43,13 @@ pub struct ParseNameError {
     why: String,
 }
 
+impl ParseNameError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "kernel-name-invalid"
+    }
+}
+
 impl VariantSpec {
     /// The canonical name, also in const context.
     pub const fn name(&self) -> Name {
@@ -239,7 +246,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_no_name_says_why() {
+    fn invalid_names_are_explained() {
         for (name, why) in [
             ("matmul", "does not begin with uw_"),
             ("uw_sm90a", "an architecture and a family must follow"),

@@ -59,6 +59,17 @@ pub enum TableError {
     },
 }
 
+impl TableError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Read { .. } => "dispatch-table-unreadable",
+            Self::Parse { .. } | Self::Variant { .. } => "dispatch-table-invalid",
+            Self::Foreign { .. } => "dispatch-table-of-another-gpu",
+        }
+    }
+}
+
 /// Batch rows of the smallest tile of a product. All tiles are multiples of it.
 const SMALLEST_TILE: u32 = 8;
 
@@ -152,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_that_ships_is_a_table() {
+    fn shipped_table_parses_and_is_complete() {
         let table: MeasuredTable = serde_json::from_str(include_str!("h200.json")).unwrap();
         assert_eq!(&table, MeasuredTable::builtin());
         for row in &table.rows {
@@ -176,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_read_for_its_device_only_and_says_what_is_wrong() {
+    fn table_is_read_only_for_its_gpu() {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("table.json");
         let table = MeasuredTable {
@@ -205,7 +216,7 @@ mod tests {
 
     /// A short measurement takes nothing away of a long one.
     #[test]
-    fn rows_are_laid_over_those_of_the_same_problem() {
+    fn measured_rows_override_the_same_problem() {
         let of = |rows| MeasuredTable { device: "D".to_owned(), rows };
         let [first, second] = ["uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store", "uw_sm90a_gemm_mma_b8_r1w16p2c2_esc_store"];
         let below = of(vec![row(1, first), row(8, first)]);

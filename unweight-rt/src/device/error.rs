@@ -137,6 +137,25 @@ impl RowFault {
 const OUT_OF_MEMORY: u32 = cudarc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
 
 impl DeviceError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Toolchain(error) => error.code(),
+            Self::Codegen(error) => error.code(),
+            Self::Codec(error) => error.code(),
+            Self::Driver { .. } => "cuda-driver-failed",
+            Self::Room { .. } => "device-memory-insufficient",
+            Self::HostRoom { .. } => "pinned-memory-insufficient",
+            Self::Cublas { .. } => "cublas-failed",
+            Self::Arch { .. } => "unsupported-gpu",
+            Self::Ordinal { .. } => "device-not-found",
+            Self::Kernel { refusal, .. } => refusal.code(),
+            Self::Operand(refusal) => refusal.code(),
+            Self::Fault { .. } => "device-tile-invalid",
+            Self::Row { .. } => "device-row-invalid",
+        }
+    }
+
     /// Turns the out-of-memory status of an allocation into the error of `room`.
     pub(super) fn of_room(self, room: impl FnOnce() -> Self) -> Self {
         match self {
@@ -637,6 +656,16 @@ pub enum Refusal {
         /// The rule that it misses.
         rule: MapRule,
     },
+}
+
+impl Refusal {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::ArgumentBytes { .. } | Self::Artifact { .. } => "kernel-artifact-mismatch",
+            _ => "invalid-operand",
+        }
+    }
 }
 
 /// The pitch that an operation takes.

@@ -203,6 +203,11 @@ pub struct Excerpt {
 }
 
 impl CompileFailure {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "kernel-compile-failed"
+    }
+
     /// How many failing places are shown. The first is nearly always the cause of the others.
     pub const EXCERPTS: usize = 3;
 
@@ -385,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_without_places_is_shown_whole() {
+    fn log_without_locations_is_shown_in_full() {
         let log = "ptxas fatal: something".to_owned();
         let failure = CompileFailure::new(&request(), None, NvrtcError::Refused { log });
         assert!(failure.to_string().contains("ptxas fatal: something"));

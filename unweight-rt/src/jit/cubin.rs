@@ -159,6 +159,13 @@ pub enum CubinError {
     },
 }
 
+impl CubinError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "cubin-invalid"
+    }
+}
+
 impl From<object::read::Error> for CubinError {
     fn from(error: object::read::Error) -> CubinError {
         CubinError::Elf(error.to_string())
@@ -403,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_are_told_apart() {
+    fn other_elf_files_are_rejected() {
         assert!(matches!(read(b"text"), Err(CubinError::Elf(_))));
         let mut other = CUBIN.to_vec();
         other[18] = 62; // x86-64

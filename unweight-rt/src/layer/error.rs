@@ -34,6 +34,15 @@ pub enum LoadError {
 }
 
 impl LoadError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Bundle(error) => error.code(),
+            Self::Device { source, .. } => source.code(),
+            Self::Unsuitable { why, .. } => why.code(),
+        }
+    }
+
     /// What the user can do about the error, if one action resolves it.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
@@ -135,4 +144,19 @@ pub(super) fn refused(device: &impl Fn(DeviceError) -> LoadError) -> impl Fn(Ref
 
 pub(super) fn unsuitable(name: &str, why: Unsuitable) -> LoadError {
     LoadError::Unsuitable { name: name.to_owned(), why }
+}
+
+impl Unsuitable {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::NotAMatrix { .. } | Self::NotAVector { .. } => "tensor-not-a-layer",
+            Self::TooLarge { .. } => "tensor-too-large",
+            Self::Nothing | Self::Columns { .. } | Self::NotAPair { .. } | Self::Pair { .. } | Self::GateAndUp(_) => {
+                "tensors-not-mergeable"
+            }
+            Self::Unpackable(why) => why.code(),
+            Self::OtherForm { .. } | Self::CodeBits { .. } => "manifest-disagrees",
+        }
+    }
 }

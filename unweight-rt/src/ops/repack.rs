@@ -48,6 +48,16 @@ pub enum PackError {
     Device(#[from] DeviceError),
 }
 
+impl PackError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Unpackable(why) => why.code(),
+            Self::Device(error) => error.code(),
+        }
+    }
+}
+
 /// The kernels that pack and unpack on one device, with their memory and their lane.
 #[derive(Debug)]
 pub struct Packer {

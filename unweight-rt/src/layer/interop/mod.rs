@@ -445,7 +445,7 @@ mod tests {
 
     /// A prompt's chunk would read the weights once for each 64 rows where there is no `wgmma`.
     #[test]
-    fn a_guest_expands_where_the_engine_does() {
+    fn borrowed_layers_expand_at_the_same_batches_as_the_engine() {
         let weight = Weight::stored(14336, 4096, FormId::PACKED);
         let expands = |arch, options: LoadOptions, has_cublas: bool| {
             let chooser = PackedChooser::of(Machine::usual(arch), "a GPU");

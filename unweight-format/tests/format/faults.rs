@@ -1,0 +1,455 @@
+//! What the system refuses: threads, modes, renames. Each test runs the work in a child, as a user whom limits and modes
+//! bind, or with a fault that the library is asked to meet (`FAULTS`).
+
+use std::{
+    fs,
+    os::unix::{fs::PermissionsExt, process::CommandExt},
+    path::Path,
+    process::Command,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use rustix::process::{Resource, Rlimit, geteuid, setrlimit};
+use unweight_format::{
+    bundle::{
+        BundleError, CompressOptions, DecompressOptions, ErrorClass, Profile, Progress, Silent, VerifyAfter, compress,
+        decompress, verify,
+    },
+    testing::demo_model::{self, DemoOptions},
+};
+
+use crate::common::{self, Scratch, chain, read_tree, safetensors_file, small_model, tensor};
+
+const ROOT: &str = "UNWEIGHT_TEST_ROOT";
+const WHAT: &str = "UNWEIGHT_TEST_WHAT";
+const THREADS: &str = "UNWEIGHT_TEST_THREADS";
+
+/// Runs only as a child of other tests.
+#[test]
+fn child() {
+    let Ok(root) = std::env::var(ROOT) else { return };
+    if let Ok(threads) = std::env::var(THREADS) {
+        let most = threads.parse().ok();
+        setrlimit(Resource::Nproc, Rlimit { current: most, maximum: most }).unwrap();
+    }
+    let root = Path::new(&root);
+    let (model, bundle, out) = (root.join("model"), root.join("bundle"), root.join("out"));
+    let options = CompressOptions::default().verify(VerifyAfter::None);
+    let resume = options.clone().resume(true);
+    let compress = |options: &CompressOptions| compress(&model, &out, options, &Silent).map(drop);
+    let decompress = |options: &DecompressOptions| decompress(&bundle, &out, options, &Silent).map(drop);
+    let result = match std::env::var(WHAT).unwrap().as_str() {
+        "demo" => demo_model::write(&root.join("demo"), &DemoOptions::default()).map(drop),
+        "compress" => compress(&options),
+        "resume" => compress(&resume),
+        "replace" => compress(&options.force(true)),
+        "verify" => verify(&bundle, None, &Silent).map(drop),
+        "decompress" => decompress(&DecompressOptions::default()),
+        "resume decompress" => decompress(&DecompressOptions::default().resume(true)),
+        other => panic!("{other}"),
+    };
+    let said = |error| format!("{}: {}", BundleError::code(&error), chain(&error));
+    println!("child says: {}", result.map_or_else(said, |()| "done".into()));
+}
+
+/// The test [`child`] in a process of its own, and what it says.
+struct Child(Command);
+
+impl Child {
+    fn new(root: &Path, what: &str) -> Self {
+        Self::of(Command::new(std::env::current_exe().unwrap()), root, what)
+    }
+
+    /// As a user whom modes and limits bind: root is not. Everything below `root` is then that user's.
+    fn bound(root: &Path, what: &str) -> Self {
+        if !geteuid().is_root() {
+            return Self::new(root, what);
+        }
+        // Nobody else's, so that nobody else's processes count. Where the tests lie that user may have no way to.
+        let (user, copy) = (20_000 + std::process::id() % 40_000, root.join("program"));
+        if !copy.exists() {
+            fs::copy(std::env::current_exe().unwrap(), &copy).unwrap();
+        }
+        assert!(Command::new("chown").args(["-hR", &user.to_string()]).arg(root).status().unwrap().success());
+        let mut command = Command::new(copy);
+        command.uid(user).gid(user).current_dir(root);
+        Self::of(command, root, what)
+    }
+
+    fn of(mut command: Command, root: &Path, what: &str) -> Self {
+        command.args(["--exact", "faults::child", "--nocapture", "--test-threads=1"]).env(ROOT, root).env(WHAT, what);
+        Self(command)
+    }
+
+    fn with(mut self, key: &str, value: &str) -> Self {
+        self.0.env(key, value);
+        self
+    }
+
+    /// What it says; nothing if it was ended on the way.
+    fn says(mut self) -> String {
+        let output = self.0.output().unwrap();
+        let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+        assert!(!text.contains("panicked"), "{text}");
+        text.split_once("child says: ").map_or("", |(_, said)| said).lines().next().unwrap_or_default().to_owned()
+    }
+
+    /// Ends at a failpoint.
+    fn crashes(self, point: &str) {
+        let said = self.with("UNWEIGHT_FAILPOINT", point).says();
+        assert_eq!(said, "", "{point}");
+    }
+}
+
+// ---- threads ----
+
+#[test]
+fn no_threads_is_an_error() {
+    let scratch = Scratch::new();
+    small_model(&scratch.path("model"));
+    compress(&scratch.path("model"), &scratch.path("bundle"), &CompressOptions::default(), &Silent).unwrap();
+    for what in ["demo", "compress", "verify", "decompress"] {
+        let said = Child::bound(scratch.dir(), what).with(THREADS, "1").says();
+        assert!(said.starts_with("threads-unavailable: "), "{what}: {said}");
+        // Some of them: which is missed first depends on the number of processors.
+        for most in ["2", "3", "4", "5"] {
+            let said = Child::bound(scratch.dir(), what).with(THREADS, most).says();
+            assert!(said == "done" || said.starts_with("threads-unavailable: "), "{what} with {most}: {said}");
+            for made in ["demo", "out"] {
+                drop(fs::remove_dir_all(scratch.path(made)));
+            }
+        }
+    }
+}
+
+#[test]
+fn each_missing_thread_is_an_error() {
+    let scratch = Scratch::new();
+    small_model(&scratch.path("model"));
+    // Of each of two shards one thread reads, one writes, and one waits for the disk.
+    for missing in 1..=6 {
+        let said = Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).says();
+        assert!(said.starts_with("threads-unavailable: "), "{missing}: {said}");
+    }
+    let said = Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", "thread:7").says();
+    assert_eq!(said, "done");
+    fs::rename(scratch.path("out"), scratch.path("bundle")).unwrap();
+    for missing in 1..=2 {
+        let said = Child::new(scratch.dir(), "decompress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).says();
+        assert!(said.starts_with("threads-unavailable: "), "{missing}: {said}");
+    }
+}
+
+// ---- modes ----
+
+/// The file that a crash leaves just before its new name has the source's mode already.
+#[test]
+fn resume_works_with_a_read_only_source() {
+    let scratch = Scratch::new();
+    let (source, out) = (scratch.path("model"), scratch.path("out"));
+    small_model(&source);
+    for name in read_tree(&source).keys() {
+        fs::set_permissions(source.join(name), fs::Permissions::from_mode(0o444)).unwrap();
+    }
+    for (first, second) in [("compress", "resume"), ("decompress", "resume decompress")] {
+        let shard = |name: &str| name.starts_with("work/shard-");
+        // The first shard; other files come to that point before it.
+        let found = (1..10).find_map(|time| {
+            Child::bound(scratch.dir(), first).crashes(&format!("before-accept:{time}"));
+            let left = read_tree(&scratch.path("out.partial"));
+            left.into_keys().find(|name| shard(name))
+        });
+        let mode = fs::metadata(scratch.path("out.partial").join(found.unwrap())).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o444);
+        assert_eq!(Child::bound(scratch.dir(), second).says(), "done");
+        let mode = fs::metadata(out.join("model-00001-of-00002.safetensors")).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o444);
+        if first == "compress" {
+            fs::rename(&out, scratch.path("bundle")).unwrap();
+        }
+    }
+    assert!(read_tree(&out) == read_tree(&source));
+}
+
+/// What was replaced goes, also where nobody could have changed it in its place.
+#[test]
+fn force_replaces_an_output_with_a_read_only_folder() {
+    let scratch = Scratch::new();
+    let (source, out) = (scratch.path("model"), scratch.path("out"));
+    small_model(&source);
+    fs::create_dir_all(source.join("sub/deep")).unwrap();
+    fs::write(source.join("sub/deep/vocab.txt"), "a b c").unwrap();
+    let lock = || {
+        for folder in ["sub/deep", "sub"] {
+            fs::set_permissions(out.join(folder), fs::Permissions::from_mode(0o555)).unwrap();
+        }
+    };
+    compress(&source, &out, &CompressOptions::new(Profile::Palette), &Silent).unwrap();
+    lock();
+    assert_eq!(Child::bound(scratch.dir(), "replace").says(), "done");
+    assert!(!scratch.path("out.partial").exists());
+    // And where a crash left it to the next run.
+    lock();
+    Child::bound(scratch.dir(), "replace").crashes("published");
+    fs::rename(&out, scratch.path("first")).unwrap();
+    assert_eq!(Child::bound(scratch.dir(), "resume").says(), "done");
+    assert!(!scratch.path("out.partial").exists());
+    assert!(read_tree(&out) == read_tree(&scratch.path("first")));
+}
+
+// ---- renames ----
+
+/// Where the system cannot swap two names, the old output waits aside: it is never lost before the new one is there.
+#[test]
+fn without_atomic_swap_the_old_output_is_kept_until_replaced() {
+    let scratch = Scratch::new();
+    let (source, out, aside) = (scratch.path("model"), scratch.path("out"), scratch.path("out.partial/replaced"));
+    small_model(&source);
+    let made = |name: &str, options: &CompressOptions| {
+        compress(&source, &scratch.path(name), options, &Silent).unwrap();
+        read_tree(&scratch.path(name))
+    };
+    let old = made("old", &CompressOptions::new(Profile::Palette));
+    let new = made("new", &CompressOptions::default());
+    let begin = || {
+        drop(fs::remove_dir_all(&out));
+        fs::create_dir(&out).unwrap();
+        old.iter().for_each(|(name, bytes)| fs::write(out.join(name), bytes).unwrap());
+    };
+    let replace = |faults: &str| Child::new(scratch.dir(), "replace").with("UNWEIGHT_FAULT", faults);
+    let whole = || {
+        assert!(read_tree(&out) == new);
+        assert!(!scratch.path("out.partial").exists());
+    };
+    begin();
+    assert_eq!(replace("swap").says(), "done");
+    whole();
+    // A crash between the two renames, and right after them.
+    begin();
+    replace("swap").crashes("set-aside");
+    assert!(!out.exists() && read_tree(&aside) == old);
+    assert_eq!(replace("swap").says(), "done");
+    whole();
+    begin();
+    replace("swap").crashes("published");
+    assert!(read_tree(&out) == new && read_tree(&aside) == old);
+    assert_eq!(replace("swap").says(), "done");
+    whole();
+    // The second rename fails: the old output has its name again.
+    begin();
+    let said = replace("swap,publish").says();
+    assert!(said.contains("cannot rename the finished output to its name"), "{said}");
+    assert!(read_tree(&out) == old && !aside.exists());
+    assert_eq!(replace("swap").says(), "done");
+    whole();
+    // Nothing can be renamed any more: the message says where it is.
+    begin();
+    let said = replace("swap,publish,back").says();
+    assert!(said.starts_with("output-not-renamed: ") && said.contains(&aside.display().to_string()), "{said}");
+    assert!(!out.exists() && read_tree(&aside) == old);
+    assert_eq!(replace("swap").says(), "done");
+    whole();
+}
+
+#[test]
+fn resume_works_where_a_folder_became_a_file() {
+    let scratch = Scratch::new();
+    let (source, out) = (scratch.path("model"), scratch.path("out"));
+    fs::create_dir_all(source.join("sub")).unwrap();
+    let weights = safetensors_file(&[], &[tensor("t", "BF16", &[64, 64], &common::weights(4096, 1))]);
+    fs::write(source.join("sub/a.safetensors"), &weights).unwrap();
+    Child::new(scratch.dir(), "compress").crashes("synced");
+    assert!(scratch.path("out.partial/tree/sub/a.safetensors").exists());
+    fs::remove_dir_all(source.join("sub")).unwrap();
+    fs::write(source.join("sub"), "a file").unwrap();
+    fs::write(source.join("b.safetensors"), &weights).unwrap();
+    assert_eq!(Child::new(scratch.dir(), "resume").says(), "done");
+    assert!(verify(&out, Some(&source), &Silent).unwrap().is_ok());
+}
+
+// ---- replacing ----
+
+/// Names, sizes and headers do not tell one model from another: what decompress replaces it gives back in every byte.
+#[test]
+fn decompress_replaces_only_files_of_the_bundle() {
+    let scratch = Scratch::new();
+    let (source, bundle, back) = (scratch.path("model"), scratch.path("bundle"), scratch.path("back"));
+    small_model(&source);
+    fs::create_dir(source.join("sub")).unwrap();
+    fs::write(source.join("sub/vocab.txt"), "a b c").unwrap();
+    compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
+    let forced = DecompressOptions::default().force(true);
+    let again = || decompress(&bundle, &back, &forced, &Silent).map(drop);
+    let refused = |what: &str, named: &str| {
+        let before = read_tree(&back);
+        let error = again().unwrap_err();
+        assert!(matches!(&error, BundleError::NotReplaceable { file, .. } if file == named), "{what}: {error}");
+        assert!(read_tree(&back) == before && !scratch.path("back.partial").exists(), "{what}");
+    };
+    decompress(&bundle, &back, &DecompressOptions::default(), &Silent).unwrap();
+    again().unwrap();
+    // Another fine-tune: the same names, sizes, headers and times.
+    for name in ["model-00002-of-00002.safetensors", "tokenizer.json"] {
+        let path = back.join(name);
+        let (whole, time) = (fs::read(&path).unwrap(), fs::metadata(&path).unwrap().modified().unwrap());
+        let mut other = whole.clone();
+        let at = other.len() - 5;
+        other[at] ^= 1;
+        fs::write(&path, other).unwrap();
+        fs::File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
+        refused("another model", name);
+        fs::write(&path, whole).unwrap();
+    }
+    fs::create_dir(back.join("mine")).unwrap();
+    refused("an empty folder of somebody's", "mine");
+    fs::remove_dir(back.join("mine")).unwrap();
+    // A link to what is the same is not the same.
+    fs::remove_file(back.join("tokenizer.json")).unwrap();
+    std::os::unix::fs::symlink(source.join("tokenizer.json"), back.join("tokenizer.json")).unwrap();
+    refused("a link", "tokenizer.json");
+    fs::remove_file(back.join("tokenizer.json")).unwrap();
+    fs::remove_dir_all(back.join("sub")).unwrap();
+    again().unwrap();
+    assert!(read_tree(&back) == read_tree(&source), "what was missing is there");
+
+    fs::remove_dir_all(&back).unwrap();
+    fs::create_dir(&back).unwrap();
+    fs::write(back.join("config.json"), "{\"mine\": true}").unwrap();
+    refused("a folder with a configuration of somebody's", "config.json");
+    fs::remove_file(back.join("config.json")).unwrap();
+    again().unwrap();
+}
+
+/// Folders are something: `mkdir -p work/{a,b}` is not what `--force` may take for an empty directory.
+#[test]
+fn folder_of_empty_folders_is_not_empty() {
+    let scratch = Scratch::new();
+    let (source, bundle, out) = (scratch.path("model"), scratch.path("bundle"), scratch.path("out"));
+    small_model(&source);
+    compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
+    fs::create_dir_all(out.join("a/b")).unwrap();
+    let error = compress(&source, &out, &CompressOptions::default().force(true), &Silent).unwrap_err();
+    assert!(matches!(&error, BundleError::NotReplaceable { file, .. } if file == "a/b"), "{error}");
+    let error = decompress(&bundle, &out, &DecompressOptions::default().force(true), &Silent).unwrap_err();
+    assert!(matches!(&error, BundleError::NotReplaceable { file, .. } if file == "a/b"), "{error}");
+    assert!(out.join("a/b").exists());
+    fs::remove_dir_all(out.join("a")).unwrap();
+    compress(&source, &out, &CompressOptions::default().force(true), &Silent).unwrap();
+}
+
+/// An output that is written to while the new one is made is not the one that was compared.
+#[test]
+fn force_keeps_an_output_that_changes_meanwhile() {
+    struct Meddle<'a>(&'a Path);
+    impl Progress for Meddle<'_> {
+        fn tensor(&self, _: &str) {
+            fs::write(self.0, "mine now").unwrap();
+        }
+    }
+    let scratch = Scratch::new();
+    let (source, bundle, back) = (scratch.path("model"), scratch.path("bundle"), scratch.path("back"));
+    small_model(&source);
+    compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
+    decompress(&bundle, &back, &DecompressOptions::default(), &Silent).unwrap();
+    let file = back.join("tokenizer.json");
+    let error = decompress(&bundle, &back, &DecompressOptions::default().force(true), &Meddle(&file)).unwrap_err();
+    assert!(matches!(&error, BundleError::NotReplaceable { .. }), "{error}");
+    assert_eq!(fs::read(&file).unwrap(), b"mine now");
+}
+
+// ---- stopping ----
+
+/// Asks to stop after so many bytes, and counts how many come all the same.
+struct StopAfter {
+    bytes: u64,
+    done: AtomicU64,
+}
+
+impl StopAfter {
+    fn new(bytes: u64) -> Self {
+        Self { bytes, done: AtomicU64::new(0) }
+    }
+
+    fn late_bytes(&self) -> u64 {
+        self.done.load(Ordering::Relaxed).saturating_sub(self.bytes)
+    }
+}
+
+impl Progress for StopAfter {
+    fn advance(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn cancelled(&self) -> bool {
+        self.done.load(Ordering::Relaxed) >= self.bytes
+    }
+}
+
+/// A file that is only read may be a hundred gigabytes.
+#[test]
+fn cancel_stops_inside_a_file() {
+    let scratch = Scratch::new();
+    let (source, bundle, out) = (scratch.path("model"), scratch.path("bundle"), scratch.path("out"));
+    fs::create_dir(&source).unwrap();
+    let elements = 24 << 20;
+    let weights = [tensor("t", "BF16", &[elements / 2048, 2048], &common::weights(elements, 1))];
+    fs::write(source.join("a.safetensors"), safetensors_file(&[], &weights)).unwrap();
+    let bytes = fs::metadata(source.join("a.safetensors")).unwrap().len();
+    let piece = 4 << 20;
+    compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
+    let stopped = |what: &str, progress: &StopAfter, error: BundleError| {
+        assert_eq!(error.class(), ErrorClass::Interrupted, "{what}: {}", chain(&error));
+        assert!(progress.late_bytes() <= piece, "{what}: {} bytes more", progress.late_bytes());
+    };
+    // The source, after the bundle itself.
+    let progress = StopAfter::new(bytes + 2 * piece);
+    stopped("verify", &progress, verify(&bundle, Some(&source), &progress).unwrap_err());
+    // What was finished, before anything is made.
+    Child::new(scratch.dir(), "decompress").crashes("synced");
+    let progress = StopAfter::new(2 * piece);
+    let options = DecompressOptions::default().resume(true);
+    stopped("decompress", &progress, decompress(&bundle, &out, &options, &progress).unwrap_err());
+    let report = decompress(&bundle, &out, &options, &Silent).unwrap();
+    assert!(report.files[0].resumed, "it was kept");
+    fs::remove_dir_all(&out).unwrap();
+    Child::new(scratch.dir(), "compress").crashes("synced");
+    let progress = StopAfter::new(2 * piece);
+    let options = CompressOptions::default().resume(true);
+    stopped("compress", &progress, compress(&source, &out, &options, &progress).unwrap_err());
+    assert_eq!(compress(&source, &out, &options, &Silent).unwrap().resumed_files, ["a.safetensors"]);
+}
+
+/// A run that resumes announces what it compares, too, and comes to the end of both.
+#[test]
+fn progress_of_a_resumed_run_ends_at_the_announced_total() {
+    #[derive(Default)]
+    struct Sums([AtomicU64; 2]);
+    impl Progress for Sums {
+        fn start(&self, total_bytes: u64) {
+            self.0[0].fetch_add(total_bytes, Ordering::Relaxed);
+        }
+
+        fn advance(&self, bytes: u64) {
+            self.0[1].fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+    let scratch = Scratch::new();
+    let (source, out) = (scratch.path("model"), scratch.path("out"));
+    small_model(&source);
+    let whole: u64 = read_tree(&source).values().map(|bytes| bytes.len() as u64).sum();
+    let check = |what: &str, sums: Sums| {
+        let [announced, done] = sums.0.map(AtomicU64::into_inner);
+        assert!(announced > whole, "{what}: what is compared is announced, too");
+        assert_eq!(announced, done, "{what}");
+    };
+    Child::new(scratch.dir(), "compress").crashes("synced");
+    let sums = Sums::default();
+    let options = CompressOptions::default().resume(true).verify(VerifyAfter::None);
+    compress(&source, &out, &options, &sums).unwrap();
+    check("compress", sums);
+    fs::rename(&out, scratch.path("bundle")).unwrap();
+    Child::new(scratch.dir(), "decompress").crashes("synced");
+    let sums = Sums::default();
+    decompress(&scratch.path("bundle"), &out, &DecompressOptions::default().resume(true), &sums).unwrap();
+    check("decompress", sums);
+}

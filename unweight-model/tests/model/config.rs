@@ -1,0 +1,465 @@
+//! Configurations: defaults, spellings, refusals, and no panic on any JSON.
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use unweight_model::{ConfigError, Family, Mixture, ModelConfig, RopeKind};
+
+/// A configuration with one change.
+fn parse(family: &str, change: Value) -> Result<ModelConfig, ConfigError> {
+    let mut config = json!({"model_type": family, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16});
+    config.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+    ModelConfig::from_json(&config, None)
+}
+
+fn accepted(family: &str, change: Value) -> ModelConfig {
+    parse(family, change.clone()).unwrap_or_else(|error| panic!("{family} {change}: {error}"))
+}
+
+#[test]
+fn defaults_match_transformers() {
+    let defaults: Value = serde_json::from_str(include_str!("../fixtures/defaults.json")).unwrap();
+    let defaults = defaults.as_object().unwrap();
+    assert_eq!(defaults.len(), Family::ALL.len());
+    for (family, spelled_out) in defaults {
+        let config = ModelConfig::parse(&format!(r#"{{"model_type": "{family}"}}"#), None).unwrap();
+        assert_eq!(config, ModelConfig::from_json(spelled_out, None).unwrap(), "{family}");
+        // That the script's keys are read at all: each of these changes what comes out.
+        let intermediate = if family == "qwen3_moe" { "moe_intermediate_size" } else { "intermediate_size" };
+        for key in ["vocab_size", intermediate, "max_position_embeddings", "num_key_value_heads"] {
+            let mut other = spelled_out.clone();
+            other[key] = json!(16);
+            assert_ne!(config, ModelConfig::from_json(&other, None).unwrap(), "{family} {key}");
+        }
+    }
+}
+
+#[test]
+fn absent_and_null_differ() {
+    let of = |family, change| {
+        ModelConfig::from_json(
+            &{
+                let mut config = json!({"model_type": family, "num_attention_heads": 64});
+                config.as_object_mut().unwrap().extend(Value::as_object(&change).unwrap().clone());
+                config
+            },
+            None,
+        )
+    };
+    assert_eq!(of("mistral", json!({})).unwrap().kv_heads, 8);
+    assert_eq!(of("mistral", json!({"num_key_value_heads": null})).unwrap().kv_heads, 64);
+    assert_eq!(of("llama", json!({})).unwrap().kv_heads, 64);
+    assert_eq!(of("qwen2", json!({})).unwrap().kv_heads, 32);
+    assert_eq!(of("mistral", json!({})).unwrap().window[0], Some(4096));
+    assert_eq!(of("mistral", json!({"sliding_window": null})).unwrap().window, [None; 32]);
+    assert_eq!(of("qwen3", json!({})).unwrap().head_dim, 128);
+    assert_eq!(of("qwen2", json!({"head_dim": null})).unwrap().head_dim, 64);
+    assert!(matches!(of("qwen3", json!({"head_dim": null})), Err(ConfigError::Type { .. })));
+    assert_eq!(of("llama", json!({"eos_token_id": null})).unwrap().eos, [0; 0]);
+    assert_eq!(of("llama", json!({"bos_token_id": null})).unwrap().bos, None);
+    assert_eq!(of("llama", json!({})).unwrap().bos, Some(1));
+}
+
+#[test]
+fn attention_windows_by_layer() {
+    let window = |family, change| accepted(family, change).window;
+    assert_eq!(window("llama", json!({"sliding_window": 7})), [None; 4], "a llama has none, whatever it says");
+    assert_eq!(window("mistral", json!({"sliding_window": 7})), [Some(7); 4]);
+    assert_eq!(window("qwen2", json!({"sliding_window": 7, "max_window_layers": 0})), [None; 4], "not switched on");
+    let on = |more: Value| {
+        let mut change = json!({"use_sliding_window": true, "sliding_window": 7});
+        change.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        change
+    };
+    assert_eq!(window("qwen2", on(json!({}))), [None; 4], "from layer 28 on");
+    assert_eq!(window("qwen3", on(json!({"max_window_layers": 3}))), [None, None, None, Some(7)]);
+    assert_eq!(window("qwen3", on(json!({"max_window_layers": 0}))), [Some(7); 4]);
+    let types = json!(["sliding_attention", "full_attention", "sliding_attention", "full_attention"]);
+    assert_eq!(window("qwen2", on(json!({"layer_types": types}))), [Some(7), None, Some(7), None]);
+}
+
+#[test]
+fn rotary_embedding_in_every_spelling() {
+    let rope = |change| accepted("llama", change).rope;
+    assert_eq!(rope(json!({})).theta, 10_000.0);
+    assert_eq!(rope(json!({"rope_theta": 5e5})).theta, 5e5);
+    let inside = json!({"rope_type": "default", "rope_theta": 3e5});
+    assert_eq!(rope(json!({"rope_parameters": inside, "rope_theta": 5e5})).theta, 3e5, "the inner one wins");
+    assert_eq!(rope(json!({"rope_scaling": null, "rope_parameters": inside})).theta, 3e5);
+    assert_eq!(rope(json!({"rope_scaling": {}, "rope_parameters": inside})).theta, 3e5);
+    let linear = json!({"type": "linear", "factor": 2});
+    let both = rope(json!({"rope_scaling": linear, "rope_parameters": inside, "rope_theta": 5e5}));
+    assert_eq!((both.theta, both.kind), (5e5, RopeKind::Linear { factor: 2.0 }), "rope_scaling wins");
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0});
+    let kind = |original| RopeKind::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original };
+    assert_eq!(rope(json!({"rope_scaling": llama3, "max_position_embeddings": 999})).kind, kind(999));
+    let beside = json!({"rope_scaling": llama3, "original_max_position_embeddings": 77});
+    assert_eq!(rope(beside).kind, kind(77));
+    let yarn = |change: Value| {
+        let mut yarn = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100});
+        yarn.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        match rope(json!({"rope_scaling": yarn, "max_position_embeddings": 800})).kind {
+            RopeKind::Yarn { factor, attention_factor, beta_fast, beta_slow, truncate, .. } => {
+                (factor, attention_factor, beta_fast, beta_slow, truncate)
+            }
+            kind => panic!("{kind:?}"),
+        }
+    };
+    let usual = 0.1 * 4f64.ln() + 1.0;
+    assert_eq!(yarn(json!({})), (4.0, usual, 32.0, 1.0, true));
+    assert_eq!(yarn(json!({"factor": null})), (8.0, 0.1 * 8f64.ln() + 1.0, 32.0, 1.0, true));
+    assert_eq!(yarn(json!({"attention_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0})).1, 0.5);
+    assert_eq!(yarn(json!({"mscale": 1.0, "mscale_all_dim": 1.0})).1, 1.0);
+    assert_eq!(yarn(json!({"mscale": 1.0})).1, usual, "alone it says nothing");
+    assert_eq!(yarn(json!({"beta_fast": 0, "beta_slow": 2, "truncate": false})), (4.0, usual, 32.0, 2.0, false));
+}
+
+#[test]
+fn unsupported_values_are_rejected_by_file_and_key() {
+    let cases = [
+        (
+            "gpt2",
+            json!({}),
+            "config.json: model_type is \"gpt2\", which is not supported; supported are llama, mistral, qwen2,",
+        ),
+        (
+            "llama",
+            json!({"quantization_config": {"bits": 4}}),
+            "config.json: quantization_config is {\"bits\":4}, which is not supported; take",
+        ),
+        (
+            "llama",
+            json!({"attention_bias": true}),
+            "config.json: attention_bias is true, which is not supported; the output projection",
+        ),
+        ("qwen3", json!({"attention_bias": true}), "config.json: attention_bias is true"),
+        ("llama", json!({"mlp_bias": true}), "config.json: mlp_bias is true"),
+        (
+            "llama",
+            json!({"hidden_act": "gelu"}),
+            "config.json: hidden_act is \"gelu\", which is not supported; supported is silu",
+        ),
+        ("llama", json!({"num_local_experts": 8}), "config.json: num_local_experts is 8"),
+        ("qwen2", json!({"num_experts": 8}), "config.json: num_experts is 8"),
+        ("qwen3_moe", json!({"mlp_only_layers": [0]}), "config.json: mlp_only_layers is [0]"),
+        ("qwen3_moe", json!({"decoder_sparse_step": 2}), "config.json: decoder_sparse_step is 2"),
+        ("llama", json!({"partial_rotary_factor": 0.5}), "config.json: partial_rotary_factor is 0.5"),
+        (
+            "llama",
+            json!({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+            "config.json: rope_parameters.partial_rotary_factor is 0.5",
+        ),
+        (
+            "llama",
+            json!({"rope_scaling": {"type": "dynamic", "factor": 2}}),
+            "config.json: rope_scaling.type is \"dynamic\", which is not supported; supported are default, linear,",
+        ),
+        (
+            "llama",
+            json!({"rope_parameters": {"rope_type": "longrope"}}),
+            "config.json: rope_parameters.rope_type is \"longrope\"",
+        ),
+        (
+            "llama",
+            json!({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}),
+            "config.json: rope_parameters.full_attention is {}",
+        ),
+        (
+            "qwen2",
+            json!({"layer_types": ["linear_attention", "full_attention", "full_attention", "full_attention"]}),
+            "config.json: layer_types is",
+        ),
+        (
+            "qwen2",
+            json!({"layer_types": ["sliding_attention", "full_attention", "full_attention", "full_attention"]}),
+            "config.json: layer_types is",
+        ),
+        (
+            "mistral",
+            json!({"layer_types": ["sliding_attention", "full_attention", "full_attention", "full_attention"]}),
+            "config.json: layer_types is",
+        ),
+        ("llama", json!({"per_layer_config": {"0": {}}}), "config.json: per_layer_config is"),
+        ("llama", json!({"is_encoder_decoder": true}), "config.json: is_encoder_decoder is true"),
+    ];
+    for (family, change, expected) in cases {
+        let error = parse(family, change.clone()).expect_err(&change.to_string());
+        assert!(matches!(error, ConfigError::Unsupported { .. }), "{change}: {error}");
+        assert!(error.to_string().starts_with(expected), "{change}: {error}");
+    }
+}
+
+#[test]
+fn keys_without_effect_are_accepted() {
+    accepted(
+        "llama",
+        json!({"quantization_config": null, "num_experts": 0, "attention_bias": false, "mlp_bias": null}),
+    );
+    accepted("llama", json!({"partial_rotary_factor": 1.0, "hidden_act": "swish", "an_unknown_key": [1, {"a": 2}]}));
+    accepted("qwen2", json!({"attention_bias": true, "mlp_bias": true}));
+    accepted(
+        "mistral",
+        json!({"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention"]}),
+    );
+    assert!(accepted("qwen2", json!({})).bias.qkv);
+    assert!(!accepted("qwen3", json!({})).bias.qkv && accepted("qwen3", json!({})).qk_norm);
+}
+
+#[test]
+fn expert_keys_in_both_spellings() {
+    let mixture = |family, change| accepted(family, change).mixture.unwrap();
+    let of = |experts, top_k, normalized, rounded| Mixture { experts, top_k, normalized, rounded };
+    assert_eq!(mixture("mixtral", json!({})), of(8, 2, true, false));
+    assert_eq!(mixture("mixtral", json!({"num_local_experts": 4, "num_experts_per_tok": 1})), of(4, 1, true, false));
+    assert_eq!(mixture("qwen3_moe", json!({})), of(128, 8, false, true));
+    let named = json!({"num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": true});
+    assert_eq!(mixture("qwen3_moe", named), of(60, 4, true, true));
+    assert_eq!(accepted("qwen3_moe", json!({"moe_intermediate_size": 24})).intermediate, 24);
+    assert_eq!(accepted("llama", json!({})).mixture, None);
+    for (change, expected) in [
+        (json!({"num_local_experts": 0}), "config.json: num_local_experts is 0, it must be 1 to"),
+        (json!({"num_local_experts": 1 << 20}), "config.json: num_local_experts is 1048576, it must be at most 65536"),
+        (json!({"num_experts_per_tok": 9}), "config.json: num_experts_per_tok is 9, it must be at most"),
+    ] {
+        let error = parse("mixtral", change.clone()).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{change}: {error}");
+    }
+}
+
+#[test]
+fn out_of_range_values_are_rejected_with_their_limit() {
+    let cases = [
+        (json!({"vocab_size": 0}), "config.json: vocab_size is 0, it must be 1 to 16777216"),
+        (json!({"hidden_size": 1u64 << 40}), "config.json: hidden_size is 1099511627776, it must be 1 to 16777216"),
+        (json!({"hidden_size": -64}), "config.json: hidden_size is -64, it should be a positive integer"),
+        (json!({"hidden_size": 64.0}), "config.json: hidden_size is 64.0, it should be a positive integer"),
+        (json!({"hidden_size": null}), "config.json: hidden_size is null, it should be a positive integer"),
+        (json!({"num_hidden_layers": 70_000}), "config.json: num_hidden_layers is 70000, it must be at most 65536"),
+        (
+            json!({"num_key_value_heads": 3}),
+            "config.json: num_attention_heads is 4, it must be a multiple of num_key_value_heads (3)",
+        ),
+        (json!({"head_dim": 15}), "config.json: head_dim is 15, it must be even"),
+        (
+            json!({"head_dim": null, "hidden_size": 66}),
+            "config.json: hidden_size is 66, it must be a multiple of num_attention_heads (4)",
+        ),
+        (
+            json!({"head_dim": 1 << 24}),
+            "config.json: num_attention_heads is 4, it must be at most 16777216 when multiplied by head_dim",
+        ),
+        (json!({"rms_norm_eps": 0}), "config.json: rms_norm_eps is 0, it must be above 0"),
+        (json!({"rms_norm_eps": 1e-60}), "config.json: rms_norm_eps is 1e-60, it must be above 0"),
+        (json!({"rope_theta": 1}), "config.json: rope_theta is 1, it must be above 1"),
+        (json!({"rope_theta": 1e300}), "config.json: rope_theta is 1e+300, it must be above 1"),
+        (json!({"rope_scaling": 5}), "config.json: rope_scaling is 5, it should be an object"),
+        (json!({"rope_scaling": {"type": "linear"}}), "config.json: no rope_scaling.factor; add it (a number above 0)"),
+        (json!({"rope_scaling": {"type": "yarn"}}), "config.json: no rope_scaling.factor; add it (a number above 0)"),
+        (
+            json!({"rope_scaling": {"type": "linear", "factor": -1}}),
+            "config.json: rope_scaling.factor is -1, it must be 0.000001 to 1000000",
+        ),
+        (
+            json!({"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": 1e-300}}),
+            "config.json: rope_scaling.beta_slow is 1e-300, it must be 0.000001 to 1000000",
+        ),
+        (json!({"rope_scaling": {"type": 3}}), "config.json: rope_scaling.type is 3, it should be a string"),
+        (
+            json!({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}}),
+            "config.json: rope_scaling.high_freq_factor is 4, it must be above low_freq_factor (4)",
+        ),
+        (json!({"tie_word_embeddings": 1}), "config.json: tie_word_embeddings is 1, it should be true or false"),
+        (json!({"eos_token_id": 1000}), "config.json: eos_token_id is 1000, it must be below vocab_size (1000)"),
+        (
+            json!({"eos_token_id": ["</s>"]}),
+            "config.json: eos_token_id is [\"</s>\"], it should be a token, or a list of tokens",
+        ),
+        (
+            json!({"layer_types": ["full_attention"]}),
+            "config.json: layer_types is [\"full_attention\"], it must be a list of num_hidden_layers (4) entries",
+        ),
+        (
+            json!({"model_type": null}),
+            "config.json: no model_type; add it (one of llama, mistral, qwen2, qwen3, mixtral, qwen3_moe)",
+        ),
+    ];
+    for (change, expected) in cases {
+        let error = parse("llama", change.clone()).expect_err(&change.to_string()).to_string();
+        assert!(error.starts_with(expected), "{change}: {error}");
+    }
+    let error = parse("mistral", json!({"sliding_window": 0})).unwrap_err().to_string();
+    assert_eq!(error, "config.json: sliding_window is 0, it must be 1 to 16777216");
+    let error = ModelConfig::parse("[1, 2", None).unwrap_err().to_string();
+    assert!(error.starts_with("config.json: not a JSON object: EOF"), "{error}");
+    let error = ModelConfig::parse("[1, 2]", None).unwrap_err().to_string();
+    assert_eq!(error, "config.json: not a JSON object: it is [1,2]; fetch the file again");
+    let error = ModelConfig::parse(r#"{"model_type": "llama"}"#, Some("7")).unwrap_err().to_string();
+    assert_eq!(error, "generation_config.json: not a JSON object: it is 7; fetch the file again");
+}
+
+#[test]
+fn generation_config_gives_sampling_defaults() {
+    let of = |generation: Value| {
+        let config = json!({"model_type": "llama", "eos_token_id": 5, "bos_token_id": 6});
+        ModelConfig::from_json(&config, Some(&generation))
+    };
+    let none = of(json!({})).unwrap();
+    assert_eq!((&none.eos[..], none.bos, none.generation.top_k), (&[5][..], Some(6), Some(50)));
+    assert_eq!(none.generation, accepted("llama", json!({})).generation);
+    let all = of(json!({"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 0, "min_p": 0.05,
+        "eos_token_id": [7, 8], "bos_token_id": 9, "repetition_penalty": 1.05, "num_beams": 1,
+        "suppress_tokens": [4]}));
+    let all = all.unwrap();
+    assert_eq!((&all.eos[..], all.bos), (&[7, 8][..], Some(9)));
+    let generation = all.generation;
+    assert_eq!((generation.do_sample, generation.temperature, generation.top_p), (true, 0.6, 0.9));
+    assert_eq!((generation.top_k, generation.min_p), (None, 0.05));
+    assert_eq!(generation.ignored, ["repetition_penalty 1.05", "suppress_tokens [4]"]);
+    let odd = of(json!({"temperature": -1, "top_p": 1.5, "top_k": -1, "eos_token_id": -1, "bos_token_id": 32000}));
+    let odd = odd.unwrap();
+    assert_eq!((&odd.eos[..], odd.bos), (&[5][..], Some(6)), "as if nothing was said");
+    assert_eq!((odd.generation.temperature, odd.generation.top_p, odd.generation.top_k), (1.0, 1.0, None));
+    let told = ["eos_token_id -1", "bos_token_id 32000", "temperature -1", "top_p 1.5", "top_k -1"];
+    assert_eq!(odd.generation.ignored, told);
+    assert_eq!(of(json!({"eos_token_id": [7, 40000]})).unwrap().eos, [7]);
+    let error = of(json!({"eos_token_id": [7, "</s>"]})).unwrap_err().to_string();
+    assert!(error.starts_with("generation_config.json: eos_token_id is"), "{error}");
+    let error = of(json!({"temperature": "hot"})).unwrap_err().to_string();
+    assert_eq!(error, "generation_config.json: temperature is \"hot\", it should be a number");
+}
+
+/// Any JSON, with a liking for what a configuration holds.
+fn any_value() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<u64>().prop_map(Value::from),
+        (0u64..70_000).prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        (-4.0..64.0f64).prop_map(Value::from),
+        prop::sample::select(vec![1e-308, 1e-40, 1e-6, 1.0, 1e6, 3.4e38, 1e300]).prop_map(Value::from),
+        prop::sample::select(vec![
+            "silu",
+            "yarn",
+            "llama3",
+            "linear",
+            "default",
+            "dynamic",
+            "full_attention",
+            "sliding_attention",
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            ""
+        ])
+        .prop_map(Value::from),
+    ];
+    leaf.prop_recursive(3, 24, 6, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..5).prop_map(Value::from),
+            prop::collection::btree_map(any_key(), inner, 0..6).prop_map(|map| map.into_iter().collect()),
+        ]
+    })
+}
+
+/// Keys that are read, and one that is not.
+fn any_key() -> impl Strategy<Value = String> {
+    prop::sample::select(vec![
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_type",
+        "type",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
+        "original_max_position_embeddings",
+        "sliding_window",
+        "use_sliding_window",
+        "max_window_layers",
+        "layer_types",
+        "eos_token_id",
+        "bos_token_id",
+        "tie_word_embeddings",
+        "hidden_act",
+        "attention_bias",
+        "partial_rotary_factor",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "do_sample",
+        "quantization_config",
+        "other",
+    ])
+    .prop_map(str::to_owned)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(4000))]
+
+    /// Whatever is in the files: an error, or a model that can be computed with.
+    #[test]
+    fn any_json_never_panics(
+        family in prop::sample::select(vec!["llama", "mistral", "qwen2", "qwen3"]),
+        changes in prop::collection::vec((any_key(), any_value()), 0..4),
+        generation in prop::option::of(any_value()),
+    ) {
+        let mut config = json!({"model_type": family, "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 2, "bos_token_id": 1});
+        config.as_object_mut().unwrap().extend(changes);
+        if let Ok(model) = ModelConfig::from_json(&config, generation.as_ref()) {
+            prop_assert_eq!(model.window.len(), model.layers as usize);
+            prop_assert_eq!(model.heads % model.kv_heads, 0);
+            prop_assert!(model.head_dim >= 2 && model.head_dim % 2 == 0 && model.eps > 0.0);
+            prop_assert!(model.window.iter().all(|window| *window != Some(0)));
+            prop_assert!(model.eos.iter().chain(&model.bos).all(|&token| token < model.vocab));
+            prop_assert_eq!(model.rope.dim, model.head_dim);
+            if model.head_dim <= 1024 {
+                let (cos, sin) = model.rope.cos_sin(model.max_positions - 1);
+                prop_assert_eq!(cos.len() * 2, model.head_dim as usize);
+                prop_assert!(cos.iter().chain(&sin).all(|value| value.is_finite()), "{:?}", model.rope);
+            }
+        }
+    }
+
+    /// As above, of rotary embeddings, which have the most keys.
+    #[test]
+    fn any_rotary_embedding_never_panics(
+        kind in prop::sample::select(vec!["linear", "llama3", "yarn"]),
+        keys in prop::collection::vec((any_key(), any_value()), 0..3),
+        numbers in prop::collection::vec((any_key(), -0.5..5.0f64), 0..6),
+        heads in 1u32..64,
+    ) {
+        let mut rope = json!({"rope_type": kind, "factor": 4, "low_freq_factor": 1, "high_freq_factor": 4});
+        rope.as_object_mut().unwrap().extend(keys);
+        rope.as_object_mut().unwrap().extend(numbers.into_iter().map(|(key, number)| (key, number.into())));
+        if let Ok(model) = parse("llama", json!({"rope_scaling": rope, "head_dim": heads * 2})) {
+            let (cos, sin) = model.rope.cos_sin(131_071);
+            prop_assert!(cos.iter().chain(&sin).all(|value| value.is_finite()), "{:?}", model.rope);
+        }
+    }
+
+    #[test]
+    fn any_text_never_panics(text in ".{0,80}") {
+        prop_assert!(ModelConfig::parse(&text, Some(&text)).is_err());
+    }
+}

@@ -1,0 +1,205 @@
+//! The reference forward against logits that transformers computed in f32 from the same weights (`fixtures/make.py`).
+
+use std::{collections::BTreeMap, fs, path::Path};
+
+use unweight_format::{
+    bundle::{self, Bundle, CompressOptions, Profile, Silent},
+    safetensors::{Header, SOURCE_HEADER_MAX},
+};
+use unweight_model::{
+    ExpertWeights, Family, MlpWeights, ModelConfig, ModelWeights, RopeKind, bind,
+    reference::{Reference, ReferenceError, bundle_values, widen_bf16},
+};
+
+const MODELS: [&str; 9] = ["llama", "mistral", "qwen2", "qwen3", "yarn", "linear", "odd", "mixtral", "qwen3_moe"];
+
+fn folder(model: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model)
+}
+
+/// A file of tensors: its header and every tensor's bytes.
+fn tensors(path: &Path) -> (Header, BTreeMap<String, Vec<u8>>) {
+    let bytes = fs::read(path).unwrap();
+    let header = Header::parse(&bytes, bytes.len() as u64, SOURCE_HEADER_MAX).unwrap();
+    let data = header.tensors.iter().map(|tensor| {
+        let begin = tensor.offset as usize;
+        (tensor.name.clone(), bytes[begin..begin + tensor.bytes as usize].to_vec())
+    });
+    let data = data.collect();
+    (header, data)
+}
+
+struct Fixture {
+    config: ModelConfig,
+    weights: ModelWeights,
+    values: BTreeMap<String, Vec<f32>>,
+    tokens: Vec<u32>,
+    expected: Vec<f32>,
+}
+
+impl Fixture {
+    fn load(model: &str) -> Self {
+        let folder = folder(model);
+        let config = fs::read_to_string(folder.join("config.json")).unwrap();
+        let config = ModelConfig::parse(&config, None).unwrap();
+        let (header, data) = tensors(&folder.join("model.safetensors"));
+        let weights = bind(&config, header.tensors.iter().map(Into::into)).unwrap();
+        let (_, expected) = tensors(&folder.join("expected.safetensors"));
+        let tokens = expected["tokens"].chunks(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
+        let logits = expected["logits"].chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        let values = data.into_iter().map(|(name, bytes)| (name, widen_bf16(&bytes))).collect();
+        Self { config, weights, values, tokens, expected: logits }
+    }
+
+    /// Root of the mean square of the difference, relative to that of the logits.
+    fn error(&self, config: &ModelConfig, weights: &ModelWeights) -> f64 {
+        let values = |name: &str| self.values.get(name).cloned().ok_or(format!("no {name}"));
+        relative_rms(&Reference::new(config, weights, values).logits(&self.tokens).unwrap(), &self.expected)
+    }
+}
+
+fn relative_rms(got: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(got.len(), expected.len());
+    let square = |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v) * f64::from(v)).sum::<f64>();
+    let difference = square(&mut got.iter().zip(expected).map(|(got, expected)| got - expected));
+    (difference / square(&mut expected.iter().copied())).sqrt()
+}
+
+/// Most relative error of two f32 computations that add in different orders; it was 1e-6 at most.
+const CLOSE: f64 = 1e-5;
+/// Least error of a model that is another one.
+const WRONG: f64 = 1e-2;
+
+#[test]
+fn logits_match_transformers() {
+    for model in MODELS {
+        let fixture = Fixture::load(model);
+        let error = fixture.error(&fixture.config, &fixture.weights);
+        println!("{model}: {error:.2e}");
+        assert!(error < CLOSE, "{model}: {error}");
+    }
+}
+
+#[test]
+fn both_key_spellings_give_the_same_model() {
+    for model in MODELS {
+        let read = |file| ModelConfig::parse(&fs::read_to_string(folder(model).join(file)).unwrap(), None).unwrap();
+        assert_eq!(read("config.json"), read("config.v4.json"), "{model}");
+    }
+}
+
+#[test]
+fn logits_from_a_bundle_are_equal() {
+    for (model, profile) in [
+        ("llama", Profile::Resident),
+        ("qwen2", Profile::Distribution),
+        ("odd", Profile::Palette),
+        ("mixtral", Profile::Resident),
+        ("qwen3_moe", Profile::Distribution),
+    ] {
+        let (fixture, home) = (Fixture::load(model), tempfile::tempdir().unwrap());
+        let (source, out) = (home.path().join("model"), home.path().join("bundle"));
+        fs::create_dir(&source).unwrap();
+        for file in ["config.json", "model.safetensors"] {
+            fs::copy(folder(model).join(file), source.join(file)).unwrap();
+        }
+        bundle::compress(&source, &out, &CompressOptions::new(profile), &Silent).unwrap();
+        let bundle = Bundle::open(&out).unwrap();
+        let config = ModelConfig::of_bundle(&bundle).unwrap();
+        assert_eq!(config, fixture.config, "{model}");
+        let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
+        assert_eq!(weights, fixture.weights, "{model}");
+        let logits = Reference::new(&config, &weights, bundle_values(&bundle)).logits(&fixture.tokens).unwrap();
+        assert!(relative_rms(&logits, &fixture.expected) < CLOSE, "{model}");
+    }
+}
+
+/// Checkpoints have a tensor for each expert's gate, up and down, or stacks of all.
+#[test]
+fn stacked_experts_equal_separate_experts() {
+    let fixture = Fixture::load("qwen3_moe");
+    let apart = ModelWeights::named(&fixture.config);
+    assert_ne!(apart, fixture.weights, "the fixture has stacks");
+    let part = |name: &str| -> Option<Vec<f32>> {
+        let (layer, rest) = name.split_once("mlp.experts.")?;
+        let (expert, kind) = rest.split_once('.')?;
+        let (stack, at) = match kind {
+            "gate_proj.weight" => ("gate_up_proj", 0),
+            "up_proj.weight" => ("gate_up_proj", 1),
+            _ => ("down_proj", 0),
+        };
+        let elements = (fixture.config.hidden * fixture.config.intermediate) as usize;
+        let expert: usize = expert.parse().ok()?;
+        let first = if stack == "down_proj" { expert } else { 2 * expert + at } * elements;
+        Some(fixture.values.get(&format!("{layer}mlp.experts.{stack}"))?[first..first + elements].to_vec())
+    };
+    let values = |name: &str| part(name).or_else(|| fixture.values.get(name).cloned()).ok_or(format!("no {name}"));
+    let logits = |weights, values: &dyn Fn(&str) -> Result<Vec<f32>, String>| {
+        Reference::new(&fixture.config, weights, values).logits(&fixture.tokens).unwrap()
+    };
+    assert_eq!(logits(&apart, &values), logits(&fixture.weights, &values));
+}
+
+/// What a mistake in reading a configuration or in computing looks like: each must be seen.
+#[test]
+fn another_model_has_other_logits() {
+    type Plant = fn(&mut ModelConfig, &mut ModelWeights);
+    let plants: [(&str, &str, Plant); 16] = [
+        ("llama", "no llama3 scaling", |config, _| config.rope.kind = RopeKind::Default),
+        ("llama", "another theta", |config, _| config.rope.theta = 9000.0),
+        ("llama", "a ramp of another context", |config, _| {
+            config.rope.kind = RopeKind::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 8192 };
+        }),
+        ("linear", "no linear scaling", |config, _| config.rope.kind = RopeKind::Default),
+        ("yarn", "no yarn scaling", |config, _| config.rope.kind = RopeKind::Default),
+        ("yarn", "no attention factor", |config, _| {
+            let RopeKind::Yarn { attention_factor, .. } = &mut config.rope.kind else { panic!("a yarn") };
+            *attention_factor = 1.0;
+        }),
+        ("mistral", "no window", |config, _| config.window.fill(None)),
+        ("mistral", "a window of one more", |config, _| config.window.fill(Some(9))),
+        ("qwen2", "a window on every layer", |config, _| config.window.fill(Some(8))),
+        ("qwen2", "no bias of the keys", |_, weights| weights.layers.iter_mut().for_each(|layer| layer.k_bias = None)),
+        ("qwen3", "no norm of queries and keys", |config, _| config.qk_norm = false),
+        ("odd", "another epsilon", |config, _| config.eps = 0.1),
+        ("mixtral", "one expert a token", |config, _| config.mixture.as_mut().unwrap().top_k = 1),
+        ("mixtral", "weights of all experts", |config, _| config.mixture.as_mut().unwrap().normalized = false),
+        ("mixtral", "experts in another order", |_, weights| {
+            weights.layers.iter_mut().for_each(|layer| match &mut layer.mlp {
+                MlpWeights::Mixture { experts: ExpertWeights::Each(each), .. } => each.reverse(),
+                mlp => panic!("{mlp:?}"),
+            });
+        }),
+        ("qwen3_moe", "weights that add up to 1", |config, _| config.mixture.as_mut().unwrap().normalized = true),
+    ];
+    for (model, what, plant) in plants {
+        let fixture = Fixture::load(model);
+        let (mut config, mut weights) = (fixture.config.clone(), fixture.weights.clone());
+        plant(&mut config, &mut weights);
+        let error = fixture.error(&config, &weights);
+        println!("{model}, {what}: {error:.2e}");
+        assert!(error > WRONG, "{model}, {what}: {error}");
+    }
+}
+
+#[test]
+fn reference_reports_layers_and_names_errors() {
+    let fixture = Fixture::load("qwen3");
+    let values = |name: &str| fixture.values.get(name).cloned().ok_or(format!("no {name}"));
+    let reference = Reference::new(&fixture.config, &fixture.weights, values);
+    let mut seen = Vec::new();
+    let last = reference.residual_stream(&[5, 6, 7], |layer, stream| seen.push((layer, stream.to_vec()))).unwrap();
+    assert_eq!(fixture.config.family, Family::Qwen3);
+    assert_eq!(seen.len(), 2);
+    assert_eq!(seen[1], (1, last.clone()));
+    assert_eq!(last.len(), 3 * 32);
+    assert!(reference.logits(&[]).unwrap().is_empty());
+    let error = reference.logits(&[0, 95, 96]).unwrap_err();
+    assert!(matches!(error, ReferenceError::Token { position: 2, token: 96, vocab: 96 }), "{error}");
+    let missing = |name: &str| if name.contains("o_proj") { Err("gone") } else { values(name).map_err(|_| "none") };
+    let error = Reference::new(&fixture.config, &fixture.weights, missing).logits(&[1]).unwrap_err();
+    assert_eq!(error.to_string(), "tensor 'model.layers.0.self_attn.o_proj.weight' cannot be read");
+    let short = |name: &str| values(name).map(|mut all| all.split_off(1));
+    let error = Reference::new(&fixture.config, &fixture.weights, short).logits(&[1]).unwrap_err();
+    assert!(matches!(error, ReferenceError::Elements { got: 3071, expected: 3072, .. }), "{error}");
+}

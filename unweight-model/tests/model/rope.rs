@@ -1,0 +1,33 @@
+//! Frequencies and tables against those that transformers computes (`fixtures/make.py`).
+
+use serde_json::Value;
+use unweight_model::ModelConfig;
+
+fn bits(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|bits| bits.as_u64().unwrap() as u32).collect()
+}
+
+#[test]
+fn rope_tables_match_transformers() {
+    let cases: Value = serde_json::from_str(include_str!("../fixtures/rope.json")).unwrap();
+    for (name, case) in cases.as_object().unwrap() {
+        let rope = ModelConfig::from_json(&case["config"], None).unwrap().rope;
+        let (expected, got) = (bits(&case["inv_freq_bits"]), rope.inv_freq());
+        assert_eq!(expected.len(), got.len(), "{name}");
+        for (i, (&expected, got)) in expected.iter().zip(&got).enumerate() {
+            // Of all these frequencies torch rounds one the other way: that of 1e6^(74/128).
+            let unit = u32::from(rope.theta == 1e6 && i == 37);
+            assert_eq!(expected.abs_diff(got.to_bits()), unit, "{name}, frequency {i}");
+        }
+        // All bits are equal here; in the whole table of Llama 3.1, 5 of 16.8 million differ by a unit: f32 ties that
+        // torch's cosine decides.
+        let table = rope.table(131_072);
+        for (row, position) in bits(&case["positions"]).into_iter().enumerate() {
+            for (table, expected) in [(&table.cos, &case["cos_bits"]), (&table.sin, &case["sin_bits"])] {
+                let got = table[position as usize * got.len()..].iter().map(|value| u32::from(value.to_bits()));
+                let got: Vec<u32> = got.take(expected[row].as_array().unwrap().len()).collect();
+                assert_eq!(got, bits(&expected[row]), "{name}, position {position}");
+            }
+        }
+    }
+}
