@@ -126,7 +126,7 @@ fn process_limit_is_reported() {
     }
 }
 
-/// Every `.rs` file below a folder, without tests of other crates.
+/// Every `.rs` file below a folder.
 fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
