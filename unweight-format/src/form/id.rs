@@ -13,7 +13,7 @@ pub struct FormId(&'static str);
 
 impl FormId {
     /// The id of an encoding with this name, lowercase.
-    pub(crate) const fn new(name: &'static str) -> Self {
+    pub const fn new(name: &'static str) -> Self {
         Self(name)
     }
 
