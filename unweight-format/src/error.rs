@@ -114,7 +114,8 @@ pub enum CodecError {
         /// Value stored.
         got: u64,
     },
-    /// A row's stored length differs from what its codes use, a pad row is not empty, or a row block's escapes are not canonical.
+    /// A row's stored length differs from what its codes use, a pad row is not empty, or a row block's escapes are not
+    /// canonical.
     #[error("tile {tile}, row {row}: {reason}")]
     Row {
         /// Tile index.

@@ -22,7 +22,8 @@ pub const FAILPOINTS: &[&str] = &[
     "unlocked",
 ];
 
-/// Ends the process without a word where `UNWEIGHT_FAILPOINT` is `name`, or `name:N` and this is the N-th time. Nothing without the feature `failpoints`.
+/// Ends the process without a word where `UNWEIGHT_FAILPOINT` is `name`, or `name:N` and this is the N-th time. Nothing
+/// without the feature `failpoints`.
 #[inline]
 pub(crate) fn failpoint(name: &str) {
     #[cfg(feature = "failpoints")]

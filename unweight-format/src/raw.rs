@@ -1,5 +1,5 @@
-//! The insides of encodings, for kernels, loaders and converters of other formats. No stability promise: any release may
-//! change what is here.
+//! The insides of encodings, for kernels, loaders and converters of other formats. No stability promise: any release
+//! may change what is here.
 //!
 //! - One module per encoding with what its kernels need: windows, codes, tables, and the typed view of a stored tensor.
 //! - [`Section`]: the parts that an encoding stores, each with a name, a type and a shape.

@@ -25,7 +25,14 @@ use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, bail};
 use half::bf16;
-use unweight_format::{CodecError, Histogram, Matrix, raw::{PackedTensor, packed::{self, Unpackable}}, bundle::{Bundle, BundleError}};
+use unweight_format::{
+    CodecError, Histogram, Matrix,
+    bundle::{Bundle, BundleError},
+    raw::{
+        PackedTensor,
+        packed::{self, Unpackable},
+    },
+};
 
 /// Why a layer cannot be made.
 #[derive(Debug, thiserror::Error)]

@@ -9,12 +9,7 @@ use pyo3::{
 };
 use unweight_format::bundle::{self, BundleError, TensorHandle};
 
-use crate::{
-    error::raised,
-    packed::at_mut,
-    pool::on_pool,
-    report::to_python,
-};
+use crate::{error::raised, packed::at_mut, pool::on_pool, report::to_python};
 
 /// What Python's `unweight.Bundle` is made of. Thread safe: it is never changed.
 #[pyclass(frozen, subclass, module = "unweight._native")]

@@ -6,7 +6,14 @@
 use std::{ops::Range, slice};
 
 use pyo3::{exceptions::PyValueError, prelude::*};
-use unweight_format::{Digest, Histogram, Matrix, raw::{PackedTensor, layout::{PACKED_WINDOW_BYTES, ROW_BLOCKS}, packed::{self, TILE_BYTES, Window}}, TileGrid};
+use unweight_format::{
+    Digest, Histogram, Matrix, TileGrid,
+    raw::{
+        PackedTensor,
+        layout::{PACKED_WINDOW_BYTES, ROW_BLOCKS},
+        packed::{self, TILE_BYTES, Window},
+    },
+};
 
 use crate::pool::on_pool;
 

@@ -2,7 +2,13 @@
 //! Stored sections from anywhere: arbitrary ones, and valid ones with bytes changed.
 
 use libfuzzer_sys::fuzz_target;
-use unweight_format::{CodeLimit, raw::{CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, compact, exponents, huffman, oracle, packed, palette, Section}, Float, FloatMatrix, FormId, Histogram, Matrix, TileGrid};
+use unweight_format::{
+    CodeLimit, Float, FloatMatrix, FormId, Histogram, Matrix, TileGrid,
+    raw::{
+        CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, Section, compact, exponents,
+        huffman, oracle, packed, palette,
+    },
+};
 
 /// The sections of the forms with verbatim rows, as an input numbers them.
 const NUMBERED: [Section; 8] = [

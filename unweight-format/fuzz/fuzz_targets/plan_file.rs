@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use libfuzzer_sys::fuzz_target;
-use unweight_format::{raw::glob::matches, bundle::PlanFile};
+use unweight_format::{bundle::PlanFile, raw::glob::matches};
 
 /// The obvious matcher, exponential and right.
 fn obvious(pattern: &[char], name: &[char]) -> bool {

@@ -2,7 +2,10 @@
 //! Any weights of any small shape come back, and both encoders agree.
 
 use libfuzzer_sys::fuzz_target;
-use unweight_format::{CodeLimit, Float, FloatMatrix, Histogram, Matrix, raw::{compact, exponents, huffman, oracle, packed, palette}};
+use unweight_format::{
+    CodeLimit, Float, FloatMatrix, Histogram, Matrix,
+    raw::{compact, exponents, huffman, oracle, packed, palette},
+};
 
 fuzz_target!(|data: &[u8]| {
     let [cols, limit, weights @ ..] = data else { return };

@@ -28,7 +28,8 @@ pub(crate) fn try_zeroed(len: usize) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Memory of this machine: what a single buffer cannot exceed. (Allocations of more may succeed, and end the process when they are touched.)
+/// Memory of this machine: what a single buffer cannot exceed. (Allocations of more may succeed, and end the process
+/// when they are touched.)
 pub(crate) fn memory_bytes() -> u64 {
     #[cfg(target_os = "linux")]
     {
@@ -58,9 +59,9 @@ fn advise(memory: &mut [u8]) {
 #[cfg(not(target_os = "linux"))]
 fn advise(_: &mut [u8]) {}
 
-/// Makes the allocator keep what is freed, up to 256 MiB, instead of giving it back to the kernel and fetching it again zeroed: for
-/// a program that codes one tensor after another. To be called before other threads start; it is a choice for the whole process,
-/// so a library does not make it. Does nothing where the allocator is not glibc's.
+/// Makes the allocator keep what is freed, up to 256 MiB, instead of giving it back to the kernel and fetching it again
+/// zeroed: for a program that codes one tensor after another. To be called before other threads start; it is a choice
+/// for the whole process, so a library does not make it. Does nothing where the allocator is not glibc's.
 pub fn keep_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {

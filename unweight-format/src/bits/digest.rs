@@ -1,7 +1,9 @@
-//! Content digests: XXH3-128 over leaves of 1 MiB, so that threads can share the work and each reads what is in its cache.
+//! Content digests: XXH3-128 over leaves of 1 MiB, so that threads can share the work and each reads what is in its
+//! cache.
 //!
-//! `digest(x) = XXH3-128(x)` for up to 1 MiB, and XXH3-128 of the leaves' digests (big-endian, the canonical form of xxHash) in order above. It detects
-//! accidents (flipped bits, truncation, swapped shards), not forgery: a program that can rewrite a bundle can rewrite its digests.
+//! `digest(x) = XXH3-128(x)` for up to 1 MiB, and XXH3-128 of the leaves' digests (big-endian, the canonical form of
+//! xxHash) in order above. It detects accidents (flipped bits, truncation, swapped shards), not forgery: a program that
+//! can rewrite a bundle can rewrite its digests.
 
 use std::{fmt, str::FromStr};
 

@@ -139,7 +139,8 @@ impl TileGrid {
         }
     }
 
-    /// The rank-2 shape of a tensor of any rank (`docs/format.md` A.1); `None` for rank 0 and 1 and tensors without elements.
+    /// The rank-2 shape of a tensor of any rank (`docs/format.md` A.1); `None` for rank 0 and 1 and tensors without
+    /// elements.
     pub fn fold(shape: &[usize]) -> Option<Self> {
         let padded_area = |grid: &TileGrid| grid.tiles();
         (1..shape.len())

@@ -3,8 +3,8 @@
 //! ```text
 //! "unweight.kernels", bytes of the index: u64, digest of the index: 32 digits | index: JSON | one binary after the other
 //! ```
-//! No weight depends on this file: the manifest does not name it, so that a signature stays right and a reader that does not
-//! know it misses nothing. This module treats the keys of kernels as text; the runtime defines them.
+//! No weight depends on this file: the manifest does not name it, so that a signature stays right and a reader that
+//! does not know it misses nothing. This module treats the keys of kernels as text; the runtime defines them.
 
 use std::{
     cmp::Ordering,
@@ -126,8 +126,9 @@ struct Index {
 
 /// The kernels of a bundle, open for reading.
 ///
-/// Opening checks sizes, the digest of the index and every entry. A kernel is read, and compared with its digest, when it is
-/// asked for. The digests detect accidents, not forgery: a kernel is code, and runs with the rights of the process that loads it.
+/// Opening checks sizes, the digest of the index and every entry. A kernel is read, and compared with its digest, when
+/// it is asked for. The digests detect accidents, not forgery: a kernel is code, and runs with the rights of the
+/// process that loads it.
 #[derive(Debug)]
 pub struct Attached {
     input: Input,
@@ -351,8 +352,8 @@ pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> R
 /// meanwhile, so that two processes that add to a plan lose nothing. The kernels stay. Returns the bytes of the file.
 ///
 /// # Errors
-/// `change`'s own; `dir` is no bundle, what is attached to it is damaged, the file cannot be written, or another process
-/// has been writing it for half a minute.
+/// `change`'s own; `dir` is no bundle, what is attached to it is damaged, the file cannot be written, or another
+/// process has been writing it for half a minute.
 pub fn attach_plan<E: From<BundleError>>(
     dir: &Path,
     change: impl FnOnce(Option<&str>) -> Result<String, E>,

@@ -1,8 +1,8 @@
 //! Digests of blocks of a packed matrix, so that a part of it can be read and compared (`docs/format.md` B.4).
 //!
-//! A block is 8 x 8 tiles, 512 x 512 weights, less at the edges. Its tiles lie in up to 8 places of the section, a run for
-//! each row of tiles; its digest is that of the runs one after the other. So what a rank of several takes, rows or columns,
-//! is whole blocks but for its edges, whichever way the matrix is cut.
+//! A block is 8 x 8 tiles, 512 x 512 weights, less at the edges. Its tiles lie in up to 8 places of the section, a run
+//! for each row of tiles; its digest is that of the runs one after the other. So what a rank of several takes, rows or
+//! columns, is whole blocks but for its edges, whichever way the matrix is cut.
 
 use std::ops::Range;
 
@@ -120,7 +120,8 @@ impl Bands {
         rows.map(|row| Run { offset: (row * width + run.start) as u64, bytes: run.len() }).collect()
     }
 
-    /// The first block of a row of blocks that has another digest than `expected` says: its index, and the digest that it has.
+    /// The first block of a row of blocks that has another digest than `expected` says: its index, and the digest that
+    /// it has.
     pub(crate) fn wrong(&self, row: usize, read: &[u8], expected: &[Digest]) -> Option<(usize, Digest)> {
         let from = self.run().start;
         self.cols.clone().find_map(|col| {

@@ -1,5 +1,5 @@
-//! `config.json` of a bundle: the source's with two more keys, so that who loads weights by it finds a reader of bundles or refuses
-//! (`docs/format.md` B.9).
+//! `config.json` of a bundle: the source's with two more keys, so that who loads weights by it finds a reader of
+//! bundles or refuses (`docs/format.md` B.9).
 //!
 //! Stock readers take the weights by their names. In a bundle they find none of them, and some make up what they miss.
 

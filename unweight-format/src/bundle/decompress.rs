@@ -1,7 +1,7 @@
 //! A bundle back to the files it was made from.
 //!
-//! Consecutive tensors are decoded into one buffer, which is a piece of the source file: it is compared with the tensors' digests
-//! and handed to a writer thread, which hands the buffer back.
+//! Consecutive tensors are decoded into one buffer, which is a piece of the source file: it is compared with the
+//! tensors' digests and handed to a writer thread, which hands the buffer back.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -78,8 +78,8 @@ fn run(
     })
 }
 
-/// What there is of the bundle's files at `output`. Names and sizes do not tell one model from another: all is read, as far
-/// as it may be the same.
+/// What there is of the bundle's files at `output`. Names and sizes do not tell one model from another: all is read, as
+/// far as it may be the same.
 fn given_back(output: &Path, manifest: &Manifest, progress: &dyn Progress) -> Result<Replaceable, BundleError> {
     let mut same = HashMap::new();
     for file in &manifest.files {
@@ -188,7 +188,8 @@ impl Job<'_> {
         }
     }
 
-    /// Tensors and bytes that an interrupted run has rebuilt of an unfinished file: up to the first that has not its digest.
+    /// Tensors and bytes that an interrupted run has rebuilt of an unfinished file: up to the first that has not its
+    /// digest.
     fn begun(&self, path: &Path, file: &WeightsFile) -> Result<Option<(usize, u64)>, BundleError> {
         if !self.options.resume || path.symlink_metadata().is_err() {
             return Ok(None);
@@ -254,7 +255,8 @@ impl Job<'_> {
         Ok(begun_bytes)
     }
 
-    /// Decodes the tensors from `first` on, and hands their bytes to `write` with their place in the file, from `at` on.
+    /// Decodes the tensors from `first` on, and hands their bytes to `write` with their place in the file, from `at`
+    /// on.
     fn decode_rest(
         &self,
         shard: &Shard,
@@ -266,8 +268,8 @@ impl Job<'_> {
         let failed = AtomicBool::new(false);
         let (sender, receiver) = mpsc::channel::<Decoded>();
         let all = shard.work_from(first, self.options.ram_bytes);
-        // Two buffers, one decoded to while the other is written: fresh pages for each batch would cost more than decoding.
-        // A batch too large for two of its size gets one of its own.
+        // Two buffers, one decoded to while the other is written: fresh pages for each batch would cost more than
+        // decoding. A batch too large for two of its size gets one of its own.
         let pooled_max = (gate.limit() / 2).max(CHUNK as u64);
         let sizes = all.iter().map(|work| match work {
             Work::Batch(batch) => batch_bytes(shard, batch),

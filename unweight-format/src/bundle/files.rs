@@ -52,7 +52,8 @@ impl Stamp {
 
 /// A file open for reading.
 ///
-/// Bytes are copied out of it, never mapped: a file that is truncated, or on a disk that fails, is an error with an offset, not a signal.
+/// Bytes are copied out of it, never mapped: a file that is truncated, or on a disk that fails, is an error with an
+/// offset, not a signal.
 #[derive(Debug)]
 pub struct Input {
     file: File,
@@ -164,8 +165,8 @@ impl Input {
         Ok(digester.finish())
     }
 
-    /// Gives a file that was made of this one its mode, as far as the user's mask allows, and its time of modification. No byte depends on
-    /// them: what the file system cannot keep is not kept.
+    /// Gives a file that was made of this one its mode, as far as the user's mask allows, and its time of modification.
+    /// No byte depends on them: what the file system cannot keep is not kept.
     pub(crate) fn pass_attributes(&self, to: &File) {
         let Ok(metadata) = self.file.metadata() else { return };
         let _ = to.set_permissions(fs::Permissions::from_mode(metadata.mode() & 0o777 & !mask()));
@@ -286,8 +287,8 @@ pub(crate) fn write_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
     file.write_all_at(bytes, at)
 }
 
-/// Fails where the process may not make a file that long: a write would raise SIGXFSZ, which ends a program that does not
-/// know of it.
+/// Fails where the process may not make a file that long: a write would raise SIGXFSZ, which ends a program that does
+/// not know of it.
 fn check_limit(at: u64, bytes: &[u8]) -> io::Result<()> {
     let most = getrlimit(Resource::Fsize).current;
     if most.is_some_and(|most| at.saturating_add(bytes.len() as u64) > most) {

@@ -5,7 +5,8 @@ use std::{fmt, ops::Range};
 use super::{BundleError, TensorReport, manifest::TensorEntry, pipeline::on_threads, shard::Shard};
 use crate::{CodecError, FormId, StoredTensor, safetensors::Dtype};
 
-/// A tensor of an open [`Bundle`](super::Bundle). Its bytes are read when a method asks for them, and compared with their digests.
+/// A tensor of an open [`Bundle`](super::Bundle). Its bytes are read when a method asks for them, and compared with
+/// their digests.
 ///
 /// ```no_run
 /// use unweight_format::bundle::Bundle;
@@ -96,8 +97,8 @@ impl<'a> TensorHandle<'a> {
         Ok(out)
     }
 
-    /// As [`TensorHandle::decode`], into memory of [`TensorHandle::original_bytes`] bytes. After an error its contents are
-    /// unspecified.
+    /// As [`TensorHandle::decode`], into memory of [`TensorHandle::original_bytes`] bytes. After an error its contents
+    /// are unspecified.
     ///
     /// # Errors
     /// As [`TensorHandle::decode`], or `out` has another size.
@@ -117,8 +118,8 @@ impl<'a> TensorHandle<'a> {
         self.decode_part(rows, 0..self.shape().last().copied().unwrap_or(0))
     }
 
-    /// Rows and columns of a matrix, as a rank of tensor parallelism takes them. Of a packed tensor of more than 512 x 512
-    /// only the blocks that hold them are read and decoded; of every other tensor, all.
+    /// Rows and columns of a matrix, as a rank of tensor parallelism takes them. Of a packed tensor of more than 512 x
+    /// 512 only the blocks that hold them are read and decoded; of every other tensor, all.
     ///
     /// What is read is compared with its digests. The decoded part has no digest of its own: `verify` decodes the whole
     /// and compares it.

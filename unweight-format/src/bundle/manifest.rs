@@ -24,7 +24,8 @@ pub const FILE_NAME: &str = "unweight.json";
 pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
 /// `format` of every manifest.
 pub(crate) const MANIFEST_FORMAT: &str = "unweight-bundle";
-/// `format` in the metadata of every shard, and `quant_method` in `config.json`. Manifests of development versions had it as well.
+/// `format` in the metadata of every shard, and `quant_method` in `config.json`. Manifests of development versions had
+/// it as well.
 pub(crate) const FORMAT: &str = "unweight";
 /// The version that this crate writes, and the only major version that it reads.
 pub const VERSION: Version = Version { major: 1, minor: 0 };
@@ -96,7 +97,8 @@ pub struct Options {
 pub enum FileEntry {
     /// A safetensors file.
     Weights(WeightsFile),
-    /// A safetensors index; the bundle has one of the same name for the stored tensors and the source's as `<name>.source`.
+    /// A safetensors index; the bundle has one of the same name for the stored tensors and the source's as
+    /// `<name>.source`.
     Index(ChangedFile),
     /// A `config.json`; the bundle's says what the weights are, and the source's is in the bundle as `<name>.source`.
     Config(ChangedFile),
@@ -104,8 +106,8 @@ pub enum FileEntry {
     Copied(CopiedFile),
 }
 
-/// The fields of every kind of file. Deserialising [`FileEntry`] through serde's tags would hold every value of an entry as a tree first, sixteen times
-/// its bytes.
+/// The fields of every kind of file. Deserialising [`FileEntry`] through serde's tags would hold every value of an
+/// entry as a tree first, sixteen times its bytes.
 #[derive(Deserialize)]
 struct FlatEntry {
     kind: String,
@@ -289,8 +291,8 @@ pub struct SectionEntry {
     pub bytes: u64,
     /// Digest of the stored bytes.
     pub digest: Digest,
-    /// Digests of the blocks of a packed matrix of more than one, in rows of blocks: by them a part of the section can be
-    /// read.
+    /// Digests of the blocks of a packed matrix of more than one, in rows of blocks: by them a part of the section can
+    /// be read.
     #[serde(default, skip_serializing_if = "Vec::is_empty", with = "blocks::digits")]
     pub blocks: Vec<Digest>,
 }
@@ -455,8 +457,9 @@ impl TensorEntry {
     }
 }
 
-/// The digest by which `config.json` names a bundle (`docs/format.md` B.9): the digest of the digests (as text, 32 digits each) of every source file with weights, its shard's
-/// header, and the sections of its tensors, in order. It covers no other file, so a `config.json` can hold it.
+/// The digest by which `config.json` names a bundle (`docs/format.md` B.9): the digest of the digests (as text, 32
+/// digits each) of every source file with weights, its shard's header, and the sections of its tensors, in order. It
+/// covers no other file, so a `config.json` can hold it.
 pub fn weights_digest(files: &[FileEntry]) -> Digest {
     let mut digester = Digester::default();
     let mut put = |digest: Digest| digester.update(digest.to_string().as_bytes());
@@ -499,8 +502,8 @@ impl Manifest {
     /// Reads and checks the bytes of `unweight.json`; `path` is named in errors.
     ///
     /// # Errors
-    /// The digest is not that of the bytes, the version is another major one, or of a newer minor one with an encoding that
-    /// this version does not know, or the fields contradict each other.
+    /// The digest is not that of the bytes, the version is another major one, or of a newer minor one with an encoding
+    /// that this version does not know, or the fields contradict each other.
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, BundleError> {
         let fail = |reason: String| BundleError::Manifest { path: path.into(), reason };
         let at = digest_digits(bytes).ok_or_else(|| fail("it has no manifest_digest; it is damaged".into()))?;

@@ -10,9 +10,9 @@
 //!                                                unweight.json: what everything was and is, and its digests
 //!                                                (unweight.kernels: compiled kernels, if some were attached)
 //! ```
-//! [`compress`] makes one, [`plan`] predicts it, [`decompress`] gives back the files byte for byte, [`verify`] checks every
-//! byte, and [`Bundle`] reads tensors for a runtime. Several machines make
-//! one bundle in [parts](Part), which [`merge`] joins. The source is never written to; an output appears under its name when it is complete.
+//! [`compress`] makes one, [`plan`] predicts it, [`decompress`] gives back the files byte for byte, [`verify`] checks
+//! every byte, and [`Bundle`] reads tensors for a runtime. Several machines make one bundle in [parts](Part), which
+//! [`merge`] joins. The source is never written to; an output appears under its name when it is complete.
 
 mod attached;
 mod blocks;

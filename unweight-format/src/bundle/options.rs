@@ -16,8 +16,8 @@ named! {
         Palette = "palette",
         /// Ready for kernels: every eligible tensor in scope packed, or palette where that cannot be.
         Resident = "resident",
-        /// Every eligible tensor in scope compact, or Huffman-coded where that cannot be or is smaller: as small as `distribution`, and laid
-        /// out for kernels.
+        /// Every eligible tensor in scope compact, or Huffman-coded where that cannot be or is smaller: as small as
+        /// `distribution`, and laid out for kernels.
         Compact = "compact",
     }
 }
@@ -84,8 +84,8 @@ options! {
     Selection {
         /// Names, relative to the directory: these files and no others.
         only: Option<Vec<String>>,
-        /// Patterns (`*`, `?`) over names: a file or a directory that matches is left out. Weights and their indexes are left out
-        /// only with their directory.
+        /// Patterns (`*`, `?`) over names: a file or a directory that matches is left out. Weights and their indexes
+        /// are left out only with their directory.
         skip: Vec<String>,
     }
 }
@@ -121,7 +121,8 @@ options! {
         plan_file: Option<PathBuf>,
         /// Threads to encode with; `None` is all.
         threads: Option<usize>,
-        /// Bytes that encoded tensors and buffers may occupy; `None` is 1 GiB. A tensor that needs more is encoded alone.
+        /// Bytes that encoded tensors and buffers may occupy; `None` is 1 GiB. A tensor that needs more is encoded
+        /// alone.
         ram_bytes: Option<u64>,
         /// Reuse the finished files of an interrupted run with the same options.
         resume: bool,
@@ -131,7 +132,8 @@ options! {
         verify: VerifyAfter,
         /// Also record the SHA-256 of every source file.
         sha256: bool,
-        /// Signs the manifest; SHA-256 is then recorded as well. A part has no manifest: [`MergeOptions::sign`] signs that of the whole.
+        /// Signs the manifest; SHA-256 is then recorded as well. A part has no manifest: [`MergeOptions::sign`] signs
+        /// that of the whole.
         sign: Option<Signer>,
         /// Only this part of the model, for [`merge`](super::merge).
         part: Option<Part>,
@@ -199,8 +201,8 @@ options! {
         ram_bytes: Option<u64>,
         /// Reuse the finished files of an interrupted run; each is checked against its digests first.
         resume: bool,
-        /// Replace an existing output, once the new one is complete: one whose every file the bundle gives back byte for
-        /// byte (it is read for that), or an empty directory.
+        /// Replace an existing output, once the new one is complete: one whose every file the bundle gives back byte
+        /// for byte (it is read for that), or an empty directory.
         force: bool,
     }
 }

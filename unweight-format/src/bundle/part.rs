@@ -1,12 +1,13 @@
-//! A model compressed on several machines: each makes a part, and [`merge`] joins the parts to the bundle that one machine would have made.
+//! A model compressed on several machines: each makes a part, and [`merge`] joins the parts to the bundle that one
+//! machine would have made.
 //!
 //! ```text
 //! source --compress, part 1 of 3--> a/  shards 1 and 4, copies --+
 //!        --compress, part 2 of 3--> b/  shard 2                  +--merge--> bundle/
 //!        --compress, part 3 of 3--> c/  shard 3                --+
 //! ```
-//! Every machine has the whole source, and reads all of its headers: so the parts divide the files in the same way without
-//! talking to each other, and `merge`, which needs the parts alone, can tell that they were made of one source.
+//! Every machine has the whole source, and reads all of its headers: so the parts divide the files in the same way
+//! without talking to each other, and `merge`, which needs the parts alone, can tell that they were made of one source.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -69,8 +70,8 @@ impl Part {
         self.index == 1
     }
 
-    /// The names of the files that are this part's. Weights go one by one, the largest first, to the part that has fewest bytes; all else goes to
-    /// the first part.
+    /// The names of the files that are this part's. Weights go one by one, the largest first, to the part that has
+    /// fewest bytes; all else goes to the first part.
     pub(crate) fn files(self, model: &Source) -> HashSet<String> {
         let mut weights: Vec<&SourceFile> =
             model.files.iter().filter(|file| matches!(file.kind, Kind::Weights { .. })).collect();
@@ -220,8 +221,8 @@ impl PartFile {
 /// Weights are not copied where the file system can give a file a second name; the parts stay as they are.
 ///
 /// # Errors
-/// A folder is no part, or is damaged; parts are of different sources, options or programs; one is missing or given twice; the output exists or cannot
-/// be written; or `progress` asked to stop.
+/// A folder is no part, or is damaged; parts are of different sources, options or programs; one is missing or given
+/// twice; the output exists or cannot be written; or `progress` asked to stop.
 pub fn merge(
     parts: &[PathBuf],
     output: &Path,

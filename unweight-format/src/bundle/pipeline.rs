@@ -1,4 +1,5 @@
-//! What compressing, decompressing and verifying share: threads, batches of tensors, and a bound on the bytes in flight.
+//! What compressing, decompressing and verifying share: threads, batches of tensors, and a bound on the bytes in
+//! flight.
 
 use std::{
     io,
@@ -16,8 +17,8 @@ use crate::failpoint::fault;
 
 /// Bytes in flight unless the user says otherwise; stacks, tables and the headers fit the rest of a GiB.
 const DEFAULT_RAM_BYTES: u64 = 768 << 20;
-/// Tensors are worked on in batches of about this many original bytes: enough to keep every thread busy with small tensors, few
-/// enough that writing overlaps with encoding.
+/// Tensors are worked on in batches of about this many original bytes: enough to keep every thread busy with small
+/// tensors, few enough that writing overlaps with encoding.
 const BATCH_BYTES: u64 = 64 << 20;
 
 /// A raw tensor above this is moved in pieces, so that it costs no memory however large it is.

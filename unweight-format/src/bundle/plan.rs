@@ -1,7 +1,7 @@
 //! Which tensor is stored in which form, and what that will cost.
 //!
-//! [`Planner::decide`] decides by name, type and shape alone; the encoder may still turn a coded tensor back to raw, if it would not
-//! shrink. [`predict`] says how large a coded tensor becomes, from a sample.
+//! [`Planner::decide`] decides by name, type and shape alone; the encoder may still turn a coded tensor back to raw, if
+//! it would not shrink. [`predict`] says how large a coded tensor becomes, from a sample.
 
 use std::{
     fmt,
@@ -152,9 +152,9 @@ impl Choice {
 /// Overrides from a file: `{"rules": [{"match": "model.layers.0.*", "encoding": "raw"}, ...]}`.
 ///
 /// A later rule overrides an earlier one; a rule overrides profile, scope, include and exclude. Type and shape are
-/// stronger than any rule: only BF16, FP8, F16 and F32 tensors of rank 2 and up are ever coded. A form that does not take
-/// a tensor's type stands for the first one that does: `huffman` and `exponents` are the same coding, of BF16 and of
-/// other types.
+/// stronger than any rule: only BF16, FP8, F16 and F32 tensors of rank 2 and up are ever coded. A form that does not
+/// take a tensor's type stands for the first one that does: `huffman` and `exponents` are the same coding, of BF16 and
+/// of other types.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlanFile {

@@ -20,8 +20,8 @@ use crate::{Digest, glob};
 
 /// An open bundle.
 ///
-/// Opening checks the manifest, the size of every file and the header of every shard. Weights are read, and compared with their digests,
-/// when they are asked for.
+/// Opening checks the manifest, the size of every file and the header of every shard. Weights are read, and compared
+/// with their digests, when they are asked for.
 #[derive(Debug)]
 pub struct Bundle {
     dir: PathBuf,
@@ -49,14 +49,14 @@ impl Bundle {
         })
     }
 
-    /// Opens the weights of a bundle: its manifest and its shards, which are checked as [`Bundle::open`] checks them. Other files may
-    /// be missing or changed, as in a download of the weights alone or a repository with an edited README; [`Bundle::copied`] and
-    /// [`Bundle::write_file`] still refuse such a file. But a `config.json` in a folder with weights must not name those of another
-    /// bundle.
+    /// Opens the weights of a bundle: its manifest and its shards, which are checked as [`Bundle::open`] checks them.
+    /// Other files may be missing or changed, as in a download of the weights alone or a repository with an edited
+    /// README; [`Bundle::copied`] and [`Bundle::write_file`] still refuse such a file. But a `config.json` in a folder
+    /// with weights must not name those of another bundle.
     ///
     /// # Errors
-    /// There is no manifest, it is damaged or newer, a shard is missing or has another size or header, or a `config.json` is of another
-    /// bundle.
+    /// There is no manifest, it is damaged or newer, a shard is missing or has another size or header, or a
+    /// `config.json` is of another bundle.
     pub fn open_weights(dir: &Path) -> Result<Self, BundleError> {
         on_threads(None, || {
             let bundle = Self::with_shards(dir, read_manifest(dir)?)?;
@@ -161,8 +161,8 @@ impl Bundle {
         TensorHandle::new(&self.shards[shard], tensor)
     }
 
-    /// The bytes of a copied file (`config.json`, `tokenizer.json`) as the source had it, compared with their digest; `None` if the
-    /// bundle has none of this name. Indexes are not among them: they belong to the weights.
+    /// The bytes of a copied file (`config.json`, `tokenizer.json`) as the source had it, compared with their digest;
+    /// `None` if the bundle has none of this name. Indexes are not among them: they belong to the weights.
     ///
     /// # Errors
     /// It is larger than `limit` bytes, missing, cannot be read, or is damaged.
@@ -192,7 +192,7 @@ impl Bundle {
 /// else all, as transformers chooses. Some models bring their weights once more (`consolidated.safetensors`).
 ///
 /// ```
-/// use unweight_format::{bundle::model_files, glob::matches};
+/// use unweight_format::{bundle::model_files, raw::glob::matches};
 /// let files = ["consolidated.safetensors", "model-00001-of-00001.safetensors"];
 /// assert_eq!(files.map(|file| matches(model_files(files.into_iter()), file)), [false, true]);
 /// ```

@@ -89,8 +89,8 @@ pub struct LargeCopy {
     pub bytes: u64,
 }
 
-/// A `config.json` in a folder with weights that could not get the keys of `docs/format.md` B.9 and is copied as it is. Readers that do
-/// not know bundles may then load something else without an error.
+/// A `config.json` in a folder with weights that could not get the keys of `docs/format.md` B.9 and is copied as it is.
+/// Readers that do not know bundles may then load something else without an error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct UnmarkedConfig {

@@ -1,4 +1,5 @@
-//! A shard of a bundle: its header agrees with the manifest, and its parts are compared with their digests as they are read.
+//! A shard of a bundle: its header agrees with the manifest, and its parts are compared with their digests as they are
+//! read.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -181,8 +182,8 @@ impl Shard {
         })
     }
 
-    /// Decodes a tensor into `out`: every stored section is compared with its digest, and so is what comes out; `blocks`:
-    /// and so are blocks, which only matter where a part is read.
+    /// Decodes a tensor into `out`: every stored section is compared with its digest, and so is what comes out;
+    /// `blocks`: and so are blocks, which only matter where a part is read.
     pub(crate) fn decode(&self, index: usize, out: &mut [u8], blocks: bool) -> Result<(), BundleError> {
         let (entry, place) = (&self.file.tensors[index], self.places[index][0].start);
         if entry.form == FormId::RAW {
@@ -363,7 +364,8 @@ impl Shard {
         })
     }
 
-    /// Decodes consecutive tensors into one buffer, which is then a piece of the source file; `blocks` as [`Shard::decode`].
+    /// Decodes consecutive tensors into one buffer, which is then a piece of the source file; `blocks` as
+    /// [`Shard::decode`].
     pub(crate) fn decode_batch(
         &self,
         tensors: Range<usize>,

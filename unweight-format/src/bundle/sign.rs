@@ -52,8 +52,8 @@ pub(crate) fn public_key(text: &str) -> Result<PublicKey, BundleError> {
     key.map_err(|error| BundleError::PublicKey { reason: error.to_string() })
 }
 
-/// Checks that the manifest with these bytes was signed with this key, and that what it says cannot be forged. Returns the signature's trusted
-/// comment.
+/// Checks that the manifest with these bytes was signed with this key, and that what it says cannot be forged. Returns
+/// the signature's trusted comment.
 pub(crate) fn check(dir: &Path, key: &PublicKey, bytes: &[u8], manifest: &Manifest) -> Result<String, BundleError> {
     let path = dir.join(manifest::SIGNATURE_NAME);
     if path.symlink_metadata().is_err() {

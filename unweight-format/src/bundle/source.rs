@@ -165,7 +165,8 @@ impl Source {
         Ok(())
     }
 
-    /// Copied files that are large for what they are, largest first; all of a folder of a version control system as one.
+    /// Copied files that are large for what they are, largest first; all of a folder of a version control system as
+    /// one.
     pub(crate) fn large_copies(&self) -> Vec<LargeCopy> {
         let mut copies: BTreeMap<&str, u64> = BTreeMap::new();
         for file in self.files.iter().filter(|file| matches!(file.kind, Kind::Copied)) {

@@ -6,7 +6,8 @@
 //!                  tree/     finished files; becomes <output> in one rename
 //!                  records/  what is known of finished shards, for a later run
 //! ```
-//! The folder is this user's alone, and nothing in it is a link: what was planted there could make a run write or delete elsewhere.
+//! The folder is this user's alone, and nothing in it is a link: what was planted there could make a run write or
+//! delete elsewhere.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -269,8 +270,8 @@ impl Stage {
         self.copy(&Input::open(from)?, name, false, advance, |_| Ok(())).map(|_| ())
     }
 
-    /// Removes files of `tree` that are not in `names`, and of `work` that are not of `growing`: what an interrupted run left that this one does
-    /// not want.
+    /// Removes files of `tree` that are not in `names`, and of `work` that are not of `growing`: what an interrupted
+    /// run left that this one does not want.
     pub(crate) fn keep_only(&self, names: &HashSet<String>, growing: &HashSet<String>) -> Result<(), BundleError> {
         allow_changes(&self.tree())?;
         let wanted: HashSet<PathBuf> =
@@ -429,7 +430,8 @@ fn check_overlap(inputs: &[PathBuf], output: &Path) -> Result<(), BundleError> {
     })
 }
 
-/// Fails unless the folder and everything in it belong to this user, who alone may write to it, and are directories and regular files.
+/// Fails unless the folder and everything in it belong to this user, who alone may write to it, and are directories and
+/// regular files.
 fn check_own(partial: &Path) -> Result<(), BundleError> {
     let own = rustix::process::geteuid().as_raw();
     let foreign = |path: &Path, reason| Err(BundleError::ForeignPartial { path: path.into(), reason });

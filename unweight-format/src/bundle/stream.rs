@@ -17,8 +17,9 @@ use crate::bundle::manifest::{FileEntry, WeightsFile};
 impl Bundle {
     /// Writes the original bytes of a file of the source to `out`, in order.
     ///
-    /// Of weights, every stored section is compared with its digest before anything that comes of it is written. What is known only at
-    /// the end (the digest of a copied file or of a large raw tensor, the SHA-256) is compared at the end: only with `Ok` are the bytes right.
+    /// Of weights, every stored section is compared with its digest before anything that comes of it is written. What
+    /// is known only at the end (the digest of a copied file or of a large raw tensor, the SHA-256) is compared at the
+    /// end: only with `Ok` are the bytes right.
     ///
     /// # Errors
     /// The source had no such file, the bundle is damaged, `out` fails, or `progress` asked to stop.

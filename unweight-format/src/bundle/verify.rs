@@ -17,13 +17,14 @@ use super::{
 };
 use crate::bundle::manifest::{self, FileEntry, Manifest, WeightsFile};
 
-/// Checks every byte of a bundle: the manifest, all sizes and headers, every section, and every tensor decoded; that no file is
-/// missing, and that there is no other. With `against`, every source file is compared as well.
+/// Checks every byte of a bundle: the manifest, all sizes and headers, every section, and every tensor decoded; that no
+/// file is missing, and that there is no other. With `against`, every source file is compared as well.
 ///
 /// The report collects every problem.
 ///
 /// # Errors
-/// There is no readable manifest ([`ErrorClass::Mismatch`] if it is damaged), the system refuses to read a file, or `progress` asked to stop.
+/// There is no readable manifest ([`ErrorClass::Mismatch`] if it is damaged), the system refuses to read a file, or
+/// `progress` asked to stop.
 pub fn verify(bundle: &Path, against: Option<&Path>, progress: &dyn Progress) -> Result<VerifyReport, BundleError> {
     verify_with(bundle, &VerifyOptions::default().against(against.map(Path::to_path_buf)), progress)
 }

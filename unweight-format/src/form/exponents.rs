@@ -1,8 +1,8 @@
 //! Exponents of other types than BF16, Huffman-coded (`docs/format.md` A.12): FP8, F16 and F32.
 //!
 //! The exponents lie exactly as those of the Huffman form do, in the same sections, so whoever decodes those decodes
-//! these. Sign and fraction, which are 3 to 24 bits, lie beside them: whole bytes of them in one section, what is left in
-//! another.
+//! these. Sign and fraction, which are 3 to 24 bits, lie beside them: whole bytes of them in one section, what is left
+//! in another.
 
 use std::borrow::Cow;
 
@@ -267,8 +267,8 @@ fn join_run(float: Float, fractions: &Fractions<'_>, first: usize, exponents: &[
 
 /// `COUNT` elements of one group.
 ///
-/// A function, not a closure: the machine code called that for each element, without knowing the type, and decoding took
-/// 12 to 19 times as long. Inlined, lengths and shifts are constants.
+/// A function, not a closure: the machine code called that for each element, without knowing the type, and decoding
+/// took 12 to 19 times as long. Inlined, lengths and shifts are constants.
 #[inline(always)]
 fn join_some<const COUNT: usize>(
     float: Float,

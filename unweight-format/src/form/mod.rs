@@ -3,9 +3,9 @@
 //! ```text
 //! floats [n, k] --Survey--> histogram, digest --Encoding::encode--> StoredTensor {form, grid, sections} --decode--> floats [n, k]
 //! ```
-//! Manifests, bundles, plans, sums and the command line go through [`FORMS`], so another encoding is a module and a line in that
-//! list. Code that needs the fields of one encoding takes its typed view ([`HuffmanTensor`](crate::HuffmanTensor), ...), which the
-//! encoding's module defines.
+//! Manifests, bundles, plans, sums and the command line go through [`FORMS`], so another encoding is a module and a
+//! line in that list. Code that needs the fields of one encoding takes its typed view
+//! ([`HuffmanTensor`](crate::HuffmanTensor), ...), which the encoding's module defines.
 
 pub mod compact;
 pub mod exponents;

@@ -246,7 +246,8 @@ pub fn decode_compact<B: AsRef<[u8]>>(tensor: &CompactTensor<B>) -> Result<Vec<u
         let mut start = 8 * packed::LANES;
         for (lane, &length) in stream[..packed::LANES].iter().enumerate() {
             let bits = 2 * usize::from(length);
-            // How many bits the chains of blocks 0 and 1, and of 2 and 3, have used; the second one runs down from the end.
+            // How many bits the chains of blocks 0 and 1, and of 2 and 3, have used; the second one runs down from the
+            // end.
             let mut used = [0, 0];
             for block in 0..packed::ROW_BLOCKS {
                 let chain = block / 2;
@@ -293,7 +294,8 @@ fn dense_half(
     tile: usize,
     (block, step, lane, register, half): (usize, usize, usize, usize, usize),
 ) -> u16 {
-    // Of registers 5, 6 and 7 of two steps, the lower half: bit, word, bit of the word. The sign turns into the other half.
+    // Of registers 5, 6 and 7 of two steps, the lower half: bit, word, bit of the word. The sign turns into the other
+    // half.
     const CARRIED: [[(u32, usize, u32); 10]; 3] = [
         [
             (0, 0, 10),

@@ -6,7 +6,8 @@ use crate::{
     layout::{ROW_BITS_MAX, TILE},
 };
 
-/// Statistics of a sample of a tensor, from which [`Encoding::predict`](super::Encoding::predict) predicts its stored size.
+/// Statistics of a sample of a tensor, from which [`Encoding::predict`](super::Encoding::predict) predicts its stored
+/// size.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
     float: Float,
@@ -21,7 +22,8 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Samples contiguous pieces of BF16 elements; each is cut in rows of 64, an incomplete one at its end is not counted.
+    /// Samples contiguous pieces of BF16 elements; each is cut in rows of 64, an incomplete one at its end is not
+    /// counted.
     pub fn of(pieces: &[&[u8]], limit: CodeLimit) -> Self {
         Self::of_float(Float::Bf16, pieces, limit)
     }

@@ -5,7 +5,8 @@ use std::fmt;
 use super::{Encoding, FormId, Section, Sections, Survey, Unfit, raw};
 use crate::{CodeLimit, CodecError, FloatMatrix, TileGrid};
 
-/// A stored tensor: its encoding, the shape of its matrix, and the bytes of its sections, owned (`Vec<u8>`) or borrowed (`&[u8]`).
+/// A stored tensor: its encoding, the shape of its matrix, and the bytes of its sections, owned (`Vec<u8>`) or borrowed
+/// (`&[u8]`).
 ///
 /// Constructing one checks it, so that every offset inside may be trusted.
 #[derive(Clone)]

@@ -51,7 +51,8 @@ impl Role {
     }
 }
 
-/// Name endings, most specific first; the first match wins. A name is compared without its last part `weight`, `bias`, ...
+/// Name endings, most specific first; the first match wins. A name is compared without its last part `weight`, `bias`,
+/// ...
 ///
 /// `*` stands for one part; a part that ends in `*` for any part that begins so.
 #[rustfmt::skip]
@@ -69,7 +70,8 @@ const TABLE: &[(&str, Role)] = {
         ("relative_attention_bias", Embedding), ("embeddings.*", Embedding), ("tok_embed", Embedding),
         // Heads.
         ("lm_head", LmHead), ("embed_out", LmHead), ("output_layer", LmHead), ("cls.predictions.decoder", LmHead), ("score", LmHead),
-        // Attention: Llama, Qwen, Mistral, Gemma, OPT, BERT, T5, the original Llama, GPT-2, GPT-NeoX, Falcon, Bloom, MPT, DeepSeek.
+        // Attention: Llama, Qwen, Mistral, Gemma, OPT, BERT, T5, the original Llama, GPT-2, GPT-NeoX, Falcon, Bloom,
+        // MPT, DeepSeek.
         ("q_proj", Q), ("k_proj", K), ("v_proj", V), ("self.query", Q), ("self.key", K), ("self.value", V), ("query", Q), ("key", K), ("value", V),
         ("wq", Q), ("wk", K), ("wv", V), ("SelfAttention.q", Q), ("SelfAttention.k", K), ("SelfAttention.v", V), ("EncDecAttention.q", Q),
         ("EncDecAttention.k", K), ("EncDecAttention.v", V), ("q_lin", Q), ("k_lin", K), ("v_lin", V), ("to_q", Q), ("to_k", K), ("to_v", V),
@@ -79,7 +81,8 @@ const TABLE: &[(&str, Role)] = {
         ("o_proj", O), ("attention.output.dense", O), ("self_attn.out_proj", O), ("attn.out_proj", O), ("attention.out_proj", O),
         ("encoder_attn.out_proj", O), ("out_proj", O), ("attention.dense", O), ("self_attention.dense", O), ("self_attn.dense", O), ("attn.c_proj", O),
         ("attention.wo", O), ("SelfAttention.o", O), ("EncDecAttention.o", O), ("out_lin", O), ("to_out.0", O), ("attn.proj", O),
-        // MLP, experts among them: `mlp.experts.3.up_proj`, `block_sparse_moe.experts.3.w1`, and stacks `mlp.experts.down_proj`.
+        // MLP, experts among them: `mlp.experts.3.up_proj`, `block_sparse_moe.experts.3.w1`, and stacks
+        // `mlp.experts.down_proj`.
         ("gate_up_proj", GateUp), ("gate_up_proj_blocks", GateUp), ("experts.w13", GateUp), ("mlp.Wi", GateUp),
         ("gate_proj", Gate), ("w1", Gate), ("wi_0", Gate),
         ("up_proj", Up), ("w3", Up), ("wi_1", Up), ("wi", Up), ("fc1", Up), ("fc_in", Up), ("c_fc", Up), ("dense_h_to_4h", Up), ("lin1", Up),

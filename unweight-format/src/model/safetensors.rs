@@ -4,8 +4,8 @@
 //! 0        8                    8 + n                      end
 //! | u64 n  | n bytes of JSON    | tensors, without holes   |
 //! ```
-//! The crate reads headers itself because it needs what the usual library hides: the order of the data, the bytes of the header as
-//! they are, and an error that names tensor and offset.
+//! The crate reads headers itself because it needs what the usual library hides: the order of the data, the bytes of
+//! the header as they are, and an error that names tensor and offset.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -22,7 +22,8 @@ pub use crate::bits::dtype::Dtype;
 
 /// Largest header accepted of a source file, bytes.
 pub const SOURCE_HEADER_MAX: u64 = 25_000_000;
-/// Largest header that safetensors readers accept, bytes: the limit for the files of a bundle, which name every section.
+/// Largest header that safetensors readers accept, bytes: the limit for the files of a bundle, which name every
+/// section.
 pub(crate) const HEADER_MAX: u64 = 100_000_000;
 /// Bytes of the length before the header.
 pub(crate) const LENGTH_BYTES: u64 = 8;
@@ -364,8 +365,8 @@ impl<'de> Deserialize<'de> for Entries {
     }
 }
 
-/// A header to be written: `metadata` and tensors `(name, dtype, shape, [begin, end])` in the order of their data, padded with spaces
-/// so that the data begins on a multiple of 64 bytes and, if `at_least` is more, there.
+/// A header to be written: `metadata` and tensors `(name, dtype, shape, [begin, end])` in the order of their data,
+/// padded with spaces so that the data begins on a multiple of 64 bytes and, if `at_least` is more, there.
 pub(crate) fn header_to_bytes<'a>(
     metadata: &BTreeMap<String, String>,
     tensors: impl Iterator<Item = (&'a str, Dtype, &'a [usize], [u64; 2])>,

@@ -1,8 +1,9 @@
 //! A small Llama-shaped model to try things on, with weights that look trained.
 //!
-//! Trained weights are not one Gaussian: scales differ from tensor to tensor and from row to row, attention outputs and down projections
-//! have heavy tails, embeddings have rows that were hardly ever trained, and here and there is an exact zero or a subnormal. A row is
-//! a function of seed, tensor and row alone, so the bytes do not depend on the number of threads.
+//! Trained weights are not one Gaussian: scales differ from tensor to tensor and from row to row, attention outputs and
+//! down projections have heavy tails, embeddings have rows that were hardly ever trained, and here and there is an
+//! exact zero or a subnormal. A row is a function of seed, tensor and row alone, so the bytes do not depend on the
+//! number of threads.
 
 use std::{collections::BTreeMap, fs, io::Write, path::Path, sync::LazyLock};
 

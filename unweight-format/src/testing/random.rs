@@ -1,8 +1,10 @@
-//! Random numbers and random weights: the one generator of this repository. The same seed gives the same bytes, on every machine.
+//! Random numbers and random weights: the one generator of this repository. The same seed gives the same bytes, on
+//! every machine.
 
 use crate::Float;
 
-/// splitmix64. Small and deterministic, so that a failure names its seed; good enough for weights, and for nothing secret.
+/// splitmix64. Small and deterministic, so that a failure names its seed; good enough for weights, and for nothing
+/// secret.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
@@ -72,8 +74,8 @@ pub enum Weights {
     OneExponent,
     /// Any sign and mantissa, exponents 120 to 122.
     FewExponents,
-    /// Sixteen exponents, all in a palette; each 64th row of a matrix of `cols` columns has the rare ones, and is longer than 319 bits where
-    /// codes may be long.
+    /// Sixteen exponents, all in a palette; each 64th row of a matrix of `cols` columns has the rare ones, and is
+    /// longer than 319 bits where codes may be long.
     LongRows {
         /// Columns of the matrix.
         cols: usize,

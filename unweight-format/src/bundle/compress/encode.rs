@@ -67,7 +67,8 @@ struct Queues<'a, 's> {
 }
 
 impl Job<'_> {
-    /// Compresses one safetensors file, or the rest of it. The shard is written, but may not be on the disk yet: [`Job::settle`] waits for that.
+    /// Compresses one safetensors file, or the rest of it. The shard is written, but may not be on the disk yet:
+    /// [`Job::settle`] waits for that.
     pub(super) fn weights(
         &self,
         file: &SourceFile,
@@ -108,7 +109,8 @@ impl Job<'_> {
         Ok(Written { file: writer.file, work: writer.path, journal: self.stage.journal(&file.name), record })
     }
 
-    /// Opens shard and journal, past what an interrupted run wrote. Returns the writer, what is kept, and the kept parts that wait for the shard's end.
+    /// Opens shard and journal, past what an interrupted run wrote. Returns the writer, what is kept, and the kept
+    /// parts that wait for the shard's end.
     fn begin(
         &self,
         source: &ShardSource<'_>,
@@ -146,7 +148,8 @@ impl Job<'_> {
         Ok((writer, kept, deferred))
     }
 
-    /// Encodes and writes the tensors after those of `kept`, to which their entries are added. Returns what waits for the shard's end.
+    /// Encodes and writes the tensors after those of `kept`, to which their entries are added. Returns what waits for
+    /// the shard's end.
     fn encode_rest(
         &self,
         source: &ShardSource<'_>,
@@ -322,7 +325,8 @@ fn read_all(
     }
 }
 
-/// The writer thread: writes and journals tensors in the order in which they come. Returns what waits for the shard's end.
+/// The writer thread: writes and journals tensors in the order in which they come. Returns what waits for the shard's
+/// end.
 fn write_all(
     to_write: Receiver<Encoded<'_>>,
     writer: &mut ShardWriter<'_>,
@@ -396,7 +400,8 @@ pub(super) struct Encoded<'a> {
     pub(super) held_bytes: u64,
 }
 
-/// Digest and stored form of a tensor: the form chosen, what takes its place if it does not fit, or raw if it would not shrink.
+/// Digest and stored form of a tensor: the form chosen, what takes its place if it does not fit, or raw if it would not
+/// shrink.
 pub(super) fn encode_tensor(
     bytes: &[u8],
     dtype: Dtype,

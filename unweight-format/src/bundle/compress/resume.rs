@@ -30,8 +30,8 @@ use crate::{
     safetensors::TensorInfo,
 };
 
-/// What is kept of a finished shard until the bundle is complete. It names no time and no path of the source: a later run compares the source's
-/// bytes with the digests.
+/// What is kept of a finished shard until the bundle is complete. It names no time and no path of the source: a later
+/// run compares the source's bytes with the digests.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Record {
     /// Everything but the source that decides the shard's bytes.
@@ -141,9 +141,11 @@ impl Job<'_> {
         )
     }
 
-    /// The entry of a shard that an interrupted run finished, if it is of this very source and these options, and its bytes are sound.
+    /// The entry of a shard that an interrupted run finished, if it is of this very source and these options, and its
+    /// bytes are sound.
     ///
-    /// The source is read for that, which takes a fraction of encoding it: name, size and time of a file do not tell one model from another.
+    /// The source is read for that, which takes a fraction of encoding it: name, size and time of a file do not tell
+    /// one model from another.
     pub(super) fn resumable(&self, file: &SourceFile) -> Result<Option<WeightsFile>, BundleError> {
         let Kind::Weights { header, header_bytes } = &file.kind else { return Ok(None) };
         let Ok(bytes) = files::read_small(&self.stage.record(&file.name), manifest::BYTES_MAX) else { return Ok(None) };
@@ -197,8 +199,8 @@ impl Job<'_> {
         }
     }
 
-    /// The beginning of a shard that an interrupted run wrote: up to the first tensor whose source or whose stored parts have not the
-    /// digests of the journal.
+    /// The beginning of a shard that an interrupted run wrote: up to the first tensor whose source or whose stored
+    /// parts have not the digests of the journal.
     pub(super) fn kept(&self, file: &SourceFile) -> Result<Option<Kept>, BundleError> {
         let Kind::Weights { header, header_bytes } = &file.kind else { return Ok(None) };
         let Ok(journal) = files::read_small(&self.stage.journal(&file.name), manifest::BYTES_MAX) else {

@@ -1,4 +1,5 @@
-//! Completing a bundle whose shards are written: indexes, `config.json`, manifest, signature, and the proof that it decodes.
+//! Completing a bundle whose shards are written: indexes, `config.json`, manifest, signature, and the proof that it
+//! decodes.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -36,8 +37,8 @@ pub(crate) struct Sealed {
     pub(crate) verified_tensors: u64,
 }
 
-/// Completes a bundle: what depends on all shards, the manifest, its signature, and the proof that all can be decoded. `kinds` are those of the files; only
-/// those of changed files are needed.
+/// Completes a bundle: what depends on all shards, the manifest, its signature, and the proof that all can be decoded.
+/// `kinds` are those of the files; only those of changed files are needed.
 pub(crate) fn seal<'a>(
     finish: &Finish<'_>,
     kinds: impl Iterator<Item = Option<&'a Kind>>,

@@ -1,8 +1,8 @@
 //! The shard that is being written, and the order of its bytes.
 //!
-//! First everything that keeps the next part on a multiple of 16 bytes, in source order; then what does not (raw tensors of odd
-//! sizes, and sign_mantissa sections of them), largest element type first; last the source's header. So every section that a
-//! kernel or a stock reader wants aligned is, without padding.
+//! First everything that keeps the next part on a multiple of 16 bytes, in source order; then what does not (raw
+//! tensors of odd sizes, and sign_mantissa sections of them), largest element type first; last the source's header. So
+//! every section that a kernel or a stock reader wants aligned is, without padding.
 
 use std::{borrow::Cow, collections::BTreeMap, fs::File, path::PathBuf};
 
@@ -100,7 +100,8 @@ pub(super) struct Deferred {
 pub(super) enum Pending {
     /// From the source, from `offset` on: a raw tensor with this digest.
     Raw { offset: u64, digest: Digest },
-    /// From the source: the sign_mantissa of the `bytes` bytes from `offset` on, which have this digest. Half of a large tensor would be much to hold.
+    /// From the source: the sign_mantissa of the `bytes` bytes from `offset` on, which have this digest. Half of a
+    /// large tensor would be much to hold.
     SignMantissa { offset: u64, bytes: u64, digest: Digest },
     /// Small sections of other kinds, held.
     Held(Vec<u8>),
@@ -233,7 +234,8 @@ impl ShardWriter<'_> {
     }
 }
 
-/// Bytes that the shard's header can need at most: every coded tensor with all its sections, every number as long as it can be.
+/// Bytes that the shard's header can need at most: every coded tensor with all its sections, every number as long as it
+/// can be.
 fn header_bound(
     metadata: &BTreeMap<String, String>,
     header: &Header,
@@ -241,7 +243,8 @@ fn header_bound(
     file_bytes: u64,
     header_bytes: u64,
 ) -> u64 {
-    // A coded tensor is smaller than its source and the header's copy as large as the original, so no offset is above this.
+    // A coded tensor is smaller than its source and the header's copy as large as the original, so no offset is above
+    // this.
     let most = file_bytes;
     let mut parts = Vec::new();
     for (info, decision) in header.tensors.iter().zip(decisions) {
@@ -261,7 +264,8 @@ fn header_bound(
         let chain = std::iter::successors(Some(decision.choice.form()), |form| Some(form.form().fallback()));
         let coded = chain.take_while(|form| *form != FormId::RAW).map(named);
         parts.extend(coded.max_by_key(|parts| header_bytes_of(&BTreeMap::new(), parts, most)).unwrap_or_default());
-        // Raw takes the place of every form, and a shape of many dimensions may be longer than the names of all sections.
+        // Raw takes the place of every form, and a shape of many dimensions may be longer than the names of all
+        // sections.
         if info.shape.len() > 8 {
             parts.push(raw());
         }

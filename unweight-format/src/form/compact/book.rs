@@ -30,8 +30,8 @@ pub struct ClassWindow {
 }
 
 impl ClassWindow {
-    /// The window that costs least, of equals the lowest: the entropy of the classes and 64 bits for each element outside,
-    /// in integers, so that every machine chooses the same.
+    /// The window that costs least, of equals the lowest: the entropy of the classes and 64 bits for each element
+    /// outside, in integers, so that every machine chooses the same.
     pub fn best(histogram: &Histogram) -> Self {
         let cost = |base: u8| {
             let counts = Self { base }.class_counts(histogram);
@@ -223,8 +223,9 @@ impl ClassBook {
         table
     }
 
-    /// [`ClassBook::table`] as kernels look it up: the bits of the code, and the classes where operands have them, those of the second
-    /// register three bits lower, below the exponent's constant 96 (`templates/include/unweight/form/compact.cuh`).
+    /// [`ClassBook::table`] as kernels look it up: the bits of the code, and the classes where operands have them,
+    /// those of the second register three bits lower, below the exponent's constant 96
+    /// (`templates/include/unweight/form/compact.cuh`).
     pub fn kernel_table(&self) -> Vec<u32> {
         const CONSTANT: u32 = (CLASS_OPERAND_EXPONENT as u32) << 7;
         let entry = |entry: u16| {

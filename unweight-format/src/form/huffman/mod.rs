@@ -1,4 +1,5 @@
-//! Huffman-coded exponents (`docs/format.md` A.4 - A.6): the smallest form, decoded or transcoded before a kernel multiplies.
+//! Huffman-coded exponents (`docs/format.md` A.4 - A.6): the smallest form, decoded or transcoded before a kernel
+//! multiplies.
 
 pub(crate) mod code;
 mod coded;

@@ -7,7 +7,8 @@
 //!   P3 into the free bits  -> 3 words a step and lane
 //!   12 words a lane        -> 3 runs of 64 bytes, 512 bytes apart
 //! ```
-//! Every step is a loop over arrays of fixed size, which the compiler turns into permutations of the processor that it compiles for.
+//! Every step is a loop over arrays of fixed size, which the compiler turns into permutations of the processor that it
+//! compiles for.
 
 use super::Window;
 use crate::{

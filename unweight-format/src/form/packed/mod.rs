@@ -1,7 +1,7 @@
 //! The packed form: a 12-bit container in the order of a tensor core's A operand (`docs/format.md` A.9).
 //!
-//! Sixteen consecutive exponents cover almost all weights of a trained tensor, so an exponent is a window base plus a nibble and
-//! no table is needed. What lies outside is an *escape* and keeps its exact operand beside the container.
+//! Sixteen consecutive exponents cover almost all weights of a trained tensor, so an exponent is a window base plus a
+//! nibble and no table is needed. What lies outside is an *escape* and keeps its exact operand beside the container.
 
 mod container;
 mod pack;
@@ -98,10 +98,11 @@ impl From<Unpackable> for Unfit {
 
 /// More escapes than one element in this many, and the tensor is not packed.
 ///
-/// It is a limit of time, not of size. Time, in matmuls on an H200 against raw weights (`docs/benchmarks.md`): at half of this limit (a tenth of row segments)
-/// packed weights are 1.2 to 1.4 times as fast up to batch 16 and 0.8 at 64 and above; close to it as fast up to batch 16, and 0.6 to 0.7 beyond.
-/// Size: four a row block are 0.16 bits per element (1.3 %). Beyond the limit the palette form is smaller if the escapes are of few exponents, such as
-/// exact zeros, which its palette takes in, and larger for heavy tails (`docs/benchmarks.md`, resident profile).
+/// It is a limit of time, not of size. Time, in matmuls on an H200 against raw weights (`docs/benchmarks.md`): at half
+/// of this limit (a tenth of row segments) packed weights are 1.2 to 1.4 times as fast up to batch 16 and 0.8 at 64 and
+/// above; close to it as fast up to batch 16, and 0.6 to 0.7 beyond. Size: four a row block are 0.16 bits per element
+/// (1.3 %). Beyond the limit the palette form is smaller if the escapes are of few exponents, such as exact zeros,
+/// which its palette takes in, and larger for heavy tails (`docs/benchmarks.md`, resident profile).
 pub const ESCAPES_ONE_IN: u64 = 256;
 
 /// Why a matrix stays in another form.

@@ -71,7 +71,8 @@ fn first_without_operand(matrix: Matrix<'_>, window: Window) -> Unpackable {
     Unpackable::Operand { row: at / cols, col: at % cols }
 }
 
-/// Packs consecutive tiles: heads with indices from the band's start, and its lists; `None` if an escape has no operand.
+/// Packs consecutive tiles: heads with indices from the band's start, and its lists; `None` if an escape has no
+/// operand.
 fn pack_band(
     matrix: Matrix<'_>,
     window: Window,

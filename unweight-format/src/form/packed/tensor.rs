@@ -50,7 +50,8 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         Self::from_parts(grid, window, packed, heads, escapes)
     }
 
-    /// Puts a tensor together: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`, little-endian; up to 3 zero words may follow the last escape.
+    /// Puts a tensor together: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`, little-endian; up to 3 zero words
+    /// may follow the last escape.
     ///
     /// # Errors
     /// The shape cannot be packed, a section has the wrong size, or a head or list is not canonical.
@@ -185,7 +186,8 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         (0..self.grid.tiles() * ROW_BLOCKS).map(|block| self.records_in(block)).max().unwrap_or(0)
     }
 
-    /// The operands of a tile as the kernels must see them: `[4 row blocks][4 steps][32 lanes][4 registers]`, two bf16 each.
+    /// The operands of a tile as the kernels must see them: `[4 row blocks][4 steps][32 lanes][4 registers]`, two bf16
+    /// each.
     ///
     /// # Panics
     /// `tile` is not in the grid.
@@ -237,11 +239,11 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         one.into_iter().chain(list.map(|at| self.escape_word(at)))
     }
 
-    /// The matrix of these rows and columns, packed with the same window: what a rank of several takes of it. The tiles and their lists of
-    /// escapes are copied; nothing is decoded.
+    /// The matrix of these rows and columns, packed with the same window: what a rank of several takes of it. The tiles
+    /// and their lists of escapes are copied; nothing is decoded.
     ///
-    /// The window is the tensor's, not the one that [`pack`](super::pack()) would choose for the part, and more than one element of the part in
-    /// [`ESCAPES_ONE_IN`](super::ESCAPES_ONE_IN) may be an escape.
+    /// The window is the tensor's, not the one that [`pack`](super::pack()) would choose for the part, and more than
+    /// one element of the part in [`ESCAPES_ONE_IN`](super::ESCAPES_ONE_IN) may be an escape.
     ///
     /// # Errors
     /// A range is empty, reaches past the matrix, or is not in multiples of 64.
@@ -294,7 +296,8 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
     }
 }
 
-/// The grid of these rows and columns of a packed matrix, and the heads and lists of its tiles, as [`PackedTensor::from_parts`] takes them.
+/// The grid of these rows and columns of a packed matrix, and the heads and lists of its tiles, as
+/// [`PackedTensor::from_parts`] takes them.
 ///
 /// # Errors
 /// As [`PackedTensor::slice`], or a list is not inside `escapes`.

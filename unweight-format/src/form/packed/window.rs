@@ -20,7 +20,8 @@ impl Window {
         (Self { base }, histogram.total() - covered(base))
     }
 
-    /// The window that a matrix with these exponents is packed with: [`Window::best`], if few enough elements lie outside.
+    /// The window that a matrix with these exponents is packed with: [`Window::best`], if few enough elements lie
+    /// outside.
     ///
     /// # Errors
     /// [`Unpackable::Escapes`].
