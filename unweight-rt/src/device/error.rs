@@ -45,10 +45,7 @@ pub enum DeviceError {
         free: u64,
     },
     /// The host has too little memory that can be pinned.
-    #[error(
-        "cannot allocate {bytes} bytes of pinned host memory; free host memory, or use less: fewer experts on the host, \
-         or fewer slots"
-    )]
+    #[error("cannot allocate {bytes} bytes of pinned host memory; free host memory and try again")]
     HostRoom {
         /// Bytes of the allocation.
         bytes: u64,

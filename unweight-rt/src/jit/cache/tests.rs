@@ -472,7 +472,7 @@ fn remains_of_the_dead_are_swept_and_sites_at_work_are_not() {
 }
 
 #[test]
-fn a_folder_of_somebody_else_s_work_is_no_cache() {
+fn a_folder_of_another_program_is_not_a_cache() {
     let home = tempfile::tempdir().unwrap();
     let mistaken = home.path().join("thesis");
     for folder in ["entries/chapter", "failed/attempt", "building/uw_house", "locks"] {
@@ -480,7 +480,7 @@ fn a_folder_of_somebody_else_s_work_is_no_cache() {
     }
     std::fs::write(mistaken.join("locks/door"), "").unwrap();
     let unusable = Store::open(&mistaken).unwrap_err();
-    assert!(unusable.why.contains("no kernel cache") && unusable.why.contains("UNWEIGHT_CACHE_DIR"), "{unusable}");
+    assert!(unusable.why.contains("not a kernel cache") && unusable.why.contains("UNWEIGHT_CACHE_DIR"), "{unusable}");
     assert_eq!(names(&mistaken).len(), 4);
     // With the tag in it, still only what the store could have made is touched.
     let own = home.path().join("cache");
