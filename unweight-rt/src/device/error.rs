@@ -548,10 +548,13 @@ pub enum Refusal {
         /// The argument struct of the call.
         given: &'static str,
     },
-    /// A kernel or a layer of another kind.
-    #[error("is not {wanted}")]
+    /// A layer that is not packed, in borrowed memory.
+    #[error("the layer is not packed; only packed layers run in the memory of another framework")]
+    NotPacked,
+    /// A kernel of another family.
+    #[error("is not {wanted}; load a variant that is")]
     Family {
-        /// The kind that the operation takes.
+        /// The kernels that the operation launches.
         wanted: &'static str,
     },
     /// A decoder for another output.

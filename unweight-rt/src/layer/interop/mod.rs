@@ -182,7 +182,7 @@ impl Guest {
     /// A layer that is not packed or overlaps the output, or an error of the driver.
     pub unsafe fn unpack_at(&self, layer: &Linear, output: u64) -> Result<(), DeviceError> {
         let (n, k) = (layer.n(), layer.k());
-        let packed = layer.packed_weights().ok_or(Refusal::Family { wanted: "a packed layer" })?;
+        let packed = layer.packed_weights().ok_or(Refusal::NotPacked)?;
         // SAFETY: the caller's promise.
         let output = unsafe { MatrixMut::from_raw(self.device(), output, n, k, k.into()) }?;
         let packer = self.packer();
@@ -231,7 +231,7 @@ impl Guest {
         let device = self.device();
         let parts = Parts::of(layer.lane_size_at(m, epilogue)?);
         if !layer.is_packed() {
-            return Err(Refusal::Family { wanted: "a packed layer" }.into());
+            return Err(Refusal::NotPacked.into());
         }
         room("bytes of scratch", length("bytes of scratch", scratch.bytes)?, length("bytes", parts.bytes())?)?;
         let columns = if epilogue == Epilogue::SiluMul { layer.n() / 2 } else { layer.n() };
