@@ -128,7 +128,7 @@ mod tests {
         assert!(lines.len() >= 6, "{block}");
         for line in lines {
             let code = line.split("   //").next().unwrap_or(line).trim();
-            assert!(compiled.contains(&format!("//! {code}")), "the example of `layer::linear` has no line {code:?}");
+            assert!(compiled.contains(&format!("/// {code}")), "the example of `Linear` has no line {code:?}");
         }
     }
 }

@@ -9,16 +9,16 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// One documented variable.
+/// A documented environment variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variable {
     /// The variable.
     pub name: &'static str,
-    /// What it may hold.
+    /// The values that it takes.
     pub values: &'static str,
-    /// What holds when it is unset or empty.
+    /// The value when it is unset or empty.
     pub default: &'static str,
-    /// What it does.
+    /// Its effect.
     pub meaning: &'static str,
 }
 
@@ -97,15 +97,15 @@ impl JitMode {
     }
 }
 
-/// A variable that holds something else than documented.
+/// A variable with a value that is not documented.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name}={value:?}: expected {expected}; correct or unset it")]
 pub struct EnvError {
     /// The variable.
     pub name: &'static str,
-    /// What it holds.
+    /// The value.
     pub value: String,
-    /// What it may hold.
+    /// The values that it takes.
     pub expected: &'static str,
 }
 
@@ -116,7 +116,7 @@ impl EnvError {
     }
 }
 
-/// Where other programs say that libraries live. Read for the toolchain search only.
+/// Folders that the search for libraries tries.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SearchPaths {
     /// Roots of Python environments, the active one first (`VIRTUAL_ENV`, `CONDA_PREFIX`, then from `PATH`).
@@ -132,7 +132,7 @@ pub struct SearchPaths {
 /// The parsed environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Env {
-    /// Root of the kernel cache; `None` if nothing says where a user's caches live.
+    /// Root of the kernel cache; `None` if the environment names no cache folder.
     pub cache_dir: Option<PathBuf>,
     /// Size that `prune` shrinks the cache to, in bytes.
     pub cache_max_bytes: u64,

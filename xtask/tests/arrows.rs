@@ -122,9 +122,10 @@ fn found(folder: &str, words: &[&str]) -> Vec<String> {
 fn the_runtime_compiles_and_chooses_without_a_device() {
     for (room, never) in [
         ("unweight-rt/src/jit", &["crate::device", "crate::choose", "crate::weight", "crate::ops", "crate::layer"][..]),
-        ("unweight-rt/src/choose", &["crate::device", "crate::ops", "crate::layer"]),
-        ("unweight-rt/src/device", &["crate::ops", "crate::layer", "crate::weight"]),
-        ("unweight-rt/src/weight", &["crate::ops", "crate::layer"]),
+        ("unweight-rt/src/choose", &["crate::device", "crate::exec", "crate::ops", "crate::layer"]),
+        ("unweight-rt/src/device", &["crate::exec", "crate::ops", "crate::layer", "crate::weight"]),
+        ("unweight-rt/src/weight", &["crate::exec", "crate::ops", "crate::layer"]),
+        ("unweight-rt/src/exec", &["crate::ops", "crate::layer", "crate::weight"]),
         ("unweight-rt/src/ops", &["crate::layer"]),
     ] {
         assert_eq!(found(room, never), [""; 0], "{room}");
@@ -151,7 +152,7 @@ fn the_engine_plans_steps_without_a_device() {
     for room in ["unweight-engine/src/program", "unweight-engine/src/tune"] {
         assert_eq!(found(room, &never), [""; 0], "{room}");
     }
-    let device = ["unweight_rt::device", "unweight_rt::ops", "unweight_rt::layer"];
+    let device = ["unweight_rt::raw::device", "unweight_rt::raw::ops", "unweight_rt::raw::layer"];
     assert_eq!(found("unweight-engine/src/fit", &[&device[..], &never[1..]].concat()), [""; 0]);
 }
 

@@ -104,12 +104,12 @@ impl<T: Pod> DeviceBuffer<T> {
         unsafe { copy_to_device(stream, self.address, host) }
     }
 
-    /// The elements, once everything before on `stream` is done.
+    /// Copies all elements to the host, behind the work on `stream`. Waits for the copy.
     pub fn to_host(&self, stream: &Stream) -> Result<Vec<T>, DeviceError> {
         self.read(stream, 0, self.len)
     }
 
-    /// `len` elements from `at` on, once everything before on `stream` is done.
+    /// Copies `len` elements from `at` on to the host, behind the work on `stream`. Waits for the copy.
     pub fn read(&self, stream: &Stream, at: usize, len: usize) -> Result<Vec<T>, DeviceError> {
         self.check(at, len)?;
         let mut host = vec![T::zeroed(); len];
@@ -238,7 +238,7 @@ impl DeviceBuffer<u16> {
 }
 
 impl<T> DeviceBuffer<T> {
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.len
     }

@@ -12,27 +12,27 @@ use crate::{
     jit::toolchain::{self, Library, Version},
 };
 
-/// What a device is.
+/// Properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceInfo {
-    /// CUDA's number for it.
+    /// The device number of CUDA, from 0.
     pub ordinal: usize,
-    /// The vendor's name.
+    /// The name by NVIDIA, such as `NVIDIA H200`.
     pub name: String,
     /// The architecture that kernels are compiled for.
     #[serde(serialize_with = "arch_name")]
     pub arch: Arch,
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub sms: u32,
     /// The highest clock of the multiprocessors, MHz.
     pub clock_mhz: u32,
-    /// What the memory could give, MB/s (10^6): the width of its bus by its clock, twice.
+    /// Theoretical memory bandwidth, MB/s (10^6): bus width times clock, twice.
     pub memory_mb_per_s: u64,
-    /// Second-level cache.
+    /// Bytes of the L2 cache.
     pub l2_bytes: u64,
-    /// Shared memory that one block may opt in to.
+    /// Bytes of shared memory that one block may opt in to.
     pub smem_bytes_per_block: u32,
-    /// Memory of the device.
+    /// Bytes of device memory.
     pub memory_bytes: u64,
     /// The CUDA version that the driver supports.
     pub driver: String,
@@ -54,7 +54,7 @@ impl From<&DeviceInfo> for Machine {
     }
 }
 
-/// A GPU with its context. Cheap to clone; all clones are the same.
+/// A GPU with its primary CUDA context. Clones are cheap and share the context.
 #[derive(Clone)]
 pub struct Device(Arc<Shared>);
 
@@ -102,7 +102,7 @@ impl Device {
         )
     }
 
-    /// Opens a device: its primary context, shared with whatever else the process runs on it.
+    /// Opens a device: its primary context, shared with other CUDA code of the process.
     ///
     /// # Errors
     /// No driver, no such device, or a device without kernels.
@@ -140,7 +140,7 @@ impl Device {
         Ok(Self(Arc::new(Shared { context, info, knows_captures })))
     }
 
-    /// What it is.
+    /// Properties of the GPU.
     pub fn info(&self) -> &DeviceInfo {
         &self.0.info
     }
@@ -166,7 +166,7 @@ impl Device {
         Stream::new(self, inner)
     }
 
-    /// CUDA's number for it.
+    /// The device number of CUDA, from 0.
     pub fn ordinal(&self) -> usize {
         self.info().ordinal
     }

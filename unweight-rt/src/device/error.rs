@@ -45,10 +45,7 @@ pub enum DeviceError {
         free: u64,
     },
     /// The host has too little memory that can be pinned.
-    #[error(
-        "cannot allocate {bytes} bytes of pinned host memory; free host memory, or use less: fewer experts on the host, \
-         or fewer slots"
-    )]
+    #[error("cannot allocate {bytes} bytes of pinned host memory; free host memory and try again")]
     HostRoom {
         /// Bytes of the allocation.
         bytes: u64,
@@ -570,10 +567,13 @@ pub enum Refusal {
         /// The argument struct of the call.
         given: &'static str,
     },
-    /// A kernel or a layer of another kind.
-    #[error("is not {wanted}")]
+    /// A layer that is not packed, in borrowed memory.
+    #[error("the layer is not packed; only packed layers run in the memory of another framework")]
+    NotPacked,
+    /// A kernel of another family.
+    #[error("is not {wanted}; load a variant that is")]
     Family {
-        /// The kind that the operation takes.
+        /// The kernels that the operation launches.
         wanted: &'static str,
     },
     /// A decoder for another output.

@@ -6,7 +6,7 @@ use cudarc::driver::CudaGraph;
 
 use crate::device::{Call, DeviceError};
 
-/// Work that was recorded once and can be run again, on the stream that recorded it.
+/// Captured work that can be launched again, on the stream that captured it.
 ///
 /// The memory that it names must be alive when it runs; what enqueues into a capture says so.
 pub struct Graph(Mutex<CudaGraph>);
@@ -21,10 +21,10 @@ impl Graph {
         Self(Mutex::new(graph))
     }
 
-    /// Enqueues the recorded work.
+    /// Enqueues the captured work.
     ///
     /// # Safety
-    /// Every buffer and lane that the recorded work reads or writes is still alive, and no other stream works with them
+    /// Every buffer and lane that the captured work reads or writes is still alive, and no other stream works with them
     /// meanwhile. Kernels need no care: they stay loaded for the life of the process
     /// ([`LoadedKernel`](crate::device::module::LoadedKernel)).
     pub unsafe fn launch(&self) -> Result<(), DeviceError> {

@@ -6,7 +6,7 @@ use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
 use crate::device::{Call, Device, DeviceError, Graph};
 
-/// Work in order. What is enqueued runs later: [`Stream::synchronize`] waits and reports what failed.
+/// A CUDA stream: work that runs in order, after it was enqueued. [`Stream::synchronize`] waits and reports errors.
 #[derive(Clone)]
 pub struct Stream {
     device: Device,
@@ -28,12 +28,12 @@ impl Stream {
         Self { device: device.clone(), inner, mode: LaunchMode::default() }
     }
 
-    /// The device that it belongs to.
+    /// The device of the stream.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// How this handle launches.
+    /// How this handle launches kernels.
     pub fn mode(&self) -> LaunchMode {
         self.mode
     }
@@ -42,8 +42,8 @@ impl Stream {
         self.mode = mode;
     }
 
-    /// Marks this place in the stream by a mark that others wait for, instead of the place that it marked before. In a
-    /// capture the mark belongs to what is recorded.
+    /// Records `mark` at this point of the stream, for other streams to wait for. Replaces its previous point. In a
+    /// capture the mark belongs to the graph.
     ///
     /// # Errors
     /// A mark of another device, or an error of the driver.
@@ -51,7 +51,7 @@ impl Stream {
         mark.0.record(&self.inner).call("recording an event")
     }
 
-    /// Has all that follows on this stream wait for a mark. A mark that was never recorded is not waited for.
+    /// Makes later work of this stream wait for a mark. A mark that was never recorded is ignored.
     ///
     /// # Errors
     /// An error of the driver.
@@ -59,18 +59,18 @@ impl Stream {
         self.inner.wait(&mark.0).call("waiting for an event")
     }
 
-    /// Waits for everything enqueued.
+    /// Waits for all enqueued work, and returns its first error.
     pub fn synchronize(&self) -> Result<(), DeviceError> {
         self.inner.synchronize().call("waiting for a stream")
     }
 
-    /// Marks a place in the stream whose time can be read.
+    /// Records a point in the stream whose time can be read.
     pub fn event(&self) -> Result<Event, DeviceError> {
         let event = self.inner.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).call("recording an event")?;
         Ok(Event(event))
     }
 
-    /// Records what `enqueue` puts on this stream into a graph instead of running it.
+    /// Captures the work that `enqueue` puts on this stream into a graph, without running it.
     ///
     /// `enqueue` must not allocate, wait or copy to the host; the products of this crate do none of these.
     /// Streams that wait for a [`Mark`] that was recorded inside are recorded, too, until this one waits for their last
@@ -101,7 +101,7 @@ impl Stream {
         }
     }
 
-    /// Whether work is being recorded.
+    /// Whether the stream is captured.
     pub fn is_capturing(&self) -> Result<bool, DeviceError> {
         let status = self.inner.capture_status().call("asking whether a stream is captured")?;
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
@@ -137,7 +137,7 @@ impl Stream {
         })
     }
 
-    /// Waits for whatever another stream has enqueued by now before anything that comes later on this one.
+    /// Makes later work of this stream wait for all work that another stream has enqueued so far.
     ///
     /// # Errors
     /// An error of the driver.
@@ -214,12 +214,12 @@ impl Mark {
     }
 }
 
-/// A place in a stream.
+/// A point in a stream whose time can be read.
 #[derive(Debug)]
 pub struct Event(CudaEvent);
 
 impl Event {
-    /// Waits until the stream has come to this place.
+    /// Waits until the stream has reached it.
     ///
     /// # Errors
     /// What failed on the stream.
@@ -227,7 +227,7 @@ impl Event {
         self.0.synchronize().call("waiting for an event")
     }
 
-    /// Microseconds from this place to a later one; waits for both.
+    /// Microseconds from this point to a later one. Waits for both.
     pub fn elapsed_us(&self, later: &Event) -> Result<f64, DeviceError> {
         Ok(f64::from(self.0.elapsed_ms(&later.0).call("reading a time")?) * 1e3)
     }

@@ -182,7 +182,7 @@ pub struct MatrixMut<'a> {
 }
 
 impl<'a> MatrixRef<'a> {
-    /// The front of a buffer.
+    /// A view of `[rows, cols]` at the front of a buffer, `pitch` elements from one row to the next.
     ///
     /// # Errors
     /// [`Refusal::Extent`] if the buffer is shorter, [`Refusal::PitchBelowColumns`].
@@ -191,7 +191,7 @@ impl<'a> MatrixRef<'a> {
         Ok(Self { place, memory: PhantomData })
     }
 
-    /// Memory that something else owns, such as a tensor of another framework.
+    /// A view of memory that something else owns, such as a tensor of another framework.
     ///
     /// # Safety
     /// `address` is the device address of `rows` rows of `cols` bf16 on `device`, `pitch` elements apart. They stay
@@ -222,7 +222,7 @@ impl<'a> MatrixRef<'a> {
         &self.place
     }
 
-    /// Some of its rows and columns.
+    /// A view of some rows and columns.
     ///
     /// # Errors
     /// [`Refusal::Range`]: it does not have them.
@@ -230,12 +230,12 @@ impl<'a> MatrixRef<'a> {
         Ok(Self { place: self.place.part(rows, cols)?, memory: PhantomData })
     }
 
-    /// Rows.
+    /// Number of rows.
     pub fn rows(&self) -> u32 {
         self.place.rows
     }
 
-    /// Columns.
+    /// Number of columns.
     pub fn cols(&self) -> u32 {
         self.place.cols
     }
@@ -247,7 +247,7 @@ impl<'a> MatrixRef<'a> {
 }
 
 impl<'a> MatrixMut<'a> {
-    /// The front of a buffer.
+    /// A view of `[rows, cols]` at the front of a buffer, `pitch` elements from one row to the next.
     ///
     /// # Errors
     /// [`Refusal::Extent`] if the buffer is shorter, [`Refusal::PitchBelowColumns`].
@@ -256,7 +256,7 @@ impl<'a> MatrixMut<'a> {
         Ok(Self { place, memory: PhantomData })
     }
 
-    /// Memory that something else owns, such as a tensor of another framework.
+    /// A view of memory that something else owns, such as a tensor of another framework.
     ///
     /// # Safety
     /// As for [`MatrixRef::from_raw`], and nothing else reads or writes it.
@@ -294,7 +294,7 @@ impl<'a> MatrixMut<'a> {
         MatrixMut { place: self.place, memory: PhantomData }
     }
 
-    /// Some of its rows and columns.
+    /// A view of some rows and columns.
     ///
     /// # Errors
     /// [`Refusal::Range`]: it does not have them.
@@ -302,12 +302,12 @@ impl<'a> MatrixMut<'a> {
         Ok(MatrixMut { place: self.place.part(rows, cols)?, memory: PhantomData })
     }
 
-    /// Rows.
+    /// Number of rows.
     pub fn rows(&self) -> u32 {
         self.place.rows
     }
 
-    /// Columns.
+    /// Number of columns.
     pub fn cols(&self) -> u32 {
         self.place.cols
     }

@@ -61,7 +61,7 @@ impl Library {
         }
     }
 
-    /// How to get it.
+    /// How to install it, as an instruction.
     pub const fn remedy(self) -> &'static str {
         match self {
             Library::Driver => "install the NVIDIA driver; in a container, start it with the GPU passed through",

@@ -168,8 +168,8 @@ pub(super) fn expanding(wanted: Wanted, has_cublas: impl FnOnce() -> bool) -> Wa
 }
 
 impl<'k> LayerBuilder<'k> {
-    /// A builder that works on `stream`. Its layers run on any stream of the device, on a lane each. What a layer asks
-    /// for is compiled when it is built.
+    /// A builder that works on `stream`. Its layers run on any stream of the device, each stream with its lane. The
+    /// kernels of a layer are compiled when it is built.
     ///
     /// # Errors
     /// A kernel cannot be made, or the device failed.
@@ -192,7 +192,7 @@ impl<'k> LayerBuilder<'k> {
         })
     }
 
-    /// The stream that all of its work goes to.
+    /// The stream of all its work.
     pub fn stream(&self) -> &Stream {
         self.packer.stream()
     }
@@ -202,7 +202,7 @@ impl<'k> LayerBuilder<'k> {
         std::mem::replace(&mut self.wanted.resident, resident)
     }
 
-    /// Who multiplies by layers from here on at large batches; who that was.
+    /// Sets which batches cuBLAS multiplies in the layers built from here on. Returns the previous setting.
     pub fn set_expand(&mut self, expand: Expand) -> Expand {
         std::mem::replace(&mut self.wanted.expand, expand)
     }
@@ -344,7 +344,7 @@ impl<'k> LayerBuilder<'k> {
         Experts::new(self.kernels, shape, gate_up, down).map_err(in_tensor(name))
     }
 
-    /// The same in host memory, with room for `slots` of them on the device.
+    /// The experts of a mixture in host memory, with room for `slots` of them on the device.
     ///
     /// # Errors
     /// As [`LayerBuilder::experts`]; not enough memory that can be locked.

@@ -41,7 +41,7 @@ use crate::{
     weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette, pods},
 };
 
-/// Loads layers onto one device.
+/// Loads layers of a bundle onto one device.
 #[derive(Debug)]
 pub struct Loader<'k> {
     bundle: &'k Bundle,
@@ -84,9 +84,9 @@ fn with_decoders(bundle: &Bundle, wanted: &Wanted, mut variants: Vec<VariantSpec
 /// The tensors of a mixture's experts.
 #[derive(Clone, Copy, Debug)]
 pub enum ExpertTensors<'a> {
-    /// Gate, up and down of each.
+    /// One gate, up and down tensor per expert.
     Each(&'a [[&'a str; 3]]),
-    /// Stacks of all.
+    /// Two tensors that hold all experts.
     Stacked {
         /// Gate and up of each, one below the other `[experts, 2 * intermediate, hidden]`.
         gate_up: &'a str,
@@ -126,7 +126,7 @@ impl<'k> Loader<'k> {
         Ok((Self { bundle, builder, staging: Staging::new(stream) }, prepared))
     }
 
-    /// Loads a tensor `[n, k]`.
+    /// Loads a tensor `[n, k]` as a layer.
     ///
     /// # Errors
     /// [`LoadError`].
@@ -160,7 +160,7 @@ impl<'k> Loader<'k> {
         })
     }
 
-    /// The weights of a tensor `[n, k]` as they were, on the device: an embedding, for instance.
+    /// Decodes a tensor `[n, k]` to BF16 on the device: an embedding, for instance.
     ///
     /// # Errors
     /// [`LoadError`].
@@ -208,7 +208,7 @@ impl<'k> Loader<'k> {
         DevicePalette::upload(builder.stream(), &tensor).map_err(in_tensor(name))
     }
 
-    /// The packed form of a tensor `[n, k]`, whatever form it is stored in.
+    /// Packs a tensor `[n, k]` of any encoding.
     ///
     /// # Errors
     /// [`LoadError`]; [`Unsuitable::Unpackable`] also where `n` or `k` is not a multiple of 64.
@@ -231,7 +231,7 @@ impl<'k> Loader<'k> {
         Experts::new(self.builder.kernels, shape, gate_up, down).map_err(in_tensor(names.first()))
     }
 
-    /// The same in host memory, with room for `slots` of them on the device.
+    /// The experts of a mixture in host memory, with room for `slots` of them on the device.
     ///
     /// # Errors
     /// As [`Loader::experts`]; not enough memory that can be locked.

@@ -5,7 +5,7 @@ use crate::choose::{
     reachable::{Expand, Linears, Resident, Wanted},
 };
 
-/// What layers are loaded for.
+/// The options that layers are loaded with.
 ///
 /// ```
 /// # use unweight_rt::LoadOptions;

@@ -5,7 +5,7 @@ use unweight_format::Matrix;
 use super::{elements, pods};
 use crate::device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, buffer::length};
 
-/// A BF16 matrix `[rows, cols]`, row-major, in memory of its own.
+/// A BF16 matrix `[rows, cols]`, row-major, in its own buffer.
 ///
 /// Its buffer always has the elements that its shape asks for, so nothing can exchange it:
 /// ```compile_fail,E0599
@@ -41,7 +41,7 @@ impl DeviceMatrix {
         Ok(Self { rows, cols, data })
     }
 
-    /// A copy of `elements`, bit patterns of bf16.
+    /// Copies `elements`, bit patterns of bf16, to the device.
     pub fn from_host(stream: &Stream, rows: u32, cols: u32, bits: &[u16]) -> Result<Self, DeviceError> {
         elements("a matrix", bits.len(), length("elements", u64::from(rows) * u64::from(cols))?)?;
         Ok(Self { rows, cols, data: DeviceBuffer::from_host(stream, bits)? })
@@ -52,7 +52,7 @@ impl DeviceMatrix {
         Ok(Self { data: self.data.duplicate(stream)?, ..*self })
     }
 
-    /// A copy of a matrix.
+    /// Copies a matrix of the host to the device.
     pub fn upload(stream: &Stream, matrix: Matrix<'_>) -> Result<Self, DeviceError> {
         // A grid's dimensions fit 32 bits.
         let (rows, cols) = (matrix.grid().rows() as u32, matrix.grid().cols() as u32);
@@ -63,12 +63,12 @@ impl DeviceMatrix {
         }
     }
 
-    /// Rows.
+    /// Number of rows.
     pub fn rows(&self) -> u32 {
         self.rows
     }
 
-    /// Columns.
+    /// Number of columns.
     pub fn cols(&self) -> u32 {
         self.cols
     }
@@ -78,22 +78,22 @@ impl DeviceMatrix {
         self.data.bytes()
     }
 
-    /// The elements.
+    /// The buffer of the elements, row-major.
     pub fn data(&self) -> &DeviceBuffer<u16> {
         &self.data
     }
 
-    /// The matrix, to be read by a launch.
+    /// A view that launches read from.
     pub fn view(&self) -> MatrixRef<'_> {
         MatrixRef::whole(&self.data, self.rows, self.cols)
     }
 
-    /// The matrix, to be written by a launch.
+    /// A view that launches write to.
     pub fn view_mut(&mut self) -> MatrixMut<'_> {
         MatrixMut::whole(&mut self.data, self.rows, self.cols)
     }
 
-    /// The elements, once everything before on `stream` is done.
+    /// Copies the elements to the host, behind the work on `stream`. Waits for the copy.
     pub fn to_host(&self, stream: &Stream) -> Result<Vec<u16>, DeviceError> {
         self.data.to_host(stream)
     }

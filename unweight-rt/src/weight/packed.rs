@@ -48,8 +48,8 @@ impl DevicePacked {
         })
     }
 
-    /// Sections that are on the device; they are not checked: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Only
-    /// their sizes are held against the grid; kernels bound what a head or a list leads to. Taken to have escapes.
+    /// A tensor of sections on the device: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Only their sizes are
+    /// checked; kernels bound heads and lists. The tensor counts as one with escapes.
     pub fn new(
         grid: TileGrid,
         window: Window,
@@ -115,12 +115,12 @@ impl DevicePacked {
         [("packed", self.packed.span()), ("escape_heads", self.escape_heads.span()), ("escapes", self.escapes.span())]
     }
 
-    /// Shape and tiling.
+    /// Shape and tiling, in tiles of 64 x 64.
     pub fn grid(&self) -> TileGrid {
         self.grid
     }
 
-    /// The window.
+    /// The window of exponents that the codes cover.
     pub fn window(&self) -> Window {
         self.window
     }
@@ -130,17 +130,17 @@ impl DevicePacked {
         self.has_escapes
     }
 
-    /// u8 `[tiles, 6144]`.
+    /// The codes, u8 `[tiles, 6144]`.
     pub fn packed(&self) -> &DeviceBuffer<u8> {
         &self.packed
     }
 
-    /// u32 `[tiles, 4]`.
+    /// The escape heads, u32 `[tiles, 4]`.
     pub fn escape_heads(&self) -> &DeviceBuffer<u32> {
         &self.escape_heads
     }
 
-    /// u32 `[words]`: lists of escapes.
+    /// The escape lists, u32 `[words]`.
     pub fn escapes(&self) -> &DeviceBuffer<u32> {
         &self.escapes
     }
@@ -162,7 +162,7 @@ pub(crate) struct PackedEscapes {
 }
 
 impl PackedEscapes {
-    /// The window.
+    /// The window of exponents that the codes cover.
     pub(crate) fn window(&self) -> Window {
         self.window
     }

@@ -50,13 +50,13 @@ pub fn attachable(request: &CompileRequest, artifact: &Artifact) -> AttachedKern
 /// A kernel that is ready to be loaded.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Artifact {
-    /// Its canonical name, and its symbol.
+    /// The canonical name of the variant, which is its symbol.
     pub name: String,
-    /// The binary.
+    /// The binary for one architecture.
     pub cubin: Arc<[u8]>,
-    /// What it takes of a multiprocessor.
+    /// The registers and the memory that it needs.
     pub resources: KernelResources,
-    /// What the compiler said when it was made.
+    /// The compiler's log.
     pub log: String,
     /// The compiler that made it.
     pub compiler: CompilerId,
@@ -107,18 +107,18 @@ pub enum Miss {
     Off,
 }
 
-/// One line of progress: a kernel that is ready.
+/// A report that one kernel is ready.
 #[derive(Clone, Debug)]
 pub struct Progress<'a> {
-    /// How many are ready, this one included.
+    /// Ready kernels, this one included.
     pub done: usize,
-    /// How many there are.
+    /// All requested kernels.
     pub total: usize,
     /// The kernel.
     pub artifact: &'a Artifact,
 }
 
-/// How a [`KernelCache`] behaves.
+/// The options of a [`KernelCache`].
 #[derive(Clone, Debug)]
 pub struct Policy {
     /// What to do with a kernel that the store lacks.
@@ -127,7 +127,7 @@ pub struct Policy {
     pub lock_timeout: Duration,
 }
 
-/// The store and the compiler behind it.
+/// A store of compiled kernels, and the compiler for those that it lacks.
 pub struct KernelCache {
     policy: Policy,
     store: Result<Store, Unusable>,
@@ -137,13 +137,13 @@ pub struct KernelCache {
 }
 
 impl KernelCache {
-    /// The user's cache with NVRTC behind it. Loads nothing yet; NVRTC is looked for at the first kernel.
+    /// Opens the user's cache, with NVRTC as its compiler. NVRTC is loaded for the first kernel.
     pub fn open(env: &Env) -> KernelCache {
         let policy = Policy { mode: env.jit, lock_timeout: env.lock_timeout };
         KernelCache::new(policy, env.cache_dir.as_deref(), Arc::new(NvrtcCompiler::new(env)))
     }
 
-    /// A cache in `dir` with `compiler` behind it. With `UNWEIGHT_JIT=off`, the folder is not even looked at.
+    /// A cache in `dir` that compiles with `compiler`. With `UNWEIGHT_JIT=off` the folder is not accessed.
     pub fn new(policy: Policy, dir: Option<&Path>, compiler: Arc<dyn Compiler>) -> KernelCache {
         let store = match (policy.mode, dir) {
             (JitMode::Off, _) => {
@@ -158,8 +158,8 @@ impl KernelCache {
         KernelCache { policy, store, compiler, attached: None }
     }
 
-    /// Takes kernels that are attached to a bundle, where they were made of the very sources that are asked for; the
-    /// store and the compiler are for the others.
+    /// Uses kernels that are attached to a bundle if they were compiled from the requested sources. The store and the
+    /// compiler provide the others.
     ///
     /// **This runs code that the maker of the bundle chose**, with the rights of this process: no digest tells where it
     /// is from. What is taken from there is never put into the store. `UNWEIGHT_JIT=off` passes over it, too.
@@ -168,7 +168,7 @@ impl KernelCache {
         KernelCache { attached: Some(attached), ..self }
     }
 
-    /// The store, or why there is none.
+    /// The store, or why it cannot be used.
     pub fn store(&self) -> Result<&Store, &Unusable> {
         self.store.as_ref()
     }
@@ -178,13 +178,13 @@ impl KernelCache {
         &*self.compiler
     }
 
-    /// One kernel, from the store or compiled.
+    /// Returns one kernel, from the store or compiled.
     pub fn get(&self, request: &CompileRequest) -> Result<Artifact, Error> {
         // One request gives one artifact.
         Ok(self.compile_all(std::slice::from_ref(request), 1, &|_| {})?.swap_remove(0))
     }
 
-    /// Every kernel of `requests`, in their order, compiling what the store lacks on up to `threads` threads.
+    /// Returns every kernel of `requests` in order, and compiles what the store lacks on up to `threads` threads.
     ///
     /// Equal requests are compiled once. `progress` is called once per different kernel as it becomes ready, from the
     /// thread that made it but never by two at a time. If several kernels fail, all failures are reported

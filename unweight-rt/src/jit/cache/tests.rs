@@ -480,7 +480,7 @@ fn foreign_folder_is_not_used_as_cache() {
     }
     std::fs::write(mistaken.join("locks/door"), "").unwrap();
     let unusable = Store::open(&mistaken).unwrap_err();
-    assert!(unusable.why.contains("no kernel cache") && unusable.why.contains("UNWEIGHT_CACHE_DIR"), "{unusable}");
+    assert!(unusable.why.contains("not a kernel cache") && unusable.why.contains("UNWEIGHT_CACHE_DIR"), "{unusable}");
     assert_eq!(names(&mistaken).len(), 4);
     // With the tag in it, still only what the store could have made is touched.
     let own = home.path().join("cache");

@@ -59,7 +59,7 @@ pub struct Routed<'a> {
     pub ids: &'a DeviceBuffer<u32>,
     /// The weight of each expert's output.
     pub weights: &'a DeviceBuffer<f32>,
-    /// Experts of a token.
+    /// Experts per token.
     pub top_k: u32,
 }
 
@@ -70,11 +70,11 @@ pub struct RoutedAt {
     pub ids: u64,
     /// Device address of f32 weights.
     pub weights: u64,
-    /// Experts of a token.
+    /// Experts per token.
     pub top_k: u32,
 }
 
-/// The experts of a mixture, packed.
+/// The packed experts of a mixture, all on the device.
 #[derive(Debug)]
 pub struct Experts {
     shape: ExpertsShape,
@@ -212,7 +212,7 @@ impl Experts {
         self.shape
     }
 
-    /// The device.
+    /// The device that holds the weights.
     pub fn device(&self) -> &Device {
         self.gate_up.device()
     }

@@ -70,7 +70,7 @@ pub struct Scratch {
     pub bytes: u64,
 }
 
-/// Kernels, a packer and counters for layers whose memory is another framework's. May be used from several threads at
+/// Kernels, a packer and counters for layers in the memory of another framework. May be used from several threads at
 /// once.
 pub struct Guest {
     kernels: KernelSet,
@@ -84,7 +84,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// A guest on the device of these kernels.
+    /// Prepares packing and launches on the device of these kernels.
     ///
     /// # Errors
     /// A kernel of the packer cannot be made, or the device failed.
@@ -107,12 +107,12 @@ impl Guest {
         &self.kernels
     }
 
-    /// The device.
+    /// The device of the kernels.
     pub fn device(&self) -> &Device {
         self.kernels.device()
     }
 
-    /// Packs BF16 `[n, k]` without gaps into memory that is there; `to.escape_words` is the room for lists, at least
+    /// Packs BF16 `[n, k]` without gaps into allocated memory; `to.escape_words` is the room for lists, at least
     /// [`Packer::escape_words_max`]. Returns the window, and how many words there are. Runs on a stream of its own, and
     /// waits for it.
     ///
@@ -134,8 +134,8 @@ impl Guest {
         self.packer().pack_at(weights, &mut packed, &mut heads, &mut escapes)
     }
 
-    /// A layer of packed weights that are there, with every kernel that some batch asks for, loaded. Padded layers
-    /// there are none: n and k are multiples of 64.
+    /// A layer of packed weights in borrowed memory. Compiles and loads the kernels of every batch. n and k are
+    /// multiples of 64: layers are not padded.
     ///
     /// # Safety
     /// `at` names sections of the sizes that the shape asks for on this device, with 256 more bytes behind each that
@@ -154,8 +154,8 @@ impl Guest {
         Ok(Linear::Packed(PackedLinear::new((n, k), packed, ways)?))
     }
 
-    /// Makes the kernels that [`Guest::layer`] asks for of this shape, as tensors with escapes do: what takes long of a
-    /// first layer, before its weights are there.
+    /// Compiles and loads the kernels that [`Guest::layer`] needs for a shape with escapes: the slow part of a first
+    /// layer, before its weights exist.
     ///
     /// # Errors
     /// A kernel that cannot be made, or an error of the driver.
@@ -182,7 +182,7 @@ impl Guest {
     /// A layer that is not packed or overlaps the output, or an error of the driver.
     pub unsafe fn unpack_at(&self, layer: &Linear, output: u64) -> Result<(), DeviceError> {
         let (n, k) = (layer.n(), layer.k());
-        let packed = layer.packed_weights().ok_or(Refusal::Family { wanted: "a packed layer" })?;
+        let packed = layer.packed_weights().ok_or(Refusal::NotPacked)?;
         // SAFETY: the caller's promise.
         let output = unsafe { MatrixMut::from_raw(self.device(), output, n, k, k.into()) }?;
         let packer = self.packer();
@@ -190,7 +190,7 @@ impl Guest {
         packer.stream().synchronize()
     }
 
-    /// Bytes of the scratch that [`Guest::enqueue`] takes for this batch; often 0, and where weights are expanded 2 for
+    /// Bytes of the scratch that [`Guest::enqueue`] takes for this batch; often 0; where weights are expanded, 2 for
     /// each weight and 32 MiB.
     ///
     /// # Errors
@@ -231,7 +231,7 @@ impl Guest {
         let device = self.device();
         let parts = Parts::of(layer.lane_size_at(m, epilogue)?);
         if !layer.is_packed() {
-            return Err(Refusal::Family { wanted: "a packed layer" }.into());
+            return Err(Refusal::NotPacked.into());
         }
         room("bytes of scratch", length("bytes of scratch", scratch.bytes)?, length("bytes", parts.bytes())?)?;
         let columns = if epilogue == Epilogue::SiluMul { layer.n() / 2 } else { layer.n() };
@@ -273,8 +273,8 @@ impl Guest {
         enqueued
     }
 
-    /// The experts of a mixture, of packed weights that are there ([`Experts::new`] says of which shapes, and how rows
-    /// of a gate and its up are interleaved), with every kernel that some batch asks for, loaded.
+    /// The experts of a mixture, of packed weights in borrowed memory ([`Experts::new`] says of which shapes, and how
+    /// rows of a gate and its up are interleaved), with every kernel that some batch asks for, loaded.
     ///
     /// # Safety
     /// As for [`Guest::layer`], of both tensors.
@@ -364,7 +364,7 @@ impl Guest {
         Ok(Workspace { partials, counters })
     }
 
-    /// Bytes at a device address. Waits for the copy.
+    /// Copies `bytes` bytes from a device address to the host. Waits for the copy.
     ///
     /// # Safety
     /// So many bytes are there on this device. What other streams do with them is done.

@@ -3,37 +3,6 @@
 //! [`Loader`](crate::layer::loader::Loader) makes them, and compiles every kernel that a batch can need.
 //! [`Linear::enqueue`] only enqueues, so it may be captured into a graph. Shapes that are not multiples of 64 take a
 //! padded path: two copies more than the product.
-//!
-//! ```no_run
-//! use unweight_codegen::spec::Epilogue;
-//! use unweight_format::bundle::Bundle;
-//! use unweight_rt::{Device, DeviceMatrix, KernelSet, LoadOptions, Loader, Merge, cache::Progress, env::Env};
-//!
-//! let device = Device::open(0)?;
-//! let (kernels, stream) = (KernelSet::open(&device, Env::process()?), device.stream()?);
-//! let bundle = Bundle::open("bundle".as_ref())?;
-//! let progress = |kernel: &Progress<'_>| eprintln!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name);
-//! let (mut loader, _) = Loader::new(&kernels, &stream, &bundle, LoadOptions::default(), &progress)?;
-//! let mlp = loader.merge(&["mlp.gate_proj.weight", "mlp.up_proj.weight"], Merge::SiluMul)?;
-//! let down = loader.load("mlp.down_proj.weight")?;
-//! let mut lane = loader.lane(&stream)?;
-//!
-//! let (m, x) = (8, DeviceMatrix::zeroed(&stream, 8, mlp.k())?);
-//! let mut activated = DeviceMatrix::zeroed(&stream, m, mlp.n() / 2)?;
-//! let mut residual = DeviceMatrix::zeroed(&stream, m, down.n())?;
-//! mlp.enqueue(&mut lane, x.view(), activated.view_mut(), Epilogue::SiluMul)?;
-//! down.enqueue(&mut lane, activated.view(), residual.view_mut(), Epilogue::StoreAdd)?;
-//! lane.synchronize()?;
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
-//! A lane has one stream for life, so a launch cannot use a lane's memory on another stream:
-//! ```compile_fail,E0061
-//! # use unweight_codegen::spec::Epilogue;
-//! # use unweight_rt::{DeviceError, DeviceMatrix, Lane, Linear, Stream};
-//! # fn run(layer: &Linear, other: &Stream, lane: &mut Lane, x: &DeviceMatrix, y: &mut DeviceMatrix) -> Result<(), DeviceError> {
-//! layer.enqueue(other, lane, x.view(), y.view_mut(), Epilogue::Store)
-//! # }
-//! ```
 
 mod bf16;
 mod compact;
@@ -54,7 +23,38 @@ use crate::{
     weight::{DeviceMatrix, DevicePacked},
 };
 
-/// A linear layer on the device, by how its weights are held.
+/// A linear layer on the device, `Y[m, n] = X[m, k] * W[n, k]^T`, by how its weights are held.
+///
+/// ```no_run
+/// use unweight_codegen::spec::Epilogue;
+/// use unweight_format::bundle::Bundle;
+/// use unweight_rt::{Device, DeviceMatrix, KernelSet, LoadOptions, Loader, Merge, cache::Progress, env::Env};
+///
+/// let device = Device::open(0)?;
+/// let (kernels, stream) = (KernelSet::open(&device, Env::process()?), device.stream()?);
+/// let bundle = Bundle::open("bundle".as_ref())?;
+/// let progress = |kernel: &Progress<'_>| eprintln!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name);
+/// let (mut loader, _) = Loader::new(&kernels, &stream, &bundle, LoadOptions::default(), &progress)?;
+/// let mlp = loader.merge(&["mlp.gate_proj.weight", "mlp.up_proj.weight"], Merge::SiluMul)?;
+/// let down = loader.load("mlp.down_proj.weight")?;
+/// let mut lane = loader.lane(&stream)?;
+///
+/// let (m, x) = (8, DeviceMatrix::zeroed(&stream, 8, mlp.k())?);
+/// let mut activated = DeviceMatrix::zeroed(&stream, m, mlp.n() / 2)?;
+/// let mut residual = DeviceMatrix::zeroed(&stream, m, down.n())?;
+/// mlp.enqueue(&mut lane, x.view(), activated.view_mut(), Epilogue::SiluMul)?;
+/// down.enqueue(&mut lane, activated.view(), residual.view_mut(), Epilogue::StoreAdd)?;
+/// lane.synchronize()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+/// A lane has one stream for life, so a launch cannot use a lane's memory on another stream:
+/// ```compile_fail,E0061
+/// # use unweight_codegen::spec::Epilogue;
+/// # use unweight_rt::{DeviceError, DeviceMatrix, Lane, Linear, Stream};
+/// # fn run(layer: &Linear, other: &Stream, lane: &mut Lane, x: &DeviceMatrix, y: &mut DeviceMatrix) -> Result<(), DeviceError> {
+/// layer.enqueue(other, lane, x.view(), y.view_mut(), Epilogue::Store)
+/// # }
+/// ```
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Linear {

@@ -52,13 +52,13 @@ pub struct ExpertTraffic {
     pub bytes: u64,
     /// How often products had to wait for copies.
     pub stalls: u64,
-    /// How long, in us: the first products of a layer from when the choice was known, others from the end of those
-    /// before.
+    /// The waiting time, us: for the first products of a layer from when the choice is known, for later ones from the
+    /// end of the products before.
     pub stalled_us: f64,
 }
 
 impl ExpertTraffic {
-    /// What came after `before`.
+    /// The counts since `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         Self {
@@ -195,7 +195,7 @@ impl OffloadedExperts {
         self.shape.lane_size(tokens, top_k)
     }
 
-    /// As [`Experts::choose`].
+    /// Enqueues a router's choice, as [`Experts::choose`] does.
     ///
     /// # Errors
     /// As [`Experts::choose`].
@@ -382,10 +382,10 @@ pub struct Fetcher {
 }
 
 impl Fetcher {
-    /// For up to `tokens` tokens of `top_k` experts each, of any of `shape`'s.
+    /// Room for batches of up to `tokens` tokens with `top_k` experts each.
     ///
     /// # Errors
-    /// No room.
+    /// Too little memory.
     pub fn new(stream: &Stream, shape: ExpertsShape, tokens: u32, top_k: u32) -> Result<Self, DeviceError> {
         let device = stream.device();
         let words = Self::words(shape, tokens, top_k);
@@ -403,7 +403,7 @@ impl Fetcher {
         })
     }
 
-    /// Bytes on the device.
+    /// Bytes that a fetcher takes on the device.
     pub fn bytes(shape: ExpertsShape, tokens: u32, top_k: u32) -> u64 {
         Self::words(shape, tokens, top_k) as u64 * 4
     }
@@ -414,7 +414,7 @@ impl Fetcher {
         pairs + ITEM_WORDS * (pairs.min(shape.experts as usize) + pairs / 8)
     }
 
-    /// What it has counted. Waits for copies that are under way.
+    /// The counts so far. Waits for running copies.
     ///
     /// # Errors
     /// An error of the driver.
