@@ -2,13 +2,12 @@
 // encoder.
 //
 // One function per stage, all of EncodeArgs, run in this order on one stream:
-//   Huffman tensor   stats, table, decode_table (only if the flat table is wanted), rows, scan, write
+//   Huffman tensor   stats, table, rows, scan, write
 //   palette tensor   stats, table, rows, scan, palette
 //
 // stage         threads  blocks/SM  grid                       dynamic smem  reads + writes, bytes per element
 // stats         512      4          min(tiles, 4 SMs)          32768         2 + 1
 // table         256      1          1                          4096          -
-// decode_table  256      1          128                        0             -
 // rows          256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.016
 // scan          256      1          ceil(tiles / 1024)         1024          16 B a tile, twice
 // write         256      4          min(tiles / 8, 4 SMs)      21504         2 + 0.34
@@ -39,7 +38,6 @@ constexpr u32 kRowBitsMax = 319;
 
 constexpr u32 kStatsThreads = 512, kStatsSmemBytes = 256 * 32 * 4;
 constexpr u32 kTableThreads = 256, kTableSmemBytes = 4096;
-constexpr u32 kDecodeTableThreads = 256, kDecodeTableBlocks = 128;
 constexpr u32 kTileThreads = 256, kTileWarps = kTileThreads / 32;  // rows, write, palette
 constexpr u32 kRowsSmemBytes = 1024, kPaletteSmemBytes = 1024;
 constexpr u32 kTileBufferWords = 640;  // 64 * 319 bits = 638 words, to 16 bytes
@@ -208,25 +206,6 @@ UW_DEVICE void table(const EncodeArgs& args) {
         ptx::store_global_u8(args.code_lengths + lane, length);
     }
     if (lane < m) ptx::store_global(args.encode_table + own_exponent, code | length << 16 | lane << 24);
-}
-
-// ---- decode_table: the flat table of the report ---------------------------------------------------------------------
-
-UW_DEVICE void decode_table(const EncodeArgs& args) {
-    u32 lane = ptx::thread_index() % 32;
-    u32 slot = ptx::block_index() * kDecodeTableThreads + ptx::thread_index();
-    u32 length = lane < 16 ? ptx::load_global_nc_u8(args.code_lengths + lane) : 0;
-    u32 exponent = lane < 16 ? ptx::load_global_nc_u8(args.palette + lane) : 0;
-    u32 code = canonical_code(length, lane);
-    u32 own = exponent | length << 8 | lane << 16;
-    // A code of one symbol leaves half of the slots without a code: they decode to the same symbol.
-    u32 entry = ptx::shuffle(own, 0);
-    for (u32 i = 0; i < 16; ++i) {
-        u32 other_length = ptx::shuffle(length, i), other_code = ptx::shuffle(code, i), other = ptx::shuffle(own, i);
-        bool hit = other_length >= 1 && other_length <= 15 && (slot & ((1u << (other_length & 15)) - 1)) == other_code;
-        entry = hit ? other : entry;
-    }
-    if (slot < 1u << (args.code_limit & 15)) ptx::store_global(args.decode_table + slot, entry);
 }
 
 // ---- what rows, write and palette share: a warp per tile -----------------------------------------------------------
