@@ -468,14 +468,14 @@ fn planted_bugs_in_the_decoder_are_caught() {
         ),
     ];
     let copied: [(&str, (&str, &str, &str)); 5] = [
-        ("does not wait for its copies", (DECODE, "ptx::async_wait_group<kStages - 1>();", "")),
+        ("does not wait for its copies", (DECODE, "ptx::cp_async_wait_group<kStages - 1>();", "")),
         (
             "does not wait for others' copies",
             (DECODE, "<kStages - 1>();\n            ptx::sync_warp();", "<kStages - 1>();"),
         ),
-        ("waits for one group too few", (DECODE, "async_wait_group<kStages - 1>", "async_wait_group<kStages>")),
+        ("waits for one group too few", (DECODE, "cp_async_wait_group<kStages - 1>", "cp_async_wait_group<kStages>")),
         ("leaves bytes out", (DECODE, "at += 32 * 16", "at += 64 * 16")),
-        ("a fetch without a group", (DECODE, "if constexpr (kAsync) ptx::async_commit_group();", "")),
+        ("a fetch without a group", (DECODE, "if constexpr (kAsync) ptx::cp_async_commit_group();", "")),
     ];
     let bulk = bulk.into_iter().map(|bug| (SmemCopy::Bulk, bug));
     for (copy, (name, bug)) in bulk.chain(copied.into_iter().map(|bug| (SmemCopy::Async, bug))) {
@@ -697,12 +697,9 @@ fn planted_bugs_in_the_encoder_are_caught() {
         ),
         ("pad columns verbatim", (ENCODE, "if (p.valid < 4) low", "if (p.valid < 0) low")),
         ("rows of 320 bits coded", (ENCODE, "kRowBitsMax = 319", "kRowBitsMax = 640")),
-        ("third word of a code dropped", (ENCODE, "if (last != 0) ptx::reduce_or_shared(address + 8, last);", "")),
-        (
-            "third word of a short code dropped",
-            (ENCODE, "if (first != 0) ptx::reduce_or_shared(address - 8, first);", ""),
-        ),
-        ("section not padded", (ENCODE, "ptx::store_global(out + words + lane, 0);", "")),
+        ("third word of a code dropped", (ENCODE, "if (last != 0) ptx::red_or_shared(address + 8, last);", "")),
+        ("third word of a short code dropped", (ENCODE, "if (first != 0) ptx::red_or_shared(address - 8, first);", "")),
+        ("section not padded", (ENCODE, "ptx::st_global(out + words + lane, 0);", "")),
         (
             "verbatim row order",
             (ENCODE, "low = row >= 32 ? ~0u : (1u << row) - 1", "low = row >= 32 ? ~0u : (2u << row) - 1"),
@@ -710,11 +707,7 @@ fn planted_bugs_in_the_encoder_are_caught() {
         ("look-back forgets rows", (ENCODE, "rows_total += own >> 24 & 0xfffff;", "")),
         (
             "tile buffer not cleared",
-            (
-                ENCODE,
-                "for (u32 at = lane * 4; at < words; at += 128) ptx::store_shared_x4(stream + at * 4, U32x4{});",
-                "",
-            ),
+            (ENCODE, "for (u32 at = lane * 4; at < words; at += 128) ptx::st_shared_x4(stream + at * 4, U32x4{});", ""),
         ),
     ];
     let mut random = Random::new(41);

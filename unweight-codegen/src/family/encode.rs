@@ -6,7 +6,6 @@ use crate::{
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, VariantSpec, axes, word_axis},
 };
-use serde::Serialize;
 use unweight_format::FormId;
 
 word_axis! {
@@ -176,27 +175,6 @@ impl Family for EncodeSpec {
             EncodeStage::Palette => "Elements and offsets -> packed palette indices and verbatim rows.",
         };
         summary.to_owned()
-    }
-
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// The function of `uw::encode`.
-            function: &'static str,
-            /// The constant of `uw::encode` that holds the threads of a block.
-            threads_constant: &'static str,
-            /// The constant of `uw::encode` that holds the bytes of shared memory, where there are any.
-            smem_constant: Option<&'static str>,
-        }
-        let (threads_constant, smem_constant) = match self.stage {
-            EncodeStage::Stats => ("kStatsThreads", Some("kStatsSmemBytes")),
-            EncodeStage::Table => ("kTableThreads", Some("kTableSmemBytes")),
-            EncodeStage::Rows => ("kTileThreads", Some("kRowsSmemBytes")),
-            EncodeStage::Scan => ("kScanThreads", Some("kScanSmemBytes")),
-            EncodeStage::Write => ("kTileThreads", Some("kWriteSmemBytes")),
-            EncodeStage::Palette => ("kTileThreads", Some("kPaletteSmemBytes")),
-        };
-        Context { function: self.stage.tag(), threads_constant, smem_constant }
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
